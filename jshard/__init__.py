@@ -8,6 +8,7 @@ from jshard._pareto import pareto as pareto
 from jshard._plan.plan import Plan as Plan
 from jshard._rules.einsum import register_rule as register_rule
 from jshard._shard import Sharded as Sharded, shard as shard
+from jshard._sweep import sweep as sweep
 
 
 __version__ = "0.1.0"

@@ -1,47 +1,85 @@
 """`pareto`: the time-memory frontier of a function's plans.
 
-The fastest plan and the plan of least memory are the two ends; between them the same function is planned under
-falling memory budgets. What is slower and no smaller than another plan is left out.
+The fastest plan and the plan of least memory are the two ends. Between them the same function is planned for
+speed under memory budgets: always inside the widest gap that is left, so that a few searches show the whole curve.
+What is slower and no smaller than another plan is left out.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from jshard._errors import SearchError, ShardError
 from jshard._plan.plan import Plan
-from jshard._prepare import prepare
-from jshard._report.units import seconds, size
+from jshard._report import plots, points as report
+from jshard._report.points import Point
+from jshard._report.progress import progress
+from jshard._report.summary import step_seconds
+from jshard._report.units import size
 from jshard._shard import Sharded, shard
+from jshard._sweep import planned
+
+
+CLOSE = 1.02  # peaks nearer than this factor have nothing worth a search between them
 
 
 @dataclasses.dataclass(frozen=True)
 class Frontier:
-    """Plans from the fastest to the smallest; none is beaten in both time and memory by another."""
+    """Plans from the fastest to the smallest; none is beaten in both time and memory by another.
+
+    `tried` says how many plans were made to find them.
+    """
 
     name: str
     plans: tuple[Plan, ...]
+    tried: int = 0
 
     @property
     def points(self) -> tuple[tuple[float, float], ...]:
         """(step seconds, peak bytes a device) of each plan."""
-        return tuple((_time(p), p.cost.peak_bytes) for p in self.plans)
+        return tuple((step_seconds(p), p.cost.peak_bytes) for p in self.plans)
+
+    def __len__(self) -> int:
+        return len(self.plans)
+
+    def __iter__(self) -> Iterator[Plan]:
+        return iter(self.plans)
 
     def __str__(self) -> str:
-        lines = [f"time and memory of {self.name} on {self.plans[0].mesh} ({self.plans[0].chip})"]
-        lines.append(f"  {'step':>10}  {'peak':>10}  {'communication':>13}  {'moved':>10}")
-        for p in self.plans:
-            moved = size(sum(c.total for c in p.collectives))
-            lines.append(
-                f"  {seconds(_time(p)):>10}  {size(p.cost.peak_bytes):>10}  "
-                f"{seconds(p.cost.communication):>13}  {moved:>10}"
-            )
-        return "\n".join(lines)
+        return report.table(self._title, self._rows)
+
+    def _repr_html_(self) -> str:
+        return report.html_table(self._title, self._rows)
+
+    def to_pandas(self) -> Any:
+        """One row a plan as a `pandas.DataFrame`."""
+        return report.frame(self._rows, "Frontier.to_pandas")
+
+    def plot(self, *others: Frontier) -> Any:
+        """A matplotlib figure of peak memory against step time; other frontiers go into the same picture."""
+        curves = [(_machine(f.plans[0]), f.points) for f in (self, *others)]
+        title = f"time and memory of {self.name}" + ("" if others else f" on {curves[0][0]}")
+        return plots.frontier(title, curves, "Frontier.plot")
+
+    @property
+    def _title(self) -> str:
+        return f"time and memory of {self.name} on {_machine(self.plans[0])}"
+
+    @property
+    def _rows(self) -> list[Point]:
+        return [Point((("budget", _budget(p)),), p) for p in self.plans]
 
 
-def pareto(fn: Callable[..., Any], *args: Any, points: int = 6, **kwargs: Any) -> Frontier:
+def pareto(
+    fn: Callable[..., Any],
+    *args: Any,
+    points: int = 12,
+    show_progress: bool | None = None,
+    **kwargs: Any,
+) -> Frontier:
     """Plans of a function for these arguments, from the fastest to the one of least memory.
 
     >>> import jax, jshard
@@ -53,33 +91,60 @@ def pareto(fn: Callable[..., Any], *args: Any, points: int = 6, **kwargs: Any) -
 
     - `fn`: a function, or a sharded one, whose pins and mesh are kept.
     - `args`, `kwargs`: arrays or `ShapeDtypeStruct`s.
-    - `points`: number of plans to try, at least two.
+    - `points`: number of plans to try, at least two; fewer are tried where nothing is left to find.
+    - `show_progress`: None shows a bar on a terminal and in Jupyter only.
+
+    Where not even the plan of least memory keeps to the memory budget, the error is that of planning.
     """
     if not isinstance(points, int) or points < 2:
         raise ShardError(f"points={points!r} gives no frontier", where="pareto", fix="points=2 or more")
     sharded = fn if isinstance(fn, Sharded) else shard(fn)
     request = sharded._request
+    made: list[Plan] = []
+    with progress(f"frontier of {request.name}", points, shown=show_progress) as show:
+        for level in (2, 1, 0):
+            if len(made) < points:
+                made.append(planned(request, args, kwargs, level=level))
+                show(len(made), size(made[-1].cost.peak_bytes))
+        searched: set[tuple[float, float]] = set()  # gaps between peaks that a search did not fill
+        while len(made) < points:
+            gap = _widest(made, searched)
+            if gap is None:
+                break
+            budget = int(math.sqrt(gap[0] * gap[1]))
+            show(len(made), f"under {size(budget)}")
+            try:
+                plan = planned(request, args, kwargs, level=2, memory_budget=budget)
+            except SearchError:  # nothing was found inside this budget; the smallest plan stands for it
+                searched.add(gap)
+                points -= 1
+                continue
+            peak = plan.cost.peak_bytes
+            if not gap[0] * 1.001 < peak < gap[1] / 1.001:
+                searched.add(gap)
+            made.append(plan)
+    return Frontier(request.name, _best(made), len(made))
 
-    def planned(level: int, budget: float | None) -> Plan:
-        options = dataclasses.replace(
-            request.options, level=level, memory_budget=None if budget is None else int(budget)
-        )
-        return prepare(dataclasses.replace(request, options=options, plan=None), args, kwargs).plan
 
-    fastest, smallest = planned(2, None), planned(1, None)
-    high, low = fastest.cost.peak_bytes, smallest.cost.peak_bytes
-    found = [fastest, smallest]
-    for i in range(1, points - 1):
-        try:
-            found.append(planned(2, low * (high / low) ** (1 - i / (points - 1))))
-        except SearchError:
-            continue  # nothing was found inside this budget; the smallest plan stands for it
+def _best(plans: Iterable[Plan]) -> tuple[Plan, ...]:
+    """Those that no other beats in both time and memory, fastest first."""
     kept: list[Plan] = []
-    for p in sorted(found, key=lambda p: (_time(p), p.cost.peak_bytes)):
+    for p in sorted(plans, key=lambda p: (step_seconds(p), p.cost.peak_bytes)):
         if not kept or p.cost.peak_bytes < kept[-1].cost.peak_bytes:
             kept.append(p)
-    return Frontier(request.name, tuple(kept))
+    return tuple(kept)
 
 
-def _time(p: Plan) -> float:
-    return p.cost.compute + p.cost.communication
+def _widest(plans: list[Plan], searched: set[tuple[float, float]]) -> tuple[float, float] | None:
+    """The two neighbouring peaks of the frontier that are farthest apart; None when all are close or searched."""
+    peaks = sorted({p.cost.peak_bytes for p in _best(plans)})
+    gaps = [g for g in zip(peaks, peaks[1:], strict=False) if g[1] > CLOSE * g[0] > 0 and g not in searched]
+    return max(gaps, key=lambda g: g[1] / g[0], default=None)
+
+
+def _machine(p: Plan) -> str:
+    return f"{p.mesh} ({p.chip})"
+
+
+def _budget(p: Plan) -> str:
+    return "none" if p.memory_budget is None else size(p.memory_budget)

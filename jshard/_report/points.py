@@ -1,0 +1,171 @@
+"""Several plans of one function side by side: the rows of a sweep and of a frontier, as text, HTML and a frame.
+
+What is the same for every row stands in the title, what varies is a column. A row without a plan says why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from jshard._report.extras import needed
+from jshard._report.summary import moved_bytes, step_seconds
+from jshard._report.units import seconds, size
+
+
+if TYPE_CHECKING:
+    from jshard._plan.plan import Plan
+
+
+WIDTH = 100
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One plan, or why there is none: `settings` are the names and values that led to it."""
+
+    settings: tuple[tuple[str, Any], ...]
+    plan: Plan | None
+    error: str = ""
+
+    def setting(self, name: str) -> Any:
+        """The value of a setting; None when it has none."""
+        return dict(self.settings).get(name)
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """Settings and figures by name: seconds and bytes of one device and call; None where there is no plan."""
+        p = self.plan
+        row = dict(self.settings)
+        row |= {
+            "step_s": None if p is None else step_seconds(p),
+            "compute_s": None if p is None else p.cost.compute,
+            "redundant_s": None if p is None else p.cost.redundant,
+            "communication_s": None if p is None else p.cost.communication,
+            "moved_bytes": None if p is None else moved_bytes(p),
+            "peak_bytes": None if p is None else p.cost.peak_bytes,
+            "gap": None if p is None or p.search == "propagation" else p.cost.gap,
+            "error": self.error,
+        }
+        return row
+
+
+FIGURES = (
+    ("step", lambda p: seconds(step_seconds(p))), ("compute", lambda p: seconds(p.cost.compute)),
+    ("comm.", lambda p: seconds(p.cost.communication)), ("moved", lambda p: size(moved_bytes(p))),
+    ("peak", lambda p: size(p.cost.peak_bytes)),
+    ("gap", lambda p: "-" if p.search == "propagation" else "0" if p.cost.optimal else f"{100 * p.cost.gap:.2g}%"),
+)  # fmt: skip
+
+
+def varying(points: Sequence[Point]) -> list[str]:
+    """Settings that differ between points."""
+    names = dict.fromkeys(name for p in points for name, _ in p.settings)
+    return [n for n in names if len({str(p.setting(n)) for p in points}) > 1]
+
+
+def constant(points: Sequence[Point]) -> str:
+    """Settings that all points share, in a few words."""
+    if not points:
+        return ""
+    same = [(n, v) for n, v in points[0].settings if n not in varying(points) and v is not None]
+    return ", ".join(f"{v}" if n in ("mesh", "chip") else f"{n} {v}" for n, v in same)
+
+
+def heading(points: Sequence[Point]) -> list[str]:
+    """Names of the columns."""
+    price = ["chip time"] if _priced(points) else []
+    return [*varying(points), *(name for name, _ in FIGURES), *price]
+
+
+def cells(points: Sequence[Point]) -> list[tuple[list[str], str]]:
+    """Cells of each row, and what stands in place of the figures when there is no plan."""
+    names, priced, out = varying(points), _priced(points), []
+    for p in points:
+        row = ["-" if p.setting(n) is None else str(p.setting(n)) for n in names]
+        if p.plan is not None:
+            row += [show(p.plan) for _, show in FIGURES]
+            if priced:
+                row.append(seconds(chip_seconds(p)))
+        out.append((row, p.error))
+    return out
+
+
+def chip_seconds(p: Point) -> float:
+    """Devices times seconds, for one entry of the batch where there is one: what a call costs in chip time."""
+    assert p.plan is not None
+    return step_seconds(p.plan) * p.plan.mesh.total / (p.setting("batch") or 1)
+
+
+def table(title: str, points: Sequence[Point]) -> str:
+    """Title and rows as text, at most 100 columns where the settings are short enough."""
+    names, rows = heading(points), cells(points)
+    widths = [
+        max([len(name)] + [len(row[k]) for row, _ in rows if k < len(row)]) for k, name in enumerate(names)
+    ]
+    left = len(varying(points))
+    shared = constant(points)
+    lines = [title + (f" ({shared})" if shared else "")]
+    if _priced(points) and any(p.setting("batch") for p in points):
+        lines[0] += "; chip time for one entry of the batch"
+    for row, error in [(names, ""), *rows]:
+        line = " ".join(
+            c.ljust(w) if k < left else c.rjust(w) for k, (c, w) in enumerate(zip(row, widths, strict=False))
+        )
+        lines.append("  " + f"{line} {error and 'no plan: ' + error}".rstrip())
+    return "\n".join(line if len(line) <= WIDTH else line[: WIDTH - 2] + ".." for line in lines)
+
+
+def html_table(title: str, points: Sequence[Point]) -> str:
+    """The same as an HTML table whose bars show step and peak against the largest."""
+    left = len(varying(points))
+    names = heading(points)
+    most = {
+        "step": max((step_seconds(p.plan) for p in points if p.plan), default=0.0),
+        "peak": max((p.plan.cost.peak_bytes for p in points if p.plan), default=0.0),
+    }
+    body = []
+    for p, (row, error) in zip(points, cells(points), strict=True):
+        tds = [
+            f'<td style="text-align:{"left" if k < left else "right"}">{escape(cell)}{_bar(names[k], p, most)}</td>'
+            for k, cell in enumerate(row)
+        ]
+        if error:
+            tds.append(
+                f'<td colspan="{len(names) - left}" style="text-align:left">no plan: {escape(error)}</td>'
+            )
+        body.append(f"<tr>{''.join(tds)}</tr>")
+    head = "".join(
+        f'<th style="text-align:{"left" if k < left else "right"}">{escape(n)}</th>'
+        for k, n in enumerate(names)
+    )
+    shared = constant(points)
+    note = f" <small>{escape(shared)}</small>" if shared else ""
+    return (
+        f"<div><b>{escape(title)}</b>{note}"
+        f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
+    )
+
+
+def frame(points: Sequence[Point], where: str) -> Any:
+    """A `pandas.DataFrame` with one row a point."""
+    return needed("pandas", "report", where).DataFrame([p.row for p in points])
+
+
+def _priced(points: Sequence[Point]) -> bool:
+    """Whether devices or batches differ, so that steps alone cannot be compared."""
+    made = [p for p in points if p.plan is not None]
+    return len({(p.plan.mesh.total if p.plan else 0, p.setting("batch")) for p in made}) > 1
+
+
+def _bar(name: str, p: Point, most: dict[str, float]) -> str:
+    if name not in most or p.plan is None or not most[name]:
+        return ""
+    value = step_seconds(p.plan) if name == "step" else p.plan.cost.peak_bytes
+    colour = "#3b76c4" if name == "step" else "#c4863b"
+    return (
+        f'<div style="height:4px;width:{100 * value / most[name]:.0f}%;background:{colour};'
+        'margin-left:auto;border-radius:2px"></div>'
+    )
