@@ -7,21 +7,23 @@ planned program is written inline instead, so that JAX can differentiate it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from jshard import _jaxcompat as compat
 from jshard._errors import MeshError, NestedShardError, ShardError
 from jshard._lower.interpret import spmd
 from jshard._plan.plan import Plan
 from jshard._prepare import Prepared, Request, abstract, dynamic, prepare, static_values
+from jshard._report.progress import progress, search_state
 from jshard._wish.options import check_call_options, check_function, check_options
 
 
@@ -148,15 +150,33 @@ class Sharded:
                 self._fast = self._seen = None
         return self._slow(args, kwargs)
 
-    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+    def plan(self, *args: Any, verify: bool | None = None, **kwargs: Any) -> Plan:
         """The plan for these arguments; arrays or `ShapeDtypeStruct`s, no device needed.
 
         >>> import jax, jshard
         >>> x = jax.ShapeDtypeStruct((8, 8), "float32")
         >>> jshard.shard(lambda x: x + 1, in_strategy=((1, 1),)).plan(x).outputs[0].layout.dims
         ((), ())
+
+        `verify=True` compiles the planned program too, and the plan says what the compiler emitted. A function with
+        an argument of that name gets it instead. What takes longer than 2 s shows its progress on a terminal.
         """
-        return self._prepare(args, kwargs).plan
+        if verify is not None and "verify" in _parameters(self._request.fn):
+            kwargs["verify"], verify = verify, None
+        with progress(f"planning {self.__name__}", after=2.0) as show:
+            prepared = self._prepare(args, kwargs, lambda *state: show(0, search_state(*state)))
+            if not verify:
+                return prepared.plan
+            if isinstance(prepared.chosen.mesh, AbstractMesh):
+                raise MeshError(
+                    f"the mesh {prepared.plan.mesh} plans only, nothing can be compiled for it",
+                    where=f"{self.__name__}.plan(..., verify=True)",
+                    fix="a mesh of devices, or jshard.topology(...) where its compiler is installed: libtpu for TPU, "
+                    "JAX's CUDA plugin for GPU",
+                )
+            show(0, "compiling")
+            check = prepared.plan.verify(self.lower(*args, **kwargs).compile())
+        return dataclasses.replace(prepared.plan, verification=check)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The planned program as a `jax.stages.Lowered`, ready for `.compile()`."""
@@ -180,7 +200,7 @@ class Sharded:
     def __repr__(self) -> str:
         return f"<sharded {self.__name__}{_signature(self._request.fn)}>"
 
-    def _prepare(self, args: Any, kwargs: Any) -> Prepared:
+    def _prepare(self, args: Any, kwargs: Any, on_progress: Callable[..., None] | None = None) -> Prepared:
         key = _key(self._request, args, kwargs)
         found = self._prepared.get(key)
         if found is not None:
@@ -193,7 +213,7 @@ class Sharded:
                 if self._prepared and compat.setting("jax_log_compiles"):
                     _explain(self.__name__, key, list(self._prepared))
                 # Kept only when whole: an interrupted search leaves nothing behind.
-                found = self._prepared[key] = prepare(self._request, args, kwargs)
+                found = self._prepared[key] = prepare(self._request, args, kwargs, on_progress)
         return found
 
     def _runner(self, prepared: Prepared, args: Any, kwargs: Any) -> Any:
@@ -394,11 +414,15 @@ def _aval_key(x: Any) -> Any:
     return (a.shape, a.dtype, a.weak_type) if isinstance(a, jax.ShapeDtypeStruct) else a
 
 
-def _positional_names(fn: Any) -> list[str]:
+def _parameters(fn: Any) -> Mapping[str, inspect.Parameter]:
     try:
-        parameters = inspect.signature(fn).parameters.values()
+        return inspect.signature(fn).parameters
     except (TypeError, ValueError):
-        return []
+        return {}
+
+
+def _positional_names(fn: Any) -> list[str]:
+    parameters = _parameters(fn).values()
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 

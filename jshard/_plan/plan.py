@@ -49,7 +49,7 @@ class Plan:
     """The answer for one function and one set of shapes.
 
     `boundaries` are where values enter, go round and leave loops and branches: they compute nothing, and one layout
-    holds on both sides.
+    holds on both sides. `verification` is what `f.plan(..., verify=True)` found in the compiled program.
 
     >>> import jax, jax.numpy as jnp, jshard
     >>> f = jshard.shard(lambda x, w: jax.nn.relu(x @ w), in_strategy=((1, 1), None))
@@ -79,6 +79,7 @@ class Plan:
     in_tree: Any = dataclasses.field(default=None, compare=False, repr=False)
     out_tree: Any = dataclasses.field(default=None, compare=False, repr=False)
     search_again: Again | None = dataclasses.field(default=None, compare=False, repr=False)
+    verification: Verification | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
     def bytes_by_kind(self) -> dict[str, float]:

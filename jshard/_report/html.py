@@ -88,6 +88,9 @@ def _summary(plan: Plan) -> str:
     unknown = ""
     if plan.unknown:
         unknown = f'<p class="warn">replicated for want of a rule: {escape(", ".join(plan.unknown))}</p>'
+    if plan.verification is not None:
+        agreed = "proved" if plan.verification.ok else "open"
+        unknown += f'<p class="proof {agreed}">compiled program: {escape(plan.verification.summary)}</p>'
     state = "proved" if plan.cost.optimal and plan.search != "propagation" else "open"
     return (
         f"<h1>plan of {escape(plan.name)}</h1><p>on {escape(str(plan.mesh))} ({plan.mesh.total} x {escape(plan.chip)}), "

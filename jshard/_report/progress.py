@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import html
+import math
 import sys
 import threading
 import time
@@ -92,6 +93,18 @@ def line(title: str, done: int, total: int | None, text: str, past: float) -> st
         bar = f"[{'#' * full}{'-' * (CELLS - full)}] {done}/{total}"
     clock = f"{past:.0f} s" if past >= 1 else ""
     return " ".join(part for part in (title, bar, clock, text) if part)[:WIDTH]
+
+
+def search_state(stage: str, best: float, bound: float) -> str:
+    """Where a search stands, in a few words; it says nothing while nothing is found.
+
+    >>> search_state("messages and blocks", 2.0, 1.6), search_state("reductions", float("inf"), float("-inf"))
+    ('messages and blocks, gap 25%', 'reductions')
+    """
+    stage = stage.partition(":")[0]
+    if not math.isfinite(best) or bound <= 0:
+        return stage
+    return f"{stage}, gap {100 * max(best - bound, 0.0) / bound:.2g}%"
 
 
 def _writer(stream: Any, shown: bool | None) -> Callable[[str], None] | None:

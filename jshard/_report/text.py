@@ -58,7 +58,8 @@ def coloured(plan: Plan) -> Any:
     page.highlight_regex(r"optimal: .* bound|gap [^;]*|nothing proved", "green" if proved else "yellow")
     page.highlight_regex(r"(?m)^ +(all_|reduce_|permute|broadcast)\w*.*$", "dark_orange")
     page.highlight_regex(r"\S+\*(?= )", "bold cyan")
-    page.highlight_regex(r"replicated for want of a rule.*", "red")
+    page.highlight_regex(r"replicated for want of a rule.*|emitted differs.*", "red")
+    page.highlight_regex(r"emitted as planned.*", "green")
     return page
 
 
@@ -176,6 +177,8 @@ def notes(plan: Plan, width: int = WIDTH) -> list[str]:
         lines += _wrapped("    " + ", ".join(held[: 5 if more else 6]) + more, width)
     if plan.unknown:
         lines += _wrapped(f"  replicated for want of a rule: {', '.join(plan.unknown)}", width)
+    if plan.verification is not None:
+        lines.append(f"  compiled program: {plan.verification.summary}")
     return lines
 
 
