@@ -64,7 +64,7 @@ def test_failed_attempts_are_not_repeated(monkeypatch):
 def test_threads_plan_once(monkeypatch):
     planned = []
     real = _prepare.prepare
-    monkeypatch.setattr(_shard, "prepare", lambda r, a, k: planned.append(a[0].shape) or real(r, a, k))
+    monkeypatch.setattr(_shard, "prepare", lambda r, a, k, *p: planned.append(a[0].shape) or real(r, a, k))
     f, _ = counted()
     g = jshard.shard(f, ((2, 1), None))
     w = normal(4, 4)
@@ -95,7 +95,7 @@ def test_planning_does_not_hold_up_other_signatures(monkeypatch):
     go, began = threading.Event(), threading.Event()
     real = _prepare.prepare
 
-    def slow(r, a, k):
+    def slow(r, a, k, *progress):
         if a[0].shape == (4, 4):
             began.set()
             assert go.wait(60)
