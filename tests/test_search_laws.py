@@ -48,8 +48,9 @@ def brute_force(network, allowed=lambda x: True) -> float:
     return min((evaluate(network, x) for x in every if allowed(x)), default=np.inf)
 
 
-@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("block", range(25))
 def test_cost_equals_brute_force(block):
+    """A thousand networks in all; no bound that is told on the way is above the least cost."""
     for seed in range(block * 40, block * 40 + 40):
         network = random_network(seed)
         truth = brute_force(network)
@@ -58,10 +59,27 @@ def test_cost_equals_brute_force(block):
                 solve(network)
             assert caught.value.variables
             continue
-        found = solve(network)
+        told: list[float] = []
+        found = solve(network, on_progress=lambda stage, cost, bound, told=told: told.append(bound))
         assert found.cost == pytest.approx(truth, rel=1e-9), seed
         assert found.cost == evaluate(network, found.assignment)
         assert found.optimal and found.bound <= found.cost
+        assert told and max(told) <= truth + 1e-9 * abs(truth), seed
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.005])
+def test_a_search_cut_short_has_a_true_bound(seconds, monkeypatch):
+    from jshard._search import eliminate
+
+    monkeypatch.setattr(eliminate, "TABLE_LIMIT", 0)
+    left_open = 0
+    for seed in range(30):
+        network = hard_core(seed, n=5)
+        truth = brute_force(network)
+        found = solve(network, seconds=seconds)
+        assert found.bound <= truth * (1 + 1e-9) <= found.cost * (1 + 2e-9), seed
+        left_open += not found.optimal
+    assert seconds > 0 or left_open
 
 
 def test_reductions_preserve_the_optimum():
