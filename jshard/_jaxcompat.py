@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +12,10 @@ import numpy as np
 from jax import core
 
 # Not from jax.extend, which loads Pallas with it: 18 ms of the import.
-from jax._src import core as jex, source_info_util
+from jax._src import config, core as jex, source_info_util, traceback_util, tree_util
 from jax._src.core import trace_state_clean
+from jax._src.interpreters import pxla
+from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 from jax.interpreters import ad, batching, mlir, partial_eval
 
 from jshard._errors import NestedShardError
@@ -204,6 +207,51 @@ def call_primitive(name: str, run: Any) -> Any:
     p.def_abstract_eval(shapes)
     mlir.register_lowering(p, mlir.lower_fun(lambda *xs, fused: run(fused, *xs), multiple_results=True))
     return p
+
+
+# As other libraries of JAX do: our frames are neither the user's lines nor of use in his tracebacks.
+_HERE = os.path.dirname(__file__)
+source_info_util.register_exclusion(_HERE)
+traceback_util.register_exclusion(_HERE)
+api_boundary = traceback_util.api_boundary
+
+
+def dispatcher(name: str, fn: Any, miss: Any, static_argnums: Any, static_argnames: Any) -> Any:
+    """JAX's own dispatch of calls, the C++ function behind `jax.jit`, with our own way to serve a call it has not seen.
+
+    `miss(*args, **kwargs)` gives (results, what `first_call` says, False). Under `jax.disable_jit` `fn` runs instead.
+    """
+
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        return fn(*args, **kwargs)
+
+    return _jax.pjit(
+        name, plain, miss, sorted(static_argnums), sorted(static_argnames), pxla.JitGlobalCppCacheKeys(),
+        tree_util.dispatch_registry, pxla.cc_shard_arg,
+    )  # fmt: skip
+
+
+def forget(dispatch: Any) -> None:
+    """Empty the cache of a `dispatcher`."""
+    dispatch._clear_cache()
+
+
+def first_call(compiled: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Results of a compiled program, and what the dispatcher needs to repeat the call; None if only Python can."""
+    executable = compiled._executable
+    if getattr(getattr(executable, "unsafe_call", None), "ordered_effects", None):
+        return compiled(*args, **kwargs), None
+    call = executable.create_cpp_call(compiled._params)
+    if call is None:  # callbacks and the like
+        return compiled(*args, **kwargs), None
+    out, again, _ = call._cache_miss(*args, **kwargs)
+    return out, again
+
+
+def settings() -> tuple[tuple[str, Any], ...]:
+    """The options of JAX that a trace depends on, as (name, value) in this thread."""
+    both = zip(config.trace_context_names(), config.trace_context(), strict=True)
+    return tuple((n, v) for n, v in both if n.startswith("jax_"))
 
 
 def setting(name: str) -> Any:

@@ -1,8 +1,9 @@
 """`shard`: the decorator, and the callable it returns.
 
-The first call with a new signature traces the function, plans it, and compiles one program; every later call
-goes straight to JAX's own dispatch of that program. Under another transformation (`jit`, `grad`, `scan`) the
-planned program is written inline instead, so that JAX can differentiate it.
+The first call with a new signature traces the function, plans it, and compiles one program; every later call is
+served by JAX's own dispatch of that program: the object's `__call__` is that C++ function, no Python runs. Under
+another transformation (`jit`, `grad`, `scan`) the planned program is written inline instead, so that JAX can
+differentiate it.
 """
 
 from __future__ import annotations
@@ -16,15 +17,19 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh
 
 from jshard import _jaxcompat as compat
+from jshard._dispatch import Program, inline
 from jshard._errors import MeshError, NestedShardError, ShardError
-from jshard._lower.interpret import spmd
 from jshard._plan.plan import Plan
-from jshard._prepare import Prepared, Request, abstract, dynamic, prepare, static_values
+from jshard._prepare import Request, prepare
 from jshard._report.progress import progress, search_state
+from jshard._signature import Signature, changes, checked_statics, signature
 from jshard._wish.options import check_call_options, check_function, check_options
+
+
+_log = logging.getLogger("jshard")
 
 
 def shard(
@@ -123,32 +128,20 @@ class Sharded:
     (True, 6.0)
     """
 
+    # `__call__` is a slot, not a method: Python finds the C++ function there and calls it with no frame between.
+    __slots__ = ("__call__", "__dict__", "__weakref__")
+    __call__: Callable[..., Any]
+
     def __init__(self, request: Request):
         functools.update_wrapper(self, request.fn)
         self.__name__ = request.name
         self._request = request
         self._lock = threading.Lock()  # held for moments only: planning has a lock per signature
-        self._planning: dict[Any, Any] = {}
-        self._prepared: dict[Any, Prepared] = {}
-        self._running: dict[Any, Callable[..., Any]] = {}
-        self._seen: Any = None  # runner and keywords of the last call on the slow path
-        self._fast: _Fast | None = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        fast = self._fast
-        if fast is not None and compat.at_top_level():
-            names, order, run = fast
-            try:
-                if not kwargs:
-                    if not names:
-                        return run(*args)
-                elif tuple(kwargs) == names:
-                    return run(*args, *[kwargs[n] for n in order])
-            except (_Other, ValueError):
-                # Another signature, or arguments that lie elsewhere. A failed attempt is dear, so the next ones
-                # look the signature up until two calls in a row agree again.
-                self._fast = self._seen = None
-        return self._slow(args, kwargs)
+        self._planning: dict[Signature, threading.RLock] = {}
+        self._programs: dict[Signature, Program] = {}
+        self._failed = False
+        self._dispatch = compat.dispatcher(request.name, request.fn, self._miss, *request.statics)
+        self.__call__ = self._checked if any(request.statics) else self._dispatch
 
     def plan(self, *args: Any, verify: bool | None = None, **kwargs: Any) -> Plan:
         """The plan for these arguments; arrays or `ShapeDtypeStruct`s, no device needed.
@@ -164,7 +157,8 @@ class Sharded:
         if verify is not None and "verify" in _parameters(self._request.fn):
             kwargs["verify"], verify = verify, None
         with progress(f"planning {self.__name__}", after=2.0) as show:
-            prepared = self._prepare(args, kwargs, lambda *state: show(0, search_state(*state)))
+            program = self._program(args, kwargs, lambda *state: show(0, search_state(*state)))
+            prepared = program.prepared
             if not verify:
                 return prepared.plan
             if isinstance(prepared.chosen.mesh, AbstractMesh):
@@ -175,243 +169,83 @@ class Sharded:
                     "JAX's CUDA plugin for GPU",
                 )
             show(0, "compiling")
-            check = prepared.plan.verify(self.lower(*args, **kwargs).compile())
+            check = prepared.plan.verify(program.compile())
         return dataclasses.replace(prepared.plan, verification=check)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The planned program as a `jax.stages.Lowered`, ready for `.compile()`."""
-        prepared = self._prepare(args, kwargs)
-        names = self._request.statics[1]
-        named = (kwargs[k] if k in names else abstract(kwargs[k]) for k in sorted(kwargs))
-        return self._runner(prepared, args, kwargs).lower(*_abstract_call(self._request, args), *named)
+        return self._program(args, kwargs).lower()
 
     def clear_cache(self) -> None:
         """Forget every plan and compiled program."""
         with self._lock:
-            self._prepared.clear()
-            self._running.clear()
+            self._programs.clear()
             self._planning.clear()
-            self._fast = self._seen = None
+        compat.forget(self._dispatch)
 
     def __get__(self, obj: Any, owner: type | None = None) -> Any:
         """Methods: bound to an instance as functions are."""
-        return self if obj is None else functools.partial(self, obj)
+        return self if obj is None else _Bound(self, obj)
 
     def __repr__(self) -> str:
         return f"<sharded {self.__name__}{_signature(self._request.fn)}>"
 
-    def _prepare(self, args: Any, kwargs: Any, on_progress: Callable[..., None] | None = None) -> Prepared:
-        key = _key(self._request, args, kwargs)
-        found = self._prepared.get(key)
+    @compat.api_boundary
+    def _miss(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
+        """What JAX's dispatch calls when it does not know a call: results, how to repeat it, whether to forget it."""
+        try:
+            program = self._program(args, kwargs)
+            if not compat.at_top_level():
+                return inline(program.prepared, args, kwargs), None, False
+            out, again = program.run(args, kwargs)
+        except BaseException:
+            # Dispatch would take the slow path for this signature from now on.
+            self._failed = True
+            raise
+        if self._failed:
+            self._failed = False
+            compat.forget(self._dispatch)
+        return out, again, False
+
+    @compat.api_boundary
+    def _checked(self, *args: Any, **kwargs: Any) -> Any:
+        """A call with static arguments: dispatch hashes them before it asks us."""
+        try:
+            return self._dispatch(*args, **kwargs)
+        except (TypeError, ValueError):
+            checked_statics(self._request, args, kwargs)
+            raise
+
+    def _program(self, args: Any, kwargs: Any, on_progress: Callable[..., None] | None = None) -> Program:
+        key = signature(self._request, args, kwargs)
+        found = self._programs.get(key)
         if found is not None:
             return found
         with self._lock:
             planning = self._planning.setdefault(key, threading.RLock())
         with planning:
-            found = self._prepared.get(key)
+            found = self._programs.get(key)
             if found is None:
-                if self._prepared and compat.setting("jax_log_compiles"):
-                    _explain(self.__name__, key, list(self._prepared))
+                if self._programs and compat.setting("jax_log_compiles"):
+                    _log.warning(
+                        "%s is planned anew; changed: %s", self.__name__, changes(key, list(self._programs))
+                    )
                 # Kept only when whole: an interrupted search leaves nothing behind.
-                found = self._prepared[key] = prepare(self._request, args, kwargs, on_progress)
+                found = self._programs[key] = Program(prepare(self._request, args, kwargs, on_progress))
         return found
 
-    def _runner(self, prepared: Prepared, args: Any, kwargs: Any) -> Any:
-        names = tuple(sorted(kwargs))
-        key = (id(prepared), names)
-        with self._lock:
-            if key not in self._running:
-                self._running[key] = _jitted(prepared, len(args), names)
-            return self._running[key]
 
-    def _slow(self, args: Any, kwargs: Any) -> Any:
-        prepared = self._prepare(args, kwargs)
-        if not compat.at_top_level():
-            return _inline(prepared, args, kwargs)
-        run = self._runner(prepared, args, kwargs)
-        # JAX refuses arguments committed to another layout, so those are placed as the plan says.
-        call, moved = _place(prepared, args, kwargs)
-        out = run(*call)
-        now: _Fast = (tuple(kwargs), tuple(sorted(kwargs)), run)
-        self._fast = now if not moved and self._seen == now else None
-        self._seen = None if moved else now
-        return out
+class _Bound(functools.partial):
+    """A sharded function as a method of an object; `plan` and `lower` know the object too."""
 
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        return self.func.plan(*self.args, *args, **kwargs)
 
-_Fast = tuple[
-    tuple[str, ...], tuple[str, ...], Callable[..., Any]
-]  # keywords as called, as passed on, what runs
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        return self.func.lower(*self.args, *args, **kwargs)
 
-
-class _Other(Exception):
-    """The compiled function was called with another signature."""
-
-
-def _abstract_call(request: Request, args: Any) -> tuple:
-    """Positional arguments as shapes, static ones as they are."""
-    numbers, _ = request.statics
-    return tuple(a if i in numbers else abstract(a) for i, a in enumerate(args))
-
-
-def _jitted(prepared: Prepared, n_args: int, names: tuple[str, ...]) -> Any:
-    """The planned program as one `jax.jit` of the call's own arguments, keywords made positional."""
-    request = prepared.request
-    numbers, static_names = request.statics
-    program = prepared.schedule.choice.program
-    mesh = prepared.chosen.mesh
-    body = spmd(prepared.schedule, mesh)
-    constants = program.constants
-    in_args, in_kwargs = prepared.plan.in_shardings
-    by_name = dict(in_kwargs)
-    wanted, settings = [_aval_key(a) for a in prepared.in_avals], _settings()
-    statics = tuple(i for i in range(n_args) if i in numbers)
-    statics += tuple(n_args + k for k, n in enumerate(names) if n in static_names)
-
-    def run(*call: Any) -> Any:
-        args = tuple(a for i, a in enumerate(call[:n_args]) if i not in numbers)
-        kwargs = {n: v for n, v in zip(names, call[n_args:], strict=False) if n not in static_names}
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        have = [_aval_key(x) for x in leaves]
-        if len(call) != n_args + len(names) or tree != prepared.in_tree:
-            raise _Other
-        if have != wanted or _settings() != settings:
-            raise _Other
-        if (
-            static_values(request, call[:n_args], dict(zip(names, call[n_args:], strict=True)))
-            != prepared.statics
-        ):
-            raise _Other
-        # A compiled call of its own: its arguments come in our shardings, a mesh in context says nothing of them.
-        with compat.inside_mesh(mesh):
-            return jax.tree.unflatten(prepared.out_tree, body(*leaves, *constants))
-
-    run.__name__ = run.__qualname__ = request.name
-    donate = tuple(i for i in request.call.donate_argnums if i < n_args)
-    positional = _positional_names(request.fn)
-    donate += tuple(i for i, n in enumerate(positional[:n_args]) if n in request.call.donate_argnames)
-    donate += tuple(n_args + k for k, n in enumerate(names) if n in request.call.donate_argnames)
-    shardings = (*in_args, *(by_name[n] for n in names if n in by_name))
-    return jax.jit(
-        run,
-        in_shardings=shardings if shardings else None,
-        out_shardings=prepared.plan.out_shardings,
-        static_argnums=statics or None,
-        donate_argnums=tuple(dict.fromkeys(donate)) or None,
-    )
-
-
-def _inline(prepared: Prepared, args: Any, kwargs: Any) -> Any:
-    """The planned program inside another trace, in the form JAX can differentiate."""
-    left, left_kw, _ = dynamic(prepared.request, args, kwargs)
-    leaves = jax.tree.leaves((left, left_kw))
-    body = spmd(prepared.schedule, prepared.chosen.mesh, vma=True)
-    marked = [compat.boundary(x, prepared.request.name) for x in leaves]
-    choice = prepared.schedule.choice
-    context = jax.sharding.get_abstract_mesh()
-    if not context.empty and AxisType.Explicit in context.axis_types:
-        specs = tuple(choice.needed(i, 0).spec for i in choice.program.outputs)
-        body = jax.sharding.auto_axes(body, out_sharding=list(specs))
-    out: Any = body(*marked, *choice.program.constants)
-    return jax.tree.unflatten(prepared.out_tree, out)
-
-
-def _place(prepared: Prepared, args: Any, kwargs: Any) -> tuple[tuple, bool]:
-    """The arguments of a call where the plan wants them, and whether any lay elsewhere."""
-    request = prepared.request
-    numbers, static_names = request.statics
-    left = tuple(a for i, a in enumerate(args) if i not in numbers)
-    left_kw = {k: v for k, v in kwargs.items() if k not in static_names}
-    leaves, tree = jax.tree.flatten((left, left_kw))
-    shardings = jax.tree.leaves(prepared.plan.in_shardings)
-    elsewhere = [i for i, (x, s) in enumerate(zip(leaves, shardings, strict=True)) if _elsewhere(x, s)]
-    if elsewhere:
-        for i in elsewhere:
-            _check_devices(request, leaves[i], shardings[i])
-        moved = jax.device_put([leaves[i] for i in elsewhere], [shardings[i] for i in elsewhere])
-        for i, x in zip(elsewhere, moved, strict=True):
-            leaves[i] = x
-        left, left_kw = jax.tree.unflatten(tree, leaves)
-    given = iter(left)
-    call = tuple(a if i in numbers else next(given) for i, a in enumerate(args))
-    call += tuple(kwargs[n] if n in static_names else left_kw[n] for n in sorted(kwargs))
-    return call, bool(elsewhere)
-
-
-def _elsewhere(x: Any, sharding: NamedSharding) -> bool:
-    if not isinstance(x, jax.Array) or not getattr(x, "committed", True) or x.sharding is sharding:
-        return False  # JAX itself places what is on the host or not committed to a device
-    return not x.sharding.is_equivalent_to(sharding, x.ndim)
-
-
-def _check_devices(request: Request, x: Any, sharding: NamedSharding) -> None:
-    foreign = x.sharding.device_set - sharding.device_set
-    if foreign:
-        names = ", ".join(str(d) for d in sorted(foreign, key=lambda d: d.id)[:3])
-        raise MeshError(
-            f"an argument of shape {x.shape} lies on {names}, outside the mesh of {len(sharding.device_set)} devices",
-            where=f"call of {request.name}",
-            fix="jax.device_put(x, f.plan(x).in_shardings[0][0]), or give shard a mesh with these devices",
-        )
-
-
-def _key(request: Request, args: Any, kwargs: Any) -> Any:
-    numbers, names = request.statics
-    left = tuple(a for i, a in enumerate(args) if i not in numbers)
-    leaves, tree = jax.tree.flatten((left, {k: v for k, v in kwargs.items() if k not in names}))
-    context = None if request.mesh is not None else compat.context_mesh()
-    avals = tuple(map(_aval_key, leaves))
-    statics = static_values(request, args, kwargs) if numbers or names else ()
-    try:
-        hash(statics)
-    except TypeError:
-        raise ShardError(
-            f"a static argument of {request.name} cannot be hashed: "
-            + ", ".join(type(v).__name__ for _, v in statics),
-            where=f"call of {request.name}",
-            fix="a hashable value (a tuple instead of a list), or leave it out of static_argnums, static_argnames",
-        ) from None
-    return tree, avals, statics, context, _settings()
-
-
-def _settings() -> tuple:
-    """What else a trace depends on."""
-    return compat.setting("jax_enable_x64"), compat.setting("jax_default_matmul_precision")
-
-
-_log = logging.getLogger("jshard")
-
-
-def _explain(name: str, key: Any, known: list[Any]) -> None:
-    """Say why a call is planned anew: how it differs from the known signature that is closest."""
-
-    def differences(old: Any) -> list[str]:
-        if old[0] != key[0]:
-            return [f"the structure of the arguments: {old[0]} -> {key[0]}"]
-        paths = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(key[0], range(len(key[1]))))[0]
-        said = [
-            f"argument {jax.tree_util.keystr(path)}: {_shown(was)} -> {_shown(now)}"
-            for (path, _), was, now in zip(paths, old[1], key[1], strict=True)
-            if was != now
-        ]
-        titles = ("static arguments", "mesh in context", "settings (x64, matmul precision)")
-        return said + [f"{t}: {a} -> {b}" for t, a, b in zip(titles, old[2:], key[2:], strict=True) if a != b]
-
-    closest = min((differences(k) for k in known), key=len)
-    _log.warning("%s is planned anew; changed: %s", name, "; ".join(closest))
-
-
-def _shown(aval: Any) -> str:
-    if not isinstance(aval, tuple):
-        return str(aval)
-    shape, dtype, weak = aval
-    return f"{dtype}[{','.join(map(str, shape))}]" + (" (weak)" if weak else "")
-
-
-def _aval_key(x: Any) -> Any:
-    if isinstance(x, jax.Array) or isinstance(x, jax.ShapeDtypeStruct):
-        return x.shape, x.dtype, bool(getattr(x, "weak_type", False))
-    a = abstract(x)
-    return (a.shape, a.dtype, a.weak_type) if isinstance(a, jax.ShapeDtypeStruct) else a
+    def clear_cache(self) -> None:
+        self.func.clear_cache()
 
 
 def _parameters(fn: Any) -> Mapping[str, inspect.Parameter]:
@@ -419,11 +253,6 @@ def _parameters(fn: Any) -> Mapping[str, inspect.Parameter]:
         return inspect.signature(fn).parameters
     except (TypeError, ValueError):
         return {}
-
-
-def _positional_names(fn: Any) -> list[str]:
-    parameters = _parameters(fn).values()
-    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
 def _signature(fn: Any) -> str:

@@ -34,7 +34,18 @@ FLOORS = [
     {"_cost"},
     {"_search"},
     {"_plan", "_lower", "_verify", "_report"},
-    {"_shard", "_op", "_doors", "_prepare", "_pareto", "_sweep", "_flax_nnx", "_flax_linen"},
+    {
+        "_shard",
+        "_dispatch",
+        "_signature",
+        "_op",
+        "_doors",
+        "_prepare",
+        "_pareto",
+        "_sweep",
+        "_flax_nnx",
+        "_flax_linen",
+    },
 ]
 MOST_LINES = 500
 MOST_PUBLIC_NAMES = 15

@@ -1,0 +1,109 @@
+"""What tells one call from another: structure, shapes and dtypes, static values, the mesh in context, JAX's options.
+
+A function is traced, planned and compiled once per signature. When a call is planned anew under
+`jax.log_compiles`, the difference from the closest known signature is said in the user's words.
+
+>>> import jax, jax.numpy as jnp, jshard
+>>> f = jshard.shard(lambda x, y: x + y)
+>>> a, b = (signature(f._request, (jnp.ones(n), 2.0), {}) for n in (3, 4))
+>>> changes(a, [b])
+'argument [0][0]: float32[4] -> float32[3]'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jshard import _jaxcompat as compat
+from jshard._errors import ShardError
+from jshard._prepare import Request, abstract, static_values
+
+
+class Signature(NamedTuple):
+    """A hashable description of a call; `avals` are (shape, dtype, weak type) of the leaves."""
+
+    tree: Any
+    avals: tuple[Any, ...]
+    statics: tuple[Any, ...]
+    context: Any
+    settings: tuple[tuple[str, Any], ...]
+
+
+def signature(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
+    """The signature of a call; raises `ShardError` for a static argument that cannot be hashed."""
+    left, left_kw = without_statics(request, args, kwargs)
+    leaves, tree = jax.tree.flatten((left, left_kw))
+    # A mesh that the user gave is the one that counts, whatever is in context.
+    context = None if request.mesh is not None else compat.context_mesh()
+    return Signature(
+        tree, tuple(map(_aval, leaves)), checked_statics(request, args, kwargs), context, compat.settings()
+    )
+
+
+def without_statics(
+    request: Request, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments that are traced."""
+    numbers, names = request.statics
+    if not numbers and not names:
+        return tuple(args), dict(kwargs)
+    left = tuple(a for i, a in enumerate(args) if i not in numbers)
+    return left, {k: v for k, v in kwargs.items() if k not in names}
+
+
+def checked_statics(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The static arguments of a call, all hashable."""
+    numbers, names = request.statics
+    statics = static_values(request, args, kwargs) if numbers or names else ()
+    for _, value in statics:
+        try:
+            hash(value)
+        except TypeError:
+            raise ShardError(
+                f"a static argument of {request.name} cannot be hashed: {type(value).__name__}",
+                where=f"call of {request.name}",
+                fix="a hashable value (a tuple instead of a list), or leave it out of static_argnums, static_argnames",
+            ) from None
+    return statics
+
+
+def changes(new: Signature, known: Sequence[Signature]) -> str:
+    """How a signature differs from the closest known one."""
+    return "; ".join(min((_differences(old, new) for old in known), key=len))
+
+
+def _differences(old: Signature, new: Signature) -> list[str]:
+    if old.tree != new.tree:
+        return [f"the structure of the arguments: {old.tree} -> {new.tree}"]
+    numbered = jax.tree.unflatten(new.tree, range(len(new.avals)))
+    paths = jax.tree_util.tree_flatten_with_path(numbered)[0]
+    said = [
+        f"argument {jax.tree_util.keystr(path)}: {_shown(was)} -> {_shown(now)}"
+        for (path, _), was, now in zip(paths, old.avals, new.avals, strict=True)
+        if was != now
+    ]
+    for which, now in new.statics:
+        was = dict(old.statics).get(which)
+        if was != now:
+            said.append(f"static argument {which}: {was!r} -> {now!r}")
+    if old.context != new.context:
+        said.append(f"mesh in context: {old.context} -> {new.context}")
+    before = dict(old.settings)
+    return said + [f"option {n}: {before.get(n)} -> {v}" for n, v in new.settings if before.get(n) != v]
+
+
+def _aval(x: Any) -> Any:
+    if isinstance(x, jax.Array | jax.ShapeDtypeStruct):
+        return x.shape, x.dtype, bool(getattr(x, "weak_type", False))
+    a = abstract(x)
+    return (a.shape, a.dtype, a.weak_type) if isinstance(a, jax.ShapeDtypeStruct) else a
+
+
+def _shown(aval: Any) -> str:
+    if not isinstance(aval, tuple):
+        return str(aval)
+    shape, dtype, weak = aval
+    return f"{dtype}[{','.join(map(str, shape))}]" + (" (weak)" if weak else "")
