@@ -6,8 +6,10 @@ import dataclasses
 import io
 import re
 
+import jax
+import jax.numpy as jnp
 import pytest
-from report_plans import NAMES, mesh, plan, sharded
+from report_plans import NAMES, f32, mesh, plan, sharded
 
 import jshard
 from jshard._report.fold import fold_paths, groups
@@ -196,3 +198,41 @@ def test_rich_prints_the_same_words_in_colours_on_a_terminal_only():
 
     assert printed().rstrip() == str(plan("gpt"))
     assert "\x1b[" in printed(force_terminal=True, color_system="256") and "\x1b[" not in printed()
+
+
+def wide() -> jshard.Plan:
+    """A plan whose names and layouts do not fit the usual columns."""
+
+    def attention(blocks, x):
+        x = x + jax.nn.softmax(jnp.einsum("btghk,gkd->btghd", x, blocks["attention_output"])) * 2
+        return jnp.einsum("btghd,gdk->btghk", x, blocks["attention_values"]).sum(-1)
+
+    weights = dict.fromkeys(("attention_output", "attention_values"), f32(8, 128, 128))
+    args = ({"transformer_layer": weights}, f32(64, 16, 8, 4, 128))
+    axes = jax.sharding.AbstractMesh((4, 2), ("fully_sharded", "model"))
+    f = jshard.shard(
+        lambda state, x: attention(state["transformer_layer"], x),
+        ({"transformer_layer": dict.fromkeys(weights, jax.P(None, ("fully_sharded", "model")))}, None),
+        mesh=axes, level=2, hardware="v5e",
+    )  # fmt: skip
+    return f.plan(*args)
+
+
+def test_layouts_are_whole_where_a_table_is_too_wide_for_the_cuts():
+    p = wide()
+    text = str(p)
+    for row in p.inputs:
+        assert f" {row.layout}\n" in text, row
+    assert "(1, 8, 1)" not in text.split("operators that")[0]
+    assert max(map(len, text.splitlines())) <= 100
+    for c in p.collectives:
+        assert f"{c.kind}[{'*'.join(c.axes)}]"[:26] in text
+
+
+def test_what_moves_data_is_listed_however_little_time_it_takes():
+    p = plan("gpt")
+    slow = dataclasses.replace(
+        p, operators=tuple(dataclasses.replace(r, seconds=r.seconds * 1e6) for r in p.operators)
+    )
+    most = max(p.collectives, key=lambda c: c.seconds * c.count)
+    assert f"{most.kind}[{'*'.join(most.axes)}]" in str(slow).split("per device and call")[0]

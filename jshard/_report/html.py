@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 
 MOST = 120  # rows of one table
+LIGHT = 0.01  # share of the step under which modules that move nothing are folded together
 NAMES = {
     "step": "predicted step", "compute": "compute", "redundant": "of it redundant", "communication": "communication",
     "moved": "received by a device", "peak": "peak memory", "budget": "memory budget",
@@ -73,7 +74,7 @@ def _fold(title: str, body: str, open_: bool) -> str:
 
 
 def _summary(plan: Plan) -> str:
-    values = figures(plan)
+    values = {**figures(plan), "moved": size(sum(c.total for c in plan.collectives))}
     raw = {
         "step": step_seconds(plan), "compute": plan.cost.compute, "redundant": plan.cost.redundant,
         "communication": plan.cost.communication, "moved": sum(c.total for c in plan.collectives),
@@ -114,7 +115,16 @@ def _tree(b: Branch, whole: float, top: bool = False) -> str:
     rest = len(b.groups) - len(worth)
     rows = "".join(_group(g, whole) for g in worth)
     rows += f'<div class="op"><small>and {rest} kinds of light operators</small></div>' if rest else ""
-    inner = "".join(_tree(c, whole) for c in b.branches)
+    light = [c for c in b.branches if not c.communication and c.compute < LIGHT * whole]
+    light = light if len(light) > 2 else []
+    inner = "".join(_tree(c, whole) for c in b.branches if c not in light)
+    if light:
+        rest = sum(c.compute for c in light)
+        inner += (
+            f"<details><summary><code>{len(light)} light ones</code><small>{seconds(rest)} compute, no comm., "
+            f"{sum(c.operators for c in light)} operators</small></summary>"
+            f"{''.join(_tree(c, whole) for c in light)}</details>"
+        )
     return f"<details{' open' if top else ''}>{head}{inner}{rows}</details>"
 
 
@@ -147,7 +157,8 @@ def _legend(plan: Plan, layouts: list[str]) -> str:
         '<button type="button" class="out" aria-label="zoom out">&minus;</button> '
         "<small>drag to move, ctrl and wheel to zoom, hover for details; alike layers lie on each other, "
         "dashed edges go to the next one"
-        f'</small></div><div class="keys">{colours}</div>'
+        "</small></div><div><small>colours are layouts: which mesh axes cut each dimension, - for none, "
+        f'+ for a sum that is not finished</small></div><div class="keys">{colours}</div>'
     )
 
 

@@ -94,7 +94,8 @@
     }
     const cut = cuts.map((c, i) => [c, i]).filter(c => c[0] > 1).map(c => c[1]);
     const last = cut.length ? cut[cut.length - 1] : -1, rows = cut.length > 1 ? cut[cut.length - 2] : -1;
-    const columns = rows < 0 && last === 0 ? 1 : last < 0 ? 1 : cuts[last];
+    const many = rows < 0 && last >= 0 && cuts[last] > 16, wrap = root.clientWidth < 900 ? 8 : 16;  // one long row or column is broken like text
+    const columns = many ? wrap : rows < 0 && last === 0 ? 1 : last < 0 ? 1 : cuts[last];
     out.replaceChildren();
     const said = document.createElement("p");
     const each = shape.map((s, i) => s / cuts[i]).join(" x ") || "one number";
@@ -102,7 +103,7 @@
       + (partial.length ? "; an addend of the sum over " + partial.join("*") : "") + ". Devices in each block:";
     out.append(said);
     let grid = null, number = 0;
-    const per = columns * (rows < 0 ? (last === 0 ? cuts[0] : 1) : cuts[rows]);
+    const per = many ? cuts[last] : columns * (rows < 0 ? (last === 0 ? cuts[0] : 1) : cuts[rows]);
     for (const [key, ds] of blocks_in_order(blocks)) {
       if (number % per === 0) {
         grid = document.createElement("div");

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 WIDTH = 100
 MOST = 24  # lines of one table; what does not fit is summed up in a last line
+LAST = 40  # columns for the last cell of an operator's line
+WIDEST = 30  # columns for the name of an operator or collective
+REMAT = ("checkpoint", "rematted_computation")  # scopes that `jax.checkpoint` opens
 WORTH_SAYING = 0.02  # share of the compute from which an operator without collectives is listed
 
 
@@ -108,12 +111,11 @@ def operators(plan: Plan, most: int = MOST) -> Section:
     """Operators that communicate or take time, folded; where there are too many, those that take most."""
     whole = step_seconds(plan) or 1.0
     worth = [g for g in groups(plan) if g.moved or g.compute > WORTH_SAYING * plan.cost.compute]
-    room, shown = most, set[int]()
-    for g in sorted(worth, key=lambda g: -g.seconds):
-        room -= 1 + len(g.moved)
-        if room < 0:
-            break
-        shown.add(id(g))
+    # What moves data has the first half of the room, however little time it takes: people look for it here.
+    moving = sorted((g for g in worth if g.moved), key=lambda g: -sum(m.seconds for m in g.moved))
+    shown = _that_fit(moving, most // 2)
+    shown |= _that_fit([g for g in sorted(worth, key=lambda g: -g.seconds) if id(g) not in shown],
+                       most - sum(_lines(g) for g in moving if id(g) in shown))  # fmt: skip
     kept = [g for g in worth if id(g) in shown]
     rows = [row for g in kept for row in _operator_rows(g, whole)]
     hidden = sum(g.seconds for g in worth if id(g) not in shown)
@@ -127,13 +129,31 @@ def operators(plan: Plan, most: int = MOST) -> Section:
     )
 
 
+def _that_fit(some: Sequence[Group], room: int) -> set[int]:
+    """The first groups whose lines fit."""
+    shown = set[int]()
+    for g in some:
+        room -= _lines(g)
+        if room < 0:
+            break
+        shown.add(id(g))
+    return shown
+
+
+def _lines(g: Group) -> int:
+    return 1 + len(g.moved)
+
+
 def _operator_rows(g: Group, whole: float) -> list[tuple[str, ...]]:
     rows = []
     for r in g.rows[:1]:
         times = f" x{len(g.rows)}" if len(g.rows) > 1 else ""
         cuts = "".join(cut(s) for s in r.strategy if s) or "()"
         layouts = " ".join(dict.fromkeys(map(str, r.results)))
-        rows.append((g.label + times, place(g), share(g.seconds / whole), f"{cuts} -> {layouts}"))
+        how = f"{cuts} -> {layouts}"
+        # Operands cut as the result is need no words of their own where there is no room for them.
+        how = how if len(how) <= LAST else f"-> {layouts}"
+        rows.append((g.label + times, place(g), share(g.seconds / whole), how))
     if not g.rows:
         rows.append((g.label, "", share(g.seconds / whole), ""))
     for m in g.moved:
@@ -144,9 +164,12 @@ def _operator_rows(g: Group, whole: float) -> list[tuple[str, ...]]:
 
 def place(g: Group) -> str:
     """Where a group stands: end of its module path, and the line."""
-    module = "/".join(g.module.split("/")[-2:])
+    parts = [p for p in g.module.split("/") if p not in REMAT]
+    again = " remat" if len(parts) < len(g.module.split("/")) else ""
+    module = "/".join(parts[-2:])
     line = short(g.rows[0].source) if g.rows else ""
-    return f"{module} {line}".strip() if len(module) + len(line) < 25 else module or line
+    both = f"{module} {line}".strip() + again
+    return both if len(both) <= 25 else (module or line) + again
 
 
 def totals(plan: Plan) -> Section:
@@ -188,7 +211,7 @@ def cut(cuts: Sequence[int]) -> str:
 
 
 def _table(s: Section) -> list[str]:
-    lines = [s.title]
+    lines, s = [s.title], _fitted(s)
     for row in s.rows:
         line, end = "", 1
         for k, (cell, width) in enumerate(zip(row, s.widths, strict=True)):
@@ -201,6 +224,38 @@ def _table(s: Section) -> list[str]:
             line = line.ljust(start) + _clip(cell, room)
         lines.append(line)
     return lines + ([f"  ... and {s.more}"] if s.more else [])
+
+
+def _fitted(s: Section) -> Section:
+    """The section with columns as wide as their cells where the usual widths would clip one.
+
+    What then is still too wide loses the column of cuts: the layouts beside it say the same by the axes' names.
+    """
+
+    def natural(rows: Sequence[tuple[str, ...]]) -> list[int]:
+        # Rows of words that run on do not count, nor do cells that nothing follows.
+        whole = [r for r in rows if all(r)]
+        return [max((len(r[k]) for r in whole), default=0) for k in range(len(rows[0]))] if rows else []
+
+    usual = [abs(w) for w in s.widths]
+    wide = natural(s.rows)
+    usual[-1] = WIDTH - 1 - sum(w + 1 for w in usual[:-1])
+    if "cut" not in s.columns:
+        longest = min(max((len(r[0]) for r in s.rows), default=0), WIDEST)
+        if longest <= usual[0] or len(usual) < 3:
+            return s
+        # Blocks of collectives run on over the share, which their lines do not have.
+        second = max(len(r[1]) if r[2] else len(r[1]) - usual[2] - 1 for r in s.rows)
+        return dataclasses.replace(s, widths=(longest, second, *s.widths[2:]))
+    if all(n <= u for n, u in zip(wide, usual, strict=True)):
+        return s
+    if 1 + sum(n + 1 for n in wide) > WIDTH:
+        at = s.columns.index("cut")
+        rows = tuple(r[:at] + r[at + 1 :] for r in s.rows)
+        columns, wide = s.columns[:at] + s.columns[at + 1 :], wide[:at] + wide[at + 1 :]
+        s = dataclasses.replace(s, columns=columns, rows=rows)
+    wide[0] -= max(0, 1 + sum(n + 1 for n in wide) - WIDTH)
+    return dataclasses.replace(s, widths=(*wide[:-1], 0))
 
 
 def _clip(line: str, width: int) -> str:

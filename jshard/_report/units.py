@@ -12,7 +12,7 @@ def seconds(s: float) -> str:
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if s >= scale:
             return f"{s / scale:.3g} {unit}"
-    return f"{s * 1e9:.3g} ns" if s else "0"
+    return "0" if not s else f"{s * 1e9:.3g} ns" if s >= 1e-10 else "<0.1 ns"
 
 
 def size(b: float) -> str:
