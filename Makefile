@@ -9,7 +9,7 @@ export PYTHONPATH := $(CURDIR)
 PY := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-compilers lint types format rules notebooks readme lock clean distclean
+.PHONY: help setup demo test test-compilers lint types format rules notebooks render readme lock clean distclean
 
 help:  ## list the targets
 	@echo "make demo and make test need only Python 3.11+ and make; the rest is set up in $(VENV)."
@@ -57,6 +57,10 @@ bench-%: setup  ## run benchmarks/%.py
 notebooks: setup  ## run every notebook from a clean start
 	@echo "== notebooks: $(words $(wildcard notebooks/*.ipynb)) found"
 	@for n in $(wildcard notebooks/*.ipynb); do $(PY) notebooks/run.py $$n || exit 1; done
+
+render: setup  ## run every notebook and keep what its cells show in it
+	@echo "== render: $(words $(wildcard notebooks/*.ipynb)) found"
+	@for n in $(wildcard notebooks/*.ipynb); do $(PY) notebooks/run.py --write $$n || exit 1; done
 
 readme: setup  ## run the README's code and write what it prints into it
 	@echo "== readme: python tests/test_readme.py"
