@@ -8,34 +8,20 @@ the token and otherwise calls the method as before.
 
 from __future__ import annotations
 
+import contextvars
 import functools
-import inspect
 from typing import Any
 
 import jax
 from flax import nnx
 
 import jshard
-from jshard._errors import NestedShardError, ShardError, StrategyError
-from jshard._wish.strategies import nearest
+from jshard._errors import NestedShardError, ShardError
+from jshard._flax_call import RECORD, Call, ShardMethod, Token, checked_options, planned, recorded, the_one
 
 
 _TOKEN = "_jshard"
 _ORIGINAL = "__jshard_original__"
-
-
-class Token:
-    """How one module is sharded: the options, and one planned function for each graph definition."""
-
-    def __init__(self, name: str, options: dict[str, Any]):
-        self.name, self.options = name, options
-        self.functions: dict[Any, Any] = {}
-
-    def __repr__(self) -> str:
-        return f"<sharded {self.name}>"
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Token:
-        return self  # a cloned module is sharded the same way
 
 
 def shard_module(
@@ -59,23 +45,14 @@ def shard_module(
     Arguments: those of `jshard.shard`. `in_strategy` has one entry per argument of `__call__` (without `self`);
     `parameter_plan` names are paths in the module: `block1.dense2.kernel`, `self.` before them and `*` allowed.
     """
-    if isinstance(module, type):
-        raise ShardError(
-            f"shard was called on the class {module.__name__}",
-            where=f"{module.__name__}.shard",
-            fix=f"make a module first: {module.__name__}(...).shard(...)",
-        )
     name = type(module).__name__
     _refuse_nested(module, name)
-    _check_entries(module, name, in_strategy)
     options = dict(
         in_strategy=in_strategy, out_strategy=out_strategy, parameter_plan=parameter_plan, device=device, level=level,
         **options,
     )  # fmt: skip
-    jshard.shard(
-        lambda: None, **{k: v for k, v in options.items() if not k.endswith(("strategy", "parameter_plan"))}
-    )
     _wrap_class(type(module))
+    checked_options(name, type(module).__call__, options)
     setattr(module, _TOKEN, Token(name, options))
     return module
 
@@ -85,17 +62,33 @@ def token_of(module: Any) -> Token | None:
     return vars(module).get(_TOKEN)
 
 
+_ROOT: contextvars.ContextVar[dict[int, str]] = contextvars.ContextVar("root")
+
+
+def plans_of(module: Any, *args: Any, **kwargs: Any) -> dict[str, jshard.Plan]:
+    """The plan of every sharded module in a model, by module path; arguments as for the call, or shapes."""
+    call = Call.of(args, kwargs)
+    graph, state = nnx.split(module)
+
+    def run(state: Any, dynamic: Any) -> Any:
+        copy = nnx.merge(graph, state)
+        kept = _ROOT.set({id(m): ".".join(map(str, p)) for p, m in nnx.iter_modules(copy)})
+        try:
+            args, kwargs = call.whole(dynamic)
+            return copy(*args, **kwargs)
+        finally:
+            _ROOT.reset(kept)
+
+    return recorded(lambda: jax.eval_shape(run, state, call.dynamic()))
+
+
+def _path_of(module: Any) -> str:
+    return _ROOT.get({}).get(id(module), type(module).__name__)
+
+
 def plan_of(module: Any, *args: Any, **kwargs: Any) -> jshard.Plan:
-    """The plan of a sharded module for these arguments."""
-    token = token_of(module)
-    if token is None:
-        raise ShardError(
-            f"this {type(module).__name__} is not sharded",
-            where="jshard.flax.plan",
-            fix="module.shard(...) first",
-        )
-    function, state = _function(token, module, type(module).__call__)
-    return function.plan(state, *args, **kwargs)
+    """The plan of a sharded module for these arguments of its call."""
+    return the_one(plans_of(module, *args, **kwargs), type(module).__name__)
 
 
 def _refuse_nested(module: Any, name: str) -> None:
@@ -107,19 +100,6 @@ def _refuse_nested(module: Any, name: str) -> None:
                 where=f"{name}.{where}",
                 fix=f"shard either {name} or {where}; pin {where} through parameter_plan of {name}",
             )
-
-
-def _check_entries(module: Any, name: str, in_strategy: Any) -> None:
-    if not isinstance(in_strategy, dict):
-        return
-    known = [p for p in inspect.signature(type(module).__call__).parameters if p != "self"]
-    for key in in_strategy:
-        if key not in known:
-            close = nearest(key, known)
-            raise StrategyError(
-                f"{name}.__call__ has no argument {key!r}", where=f"in_strategy[{key!r}]",
-                fix=f"one of {', '.join(known)}" + (f"; nearest: {close}" if close else ""),
-            )  # fmt: skip
 
 
 def _wrap_class(cls: type) -> None:
@@ -145,59 +125,38 @@ def _wrap_class(cls: type) -> None:
     owner.__call__ = call
 
 
-def _function(token: Token, module: Any, method: Any) -> tuple[Any, Any]:
-    """The planned pure function for a module's graph, and the module's state."""
-    graph, state = nnx.split(module)
-    key = graph
-    if key not in token.functions:
-        original = getattr(method, _ORIGINAL, method)
-        token.functions[key] = _pure(token, graph, original)
-    return token.functions[key], state
-
-
 def _run(token: Token, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
     _refuse_nested(module, token.name)
-    function, state = _function(token, module, method)
-    y, changed = function(state, *args, **kwargs)
+    graph, state = nnx.split(module)
+    call = Call.of(args, kwargs)
+    key = graph, call.key
+    if key not in token.functions:
+        pure = _pure(graph, getattr(method, _ORIGINAL, method), call)
+        token.functions[key] = planned(token, pure, getattr(method, _ORIGINAL, method), ["state"], state)
+    dynamic, dynamic_kw = call.dynamic()
+    record = RECORD.get()
+    if record is not None:
+        record[_path_of(module)] = token.functions[key].plan(state, *dynamic, **dynamic_kw)
+    y, changed = token.functions[key](state, *dynamic, **dynamic_kw)
     if changed:
         _write(module, changed)
     return y
 
 
-def _pure(token: Token, graph: Any, original: Any) -> Any:
-    """State and arguments to the result and the variables that the call changed, as a sharded function."""
+def _pure(graph: Any, original: Any, call: Call) -> Any:
+    """State and arguments to the result and the variables that the call changed."""
 
     def pure(state: Any, *args: Any, **kwargs: Any) -> Any:
         module = nnx.merge(graph, state)
+        delattr(module, _TOKEN)  # its own methods may come back here through `super().__call__`
         before = {p: _value(v) for p, v in _flat(nnx.state(module))}
+        args, kwargs = call.whole((args, kwargs))
         with _named(module):
             y = original(module, *args, **kwargs)
         changed = [(p, v) for p, v in _flat(nnx.state(module)) if _value(v) is not before.get(p)]
         return y, {".".join(map(str, p)): _value(v) for p, v in changed}
 
-    own = list(inspect.signature(original).parameters.values())[1:]
-    state = inspect.Parameter("state", inspect.Parameter.POSITIONAL_ONLY)
-    positional = [p.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) if p.kind is p.POSITIONAL_ONLY else p
-                  for p in own]  # fmt: skip
-    pure.__signature__ = inspect.Signature([state, *positional])  # type: ignore[attr-defined]
-    pure.__name__ = pure.__qualname__ = token.name
-    options = dict(token.options)
-    options["in_strategy"] = _shifted(options["in_strategy"])
-    if options["out_strategy"] is not None and not isinstance(options["out_strategy"], str):
-        options["out_strategy"] = (_single(options["out_strategy"]), None)
-    return jshard.shard(pure, **options)
-
-
-def _shifted(in_strategy: Any) -> Any:
-    """Entries of the call's arguments, with one before them for the state."""
-    if in_strategy is None or isinstance(in_strategy, dict):
-        return in_strategy
-    return (None, *in_strategy) if isinstance(in_strategy, tuple | list) else in_strategy
-
-
-def _single(entry: Any) -> Any:
-    wrapped = isinstance(entry, tuple) and len(entry) == 1 and not isinstance(entry[0], int)
-    return entry[0] if wrapped else entry
+    return pure
 
 
 def _flat(state: Any) -> list[tuple[tuple, Any]]:
@@ -266,3 +225,9 @@ class _named:
     def __exit__(self, *_: Any) -> None:
         for owner, method in self.saved:
             owner.__call__ = method
+
+
+def install() -> None:
+    """Give every nnx module the method `.shard`."""
+    if "shard" not in vars(nnx.Module):
+        nnx.Module.shard = ShardMethod(shard_module)  # type: ignore[attr-defined]

@@ -1,19 +1,80 @@
 """Flax support: importing this gives every `nnx.Module` and `linen.Module` the method `.shard(...)`.
 
->>> import jax.numpy as jnp
->>> from flax import nnx
+MindSpore's `self.block1.shard(in_strategy=((1, 8),), parameter_plan={...})`, on the modules you have:
+
+>>> import jax, jax.numpy as jnp
+>>> from flax import linen, nnx
 >>> import jshard.flax
 >>> layer = nnx.Linear(8, 4, rngs=nnx.Rngs(0)).shard(in_strategy=((1, 1),))
 >>> layer(jnp.ones((2, 8))).shape
 (2, 4)
+>>> layer = linen.Dense(4).shard(in_strategy=((1, 1),))
+>>> layer.apply(layer.init(jax.random.key(0), jnp.ones((2, 8))), jnp.ones((2, 8))).shape
+(2, 4)
+
+The functional form is `jshard.shard(module, ...)`; `plan_of` gives the plan of a sharded module.
 """
 
 from __future__ import annotations
 
-from flax import nnx
+from typing import Any
 
-from jshard._flax_nnx import plan_of as plan_of, shard_module as shard_module
+from flax import linen, nnx
+
+from jshard import _flax_linen as _linen, _flax_nnx as _nnx
+from jshard._errors import ShardError
+from jshard._flax_call import OnClassError
+from jshard._plan.plan import Plan
 
 
-if not hasattr(nnx.Module, "shard"):
-    nnx.Module.shard = shard_module  # type: ignore[attr-defined]
+_nnx.install()
+_linen.install()
+
+
+def shard_module(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """`module.shard(...)` as a function, also for a class with an attribute of that name.
+
+    >>> from flax import nnx
+    >>> dense = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    >>> shard_module(dense, in_strategy=((1, 1),)) is dense
+    True
+    """
+    return _side(module, "shard").shard_module(module, *args, **kwargs)
+
+
+def plan_of(module: Any, *args: Any, **kwargs: Any) -> Plan:
+    """The plan of a sharded module for the arguments of its call; of a linen module, of its `apply`.
+
+    >>> import jax
+    >>> from flax import nnx
+    >>> dense = nnx.Linear(8, 4, rngs=nnx.Rngs(0)).shard(in_strategy=((1, 1),))
+    >>> plan_of(dense, jax.ShapeDtypeStruct((2, 8), "float32")).inputs[-1].path
+    'inputs'
+
+    Raises `ShardError` if no module in it is sharded, or several are side by side.
+    """
+    return _side(module, "jshard.flax.plan_of").plan_of(module, *args, **kwargs)
+
+
+def plans_of(module: Any, *args: Any, **kwargs: Any) -> dict[str, Plan]:
+    """The plan of every sharded module of a model, by module path; arguments as for `plan_of`."""
+    return _side(module, "jshard.flax.plans_of").plans_of(module, *args, **kwargs)
+
+
+def _side(module: Any, where: str) -> Any:
+    if isinstance(module, type) and issubclass(module, nnx.Module | linen.Module):
+        name = module.__name__
+        raise OnClassError(
+            f"shard was called on the class {name}",
+            where=f"{name}.shard",
+            fix=f"make a module first: {name}(...).shard(...)",
+        )
+    if isinstance(module, nnx.Module):
+        return _nnx
+    if isinstance(module, linen.Module):
+        return _linen
+    raise ShardError(
+        f"a {type(module).__name__} is no Flax module",
+        where=where,
+        fix="a flax.nnx.Module or flax.linen.Module",
+    )

@@ -44,7 +44,7 @@ def pins_by_name(
             where=what,
             fix=f'a dict from parameter names to entries: {what}={{"w1": (1, 4)}}',
         )
-    names = _flat(plan, what)
+    names = flat_plan(plan, what)
     index = Index.of(leaves)
     claims: list[list[str]] = [[] for _ in leaves]
     for name in names:
@@ -71,11 +71,11 @@ class Index:
         for i, leaf in enumerate(leaves):
             for start in _starts(leaf):
                 direct.setdefault(start, []).append(i)
-        return Index(direct, [_parts(leaf.path) for leaf in leaves])
+        return Index(direct, [name_parts(leaf.path) for leaf in leaves])
 
     def find(self, name: str) -> list[int]:
         """Indices of the leaves that a name reaches: by whole path, or failing that by the path's end."""
-        pattern = _parts(name)
+        pattern = name_parts(name)
         shorter = [pattern[:-1]] if len(pattern) > 1 and pattern[-1] in VARIABLE_FIELDS else []
         for wanted in (pattern, *shorter):
             if not any(map(_is_glob, wanted)):
@@ -92,7 +92,7 @@ class Index:
 
 def specificity(name: str) -> tuple[int, int, int]:
     """Sort key, greatest for the most specific name: fewest `**`, fewest `*` and `?`, then longest."""
-    parts = _parts(name)
+    parts = name_parts(name)
     double = sum(p == "**" for p in parts)
     single = sum(p.count("*") + p.count("?") for p in parts if p != "**")
     return -double, -single, len("".join(parts).replace("*", "").replace("?", "")) + len(parts)
@@ -127,7 +127,7 @@ def _report(missing: list[str], leaves: Sequence[Leaf], strict: bool, what: str)
 
 
 def _nearest(name: str, paths: list[str], count: int = 3) -> str:
-    wanted = ".".join(p for p in _parts(name) if p != "**")
+    wanted = ".".join(p for p in name_parts(name) if p != "**")
     endings = {p: p for p in paths}
     for p in paths:  # a name without the argument is compared with paths without it
         endings.setdefault(p.partition(".")[2] or p, p)
@@ -137,7 +137,7 @@ def _nearest(name: str, paths: list[str], count: int = 3) -> str:
     return f"none is near; there are {', '.join(paths[:count])}" if paths else "the arguments hold no tensor"
 
 
-def _flat(plan: Mapping, what: str, prefix: str = "") -> dict[str, Any]:
+def flat_plan(plan: Mapping, what: str, prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, entry in plan.items():
         if not isinstance(key, str | int) or isinstance(key, bool):
@@ -151,11 +151,11 @@ def _flat(plan: Mapping, what: str, prefix: str = "") -> dict[str, Any]:
                 f"{what} has an empty name, {key!r}", where=what, fix="parameter names such as 'w1'"
             )
         name = f"{prefix}{key}"
-        flat.update(_flat(entry, what, f"{name}.") if isinstance(entry, Mapping) else {name: entry})
+        flat.update(flat_plan(entry, what, f"{name}.") if isinstance(entry, Mapping) else {name: entry})
     return flat
 
 
-def _parts(name: str) -> tuple[str, ...]:
+def name_parts(name: str) -> tuple[str, ...]:
     """Parts of a name: `/` is a dot, every `self` is dropped as MindSpore drops it, and so is `.value`."""
     parts = [p for p in name.replace("/", ".").split(".") if p.strip()]
     return tuple(p for i, p in enumerate(parts) if p != "self" or len(parts) == 1 or i == len(parts) - 1)
@@ -163,8 +163,8 @@ def _parts(name: str) -> tuple[str, ...]:
 
 def _starts(leaf: Leaf) -> list[tuple[str, ...]]:
     """The path, the path without its argument, and without the `params` collections that follow it."""
-    full = _parts(leaf.path)
-    inner = _parts(leaf.inner)
+    full = name_parts(leaf.path)
+    inner = name_parts(leaf.inner)
     starts = [full]
     if inner:
         starts.append(inner)

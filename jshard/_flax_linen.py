@@ -1,0 +1,279 @@
+"""`module.shard(...)` for `flax.linen`: a module of the same name and fields whose call is planned.
+
+A linen module is cloned all the time (by `init`, `apply`, `bind`, every transformation), and a clone keeps only
+its class and fields. So the token that says how it is sharded is an attribute of a class: a subclass made for
+these options, with the name of the original, because names of parameters come from it. Its `__call__` takes the
+module's scope apart as `nn.remat` does (variables and random keys in, changed variables out), and hands that
+pure function to `jshard.shard`. Initialisation runs as before.
+
+>>> import jax, jax.numpy as jnp
+>>> from flax import linen as nn
+>>> import jshard.flax
+>>> dense = nn.Dense(4).shard(in_strategy=((1, 1),))
+>>> variables = dense.init(jax.random.key(0), jnp.ones((2, 8)))
+>>> dense.apply(variables, jnp.ones((2, 8))).shape
+(2, 4)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+from flax import linen as nn
+from flax.core import lift
+from flax.linen import transforms
+
+import jshard
+from jshard._errors import ShardError
+from jshard._flax_call import (
+    RECORD,
+    Call,
+    ShardMethod,
+    Token,
+    checked_options,
+    frozen,
+    planned,
+    recorded,
+    the_one,
+)
+
+
+_TOKEN = "__jshard_token__"
+_CLASSES = "__jshard_classes__"
+
+
+def shard_module(
+    module: Any,
+    in_strategy: Any = None,
+    out_strategy: Any = None,
+    parameter_plan: Any = None,
+    device: str | None = None,
+    level: int = 0,
+    **options: Any,
+) -> Any:
+    """Shard the call of a `linen.Module`: a module that behaves as the original and runs sharded.
+
+    >>> from flax import linen as nn
+    >>> import jshard.flax
+    >>> dense = nn.Dense(4).shard(in_strategy=((1, 1),))
+    >>> type(dense).__name__, isinstance(dense, nn.Dense), dense.features
+    ('Dense', True, 4)
+
+    Arguments: those of `jshard.shard`. `in_strategy` has one entry per argument of `__call__` (without `self`);
+    `parameter_plan` names are paths in the module: `block1.dense2.kernel`, `self.` before them and `*` allowed.
+    Inside a parent's `setup` or `@nn.compact` the module itself is changed and returned; elsewhere it is a new one.
+    """
+    options = dict(
+        in_strategy=in_strategy, out_strategy=out_strategy, parameter_plan=parameter_plan, device=device, level=level,
+        **options,
+    )  # fmt: skip
+    cls = _plain(type(module))
+    name = cls.__name__
+    if not callable(getattr(cls, "__call__", None)) or not hasattr(cls, "__call__"):
+        raise ShardError(
+            f"{name} has no __call__", where=f"{name}.shard",
+            fix="shard a function of the module instead: jshard.shard(lambda v, x: module.apply(v, x), ...)",
+        )  # fmt: skip
+    own = _subclass(cls, checked_options(name, cls.__call__, options))
+    if isinstance(module.parent, nn.Module):  # its parent has named it already: a copy would be another child
+        object.__setattr__(module, "__class__", own)
+        return module
+    fields = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.init}
+    return own(**fields)
+
+
+def token_of(module: Any) -> Token | None:
+    """The token of a sharded module, or None."""
+    return vars(type(module)).get(_TOKEN)
+
+
+def plans_of(module: Any, variables: Any, *args: Any, **kwargs: Any) -> dict[str, jshard.Plan]:
+    """The plan of every sharded module in a model, by module path; arguments as for `module.apply`, or shapes."""
+    statics = Call.of(args, kwargs)
+
+    def run(variables: Any, dynamic: Any) -> Any:
+        args, kwargs = statics.whole(dynamic)
+        return module.apply(variables, *args, **kwargs)
+
+    return recorded(lambda: jax.eval_shape(run, variables, statics.dynamic()))
+
+
+def plan_of(module: Any, variables: Any, *args: Any, **kwargs: Any) -> jshard.Plan:
+    """The plan of a sharded module for these arguments of `module.apply`."""
+    return the_one(plans_of(module, variables, *args, **kwargs), type(module).__name__)
+
+
+def _plain(cls: type) -> type:
+    return cls.__bases__[0] if _TOKEN in vars(cls) else cls
+
+
+def _subclass(cls: type, options: dict[str, Any]) -> type:
+    """The subclass for these options, made once: modules set up anew for every call find their plans again."""
+    token = Token(cls.__name__, options)
+    known = vars(cls).get(_CLASSES)
+    if known is None:
+        known = {}
+        setattr(cls, _CLASSES, known)
+    if token not in known:
+        original = cls.__call__
+
+        # What linen marks on a method (that it is compact, that its state is managed) is kept by `wraps`.
+        @functools.wraps(original)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.scope is None or self.is_initializing():
+                return original(self, *args, **kwargs)
+            return _run(token, original, self, args, kwargs)
+
+        call.method_handler_wrapped = True  # type: ignore[attr-defined]
+        body = {
+            "__call__": call, _TOKEN: token, "__module__": cls.__module__, "__qualname__": cls.__qualname__,
+            "__doc__": cls.__doc__, "__reduce__": _reduce, "__eq__": _equal, "__hash__": cls.__hash__,
+        }  # fmt: skip
+        known[token] = type(cls)(cls.__name__, (cls,), body)
+    return known[token]
+
+
+def _reduce(module: Any) -> Any:
+    fields = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.init}
+    fields["parent"] = None
+    return _rebuilt, (_plain(type(module)), vars(type(module))[_TOKEN].options, fields)
+
+
+def _rebuilt(cls: type, options: dict[str, Any], fields: dict[str, Any]) -> Any:
+    return _subclass(cls, options)(**fields)
+
+
+def _equal(self: Any, other: Any) -> bool:
+    return _plain(type(self)).__eq__(self, other)  # type: ignore[operator]
+
+
+@dataclasses.dataclass
+class _Run:
+    """What a trace of the pure function needs of the call that causes it; no plan may keep it."""
+
+    make_scopes: Any
+    repack: Any
+    body: Any
+    order: list[int]
+
+
+_CURRENT: contextvars.ContextVar[_Run] = contextvars.ContextVar("run")
+
+
+def _run(token: Token, original: Any, module: Any, args: Any, kwargs: Any) -> Any:
+    """One call of a sharded module that is bound to a scope."""
+
+    def transform(body: Any) -> Any:
+        def inner(make_scopes: Any, repack: Any, groups: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+            outer = jax.tree.leaves(make_scopes(groups, rngs))
+            call = Call.of(args, kwargs)
+            counters = [s.rng_counters for s in outer]
+            before = _counted(counters)
+            key = (
+                _fingerprint(module), call.key, before, tuple(frozen(s.mutable) for s in outer),
+                tuple(s.path for s in outer), tuple(frozen(s.flags) for s in outer),
+            )  # fmt: skip
+            own, *shared = _own_first(groups)
+            keys, *shared_keys = _own_first(rngs)
+            first = [own, keys, *([tuple(shared), tuple(shared_keys)] if shared else [])]
+            names = ["variables", "rngs", "shared", "shared_rngs"][: len(first)]
+            if key not in token.functions:
+                after: dict[Any, Any] = {}
+                pure = _pure(call, before, len(first), after)
+                token.functions[key] = planned(token, pure, original, names, own), after
+            function, after = token.functions[key]
+            dynamic, dynamic_kw = call.dynamic()
+            with _current(_Run(make_scopes, repack, body, [])):
+                record = RECORD.get()
+                if record is not None:
+                    record[".".join(module.scope.path)] = function.plan(*first, *dynamic, **dynamic_kw)
+                y, out = function(*first, *dynamic, **dynamic_kw)
+            _count(counters, after.setdefault(call.shapes, _counted(counters)))
+            return y, out
+
+        return lift.pack(inner, (True,), (True,), (True,), name=None, enable_kwargs=True)
+
+    return transforms.decorator_lift_transform(transform, original)(module, *args, **kwargs)
+
+
+def _pure(call: Call, before: Any, count: int, after: dict[Any, Any]) -> Any:
+    """A scope's variables and random keys and the call's arguments to the result and the changed variables."""
+
+    def pure(*args: Any, **kwargs: Any) -> Any:
+        now = _CURRENT.get()
+        first, dynamic = args[:count], (args[count:], kwargs)
+        groups, rngs = (_own_last(first[0], *first[2:3]),), (_own_last(first[1], *first[3:4]),)
+        inner = now.make_scopes(groups, rngs)
+        counters = [s.rng_counters for s in jax.tree.leaves(inner)]
+        _count(counters, before)
+        args, kwargs = call.whole(dynamic)
+        y = now.body(inner, *args, **kwargs)
+        after[Call.of(*dynamic).shapes] = _counted(counters)
+        return y, now.repack(inner)
+
+    return pure
+
+
+@contextlib.contextmanager
+def _current(run: _Run) -> Iterator[None]:
+    kept = _CURRENT.set(run)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(kept)
+
+
+def _own_first(groups: Any) -> list[Any]:
+    """The module's own part, then those of modules it shares; linen lists its own last."""
+    return [groups[0][-1], *groups[0][:-1]]
+
+
+def _own_last(own: Any, shared: Any = ()) -> tuple:
+    return (*shared, own)
+
+
+def _counted(counters: Any) -> Any:
+    """How many keys each scope has drawn, as a value: with the same counts a call draws the same keys."""
+    if isinstance(counters, Mapping):
+        return tuple((k, _counted(v)) for k, v in counters.items())
+    return tuple(map(_counted, counters)) if isinstance(counters, list) else counters
+
+
+def _count(counters: list[dict[Any, Any]], wanted: Any) -> None:
+    """Set counters to what `_counted` gave, in place: scopes hold them."""
+    for own, items in zip(counters, wanted, strict=True):
+        _count_one(own, items)
+
+
+def _count_one(own: dict[Any, Any], items: Any) -> None:
+    for key in [k for k in own if k not in dict(items)]:
+        del own[key]
+    for key, value in items:
+        if isinstance(value, tuple):
+            _count_one(own.setdefault(key, {}), value)
+        else:
+            own[key] = value
+
+
+def _fingerprint(value: Any) -> Any:
+    """What a module's program depends on: class and fields, with those of the modules in them."""
+    if isinstance(value, nn.Module):
+        fields = [f.name for f in dataclasses.fields(value) if f.name != "parent" and f.init]
+        return type(value), tuple((n, _fingerprint(getattr(value, n))) for n in fields)
+    if isinstance(value, Mapping):
+        return tuple((k, _fingerprint(v)) for k, v in value.items())
+    if isinstance(value, tuple | list):
+        return tuple(map(_fingerprint, value))
+    return frozen(value)
+
+
+def install() -> None:
+    """Give every linen module the method `.shard`."""
+    if "shard" not in vars(nn.Module):
+        nn.Module.shard = ShardMethod(shard_module)  # type: ignore[attr-defined]
