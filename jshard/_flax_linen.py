@@ -75,7 +75,7 @@ def shard_module(
     )  # fmt: skip
     cls = _plain(type(module))
     name = cls.__name__
-    if not callable(getattr(cls, "__call__", None)) or not hasattr(cls, "__call__"):
+    if not any("__call__" in vars(c) for c in cls.__mro__):
         raise ShardError(
             f"{name} has no __call__", where=f"{name}.shard",
             fix="shard a function of the module instead: jshard.shard(lambda v, x: module.apply(v, x), ...)",
