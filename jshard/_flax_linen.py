@@ -30,7 +30,7 @@ from flax.core import lift
 from flax.linen import transforms
 
 import jshard
-from jshard._errors import ShardError
+from jshard._errors import NestedShardError, ShardError
 from jshard._flax_call import (
     RECORD,
     Call,
@@ -157,10 +157,10 @@ def _equal(self: Any, other: Any) -> bool:
 class _Run:
     """What a trace of the pure function needs of the call that causes it; no plan may keep it."""
 
+    name: str
     make_scopes: Any
     repack: Any
     body: Any
-    order: list[int]
 
 
 _CURRENT: contextvars.ContextVar[_Run] = contextvars.ContextVar("run")
@@ -168,6 +168,13 @@ _CURRENT: contextvars.ContextVar[_Run] = contextvars.ContextVar("run")
 
 def _run(token: Token, original: Any, module: Any, args: Any, kwargs: Any) -> Any:
     """One call of a sharded module that is bound to a scope."""
+    path, around = ".".join(module.scope.path), _CURRENT.get(None)
+    if around is not None:
+        raise NestedShardError(
+            f"{around.name} has the sharded module {path} ({token.name}) inside",
+            where=f"{token.name}.shard",
+            fix=f"shard either {around.name} or {path}; pin {path} through parameter_plan of {around.name}",
+        )
 
     def transform(body: Any) -> Any:
         def inner(make_scopes: Any, repack: Any, groups: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -189,10 +196,10 @@ def _run(token: Token, original: Any, module: Any, args: Any, kwargs: Any) -> An
                 token.functions[key] = planned(token, pure, original, names, own), after
             function, after = token.functions[key]
             dynamic, dynamic_kw = call.dynamic()
-            with _current(_Run(make_scopes, repack, body, [])):
+            with _current(_Run(token.name, make_scopes, repack, body)):
                 record = RECORD.get()
                 if record is not None:
-                    record[".".join(module.scope.path)] = function.plan(*first, *dynamic, **dynamic_kw)
+                    record[path] = function.plan(*first, *dynamic, **dynamic_kw)
                 y, out = function(*first, *dynamic, **dynamic_kw)
             _count(counters, after.setdefault(call.shapes, _counted(counters)))
             return y, out

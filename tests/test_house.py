@@ -45,6 +45,7 @@ FLOORS = [
         "_sweep",
         "_flax_nnx",
         "_flax_linen",
+        "_flax_call",
     },
 ]
 MOST_LINES = 500
