@@ -102,10 +102,16 @@ def pareto(
     request = sharded._request
     made: list[Plan] = []
     with progress(f"frontier of {request.name}", points, shown=show_progress) as show:
-        for level in (2, 1, 0):
-            if len(made) < points:
+        refused: SearchError | None = None
+        for level in (2, 1, 0)[:points]:
+            show(len(made), f"level {level}")
+            try:
                 made.append(planned(request, args, kwargs, level=level))
-                show(len(made), size(made[-1].cost.peak_bytes))
+            except SearchError as error:  # the budget of the chip
+                refused = error
+        if not made:
+            assert refused is not None
+            raise refused
         searched: set[tuple[float, float]] = set()  # gaps between peaks that a search did not fill
         while len(made) < points:
             gap = _widest(made, searched)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from typing import Any
 
 from jshard._report.extras import needed
-from jshard._report.points import Point, varying
+from jshard._report.points import Point, columns
 from jshard._report.summary import moved_bytes, step_seconds
 from jshard._report.units import seconds
 
@@ -67,12 +68,10 @@ def frontier(title: str, curves: Sequence[tuple[str, Sequence[tuple[float, float
 
 def labels(points: Sequence[Point]) -> list[str]:
     """What tells a point from the others."""
-    names = varying(points)
+    names = columns(points)
     short = {"mesh": "", "chip": "", "search": ""}
     return [
-        ", ".join(
-            f"{short.get(n, n + ' ')}{p.setting(n)}" for n in names if p.setting(n) is not None and n != "devices"
-        )
+        ", ".join(f"{short.get(n, n + ' ')}{p.setting(n)}" for n in names if p.setting(n) is not None)
         or (seconds(step_seconds(p.plan)) if p.plan else "")
         for p in points
     ]  # fmt: skip
@@ -80,7 +79,17 @@ def labels(points: Sequence[Point]) -> list[str]:
 
 def _figure(where: str, size: tuple[float, float]) -> Any:
     # Not pyplot: a figure of one's own needs no display, no backend and no global state.
-    return needed("matplotlib.figure", "report", where).Figure(figsize=size, layout="constrained")
+    figure = needed("matplotlib.figure", "report", where).Figure
+
+    class Picture(figure):
+        """A figure that a notebook shows, whatever backend is set."""
+
+        def _repr_png_(self) -> bytes:
+            file = io.BytesIO()
+            self.savefig(file, format="png")
+            return file.getvalue()
+
+    return Picture(figsize=size, layout="constrained")
 
 
 def _unit(values: Sequence[float], scales: Sequence[tuple[float, str]]) -> tuple[float, str]:

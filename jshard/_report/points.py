@@ -66,6 +66,17 @@ def varying(points: Sequence[Point]) -> list[str]:
     return [n for n in names if len({str(p.setting(n)) for p in points}) > 1]
 
 
+def columns(points: Sequence[Point]) -> list[str]:
+    """The settings that have a column: those that differ, without chips and devices that the mesh tells anyway."""
+
+    def told(name: str) -> bool:
+        pairs = {(str(p.setting("mesh")), str(p.setting(name))) for p in points}
+        return len(pairs) == len({mesh for mesh, _ in pairs}) > 1
+
+    names = varying(points)
+    return [n for n in names if n not in ("chip", "devices") or "mesh" not in names or not told(n)]
+
+
 def constant(points: Sequence[Point]) -> str:
     """Settings that all points share, in a few words."""
     if not points:
@@ -77,12 +88,12 @@ def constant(points: Sequence[Point]) -> str:
 def heading(points: Sequence[Point]) -> list[str]:
     """Names of the columns."""
     price = ["chip time"] if _priced(points) else []
-    return [*varying(points), *(name for name, _ in FIGURES), *price]
+    return [*columns(points), *(name for name, _ in FIGURES), *price]
 
 
 def cells(points: Sequence[Point]) -> list[tuple[list[str], str]]:
     """Cells of each row, and what stands in place of the figures when there is no plan."""
-    names, priced, out = varying(points), _priced(points), []
+    names, priced, out = columns(points), _priced(points), []
     for p in points:
         row = ["-" if p.setting(n) is None else str(p.setting(n)) for n in names]
         if p.plan is not None:
@@ -105,7 +116,7 @@ def table(title: str, points: Sequence[Point]) -> str:
     widths = [
         max([len(name)] + [len(row[k]) for row, _ in rows if k < len(row)]) for k, name in enumerate(names)
     ]
-    left = len(varying(points))
+    left = len(columns(points))
     shared = constant(points)
     lines = [title + (f" ({shared})" if shared else "")]
     if _priced(points) and any(p.setting("batch") for p in points):
@@ -120,7 +131,7 @@ def table(title: str, points: Sequence[Point]) -> str:
 
 def html_table(title: str, points: Sequence[Point]) -> str:
     """The same as an HTML table whose bars show step and peak against the largest."""
-    left = len(varying(points))
+    left = len(columns(points))
     names = heading(points)
     most = {
         "step": max((step_seconds(p.plan) for p in points if p.plan), default=0.0),
