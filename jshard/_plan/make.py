@@ -13,6 +13,7 @@ import numpy as np
 from jshard import _jaxcompat as compat
 from jshard._cost import collectives
 from jshard._cost.memory import lifetimes, stored_operands
+from jshard._cost.residency import residency
 from jshard._cost.steps import apply
 from jshard._errors import MemoryBudgetError, PlanMismatchError
 from jshard._layout import Layout
@@ -150,7 +151,7 @@ def describe(made: Schedule, wish: Wish, objective: float, bound: float, steps: 
         _tensor_row(program, i, choice.needed(i, 0), (i, "operand", 0) in pinned) for i in program.outputs
     )
     communication = sum(r.seconds * r.count for r, _ in moved)
-    held = profile(made, life, wish.donated)
+    held = profile(made, residency(program, wish.donated), wish.donated)
     cost = Cost(
         float(objective), float(min(bound, objective)), compute, redundant, communication,
         held.peak, "B" if wish.level == 1 else "s",

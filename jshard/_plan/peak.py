@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Sequence
 
-from jshard._cost.memory import Lifetimes
-from jshard._plan.schedule import Action, Move, Run, Schedule, Value
-from jshard._program.graph import Literal
+from jshard._cost.residency import Residency, is_light, reuses
+from jshard._plan.schedule import Action, Choice, Move, Nested, Run, Schedule, Value
+from jshard._program.graph import Literal, Program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,12 +23,12 @@ class Profile:
     held: tuple[tuple[str, float], ...]
 
 
-def peak_bytes(schedule: Schedule, life: Lifetimes, donated: Collection[int] = ()) -> float:
+def peak_bytes(schedule: Schedule, life: Residency, donated: Collection[int] = ()) -> float:
     """The largest sum of live bytes over the schedule."""
     return _walk(schedule, life, donated)[0]
 
 
-def profile(schedule: Schedule, life: Lifetimes, donated: Collection[int] = ()) -> Profile:
+def profile(schedule: Schedule, life: Residency, donated: Collection[int] = ()) -> Profile:
     """Peak, curve and what is held; a second walk stops at the peak that the first one found."""
     peak, curve, when, _ = _walk(schedule, life, donated)
     _, _, _, held = _walk(schedule, life, donated, when)
@@ -39,7 +39,7 @@ def profile(schedule: Schedule, life: Lifetimes, donated: Collection[int] = ()) 
 
 
 def _walk(
-    schedule: Schedule, life: Lifetimes, donated: Collection[int], stop: int = -1
+    schedule: Schedule, life: Residency, donated: Collection[int], stop: int = -1
 ) -> tuple[float, dict[int, float], int, dict[str, float]]:
     """Peak, curve, the number of the action at the peak, and bytes by class at action `stop`."""
     choice = schedule.choice
@@ -53,7 +53,7 @@ def _walk(
 
     def size(v: Value, moved: bool) -> float:
         t = program.tensors[v[0]]
-        return t.nbytes / v[1].pieces(mesh) if moved or life.stored[v[0]] else 0.0
+        return t.nbytes / v[1].pieces(mesh) if moved or life.held[v[0]] else 0.0
 
     def class_of(v: Value) -> str:
         op = program.operators[choice.producers[v[0]][0]]
@@ -84,10 +84,10 @@ def _walk(
     ) -> float:
         """Peak of an action list above what the caller holds (`base`); `held` are its own values."""
         scopes.append(held)
-        last: dict[Value, int] = {}
-        for i, a in enumerate(actions):
-            for v in _reads(a):
-                last[v] = i
+        last = _last_needs(actions, program, life, choice)
+        released: dict[int, list[Value]] = {}
+        for v, i in last.items():
+            released.setdefault(i, []).append(v)
         live = sum(held.values())
         top = live
         note(-1, base + live)
@@ -95,7 +95,11 @@ def _walk(
             made: list[tuple[Value, float]] = []
             extra = 0.0
             if isinstance(a, Move):
-                made = [((a.tensor, a.target), size((a.tensor, a.target), True))]
+                made = [
+                    ((a.tensor, a.target), 0.0 if _is_view(a, life) else size((a.tensor, a.target), True))
+                ]
+                if made[0][1] and not life.held[a.tensor] and (a.tensor, a.source) not in made_by_move:
+                    extra = size((a.tensor, a.source), True)  # a fluid value is written out to be moved
                 made_by_move.update(v for v, _ in made if v not in held)
             elif isinstance(a, Run):
                 op = program.operators[a.op]
@@ -108,14 +112,21 @@ def _walk(
                     ends = [v for v in returns if not isinstance(v, Literal)]
                     inner = walk(body, {}, ends, base + live + (0.0 if alias else whole))
                     extra = max(extra, inner - (whole if alias else 0.0))
+            if isinstance(a, Run) and reuses(program.operators[a.op]):
+                # An elementwise result is written over an operand that nobody needs any more.
+                dying = sum(held[v] for v in released.get(i, ()) if v in held and v not in kept)
+                extra = -min(dying, sum(b for v, b in made if v not in held))
             for v, b in made:
                 if v not in held:
                     held[v] = b
                     live += b
-            top = max(top, live + max(0.0, extra))
-            note(a.op if isinstance(a, Run) else -1, base + live)
-            for v in set(_reads(a)) | {v for v, _ in made}:
-                if last.get(v, i) <= i and v in held and v not in kept:
+            top = max(top, live + extra)
+            note(a.op if isinstance(a, Run) else -1, base + live + (0.0 if isinstance(a, Nested) else extra))
+            for v, _ in made:
+                if v not in last:
+                    released.setdefault(i, []).append(v)
+            for v in released.get(i, ()):
+                if v in held and v not in kept:
                     live -= held.pop(v)
         scopes.pop()
         return top
@@ -131,6 +142,30 @@ def _walk(
             kept.add(v)
     peak = walk(schedule.actions, held, kept, 0.0)
     return peak, curve, when, classes
+
+
+def _last_needs(
+    actions: Sequence[Action], program: Program, life: Residency, choice: Choice
+) -> dict[Value, int]:
+    """The last action of a list that needs each value: a fluid reader needs it for as long as its own readers."""
+    last: dict[Value, int] = {}
+    for i in range(len(actions) - 1, -1, -1):
+        a = actions[i]
+        until = i
+        if isinstance(a, Run):
+            results = program.operators[a.op].results
+            if results and is_light(program.operators[a.op]) and not any(life.held[r] for r in results):
+                until = max(i, *(last.get((r, choice.made(r)), i) for r in results))
+        elif isinstance(a, Move) and _is_view(a, life):
+            until = max(i, last.get((a.tensor, a.target), i))
+        for v in _reads(a):
+            last[v] = max(last.get(v, i), until)
+    return last
+
+
+def _is_view(a: Move, life: Residency) -> bool:
+    """A slice of a fluid value is computed where it is read, like the value itself."""
+    return not life.held[a.tensor] and all(s.kind == "slice" for s in a.steps)
 
 
 def _reads(a: Action) -> list[Value]:
