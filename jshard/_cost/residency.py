@@ -71,7 +71,10 @@ def residency(program: Program, donated: Collection[int] = ()) -> Residency:
         for t in range(len(readers))
     ]
     absorbed = _absorb(program, producers, readers, fluid, crossing)
-    held = tuple(bool(readers[t]) and not fluid[t] and not absorbed[t] for t in range(len(readers)))
+    held = tuple(
+        producers[t].kind in ("input", "const") or bool(readers[t]) and not fluid[t] and not absorbed[t]
+        for t in range(len(readers))
+    )
     last = len(ops) - 1
     needed = [producers[t].id for t in range(len(readers))]
     for op in reversed(ops):

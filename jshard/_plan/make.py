@@ -15,11 +15,12 @@ from jshard._cost import collectives
 from jshard._cost.memory import lifetimes, stored_operands
 from jshard._cost.residency import residency
 from jshard._cost.steps import apply
-from jshard._errors import MemoryBudgetError, PlanMismatchError
+from jshard._errors import MemoryBudgetError, PlanMismatchError, SearchError
 from jshard._layout import Layout
 from jshard._plan.again import Again
+from jshard._plan.limited import limited
 from jshard._plan.network import Pins, Problem, problem
-from jshard._plan.peak import profile
+from jshard._plan.peak import peak_bytes, profile
 from jshard._plan.plan import CollectiveRow, Cost, Decision, Memory, OperatorRow, Plan, TensorRow
 from jshard._plan.propagate import propagate
 from jshard._plan.schedule import Choice, Run, Schedule, choice_of, schedule
@@ -27,7 +28,7 @@ from jshard._plan.states import Interner
 from jshard._plan.times import operator_times
 from jshard._program.graph import Literal, Program, operator_name, rule_boundaries
 from jshard._rules.rule import reduced_axes
-from jshard._search import Solution, peak, solve
+from jshard._search import CostNetwork, evaluate, solve
 from jshard._topology import Topology
 from jshard._wish.entries import Pin, allows
 
@@ -63,38 +64,101 @@ def make_plan(
         fixed.setdefault(op, []).append((side, k, key, test))
     built = problem(
         program, topology, fixed, level=wish.level, ties=wish.ties,
-        donated=wish.donated, memory_limit=wish.memory_limit, whole_sums=wish.search != "propagation",
+        donated=wish.donated, whole_sums=wish.search != "propagation",
     )  # fmt: skip
     if wish.search == "propagation":
         configured = {op for op, *_ in (*wish.pins, *wish.forced)}
         assignment, objective, bound, steps = propagate(built, configured)
+        answer = _answer(built, wish, assignment, bound, steps, objective)
     else:
-        solution = _solve(built, wish, on_progress)
-        assignment, objective, bound, steps = (
-            tuple(int(a) for a in solution.assignment), solution.cost, solution.bound, solution.steps,
-        )  # fmt: skip
-    choice = choice_of(built, assignment)
-    made = schedule(choice)
-    plan = describe(made, wish, objective, bound, steps)
+        answer = _solve(built, wish, on_progress)
+    plan = describe(answer.made, wish, answer.objective, answer.bound, answer.steps)
     if wish.memory_limit is not None and plan.cost.peak_bytes > wish.memory_limit:
-        _refuse_budget(plan, wish.memory_limit)
+        _refuse_budget(plan, wish.memory_limit, answer.least)
     # Without the captured arrays: a plan keeps none alive.
     bare = dataclasses.replace(program, constants=(), jaxpr=None)
     again = Again(bare, topology, wish, lambda w: make_plan(bare, topology, w)[0])
-    return dataclasses.replace(plan, search_again=again), made
+    return dataclasses.replace(plan, search_again=again), answer.made
 
 
-def _solve(built: Problem, wish: Wish, on_progress: Callable[..., None] | None) -> Solution:
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Answer:
+    """A schedule with its objective and bound, its cost in the network and its true peak.
+
+    `least`: no plan needs fewer bytes, where that is known.
+    """
+
+    made: Schedule
+    objective: float
+    bound: float
+    steps: tuple[str, ...]
+    cost: float
+    peak: float
+    least: float = 0.0
+
+
+def _answer(
+    built: Problem, wish: Wish, assignment: Any, bound: float, steps: Any, objective: float | None = None
+) -> _Answer:
+    """What an assignment stands for; copy variables at its end only repeat what the others say."""
+    assignment = np.asarray(assignment)[: built.network.size]
+    made = schedule(choice_of(built, tuple(assignment.tolist())))
+    held = peak_bytes(made, residency(built.program, wish.donated), wish.donated)
+    cost = evaluate(built.network, assignment)
+    return _Answer(made, cost if objective is None else objective, float(bound), tuple(steps), cost, held)
+
+
+def _solve(built: Problem, wish: Wish, on_progress: Callable[..., None] | None) -> _Answer:
     """Search by level; a budget that the free optimum keeps anyway costs nothing and leaves its proof whole."""
     if wish.level == 1:
-        return solve(
-            built.network, objective="peak", gap=wish.gap, seconds=wish.seconds, on_progress=on_progress
+        return _least_peak(built, wish, limited(built), on_progress)
+    s = solve(built.network, gap=wish.gap, seconds=wish.seconds, on_progress=on_progress)
+    answer = _answer(built, wish, s.assignment, s.bound, s.steps)
+    if wish.memory_limit is None or answer.peak <= wish.memory_limit:
+        return answer
+    return _within(built, wish, answer, on_progress)
+
+
+def _least_peak(
+    built: Problem, wish: Wish, network: CostNetwork, on_progress: Callable[..., None] | None
+) -> _Answer:
+    """The plan of least peak. The network's peak is a bound; the plan's own is counted over its schedule."""
+    s = solve(network, objective="peak", gap=wish.gap, seconds=wish.seconds, on_progress=on_progress)
+    answer = _answer(built, wish, s.assignment, s.bound, s.steps)
+    return dataclasses.replace(answer, objective=answer.peak, bound=min(s.bound, answer.peak), least=s.bound)
+
+
+def _within(built: Problem, wish: Wish, free: _Answer, on_progress: Callable[..., None] | None) -> _Answer:
+    """The cheapest plan within the budget.
+
+    The network holds no more than the schedule does, so its bound stands; where a plan's schedule holds more than
+    the budget, the search is repeated with a limit lower by as much. If that finds none, the plan of least peak
+    is taken, or refused with its figure.
+    """
+    limit = wish.memory_limit
+    assert limit is not None
+    network = limited(built)
+    aim, bound, best = limit, free.bound, None
+    for _ in range(4):
+        assert network.memory is not None
+        capped = dataclasses.replace(network, memory=dataclasses.replace(network.memory, limit=aim))
+        try:
+            s = solve(capped, gap=wish.limited_gap, seconds=wish.limited_seconds, on_progress=on_progress)
+        except (MemoryBudgetError, SearchError):
+            break
+        if aim == limit:
+            bound = max(bound, s.bound)
+        answer = _answer(built, wish, s.assignment, bound, s.steps)
+        if answer.peak <= limit:
+            best = answer
+            break
+        aim -= 1.05 * (answer.peak - limit)
+    if best is None:
+        best = _least_peak(
+            built, dataclasses.replace(wish, seconds=wish.limited_seconds), network, on_progress
         )
-    free = dataclasses.replace(built.network, memory=None)
-    solution = solve(free, gap=wish.gap, seconds=wish.seconds, on_progress=on_progress)
-    if wish.memory_limit is None or peak(built.network, solution.assignment) <= wish.memory_limit:
-        return solution
-    return solve(built.network, gap=wish.limited_gap, seconds=wish.limited_seconds, on_progress=on_progress)
+        best = dataclasses.replace(best, objective=best.cost, bound=min(bound, best.cost))
+    return best
 
 
 def network_pins(
@@ -300,13 +364,15 @@ def replay(program: Program, topology: Topology, plan: Plan) -> Schedule:
     return schedule(choice)
 
 
-def _refuse_budget(plan: Plan, limit: float) -> None:
+def _refuse_budget(plan: Plan, limit: float, least: float) -> None:
     held = sorted(plan.inputs, key=lambda r: -int(np.prod(r.shape)) // r.layout.pieces(plan.mesh))[:3]
+    found = plan.cost.peak_bytes
+    proof = f", and none needs less than {least:,.0f}" if 0 < least < found * 0.999 else ""
     raise MemoryBudgetError(
-        f"no plan fits {limit:,.0f} bytes a device; the least found needs {plan.cost.peak_bytes:,.0f}",
+        f"no plan fits {limit:,.0f} bytes a device; the least found needs {found:,.0f}{proof}",
         where="memory_budget; most is held by "
         + ", ".join(f"{r.path} {r.dtype}{list(r.shape)}" for r in held),
-        fix=f"memory_budget={int(plan.cost.peak_bytes * 1.01)}, more devices, or smaller shapes",
+        fix=f"memory_budget={int(found * 1.01)}, more devices, or smaller shapes",
     )
 
 

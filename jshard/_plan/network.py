@@ -23,11 +23,24 @@ from jshard._layout import Layout
 from jshard._plan.states import Choices, Interner, Pinned, States
 from jshard._plan.times import operator_times
 from jshard._program.graph import Operator, Program, Tensor
-from jshard._search import CostNetwork, Memory
+from jshard._search import CostNetwork
 from jshard._topology import Topology
 
 
 Pins = Mapping[int, Sequence[tuple[str, int, Any, Pinned]]]  # operator -> its pins
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Carry:
+    """What an edge of the network carries: a tensor, from its maker or relay to a reader (-1: to its relay)."""
+
+    edge: int
+    tensor: int
+    source: Choices
+    target: Choices
+    reader: int
+    times: float
+    whole: bool
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -43,6 +56,8 @@ class Problem:
     readers: tuple[tuple[tuple[int, int], ...], ...]
     life: Lifetimes
     network: CostNetwork
+    carries: tuple[Carry, ...]
+    donated: tuple[int, ...]
 
 
 def problem(
@@ -53,14 +68,13 @@ def problem(
     level: int = 0,
     ties: Sequence[tuple[int, int]] = (),
     donated: Collection[int] = (),
-    memory_limit: float | None = None,
     whole_sums: bool = True,
 ) -> Problem:
     """Build the network of a program under a level.
 
     `ties` are (output operator, input operator) pairs that must have one layout; `donated` the flat indices of
-    donated arguments; `memory_limit` bytes a device, or None; `whole_sums` whether sums that only go to free
-    results must be all-reduced.
+    donated arguments; `whole_sums` whether sums that only go to free results must be all-reduced. The network
+    is without memory, which `limited.py` adds where a level or a budget asks for it.
     """
     interner = Interner(program, topology.mesh)
     life = lifetimes(program, donated)
@@ -73,6 +87,15 @@ def problem(
     variable: dict[int, int] = {}
     nodes = [build.own(op) for op in program.operators]
     edges: list[tuple[int, int, int]] = []
+    carries: list[Carry] = []
+
+    def carry(
+        i: int, j: int, tensor: int, source: Choices, target: Choices, reader: int, times: float
+    ) -> None:
+        whole = tensor in handed
+        carries.append(Carry(len(edges), tensor, source, target, reader, times, whole))
+        edges.append((i, j, build.move(source, target, program.tensors[tensor], times, whole)))
+
     for t in program.tensors:
         maker, k = producers[t.id]
         made = states[maker].results[k]
@@ -81,15 +104,12 @@ def problem(
             relays[t.id] = relay
             v = variable[t.id] = len(nodes)
             nodes.append(build.free(len(relay.index)))
-            edges.append(
-                (maker, v, build.move(made, relay, t, program.operators[maker].repeat, t.id in handed))
-            )
+            carry(maker, v, t.id, made, relay, -1, program.operators[maker].repeat)
             source, where = relay, v
         else:
             source, where = made, maker
         for u, i in readers[t.id]:
-            times = program.operators[u].operand_repeat[i]
-            edges.append((where, u, build.move(source, states[u].operands[i], t, times, t.id in handed)))
+            carry(where, u, t.id, source, states[u].operands[i], u, program.operators[u].operand_repeat[i])
     for out, inp in ties:
         edges.append((out, inp, build.equal(states[out].operands[0], states[inp].results[0])))
     network = CostNetwork(
@@ -98,11 +118,10 @@ def problem(
         node_table=np.array(nodes, dtype=np.int64),
         edges=np.array([(i, j) for i, j, _ in edges], dtype=np.int64).reshape(-1, 2),
         edge_table=np.array([k for _, _, k in edges], dtype=np.int64),
-        memory=_memory(program, topology, life, states, relays, variable, memory_limit, len(nodes), donated)
-        if level == 1 or memory_limit is not None
-        else None,
     )
-    return Problem(program, topology, level, states, relays, variable, readers, life, network)
+    return Problem(
+        program, topology, level, states, relays, variable, readers, life, network, tuple(carries), tuple(donated)
+    )  # fmt: skip
 
 
 def _handed_over(program: Program, ties: Sequence[tuple[int, int]], pins: Pins) -> frozenset[int]:
@@ -217,48 +236,3 @@ class _Tables:
             self._ids[key] = len(self.pairwise)
             self.pairwise.append(same[np.ix_(a.index, b.index)])
         return self._ids[key]
-
-
-def _memory(
-    program: Program, topology: Topology, life: Lifetimes, states: Sequence[States], relays: Mapping[int, Choices],
-    variable: Mapping[int, int], limit: float | None, n_vars: int, donated: Collection[int],
-) -> Memory:  # fmt: skip
-    """Bytes each variable holds under each state, and when: results while they live, relays while they are read."""
-    mesh = topology.mesh
-    intervals = np.zeros((n_vars, 2), dtype=np.int64)
-    pool: list[np.ndarray] = []
-    ids: dict[Any, int] = {}
-    node = np.zeros(n_vars, dtype=np.int64)
-    kept = {program.inputs[i] for i in range(len(program.inputs)) if i not in donated}
-    consumers = program.consumers()
-
-    def usage(parts: Sequence[tuple[Choices, int]], n: int) -> int:
-        key = (tuple((id(c), b) for c, b in parts), n)
-        if key not in ids:
-            table = np.zeros(n)
-            for c, nbytes in parts:
-                table += np.array([nbytes / lay.pieces(mesh) for lay in c.layouts])[c.index]
-            ids[key] = len(pool)
-            pool.append(table)
-        return ids[key]
-
-    for op in program.operators:
-        s = states[op.id]
-        parts, end = [], op.id + 1
-        for k, r in enumerate(op.results):
-            if not life.stored[r]:
-                continue
-            if r in relays and op.kind in ("input", "const"):
-                continue  # its relay stands for it: the two are one buffer where the layouts agree
-            parts.append((s.results[k], program.tensors[r].nbytes))
-            first_use = min((u for u, _ in consumers[r]), default=op.id)
-            end = max(end, first_use + 1 if r in relays else life.end[r])
-        intervals[op.id] = (op.id, end)
-        node[op.id] = usage(parts, len(s))
-    for t, v in variable.items():
-        users = [u for u, _ in consumers[t]]
-        whole = life.start[t] in kept and program.operators[life.start[t]].kind in ("input", "const")
-        intervals[v] = (0, life.length) if whole else (min(users), max(life.end[t], max(users) + 1))
-        stored = life.stored[t]
-        node[v] = usage([(relays[t], program.tensors[t].nbytes)] if stored else [], len(relays[t].index))
-    return Memory(intervals=intervals, usage=tuple(pool), node_usage=node, limit=limit)

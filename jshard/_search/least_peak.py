@@ -28,6 +28,10 @@ from jshard._search.tables import Tables
 from jshard._search.times import clock_of, least_and_most, spread
 
 
+# A peak this near its bound is not lowered further: the plan would pay in time for what no device notices.
+_NEAR = 0.005
+
+
 def without_costs(network: CostNetwork) -> CostNetwork:
     """The same choices and prohibitions, everything else free."""
     return replace(
@@ -127,24 +131,39 @@ def solve_peak(network: CostNetwork, search: Search) -> None:
     play(model, search, int(floor.argmax()))
     if search.assignment is None:
         return
-    # Everything else equal, the cheaper one.
-    found = peak(network, search.assignment)
-    search.best = found
-    capped = replace(network, memory=replace(memory, limit=found * (1 + 1e-12)))
+    search.best = peak(network, search.assignment)
+    cheaper(network, search)
+    for share in (0.1, 0.5):  # prices that know the costs lead to other answers than the game's
+        if search.late or search.best <= search.bound * (1 + max(search.gap, _NEAR)):
+            break
+        if cheaper(network, search, search.bound + share * (search.best - search.bound)):
+            search.report(f"prices below {search.best:.6g}")
+    search.report("least cost at this peak")
+
+
+def cheaper(network: CostNetwork, search: Search, limit: float | None = None) -> bool:
+    """The least cost found within a limit, by default the peak reached; whether there was an answer (in place).
+
+    The peak is the objective; the cost only breaks ties and needs no proof, so the effort is bounded by counts.
+    """
+    assert network.memory is not None and search.assignment is not None
+    at_peak = limit is None
+    limit = search.best if limit is None else limit
+    capped = replace(network, memory=replace(network.memory, limit=limit * (1 + 1e-12)))
     second = Search(
         search.deadline,
-        search.gap,
+        max(search.gap, 1e-3),
         lambda text: search.report(f"{text} (time cost {second.best:.6g}, bound {second.bound:.6g})"),
         network.size,
     )
     try:
-        # The peak is the objective and is found; the cost only breaks ties and needs no proof.
-        solve_limited(capped, second, moves=200)
-    except MemoryBudgetError:  # not found again in the time left: keep what there is
+        solve_limited(capped, second, moves=50, prices=15)
+    except MemoryBudgetError:  # not found in the rounds given: keep what there is
         pass
     except KeyboardInterrupt:
         search.report("interrupted")
-    if second.assignment is not None and second.best <= evaluate(network, search.assignment):
-        search.assignment = second.assignment
-        search.best = peak(network, search.assignment)
-    search.report("least cost at this peak")
+    if second.assignment is None or (at_peak and second.best > evaluate(network, search.assignment)):
+        return False
+    search.assignment = second.assignment
+    search.best = peak(network, search.assignment)
+    return True

@@ -26,7 +26,7 @@ from jshard._search.improve import Local, local_of
 from jshard._search.ladder import Level, Search, climb, lift
 from jshard._search.network import CostNetwork, Floats, Ints, Memory
 from jshard._search.pack import blocks, packing_of, settle_in
-from jshard._search.reduce import Graph, graph_of, reduce
+from jshard._search.reduce import Contradiction, Graph, graph_of, reduce
 from jshard._search.tables import Tables
 from jshard._search.times import Clock, Held, clock_of, held_of, least_and_most, mark, spread
 
@@ -53,7 +53,16 @@ def model_of(network: CostNetwork, clock: Clock, limit: float | None, tables: Ta
     mark(graph, memory, clock)
     if limit is not None:
         forbid(graph, memory, clock, limit)
-    reduce(graph)
+    try:
+        reduce(graph)
+    except Contradiction as error:
+        if limit is None:
+            raise
+        raise MemoryBudgetError(
+            f"the memory limit of {limit:.6g} bytes cannot be kept: what fits at each time does not fit together",
+            where=error.where,
+            fix="a larger limit; objective 'peak' tells the least",
+        ) from None
     rest = graph.fork()
     return Model(graph, rest, local_of(rest), held_of(graph, memory, clock))
 
@@ -169,8 +178,8 @@ class Ascent:
         self.prices = np.maximum(4.0 * self.prices, first)
 
 
-def solve_limited(network: CostNetwork, search: Search, moves: int = 1 << 30) -> None:
-    """Least cost within the limit; fills in ``search``; at most ``moves`` block moves after the prices."""
+def solve_limited(network: CostNetwork, search: Search, moves: int = 1 << 30, prices: int = 400) -> None:
+    """Least cost within the limit; fills in ``search``; at most so many ``prices`` and then block ``moves``."""
     memory = network.memory
     assert memory is not None and memory.limit is not None
     limit = memory.limit
@@ -199,7 +208,7 @@ def solve_limited(network: CostNetwork, search: Search, moves: int = 1 << 30) ->
             search.best = cost
             search.assignment = whole(model, best, network.size)
 
-    while not search.late and rounds < 400:
+    while not search.late and rounds < prices:
         answer = priced(model, ascent.prices, search, most)
         rounds += 1
         value = answer.bound + float(ascent.prices @ (model.held.constant - limit))

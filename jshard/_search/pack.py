@@ -3,9 +3,11 @@
 Problem.  The cheapest assignment holds too much; a priced one is nearly right but a little over, or
 wastes room.
 
-Idea.  Repair: at the worst time, make the single change that buys the missing bytes most cheaply; repeat.
-Fill: make every single change that saves cost and still fits.  Blocks: re-solve a random forest of
-variables exactly under the multipliers' prices, repair and fill what that upset, keep it when cheaper.
+Idea.  Repair: at the worst time, make the change that buys the missing bytes most cheaply; repeat.
+Fill: make every change that saves cost and still fits. A change is one variable's, with those neighbours
+that forbid it following (a weight that is cut makes the copy that its reader takes: two variables, neither
+alone). Blocks: re-solve a random forest of variables exactly under the multipliers' prices, repair and fill
+what that upset, keep it when cheaper.
 
 Worked case.  Two variables, states (cost 0, 8 bytes) and (cost 1, 4 bytes), limit 12: repair changes one.
 """
@@ -20,6 +22,9 @@ import numpy as np
 from jshard._search.improve import Local, energy, forest, given, move
 from jshard._search.network import Floats
 from jshard._search.times import Held
+
+
+_FOLLOWED = 4  # states whose neighbours would have to follow: how many are tried
 
 
 @dataclass(frozen=True)
@@ -47,21 +52,54 @@ def shift(pack: Packing, profile: Floats, v: int, old: int, new: int) -> None:
             profile[a:b] += amount[new] - amount[old]
 
 
-def fits(pack: Packing, profile: Floats, v: int, old: int, new: int) -> bool:
-    """Does the change keep every time within the limit (or no worse where it was over)?"""
-    grown = [m for m in pack.members[v] if m[2][new] > m[2][old]]
+Change = list[tuple[int, int]]  # (variable, new state), all made together
+
+
+def star(pack: Packing, chosen: list[int], v: int, new: int) -> tuple[float, Change]:
+    """What v's change costs when the neighbours that forbid it follow, each to its best state."""
+    local = pack.local
+    costs = given(local, chosen, v)
+    total, old = float(costs[new] - costs[chosen[v]]), chosen[v]
+    changes: Change = [(v, new)]
+    if costs[new] < local.price:
+        return total, changes
+    undo = [(v, old)]
+    chosen[v] = new
+    for w, table in local.near[v]:
+        if table[new, chosen[w]] >= local.price:
+            costs = given(local, chosen, w)
+            best = int(costs.argmin())
+            total += float(costs[best] - costs[chosen[w]])
+            undo.append((w, chosen[w]))
+            changes.append((w, best))
+            chosen[w] = best
+    for w, state in undo:
+        chosen[w] = state
+    return total, changes
+
+
+def make(pack: Packing, chosen: list[int], profile: Floats, changes: Change) -> None:
+    """Carry out changes (in place)."""
+    for w, new in changes:
+        shift(pack, profile, w, chosen[w], new)
+        chosen[w] = new
+
+
+def fits(pack: Packing, profile: Floats, chosen: list[int], changes: Change, worse: bool = False) -> bool:
+    """Do changes keep every time within the limit (or, with `worse`, no further over it than it was)?"""
+    grown = [m for w, new in changes for m in pack.members[w] if m[2][new] > m[2][chosen[w]]]
     if not grown:
         return True
-    if len(pack.members[v]) == 1:
-        a, b, amount = grown[0]
-        return bool(profile[a:b].max() + (amount[new] - amount[old]) <= pack.limit)
     trial = profile.copy()
-    shift(pack, trial, v, old, new)
+    for w, new in changes:
+        shift(pack, trial, w, chosen[w], new)
+    if worse:
+        return all(bool((trial[a:b] <= np.maximum(profile[a:b], pack.limit)).all()) for a, b, _ in grown)
     return all(bool(trial[a:b].max() <= pack.limit) for a, b, _ in grown)
 
 
 def repair(pack: Packing, chosen: list[int], profile: Floats, deadline: float, most: int = 300) -> bool:
-    """Single changes until nothing is over the limit (in place); whether that was reached.
+    """Changes until nothing is over the limit (in place); whether that was reached.
 
     At the worst time all changes that free bytes there are ranked by cost per byte once, and made in
     that order until the time is within the limit; a change that others have made dearer is passed over.
@@ -77,9 +115,9 @@ def repair(pack: Packing, chosen: list[int], profile: Floats, deadline: float, m
         for v, members in enumerate(pack.members):
             there = bytes_at(members, worst)
             if there is not None:
-                found = _cheapest(pack, chosen, v, there, profile[worst] - limit)
-                if found is not None:
-                    ranked.append((found[0], v))
+                found = _cheapest(pack, chosen, v, there, worst, profile[worst] - limit)
+                if found:
+                    ranked.append((found[0][0], v))
         ranked.sort()
         changed = False
         for expected, v in ranked:
@@ -88,13 +126,12 @@ def repair(pack: Packing, chosen: list[int], profile: Floats, deadline: float, m
                 break
             there = bytes_at(pack.members[v], worst)
             assert there is not None
-            found = _cheapest(pack, chosen, v, there, over)
-            if found is None or (changed and found[0] > 2.0 * abs(expected) + 1e-12):
+            found = _cheapest(pack, chosen, v, there, worst, over)
+            if not found or (changed and found[0][0] > 2.0 * abs(expected) + 1e-12):
                 continue
-            for new in found[1]:
-                if _relieves(pack, profile, v, chosen[v], new):
-                    shift(pack, profile, v, chosen[v], new)
-                    chosen[v] = new
+            for _, changes in found:
+                if fits(pack, profile, chosen, changes, worse=True):
+                    make(pack, chosen, profile, changes)
                     changed = True
                     break
         if not changed:
@@ -112,32 +149,37 @@ def bytes_at(members: list[tuple[int, int, Floats]], when: int) -> Floats | None
 
 
 def _cheapest(
-    pack: Packing, chosen: list[int], v: int, there: Floats, over: float
-) -> tuple[float, list[int]] | None:
-    """The states of v that free bytes, cheapest per needed byte first, and the first one's price."""
+    pack: Packing, chosen: list[int], v: int, there: Floats, worst: int, over: float
+) -> list[tuple[float, Change]]:
+    """Changes of v that free bytes at the worst time, cheapest per needed byte first."""
     s = chosen[v]
     gain = there[s] - there
-    if not (gain > 0).any():
-        return None
+    freeing = np.flatnonzero(gain > 0)
+    if not len(freeing):
+        return []
     costs = given(pack.local, chosen, v)
-    price = np.full(len(gain), np.inf)
-    np.divide(costs - costs[s], np.minimum(gain, over), out=price, where=gain > 0)
-    order = np.argsort(price, kind="stable")
-    return float(price[order[0]]), order[: int((gain > 0).sum())].tolist()
+    delta = costs - costs[s]
+    alone = delta < pack.local.price / 2
+    out: list[tuple[float, Change]] = [
+        (float(delta[k] / min(gain[k], over)), [(v, k)]) for k in freeing[alone[freeing]].tolist()
+    ]
+    followed = freeing[~alone[freeing]]
+    for k in followed[np.argsort(-gain[followed], kind="stable")][:_FOLLOWED].tolist():
+        cost, changes = star(pack, chosen, v, k)
+        freed = sum(_freed(pack, w, chosen[w], new, worst) for w, new in changes)
+        if freed > 0 and cost < pack.local.price / 2:
+            out.append((cost / min(freed, over), changes))
+    out.sort(key=lambda found: found[0])
+    return out
 
 
-def _relieves(pack: Packing, profile: Floats, v: int, old: int, new: int) -> bool:
-    """Does the change push no other time above the limit, or above where it was?"""
-    grown = [m for m in pack.members[v] if m[2][new] > m[2][old]]
-    if not grown:
-        return True
-    trial = profile.copy()
-    shift(pack, trial, v, old, new)
-    return all(bool((trial[a:b] <= np.maximum(profile[a:b], pack.limit)).all()) for a, b, _ in grown)
+def _freed(pack: Packing, v: int, old: int, new: int, when: int) -> float:
+    there = bytes_at(pack.members[v], when)
+    return 0.0 if there is None else float(there[old] - there[new])
 
 
 def fill(pack: Packing, chosen: list[int], profile: Floats, deadline: float) -> None:
-    """Single changes that save cost and fit (in place)."""
+    """Changes that save cost and fit (in place)."""
     local = pack.local
     queue = list(range(len(chosen)))
     waiting = bytearray(b"\1" * len(chosen))
@@ -151,14 +193,21 @@ def fill(pack: Packing, chosen: list[int], profile: Floats, deadline: float) -> 
         costs = given(local, chosen, v)
         s = chosen[v]
         better = np.flatnonzero(costs < costs[s])
-        for new in better[np.argsort(costs[better], kind="stable")].tolist():
-            if fits(pack, profile, v, s, new):
-                shift(pack, profile, v, s, new)
-                chosen[v] = new
-                for w, _ in local.near[v]:
-                    if not waiting[w]:
-                        waiting[w] = 1
-                        queue.append(w)
+        trials: list[Change] = [[(v, k)] for k in better[np.argsort(costs[better], kind="stable")].tolist()]
+        # A state that only its neighbours forbid may save cost when they follow.
+        hidden = np.flatnonzero((costs >= local.price) & (local.unary[v] < local.unary[v][s]))
+        for k in hidden[np.argsort(local.unary[v][hidden], kind="stable")][:_FOLLOWED].tolist():
+            cost, changes = star(pack, chosen, v, k)
+            if cost < 0:
+                trials.append(changes)
+        for changes in trials:
+            if fits(pack, profile, chosen, changes):
+                make(pack, chosen, profile, changes)
+                for u, _ in changes:
+                    for w, _ in local.near[u]:
+                        if not waiting[w]:
+                            waiting[w] = 1
+                            queue.append(w)
                 break
 
 
