@@ -86,7 +86,10 @@ class _Writer:
         )
 
     def hold(self, start: int, end: int, key: Any, table: Any) -> None:
-        """The next variable's bytes by state, and when it holds them; `table` makes the bytes if they are new."""
+        """The next variable's bytes by state, and when it holds them; `table` makes the bytes if they are new.
+
+        Operator i has two times: 2 i, when its operands are moved, and 2 i + 1, when it runs.
+        """
         if key not in self.ids:
             self.ids[key] = len(self.usage)
             self.usage.append(table())
@@ -124,9 +127,8 @@ class _Writer:
                 continue
             if op.kind in ("input", "const"):
                 start = 0
-            self.hold(
-                start, end, (tuple((id(c), b) for c, b in parts), len(s)), lambda parts=parts: self.sum(parts)
-            )
+            key = (tuple((id(c), b) for c, b in parts), len(s))
+            self.hold(start, 2 * end, key, lambda parts=parts: self.sum(parts))
 
     def sum(self, parts: Sequence[tuple[Choices, float]]) -> np.ndarray:
         return np.sum([self.bytes_of(c.layouts, b)[c.index] for c, b in parts], axis=0)
@@ -135,11 +137,11 @@ class _Writer:
         """When results begin to take room: after an operand whose room they take over."""
         operator = self.program.operators[op]
         if operator.kind != "eqn":
-            return min((self.first[r] for r in results if r in self.first), default=op)
+            return 2 * min((self.first[r] for r in results if r in self.first), default=op)
         if reuses(operator) and all(self.life.needed[r] > op for r in results):
             if any(not isinstance(a, Literal) and self.life.needed[a] == op for a in operator.operands):
-                return op + 1
-        return op
+                return 2 * op + 2
+        return 2 * op + 1
 
     def relays(self) -> None:
         """Values in the layout they are kept in; an argument's relay is a copy, counted there."""
@@ -151,9 +153,8 @@ class _Writer:
             nbytes = self.program.tensors[t].nbytes
             start = min(u for u, _ in self.consumers[t])
             parts = [(relay, nbytes)]
-            self.hold(
-                start, self.life.needed[t] + 1, (id(relay), nbytes), lambda parts=parts: self.sum(parts)
-            )
+            end = 2 * self.life.needed[t] + 2
+            self.hold(2 * start, end, (id(relay), nbytes), lambda parts=parts: self.sum(parts))
 
     def copy(self, c: Carry) -> None:
         """Split an edge by a copy variable."""
@@ -189,31 +190,44 @@ class _Writer:
         self.edges.append([v, j])
         self.edge_tables.append(self.ids[key] + 1)
         start, end = self.copied(c, by_source)
-
         # A value that is not stored is written out to be moved: at least an even share of it, for that moment.
-        written = tensor.nbytes / self.mesh.total if fluid and end == start + 1 else 0.0
+        even = tensor.nbytes / self.mesh.total if fluid else 0.0
+        self.hold_copy(start, end, layouts, tensor.nbytes, n, even if product else 0.0)
+        if even and not product:
+            self.nodes.append(self.ids["free", n])
+            if ("twin", n) not in self.ids:
+                self.ids["twin", n] = len(self.pairwise)
+                self.pairwise.append(np.where(np.eye(n, dtype=bool), 0.0, np.inf))
+            self.edges.append([v, v + 1])
+            self.edge_tables.append(self.ids["twin", n])
+            self.hold_copy(start, start + 1, layouts, 0.0, n, even)
+
+    def hold_copy(
+        self, start: int, end: int, layouts: Sequence[Layout], nbytes: float, n: int, more: float
+    ) -> None:
+        """Bytes of the states that move: the block in their layout and `more`."""
 
         def table() -> np.ndarray:
             out = np.zeros(n)
-            out[len(layouts) : 2 * len(layouts)] = self.bytes_of(layouts, tensor.nbytes) + written
+            out[len(layouts) : 2 * len(layouts)] = self.bytes_of(layouts, nbytes) + more
             return out
 
-        self.hold(start, end, ("copy", layouts, tensor.nbytes, fluid, written), table)
+        self.hold(start, end, ("copy", layouts, nbytes, n, more), table)
 
     def copied(self, c: Carry, by_source: bool) -> tuple[int, int]:
         """From when to when the copy, or the old block, is there beside the other."""
         if c.reader >= 0 and by_source:
-            return c.reader, c.reader + 1
+            return 2 * c.reader, 2 * c.reader + 1
         if c.reader >= 0:
             op = self.program.operators[c.reader]
             until = op.id
             if op.results and not any(self.life.held[r] for r in op.results):
                 until = max(until, *(self.life.needed[r] for r in op.results))
-            return op.id, until + 1
+            return 2 * op.id, 2 * until + 2
         first = min(u for u, _ in self.consumers[c.tensor])
         if by_source:
-            return first, first + 1
-        return first, self.last_use(c.tensor) + 1
+            return 2 * first, 2 * first + 1
+        return 2 * first, 2 * self.last_use(c.tensor) + 2
 
     def last_use(self, tensor: int) -> int:
         """The last operator that needs a copy of an argument (the argument itself may stay longer)."""
