@@ -258,12 +258,13 @@ def pass_messages(
     deadline: float,
     most: int = 400,
     patience: float = 2e-3,
-    on_round: Callable[[float], float] | None = None,
+    on_round: Callable[[float, bool], float] | None = None,
 ) -> Passed:
     """Sweep until the bound reaches ``target``, stalls, or time is up.
 
-    ``on_round(bound)`` is called now and then; it may find a better answer and returns the target.
-    Stalled: ten rounds gained less than ``patience`` of the gap that is left.
+    ``on_round(bound, hard)`` is called now and then; it may find a better answer and returns the target.
+    Stalled: ten rounds gained less than ``patience`` of the gap that is left, though the answer was
+    looked for ``hard``: far from the end it is not worth the time, the messages suggest a better one later.
     """
     best = -np.inf
     slack = np.zeros(len(chain.unary))
@@ -282,11 +283,14 @@ def pass_messages(
             best = bound
         history.append(best)
         if on_round is not None and (rounds in (2, 5) or rounds % 10 == 0):
-            target = on_round(best)
+            target = on_round(best, False)
         if best >= target or time.monotonic() > deadline:
             break
         if rounds >= 20 and best - history[-11] < patience * (target - best):
-            break
+            if on_round is not None:
+                target = on_round(best, True)
+            if best >= target or best - history[-11] < patience * (target - best):
+                break
     return Passed(best, np.split(slack, chain.first[1:-1]), slack_bound, rounds)
 
 

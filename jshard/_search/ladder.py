@@ -131,7 +131,11 @@ def tighten(
         chain = chain_of(rest)
         local = local_of(rest, chain.variables)
 
-        def try_rounding(bound: float, rest: Graph = rest, chain=chain, local=local, levels=levels) -> float:  # noqa: E501
+        def try_rounding(
+            bound: float, hard: bool, rest: Graph = rest, chain=chain, local=local, levels=levels
+        ) -> float:
+            if search.closed(bound):
+                return bound
             chosen = rounded(chain)
             target = bound + max(search.gap * abs(bound), TOLERANCE * abs(bound))
             cost = improve(
@@ -140,7 +144,7 @@ def tighten(
                 search.rng,
                 target=target,
                 deadline=search.deadline,
-                rounds=search.effort,
+                rounds=search.effort if hard else 0,
             )
             if cost < min(search.best, local.offset + local.price):
                 offer(search, levels, cost, positions(rest, chain, chosen))
@@ -154,7 +158,7 @@ def tighten(
             most=most,
             on_round=try_rounding,
         )
-        try_rounding(passed.bound)
+        try_rounding(passed.bound, True)
         bound = passed.bound
         slacks = dict(zip(chain.variables, passed.slack, strict=True))
         if search.closed(bound) or search.late:
