@@ -68,6 +68,8 @@ class Chain:
     rows: list[Rows]
     pool: Floats
     messages: Floats
+    ends: Ints  # (E, 2) walk positions of every edge
+    places: Ints  # (E, 2) where the messages to these two begin
 
 
 def walk(graph: Graph) -> tuple[list[int], list[int]]:
@@ -190,6 +192,8 @@ def chain_of(graph: Graph) -> Chain:
         rows,
         pool,
         np.zeros(int(begin[-1])),
+        edges[:, :2],
+        np.stack([at_low, at_high], axis=1),
     )
 
 
@@ -258,17 +262,17 @@ def pass_messages(
     deadline: float,
     most: int = 400,
     patience: float = 2e-3,
-    on_round: Callable[[float, bool], float] | None = None,
+    on_round: Callable[[Passed, bool], tuple[float, bool]] | None = None,
 ) -> Passed:
     """Sweep until the bound reaches ``target``, stalls, or time is up.
 
-    ``on_round(bound, hard)`` is called now and then; it may find a better answer and returns the target.
-    Stalled: ten rounds gained less than ``patience`` of the gap that is left, though the answer was
-    looked for ``hard``: far from the end it is not worth the time, the messages suggest a better one later.
+    ``on_round(passed, hard)`` is called now and then; it may find a better answer, and returns the target
+    and whether to stop. Stalled: ten rounds gained less than ``patience`` of the gap that is left, though
+    the answer was looked for ``hard``: far from the end that is not worth the time.
     """
-    best = -np.inf
+    cuts = chain.first[1:-1]
     slack = np.zeros(len(chain.unary))
-    slack_bound = -np.inf
+    passed = Passed(-np.inf, np.split(slack, cuts), -np.inf, 0)
     history: list[float] = []
     rounds = 0
     while rounds < most:
@@ -276,22 +280,56 @@ def pass_messages(
         fresh = np.zeros(len(chain.unary))
         bound = sweep(chain, backwards=True, slack=fresh) + graph.offset
         rounds += 1
-        if bound > best:
+        if bound > passed.bound:
             # The backward pass starts from the forward pass's bound and only rises, so each
             # variable's slack comes on top of at least that.
-            slack, slack_bound = fresh, begun
-            best = bound
+            passed = Passed(bound, np.split(fresh, cuts), begun, rounds)
+        best, stop = passed.bound, False
         history.append(best)
         if on_round is not None and (rounds in (2, 5) or rounds % 10 == 0):
-            target = on_round(best, False)
-        if best >= target or time.monotonic() > deadline:
+            target, stop = on_round(passed, False)
+        if stop or best >= target or time.monotonic() > deadline:
             break
         if rounds >= 20 and best - history[-11] < patience * (target - best):
             if on_round is not None:
-                target = on_round(best, True)
-            if best >= target or best - history[-11] < patience * (target - best):
+                target, stop = on_round(passed, True)
+            if stop or best >= target or best - history[-11] < patience * (target - best):
                 break
-    return Passed(best, np.split(slack, chain.first[1:-1]), slack_bound, rounds)
+    return passed
+
+
+Heard = dict[tuple[int, int], tuple[Ints, Floats]]  # (hearer, neighbour) -> original states, message
+
+
+def heard_in(graph: Graph, chain: Chain) -> Heard:
+    """What every variable heard last: a start for the passes on a similar core (any start is valid)."""
+    out: Heard = {}
+    subsets = graph.tables.subsets.arrays
+    names = chain.variables
+    size = np.diff(chain.first).tolist()
+    for (i, j), (p, q) in zip(chain.ends.tolist(), chain.places.tolist(), strict=True):
+        v, w = names[i], names[j]
+        out[v, w] = subsets[graph.states[v]], chain.messages[p : p + size[i]].copy()
+        out[w, v] = subsets[graph.states[w]], chain.messages[q : q + size[j]].copy()
+    return out
+
+
+def hear(graph: Graph, chain: Chain, heard: Heard) -> None:
+    """Start a chain from earlier messages (in place); states that are new to them start from zero."""
+    subsets = graph.tables.subsets.arrays
+    names = chain.variables
+    size = np.diff(chain.first).tolist()
+    for (i, j), places in zip(chain.ends.tolist(), chain.places.tolist(), strict=True):
+        for here, there, place in ((i, j, places[0]), (j, i, places[1])):
+            found = heard.get((names[here], names[there]))
+            if found is None:
+                continue
+            states, message = found
+            mine = subsets[graph.states[names[here]]]
+            if mine is not states:
+                at = np.minimum(np.searchsorted(states, mine), len(states) - 1)
+                message = np.where(states[at] == mine, message[at], 0.0)
+            chain.messages[place : place + size[here]] = message
 
 
 def positions(graph: Graph, chain: Chain, chosen: list[int]) -> Ints:

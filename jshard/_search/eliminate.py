@@ -171,11 +171,13 @@ def read_off(graph: Graph, finished: Finished, assignment: Ints) -> None:
         assignment[v] = subsets[graph.states[v]][at[v]]
 
 
-def eliminate(graph: Graph, table_limit: float | None = None) -> list[tuple[list[int], Finished]]:
+def eliminate(
+    graph: Graph, table_limit: float | None = None, work_limit: float | None = None
+) -> list[tuple[list[int], Finished]]:
     """Finish every component that fits; the finished ones leave the graph."""
     done = []
     for part in components(graph):
-        order = plan_order(graph, part, table_limit)
+        order = plan_order(graph, part, table_limit, work_limit)
         if order is None:
             continue
         finished = carry_out(graph, order)

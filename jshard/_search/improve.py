@@ -76,6 +76,17 @@ def energy(local: Local, chosen: list[int]) -> float:
     return total
 
 
+def energy_of(graph: Graph, chosen: dict[int, int]) -> float:
+    """The cost of a core's states, by variable."""
+    arrays, total = graph.tables.arrays, graph.offset
+    for v, s in chosen.items():
+        total += float(arrays[graph.unary[v]][s])
+        for w, table in graph.adj[v].items():
+            if w > v:
+                total += float(arrays[table][s, chosen[w]])
+    return total
+
+
 def given(local: Local, chosen: list[int], v: int, but: set[int] | None = None) -> Floats:
     """v's cost per state, the neighbours (outside ``but``) held."""
     total = local.unary[v]

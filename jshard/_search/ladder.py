@@ -20,9 +20,19 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jshard._search.bound import chain_of, pass_messages, positions, rounded
+from jshard._search.bound import (
+    Heard,
+    Passed,
+    chain_of,
+    hear,
+    heard_in,
+    pass_messages,
+    positions,
+    rounded,
+)
 from jshard._search.eliminate import Finished, eliminate, read_off
-from jshard._search.improve import improve, local_of
+from jshard._search.fold import fold, lift as spread
+from jshard._search.improve import energy_of, improve, local_of
 from jshard._search.network import Floats, Ints
 from jshard._search.reduce import Contradiction, Graph, backtrack, reduce
 from jshard._search.tables import NONE
@@ -51,6 +61,8 @@ class Search:
     assignment: Ints | None = None
     bound: float = -np.inf
     effort: int = 20  # block moves per rounding
+    patient: bool = False  # keep passing messages while they gain, and remember them
+    heard: Heard | None = None
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(20250))
 
     def closed(self, bound: float) -> bool:
@@ -64,10 +76,12 @@ class Search:
         return time.monotonic() > self.deadline
 
 
-def descend(graph: Graph, start: list[int] | None = None) -> tuple[Level, Graph]:
-    """Reduce, finish what fits, and fork the core that is left."""
+def descend(
+    graph: Graph, start: list[int] | None = None, *, table: float | None = None, work: float | None = None
+) -> tuple[Level, Graph]:
+    """Reduce, finish what fits (into tables of so many entries, so many in all), and fork the core that is left."""
     reduce(graph, start)
-    done = eliminate(graph)
+    done = eliminate(graph, table, work)
     rest = graph.fork()
     for part, _ in done:
         for v in part:
@@ -91,36 +105,44 @@ def offer(search: Search, levels: tuple[Level, ...], cost: float, assignment: In
         search.assignment = lift(levels, assignment)
 
 
-def dive(
-    search: Search, levels: tuple[Level, ...], rest: Graph, slacks: dict[int, Floats], bound: float
-) -> None:
-    """Look for an answer among the states within a part of the gap: rounding decides one variable at a
-    time, but the reductions often finish such a cut-down core exactly."""
-    # Without an answer, a tenth of the bound stands for the gap.
-    room = search.best - bound if search.best < np.inf else 0.1 * abs(bound)
-    for part in (0.3, 0.1, 0.03, 0.01, 0.001):
-        small = rest.fork()
-        touched: set[int] = set()
+def kept(rest: Graph, slacks: dict[int, Floats], most: float) -> tuple[Graph, list[int], int]:
+    """The core with the states of at most so much slack, whom that touches, and how many states went."""
+    small = rest.fork()
+    touched: set[int] = set()
+    dropped = 0
+    for v, slack in slacks.items():
+        keep = np.flatnonzero(slack <= most)
+        if len(keep) < len(slack):
+            dropped += len(slack) - len(keep)
+            touched.update((v, *small.adj[v]))
+            small.shrink(v, small.tables.subsets(keep))
+    return small, sorted(touched), dropped
+
+
+def dive(search: Search, levels: tuple[Level, ...], rest: Graph, slacks: dict[int, Floats]) -> None:
+    """Look for an answer among the states of least slack: rounding decides one variable at a time, but
+    three states a variable are mostly few enough to be solved together, exactly."""
+    every = np.sort(np.concatenate(list(slacks.values())))
+    for states in (3, 6, 12):
+        at = min(states * len(slacks), len(every)) - 1
         try:
-            for v, slack in slacks.items():
-                keep = np.flatnonzero(slack <= part * room)
-                if len(keep) < len(slack):
-                    touched.update((v, *small.adj[v]))
-                    small.shrink(v, small.tables.subsets(keep))
-            level, core = descend(small, sorted(touched))
+            small, touched, _ = kept(rest, slacks, float(every[at]))
+            level, core = descend(small, touched, table=200_000, work=2_000_000)
         except Contradiction:
-            return  # a smaller part has no answer either
-        if not core.core:
-            assignment = np.zeros(search.variables, dtype=np.int64)
-            offer(search, (*levels, level), core.offset, assignment)
-            return  # exact for this part, so a smaller part has no better one
+            continue  # too few states have no answer
+        if core.core:
+            return
+        offer(search, (*levels, level), core.offset, np.zeros(search.variables, dtype=np.int64))
+        if search.closed(core.offset) or at == len(every) - 1:
+            return
 
 
 def tighten(
-    search: Search, levels: tuple[Level, ...], rest: Graph, most: int
+    search: Search, levels: tuple[Level, ...], rest: Graph, most: int, heard: Heard | None = None
 ) -> tuple[tuple[Level, ...], Graph | None, float, dict[int, Floats]]:
     """Bound a core and drop what the bound excludes, again and again until that stalls.
 
+    Messages survive the dropping, and may come from a similar core (`heard`).
     Returns (levels, core or None when closed, bound, slack of the core's variables).
     """
     while True:
@@ -129,61 +151,51 @@ def tighten(
             offer(search, levels, rest.offset, np.zeros(search.variables, dtype=np.int64))
             return levels, None, rest.offset, {}
         chain = chain_of(rest)
+        if heard is not None:
+            hear(rest, chain, heard)
         local = local_of(rest, chain.variables)
+        total = len(chain.unary)
 
-        def try_rounding(
-            bound: float, hard: bool, rest: Graph = rest, chain=chain, local=local, levels=levels
-        ) -> float:
-            if search.closed(bound):
-                return bound
-            chosen = rounded(chain)
-            target = bound + max(search.gap * abs(bound), TOLERANCE * abs(bound))
-            cost = improve(
-                local,
-                chosen,
-                search.rng,
-                target=target,
-                deadline=search.deadline,
-                rounds=search.effort if hard else 0,
-            )
-            if cost < min(search.best, local.offset + local.price):
-                offer(search, levels, cost, positions(rest, chain, chosen))
-            return search.best - max(search.gap * abs(bound), TOLERANCE * abs(search.best))
+        def look(
+            passed: Passed, hard: bool, rest: Graph = rest, chain=chain, local=local, levels=levels, total=total
+        ) -> tuple[float, bool]:
+            """Answers from the messages; the bound that would close, and whether to drop states now."""
+            bound = passed.bound
+            if not search.closed(bound):
+                chosen = rounded(chain)
+                target = bound + max(search.gap * abs(bound), TOLERANCE * abs(bound))
+                effort = search.effort if hard else 0
+                cost = improve(local, chosen, search.rng, target=target, deadline=search.deadline, rounds=effort)
+                if cost < min(search.best, local.offset + local.price):
+                    offer(search, levels, cost, positions(rest, chain, chosen))
+            slacks = dict(zip(chain.variables, passed.slack, strict=True))
+            if not search.closed(bound) and passed.passes >= 10 and (hard or passed.passes % 20 == 0):
+                dive(search, levels, rest, slacks)
+            room = search.best - passed.slack_bound
+            left = sum(int(np.count_nonzero(s <= room)) for s in passed.slack) if room < np.inf else total
+            target = search.best - max(search.gap * abs(bound), TOLERANCE * abs(search.best))
+            return target, left <= 0.3 * total and not search.patient
 
         passed = pass_messages(
-            rest,
-            chain,
-            target=np.inf,
-            deadline=search.deadline,
-            most=most,
-            on_round=try_rounding,
+            rest, chain, target=np.inf, deadline=search.deadline, most=most, on_round=look
         )
-        try_rounding(passed.bound, True)
+        look(passed, True)
         bound = passed.bound
+        if search.patient and search.heard is None:
+            search.heard = heard_in(rest, chain)
         slacks = dict(zip(chain.variables, passed.slack, strict=True))
         if search.closed(bound) or search.late:
             return levels, None if search.closed(bound) else rest, bound, slacks
-        dive(search, levels, rest, slacks, passed.slack_bound)
-        if search.closed(bound):
-            return levels, None, bound, slacks
         room = search.best - passed.slack_bound + TOLERANCE * abs(search.best)
-        dropped, total = 0, 0
-        trimmed = rest.fork()
-        touched = set()
         try:
-            for v, slack in slacks.items():
-                total += len(slack)
-                keep = np.flatnonzero(slack <= room)
-                if len(keep) < len(slack):
-                    dropped += len(slack) - len(keep)
-                    touched.update((v, *trimmed.adj[v]))
-                    trimmed.shrink(v, trimmed.tables.subsets(keep))
+            trimmed, touched, dropped = kept(rest, slacks, room)
             if dropped < 0.02 * total:
                 return levels, rest, bound, slacks
-            level, rest = descend(trimmed, sorted(touched))
+            level, after = descend(trimmed, touched)
         except Contradiction:
             return levels, None, search.best, {}  # nothing cheaper than the best is left
-        levels = (*levels, level)
+        heard = heard_in(rest, chain)
+        levels, rest = (*levels, level), after
         search.report(f"fixing: {dropped} of {total} states excluded, core {len(rest.core)} variables")
 
 
@@ -223,6 +235,27 @@ def branch(
     return min((h[0] for h in heap), default=search.best)
 
 
+def rehearse(search: Search, levels: tuple[Level, ...], rest: Graph, most: int) -> Heard | None:
+    """Solve a short core of the layers that repeat; its answer is offered, its messages returned."""
+    folded = fold(rest) if len(rest.core) > 1000 else None
+    if folded is None:
+        return None
+    inner = Search(search.deadline, search.gap, lambda _: None, search.variables, patient=True)
+    try:
+        tighten(inner, (), folded.short, most)
+    except Contradiction:
+        return None
+    if inner.assignment is not None:
+        assignment = inner.assignment.copy()
+        for v, like in folded.image.items():
+            assignment[v] = assignment[like]
+        where = rest.tables.position
+        chosen = {v: where(rest.states[v])[int(assignment[v])] for v in rest.core}
+        offer(search, levels, energy_of(rest, chosen), assignment)
+    search.report(f"folding: {len(folded.short.core)} variables stand for {len(rest.core)}")
+    return None if inner.heard is None else spread(folded, rest, inner.heard)
+
+
 def climb(
     search: Search, levels: tuple[Level, ...], graph: Graph, *, most: int = 400, split: bool = True
 ) -> None:
@@ -238,7 +271,7 @@ def climb(
     levels = (*levels, level)
     search.bound = rest.offset
     left = bool(rest.core)
-    levels, core, bound, slack = tighten(search, levels, rest, most)
+    levels, core, bound, slack = tighten(search, levels, rest, most, rehearse(search, levels, rest, most))
     search.bound = min(bound, search.best)
     if left:
         search.report("messages and blocks")
