@@ -157,7 +157,13 @@ def tighten(
         total = len(chain.unary)
 
         def look(
-            passed: Passed, hard: bool, rest: Graph = rest, chain=chain, local=local, levels=levels, total=total
+            passed: Passed,
+            hard: bool,
+            rest: Graph = rest,
+            chain=chain,
+            local=local,
+            levels=levels,
+            total=total,
         ) -> tuple[float, bool]:
             """Answers from the messages; the bound that would close, and whether to drop states now."""
             bound = passed.bound
@@ -165,7 +171,9 @@ def tighten(
                 chosen = rounded(chain)
                 target = bound + max(search.gap * abs(bound), TOLERANCE * abs(bound))
                 effort = search.effort if hard else 0
-                cost = improve(local, chosen, search.rng, target=target, deadline=search.deadline, rounds=effort)
+                cost = improve(
+                    local, chosen, search.rng, target=target, deadline=search.deadline, rounds=effort
+                )
                 if cost < min(search.best, local.offset + local.price):
                     offer(search, levels, cost, positions(rest, chain, chosen))
             slacks = dict(zip(chain.variables, passed.slack, strict=True))
@@ -176,9 +184,7 @@ def tighten(
             target = search.best - max(search.gap * abs(bound), TOLERANCE * abs(search.best))
             return target, left <= 0.3 * total and not search.patient
 
-        passed = pass_messages(
-            rest, chain, target=np.inf, deadline=search.deadline, most=most, on_round=look
-        )
+        passed = pass_messages(rest, chain, target=np.inf, deadline=search.deadline, most=most, on_round=look)
         look(passed, True)
         bound = passed.bound
         if search.patient and search.heard is None:
