@@ -142,7 +142,7 @@ def frozen(value: Any) -> Any:
 def checked_options(
     name: str, original: Callable[..., Any], options: dict[str, Any], method: str = "__call__"
 ) -> dict[str, Any]:
-    """The options of `.shard`, refused now if no call could accept them."""
+    """The options of `.shard` that are no defaults, refused now if no call could accept them."""
     jshard.shard(
         lambda: None, **{k: v for k, v in options.items() if not k.endswith(("strategy", "parameter_plan"))}
     )
@@ -163,7 +163,9 @@ def checked_options(
                     f"{name}.{method} has no argument {key!r}", where=f"in_strategy[{key!r}]",
                     fix=f"one of {', '.join(known)}" + (f"; nearest: {close}" if close else ""),
                 )  # fmt: skip
-    return options
+    defaults = inspect.signature(jshard.shard).parameters
+    base = dict.fromkeys(("in_strategy", "out_strategy", "parameter_plan"))
+    return base | {k: v for k, v in options.items() if v != defaults[k].default}
 
 
 def own_parameters(original: Callable[..., Any]) -> list[inspect.Parameter]:

@@ -284,3 +284,4 @@ def install() -> None:
     """Give every linen module the method `.shard`."""
     if "shard" not in vars(nn.Module):
         nn.Module.shard = ShardMethod(shard_module)  # type: ignore[attr-defined]
+        nn.Module.__jshard_shard__ = staticmethod(shard_module)  # type: ignore[attr-defined]

@@ -52,8 +52,7 @@ def shard_module(
         **options,
     )  # fmt: skip
     _wrap_class(type(module))
-    checked_options(name, type(module).__call__, options)
-    setattr(module, _TOKEN, Token(name, options))
+    setattr(module, _TOKEN, Token(name, checked_options(name, type(module).__call__, options)))
     return module
 
 
@@ -231,3 +230,4 @@ def install() -> None:
     """Give every nnx module the method `.shard`."""
     if "shard" not in vars(nnx.Module):
         nnx.Module.shard = ShardMethod(shard_module)  # type: ignore[attr-defined]
+        nnx.Module.__jshard_shard__ = staticmethod(shard_module)  # type: ignore[attr-defined]

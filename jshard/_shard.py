@@ -26,7 +26,7 @@ from jshard._plan.plan import Plan
 from jshard._prepare import Request, prepare
 from jshard._report.progress import progress, search_state
 from jshard._signature import Signature, changes, checked_statics, signature
-from jshard._wish.options import check_call_options, check_function, check_options
+from jshard._wish.options import check_call_options, check_function, check_options, module_form
 
 
 _log = logging.getLogger("jshard")
@@ -105,6 +105,9 @@ def shard(
         )
     if fn is None:
         return functools.partial(shard, **options)
+    whole = module_form(fn)
+    if whole is not None:
+        return whole(fn, **options)
     if isinstance(fn, Sharded):
         raise NestedShardError(
             f"{fn.__name__} is sharded already",

@@ -12,7 +12,8 @@ MindSpore's `self.block1.shard(in_strategy=((1, 8),), parameter_plan={...})`, on
 >>> layer.apply(layer.init(jax.random.key(0), jnp.ones((2, 8))), jnp.ones((2, 8))).shape
 (2, 4)
 
-The functional form is `jshard.shard(module, ...)`; `plan_of` gives the plan of a sharded module.
+The functional form is `jshard.shard(module, ...)`; `plan_of` gives the plan of a sharded module. `init` makes
+parameters and optimizer state where a plan wants them, `place` moves those that exist.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from flax import linen, nnx
 from jshard import _flax_linen as _linen, _flax_nnx as _nnx
 from jshard._errors import ShardError
 from jshard._flax_call import OnClassError
+from jshard._flax_place import init as init, place as place, shardings_for as shardings_for
 from jshard._plan.plan import Plan
 
 

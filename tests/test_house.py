@@ -46,6 +46,7 @@ FLOORS = [
         "_flax_nnx",
         "_flax_linen",
         "_flax_call",
+        "_flax_place",
     },
 ]
 MOST_LINES = 500

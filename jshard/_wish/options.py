@@ -157,6 +157,25 @@ def check_function(fn: Any) -> Callable:
     )
 
 
+def module_form(fn: Any) -> Callable | None:
+    """How a Flax module is sharded, as `jshard.flax` has left it on the class; None for what is no module.
+
+    >>> module_form(lambda x: x) is None
+    True
+    """
+    found = getattr(type(fn), "__jshard_shard__", None)
+    if found is not None:
+        return found
+    library = next((c for c in type(fn).__mro__ if c.__name__ == "Module"), object).__module__
+    if library.startswith(("flax.nnx.", "flax.linen.")):
+        raise ShardError(
+            f"{type(fn).__name__} is a Flax module",
+            where="fn",
+            fix="import jshard.flax first; then jshard.shard(module, ...) and module.shard(...) work",
+        )
+    return None
+
+
 def check_call_options(
     *,
     static_argnums: Any = None,

@@ -1,0 +1,187 @@
+"""Parameters where the plan wants them: made there (`init`), or put there (`place`).
+
+A plan names its arguments by path: `state.block1.dense1.kernel`. A parameter is found by its own path, with or
+without the argument's name, so the plan of a whole train step places a model, an optimizer, or both. State that
+is no argument of the plan lies as the parameter it belongs to: Adam's `opt_state.0.mu.block1.dense1.kernel` ends
+in that parameter's path and has its shape. Numbers such as step counters are on every device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from flax import linen, nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jshard._errors import PlanMismatchError, ShardError
+from jshard._plan.plan import Plan
+from jshard._wish.parameters import name_parts
+from jshard._wish.paths import path_name, shape_of
+from jshard._wish.strategies import nearest
+
+
+def init(build: Callable[[], Any], plan: Plan) -> Any:
+    """Make a model, and optimizer state with it, directly in the shardings of a plan.
+
+    >>> from flax import nnx
+    >>> import jshard.flax
+    >>> build = lambda: nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    >>> abstract = nnx.eval_shape(build).shard(in_strategy=((1, 1),))
+    >>> plan = jshard.flax.plan_of(abstract, jax.ShapeDtypeStruct((2, 8), "float32"))
+    >>> jshard.flax.init(build, plan).kernel.shape
+    (8, 4)
+
+    `build`: a function without arguments that returns nnx modules, optimizers, linen variables, a `TrainState`,
+    or a pytree of these; it is traced, and no device ever holds more than its share. Raises
+    `PlanMismatchError` if the plan is for another model.
+    """
+    if not callable(build) or isinstance(build, nnx.Module):
+        raise ShardError(
+            f"init takes a function that makes the model, not a {type(build).__name__}",
+            where="jshard.flax.init",
+            fix="init(lambda: Net(rngs=nnx.Rngs(0)), plan); place(model, plan) for a model that exists",
+        )
+    _check_plan(plan, "init")
+    abstract = nnx.eval_shape(build)
+    if not _has_modules(abstract):
+        shapes = jax.eval_shape(build)
+        return jax.jit(build, out_shardings=shardings_for(shapes, plan))()
+    graph, shapes = nnx.split(abstract)
+    made = jax.jit(lambda: nnx.split(build())[1], out_shardings=shardings_for(shapes, plan))()
+    return nnx.merge(graph, made)
+
+
+def place(tree: Any, plan: Plan) -> Any:
+    """Put a model that exists where a plan wants it.
+
+    >>> from flax import nnx
+    >>> import jshard.flax
+    >>> dense = nnx.Linear(8, 4, rngs=nnx.Rngs(0)).shard(in_strategy=((1, 1),))
+    >>> plan = jshard.flax.plan_of(dense, jax.ShapeDtypeStruct((2, 8), "float32"))
+    >>> jshard.flax.place(dense, plan) is dense
+    True
+
+    `tree`: an nnx module or optimizer, changed in place and returned; or linen variables, an `nnx.State`, a
+    `TrainState`, optax state, any pytree of these, returned anew. Raises `PlanMismatchError` if the plan is for
+    another model.
+    """
+    _check_plan(plan, "place")
+    if isinstance(tree, type | linen.Module):
+        raise ShardError(
+            f"place takes parameters, and {getattr(tree, '__name__', type(tree).__name__)} holds none",
+            where="jshard.flax.place",
+            fix="the variables of a linen module: place(module.init(key, x), plan); or an nnx module",
+        )
+    if not _has_modules(tree):
+        return jax.device_put(tree, shardings_for(tree, plan))
+    state = nnx.state(tree)
+    nnx.update(tree, jax.device_put(state, shardings_for(state, plan)))
+    return tree
+
+
+def shardings_for(tree: Any, plan: Plan) -> Any:
+    """The plan's shardings for the leaves of a tree of parameters or optimizer state, as a tree like it.
+
+    >>> shardings_for({}, None)
+    {}
+
+    Ready for `jax.device_put`, `jax.jit` and orbax. Raises `PlanMismatchError` where the plan says nothing.
+    """
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    if not leaves:
+        return tree
+    mesh, known = _mesh(plan), _Known.of(plan)
+    specs, missing = [], []
+    for path, leaf in leaves:
+        parts, shape = name_parts(path_name(path)), shape_of(leaf)
+        spec = known.spec(parts, shape)
+        if spec is None and (shape == () or _is_key(leaf)):
+            spec = PartitionSpec()
+        if spec is None:
+            missing.append((".".join(parts), shape))
+        specs.append(NamedSharding(mesh, spec if spec is not None else PartitionSpec()))
+    if missing:
+        name, shape = missing[0]
+        there = [r.path for r in plan.inputs]
+        near = known.shapes(name_parts(name))
+        said = f"the plan has it as {near[0]}" if near else f"nearest in the plan: {nearest(name, there)}"
+        raise PlanMismatchError(
+            f"the plan of {plan.name} has no {name} of shape {shape}"
+            + (f", nor {len(missing) - 1} more of the {len(leaves)} parameters" if len(missing) > 1 else ""),
+            where=name,
+            fix=f"the plan of this model; {said}",
+        )
+    return jax.tree.unflatten(treedef, specs)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Known:
+    """The arguments of a plan by path, whole and without the argument's name."""
+
+    rows: dict[tuple[str, ...], list[tuple[tuple[int, ...], PartitionSpec]]]
+
+    @staticmethod
+    def of(plan: Plan) -> _Known:
+        rows: dict[tuple[str, ...], list[Any]] = {}
+        for r in plan.inputs:
+            whole = name_parts(r.path)
+            found = (tuple(r.shape), r.layout.spec)
+            inner = whole[1:]
+            while inner[:1] == ("params",):
+                inner = inner[1:]
+            for name in dict.fromkeys((whole, whole[1:], inner)):
+                rows.setdefault(name, []).append(found)
+        return _Known(rows)
+
+    def spec(self, parts: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec | None:
+        """How a parameter lies: that of the longest path of the plan that its own path ends in."""
+        for start in range(len(parts)):
+            for have, spec in self.rows.get(parts[start:], ()):
+                if have == shape:
+                    return spec
+        return None
+
+    def shapes(self, parts: tuple[str, ...]) -> list[tuple[int, ...]]:
+        found = (self.rows.get(parts[start:], ()) for start in range(len(parts)))
+        return [shape for rows in found for shape, _ in rows]
+
+
+def _mesh(plan: Plan) -> Any:
+    if plan.jax_mesh is not None:
+        if not isinstance(plan.jax_mesh, Mesh):
+            raise ShardError(
+                f"the plan of {plan.name} was made for {plan.mesh}, without devices",
+                where="jshard.flax.place",
+                fix="a plan on a mesh of devices",
+            )
+        return plan.jax_mesh
+    axes, devices = plan.mesh, jax.devices()
+    if len(devices) < axes.total:
+        raise PlanMismatchError(
+            f"the plan was made for {axes.total} devices ({axes}), there are {len(devices)}",
+            where=f"plan of {plan.name}",
+            fix="plan again for the devices there are",
+        )
+    return Mesh(np.array(devices[: axes.total]).reshape(axes.sizes), axes.names)
+
+
+def _check_plan(plan: Any, door: str) -> None:
+    if not isinstance(plan, Plan):
+        raise ShardError(
+            f"{door} takes a plan, not a {type(plan).__name__}",
+            where=f"jshard.flax.{door}",
+            fix="jshard.flax.plan_of(module, x), or f.plan(...) of a function from jshard.shard",
+        )
+
+
+def _has_modules(tree: Any) -> bool:
+    kinds = (nnx.Module, nnx.Optimizer)
+    return any(isinstance(x, kinds) for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds)))
+
+
+def _is_key(leaf: Any) -> bool:
+    return jax.dtypes.issubdtype(getattr(leaf, "dtype", None) or float, jax.dtypes.prng_key)
