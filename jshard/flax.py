@@ -20,7 +20,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from flax import linen, nnx
+
+try:
+    from flax import linen, nnx
+except ModuleNotFoundError as error:
+    if error.name != "flax":
+        raise
+    raise ImportError(
+        "jshard.flax needs flax, which is not installed: pip install 'jshard[flax]'", name="flax"
+    ) from None
 
 from jshard import _flax_linen as _linen, _flax_nnx as _nnx
 from jshard._errors import ShardError

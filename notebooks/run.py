@@ -22,7 +22,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
 def run(path: str, write: bool = False) -> None:
-    """Execute a notebook; the traceback of a failing cell names the cell."""
+    """Execute a notebook; the traceback of a failing cell names the cell, `cell_3:2` its second line."""
     with open(path, encoding="utf-8") as file:
         notebook = json.load(file)
     begun = time.monotonic()
@@ -32,7 +32,11 @@ def run(path: str, write: bool = False) -> None:
         if cell["cell_type"] != "code":
             continue
         count += 1
-        said, shown = _executed("".join(cell["source"]), f"{path}[{i}]", namespace, quiet=write)
+        try:
+            said, shown = _executed("".join(cell["source"]), f"cell_{i}", namespace, quiet=write)
+        except BaseException:
+            print(f"{path}: cell {i} failed", file=sys.stderr)
+            raise
         cell["execution_count"] = count
         cell["outputs"] = [{"output_type": "stream", "name": "stdout", "text": _lines(said)}] if said else []
         if shown is not None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jshard._plan.rows import TensorRow
+from jshard._report.extras import needed
 from jshard._report.fold import Group, fold_tensors, groups, lies_as
 from jshard._report.ir import short
 from jshard._report.summary import figures, goal, proof, step_seconds, traffic
@@ -53,9 +54,7 @@ def text(plan: Plan) -> str:
 
 def coloured(plan: Plan) -> Any:
     """The report for `rich.print`: proof, collectives and pins stand out; only rich calls this."""
-    from rich.text import Text
-
-    page = Text(text(plan))
+    page = needed("rich.text", "report", "coloured output").Text(text(plan))
     proved = plan.cost.optimal and plan.search != "propagation"
     page.highlight_regex(r"(?m)^(plan of .*|[a-z].*)$", "bold")
     page.highlight_regex(r"optimal: .* bound|gap [^;]*|nothing proved", "green" if proved else "yellow")
@@ -245,7 +244,7 @@ def _fitted(s: Section) -> Section:
         if longest <= usual[0] or len(usual) < 3:
             return s
         # Blocks of collectives run on over the share, which their lines do not have.
-        second = max(len(r[1]) if r[2] else len(r[1]) - usual[2] - 1 for r in s.rows)
+        second = max(min(len(r[1]), usual[1]) if r[2] else len(r[1]) - usual[2] - 1 for r in s.rows)
         return dataclasses.replace(s, widths=(longest, second, *s.widths[2:]))
     if all(n <= u for n, u in zip(wide, usual, strict=True)):
         return s
