@@ -157,7 +157,7 @@ def cheaper(network: CostNetwork, search: Search, limit: float | None = None) ->
         network.size,
     )
     try:
-        solve_limited(capped, second, moves=50, prices=15)
+        solve_limited(capped, second, moves=20, prices=8)
     except MemoryBudgetError:  # not found in the rounds given: keep what there is
         pass
     except KeyboardInterrupt:
