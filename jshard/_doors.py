@@ -77,9 +77,16 @@ class TopologyMesh:
     @functools.cached_property
     def links(self) -> _topology.Topology:
         """The wires below every axis, as the planner's costs see them."""
-        if self.compiles and self.hardware.interconnect.startswith("torus"):
-            return _topology.from_mesh(self.jax_mesh, self.hardware)  # by the devices' own coordinates
         axes = MeshAxes(tuple(self.axes), tuple(self.axes.values()))
+        if self.hardware.interconnect.startswith("torus"):
+            # By coordinates: JAX does not always lay an axis along the torus (v5e: 4 devices are a 2 x 2 square),
+            # and a plan must not depend on whether the compiler is installed.
+            if self.compiles:
+                return _topology.from_mesh(self.jax_mesh, self.hardware)
+            stand_ins = _stand_ins(self.hardware, self.physical, self.slices)
+            if len(stand_ins) == axes.total:
+                placed = _arrange(stand_ins, axes.sizes, self.hardware, self.slices)
+                return _topology.from_mesh(axes, self.hardware, placed=placed)
         physical = self.physical if self.hardware.interconnect != "shared" else None
         return _topology.from_mesh(axes, self.hardware, physical=physical, slices=self.slices)
 
@@ -247,6 +254,40 @@ def _tpu_options(chip: Chip, physical: Sequence[int], slices: int) -> dict[str, 
     if slices > 1:
         options["num_slices"] = slices
     return options
+
+
+# How JAX names the devices; its layouts of meshes differ between them.
+_KINDS = {
+    "tpu-v4": "TPU v4",
+    "tpu-v5e": "TPU v5 lite",
+    "tpu-v5p": "TPU v5",
+    "tpu-v6e": "TPU v6 lite",
+    "tpu-7x": "TPU7x",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _StandIn:
+    """What JAX looks at when it lays a mesh over TPU devices."""
+
+    id: int
+    coords: tuple[int, int, int]
+    core_on_chip: int
+    slice_index: int
+    device_kind: str
+    process_index: int = 0
+    platform: str = "tpu"
+
+
+def _stand_ins(chip: Chip, physical: Sequence[int], slices: int) -> list[_StandIn]:
+    """Devices of a machine that is not there, in the order in which the TPU runtime numbers them: x fastest."""
+    x, y, z = (*physical, 1, 1)[:3]
+    kind = _KINDS.get(chip.name, "TPU")
+    places = [
+        ((i, j, k), core, s)
+        for s in range(slices) for k in range(z) for j in range(y) for i in range(x) for core in range(chip.dies)
+    ]  # fmt: skip
+    return [_StandIn(n, at, core, s, kind) for n, (at, core, s) in enumerate(places)]
 
 
 def _arrange(devices: list[Any], sizes: tuple[int, ...], chip: Chip, slices: int) -> np.ndarray:

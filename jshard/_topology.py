@@ -205,7 +205,12 @@ def device_count(chip: Chip, shape: Sequence[int]) -> int:
 
 
 def from_mesh(
-    mesh: Any, chip: Chip | None = None, *, physical: Sequence[int] | None = None, slices: int = 1
+    mesh: Any,
+    chip: Chip | None = None,
+    *,
+    physical: Sequence[int] | None = None,
+    slices: int = 1,
+    placed: Any = None,
 ) -> Topology:
     """The topology of a mesh; from its devices' coordinates where they have some, else by assumption.
 
@@ -219,8 +224,9 @@ def from_mesh(
     - `chip`: what the devices are; needed unless the mesh has devices.
     - `physical`: chips along each torus axis (TPU), or islands x devices (GPU), when known.
     - `slices`: number of TPU slices joined by the data-centre network; they cut the major-most mesh axes.
+    - `placed`: an array of the mesh's shape of things with device coordinates, for a mesh that has no devices.
     """
-    devices = None if isinstance(mesh, (MeshAxes, AbstractMesh)) else getattr(mesh, "devices", None)
+    devices = placed if isinstance(mesh, (MeshAxes, AbstractMesh)) else getattr(mesh, "devices", None)
     axes = mesh if isinstance(mesh, MeshAxes) else mesh_axes(mesh)
     if chip is None:
         if devices is None:

@@ -259,3 +259,11 @@ def test_a_gpu_without_a_compiler_target() -> None:
         "no compiler target is known for tpu-v5e\n  where: topology\n"
         "  write instead: one of gpu-a100, gpu-h100, gpu-h200, gpu-b200, or compiles=False to plan only"
     )
+
+
+def test_a_machine_that_is_not_there_is_wired_as_jax_lays_a_mesh_over_it() -> None:
+    # JAX lays 4 devices of a v5e tray as a 2 x 2 square, whose ring has a wire along both sides.
+    data, model = topology("v5e:2x4", {"data": 2, "model": 4}, compiles=False).links.links
+    assert (len(data.wires), len(model.wires)) != (1, 1)
+    lone = topology("v5e:2x4", {"x": 8}, compiles=False).links.links[0]
+    assert lone != model

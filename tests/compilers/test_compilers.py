@@ -170,3 +170,19 @@ def test_what_is_emitted_is_what_was_planned(model, name, axes, slices) -> None:
     verified = verify_plan(plan, f.lower(*args).compile())
     assert verified.predicted > 0
     assert verified.ok and verified.error <= 0.02, str(verified)
+
+
+@TPU
+@pytest.mark.parametrize(
+    "name, sizes",
+    [
+        ("v5e:2x4", (2, 4)),
+        ("v5e:4x8", (2, 4, 4)),
+        ("v6e:4x4", (4, 4)),
+        ("v5p:4x4x4", (4, 16)),
+        ("tpu7x:2x2x2", (4, 4)),
+    ],
+)
+def test_a_plan_does_not_depend_on_the_compiler_being_installed(name, sizes) -> None:
+    axes = dict(zip("abc", sizes, strict=False))
+    assert topology(name, axes, compiles=False).links == topology(name, axes, compiles=True).links
