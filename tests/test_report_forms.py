@@ -17,10 +17,11 @@ from jshard._report.drawing import graph_svg
 from jshard._report.graph import graph
 from jshard._report.html import page
 from jshard._report.place import columns, rows
-from jshard._report.summary import figures, step_seconds, traffic
+from jshard._report.summary import figures, goal, step_seconds, traffic
+from jshard._report.text import head
 from jshard._report.trace import trace
 from jshard._report.tree import Branch, tree
-from jshard._report.units import seconds
+from jshard._report.units import seconds, size
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -109,6 +110,29 @@ def test_totals_agree_in_every_form(name, tmp_path):
     assert whole.compute + whole.communication == pytest.approx(step_seconds(p))
     assert whole.operators == len(data["operators"])
     assert f"{seconds(whole.compute)} compute" in "".join(read.words)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_head_and_the_notes_are_the_same_in_every_form(name):
+    """Proof, gaps, memory by class, budget, what was replicated: said once, shown everywhere."""
+    p = plan(name)
+    text, markdown = str(p), p.to_markdown().replace("\\", "")
+    words = " ".join(" ".join(Reader(page(p)).words).split())
+    _, *proofs = head(p)
+    for line in proofs:
+        assert line.strip() in markdown
+        for part in re.split("; | and ", line.strip()):
+            assert part.removesuffix(", by propagation") in words, part
+        assert line in text
+    assert goal(p) in text and goal(p) in words
+    for what, amount in p.memory.held:
+        if len(p.memory.held) <= 6 and len(p.memory.held) > 1:
+            assert f"{what} {size(amount)}" in " ".join(text.split()) and f"{what} {size(amount)}" in markdown
+        assert f"{what} {size(amount)}" in words
+    for primitive in p.unknown:
+        assert all(primitive in form for form in (text, markdown, words))
+    if p.memory_budget is not None:
+        assert f"of {size(p.memory_budget)} allowed a device" in text and size(p.memory_budget) in words
 
 
 @pytest.mark.parametrize("name", NAMES)

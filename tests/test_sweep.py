@@ -6,6 +6,8 @@ import functools
 import importlib.util
 import io
 import re
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +63,10 @@ def test_what_cannot_be_is_a_row_with_the_reason():
     )
     assert len(found) == 6 and len(found.plans) == 2
     reasons = [p.error for p in found]
-    assert "memory" in reasons[1] and "names mesh axis 'y', which the mesh lacks" in reasons[4]
+    assert (
+        "no plan fits 1,048,576 bytes a device" in reasons[1]
+        and "names mesh axis 'y', which the mesh lacks" in reasons[4]
+    )
     assert all(bool(p.error) == (p.plan is None) for p in found)
     assert found[4].setting("mesh") == "h100:1x4 x=4" and found[4].setting("devices") == 4
     assert found[4].setting("chip") == "gpu-h100"
@@ -127,6 +132,14 @@ def test_what_is_the_same_stands_in_the_title_and_what_varies_in_columns():
     assert names.split() == ["level", "step", "compute", "comm.", "moved", "peak", "gap"] and len(rows) == 2
     page = found._repr_html_()
     assert page.count("<tr>") == 3 and "v5e:2x4" in page
+
+
+def test_chips_and_devices_that_the_mesh_tells_have_no_column():
+    found = jshard.sweep(big, *BIG, mesh=machines(), level=2)
+    names = str(found).splitlines()[1].split()
+    assert names[:2] == ["mesh", "step"] and found[0].setting("chip") == "tpu-v5e"
+    chips = jshard.sweep(big, *BIG, mesh=machines()[0], hardware=["v5e", "v5p"], level=2)
+    assert str(chips).splitlines()[1].split()[0] == "chip"
 
 
 def test_names_cannot_break_the_table():
@@ -211,6 +224,28 @@ def test_progress_is_erased_and_silent_where_nobody_looks(total):
     with progress("quick", total, after=60.0, stream=late) as show:
         show(1)
     assert "quick" not in late.getvalue()
+
+
+def test_progress_in_a_notebook_is_one_display_that_ends_empty(monkeypatch):
+    shown = []
+
+    class Handle:
+        def update(self, page):
+            shown.append(page)
+
+    def display(page, display_id):
+        assert display_id
+        shown.append(page)
+        return Handle()
+
+    kernel = types.SimpleNamespace(kernel=object())
+    fake = types.SimpleNamespace(
+        get_ipython=lambda: kernel, display=types.SimpleNamespace(display=display, HTML=str)
+    )
+    monkeypatch.setitem(sys.modules, "IPython", fake)
+    with progress("sweep of <f>", 2) as show:
+        show(1, "v5e:2x4")
+    assert shown[0].startswith("<pre>sweep of &lt;f&gt; [##########----------] 1/2") and shown[-1] == ""
 
 
 def test_progress_ends_with_the_work_and_lets_errors_through():

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from jshard._report.drawing import graph_svg, hue, memory_svg
 from jshard._report.fold import Group, fold_tensors, groups
 from jshard._report.summary import figures, goal, proof, step_seconds, traffic
-from jshard._report.text import Section, place, sections
+from jshard._report.text import Section, head, place, sections
 from jshard._report.tree import Branch, tree
 from jshard._report.units import count, seconds, share, size
 
@@ -86,9 +86,10 @@ def _summary(plan: Plan) -> str:
         for k in NAMES
         if k != "budget" or raw[k] is not None
     )
-    unknown = ""
+    # The head's further lines, whatever they say: what print(plan) proves stands here too.
+    unknown = "".join(f"<p>{escape(line.strip())}</p>" for line in head(plan)[2:])
     if plan.unknown:
-        unknown = f'<p class="warn">replicated for want of a rule: {escape(", ".join(plan.unknown))}</p>'
+        unknown += f'<p class="warn">replicated for want of a rule: {escape(", ".join(plan.unknown))}</p>'
     if plan.verification is not None:
         agreed = "proved" if plan.verification.ok else "open"
         unknown += f'<p class="proof {agreed}">compiled program: {escape(plan.verification.summary)}</p>'

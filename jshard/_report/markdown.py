@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 def markdown(plan: Plan) -> str:
     """The whole report; headings are of the second level, so that it can stand in a page."""
-    title, proof = head(plan)
-    parts = [f"## {title}", proof.strip()]
+    title, *proofs = head(plan)
+    parts = [f"## {title}", *(line.strip() for line in proofs)]
     parts += [_table(s) for s in sections(plan)]
     parts.append("\n".join(f"- {line.strip()}" for line in notes(plan, width=0)))
     return "\n\n".join(parts) + "\n"
