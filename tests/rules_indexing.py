@@ -153,3 +153,13 @@ def randoms_rbg() -> tuple[Any, ...]:
         return jax.random.bits(key, (8, 4)), keys, jax.vmap(lambda k: jax.random.bits(k, (4,)))(keys)
 
     return fn, jnp.int32(7)
+
+
+@example
+def one_update() -> tuple[Any, ...]:
+    """XLA turns a scatter of one update into slices of slices, which jaxlib 0.10 merges wrongly."""
+
+    def fn(x: Any, u: Any) -> Any:
+        return [(x.at[jnp.array([i])].set(u), x.at[jnp.array([i])].add(u)) for i in (0, 3, 5)]
+
+    return fn, floats(6, 4), floats(1, 4)

@@ -61,6 +61,10 @@ def _scatter_local(ctx: LocalContext, x: Any, indices: Any, updates: Any) -> Seq
                 # Rows of other devices lie outside the block on either side: both ends are dropped.
                 index = jnp.where((index < 0) | (index >= x.shape[d]), x.shape[d], index)
             columns.append(index)
+        if indices.size == len(columns):
+            # XLA writes one update as an update of a slice of `x`; where `x` is itself a slice that it has just
+            # taken, it merges the two and forgets that the inner one was clamped (jaxlib 0.10, not 0.12).
+            x = lax.optimization_barrier(x)
         wide = jnp.result_type(*columns)
         indices = jnp.stack([c.astype(wide) for c in columns], -1)
         result = ctx.bind(
