@@ -145,6 +145,11 @@ def identity_primitive(name: str) -> Any:
     return p
 
 
+def identity_equation(primitive: Any, operand: Any, result: Any, like: Any) -> Any:
+    """An equation `result = primitive(operand)` with the source line and names of another equation."""
+    return jex.new_jaxpr_eqn([operand], [result], primitive, {}, set(), like.source_info, like.ctx)
+
+
 def constraint_of(eqn: Any) -> Any:
     """The sharding that a `with_sharding_constraint` or `reshard` equation asks for."""
     return eqn.params.get("sharding", eqn.params.get("dst_sharding"))

@@ -25,7 +25,8 @@ from jshard._errors import SearchError, StrategyError
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """`kind` is "equal", "unstable", "refused", "different", "warning" or "error"; `text` says more."""
+    """`kind` is "equal", "unstable", "refused", "invalid" (plain JAX raises too), "different",
+    "warning" or "error"; `text` says more."""
 
     kind: str
     text: str = ""
@@ -80,7 +81,10 @@ def _judge(p: Fuzzed) -> Verdict:
         return [x for i, x in enumerate(a) if i in moving], [x for i, x in enumerate(a) if i not in moving]
 
     plain = jax.jit(_loss(p.function(plain=True), moving))
-    (_, want_out), want_grads = plain(*split(args))
+    try:
+        (_, want_out), want_grads = plain(*split(args))
+    except (TypeError, ValueError, NotImplementedError) as e:
+        return Verdict("invalid", str(e))
     program = p.function(plain=False, mesh=mesh)
     options: Any = dict(parameter_plan=p.parameter_plan or None, mesh=mesh, level=p.level, search=p.search)
     sharded = jshard.shard(program, p.in_strategy, p.out_strategy, **options)

@@ -57,24 +57,27 @@ def rebuild(
         out = eqn.primitive.bind(*operands, **compat.bind_params(eqn, eqn.params))
         return list(out) if eqn.primitive.multiple_results else [out]
 
+    # What the function closed over comes first, and has no derivative: its rule is about its arguments alone.
+    closed = eqn.params.get("num_consts", 0)
+    own = [i >= closed for i in range(len(call.operands)) if i not in literals]
+    moving = [o and _differentiable(a) for a, o in zip(avals, own, strict=True)]
     inner = _jvp if call.kind == "custom_jvp" else _vjp
-    return inner(plain, avals, list(layouts), list(returns), topology, body, run)
+    return inner(plain, avals, moving, list(layouts), list(returns), topology, body, run)
 
 
 def _jvp(
     plain: Callable,
     avals: list,
+    moving: list[bool],
     layouts: list[Layout],
     returns: list[Layout],
     topology: Topology,
     body: Any,
     run: Run,
 ) -> Callable[..., Any]:
-    moving = [_differentiable(a) for a in avals]
-
     def pushed(*values: Any) -> Any:
         primals, given = values[: len(avals)], iter(values[len(avals) :])
-        tangents = tuple(next(given) if m else _float0(a) for a, m in zip(avals, moving, strict=True))
+        tangents = tuple(next(given) if m else _still(a) for a, m in zip(avals, moving, strict=True))
         out, out_t = jax.jvp(plain, tuple(primals), tangents)
         return [*out, *out_t]
 
@@ -94,17 +97,21 @@ def _jvp(
 def _vjp(
     plain: Callable,
     avals: list,
+    moving: list[bool],
     layouts: list[Layout],
     returns: list[Layout],
     topology: Topology,
     body: Any,
     run: Run,
 ) -> Callable[..., Any]:
-    moving = [_differentiable(a) for a in avals]
     trees: list[Any] = []
 
     def forward(*values: Any) -> Any:
-        out, pull = jax.vjp(plain, *values)
+        def of_moving(*some: Any) -> Any:
+            given = iter(some)
+            return plain(*(next(given) if m else v for v, m in zip(values, moving, strict=True)))
+
+        out, pull = jax.vjp(of_moving, *(v for v, m in zip(values, moving, strict=True) if m))
         leaves, tree = jax.tree.flatten(pull)
         trees[:] = [tree]
         return [*out, *leaves]
@@ -129,7 +136,7 @@ def _vjp(
             pull = jax.tree.unflatten(tree, values[: len(kept)])
             given = iter(values[len(kept) :])
             cts = [next(given) if m else _float0(o) for o, m in zip(outs, live, strict=True)]
-            return [g for g, m in zip(pull(cts), moving, strict=True) if m]
+            return list(pull(cts))
 
         ins = [lay for _, lay in kept] + [lay for lay, m in zip(returns, live, strict=True) if m]
         shapes = [a for a, _ in kept] + [o for o, m in zip(outs, live, strict=True) if m]
@@ -166,6 +173,11 @@ def _aval(program: Program, output: int) -> Any:
 
 def _differentiable(aval: Any) -> bool:
     return jax.numpy.issubdtype(aval.dtype, np.inexact)
+
+
+def _still(aval: Any) -> Any:
+    """The tangent of a value that does not move."""
+    return jax.numpy.zeros(aval.shape, aval.dtype) if _differentiable(aval) else _float0(aval)
 
 
 def _float0(aval: Any) -> Any:

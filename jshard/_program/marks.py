@@ -17,8 +17,11 @@ from jshard import _jaxcompat as compat
 PIN_OPERAND = "jshard_pin_operand"
 _RESULT = "jshard_pin_result"
 
+OWN_RESULT = "jshard_own_result"
+
 operand_mark = compat.identity_primitive(PIN_OPERAND)
 result_mark = compat.identity_primitive(_RESULT)
+own_result = compat.identity_primitive(OWN_RESULT)
 
 
 def _sharding(eqn: Any) -> Any:

@@ -194,9 +194,26 @@ class _Builder:
     def alias(self, eqn: Any, body: Any, env: dict[Any, Atom], repeat: float, prefix: str) -> Call:
         operands = tuple(self.read(v, env) for v in eqn.invars)
         block = self.enter(body, [self.pass_in(v, env) for v in eqn.invars], repeat, prefix)
+        if eqn.primitive.name.startswith("custom_"):
+            block = self.own_results(block, eqn, body, repeat, prefix)
         env.update(zip(eqn.outvars, block.outputs, strict=True))
         results = tuple(a for a in block.outputs if not isinstance(a, Literal))
         return Call(_ALIAS[eqn.primitive.name], eqn, operands, results, (block,), {}, prefix)
+
+    def own_results(self, block: Block, eqn: Any, body: Any, repeat: float, prefix: str) -> Block:
+        """Results that the body only passes on get a tensor of their own: through it the derivative rule acts."""
+        taken: set[Any] = {a for a in block.inputs}
+        steps, outputs = list(block.steps), []
+        for a, v, result in zip(block.outputs, compat.open_jaxpr(body)[0].outvars, eqn.outvars, strict=True):
+            if isinstance(a, Literal) or a in taken or a in self.const_ids.values():
+                same = compat.identity_equation(marks.own_result, v, result, eqn)
+                made = [self.tensor(result.aval, f"{marks.OWN_RESULT}.{len(self.operators)}")]
+                name = marks.OWN_RESULT
+                steps.append(Step(self.op("eqn", name, [a], made, repeat, eqn=same, prefix=prefix)))
+                a = made[0]
+            taken.add(a)
+            outputs.append(a)
+        return Block(block.inputs, tuple(outputs), tuple(steps))
 
     def boundary(
         self, role: str, operands: Sequence[Atom], avals: Sequence[Any], names: Sequence[str], repeat: float,

@@ -1,4 +1,4 @@
-"""Rules of identities that carry a pin: `jshard.op` results, `with_sharding_constraint`, `reshard`.
+"""Rules of identities: with a pin (`jshard.op` results, `with_sharding_constraint`, `reshard`), or a result's own name.
 
 Elementwise in every dimension; they run as nothing at all, since the layout they ask for is the schedule's work.
 """
@@ -21,7 +21,9 @@ def unchanged(ctx: LocalContext, x: Any) -> Sequence[Any]:
     return [x]
 
 
-@rule("jshard_pin_result", "sharding_constraint", "reshard", "layout_constraint", local=unchanged)
+@rule(
+    "jshard_pin_result", "jshard_own_result", "sharding_constraint", "reshard", "layout_constraint", local=unchanged
+)  # fmt: skip
 def identity(op: Op) -> Rule:
     """One factor a dimension."""
     shape = op.outs[0].shape
