@@ -47,6 +47,17 @@ class Layout:
     dims: tuple[tuple[str, ...], ...]
     partial: tuple[str, ...] = ()
 
+    # Planning keys its tables by layouts, hundreds of thousands of times: the hash is kept.
+    def __hash__(self) -> int:
+        try:
+            return self.__dict__["_hash"]
+        except KeyError:
+            found = self.__dict__["_hash"] = hash((self.dims, self.partial))
+            return found
+
+    def __reduce__(self) -> tuple:
+        return Layout, (self.dims, self.partial)  # the hash of a string is another in another process
+
     @staticmethod
     def replicated(ndim: int) -> Layout:
         """The layout that cuts nothing."""

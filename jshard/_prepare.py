@@ -328,11 +328,15 @@ def _ties(
     pairs = find_ties(in_leaves, out_leaves, arguments, _starts(parts), donated, pinned)
     tied_in, tied_out = {i for _, i in pairs}, {o for o, _ in pairs} | pinned
     # State handed back in another container is known by its path: `bn.mean` of the result is that of the argument.
-    inner = [program.operators[i].name.partition(".")[2] for i in program.inputs[: len(in_leaves)]]
+    by_path: dict[str, list[int]] = {}
+    for i, op in enumerate(program.inputs[: len(in_leaves)]):
+        by_path.setdefault(program.operators[op].name.partition(".")[2], []).append(i)
     for o, op in enumerate(program.outputs):
         path = program.operators[op].name.partition(".")[2]
-        same = [i for i, p in enumerate(inner) if p and p == path and i not in tied_in]
-        if o in tied_out or len(same) != 1 or path.isdigit():
+        if o in tied_out or not path or path.isdigit():
+            continue
+        same = [i for i in by_path.get(path, ()) if i not in tied_in]
+        if len(same) != 1:
             continue
         if (out_leaves[o].shape, out_leaves[o].dtype) == (in_leaves[same[0]].shape, in_leaves[same[0]].dtype):
             pairs.append((o, same[0]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -12,15 +13,14 @@ import numpy as np
 
 from jshard import _jaxcompat as compat
 from jshard._cost import collectives
-from jshard._cost.memory import lifetimes, stored_operands
-from jshard._cost.residency import residency
+from jshard._cost.memory import Lifetimes, stored_operands
 from jshard._cost.steps import apply
 from jshard._errors import MemoryBudgetError, PlanMismatchError, SearchError
 from jshard._layout import Layout
 from jshard._plan.again import Again
 from jshard._plan.limited import limited
 from jshard._plan.network import Pins, Problem, problem
-from jshard._plan.peak import peak_bytes, profile
+from jshard._plan.peak import Profile, profile
 from jshard._plan.plan import CollectiveRow, Cost, Decision, Memory, OperatorRow, Plan, TensorRow
 from jshard._plan.propagate import propagate
 from jshard._plan.schedule import Choice, Run, Schedule, choice_of, schedule
@@ -72,7 +72,7 @@ def make_plan(
         answer = _answer(built, wish, assignment, bound, steps, objective)
     else:
         answer = _solve(built, wish, on_progress)
-    plan = describe(answer.made, wish, answer.objective, answer.bound, answer.steps)
+    plan = describe(answer.made, wish, answer.objective, answer.bound, answer.steps, built.life, answer.held)
     if wish.memory_limit is not None and plan.cost.peak_bytes > wish.memory_limit:
         _refuse_budget(plan, wish.memory_limit, answer.least)
     # Without the captured arrays: a plan keeps none alive.
@@ -93,8 +93,12 @@ class _Answer:
     bound: float
     steps: tuple[str, ...]
     cost: float
-    peak: float
+    held: Profile
     least: float = 0.0
+
+    @property
+    def peak(self) -> float:
+        return self.held.peak
 
 
 def _answer(
@@ -103,7 +107,7 @@ def _answer(
     """What an assignment stands for; copy variables at its end only repeat what the others say."""
     assignment = np.asarray(assignment)[: built.network.size]
     made = schedule(choice_of(built, tuple(assignment.tolist())))
-    held = peak_bytes(made, residency(built.program, wish.donated), wish.donated)
+    held = profile(made, built.residency, wish.donated)
     cost = evaluate(built.network, assignment)
     return _Answer(made, cost if objective is None else objective, float(bound), tuple(steps), cost, held)
 
@@ -176,11 +180,18 @@ def network_pins(
     return out
 
 
-def describe(made: Schedule, wish: Wish, objective: float, bound: float, steps: Sequence[str]) -> Plan:
+def describe(
+    made: Schedule,
+    wish: Wish,
+    objective: float,
+    bound: float,
+    steps: Sequence[str],
+    life: Lifetimes,
+    held: Profile,
+) -> Plan:
     """The plan of a schedule: rows for tensors, operators and collectives, and the cost."""
     choice = made.choice
     program, topology = choice.program, choice.topology
-    life = lifetimes(program, wish.donated)
     moved = collective_rows(made)
     by_reader: dict[int, list[int]] = {}
     for row, reader in moved:
@@ -215,7 +226,6 @@ def describe(made: Schedule, wish: Wish, objective: float, bound: float, steps: 
         _tensor_row(program, i, choice.needed(i, 0), (i, "operand", 0) in pinned) for i in program.outputs
     )
     communication = sum(r.seconds * r.count for r, _ in moved)
-    held = profile(made, residency(program, wish.donated), wish.donated)
     cost = Cost(
         float(objective), float(min(bound, objective)), compute, redundant, communication,
         held.peak, "B" if wish.level == 1 else "s",
@@ -282,7 +292,7 @@ def _tensor_row(program: Program, op: int, layout: Layout, pinned: bool) -> Tens
     atom = operator.operands[0] if operator.kind == "output" else operator.results[0]
     t: Any = atom.aval if isinstance(atom, Literal) else program.tensors[atom]
     name = "" if isinstance(atom, Literal) else program.tensors[atom].name
-    return TensorRow(operator.name, tuple(t.shape), str(t.dtype), layout, pinned, name)
+    return TensorRow(operator.name, tuple(t.shape), dtype_name(t.dtype), layout, pinned, name)
 
 
 def _operator_row(choice: Choice, i: int, moved: tuple[int, ...], seconds: float) -> OperatorRow:
@@ -296,13 +306,19 @@ def _operator_row(choice: Choice, i: int, moved: tuple[int, ...], seconds: float
         strategy=tuple(lay.cuts(mesh) for lay in ins), operands=ins, results=outs,
         shapes=tuple(tuple(a.shape) for a in avals),
         result_shapes=tuple(tensors[r].shape for r in op.results),
-        dtype=str(tensors[op.results[0]].dtype) if op.results else "", collectives=moved, repeat=op.repeat,
+        dtype=dtype_name(tensors[op.results[0]].dtype) if op.results else "", collectives=moved, repeat=op.repeat,
         seconds=seconds, note=s.rule.note,
         reads=tuple("" if isinstance(a, Literal) else tensors[a].name for a in op.operands),
         writes=tuple(tensors[r].name for r in op.results),
-        operand_dtypes=tuple(str(a.dtype) for a in avals),
-        result_dtypes=tuple(str(tensors[r].dtype) for r in op.results),
+        operand_dtypes=tuple(dtype_name(a.dtype) for a in avals),
+        result_dtypes=tuple(dtype_name(tensors[r].dtype) for r in op.results),
     )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=256)
+def dtype_name(dtype: Any) -> str:
+    """`str(dtype)`, which numpy composes anew each time."""
+    return str(dtype)
 
 
 def _decision(choice: Choice) -> Decision:
@@ -323,7 +339,7 @@ def fingerprint(program: Program) -> str:
         operands = [("literal", str(a.value)) if isinstance(a, Literal) else a for a in op.operands]
         h.update(repr((op.kind, op.primitive, operands, op.results, op.repeat)).encode())
     for t in program.tensors:
-        h.update(repr((t.shape, str(t.dtype))).encode())
+        h.update(repr((t.shape, dtype_name(t.dtype))).encode())
     return h.hexdigest()[:16]
 
 

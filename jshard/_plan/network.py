@@ -12,6 +12,7 @@ distinct combination; a network of thousands of edges has a few hundred tables.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 
 from jshard._cost import redistribute
 from jshard._cost.memory import Lifetimes, is_heavy, lifetimes, stored_operands
+from jshard._cost.residency import Residency, residency
 from jshard._layout import Layout
 from jshard._plan.states import Choices, Interner, Pinned, States
 from jshard._plan.times import operator_times
@@ -58,6 +60,11 @@ class Problem:
     network: CostNetwork
     carries: tuple[Carry, ...]
     donated: tuple[int, ...]
+
+    @functools.cached_property
+    def residency(self) -> Residency:
+        """What a compiled program holds in memory, and until when."""
+        return residency(self.program, self.donated)
 
 
 def problem(
@@ -100,7 +107,7 @@ def problem(
         maker, k = producers[t.id]
         made = states[maker].results[k]
         if len(readers[t.id]) > 1:
-            relay = _relay(made, [states[u].operands[i] for u, i in readers[t.id]])
+            relay = build.relay(made, [states[u].operands[i] for u, i in readers[t.id]])
             relays[t.id] = relay
             v = variable[t.id] = len(nodes)
             nodes.append(build.free(len(relay.index)))
@@ -135,15 +142,13 @@ def _handed_over(program: Program, ties: Sequence[tuple[int, int]], pins: Pins) 
     free = {i for i in program.outputs if i not in asked} - {o for o, _ in ties}
     consumers = program.consumers()
     ending: set[int] = set()
+    passing = set(free)  # operators whose results all end so
     for op in reversed(program.operators):
         for r in op.results:
-            users = [program.operators[u] for u, _ in consumers[r]]
-            if users and all(
-                u.id in free
-                or (u.kind == "eqn" and u.id not in asked and not is_heavy(u) and set(u.results) <= ending)
-                for u in users
-            ):
+            if consumers[r] and all(u in passing for u, _ in consumers[r]):
                 ending.add(r)
+        if op.kind == "eqn" and op.id not in asked and not is_heavy(op) and ending.issuperset(op.results):
+            passing.add(op.id)
     summed = ("dot_general", "conv_general_dilated", "reduce_sum", "jshard_fused")
     return frozenset(
         r for op in program.operators if op.primitive in summed for r in op.results if r in ending
@@ -152,6 +157,8 @@ def _handed_over(program: Program, ties: Sequence[tuple[int, int]], pins: Pins) 
 
 def _distinct(program: Program, states: Sequence[States], users: Sequence[tuple[int, int]]) -> tuple:
     """Readers of a tensor; an operator that reads it twice in the same way (`x * x`) moves it once."""
+    if len({u for u, _ in users}) == len(users):
+        return tuple(users)
     out: list[tuple[int, int]] = []
     for u, i in users:
         same = [j for v, j in out if v == u]
@@ -184,11 +191,22 @@ class _Tables:
         self.pairwise: list[np.ndarray] = []
         self._ids: dict[Any, int] = {}
         self._moves: dict[Any, np.ndarray] = {}
+        self._relays: dict[Any, Choices] = {}
+        self._like: dict[tuple[Layout, ...], Choices] = {}
 
     def _node(self, key: Any, table: np.ndarray) -> int:
         self._ids[key] = len(self.unary)
         self.unary.append(table)
         return self._ids[key]
+
+    def relay(self, made: Choices, read: Sequence[Choices]) -> Choices:
+        """The relay between a maker and its readers: one for each set of layouts, so that tables are shared."""
+        key = (id(made), *dict.fromkeys(map(id, read)))
+        found = self._relays.get(key)
+        if found is None:
+            found = _relay(made, read)
+            found = self._relays[key] = self._like.setdefault(found.layouts, found)
+        return found
 
     def free(self, n: int) -> int:
         key = ("free", n)
@@ -211,7 +229,7 @@ class _Tables:
         self, source: Choices, target: Choices, tensor: Tensor, times: float, whole: bool = False
     ) -> int:
         """Redistribution from each state of the maker to each state of the reader; `whole` forbids to scatter sums."""
-        key = ("move", id(source), id(target), tensor.shape, tensor.itemsize, times, whole)
+        key = ("move", id(source), id(target), tensor.shape, tensor.dtype, times, whole)
         if key not in self._ids:
             small_key = (source.layouts, target.layouts, tensor.shape, tensor.itemsize)
             if small_key not in self._moves:

@@ -29,9 +29,8 @@ def peak_bytes(schedule: Schedule, life: Residency, donated: Collection[int] = (
 
 
 def profile(schedule: Schedule, life: Residency, donated: Collection[int] = ()) -> Profile:
-    """Peak, curve and what is held; a second walk stops at the peak that the first one found."""
-    peak, curve, when, _ = _walk(schedule, life, donated)
-    _, _, _, held = _walk(schedule, life, donated, when)
+    """Peak, curve and what is held."""
+    peak, curve, held = _walk(schedule, life, donated)
     rest = peak - sum(held.values())  # results of a loop are allocated before its body runs
     if rest > 0:
         held["intermediate values"] = held.get("intermediate values", 0.0) + rest
@@ -39,25 +38,24 @@ def profile(schedule: Schedule, life: Residency, donated: Collection[int] = ()) 
 
 
 def _walk(
-    schedule: Schedule, life: Residency, donated: Collection[int], stop: int = -1
-) -> tuple[float, dict[int, float], int, dict[str, float]]:
-    """Peak, curve, the number of the action at the peak, and bytes by class at action `stop`."""
+    schedule: Schedule, life: Residency, donated: Collection[int]
+) -> tuple[float, dict[int, float], dict[str, float]]:
+    """Peak, curve, and bytes by class at the peak."""
     choice = schedule.choice
     program, mesh = choice.program, choice.topology.mesh
     curve: dict[int, float] = {}
-    scopes: list[dict[Value, float]] = []
+    changes: list[tuple[Value, float, bool]] = []  # value, bytes more or less, made by a move
     made_by_move: set[Value] = set()
     returned = {v[0] for v in schedule.outputs if not isinstance(v, Literal)}
-    classes: dict[str, float] = {}
-    count, highest, when = 0, -1.0, -1
+    highest, when = -1.0, 0
 
     def size(v: Value, moved: bool) -> float:
         t = program.tensors[v[0]]
         return t.nbytes / v[1].pieces(mesh) if moved or life.held[v[0]] else 0.0
 
-    def class_of(v: Value) -> str:
+    def class_of(v: Value, moved: bool) -> str:
         op = program.operators[choice.producers[v[0]][0]]
-        if v in made_by_move:
+        if moved:
             return "results" if v in outputs else "redistributed copies"
         if op.kind == "const":
             return "captured arrays"
@@ -66,24 +64,17 @@ def _walk(
         return "results" if v[0] in returned else "intermediate values"
 
     def note(op: int, live: float) -> None:
-        """Remember live bytes at an action; at the action asked for, what they consist of."""
-        nonlocal count, highest, when
+        """Remember live bytes at an action, and where among the changes the most are live."""
+        nonlocal highest, when
         if op >= 0:
             curve[op] = max(curve.get(op, 0.0), live)
         if live > highest:
-            highest, when = live, count
-        if count == stop:
-            for scope in scopes:
-                for v, b in scope.items():
-                    if b:
-                        classes[class_of(v)] = classes.get(class_of(v), 0.0) + b
-        count += 1
+            highest, when = live, len(changes)
 
     def walk(
         actions: Sequence[Action], held: dict[Value, float], kept: Collection[Value], base: float
     ) -> float:
         """Peak of an action list above what the caller holds (`base`); `held` are its own values."""
-        scopes.append(held)
         last = _last_needs(actions, program, life, choice)
         released: dict[int, list[Value]] = {}
         for v, i in last.items():
@@ -120,6 +111,8 @@ def _walk(
                 if v not in held:
                     held[v] = b
                     live += b
+                    if b:
+                        changes.append((v, b, v in made_by_move))
             top = max(top, live + extra)
             note(a.op if isinstance(a, Run) else -1, base + live + (0.0 if isinstance(a, Nested) else extra))
             for v, _ in made:
@@ -127,8 +120,11 @@ def _walk(
                     released.setdefault(i, []).append(v)
             for v in released.get(i, ()):
                 if v in held and v not in kept:
-                    live -= held.pop(v)
-        scopes.pop()
+                    b = held.pop(v)
+                    live -= b
+                    if b:
+                        changes.append((v, -b, False))
+        changes.extend((v, -b, False) for v, b in held.items() if b)
         return top
 
     held: dict[Value, float] = {}
@@ -138,10 +134,22 @@ def _walk(
         t = program.operators[i].results[0]
         v = (t, choice.made(t))
         held[v] = program.tensors[t].nbytes / v[1].pieces(mesh)
+        changes.append((v, held[v], False))
         if k not in donated:
             kept.add(v)
     peak = walk(schedule.actions, held, kept, 0.0)
-    return peak, curve, when, classes
+    there: dict[Value, list[tuple[float, bool]]] = {}
+    for v, b, moved in changes[:when]:
+        if b > 0:
+            there.setdefault(v, []).append((b, moved))
+        elif b < 0:
+            there[v].pop()
+    classes: dict[str, float] = {}
+    for v, found in there.items():
+        for b, moved in found:
+            kind = class_of(v, moved)
+            classes[kind] = classes.get(kind, 0.0) + b
+    return peak, curve, classes
 
 
 def _last_needs(

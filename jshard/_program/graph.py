@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jshard import _jaxcompat
@@ -147,8 +147,16 @@ class Program:
     jaxpr: Any
     pins: tuple[tuple[int, str, int, Any], ...] = ()
 
-    def consumers(self) -> list[list[tuple[int, int]]]:
+    def consumers(self) -> Sequence[Sequence[tuple[int, int]]]:
         """For each tensor the (operator, operand index) pairs that read it."""
+        return self._consumers
+
+    def producers(self) -> Sequence[tuple[int, int]]:
+        """For each tensor the (operator, result index) that makes it."""
+        return self._producers
+
+    @functools.cached_property
+    def _consumers(self) -> list[list[tuple[int, int]]]:
         out: list[list[tuple[int, int]]] = [[] for _ in self.tensors]
         for op in self.operators:
             for i, a in enumerate(op.operands):
@@ -156,8 +164,8 @@ class Program:
                     out[a].append((op.id, i))
         return out
 
-    def producers(self) -> list[tuple[int, int]]:
-        """For each tensor the (operator, result index) that makes it."""
+    @functools.cached_property
+    def _producers(self) -> list[tuple[int, int]]:
         out: list[tuple[int, int]] = [(-1, 0)] * len(self.tensors)
         for op in self.operators:
             for i, t in enumerate(op.results):
