@@ -17,8 +17,8 @@ import jshard  # noqa: E402
 from jshard._lower.interpret import spmd  # noqa: E402
 
 
-def measure(leaves: int, rounds: int, calls: int) -> tuple[float, float, float]:
-    """Microseconds a call, medians over alternating rounds: decorated, `jax.jit` of the same program, median gap."""
+def measure(leaves: int, rounds: int) -> tuple[float, float, float]:
+    """Microseconds a call, medians over alternating calls: decorated, `jax.jit` of the same program, median gap."""
     f = jshard.shard(lambda t: [x + 1 for x in t])
     t = [jnp.ones(8) for _ in range(leaves)]
     plan = f.plan(t)
@@ -32,20 +32,17 @@ def measure(leaves: int, rounds: int, calls: int) -> tuple[float, float, float]:
     for k in range(rounds):
         for g, took in list(times.items())[:: 1 if k % 2 else -1]:  # neither is always the first
             start = time.perf_counter()
-            for _ in range(calls):
-                out = g(t)
-                if leaves > 1:  # what lies in the queue must not grow, or it is the queue that is measured
-                    jax.block_until_ready(out)
-            took.append((time.perf_counter() - start) / calls * 1e6)
-            jax.block_until_ready(out)
+            out = g(t)
+            took.append((time.perf_counter() - start) * 1e6)
+            jax.block_until_ready(out)  # calls that wait in the queue would be timed with the next one
     ours, plain = times.values()
     gap = statistics.median(a - b for a, b in zip(ours, plain, strict=True))
     return statistics.median(ours), statistics.median(plain), gap
 
 
 if __name__ == "__main__":
-    for n, rounds, calls in ((1, 1000, 20), (100, 100, 20), (1000, 60, 2)):
-        ours, plain, gap = measure(n, rounds, calls)
+    for n, rounds in ((1, 10000), (100, 2000), (1000, 200)):
+        ours, plain, gap = measure(n, rounds)
         print(
             f"{n:5} leaves: decorated {ours:9.1f} us, jit {plain:9.1f} us, medians {ours - plain:+.2f} us "
             f"({(ours / plain - 1) * 100:+.2f}%), median gap of pairs {gap:+.2f} us ({gap / plain * 100:+.2f}%)",
