@@ -14,18 +14,23 @@ committed to a device; what is committed elsewhere is moved first. Under another
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, NamedSharding
+from jax.custom_derivatives import SymbolicZero
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jshard import _jaxcompat as compat
 from jshard._errors import MeshError
+from jshard._layout import Layout
 from jshard._lower.interpret import spmd
 from jshard._prepare import Prepared, Request
 from jshard._signature import without_statics
+from jshard._training import for_training
+from jshard._wish.mesh import ChosenMesh
 
 
 class Program:
@@ -47,6 +52,11 @@ class Program:
                 if self._compiled is None:
                     self._compiled = self.lower().compile()  # kept only when whole
         return self._compiled
+
+    @functools.cached_property
+    def inlined(self) -> Any:
+        """The program for use inside another trace: flat arguments and captured arrays to flat results."""
+        return _differentiable(self.prepared)
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
         """Results of a call, and what JAX's dispatch needs to repeat it; None where it could not know better."""
@@ -93,18 +103,86 @@ def _donated(prepared: Prepared) -> tuple[tuple[int, ...], tuple[str, ...]]:
     return given, tuple(n for n, a in kwargs.items() if donated.intersection(jax.tree.leaves(a)))
 
 
-def inline(prepared: Prepared, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _differentiable(prepared: Prepared) -> Any:
+    """The program as a function of flat arguments and captured arrays for use inside another trace.
+
+    Its derivative is that of the program planned for training. Compiled as a whole where JAX runs it eagerly.
+    """
+    mesh, name = prepared.chosen.mesh, prepared.request.name
+    body = spmd(prepared.schedule, mesh, vma=True)
+    trained: dict[tuple[int, ...], Any] = {}
+
+    def forward(*values: Any) -> tuple[Any, ...]:
+        return tuple(body(*values))
+
+    def pushed(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        moving = tuple(i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero))
+        if moving not in trained:
+            trained[moving] = spmd(for_training(prepared, moving), mesh, vma=True)
+
+        def of_moving(*moved: Any) -> tuple[Any, ...]:
+            values = list(primals)
+            for i, x in zip(moving, moved, strict=True):
+                values[i] = x
+            return tuple(trained[moving](*values))
+
+        return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
+
+    forward.__name__ = forward.__qualname__ = name
+    if compat.has_effects(prepared.schedule.choice.program.jaxpr):
+        return jax.jit(forward)  # JAX lets no effects into rules
+    rule = jax.custom_jvp(forward)
+    rule.defjvp(pushed, symbolic_zeros=True)
+    return jax.jit(rule)
+
+
+def inline(program: Program, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The planned program inside another trace, in the form JAX can differentiate."""
+    prepared = program.prepared
     leaves = jax.tree.leaves(without_statics(prepared.request, args, kwargs))
-    body = spmd(prepared.schedule, prepared.chosen.mesh, vma=True)
     marked = [compat.boundary(x, prepared.request.name) for x in leaves]
-    choice = prepared.schedule.choice
-    context = jax.sharding.get_abstract_mesh()
-    if not context.empty and AxisType.Explicit in context.axis_types:
-        specs = tuple(choice.needed(i, 0).spec for i in choice.program.outputs)
-        body = jax.sharding.auto_axes(body, out_sharding=list(specs))
-    out: Any = body(*marked, *choice.program.constants)
+    values = (*marked, *prepared.schedule.choice.program.constants)
+    mesh, explicit = prepared.chosen.mesh, _explicit_mesh(values)
+
+    def run(*values: Any) -> Any:
+        with compat.inside_mesh(mesh):
+            return program.inlined(*values)
+
+    if explicit is None:
+        out = run(*values)
+    else:
+        choice = prepared.schedule.choice
+        specs = tuple(
+            user_spec(prepared.chosen, explicit, choice.needed(i, 0)) for i in choice.program.outputs
+        )
+        with compat.inside_mesh(explicit):
+            out = jax.sharding.auto_axes(run, axes=explicit.axis_names, out_sharding=specs)(*values)
     return jax.tree.unflatten(prepared.out_tree, out)
+
+
+def _explicit_mesh(values: Sequence[Any]) -> Any:
+    """The mesh with Explicit axes that is in context, or on which an argument is typed; None if neither."""
+    meshes = [jax.sharding.get_abstract_mesh()]
+    meshes += [getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None) for x in values]
+    return next((m for m in meshes if m is not None and AxisType.Explicit in m.axis_types), None)
+
+
+def user_spec(chosen: ChosenMesh, mesh: Any, layout: Layout) -> PartitionSpec:
+    """A layout in the axes of the user's own mesh; a dimension that they cannot express is whole."""
+    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    own = {n: parts for n, parts in chosen.renamed.items() if sizes.get(n) == chosen.axes.size(*parts)}
+
+    def dimension(axes: tuple[str, ...]) -> tuple[str, ...]:
+        names, left = [], axes
+        while left:
+            name = next((n for n, parts in own.items() if left[: len(parts)] == parts), None)
+            if name is None:
+                return ()
+            names.append(name)
+            left = left[len(own[name]) :]
+        return tuple(names)
+
+    return PartitionSpec(*(dimension(d) or None for d in layout.dims))
 
 
 def _place(prepared: Prepared, args: tuple, kwargs: dict) -> tuple[tuple, dict, bool]:

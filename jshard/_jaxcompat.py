@@ -42,6 +42,16 @@ def without_dead_code(jaxpr: Any) -> Any:
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
+def has_effects(jaxpr: Any) -> bool:
+    """Whether running a jaxpr does more than give results: prints, callbacks, writes."""
+    return bool(jaxpr.effects)
+
+
+def as_function(jaxpr: Any) -> Any:
+    """A closed jaxpr as a function of its flat arguments."""
+    return jex.jaxpr_as_fun(jaxpr)
+
+
 def is_literal(v: Any) -> bool:
     """Whether a jaxpr atom is a literal."""
     return isinstance(v, jex.Literal)

@@ -262,6 +262,16 @@ def _shape(program: Program, op: int, side: str, k: int) -> tuple[int, ...]:
     return program.tensors[atom].shape if isinstance(atom, int) else tuple(atom.aval.shape)
 
 
+def program_pins(program: Program, chosen: ChosenMesh, topology: Topology) -> list[tuple[int, str, int, Pin]]:
+    """Pins that the user's code put on operators, in the axes of a mesh: (operator, side, index, pin)."""
+    out = []
+    for op, side, k, pin in _operator_pins(program):
+        resolved = _cutting(resolve_pin(pin, chosen, _shape(program, op, side, k)), topology)
+        if resolved is not None and not resolved.free:
+            out.append((op, side, k, resolved))
+    return out
+
+
 def _operator_pins(program: Program) -> list[tuple[int, str, int, Pin]]:
     """Pins that `jshard.op` and sharding constraints left in the program."""
     out = []

@@ -199,7 +199,7 @@ class Sharded:
         try:
             program = self._program(args, kwargs)
             if not compat.at_top_level():
-                return inline(program.prepared, args, kwargs), None, False
+                return inline(program, args, kwargs), None, False
             out, again = program.run(args, kwargs)
         except BaseException:
             # Dispatch would take the slow path for this signature from now on.

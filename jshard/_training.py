@@ -1,0 +1,153 @@
+"""Forward and backward priced together: the layouts of a function that is differentiated.
+
+The cheapest plan of a forward pass may be a bad one for training: cutting the batch costs a forward pass nothing,
+but its gradients are summed over all devices. So when JAX differentiates a sharded function, its program and the
+pull-back of the arguments that are differentiated are planned as one program, under the same pins; a gradient
+lies as its argument does, a cotangent as its result. The forward pass takes its layouts and strategies from that
+plan, and the transposes of its collectives are the backward pass.
+
+Operators of the forward pass are found again in the joint program by what they do and where they are written, in
+order; where their number differs (a rule was replaced by its derivative) they stay free and follow the others.
+
+>>> import jax, jax.numpy as jnp, jshard
+>>> from jshard._prepare import prepare
+>>> f = jshard.shard(lambda w, x: jnp.sum((x @ w) ** 2))
+>>> p = prepare(f._request, (jnp.ones((8, 8)), jnp.ones((64, 8))), {})
+>>> layouts = [for_training(p, (0,)).choice.made(t).dims for t in (0, 1)]
+>>> p.plan.inputs[0].layout.dims, len(layouts)
+(((), ()), 2)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jshard import _jaxcompat as compat
+from jshard._errors import SearchError
+from jshard._layout import Layout
+from jshard._plan.make import Wish, make_plan
+from jshard._plan.schedule import Choice, Schedule
+from jshard._prepare import Prepared, program_pins
+from jshard._program.graph import Literal, Operator, Program
+from jshard._program.trace import build
+
+
+def for_training(prepared: Prepared, moving: Sequence[int]) -> Schedule:
+    """The schedule of the forward pass when the flat arguments `moving` are differentiated."""
+    again, program = prepared.plan.search_again, prepared.schedule.choice.program
+    captured = any(isinstance(c, jax.core.Tracer) for c in program.constants)
+    moving = [i for i in moving if i < len(prepared.in_avals)]
+    if again is None or again.wish.search != "optimal" or captured or not moving:
+        return prepared.schedule
+    joint = _joint(program, prepared.in_avals, moving)
+    if joint is None:
+        return prepared.schedule
+    whole, live = joint
+    try:
+        chosen = make_plan(whole, again.topology, _wish(prepared, whole, moving, live))[1].choice
+        ends, inside = _found_again(program, whole, chosen)
+    except SearchError:
+        return prepared.schedule
+    for forced in ((*ends, *inside), ends):
+        try:
+            return make_plan(program, again.topology, dataclasses.replace(again.wish, forced=forced))[1]
+        except SearchError:  # a rule's own derivative allowed what its body does not
+            continue
+    return prepared.schedule
+
+
+def _joint(program: Program, avals: Sequence[Any], moving: Sequence[int]) -> tuple[Program, list[int]] | None:
+    """The program followed by its pull-back, and which results have cotangents."""
+    n = len(avals)
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
+    run = compat.as_function(program.jaxpr)
+    results = [_aval(program, i) for i in program.outputs]
+    live = [k for k, r in enumerate(results) if jax.numpy.issubdtype(r.dtype, np.inexact)]
+    if not live:
+        return None
+
+    def both(*values: Any) -> Any:
+        arguments, given = list(values[:n]), iter(values[n:])
+
+        def forward(*moved: Any) -> Any:
+            for i, x in zip(moving, moved, strict=True):
+                arguments[i] = x
+            return list(run(*arguments))
+
+        out, pull = jax.vjp(forward, *(arguments[i] for i in moving))
+        cotangents = [
+            next(given) if k in live else np.zeros(r.shape, jax.dtypes.float0) for k, r in enumerate(results)
+        ]
+        return [*out, *pull(cotangents)]
+
+    with compat.outside_mesh():
+        closed = jax.make_jaxpr(both)(*shapes, *(results[k] for k in live))
+    names = [program.operators[i].name for i in program.inputs[:n]]
+    names += [f"cotangent of {program.operators[program.outputs[k]].name}" for k in live]
+    outs = [program.operators[i].name for i in program.outputs] + [f"gradient of {names[i]}" for i in moving]
+    return build(closed, name=program.name, input_names=names, output_names=outs), live
+
+
+def _wish(prepared: Prepared, whole: Program, moving: Sequence[int], live: Sequence[int]) -> Wish:
+    """The user's wish, said of the joint program."""
+    again, program = prepared.plan.search_again, prepared.schedule.choice.program
+    assert again is not None
+    n, m = len(prepared.in_avals), len(program.outputs)
+    place = dict(zip(program.inputs[:n], whole.inputs, strict=False))
+    place |= dict(zip(program.outputs, whole.outputs, strict=False))
+    pins = [(place[op], side, k, pin) for op, side, k, pin in again.wish.pins if op in place]
+    pins += program_pins(whole, prepared.chosen, again.topology)
+    ties = [(place[o], place[i]) for o, i in again.wish.ties]
+    ties += [(whole.outputs[m + k], whole.inputs[i]) for k, i in enumerate(moving)]
+    ties += [(whole.outputs[k], whole.inputs[n + j]) for j, k in enumerate(live)]
+    return dataclasses.replace(again.wish, pins=tuple(pins), ties=tuple(ties), donated=())
+
+
+def _found_again(program: Program, whole: Program, chosen: Choice) -> tuple[tuple, tuple]:
+    """What the joint plan says of the forward program: its ends, and the operators inside."""
+    n, ends, inside = len(program.inputs), [], []
+    arguments = [i for i in program.inputs if program.operators[i].kind == "input"]
+    for i, j in zip(arguments, whole.inputs[:n], strict=False):
+        ends.append(_force(i, "result", 0, chosen.made(whole.operators[j].results[0])))
+    for i, j in zip(program.outputs, whole.outputs, strict=False):
+        ends.append(_force(i, "operand", 0, chosen.needed(j, 0)))
+    mine, theirs = _by_kind(program), _by_kind(whole)
+    for key, ops in mine.items():
+        others = theirs.get(key, [])
+        if len(ops) != len(others):
+            continue
+        for op, other in zip(ops, others, strict=True):
+            states, k = chosen.states[other.id], chosen.state[other.id]
+            inside += [_force(op.id, "operand", i, c.of(k)) for i, c in enumerate(states.operands)]
+            inside += [_force(op.id, "result", i, c.of(k)) for i, c in enumerate(states.results)]
+    return tuple(ends), tuple(inside)
+
+
+def _force(op: int, side: str, k: int, layout: Layout) -> tuple:
+    return op, side, k, f"as in training: {layout}", lambda have: have == layout
+
+
+def _by_kind(program: Program) -> dict[Any, list[Operator]]:
+    """The operators of the forward pass in order, by what they do and where they are written."""
+    out: dict[Any, list[Operator]] = {}
+    for op in program.operators:
+        if op.kind == "eqn" and not compat.is_backward(op.prefix, op.eqn):
+            operands = tuple(_form(program, a) for a in op.operands)
+            results = tuple(_form(program, r) for r in op.results)
+            out.setdefault((op.primitive, operands, results, op.source, op.repeat), []).append(op)
+    return out
+
+
+def _form(program: Program, atom: Any) -> Any:
+    return () if isinstance(atom, Literal) else (program.tensors[atom].shape, program.tensors[atom].dtype)
+
+
+def _aval(program: Program, output: int) -> Any:
+    a = program.operators[output].operands[0]
+    t: Any = a.aval if isinstance(a, Literal) else program.tensors[a]
+    return jax.ShapeDtypeStruct(t.shape, t.dtype)
