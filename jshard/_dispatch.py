@@ -64,7 +64,7 @@ class Program:
         left, left_kw = without_statics(self.prepared.request, args, kwargs)
         left, left_kw, repeatable = _place(self.prepared, left, left_kw)
         out, again = compat.first_call(compiled, left, left_kw)
-        return out, again if repeatable else None
+        return _typed(self.prepared, out, again if repeatable else None)
 
 
 def _lower(prepared: Prepared) -> jax.stages.Lowered:
@@ -148,9 +148,18 @@ def inline(program: Program, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         with compat.inside_mesh(mesh):
             return program.inlined(*values)
 
+    out: Any
     if explicit is None:
         out = run(*values)
     else:
+        if explicit.size != mesh.size:
+            name = prepared.request.name
+            raise MeshError(
+                f"{name} is planned for {mesh.size} devices, but an Explicit mesh of {explicit.size} is in use: "
+                f"{explicit.axis_names}",
+                where=f"call of {name}",
+                fix=f"jshard.shard({name}, ..., mesh=...) with that mesh",
+            )
         choice = prepared.schedule.choice
         specs = tuple(
             user_spec(prepared.chosen, explicit, choice.needed(i, 0)) for i in choice.program.outputs
@@ -183,6 +192,26 @@ def user_spec(chosen: ChosenMesh, mesh: Any, layout: Layout) -> PartitionSpec:
         return tuple(names)
 
     return PartitionSpec(*(dimension(d) or None for d in layout.dims))
+
+
+def _typed(prepared: Prepared, out: Any, again: Any) -> tuple[Any, Any]:
+    """Results as a context with Explicit axes wants them: on that mesh, in the same blocks where its axes allow."""
+    mesh, choice = jax.sharding.get_mesh(), prepared.schedule.choice
+    if mesh.empty or _explicit_mesh(()) is None:
+        return out, again
+    leaves, tree = jax.tree.flatten(out)
+    layouts = [choice.needed(i, 0) for i in choice.program.outputs]
+    wanted = [NamedSharding(mesh, user_spec(prepared.chosen, mesh, lay)) for lay in layouts]
+    typed = jax.device_put(leaves, wanted)
+    same = all(
+        y.sharding.is_equivalent_to(x.sharding, x.ndim)
+        and not jax.numpy.issubdtype(x.dtype, jax.dtypes.extended)
+        for x, y in zip(leaves, typed, strict=True)
+    )
+    if again is not None:
+        # What stays where it is only gets other types, which is all that dispatch has to know.
+        again = again._replace(out_shardings=wanted, out_avals=[y.aval for y in typed]) if same else None
+    return jax.tree.unflatten(tree, typed), again
 
 
 def _place(prepared: Prepared, args: tuple, kwargs: dict) -> tuple[tuple, dict, bool]:

@@ -52,6 +52,11 @@ def as_function(jaxpr: Any) -> Any:
     return jex.jaxpr_as_fun(jaxpr)
 
 
+def is_tracer(x: Any) -> bool:
+    """Whether a value is one of a trace that is going on."""
+    return isinstance(x, core.Tracer)
+
+
 def is_literal(v: Any) -> bool:
     """Whether a jaxpr atom is a literal."""
     return isinstance(v, jex.Literal)

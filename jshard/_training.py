@@ -40,11 +40,15 @@ from jshard._program.trace import build
 def for_training(prepared: Prepared, moving: Sequence[int]) -> Schedule:
     """The schedule of the forward pass when the flat arguments `moving` are differentiated."""
     again, program = prepared.plan.search_again, prepared.schedule.choice.program
-    captured = any(isinstance(c, jax.core.Tracer) for c in program.constants)
+    captured = any(compat.is_tracer(c) for c in program.constants)
     moving = [i for i in moving if i < len(prepared.in_avals)]
-    if again is None or again.wish.search != "optimal" or captured or not moving:
+    given = prepared.request.plan is not None
+    if given or again is None or again.wish.search != "optimal" or captured or not moving:
         return prepared.schedule
-    joint = _joint(program, prepared.in_avals, moving)
+    try:
+        joint = _joint(program, prepared.in_avals, moving)
+    except Exception:  # no pull-back, as of a `while`: JAX itself says so where one is asked for
+        joint = None
     if joint is None:
         return prepared.schedule
     whole, live = joint
