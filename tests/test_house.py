@@ -38,6 +38,7 @@ FLOORS = [
         "_shard",
         "_dispatch",
         "_signature",
+        "_training",
         "_op",
         "_doors",
         "_prepare",
