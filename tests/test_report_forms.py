@@ -264,6 +264,7 @@ TOUR = """<script>addEventListener("load", () => {
   const edge = root.querySelector(".edge.moved");
   edge.dispatchEvent(new PointerEvent("pointerenter"));
   said.hover = root.querySelector(".hover").textContent;
+  said.cards = Object.fromEntries([...root.querySelectorAll(".card b")].map(e => [e.dataset.figure, e.textContent]));
   const kinds = root.querySelector(".kinds");
   kinds.value = kinds.options[1].value;
   kinds.dispatchEvent(new Event("change"));
@@ -296,5 +297,7 @@ def test_in_a_browser(tmp_path):
     assert said["lit"] and all(said["kind"] in kinds.split() for kinds in said["lit"])
     expected = [f"{t.bytes:,.0f} B" for t in traffic(p) if t.kind == said["kind"]]
     assert said["rows"] == expected
+    values = {**figures(p), "moved": size(sum(c.total for c in p.collectives))}
+    assert said["cards"] == {k: v for k, v in values.items() if k != "budget"}
     cut = next(r for r in p.inputs if any(r.layout.dims))
     assert len(said["blocks"]) == cut.layout.pieces(p.mesh)
