@@ -9,7 +9,7 @@ export PYTHONPATH := $(CURDIR)
 PY := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-compilers lint types format rules notebooks render readme lock clean distclean
+.PHONY: help setup demo test test-compilers test-models lint types format rules notebooks render readme lock clean distclean
 
 help:  ## list the targets
 	@echo "make demo and make test need only Python 3.11+ and make; the rest is set up in $(VENV)."
@@ -50,6 +50,10 @@ test-compilers: setup  ## fidelity on the real TPU and GPU compilers, in an envi
 	@echo "== test-compilers: benchmarks/compilers.py"
 	@$(PY) benchmarks/compilers.py
 
+test-models: setup  ## third-party models, plain and sharded, in an environment of their own
+	@echo "== test-models: benchmarks/models.py"
+	@$(PY) benchmarks/models.py
+
 bench-%: setup  ## run benchmarks/%.py
 	@echo "== bench: benchmarks/$(subst -,_,$*).py"
 	@$(PY) benchmarks/$(subst -,_,$*).py
@@ -76,4 +80,4 @@ clean:  ## remove caches and build results
 	@find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 distclean: clean  ## clean, and remove the virtual environments
-	@rm -rf .venv .venv312
+	@rm -rf .venv .venv312 .venv-models

@@ -1,0 +1,1 @@
+"""Networks that none of us wrote, to be planned from the batch strategy alone."""
