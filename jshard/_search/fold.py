@@ -9,7 +9,7 @@ met layer a), solve that, and give every layer cut out what its like at the seam
 forced to be equal: the whole core then goes the ordinary way, from a better start, and its proof is its own.
 
 Worked case.  A chain of forty equal variables: three rounds of colours tell the outermost three of each end
-apart, the 34 others are one colour.  Two of them are kept on each side, 30 cut out.
+apart, the 34 others are one colour.  One of them is kept on each side, 32 cut out.
 
 >>> import numpy as np
 >>> from jshard._search.network import build
@@ -18,7 +18,7 @@ apart, the 34 others are one colour.  Two of them are kept on each side, 30 cut 
 >>> net = build([[0.0, 1.0]] * 40, [(i, i + 1, step) for i in range(39)])
 >>> folded = fold(graph_of(net))
 >>> len(folded.short.core), folded.image[20]
-(10, 4)
+(8, 3)
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from jshard._search.tables import NONE
 
 
 LAYERS = 12  # a core of fewer equal layers is not worth folding
-ENDS = 2  # layers kept on either side of the seam
+REACH = 4  # edges join layers at most so far apart
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,13 @@ def _layers(graph: Graph, edges: Ints, colour: Ints) -> tuple[Ints, Ints, int, i
     if not len(count) or count.max() < LAYERS:
         return None
     usual = int(np.bincount(count, weights=count).argmax())  # the number of layers most variables have
+    # Twins in a layer (keys and values) have one colour: those of a layer are neighbours in the order of variables.
+    fold_of = np.clip(np.round(count / max(usual, 1)), 1, 4).astype(np.int64)
+    colour = colour * 4
+    for c in np.flatnonzero((fold_of > 1) & (count >= LAYERS)).tolist():
+        twins = np.flatnonzero(colour == 4 * c)
+        colour[twins] += np.arange(len(twins)) % fold_of[c]
+    count = np.bincount(colour)
     repeats = np.abs(count - usual) <= 8
     if usual < LAYERS or count[repeats].sum() < 0.5 * len(colour) or (count > usual + 8).any():
         return None
@@ -152,7 +159,11 @@ def _layers(graph: Graph, edges: Ints, colour: Ints) -> tuple[Ints, Ints, int, i
 def _cut(graph: Graph, edges: Ints, colour: Ints, layer: Ints, low: int, high: int) -> Folded | None:
     """Take out the middle layers and join the ends."""
     core = graph.core
-    a, b = low + ENDS, high - ENDS
+    both = (colour[edges[:, 0]] >= 0) & (colour[edges[:, 1]] >= 0)
+    reach = max(1, int(np.abs(layer[edges[both, 0]] - layer[edges[both, 1]]).max(initial=0)))
+    if reach > REACH or high - low < 2 * reach + 2:
+        return None
+    a, b = low + reach, high - reach  # every edge over the seam then has both its ends
     gone = (colour >= 0) & (layer >= a) & (layer < b)
     at = {(int(c), int(x)): i for i, (c, x) in enumerate(zip(colour, layer, strict=True)) if c >= 0}
     short = graph.fork()
