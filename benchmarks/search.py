@@ -303,7 +303,8 @@ def main() -> None:
     print(line(), flush=True)
     found = {}
     for key in rows:
-        values = found[key] = ask(*key, more)
+        model, depth, mesh = key
+        values = found[key] = ask(model, depth, mesh, more)
         if values:
             print(line(values), flush=True)
             if given.steps:

@@ -309,6 +309,7 @@ def moe(name: str, small: bool, devices: int) -> Workload:
             slot = jax.nn.one_hot((place * keep).sum(-1).astype(I32), capacity, dtype=F32)
             combine = combine + ((gates * keep).sum(-1)[..., None] * keep)[..., None] * slot[:, :, None]
             rest = rest * (1 - chosen)
+        combine = jnp.asarray(combine)
         return (combine > 0).astype(x.dtype), combine.astype(x.dtype)
 
     def loss(p, x):

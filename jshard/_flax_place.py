@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -184,4 +185,4 @@ def _has_modules(tree: Any) -> bool:
 
 
 def _is_key(leaf: Any) -> bool:
-    return jax.dtypes.issubdtype(getattr(leaf, "dtype", None) or float, jax.dtypes.prng_key)
+    return jnp.issubdtype(getattr(leaf, "dtype", None) or float, jax.dtypes.prng_key)
