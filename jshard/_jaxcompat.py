@@ -160,6 +160,18 @@ def identity_primitive(name: str) -> Any:
     return p
 
 
+def callback_of(name: str, params: Any) -> Any:
+    """What a `debug_callback` or `debug_print` does with the values, as a function of them."""
+    from jax._src import debugging
+
+    primitive = getattr(debugging, name + "_p")
+
+    def run(*values: Any) -> None:
+        primitive.impl(*values, **params)
+
+    return run
+
+
 def identity_equation(primitive: Any, operand: Any, result: Any, like: Any) -> Any:
     """An equation `result = primitive(operand)` with the source line and names of another equation."""
     return jex.new_jaxpr_eqn([operand], [result], primitive, {}, set(), like.source_info, like.ctx)

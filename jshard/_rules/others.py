@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jshard import _jaxcompat as compat
 from jshard._rules.build import Factors, linear
 from jshard._rules.registry import LocalContext, Op, block_index, family, opaque
 from jshard._rules.rule import Rule
@@ -136,10 +137,22 @@ def _once_local(ctx: LocalContext, *operands: Any) -> Sequence[Any]:
         return [jnp.zeros(a.shape, _number(a.dtype)) for a in outs]
 
     def call() -> list[Any]:
+        if _is_ordered(ctx.op):
+            from jax.experimental import io_callback  # here, so that `import jshard` stays light
+
+            run = compat.callback_of(ctx.op.primitive, ctx.op.params)
+            io_callback(run, None, *map(lax.stop_gradient, operands), ordered=True)
+            return []
         return [y.astype(_number(y.dtype)) for y in ctx.bind(*operands)]
 
     results = lax.cond(block_index(names, ctx.mesh) == 0, call, zeros)
     return [lax.psum(y, names).astype(a.dtype) for y, a in zip(results, outs, strict=True)]
+
+
+def _is_ordered(op: Op) -> bool:
+    """An ordered debug callback: JAX orders those on one device only, but its ordered `io_callback` on any number."""
+    effect = type(op.params.get("effect")).__name__
+    return op.primitive != "io_callback" and bool(op.params.get("ordered") or effect.startswith("Ordered"))
 
 
 def _number(dtype: Any) -> Any:
