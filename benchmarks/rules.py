@@ -37,6 +37,7 @@ def main() -> int:
 
     import rules_examples  # pyright: ignore[reportMissingImports]
     import rules_validator  # pyright: ignore[reportMissingImports]
+    from rules_table import NO_EXAMPLE  # pyright: ignore[reportMissingImports]
 
     from jshard._rules.others import OPAQUE
     from jshard._rules.registry import REGISTRY
@@ -66,7 +67,7 @@ def main() -> int:
         family = entry.family if entry else "none"
         reason = REASONED.get(name, "") if gaps[name] else OPAQUE.get(name, "")
         if not by_primitive[name] and not reason:
-            reason = "the planner's own" if family in ("boundary", "marks") else "no example"
+            reason = NO_EXAMPLE.get(name, "no example")
         failures += bool(wrong[name]) or (bool(gaps[name]) and name not in REASONED)
         row = f"{name:38}{family:14}{len(by_primitive[name]):>10}{tried[name]:>11}"
         print(f"{row}{len(wrong[name]):>7}{len(gaps[name]):>9}  {reason}".rstrip())

@@ -24,6 +24,9 @@ _ALIAS = {
     "custom_jvp_call": "custom_jvp",
     "custom_vjp_call": "custom_vjp",
 }
+INNER_PROGRAMS = frozenset({*_INLINE, *_ALIAS, "scan", "while", "cond"})
+"""Primitives that are walked into and rebuilt as themselves."""
+
 _BODY = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
 
 

@@ -1,0 +1,102 @@
+"""A `with_sharding_constraint` in the user's code is a pin; its open dimensions stay open. Opaque operators run."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import jshard
+
+
+MESH = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:8])
+X = jnp.arange(64.0).reshape(8, 8) / 64
+
+
+def rows(plan, primitive):
+    return [r for r in plan.operators if r.primitive == primitive]
+
+
+@pytest.mark.parametrize(
+    "spec, cut",
+    [
+        (P("x", "y"), (4, 2)), (P("y"), (2, 1)), (P(None, ("x", "y")), (1, 8)), (P(), (1, 1)),
+        (P("x", P.UNCONSTRAINED), (4, None)), (P(P.UNCONSTRAINED, "y"), (None, 2)),
+    ],
+)  # fmt: skip
+def test_a_constraint_is_a_pin(spec, cut):
+    def f(x):
+        return jnp.sin(lax.with_sharding_constraint(x * 2, NamedSharding(MESH, spec))) + 1
+
+    sharded = jshard.shard(f, mesh=MESH)
+    (row,) = rows(sharded.plan(X), "sharding_constraint")
+    assert all(c is None or c == n for c, n in zip(cut, row.strategy[0], strict=True))
+    np.testing.assert_allclose(sharded(X), jnp.sin(X * 2) + 1, rtol=1e-6)
+
+
+def test_open_dimensions_are_the_searchs():
+    """The same constraint, open in dimension 1: what is asked of the argument there goes through."""
+
+    def f(x):
+        return lax.with_sharding_constraint(jnp.sin(x), NamedSharding(MESH, P("x", P.UNCONSTRAINED)))
+
+    def closed(x):
+        return lax.with_sharding_constraint(jnp.sin(x), NamedSharding(MESH, P("x", None)))
+
+    strategies = [
+        rows(jshard.shard(g, (P("x", "y"),), P("x", "y"), mesh=MESH).plan(X), "sharding_constraint")[
+            0
+        ].strategy
+        for g in (f, closed)
+    ]
+    assert strategies == [((4, 2),), ((4, 1),)]
+
+
+def kernel(x_ref, out_ref):
+    out_ref[...] = x_ref[...] * 2
+
+
+def pallas(x):
+    from jax.experimental import pallas as pl
+
+    return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+
+
+def own_shard_map(x):
+    return jax.shard_map(lambda b: lax.psum(b, "x"), mesh=MESH, in_specs=P("x"), out_specs=P())(x)
+
+
+def solve(x):
+    a = jnp.eye(8) * 2
+    return lax.custom_linear_solve(lambda v: a @ v, x, lambda _, b: b / 2, symmetric=True)
+
+
+@pytest.mark.parametrize("name, f", [("pallas_call", pallas), ("custom_linear_solve", solve)])
+def test_opaque_operators_run_replicated_and_are_named(name, f):
+    sharded = jshard.shard(lambda x: jnp.sin(f(x)) + x, ((4, 2),), mesh=MESH)
+    (row,) = rows(sharded.plan(X), name)
+    assert row.note and all(n == 1 for s in row.strategy for n in s)
+    np.testing.assert_allclose(sharded(X), jnp.sin(f(X)) + X, rtol=1e-6)
+
+
+def test_an_operator_whose_rule_raises_is_named_and_replicated():
+    from jax.extend.core import Primitive
+    from jax.interpreters import mlir
+
+    p = Primitive("jshard_test_rule_that_raises")
+    p.def_abstract_eval(lambda x: x)
+    mlir.register_lowering(p, lambda ctx, x: [x])
+
+    def rule(op):
+        raise KeyError("axis")
+
+    jshard.register_rule("jshard_test_rule_that_raises", rule)
+    sharded = jshard.shard(lambda x: p.bind(x) + 1, ((4, 2),), mesh=MESH)
+    (row,) = rows(sharded.plan(X), "jshard_test_rule_that_raises")
+    assert row.note == "the rule of 'jshard_test_rule_that_raises' failed: KeyError: 'axis'"
+    assert row.strategy == ((1, 1),)
+    np.testing.assert_allclose(sharded(X), X + 1)
+    with pytest.raises(jshard.ShardError) as twice:
+        jshard.register_rule("jshard_test_rule_that_raises", rule)
+    assert "already has a rule" in twice.value.what
