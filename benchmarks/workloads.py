@@ -8,6 +8,8 @@ donated. Nobody says how parameters are cut: `in_strategy(devices)` cuts the bat
 >>> w.args[1], w.in_strategy(8), f"{w.flops:.3g}"
 (ShapeDtypeStruct(shape=(512, 4096), dtype=bfloat16), (None, (8, None)), '3.44e+11')
 
+`mark=` is for hand annotations: it is called on activations as `mark(x, kind)`, with the kinds of `Mark`.
+
 Sizes are those of issue 5; `small=True` scales them for eight CPU devices. On more devices than the batch has
 rows, the batch grows with them (`devices=`), as it does in practice.
 """
@@ -27,6 +29,15 @@ from jax import lax
 
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 Tree = Any
+
+# What is marked: "rows" (batch, features) and "hidden" (batch, tokens, features), "wide" hidden features,
+# "heads" (batch, tokens, heads, ...), "logits" (..., vocabulary), "experts" (experts, groups, slots, features).
+Mark = Callable[[Any, str], Any]
+
+
+def unmarked(x: Any, kind: str) -> Any:
+    """The mark that says nothing."""
+    return x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,13 +184,14 @@ def heads(x, n: int):
     return x.reshape(*x.shape[:-1], n, x.shape[-1] // n)
 
 
-def block(x, p, n_heads: int, causal: bool = True):
+def block(x, p, n_heads: int, causal: bool = True, mark: Mark = unmarked):
     """A pre-norm transformer block with fused feature dimensions, as most code writes it."""
     y = layer_norm(x, p["norm1"])
-    q, k, v = (heads(y @ p[n], n_heads) for n in ("wq", "wk", "wv"))
-    o = attention(q[:, :, :, None], k, v, causal)
-    x = x + o.reshape(x.shape) @ p["wo"]
-    return x + jax.nn.gelu(layer_norm(x, p["norm2"]) @ p["up"]) @ p["down"]
+    q, k, v = (mark(heads(y @ p[n], n_heads), "heads") for n in ("wq", "wk", "wv"))
+    o = mark(attention(q[:, :, :, None], k, v, causal)[:, :, :, 0], "heads")
+    x = mark(x + o.reshape(x.shape) @ p["wo"], "hidden")
+    y = mark(jax.nn.gelu(layer_norm(x, p["norm2"]) @ p["up"]), "wide")
+    return mark(x + y @ p["down"], "hidden")
 
 
 def block_shapes(d: int, ff: int, *stacked: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -211,17 +223,17 @@ def cross_entropy(logits, targets):
 # -- the workloads ---------------------------------------------------------------------------------------
 
 
-def mlp(name: str, rows: int, small: bool, devices: int) -> Workload:
+def mlp(name: str, rows: int, small: bool, devices: int, mark: Mark) -> Workload:
     """Two matrix products of widths 4096 and 16384."""
     d, ff, n = (64, 256, 64) if small else (4096, 16384, rows)
 
     def loss(p, x):
-        return jnp.mean((jax.nn.relu(x @ p["w1"]) @ p["w2"]).astype(F32) ** 2)
+        return jnp.mean((mark(mark(jax.nn.relu(x @ p["w1"]), "wide") @ p["w2"], "rows")).astype(F32) ** 2)
 
     return Workload(name, sgd(loss), shapes(w1=(d, ff), w2=(ff, d)), (array(max(n, devices), d),))
 
 
-def gpt(name: str, scanned: bool, small: bool, devices: int) -> Workload:
+def gpt(name: str, scanned: bool, small: bool, devices: int, mark: Mark) -> Workload:
     """GPT, 4 layers; Adam."""
     layers, d, ff, h, t, b, vocab = (
         (2, 64, 256, 8, 32, 16, 256) if small else (4, 1024, 4096, 16, 1024, 32, 32768)
@@ -229,13 +241,13 @@ def gpt(name: str, scanned: bool, small: bool, devices: int) -> Workload:
     b = max(b, devices)
 
     def loss(p, tokens, targets):
-        x = p["embed"][tokens] + p["position"]
+        x = mark(p["embed"][tokens] + p["position"], "hidden")
         if scanned:
-            x, _ = lax.scan(lambda x, q: (block(x, q, h), None), x, p["blocks"])
+            x, _ = lax.scan(lambda x, q: (block(x, q, h, mark=mark), None), x, p["blocks"])
         else:
             for q in p["blocks"]:
-                x = block(x, q, h)
-        return cross_entropy(layer_norm(x, p["norm"]) @ p["head"], targets)
+                x = block(x, q, h, mark=mark)
+        return cross_entropy(mark(layer_norm(x, p["norm"]) @ p["head"], "logits"), targets)
 
     blocks = block_shapes(d, ff, layers) if scanned else [block_shapes(d, ff) for _ in range(layers)]
     params = shapes(embed=(vocab, d), position=(t, d), norm=(d,), head=(d, vocab)) | {"blocks": blocks}
@@ -243,18 +255,19 @@ def gpt(name: str, scanned: bool, small: bool, devices: int) -> Workload:
     return Workload(name, adam(loss), adam_state(params), (tokens, tokens), layers)
 
 
-def lm_head(name: str, small: bool, devices: int) -> Workload:
+def lm_head(name: str, small: bool, devices: int, mark: Mark) -> Workload:
     """An embedding, one hidden product, and a softmax over a large vocabulary."""
     d, t, b, vocab = (64, 16, 16, 1024) if small else (1024, 512, 32, 131072)
 
     def loss(p, tokens, targets):
-        return cross_entropy(jax.nn.gelu(p["embed"][tokens] @ p["w"]) @ p["head"], targets)
+        x = mark(jax.nn.gelu(mark(p["embed"][tokens], "hidden") @ p["w"]), "hidden")
+        return cross_entropy(mark(x @ p["head"], "logits"), targets)
 
     tokens = array(max(b, devices), t, dtype=I32)
     return Workload(name, sgd(loss), shapes(embed=(vocab, d), w=(d, d), head=(d, vocab)), (tokens, tokens))
 
 
-def conv(name: str, small: bool, devices: int) -> Workload:
+def conv(name: str, small: bool, devices: int, mark: Mark) -> Workload:
     """Residual convolutions with batch normalisation over the whole batch."""
     c, size, b, blocks = (8, 8, 16, 1) if small else (64, 32, 256, 2)
     numbers = ("NHWC", "HWIO", "NHWC")
@@ -291,7 +304,7 @@ def conv(name: str, small: bool, devices: int) -> Workload:
     return Workload(name, sgd(loss), params, (array(b, size, size, 3), array(b, dtype=I32)), blocks)
 
 
-def moe(name: str, small: bool, devices: int) -> Workload:
+def moe(name: str, small: bool, devices: int, mark: Mark) -> Workload:
     """GShard's mixture of experts as einsums: top-2 of 16 experts, capacity factor 2, groups of tokens."""
     g, s, d, ff, e = (16, 32, 32, 64, 16) if small else (32, 256, 1024, 4096, 16)
     g = max(g, devices)
@@ -300,7 +313,7 @@ def moe(name: str, small: bool, devices: int) -> Workload:
     def route(x, wg):
         """Dispatch mask and combining weights of the two best experts, (groups, tokens, experts, capacity)."""
         gates = jax.nn.softmax((x @ wg).astype(F32), axis=-1)
-        combine, taken, rest = 0.0, 0.0, gates
+        combine, taken, rest = jnp.zeros(()), jnp.zeros(()), gates
         for _ in range(2):
             chosen = jax.nn.one_hot(jnp.argmax(rest, -1), e, dtype=F32)
             place = jnp.cumsum(chosen, axis=1) - chosen + taken
@@ -314,27 +327,29 @@ def moe(name: str, small: bool, devices: int) -> Workload:
 
     def loss(p, x):
         dispatch, combine = route(x, p["gate"])
-        y = jnp.einsum("gsec,gsd->egcd", dispatch, x)
-        y = jnp.einsum("egcf,efd->egcd", jax.nn.relu(jnp.einsum("egcd,edf->egcf", y, p["up"])), p["down"])
-        y = x + jnp.einsum("gsec,egcd->gsd", combine, y)
+        y = mark(jnp.einsum("gsec,gsd->egcd", dispatch, x), "experts")
+        y = mark(jax.nn.relu(jnp.einsum("egcd,edf->egcf", y, p["up"])), "experts")
+        y = mark(jnp.einsum("egcf,efd->egcd", y, p["down"]), "experts")
+        y = x + mark(jnp.einsum("gsec,egcd->gsd", combine, y), "hidden")
         return jnp.mean(y.astype(F32) ** 2)
 
     params = shapes(gate=(d, e), up=(e, d, ff), down=(e, ff, d))
     return Workload(name, sgd(loss), params, (array(g, s, d),))
 
 
-def llama(name: str, small: bool, devices: int) -> Workload:
+def llama(name: str, small: bool, devices: int, mark: Mark) -> Workload:
     """Llama blocks with grouped-query attention, scanned and rematerialised; Adam."""
     layers, d, ff, h, kv, t, b = (2, 64, 128, 8, 2, 32, 16) if small else (4, 2048, 5632, 16, 4, 1024, 32)
     b, size = max(b, devices), d // h
 
     def layer(x, p):
         y = rms_norm(x, p["norm1"])
-        q = rotate(heads(y @ p["wq"], h)).reshape(*y.shape[:2], kv, h // kv, size)
-        o = attention(q, rotate(heads(y @ p["wk"], kv)), heads(y @ p["wv"], kv))
-        x = x + o.reshape(x.shape) @ p["wo"]
+        q, k, v = (mark(heads(y @ p[w], n), "heads") for w, n in (("wq", h), ("wk", kv), ("wv", kv)))
+        o = attention(rotate(q).reshape(*y.shape[:2], kv, h // kv, size), rotate(k), v)
+        x = mark(x + o.reshape(x.shape) @ p["wo"], "hidden")
         y = rms_norm(x, p["norm2"])
-        return x + (jax.nn.silu(y @ p["gate"]) * (y @ p["up"])) @ p["down"], None
+        y = mark(jax.nn.silu(y @ p["gate"]) * (y @ p["up"]), "wide")
+        return mark(x + y @ p["down"], "hidden"), None
 
     def loss(p, x):
         return jnp.mean(lax.scan(jax.checkpoint(layer), x, p)[0].astype(F32) ** 2)
@@ -347,7 +362,7 @@ def llama(name: str, small: bool, devices: int) -> Workload:
     return Workload(name, adam(loss), adam_state(params), (array(b, t, d),), layers)
 
 
-def vit(name: str, small: bool, devices: int) -> Workload:
+def vit(name: str, small: bool, devices: int, mark: Mark) -> Workload:
     """A vision transformer: patches by reshape and product, mean of the tokens."""
     layers, d, ff, h, side, patch, b = (
         (1, 48, 96, 12, 16, 4, 16) if small else (4, 768, 3072, 12, 224, 16, 256)
@@ -358,7 +373,7 @@ def vit(name: str, small: bool, devices: int) -> Workload:
         x = images.reshape(b, n, patch, n, patch, 3).transpose(0, 1, 3, 2, 4, 5).reshape(b, n * n, -1)
         x = x @ p["patch"] + p["position"]
         for q in p["blocks"]:
-            x = block(x, q, h, causal=False)
+            x = block(x, q, h, causal=False, mark=mark)
         return cross_entropy(layer_norm(x, p["norm"]).mean(1) @ p["head"], labels)
 
     params = shapes(patch=(patch * patch * 3, d), position=(n * n, d), norm=(d,), head=(d, 1024))
@@ -366,15 +381,15 @@ def vit(name: str, small: bool, devices: int) -> Workload:
     return Workload(name, sgd(loss), params, (array(b, side, side, 3), array(b, dtype=I32)), layers)
 
 
-def lora(name: str, small: bool, devices: int) -> Workload:
+def lora(name: str, small: bool, devices: int, mark: Mark) -> Workload:
     """Fine-tuning of low-rank additions `(x @ a) @ b` to frozen weights; Adam on the additions."""
     layers, d, ff, r, t, b = (2, 64, 256, 8, 16, 16) if small else (4, 4096, 11008, 16, 1024, 32)
 
     def loss(p, frozen, x):
         for q, w in zip(p, frozen, strict=True):
             y = rms_norm(x, w["norm"])
-            y = jax.nn.silu(y @ w["up"] + (y @ q["a1"]) @ q["b1"])
-            x = x + y @ w["down"] + (y @ q["a2"]) @ q["b2"]
+            y = mark(jax.nn.silu(y @ w["up"] + (y @ q["a1"]) @ q["b1"]), "wide")
+            x = mark(x + y @ w["down"] + (y @ q["a2"]) @ q["b2"], "hidden")
         return jnp.mean(x.astype(F32) ** 2)
 
     params = [shapes(a1=(d, r), b1=(r, ff), a2=(ff, r), b2=(r, d)) for _ in range(layers)]
@@ -398,6 +413,6 @@ _MAKE: dict[str, Callable[..., Workload]] = {
 NAMES: Sequence[str] = tuple(_MAKE)
 
 
-def get(name: str, *, small: bool = False, devices: int = 1) -> Workload:
+def get(name: str, *, small: bool = False, devices: int = 1, mark: Mark = unmarked) -> Workload:
     """The workload of a name (one of `NAMES`), for tests if `small`, with at least `devices` rows of batch."""
-    return _MAKE[name](small, devices)
+    return _MAKE[name](small, devices, mark)

@@ -221,3 +221,29 @@ def test_a_collective_that_nothing_runs_is_named() -> None:
 def test_parts_of_a_combined_collective_keep_their_own_numbers() -> None:
     text = next(p for p in SAMPLES if p.stem == "combined_and_sliced").read_text()
     assert {e.kind: e.tags for e in read(text).collectives} == {"reduce_scatter": (4,), "all_reduce": (9,)}
+
+
+def test_of_a_combination_only_the_widened_parts_count_as_narrow() -> None:
+    """XLA combines a float32 sum with one that it widened from bfloat16, and names the reducer of the first."""
+    found = read("""HloModule jit_f, num_partitions=4
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %s = f32[] add(%a, %b)
+}
+
+ENTRY %main (p: f32[8], q: bf16[64]) -> (f32[8], bf16[64]) {
+  %p = f32[8] parameter(0)
+  %q = bf16[64] parameter(1)
+  %wide = f32[64] convert(%q)
+  %both = (f32[8], f32[64]) all-reduce(%p, %wide), replica_groups={{0,1,2,3}}, to_apply=%add
+  %first = f32[8] get-tuple-element(%both), index=0
+  %second = f32[64] get-tuple-element(%both), index=1
+  %narrow = bf16[64] convert(%second)
+  ROOT %out = (f32[8], bf16[64]) tuple(%first, %narrow)
+}
+""")
+    (emitted,) = found.collectives
+    assert (emitted.total, emitted.meant) == (1.5 * (8 * 4 + 64 * 4), 1.5 * (8 * 4 + 64 * 2))
+    assert emitted.promoted == "bf16"

@@ -219,7 +219,7 @@ def _emitted(
     """One collective, or one part of a combined one, with its bytes."""
     operand = sum(s.bytes for s in shapes)
     meaning = forms.meaning(module, place.computation, place.calls, inst, kind, operand, size, part)
-    asked_type, widening = meant.asked_type(module, place.computation, place.calls, inst, shapes)
+    asked_type, widening = meant.asked_type(module, place.computation, place.calls, inst, shapes, part)
     moved = wire_bytes(meaning.moves or meaning.kind, meaning.operand, size)
     asked = moved * meaning.asked / widening
     whole = len(part) == len(inst.operands)

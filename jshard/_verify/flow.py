@@ -144,3 +144,10 @@ def by_device(module: Module, computation: Computation, calls: Calls, name: str)
         return visit(comp, above[:-1], call.operands[number])
 
     return visit(computation, calls, name)
+
+
+def taken(computation: Computation, inst: Instruction, k: int) -> list[Instruction]:
+    """The instructions that take result `k` out of a combined collective."""
+    ends = [inst, *(u for u in computation.users.get(inst.name, ()) if u.opcode.endswith("-done"))]
+    readers = [u for e in ends for u in computation.users.get(e.name, ())]
+    return [u for u in readers if u.opcode == "get-tuple-element" and int(u.attr("index") or 0) == k]

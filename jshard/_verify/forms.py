@@ -34,7 +34,7 @@ import re
 from collections.abc import Sequence
 
 from jshard._verify import slices
-from jshard._verify.flow import MOVES, Calls, by_device, inner, resolve, uses
+from jshard._verify.flow import MOVES, Calls, by_device, inner, resolve, taken, uses
 from jshard._verify.hlo import Computation, Instruction, Module
 
 
@@ -200,15 +200,8 @@ def _only_sliced(
         return visit(computation, calls, inst.name)
     return all(
         names and all(visit(computation, calls, n) for n in names)
-        for names in (_results(computation, inst, k) for k in part)
+        for names in ([r.name for r in taken(computation, inst, k)] for k in part)
     )
-
-
-def _results(computation: Computation, inst: Instruction, k: int) -> list[str]:
-    """Names of result k of a combined collective."""
-    ends = [inst, *(u for u in computation.users.get(inst.name, ()) if u.opcode.endswith("-done"))]
-    readers = [u for e in ends for u in computation.users.get(e.name, ())]
-    return [u.name for u in readers if u.opcode == "get-tuple-element" and int(u.attr("index") or 0) == k]
 
 
 def _own_block(module: Module, computation: Computation, calls: Calls, name: str, size: int) -> bool:

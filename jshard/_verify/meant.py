@@ -12,7 +12,7 @@ an argument is narrowed: inside, TPU computes bfloat16 in float32 and every resu
 
 from __future__ import annotations
 
-from jshard._verify.flow import MOVES, Calls, inner, resolve
+from jshard._verify.flow import MOVES, Calls, inner, resolve, taken
 from jshard._verify.hlo import Computation, Instruction, Module, Shape, element_bits
 
 
@@ -21,13 +21,24 @@ _SLICES = MOVES | {"slice", "dynamic-slice", "concatenate", "pad"}
 
 
 def asked_type(
-    module: Module, computation: Computation, calls: Calls, inst: Instruction, shapes: tuple[Shape, ...]
+    module: Module,
+    computation: Computation,
+    calls: Calls,
+    inst: Instruction,
+    shapes: tuple[Shape, ...],
+    part: tuple[int, ...],
 ) -> tuple[str, float]:
-    """Type that the program asked for and emitted bytes over asked bytes; `("", 1.0)` when unchanged."""
+    """Type that the program asked for and emitted bytes over asked bytes; `("", 1.0)` when unchanged.
+
+    `shapes` are those of the operands in `part`.
+    """
     if not shapes or shapes[0].dtype not in ("f32", *_NARROW):
         return "", 1.0
     emitted = shapes[0].dtype
-    before = {_converted(module, computation, calls, o) for o in inst.operands}
+    origins = [_converted(module, computation, calls, inst.operands[k]) for k in part]
+    before = set(origins)
+    if len(before) > 1 and {s.dtype for s in shapes} == {"f32"}:
+        return _widened_some(module, computation, inst, shapes, part, origins)
     asked = next(iter(before)) if len(before) == 1 else ""
     if emitted == "f32":
         after = _narrow_uses(module, computation, inst)
@@ -38,6 +49,27 @@ def asked_type(
     elif asked != "f32":
         return "", 1.0
     return asked, (element_bits(emitted) or 1) / (element_bits(asked) or 1)
+
+
+def _widened_some(
+    module: Module,
+    computation: Computation,
+    inst: Instruction,
+    shapes: tuple[Shape, ...],
+    part: tuple[int, ...],
+    origins: list[str],
+) -> tuple[str, float]:
+    """Of a combination of float32 sums with widened ones: the type of those, and the bytes over those asked."""
+    asked, names = 0.0, set()
+    for k, shape, origin in zip(part, shapes, origins, strict=True):
+        results = taken(computation, inst, k)
+        after = {d for r in results for d in _narrow_uses(module, computation, r)}
+        narrow = origin if origin in _NARROW and origin in after else ""
+        if not narrow and "promoted" in (inst.attr("to_apply") or ""):
+            narrow = min(after, default="")
+        names |= {narrow} - {""}
+        asked += shape.elements * (element_bits(narrow or shape.dtype) or 8) / 8
+    return (min(names), sum(s.bytes for s in shapes) / asked) if names else ("", 1.0)
 
 
 def op_names(
