@@ -162,7 +162,10 @@ def run_one(name: str, machine: str, contender: str, budget: str = "") -> dict[s
         start = time.perf_counter()
         if contender == "xla-plan":
             lowered = jax.jit(
-                w.step, in_shardings=plan.in_shardings[0], out_shardings=plan.out_shardings, donate_argnums=(0,)
+                w.step,
+                in_shardings=plan.in_shardings[0],
+                out_shardings=plan.out_shardings,
+                donate_argnums=(0,),
             ).lower(*w.args)
         else:
             lowered = f.lower(*w.args)
