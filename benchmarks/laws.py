@@ -22,17 +22,18 @@ def main() -> int:
     start = time.perf_counter()
     for function in FUNCTIONS:
         for transformation in TRANSFORMATIONS:
-            for dtype in ("float64", "float32"):
+            for dtype in sys.argv[1:] or ("float64", "float32"):
                 try:
                     outcome = check(function, transformation, dtype)
                 except Exception as e:
                     outcome = "broken"
                     print(f"{function} under {transformation}, {dtype}: {str(e).strip()[:300]}", flush=True)
                 counts[outcome] += 1
+        print(f"{function}: {dict(counts)}", flush=True)
         jax.clear_caches()
     took = time.perf_counter() - start
     print(
-        f"JAX {jax.__version__}: {len(FUNCTIONS)} functions x {len(TRANSFORMATIONS)} transformations x 2 dtypes in "
+        f"JAX {jax.__version__}: {len(FUNCTIONS)} functions x {len(TRANSFORMATIONS)} transformations x {len(sys.argv[1:]) or 2} dtypes in "
         f"{took:.0f} s: {dict(counts)}"
     )
     return int(counts["broken"] > 0)

@@ -52,6 +52,11 @@ def as_function(jaxpr: Any) -> Any:
     return jex.jaxpr_as_fun(jaxpr)
 
 
+def captured_tracers(traced: Any) -> Sequence[Any]:
+    """Tracers that a traced function closes over: they are the first inputs of its jaxpr."""
+    return getattr(traced, "_consts", None) or ()
+
+
 def is_tracer(x: Any) -> bool:
     """Whether a value is one of a trace that is going on."""
     return isinstance(x, core.Tracer)

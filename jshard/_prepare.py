@@ -130,6 +130,7 @@ def prepare(
             name=request.name,
             input_names=[leaf.path for leaf in leaves],
             output_names=out_names,
+            captured=compat.captured_tracers(traced),
         )
     except NestedShardError as e:
         line = _nested_line(traced.jaxpr) or e.where

@@ -190,6 +190,12 @@ class Sharded:
         """Methods: bound to an instance as functions are."""
         return self if obj is None else _Bound(self, obj)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
+        return self  # as functions are
+
+    def __copy__(self) -> Sharded:
+        return self
+
     def __repr__(self) -> str:
         return f"<sharded {self.__name__}{_signature(self._request.fn)}>"
 

@@ -30,11 +30,19 @@ INNER_PROGRAMS = frozenset({*_INLINE, *_ALIAS, "scan", "while", "cond"})
 _BODY = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
 
 
-def build(jaxpr: Any, *, name: str, input_names: Sequence[str], output_names: Sequence[str] = ()) -> Program:
-    """Flatten a closed jaxpr into a `Program`; `input_names` are the paths of the flat arguments."""
+def build(
+    jaxpr: Any, *, name: str, input_names: Sequence[str], output_names: Sequence[str] = (),
+    captured: Sequence[Any] = (),
+) -> Program:  # fmt: skip
+    """Flatten a closed jaxpr into a `Program`; `input_names` are the paths of the flat arguments.
+
+    `captured` are the values of its first inputs, where those are not arguments: tracers that the function closes over.
+    """
     opened, consts = compat.open_jaxpr(jaxpr)
     opened = compat.without_dead_code(opened)
-    return _Builder(name).program(jaxpr, opened, consts, list(input_names), list(output_names))
+    return _Builder(name).program(
+        jaxpr, opened, consts, list(input_names), list(output_names), list(captured)
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,15 +66,21 @@ class _Builder:
         self.pins: list[tuple[int, str, int, Any]] = []
 
     def program(
-        self, closed: Any, jaxpr: Any, consts: Sequence[Any], names: list[str], outs: list[str]
+        self,
+        closed: Any,
+        jaxpr: Any,
+        consts: Sequence[Any],
+        names: list[str],
+        outs: list[str],
+        captured: list[Any],
     ) -> Program:
         env: dict[Any, Atom] = {}
-        invars = list(jaxpr.invars)
+        invars = list(jaxpr.invars)[len(captured) :]
         names += [f"argument {i}" for i in range(len(names), len(invars))]
         for v, n in zip(invars, names, strict=False):
             env[v] = self.source("input", n, v.aval)
         arguments = list(self.input_ops)
-        self._bind_consts(jaxpr, consts, env)
+        self._bind_consts([*jaxpr.constvars, *jaxpr.invars[: len(captured)]], [*consts, *captured], env)
         steps = self.walk(jaxpr, env, 1.0, "")
         outputs = [self.read(v, env) for v in jaxpr.outvars]
         outs += (
@@ -77,11 +91,11 @@ class _Builder:
         out_ops = [
             self.op("output", "output", (a,), (), 1.0, name=n) for a, n in zip(outputs, outs, strict=False)
         ]
-        captured = [i for i in self.input_ops if i not in set(arguments)]
-        made = [self.operators[i].results[0] for i in arguments + captured]
+        others = [i for i in self.input_ops if i not in set(arguments)]
+        made = [self.operators[i].results[0] for i in arguments + others]
         body = Block(tuple(made), tuple(outputs), tuple(steps))
         return Program(
-            self.name, tuple(self.tensors), tuple(self.operators), tuple(arguments + captured), tuple(out_ops),
+            self.name, tuple(self.tensors), tuple(self.operators), tuple(arguments + others), tuple(out_ops),
             tuple(self.constants), body, closed, tuple(self.pins),
         )  # fmt: skip
 
@@ -129,9 +143,9 @@ class _Builder:
             if not compat.is_literal(v) and isinstance(env[v], _Marked):
                 self.pins.append((op, "operand", k, env[v].pin))
 
-    def _bind_consts(self, jaxpr: Any, consts: Sequence[Any], env: dict[Any, Atom]) -> None:
+    def _bind_consts(self, variables: Sequence[Any], consts: Sequence[Any], env: dict[Any, Atom]) -> None:
         # An array captured by several inner programs is one input.
-        for v, c in zip(jaxpr.constvars, consts, strict=True):
+        for v, c in zip(variables, consts, strict=True):
             if id(c) not in self.const_ids:
                 self.constants.append(c)
                 self.const_ids[id(c)] = self.source(
@@ -181,7 +195,7 @@ class _Builder:
         """Walk an inner program whose inputs are the caller's atoms."""
         jaxpr, consts = compat.open_jaxpr(body)
         env: dict[Any, Any] = dict(zip(jaxpr.invars, operands, strict=True))
-        self._bind_consts(jaxpr, consts, env)
+        self._bind_consts(jaxpr.constvars, consts, env)
         steps = self.walk(jaxpr, env, repeat, prefix)
         operands = [a.atom if isinstance(a, _Marked) else a for a in operands]
         inputs = tuple(a for a in operands if not isinstance(a, Literal))
