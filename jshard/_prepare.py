@@ -22,6 +22,7 @@ from jshard._program.trace import build
 from jshard._topology import Topology
 from jshard._wish.entries import Pin, parse_entry
 from jshard._wish.mesh import ChosenMesh, candidate_meshes, choose_mesh, resolve_pin
+from jshard._wish.metadata import with_metadata
 from jshard._wish.options import CallOptions, Options
 from jshard._wish.paths import argument_names, input_leaves, path_name
 from jshard._wish.strategies import pins_for_inputs, pins_for_outputs, without_static
@@ -119,6 +120,13 @@ def prepare(
         request.parameter_plan,
         names=names,
         strict=request.options.strict,
+    )
+    pins = with_metadata(
+        pins,
+        shapes_args,
+        shapes_kw,
+        names,
+        request.mesh if request.mesh is not None else compat.context_mesh(),
     )
     traced = _trace(request, args, kwargs)
     leaves = input_leaves(shapes_args, shapes_kw, names)

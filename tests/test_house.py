@@ -47,6 +47,7 @@ FLOORS = [
         "_flax_nnx",
         "_flax_linen",
         "_flax_call",
+        "_flax_pins",
         "_flax_place",
     },
 ]
