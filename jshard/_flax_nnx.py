@@ -18,6 +18,8 @@ from flax import nnx
 import jshard
 from jshard._errors import NestedShardError, ShardError
 from jshard._flax_call import RECORD, Call, ShardMethod, Token, checked_options, planned, recorded, the_one
+from jshard._flax_names import named
+from jshard._flax_step import flat, value_of, write
 
 
 _TOKEN = "_jshard"
@@ -138,7 +140,7 @@ def _run(token: Token, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
         record[_path_of(module)] = token.functions[key].plan(state, *dynamic, **dynamic_kw)
     y, changed = token.functions[key](state, *dynamic, **dynamic_kw)
     if changed:
-        _write(module, changed)
+        write(module, changed)
     return y
 
 
@@ -148,82 +150,14 @@ def _pure(graph: Any, original: Any, call: Call) -> Any:
     def pure(state: Any, *args: Any, **kwargs: Any) -> Any:
         module = nnx.merge(graph, state)
         delattr(module, _TOKEN)  # its own methods may come back here through `super().__call__`
-        before = {p: _value(v) for p, v in _flat(nnx.state(module))}
+        before = {p: value_of(v) for p, v in flat(nnx.state(module))}
         args, kwargs = call.whole((args, kwargs))
-        with _named(module):
+        with named(module, inside=True):
             y = original(module, *args, **kwargs)
-        changed = [(p, v) for p, v in _flat(nnx.state(module)) if _value(v) is not before.get(p)]
-        return y, {".".join(map(str, p)): _value(v) for p, v in changed}
+        changed = [(p, v) for p, v in flat(nnx.state(module)) if value_of(v) is not before.get(p)]
+        return y, {".".join(map(str, p)): value_of(v) for p, v in changed}
 
     return pure
-
-
-def _flat(state: Any) -> list[tuple[tuple, Any]]:
-    flat: Any = nnx.to_flat_state(state)
-    return list(flat.items() if hasattr(flat, "items") else flat)
-
-
-def _value(variable: Any) -> Any:
-    if variable is None:
-        return None
-    return variable.get_value() if hasattr(variable, "get_value") else getattr(variable, "value", variable)
-
-
-def _write(module: Any, changed: dict[str, Any]) -> None:
-    """Put changed values into the module's own variables; values that were sown are new variables."""
-    paths = {".".join(map(str, p)): p for p, _ in _flat(nnx.state(module))}
-    for key, value in changed.items():
-        parts = paths.get(key, tuple(key.split(".")))
-        holder = module
-        for part in parts[:-1]:
-            holder = (
-                holder[part]
-                if isinstance(part, int) or isinstance(holder, list | dict)
-                else getattr(holder, part)
-            )
-        last = parts[-1]
-        current = (
-            holder[last]
-            if isinstance(holder, list | dict) or isinstance(last, int)
-            else getattr(holder, last, None)
-        )
-        if isinstance(current, nnx.Variable):
-            current.set_value(value) if hasattr(current, "set_value") else setattr(current, "value", value)
-        else:
-            setattr(holder, str(last), nnx.Intermediate(value))
-
-
-class _named:
-    """While tracing, calls of the module's children are named by their path, so that operators know their module."""
-
-    def __init__(self, module: Any):
-        self.names = {id(m): ".".join(map(str, p)) for p, m in nnx.iter_modules(module) if p}
-        self.module, self.saved = module, []
-
-    def __enter__(self) -> None:
-        owners: dict[type, None] = {}
-        for _, m in nnx.iter_modules(self.module):
-            owner = next((c for c in type(m).__mro__ if "__call__" in vars(c)), None)
-            if owner is not None and owner is not object:
-                owners.setdefault(owner)
-        for owner in owners:
-            method = vars(owner)["__call__"]
-            self.saved.append((owner, method))
-            owner.__call__ = self._naming(method)
-
-    def _naming(self, method: Any) -> Any:
-        names = self.names
-
-        @functools.wraps(method)
-        def call(m: Any, *args: Any, **kwargs: Any) -> Any:
-            with jax.named_scope(names[id(m)]) if id(m) in names else jax.named_scope(type(m).__name__):
-                return method(m, *args, **kwargs)
-
-        return call
-
-    def __exit__(self, *_: Any) -> None:
-        for owner, method in self.saved:
-            owner.__call__ = method
 
 
 def install() -> None:

@@ -143,6 +143,7 @@ class Sharded:
         self._planning: dict[Signature, threading.RLock] = {}
         self._programs: dict[Signature, Program] = {}
         self._failed = False
+        self._modules: Any = None  # for arguments that are Flax modules
         self._dispatch = compat.dispatcher(request.name, request.fn, self._miss, *request.statics)
         self.__call__ = self._checked if any(request.statics) else self._dispatch
 
@@ -184,6 +185,7 @@ class Sharded:
         with self._lock:
             self._programs.clear()
             self._planning.clear()
+            self._modules = None
         compat.forget(self._dispatch)
 
     def __get__(self, obj: Any, owner: type | None = None) -> Any:
@@ -203,6 +205,9 @@ class Sharded:
     def _miss(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
         """What JAX's dispatch calls when it does not know a call: results, how to repeat it, whether to forget it."""
         try:
+            over = self._over(args, kwargs)
+            if over is not None:
+                return over(args, kwargs), None, False
             program = self._program(args, kwargs)
             if not compat.at_top_level():
                 return inline(program, args, kwargs), None, False
@@ -225,7 +230,21 @@ class Sharded:
             checked_statics(self._request, args, kwargs)
             raise
 
+    def _over(self, args: Any, kwargs: Any) -> Any:
+        """The form for arguments that the function may change, Flax modules; None if there are none."""
+        made = [getattr(type(a), "__jshard_over__", None) for a in (*args, *kwargs.values())]
+        if not any(made):
+            return None
+        with self._lock:
+            if self._modules is None:
+                self._modules = next(filter(None, made))(self._request)
+            return self._modules
+
     def _program(self, args: Any, kwargs: Any, on_progress: Callable[..., None] | None = None) -> Program:
+        over = self._over(args, kwargs)
+        if over is not None:
+            function, args, kwargs, _ = over.taken_apart(args, kwargs)
+            return function._program(args, kwargs, on_progress)
         key = signature(self._request, args, kwargs)
         found = self._programs.get(key)
         if found is not None:

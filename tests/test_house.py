@@ -47,6 +47,8 @@ FLOORS = [
         "_flax_nnx",
         "_flax_linen",
         "_flax_call",
+        "_flax_names",
+        "_flax_step",
         "_flax_pins",
         "_flax_place",
     },

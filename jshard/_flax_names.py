@@ -1,0 +1,92 @@
+"""While a program is traced, calls of nnx modules are named by their path, as linen names them itself.
+
+The plan then lists every operator under its module, in gradients too: `Net/blocks.3.attn.q_proj`. A class's
+`__call__` gets a thin wrapper, once and for good, that does nothing unless this thread is naming; so several
+threads may trace at the same time.
+
+>>> import jax, jax.numpy as jnp
+>>> from flax import nnx
+>>> model = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
+>>> with named(model):
+...     jaxpr = jax.make_jaxpr(lambda x: model(x))(jnp.ones((2, 4)))
+>>> [str(e.source_info.name_stack) for e in jaxpr.eqns if e.primitive.name == "dot_general"]
+['Sequential/layers.0', 'Sequential/layers.1']
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+
+
+_NAMED = "__jshard_named__"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Naming:
+    """Paths of the modules that are known, by identity, and the path of the call that is running."""
+
+    paths: Mapping[int, tuple[str, ...]]
+    here: tuple[str, ...] | None
+
+
+_NOW: contextvars.ContextVar[_Naming | None] = contextvars.ContextVar("naming", default=None)
+
+
+@contextlib.contextmanager
+def named(module: Any, inside: bool = False) -> Iterator[None]:
+    """Name the calls of a module and of those in it, in this thread; `inside`: the module's own has begun."""
+    around = _NOW.get()
+    paths = dict(around.paths) if around is not None else {}
+    for path, m in nnx.iter_modules(module):
+        paths[id(m)] = tuple(map(str, path))
+        _teach(type(m))
+    here = () if inside else around.here if around is not None else None
+    kept = _NOW.set(_Naming(paths, here))
+    try:
+        with jax.named_scope(type(module).__name__) if inside else contextlib.nullcontext():
+            yield
+    finally:
+        _NOW.reset(kept)
+
+
+def _teach(cls: type) -> None:
+    """Let the `__call__` of a class say its name; done once, where the method is defined."""
+    owner = next((c for c in cls.__mro__ if "__call__" in vars(c)), None)
+    if owner is None or owner is object:
+        return
+    method = vars(owner)["__call__"]
+    if hasattr(method, _NAMED):
+        return
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        now = _NOW.get()
+        if now is None:
+            return method(self, *args, **kwargs)
+        path = now.paths.get(id(self))
+        if path is None:  # a copy that a transformation made, known by its class
+            name, path = type(self).__name__, now.here
+        elif path == now.here:  # `super().__call__`
+            name = ""
+        elif path == ():
+            name = type(self).__name__
+        else:
+            inside = now.here is not None and path[: len(now.here)] == now.here
+            name = ".".join(path[len(now.here or ()) :] if inside else path)
+        kept = _NOW.set(dataclasses.replace(now, here=path))
+        try:
+            with jax.named_scope(name) if name else contextlib.nullcontext():
+                return method(self, *args, **kwargs)
+        finally:
+            _NOW.reset(kept)
+
+    setattr(call, _NAMED, method)
+    owner.__call__ = call
