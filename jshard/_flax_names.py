@@ -33,7 +33,9 @@ _NAMED = "__jshard_named__"
 class _Naming:
     """Paths of the modules that are known, by identity, and the path of the call that is running."""
 
-    paths: Mapping[int, tuple[str, ...]]
+    paths: Mapping[
+        int, tuple[tuple[str, ...], Any]
+    ]  # with the module, so that its identity is not used again
     here: tuple[str, ...] | None
 
 
@@ -44,10 +46,7 @@ _NOW: contextvars.ContextVar[_Naming | None] = contextvars.ContextVar("naming", 
 def named(module: Any, inside: bool = False) -> Iterator[None]:
     """Name the calls of a module and of those in it, in this thread; `inside`: the module's own has begun."""
     around = _NOW.get()
-    paths = dict(around.paths) if around is not None else {}
-    for path, m in nnx.iter_modules(module):
-        paths[id(m)] = tuple(map(str, path))
-        _teach(type(m))
+    paths = {**(around.paths if around is not None else {}), **_paths(module, ())}
     here = () if inside else around.here if around is not None else None
     kept = _NOW.set(_Naming(paths, here))
     try:
@@ -55,6 +54,14 @@ def named(module: Any, inside: bool = False) -> Iterator[None]:
             yield
     finally:
         _NOW.reset(kept)
+
+
+def _paths(module: Any, root: tuple[str, ...]) -> dict[int, tuple[tuple[str, ...], Any]]:
+    found = {}
+    for path, m in nnx.iter_modules(module):
+        found[id(m)] = ((*root, *map(str, path)), m)
+        _teach(type(m))
+    return found
 
 
 def _teach(cls: type) -> None:
@@ -71,10 +78,10 @@ def _teach(cls: type) -> None:
         now = _NOW.get()
         if now is None:
             return method(self, *args, **kwargs)
-        path = now.paths.get(id(self))
-        if path is None:  # a copy that a transformation made, known by its class
-            name, path = type(self).__name__, now.here
-        elif path == now.here:  # `super().__call__`
+        if id(self) not in now.paths:  # a copy that a transformation made, known by its class
+            path, name = now.here or (), type(self).__name__
+            now = dataclasses.replace(now, paths={**now.paths, **_paths(self, path)})
+        elif (path := now.paths[id(self)][0]) == now.here:  # `super().__call__`
             name = ""
         elif path == ():
             name = type(self).__name__

@@ -48,9 +48,10 @@ class OverModules:
     def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call the function and write what it changed into the modules."""
         function, args, kwargs, held = self.taken_apart(args, kwargs)
-        y, states, sown = function(*args, **kwargs)
-        for name, state in states.items():
-            nnx.update(held[name], state)
+        y, sown, *states = function(*args, **kwargs)
+        for module, state in zip(held.values(), states, strict=True):
+            if state is not None:
+                nnx.update(module, state)
         for name, values in sown.items():
             write(held[name], values)
         return y
@@ -84,22 +85,22 @@ class OverModules:
                     **{n: modules.get(n, v) for n, v in kwargs.items()},
                 )
             _, after = nnx.split(modules)
-            states, sown = {}, {}
+            states, sown = dict.fromkeys(held), {}
             for n in held:
                 old, new = before[n], dict(flat(after[n])) if n in after else {}
                 if any(p in new and value_of(new[p]) is not old[p] for p in old):
-                    # Whole, so that it is known as the argument's own and lies as that does.
                     states[n] = nnx.from_flat_state({p: v for p, v in new.items() if p in old})
                 extra = {".".join(map(str, p)): value_of(new[p]) for p in new if p not in old}
                 if extra:
                     sown[n] = extra
-            return y, states, sown
+            # A part of the result for each module, of the same structure: known as that argument handed back.
+            return y, sown, *states.values()
 
         pure.__name__ = pure.__qualname__ = self.request.name
         pure.__signature__ = inspect.signature(fn)  # type: ignore[attr-defined]
         out = self.request.out_strategy
         if out is not None and not isinstance(out, str):
-            out = (out, None, None)
+            out = (out, *(None,) * (1 + len(held)))
         return Sharded(dataclasses.replace(self.request, fn=pure, out_strategy=out))
 
 

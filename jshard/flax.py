@@ -35,6 +35,7 @@ from jshard._errors import ShardError
 from jshard._flax_call import OnClassError
 from jshard._flax_place import init as init, place as place, shardings_for as shardings_for
 from jshard._plan.plan import Plan
+from jshard._wish.paths import path_name as path_name
 
 
 _nnx.install()
