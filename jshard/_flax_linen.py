@@ -95,6 +95,13 @@ def token_of(module: Any) -> Token | None:
 
 def plans_of(module: Any, variables: Any, *args: Any, **kwargs: Any) -> dict[str, jshard.Plan]:
     """The plan of every sharded module in a model, by module path; arguments as for `module.apply`, or shapes."""
+    if not isinstance(variables, Mapping):
+        name = type(module).__name__
+        raise ShardError(
+            f"{name} has no variables yet, and was given a {type(variables).__name__} in their place",
+            where=f"plan of {name}",
+            fix=f"jshard.flax.plan_of(module, variables, ...) with variables, or their shapes, from {name}.init",
+        )
     statics = Call.of(args, kwargs)
 
     def run(variables: Any, dynamic: Any) -> Any:
