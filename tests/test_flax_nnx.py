@@ -1,5 +1,7 @@
 """`module.shard(...)` on nnx modules: the module stays itself and gives the numbers of the plain one."""
 
+import concurrent.futures
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -150,3 +152,116 @@ def test_a_whole_step_over_a_module_state_takes_globs():
     want, wanted = step(state, X)
     close(new, want)
     assert jnp.allclose(value, wanted)
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs):
+        self.linear, self.drop = nnx.Linear(32, 32, rngs=rngs), nnx.Dropout(0.2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.drop(nnx.relu(self.linear(x)))
+
+
+class Remat(nnx.Module):
+    def __init__(self, rngs, cut=False):
+        self.layers = nnx.List([Layer(rngs) for _ in range(2)])
+        if cut:
+            self.layers[0].shard(in_strategy=((8, 1),))
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = nnx.remat(lambda m, x: m(x))(layer, x)
+        return x
+
+
+class Scan(nnx.Module):
+    def __init__(self, rngs, cut=False):
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap
+        def make(rngs):
+            layer = Layer(rngs)
+            return layer.shard(in_strategy=((8, 1),)) if cut else layer
+
+        self.layers = make(rngs)
+
+    def __call__(self, x):
+        return nnx.scan(lambda x, m: m(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
+
+
+@pytest.mark.parametrize("build", [Remat, Scan])
+@pytest.mark.parametrize("inside", [False, True])
+def test_lifted_modules_shard_and_hold_sharded_children(build, inside):
+    plain, model = build(nnx.Rngs(0)), build(nnx.Rngs(0), inside)
+    if not inside:
+        model.shard(in_strategy=((8, 1),))
+        modules = {r.module.split("/")[-1] for r in jshard.flax.plan_of(model, X).operators}
+        assert {"linear", "drop"} <= modules
+    for _ in range(2):
+        close(model(X), plain(X))
+    close(nnx.grad(loss)(model, X), nnx.grad(loss)(plain, X))
+    states = (nnx.state(m, nnx.RngCount) for m in (model, plain))
+    close(*states)
+
+
+class Sows(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(32, 32, rngs=rngs)
+
+    def __call__(self, x, scale=1.0, *, double=False):
+        x = self.linear(x) * scale
+        self.sow(nnx.Intermediate, "hidden", x)
+        return x * 2 if double else x
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
+def test_sown_values_flags_and_numbers():
+    plain, model = pair(Sows)
+    model.shard(in_strategy=((8, 1), None))
+    for args in ((X,), (X, 3.0)):
+        for double in (False, True):
+            close(model(*args, double=double), plain(*args, double=double))
+            close(nnx.pop(model, nnx.Intermediate), nnx.pop(plain, nnx.Intermediate))
+
+
+def test_a_subclass_that_calls_its_parents_call():
+    class Twice(Block):
+        def __call__(self, x):
+            return super().__call__(super().__call__(x))
+
+    plain, model = pair(Twice)
+    Block(nnx.Rngs(0)).shard(in_strategy=((8, 1),))  # so that the parent's call looks for tokens too
+    close(model.shard(in_strategy=((8, 1),))(X), plain(X))
+
+
+def test_threads_that_plan_at_once_name_their_own_modules():
+    def modules(kind):
+        model = kind(nnx.Rngs(0)).shard(in_strategy=((8, 1),))
+        return {r.module for r in jshard.flax.plan_of(model, X).operators if r.primitive == "dot_general"}
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(modules, [Block, Noisy, Block, Noisy]))
+    assert found == [{"Block/dense1", "Block/dense2"}, {"Noisy/linear"}] * 2
+
+
+def test_a_step_over_modules_keeps_what_it_changes():
+    def step(model, optimizer, x):
+        value, grads = nnx.value_and_grad(loss)(model, x)
+        optimizer.update(model, grads)
+        return value
+
+    plain, model = pair(Noisy)
+    opts = [nnx.Optimizer(m, optax.adamw(1e-3), wrt=nnx.Param) for m in (plain, model)]
+    sharded = jshard.shard(step, in_strategy={"x": (8, 1)}, parameter_plan={"**.linear.kernel": (1, 2)})
+    for _ in range(2):
+        np.testing.assert_allclose(sharded(model, opts[1], X), step(plain, opts[0], X), rtol=1e-5)
+    assert int(opts[1].step[...]) == 2
+    close(nnx.state(model, nnx.BatchStat), nnx.state(plain, nnx.BatchStat), 1e-4)
+    plan = sharded.plan(model, opts[1], X)
+    pinned = {r.path for r in plan.inputs if r.pinned}
+    assert pinned == {
+        "model.linear.kernel",
+        "x",
+        *(f"optimizer.opt_state.0.{m}.linear.kernel" for m in ("mu", "nu")),
+    }
+    dots = [r.module for r in plan.operators if r.primitive == "dot_general"]
+    assert len(dots) >= 2 and set(dots) == {"Noisy/linear"}  # in the gradient too

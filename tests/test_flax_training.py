@@ -44,7 +44,8 @@ def cross_entropy(logits, y):
 
 class Classifier(nnx.Module):
     def __init__(self, rngs):
-        self.fc1 = nnx.Linear(64, 64, rngs=rngs)
+        # A bias before BatchNorm has no gradient but noise, which Adam would blow up to steps of its own.
+        self.fc1 = nnx.Linear(64, 64, use_bias=False, rngs=rngs)
         self.norm = nnx.BatchNorm(64, rngs=rngs)
         self.drop = nnx.Dropout(0.1, rngs=rngs)
         self.fc2 = nnx.Linear(64, 10, rngs=rngs)
@@ -56,7 +57,9 @@ class Classifier(nnx.Module):
 class LinenClassifier(nn.Module):
     @nn.compact
     def __call__(self, x, train: bool):
-        x = nn.BatchNorm(use_running_average=not train, momentum=0.9)(nn.Dense(64, name="fc1")(x))
+        x = nn.BatchNorm(use_running_average=not train, momentum=0.9)(
+            nn.Dense(64, use_bias=False, name="fc1")(x)
+        )
         x = nn.Dropout(0.1, deterministic=not train)(nn.relu(x))
         return nn.Dense(10, name="fc2")(x)
 
