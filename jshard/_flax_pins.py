@@ -25,7 +25,7 @@ def spec_of_box(box: linen.Partitioned) -> PartitionSpec | None:
     """The mesh axes of a linen box: its own names, or logical names under its rules or those in context."""
     if isinstance(box, linen.LogicallyPartitioned):
         rules = box.rules or linen.get_logical_axis_rules()
-        return linen.logical_to_mesh_axes(box.names, rules) if rules else None
+        return linen.spmd.logical_to_mesh_axes(box.names, rules) if rules else None
     return PartitionSpec(*box.names)
 
 

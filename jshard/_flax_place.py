@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
