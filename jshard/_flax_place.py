@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
