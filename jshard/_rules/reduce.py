@@ -119,11 +119,17 @@ def reduce_extremum(op: Op) -> Rule:
 
 
 def _gathered(ctx: LocalContext, x: Any) -> Sequence[Any]:
-    """Reduce locally, gather one value per device, reduce again: works for every associative operator."""
+    """Reduce locally, gather one value per device, reduce again: works for every associative operator.
+
+    `any` and `all` of predicates have a collective, as the largest and the smallest number.
+    """
     across = ctx.reduced_axes()
     (y,) = ctx.bind(x)
     if not across:
         return [y]
+    if y.dtype == bool and ctx.op.primitive in ("reduce_and", "reduce_or"):
+        collective = lax.pmin if ctx.op.primitive == "reduce_and" else lax.pmax
+        return [collective(y.astype(jnp.int32), across).astype(bool)]
     bits = y.astype(jnp.uint8) if y.dtype == bool else y
     stacked = all_gather_invariant(bits[None], across, axis=0)
     params = {k: v for k, v in ctx.op.params.items() if k != "axes"}
@@ -132,7 +138,7 @@ def _gathered(ctx: LocalContext, x: Any) -> Sequence[Any]:
 
 @rule("reduce_prod", "reduce_and", "reduce_or", "reduce_xor", local=_gathered)
 def reduce_gathered(op: Op) -> Rule:
-    """Finished by a gather of one value per device, since no collective multiplies or combines bits."""
+    """Finished by a gather of one value per device, since no collective multiplies or combines bits of integers."""
     f, reduced, dims, out = _reduce_dims(op, op.params["axes"])
     return Rule(
         (dims,), (out,), f.sizes, reduction=reduced, reducer=op.primitive.removeprefix("reduce_")
