@@ -287,7 +287,7 @@ def main() -> None:
         return
     import jax
 
-    rows = []
+    rows: list[tuple[str, str, str]] = []
     models = given.model.split(",")
     if given.mesh or given.layers:
         models = models[:1]
