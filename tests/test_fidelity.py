@@ -72,7 +72,7 @@ def test_a_low_rank_chain_is_exact_for_every_cut_of_its_inner_dimension(of_a, of
         np.testing.assert_array_equal(have, want)
 
 
-@pytest.mark.parametrize("k, r", [(8, 1), (4, 2), (2, 4), (1, 8), (4, 8), (8, 8)])
+@pytest.mark.parametrize("k, r", [(8, 1), (2, 4), (4, 8), (8, 8)])
 def test_partial_sums_survive_a_chain_cut_operator_by_operator(k, r) -> None:
     """The first product cut over its sum (k), the second over the inner dimension (r); outer gradients too."""
     mesh = jshard.topology("cpu:8", EIGHT).jax_mesh
@@ -83,7 +83,8 @@ def test_partial_sums_survive_a_chain_cut_operator_by_operator(k, r) -> None:
         return jnp.sum(second(first(x, a), b) * t)
 
     f = jshard.shard(pinned, mesh=mesh)
-    got = jax.value_and_grad(f, argnums=(0, 1, 2))(A, B, X, T)
+    # One program: several at once would wait for each other's devices on few cores.
+    got = jax.jit(jax.value_and_grad(f, argnums=(0, 1, 2)))(A, B, X, T)
     want = jax.value_and_grad(chain, argnums=(0, 1, 2))(A, B, X, T)
     for have, expected in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(have, expected)
