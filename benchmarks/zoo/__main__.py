@@ -59,6 +59,30 @@ def error(got: Any, wanted: Any) -> tuple[float, str]:
     return worst, at
 
 
+# The parts of a training step's result, see `kinds.train_step`; each is compared by itself.
+PARTS = ("loss", "gradients", "new parameters", "new state", "new optimizer state")
+
+
+def _worst(got: Any, wanted: Any) -> tuple[float, str]:
+    if not (type(wanted) is tuple and len(wanted) == len(PARTS)):
+        return error(got, wanted)
+    found = [(error(g, w), part) for g, w, part in zip(got, wanted, PARTS, strict=True)]
+    (worst, at), part = max(found)
+    return worst, f"{part}{at}"
+
+
+def _neighbour(batch: Any) -> Any:
+    rng = np.random.default_rng(0)
+
+    def move(x):
+        x = np.asarray(x)
+        if x.dtype != np.float32:
+            return x
+        return np.nextafter(x, np.where(rng.random(x.shape) < 0.5, -np.inf, np.inf).astype(np.float32))
+
+    return jax.tree.map(move, batch)
+
+
 def _numbers(x: Any) -> Any:
     return jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
@@ -77,9 +101,9 @@ def figures(fn: Any, args: tuple[Any, ...], pieces: int) -> dict[str, Any]:
         got = jax.block_until_ready(sharded(*args))
     ran = time.perf_counter()
     wanted = jax.jit(fn)(*args)
-    # Parts of a result are compared each by itself: loss, gradients, parameters.
-    parts = list(zip(got, wanted, strict=True)) if type(wanted) is tuple else [(got, wanted)]
-    worst, at = max(error(*p) for p in parts)
+    worst, at = _worst(got, wanted)
+    # What rounding alone can do: the plain function again, with every float of the batch moved to its neighbour.
+    rounding, _ = _worst(jax.jit(fn)(*args[:-1], _neighbour(args[-1])), wanted)
     moved = collections.Counter()
     for row in plan.collectives:
         moved[row.kind] += int(row.count)
@@ -94,6 +118,7 @@ def figures(fn: Any, args: tuple[Any, ...], pieces: int) -> dict[str, Any]:
         "unknown": sorted(set(plan.unknown)),
         "error": worst,
         "at": at,
+        "rounding": rounding,
         "collectives": dict(sorted(moved.items())),
         "matmuls": sum(row.primitive in MATMULS for row in plan.operators),
         "replicated": whole,
