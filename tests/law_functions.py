@@ -142,7 +142,7 @@ TRANSFORMATIONS: dict[str, Callable[..., Any]] = {
     "vjp": lambda f, x, w: jax.vjp(lambda w: floats(f)(x, w), w)[1](floats(f)(x, w)),
     "jvp": lambda f, x, w: jax.jvp(floats(f), (x, w), (w, x)),
     "linearize": lambda f, x, w: jax.linearize(lambda x: floats(f)(x, w), x)[1](w),
-    "hessian": lambda f, x, w: jax.jit(jax.hessian(lambda r: scalar(f)(x.at[0].set(r), w)))(x[0]),
+    "hessian": lambda f, x, w: jax.jit(lambda x, w: jax.hessian(lambda r: scalar(f)(x.at[0].set(r), w))(x[0]))(x, w),
     "jacfwd": lambda f, x, w: jax.jacfwd(lambda r: floats(f)(x.at[1].set(r), w))(x[1]),
     "jacrev": lambda f, x, w: jax.jacrev(lambda r: floats(f)(x, w.at[:, 2].set(r)))(w[:, 2]),
     "remat": lambda f, x, w: jax.grad(scalar(jax.checkpoint(f)))(x, w),

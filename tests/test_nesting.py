@@ -61,6 +61,11 @@ BATCH = jnp.ones((3, 8, 4))
 VMAPS = {
     "vmap": lambda: jax.vmap(F, (0, None)),
     "vmap of a warm jit": lambda: jax.vmap(warm, (0, None)),
+    "vmap of scan": lambda: jax.vmap(
+        lambda x, w: jax.lax.scan(lambda c, _: (F(c, w), None), x, None, length=2)[0], (0, None)
+    ),
+    "vmap of remat": lambda: jax.vmap(jax.checkpoint(lambda x, w: F(x, w)), (0, None)),
+    "jit of vmap": lambda: jax.jit(jax.vmap(lambda x, w: F(x, w), (0, None), spmd_axis_name="rows")),
     "vmap of grad": lambda: jax.vmap(jax.grad(lambda x, w: F(x, w).sum()), (0, None)),
 }
 
