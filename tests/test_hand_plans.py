@@ -58,6 +58,9 @@ def test_no_hand_plan_costs_less(h):
     assert plan.cost.objective <= by_hand(h).cost.objective * (1 + 1e-9)
     assert plan.cost.bound <= by_hand(h).cost.objective
     assert plan.cost.optimal
+    for p in (plan, by_hand(h)):
+        assert p.physics.bytes <= sum(p.bytes_by_kind.values())
+        assert p.physics.seconds <= p.cost.compute + p.cost.communication
 
 
 @pytest.mark.parametrize("name", ["convnet", "embedding", "moe"])

@@ -39,7 +39,7 @@ class Bound:
         return self.bytes / (chip.links * chip.link_bandwidth)
 
 
-def matmul(m: int, n: int, k: int, devices: int, *, itemsize: float, held: float | None = None) -> Bound:
+def matmul(m: int, n: int, k: int, devices: float, *, itemsize: float, held: float | None = None) -> Bound:
     """The least bytes that the busiest device receives for one matrix product.
 
     Arguments:

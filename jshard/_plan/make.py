@@ -21,6 +21,7 @@ from jshard._plan.again import Again
 from jshard._plan.limited import limited
 from jshard._plan.network import Pins, Problem, problem
 from jshard._plan.peak import Profile, profile
+from jshard._plan.physics import physics
 from jshard._plan.plan import CollectiveRow, Cost, Decision, Memory, OperatorRow, Plan, TensorRow
 from jshard._plan.propagate import propagate
 from jshard._plan.schedule import Choice, Run, Schedule, choice_of, schedule
@@ -237,7 +238,7 @@ def describe(
         fingerprint=fingerprint(program), inputs=inputs, outputs=outputs, operators=tuple(rows),
         collectives=tuple(r for r, _ in moved), cost=cost, decision=_decision(choice),
         memory_budget=wish.memory_limit, unknown=tuple(unknown), memory=memory,
-        boundaries=tuple(boundaries), steps=tuple(steps),
+        boundaries=tuple(boundaries), steps=tuple(steps), physics=physics(choice, compute - redundant),
     )  # fmt: skip
 
 

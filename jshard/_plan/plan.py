@@ -24,7 +24,9 @@ from jshard._plan.rows import (
     Cost as Cost,
     Decision as Decision,
     Memory as Memory,
+    Need as Need,
     OperatorRow as OperatorRow,
+    Physics as Physics,
     TensorRow as TensorRow,
 )
 from jshard._report.diff import Difference, diff
@@ -49,7 +51,8 @@ class Plan:
     """The answer for one function and one set of shapes.
 
     `boundaries` are where values enter, go round and leave loops and branches: they compute nothing, and one layout
-    holds on both sides. `verification` is what `f.plan(..., verify=True)` found in the compiled program.
+    holds on both sides. `verification` is what `f.plan(..., verify=True)` found in the compiled
+    program, `physics` what nothing with these placements could avoid.
 
     >>> import jax, jax.numpy as jnp, jshard
     >>> f = jshard.shard(lambda x, w: jax.nn.relu(x @ w), in_strategy=((1, 1), None))
@@ -73,6 +76,7 @@ class Plan:
     memory_budget: float | None = None
     unknown: tuple[str, ...] = ()
     memory: Memory = Memory()
+    physics: Physics = Physics()
     boundaries: tuple[OperatorRow, ...] = ()
     steps: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     jax_mesh: Any = dataclasses.field(default=None, compare=False, repr=False)
@@ -231,6 +235,10 @@ class Plan:
         data["decision"] = Decision(**_rich(data["decision"]))
         data["unknown"] = tuple(data["unknown"])
         data["memory"] = Memory(**_rich(data.get("memory", {})))
+        least = _rich(data.get("physics", {}))
+        data["physics"] = Physics(
+            **{**least, "products": tuple(Need(**n) for n in least.get("products", ()))}
+        )
         return Plan(**data)
 
     def save(self, path: str | Path) -> None:

@@ -114,6 +114,35 @@ class Memory:
 
 
 @dataclasses.dataclass(frozen=True)
+class Need:
+    """The least bytes that a device receives for one matrix product, `count` times a call; `regime` of its bound."""
+
+    operator: str
+    regime: str
+    bytes: float
+    count: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Physics:
+    """What no program with this plan's placements could avoid: seconds a call, bytes received, by product.
+
+    `space_gap` of a step that takes so many seconds is how far it is from there.
+
+    >>> Physics(seconds=2.0, bytes=1e6).space_gap(2.5)
+    0.25
+    """
+
+    seconds: float = 0.0
+    bytes: float = 0.0
+    products: tuple[Need, ...] = ()
+
+    def space_gap(self, step: float) -> float:
+        """(step - seconds) / seconds."""
+        return max(0.0, step - self.seconds) / self.seconds if self.seconds > 0 else float("inf")
+
+
+@dataclasses.dataclass(frozen=True)
 class Decision:
     """The states themselves: per operator the factor each mesh axis cuts, or a layout for inputs and outputs."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from jshard._report.units import seconds, size
+from jshard._report.units import seconds, share, size
 
 
 if TYPE_CHECKING:
@@ -64,6 +64,15 @@ def proof(plan: Plan) -> str:
         return f"optimal: cost {shown} equals the proved bound"
     bound = size(c.bound) if c.unit == "B" else seconds(c.bound)
     return f"gap {100 * c.gap:.2g}%: cost {shown}, proved bound {bound}"
+
+
+def physics(plan: Plan) -> str:
+    """One sentence on how far the plan is from what nothing placed so could beat."""
+    least, step = plan.physics, step_seconds(plan)
+    return (
+        f"space gap {share(least.space_gap(step))}: a step {seconds(step)}, physics {seconds(least.seconds)} "
+        f"(its products must receive {size(least.bytes)})"
+    )
 
 
 def figures(plan: Plan) -> dict[str, str]:

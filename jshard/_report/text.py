@@ -14,7 +14,7 @@ from jshard._plan.rows import TensorRow
 from jshard._report.extras import needed
 from jshard._report.fold import Group, fold_tensors, groups, lies_as
 from jshard._report.ir import short
-from jshard._report.summary import figures, goal, proof, step_seconds, traffic
+from jshard._report.summary import figures, goal, physics, proof, step_seconds, traffic
 from jshard._report.units import count, seconds, share, size
 
 
@@ -66,12 +66,13 @@ def coloured(plan: Plan) -> Any:
 
 
 def head(plan: Plan) -> list[str]:
-    """Function, mesh, level, proof."""
-    return [
+    """Function, mesh, level, proof; how far from physics, where the plan has products that must receive something."""
+    lines = [
         f"plan of {plan.name} on {plan.mesh} ({plan.mesh.total} x {plan.chip}), level {plan.level}: least {goal(plan)}",
         f"  {proof(plan)}; {len(plan.operators)} operators"
         + (", by propagation" if plan.search == "propagation" else ""),
     ]
+    return lines + ([f"  {physics(plan)}"] if plan.physics.bytes else [])
 
 
 def sections(plan: Plan, most: int = MOST) -> list[Section]:

@@ -1,0 +1,102 @@
+"""What no program could avoid, beside what a plan does: bytes received for each matrix product, and for the step.
+
+A plan decides where operands are made (arguments lie, other operators write) and how much of a product each
+device may hold of its result. Given that, a device that does its even share of the product must touch so many
+elements of the three arrays (`_cost/bounds.py`); what it does not hold, it receives. A tensor is charged to the
+first product that reads it, so the products' needs can be added. The step needs its even compute as well, and the
+bytes come at most over all links at once. The rest is the space gap: what grids, latency and redundant work cost.
+
+Layouts are the plan's: a plan that keeps whole copies of its operands needs to receive nothing, and pays in memory.
+
+>>> even_footprint(1, 64, 64, 64, 8), even_footprint(16, 4, 4, 4, 8)      # whole batches: no sharing at all
+(3072.0, 96.0)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from jshard._cost import bounds
+from jshard._plan.rows import Need, Physics
+from jshard._plan.schedule import Choice
+from jshard._program.graph import Literal, Operator, operator_name
+from jshard._topology import Topology
+
+
+def physics(choice: Choice, even_compute: float) -> Physics:
+    """The needs of every product, and of the step whose even share of compute is given in seconds."""
+    charged: set[int] = set()
+    consumers = choice.program.consumers()
+    needs = []
+    for op in choice.program.operators:
+        if op.kind == "eqn" and op.primitive == "dot_general" and op.operand_repeat:
+            need = _need(choice, op, charged, consumers[op.results[0]])
+            if need is not None and need.bytes > 0:
+                needs.append(need)
+    total = sum(n.bytes * n.count for n in needs)
+    return Physics(even_compute + total / most_bandwidth(choice.topology), total, tuple(needs))
+
+
+def most_bandwidth(topology: Topology) -> float:
+    """Bytes/s that can enter a device over everything it is joined to."""
+    chip = topology.chip
+    return chip.links * chip.link_bandwidth + (chip.die_bandwidth or 0.0) + (chip.nic_bandwidth or 0.0)
+
+
+def even_footprint(batch: int, m: int, n: int, k: int, devices: int) -> float:
+    """Elements that a device with an even share of `batch` products must touch at least.
+
+    Sharing one product is dearer than doing whole ones, so a device does whole ones as far as its share goes.
+    """
+    share = batch / devices
+    if share >= 1:
+        return share * (m * n + m * k + n * k)
+    held = (m * n + m * k + n * k) * share
+    return bounds.matmul(m, n, k, devices / batch, itemsize=1).bytes + held
+
+
+def _need(choice: Choice, op: Operator, charged: set[int], users: Sequence[tuple[int, int]]) -> Need | None:
+    """What a product must receive of operands that no product before it has read, and to finish its result."""
+    program, mesh = choice.program, choice.topology.mesh
+    a, b = op.operands
+    if isinstance(a, Literal) or isinstance(b, Literal):
+        return None
+    batch, m, n, k = sizes(op, program.tensors[a].shape, program.tensors[b].shape)
+    if not batch * m * n * k:
+        return None
+    held, count = 0.0, op.repeat
+    for i, t in enumerate((a, b)):
+        tensor, needed, made = program.tensors[t], choice.needed(op.id, i), choice.made(t)
+        words = math.prod(tensor.shape)
+        fresh = t not in charged and op.operand_repeat[i] >= op.repeat
+        charged.add(t)
+        # A partial sum is scattered at best before it is read.
+        pieces = made.pieces(mesh) * mesh.size(*made.partial) if fresh else needed.pieces(mesh)
+        held += words / max(1, pieces)
+        if fresh:
+            # What is made outside a loop may be moved outside too, once.
+            count = min(count, program.operators[choice.producers[t][0]].repeat)
+    r = op.results[0]
+    out = choice.made(r)
+    # A partial sum is ended here when every reader wants it whole; else later, on what is made of it.
+    ended = bool(users) and all(
+        not choice.needed(u, i).partial and program.operators[u].operand_repeat[i] >= op.repeat
+        for u, i in users
+    )
+    held += math.prod(program.tensors[r].shape) / (
+        out.pieces(mesh) * (mesh.size(*out.partial) if ended else 1)
+    )
+    itemsize = min(program.tensors[t].itemsize for t in (a, b, r))
+    regime = bounds.matmul(m, n, k, max(1, mesh.total / batch), itemsize=1).regime
+    least = max(0.0, even_footprint(batch, m, n, k, mesh.total) - held) * itemsize
+    return Need(operator_name(op), regime, least, float(count))
+
+
+def sizes(op: Operator, a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, int, int, int]:
+    """Batch, rows, columns and contracted length of a product."""
+    (ka, kb), (ba, bb) = op.eqn.params["dimension_numbers"]
+    batch, k = math.prod(a[i] for i in ba), math.prod(a[i] for i in ka)
+    m = math.prod(s for i, s in enumerate(a) if i not in (*ba, *ka))
+    n = math.prod(s for i, s in enumerate(b) if i not in (*bb, *kb))
+    return batch, m, n, k
