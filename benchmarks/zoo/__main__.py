@@ -15,6 +15,7 @@ import warnings
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import jshard
@@ -56,7 +57,7 @@ def error(got: Any, wanted: Any) -> tuple[float, str]:
         off = float(np.abs(x.astype(np.float64) - y.astype(np.float64)).max()) / scale
         if not off <= worst:
             worst, at = off, jax.tree_util.keystr(path)
-    return worst, at
+    return float(worst), at
 
 
 # The parts of a training step's result, see `kinds.train_step`; each is compared by itself.
@@ -84,7 +85,7 @@ def _neighbour(batch: Any) -> Any:
 
 
 def _numbers(x: Any) -> Any:
-    return jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
 def figures(fn: Any, args: tuple[Any, ...], pieces: int) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Models of keras on JAX, at their real depths, on small images."""
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,6 @@
 """Models of equinox, haiku and diffrax. Each function imports its library, so that one can be missing."""
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,6 @@
 """Models of `transformers`: Flax modules with random parameters, two layers each."""
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from typing import Any
