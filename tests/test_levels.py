@@ -60,6 +60,8 @@ def compiled_peak(f: jshard.Sharded, *args) -> int:
 def test_level_1_needs_the_least_memory_on_a_training_step():
     step, args = gpt_step(Config(layers=1, width=32, heads=2, context=16, batch=16))
     sharded = [jshard.shard(step, {"batch": (8, 1)}, level=k, mesh=auto(8)) for k in (0, 1, 2)]
+    peaks = [f.plan(*args).cost.peak_bytes for f in sharded]
+    assert peaks[1] == min(peaks)
     least = compiled_peak(sharded[1], *args)
     assert least <= compiled_peak(sharded[0], *args)
     if sharded[2].plan(*args).decision != sharded[0].plan(*args).decision:

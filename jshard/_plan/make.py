@@ -125,12 +125,23 @@ def _solve(built: Problem, wish: Wish, on_progress: Callable[..., None] | None) 
 
 
 def _least_peak(
-    built: Problem, wish: Wish, network: CostNetwork, on_progress: Callable[..., None] | None
+    built: Problem,
+    wish: Wish,
+    network: CostNetwork,
+    on_progress: Callable[..., None] | None,
+    free: _Answer | None = None,
 ) -> _Answer:
     """The plan of least peak. The network's peak is a bound; the plan's own is counted over its schedule."""
     s = solve(network, objective="peak", gap=wish.gap, seconds=wish.seconds, on_progress=on_progress)
     answer = _answer(built, wish, s.assignment, s.bound, s.steps)
-    return dataclasses.replace(answer, objective=answer.peak, bound=min(s.bound, answer.peak), least=s.bound)
+    if free is None:
+        other = solve(built.network, gap=wish.limited_gap, seconds=wish.limited_seconds)
+        free = _answer(built, wish, other.assignment, s.bound, s.steps)
+    # The network does not see every copy; the plan of least time sometimes makes fewer.
+    answer = min((answer, free), key=lambda a: a.peak)
+    return dataclasses.replace(
+        answer, objective=answer.peak, bound=min(s.bound, answer.peak), least=s.bound, steps=tuple(s.steps)
+    )
 
 
 def _within(built: Problem, wish: Wish, free: _Answer, on_progress: Callable[..., None] | None) -> _Answer:
@@ -143,7 +154,7 @@ def _within(built: Problem, wish: Wish, free: _Answer, on_progress: Callable[...
     limit = wish.memory_limit
     assert limit is not None
     network = limited(built)
-    aim, bound, best = limit, free.bound, None
+    aim, bound, best, nearest = limit, free.bound, None, free
     for _ in range(4):
         assert network.memory is not None
         capped = dataclasses.replace(network, memory=dataclasses.replace(network.memory, limit=aim))
@@ -154,14 +165,13 @@ def _within(built: Problem, wish: Wish, free: _Answer, on_progress: Callable[...
         if aim == limit:
             bound = max(bound, s.bound)
         answer = _answer(built, wish, s.assignment, bound, s.steps)
+        nearest = min((nearest, answer), key=lambda a: a.peak)
         if answer.peak <= limit:
             best = answer
             break
         aim -= 1.05 * (answer.peak - limit)
     if best is None:
-        best = _least_peak(
-            built, dataclasses.replace(wish, seconds=wish.limited_seconds), network, on_progress
-        )
+        best = _least_peak(built, wish, network, on_progress, nearest)
         best = dataclasses.replace(best, objective=best.cost, bound=min(bound, best.cost))
     return best
 
