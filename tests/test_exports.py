@@ -23,7 +23,8 @@ from jshard._report.trace import trace
 PAGE = (pathlib.Path(__file__).parent.parent / "docs" / "plan_json.md").read_text()
 OBJECTS = {
     "Mesh": MeshAxes, "Tensor": rows.TensorRow, "Operator": rows.OperatorRow, "Collective": rows.CollectiveRow,
-    "Cost": rows.Cost, "Memory": rows.Memory, "Decision": rows.Decision,
+    "Cost": rows.Cost, "Memory": rows.Memory, "Physics": rows.Physics,
+    "Need": rows.Need, "Decision": rows.Decision,
 }  # fmt: skip
 
 

@@ -8,8 +8,8 @@ bytes come at most over all links at once. The rest is the space gap: what grids
 
 Layouts are the plan's: a plan that keeps whole copies of its operands needs to receive nothing, and pays in memory.
 
->>> even_footprint(1, 64, 64, 64, 8), even_footprint(16, 4, 4, 4, 8)      # whole batches: no sharing at all
-(3072.0, 96.0)
+>>> round(even_footprint(1, 64, 64, 64, 8)), even_footprint(16, 4, 4, 4, 8)      # whole batches: no sharing at all
+(3072, 96.0)
 """
 
 from __future__ import annotations
