@@ -1,6 +1,7 @@
 """Thousands of random programs, sharded against plain: values, gradients, requested shardings, warnings.
 
     python benchmarks/fuzz.py [--count 3000] [--seed 0] [--state fuzz.json] [--only NUMBER ...] [--show]
+    python benchmarks/fuzz.py --explore 200      # hypothesis draws the programs, and makes a failure small
 
 Program `n` of seed `s` is the same on every machine, so a number is a report: `--only n` runs it again, and
 `--show` prints its source. With `--state` a run that was interrupted goes on where it stopped. Refused: the pins
@@ -17,6 +18,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 
 # Programs that run once on a few numbers: what counts is the time to compile them.
@@ -37,6 +39,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--state", type=Path)
     parser.add_argument("--only", type=int, nargs="*")
+    parser.add_argument("--high", type=int, default=40)
+    parser.add_argument("--explore", type=int, metavar="COUNT")
     parser.add_argument("--show", action="store_true")
     args = parser.parse_args()
 
@@ -44,13 +48,15 @@ def main() -> int:
     from fuzz_judge import judge  # pyright: ignore[reportMissingImports]
     from fuzz_programs import program  # pyright: ignore[reportMissingImports]
 
+    if args.explore:
+        return explore(args.explore, args.high)
     done: dict[str, str] = json.loads(args.state.read_text()) if args.state and args.state.exists() else {}
     start = time.perf_counter()
     failed = [int(n) for n, kind in done.items() if kind in ("different", "warning", "error")]
     for n in args.only or range(args.start, args.start + args.count):
         if str(n) in done and not args.only:
             continue
-        p = program(random.Random(args.seed * 1_000_003 + n))
+        p = program(random.Random(args.seed * 1_000_003 + n), high=args.high)
         if args.show:
             print(p)
         verdict = judge(p)
@@ -69,6 +75,25 @@ def main() -> int:
     print(f"{len(done)} programs of seed {args.seed}, jax {jax.__version__}: {dict(Counter(done.values()))}")
     print(f"failed: {sorted(failed)}" if failed else "0 failures, 0 unexplained warnings")
     return bool(failed)
+
+
+def explore(count: int, high: int) -> int:
+    """Let hypothesis draw other programs every time, and shrink the first that fails."""
+    import hypothesis
+    from fuzz_judge import judge  # pyright: ignore[reportMissingImports]
+    from fuzz_programs import programs  # pyright: ignore[reportMissingImports]
+
+    every: Any = list(hypothesis.HealthCheck)
+
+    @hypothesis.settings(max_examples=count, deadline=None, database=None, suppress_health_check=every)
+    @hypothesis.given(programs(high=high))
+    def law(p) -> None:
+        verdict = judge(p)
+        assert not verdict.failed, f"{verdict.kind}\n{p}\n{verdict.text}"
+
+    law()
+    print(f"{count} programs of hypothesis, 0 failures")
+    return 0
 
 
 if __name__ == "__main__":

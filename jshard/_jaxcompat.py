@@ -182,6 +182,41 @@ def identity_equation(primitive: Any, operand: Any, result: Any, like: Any) -> A
     return jex.new_jaxpr_eqn([operand], [result], primitive, {}, set(), like.source_info, like.ctx)
 
 
+def one_test(eqn: Any) -> Any:
+    """A `while` equation whose test is one boolean: `vmap` makes tests of many, and each stops its own part.
+
+    As JAX lowers them: on while any says yes, and what goes round keeps the parts whose test says no.
+    """
+    p = eqn.params
+    test, turn, nc = as_function(p["cond_jaxpr"]), as_function(p["body_jaxpr"]), p["cond_nconsts"]
+    shape = open_jaxpr(p["cond_jaxpr"])[0].outvars[0].aval.shape
+    if not shape:
+        return eqn
+    consts = [v.aval for v in eqn.invars[: nc + p["body_nconsts"]]]
+    carry = [v.aval for v in eqn.outvars]
+
+    def any_on(*args: Any) -> Any:
+        return jax.lax.reduce_or(test(*args)[0], axes=range(len(shape)))
+
+    def selected(*args: Any) -> list[Any]:
+        old = args[len(consts) :]
+        on = test(*args[:nc], *old)[0]
+        new = turn(*args[nc:])
+        grown = [jax.lax.broadcast_in_dim(on, o.shape, range(len(shape))) for o in old]
+        return [jax.lax.select(g, n, o) for g, n, o in zip(grown, new, old, strict=True)]
+
+    params = {
+        **p,
+        "cond_jaxpr": jax.make_jaxpr(any_on)(*consts[:nc], *carry),
+        "body_jaxpr": jax.make_jaxpr(selected)(*consts, *carry),
+        "body_nconsts": len(consts),
+    }
+    invars = [*eqn.invars[:nc], *eqn.invars]
+    return jex.new_jaxpr_eqn(
+        invars, eqn.outvars, eqn.primitive, params, eqn.effects, eqn.source_info, eqn.ctx
+    )
+
+
 def constraint_of(eqn: Any) -> Any:
     """The sharding that a `with_sharding_constraint` or `reshard` equation asks for."""
     return eqn.params.get("sharding", eqn.params.get("dst_sharding"))

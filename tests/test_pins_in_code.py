@@ -100,3 +100,17 @@ def test_an_operator_whose_rule_raises_is_named_and_replicated():
     with pytest.raises(jshard.ShardError) as twice:
         jshard.register_rule("jshard_test_rule_that_raises", rule)
     assert "already has a rule" in twice.value.what
+
+
+@pytest.mark.parametrize("spec, cut", [((4, 2), (4, 2)), (P("x", "y"), (4, 2)), ((None, 2), (None, 2))])
+@pytest.mark.parametrize("side", ["in_strategy", "out_strategy"])
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_an_operator_pin_under_vmap_leaves_the_mapped_dimension_open(spec, cut, side, at):
+    xs = jnp.stack([X, X + 1, X - 1], axis=at)
+    pinned = jshard.op(jnp.tanh, **{side: (spec,)})
+    f = jax.vmap(pinned, in_axes=at, out_axes=at)
+    sharded = jshard.shard(lambda xs: f(xs) * 2, mesh=MESH)
+    (row,) = rows(sharded.plan(xs), "tanh")
+    have = row.strategy[0][:at] + row.strategy[0][at + 1 :]
+    assert all(w is None or w == h for w, h in zip(cut, have, strict=True)), row.strategy
+    np.testing.assert_allclose(sharded(xs), jnp.tanh(xs) * 2, rtol=1e-6)

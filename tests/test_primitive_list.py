@@ -57,6 +57,8 @@ def test_every_rule_has_an_example_or_a_reason_for_none():
     for make in EXAMPLES.values():
         fn, *args = make()
         seen |= primitives(jax.jit(fn).trace(*args).jaxpr)
-    without = {n for n in REGISTRY.names() if n not in seen and n not in OPAQUE}
+    # Other tests, run before in the same process, register rules as users do; jshard answers for its own.
+    own = {n for n in REGISTRY.names() if (entry := REGISTRY.get(n)) is not None and not entry.user}
+    without = {n for n in own if n not in seen and n not in OPAQUE}
     assert not without - set(NO_EXAMPLE)
-    assert set(NO_EXAMPLE) <= set(REGISTRY.names())
+    assert set(NO_EXAMPLE) <= own

@@ -166,7 +166,7 @@ class _Builder:
             elif name == "scan":
                 steps.append(self.scan(eqn, env, repeat, inner))
             elif name == "while":
-                steps.append(self.while_loop(eqn, env, repeat, inner))
+                steps.append(self.while_loop(compat.one_test(eqn), env, repeat, inner))
             elif name == "cond":
                 steps.append(self.cond(eqn, env, repeat, inner))
             elif name == compat.BOUNDARY:

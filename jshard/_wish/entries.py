@@ -59,6 +59,16 @@ class Pin:
         """Whether the pin fixes nothing: every dimension is left to the search."""
         return all(c is None for c in self.cuts) and (self.axes is None or all(a is None for a in self.axes))
 
+    def batched(self, dim: int) -> Pin:
+        """The same wish for a tensor with one more dimension, left to the search: what `vmap` makes of it.
+
+        >>> str(Pin((4, 2), None, "x").batched(1))
+        '(4, None, 2)'
+        """
+        cuts = (*self.cuts[:dim], None, *self.cuts[dim:])
+        axes = None if self.axes is None else (*self.axes[:dim], None, *self.axes[dim:])
+        return dataclasses.replace(self, cuts=cuts, axes=axes)
+
     def __str__(self) -> str:
         if self.axes is None:
             cuts = ["every device" if c == EVERY_DEVICE else str(c) for c in self.cuts]
