@@ -130,6 +130,14 @@ def itemsize(dtype: Any) -> int:
     return max(1, np.dtype(dtype).itemsize)
 
 
+def empty(shape: Sequence[int], dtype: Any) -> Any:
+    """An array of size zero, of typed PRNG keys too."""
+    if jax.numpy.issubdtype(dtype, jax.dtypes.prng_key):
+        data = jax.numpy.zeros((*shape, *dtype._impl.key_shape), "uint32")
+        return jax.random.wrap_key_data(data, impl=dtype._impl)
+    return jax.numpy.zeros(shape, dtype)
+
+
 def vma(x: Any) -> frozenset[str]:
     """Mesh axes over which a value inside `shard_map` is typed as varying."""
     aval = jax.typeof(x)

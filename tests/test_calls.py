@@ -281,3 +281,21 @@ def test_the_persistent_compilation_cache(tmp_path):
 
     first, second = run(), run()
     assert first[0] == "0" and int(second[0]) >= 1 and first[1] == second[1]
+
+
+@pytest.mark.parametrize("kind", ["arrays", "cut", "keys", "with one that is not read"])
+def test_arguments_all_of_size_zero(kind):
+    # XLA refuses a plain `shard_map` of two of them with several results (JAX 0.10.2 and 0.12.0).
+    a, b = jnp.zeros((4, 0)), jnp.zeros((4, 0), "uint8")
+    if kind == "keys":
+        a = b = jax.random.split(jax.random.key(0), 4)[:0]
+    f = (lambda x, y, *_: (x, y, 3.0)) if kind == "keys" else lambda x, y, *_: (x + 1, y + 1, x.sum() + 2)
+    args = (a, b, jnp.ones(4)) if kind == "with one that is not read" else (a, b)
+    g = jshard.shard(f, in_strategy=((4, 1),) + (None,) * (len(args) - 1) if kind == "cut" else None)
+    for got in (g(*args), jax.jit(g)(*args)):
+        want = jax.jit(f)(*args)
+        for x, y in zip(got, want, strict=True):
+            assert jax.typeof(x).str_short() == jax.typeof(y).str_short()
+        assert float(got[2]) == float(want[2])
+    if kind != "keys":
+        assert jax.jit(jax.grad(lambda x, y: g(x, y, *args[2:])[2]))(a, b).shape == (4, 0)

@@ -40,18 +40,31 @@ def spmd(schedule: Schedule, mesh: Any, *, vma: bool = False) -> Callable[..., l
     `mesh` is the JAX mesh (Auto axes) whose axes the schedule's layouts name.
     """
     choice = schedule.choice
-    program = choice.program
+    program, topology = choice.program, choice.topology
     in_layouts = [choice.made(program.operators[i].results[0]) for i in program.inputs]
     out_layouts = [choice.needed(i, 0) for i in program.outputs]
+    avals = [program.tensors[program.operators[i].results[0]] for i in program.inputs]
+    # XLA turns what holds nothing into constants, and refuses a manual computation that is left without an operand
+    # ("expected at least one operand ... GlobalToLocalShape"). So arrays of size zero are made inside.
+    given = [k for k, a in enumerate(avals) if 0 not in a.shape]
+    local = local_program(schedule, vma=vma)
+
+    def body(*blocks: Any) -> tuple[Any, ...]:
+        present = dict(zip(given, blocks, strict=True))
+        every = [present[k] if k in present else _empty(avals[k], lay, topology.mesh, vma)
+                 for k, lay in enumerate(in_layouts)]  # fmt: skip
+        return local(*every)
+
     mapped: Callable[..., Any] = jax.shard_map(
-        local_program(schedule, vma=vma),
+        body,
         mesh=mesh,
-        in_specs=tuple(lay.spec for lay in in_layouts),
+        in_specs=tuple(in_layouts[k].spec for k in given),
         out_specs=tuple(lay.spec for lay in out_layouts),
         check_vma=vma,
     )
 
-    def call(*args: Any) -> list[Any]:
+    def call(*every: Any) -> list[Any]:
+        args = [every[k] for k in given]
         context = jax.sharding.get_abstract_mesh()
         results: Any
         if context.empty or AxisType.Explicit not in context.axis_types:
@@ -308,6 +321,12 @@ def _alike(operands: Sequence[Any]) -> list[Any]:
     """Operands typed as varying over the same axes, as primitives ask under `check_vma`."""
     axes = frozenset().union(*(compat.vma(x) for x in operands if hasattr(x, "dtype")))
     return [_cast(x, axes) for x in operands]
+
+
+def _empty(aval: Any, layout: Layout, mesh: Any, vma: bool) -> Any:
+    """A device's block of an array of size zero, typed as a block that `shard_map` was given."""
+    x = compat.empty(layout.local_shape(aval.shape, mesh), aval.dtype)
+    return _cast(x, frozenset(layout.axes)) if vma else x
 
 
 def _cast(x: Any, axes: frozenset[str]) -> Any:
