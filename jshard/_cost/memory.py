@@ -23,6 +23,7 @@ HEAVY = frozenset(
     "reduce_window_sum reduce_window_max select_and_scatter_add dynamic_update_slice cumsum cumprod cummax cummin "
     "cumlogsumexp custom_linear_solve pallas_call shard_map pure_callback io_callback".split()
 )
+PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
 _REDUCING = ("reduce_", "argm")
 
 
@@ -33,12 +34,16 @@ def is_heavy(op: Operator) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Lifetimes:
-    """For each tensor whether it is `stored`, and its half-open live interval in operator numbers."""
+    """For each tensor whether it is `stored`, and its half-open live interval in operator numbers.
+
+    `folded` are the transpositions that a product makes while it writes.
+    """
 
     stored: tuple[bool, ...]
     start: tuple[int, ...]
     end: tuple[int, ...]
     length: int
+    folded: frozenset[int] = frozenset()
 
 
 def lifetimes(program: Program, donated: Collection[int] = ()) -> Lifetimes:
@@ -63,9 +68,29 @@ def lifetimes(program: Program, donated: Collection[int] = ()) -> Lifetimes:
             last = n - 1
         # A carry's last operand is made inside the loop, after the boundary operator's own number.
         end.append(max(last, maker) + 1)
-    return Lifetimes(tuple(stored), tuple(start), tuple(end), n)
+    folded = frozenset(
+        users[0][0]
+        for op in ops
+        if op.kind == "eqn" and op.primitive in PRODUCTS
+        for users in (consumers[op.results[0]],)
+        if len(users) == 1
+        and ops[users[0][0]].primitive == "transpose"
+        and ops[users[0][0]].repeat == op.repeat
+    )
+    return Lifetimes(tuple(stored), tuple(start), tuple(end), n, folded)
 
 
 def stored_operands(op: Operator, life: Lifetimes) -> tuple[int, ...]:
     """Indices of the operands that are read from memory."""
     return tuple(i for i, a in enumerate(op.operands) if not isinstance(a, Literal) and life.stored[a])
+
+
+def traffic(op: Operator, life: Lifetimes) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Indices of the operands that an operator reads from memory, and of the results that it writes there.
+
+    None of either for a transposition of a product that nobody else reads: the product itself writes its result
+    that way round.
+    """
+    if op.id in life.folded:
+        return (), ()
+    return stored_operands(op, life), tuple(i for i, r in enumerate(op.results) if life.stored[r])

@@ -13,7 +13,7 @@ import numpy as np
 
 from jshard import _jaxcompat as compat
 from jshard._cost import collectives
-from jshard._cost.memory import Lifetimes, stored_operands
+from jshard._cost.memory import Lifetimes, traffic
 from jshard._cost.steps import apply
 from jshard._errors import MemoryBudgetError, PlanMismatchError, SearchError
 from jshard._layout import Layout
@@ -25,6 +25,7 @@ from jshard._plan.physics import physics
 from jshard._plan.plan import CollectiveRow, Cost, Decision, Memory, OperatorRow, Plan, TensorRow
 from jshard._plan.propagate import propagate
 from jshard._plan.schedule import Choice, Run, Schedule, choice_of, schedule
+from jshard._plan.settle import settled
 from jshard._plan.states import Interner
 from jshard._plan.times import operator_times
 from jshard._program.graph import Literal, Program, operator_name, rule_boundaries
@@ -107,9 +108,16 @@ def _answer(
 ) -> _Answer:
     """What an assignment stands for; copy variables at its end only repeat what the others say."""
     assignment = np.asarray(assignment)[: built.network.size]
+    cost = evaluate(built.network, assignment)
     made = schedule(choice_of(built, tuple(assignment.tolist())))
     held = profile(made, built.residency, wish.donated)
-    cost = evaluate(built.network, assignment)
+    if objective is None and wish.level == 2:
+        other = settled(built, assignment, wish.ties)
+        if other is not assignment:
+            made_so = schedule(choice_of(built, tuple(other.tolist())))
+            held_so = profile(made_so, built.residency, wish.donated)
+            if held_so.peak <= max(held.peak, wish.memory_limit or 0.0):
+                made, held, cost = made_so, held_so, min(cost, evaluate(built.network, other))
     return _Answer(made, cost if objective is None else objective, float(bound), tuple(steps), cost, held)
 
 
@@ -215,8 +223,7 @@ def describe(
                 boundaries.append(_operator_row(choice, op.id, tuple(by_reader.get(op.id, ())), 0.0))
             continue
         s, k = choice.states[op.id], choice.state[op.id]
-        reads = stored_operands(op, life)
-        writes = tuple(i for i, r in enumerate(op.results) if life.stored[r])
+        reads, writes = traffic(op, life)
         key = (id(s), k, reads, writes)
         if key not in times:
             t = operator_times(s, reads, writes, topology, [k])

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from jshard._cost import redistribute
-from jshard._cost.memory import Lifetimes, is_heavy, lifetimes, stored_operands
+from jshard._cost.memory import Lifetimes, is_heavy, lifetimes, traffic
 from jshard._cost.residency import Residency, residency
 from jshard._layout import Layout
 from jshard._plan.states import Choices, Interner, Pinned, States
@@ -217,8 +217,7 @@ class _Tables:
         s = self.states[op.id]
         if s.op is None or op.kind != "eqn":
             return self.free(len(s))
-        reads = stored_operands(op, self.life)
-        writes = tuple(i for i, r in enumerate(op.results) if self.life.stored[r])
+        reads, writes = traffic(op, self.life)
         key = ("own", id(s), reads, writes, op.repeat)
         if key not in self._ids:
             times = operator_times(s, reads, writes, self.topology).objective(self.level)
