@@ -273,7 +273,11 @@ def outside_mesh() -> Any:
 
 
 def call_primitive(name: str, run: Any) -> Any:
-    """A primitive with several results whose one parameter `fused` runs it: as it is, abstractly, and compiled."""
+    """A primitive with several results whose one parameter `fused` runs it: as it is, abstractly, and compiled.
+
+    `vmap` asks `fused.batched(operands, dims)` for the operands and the parameter of the mapped call, whose results
+    have the new dimension first.
+    """
     p = jex.Primitive(name)
     p.multiple_results = True
     p.def_impl(lambda *xs, fused: run(fused, *xs))
@@ -284,7 +288,13 @@ def call_primitive(name: str, run: Any) -> Any:
             outs = jax.eval_shape(lambda *xs: run(fused, *xs), *given)
         return [core.ShapedArray(o.shape, o.dtype) for o in outs]
 
+    def batch(args: Any, dims: Any, *, fused: Any) -> Any:
+        grown, new = fused.batched(args, dims)
+        out = p.bind(*grown, fused=new)
+        return out, [0] * len(out)
+
     p.def_abstract_eval(shapes)
+    batching.primitive_batchers[p] = batch
     mlir.register_lowering(p, mlir.lower_fun(lambda *xs, fused: run(fused, *xs), multiple_results=True))
     return p
 

@@ -1,4 +1,4 @@
-"""Functions under `vmap`: what it makes of loops inside a sharded function."""
+"""Functions under `vmap`: what it makes of loops and of fused operators inside a sharded function."""
 
 import jax
 import jax.numpy as jnp
@@ -43,3 +43,50 @@ def test_two_mapped_dimensions_and_random_keys_in_the_loop():
     f = jax.vmap(jax.vmap(one))
     keys = jax.random.split(jax.random.key(0), (8, 2))
     np.testing.assert_array_equal(jshard.shard(f, ((4, 1), None))(X, keys), f(X, keys))
+
+
+ATTENTION = jshard.op(jax.nn.dot_product_attention, rule="b q h _, b k h _, b k h _ -> b q h _")
+PRODUCT = jshard.op(lambda a, b: (a @ b, (a @ b).T), rule="m k, k n -> m n, n m", reduction=("k",))
+
+
+def numbers(*shapes):
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return [jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True)]
+
+
+def mapped_attention(attend):
+    """Over a leading dimension of the queries, and over the second one of the keys."""
+    return jax.vmap(lambda q, k, v: attend(q, k, v), in_axes=(0, 1, 1), out_axes=1)
+
+
+def test_a_mapped_fused_operator_is_cut_over_the_mapped_dimension():
+    args = numbers((16, 2, 4, 2, 8), (2, 16, 6, 2, 8), (2, 16, 6, 2, 8))
+    want = mapped_attention(jax.nn.dot_product_attention)(*args)
+    f = jshard.shard(mapped_attention(ATTENTION), ((16, 1, 1, 1, 1), None, None))
+    plan = f.plan(*args)
+    (row,) = [r for r in plan.operators if r.primitive == "jshard_fused"]
+    assert row.strategy == ((16, 1, 1, 1, 1), (1, 16, 1, 1, 1), (1, 16, 1, 1, 1)) and not plan.collectives
+    np.testing.assert_allclose(f(*args), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("in_axes", [(0, None), (None, 1), (1, 2)])
+@pytest.mark.parametrize("twice", [False, True])
+def test_gradients_of_a_mapped_fused_operator(in_axes, twice):
+    a, b = numbers((4, 8), (8, 4))
+    grown = [
+        x if k is None else jnp.stack([x * (i + 1) for i in range(4)], axis=k)
+        for x, k in zip((a, b), in_axes, strict=True)
+    ]
+
+    def loss(product):
+        f = jax.vmap(product, in_axes=in_axes)
+        if twice:
+            f = jax.vmap(lambda s, a, b: jax.tree.map(lambda y: y * s, jax.vmap(product, in_axes=in_axes)(a * s, b)),
+                         in_axes=(0, None, None))  # fmt: skip
+            return lambda a, b: sum(jnp.sum(jnp.sin(y)) for y in f(jnp.arange(1.0, 3.0), a, b))
+        return lambda a, b: sum(jnp.sum(jnp.sin(y)) for y in f(a, b))
+
+    want = jax.value_and_grad(loss(lambda a, b: (a @ b, (a @ b).T)), argnums=(0, 1))(*grown)
+    got = jshard.shard(jax.value_and_grad(loss(PRODUCT), argnums=(0, 1)))(*grown)
+    for w, g in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-4)

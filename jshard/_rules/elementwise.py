@@ -13,11 +13,17 @@ when both operands are partial, `(a1 + a2) * b` when one is.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 
+from jshard import _jaxcompat as compat
 from jshard._errors import RuleError
 from jshard._rules.build import Factors, is_float, linear, summable
-from jshard._rules.registry import Op, family
+from jshard._rules.registry import LocalContext, Op, family
 from jshard._rules.rule import Dims, Rule
 
 
@@ -69,7 +75,7 @@ def _with(op: Op, sets: tuple[tuple[int, ...], ...], work: float = 1.0) -> Rule:
 
 _POINTWISE = """
     abs acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil clz conj copy copy_p cos cosh
-    digamma erf erf_inv erfc exp exp2 expm1 floor imag integer_pow is_finite lgamma log log1p log2
+    digamma erf_inv exp exp2 expm1 floor imag integer_pow is_finite lgamma log log1p log2
     logistic name neg not one_minus_square polynomial population_count real reciprocal reduce_precision
     round rsqrt sign sin sinh sqrt square stop_gradient tan tanh zeros_like add add_any and atan2
     complex eq eq_to ge gt igamma igamma_grad_a igammac le le_to lt lt_to max min mul mulhi ne nextafter
@@ -87,6 +93,27 @@ def pointwise(op: Op) -> Rule:
     # A threefry block is 20 rounds of add, rotate, xor on two words (Salmon et al. 2011).
     work = 0.0 if op.primitive in _FREE else 100.0 if op.primitive == "threefry2x32" else 1.0
     return _with(op, sets, work)
+
+
+def _error_function(ctx: LocalContext, x: Any) -> Sequence[Any]:
+    # JAX 0.12 writes the slope with a polynomial whose coefficients `shard_map` takes for typed otherwise than `x`,
+    # and refuses (jax.grad of jax.shard_map(jax.lax.erf, ...)). So where it is differentiated, the slope is ours.
+    if not compat.vma(x):
+        return ctx.bind(x)
+    slope = (-2.0 if ctx.op.primitive == "erfc" else 2.0) / math.sqrt(math.pi)
+
+    @jax.custom_jvp
+    def f(x: Any) -> Any:
+        return ctx.bind(x)[0]
+
+    f.defjvp(lambda p, t: (f(*p), t[0] * (slope * jnp.exp(-jnp.square(p[0])))))
+    return [f(x)]
+
+
+@rule("erf", "erfc", local=_error_function)
+def error_function(op: Op) -> Rule:
+    """As the others; their derivatives are written out."""
+    return _with(op, ())
 
 
 @rule("div")

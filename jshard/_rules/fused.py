@@ -51,6 +51,30 @@ class Fused:
         cotangents = tuple(next(given) if _real(o) else np.zeros(o.shape, jax.dtypes.float0) for o in out)
         return [g for g, x in zip(pull(cotangents), primals, strict=True) if _real(x)]
 
+    def batched(self, arrays: Sequence[Any], dims: Sequence[int | None]) -> tuple[list[Any], Fused]:
+        """The operands and the operator under `vmap`: one more factor, first in every result.
+
+        A gradient has it in every operand too: which gradients are summed over it is for the caller to say.
+        """
+        e = equation(self.text)
+        size = next(x.shape[d] for x, d in zip(arrays, dims, strict=True) if d is not None)
+        name = next(n for n in (f"mapped{i}" for i in range(len(e.names) + 1)) if n not in e.names)
+        if self.backward:
+            arrays = [
+                jnp.moveaxis(x, d, 0) if d is not None else jnp.broadcast_to(x, (size, *x.shape))
+                for x, d in zip(arrays, dims, strict=True)
+            ]
+            dims = [0] * len(arrays)
+        ins = tuple(dims[: self.operands] if self.backward else dims)
+        run = dataclasses.replace(self, backward=False).run
+        operands = ", ".join(_text(t, name, d) for t, d in zip(e.operands, ins, strict=True))
+        results = ", ".join(_text(t, name, 0) for t in e.results)
+        mapped = jax.vmap(lambda *xs: tuple(run(*xs)), in_axes=ins)
+        outs = tuple(jax.ShapeDtypeStruct((size, *o.shape), o.dtype) for o in self.results)
+        return list(arrays), dataclasses.replace(
+            self, fn=mapped, text=f"{operands} -> {results}", results=outs
+        )
+
 
 fused_p = compat.call_primitive("jshard_fused", lambda fused, *arrays: fused.run(*arrays))
 rule = family("fused")
@@ -170,6 +194,12 @@ def _half(a: Any, tokens: Sequence[Any], name: str, part: int) -> Any:
         if t.names == (name,):
             a = jnp.split(a, 2, axis=i)[part]
     return a
+
+
+def _text(tokens: Sequence[Any], name: str, at: int | None) -> str:
+    """A tensor of a rule as text, with one more factor at a dimension."""
+    words = [f"({' '.join(t.names)})" if t.compound else " ".join(t.names) or "_" for t in tokens]
+    return " ".join(words if at is None else [*words[:at], name, *words[at:]])
 
 
 def _shape(tokens: Sequence[Any], length: Mapping[str, int]) -> tuple[int, ...]:

@@ -1,0 +1,71 @@
+"""`jax.grad` of a sharded function: every operator's derivative is taken inside `shard_map`, where values are typed.
+
+JAX asks there that all operands of a primitive vary over the same mesh axes. Local functions that use the device's
+position, and derivative rules of JAX that make constants, are where that goes wrong.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jshard
+
+
+X = jnp.linspace(0.1, 0.9, 32).reshape(8, 4)
+UNARY = """
+    abs acos asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil cos cosh digamma erf erf_inv erfc exp exp2 expm1
+    floor lgamma log log1p logistic neg reciprocal round rsqrt sign sin sinh sqrt square tan tanh
+""".split()
+BINARY = "add atan2 div max min mul pow rem sub".split()
+
+
+def unary(x):
+    return sum(getattr(lax, name)(x) for name in UNARY)
+
+
+def binary(x):
+    return sum(getattr(lax, name)(x, 1.5 + x) for name in BINARY) + x**5
+
+
+FUNCTIONS = {
+    "unary": unary,
+    "binary": binary,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "ndtri": jax.scipy.special.ndtri,
+    "log_ndtr": jax.scipy.special.log_ndtr,
+    "xlogy": lambda x: jax.scipy.special.xlogy(x, x),
+    "logit": jax.scipy.special.logit,
+    "polyval": lambda x: jnp.polyval(jnp.array([1.0, 2.0, 3.0]), x),
+    "segment_sum of one piece": lambda x: jax.ops.segment_sum(x[:, :1], jnp.arange(8) % 4, 4),
+    "at add": lambda x: x.at[jnp.arange(4) * 2].add(0.5),
+    "at set": lambda x: x.at[3].set(jnp.sin(x[0])),
+    "at max": lambda x: x.at[jnp.array([1, 5])].max(0.25),
+    "take": lambda x: jnp.take(x, jnp.array([7, 0, 3]), axis=0),
+    "dynamic_update_slice": lambda x: lax.dynamic_update_slice(x, 2 * x[:2], (5, 0)),
+    "cumsum": lambda x: jnp.cumsum(x, axis=0),
+    "cummax": lambda x: lax.cummax(x, axis=0),
+    "sort": lambda x: jnp.sort(x, axis=0),
+    "reverse": lambda x: x[::-1] * jnp.arange(8.0)[:, None],
+    "pad": lambda x: jnp.pad(x, ((2, 1), (0, 0)), mode="edge"),
+    "window": lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (2, 1), (2, 1), "VALID"),
+    "dropout": lambda x: x * jax.random.bernoulli(jax.random.key(1), 0.5, x.shape),
+    "clip": lambda x: jnp.clip(x, 0.2, 0.7),
+    "triangle": lambda x: jnp.triu(x @ x.T),
+    "prod": lambda x: jnp.prod(x, axis=0),
+    "logsumexp": lambda x: jax.nn.logsumexp(x, axis=0),
+    "while": lambda x: lax.fori_loop(0, 3, lambda i, y: jnp.sin(y) * (i + 1), x),
+    "cond": lambda x: lax.cond(jnp.sum(x) > 0, jnp.sin, jnp.cos, x),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_derivative_of_a_sharded_function(name):
+    def loss(x):
+        y = FUNCTIONS[name](x)
+        return jnp.sum(y * jnp.cos(jnp.arange(y.size)).reshape(y.shape))
+
+    want = jax.grad(loss)(X)
+    got = jax.jit(jax.grad(jshard.shard(loss, ((8, 1),))))(X)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-5 * float(jnp.abs(want).max()))
