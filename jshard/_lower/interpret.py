@@ -161,7 +161,7 @@ class _Runner:
             # Shardings of the traced program speak of the whole mesh; here is one device's block.
             params = {k: None if k in ("sharding", "out_sharding") else v for k, v in params.items()}
             if self.vma:  # a local function may have made one of them differ between devices, by its position
-                operands = _alike(operands)
+                operands = tuple(_alike(operands))
             out = eqn.primitive.bind(*operands, **compat.bind_params(eqn, params))
             return list(out) if eqn.primitive.multiple_results else [out]
 
