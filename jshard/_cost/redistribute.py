@@ -14,7 +14,7 @@ that helps, and gathers last: this falls out of the costs and is written nowhere
 ['all_to_all[y] 1->0']
 >>> seconds, received, collectives = cost(a, b, (128, 32), 4, t)
 >>> received, str(collectives[0])
-(1536.0, 'all_to_all[y] 1536 B 8.05e-06 s')
+(1536.0, 'all_to_all[y] 1536 B 8.08e-06 s')
 
 A partial sum on axes that the target has too passes through; one that the target lacks ends in an all-reduce
 or a reduce-scatter; a target that is partial where the source is not cannot be reached (infinite cost).
