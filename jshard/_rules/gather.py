@@ -87,19 +87,31 @@ def _gather_local(ctx: LocalContext, x: Any, indices: Any) -> Sequence[Any]:
     masked = [d for d in indexed if cut[d] and sizes[d] == 1 and whole[d] > 1]
     local_sizes = tuple(x.shape[d] if s == whole[d] and d not in masked else s for d, s in enumerate(sizes))
     if not masked:
-        return ctx.bind(x, indices, slice_sizes=local_sizes)
+        (y,) = ctx.bind(x, indices, slice_sizes=local_sizes)
+        # XLA writes one row as a slice at a clamped index, and forgets the clamp where it merges it with a slice that a
+        # redistribution takes of it (see `in_range` of `slices.py`). Indices stay as they are: derivatives see them.
+        one = indices.size == len(n.start_index_map) and mode != GatherScatterMode.FILL_OR_DROP
+        return [lax.optimization_barrier(y) if one and y.ndim else y]
 
     mine: Any = True
     columns = []
+    promised = mode not in (GatherScatterMode.FILL_OR_DROP, GatherScatterMode.CLIP)
     for c, d in enumerate(n.start_index_map):
-        column = clamped(indices[..., c], whole[d] - sizes[d])
+        index, last = indices[..., c], whole[d] - sizes[d]
+        column = clamped(index, last)
         if d in masked:
             column = column - ctx.operand_offset(0, d)
             mine = mine & (column >= 0) & (column < x.shape[d])
             column = jnp.clip(column, 0, x.shape[d] - 1)
+        if promised:
+            # What is out of range reads the nearest row, but its gradient is dropped: it stays out of range.
+            column = jnp.where(index < 0, -1, jnp.where(clamped(index, last + 1) > last, x.shape[d], column))
         columns.append(column)
     wide = jnp.result_type(*columns)
     local = jnp.stack([c.astype(wide) for c in columns], -1)
+    if indices.size == len(columns):
+        # XLA forgets to clamp a slice of a slice: see `in_range` of `slices.py`.
+        x = lax.optimization_barrier(x)
     (y,) = ctx.bind(
         x, local, slice_sizes=local_sizes, mode=GatherScatterMode.PROMISE_IN_BOUNDS, fill_value=None,
         indices_are_sorted=False,

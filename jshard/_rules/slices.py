@@ -63,7 +63,8 @@ def slice_(op: Op) -> Rule:
 
 def _dynamic_slice_local(ctx: LocalContext, x: Any, *starts: Any) -> Sequence[Any]:
     # Not `lax.dynamic_slice`: that would wrap negative starts, which the primitive clamps.
-    return ctx.bind(x, *starts, slice_sizes=ctx.result_shape())
+    sizes = ctx.result_shape()
+    return ctx.bind(x, *in_range(starts, x.shape, sizes), slice_sizes=sizes)
 
 
 @rule("dynamic_slice", local=_dynamic_slice_local)
@@ -82,7 +83,7 @@ def _update_local(ctx: LocalContext, x: Any, update: Any, *starts: Any) -> Seque
     local = []
     for d, start in enumerate(starts):
         if not ctx.operand_layout(0).dims[d] or ctx.operand_layout(1).dims[d]:
-            local.append(start)  # uncut, or the update covers the whole dimension
+            local += in_range([start], x.shape[d : d + 1], update.shape[d : d + 1])  # uncut, or covered
             continue
         mine = x.shape[d]
         position = clamped(start, ctx.op.ins[0].shape[d] - 1) - ctx.operand_offset(0, d)
@@ -91,6 +92,16 @@ def _update_local(ctx: LocalContext, x: Any, update: Any, *starts: Any) -> Seque
         local.append(jnp.clip(position, 0, mine - 1).astype(jnp.result_type(start)))
     y = ctx.bind(x, update, *local)[0]
     return [y if inside is None else jnp.where(inside, y, x)]
+
+
+def in_range(starts: Sequence[Any], shape: Sequence[int], sizes: Sequence[int]) -> list[Any]:
+    """Starts of a slice as XLA would clamp them.
+
+    XLA merges a slice of a slice into one and forgets that their starts were clamped (openxla/xla#48024: jaxlib 0.10,
+    not 0.12). A user's slice may be out of range, and a redistribution may slice what it gives.
+    """
+    clamps = zip(starts, shape, sizes, strict=True)
+    return [clamped(i, n - s).astype(jnp.result_type(i)) for i, n, s in clamps]
 
 
 def clamped(index: Any, last: int) -> Any:
