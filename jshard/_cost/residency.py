@@ -7,7 +7,10 @@ is *fluid* and never stored; what it was computed from is held instead, until th
 Idea.  Call the rest *anchors*: what matrix products, convolutions, gathers, sorts, reductions and loops make,
 arguments, and values that leave a loop or the program. The bias or residual that is added to a product is
 written by the product itself, so the sum is the anchor and the product is never stored. The exponential of a
-softmax (summed, and read twice more) is kept: compilers write it in the pass that sums it, and do not repeat it.
+softmax (summed, and read twice more) is kept: compilers write it in the pass that sums it, and do not repeat it,
+unless what it is computed from is smaller, such as scores in bfloat16 under an exponential in float32.
+A cast to a wider type is made again by each reader that can; one that cannot, such as the gather of a cross
+entropy, gets a *copy* of its own for that time.
 
 These rules were read off the buffer assignments of the TPU compiler (v5e) for GPT training steps in float32
 and bfloat16: of a GELU's eight intermediate values one is kept, of a softmax's the exponential alone.
@@ -26,7 +29,7 @@ from jshard._program.graph import Block, Literal, Operator, Program, Step
 
 # Heavy operators whose operands may be computed on the fly by the compiled kernel that reads them.
 _FUSES_OPERANDS = frozenset(
-    "dot_general ragged_dot ragged_dot_general conv_general_dilated gather dynamic_update_slice".split()
+    "dot_general ragged_dot ragged_dot_general conv_general_dilated dynamic_update_slice".split()
 )
 # Heavy operators that can write a following light operator's result instead of their own.
 _FUSES_RESULT = frozenset("dot_general ragged_dot ragged_dot_general conv_general_dilated".split())
@@ -41,18 +44,41 @@ _IN_PLACE = frozenset(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Residency:
-    """For each tensor: is it held in memory, and the last operator that needs it (through fluid readers)."""
+    """For each tensor: is it held in memory, and the last operator that needs it (through fluid readers).
+
+    A `copied` one is held for the readers that cannot compute it again; the others go on from its source.
+    """
 
     held: tuple[bool, ...]
     needed: tuple[int, ...]
+    copied: tuple[bool, ...]
     length: int
 
 
 def is_light(op: Operator) -> bool:
     """Whether an operator is computed again in its readers rather than stored."""
+    if op.kind != "eqn" or op.primitive.startswith((*_REDUCTIONS, *_OPAQUE_LIGHT)):
+        return False
+    return not is_heavy(op) or _selects(op)
+
+
+def _selects(op: Operator) -> bool:
+    """Whether a scatter sets one element a row: the gradient of `take_along_axis`, as in a cross entropy.
+
+    Compilers compare each row's index with the element's own and select, so it fuses as elementwise operators do.
+    """
+    if not op.primitive.startswith("scatter"):
+        return False
+    numbers, (into, _, updates) = op.eqn.params["dimension_numbers"], (v.aval for v in op.eqn.invars)
+    axes = numbers.scatter_dims_to_operand_dims
     return (
-        op.kind == "eqn" and not is_heavy(op) and not op.primitive.startswith((*_REDUCTIONS, *_OPAQUE_LIGHT))
+        not numbers.update_window_dims and len(axes) == 1 and updates.size * into.shape[axes[0]] == into.size
     )
+
+
+def fuses(op: Operator) -> bool:
+    """Whether an operator can compute its operands itself, from what they were computed from."""
+    return op.kind == "eqn" and (op.primitive in _FUSES_OPERANDS or not is_heavy(op) or _selects(op))
 
 
 def reuses(op: Operator) -> bool:
@@ -66,8 +92,9 @@ def residency(program: Program, donated: Collection[int] = ()) -> Residency:
     producers = [ops[p] for p, _ in program.producers()]
     readers = [list(dict.fromkeys(u for u, _ in users)) for users in program.consumers()]
     crossing = set(_crossing(program.body))
+    sources = _sources(program)
     fluid = [
-        _is_fluid(program, t, producers[t], [ops[u] for u in readers[t]], crossing)
+        _is_fluid(program, t, producers[t], [ops[u] for u in readers[t]], crossing, sources[t])
         for t in range(len(readers))
     ]
     absorbed = _absorb(program, producers, readers, fluid, crossing)
@@ -75,32 +102,66 @@ def residency(program: Program, donated: Collection[int] = ()) -> Residency:
         producers[t].kind in ("input", "const") or bool(readers[t]) and not fluid[t] and not absorbed[t]
         for t in range(len(readers))
     )
+    copied = tuple(
+        held[t] and not absorbed[t] and t not in crossing and _widens(program, producers[t], t)
+        for t in range(len(readers))
+    )
     last = len(ops) - 1
     needed = [producers[t].id for t in range(len(readers))]
+    through = list(needed)  # of copied tensors, for the readers that compute them again
     for op in reversed(ops):
         until = op.id
         if op.results and all(fluid[r] for r in op.results):
             until = max(until, *(needed[r] for r in op.results))
+        until = max([until] + [through[r] for r in op.results if copied[r]])
         for a in op.operands:
             if not isinstance(a, Literal):
-                needed[a] = max(needed[a], last if op.kind == "output" else until)
+                times = through if copied[a] and fuses(op) else needed
+                times[a] = max(times[a], last if op.kind == "output" else until)
     for k, i in enumerate(program.inputs):
         if k not in donated:
             needed[ops[i].results[0]] = last
-    return Residency(held, tuple(needed), len(ops))
+    return Residency(held, tuple(needed), copied, len(ops))
+
+
+def _widens(program: Program, maker: Operator, tensor: int) -> bool:
+    if maker.primitive != "convert_element_type" or isinstance(maker.operands[0], Literal):
+        return False
+    return program.tensors[tensor].nbytes > program.tensors[maker.operands[0]].nbytes
+
+
+def _sources(program: Program) -> list[float]:
+    """For each tensor the bytes of the largest stored value that it would be computed from again."""
+    sources = [0.0] * len(program.tensors)
+    for op in program.operators:
+        for t in op.results:
+            sources[t] = program.tensors[t].nbytes
+            if is_light(op):
+                sources[t] = max((sources[a] for a in op.operands if not isinstance(a, Literal)), default=0.0)
+    return sources
 
 
 def _is_fluid(
-    program: Program, tensor: int, maker: Operator, users: Sequence[Operator], crossing: set[int]
+    program: Program,
+    tensor: int,
+    maker: Operator,
+    users: Sequence[Operator],
+    crossing: set[int],
+    source: float,
 ) -> bool:
+    """`source` is the bytes that would be read to compute the tensor again."""
     if not is_light(maker) or not users or tensor in crossing:
         return False
     if any(u.repeat != maker.repeat for u in users):
         return False
-    if any(u.kind != "eqn" or (is_heavy(u) and u.primitive not in _FUSES_OPERANDS) for u in users):
+    fusing = (
+        u.primitive in _FUSES_OPERANDS or not is_heavy(u) or _selects(u) for u in users if u.kind == "eqn"
+    )
+    if any(u.kind != "eqn" for u in users) or not all(fusing):
         return False
     summed = sum(u.primitive.startswith(_REDUCTIONS) for u in users)
-    return not (maker.primitive in _EXPENSIVE and summed and len(users) - summed > 1)
+    dear = maker.primitive in _EXPENSIVE and program.tensors[tensor].nbytes <= source
+    return not (dear and summed and len(users) - summed > 1)
 
 
 def _absorb(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Sequence
 
-from jshard._cost.residency import Residency, is_light, reuses
+from jshard._cost.residency import Residency, fuses, is_light, reuses
 from jshard._plan.schedule import Action, Choice, Move, Nested, Run, Schedule, Value
 from jshard._program.graph import Literal, Program
 
@@ -157,17 +157,23 @@ def _last_needs(
 ) -> dict[Value, int]:
     """The last action of a list that needs each value: a fluid reader needs it for as long as its own readers."""
     last: dict[Value, int] = {}
+    through: dict[Value, int] = {}  # of values that some readers compute again
     for i in range(len(actions) - 1, -1, -1):
         a = actions[i]
         until = i
+        again = False
         if isinstance(a, Run):
-            results = program.operators[a.op].results
-            if results and is_light(program.operators[a.op]) and not any(life.held[r] for r in results):
-                until = max(i, *(last.get((r, choice.made(r)), i) for r in results))
+            op = program.operators[a.op]
+            results = [(r, choice.made(r)) for r in op.results]
+            if results and is_light(op) and not any(life.held[r] for r in op.results):
+                until = max(i, *(last.get(v, i) for v in results))
+            until = max([until] + [through.get(v, i) for v in results if life.copied[v[0]]])
+            again = fuses(op)
         elif isinstance(a, Move) and _is_view(a, life):
             until = max(i, last.get((a.tensor, a.target), i))
         for v in _reads(a):
-            last[v] = max(last.get(v, i), until)
+            times = through if again and life.copied[v[0]] else last
+            times[v] = max(times.get(v, i), until)
     return last
 
 
