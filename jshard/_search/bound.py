@@ -19,6 +19,7 @@ Worked case.  A tree: one pass forwards and one back give the exact minimum.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -28,8 +29,10 @@ from jshard._search.network import Floats, Ints
 from jshard._search.reduce import Graph
 
 
-SEGMENT = 32  # variables walked one after the other; longer passes news further, shorter is wider
-STACK = 4096  # entries of a table above which copying it side by side no longer pays
+SEGMENT = 64  # variables walked one after the other; longer passes news further, shorter is wider
+STACK = 4096  # entries of a table above which a table is worked on alone
+LARGE = 2000  # mean entries of a table above which fewer rounds count for more than wider levels
+ALIKE = 4  # edges of a level with one table that are worked on together without copying it
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,11 @@ class Group:
 
     own: Ints  # (k, n) -> index into all states: the sender's
     heard: Ints  # (k, n) -> index into messages: what the sender heard on this edge
-    told: Ints  # (m, n) -> index into messages: what the receiver will have heard
-    tables: Floats | tuple[Floats, ...]  # (m, k, n) side by side, or n tables (m, k)
+    told: Ints  # (m, n) or (n, m) -> index into messages: what the receiver will have heard
+    # (k, m, n) when `wide`, else (k, n, m), the longer axis last; n is 1 where all edges have one table. Or n
+    # tables (k, m). The sender's states come first: minima over the first axis run along the memory.
+    tables: Floats | tuple[Floats, ...]
+    wide: bool
 
 
 @dataclass(frozen=True)
@@ -72,9 +78,34 @@ class Chain:
     places: Ints  # (E, 2) where the messages to these two begin
 
 
+def along(graph: Graph, deep: bool) -> list[int]:
+    """The core from one far end to the other, so that neighbours come soon after each other: by nearness, or,
+    `deep`, along branches, which passes news further in one pass and leaves less to do side by side."""
+    adj, out, seen = graph.adj, [], set()
+    for root in graph.core:
+        if root in seen:
+            continue
+        reached, order = {root}, [root]
+        for v in order:
+            for w in adj[v]:
+                if w not in reached:
+                    reached.add(w)
+                    order.append(w)
+        queue = deque([order[-1]])
+        while queue:
+            v = queue.pop() if deep else queue.popleft()
+            if v not in seen:
+                seen.add(v)
+                out.append(v)
+                queue.extend([w for w in adj[v] if w not in seen])
+    return out
+
+
 def walk(graph: Graph) -> tuple[list[int], list[int]]:
     """The core in walk order, and each one's level."""
-    core = graph.core
+    arrays = graph.tables.arrays
+    sizes = [arrays[t].size for near in graph.adj for t in near.values()]
+    core = along(graph, sum(sizes) > LARGE * len(sizes))
     count = len(core)
     length = -(-count // max(1, count // SEGMENT)) if count else 1
     order = sorted(range(count), key=lambda r: (r % length, r // length))
@@ -127,34 +158,43 @@ def chain_of(graph: Graph) -> Chain:
         return out
 
     def grouped(sender: Ints, receiver: Ints, heard: Ints, told: Ints, flip: bool) -> list[list[Group]]:
-        out: list[list[Group]] = []
         kinds: dict[tuple[int, int, int], list[int]] = {}
         for e, (s, r) in enumerate(zip(sender.tolist(), receiver.tolist(), strict=True)):
             kinds.setdefault((level[s], int(size[s]), int(size[r])), []).append(e)
         found: dict[int, list[Group]] = {}
-        for (at, k, m), members in kinds.items():
-            e = np.array(members, dtype=np.int64)
-            ids = table[e].tolist()
-            if flip:  # rows must be the receiver's states
-                ids = [graph.tables.transpose(t) for t in ids]
-            stack: Floats | tuple[Floats, ...]
-            if k * m > STACK or len(ids) < 3:
-                stack = tuple([arrays[t] for t in ids])
-            elif len(set(ids)) == 1:
-                stack = arrays[ids[0]][:, :, None]
-            else:
-                stack = np.stack([arrays[t] for t in ids], axis=2)
-            found.setdefault(at, []).append(
-                Group(
-                    first[sender[e]] + np.arange(k)[:, None],
-                    heard[e] + np.arange(k)[:, None],
-                    told[e] + np.arange(m)[:, None],
-                    stack,
-                )
+
+        def add(at: int, e: Ints, k: int, m: int, tables: Floats | tuple[Floats, ...]) -> None:
+            wide = not isinstance(tables, tuple) and len(e) > m
+            if not isinstance(tables, tuple):  # (k, n or 1, m)
+                tables = np.ascontiguousarray(tables.transpose(0, 2, 1)) if wide else tables
+            told_at = told[e] + np.arange(m)[:, None]
+            group = Group(
+                first[sender[e]] + np.arange(k)[:, None],
+                heard[e] + np.arange(k)[:, None],
+                told_at if wide else np.ascontiguousarray(told_at.T),
+                tables,
+                wide,
             )
-        for at in range(len(levels)):
-            out.append(found.get(at, []))
-        return out
+            found.setdefault(at, []).append(group)
+
+        for (at, k, m), members in kinds.items():
+            by_table: dict[int, list[int]] = {}
+            for e, t in zip(members, table[members].tolist(), strict=True):
+                by_table.setdefault(graph.tables.transpose(t) if flip else t, []).append(e)
+            if k * m > STACK:
+                alone = [(e, arrays[t]) for t, some in by_table.items() for e in some]
+                add(at, np.array([e for e, _ in alone], dtype=np.int64), k, m, tuple([t for _, t in alone]))
+                continue
+            rest: list[tuple[int, Floats]] = []
+            for t, some in by_table.items():
+                if len(some) >= ALIKE or len(by_table) == 1:
+                    add(at, np.array(some, dtype=np.int64), k, m, arrays[t][:, None])
+                else:
+                    rest += [(e, arrays[t]) for e in some]
+            if rest:
+                side = np.stack([t for _, t in rest], axis=1)
+                add(at, np.array([e for e, _ in rest], dtype=np.int64), k, m, side)
+        return [found.get(at, []) for at in range(len(levels))]
 
     used = np.unique(table).tolist()
     start = dict(zip(used, np.cumsum([0] + [arrays[t].size for t in used])[:-1].tolist(), strict=True))
@@ -183,8 +223,8 @@ def chain_of(graph: Graph) -> Chain:
         levels,
         listing(np.concatenate([low, high]), np.concatenate([at_low, at_high])),
         (
-            grouped(low, high, at_low, at_high, True),
-            grouped(high, low, at_high, at_low, False),
+            grouped(low, high, at_low, at_high, False),
+            grouped(high, low, at_high, at_low, True),
         ),
         np.repeat(1.0 / most, size),
         keeps,
@@ -220,11 +260,13 @@ def sweep(chain: Chain, backwards: bool, slack: Floats | None = None) -> float:
             if isinstance(group.tables, tuple):
                 sent = np.empty(group.told.shape)
                 for e, table in enumerate(group.tables):
-                    sent[:, e] = (table + given[:, e]).min(axis=1)
+                    np.minimum.reduce(table + given[:, e, None], axis=0, out=sent[e])
             else:
-                sent = (group.tables + given).min(axis=1)
-            least = sent.min(axis=0)
-            messages[group.told] = sent - least
+                sent = np.minimum.reduce(
+                    group.tables + (given[:, None] if group.wide else given[:, :, None]), axis=0
+                )
+            least = np.minimum.reduce(sent, axis=0 if group.wide else 1)
+            messages[group.told] = sent - (least if group.wide else least[:, None])
             bound += float(least.sum())
     return bound
 
