@@ -77,3 +77,22 @@ def test_gradients_pass_by_an_ordered_callback():
     np.testing.assert_array_equal(jax.grad(f)(X), 2 * X)
     jax.effects_barrier()
     assert len(told) == 1
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint, jax.jit])
+def test_callbacks_in_a_loop_survive_gradients_from_outside(wrap):
+    def f(tell, x):
+        @wrap
+        def turn(c, _):
+            jax.debug.callback(tell, c)
+            return jnp.sin(c) + 1, None
+
+        return jnp.sum(jax.lax.scan(turn, x, None, 3)[0])
+
+    told, turns = [], [X, jnp.sin(X) + 1, jnp.sin(jnp.sin(X) + 1) + 1]
+    g = jshard.shard(lambda x: f(told.append, x), ((8,),))
+    np.testing.assert_allclose(jax.grad(g)(X), jax.grad(lambda x: f(lambda _: None, x))(X), rtol=1e-5)
+    jax.effects_barrier()
+    for turn in turns:
+        assert any(np.allclose(t, turn, rtol=1e-5) for t in told)
+    assert wrap is jax.checkpoint or len(told) == 3  # a checkpoint runs its turns twice

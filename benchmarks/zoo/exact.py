@@ -6,7 +6,9 @@ with 29 more bits in each operation. The distance of a float32 run from that is 
 
 >>> f = lambda x: jnp.log(1 + x)
 >>> x = np.float32(1e-9)
->>> float(jax.jit(f)(x)), round(float(exact(f, x)[0]), 12)
+>>> g, wider = exact(f, x)
+>>> with jax.enable_x64(True):
+...     float(jax.jit(f)(x)), round(float(g(*wider)), 12)
 (0.0, 1e-09)
 """
 
@@ -37,12 +39,26 @@ _AS_THEY_ARE = (
 _SCATTERS = {"scatter": lax.scatter, "scatter-add": lax.scatter_add, "scatter_add": lax.scatter_add}
 
 
-def exact(fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """Flat results of `fn`, as numpy arrays; every float32 among them and between is float64."""
-    traced = jax.make_jaxpr(fn)(*args)
+def exact(fn: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """`fn` in float64, and its arguments; both are for use under `jax.enable_x64(True)`."""
+    traced, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    check(traced)
+    tree = jax.tree.structure(shapes)
+
+    def wider(*args: Any) -> Any:
+        return jax.tree.unflatten(tree, run(traced, *jax.tree.leaves(args)))
+
     with jax.enable_x64(True):
-        out = jax.jit(lambda *flat: run(traced, *flat))(*(wide(x) for x in jax.tree.leaves(args)))
-    return [x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x) for x in out]
+        return wider, jax.tree.map(wide, args)
+
+
+def check(closed: Any) -> None:
+    """Raise a `NotImplementedError` for a program with loops or branches."""
+    for eqn in compat.open_jaxpr(closed)[0].eqns:
+        if eqn.primitive.name in ("scan", "while", "cond"):
+            raise NotImplementedError(f"{eqn.primitive.name} in float64")
+        if (body := _body(eqn)) is not None:
+            check(body)
 
 
 def wide(x: Any) -> Any:
@@ -68,10 +84,7 @@ def run(closed: Any, *args: Any) -> list[Any]:
 
 def _equation(eqn: Any, ins: list[Any]) -> list[Any]:
     name = eqn.primitive.name
-    if name in ("scan", "while", "cond"):
-        raise NotImplementedError(f"{name} in float64")
-    body = next((eqn.params[k] for k in _INNER if k in eqn.params), None)
-    if body is not None and hasattr(body, "eqns"):
+    if (body := _body(eqn)) is not None:
         return run(body, *ins)
     if name in _SCATTERS:  # their parameters hold the update's own traced program
         kept = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
@@ -86,6 +99,11 @@ def _equation(eqn: Any, ins: list[Any]) -> list[Any]:
         params = {k: np.dtype(np.float64) if _is_f32(v) else v for k, v in eqn.params.items()}
     out = eqn.primitive.bind(*ins, **compat.bind_params(eqn, params))
     return [wide(x) for x in (out if eqn.primitive.multiple_results else [out])]
+
+
+def _body(eqn: Any) -> Any:
+    body = next((eqn.params[k] for k in _INNER if k in eqn.params), None)
+    return body if hasattr(body, "eqns") else None
 
 
 def _is_f32(v: Any) -> bool:

@@ -145,7 +145,10 @@ def _once_local(ctx: LocalContext, *operands: Any) -> Sequence[Any]:
             return []
         return [y.astype(_number(y.dtype)) for y in ctx.bind(*operands)]
 
-    results = lax.cond(block_index(names, ctx.mesh) == 0, call, zeros)
+    # Tied to the operands: JAX loses a `cond` for its effects alone from a differentiated `scan`, where it takes the
+    # place among the devices for something that no turn changes.
+    place, *_ = lax.optimization_barrier((block_index(names, ctx.mesh), *map(lax.stop_gradient, operands)))
+    results = lax.cond(place == 0, call, zeros)
     return [lax.psum(y, names).astype(a.dtype) for y, a in zip(results, outs, strict=True)]
 
 
