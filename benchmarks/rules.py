@@ -1,6 +1,6 @@
 """Every rule on trial: `make rules` prints primitive, family, candidates tried, wrong, missing.
 
-    python benchmarks/rules.py [--devices 2 4 8] [--limit 12] [--no-missing] [primitive ...]
+    python benchmarks/rules.py [--devices 2 4 8] [--limit 12] [--no-missing] [--page rules.md] [primitive ...]
 
 Wrong: a candidate whose blocks, put together, differ from the plain operator. Missing: a cut in two that the
 plain operator survives without communication and that no candidate offers, outside `REASONED`.
@@ -25,6 +25,19 @@ REASONED = {
     "optimization_barrier": "a mesh axis cuts one factor: operands with dimensions of equal length are cut together",
 }
 
+PAGE = """# Every rule on trial
+
+`make rules LIMIT=8` runs each candidate of each rule on small arrays through the real lowering and compares with the
+plain operator (wrong), and tries cuts in two that no candidate offers on the plain operator (missing). The last
+column says why a primitive is opaque, has no example of its own, or may miss a cut.
+
+{total}
+
+```
+{table}
+```
+"""
+
 
 def main() -> int:
     """Judge all rules; the exit status is the number of primitives with a wrong rule or an unreasoned gap."""
@@ -33,8 +46,10 @@ def main() -> int:
     parser.add_argument("--devices", nargs="*", type=int, default=[2, 4, 8])
     parser.add_argument("--limit", type=int, default=12)
     parser.add_argument("--no-missing", action="store_true")
+    parser.add_argument("--page", type=Path, help="write the table there too, as Markdown")
     args = parser.parse_args()
 
+    import jax
     import rules_examples  # pyright: ignore[reportMissingImports]
     import rules_validator  # pyright: ignore[reportMissingImports]
     from rules_table import NO_EXAMPLE  # pyright: ignore[reportMissingImports]
@@ -60,7 +75,7 @@ def main() -> int:
                 gaps[primitive] += rules_validator.missing(case)[1]
         print(".", end="", flush=True, file=sys.stderr)
     print(file=sys.stderr)
-    print(f"{'primitive':38}{'family':14}{'operators':>10}{'candidates':>11}{'wrong':>7}{'missing':>9}")
+    lines = [f"{'primitive':38}{'family':14}{'operators':>10}{'candidates':>11}{'wrong':>7}{'missing':>9}"]
     failures = 0
     for name in sorted({*by_primitive, *REGISTRY.names()} if not args.primitives else by_primitive):
         entry = REGISTRY.get(name)
@@ -70,17 +85,23 @@ def main() -> int:
             reason = NO_EXAMPLE.get(name, "no example")
         failures += bool(wrong[name]) or (bool(gaps[name]) and name not in REASONED)
         row = f"{name:38}{family:14}{len(by_primitive[name]):>10}{tried[name]:>11}"
-        print(f"{row}{len(wrong[name]):>7}{len(gaps[name]):>9}  {reason}".rstrip())
+        lines.append(f"{row}{len(wrong[name]):>7}{len(gaps[name]):>9}  {reason}".rstrip())
+    unreasoned = sum(len(g) for n, g in gaps.items() if n not in REASONED)
+    total = (
+        f"JAX {jax.__version__}, {' '.join(map(str, args.devices))} devices, at most {args.limit} candidates an "
+        f"operator: {len(by_primitive)} primitives, {sum(map(len, by_primitive.values()))} operators, "
+        f"{tried.total()} candidates, {sum(map(len, wrong.values()))} wrong, {sum(map(len, gaps.values()))} missing, "
+        f"{unreasoned} of them without a written reason, {time.perf_counter() - start:.0f} s"
+    )
+    print("\n".join(lines))
+    if args.page:
+        args.page.write_text(PAGE.format(total=total, table="\n".join(lines)))
     for title, found in (("WRONG", wrong), ("MISSING", gaps)):
         for name, lines in found.items():
             if title == "WRONG" or name not in REASONED:
                 for line in lines[:3]:
                     print(f"{title} {line}")
-    print(
-        f"{len(by_primitive)} primitives, {sum(map(len, by_primitive.values()))} operators, "
-        f"{tried.total()} candidates, {sum(map(len, wrong.values()))} wrong, "
-        f"{sum(map(len, gaps.values()))} missing, {time.perf_counter() - start:.0f} s"
-    )
+    print(total)
     return failures
 
 
