@@ -1,5 +1,7 @@
 """A `with_sharding_constraint` in the user's code is a pin; its open dimensions stay open. Opaque operators run."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -114,3 +116,23 @@ def test_an_operator_pin_under_vmap_leaves_the_mapped_dimension_open(spec, cut, 
     have = row.strategy[0][:at] + row.strategy[0][at + 1 :]
     assert all(w is None or w == h for w, h in zip(cut, have, strict=True)), row.strategy
     np.testing.assert_allclose(sharded(xs), jnp.tanh(xs) * 2, rtol=1e-6)
+
+
+@pytest.mark.parametrize("spec, cut", [(P("x", "y"), (4, 2)), (P(None, ("x", "y")), (1, 8)), (P(), (1, 1))])
+@pytest.mark.parametrize("how", ["named", "spec in a context"])
+def test_a_reshard_is_a_pin(spec, cut, how):
+    """JAX has it for typed meshes only; the planned program is the same."""
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:8])
+    target = NamedSharding(mesh, spec) if how == "named" else spec
+
+    def f(x):
+        return jnp.sum(jnp.sin(jax.sharding.reshard(x * 2, target)) + 1)
+
+    sharded = jshard.shard(f, (P("y", "x"),), mesh=mesh)
+    with jax.set_mesh(mesh) if how != "named" else contextlib.nullcontext():
+        (row,) = rows(sharded.plan(X), "reshard")
+        assert row.strategy == (cut,)
+        np.testing.assert_allclose(sharded(X), jnp.sum(jnp.sin(X * 2) + 1), rtol=1e-6)
+        inside = jshard.shard(jax.grad(f), mesh=mesh)
+        np.testing.assert_allclose(inside(X), 2 * jnp.cos(X * 2), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(jax.grad(sharded)(X), 2 * jnp.cos(X * 2), rtol=1e-5, atol=1e-6)
