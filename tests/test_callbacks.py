@@ -79,12 +79,13 @@ def test_gradients_pass_by_an_ordered_callback():
     assert len(told) == 1
 
 
+@pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint, jax.jit])
-def test_callbacks_in_a_loop_survive_gradients_from_outside(wrap):
+def test_callbacks_in_a_loop_survive_gradients_from_outside(ordered, wrap):
     def f(tell, x):
         @wrap
         def turn(c, _):
-            jax.debug.callback(tell, c)
+            jax.debug.callback(tell, c, ordered=ordered)
             return jnp.sin(c) + 1, None
 
         return jnp.sum(jax.lax.scan(turn, x, None, 3)[0])

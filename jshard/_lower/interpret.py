@@ -168,7 +168,7 @@ class _Runner:
         operands = [self.read(v, env) for v in action.reads]
         if self.vma:
             operands = _alike(operands)
-        context = LocalContext(states.op, states.rule, candidate, self.mesh, bind)
+        context = LocalContext(states.op, states.rule, candidate, self.mesh, bind, self.vma and op.repeat > 1)
         with compat.eqn_context(eqn, op.prefix), _scope(action.number):
             local = states.entry.local if states.entry is not None else None
             results = list(local(context, *operands)) if local is not None else context.bind(*operands)

@@ -44,6 +44,9 @@ class LocalContext:
     candidate: Candidate
     mesh: MeshAxes
     bind_plain: Callable[..., Any]  # (*operands, **params) -> list of results
+    differentiable_loop: bool = (
+        False  # in the body of a loop of a program that is differentiated from outside
+    )
 
     def axes(self, factor: int) -> tuple[str, ...]:
         """Mesh axes that cut a factor, major first; empty when it is whole."""
