@@ -6,14 +6,14 @@ import dataclasses
 import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from jshard import _hardware as hardware, _jaxcompat as compat, _topology as topologies
-from jshard._errors import NestedShardError, PlanMismatchError, SearchError
+from jshard._errors import NestedShardError, PlanMismatchError, SearchError, ShardError
 from jshard._plan.make import Wish, find_ties, make_plan, replay
 from jshard._plan.plan import Plan
 from jshard._plan.schedule import Schedule
@@ -140,9 +140,11 @@ def prepare(
             output_names=out_names,
             captured=compat.captured_tracers(traced),
         )
-    except NestedShardError as e:
-        line = _nested_line(traced.jaxpr) or e.where
-        raise NestedShardError(e.what, where=line, fix=e.fix) from None
+    except ShardError as e:
+        if not (isinstance(e, NestedShardError) or e.where == ""):
+            raise
+        line = _line_of(traced.jaxpr, {compat.BOUNDARY, "shard_map"}) or e.where
+        raise type(e)(e.what, where=line, fix=e.fix) from None
     out_shapes = jax.tree.unflatten(out_tree, [jax.ShapeDtypeStruct(o.shape, o.dtype) for _, o in out_flat])
     out_pins = pins_for_outputs(out_shapes, request.out_strategy)
     in_leaves, in_tree = jax.tree.flatten((shapes_args, shapes_kw))
@@ -241,17 +243,17 @@ def _trace(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return jitted.trace(*shapes, **shapes_kw)
 
 
-def _nested_line(jaxpr: Any) -> str | None:
-    """The user's line that calls a sharded function; None if none does.
+def _line_of(jaxpr: Any, primitives: Container[str]) -> str | None:
+    """The user's line that calls a sharded function, or a `shard_map`; None if none does.
 
     Frames of the library are not what users look for; a cached `jit` has kept no other, so its caller's are taken.
     """
     own = (os.path.dirname(__file__) + os.sep, os.path.dirname(jax.__file__) + os.sep)
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        found = "" if eqn.primitive.name == compat.BOUNDARY else None
+        found = "" if eqn.primitive.name in primitives else None
         for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
             if found is None and (hasattr(inner, "eqns") or hasattr(inner, "jaxpr")):
-                found = _nested_line(inner)
+                found = _line_of(inner, primitives)
         if found == "":
             frames = getattr(eqn.source_info.traceback, "frames", ())
             lines = (

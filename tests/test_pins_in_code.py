@@ -65,10 +65,6 @@ def pallas(x):
     return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
 
 
-def own_shard_map(x):
-    return jax.shard_map(lambda b: lax.psum(b, "x"), mesh=MESH, in_specs=P("x"), out_specs=P())(x)
-
-
 def solve(x):
     a = jnp.eye(8) * 2
     return lax.custom_linear_solve(lambda v: a @ v, x, lambda _, b: b / 2, symmetric=True)

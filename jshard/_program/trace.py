@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jshard import _jaxcompat as compat
-from jshard._errors import NestedShardError
+from jshard._errors import NestedShardError, ShardError
 from jshard._program import marks
 from jshard._program.graph import Atom, Block, Call, Literal, Operator, Program, Step, Tensor
 
@@ -174,6 +174,15 @@ class _Builder:
                     f"the sharded function {eqn.params['name']} is called inside the sharded function {self.name}",
                     where=f"{compat.module_path(prefix, eqn)} {compat.source_line(eqn)}".strip(),
                     fix=f"shard only {self.name}, and pin what {eqn.params['name']} fixed with jshard.op",
+                )
+            elif name == "shard_map":
+                # A plan runs as one `shard_map`, and an axis cannot be mapped twice.
+                axes = ", ".join(map(str, eqn.params["mesh"].axis_names))
+                raise ShardError(
+                    f"jax.shard_map over {axes} inside the sharded function {self.name}",
+                    where=f"{compat.module_path(prefix, eqn)} {compat.source_line(eqn)}".strip(),
+                    fix="the same on whole arrays, for which the collectives are planned; a kernel as "
+                    "jshard.op(kernel, rule=...), which runs it on each device's block",
                 )
             elif name == marks.PIN_OPERAND:
                 env[eqn.outvars[0]] = _Marked(self.read(eqn.invars[0], env), eqn.params["pin"])
