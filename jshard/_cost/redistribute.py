@@ -30,7 +30,6 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -39,6 +38,9 @@ from jshard._cost.steps import Dims, Step, apply, moves, transitions
 from jshard._errors import SearchError
 from jshard._layout import Layout, MeshAxes
 from jshard._topology import Topology
+
+
+ROOM = 2_000_000  # edges times sources relaxed at once
 
 
 def steps(a: Layout, b: Layout, shape: Sequence[int], topology: Topology) -> tuple[Step, ...]:
@@ -53,11 +55,11 @@ def steps(a: Layout, b: Layout, shape: Sequence[int], topology: Topology) -> tup
     - `topology`: the mesh and its wires.
     """
     graph, order = _place(tuple(shape), topology)
-    i, j = _id(a, graph, order, topology), _id(b, graph, order, topology)
-    if i is not None and j is not None:
+    i, j = _ids((a, b), graph, order, topology).tolist()
+    if i >= 0 and j >= 0:
         _rows(graph, [i])
         before, total = graph.rows[i]
-        if np.isfinite(total[j, 0]):
+        if np.isfinite(total[0, j]):
             return _merge(_path(graph, before, i, j, topology), order, a)
     raise SearchError(
         f"layout {a} of a tensor of shape {tuple(shape)} cannot become {b}",
@@ -125,16 +127,17 @@ def _tables(
 ) -> np.ndarray:
     """Slope and volume per byte of the whole tensor, and latency: `(3, len(sources), len(targets))`."""
     graph, order = _place(shape, topology)
-    i = [_id(a, graph, order, topology) for a in sources]
-    j = [_id(b, graph, order, topology) for b in targets]
-    rows = [k for k, s in enumerate(i) if s is not None]
-    columns = [k for k, s in enumerate(j) if s is not None]
-    known = [s for s in i if s is not None]
-    _rows(graph, known)
+    i, j = _ids(sources, graph, order, topology), _ids(targets, graph, order, topology)
+    rows, columns = np.flatnonzero(i >= 0), np.flatnonzero(j >= 0)
     out = np.full((3, len(i), len(j)), np.inf)
-    if rows and columns:
-        picked = np.stack([graph.rows[s][1][[t for t in j if t is not None]] for s in known])
-        out[:, np.array(rows)[:, None], np.array(columns)[None, :]] = np.moveaxis(picked, 2, 0)
+    if len(rows) and len(columns):
+        known = i[rows].tolist()
+        _rows(graph, known)
+        picked = np.stack([graph.rows[s][1] for s in known], axis=1)[:, :, j[columns]]
+        if len(rows) == len(i) and len(columns) == len(j):
+            out = picked
+        else:
+            out[:, rows[:, None], columns] = picked
     out.flags.writeable = False
     return out
 
@@ -143,18 +146,23 @@ def _tables(
 class _Graph:
     """All layouts of a tensor whose dimensions have these gcds with the mesh, and the moves between them.
 
-    Edge arrays are sorted by `key = source * size + target`. `rows` keeps, for each source asked for so far,
-    predecessor, slope, volume and latency of the shortest path to every layout.
+    Edge arrays are sorted by target, then source; `target` are the layouts among their `ends`, `begin` where
+    the edges to each begin. `rows` keeps, for each source asked for so far, the last edge of the shortest path to
+    every layout (-1: none) and its slope, volume and latency.
     """
 
     mesh: MeshAxes
     gcds: tuple[int, ...]
     layouts: tuple[Layout, ...]
     ids: dict[Layout, int]
-    key: np.ndarray
-    numbers: np.ndarray  # (edges, 3): slope and volume per byte of the whole tensor, seconds of latency
-    matrix: Any  # scipy.sparse.csr_array
+    source: np.ndarray
+    ends: np.ndarray
+    target: np.ndarray
+    begin: np.ndarray
+    weight: np.ndarray
+    numbers: np.ndarray  # (3, edges): slope and volume per byte of the whole tensor, seconds of latency
     rows: dict[int, tuple[np.ndarray, np.ndarray]] = dataclasses.field(default_factory=dict)
+    known: dict[tuple[int, ...], dict[Layout, int]] = dataclasses.field(default_factory=dict)
 
 
 @functools.lru_cache(maxsize=65536)
@@ -169,12 +177,15 @@ def _place(shape: tuple[int, ...], topology: Topology) -> tuple[_Graph, tuple[in
     return _graph(topology, tuple(gcds[d] for d in order)), order
 
 
-def _id(a: Layout, graph: _Graph, order: tuple[int, ...], topology: Topology) -> int | None:
-    """Number of a layout in the graph; None when it does not divide the shape."""
-    a = without_small(a, topology.mesh)
-    if sum(map(len, a.dims)) != sum(len(a.dims[d]) for d in order):
-        return None
-    return graph.ids.get(Layout(tuple(a.dims[d] for d in order), a.partial))
+def _ids(some: Sequence[Layout], graph: _Graph, order: tuple[int, ...], topology: Topology) -> np.ndarray:
+    """Numbers of layouts in the graph; -1 for those that do not divide the shape."""
+    known = graph.known.setdefault(order, {})
+    for a in some:
+        if a not in known:
+            b = without_small(a, topology.mesh)
+            lost = sum(map(len, b.dims)) != sum(len(b.dims[d]) for d in order)
+            known[a] = -1 if lost else graph.ids.get(Layout(tuple(b.dims[d] for d in order), b.partial), -1)
+    return np.array([known[a] for a in some], dtype=np.int64)
 
 
 @functools.lru_cache(maxsize=512)
@@ -204,10 +215,10 @@ def _graph(topology: Topology, gcds: tuple[int, ...]) -> _Graph:
     unit = float(numbers[:, 0].max(initial=0.0)) or 1.0
     weight = numbers[:, 0] / unit + np.where(numbers[:, 1] > 0, 1e-6 + 1e-7 * numbers[:, 3], 1e-8)
     weight += 1e-10 * np.arange(len(keys)) / max(1, len(keys))
-    from scipy.sparse import csr_array  # here, so that `import jshard` stays light
-
-    matrix = csr_array((weight, (keys // n, keys % n)), shape=(n, n))
-    return _Graph(mesh, gcds, layouts, ids, keys, numbers[:, :3], matrix)
+    by_target = np.lexsort((keys // n, keys % n))
+    keys, weight, numbers = keys[by_target], weight[by_target], numbers[by_target, :3]
+    target, begin = np.unique(keys % n, return_index=True)
+    return _Graph(mesh, gcds, layouts, ids, keys // n, keys % n, target, begin, weight, numbers.T.copy())
 
 
 def _large(mesh: MeshAxes) -> MeshAxes:
@@ -230,7 +241,7 @@ def _group(axes: Sequence[str], mesh: MeshAxes) -> tuple[str, ...]:
 def _path(graph: _Graph, before: np.ndarray, i: int, j: int, topology: Topology) -> list[Step]:
     nodes = [j]
     while nodes[-1] != i:
-        nodes.append(int(before[nodes[-1]]))
+        nodes.append(int(graph.source[before[nodes[-1]]]))
     path = []
     for b, a in itertools.pairwise(nodes):
         here, there = graph.layouts[a], graph.layouts[b]
@@ -288,25 +299,40 @@ def _layouts(mesh: MeshAxes, gcds: tuple[int, ...]) -> list[Layout]:
 
 
 def _rows(graph: _Graph, sources: Sequence[int]) -> None:
-    """Fill `graph.rows` for sources not met before."""
-    new = [s for s in dict.fromkeys(sources) if s not in graph.rows]
-    if not new:
-        return
-    n = len(graph.layouts)
-    from scipy.sparse.csgraph import dijkstra
+    """Fill `graph.rows` for sources not met before: Bellman's relaxation of all edges for all of them at once.
 
-    distance, before = dijkstra(graph.matrix, indices=new, return_predecessors=True)
-    start = np.array(new)[:, None]
-    here = np.where(np.isfinite(distance), np.arange(n), start)
-    total = np.zeros((len(new), n, 3))
-    while True:  # walk all paths back to their sources at once, summing the edges
-        moving = here != start
-        if not moving.any():
-            break
-        row = np.nonzero(moving)[0]
-        previous = before[row, here[moving]].astype(np.int64)
-        total[moving] += graph.numbers[np.searchsorted(graph.key, previous * n + here[moving])]
-        here[moving] = previous
-    total[~np.isfinite(distance)] = np.inf
-    for k, s in enumerate(new):
-        graph.rows[s] = (before[k], total[k])
+    Paths are short (a handful of collectives) and graphs small, so this beats Dijkstra's queue, and importing it.
+    """
+    new = [s for s in dict.fromkeys(sources) if s not in graph.rows]
+    n, edges = len(graph.layouts), len(graph.source)
+    step = max(1, ROOM // max(1, edges))
+    for at in range(0, len(new), step):
+        some = np.array(new[at : at + step])
+        every = np.arange(len(some))
+        distance = np.full((n, len(some)), np.inf)
+        distance[some, every] = 0.0
+        before = np.full((n, len(some)), -1, dtype=np.int32)
+        over = np.empty((0, len(some)))
+        while edges:
+            over = distance[graph.source] + graph.weight[:, None]
+            least = np.minimum.reduceat(over, graph.begin, axis=0)
+            t, k = np.nonzero(least < distance[graph.target])
+            if not len(t):
+                break
+            distance[graph.target[t], k] = least[t, k]
+        # The edge that gives a layout its distance; then all paths are walked back at once, summing their edges.
+        tight, k = np.nonzero((over == distance[graph.ends]) & np.isfinite(over))
+        before[graph.ends[tight[::-1]], k[::-1]] = tight[::-1]
+        before[some, every] = -1
+        total = np.zeros((3, n, len(some)))
+        t, k = np.nonzero(before >= 0)
+        here = t
+        while len(t):
+            edge = before[here, k]
+            total[:, t, k] += graph.numbers[:, edge]
+            here = graph.source[edge]
+            more = here != some[k]
+            t, k, here = t[more], k[more], here[more]
+        total[:, ~np.isfinite(distance)] = np.inf
+        for c, s in enumerate(some.tolist()):
+            graph.rows[s] = (before[:, c].copy(), np.ascontiguousarray(total[:, :, c]))

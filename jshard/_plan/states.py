@@ -19,7 +19,7 @@ from jshard._layout import Layout, MeshAxes
 from jshard._program.graph import Literal, Operator, Program
 from jshard._rules.lookup import rules_for
 from jshard._rules.registry import Entry, Op
-from jshard._rules.rule import Candidate, Rule, candidates, operand_layouts, result_layouts
+from jshard._rules.rule import NONE, Candidate, Rule, candidate_axes, layout_lists
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -33,6 +33,10 @@ class Choices:
         """Layout under a state."""
         return self.layouts[int(self.index[state])]
 
+    def pieces(self, mesh: MeshAxes) -> np.ndarray:
+        """Number of different blocks under each state."""
+        return np.array([lay.pieces(mesh) for lay in self.layouts])[self.index]
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class States:
@@ -42,6 +46,7 @@ class States:
     rule: Rule
     entry: Entry | None
     candidates: tuple[Candidate | None, ...]
+    axes: np.ndarray  # (states, mesh axes): the candidates as one array
     operands: tuple[Choices, ...]
     results: tuple[Choices, ...]
 
@@ -59,7 +64,7 @@ class Interner:
         self.program, self.mesh = program, mesh
         self._forms: dict[Any, States] = {}
         self._rules: dict[Any, tuple[Op, Rule, Entry | None]] = {}
-        self._candidates: dict[Rule, tuple[Candidate, ...]] = {}
+        self._meant: dict[Rule, tuple] = {}  # candidates, their axes, operands and results by rule
 
     def states(self, op: Operator, pins: Sequence[tuple[str, int, Any, Pinned]] = ()) -> States:
         """States of an operator; `pins` are (side, index, key, test) with side "operand" or "result"."""
@@ -112,16 +117,14 @@ class Interner:
         if key in self._forms:
             return self._forms[key]
         view, rule, entry = self.rule(op)
-        if rule not in self._candidates:
-            self._candidates[rule] = tuple(candidates(rule, self.mesh))
-        cands = self._candidates[rule]
-        ins = [operand_layouts(rule, c, self.mesh) for c in cands]
-        outs = [result_layouts(rule, c, self.mesh) for c in cands]
-        made = States(
-            view, rule, entry, cands,
-            tuple(_choices([row[i] for row in ins]) for i in range(len(op.operands))),
-            tuple(_choices([row[i] for row in outs]) for i in range(len(op.results))),
-        )  # fmt: skip
+        if rule not in self._meant:
+            axes = candidate_axes(rule, self.mesh)
+            cands = tuple(map(Candidate, map(tuple, axes.tolist())))
+            ins, outs = layout_lists(rule, axes, self.mesh)
+            self._meant[rule] = (
+                cands, axes, tuple(Choices(*c) for c in ins), tuple(Choices(*c) for c in outs)
+            )  # fmt: skip
+        made = States(view, rule, entry, *self._meant[rule])
         self._forms[key] = made
         return made
 
@@ -148,6 +151,7 @@ class Interner:
         return States(
             states.op, states.rule, states.entry,
             tuple(states.candidates[k] for k in which),
+            states.axes[which],
             tuple(_choices([c.of(int(k)) for k in which]) for c in states.operands),
             tuple(_choices([c.of(int(k)) for k in which]) for c in states.results),
         )  # fmt: skip
@@ -176,6 +180,7 @@ class Interner:
             rule,
             None,
             (None,) * len(every),
+            np.full((len(every), len(self.mesh.names)), NONE),
             one if op.kind == "output" else (),
             () if op.kind == "output" else one,
         )

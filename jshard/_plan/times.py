@@ -57,9 +57,8 @@ def operator_times(
     index = np.array(which, dtype=np.int64)
     moved = np.zeros(len(index))
     for nbytes, choices in tensors:
-        moved += np.array([nbytes / lay.pieces(mesh) for lay in choices.layouts])[choices.index[index]]
-    local = np.array([work if s.rule.opaque or (c := s.candidates[k]) is None else local_work(s.rule, c, mesh)
-                      for k in which])  # fmt: skip
+        moved += nbytes / choices.pieces(mesh)[index]
+    local = np.full(len(index), work) if s.rule.opaque else local_work(s.rule, s.axes[index], mesh)
     seconds = np.maximum(local / rate, moved / chip.hbm_bandwidth)
     even = max(work / mesh.total / rate, sum(b for b, _ in tensors) / mesh.total / chip.hbm_bandwidth)
     own = np.zeros(len(index))

@@ -20,10 +20,12 @@ a b, b c -> a c  (reduce b)
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import functools
 import math
 import string
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+
+import numpy as np
 
 from jshard._layout import Layout, MeshAxes
 
@@ -95,20 +97,30 @@ class Candidate:
 
 def candidates(rule: Rule, mesh: MeshAxes) -> Iterator[Candidate]:
     """All candidates of a rule on a mesh: every cut divides, every dimension stays a block partition."""
+    return map(Candidate, map(tuple, candidate_axes(rule, mesh).tolist()))
+
+
+def candidate_axes(rule: Rule, mesh: MeshAxes) -> np.ndarray:
+    """The axes of all candidates, `(candidates, mesh axes)`: planning handles hundreds of rules at once."""
     choices = [NONE] + [_PARTIAL - k for k in range(len(rule.linear))]
     choices += [f for f, s in enumerate(rule.sizes) if s > 1 and f not in rule.blocked]
-    majors = _majors(rule)
-    for axes in itertools.product(choices, repeat=len(mesh.sizes)):
-        pieces = [1] * len(rule.sizes)
-        for f, n in zip(axes, mesh.sizes, strict=True):
+    count = len(mesh.sizes)
+    places = np.indices((len(choices),) * count).reshape(count, len(choices) ** count).T
+    axes = np.array(choices, dtype=np.int64)[places]
+    pieces = np.ones((len(rule.sizes), len(axes)), dtype=np.int64)
+    for k, n in enumerate(mesh.sizes):
+        for f in choices:
             if f >= 0:
-                pieces[f] *= n
-        if any(rule.sizes[f] % p for f, p in enumerate(pieces) if p > 1):
-            continue
-        # A minor factor of a dimension may be cut only when all factors before it are cut to single points.
-        if any(pieces[f] > 1 and any(pieces[m] != rule.sizes[m] for m in before) for f, before in majors):
-            continue
-        yield Candidate(axes)
+                pieces[f, axes[:, k] == f] *= n
+    fine = np.ones(len(axes), dtype=bool)
+    for f in choices:
+        if f >= 0:
+            fine &= rule.sizes[f] % pieces[f] == 0
+    # A minor factor of a dimension may be cut only when all factors before it are cut to single points.
+    for f, before in _majors(rule):
+        for m in before:
+            fine &= (pieces[f] == 1) | (pieces[m] == rule.sizes[m])
+    return axes[fine]
 
 
 def _majors(rule: Rule) -> list[tuple[int, tuple[int, ...]]]:
@@ -121,30 +133,66 @@ def _majors(rule: Rule) -> list[tuple[int, tuple[int, ...]]]:
 
 def operand_layouts(rule: Rule, c: Candidate, mesh: MeshAxes) -> tuple[Layout, ...]:
     """The layout each operand must have under a candidate."""
-    out = []
-    for i, dims in enumerate(rule.operands):
-        partial = tuple(
-            n
-            for n, f in zip(mesh.names, c.axes, strict=True)
-            if f <= _PARTIAL and i in rule.linear[_PARTIAL - f]
-        )
-        out.append(Layout(_dims(dims, c, mesh), partial))
-    return tuple(out)
+    return tuple(a[0] for a, _ in layout_lists(rule, np.array([c.axes], dtype=np.int64), mesh)[0])
 
 
 def result_layouts(rule: Rule, c: Candidate, mesh: MeshAxes) -> tuple[Layout, ...]:
     """The layout each result has under a candidate, partial sums unresolved."""
+    return tuple(a[0] for a, _ in layout_lists(rule, np.array([c.axes], dtype=np.int64), mesh)[1])
+
+
+Listed = tuple[tuple[Layout, ...], np.ndarray]  # distinct layouts, and which of them each candidate means
+
+
+def layout_lists(
+    rule: Rule, axes: np.ndarray, mesh: MeshAxes
+) -> tuple[tuple[Listed, ...], tuple[Listed, ...]]:
+    """Layouts of operands and of results under candidates given by their `axes`, in order of first use.
+
+    Few layouts of a tensor are distinct: those factors that it does not carry do not count.
+    """
+    low = _PARTIAL - max(0, len(rule.linear) - 1)
     sums = rule.reduction if rule.reducer == "sum" else ()
-    out = []
-    for dims in rule.results:
-        carried = {f for d in dims for f in d}
-        partial = tuple(
-            n
-            for n, f in zip(mesh.names, c.axes, strict=True)
-            if f <= _PARTIAL or (f in sums and f not in carried)
-        )
-        out.append(Layout(_dims(dims, c, mesh), partial))
-    return tuple(out)
+
+    def listed(dims: Dims, partial: Sequence[int]) -> Listed:
+        means = np.full(len(rule.sizes) - low, NONE, dtype=np.int64)  # by value - low
+        for f in {f for d in dims for f in d}:
+            means[f - low] = f
+        for f in partial:
+            means[f - low] = _PARTIAL
+        codes = means[axes - low]
+        key = np.zeros(len(axes), dtype=np.int64)
+        for k in range(axes.shape[1]):
+            key = key * (len(rule.sizes) - _PARTIAL) + codes[:, k] - _PARTIAL
+        _, first, index = np.unique(key, return_index=True, return_inverse=True)
+        seen: dict[Layout, int] = {}
+        number = np.zeros(len(first), dtype=np.int64)
+        for u in np.argsort(first).tolist():
+            lay = _layout(dims, tuple(codes[first[u]].tolist()), mesh.names)
+            number[u] = seen.setdefault(lay, len(seen))
+        return tuple(seen), number[index.reshape(-1)]
+
+    through = [_PARTIAL - k for k in range(len(rule.linear))]
+    operands = tuple(
+        listed(dims, [f for f in through if i in rule.linear[_PARTIAL - f]])
+        for i, dims in enumerate(rule.operands)
+    )
+    results = tuple(
+        listed(dims, [*through, *(f for f in sums if not any(f in d for d in dims))]) for dims in rule.results
+    )
+    return operands, results
+
+
+@functools.lru_cache(maxsize=65536)
+def _layout(dims: Dims, axes: tuple[int, ...], names: tuple[str, ...]) -> Layout:
+    cut = tuple(tuple(n for f in d for n, g in zip(names, axes, strict=True) if g == f) for d in dims)
+    return _one(cut, tuple(n for n, g in zip(names, axes, strict=True) if g == _PARTIAL))
+
+
+@functools.lru_cache(maxsize=65536)
+def _one(dims: tuple[tuple[str, ...], ...], partial: tuple[str, ...]) -> Layout:
+    """One object for a layout, so that comparing it ends at once."""
+    return Layout(dims, partial)
 
 
 def reduced_axes(rule: Rule, c: Candidate, mesh: MeshAxes) -> tuple[str, ...]:
@@ -154,11 +202,7 @@ def reduced_axes(rule: Rule, c: Candidate, mesh: MeshAxes) -> tuple[str, ...]:
     return tuple(n for n, f in zip(mesh.names, c.axes, strict=True) if f in rule.reduction)
 
 
-def local_work(rule: Rule, c: Candidate, mesh: MeshAxes) -> float:
-    """Arithmetic operations of one device under a candidate."""
-    pieces = math.prod(n for f, n in zip(c.axes, mesh.sizes, strict=True) if f >= 0)
+def local_work(rule: Rule, axes: np.ndarray, mesh: MeshAxes) -> np.ndarray:
+    """Arithmetic operations of one device under candidates given by their axes."""
+    pieces = np.where(axes >= 0, np.array(mesh.sizes, dtype=np.int64), 1).prod(axis=1)
     return rule.work * math.prod(rule.sizes) / pieces
-
-
-def _dims(dims: Dims, c: Candidate, mesh: MeshAxes) -> tuple[tuple[str, ...], ...]:
-    return tuple(tuple(a for f in d for a in c.cut(f, mesh)) for d in dims)
