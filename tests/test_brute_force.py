@@ -124,13 +124,13 @@ def test_no_assignment_costs_less(level):
 
 def test_no_plan_has_a_peak_below_the_bound_and_few_have_one_below_the_answer():
     seen = exact = cheap = 0
-    for seed in SEEDS[:240]:
+    for seed in SEEDS[:160]:
         found = written_out(seed, 1)
         if found is None:
             continue
         plan, built = found
         costs = every_cost(built.network)
-        if np.isfinite(costs).sum() > 4000:
+        if np.isfinite(costs).sum() > 1000:
             continue
         peaks = every_peak(built, costs)
         least = peaks.min()
@@ -142,7 +142,7 @@ def test_no_plan_has_a_peak_below_the_bound_and_few_have_one_below_the_answer():
         seen += 1
         exact += plan.cost.peak_bytes <= least
         cheap += plan.cost.communication + plan.cost.compute <= cheapest * (1 + 1e-9) + 1e-18
-    assert seen >= 60
+    assert seen >= 40, seen
     assert exact >= 0.9 * seen and cheap >= 0.9 * seen, (seen, exact, cheap)
 
 
