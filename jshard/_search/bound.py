@@ -18,6 +18,7 @@ Worked case.  A tree: one pass forwards and one back give the exact minimum.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
 from collections.abc import Callable
@@ -32,6 +33,7 @@ from jshard._search.reduce import Graph
 SEGMENT = 64  # variables walked one after the other; longer passes news further, shorter is wider
 STACK = 4096  # entries of a table above which a table is worked on alone
 LARGE = 2000  # mean entries of a table above which fewer rounds count for more than wider levels
+LONG = 1 << 20  # messages above which index arrays are made anew in each pass
 ALIKE = 4  # edges of a level with one table that are worked on together without copying it
 
 
@@ -39,9 +41,9 @@ ALIKE = 4  # edges of a level with one table that are worked on together without
 class Group:
     """Edges between a level and later ones (in one direction) whose tables have one shape."""
 
-    own: Ints  # (k, n) -> index into all states: the sender's
-    heard: Ints  # (k, n) -> index into messages: what the sender heard on this edge
-    told: Ints  # (m, n) or (n, m) -> index into messages: what the receiver will have heard
+    own: Ints  # (k, n) -> index into all states: the sender's; where it would be long, (n,) of the first ones
+    heard: Ints  # likewise -> index into messages: what the sender heard on this edge
+    told: Ints  # (m, n) or (n, m), or (n,) -> index into messages: what the receiver will have heard
     # (k, m, n) when `wide`, else (k, n, m), the longer axis last; n is 1 where all edges have one table. Or n
     # tables (k, m). The sender's states come first: minima over the first axis run along the memory.
     tables: Floats | tuple[Floats, ...]
@@ -70,9 +72,8 @@ class Chain:
     groups: tuple[list[list[Group]], list[list[Group]]]  # forwards and backwards, per level
     share: Floats  # per state: what each edge ahead gets
     keeps: tuple[Floats, Floats]  # per variable: what stays, forwards and backwards
-    ahead: list[tuple[Ints, Ints]]  # per level: like collect, only messages from later variables
-    rows: list[Rows]
-    pool: Floats
+    # Per level, for rounding: like collect, only messages from later variables; and table rows. Made when asked for.
+    ahead: Callable[[], tuple[list[tuple[Ints, Ints]], list[Rows], Floats]]
     messages: Floats
     ends: Ints  # (E, 2) walk positions of every edge
     places: Ints  # (E, 2) where the messages to these two begin
@@ -154,7 +155,13 @@ def chain_of(graph: Graph) -> Chain:
         for a, b in levels:
             part = slice(*np.searchsorted(ends, [a, b]).tolist())
             lengths = size[ends[part]]
-            out.append((_ranges(first[ends[part]] - first[a], lengths), _ranges(places[part], lengths)))
+            place = _ranges(places[part], lengths)
+            out.append(
+                (
+                    _ranges(first[ends[part]] - first[a], lengths),
+                    place.astype(np.int32) if LONG < begin[-1] < 2**31 else place,
+                )
+            )
         return out
 
     def grouped(sender: Ints, receiver: Ints, heard: Ints, told: Ints, flip: bool) -> list[list[Group]]:
@@ -167,15 +174,8 @@ def chain_of(graph: Graph) -> Chain:
             wide = not isinstance(tables, tuple) and len(e) > m
             if not isinstance(tables, tuple):  # (k, n or 1, m)
                 tables = np.ascontiguousarray(tables.transpose(0, 2, 1)) if wide else tables
-            told_at = told[e] + np.arange(m)[:, None]
-            group = Group(
-                first[sender[e]] + np.arange(k)[:, None],
-                heard[e] + np.arange(k)[:, None],
-                told_at if wide else np.ascontiguousarray(told_at.T),
-                tables,
-                wide,
-            )
-            found.setdefault(at, []).append(group)
+            group = Group(first[sender[e]], heard[e], told[e], tables, wide)
+            found.setdefault(at, []).append(group if begin[-1] > LONG else _spelled(group, k, m))
 
         for (at, k, m), members in kinds.items():
             by_table: dict[int, list[int]] = {}
@@ -196,23 +196,26 @@ def chain_of(graph: Graph) -> Chain:
                 add(at, np.array([e for e, _ in rest], dtype=np.int64), k, m, side)
         return [found.get(at, []) for at in range(len(levels))]
 
-    used = np.unique(table).tolist()
-    start = dict(zip(used, np.cumsum([0] + [arrays[t].size for t in used])[:-1].tolist(), strict=True))
-    pool = np.concatenate([arrays[t].ravel() for t in used]) if used else np.zeros(0)
-    order = np.argsort(high, kind="stable")
-    rows = []
-    for a, b in levels:
-        e = order[slice(*np.searchsorted(high[order], [a, b]).tolist())]
-        lengths = size[high[e]]
-        base = np.array([start[t] for t in table[e].tolist()], dtype=np.int64)
-        rows.append(
-            Rows(
-                _ranges(first[high[e]] - first[a], lengths),
-                _ranges(base, lengths),
-                np.repeat(lengths, lengths),
-                np.repeat(low[e], lengths),
+    def ahead() -> tuple[list[tuple[Ints, Ints]], list[Rows], Floats]:
+        used = np.unique(table).tolist()
+        start = dict(zip(used, np.cumsum([0] + [arrays[t].size for t in used])[:-1].tolist(), strict=True))
+        pool = np.concatenate([arrays[t].ravel() for t in used]) if used else np.zeros(0)
+        order = np.argsort(high, kind="stable")
+        rows = []
+        for a, b in levels:
+            e = order[slice(*np.searchsorted(high[order], [a, b]).tolist())]
+            lengths = size[high[e]]
+            base = np.array([start[t] for t in table[e].tolist()], dtype=np.int64)
+            rows.append(
+                Rows(
+                    _ranges(first[high[e]] - first[a], lengths),
+                    _ranges(base, lengths),
+                    np.repeat(lengths, lengths),
+                    np.repeat(low[e], lengths),
+                )
             )
-        )
+        return listing(low, at_low), rows, pool
+
     forth, back = np.bincount(low, minlength=n), np.bincount(high, minlength=n)
     most = np.maximum(np.maximum(forth, back), 1)
     keeps = (1.0 - forth / most, 1.0 - back / most)
@@ -228,13 +231,25 @@ def chain_of(graph: Graph) -> Chain:
         ),
         np.repeat(1.0 / most, size),
         keeps,
-        listing(low, at_low),
-        rows,
-        pool,
+        functools.cache(ahead),
         np.zeros(int(begin[-1])),
         edges[:, :2],
         np.stack([at_low, at_high], axis=1),
     )
+
+
+def _ends(group: Group) -> tuple[int, int]:
+    """States of the sender and of the receiver."""
+    assert not isinstance(group.tables, tuple)
+    k, a, b = group.tables.shape
+    return k, a if group.wide else b
+
+
+def _spelled(group: Group, k: int, m: int) -> Group:
+    """A group with its index arrays in full."""
+    down, along = np.arange(k)[:, None], np.arange(m)
+    told = group.told + along[:, None] if group.wide else group.told[:, None] + along
+    return Group(group.own + down, group.heard + down, told, group.tables, group.wide)
 
 
 def sweep(chain: Chain, backwards: bool, slack: Floats | None = None) -> float:
@@ -256,6 +271,9 @@ def sweep(chain: Chain, backwards: bool, slack: Floats | None = None) -> float:
             slack[i:j] = total - np.repeat(least, np.diff(first[a : b + 1]))
         share[i:j] = total * chain.share[i:j]
         for group in groups[at]:
+            if group.own.ndim == 1:
+                k, m = group.tables[0].shape if isinstance(group.tables, tuple) else _ends(group)
+                group = _spelled(group, k, m)
             given = share[group.own] - messages[group.heard]
             if isinstance(group.tables, tuple):
                 sent = np.empty(group.told.shape)
@@ -276,10 +294,11 @@ def rounded(chain: Chain) -> list[int]:
     already chosen and the messages from those still to come."""
     first = chain.first
     chosen = np.zeros(len(chain.variables), dtype=np.int64)
-    for (a, b), (target, source), rows in zip(chain.levels, chain.ahead, chain.rows, strict=True):
+    ahead, every, pool = chain.ahead()
+    for (a, b), (target, source), rows in zip(chain.levels, ahead, every, strict=True):
         i, j = int(first[a]), int(first[b])
         total = chain.unary[i:j] + np.bincount(target, chain.messages[source], j - i)
-        picked = chain.pool[rows.base + chosen[rows.other] * rows.step]
+        picked = pool[rows.base + chosen[rows.other] * rows.step]
         total += np.bincount(rows.target, picked, j - i)
         starts = first[a:b] - i
         low = np.repeat(np.minimum.reduceat(total, starts), np.diff(first[a : b + 1]))
