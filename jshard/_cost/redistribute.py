@@ -54,7 +54,12 @@ def steps(a: Layout, b: Layout, shape: Sequence[int], topology: Topology) -> tup
     - `shape`: global shape of the tensor.
     - `topology`: the mesh and its wires.
     """
-    graph, order = _place(tuple(shape), topology)
+    return _steps(a, b, tuple(shape), topology)
+
+
+@functools.lru_cache(maxsize=65536)
+def _steps(a: Layout, b: Layout, shape: tuple[int, ...], topology: Topology) -> tuple[Step, ...]:
+    graph, order = _place(shape, topology)
     i, j = _ids((a, b), graph, order, topology).tolist()
     if i >= 0 and j >= 0:
         _rows(graph, [i])
@@ -62,7 +67,7 @@ def steps(a: Layout, b: Layout, shape: Sequence[int], topology: Topology) -> tup
         if np.isfinite(total[0, j]):
             return _merge(_path(graph, before, i, j, topology), order, a)
     raise SearchError(
-        f"layout {a} of a tensor of shape {tuple(shape)} cannot become {b}",
+        f"layout {a} of a tensor of shape {shape} cannot become {b}",
         where=f"redistribution on mesh {topology.mesh}",
         fix="cuts that divide the shape, and partial sums only where the source has them",
     )

@@ -217,10 +217,11 @@ def describe(
         by_reader.setdefault(reader, []).append(row.id)
     rows, boundaries, compute, redundant, unknown = [], [], 0.0, 0.0, {}
     times: dict[Any, tuple[float, float]] = {}
+    alike: dict[Any, tuple] = {}
     for op in program.operators:
         if op.kind != "eqn":
             if op.kind not in ("input", "const", "output"):
-                boundaries.append(_operator_row(choice, op.id, tuple(by_reader.get(op.id, ())), 0.0))
+                boundaries.append(_operator_row(choice, op.id, tuple(by_reader.get(op.id, ())), 0.0, alike))
             continue
         s, k = choice.states[op.id], choice.state[op.id]
         reads, writes = traffic(op, life)
@@ -233,7 +234,7 @@ def describe(
         redundant += times[key][1] * op.repeat
         if s.rule.opaque:
             unknown[op.primitive] = None
-        rows.append(_operator_row(choice, op.id, tuple(by_reader.get(op.id, ())), whole))
+        rows.append(_operator_row(choice, op.id, tuple(by_reader.get(op.id, ())), whole, alike))
     pinned = {(op, side, k) for op, side, k, _ in wish.pins}
     inputs = tuple(
         _tensor_row(program, i, choice.made(program.operators[i].results[0]), (i, "result", 0) in pinned)
@@ -313,23 +314,31 @@ def _tensor_row(program: Program, op: int, layout: Layout, pinned: bool) -> Tens
     return TensorRow(operator.name, tuple(t.shape), dtype_name(t.dtype), layout, pinned, name)
 
 
-def _operator_row(choice: Choice, i: int, moved: tuple[int, ...], seconds: float) -> OperatorRow:
+def _operator_row(
+    choice: Choice, i: int, moved: tuple[int, ...], seconds: float, alike: dict[Any, tuple]
+) -> OperatorRow:
+    """The row of an operator; `alike` keeps what operators of one form in one state have in common."""
     op, s, k = choice.program.operators[i], choice.states[i], choice.state[i]
-    mesh, tensors = choice.topology.mesh, choice.program.tensors
-    ins = tuple(c.of(k) for c in s.operands)
-    outs = tuple(c.of(k) for c in s.results)
-    avals: list[Any] = [a.aval if isinstance(a, Literal) else tensors[a] for a in op.operands]
+    tensors = choice.program.tensors
+    key = (id(s), k) if op.kind == "eqn" else (id(s), k, i)
+    if key not in alike:
+        ins = tuple(c.of(k) for c in s.operands)
+        outs = tuple(c.of(k) for c in s.results)
+        avals: list[Any] = [a.aval if isinstance(a, Literal) else tensors[a] for a in op.operands]
+        alike[key] = (
+            tuple(lay.cuts(choice.topology.mesh) for lay in ins), ins, outs,
+            tuple(tuple(a.shape) for a in avals), tuple(tensors[r].shape for r in op.results),
+            tuple(dtype_name(a.dtype) for a in avals), tuple(dtype_name(tensors[r].dtype) for r in op.results),
+        )  # fmt: skip
+    strategy, ins, outs, shapes, result_shapes, dtypes, result_dtypes = alike[key]
     return OperatorRow(
         name=operator_name(op), primitive=op.primitive, module=op.module, source=op.source,
-        strategy=tuple(lay.cuts(mesh) for lay in ins), operands=ins, results=outs,
-        shapes=tuple(tuple(a.shape) for a in avals),
-        result_shapes=tuple(tensors[r].shape for r in op.results),
-        dtype=dtype_name(tensors[op.results[0]].dtype) if op.results else "", collectives=moved, repeat=op.repeat,
+        strategy=strategy, operands=ins, results=outs, shapes=shapes, result_shapes=result_shapes,
+        dtype=result_dtypes[0] if op.results else "", collectives=moved, repeat=op.repeat,
         seconds=seconds, note=s.rule.note,
-        reads=tuple("" if isinstance(a, Literal) else tensors[a].name for a in op.operands),
-        writes=tuple(tensors[r].name for r in op.results),
-        operand_dtypes=tuple(dtype_name(a.dtype) for a in avals),
-        result_dtypes=tuple(dtype_name(tensors[r].dtype) for r in op.results),
+        reads=tuple(["" if isinstance(a, Literal) else tensors[a].name for a in op.operands]),
+        writes=tuple([tensors[r].name for r in op.results]),
+        operand_dtypes=dtypes, result_dtypes=result_dtypes,
     )  # fmt: skip
 
 
