@@ -68,8 +68,12 @@ class Coefficients:
     alpha: float
 
 
-def collective(kind: CollectiveKind, axes: Sequence[str], held: float, topology: Topology) -> Collective:
+def collective(
+    kind: CollectiveKind, axes: Sequence[str], held: float, topology: Topology, together: int = 1
+) -> Collective:
     """One collective over the group that `axes` span, for a device that holds `held` bytes before it.
+
+    Of so many as are sent `together`, each pays its share of the latency.
 
     >>> from jshard import _hardware as hardware
     >>> from jshard._layout import MeshAxes
@@ -79,7 +83,7 @@ def collective(kind: CollectiveKind, axes: Sequence[str], held: float, topology:
     all_gather[x] 1.5e+07 B 0.000194 s
     """
     c = coefficients(kind, tuple(sorted(axes, key=topology.mesh.names.index)), topology)
-    return Collective(kind, tuple(axes), held * c.volume, held * c.slope + c.alpha)
+    return Collective(kind, tuple(axes), held * c.volume, held * c.slope + c.alpha / together)
 
 
 @functools.lru_cache(maxsize=65536)

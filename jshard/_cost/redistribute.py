@@ -103,10 +103,15 @@ def table(
     shape: Sequence[int],
     itemsize: float,
     topology: Topology,
+    together: int = 1,
 ) -> np.ndarray:
-    """Seconds from every source layout to every target layout: `(len(sources), len(targets))`."""
+    """Seconds from every source layout to every target layout: `(len(sources), len(targets))`.
+
+    So many sums as `together` says are sent at once: each pays that share of the latency.
+    """
     t = _tables(tuple(sources), tuple(targets), tuple(shape), topology)
-    return _scaled(t[0], math.prod(shape) * itemsize) + t[2]
+    share = np.array([1 / together if lay.partial else 1.0 for lay in sources])
+    return _scaled(t[0], math.prod(shape) * itemsize) + t[2] * share[:, None]
 
 
 def bytes_table(

@@ -174,6 +174,7 @@ class _Writer:
             tensor.itemsize,
             c.times,
             c.whole,
+            c.together,
             by_source,
             fluid,
         )
@@ -243,7 +244,10 @@ class _Writer:
         """Tables maker x copy and copy x reader: one tells the layout, the other allows and charges."""
         tensor, topology = self.program.tensors[c.tensor], self.problem.topology
         sources, targets = c.source.layouts, c.target.layouts
-        moved = redistribute.table(sources, targets, tensor.shape, tensor.itemsize, topology) * c.times
+        moved = (
+            redistribute.table(sources, targets, tensor.shape, tensor.itemsize, topology, c.together)
+            * c.times
+        )
         if c.whole:
             cut = [{a for d in lay.dims for a in d} for lay in targets]
             scatters = np.array([[not k.isdisjoint(lay.partial) for k in cut] for lay in sources])

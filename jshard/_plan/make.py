@@ -18,6 +18,7 @@ from jshard._cost.steps import apply
 from jshard._errors import MemoryBudgetError, PlanMismatchError, SearchError
 from jshard._layout import Layout
 from jshard._plan.again import Again
+from jshard._plan.combined import combined
 from jshard._plan.limited import limited
 from jshard._plan.network import Pins, Problem, problem
 from jshard._plan.peak import Profile, profile
@@ -264,6 +265,7 @@ def collective_rows(made: Schedule) -> list[tuple[CollectiveRow, int]]:
     """Every collective of a schedule with the operator it is for (-1 for several)."""
     choice = made.choice
     program, topology = choice.program, choice.topology
+    together = combined(program, topology)
     out = []
     for action in made.communicating:
         if isinstance(action, Run):
@@ -287,7 +289,8 @@ def collective_rows(made: Schedule) -> list[tuple[CollectiveRow, int]]:
             held = tensor.nbytes / lay.pieces(topology.mesh)
             after = apply(step, lay)
             if step.kind != "slice":
-                c = collectives.collective(step.kind, step.axes, held, topology)
+                sums = together.get(action.tensor, 1) if action.source.partial else 1
+                c = collectives.collective(step.kind, step.axes, held, topology, sums)
                 before = _block(lay.local_shape(tensor.shape, topology.mesh))
                 local = f"{before} -> {_block(after.local_shape(tensor.shape, topology.mesh))}"
                 name = operator_name(reader) if reader is not None else f"readers of {tensor.name}"

@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 
 from jshard._cost import redistribute
-from jshard._cost.memory import Lifetimes, is_heavy, lifetimes, traffic
+from jshard._cost.memory import Lifetimes, lifetimes, traffic
 from jshard._cost.residency import Residency, residency
 from jshard._layout import Layout
+from jshard._plan.combined import SUMS, combined, on_the_way
 from jshard._plan.states import Choices, Interner, Pinned, States
 from jshard._plan.times import operator_times
 from jshard._program.graph import Operator, Program, Tensor
@@ -43,6 +44,7 @@ class Carry:
     reader: int
     times: float
     whole: bool
+    together: int = 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -90,6 +92,7 @@ def problem(
     build = _Tables(program, topology, level, life, states)
     producers = program.producers()
     handed = _handed_over(program, ties, pins) if whole_sums and level != 1 else frozenset()
+    together = combined(program, topology)
     relays: dict[int, Choices] = {}
     variable: dict[int, int] = {}
     nodes = [build.own(op) for op in program.operators]
@@ -99,9 +102,9 @@ def problem(
     def carry(
         i: int, j: int, tensor: int, source: Choices, target: Choices, reader: int, times: float
     ) -> None:
-        whole = tensor in handed
-        carries.append(Carry(len(edges), tensor, source, target, reader, times, whole))
-        edges.append((i, j, build.move(source, target, program.tensors[tensor], times, whole)))
+        whole, n = tensor in handed, together.get(tensor, 1)
+        carries.append(Carry(len(edges), tensor, source, target, reader, times, whole, n))
+        edges.append((i, j, build.move(source, target, program.tensors[tensor], times, whole, n)))
 
     for t in program.tensors:
         maker, k = producers[t.id]
@@ -140,19 +143,8 @@ def _handed_over(program: Program, ties: Sequence[tuple[int, int]], pins: Pins) 
     """
     asked = {op for op, entries in pins.items() if any(not isinstance(key, str) for _, _, key, _ in entries)}
     free = {i for i in program.outputs if i not in asked} - {o for o, _ in ties}
-    consumers = program.consumers()
-    ending: set[int] = set()
-    passing = set(free)  # operators whose results all end so
-    for op in reversed(program.operators):
-        for r in op.results:
-            if consumers[r] and all(u in passing for u, _ in consumers[r]):
-                ending.add(r)
-        if op.kind == "eqn" and op.id not in asked and not is_heavy(op) and ending.issuperset(op.results):
-            passing.add(op.id)
-    summed = ("dot_general", "conv_general_dilated", "reduce_sum", "jshard_fused")
-    return frozenset(
-        r for op in program.operators if op.primitive in summed for r in op.results if r in ending
-    )
+    ending = on_the_way(program, free, frozenset(asked))
+    return frozenset(r for op in program.operators if op.primitive in SUMS for r in op.results if r in ending)
 
 
 def _distinct(program: Program, states: Sequence[States], users: Sequence[tuple[int, int]]) -> tuple:
@@ -225,15 +217,24 @@ class _Tables:
         return self._ids[key]
 
     def move(
-        self, source: Choices, target: Choices, tensor: Tensor, times: float, whole: bool = False
+        self,
+        source: Choices,
+        target: Choices,
+        tensor: Tensor,
+        times: float,
+        whole: bool = False,
+        together: int = 1,
     ) -> int:
-        """Redistribution from each state of the maker to each state of the reader; `whole` forbids to scatter sums."""
-        key = ("move", id(source), id(target), tensor.shape, tensor.dtype, times, whole)
+        """Redistribution from each state of the maker to each state of the reader.
+
+        `whole` forbids to scatter sums; so many sums as `together` says share a latency.
+        """
+        key = ("move", id(source), id(target), tensor.shape, tensor.dtype, times, whole, together)
         if key not in self._ids:
-            small_key = (source.layouts, target.layouts, tensor.shape, tensor.itemsize)
+            small_key = (source.layouts, target.layouts, tensor.shape, tensor.itemsize, together)
             if small_key not in self._moves:
                 self._moves[small_key] = redistribute.table(
-                    source.layouts, target.layouts, tensor.shape, tensor.itemsize, self.topology
+                    source.layouts, target.layouts, tensor.shape, tensor.itemsize, self.topology, together
                 )
             small = self._moves[small_key]
             if whole:

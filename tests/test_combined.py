@@ -1,0 +1,94 @@
+"""Sums that end as results share a latency, as compilers combine them; others pay their own."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jshard
+from jshard import _hardware as hardware
+from jshard._cost.collectives import coefficients
+from jshard._plan.combined import combined
+from jshard._layout import MeshAxes
+from jshard._program.trace import build
+from jshard._topology import from_mesh
+
+
+AXES = {"x": 4, "y": 8}
+
+
+def step(p, x):
+    def loss(p):
+        for w in p["w"]:
+            x_ = jnp.tanh(x @ w)
+        return (x_ * p["scale"]).sum()
+
+    value, grads = jax.value_and_grad(loss)(p)
+    return jax.tree.map(lambda p, g: p - 0.01 * g, p, grads), value
+
+
+def wires(chip, **axes):
+    return from_mesh(MeshAxes(tuple(axes), tuple(axes.values())), hardware.get(chip))
+
+
+def program():
+    leaves = ["scale", "w0", "w1", "x"]
+    return build(jax.jit(step).trace(*shapes()).jaxpr, name="step", input_names=leaves)
+
+
+def shapes():
+    p = {
+        "w": [jax.ShapeDtypeStruct((64, 64), "float32")] * 2,
+        "scale": jax.ShapeDtypeStruct((64,), "float32"),
+    }
+    return p, jax.ShapeDtypeStruct((1 << 20, 64), "float32")
+
+
+def planned(machine):
+    f = jshard.shard(
+        step,
+        in_strategy=(None, (32, None)),
+        level=2,
+        mesh=jshard.topology(machine, AXES),
+        donate_argnums=(0,),
+    )
+    return f.plan(*shapes())
+
+
+def test_sums_that_end_as_results_are_found():
+    traced = program()
+    found = combined(traced, wires("v5e", x=4, y=8))
+    sums = [op for op in traced.operators if op.primitive in ("dot_general", "reduce_sum")]
+    ending = [op.primitive for op in sums if op.results[0] in found]
+    assert ending.count("reduce_sum") >= 2, "the loss and the gradient of the scale"
+    assert len(ending) < len(sums), "products that the loss is made of are not among them"
+    assert set(found.values()) == {len(ending)}
+
+
+def test_nothing_is_put_together_on_cpu_devices():
+    assert combined(program(), wires("cpu", x=8)) == {}
+
+
+@pytest.mark.parametrize(("machine", "chip"), [("v5e:4x8", "v5e"), ("h100:4x8", "h100")])
+def test_each_pays_its_share_and_the_plan_adds_up(machine, chip):
+    plan = planned(machine)
+    latency = coefficients("all_reduce", ("x", "y"), wires(chip, **AXES)).alpha
+    sums = [c for c in plan.collectives if c.kind == "all_reduce" and c.axes == ("x", "y")]
+    assert len(sums) >= 2 and all(c.seconds < latency for c in sums), sums
+    assert plan.cost.compute + plan.cost.communication == pytest.approx(plan.cost.objective, rel=1e-9)
+
+
+def test_a_convolution_is_not_computed_twice_to_save_the_latency_of_gradients():
+    from benchmarks import workloads
+
+    w = workloads.get("conv", devices=32)
+    f = jshard.shard(
+        w.step,
+        in_strategy=w.in_strategy(32),
+        level=2,
+        mesh=jshard.topology("v5e:4x8", AXES),
+        donate_argnums=(0,),
+    )
+    plan = f.plan(*w.args)
+    for r in plan.operators:
+        if r.primitive == "conv_general_dilated":
+            assert len({a for lay in (*r.operands, *r.results) for a in lay.axes}) == 2, r.name
