@@ -7,8 +7,8 @@ import pytest
 import jshard
 from jshard import _hardware as hardware
 from jshard._cost.collectives import coefficients
-from jshard._plan.combined import combined
 from jshard._layout import MeshAxes
+from jshard._plan.combined import combined
 from jshard._program.trace import build
 from jshard._topology import from_mesh
 
