@@ -337,7 +337,7 @@ def main() -> int:
             runs += [(f"jshard<={c}", str(p)) for c, p in peaks.items() if p]
             for contender, budget in runs:
                 key = (machine, name, contender)
-                if key in stored() and not a.again:
+                if fidelity.measured(stored().get(key)) and not a.again:
                     continue
                 given = ["--one", name, machine, contender, *([budget] if budget else [])]
                 r = fidelity.in_process(python, __file__, given, a.seconds)
