@@ -344,7 +344,10 @@ def _ties(
     args_tree, kwargs_tree = in_tree.children()
     arguments = _starts([*args_tree.children(), *kwargs_tree.children()])
     outer = out_tree.node_data()
-    parts = out_tree.children() if outer is not None and outer[0] in (tuple, list) else [out_tree]
+    several = outer is not None and outer[0] in (tuple, list)
+    if any(tree == out_tree for _, tree in arguments):
+        several = False  # a list of parameters in, one of gradients out: one result, not several
+    parts = out_tree.children() if several else [out_tree]
     pinned = {i for i, p in enumerate(out_pins) if p is not None}
     pairs = find_ties(in_leaves, out_leaves, arguments, _starts(parts), donated, pinned)
     tied_in, tied_out = {i for _, i in pairs}, {o for o, _ in pairs} | pinned
