@@ -23,7 +23,7 @@ from jshard import _jaxcompat as compat
 from jshard._dispatch import Program, inline
 from jshard._errors import MeshError, NestedShardError, ShardError
 from jshard._plan.plan import Plan
-from jshard._prepare import Request, prepare
+from jshard._prepare import Prepared, Request, prepare
 from jshard._report.progress import progress, search_state
 from jshard._signature import Signature, changes, checked_statics, signature
 from jshard._wish.options import check_call_options, check_function, check_options, module_form
@@ -259,8 +259,15 @@ class Sharded:
                         "%s is planned anew; changed: %s", self.__name__, changes(key, list(self._programs))
                     )
                 # Kept only when whole: an interrupted search leaves nothing behind.
-                found = self._programs[key] = Program(prepare(self._request, args, kwargs, on_progress))
+                found = self._programs[key] = Program(self._prepared(args, kwargs, on_progress))
         return found
+
+    def _prepared(self, args: Any, kwargs: Any, on_progress: Callable[..., None] | None) -> Prepared:
+        """A plan; a call or `lower` shows its progress as `plan` does."""
+        if on_progress is not None:
+            return prepare(self._request, args, kwargs, on_progress)
+        with progress(f"planning {self.__name__}", after=2.0) as show:
+            return prepare(self._request, args, kwargs, lambda *state: show(0, search_state(*state)))
 
 
 class _Bound(functools.partial):

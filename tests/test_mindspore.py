@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -87,3 +89,16 @@ def test_results_equal_the_plain_function(i, case):
     chex.assert_trees_all_close(
         sharded(case, built, search)(*args), jax.jit(built.fn)(*args), rtol=1e-5, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("search", ["propagation", "optimal"])
+def test_row_47_an_unknown_name_is_passed_over(search):
+    """The plan of row 27, with a warning."""
+    case = next(c for c in CASES if c.number == 27)
+    built = case.built()
+    named = dataclasses.replace(case, parameter_plan={"nothing_of_that_name": (1, 4)})
+    with pytest.warns(UserWarning, match="nothing_of_that_name"):
+        plan = sharded(named, built, search).plan(*arguments(built))
+    plain = sharded(case, built, search).plan(*arguments(built))
+    assert [r.strategy for r in plan.operators] == [r.strategy for r in plain.operators]
+    assert received_by(plan) <= received(case.communication, case.devices)
