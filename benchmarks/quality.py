@@ -243,7 +243,7 @@ def write_table(results: dict[Key, dict[str, Any]]) -> str:
                 continue
             base = good["jshard"]["seconds"]
             hand = [r["seconds"] for c, r in good.items() if c in HAND[name]]
-            if hand:
+            if len(hand) == len(HAND[name]):
                 best_hand.append(base / min(hand))
             if "xla-batch" in good:
                 batch.append(base / good["xla-batch"]["seconds"])
@@ -305,11 +305,12 @@ def compile_ratios(machine: str, results: dict[Key, dict[str, Any]]) -> list[str
     """Lowering and compiling over the same for the best hand plan, in seconds of the processor."""
     said = []
     for name in fidelity.WORKLOADS:
-        mine = {c: r for (m, w, c), r in results.items() if (m, w) == (machine, name) and "cpu_s" in r}
-        hand = [r for c, r in mine.items() if c in HAND[name]]
-        if "jshard" in mine and hand:
+        mine = {c: r for (m, w, c), r in results.items() if (m, w) == (machine, name) and "failed" not in r}
+        hand = [mine[c] for c in HAND[name] if c in mine]
+        if "jshard" in mine and len(hand) == len(HAND[name]):
             best = min(hand, key=lambda r: r["seconds"])
-            said.append(f"{name} {mine['jshard']['cpu_s'] / best['cpu_s']:.2f}")
+            if "cpu_s" in mine["jshard"] and "cpu_s" in best:
+                said.append(f"{name} {mine['jshard']['cpu_s'] / best['cpu_s']:.2f}")
     return ["", f"Lowering and compiling over that of the best hand plan: {', '.join(said)}."] if said else []
 
 
