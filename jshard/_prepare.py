@@ -13,7 +13,8 @@ import jax
 import numpy as np
 
 from jshard import _hardware as hardware, _jaxcompat as compat, _topology as topologies
-from jshard._errors import NestedShardError, PlanMismatchError, SearchError, ShardError
+from jshard._doors import topology
+from jshard._errors import MeshError, NestedShardError, PlanMismatchError, SearchError, ShardError
 from jshard._plan.make import Wish, find_ties, make_plan, replay
 from jshard._plan.plan import Plan
 from jshard._plan.schedule import Schedule
@@ -21,7 +22,7 @@ from jshard._program.graph import Program
 from jshard._program.trace import build
 from jshard._topology import Topology
 from jshard._wish.entries import Pin, parse_entry
-from jshard._wish.mesh import ChosenMesh, candidate_meshes, choose_mesh, resolve_pin
+from jshard._wish.mesh import ChosenMesh, candidate_grids, candidate_meshes, choose_mesh, resolve_pin
 from jshard._wish.metadata import with_metadata
 from jshard._wish.options import CallOptions, Options
 from jshard._wish.paths import argument_names, input_leaves, path_name
@@ -156,7 +157,7 @@ def prepare(
     donated = _donated(request, left, left_kw, names)
     ties = _ties(program, in_leaves, in_tree, out_flat, out_tree, donated, out_pins)
 
-    def planned(chosen: ChosenMesh) -> tuple[Plan, Schedule]:
+    def planned(chosen: ChosenMesh, request: Request = request) -> tuple[Plan, Schedule]:
         topology = topologies.without_unit_axes(_topology(request, chosen))
         resolved = [_cutting(resolve_pin(p, chosen, s), topology) for p, s in zip(every, shapes, strict=True)]
         where = [(i, "result", 0) for i in program.inputs[:n_in]]
@@ -170,8 +171,8 @@ def prepare(
         wish = Wish(placed, ties, donated, options.level, options.search, _budget(request, topology))
         return make_plan(program, topology, wish, on_progress)
 
-    if isinstance(request.mesh, str) and request.mesh == "auto":
-        chosen, plan, schedule = _best(candidate_meshes(request.options.device, every, shapes), planned)
+    if isinstance(request.mesh, str) and request.mesh.partition(":")[0] == "auto":
+        chosen, plan, schedule = _best(_machines(request, every, shapes), planned)
     else:
         chosen = choose_mesh(_mesh_of(request), request.options.device, every, shapes)
         plan, schedule = planned(chosen)
@@ -190,13 +191,14 @@ def prepare(
 
 
 def _best(
-    meshes: Sequence[ChosenMesh], planned: Callable[[ChosenMesh], tuple[Plan, Schedule]]
+    meshes: Sequence[tuple[ChosenMesh, Request]],
+    planned: Callable[[ChosenMesh, Request], tuple[Plan, Schedule]],
 ) -> tuple[ChosenMesh, Plan, Schedule]:
     """The mesh whose plan costs least; the runners-up are told in the plan's steps."""
     found, refused = [], None
-    for chosen in meshes:
+    for chosen, request in meshes:
         try:
-            found.append((chosen, *planned(chosen)))
+            found.append((chosen, *planned(chosen, request)))
         except SearchError as e:  # a budget or pin that only this grid cannot keep
             refused = e
     if not found:
@@ -206,6 +208,27 @@ def _best(
     chosen, plan, schedule = found[0]
     told = tuple(f"mesh {c.axes}: {p.cost.objective:.4g} {p.cost.unit}" for c, p, _ in found)
     return chosen, dataclasses.replace(plan, steps=(*plan.steps, *told)), schedule
+
+
+def _machines(
+    request: Request, pins: Sequence[Pin | None], shapes: Sequence[Any]
+) -> list[tuple[ChosenMesh, Request]]:
+    """What `mesh="auto"` tries: grids of the devices here, of as many (`"auto:4"`), or of a named machine."""
+    name, device = request.mesh.partition(":")[2], request.options.device
+    if not name:
+        return [(c, request) for c in candidate_meshes(device, pins, shapes)]
+    if name.isdigit():
+        here = jax.devices(device)
+        if not 1 <= int(name) <= len(here):
+            raise MeshError(
+                f"mesh={request.mesh!r} asks for {name} devices, there are {len(here)}",
+                where="mesh",
+                fix=f'"auto:{len(here)}" or fewer, or a machine by name: "auto:v5e:4x4"',
+            )
+        return [(c, request) for c in candidate_meshes(device, pins, shapes, here[: int(name)])]
+    count = topologies.device_count(*topologies.parse_name(name))
+    machines = [topology(name, axes) for axes in candidate_grids(count, pins, shapes)]
+    return [(choose_mesh(m, device, pins, shapes), dataclasses.replace(request, mesh=m)) for m in machines]
 
 
 def _mesh_of(request: Request) -> Any:

@@ -69,7 +69,8 @@ def shard(
     - `parameter_plan`: dotted parameter path -> entry; `*` matches one part.
     - `device`: `"tpu"`, `"gpu"` or `"cpu"`; default: JAX's default backend.
     - `level`: what the search minimises: 0 communication and redundant compute, 1 peak memory, 2 step time.
-    - `mesh`: a `Mesh`, `AbstractMesh` or `topology(...)`; default: the mesh in context, else inferred.
+    - `mesh`: a `Mesh`, `AbstractMesh` or `topology(...)`; `"auto"` tries the grids that the pins allow on the devices
+        here, `"auto:4"` on four of them, `"auto:v5e:4x4"` on a named machine; default: that in context, else inferred.
     - `hardware`: a chip's name; default: what the mesh consists of.
     - `memory_budget`: bytes a device, or `"14GiB"`; default: 90% of the chip's memory, none on CPU.
     - `search`: `"optimal"` or `"propagation"` (MindSpore's algorithm).

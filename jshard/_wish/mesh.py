@@ -91,8 +91,26 @@ def candidate_meshes(
     check_device(device)
     found = list(devices) if devices is not None else _devices_of(device)
     _check_counts(pins, shapes, len(found))
-    count = len(grid.grids(len(found), _wanted(pins)))
-    return tuple(_inferred(found, lambda n, w, i=i: grid.grids(n, w)[i], pins, shapes) for i in range(count))
+    few = _few(len(found), pins)
+    return tuple(_inferred(found, lambda n, w, sizes=sizes: sizes, pins, shapes) for sizes in few)
+
+
+def candidate_grids(
+    count: int, pins: Sequence[Pin | None], shapes: Sequence[Sequence[int] | None]
+) -> tuple[dict[str, int], ...]:
+    """Axes of every grid of so many devices that the pins allow: what `mesh="auto:v5e:4x4"` tries.
+
+    >>> candidate_grids(8, [Pin((2, None), None, "x")], [(16, 16)])
+    ({'x': 2, 'y': 4}, {'x': 2, 'y': 2, 'z': 2})
+    """
+    _check_counts(pins, shapes, count)
+    return tuple(dict(zip(AXIS_NAMES, sizes, strict=False)) for sizes in _few(count, pins))
+
+
+def _few(count: int, pins: Sequence[Pin | None]) -> list[tuple[int, ...]]:
+    """Grids to try: of at most three axes, unless the pins need more; a plan on four takes minutes to find."""
+    every = grid.grids(count, _wanted(pins))
+    return [g for g in every if len(g) <= max(3, len(every[0]))] or [()]
 
 
 def resolve_pin(pin: Pin | None, chosen: ChosenMesh, shape: Sequence[int] | None) -> Pin | None:
