@@ -30,7 +30,10 @@ def test_limited_cost(block):
         assert found.peak == peak(network, found.assignment)
         assert found.cost == evaluate(network, found.assignment) >= truth - 1e-9
         assert found.bound <= truth + 1e-9 * abs(truth), seed
-    assert exact >= 0.9 * total
+        assert found.bound >= found.cost - 1e-5 * abs(found.cost), (
+            seed
+        )  # small networks are solved to the end
+    assert exact == total
 
 
 @pytest.mark.parametrize("block", range(4))
@@ -53,8 +56,9 @@ def test_least_peak(block):
         assert found.cost >= truth[0] and found.bound <= truth[0] * (1 + 1e-9)
         cost = evaluate(network, found.assignment)
         assert cost < np.inf
-        exact += found.cost == truth[0] and cost == pytest.approx(truth[1], rel=1e-9)
-    assert exact >= 0.9 * total
+        assert found.cost <= truth[0] * (1 + 1e-9), seed
+        exact += cost == pytest.approx(truth[1], rel=1e-9)
+    assert exact >= 0.9 * total  # ties are broken by counted effort
 
 
 def test_a_limit_below_the_floor_names_the_least():

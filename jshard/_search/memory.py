@@ -17,12 +17,14 @@ Worked case.  States (cost 0, 8 bytes), (cost 6, 2 bytes), limit 5: the price 1 
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import numpy as np
 
 from jshard._errors import MemoryBudgetError
 from jshard._search.improve import Local, local_of
+from jshard._search.integer import LARGEST, columns, solve_integer
 from jshard._search.ladder import Level, Search, climb, lift
 from jshard._search.network import CostNetwork, Floats, Ints, Memory
 from jshard._search.pack import blocks, packing_of, settle_in
@@ -178,8 +180,13 @@ class Ascent:
         self.prices = np.maximum(4.0 * self.prices, first)
 
 
-def solve_limited(network: CostNetwork, search: Search, moves: int = 1 << 30, prices: int = 400) -> None:
-    """Least cost within the limit; fills in ``search``; at most so many ``prices`` and then block ``moves``."""
+def solve_limited(
+    network: CostNetwork, search: Search, moves: int = 1 << 30, prices: int = 400, exact: bool = True
+) -> None:
+    """Least cost within the limit; fills in ``search``; at most so many ``prices`` and then block ``moves``.
+
+    Between them, a small core that is left with a gap is given to an integer program (unless not `exact`).
+    """
     memory = network.memory
     assert memory is not None and memory.limit is not None
     limit = memory.limit
@@ -248,6 +255,12 @@ def solve_limited(network: CostNetwork, search: Search, moves: int = 1 << 30, pr
         if ascent.speed < 1e-4:
             break
     search.report(f"prices, round {rounds}")
+    if exact and not search.late and not search.closed(search.bound) and columns(pack) <= LARGEST:
+        chosen, bound = solve_integer(pack, search.gap, 0.5 * (search.deadline - time.monotonic()))
+        search.bound = min(max(search.bound, bound), search.best)
+        if chosen is not None:
+            keep(chosen, settle_in(pack, chosen, search.deadline))
+        search.report("integer program")
     if best is None and not search.late:
         raise MemoryBudgetError(
             f"no assignment within {limit:.6g} bytes was found, and none is known to exist",

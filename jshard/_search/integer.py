@@ -1,0 +1,117 @@
+"""Small cores with memory, solved to the end: an integer program for HiGHS.
+
+Problem.  Prices prove a bound that mixes states; on a small network the gap this leaves can be large, and
+moves at random do not close it.
+
+Idea.  Write the core as an integer program: one 0/1 variable per state, one between 0 and 1 per allowed pair of
+states of an edge, whose sums along either side are the states' variables; bytes at each key time within the limit.
+For the least peak the limit is a variable, and the cost. scipy's HiGHS branches and gives an answer and a bound.
+
+Worked case.  States (cost 0, 8 bytes), (cost 6, 2 bytes), limit 5: prices prove 3, this answers 6 and proves 6.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from jshard._search.network import Floats, Ints
+from jshard._search.pack import Packing
+
+
+_INFEASIBLE = 2  # scipy's status
+_SLACK = 1e-6
+LARGEST = 20_000  # columns; beyond, the relaxation alone takes longer than the moves that it would replace
+
+
+def columns(pack: Packing) -> int:
+    """States and allowed pairs of states of a core."""
+    local = pack.local
+    pairs = sum(int((t < local.price).sum()) for v, near in enumerate(local.near) for w, t in near if w > v)
+    return pairs + sum(len(u) for u in local.unary)
+
+
+def solve_integer(pack: Packing, gap: float, seconds: float) -> tuple[list[int] | None, float]:
+    """States of the core's variables, or None, and a bound on their cost, or on their peak when there is no limit.
+
+    The bound is inf where no states keep the limit.
+    """
+    from scipy import optimize, sparse  # here, so that `import jshard` stays light
+
+    tools: Any = optimize  # whose stubs know bounds as single numbers only
+
+    local = pack.local
+    sizes = [len(u) for u in local.unary]
+    first = np.concatenate([[0], np.cumsum(sizes)]).astype(int)
+    cost: list[Floats] = [np.concatenate(local.unary)]
+    rows, cols, values, right = [], [], [], []  # equalities: entries and right sides
+    count, wide = 0, int(first[-1])
+
+    def add(row: Ints, col: Ints, value: float) -> None:
+        rows.append(row)
+        cols.append(col)
+        values.append(np.full(len(row), value))
+
+    for v, n in enumerate(sizes):
+        add(np.full(n, count), np.arange(first[v], first[v] + n), 1.0)
+        right.append(np.ones(1))
+        count += 1
+    for v, near in enumerate(local.near):
+        for w, table in near:
+            if w < v:
+                continue
+            i, j = np.nonzero(table < local.price)
+            here = wide + np.arange(len(i))
+            wide += len(i)
+            cost.append(table[i, j])
+            for end, of in ((v, i), (w, j)):
+                add(count + of, here, 1.0)
+                add(count + np.arange(sizes[end]), first[end] + np.arange(sizes[end]), -1.0)
+                right.append(np.zeros(sizes[end]))
+                count += sizes[end]
+    equal = sparse.coo_array(
+        (np.concatenate(values), (np.concatenate(rows), np.concatenate(cols))), shape=(count, wide)
+    ).tocsr()
+    held, for_peak = pack.held, np.isinf(pack.limit)
+    unit = max([float(a.max()) for members in pack.members for _, _, a in members], default=1.0) or 1.0
+    unit = max(unit, float(held.constant.max(initial=0.0))) if for_peak else pack.limit
+    times, states, amounts = [np.zeros(0, int)], [np.zeros(0, int)], [np.zeros(0)]
+    for v, members in enumerate(pack.members):
+        for a, b, amount in members:
+            some = np.flatnonzero(amount)
+            times.append(np.repeat(np.arange(a, b), len(some)))
+            states.append(np.tile(first[v] + some, b - a))
+            amounts.append(np.tile(amount[some] / unit, b - a))
+    objective = np.concatenate(cost)
+    dearest = float(objective.max(initial=0.0)) or 1.0
+    if for_peak:  # one more column, the peak in units
+        times.append(np.arange(held.times))
+        states.append(np.full(held.times, wide))
+        amounts.append(np.full(held.times, -1.0))
+        objective, wide, dearest = np.append(np.zeros(wide), 1.0), wide + 1, 1.0
+    weight = sparse.coo_array(
+        (np.concatenate(amounts), (np.concatenate(times), np.concatenate(states))), shape=(held.times, wide)
+    ).tocsr()
+    equal.resize((count, wide))
+    highest = np.ones(wide)
+    if for_peak:
+        highest[-1] = np.inf
+    sums = np.concatenate(right)
+    found = tools.milp(
+        objective / dearest,
+        integrality=np.arange(wide) < first[-1],
+        bounds=tools.Bounds(0.0, highest),
+        constraints=[
+            tools.LinearConstraint(equal, sums, sums),
+            tools.LinearConstraint(weight, -np.inf, (0.0 if for_peak else 1.0) - held.constant / unit),
+        ],
+        options={"time_limit": max(0.1, seconds), "mip_rel_gap": gap},
+    )
+    if found.x is None:
+        return None, np.inf if found.status == _INFEASIBLE else -np.inf
+    # HiGHS keeps its constraints to 1e-6, so what it proves is that much less.
+    bound = float(found.mip_dual_bound)
+    bound -= _SLACK * abs(bound)
+    chosen = [int(found.x[first[v] : first[v + 1]].argmax()) for v in range(len(sizes))]
+    return chosen, unit * bound if for_peak else local.offset + dearest * bound
