@@ -294,10 +294,12 @@ def dominance(machine: str, results: dict[Key, dict[str, Any]]) -> list[str]:
         else:
             lost.append(f"{name} {c} ({mine['seconds'] / r['seconds']:.3f})")
     out = [
-        f"Within the memory of each hand plan: {beaten} of {beaten + len(lost) + len(missing)} are not faster."
+        f"At the memory of each hand plan: {beaten} of {beaten + len(lost) + len(missing)} are not faster than jshard's "
+        "free plan where its predicted peak is below the hand plan's compiled one, than its plan under that budget "
+        "elsewhere."
     ]
-    out += [f"Faster than jshard within their memory: {', '.join(lost)}."] if lost else []
-    out += [f"Not measured within their memory: {', '.join(missing)}."] if missing else []
+    out += [f"Faster than jshard there: {', '.join(lost)}."] if lost else []
+    out += [f"Not measured there: {', '.join(missing)}."] if missing else []
     return ["", " ".join(out)]
 
 
