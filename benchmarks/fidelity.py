@@ -18,6 +18,7 @@ import pathlib
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -162,15 +163,20 @@ def write_table(results: dict[tuple[str, str], dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
-    """All runs, cheap ones first."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--one", nargs=2, metavar=("WORKLOAD", "MACHINE"), help="one run, in this process")
+def arguments(about: str | None, machines: Iterable[str], **one: Any) -> argparse.ArgumentParser:
+    """What benches of runs in processes of their own are asked; `one` says what names a run."""
+    parser = argparse.ArgumentParser(description=(about or "").splitlines()[0])
+    parser.add_argument("--one", help="one run, in this process", **one)
     parser.add_argument("--only", nargs="*", default=WORKLOADS)
-    parser.add_argument("--on", nargs="*", default=list(MACHINES))
+    parser.add_argument("--on", nargs="*", default=list(machines))
     parser.add_argument("--seconds", type=float, default=600.0, help="limit of one run")
     parser.add_argument("--again", action="store_true", help="repeat runs that are there already")
-    a = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    """All runs, cheap ones first."""
+    a = arguments(__doc__, MACHINES, nargs=2, metavar=("WORKLOAD", "MACHINE")).parse_args()
     if a.one:
         print(json.dumps(run_one(*a.one)))
         return 0

@@ -27,7 +27,6 @@ link for each dimension of the torus, since slices of 2x4 and 4x8 have no wrap l
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import pathlib
@@ -318,16 +317,11 @@ def compile_ratios(machine: str, results: dict[Key, dict[str, Any]]) -> list[str
 
 def main() -> int:
     """All contenders of all workloads, cheap compiles first."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--one", nargs="+", metavar="WORKLOAD MACHINE CONTENDER [BYTES]")
-    parser.add_argument("--only", nargs="*", default=fidelity.WORKLOADS)
-    parser.add_argument("--on", nargs="*", default=MACHINES)
+    parser = fidelity.arguments(__doc__, MACHINES, nargs="+", metavar="WORKLOAD MACHINE CONTENDER [BYTES]")
     parser.add_argument("--contenders", nargs="*", default=None)
     parser.add_argument(
         "--budget", nargs="*", default=(), help="contenders whose compiled peak bounds jshard"
     )
-    parser.add_argument("--seconds", type=float, default=600.0, help="limit of one run")
-    parser.add_argument("--again", action="store_true", help="repeat runs that are there already")
     a = parser.parse_args()
     if a.one:
         print(json.dumps(run_one(*a.one)))

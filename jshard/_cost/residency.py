@@ -154,10 +154,7 @@ def _is_fluid(
         return False
     if any(u.repeat != maker.repeat for u in users):
         return False
-    fusing = (
-        u.primitive in _FUSES_OPERANDS or not is_heavy(u) or _selects(u) for u in users if u.kind == "eqn"
-    )
-    if any(u.kind != "eqn" for u in users) or not all(fusing):
+    if not all(fuses(u) for u in users):
         return False
     summed = sum(u.primitive.startswith(_REDUCTIONS) for u in users)
     dear = maker.primitive in _EXPENSIVE and program.tensors[tensor].nbytes <= source

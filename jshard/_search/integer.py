@@ -12,10 +12,12 @@ Worked case.  States (cost 0, 8 bytes), (cost 6, 2 bytes), limit 5: prices prove
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
 
+from jshard._search.ladder import Search
 from jshard._search.network import Floats, Ints
 from jshard._search.pack import Packing
 
@@ -30,6 +32,13 @@ def columns(pack: Packing) -> int:
     local = pack.local
     pairs = sum(int((t < local.price).sum()) for v, near in enumerate(local.near) for w, t in near if w > v)
     return pairs + sum(len(u) for u in local.unary)
+
+
+def finish(pack: Packing, search: Search) -> tuple[list[int] | None, float] | None:
+    """`solve_integer` in half the time left; None, and nothing done, without a gap or on a large core."""
+    if search.late or search.closed(search.bound) or columns(pack) > LARGEST:
+        return None
+    return solve_integer(pack, search.gap, 0.5 * (search.deadline - time.monotonic()))
 
 
 def solve_integer(pack: Packing, gap: float, seconds: float) -> tuple[list[int] | None, float]:

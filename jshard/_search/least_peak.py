@@ -14,14 +14,13 @@ Worked case.  Two tensors live at different times, each 8 or 2 bytes, forbidden 
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import numpy as np
 
 from jshard._errors import MemoryBudgetError
 from jshard._search.improve import energy
-from jshard._search.integer import LARGEST, columns, solve_integer
+from jshard._search.integer import finish
 from jshard._search.ladder import Search, climb
 from jshard._search.memory import Model, model_of, priced, solve_limited, whole
 from jshard._search.network import CostNetwork, Floats, evaluate, peak
@@ -132,9 +131,8 @@ def solve_peak(network: CostNetwork, search: Search) -> None:
     search.bound = lowest
     floor = spread(clock.start, clock.end, least, len(clock.times))
     play(model, search, int(floor.argmax()))
-    pack = packing_of(model.local, model.held, np.inf)
-    if not search.late and not search.closed(search.bound) and columns(pack) <= LARGEST:
-        chosen, bound = solve_integer(pack, search.gap, 0.5 * (search.deadline - time.monotonic()))
+    if found := finish(packing_of(model.local, model.held, np.inf), search):
+        chosen, bound = found
         if chosen is not None and energy(model.local, chosen) < model.local.price:
             search.bound = max(search.bound, bound)
             if float(model.held.profile(chosen).max()) < search.best:

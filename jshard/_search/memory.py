@@ -17,14 +17,13 @@ Worked case.  States (cost 0, 8 bytes), (cost 6, 2 bytes), limit 5: the price 1 
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 import numpy as np
 
 from jshard._errors import MemoryBudgetError
 from jshard._search.improve import Local, local_of
-from jshard._search.integer import LARGEST, columns, solve_integer
+from jshard._search.integer import finish
 from jshard._search.ladder import Level, Search, climb, lift
 from jshard._search.network import CostNetwork, Floats, Ints, Memory
 from jshard._search.pack import blocks, packing_of, settle_in
@@ -255,8 +254,8 @@ def solve_limited(
         if ascent.speed < 1e-4:
             break
     search.report(f"prices, round {rounds}")
-    if exact and not search.late and not search.closed(search.bound) and columns(pack) <= LARGEST:
-        chosen, bound = solve_integer(pack, search.gap, 0.5 * (search.deadline - time.monotonic()))
+    if exact and (found := finish(pack, search)):
+        chosen, bound = found
         search.bound = min(max(search.bound, bound), search.best)
         if chosen is not None:
             keep(chosen, settle_in(pack, chosen, search.deadline))
