@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import hashlib
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -12,25 +10,19 @@ import jax
 import numpy as np
 
 from jshard import _jaxcompat as compat
-from jshard._cost import collectives
-from jshard._cost.memory import Lifetimes, traffic
-from jshard._cost.steps import apply
 from jshard._errors import MemoryBudgetError, PlanMismatchError, SearchError
 from jshard._layout import Layout
 from jshard._plan.again import Again
-from jshard._plan.combined import combined
+from jshard._plan.describe import describe, fingerprint
 from jshard._plan.limited import limited
 from jshard._plan.network import Pins, Problem, problem
 from jshard._plan.peak import Profile, profile
-from jshard._plan.physics import physics
-from jshard._plan.plan import CollectiveRow, Cost, Decision, Memory, OperatorRow, Plan, TensorRow
+from jshard._plan.plan import Plan
 from jshard._plan.propagate import propagate
-from jshard._plan.schedule import Choice, Run, Schedule, choice_of, schedule
+from jshard._plan.schedule import Choice, Schedule, choice_of, schedule
 from jshard._plan.settle import settled
 from jshard._plan.states import Interner
-from jshard._plan.times import operator_times
-from jshard._program.graph import Literal, Program, operator_name, rule_boundaries
-from jshard._rules.rule import reduced_axes
+from jshard._program.graph import Program, rule_boundaries
 from jshard._search import CostNetwork, evaluate, solve
 from jshard._topology import Topology
 from jshard._wish.entries import Pin, allows
@@ -75,7 +67,7 @@ def make_plan(
         answer = _answer(built, wish, assignment, bound, steps, objective)
     else:
         answer = _solve(built, wish, on_progress)
-    plan = describe(answer.made, wish, answer.objective, answer.bound, answer.steps, built.life, answer.held)
+    plan = describe(answer.made, wish, answer.objective, answer.bound, answer.steps, built, answer.held)
     if wish.memory_limit is not None and plan.cost.peak_bytes > wish.memory_limit:
         _refuse_budget(plan, wish.memory_limit, answer.least)
     # Without the captured arrays: a plan keeps none alive.
@@ -198,179 +190,6 @@ def network_pins(
             key = Layout(tuple(tuple(a for a in (d or ()) if topology.mesh.size(a) > 1) for d in pin.axes))
         out.setdefault(op, []).append((side, k, key, lambda lay, p=pin: allows(p, lay, topology.mesh)))
     return out
-
-
-def describe(
-    made: Schedule,
-    wish: Wish,
-    objective: float,
-    bound: float,
-    steps: Sequence[str],
-    life: Lifetimes,
-    held: Profile,
-) -> Plan:
-    """The plan of a schedule: rows for tensors, operators and collectives, and the cost."""
-    choice = made.choice
-    program, topology = choice.program, choice.topology
-    moved = collective_rows(made)
-    by_reader: dict[int, list[int]] = {}
-    for row, reader in moved:
-        by_reader.setdefault(reader, []).append(row.id)
-    rows, boundaries, compute, redundant, unknown = [], [], 0.0, 0.0, {}
-    times: dict[Any, tuple[float, float]] = {}
-    alike: dict[Any, tuple] = {}
-    for op in program.operators:
-        if op.kind != "eqn":
-            if op.kind not in ("input", "const", "output"):
-                boundaries.append(_operator_row(choice, op.id, tuple(by_reader.get(op.id, ())), 0.0, alike))
-            continue
-        s, k = choice.states[op.id], choice.state[op.id]
-        reads, writes = traffic(op, life)
-        key = (id(s), k, reads, writes)
-        if key not in times:
-            t = operator_times(s, reads, writes, topology, [k])
-            times[key] = (float(t.compute[0]), float(t.redundant[0]))
-        whole = times[key][0] * op.repeat
-        compute += whole
-        redundant += times[key][1] * op.repeat
-        if s.rule.opaque:
-            unknown[op.primitive] = None
-        rows.append(_operator_row(choice, op.id, tuple(by_reader.get(op.id, ())), whole, alike))
-    pinned = {(op, side, k) for op, side, k, _ in wish.pins}
-    inputs = tuple(
-        _tensor_row(program, i, choice.made(program.operators[i].results[0]), (i, "result", 0) in pinned)
-        for i in program.inputs
-        if program.operators[i].kind == "input"
-    )
-    outputs = tuple(
-        _tensor_row(program, i, choice.needed(i, 0), (i, "operand", 0) in pinned) for i in program.outputs
-    )
-    communication = sum(r.seconds * r.count for r, _ in moved)
-    cost = Cost(
-        float(objective), float(min(bound, objective)), compute, redundant, communication,
-        held.peak, "B" if wish.level == 1 else "s",
-    )  # fmt: skip
-    equations = (op.id for op in program.operators if op.kind == "eqn")
-    memory = Memory(tuple(float(held.curve.get(i, 0.0)) for i in equations), held.held)
-    return Plan(
-        name=program.name, level=wish.level, search=wish.search, mesh=topology.mesh, chip=topology.chip.name,
-        fingerprint=fingerprint(program), inputs=inputs, outputs=outputs, operators=tuple(rows),
-        collectives=tuple(r for r, _ in moved), cost=cost, decision=_decision(choice),
-        memory_budget=wish.memory_limit, unknown=tuple(unknown), memory=memory,
-        boundaries=tuple(boundaries), steps=tuple(steps), physics=physics(choice, compute - redundant),
-    )  # fmt: skip
-
-
-def collective_rows(made: Schedule) -> list[tuple[CollectiveRow, int]]:
-    """Every collective of a schedule with the operator it is for (-1 for several)."""
-    choice = made.choice
-    program, topology = choice.program, choice.topology
-    together = combined(program, topology)
-    out = []
-    for action in made.communicating:
-        if isinstance(action, Run):
-            op, s = program.operators[action.op], choice.states[action.op]
-            candidate = choice.candidate(action.op)
-            assert candidate is not None
-            axes = reduced_axes(s.rule, candidate, topology.mesh)
-            for r, t in enumerate(op.results):
-                tensor = program.tensors[t]
-                lay = s.results[r].of(choice.state[op.id])
-                held = tensor.nbytes / lay.pieces(topology.mesh)
-                c = collectives.collective("all_reduce", axes, held, topology)
-                local = _block(lay.local_shape(tensor.shape, topology.mesh))
-                out.append(
-                    (_row(action.number, c, action.repeat, operator_name(op), tensor.name, local), op.id)
-                )
-            continue
-        tensor, lay = program.tensors[action.tensor], action.source
-        reader = program.operators[action.reader] if action.reader >= 0 else None
-        for step, number in zip(action.steps, action.numbers, strict=True):
-            held = tensor.nbytes / lay.pieces(topology.mesh)
-            after = apply(step, lay)
-            if step.kind != "slice":
-                sums = together.get(action.tensor, 1) if action.source.partial else 1
-                c = collectives.collective(step.kind, step.axes, held, topology, sums)
-                before = _block(lay.local_shape(tensor.shape, topology.mesh))
-                local = f"{before} -> {_block(after.local_shape(tensor.shape, topology.mesh))}"
-                name = operator_name(reader) if reader is not None else f"readers of {tensor.name}"
-                out.append((_row(number, c, action.repeat, name, tensor.name, local), action.reader))
-            lay = after
-    return out
-
-
-def _row(number: int, c: Any, count: float, operator: str, tensor: str, local: str) -> CollectiveRow:
-    return CollectiveRow(
-        number, c.kind, tuple(c.axes), float(c.bytes), float(c.seconds), float(count), operator, tensor, local
-    )
-
-
-def _block(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape)) or "scalar"
-
-
-def _tensor_row(program: Program, op: int, layout: Layout, pinned: bool) -> TensorRow:
-    operator = program.operators[op]
-    atom = operator.operands[0] if operator.kind == "output" else operator.results[0]
-    t: Any = atom.aval if isinstance(atom, Literal) else program.tensors[atom]
-    name = "" if isinstance(atom, Literal) else program.tensors[atom].name
-    return TensorRow(operator.name, tuple(t.shape), dtype_name(t.dtype), layout, pinned, name)
-
-
-def _operator_row(
-    choice: Choice, i: int, moved: tuple[int, ...], seconds: float, alike: dict[Any, tuple]
-) -> OperatorRow:
-    """The row of an operator; `alike` keeps what operators of one form in one state have in common."""
-    op, s, k = choice.program.operators[i], choice.states[i], choice.state[i]
-    tensors = choice.program.tensors
-    key = (id(s), k) if op.kind == "eqn" else (id(s), k, i)
-    if key not in alike:
-        ins = tuple(c.of(k) for c in s.operands)
-        outs = tuple(c.of(k) for c in s.results)
-        avals: list[Any] = [a.aval if isinstance(a, Literal) else tensors[a] for a in op.operands]
-        alike[key] = (
-            tuple(lay.cuts(choice.topology.mesh) for lay in ins), ins, outs,
-            tuple(tuple(a.shape) for a in avals), tuple(tensors[r].shape for r in op.results),
-            tuple(dtype_name(a.dtype) for a in avals), tuple(dtype_name(tensors[r].dtype) for r in op.results),
-        )  # fmt: skip
-    strategy, ins, outs, shapes, result_shapes, dtypes, result_dtypes = alike[key]
-    return OperatorRow(
-        name=operator_name(op), primitive=op.primitive, module=op.module, source=op.source,
-        strategy=strategy, operands=ins, results=outs, shapes=shapes, result_shapes=result_shapes,
-        dtype=result_dtypes[0] if op.results else "", collectives=moved, repeat=op.repeat,
-        seconds=seconds, note=s.rule.note,
-        reads=tuple(["" if isinstance(a, Literal) else tensors[a].name for a in op.operands]),
-        writes=tuple([tensors[r].name for r in op.results]),
-        operand_dtypes=dtypes, result_dtypes=result_dtypes,
-    )  # fmt: skip
-
-
-@functools.lru_cache(maxsize=256)
-def dtype_name(dtype: Any) -> str:
-    """`str(dtype)`, which numpy composes anew each time."""
-    return str(dtype)
-
-
-def _decision(choice: Choice) -> Decision:
-    candidates, endpoints = [], []
-    for op in choice.program.operators:
-        c = choice.candidate(op.id)
-        candidates.append(None if c is None else c.axes)
-        if c is None:
-            layout = choice.needed(op.id, 0) if op.kind == "output" else choice.made(op.results[0])
-            endpoints.append((op.id, layout))
-    return Decision(tuple(candidates), tuple(endpoints), tuple(sorted(choice.relay.items())))
-
-
-def fingerprint(program: Program) -> str:
-    """A short hash of the program: operators, how they are joined, shapes and dtypes; not of names or sources."""
-    h = hashlib.sha256()
-    for op in program.operators:
-        operands = [("literal", str(a.value)) if isinstance(a, Literal) else a for a in op.operands]
-        h.update(repr((op.kind, op.primitive, operands, op.results, op.repeat)).encode())
-    for t in program.tensors:
-        h.update(repr((t.shape, dtype_name(t.dtype))).encode())
-    return h.hexdigest()[:16]
 
 
 def replay(program: Program, topology: Topology, plan: Plan) -> Schedule:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding
 from jshard._errors import PlanMismatchError, ShardError
 from jshard._layout import Layout, MeshAxes
 from jshard._plan.again import Again
+from jshard._plan.later import Later
 from jshard._plan.rows import (
     CollectiveRow as CollectiveRow,
     Cost as Cost,
@@ -69,7 +70,7 @@ class Plan:
     fingerprint: str
     inputs: tuple[TensorRow, ...]
     outputs: tuple[TensorRow, ...]
-    operators: tuple[OperatorRow, ...]
+    operators: Sequence[OperatorRow]
     collectives: tuple[CollectiveRow, ...]
     cost: Cost
     decision: Decision
@@ -77,7 +78,7 @@ class Plan:
     unknown: tuple[str, ...] = ()
     memory: Memory = Memory()
     physics: Physics = Physics()
-    boundaries: tuple[OperatorRow, ...] = ()
+    boundaries: Sequence[OperatorRow] = ()
     steps: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     jax_mesh: Any = dataclasses.field(default=None, compare=False, repr=False)
     in_tree: Any = dataclasses.field(default=None, compare=False, repr=False)
@@ -262,7 +263,7 @@ def _plain(x: Any) -> Any:
         return {f.name: _plain(getattr(x, f.name)) for f in dataclasses.fields(x)}
     if isinstance(x, Mapping):
         return {k: _plain(v) for k, v in x.items()}
-    if isinstance(x, tuple | list):
+    if isinstance(x, tuple | list | Later):
         return [_plain(v) for v in x]
     return x.item() if hasattr(x, "item") else x
 

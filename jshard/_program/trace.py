@@ -137,11 +137,13 @@ class _Builder:
 
     def mark(self, op: int, eqn: Any, prefix: str, env: dict[Any, Any]) -> None:
         """Pin the operands that reach this operator marked; the backward pass is not what the user meant."""
-        if compat.is_backward(prefix, eqn):
-            return
-        for k, v in enumerate(eqn.invars):
-            if not compat.is_literal(v) and isinstance(env[v], _Marked):
-                self.pins.append((op, "operand", k, env[v].pin))
+        marked = [
+            (k, env[v].pin)
+            for k, v in enumerate(eqn.invars)
+            if not compat.is_literal(v) and isinstance(env[v], _Marked)
+        ]
+        if marked and not compat.is_backward(prefix, eqn):
+            self.pins += [(op, "operand", k, pin) for k, pin in marked]
 
     def _bind_consts(self, variables: Sequence[Any], consts: Sequence[Any], env: dict[Any, Atom]) -> None:
         # An array captured by several inner programs is one input.
@@ -157,8 +159,10 @@ class _Builder:
         steps: list[Step | Call] = []
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
-            body = next((eqn.params[k] for k in _BODY if k in eqn.params), None)
-            inner = compat.name_stack(prefix, eqn)
+            body, inner = None, ""
+            if name in INNER_PROGRAMS:  # few are, and the others need neither
+                body = next((eqn.params[k] for k in _BODY if k in eqn.params), None)
+                inner = compat.name_stack(prefix, eqn)
             if name in _INLINE and hasattr(body, "eqns"):
                 steps += self.inline(eqn, body, env, repeat, inner)
             elif name in _ALIAS and hasattr(body, "eqns"):

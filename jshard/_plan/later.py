@@ -1,0 +1,59 @@
+"""Rows that are made when somebody asks for them.
+
+A plan of 126 layers has fifty thousand rows for its operators, and running it needs none of them: only a report,
+a file or a comparison reads them. `Later` stands where the tuple would, knows how long it is, and makes the tuple
+the first time that more is asked; from then on it keeps it, and lets go of what it was made from.
+
+>>> made = []
+>>> rows = Later(3, lambda: made.append("now") or tuple("abc"))
+>>> len(rows), made
+(3, [])
+>>> rows[1], rows == ("a", "b", "c"), made
+('b', True, ['now'])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+
+Row = TypeVar("Row")
+
+
+class Later(Sequence[Row]):
+    """A tuple of `count` rows that `make` gives when they are needed; equal to that tuple."""
+
+    def __init__(self, count: int, make: Callable[[], tuple[Row, ...]]):
+        self._count = count
+        self._make: Callable[[], tuple[Row, ...]] | None = make
+        self._rows: tuple[Row, ...] = ()
+
+    def rows(self) -> tuple[Row, ...]:
+        """The tuple itself."""
+        if self._make is not None:
+            self._rows, self._make = self._make(), None
+        return self._rows
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.rows()[index]
+
+    def __iter__(self) -> Any:
+        return iter(self.rows())
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Later):
+            return other is self or self.rows() == other.rows()
+        return self.rows() == other
+
+    def __hash__(self) -> int:
+        return hash(self.rows())
+
+    def __repr__(self) -> str:
+        return repr(self.rows())
+
+    def __reduce__(self) -> tuple:
+        return tuple, (self.rows(),)  # what it is made from does not travel
