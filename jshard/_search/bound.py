@@ -35,6 +35,7 @@ STACK = 4096  # entries of a table above which a table is worked on alone
 LARGE = 2000  # mean entries of a table above which fewer rounds count for more than wider levels
 LONG = 1 << 20  # messages above which index arrays are made anew in each pass
 ALIKE = 4  # edges of a level with one table that are worked on together without copying it
+FEW = 20_000  # entries of tables that are worked on in less time than it takes numpy to begin
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Chain:
     keeps: tuple[Floats, Floats]  # per variable: what stays, forwards and backwards
     # Per level, for rounding: like collect, only messages from later variables; and table rows. Made when asked for.
     ahead: Callable[[], tuple[list[tuple[Ints, Ints]], list[Rows], Floats]]
-    messages: Floats
+    messages: Floats  # then one that is always zero and one that nobody reads, for `_joined`
     ends: Ints  # (E, 2) walk positions of every edge
     places: Ints  # (E, 2) where the messages to these two begin
 
@@ -166,9 +167,12 @@ def chain_of(graph: Graph) -> Chain:
 
     def grouped(sender: Ints, receiver: Ints, heard: Ints, told: Ints, flip: bool) -> list[list[Group]]:
         kinds: dict[tuple[int, int, int], list[int]] = {}
-        for e, (s, r) in enumerate(zip(sender.tolist(), receiver.tolist(), strict=True)):
-            kinds.setdefault((level[s], int(size[s]), int(size[r])), []).append(e)
+        for e, key in enumerate(
+            zip(where[sender].tolist(), size[sender].tolist(), size[receiver].tolist(), strict=True)
+        ):
+            kinds.setdefault(key, []).append(e)
         found: dict[int, list[Group]] = {}
+        small: dict[int, list[_Few]] = {}
 
         def add(at: int, e: Ints, k: int, m: int, tables: Floats | tuple[Floats, ...]) -> None:
             wide = not isinstance(tables, tuple) and len(e) > m
@@ -181,6 +185,12 @@ def chain_of(graph: Graph) -> Chain:
             by_table: dict[int, list[int]] = {}
             for e, t in zip(members, table[members].tolist(), strict=True):
                 by_table.setdefault(graph.tables.transpose(t) if flip else t, []).append(e)
+            if len(members) * k * m <= FEW and begin[-1] <= LONG:
+                e = np.array([e for some in by_table.values() for e in some], dtype=np.int64)
+                side = [arrays[t] for t, some in by_table.items() for _ in some]
+                few = _Few(first[sender[e]], heard[e], told[e], np.array(side))
+                small.setdefault(at, []).append(few)
+                continue
             if k * m > STACK:
                 alone = [(e, arrays[t]) for t, some in by_table.items() for e in some]
                 add(at, np.array([e for e, _ in alone], dtype=np.int64), k, m, tuple([t for _, t in alone]))
@@ -194,6 +204,8 @@ def chain_of(graph: Graph) -> Chain:
             if rest:
                 side = np.stack([t for _, t in rest], axis=1)
                 add(at, np.array([e for e, _ in rest], dtype=np.int64), k, m, side)
+        for at, some in small.items():
+            found.setdefault(at, []).extend(_joined(some, int(first[-1]), int(begin[-1])))
         return [found.get(at, []) for at in range(len(levels))]
 
     def ahead() -> tuple[list[tuple[Ints, Ints]], list[Rows], Floats]:
@@ -232,7 +244,7 @@ def chain_of(graph: Graph) -> Chain:
         np.repeat(1.0 / most, size),
         keeps,
         functools.cache(ahead),
-        np.zeros(int(begin[-1])),
+        np.zeros(int(begin[-1]) + 2),
         edges[:, :2],
         np.stack([at_low, at_high], axis=1),
     )
@@ -252,12 +264,66 @@ def _spelled(group: Group, k: int, m: int) -> Group:
     return Group(group.own + down, group.heard + down, told, group.tables, group.wide)
 
 
+@dataclass(frozen=True)
+class _Few:
+    """Edges of a level whose tables (n, k, m) have one shape, too few to be worth an operation of their own."""
+
+    own: Ints  # (n,) first indices, as in `Group`
+    heard: Ints
+    told: Ints
+    tables: Floats
+
+
+def _joined(some: list[_Few], states: int, messages: int) -> list[Group]:
+    """Groups that hold tables of several shapes, filled up with forbidden states.
+
+    A state that fills up reads a cost and a message of zero, and what it is told goes where nobody reads.
+    """
+    batches: list[list[_Few]] = []
+    count = entries = wide = high = 0
+    for few in sorted(some, key=lambda f: (f.tables.shape[1] * f.tables.shape[2], f.tables.shape)):
+        n, k, m = few.tables.shape
+        filled = (count + n) * max(wide, k) * max(high, m)
+        if not batches or filled > entries + few.tables.size + FEW:
+            batches.append([])
+            count = entries = wide = high = 0
+        batches[-1].append(few)
+        count, entries, wide, high = count + n, entries + few.tables.size, max(wide, k), max(high, m)
+    return [_filled(batch, states, messages) for batch in batches]
+
+
+def _filled(batch: list[_Few], states: int, messages: int) -> Group:
+    k, m = (max(f.tables.shape[axis] for f in batch) for axis in (1, 2))
+    count = sum(len(f.own) for f in batch)
+    tables = np.full((count, k, m), np.inf)
+    own, heard = np.full((count, k), states), np.full((count, k), messages)
+    told = np.full((count, m), messages + 1)
+    at = 0
+    for f in batch:
+        n, a, b = f.tables.shape
+        part = slice(at, at + n)
+        tables[part, :a, :b] = f.tables
+        own[part, :a] = f.own[:, None] + np.arange(a)
+        heard[part, :a] = f.heard[:, None] + np.arange(a)
+        told[part, :b] = f.told[:, None] + np.arange(b)
+        at += n
+    across = count > m
+    order = (1, 2, 0) if across else (1, 0, 2)
+    return Group(
+        np.ascontiguousarray(own.T),
+        np.ascontiguousarray(heard.T),
+        np.ascontiguousarray(told.T if across else told),
+        np.ascontiguousarray(tables.transpose(order)),
+        across,
+    )
+
+
 def sweep(chain: Chain, backwards: bool, slack: Floats | None = None) -> float:
     """One pass; returns the bound it proves (without the graph's offset)."""
     messages, first = chain.messages, chain.first
     keep = chain.keeps[1 if backwards else 0]
     groups = chain.groups[1 if backwards else 0]
-    share = np.zeros(len(chain.unary))
+    share = np.zeros(len(chain.unary) + 1)  # the last for states that only fill up a group
     bound = 0.0
     order = range(len(chain.levels))
     for at in reversed(order) if backwards else order:
@@ -310,9 +376,15 @@ def rounded(chain: Chain) -> list[int]:
 @dataclass(frozen=True)
 class Passed:
     bound: float  # with the graph's offset
-    slack: list[Floats]  # per walk position: slack_bound + slack[a] bounds what uses state a
+    slack: Floats  # all states end to end: slack_bound + slack[a] bounds what uses state a
     slack_bound: float  # the bound that slack refers to
     passes: int
+
+    def slack_of(self, chain: Chain) -> dict[int, Floats]:
+        """The slack by variable."""
+        first = chain.first.tolist()
+        ends = zip(chain.variables, first[:-1], first[1:], strict=True)
+        return {v: self.slack[a:b] for v, a, b in ends}
 
 
 def pass_messages(
@@ -331,9 +403,7 @@ def pass_messages(
     and whether to stop. Stalled: ten rounds gained less than ``patience`` of the gap that is left, though
     the answer was looked for ``hard``: far from the end that is not worth the time.
     """
-    cuts = chain.first[1:-1]
-    slack = np.zeros(len(chain.unary))
-    passed = Passed(-np.inf, np.split(slack, cuts), -np.inf, 0)
+    passed = Passed(-np.inf, np.zeros(len(chain.unary)), -np.inf, 0)
     history: list[float] = []
     rounds = 0
     while rounds < most:
@@ -344,7 +414,7 @@ def pass_messages(
         if bound > passed.bound:
             # The backward pass starts from the forward pass's bound and only rises, so each
             # variable's slack comes on top of at least that.
-            passed = Passed(bound, np.split(fresh, cuts), begun, rounds)
+            passed = Passed(bound, fresh, begun, rounds)
         best, stop = passed.bound, False
         history.append(best)
         if on_round is not None and (rounds in (2, 5) or rounds % 10 == 0):

@@ -58,12 +58,24 @@ class Search:
     report: Callable[[str], None]
     variables: int
     best: float = np.inf
-    assignment: Ints | None = None
     bound: float = -np.inf
     effort: int = 20  # block moves per rounding
     patient: bool = False  # keep passing messages while they gain, and remember them
     heard: Heard | None = None
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(20250))
+    found: Ints | None = None
+    below: tuple[Level, ...] = ()  # what `found` still has to be lifted through: only the last answer is
+
+    @property
+    def assignment(self) -> Ints | None:
+        """The best answer so far, one state for every variable; None when there is none."""
+        if self.found is not None and self.below:
+            self.found, self.below = lift(self.below, self.found), ()
+        return self.found
+
+    @assignment.setter
+    def assignment(self, found: Ints | None) -> None:
+        self.found, self.below = found, ()
 
     def closed(self, bound: float) -> bool:
         """Is the best answer good enough for a subproblem with this bound?"""
@@ -101,8 +113,7 @@ def lift(levels: tuple[Level, ...], assignment: Ints) -> Ints:
 
 def offer(search: Search, levels: tuple[Level, ...], cost: float, assignment: Ints) -> None:
     if cost < search.best:
-        search.best = cost
-        search.assignment = lift(levels, assignment)
+        search.best, search.found, search.below = cost, assignment, levels
 
 
 def kept(rest: Graph, slacks: dict[int, Floats], most: float) -> tuple[Graph, list[int], int]:
@@ -176,11 +187,10 @@ def tighten(
                 )
                 if cost < min(search.best, local.offset + local.price):
                     offer(search, levels, cost, positions(rest, chain, chosen))
-            slacks = dict(zip(chain.variables, passed.slack, strict=True))
             if not search.closed(bound) and passed.passes >= 10 and (hard or passed.passes % 20 == 0):
-                dive(search, levels, rest, slacks)
+                dive(search, levels, rest, passed.slack_of(chain))
             room = search.best - passed.slack_bound
-            left = sum(int(np.count_nonzero(s <= room)) for s in passed.slack) if room < np.inf else total
+            left = int(np.count_nonzero(passed.slack <= room)) if room < np.inf else total
             target = search.best - max(search.gap * abs(bound), TOLERANCE * abs(search.best))
             return target, left <= 0.3 * total and not search.patient
 
@@ -189,7 +199,7 @@ def tighten(
         bound = passed.bound
         if search.patient and search.heard is None:
             search.heard = heard_in(rest, chain)
-        slacks = dict(zip(chain.variables, passed.slack, strict=True))
+        slacks = passed.slack_of(chain)
         if search.closed(bound) or search.late:
             return levels, None if search.closed(bound) else rest, bound, slacks
         room = search.best - passed.slack_bound + TOLERANCE * abs(search.best)
