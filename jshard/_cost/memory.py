@@ -11,6 +11,7 @@ The order of the program is an upper bound to what a compiler does: it may reord
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Collection
 
 from jshard._program.graph import Literal, Operator, Program
@@ -29,7 +30,12 @@ _REDUCING = ("reduce_", "argm")
 
 def is_heavy(op: Operator) -> bool:
     """Whether an operator stores its results and reads its operands from memory."""
-    return op.kind != "eqn" or op.primitive in HEAVY or op.primitive.startswith("jshard_")
+    return op.kind != "eqn" or _heavy(op.primitive)
+
+
+@functools.lru_cache(maxsize=1024)
+def _heavy(primitive: str) -> bool:
+    return primitive in HEAVY or primitive.startswith("jshard_")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -53,18 +59,19 @@ def lifetimes(program: Program, donated: Collection[int] = ()) -> Lifetimes:
     producers, consumers = program.producers(), program.consumers()
     stored, start, end = [], [], []
     kept = {program.inputs[i] for i in range(len(program.inputs)) if i not in donated}
-    for t in program.tensors:
-        maker, _ = producers[t.id]
-        users = [ops[u] for u, _ in consumers[t.id]]
-        light = maker >= 0 and not is_heavy(ops[maker])
-        # A reduction reads what feeds it in one pass, but its own result starts a new kernel.
-        fused = light and len(users) == 1 and not is_heavy(users[0]) and users[0].repeat == ops[maker].repeat
-        if fused and ops[maker].primitive.startswith(_REDUCING):
-            fused = False
+    returned = set(program.outputs)
+    light = [not is_heavy(op) for op in ops]
+    for (maker, _), readers in zip(producers, consumers, strict=True):
+        users = [u for u, _ in readers]
+        fused = False
+        if len(users) == 1 and maker >= 0 and light[maker] and light[users[0]]:
+            # A reduction reads what feeds it in one pass, but its own result starts a new kernel.
+            same = ops[users[0]].repeat == ops[maker].repeat
+            fused = same and not ops[maker].primitive.startswith(_REDUCING)
         stored.append(bool(users) and not fused)
         start.append(max(maker, 0))
-        last = max((u.id for u in users), default=maker)
-        if maker in kept or any(u.kind == "output" for u in users):
+        last = max(users, default=maker)
+        if maker in kept or not returned.isdisjoint(users):
             last = n - 1
         # A carry's last operand is made inside the loop, after the boundary operator's own number.
         end.append(max(last, maker) + 1)
@@ -82,7 +89,8 @@ def lifetimes(program: Program, donated: Collection[int] = ()) -> Lifetimes:
 
 def stored_operands(op: Operator, life: Lifetimes) -> tuple[int, ...]:
     """Indices of the operands that are read from memory."""
-    return tuple(i for i, a in enumerate(op.operands) if not isinstance(a, Literal) and life.stored[a])
+    stored = life.stored
+    return tuple([i for i, a in enumerate(op.operands) if not isinstance(a, Literal) and stored[a]])
 
 
 def traffic(op: Operator, life: Lifetimes) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -93,4 +101,4 @@ def traffic(op: Operator, life: Lifetimes) -> tuple[tuple[int, ...], tuple[int, 
     """
     if op.id in life.folded:
         return (), ()
-    return stored_operands(op, life), tuple(i for i, r in enumerate(op.results) if life.stored[r])
+    return stored_operands(op, life), tuple([i for i, r in enumerate(op.results) if life.stored[r]])

@@ -24,7 +24,7 @@ import dataclasses
 from collections.abc import Collection, Sequence
 
 from jshard._cost.memory import is_heavy
-from jshard._program.graph import Block, Literal, Operator, Program, Step
+from jshard._program.graph import Block, Literal, Operator, Program
 
 
 # Heavy operators whose operands may be computed on the fly by the compiled kernel that reads them.
@@ -35,7 +35,7 @@ _FUSES_OPERANDS = frozenset(
 _FUSES_RESULT = frozenset("dot_general ragged_dot ragged_dot_general conv_general_dilated".split())
 _EXPENSIVE = frozenset("exp exp2 expm1 log log1p pow erf".split())
 _REDUCTIONS = ("reduce_", "argm", "cum")
-_OPAQUE_LIGHT = ("random_", "threefry", "rng_")
+_NOT_AGAIN = (*_REDUCTIONS, "random_", "threefry", "rng_")
 # Operators that write their result over their first operand.
 _IN_PLACE = frozenset(
     "scatter scatter-add scatter_add scatter_mul scatter_min scatter_max dynamic_update_slice".split()
@@ -57,7 +57,7 @@ class Residency:
 
 def is_light(op: Operator) -> bool:
     """Whether an operator is computed again in its readers rather than stored."""
-    if op.kind != "eqn" or op.primitive.startswith((*_REDUCTIONS, *_OPAQUE_LIGHT)):
+    if op.kind != "eqn" or op.primitive.startswith(_NOT_AGAIN):
         return False
     return not is_heavy(op) or _selects(op)
 
@@ -90,12 +90,15 @@ def residency(program: Program, donated: Collection[int] = ()) -> Residency:
     """Anchors and needs of all tensors; `donated` are the flat indices of the donated arguments."""
     ops = program.operators
     producers = [ops[p] for p, _ in program.producers()]
-    readers = [list(dict.fromkeys(u for u, _ in users)) for users in program.consumers()]
+    readers = [list(dict.fromkeys([u for u, _ in users])) for users in program.consumers()]
     crossing = set(_crossing(program.body))
-    sources = _sources(program)
+    light, fusing = [is_light(op) for op in ops], [fuses(op) for op in ops]
+    sources = _sources(program, light)
     fluid = [
-        _is_fluid(program, t, producers[t], [ops[u] for u in readers[t]], crossing, sources[t])
-        for t in range(len(readers))
+        light[maker.id]
+        and all([fusing[u] for u in users])
+        and _is_fluid(program, t, maker, [ops[u] for u in users], crossing, sources[t])
+        for t, (maker, users) in enumerate(zip(producers, readers, strict=True))
     ]
     absorbed = _absorb(program, producers, readers, fluid, crossing)
     held = tuple(
@@ -111,13 +114,16 @@ def residency(program: Program, donated: Collection[int] = ()) -> Residency:
     through = list(needed)  # of copied tensors, for the readers that compute them again
     for op in reversed(ops):
         until = op.id
-        if op.results and all(fluid[r] for r in op.results):
-            until = max(until, *(needed[r] for r in op.results))
+        if op.results and all([fluid[r] for r in op.results]):
+            until = max([until] + [needed[r] for r in op.results])
         until = max([until] + [through[r] for r in op.results if copied[r]])
+        if op.kind == "output":
+            until = last
         for a in op.operands:
             if not isinstance(a, Literal):
-                times = through if copied[a] and fuses(op) else needed
-                times[a] = max(times[a], last if op.kind == "output" else until)
+                times = through if copied[a] and fusing[op.id] else needed
+                if times[a] < until:
+                    times[a] = until
     for k, i in enumerate(program.inputs):
         if k not in donated:
             needed[ops[i].results[0]] = last
@@ -130,14 +136,15 @@ def _widens(program: Program, maker: Operator, tensor: int) -> bool:
     return program.tensors[tensor].nbytes > program.tensors[maker.operands[0]].nbytes
 
 
-def _sources(program: Program) -> list[float]:
+def _sources(program: Program, light: Sequence[bool]) -> list[float]:
     """For each tensor the bytes of the largest stored value that it would be computed from again."""
     sources = [0.0] * len(program.tensors)
     for op in program.operators:
         for t in op.results:
-            sources[t] = program.tensors[t].nbytes
-            if is_light(op):
-                sources[t] = max((sources[a] for a in op.operands if not isinstance(a, Literal)), default=0.0)
+            if light[op.id]:
+                sources[t] = max([sources[a] for a in op.operands if not isinstance(a, Literal)], default=0.0)
+            else:
+                sources[t] = program.tensors[t].nbytes
     return sources
 
 
@@ -149,12 +156,13 @@ def _is_fluid(
     crossing: set[int],
     source: float,
 ) -> bool:
-    """`source` is the bytes that would be read to compute the tensor again."""
-    if not is_light(maker) or not users or tensor in crossing:
+    """Whether a light operator's tensor, which all its readers can compute, is left to them.
+
+    `source` is the bytes that would be read to compute the tensor again.
+    """
+    if not users or tensor in crossing:
         return False
-    if any(u.repeat != maker.repeat for u in users):
-        return False
-    if not all(fuses(u) for u in users):
+    if any([u.repeat != maker.repeat for u in users]):
         return False
     summed = sum(u.primitive.startswith(_REDUCTIONS) for u in users)
     dear = maker.primitive in _EXPENSIVE and program.tensors[tensor].nbytes <= source
@@ -171,8 +179,7 @@ def _absorb(
     ends: set[int] = set()  # results that now stand for a product
     for op in program.operators:
         for t in op.results:
-            root = op.primitive in _FUSES_RESULT or t in ends
-            if not root or len(readers[t]) != 1 or t in crossing:
+            if (op.primitive not in _FUSES_RESULT and t not in ends) or len(readers[t]) != 1 or t in crossing:
                 continue
             u = program.operators[readers[t][0]]
             if not is_light(u) or len(u.results) != 1 or u.id in taken or u.repeat != op.repeat:
@@ -189,7 +196,7 @@ def _crossing(block: Block) -> list[int]:
     """Tensors that leave a call's block: a `remat` or a custom rule hands them out of its own scope."""
     out: list[int] = []
     for step in block.steps:
-        if isinstance(step, Step):
+        if isinstance(step, int):
             continue
         for inner in step.blocks:
             out += [a for a in inner.outputs if not isinstance(a, Literal)]

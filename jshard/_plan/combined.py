@@ -39,8 +39,8 @@ def on_the_way(program: Program, passing: set[int], asked: frozenset[int] = froz
     passing, ending = set(passing), set()
     for op in reversed(program.operators):
         for r in op.results:
-            if consumers[r] and all(u in passing for u, _ in consumers[r]):
+            if consumers[r] and all([u in passing for u, _ in consumers[r]]):
                 ending.add(r)
-        if op.kind == "eqn" and op.id not in asked and not is_heavy(op) and ending.issuperset(op.results):
+        if ending.issuperset(op.results) and op.kind == "eqn" and op.id not in asked and not is_heavy(op):
             passing.add(op.id)
     return ending

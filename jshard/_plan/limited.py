@@ -29,7 +29,7 @@ from jshard._cost.residency import residency, reuses
 from jshard._layout import Layout
 from jshard._plan.network import Carry, Problem
 from jshard._plan.states import Choices
-from jshard._program.graph import Block, Literal, Program, Step
+from jshard._program.graph import Block, Literal, Program
 from jshard._search import CostNetwork, Memory
 
 
@@ -279,7 +279,7 @@ def _first_times(program: Program) -> dict[int, int]:
 
     def visit(block: Block) -> None:
         for step in block.steps:
-            if isinstance(step, Step):
+            if isinstance(step, int):
                 continue
             if step.boundary:
                 ids = [i for role in step.boundary.values() for i in role]

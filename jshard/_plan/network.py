@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,11 +57,21 @@ class Problem:
     states: tuple[States, ...]
     relays: Mapping[int, Choices]
     relay_variable: Mapping[int, int]
-    readers: tuple[tuple[tuple[int, int], ...], ...]
+    readers: Sequence[Sequence[tuple[int, int]]]
     life: Lifetimes
     network: CostNetwork
-    carries: tuple[Carry, ...]
+    whole: frozenset[int]  # sums that must be all-reduced
+    together: Mapping[int, int]  # how many sums go together with a tensor's, where it is more than one
     donated: tuple[int, ...]
+
+    @functools.cached_property
+    def carries(self) -> tuple[Carry, ...]:
+        """What the edges carry, as far as they carry tensors; only memory asks for it."""
+        edges = _edges(self.program, self.states, self.relays, self.relay_variable, self.readers)
+        return tuple(
+            Carry(e, tensor, *rest, tensor in self.whole, self.together.get(tensor, 1))
+            for e, (_, _, tensor, *rest) in enumerate(edges)
+        )
 
     @functools.cached_property
     def residency(self) -> Residency:
@@ -88,7 +98,7 @@ def problem(
     interner = Interner(program, topology.mesh)
     life = lifetimes(program, donated)
     states = tuple(interner.states(op, pins.get(op.id, ())) for op in program.operators)
-    readers = tuple(_distinct(program, states, c) for c in program.consumers())
+    readers = [c if len(c) < 2 else _distinct(states, c) for c in program.consumers()]
     build = _Tables(program, topology, level, life, states)
     producers = program.producers()
     handed = _handed_over(program, ties, pins) if whole_sums and level != 1 else frozenset()
@@ -96,42 +106,55 @@ def problem(
     relays: dict[int, Choices] = {}
     variable: dict[int, int] = {}
     nodes = [build.own(op) for op in program.operators]
-    edges: list[tuple[int, int, int]] = []
-    carries: list[Carry] = []
-
-    def carry(
-        i: int, j: int, tensor: int, source: Choices, target: Choices, reader: int, times: float
-    ) -> None:
-        whole, n = tensor in handed, together.get(tensor, 1)
-        carries.append(Carry(len(edges), tensor, source, target, reader, times, whole, n))
-        edges.append((i, j, build.move(source, target, program.tensors[tensor], times, whole, n)))
-
-    for t in program.tensors:
-        maker, k = producers[t.id]
-        made = states[maker].results[k]
-        if len(readers[t.id]) > 1:
-            relay = build.relay(made, [states[u].operands[i] for u, i in readers[t.id]])
-            relays[t.id] = relay
-            v = variable[t.id] = len(nodes)
+    for t, users in enumerate(readers):
+        if len(users) > 1:
+            maker, k = producers[t]
+            relay = build.relay(states[maker].results[k], [states[u].operands[i] for u, i in users])
+            relays[t], variable[t] = relay, len(nodes)
             nodes.append(build.free(len(relay.index)))
-            carry(maker, v, t.id, made, relay, -1, program.operators[maker].repeat)
-            source, where = relay, v
-        else:
-            source, where = made, maker
-        for u, i in readers[t.id]:
-            carry(where, u, t.id, source, states[u].operands[i], u, program.operators[u].operand_repeat[i])
+    starts, ends, tables = (
+        [],
+        [],
+        [],
+    )  # three lists of numbers: tens of thousands of tuples would burden Python
+    for i, j, tensor, source, target, _, times in _edges(program, states, relays, variable, readers):
+        starts.append(i)
+        ends.append(j)
+        n = together.get(tensor, 1)
+        tables.append(build.move(source, target, program.tensors[tensor], times, tensor in handed, n))
     for out, inp in ties:
-        edges.append((out, inp, build.equal(states[out].operands[0], states[inp].results[0])))
+        starts.append(out)
+        ends.append(inp)
+        tables.append(build.equal(states[out].operands[0], states[inp].results[0]))
     network = CostNetwork(
         unary=tuple(build.unary),
         pairwise=tuple(build.pairwise),
         node_table=np.array(nodes, dtype=np.int64),
-        edges=np.array([(i, j) for i, j, _ in edges], dtype=np.int64).reshape(-1, 2),
-        edge_table=np.array([k for _, _, k in edges], dtype=np.int64),
+        edges=np.array([starts, ends], dtype=np.int64).T.copy(),
+        edge_table=np.array(tables, dtype=np.int64),
     )
     return Problem(
-        program, topology, level, states, relays, variable, readers, life, network, tuple(carries), tuple(donated)
+        program, topology, level, states, relays, variable, readers, life, network, handed, together,
+        tuple(donated),
     )  # fmt: skip
+
+
+def _edges(
+    program: Program,
+    states: Sequence[States],
+    relays: Mapping[int, Choices],
+    variable: Mapping[int, int],
+    readers: Sequence[Sequence[tuple[int, int]]],
+) -> Iterator[tuple[int, int, int, Choices, Choices, int, float]]:
+    """(variable, variable, tensor, made, read, reader, times) of every redistribution, in the order of edges."""
+    ops = program.operators
+    for t, (maker, k) in enumerate(program.producers()):
+        source, where = states[maker].results[k], maker
+        if t in relays:
+            yield maker, variable[t], t, source, relays[t], -1, ops[maker].repeat
+            source, where = relays[t], variable[t]
+        for u, i in readers[t]:
+            yield where, u, t, source, states[u].operands[i], u, ops[u].operand_repeat[i]
 
 
 def _handed_over(program: Program, ties: Sequence[tuple[int, int]], pins: Pins) -> frozenset[int]:
@@ -147,10 +170,10 @@ def _handed_over(program: Program, ties: Sequence[tuple[int, int]], pins: Pins) 
     return frozenset(r for op in program.operators if op.primitive in SUMS for r in op.results if r in ending)
 
 
-def _distinct(program: Program, states: Sequence[States], users: Sequence[tuple[int, int]]) -> tuple:
+def _distinct(states: Sequence[States], users: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
     """Readers of a tensor; an operator that reads it twice in the same way (`x * x`) moves it once."""
     if len({u for u, _ in users}) == len(users):
-        return tuple(users)
+        return users
     out: list[tuple[int, int]] = []
     for u, i in users:
         same = [j for v, j in out if v == u]
@@ -158,7 +181,7 @@ def _distinct(program: Program, states: Sequence[States], users: Sequence[tuple[
         if any(c[i].layouts == c[j].layouts and np.array_equal(c[i].index, c[j].index) for j in same):
             continue
         out.append((u, i))
-    return tuple(out)
+    return out
 
 
 def _relay(made: Choices, read: Sequence[Choices]) -> Choices:

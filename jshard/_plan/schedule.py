@@ -17,7 +17,7 @@ from jshard._cost.redistribute import Step as RedistributionStep, steps as redis
 from jshard._layout import Layout
 from jshard._plan.network import Problem
 from jshard._plan.states import States
-from jshard._program.graph import Atom, Block, Call, Literal, Program, Step, operators_of
+from jshard._program.graph import Atom, Block, Call, Literal, Program, operators_of
 from jshard._rules.rule import Candidate, reduced_axes
 from jshard._topology import Topology
 
@@ -189,8 +189,8 @@ class _Writer:
 
     def block(self, block: Block, scope: _Scope) -> None:
         for step in block.steps:
-            if isinstance(step, Step):
-                self.run(scope, step.op)
+            if isinstance(step, int):
+                self.run(scope, step)
             else:
                 write = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}.get(
                     step.kind, self.alias

@@ -95,13 +95,6 @@ class Operator:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Step:
-    """Run one operator."""
-
-    op: int
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class Call:
     """Run blocks: `kind` is "remat", "custom_jvp", "custom_vjp", "scan", "while" or "cond".
 
@@ -120,11 +113,11 @@ class Call:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Block:
-    """Steps in program order, with the tensors they start from and the atoms they end in."""
+    """Steps in program order (an operator's number or a call), the tensors they start from and the atoms they end in."""
 
     inputs: tuple[int, ...]
     outputs: tuple[Atom, ...]
-    steps: tuple[Step | Call, ...]
+    steps: tuple[int | Call, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -193,7 +186,7 @@ def rule_boundaries(program: Program) -> list[tuple[int, str, int]]:
 
     def walk(block: Block) -> None:
         for step in block.steps:
-            if isinstance(step, Step):
+            if isinstance(step, int):
                 continue
             for inner in step.blocks:
                 if step.kind in ("custom_jvp", "custom_vjp"):
@@ -213,8 +206,8 @@ def operators_of(block: Block) -> list[int]:
     """The operators of a block, those of inner blocks and boundaries included, in program order."""
     out: list[int] = []
     for step in block.steps:
-        if isinstance(step, Step):
-            out.append(step.op)
+        if isinstance(step, int):
+            out.append(step)
             continue
         for inner in step.blocks:
             out += operators_of(inner)

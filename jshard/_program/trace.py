@@ -14,7 +14,7 @@ from typing import Any
 from jshard import _jaxcompat as compat
 from jshard._errors import NestedShardError, ShardError
 from jshard._program import marks
-from jshard._program.graph import Atom, Block, Call, Literal, Operator, Program, Step, Tensor
+from jshard._program.graph import Atom, Block, Call, Literal, Operator, Program, Tensor
 
 
 _INLINE = {"jit", "pjit", "closed_call", "call", "core_call", "eval_jaxpr", "custom_vmap_call"}
@@ -62,6 +62,7 @@ class _Builder:
         self.operators: list[Operator] = []
         self.constants: list[Any] = []
         self.const_ids: dict[int, int] = {}
+        self.repeats: dict[tuple[float, int], tuple[float, ...]] = {}
         self.input_ops: list[int] = []
         self.pins: list[tuple[int, str, int, Any]] = []
 
@@ -115,7 +116,10 @@ class _Builder:
         self, kind: str, primitive: str, operands: Sequence[Atom], results: Sequence[int], repeat: float,
         *, operand_repeat: Sequence[float] | None = None, eqn: Any = None, prefix: str = "", name: str = "",
     ) -> int:  # fmt: skip
-        repeats = tuple(operand_repeat) if operand_repeat is not None else (repeat,) * len(operands)
+        if operand_repeat is None:
+            repeats = self.repeats.setdefault((repeat, len(operands)), (repeat,) * len(operands))
+        else:
+            repeats = tuple(operand_repeat)
         i = len(self.operators)
         self.operators.append(
             Operator(i, kind, primitive, tuple(operands), tuple(results), repeat, repeats, eqn, prefix, name)
@@ -155,8 +159,8 @@ class _Builder:
                 )
             env[v] = self.const_ids[id(c)]
 
-    def walk(self, jaxpr: Any, env: dict[Any, Any], repeat: float, prefix: str) -> list[Step | Call]:
-        steps: list[Step | Call] = []
+    def walk(self, jaxpr: Any, env: dict[Any, Any], repeat: float, prefix: str) -> list[int | Call]:
+        steps: list[int | Call] = []
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
             body, inner = None, ""
@@ -200,7 +204,7 @@ class _Builder:
                     self.tensor(v.aval, f"{name}.{i}" + (f"[{k}]" if k else ""))
                     for k, v in enumerate(eqn.outvars)
                 ]
-                steps.append(Step(self.op("eqn", name, operands, results, repeat, eqn=eqn, prefix=prefix)))
+                steps.append(self.op("eqn", name, operands, results, repeat, eqn=eqn, prefix=prefix))
                 env.update(zip(eqn.outvars, results, strict=True))
         return steps
 
@@ -216,7 +220,7 @@ class _Builder:
 
     def inline(
         self, eqn: Any, body: Any, env: dict[Any, Atom], repeat: float, prefix: str
-    ) -> Sequence[Step | Call]:
+    ) -> Sequence[int | Call]:
         block = self.enter(body, [self.pass_in(v, env) for v in eqn.invars], repeat, prefix)
         env.update(zip(eqn.outvars, block.outputs, strict=True))
         return block.steps
@@ -239,7 +243,7 @@ class _Builder:
                 same = compat.identity_equation(marks.own_result, v, result, eqn)
                 made = [self.tensor(result.aval, f"{marks.OWN_RESULT}.{len(self.operators)}")]
                 name = marks.OWN_RESULT
-                steps.append(Step(self.op("eqn", name, [a], made, repeat, eqn=same, prefix=prefix)))
+                steps.append(self.op("eqn", name, [a], made, repeat, eqn=same, prefix=prefix))
                 a = made[0]
             taken.add(a)
             outputs.append(a)
