@@ -36,7 +36,7 @@ def _because(reason: str, names: str) -> dict[str, str]:
 NO_EXAMPLE: dict[str, str] = {
     **_because(
         "the planner's own",
-        "cond_join scan_carry scan_const scan_xs scan_ys while_carry while_const predicate jshard_fused "
+        "cond_join scan_carry scan_sum scan_const scan_xs scan_ys while_carry while_const predicate jshard_fused "
         "jshard_own_result jshard_pin_result",
     ),
     **_because(

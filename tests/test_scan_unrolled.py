@@ -1,4 +1,16 @@
-"""Twelve layers in a `scan` are planned as the same twelve layers one after the other: strategies and cost."""
+"""Twelve layers in a `scan` are planned as the same twelve layers one after the other: strategies and cost.
+
+Two things a loop does not share with its unrolled form, whoever plans it, and so they are set aside here:
+
+- The values that a differentiated `scan` hands to its backward loop are stacked by JAX, so they are written and read;
+  the unrolled program computes the light ones again where they are read. Without `jax.checkpoint` that is 3% of the
+  time; with it, a layer hands over its input alone, and nothing is left of it.
+- A loop holds the gradients of all layers from its first turn on, and a copy of the layer's weights.
+
+Gradients are taken of the tokens too: the loop's first layer computes theirs anyway, the unrolled one only if asked.
+"""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +22,7 @@ import jshard
 
 
 LAYERS, WIDTH, INNER, TOKENS = 12, 4096, 16384, 65536
+WEIGHTS = 2 * WIDTH * INNER * 2  # bytes of a layer
 PINS = {  # of one layer's weights, and of the tokens
     "batch": (None, (8, 1)),
     "tensor": ({"a": (1, 4), "b": (4, 1)}, (2, 1)),
@@ -22,20 +35,18 @@ def layer(x, w):
     return x + jax.nn.gelu(y @ w["a"]) @ w["b"]
 
 
-def scanned(w, x):
+def scanned(layer, w, x):
     return lax.scan(lambda h, v: (layer(h, v), None), x, w)[0]
 
 
-def unrolled(w, x):
+def unrolled(layer, w, x):
     for v in w:
         x = layer(x, v)
     return x
 
 
-@pytest.mark.parametrize("train", [False, True])
-@pytest.mark.parametrize("level", [0, 2])
-@pytest.mark.parametrize("pins", PINS)
-def test_the_same_strategies_and_cost(pins, level, train):
+@functools.cache
+def plans(pins, level, train):
     of_layer, of_tokens = PINS[pins]
     one = {
         "a": jax.ShapeDtypeStruct((WIDTH, INNER), "bfloat16"),
@@ -45,16 +56,39 @@ def test_the_same_strategies_and_cost(pins, level, train):
     stacked_pins = of_layer and {k: (1, *v) for k, v in of_layer.items()}
     mesh = jax.make_mesh((2, 4), ("d", "m"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:8])
     x = jax.ShapeDtypeStruct((TOKENS, WIDTH), "bfloat16")
-    plans = []
+    body = jax.checkpoint(layer) if train == "checkpoint" else layer
+    out = []
     for f, w, pin in (
         (scanned, stacked, stacked_pins),
         (unrolled, [one] * LAYERS, of_layer and [of_layer] * LAYERS),
     ):
-        loss = jax.value_and_grad(lambda w, x, f=f: jnp.sum(f(w, x).astype("float32") ** 2))
+        forward = functools.partial(f, body)
+        loss = jax.value_and_grad(lambda w, x, f=forward: jnp.sum(f(w, x).astype("float32") ** 2), (0, 1))
         options = dict(mesh=mesh, level=level, hardware="tpu-v5e", memory_budget="1TB")
-        plans.append(jshard.shard(loss if train else f, (pin, of_tokens), **options).plan(w, x))
-    a, b = ({r.strategy for r in p.operators if r.primitive == "dot_general"} for p in plans)
+        out.append(jshard.shard(loss if train else forward, (pin, of_tokens), **options).plan(w, x))
+    return out
+
+
+def seconds(plan, products):
+    return sum(r.seconds for r in plan.operators if (r.primitive == "dot_general") == products)
+
+
+@pytest.mark.parametrize("train", ["", "plain", "checkpoint"])
+@pytest.mark.parametrize("level", [0, 2])
+@pytest.mark.parametrize("pins", PINS)
+def test_the_same_strategies_and_cost(pins, level, train):
+    loop, flat = plans(pins, level, train)
+    a, b = ({r.strategy for r in p.operators if r.primitive == "dot_general"} for p in (loop, flat))
     assert a == b
-    # Training at level 2 the scan is priced 3.9% above: that is open, and must not grow.
-    close = 0.045 if train and level == 2 else 0.01
-    assert plans[0].cost.objective == pytest.approx(plans[1].cost.objective, rel=close, abs=1e-9)
+    assert seconds(loop, True) == pytest.approx(seconds(flat, True))
+    assert loop.cost.communication == pytest.approx(flat.cost.communication, rel=0.01, abs=1e-9)
+    handed_over = seconds(loop, False) - seconds(flat, False) if train == "plain" and level == 2 else 0.0
+    assert loop.cost.objective - handed_over == pytest.approx(flat.cost.objective, rel=0.01, abs=1e-9)
+    assert handed_over <= 0.04 * flat.cost.objective
+
+
+@pytest.mark.parametrize("pins", PINS)
+def test_the_same_memory_beside_a_layers_weights(pins):
+    loop, flat = plans(pins, 1, "")
+    more = loop.cost.peak_bytes - flat.cost.peak_bytes
+    assert -0.01 * flat.cost.peak_bytes <= more <= WEIGHTS / 4 + 0.01 * flat.cost.peak_bytes

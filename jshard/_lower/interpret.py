@@ -28,7 +28,7 @@ from jshard._lower.custom import rebuild
 from jshard._lower.redistribute import run_steps
 from jshard._plan.schedule import Action, Move, Nested, Run, Schedule, Value
 from jshard._program.graph import Literal
-from jshard._rules.registry import LocalContext
+from jshard._rules.registry import LocalContext, block_index
 
 
 Env = dict[Value, Any]
@@ -253,6 +253,7 @@ class _Runner:
         reads = [self.array(v, env, self.program.operators[i].operands[0]) for v, i in
                  zip(action.reads, (*b["const"], *b["carry"], *b["xs"]), strict=True)]  # fmt: skip
         consts, init, xs = reads[:nc], reads[nc : nc + nk], reads[nc + nk :]
+        init = [self.addend(x, i) for x, i in zip(init, b["carry"], strict=True)]
         if self.vma:
             init = [self.vary(x, i) for x, i in zip(init, b["carry"], strict=True)]
 
@@ -307,6 +308,17 @@ class _Runner:
 
     def array(self, v: Value | Literal, env: Env, atom: Any) -> Any:
         return jnp.asarray(v.value, v.aval.dtype) if isinstance(v, Literal) else env[v]
+
+    def addend(self, x: Any, boundary: int) -> Any:
+        """The initial value of a sum that goes round a loop unfinished: the first device has it, others zero."""
+        layout = self.choice.made(self.program.operators[boundary].results[-1])
+        given = self.choice.needed(boundary, 0).partial
+        axes = tuple(a for a in layout.partial if a not in given)
+        if not axes:
+            return x
+        if self.vma:
+            x = _cast(x, frozenset(axes))
+        return jnp.where(block_index(axes, self.mesh) == 0, x, jnp.zeros_like(x))
 
     def vary(self, x: Any, boundary: int) -> Any:
         """Type a value that goes round a loop by exactly the axes of its layout."""

@@ -27,6 +27,7 @@ _ALIAS = {
 INNER_PROGRAMS = frozenset({*_INLINE, *_ALIAS, "scan", "while", "cond"})
 """Primitives that are walked into and rebuilt as themselves."""
 
+_ADDING = frozenset(("add", "add_any", "sub", "scan_sum"))
 _BODY = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
 
 
@@ -259,13 +260,29 @@ class _Builder:
         )  # fmt: skip
         return i, results
 
-    def close(self, op: int, operand: Atom) -> None:
-        """Give a boundary operator its last operand, known only after the body was walked."""
+    def close(self, op: int, operand: Atom, kind: str = "") -> None:
+        """Give a boundary operator its last operand, known only after the body was walked, and maybe another kind."""
         old = self.operators[op]
         self.operators[op] = Operator(
-            old.id, old.kind, old.primitive, (*old.operands, operand), old.results, old.repeat,
+            old.id, kind or old.kind, kind or old.primitive, (*old.operands, operand), old.results, old.repeat,
             old.operand_repeat, old.eqn, old.prefix, old.name,
         )  # fmt: skip
+
+    def adds_up(self, carried: int, after: Atom, start: int) -> bool:
+        """Whether a turn only adds to what it is given: such a carry may stay a partial sum until the loop ends."""
+        makers = {r: op for op in self.operators[start:] for r in op.results}
+        seen: set[Any] = set()
+        ahead = [after]
+        while ahead:
+            here = ahead.pop()
+            op = None if isinstance(here, Literal) or here in seen else makers.get(here)
+            seen.add(here)
+            if op is not None and op.primitive in _ADDING:
+                onward = op.operands[:1] if op.primitive in ("sub", "scan_sum") else op.operands
+                if carried in onward:
+                    return True
+                ahead += onward
+        return False
 
     def scan(self, eqn: Any, env: dict[Any, Atom], repeat: float, prefix: str) -> Call:
         n_const, n_carry = compat.scan_split(eqn.params)
@@ -289,9 +306,11 @@ class _Builder:
             roles[role].append(i)
             inner.append(made[0])
             results += made[1:]
+        start = len(self.operators)
         block = self.enter(body, inner, inside, prefix)
         for i, a in zip(roles["carry"], block.outputs[:n_carry], strict=True):
-            self.close(i, a)
+            sums = self.adds_up(self.operators[i].results[0], a, start)
+            self.close(i, a, "scan_sum" if sums else "")
         for k, a in enumerate(block.outputs[n_carry:]):
             aval = eqn.outvars[n_carry + k].aval
             i, made = self.boundary(
