@@ -259,8 +259,15 @@ class Sharded:
                     _log.warning(
                         "%s is planned anew; changed: %s", self.__name__, changes(key, list(self._programs))
                     )
-                # Kept only when whole: an interrupted search leaves nothing behind.
+                # Kept only when whole: a search that is interrupted before any answer leaves nothing behind.
                 found = self._programs[key] = Program(self._prepared(args, kwargs, on_progress))
+                plan = found.prepared.plan
+                if any("interrupted" in s for s in plan.steps):
+                    _log.warning(
+                        "%s: the search was interrupted; the best plan it had (gap %.2g%%) is used from now on, "
+                        "until %s.clear_cache()",
+                        self.__name__, 100 * plan.cost.gap, self.__name__,
+                    )  # fmt: skip
         return found
 
     def _prepared(self, args: Any, kwargs: Any, on_progress: Callable[..., None] | None) -> Prepared:

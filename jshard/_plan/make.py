@@ -57,17 +57,24 @@ def make_plan(
     }
     for op, side, k, key, test in wish.forced:
         fixed.setdefault(op, []).append((side, k, key, test))
-    built = problem(
-        program, topology, fixed, level=wish.level, ties=wish.ties,
-        donated=wish.donated, whole_sums=wish.search != "propagation",
-    )  # fmt: skip
-    if wish.search == "propagation":
-        configured = {op for op, *_ in (*wish.pins, *wish.forced)}
-        assignment, objective, bound, steps = propagate(built, configured)
-        answer = _answer(built, wish, assignment, bound, steps, objective)
-    else:
+    searched = wish.search != "propagation"
+
+    def built(rules: bool = searched) -> Problem:
+        return problem(
+            program, topology, fixed, level=wish.level, ties=wish.ties,
+            donated=wish.donated, whole_sums=rules, spread=rules,
+        )  # fmt: skip
+
+    if searched:
         answer = _solve(built, wish, on_progress)
-    plan = describe(answer.made, wish, answer.objective, answer.bound, answer.steps, built, answer.held)
+    else:
+        configured = {op for op, *_ in (*wish.pins, *wish.forced)}
+        network = built()
+        assignment, objective, bound, steps = propagate(network, configured)
+        answer = _answer(network, wish, assignment, bound, steps, objective)
+    plan = describe(
+        answer.made, wish, answer.objective, answer.bound, answer.steps, answer.built, answer.held
+    )
     if wish.memory_limit is not None and plan.cost.peak_bytes > wish.memory_limit:
         _refuse_budget(plan, wish.memory_limit, answer.least)
     # Without the captured arrays: a plan keeps none alive.
@@ -83,6 +90,7 @@ class _Answer:
     `least`: no plan needs fewer bytes, where that is known.
     """
 
+    built: Problem
     made: Schedule
     objective: float
     bound: float
@@ -94,6 +102,16 @@ class _Answer:
     @property
     def peak(self) -> float:
         return self.held.peak
+
+    @property
+    def interrupted(self) -> bool:
+        return any("interrupted" in s for s in self.steps)
+
+    def after(self, other: _Answer) -> _Answer:
+        """With a word of it if an earlier search was interrupted."""
+        if not other.interrupted or self.interrupted:
+            return self
+        return dataclasses.replace(self, steps=(*self.steps, "an earlier part of the search was interrupted"))
 
 
 def _answer(
@@ -111,18 +129,44 @@ def _answer(
             held_so = profile(made_so, built.residency, wish.donated)
             if held_so.peak <= max(held.peak, wish.memory_limit or 0.0):
                 made, held, cost = made_so, held_so, min(cost, evaluate(built.network, other))
-    return _Answer(made, cost if objective is None else objective, float(bound), tuple(steps), cost, held)
+    return _Answer(
+        built, made, cost if objective is None else objective, float(bound), tuple(steps), cost, held
+    )
 
 
-def _solve(built: Problem, wish: Wish, on_progress: Callable[..., None] | None) -> _Answer:
-    """Search by level; a budget that the free optimum keeps anyway costs nothing and leaves its proof whole."""
+def _solve(
+    problem_of: Callable[..., Problem], wish: Wish, on_progress: Callable[..., None] | None
+) -> _Answer:
+    """Search by level; a budget that the free optimum keeps anyway costs nothing and leaves its proof whole.
+
+    `problem_of(rules=False)` is the problem in which products may be repeated and free results left scattered:
+    asked where nothing else is left.
+    """
+    built = problem_of()
     if wish.level == 1:
         return _least_peak(built, wish, limited(built), on_progress)
-    s = solve(built.network, gap=wish.gap, seconds=wish.seconds, on_progress=on_progress)
-    answer = _answer(built, wish, s.assignment, s.bound, s.steps)
+    note = ()
+    try:
+        s = solve(built.network, gap=wish.gap, seconds=wish.seconds, on_progress=on_progress)
+    except SearchError:
+        built, note = (
+            problem_of(rules=False),
+            ("the pins leave only plans that repeat products or scatter free results",),
+        )
+        s = solve(built.network, gap=wish.gap, seconds=wish.seconds, on_progress=on_progress)
+    answer = _answer(built, wish, s.assignment, s.bound, (*s.steps, *note))
     if wish.memory_limit is None or answer.peak <= wish.memory_limit:
         return answer
-    return _within(built, wish, answer, on_progress)
+    answer = _within(built, wish, answer, on_progress)
+    if answer.peak <= wish.memory_limit:
+        return answer
+    loose = problem_of(rules=False)
+    other = _least_peak(loose, wish, limited(loose), on_progress, answer).after(answer)
+    if other.peak > wish.memory_limit:
+        return other
+    s = solve(loose.network, gap=wish.limited_gap, seconds=wish.limited_seconds, on_progress=on_progress)
+    note = ("the budget left only plans that repeat products or scatter free results",)
+    return dataclasses.replace(other, objective=other.cost, bound=s.bound, steps=(*other.steps, *note))
 
 
 def _least_peak(
@@ -135,11 +179,11 @@ def _least_peak(
     """The plan of least peak. The network's peak is a bound; the plan's own is counted over its schedule."""
     s = solve(network, objective="peak", gap=wish.gap, seconds=wish.seconds, on_progress=on_progress)
     answer = _answer(built, wish, s.assignment, s.bound, s.steps)
-    if free is None:
+    if free is None and not answer.interrupted:
         other = solve(built.network, gap=wish.limited_gap, seconds=wish.limited_seconds)
         free = _answer(built, wish, other.assignment, s.bound, s.steps)
     # The network does not see every copy; the plan of least time sometimes makes fewer.
-    answer = min((answer, free), key=lambda a: a.peak)
+    answer = min((answer, free or answer), key=lambda a: a.peak)
     return dataclasses.replace(
         answer, objective=answer.peak, bound=min(s.bound, answer.peak), least=s.bound, steps=tuple(s.steps)
     )
@@ -149,13 +193,12 @@ def _within(built: Problem, wish: Wish, free: _Answer, on_progress: Callable[...
     """The cheapest plan within the budget.
 
     The network holds no more than the schedule does, so its bound stands; where a plan's schedule holds more than
-    the budget, the search is repeated with a limit lower by as much. If that finds none, the plan of least peak
-    is taken, or refused with its figure.
+    the budget, the search is repeated with a limit lower by as much. If that finds none, the nearest is returned.
     """
     limit = wish.memory_limit
     assert limit is not None
     network = limited(built)
-    aim, bound, best, nearest = limit, free.bound, None, free
+    aim, bound, nearest = limit, free.bound, free
     for _ in range(4):
         assert network.memory is not None
         capped = dataclasses.replace(network, memory=dataclasses.replace(network.memory, limit=aim))
@@ -165,16 +208,12 @@ def _within(built: Problem, wish: Wish, free: _Answer, on_progress: Callable[...
             break
         if aim == limit:
             bound = max(bound, s.bound)
-        answer = _answer(built, wish, s.assignment, bound, s.steps)
+        answer = _answer(built, wish, s.assignment, bound, s.steps).after(nearest)
         nearest = min((nearest, answer), key=lambda a: a.peak)
         if answer.peak <= limit:
-            best = answer
-            break
+            return answer
         aim -= 1.05 * (answer.peak - limit)
-    if best is None:
-        best = _least_peak(built, wish, network, on_progress, nearest)
-        best = dataclasses.replace(best, objective=best.cost, bound=min(bound, best.cost))
-    return best
+    return nearest
 
 
 def network_pins(

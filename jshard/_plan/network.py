@@ -23,6 +23,7 @@ from jshard._cost.memory import Lifetimes, lifetimes, traffic
 from jshard._cost.residency import Residency, residency
 from jshard._layout import Layout
 from jshard._plan.combined import SUMS, combined, on_the_way
+from jshard._plan.spread import finest, never_repeated
 from jshard._plan.states import Choices, Interner, Pinned, States
 from jshard._plan.times import operator_times
 from jshard._program.graph import Operator, Program, Tensor
@@ -88,16 +89,21 @@ def problem(
     ties: Sequence[tuple[int, int]] = (),
     donated: Collection[int] = (),
     whole_sums: bool = True,
+    spread: bool = True,
 ) -> Problem:
     """Build the network of a program under a level.
 
     `ties` are (output operator, input operator) pairs that must have one layout; `donated` the flat indices of
-    donated arguments; `whole_sums` whether sums that only go to free results must be all-reduced. The network
-    is without memory, which `limited.py` adds where a level or a budget asks for it.
+    donated arguments; `whole_sums` whether sums that only go to free results must be all-reduced; `spread`
+    whether products are cut over all devices (`spread.py`; never at level 1). The network is without memory, which
+    `limited.py` adds where a level or a budget asks for it.
     """
     interner = Interner(program, topology.mesh)
     life = lifetimes(program, donated)
-    states = tuple(interner.states(op, pins.get(op.id, ())) for op in program.operators)
+    cut = never_repeated(program, interner) if spread and level != 1 else frozenset()
+    states = tuple(
+        interner.states(op, pins.get(op.id, ()), finest if op.id in cut else None) for op in program.operators
+    )
     readers = [c if len(c) < 2 else _distinct(states, c) for c in program.consumers()]
     build = _Tables(program, topology, level, life, states)
     producers = program.producers()

@@ -66,15 +66,26 @@ class Interner:
         self._rules: dict[Any, tuple[Op, Rule, Entry | None]] = {}
         self._meant: dict[Rule, tuple] = {}  # candidates, their axes, operands and results by rule
 
-    def states(self, op: Operator, pins: Sequence[tuple[str, int, Any, Pinned]] = ()) -> States:
-        """States of an operator; `pins` are (side, index, key, test) with side "operand" or "result"."""
+    def states(
+        self,
+        op: Operator,
+        pins: Sequence[tuple[str, int, Any, Pinned]] = (),
+        only: Callable[[np.ndarray, MeshAxes], np.ndarray] | None = None,
+    ) -> States:
+        """States of an operator; `pins` are (side, index, key, test) with side "operand" or "result".
+
+        `only` says which of the candidates that keep the pins, given by their axes, are offered.
+        """
         if op.kind in ("input", "const", "output"):
             return self._endpoint(op, pins)
         form = self._form(op)
-        key = (form, tuple((side, i, k) for side, i, k, _ in pins))
+        key = (form, tuple((side, i, k) for side, i, k, _ in pins), only)
         found = self._forms.get(key)
         if found is None:
-            found = self._forms[key] = self._filter(op, self._unpinned(op, form), pins)
+            found = self._filter(op, self._unpinned(op, form), pins)
+            if only is not None:
+                found = _those(found, only(found.axes, self.mesh))
+            self._forms[key] = found
         return found
 
     def _form(self, op: Operator) -> Any:
@@ -113,7 +124,7 @@ class Interner:
         return view, rule, entry
 
     def _unpinned(self, op: Operator, form: Any) -> States:
-        key = (form, ())
+        key = (form, (), None)
         if key in self._forms:
             return self._forms[key]
         view, rule, entry = self.rule(op)
@@ -147,14 +158,7 @@ class Interner:
                 where=f"{op.module or op.primitive} {op.source}".strip(),
                 fix="cut a dimension that two operands share equally in both, or leave one of them None",
             )
-        which = np.flatnonzero(keep)
-        return States(
-            states.op, states.rule, states.entry,
-            tuple(states.candidates[k] for k in which),
-            states.axes[which],
-            tuple(_choices([c.of(int(k)) for k in which]) for c in states.operands),
-            tuple(_choices([c.of(int(k)) for k in which]) for c in states.results),
-        )  # fmt: skip
+        return _those(states, keep)
 
     def _endpoint(self, op: Operator, pins: Sequence[tuple[str, int, Any, Pinned]]) -> States:
         atom = op.operands[0] if op.kind == "output" else op.results[0]
@@ -186,6 +190,19 @@ class Interner:
         )
         self._forms[key] = made
         return made
+
+
+def _those(states: States, keep: np.ndarray) -> States:
+    if keep.all():
+        return states
+    which = np.flatnonzero(keep)
+    return States(
+        states.op, states.rule, states.entry,
+        tuple(states.candidates[k] for k in which),
+        states.axes[which],
+        tuple(_choices([c.of(int(k)) for k in which]) for c in states.operands),
+        tuple(_choices([c.of(int(k)) for k in which]) for c in states.results),
+    )  # fmt: skip
 
 
 def layouts(shape: tuple[int, ...], mesh: MeshAxes, orders: bool = False) -> list[Layout]:
