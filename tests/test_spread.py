@@ -97,7 +97,10 @@ def test_where_nothing_else_is_possible_the_plan_says_so(monkeypatch):
 
     monkeypatch.setattr(make, "solve", impossible_at_first)
     plan = jshard.shard(dense, out_strategy=(1, 1), mesh=machine(), level=2).plan(*SMALL)
-    assert over_ideal(plan) == 8 and plan.steps[-1] == "the pins leave only plans that repeat products or scatter free results"
+    assert (
+        over_ideal(plan) == 8
+        and plan.steps[-1] == "the pins leave only plans that repeat products or scatter free results"
+    )
     assert seen[0].states(2) < seen[1].states(2)
 
 

@@ -12,7 +12,7 @@ that keep the rule. It is dropped where nothing else is possible, and where byte
 
 >>> free_of([(1e9, 4), (2e6, 2), (1e6, 8)], 8)      # 12e6 of work, 7 times too often, beside 4e9: a fiftieth
 2000000.0
->>> free_of([(1e9, 4), (2e6, 2), (1e6, 8)], 32)     # 31 times too often: only the smallest may be
+>>> free_of([(1e9, 4), (2e6, 2), (1e6, 8)], 24)     # 23 times too often: only the smallest may be
 1000000.0
 """
 
