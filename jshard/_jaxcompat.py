@@ -21,6 +21,13 @@ from jax.interpreters import ad, batching, mlir, partial_eval
 from jshard._errors import NestedShardError
 
 
+ALL_TO_ALL_MIXES_LAYOUTS = jax.__version_info__ < (0, 11)
+"""Whether XLA may give the parts of one all-to-all different memory layouts, which it then refuses.
+
+See `docs/jax_bugs.md`: seen on 0.10.2, not on 0.12.0.1, with arrays that have a dimension of length one.
+"""
+
+
 def all_gather_invariant(x: Any, axes: Any, *, axis: int) -> Any:
     """All-gather whose result is typed equal on every device of `axes` (inside `shard_map` with `check_vma`)."""
     try:

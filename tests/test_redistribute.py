@@ -7,6 +7,7 @@ import itertools
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
@@ -18,7 +19,7 @@ from jshard._cost.steps import Step, apply, moves
 from jshard._errors import SearchError
 from jshard._layout import Layout, MeshAxes
 from jshard._lower.redistribute import permutation, run_steps
-from jshard._topology import from_mesh
+from jshard._topology import from_mesh, mesh_axes
 
 
 MESHES = {
@@ -439,3 +440,26 @@ def test_steps_to_somewhere_else_are_refused():
     a, b = Layout((("x",),)), Layout(((),))
     with pytest.raises(ValueError, match=r"steps lead from \(x\) to \(x\), not to \(-\)"):
         run_steps(np.zeros(4), a, b, (), mesh, vma=False)
+
+
+@pytest.mark.parametrize("vma", [False, True])
+def test_an_all_to_all_of_a_dimension_of_length_one(vma):
+    """After transpositions that move that dimension alone: see `docs/jax_bugs.md`."""
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    there, back = (Layout(tuple(("x",) if d == k else () for d in range(3))) for k in (1, 0))
+    x = np.arange(128.0, dtype=np.float32).reshape(4, 4, 8)
+
+    def move(x, source, target):
+        path = steps(source, target, (4, 4, 8), topology(mesh_axes(mesh)))
+        return run_steps(x, source, target, path, mesh_axes(mesh), vma=vma)
+
+    def f(x):
+        y = jnp.transpose(jnp.sin(jnp.transpose(x, (0, 2, 1))), (2, 0, 1))
+        return move(y, there, back)
+
+    def product(x):
+        return jax.grad(lambda x: jnp.sum(jnp.einsum("abc,bac->ac", x, move(x, back, there))))(x)
+
+    for run, plain in ((f, np.sin(x).transpose(1, 0, 2)), (product, 2 * x.transpose(1, 0, 2))):
+        mapped = jax.shard_map(run, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=vma)
+        np.testing.assert_allclose(jax.jit(mapped)(x), plain, rtol=1e-6)

@@ -27,6 +27,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 
 from jshard import _jaxcompat as compat
@@ -80,6 +81,9 @@ def _run(x: Any, here: Layout, step: Step, mesh: MeshAxes, vma: bool, varying: f
     if step.kind == "all_gather":
         return _gather(x, axes, src, vma, varying)
     if step.kind == "all_to_all":
+        assert dst is not None and src is not None
+        if compat.ALL_TO_ALL_MIXES_LAYOUTS and 1 in x.shape:
+            return _flat_all_to_all(x, axes, dst, src, mesh.size(*axes))
         return lax.all_to_all(x, axes, dst, src, tiled=True)
     if step.kind == "all_reduce":
         return lax.psum(x, axes)
@@ -87,6 +91,15 @@ def _run(x: Any, here: Layout, step: Step, mesh: MeshAxes, vma: bool, varying: f
         assert dst is not None
         return lax.psum_scatter(x, axes, scatter_dimension=dst, tiled=True)
     return lax.ppermute(x, axes, permutation(here, step, mesh))
+
+
+def _flat_all_to_all(x: Any, axes: tuple[str, ...], split: int, join: int, n: int) -> Any:
+    """The all-to-all of a vector that holds the parts one after the other: a vector has one memory layout only."""
+    part = [*x.shape[:split], x.shape[split] // n, *x.shape[split + 1 :]]
+    parts = jnp.moveaxis(x.reshape(*x.shape[:split], n, *part[split:]), split, 0)
+    parts = lax.all_to_all(parts.reshape(-1), axes, 0, 0, tiled=True).reshape(n, *part)
+    joined = jnp.moveaxis(parts, 0, join)
+    return joined.reshape(*part[:join], n * part[join], *part[join + 1 :])
 
 
 def _gather(x: Any, axes: tuple[str, ...], dim: Any, vma: bool, varying: frozenset[str]) -> Any:
