@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jshard
 from jshard import _shard
 from jshard._doors import TopologyMesh
+from jshard._errors import SearchError
 from jshard._plan import make
 
 
@@ -58,6 +59,32 @@ def test_a_cut_that_the_operator_cannot_take():
         "  where: op\n"
         "  write instead: pin a cut that the operator's rule allows: (1, 1), (2, 1), (4, 1), (8, 1)"
     )
+
+
+def step(state, x):
+    return {"w": state["w"] - x @ state["w"]}, x.sum()
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_pins_that_meet_only_in_the_search_are_named_with_the_place(level):
+    """State comes back as it lies, so its result cannot be forced otherwise."""
+    f = jshard.shard(step, ({"w": P("data")}, None), mesh=machine(), level=level, donate_argnums=0)
+    with pytest.raises(SearchError) as e:
+        f.plan({"w": SQUARE}, SQUARE).what_if(**{"0.w": (1, 8)})
+    assert str(e.value) == (
+        "the pins of result 0.w ((1, 8)) and argument state.w ((data, -)) contradict each other\n"
+        "  where: a result that is an argument's next value lies as that argument does\n"
+        "  write instead: leave one of them None, or free a dimension of it"
+    )
+
+
+def test_state_may_lie_in_any_order_of_axes():
+    """What it becomes lies in the same order; axes of a free result are in the mesh's."""
+    lies = P(("model", "data"), None)
+    plan = jshard.shard(step, ({"w": lies}, None), mesh=machine(), donate_argnums=0).plan(
+        {"w": SQUARE}, SQUARE
+    )
+    assert str(plan.inputs[0].layout) == str(plan.outputs[0].layout) == "(model*data, -)"
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])
@@ -112,8 +139,8 @@ def chain(x, *weights):
 
 
 @pytest.mark.parametrize("budget", [None, 70_000])
-def test_an_interrupted_search_gives_the_best_so_far_with_its_gap(budget, monkeypatch):
-    """Ctrl-C at the first sign of an answer ends the search; the plan says so, and is whole."""
+def test_an_interrupted_search_gives_the_best_so_far_with_its_gap(budget, monkeypatch, caplog):
+    """Ctrl-C at the first sign of an answer ends the search; the plan says so, is whole, and is kept."""
     real, calls = make.solve, []
 
     def interrupted(network, **options):
@@ -127,11 +154,26 @@ def test_an_interrupted_search_gives_the_best_so_far_with_its_gap(budget, monkey
     w = workloads.gpt()
     fn, args = (workloads.step(w), w.arguments()) if budget is None else (chain, [SQUARE] * 4)
     monkeypatch.setattr(make, "solve", interrupted)
-    plan = jshard.shard(fn, mesh=machine(), memory_budget=budget).plan(*args)
+    f = jshard.shard(fn, mesh=machine(), memory_budget=budget)
+    plan = f.plan(*args)
     assert calls and 0 < plan.cost.bound <= plan.cost.objective and plan.cost.gap >= 0
     assert budget is None or plan.cost.peak_bytes <= budget
-    assert budget is not None or any("interrupted" in s for s in plan.steps)
+    ended = any("interrupted" in s for s in plan.steps)
+    assert ended or budget is not None
+    told = [r.getMessage() for r in caplog.records if r.name == "jshard"]
+    name = f.__name__
+    assert (
+        told
+        == [
+            f"{name}: the search was interrupted; the best plan it had (gap {100 * plan.cost.gap:.2g}%) is used from "
+            f"now on, until {name}.clear_cache()"
+        ]
+        * ended
+    )
     monkeypatch.undo()
+    assert f.plan(*args).cost == plan.cost
+    f.clear_cache()
+    assert not any("interrupted" in s for s in f.plan(*args).steps)
     best = jshard.shard(fn, mesh=machine()).plan(*args).cost
     assert best.optimal and best.objective <= plan.cost.objective
 

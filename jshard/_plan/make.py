@@ -15,6 +15,7 @@ from jshard._layout import Layout
 from jshard._plan.again import Again
 from jshard._plan.describe import describe, fingerprint
 from jshard._plan.limited import limited
+from jshard._plan.meeting import named
 from jshard._plan.network import Pins, Problem, problem
 from jshard._plan.peak import Profile, profile
 from jshard._plan.plan import Plan
@@ -23,7 +24,7 @@ from jshard._plan.schedule import Choice, Schedule, choice_of, schedule
 from jshard._plan.settle import settled
 from jshard._plan.states import Interner
 from jshard._program.graph import Program, rule_boundaries
-from jshard._search import CostNetwork, evaluate, solve
+from jshard._search import Contradiction, CostNetwork, evaluate, solve
 from jshard._topology import Topology
 from jshard._wish.entries import Pin, allows
 
@@ -66,7 +67,10 @@ def make_plan(
         )  # fmt: skip
 
     if searched:
-        answer = _solve(built, wish, on_progress)
+        try:
+            answer = _solve(built, wish, on_progress)
+        except Contradiction as e:
+            raise named(e, built(), fixed) from None
     else:
         configured = {op for op, *_ in (*wish.pins, *wish.forced)}
         network = built()

@@ -101,9 +101,13 @@ def problem(
     interner = Interner(program, topology.mesh)
     life = lifetimes(program, donated)
     cut = never_repeated(program, interner) if spread and level != 1 else frozenset()
+    # State may lie in any order of axes; what it becomes lies in the same.
+    ends = {out: [("operand", 0, k, test) for _, _, k, test in pins.get(inp, ())] for out, inp in ties}
     states = tuple(
-        interner.states(op, pins.get(op.id, ()), finest if op.id in cut else None) for op in program.operators
-    )
+        interner.states(
+            op, pins.get(op.id) or ends.get(op.id, ()), finest if op.id in cut else None
+        ) for op in program.operators
+    )  # fmt: skip
     readers = [c if len(c) < 2 else _distinct(states, c) for c in program.consumers()]
     build = _Tables(program, topology, level, life, states)
     producers = program.producers()

@@ -146,7 +146,7 @@ class Interner:
             allowed = np.array([test(lay) for lay in choices.layouts])
             if not allowed.any():
                 raise SearchError(
-                    f"no way to run {op.primitive} has its {side} {i} cut as {_asked(key)} asks",
+                    f"no way to run {op.primitive} has its {side} {i} cut as {asked(key)} asks",
                     where=f"{op.module or op.primitive} {op.source}".strip(),
                     fix="pin a cut that the operator's rule allows: " + _offer(choices, self.mesh),
                 )
@@ -154,7 +154,7 @@ class Interner:
         if not keep.any():
             raise SearchError(
                 f"the pins of {op.primitive} contradict each other: "
-                + " and ".join(f"{side} {i} {_asked(key)}" for side, i, key, _ in pins),
+                + " and ".join(f"{side} {i} {asked(key)}" for side, i, key, _ in pins),
                 where=f"{op.module or op.primitive} {op.source}".strip(),
                 fix="cut a dimension that two operands share equally in both, or leave one of them None",
             )
@@ -173,7 +173,7 @@ class Interner:
         every = exact[:1] or [lay for lay in possible if all(test(lay) for *_, test in pins)]
         if not every:
             raise SearchError(
-                f"no layout of shape {shape} is cut as {_asked(pins[0][2])} asks on the mesh {self.mesh}",
+                f"no layout of shape {shape} is cut as {asked(pins[0][2])} asks on the mesh {self.mesh}",
                 where=op.name,
                 fix="pin a cut that is a product of mesh axes",
             )
@@ -232,7 +232,7 @@ def _offer(choices: Choices, mesh: MeshAxes) -> str:
     return ", ".join(map(str, cuts[:6])) + (" ..." if len(cuts) > 6 else "")
 
 
-def _asked(key: Any) -> str:
+def asked(key: Any) -> str:
     """A pin as the user wrote it: pieces, else axes."""
     if isinstance(key, tuple) and len(key) == 2:
         return str(key[0] if key[1] is None else key[1])
