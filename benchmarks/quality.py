@@ -16,13 +16,16 @@ Contenders:
 
 All get the batch cut over all devices, as the batch strategy says: what a plan wants otherwise it moves itself.
 
-Estimated time of a step, the same for all, without overlap:
+Estimated time of a step, the same for all, without overlap, by two formulas:
 
-    max(FLOPs / peak, cycles / clock) + wire bytes / bandwidth
+    by bytes: max(FLOPs / peak, cycles / clock) + wire bytes / bandwidth
+    by links: max(FLOPs / peak, cycles / clock) + seconds of each collective on the links that it can use
 
 FLOPs, cycles (the TPU compiler's own estimates, collectives left out by it) and wire bytes received per device
-are read from the compiled program; peak and link bandwidth are of the hardware table; bandwidth is that of one
-link for each dimension of the torus, since slices of 2x4 and 4x8 have no wrap links.
+are read from the compiled program; peak and link bandwidth are of the hardware table. By bytes, bandwidth is
+that of one link for each dimension of the torus, since slices of 2x4 and 4x8 have no wrap links: as if every byte
+could use all of them. By links (`benchmarks/wires.py`) a collective uses those of the torus axes that its group
+extends along, as jax-ml/scaling-book `sharding.md` has it, and an all-to-all is bound by the middle of its axis.
 """
 
 from __future__ import annotations
@@ -138,7 +141,7 @@ def run_one(name: str, machine: str, contender: str, budget: str = "") -> dict[s
     import jax
 
     import jshard
-    from benchmarks import workloads
+    from benchmarks import wires, workloads
     from jshard._verify import read
 
     mesh = jshard.topology(machine, fidelity.MACHINES[machine], compiles=True)
@@ -208,6 +211,7 @@ def run_one(name: str, machine: str, contender: str, budget: str = "") -> dict[s
         "cycles": p.estimated_cycles,
         "compute": compute,
         "seconds": compute + p.total / bandwidth,
+        "by_links": compute + wires.of_program(p, mesh.jax_mesh.devices, chip.link_bandwidth),
         "lower_s": lowered_s,
         "compile_s": compile_s,
         "cpu_s": lowered_cpu_s + compile_cpu_s,
@@ -224,82 +228,105 @@ def stored() -> dict[Key, dict[str, Any]]:
     return {(r["machine"], r["workload"], r["contender"]): r for r in map(json.loads, lines)}
 
 
+FORMULAS = {"seconds": "bytes", "by_links": "links"}  # a column of the results, and what the table calls it
+
+
 def write_table(results: dict[Key, dict[str, Any]]) -> str:
     """All contenders in Markdown, workload by workload, best first; and jshard against the best of the others."""
     lines = [
         "# Plans of jshard against hand annotations and XLA's propagation",
         "",
-        "Written by `python benchmarks/quality.py`; what the columns mean and the formula of the estimated time are in its",
-        "docstring. One compiler (libtpu), no device. Bytes are received per device and step; `FLOPs` is over the program's",
-        "FLOPs / devices; `ratio` is the estimated time over jshard's.",
+        "Written by `python benchmarks/quality.py`; what the columns mean and the two formulas of the estimated time are",
+        "in its docstring. One compiler (libtpu), no device. Bytes are received per device and step; `FLOPs` is over the",
+        "program's FLOPs / devices; `ratio` is the estimated time (by bytes) over jshard's.",
     ]
     for machine in sorted({m for m, _, _ in results}):
-        rows, best_hand, batch = [], [], []
+        rows = []
         for name in fidelity.WORKLOADS:
             mine = {c: r for (m, w, c), r in results.items() if (m, w) == (machine, name)}
-            good = {c: r for c, r in mine.items() if "failed" not in r}
-            if "jshard" not in good:
+            if "failed" in mine.get("jshard", {"failed": ""}):
                 continue
-            base = good["jshard"]["seconds"]
-            hand = [r["seconds"] for c, r in good.items() if c in HAND[name]]
-            if len(hand) == len(HAND[name]):
-                best_hand.append(base / min(hand))
-            if "xla-batch" in good:
-                batch.append(base / good["xla-batch"]["seconds"])
+            base = mine["jshard"]["seconds"]
             for c in sorted(mine, key=lambda c: mine[c].get("seconds", math.inf)):
                 r = mine[c]
                 if "failed" in r:
-                    rows.append(f"| {name} | {c} | {r['failed'][:80]} | | | | | | |")
+                    rows.append(f"| {name} | {c} | {r['failed'][:80]} | | | | | | | |")
                     continue
+                links = f"{r['by_links'] * 1e3:.3f}" if "by_links" in r else ""
                 rows.append(
                     f"| {name} | {'**jshard**' if c == 'jshard' else c} | {r['seconds'] * 1e3:.3f} "
-                    f"| {r['seconds'] / base:.2f} | {r['compute'] * 1e3:.3f} | {r['bytes'] / 1e6:,.1f} "
+                    f"| {r['seconds'] / base:.2f} | {links} | {r['compute'] * 1e3:.3f} | {r['bytes'] / 1e6:,.1f} "
                     f"| {r['peak'] / 1e6:,.0f} | {r['flops_ratio']:.3f} | {r['lower_s'] + r['compile_s']:.0f} |"
                 )
         lines += ["", f"## {machine}", ""]
-        for words, values in (("the best hand plan", best_hand), ("XLA's propagation from the batch", batch)):
-            if values:
-                mean = math.exp(sum(map(math.log, values)) / len(values))
-                lines.append(
-                    f"Geometric mean of jshard's time over that of {words}: {mean:.3f} ({len(values)} workloads)."
-                )
-        lines += [*dominance(machine, results), *compile_ratios(machine, results)]
+        for formula, words in FORMULAS.items():
+            known = {k: r for k, r in results.items() if k[0] == machine and formula in r}
+            if known:
+                lines += [
+                    f"Time by {words}:",
+                    "",
+                    *means(known, formula),
+                    *dominance(machine, known, formula),
+                    "",
+                ]
+        lines += compile_ratios(machine, results)
         lines += [
             "",
-            "| workload | contender | ms | ratio | compute ms | MB moved | peak MB | FLOPs | lower + compile s |",
-            "|---|---|---|---|---|---|---|---|---|",
+            "| workload | contender | ms by bytes | ratio | ms by links | compute ms | MB moved | peak MB | FLOPs "
+            "| lower + compile s |",
+            "|---|---|---|---|---|---|---|---|---|---|",
             *rows,
         ]
     return "\n".join(lines) + "\n"
 
 
-def dominance(machine: str, results: dict[Key, dict[str, Any]]) -> list[str]:
+def means(results: dict[Key, dict[str, Any]], formula: str) -> list[str]:
+    """Geometric means of jshard's time over that of the best hand plan and of propagation, for one machine."""
+    hand, batch = {}, {}
+    for (_, name, contender), mine in results.items():
+        if contender != "jshard":
+            continue
+        others = {c: r[formula] for (_, w, c), r in results.items() if w == name}
+        if all(c in others for c in HAND[name]):
+            hand[name] = mine[formula] / min(others[c] for c in HAND[name])
+        if "xla-batch" in others:
+            batch[name] = mine[formula] / others["xla-batch"]
+    out = []
+    for words, values in (("the best hand plan", hand), ("XLA's propagation from the batch", batch)):
+        if values:
+            mean = math.exp(sum(map(math.log, values.values())) / len(values))
+            single = ", ".join(f"{n} {v:.3f}" for n, v in values.items())
+            out.append(f"- Geometric mean of jshard's time over that of {words}: {mean:.3f} ({single}).")
+    return out
+
+
+def dominance(machine: str, results: dict[Key, dict[str, Any]], formula: str) -> list[str]:
     """jshard against every hand plan, within the memory that this hand plan needs.
 
     Where the plan without a budget is predicted to fit, it is the plan of the budget too, and is not compiled again.
     """
     beaten, lost, missing = 0, [], []
-    for (m, name, c), r in results.items():
-        free = results.get((machine, name, "jshard"), {"failed": ""})
-        if m != machine or c not in HAND[name] or "failed" in r or "failed" in free:
+    for (_, name, c), r in results.items():
+        free = results.get((machine, name, "jshard"))
+        if c not in HAND[name] or free is None:
             continue
         mine = results.get((machine, name, f"jshard<={c}"))
         if free["planned_peak"] <= r["peak"]:
             mine = free
-        if mine is None or "failed" in mine:
-            missing.append(f"{name} {c}" + (f" ({mine['failed'][:60]})" if mine else ""))
-        elif mine["seconds"] <= r["seconds"]:
+        if mine is None:
+            missing.append(f"{name} {c}")
+        elif mine[formula] <= r[formula]:
             beaten += 1
         else:
-            lost.append(f"{name} {c} ({mine['seconds'] / r['seconds']:.3f})")
+            lost.append(f"{name} {c} ({mine[formula] / r[formula]:.3f})")
     out = [
-        f"At the memory of each hand plan: {beaten} of {beaten + len(lost) + len(missing)} are not faster than jshard's "
-        "free plan where its predicted peak is below the hand plan's compiled one, than its plan under that budget "
-        "elsewhere."
+        f"- At the memory of each hand plan: {beaten} of {beaten + len(lost) + len(missing)} are not faster than "
+        "jshard's free plan where its predicted peak is below the hand plan's compiled one, than its plan under that "
+        "budget elsewhere."
     ]
     out += [f"Faster than jshard there: {', '.join(lost)}."] if lost else []
     out += [f"Not measured there: {', '.join(missing)}."] if missing else []
-    return ["", " ".join(out)]
+    return [" ".join(out)]
 
 
 def compile_ratios(machine: str, results: dict[Key, dict[str, Any]]) -> list[str]:
@@ -312,7 +339,7 @@ def compile_ratios(machine: str, results: dict[Key, dict[str, Any]]) -> list[str
             best = min(hand, key=lambda r: r["seconds"])
             if "cpu_s" in mine["jshard"] and "cpu_s" in best:
                 said.append(f"{name} {mine['jshard']['cpu_s'] / best['cpu_s']:.2f}")
-    return ["", f"Lowering and compiling over that of the best hand plan: {', '.join(said)}."] if said else []
+    return [f"Lowering and compiling over that of the best hand plan: {', '.join(said)}."] if said else []
 
 
 def main() -> int:
