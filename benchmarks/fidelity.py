@@ -162,10 +162,11 @@ def write_table(results: dict[tuple[str, str], dict[str, Any]]) -> str:
             lines.append(f"| {key[0]} | {key[1]} | | | | {r['failed']} | | | | | |")
             continue
         peak = f"{r['peak'] / 1e6:,.0f} MB ({r['predicted_peak'] / r['peak']:.2f})" if r["peak"] else ""
-        wire, seconds = r["wire"] / max(1.0, r["predicted"]), r["lower_s"] + r["compile_s"]
+        wire = r["wire"] / max(1.0, r["predicted"])
+        seconds = f"{r['lower_s'] + r['compile_s']:.1f}{'*' * r.get('quick', False)}"
         lines.append(
             f"| {key[0]} | {key[1]} | {r['jax']} | {r['predicted']:,.0f} | {r['emitted']:,.0f} | {r['error']:.2%} "
-            f"| {wire:.2f} | {r['flops_ratio']:.3f} | {peak} | {r['plan_s']:.1f} | {seconds:.1f}{'*' * r.get('quick', False)} |"
+            f"| {wire:.2f} | {r['flops_ratio']:.3f} | {peak} | {r['plan_s']:.1f} | {seconds} |"
         )
     notes = [f"- {k[0]} on {k[1]}: {s}" for k, r in results.items() for s in r.get("explained", ())]
     if notes:
