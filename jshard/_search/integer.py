@@ -13,7 +13,7 @@ Worked case.  States (cost 0, 8 bytes), (cost 6, 2 bytes), limit 5: prices prove
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from jshard._search.network import Floats, Ints
 from jshard._search.pack import Packing
 
 
-_INFEASIBLE = 2  # scipy's status
+_SOLVED, _INFEASIBLE = 0, 2  # scipy's status
 _SLACK = 1e-6
 LARGEST = 20_000  # columns; beyond, the relaxation alone takes longer than the moves that it would replace
 
@@ -34,14 +34,22 @@ def columns(pack: Packing) -> int:
     return pairs + sum(len(u) for u in local.unary)
 
 
-def finish(pack: Packing, search: Search) -> tuple[list[int] | None, float] | None:
+class Ended(NamedTuple):
+    """What an integer program ended with: states of the core, a bound, and whether to the end (HiGHS' tolerances)."""
+
+    chosen: list[int] | None
+    bound: float
+    solved: bool
+
+
+def finish(pack: Packing, search: Search) -> Ended | None:
     """`solve_integer` in half the time left; None, and nothing done, without a gap or on a large core."""
     if search.late or search.closed(search.bound) or columns(pack) > LARGEST:
         return None
     return solve_integer(pack, search.gap, 0.5 * (search.deadline - time.monotonic()))
 
 
-def solve_integer(pack: Packing, gap: float, seconds: float) -> tuple[list[int] | None, float]:
+def solve_integer(pack: Packing, gap: float, seconds: float) -> Ended:
     """States of the core's variables, or None, and a bound on their cost, or on their peak when there is no limit.
 
     The bound is inf where no states keep the limit.
@@ -118,9 +126,11 @@ def solve_integer(pack: Packing, gap: float, seconds: float) -> tuple[list[int] 
         options={"time_limit": max(0.1, seconds), "mip_rel_gap": gap},
     )
     if found.x is None:
-        return None, np.inf if found.status == _INFEASIBLE else -np.inf
+        none = found.status == _INFEASIBLE
+        return Ended(None, np.inf if none else -np.inf, none)
     # HiGHS keeps its constraints to 1e-6, so what it proves is that much less.
     bound = float(found.mip_dual_bound)
     bound -= _SLACK * abs(bound)
     chosen = [int(found.x[first[v] : first[v + 1]].argmax()) for v in range(len(sizes))]
-    return chosen, unit * bound if for_peak else local.offset + dearest * bound
+    bound = unit * bound if for_peak else local.offset + dearest * bound
+    return Ended(chosen, bound, found.status == _SOLVED)

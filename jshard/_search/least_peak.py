@@ -132,7 +132,7 @@ def solve_peak(network: CostNetwork, search: Search) -> None:
     floor = spread(clock.start, clock.end, least, len(clock.times))
     play(model, search, int(floor.argmax()))
     if found := finish(packing_of(model.local, model.held, np.inf), search):
-        chosen, bound = found
+        chosen, bound, _ = found
         if chosen is not None and energy(model.local, chosen) < model.local.price:
             search.bound = max(search.bound, bound)
             if float(model.held.profile(chosen).max()) < search.best:

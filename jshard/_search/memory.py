@@ -254,11 +254,11 @@ def solve_limited(
         if ascent.speed < 1e-4:
             break
     search.report(f"prices, round {rounds}")
-    if exact and (found := finish(pack, search)):
-        chosen, bound = found
-        search.bound = min(max(search.bound, bound), search.best)
-        if chosen is not None:
-            keep(chosen, settle_in(pack, chosen, search.deadline))
+    found = finish(pack, search) if exact else None
+    if found:
+        search.bound = min(max(search.bound, found.bound), search.best)
+        if found.chosen is not None:
+            keep(found.chosen, settle_in(pack, found.chosen, search.deadline))
         search.report("integer program")
     if best is None and not search.late:
         raise MemoryBudgetError(
@@ -266,7 +266,9 @@ def solve_limited(
             where=f"{len(clock.times)} key times",
             fix="a larger limit; objective 'peak' tells the least",
         )
-    if best is not None and not search.closed(search.bound):
+    # A program solved to HiGHS' tolerances leaves nothing to move for, though the bound is short by them.
+    solved = found is not None and found.solved
+    if best is not None and not solved and not search.closed(search.bound):
         keep(
             best,
             blocks(
