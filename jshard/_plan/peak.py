@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Collection, Sequence
 
 from jshard._cost.residency import Residency, fuses, is_light, reuses
+from jshard._layout import Layout
 from jshard._plan.schedule import Action, Choice, Move, Nested, Run, Schedule, Value
 from jshard._program.graph import Literal, Program
 
@@ -49,9 +50,15 @@ def _walk(
     returned = {v[0] for v in schedule.outputs if not isinstance(v, Literal)}
     highest, when = -1.0, 0
 
+    tensors, stored, values = program.tensors, life.held, choice.values
+    pieces: dict[Layout, int] = {}
+
     def size(v: Value, moved: bool) -> float:
-        t = program.tensors[v[0]]
-        return t.nbytes / v[1].pieces(mesh) if moved or life.held[v[0]] else 0.0
+        if not moved and not stored[v[0]]:
+            return 0.0
+        if v[1] not in pieces:
+            pieces[v[1]] = v[1].pieces(mesh)
+        return tensors[v[0]].nbytes / pieces[v[1]]
 
     def class_of(v: Value, moved: bool) -> str:
         op = program.operators[choice.producers[v[0]][0]]
@@ -94,9 +101,9 @@ def _walk(
                 made_by_move.update(v for v, _ in made if v not in held)
             elif isinstance(a, Run):
                 op = program.operators[a.op]
-                made = [((t, choice.made(t)), size((t, choice.made(t)), False)) for t in op.results]
+                made = [(values[t], size(values[t], False)) for t in op.results]
             else:
-                made = [((t, choice.made(t)), size((t, choice.made(t)), False)) for t in a.call.results]
+                made = [(values[t], size(values[t], False)) for t in a.call.results]
                 alias = not a.call.boundary
                 whole = sum(b for _, b in made)
                 for body, returns in zip(a.bodies, a.returns, strict=True):
@@ -132,7 +139,7 @@ def _walk(
     kept = set(outputs)
     for k, i in enumerate(program.inputs):
         t = program.operators[i].results[0]
-        v = (t, choice.made(t))
+        v = values[t]
         held[v] = program.tensors[t].nbytes / v[1].pieces(mesh)
         changes.append((v, held[v], False))
         if k not in donated:
@@ -157,6 +164,7 @@ def _last_needs(
 ) -> dict[Value, int]:
     """The last action of a list that needs each value: a fluid reader needs it for as long as its own readers."""
     last: dict[Value, int] = {}
+    values = choice.values
     through: dict[Value, int] = {}  # of values that some readers compute again
     for i in range(len(actions) - 1, -1, -1):
         a = actions[i]
@@ -164,16 +172,17 @@ def _last_needs(
         again = False
         if isinstance(a, Run):
             op = program.operators[a.op]
-            results = [(r, choice.made(r)) for r in op.results]
-            if results and is_light(op) and not any(life.held[r] for r in op.results):
-                until = max(i, *(last.get(v, i) for v in results))
+            results = [values[r] for r in op.results]
+            if results and not any([life.held[r] for r in op.results]) and is_light(op):
+                until = max([i] + [last.get(v, i) for v in results])
             until = max([until] + [through.get(v, i) for v in results if life.copied[v[0]]])
             again = fuses(op)
         elif isinstance(a, Move) and _is_view(a, life):
             until = max(i, last.get((a.tensor, a.target), i))
         for v in _reads(a):
             times = through if again and life.copied[v[0]] else last
-            times[v] = max(times.get(v, i), until)
+            if times.get(v, i) <= until:
+                times[v] = until
     return last
 
 

@@ -11,6 +11,7 @@ of the same layout. Scopes are the bodies of loops, branches and `remat`: what i
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 
 from jshard._cost.redistribute import Step as RedistributionStep, steps as redistribution
@@ -40,14 +41,32 @@ class Choice:
         """The candidate of an operator; None for inputs and outputs."""
         return self.states[op].candidates[self.state[op]]
 
+    @functools.cached_property
+    def layouts(self) -> list[tuple[tuple[Layout, ...], tuple[Layout, ...]]]:
+        """For each operator the layouts of its operands and results; one object for all that are alike."""
+        alike: dict[tuple[int, int], tuple[tuple[Layout, ...], tuple[Layout, ...]]] = {}
+        out = []
+        for s, k in zip(self.states, self.state, strict=True):
+            found = alike.get((id(s), k))
+            if found is None:
+                found = tuple(c.of(k) for c in s.operands), tuple(c.of(k) for c in s.results)
+                alike[id(s), k] = found
+            out.append(found)
+        return out
+
+    @functools.cached_property
+    def values(self) -> list[Value]:
+        """Each tensor as it is made."""
+        layouts = self.layouts
+        return [(t, layouts[op][1][k]) for t, (op, k) in enumerate(self.producers)]
+
     def needed(self, op: int, operand: int) -> Layout:
         """The layout in which an operator reads an operand."""
-        return self.states[op].operands[operand].of(self.state[op])
+        return self.layouts[op][0][operand]
 
     def made(self, tensor: int) -> Layout:
         """The layout in which a tensor is made."""
-        op, k = self.producers[tensor]
-        return self.states[op].results[k].of(self.state[op])
+        return self.values[tensor][1]
 
     def kept(self, tensor: int) -> Layout:
         """The layout in which a tensor is kept for its readers."""
@@ -125,7 +144,7 @@ def schedule(choice: Choice) -> Schedule:
     for t in sorted(captured):
         # Captured arrays are read by inner bodies directly, so they are brought into place first.
         writer.keep(scope, t)
-    writer.constants = {v: None for v in scope.values if v[0] in captured}
+    writer.constants = {v: v for v in scope.values if v[0] in captured}
     writer.block(choice.program.body, scope)
     outputs = tuple(writer.read(scope, i, 0) for i in choice.program.outputs)
     return Schedule(choice, tuple(scope.actions), outputs, tuple(writer.communicating))
@@ -133,7 +152,7 @@ def schedule(choice: Choice) -> Schedule:
 
 @dataclasses.dataclass(eq=False)
 class _Scope:
-    values: dict[Value, None]
+    values: dict[Value, Value]  # to itself, so that a value that is read many times is one object
     repeat: float
     actions: list[Action]
 
@@ -146,13 +165,15 @@ class _Writer:
         self.communicating: list[Move | Run] = []
         self.count = 0
         self.entered: dict[int, dict[int, Layout]] = {}
-        self.constants: dict[Value, None] = {}
+        self.constants: dict[Value, Value] = {}
 
     def have(self, scope: _Scope, tensor: int) -> None:
-        scope.values[tensor, self.choice.made(tensor)] = None
+        value = self.choice.values[tensor]
+        scope.values[value] = value
 
     def move(self, scope: _Scope, tensor: int, source: Layout, target: Layout, reader: int) -> Value:
-        if (tensor, target) not in scope.values:
+        value = (tensor, target)
+        if value not in scope.values:
             shape = self.choice.program.tensors[tensor].shape
             steps = redistribution(source, target, shape, self.choice.topology)
             numbers = tuple(-1 if s.kind == "slice" else self.number() for s in steps)
@@ -160,8 +181,8 @@ class _Writer:
             if any(n >= 0 for n in numbers):
                 self.communicating.append(m)
             scope.actions.append(m)
-            scope.values[tensor, target] = None
-        return tensor, target
+            scope.values[value] = value
+        return scope.values[value]
 
     def number(self) -> int:
         self.count += 1
@@ -172,8 +193,9 @@ class _Writer:
         return self.move(scope, tensor, self.choice.made(tensor), self.choice.kept(tensor), -1)
 
     def value(self, scope: _Scope, tensor: int, target: Layout, reader: int) -> Value:
-        if (tensor, target) in scope.values:
-            return tensor, target
+        there = scope.values.get((tensor, target))
+        if there is not None:
+            return there
         kept = self.choice.kept(tensor)
         if (tensor, kept) not in scope.values and tensor in self.entered.get(id(scope), {}):
             kept = self.entered[id(scope)][tensor]
@@ -199,9 +221,10 @@ class _Writer:
 
     def run(self, scope: _Scope, op: int) -> None:
         operator = self.choice.program.operators[op]
-        reads = tuple(self.read(scope, op, i) for i in range(len(operator.operands)))
-        states, candidate = self.choice.states[op], self.choice.candidate(op)
-        own = candidate is not None and reduced_axes(states.rule, candidate, self.choice.topology.mesh)
+        reads = tuple([self.read(scope, op, i) for i in range(len(operator.operands))])
+        rule, own = self.choice.states[op].rule, ()
+        if rule.reducer != "sum" and (candidate := self.choice.candidate(op)) is not None:
+            own = reduced_axes(rule, candidate, self.choice.topology.mesh)
         action = Run(op, reads, scope.repeat, self.number() if own else -1)
         if own:
             self.communicating.append(action)
@@ -210,7 +233,7 @@ class _Writer:
             self.have(scope, t)
 
     def inner(self, scope: _Scope, values: tuple[Value, ...], times: float = 1.0) -> _Scope:
-        return _Scope({**self.constants, **dict.fromkeys(values)}, scope.repeat * times, [])
+        return _Scope({**self.constants, **dict(zip(values, values, strict=True))}, scope.repeat * times, [])
 
     def operands(self, scope: _Scope, call: Call) -> tuple[Value, ...]:
         """The kept values of a call's operands; a sum is finished before it enters a rule of its own."""
@@ -254,14 +277,14 @@ class _Writer:
         self.finish(scope, call, entry, (entry,), (inner,), (returns,))
         for v in returns:
             if not isinstance(v, Literal):
-                scope.values.pop((v[0], self.choice.made(v[0])), None)
-                scope.values[v] = None
+                scope.values.pop(self.choice.values[v[0]], None)
+                scope.values[v] = v
 
     def returned(self, scope: _Scope, atom: Atom, own_rule: bool) -> Value | Literal:
         """What an aliasing call hands back: the tensor as made; finished first if it is a sum under a rule."""
         if isinstance(atom, Literal):
             return atom
-        made = (atom, self.choice.made(atom))
+        made = self.choice.values[atom]
         if made in scope.values:
             if own_rule and made[1].partial:
                 return self.move(scope, atom, made[1], self.wanted(atom), -1)
@@ -280,7 +303,7 @@ class _Writer:
 
     def results_of(self, ops: tuple[int, ...], k: int = 0) -> tuple[Value, ...]:
         tensors = [self.choice.program.operators[i].results[k] for i in ops]
-        return tuple((t, self.choice.made(t)) for t in tensors)
+        return tuple(self.choice.values[t] for t in tensors)
 
     def scan(self, scope: _Scope, call: Call) -> None:
         b = call.boundary
