@@ -253,26 +253,13 @@ def reduce(graph: Graph, start: Iterable[int] | None = None) -> Graph:
                 graph.drop(v)
                 graph.charge(w, message)
                 touch(w)
+            elif len(near) == 2 and free:
+                now.append(v)  # it goes: which of its states are worth keeping need not be asked
             elif bond(v):
                 pass
             elif not in_wide[v]:
                 in_wide[v] = 1
                 wide.append(v)
-        elif wide:
-            v = wide.popleft()
-            in_wide[v] = 0
-            near = adj[v]
-            if unary[v] == NONE or (len(near) < 2 and not marks[v]):
-                continue
-            keep = tables.dominated(unary[v], tuple(sorted([*near.values(), *marks[v]])))
-            if keep != NONE:
-                around = list(near)
-                graph.shrink(v, keep)
-                for w in around:
-                    touch(w)
-                touch(v)
-            elif len(near) == 2 and not marks[v]:
-                now.append(v)
         elif now:
             v = now.popleft()
             near = adj[v]
@@ -293,6 +280,19 @@ def reduce(graph: Graph, start: Iterable[int] | None = None) -> Graph:
         elif later:
             now, later = later, now
             turn += 1
+        elif wide:
+            v = wide.popleft()
+            in_wide[v] = 0
+            near = adj[v]
+            if unary[v] == NONE or (len(near) < 3 and not marks[v]):
+                continue
+            keep = tables.dominated(unary[v], tuple(sorted([*near.values(), *marks[v]])))
+            if keep != NONE:
+                around = list(near)
+                graph.shrink(v, keep)
+                for w in around:
+                    touch(w)
+                touch(v)
         else:
             return graph
 
