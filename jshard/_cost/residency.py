@@ -124,8 +124,9 @@ def residency(program: Program, donated: Collection[int] = ()) -> Residency:
                 times = through if copied[a] and fusing[op.id] else needed
                 if times[a] < until:
                     times[a] = until
+    given = frozenset(donated)
     for k, i in enumerate(program.inputs):
-        if k not in donated:
+        if k not in given:
             needed[ops[i].results[0]] = last
     return Residency(held, tuple(needed), copied, len(ops))
 

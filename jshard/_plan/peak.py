@@ -136,13 +136,13 @@ def _walk(
 
     held: dict[Value, float] = {}
     outputs = {v for v in schedule.outputs if not isinstance(v, Literal)}
-    kept = set(outputs)
+    kept, given = set(outputs), frozenset(donated)
     for k, i in enumerate(program.inputs):
         t = program.operators[i].results[0]
         v = values[t]
         held[v] = program.tensors[t].nbytes / v[1].pieces(mesh)
         changes.append((v, held[v], False))
-        if k not in donated:
+        if k not in given:
             kept.add(v)
     peak = walk(schedule.actions, held, kept, 0.0)
     there: dict[Value, list[tuple[float, bool]]] = {}

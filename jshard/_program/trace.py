@@ -63,6 +63,7 @@ class _Builder:
         self.operators: list[Operator] = []
         self.constants: list[Any] = []
         self.const_ids: dict[int, int] = {}
+        self.marked = False  # has any operand been pinned yet?
         self.repeats: dict[tuple[float, int], tuple[float, ...]] = {}
         self.input_ops: list[int] = []
         self.pins: list[tuple[int, str, int, Any]] = []
@@ -93,7 +94,7 @@ class _Builder:
         out_ops = [
             self.op("output", "output", (a,), (), 1.0, name=n) for a, n in zip(outputs, outs, strict=False)
         ]
-        others = [i for i in self.input_ops if i not in set(arguments)]
+        others = sorted(set(self.input_ops) - set(arguments))
         made = [self.operators[i].results[0] for i in arguments + others]
         body = Block(tuple(made), tuple(outputs), tuple(steps))
         return Program(
@@ -142,13 +143,11 @@ class _Builder:
 
     def mark(self, op: int, eqn: Any, prefix: str, env: dict[Any, Any]) -> None:
         """Pin the operands that reach this operator marked; the backward pass is not what the user meant."""
-        marked = [
-            (k, env[v].pin)
-            for k, v in enumerate(eqn.invars)
-            if not compat.is_literal(v) and isinstance(env[v], _Marked)
-        ]
-        if marked and not compat.is_backward(prefix, eqn):
-            self.pins += [(op, "operand", k, pin) for k, pin in marked]
+        if compat.is_backward(prefix, eqn):
+            return
+        for k, v in enumerate(eqn.invars):
+            if not compat.is_literal(v) and isinstance(env[v], _Marked):
+                self.pins.append((op, "operand", k, env[v].pin))
 
     def _bind_consts(self, variables: Sequence[Any], consts: Sequence[Any], env: dict[Any, Atom]) -> None:
         # An array captured by several inner programs is one input.
@@ -195,16 +194,16 @@ class _Builder:
                 )
             elif name == marks.PIN_OPERAND:
                 env[eqn.outvars[0]] = _Marked(self.read(eqn.invars[0], env), eqn.params["pin"])
+                self.marked = True
             else:
                 operands = [self.read(v, env) for v in eqn.invars]
                 i = len(self.operators)
-                self.mark(i, eqn, prefix, env)
+                if self.marked:
+                    self.mark(i, eqn, prefix, env)
                 if name in marks.PIN_RESULT:
                     self.pins.append((i, "result", 0, marks.PIN_RESULT[name](eqn)))
-                results = [
-                    self.tensor(v.aval, f"{name}.{i}" + (f"[{k}]" if k else ""))
-                    for k, v in enumerate(eqn.outvars)
-                ]
+                results = [self.tensor(eqn.outvars[0].aval, f"{name}.{i}")] if eqn.outvars else []
+                results += [self.tensor(v.aval, f"{name}.{i}[{k}]") for k, v in enumerate(eqn.outvars[1:], 1)]
                 steps.append(self.op("eqn", name, operands, results, repeat, eqn=eqn, prefix=prefix))
                 env.update(zip(eqn.outvars, results, strict=True))
         return steps

@@ -13,6 +13,7 @@ Worked case.  A chain never leaves the first rung; a cycle of three-state variab
 
 from __future__ import annotations
 
+import functools
 import heapq
 import time
 from collections.abc import Callable
@@ -164,7 +165,9 @@ def tighten(
         chain = chain_of(rest)
         if heard is not None:
             hear(rest, chain, heard)
-        local = local_of(rest, chain.variables)
+        local = functools.cache(
+            functools.partial(local_of, rest, chain.variables)
+        )  # where an answer is sought
         total = len(chain.unary)
 
         def look(
@@ -182,10 +185,11 @@ def tighten(
                 chosen = rounded(chain)
                 target = bound + max(search.gap * abs(bound), TOLERANCE * abs(bound))
                 effort = search.effort if hard else 0
+                near = local()
                 cost = improve(
-                    local, chosen, search.rng, target=target, deadline=search.deadline, rounds=effort
+                    near, chosen, search.rng, target=target, deadline=search.deadline, rounds=effort
                 )
-                if cost < min(search.best, local.offset + local.price):
+                if cost < min(search.best, near.offset + near.price):
                     offer(search, levels, cost, positions(rest, chain, chosen))
             if not search.closed(bound) and passed.passes >= 10 and (hard or passed.passes % 20 == 0):
                 dive(search, levels, rest, passed.slack_of(chain))
