@@ -70,8 +70,8 @@ class Problem:
         """What the edges carry, as far as they carry tensors; only memory asks for it."""
         edges = _edges(self.program, self.states, self.relays, self.relay_variable, self.readers)
         return tuple(
-            Carry(e, tensor, *rest, tensor in self.whole, self.together.get(tensor, 1))
-            for e, (_, _, tensor, *rest) in enumerate(edges)
+            Carry(e, t, made, read, reader, times, t in self.whole, self.together.get(t, 1))
+            for e, (_, _, t, made, read, reader, times) in enumerate(edges)
         )
 
     @functools.cached_property

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jshard._search.bound import (
+    Chain,
     Heard,
     Passed,
     chain_of,
@@ -33,7 +34,7 @@ from jshard._search.bound import (
 )
 from jshard._search.eliminate import Finished, eliminate, read_off
 from jshard._search.fold import fold, lift as spread
-from jshard._search.improve import energy_of, improve, local_of
+from jshard._search.improve import Local, energy_of, improve, local_of
 from jshard._search.network import Floats, Ints
 from jshard._search.reduce import Contradiction, Graph, backtrack, reduce
 from jshard._search.tables import NONE
@@ -174,10 +175,10 @@ def tighten(
             passed: Passed,
             hard: bool,
             rest: Graph = rest,
-            chain=chain,
-            local=local,
-            levels=levels,
-            total=total,
+            chain: Chain = chain,
+            local: Local = local,
+            levels: tuple[Level, ...] = levels,
+            total: int = total,
         ) -> tuple[float, bool]:
             """Answers from the messages; the bound that would close, and whether to drop states now."""
             bound = passed.bound
@@ -198,7 +199,9 @@ def tighten(
             target = search.best - max(search.gap * abs(bound), TOLERANCE * abs(search.best))
             return target, left <= 0.3 * total and not search.patient
 
-        passed = pass_messages(rest, chain, target=np.inf, deadline=search.deadline, most=most, on_round=look)
+        passed: Passed = pass_messages(
+            rest, chain, target=np.inf, deadline=search.deadline, most=most, on_round=look
+        )
         look(passed, True)
         bound = passed.bound
         if search.patient and search.heard is None:
