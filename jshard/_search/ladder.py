@@ -166,9 +166,8 @@ def tighten(
         chain = chain_of(rest)
         if heard is not None:
             hear(rest, chain, heard)
-        local = functools.cache(
-            functools.partial(local_of, rest, chain.variables)
-        )  # where an answer is sought
+        # Where an answer is sought, if one is.
+        local = functools.cache(functools.partial(local_of, rest, chain.variables))
         total = len(chain.unary)
 
         def look(
@@ -176,7 +175,7 @@ def tighten(
             hard: bool,
             rest: Graph = rest,
             chain: Chain = chain,
-            local: Local = local,
+            local: Callable[[], Local] = local,
             levels: tuple[Level, ...] = levels,
             total: int = total,
         ) -> tuple[float, bool]:
