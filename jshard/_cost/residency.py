@@ -6,7 +6,7 @@ is *fluid* and never stored; what it was computed from is held instead, until th
 
 Idea.  Call the rest *anchors*: what matrix products, convolutions, gathers, sorts, reductions and loops make,
 arguments, and values that leave a loop or the program. The bias or residual that is added to a product is
-written by the product itself, so the sum is the anchor and the product is never stored. The exponential of a
+written by the product itself, so the sum is the anchor and the product is never stored, if it comes next. The exponential of a
 softmax (summed, and read twice more) is kept: compilers write it in the pass that sums it, and do not repeat it,
 unless what it is computed from is smaller, such as scores in bfloat16 under an exponential in float32.
 A cast to a wider type is made again by each reader that can; one that cannot, such as the gather of a cross
@@ -21,6 +21,7 @@ Worked case.  ``h = x @ w + b; y = tanh(h) @ v`` and its gradient: h is kept, ``
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Collection, Sequence
 
 from jshard._cost.memory import is_heavy
@@ -174,8 +175,13 @@ def _absorb(
     program: Program, producers: Sequence[Operator], readers: Sequence[Sequence[int]], fluid: list[bool],
     crossing: set[int],
 ) -> list[bool]:  # fmt: skip
-    """Products whose one reader is light and no larger: the reader's result takes their place (and is kept)."""
+    """Products whose one reader is light and no larger: the reader's result takes their place (and is kept).
+
+    Only where nothing that takes time runs between the two: a product that waits for a later reader keeps its
+    operands, one that does not is itself in memory.
+    """
     absorbed = [False] * len(readers)
+    heavy = list(itertools.accumulate((is_heavy(op) for op in program.operators), initial=0))
     taken: set[int] = set()
     ends: set[int] = set()  # results that now stand for a product
     for op in program.operators:
@@ -184,6 +190,8 @@ def _absorb(
                 continue
             u = program.operators[readers[t][0]]
             if not is_light(u) or len(u.results) != 1 or u.id in taken or u.repeat != op.repeat:
+                continue
+            if heavy[u.id] > heavy[op.id + 1]:
                 continue
             r = u.results[0]
             if program.tensors[r].nbytes <= program.tensors[t].nbytes and readers[r]:
