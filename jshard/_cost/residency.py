@@ -6,9 +6,9 @@ is *fluid* and never stored; what it was computed from is held instead, until th
 
 Idea.  Call the rest *anchors*: what matrix products, convolutions, gathers, sorts, reductions and loops make,
 arguments, and values that leave a loop or the program. The bias or residual that is added to a product is
-written by the product itself, so the sum is the anchor and the product is never stored, if it comes next. The exponential of a
-softmax (summed, and read twice more) is kept: compilers write it in the pass that sums it, and do not repeat it,
-unless what it is computed from is smaller, such as scores in bfloat16 under an exponential in float32.
+written by the product itself, so the sum is the anchor and the product is never stored, if it comes next. The
+exponential of a softmax (summed, and read twice more) is kept: compilers write it in the pass that sums it, and do
+not repeat it, unless what it is computed from is smaller, such as scores in bfloat16 under an exponential in float32.
 A cast to a wider type is made again by each reader that can; one that cannot, such as the gather of a cross
 entropy, gets a *copy* of its own for that time.
 
