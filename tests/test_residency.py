@@ -21,7 +21,11 @@ def held(fn) -> dict[str, bool]:
 
 
 def test_a_product_is_written_by_the_light_operator_that_follows():
-    assert held(lambda x, w: (x @ w + w) @ w) == {"dot_general.0": False, "add.1": True, "dot_general.2": True}
+    assert held(lambda x, w: (x @ w + w) @ w) == {
+        "dot_general.0": False,
+        "add.1": True,
+        "dot_general.2": True,
+    }
 
 
 def test_a_product_whose_reader_comes_later_is_itself_in_memory():
