@@ -18,7 +18,7 @@ from jax._src.interpreters import pxla
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 from jax.interpreters import ad, batching, mlir, partial_eval
 
-from jshard._errors import NestedShardError
+from jshard._errors import NestedShardError, ShardError
 
 
 ALL_TO_ALL_MIXES_LAYOUTS = jax.__version_info__ < (0, 11)
@@ -150,6 +150,47 @@ def vma(x: Any) -> frozenset[str]:
     aval = jax.typeof(x)
     kinds = getattr(aval, "mat", None)  # JAX 0.12: one record for varying, unreduced and reduced axes
     return frozenset(kinds.varying if kinds is not None else getattr(aval, "vma", ()) or ())
+
+
+def checks_vma() -> bool:
+    """Whether values of the `shard_map` being traced are typed by the axes they vary over."""
+    return bool(config._check_vma.value)
+
+
+def check_vma(on: bool) -> Any:
+    """A context that types values so, or does not: for a body that was traced that way."""
+    return config._check_vma(on)
+
+
+def run_jaxpr(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
+    """The results of an open jaxpr without constants."""
+    return jex.eval_jaxpr(jaxpr, (), *operands)
+
+
+def _retype(aval: Any, *, axes: frozenset[str], what: str) -> Any:
+    return aval.update(manual_axis_type=jex.ManualAxisType(varying=axes))
+
+
+retype_p = jex.Primitive("jshard_retype")
+retype_p.def_impl(lambda x, **_: x)
+retype_p.def_abstract_eval(_retype)
+mlir.register_lowering(retype_p, lambda ctx, x, **_: [x])
+
+
+def _no_derivative(primals: Any, tangents: Any, *, axes: Any, what: str) -> Any:
+    raise ShardError(
+        "the derivative, taken from outside a sharded function, of a jax.shard_map(..., check_vma=False) inside it",
+        where=what,
+        fix="check_vma=True in that shard_map, or the derivative inside: jshard.shard(jax.grad(f), ...)",
+    )
+
+
+ad.primitive_jvps[retype_p] = _no_derivative
+
+
+def retyped(x: Any, axes: frozenset[str], what: str) -> Any:
+    """A value typed as varying over exactly `axes`, whatever it is typed as, on the caller's word; no derivative."""
+    return retype_p.bind(x, axes=axes, what=what)
 
 
 def threefry_2x32(k0: Any, k1: Any, high: Any, low: Any) -> tuple[Any, Any]:

@@ -42,6 +42,7 @@ NO_EXAMPLE: dict[str, str] = {
     **_because(
         "a pin of the user's: see tests/test_pins_in_code.py", "sharding_constraint reshard layout_constraint"
     ),
+    **_because("written for devices by the user: see tests/test_user_shard_map.py", "shard_map"),
     **_because(
         "equinox's, which the judge does not import: elementwise, or reduced to one scalar",
         "empty2 nonbatchable select_if_vmap unvmap_all unvmap_any unvmap_max",

@@ -36,32 +36,7 @@ def test_unhashable_static_argument():
     np.testing.assert_array_equal(f(jnp.ones(2), (1, 2)), 2 * jnp.ones(2))
 
 
-@pytest.mark.parametrize(
-    "around", [lambda f: f, jax.jit, jax.checkpoint, lambda f: jax.grad(lambda x: f(x).sum())]
-)
-def test_a_shard_map_of_the_user_s_own(around):
-    mesh = jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
-    spec = jax.sharding.PartitionSpec("rows")
-    mapped = jax.shard_map(lambda b: jax.lax.psum(b, "rows"), mesh=mesh, in_specs=spec, out_specs=spec)
-
-    def normed(x, own):
-        return x / (around(mapped)(x) if own else x.sum())
-
-    f = jshard.shard(normed, ((8,),), static_argnums=1)
-    x = jnp.arange(1.0, 9.0)
-    for call in (f, jax.jit(f, static_argnums=1), f.plan):
-        with pytest.raises(ShardError) as caught:
-            call(x, True)
-        assert caught.value.what == "jax.shard_map over rows inside the sharded function normed"
-        assert "test_errors_calls.py:" in caught.value.where
-        assert caught.value.fix == (
-            "the same on whole arrays, for which the collectives are planned; a kernel as "
-            "jshard.op(kernel, rule=...), which runs it on each device's block"
-        )
-        np.testing.assert_allclose(f(x, False), x / 36, rtol=1e-6)
-
-
-def test_what_the_message_about_shard_map_proposes():
+def test_a_kernel_on_each_devices_block():
     def kernel(q, k):
         return jnp.exp(q) @ k
 

@@ -28,6 +28,7 @@ from jshard._lower.custom import rebuild
 from jshard._lower.redistribute import run_steps
 from jshard._plan.schedule import Action, Move, Nested, Run, Schedule, Value
 from jshard._program.graph import Literal
+from jshard._program.mapped import SHARD_MAP
 from jshard._rules.registry import LocalContext, block_index
 
 
@@ -146,7 +147,8 @@ class _Runner:
         if not self.vma or m.reader < 0:
             return ()
         candidate = self.choice.candidate(m.reader)
-        if candidate is None:
+        # The user's own map takes values typed as its specs say.
+        if candidate is None or self.program.operators[m.reader].primitive == SHARD_MAP:
             return ()
         return tuple(n for n, f in zip(self.mesh.names, candidate.axes, strict=True) if f != -1)
 
@@ -166,7 +168,7 @@ class _Runner:
             return list(out) if eqn.primitive.multiple_results else [out]
 
         operands = [self.read(v, env) for v in action.reads]
-        if self.vma:
+        if self.vma and op.primitive != SHARD_MAP:
             operands = _alike(operands)
         context = LocalContext(states.op, states.rule, candidate, self.mesh, bind, self.vma and op.repeat > 1)
         with compat.eqn_context(eqn, op.prefix), _scope(action.number):

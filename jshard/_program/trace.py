@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from jshard import _jaxcompat as compat
-from jshard._errors import NestedShardError, ShardError
+from jshard._errors import NestedShardError
 from jshard._program import marks
 from jshard._program.graph import Atom, Block, Call, Literal, Operator, Program, Tensor
+from jshard._program.mapped import SHARD_MAP, pins_of
 
 
 _INLINE = {"jit", "pjit", "closed_call", "call", "core_call", "eval_jaxpr", "custom_vmap_call"}
@@ -183,15 +184,6 @@ class _Builder:
                     where=f"{compat.module_path(prefix, eqn)} {compat.source_line(eqn)}".strip(),
                     fix=f"shard only {self.name}, and pin what {eqn.params['name']} fixed with jshard.op",
                 )
-            elif name == "shard_map":
-                # A plan runs as one `shard_map`, and an axis cannot be mapped twice.
-                axes = ", ".join(map(str, eqn.params["mesh"].axis_names))
-                raise ShardError(
-                    f"jax.shard_map over {axes} inside the sharded function {self.name}",
-                    where=f"{compat.module_path(prefix, eqn)} {compat.source_line(eqn)}".strip(),
-                    fix="the same on whole arrays, for which the collectives are planned; a kernel as "
-                    "jshard.op(kernel, rule=...), which runs it on each device's block",
-                )
             elif name == marks.PIN_OPERAND:
                 env[eqn.outvars[0]] = _Marked(self.read(eqn.invars[0], env), eqn.params["pin"])
                 self.marked = True
@@ -200,6 +192,9 @@ class _Builder:
                 i = len(self.operators)
                 if self.marked:
                     self.mark(i, eqn, prefix, env)
+                if name == SHARD_MAP:
+                    where = f"{compat.module_path(prefix, eqn)} {compat.source_line(eqn)}".strip()
+                    self.pins += [(i, *pin) for pin in pins_of(eqn, self.name, where)]
                 if name in marks.PIN_RESULT:
                     self.pins.append((i, "result", 0, marks.PIN_RESULT[name](eqn)))
                 results = [self.tensor(eqn.outvars[0].aval, f"{name}.{i}")] if eqn.outvars else []

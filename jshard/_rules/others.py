@@ -110,7 +110,6 @@ OPAQUE: dict[str, str] = {
     "inspect_sharding": "a callback that asks for the compiler's sharding",
     "ffi_call": "foreign code: nothing is known about it; give it a rule by jshard.op(rule=...)",
     "pallas_call": "a kernel: nothing is known about it; give it a rule by jshard.op(rule=...)",
-    "shard_map": "already written for devices by the user",
     "custom_partitioning": "partitioned by a callback of the user's",
     "call_hi_primitive": "JAX hides what is inside",
     "call_exported": "an exported program: its shapes are fixed",

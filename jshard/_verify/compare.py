@@ -38,6 +38,7 @@ from jshard._verify.emitted import KINDS, Emitted, EmittedProgram
 
 
 TOLERANCE = 0.02  # of the bytes of a kind: the issue's own definition of agreement
+OWN_SCOPE = "jshard_own_map"  # the scope of the body of the user's own `jax.shard_map`
 NEGLIGIBLE = 0.005  # of the program's bytes: less cannot spoil the verdict on a kind (the scalar of a loss)
 
 
@@ -89,7 +90,8 @@ class Verification:
 
     `by_kind` has predicted and emitted bytes per device, as the program asked for them: where the compiler
     changed the type of a collective (CPU widens bfloat16) or padded one (TPU), that is a note and not a
-    disagreement; `wire` has the bytes with it.
+    disagreement; `wire` has the bytes with it. `own` are the collectives that the user wrote, in a `jax.shard_map`
+    inside the sharded function: no plan predicts them.
     """
 
     rows: tuple[Row, ...]
@@ -97,6 +99,7 @@ class Verification:
     extra: tuple[Emitted, ...]
     missing: tuple[Predicted, ...]
     program: EmittedProgram
+    own: tuple[Emitted, ...] = ()
 
     @property
     def predicted(self) -> float:
@@ -146,6 +149,7 @@ class Verification:
             lines.append(f"  {'operator':<33}{'kind':<16}{'axes':<9}{'predicted':>13}{'emitted':>14}")
         lines += [_row_text(row) for row in self.rows]
         lines += [f"  not planned: {e}" for e in self.extra]
+        lines += [f"  the user's own: {e}" for e in self.own]
         lines += [f"  not emitted: {p}" for p in self.missing]
         lines += [f"  not read: {u}" for u in self.program.unread]
         lines += [f"  {note}" for note in self._additions()]
@@ -211,19 +215,21 @@ def compare(predicted: Iterable[Predicted], program: EmittedProgram) -> Verifica
     plan = [p if p.id is not None else dataclasses.replace(p, id=i) for i, p in enumerate(predicted)]
     plan = [p for p in plan if p.total]
     known = {p.id for p in plan}
-    tagged = [e for e in program.collectives if known.intersection(e.tags)]
+    own = [e for e in program.collectives if OWN_SCOPE in e.op_name and not known.intersection(e.tags)]
+    rest = [e for e in program.collectives if e not in own] if own else program.collectives
+    tagged = [e for e in rest if known.intersection(e.tags)]
     # What nobody asked for (edges of the compiler's padding) belongs to no row: the notes count it.
-    untagged = [e for e in program.collectives if not known.intersection(e.tags) and e.meant]
+    untagged = [e for e in rest if not known.intersection(e.tags) and e.meant]
     rows = _tagged_rows(plan, tagged)
     rows, extra = _match_untagged(rows, untagged)
     missing = tuple(p for r in rows if not r.emitted for p in r.predicted)
     by_kind = {}
     for kind in KINDS:
         p = sum(x.total for x in plan if x.kind == kind)
-        e = sum(x.meant for x in program.collectives if x.kind == kind)
+        e = sum(x.meant for x in rest if x.kind == kind)
         if p or e:
             by_kind[kind] = (p, e)
-    return Verification(tuple(rows), by_kind, tuple(extra), missing, program)
+    return Verification(tuple(rows), by_kind, tuple(extra), missing, program, tuple(own))
 
 
 def _tagged_rows(plan: Sequence[Predicted], tagged: Sequence[Emitted]) -> list[Row]:

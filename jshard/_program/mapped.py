@@ -1,0 +1,82 @@
+"""A `jax.shard_map` that the user wrote inside a sharded function: one operator whose cuts are written down.
+
+A plan runs as one `jax.shard_map` over all axes of its mesh. So the body of the user's own can run there as it is,
+its collectives included, if it names the same mesh: same axes, same sizes, same order. Its `in_specs` and
+`out_specs` are pins. What cannot be joined with the plan's own map is refused, and the text says what to write.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jshard._errors import ShardError
+from jshard._program.graph import Program
+
+
+SHARD_MAP = "shard_map"
+
+
+def mesh_text(names: Sequence[str], sizes: Sequence[int]) -> str:
+    """A mesh as the messages write it: `d=2 x m=4`."""
+    return " x ".join(f"{n}={s}" for n, s in zip(names, sizes, strict=True)) or "1 device"
+
+
+def pins_of(eqn: Any, function: str, where: str) -> list[tuple[str, int, NamedSharding]]:
+    """(side, index, sharding) of every operand and result of the user's `shard_map`; refused if it maps few axes."""
+    mesh = eqn.params["mesh"]
+    left = [a for a in mesh.axis_names if a not in eqn.params["newly_manual_axes"]]
+    if left:
+        raise ShardError(
+            f"jax.shard_map over {', '.join(sorted(map(str, eqn.params['newly_manual_axes']))) or 'no axis'} of the "
+            f"mesh {mesh_text(mesh.axis_names, mesh.axis_sizes)} inside the sharded function {function}",
+            where=where,
+            fix=f"axis_names of all axes of the mesh: {', '.join(map(str, left))} would be left to the compiler, "
+            "but a plan leaves none",
+        )
+    sides = (
+        ("operand", eqn.invars, eqn.params["in_specs"]),
+        ("result", eqn.outvars, eqn.params["out_specs"]),
+    )
+    return [
+        (side, k, NamedSharding(mesh, PartitionSpec(*spec, *[None] * (len(v.aval.shape) - len(spec)))))
+        for side, variables, specs in sides
+        for k, (v, spec) in enumerate(zip(variables, specs, strict=True))
+        if v.aval.shape
+    ]
+
+
+def check_meshes(program: Program, names: Sequence[str], sizes: Sequence[int]) -> None:
+    """Refuse a `shard_map` of the user's over another mesh than the plan's."""
+    for op in program.operators:
+        if op.kind == "eqn" and op.primitive == SHARD_MAP:
+            mesh = op.eqn.params["mesh"]
+            if (tuple(mesh.axis_names), tuple(mesh.axis_sizes)) != (tuple(names), tuple(sizes)):
+                user = mesh_text(mesh.axis_names, mesh.axis_sizes)
+                raise ShardError(
+                    f"jax.shard_map over the mesh {user} inside the sharded function {program.name}, which is planned "
+                    f"for the mesh {mesh_text(names, sizes)}",
+                    where=f"{op.module} {op.source}".strip(),
+                    fix="one mesh for both: jshard.shard(..., mesh=mesh) with the mesh of the shard_map, and cuts that "
+                    "its axes can express; or the same on whole arrays, for which the collectives are planned",
+                )
+
+
+def body_work(jaxpr: Any) -> float:
+    """Operations of one device in the body: products two a multiply-add, everything else one an element."""
+    total = 0.0
+    for eqn in jaxpr.eqns:
+        inner = [j for p in eqn.params.values() for j in (p if isinstance(p, tuple | list) else (p,))]
+        bodies = [getattr(j, "jaxpr", j) for j in inner if hasattr(getattr(j, "jaxpr", j), "eqns")]
+        out = sum(math.prod(v.aval.shape) for v in eqn.outvars if hasattr(v.aval, "shape"))
+        if bodies:
+            total += max(1, int(eqn.params.get("length") or 1)) * sum(map(body_work, bodies))
+        elif eqn.primitive.name == "dot_general":
+            shape, (contracted, _) = eqn.invars[0].aval.shape, eqn.params["dimension_numbers"][0]
+            total += 2.0 * out * math.prod(shape[d] for d in contracted)
+        else:
+            total += out
+    return total
