@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,6 @@ from jshard._cost import collectives
 from jshard._cost.memory import traffic
 from jshard._cost.steps import apply
 from jshard._layout import Layout
-from jshard._plan.combined import combined
 from jshard._plan.later import Later
 from jshard._plan.network import Problem
 from jshard._plan.peak import Profile
@@ -42,7 +41,7 @@ def describe(
     """The plan of a schedule that answers a problem under a wish."""
     choice = made.choice
     program, topology = choice.program, choice.topology
-    moved = collective_rows(made)
+    moved = collective_rows(made, built.together)
     seconds, redundant, unknown = _compute(choice, built)
     equations = [op.id for op in program.operators if op.kind == "eqn"]
     joints = [op.id for op in program.operators if op.kind not in ("eqn", "input", "const", "output")]
@@ -120,11 +119,10 @@ def operator_rows(
     )
 
 
-def collective_rows(made: Schedule) -> list[tuple[CollectiveRow, int]]:
+def collective_rows(made: Schedule, together: Mapping[int, int]) -> list[tuple[CollectiveRow, int]]:
     """Every collective of a schedule with the operator it is for (-1 for several)."""
     choice = made.choice
     program, topology = choice.program, choice.topology
-    together = combined(program, topology)
     out = []
     for action in made.communicating:
         if isinstance(action, Run):
@@ -223,10 +221,14 @@ def _decision(choice: Choice) -> Decision:
 
 def fingerprint(program: Program) -> str:
     """A short hash of the program: operators, how they are joined, shapes and dtypes; not of names or sources."""
-    h = hashlib.sha256()
+    parts: list[str] = []
     for op in program.operators:
         operands = [("literal", str(a.value)) if isinstance(a, Literal) else a for a in op.operands]
-        h.update(repr((op.kind, op.primitive, operands, op.results, op.repeat)).encode())
+        parts.append(f"({op.kind!r}, {op.primitive!r}, {operands}, {op.results}, {op.repeat})")
+    said: dict[Any, str] = {}
     for t in program.tensors:
-        h.update(repr((t.shape, dtype_name(t.dtype))).encode())
-    return h.hexdigest()[:16]
+        key = (t.shape, t.dtype)
+        if key not in said:
+            said[key] = repr((t.shape, dtype_name(t.dtype)))
+        parts.append(said[key])
+    return hashlib.sha256("".join(parts).encode()).hexdigest()[:16]

@@ -122,25 +122,22 @@ def problem(
             relay = build.relay(states[maker].results[k], [states[u].operands[i] for u, i in users])
             relays[t], variable[t] = relay, len(nodes)
             nodes.append(build.free(len(relay.index)))
-    starts, ends, tables = (
-        [],
-        [],
-        [],
-    )  # three lists of numbers: tens of thousands of tuples would burden Python
+    # Three lists of numbers: tens of thousands of tuples would be a burden to Python.
+    heads, tails, tables = [], [], []
     for i, j, tensor, source, target, _, times in _edges(program, states, relays, variable, readers):
-        starts.append(i)
-        ends.append(j)
+        heads.append(i)
+        tails.append(j)
         n = together.get(tensor, 1)
         tables.append(build.move(source, target, program.tensors[tensor], times, tensor in handed, n))
     for out, inp in ties:
-        starts.append(out)
-        ends.append(inp)
+        heads.append(out)
+        tails.append(inp)
         tables.append(build.equal(states[out].operands[0], states[inp].results[0]))
     network = CostNetwork(
         unary=tuple(build.unary),
         pairwise=tuple(build.pairwise),
         node_table=np.array(nodes, dtype=np.int64),
-        edges=np.array([starts, ends], dtype=np.int64).T.copy(),
+        edges=np.array([heads, tails], dtype=np.int64).T.copy(),
         edge_table=np.array(tables, dtype=np.int64),
     )
     return Problem(

@@ -65,6 +65,12 @@ class Interner:
         self._forms: dict[Any, States] = {}
         self._rules: dict[Any, tuple[Op, Rule, Entry | None]] = {}
         self._meant: dict[Rule, tuple] = {}  # candidates, their axes, operands and results by rule
+        # Shapes with dtypes by number: forms are compared for every operator.
+        self._kinds: dict[Any, int] = {}
+        self._kind = [self._number((t.shape, t.dtype)) for t in program.tensors]
+
+    def _number(self, kind: Any) -> int:
+        return self._kinds.setdefault(kind, len(self._kinds))
 
     def states(
         self,
@@ -89,12 +95,12 @@ class Interner:
         return found
 
     def _form(self, op: Operator) -> Any:
-        t = self.program.tensors
-        operands = tuple(
-            ("literal", a.aval.shape, a.aval.dtype) if isinstance(a, Literal) else (t[a].shape, t[a].dtype)
+        kind = self._kind
+        operands = tuple([
+            self._number(("literal", a.aval.shape, a.aval.dtype)) if isinstance(a, Literal) else kind[a]
             for a in op.operands
-        )
-        results = tuple((t[r].shape, t[r].dtype) for r in op.results)
+        ])  # fmt: skip
+        results = tuple([kind[r] for r in op.results])
         if op.kind != "eqn":
             return (op.kind, operands, results)
         params: Any = tuple(op.eqn.params.items())
@@ -132,9 +138,8 @@ class Interner:
             axes = candidate_axes(rule, self.mesh)
             cands = tuple(map(Candidate, map(tuple, axes.tolist())))
             ins, outs = layout_lists(rule, axes, self.mesh)
-            self._meant[rule] = (
-                cands, axes, tuple(Choices(*c) for c in ins), tuple(Choices(*c) for c in outs)
-            )  # fmt: skip
+            one = {id(c): Choices(*c) for c in (*ins, *outs)}  # what is cut alike shares its tables
+            self._meant[rule] = cands, axes, tuple(one[id(c)] for c in ins), tuple(one[id(c)] for c in outs)
         made = States(view, rule, entry, *self._meant[rule])
         self._forms[key] = made
         return made

@@ -154,7 +154,14 @@ def layout_lists(
     low = _PARTIAL - max(0, len(rule.linear) - 1)
     sums = rule.reduction if rule.reducer == "sum" else ()
 
+    known: dict[tuple, Listed] = {}  # operands and results of an elementwise operator are cut alike
+
     def listed(dims: Dims, partial: Sequence[int]) -> Listed:
+        if (dims, *partial) not in known:
+            known[dims, *partial] = made(dims, partial)
+        return known[dims, *partial]
+
+    def made(dims: Dims, partial: Sequence[int]) -> Listed:
         means = np.full(len(rule.sizes) - low, NONE, dtype=np.int64)  # by value - low
         for f in {f for d in dims for f in d}:
             means[f - low] = f
@@ -164,13 +171,16 @@ def layout_lists(
         key = np.zeros(len(axes), dtype=np.int64)
         for k in range(axes.shape[1]):
             key = key * (len(rule.sizes) - _PARTIAL) + codes[:, k] - _PARTIAL
-        _, first, index = np.unique(key, return_index=True, return_inverse=True)
         seen: dict[Layout, int] = {}
-        number = np.zeros(len(first), dtype=np.int64)
-        for u in np.argsort(first).tolist():
-            lay = _layout(dims, tuple(codes[first[u]].tolist()), mesh.names)
-            number[u] = seen.setdefault(lay, len(seen))
-        return tuple(seen), number[index.reshape(-1)]
+        number: dict[int, int] = {}
+        index = []
+        for at, k in enumerate(key.tolist()):
+            found = number.get(k)
+            if found is None:
+                lay = _layout(dims, tuple(codes[at].tolist()), mesh.names)
+                found = number[k] = seen.setdefault(lay, len(seen))
+            index.append(found)
+        return tuple(seen), np.array(index, dtype=np.int64)
 
     through = [_PARTIAL - k for k in range(len(rule.linear))]
     operands = tuple(
