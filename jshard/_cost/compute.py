@@ -16,6 +16,7 @@ Source: S. Williams, A. Waterman, D. Patterson, "Roofline", CACM 52(4), 2009.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import ml_dtypes  # noqa: F401  gives numpy the names bfloat16, float8_e4m3fn, ...
@@ -48,7 +49,7 @@ def peak(dtype: Any, chip: Chip) -> float:
     half of the float32 rate for float64 (two words an operand), a quarter for complex64 (four products); both
     are stand-ins.
     """
-    name = np.dtype(dtype).name if not str(dtype).startswith("key<") else "uint32"
+    name = _name(dtype)
     if name.startswith(("float8", "float4")):
         return chip.fp8_flops or chip.bf16_flops
     if name in ("int8", "uint8", "int4", "uint4", "int2", "uint2"):
@@ -57,3 +58,8 @@ def peak(dtype: Any, chip: Chip) -> float:
         return chip.bf16_flops
     slower = {"float64": 2, "int64": 2, "uint64": 2, "complex64": 4, "complex128": 8}
     return chip.f32_flops / slower.get(name, 1)
+
+
+@functools.lru_cache(maxsize=256)
+def _name(dtype: Any) -> str:
+    return np.dtype(dtype).name if not str(dtype).startswith("key<") else "uint32"

@@ -213,6 +213,8 @@ class _Tables:
         self.pairwise: list[np.ndarray] = []
         self._ids: dict[Any, int] = {}
         self._moves: dict[Any, np.ndarray] = {}
+        self._numbers: dict[int, int] = {}
+        self._lists: dict[tuple[Layout, ...], int] = {}
         self._relays: dict[Any, Choices] = {}
         self._like: dict[tuple[Layout, ...], Choices] = {}
 
@@ -261,7 +263,8 @@ class _Tables:
         """
         key = ("move", id(source), id(target), tensor.shape, tensor.dtype, times, whole, together)
         if key not in self._ids:
-            small_key = (source.layouts, target.layouts, tensor.shape, tensor.itemsize, together)
+            ends = self._listed(source), self._listed(target)
+            small_key = (*ends, tensor.shape, tensor.itemsize, together)
             if small_key not in self._moves:
                 self._moves[small_key] = redistribute.table(
                     source.layouts, target.layouts, tensor.shape, tensor.itemsize, self.topology, together
@@ -275,6 +278,12 @@ class _Tables:
             self._ids[key] = len(self.pairwise)
             self.pairwise.append(table)
         return self._ids[key]
+
+    def _listed(self, choices: Choices) -> int:
+        """A number for the layouts of some choices: comparing them takes as long as making a table."""
+        if id(choices) not in self._numbers:
+            self._numbers[id(choices)] = self._lists.setdefault(choices.layouts, len(self._lists))
+        return self._numbers[id(choices)]
 
     def equal(self, a: Choices, b: Choices) -> int:
         """Zero where two layouts are the same, forbidden elsewhere."""

@@ -65,9 +65,14 @@ class Interner:
         self._forms: dict[Any, States] = {}
         self._rules: dict[Any, tuple[Op, Rule, Entry | None]] = {}
         self._meant: dict[Rule, tuple] = {}  # candidates, their axes, operands and results by rule
+        self._alike: dict[Any, Choices] = {}
         # Shapes with dtypes by number: forms are compared for every operator.
         self._kinds: dict[Any, int] = {}
         self._kind = [self._number((t.shape, t.dtype)) for t in program.tensors]
+
+    def _shared(self, layouts: tuple[Layout, ...], index: np.ndarray) -> Choices:
+        """One object for all tensors that are cut alike: tables of the network are found by it."""
+        return self._alike.setdefault((layouts, index.tobytes()), Choices(layouts, index))
 
     def _number(self, kind: Any) -> int:
         return self._kinds.setdefault(kind, len(self._kinds))
@@ -138,7 +143,7 @@ class Interner:
             axes = candidate_axes(rule, self.mesh)
             cands = tuple(map(Candidate, map(tuple, axes.tolist())))
             ins, outs = layout_lists(rule, axes, self.mesh)
-            one = {id(c): Choices(*c) for c in (*ins, *outs)}  # what is cut alike shares its tables
+            one = {id(c): self._shared(*c) for c in (*ins, *outs)}
             self._meant[rule] = cands, axes, tuple(one[id(c)] for c in ins), tuple(one[id(c)] for c in outs)
         made = States(view, rule, entry, *self._meant[rule])
         self._forms[key] = made
