@@ -197,7 +197,7 @@ def row(model: str, layers: str, grid: str, profile: bool, level: int, budget: s
         begun = time.process_time()
         kept = jax.jit(fresh, **donate).trace(*args)
         traces.append(time.process_time() - begun)
-    del kept
+    del kept, fresh  # a user has one trace in memory, and the garbage collector walks over all there are
     chip: Any = {} if ":" in grid else dict(hardware="tpu-v5p")
     phases = Phases()
     parts = ((_prepare, "_trace", "trace"), (_prepare, "build", "program"), (make, "problem", "network"),
