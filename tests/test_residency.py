@@ -37,3 +37,22 @@ def test_a_product_whose_reader_comes_later_is_itself_in_memory():
     assert held(sum_of_two) == {
         "dot_general.0": True, "dot_general.1": False, "add.2": False, "sin.3": True
     }  # fmt: skip
+
+
+def test_what_a_product_writes_for_its_reader_is_there_beside_its_operands():
+    """The sum of a product and a bias takes room while the product reads; over a residual that ends it takes none."""
+
+    def two(x, w):
+        h = jnp.sin(x) @ w  # held: what comes next is no light operator
+        return (h @ w + 1.0) @ w
+
+    def residual(x, w):
+        h = jnp.sin(x) @ w
+        return (h @ w + h) @ w
+
+    def written(fn) -> list[float]:
+        program = build(jax.jit(fn).trace(SQUARE, SQUARE).jaxpr, name="fn", input_names=["x", "w"])
+        life = residency(program)
+        return [life.written[op.results[0]] for op in program.operators if op.primitive == "dot_general"]
+
+    assert written(two) == [0, 256, 0] and written(residual) == [0, 0, 0]

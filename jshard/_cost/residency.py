@@ -54,6 +54,9 @@ class Residency:
     needed: tuple[int, ...]
     copied: tuple[bool, ...]
     length: int
+    written: tuple[
+        float, ...
+    ]  # of a product that its reader's result stands for: bytes written while it runs
 
 
 def is_light(op: Operator) -> bool:
@@ -129,7 +132,28 @@ def residency(program: Program, donated: Collection[int] = ()) -> Residency:
     for k, i in enumerate(program.inputs):
         if k not in given:
             needed[ops[i].results[0]] = last
-    return Residency(held, tuple(needed), copied, len(ops))
+    written = [0.0] * len(readers)
+    for op in ops:
+        for t in op.results:
+            if absorbed[t] and op.primitive in _FUSES_RESULT:
+                written[t] = _written(program, t, readers, absorbed, held, needed)
+    return Residency(held, tuple(needed), copied, len(ops), tuple(written))
+
+
+def _written(
+    program: Program, product: int, readers: Sequence[Sequence[int]], absorbed: Sequence[bool],
+    held: Sequence[bool], needed: Sequence[int],
+) -> float:  # fmt: skip
+    """Bytes that a product writes in its readers' place; none where they go over an operand that ends there."""
+    tensors, at = program.tensors, product
+    while absorbed[at]:
+        reader = program.operators[readers[at][0]]
+        before, at = at, reader.results[0]
+        for a in reader.operands:
+            if not isinstance(a, Literal) and a != before and held[a] and needed[a] == reader.id:
+                if tensors[a].nbytes >= tensors[at].nbytes:
+                    return 0.0
+    return tensors[at].nbytes
 
 
 def _widens(program: Program, maker: Operator, tensor: int) -> bool:

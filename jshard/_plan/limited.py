@@ -122,6 +122,11 @@ class _Writer:
                     end = max(end, min(u for u, _ in consumers[r]))
                 else:
                     end = max(end, life.needed[r] + 1)
+            written = [(s.results[k], life.written[r]) for k, r in enumerate(op.results) if life.written[r]]
+            if not parts and written:
+                key = (tuple((id(c), b) for c, b in written), len(s))
+                self.hold(2 * op.id + 1, 2 * op.id + 2, key, lambda parts=written: self.sum(parts))
+                continue
             if not parts:
                 self.nothing(len(s))
                 continue

@@ -110,6 +110,11 @@ def _walk(
                     ends = [v for v in returns if not isinstance(v, Literal)]
                     inner = walk(body, {}, ends, base + live + (0.0 if alias else whole))
                     extra = max(extra, inner - (whole if alias else 0.0))
+            if isinstance(a, Run):
+                # What a product writes in its reader's place is there beside its operands.
+                extra = sum(
+                    life.written[t] / choice.made(t).pieces(mesh) for t in program.operators[a.op].results
+                )
             if isinstance(a, Run) and reuses(program.operators[a.op]):
                 # An elementwise result is written over an operand that nobody needs any more.
                 dying = sum(held[v] for v in released.get(i, ()) if v in held and v not in kept)
