@@ -455,12 +455,16 @@ def hear(graph: Graph, chain: Chain, heard: Heard) -> None:
             found = heard.get((names[here], names[there]))
             if found is None:
                 continue
-            states, message = found
-            mine = subsets[graph.states[names[here]]]
-            if mine is not states:
-                at = np.minimum(np.searchsorted(states, mine), len(states) - 1)
-                message = np.where(states[at] == mine, message[at], 0.0)
+            message = for_states(*found, subsets[graph.states[names[here]]])
             chain.messages[place : place + size[here]] = message
+
+
+def for_states(states: Ints, message: Floats, mine: Ints) -> Floats:
+    """A message about some states as one about others; what it does not know is zero."""
+    if mine is states:
+        return message
+    at = np.minimum(np.searchsorted(states, mine), len(states) - 1)
+    return np.where(states[at] == mine, message[at], 0.0)
 
 
 def positions(graph: Graph, chain: Chain, chosen: list[int]) -> Ints:

@@ -17,7 +17,7 @@ apart, the 34 others are one colour.  One of them is kept on each side, 32 cut o
 >>> step = np.array([[0.0, 3.0], [2.0, 0.0]])
 >>> net = build([[0.0, 1.0]] * 40, [(i, i + 1, step) for i in range(39)])
 >>> folded = fold(graph_of(net))
->>> len(folded.short.core), folded.image[20]
+>>> len(folded.short.core), dict(folded.image.tolist())[20]
 (8, 3)
 """
 
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jshard._search.bound import Heard
+from jshard._search.bound import Chain, Heard, for_states
 from jshard._search.network import Ints
 from jshard._search.reduce import Graph
 from jshard._search.tables import NONE
@@ -42,8 +42,8 @@ class Folded:
     """A short core, and for each variable cut out the one that stands for it there."""
 
     short: Graph
-    image: dict[int, int]
-    seam: dict[tuple[int, int], tuple[int, int]]  # an edge of the whole core that is cut -> the like one kept
+    image: Ints  # (n, 2): a variable that is cut out, the one like it
+    seam: Ints  # (n, 4): both ends of an edge of the whole core that is cut, both of the like one kept
 
 
 def fold(graph: Graph) -> Folded | None:
@@ -56,16 +56,32 @@ def fold(graph: Graph) -> Folded | None:
     return None
 
 
-def lift(folded: Folded, graph: Graph, heard: Heard) -> Heard:
-    """Messages for the whole core from those of the short one."""
-    out = dict(heard)
-    for v in graph.core:
-        for w in graph.adj[v]:
-            if (v, w) not in out:
-                like = folded.seam.get((v, w)) or (folded.image.get(v, v), folded.image.get(w, w))
-                if like in heard:
-                    out[v, w] = heard[like]
-    return out
+def retell(graph: Graph, chain: Chain, folded: Folded, heard: Heard) -> None:
+    """Start a chain of the whole core from the messages of the short one (in place)."""
+    n = len(graph.unary)
+    image = np.arange(n)
+    image[folded.image[:, 0]] = folded.image[:, 1]
+    ends = np.array(chain.variables, dtype=np.int64)[chain.ends]
+    hearer, teller = ends.T.ravel(), ends[:, ::-1].T.ravel()
+    place = chain.places.T.ravel()
+    # An edge by one number. What is in both cores is its own like.
+    own, like = hearer * n + teller, image[hearer] * n + image[teller]
+    seam = folded.seam[np.argsort(folded.seam[:, 0] * n + folded.seam[:, 1])]
+    if len(seam):
+        cut = seam[:, 0] * n + seam[:, 1]
+        at = np.minimum(np.searchsorted(cut, own), len(cut) - 1)
+        like = np.where(cut[at] == own, seam[at, 2] * n + seam[at, 3], like)
+    known = np.array([v * n + w for v, w in heard], dtype=np.int64)
+    like = np.where(np.isin(own, known), own, like)
+    states = np.array(graph.states, dtype=np.int64)[hearer]
+    order = np.lexsort((states, like))
+    like, states, place = like[order], states[order], place[order]
+    first = np.flatnonzero(np.diff(like, prepend=-1) | np.diff(states, prepend=-1))
+    for a, b in zip(first.tolist(), [*first[1:].tolist(), len(like)], strict=True):
+        told = heard.get(divmod(int(like[a]), n))
+        if told is not None:
+            message = for_states(*told, graph.tables.subsets.arrays[states[a]])
+            chain.messages[place[a:b, None] + np.arange(len(message))] = message
 
 
 def _edges(graph: Graph) -> tuple[Ints, Ints]:
@@ -119,28 +135,32 @@ def _layers(graph: Graph, edges: Ints, colour: Ints) -> tuple[Ints, Ints, int, i
     rank = np.zeros(len(colour), dtype=np.int64)
     for places in members.values():
         rank[places] = np.arange(len(places))
-    inner = edges[(colour[edges[:, 0]] >= 0) & (colour[edges[:, 1]] >= 0)]
-    pairs: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for v, w, _ in inner.tolist():
-        if colour[v] != colour[w]:
-            pairs.setdefault((int(colour[v]), int(colour[w])), []).append((int(rank[v]), int(rank[w])))
+    # Of the edges between two colours the ranks that the first and the last one join.
+    here, there = colour[edges[:, 0]], colour[edges[:, 1]]
+    inner = edges[(here >= 0) & (there >= 0) & (here != there)]
+    both = colour[inner[:, 0]] * (int(colour.max()) + 1) + colour[inner[:, 1]]
+    first = np.unique(both, return_index=True)[1]
+    last = len(both) - 1 - np.unique(both[::-1], return_index=True)[1]
+    pairs: dict[tuple[int, int], Ints] = {}
     near: dict[int, list[int]] = {}
-    for a, b in pairs:
+    for k in np.argsort(first).tolist():
+        ends = inner[[first[k], last[k]], :2]
+        a, b = colour[ends[0]].tolist()
+        pairs[a, b] = rank[ends]
         near.setdefault(a, []).append(b)
     layer = np.zeros(len(colour), dtype=np.int64)
-    first = max(members, key=lambda c: (len(members[c]), -c))
-    direction = {first: 1}
-    layer[members[first]] = np.arange(len(members[first]))
-    todo = [first]
+    begin = max(members, key=lambda c: (len(members[c]), -c))
+    direction = {begin: 1}
+    layer[members[begin]] = np.arange(len(members[begin]))
+    todo = [begin]
     while todo:
         a = todo.pop()
         for b in near.get(a, ()):
             if b in direction:
                 continue
-            met = pairs[a, b]
-            if len(met) < 2:
+            (i, j), (k, m) = pairs[a, b].tolist()
+            if (i, j) == (k, m):
                 continue
-            (i, j), (k, m) = met[0], met[-1]
             s = direction[a] * (1 if (k - i) * (m - j) >= 0 else -1)
             at = int(layer[members[a][i]])
             layer[members[b]] = at + s * (np.arange(len(members[b])) - j)
@@ -165,35 +185,41 @@ def _cut(graph: Graph, edges: Ints, colour: Ints, layer: Ints, low: int, high: i
         return None
     a, b = low + reach, high - reach  # every edge over the seam then has both its ends
     gone = (colour >= 0) & (layer >= a) & (layer < b)
-    at = {(int(c), int(x)): i for i, (c, x) in enumerate(zip(colour, layer, strict=True)) if c >= 0}
+    name = np.array(core, dtype=np.int64)
+    where = np.flatnonzero(colour >= 0)
+    bottom, height = int(layer[where].min()), int(layer[where].max() - layer[where].min()) + 1
+    at = np.full((int(colour.max()) + 1, height), -1)  # the place of each colour's variable in each layer
+    at[colour[where], layer[where] - bottom] = where
     short = graph.fork()
     for i in np.flatnonzero(gone).tolist():
         v = core[i]
         for w in short.adj[v]:
             del short.adj[w][v]
         short.adj[v], short.unary[v] = {}, NONE
-    image = {core[i]: core[at[int(colour[i]), a - 1]] for i in np.flatnonzero(gone).tolist()}
-    seam: dict[tuple[int, int], tuple[int, int]] = {}
 
-    def moved(i: int, shift: int) -> int | None:
-        """The like of a place some layers further in the short core's count."""
-        if colour[i] < 0:
-            return i
-        x = int(layer[i]) + shift
-        return at.get((int(colour[i]), x if x < a else x + b - a))
+    def moved(places: Ints, shift: Ints) -> Ints:
+        """The likes of places some layers further in the short core's count; -1 where there is none."""
+        x = layer[places] + shift
+        x = np.where(x < a, x, x + b - a) - bottom
+        there = np.where((x >= 0) & (x < height), at[colour[places], np.clip(x, 0, height - 1)], -1)
+        return np.where(colour[places] < 0, places, there)
 
-    for i, j, table in edges.tolist():
-        if gone[i] or gone[j]:
-            if not gone[i] and colour[i] >= 0 and layer[i] < a:
-                other = moved(j, 0)
-                if other is None or core[other] in short.adj[core[i]]:
-                    return None
-                short.adj[core[i]][core[other]] = table
-                short.adj[core[other]][core[i]] = graph.tables.transpose(table)
-            # An edge seen from layer a - 1 is the like of the one seen from any layer cut out.
-            which = i if gone[i] else j
-            shift = a - 1 - int(layer[which])
-            like = moved(i, shift), moved(j, shift)
-            if like[0] is not None and like[1] is not None:
-                seam[core[i], core[j]] = core[like[0]], core[like[1]]
-    return Folded(short, image, seam)
+    cut = edges[gone[edges[:, 0]] | gone[edges[:, 1]]]
+    left, right = cut[:, 0], cut[:, 1]
+    joined = cut[~gone[left] & (colour[left] >= 0) & (layer[left] < a)]
+    others = moved(joined[:, 1], np.zeros(len(joined), dtype=np.int64)).tolist()
+    for (i, _, table), other in zip(joined.tolist(), others, strict=True):
+        if other < 0 or core[other] in short.adj[core[i]]:
+            return None
+        short.adj[core[i]][core[other]] = table
+        short.adj[core[other]][core[i]] = graph.tables.transpose(table)
+    # An edge seen from layer a - 1 is the like of the one seen from any layer cut out.
+    shift = a - 1 - layer[np.where(gone[left], left, right)]
+    like = moved(left, shift), moved(right, shift)
+    found = (like[0] >= 0) & (like[1] >= 0)
+    lost = np.flatnonzero(gone)
+    return Folded(
+        short,
+        np.stack([name[lost], name[at[colour[lost], a - 1 - bottom]]], axis=1),
+        name[np.stack([left, right, *like], axis=1)[found]],
+    )

@@ -33,7 +33,7 @@ from jshard._search.bound import (
     rounded,
 )
 from jshard._search.eliminate import Finished, eliminate, read_off
-from jshard._search.fold import fold, lift as spread
+from jshard._search.fold import fold, retell
 from jshard._search.improve import Local, energy_of, improve, local_of
 from jshard._search.network import Floats, Ints
 from jshard._search.reduce import Contradiction, Graph, backtrack, reduce
@@ -41,6 +41,7 @@ from jshard._search.tables import NONE
 
 
 TOLERANCE = 1e-9
+Start = Callable[[Graph, Chain], None]  # gives a chain its first messages
 
 
 @dataclass(frozen=True)
@@ -151,11 +152,11 @@ def dive(search: Search, levels: tuple[Level, ...], rest: Graph, slacks: dict[in
 
 
 def tighten(
-    search: Search, levels: tuple[Level, ...], rest: Graph, most: int, heard: Heard | None = None
+    search: Search, levels: tuple[Level, ...], rest: Graph, most: int, start: Start | None = None
 ) -> tuple[tuple[Level, ...], Graph | None, float, dict[int, Floats]]:
     """Bound a core and drop what the bound excludes, again and again until that stalls.
 
-    Messages survive the dropping, and may come from a similar core (`heard`).
+    Messages survive the dropping, and may come from a similar core (`start`).
     Returns (levels, core or None when closed, bound, slack of the core's variables).
     """
     while True:
@@ -164,8 +165,8 @@ def tighten(
             offer(search, levels, rest.offset, np.zeros(search.variables, dtype=np.int64))
             return levels, None, rest.offset, {}
         chain = chain_of(rest)
-        if heard is not None:
-            hear(rest, chain, heard)
+        if start is not None:
+            start(rest, chain)
         # Where an answer is sought, if one is.
         local = functools.cache(functools.partial(local_of, rest, chain.variables))
         total = len(chain.unary)
@@ -216,7 +217,7 @@ def tighten(
             level, after = descend(trimmed, touched)
         except Contradiction:
             return levels, None, search.best, {}  # nothing cheaper than the best is left
-        heard = heard_in(rest, chain)
+        start = functools.partial(hear, heard=heard_in(rest, chain))
         levels, rest = (*levels, level), after
         search.report(f"fixing: {dropped} of {total} states excluded, core {len(rest.core)} variables")
 
@@ -257,8 +258,8 @@ def branch(
     return min((h[0] for h in heap), default=search.best)
 
 
-def rehearse(search: Search, levels: tuple[Level, ...], rest: Graph, most: int) -> Heard | None:
-    """Solve a short core of the layers that repeat; its answer is offered, its messages returned."""
+def rehearse(search: Search, levels: tuple[Level, ...], rest: Graph, most: int) -> Start | None:
+    """Solve a short core of the layers that repeat; its answer is offered, its messages are a start."""
     folded = fold(rest) if len(rest.core) > 1000 else None
     if folded is None:
         return None
@@ -269,13 +270,12 @@ def rehearse(search: Search, levels: tuple[Level, ...], rest: Graph, most: int) 
         return None
     if inner.assignment is not None:
         assignment = inner.assignment.copy()
-        for v, like in folded.image.items():
-            assignment[v] = assignment[like]
+        assignment[folded.image[:, 0]] = assignment[folded.image[:, 1]]
         where = rest.tables.position
         chosen = {v: where(rest.states[v])[int(assignment[v])] for v in rest.core}
         offer(search, levels, energy_of(rest, chosen), assignment)
     search.report(f"folding: {len(folded.short.core)} variables stand for {len(rest.core)}")
-    return None if inner.heard is None else spread(folded, rest, inner.heard)
+    return None if inner.heard is None else functools.partial(retell, folded=folded, heard=inner.heard)
 
 
 def climb(
