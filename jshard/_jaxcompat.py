@@ -167,6 +167,13 @@ def run_jaxpr(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
     return jex.eval_jaxpr(jaxpr, (), *operands)
 
 
+def row_major(x: Any) -> Any:
+    """An array that lies in memory row by row, as compilers lay it out unless they choose otherwise."""
+    from jax.experimental.layout import Layout, with_layout_constraint
+
+    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim)))) if x.ndim > 1 else x
+
+
 def _retype(aval: Any, *, axes: frozenset[str], what: str) -> Any:
     return aval.update(manual_axis_type=jex.ManualAxisType(varying=axes))
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType
 
 import jshard
 
@@ -69,3 +70,18 @@ def test_the_derivative_of_a_sharded_function(name):
     want = jax.grad(loss)(X)
     got = jax.jit(jax.grad(jshard.shard(loss, ((8, 1),))))(X)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-5 * float(jnp.abs(want).max()))
+
+
+def test_a_fourier_transform_of_a_sum_that_is_scattered_afterwards():
+    """XLA on CPU hands the memory layout of a reduce-scatter to the transform: see `docs/jax_bugs.md`."""
+    a, b = jnp.sin(jnp.arange(32.0)).reshape(2, 16), jnp.cos(jnp.arange(128.0)).reshape(16, 8)
+
+    def f(a, b):
+        return jnp.real(jnp.fft.fft(a @ b))
+
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    sharded = jshard.shard(f, ((1, 8), (8, 1)), (1, 8), mesh=mesh)
+    assert [c.kind for c in sharded.plan(a, b).collectives] == ["reduce_scatter"]
+    np.testing.assert_allclose(sharded(a, b), f(a, b), rtol=1e-4, atol=1e-5)
+    got = jax.jit(jax.grad(lambda a: jnp.sum(jnp.sin(sharded(a, b)))))(a)
+    np.testing.assert_allclose(got, jax.grad(lambda a: jnp.sum(jnp.sin(f(a, b))))(a), rtol=1e-3, atol=1e-5)

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jshard import _jaxcompat as compat
 from jshard._rules.build import Factors, linear
 from jshard._rules.registry import LocalContext, Op, block_index, family
 from jshard._rules.rule import Dims, Rule
@@ -125,7 +126,14 @@ def tridiagonal_solve(op: Op) -> Rule:
     )
 
 
-@rule("fft")
+def _fft_local(ctx: LocalContext, x: Any) -> Sequence[Any]:
+    # Which memory layout a reduce-scatter after it asks for, XLA on CPU hands to the transform, which then fails. A
+    # derivative taken from outside is such a transform too, with operand and result exchanged.
+    x = compat.row_major(x) if compat.checks_vma() else x
+    return [compat.row_major(y) for y in ctx.bind(x)]
+
+
+@rule("fft", local=_fft_local)
 def fft(op: Op) -> Rule:
     """Transformed dimensions stay whole; those before them pass."""
     f = Factors()
