@@ -133,11 +133,7 @@ def test_finds_experts_over_both_axes_with_all_to_alls():
     assert all(c.axes == BOTH for c in plan.collectives if c.kind == "all_to_all")
 
 
-# These take 16 to 90 seconds each.
-SLOW = {"gpt ZeRO-2", "gpt ZeRO-3", "gpt FSDP x TP", "llama ZeRO-2", "llama ZeRO-3", "convnet ZeRO-3"}
-
-
-@pytest.mark.parametrize("h", [h for h in PLANS if str(h) not in SLOW], ids=str)
+@pytest.mark.parametrize("h", PLANS, ids=str)
 def test_a_budget_of_a_hand_plans_peak_is_kept_for_no_more(h):
     """With as much memory as a hand plan holds, the search never refuses and never pays more."""
     budget = math.ceil(by_hand(h).cost.peak_bytes)
