@@ -260,7 +260,7 @@ def write_table(results: dict[Key, dict[str, Any]]) -> str:
                 )
         lines += ["", f"## {machine}", ""]
         for formula, words in FORMULAS.items():
-            known = {k: r for k, r in results.items() if k[0] == machine and formula in r}
+            known = {k: r for k, r in results.items() if k[0] == machine and (formula in r or "failed" in r)}
             if known:
                 lines += [
                     f"Time by {words}:",
@@ -284,9 +284,9 @@ def means(results: dict[Key, dict[str, Any]], formula: str) -> list[str]:
     """Geometric means of jshard's time over that of the best hand plan and of propagation, for one machine."""
     hand, batch = {}, {}
     for (_, name, contender), mine in results.items():
-        if contender != "jshard":
+        if contender != "jshard" or formula not in mine:
             continue
-        others = {c: r[formula] for (_, w, c), r in results.items() if w == name}
+        others = {c: r[formula] for (_, w, c), r in results.items() if w == name and formula in r}
         if all(c in others for c in HAND[name]):
             hand[name] = mine[formula] / min(others[c] for c in HAND[name])
         if "xla-batch" in others:
@@ -307,14 +307,14 @@ def dominance(machine: str, results: dict[Key, dict[str, Any]], formula: str) ->
     """
     beaten, lost, missing = 0, [], []
     for (_, name, c), r in results.items():
-        free = results.get((machine, name, "jshard"))
-        if c not in HAND[name] or free is None:
+        free = results.get((machine, name, "jshard"), {})
+        if c not in HAND[name] or formula not in r or formula not in free:
             continue
         mine = results.get((machine, name, f"jshard<={c}"))
         if free["planned_peak"] <= r["peak"]:
             mine = free
-        if mine is None:
-            missing.append(f"{name} {c}")
+        if mine is None or formula not in mine:
+            missing.append(f"{name} {c}" + (f" ({mine['failed'].split(': ')[-1]})" if mine else ""))
         elif mine[formula] <= r[formula]:
             beaten += 1
         else:

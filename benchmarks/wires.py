@@ -9,7 +9,8 @@ a ring (jax-ml/scaling-book `sharding.md`; slices of v5e below 16 have no ring):
 - all-to-all: r N longest / (4 (N - 1) w), for the middle cut of the longest axis;
 - permute: the bytes on the busiest link / w, each going along the last axis first.
 
-Latency is left out. Both directions of a line are in use, but its end receives everything over one link.
+Latency is left out, and so is that groups which lie interleaved on an axis share its links. Both directions
+ of a line are in use, but its end receives everything over one link.
 
 >>> square = [(0, 0), (0, 1), (1, 0), (1, 1)]
 >>> seconds("all_reduce", 1e9, [(0, 1), (2, 3)], square, 5e10), seconds("all_reduce", 1e9, [(0, 1, 2, 3)], square, 5e10)
