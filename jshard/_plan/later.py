@@ -49,6 +49,12 @@ class Later(Sequence[Row]):
             return other is self or self.rows() == other.rows()
         return self.rows() == other
 
+    def __add__(self, other: Any) -> tuple[Any, ...]:
+        return (*self, *other)
+
+    def __radd__(self, other: Any) -> tuple[Any, ...]:
+        return (*other, *self)
+
     def __hash__(self) -> int:
         return hash(self.rows())
 
