@@ -24,6 +24,7 @@ from jshard._plan.schedule import Choice, Schedule, choice_of, schedule
 from jshard._plan.settle import settled
 from jshard._plan.states import Interner
 from jshard._program.graph import Program, rule_boundaries
+from jshard._program.uncollected import uncollected
 from jshard._search import Contradiction, CostNetwork, evaluate, solve
 from jshard._topology import Topology
 from jshard._wish.entries import Pin, allows
@@ -49,6 +50,7 @@ class Wish:
     forced: tuple[tuple[int, str, int, str, Callable[[Layout], bool]], ...] = ()
 
 
+@uncollected()
 def make_plan(
     program: Program, topology: Topology, wish: Wish, on_progress: Callable[..., None] | None = None
 ) -> tuple[Plan, Schedule]:

@@ -16,6 +16,7 @@ from jshard._errors import NestedShardError
 from jshard._program import marks
 from jshard._program.graph import Atom, Block, Call, Literal, Operator, Program, Tensor
 from jshard._program.mapped import SHARD_MAP, pins_of
+from jshard._program.uncollected import uncollected
 
 
 _INLINE = {"jit", "pjit", "closed_call", "call", "core_call", "eval_jaxpr", "custom_vmap_call"}
@@ -32,6 +33,7 @@ _ADDING = frozenset(("add", "add_any", "sub", "scan_sum"))
 _BODY = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
 
 
+@uncollected()
 def build(
     jaxpr: Any, *, name: str, input_names: Sequence[str], output_names: Sequence[str] = (),
     captured: Sequence[Any] = (),

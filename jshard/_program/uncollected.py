@@ -1,0 +1,34 @@
+"""Planning without Python's garbage collector.
+
+Problem.  A plan of a deep program is made of some hundred thousand small objects that all stay; Python's collector
+walks them again and again in search of cycles, and JAX's equations with them: a quarter of the planning of 126 layers.
+
+Idea.  Nothing that planning leaves behind is cyclic and large, so the collector rests meanwhile. It is the process's
+own, so it is set back whatever happens, and left alone where the user has switched it off. Two threads that plan
+at once may wake it early for each other, never leave it asleep.
+
+>>> import gc
+>>> with uncollected():
+...     gc.isenabled()
+False
+>>> gc.isenabled()
+True
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """The garbage collector rests inside; as a decorator, while the function runs."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
