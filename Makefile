@@ -26,7 +26,7 @@ demo: setup  ## plan and run three networks on 8 virtual CPU devices (under 4 mi
 
 test: setup  ## every test and every documented example, in JOBS processes
 	@echo "== test: pytest, $(JOBS) processes"
-	@$(PY) -m pytest -q -n $(JOBS) --dist worksteal
+	@$(PY) -m pytest -q -n $(JOBS) --dist worksteal --durations=15
 
 lint: setup  ## ruff: rules and formatting
 	@echo "== lint: ruff check, ruff format --check"
