@@ -61,7 +61,7 @@ def test_what_the_page_of_a_small_plan_says():
         "all_reduce[y]           8x10 -> 8x10                    1 x, 320 B, 40.2 us",
         "all_reduce       over y                 1 times                320 B     40.2 us",
         "compute 272 ns (redundant 114 ns), communication 40.2 us, step 40.4 us",
-        "peak memory 9.54 KiB a device, in program order",
+        "peak memory 9.85 KiB a device, in program order",
         "argument w 5 KiB",
     ):
         assert expected in text, expected
