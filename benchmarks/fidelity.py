@@ -153,6 +153,10 @@ def write_table(results: dict[tuple[str, str], dict[str, Any]]) -> str:
         "instructions (`--quick`: `exec_time_optimization_effort=-1`). Eight programs compiled both ways (mlp-512, mlp-64k,",
         "moe on v5e:2x4 and others) had the same bytes on the wire; `peak` can differ from that of a full compile on v5e.",
         "",
+        "`FLOPs` are those of the compiled program. On v5p:4x4x4 a device has few images of `conv`, and the TPU compiler cuts",
+        "them into more images of three columns (space to batch), whose overlaps it computes again: 434 for 277 MFLOPs a",
+        "convolution, 1.21 in all. The plan's own products and convolutions are at 1.015 there.",
+        "",
         "| workload | machine | JAX | predicted B | emitted B | off | wire | FLOPs | peak | plan s | lower + compile s |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
