@@ -19,7 +19,7 @@ from jshard._plan.make import Wish, find_ties, make_plan, replay
 from jshard._plan.plan import Plan
 from jshard._plan.schedule import Schedule
 from jshard._program.graph import Program
-from jshard._program.mapped import check_meshes
+from jshard._program.mapped import axes_of, check_meshes
 from jshard._program.trace import build
 from jshard._topology import Topology
 from jshard._wish.entries import Pin, parse_entry
@@ -149,7 +149,7 @@ def prepare(
         raise type(e)(e.what, where=line, fix=e.fix) from None
     given = _mesh_of(request) if request.mesh is not None else compat.context_mesh()
     if hasattr(given, "axis_names"):
-        check_meshes(program, given.axis_names, given.axis_sizes)
+        check_meshes(program, axes_of(given))
     out_shapes = jax.tree.unflatten(out_tree, [jax.ShapeDtypeStruct(o.shape, o.dtype) for _, o in out_flat])
     out_pins = pins_for_outputs(out_shapes, request.out_strategy)
     in_leaves, in_tree = jax.tree.flatten((shapes_args, shapes_kw))
@@ -162,7 +162,7 @@ def prepare(
     ties = _ties(program, in_leaves, in_tree, out_flat, out_tree, donated, out_pins)
 
     def planned(chosen: ChosenMesh, request: Request = request) -> tuple[Plan, Schedule]:
-        check_meshes(program, chosen.axes.names, chosen.axes.sizes)
+        check_meshes(program, chosen.axes)
         topology = topologies.without_unit_axes(_topology(request, chosen))
         resolved = [_cutting(resolve_pin(p, chosen, s), topology) for p, s in zip(every, shapes, strict=True)]
         where = [(i, "result", 0) for i in program.inputs[:n_in]]

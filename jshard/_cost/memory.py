@@ -17,14 +17,15 @@ from collections.abc import Collection
 from jshard._program.graph import Literal, Operator, Program
 
 
+PRODUCTS = frozenset("dot_general ragged_dot ragged_dot_general conv_general_dilated".split())
 # Operators that a compiler does not fuse into their neighbours: their operands and results are stored.
-HEAVY = frozenset(
-    "dot_general ragged_dot ragged_dot_general conv_general_dilated gather scatter scatter-add scatter_add scatter_mul "
-    "scatter_min scatter_max sort top_k fft cholesky triangular_solve eigh svd qr lu geqrf reduce_window "
-    "reduce_window_sum reduce_window_max select_and_scatter_add dynamic_update_slice cumsum cumprod cummax cummin "
-    "cumlogsumexp custom_linear_solve pallas_call shard_map pure_callback io_callback".split()
+HEAVY = PRODUCTS | frozenset(
+    "gather scatter scatter-add scatter_add scatter_mul scatter_min scatter_max sort top_k fft cholesky "
+    "triangular_solve eigh svd qr lu geqrf reduce_window reduce_window_sum reduce_window_max "
+    "select_and_scatter_add dynamic_update_slice cumsum cumprod cummax cummin cumlogsumexp custom_linear_solve "
+    "pallas_call shard_map pure_callback io_callback".split()
 )
-PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
+_TRANSPOSED = frozenset(("dot_general", "conv_general_dilated"))  # write their result transposed as well
 _REDUCING = ("reduce_", "argm")
 
 
@@ -79,7 +80,7 @@ def lifetimes(program: Program, donated: Collection[int] = ()) -> Lifetimes:
     folded = frozenset(
         users[0][0]
         for op in ops
-        if op.kind == "eqn" and op.primitive in PRODUCTS
+        if op.kind == "eqn" and op.primitive in _TRANSPOSED
         for users in (consumers[op.results[0]],)
         if len(users) == 1
         and ops[users[0][0]].primitive == "transpose"

@@ -24,16 +24,13 @@ import dataclasses
 import itertools
 from collections.abc import Collection, Sequence
 
-from jshard._cost.memory import is_heavy
+from jshard._cost.memory import PRODUCTS, is_heavy
 from jshard._program.graph import Block, Literal, Operator, Program
 
 
 # Heavy operators whose operands may be computed on the fly by the compiled kernel that reads them.
-_FUSES_OPERANDS = frozenset(
-    "dot_general ragged_dot ragged_dot_general conv_general_dilated dynamic_update_slice".split()
-)
-# Heavy operators that can write a following light operator's result instead of their own.
-_FUSES_RESULT = frozenset("dot_general ragged_dot ragged_dot_general conv_general_dilated".split())
+_FUSES_OPERANDS = PRODUCTS | {"dynamic_update_slice"}
+# Products can also write a following light operator's result instead of their own.
 _EXPENSIVE = frozenset("exp exp2 expm1 log log1p pow erf".split())
 _REDUCTIONS = ("reduce_", "argm", "cum")
 _NOT_AGAIN = (*_REDUCTIONS, "random_", "threefry", "rng_")
@@ -135,7 +132,7 @@ def residency(program: Program, donated: Collection[int] = ()) -> Residency:
     written = [0.0] * len(readers)
     for op in ops:
         for t in op.results:
-            if absorbed[t] and op.primitive in _FUSES_RESULT:
+            if absorbed[t] and op.primitive in PRODUCTS:
                 written[t] = _written(program, t, readers, absorbed, held, needed)
     return Residency(held, tuple(needed), copied, len(ops), tuple(written))
 
@@ -210,7 +207,7 @@ def _absorb(
     ends: set[int] = set()  # results that now stand for a product
     for op in program.operators:
         for t in op.results:
-            if (op.primitive not in _FUSES_RESULT and t not in ends) or len(readers[t]) != 1 or t in crossing:
+            if (op.primitive not in PRODUCTS and t not in ends) or len(readers[t]) != 1 or t in crossing:
                 continue
             u = program.operators[readers[t][0]]
             if not is_light(u) or len(u.results) != 1 or u.id in taken or u.repeat != op.repeat:

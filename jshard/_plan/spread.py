@@ -23,12 +23,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jshard._cost.memory import PRODUCTS
 from jshard._layout import MeshAxes
 from jshard._plan.states import Interner
 from jshard._program.graph import Operator, Program
 
 
-PRODUCTS = frozenset(("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"))
 # A device's work may be this much over an even share, for products that are too small to be cut.
 _WASTE = 0.05
 

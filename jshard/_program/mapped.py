@@ -8,21 +8,23 @@ its collectives included, if it names the same mesh: same axes, same sizes, same
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard._errors import ShardError
+from jshard._layout import MeshAxes
 from jshard._program.graph import Program
 
 
 SHARD_MAP = "shard_map"
+SCOPE = "jshard_own_map"
+"""By this name in the metadata verification knows the collectives that the user wrote."""
 
 
-def mesh_text(names: Sequence[str], sizes: Sequence[int]) -> str:
-    """A mesh as the messages write it: `d=2 x m=4`."""
-    return " x ".join(f"{n}={s}" for n, s in zip(names, sizes, strict=True)) or "1 device"
+def axes_of(mesh: Any) -> MeshAxes:
+    """The axes of a mesh of JAX's, those of size one included."""
+    return MeshAxes(tuple(mesh.axis_names), tuple(mesh.axis_sizes))
 
 
 def pins_of(eqn: Any, function: str, where: str) -> list[tuple[str, int, NamedSharding]]:
@@ -32,7 +34,7 @@ def pins_of(eqn: Any, function: str, where: str) -> list[tuple[str, int, NamedSh
     if left:
         raise ShardError(
             f"jax.shard_map over {', '.join(sorted(map(str, eqn.params['newly_manual_axes']))) or 'no axis'} of the "
-            f"mesh {mesh_text(mesh.axis_names, mesh.axis_sizes)} inside the sharded function {function}",
+            f"mesh {axes_of(mesh)} inside the sharded function {function}",
             where=where,
             fix=f"axis_names of all axes of the mesh: {', '.join(map(str, left))} would be left to the compiler, "
             "but a plan leaves none",
@@ -49,16 +51,15 @@ def pins_of(eqn: Any, function: str, where: str) -> list[tuple[str, int, NamedSh
     ]
 
 
-def check_meshes(program: Program, names: Sequence[str], sizes: Sequence[int]) -> None:
+def check_meshes(program: Program, axes: MeshAxes) -> None:
     """Refuse a `shard_map` of the user's over another mesh than the plan's."""
     for op in program.operators:
         if op.kind == "eqn" and op.primitive == SHARD_MAP:
-            mesh = op.eqn.params["mesh"]
-            if (tuple(mesh.axis_names), tuple(mesh.axis_sizes)) != (tuple(names), tuple(sizes)):
-                user = mesh_text(mesh.axis_names, mesh.axis_sizes)
+            user = axes_of(op.eqn.params["mesh"])
+            if user != axes:
                 raise ShardError(
                     f"jax.shard_map over the mesh {user} inside the sharded function {program.name}, which is planned "
-                    f"for the mesh {mesh_text(names, sizes)}",
+                    f"for the mesh {axes}",
                     where=f"{op.module} {op.source}".strip(),
                     fix="one mesh for both: jshard.shard(..., mesh=mesh) with the mesh of the shard_map, and cuts that "
                     "its axes can express; or the same on whole arrays, for which the collectives are planned",

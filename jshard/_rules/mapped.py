@@ -17,14 +17,10 @@ import jax
 from jax import lax
 
 from jshard import _jaxcompat as compat
-from jshard._program.mapped import SHARD_MAP, body_work
+from jshard._program.mapped import SCOPE, SHARD_MAP, body_work
 from jshard._rules.build import Factors
 from jshard._rules.registry import LocalContext, Op, family
 from jshard._rules.rule import Dims, Rule
-
-
-SCOPE = "jshard_own_map"
-"""By this name in the metadata verification knows the collectives that the user wrote."""
 
 
 def _axes(entry: Any) -> tuple[str, ...]:

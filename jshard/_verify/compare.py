@@ -33,12 +33,12 @@ import jax
 import numpy as np
 
 from jshard._errors import PlanMismatchError
+from jshard._program.mapped import SCOPE
 from jshard._verify.collectives import read
 from jshard._verify.emitted import KINDS, Emitted, EmittedProgram
 
 
 TOLERANCE = 0.02  # of the bytes of a kind: the issue's own definition of agreement
-OWN_SCOPE = "jshard_own_map"  # the scope of the body of the user's own `jax.shard_map`
 NEGLIGIBLE = 0.005  # of the program's bytes: less cannot spoil the verdict on a kind (the scalar of a loss)
 
 
@@ -215,7 +215,7 @@ def compare(predicted: Iterable[Predicted], program: EmittedProgram) -> Verifica
     plan = [p if p.id is not None else dataclasses.replace(p, id=i) for i, p in enumerate(predicted)]
     plan = [p for p in plan if p.total]
     known = {p.id for p in plan}
-    own = [e for e in program.collectives if OWN_SCOPE in e.op_name and not known.intersection(e.tags)]
+    own = [e for e in program.collectives if SCOPE in e.op_name and not known.intersection(e.tags)]
     rest = [e for e in program.collectives if e not in own] if own else program.collectives
     tagged = [e for e in rest if known.intersection(e.tags)]
     # What nobody asked for (edges of the compiler's padding) belongs to no row: the notes count it.
