@@ -198,6 +198,8 @@ def run_one(name: str, machine: str, contender: str, budget: str = "") -> dict[s
     bandwidth = chip.link_bandwidth * len(mesh.physical)
     flops = p.flops or 0.0
     compute = max(flops / chip.bf16_flops, (p.estimated_cycles or 0) / CLOCK[chip.name])
+    m = compiled.memory_analysis()
+    apart = m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
     return {
         "workload": name,
         "machine": machine,
@@ -207,6 +209,7 @@ def run_one(name: str, machine: str, contender: str, budget: str = "") -> dict[s
         "by_kind": p.by_kind,
         "complete": p.complete,
         "peak": p.peak_bytes,
+        "off_chip": m.argument_size_in_bytes + apart,
         "flops_ratio": flops / (w.flops / n),
         "cycles": p.estimated_cycles,
         "compute": compute,
