@@ -39,6 +39,51 @@ def test_a_product_whose_reader_comes_later_is_itself_in_memory():
     }  # fmt: skip
 
 
+def test_a_product_writes_what_several_light_operators_make_of_it_and_join():
+    """As the gradient of a SiLU, ``g * s(h) + g * h * ds(h)``; not where another product reads it too."""
+
+    def joined(x, w):
+        g = x @ w
+        return (g * w + jnp.sin(g) * 2.0) @ w
+
+    def left(x, w):
+        g = x @ w
+        return (g * jnp.sin(g)) @ w + g
+
+    def summed(x, w):
+        g = x @ w
+        return (g * g.sum()) @ w
+
+    assert held(joined) == {
+        "dot_general.0": False, "mul.1": False, "sin.2": False, "mul.3": False, "add.4": True, "dot_general.5": True,
+    }  # fmt: skip
+    assert held(left)["dot_general.0"] and not held(left)["mul.2"]
+    assert held(summed)["dot_general.0"] and not held(summed)["mul.2"]
+
+
+def test_what_is_joined_is_written_over_an_operand_that_ends_there():
+    """``h`` is read by nobody after it, though it is read twice and through another operator."""
+
+    def written(fn) -> list[float]:
+        program = build(jax.jit(fn).trace(SQUARE, SQUARE).jaxpr, name="fn", input_names=["x", "w"])
+        life = residency(program)
+        return [life.written[op.results[0]] for op in program.operators if op.primitive == "dot_general"]
+
+    def ends(x, w):
+        h = jnp.sin(x) @ w
+        s = jnp.sin(h)
+        g = h @ w
+        return (g * s + jnp.sin(g) * s) @ w
+
+    def goes_on(x, w):
+        h = jnp.sin(x) @ w
+        s = jnp.sin(h)
+        g = h @ w
+        return (g * s + jnp.sin(g) * s) @ w @ h
+
+    assert written(ends) == [0, 0, 0] and written(goes_on)[:2] == [0, 256]
+
+
 def test_what_a_product_writes_for_its_reader_is_there_beside_its_operands():
     """The sum of a product and a bias takes room while the product reads; over a residual that ends it takes none."""
 

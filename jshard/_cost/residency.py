@@ -6,7 +6,8 @@ is *fluid* and never stored; what it was computed from is held instead, until th
 
 Idea.  Call the rest *anchors*: what matrix products, convolutions, gathers, sorts, reductions and loops make,
 arguments, and values that leave a loop or the program. The bias or residual that is added to a product is
-written by the product itself, so the sum is the anchor and the product is never stored, if it comes next. The
+written by the product itself, so the sum is the anchor and the product is never stored, if it comes next; so is
+what several elementwise operators make of a product and bring together again, a gradient times a SiLU's. The
 exponential of a softmax (summed, and read twice more) is kept: compilers write it in the pass that sums it, and do
 not repeat it, unless what it is computed from is smaller, such as scores in bfloat16 under an exponential in float32.
 A cast to a wider type is made again by each reader that can; one that cannot, such as the gather of a cross
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from jshard._cost.memory import PRODUCTS, is_heavy
 from jshard._program.graph import Block, Literal, Operator, Program
@@ -103,12 +104,11 @@ def residency(program: Program, donated: Collection[int] = ()) -> Residency:
     ]
     absorbed = _absorb(program, producers, readers, fluid, crossing)
     held = tuple(
-        producers[t].kind in ("input", "const") or bool(readers[t]) and not fluid[t] and not absorbed[t]
+        producers[t].kind in ("input", "const") or bool(readers[t]) and not fluid[t] and t not in absorbed
         for t in range(len(readers))
     )
     copied = tuple(
-        held[t] and not absorbed[t] and t not in crossing and _widens(program, producers[t], t)
-        for t in range(len(readers))
+        held[t] and t not in crossing and _widens(program, producers[t], t) for t in range(len(readers))
     )
     last = len(ops) - 1
     needed = [producers[t].id for t in range(len(readers))]
@@ -132,24 +132,32 @@ def residency(program: Program, donated: Collection[int] = ()) -> Residency:
     written = [0.0] * len(readers)
     for op in ops:
         for t in op.results:
-            if absorbed[t] and op.primitive in PRODUCTS:
-                written[t] = _written(program, t, readers, absorbed, held, needed)
+            if t in absorbed and op.primitive in PRODUCTS:
+                written[t] = _written(program, t, producers, absorbed, held, needed)
     return Residency(held, tuple(needed), copied, len(ops), tuple(written))
 
 
 def _written(
-    program: Program, product: int, readers: Sequence[Sequence[int]], absorbed: Sequence[bool],
+    program: Program, product: int, producers: Sequence[Operator], absorbed: Mapping[int, Sequence[int]],
     held: Sequence[bool], needed: Sequence[int],
 ) -> float:  # fmt: skip
     """Bytes that a product writes in its readers' place; none where they go over an operand that ends there."""
-    tensors, at = program.tensors, product
-    while absorbed[at]:
-        reader = program.operators[readers[at][0]]
-        before, at = at, reader.results[0]
-        for a in reader.operands:
-            if not isinstance(a, Literal) and a != before and held[a] and needed[a] == reader.id:
-                if tensors[a].nbytes >= tensors[at].nbytes:
-                    return 0.0
+    passed, at = [], product
+    while at in absorbed:
+        passed += absorbed[at]
+        at = program.operators[passed[-1]].results[0]
+    tensors, made = program.tensors, set(passed)
+    read = [a for i in passed for a in program.operators[i].operands]
+    seen = {product}
+    while read:
+        a = read.pop()
+        if isinstance(a, Literal) or a in seen or producers[a].id in made:
+            continue
+        seen.add(a)
+        if not held[a]:
+            read += producers[a].operands  # computed again here, from these
+        elif needed[a] <= passed[-1] and tensors[a].nbytes >= tensors[at].nbytes:
+            return 0.0
     return tensors[at].nbytes
 
 
@@ -195,30 +203,49 @@ def _is_fluid(
 def _absorb(
     program: Program, producers: Sequence[Operator], readers: Sequence[Sequence[int]], fluid: list[bool],
     crossing: set[int],
-) -> list[bool]:  # fmt: skip
-    """Products whose one reader is light and no larger: the reader's result takes their place (and is kept).
+) -> dict[int, Sequence[int]]:  # fmt: skip
+    """Products that are never stored, with the light operators after them: the result of the last is kept instead.
 
-    Only where nothing that takes time runs between the two: a product that waits for a later reader keeps its
-    operands, one that does not is itself in memory.
+    It is no larger, and all that the product is read for goes through it: one operator makes it, or several that
+    meet again, as ``g * s(h) + g * h * ds(h)`` in the gradient of a SiLU. Only where nothing that takes time runs
+    in between: a product that waits for a later reader keeps its operands, one that does not is itself in memory.
     """
-    absorbed = [False] * len(readers)
-    heavy = list(itertools.accumulate((is_heavy(op) for op in program.operators), initial=0))
+    absorbed: dict[int, Sequence[int]] = {}
+    ops = program.operators
+    heavy = list(itertools.accumulate((is_heavy(op) for op in ops), initial=0))
     taken: set[int] = set()
     ends: set[int] = set()  # results that now stand for a product
-    for op in program.operators:
+
+    def through(first: Operator, t: int) -> list[int]:
+        """The operators that a tensor goes through until it goes through one alone; none if there is none."""
+        passed: list[int] = []
+        waiting = set(readers[t])
+        while waiting:
+            u = ops[min(waiting)]
+            if not is_light(u) or len(u.results) != 1 or u.id in taken or u.repeat != first.repeat:
+                break
+            if heavy[u.id] > heavy[first.id + 1] or (passed and t in crossing):
+                break
+            passed.append(u.id)
+            waiting.remove(u.id)
+            if not waiting:
+                return passed
+            t = u.results[0]
+            waiting.update(readers[t])
+        return []
+
+    for op in ops:
         for t in op.results:
-            if (op.primitive not in PRODUCTS and t not in ends) or len(readers[t]) != 1 or t in crossing:
+            if (op.primitive not in PRODUCTS and t not in ends) or t in crossing:
                 continue
-            u = program.operators[readers[t][0]]
-            if not is_light(u) or len(u.results) != 1 or u.id in taken or u.repeat != op.repeat:
+            passed = through(op, t)
+            if not passed:
                 continue
-            if heavy[u.id] > heavy[op.id + 1]:
-                continue
-            r = u.results[0]
+            r = ops[passed[-1]].results[0]
             if program.tensors[r].nbytes <= program.tensors[t].nbytes and readers[r]:
-                taken.add(u.id)
+                taken.update(passed)
                 ends.add(r)
-                absorbed[t], fluid[r] = True, False
+                absorbed[t], fluid[r] = passed, False
     return absorbed
 
 
