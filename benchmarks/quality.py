@@ -199,6 +199,7 @@ def run_one(name: str, machine: str, contender: str, budget: str = "") -> dict[s
     flops = p.flops or 0.0
     compute = max(flops / chip.bf16_flops, (p.estimated_cycles or 0) / CLOCK[chip.name])
     m = compiled.memory_analysis()
+    assert m is not None
     apart = m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
     return {
         "workload": name,
