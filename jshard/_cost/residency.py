@@ -22,10 +22,13 @@ Worked case.  ``h = x @ w + b; y = tanh(h) @ v`` and its gradient: h is kept, ``
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import heapq
 from collections.abc import Collection, Mapping, Sequence
 
+import numpy as np
+
 from jshard._cost.memory import PRODUCTS, is_heavy
+from jshard._program.arrays import Bools, Ints
 from jshard._program.graph import Block, Literal, Operator, Program
 
 
@@ -48,13 +51,12 @@ class Residency:
     A `copied` one is held for the readers that cannot compute it again; the others go on from its source.
     """
 
-    held: tuple[bool, ...]
-    needed: tuple[int, ...]
-    copied: tuple[bool, ...]
+    held: Sequence[bool]
+    needed: Sequence[int]
+    copied: Sequence[bool]
     length: int
-    written: tuple[
-        float, ...
-    ]  # of a product that its reader's result stands for: bytes written while it runs
+    written: Sequence[float]  # of a product that its reader's result stands for: bytes written while it runs
+    traits: Traits
 
 
 def is_light(op: Operator) -> bool:
@@ -88,164 +90,230 @@ def reuses(op: Operator) -> bool:
     return is_light(op) or op.primitive in _IN_PLACE
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Traits:
+    """(operators,) whether each is light, computes its operands itself, and may write over one of them."""
+
+    light: Bools
+    fuses: Bools
+    reuses: Bools
+
+
+def traits_of(program: Program) -> Traits:
+    """The traits of all operators: by primitive, but for scatters, of which each is looked at."""
+    a = program.arrays
+    first = np.unique(a.primitive, return_index=True)[1].tolist()
+    some = [program.operators[i] for i in first]
+    found = [np.array([f(op) for op in some], dtype=bool)[a.primitive] for f in (is_light, fuses, reuses)]
+    scatters = np.array([name.startswith("scatter") for _, name in a.primitives], dtype=bool)
+    for i in np.flatnonzero(scatters[a.primitive]).tolist():
+        for each, f in zip(found, (is_light, fuses, reuses), strict=True):
+            each[i] = f(program.operators[i])
+    return Traits(*found)
+
+
 def residency(program: Program, donated: Collection[int] = ()) -> Residency:
     """Anchors and needs of all tensors; `donated` are the flat indices of the donated arguments."""
-    ops = program.operators
-    producers = [ops[p] for p, _ in program.producers()]
-    readers = [list(dict.fromkeys([u for u, _ in users])) for users in program.consumers()]
-    crossing = set(_crossing(program.body))
-    light, fusing = [is_light(op) for op in ops], [fuses(op) for op in ops]
-    sources = _sources(program, light)
-    fluid = [
-        light[maker.id]
-        and all([fusing[u] for u in users])
-        and _is_fluid(program, t, maker, [ops[u] for u in users], crossing, sources[t])
-        for t, (maker, users) in enumerate(zip(producers, readers, strict=True))
-    ]
-    absorbed = _absorb(program, producers, readers, fluid, crossing)
-    held = tuple(
-        producers[t].kind in ("input", "const") or bool(readers[t]) and not fluid[t] and t not in absorbed
-        for t in range(len(readers))
-    )
-    copied = tuple(
-        held[t] and t not in crossing and _widens(program, producers[t], t) for t in range(len(readers))
-    )
-    last = len(ops) - 1
-    needed = [producers[t].id for t in range(len(readers))]
-    through = list(needed)  # of copied tensors, for the readers that compute them again
-    for op in reversed(ops):
-        until = op.id
-        if op.results and all([fluid[r] for r in op.results]):
-            until = max([until] + [needed[r] for r in op.results])
-        until = max([until] + [through[r] for r in op.results if copied[r]])
-        if op.kind == "output":
-            until = last
-        for a in op.operands:
-            if not isinstance(a, Literal):
-                times = through if copied[a] and fusing[op.id] else needed
-                if times[a] < until:
-                    times[a] = until
-    given = frozenset(donated)
-    for k, i in enumerate(program.inputs):
-        if k not in given:
-            needed[ops[i].results[0]] = last
-    written = [0.0] * len(readers)
-    for op in ops:
-        for t in op.results:
-            if t in absorbed and op.primitive in PRODUCTS:
-                written[t] = _written(program, t, producers, absorbed, held, needed)
-    return Residency(held, tuple(needed), copied, len(ops), tuple(written))
+    ops, a = program.operators, program.arrays
+    n = len(a.maker)
+    traits = traits_of(program)
+    crossing = np.zeros(n, dtype=bool)
+    crossing[_crossing(program.body)] = True
+    readers = np.bincount(a.read, minlength=n)
+    refusing = ~traits.fuses[a.reader] | (a.repeat[a.reader] != a.repeat[a.maker[a.read]])
+    fluid = traits.light[a.maker] & (readers > 0) & ~crossing & (np.bincount(a.read, refusing, n) == 0)
+    fluid[_dear(program, fluid, traits)] = False
+    absorbed = _absorb(program, traits, fluid, crossing)
+    stored = (readers > 0) & ~fluid
+    stored[list(absorbed)] = False
+    held = stored | a.of_kind("input", "const")[a.maker]
+    copied = held & ~crossing & _widens(program)
+    needed = _needed(program, traits, fluid, copied)
+    free = frozenset(donated)
+    whole = [i for k, i in enumerate(program.inputs) if k not in free]
+    needed[a.result[a.result_begin[np.array(whole, dtype=np.int64)]]] = len(ops) - 1
+    times, here, written, maker = needed.tolist(), held.tolist(), [0.0] * n, a.maker.tolist()
+    for t in absorbed:
+        if ops[maker[t]].primitive in PRODUCTS:
+            written[t] = _written(program, t, absorbed, here, times, maker)
+    return Residency(here, times, copied.tolist(), len(ops), written, traits)
+
+
+def _needed(program: Program, traits: Traits, fluid: Bools, copied: Bools) -> Ints:
+    """(tensors,) the last operator that needs each."""
+    a = program.arrays
+    n = len(program.operators)
+    until = np.where(a.of_kind("output"), n - 1, np.arange(n))
+    needed = a.maker.copy()
+    through = a.maker.copy()  # of copied tensors, for the readers that compute them again
+    again = copied[a.read] & traits.fuses[a.reader]
+    np.maximum.at(needed, a.read[~again], until[a.reader[~again]])
+    np.maximum.at(through, a.read[again], until[a.reader[again]])
+    count = np.diff(a.result_begin)
+    flowing = (count > 0) & (np.bincount(a.maker, ~fluid, n) == 0)
+    some = np.flatnonzero(flowing | (np.bincount(a.maker, copied, n) > 0))
+    return carried(program, some, until, flowing, copied, again, a.read, needed, through)
+
+
+def carried(
+    program: Program, some: Ints, at: Ints, flowing: Bools, copied: Bools, again: Bools, value: Ints,
+    needed: Ints, through: Ints, views: Sequence[tuple[int, int, int]] = (),
+) -> Ints:  # fmt: skip
+    """The last time at which each value is needed, where some operators need theirs as long as their results.
+
+    `needed` holds for each value the last reader's time, `through` the last one that computes it again. `value` is
+    that of each read, tensor t being value t as it is made. An operator that is `flowing` needs its operands until
+    its results are needed no more, any other its `copied` results' only until nobody computes them again.
+    `views` are (time, source, target) of values that are cut from others when they are read.
+    """
+    a = program.arrays
+    # From the last to the first; a view by a negative number.
+    order = [(-t, op) for t, op in zip(at[some].tolist(), some.tolist(), strict=True)]
+    order += [(-v[0], -1 - k) for k, v in enumerate(views)]
+    order.sort()
+    final, late = needed.tolist(), through.tolist()
+    values, later, result = value.tolist(), again.tolist(), a.result.tolist()
+    begin, first = a.begin.tolist(), a.result_begin.tolist()
+    flows, copies = flowing.tolist(), copied.tolist()
+    for now, op in order:
+        until = -now
+        if op < 0:
+            _, source, target = views[-1 - op]
+            final[source] = max(final[source], final[target], until)
+            continue
+        flow = flows[op]
+        for t in result[first[op] : first[op + 1]]:
+            if flow and final[t] > until:
+                until = final[t]
+            if copies[t] and late[t] > until:
+                until = late[t]
+        for r in range(begin[op], begin[op + 1]):
+            times = late if later[r] else final
+            if times[values[r]] < until:
+                times[values[r]] = until
+    return np.array(final, dtype=np.int64)
 
 
 def _written(
-    program: Program, product: int, producers: Sequence[Operator], absorbed: Mapping[int, Sequence[int]],
-    held: Sequence[bool], needed: Sequence[int],
+    program: Program, product: int, absorbed: Mapping[int, Sequence[int]], held: Sequence[bool],
+    needed: Sequence[int], maker: Sequence[int],
 ) -> float:  # fmt: skip
     """Bytes that a product writes in its readers' place; none where they go over an operand that ends there."""
+    ops, tensors = program.operators, program.tensors
     passed, at = [], product
     while at in absorbed:
         passed += absorbed[at]
-        at = program.operators[passed[-1]].results[0]
-    tensors, made = program.tensors, set(passed)
-    read = [a for i in passed for a in program.operators[i].operands]
+        at = ops[passed[-1]].results[0]
+    made = set(passed)
+    read = [a for i in passed for a in ops[i].operands]
     seen = {product}
     while read:
         a = read.pop()
-        if isinstance(a, Literal) or a in seen or producers[a].id in made:
+        if isinstance(a, Literal) or a in seen or maker[a] in made:
             continue
         seen.add(a)
         if not held[a]:
-            read += producers[a].operands  # computed again here, from these
+            read += ops[maker[a]].operands  # computed again here, from these
         elif needed[a] <= passed[-1] and tensors[a].nbytes >= tensors[at].nbytes:
             return 0.0
     return tensors[at].nbytes
 
 
-def _widens(program: Program, maker: Operator, tensor: int) -> bool:
-    if maker.primitive != "convert_element_type" or isinstance(maker.operands[0], Literal):
-        return False
-    return program.tensors[tensor].nbytes > program.tensors[maker.operands[0]].nbytes
+def _widens(program: Program) -> Bools:
+    """(tensors,) whether it is a cast of a smaller tensor."""
+    a = program.arrays
+    ops = np.flatnonzero(a.which(frozenset(("convert_element_type",))) & (np.diff(a.begin) > 0))
+    made = a.result[a.result_begin[ops]]
+    out = np.zeros(len(a.maker), dtype=bool)
+    out[made] = a.nbytes[made] > a.nbytes[a.read[a.begin[ops]]]
+    return out
 
 
-def _sources(program: Program, light: Sequence[bool]) -> list[float]:
-    """For each tensor the bytes of the largest stored value that it would be computed from again."""
-    sources = [0.0] * len(program.tensors)
-    for op in program.operators:
-        for t in op.results:
-            if light[op.id]:
-                sources[t] = max([sources[a] for a in op.operands if not isinstance(a, Literal)], default=0.0)
-            else:
-                sources[t] = program.tensors[t].nbytes
-    return sources
+def _dear(program: Program, fluid: Bools, traits: Traits) -> list[int]:
+    """Of the tensors that all readers can compute, those that are summed, read twice more, and dear to compute."""
+    a = program.arrays
+    summing = np.array([name.startswith(_REDUCTIONS) for _, name in a.primitives], dtype=bool)
+    summed = np.bincount(a.read, summing[a.primitive[a.reader]], len(a.maker)) > 0
+    out, sources = [], {}
+    order, begin = a.by_tensor
+    for t in np.flatnonzero(fluid & summed & a.which(_EXPENSIVE)[a.maker]).tolist():
+        users = {program.operators[u] for u in a.reader[order[begin[t] : begin[t + 1]]].tolist()}
+        sums = sum(u.primitive.startswith(_REDUCTIONS) for u in users)
+        if len(users) - sums > 1 and program.tensors[t].nbytes <= _source(program, t, traits, sources):
+            out.append(t)
+    return out
 
 
-def _is_fluid(
-    program: Program,
-    tensor: int,
-    maker: Operator,
-    users: Sequence[Operator],
-    crossing: set[int],
-    source: float,
-) -> bool:
-    """Whether a light operator's tensor, which all its readers can compute, is left to them.
+def _source(program: Program, tensor: int, traits: Traits, known: dict[int, float]) -> float:
+    """Bytes of the largest stored value that a tensor would be computed from again."""
+    a = program.arrays
+    todo = [tensor]
+    while todo:
+        t = todo[-1]
+        op = program.operators[a.maker[t]]
+        if not traits.light[op.id]:
+            known[t] = program.tensors[t].nbytes
+        before = [x for x in op.operands if not isinstance(x, Literal)] if t not in known else []
+        ahead = [x for x in before if x not in known]
+        if ahead:
+            todo += ahead
+            continue
+        if t not in known:
+            known[t] = max([known[x] for x in before], default=0.0)
+        todo.pop()
+    return known[tensor]
 
-    `source` is the bytes that would be read to compute the tensor again.
-    """
-    if not users or tensor in crossing:
-        return False
-    if any([u.repeat != maker.repeat for u in users]):
-        return False
-    summed = sum(u.primitive.startswith(_REDUCTIONS) for u in users)
-    dear = maker.primitive in _EXPENSIVE and program.tensors[tensor].nbytes <= source
-    return not (dear and summed and len(users) - summed > 1)
 
-
-def _absorb(
-    program: Program, producers: Sequence[Operator], readers: Sequence[Sequence[int]], fluid: list[bool],
-    crossing: set[int],
-) -> dict[int, Sequence[int]]:  # fmt: skip
+def _absorb(program: Program, traits: Traits, fluid: Bools, crossing: Bools) -> dict[int, Sequence[int]]:
     """Products that are never stored, with the light operators after them: the result of the last is kept instead.
 
     It is no larger, and all that the product is read for goes through it: one operator makes it, or several that
     meet again, as ``g * s(h) + g * h * ds(h)`` in the gradient of a SiLU. Only where nothing that takes time runs
     in between: a product that waits for a later reader keeps its operands, one that does not is itself in memory.
+    `fluid` is changed in place.
     """
+    a, ops = program.arrays, program.operators
+    order, begin = a.by_tensor
+    by, bounds = a.reader[order].tolist(), begin.tolist()
+    light = (traits.light & (np.diff(a.result_begin) == 1)).tolist()
+    first = np.unique(a.primitive, return_index=True)[1].tolist()
+    is_dear = np.array([is_heavy(ops[i]) for i in first], dtype=bool)[a.primitive]
+    heavy = np.concatenate([[0], np.cumsum(is_dear)]).tolist()
+    leaves = crossing.tolist()
     absorbed: dict[int, Sequence[int]] = {}
-    ops = program.operators
-    heavy = list(itertools.accumulate((is_heavy(op) for op in ops), initial=0))
     taken: set[int] = set()
-    ends: set[int] = set()  # results that now stand for a product
 
     def through(first: Operator, t: int) -> list[int]:
         """The operators that a tensor goes through until it goes through one alone; none if there is none."""
         passed: list[int] = []
-        waiting = set(readers[t])
+        waiting = set(by[bounds[t] : bounds[t + 1]])
         while waiting:
-            u = ops[min(waiting)]
-            if not is_light(u) or len(u.results) != 1 or u.id in taken or u.repeat != first.repeat:
+            u = min(waiting)
+            if not light[u] or u in taken or ops[u].repeat != first.repeat:
                 break
-            if heavy[u.id] > heavy[first.id + 1] or (passed and t in crossing):
+            if heavy[u] > heavy[first.id + 1] or (passed and leaves[t]):
                 break
-            passed.append(u.id)
-            waiting.remove(u.id)
+            passed.append(u)
+            waiting.remove(u)
             if not waiting:
                 return passed
-            t = u.results[0]
-            waiting.update(readers[t])
+            t = ops[u].results[0]
+            waiting.update(by[bounds[t] : bounds[t + 1]])
         return []
 
-    for op in ops:
-        for t in op.results:
-            if (op.primitive not in PRODUCTS and t not in ends) or t in crossing:
-                continue
-            passed = through(op, t)
-            if not passed:
-                continue
-            r = ops[passed[-1]].results[0]
-            if program.tensors[r].nbytes <= program.tensors[t].nbytes and readers[r]:
-                taken.update(passed)
-                ends.add(r)
-                absorbed[t], fluid[r] = passed, False
+    # In the program's order: products, and results that now stand for one.
+    products = np.isin(a.primitive, [k for (_, name), k in a.primitives.items() if name in PRODUCTS])
+    ahead = [(i, t) for i in np.flatnonzero(products).tolist() for t in ops[i].results]
+    while ahead:
+        i, t = heapq.heappop(ahead)
+        passed = [] if leaves[t] else through(ops[i], t)
+        if not passed:
+            continue
+        r = ops[passed[-1]].results[0]
+        if program.tensors[r].nbytes <= program.tensors[t].nbytes and bounds[r] < bounds[r + 1]:
+            taken.update(passed)
+            heapq.heappush(ahead, (passed[-1], r))
+            absorbed[t], fluid[r] = passed, False
     return absorbed
 
 

@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 
 from jshard._cost.residency import Residency, fuses, is_light, reuses
 from jshard._layout import Layout
+from jshard._plan.flat_peak import held_by
 from jshard._plan.schedule import Action, Choice, Move, Nested, Run, Schedule, Value
 from jshard._program.graph import Literal, Program
 
@@ -26,12 +27,23 @@ class Profile:
 
 def peak_bytes(schedule: Schedule, life: Residency, donated: Collection[int] = ()) -> float:
     """The largest sum of live bytes over the schedule."""
-    return _walk(schedule, life, donated)[0]
+    return profile(schedule, life, donated).peak
 
 
 def profile(schedule: Schedule, life: Residency, donated: Collection[int] = ()) -> Profile:
     """Peak, curve and what is held."""
-    peak, curve, held = _walk(schedule, life, donated)
+    if schedule.flat is None:
+        return walked(schedule, life, donated)
+    found = held_by(schedule.flat, life, frozenset(donated))
+    return _profile(found.peak, found.curve, found.classes)
+
+
+def walked(schedule: Schedule, life: Residency, donated: Collection[int] = ()) -> Profile:
+    """The profile of any schedule, action by action."""
+    return _profile(*_walk(schedule, life, donated))
+
+
+def _profile(peak: float, curve: dict[int, float], held: dict[str, float]) -> Profile:
     rest = peak - sum(held.values())  # results of a loop are allocated before its body runs
     if rest > 0:
         held["intermediate values"] = held.get("intermediate values", 0.0) + rest

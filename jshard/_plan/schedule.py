@@ -14,8 +14,11 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from jshard._cost.redistribute import Step as RedistributionStep, steps as redistribution
 from jshard._layout import Layout
+from jshard._plan.flat import Flat, flat
 from jshard._plan.network import Problem
 from jshard._plan.states import States
 from jshard._program.graph import Atom, Block, Call, Literal, Program, operators_of
@@ -113,14 +116,41 @@ class Nested:
 Action = Move | Run | Nested
 
 
+_Written = tuple[tuple[Action, ...], tuple[Value | Literal, ...], tuple[Move | Run, ...]]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Schedule:
-    """The whole program: actions, and the values that are the results."""
+    """The whole program: actions, and the values that are the results.
+
+    They are written when they are asked for: lowering does, a plan of a program without inner blocks does not.
+    """
 
     choice: Choice
-    actions: tuple[Action, ...]
-    outputs: tuple[Value | Literal, ...]
-    communicating: tuple[Move | Run, ...]
+
+    @functools.cached_property
+    def flat(self) -> Flat | None:
+        """The same as arrays; None where the program has inner blocks."""
+        return flat(self.choice)
+
+    @functools.cached_property
+    def _written(self) -> _Written:
+        return _write(self.choice)
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """Everything that happens, in order."""
+        return self._written[0]
+
+    @property
+    def outputs(self) -> tuple[Value | Literal, ...]:
+        """The results."""
+        return self._written[1]
+
+    @functools.cached_property
+    def communicating(self) -> tuple[Move | Run, ...]:
+        """The actions that communicate, in order."""
+        return self._written[2] if self.flat is None else _communicating(self.flat)
 
 
 def choice_of(problem: Problem, assignment: tuple[int, ...]) -> Choice:
@@ -134,7 +164,53 @@ def choice_of(problem: Problem, assignment: tuple[int, ...]) -> Choice:
 
 
 def schedule(choice: Choice) -> Schedule:
-    """Spell out every move of a choice."""
+    """Every move of a choice, spelled out."""
+    made = Schedule(choice)
+    _ = made.flat or made.actions  # what cannot be moved is refused now
+    return made
+
+
+def _communicating(found: Flat) -> tuple[Move | Run, ...]:
+    """The moves and operators of a flat schedule that communicate, as objects."""
+    program = found.choice.program
+    operators, tensors = program.operators, program.tensors
+    a, layouts = program.arrays, found.layouts
+
+    def value(v: int) -> Value:
+        made = v < len(tensors)
+        t = v if made else int(found.tensor[v - len(tensors)])
+        return t, layouts[found.made[v] if made else found.target[v - len(tensors)]]
+
+    out: dict[int, Move | Run] = {}
+    for m in np.flatnonzero(found.number[found.move_at] >= 0).tolist():
+        at, steps = int(found.move_at[m]), found.paths[found.path[m]]
+        first = int(found.number[at])
+        cut = [s.kind == "slice" for s in steps]
+        numbers = tuple([-1 if c else first + k - sum(cut[:k]) for k, c in enumerate(cut)])
+        reader = int(found.reader[m])
+        repeat = 1.0
+        out[at] = Move(
+            int(found.tensor[m]),
+            layouts[found.source[m]],
+            layouts[found.target[m]],
+            steps,
+            repeat,
+            reader,
+            numbers,
+        )
+    runs = found.run_at >= 0
+    runs[runs] = found.number[found.run_at[runs]] >= 0
+    for op in np.flatnonzero(runs).tolist():
+        at = int(found.run_at[op])
+        begin = int(a.begin[op])
+        values = iter(found.value[begin : int(a.begin[op + 1])].tolist())
+        reads = tuple([x if isinstance(x, Literal) else value(next(values)) for x in operators[op].operands])
+        out[at] = Run(op, reads, 1.0, int(found.number[at]))
+    return tuple(out[k] for k in sorted(out))
+
+
+def _write(choice: Choice) -> _Written:
+    """The actions of a choice as objects."""
     writer = _Writer(choice)
     scope = _Scope({}, 1.0, [])
     for i in choice.program.inputs:
@@ -147,7 +223,7 @@ def schedule(choice: Choice) -> Schedule:
     writer.constants = {v: v for v in scope.values if v[0] in captured}
     writer.block(choice.program.body, scope)
     outputs = tuple(writer.read(scope, i, 0) for i in choice.program.outputs)
-    return Schedule(choice, tuple(scope.actions), outputs, tuple(writer.communicating))
+    return tuple(scope.actions), outputs, tuple(writer.communicating)
 
 
 @dataclasses.dataclass(eq=False)

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jshard import _jaxcompat
+from jshard._program.arrays import Arrays, arrays_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +150,11 @@ class Program:
         return self._producers
 
     @functools.cached_property
+    def arrays(self) -> Arrays:
+        """Reads, makers and kinds of tensors as arrays."""
+        return arrays_of(self)
+
+    @functools.cached_property
     def _consumers(self) -> list[list[tuple[int, int]]]:
         out: list[list[tuple[int, int]]] = [[] for _ in self.tensors]
         for op in self.operators:
@@ -182,13 +188,13 @@ def rule_boundaries(program: Program) -> list[tuple[int, str, int]]:
     a sum that is made inside is finished before it leaves.
     """
     out: list[tuple[int, str, int]] = []
-    consumers = program.consumers()
 
     def walk(block: Block) -> None:
         for step in block.steps:
             if isinstance(step, int):
                 continue
             for inner in step.blocks:
+                consumers = program.consumers()
                 if step.kind in ("custom_jvp", "custom_vjp"):
                     entering = set(inner.inputs)
                     for op in operators_of(inner):

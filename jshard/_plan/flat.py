@@ -1,0 +1,182 @@
+"""The schedule of a program without loops and calls, as arrays: which moves there are, and when.
+
+Problem.  Fifty thousand operators make a hundred thousand objects of a schedule. Lowering needs them; a plan
+needs the few that communicate, and what is in memory when.
+
+Idea.  In a program without inner blocks the writer's rules (`schedule.py`) are simple. A tensor is moved to the
+layout in which it is kept just before the first reader that does not take it as it is made, and from there to
+any other layout just before the first reader that wants that one. So moves are the first of equal (tensor, layout)
+pairs among the reads, and numpy finds them all at once. Both say the same: `tests/test_flat_schedule.py`.
+
+A *value* is a tensor in a layout: tensor t as it is made is value t, what the m-th move makes is value tensors + m.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jshard._cost.redistribute import Step, steps as redistribution
+from jshard._layout import Layout
+from jshard._rules.rule import reduced_axes
+
+
+if TYPE_CHECKING:
+    from jshard._plan.schedule import Choice
+
+Ints = NDArray[np.int64]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Flat:
+    """All moves in order, and the place of every move and operator among all actions.
+
+    Actions are numbered from 0; `move_at` are the numbers of the moves, `run_at` those of the operators (-1: an
+    argument or result, which is none). `number` gives an action's first number among the collectives, -1 for none.
+    """
+
+    choice: Choice
+    layouts: tuple[Layout, ...]
+    pieces: NDArray[np.float64]  # of each layout
+    made: Ints  # (tensors,) the layout in which each is made
+    tensor: Ints  # (moves,)
+    source: Ints  # (moves,) layouts
+    target: Ints
+    source_value: Ints  # (moves,) the value that is moved
+    reader: Ints  # (moves,) the operator a move is for, -1 for several
+    path: Ints  # (moves,) which of the paths
+    paths: tuple[tuple[Step, ...], ...]
+    value: Ints  # (reads,) the value that is read
+    move_at: Ints
+    run_at: Ints  # (operators,)
+    number: Ints  # (actions,)
+    count: int  # actions
+
+    @functools.cached_property
+    def sliced(self) -> NDArray[np.bool_]:
+        """(moves,) whether all that happens is cutting."""
+        return np.array([all(s.kind == "slice" for s in p) for p in self.paths], dtype=bool)[self.path]
+
+
+def flat(choice: Choice) -> Flat | None:
+    """The flat schedule of a choice; None for a program with inner blocks."""
+    program = choice.program
+    steps, ends = program.body.steps, program.outputs
+    if not all([type(s) is int for s in steps]):
+        return None
+    runs = np.array(steps, dtype=np.int64)
+    outputs = np.array(ends, dtype=np.int64)
+    # Also when something is not in the order of its numbers: then order is not what numbers say.
+    if (np.diff(np.concatenate([runs, outputs])) <= 0).any():
+        return None
+    a = program.arrays
+    layouts, needed, made = _layouts(choice)
+    kept = made.copy()
+    if choice.relay:
+        relays = [layouts.setdefault(lay, len(layouts)) for lay in choice.relay.values()]
+        kept[np.fromiter(choice.relay, np.int64, len(relays))] = relays
+    n_layouts, reads = len(layouts), len(a.read)
+    # Constants are brought into place before anything runs; for the others the first reader decides.
+    constants = np.flatnonzero(a.of_kind("const")[a.maker] & (kept != made))
+    other = np.flatnonzero(needed != made[a.read])
+    late = other[kept[a.read[other]] != made[a.read[other]]]
+    tensors, first = np.unique(a.read[late], return_index=True)
+    new = ~np.isin(tensors, constants)
+    keep_tensor = np.concatenate([constants, tensors[new]])
+    keep_slot = np.concatenate([np.full(len(constants), -1), late[first[new]]])
+    onward = other[needed[other] != kept[a.read[other]]]
+    first = np.sort(np.unique(a.read[onward] * n_layouts + needed[onward], return_index=True)[1])
+    onward = onward[first]
+    n_keep = len(keep_tensor)
+    tensor = np.concatenate([keep_tensor, a.read[onward]])
+    source = np.concatenate([made[keep_tensor], kept[a.read[onward]]])
+    target = np.concatenate([kept[keep_tensor], needed[onward]])
+    reader = np.concatenate([np.full(n_keep, -1), a.reader[onward]])
+    # In order: by read, first what is kept, then what goes on from there; an operator runs after its last read.
+    slot = np.concatenate([keep_slot, onward])
+    key = np.concatenate([3 * slot + 1 + (np.arange(len(slot)) >= n_keep), 3 * a.begin[runs + 1]])
+    order = np.argsort(key, kind="stable")
+    at = np.empty(len(order), dtype=np.int64)
+    at[order] = np.arange(len(order))
+    moved = np.argsort(at[: len(slot)])
+    tensor, source, target, reader = tensor[moved], source[moved], target[moved], reader[moved]
+    move_at, run_at = at[: len(slot)][moved], np.full(len(program.operators), -1)
+    run_at[runs] = at[len(slot) :]
+    # The value of each read and of each move's source.
+    pair = tensor * n_layouts + target
+    by_pair = np.argsort(pair)
+
+    def value_of(tensors: Ints, wanted: Ints) -> Ints:
+        out = tensors.copy()
+        away = np.flatnonzero(wanted != made[tensors])
+        found = np.searchsorted(pair[by_pair], tensors[away] * n_layouts + wanted[away])
+        out[away] = len(a.maker) + by_pair[found]
+        return out
+
+    path, paths, numbers = _paths(choice, layouts, tensor, source, target)
+    taken = np.zeros(len(order), dtype=np.int64)
+    taken[move_at] = numbers[path]
+    taken[run_at[runs]] = _finishing(choice)[runs]
+    number = np.where(taken > 0, np.cumsum(taken) - taken, -1)
+    mesh = choice.topology.mesh
+    pieces = np.array([lay.pieces(mesh) for lay in layouts], dtype=np.float64)
+    assert reads == len(needed)
+    return Flat(
+        choice, tuple(layouts), pieces, made, tensor, source, target, value_of(tensor, source), reader,
+        path, paths, value_of(a.read, needed), move_at, run_at, number, len(order),
+    )  # fmt: skip
+
+
+def _alike(choice: Choice) -> tuple[Ints, list[int]]:
+    """For each operator a number of its states and state, and one operator of each number."""
+    seen: dict[tuple[int, int], int] = {}
+    which = [seen.setdefault((id(s), k), len(seen)) for s, k in zip(choice.states, choice.state, strict=True)]
+    form = np.array(which, dtype=np.int64)
+    return form, np.unique(form, return_index=True)[1].tolist()
+
+
+def _layouts(choice: Choice) -> tuple[dict[Layout, int], Ints, Ints]:
+    """Numbers for layouts; the layout of every read and of every tensor as it is made."""
+    a = choice.program.arrays
+    form, some = _alike(choice)
+    numbers: dict[Layout, int] = {}
+    ends: list[list[int]] = [[], []]
+    begins: list[list[int]] = [[], []]
+    for op in some:
+        s, k = choice.states[op], choice.state[op]
+        for begin, end, choices in zip(begins, ends, (s.operands, s.results), strict=True):
+            begin.append(len(end))
+            end += [numbers.setdefault(c.of(k), len(numbers)) for c in choices]
+    operands, results = (np.array(e, dtype=np.int64) for e in ends)
+    first, second = (np.array(b, dtype=np.int64) for b in begins)
+    return numbers, operands[first[form[a.reader]] + a.operand], results[second[form[a.maker]] + a.place]
+
+
+def _paths(
+    choice: Choice, layouts: dict[Layout, int], tensor: Ints, source: Ints, target: Ints
+) -> tuple[Ints, tuple[tuple[Step, ...], ...], Ints]:
+    """Which path each move takes, the paths, and how many collectives each path has."""
+    a, listed = choice.program.arrays, list(layouts)
+    key = (a.kind[tensor] * len(listed) + source) * len(listed) + target
+    _, first, path = np.unique(key, return_index=True, return_inverse=True)
+    paths = tuple(
+        redistribution(
+            listed[source[m]], listed[target[m]], choice.program.tensors[tensor[m]].shape, choice.topology
+        )
+        for m in first.tolist()
+    )
+    return path, paths, np.array([sum(s.kind != "slice" for s in p) for p in paths], dtype=np.int64)
+
+
+def _finishing(choice: Choice) -> Ints:
+    """(operators,) 1 where an operator finishes a reduction itself."""
+    form, some = _alike(choice)
+    own = []
+    for op in some:
+        rule, candidate = choice.states[op].rule, choice.candidate(op)
+        own.append(candidate is not None and bool(reduced_axes(rule, candidate, choice.topology.mesh)))
+    return np.array(own, dtype=np.int64)[form]

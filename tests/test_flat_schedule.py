@@ -1,0 +1,131 @@
+"""The schedule as arrays says what the schedule as objects says: moves, numbers, peak, curve, what is held."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jshard
+from jshard._cost.residency import residency
+from jshard._layout import Layout
+from jshard._plan import make, peak
+from jshard._plan.schedule import Move, Nested, Run, Schedule, schedule
+
+
+def mlp(params: Any, x: Any) -> Any:
+    for w, b in params:
+        x = jax.nn.gelu(x @ w + b)
+    return jnp.exp(x - x.max(-1, keepdims=True)).sum()
+
+
+def attention(params: Any, x: Any) -> Any:
+    q, k, v = (x @ w for w in params)
+    weights = jax.nn.softmax((q @ k.T).astype(jnp.float32) / 8.0)
+    return (weights.astype(x.dtype) @ v).T, weights.max(), x
+
+
+def step(params: Any, x: Any) -> Any:
+    loss, grads = jax.value_and_grad(mlp)(params, x)
+    return jax.tree.map(lambda p, g: p - 0.1 * g / (1e-8 + jnp.abs(g)), params, grads), loss
+
+
+def constant(x: Any) -> Any:
+    table = jnp.arange(512.0 * 8).reshape(512, 8) + np.ones((512, 8), "float32")
+    return jnp.sin(x @ table) @ table.T, jnp.fft.fft(x).real, jnp.sort(x, axis=0)
+
+
+W = [(jax.ShapeDtypeStruct((512, 512), "float32"), jax.ShapeDtypeStruct((512,), "float32"))] * 3
+H = [jax.ShapeDtypeStruct((256, 256), "bfloat16")] * 3
+CASES: dict[str, tuple[Callable, tuple]] = {
+    "mlp": (mlp, (W, jax.ShapeDtypeStruct((4096, 512), "float32"))),
+    "step": (step, (W, jax.ShapeDtypeStruct((4096, 512), "float32"))),
+    "attention": (attention, (H, jax.ShapeDtypeStruct((1024, 256), "bfloat16"))),
+    "constant": (constant, (jax.ShapeDtypeStruct((256, 512), "float32"),)),
+}
+MESH = jax.sharding.AbstractMesh((2, 4), ("x", "y"))
+
+
+def choices_of(monkeypatch: pytest.MonkeyPatch, fn: Callable, args: tuple, **options: Any) -> list[Schedule]:
+    """The schedules that planning makes."""
+    seen: list[Schedule] = []
+
+    def spy(choice: Any) -> Schedule:
+        seen.append(schedule(choice))
+        return seen[-1]
+
+    monkeypatch.setattr(make, "schedule", spy)
+    jshard.shard(fn, mesh=MESH, hardware="tpu-v5p", **options).plan(*args)
+    assert seen
+    return seen
+
+
+def scattered(made: Schedule, seed: int) -> Schedule:
+    """The schedule of other relays and states than were chosen: each tensor is kept as some state has it."""
+    rng = np.random.default_rng(seed)
+    choice = made.choice
+    some = {t: (lay.without_partial(), Layout.replicated(len(lay.dims))) for t, lay in choice.relay.items()}
+    kept = {t: pair[rng.integers(2)] for t, pair in some.items() if rng.random() < 0.8}
+    state = [
+        int(rng.integers(len(s)))
+        if s.op is not None and all(not lay.partial for c in (*s.operands, *s.results) for lay in c.layouts)
+        else k
+        for s, k in zip(choice.states, choice.state, strict=True)
+    ]
+    return schedule(dataclasses.replace(choice, relay=kept, state=tuple(state)))
+
+
+def check(made: Schedule, donated: tuple[int, ...]) -> None:
+    found, program = made.flat, made.choice.program
+    assert found is not None
+    assert not any(isinstance(x, Nested) for x in made.actions)
+    assert len(made.actions) == found.count
+    moves = [(k, x) for k, x in enumerate(made.actions) if isinstance(x, Move)]
+    assert [k for k, _ in moves] == found.move_at.tolist()
+    for m, (_, x) in enumerate(moves):
+        assert (x.tensor, x.source) == (found.tensor[m], found.layouts[found.source[m]])
+        assert (x.target, x.reader) == (found.layouts[found.target[m]], found.reader[m])
+        assert x.steps == found.paths[found.path[m]]
+    for k, x in enumerate(made.actions):
+        if isinstance(x, Run):
+            assert found.run_at[x.op] == k
+    written = made._written[2]
+    assert [dataclasses.astuple(x) for x in made.communicating] == [dataclasses.astuple(x) for x in written]
+    life = residency(program, donated)
+    assert peak.profile(made, life, donated) == peak.walked(made, life, donated)
+    assert peak.peak_bytes(made, life, donated) == peak.walked(made, life, donated).peak
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_arrays_say_what_objects_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fn, args = CASES[name]
+    for made in choices_of(monkeypatch, fn, args):
+        for donated in ((), tuple(range(len(made.choice.program.inputs)))):
+            check(made, donated)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_arrays_say_what_objects_say_of_bad_choices_too(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    fn, args = CASES["step" if seed % 2 else "attention"]
+    made = scattered(choices_of(monkeypatch, fn, args)[0], seed)
+    assert len(made.communicating) > 6
+    check(made, (0, 2))
+
+
+def test_what_has_inner_blocks_is_written_as_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    def looped(x: Any) -> Any:
+        return jax.lax.scan(lambda c, _: (c @ c, c.sum()), x, None, length=3)
+
+    (made, *_) = choices_of(monkeypatch, looped, (jax.ShapeDtypeStruct((64, 64), "float32"),))
+    assert made.flat is None and any(isinstance(x, Nested) for x in made.actions)
+
+
+def test_a_plan_without_inner_blocks_writes_no_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    fn, args = CASES["step"]
+    (made, *_) = choices_of(monkeypatch, fn, args)
+    assert "_written" not in vars(made)
