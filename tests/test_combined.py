@@ -7,7 +7,8 @@ import pytest
 import jshard
 from jshard import _hardware as hardware
 from jshard._cost.collectives import coefficients
-from jshard._layout import MeshAxes
+from jshard._cost.redistribute import steps, table
+from jshard._layout import Layout, MeshAxes
 from jshard._plan.combined import combined
 from jshard._program.trace import build
 from jshard._topology import from_mesh
@@ -75,6 +76,17 @@ def test_each_pays_its_share_and_the_plan_adds_up(machine, chip):
     sums = [c for c in plan.collectives if c.kind == "all_reduce" and c.axes == ("x", "y")]
     assert len(sums) >= 2 and all(c.seconds < latency for c in sums), sums
     assert plan.cost.compute + plan.cost.communication == pytest.approx(plan.cost.objective, rel=1e-9)
+
+
+def test_a_gather_on_the_way_pays_its_own_latency():
+    """A sum over x of a value cut along y becomes whole: scattered with the others, then gathered alone."""
+    where = wires("v5e", x=4, y=8)
+    cut, whole = Layout(((), ("y",)), ("x",)), Layout(((), ()))
+    path = steps(cut, whole, (196, 768), where)
+    assert [s.kind for s in path] == ["reduce_scatter", "all_gather"]
+    alone, shared = (table([cut], [whole], (196, 768), 2, where, n)[0, 0] for n in (1, 10))
+    latency = coefficients("reduce_scatter", ("x",), where).alpha
+    assert alone - shared == pytest.approx(0.9 * latency)
 
 
 def test_a_convolution_is_not_computed_twice_to_save_the_latency_of_gradients():

@@ -40,6 +40,7 @@ from jshard._layout import Layout, MeshAxes
 from jshard._topology import Topology
 
 
+SUMS = ("all_reduce", "reduce_scatter")  # compilers put those of small results into one
 ROOM = 2_000_000  # edges times sources relaxed at once
 
 
@@ -107,11 +108,12 @@ def table(
 ) -> np.ndarray:
     """Seconds from every source layout to every target layout: `(len(sources), len(targets))`.
 
-    So many sums as `together` says are sent at once: each pays that share of the latency.
+    So many sums as `together` says are sent at once: each pays that share of the latency. What else is on the way
+    pays its own.
     """
     t = _tables(tuple(sources), tuple(targets), tuple(shape), topology)
-    share = np.array([1 / together if lay.partial else 1.0 for lay in sources])
-    return _scaled(t[0], math.prod(shape) * itemsize) + t[2] * share[:, None]
+    latency = t[2] + t[3] / together
+    return _scaled(t[0], math.prod(shape) * itemsize) + latency
 
 
 def bytes_table(
@@ -135,11 +137,11 @@ def _scaled(coefficients: np.ndarray, whole: float) -> np.ndarray:
 def _tables(
     sources: tuple[Layout, ...], targets: tuple[Layout, ...], shape: tuple[int, ...], topology: Topology
 ) -> np.ndarray:
-    """Slope and volume per byte of the whole tensor, and latency: `(3, len(sources), len(targets))`."""
+    """As `numbers` of a graph, of the path from every source to every target: `(4, len(sources), len(targets))`."""
     graph, order = _place(shape, topology)
     i, j = _ids(sources, graph, order, topology), _ids(targets, graph, order, topology)
     rows, columns = np.flatnonzero(i >= 0), np.flatnonzero(j >= 0)
-    out = np.full((3, len(i), len(j)), np.inf)
+    out = np.full((4, len(i), len(j)), np.inf)
     if len(rows) and len(columns):
         known = i[rows].tolist()
         _rows(graph, known)
@@ -158,7 +160,7 @@ class _Graph:
 
     Edge arrays are sorted by target, then source; `target` are the layouts among their `ends`, `begin` where
     the edges to each begin. `rows` keeps, for each source asked for so far, the last edge of the shortest path to
-    every layout (-1: none) and its slope, volume and latency.
+    every layout (-1: none) and its slope, volume and latencies.
     """
 
     mesh: MeshAxes
@@ -170,7 +172,9 @@ class _Graph:
     target: np.ndarray
     begin: np.ndarray
     weight: np.ndarray
-    numbers: np.ndarray  # (3, edges): slope and volume per byte of the whole tensor, seconds of latency
+    numbers: (
+        np.ndarray
+    )  # (4, edges): slope and volume per byte of the whole tensor, latency: of sums the last
     rows: dict[int, tuple[np.ndarray, np.ndarray]] = dataclasses.field(default_factory=dict)
     known: dict[tuple[int, ...], dict[Layout, int]] = dataclasses.field(default_factory=dict)
 
@@ -204,29 +208,30 @@ def _graph(topology: Topology, gcds: tuple[int, ...]) -> _Graph:
     layouts = tuple(_layouts(mesh, gcds))
     n, ids = len(layouts), {a: i for i, a in enumerate(layouts)}
     by_value = {(a.dims, a.partial): i for i, a in enumerate(layouts)}
-    edges: dict[int, tuple[float, float, float, int]] = {}
-    known: dict[tuple[str, tuple[str, ...]], tuple[float, float, float]] = {}
+    edges: dict[int, tuple[float, float, float, float, int]] = {}
+    known: dict[tuple[str, tuple[str, ...]], tuple[float, float, float, float]] = {}
     for i, a in enumerate(layouts):
         pieces = a.pieces(mesh)
         for kind, axes, _, _, dims, partial in transitions(a, mesh, gcds):
-            edge = (0.0, 0.0, 0.0, len(axes))
+            edge = (0.0, 0.0, 0.0, 0.0, len(axes))
             if kind != "slice":
                 if (kind, axes) not in known:
                     c = coefficients(kind, _group(axes, mesh), topology)
-                    known[kind, axes] = (c.slope, c.volume, c.alpha)
-                slope, volume, alpha = known[kind, axes]
-                edge = (slope / pieces, volume / pieces, alpha, len(axes))
+                    late = (0.0, c.alpha) if kind in SUMS else (c.alpha, 0.0)
+                    known[kind, axes] = (c.slope, c.volume, *late)
+                slope, volume, alone, summing = known[kind, axes]
+                edge = (slope / pieces, volume / pieces, alone, summing, len(axes))
             key = i * n + by_value[dims, partial]
             if key not in edges or edge < edges[key]:
                 edges[key] = edge
     keys = np.array(sorted(edges), dtype=np.int64)
-    numbers = np.array([edges[k] for k in keys.tolist()], dtype=float).reshape(-1, 4)
+    numbers = np.array([edges[k] for k in keys.tolist()], dtype=float).reshape(-1, 5)
     # Ties of bandwidth: fewer collectives, then smaller groups, then fewer slices, then the rank of the edge.
     unit = float(numbers[:, 0].max(initial=0.0)) or 1.0
-    weight = numbers[:, 0] / unit + np.where(numbers[:, 1] > 0, 1e-6 + 1e-7 * numbers[:, 3], 1e-8)
+    weight = numbers[:, 0] / unit + np.where(numbers[:, 1] > 0, 1e-6 + 1e-7 * numbers[:, 4], 1e-8)
     weight += 1e-10 * np.arange(len(keys)) / max(1, len(keys))
     by_target = np.lexsort((keys // n, keys % n))
-    keys, weight, numbers = keys[by_target], weight[by_target], numbers[by_target, :3]
+    keys, weight, numbers = keys[by_target], weight[by_target], numbers[by_target, :4]
     target, begin = np.unique(keys % n, return_index=True)
     return _Graph(mesh, gcds, layouts, ids, keys // n, keys % n, target, begin, weight, numbers.T.copy())
 
@@ -334,7 +339,7 @@ def _rows(graph: _Graph, sources: Sequence[int]) -> None:
         tight, k = np.nonzero((over == distance[graph.ends]) & np.isfinite(over))
         before[graph.ends[tight[::-1]], k[::-1]] = tight[::-1]
         before[some, every] = -1
-        total = np.zeros((3, n, len(some)))
+        total = np.zeros((4, n, len(some)))
         t, k = np.nonzero(before >= 0)
         here = t
         while len(t):

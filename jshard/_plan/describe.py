@@ -16,6 +16,7 @@ import numpy as np
 
 from jshard._cost import collectives
 from jshard._cost.memory import traffic
+from jshard._cost.redistribute import SUMS
 from jshard._cost.steps import apply
 from jshard._layout import Layout
 from jshard._plan.later import Later
@@ -146,7 +147,7 @@ def collective_rows(made: Schedule, together: Mapping[int, int]) -> list[tuple[C
             held = tensor.nbytes / lay.pieces(topology.mesh)
             after = apply(step, lay)
             if step.kind != "slice":
-                sums = together.get(action.tensor, 1) if action.source.partial else 1
+                sums = together.get(action.tensor, 1) if step.kind in SUMS else 1
                 c = collectives.collective(step.kind, step.axes, held, topology, sums)
                 before = _block(lay.local_shape(tensor.shape, topology.mesh))
                 local = f"{before} -> {_block(after.local_shape(tensor.shape, topology.mesh))}"
