@@ -16,6 +16,7 @@ from jshard import _hardware as hardware, _jaxcompat as compat, _topology as top
 from jshard._doors import topology
 from jshard._errors import MeshError, NestedShardError, PlanMismatchError, SearchError, ShardError
 from jshard._plan.make import Wish, find_ties, make_plan, replay
+from jshard._plan.order import ordered
 from jshard._plan.plan import Plan
 from jshard._plan.schedule import Schedule
 from jshard._program.graph import Program
@@ -147,6 +148,8 @@ def prepare(
             raise
         line = _line_of(traced.jaxpr, {compat.BOUNDARY, "shard_map"}) or e.where
         raise type(e)(e.what, where=line, fix=e.fix) from None
+    donated = _donated(request, left, left_kw, names)
+    program = ordered(program, donated)
     given = _mesh_of(request) if request.mesh is not None else compat.context_mesh()
     if hasattr(given, "axis_names"):
         check_meshes(program, axes_of(given))
@@ -158,7 +161,6 @@ def prepare(
     shapes = [leaf.shape for leaf in in_leaves] + [o.shape for _, o in out_flat]
     shapes += [_shape(program, op, side, k) for op, side, k, _ in inner]
     n_in, n_out = len(pins), len(out_pins)
-    donated = _donated(request, left, left_kw, names)
     ties = _ties(program, in_leaves, in_tree, out_flat, out_tree, donated, out_pins)
 
     def planned(chosen: ChosenMesh, request: Request = request) -> tuple[Plan, Schedule]:

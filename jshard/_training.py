@@ -139,7 +139,8 @@ def _force(op: int, side: str, k: int, layout: Layout) -> tuple:
 def _by_kind(program: Program) -> dict[Any, list[Operator]]:
     """The operators of the forward pass in order, by what they do and where they are written."""
     out: dict[Any, list[Operator]] = {}
-    for op in program.operators:
+    for i in program.traced or range(len(program.operators)):
+        op = program.operators[i]
         if op.kind == "eqn" and not compat.is_backward(op.prefix, op.eqn):
             operands = tuple(_form(program, a) for a in op.operands)
             results = tuple(_form(program, r) for r in op.results)

@@ -1,0 +1,262 @@
+"""The order in which a compiler runs a training step: what frees memory first.
+
+Problem.  A traced step computes all gradients and then all updates, and in every layer the gradient of the weight
+before that of the input. Run so, every gradient is held to the end. No compiler does: an update is written over the
+old parameter as soon as nobody reads that any more, and so needs no room at all.
+
+Idea.  What compilers do: of the operators that could run next, the one that frees most, or takes least. What is
+held is known without a plan (`residency.py`), and how much by whole tensors, as if all were cut alike. Of what
+waits, only the first few are looked at, and updates; else a program would start with everything that is small. The
+new order is taken only if its peak, so counted, is lower.
+
+    w2's gradient, 16 MB | input's gradient, 2 MB | ... | w2 - gradient, over w2       traced: 16 MB more
+    input's gradient, 2 MB | w2's gradient, w2 - gradient, over w2 | ...               run:     2 MB more
+
+The TPU compiler runs the MLP of `benchmarks/workloads.py` with 512 rows in the second order, and with 65,536 rows
+in the first, because there the gradient of the input is larger than that of the weight. Operators keep the names
+that they have in the traced program. Without donated arguments there is nothing to write over, and the order is
+left alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Collection, Sequence
+
+from jshard._cost.memory import PRODUCTS
+from jshard._cost.residency import Residency, is_light, residency, reuses
+from jshard._program.graph import Block, Call, Literal, Operator, Program, operator_name, operators_of
+from jshard._program.uncollected import uncollected
+
+
+_AHEAD = (
+    8  # units from the first that waits on; how far compilers look is not known, and 4 to 16 do the same here
+)
+_WORTH = 0.999  # of the old peak: for less, nothing is changed
+
+
+@uncollected()
+def ordered(program: Program, donated: Collection[int]) -> Program:
+    """The program in the order in which it holds least; itself where that is as it was traced.
+
+    `donated` are the flat indices of the donated arguments.
+    """
+    if not donated:
+        return program
+    life, update = residency(program, donated), _updates(program)
+    curve = even_curve(program, life)
+    when, users = curve.index(max(curve)), program.consumers()
+    made = [(t, op) for t, (op, _) in enumerate(program.producers()) if users[t]]
+    made = [(t, op) for t, op in made if life.held[t] or life.written[t]]
+    if not any(op <= when <= life.needed[t] and all(update[u] for u, _ in users[t]) for t, op in made):
+        return program  # at the peak no gradient waits for its update
+    other = renumbered(program, _Order(program, life, donated, update).steps())
+    return other if max(even_curve(other, residency(other, donated))) < _WORTH * curve[when] else program
+
+
+def _updates(program: Program) -> list[bool]:
+    """Of each operator whether it is light, and after it only light ones come, outside loops and calls."""
+    out = [False] * len(program.operators)
+    users, ends = program.consumers(), set(program.outputs)
+    for i in reversed([s for s in program.body.steps if isinstance(s, int)]):
+        op = program.operators[i]
+        if is_light(op) and not getattr(op.eqn, "effects", ()):
+            out[i] = all(u in ends or out[u] for r in op.results for u, _ in users[r])
+    return out
+
+
+def even_curve(program: Program, life: Residency) -> list[float]:
+    """Bytes live while each operator runs if no tensor is cut, or all are cut alike."""
+    more = [0.0] * (len(program.operators) + 2)
+    for op in program.operators:
+        over = reuses(op) and any(not isinstance(a, Literal) and life.needed[a] == op.id for a in op.operands)
+        begin = 0 if op.kind in ("input", "const") else op.id + over
+        for t in op.results:
+            more[op.id] += life.written[t]
+            more[op.id + 1] -= life.written[t]
+            if life.held[t]:
+                end = life.needed[t] + 1
+                more[min(begin, end)] += program.tensors[t].nbytes
+                more[end] -= program.tensors[t].nbytes
+    return list(itertools.accumulate(more[:-2]))
+
+
+@dataclasses.dataclass(eq=False)
+class _Unit:
+    """Steps that run together: the tensors in memory that they read, the bytes that they leave there."""
+
+    parts: list[int] = dataclasses.field(default_factory=list)
+    reads: set[int] = dataclasses.field(default_factory=set)
+    makes: float = 0.0
+    waits: set[int] = dataclasses.field(default_factory=set)  # units that run before
+    update: bool = False
+
+
+class _Order:
+    """Works out the order of a program's steps; used once.
+
+    A step that leaves nothing in memory runs when somebody reads it. A product is one unit with what is written in
+    its place, such as the update that it alone feeds. Units are named by their last step.
+    """
+
+    def __init__(self, program: Program, life: Residency, donated: Collection[int], update: Sequence[bool]):
+        self.program, self.life = program, life
+        self.tensors, ops = program.tensors, program.operators
+        self.all = program.body.steps
+        self.update = [isinstance(s, int) and update[s] for s in self.all]
+        members = [[s] if isinstance(s, int) else _members(s) for s in self.all]
+        step_of = {op: k for k, inside in enumerate(members) for op in inside}
+        producers, consumers = program.producers(), program.consumers()
+        self.makers = [step_of.get(op, -1) for op, _ in producers]
+        self.effects = [any(getattr(ops[i].eqn, "effects", ()) for i in inside) for inside in members]
+        readers = [{step_of.get(u, -1) for u, _ in users} for users in consumers]  # -1: the program's end
+        self.results = [
+            [r for i in m for r in ops[i].results if readers[r] - {k}] for k, m in enumerate(members)
+        ]
+        self.users = [set().union(*(readers[r] for r in made)) - {k} for k, made in enumerate(self.results)]
+        self.operands = [self.read(k, inside) for k, inside in enumerate(members)]
+        given = frozenset(donated)
+        self.stays = {ops[i].results[0] for k, i in enumerate(program.inputs) if k not in given}
+        self.stays.update(a for i in program.outputs for a in ops[i].operands if not isinstance(a, Literal))
+
+    def read(self, k: int, members: Sequence[int]) -> list[int]:
+        """Tensors that a step takes from before it."""
+        step = self.all[k]
+        read = [a for i in members for a in self.program.operators[i].operands]
+        read += () if isinstance(step, int) else step.operands
+        return list(dict.fromkeys(a for a in read if not isinstance(a, Literal) and self.makers[a] != k))
+
+    def steps(self) -> list[int]:
+        """Numbers of the steps in the new order."""
+        light = [
+            isinstance(s, int) and not self.effects[k] and is_light(self.program.operators[s])
+            for k, s in enumerate(self.all)
+        ]
+        last = self.joined(light)
+        alone = [True] * len(self.all)
+        for k, end in enumerate(last):
+            if k != end:
+                alone[k] = alone[end] = False
+        units: dict[int, _Unit] = {}
+        behind: dict[int, set[int]] = {}  # of what is not in memory: what it is computed from
+        effect = -1
+        for k, end in enumerate(last):
+            reads = set().union(*(behind.get(a, {a}) for a in self.operands[k]))
+            if light[k] and alone[k] and not any(self.life.held[r] for r in self.results[k]):
+                behind.update(dict.fromkeys(self.results[k], reads))
+                continue
+            unit = units.setdefault(end, _Unit(update=self.update[end]))
+            unit.parts.append(k)
+            unit.reads |= reads
+            if k == end:
+                unit.makes = float(sum(self.tensors[r].nbytes for r in self.results[k]))
+            if self.effects[k]:
+                unit.waits |= {effect}
+                effect = end
+        for end, unit in units.items():
+            unit.reads.difference_update(*(self.results[k] for k in unit.parts))
+            unit.waits |= {last[self.makers[t]] for t in unit.reads if self.makers[t] >= 0}
+            unit.waits -= {end, -1}
+        return self.spelled([k for end in self.greedy(units) for k in units[end].parts])
+
+    def joined(self, light: Sequence[bool]) -> list[int]:
+        """For each step the last one of its unit."""
+        last = list(range(len(self.all)))
+        for k, step in enumerate(self.all):
+            if not isinstance(step, int) or self.program.operators[step].primitive not in PRODUCTS:
+                continue
+            chain = [k]
+            while len(self.users[chain[-1]]) == 1 and len(self.results[chain[-1]]) == 1:
+                (r,), (u,) = self.results[chain[-1]], self.users[chain[-1]]
+                if u < 0 or not light[u] or len(self.results[u]) != 1 or last[u] != u or (u in chain):
+                    break
+                absorbed = self.update[u] or not self.life.held[r]
+                if not absorbed or self.tensors[self.results[u][0]].nbytes > self.tensors[r].nbytes:
+                    break
+                chain.append(u)
+            for part in chain:
+                last[part] = chain[-1]
+        return last
+
+    def greedy(self, units: dict[int, _Unit]) -> list[int]:
+        """Of the units that can run the one that frees most, and of those the first."""
+        left: dict[int, int] = {}
+        then: dict[int, list[int]] = {}
+        for end, unit in units.items():
+            for t in unit.reads:
+                left[t] = left.get(t, 0) + 1
+            for w in unit.waits:
+                then.setdefault(w, []).append(end)
+        waits = {end: len(unit.waits) for end, unit in units.items()}
+        updates = {end for end, unit in units.items() if unit.update and not waits[end]}
+        ahead = sorted(units)
+        out: list[int] = []
+
+        def frees(end: int) -> float:
+            ends = [t for t in units[end].reads if left[t] == 1 and t not in self.stays]
+            return sum(self.tensors[t].nbytes for t in ends) - units[end].makes
+
+        while ahead:
+            best = max([u for u in ahead[:_AHEAD] if not waits[u]], key=lambda u: (frees(u), -u))
+            if updates and frees(best) < 0:
+                best = min((u for u in updates if frees(u) >= 0), default=best)
+            ahead.remove(best)
+            updates.discard(best)
+            out.append(best)
+            for t in units[best].reads:
+                left[t] -= 1
+            for u in then.get(best, ()):
+                waits[u] -= 1
+                if not waits[u] and units[u].update:
+                    updates.add(u)
+        return out
+
+    def spelled(self, order: Sequence[int]) -> list[int]:
+        """All steps, each after what it reads."""
+        out: dict[int, None] = {}
+        for k in (*order, *range(len(self.all))):
+            ahead = [k]
+            while ahead:
+                before = [self.makers[a] for a in self.operands[ahead[-1]]]
+                missing = [m for m in before if m >= 0 and m not in out]
+                if missing and ahead[-1] not in out:
+                    ahead += missing
+                else:
+                    out.setdefault(ahead.pop())
+        return list(out)
+
+
+def _members(call: Call) -> list[int]:
+    inner = [op for block in call.blocks for op in operators_of(block)]
+    return sorted({*inner, *(i for ids in call.boundary.values() for i in ids)})
+
+
+def renumbered(program: Program, steps: Sequence[int]) -> Program:
+    """The program with the steps of its body in another order: operators numbered by it, arguments first."""
+    ops, body = program.operators, [program.body.steps[k] for k in steps]
+    order = [op.id for op in ops if op.kind in ("input", "const")]
+    order += [op for step in body for op in ([step] if isinstance(step, int) else _members(step))]
+    order = list(dict.fromkeys((*order, *range(len(ops)))))
+    new = {old: k for k, old in enumerate(order)}
+
+    def block(b: Block) -> Block:
+        return Block(b.inputs, b.outputs, tuple([new[s] if isinstance(s, int) else call(s) for s in b.steps]))
+
+    def call(c: Call) -> Call:
+        bound = {role: tuple([new[i] for i in ids]) for role, ids in c.boundary.items()}
+        return dataclasses.replace(c, blocks=tuple([block(b) for b in c.blocks]), boundary=bound)
+
+    def moved(old: int, k: int) -> Operator:
+        op = ops[old]
+        return dataclasses.replace(op, id=k, name=operator_name(op)) if k != old else op
+
+    return dataclasses.replace(
+        program,
+        operators=tuple([moved(old, k) for k, old in enumerate(order)]),
+        inputs=tuple([new[i] for i in program.inputs]),
+        outputs=tuple([new[i] for i in program.outputs]),
+        body=block(dataclasses.replace(program.body, steps=tuple(body))),
+        pins=tuple([(new[op], *rest) for op, *rest in program.pins]),
+        traced=tuple([new[old] for old in range(len(ops))]),
+    )
