@@ -18,6 +18,7 @@ Worked case.  A tree: one pass forwards and one back give the exact minimum.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections import deque
@@ -36,6 +37,8 @@ LARGE = 2000  # mean entries of a table above which fewer rounds count for more 
 LONG = 1 << 20  # messages above which index arrays are made anew in each pass
 ALIKE = 4  # edges of a level with one table that are worked on together without copying it
 FEW = 20_000  # entries of tables that are worked on in less time than it takes numpy to begin
+ROOM = 1 << 17  # entries of tables worked on in one operation: what is computed on the way stays in the cache
+HEAVY = 2_000_000  # entries of all tables from which on most passes are made in half precision
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,9 @@ class Group:
     # tables (k, m). The sender's states come first: minima over the first axis run along the memory.
     tables: Floats | tuple[Floats, ...]
     wide: bool
+
+
+Groups = tuple[list[list[Group]], list[list[Group]]]
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,8 @@ class Chain:
     first: Ints  # (n + 1,) where each variable's states begin
     levels: list[tuple[int, int]]  # walk positions [a, b)
     collect: list[tuple[Ints, Ints]]  # per level: (state within level, message index)
-    groups: tuple[list[list[Group]], list[list[Group]]]  # forwards and backwards, per level
+    groups: Groups  # forwards and backwards, per level
+    light: Callable[[], Groups] | None  # the same in single precision, where the tables are many
     share: Floats  # per state: what each edge ahead gets
     keeps: tuple[Floats, Floats]  # per variable: what stays, forwards and backwards
     # Per level, for rounding: like collect, only messages from later variables; and table rows. Made when asked for.
@@ -175,6 +182,13 @@ def chain_of(graph: Graph) -> Chain:
         small: dict[int, list[_Few]] = {}
 
         def add(at: int, e: Ints, k: int, m: int, tables: Floats | tuple[Floats, ...]) -> None:
+            most = len(e) if isinstance(tables, tuple) else max(1, ROOM // (k * m))
+            for a in range(0, len(e), most):
+                part = slice(a, a + most)
+                split = not isinstance(tables, tuple) and tables.shape[1] > 1
+                add_part(at, e[part], k, m, tables[:, part] if split else tables)  # type: ignore[call-overload]
+
+        def add_part(at: int, e: Ints, k: int, m: int, tables: Floats | tuple[Floats, ...]) -> None:
             wide = not isinstance(tables, tuple) and len(e) > m
             if not isinstance(tables, tuple):  # (k, n or 1, m)
                 tables = np.ascontiguousarray(tables.transpose(0, 2, 1)) if wide else tables
@@ -192,8 +206,12 @@ def chain_of(graph: Graph) -> Chain:
                 small.setdefault(at, []).append(few)
                 continue
             if k * m > STACK:
-                alone = [(e, arrays[t]) for t, some in by_table.items() for e in some]
-                add(at, np.array([e for e, _ in alone], dtype=np.int64), k, m, tuple([t for _, t in alone]))
+                alone = [(e, arrays[t]) for t, some in by_table.items() for e in some if len(some) == 1]
+                if alone:
+                    add(at, np.array([e for e, _ in alone], dtype=np.int64), k, m, tuple([t for _, t in alone]))
+                for t, some in by_table.items():
+                    if len(some) > 1:
+                        add(at, np.array(some, dtype=np.int64), k, m, arrays[t][:, None])
                 continue
             rest: list[tuple[int, Floats]] = []
             for t, some in by_table.items():
@@ -231,16 +249,16 @@ def chain_of(graph: Graph) -> Chain:
     forth, back = np.bincount(low, minlength=n), np.bincount(high, minlength=n)
     most = np.maximum(np.maximum(forth, back), 1)
     keeps = (1.0 - forth / most, 1.0 - back / most)
+    groups = (grouped(low, high, at_low, at_high, False), grouped(high, low, at_high, at_low, True))
+    heavy = sum(arrays[t].size for t in table.tolist()) > HEAVY
     return Chain(
         variables,
         np.concatenate(unary) if unary else np.zeros(0),
         first,
         levels,
         listing(np.concatenate([low, high]), np.concatenate([at_low, at_high])),
-        (
-            grouped(low, high, at_low, at_high, False),
-            grouped(high, low, at_high, at_low, True),
-        ),
+        groups,
+        functools.cache(functools.partial(_lightened, groups)) if heavy else None,
         np.repeat(1.0 / most, size),
         keeps,
         functools.cache(ahead),
@@ -318,11 +336,35 @@ def _filled(batch: list[_Few], states: int, messages: int) -> Group:
     )
 
 
-def sweep(chain: Chain, backwards: bool, slack: Floats | None = None) -> float:
-    """One pass; returns the bound it proves (without the graph's offset)."""
+def _lightened(groups: Groups) -> Groups:
+    """The same groups with tables in single precision; what shared a table still does."""
+    known: dict[tuple, Floats] = {}
+
+    def single(table: Floats) -> Floats:
+        at = table.__array_interface__
+        key = (at["data"], at["strides"], table.shape)
+        if key not in known:
+            known[key] = table.astype(np.float32)
+        return known[key]
+
+    def lighter(group: Group) -> Group:
+        tables = group.tables
+        light = tuple(map(single, tables)) if isinstance(tables, tuple) else single(tables)
+        return dataclasses.replace(group, tables=light)
+
+    forth, back = ([[lighter(g) for g in level] for level in way] for way in groups)
+    return forth, back
+
+
+def sweep(chain: Chain, backwards: bool, slack: Floats | None = None, light: bool = False) -> float:
+    """One pass; returns the bound it proves (without the graph's offset).
+
+    A `light` pass works on tables in single precision, in half the time: its messages are as good a start for the
+    next one, but what it returns is a bound only up to rounding.
+    """
     messages, first = chain.messages, chain.first
     keep = chain.keeps[1 if backwards else 0]
-    groups = chain.groups[1 if backwards else 0]
+    groups = (chain.light() if light and chain.light else chain.groups)[1 if backwards else 0]
     share = np.zeros(len(chain.unary) + 1)  # the last for states that only fill up a group
     bound = 0.0
     order = range(len(chain.levels))
@@ -341,8 +383,10 @@ def sweep(chain: Chain, backwards: bool, slack: Floats | None = None) -> float:
                 k, m = group.tables[0].shape if isinstance(group.tables, tuple) else _ends(group)
                 group = _spelled(group, k, m)
             given = share[group.own] - messages[group.heard]
+            if light:
+                given = given.astype(np.float32)
             if isinstance(group.tables, tuple):
-                sent = np.empty(group.told.shape)
+                sent = np.empty(group.told.shape, given.dtype)
                 for e, table in enumerate(group.tables):
                     np.minimum.reduce(table + given[:, e, None], axis=0, out=sent[e])
             else:
@@ -406,65 +450,38 @@ def pass_messages(
     passed = Passed(-np.inf, np.zeros(len(chain.unary)), -np.inf, 0)
     history: list[float] = []
     rounds = 0
+    light = chain.light is not None
     while rounds < most:
+        rounds += 1
+        told = rounds in (2, 5) or rounds % 10 == 0
+        late = time.monotonic() > deadline
+        if light and not told and not late:
+            sweep(chain, backwards=False, light=True)
+            sweep(chain, backwards=True, light=True)
+            history.append(passed.bound)
+            continue
         begun = sweep(chain, backwards=False) + graph.offset
         fresh = np.zeros(len(chain.unary))
         bound = sweep(chain, backwards=True, slack=fresh) + graph.offset
-        rounds += 1
         if bound > passed.bound:
             # The backward pass starts from the forward pass's bound and only rises, so each
             # variable's slack comes on top of at least that.
             passed = Passed(bound, fresh, begun, rounds)
         best, stop = passed.bound, False
         history.append(best)
-        if on_round is not None and (rounds in (2, 5) or rounds % 10 == 0):
+        if on_round is not None and told:
             target, stop = on_round(passed, False)
-        if stop or best >= target or time.monotonic() > deadline:
+        if stop or best >= target or late or time.monotonic() > deadline:
             break
         if rounds >= 20 and best - history[-11] < patience * (target - best):
+            if light:  # it may be the rounding that stalls
+                light = False
+                continue
             if on_round is not None:
                 target, stop = on_round(passed, True)
             if stop or best >= target or best - history[-11] < patience * (target - best):
                 break
     return passed
-
-
-Heard = dict[tuple[int, int], tuple[Ints, Floats]]  # (hearer, neighbour) -> original states, message
-
-
-def heard_in(graph: Graph, chain: Chain) -> Heard:
-    """What every variable heard last: a start for the passes on a similar core (any start is valid)."""
-    out: Heard = {}
-    subsets = graph.tables.subsets.arrays
-    names = chain.variables
-    size = np.diff(chain.first).tolist()
-    for (i, j), (p, q) in zip(chain.ends.tolist(), chain.places.tolist(), strict=True):
-        v, w = names[i], names[j]
-        out[v, w] = subsets[graph.states[v]], chain.messages[p : p + size[i]].copy()
-        out[w, v] = subsets[graph.states[w]], chain.messages[q : q + size[j]].copy()
-    return out
-
-
-def hear(graph: Graph, chain: Chain, heard: Heard) -> None:
-    """Start a chain from earlier messages (in place); states that are new to them start from zero."""
-    subsets = graph.tables.subsets.arrays
-    names = chain.variables
-    size = np.diff(chain.first).tolist()
-    for (i, j), places in zip(chain.ends.tolist(), chain.places.tolist(), strict=True):
-        for here, there, place in ((i, j, places[0]), (j, i, places[1])):
-            found = heard.get((names[here], names[there]))
-            if found is None:
-                continue
-            message = for_states(*found, subsets[graph.states[names[here]]])
-            chain.messages[place : place + size[here]] = message
-
-
-def for_states(states: Ints, message: Floats, mine: Ints) -> Floats:
-    """A message about some states as one about others; what it does not know is zero."""
-    if mine is states:
-        return message
-    at = np.minimum(np.searchsorted(states, mine), len(states) - 1)
-    return np.where(states[at] == mine, message[at], 0.0)
 
 
 def positions(graph: Graph, chain: Chain, chosen: list[int]) -> Ints:

@@ -23,17 +23,15 @@ import numpy as np
 
 from jshard._search.bound import (
     Chain,
-    Heard,
     Passed,
     chain_of,
-    hear,
-    heard_in,
     pass_messages,
     positions,
     rounded,
 )
 from jshard._search.eliminate import Finished, eliminate, read_off
 from jshard._search.fold import fold, retell
+from jshard._search.heard import Heard, hear, heard_in
 from jshard._search.improve import Local, energy_of, improve, local_of
 from jshard._search.network import Floats, Ints
 from jshard._search.reduce import Contradiction, Graph, backtrack, reduce
@@ -170,6 +168,8 @@ def tighten(
         # Where an answer is sought, if one is.
         local = functools.cache(functools.partial(local_of, rest, chain.variables))
         total = len(chain.unary)
+        patience = [20]  # rounds before the next dive
+        few = [False]  # whether few enough states are left to drop the others now
 
         def look(
             passed: Passed,
@@ -179,6 +179,9 @@ def tighten(
             local: Callable[[], Local] = local,
             levels: tuple[Level, ...] = levels,
             total: int = total,
+            patience: list[int] = patience,
+            few: list[bool] = few,
+            most_left: float = 0.3,
         ) -> tuple[float, bool]:
             """Answers from the messages; the bound that would close, and whether to drop states now."""
             bound = passed.bound
@@ -192,17 +195,22 @@ def tighten(
                 )
                 if cost < min(search.best, near.offset + near.price):
                     offer(search, levels, cost, positions(rest, chain, chosen))
-            if not search.closed(bound) and passed.passes >= 10 and (hard or passed.passes % 20 == 0):
+            if not search.closed(bound) and (hard or passed.passes >= patience[0]):
+                before = search.best
                 dive(search, levels, rest, passed.slack_of(chain))
+                # A dive in vain is worth another one when the messages have had as many rounds again.
+                patience[0] = passed.passes + (20 if search.best < before else max(20, passed.passes))
             room = search.best - passed.slack_bound
             left = int(np.count_nonzero(passed.slack <= room)) if room < np.inf else total
             target = search.best - max(search.gap * abs(bound), TOLERANCE * abs(search.best))
-            return target, left <= 0.3 * total and not search.patient
+            few[0] = left <= most_left * total and not search.patient
+            return target, few[0]
 
         passed: Passed = pass_messages(
             rest, chain, target=np.inf, deadline=search.deadline, most=most, on_round=look
         )
-        look(passed, True)
+        if not few[0]:
+            look(passed, True)
         bound = passed.bound
         if search.patient and search.heard is None:
             search.heard = heard_in(rest, chain)
@@ -217,7 +225,7 @@ def tighten(
             level, after = descend(trimmed, touched)
         except Contradiction:
             return levels, None, search.best, {}  # nothing cheaper than the best is left
-        start = functools.partial(hear, heard=heard_in(rest, chain))
+        start = functools.partial(hear, heard=heard_in(rest, chain), before=rest)
         levels, rest = (*levels, level), after
         search.report(f"fixing: {dropped} of {total} states excluded, core {len(rest.core)} variables")
 
