@@ -208,7 +208,13 @@ def chain_of(graph: Graph) -> Chain:
             if k * m > STACK:
                 alone = [(e, arrays[t]) for t, some in by_table.items() for e in some if len(some) == 1]
                 if alone:
-                    add(at, np.array([e for e, _ in alone], dtype=np.int64), k, m, tuple([t for _, t in alone]))
+                    add(
+                        at,
+                        np.array([e for e, _ in alone], dtype=np.int64),
+                        k,
+                        m,
+                        tuple([t for _, t in alone]),
+                    )
                 for t, some in by_table.items():
                     if len(some) > 1:
                         add(at, np.array(some, dtype=np.int64), k, m, arrays[t][:, None])

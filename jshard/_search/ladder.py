@@ -157,6 +157,7 @@ def tighten(
     Messages survive the dropping, and may come from a similar core (`start`).
     Returns (levels, core or None when closed, bound, slack of the core's variables).
     """
+    soon = 20 if start is None else 5  # rounds before the first dive: those of a start may be as good as done
     while True:
         core = rest.core
         if not core:
@@ -168,7 +169,7 @@ def tighten(
         # Where an answer is sought, if one is.
         local = functools.cache(functools.partial(local_of, rest, chain.variables))
         total = len(chain.unary)
-        patience = [20]  # rounds before the next dive
+        patience = [soon]  # rounds before the next dive
         few = [False]  # whether few enough states are left to drop the others now
 
         def look(
@@ -181,7 +182,6 @@ def tighten(
             total: int = total,
             patience: list[int] = patience,
             few: list[bool] = few,
-            most_left: float = 0.3,
         ) -> tuple[float, bool]:
             """Answers from the messages; the bound that would close, and whether to drop states now."""
             bound = passed.bound
@@ -199,11 +199,12 @@ def tighten(
                 before = search.best
                 dive(search, levels, rest, passed.slack_of(chain))
                 # A dive in vain is worth another one when the messages have had as many rounds again.
-                patience[0] = passed.passes + (20 if search.best < before else max(20, passed.passes))
+                patience[0] = max(20, passed.passes * (1 + (search.best == before)))
             room = search.best - passed.slack_bound
             left = int(np.count_nonzero(passed.slack <= room)) if room < np.inf else total
             target = search.best - max(search.gap * abs(bound), TOLERANCE * abs(search.best))
-            few[0] = left <= most_left * total and not search.patient
+            # Where the messages are a start for a larger core they are worth some more passes.
+            few[0] = left <= (0.05 if search.patient else 0.3) * total
             return target, few[0]
 
         passed: Passed = pass_messages(
@@ -226,7 +227,7 @@ def tighten(
         except Contradiction:
             return levels, None, search.best, {}  # nothing cheaper than the best is left
         start = functools.partial(hear, heard=heard_in(rest, chain), before=rest)
-        levels, rest = (*levels, level), after
+        levels, rest, soon = (*levels, level), after, 20
         search.report(f"fixing: {dropped} of {total} states excluded, core {len(rest.core)} variables")
 
 

@@ -1,0 +1,89 @@
+"""Messages that survive the dropping of states: the bound goes on where it stood, on tables of every kind."""
+
+import numpy as np
+import pytest
+
+from jshard._search.bound import chain_of, pass_messages, sweep
+from jshard._search.heard import hear, heard_in, moved
+from jshard._search.ladder import kept
+from jshard._search.network import build
+from jshard._search.reduce import Contradiction, graph_of, reduce
+from jshard._search.solve import solve
+
+
+def random_network(seed: int, variables: int = 14, states: int = 9, forbidden: float = 0.1):
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(3, states + 1, variables).tolist()
+    unary = [rng.integers(0, 40, k).astype(float) for k in sizes]
+    edges = []
+    for i in range(variables):
+        for j in sorted(rng.choice(variables, 4, replace=False).tolist()):
+            if i < j:
+                table = rng.integers(0, 40, (sizes[i], sizes[j])).astype(float)
+                table[rng.random(table.shape) < forbidden] = np.inf
+                table[0, 0] = 50.0
+                edges.append((i, j, table))
+    return build(unary, edges)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_bound_goes_on_where_it_stood(seed):
+    graph = reduce(graph_of(random_network(seed)))
+    if not graph.core:
+        pytest.skip("reduced to nothing")
+    chain = chain_of(graph)
+    passed = pass_messages(graph, chain, target=np.inf, deadline=np.inf, most=20)
+    every = np.sort(passed.slack)
+    try:
+        small, _, dropped = kept(graph, passed.slack_of(chain), float(every[len(every) * 3 // 4]))
+    except Contradiction:
+        pytest.skip("too few states have no answer")
+    assert dropped
+    fewer = chain_of(small)
+    hear(small, fewer, heard_in(graph, chain), before=graph)
+    # Fewer states can only cost more, and what was moved into the unaries is no longer in the messages. The walk's
+    # order may be another one, which shares costs a little differently.
+    assert sweep(fewer, backwards=False) + small.offset >= passed.bound - 1e-3 * abs(passed.bound)
+    fewer.messages[:] = 0.0
+    assert sweep(fewer, backwards=False) + small.offset < 0.97 * passed.bound
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_moved_finds_what_was_taken_from_rows_and_columns(seed):
+    rng = np.random.default_rng(seed)
+    new = rng.integers(0, 30, (6, 8)).astype(float)
+    new[rng.random(new.shape) < 0.3] = np.inf
+    a, b = rng.integers(0, 30, 6).astype(float), rng.integers(0, 30, 8).astype(float)
+    found = moved(new + a[:, None] + b, new)
+    assert found is not None
+    finite = np.isfinite(new)
+    assert np.array_equal((found[0][:, None] + found[1])[finite], (a[:, None] + b)[finite])
+    other = new.copy()
+    i, j = np.argwhere(finite & (finite.sum(axis=0) > 1) & (finite.sum(axis=1) > 1)[:, None])[0]
+    other[i, j] += 1.0
+    again = moved(other + a[:, None] + b, new)
+    if again is not None:  # the pair alone joined two parts of the table
+        assert np.array_equal((again[0][:, None] + again[1])[finite], (other - new + a[:, None] + b)[finite])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_light_passes_prove_no_more_than_there_is(seed, monkeypatch):
+    """In single precision only messages are made: bound and slack come from passes in full precision."""
+    monkeypatch.setattr("jshard._search.bound.HEAVY", 0)
+    monkeypatch.setattr("jshard._search.bound.STACK", 20)
+    monkeypatch.setattr("jshard._search.bound.ROOM", 100)
+    network = random_network(seed, forbidden=0.05)
+    graph = reduce(graph_of(network))
+    chain = chain_of(graph)
+    assert chain.light is not None
+    passed = pass_messages(graph, chain, target=np.inf, deadline=np.inf, most=60)
+    light = solve(network)
+    monkeypatch.undo()
+    best = solve(network)
+    assert light.cost == best.cost and light.bound == best.bound == best.cost
+    assert passed.bound <= best.cost * (1 + 1e-12)
+    where = {v: chain.first[i] for i, v in enumerate(chain.variables)}
+    for v in graph.core:  # no state of the best answer is ruled out
+        at = graph.tables.position(graph.states[v]).get(int(best.assignment[v]))
+        if at is not None:
+            assert passed.slack_bound + passed.slack[where[v] + at] <= best.cost * (1 + 1e-12)
