@@ -24,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -344,9 +345,9 @@ def _filled(batch: list[_Few], states: int, messages: int) -> Group:
 
 def _lightened(groups: Groups) -> Groups:
     """The same groups with tables in single precision; what shared a table still does."""
-    known: dict[tuple, Floats] = {}
+    known: dict[tuple, Any] = {}
 
-    def single(table: Floats) -> Floats:
+    def single(table: Floats) -> Any:
         at = table.__array_interface__
         key = (at["data"], at["strides"], table.shape)
         if key not in known:
