@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from jshard._search.bound import chain_of, pass_messages, sweep
+from jshard._search.bound import pass_messages, sweep
+from jshard._search.chain import chain_of
 from jshard._search.heard import hear, heard_in, moved
 from jshard._search.ladder import kept
 from jshard._search.network import build
@@ -69,9 +70,9 @@ def test_moved_finds_what_was_taken_from_rows_and_columns(seed):
 @pytest.mark.parametrize("seed", range(8))
 def test_light_passes_prove_no_more_than_there_is(seed, monkeypatch):
     """In single precision only messages are made: bound and slack come from passes in full precision."""
-    monkeypatch.setattr("jshard._search.bound.HEAVY", 0)
-    monkeypatch.setattr("jshard._search.bound.STACK", 20)
-    monkeypatch.setattr("jshard._search.bound.ROOM", 100)
+    monkeypatch.setattr("jshard._search.chain.HEAVY", 0)
+    monkeypatch.setattr("jshard._search.chain.STACK", 20)
+    monkeypatch.setattr("jshard._search.chain.ROOM", 100)
     network = random_network(seed, forbidden=0.05)
     graph = reduce(graph_of(network))
     chain = chain_of(graph)

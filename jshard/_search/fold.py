@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jshard._search.bound import Chain
+from jshard._search.chain import Chain
 from jshard._search.heard import Heard, for_states
 from jshard._search.network import Ints
 from jshard._search.reduce import Graph

@@ -21,7 +21,7 @@ import functools
 
 import numpy as np
 
-from jshard._search.bound import Chain
+from jshard._search.chain import Chain
 from jshard._search.network import Floats, Ints
 from jshard._search.reduce import Graph
 

@@ -21,14 +21,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jshard._search.bound import (
-    Chain,
-    Passed,
-    chain_of,
-    pass_messages,
-    positions,
-    rounded,
-)
+from jshard._search.bound import Passed, pass_messages, rounded
+from jshard._search.chain import Chain, chain_of, positions
 from jshard._search.eliminate import Finished, eliminate, read_off
 from jshard._search.fold import fold, retell
 from jshard._search.heard import Heard, hear, heard_in
