@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
@@ -66,3 +67,25 @@ def test_level_1_needs_the_least_memory_on_a_training_step():
     assert least <= compiled_peak(sharded[0], *args)
     if sharded[2].plan(*args).decision != sharded[0].plan(*args).decision:
         assert least <= compiled_peak(sharded[2], *args)
+
+
+def test_level_1_gathers_weights_in_the_loop_that_reads_them():
+    """Whole stacks that enter a loop stay until it ends, all of them at once."""
+
+    def turn(x, weights):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return x, None
+
+    def step(stacks, x):
+        def loss(stacks):
+            return (jax.lax.scan(jax.checkpoint(turn), x, stacks)[0] ** 2).mean()
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, stacks, jax.grad(loss)(stacks))
+
+    stacks = [jax.ShapeDtypeStruct((4, 64, 64), "float32")] * 6
+    f = jshard.shard(step, in_strategy=(None, (8, None)), level=1, mesh=auto(8), donate_argnums=(0,))
+    plan = f.plan(stacks, jax.ShapeDtypeStruct((16, 64), "float32"))
+    assert plan.cost.peak_bytes < 0.5 * sum(4 * 64 * 64 * 4 for _ in stacks)
+    gathered = [c.tensor for c in plan.collectives if c.operator.startswith("scan_xs")]
+    assert len(gathered) < len(stacks), gathered

@@ -9,7 +9,8 @@ pass equal layouts and charges the move to "moved"; so every answer of the first
 of this one, at the same cost, and the copy's bytes are the copy variable's own.
 
 What is held: an argument throughout, unless it is donated; any other value from its making until its relay or
-its last reader has it; a relay from its first reader to its last; a copy from its reader until that is done.
+its last reader has it; a relay from its first reader to its last; a copy from its reader until that is done, and one
+that enters a loop until the loop is.
 A bound on this is a bound on the peak of the schedule, which never holds less (`peak.py` counts that one exactly).
 
 Worked case.  A weight cut 8 ways, gathered for one product: the argument holds 1/8 all the time, the copy
@@ -29,7 +30,7 @@ from jshard._cost.residency import residency, reuses
 from jshard._layout import Layout
 from jshard._plan.network import Carry, Problem
 from jshard._plan.states import Choices
-from jshard._program.graph import Block, Literal, Program
+from jshard._program.graph import Block, Literal, Program, operators_of
 from jshard._search import CostNetwork, Memory
 
 
@@ -50,7 +51,7 @@ class _Writer:
         self.program = problem.program
         self.mesh = problem.topology.mesh
         self.life = residency(problem.program, problem.donated)
-        self.first = _first_times(problem.program)
+        self.first, self.loops = _first_times(problem.program), _loop_ends(problem.program)
         self.producers, self.consumers = problem.program.producers(), problem.program.consumers()
         base = problem.network
         self.unary, self.pairwise = list(base.unary), list(base.pairwise)
@@ -226,7 +227,7 @@ class _Writer:
             return 2 * c.reader, 2 * c.reader + 1
         if c.reader >= 0:
             op = self.program.operators[c.reader]
-            until = op.id
+            until = self.loops.get(op.id, op.id)
             if op.results and not any(self.life.held[r] for r in op.results):
                 until = max(until, *(self.life.needed[r] for r in op.results))
             return 2 * op.id, 2 * until + 2
@@ -290,6 +291,26 @@ def _first_times(program: Program) -> dict[int, int]:
                 ids = [i for role in step.boundary.values() for i in role]
                 for t in step.results:
                     found[t] = min([*ids, producers[t][0]])
+            for inner in step.blocks:
+                visit(inner)
+
+    visit(program.body)
+    return found
+
+
+def _loop_ends(program: Program) -> dict[int, int]:
+    """For each operator that hands a loop its constants and stacks, the last one of the loop: they stay until then."""
+    found: dict[int, int] = {}
+
+    def visit(block: Block) -> None:
+        for step in block.steps:
+            if isinstance(step, int):
+                continue
+            if step.kind in ("scan", "while"):
+                last = max([*(i for inner in step.blocks for i in operators_of(inner)), -1])
+                found.update(
+                    (i, max(i, last)) for role in ("const", "xs") for i in step.boundary.get(role, ())
+                )
             for inner in step.blocks:
                 visit(inner)
 
