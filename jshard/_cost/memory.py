@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
+import numpy as np
+
+from jshard._program.arrays import Bools
 from jshard._program.graph import Literal, Operator, Program
 
 
@@ -46,47 +49,51 @@ class Lifetimes:
     `folded` are the transpositions that a product makes while it writes.
     """
 
-    stored: tuple[bool, ...]
-    start: tuple[int, ...]
-    end: tuple[int, ...]
+    stored: Sequence[bool]
+    start: Sequence[int]
+    end: Sequence[int]
     length: int
     folded: frozenset[int] = frozenset()
 
 
 def lifetimes(program: Program, donated: Collection[int] = ()) -> Lifetimes:
     """Lifetimes of all tensors; `donated` are the flat indices of the donated arguments."""
-    ops = program.operators
-    n = len(ops)
-    producers, consumers = program.producers(), program.consumers()
-    stored, start, end = [], [], []
+    a, n = program.arrays, len(program.operators)
     given = frozenset(donated)
-    kept = {i for k, i in enumerate(program.inputs) if k not in given}
-    returned = set(program.outputs)
-    light = [not is_heavy(op) for op in ops]
-    for (maker, _), readers in zip(producers, consumers, strict=True):
-        users = [u for u, _ in readers]
-        fused = False
-        if len(users) == 1 and maker >= 0 and light[maker] and light[users[0]]:
-            # A reduction reads what feeds it in one pass, but its own result starts a new kernel.
-            same = ops[users[0]].repeat == ops[maker].repeat
-            fused = same and not ops[maker].primitive.startswith(_REDUCING)
-        stored.append(bool(users) and not fused)
-        start.append(max(maker, 0))
-        last = max(users, default=maker)
-        if maker in kept or not returned.isdisjoint(users):
-            last = n - 1
-        # A carry's last operand is made inside the loop, after the boundary operator's own number.
-        end.append(max(last, maker) + 1)
-    folded = frozenset(
-        users[0][0]
-        for op in ops
-        if op.kind == "eqn" and op.primitive in _TRANSPOSED
-        for users in (consumers[op.results[0]],)
-        if len(users) == 1
-        and ops[users[0][0]].primitive == "transpose"
-        and ops[users[0][0]].repeat == op.repeat
+    kept = np.zeros(n, dtype=bool)
+    kept[[i for k, i in enumerate(program.inputs) if k not in given]] = True
+    order, begin = a.by_tensor
+    count = np.diff(begin)
+    light, reducing = ~heavy_of(program), a.named(_REDUCING)
+    made = a.maker >= 0
+    # Of those with one reader; what has none or several is looked at with the first there is.
+    one = order[np.minimum(begin[:-1], max(len(order) - 1, 0))] if len(order) else a.maker * 0
+    user = a.reader[one] if len(order) else a.maker * 0
+    same = a.repeat[user] == a.repeat[a.maker]
+    # A reduction reads what feeds it in one pass, but its own result starts a new kernel.
+    fused = (count == 1) & made & light[a.maker] & light[user] & same & ~reducing[a.maker]
+    last = a.maker.copy()
+    last[count > 0] = 0
+    np.maximum.at(last, a.read, a.reader)
+    returned = np.zeros(n, dtype=bool)
+    returned[list(program.outputs)] = True
+    last[(made & kept[a.maker]) | (np.bincount(a.read, returned[a.reader], len(a.maker)) > 0)] = n - 1
+    # A carry's last operand is made inside the loop, after the boundary operator's own number.
+    end = np.maximum(last, a.maker) + 1
+    ops = np.flatnonzero(a.which(_TRANSPOSED))
+    t = a.result[a.result_begin[ops]]
+    t = t[(count[t] == 1) & same[t] & a.which(frozenset(("transpose",)))[user[t]]]
+    stored = (count > 0) & ~fused
+    return Lifetimes(
+        stored.tolist(), np.maximum(a.maker, 0).tolist(), end.tolist(), n, frozenset(user[t].tolist())
     )
-    return Lifetimes(tuple(stored), tuple(start), tuple(end), n, folded)
+
+
+def heavy_of(program: Program) -> Bools:
+    """(operators,) whether each is heavy."""
+    a = program.arrays
+    first = np.unique(a.primitive, return_index=True)[1].tolist()
+    return np.array([is_heavy(program.operators[i]) for i in first], dtype=bool)[a.primitive]
 
 
 def stored_operands(op: Operator, life: Lifetimes) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
-from jshard._cost.memory import PRODUCTS, is_heavy
+from jshard._cost.memory import PRODUCTS, heavy_of, is_heavy
 from jshard._program.arrays import Bools, Ints
 from jshard._program.graph import Block, Literal, Operator, Program
 
@@ -105,8 +105,7 @@ def traits_of(program: Program) -> Traits:
     first = np.unique(a.primitive, return_index=True)[1].tolist()
     some = [program.operators[i] for i in first]
     found = [np.array([f(op) for op in some], dtype=bool)[a.primitive] for f in (is_light, fuses, reuses)]
-    scatters = np.array([name.startswith("scatter") for _, name in a.primitives], dtype=bool)
-    for i in np.flatnonzero(scatters[a.primitive]).tolist():
+    for i in np.flatnonzero(a.named(("scatter",))).tolist():
         for each, f in zip(found, (is_light, fuses, reuses), strict=True):
             each[i] = f(program.operators[i])
     return Traits(*found)
@@ -232,8 +231,7 @@ def _widens(program: Program) -> Bools:
 def _dear(program: Program, fluid: Bools, traits: Traits) -> list[int]:
     """Of the tensors that all readers can compute, those that are summed, read twice more, and dear to compute."""
     a = program.arrays
-    summing = np.array([name.startswith(_REDUCTIONS) for _, name in a.primitives], dtype=bool)
-    summed = np.bincount(a.read, summing[a.primitive[a.reader]], len(a.maker)) > 0
+    summed = np.bincount(a.read, a.named(_REDUCTIONS)[a.reader], len(a.maker)) > 0
     out, sources = [], {}
     order, begin = a.by_tensor
     for t in np.flatnonzero(fluid & summed & a.which(_EXPENSIVE)[a.maker]).tolist():
@@ -276,9 +274,7 @@ def _absorb(program: Program, traits: Traits, fluid: Bools, crossing: Bools) -> 
     order, begin = a.by_tensor
     by, bounds = a.reader[order].tolist(), begin.tolist()
     light = (traits.light & (np.diff(a.result_begin) == 1)).tolist()
-    first = np.unique(a.primitive, return_index=True)[1].tolist()
-    is_dear = np.array([is_heavy(ops[i]) for i in first], dtype=bool)[a.primitive]
-    heavy = np.concatenate([[0], np.cumsum(is_dear)]).tolist()
+    heavy = np.concatenate([[0], np.cumsum(heavy_of(program))]).tolist()
     leaves = crossing.tolist()
     absorbed: dict[int, Sequence[int]] = {}
     taken: set[int] = set()

@@ -16,7 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from jshard._cost.memory import is_heavy
+import numpy as np
+
+from jshard._cost.memory import heavy_of
+from jshard._program.arrays import spans
 from jshard._program.graph import Operator, Program
 from jshard._rules.boundary import is_small
 from jshard._topology import Topology
@@ -30,12 +33,14 @@ def combined(program: Program, topology: Topology) -> Mapping[int, int]:
     if any(w.kind == "shared" for name in topology.mesh.names for w in topology.link(name).wires):
         return {}
     ending = on_the_way(program, set(program.outputs))
-    together = sum(
-        (op.primitive in SUMS or _waits(op, program))
-        and op.repeat == 1
-        and any(r in ending for r in op.results)
-        for op in program.operators
-    )
+    a = program.arrays
+    ends = np.zeros(len(a.maker), dtype=bool)
+    ends[list(ending)] = True
+    adds = a.which(frozenset(SUMS))
+    for i in np.flatnonzero(a.of_kind("scan_ys", "scan_sum")).tolist():
+        adds[i] = _waits(program.operators[i], program)
+    adds &= (a.repeat == 1) & (np.bincount(a.maker, ends, len(adds)) > 0)
+    together = int(adds.sum())
     return dict.fromkeys(ending, together) if together > 1 else {}
 
 
@@ -49,12 +54,22 @@ def _waits(op: Operator, program: Program) -> bool:
 
 def on_the_way(program: Program, passing: set[int], asked: frozenset[int] = frozenset()) -> set[int]:
     """Tensors that go nowhere but, through light operators (none of `asked`), to the operators in `passing`."""
-    consumers = program.consumers()
-    passing, ending = set(passing), set()
-    for op in reversed(program.operators):
-        for r in op.results:
-            if consumers[r] and all([u in passing for u, _ in consumers[r]]):
-                ending.add(r)
-        if ending.issuperset(op.results) and op.kind == "eqn" and op.id not in asked and not is_heavy(op):
-            passing.add(op.id)
-    return ending
+    a, n = program.arrays, len(program.operators)
+    light = a.of_kind("eqn") & ~heavy_of(program)
+    light[list(asked)] = False
+    passes, ends = np.zeros(n, dtype=bool), np.zeros(len(a.maker), dtype=bool)
+    left = np.bincount(a.read, minlength=len(a.maker))  # readers that do not pass
+    missing = np.diff(a.result_begin)  # results that end elsewhere
+    new = np.union1d(np.array(sorted(passing), dtype=np.int64), np.flatnonzero(light & (missing == 0)))
+    while len(new):
+        passes[new] = True
+        read = a.read[spans(a.begin[new], a.begin[new + 1])]
+        np.subtract.at(left, read, 1)
+        read = np.unique(read)
+        done = read[left[read] == 0]
+        ends[done] = True
+        makers = a.maker[done]
+        np.subtract.at(missing, makers, 1)
+        makers = np.unique(makers)
+        new = makers[light[makers] & (missing[makers] == 0) & ~passes[makers]]
+    return set(np.flatnonzero(ends).tolist())

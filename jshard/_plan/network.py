@@ -174,7 +174,8 @@ def _handed_over(program: Program, ties: Sequence[tuple[int, int]], pins: Pins) 
     asked = {op for op, entries in pins.items() if any(not isinstance(key, str) for _, _, key, _ in entries)}
     free = {i for i in program.outputs if i not in asked} - {o for o, _ in ties}
     ending = on_the_way(program, free, frozenset(asked))
-    return frozenset(r for op in program.operators if op.primitive in SUMS for r in op.results if r in ending)
+    sums = np.flatnonzero(program.arrays.which(frozenset(SUMS))).tolist()
+    return frozenset(r for i in sums for r in program.operators[i].results if r in ending)
 
 
 def _distinct(states: Sequence[States], users: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:

@@ -17,6 +17,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from jshard._cost import bounds
 from jshard._plan.rows import Need, Physics
 from jshard._plan.schedule import Choice
@@ -27,11 +29,15 @@ from jshard._topology import Topology
 def physics(choice: Choice, even_compute: float) -> Physics:
     """The needs of every product, and of the step whose even share of compute is given in seconds."""
     charged: set[int] = set()
-    consumers = choice.program.consumers()
+    a = choice.program.arrays
+    order, begin = a.by_tensor
     needs = []
-    for op in choice.program.operators:
-        if op.kind == "eqn" and op.primitive == "dot_general" and op.operand_repeat:
-            need = _need(choice, op, charged, consumers[op.results[0]])
+    for i in np.flatnonzero(a.which(frozenset(("dot_general",)))).tolist():
+        op = choice.program.operators[i]
+        if op.operand_repeat:
+            users = order[begin[op.results[0]] : begin[op.results[0] + 1]]
+            read = list(zip(a.reader[users].tolist(), a.operand[users].tolist(), strict=True))
+            need = _need(choice, op, charged, read)
             if need is not None and need.bytes > 0:
                 needs.append(need)
     total = sum(n.bytes * n.count for n in needs)

@@ -76,6 +76,12 @@ class Arrays:
         said = np.array([kind == "eqn" and name in names for kind, name in self.primitives], dtype=bool)
         return said[self.primitive]
 
+    def named(self, beginnings: tuple[str, ...]) -> Bools:
+        """(operators,) whether the name of its primitive, or kind, begins so."""
+        return np.array([name.startswith(beginnings) for _, name in self.primitives], dtype=bool)[
+            self.primitive
+        ]
+
     def of_kind(self, *kinds: str) -> Bools:
         """(operators,) whether it is of one of these kinds."""
         return np.array([kind in kinds for kind, _ in self.primitives], dtype=bool)[self.primitive]
@@ -105,6 +111,17 @@ def arrays_of(program: Program) -> Arrays:
         reader, operand, read, begin, result, result_begin, maker, place,
         np.array(kind, dtype=np.int64), kinds, np.array(primitive, dtype=np.int64), names, repeat,
     )  # fmt: skip
+
+
+def spans(begin: Ints, end: Ints) -> Ints:
+    """All numbers from each beginning to its end, one after the other.
+
+    >>> spans(np.array([5, 0]), np.array([7, 3])).tolist()
+    [5, 6, 0, 1, 2]
+    """
+    count = end - begin
+    start = np.cumsum(count) - count
+    return np.arange(int(count.sum())) + np.repeat(begin - start, count)
 
 
 def _listed(lists: list[tuple]) -> tuple[Ints, Ints, Ints, list[Any]]:
