@@ -101,6 +101,8 @@ class Traits:
 
 def traits_of(program: Program) -> Traits:
     """The traits of all operators: by primitive, but for scatters, of which each is looked at."""
+    if "traits" in program.known:
+        return program.known["traits"]
     a = program.arrays
     first = np.unique(a.primitive, return_index=True)[1].tolist()
     some = [program.operators[i] for i in first]
@@ -108,11 +110,19 @@ def traits_of(program: Program) -> Traits:
     for i in np.flatnonzero(a.named(("scatter",))).tolist():
         for each, f in zip(found, (is_light, fuses, reuses), strict=True):
             each[i] = f(program.operators[i])
-    return Traits(*found)
+    program.known["traits"] = Traits(*found)
+    return program.known["traits"]
 
 
 def residency(program: Program, donated: Collection[int] = ()) -> Residency:
     """Anchors and needs of all tensors; `donated` are the flat indices of the donated arguments."""
+    key = ("residency", frozenset(donated))
+    if key not in program.known:
+        program.known[key] = _residency(program, donated)
+    return program.known[key]
+
+
+def _residency(program: Program, donated: Collection[int]) -> Residency:
     ops, a = program.operators, program.arrays
     n = len(a.maker)
     traits = traits_of(program)

@@ -21,11 +21,13 @@ left alone.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Collection, Sequence
 
+import numpy as np
+
 from jshard._cost.memory import PRODUCTS
-from jshard._cost.residency import Residency, is_light, residency, reuses
+from jshard._cost.residency import Residency, is_light, residency, traits_of
+from jshard._program.arrays import Bools, Floats, spans
 from jshard._program.graph import Block, Call, Literal, Operator, Program, operator_name, operators_of
 from jshard._program.uncollected import uncollected
 
@@ -44,42 +46,56 @@ def ordered(program: Program, donated: Collection[int]) -> Program:
     """
     if not donated:
         return program
-    life, update = residency(program, donated), _updates(program)
-    curve = even_curve(program, life)
-    when, users = curve.index(max(curve)), program.consumers()
-    made = [(t, op) for t, (op, _) in enumerate(program.producers()) if users[t]]
-    made = [(t, op) for t, op in made if life.held[t] or life.written[t]]
-    if not any(op <= when <= life.needed[t] and all(update[u] for u, _ in users[t]) for t, op in made):
-        return program  # at the peak no gradient waits for its update
+    a, life = program.arrays, residency(program, donated)
+    update, curve = _updates(program), even_curve(program, life)
+    # Gradients, which are held until their updates have read them.
+    users = np.bincount(a.read, minlength=len(a.maker))
+    waits = (users > 0) & (np.bincount(a.read, ~update[a.reader], len(a.maker)) == 0)
+    waits &= ~a.of_kind("input", "const")[a.maker]
+    waits &= np.array(life.held, dtype=bool) | (np.array(life.written) > 0)
+    needed = np.array(life.needed, dtype=np.int64)[waits]
+    waiting = np.cumsum(
+        np.bincount(a.maker[waits], a.nbytes[waits], len(curve) + 1)
+        - np.bincount(needed + 1, a.nbytes[waits], len(curve) + 1)
+    )[:-1]
+    peak = float(curve.max())
+    if (curve - waiting).max() >= _WORTH * peak:
+        return program  # as much is held where no gradient waits for its update
     other = renumbered(program, _Order(program, life, donated, update).steps())
-    return other if max(even_curve(other, residency(other, donated))) < _WORTH * curve[when] else program
+    return other if even_curve(other, residency(other, donated)).max() < _WORTH * peak else program
 
 
-def _updates(program: Program) -> list[bool]:
+def _updates(program: Program) -> Bools:
     """Of each operator whether it is light, and after it only light ones come, outside loops and calls."""
-    out = [False] * len(program.operators)
-    users, ends = program.consumers(), set(program.outputs)
-    for i in reversed([s for s in program.body.steps if isinstance(s, int)]):
-        op = program.operators[i]
-        if is_light(op) and not getattr(op.eqn, "effects", ()):
-            out[i] = all(u in ends or out[u] for r in op.results for u, _ in users[r])
+    a = program.arrays
+    steps = np.array([s for s in program.body.steps if isinstance(s, int)], dtype=np.int64)
+    out = np.zeros(len(program.operators), dtype=bool)
+    out[steps] = traits_of(program).light[steps]
+    effects = [i for i in np.flatnonzero(out).tolist() if getattr(program.operators[i].eqn, "effects", ())]
+    out[effects] = False
+    ends = np.zeros(len(out), dtype=bool)
+    ends[list(program.outputs)] = True
+    new = np.flatnonzero(~out & ~ends)
+    while len(new):
+        # What one of these reads is made by none.
+        makers = np.unique(a.maker[a.read[spans(a.begin[new], a.begin[new + 1])]])
+        new = makers[out[makers]]
+        out[new] = False
     return out
 
 
-def even_curve(program: Program, life: Residency) -> list[float]:
+def even_curve(program: Program, life: Residency) -> Floats:
     """Bytes live while each operator runs if no tensor is cut, or all are cut alike."""
-    more = [0.0] * (len(program.operators) + 2)
-    for op in program.operators:
-        over = reuses(op) and any(not isinstance(a, Literal) and life.needed[a] == op.id for a in op.operands)
-        begin = 0 if op.kind in ("input", "const") else op.id + over
-        for t in op.results:
-            more[op.id] += life.written[t]
-            more[op.id + 1] -= life.written[t]
-            if life.held[t]:
-                end = life.needed[t] + 1
-                more[min(begin, end)] += program.tensors[t].nbytes
-                more[end] -= program.tensors[t].nbytes
-    return list(itertools.accumulate(more[:-2]))
+    a, n = program.arrays, len(program.operators)
+    held, written = np.array(life.held, dtype=bool), np.array(life.written)
+    needed = np.array(life.needed, dtype=np.int64)
+    over = life.traits.reuses & (np.bincount(a.reader, needed[a.read] == a.reader, n) > 0)
+    begin = np.where(a.of_kind("input", "const"), 0, np.arange(n) + over)[a.maker]
+    end = needed + 1
+    more = np.bincount(a.maker, written, n + 2) - np.bincount(a.maker + 1, written, n + 2)
+    size = np.where(held, a.nbytes, 0.0)
+    more = more + np.bincount(np.minimum(begin, end), size, n + 2) - np.bincount(end, size, n + 2)
+    return np.cumsum(more[:-2], dtype=np.float64)
 
 
 @dataclasses.dataclass(eq=False)
@@ -100,11 +116,13 @@ class _Order:
     its place, such as the update that it alone feeds. Units are named by their last step.
     """
 
-    def __init__(self, program: Program, life: Residency, donated: Collection[int], update: Sequence[bool]):
+    def __init__(
+        self, program: Program, life: Residency, donated: Collection[int], update: Sequence[bool] | Bools
+    ):
         self.program, self.life = program, life
         self.tensors, ops = program.tensors, program.operators
         self.all = program.body.steps
-        self.update = [isinstance(s, int) and update[s] for s in self.all]
+        self.update = [isinstance(s, int) and bool(update[s]) for s in self.all]
         members = [[s] if isinstance(s, int) else _members(s) for s in self.all]
         step_of = {op: k for k, inside in enumerate(members) for op in inside}
         producers, consumers = program.producers(), program.consumers()

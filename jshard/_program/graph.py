@@ -156,6 +156,11 @@ class Program:
         return arrays_of(self)
 
     @functools.cached_property
+    def known(self) -> dict[Any, Any]:
+        """What was worked out about this program, for whoever asks again."""
+        return {}
+
+    @functools.cached_property
     def _consumers(self) -> list[list[tuple[int, int]]]:
         out: list[list[tuple[int, int]]] = [[] for _ in self.tensors]
         for op in self.operators:
