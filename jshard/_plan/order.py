@@ -21,6 +21,8 @@ left alone.
 from __future__ import annotations
 
 import dataclasses
+import heapq
+import itertools
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -34,6 +36,9 @@ from jshard._program.uncollected import uncollected
 
 _AHEAD = (
     8  # units from the first that waits on; how far compilers look is not known, and 4 to 16 do the same here
+)
+_JOINED = (
+    32  # tensors that are read to compute what is not in memory: the sum of all layers would read them all
 )
 _WORTH = 0.999  # of the old peak: for less, nothing is changed
 
@@ -161,7 +166,8 @@ class _Order:
         effect = -1
         for k, end in enumerate(last):
             reads = set().union(*(behind.get(a, {a}) for a in self.operands[k]))
-            if light[k] and alone[k] and not any(self.life.held[r] for r in self.results[k]):
+            joins = light[k] and alone[k] and len(reads) <= _JOINED
+            if joins and not any(self.life.held[r] for r in self.results[k]):
                 behind.update(dict.fromkeys(self.results[k], reads))
                 continue
             unit = units.setdefault(end, _Unit(update=self.update[end]))
@@ -199,35 +205,59 @@ class _Order:
 
     def greedy(self, units: dict[int, _Unit]) -> list[int]:
         """Of the units that can run the one that frees most, and of those the first."""
-        left: dict[int, int] = {}
+        readers: dict[int, set[int]] = {}
         then: dict[int, list[int]] = {}
         for end, unit in units.items():
             for t in unit.reads:
-                left[t] = left.get(t, 0) + 1
+                readers.setdefault(t, set()).add(end)
             for w in unit.waits:
                 then.setdefault(w, []).append(end)
         waits = {end: len(unit.waits) for end, unit in units.items()}
-        updates = {end for end, unit in units.items() if unit.update and not waits[end]}
-        ahead = sorted(units)
+        frees = {end: -unit.makes for end, unit in units.items()}
+        updates: list[int] = []  # a heap of those that can run and take nothing; what a unit frees only grows
+
+        def last(t: int) -> None:
+            """Nobody but one unit still reads a tensor."""
+            (u,) = readers[t]
+            if t not in self.stays:
+                before, frees[u] = frees[u], frees[u] + self.tensors[t].nbytes
+                if before < 0 <= frees[u] and units[u].update and not waits[u]:
+                    heapq.heappush(updates, u)
+
+        for u, unit in units.items():
+            if unit.update and not waits[u] and frees[u] >= 0:
+                heapq.heappush(updates, u)
+        for t, some in readers.items():
+            if len(some) == 1:
+                last(t)
+        after = dict(
+            itertools.pairwise([-1, *sorted(units), len(self.all)])
+        )  # a list that is cheap to take out of
+        before = {u: t for t, u in after.items()}
         out: list[int] = []
-
-        def frees(end: int) -> float:
-            ends = [t for t in units[end].reads if left[t] == 1 and t not in self.stays]
-            return sum(self.tensors[t].nbytes for t in ends) - units[end].makes
-
-        while ahead:
-            best = max([u for u in ahead[:_AHEAD] if not waits[u]], key=lambda u: (frees(u), -u))
-            if updates and frees(best) < 0:
-                best = min((u for u in updates if frees(u) >= 0), default=best)
-            ahead.remove(best)
-            updates.discard(best)
+        while len(out) < len(units):
+            best, at = -1, after[-1]
+            for _ in range(_AHEAD):
+                if at == len(self.all):
+                    break
+                if not waits[at] and (best < 0 or frees[at] > frees[best]):
+                    best = at
+                at = after[at]
+            while updates and updates[0] not in before:
+                heapq.heappop(updates)
+            if updates and frees[best] < 0:
+                best = heapq.heappop(updates)
+            a, b = before.pop(best), after.pop(best)
+            after[a], before[b] = b, a
             out.append(best)
             for t in units[best].reads:
-                left[t] -= 1
+                readers[t].discard(best)
+                if len(readers[t]) == 1:
+                    last(t)
             for u in then.get(best, ()):
                 waits[u] -= 1
-                if not waits[u] and units[u].update:
-                    updates.add(u)
+                if not waits[u] and units[u].update and frees[u] >= 0:
+                    heapq.heappush(updates, u)
         return out
 
     def spelled(self, order: Sequence[int]) -> list[int]:
