@@ -37,9 +37,7 @@ from jshard._program.uncollected import uncollected
 _AHEAD = (
     8  # units from the first that waits on; how far compilers look is not known, and 4 to 16 do the same here
 )
-_JOINED = (
-    32  # tensors that are read to compute what is not in memory: the sum of all layers would read them all
-)
+_JOINED = 32  # tensors read for what is not in memory; the sum of all layers would read them all
 _WORTH = 0.999  # of the old peak: for less, nothing is changed
 
 
