@@ -22,6 +22,7 @@ from jshard._plan.schedule import Schedule
 from jshard._program.graph import Program
 from jshard._program.mapped import axes_of, check_meshes
 from jshard._program.trace import build
+from jshard._program.uncollected import uncollected
 from jshard._topology import Topology
 from jshard._wish.entries import Pin, parse_entry
 from jshard._wish.mesh import ChosenMesh, candidate_grids, candidate_meshes, choose_mesh, resolve_pin
@@ -132,6 +133,29 @@ def prepare(
         request.mesh if request.mesh is not None else compat.context_mesh(),
     )
     traced = _trace(request, args, kwargs)
+    dynamics = _Dynamic(left, left_kw, names, shapes_args, shapes_kw)
+    return _of_trace(request, args, kwargs, on_progress, traced, dynamics, pins)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Dynamic:
+    """The arguments that are not static, their paths, and their shapes."""
+
+    left: tuple[Any, ...]
+    left_kw: dict[str, Any]
+    names: Any
+    shapes_args: Any
+    shapes_kw: Any
+
+
+@uncollected()
+def _of_trace(
+    request: Request, args: Sequence[Any], kwargs: Mapping[str, Any], on_progress: Callable[..., None] | None,
+    traced: Any, dynamics: _Dynamic, pins: Sequence[Pin | None],
+) -> Prepared:  # fmt: skip
+    """What follows the trace: the program, its mesh, its plan."""
+    left, left_kw, names = dynamics.left, dynamics.left_kw, dynamics.names
+    shapes_args, shapes_kw = dynamics.shapes_args, dynamics.shapes_kw
     leaves = input_leaves(shapes_args, shapes_kw, names)
     out_flat, out_tree = jax.tree_util.tree_flatten_with_path(traced.out_info)
     out_names = [path_name(path) or "result" for path, _ in out_flat]
