@@ -7,7 +7,7 @@ old parameter as soon as nobody reads that any more, and so needs no room at all
 Idea.  What compilers do: of the operators that could run next, the one that frees most, or takes least. What is
 held is known without a plan (`residency.py`), and how much by whole tensors, as if all were cut alike. Of what
 waits, only the first few are looked at, and updates; else a program would start with everything that is small. The
-new order is taken only if its peak, so counted, is lower.
+new order is taken only if its peak, so counted, is clearly lower.
 
     w2's gradient, 16 MB | input's gradient, 2 MB | ... | w2 - gradient, over w2       traced: 16 MB more
     input's gradient, 2 MB | w2's gradient, w2 - gradient, over w2 | ...               run:     2 MB more
@@ -38,7 +38,7 @@ _AHEAD = (
     8  # units from the first that waits on; how far compilers look is not known, and 4 to 16 do the same here
 )
 _JOINED = 32  # tensors read for what is not in memory; the sum of all layers would read them all
-_WORTH = 0.999  # of the old peak: for less, nothing is changed
+_WORTH = 0.97  # of the traced order's peak: for less, the count is not exact enough
 
 
 @uncollected()
