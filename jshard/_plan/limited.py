@@ -9,8 +9,8 @@ pass equal layouts and charges the move to "moved"; so every answer of the first
 of this one, at the same cost, and the copy's bytes are the copy variable's own.
 
 What is held: an argument throughout, unless it is donated; any other value from its making until its relay or
-its last reader has it; a relay from its first reader to its last; a copy from its reader until that is done, and one
-that enters a loop until the loop is.
+its last reader has it; a relay from its first reader to its last; a copy from its reader until that is done. What is
+handed to a loop is held until the loop ends.
 A bound on this is a bound on the peak of the schedule, which never holds less (`peak.py` counts that one exactly).
 
 Worked case.  A weight cut 8 ways, gathered for one product: the argument holds 1/8 all the time, the copy
@@ -26,11 +26,11 @@ import numpy as np
 
 from jshard._cost import redistribute
 from jshard._cost.memory import is_heavy
-from jshard._cost.residency import residency, reuses
+from jshard._cost.residency import is_light, residency, reuses
 from jshard._layout import Layout
 from jshard._plan.network import Carry, Problem
 from jshard._plan.states import Choices
-from jshard._program.graph import Block, Literal, Program, operators_of
+from jshard._program.graph import Block, Literal, Operator, Program, operators_of
 from jshard._search import CostNetwork, Memory
 
 
@@ -51,8 +51,14 @@ class _Writer:
         self.program = problem.program
         self.mesh = problem.topology.mesh
         self.life = residency(problem.program, problem.donated)
-        self.first, self.loops = _first_times(problem.program), _loop_ends(problem.program)
+        self.first = _first_times(problem.program)
+        self.until = _loop_ends(problem.program)
         self.producers, self.consumers = problem.program.producers(), problem.program.consumers()
+        self.needed = list(self.life.needed)
+        for op, end in self.until.items():
+            for a in problem.program.operators[op].operands:
+                if not isinstance(a, Literal):
+                    self.needed[a] = max(self.needed[a], end)
         base = problem.network
         self.unary, self.pairwise = list(base.unary), list(base.pairwise)
         self.nodes = base.node_table.tolist()
@@ -103,9 +109,11 @@ class _Writer:
     def bytes_of(self, layouts: Sequence[Layout], nbytes: float) -> np.ndarray:
         return np.array([nbytes / lay.pieces(self.mesh) for lay in layouts], dtype=np.float64)
 
-    def is_argument(self, tensor: int) -> bool:
+    def is_given(self, tensor: int) -> bool:
+        """Whether a tensor's own room is counted elsewhere or throughout: an argument, or what a loop hands its body."""
         op, _ = self.producers[tensor]
-        return self.program.operators[op].kind in ("input", "const")
+        kind = self.program.operators[op].kind
+        return kind in ("input", "const") or (kind != "eqn" and tensor not in self.first)
 
     def operators(self) -> None:
         """Results in the layout they are made in."""
@@ -119,10 +127,10 @@ class _Writer:
                 if not life.held[r] or (op.kind not in ("input", "const", "eqn") and r not in self.first):
                     continue  # what a loop's boundary hands to its body is part of what it was handed
                 parts.append((s.results[k], program.tensors[r].nbytes))
-                if r in relays and not self.is_argument(r):
+                if r in relays and not self.is_given(r):
                     end = max(end, min(u for u, _ in consumers[r]))
                 else:
-                    end = max(end, life.needed[r] + 1)
+                    end = max(end, self.needed[r] + 1)
             written = [(s.results[k], life.written[r]) for k, r in enumerate(op.results) if life.written[r]]
             if not parts and written:
                 key = (tuple((id(c), b) for c, b in written), len(s))
@@ -153,13 +161,13 @@ class _Writer:
         """Values in the layout they are kept in; an argument's relay is a copy, counted there."""
         for t in self.problem.relay_variable:
             relay = self.problem.relays[t]
-            if not self.life.held[t] or self.is_argument(t):
+            if not self.life.held[t] or self.is_given(t):
                 self.nothing(len(relay.index))
                 continue
             nbytes = self.program.tensors[t].nbytes
             start = min(u for u, _ in self.consumers[t])
             parts = [(relay, nbytes)]
-            end = 2 * self.life.needed[t] + 2
+            end = 2 * self.needed[t] + 2
             self.hold(2 * start, end, (id(relay), nbytes), lambda parts=parts: self.sum(parts))
 
     def copy(self, c: Carry) -> None:
@@ -169,7 +177,7 @@ class _Writer:
         # Into the relay of a computed value, what is extra while it moves is the old block; elsewhere the new one.
         # A product that its reader absorbs is written out when it moves, and a partial sum is large before it does.
         product = fluid and is_heavy(self.program.operators[self.producers[c.tensor][0]])
-        by_source = product or (c.reader < 0 and not self.is_argument(c.tensor) and not fluid)
+        by_source = product or (c.reader < 0 and not self.is_given(c.tensor) and not fluid)
         layouts = c.source.layouts if by_source else c.target.layouts
         n = len(layouts) * (3 if fluid else 2)
         key = (
@@ -223,14 +231,13 @@ class _Writer:
 
     def copied(self, c: Carry, by_source: bool) -> tuple[int, int]:
         """From when to when the copy, or the old block, is there beside the other."""
+        if c.reader in self.until and self.producers[c.tensor][0] > c.reader:
+            return 0, 0  # what a turn hands to the next is moved when everything else of the turn is done
         if c.reader >= 0 and by_source:
             return 2 * c.reader, 2 * c.reader + 1
         if c.reader >= 0:
             op = self.program.operators[c.reader]
-            until = self.loops.get(op.id, op.id)
-            if op.results and not any(self.life.held[r] for r in op.results):
-                until = max(until, *(self.life.needed[r] for r in op.results))
-            return 2 * op.id, 2 * until + 2
+            return 2 * op.id, 2 * max(self.until.get(op.id, op.id), self.through(op)) + 2
         first = min(u for u, _ in self.consumers[c.tensor])
         if by_source:
             return 2 * first, 2 * first + 1
@@ -241,10 +248,14 @@ class _Writer:
         last = 0
         for u, _ in self.consumers[tensor]:
             op = self.program.operators[u]
-            last = max(last, u)
-            if op.results and op.kind == "eqn" and not any(self.life.held[r] for r in op.results):
-                last = max(last, *(self.life.needed[r] for r in op.results))
+            last = max(last, self.until.get(u, u), self.through(op))
         return last
+
+    def through(self, op: Operator) -> int:
+        """The last operator that needs what another reads: its own readers, where they compute it again."""
+        if not is_light(op) or any(self.life.held[r] for r in op.results):
+            return op.id
+        return max([op.id, *(self.life.needed[r] for r in op.results)])
 
     def tables(self, c: Carry, by_source: bool, fluid: bool) -> list[np.ndarray]:
         """Tables maker x copy and copy x reader: one tells the layout, the other allows and charges."""
@@ -278,6 +289,24 @@ def _is_slice(source: Layout, target: Layout) -> bool:
     )  # fmt: skip
 
 
+def _loop_ends(program: Program) -> dict[int, int]:
+    """Of the operators that hand values to a loop its last operator: the loop needs them at every turn."""
+    found: dict[int, int] = {}
+
+    def visit(block: Block) -> None:
+        for step in block.steps:
+            if isinstance(step, int):
+                continue
+            end = max([i for inner in step.blocks for i in operators_of(inner)], default=-1)
+            for role in ("const", "carry", "xs"):
+                found.update((i, end) for i in step.boundary.get(role, ()) if i < end)
+            for inner in step.blocks:
+                visit(inner)
+
+    visit(program.body)
+    return found
+
+
 def _first_times(program: Program) -> dict[int, int]:
     """Results of loops and branches are allocated before their bodies run: when each begins to take room."""
     producers = program.producers()
@@ -291,26 +320,6 @@ def _first_times(program: Program) -> dict[int, int]:
                 ids = [i for role in step.boundary.values() for i in role]
                 for t in step.results:
                     found[t] = min([*ids, producers[t][0]])
-            for inner in step.blocks:
-                visit(inner)
-
-    visit(program.body)
-    return found
-
-
-def _loop_ends(program: Program) -> dict[int, int]:
-    """For each operator that hands a loop its constants and stacks, the last one of the loop: they stay until then."""
-    found: dict[int, int] = {}
-
-    def visit(block: Block) -> None:
-        for step in block.steps:
-            if isinstance(step, int):
-                continue
-            if step.kind in ("scan", "while"):
-                last = max([*(i for inner in step.blocks for i in operators_of(inner)), -1])
-                found.update(
-                    (i, max(i, last)) for role in ("const", "xs") for i in step.boundary.get(role, ())
-                )
             for inner in step.blocks:
                 visit(inner)
 
