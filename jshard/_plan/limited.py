@@ -55,8 +55,8 @@ class _Writer:
         self.until = _loop_ends(problem.program)
         self.producers, self.consumers = problem.program.producers(), problem.program.consumers()
         self.needed = list(self.life.needed)
-        for op, end in self.until.items():
-            for a in problem.program.operators[op].operands:
+        for op, (_, end) in self.until.items():
+            for a in problem.program.operators[op].operands[:1]:
                 if not isinstance(a, Literal):
                     self.needed[a] = max(self.needed[a], end)
         base = problem.network
@@ -232,12 +232,13 @@ class _Writer:
     def copied(self, c: Carry, by_source: bool) -> tuple[int, int]:
         """From when to when the copy, or the old block, is there beside the other."""
         if c.reader in self.until and self.producers[c.tensor][0] > c.reader:
-            return 0, 0  # what a turn hands to the next is moved when everything else of the turn is done
+            stacked, end = self.until[c.reader]  # what a turn hands to the next is moved at its end
+            return 2 * stacked, 2 * end + 1
         if c.reader >= 0 and by_source:
             return 2 * c.reader, 2 * c.reader + 1
         if c.reader >= 0:
             op = self.program.operators[c.reader]
-            return 2 * op.id, 2 * max(self.until.get(op.id, op.id), self.through(op)) + 2
+            return 2 * op.id, 2 * max(self.end(op.id), self.through(op)) + 2
         first = min(u for u, _ in self.consumers[c.tensor])
         if by_source:
             return 2 * first, 2 * first + 1
@@ -248,8 +249,12 @@ class _Writer:
         last = 0
         for u, _ in self.consumers[tensor]:
             op = self.program.operators[u]
-            last = max(last, self.until.get(u, u), self.through(op))
+            last = max(last, self.end(u), self.through(op))
         return last
+
+    def end(self, op: int) -> int:
+        """The last operator of the loop that an operator hands a value to; else itself."""
+        return self.until[op][1] if op in self.until else op
 
     def through(self, op: Operator) -> int:
         """The last operator that needs what another reads: its own readers, where they compute it again."""
@@ -289,17 +294,18 @@ def _is_slice(source: Layout, target: Layout) -> bool:
     )  # fmt: skip
 
 
-def _loop_ends(program: Program) -> dict[int, int]:
-    """Of the operators that hand values to a loop its last operator: the loop needs them at every turn."""
-    found: dict[int, int] = {}
+def _loop_ends(program: Program) -> dict[int, tuple[int, int]]:
+    """Of the operators that hand values to a loop the first one after its body, and its last: it needs them so long."""
+    found: dict[int, tuple[int, int]] = {}
 
     def visit(block: Block) -> None:
         for step in block.steps:
             if isinstance(step, int):
                 continue
-            end = max([i for inner in step.blocks for i in operators_of(inner)], default=-1)
+            body = max([i for inner in step.blocks for i in operators_of(inner)], default=-1)
+            end = max([body, *step.boundary.get("ys", ())])
             for role in ("const", "carry", "xs"):
-                found.update((i, end) for i in step.boundary.get(role, ()) if i < end)
+                found.update((i, (body + 1, end)) for i in step.boundary.get(role, ()) if i < end)
             for inner in step.blocks:
                 visit(inner)
 
