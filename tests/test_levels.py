@@ -89,3 +89,15 @@ def test_level_1_gathers_weights_in_the_loop_that_reads_them():
     assert plan.cost.peak_bytes < 0.5 * sum(4 * 64 * 64 * 4 for _ in stacks)
     gathered = [c.tensor for c in plan.collectives if c.operator.startswith("scan_xs")]
     assert len(gathered) < len(stacks), gathered
+
+
+def test_what_a_loop_reads_is_held_until_it_ends():
+    """On one device there is one plan, and the bound is its peak: the stack is there beside what the turns make."""
+
+    def run(s, x):
+        stack = jnp.einsum("lij,ljk->lik", s, s)
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w) @ w, None), x, stack)[0]
+
+    shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((8, 32, 32), (512, 32))]
+    cost = jshard.shard(run, level=1, mesh=auto(1)).plan(*shapes).cost
+    assert cost.bound == cost.peak_bytes == 5 * 4 * 512 * 32
