@@ -23,9 +23,11 @@ from jshard._cost.memory import Lifetimes, lifetimes, traffic
 from jshard._cost.residency import Residency, residency
 from jshard._layout import Layout
 from jshard._plan.combined import SUMS, combined, on_the_way
+from jshard._plan.forms import forms, owned, special, states_of, times_of
 from jshard._plan.spread import finest, never_repeated
 from jshard._plan.states import Choices, Interner, Pinned, States
 from jshard._plan.times import operator_times
+from jshard._program.arrays import Arrays, Ints, numbered, packed
 from jshard._program.graph import Operator, Program, Tensor
 from jshard._search import CostNetwork
 from jshard._topology import Topology
@@ -58,12 +60,16 @@ class Problem:
     states: tuple[States, ...]
     relays: Mapping[int, Choices]
     relay_variable: Mapping[int, int]
-    readers: Sequence[Sequence[tuple[int, int]]]
     life: Lifetimes
     network: CostNetwork
     whole: frozenset[int]  # sums that must be all-reduced
     together: Mapping[int, int]  # how many sums go together with a tensor's, where it is more than one
     donated: tuple[int, ...]
+
+    @functools.cached_property
+    def readers(self) -> list[Sequence[tuple[int, int]]]:
+        """For each tensor the (operator, operand index) pairs for which it is moved."""
+        return [c if len(c) < 2 else _distinct(self.states, c) for c in self.program.consumers()]
 
     @functools.cached_property
     def carries(self) -> tuple[Carry, ...]:
@@ -103,32 +109,69 @@ def problem(
     cut = never_repeated(program, interner) if spread and level != 1 else frozenset()
     # State may lie in any order of axes; what it becomes lies in the same.
     ends = {out: [("operand", 0, k, test) for _, _, k, test in pins.get(inp, ())] for out, inp in ties}
-    states = tuple(
-        interner.states(
-            op, pins.get(op.id) or ends.get(op.id, ()), finest if op.id in cut else None
-        ) for op in program.operators
-    )  # fmt: skip
-    readers = [c if len(c) < 2 else _distinct(states, c) for c in program.consumers()]
+    # Operators that are alike are asked once; those with pins, or that may not be repeated, by themselves.
+    a, n = program.arrays, len(program.operators)
+    pinned = {*pins, *(out for out, asked in ends.items() if asked)}
+    may = np.zeros(n, dtype=np.int64)
+    may[list(cut)] = 1
+    alike, some = numbered(packed(forms(program), may, special(n, pinned)))
+    each = [
+        interner.states(op, pins.get(i) or ends.get(i, ()), finest if i in cut else None)
+        for i, op in ((i, program.operators[i]) for i in some)
+    ]
+    states = tuple([each[k] for k in alike.tolist()])
+    number, distinct = states_of(alike, each)
     build = _Tables(program, topology, level, life, states)
-    producers = program.producers()
     handed = _handed_over(program, ties, pins) if whole_sums and level != 1 else frozenset()
     together = combined(program, topology)
-    relays: dict[int, Choices] = {}
-    variable: dict[int, int] = {}
-    nodes = [build.own(op) for op in program.operators]
-    for t, users in enumerate(readers):
-        if len(users) > 1:
-            maker, k = producers[t]
-            relay = build.relay(states[maker].results[k], [states[u].operands[i] for u, i in users])
-            relays[t], variable[t] = relay, len(nodes)
-            nodes.append(build.free(len(relay.index)))
-    # Three lists of numbers: tens of thousands of tuples would be a burden to Python.
-    heads, tails, tables = [], [], []
-    for i, j, tensor, source, target, _, times in _edges(program, states, relays, variable, readers):
-        heads.append(i)
-        tails.append(j)
-        n = together.get(tensor, 1)
-        tables.append(build.move(source, target, program.tensors[tensor], times, tensor in handed, n))
+    alike, some = numbered(owned(program, number, life))
+    own = np.array([build.own(program.operators[i]) for i in some], dtype=np.int64)
+    # What is made and read, by number; who reads it, tensor by tensor, the same reading by one operator once.
+    choices, made, read = _choices(a, number, distinct)
+    order, begin = a.by_tensor
+    order = order[_once(a, order, read, choices)]
+    count = np.bincount(a.read[order], minlength=len(a.maker))
+    begin = np.concatenate([[0], np.cumsum(count)])
+    shared = np.flatnonzero(count > 1)
+    relays, kind = _relays(build, shared, made, read[order], begin, choices)
+    variable = dict(zip(shared.tolist(), range(n, n + len(shared)), strict=True))
+    nodes = np.concatenate([own[alike], kind])
+    # Edges tensor by tensor: from the maker to the relay, and from that, or the maker, to each reader.
+    whose = np.concatenate([shared, a.read[order]])
+    late = np.concatenate([np.zeros(len(shared), dtype=np.int64), 1 + np.arange(len(order))])
+    place = np.lexsort((late, whose))
+    at = np.full(len(a.maker), -1)
+    at[shared] = n + np.arange(len(shared))
+    heads = np.concatenate([a.maker[shared], np.where(at >= 0, at, a.maker)[a.read[order]]])[place]
+    tails = np.concatenate([at[shared], a.reader[order]])[place]
+    relayed = np.full(len(a.maker), -1)
+    for c in relays.values():
+        choices.setdefault(id(c), (len(choices), c))
+    relayed[shared] = [choices[id(c)][0] for c in relays.values()]
+    source = np.concatenate([made[shared], np.where(at >= 0, relayed, made)[a.read[order]]])[place]
+    target = np.concatenate([relayed[shared], read[order]])[place]
+    times = np.concatenate([a.repeat[a.maker[shared]], times_of(program)[order]])[place]
+    whose = whose[place]
+    sums = np.ones(len(a.maker), dtype=np.int64)
+    sums[np.fromiter(together, np.int64, len(together))] = list(together.values())
+    whole = np.zeros(len(a.maker), dtype=np.int64)
+    whole[list(handed)] = 1
+    rate = np.unique(times, return_inverse=True)[1]
+    alike, some = numbered(packed(source, target, a.kind[whose], rate, whole[whose], sums[whose]))
+    listed = [c for _, c in choices.values()]
+    moves = [
+        build.move(
+            listed[source[e]],
+            listed[target[e]],
+            program.tensors[t],
+            float(times[e]),
+            t in handed,
+            together.get(t, 1),
+        )
+        for e, t in zip(some, whose[some].tolist(), strict=True)
+    ]
+    heads, tails = heads.tolist(), tails.tolist()
+    tables = np.array(moves, dtype=np.int64)[alike].tolist()
     for out, inp in ties:
         heads.append(out)
         tails.append(inp)
@@ -136,14 +179,65 @@ def problem(
     network = CostNetwork(
         unary=tuple(build.unary),
         pairwise=tuple(build.pairwise),
-        node_table=np.array(nodes, dtype=np.int64),
+        node_table=nodes,
         edges=np.array([heads, tails], dtype=np.int64).T.copy(),
         edge_table=np.array(tables, dtype=np.int64),
     )
     return Problem(
-        program, topology, level, states, relays, variable, readers, life, network, handed, together,
-        tuple(donated),
-    )  # fmt: skip
+        program, topology, level, states, relays, variable, life, network, handed, together, tuple(donated)
+    )
+
+
+_Numbered = dict[int, tuple[int, Choices]]  # by identity
+
+
+def _choices(a: Arrays, number: Ints, distinct: Sequence[States]) -> tuple[_Numbered, Ints, Ints]:
+    """Numbers for choices: of every tensor as it is made, and of every reading. `number` is that of the states."""
+    known: _Numbered = {}
+    listed: tuple[list[int], list[int]] = ([], [])
+    begins: tuple[list[int], list[int]] = ([], [])
+    for s in distinct:
+        for out, begin, choices in zip(listed, begins, (s.results, s.operands), strict=True):
+            begin.append(len(out))
+            out += [known.setdefault(id(c), (len(known), c))[0] for c in choices]
+    results, operands = (np.array(x, dtype=np.int64) for x in listed)
+    first, second = (np.array(x, dtype=np.int64)[number] for x in begins)
+    return known, results[first[a.maker] + a.place], operands[second[a.reader] + a.operand]
+
+
+def _once(a: Arrays, order: Ints, read: Ints, choices: _Numbered) -> np.ndarray:
+    """Which of the readings in order are kept: an operator that reads a tensor twice in one way moves it once."""
+    keep = np.ones(len(order), dtype=bool)
+    listed = [c for _, c in choices.values()]
+    same = (np.diff(a.read[order]) == 0) & (np.diff(a.reader[order]) == 0)
+    for k in (1 + np.flatnonzero(same)).tolist():
+        j = k - 1
+        while j >= 0 and a.reader[order[j]] == a.reader[order[k]] and a.read[order[j]] == a.read[order[k]]:
+            c, d = listed[read[order[j]]], listed[read[order[k]]]
+            if c is d or (c.layouts == d.layouts and np.array_equal(c.index, d.index)):
+                keep[k] = False
+                break
+            j -= 1
+    return keep
+
+
+def _relays(
+    build: _Tables, shared: Ints, made: Ints, read: Ints, begin: Ints, choices: _Numbered
+) -> tuple[dict[int, Choices], Ints]:
+    """The relays of tensors that several read, and the tables of their variables."""
+    listed = [c for _, c in choices.values()]
+    known: dict[tuple[int, ...], tuple[Choices, int]] = {}
+    relays: dict[int, Choices] = {}
+    kinds, readings, begins, makers = [], read.tolist(), begin.tolist(), made.tolist()
+    for t in shared.tolist():
+        key = (makers[t], *readings[begins[t] : begins[t + 1]])
+        found = known.get(key)
+        if found is None:
+            relay = build.relay(listed[key[0]], [listed[c] for c in key[1:]])
+            found = known[key] = relay, build.free(len(relay.index))
+        relays[t] = found[0]
+        kinds.append(found[1])
+    return relays, np.array(kinds, dtype=np.int64)
 
 
 def _edges(

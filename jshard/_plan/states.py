@@ -67,8 +67,8 @@ class Interner:
         self._meant: dict[Rule, tuple] = {}  # candidates, their axes, operands and results by rule
         self._alike: dict[Any, Choices] = {}
         # Shapes with dtypes by number: forms are compared for every operator.
-        self._kinds: dict[Any, int] = {}
-        self._kind = [self._number((t.shape, t.dtype)) for t in program.tensors]
+        self._kinds: dict[Any, int] = dict(program.arrays.kinds)
+        self._kind = program.arrays.kind.tolist()
 
     def _shared(self, layouts: tuple[Layout, ...], index: np.ndarray) -> Choices:
         """One object for all tensors that are cut alike: tables of the network are found by it."""

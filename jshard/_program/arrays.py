@@ -53,6 +53,9 @@ class Arrays:
     primitive: Ints  # (operators,) number of its kind and primitive
     primitives: dict[tuple[str, str], int]
     repeat: Floats  # (operators,)
+    literals: list[Any]  # those among the operands
+    literal_op: Ints  # (literals,) whose operand each is
+    literal_operand: Ints  # (literals,) which
 
     @functools.cached_property
     def nbytes(self) -> Floats:
@@ -95,7 +98,9 @@ def arrays_of(program: Program) -> Arrays:
     # Literals are objects; a tensor is its number.
     read = np.fromiter([a if type(a) is int else -1 for a in atoms], np.int64, len(atoms))
     there = read >= 0
-    if not there.all():
+    gone = np.flatnonzero(~there)
+    literals = [atoms[i] for i in gone.tolist()], reader[gone], operand[gone]
+    if len(gone):
         begin = np.concatenate([[0], np.cumsum(there)])[begin]
         reader, operand, read = reader[there], operand[there], read[there]
     result_begin, makers, places, made = _listed([op.results for op in ops])
@@ -109,7 +114,7 @@ def arrays_of(program: Program) -> Arrays:
     repeat = np.fromiter([op.repeat for op in ops], np.float64, n)
     return Arrays(
         reader, operand, read, begin, result, result_begin, maker, place,
-        np.array(kind, dtype=np.int64), kinds, np.array(primitive, dtype=np.int64), names, repeat,
+        np.array(kind, dtype=np.int64), kinds, np.array(primitive, dtype=np.int64), names, repeat, *literals,
     )  # fmt: skip
 
 
@@ -122,6 +127,36 @@ def spans(begin: Ints, end: Ints) -> Ints:
     count = end - begin
     start = np.cumsum(count) - count
     return np.arange(int(count.sum())) + np.repeat(begin - start, count)
+
+
+def packed(*columns: Ints) -> Ints:
+    """One number for each row of some columns of numbers from 0, the same where the rows are.
+
+    >>> a, b, c = packed(np.array([3, 3, 0]), np.array([1, 1, 2])).tolist()
+    >>> a == b, a == c
+    (True, False)
+    """
+    code, size = columns[0], 1 + int(columns[0].max(initial=0))
+    for column in columns[1:]:
+        n = 1 + int(column.max(initial=0))
+        if size * n >= 2**62:
+            code = np.unique(code, return_inverse=True)[1]
+            size = 1 + int(code.max(initial=0))
+        code, size = code * n + column, size * n
+    return code
+
+
+def numbered(code: Ints) -> tuple[Ints, list[int]]:
+    """Numbers for equal codes in the order in which they come, and where each comes first.
+
+    >>> numbered(np.array([7, 2, 7, 5]))
+    (array([0, 1, 0, 2]), [0, 1, 3])
+    """
+    _, first, inverse = np.unique(code, return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    rank = np.empty(len(order), dtype=np.int64)
+    rank[order] = np.arange(len(order))
+    return rank[inverse], first[order].tolist()
 
 
 def _listed(lists: list[tuple]) -> tuple[Ints, Ints, Ints, list[Any]]:
