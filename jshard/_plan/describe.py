@@ -222,14 +222,14 @@ def _decision(choice: Choice) -> Decision:
 
 def fingerprint(program: Program) -> str:
     """A short hash of the program: operators, how they are joined, shapes and dtypes; not of names or sources."""
-    parts: list[str] = []
-    for op in program.operators:
-        operands = [("literal", str(a.value)) if isinstance(a, Literal) else a for a in op.operands]
-        parts.append(f"({op.kind!r}, {op.primitive!r}, {operands}, {op.results}, {op.repeat})")
-    said: dict[Any, str] = {}
-    for t in program.tensors:
-        key = (t.shape, t.dtype)
-        if key not in said:
-            said[key] = repr((t.shape, dtype_name(t.dtype)))
-        parts.append(said[key])
-    return hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
+    a = program.arrays
+    # Numbers are given in the order of the program, so they are the same in every process.
+    kinds = [(shape, dtype_name(dtype)) for shape, dtype in a.kinds]
+    literals = [str(x.value) for x in a.literals]
+    found = hashlib.sha256(repr((list(a.primitives), kinds, literals)).encode())
+    for numbers in (
+        a.primitive, a.begin, a.read, a.operand, a.result_begin, a.result, a.kind, a.literal_op, a.literal_operand,
+    ):  # fmt: skip
+        found.update(np.asarray(numbers, dtype="<i8").tobytes())
+    found.update(np.asarray(a.repeat, dtype="<f8").tobytes())
+    return found.hexdigest()[:16]
