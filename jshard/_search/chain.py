@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,7 @@ STACK = 4096  # entries of a table above which a table is worked on alone
 LARGE = 2000  # mean entries of a table above which fewer rounds count for more than wider levels
 LONG = 1 << 20  # messages above which index arrays are made anew in each pass
 ALIKE = 4  # edges of a level with one table that are worked on together without copying it
+ALONE = 1000  # entries of a table from which on edges that share it are told apart by what goes through it
 FEW = 20_000  # entries of tables that are worked on in less time than it takes numpy to begin
 ROOM = 1 << 17  # entries of tables worked on in one operation: what is computed on the way stays in the cache
 HEAVY = 2_000_000  # entries of all tables from which on most passes are made in single precision
@@ -89,6 +90,9 @@ class Chain:
     places: Ints  # (E, 2) where the messages to these two begin
 
 
+Layers = Mapping[int, tuple[int, int]]  # variable -> (place within its layer, layer)
+
+
 def along(graph: Graph, deep: bool) -> list[int]:
     """The core from one far end to the other, so that neighbours come soon after each other: by nearness, or,
     `deep`, along branches, which passes news further in one pass and leaves less to do side by side."""
@@ -112,18 +116,21 @@ def along(graph: Graph, deep: bool) -> list[int]:
     return out
 
 
-def walk(graph: Graph) -> tuple[list[int], list[int]]:
-    """The core in walk order, and each one's level."""
+def walk(graph: Graph, layers: Layers | None = None) -> tuple[list[int], list[int]]:
+    """The core in walk order, and each one's level; where layers repeat, a layer is a segment."""
     arrays = graph.tables.arrays
     sizes = [arrays[t].size for near in graph.adj for t in near.values()]
     core = along(graph, sum(sizes) > LARGE * len(sizes))
     count = len(core)
     length = -(-count // max(1, count // SEGMENT)) if count else 1
-    order = sorted(range(count), key=lambda r: (r % length, r // length))
-    rank = {core[r]: i for i, r in enumerate(order)}
+    place = {v: (r % length, r // length) for r, v in enumerate(core)}
+    if layers:
+        many = -(-count // length)
+        place |= {v: (p, many + layer) for v, (p, layer) in layers.items() if v in place}
+    order = sorted(core, key=place.__getitem__)
+    rank = {v: i for i, v in enumerate(order)}
     level = {}
-    for r in order:
-        v = core[r]
+    for v in order:
         below = [level[w] for w in graph.adj[v] if rank[w] < rank[v]]
         level[v] = 1 + max(below) if below else 0
     variables = sorted(core, key=lambda v: (level[v], rank[v]))
@@ -136,9 +143,10 @@ def _ranges(starts: Ints, lengths: Ints) -> Ints:
     return np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1] if len(ends) else 0)
 
 
-def chain_of(graph: Graph) -> Chain:
+def chain_of(graph: Graph, layers: Layers | None = None) -> Chain:
+    """The core made ready for passes."""
     arrays, adj = graph.tables.arrays, graph.adj
-    variables, level = walk(graph)
+    variables, level = walk(graph, layers)
     n = len(variables)
     rank = {v: r for r, v in enumerate(variables)}
     unary = [arrays[graph.unary[v]] for v in variables]
@@ -184,14 +192,15 @@ def chain_of(graph: Graph) -> Chain:
         small: dict[int, list[_Few]] = {}
 
         def add(at: int, e: Ints, k: int, m: int, tables: Floats | tuple[Floats, ...]) -> None:
-            most = len(e) if isinstance(tables, tuple) else max(1, ROOM // (k * m))
+            alone = isinstance(tables, tuple) or (tables.shape[1] == 1 and k * m >= ALONE)
+            most = len(e) if alone else max(1, ROOM // (k * m))
             for a in range(0, len(e), most):
                 part = slice(a, a + most)
                 split = not isinstance(tables, tuple) and tables.shape[1] > 1
                 add_part(at, e[part], k, m, tables[:, part] if split else tables)  # type: ignore[call-overload]
 
         def add_part(at: int, e: Ints, k: int, m: int, tables: Floats | tuple[Floats, ...]) -> None:
-            wide = not isinstance(tables, tuple) and len(e) > m
+            wide = not isinstance(tables, tuple) and len(e) > m and (tables.shape[1] > 1 or k * m < ALONE)
             if not isinstance(tables, tuple):  # (k, n or 1, m)
                 tables = np.ascontiguousarray(tables.transpose(0, 2, 1)) if wide else tables
             group = Group(first[sender[e]], heard[e], told[e], tables, wide)

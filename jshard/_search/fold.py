@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jshard._search.chain import Chain
+from jshard._search.chain import Chain, Layers, along
 from jshard._search.heard import Heard, for_states
 from jshard._search.network import Ints
 from jshard._search.reduce import Graph
@@ -45,6 +45,7 @@ class Folded:
     short: Graph
     image: Ints  # (n, 2): a variable that is cut out, the one like it
     seam: Ints  # (n, 4): both ends of an edge of the whole core that is cut, both of the like one kept
+    layers: Layers  # of each variable that repeats: its place within its layer, and the layer
 
 
 def fold(graph: Graph) -> Folded | None:
@@ -219,8 +220,17 @@ def _cut(graph: Graph, edges: Ints, colour: Ints, layer: Ints, low: int, high: i
     like = moved(left, shift), moved(right, shift)
     found = (like[0] >= 0) & (like[1] >= 0)
     lost = np.flatnonzero(gone)
+    # The same order in every layer: the one in which a walk comes by in the middle.
+    turn = {v: r for r, v in enumerate(along(graph, True))}
+    middle = at[:, (a + b) // 2 - bottom]
+    order = sorted(
+        np.unique(colour[where]).tolist(), key=lambda c: (turn[core[middle[c]]] if middle[c] >= 0 else -1, c)
+    )
+    place = {c: p for p, c in enumerate(order)}
+    layers = {core[i]: (place[int(colour[i])], int(layer[i]) - bottom) for i in where.tolist()}
     return Folded(
         short,
         np.stack([name[lost], name[at[colour[lost], a - 1 - bottom]]], axis=1),
         name[np.stack([left, right, *like], axis=1)[found]],
+        layers,
     )

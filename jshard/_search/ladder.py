@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jshard._search.bound import Passed, pass_messages, rounded
-from jshard._search.chain import Chain, chain_of, positions
+from jshard._search.chain import Chain, Layers, chain_of, positions
 from jshard._search.eliminate import Finished, eliminate, read_off
-from jshard._search.fold import fold, retell
+from jshard._search.fold import Folded, fold, retell
 from jshard._search.heard import Heard, hear, heard_in
 from jshard._search.improve import Local, energy_of, improve, local_of
 from jshard._search.network import Floats, Ints
@@ -144,11 +144,16 @@ def dive(search: Search, levels: tuple[Level, ...], rest: Graph, slacks: dict[in
 
 
 def tighten(
-    search: Search, levels: tuple[Level, ...], rest: Graph, most: int, start: Start | None = None
+    search: Search,
+    levels: tuple[Level, ...],
+    rest: Graph,
+    most: int,
+    start: Start | None = None,
+    layers: Layers | None = None,
 ) -> tuple[tuple[Level, ...], Graph | None, float, dict[int, Floats]]:
     """Bound a core and drop what the bound excludes, again and again until that stalls.
 
-    Messages survive the dropping, and may come from a similar core (`start`).
+    Messages survive the dropping, and may come from a similar core (`start`) of its `layers`.
     Returns (levels, core or None when closed, bound, slack of the core's variables).
     """
     soon = 20 if start is None else 5  # rounds before the first dive: those of a start may be as good as done
@@ -157,7 +162,7 @@ def tighten(
         if not core:
             offer(search, levels, rest.offset, np.zeros(search.variables, dtype=np.int64))
             return levels, None, rest.offset, {}
-        chain = chain_of(rest)
+        chain = chain_of(rest, layers)
         if start is not None:
             start(rest, chain)
         # Where an answer is sought, if one is.
@@ -261,24 +266,57 @@ def branch(
     return min((h[0] for h in heap), default=search.best)
 
 
-def rehearse(search: Search, levels: tuple[Level, ...], rest: Graph, most: int) -> Start | None:
+def rehearse(
+    search: Search, levels: tuple[Level, ...], rest: Graph, most: int
+) -> tuple[Start | None, Layers | None]:
     """Solve a short core of the layers that repeat; its answer is offered, its messages are a start."""
     folded = fold(rest) if len(rest.core) > 1000 else None
     if folded is None:
-        return None
+        return None, None
     inner = Search(search.deadline, search.gap, lambda _: None, search.variables, patient=True)
     try:
         tighten(inner, (), folded.short, most)
     except Contradiction:
-        return None
+        return None, folded.layers
     if inner.assignment is not None:
         assignment = inner.assignment.copy()
         assignment[folded.image[:, 0]] = assignment[folded.image[:, 1]]
         where = rest.tables.position
         chosen = {v: where(rest.states[v])[int(assignment[v])] for v in rest.core}
         offer(search, levels, energy_of(rest, chosen), assignment)
+        mix(search, levels, rest, folded, assignment)
     search.report(f"folding: {len(folded.short.core)} variables stand for {len(rest.core)}")
-    return None if inner.heard is None else functools.partial(retell, folded=folded, heard=inner.heard)
+    if inner.heard is None:
+        return None, folded.layers
+    return functools.partial(retell, folded=folded, heard=inner.heard), folded.layers
+
+
+def mix(search: Search, levels: tuple[Level, ...], rest: Graph, folded: Folded, assignment: Ints) -> None:
+    """Look for an answer in which every layer does what some layer of a short core's answer does.
+
+    Layers that stand side by side there may differ (two equal mesh axes take turns), and one of them repeated is then
+    a poor answer; but a few states a variable are solved together, exactly.
+    """
+    alike: dict[int, set[int]] = {}
+    lost = set(folded.image[:, 0].tolist())
+    for v, (place, _) in folded.layers.items():
+        if v not in lost:
+            alike.setdefault(place, set()).add(int(assignment[v]))
+    if max(map(len, alike.values()), default=0) < 2:
+        return
+    where, slacks = rest.tables.position, {}
+    for v in rest.core:
+        place = where(rest.states[v])
+        slacks[v] = np.ones(len(place))
+        some = alike[folded.layers[v][0]] if v in folded.layers else ()
+        slacks[v][[place[s] for s in (*some, int(assignment[v])) if s in place]] = 0.0
+    try:
+        small, touched, _ = kept(rest, slacks, 0.0)
+        level, core = descend(small, touched, table=200_000, work=20_000_000)
+    except Contradiction:
+        return
+    if not core.core:
+        offer(search, (*levels, level), core.offset, np.zeros(search.variables, dtype=np.int64))
 
 
 def climb(
@@ -296,7 +334,8 @@ def climb(
     levels = (*levels, level)
     search.bound = rest.offset
     left = bool(rest.core)
-    levels, core, bound, slack = tighten(search, levels, rest, most, rehearse(search, levels, rest, most))
+    start, layers = rehearse(search, levels, rest, most)
+    levels, core, bound, slack = tighten(search, levels, rest, most, start, layers)
     search.bound = min(bound, search.best)
     if left:
         search.report("messages and blocks")
