@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from jshard._search.bound import pass_messages, sweep
+from jshard._search.bound import pass_messages, sweep, through
 from jshard._search.chain import chain_of
+from jshard._search.fold import fold
 from jshard._search.heard import hear, heard_in, moved
 from jshard._search.ladder import kept
 from jshard._search.network import build
@@ -88,3 +89,54 @@ def test_light_passes_prove_no_more_than_there_is(seed, monkeypatch):
         at = graph.tables.position(graph.states[v]).get(int(best.assignment[v]))
         if at is not None:
             assert passed.slack_bound + passed.slack[where[v] + at] <= best.cost * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize("distinct", [1, 3, 40])
+def test_through_works_out_once_what_is_alike(distinct, dtype, monkeypatch):
+    monkeypatch.setattr("jshard._search.bound.ROOM", 500)
+    rng = np.random.default_rng(distinct)
+    table = rng.random((12, 15)).astype(dtype)
+    table[rng.random(table.shape) < 0.1] = np.inf
+    some = rng.random((12, distinct)).astype(dtype)
+    given = np.ascontiguousarray(some[:, rng.integers(0, distinct, 40)])
+    assert np.array_equal(through(table, given), (table[:, None] + given[:, :, None]).min(axis=0))
+
+
+def layered(layers: int, width: int = 5, states: int = 6):
+    """Equal layers in which two equal axes take turns: what is cheapest for one layer costs its neighbour."""
+    rng = np.random.default_rng(3)
+    inside = [rng.integers(0, 9, (states, states)).astype(float) for _ in range(width)]
+    turns = 4.0 * np.eye(states) + rng.integers(0, 2, (states, states))
+    unary = [rng.integers(0, 5, states).astype(float) for _ in range(width)]
+    edges = []
+    for layer in range(layers):
+        for i in range(width):
+            v = layer * width + i
+            edges += [(v, layer * width + (i + d) % width, inside[i]) for d in (1, 2)]
+            if layer:
+                edges.append((v - width, v, turns))
+    return build(unary * layers, edges)
+
+
+def test_layers_are_walked_side_by_side_and_may_differ(monkeypatch):
+    """The answer of a short core in which neighbours differ is found again in the whole, and it is the best."""
+    network = layered(240)
+    graph = reduce(graph_of(network))
+    assert len(graph.core) > 1000
+    folded = fold(graph)
+    assert folded is not None
+    chain = chain_of(graph, folded.layers)
+    plain = chain_of(graph)
+    assert sorted(chain.variables) == sorted(plain.variables)
+    # In the middle a level holds the variable of every other layer at one place: neighbours there take turns.
+    level = {v: k for k, (a, b) in enumerate(chain.levels) for v in chain.variables[a:b]}
+    deep: dict[tuple[int, int], set[int]] = {}
+    for v, (place, turn, layer) in folded.layers.items():
+        if 40 < layer < 200:
+            deep.setdefault((place, turn), set()).add(level[v])
+    assert len(deep) == 10 and all(len(levels) == 1 for levels in deep.values())
+    best = solve(network)
+    assert best.cost == best.bound
+    monkeypatch.setattr("jshard._search.ladder.fold", lambda graph: None)
+    assert solve(network).cost == best.cost

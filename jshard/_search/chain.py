@@ -90,7 +90,8 @@ class Chain:
     places: Ints  # (E, 2) where the messages to these two begin
 
 
-Layers = Mapping[int, tuple[int, int]]  # variable -> (place within its layer, layer)
+# Variable -> (place within its layer, turn, layer); neighbours at one place in different layers take turns.
+Layers = Mapping[int, tuple[int, int, int]]
 
 
 def along(graph: Graph, deep: bool) -> list[int]:
@@ -123,10 +124,10 @@ def walk(graph: Graph, layers: Layers | None = None) -> tuple[list[int], list[in
     core = along(graph, sum(sizes) > LARGE * len(sizes))
     count = len(core)
     length = -(-count // max(1, count // SEGMENT)) if count else 1
-    place = {v: (r % length, r // length) for r, v in enumerate(core)}
+    place = {v: (r % length, 0, r // length) for r, v in enumerate(core)}
     if layers:
         many = -(-count // length)
-        place |= {v: (p, many + layer) for v, (p, layer) in layers.items() if v in place}
+        place |= {v: (p, turn, many + layer) for v, (p, turn, layer) in layers.items() if v in place}
     order = sorted(core, key=place.__getitem__)
     rank = {v: i for i, v in enumerate(order)}
     level = {}

@@ -45,7 +45,7 @@ class Folded:
     short: Graph
     image: Ints  # (n, 2): a variable that is cut out, the one like it
     seam: Ints  # (n, 4): both ends of an edge of the whole core that is cut, both of the like one kept
-    layers: Layers  # of each variable that repeats: its place within its layer, and the layer
+    layers: Layers  # of the variables that repeat
 
 
 def fold(graph: Graph) -> Folded | None:
@@ -227,7 +227,10 @@ def _cut(graph: Graph, edges: Ints, colour: Ints, layer: Ints, low: int, high: i
         np.unique(colour[where]).tolist(), key=lambda c: (turn[core[middle[c]]] if middle[c] >= 0 else -1, c)
     )
     place = {c: p for p, c in enumerate(order)}
-    layers = {core[i]: (place[int(colour[i])], int(layer[i]) - bottom) for i in where.tolist()}
+    same = both & (colour[edges[:, 0]] == colour[edges[:, 1]])
+    turns = 1 + int(np.abs(layer[edges[same, 0]] - layer[edges[same, 1]]).max(initial=0))
+    numbers = zip(where.tolist(), colour[where].tolist(), (layer[where] - bottom).tolist(), strict=True)
+    layers = {core[i]: (place[c], x % turns, x) for i, c, x in numbers}
     return Folded(
         short,
         np.stack([name[lost], name[at[colour[lost], a - 1 - bottom]]], axis=1),

@@ -299,7 +299,7 @@ def mix(search: Search, levels: tuple[Level, ...], rest: Graph, folded: Folded, 
     """
     alike: dict[int, set[int]] = {}
     lost = set(folded.image[:, 0].tolist())
-    for v, (place, _) in folded.layers.items():
+    for v, (place, _, _) in folded.layers.items():
         if v not in lost:
             alike.setdefault(place, set()).add(int(assignment[v]))
     if max(map(len, alike.values()), default=0) < 2:
