@@ -70,7 +70,7 @@ def sweep(chain: Chain, backwards: bool, slack: Floats | None = None, light: boo
     return bound
 
 
-def through(table: Floats, given: Floats) -> Floats:
+def through(table: np.ndarray, given: np.ndarray) -> np.ndarray:
     """(n, m): for each column of `given` (k, n) the least of a table (k, m) plus it.
 
     Layers that repeat give the same again and again, exactly; that is worked out once.
