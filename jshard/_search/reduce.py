@@ -93,19 +93,21 @@ class Graph:
 
     def connect(self, v: int, w: int, table: int) -> None:
         """Add a pairwise table (v's states as rows), merging with the edge that is there."""
-        tables = self.tables
-        old = self.adj[v].get(w)
-        if old is not None:
-            table = tables.add(old, table)
-        table, rows, cols = tables.normal(table)
+        self.join(v, w, self.tables.joined(table, self.adj[v].get(w, NONE)))
+
+    def join(self, v: int, w: int, parts: tuple[int, int, int, int]) -> None:
+        """Set an edge: its table, the same seen from w, and what goes to v's and w's own tables."""
+        table, back, rows, cols = parts
         if table == NONE:
-            if old is not None:
+            if w in self.adj[v]:
                 del self.adj[v][w], self.adj[w][v]
         else:
             self.adj[v][w] = table
-            self.adj[w][v] = tables.transpose(table)
-        self.charge(v, rows)
-        self.charge(w, cols)
+            self.adj[w][v] = back
+        if rows != NONE:
+            self.charge(v, rows)
+        if cols != NONE:
+            self.charge(w, cols)
 
     def shrink(self, v: int, keep: int) -> None:
         """Keep only a subset of v's present states."""
@@ -113,18 +115,17 @@ class Graph:
         if not len(tables.subsets.arrays[keep]):
             raise contradiction([v, *self.adj[v]])
         self.states[v] = tables.compose(self.states[v], keep)
-        u, least = tables.plus(tables.rows(self.unary[v], keep), self._zero(keep))
+        u, least = tables.cut(self.unary[v], keep)
         if least == np.inf:
             raise contradiction([v, *self.adj[v]])
         self.unary[v] = u
         self.offset += least
-        self.marks[v] = tables.cut_marks(self.marks[v], keep)
-        for w, table in list(self.adj[v].items()):
-            del self.adj[v][w], self.adj[w][v]
-            self.connect(v, w, tables.rows(table, keep))
-
-    def _zero(self, keep: int) -> int:
-        return self.tables.number(np.zeros(len(self.tables.subsets.arrays[keep])))
+        if self.marks[v]:
+            self.marks[v] = tables.cut_marks(self.marks[v], keep)
+        near = self.adj[v]
+        for w, table in list(near.items()):
+            del near[w], self.adj[w][v]
+            self.join(v, w, tables.thinned(table, keep))
 
     def absorb(self, v: int, w: int, function: int) -> None:
         """Merge w into its neighbour v, whose state decides w's; w's edges become v's."""
@@ -192,7 +193,7 @@ def reduce(graph: Graph, start: Iterable[int] | None = None) -> Graph:
     """
     tables, unary, adj, marks = graph.tables, graph.unary, graph.adj, graph.marks
     n = len(unary)
-    loose = tables.loose
+    loose, live = tables.loose, tables.known_live
     look = deque(graph.core if start is None else start)
     in_look = bytearray(n)
     for v in look:
@@ -235,7 +236,9 @@ def reduce(graph: Graph, start: Iterable[int] | None = None) -> Graph:
             in_look[v] = 0
             if unary[v] == NONE:
                 continue
-            keep = tables.live(unary[v])
+            keep = live.get(unary[v])
+            if keep is None:
+                keep = tables.live(unary[v])
             if keep != NONE:
                 near = list(adj[v])
                 graph.shrink(v, keep)
@@ -271,9 +274,9 @@ def reduce(graph: Graph, start: Iterable[int] | None = None) -> Graph:
             i, j = near
             if i > j:
                 i, j = j, i
-            table = tables.product(adj[i][v], unary[v], near[j])
+            parts = tables.through(adj[i][v], unary[v], near[j], adj[i].get(j, NONE))
             graph.drop(v)
-            graph.connect(i, j, table)
+            graph.join(i, j, parts)
             stamp[i] = stamp[j] = turn
             touch(i)
             touch(j)
@@ -302,14 +305,15 @@ def backtrack(graph: Graph, assignment: Ints) -> Ints:
     tables = graph.tables
     arrays = tables.arrays
     memo: dict[tuple, int] = {}
+    found: list[int] = assignment.tolist()
     for v, u, states, near, edges, subsets in reversed(graph.trail):
-        where = tuple([tables.position(s)[int(assignment[w])] for w, s in zip(near, subsets, strict=True)])
-        key = (u, edges, where)
+        key = (u, states, edges, subsets, *[found[w] for w in near])
         best = memo.get(key)
         if best is None:
             total = arrays[u]
-            for e, p in zip(edges, where, strict=True):
-                total = total + arrays[e][:, p]
-            best = memo[key] = int(total.argmin())
-        assignment[v] = tables.subsets.arrays[states][best]
+            for w, e, s in zip(near, edges, subsets, strict=True):
+                total = total + arrays[e][:, tables.position(s)[found[w]]]
+            best = memo[key] = int(tables.subsets.arrays[states][int(total.argmin())])
+        found[v] = best
+    assignment[:] = found
     return assignment

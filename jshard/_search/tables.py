@@ -55,8 +55,13 @@ class Tables:
         self._add: dict[tuple[int, int], int] = {}
         self._plus: dict[tuple[int, int], tuple[int, float]] = {}
         self._normal: dict[int, tuple[int, int, int]] = {}
-        self._live: dict[int, int] = {}
+        self.known_live: dict[int, int] = {}
         self._rows: dict[tuple[int, int], int] = {}
+        # Whole steps of the reductions, in one look.
+        self._joined: dict[tuple[int, int], tuple[int, int, int, int]] = {}
+        self._through: dict[tuple[int, int, int, int], tuple[int, int, int, int]] = {}
+        self._thinned: dict[tuple[int, int], tuple[int, int, int, int]] = {}
+        self._cut: dict[tuple[int, int], tuple[int, float]] = {}
         self._compose: dict[tuple[int, int], int] = {}
         self._inverse: dict[int, dict[int, int]] = {}
         self._function: dict[int, int] = {}
@@ -122,13 +127,45 @@ class Tables:
             self._normal[e] = found
         return found
 
+    def joined(self, e: int, old: int) -> tuple[int, int, int, int]:
+        """An edge put beside an old one (or NONE): what is left of it, its transpose, row and column minima."""
+        found = self._joined.get((e, old))
+        if found is None:
+            table, rows, cols = self.normal(e if old == NONE else self.add(old, e))
+            back = NONE if table == NONE else self.transpose(table)
+            found = self._joined[e, old] = table, back, rows, cols
+        return found
+
+    def through(self, left: int, u: int, right: int, old: int) -> tuple[int, int, int, int]:
+        """The edge that a variable between two others leaves, put beside the old one between them."""
+        key = (left, u, right, old)
+        found = self._through.get(key)
+        if found is None:
+            found = self._through[key] = self.joined(self.product(left, u, right), old)
+        return found
+
+    def thinned(self, e: int, subset: int) -> tuple[int, int, int, int]:
+        """An edge with only some of its rows."""
+        found = self._thinned.get((e, subset))
+        if found is None:
+            found = self._thinned[e, subset] = self.joined(self.rows(e, subset), NONE)
+        return found
+
+    def cut(self, u: int, subset: int) -> tuple[int, float]:
+        """A unary with only some of its states, and its minimum, taken out."""
+        found = self._cut.get((u, subset))
+        if found is None:
+            zero = self.number(np.zeros(len(self.subsets.arrays[subset])))
+            found = self._cut[u, subset] = self.plus(self.rows(u, subset), zero)
+        return found
+
     def live(self, u: int) -> int:
         """The subset of finite states, or NONE when all are."""
-        found = self._live.get(u)
+        found = self.known_live.get(u)
         if found is None:
             finite = np.isfinite(self.arrays[u])
             found = NONE if finite.all() else self.subsets(np.flatnonzero(finite))
-            self._live[u] = found
+            self.known_live[u] = found
         return found
 
     def rows(self, t: int, subset: int) -> int:
