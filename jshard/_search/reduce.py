@@ -174,15 +174,27 @@ def graph_of(network: CostNetwork, tables: Tables | None = None) -> Graph:
     pairwise = [tables.rounded(t) for t in network.pairwise]
     every = [tables.subsets(np.arange(len(t))) for t in network.unary]
     zero = [tables.number(np.zeros(len(t))) for t in network.unary]
+    # What a variable is charged for its own table depends on the table alone.
+    charged = [tables.plus(z, u) for z, u in zip(zero, unary, strict=True)]
+    least = np.array([c[1] for c in charged])[network.node_table] if network.size else np.zeros(1)
+    if np.isinf(least).any():
+        raise contradiction([int(np.isinf(least).argmax())])
     which = network.node_table.tolist()
-    graph = Graph(tables, [zero[n] for n in which], [{} for _ in which], [every[n] for n in which])
-    for v, n in enumerate(which):
-        graph.charge(v, unary[n])
+    graph = Graph(tables, [charged[n][0] for n in which], [{} for _ in which], [every[n] for n in which])
+    graph.offset = float(np.cumsum(least)[-1])
+    adj = graph.adj
+    parts: dict[int, tuple[int, int, int, int]] = {}
     for (i, j), t in zip(network.edges.tolist(), network.edge_table.tolist(), strict=True):
         if i == j:
             graph.charge(i, tables.number(np.diag(tables.arrays[pairwise[t]])))
-        else:
+            continue
+        if j in adj[i]:
             graph.connect(i, j, pairwise[t])
+            continue
+        found = parts.get(t)
+        if found is None:
+            found = parts[t] = tables.joined(pairwise[t], NONE)
+        graph.join(i, j, found)
     return graph
 
 
