@@ -9,7 +9,8 @@ import pytest
 from test_search_laws import brute_force, random_network
 
 from jshard._errors import MemoryBudgetError
-from jshard._search import Contradiction, build, evaluate, peak, solve
+from jshard._search import Contradiction, CostNetwork, build, evaluate, peak, solve
+from jshard._search.memory import effort
 
 
 @pytest.mark.parametrize("block", range(6))
@@ -71,3 +72,57 @@ def test_worked_case_of_memory():
     network = build([[0.0, 6.0]], [], intervals=[[0, 1]], usages=[[8.0, 2.0]], limit=5.0)
     assert solve(network).cost == 6.0
     assert solve(network, objective="peak").cost == 2.0
+
+
+def chained(seed: int, length: int = 30) -> CostNetwork:
+    """A ring of variables with chords, too wide for exact elimination, under a limit that binds."""
+    rng = np.random.default_rng(seed)
+    unary = [rng.integers(0, 50, 3).astype(float) for _ in range(length)]
+    ends = [(i, (i + d) % length) for i in range(length) for d in (1, 7)]
+    pairs = [(min(e), max(e), rng.integers(0, 30, (3, 3)).astype(float)) for e in ends]
+    usages = [np.sort(rng.integers(1, 100, 3))[::-1].astype(float) for _ in range(length)]
+    intervals = [[i, i + 6] for i in range(length)]
+    return build(unary, pairs, intervals=intervals, usages=usages, limit=260.0)
+
+
+class Clock:
+    """A machine that is slower: every look at the clock costs so many seconds more."""
+
+    def __init__(self, seconds: float):
+        self.seconds, self.looks = seconds, 0
+
+    def monotonic(self) -> float:
+        self.looks += 1
+        return self.looks * self.seconds
+
+
+def test_a_slow_machine_finds_what_a_fast_one_does(monkeypatch):
+    network = chained(0)
+    found = []
+    for seconds in (1e-9, 1e-3):
+        clock = Clock(seconds)
+        monkeypatch.setattr("time.monotonic", clock.monotonic)
+        found.append(solve(network, seconds=1e6))
+        assert clock.looks > 100
+    assert np.array_equal(found[0].assignment, found[1].assignment)
+    assert (found[0].cost, found[0].bound) == (found[1].cost, found[1].bound)
+
+
+def test_a_limit_in_seconds_ends_the_search(monkeypatch):
+    network = chained(1)
+    looks = []
+    for seconds in (1e9, 300.0):
+        clock = Clock(1.0)
+        monkeypatch.setattr("time.monotonic", clock.monotonic)
+        result = solve(network, seconds=seconds)
+        assert peak(network, result.assignment) <= network.memory.limit
+        looks.append(clock.looks)
+    assert looks[1] < looks[0]
+
+
+def test_effort_is_less_a_variable_on_larger_cores():
+    counts = [effort(n) for n in (1, 10, 100, 1_000, 10_000, 1_000_000)]
+    assert all(
+        a >= b for before, after in itertools.pairwise(counts) for a, b in zip(before, after, strict=True)
+    )
+    assert min(counts[-1]) >= 20

@@ -42,9 +42,9 @@ class Wish:
     memory_limit: float | None = None
     seconds: float = 60.0
     gap: float = 0.0
-    limited_seconds: float = (
-        15.0  # when the budget binds: the duality gap rarely closes, so longer gains little
-    )
+    # Under a budget and for the least peak the effort is counted, so that every machine finds the same plan. The
+    # seconds only end what takes far longer than it should.
+    limited_seconds: float = 240.0
     limited_gap: float = 0.005
     # (operator, side, index, key, test of layouts): what `Plan.why` forces, beside the user's pins
     forced: tuple[tuple[int, str, int, str, Callable[[Layout], bool]], ...] = ()
@@ -183,7 +183,7 @@ def _least_peak(
     free: _Answer | None = None,
 ) -> _Answer:
     """The plan of least peak. The network's peak is a bound; the plan's own is counted over its schedule."""
-    s = solve(network, objective="peak", gap=wish.gap, seconds=wish.seconds, on_progress=on_progress)
+    s = solve(network, objective="peak", gap=wish.gap, seconds=wish.limited_seconds, on_progress=on_progress)
     answer = _answer(built, wish, s.assignment, s.bound, s.steps)
     if free is None and not answer.interrupted:
         other = solve(built.network, gap=wish.limited_gap, seconds=wish.limited_seconds)

@@ -24,6 +24,9 @@ from jshard._search.pack import Packing
 
 _SOLVED, _INFEASIBLE = 0, 2  # scipy's status
 _SLACK = 1e-6
+# Columns times nodes of the branching: counted, so that the answer hangs on the clock only where a node takes long.
+_NODES = 200_000
+_SECONDS = 30.0
 LARGEST = 20_000  # columns; beyond, the relaxation alone takes longer than the moves that it would replace
 
 
@@ -43,13 +46,15 @@ class Ended(NamedTuple):
 
 
 def finish(pack: Packing, search: Search) -> Ended | None:
-    """`solve_integer` in half the time left; None, and nothing done, without a gap or on a large core."""
-    if search.late or search.closed(search.bound) or columns(pack) > LARGEST:
+    """`solve_integer` with a counted effort; None, and nothing done, without a gap or on a large core."""
+    wide = columns(pack)
+    if search.late or search.closed(search.bound) or wide > LARGEST:
         return None
-    return solve_integer(pack, search.gap, 0.5 * (search.deadline - time.monotonic()))
+    nodes = max(1, _NODES // max(1, wide))
+    return solve_integer(pack, search.gap, min(_SECONDS, 0.5 * (search.deadline - time.monotonic())), nodes)
 
 
-def solve_integer(pack: Packing, gap: float, seconds: float) -> Ended:
+def solve_integer(pack: Packing, gap: float, seconds: float, nodes: int = 1 << 30) -> Ended:
     """States of the core's variables, or None, and a bound on their cost, or on their peak when there is no limit.
 
     The bound is inf where no states keep the limit.
@@ -123,7 +128,7 @@ def solve_integer(pack: Packing, gap: float, seconds: float) -> Ended:
             tools.LinearConstraint(equal, sums, sums),
             tools.LinearConstraint(weight, -np.inf, (0.0 if for_peak else 1.0) - held.constant / unit),
         ],
-        options={"time_limit": max(0.1, seconds), "mip_rel_gap": gap},
+        options={"time_limit": max(0.1, seconds), "mip_rel_gap": gap, "node_limit": nodes},
     )
     if found.x is None:
         none = found.status == _INFEASIBLE

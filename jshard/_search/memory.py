@@ -179,12 +179,33 @@ class Ascent:
         self.prices = np.maximum(4.0 * self.prices, first)
 
 
+# Rounds times variables of the core: some seconds of either on a core of 2026. The effort is counted, so that a slow
+# machine finds what a fast one does; a limit in seconds, where there is one, ends it earlier.
+_PRICES = 40_000
+_MOVES = 60_000
+
+
+def effort(variables: int) -> tuple[int, int]:
+    """Rounds of prices, and of block moves after them, for a core of so many variables.
+
+    >>> effort(10), effort(1_000), effort(100_000)
+    ((400, 6000), (40, 60), (20, 30))
+    """
+    n = max(1, variables)
+    return int(np.clip(_PRICES // n, 20, 400)), int(np.clip(_MOVES // n, 30, 6000))
+
+
 def solve_limited(
-    network: CostNetwork, search: Search, moves: int = 1 << 30, prices: int = 400, exact: bool = True
+    network: CostNetwork,
+    search: Search,
+    moves: int | None = None,
+    prices: int | None = None,
+    exact: bool = True,
 ) -> None:
     """Least cost within the limit; fills in ``search``; at most so many ``prices`` and then block ``moves``.
 
-    Between them, a small core that is left with a gap is given to an integer program (unless not `exact`).
+    Both are `effort` by default. Between them, a small core that is left with a gap is given to an integer program
+    (unless not `exact`).
     """
     memory = network.memory
     assert memory is not None and memory.limit is not None
@@ -200,6 +221,8 @@ def solve_limited(
         f"reductions that keep memory: {network.size} variables -> {len(model.local.variables)}; "
         f"{len(clock.times)} key times can exceed the limit"
     )
+    counted = effort(len(model.local.variables))
+    prices, moves = (c if n is None else n for c, n in zip(counted, (prices, moves), strict=True))
     whole_costs = grain(network)
     ascent = Ascent(len(clock.times))
     best: list[int] | None = None
