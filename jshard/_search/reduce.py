@@ -71,7 +71,7 @@ class Graph:
 
     @property
     def core(self) -> list[int]:
-        return [v for v, u in enumerate(self.unary) if u != NONE]
+        return [v for v, u in enumerate(self.unary) if u >= 0]  # NONE is the only negative number
 
     def fork(self, tables: Tables | None = None) -> Graph:
         """A copy, without marks and with an empty trail; it shares the tables unless given a copy."""
@@ -270,7 +270,7 @@ def reduce(graph: Graph, start: Iterable[int] | None = None) -> Graph:
                 touch(w)
             elif len(near) == 2 and free:
                 now.append(v)  # it goes: which of its states are worth keeping need not be asked
-            elif bond(v):
+            elif not loose.issuperset(near.values()) and bond(v):
                 pass
             elif not in_wide[v]:
                 in_wide[v] = 1
