@@ -135,6 +135,8 @@ class _Runner:
     def move(self, m: Move, env: Env) -> None:
         varying = frozenset(self._varying(m))
         x, layout = env[m.tensor, m.source], m.source
+        if m.again:  # or the compiler makes one of two equal collectives, and holds what it gave
+            x = lax.optimization_barrier(x)
         for step, number in zip(m.steps, m.numbers, strict=True):
             after = apply(step, layout)
             with _scope(number):

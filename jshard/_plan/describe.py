@@ -217,7 +217,7 @@ def _decision(choice: Choice) -> Decision:
         if c is None:
             layout = choice.needed(op.id, 0) if op.kind == "output" else choice.made(op.results[0])
             endpoints.append((op.id, layout))
-    return Decision(tuple(candidates), tuple(endpoints), tuple(sorted(choice.relay.items())))
+    return Decision(tuple(candidates), tuple(endpoints), tuple(sorted(choice.relay.items())), choice.regather)
 
 
 def fingerprint(program: Program) -> str:

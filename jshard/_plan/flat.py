@@ -48,6 +48,7 @@ class Flat:
     target: Ints
     source_value: Ints  # (moves,) the value that is moved
     reader: Ints  # (moves,) the operator a move is for, -1 for several
+    again: NDArray[np.bool_]  # (moves,) whether the backward pass moves for itself
     path: Ints  # (moves,) which of the paths
     paths: tuple[tuple[Step, ...], ...]
     value: Ints  # (reads,) the value that is read
@@ -89,13 +90,22 @@ def flat(choice: Choice) -> Flat | None:
     keep_tensor = np.concatenate([constants, tensors[new]])
     keep_slot = np.concatenate([np.full(len(constants), -1), late[first[new]]])
     onward = other[needed[other] != kept[a.read[other]]]
-    first = np.sort(np.unique(a.read[onward] * n_layouts + needed[onward], return_index=True)[1])
+    # From the first reader of the backward pass on, a copy may be one of its own.
+    pair = a.read[onward] * n_layouts + needed[onward]
+    by_pair = np.argsort(pair, kind="stable")
+    group = np.cumsum(np.diff(pair[by_pair], prepend=-1) != 0)
+    phase = np.zeros(reads, dtype=np.int64)
+    phase[onward[by_pair]] = (
+        np.maximum.accumulate(2 * group + choice.anew[a.reader[onward[by_pair]]]) - 2 * group
+    )
+    first = np.sort(np.unique(2 * pair + phase[onward], return_index=True)[1])
     onward = onward[first]
     n_keep = len(keep_tensor)
     tensor = np.concatenate([keep_tensor, a.read[onward]])
     source = np.concatenate([made[keep_tensor], kept[a.read[onward]]])
     target = np.concatenate([kept[keep_tensor], needed[onward]])
     reader = np.concatenate([np.full(n_keep, -1), a.reader[onward]])
+    again = np.concatenate([np.zeros(n_keep, dtype=np.int64), phase[onward]])
     # In order: by read, first what is kept, then what goes on from there; an operator runs after its last read.
     slot = np.concatenate([keep_slot, onward])
     key = np.concatenate([3 * slot + 1 + (np.arange(len(slot)) >= n_keep), 3 * a.begin[runs + 1]])
@@ -104,16 +114,17 @@ def flat(choice: Choice) -> Flat | None:
     at[order] = np.arange(len(order))
     moved = np.argsort(at[: len(slot)])
     tensor, source, target, reader = tensor[moved], source[moved], target[moved], reader[moved]
+    again = again[moved]
     move_at, run_at = at[: len(slot)][moved], np.full(len(program.operators), -1)
     run_at[runs] = at[len(slot) :]
     # The value of each read and of each move's source.
-    pair = tensor * n_layouts + target
+    pair = 2 * (tensor * n_layouts + target) + again
     by_pair = np.argsort(pair)
 
-    def value_of(tensors: Ints, wanted: Ints) -> Ints:
+    def value_of(tensors: Ints, wanted: Ints, phase: Ints) -> Ints:
         out = tensors.copy()
         away = np.flatnonzero(wanted != made[tensors])
-        found = np.searchsorted(pair[by_pair], tensors[away] * n_layouts + wanted[away])
+        found = np.searchsorted(pair[by_pair], 2 * (tensors[away] * n_layouts + wanted[away]) + phase[away])
         out[away] = len(a.maker) + by_pair[found]
         return out
 
@@ -126,8 +137,9 @@ def flat(choice: Choice) -> Flat | None:
     pieces = np.array([lay.pieces(mesh) for lay in layouts], dtype=np.float64)
     assert reads == len(needed)
     return Flat(
-        choice, tuple(layouts), pieces, made, tensor, source, target, value_of(tensor, source), reader,
-        path, paths, value_of(a.read, needed), move_at, run_at, number, len(order),
+        choice, tuple(layouts), pieces, made, tensor, source, target,
+        value_of(tensor, source, np.zeros_like(tensor)), reader, again > 0,
+        path, paths, value_of(a.read, needed, phase), move_at, run_at, number, len(order),
     )  # fmt: skip
 
 

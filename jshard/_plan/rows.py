@@ -144,11 +144,15 @@ class Physics:
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """The states themselves: per operator the factor each mesh axis cuts, or a layout for inputs and outputs."""
+    """The states themselves: per operator the factor each mesh axis cuts, or a layout for inputs and outputs.
+
+    `regather`: the backward pass moves again what the forward pass moved, instead of holding it.
+    """
 
     candidates: tuple[tuple[int, ...] | None, ...]
     endpoints: tuple[tuple[int, Layout], ...]
     relays: tuple[tuple[int, Layout], ...]
+    regather: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from jshard import _jaxcompat as compat
 from jshard._cost.redistribute import Step as RedistributionStep, steps as redistribution
 from jshard._layout import Layout
 from jshard._plan.flat import Flat, flat
@@ -39,6 +40,17 @@ class Choice:
     state: tuple[int, ...]
     relay: Mapping[int, Layout]
     producers: tuple[tuple[int, int], ...]
+    regather: bool = False  # the backward pass moves again what the forward pass moved, instead of holding it
+
+    @functools.cached_property
+    def anew(self) -> np.ndarray:
+        """(operators,) whether an operator reads none of the copies that operators before the backward pass had made."""
+        ops = self.program.operators
+        if not self.regather:
+            return np.zeros(len(ops), dtype=bool)
+        return np.array(
+            [op.kind == "eqn" and compat.is_backward(op.prefix, op.eqn) for op in ops], dtype=bool
+        )
 
     def candidate(self, op: int) -> Candidate | None:
         """The candidate of an operator; None for inputs and outputs."""
@@ -80,7 +92,8 @@ class Choice:
 class Move:
     """Bring a tensor from one layout into another; `reader` is the operator it is for (-1: several).
 
-    `numbers` gives each step its number among the program's collectives, -1 for slices.
+    `numbers` gives each step its number among the program's collectives, -1 for slices. What is moved `again` is not
+    to be joined with what was moved before.
     """
 
     tensor: int
@@ -90,6 +103,7 @@ class Move:
     repeat: float
     reader: int
     numbers: tuple[int, ...]
+    again: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -197,6 +211,7 @@ def _communicating(found: Flat) -> tuple[Move | Run, ...]:
             repeat,
             reader,
             numbers,
+            bool(found.again[m]),
         )
     runs = found.run_at >= 0
     runs[runs] = found.number[found.run_at[runs]] >= 0
@@ -242,6 +257,7 @@ class _Writer:
         self.count = 0
         self.entered: dict[int, dict[int, Layout]] = {}
         self.constants: dict[Value, Value] = {}
+        self.again: set[Value] = set()  # what the backward pass has moved for itself
 
     def have(self, scope: _Scope, tensor: int) -> None:
         value = self.choice.values[tensor]
@@ -249,11 +265,16 @@ class _Writer:
 
     def move(self, scope: _Scope, tensor: int, source: Layout, target: Layout, reader: int) -> Value:
         value = (tensor, target)
-        if value not in scope.values:
+        again = (
+            reader >= 0 and bool(self.choice.anew[reader]) and value not in self.again and source != target
+        )
+        if again:
+            self.again.add(value)
+        if again or value not in scope.values:
             shape = self.choice.program.tensors[tensor].shape
             steps = redistribution(source, target, shape, self.choice.topology)
             numbers = tuple(-1 if s.kind == "slice" else self.number() for s in steps)
-            m = Move(tensor, source, target, steps, scope.repeat, reader, numbers)
+            m = Move(tensor, source, target, steps, scope.repeat, reader, numbers, again)
             if any(n >= 0 for n in numbers):
                 self.communicating.append(m)
             scope.actions.append(m)
@@ -270,9 +291,10 @@ class _Writer:
 
     def value(self, scope: _Scope, tensor: int, target: Layout, reader: int) -> Value:
         there = scope.values.get((tensor, target))
-        if there is not None:
-            return there
         kept = self.choice.kept(tensor)
+        at_hand = target in (kept, self.choice.made(tensor)) or not self.choice.anew[reader]
+        if there is not None and (at_hand or (tensor, target) in self.again):
+            return there
         if (tensor, kept) not in scope.values and tensor in self.entered.get(id(scope), {}):
             kept = self.entered[id(scope)][tensor]
         else:
