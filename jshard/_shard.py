@@ -68,7 +68,8 @@ def shard(
     - `out_strategy`: the same for results, or `"full_batch"` (replicated), `"data_parallel"` (dimension 0).
     - `parameter_plan`: dotted parameter path -> entry; `*` matches one part.
     - `device`: `"tpu"`, `"gpu"` or `"cpu"`; default: JAX's default backend.
-    - `level`: what the search minimises: 0 communication and redundant compute, 1 peak memory, 2 step time.
+    - `level`: what the search minimises: 0 communication and redundant compute, 1 peak memory (of the plans found at the
+        least peak the fastest), 2 step time.
     - `mesh`: a `Mesh`, `AbstractMesh` or `topology(...)`; `"auto"` tries the grids that the pins allow on the devices
         here, `"auto:4"` on four of them, `"auto:v5e:4x4"` on a named machine; default: that in context, else inferred.
     - `hardware`: a chip's name; default: what the mesh consists of.
