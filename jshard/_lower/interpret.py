@@ -135,8 +135,12 @@ class _Runner:
     def move(self, m: Move, env: Env) -> None:
         varying = frozenset(self._varying(m))
         x, layout = env[m.tensor, m.source], m.source
-        if m.again:  # or the compiler makes one of two equal collectives, and holds what it gave
-            x = lax.optimization_barrier(x)
+        if m.again:
+            # Or the compiler makes one of two equal collectives, or begins the second long before it is read.
+            others = [
+                self.choice.values[t] for t in self.program.operators[m.reader].operands if type(t) is int
+            ]
+            x, *_ = lax.optimization_barrier((x, *(env[v] for v in others if v in env and v[0] != m.tensor)))
         for step, number in zip(m.steps, m.numbers, strict=True):
             after = apply(step, layout)
             with _scope(number):

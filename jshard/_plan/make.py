@@ -89,6 +89,9 @@ def make_plan(
     return dataclasses.replace(plan, search_again=again), answer.made
 
 
+_WORTH = 0.95  # of the peak: for less nothing is moved again, since compilers follow such a plan only so far
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Answer:
     """A schedule with its objective and bound, its cost in the network and its true peak.
@@ -141,12 +144,21 @@ def _answer(
     if apart and least is not None and held.peak > least:
         # The network charges every reader for its move: held or moved again, the time it counts is the same.
         made_so = schedule(dataclasses.replace(made.choice, regather=True))
-        held_so = profile(made_so, built.residency, wish.donated)
-        if held_so.peak < held.peak:
+        held_so = _under_way(made_so, profile(made_so, built.residency, wish.donated))
+        if held_so.peak < _WORTH * held.peak:
             made, held = made_so, held_so
     return _Answer(
         built, made, cost if objective is None else objective, float(bound), tuple(steps), cost, held
     )
+
+
+def _under_way(made: Schedule, held: Profile) -> Profile:
+    """What is held with the largest copy that is moved again once more: compilers begin a gather a product early."""
+    found = made.flat
+    assert found is not None
+    sizes = found.choice.program.arrays.nbytes[found.tensor] / found.pieces[found.target]
+    more = float(sizes[found.again & ~found.sliced].max(initial=0.0))
+    return dataclasses.replace(held, peak=held.peak + more, held=(*held.held, ("copies under way", more)))
 
 
 def _solve(
