@@ -40,6 +40,16 @@ def constant(x: Any) -> Any:
     return jnp.sin(x @ table) @ table.T, jnp.fft.fft(x).real, jnp.sort(x, axis=0)
 
 
+def residual(ws: Any, x: Any) -> Any:
+    for a, b in ws:
+        x = x + jax.nn.gelu(x @ a) @ b
+    return (x * x).mean()
+
+
+def descent(ws: Any, x: Any) -> Any:
+    return jax.tree.map(lambda w, g: w - 0.1 * g, ws, jax.grad(residual)(ws, x))
+
+
 W = [(jax.ShapeDtypeStruct((512, 512), "float32"), jax.ShapeDtypeStruct((512,), "float32"))] * 3
 H = [jax.ShapeDtypeStruct((256, 256), "bfloat16")] * 3
 CASES: dict[str, tuple[Callable, tuple]] = {
@@ -136,14 +146,6 @@ def test_moved_again_arrays_say_what_objects_say(seed: int, monkeypatch: pytest.
 def test_least_memory_moves_again() -> None:
     """Fully sharded weights: gathered for the forward pass, let go, gathered again for the backward pass."""
 
-    def loss(ws: Any, x: Any) -> Any:
-        for a, b in ws:
-            x = x + jax.nn.gelu(x @ a) @ b
-        return (x * x).mean()
-
-    def descent(ws: Any, x: Any) -> Any:
-        return jax.tree.map(lambda w, g: w - 0.1 * g, ws, jax.grad(loss)(ws, x))
-
     ws = [(jax.ShapeDtypeStruct((1024, 4096), "float32"), jax.ShapeDtypeStruct((4096, 1024), "float32"))] * 2
     x = jax.ShapeDtypeStruct((4096, 1024), "float32")
     mesh = jax.sharding.AbstractMesh((8,), ("x",))
@@ -181,14 +183,6 @@ def test_a_plan_without_inner_blocks_writes_no_objects(monkeypatch: pytest.Monke
 def test_what_is_moved_again_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values, with everything that the backward pass can move again moved again."""
     monkeypatch.setattr(make, "_WORTH", 10.0)
-
-    def loss(ws: Any, x: Any) -> Any:
-        for a, b in ws:
-            x = x + jax.nn.gelu(x @ a) @ b
-        return (x * x).mean()
-
-    def descent(ws: Any, x: Any) -> Any:
-        return jax.tree.map(lambda w, g: w - 0.1 * g, ws, jax.grad(loss)(ws, x))
 
     rng = np.random.default_rng(0)
     ws = [tuple(jnp.array(rng.normal(size=s) / 8, "float32") for s in ((64, 256), (256, 64)))] * 2

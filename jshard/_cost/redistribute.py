@@ -172,9 +172,8 @@ class _Graph:
     target: np.ndarray
     begin: np.ndarray
     weight: np.ndarray
-    numbers: (
-        np.ndarray
-    )  # (4, edges): slope and volume per byte of the whole tensor, latency: of sums the last
+    # (4, edges): slope and volume per byte of the whole tensor, then latency: of sums the last.
+    numbers: np.ndarray
     rows: dict[int, tuple[np.ndarray, np.ndarray]] = dataclasses.field(default_factory=dict)
     known: dict[tuple[int, ...], dict[Layout, int]] = dataclasses.field(default_factory=dict)
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from jshard._cost.memory import heavy_of
-from jshard._program.arrays import spans
+from jshard._numbers import spans
 from jshard._program.graph import Operator, Program
 from jshard._rules.boundary import is_small
 from jshard._topology import Topology

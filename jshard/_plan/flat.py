@@ -18,17 +18,15 @@ import functools
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from jshard._cost.redistribute import Step, steps as redistribution
 from jshard._layout import Layout
+from jshard._program.arrays import Bools, Floats, Ints
 from jshard._rules.rule import reduced_axes
 
 
 if TYPE_CHECKING:
     from jshard._plan.schedule import Choice
-
-Ints = NDArray[np.int64]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,14 +39,14 @@ class Flat:
 
     choice: Choice
     layouts: tuple[Layout, ...]
-    pieces: NDArray[np.float64]  # of each layout
+    pieces: Floats  # of each layout
     made: Ints  # (tensors,) the layout in which each is made
     tensor: Ints  # (moves,)
     source: Ints  # (moves,) layouts
     target: Ints
     source_value: Ints  # (moves,) the value that is moved
     reader: Ints  # (moves,) the operator a move is for, -1 for several
-    again: NDArray[np.bool_]  # (moves,) whether the backward pass moves for itself
+    again: Bools  # (moves,) whether the backward pass moves for itself
     path: Ints  # (moves,) which of the paths
     paths: tuple[tuple[Step, ...], ...]
     value: Ints  # (reads,) the value that is read
@@ -58,7 +56,7 @@ class Flat:
     count: int  # actions
 
     @functools.cached_property
-    def sliced(self) -> NDArray[np.bool_]:
+    def sliced(self) -> Bools:
         """(moves,) whether all that happens is cutting."""
         return np.array([all(s.kind == "slice" for s in p) for p in self.paths], dtype=bool)[self.path]
 

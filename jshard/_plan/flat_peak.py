@@ -10,10 +10,10 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-from numpy.typing import NDArray
 
 from jshard._cost.residency import Residency, carried
-from jshard._plan.flat import Flat, Ints
+from jshard._plan.flat import Flat
+from jshard._program.arrays import Bools, Floats, Ints
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -73,7 +73,7 @@ def held_by(found: Flat, life: Residency, donated: frozenset[int]) -> Held:
     return Held(float(noted.max()), curve, _classes(found, there, size[there], read_by_end))
 
 
-def _last(found: Flat, life: Residency, view: NDArray[np.bool_]) -> Ints:
+def _last(found: Flat, life: Residency, view: Bools) -> Ints:
     """(values,) the last action that needs each, -1 for none: a fluid reader needs it as long as its own readers."""
     a, traits = found.choice.program.arrays, life.traits
     n = len(a.maker)
@@ -99,7 +99,7 @@ def _last(found: Flat, life: Residency, view: NDArray[np.bool_]) -> Ints:
     )
 
 
-def _classes(found: Flat, values: Ints, size: NDArray[np.float64], results: Ints) -> dict[str, float]:
+def _classes(found: Flat, values: Ints, size: Floats, results: Ints) -> dict[str, float]:
     """Bytes of some values by what they are, in the order in which the values are made."""
     program, a = found.choice.program, found.choice.program.arrays
     n = len(a.maker)

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from jshard._cost.memory import Lifetimes
+from jshard._numbers import Ints, numbered, packed
 from jshard._plan.states import States
-from jshard._program.arrays import Ints, numbered, packed
 from jshard._program.graph import Program
 
 

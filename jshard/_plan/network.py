@@ -22,12 +22,13 @@ from jshard._cost import redistribute
 from jshard._cost.memory import Lifetimes, lifetimes, traffic
 from jshard._cost.residency import Residency, residency
 from jshard._layout import Layout
+from jshard._numbers import Ints, numbered, packed
 from jshard._plan.combined import SUMS, combined, on_the_way
 from jshard._plan.forms import forms, owned, special, states_of, times_of
 from jshard._plan.spread import finest, never_repeated
 from jshard._plan.states import Choices, Interner, Pinned, States
 from jshard._plan.times import operator_times
-from jshard._program.arrays import Arrays, Ints, numbered, packed
+from jshard._program.arrays import Arrays
 from jshard._program.graph import Operator, Program, Tensor
 from jshard._search import CostNetwork
 from jshard._topology import Topology

@@ -29,19 +29,17 @@ import numpy as np
 
 from jshard._cost.memory import PRODUCTS
 from jshard._cost.residency import Residency, is_light, residency, traits_of
-from jshard._program.arrays import Bools, Floats, spans
+from jshard._numbers import spans
+from jshard._program.arrays import Bools, Floats
 from jshard._program.graph import Block, Call, Literal, Operator, Program, operator_name, operators_of
-from jshard._program.uncollected import uncollected
 
 
-_AHEAD = (
-    8  # units from the first that waits on; how far compilers look is not known, and 4 to 16 do the same here
-)
+# Units from the first that waits on; how far compilers look is not known, and 4 to 16 do the same here.
+_AHEAD = 8
 _JOINED = 32  # tensors read for what is not in memory; the sum of all layers would read them all
 _WORTH = 0.97  # of the traced order's peak: for less, the count is not exact enough
 
 
-@uncollected()
 def ordered(program: Program, donated: Collection[int]) -> Program:
     """The program in the order in which it holds least; itself where that is as it was traced.
 

@@ -202,13 +202,12 @@ def _communicating(found: Flat) -> tuple[Move | Run, ...]:
         cut = [s.kind == "slice" for s in steps]
         numbers = tuple([-1 if c else first + k - sum(cut[:k]) for k, c in enumerate(cut)])
         reader = int(found.reader[m])
-        repeat = 1.0
         out[at] = Move(
             int(found.tensor[m]),
             layouts[found.source[m]],
             layouts[found.target[m]],
             steps,
-            repeat,
+            1.0,
             reader,
             numbers,
             bool(found.again[m]),

@@ -26,12 +26,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jshard import _jaxcompat
+from jshard._numbers import Ints as Ints
 
 
 if TYPE_CHECKING:
     from jshard._program.graph import Program
 
-Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
@@ -116,47 +116,6 @@ def arrays_of(program: Program) -> Arrays:
         reader, operand, read, begin, result, result_begin, maker, place,
         np.array(kind, dtype=np.int64), kinds, np.array(primitive, dtype=np.int64), names, repeat, *literals,
     )  # fmt: skip
-
-
-def spans(begin: Ints, end: Ints) -> Ints:
-    """All numbers from each beginning to its end, one after the other.
-
-    >>> spans(np.array([5, 0]), np.array([7, 3])).tolist()
-    [5, 6, 0, 1, 2]
-    """
-    count = end - begin
-    start = np.cumsum(count) - count
-    return np.arange(int(count.sum())) + np.repeat(begin - start, count)
-
-
-def packed(*columns: Ints) -> Ints:
-    """One number for each row of some columns of numbers from 0, the same where the rows are.
-
-    >>> a, b, c = packed(np.array([3, 3, 0]), np.array([1, 1, 2])).tolist()
-    >>> a == b, a == c
-    (True, False)
-    """
-    code, size = columns[0], 1 + int(columns[0].max(initial=0))
-    for column in columns[1:]:
-        n = 1 + int(column.max(initial=0))
-        if size * n >= 2**62:
-            code = np.unique(code, return_inverse=True)[1]
-            size = 1 + int(code.max(initial=0))
-        code, size = code * n + column, size * n
-    return code
-
-
-def numbered(code: Ints) -> tuple[Ints, list[int]]:
-    """Numbers for equal codes in the order in which they come, and where each comes first.
-
-    >>> numbered(np.array([7, 2, 7, 5]))
-    (array([0, 1, 0, 2]), [0, 1, 3])
-    """
-    _, first, inverse = np.unique(code, return_index=True, return_inverse=True)
-    order = np.argsort(first)
-    rank = np.empty(len(order), dtype=np.int64)
-    rank[order] = np.arange(len(order))
-    return rank[inverse], first[order].tolist()
 
 
 def _listed(lists: list[tuple]) -> tuple[Ints, Ints, Ints, list[Any]]:

@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from jshard._numbers import spans
 from jshard._search.network import Floats, Ints
 from jshard._search.reduce import Graph
 
@@ -138,12 +139,6 @@ def walk(graph: Graph, layers: Layers | None = None) -> tuple[list[int], list[in
     return variables, [level[v] for v in variables]
 
 
-def _ranges(starts: Ints, lengths: Ints) -> Ints:
-    """The concatenation of arange(start, start + length)."""
-    ends = np.cumsum(lengths)
-    return np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1] if len(ends) else 0)
-
-
 def chain_of(graph: Graph, layers: Layers | None = None) -> Chain:
     """The core made ready for passes."""
     arrays, adj = graph.tables.arrays, graph.adj
@@ -174,10 +169,10 @@ def chain_of(graph: Graph, layers: Layers | None = None) -> Chain:
         for a, b in levels:
             part = slice(*np.searchsorted(ends, [a, b]).tolist())
             lengths = size[ends[part]]
-            place = _ranges(places[part], lengths)
+            place = spans(places[part], places[part] + lengths)
             out.append(
                 (
-                    _ranges(first[ends[part]] - first[a], lengths),
+                    spans(first[ends[part]], first[ends[part] + 1]) - first[a],
                     place.astype(np.int32) if LONG < begin[-1] < 2**31 else place,
                 )
             )
@@ -256,8 +251,8 @@ def chain_of(graph: Graph, layers: Layers | None = None) -> Chain:
             base = np.array([start[t] for t in table[e].tolist()], dtype=np.int64)
             rows.append(
                 Rows(
-                    _ranges(first[high[e]] - first[a], lengths),
-                    _ranges(base, lengths),
+                    spans(first[high[e]], first[high[e] + 1]) - first[a],
+                    spans(base, base + lengths),
                     np.repeat(lengths, lengths),
                     np.repeat(low[e], lengths),
                 )

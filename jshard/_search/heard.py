@@ -77,14 +77,20 @@ def for_states(states: Ints, message: Floats, mine: Ints) -> Floats:
     """A message about some states as one about others; what it does not know is zero."""
     if mine is states:
         return message
-    at = np.minimum(np.searchsorted(states, mine), len(states) - 1)
-    return np.where(states[at] == mine, message[at], 0.0)
+    at, there = _among(states, mine)
+    return np.where(there, message[at], 0.0)
 
 
 def _within(states: Ints, mine: Ints) -> Ints | None:
     """Where some states stand among others; None where one is missing."""
+    at, there = _among(states, mine)
+    return at if there.all() else None
+
+
+def _among(states: Ints, mine: Ints) -> tuple[Ints, np.ndarray]:
+    """A place among some states for each of mine, and whether it is there."""
     at = np.minimum(np.searchsorted(states, mine), len(states) - 1)
-    return at if (states[at] == mine).all() else None
+    return at, states[at] == mine
 
 
 def moved(old: Floats, new: Floats) -> tuple[Floats, Floats] | None:

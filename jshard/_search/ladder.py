@@ -125,21 +125,36 @@ def kept(rest: Graph, slacks: dict[int, Floats], most: float) -> tuple[Graph, li
     return small, sorted(touched), dropped
 
 
+def solve_among(
+    search: Search,
+    levels: tuple[Level, ...],
+    rest: Graph,
+    slacks: dict[int, Floats],
+    most: float,
+    work: float,
+) -> Graph | None:
+    """Offer the best answer among the states of at most so much slack; the core that is left where that takes more
+    `work` than this, None where there is no answer."""
+    try:
+        small, touched, _ = kept(rest, slacks, most)
+        level, core = descend(small, touched, table=200_000, work=work)
+    except Contradiction:
+        return None
+    if not core.core:
+        offer(search, (*levels, level), core.offset, np.zeros(search.variables, dtype=np.int64))
+    return core
+
+
 def dive(search: Search, levels: tuple[Level, ...], rest: Graph, slacks: dict[int, Floats]) -> None:
     """Look for an answer among the states of least slack: rounding decides one variable at a time, but
     three states a variable are mostly few enough to be solved together, exactly."""
     every = np.sort(np.concatenate(list(slacks.values())))
     for states in (3, 6, 12):
         at = min(states * len(slacks), len(every)) - 1
-        try:
-            small, touched, _ = kept(rest, slacks, float(every[at]))
-            level, core = descend(small, touched, table=200_000, work=2_000_000)
-        except Contradiction:
+        core = solve_among(search, levels, rest, slacks, float(every[at]), 2_000_000)
+        if core is None:
             continue  # too few states have no answer
-        if core.core:
-            return
-        offer(search, (*levels, level), core.offset, np.zeros(search.variables, dtype=np.int64))
-        if search.closed(core.offset) or at == len(every) - 1:
+        if core.core or search.closed(core.offset) or at == len(every) - 1:
             return
 
 
@@ -310,13 +325,7 @@ def mix(search: Search, levels: tuple[Level, ...], rest: Graph, folded: Folded, 
         slacks[v] = np.ones(len(place))
         some = alike[folded.layers[v][0]] if v in folded.layers else ()
         slacks[v][[place[s] for s in (*some, int(assignment[v])) if s in place]] = 0.0
-    try:
-        small, touched, _ = kept(rest, slacks, 0.0)
-        level, core = descend(small, touched, table=200_000, work=20_000_000)
-    except Contradiction:
-        return
-    if not core.core:
-        offer(search, (*levels, level), core.offset, np.zeros(search.variables, dtype=np.int64))
+    solve_among(search, levels, rest, slacks, 0.0, 20_000_000)
 
 
 def climb(
