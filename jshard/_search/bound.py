@@ -7,7 +7,8 @@ assignment's total alone, and the sum of all tables' minima is then a lower boun
 sequential scheme walks the variables forwards and backwards; at each it collects what its neighbours
 sent, and passes an equal share on to every edge ahead.  The bound never falls.  At the moment when a
 variable has collected everything, bound + (its cost of state a - its least cost) bounds every
-assignment that uses a, so states above a known answer's cost can be dropped (``slack``).
+assignment that uses a, so states above a known answer's cost can be dropped (``slack``).  Near the end the
+messages creep, round by round in nearly one direction; since any messages will do, they run ahead of it (``leap``).
 
 Worked case.  A tree: one pass forwards and one back give the exact minimum.
 """
@@ -23,6 +24,9 @@ import numpy as np
 from jshard._search.chain import ALONE, ROOM, Chain, ends_of, spelled
 from jshard._search.network import Floats
 from jshard._search.reduce import Graph
+
+
+LEAP = 0.7  # of the last round's step; 0.6 to 0.8 save half of the rounds or more, 0.9 swings to and fro
 
 
 def sweep(chain: Chain, backwards: bool, slack: Floats | None = None, light: bool = False) -> float:
@@ -122,6 +126,18 @@ class Passed:
         return {v: self.slack[a:b] for v, a, b in ends}
 
 
+def leap(messages: Floats, last: Floats | None) -> Floats:
+    """Move the messages on by most of what the last round moved them by (in place); returns what they were."""
+    now = messages.copy()
+    if last is not None:
+        with np.errstate(invalid="ignore"):  # inf - inf: stays forbidden
+            gone = np.subtract(now, last, out=last)
+        gone[~np.isfinite(gone)] = 0.0
+        gone *= LEAP
+        messages += gone
+    return now
+
+
 def pass_messages(
     graph: Graph,
     chain: Chain,
@@ -142,24 +158,29 @@ def pass_messages(
     history: list[float] = []
     rounds = 0
     light = chain.light is not None
+    last: Floats | None = None  # what was heard a round ago
+    highest = -np.inf
     while rounds < most:
         rounds += 1
-        told = rounds in (2, 5) or rounds % 10 == 0
+        told = rounds == 2 or rounds % 5 == 0
         late = time.monotonic() > deadline
-        if light and not told and not late:
-            sweep(chain, backwards=False, light=True)
-            sweep(chain, backwards=True, light=True)
-            history.append(passed.bound)
-            continue
-        begun = sweep(chain, backwards=False) + graph.offset
-        fresh = np.zeros(len(chain.unary))
-        bound = sweep(chain, backwards=True, slack=fresh) + graph.offset
-        if bound > passed.bound:
+        roughly = light and not told and not late
+        if rounds > 1:  # a first round arranges what it starts from; that is no direction
+            last = leap(chain.messages, last)
+        begun = sweep(chain, backwards=False, light=roughly) + graph.offset
+        fresh = None if roughly else np.zeros(len(chain.unary))
+        bound = sweep(chain, backwards=True, slack=fresh, light=roughly) + graph.offset
+        if bound < highest:
+            last = None  # that was too far: the next round goes without
+        highest = max(highest, bound)
+        if fresh is not None and bound > passed.bound:
             # The backward pass starts from the forward pass's bound and only rises, so each
             # variable's slack comes on top of at least that.
             passed = Passed(bound, fresh, begun, rounds)
         best, stop = passed.bound, False
         history.append(best)
+        if fresh is None:
+            continue
         if on_round is not None and told:
             target, stop = on_round(passed, False)
         if stop or best >= target or late or time.monotonic() > deadline:
