@@ -69,6 +69,9 @@ def is_tracer(x: Any) -> bool:
     return isinstance(x, core.Tracer)
 
 
+VARIABLE = jex.Var
+
+
 def is_literal(v: Any) -> bool:
     """Whether a jaxpr atom is a literal."""
     return isinstance(v, jex.Literal)

@@ -47,3 +47,18 @@ def test_it_is_as_it_was_after_an_error(collector, monkeypatch, error):
     with pytest.raises(error):
         jshard.shard(lambda x: jnp.sin(x) @ x, in_strategy=((2, 1),)).plan(X)
     assert gc.isenabled() is collector
+
+
+def test_what_the_user_has_frozen_stays_frozen(collector):
+    gc.freeze()
+    try:
+        before = gc.get_freeze_count()
+        jshard.shard(lambda x: x @ x, in_strategy=((2, 1),)).plan(X)
+        assert gc.get_freeze_count() > before / 2  # some are freed meanwhile
+    finally:
+        gc.unfreeze()
+
+
+def test_without_the_users_freezing_nothing_is_frozen(collector):
+    jshard.shard(lambda x: x @ x + 1, in_strategy=((2, 1),)).plan(X)
+    assert gc.get_freeze_count() == 0

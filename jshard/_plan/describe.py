@@ -19,6 +19,7 @@ from jshard._cost.memory import traffic
 from jshard._cost.redistribute import SUMS
 from jshard._cost.steps import apply
 from jshard._layout import Layout
+from jshard._numbers import numbered, packed
 from jshard._plan.later import Later
 from jshard._plan.network import Problem
 from jshard._plan.peak import Profile
@@ -44,8 +45,9 @@ def describe(
     program, topology = choice.program, choice.topology
     moved = collective_rows(made, built.together)
     seconds, redundant, unknown = _compute(choice, built)
-    equations = [op.id for op in program.operators if op.kind == "eqn"]
-    joints = [op.id for op in program.operators if op.kind not in ("eqn", "input", "const", "output")]
+    a = program.arrays
+    equations = np.flatnonzero(a.of_kind("eqn")).tolist()
+    joints = np.flatnonzero(~a.of_kind("eqn", "input", "const", "output")).tolist()
     # A plan keeps no captured array alive.
     bare = dataclasses.replace(choice, program=dataclasses.replace(program, constants=(), jaxpr=None))
     moves = [(row.id, reader) for row, reader in moved]
@@ -79,25 +81,19 @@ def describe(
 
 def _compute(choice: Choice, built: Problem) -> tuple[list[float], list[float], tuple[str, ...]]:
     """Of each equation the seconds in all its runs and those beyond an even share; primitives without a rule."""
-    seconds, redundant, unknown = [], [], {}
+    equations = np.flatnonzero(choice.program.arrays.of_kind("eqn"))
     # Operators of one table in the network are alike in form, traffic and repeats.
-    times: dict[tuple[int, int], tuple[float, float]] = {}
-    tables = built.network.node_table.tolist()
-    for op in choice.program.operators:
-        if op.kind != "eqn":
-            continue
-        k = choice.state[op.id]
-        key = (tables[op.id], k)
-        if key not in times:
-            s = choice.states[op.id]
-            t = operator_times(s, *traffic(op, built.life), choice.topology, [k])
-            times[key] = (float(t.compute[0]) * op.repeat, float(t.redundant[0]) * op.repeat)
-            if s.rule.opaque:
-                unknown[op.primitive] = None
-        whole, beyond = times[key]
-        seconds.append(whole)
-        redundant.append(beyond)
-    return seconds, redundant, tuple(unknown)
+    states = np.array(choice.state, dtype=np.int64)[equations]
+    alike, some = numbered(packed(built.network.node_table[equations], states))
+    times, unknown = [], {}
+    for i in equations[some].tolist():
+        op, s = choice.program.operators[i], choice.states[i]
+        t = operator_times(s, *traffic(op, built.life), choice.topology, [choice.state[i]])
+        times.append((float(t.compute[0]) * op.repeat, float(t.redundant[0]) * op.repeat))
+        if s.rule.opaque:
+            unknown[op.primitive] = None
+    seconds, redundant = np.array(times).reshape(-1, 2)[alike].T
+    return seconds.tolist(), redundant.tolist(), tuple(unknown)
 
 
 def operator_rows(
@@ -210,14 +206,14 @@ def dtype_name(dtype: Any) -> str:
 
 
 def _decision(choice: Choice) -> Decision:
-    candidates, endpoints = [], []
-    for op in choice.program.operators:
-        c = choice.candidate(op.id)
-        candidates.append(None if c is None else c.axes)
-        if c is None:
-            layout = choice.needed(op.id, 0) if op.kind == "output" else choice.made(op.results[0])
-            endpoints.append((op.id, layout))
-    return Decision(tuple(candidates), tuple(endpoints), tuple(sorted(choice.relay.items())), choice.regather)
+    alike, some = choice.alike
+    axes = [None if (c := choice.candidate(i)) is None else c.axes for i in some]
+    candidates = tuple([axes[k] for k in alike.tolist()])
+    endpoints = []
+    for i in np.flatnonzero(np.array([x is None for x in axes], dtype=bool)[alike]).tolist():
+        op = choice.program.operators[i]
+        endpoints.append((i, choice.needed(i, 0) if op.kind == "output" else choice.made(op.results[0])))
+    return Decision(candidates, tuple(endpoints), tuple(sorted(choice.relay.items())), choice.regather)
 
 
 def fingerprint(program: Program) -> str:

@@ -141,18 +141,10 @@ def flat(choice: Choice) -> Flat | None:
     )  # fmt: skip
 
 
-def _alike(choice: Choice) -> tuple[Ints, list[int]]:
-    """For each operator a number of its states and state, and one operator of each number."""
-    seen: dict[tuple[int, int], int] = {}
-    which = [seen.setdefault((id(s), k), len(seen)) for s, k in zip(choice.states, choice.state, strict=True)]
-    form = np.array(which, dtype=np.int64)
-    return form, np.unique(form, return_index=True)[1].tolist()
-
-
 def _layouts(choice: Choice) -> tuple[dict[Layout, int], Ints, Ints]:
     """Numbers for layouts; the layout of every read and of every tensor as it is made."""
     a = choice.program.arrays
-    form, some = _alike(choice)
+    form, some = choice.alike
     numbers: dict[Layout, int] = {}
     ends: list[list[int]] = [[], []]
     begins: list[list[int]] = [[], []]
@@ -184,7 +176,7 @@ def _paths(
 
 def _finishing(choice: Choice) -> Ints:
     """(operators,) 1 where an operator finishes a reduction itself."""
-    form, some = _alike(choice)
+    form, some = choice.alike
     own = []
     for op in some:
         rule, candidate = choice.states[op].rule, choice.candidate(op)

@@ -14,6 +14,7 @@ Layouts are the plan's: a plan that keeps whole copies of its operands needs to 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -29,17 +30,32 @@ from jshard._topology import Topology
 def physics(choice: Choice, even_compute: float) -> Physics:
     """The needs of every product, and of the step whose even share of compute is given in seconds."""
     charged: set[int] = set()
-    a = choice.program.arrays
+    a, alike = choice.program.arrays, choice.alike[0]
     order, begin = a.by_tensor
-    needs = []
+    needs, known = [], {}
     for i in np.flatnonzero(a.which(frozenset(("dot_general",)))).tolist():
         op = choice.program.operators[i]
-        if op.operand_repeat:
-            users = order[begin[op.results[0]] : begin[op.results[0] + 1]]
-            read = list(zip(a.reader[users].tolist(), a.operand[users].tolist(), strict=True))
-            need = _need(choice, op, charged, read)
-            if need is not None and need.bytes > 0:
-                needs.append(need)
+        if not op.operand_repeat or any(isinstance(t, Literal) for t in op.operands):
+            continue
+        read = order[begin[op.results[0]] : begin[op.results[0] + 1]]
+        often = [r >= op.repeat for r in op.operand_repeat]
+        first, second = op.operands
+        fresh = (often[0] and first not in charged, often[1] and second != first and second not in charged)
+        # A partial sum is ended here when every reader wants it whole; else later, on what is made of it.
+        ended = len(read) > 0 and all(
+            not choice.needed(u, k).partial and choice.program.operators[u].operand_repeat[k] >= op.repeat
+            for u, k in zip(a.reader[read].tolist(), a.operand[read].tolist(), strict=True)
+        )
+        made = [(alike[a.maker[t]], a.place[t], a.repeat[a.maker[t]]) for t in op.operands]
+        key = (alike[i], op.repeat, fresh, ended, *made)
+        if key not in known:
+            known[key] = _need(choice, op, fresh, ended)
+        need = known[key]
+        if need is None:
+            continue
+        charged.update((first, second))
+        if need.bytes > 0:
+            needs.append(dataclasses.replace(need, operator=operator_name(op)))
     total = sum(n.bytes * n.count for n in needs)
     return Physics(even_compute + total / most_bandwidth(choice.topology), total, tuple(needs))
 
@@ -62,12 +78,14 @@ def even_footprint(batch: int, m: int, n: int, k: int, devices: int) -> float:
     return bounds.matmul(m, n, k, devices / batch, itemsize=1).bytes + held
 
 
-def _need(choice: Choice, op: Operator, charged: set[int], users: Sequence[tuple[int, int]]) -> Need | None:
-    """What a product must receive of operands that no product before it has read, and to finish its result."""
+def _need(choice: Choice, op: Operator, fresh: Sequence[bool], ended: bool) -> Need | None:
+    """What a product must receive of its operands and to finish its result.
+
+    `fresh` are the operands that no product before it has read, `ended` says whether it ends its sum itself.
+    """
     program, mesh = choice.program, choice.topology.mesh
     a, b = op.operands
-    if isinstance(a, Literal) or isinstance(b, Literal):
-        return None
+    assert isinstance(a, int) and isinstance(b, int)
     batch, m, n, k = sizes(op, program.tensors[a].shape, program.tensors[b].shape)
     if not batch * m * n * k:
         return None
@@ -75,21 +93,14 @@ def _need(choice: Choice, op: Operator, charged: set[int], users: Sequence[tuple
     for i, t in enumerate((a, b)):
         tensor, needed, made = program.tensors[t], choice.needed(op.id, i), choice.made(t)
         words = math.prod(tensor.shape)
-        fresh = t not in charged and op.operand_repeat[i] >= op.repeat
-        charged.add(t)
         # A partial sum is scattered at best before it is read.
-        pieces = made.pieces(mesh) * mesh.size(*made.partial) if fresh else needed.pieces(mesh)
+        pieces = made.pieces(mesh) * mesh.size(*made.partial) if fresh[i] else needed.pieces(mesh)
         held += words / max(1, pieces)
-        if fresh:
+        if fresh[i]:
             # What is made outside a loop may be moved outside too, once.
             count = min(count, program.operators[choice.producers[t][0]].repeat)
     r = op.results[0]
     out = choice.made(r)
-    # A partial sum is ended here when every reader wants it whole; else later, on what is made of it.
-    ended = bool(users) and all(
-        not choice.needed(u, i).partial and program.operators[u].operand_repeat[i] >= op.repeat
-        for u, i in users
-    )
     held += math.prod(program.tensors[r].shape) / (
         out.pieces(mesh) * (mesh.size(*out.partial) if ended else 1)
     )

@@ -19,6 +19,7 @@ import numpy as np
 from jshard import _jaxcompat as compat
 from jshard._cost.redistribute import Step as RedistributionStep, steps as redistribution
 from jshard._layout import Layout
+from jshard._numbers import Ints, numbered, packed
 from jshard._plan.flat import Flat, flat
 from jshard._plan.network import Problem
 from jshard._plan.states import States
@@ -75,13 +76,22 @@ class Choice:
         layouts = self.layouts
         return [(t, layouts[op][1][k]) for t, (op, k) in enumerate(self.producers)]
 
+    @functools.cached_property
+    def alike(self) -> tuple[Ints, list[int]]:
+        """For each operator a number of its states and state, and one operator of each number."""
+        which = np.unique(np.fromiter(map(id, self.states), np.int64, len(self.states)), return_inverse=True)[
+            1
+        ]
+        return numbered(packed(which, np.array(self.state, dtype=np.int64)))
+
     def needed(self, op: int, operand: int) -> Layout:
         """The layout in which an operator reads an operand."""
-        return self.layouts[op][0][operand]
+        return self.states[op].operands[operand].of(self.state[op])
 
     def made(self, tensor: int) -> Layout:
         """The layout in which a tensor is made."""
-        return self.values[tensor][1]
+        op, k = self.producers[tensor]
+        return self.states[op].results[k].of(self.state[op])
 
     def kept(self, tensor: int) -> Layout:
         """The layout in which a tensor is kept for its readers."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard._errors import ShardError
@@ -53,17 +54,17 @@ def pins_of(eqn: Any, function: str, where: str) -> list[tuple[str, int, NamedSh
 
 def check_meshes(program: Program, axes: MeshAxes) -> None:
     """Refuse a `shard_map` of the user's over another mesh than the plan's."""
-    for op in program.operators:
-        if op.kind == "eqn" and op.primitive == SHARD_MAP:
-            user = axes_of(op.eqn.params["mesh"])
-            if user != axes:
-                raise ShardError(
-                    f"jax.shard_map over the mesh {user} inside the sharded function {program.name}, which is planned "
-                    f"for the mesh {axes}",
-                    where=f"{op.module} {op.source}".strip(),
-                    fix="one mesh for both: jshard.shard(..., mesh=mesh) with the mesh of the shard_map, and cuts that "
-                    "its axes can express; or the same on whole arrays, for which the collectives are planned",
-                )
+    for i in np.flatnonzero(program.arrays.which(frozenset((SHARD_MAP,)))).tolist():
+        op = program.operators[i]
+        user = axes_of(op.eqn.params["mesh"])
+        if user != axes:
+            raise ShardError(
+                f"jax.shard_map over the mesh {user} inside the sharded function {program.name}, which is planned "
+                f"for the mesh {axes}",
+                where=f"{op.module} {op.source}".strip(),
+                fix="one mesh for both: jshard.shard(..., mesh=mesh) with the mesh of the shard_map, and cuts that "
+                "its axes can express; or the same on whole arrays, for which the collectives are planned",
+            )
 
 
 def body_work(jaxpr: Any) -> float:

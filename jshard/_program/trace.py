@@ -57,6 +57,13 @@ class _Marked:
     pin: Any
 
 
+def _frozen(kind: Any, fields: dict[str, Any]) -> Any:
+    """A frozen dataclass of all its fields: their own way sets one by one, which is a quarter of the walk."""
+    made = object.__new__(kind)
+    object.__setattr__(made, "__dict__", fields)
+    return made
+
+
 class _Builder:
     """Collects tensors and operators while the jaxpr is walked; used once and thrown away."""
 
@@ -106,16 +113,11 @@ class _Builder:
         )  # fmt: skip
 
     def tensor(self, aval: Any, name: str) -> int:
-        self.tensors.append(
-            Tensor(
-                len(self.tensors),
-                tuple(aval.shape),
-                aval.dtype,
-                name,
-                bool(getattr(aval, "weak_type", False)),
-            )
-        )
-        return len(self.tensors) - 1
+        i = len(self.tensors)
+        weak = bool(getattr(aval, "weak_type", False))
+        made = dict(id=i, shape=tuple(aval.shape), dtype=aval.dtype, name=name, weak_type=weak)
+        self.tensors.append(_frozen(Tensor, made))
+        return i
 
     def op(
         self, kind: str, primitive: str, operands: Sequence[Atom], results: Sequence[int], repeat: float,
@@ -126,9 +128,11 @@ class _Builder:
         else:
             repeats = tuple(operand_repeat)
         i = len(self.operators)
-        self.operators.append(
-            Operator(i, kind, primitive, tuple(operands), tuple(results), repeat, repeats, eqn, prefix, name)
-        )
+        made = dict(
+            id=i, kind=kind, primitive=primitive, operands=tuple(operands), results=tuple(results), repeat=repeat,
+            operand_repeat=repeats, eqn=eqn, prefix=prefix, name=name,
+        )  # fmt: skip
+        self.operators.append(_frozen(Operator, made))
         return i
 
     def source(self, kind: str, name: str, aval: Any) -> int:
@@ -190,7 +194,10 @@ class _Builder:
                 env[eqn.outvars[0]] = _Marked(self.read(eqn.invars[0], env), eqn.params["pin"])
                 self.marked = True
             else:
-                operands = [self.read(v, env) for v in eqn.invars]
+                plain = not self.marked  # most are, and then a variable is what it stands for
+                operands = [
+                    env[v] if plain and type(v) is compat.VARIABLE else self.read(v, env) for v in eqn.invars
+                ]
                 i = len(self.operators)
                 if self.marked:
                     self.mark(i, eqn, prefix, env)

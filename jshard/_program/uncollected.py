@@ -31,4 +31,9 @@ def uncollected() -> Iterator[None]:
         yield
     finally:
         if was:
+            # What is new is called old without a walk over it, which would be the first thing that it does awake.
+            # Not where the user has frozen something: thawing cannot tell it apart.
+            if not gc.get_freeze_count():
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()

@@ -20,7 +20,7 @@ minimum is the answer; backtracking picks b, then c, then a.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -64,29 +64,35 @@ class Graph:
     # holds more, dominated.
     marks: list[tuple[int, ...]] = field(default_factory=list)
     bonds: list[int] = field(default_factory=list)  # places in the trail where one absorbed another
+    among: Sequence[int] = ()  # all variables of the core, and perhaps others
 
     def __post_init__(self) -> None:
         if not self.marks:
             self.marks = [()] * len(self.unary)
+        self.among = self.among or range(len(self.unary))
 
     @property
     def core(self) -> list[int]:
-        return [v for v, u in enumerate(self.unary) if u >= 0]  # NONE is the only negative number
+        unary = self.unary
+        return [v for v in self.among if unary[v] >= 0]  # NONE is the only negative number
 
     def fork(self, tables: Tables | None = None) -> Graph:
         """A copy, without marks and with an empty trail; it shares the tables unless given a copy."""
         return Graph(
             tables or self.tables,
             list(self.unary),
-            [dict(a) for a in self.adj],
+            [a.copy() if a else {} for a in self.adj],  # most are of variables that have gone
             list(self.states),
             self.offset,
+            among=self.core,
         )
 
     def charge(self, v: int, table: int) -> None:
         """Add a unary table to a variable."""
         if table != NONE:
-            self.unary[v], least = self.tables.plus(self.unary[v], table)
+            u = self.unary[v]
+            found = self.tables.known_plus.get((u, table) if u <= table else (table, u))
+            self.unary[v], least = found or self.tables.plus(u, table)
             if least == np.inf:
                 raise contradiction([v, *self.adj[v]])
             self.offset += least
@@ -122,10 +128,21 @@ class Graph:
         self.offset += least
         if self.marks[v]:
             self.marks[v] = tables.cut_marks(self.marks[v], keep)
-        near = self.adj[v]
-        for w, table in list(near.items()):
-            del near[w], self.adj[w][v]
-            self.join(v, w, tables.thinned(table, keep))
+        # As `join` does it, in place: with a step for each edge this is where reductions spend their time.
+        near, known = self.adj[v], tables.known_thinned
+        for w, table in tuple(near.items()):
+            there = self.adj[w]
+            del there[v]
+            table, back, rows, cols = known.get((table, keep)) or tables.thinned(table, keep)
+            if table == NONE:
+                del near[w]
+            else:
+                near[w] = table
+                there[v] = back
+            if rows != NONE:
+                self.charge(v, rows)
+            if cols != NONE:
+                self.charge(w, cols)
 
     def absorb(self, v: int, w: int, function: int) -> None:
         """Merge w into its neighbour v, whose state decides w's; w's edges become v's."""
@@ -205,7 +222,7 @@ def reduce(graph: Graph, start: Iterable[int] | None = None) -> Graph:
     """
     tables, unary, adj, marks = graph.tables, graph.unary, graph.adj, graph.marks
     n = len(unary)
-    loose, live = tables.loose, tables.known_live
+    loose, live, through = tables.loose, tables.known_live, tables.known_through
     look = deque(graph.core if start is None else start)
     in_look = bytearray(n)
     for v in look:
@@ -252,11 +269,12 @@ def reduce(graph: Graph, start: Iterable[int] | None = None) -> Graph:
             if keep is None:
                 keep = tables.live(unary[v])
             if keep != NONE:
-                near = list(adj[v])
+                near = tuple(adj[v])
                 graph.shrink(v, keep)
-                for w in near:
-                    touch(w)
-                touch(v)
+                for w in (*near, v):
+                    if not in_look[w]:
+                        in_look[w] = 1
+                        look.append(w)
                 continue
             near = adj[v]
             free = not marks[v]
@@ -286,7 +304,8 @@ def reduce(graph: Graph, start: Iterable[int] | None = None) -> Graph:
             i, j = near
             if i > j:
                 i, j = j, i
-            parts = tables.through(adj[i][v], unary[v], near[j], adj[i].get(j, NONE))
+            key = adj[i][v], unary[v], near[j], adj[i].get(j, NONE)
+            parts = through.get(key) or tables.through(*key)
             graph.drop(v)
             graph.join(i, j, parts)
             stamp[i] = stamp[j] = turn

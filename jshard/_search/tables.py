@@ -53,14 +53,14 @@ class Tables:
         self.products = 0  # distinct min-plus products computed, for tests and reports
         self._transpose: dict[int, int] = {}
         self._add: dict[tuple[int, int], int] = {}
-        self._plus: dict[tuple[int, int], tuple[int, float]] = {}
+        self.known_plus: dict[tuple[int, int], tuple[int, float]] = {}
         self._normal: dict[int, tuple[int, int, int]] = {}
         self.known_live: dict[int, int] = {}
         self._rows: dict[tuple[int, int], int] = {}
         # Whole steps of the reductions, in one look.
         self._joined: dict[tuple[int, int], tuple[int, int, int, int]] = {}
-        self._through: dict[tuple[int, int, int, int], tuple[int, int, int, int]] = {}
-        self._thinned: dict[tuple[int, int], tuple[int, int, int, int]] = {}
+        self.known_through: dict[tuple[int, int, int, int], tuple[int, int, int, int]] = {}
+        self.known_thinned: dict[tuple[int, int], tuple[int, int, int, int]] = {}
         self._cut: dict[tuple[int, int], tuple[int, float]] = {}
         self._compose: dict[tuple[int, int], int] = {}
         self._inverse: dict[int, dict[int, int]] = {}
@@ -98,12 +98,12 @@ class Tables:
     def plus(self, u: int, v: int) -> tuple[int, float]:
         """Sum of two unaries with its minimum taken out: (table, minimum); minimum inf = infeasible."""
         key = (u, v) if u <= v else (v, u)
-        found = self._plus.get(key)
+        found = self.known_plus.get(key)
         if found is None:
             total = self.arrays[u] + self.arrays[v]
             least = float(total.min())
             found = (u, least) if np.isinf(least) else (self.number(total - least), least)
-            self._plus[key] = found
+            self.known_plus[key] = found
         return found
 
     def normal(self, e: int) -> tuple[int, int, int]:
@@ -139,16 +139,16 @@ class Tables:
     def through(self, left: int, u: int, right: int, old: int) -> tuple[int, int, int, int]:
         """The edge that a variable between two others leaves, put beside the old one between them."""
         key = (left, u, right, old)
-        found = self._through.get(key)
+        found = self.known_through.get(key)
         if found is None:
-            found = self._through[key] = self.joined(self.product(left, u, right), old)
+            found = self.known_through[key] = self.joined(self.product(left, u, right), old)
         return found
 
     def thinned(self, e: int, subset: int) -> tuple[int, int, int, int]:
         """An edge with only some of its rows."""
-        found = self._thinned.get((e, subset))
+        found = self.known_thinned.get((e, subset))
         if found is None:
-            found = self._thinned[e, subset] = self.joined(self.rows(e, subset), NONE)
+            found = self.known_thinned[e, subset] = self.joined(self.rows(e, subset), NONE)
         return found
 
     def cut(self, u: int, subset: int) -> tuple[int, float]:

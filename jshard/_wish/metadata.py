@@ -40,7 +40,7 @@ def with_metadata(
     found: list[Pin | None] = []
     for name, value in (*zip(names, args, strict=False), *sorted(kwargs.items())):
         for path, node in jax.tree_util.tree_flatten_with_path(value, is_leaf=_tells)[0]:
-            found += _pins_of(node, join(name, path_name(path)), frozenset(axes))
+            found += _pins_of(node, name, path, frozenset(axes))
     return tuple(p if p is not None else m for p, m in itertools.zip_longest(pins, found))
 
 
@@ -48,13 +48,17 @@ def _tells(node: Any) -> bool:
     return hasattr(type(node), SPEC)
 
 
-def _pins_of(node: Any, path: str, axes: frozenset[str]) -> list[Pin | None]:
+def _pins_of(node: Any, name: str, path: Sequence[Any], axes: frozenset[str]) -> list[Pin | None]:
+    if not _tells(node):
+        return [None]
     leaves = jax.tree.leaves(node)
-    spec = getattr(node, SPEC)() if _tells(node) and len(leaves) == 1 else None
+    spec = getattr(node, SPEC)() if len(leaves) == 1 else None
     if spec is None or len(spec) > len(shape_of(leaves[0])):
         return [None] * len(leaves)
     known = PartitionSpec(*(_known(d, axes) for d in spec))
-    return [parse_entry(known, shape_of(leaves[0]), f"partitioning metadata of {path}")]
+    return [
+        parse_entry(known, shape_of(leaves[0]), f"partitioning metadata of {join(name, path_name(path))}")
+    ]
 
 
 def _known(dimension: Any, axes: frozenset[str]) -> Any:

@@ -42,13 +42,12 @@ class Leaf:
 
 def key_name(key: Any) -> str:
     """One path key as text: `w` for `DictKey('w')`, `0` for `SequenceKey(0)`."""
-    match key:
-        case DictKey() | FlattenedIndexKey():
-            return str(key.key)
-        case GetAttrKey():
-            return key.name
-        case SequenceKey():
-            return str(key.idx)
+    if isinstance(key, DictKey | FlattenedIndexKey):
+        return str(key.key)
+    if isinstance(key, GetAttrKey):
+        return key.name
+    if isinstance(key, SequenceKey):
+        return str(key.idx)
     return str(key).strip(".[]'\"")
 
 
@@ -61,7 +60,7 @@ def path_name(keypath: Sequence[Any]) -> str:
     keys = tuple(keypath)
     if keys and isinstance(keys[-1], GetAttrKey) and keys[-1].name in VARIABLE_FIELDS:
         keys = keys[:-1]
-    return ".".join(key_name(k) for k in keys)
+    return ".".join([key_name(k) for k in keys])
 
 
 def join(*parts: str) -> str:

@@ -68,6 +68,8 @@ def pins_for_inputs(
     for name, value in (*zip(names, args, strict=False), *sorted(kwargs.items())):
         spot, entry = entries.get(name, (what, None))
         pins += walk(entry, value, spot, "argument", name)
+    if parameter_plan is None:
+        return tuple(pins)
     planned = pins_by_name(input_leaves(args, kwargs, names), parameter_plan, strict=strict)
     return tuple(_agreed(a, b) for a, b in zip(pins, planned, strict=True))
 
