@@ -23,7 +23,7 @@ import numpy as np
 from jshard._cost import bounds
 from jshard._plan.rows import Need, Physics
 from jshard._plan.schedule import Choice
-from jshard._program.graph import Literal, Operator, operator_name
+from jshard._program.graph import Operator, operator_name
 from jshard._topology import Topology
 
 
@@ -35,18 +35,19 @@ def physics(choice: Choice, even_compute: float) -> Physics:
     needs, known = [], {}
     for i in np.flatnonzero(a.which(frozenset(("dot_general",)))).tolist():
         op = choice.program.operators[i]
-        if not op.operand_repeat or any(isinstance(t, Literal) for t in op.operands):
+        operands = a.read[a.begin[i] : a.begin[i + 1]].tolist()
+        if len(operands) < 2:  # a literal
             continue
         read = order[begin[op.results[0]] : begin[op.results[0] + 1]]
         often = [r >= op.repeat for r in op.operand_repeat]
-        first, second = op.operands
+        first, second = operands
         fresh = (often[0] and first not in charged, often[1] and second != first and second not in charged)
         # A partial sum is ended here when every reader wants it whole; else later, on what is made of it.
         ended = len(read) > 0 and all(
             not choice.needed(u, k).partial and choice.program.operators[u].operand_repeat[k] >= op.repeat
             for u, k in zip(a.reader[read].tolist(), a.operand[read].tolist(), strict=True)
         )
-        made = [(alike[a.maker[t]], a.place[t], a.repeat[a.maker[t]]) for t in op.operands]
+        made = [(alike[a.maker[t]], a.place[t], a.repeat[a.maker[t]]) for t in operands]
         key = (alike[i], op.repeat, fresh, ended, *made)
         if key not in known:
             known[key] = _need(choice, op, fresh, ended)
