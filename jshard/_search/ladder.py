@@ -332,8 +332,9 @@ def climb(
     search: Search, levels: tuple[Level, ...], graph: Graph, *, most: int = 400, split: bool = True
 ) -> None:
     """The whole ladder on a graph (which is reduced in place); the result is in ``search``."""
-    before = sum(len(graph.tables.arrays[u]) for u in graph.unary if u != NONE)
-    variables = len(graph.core)
+    variables, before = graph.given
+    if not variables:
+        variables, before = len(graph.core), sum(len(graph.tables.arrays[graph.unary[v]]) for v in graph.core)
     level, rest = descend(graph)
     search.report(
         f"reductions: {variables} variables, {before} states -> core of "

@@ -27,6 +27,7 @@ import numpy as np
 
 from jshard._errors import SearchError
 from jshard._search.network import CostNetwork, Ints
+from jshard._search.rounds import Round, undone
 from jshard._search.tables import NONE, Tables, quantum
 
 
@@ -65,6 +66,8 @@ class Graph:
     marks: list[tuple[int, ...]] = field(default_factory=list)
     bonds: list[int] = field(default_factory=list)  # places in the trail where one absorbed another
     among: Sequence[int] = ()  # all variables of the core, and perhaps others
+    rounds: tuple[Round, ...] = ()  # what was eliminated before, many at a time (`early.py`)
+    given: tuple[int, int] = (0, 0)  # variables and states of the network
 
     def __post_init__(self) -> None:
         if not self.marks:
@@ -347,4 +350,4 @@ def backtrack(graph: Graph, assignment: Ints) -> Ints:
             best = memo[key] = int(tables.subsets.arrays[states][int(total.argmin())])
         found[v] = best
     assignment[:] = found
-    return assignment
+    return undone(graph.rounds, tables, assignment)

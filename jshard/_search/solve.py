@@ -15,14 +15,27 @@ import time
 from collections.abc import Callable
 
 from jshard._errors import SearchError
+from jshard._search.early import early
 from jshard._search.ladder import TOLERANCE, Search, climb
 from jshard._search.least_peak import solve_peak
 from jshard._search.memory import solve_limited
 from jshard._search.network import CostNetwork, Solution, evaluate, peak
-from jshard._search.reduce import graph_of
+from jshard._search.reduce import Contradiction, Graph, graph_of
+from jshard._search.tables import Tables, quantum
 
 
+MANY = 4000  # variables from which on it is worth reducing many at a time
 Progress = Callable[[str, float, float], None]  # stage, best cost, bound
+
+
+def _reduced(network: CostNetwork) -> Graph:
+    """The working graph of a network, a large one after its first reductions."""
+    if network.size >= MANY:
+        try:
+            return early(network, Tables(quantum(network)))
+        except Contradiction:
+            pass  # one by one, for where it is met
+    return graph_of(network)
 
 
 def solve(
@@ -61,7 +74,7 @@ def solve(
         elif memory is not None and memory.limit is not None:
             solve_limited(network, search)
         else:
-            climb(search, (), graph_of(network))
+            climb(search, (), _reduced(network))
     except KeyboardInterrupt:
         if search.assignment is None:
             raise
