@@ -205,7 +205,9 @@ class _Rounds:
         self.unary[gone] = NONE
         one, two = np.flatnonzero(count == 1), np.flatnonzero(count == 2)
         self.charge(near[one, 0], _each((other[at[one]], unary[one]), tables.project))
-        self.put(*near[two].T, _each((other[at[two]], unary[two], edges[two, 1]), tables.product))
+        self.put(
+            near[two, 0], near[two, 1], _each((other[at[two]], unary[two], edges[two, 1]), tables.product)
+        )
         return len(gone)
 
     def graph(self) -> Graph:
