@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -177,6 +177,8 @@ def pass_messages(
             # The backward pass starts from the forward pass's bound and only rises, so each
             # variable's slack comes on top of at least that.
             passed = Passed(bound, fresh, begun, rounds)
+        elif fresh is not None:
+            passed = replace(passed, passes=rounds)
         best, stop = passed.bound, False
         history.append(best)
         if fresh is None:

@@ -33,6 +33,7 @@ from jshard._search.tables import NONE
 
 
 TOLERANCE = 1e-9
+FEW = 3  # states a variable that are mostly solved together, exactly
 Start = Callable[[Graph, Chain], None]  # gives a chain its first messages
 
 
@@ -145,17 +146,28 @@ def solve_among(
     return core
 
 
-def dive(search: Search, levels: tuple[Level, ...], rest: Graph, slacks: dict[int, Floats]) -> None:
+def dive(
+    search: Search, levels: tuple[Level, ...], rest: Graph, slacks: dict[int, Floats], bound: float
+) -> float:
     """Look for an answer among the states of least slack: rounding decides one variable at a time, but
-    three states a variable are mostly few enough to be solved together, exactly."""
+    three states a variable are mostly few enough to be solved together, exactly.
+
+    Returns what is proved then: no answer among those, none that costs less than `bound` and their slack among others.
+    """
     every = np.sort(np.concatenate(list(slacks.values())))
-    for states in (3, 6, 12):
+    proved = -np.inf
+    for states in (FEW, 2 * FEW, 4 * FEW):
         at = min(states * len(slacks), len(every)) - 1
         core = solve_among(search, levels, rest, slacks, float(every[at]), 2_000_000)
+        others = bound + float(every[at]) if at < len(every) - 1 else np.inf
         if core is None:
+            proved = others
             continue  # too few states have no answer
-        if core.core or search.closed(core.offset) or at == len(every) - 1:
-            return
+        if not core.core:
+            proved = min(core.offset, others)
+        if core.core or search.closed(core.offset) or others == np.inf:
+            break
+    return proved
 
 
 def tighten(
@@ -171,7 +183,10 @@ def tighten(
     Messages survive the dropping, and may come from a similar core (`start`) of its `layers`.
     Returns (levels, core or None when closed, bound, slack of the core's variables).
     """
-    soon = 20 if start is None else 5  # rounds before the first dive: those of a start may be as good as done
+    soon = 15 if start is None else 20  # rounds before the first dive
+    # The share of states left at which the others are dropped: a new core costs as much as a dozen rounds on a short
+    # one, but as few of a whole one, whose layers share their work. A start for a larger core is worth more rounds.
+    drop = 0.05 if search.patient else 0.3 if layers else 0.1
     while True:
         core = rest.core
         if not core:
@@ -183,8 +198,10 @@ def tighten(
         # Where an answer is sought, if one is.
         local = functools.cache(functools.partial(local_of, rest, chain.variables))
         total = len(chain.unary)
-        patience = [soon]  # rounds before the next dive
+        due = [(soon, 0.0)]  # rounds, or share of states left, at which a dive is worth it
         few = [False]  # whether few enough states are left to drop the others now
+        proved = [-np.inf]  # by dives
+        drop = min(0.3, max(drop, FEW * len(core) / total))
 
         def look(
             passed: Passed,
@@ -194,12 +211,20 @@ def tighten(
             local: Callable[[], Local] = local,
             levels: tuple[Level, ...] = levels,
             total: int = total,
-            patience: list[int] = patience,
+            drop: float = drop,
+            fresh: bool = start is None,
+            due: list[tuple[int, float]] = due,
             few: list[bool] = few,
+            proved: list[float] = proved,
         ) -> tuple[float, bool]:
             """Answers from the messages; the bound that would close, and whether to drop states now."""
+
+            def left() -> float:
+                room = search.best - passed.slack_bound
+                return np.count_nonzero(passed.slack <= room) / total if room < np.inf else 1.0
+
             bound = passed.bound
-            if not search.closed(bound):
+            if not search.closed(bound) and (hard or fresh or search.best == np.inf):
                 chosen = rounded(chain)
                 target = bound + max(search.gap * abs(bound), TOLERANCE * abs(bound))
                 effort = search.effort if hard else 0
@@ -209,24 +234,24 @@ def tighten(
                 )
                 if cost < min(search.best, near.offset + near.price):
                     offer(search, levels, cost, positions(rest, chain, chosen))
-            if not search.closed(bound) and (hard or passed.passes >= patience[0]):
-                before = search.best
-                dive(search, levels, rest, passed.slack_of(chain))
-                # A dive in vain is worth another one when the messages have had as many rounds again.
-                patience[0] = max(20, passed.passes * (1 + (search.best == before)))
-            room = search.best - passed.slack_bound
-            left = int(np.count_nonzero(passed.slack <= room)) if room < np.inf else total
+            share = left()
+            worth = share > drop and (passed.passes >= due[0][0] or share <= due[0][1])
+            if not search.closed(bound) and (hard or worth):
+                slacks = passed.slack_of(chain)
+                proved[0] = max(proved[0], dive(search, levels, rest, slacks, passed.slack_bound))
+                # Another one is worth it when half as many states are left, or after as many rounds again.
+                share = left()
+                due[0] = 2 * passed.passes, 0.5 * share
             target = search.best - max(search.gap * abs(bound), TOLERANCE * abs(search.best))
-            # Where the messages are a start for a larger core they are worth some more passes.
-            few[0] = left <= (0.05 if search.patient else 0.3) * total
-            return target, few[0]
+            few[0] = share <= drop
+            return target, few[0] or search.closed(proved[0])
 
         passed: Passed = pass_messages(
             rest, chain, target=np.inf, deadline=search.deadline, most=most, on_round=look
         )
-        if not few[0]:
+        if not few[0] and not search.closed(proved[0]):
             look(passed, True)
-        bound = passed.bound
+        bound = max(passed.bound, proved[0])
         if search.patient and search.heard is None:
             search.heard = heard_in(rest, chain)
         slacks = passed.slack_of(chain)
@@ -241,7 +266,7 @@ def tighten(
         except Contradiction:
             return levels, None, search.best, {}  # nothing cheaper than the best is left
         start = functools.partial(hear, heard=heard_in(rest, chain), before=rest)
-        levels, rest, soon = (*levels, level), after, 20
+        levels, rest, soon, drop = (*levels, level), after, 20, 0.1
         search.report(f"fixing: {dropped} of {total} states excluded, core {len(rest.core)} variables")
 
 
