@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import subprocess
@@ -34,12 +35,28 @@ def random_network(seed: int, memory: bool = False, most: int = 7):
     if not memory:
         return build([table(k) for k in sizes], edges)
     start = rng.integers(0, 5, n)
-    return build(
+    network = build(
         [table(k) for k in sizes],
         edges,
         intervals=np.stack([start, start + rng.integers(0, 4, n)], axis=1),
         usages=[rng.integers(0, 9, k).astype(float) for k in sizes],
         limit=float(rng.integers(4, 25)),
+    )
+    assert network.memory is not None
+    # Some hold something else at another time, or besides.
+    held, more = network.memory, rng.integers(0, n, int(rng.integers(0, 3)))
+    start = rng.integers(0, 6, len(more))
+    return dataclasses.replace(
+        network,
+        memory=dataclasses.replace(
+            held,
+            intervals=np.concatenate(
+                [held.intervals, np.stack([start, start + rng.integers(0, 3, len(more))], 1)]
+            ),
+            usage=(*held.usage, *(rng.integers(0, 6, sizes[v]).astype(float) for v in more)),
+            holder=np.concatenate([held.holder, more]),
+            table=np.concatenate([held.table, len(held.usage) + np.arange(len(more))]),
+        ),
     )
 
 
@@ -176,7 +193,8 @@ def test_save_load(tmp_path):
             assert np.array_equal(getattr(network, name), getattr(again, name))
         assert (network.memory is None) == (again.memory is None)
         if network.memory is not None and again.memory is not None:
-            assert np.array_equal(network.memory.intervals, again.memory.intervals)
+            for name in ("intervals", "holder", "table"):
+                assert np.array_equal(getattr(network.memory, name), getattr(again.memory, name))
             assert network.memory.limit == again.memory.limit
             zeros = np.zeros(network.size, dtype=int)
             assert peak(network, zeros) == peak(again, zeros)

@@ -1,17 +1,19 @@
 """The cost network with memory: what every choice holds, and when, copies in other layouts among it.
 
 Problem.  A state of an operator says how large its results' blocks are. But a reader that wants another layout
-has a copy made, and whether there is one depends on two variables at once.
+has a copy made, and whether there is one depends on two variables at once. And a bound on this is a bound on the
+peak of the schedule only if nothing is counted that some schedule does not hold.
 
-Idea.  Where a copy can be large, put a *copy variable* between the two: its states are (same, L) and (moved, L)
-for each layout L of one end. The edge to one end says which L it is, the edge to the other end lets "same" only
-pass equal layouts and charges the move to "moved"; so every answer of the first network is exactly one answer
-of this one, at the same cost, and the copy's bytes are the copy variable's own.
+Idea.  Two networks. In both, where a copy can be large beside what it is copied from, a *copy variable* stands
+between the two: its states are (same, L) and (moved, L) for each layout L of one end. The edge to one end says which
+L it is, the edge to the other end lets "same" only pass equal layouts and charges the move to "moved"; so every
+answer of the network without memory is exactly one answer of these, at the same cost.
 
-What is held: an argument throughout, unless it is donated; any other value from its making until its relay or
-its last reader has it; a relay from its first reader to its last; a copy from its reader until that is done. What is
-handed to a loop is held until the loop ends.
-A bound on this is a bound on the peak of the schedule, which never holds less (`peak.py` counts that one exactly).
+The *sure* network holds no more than the schedule of any plan, and bounds them. While an operator runs, what it reads
+is there in the layout in which it reads it, whatever it was moved from; between its readers a tensor is there as it
+is kept; an argument throughout; and of what is computed again later, what must flow to there (`flows.py`). The
+other network counts as the schedules of most plans do (`peak.py` counts those exactly): beside a copy also what it
+was made from, and what a light reader reads until its own readers are done. The search looks for plans in it.
 
 Worked case.  A weight cut 8 ways, gathered for one product: the argument holds 1/8 all the time, the copy
 variable 1 while the product runs, and nothing if the product takes it as it is.
@@ -19,18 +21,20 @@ variable 1 while the product runs, and nothing if the product takes it as it is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from jshard._cost import redistribute
 from jshard._cost.memory import is_heavy
-from jshard._cost.residency import is_light, residency, reuses
+from jshard._cost.residency import reuses
 from jshard._layout import Layout
+from jshard._plan.flows import flows
+from jshard._plan.moments import Reading, moments, windows
 from jshard._plan.network import Carry, Problem
 from jshard._plan.states import Choices
-from jshard._program.graph import Block, Literal, Operator, Program, operators_of
+from jshard._program.graph import Literal, Operator
 from jshard._search import CostNetwork, Memory
 
 
@@ -38,51 +42,46 @@ from jshard._search import CostNetwork, Memory
 _SMALL = 1 / 512
 
 
-def limited(problem: Problem) -> CostNetwork:
-    """The network of a problem with copy variables and memory (and no limit yet)."""
-    return _Writer(problem).network()
+def limited(problem: Problem, *, sure: bool = False) -> CostNetwork:
+    """The network of a problem with copy variables and memory (and no limit yet).
+
+    `sure` counts only what is held whatever else the plan does; the other is nearer to what most plans hold.
+    """
+    return _Writer(problem, sure).network()
 
 
 class _Writer:
     """Collects the arrays of one network; used once."""
 
-    def __init__(self, problem: Problem):
+    def __init__(self, problem: Problem, sure: bool):
         self.problem = problem
         self.program = problem.program
         self.mesh = problem.topology.mesh
-        self.life = residency(problem.program, problem.donated)
-        self.first = _first_times(problem.program)
-        self.until = _loop_ends(problem.program)
-        self.producers, self.consumers = problem.program.producers(), problem.program.consumers()
-        self.needed = list(self.life.needed)
-        for op, (_, end) in self.until.items():
-            for a in problem.program.operators[op].operands[:1]:
-                if not isinstance(a, Literal):
-                    self.needed[a] = max(self.needed[a], end)
+        self.life = problem.residency
+        self.times = moments(problem.program, self.life, problem.donated, sure=sure)
+        self.producers = problem.program.producers()
+        self.given = self.times.given
+        stored = [t for t, held in enumerate(self.life.held) if sure and held and t not in self.given]
+        self.flows, self.through = flows(self.times, stored, self.mesh.total)
         base = problem.network
         self.unary, self.pairwise = list(base.unary), list(base.pairwise)
         self.nodes = base.node_table.tolist()
         self.edges = base.edges.tolist()
         self.edge_tables = base.edge_table.tolist()
-        self.intervals: list[tuple[int, int]] = []
+        self.holdings: list[tuple[int, int, int, int]] = []  # variable, start, end, table
         self.usage: list[np.ndarray] = []
-        self.holds: list[int] = []
         self.ids: dict[Any, int] = {}
+        self.copied: set[tuple[int, int]] = set()
 
     def network(self) -> CostNetwork:
+        self.largest = max((self.program.tensors[c.tensor].nbytes for c in self.problem.carries), default=0)
         self.operators()
-        self.relays()
-        carries = self.problem.carries
-        largest = max((self.program.tensors[c.tensor].nbytes for c in carries), default=0)
-        for c in carries:
-            if self.program.tensors[c.tensor].nbytes >= largest * _SMALL:
+        self.readers()
+        for c in self.problem.carries:
+            if self.split(c.tensor):
                 self.copy(c)
-        memory = Memory(
-            intervals=np.array(self.intervals, dtype=np.int64).reshape(-1, 2),
-            usage=tuple(self.usage),
-            node_usage=np.array(self.holds, dtype=np.int64),
-            limit=None,
-        )
+        found = np.array(self.holdings, dtype=np.int64).reshape(-1, 4)
+        memory = Memory(found[:, 1:3], tuple(self.usage), found[:, 0], found[:, 3], None)
         return CostNetwork(
             unary=tuple(self.unary),
             pairwise=tuple(self.pairwise),
@@ -92,106 +91,138 @@ class _Writer:
             memory=memory,
         )
 
-    def hold(self, start: int, end: int, key: Any, table: Any) -> None:
-        """The next variable's bytes by state, and when it holds them; `table` makes the bytes if they are new.
-
-        Operator i has two times: 2 i, when its operands are moved, and 2 i + 1, when it runs.
-        """
+    def hold(self, variable: int, start: int, end: int, key: Any, table: Callable[[], np.ndarray]) -> None:
+        """A variable's bytes by state from one moment to before another; `table` makes them if they are new."""
+        if end <= start:
+            return
         if key not in self.ids:
             self.ids[key] = len(self.usage)
             self.usage.append(table())
-        self.intervals.append((start, end))
-        self.holds.append(self.ids[key])
-
-    def nothing(self, n: int) -> None:
-        self.hold(0, 0, ("nothing", n), lambda: np.zeros(n))
+        self.holdings.append((variable, start, end, self.ids[key]))
 
     def bytes_of(self, layouts: Sequence[Layout], nbytes: float) -> np.ndarray:
         return np.array([nbytes / lay.pieces(self.mesh) for lay in layouts], dtype=np.float64)
 
-    def is_given(self, tensor: int) -> bool:
-        """Whether a tensor's own room is counted elsewhere or throughout: an argument, or what a loop hands its body."""
-        op, _ = self.producers[tensor]
-        kind = self.program.operators[op].kind
-        return kind in ("input", "const") or (kind != "eqn" and tensor not in self.first)
+    def sizes(self, choices: Choices, nbytes: float) -> np.ndarray:
+        return self.bytes_of(choices.layouts, nbytes)[choices.index]
+
+    def hold_in(self, variable: int, start: int, end: int, choices: Choices, nbytes: float) -> None:
+        """A tensor in the layouts of a variable's choices."""
+        self.hold(variable, start, end, (id(choices), nbytes), lambda: self.sizes(choices, nbytes))
+
+    def split(self, tensor: int) -> bool:
+        """Whether copies of a tensor get variables: where they are beside what they are copied from.
+
+        A stored value goes when it was moved; between its copies it is there, or something no larger. How it is kept
+        is not known at a reader, so only the network that is near to schedules counts both.
+        """
+        if self.program.tensors[tensor].nbytes < self.largest * _SMALL:
+            return False
+        return not self.life.held[tensor] or tensor in self.given or not self.times.sure
 
     def operators(self) -> None:
-        """Results in the layout they are made in."""
-        program, life, relays = self.program, self.life, self.problem.relays
-        consumers = self.consumers
+        """What operators make, until a reader or the relay has it moved; what is given, throughout."""
+        program, life, times = self.program, self.life, self.times
         for op in program.operators:
-            s = self.problem.states[op.id]
-            parts: list[tuple[Choices, int]] = []
-            start, end = self.start(op.id, op.results), op.id
+            begun = self.start(op)
             for k, r in enumerate(op.results):
-                if not life.held[r] or (op.kind not in ("input", "const", "eqn") and r not in self.first):
+                made = self.problem.states[op.id].results[k]
+                if not life.held[r]:
+                    if life.written[r]:
+                        run = times.run(op.id)
+                        self.hold_in(op.id, run, run + 1, made, life.written[r])
+                    continue
+                if op.kind not in ("input", "const", "eqn") and r not in times.first:
                     continue  # what a loop's boundary hands to its body is part of what it was handed
-                parts.append((s.results[k], program.tensors[r].nbytes))
-                if r in relays and not self.is_given(r):
-                    end = max(end, min(u for u, _ in consumers[r]))
+                nbytes = program.tensors[r].nbytes
+                start = times.first.get(r, begun)
+                if r in self.given:
+                    self.hold_in(op.id, start, times.begin[-1], made, nbytes)
+                    continue
+                readings = times.readings(r)
+                if not readings:
+                    end = times.begin[life.needed[r] + 1]
+                elif r in self.problem.relays or any(lay.partial for lay in made.layouts):
+                    end = min(one.kept for one in readings) + 1
                 else:
-                    end = max(end, self.needed[r] + 1)
-            written = [(s.results[k], life.written[r]) for k, r in enumerate(op.results) if life.written[r]]
-            if not parts and written:
-                key = (tuple((id(c), b) for c, b in written), len(s))
-                self.hold(2 * op.id + 1, 2 * op.id + 2, key, lambda parts=written: self.sum(parts))
-                continue
-            if not parts:
-                self.nothing(len(s))
-                continue
-            if op.kind in ("input", "const"):
-                start = 0
-            key = (tuple((id(c), b) for c, b in parts), len(s))
-            self.hold(start, 2 * end, key, lambda parts=parts: self.sum(parts))
+                    end = readings[0].moved + 1
+                self.hold_in(op.id, start, end, made, nbytes)
 
-    def sum(self, parts: Sequence[tuple[Choices, float]]) -> np.ndarray:
-        return np.sum([self.bytes_of(c.layouts, b)[c.index] for c, b in parts], axis=0)
-
-    def start(self, op: int, results: Sequence[int]) -> int:
+    def start(self, op: Operator) -> int:
         """When results begin to take room: after an operand whose room they take over."""
-        operator = self.program.operators[op]
-        if operator.kind != "eqn":
-            return 2 * min((self.first[r] for r in results if r in self.first), default=op)
-        if reuses(operator) and all(self.life.needed[r] > op for r in results):
-            if any(not isinstance(a, Literal) and self.life.needed[a] == op for a in operator.operands):
-                return 2 * op + 2
-        return 2 * op + 1
+        if op.kind in ("input", "const"):
+            return 0
+        run, read = self.times.run(op.id), [a for a in op.operands if not isinstance(a, Literal)]
+        if op.kind != "eqn" or not reuses(op):
+            return run
+        if self.times.sure:
+            return run + (self.times.results_count(op.id) is False)
+        later = all(self.life.needed[r] > op.id for r in op.results)
+        return run + (later and any(self.life.needed[a] == op.id for a in read))
 
-    def relays(self) -> None:
-        """Values in the layout they are kept in; an argument's relay is a copy, counted there."""
-        for t in self.problem.relay_variable:
-            relay = self.problem.relays[t]
-            if not self.life.held[t] or self.is_given(t):
-                self.nothing(len(relay.index))
+    def readers(self) -> None:
+        """What is read, in the reader's layout while it is needed; in between, in the layout in which it is kept."""
+        for t in range(len(self.producers)):
+            readings = self.times.readings(t) if self.life.held[t] and t not in self.given else []
+            if not readings:
                 continue
-            nbytes = self.program.tensors[t].nbytes
-            start = min(u for u, _ in self.consumers[t])
-            parts = [(relay, nbytes)]
-            end = 2 * self.needed[t] + 2
-            self.hold(2 * start, end, (id(relay), nbytes), lambda parts=parts: self.sum(parts))
+            relay, nbytes = self.problem.relays.get(t), self.program.tensors[t].nbytes
+            at = min(r.kept for r in readings) + 1
+            last = max([r.moved for r in readings if not self.times.passes(t, r.reader)], default=-1)
+            if self.split(t):
+                if relay is not None:
+                    self.hold_in(self.problem.relay_variable[t], at, last + 1, relay, nbytes)
+                continue
+            for u, start, end in windows(readings, self.times.begin):
+                # What is moved is there until it is: the reader's own block from the next moment on.
+                start += any(r.reader == u and r.moved == start for r in readings)
+                if relay is not None and at <= last:
+                    self.hold_in(self.problem.relay_variable[t], at, min(start, last + 1), relay, nbytes)
+                self.read(t, u, max(start, at), end)
+                at = max(at, end)
+            if share := self.flows.get(t, 0.0):
+                maker, last = self.producers[t][0], self.life.needed[t]
+                n = len(self.problem.states[maker])
+                # Where it ends, a result may be written over it.
+                end = self.times.begin[last + 1] - (self.times.results_count(last) is True)
+                self.hold(maker, at, end, ("flow", n, share), lambda n=n, share=share: np.full(n, share))
+
+    def read(self, tensor: int, reader: int, start: int, end: int) -> None:
+        """What an operator reads of a tensor, each layout once."""
+        operands = self.problem.states[reader].operands
+        ks = [
+            k
+            for k, a in enumerate(self.program.operators[reader].operands)
+            if a == tensor and not isinstance(a, Literal)
+        ]
+        found = list({id(operands[k]): operands[k] for k in ks}.values())
+        nbytes = self.program.tensors[tensor].nbytes
+        if len(found) == 1:
+            self.hold_in(reader, start, end, found[0], nbytes)
+            return
+
+        def table() -> np.ndarray:
+            states = len(found[0].index)
+            return np.array(
+                [self.bytes_of(list({c.of(s) for c in found}), nbytes).sum() for s in range(states)]
+            )
+
+        self.hold(reader, start, end, (tuple(map(id, found)), nbytes), table)
 
     def copy(self, c: Carry) -> None:
-        """Split an edge by a copy variable."""
+        """Split an edge by a copy variable, where what is moved is beside what it is moved from."""
         tensor = self.program.tensors[c.tensor]
-        fluid = not self.life.held[c.tensor]
-        # Into the relay of a computed value, what is extra while it moves is the old block; elsewhere the new one.
+        fluid, to_relay = not self.life.held[c.tensor], c.reader < 0
+        relayed = c.tensor in self.problem.relays
         # A product that its reader absorbs is written out when it moves, and a partial sum is large before it does.
-        product = fluid and is_heavy(self.program.operators[self.producers[c.tensor][0]])
-        by_source = product or (c.reader < 0 and not self.is_given(c.tensor) and not fluid)
+        by_source = fluid and is_heavy(self.program.operators[self.producers[c.tensor][0]])
         layouts = c.source.layouts if by_source else c.target.layouts
-        n = len(layouts) * (3 if fluid else 2)
+        kinds = ("same", "moved", "view") if fluid else ("same", "moved")
+        n = len(layouts) * len(kinds)
         key = (
-            "copy",
-            id(c.source),
-            id(c.target),
-            tensor.shape,
-            tensor.itemsize,
-            c.times,
-            c.whole,
-            c.together,
-            by_source,
-            fluid,
-        )
+            "copy", id(c.source), id(c.target), tensor.shape, tensor.itemsize, c.times, c.whole, c.together,
+            by_source, fluid,
+        )  # fmt: skip
         if key not in self.ids:
             self.ids[key] = len(self.pairwise)
             self.pairwise += self.tables(c, by_source, fluid)
@@ -204,63 +235,61 @@ class _Writer:
         self.edges[c.edge], self.edge_tables[c.edge] = [i, v], self.ids[key]
         self.edges.append([v, j])
         self.edge_tables.append(self.ids[key] + 1)
-        start, end = self.copied(c, by_source)
+        if (c.tensor, c.reader) in self.copied:
+            return  # read twice, and maybe alike: counted once
+        self.copied.add((c.tensor, c.reader))
+        less = float(self.through[c.tensor])
+
+        def hold(start: int, end: int, nbytes: float, more: float = 0.0, same: bool = False) -> None:
+            """The block in the copy's layout, and `more`, where it is moved; also where it is not, if `same`."""
+
+            def table() -> np.ndarray:
+                block = np.maximum(0.0, self.bytes_of(layouts, nbytes) - less) + more
+                return np.concatenate([block * same, block, np.zeros(n - 2 * len(block))])
+
+            self.hold(v, start, end, ("held", layouts, nbytes, less, more, same, n), table)
+
+        whole = tensor.nbytes
+        readings = self.times.readings(c.tensor)
+        first, begin = min(r.kept for r in readings), self.times.begin
+        at = first if to_relay else next(r.moved for r in readings if r.reader == c.reader)
         # A value that is not stored is written out to be moved: at least an even share of it, for that moment.
-        even = tensor.nbytes / self.mesh.total if fluid else 0.0
-        self.hold_copy(start, end, layouts, tensor.nbytes, n, even if product else 0.0)
-        if even and not product:
-            self.nodes.append(self.ids["free", n])
-            if ("twin", n) not in self.ids:
-                self.ids["twin", n] = len(self.pairwise)
-                self.pairwise.append(np.where(np.eye(n, dtype=bool), 0.0, np.inf))
-            self.edges.append([v, v + 1])
-            self.edge_tables.append(self.ids["twin", n])
-            self.hold_copy(start, start + 1, layouts, 0.0, n, even)
-
-    def hold_copy(
-        self, start: int, end: int, layouts: Sequence[Layout], nbytes: float, n: int, more: float
-    ) -> None:
-        """Bytes of the states that move: the block in their layout and `more`."""
-
-        def table() -> np.ndarray:
-            out = np.zeros(n)
-            out[len(layouts) : 2 * len(layouts)] = self.bytes_of(layouts, nbytes) + more
-            return out
-
-        self.hold(start, end, ("copy", layouts, nbytes, n, more), table)
-
-    def copied(self, c: Carry, by_source: bool) -> tuple[int, int]:
-        """From when to when the copy, or the old block, is there beside the other."""
-        if c.reader in self.until and self.producers[c.tensor][0] > c.reader:
-            stacked, end = self.until[c.reader]  # what a turn hands to the next is moved at its end
-            return 2 * stacked, 2 * end + 1
-        if c.reader >= 0 and by_source:
-            return 2 * c.reader, 2 * c.reader + 1
-        if c.reader >= 0:
-            op = self.program.operators[c.reader]
-            return 2 * op.id, 2 * max(self.end(op.id), self.through(op)) + 2
-        first = min(u for u, _ in self.consumers[c.tensor])
+        even = whole / self.mesh.total if fluid and (to_relay or not relayed) else 0.0
+        if by_source or even:
+            hold(at, at + 1, whole if by_source else 0.0, even)
         if by_source:
-            return 2 * first, 2 * first + 1
-        return 2 * first, 2 * self.last_use(c.tensor) + 2
+            return
+        if not fluid and c.tensor not in self.given:
+            self.beside(c, readings, hold)
+        elif not to_relay:
+            for u, start, end in windows(readings, begin):
+                if u == c.reader:
+                    hold(start, end, whole)
+        elif fluid and any(lay.partial for lay in c.source.layouts):
+            # Who needs a sum whole has it moved, if not to the relay then from there: counted there.
+            for _, start, end in windows(readings, begin):
+                hold(first, min(start, max(r.moved for r in readings)), whole)
+                first = max(first, end)
+        else:
+            hold(first, max(r.until for r in readings), whole)
 
-    def last_use(self, tensor: int) -> int:
-        """The last operator that needs a copy of an argument (the argument itself may stay longer)."""
-        last = 0
-        for u, _ in self.consumers[tensor]:
-            op = self.program.operators[u]
-            last = max(last, self.end(u), self.through(op))
-        return last
+    def beside(self, c: Carry, readings: Sequence[Reading], hold: Callable[..., None]) -> None:
+        """The copies of a stored value, which is itself there until the last of them is made.
 
-    def end(self, op: int) -> int:
-        """The last operator of the loop that an operator hands a value to; else itself."""
-        return self.until[op][1] if op in self.until else op
-
-    def through(self, op: Operator) -> int:
-        """The last operator that needs what another reads: its own readers, where they compute it again."""
-        if not is_light(op) or any(self.life.held[r] for r in op.results):
-            return op.id
-        return max([op.id, *(self.life.needed[r] for r in op.results)])
+        Who needs it longest holds it from then on, moved or as it is.
+        """
+        whole = self.program.tensors[c.tensor].nbytes
+        if c.reader < 0:
+            first = min(r.kept for r in readings)
+            hold(first, first + 1, whole)
+            return
+        needing = [r for r in readings if not self.times.passes(c.tensor, r.reader)] or readings
+        reading = next(r for r in readings if r.reader == c.reader)
+        longest = max(needing, key=lambda r: (r.until, r.moved))
+        gone = max(r.moved for r in needing) + 1 if reading is longest else reading.until
+        both = max(reading.moved, gone)
+        hold(reading.moved, both, whole)
+        hold(both, reading.until, whole, same=True)
 
     def tables(self, c: Carry, by_source: bool, fluid: bool) -> list[np.ndarray]:
         """Tables maker x copy and copy x reader: one tells the layout, the other allows and charges."""
@@ -289,45 +318,6 @@ class _Writer:
 
 def _is_slice(source: Layout, target: Layout) -> bool:
     """Whether each device has what it will need: the target only cuts further."""
-    return source != target and not source.partial and all(
+    return source != target and source.partial == target.partial and all(
         b[: len(a)] == a for a, b in zip(source.dims, target.dims, strict=True)
     )  # fmt: skip
-
-
-def _loop_ends(program: Program) -> dict[int, tuple[int, int]]:
-    """Of the operators that hand values to a loop the first one after its body, and its last: it needs them so long."""
-    found: dict[int, tuple[int, int]] = {}
-
-    def visit(block: Block) -> None:
-        for step in block.steps:
-            if isinstance(step, int):
-                continue
-            body = max([i for inner in step.blocks for i in operators_of(inner)], default=-1)
-            end = max([body, *step.boundary.get("ys", ())])
-            for role in ("const", "carry", "xs"):
-                found.update((i, (body + 1, end)) for i in step.boundary.get(role, ()) if i < end)
-            for inner in step.blocks:
-                visit(inner)
-
-    visit(program.body)
-    return found
-
-
-def _first_times(program: Program) -> dict[int, int]:
-    """Results of loops and branches are allocated before their bodies run: when each begins to take room."""
-    producers = program.producers()
-    found: dict[int, int] = {}
-
-    def visit(block: Block) -> None:
-        for step in block.steps:
-            if isinstance(step, int):
-                continue
-            if step.boundary:
-                ids = [i for role in step.boundary.values() for i in role]
-                for t in step.results:
-                    found[t] = min([*ids, producers[t][0]])
-            for inner in step.blocks:
-                visit(inner)
-
-    visit(program.body)
-    return found

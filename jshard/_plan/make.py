@@ -25,7 +25,7 @@ from jshard._plan.settle import settled
 from jshard._plan.states import Interner
 from jshard._program.graph import Program, rule_boundaries
 from jshard._program.uncollected import uncollected
-from jshard._search import Contradiction, CostNetwork, evaluate, solve
+from jshard._search import Contradiction, CostNetwork, Solution, evaluate, solve
 from jshard._topology import Topology
 from jshard._wish.entries import Pin, allows
 
@@ -171,7 +171,7 @@ def _solve(
     """
     built = problem_of()
     if wish.level == 1:
-        return _least_peak(built, wish, limited(built), on_progress)
+        return _least_peak(built, wish, on_progress)
     note = ()
     try:
         s = solve(built.network, gap=wish.gap, seconds=wish.seconds, on_progress=on_progress)
@@ -188,7 +188,7 @@ def _solve(
     if answer.peak <= wish.memory_limit:
         return answer
     loose = problem_of(rules=False)
-    other = _least_peak(loose, wish, limited(loose), on_progress, answer).after(answer)
+    other = _least_peak(loose, wish, on_progress, answer).after(answer)
     if other.peak > wish.memory_limit:
         return other
     s = solve(loose.network, gap=wish.limited_gap, seconds=wish.limited_seconds, on_progress=on_progress)
@@ -197,48 +197,69 @@ def _solve(
 
 
 def _least_peak(
-    built: Problem,
-    wish: Wish,
-    network: CostNetwork,
-    on_progress: Callable[..., None] | None,
-    free: _Answer | None = None,
+    built: Problem, wish: Wish, on_progress: Callable[..., None] | None, free: _Answer | None = None
 ) -> _Answer:
-    """The plan of least peak. The network's peak is a bound; the plan's own is counted over its schedule."""
-    s = solve(network, objective="peak", gap=wish.gap, seconds=wish.limited_seconds, on_progress=on_progress)
-    answer = _answer(built, wish, s.assignment, s.bound, s.steps)
-    if free is None and not answer.interrupted:
-        other = solve(built.network, gap=wish.limited_gap, seconds=wish.limited_seconds)
-        free = _answer(built, wish, other.assignment, s.bound, s.steps)
-    # The network does not see every copy; the plan of least time sometimes makes fewer.
-    answer = min((answer, free or answer), key=lambda a: a.peak)
+    """The plan of least peak: of the plans that several searches find, as counted over their schedules.
+
+    The bound is that of the network that counts only what every plan holds; the other is nearer to the schedules.
+    """
+    found: list[_Answer] = [free] if free is not None else []
+    bound = 0.0
+    for sure in (True, False):
+        network = limited(built, sure=sure)
+        s = solve(
+            network, objective="peak", gap=wish.gap, seconds=wish.limited_seconds, on_progress=on_progress
+        )
+        bound = s.bound if sure else bound
+        found.append(_answer(built, wish, s.assignment, bound, s.steps))
+        if found[-1].interrupted:
+            break
+    else:
+        if free is None:  # the network does not see every copy; the plan of least time sometimes makes fewer
+            other = solve(built.network, gap=wish.limited_gap, seconds=wish.limited_seconds)
+            found.append(_answer(built, wish, other.assignment, bound, s.steps))
+    best = min(found, key=lambda a: (a.peak, a.cost))
+    steps = found[-1].steps
     return dataclasses.replace(
-        answer, objective=answer.peak, bound=min(s.bound, answer.peak), least=s.bound, steps=tuple(s.steps)
+        best, objective=best.peak, bound=min(bound, best.peak), least=bound, steps=steps
     )
 
 
 def _within(built: Problem, wish: Wish, free: _Answer, on_progress: Callable[..., None] | None) -> _Answer:
-    """The cheapest plan within the budget.
+    """The cheapest plan within the budget; the nearest to it where none is found.
 
-    The network holds no more than the schedule does, so its bound stands; where a plan's schedule holds more than
-    the budget, the search is repeated with a limit lower by as much. If that finds none, the nearest is returned.
+    The network that counts only what every plan holds bounds the time within the budget. The plan comes from the
+    one that is nearer to the schedules; where its schedule still holds more than the budget, the search is repeated
+    with a limit lower by as much.
     """
     limit = wish.memory_limit
     assert limit is not None
-    network = limited(built)
-    aim, bound, nearest = limit, free.bound, free
-    for _ in range(4):
+
+    def search(network: CostNetwork, aim: float) -> Solution | None:
         assert network.memory is not None
         capped = dataclasses.replace(network, memory=dataclasses.replace(network.memory, limit=aim))
         try:
-            s = solve(capped, gap=wish.limited_gap, seconds=wish.limited_seconds, on_progress=on_progress)
+            return solve(capped, gap=wish.limited_gap, seconds=wish.limited_seconds, on_progress=on_progress)
         except (MemoryBudgetError, SearchError):
+            return None
+
+    nearest, bound, aim = free, free.bound, limit
+    sure = search(limited(built, sure=True), limit)
+    if sure is None:
+        return nearest
+    bound = max(bound, sure.bound)
+    first = nearest = _answer(built, wish, sure.assignment, bound, sure.steps).after(free)
+    if first.interrupted or (first.peak <= limit and first.cost <= bound * (1 + wish.limited_gap)):
+        return min((free, first), key=lambda a: (a.peak > limit, a.peak))
+    network = limited(built)
+    for _ in range(4):
+        s = search(network, aim)
+        if s is None:
             break
-        if aim == limit:
-            bound = max(bound, s.bound)
         answer = _answer(built, wish, s.assignment, bound, s.steps).after(nearest)
         nearest = min((nearest, answer), key=lambda a: a.peak)
         if answer.peak <= limit:
-            return answer
+            return min((a for a in (first, answer) if a.peak <= limit), key=lambda a: a.cost)
         aim -= 1.05 * (answer.peak - limit)
     return nearest
 

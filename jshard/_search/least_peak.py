@@ -158,7 +158,7 @@ def cheaper(network: CostNetwork, search: Search, limit: float | None = None) ->
     assert network.memory is not None and search.assignment is not None
     at_peak = limit is None
     limit = search.best if limit is None else limit
-    capped = replace(network, memory=replace(network.memory, limit=limit * (1 + 1e-12)))
+    capped = replace(network, memory=replace(network.memory, limit=limit * (1 + 1e-9)))
     second = Search(
         search.deadline,
         max(search.gap, 1e-3),

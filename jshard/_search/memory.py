@@ -52,9 +52,9 @@ def model_of(network: CostNetwork, clock: Clock, limit: float | None, tables: Ta
     assert memory is not None
     graph = graph_of(network, tables)
     mark(graph, memory, clock)
-    if limit is not None:
-        forbid(graph, memory, clock, limit)
     try:
+        if limit is not None:
+            forbid(graph, memory, clock, limit)
         reduce(graph)
     except Contradiction as error:
         if limit is None:
@@ -75,11 +75,12 @@ def forbid(graph: Graph, memory: Memory, clock: Clock, limit: float) -> None:
     if len(profile) and profile.max() > limit:
         at = int(profile.argmax())
         raise too_small(memory, limit, float(profile[at]), int(clock.times[at]))
-    tables = graph.tables
-    for v in graph.core:
-        a, b = int(clock.start[v]), int(clock.end[v])
-        if a < b:
-            amount = memory.usage[memory.node_usage[v]][tables.subsets.arrays[graph.states[v]]]
+    tables, core = graph.tables, set(graph.core)
+    for h in np.flatnonzero(clock.start < clock.end).tolist():
+        v, a, b = int(memory.holder[h]), int(clock.start[h]), int(clock.end[h])
+        if v in core:
+            amount = memory.usage[memory.table[h]][tables.subsets.arrays[graph.states[v]]]
+            # At least: what it holds less in another state may be held by another of its holdings then.
             over = amount - amount.min() + profile[a:b].max() > limit
             if over.any():
                 graph.charge(v, tables.number(np.where(over, np.inf, 0.0)))

@@ -36,11 +36,15 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """Bytes held by each variable's state over the integer times at which it is live."""
+    """What the variables' states hold: a holding is bytes by state over an interval of integer times.
 
-    intervals: Ints  # (V, 2) half-open [start, end); empty when start >= end
+    A variable may have several, or none: a copy that is made first and read later holds this, then that.
+    """
+
+    intervals: Ints  # (H, 2) half-open [start, end); empty when start >= end
     usage: tuple[Floats, ...]  # pool of distinct (k,) tables
-    node_usage: Ints  # (V,) variable -> index into usage
+    holder: Ints  # (H,) holding -> variable
+    table: Ints  # (H,) holding -> index into usage
     limit: float | None  # None: no limit
 
 
@@ -167,7 +171,9 @@ def build(
         for i, u in enumerate(use):
             if len(pools[2].arrays[u]) != len(pools[0].arrays[nodes[i]]):
                 raise ShardError(f"usage of variable {i}: not one number per state")
-        memory = Memory(spans, tuple(pools[2].arrays), np.array(use, dtype=np.int64), limit)
+        memory = Memory(
+            spans, tuple(pools[2].arrays), np.arange(len(use)), np.array(use, dtype=np.int64), limit
+        )
     return CostNetwork(
         tuple(pools[0].arrays),
         tuple(pools[1].arrays),
@@ -201,13 +207,13 @@ def evaluate(network: CostNetwork, assignment: ArrayLike) -> float:
 
 
 def usage_of(memory: Memory, assignment: ArrayLike) -> Floats:
-    """(V,) bytes that each variable holds while live."""
+    """(H,) bytes of each holding while it lasts."""
     values, starts = _flat(memory.usage)
-    return values[starts[memory.node_usage] + np.asarray(assignment, dtype=np.int64)]
+    return values[starts[memory.table] + np.asarray(assignment, dtype=np.int64)[memory.holder]]
 
 
 def profile(memory: Memory, held: Floats) -> Floats:
-    """Bytes live at every time, from the bytes that each variable holds."""
+    """Bytes live at every time, from the bytes of each holding."""
     start, end = memory.intervals[:, 0], memory.intervals[:, 1]
     keep = end > start
     if not keep.any():
@@ -231,7 +237,7 @@ def save(network: CostNetwork, path: str | Path) -> None:
     unary, _ = _flat(network.unary)
     pairwise, _ = _flat(network.pairwise)
     data = {
-        "version": np.array(1),
+        "version": np.array(2),
         "unary": unary,
         "unary_sizes": np.array([len(t) for t in network.unary], dtype=np.int64),
         "pairwise": pairwise,
@@ -245,7 +251,8 @@ def save(network: CostNetwork, path: str | Path) -> None:
         data["intervals"] = memory.intervals
         data["usage"] = _flat(memory.usage)[0]
         data["usage_sizes"] = np.array([len(t) for t in memory.usage], dtype=np.int64)
-        data["node_usage"] = memory.node_usage
+        data["holder"] = memory.holder
+        data["usage_table"] = memory.table
         data["limit"] = np.array(np.nan if memory.limit is None else memory.limit)
     with open(path, "wb") as file:
         np.savez_compressed(file, allow_pickle=False, **data)
@@ -263,15 +270,16 @@ def _unflat(values: Floats, shapes: Iterable[tuple[int, ...]]) -> tuple[Floats, 
 def load(path: str | Path) -> CostNetwork:
     """Read what :func:`save` wrote."""
     with np.load(path, allow_pickle=False) as data:
-        if int(data["version"]) != 1:
-            raise ShardError(f"{path}: cost network of version {int(data['version'])}, expected 1")
+        if int(data["version"]) != 2:
+            raise ShardError(f"{path}: cost network of version {int(data['version'])}, expected 2")
         memory = None
         if "intervals" in data:
             limit = float(data["limit"])
             memory = Memory(
                 data["intervals"],
                 _unflat(data["usage"], [(int(n),) for n in data["usage_sizes"]]),
-                data["node_usage"],
+                data["holder"],
+                data["usage_table"],
                 None if np.isnan(limit) else limit,
             )
         return CostNetwork(

@@ -23,10 +23,10 @@ from jshard._search.tables import NONE
 
 
 def least_and_most(memory: Memory) -> tuple[Floats, Floats]:
-    """(V,) least and most bytes of each variable."""
+    """(H,) least and most bytes of each holding."""
     least = np.array([u.min() for u in memory.usage] or [0.0], dtype=np.float64)
     most = np.array([u.max() for u in memory.usage] or [0.0], dtype=np.float64)
-    return least[memory.node_usage], most[memory.node_usage]
+    return least[memory.table], most[memory.table]
 
 
 def spread(start: Ints, end: Ints, amount: Floats, times: int) -> Floats:
@@ -46,7 +46,7 @@ def key_times(memory: Memory) -> Ints:
 
 @dataclass(frozen=True)
 class Clock:
-    """The times that matter, and every variable's interval as indices into them."""
+    """The times that matter, and every holding's interval as indices into them."""
 
     times: Ints
     start: Ints
@@ -68,17 +68,20 @@ def clock_of(memory: Memory, threshold: float) -> Clock:
 
 def mark(graph: Graph, memory: Memory, clock: Clock) -> None:
     """Tell the reductions which variables' bytes matter."""
-    tables = graph.tables
-    made: dict[tuple[int, int], tuple[int, ...]] = {}
-    for v in graph.core:
-        if clock.end[v] > clock.start[v]:
-            key = (int(memory.node_usage[v]), graph.states[v])
-            found = made.get(key)
-            if found is None:
-                states = tables.subsets.arrays[key[1]]
-                number = tables.mark(memory.usage[key[0]][states])
-                found = made[key] = () if number == NONE else (number,)
-            graph.marks[v] = found
+    tables, core = graph.tables, set(graph.core)
+    made: dict[tuple[int, int], int] = {}
+    marks: dict[int, list[int]] = {}
+    lasting = np.flatnonzero(clock.end > clock.start)
+    for v, table in zip(memory.holder[lasting].tolist(), memory.table[lasting].tolist(), strict=True):
+        if v in core:
+            key = (table, graph.states[v])
+            if key not in made:
+                made[key] = tables.mark(memory.usage[table][tables.subsets.arrays[key[1]]])
+            found = marks.setdefault(v, [])
+            if made[key] != NONE and made[key] not in found:
+                found.append(made[key])
+    for v, found in marks.items():
+        graph.marks[v] = tuple(found)
 
 
 @dataclass(frozen=True)
@@ -151,15 +154,13 @@ def held_of(graph: Graph, memory: Memory, clock: Clock) -> Held:
     first = np.zeros(len(core) + 1, dtype=np.int64)
     np.cumsum(sizes, out=first[1:])
     owner, choice = roots(graph), options(graph)
-    fixed = np.zeros(len(memory.node_usage))
+    fixed = np.zeros(len(memory.table))
     members: dict[tuple[int, int, int], Floats] = {}  # one per core variable and interval
-    for v, states in choice.items():
-        a, b = int(clock.start[v]), int(clock.end[v])
-        if a >= b:
-            continue
-        amount = memory.usage[memory.node_usage[v]][states]
+    for h in np.flatnonzero(clock.end > clock.start).tolist():
+        v, a, b = int(memory.holder[h]), int(clock.start[h]), int(clock.end[h])
+        amount = memory.usage[memory.table[h]][choice[v]]
         least = amount.min()
-        fixed[v] = least
+        fixed[h] = least
         if (amount > least).any():
             key = (rank[owner[v]], a, b)
             amount = amount - least

@@ -1,0 +1,235 @@
+"""When each reading of a tensor has it moved, and until when it needs what it read.
+
+Problem.  The network with memory must not count more than the schedule holds, whatever the states, so it has to
+know to the single move what is there at once.
+
+Idea.  All of it but who moves is known from the program alone. Time is a row of moments: for every operand of an
+operator one in which its tensor is brought into the layout in which it is kept, one in which it goes on from there
+to the operator; then one in which the operator runs. A call that is one action of the schedule has what it reads
+brought into place when it begins. A reader that is computed again in its own readers needs what it reads as long as
+they do; what is handed to a loop is needed until the loop ends.
+
+Worked case.  Operators 0 (an argument), 1 (``tanh``, one operand), 2 (a product, two operands): their first
+moments are 0, 1 and 4; the product's second operand is moved on at 7 and it runs at 8.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+
+from jshard._cost.residency import Residency, fuses, is_light, reuses
+from jshard._program.graph import Block, Literal, Program, operators_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """Moments of one reading: when the tensor is kept, when it is moved on, and before which what is read may go."""
+
+    reader: int
+    kept: int
+    moved: int
+    until: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Moments:
+    """Moments of a program."""
+
+    program: Program
+    life: Residency
+    sure: bool  # until when a reading is needed in every plan; else in one that moves nothing further on
+    given: frozenset[int]  # tensors with room throughout: kept arguments, what a loop hands to its body
+    begin: Sequence[int]  # operator -> its first moment; one more for the end
+    loops: Mapping[int, tuple[int, int]]  # boundary operator -> first operator after the body, last of all
+    first: Mapping[int, int]  # result of a loop or branch -> the moment from which it takes room
+    calls: Sequence[tuple[int, int]]  # first and last operator of calls that move what they read at once
+    branches: Sequence[tuple[int, int]]  # first and last operator of blocks that run one without the other
+
+    def run(self, op: int) -> int:
+        """The moment in which an operator runs."""
+        return self.begin[op + 1] - 1
+
+    def kept(self, tensor: int, reader: int, operand: int) -> int:
+        """The moment in which a tensor would be brought into the layout in which it is kept for this reader."""
+        at = self.left(tensor, reader)
+        if at is not None:
+            return at
+        made = self.program.producers()[tensor][0]
+        calls = [self.begin[a] for a, b in self.calls if made < a <= reader <= b]
+        return min([self.begin[reader] + 2 * operand, *calls])
+
+    def passes(self, tensor: int, reader: int) -> bool:
+        """Whether a reader computes a copied tensor again, from what it was made of, instead of reading it."""
+        return self.life.copied[tensor] and fuses(self.program.operators[reader])
+
+    def through(self, op: int, result: int) -> int:
+        """The moment before which the operands of an operator may go that is computed again for who reads a result."""
+        users = self.program.consumers()[result]
+        if self.again(op):
+            if not self.sure:
+                return self.begin[self.life.needed[result] + 1]
+            # No more once the result is written out to be moved.
+            return min([self.kept(result, u, k) for u, k in users], default=-1) + 1
+        last = -1
+        if self.life.copied[result] and not self.sure:
+            for u, _ in users:
+                if self.passes(result, u):
+                    ends = [self.life.needed[r] for r in self.program.operators[u].results]
+                    last = max([last, u, *(ends if self.again(u) else ())])
+        return self.begin[last + 1]
+
+    def again(self, op: int) -> bool:
+        """Whether an operator is computed again where its results are read."""
+        operator = self.program.operators[op]
+        return is_light(operator) and not any(self.life.held[r] for r in operator.results)
+
+    def ends(self, tensor: int, reader: int) -> bool:
+        """Whether nobody needs a stored tensor after a reader, whatever else a plan does."""
+        stored = self.life.held[tensor] and tensor not in self.given
+        return stored and max(u for u, _ in self.program.consumers()[tensor]) == reader
+
+    def results_count(self, op: int) -> bool | None:
+        """Whether results count while an operator runs that may write them over what it reads, or what ends there.
+
+        Together they hold as much as the larger of the two. None for any other operator. A block of its own that
+        it was moved may always be written over; what others need of that tensor is there besides.
+        """
+        operator, tensors = self.program.operators[op], self.program.tensors
+        made = sum(tensors[r].nbytes for r in operator.results if self.life.held[r])
+        if operator.kind != "eqn" or not made or not reuses(operator):
+            return None
+        read = {a for a in operator.operands if not isinstance(a, Literal)}
+        return made >= sum(tensors[a].nbytes for a in read if self.ends(a, op))
+
+    def left(self, tensor: int, reader: int) -> int | None:
+        """When a block hands a tensor that it makes to a boundary after it; None for every other reading."""
+        made = self.program.producers()[tensor][0]
+        if reader in self.loops:
+            return self.begin[self.loops[reader][0]] if made > reader else None
+        if self.branches and self.program.operators[reader].kind not in ("eqn", "output"):
+            ends = [b for a, b in self.branches if a <= made <= b < reader]
+            return self.begin[min(ends) + 1] if ends else None
+        return None
+
+    def reading(self, tensor: int, reader: int, operand: int) -> Reading:
+        """When an operand is moved, and until when it is needed."""
+        op, kept = self.program.operators[reader], self.kept(tensor, reader, operand)
+        moved = self.begin[reader] + 2 * operand + 1
+        until = self.begin[(self.loops[reader][1] if reader in self.loops else reader) + 1]
+        if self.left(tensor, reader) is not None:
+            return Reading(reader, kept, kept, max(kept, until) if reader in self.loops else kept)
+        if self.passes(tensor, reader):
+            until = moved + 1  # computed again from what it was made of
+        elif self.sure and (results := self.results_count(reader)) is not None:
+            if results or not self.ends(tensor, reader):
+                until -= 1
+        else:
+            for r in op.results:
+                until = max(until, self.through(reader, r))
+        return Reading(reader, kept, moved, until)
+
+    def readings(self, tensor: int) -> list[Reading]:
+        """The readings of a tensor in the order in which it is moved; an operator's by its first operand."""
+        users: dict[int, int] = {}
+        for u, k in self.program.consumers()[tensor]:
+            users.setdefault(u, k)
+        return sorted(
+            (self.reading(tensor, u, k) for u, k in users.items()), key=lambda r: (r.moved, r.reader)
+        )
+
+
+def windows(readings: Sequence[Reading], begin: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(reader, start, end), in order and apart: when what one of the readers needs is surely there.
+
+    While an operator runs it is its own; in between that of the reader that needs it longest.
+    """
+    own = [(r.reader, r.moved, max(r.moved, min(r.until, begin[r.reader + 1]))) for r in readings]
+    if all(r.until <= end for r, (_, _, end) in zip(readings, own, strict=True)):
+        return own
+    taken = [w for w in own if w[1] < w[2]]
+    for r, (u, _, end) in sorted(zip(readings, own, strict=True), key=lambda x: (-x[0].until, -x[0].moved)):
+        at, more = end, []
+        for _, a, b in sorted(taken, key=lambda w: w[1]):
+            if a > at and at < r.until:
+                more.append((u, at, min(a, r.until)))
+            at = max(at, b)
+        if at < r.until:
+            more.append((u, at, r.until))
+        taken += more
+    return sorted(taken, key=lambda w: w[1])
+
+
+def moments(program: Program, life: Residency, donated: Collection[int], *, sure: bool) -> Moments:
+    """The moments of a program; `life` tells what is held at all, `donated` are the flat indices of arguments."""
+    begin = [0, *itertools.accumulate(2 * len(op.operands) + 1 for op in program.operators)]
+    calls, branches = _calls(program)
+    first, free = _first_times(program, begin), {program.inputs[k] for k in donated}
+    given = frozenset(
+        r
+        for op in program.operators
+        for r in op.results
+        if op.kind != "eqn" and r not in first and op.id not in free
+    )
+    return Moments(program, life, sure, given, begin, _loop_ends(program), first, calls, branches)
+
+
+def _calls(program: Program) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """First and last operators: of calls that are no loops, and of the blocks of branches and `while` loops."""
+    calls: list[tuple[int, int]] = []
+    branches: list[tuple[int, int]] = []
+
+    def visit(block: Block) -> None:
+        for step in block.steps:
+            if isinstance(step, int):
+                continue
+            inside = [operators_of(inner) for inner in step.blocks]
+            if step.kind in ("cond", "while"):
+                branches.extend((min(ops), max(ops)) for ops in inside if ops)
+            if step.kind not in ("scan", "while") and any(inside):
+                calls.append((min(map(min, filter(None, inside))), max(map(max, filter(None, inside)))))
+            for inner in step.blocks:
+                visit(inner)
+
+    visit(program.body)
+    return calls, branches
+
+
+def _loop_ends(program: Program) -> dict[int, tuple[int, int]]:
+    """Of the operators that hand values to a loop the first one after its body, and its last: it needs them so long."""
+    found: dict[int, tuple[int, int]] = {}
+
+    def visit(block: Block) -> None:
+        for step in block.steps:
+            if isinstance(step, int):
+                continue
+            body = max([i for inner in step.blocks for i in operators_of(inner)], default=-1)
+            end = max([body, *step.boundary.get("ys", ())])
+            for role in ("const", "carry", "xs"):
+                found.update((i, (body + 1, end)) for i in step.boundary.get(role, ()) if i < end)
+            for inner in step.blocks:
+                visit(inner)
+
+    visit(program.body)
+    return found
+
+
+def _first_times(program: Program, begin: Sequence[int]) -> dict[int, int]:
+    """Results of loops and branches are allocated before their bodies run: the moment from which each takes room."""
+    producers = program.producers()
+    found: dict[int, int] = {}
+
+    def visit(block: Block) -> None:
+        for step in block.steps:
+            if isinstance(step, int):
+                continue
+            if step.boundary:
+                inside = [i for inner in step.blocks for i in operators_of(inner)]
+                for t in step.results:  # after what goes in was brought into place
+                    found[t] = begin[min([*inside, producers[t][0]])] + 1
+            for inner in step.blocks:
+                visit(inner)
+
+    visit(program.body)
+    return found
