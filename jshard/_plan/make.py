@@ -311,9 +311,8 @@ def replay(program: Program, topology: Topology, plan: Plan) -> Schedule:
         states.append(s)
         state.append(found)
     choice = Choice(
-        program, topology, tuple(states), tuple(state), dict(plan.decision.relays), tuple(program.producers()),
-        plan.decision.regather,
-    )  # fmt: skip
+        program, topology, tuple(states), tuple(state), dict(plan.decision.relays), plan.decision.regather
+    )
     return schedule(choice)
 
 

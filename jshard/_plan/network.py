@@ -107,7 +107,8 @@ def problem(
     """
     interner = Interner(program, topology.mesh)
     life = lifetimes(program, donated)
-    cut = never_repeated(program, interner) if spread and level != 1 else frozenset()
+    form = forms(program)
+    cut = never_repeated(program, interner, form) if spread and level != 1 else frozenset()
     # State may lie in any order of axes; what it becomes lies in the same.
     ends = {out: [("operand", 0, k, test) for _, _, k, test in pins.get(inp, ())] for out, inp in ties}
     # Operators that are alike are asked once; those with pins, or that may not be repeated, by themselves.
@@ -115,7 +116,7 @@ def problem(
     pinned = {*pins, *(out for out, asked in ends.items() if asked)}
     may = np.zeros(n, dtype=np.int64)
     may[list(cut)] = 1
-    alike, some = numbered(packed(forms(program), may, special(n, pinned)))
+    alike, some = numbered(packed(form, may, special(n, pinned)))
     each = [
         interner.states(op, pins.get(i) or ends.get(i, ()), finest if i in cut else None)
         for i, op in ((i, program.operators[i]) for i in some)

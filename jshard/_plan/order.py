@@ -27,6 +27,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from jshard import _jaxcompat as compat
 from jshard._cost.memory import PRODUCTS
 from jshard._cost.residency import Residency, is_light, residency, traits_of
 from jshard._numbers import spans
@@ -72,8 +73,11 @@ def _updates(program: Program) -> Bools:
     steps = np.array([s for s in program.body.steps if isinstance(s, int)], dtype=np.int64)
     out = np.zeros(len(program.operators), dtype=bool)
     out[steps] = traits_of(program).light[steps]
-    effects = [i for i in np.flatnonzero(out).tolist() if getattr(program.operators[i].eqn, "effects", ())]
-    out[effects] = False
+    if program.jaxpr is None or compat.has_effects(program.jaxpr):
+        effects = [
+            i for i in np.flatnonzero(out).tolist() if getattr(program.operators[i].eqn, "effects", ())
+        ]
+        out[effects] = False
     ends = np.zeros(len(out), dtype=bool)
     ends[list(program.outputs)] = True
     new = np.flatnonzero(~out & ~ends)

@@ -99,7 +99,7 @@ def _need(choice: Choice, op: Operator, fresh: Sequence[bool], ended: bool) -> N
         held += words / max(1, pieces)
         if fresh[i]:
             # What is made outside a loop may be moved outside too, once.
-            count = min(count, program.operators[choice.producers[t][0]].repeat)
+            count = min(count, float(program.arrays.repeat[program.arrays.maker[t]]))
     r = op.results[0]
     out = choice.made(r)
     held += math.prod(program.tensors[r].shape) / (

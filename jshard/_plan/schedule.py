@@ -40,8 +40,12 @@ class Choice:
     states: tuple[States, ...]
     state: tuple[int, ...]
     relay: Mapping[int, Layout]
-    producers: tuple[tuple[int, int], ...]
     regather: bool = False  # the backward pass moves again what the forward pass moved, instead of holding it
+
+    @property
+    def producers(self) -> Sequence[tuple[int, int]]:
+        """For each tensor the (operator, result index) that makes it."""
+        return self.program.producers()
 
     @functools.cached_property
     def anew(self) -> np.ndarray:
@@ -90,8 +94,9 @@ class Choice:
 
     def made(self, tensor: int) -> Layout:
         """The layout in which a tensor is made."""
-        op, k = self.producers[tensor]
-        return self.states[op].results[k].of(self.state[op])
+        a = self.program.arrays
+        op = int(a.maker[tensor])
+        return self.states[op].results[int(a.place[tensor])].of(self.state[op])
 
     def kept(self, tensor: int) -> Layout:
         """The layout in which a tensor is kept for its readers."""
@@ -181,10 +186,7 @@ def choice_of(problem: Problem, assignment: tuple[int, ...]) -> Choice:
     """Read a solution of the network as a choice."""
     n = len(problem.program.operators)
     relay = {t: problem.relays[t].of(assignment[v]) for t, v in problem.relay_variable.items()}
-    return Choice(
-        problem.program, problem.topology, problem.states, tuple(assignment[:n]), relay,
-        tuple(problem.program.producers()),
-    )  # fmt: skip
+    return Choice(problem.program, problem.topology, problem.states, tuple(assignment[:n]), relay)
 
 
 def schedule(choice: Choice) -> Schedule:

@@ -19,12 +19,14 @@ that keep the rule. It is dropped where nothing else is possible, and where byte
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection
 
 import numpy as np
 
 from jshard._cost.memory import PRODUCTS
 from jshard._layout import MeshAxes
+from jshard._numbers import Ints, numbered, packed
 from jshard._plan.states import Interner
 from jshard._program.graph import Operator, Program
 
@@ -33,17 +35,18 @@ from jshard._program.graph import Operator, Program
 _WASTE = 0.05
 
 
-def never_repeated(program: Program, interner: Interner) -> frozenset[int]:
-    """Products and convolutions that the rule is for."""
-    work = {op.id: _work(op, interner) for op in program.operators if op.primitive in PRODUCTS}
-    counts: dict[float, int] = {}
-    for w in work.values():
-        counts[w] = counts.get(w, 0) + 1
-    free = free_of([*counts.items()], interner.mesh.total)
-    return frozenset(i for i, w in work.items() if w > free)
+def never_repeated(program: Program, interner: Interner, form: Ints) -> frozenset[int]:
+    """Products and convolutions that the rule is for; operators of one `form` are alike."""
+    a = program.arrays
+    products = np.flatnonzero(a.which(PRODUCTS))
+    often = np.unique(a.repeat[products], return_inverse=True)[1]
+    alike, some = numbered(packed(form[products], often))
+    work = np.array([_work(program.operators[i], interner) for i in products[some].tolist()])[alike]
+    free = free_of(Counter(work.tolist()).items(), interner.mesh.total)
+    return frozenset(products[work > free].tolist())
 
 
-def free_of(products: Sequence[tuple[float, int]], devices: int) -> float:
+def free_of(products: Collection[tuple[float, int]], devices: int) -> float:
     """Work up to which a product may be repeated; products are (work, how many), of equal ones all or none."""
     total = sum(w * n for w, n in products)
     repeated = free = 0.0

@@ -35,7 +35,11 @@ class Choices:
 
     def pieces(self, mesh: MeshAxes) -> np.ndarray:
         """Number of different blocks under each state."""
-        return np.array([lay.pieces(mesh) for lay in self.layouts])[self.index]
+        found = self.__dict__.get("_pieces")
+        if found is None or found[0] is not mesh:  # one mesh for a planning, which asks again and again
+            found = mesh, np.array([lay.pieces(mesh) for lay in self.layouts])[self.index]
+            self.__dict__["_pieces"] = found
+        return found[1]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -139,13 +143,15 @@ class Interner:
         if key in self._forms:
             return self._forms[key]
         view, rule, entry = self.rule(op)
-        if rule not in self._meant:
+        meant: Any = self._meant.get(rule)
+        if meant is None:
             axes = candidate_axes(rule, self.mesh)
             cands = tuple(map(Candidate, map(tuple, axes.tolist())))
             ins, outs = layout_lists(rule, axes, self.mesh)
             one = {id(c): self._shared(*c) for c in (*ins, *outs)}
-            self._meant[rule] = cands, axes, tuple(one[id(c)] for c in ins), tuple(one[id(c)] for c in outs)
-        made = States(view, rule, entry, *self._meant[rule])
+            meant = cands, axes, tuple([one[id(c)] for c in ins]), tuple([one[id(c)] for c in outs])
+            self._meant[rule] = meant
+        made = States(view, rule, entry, *meant)
         self._forms[key] = made
         return made
 

@@ -168,6 +168,7 @@ class _Builder:
 
     def walk(self, jaxpr: Any, env: dict[Any, Any], repeat: float, prefix: str) -> list[int | Call]:
         steps: list[int | Call] = []
+        variable = compat.VARIABLE
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
             body, inner = None, ""
@@ -194,10 +195,11 @@ class _Builder:
                 env[eqn.outvars[0]] = _Marked(self.read(eqn.invars[0], env), eqn.params["pin"])
                 self.marked = True
             else:
-                plain = not self.marked  # most are, and then a variable is what it stands for
-                operands = [
-                    env[v] if plain and type(v) is compat.VARIABLE else self.read(v, env) for v in eqn.invars
-                ]
+                # In most programs nothing is marked, and a variable is what it stands for.
+                if self.marked:
+                    operands = [self.read(v, env) for v in eqn.invars]
+                else:
+                    operands = [env[v] if type(v) is variable else self.read(v, env) for v in eqn.invars]
                 i = len(self.operators)
                 if self.marked:
                     self.mark(i, eqn, prefix, env)

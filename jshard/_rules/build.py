@@ -11,6 +11,7 @@ is never a partial sum, so a set with a literal falls away.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -119,7 +120,7 @@ def _check_side(rule: Rule, op: Op, side: str, dims: tuple[Dims, ...], avals: Se
             if seen & set(factors) or len(set(factors)) != len(factors):
                 raise RuleError(f"{side} {i} carries a factor twice", where=where)
             seen |= set(factors)
-            product = int(np.prod([rule.sizes[f] for f in factors], dtype=np.int64))
+            product = math.prod([rule.sizes[f] for f in factors])
             if factors and product != size:
                 raise RuleError(
                     f"{side} {i}, dimension {d}: factors multiply to {product}, not {size}", where=where

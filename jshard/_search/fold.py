@@ -222,9 +222,9 @@ def _cut(graph: Graph, edges: Ints, colour: Ints, layer: Ints, low: int, high: i
     like = moved(left, shift), moved(right, shift)
     found = (like[0] >= 0) & (like[1] >= 0)
     lost = np.flatnonzero(gone)
-    # The same order in every layer: the one in which a walk comes by in the middle.
-    turn = {v: r for r, v in enumerate(along(graph, True))}
-    middle = at[:, (a + b) // 2 - bottom]
+    # The same order in every layer: the one in which a walk of the short core comes by at the seam.
+    turn = {v: r for r, v in enumerate(along(short, True))}
+    middle = at[:, a - 1 - bottom]
     order = sorted(
         np.unique(colour[where]).tolist(), key=lambda c: (turn[core[middle[c]]] if middle[c] >= 0 else -1, c)
     )
