@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from jshard._cost import collectives
-from jshard._cost.memory import traffic
 from jshard._cost.redistribute import SUMS
 from jshard._cost.steps import apply
 from jshard._layout import Layout
@@ -26,7 +25,6 @@ from jshard._plan.peak import Profile
 from jshard._plan.physics import physics
 from jshard._plan.plan import CollectiveRow, Cost, Decision, Memory, OperatorRow, Plan, TensorRow
 from jshard._plan.schedule import Choice, Run, Schedule
-from jshard._plan.times import operator_times
 from jshard._program.graph import Literal, Program, operator_name
 from jshard._rules.rule import reduced_axes
 
@@ -88,8 +86,8 @@ def _compute(choice: Choice, built: Problem) -> tuple[list[float], list[float], 
     times, unknown = [], {}
     for i in equations[some].tolist():
         op, s = choice.program.operators[i], choice.states[i]
-        t = operator_times(s, *traffic(op, built.life), choice.topology, [choice.state[i]])
-        times.append((float(t.compute[0]) * op.repeat, float(t.redundant[0]) * op.repeat))
+        t, k = built.times[int(built.network.node_table[i])], choice.state[i]
+        times.append((float(t.compute[k]) * op.repeat, float(t.redundant[k]) * op.repeat))
         if s.rule.opaque:
             unknown[op.primitive] = None
     seconds, redundant = np.array(times).reshape(-1, 2)[alike].T

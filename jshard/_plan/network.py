@@ -27,7 +27,7 @@ from jshard._plan.combined import SUMS, combined, on_the_way
 from jshard._plan.forms import forms, owned, special, states_of, times_of
 from jshard._plan.spread import finest, never_repeated
 from jshard._plan.states import Choices, Interner, Pinned, States
-from jshard._plan.times import operator_times
+from jshard._plan.times import Times, operator_times
 from jshard._program.arrays import Arrays
 from jshard._program.graph import Operator, Program, Tensor
 from jshard._search import CostNetwork
@@ -66,6 +66,7 @@ class Problem:
     whole: frozenset[int]  # sums that must be all-reduced
     together: Mapping[int, int]  # how many sums go together with a tensor's, where it is more than one
     donated: tuple[int, ...]
+    times: Mapping[int, Times]  # of one run of an operator, by number of its own table
 
     @functools.cached_property
     def readers(self) -> list[Sequence[tuple[int, int]]]:
@@ -186,8 +187,9 @@ def problem(
         edge_table=np.array(tables, dtype=np.int64),
     )
     return Problem(
-        program, topology, level, states, relays, variable, life, network, handed, together, tuple(donated)
-    )
+        program, topology, level, states, relays, variable, life, network, handed, together, tuple(donated),
+        build.times,
+    )  # fmt: skip
 
 
 _Numbered = dict[int, tuple[int, Choices]]  # by identity
@@ -307,6 +309,7 @@ class _Tables:
         self.program, self.topology, self.level = program, topology, level
         self.life, self.states = life, states
         self.unary: list[np.ndarray] = []
+        self.times: dict[int, Times] = {}  # of one run, by number of the operator's own table
         self.pairwise: list[np.ndarray] = []
         self._ids: dict[Any, int] = {}
         self._moves: dict[Any, np.ndarray] = {}
@@ -341,8 +344,9 @@ class _Tables:
         reads, writes = traffic(op, self.life)
         key = ("own", id(s), reads, writes, op.repeat)
         if key not in self._ids:
-            times = operator_times(s, reads, writes, self.topology).objective(self.level)
-            return self._node(key, times * op.repeat)
+            times = operator_times(s, reads, writes, self.topology)
+            made = self._node(key, times.objective(self.level) * op.repeat)
+            self.times[made] = times
         return self._ids[key]
 
     def move(

@@ -34,17 +34,8 @@ class Times:
         return (self.redundant if level == 0 else self.compute) + self.own
 
 
-def operator_times(
-    s: States,
-    reads: Sequence[int],
-    writes: Sequence[int],
-    topology: Topology,
-    states: Sequence[int] | None = None,
-) -> Times:
-    """Times of an operator that reads and writes the given operands and results in memory.
-
-    With `states`, only those are computed; the arrays are as long as the list.
-    """
+def operator_times(s: States, reads: Sequence[int], writes: Sequence[int], topology: Topology) -> Times:
+    """Times of an operator that reads and writes the given operands and results in memory."""
     assert s.op is not None
     mesh, chip = topology.mesh, topology.chip
     rate = compute.peak(s.op.outs[0].dtype if s.op.outs else np.dtype("float32"), chip)
@@ -53,22 +44,19 @@ def operator_times(
     work = s.rule.work * math.prod(s.rule.sizes)
     if s.rule.opaque:
         work = float(sum(math.prod(a.shape) for a in s.op.outs))
-    which = range(len(s)) if states is None else states
-    index = np.array(which, dtype=np.int64)
-    moved = np.zeros(len(index))
+    moved = np.zeros(len(s))
     for nbytes, choices in tensors:
-        moved += nbytes / choices.pieces(mesh)[index]
-    local = np.full(len(index), work) if s.rule.opaque else local_work(s.rule, s.axes[index], mesh)
+        moved += nbytes / choices.pieces(mesh)
+    local = np.full(len(s), work) if s.rule.opaque else local_work(s.rule, s.axes, mesh)
     seconds = np.maximum(local / rate, moved / chip.hbm_bandwidth)
     even = max(work / mesh.total / rate, sum(b for b, _ in tensors) / mesh.total / chip.hbm_bandwidth)
-    own = np.zeros(len(index))
+    own = np.zeros(len(s))
     if s.rule.reduction and s.rule.reducer != "sum":
-        for n, k in enumerate(which):
-            c = s.candidates[k]
+        for k, c in enumerate(s.candidates):
             over = reduced_axes(s.rule, c, mesh) if c is not None else ()
             for i, a in enumerate(s.op.outs if over else ()):
                 block = _bytes(a) / s.results[i].of(k).pieces(mesh)
-                own[n] += collectives.collective("all_reduce", over, block, topology).seconds
+                own[k] += collectives.collective("all_reduce", over, block, topology).seconds
     return Times(seconds, np.maximum(0.0, seconds - even), own)
 
 

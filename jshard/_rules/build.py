@@ -11,6 +11,7 @@ is never a partial sum, so a set with a literal falls away.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -59,13 +60,18 @@ def literal(op: Op, i: int) -> Any:
 
 def summable(aval: Any) -> bool:
     """Whether partial sums of this element type can be added up by `psum`."""
-    if jax.numpy.issubdtype(aval.dtype, jax.dtypes.extended) or aval.dtype == jax.dtypes.float0:
+    return _summable(aval.dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _summable(dtype: Any) -> bool:
+    if jax.numpy.issubdtype(dtype, jax.dtypes.extended) or dtype == jax.dtypes.float0:
         return False
-    if not jnp.issubdtype(aval.dtype, jnp.number):
+    if not jnp.issubdtype(dtype, jnp.number):
         return False
     # One-byte floats and sub-byte integers hold data, not sums.
-    return not (np.dtype(aval.dtype).itemsize == 1 and not jnp.issubdtype(aval.dtype, jnp.integer)) and str(
-        aval.dtype
+    return not (np.dtype(dtype).itemsize == 1 and not jnp.issubdtype(dtype, jnp.integer)) and str(
+        dtype
     ) not in ("int4", "uint4", "int2", "uint2", "int1", "uint1")
 
 

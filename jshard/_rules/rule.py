@@ -104,23 +104,23 @@ def candidate_axes(rule: Rule, mesh: MeshAxes) -> np.ndarray:
     """The axes of all candidates, `(candidates, mesh axes)`: planning handles hundreds of rules at once."""
     choices = [NONE] + [_PARTIAL - k for k in range(len(rule.linear))]
     choices += [f for f, s in enumerate(rule.sizes) if s > 1 and f not in rule.blocked]
-    count = len(mesh.sizes)
-    places = np.indices((len(choices),) * count).reshape(count, len(choices) ** count).T
-    axes = np.array(choices, dtype=np.int64)[places]
-    pieces = np.ones((len(rule.sizes), len(axes)), dtype=np.int64)
-    for k, n in enumerate(mesh.sizes):
-        for f in choices:
-            if f >= 0:
-                pieces[f, axes[:, k] == f] *= n
-    fine = np.ones(len(axes), dtype=bool)
-    for f in choices:
-        if f >= 0:
-            fine &= rule.sizes[f] % pieces[f] == 0
+    axes = np.array(choices, dtype=np.int64)[_places(len(choices), len(mesh.sizes))]
+    every, sizes = np.arange(len(rule.sizes)), np.array(rule.sizes, dtype=np.int64)
+    pieces = np.where(axes == every[:, None, None], np.array(mesh.sizes, dtype=np.int64), 1).prod(axis=2)
+    fine = (sizes[:, None] % pieces == 0).all(axis=0)
     # A minor factor of a dimension may be cut only when all factors before it are cut to single points.
     for f, before in _majors(rule):
         for m in before:
             fine &= (pieces[f] == 1) | (pieces[m] == rule.sizes[m])
     return axes[fine]
+
+
+@functools.lru_cache(maxsize=256)
+def _places(choices: int, axes: int) -> np.ndarray:
+    """Every way to choose once for each mesh axis."""
+    out = np.indices((choices,) * axes).reshape(axes, choices**axes).T
+    out.flags.writeable = False
+    return out
 
 
 def _majors(rule: Rule) -> list[tuple[int, tuple[int, ...]]]:
