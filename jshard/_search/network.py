@@ -30,6 +30,7 @@ from numpy.typing import ArrayLike, NDArray
 from jshard._errors import ShardError
 
 
+SHORT = 2048  # bytes of an array that are as well looked up as they are
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
@@ -94,25 +95,36 @@ class Solution:
 
 
 class Interner:
-    """Numbers for arrays, equal content giving equal numbers (first come, first numbered)."""
+    """Numbers for arrays (of 8-byte items), equal content giving equal numbers (first come, first numbered)."""
 
     def __init__(self) -> None:
         self.arrays: list[NDArray] = []
-        self._index: dict[tuple, int] = {}
+        self._index: dict[tuple, tuple[int, ...]] = {}
 
     def __call__(self, array: NDArray) -> int:
-        key = (array.shape, array.tobytes())
-        found = self._index.get(key)
-        if found is None:
-            found = self._index[key] = len(self.arrays)
-            array.setflags(write=False)
-            self.arrays.append(array)
+        # A long array is looked up by some sums of its bits, then compared: bytes would be a copy each time.
+        short = array.nbytes <= SHORT
+        bits = array.reshape(-1).view(np.int64)
+        key = (array.shape, array.tobytes() if short else _digest(bits))
+        alike = self._index.get(key, ())
+        for found in alike:
+            if short or np.array_equal(bits, self.arrays[found].reshape(-1).view(np.int64)):
+                return found
+        found = len(self.arrays)
+        self._index[key] = (*alike, found)
+        array.setflags(write=False)
+        self.arrays.append(array)
         return found
 
     def copy(self) -> Interner:
         other = Interner()
         other.arrays, other._index = list(self.arrays), dict(self._index)
         return other
+
+
+def _digest(bits: Ints) -> tuple[int, ...]:
+    """Sums modulo 2**64: of all, of the first half, of every seventh (tables are often rearranged tables)."""
+    return int(bits.sum()), int(bits[: len(bits) // 2].sum()), int(bits[::7].sum())
 
 
 def _table(values: ArrayLike, ndim: int, what: str) -> Floats:

@@ -73,11 +73,12 @@ class Tables:
         self.loose: set[int] = set()  # edges known not to decide either end
 
     def number(self, table: Floats) -> int:
-        return self.intern(np.ascontiguousarray(table) + 0.0)
+        """Intern a table that nobody changes any more, without negative zeros (as sums and minima of such are)."""
+        return self.intern(np.ascontiguousarray(table))
 
     def rounded(self, table: Floats) -> int:
         """Intern a table after rounding to the grid (exact when it is on the grid already)."""
-        return self.number(np.round(table / self.grid) * self.grid)
+        return self.number(np.round(table / self.grid) * self.grid + 0.0)
 
     def transpose(self, e: int) -> int:
         found = self._transpose.get(e)
