@@ -9,7 +9,7 @@ met layer a), solve that, and give every layer cut out what its like at the seam
 forced to be equal: the whole core then goes the ordinary way, from a better start, and its proof is its own.
 
 Worked case.  A chain of forty equal variables: three rounds of colours tell the outermost three of each end
-apart, the 34 others are one colour.  One of them is kept on each side, 32 cut out.
+apart, the 34 others are one colour.  Two of them are kept on one side and one on the other, 31 cut out.
 
 >>> import numpy as np
 >>> from jshard._search.network import build
@@ -18,7 +18,7 @@ apart, the 34 others are one colour.  One of them is kept on each side, 32 cut o
 >>> net = build([[0.0, 1.0]] * 40, [(i, i + 1, step) for i in range(39)])
 >>> folded = fold(graph_of(net))
 >>> len(folded.short.core), dict(folded.image.tolist())[20]
-(8, 3)
+(9, 4)
 """
 
 from __future__ import annotations
@@ -183,11 +183,11 @@ def _cut(graph: Graph, edges: Ints, colour: Ints, layer: Ints, low: int, high: i
     core = graph.core
     both = (colour[edges[:, 0]] >= 0) & (colour[edges[:, 1]] >= 0)
     reach = max(1, int(np.abs(layer[edges[both, 0]] - layer[edges[both, 1]]).max(initial=0)))
-    if reach > REACH or high - low < 2 * reach + 2:
+    if reach > REACH or high - low < 2 * reach + 3:
         return None
-    # Further from the end a layer's messages are more nearly those of its like; that saves rounds on long cores.
-    more = (high - low) // 50
-    a, b = low + reach + more, high - reach  # every edge over the seam then has both its ends
+    # Every edge over the seam has both its ends then. One layer more: the last one before the seam, whose messages
+    # all others begin with, is a good deal more like those in the middle.
+    a, b = low + reach + 1, high - reach
     gone = (colour >= 0) & (layer >= a) & (layer < b)
     name = np.array(core, dtype=np.int64)
     where = np.flatnonzero(colour >= 0)
