@@ -43,7 +43,7 @@ def heard_in(graph: Graph, chain: Chain) -> Heard:
 
 
 def hear(graph: Graph, chain: Chain, heard: Heard, before: Graph) -> None:
-    """Start a chain from the messages of the graph that was `before` (in place); states new to them start from zero."""
+    """Start a chain from the messages `heard` in the graph that was `before` (in place); what is new starts from zero."""
     arrays, subsets = graph.tables.arrays, graph.tables.subsets.arrays
     names = chain.variables
     size = np.diff(chain.first).tolist()
@@ -55,19 +55,26 @@ def hear(graph: Graph, chain: Chain, heard: Heard, before: Graph) -> None:
             return None
         return moved(arrays[old][np.ix_(rows, cols)], arrays[new])
 
+    @functools.cache
+    def among(states: int, mine: int) -> tuple[Ints, np.ndarray]:
+        return _among(subsets[states], subsets[mine])
+
     for (i, j), places in zip(chain.ends.tolist(), chain.places.tolist(), strict=True):
         v, w = names[i], names[j]
         old = before.adj[v].get(w)
+        both = [(before.states[x], graph.states[x]) for x in (v, w)]
         shifts = None
-        if old is not None:
-            both = [(before.states[x], graph.states[x]) for x in (v, w)]
-            if old != graph.adj[v][w] or any(a != b for a, b in both):
-                shifts = shift(old, graph.adj[v][w], *both)
+        if old is not None and (old != graph.adj[v][w] or any(a != b for a, b in both)):
+            shifts = shift(old, graph.adj[v][w], *both)
         for side, here, there, place in ((0, i, j, places[0]), (1, j, i, places[1])):
             found = heard.get((names[here], names[there]))
             if found is None:
                 continue
-            message = for_states(*found, subsets[graph.states[names[here]]])
+            message = found[1]
+            states, mine = both[side]
+            if states != mine:
+                at, known = among(states, mine)
+                message = np.where(known, message[at], 0.0)
             if shifts is not None:
                 message = message - shifts[side]
             chain.messages[place : place + size[here]] = message
