@@ -7,7 +7,7 @@ from jshard._search.bound import pass_messages, sweep, through
 from jshard._search.chain import chain_of
 from jshard._search.fold import fold
 from jshard._search.heard import hear, heard_in, moved
-from jshard._search.ladder import kept
+from jshard._search.ladder import Search, kept
 from jshard._search.network import build
 from jshard._search.reduce import Contradiction, graph_of, reduce
 from jshard._search.solve import solve
@@ -140,3 +140,9 @@ def test_layers_are_walked_side_by_side_and_may_differ(monkeypatch):
     assert best.cost == best.bound
     monkeypatch.setattr("jshard._search.ladder.fold", lambda graph: None)
     assert solve(network).cost == best.cost
+
+
+@pytest.mark.parametrize("gap", [0.0, 1e-6, 0.1])
+def test_without_a_bound_nothing_is_closed(gap):
+    search = Search(np.inf, gap, lambda _: None, 1, best=1.0)
+    assert not search.closed(-np.inf) and not search.closed(0.5) and search.closed(1.0)

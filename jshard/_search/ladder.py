@@ -75,7 +75,7 @@ class Search:
 
     def closed(self, bound: float) -> bool:
         """Is the best answer good enough for a subproblem with this bound?"""
-        if self.best == np.inf:
+        if self.best == np.inf or bound == -np.inf:  # a share of infinity is no gap
             return False
         return self.best - bound <= max(self.gap * abs(bound), TOLERANCE * abs(self.best))
 
