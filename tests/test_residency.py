@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+import jshard
 from jshard._cost.residency import residency
 from jshard._program.trace import build
 
@@ -101,3 +102,25 @@ def test_what_a_product_writes_for_its_reader_is_there_beside_its_operands():
         return [life.written[op.results[0]] for op in program.operators if op.primitive == "dot_general"]
 
     assert written(two) == [0, 256, 0] and written(residual) == [0, 0, 0]
+
+
+def test_a_cast_that_was_moved_is_held_until_its_last_reader():
+    """As made it would be computed again from the product; its copy in another layout cannot be."""
+
+    def step(x, w, v, i):
+        z = (x @ w).astype("float32")
+        picked = jnp.take_along_axis(z, i, 1)
+        return picked, jshard.op(jnp.matmul, ((1, 8), (8, 1)))(jshard.op(jnp.exp, ((1, 8),))(z), v)
+
+    shapes = [
+        jax.ShapeDtypeStruct((1024, 256), "bfloat16"),
+        jax.ShapeDtypeStruct((256, 1024), "bfloat16"),
+        jax.ShapeDtypeStruct((1024, 16), "float32"),
+        jax.ShapeDtypeStruct((1024, 1), "int32"),
+    ]
+    mesh = jshard.topology("v5e:2x4", {"x": 8}, compiles=False)
+    plan = jshard.shard(step, ((8, 1), (1, 1), (8, 1), (8, 1)), mesh=mesh).plan(*shapes)
+    assert [op.primitive for op in plan.operators][-1] == "dot_general"
+    arguments = 1024 * 256 * 2 / 8 + 256 * 1024 * 2 + 1024 * 16 * 4 / 8 + 1024 * 4 / 8
+    results = 1024 * 4 / 8 + 1024 * 16 * 4
+    assert plan.memory.curve[-1] == arguments + results + 1024 * 1024 * 4 / 8

@@ -80,8 +80,8 @@ def _last(found: Flat, life: Residency, view: Bools) -> Ints:
     copied = np.array(life.copied, dtype=bool)
     last, through = np.full(n + len(found.tensor), -1), np.full(n + len(found.tensor), -1)
     time = found.run_at[a.reader]
-    # Of a copied value the readers that compute it again need only what it is made from.
-    again = traits.fuses[a.reader] & copied[a.read]
+    # Of a copied value the readers that compute it again need only what it is made from; not once it was moved.
+    again = traits.fuses[a.reader] & copied[a.read] & (found.value < n)
     np.maximum.at(through, found.value[again], time[again])
     np.maximum.at(last, found.value[~again], time[~again])
     np.maximum.at(last, found.source_value, found.move_at)

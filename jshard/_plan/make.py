@@ -199,27 +199,38 @@ def _solve(
 def _least_peak(
     built: Problem, wish: Wish, on_progress: Callable[..., None] | None, free: _Answer | None = None
 ) -> _Answer:
-    """The plan of least peak: of the plans that several searches find, as counted over their schedules.
+    """The plan of least peak, as counted over the schedules of what several searches find.
 
     The bound is that of the network that counts only what every plan holds; the other is nearer to the schedules.
+    A plan that is as good as least, and faster, is taken instead.
     """
     found: list[_Answer] = [free] if free is not None else []
-    bound = 0.0
-    for sure in (True, False):
-        network = limited(built, sure=sure)
+
+    def search(sure: bool, ties: bool) -> float:
         s = solve(
-            network, objective="peak", gap=wish.gap, seconds=wish.limited_seconds, on_progress=on_progress
-        )
-        bound = s.bound if sure else bound
-        found.append(_answer(built, wish, s.assignment, bound, s.steps))
-        if found[-1].interrupted:
-            break
-    else:
+            limited(built, sure=sure), objective="peak", gap=wish.gap, seconds=wish.limited_seconds,
+            on_progress=on_progress, ties=ties,
+        )  # fmt: skip
+        found.append(_answer(built, wish, s.assignment, s.bound, s.steps))
+        return s.bound
+
+    bound = search(True, False)
+    rough = found[-1]
+    if not rough.interrupted:
+        search(False, True)
+    steps = found[-1].steps
+    if not any(a.interrupted for a in found):
         if free is None:  # the network does not see every copy; the plan of least time sometimes makes fewer
             other = solve(built.network, gap=wish.limited_gap, seconds=wish.limited_seconds)
-            found.append(_answer(built, wish, other.assignment, bound, s.steps))
-    best = min(found, key=lambda a: (a.peak, a.cost))
-    steps = found[-1].steps
+            found.append(_answer(built, wish, other.assignment, bound, other.steps))
+        found.remove(rough)
+        if rough.peak < min(a.peak for a in found):
+            search(True, True)
+    least = min(a.peak for a in found)
+    near = least * (1 + wish.limited_gap)
+    if wish.level != 1:  # a budget: all within it are as good
+        near = max(near, wish.memory_limit or 0.0)
+    best = min((a for a in found if a.peak <= near), key=lambda a: (a.cost, a.peak))
     return dataclasses.replace(
         best, objective=best.peak, bound=min(bound, best.peak), least=bound, steps=steps
     )

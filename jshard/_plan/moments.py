@@ -120,8 +120,8 @@ class Moments:
         until = self.begin[(self.loops[reader][1] if reader in self.loops else reader) + 1]
         if self.left(tensor, reader) is not None:
             return Reading(reader, kept, kept, max(kept, until) if reader in self.loops else kept)
-        if self.passes(tensor, reader):
-            until = moved + 1  # computed again from what it was made of
+        if self.sure and self.passes(tensor, reader):
+            until = moved + 1  # computed again from what it was made of, unless it was moved
         elif self.sure and (results := self.results_count(reader)) is not None:
             if results or not self.ends(tensor, reader):
                 until -= 1

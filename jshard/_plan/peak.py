@@ -197,7 +197,8 @@ def _last_needs(
         elif isinstance(a, Move) and _is_view(a, life):
             until = max(i, last.get((a.tensor, a.target), i))
         for v in _reads(a):
-            times = through if again and life.copied[v[0]] else last
+            # What was moved cannot be computed again.
+            times = through if again and life.copied[v[0]] and v == values[v[0]] else last
             if times.get(v, i) <= until:
                 times[v] = until
     return last

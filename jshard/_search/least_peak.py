@@ -108,8 +108,8 @@ def play(model: Model, search: Search, start: int) -> None:
     search.report("least peak")
 
 
-def solve_peak(network: CostNetwork, search: Search) -> None:
-    """Least peak, ties to lower cost; fills in ``search`` with the peak and its bound."""
+def solve_peak(network: CostNetwork, search: Search, ties: bool = True) -> None:
+    """Least peak, ties to lower cost unless told not to; fills in ``search`` with the peak and its bound."""
     memory = network.memory
     assert memory is not None
     least, most = least_and_most(memory)
@@ -141,6 +141,8 @@ def solve_peak(network: CostNetwork, search: Search) -> None:
     if search.assignment is None:
         return
     search.best = peak(network, search.assignment)
+    if not ties:
+        return
     cheaper(network, search)
     for share in (0.1, 0.5):  # prices that know the costs lead to other answers than the game's
         if search.late or search.best <= search.bound * (1 + max(search.gap, _NEAR)):
@@ -166,7 +168,7 @@ def cheaper(network: CostNetwork, search: Search, limit: float | None = None) ->
         network.size,
     )
     try:
-        solve_limited(capped, second, moves=20, prices=8, exact=False)
+        solve_limited(capped, second, rough=True)
     except MemoryBudgetError:  # not found in the rounds given: keep what there is
         pass
     except KeyboardInterrupt:

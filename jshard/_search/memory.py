@@ -180,6 +180,7 @@ class Ascent:
         self.prices = np.maximum(4.0 * self.prices, first)
 
 
+_ALL = 1e12  # a price of the whole limit, over all other costs together, at which these do not count any more
 # Rounds times variables of the core: some seconds of either on a core of 2026. The effort is counted, so that a slow
 # machine finds what a fast one does; a limit in seconds, where there is one, ends it earlier.
 _PRICES = 40_000
@@ -196,17 +197,11 @@ def effort(variables: int) -> tuple[int, int]:
     return int(np.clip(_PRICES // n, 20, 400)), int(np.clip(_MOVES // n, 30, 6000))
 
 
-def solve_limited(
-    network: CostNetwork,
-    search: Search,
-    moves: int | None = None,
-    prices: int | None = None,
-    exact: bool = True,
-) -> None:
-    """Least cost within the limit; fills in ``search``; at most so many ``prices`` and then block ``moves``.
+def solve_limited(network: CostNetwork, search: Search, *, rough: bool = False) -> None:
+    """Least cost within the limit; fills in ``search``.
 
-    Both are `effort` by default. Between them, a small core that is left with a gap is given to an integer program
-    (unless not `exact`).
+    First prices, then block moves, as many of both as `effort` says. Between them, a small core that is left with a
+    gap is given to an integer program. `rough` is for costs that only break ties: less of each, and no program.
     """
     memory = network.memory
     assert memory is not None and memory.limit is not None
@@ -222,8 +217,9 @@ def solve_limited(
         f"reductions that keep memory: {network.size} variables -> {len(model.local.variables)}; "
         f"{len(clock.times)} key times can exceed the limit"
     )
-    counted = effort(len(model.local.variables))
-    prices, moves = (c if n is None else n for c, n in zip(counted, (prices, moves), strict=True))
+    prices, moves = effort(len(model.local.variables))
+    if rough:
+        prices, moves = int(np.clip(prices // 3, 8, 32)), min(moves, 120)
     whole_costs = grain(network)
     ascent = Ascent(len(clock.times))
     best: list[int] | None = None
@@ -269,6 +265,8 @@ def solve_limited(
             )
         if search.closed(search.bound):
             break
+        if best is None and float(ascent.prices.max(initial=0.0)) * unit > _ALL * model.local.price:
+            break  # bytes are all that has counted for a while, and nothing was found that fits
         if rounds % 10 == 1:
             search.report(f"prices, round {rounds}: {int((slope > 0).sum())} key times over")
         if best is None:
@@ -278,7 +276,7 @@ def solve_limited(
         if ascent.speed < 1e-4:
             break
     search.report(f"prices, round {rounds}")
-    found = finish(pack, search) if exact else None
+    found = None if rough else finish(pack, search)
     if found:
         search.bound = min(max(search.bound, found.bound), search.best)
         if found.chosen is not None:

@@ -45,13 +45,15 @@ def solve(
     gap: float = 0.0,
     seconds: float = 60.0,
     on_progress: Progress | None = None,
+    ties: bool = True,
 ) -> Solution:
     """The best assignment found, its cost and a proved lower bound.
 
     ``objective="cost"``: least cost, within ``network.memory.limit`` where there is one.
     ``objective="peak"``: least peak memory, ties to the lower cost; ``Solution.cost`` and ``.bound`` are
     then the *peak* and its bound (``evaluate(network, solution.assignment)`` gives the time cost); a
-    limit is not looked at.  Stops when the relative gap is at most ``gap`` or after ``seconds``.
+    limit is not looked at.  Without ``ties`` costs are not either: who wants the bound has it sooner.
+    Stops when the relative gap is at most ``gap`` or after ``seconds``.
     Raises ``Contradiction`` when nothing is possible, ``MemoryBudgetError`` when nothing fits.
     Ctrl-C returns the best so far, or is raised again when there is none.
     """
@@ -70,7 +72,7 @@ def solve(
     memory = network.memory
     try:
         if objective == "peak" and memory is not None:
-            solve_peak(network, search)
+            solve_peak(network, search, ties)
         elif memory is not None and memory.limit is not None:
             solve_limited(network, search)
         else:
