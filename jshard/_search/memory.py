@@ -219,7 +219,7 @@ def solve_limited(network: CostNetwork, search: Search, *, rough: bool = False) 
     )
     prices, moves = effort(len(model.local.variables))
     if rough:
-        prices, moves = int(np.clip(prices // 3, 8, 32)), min(moves, 120)
+        prices, moves = int(np.clip(prices // 2, 8, 40)), min(moves, 120)
     whole_costs = grain(network)
     ascent = Ascent(len(clock.times))
     best: list[int] | None = None
