@@ -22,7 +22,7 @@ import time
 
 
 ROOT = pathlib.Path(__file__).parent.parent
-NAMES = ("gpt", "mlp-512", "mlp-64k", "lm-head", "conv", "moe", "llama", "vit", "lora")
+NAMES = ("gpt", "gpt-scan", "mlp-512", "mlp-64k", "lm-head", "conv", "moe", "llama", "vit", "lora")
 AXES = {"v5e:2x4": {"x": 2, "y": 4}, "v5e:4x8": {"x": 4, "y": 8}}
 BUDGETS = (0.9, 0.5, 0.25, 0.1)
 
