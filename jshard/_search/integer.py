@@ -6,6 +6,8 @@ moves at random do not close it.
 Idea.  Write the core as an integer program: one 0/1 variable per state, one between 0 and 1 per allowed pair of
 states of an edge, whose sums along either side are the states' variables; bytes at each key time within the limit.
 For the least peak the limit is a variable, and the cost. scipy's HiGHS branches and gives an answer and a bound.
+Where all times are too many to write down, those are added that the answer without them exceeds, until it keeps all;
+a program that lacks some bounds as well. (Contest problem P: 7.7 GB and 51 s with all 40,875 times, 0.4 GB and 27 s so.)
 
 Worked case.  States (cost 0, 8 bytes), (cost 6, 2 bytes), limit 5: prices prove 3, this answers 6 and proves 6.
 """
@@ -27,6 +29,7 @@ _SLACK = 1e-6
 # Columns times nodes of the branching: counted, so that the answer hangs on the clock only where a node takes long.
 _NODES = 200_000
 _SECONDS = 30.0
+ENTRIES = 2_000_000  # bytes of a state at a time: some 100 MB
 LARGEST = 20_000  # columns; beyond, the relaxation alone takes longer than the moves that it would replace
 
 
@@ -50,6 +53,11 @@ def finish(pack: Packing, search: Search) -> Ended | None:
     wide = columns(pack)
     if search.late or search.closed(search.bound) or wide > LARGEST:
         return None
+    if not pack.local.unary:  # nothing is left to choose
+        fullest = float(pack.held.constant.max(initial=0.0))
+        if np.isinf(pack.limit):
+            return Ended([], fullest, True)
+        return Ended([], pack.local.offset, True) if fullest <= pack.limit else Ended(None, np.inf, True)
     nodes = max(1, _NODES // max(1, wide))
     return solve_integer(pack, search.gap, min(_SECONDS, 0.5 * (search.deadline - time.monotonic())), nodes)
 
@@ -98,44 +106,66 @@ def solve_integer(pack: Packing, gap: float, seconds: float, nodes: int = 1 << 3
     held, for_peak = pack.held, np.isinf(pack.limit)
     unit = max([float(a.max()) for members in pack.members for _, _, a in members], default=1.0) or 1.0
     unit = max(unit, float(held.constant.max(initial=0.0))) if for_peak else pack.limit
-    times, states, amounts = [np.zeros(0, int)], [np.zeros(0, int)], [np.zeros(0)]
-    for v, members in enumerate(pack.members):
-        for a, b, amount in members:
-            some = np.flatnonzero(amount)
-            times.append(np.repeat(np.arange(a, b), len(some)))
-            states.append(np.tile(first[v] + some, b - a))
-            amounts.append(np.tile(amount[some] / unit, b - a))
     objective = np.concatenate(cost)
     dearest = float(objective.max(initial=0.0)) or 1.0
     if for_peak:  # one more column, the peak in units
-        times.append(np.arange(held.times))
-        states.append(np.full(held.times, wide))
-        amounts.append(np.full(held.times, -1.0))
         objective, wide, dearest = np.append(np.zeros(wide), 1.0), wide + 1, 1.0
-    weight = sparse.coo_array(
-        (np.concatenate(amounts), (np.concatenate(times), np.concatenate(states))), shape=(held.times, wide)
-    ).tocsr()
     equal.resize((count, wide))
     highest = np.ones(wide)
     if for_peak:
         highest[-1] = np.inf
-    sums = np.concatenate(right)
-    found = tools.milp(
-        objective / dearest,
-        integrality=np.arange(wide) < first[-1],
-        bounds=tools.Bounds(0.0, highest),
-        constraints=[
-            tools.LinearConstraint(equal, sums, sums),
-            tools.LinearConstraint(weight, -np.inf, (0.0 if for_peak else 1.0) - held.constant / unit),
-        ],
-        options={"time_limit": max(0.1, seconds), "mip_rel_gap": gap, "node_limit": nodes},
+    sums, first_of_peak = np.concatenate(right), wide - 1
+
+    def weight(some: Ints) -> Any:
+        """Bytes of the states at some times, in units; less the peak where that is a column."""
+        rows, states, amounts = [np.zeros(0, int)], [np.zeros(0, int)], [np.zeros(0)]
+        for v, members in enumerate(pack.members):
+            for a, b, amount in members:
+                held_in = np.flatnonzero(amount)
+                a, b = np.searchsorted(some, (a, b)).tolist()
+                rows.append(np.repeat(np.arange(a, b), len(held_in)))
+                states.append(np.tile(first[v] + held_in, b - a))
+                amounts.append(np.tile(amount[held_in] / unit, b - a))
+        if for_peak:
+            rows.append(np.arange(len(some)))
+            states.append(np.full(len(some), first_of_peak))
+            amounts.append(np.full(len(some), -1.0))
+        at = np.concatenate(rows), np.concatenate(states)
+        return sparse.coo_array((np.concatenate(amounts), at), shape=(len(some), wide)).tocsr()
+
+    entries = sum(
+        (b - a) * int(np.count_nonzero(amount)) for members in pack.members for a, b, amount in members
     )
-    if found.x is None:
-        none = found.status == _INFEASIBLE
-        return Ended(None, np.inf if none else -np.inf, none)
-    # HiGHS keeps its constraints to 1e-6, so what it proves is that much less.
-    bound = float(found.mip_dual_bound)
-    bound -= _SLACK * abs(bound)
-    chosen = [int(found.x[first[v] : first[v + 1]].argmax()) for v in range(len(sizes))]
-    bound = unit * bound if for_peak else local.offset + dearest * bound
-    return Ended(chosen, bound, found.status == _SOLVED)
+    some = np.arange(held.times)
+    if entries > ENTRIES:
+        some = np.array([int(held.constant.argmax())])
+    until, best = time.monotonic() + seconds, -np.inf
+    while True:
+        found = tools.milp(
+            objective / dearest,
+            integrality=np.arange(wide) < first[-1],
+            bounds=tools.Bounds(0.0, highest),
+            constraints=[
+                tools.LinearConstraint(equal, sums, sums),
+                tools.LinearConstraint(weight(some), -np.inf, (0.0 if for_peak else 1.0) - held.constant[some] / unit),
+            ],
+            options={
+                "time_limit": max(0.1, until - time.monotonic()), "mip_rel_gap": gap, "node_limit": nodes,
+            },
+        )  # fmt: skip
+        if found.x is None:
+            none = found.status == _INFEASIBLE
+            return Ended(None, np.inf if none else best, none)
+        # HiGHS keeps its constraints to 1e-6, so what it proves is that much less.
+        bound = float(found.mip_dual_bound)
+        bound -= _SLACK * abs(bound)
+        best = max(best, unit * bound if for_peak else local.offset + dearest * bound)
+        chosen = [int(found.x[first[v] : first[v + 1]].argmax()) for v in range(len(sizes))]
+        over = held.profile(chosen) - (unit * float(found.x[-1]) if for_peak else pack.limit) * (1 + _SLACK)
+        over[some] = 0.0
+        if not (over > 0).any() or time.monotonic() > until:
+            return Ended(chosen, best, found.status == _SOLVED and not (over > 0).any())
+        # The fullest time of every stretch that is over.
+        begins = np.flatnonzero(np.diff(over > 0, prepend=False) & (over > 0))
+        worst = [int(a + over[a:b].argmax()) for a, b in zip(begins, [*begins[1:], len(over)], strict=True)]
+        some = np.union1d(some, worst)
