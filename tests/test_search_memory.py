@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -144,3 +145,20 @@ def test_times_that_are_added_as_they_are_exceeded_lead_to_the_same_answer(monke
             assert found[0] == found[1] or found[0] == pytest.approx(found[1], rel=1e-6), seed
             solved += isinstance(found[0], float)
     assert solved > 20
+
+
+def test_a_limit_below_everything_names_variables_whatever_they_hold():
+    """Variable 0 holds two things at time 1, variable 1 one that is larger than either."""
+    network = build([[0.0], [0.0]], [], intervals=[[0, 2], [0, 2]], usages=[[4.0], [5.0]], limit=8.0)
+    memory = network.memory
+    assert memory is not None
+    more = dataclasses.replace(
+        memory,
+        intervals=np.concatenate([memory.intervals, [[1, 2]]]),
+        usage=(*memory.usage, np.array([3.0])),
+        holder=np.array([0, 1, 0]),
+        table=np.array([0, 1, 2]),
+    )
+    with pytest.raises(MemoryBudgetError, match="any assignment holds 12 bytes") as error:
+        solve(dataclasses.replace(network, memory=more))
+    assert error.value.where == "time 1; the largest there are variables 0, 1"

@@ -80,7 +80,7 @@ def forbid(graph: Graph, memory: Memory, clock: Clock, limit: float) -> None:
         v, a, b = int(memory.holder[h]), int(clock.start[h]), int(clock.end[h])
         if v in core:
             amount = memory.usage[memory.table[h]][tables.subsets.arrays[graph.states[v]]]
-            # At least: what it holds less in another state may be held by another of its holdings then.
+            # No state is forbidden too many: the least of its other holdings is counted, in whatever state that is.
             over = amount - amount.min() + profile[a:b].max() > limit
             if over.any():
                 graph.charge(v, tables.number(np.where(over, np.inf, 0.0)))
@@ -89,7 +89,7 @@ def forbid(graph: Graph, memory: Memory, clock: Clock, limit: float) -> None:
 def too_small(memory: Memory, limit: float, least: float, when: int) -> MemoryBudgetError:
     live = (memory.intervals[:, 0] <= when) & (when < memory.intervals[:, 1])
     small, _ = least_and_most(memory)
-    top = np.argsort(-np.where(live, small, -1.0), kind="stable")[:5].tolist()
+    top = np.argsort(-np.bincount(memory.holder[live], small[live]), kind="stable")[:5].tolist()
     return MemoryBudgetError(
         f"the memory limit of {limit:.6g} bytes cannot be kept: any assignment holds {least:.6g} "
         f"bytes or more",
