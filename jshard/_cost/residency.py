@@ -29,7 +29,7 @@ import numpy as np
 
 from jshard._cost.memory import PRODUCTS, heavy_of, is_heavy
 from jshard._program.arrays import Bools, Ints
-from jshard._program.graph import Block, Literal, Operator, Program
+from jshard._program.graph import Block, Literal, Operator, Program, calls_of
 
 
 # Heavy operators whose operands may be computed on the fly by the compiled kernel that reads them.
@@ -325,11 +325,5 @@ def _absorb(program: Program, traits: Traits, fluid: Bools, crossing: Bools) -> 
 
 def _crossing(block: Block) -> list[int]:
     """Tensors that leave a call's block: a `remat` or a custom rule hands them out of its own scope."""
-    out: list[int] = []
-    for step in block.steps:
-        if isinstance(step, int):
-            continue
-        for inner in step.blocks:
-            out += [a for a in inner.outputs if not isinstance(a, Literal)]
-            out += _crossing(inner)
-    return out
+    inner = [b for call in calls_of(block) for b in call.blocks]
+    return [a for b in inner for a in b.outputs if not isinstance(a, Literal)]

@@ -103,12 +103,9 @@ class _Writer:
     def bytes_of(self, layouts: Sequence[Layout], nbytes: float) -> np.ndarray:
         return np.array([nbytes / lay.pieces(self.mesh) for lay in layouts], dtype=np.float64)
 
-    def sizes(self, choices: Choices, nbytes: float) -> np.ndarray:
-        return self.bytes_of(choices.layouts, nbytes)[choices.index]
-
     def hold_in(self, variable: int, start: int, end: int, choices: Choices, nbytes: float) -> None:
         """A tensor in the layouts of a variable's choices."""
-        self.hold(variable, start, end, (id(choices), nbytes), lambda: self.sizes(choices, nbytes))
+        self.hold(variable, start, end, (id(choices), nbytes), lambda: nbytes / choices.pieces(self.mesh))
 
     def split(self, tensor: int) -> bool:
         """Whether copies of a tensor get variables: where they are beside what they are copied from.
@@ -139,7 +136,7 @@ class _Writer:
                 if r in self.given:
                     self.hold_in(op.id, start, times.begin[-1], made, nbytes)
                     continue
-                readings = times.readings(r)
+                readings = times.readings[r]
                 if not readings:
                     end = times.begin[life.needed[r] + 1]
                 elif r in self.problem.relays or any(lay.partial for lay in made.layouts):
@@ -163,7 +160,7 @@ class _Writer:
     def readers(self) -> None:
         """What is read, in the reader's layout while it is needed; in between, in the layout in which it is kept."""
         for t in range(len(self.producers)):
-            readings = self.times.readings(t) if self.life.held[t] and t not in self.given else []
+            readings = self.times.readings[t] if self.life.held[t] and t not in self.given else []
             if not readings:
                 continue
             relay, nbytes = self.problem.relays.get(t), self.program.tensors[t].nbytes
@@ -190,11 +187,7 @@ class _Writer:
     def read(self, tensor: int, reader: int, start: int, end: int) -> None:
         """What an operator reads of a tensor, each layout once."""
         operands = self.problem.states[reader].operands
-        ks = [
-            k
-            for k, a in enumerate(self.program.operators[reader].operands)
-            if a == tensor and not isinstance(a, Literal)
-        ]
+        ks = [k for u, k in self.program.consumers()[tensor] if u == reader]
         found = list({id(operands[k]): operands[k] for k in ks}.values())
         nbytes = self.program.tensors[tensor].nbytes
         if len(found) == 1:
@@ -250,7 +243,7 @@ class _Writer:
             self.hold(v, start, end, ("held", layouts, nbytes, less, more, same, n), table)
 
         whole = tensor.nbytes
-        readings = self.times.readings(c.tensor)
+        readings = self.times.readings[c.tensor]
         first, begin = min(r.kept for r in readings), self.times.begin
         at = first if to_relay else next(r.moved for r in readings if r.reader == c.reader)
         # A value that is not stored is written out to be moved: at least an even share of it, for that moment.

@@ -206,18 +206,18 @@ def _least_peak(
     """
     found: list[_Answer] = [free] if free is not None else []
 
-    def search(sure: bool, ties: bool) -> float:
+    def search(network: CostNetwork, ties: bool) -> float:
         s = solve(
-            limited(built, sure=sure), objective="peak", gap=wish.gap, seconds=wish.limited_seconds,
-            on_progress=on_progress, ties=ties,
+            network, objective="peak", gap=wish.gap, seconds=wish.limited_seconds, on_progress=on_progress, ties=ties
         )  # fmt: skip
         found.append(_answer(built, wish, s.assignment, s.bound, s.steps))
         return s.bound
 
-    bound = search(True, False)
+    sure = limited(built, sure=True)
+    bound = search(sure, ties=False)
     rough = found[-1]
     if not rough.interrupted:
-        search(False, True)
+        search(limited(built), ties=True)
     steps = found[-1].steps
     if not any(a.interrupted for a in found):
         if free is None:  # the network does not see every copy; the plan of least time sometimes makes fewer
@@ -225,7 +225,7 @@ def _least_peak(
             found.append(_answer(built, wish, other.assignment, bound, other.steps))
         found.remove(rough)
         if rough.peak < min(a.peak for a in found):
-            search(True, True)
+            search(sure, ties=True)
     least = min(a.peak for a in found)
     near = least * (1 + wish.limited_gap)
     if wish.level != 1:  # a budget: all within it are as good

@@ -16,11 +16,12 @@ moments are 0, 1 and 4; the product's second operand is moved on at 7 and it run
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 
 from jshard._cost.residency import Residency, fuses, is_light, reuses
-from jshard._program.graph import Block, Literal, Program, operators_of
+from jshard._program.graph import Call, Literal, Program, calls_of, operators_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,14 +131,17 @@ class Moments:
                 until = max(until, self.through(reader, r))
         return Reading(reader, kept, moved, until)
 
-    def readings(self, tensor: int) -> list[Reading]:
-        """The readings of a tensor in the order in which it is moved; an operator's by its first operand."""
-        users: dict[int, int] = {}
-        for u, k in self.program.consumers()[tensor]:
-            users.setdefault(u, k)
-        return sorted(
-            (self.reading(tensor, u, k) for u, k in users.items()), key=lambda r: (r.moved, r.reader)
-        )
+    @functools.cached_property
+    def readings(self) -> list[list[Reading]]:
+        """For each tensor its readings in the order in which it is moved; an operator's by its first operand."""
+        out: list[list[Reading]] = []
+        for tensor, consumers in enumerate(self.program.consumers()):
+            users: dict[int, int] = {}
+            for u, k in consumers:
+                users.setdefault(u, k)
+            found = (self.reading(tensor, u, k) for u, k in users.items())
+            out.append(sorted(found, key=lambda r: (r.moved, r.reader)))
+        return out
 
 
 def windows(readings: Sequence[Reading], begin: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -175,61 +179,41 @@ def moments(program: Program, life: Residency, donated: Collection[int], *, sure
     return Moments(program, life, sure, given, begin, _loop_ends(program), first, calls, branches)
 
 
+def _inside(call: Call) -> list[int]:
+    """The operators of all blocks of a call."""
+    return [i for inner in call.blocks for i in operators_of(inner)]
+
+
 def _calls(program: Program) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """First and last operators: of calls that are no loops, and of the blocks of branches and `while` loops."""
     calls: list[tuple[int, int]] = []
     branches: list[tuple[int, int]] = []
-
-    def visit(block: Block) -> None:
-        for step in block.steps:
-            if isinstance(step, int):
-                continue
-            inside = [operators_of(inner) for inner in step.blocks]
-            if step.kind in ("cond", "while"):
-                branches.extend((min(ops), max(ops)) for ops in inside if ops)
-            if step.kind not in ("scan", "while") and any(inside):
-                calls.append((min(map(min, filter(None, inside))), max(map(max, filter(None, inside)))))
-            for inner in step.blocks:
-                visit(inner)
-
-    visit(program.body)
+    for call in calls_of(program.body):
+        if call.kind in ("cond", "while"):
+            branches.extend((min(ops), max(ops)) for ops in map(operators_of, call.blocks) if ops)
+        if call.kind not in ("scan", "while") and (inside := _inside(call)):
+            calls.append((min(inside), max(inside)))
     return calls, branches
 
 
 def _loop_ends(program: Program) -> dict[int, tuple[int, int]]:
     """Of the operators that hand values to a loop the first one after its body, and its last: it needs them so long."""
     found: dict[int, tuple[int, int]] = {}
-
-    def visit(block: Block) -> None:
-        for step in block.steps:
-            if isinstance(step, int):
-                continue
-            body = max([i for inner in step.blocks for i in operators_of(inner)], default=-1)
-            end = max([body, *step.boundary.get("ys", ())])
-            for role in ("const", "carry", "xs"):
-                found.update((i, (body + 1, end)) for i in step.boundary.get(role, ()) if i < end)
-            for inner in step.blocks:
-                visit(inner)
-
-    visit(program.body)
+    for call in calls_of(program.body):
+        body = max(_inside(call), default=-1)
+        end = max([body, *call.boundary.get("ys", ())])
+        for role in ("const", "carry", "xs"):
+            found.update((i, (body + 1, end)) for i in call.boundary.get(role, ()) if i < end)
     return found
 
 
 def _first_times(program: Program, begin: Sequence[int]) -> dict[int, int]:
     """Results of loops and branches are allocated before their bodies run: the moment from which each takes room."""
     producers = program.producers()
-    found: dict[int, int] = {}
-
-    def visit(block: Block) -> None:
-        for step in block.steps:
-            if isinstance(step, int):
-                continue
-            if step.boundary:
-                inside = [i for inner in step.blocks for i in operators_of(inner)]
-                for t in step.results:  # after what goes in was brought into place
-                    found[t] = begin[min([*inside, producers[t][0]])] + 1
-            for inner in step.blocks:
-                visit(inner)
-
-    visit(program.body)
-    return found
+    # After what goes in was brought into place.
+    return {
+        t: begin[min([*_inside(call), producers[t][0]])] + 1
+        for call in calls_of(program.body)
+        if call.boundary
+        for t in call.results
+    }

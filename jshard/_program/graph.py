@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jshard import _jaxcompat
@@ -212,6 +212,15 @@ def rule_boundaries(program: Program) -> list[tuple[int, str, int]]:
 
     walk(program.body)
     return list(dict.fromkeys(out))
+
+
+def calls_of(block: Block) -> Iterator[Call]:
+    """The calls of a block, each before those inside it."""
+    for step in block.steps:
+        if not isinstance(step, int):
+            yield step
+            for inner in step.blocks:
+                yield from calls_of(inner)
 
 
 def operators_of(block: Block) -> list[int]:

@@ -114,7 +114,7 @@ def solve_integer(pack: Packing, gap: float, seconds: float, nodes: int = 1 << 3
     highest = np.ones(wide)
     if for_peak:
         highest[-1] = np.inf
-    sums, first_of_peak = np.concatenate(right), wide - 1
+    sums, peak_column = np.concatenate(right), wide - 1
 
     def weight(some: Ints) -> Any:
         """Bytes of the states at some times, in units; less the peak where that is a column."""
@@ -128,7 +128,7 @@ def solve_integer(pack: Packing, gap: float, seconds: float, nodes: int = 1 << 3
                 amounts.append(np.tile(amount[held_in] / unit, b - a))
         if for_peak:
             rows.append(np.arange(len(some)))
-            states.append(np.full(len(some), first_of_peak))
+            states.append(np.full(len(some), peak_column))
             amounts.append(np.full(len(some), -1.0))
         at = np.concatenate(rows), np.concatenate(states)
         return sparse.coo_array((np.concatenate(amounts), at), shape=(len(some), wide)).tocsr()

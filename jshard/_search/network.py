@@ -28,11 +28,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from jshard._errors import ShardError
+from jshard._numbers import Ints as Ints
 
 
 SHORT = 2048  # bytes of an array that are as well looked up as they are
 Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
