@@ -20,6 +20,7 @@ from jshard import _jaxcompat as compat
 from jshard._cost.redistribute import Step as RedistributionStep, steps as redistribution
 from jshard._layout import Layout
 from jshard._numbers import Ints, numbered, packed
+from jshard._plan.combined import combined
 from jshard._plan.flat import Flat, flat
 from jshard._plan.network import Problem
 from jshard._plan.states import States
@@ -97,6 +98,17 @@ class Choice:
         a = self.program.arrays
         op = int(a.maker[tensor])
         return self.states[op].results[int(a.place[tensor])].of(self.state[op])
+
+    @functools.cached_property
+    def together(self) -> Mapping[int, int]:
+        """How many sums go together with a tensor's, where it is more than one."""
+        return combined(self.program, self.topology)
+
+    def path(self, tensor: int, source: Layout, target: Layout) -> tuple[RedistributionStep, ...]:
+        """The steps that bring a tensor from one layout to another."""
+        t = self.program.tensors[tensor]
+        together = self.together.get(tensor, 1)
+        return redistribution(source, target, t.shape, self.topology, t.itemsize, together)
 
     def kept(self, tensor: int) -> Layout:
         """The layout in which a tensor is kept for its readers."""
@@ -268,6 +280,7 @@ class _Writer:
         self.count = 0
         self.entered: dict[int, dict[int, Layout]] = {}
         self.constants: dict[Value, Value] = {}
+        self.read_inside: dict[int, frozenset[int]] = {}  # by call, the tensors that its bodies read
         self.again: set[Value] = set()  # what the backward pass has moved for itself
 
     def have(self, scope: _Scope, tensor: int) -> None:
@@ -282,8 +295,7 @@ class _Writer:
         if again:
             self.again.add(value)
         if again or value not in scope.values:
-            shape = self.choice.program.tensors[tensor].shape
-            steps = redistribution(source, target, shape, self.choice.topology)
+            steps = self.choice.path(tensor, source, target)
             numbers = tuple(-1 if s.kind == "slice" else self.number() for s in steps)
             m = Move(tensor, source, target, steps, scope.repeat, reader, numbers, again)
             if any(n >= 0 for n in numbers):
@@ -347,7 +359,7 @@ class _Writer:
     def operands(self, scope: _Scope, call: Call) -> tuple[Value, ...]:
         """The kept values of a call's operands; a sum is finished before it enters a rule of its own."""
         seen = dict.fromkeys(a for a in call.operands if not isinstance(a, Literal))
-        values = [self.keep(scope, t) for t in seen]
+        values = [self.entering(scope, call, t) for t in seen]
         if call.kind == "remat":
             return tuple(values)
         inside = operators_of(call.blocks[0])
@@ -357,6 +369,20 @@ class _Writer:
                 target = self.choice.needed(reader, k) if reader >= 0 else layout.without_partial()
                 values[i] = self.move(scope, t, layout, target, reader)
         return tuple(values)
+
+    def entering(self, scope: _Scope, call: Call, tensor: int) -> Value:
+        """An operand of a call: as it is kept, or as it lies if nothing inside reads it."""
+        if id(call) not in self.read_inside:
+            operators = self.choice.program.operators
+            inside = [operators[i] for block in call.blocks for i in operators_of(block)]
+            inside += [operators[i] for i in call.boundary.get("join", ())]
+            self.read_inside[id(call)] = frozenset(
+                a for op in inside for a in op.operands if not isinstance(a, Literal)
+            )
+        here = next((v for v in scope.values if v[0] == tensor), None)
+        if tensor not in self.read_inside[id(call)] and here is not None:
+            return here
+        return self.keep(scope, tensor)
 
     def first_reader(self, inside: Sequence[int], tensor: int) -> tuple[int, int]:
         for op in inside:
@@ -383,27 +409,28 @@ class _Writer:
         self.body(call, 0, inner)
         own_rule = call.kind != "remat"
         returns = tuple(self.returned(inner, a, own_rule) for a in call.blocks[0].outputs)
-        self.finish(scope, call, entry, (entry,), (inner,), (returns,))
+        scope.actions.append(Nested(call, entry, (entry,), (tuple(inner.actions),), (returns,)))
         for v in returns:
             if not isinstance(v, Literal):
-                scope.values.pop(self.choice.values[v[0]], None)
                 scope.values[v] = v
 
     def returned(self, scope: _Scope, atom: Atom, own_rule: bool) -> Value | Literal:
-        """What an aliasing call hands back: the tensor as made; finished first if it is a sum under a rule."""
+        """What an aliasing call hands back: the tensor as it is kept; finished first if it is a sum under a rule."""
         if isinstance(atom, Literal):
             return atom
         made = self.choice.values[atom]
-        if made in scope.values:
-            if own_rule and made[1].partial:
-                return self.move(scope, atom, made[1], self.wanted(atom), -1)
-            return made
-        return atom, self.entered[id(scope)].get(atom, self.choice.kept(atom))  # an operand handed through
+        if atom in self.entered[id(scope)]:
+            return atom, self.entered[id(scope)][atom]  # an operand handed through
+        if made not in scope.values:
+            return atom, self.choice.kept(atom)
+        if atom in self.choice.relay:
+            return self.keep(scope, atom)
+        return (
+            self.move(scope, atom, made[1], self.wanted(atom), -1) if own_rule and made[1].partial else made
+        )
 
     def wanted(self, tensor: int) -> Layout:
-        """The layout in which a finished sum leaves: as it is kept, or as its one reader takes it."""
-        if tensor in self.choice.relay:
-            return self.choice.relay[tensor]
+        """The layout in which a finished sum leaves that one operator reads."""
         for op in self.choice.program.operators:
             for k, a in enumerate(op.operands):
                 if not isinstance(a, Literal) and a == tensor:
@@ -431,24 +458,26 @@ class _Writer:
         nc = call.eqn.params["cond_nconsts"]
         enter = (*b["const"], *b["carry"])
         reads = tuple(self.read(scope, i, 0) for i in enter)
-        const, carry = self.results_of(b["const"]), self.results_of(b["carry"])
-        tests = self.inner(scope, const[:nc] + carry)
+        const, tested, carry = (
+            self.results_of(b["const"]),
+            self.results_of(b["carry"]),
+            self.results_of(b["carry"], 1),
+        )
+        tests = self.inner(scope, const[:nc] + tested)
         self.body(call, 0, tests)
         test = (self.read(tests, b["pred"][0], 0),)
         turn = self.inner(scope, const[nc:] + carry)
         self.body(call, 1, turn)
         returns = tuple(self.read(turn, i, 1) for i in b["carry"])
         self.finish(
-            scope, call, reads, (const[:nc] + carry, const[nc:] + carry), (tests, turn), (test, returns)
+            scope, call, reads, (const[:nc] + tested, const[nc:] + carry), (tests, turn), (test, returns)
         )
 
     def cond(self, scope: _Scope, call: Call) -> None:
         b = call.boundary
         index = self.read(scope, b["pred"][0], 0)
-        entry = tuple(
-            self.keep(scope, a)
-            for a in dict.fromkeys(a for a in call.operands[1:] if not isinstance(a, Literal))
-        )
+        entering = dict.fromkeys(a for a in call.operands[1:] if not isinstance(a, Literal))
+        entry = tuple(self.entering(scope, call, a) for a in entering)
         scopes, returns = [], []
         for k in range(len(call.blocks)):
             inner = self.inner(scope, entry)

@@ -3,7 +3,8 @@
 A jaxpr nests: calls, loops, branches. The search wants it flat: one list of operators joined by tensors.
 So calls (`jit`, `remat`, custom rules) are walked into and their variables become the caller's tensors, and
 loops and branches get *boundary operators*: a scan's carry, for one, is an operator with two operands
-(initial value, value after a turn) and two results (value seen by the body, final value), all of one layout.
+(initial value, value after a turn) and two results (value seen by the body, final value), all of one layout;
+a `while` loop's has a result for the test as well.
 An operator in a loop body counts `repeat` times.
 
 The blocks keep the nesting for the lowering: a block is a sequence of steps, each one operator or one call
@@ -19,7 +20,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jshard import _jaxcompat
-from jshard._program.arrays import Arrays, arrays_of
+from jshard._program.arrays import SCAN_ENTRIES, Arrays, arrays_of
+from jshard._program.scopes import Scopes, scopes_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +85,17 @@ class Operator:
     eqn: Any = None
     prefix: str = ""
     name: str = ""
+
+    @property
+    def result_repeat(self) -> tuple[float, ...]:
+        """How often each result comes into being in one call of the program.
+
+        What a scan hands to its body (constants, carries, slices) is there once a turn, what it hands out once a scan.
+        """
+        if self.kind not in SCAN_ENTRIES:
+            return (self.repeat,) * len(self.results)
+        inside = self.repeat * max(1, int(self.eqn.params["length"]))
+        return (inside, self.repeat)[: len(self.results)]
 
     @property
     def module(self) -> str:
@@ -154,6 +167,11 @@ class Program:
     def arrays(self) -> Arrays:
         """Reads, makers and kinds of tensors as arrays."""
         return arrays_of(self)
+
+    @functools.cached_property
+    def scopes(self) -> Scopes:
+        """In which body each tensor is made and each operand is read."""
+        return scopes_of(self)
 
     @functools.cached_property
     def known(self) -> dict[Any, Any]:

@@ -333,7 +333,7 @@ class _Builder:
         nc, nb = p["cond_nconsts"], p["body_nconsts"]
         operands = [self.read(v, env) for v in eqn.invars]
         consts, init = operands[: nc + nb], operands[nc + nb :]
-        const_ops, carry_ops, const_in, carry_in, results = [], [], [], [], []
+        const_ops, carry_ops, const_in, tested, carry_in, results = [], [], [], [], [], []
         for k, a in enumerate(consts):
             aval = eqn.invars[k].aval
             i, made = self.boundary(
@@ -343,12 +343,14 @@ class _Builder:
             const_in.append(made[0])
         for k, a in enumerate(init):
             aval = eqn.outvars[k].aval
-            names = [f"while carry {k}", f"while result {k}"]
-            i, made = self.boundary("while_carry", [a], [aval] * 2, names, repeat, [repeat] * 2, eqn, prefix)
+            # The test and the body see a value each: what one of them moves is not there for the other.
+            names = [f"while test carry {k}", f"while carry {k}", f"while result {k}"]
+            i, made = self.boundary("while_carry", [a], [aval] * 3, names, repeat, [repeat] * 2, eqn, prefix)
             carry_ops.append(i)
-            carry_in.append(made[0])
-            results.append(made[1])
-        cond = self.enter(p["cond_jaxpr"], const_in[:nc] + carry_in, repeat, prefix)
+            tested.append(made[0])
+            carry_in.append(made[1])
+            results.append(made[2])
+        cond = self.enter(p["cond_jaxpr"], const_in[:nc] + tested, repeat, prefix)
         pred, made = self.boundary("predicate", [cond.outputs[0]], [_aval_of(p["cond_jaxpr"], 0)], ["while test"],
                                    repeat, [repeat], eqn, prefix)  # fmt: skip
         cond = Block(cond.inputs, (made[0],), cond.steps)
