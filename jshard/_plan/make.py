@@ -16,7 +16,6 @@ from jshard._errors import MemoryBudgetError, PlanMismatchError, SearchError
 from jshard._layout import Layout
 from jshard._plan.again import Again
 from jshard._plan.describe import describe, fingerprint
-from jshard._plan.exact_cost import copy_variables
 from jshard._plan.limited import limited
 from jshard._plan.meeting import named
 from jshard._plan.network import Pins, Problem, problem
@@ -70,13 +69,13 @@ def make_plan(
     for op, side, k, key, test in wish.forced:
         forced.setdefault(op, []).append((side, k, key, test))
 
-    def problem_of(price: float) -> Problem:
+    def problem_of(price: float = wish.replication_price, second_copies: bool = True) -> Problem:
         return problem(
             program, topology, fixed, forced=forced, pinned_results=wish.pinned_results, level=wish.level,
-            ties=wish.ties, donated=wish.donated, replication_price=price,
+            ties=wish.ties, donated=wish.donated, replication_price=price, second_copies=second_copies,
         )  # fmt: skip
 
-    built = problem_of(wish.replication_price)
+    built = problem_of(second_copies=wish.level != 1)
     if wish.search != "propagation":
         try:
             answer = _solve(built, wish, problem_of, on_progress)
@@ -97,6 +96,7 @@ def make_plan(
         answer.steps,
         answer.held,
         answer.unpriced,
+        SINGLE_COPIES if wish.level != 1 and built.single_copies else "",
     )
     if wish.memory_limit is not None and plan.cost.peak_bytes > wish.memory_limit:
         _refuse_budget(plan, wish.memory_limit, answer.least)
@@ -106,9 +106,10 @@ def make_plan(
     return dataclasses.replace(plan, search_again=again), answer.made
 
 
+SINGLE_COPIES = "plans with a single shared copy a tensor"
+
 _WORTH = 0.95  # of the peak: for less nothing is moved again, since compilers follow such a plan only so far
 _ROUNDING = 1e-9  # relative: the network adds up the same terms in another order
-_COPY_ROUNDS = 12  # searches with more and more copy variables
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -204,7 +205,7 @@ def _under_way(made: Schedule, held: Profile) -> Profile:
 def _solve(
     built: Problem,
     wish: Wish,
-    problem_of: Callable[[float], Problem],
+    problem_of: Callable[..., Problem],
     on_progress: Callable[..., None] | None,
 ) -> _Answer:
     """Search by level; a budget that the free optimum keeps anyway costs nothing and leaves its proof whole."""
@@ -213,6 +214,7 @@ def _solve(
     answer = _quickest(built, wish, on_progress)
     if wish.memory_limit is None or answer.peak <= wish.memory_limit:
         return _with_price_of_cutting(answer, problem_of)
+    built = problem_of(second_copies=False)
     answer = _within(built, wish, answer, on_progress)
     if answer.peak <= wish.memory_limit:
         return answer
@@ -221,32 +223,12 @@ def _solve(
 
 
 def _quickest(built: Problem, wish: Wish, on_progress: Callable[..., None] | None) -> _Answer:
-    """The plan of least time without a budget.
-
-    The network charges readers a share of copies that they may have in common (`reshard_edges.py`). Where the plan
-    that it finds has such a copy for fewer of them, the search is repeated with that copy counted exactly.
-    """
-    network: CostNetwork | None = built.network
-    best: _Answer | None = None
-    bound = 0.0
-    for _ in range(_COPY_ROUNDS):
-        assert network is not None
-        s = solve(network, gap=wish.gap, seconds=wish.seconds, on_progress=on_progress)
-        bound = max(bound, s.bound)
-        answer = _answer(built, wish, s.assignment, bound, s.steps)
-        if best is None or answer.cost < best.cost:
-            best = answer
-        best = dataclasses.replace(best, bound=bound)
-        if best.interrupted or best.cost <= bound * (1 + _ROUNDING) + wish.gap * bound:
-            break
-        network = copy_variables(built, network, np.asarray(s.assignment)[: built.network.size])
-        if network is None:
-            break
-    assert best is not None
-    return best
+    """The plan of least time without a budget."""
+    s = solve(built.network, gap=wish.gap, seconds=wish.seconds, on_progress=on_progress)
+    return _answer(built, wish, s.assignment, s.bound, s.steps)
 
 
-def _with_price_of_cutting(answer: _Answer, problem_of: Callable[[float], Problem]) -> _Answer:
+def _with_price_of_cutting(answer: _Answer, problem_of: Callable[..., Problem]) -> _Answer:
     """With what a plan would cost without the price of repeated products, where latency is all that this one pays.
 
     Only there can repeating all products be quicker than what the plan communicates: elsewhere nothing is searched.
