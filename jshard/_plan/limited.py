@@ -213,7 +213,7 @@ class _Writer:
         n = len(layouts) * len(kinds)
         key = (
             "copy", id(c.source), id(c.target), tensor.shape, tensor.itemsize, c.times, c.returned, c.together,
-            c.sharers, by_source, fluid,
+            by_source, fluid,
         )  # fmt: skip
         if key not in self.ids:
             self.ids[key] = len(self.pairwise)

@@ -218,8 +218,11 @@ def _solve(
     answer = _within(built, wish, answer, on_progress)
     if answer.peak <= wish.memory_limit:
         return answer
-    other = _least_peak(built, wish, on_progress, answer).after(answer)
-    return other if other.peak > wish.memory_limit else dataclasses.replace(other, bound=answer.bound)
+    # Plans that fit may have to repeat products: what they pay for it is counted, but not searched by.
+    other = _least_peak(problem_of(0.0, second_copies=False), wish, on_progress).after(answer)
+    if answer.peak < other.peak:
+        other = dataclasses.replace(answer, least=other.least)
+    return dataclasses.replace(other, built=built, found=schedule_cost(other.made, built), bound=answer.bound)
 
 
 def _quickest(built: Problem, wish: Wish, on_progress: Callable[..., None] | None) -> _Answer:
@@ -253,15 +256,13 @@ def _equations(program: Program) -> list[int]:
     return np.flatnonzero(program.arrays.of_kind("eqn")).tolist()
 
 
-def _least_peak(
-    built: Problem, wish: Wish, on_progress: Callable[..., None] | None, free: _Answer | None = None
-) -> _Answer:
+def _least_peak(built: Problem, wish: Wish, on_progress: Callable[..., None] | None) -> _Answer:
     """The plan of least peak, as counted over the schedules of what several searches find.
 
     The bound is that of the network that counts only what every plan holds; the other is nearer to the schedules.
     A plan that is as good as least, and faster, is taken instead.
     """
-    found: list[_Answer] = [free] if free is not None else []
+    found: list[_Answer] = []
 
     def search(network: CostNetwork, ties: bool) -> float:
         s = solve(
@@ -277,9 +278,9 @@ def _least_peak(
         search(limited(built), ties=True)
     steps = found[-1].steps
     if not any(a.interrupted for a in found):
-        if free is None:  # the network does not see every copy; the plan of least time sometimes makes fewer
-            other = solve(built.network, gap=wish.limited_gap, seconds=wish.limited_seconds)
-            found.append(_answer(built, wish, other.assignment, bound, other.steps))
+        # The network does not see every copy; the plan of least time sometimes makes fewer.
+        other = solve(built.network, gap=wish.limited_gap, seconds=wish.limited_seconds)
+        found.append(_answer(built, wish, other.assignment, bound, other.steps))
         found.remove(rough)
         if rough.peak < min(a.peak for a in found):
             search(sure, ties=True)
