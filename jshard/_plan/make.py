@@ -69,10 +69,11 @@ def make_plan(
     for op, side, k, key, test in wish.forced:
         forced.setdefault(op, []).append((side, k, key, test))
 
-    def problem_of(price: float = wish.replication_price, second_copies: bool = True) -> Problem:
+    def problem_of(**options: Any) -> Problem:
+        options = {"replication_price": wish.replication_price, **options}
         return problem(
             program, topology, fixed, forced=forced, pinned_results=wish.pinned_results, level=wish.level,
-            ties=wish.ties, donated=wish.donated, replication_price=price, second_copies=second_copies,
+            ties=wish.ties, donated=wish.donated, **options,
         )  # fmt: skip
 
     built = problem_of(second_copies=wish.level != 1)
@@ -219,7 +220,9 @@ def _solve(
     if answer.peak <= wish.memory_limit:
         return answer
     # Plans that fit may have to repeat products: what they pay for it is counted, but not searched by.
-    other = _least_peak(problem_of(0.0, second_copies=False), wish, on_progress).after(answer)
+    other = _least_peak(
+        problem_of(replication_price=0.0, price_of_scattering=False, second_copies=False), wish, on_progress
+    ).after(answer)
     if answer.peak < other.peak:
         other = dataclasses.replace(answer, least=other.least)
     return dataclasses.replace(other, built=built, found=schedule_cost(other.made, built), bound=answer.bound)
@@ -244,7 +247,7 @@ def _with_price_of_cutting(answer: _Answer, problem_of: Callable[..., Problem]) 
     every = sum(products) * (built.topology.mesh.total - 1)
     if not wish.replication_price or answer.interrupted or found.communication <= every:
         return answer
-    free = problem_of(0.0)
+    free = problem_of(replication_price=0.0)
     other = solve(free.network, gap=wish.limited_gap, seconds=wish.seconds)
     quick = _answer(free, wish, other.assignment, other.bound, ())
     if quick.peak > (wish.memory_limit or math.inf) or quick.cost >= answer.cost - found.price:

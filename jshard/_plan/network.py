@@ -112,6 +112,7 @@ def problem(
     donated: Collection[int] = (),
     replication_price: float = REPLICATION_PRICE,
     second_copies: bool = True,
+    price_of_scattering: bool = True,
 ) -> Problem:
     """Build the network of a program under a level.
 
@@ -124,6 +125,8 @@ def problem(
     - `replication_price`: what a second of repeated product work counts (`replication.py`); nothing at level 1.
     - `second_copies`: whether copies that several operators share are counted once (`reshard_edges.py`), on a mesh of
         at most two axes.
+    - `price_of_scattering`: whether sums that the caller gets in pieces pay for what it takes to gather them; not at
+        level 1.
 
     The network is without memory, which `limited.py` adds where a level or a budget asks for it.
     """
@@ -155,12 +158,12 @@ def problem(
     pairs = second_copies and sum(n > 1 for n in topology.mesh.sizes) <= MOST_AXES
     edges, relays = reshard_edges(program, number, distinct, times_of(program), pairs)
     kept = [tables.free(len(c.index)) for c in relays.values()]
-    asked = {op for op, entries in pins.items() if any(not isinstance(key, str) for _, _, key, _ in entries)}
-    returned = (
-        _returned(program, ties, asked if pinned_results is None else {*pinned_results})
-        if level != 1
-        else frozenset()
-    )
+    if pinned_results is None:
+        pinned_results = {
+            op for op, some in pins.items() if any(not isinstance(key, str) for _, _, key, _ in some)
+        }
+    price_sums = price_of_scattering and level != 1
+    returned = _returned(program, ties, frozenset(pinned_results)) if price_sums else frozenset()
     together = combined(program, topology)
     heads, tails, numbers = (
         edges.head.tolist(),
@@ -226,7 +229,7 @@ def _edge_tables(
     return np.array(made, dtype=np.int64)[alike].tolist()
 
 
-def _returned(program: Program, ties: Sequence[tuple[int, int]], asked: Collection[int]) -> frozenset[int]:
+def _returned(program: Program, ties: Sequence[tuple[int, int]], asked: frozenset[int]) -> frozenset[int]:
     """Sums that go, through light operators only, to results whose layout nobody fixed.
 
     A reduce-scatter there would only leave the second half of an all-reduce to the caller, so it costs that as well
