@@ -97,7 +97,7 @@ def make_plan(
         answer.steps,
         answer.held,
         answer.unpriced,
-        SINGLE_COPIES if wish.level != 1 and built.single_copies else "",
+        SINGLE_COPIES if wish.level != 1 and answer.built.single_copies else "",
     )
     if wish.memory_limit is not None and plan.cost.peak_bytes > wish.memory_limit:
         _refuse_budget(plan, wish.memory_limit, answer.least)
@@ -220,9 +220,8 @@ def _solve(
     if answer.peak <= wish.memory_limit:
         return answer
     # Plans that fit may have to repeat products: what they pay for it is counted, but not searched by.
-    other = _least_peak(
-        problem_of(replication_price=0.0, price_of_scattering=False, second_copies=False), wish, on_progress
-    ).after(answer)
+    loose = problem_of(replication_price=0.0, price_of_scattering=False, second_copies=False)
+    other = _least_peak(loose, wish, on_progress).after(answer)
     if answer.peak < other.peak:
         other = dataclasses.replace(answer, least=other.least)
     return dataclasses.replace(other, built=built, found=schedule_cost(other.made, built), bound=answer.bound)
