@@ -12,7 +12,7 @@ derivative rules are kept as they are.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -29,7 +29,7 @@ from jshard._lower.redistribute import run_steps
 from jshard._plan.schedule import Action, Move, Nested, Run, Schedule, Value
 from jshard._program.graph import Literal
 from jshard._program.mapped import SHARD_MAP
-from jshard._rules.registry import LocalContext, block_index
+from jshard._rules.registry import LocalContext, block_index, plan_scope
 
 
 Env = dict[Value, Any]
@@ -90,6 +90,7 @@ def local_program(schedule: Schedule, *, vma: bool = False) -> Callable[..., tup
     program = choice.program
     sources = [program.operators[i].results[0] for i in program.inputs]
     in_layouts = [choice.made(t) for t in sources]
+    schedule = schedule.with_calls if vma else schedule
     runner = _Runner(schedule, vma)
 
     def body(*blocks: Any) -> tuple[Any, ...]:
@@ -110,6 +111,7 @@ class _Runner:
         self.choice, self.program, self.vma = schedule.choice, schedule.choice.program, vma
         self.mesh = schedule.choice.topology.mesh
         self.constants: Env = {}
+        self.turning: Any = None  # in a loop: a value that may differ from turn to turn
 
     def run(self, actions: Sequence[Action], env: Env, top: bool = False) -> None:
         for action in actions:
@@ -141,12 +143,28 @@ class _Runner:
                 self.choice.values[t] for t in self.program.operators[m.reader].operands if type(t) is int
             ]
             x, *_ = lax.optimization_barrier((x, *(env[v] for v in others if v in env and v[0] != m.tensor)))
+        if m.steady:
+            (x,) = self.tied([x])
         for step, number in zip(m.steps, m.numbers, strict=True):
             after = apply(step, layout)
-            with _scope(number):
+            with plan_scope(number):
                 x = run_steps(x, layout, after, (step,), self.mesh, vma=self.vma, varying=varying)
             layout = after
         env[m.tensor, m.target] = x
+
+    def tied(self, values: Sequence[Any]) -> list[Any]:
+        """Values that do not change from turn to turn, as though they did: or compilers move out of the loop what reads
+        them."""
+        if self.vma or self.turning is None:
+            return list(values)
+        return list(lax.optimization_barrier((*values, self.turning))[:-1])
+
+    @contextlib.contextmanager
+    def loop(self, changing: Sequence[Any]) -> Iterator[None]:
+        """In the body of a loop: `changing` are what it carries and its slice of what it goes through."""
+        outer, self.turning = self.turning, min(changing, key=lambda x: x.size, default=None)
+        yield
+        self.turning = outer
 
     def _varying(self, m: Move) -> tuple[str, ...]:
         """Axes over which the reader works on different blocks anyway: gathers for it need no common result."""
@@ -174,10 +192,16 @@ class _Runner:
             return list(out) if eqn.primitive.multiple_results else [out]
 
         operands = [self.read(v, env) for v in action.reads]
+        if action.steady:
+            operands = self.tied(operands)
         if self.vma and op.primitive != SHARD_MAP:
             operands = _alike(operands)
-        context = LocalContext(states.op, states.rule, candidate, self.mesh, bind, self.vma and op.repeat > 1)
-        with compat.eqn_context(eqn, op.prefix), _scope(action.number):
+        context = LocalContext(
+            states.op, states.rule, candidate, self.mesh, bind, self.vma and op.repeat > 1, action.numbers
+        )
+        # A function of the user's writes its collectives as it likes: they are known by the first number.
+        first = action.numbers[0] if action.numbers and not states.rule.own else -1
+        with compat.eqn_context(eqn, op.prefix), plan_scope(first):
             local = states.entry.local if states.entry is not None else None
             results = list(local(context, *operands)) if local is not None else context.bind(*operands)
         for k, (t, x) in enumerate(zip(op.results, results, strict=True)):
@@ -218,16 +242,12 @@ class _Runner:
             out = f(*arrays)
         else:
             # What lowering a differentiated remat does: the barrier keeps the recomputation from being merged away.
-            if params.get("differentiated") and params.get("prevent_cse", True) and arrays:
-                arrays = list(lax.optimization_barrier(tuple(arrays)))
+            arrays = list(lax.optimization_barrier(tuple(arrays)))
             out = self.body(action, 0, arrays)
         self.hand_back(action, out, action.returns[0], env)
 
     def custom_jvp_call(self, action: Nested, env: Env) -> None:
         arrays = [env[v] for v in action.entry[0]]
-        if not self.vma:
-            self.hand_back(action, self.body(action, 0, arrays), action.returns[0], env)
-            return
         # The rule belongs to the call, not to its body: it is rebuilt as itself.
         call = action.call
         layouts = dict(action.entry[0])
@@ -261,18 +281,25 @@ class _Runner:
         reads = [self.array(v, env, self.program.operators[i].operands[0]) for v, i in
                  zip(action.reads, (*b["const"], *b["carry"], *b["xs"]), strict=True)]  # fmt: skip
         consts, init, xs = reads[:nc], reads[nc : nc + nk], reads[nc + nk :]
+        carried = self.changing(b["carry"])
         init = [self.addend(x, i) for x, i in zip(init, b["carry"], strict=True)]
         if self.vma:
             init = [self.vary(x, i) for x, i in zip(init, b["carry"], strict=True)]
 
+        length = int(p["length"])
+        count = () if carried or xs else (jnp.arange(length),)  # something that changes
+
         def turn(carry: Any, x: Any) -> Any:
-            out = self.body(action, 0, [*consts, *carry, *x])
+            x, number = x
+            changing = [c for c, i in zip(carry, b["carry"], strict=True) if i in carried]
+            with self.loop([*changing, *x, *number]):
+                out = self.body(action, 0, [*consts, *carry, *x])
             if self.vma:
                 out[:nk] = [self.vary(y, i) for y, i in zip(out[:nk], b["carry"], strict=True)]
             return tuple(out[:nk]), tuple(out[nk:])
 
         final, ys = lax.scan(
-            turn, tuple(init), tuple(xs), length=int(p["length"]), reverse=p["reverse"], unroll=p["unroll"]
+            turn, tuple(init), (tuple(xs), count), length=length, reverse=p["reverse"], unroll=p["unroll"]
         )
         self.place(action, (*final, *ys), (*b["carry"], *b["ys"]), env)
 
@@ -285,11 +312,17 @@ class _Runner:
         if self.vma:
             init = [self.vary(x, i) for x, i in zip(init, b["carry"], strict=True)]
 
+        carried = self.changing(b["carry"])
+
+        def run(k: int, given: Sequence[Any], c: Any) -> list[Any]:
+            with self.loop([x for x, i in zip(c, b["carry"], strict=True) if i in carried]):
+                return self.body(action, k, [*given, *c])
+
         def turn(c: Any) -> Any:
-            out = self.body(action, 1, [*consts[nc:], *c])
+            out = run(1, consts[nc:], c)
             return tuple(self.vary(y, i) if self.vma else y for y, i in zip(out, b["carry"], strict=True))
 
-        final = lax.while_loop(lambda c: self.body(action, 0, [*consts[:nc], *c])[0], turn, tuple(init))
+        final = lax.while_loop(lambda c: run(0, consts[:nc], c)[0], turn, tuple(init))
         self.place(action, final, b["carry"], env)
 
     def cond_call(self, action: Nested, env: Env) -> None:
@@ -307,6 +340,11 @@ class _Runner:
 
         results = lax.switch(index, [branch(k) for k in range(len(action.bodies))], *arrays)
         self.place(action, results, b["join"], env)
+
+    def changing(self, carries: Sequence[int]) -> set[int]:
+        """Those of a loop's carries that a turn may change."""
+        ops = self.program.operators
+        return {i for i in carries if ops[i].operands[1] != ops[i].results[0]}
 
     def place(self, action: Nested, results: Sequence[Any], ops: Sequence[int], env: Env) -> None:
         """Results of a loop or branch go to the last result of their boundary operators."""
@@ -332,11 +370,6 @@ class _Runner:
         """Type a value that goes round a loop by exactly the axes of its layout."""
         t = self.program.operators[boundary].results[-1]
         return _cast(x, frozenset(self.choice.made(t).axes))
-
-
-def _scope(number: int) -> Any:
-    """The name by which verification finds collective `number` in the compiled program."""
-    return jax.named_scope(f"jshard.{number}") if number >= 0 else contextlib.nullcontext()
 
 
 def _alike(operands: Sequence[Any]) -> list[Any]:

@@ -57,7 +57,10 @@ class OperatorRow:
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveRow:
-    """A collective: bytes received by each device and seconds of one execution, and how many there are."""
+    """A collective: bytes received by each device and seconds of one execution, and how many there are.
+
+    `turn`: it is in a loop whose turns nobody knows, and `count` is that of one turn.
+    """
 
     id: int
     kind: str
@@ -68,6 +71,7 @@ class CollectiveRow:
     operator: str
     tensor: str
     local: str
+    turn: bool = False
 
     @property
     def total(self) -> float:

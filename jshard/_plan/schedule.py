@@ -5,7 +5,9 @@ one layout to another by these steps; run an operator on blocks of these layouts
 executes it, the predicted collectives are read off it, `ir(local=True)` prints it. So the three cannot differ.
 
 A value is named by its tensor and layout. A move is written once in a scope and found again by later readers
-of the same layout. Scopes are the bodies of loops, branches and `remat`: what is moved inside stays inside.
+of the same layout. Scopes are the bodies of loops and branches, and those that a `remat` computes again: what is moved
+inside stays inside. Where JAX differentiates the program, calls with a derivative rule of their own are scopes too;
+elsewhere compilers see no call, and would merge what is moved in two of them.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from jshard._plan.flat import Flat, flat
 from jshard._plan.network import Problem
 from jshard._plan.states import States
 from jshard._program.graph import Atom, Block, Call, Literal, Program, operators_of
-from jshard._rules.rule import Candidate, reduced_axes
+from jshard._rules.rule import Candidate, Sent, own_collectives
 from jshard._topology import Topology
 
 
@@ -88,6 +90,13 @@ class Choice:
         ]
         return numbered(packed(which, np.array(self.state, dtype=np.int64)))
 
+    def own(self, op: int) -> tuple[Sent, ...]:
+        """The collectives that an operator writes itself."""
+        s, candidate = self.states[op], self.candidate(op)
+        if candidate is None or s.op is None or not s.rule.own and s.rule.reducer == "sum":
+            return ()
+        return own_collectives(s.rule, candidate, self.topology.mesh, s.op.outs)
+
     def needed(self, op: int, operand: int) -> Layout:
         """The layout in which an operator reads an operand."""
         return self.states[op].operands[operand].of(self.state[op])
@@ -108,7 +117,9 @@ class Move:
     """Bring a tensor from one layout into another; `reader` is the operator it is for (-1: several).
 
     `numbers` gives each step its number among the program's collectives, -1 for slices. What is moved `again` is not
-    to be joined with what was moved before.
+    to be joined with what was moved before. `turn`: in a loop whose turns nobody knows, of which `repeat` counts one.
+    `steady`: the same in every turn of a loop, and yet to be moved in each, as memory may demand: compilers are not to
+    move it out of the loop.
     """
 
     tensor: int
@@ -119,16 +130,20 @@ class Move:
     reader: int
     numbers: tuple[int, ...]
     again: bool = False
+    turn: bool = False
+    steady: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Run:
-    """Run an operator on values (or literals); `number` is that of its own collective, -1 for none."""
+    """Run an operator on values (or literals); `numbers` are those of the collectives that it writes itself."""
 
     op: int
     reads: tuple[Value | Literal, ...]
     repeat: float = 1.0
-    number: int = -1
+    numbers: tuple[int, ...] = ()
+    turn: bool = False
+    steady: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -152,10 +167,17 @@ _Written = tuple[tuple[Action, ...], tuple[Value | Literal, ...], tuple[Move | R
 class Schedule:
     """The whole program: actions, and the values that are the results.
 
-    They are written when they are asked for: lowering does, a plan of a program without inner blocks does not.
+    They are written when they are asked for: lowering does, a plan of a program without inner blocks does not. With
+    `calls`, those with a derivative rule of their own stay calls.
     """
 
     choice: Choice
+    calls: bool = False
+
+    @functools.cached_property
+    def with_calls(self) -> Schedule:
+        """The same for a program that JAX differentiates."""
+        return Schedule(self.choice, calls=True)
 
     @functools.cached_property
     def flat(self) -> Flat | None:
@@ -164,7 +186,7 @@ class Schedule:
 
     @functools.cached_property
     def _written(self) -> _Written:
-        return _write(self.choice)
+        return _write(self.choice, self.calls)
 
     @property
     def actions(self) -> tuple[Action, ...]:
@@ -189,6 +211,13 @@ def choice_of(problem: Problem, assignment: tuple[int, ...]) -> Choice:
     return Choice(problem.program, problem.topology, problem.states, tuple(assignment[:n]), relay)
 
 
+def computes_again(call: Call) -> bool:
+    """Whether a call is a `remat` whose body compilers must not merge with what was computed before."""
+    p = call.eqn.params
+    apart = bool(p.get("differentiated")) and bool(p.get("prevent_cse", True))
+    return call.kind == "remat" and apart and any(not isinstance(a, Literal) for a in call.operands)
+
+
 def schedule(choice: Choice) -> Schedule:
     """Every move of a choice, spelled out."""
     made = Schedule(choice)
@@ -198,7 +227,8 @@ def schedule(choice: Choice) -> Schedule:
 
 def _communicating(found: Flat) -> tuple[Move | Run, ...]:
     """The moves and operators of a flat schedule that communicate, as objects."""
-    program = found.choice.program
+    choice = found.choice
+    program = choice.program
     operators, tensors = program.operators, program.tensors
     a, layouts = program.arrays, found.layouts
 
@@ -227,17 +257,17 @@ def _communicating(found: Flat) -> tuple[Move | Run, ...]:
     runs = found.run_at >= 0
     runs[runs] = found.number[found.run_at[runs]] >= 0
     for op in np.flatnonzero(runs).tolist():
-        at = int(found.run_at[op])
-        begin = int(a.begin[op])
+        at, begin = int(found.run_at[op]), int(a.begin[op])
+        first = int(found.number[at])
         values = iter(found.value[begin : int(a.begin[op + 1])].tolist())
         reads = tuple([x if isinstance(x, Literal) else value(next(values)) for x in operators[op].operands])
-        out[at] = Run(op, reads, 1.0, int(found.number[at]))
+        out[at] = Run(op, reads, 1.0, tuple(range(first, first + len(choice.own(op)))))
     return tuple(out[k] for k in sorted(out))
 
 
-def _write(choice: Choice) -> _Written:
+def _write(choice: Choice, calls: bool) -> _Written:
     """The actions of a choice as objects."""
-    writer = _Writer(choice)
+    writer = _Writer(choice, calls)
     scope = _Scope({}, 1.0, [])
     for i in choice.program.inputs:
         for t in choice.program.operators[i].results:
@@ -257,13 +287,18 @@ class _Scope:
     values: dict[Value, Value]  # to itself, so that a value that is read many times is one object
     repeat: float
     actions: list[Action]
+    turn: bool = False
+    steady: set[int] = dataclasses.field(
+        default_factory=set
+    )  # in a loop: tensors that are the same in every turn
+    loop: bool = False
 
 
 class _Writer:
     """Writes actions scope by scope; used once."""
 
-    def __init__(self, choice: Choice):
-        self.choice = choice
+    def __init__(self, choice: Choice, calls: bool):
+        self.choice, self.calls = choice, calls
         self.communicating: list[Move | Run] = []
         self.count = 0
         self.entered: dict[int, dict[int, Layout]] = {}
@@ -285,8 +320,10 @@ class _Writer:
             shape = self.choice.program.tensors[tensor].shape
             steps = redistribution(source, target, shape, self.choice.topology)
             numbers = tuple(-1 if s.kind == "slice" else self.number() for s in steps)
-            m = Move(tensor, source, target, steps, scope.repeat, reader, numbers, again)
-            if any(n >= 0 for n in numbers):
+            moves = any(n >= 0 for n in numbers)
+            steady = moves and tensor in scope.steady
+            m = Move(tensor, source, target, steps, scope.repeat, reader, numbers, again, scope.turn, steady)
+            if moves:
                 self.communicating.append(m)
             scope.actions.append(m)
             scope.values[value] = value
@@ -322,6 +359,8 @@ class _Writer:
         for step in block.steps:
             if isinstance(step, int):
                 self.run(scope, step)
+            elif not step.boundary and not self.calls and not computes_again(step):
+                self.block(step.blocks[0], scope)
             else:
                 write = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}.get(
                     step.kind, self.alias
@@ -331,18 +370,32 @@ class _Writer:
     def run(self, scope: _Scope, op: int) -> None:
         operator = self.choice.program.operators[op]
         reads = tuple([self.read(scope, op, i) for i in range(len(operator.operands))])
-        rule, own = self.choice.states[op].rule, ()
-        if rule.reducer != "sum" and (candidate := self.choice.candidate(op)) is not None:
-            own = reduced_axes(rule, candidate, self.choice.topology.mesh)
-        action = Run(op, reads, scope.repeat, self.number() if own else -1)
-        if own:
+        numbers = tuple([self.number() for _ in self.choice.own(op)])
+        tensors = [a for a in operator.operands if not isinstance(a, Literal)]
+        steady = scope.loop and scope.steady.issuperset(tensors)
+        if steady:
+            scope.steady.update(operator.results)
+        action = Run(op, reads, scope.repeat, numbers, scope.turn, steady and bool(numbers))
+        if numbers:
             self.communicating.append(action)
         scope.actions.append(action)
         for t in operator.results:
             self.have(scope, t)
 
-    def inner(self, scope: _Scope, values: tuple[Value, ...], times: float = 1.0) -> _Scope:
-        return _Scope({**self.constants, **dict(zip(values, values, strict=True))}, scope.repeat * times, [])
+    def inner(self, scope: _Scope, values: tuple[Value, ...]) -> _Scope:
+        held = {**self.constants, **dict(zip(values, values, strict=True))}
+        return _Scope(held, scope.repeat, [], scope.turn, scope.steady, scope.loop)
+
+    def turning(self, scope: _Scope, values: tuple[Value, ...], call: Call, more: int = 0) -> _Scope:
+        """The scope of a loop's body, or of its test, which runs once `more`."""
+        inner, ops = self.inner(scope, values), self.choice.program.operators
+        kept = [i for i in call.boundary["carry"] if ops[i].operands[1] == ops[i].results[0]]
+        inner.repeat *= call.turns + more if call.turns else 1
+        inner.turn, inner.loop = scope.turn or call.turns is None, True
+        inner.steady = {t for t, _ in self.constants} | {
+            ops[i].results[0] for i in (*call.boundary["const"], *kept)
+        }
+        return inner
 
     def operands(self, scope: _Scope, call: Call) -> tuple[Value, ...]:
         """The kept values of a call's operands; a sum is finished before it enters a rule of its own."""
@@ -419,7 +472,7 @@ class _Writer:
         enter = (*b["const"], *b["carry"], *b["xs"])
         reads = tuple(self.read(scope, i, 0) for i in enter)
         entry = self.results_of(enter)
-        inner = self.inner(scope, entry, max(1, int(call.eqn.params["length"])))
+        inner = self.turning(scope, entry, call)
         self.body(call, 0, inner)
         returns = tuple(self.read(inner, i, 1) for i in b["carry"]) + tuple(
             self.read(inner, i, 0) for i in b["ys"]
@@ -432,10 +485,10 @@ class _Writer:
         enter = (*b["const"], *b["carry"])
         reads = tuple(self.read(scope, i, 0) for i in enter)
         const, carry = self.results_of(b["const"]), self.results_of(b["carry"])
-        tests = self.inner(scope, const[:nc] + carry)
+        tests = self.turning(scope, const[:nc] + carry, call, 1)
         self.body(call, 0, tests)
         test = (self.read(tests, b["pred"][0], 0),)
-        turn = self.inner(scope, const[nc:] + carry)
+        turn = self.turning(scope, const[nc:] + carry, call)
         self.body(call, 1, turn)
         returns = tuple(self.read(turn, i, 1) for i in b["carry"])
         self.finish(

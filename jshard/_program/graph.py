@@ -100,7 +100,7 @@ class Call:
     """Run blocks: `kind` is "remat", "custom_jvp", "custom_vjp", "scan", "while" or "cond".
 
     `boundary` holds the ids of the boundary operators by role ("const", "carry", "xs", "ys", "pred", "join");
-    calls that only alias have none.
+    calls that only alias have none. `turns` is how often a loop's body runs; None when nobody knows: it counts once.
     """
 
     kind: str
@@ -110,6 +110,7 @@ class Call:
     blocks: tuple[Block, ...]
     boundary: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     prefix: str = ""
+    turns: int | None = 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -16,6 +16,7 @@ from jshard._errors import NestedShardError
 from jshard._program import marks
 from jshard._program.graph import Atom, Block, Call, Literal, Operator, Program, Tensor
 from jshard._program.mapped import SHARD_MAP, pins_of
+from jshard._program.turns import turns_of, whole
 from jshard._program.uncollected import uncollected
 
 
@@ -325,13 +326,15 @@ class _Builder:
             results += made
         env.update(zip(eqn.outvars, results, strict=True))
         bound = {k: tuple(v) for k, v in roles.items()}
-        return Call("scan", eqn, tuple(operands), tuple(results), (block,), bound, prefix)
+        return Call("scan", eqn, tuple(operands), tuple(results), (block,), bound, prefix, length)
 
     def while_loop(self, eqn: Any, env: dict[Any, Atom], repeat: float, prefix: str) -> Call:
-        # The trip count of a while loop is unknown: its body counts as one turn.
         p = eqn.params
         nc, nb = p["cond_nconsts"], p["body_nconsts"]
         operands = [self.read(v, env) for v in eqn.invars]
+        turns = turns_of(eqn, [_number(a) for a in operands])
+        # Where nobody knows the turns, test and body count as run once. A loop that is known ends in one test more.
+        inside, tests = repeat * (turns or 1), repeat * (turns + 1 if turns else 1)
         consts, init = operands[: nc + nb], operands[nc + nb :]
         const_ops, carry_ops, const_in, carry_in, results = [], [], [], [], []
         for k, a in enumerate(consts):
@@ -344,20 +347,22 @@ class _Builder:
         for k, a in enumerate(init):
             aval = eqn.outvars[k].aval
             names = [f"while carry {k}", f"while result {k}"]
-            i, made = self.boundary("while_carry", [a], [aval] * 2, names, repeat, [repeat] * 2, eqn, prefix)
+            i, made = self.boundary(
+                "while_carry", [a], [aval] * 2, names, repeat, [repeat, inside], eqn, prefix
+            )
             carry_ops.append(i)
             carry_in.append(made[0])
             results.append(made[1])
-        cond = self.enter(p["cond_jaxpr"], const_in[:nc] + carry_in, repeat, prefix)
+        cond = self.enter(p["cond_jaxpr"], const_in[:nc] + carry_in, tests, prefix)
         pred, made = self.boundary("predicate", [cond.outputs[0]], [_aval_of(p["cond_jaxpr"], 0)], ["while test"],
-                                   repeat, [repeat], eqn, prefix)  # fmt: skip
+                                   tests, [tests], eqn, prefix)  # fmt: skip
         cond = Block(cond.inputs, (made[0],), cond.steps)
-        body = self.enter(p["body_jaxpr"], const_in[nc:] + carry_in, repeat, prefix)
+        body = self.enter(p["body_jaxpr"], const_in[nc:] + carry_in, inside, prefix)
         for i, a in zip(carry_ops, body.outputs, strict=True):
             self.close(i, a)
         env.update(zip(eqn.outvars, results, strict=True))
         bound = {"const": tuple(const_ops), "carry": tuple(carry_ops), "pred": (pred,)}
-        return Call("while", eqn, tuple(operands), tuple(results), (cond, body), bound, prefix)
+        return Call("while", eqn, tuple(operands), tuple(results), (cond, body), bound, prefix, turns)
 
     def cond(self, eqn: Any, env: dict[Any, Atom], repeat: float, prefix: str) -> Call:
         operands = [self.read(v, env) for v in eqn.invars]
@@ -384,6 +389,11 @@ class _Builder:
         env.update(zip(eqn.outvars, results, strict=True))
         bound = {"pred": (pred,), "join": tuple(joins)}
         return Call("cond", eqn, tuple(operands), tuple(results), tuple(blocks), bound, prefix)
+
+
+def _number(a: Atom) -> int | None:
+    """The value of a literal whole number."""
+    return whole(a.value) if isinstance(a, Literal) else None
 
 
 def _aval_of(closed: Any, k: int) -> Any:
