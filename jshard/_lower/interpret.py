@@ -11,7 +11,6 @@ derivative rules are kept as they are.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -111,7 +110,7 @@ class _Runner:
         self.choice, self.program, self.vma = schedule.choice, schedule.choice.program, vma
         self.mesh = schedule.choice.topology.mesh
         self.constants: Env = {}
-        self.turning: Any = None  # in a loop: a value that may differ from turn to turn
+        self.turns: Any = None  # in a loop that counts its turns: how many there were
 
     def run(self, actions: Sequence[Action], env: Env, top: bool = False) -> None:
         for action in actions:
@@ -153,18 +152,26 @@ class _Runner:
         env[m.tensor, m.target] = x
 
     def tied(self, values: Sequence[Any]) -> list[Any]:
-        """Values that do not change from turn to turn, as though they did: or compilers move out of the loop what reads
-        them."""
-        if self.vma or self.turning is None:
+        """Values that do not change from turn to turn, as though they did: compilers would move what reads them out of
+        the loop. The count of turns goes through the same barrier, and from there into the next turn."""
+        if self.turns is None:
             return list(values)
-        return list(lax.optimization_barrier((*values, self.turning))[:-1])
+        *values, self.turns = lax.optimization_barrier((*values, self.turns))
+        return list(values)
 
-    @contextlib.contextmanager
-    def loop(self, changing: Sequence[Any]) -> Iterator[None]:
-        """In the body of a loop: `changing` are what it carries and its slice of what it goes through."""
-        outer, self.turning = self.turning, min(changing, key=lambda x: x.size, default=None)
-        yield
-        self.turning = outer
+    def turn(
+        self, action: Nested, k: int, arrays: Sequence[Any], count: Sequence[Any]
+    ) -> tuple[list[Any], Any]:
+        """The body of a loop, and the count of turns after it, where the body needs one."""
+        outer, self.turns = self.turns, next(iter(count), None)
+        out = self.body(action, k, arrays)
+        after, self.turns = self.turns, outer
+        return out, [] if after is None else [after + 1]
+
+    def counts(self, action: Nested) -> list[Any]:
+        """The count of turns as a loop begins, where something in its body must not leave it."""
+        needed = not self.vma and any(a.steady for body in action.bodies for a in _moving(body))
+        return [jnp.zeros((), "int32")] if needed else []
 
     def _varying(self, m: Move) -> tuple[str, ...]:
         """Axes over which the reader works on different blocks anyway: gathers for it need no common result."""
@@ -281,48 +288,51 @@ class _Runner:
         reads = [self.array(v, env, self.program.operators[i].operands[0]) for v, i in
                  zip(action.reads, (*b["const"], *b["carry"], *b["xs"]), strict=True)]  # fmt: skip
         consts, init, xs = reads[:nc], reads[nc : nc + nk], reads[nc + nk :]
-        carried = self.changing(b["carry"])
         init = [self.addend(x, i) for x, i in zip(init, b["carry"], strict=True)]
         if self.vma:
             init = [self.vary(x, i) for x, i in zip(init, b["carry"], strict=True)]
 
-        length = int(p["length"])
-        count = () if carried or xs else (jnp.arange(length),)  # something that changes
-
         def turn(carry: Any, x: Any) -> Any:
-            x, number = x
-            changing = [c for c, i in zip(carry, b["carry"], strict=True) if i in carried]
-            with self.loop([*changing, *x, *number]):
-                out = self.body(action, 0, [*consts, *carry, *x])
+            held, count = carry
+            out, count = self.turn(action, 0, [*consts, *held, *x], count)
             if self.vma:
                 out[:nk] = [self.vary(y, i) for y, i in zip(out[:nk], b["carry"], strict=True)]
-            return tuple(out[:nk]), tuple(out[nk:])
+            return (tuple(out[:nk]), count), tuple(out[nk:])
 
-        final, ys = lax.scan(
-            turn, tuple(init), (tuple(xs), count), length=length, reverse=p["reverse"], unroll=p["unroll"]
+        count = self.counts(action)
+        # Side by side, turns that move the same would be merged again.
+        unroll = 1 if count else p["unroll"]
+        (final, _), ys = lax.scan(
+            turn,
+            (tuple(init), count),
+            tuple(xs),
+            length=int(p["length"]),
+            reverse=p["reverse"],
+            unroll=unroll,
         )
         self.place(action, (*final, *ys), (*b["carry"], *b["ys"]), env)
 
     def while_call(self, action: Nested, env: Env) -> None:
-        p, b = action.call.eqn.params, action.call.boundary
-        nc, n = p["cond_nconsts"], len(b["const"])
+        b = action.call.boundary
+        nc = len(b["test"])
+        n = nc + len(b["const"])
         arrays = [self.array(v, env, self.program.operators[i].operands[0]) for v, i in
-                  zip(action.reads, (*b["const"], *b["carry"]), strict=True)]  # fmt: skip
+                  zip(action.reads, (*b["test"], *b["const"], *b["carry"]), strict=True)]  # fmt: skip
         consts, init = arrays[:n], arrays[n:]
         if self.vma:
             init = [self.vary(x, i) for x, i in zip(init, b["carry"], strict=True)]
 
-        carried = self.changing(b["carry"])
-
-        def run(k: int, given: Sequence[Any], c: Any) -> list[Any]:
-            with self.loop([x for x, i in zip(c, b["carry"], strict=True) if i in carried]):
-                return self.body(action, k, [*given, *c])
-
         def turn(c: Any) -> Any:
-            out = run(1, consts[nc:], c)
-            return tuple(self.vary(y, i) if self.vma else y for y, i in zip(out, b["carry"], strict=True))
+            held, count = c
+            out, count = self.turn(action, 1, [*consts[nc:], *held], count)
+            return tuple(
+                self.vary(y, i) if self.vma else y for y, i in zip(out, b["carry"], strict=True)
+            ), count
 
-        final = lax.while_loop(lambda c: run(0, consts[:nc], c)[0], turn, tuple(init))
+        def test(c: Any) -> Any:
+            return self.turn(action, 0, [*consts[:nc], *c[0]], c[1])[0][0]
+
+        final, _ = lax.while_loop(test, turn, (tuple(init), self.counts(action)))
         self.place(action, final, b["carry"], env)
 
     def cond_call(self, action: Nested, env: Env) -> None:
@@ -340,11 +350,6 @@ class _Runner:
 
         results = lax.switch(index, [branch(k) for k in range(len(action.bodies))], *arrays)
         self.place(action, results, b["join"], env)
-
-    def changing(self, carries: Sequence[int]) -> set[int]:
-        """Those of a loop's carries that a turn may change."""
-        ops = self.program.operators
-        return {i for i in carries if ops[i].operands[1] != ops[i].results[0]}
 
     def place(self, action: Nested, results: Sequence[Any], ops: Sequence[int], env: Env) -> None:
         """Results of a loop or branch go to the last result of their boundary operators."""
@@ -370,6 +375,16 @@ class _Runner:
         """Type a value that goes round a loop by exactly the axes of its layout."""
         t = self.program.operators[boundary].results[-1]
         return _cast(x, frozenset(self.choice.made(t).axes))
+
+
+def _moving(actions: Sequence[Action]) -> Iterator[Move | Run]:
+    """The moves and operators of a loop's body, those of loops and branches in it left out."""
+    for a in actions:
+        if not isinstance(a, Nested):
+            yield a
+        elif not a.call.boundary:
+            for body in a.bodies:
+                yield from _moving(body)
 
 
 def _alike(operands: Sequence[Any]) -> list[Any]:

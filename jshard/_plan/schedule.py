@@ -393,7 +393,7 @@ class _Writer:
         inner.repeat *= call.turns + more if call.turns else 1
         inner.turn, inner.loop = scope.turn or call.turns is None, True
         inner.steady = {t for t, _ in self.constants} | {
-            ops[i].results[0] for i in (*call.boundary["const"], *kept)
+            ops[i].results[0] for i in (*call.boundary.get("test", ()), *call.boundary["const"], *kept)
         }
         return inner
 
@@ -481,19 +481,15 @@ class _Writer:
 
     def while_loop(self, scope: _Scope, call: Call) -> None:
         b = call.boundary
-        nc = call.eqn.params["cond_nconsts"]
-        enter = (*b["const"], *b["carry"])
-        reads = tuple(self.read(scope, i, 0) for i in enter)
-        const, carry = self.results_of(b["const"]), self.results_of(b["carry"])
-        tests = self.turning(scope, const[:nc] + carry, call, 1)
+        reads = tuple(self.read(scope, i, 0) for i in (*b["test"], *b["const"], *b["carry"]))
+        tested, const, carry = (self.results_of(b[role]) for role in ("test", "const", "carry"))
+        tests = self.turning(scope, tested + carry, call, 1)
         self.body(call, 0, tests)
         test = (self.read(tests, b["pred"][0], 0),)
-        turn = self.turning(scope, const[nc:] + carry, call)
+        turn = self.turning(scope, const + carry, call)
         self.body(call, 1, turn)
         returns = tuple(self.read(turn, i, 1) for i in b["carry"])
-        self.finish(
-            scope, call, reads, (const[:nc] + carry, const[nc:] + carry), (tests, turn), (test, returns)
-        )
+        self.finish(scope, call, reads, (tested + carry, const + carry), (tests, turn), (test, returns))
 
     def cond(self, scope: _Scope, call: Call) -> None:
         b = call.boundary
@@ -505,6 +501,7 @@ class _Writer:
         scopes, returns = [], []
         for k in range(len(call.blocks)):
             inner = self.inner(scope, entry)
+            inner.loop, inner.steady = False, set()  # compilers move nothing out of a branch
             self.body(call, k, inner)
             returns.append(tuple(self.read(inner, i, k) for i in b["join"]))
             scopes.append(inner)

@@ -99,7 +99,7 @@ class Operator:
 class Call:
     """Run blocks: `kind` is "remat", "custom_jvp", "custom_vjp", "scan", "while" or "cond".
 
-    `boundary` holds the ids of the boundary operators by role ("const", "carry", "xs", "ys", "pred", "join");
+    `boundary` holds the ids of the boundary operators by role ("test", "const", "carry", "xs", "ys", "pred", "join");
     calls that only alias have none. `turns` is how often a loop's body runs; None when nobody knows: it counts once.
     """
 

@@ -7,10 +7,10 @@ Compilers change types around collectives, and the bytes with them:
 - TPU multiplies float32 in bfloat16 by default, and gathers a float32 argument narrowed already.
 
 The `convert` beside the collective tells: its other side is the type asked for. A conversion that the program
-wrote itself carries metadata of its own (on TPU, where others do as well, `convert_element_type`) and does not count. One side is enough, since compilers
-drop the other where a value is computed, or read, in the wider type; but not on TPU, where products narrow what they
-read. Narrowing is told only where an argument is narrowed: inside, TPU computes bfloat16 in float32 and every result
-is a conversion.
+wrote itself carries metadata of its own (on TPU, where others do as well, `convert_element_type`) and does not
+count. One side is enough, since compilers drop the other where a value is computed, or read, in the wider type; but
+not on TPU, where products narrow what they read. Narrowing is told only where an argument is narrowed: inside, TPU
+computes bfloat16 in float32 and every result is a conversion.
 """
 
 from __future__ import annotations
