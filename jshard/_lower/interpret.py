@@ -11,7 +11,7 @@ derivative rules are kept as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -169,9 +169,17 @@ class _Runner:
         return out, [] if after is None else [after + 1]
 
     def counts(self, action: Nested) -> list[Any]:
-        """The count of turns as a loop begins, where something in its body must not leave it."""
-        needed = not self.vma and any(a.steady for body in action.bodies for a in _moving(body))
-        return [jnp.zeros((), "int32")] if needed else []
+        """The count of turns as a loop begins, where something in its body must not leave it.
+
+        It goes on from that of the loop around it: what is inside must not leave that one either.
+        """
+        needed = not self.vma and any(_stays(a) for body in action.bodies for a in body)
+        return [jnp.zeros((), "int32") if self.turns is None else self.turns] if needed else []
+
+    def counted(self, count: Sequence[Any]) -> None:
+        """After a loop: the one around it goes on counting."""
+        if self.turns is not None and count:
+            (self.turns,) = count
 
     def _varying(self, m: Move) -> tuple[str, ...]:
         """Axes over which the reader works on different blocks anyway: gathers for it need no common result."""
@@ -285,8 +293,7 @@ class _Runner:
     def scan_call(self, action: Nested, env: Env) -> None:
         p, b = action.call.eqn.params, action.call.boundary
         nc, nk = len(b["const"]), len(b["carry"])
-        reads = [self.array(v, env, self.program.operators[i].operands[0]) for v, i in
-                 zip(action.reads, (*b["const"], *b["carry"], *b["xs"]), strict=True)]  # fmt: skip
+        reads = self.given(action, env)
         consts, init, xs = reads[:nc], reads[nc : nc + nk], reads[nc + nk :]
         init = [self.addend(x, i) for x, i in zip(init, b["carry"], strict=True)]
         if self.vma:
@@ -302,7 +309,7 @@ class _Runner:
         count = self.counts(action)
         # Side by side, turns that move the same would be merged again.
         unroll = 1 if count else p["unroll"]
-        (final, _), ys = lax.scan(
+        (final, count), ys = lax.scan(
             turn,
             (tuple(init), count),
             tuple(xs),
@@ -310,14 +317,14 @@ class _Runner:
             reverse=p["reverse"],
             unroll=unroll,
         )
+        self.counted(count)
         self.place(action, (*final, *ys), (*b["carry"], *b["ys"]), env)
 
     def while_call(self, action: Nested, env: Env) -> None:
         b = action.call.boundary
         nc = len(b["test"])
         n = nc + len(b["const"])
-        arrays = [self.array(v, env, self.program.operators[i].operands[0]) for v, i in
-                  zip(action.reads, (*b["test"], *b["const"], *b["carry"]), strict=True)]  # fmt: skip
+        arrays = self.given(action, env)
         consts, init = arrays[:n], arrays[n:]
         if self.vma:
             init = [self.vary(x, i) for x, i in zip(init, b["carry"], strict=True)]
@@ -332,12 +339,13 @@ class _Runner:
         def test(c: Any) -> Any:
             return self.turn(action, 0, [*consts[:nc], *c[0]], c[1])[0][0]
 
-        final, _ = lax.while_loop(test, turn, (tuple(init), self.counts(action)))
+        final, count = lax.while_loop(test, turn, (tuple(init), self.counts(action)))
+        self.counted(count)
         self.place(action, final, b["carry"], env)
 
     def cond_call(self, action: Nested, env: Env) -> None:
         b = action.call.boundary
-        index, *arrays = [self.read(v, env) for v in action.reads]
+        index, *arrays = self.given(action, env)
         if index.dtype == bool:
             index = index.astype("int32")
 
@@ -357,8 +365,9 @@ class _Runner:
             t = self.program.operators[i].results[-1]
             env[t, self.choice.made(t)] = x
 
-    def array(self, v: Value | Literal, env: Env, atom: Any) -> Any:
-        return jnp.asarray(v.value, v.aval.dtype) if isinstance(v, Literal) else env[v]
+    def given(self, action: Nested, env: Env) -> list[Any]:
+        """What a loop or branch reads, as arrays."""
+        return (self.tied if action.steady else list)([self.finish(v, env) for v in action.reads])
 
     def addend(self, x: Any, boundary: int) -> Any:
         """The initial value of a sum that goes round a loop unfinished: the first device has it, others zero."""
@@ -377,14 +386,10 @@ class _Runner:
         return _cast(x, frozenset(self.choice.made(t).axes))
 
 
-def _moving(actions: Sequence[Action]) -> Iterator[Move | Run]:
-    """The moves and operators of a loop's body, those of loops and branches in it left out."""
-    for a in actions:
-        if not isinstance(a, Nested):
-            yield a
-        elif not a.call.boundary:
-            for body in a.bodies:
-                yield from _moving(body)
+def _stays(action: Action) -> bool:
+    """Whether something in an action is not to leave the loop around it."""
+    inside = isinstance(action, Nested) and any(_stays(a) for body in action.bodies for a in body)
+    return inside or action.steady
 
 
 def _alike(operands: Sequence[Any]) -> list[Any]:

@@ -148,13 +148,17 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Nested:
-    """Run a call: `entry` are the values that enter each body, `bodies` their schedules and what they return."""
+    """Run a call: `entry` are the values that enter each body, `bodies` their schedules and what they return.
+
+    `steady`: all of it is the same in every turn of the loop around it.
+    """
 
     call: Call
     reads: tuple[Value | Literal, ...]
     entry: tuple[tuple[Value, ...], ...]
     bodies: tuple[tuple[Action, ...], ...]
     returns: tuple[tuple[Value | Literal, ...], ...]
+    steady: bool = False
 
 
 Action = Move | Run | Nested
@@ -209,6 +213,13 @@ def choice_of(problem: Problem, assignment: tuple[int, ...]) -> Choice:
     n = len(problem.program.operators)
     relay = {t: problem.relays[t].of(assignment[v]) for t, v in problem.relay_variable.items()}
     return Choice(problem.program, problem.topology, problem.states, tuple(assignment[:n]), relay)
+
+
+def communicates(action: Action) -> bool:
+    """Whether an action sends anything, or what is inside it does."""
+    if isinstance(action, Nested):
+        return any(communicates(a) for body in action.bodies for a in body)
+    return any(n >= 0 for n in action.numbers)
 
 
 def computes_again(call: Call) -> bool:
@@ -367,12 +378,16 @@ class _Writer:
                 )
                 write(scope, step)
 
+    def steady(self, scope: _Scope, tensors: Sequence[int]) -> bool:
+        """Whether what is computed from some tensors is the same in every turn of the loop around."""
+        return scope.loop and scope.steady.issuperset(tensors)
+
     def run(self, scope: _Scope, op: int) -> None:
         operator = self.choice.program.operators[op]
         reads = tuple([self.read(scope, op, i) for i in range(len(operator.operands))])
         numbers = tuple([self.number() for _ in self.choice.own(op)])
         tensors = [a for a in operator.operands if not isinstance(a, Literal)]
-        steady = scope.loop and scope.steady.issuperset(tensors)
+        steady = self.steady(scope, tensors)
         if steady:
             scope.steady.update(operator.results)
         action = Run(op, reads, scope.repeat, numbers, scope.turn, steady and bool(numbers))
@@ -425,7 +440,13 @@ class _Writer:
         self, outer: _Scope, call: Call, reads: tuple, entry: tuple, scopes: tuple, returns: tuple
     ) -> None:
         bodies = tuple(tuple(s.actions) for s in scopes)
-        outer.actions.append(Nested(call, reads, entry, bodies, returns))
+        steady = bool(call.boundary) and self.steady(
+            outer, [v[0] for v in reads if not isinstance(v, Literal)]
+        )
+        if steady:
+            outer.steady.update(call.results)
+        moves = steady and any(any(map(communicates, actions)) for actions in bodies)
+        outer.actions.append(Nested(call, reads, entry, bodies, returns, moves))
         for t in call.results:
             self.have(outer, t)
 

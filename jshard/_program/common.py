@@ -29,6 +29,8 @@ from typing import Any
 
 import numpy as np
 
+from jshard import _jaxcompat as compat
+
 
 # What may do more than give results, is asked for where it stands, or keeps values apart on purpose.
 _APART = frozenset("optimization_barrier shard_map pallas_call custom_linear_solve call_hi_primitive".split())
@@ -122,9 +124,19 @@ def apart(name: str) -> bool:
 
 def _same(a: Any, b: Any) -> bool:
     """Whether two equations have the same parameters; arrays among them count as different."""
+    return a is b or a.keys() == b.keys() and all(_equal(a[k], b[k]) for k in a)
+
+
+def _equal(a: Any, b: Any) -> bool:
     if a is b:
         return True
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    if compat.is_jaxpr(a) and compat.is_jaxpr(b):  # as they are printed: with variables named in order
+        (x, xs), (y, ys) = compat.open_jaxpr(a), compat.open_jaxpr(b)
+        same = len(xs) == len(ys) and all(p is q for p, q in zip(xs, ys, strict=True))
+        return same and not x.effects and (text := str(x)) == str(y) and "..." not in text
     try:
-        return a.keys() == b.keys() and all(a[k] is b[k] or bool(a[k] == b[k]) for k in a)
+        return bool(a == b)
     except (TypeError, ValueError):
         return False

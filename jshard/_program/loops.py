@@ -104,8 +104,8 @@ def while_loop(b: Builder, eqn: Any, env: dict[Any, Any], repeat: float, prefix:
     return [*before, call]
 
 
-def cond(b: Builder, eqn: Any, env: dict[Any, Any], repeat: float, prefix: str) -> Call:
-    """The branches, and where they join."""
+def cond(b: Builder, eqn: Any, env: dict[Any, Any], repeat: float, prefix: str) -> list[int | Call]:
+    """The branches, and where they join: one step."""
     operands = [b.read(v, env) for v in eqn.invars]
     pred, _ = b.boundary(
         "predicate", [operands[0]], [eqn.invars[0].aval], ["branch index"], repeat, [repeat], eqn, prefix
@@ -121,7 +121,7 @@ def cond(b: Builder, eqn: Any, env: dict[Any, Any], repeat: float, prefix: str) 
         results += made
     env.update(zip(eqn.outvars, results, strict=True))
     bound = {"pred": (pred,), "join": tuple(joins)}
-    return Call("cond", eqn, tuple(operands), tuple(results), tuple(blocks), bound, prefix)
+    return [Call("cond", eqn, tuple(operands), tuple(results), tuple(blocks), bound, prefix)]
 
 
 def _lift(
@@ -134,7 +134,9 @@ def _lift(
     b.bind(jaxpr.constvars, arrays, known)
 
     def write(equation: Any, operands: list[Any], stack: str) -> Sequence[Any]:
-        return b.equation(equation, operands, {}, repeat, stack, steps)
+        atoms = {v: a for v, a in zip(equation.invars, operands, strict=True) if not compat.is_literal(v)}
+        steps.extend(b.step(equation, atoms, repeat, stack))
+        return [atoms[v] for v in equation.outvars]
 
     moved = moved_out(jaxpr, dict(known), path, prefix, write, b.bind, b.moved)
     b.moved.update({p: (len(b.frames), atoms) for p, atoms in moved.items()})

@@ -6,8 +6,8 @@ wrong, and one that keeps them there by force is slow.
 
 Idea.  An equation of a body whose operands are all the loop's constants is walked in front of the loop, in nested
 loops in front of the outermost that it may leave. What makes more bytes than it reads stays inside, as compilers leave
-it, since it would be held all through the loop: masks, casts to wider types, outer products. So do calls with a
-derivative rule of their own, branches, and what the user pins.
+it, since it would be held all through the loop: masks, casts to wider types, outer products. So does what the user
+pins. Loops and branches inside a body are moved out as wholes.
 
 Source: XLA's WhileLoopInvariantCodeMotion (hoist_size_inflating_ops=false).
 """
@@ -91,11 +91,12 @@ def moved_out(
             held = {v: _atom(a, known) for v, a in given if compat.is_literal(a) or a in known}
             bind(inner.jaxpr.constvars, inner.consts, held)
             stack = compat.name_stack(prefix, eqn)
-            out |= moved_out(inner.jaxpr, held, inner.path, stack, write, bind, done)
+            if eqn.primitive.name in INLINE or not steady(eqn, known):
+                out |= moved_out(inner.jaxpr, held, inner.path, stack, write, bind, done)
             if eqn.primitive.name in INLINE:
                 ends = zip(eqn.outvars, inner.jaxpr.outvars, strict=True)
                 known.update((v, _atom(a, held)) for v, a in ends if compat.is_literal(a) or a in held)
-        if steady(eqn, known):
+        if eqn.primitive.name not in INLINE and steady(eqn, known):
             results = write(eqn, [_atom(v, known) for v in eqn.invars], prefix)
             known.update(zip(eqn.outvars, results, strict=True))
             out[here] = results
@@ -105,15 +106,12 @@ def moved_out(
 def steady(eqn: Any, known: Mapping[Any, Any]) -> bool:
     """Whether an equation can be moved out of a loop in which the `known` variables do not change."""
     name = eqn.primitive.name
-    if eqn.effects or apart(name) or name in _BODIES or name == marks.PIN_OPERAND or name == compat.BOUNDARY:
+    if eqn.effects or apart(name) or name == marks.PIN_OPERAND or name == compat.BOUNDARY:
         return False
     if not all(compat.is_literal(v) or v in known for v in eqn.invars):
         return False
     read = sum(_bytes(v) for v in eqn.invars if not compat.is_literal(v))
     return 0 < sum(map(_bytes, eqn.outvars)) <= read
-
-
-_BODIES = INLINE | frozenset("scan while cond remat2 checkpoint custom_jvp_call custom_vjp_call".split())
 
 
 def _bytes(v: Any) -> int:

@@ -27,7 +27,8 @@ _ALIAS = {
     "custom_jvp_call": "custom_jvp",
     "custom_vjp_call": "custom_vjp",
 }
-INNER_PROGRAMS = frozenset({*INLINE, *_ALIAS, "scan", "while", "cond"})
+_LOOPS = {"scan": loops.scan, "while": loops.while_loop, "cond": loops.cond}
+INNER_PROGRAMS = frozenset({*INLINE, *_ALIAS, *_LOOPS})
 """Primitives that are walked into and rebuilt as themselves."""
 
 
@@ -172,58 +173,64 @@ class Builder:
 
     def walk(self, jaxpr: Any, env: dict[Any, Any], repeat: float, prefix: str) -> list[int | Call]:
         steps: list[int | Call] = []
-        variable = compat.VARIABLE
         for k, eqn in enumerate(jaxpr.eqns):
-            name = eqn.primitive.name
-            body, inner = None, ""
-            if name in INNER_PROGRAMS:  # few are, and the others need neither
-                body = body_of(eqn)
+            moved = self.moved and self.moved.get((*self.path, k))
+            if moved:
+                env.update(zip(eqn.outvars, self.seen(*moved), strict=True))
+            elif eqn.primitive.name in INNER_PROGRAMS:
                 self.path.append(k)
-                inner = compat.name_stack(prefix, eqn)
-            if name in INLINE and hasattr(body, "eqns"):
-                steps += self.inline(eqn, body, env, repeat, inner)
-            elif name in _ALIAS and hasattr(body, "eqns"):
-                steps.append(self.alias(eqn, body, env, repeat, inner))
-            elif name == "scan":
-                steps += loops.scan(self, eqn, env, repeat, inner)
-            elif name == "while":
-                steps += loops.while_loop(self, compat.one_test(eqn), env, repeat, inner)
-            elif name == "cond":
-                steps.append(loops.cond(self, eqn, env, repeat, inner))
-            elif name == compat.BOUNDARY:
-                raise NestedShardError(
-                    f"the sharded function {eqn.params['name']} is called inside the sharded function {self.name}",
-                    where=f"{compat.module_path(prefix, eqn)} {compat.source_line(eqn)}".strip(),
-                    fix=f"shard only {self.name}, and pin what {eqn.params['name']} fixed with jshard.op",
-                )
-            elif name == marks.PIN_OPERAND:
-                env[eqn.outvars[0]] = _Marked(self.read(eqn.invars[0], env), eqn.params["pin"])
-                self.marked = True
-            else:
-                moved = self.moved and self.moved.get((*self.path, k))
-                # In most programs nothing is marked, and a variable is what it stands for.
-                if moved:
-                    results: Sequence[Any] = self.seen(*moved)
-                elif self.marked:
-                    operands = [self.read(v, env) for v in eqn.invars]
-                    results = self.equation(eqn, operands, env, repeat, prefix, steps)
-                else:
-                    operands = [env[v] if type(v) is variable else self.read(v, env) for v in eqn.invars]
-                    results = self.equation(eqn, operands, env, repeat, prefix, steps)
-                env.update(zip(eqn.outvars, results, strict=True))
-            if name in INNER_PROGRAMS:
+                steps += self.step(eqn, env, repeat, prefix)
                 self.path.pop()
+            else:
+                steps += self.step(eqn, env, repeat, prefix)
         return steps
 
-    def equation(
-        self, eqn: Any, operands: Sequence[Atom], env: dict[Any, Any], repeat: float, prefix: str,
-        steps: list[int | Call],
-    ) -> Sequence[Atom]:  # fmt: skip
-        """The results of an equation that has no body: written as an operator, unless an equal one is there."""
+    def step(self, eqn: Any, env: dict[Any, Any], repeat: float, prefix: str) -> Sequence[int | Call]:
+        """The steps that an equation is written as; its results go to `env`."""
         name = eqn.primitive.name
+        if name in INNER_PROGRAMS:  # few are
+            body, inner = body_of(eqn), compat.name_stack(prefix, eqn)
+            if name in INLINE and hasattr(body, "eqns"):
+                return self.inline(eqn, body, env, repeat, inner)
+            if name in _ALIAS and hasattr(body, "eqns"):
+                return [self.alias(eqn, body, env, repeat, inner)]
+            if name in _LOOPS:
+                return self.loop(eqn, env, repeat, inner)
+        if name == compat.BOUNDARY:
+            raise NestedShardError(
+                f"the sharded function {eqn.params['name']} is called inside the sharded function {self.name}",
+                where=f"{compat.module_path(prefix, eqn)} {compat.source_line(eqn)}".strip(),
+                fix=f"shard only {self.name}, and pin what {eqn.params['name']} fixed with jshard.op",
+            )
+        if name == marks.PIN_OPERAND:
+            env[eqn.outvars[0]] = _Marked(self.read(eqn.invars[0], env), eqn.params["pin"])
+            self.marked = True
+            return ()
+        return self.equation(eqn, env, repeat, prefix)
+
+    def loop(self, eqn: Any, env: dict[Any, Any], repeat: float, prefix: str) -> Sequence[int | Call]:
+        """A loop or branch, unless an equal one was there."""
+        eqn = compat.one_test(eqn) if eqn.primitive.name == "while" else eqn
+        there, key = self.known.look(eqn, self.said(eqn, [self.read(v, env) for v in eqn.invars], env))
+        if there is not None:
+            env.update(zip(eqn.outvars, there, strict=True))
+            return ()
+        steps = _LOOPS[eqn.primitive.name](self, eqn, env, repeat, prefix)
+        self.known.keep(eqn, key, [env[v] for v in eqn.outvars])
+        return steps
+
+    def equation(self, eqn: Any, env: dict[Any, Any], repeat: float, prefix: str) -> Sequence[int | Call]:
+        """An equation that has no body: an operator, unless an equal one was there."""
+        name = eqn.primitive.name
+        # In most programs nothing is marked, and a variable is what it stands for.
+        if self.marked:
+            operands = [self.read(v, env) for v in eqn.invars]
+        else:
+            operands = [env[v] if type(v) is compat.VARIABLE else self.read(v, env) for v in eqn.invars]
         there, key = self.known.look(eqn, self.said(eqn, operands, env))
         if there is not None:
-            return there
+            env.update(zip(eqn.outvars, there, strict=True))
+            return ()
         i = len(self.operators)
         if self.marked:
             self.mark(i, eqn, prefix, env)
@@ -234,9 +241,10 @@ class Builder:
             self.pins.append((i, "result", 0, marks.PIN_RESULT[name](eqn)))
         results = [self.tensor(eqn.outvars[0].aval, f"{name}.{i}")] if eqn.outvars else []
         results += [self.tensor(v.aval, f"{name}.{i}[{k}]") for k, v in enumerate(eqn.outvars[1:], 1)]
-        steps.append(self.op("eqn", name, operands, results, repeat, eqn=eqn, prefix=prefix))
+        self.op("eqn", name, operands, results, repeat, eqn=eqn, prefix=prefix)
         self.known.keep(eqn, key, results)
-        return results
+        env.update(zip(eqn.outvars, results, strict=True))
+        return (i,)
 
     def seen(self, depth: int, atoms: Sequence[Atom]) -> list[Any]:
         """Values from so many loops around as the body that is walked has them; None where it has them not."""
@@ -247,7 +255,7 @@ class Builder:
     def said(self, eqn: Any, operands: Sequence[Atom], env: dict[Any, Any]) -> list[Any]:
         """The operands of an equation as `Known` compares them: literals by value, others with the user's marks."""
         if self.marked:
-            marks_of = [None if compat.is_literal(v) else env[v] for v in eqn.invars]
+            marks_of = [None if compat.is_literal(v) else env.get(v) for v in eqn.invars]
             operands = [
                 ("marked", a, m.pin) if isinstance(m, _Marked) else a
                 for a, m in zip(operands, marks_of, strict=True)
