@@ -32,6 +32,8 @@ from jshard._rules.registry import LocalContext, block_index, plan_scope
 
 
 Env = dict[Value, Any]
+# The user's own map takes values typed as its specs say, a solver what its functions were traced with.
+_TYPED_INSIDE = (SHARD_MAP, "custom_linear_solve")
 
 
 def spmd(schedule: Schedule, mesh: Any, *, vma: bool = False) -> Callable[..., list[Any]]:
@@ -186,8 +188,7 @@ class _Runner:
         if not self.vma or m.reader < 0:
             return ()
         candidate = self.choice.candidate(m.reader)
-        # The user's own map takes values typed as its specs say.
-        if candidate is None or self.program.operators[m.reader].primitive == SHARD_MAP:
+        if candidate is None or self.program.operators[m.reader].primitive in _TYPED_INSIDE:
             return ()
         return tuple(n for n, f in zip(self.mesh.names, candidate.axes, strict=True) if f != -1)
 
@@ -209,7 +210,7 @@ class _Runner:
         operands = [self.read(v, env) for v in action.reads]
         if action.steady:
             operands = self.tied(operands)
-        if self.vma and op.primitive != SHARD_MAP:
+        if self.vma and op.primitive not in _TYPED_INSIDE:
             operands = _alike(operands)
         context = LocalContext(
             states.op, states.rule, candidate, self.mesh, bind, self.vma and op.repeat > 1, action.numbers

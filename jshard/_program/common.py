@@ -6,7 +6,7 @@ three times. Compilers merge such operators and, with them, the collectives that
 Idea.  Value numbering: an operator that was met before, with equal parameters on the same values, gives the results
 that it gave then instead of being written again. Values that come from constants alone, such as masks and positions,
 are written wherever they are computed: each reader has its own, cut as it likes, and nothing need be moved. They stand
-for one value all the same, so that what is reduced or multiplied on the way is written once.
+for one value all the same, so that what is reshaped, reduced or multiplied on the way is written once.
 
 Source: J. Cocke and J. T. Schwartz, "Programming languages and their compilers", 1970 (value numbering); XLA's CSE pass.
 
@@ -35,29 +35,13 @@ from jshard import _jaxcompat as compat
 # What may do more than give results, is asked for where it stands, or keeps values apart on purpose.
 _APART = frozenset("optimization_barrier shard_map pallas_call custom_linear_solve call_hi_primitive".split())
 _OUTSIDE = (
-    "callback",
-    "ffi",
-    "custom_call",
-    "jshard_",
-    "sharding_constraint",
-    "reshard",
-    "layout_constraint",
-    "infeed",
-)
-# Of constants alone, these are written once: they may communicate, or take time.
+    "callback", "ffi", "custom_call", "jshard_", "sharding_constraint", "reshard", "layout_constraint", "infeed",
+)  # fmt: skip
+# Of constants alone, these are written once: what they read may have to be moved, or they take time.
 _HEAVY = (
-    "reduce_",
-    "arg",
-    "cum",
-    "dot_general",
-    "conv_",
-    "sort",
-    "fft",
-    "gather",
-    "scatter",
-    "top_k",
-    "random_bits",
-)
+    "reduce_", "arg", "cum", "dot_general", "conv_", "sort", "fft", "gather", "scatter", "top_k", "random_bits",
+    "reshape", "rev", "slice", "dynamic_", "concatenate", "pad", "split", "tile",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

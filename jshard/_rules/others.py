@@ -186,4 +186,5 @@ def _once(op: Op) -> Rule:
 
 _EFFECTS = ("debug_callback", "debug_print", "io_callback")
 rule(*_EFFECTS, local=_once_local)(_once)
-rule(*(name for name in OPAQUE if name not in _EFFECTS))(_whole)
+_OWN_RULE = ("custom_linear_solve",)
+rule(*(name for name in OPAQUE if name not in (*_EFFECTS, *_OWN_RULE)))(_whole)
