@@ -199,7 +199,10 @@ def _of_trace(
         if request.plan is not None:
             return request.plan, replay(program, topology, request.plan)
         options = request.options
-        wish = Wish(placed, ties, donated, options.level, options.search, _budget(request, topology))
+        wish = Wish(
+            placed, ties, donated, options.level, options.search, _budget(request, topology),
+            replication_price=options.replication_price,
+        )  # fmt: skip
         return make_plan(program, topology, wish, on_progress)
 
     if isinstance(request.mesh, str) and request.mesh.partition(":")[0] == "auto":

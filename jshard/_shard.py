@@ -50,6 +50,7 @@ def shard(
     static_argnames: Any = None,
     donate_argnums: Any = None,
     donate_argnames: Any = None,
+    replication_price: float = 1000.0,
 ) -> Any:
     """Plan a function from a few strategies and run it sharded.
 
@@ -78,6 +79,8 @@ def shard(
     - `plan`: a `Plan` to use instead of searching.
     - `strict`: names in `parameter_plan` that match nothing are an error instead of a warning.
     - `static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames`: as in `jax.jit`.
+    - `replication_price`: what each second counts, at levels 0 and 2, that devices spend on products which others
+        compute as well; 0: nothing but its time.
 
     Returns a `Sharded` callable. Raises `ShardError` for what cannot be.
     """
@@ -85,7 +88,7 @@ def shard(
         in_strategy=in_strategy, out_strategy=out_strategy, parameter_plan=parameter_plan, device=device, level=level,
         mesh=mesh, hardware=hardware, memory_budget=memory_budget, search=search, plan=plan, strict=strict,
         static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums,
-        donate_argnames=donate_argnames,
+        donate_argnames=donate_argnames, replication_price=replication_price,
     )  # fmt: skip
     checked = check_options(
         level=level,
@@ -94,6 +97,7 @@ def shard(
         search=search,
         strict=strict,
         hardware=hardware,
+        replication_price=replication_price,
     )
     call = check_call_options(
         static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums,

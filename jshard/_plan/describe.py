@@ -9,45 +9,40 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from jshard._cost import collectives
-from jshard._cost.redistribute import SUMS
-from jshard._cost.steps import apply
 from jshard._layout import Layout
-from jshard._numbers import numbered, packed
 from jshard._plan.later import Later
-from jshard._plan.network import Problem
 from jshard._plan.peak import Profile
 from jshard._plan.physics import physics
-from jshard._plan.plan import CollectiveRow, Cost, Decision, Memory, OperatorRow, Plan, TensorRow
-from jshard._plan.schedule import Choice, Move, Run, Schedule
+from jshard._plan.plan import Cost, Decision, Memory, OperatorRow, Plan, TensorRow
+from jshard._plan.schedule import Choice, Schedule
+from jshard._plan.schedule_cost import ScheduleCost
 from jshard._program.graph import Literal, Program, operator_name
 
 
 def describe(
     made: Schedule,
     wish: Any,
+    found: ScheduleCost,
     objective: float,
     bound: float,
     steps: Sequence[str],
-    built: Problem,
     held: Profile,
+    unpriced: float = 0.0,
 ) -> Plan:
-    """The plan of a schedule that answers a problem under a wish."""
+    """The plan of a schedule that answers a problem under a wish; `found` is what the schedule costs."""
     choice = made.choice
     program, topology = choice.program, choice.topology
-    moved = collective_rows(made, built.together)
-    seconds, redundant, unknown = _compute(choice, built)
     a = program.arrays
     equations = np.flatnonzero(a.of_kind("eqn")).tolist()
     joints = np.flatnonzero(~a.of_kind("eqn", "input", "const", "output")).tolist()
     # A plan keeps no captured array alive.
     bare = dataclasses.replace(choice, program=dataclasses.replace(program, constants=(), jaxpr=None))
-    moves = [(row.id, reader) for row, reader in moved]
+    moves = [(row.id, reader) for row, reader in found.collectives]
     pinned = {(op, side, k) for op, side, k, _ in wish.pins}
     inputs = tuple(
         _tensor_row(program, i, choice.made(program.operators[i].results[0]), (i, "result", 0) in pinned)
@@ -57,40 +52,20 @@ def describe(
     outputs = tuple(
         _tensor_row(program, i, choice.needed(i, 0), (i, "operand", 0) in pinned) for i in program.outputs
     )
-    communication = sum(r.seconds * r.count for r, _ in moved)
-    # Summed one after the other, so that no version of Python rounds it otherwise.
-    compute, beyond = (float(np.cumsum(s)[-1]) if s else 0.0 for s in (seconds, redundant))
     cost = Cost(
-        float(objective), float(min(bound, objective)), compute, beyond, communication,
-        held.peak, "B" if wish.level == 1 else "s",
+        float(objective), float(bound), found.compute, found.beyond, found.communication, held.peak,
+        "B" if wish.level == 1 else "s", found.price, unpriced,
     )  # fmt: skip
     memory = Memory(tuple([float(held.curve.get(i, 0.0)) for i in equations]), held.held)
     return Plan(
         name=program.name, level=wish.level, search=wish.search, mesh=topology.mesh, chip=topology.chip.name,
         fingerprint=fingerprint(program), inputs=inputs, outputs=outputs,
-        operators=Later(len(equations), lambda: operator_rows(bare, equations, moves, seconds)),
-        collectives=tuple(r for r, _ in moved), cost=cost, decision=_decision(choice),
-        memory_budget=wish.memory_limit, unknown=unknown, memory=memory,
+        operators=Later(len(equations), lambda: operator_rows(bare, equations, moves, found.seconds)),
+        collectives=tuple(r for r, _ in found.collectives), cost=cost, decision=_decision(choice),
+        memory_budget=wish.memory_limit, unknown=found.unknown, memory=memory,
         boundaries=Later(len(joints), lambda: operator_rows(bare, joints, moves)),
-        steps=tuple(steps), physics=physics(choice, compute - beyond),
+        steps=tuple(steps), physics=physics(choice, found.compute - found.beyond),
     )  # fmt: skip
-
-
-def _compute(choice: Choice, built: Problem) -> tuple[list[float], list[float], tuple[str, ...]]:
-    """Of each equation the seconds in all its runs and those beyond an even share; primitives without a rule."""
-    equations = np.flatnonzero(choice.program.arrays.of_kind("eqn"))
-    # Operators of one table in the network are alike in form, traffic and repeats.
-    states = np.array(choice.state, dtype=np.int64)[equations]
-    alike, some = numbered(packed(built.network.node_table[equations], states))
-    times, unknown = [], {}
-    for i in equations[some].tolist():
-        op, s = choice.program.operators[i], choice.states[i]
-        t, k = built.times[int(built.network.node_table[i])], choice.state[i]
-        times.append((float(t.compute[k]) * op.repeat, float(t.redundant[k]) * op.repeat))
-        if s.rule.opaque:
-            unknown[op.primitive] = None
-    seconds, redundant = np.array(times).reshape(-1, 2)[alike].T
-    return seconds.tolist(), redundant.tolist(), tuple(unknown)
 
 
 def operator_rows(
@@ -111,48 +86,6 @@ def operator_rows(
             for i, t in zip(which, times, strict=True)
         ]
     )
-
-
-def collective_rows(made: Schedule, together: Mapping[int, int]) -> list[tuple[CollectiveRow, int]]:
-    """Every collective of a schedule with the operator it is for (-1 for several)."""
-    choice = made.choice
-    program, topology = choice.program, choice.topology
-    out = []
-    for action in made.communicating:
-        if isinstance(action, Run):
-            op, s = program.operators[action.op], choice.states[action.op]
-            for number, sent in zip(action.numbers, choice.own(op.id), strict=True):
-                tensor = program.tensors[op.results[sent.result]]
-                lay = s.results[sent.result].of(choice.state[op.id])
-                c = collectives.collective(sent.kind, sent.axes, sent.held, topology)
-                local = _block(lay.local_shape(tensor.shape, topology.mesh))
-                out.append((_row(number, c, action, operator_name(op), tensor.name, local), op.id))
-            continue
-        tensor, lay = program.tensors[action.tensor], action.source
-        reader = program.operators[action.reader] if action.reader >= 0 else None
-        for step, number in zip(action.steps, action.numbers, strict=True):
-            held = tensor.nbytes / lay.pieces(topology.mesh)
-            after = apply(step, lay)
-            if step.kind != "slice":
-                sums = together.get(action.tensor, 1) if step.kind in SUMS else 1
-                c = collectives.collective(step.kind, step.axes, held, topology, sums)
-                before = _block(lay.local_shape(tensor.shape, topology.mesh))
-                local = f"{before} -> {_block(after.local_shape(tensor.shape, topology.mesh))}"
-                name = operator_name(reader) if reader is not None else f"readers of {tensor.name}"
-                out.append((_row(number, c, action, name, tensor.name, local), action.reader))
-            lay = after
-    return out
-
-
-def _row(number: int, c: Any, action: Move | Run, operator: str, tensor: str, local: str) -> CollectiveRow:
-    return CollectiveRow(
-        number, c.kind, tuple(c.axes), float(c.bytes), float(c.seconds), float(action.repeat), operator, tensor,
-        local, action.turn,
-    )  # fmt: skip
-
-
-def _block(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape)) or "scalar"
 
 
 def _tensor_row(program: Program, op: int, layout: Layout, pinned: bool) -> TensorRow:

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jshard._cost.redistribute import Step, steps as redistribution
+from jshard._cost.redistribute import Step
 from jshard._layout import Layout
+from jshard._numbers import packed
 from jshard._program.arrays import Bools, Floats, Ints
 
 
@@ -162,14 +163,11 @@ def _paths(
 ) -> tuple[Ints, tuple[tuple[Step, ...], ...], Ints]:
     """Which path each move takes, the paths, and how many collectives each path has."""
     a, listed = choice.program.arrays, list(layouts)
-    key = (a.kind[tensor] * len(listed) + source) * len(listed) + target
+    sums = np.ones(len(a.maker), dtype=np.int64)
+    sums[np.fromiter(choice.together, np.int64, len(choice.together))] = list(choice.together.values())
+    key = packed(a.kind[tensor], source, target, sums[tensor])
     _, first, path = np.unique(key, return_index=True, return_inverse=True)
-    paths = tuple(
-        redistribution(
-            listed[source[m]], listed[target[m]], choice.program.tensors[tensor[m]].shape, choice.topology
-        )
-        for m in first.tolist()
-    )
+    paths = tuple(choice.path(int(tensor[m]), listed[source[m]], listed[target[m]]) for m in first.tolist())
     return path, paths, np.array([sum(s.kind != "slice" for s in p) for p in paths], dtype=np.int64)
 
 

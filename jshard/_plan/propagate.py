@@ -38,24 +38,19 @@ from jshard._plan.network import Problem
 from jshard._plan.states import Choices
 from jshard._program.graph import Literal, Tensor
 from jshard._rules.rule import NONE, own_collectives
-from jshard._search import Contradiction, evaluate, peak, solve
+from jshard._search import Contradiction, solve
 from jshard._topology import Topology
 
 
-def propagate(
-    problem: Problem, configured: Collection[int]
-) -> tuple[tuple[int, ...], float, float, tuple[str, ...]]:
-    """An assignment, its objective, a bound (0: propagation proves nothing) and one line on how it went."""
+def propagate(problem: Problem, configured: Collection[int]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """An assignment, and one line on how it went."""
     flood = _Flood(problem, configured)
     decided = flood.run()
     assignment = _rest(problem, decided)
-    net = problem.network
-    objective = peak(net, assignment) if problem.level == 1 else evaluate(net, assignment)
-    chosen = tuple(int(a) for a in assignment)
     line = (
         f"propagation from {len(configured)} configured operators decided {len(decided)}, the rest by search"
     )
-    return chosen, float(objective), 0.0, (line,)
+    return tuple(int(a) for a in assignment), (line,)
 
 
 class _Flood:

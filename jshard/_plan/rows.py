@@ -85,7 +85,9 @@ class Cost:
 
     `objective` is what the level minimised (seconds, or bytes at level 1), `bound` the proved lower bound on it
     over all plans in the search space. `compute` are the seconds of one device, `redundant` the part of it
-    beyond an even share, `communication` all collectives.
+    beyond an even share, `communication` all collectives. `price` is what the objective counts beside them: for
+    products that are repeated and sums that are handed to the caller in pieces. `unpriced` is what a plan costs that
+    may repeat products for nothing but their time, where that was searched and is less; else 0.
     """
 
     objective: float
@@ -95,6 +97,8 @@ class Cost:
     communication: float
     peak_bytes: float
     unit: str = "s"
+    price: float = 0.0
+    unpriced: float = 0.0
 
     @property
     def gap(self) -> float:
@@ -164,8 +168,7 @@ class Alternative:
     """One way to cut a tensor (pieces per dimension) or an operator (the same for each operand).
 
     `cost` is that of the whole plan when this is forced, in the plan's own unit; None with a `reason` where it
-    cannot be. `chosen` is what the plan does; `worse` says what a forced plan spends more on, `repeats` that it
-    computes more on each device.
+    cannot be. `chosen` is what the plan does; `worse` says what a forced plan spends more on.
     """
 
     cuts: tuple
@@ -173,4 +176,3 @@ class Alternative:
     chosen: bool = False
     reason: str = ""
     worse: str = ""
-    repeats: bool = False

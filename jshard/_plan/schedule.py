@@ -22,6 +22,7 @@ from jshard import _jaxcompat as compat
 from jshard._cost.redistribute import Step as RedistributionStep, steps as redistribution
 from jshard._layout import Layout
 from jshard._numbers import Ints, numbered, packed
+from jshard._plan.combined import combined
 from jshard._plan.flat import Flat, flat
 from jshard._plan.network import Problem
 from jshard._plan.states import States
@@ -106,6 +107,17 @@ class Choice:
         a = self.program.arrays
         op = int(a.maker[tensor])
         return self.states[op].results[int(a.place[tensor])].of(self.state[op])
+
+    @functools.cached_property
+    def together(self) -> Mapping[int, int]:
+        """How many sums go together with a tensor's, where it is more than one."""
+        return combined(self.program, self.topology)
+
+    def path(self, tensor: int, source: Layout, target: Layout) -> tuple[RedistributionStep, ...]:
+        """The steps that bring a tensor from one layout to another."""
+        t = self.program.tensors[tensor]
+        together = self.together.get(tensor, 1)
+        return redistribution(source, target, t.shape, self.topology, t.itemsize, together)
 
     def kept(self, tensor: int) -> Layout:
         """The layout in which a tensor is kept for its readers."""
@@ -222,13 +234,6 @@ def communicates(action: Action) -> bool:
     return any(n >= 0 for n in action.numbers)
 
 
-def computes_again(call: Call) -> bool:
-    """Whether a call is a `remat` whose body compilers must not merge with what was computed before."""
-    p = call.eqn.params
-    apart = bool(p.get("differentiated")) and bool(p.get("prevent_cse", True))
-    return call.kind == "remat" and apart and any(not isinstance(a, Literal) for a in call.operands)
-
-
 def schedule(choice: Choice) -> Schedule:
     """Every move of a choice, spelled out."""
     made = Schedule(choice)
@@ -314,6 +319,7 @@ class _Writer:
         self.count = 0
         self.entered: dict[int, dict[int, Layout]] = {}
         self.constants: dict[Value, Value] = {}
+        self.read_inside: dict[int, frozenset[int]] = {}  # by call, the tensors that its bodies read
         self.again: set[Value] = set()  # what the backward pass has moved for itself
 
     def have(self, scope: _Scope, tensor: int) -> None:
@@ -328,8 +334,7 @@ class _Writer:
         if again:
             self.again.add(value)
         if again or value not in scope.values:
-            shape = self.choice.program.tensors[tensor].shape
-            steps = redistribution(source, target, shape, self.choice.topology)
+            steps = self.choice.path(tensor, source, target)
             numbers = tuple(-1 if s.kind == "slice" else self.number() for s in steps)
             moves = any(n >= 0 for n in numbers)
             steady = moves and tensor in scope.steady
@@ -370,7 +375,7 @@ class _Writer:
         for step in block.steps:
             if isinstance(step, int):
                 self.run(scope, step)
-            elif not step.boundary and not self.calls and not computes_again(step):
+            elif not step.has_scope and not self.calls:
                 self.block(step.blocks[0], scope)
             else:
                 write = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}.get(
@@ -404,18 +409,18 @@ class _Writer:
     def turning(self, scope: _Scope, values: tuple[Value, ...], call: Call, more: int = 0) -> _Scope:
         """The scope of a loop's body, or of its test, which runs once `more`."""
         inner, ops = self.inner(scope, values), self.choice.program.operators
-        kept = [i for i in call.boundary["carry"] if ops[i].operands[1] == ops[i].results[0]]
+        carries = [ops[i] for i in call.boundary["carry"]]
+        consts = [ops[i] for i in (*call.boundary.get("test", ()), *call.boundary["const"])]
+        kept = {t for op in carries for t in op.results[:-1] if op.operands[1] in op.results[:-1]}
         inner.repeat *= call.turns + more if call.turns else 1
         inner.turn, inner.loop = scope.turn or call.turns is None, True
-        inner.steady = {t for t, _ in self.constants} | {
-            ops[i].results[0] for i in (*call.boundary.get("test", ()), *call.boundary["const"], *kept)
-        }
+        inner.steady = {t for t, _ in self.constants} | {op.results[0] for op in consts} | kept
         return inner
 
     def operands(self, scope: _Scope, call: Call) -> tuple[Value, ...]:
         """The kept values of a call's operands; a sum is finished before it enters a rule of its own."""
         seen = dict.fromkeys(a for a in call.operands if not isinstance(a, Literal))
-        values = [self.keep(scope, t) for t in seen]
+        values = [self.entering(scope, call, t) for t in seen]
         if call.kind == "remat":
             return tuple(values)
         inside = operators_of(call.blocks[0])
@@ -425,6 +430,20 @@ class _Writer:
                 target = self.choice.needed(reader, k) if reader >= 0 else layout.without_partial()
                 values[i] = self.move(scope, t, layout, target, reader)
         return tuple(values)
+
+    def entering(self, scope: _Scope, call: Call, tensor: int) -> Value:
+        """An operand of a call: as it is kept, or as it lies if nothing inside reads it."""
+        if id(call) not in self.read_inside:
+            operators = self.choice.program.operators
+            inside = [operators[i] for block in call.blocks for i in operators_of(block)]
+            inside += [operators[i] for i in call.boundary.get("join", ())]
+            self.read_inside[id(call)] = frozenset(
+                a for op in inside for a in op.operands if not isinstance(a, Literal)
+            )
+        here = next((v for v in scope.values if v[0] == tensor), None)
+        if tensor not in self.read_inside[id(call)] and here is not None:
+            return here
+        return self.keep(scope, tensor)
 
     def first_reader(self, inside: Sequence[int], tensor: int) -> tuple[int, int]:
         for op in inside:
@@ -457,27 +476,28 @@ class _Writer:
         self.body(call, 0, inner)
         own_rule = call.kind != "remat"
         returns = tuple(self.returned(inner, a, own_rule) for a in call.blocks[0].outputs)
-        self.finish(scope, call, entry, (entry,), (inner,), (returns,))
+        scope.actions.append(Nested(call, entry, (entry,), (tuple(inner.actions),), (returns,)))
         for v in returns:
             if not isinstance(v, Literal):
-                scope.values.pop(self.choice.values[v[0]], None)
                 scope.values[v] = v
 
     def returned(self, scope: _Scope, atom: Atom, own_rule: bool) -> Value | Literal:
-        """What an aliasing call hands back: the tensor as made; finished first if it is a sum under a rule."""
+        """What an aliasing call hands back: the tensor as it is kept; finished first if it is a sum under a rule."""
         if isinstance(atom, Literal):
             return atom
         made = self.choice.values[atom]
-        if made in scope.values:
-            if own_rule and made[1].partial:
-                return self.move(scope, atom, made[1], self.wanted(atom), -1)
-            return made
-        return atom, self.entered[id(scope)].get(atom, self.choice.kept(atom))  # an operand handed through
+        if atom in self.entered[id(scope)]:
+            return atom, self.entered[id(scope)][atom]  # an operand handed through
+        if made not in scope.values:
+            return atom, self.choice.kept(atom)
+        if atom in self.choice.relay:
+            return self.keep(scope, atom)
+        return (
+            self.move(scope, atom, made[1], self.wanted(atom), -1) if own_rule and made[1].partial else made
+        )
 
     def wanted(self, tensor: int) -> Layout:
-        """The layout in which a finished sum leaves: as it is kept, or as its one reader takes it."""
-        if tensor in self.choice.relay:
-            return self.choice.relay[tensor]
+        """The layout in which a finished sum leaves that one operator reads."""
         for op in self.choice.program.operators:
             for k, a in enumerate(op.operands):
                 if not isinstance(a, Literal) and a == tensor:
@@ -503,22 +523,21 @@ class _Writer:
     def while_loop(self, scope: _Scope, call: Call) -> None:
         b = call.boundary
         reads = tuple(self.read(scope, i, 0) for i in (*b["test"], *b["const"], *b["carry"]))
-        tested, const, carry = (self.results_of(b[role]) for role in ("test", "const", "carry"))
-        tests = self.turning(scope, tested + carry, call, 1)
+        tested, const = self.results_of(b["test"]), self.results_of(b["const"])
+        seen, carry = self.results_of(b["carry"]), self.results_of(b["carry"], 1)
+        tests = self.turning(scope, tested + seen, call, 1)
         self.body(call, 0, tests)
         test = (self.read(tests, b["pred"][0], 0),)
         turn = self.turning(scope, const + carry, call)
         self.body(call, 1, turn)
         returns = tuple(self.read(turn, i, 1) for i in b["carry"])
-        self.finish(scope, call, reads, (tested + carry, const + carry), (tests, turn), (test, returns))
+        self.finish(scope, call, reads, (tested + seen, const + carry), (tests, turn), (test, returns))
 
     def cond(self, scope: _Scope, call: Call) -> None:
         b = call.boundary
         index = self.read(scope, b["pred"][0], 0)
-        entry = tuple(
-            self.keep(scope, a)
-            for a in dict.fromkeys(a for a in call.operands[1:] if not isinstance(a, Literal))
-        )
+        entering = dict.fromkeys(a for a in call.operands[1:] if not isinstance(a, Literal))
+        entry = tuple(self.entering(scope, call, a) for a in entering)
         scopes, returns = [], []
         for k in range(len(call.blocks)):
             inner = self.inner(scope, entry)

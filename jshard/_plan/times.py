@@ -1,7 +1,10 @@
 """Seconds of one operator under each of its states: compute, the redundant part of it, its own communication.
 
 Compute is the roofline of a device's share of the work and of the bytes it reads and writes. What lies beyond an
-even share (all work over all devices) is redundant. Operators that finish a reduction themselves (a maximum over
+even share (all work over all devices) is redundant. A product that is repeated, though its dimensions and pins would
+let it be cut further, pays a price beside its time (`replication.py`).
+
+Operators that finish a reduction themselves (a maximum over
 a cut dimension) communicate on their own account; sums do not, they stay partial until a reader needs them.
 """
 
@@ -28,14 +31,26 @@ class Times:
     compute: np.ndarray
     redundant: np.ndarray
     own: np.ndarray
+    price: np.ndarray
 
     def objective(self, level: int) -> np.ndarray:
         """What a level counts: 0 the redundant part, 2 all compute (and so does 1, to break ties)."""
-        return (self.redundant if level == 0 else self.compute) + self.own
+        return (self.redundant if level == 0 else self.compute) + self.own + self.price
 
 
-def operator_times(s: States, reads: Sequence[int], writes: Sequence[int], topology: Topology) -> Times:
-    """Times of an operator that reads and writes the given operands and results in memory."""
+def operator_times(
+    s: States,
+    reads: Sequence[int],
+    writes: Sequence[int],
+    topology: Topology,
+    price: float = 0.0,
+    wished: States | None = None,
+) -> Times:
+    """Times of an operator that reads and writes the given operands and results in memory.
+
+    `price` is what each second of work counts that is repeated beyond the least of the states that the user's pins
+    allow (`replication.py`): those of `wished`, where `s` are fewer.
+    """
     assert s.op is not None
     mesh, chip = topology.mesh, topology.chip
     rate = compute.peak(s.op.outs[0].dtype if s.op.outs else np.dtype("float32"), chip)
@@ -55,7 +70,11 @@ def operator_times(s: States, reads: Sequence[int], writes: Sequence[int], topol
         for k, c in enumerate(s.candidates):
             for sent in own_collectives(s.rule, c, mesh, s.op.outs) if c is not None else ():
                 own[k] += collectives.collective(sent.kind, sent.axes, sent.held, topology).seconds
-    return Times(seconds, np.maximum(0.0, seconds - even), own)
+    redundant = np.maximum(0.0, seconds - even)
+    if not price:
+        return Times(seconds, redundant, own, np.zeros(len(s)))
+    least = local if wished is None else local_work(wished.rule, wished.axes, mesh)
+    return Times(seconds, redundant, own, price * (local - least.min(initial=work)) / rate)
 
 
 def _bytes(a: Any) -> float:

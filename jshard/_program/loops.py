@@ -33,7 +33,7 @@ def scan(b: Builder, eqn: Any, env: dict[Any, Any], repeat: float, prefix: str) 
     inside = repeat * length
     before: list[int | Call] = []
     read = _lift(b, body, operands[:n_const], (), repeat, prefix, before)
-    const, frame = _constants(b, "scan", read, 0, eqn, repeat, prefix)
+    const, frame = _constants(b, "scan", read, 0, eqn, repeat, prefix, inside)
     roles: dict[str, list[int]] = {"const": const, "carry": [], "xs": [], "ys": []}
     inner: list[Any] = [_inside(b, a, frame) for a in operands[:n_const]]
     results: list[int] = []
@@ -41,8 +41,8 @@ def scan(b: Builder, eqn: Any, env: dict[Any, Any], repeat: float, prefix: str) 
         role = "carry" if k < n_const + n_carry else "xs"
         avals = [v.aval, eqn.outvars[k - n_const].aval] if role == "carry" else [v.aval]
         names = [f"scan {role} {k}", f"scan result {k - n_const}"][: len(avals)]
-        times = [repeat, inside][: len(avals)]
-        i, made = b.boundary("scan_" + role, [a], avals, names, repeat, times, eqn, prefix)
+        times, turns = [repeat, inside][: len(avals)], [inside, repeat][: len(avals)]
+        i, made = b.boundary("scan_" + role, [a], avals, names, repeat, times, eqn, prefix, turns)
         roles[role].append(i)
         inner.append(made[0])
         results += made[1:]
@@ -77,24 +77,27 @@ def while_loop(b: Builder, eqn: Any, env: dict[Any, Any], repeat: float, prefix:
         _lift(b, body, consts, (part,), repeat, prefix, before)
         for body, consts, part in zip((test, turn), given, ("test", "turn"), strict=True)
     ]
-    tested, frame = _constants(b, "while", reads[0], 0, eqn, repeat, prefix)
-    const, other = _constants(b, "while", reads[1], len(tested), eqn, repeat, prefix)
-    carry_ops, carry_in, results = [], [], []
+    tested, frame = _constants(b, "while", reads[0], 0, eqn, repeat, prefix, tests)
+    const, other = _constants(b, "while", reads[1], len(tested), eqn, repeat, prefix, inside)
+    carry_ops, seen, carried, results = [], [], [], []
     for k, a in enumerate(operands[nc + nb :]):
-        names, avals = [f"while carry {k}", f"while result {k}"], [eqn.outvars[k].aval] * 2
-        i, made = b.boundary("while_carry", [a], avals, names, repeat, [repeat, inside], eqn, prefix)
+        # The test and the body see a value each: what one of them moves is not there for the other.
+        names = [f"while test carry {k}", f"while carry {k}", f"while result {k}"]
+        i, made = b.boundary(
+            "while_carry", [a], [eqn.outvars[k].aval] * 3, names, repeat, [repeat, inside], eqn, prefix,
+            [tests, inside, repeat],
+        )  # fmt: skip
         carry_ops.append(i)
-        carry_in.append(made[0])
-        results.append(made[1])
-    cond = _body(
-        b, test, [_inside(b, a, frame) for a in given[0]] + carry_in, tests, prefix, frame, ("test",)
-    )
+        for group, t in zip((seen, carried, results), made, strict=True):
+            group.append(t)
+    given_test = [_inside(b, a, frame) for a in given[0]]
+    cond = _body(b, test, given_test + seen, tests, prefix, frame, ("test",))
     aval = compat.open_jaxpr(test)[0].outvars[0].aval
     pred, made = b.boundary(
         "predicate", [cond.outputs[0]], [aval], ["while test"], tests, [tests], eqn, prefix
     )
     cond = Block(cond.inputs, (made[0],), cond.steps)
-    inner = [_inside(b, a, other) for a in given[1]] + carry_in
+    inner = [_inside(b, a, other) for a in given[1]] + carried
     body = _body(b, turn, inner, inside, prefix, other, ("turn",))
     for i, a in zip(carry_ops, body.outputs, strict=True):
         b.close(i, a)
@@ -145,13 +148,21 @@ def _lift(
 
 
 def _constants(
-    b: Builder, kind: str, read: Sequence[int], first: int, eqn: Any, repeat: float, prefix: str
+    b: Builder, kind: str, read: Sequence[int], first: int, eqn: Any, repeat: float, prefix: str, turns: float
 ) -> tuple[list[int], Frame]:
-    """The boundary operators by which a body has outer tensors, numbered from `first` on."""
+    """The boundary operators by which a body that runs so many `turns` has outer tensors, numbered from `first` on."""
     ops, frame = [], {}
     for k, t in enumerate(read, first):
         i, made = b.boundary(
-            f"{kind}_const", [t], [b.tensors[t]], [f"{kind} const {k}"], repeat, [repeat], eqn, prefix
+            f"{kind}_const",
+            [t],
+            [b.tensors[t]],
+            [f"{kind} const {k}"],
+            repeat,
+            [repeat],
+            eqn,
+            prefix,
+            [turns],
         )
         ops.append(i)
         frame[t] = made[0]

@@ -126,6 +126,7 @@ class Builder:
     def op(
         self, kind: str, primitive: str, operands: Sequence[Atom], results: Sequence[int], repeat: float,
         *, operand_repeat: Sequence[float] | None = None, eqn: Any = None, prefix: str = "", name: str = "",
+        turns: tuple[float, ...] = (),
     ) -> int:  # fmt: skip
         if operand_repeat is None:
             repeats = self.repeats.setdefault((repeat, len(operands)), (repeat,) * len(operands))
@@ -134,7 +135,7 @@ class Builder:
         i = len(self.operators)
         made = dict(
             id=i, kind=kind, primitive=primitive, operands=tuple(operands), results=tuple(results), repeat=repeat,
-            operand_repeat=repeats, eqn=eqn, prefix=prefix, name=name,
+            operand_repeat=repeats, eqn=eqn, prefix=prefix, name=name, turns=turns,
         )  # fmt: skip
         self.operators.append(_frozen(Operator, made))
         return i
@@ -319,11 +320,13 @@ class Builder:
 
     def boundary(
         self, role: str, operands: Sequence[Atom], avals: Sequence[Any], names: Sequence[str], repeat: float,
-        operand_repeat: Sequence[float], eqn: Any, prefix: str,
+        operand_repeat: Sequence[float], eqn: Any, prefix: str, turns: Sequence[float] = (),
     ) -> tuple[int, tuple[int, ...]]:  # fmt: skip
+        """A boundary operator and its results; `turns` is how often each of those comes into being."""
         results = tuple(self.tensor(a, n) for a, n in zip(avals, names, strict=True))
         i = self.op(
             role, role, operands, results, repeat, operand_repeat=operand_repeat, eqn=eqn, prefix=prefix,
+            turns=tuple(turns),
         )  # fmt: skip
         return i, results
 
@@ -332,5 +335,5 @@ class Builder:
         old = self.operators[op]
         self.operators[op] = Operator(
             old.id, kind or old.kind, kind or old.primitive, (*old.operands, operand), old.results, old.repeat,
-            old.operand_repeat, old.eqn, old.prefix, old.name,
+            old.operand_repeat, old.eqn, old.prefix, old.name, old.turns,
         )  # fmt: skip

@@ -58,6 +58,8 @@ def proof(plan: Plan) -> str:
     shown = seconds(c.objective)
     if c.unit == "B":  # what the search counts at level 1; the peak of the schedule has moved copies too
         shown = f"{size(c.objective)} (tensors without moved copies)"
+    if c.price and c.unit == "s":
+        shown += f" (of it {seconds(c.price)} the price of repeated products and scattered results)"
     if plan.search == "propagation":
         return f"cost {shown}, nothing proved"
     if c.optimal:

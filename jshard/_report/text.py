@@ -72,6 +72,8 @@ def head(plan: Plan) -> list[str]:
         f"  {proof(plan)}; {len(plan.operators)} operators"
         + (", by propagation" if plan.search == "propagation" else ""),
     ]
+    if plan.cost.unpriced:
+        lines.append(f"  with products repeated: {seconds(plan.cost.unpriced)} (replication_price=0)")
     return lines + ([f"  {physics(plan)}"] if plan.physics.bytes else [])
 
 
