@@ -24,8 +24,8 @@ from rules_validator import _QUICK, MESHES, Case
 from jshard import _jaxcompat as compat
 from jshard._errors import ShardError
 from jshard._lower.interpret import spmd
-from jshard._plan.describe import collective_rows
 from jshard._plan.schedule import Choice, schedule
+from jshard._plan.schedule_cost import collective_rows
 from jshard._plan.states import Interner
 from jshard._program.graph import Literal, Program
 from jshard._program.trace import build

@@ -184,6 +184,13 @@ class Program:
         return scopes_of(self)
 
     @functools.cached_property
+    def in_open_loops(self) -> frozenset[int]:
+        """Operators in loops whose turns nobody knows, the boundaries of those loops included."""
+        open_ = [call for call in calls_of(self.body) if call.turns is None]
+        inside = [i for call in open_ for block in call.blocks for i in operators_of(block)]
+        return frozenset([*inside, *(i for call in open_ for ids in call.boundary.values() for i in ids)])
+
+    @functools.cached_property
     def known(self) -> dict[Any, Any]:
         """What was worked out about this program, for whoever asks again."""
         return {}

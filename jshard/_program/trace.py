@@ -76,6 +76,7 @@ class Builder:
         self.moved: dict[tuple[Any, ...], tuple[int, Sequence[Any]]] = {}
         self.frames: list[loops.Frame] = []  # of the loops around
         self.captured: set[int] = set()  # tensors of captured arrays: every body reads them as they are
+        self.names: set[str] = set()  # of tensors
         self.known = Known()
         self.literals: dict[int, tuple[Literal, Any]] = {}  # by identity; kept, so that no other gets it
         self.repeats: dict[tuple[float, int], tuple[float, ...]] = {}
@@ -119,6 +120,9 @@ class Builder:
     def tensor(self, aval: Any, name: str) -> int:
         i = len(self.tensors)
         weak = bool(getattr(aval, "weak_type", False))
+        if name in self.names:  # two loops have a carry 0 each
+            name = f"{name}.{len(self.operators)}"
+        self.names.add(name)
         made = dict(id=i, shape=tuple(aval.shape), dtype=aval.dtype, name=name, weak_type=weak)
         self.tensors.append(_frozen(Tensor, made))
         return i

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from jshard._report.drawing import graph_svg, hue, memory_svg
 from jshard._report.fold import Group, fold_tensors, groups
-from jshard._report.summary import figures, goal, proof, step_seconds, traffic
+from jshard._report.summary import figures, goal, least_moved, proof, step_seconds, traffic
 from jshard._report.text import Section, head, place, sections
 from jshard._report.tree import Branch, tree
 from jshard._report.units import count, seconds, share, size
@@ -74,7 +74,7 @@ def _fold(title: str, body: str, open_: bool) -> str:
 
 
 def _summary(plan: Plan) -> str:
-    values = {**figures(plan), "moved": size(sum(c.total for c in plan.collectives))}
+    values = {**figures(plan), "moved": least_moved(plan) + size(sum(c.total for c in plan.collectives))}
     raw = {
         "step": step_seconds(plan), "compute": plan.cost.compute, "redundant": plan.cost.redundant,
         "communication": plan.cost.communication, "moved": sum(c.total for c in plan.collectives),
@@ -170,8 +170,9 @@ def _traffic(plan: Plan) -> str:
     most = max(t.seconds for t in rows) or 1.0
     body = "".join(
         f'<tr class="coll" data-kinds="{t.kind}"><td>{t.kind}</td><td>{escape(t.axes)}</td>'
-        f'<td class="r">{count(t.count)}</td><td class="r" data-bytes="{t.bytes!r}">{t.bytes:,.0f} B</td>'
-        f'<td class="r">{seconds(t.seconds)}</td><td class="wide"><span class="bar">'
+        f'<td class="r">{t.least}{count(t.count)}</td>'
+        f'<td class="r" data-bytes="{t.bytes!r}">{t.least}{t.bytes:,.0f} B</td>'
+        f'<td class="r">{t.least}{seconds(t.seconds)}</td><td class="wide"><span class="bar">'
         f'<i class="communication" style="width:{100 * t.seconds / most:.1f}%"></i></span></td></tr>'
         for t in rows
     )

@@ -17,24 +17,44 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Collectives of one kind over the same axes: how many, bytes received by a device, seconds, in all."""
+    """Collectives of one kind over the same axes: how many, bytes received by a device, seconds, in all.
+
+    `least` stands before each of the three where some are in a loop whose turns nobody knows.
+    """
 
     kind: str
     axes: str
     count: float
     bytes: float
     seconds: float
+    least: str = ""
+
+
+LEAST = "at least "
 
 
 def traffic(plan: Plan) -> list[Traffic]:
     """Traffic by kind and axes, sorted."""
     by: dict[tuple[str, str], list[float]] = {}
+    least: dict[tuple[str, str], str] = {}
     for c in plan.collectives:
         row = by.setdefault((c.kind, "*".join(c.axes)), [0.0, 0.0, 0.0])
+        if c.turn:
+            least[c.kind, "*".join(c.axes)] = LEAST
         row[0] += c.count
         row[1] += c.total
         row[2] += c.seconds * c.count
-    return [Traffic(kind, axes, *row) for (kind, axes), row in sorted(by.items())]
+    return [Traffic(*key, *row, least.get(key, "")) for key, row in sorted(by.items())]
+
+
+def at_least(plan: Plan) -> str:
+    """What stands before totals of a program with a loop whose turns nobody knows: it counts as one turn."""
+    return LEAST if any(r.turn for r in plan.boundaries) else ""
+
+
+def least_moved(plan: Plan) -> str:
+    """The same for what is moved."""
+    return LEAST if any(r.turn for r in plan.collectives) else ""
 
 
 def step_seconds(plan: Plan) -> float:
@@ -55,9 +75,9 @@ def goal(plan: Plan) -> str:
 def proof(plan: Plan) -> str:
     """One sentence on how good the plan is; "optimal" only where cost equals the proved bound."""
     c = plan.cost
-    shown = seconds(c.objective)
-    if c.unit == "B":  # what the search counts at level 1; the peak of the schedule has moved copies too
-        shown = f"{size(c.objective)} (tensors without moved copies)"
+    shown = size(c.objective) if c.unit == "B" else seconds(c.objective)
+    if at_least(plan) and c.unit == "s":
+        shown += " with one turn of each open loop"
     if c.price and c.unit == "s":
         shown += f" (of it {seconds(c.price)} the price of repeated products and scattered results)"
     if plan.search == "propagation":
@@ -81,12 +101,13 @@ def figures(plan: Plan) -> dict[str, str]:
     """The totals of a plan as shown in every form, by name."""
     c = plan.cost
     budget = "none" if plan.memory_budget is None else size(plan.memory_budget)
+    least, moving = at_least(plan), least_moved(plan)
     return {
-        "compute": seconds(c.compute),
-        "redundant": seconds(c.redundant),
-        "communication": seconds(c.communication),
-        "step": seconds(step_seconds(plan)),
-        "moved": f"{moved_bytes(plan):,.0f} B",
+        "compute": least + seconds(c.compute),
+        "redundant": least + seconds(c.redundant),
+        "communication": moving + seconds(c.communication),
+        "step": least + seconds(step_seconds(plan)),
+        "moved": f"{moving}{moved_bytes(plan):,.0f} B",
         "peak": size(c.peak_bytes),
         "budget": budget,
     }
