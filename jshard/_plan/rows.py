@@ -61,7 +61,7 @@ class OperatorRow:
 class CollectiveRow:
     """A collective: bytes received by each device and seconds of one execution, and how many there are.
 
-    `turn`: it is in a loop whose turns nobody knows, and `count` is that of one turn.
+    `turn`: it is in a loop whose turns nobody knows, and `count` is that of one turn. `dtype` is the tensor's.
     """
 
     id: int
@@ -74,6 +74,7 @@ class CollectiveRow:
     tensor: str
     local: str
     turn: bool = False
+    dtype: str = ""
 
     @property
     def total(self) -> float:

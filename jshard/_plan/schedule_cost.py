@@ -20,7 +20,7 @@ from jshard._plan.cost_tables import scatter_price
 from jshard._plan.network import Problem
 from jshard._plan.rows import CollectiveRow
 from jshard._plan.schedule import Choice, Move, Run, Schedule
-from jshard._program.graph import operator_name
+from jshard._program.graph import Tensor, operator_name
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -109,7 +109,7 @@ def collective_rows(made: Schedule, together: Mapping[int, int]) -> list[tuple[C
                 lay = s.results[sent.result].of(choice.state[op.id])
                 c = collectives.collective(sent.kind, sent.axes, sent.held, topology)
                 local = _block(lay.local_shape(tensor.shape, topology.mesh))
-                out.append((_row(number, c, action, operator_name(op), tensor.name, local), op.id))
+                out.append((_row(number, c, action, operator_name(op), tensor, local), op.id))
             continue
         tensor, lay = program.tensors[action.tensor], action.source
         reader = program.operators[action.reader] if action.reader >= 0 else None
@@ -122,15 +122,15 @@ def collective_rows(made: Schedule, together: Mapping[int, int]) -> list[tuple[C
                 before = _block(lay.local_shape(tensor.shape, topology.mesh))
                 local = f"{before} -> {_block(after.local_shape(tensor.shape, topology.mesh))}"
                 name = operator_name(reader) if reader is not None else f"readers of {tensor.name}"
-                out.append((_row(number, c, action, name, tensor.name, local), action.reader))
+                out.append((_row(number, c, action, name, tensor, local), action.reader))
             lay = after
     return out
 
 
-def _row(number: int, c: Any, action: Move | Run, operator: str, tensor: str, local: str) -> CollectiveRow:
+def _row(number: int, c: Any, action: Move | Run, operator: str, tensor: Tensor, local: str) -> CollectiveRow:
     return CollectiveRow(
-        number, c.kind, tuple(c.axes), float(c.bytes), float(c.seconds), float(action.repeat), operator, tensor,
-        local, action.turn,
+        number, c.kind, tuple(c.axes), float(c.bytes), float(c.seconds), float(action.repeat), operator,
+        tensor.name, local, action.turn, str(tensor.dtype),
     )  # fmt: skip
 
 

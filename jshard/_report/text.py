@@ -210,6 +210,9 @@ def notes(plan: Plan, width: int = WIDTH) -> list[str]:
         lines += _wrapped("    " + ", ".join(held[: 5 if more else 6]) + more, width)
     if plan.unknown:
         lines += _wrapped(f"  replicated for want of a rule: {', '.join(plan.unknown)}", width)
+    for said in plan.steps:
+        if said.startswith("differentiated from outside"):
+            lines += _wrapped(f"  {said}", width)
     if plan.verification is not None:
         lines.append(f"  compiled program: {plan.verification.summary}")
     return lines

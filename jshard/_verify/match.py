@@ -29,7 +29,7 @@ class Predicted:
     """One collective of a plan: `bytes` received per device and execution, `count` executions.
 
     `id` is the number in its `jshard.<id>` scope; by default its place in the list given to `compare`. `turn`: it is
-    in a loop whose turns nobody knows, and `count` is that of one turn.
+    in a loop whose turns nobody knows, and `count` is that of one turn. `dtype` is the tensor's, where it is known.
     """
 
     kind: str
@@ -39,6 +39,7 @@ class Predicted:
     count: float = 1
     id: int | None = None
     turn: bool = False
+    dtype: str = ""
 
     @property
     def total(self) -> float:
@@ -71,21 +72,29 @@ class Row:
 
 def matched(plan: Sequence[Predicted], emitted: Sequence[Emitted]) -> tuple[list[Row], list[Emitted]]:
     """Rows of predictions with what was emitted for them, and what was emitted for none."""
-    kinds: dict[int | None, set[str]] = {}
+    by_id: dict[int | None, list[Predicted]] = {}
     for p in plan:
-        kinds.setdefault(p.id, set()).add(p.kind)
+        by_id.setdefault(p.id, []).append(p)
     tagged, untagged = [], []
     for e in emitted:
-        ids = [i for i in e.tags if i in kinds]
-        if ids:
-            asked = set().union(*(kinds[i] for i in ids))
-            tagged.append(e.as_plain() if e.plain and asked == {e.plain} else e)
+        asked = [p for i in e.tags for p in by_id.get(i, ())]
+        if asked:
+            tagged.append(_as_asked(e, asked))
         elif (
             e.meant
         ):  # what nobody asked for (edges of the compiler's padding) belongs to no row: the notes count it
             untagged.append(e)
     rows, extra = _match_untagged(_tagged_rows(plan, tagged), untagged)
     return [_by_turn(r) for r in rows], extra
+
+
+def _as_asked(e: Emitted, asked: Sequence[Predicted]) -> Emitted:
+    """A collective in the kind and type that the plan asked for, where the compiler chose another that amounts to it."""
+    if e.plain and {p.kind for p in asked} == {e.plain}:
+        e = e.as_plain()
+    # TPUs multiply float32 in bfloat16, and send only that of what nothing else reads.
+    narrow = e.shape.startswith(("bf16", "f16")) and {p.dtype for p in asked} == {"float32"}
+    return dataclasses.replace(e, promoted="f32", asked=2 * e.bytes) if narrow and e.asked is None else e
 
 
 def _by_turn(row: Row) -> Row:
