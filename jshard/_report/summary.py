@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Traffic:
     """Collectives of one kind over the same axes: how many, bytes received by a device, seconds, in all.
 
-    `least` stands before each of the three where some are in a loop whose turns nobody knows.
+    `open`: some are in a loop whose turns nobody knows, so each figure is the least.
     """
 
     kind: str
@@ -27,34 +27,24 @@ class Traffic:
     count: float
     bytes: float
     seconds: float
-    least: str = ""
-
-
-LEAST = "at least "
+    open: bool = False
 
 
 def traffic(plan: Plan) -> list[Traffic]:
     """Traffic by kind and axes, sorted."""
     by: dict[tuple[str, str], list[float]] = {}
-    least: dict[tuple[str, str], str] = {}
+    open_ = {(c.kind, "*".join(c.axes)) for c in plan.collectives if c.turn}
     for c in plan.collectives:
         row = by.setdefault((c.kind, "*".join(c.axes)), [0.0, 0.0, 0.0])
-        if c.turn:
-            least[c.kind, "*".join(c.axes)] = LEAST
         row[0] += c.count
         row[1] += c.total
         row[2] += c.seconds * c.count
-    return [Traffic(*key, *row, least.get(key, "")) for key, row in sorted(by.items())]
+    return [Traffic(*key, *row, key in open_) for key, row in sorted(by.items())]
 
 
 def at_least(plan: Plan) -> str:
     """What stands before totals of a program with a loop whose turns nobody knows: it counts as one turn."""
-    return LEAST if any(r.turn for r in plan.boundaries) else ""
-
-
-def least_moved(plan: Plan) -> str:
-    """The same for what is moved."""
-    return LEAST if any(r.turn for r in plan.collectives) else ""
+    return "at least " if any(r.turn for r in plan.boundaries) else ""
 
 
 def step_seconds(plan: Plan) -> float:
@@ -101,13 +91,12 @@ def figures(plan: Plan) -> dict[str, str]:
     """The totals of a plan as shown in every form, by name."""
     c = plan.cost
     budget = "none" if plan.memory_budget is None else size(plan.memory_budget)
-    least, moving = at_least(plan), least_moved(plan)
     return {
-        "compute": least + seconds(c.compute),
-        "redundant": least + seconds(c.redundant),
-        "communication": moving + seconds(c.communication),
-        "step": least + seconds(step_seconds(plan)),
-        "moved": f"{moving}{moved_bytes(plan):,.0f} B",
+        "compute": seconds(c.compute),
+        "redundant": seconds(c.redundant),
+        "communication": seconds(c.communication),
+        "step": seconds(step_seconds(plan)),
+        "moved": f"{moved_bytes(plan):,.0f} B",
         "peak": size(c.peak_bytes),
         "budget": budget,
     }

@@ -179,10 +179,10 @@ def totals(plan: Plan) -> Section:
     rows = [
         (
             t.kind,
-            f"over {t.axes}",
-            f"{t.least}{count(t.count)} times",
-            f"{t.least}{t.bytes:,.0f} B",
-            t.least + seconds(t.seconds),
+            f"over {t.axes}" + ", at least" * t.open,
+            f"{count(t.count)} times",
+            f"{t.bytes:,.0f} B",
+            seconds(t.seconds),
         )
         for t in traffic(plan)
     ]
@@ -198,7 +198,8 @@ def notes(plan: Plan, width: int = WIDTH) -> list[str]:
     """Seconds, memory by class, what was replicated for want of a rule; lists broken at `width` unless it is 0."""
     f = figures(plan)
     lines = [
-        f"  compute {f['compute']} (redundant {f['redundant']}), communication {f['communication']}, step {f['step']}"
+        f"  {at_least(plan)}compute {f['compute']} (redundant {f['redundant']}), "
+        f"communication {f['communication']}, step {f['step']}"
     ]
     if at_least(plan):
         lines.append("  a loop whose turns are not known counts as one turn: totals are the least")
