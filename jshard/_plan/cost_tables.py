@@ -14,6 +14,7 @@ import numpy as np
 from jshard._cost import redistribute
 from jshard._cost.memory import Lifetimes, traffic
 from jshard._layout import Layout
+from jshard._plan.reshard_edges import Relay, SharingScopes, is_cut_of
 from jshard._plan.states import Choices, States
 from jshard._plan.times import Times, operator_times
 from jshard._program.graph import Operator, Tensor
@@ -62,7 +63,8 @@ class CostTables:
 
     def reshard(
         self, source: Choices, target: Choices, tensor: Tensor, repeat: float, *, returned: bool = False,
-        together: int = 1, sharers: int = 1, twins: tuple[Choices, ...] = (),
+        together: int = 1, sharing: SharingScopes = (), bit: int = -1, sharers: int = 0, mates: int = 1,
+        twins: tuple[Choices, ...] = (),
     ) -> int:  # fmt: skip
         """Seconds of resharding from each state of the maker or relay to each state of the relay or reader.
 
@@ -71,16 +73,21 @@ class CostTables:
         - `repeat`: how often in one call of the program.
         - `returned`: a sum that the caller gets wherever it lies: scattering it costs what gathering it takes as well.
         - `together`: so many sums share a latency.
-        - `sharers`: readers among which a copy that cannot be cut back is divided (`reshard_edges.py`).
+        - `sharing`, `bit`, `sharers`, `mates`: who may share the second copy of a relay (`ReshardEdges`).
         - `twins`: operands before of the same reader; in states in which one has the same layout, nothing is moved.
         """
         key = (
-            "reshard", id(source), id(target), tensor.shape, tensor.dtype, repeat, returned, together, sharers,
-            *map(id, twins),
+            "reshard", id(source), id(target), tensor.shape, tensor.dtype, repeat, returned, together, sharing,
+            bit, sharers, mates, *map(id, twins),
         )  # fmt: skip
         if key not in self._ids:
-            seconds, divided = self._shares(source, target, tensor, returned, together, sharers)
-            table = seconds[np.ix_(source.index, target.index)] * repeat
+            seconds = self.seconds(source, target, tensor, returned, together)
+            table = seconds[np.ix_(source.index, target.index)]
+            if isinstance(target, Relay) and target.pairs:
+                table = table + self._second_copies(source, target, tensor, returned, together, sharing)
+            if isinstance(source, Relay) and sharers:
+                table = _shared(table, source, target, bit, sharers, mates)
+            table = table * repeat
             for twin in twins:
                 same = [
                     twin.layouts[a] == target.layouts[b]
@@ -88,31 +95,28 @@ class CostTables:
                 ]
                 table[:, np.array(same)] = 0.0
             self._ids[key] = len(self.pairwise)
-            if divided.any():
-                self.divided[len(self.pairwise)] = divided[np.ix_(source.index, target.index)]
             self.pairwise.append(table)
         return self._ids[key]
 
-    def layout_seconds(
-        self, source: Choices, target: Choices, tensor: Tensor, *, returned: bool, together: int, sharers: int
-    ) -> np.ndarray:
-        """What one reader pays, between the layouts themselves: `(layouts of source, layouts of target)`."""
-        return self._shares(source, target, tensor, returned, together, sharers)[0]
+    def _second_copies(
+        self, made: Choices, relay: Relay, tensor: Tensor, returned: bool, together: int, sharing: SharingScopes
+    ) -> np.ndarray:  # fmt: skip
+        """Seconds of making the second copies of a relay from what is kept; none where the tensor lies there so."""
+        within = self.seconds(relay, relay, tensor, returned, together)
+        paired = relay.second >= 0
+        once = np.where(paired, within[relay.index, relay.second], 0.0)
+        lies = np.array([[a == b for b in relay.layouts] for a in made.layouts])
+        lies = paired & lies[np.ix_(made.index, relay.second)]
+        out = np.zeros(lies.shape)
+        for k, (ratio, at_hand) in enumerate(sharing):
+            here = (relay.scopes >> k & 1) * once * ratio
+            out += np.where(lies, 0.0, here) if at_hand else here
+        return out
 
-    def _shares(
-        self, source: Choices, target: Choices, tensor: Tensor, returned: bool, together: int, sharers: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds that one reader pays, and which of them are a share of what the copy takes."""
-        seconds = self._seconds_of(source, target, tensor, returned, together)
-        if sharers == 1:
-            return seconds, np.zeros_like(seconds, dtype=bool)
-        back = self._seconds_of(target, source, tensor, False, together).T
-        divided = (back > 0) & (seconds > 0) & np.isfinite(seconds)
-        return np.where(divided, seconds / sharers, seconds), divided
-
-    def _seconds_of(
+    def seconds(
         self, source: Choices, target: Choices, tensor: Tensor, returned: bool, together: int
     ) -> np.ndarray:
+        """Between the layouts themselves: `(layouts of the source, layouts of the target)`."""
         key = (self._listed(source), self._listed(target), tensor.shape, tensor.itemsize, together, returned)
         if key not in self._seconds:
             found = redistribute.table(
@@ -139,6 +143,23 @@ class CostTables:
             self._ids[key] = len(self.pairwise)
             self.pairwise.append(same[np.ix_(a.index, b.index)])
         return self._ids[key]
+
+
+def _shared(
+    table: np.ndarray, relay: Relay, target: Choices, bit: int, sharers: int, mates: int
+) -> np.ndarray:
+    """What a reader pays beside a relay with a second copy: nothing for that one, a share of any other.
+
+    Only of copies that cannot be cut back to what is kept: others are paid in full.
+    """
+    beside = np.array([[not is_cut_of(k, x) for x in target.layouts] for k in relay.layouts])
+    beside = beside[np.ix_(relay.index, target.index)]
+    if bit < 0:  # one of more scopes than are told apart
+        return np.where(beside, table / mates, table)
+    same = np.array([[p == x for x in target.layouts] for p in relay.layouts])
+    paired, here = (relay.second >= 0)[:, None], (relay.scopes >> bit & 1 > 0)[:, None]
+    out = np.where(beside & paired, table / np.where(here, max(1, sharers - 2), mates), table)
+    return np.where(here & same[np.ix_(relay.second, target.index)], 0.0, out)
 
 
 def scatter_price(

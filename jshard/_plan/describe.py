@@ -34,6 +34,7 @@ def describe(
     steps: Sequence[str],
     held: Profile,
     unpriced: float = 0.0,
+    space: str = "",
 ) -> Plan:
     """The plan of a schedule that answers a problem under a wish; `found` is what the schedule costs."""
     choice = made.choice
@@ -55,7 +56,7 @@ def describe(
     )
     cost = Cost(
         float(objective), float(bound), found.compute, found.beyond, found.communication, held.peak,
-        "B" if wish.level == 1 else "s", found.price, unpriced,
+        "B" if wish.level == 1 else "s", found.price, unpriced, space,
     )  # fmt: skip
     memory = Memory(tuple([float(held.curve.get(i, 0.0)) for i in equations]), held.held)
     return Plan(

@@ -213,7 +213,7 @@ class _Writer:
         n = len(layouts) * len(kinds)
         key = (
             "copy", id(c.source), id(c.target), tensor.shape, tensor.itemsize, c.times, c.returned, c.together,
-            c.sharers, by_source, fluid,
+            by_source, fluid,
         )  # fmt: skip
         if key not in self.ids:
             self.ids[key] = len(self.pairwise)
@@ -287,9 +287,7 @@ class _Writer:
         """Tables maker x copy and copy x reader: one tells the layout, the other allows and charges."""
         tensor, tables = self.program.tensors[c.tensor], self.problem.tables
         sources, targets = c.source.layouts, c.target.layouts
-        moved = c.times * tables.layout_seconds(
-            c.source, c.target, tensor, returned=c.returned, together=c.together, sharers=c.sharers
-        )
+        moved = c.times * tables.seconds(c.source, c.target, tensor, c.returned, c.together)
         same = np.array([[a == b for b in targets] for a in sources])
         kinds = [np.where(same, 0.0, np.inf), np.where(same, np.inf, moved)]
         if fluid:

@@ -16,7 +16,6 @@ from jshard._errors import MemoryBudgetError, PlanMismatchError, SearchError
 from jshard._layout import Layout
 from jshard._plan.again import Again
 from jshard._plan.describe import describe, fingerprint
-from jshard._plan.exact_cost import copy_variables
 from jshard._plan.limited import limited
 from jshard._plan.meeting import named
 from jshard._plan.network import Pins, Problem, problem
@@ -70,13 +69,14 @@ def make_plan(
     for op, side, k, key, test in wish.forced:
         forced.setdefault(op, []).append((side, k, key, test))
 
-    def problem_of(price: float) -> Problem:
+    def problem_of(**options: Any) -> Problem:
+        options = {"replication_price": wish.replication_price, **options}
         return problem(
             program, topology, fixed, forced=forced, pinned_results=wish.pinned_results, level=wish.level,
-            ties=wish.ties, donated=wish.donated, replication_price=price,
+            ties=wish.ties, donated=wish.donated, **options,
         )  # fmt: skip
 
-    built = problem_of(wish.replication_price)
+    built = problem_of(second_copies=wish.level != 1)
     if wish.search != "propagation":
         try:
             answer = _solve(built, wish, problem_of, on_progress)
@@ -97,6 +97,7 @@ def make_plan(
         answer.steps,
         answer.held,
         answer.unpriced,
+        SINGLE_COPIES if wish.level != 1 and built.single_copies else "",
     )
     if wish.memory_limit is not None and plan.cost.peak_bytes > wish.memory_limit:
         _refuse_budget(plan, wish.memory_limit, answer.least)
@@ -106,9 +107,10 @@ def make_plan(
     return dataclasses.replace(plan, search_again=again), answer.made
 
 
+SINGLE_COPIES = "plans with a single shared copy a tensor"
+
 _WORTH = 0.95  # of the peak: for less nothing is moved again, since compilers follow such a plan only so far
 _ROUNDING = 1e-9  # relative: the network adds up the same terms in another order
-_COPY_ROUNDS = 12  # searches with more and more copy variables
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -204,7 +206,7 @@ def _under_way(made: Schedule, held: Profile) -> Profile:
 def _solve(
     built: Problem,
     wish: Wish,
-    problem_of: Callable[[float], Problem],
+    problem_of: Callable[..., Problem],
     on_progress: Callable[..., None] | None,
 ) -> _Answer:
     """Search by level; a budget that the free optimum keeps anyway costs nothing and leaves its proof whole."""
@@ -213,40 +215,26 @@ def _solve(
     answer = _quickest(built, wish, on_progress)
     if wish.memory_limit is None or answer.peak <= wish.memory_limit:
         return _with_price_of_cutting(answer, problem_of)
+    built = problem_of(second_copies=False)
     answer = _within(built, wish, answer, on_progress)
     if answer.peak <= wish.memory_limit:
         return answer
-    other = _least_peak(built, wish, on_progress, answer).after(answer)
-    return other if other.peak > wish.memory_limit else dataclasses.replace(other, bound=answer.bound)
+    # Plans that fit may have to repeat products: what they pay for it is counted, but not searched by.
+    other = _least_peak(
+        problem_of(replication_price=0.0, price_of_scattering=False, second_copies=False), wish, on_progress
+    ).after(answer)
+    if answer.peak < other.peak:
+        other = dataclasses.replace(answer, least=other.least)
+    return dataclasses.replace(other, built=built, found=schedule_cost(other.made, built), bound=answer.bound)
 
 
 def _quickest(built: Problem, wish: Wish, on_progress: Callable[..., None] | None) -> _Answer:
-    """The plan of least time without a budget.
-
-    The network charges readers a share of copies that they may have in common (`reshard_edges.py`). Where the plan
-    that it finds has such a copy for fewer of them, the search is repeated with that copy counted exactly.
-    """
-    network: CostNetwork | None = built.network
-    best: _Answer | None = None
-    bound = 0.0
-    for _ in range(_COPY_ROUNDS):
-        assert network is not None
-        s = solve(network, gap=wish.gap, seconds=wish.seconds, on_progress=on_progress)
-        bound = max(bound, s.bound)
-        answer = _answer(built, wish, s.assignment, bound, s.steps)
-        if best is None or answer.cost < best.cost:
-            best = answer
-        best = dataclasses.replace(best, bound=bound)
-        if best.interrupted or best.cost <= bound * (1 + _ROUNDING) + wish.gap * bound:
-            break
-        network = copy_variables(built, network, np.asarray(s.assignment)[: built.network.size])
-        if network is None:
-            break
-    assert best is not None
-    return best
+    """The plan of least time without a budget."""
+    s = solve(built.network, gap=wish.gap, seconds=wish.seconds, on_progress=on_progress)
+    return _answer(built, wish, s.assignment, s.bound, s.steps)
 
 
-def _with_price_of_cutting(answer: _Answer, problem_of: Callable[[float], Problem]) -> _Answer:
+def _with_price_of_cutting(answer: _Answer, problem_of: Callable[..., Problem]) -> _Answer:
     """With what a plan would cost without the price of repeated products, where latency is all that this one pays.
 
     Only there can repeating all products be quicker than what the plan communicates: elsewhere nothing is searched.
@@ -259,7 +247,7 @@ def _with_price_of_cutting(answer: _Answer, problem_of: Callable[[float], Proble
     every = sum(products) * (built.topology.mesh.total - 1)
     if not wish.replication_price or answer.interrupted or found.communication <= every:
         return answer
-    free = problem_of(0.0)
+    free = problem_of(replication_price=0.0)
     other = solve(free.network, gap=wish.limited_gap, seconds=wish.seconds)
     quick = _answer(free, wish, other.assignment, other.bound, ())
     if quick.peak > (wish.memory_limit or math.inf) or quick.cost >= answer.cost - found.price:
@@ -271,15 +259,13 @@ def _equations(program: Program) -> list[int]:
     return np.flatnonzero(program.arrays.of_kind("eqn")).tolist()
 
 
-def _least_peak(
-    built: Problem, wish: Wish, on_progress: Callable[..., None] | None, free: _Answer | None = None
-) -> _Answer:
+def _least_peak(built: Problem, wish: Wish, on_progress: Callable[..., None] | None) -> _Answer:
     """The plan of least peak, as counted over the schedules of what several searches find.
 
     The bound is that of the network that counts only what every plan holds; the other is nearer to the schedules.
     A plan that is as good as least, and faster, is taken instead.
     """
-    found: list[_Answer] = [free] if free is not None else []
+    found: list[_Answer] = []
 
     def search(network: CostNetwork, ties: bool) -> float:
         s = solve(
@@ -295,9 +281,9 @@ def _least_peak(
         search(limited(built), ties=True)
     steps = found[-1].steps
     if not any(a.interrupted for a in found):
-        if free is None:  # the network does not see every copy; the plan of least time sometimes makes fewer
-            other = solve(built.network, gap=wish.limited_gap, seconds=wish.limited_seconds)
-            found.append(_answer(built, wish, other.assignment, bound, other.steps))
+        # The network does not see every copy; the plan of least time sometimes makes fewer.
+        other = solve(built.network, gap=wish.limited_gap, seconds=wish.limited_seconds)
+        found.append(_answer(built, wish, other.assignment, bound, other.steps))
         found.remove(rough)
         if rough.peak < min(a.peak for a in found):
             search(sure, ties=True)

@@ -22,13 +22,15 @@ from jshard._plan.combined import SUMS, combined, on_the_way
 from jshard._plan.cost_tables import CostTables
 from jshard._plan.forms import forms, owned, special, states_of, times_of
 from jshard._plan.replication import REPLICATION_PRICE, priced_products
-from jshard._plan.reshard_edges import ReshardEdges, reshard_edges
+from jshard._plan.reshard_edges import Relay, ReshardEdges, reshard_edges
 from jshard._plan.states import Choices, Interner, Pinned, States
 from jshard._plan.times import Times
 from jshard._program.graph import Program
 from jshard._search import CostNetwork
 from jshard._topology import Topology
 
+
+MOST_AXES = 2  # of a mesh for whose tensors the pairs of layouts are few enough to be told apart
 
 Pins = Mapping[int, Sequence[tuple[str, int, Any, Pinned]]]  # operator -> its pins
 
@@ -45,7 +47,6 @@ class Carry:
     times: float
     returned: bool
     together: int = 1
-    sharers: int = 1
     twins: tuple[Choices, ...] = ()
 
 
@@ -57,7 +58,7 @@ class Problem:
     topology: Topology
     level: int
     states: tuple[States, ...]
-    relays: Mapping[int, Choices]
+    relays: Mapping[int, Relay]
     relay_variable: Mapping[int, int]
     life: Lifetimes
     network: CostNetwork
@@ -65,6 +66,7 @@ class Problem:
     tables: CostTables
     returned: frozenset[int]  # sums that go to results whose layout nobody fixed
     together: Mapping[int, int]  # how many sums go together with a tensor's, where it is more than one
+    single_copies: bool  # whether the network's cost is one of plans with a single shared copy a tensor
     donated: tuple[int, ...]
 
     @property
@@ -84,10 +86,10 @@ class Problem:
         return tuple(
             Carry(
                 k, t, e.choices[source], e.choices[target], reader, repeat, t in self.returned,
-                self.together.get(t, 1), sharers, e.twin_choices[twins],
+                self.together.get(t, 1), e.twin_choices[twins],
             )
-            for k, (t, source, target, reader, repeat, sharers, twins) in enumerate(
-                zip(*(x.tolist() for x in (e.tensor, e.source, e.target, e.reader, e.repeat, e.sharers, e.twins)),
+            for k, (t, source, target, reader, repeat, twins) in enumerate(
+                zip(*(x.tolist() for x in (e.tensor, e.source, e.target, e.reader, e.repeat, e.twins)),
                     strict=True)
             )
         )  # fmt: skip
@@ -109,6 +111,8 @@ def problem(
     ties: Sequence[tuple[int, int]] = (),
     donated: Collection[int] = (),
     replication_price: float = REPLICATION_PRICE,
+    second_copies: bool = True,
+    price_of_scattering: bool = True,
 ) -> Problem:
     """Build the network of a program under a level.
 
@@ -119,6 +123,10 @@ def problem(
     - `ties`: (output operator, input operator) pairs that must have one layout.
     - `donated`: flat indices of donated arguments.
     - `replication_price`: what a second of repeated product work counts (`replication.py`); nothing at level 1.
+    - `second_copies`: whether copies that several operators share are counted once (`reshard_edges.py`), on a mesh of
+        at most two axes.
+    - `price_of_scattering`: whether sums that the caller gets in pieces pay for what it takes to gather them; not at
+        level 1.
 
     The network is without memory, which `limited.py` adds where a level or a budget asks for it.
     """
@@ -147,14 +155,15 @@ def problem(
         tables.own(program.operators[i], replication_price if i in priced else 0.0, wished.get(i))
         for i in some
     ]
-    edges, relays = reshard_edges(program, number, distinct, times_of(program))
+    pairs = second_copies and sum(n > 1 for n in topology.mesh.sizes) <= MOST_AXES
+    edges, relays = reshard_edges(program, number, distinct, times_of(program), pairs)
     kept = [tables.free(len(c.index)) for c in relays.values()]
-    asked = {op for op, entries in pins.items() if any(not isinstance(key, str) for _, _, key, _ in entries)}
-    returned = (
-        _returned(program, ties, asked if pinned_results is None else {*pinned_results})
-        if level != 1
-        else frozenset()
-    )
+    if pinned_results is None:
+        pinned_results = {
+            op for op, some in pins.items() if any(not isinstance(key, str) for _, _, key, _ in some)
+        }
+    price_sums = price_of_scattering and level != 1
+    returned = _returned(program, ties, frozenset(pinned_results)) if price_sums else frozenset()
     together = combined(program, topology)
     heads, tails, numbers = (
         edges.head.tolist(),
@@ -175,7 +184,7 @@ def problem(
     variable = dict(zip(relays, range(n, n + len(relays)), strict=True))
     return Problem(
         program, topology, level, states, relays, variable, life, network, edges, tables, returned, together,
-        tuple(donated),
+        not pairs and max(map(len, edges.readings), default=0) > 2, tuple(donated),
     )  # fmt: skip
 
 
@@ -194,12 +203,25 @@ def _edge_tables(
     free[list(returned)] = 1
     rate = np.unique(e.repeat, return_inverse=True)[1]
     alike, some = numbered(
-        packed(e.source, e.target, a.kind[e.tensor], rate, free[e.tensor], sums[e.tensor], e.sharers, e.twins)
+        packed(
+            e.source,
+            e.target,
+            a.kind[e.tensor],
+            rate,
+            free[e.tensor],
+            sums[e.tensor],
+            e.bit + 1,
+            e.sharers,
+            e.mates,
+            e.sharing,
+            e.twins,
+        )
     )
     made = [
         tables.reshard(
             e.choices[e.source[k]], e.choices[e.target[k]], program.tensors[t], float(e.repeat[k]),
-            returned=t in returned, together=together.get(t, 1), sharers=int(e.sharers[k]),
+            returned=t in returned, together=together.get(t, 1),
+            sharing=e.sharing_scopes[e.sharing[k]], bit=int(e.bit[k]), sharers=int(e.sharers[k]), mates=int(e.mates[k]),
             twins=e.twin_choices[e.twins[k]],
         )
         for k, t in zip(some, e.tensor[some].tolist(), strict=True)
@@ -207,7 +229,7 @@ def _edge_tables(
     return np.array(made, dtype=np.int64)[alike].tolist()
 
 
-def _returned(program: Program, ties: Sequence[tuple[int, int]], asked: Collection[int]) -> frozenset[int]:
+def _returned(program: Program, ties: Sequence[tuple[int, int]], asked: frozenset[int]) -> frozenset[int]:
     """Sums that go, through light operators only, to results whose layout nobody fixed.
 
     A reduce-scatter there would only leave the second half of an all-reduce to the caller, so it costs that as well

@@ -116,7 +116,8 @@ class Cost:
     over all plans in the search space. `compute` are the seconds of one device, `redundant` the part of it
     beyond an even share, `communication` all collectives. `price` is what the objective counts beside them: for
     products that are repeated and sums that are handed to the caller in pieces. `unpriced` is what a plan costs that
-    may repeat products for nothing but their time, where that was searched and is less; else 0.
+    may repeat products for nothing but their time, where that was searched and is less; else 0. `space` says what plans
+    the bound is about, where it is not all of them.
     """
 
     objective: float
@@ -128,6 +129,7 @@ class Cost:
     unit: str = "s"
     price: float = 0.0
     unpriced: float = 0.0
+    space: str = ""
 
     @property
     def gap(self) -> float:

@@ -72,10 +72,11 @@ def proof(plan: Plan) -> str:
         shown += f" (of it {seconds(c.price)} the price of repeated products and scattered results)"
     if plan.search == "propagation":
         return f"cost {shown}, nothing proved"
+    among = f" of {c.space}" if c.space else ""
     if c.optimal:
-        return f"optimal: cost {shown} equals the proved bound"
+        return f"optimal: cost {shown} equals the proved bound{among}"
     bound = size(c.bound) if c.unit == "B" else seconds(c.bound)
-    return f"gap {100 * c.gap:.2g}%: cost {shown}, proved bound {bound}"
+    return f"gap {100 * c.gap:.2g}%: cost {shown}, proved bound{among} {bound}"
 
 
 def physics(plan: Plan) -> str:
