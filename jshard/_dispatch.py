@@ -14,6 +14,7 @@ committed to a device; what is committed elsewhere is moved first. Under another
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 from collections.abc import Mapping, Sequence
@@ -27,9 +28,10 @@ from jshard import _jaxcompat as compat
 from jshard._errors import MeshError
 from jshard._layout import Layout
 from jshard._lower.interpret import spmd
+from jshard._plan.plan import Plan
 from jshard._prepare import Prepared, Request
 from jshard._signature import without_statics
-from jshard._training import for_training
+from jshard._training import alone, for_training
 from jshard._wish.mesh import ChosenMesh
 
 
@@ -38,8 +40,17 @@ class Program:
 
     def __init__(self, prepared: Prepared):
         self.prepared = prepared
+        self.said: list[str] = []  # of derivatives that were taken from outside
         self._lock = threading.RLock()
         self._compiled: jax.stages.Compiled | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan, and what became of derivatives that were taken of it from outside."""
+        plan = self.prepared.plan
+        return (
+            dataclasses.replace(plan, steps=(*plan.steps, *dict.fromkeys(self.said))) if self.said else plan
+        )
 
     def lower(self) -> jax.stages.Lowered:
         """The planned program for arguments in the planned layouts."""
@@ -56,7 +67,7 @@ class Program:
     @functools.cached_property
     def inlined(self) -> Any:
         """The program for use inside another trace: flat arguments and captured arrays to flat results."""
-        return _differentiable(self.prepared)
+        return _differentiable(self.prepared, self.said)
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
         """Results of a call, and what JAX's dispatch needs to repeat it; None where it could not know better."""
@@ -103,10 +114,11 @@ def _donated(prepared: Prepared) -> tuple[tuple[int, ...], tuple[str, ...]]:
     return given, tuple(n for n, a in kwargs.items() if donated.intersection(jax.tree.leaves(a)))
 
 
-def _differentiable(prepared: Prepared) -> Any:
+def _differentiable(prepared: Prepared, said: list[str]) -> Any:
     """The program as a function of flat arguments and captured arrays for use inside another trace.
 
-    Its derivative is that of the program planned for training. Compiled as a whole where JAX runs it eagerly.
+    Its derivative is that of the program planned for training; `said` gets the reason where that could not be planned.
+    Compiled as a whole where JAX runs it eagerly.
     """
     mesh, name = prepared.chosen.mesh, prepared.request.name
     body = spmd(prepared.schedule, mesh, vma=True)
@@ -118,7 +130,9 @@ def _differentiable(prepared: Prepared) -> Any:
     def pushed(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
         moving = tuple(i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero))
         if moving not in trained:
-            trained[moving] = spmd(for_training(prepared, moving), mesh, vma=True)
+            found = for_training(prepared, moving)
+            said.extend([found.said] if found.said else [])
+            trained[moving] = spmd(found.schedule, mesh, vma=True)
 
         def of_moving(*moved: Any) -> tuple[Any, ...]:
             values = list(primals)
@@ -129,11 +143,36 @@ def _differentiable(prepared: Prepared) -> Any:
         return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
 
     forward.__name__ = forward.__qualname__ = name
-    if compat.has_effects(prepared.schedule.choice.program.jaxpr):
-        return jax.jit(forward)  # JAX lets no effects into rules
+    if compat.has_effects(prepared.schedule.choice.program.jaxpr):  # JAX lets none into rules
+
+        def watched(*values: Any) -> tuple[Any, ...]:
+            return forward(
+                *(
+                    _watched(x, said) if jax.numpy.issubdtype(x.dtype, jax.numpy.inexact) else x
+                    for x in values
+                )
+            )
+
+        watched.__name__ = watched.__qualname__ = name
+        return jax.jit(watched)
     rule = jax.custom_jvp(forward)
     rule.defjvp(pushed, symbolic_zeros=True)
     return jax.jit(rule)
+
+
+def _watched(x: Any, said: list[str]) -> Any:
+    """The value itself; `said` is told where it is differentiated."""
+
+    @jax.custom_jvp
+    def same(x: Any) -> Any:
+        return x
+
+    @same.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        said.append(alone("", "JAX lets no effects into rules of derivatives"))
+        return primals[0], tangents[0]
+
+    return same(x)
 
 
 def inline(program: Program, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -44,6 +44,11 @@ def open_jaxpr(j: Any) -> tuple[Any, Sequence[Any]]:
     return j, getattr(j, "consts", ())
 
 
+def is_jaxpr(value: Any) -> bool:
+    """Whether a parameter of an equation is a program, open or closed."""
+    return isinstance(value, jex.Jaxpr | getattr(jex, "ClosedJaxpr", jex.Jaxpr))
+
+
 def without_dead_code(jaxpr: Any) -> Any:
     """The jaxpr without equations whose results nobody reads; all inputs stay."""
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]

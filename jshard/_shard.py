@@ -170,7 +170,7 @@ class Sharded:
             program = self._program(args, kwargs, lambda *state: show(0, search_state(*state)))
             prepared = program.prepared
             if not verify:
-                return prepared.plan
+                return program.plan
             if isinstance(prepared.chosen.mesh, AbstractMesh):
                 raise MeshError(
                     f"the mesh {prepared.plan.mesh} plans only, nothing can be compiled for it",
@@ -180,7 +180,7 @@ class Sharded:
                 )
             show(0, "compiling")
             check = prepared.plan.verify(program.compile())
-        return dataclasses.replace(prepared.plan, verification=check)
+        return dataclasses.replace(program.plan, verification=check)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The planned program as a `jax.stages.Lowered`, ready for `.compile()`."""

@@ -16,6 +16,7 @@ import numpy as np
 
 from jshard._layout import Layout
 from jshard._plan.later import Later
+from jshard._plan.local_rows import local_rows
 from jshard._plan.peak import Profile
 from jshard._plan.physics import physics
 from jshard._plan.plan import Cost, Decision, Memory, OperatorRow, Plan, TensorRow
@@ -65,6 +66,7 @@ def describe(
         collectives=tuple(r for r, _ in found.collectives), cost=cost, decision=_decision(choice),
         memory_budget=wish.memory_limit, unknown=found.unknown, memory=memory,
         boundaries=Later(len(joints), lambda: operator_rows(bare, joints, moves)),
+        local=Later(None, lambda: local_rows(Schedule(bare))),
         steps=tuple(steps), physics=physics(choice, found.compute - found.beyond),
     )  # fmt: skip
 
@@ -121,7 +123,7 @@ def _operator_row(
         seconds=seconds, note=s.rule.note,
         reads=tuple(["" if isinstance(a, Literal) else tensors[a].name for a in op.operands]),
         writes=tuple([tensors[r].name for r in op.results]),
-        operand_dtypes=dtypes, result_dtypes=result_dtypes,
+        operand_dtypes=dtypes, result_dtypes=result_dtypes, turn=i in choice.program.in_open_loops,
     )  # fmt: skip
 
 

@@ -23,7 +23,6 @@ from jshard._cost.redistribute import Step
 from jshard._layout import Layout
 from jshard._numbers import packed
 from jshard._program.arrays import Bools, Floats, Ints
-from jshard._rules.rule import reduced_axes
 
 
 if TYPE_CHECKING:
@@ -173,10 +172,6 @@ def _paths(
 
 
 def _finishing(choice: Choice) -> Ints:
-    """(operators,) 1 where an operator finishes a reduction itself."""
+    """(operators,) how many collectives an operator writes itself."""
     form, some = choice.alike
-    own = []
-    for op in some:
-        rule, candidate = choice.states[op].rule, choice.candidate(op)
-        own.append(candidate is not None and bool(reduced_axes(rule, candidate, choice.topology.mesh)))
-    return np.array(own, dtype=np.int64)[form]
+    return np.array([len(choice.own(op)) for op in some], dtype=np.int64)[form]

@@ -24,6 +24,7 @@ from jshard._plan.rows import (
     CollectiveRow as CollectiveRow,
     Cost as Cost,
     Decision as Decision,
+    LocalRow as LocalRow,
     Memory as Memory,
     Need as Need,
     OperatorRow as OperatorRow,
@@ -79,6 +80,7 @@ class Plan:
     memory: Memory = Memory()
     physics: Physics = Physics()
     boundaries: Sequence[OperatorRow] = ()
+    local: Sequence[LocalRow] = ()
     steps: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     jax_mesh: Any = dataclasses.field(default=None, compare=False, repr=False)
     in_tree: Any = dataclasses.field(default=None, compare=False, repr=False)
@@ -227,7 +229,7 @@ class Plan:
             )
         rows = {
             "inputs": TensorRow, "outputs": TensorRow, "operators": OperatorRow, "collectives": CollectiveRow,
-            "boundaries": OperatorRow,
+            "boundaries": OperatorRow, "local": LocalRow,
         }  # fmt: skip
         for key, kind in rows.items():
             data[key] = tuple(kind(**_rich(r)) for r in data.get(key, ()))

@@ -32,7 +32,8 @@ class OperatorRow:
 
     `strategy` has the pieces per dimension of each operand; `collectives` the numbers of the collectives that
     bring its operands into place or finish its result; `seconds` one device's compute in all its `repeat` runs;
-    `reads` and `writes` the names of its operands ("" for a literal) and results.
+    `reads` and `writes` the names of its operands ("" for a literal) and results. `turn`: it is in a loop whose turns
+    nobody knows, and counts for one.
     """
 
     name: str
@@ -53,11 +54,15 @@ class OperatorRow:
     writes: tuple[str, ...] = ()
     operand_dtypes: tuple[str, ...] = ()
     result_dtypes: tuple[str, ...] = ()
+    turn: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveRow:
-    """A collective: bytes received by each device and seconds of one execution, and how many there are."""
+    """A collective: bytes received by each device and seconds of one execution, and how many there are.
+
+    `turn`: it is in a loop whose turns nobody knows, and `count` is that of one turn. `dtype` is the tensor's.
+    """
 
     id: int
     kind: str
@@ -68,11 +73,39 @@ class CollectiveRow:
     operator: str
     tensor: str
     local: str
+    turn: bool = False
+    dtype: str = ""
 
     @property
     def total(self) -> float:
         """Bytes received per device in all executions."""
         return self.bytes * self.count
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalRow:
+    """One line of what a device does: `kind` is "operator", a collective or a slice, a boundary of a loop, or its frame.
+
+    `operator` is who runs, or for whom a step moves. `reads` and `writes` are names of values ("" for a literal), each
+    with its block's shape and element type. `id` is the number of a collective, -1 for others; `count` how often it
+    happens, of which `turn` counts one; `depth` how many bodies it stands in. A collective that an operator writes
+    itself reads and writes nothing: `bytes` is what a device gives to it.
+    """
+
+    kind: str
+    operator: str = ""
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    dtypes: tuple[str, ...] = ()
+    result_shapes: tuple[tuple[int, ...], ...] = ()
+    result_dtypes: tuple[str, ...] = ()
+    axes: tuple[str, ...] = ()
+    id: int = -1
+    count: float = 1.0
+    turn: bool = False
+    depth: int = 0
+    bytes: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)

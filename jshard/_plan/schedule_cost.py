@@ -19,9 +19,8 @@ from jshard._numbers import numbered, packed
 from jshard._plan.cost_tables import scatter_price
 from jshard._plan.network import Problem
 from jshard._plan.rows import CollectiveRow
-from jshard._plan.schedule import Choice, Run, Schedule
-from jshard._program.graph import operator_name
-from jshard._rules.rule import reduced_axes
+from jshard._plan.schedule import Choice, Move, Run, Schedule
+from jshard._program.graph import Tensor, operator_name
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -105,18 +104,12 @@ def collective_rows(made: Schedule, together: Mapping[int, int]) -> list[tuple[C
     for action in made.communicating:
         if isinstance(action, Run):
             op, s = program.operators[action.op], choice.states[action.op]
-            candidate = choice.candidate(action.op)
-            assert candidate is not None
-            axes = reduced_axes(s.rule, candidate, topology.mesh)
-            for r, t in enumerate(op.results):
-                tensor = program.tensors[t]
-                lay = s.results[r].of(choice.state[op.id])
-                held = tensor.nbytes / lay.pieces(topology.mesh)
-                c = collectives.collective("all_reduce", axes, held, topology)
+            for number, sent in zip(action.numbers, choice.own(op.id), strict=True):
+                tensor = program.tensors[op.results[sent.result]]
+                lay = s.results[sent.result].of(choice.state[op.id])
+                c = collectives.collective(sent.kind, sent.axes, sent.held, topology)
                 local = _block(lay.local_shape(tensor.shape, topology.mesh))
-                out.append(
-                    (_row(action.number, c, action.repeat, operator_name(op), tensor.name, local), op.id)
-                )
+                out.append((_row(number, c, action, operator_name(op), tensor, local), op.id))
             continue
         tensor, lay = program.tensors[action.tensor], action.source
         reader = program.operators[action.reader] if action.reader >= 0 else None
@@ -129,15 +122,16 @@ def collective_rows(made: Schedule, together: Mapping[int, int]) -> list[tuple[C
                 before = _block(lay.local_shape(tensor.shape, topology.mesh))
                 local = f"{before} -> {_block(after.local_shape(tensor.shape, topology.mesh))}"
                 name = operator_name(reader) if reader is not None else f"readers of {tensor.name}"
-                out.append((_row(number, c, action.repeat, name, tensor.name, local), action.reader))
+                out.append((_row(number, c, action, name, tensor, local), action.reader))
             lay = after
     return out
 
 
-def _row(number: int, c: Any, count: float, operator: str, tensor: str, local: str) -> CollectiveRow:
+def _row(number: int, c: Any, action: Move | Run, operator: str, tensor: Tensor, local: str) -> CollectiveRow:
     return CollectiveRow(
-        number, c.kind, tuple(c.axes), float(c.bytes), float(c.seconds), float(count), operator, tensor, local
-    )
+        number, c.kind, tuple(c.axes), float(c.bytes), float(c.seconds), float(action.repeat), operator,
+        tensor.name, local, action.turn, str(tensor.dtype),
+    )  # fmt: skip
 
 
 def _block(shape: tuple[int, ...]) -> str:

@@ -20,7 +20,7 @@ import numpy as np
 from jshard._cost import collectives, compute
 from jshard._plan.states import States
 from jshard._program.graph import Tensor
-from jshard._rules.rule import local_work, reduced_axes
+from jshard._rules.rule import local_work, own_collectives
 from jshard._topology import Topology
 
 
@@ -66,12 +66,10 @@ def operator_times(
     seconds = np.maximum(local / rate, moved / chip.hbm_bandwidth)
     even = max(work / mesh.total / rate, sum(b for b, _ in tensors) / mesh.total / chip.hbm_bandwidth)
     own = np.zeros(len(s))
-    if s.rule.reduction and s.rule.reducer != "sum":
+    if s.rule.own or s.rule.reducer != "sum":
         for k, c in enumerate(s.candidates):
-            over = reduced_axes(s.rule, c, mesh) if c is not None else ()
-            for i, a in enumerate(s.op.outs if over else ()):
-                block = _bytes(a) / s.results[i].of(k).pieces(mesh)
-                own[k] += collectives.collective("all_reduce", over, block, topology).seconds
+            for sent in own_collectives(s.rule, c, mesh, s.op.outs) if c is not None else ():
+                own[k] += collectives.collective(sent.kind, sent.axes, sent.held, topology).seconds
     redundant = np.maximum(0.0, seconds - even)
     if not price:
         return Times(seconds, redundant, own, np.zeros(len(s)))

@@ -32,8 +32,8 @@ from jshard._numbers import Ints as Ints
 if TYPE_CHECKING:
     from jshard._program.graph import Program
 
-SCAN_ENTRIES = ("scan_const", "scan_carry", "scan_sum", "scan_xs")
-"""Boundary operators whose first result lives in the body of a scan."""
+ENTRIES = ("scan_const", "scan_carry", "scan_sum", "scan_xs", "while_const", "while_carry")
+"""Boundary operators with a result that lives in the body of a loop."""
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -117,7 +117,7 @@ def arrays_of(program: Program) -> Arrays:
     primitive = [names.setdefault((op.kind, op.primitive), len(names)) for op in ops]
     repeat = np.fromiter([op.repeat for op in ops], np.float64, n)
     result_repeat = repeat[maker]
-    entering = [(kind, name) for kind, name in names if kind in SCAN_ENTRIES]
+    entering = [(kind, name) for kind, name in names if kind in ENTRIES]
     for i in np.flatnonzero(np.isin(primitive, [names[e] for e in entering])).tolist():
         result_repeat[list(ops[i].results)] = ops[i].result_repeat
     return Arrays(

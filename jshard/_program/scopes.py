@@ -1,8 +1,8 @@
 """Scopes: in which body of a loop, branch or call each tensor is made and each operand is read.
 
 Problem.  A resharded copy of a tensor serves all later operators of the same body, and none of another body: what
-is moved inside a loop, branch, `remat` or call with a derivative rule stays inside. So whether two operators share
-one collective depends on where they stand, and the cost of a plan has to know that.
+is moved inside a loop, a branch or a `remat` that computes again stays inside. So whether two operators share one
+collective depends on where they stand, and the cost of a plan has to know that.
 
 Idea.  Number the bodies; 0 is the program itself. A boundary operator reads the values that enter a body outside,
 and those that leave it inside.
@@ -90,21 +90,24 @@ class _Walk:
         return number
 
     def call(self, call: Call, scope: int) -> None:
-        bodies = [self.inner(block) for block in call.blocks]
         if call.kind in ("custom_jvp", "custom_vjp"):
             self.enters_rule.update(t for t in call.blocks[0].inputs)
+        if not call.has_scope:
+            self.block(call.blocks[0], scope)
+            return
+        bodies = [self.inner(block) for block in call.blocks]
         for role, ops in call.boundary.items():
-            for k, op in enumerate(ops):
-                self.boundary(op, *_ends(call, role, k, scope, bodies))
+            for op in ops:
+                self.boundary(op, *_ends(call, role, scope, bodies))
 
 
-def _ends(call: Call, role: str, k: int, outside: int, bodies: list[int]) -> tuple[list[int], list[int]]:
-    """Scopes of the operands and of the results of the k-th boundary operator of a role."""
+def _ends(call: Call, role: str, outside: int, bodies: list[int]) -> tuple[list[int], list[int]]:
+    """Scopes of the operands and of the results of the boundary operators of a role."""
     last = bodies[-1]
     if call.kind == "while":
         test = bodies[0]
-        if role == "const":
-            return [outside], [test if k < call.eqn.params["cond_nconsts"] else last]
+        if role in ("test", "const"):
+            return [outside], [test if role == "test" else last]
         return ([outside, last], [test, last, outside]) if role == "carry" else ([test], [test])
     if role == "carry":
         return [outside, last], [last, outside]

@@ -17,24 +17,34 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Collectives of one kind over the same axes: how many, bytes received by a device, seconds, in all."""
+    """Collectives of one kind over the same axes: how many, bytes received by a device, seconds, in all.
+
+    `open`: some are in a loop whose turns nobody knows, so each figure is the least.
+    """
 
     kind: str
     axes: str
     count: float
     bytes: float
     seconds: float
+    open: bool = False
 
 
 def traffic(plan: Plan) -> list[Traffic]:
     """Traffic by kind and axes, sorted."""
     by: dict[tuple[str, str], list[float]] = {}
+    open_ = {(c.kind, "*".join(c.axes)) for c in plan.collectives if c.turn}
     for c in plan.collectives:
         row = by.setdefault((c.kind, "*".join(c.axes)), [0.0, 0.0, 0.0])
         row[0] += c.count
         row[1] += c.total
         row[2] += c.seconds * c.count
-    return [Traffic(kind, axes, *row) for (kind, axes), row in sorted(by.items())]
+    return [Traffic(*key, *row, key in open_) for key, row in sorted(by.items())]
+
+
+def at_least(plan: Plan) -> str:
+    """What stands before totals of a program with a loop whose turns nobody knows: it counts as one turn."""
+    return "at least " if any(r.turn for r in plan.boundaries) else ""
 
 
 def step_seconds(plan: Plan) -> float:
@@ -55,9 +65,9 @@ def goal(plan: Plan) -> str:
 def proof(plan: Plan) -> str:
     """One sentence on how good the plan is; "optimal" only where cost equals the proved bound."""
     c = plan.cost
-    shown = seconds(c.objective)
-    if c.unit == "B":  # what the search counts at level 1; the peak of the schedule has moved copies too
-        shown = f"{size(c.objective)} (tensors without moved copies)"
+    shown = size(c.objective) if c.unit == "B" else seconds(c.objective)
+    if at_least(plan) and c.unit == "s":
+        shown += " with one turn of each open loop"
     if c.price and c.unit == "s":
         shown += f" (of it {seconds(c.price)} the price of repeated products and scattered results)"
     if plan.search == "propagation":

@@ -14,7 +14,7 @@ from jshard._plan.rows import TensorRow
 from jshard._report.extras import needed
 from jshard._report.fold import Group, fold_tensors, groups, lies_as
 from jshard._report.ir import short
-from jshard._report.summary import figures, goal, physics, proof, step_seconds, traffic
+from jshard._report.summary import at_least, figures, goal, physics, proof, step_seconds, traffic
 from jshard._report.units import count, seconds, share, size
 
 
@@ -177,7 +177,13 @@ def place(g: Group) -> str:
 def totals(plan: Plan) -> Section:
     """Bytes and seconds by kind and by axes."""
     rows = [
-        (t.kind, f"over {t.axes}", f"{count(t.count)} times", f"{t.bytes:,.0f} B", seconds(t.seconds))
+        (
+            t.kind,
+            f"over {t.axes}" + ", at least" * t.open,
+            f"{count(t.count)} times",
+            f"{t.bytes:,.0f} B",
+            seconds(t.seconds),
+        )
         for t in traffic(plan)
     ]
     return Section(
@@ -192,8 +198,11 @@ def notes(plan: Plan, width: int = WIDTH) -> list[str]:
     """Seconds, memory by class, what was replicated for want of a rule; lists broken at `width` unless it is 0."""
     f = figures(plan)
     lines = [
-        f"  compute {f['compute']} (redundant {f['redundant']}), communication {f['communication']}, step {f['step']}"
+        f"  {at_least(plan)}compute {f['compute']} (redundant {f['redundant']}), "
+        f"communication {f['communication']}, step {f['step']}"
     ]
+    if at_least(plan):
+        lines.append("  a loop whose turns are not known counts as one turn: totals are the least")
     budget = "" if plan.memory_budget is None else f" of {f['budget']} allowed"
     lines.append(f"  peak memory {f['peak']}{budget} a device, in program order")
     held = [f"{name} {size(b)}" for name, b in plan.memory.held]
@@ -202,6 +211,9 @@ def notes(plan: Plan, width: int = WIDTH) -> list[str]:
         lines += _wrapped("    " + ", ".join(held[: 5 if more else 6]) + more, width)
     if plan.unknown:
         lines += _wrapped(f"  replicated for want of a rule: {', '.join(plan.unknown)}", width)
+    for said in plan.steps:
+        if said.startswith("differentiated from outside"):
+            lines += _wrapped(f"  {said}", width)
     if plan.verification is not None:
         lines.append(f"  compiled program: {plan.verification.summary}")
     return lines

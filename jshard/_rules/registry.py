@@ -8,6 +8,7 @@ iota, gather, random bits) have one, and ask the `LocalContext` for local shapes
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -47,6 +48,7 @@ class LocalContext:
     differentiable_loop: bool = (
         False  # in the body of a loop of a program that is differentiated from outside
     )
+    numbers: tuple[int, ...] = ()  # of the rule's own collectives, among those of the plan
 
     def axes(self, factor: int) -> tuple[str, ...]:
         """Mesh axes that cut a factor, major first; empty when it is whole."""
@@ -91,6 +93,10 @@ class LocalContext:
     def reduced_axes(self) -> tuple[str, ...]:
         """Mesh axes over which the operator itself must finish its (non-sum) reduction."""
         return reduced_axes(self.rule, self.candidate, self.mesh)
+
+    def own(self, k: int) -> Any:
+        """The scope in which a local function writes its own collective `k`: verification finds it by that name."""
+        return plan_scope(self.numbers[k] if k < len(self.numbers) else -1)
 
     def bind(self, *operands: Any, **changed: Any) -> Sequence[Any]:
         """Run the plain primitive on local operands with some parameters changed."""
@@ -155,6 +161,11 @@ def family(name: str) -> Callable[..., Callable[[RuleFunction], RuleFunction]]:
         return decorate
 
     return register
+
+
+def plan_scope(number: int) -> Any:
+    """The name by which verification finds collective `number` of a plan in the compiled program; -1 for none."""
+    return jax.named_scope(f"jshard.{number}") if number >= 0 else contextlib.nullcontext()
 
 
 def block_index(axes: Sequence[str], mesh: MeshAxes) -> Any:
