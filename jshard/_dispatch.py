@@ -85,9 +85,10 @@ def _lower(prepared: Prepared) -> jax.stages.Lowered:
     ]
     args, kwargs = jax.tree.unflatten(prepared.in_tree, shapes)
     given, named = _donated(prepared)
+    rows = prepared.plan.outputs
     jitted = jax.jit(
         run,
-        out_shardings=prepared.plan.out_shardings,
+        out_shardings=jax.tree.unflatten(prepared.out_tree, [NamedSharding(mesh, r.layout.spec) for r in rows]),
         donate_argnums=given or None,
         donate_argnames=named or None,
     )

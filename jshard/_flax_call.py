@@ -22,6 +22,8 @@ import jax
 
 import jshard
 from jshard._errors import ShardError, StrategyError
+from jshard._flax_step import is_state
+from jshard._prepare import PlanOfLeaves
 from jshard._wish.entries import is_strategy, looks_like_strategy, shown
 from jshard._wish.parameters import Index, flat_plan, name_parts
 from jshard._wish.paths import Leaf, input_leaves
@@ -63,7 +65,7 @@ class Call:
     @staticmethod
     def of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         """Take a call apart."""
-        leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)))
+        leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)), is_leaf=is_state)
         statics = tuple((i, x) for i, x in enumerate(leaves) if not is_traced(x))
         return Call(tree, tuple(x for x in leaves if is_traced(x)), statics)
 
@@ -75,7 +77,8 @@ class Call:
     @property
     def shapes(self) -> Any:
         """Shapes and dtypes of the arrays, the same inside and outside of a trace."""
-        return tuple((getattr(x, "shape", ()), str(getattr(x, "dtype", type(x)))) for x in self.arrays)
+        arrays = jax.tree.leaves(self.arrays)
+        return tuple((getattr(x, "shape", ()), str(getattr(x, "dtype", type(x)))) for x in arrays)
 
     def dynamic(self) -> tuple[tuple, dict[str, Any]]:
         """The call with None in place of what is part of the program."""
@@ -83,7 +86,7 @@ class Call:
 
     def whole(self, dynamic: tuple[tuple, dict[str, Any]]) -> tuple[tuple, dict[str, Any]]:
         """The call as it was, with the arrays of `dynamic`."""
-        return self._filled(jax.tree.leaves(dynamic), dict(self.statics))
+        return self._filled(jax.tree.leaves(dynamic, is_leaf=is_state), dict(self.statics))
 
     def _filled(self, arrays: Sequence[Any], others: Mapping[int, Any]) -> tuple[tuple, dict[str, Any]]:
         given = iter(arrays)
@@ -92,10 +95,10 @@ class Call:
 
 
 def is_traced(x: Any) -> bool:
-    """Whether an argument is an array or a number, which programs take as input; a bool is a flag."""
+    """Whether an argument is an array, a number or state, which programs take as input; a bool is a flag."""
     if isinstance(x, bool):
         return False
-    return isinstance(x, int | float | complex | jax.ShapeDtypeStruct) or (
+    return is_state(x) or isinstance(x, int | float | complex | jax.ShapeDtypeStruct) or (
         hasattr(x, "dtype") and hasattr(x, "shape")
     )
 
@@ -174,11 +177,11 @@ def own_parameters(original: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def planned(
-    token: Token, pure: Callable[..., Any], original: Callable[..., Any], before: Sequence[str], state: Any
+    token: Token, pure: Callable[..., Any], original: Callable[..., Any], before: Sequence[str], *, beside: bool = False
 ) -> Any:
     """`pure` as a sharded function; it takes the arguments named `before` and then those of `original`.
 
-    `state` is what it will be called with for `before[0]`: the parameters that names are looked up in.
+    Parameters have their names in `before[0]`. `beside`: it gives (result, something else), not the result alone.
     """
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     own = [
@@ -190,8 +193,11 @@ def planned(
     pure.__name__ = pure.__qualname__ = token.name
     options = dict(token.options)
     options["in_strategy"] = _by_name(options["in_strategy"], own, token.name)
-    options["parameter_plan"] = own_names(options["parameter_plan"], input_leaves((state,), {}, before[:1]))
-    if options["out_strategy"] is not None and not isinstance(options["out_strategy"], str):
+    plan = options["parameter_plan"]
+    options["parameter_plan"] = PlanOfLeaves(
+        lambda leaves: own_names(plan, [leaf for leaf in leaves if leaf.argument == before[0]])
+    )
+    if beside and options["out_strategy"] is not None and not isinstance(options["out_strategy"], str):
         options["out_strategy"] = (_single(options["out_strategy"]), None)
     return jshard.shard(pure, **options)
 

@@ -15,6 +15,7 @@ from jax import core
 from jax._src import config, core as jex, source_info_util, traceback_util, tree_util
 from jax._src.core import trace_state_clean
 from jax._src.interpreters import pxla
+from jax._src.state import AbstractRef
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 from jax.interpreters import ad, batching, mlir, partial_eval
 
@@ -67,6 +68,21 @@ def captured_tracers(traced: Any) -> Sequence[Any]:
 def is_tracer(x: Any) -> bool:
     """Whether a value is one of a trace that is going on."""
     return isinstance(x, core.Tracer)
+
+
+def is_ref(x: Any) -> bool:
+    """Whether a value is a mutable array (`jax.new_ref`)."""
+    return isinstance(array_type(x), AbstractRef)
+
+
+def array_type(x: Any) -> Any:
+    """The type of what JAX takes for an array or a number, None for anything else."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x
+    try:
+        return jax.typeof(x)
+    except (TypeError, ValueError):
+        return None
 
 
 VARIABLE = jex.Var

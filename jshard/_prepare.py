@@ -23,12 +23,13 @@ from jshard._program.graph import Program
 from jshard._program.mapped import axes_of, check_meshes
 from jshard._program.trace import build
 from jshard._program.uncollected import uncollected
+from jshard._state import View, unchanged
 from jshard._topology import Topology
 from jshard._wish.entries import Pin, parse_entry
 from jshard._wish.mesh import ChosenMesh, candidate_grids, candidate_meshes, choose_mesh, resolve_pin
 from jshard._wish.metadata import with_metadata
 from jshard._wish.options import CallOptions, Options
-from jshard._wish.paths import argument_names, input_leaves, path_name
+from jshard._wish.paths import Leaf, argument_names, input_leaves, path_name
 from jshard._wish.strategies import pins_for_inputs, pins_for_outputs, without_static
 
 
@@ -45,6 +46,7 @@ class Request:
     call: CallOptions
     mesh: Any
     plan: Plan | None
+    view: View = View()
 
     @functools.cached_property
     def statics(self) -> tuple[set[int], set[str]]:
@@ -65,6 +67,13 @@ class Prepared:
     in_avals: tuple[Any, ...]
     donated: tuple[int, ...]
     statics: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PlanOfLeaves:
+    """A `parameter_plan` whose names depend on the arguments of the call."""
+
+    of: Callable[[Sequence[Leaf]], Any]
 
 
 def static_positions(fn: Callable[..., Any], call: CallOptions) -> tuple[set[int], set[str]]:
@@ -115,37 +124,33 @@ def prepare(
     """Trace, pin, choose the mesh and plan; nothing is kept if anything fails."""
     left, left_kw, names = dynamic(request, args, kwargs)
     shapes_args, shapes_kw = abstract(tuple(left)), abstract(left_kw)
+    shown = request.view.arguments(shapes_args, shapes_kw)
     statics = request.statics[1]
     in_strategy = without_static(request.in_strategy, argument_names(request.fn, len(args)), tuple(statics))
+    parameter_plan = request.parameter_plan
+    if isinstance(parameter_plan, PlanOfLeaves):
+        parameter_plan = parameter_plan.of(input_leaves(*shown, names))
     pins = pins_for_inputs(
-        shapes_args,
-        shapes_kw,
-        in_strategy,
-        request.parameter_plan,
-        names=names,
-        strict=request.options.strict,
+        *shown, in_strategy, parameter_plan, names=names, strict=request.options.strict
     )
-    pins = with_metadata(
-        pins,
-        shapes_args,
-        shapes_kw,
-        names,
-        request.mesh if request.mesh is not None else compat.context_mesh(),
-    )
+    mesh = request.mesh if request.mesh is not None else compat.context_mesh()
+    pins = with_metadata(pins, *shown, names, mesh)
     traced = _trace(request, args, kwargs)
-    dynamics = _Dynamic(left, left_kw, names, shapes_args, shapes_kw)
+    dynamics = _Dynamic(left, left_kw, names, shapes_args, shapes_kw, *shown)
     return _of_trace(request, args, kwargs, on_progress, traced, dynamics, pins)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Dynamic:
-    """The arguments that are not static, their paths, and their shapes."""
+    """The arguments that are not static, their names, their shapes, and the same as their user knows them."""
 
     left: tuple[Any, ...]
     left_kw: dict[str, Any]
     names: Any
     shapes_args: Any
     shapes_kw: Any
+    shown_args: Any
+    shown_kw: Any
 
 
 @uncollected()
@@ -155,10 +160,12 @@ def _of_trace(
 ) -> Prepared:  # fmt: skip
     """What follows the trace: the program, its mesh, its plan."""
     left, left_kw, names = dynamics.left, dynamics.left_kw, dynamics.names
-    shapes_args, shapes_kw = dynamics.shapes_args, dynamics.shapes_kw
-    leaves = input_leaves(shapes_args, shapes_kw, names)
-    out_flat, out_tree = jax.tree_util.tree_flatten_with_path(traced.out_info)
-    out_names = [path_name(path) or "result" for path, _ in out_flat]
+    shown_args, shown_kw = dynamics.shown_args, dynamics.shown_kw
+    leaves = input_leaves(shown_args, shown_kw, names)
+    result, state_paths = request.view.results(traced.out_info)
+    out_flat, out_tree = jax.tree_util.tree_flatten_with_path(result)
+    out_names = [*(path_name(path) or "result" for path, _ in out_flat), *state_paths]
+    out_leaves, traced_tree = jax.tree.flatten(traced.out_info)
     try:
         program = build(
             traced.jaxpr,
@@ -178,14 +185,15 @@ def _of_trace(
     if hasattr(given, "axis_names"):
         check_meshes(program, axes_of(given))
     out_shapes = jax.tree.unflatten(out_tree, [jax.ShapeDtypeStruct(o.shape, o.dtype) for _, o in out_flat])
-    out_pins = pins_for_outputs(out_shapes, request.out_strategy)
-    in_leaves, in_tree = jax.tree.flatten((shapes_args, shapes_kw))
+    out_pins = pins_for_outputs(out_shapes, request.out_strategy) + (None,) * len(state_paths)
+    in_leaves, in_tree = jax.tree.flatten((dynamics.shapes_args, dynamics.shapes_kw))
+    shown_tree = jax.tree.structure((shown_args, shown_kw))
     inner = _operator_pins(program)
     every = [*pins, *out_pins, *(p for *_, p in inner)]
-    shapes = [leaf.shape for leaf in in_leaves] + [o.shape for _, o in out_flat]
+    shapes = [leaf.shape for leaf in in_leaves] + [o.shape for o in out_leaves]
     shapes += [_shape(program, op, side, k) for op, side, k, _ in inner]
     n_in, n_out = len(pins), len(out_pins)
-    ties = _ties(program, in_leaves, in_tree, out_flat, out_tree, donated, out_pins)
+    ties = _ties(program, in_leaves, shown_tree, out_leaves, out_tree, donated, out_pins)
 
     def planned(chosen: ChosenMesh, request: Request = request) -> tuple[Plan, Schedule]:
         check_meshes(program, chosen.axes)
@@ -207,14 +215,14 @@ def _of_trace(
     else:
         chosen = choose_mesh(_mesh_of(request), request.options.device, every, shapes)
         plan, schedule = planned(chosen)
-    plan = dataclasses.replace(plan, jax_mesh=chosen.mesh, in_tree=in_tree, out_tree=out_tree)
+    plan = dataclasses.replace(plan, jax_mesh=chosen.mesh, in_tree=shown_tree, out_tree=out_tree)
     return Prepared(
         request,
         plan,
         schedule,
         chosen,
         in_tree,
-        out_tree,
+        traced_tree,
         tuple(in_leaves),
         donated,
         static_values(request, args, kwargs),
@@ -294,7 +302,9 @@ def _trace(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         static_argnums=tuple(sorted(numbers)) or None,
         static_argnames=tuple(sorted(names)) or None,
     )
-    return jitted.trace(*shapes, **shapes_kw)
+    statics = [(str(n) if isinstance(n, str) else f"static argument {n}", v) for n, v in static_values(request, args, kwargs)]
+    with unchanged(request.fn, statics, request.name):
+        return jitted.trace(*shapes, **shapes_kw)
 
 
 def _line_of(jaxpr: Any, primitives: Container[str]) -> str | None:
@@ -391,10 +401,9 @@ def _donated(request: Request, args: tuple, kwargs: dict, names: tuple[str, ...]
 
 
 def _ties(
-    program: Program, in_leaves: Sequence[Any], in_tree: Any, out_flat: Sequence[Any], out_tree: Any,
+    program: Program, in_leaves: Sequence[Any], in_tree: Any, out_leaves: Sequence[Any], out_tree: Any,
     donated: tuple[int, ...], out_pins: Sequence[Pin | None],
 ) -> tuple[tuple[int, int], ...]:  # fmt: skip
-    out_leaves = [o for _, o in out_flat]
     args_tree, kwargs_tree = in_tree.children()
     arguments = _starts([*args_tree.children(), *kwargs_tree.children()])
     outer = out_tree.node_data()
@@ -405,15 +414,20 @@ def _ties(
     pinned = {i for i, p in enumerate(out_pins) if p is not None}
     pairs = find_ties(in_leaves, out_leaves, arguments, _starts(parts), donated, pinned)
     tied_in, tied_out = {i for _, i in pairs}, {o for o, _ in pairs} | pinned
-    # State handed back in another container is known by its path: `bn.mean` of the result is that of the argument.
+    # State handed back in another container is known by its path: `bn.mean` of the result is that of the argument,
+    # first of the one whose own name says so too.
     by_path: dict[str, list[int]] = {}
     for i, op in enumerate(program.inputs[: len(in_leaves)]):
-        by_path.setdefault(program.operators[op].name.partition(".")[2], []).append(i)
+        name = program.operators[op].name
+        by_path.setdefault(name, []).append(i)
+        by_path.setdefault("." + name.partition(".")[2], []).append(i)
     for o, op in enumerate(program.outputs):
-        path = program.operators[op].name.partition(".")[2]
-        if o in tied_out or not path or path.isdigit():
+        name = program.operators[op].name
+        path = name.partition(".")[2]
+        state = o >= out_tree.num_leaves  # an argument of that name, changed
+        if o in tied_out or not state and (not path or path.isdigit()):
             continue
-        same = [i for i in by_path.get(path, ()) if i not in tied_in]
+        same = [i for i in by_path.get(name, by_path.get("." + path, ())) if i not in tied_in]
         if len(same) != 1:
             continue
         if (out_leaves[o].shape, out_leaves[o].dtype) == (in_leaves[same[0]].shape, in_leaves[same[0]].dtype):

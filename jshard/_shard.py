@@ -8,12 +8,14 @@ differentiate it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import logging
+import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -25,9 +27,11 @@ from jshard._errors import MeshError, NestedShardError, ShardError
 from jshard._plan.plan import Plan
 from jshard._prepare import Prepared, Request, prepare
 from jshard._report.progress import progress, search_state
-from jshard._signature import Signature, changes, checked_statics, signature
+from jshard._signature import Signature, changes, checked_statics, signature, without_statics
 from jshard._wish.options import check_call_options, check_function, check_options, module_form
 
+
+CALLBACKS = frozenset(("pure_callback", "io_callback", "debug_callback", "debug_print"))
 
 _log = logging.getLogger("jshard")
 
@@ -117,6 +121,8 @@ def shard(
             fix=f"shard the plain function: jshard.shard({fn.__name__}.__wrapped__, ...)",
         )
     check_function(fn)
+    if (flax := _flax_step()) is not None:
+        flax.refuse_bound(fn)
     name = getattr(fn, "__name__", type(fn).__name__)
     request = Request(fn, name, in_strategy, out_strategy, parameter_plan, checked, call, mesh, plan)
     return Sharded(request)
@@ -137,7 +143,7 @@ class Sharded:
     __slots__ = ("__call__", "__dict__", "__weakref__")
     __call__: Callable[..., Any]
 
-    def __init__(self, request: Request):
+    def __init__(self, request: Request, *, of_arrays: bool = False):
         functools.update_wrapper(self, request.fn)
         self.__name__ = request.name
         self._request = request
@@ -145,7 +151,9 @@ class Sharded:
         self._planning: dict[Signature, threading.RLock] = {}
         self._programs: dict[Signature, Program] = {}
         self._failed = False
-        self._modules: Any = None  # for arguments that are Flax modules
+        self._of_arrays = of_arrays  # a function of arrays that another one calls: it holds no state
+        self._carried: Any = None  # for arguments that hold state, as Flax modules do
+        self.calls_back = False  # whether a program calls Python functions
         self._dispatch = compat.dispatcher(request.name, request.fn, self._miss, *request.statics)
         self.__call__ = self._checked if any(request.statics) else self._dispatch
 
@@ -187,7 +195,7 @@ class Sharded:
         with self._lock:
             self._programs.clear()
             self._planning.clear()
-            self._modules = None
+            self._carried = None
         compat.forget(self._dispatch)
 
     def __get__(self, obj: Any, owner: type | None = None) -> Any:
@@ -209,7 +217,8 @@ class Sharded:
         try:
             over = self._over(args, kwargs)
             if over is not None:
-                return over(args, kwargs), None, False
+                self.__call__ = self._with_state  # of those calls dispatch knows nothing
+                return self._changing(over, args, kwargs), None, False
             program = self._program(args, kwargs)
             if not compat.at_top_level():
                 return inline(program, args, kwargs), None, False
@@ -224,6 +233,14 @@ class Sharded:
         return out, again, False
 
     @compat.api_boundary
+    def _with_state(self, *args: Any, **kwargs: Any) -> Any:
+        """A call of a function that was called with state."""
+        over = self._over(args, kwargs)
+        if over is not None:
+            return self._changing(over, args, kwargs)
+        return self._checked(*args, **kwargs) if any(self._request.statics) else self._dispatch(*args, **kwargs)
+
+    @compat.api_boundary
     def _checked(self, *args: Any, **kwargs: Any) -> Any:
         """A call with static arguments: dispatch hashes them before it asks us."""
         try:
@@ -233,20 +250,48 @@ class Sharded:
             raise
 
     def _over(self, args: Any, kwargs: Any) -> Any:
-        """The form for arguments that the function may change, Flax modules; None if there are none."""
-        made = [getattr(type(a), "__jshard_over__", None) for a in (*args, *kwargs.values())]
-        if not any(made):
+        """The form for arguments with state that the function may change, graph nodes of nnx; None without."""
+        flax = _flax_step() if not self._of_arrays else None
+        if flax is None or not flax.holds_state(without_statics(self._request, args, kwargs)):
             return None
         with self._lock:
-            if self._modules is None:
-                self._modules = next(filter(None, made))(self._request)
-            return self._modules
+            if self._carried is None:
+                self._carried = flax.Carried(self._request, functools.partial(Sharded, of_arrays=True))
+            return self._carried
+
+    @contextlib.contextmanager
+    def _planned_as(self, args: Any, kwargs: Any) -> Iterator[tuple[Sharded, tuple, dict[str, Any]]]:
+        """The function of arrays that is planned for these arguments, and its arguments."""
+        over = self._over(args, kwargs)
+        with self._explained(), contextlib.ExitStack() as stack:
+            if over is not None:
+                args, kwargs = stack.enter_context(over.taken_apart(args, kwargs))
+            yield (self if over is None else over.inner), tuple(args), dict(kwargs)
+
+    def _changing(self, over: Any, args: Any, kwargs: Any) -> Any:
+        """A call that may change the state among its arguments."""
+        with self._explained():
+            return over(args, kwargs)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Errors of a trace that concern captured state, in words that name it."""
+        try:
+            yield
+        except Exception as error:
+            flax = _flax_step()
+            found = error if flax is None else flax.explained(error, self._request.fn, self.__name__)
+            if found is error:
+                raise
+            raise found from None
 
     def _program(self, args: Any, kwargs: Any, on_progress: Callable[..., None] | None = None) -> Program:
-        over = self._over(args, kwargs)
-        if over is not None:
-            function, args, kwargs, _ = over.taken_apart(args, kwargs)
-            return function._program(args, kwargs, on_progress)
+        if not self._of_arrays:
+            with self._planned_as(args, kwargs) as (function, args, kwargs):
+                return function._found(args, kwargs, on_progress)
+        return self._found(args, kwargs, on_progress)
+
+    def _found(self, args: Any, kwargs: Any, on_progress: Callable[..., None] | None) -> Program:
         key = signature(self._request, args, kwargs)
         found = self._programs.get(key)
         if found is not None:
@@ -262,7 +307,8 @@ class Sharded:
                     )
                 # Kept only when whole: a search that is interrupted before any answer leaves nothing behind.
                 found = self._programs[key] = Program(self._prepared(args, kwargs, on_progress))
-                plan = found.prepared.plan
+                plan, program = found.prepared.plan, found.prepared.schedule.choice.program
+                self.calls_back |= any(name in CALLBACKS for _, name in program.arrays.primitives)
                 if any("interrupted" in s for s in plan.steps):
                     _log.warning(
                         "%s: the search was interrupted; the best plan it had (gap %.2g%%) is used from now on, "
@@ -290,6 +336,15 @@ class _Bound(functools.partial):
 
     def clear_cache(self) -> None:
         self.func.clear_cache()
+
+
+def _flax_step() -> Any:
+    """What carries the state of nnx; None while nnx is not imported, when nobody can have any."""
+    if "flax.nnx" not in sys.modules:
+        return None
+    from jshard import _flax_step  # here, so that the package does without Flax
+
+    return _flax_step
 
 
 def _parameters(fn: Any) -> Mapping[str, inspect.Parameter]:

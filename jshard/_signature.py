@@ -19,7 +19,8 @@ import jax
 
 from jshard import _jaxcompat as compat
 from jshard._errors import ShardError
-from jshard._prepare import Request, abstract, static_values
+from jshard._prepare import Request, dynamic, static_values
+from jshard._state import not_an_array
 
 
 class Signature(NamedTuple):
@@ -33,13 +34,17 @@ class Signature(NamedTuple):
 
 
 def signature(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
-    """The signature of a call; raises `ShardError` for a static argument that cannot be hashed."""
+    """The signature of a call; raises `ShardError` for what is no array, or static and cannot be hashed."""
     left, left_kw = without_statics(request, args, kwargs)
     leaves, tree = jax.tree.flatten((left, left_kw))
+    avals = tuple(map(_aval, leaves))
+    if None in avals:
+        left, left_kw, names = dynamic(request, args, kwargs)
+        raise not_an_array(request.name, *request.view.arguments(left, left_kw), names)
     # A mesh that the user gave is the one that counts, whatever is in context.
     context = None if request.mesh is not None else compat.context_mesh()
     return Signature(
-        tree, tuple(map(_aval, leaves)), checked_statics(request, args, kwargs), context, compat.settings()
+        tree, avals, checked_statics(request, args, kwargs), context, compat.settings()
     )
 
 
@@ -96,14 +101,13 @@ def _differences(old: Signature, new: Signature) -> list[str]:
 
 
 def _aval(x: Any) -> Any:
+    """(shape, dtype, weak type); None for what JAX takes for no array."""
     if isinstance(x, jax.Array | jax.ShapeDtypeStruct):
         return x.shape, x.dtype, bool(getattr(x, "weak_type", False))
-    a = abstract(x)
-    return (a.shape, a.dtype, a.weak_type) if isinstance(a, jax.ShapeDtypeStruct) else a
+    a = compat.array_type(x)
+    return None if a is None or compat.is_ref(x) else (a.shape, a.dtype, bool(getattr(a, "weak_type", False)))
 
 
 def _shown(aval: Any) -> str:
-    if not isinstance(aval, tuple):
-        return str(aval)
     shape, dtype, weak = aval
     return f"{dtype}[{','.join(map(str, shape))}]" + (" (weak)" if weak else "")

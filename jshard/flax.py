@@ -30,7 +30,7 @@ except ModuleNotFoundError as error:
         "jshard.flax needs flax, which is not installed: pip install 'jshard[flax]'", name="flax"
     ) from None
 
-from jshard import _flax_linen as _linen, _flax_nnx as _nnx, _flax_pins as _pins, _flax_step as _step
+from jshard import _flax_linen as _linen, _flax_nnx as _nnx, _flax_pins as _pins
 from jshard._errors import ShardError
 from jshard._flax_call import OnClassError
 from jshard._flax_place import init as init, place as place, shardings_for as shardings_for
@@ -41,7 +41,6 @@ from jshard._wish.paths import path_name as path_name
 _nnx.install()
 _linen.install()
 _pins.install()
-_step.install()
 
 
 def shard_module(module: Any, *args: Any, **kwargs: Any) -> Any:
