@@ -88,7 +88,9 @@ def _lower(prepared: Prepared) -> jax.stages.Lowered:
     rows = prepared.plan.outputs
     jitted = jax.jit(
         run,
-        out_shardings=jax.tree.unflatten(prepared.out_tree, [NamedSharding(mesh, r.layout.spec) for r in rows]),
+        out_shardings=jax.tree.unflatten(
+            prepared.out_tree, [NamedSharding(mesh, r.layout.spec) for r in rows]
+        ),
         donate_argnums=given or None,
         donate_argnames=named or None,
     )

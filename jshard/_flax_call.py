@@ -98,8 +98,10 @@ def is_traced(x: Any) -> bool:
     """Whether an argument is an array, a number or state, which programs take as input; a bool is a flag."""
     if isinstance(x, bool):
         return False
-    return is_state(x) or isinstance(x, int | float | complex | jax.ShapeDtypeStruct) or (
-        hasattr(x, "dtype") and hasattr(x, "shape")
+    return (
+        is_state(x)
+        or isinstance(x, int | float | complex | jax.ShapeDtypeStruct)
+        or (hasattr(x, "dtype") and hasattr(x, "shape"))
     )
 
 
@@ -177,7 +179,12 @@ def own_parameters(original: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def planned(
-    token: Token, pure: Callable[..., Any], original: Callable[..., Any], before: Sequence[str], *, beside: bool = False
+    token: Token,
+    pure: Callable[..., Any],
+    original: Callable[..., Any],
+    before: Sequence[str],
+    *,
+    beside: bool = False,
 ) -> Any:
     """`pure` as a sharded function; it takes the arguments named `before` and then those of `original`.
 

@@ -129,7 +129,9 @@ class Carried:
             return _join((state, made.result), is_inner=False, ctxtag=self)[1]
 
     @contextlib.contextmanager
-    def taken_apart(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[tuple, dict[str, Any]]]:
+    def taken_apart(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Iterator[tuple[tuple, dict[str, Any]]]:
         """The arguments of `inner`; inside, its trace and its results know the objects they come from."""
         with nnx.update_context(self):
             yield self._over_dynamic(lambda t: _split(t, self), args, kwargs)
@@ -152,11 +154,11 @@ class Carried:
             given = without_statics(request, args, kwargs)
             inputs = {id(x): i for i, x in enumerate(jax.tree.leaves(given))}
             before = jax.tree.leaves(given, is_leaf=_is_node)
-            whole, whole_kw = self._over_dynamic(
-                lambda t: _join(t, is_inner=True, ctxtag=self), args, kwargs
-            )
+            whole, whole_kw = self._over_dynamic(lambda t: _join(t, is_inner=True, ctxtag=self), args, kwargs)
             objects = jax.tree.map(
-                lambda x: x if is_state(x) else None, without_statics(request, whole, whole_kw), is_leaf=is_state
+                lambda x: x if is_state(x) else None,
+                without_statics(request, whole, whole_kw),
+                is_leaf=is_state,
             )
             with contextlib.ExitStack() as stack:
                 for x in jax.tree.leaves(objects, is_leaf=is_state):

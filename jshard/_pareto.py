@@ -14,6 +14,7 @@ from typing import Any
 
 from jshard._errors import SearchError, ShardError
 from jshard._plan.plan import Plan
+from jshard._prepare import Request
 from jshard._report import plots, points as report
 from jshard._report.points import Point
 from jshard._report.progress import progress
@@ -99,7 +100,13 @@ def pareto(
     if not isinstance(points, int) or points < 2:
         raise ShardError(f"points={points!r} gives no frontier", where="pareto", fix="points=2 or more")
     sharded = fn if isinstance(fn, Sharded) else shard(fn)
-    request = sharded._request
+    with sharded.planned_as(args, kwargs) as (function, args, kwargs):
+        return _frontier(function.request, args, kwargs, points, show_progress)
+
+
+def _frontier(
+    request: Request, args: tuple, kwargs: dict[str, Any], points: int, show_progress: bool | None
+) -> Frontier:
     made: list[Plan] = []
     with progress(f"frontier of {request.name}", points, shown=show_progress) as show:
         refused: SearchError | None = None

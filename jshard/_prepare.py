@@ -130,9 +130,7 @@ def prepare(
     parameter_plan = request.parameter_plan
     if isinstance(parameter_plan, PlanOfLeaves):
         parameter_plan = parameter_plan.of(input_leaves(*shown, names))
-    pins = pins_for_inputs(
-        *shown, in_strategy, parameter_plan, names=names, strict=request.options.strict
-    )
+    pins = pins_for_inputs(*shown, in_strategy, parameter_plan, names=names, strict=request.options.strict)
     mesh = request.mesh if request.mesh is not None else compat.context_mesh()
     pins = with_metadata(pins, *shown, names, mesh)
     traced = _trace(request, args, kwargs)
@@ -302,7 +300,10 @@ def _trace(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         static_argnums=tuple(sorted(numbers)) or None,
         static_argnames=tuple(sorted(names)) or None,
     )
-    statics = [(str(n) if isinstance(n, str) else f"static argument {n}", v) for n, v in static_values(request, args, kwargs)]
+    statics = [
+        (str(n) if isinstance(n, str) else f"static argument {n}", v)
+        for n, v in static_values(request, args, kwargs)
+    ]
     with unchanged(request.fn, statics, request.name):
         return jitted.trace(*shapes, **shapes_kw)
 

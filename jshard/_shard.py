@@ -198,6 +198,11 @@ class Sharded:
             self._carried = None
         compat.forget(self._dispatch)
 
+    @property
+    def request(self) -> Request:
+        """What was asked of `shard`."""
+        return self._request
+
     def __get__(self, obj: Any, owner: type | None = None) -> Any:
         """Methods: bound to an instance as functions are."""
         return self if obj is None else _Bound(self, obj)
@@ -238,7 +243,9 @@ class Sharded:
         over = self._over(args, kwargs)
         if over is not None:
             return self._changing(over, args, kwargs)
-        return self._checked(*args, **kwargs) if any(self._request.statics) else self._dispatch(*args, **kwargs)
+        return (
+            self._checked(*args, **kwargs) if any(self._request.statics) else self._dispatch(*args, **kwargs)
+        )
 
     @compat.api_boundary
     def _checked(self, *args: Any, **kwargs: Any) -> Any:
@@ -260,7 +267,7 @@ class Sharded:
             return self._carried
 
     @contextlib.contextmanager
-    def _planned_as(self, args: Any, kwargs: Any) -> Iterator[tuple[Sharded, tuple, dict[str, Any]]]:
+    def planned_as(self, args: Any, kwargs: Any) -> Iterator[tuple[Sharded, tuple, dict[str, Any]]]:
         """The function of arrays that is planned for these arguments, and its arguments."""
         over = self._over(args, kwargs)
         with self._explained(), contextlib.ExitStack() as stack:
@@ -287,7 +294,7 @@ class Sharded:
 
     def _program(self, args: Any, kwargs: Any, on_progress: Callable[..., None] | None = None) -> Program:
         if not self._of_arrays:
-            with self._planned_as(args, kwargs) as (function, args, kwargs):
+            with self.planned_as(args, kwargs) as (function, args, kwargs):
                 return function._found(args, kwargs, on_progress)
         return self._found(args, kwargs, on_progress)
 

@@ -43,9 +43,7 @@ def signature(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         raise not_an_array(request.name, *request.view.arguments(left, left_kw), names)
     # A mesh that the user gave is the one that counts, whatever is in context.
     context = None if request.mesh is not None else compat.context_mesh()
-    return Signature(
-        tree, avals, checked_statics(request, args, kwargs), context, compat.settings()
-    )
+    return Signature(tree, avals, checked_statics(request, args, kwargs), context, compat.settings())
 
 
 def without_statics(

@@ -59,7 +59,9 @@ class View:
     results: Callable[[Any], tuple[Any, tuple[str, ...]]] = lambda out: (out, ())
 
 
-def not_an_array(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]) -> ShardError:
+def not_an_array(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]
+) -> ShardError:
     """The error for the first leaf of a call that JAX takes for no array."""
     leaves = jax.tree.leaves((tuple(args), dict(kwargs)))
     for leaf, about in zip(leaves, input_leaves(args, kwargs, names), strict=True):
@@ -95,7 +97,9 @@ def _refusal(name: str, leaf: Any, path: str, argument: str) -> ShardError:
     else:
         fix = f"only arrays and numbers inside {argument}; what is part of the program goes into a static argument"
     return ShardError(
-        f"argument {path} is {described(leaf)}, neither an array nor a container of arrays", where=where, fix=fix
+        f"argument {path} is {described(leaf)}, neither an array nor a container of arrays",
+        where=where,
+        fix=fix,
     )
 
 
@@ -230,7 +234,9 @@ _CLOSED = (
     jax.Array, np.ndarray, np.generic, str, bytes, int, float, complex, type, types.ModuleType, types.FunctionType,
     types.BuiltinFunctionType, types.MethodType, type(None),
 )  # fmt: skip
-_LIBRARIES = frozenset(("jax", "jaxlib", "numpy", "scipy", "flax", "jshard", "logging", "threading", "_thread"))
+_LIBRARIES = frozenset(
+    ("jax", "jaxlib", "numpy", "scipy", "flax", "jshard", "logging", "threading", "_thread")
+)
 """Whose objects hold nothing that a user sets: not searched."""
 
 

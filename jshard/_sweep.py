@@ -121,7 +121,6 @@ def sweep(
     Returns a `Sweep`. A combination that cannot be planned is a row with the reason; only a wrong setting is an error.
     """
     sharded = fn if isinstance(fn, Sharded) else shard(fn)
-    request = sharded._request
     given = {
         "hardware": hardware, "device": device, "level": level, "memory_budget": memory_budget, "search": search
     }  # fmt: skip
@@ -130,7 +129,15 @@ def sweep(
         for name, values in given.items()
         if values is not None
     }
-    meshes = _meshes(mesh)
+    with sharded.planned_as(args, kwargs) as (function, args, kwargs):
+        found = _points(function.request, args, kwargs, _meshes(mesh), options, batch, show_progress)
+    return Sweep(sharded.__name__, tuple(found))
+
+
+def _points(
+    request: Request, args: tuple, kwargs: dict[str, Any], meshes: Sequence[tuple[str, Any]],
+    options: Mapping[str, Sequence[tuple[Any, Any]]], batch: Any, show_progress: bool | None,
+) -> list[Point]:  # fmt: skip
     batched, sizes = _batch(request, batch, args, kwargs)
     total = max(len(meshes), 1) * max(len(sizes), 1)
     for values in options.values():
@@ -148,7 +155,7 @@ def sweep(
                 mesh=where[1] if where else request.mesh,
             )  # fmt: skip
             found.append(_point(asked, where, labels, size, *_resized(request, batched, size, args, kwargs)))
-    return Sweep(request.name, tuple(found))
+    return found
 
 
 def planned(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any], **options: Any) -> Plan:
