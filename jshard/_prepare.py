@@ -23,7 +23,7 @@ from jshard._program.graph import Program
 from jshard._program.mapped import axes_of, check_meshes
 from jshard._program.trace import build
 from jshard._program.uncollected import uncollected
-from jshard._state import View, unchanged
+from jshard._state import View, refuse_refs, unchanged
 from jshard._topology import Topology
 from jshard._wish.entries import Pin, parse_entry
 from jshard._wish.mesh import ChosenMesh, candidate_grids, candidate_meshes, choose_mesh, resolve_pin
@@ -177,6 +177,7 @@ def _of_trace(
             raise
         line = _line_of(traced.jaxpr, {compat.BOUNDARY, "shard_map"}) or e.where
         raise type(e)(e.what, where=line, fix=e.fix) from None
+    refuse_refs(program.constants, request.fn, request.name)
     donated = _donated(request, left, left_kw, names)
     program = ordered(program, donated)
     given = _mesh_of(request) if request.mesh is not None else compat.context_mesh()
@@ -300,12 +301,14 @@ def _trace(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         static_argnums=tuple(sorted(numbers)) or None,
         static_argnames=tuple(sorted(names)) or None,
     )
-    statics = [
-        (str(n) if isinstance(n, str) else f"static argument {n}", v)
-        for n, v in static_values(request, args, kwargs)
-    ]
-    with unchanged(request.fn, statics, request.name):
-        return jitted.trace(*shapes, **shapes_kw)
+    statics = static_values(request, args, kwargs)
+    named = [(n if isinstance(n, str) else f"static argument {n}", v) for n, v in statics]
+    try:
+        with unchanged(request.fn, named, request.name):
+            return jitted.trace(*shapes, **shapes_kw)
+    except ShardError:
+        jitted.clear_cache()  # a trace that JAX has kept would not set anything, and be taken for a good one
+        raise
 
 
 def _line_of(jaxpr: Any, primitives: Container[str]) -> str | None:

@@ -4,21 +4,18 @@ JAX sees arrays and containers of arrays. An object that holds arrays and is no 
 its library (`jshard._flax_step`: split into arrays before the call, written back after it), or refused by name:
 what a traced function changes in it would be lost, and no loss would say so.
 
->>> class Counter:
-...     def __init__(self):
-...         self.total = jax.numpy.zeros(())
->>> counter = Counter()
+>>> state = {"total": jax.numpy.zeros(())}
 >>> def count(x):
-...     counter.total = counter.total + x.sum()
-...     return counter.total
+...     state["total"] = state["total"] + x.sum()
+...     return state["total"]
 >>> with unchanged(count, (), "count"):
 ...     jaxpr = jax.make_jaxpr(count)(jax.numpy.ones(3))
 Traceback (most recent call last):
 ...
-jshard._errors.ShardError: count sets counter.total, which it captures: only its trace would see that
-  where: counter.total, captured by count
-  write instead: counter.total as an argument of count, and its new value as a result
->>> float(counter.total)
+jshard._errors.ShardError: count sets state['total'], which it captures: only its trace would see that
+  where: state['total'], captured by count
+  write instead: state['total'] as an argument of count, and its new value as a result
+>>> float(state["total"])
 0.0
 """
 
@@ -65,7 +62,7 @@ def not_an_array(
     """The error for the first leaf of a call that JAX takes for no array."""
     leaves = jax.tree.leaves((tuple(args), dict(kwargs)))
     for leaf, about in zip(leaves, input_leaves(args, kwargs, names), strict=True):
-        if compat.array_type(leaf) is None:
+        if compat.array_type(leaf) is None or compat.is_ref(leaf):
             return _refusal(name, leaf, about.path, about.argument)
     raise AssertionError("every leaf is an array")
 
@@ -77,10 +74,16 @@ def _refusal(name: str, leaf: Any, path: str, argument: str) -> ShardError:
         return ShardError(
             f"argument {path} is a Ref, an array that is changed in place",
             where=where,
-            fix=f"its value as the argument, and the result written back: ref[...] = {name}(ref[...])",
+            fix=f"its value as the argument, {path}[...], and the new value as a result",
         )
-    inside = _places([("", leaf)], everywhere=True)
-    held = next((p.path[1:] for p in inside if isinstance(p.value, jax.Array | np.ndarray)), None)
+    if hasattr(leaf, "__jax_array__"):
+        return ShardError(
+            f"argument {path} is {a_type(leaf)}, which only its __jax_array__ makes an array",
+            where=where,
+            fix=f"its array: jax.numpy.asarray({path})",
+        )
+    inside = _places([("", leaf)])
+    held = next((p.path[1:] for p in inside if any(map(_is_array, jax.tree.leaves(p.value)))), None)
     if held is not None:
         if dataclasses.is_dataclass(leaf):
             fix = f"jax.tree_util.register_dataclass({cls}), so that JAX knows its fields"
@@ -101,6 +104,17 @@ def _refusal(name: str, leaf: Any, path: str, argument: str) -> ShardError:
         where=where,
         fix=fix,
     )
+
+
+def refuse_refs(constants: Sequence[Any], fn: Any, name: str) -> None:
+    """Refuse mutable arrays among what a traced function captured."""
+    for ref in filter(compat.is_ref, constants):
+        path = next((path for path, value in captured(fn) if value is ref), "ref")
+        raise ShardError(
+            f"{name} captures {path}, a Ref, an array that is changed in place",
+            where=f"{path}, captured by {name}",
+            fix=f"its value as an argument, {name}({path}[...], ...), and the new value as a result",
+        )
 
 
 def _hashable(value: Any) -> bool:
@@ -144,7 +158,7 @@ def captured(fn: Any) -> Iterator[tuple[str, Any]]:
     seen: set[int] = set()
     ahead = [_attributes(fn).get("__wrapped__", fn), fn]
     while ahead and len(seen) < MOST_OBJECTS:
-        f = ahead.pop()
+        f = ahead.pop(0)
         if id(f) in seen:
             continue
         seen.add(id(f))
@@ -205,6 +219,10 @@ class _Place(NamedTuple):
         (self.holder if isinstance(self.holder, dict | list) else vars(self.holder))[self.key] = self.value
 
 
+def _is_array(value: Any) -> bool:
+    return isinstance(value, jax.Array | np.ndarray)
+
+
 def _numeric(value: Any) -> bool:
     return isinstance(value, jax.Array | np.ndarray | np.generic | int | float | complex)
 
@@ -214,8 +232,8 @@ def _any(root: Any, test: Callable[[Any], bool]) -> bool:
     return test(root) or any(test(p.value) for p in _places([("", root)]))
 
 
-def _places(roots: Sequence[tuple[str, Any]], *, everywhere: bool = False) -> Iterator[_Place]:
-    """Everything that objects hold, by path; those of libraries are searched only where `everywhere` says so."""
+def _places(roots: Sequence[tuple[str, Any]]) -> Iterator[_Place]:
+    """Everything that objects hold, by path; those of libraries are not searched."""
     seen: set[int] = set()
     ahead = list(roots)[::-1]
     while ahead and len(seen) < MOST_OBJECTS:
@@ -223,7 +241,7 @@ def _places(roots: Sequence[tuple[str, Any]], *, everywhere: bool = False) -> It
         if id(here) in seen:
             continue
         seen.add(id(here))
-        if not everywhere and type(here).__module__.partition(".")[0] in _LIBRARIES:
+        if type(here).__module__.partition(".")[0] in _LIBRARIES:
             continue
         found = [_Place(path + suffix, here, key, value) for suffix, key, value in _parts(here)]
         yield from found
