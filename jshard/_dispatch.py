@@ -75,7 +75,7 @@ def _lower(prepared: Prepared) -> jax.stages.Lowered:
     def run(*args: Any, **kwargs: Any) -> Any:
         # A compiled call of its own: its arguments come in our shardings, a mesh in context says nothing of them.
         with compat.inside_mesh(mesh):
-            return jax.tree.unflatten(prepared.out_tree, body(*jax.tree.leaves((args, kwargs)), *constants))
+            return _results(prepared, body(*jax.tree.leaves((args, kwargs)), *constants))
 
     run.__name__ = run.__qualname__ = prepared.request.name
     shardings = jax.tree.leaves(prepared.plan.in_shardings)
@@ -95,6 +95,12 @@ def _lower(prepared: Prepared) -> jax.stages.Lowered:
         donate_argnames=named or None,
     )
     return jitted.lower(*args, **kwargs)
+
+
+def _results(prepared: Prepared, leaves: Sequence[Any]) -> Any:
+    """The results as the function itself types them: blocks of a computation have lost weak types."""
+    typed = [compat.weakly_typed(x) if w else x for x, w in zip(leaves, prepared.weak, strict=True)]
+    return jax.tree.unflatten(prepared.out_tree, typed)
 
 
 def _donated(prepared: Prepared) -> tuple[tuple[int, ...], tuple[str, ...]]:
@@ -169,7 +175,7 @@ def inline(program: Program, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         )
         with compat.inside_mesh(explicit):
             out = jax.sharding.auto_axes(run, axes=explicit.axis_names, out_sharding=specs)(*values)
-    return jax.tree.unflatten(prepared.out_tree, out)
+    return _results(prepared, out)
 
 
 def _explicit_mesh(values: Sequence[Any]) -> Any:

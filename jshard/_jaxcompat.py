@@ -164,6 +164,11 @@ def empty(shape: Sequence[int], dtype: Any) -> Any:
     return jax.numpy.zeros(shape, dtype)
 
 
+def weakly_typed(x: Any) -> Any:
+    """`x` with a weak type, as the results of Python numbers have: its dtype gives way to that of others."""
+    return jax.lax.convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None)
+
+
 def vma(x: Any) -> frozenset[str]:
     """Mesh axes over which a value inside `shard_map` is typed as varying."""
     aval = jax.typeof(x)
@@ -357,10 +362,10 @@ def call_primitive(name: str, run: Any) -> Any:
     p.def_impl(lambda *xs, fused: run(fused, *xs))
 
     def shapes(*avals: Any, fused: Any) -> Any:
-        given = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+        given = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
         with outside_mesh():
             outs = jax.eval_shape(lambda *xs: run(fused, *xs), *given)
-        return [core.ShapedArray(o.shape, o.dtype) for o in outs]
+        return [core.ShapedArray(o.shape, o.dtype, weak_type=o.weak_type) for o in outs]
 
     def batch(args: Any, dims: Any, *, fused: Any) -> Any:
         grown, new = fused.batched(args, dims)

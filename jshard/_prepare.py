@@ -65,6 +65,7 @@ class Prepared:
     in_tree: Any
     out_tree: Any
     in_avals: tuple[Any, ...]
+    weak: tuple[bool, ...]  # which results have a weak type
     donated: tuple[int, ...]
     statics: tuple[Any, ...]
 
@@ -223,6 +224,7 @@ def _of_trace(
         in_tree,
         traced_tree,
         tuple(in_leaves),
+        tuple(bool(getattr(v.aval, "weak_type", False)) for v in compat.open_jaxpr(traced.jaxpr)[0].outvars),
         donated,
         static_values(request, args, kwargs),
     )

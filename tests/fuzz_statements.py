@@ -70,6 +70,18 @@ def unary(d: Drawer, s: Scope) -> None:
         s.add([], d.choice(UNARY).format(v.name))
 
 
+WEAK = (
+    "jnp.full({}, 0.5)", "lax.fori_loop(0, 3, lambda i, c: c * 0.5 + i, jnp.full({}, 1.0))", "jnp.full({}, 2)",
+    "lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * 0.9), (0, 1.0)) + ({},)[:0]",
+    "jax.jit(lambda: 2.0 * jnp.full({}, 0.25))()", "lax.scan(lambda c, _: (c + 1, c * 0.5), 0, length=3) + ({},)[:0]",
+)  # fmt: skip
+
+
+def weak(d: Drawer, s: Scope) -> None:
+    """Values of Python numbers alone: their types are weak, and give way to others."""
+    s.add([], d.choice(WEAK).format(d.shape(d.between(0, 2))))
+
+
 def binary(d: Drawer, s: Scope) -> None:
     """An elementwise function of two values whose shapes broadcast."""
     a = s.pick()
@@ -410,7 +422,7 @@ def mapped(d: Drawer, s: Scope) -> None:
 Maker = Callable[["Drawer", "Scope"], None]
 PLAIN: tuple[tuple[float, Maker], ...] = (
     (3, unary), (5, binary), (3, reduce), (3, along), (4, reshape), (5, contract), (2, join), (3, index), (1, windows),
-    (0.7, linear_algebra), (1.5, numbers), (2, pinned),
+    (0.7, linear_algebra), (1.5, numbers), (2, pinned), (0.7, weak),
 )  # fmt: skip
 BLOCKS: tuple[tuple[float, Maker], ...] = (
     (4, scan), (2, loop), (2.5, branch), (3, wrapped), (2, custom_rule), (2.5, mapped),

@@ -154,7 +154,9 @@ def test_refs():
         "its value as an argument, <lambda>(ref[...], ...), and the new value as a result",
         jshard.shard(lambda x: ref[...] + x.sum(0)), X,
     )  # fmt: skip
-    np.testing.assert_array_equal(jshard.shard(lambda value, x: value + x.sum(0))(ref[...], X), np.full(4, 9.0))
+    np.testing.assert_array_equal(
+        jshard.shard(lambda value, x: value + x.sum(0))(ref[...], X), np.full(4, 9.0)
+    )
 
 
 def test_state_of_nnx_that_is_captured_and_changed():

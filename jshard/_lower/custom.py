@@ -44,11 +44,7 @@ def rebuild(
     """
     eqn = call.eqn
     literals = {i: a for i, a in enumerate(call.operands) if isinstance(a, Literal)}
-    avals = [
-        jax.ShapeDtypeStruct(program.tensors[a].shape, program.tensors[a].dtype)
-        for a in call.operands
-        if not isinstance(a, Literal)
-    ]
+    avals = [_struct(program.tensors[a]) for a in call.operands if not isinstance(a, Literal)]
 
     def plain(*tensors: Any) -> list[Any]:
         """The equation itself on global values."""
@@ -167,8 +163,11 @@ def _pin(layout: Layout, topology: Topology) -> Pin:
 
 def _aval(program: Program, output: int) -> Any:
     a = program.operators[output].operands[0]
-    t: Any = a.aval if isinstance(a, Literal) else program.tensors[a]
-    return jax.ShapeDtypeStruct(t.shape, t.dtype)
+    return _struct(a.aval if isinstance(a, Literal) else program.tensors[a])
+
+
+def _struct(t: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=bool(getattr(t, "weak_type", False)))
 
 
 def _differentiable(aval: Any) -> bool:
