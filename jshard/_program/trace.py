@@ -11,6 +11,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from jax.sharding import NamedSharding
+
 from jshard import _jaxcompat as compat
 from jshard._errors import NestedShardError
 from jshard._program import marks
@@ -206,11 +208,16 @@ class _Builder:
                 if name == SHARD_MAP:
                     where = f"{compat.module_path(prefix, eqn)} {compat.source_line(eqn)}".strip()
                     self.pins += [(i, *pin) for pin in pins_of(eqn, self.name, where)]
-                if name in marks.PIN_RESULT:
-                    self.pins.append((i, "result", 0, marks.PIN_RESULT[name](eqn)))
+                if name in marks.PIN_RESULT and (pin := marks.PIN_RESULT[name](eqn)) is not None:
+                    # A type that a transposition goes back to is nobody's wish, a constraint is.
+                    if name != "reshard" or not compat.is_backward(prefix, eqn):
+                        self.pins.append((i, "result", 0, pin))
                 results = [self.tensor(eqn.outvars[0].aval, f"{name}.{i}")] if eqn.outvars else []
                 results += [self.tensor(v.aval, f"{name}.{i}[{k}]") for k, v in enumerate(eqn.outvars[1:], 1)]
                 steps.append(self.op("eqn", name, operands, results, repeat, eqn=eqn, prefix=prefix))
+                if asked := marks.asked_of_results(eqn):
+                    results, more = self.as_asked(asked, results, eqn.outvars, eqn, repeat, prefix)
+                    steps += more
                 env.update(zip(eqn.outvars, results, strict=True))
         return steps
 
@@ -227,9 +234,36 @@ class _Builder:
     def inline(
         self, eqn: Any, body: Any, env: dict[Any, Atom], repeat: float, prefix: str
     ) -> Sequence[int | Call]:
-        block = self.enter(body, [self.pass_in(v, env) for v in eqn.invars], repeat, prefix)
-        env.update(zip(eqn.outvars, block.outputs, strict=True))
-        return block.steps
+        given, before = [self.pass_in(v, env) for v in eqn.invars], []
+        if wanted := eqn.params.get("in_shardings"):
+            given, before = self.as_asked(wanted, given, eqn.invars, eqn, repeat, prefix)
+        block = self.enter(body, given, repeat, prefix)
+        results, after = self.as_asked(
+            marks.asked_of_results(eqn), block.outputs, eqn.outvars, eqn, repeat, prefix
+        )
+        env.update(zip(eqn.outvars, results, strict=True))
+        return [*before, *block.steps, *after]
+
+    def as_asked(
+        self, asked: Sequence[Any], atoms: Sequence[Any], variables: Sequence[Any], eqn: Any, repeat: float, prefix: str
+    ) -> tuple[list[Any], list[int]]:  # fmt: skip
+        """Values with the shardings that the user's code asks of them: each through an identity whose result is pinned.
+
+        So an operator may make partial sums, and what is asked is asked of their sum.
+        """
+        out, steps = list(atoms), []
+        if compat.is_backward(prefix, eqn):
+            return out, steps
+        for k, (sharding, a, v) in enumerate(zip(asked, atoms, variables, strict=False)):
+            if not isinstance(sharding, NamedSharding) or isinstance(a, Literal | _Marked):
+                continue
+            same = compat.identity_equation(marks.out_sharding, v, v, eqn)
+            i = len(self.operators)
+            made = self.tensor(v.aval, f"{marks.OUT_SHARDING}.{i}")
+            steps.append(self.op("eqn", marks.OUT_SHARDING, [a], [made], repeat, eqn=same, prefix=prefix))
+            self.pins.append((i, "result", 0, sharding))
+            out[k] = made
+        return out, steps
 
     def alias(self, eqn: Any, body: Any, env: dict[Any, Atom], repeat: float, prefix: str) -> Call:
         operands = tuple(self.read(v, env) for v in eqn.invars)
