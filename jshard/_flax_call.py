@@ -21,12 +21,13 @@ from typing import Any
 import jax
 
 import jshard
+from jshard._calls import check_call
 from jshard._errors import ShardError, StrategyError
 from jshard._flax_step import is_state
-from jshard._prepare import PlanOfLeaves
+from jshard._request import PlanOfLeaves
 from jshard._wish.entries import is_strategy, looks_like_strategy, shown
 from jshard._wish.parameters import Index, flat_plan, name_parts
-from jshard._wish.paths import Leaf, input_leaves
+from jshard._wish.paths import Leaf
 from jshard._wish.strategies import nearest
 
 
@@ -86,7 +87,11 @@ class Call:
 
     def whole(self, dynamic: tuple[tuple, dict[str, Any]]) -> tuple[tuple, dict[str, Any]]:
         """The call as it was, with the arrays of `dynamic`."""
-        return self._filled(jax.tree.leaves(dynamic, is_leaf=is_state), dict(self.statics))
+        return self.with_arrays(jax.tree.leaves(dynamic, is_leaf=is_state))
+
+    def with_arrays(self, arrays: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
+        """The call with these arrays."""
+        return self._filled(arrays, dict(self.statics))
 
     def _filled(self, arrays: Sequence[Any], others: Mapping[int, Any]) -> tuple[tuple, dict[str, Any]]:
         given = iter(arrays)
@@ -148,6 +153,7 @@ def checked_options(
     name: str, original: Callable[..., Any], options: dict[str, Any], method: str = "__call__"
 ) -> dict[str, Any]:
     """The options of `.shard` that are no defaults, refused now if no call could accept them."""
+    check_call(jshard.shard, (None,), options, f"{name}.shard")
     jshard.shard(
         lambda: None, **{k: v for k, v in options.items() if not k.endswith(("strategy", "parameter_plan"))}
     )

@@ -16,9 +16,11 @@ import jax
 from flax import nnx
 
 import jshard
+from jshard._calls import check_call
 from jshard._errors import NestedShardError, ShardError
 from jshard._flax_call import RECORD, Call, ShardMethod, Token, checked_options, planned, recorded, the_one
 from jshard._flax_names import named
+from jshard._flax_step import is_state
 
 
 _TOKEN = "_jshard"
@@ -67,19 +69,23 @@ _ROOT: contextvars.ContextVar[dict[int, str]] = contextvars.ContextVar("root")
 
 def plans_of(module: Any, *args: Any, **kwargs: Any) -> dict[str, jshard.Plan]:
     """The plan of every sharded module in a model, by module path; arguments as for the call, or shapes."""
+    check_call(type(module).__call__, (module, *args), kwargs, type(module).__name__)
     call = Call.of(args, kwargs)
-    graph, state = nnx.split((module, call.dynamic()))
+    held = [is_state(x) for x in call.arrays]
+    graph, state = nnx.split((module, [x for x, h in zip(call.arrays, held, strict=True) if h]))
 
-    def run(state: Any) -> Any:
-        copy, dynamic = nnx.merge(graph, state)
+    def run(state: Any, arrays: Any) -> Any:
+        copy, objects = nnx.merge(graph, state)
+        given, others = iter(objects), iter(arrays)
         kept = _ROOT.set({id(m): ".".join(map(str, p)) for p, m in nnx.iter_modules(copy)})
         try:
-            args, kwargs = call.whole(dynamic)
+            args, kwargs = call.with_arrays([next(given if h else others) for h in held])
             copy(*args, **kwargs)
         finally:
             _ROOT.reset(kept)
 
-    return recorded(lambda: jax.eval_shape(run, state))
+    arrays = [x for x, h in zip(call.arrays, held, strict=True) if not h]
+    return recorded(lambda: jax.eval_shape(run, state, arrays))
 
 
 def _path_of(module: Any) -> str:

@@ -19,14 +19,17 @@ import numpy as np
 from flax import linen, nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jshard._calls import check_call, checked
 from jshard._errors import PlanMismatchError, ShardError
 from jshard._flax_step import holds_state, is_state
 from jshard._plan.plan import Plan
+from jshard._wish.entries import a_type
 from jshard._wish.parameters import name_parts
 from jshard._wish.paths import path_name, shape_of
 from jshard._wish.strategies import nearest
 
 
+@checked
 def init(build: Callable[[], Any], plan: Plan) -> Any:
     """Make a model, and optimizer state with it, directly in the shardings of a plan.
 
@@ -49,6 +52,15 @@ def init(build: Callable[[], Any], plan: Plan) -> Any:
             fix="init(lambda: Net(rngs=nnx.Rngs(0)), plan); place(model, plan) for a model that exists",
         )
     _check_plan(plan, "init")
+    name, made = getattr(build, "__name__", "build"), build.__init__ if isinstance(build, type) else build
+    try:
+        check_call(made, (None,) if isinstance(build, type) else (), {}, name)
+    except ShardError as error:
+        raise ShardError(
+            f"init calls {name} without arguments, and {error.what}",
+            where="jshard.flax.init",
+            fix=f"init(lambda: {error.fix.replace('<lambda>', 'build')}, plan)",
+        ) from None
     abstract = nnx.eval_shape(build)
     if not holds_state(abstract):
         shapes = jax.eval_shape(build)
@@ -58,6 +70,7 @@ def init(build: Callable[[], Any], plan: Plan) -> Any:
     return nnx.merge(graph, made)
 
 
+@checked
 def place(tree: Any, plan: Plan) -> Any:
     """Put a model that exists where a plan wants it.
 
@@ -90,6 +103,7 @@ def place(tree: Any, plan: Plan) -> Any:
     )
 
 
+@checked
 def shardings_for(tree: Any, plan: Plan) -> Any:
     """The plan's shardings for the leaves of a tree of parameters or optimizer state, as a tree like it.
 
@@ -101,6 +115,7 @@ def shardings_for(tree: Any, plan: Plan) -> Any:
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     if not leaves:
         return tree
+    _check_plan(plan, "shardings_for")
     mesh, known = _mesh(plan), _Known.of(plan)
     specs, missing = [], []
     for path, leaf in leaves:
@@ -199,7 +214,7 @@ def _mesh(plan: Plan) -> Any:
 def _check_plan(plan: Any, door: str) -> None:
     if not isinstance(plan, Plan):
         raise ShardError(
-            f"{door} takes a plan, not a {type(plan).__name__}",
+            f"{door} takes a plan, not {a_type(plan)}",
             where=f"jshard.flax.{door}",
             fix="jshard.flax.plan_of(module, x), or f.plan(...) of a function from jshard.shard",
         )

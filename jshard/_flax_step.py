@@ -34,8 +34,7 @@ from flax import errors, nnx
 from jshard import _flax_pins as pins, _jaxcompat as compat
 from jshard._errors import ShardError
 from jshard._flax_names import named
-from jshard._prepare import Request
-from jshard._signature import without_statics
+from jshard._request import Request, without_statics
 from jshard._state import View, captured
 from jshard._wish.entries import a_type
 from jshard._wish.paths import argument_names, join, path_name

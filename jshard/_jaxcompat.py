@@ -15,11 +15,11 @@ from jax import core
 from jax._src import config, core as jex, source_info_util, traceback_util, tree_util
 from jax._src.core import trace_state_clean
 from jax._src.interpreters import pxla
-from jax._src.state import AbstractRef
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
+from jax._src.state import AbstractRef
 from jax.interpreters import ad, batching, mlir, partial_eval
 
-from jshard._errors import NestedShardError, ShardError
+from jshard._errors import MeshError, NestedShardError, ShardError
 
 
 ALL_TO_ALL_MIXES_LAYOUTS = jax.__version_info__ < (0, 11)
@@ -84,6 +84,8 @@ def array_type(x: Any) -> Any:
     except (TypeError, ValueError):
         return None
 
+
+ShardingTypeError = jex.ShardingTypeError
 
 VARIABLE = jex.Var
 
@@ -346,9 +348,30 @@ def boundary(x: Any, name: str) -> Any:
     return boundary_p.bind(x, name=name)
 
 
+def _nothing_runs(ctx: Any, x: Any, *, what: str, where: str, fix: str) -> Any:
+    raise MeshError(what, where=where, fix=fix)
+
+
+described_p = jex.Primitive("jshard_described")
+described_p.def_impl(lambda x, *, what, where, fix: _nothing_runs(None, x, what=what, where=where, fix=fix))
+described_p.def_abstract_eval(lambda x, **_: x)
+mlir.register_lowering(described_p, _nothing_runs)
+ad.primitive_jvps[described_p] = lambda primals, tangents, **k: (described_p.bind(*primals, **k), tangents[0])
+
+
+def never_compiled(x: Any, error: ShardError) -> Any:
+    """`x` in a program of which only shapes are asked: compiling it raises the error."""
+    return described_p.bind(x, what=error.what, where=error.where, fix=error.fix)
+
+
 def outside_mesh() -> Any:
     """A context without a mesh: tracing on global shapes while inside `shard_map` must not see its manual axes."""
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+
+
+def context_of_trace(mesh: Any) -> Any:
+    """The context in which to trace global shapes again as they were: of the mesh with Explicit axes, or of none."""
+    return outside_mesh() if mesh is None else inside_mesh(mesh)
 
 
 def call_primitive(name: str, run: Any) -> Any:

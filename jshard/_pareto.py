@@ -12,14 +12,15 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from jshard._calls import checked
 from jshard._errors import SearchError, ShardError
 from jshard._plan.plan import Plan
-from jshard._prepare import Request
 from jshard._report import plots, points as report
 from jshard._report.points import Point
 from jshard._report.progress import progress
 from jshard._report.summary import step_seconds
 from jshard._report.units import size
+from jshard._request import Request
 from jshard._shard import Sharded, shard
 from jshard._sweep import planned
 
@@ -74,6 +75,7 @@ class Frontier:
         return [Point((("budget", _budget(p)),), p) for p in self.plans]
 
 
+@checked
 def pareto(
     fn: Callable[..., Any],
     *args: Any,
@@ -100,6 +102,7 @@ def pareto(
     if not isinstance(points, int) or points < 2:
         raise ShardError(f"points={points!r} gives no frontier", where="pareto", fix="points=2 or more")
     sharded = fn if isinstance(fn, Sharded) else shard(fn)
+    sharded.check_arguments(args, kwargs, "pareto", ("points", "show_progress"))
     with sharded.planned_as(args, kwargs) as (function, args, kwargs):
         return _frontier(function.request, args, kwargs, points, show_progress)
 

@@ -22,12 +22,15 @@ import jax
 from jax.sharding import AbstractMesh
 
 from jshard import _jaxcompat as compat
+from jshard._calls import check_call, checked
 from jshard._dispatch import Program, inline
-from jshard._errors import MeshError, NestedShardError, ShardError
+from jshard._errors import ArgumentError, MeshError, NestedShardError, ShardError
 from jshard._plan.plan import Plan
-from jshard._prepare import Prepared, Request, prepare
+from jshard._prepare import Prepared, check_pins, prepare
 from jshard._report.progress import progress, search_state
-from jshard._signature import Signature, changes, checked_statics, signature, without_statics
+from jshard._request import Request, without_statics
+from jshard._signature import Signature, changes, checked_statics, signature
+from jshard._wish.entries import described
 from jshard._wish.options import check_call_options, check_function, check_options, module_form
 
 
@@ -36,6 +39,7 @@ CALLBACKS = frozenset(("pure_callback", "io_callback", "debug_callback", "debug_
 _log = logging.getLogger("jshard")
 
 
+@checked
 def shard(
     fn: Callable[..., Any] | None = None,
     in_strategy: Any = None,
@@ -150,6 +154,7 @@ class Sharded:
         self._lock = threading.Lock()  # held for moments only: planning has a lock per signature
         self._planning: dict[Signature, threading.RLock] = {}
         self._programs: dict[Signature, Program] = {}
+        self._alike: dict[Signature, tuple[Program, ...]] = {}  # those that differ in where arguments lie
         self._failed = False
         self._of_arrays = of_arrays  # a function of arrays that another one calls: it holds no state
         self._carried: Any = None  # for arguments that hold state, as Flax modules do
@@ -170,21 +175,30 @@ class Sharded:
         """
         if verify is not None and "verify" in _parameters(self._request.fn):
             kwargs["verify"], verify = verify, None
+        if not isinstance(verify, bool | None):
+            raise ShardError(
+                f"verify is {described(verify)}",
+                where=f"{self.__name__}.plan",
+                fix="verify=True or verify=False",
+            )
         with progress(f"planning {self.__name__}", after=2.0) as show:
-            program = self._program(args, kwargs, lambda *state: show(0, search_state(*state)))
-            prepared = program.prepared
+            with self.planned_as(args, kwargs) as (function, left, left_kw):
+                program = function._found(left, left_kw, lambda *state: show(0, search_state(*state)))
+                moved = program.entry(left, left_kw)
+            plan = program.prepared.plan
+            plan = dataclasses.replace(plan, entry=moved) if moved else plan
             if not verify:
-                return prepared.plan
-            if isinstance(prepared.chosen.mesh, AbstractMesh):
+                return plan
+            if isinstance(program.prepared.chosen.mesh, AbstractMesh):
                 raise MeshError(
-                    f"the mesh {prepared.plan.mesh} plans only, nothing can be compiled for it",
+                    f"the mesh {plan.mesh} plans only, nothing can be compiled for it",
                     where=f"{self.__name__}.plan(..., verify=True)",
                     fix="a mesh of devices, or jshard.topology(...) where its compiler is installed: libtpu for TPU, "
                     "JAX's CUDA plugin for GPU",
                 )
             show(0, "compiling")
-            check = prepared.plan.verify(program.compile())
-        return dataclasses.replace(prepared.plan, verification=check)
+            check = plan.verify(program.compile())
+        return dataclasses.replace(plan, verification=check)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The planned program as a `jax.stages.Lowered`, ready for `.compile()`."""
@@ -194,9 +208,35 @@ class Sharded:
         """Forget every plan and compiled program."""
         with self._lock:
             self._programs.clear()
+            self._alike.clear()
             self._planning.clear()
             self._carried = None
         compat.forget(self._dispatch)
+
+    def check_arguments(
+        self, args: Any, kwargs: Any, where: str = "", settings: tuple[str, ...] = ()
+    ) -> None:
+        """Raise what is wrong with a call of the function: names and number of its arguments.
+
+        `where`: the function that plans it, with `settings` of its own.
+        """
+        options = list(inspect.signature(shard).parameters)[1:]
+        how = f"jshard.{where}(jshard.shard({self.__name__}, {{0}}=...), ...)"
+        if not where:
+            how = f"{{0}} where the function is sharded: jshard.shard({self.__name__}, {{0}}=...)"
+        elsewhere = {o: how.format(o) for o in options if o not in settings}
+        if where == "pareto":
+            elsewhere["level"] = "nothing: a frontier has the plans of every level"
+        called = f"call of {self.__name__}"
+        check_call(
+            self._request.fn,
+            args,
+            kwargs,
+            self.__name__,
+            where=where or called,
+            settings=settings,
+            elsewhere=elsewhere,
+        )
 
     @property
     def request(self) -> Request:
@@ -270,22 +310,24 @@ class Sharded:
     def planned_as(self, args: Any, kwargs: Any) -> Iterator[tuple[Sharded, tuple, dict[str, Any]]]:
         """The function of arrays that is planned for these arguments, and its arguments."""
         over = self._over(args, kwargs)
-        with self._explained(), contextlib.ExitStack() as stack:
+        with self._explained(args, kwargs), contextlib.ExitStack() as stack:
             if over is not None:
                 args, kwargs = stack.enter_context(over.taken_apart(args, kwargs))
             yield (self if over is None else over.inner), tuple(args), dict(kwargs)
 
     def _changing(self, over: Any, args: Any, kwargs: Any) -> Any:
         """A call that may change the state among its arguments."""
-        with self._explained():
+        with self._explained(args, kwargs):
             return over(args, kwargs)
 
     @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Errors of a trace that concern captured state, in words that name it."""
+    def _explained(self, args: Any, kwargs: Any) -> Iterator[None]:
+        """Errors of a wrong call, and of a trace that concern captured state, in words that name what is meant."""
         try:
             yield
         except Exception as error:
+            if isinstance(error, TypeError):
+                self.check_arguments(args, kwargs)
             flax = _flax_step()
             found = error if flax is None else flax.explained(error, self._request.fn, self.__name__)
             if found is error:
@@ -299,14 +341,18 @@ class Sharded:
         return self._found(args, kwargs, on_progress)
 
     def _found(self, args: Any, kwargs: Any, on_progress: Callable[..., None] | None) -> Program:
-        key = signature(self._request, args, kwargs)
-        found = self._programs.get(key)
+        try:
+            key = signature(self._request, args, kwargs)
+        except ArgumentError:
+            check_pins(self._request, args, kwargs)  # what was asked of that argument is said first
+            raise
+        found = self._known(key)
         if found is not None:
             return found
         with self._lock:
-            planning = self._planning.setdefault(key, threading.RLock())
+            planning = self._planning.setdefault(key.anywhere, threading.RLock())
         with planning:
-            found = self._programs.get(key)
+            found = self._known(key)
             if found is None:
                 if self._programs and compat.setting("jax_log_compiles"):
                     _log.warning(
@@ -314,6 +360,7 @@ class Sharded:
                     )
                 # Kept only when whole: a search that is interrupted before any answer leaves nothing behind.
                 found = self._programs[key] = Program(self._prepared(args, kwargs, on_progress))
+                self._alike[key.anywhere] = (*self._alike.get(key.anywhere, ()), found)
                 plan, program = found.prepared.plan, found.prepared.schedule.choice.program
                 self.calls_back |= any(name in CALLBACKS for _, name in program.arrays.primitives)
                 if any("interrupted" in s for s in plan.steps):
@@ -323,6 +370,13 @@ class Sharded:
                         self.__name__, 100 * plan.cost.gap, self.__name__,
                     )  # fmt: skip
         return found
+
+    def _known(self, key: Signature) -> Program | None:
+        """The program of a signature: its own, or one whose arguments are planned where they lie now."""
+        found = self._programs.get(key)
+        if found is not None:
+            return found
+        return next((p for p in self._alike.get(key.anywhere, ()) if p.serves(key.lying)), None)
 
     def _prepared(self, args: Any, kwargs: Any, on_progress: Callable[..., None] | None) -> Prepared:
         """A plan; a call or `lower` shows its progress as `plan` does."""

@@ -32,7 +32,7 @@ import jax
 import numpy as np
 
 from jshard import _jaxcompat as compat
-from jshard._errors import ShardError
+from jshard._errors import ArgumentError, ShardError
 from jshard._wish.entries import a_type, described
 from jshard._wish.paths import input_leaves
 
@@ -58,7 +58,7 @@ class View:
 
 def not_an_array(
     name: str, args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]
-) -> ShardError:
+) -> ArgumentError:
     """The error for the first leaf of a call that JAX takes for no array."""
     leaves = jax.tree.leaves((tuple(args), dict(kwargs)))
     for leaf, about in zip(leaves, input_leaves(args, kwargs, names), strict=True):
@@ -67,17 +67,17 @@ def not_an_array(
     raise AssertionError("every leaf is an array")
 
 
-def _refusal(name: str, leaf: Any, path: str, argument: str) -> ShardError:
+def _refusal(name: str, leaf: Any, path: str, argument: str) -> ArgumentError:
     where = f"call of {name}, argument {path}"
     cls = type(leaf).__name__
     if compat.is_ref(leaf):
-        return ShardError(
+        return ArgumentError(
             f"argument {path} is a Ref, an array that is changed in place",
             where=where,
             fix=f"its value as the argument, {path}[...], and the new value as a result",
         )
     if hasattr(leaf, "__jax_array__"):
-        return ShardError(
+        return ArgumentError(
             f"argument {path} is {a_type(leaf)}, which only its __jax_array__ makes an array",
             where=where,
             fix=f"its array: jax.numpy.asarray({path})",
@@ -89,7 +89,7 @@ def _refusal(name: str, leaf: Any, path: str, argument: str) -> ShardError:
             fix = f"jax.tree_util.register_dataclass({cls}), so that JAX knows its fields"
         else:
             fix = f"{cls} as a pytree (jax.tree_util.register_pytree_node_class, or a registered dataclass)"
-        return ShardError(
+        return ArgumentError(
             f"argument {path} is {a_type(leaf)}, which holds arrays ({held}) and is no pytree: "
             f"what {name} changes in it would be lost",
             where=where,
@@ -99,7 +99,7 @@ def _refusal(name: str, leaf: Any, path: str, argument: str) -> ShardError:
         fix = f"static_argnames={argument!r}, which makes it part of the program"
     else:
         fix = f"only arrays and numbers inside {argument}; what is part of the program goes into a static argument"
-    return ShardError(
+    return ArgumentError(
         f"argument {path} is {described(leaf)}, neither an array nor a container of arrays",
         where=where,
         fix=fix,

@@ -21,7 +21,6 @@ from flax import nnx, struct
 from jax.sharding import AxisType, Mesh
 
 import jshard
-from jshard._errors import ShardError
 
 
 MESH = Mesh(np.array(jax.devices()[:2]), ("x",), axis_types=(AxisType.Auto,))
