@@ -161,7 +161,7 @@ def _traced(
     numbers, names = request.statics
     shapes = [a if i in numbers else shape(a) for i, a in enumerate(args)]
     shapes_kw = {k: v if k in names else shape(v) for k, v in kwargs.items()}
-    jitted = jax.jit(
+    jitted: Any = jax.jit(
         request.fn,
         static_argnums=tuple(sorted(numbers)) or None,
         static_argnames=tuple(sorted(names)) or None,
