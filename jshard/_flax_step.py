@@ -25,6 +25,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -264,12 +265,16 @@ def explained(error: Exception, fn: Any, name: str) -> Exception:
     held = [(path, x) for path, x in captured(fn) if is_state(x)]
     if not held:
         return error
-    path, x = held[0]
     told = ", ".join(f"{p} ({type(v).__name__})" for p, v in held)
+    fix = f"it as an argument: {name}({', '.join(p for p, _ in held)}, ...)"
+    if isinstance(fn, functools.partial):
+        fix = (
+            f"all as arguments: jshard.shard({getattr(fn.func, '__name__', 'function')}) instead of a partial"
+        )
     return ShardError(
-        f"{name} changes state that it captures, {told}: only what is an argument can be changed",
-        where=f"{path}, captured by {name}",
-        fix=f"{path} as an argument: {name}({', '.join(p for p, _ in held)}, ...)",
+        f"{name} changes state that is not among its arguments; it captures {told}",
+        where=f"{held[0][0]}, captured by {name}",
+        fix=fix,
     )
 
 

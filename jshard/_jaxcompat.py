@@ -80,9 +80,10 @@ def array_type(x: Any) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
         return x
     try:
-        return jax.typeof(x)
+        found = jax.typeof(x)
     except (TypeError, ValueError):
         return None
+    return found if hasattr(found, "shape") else None  # other types are made of several arrays
 
 
 ShardingTypeError = jex.ShardingTypeError

@@ -165,7 +165,7 @@ def captured(fn: Any) -> Iterator[tuple[str, Any]]:
         for path, value in _reached(f):
             inner = _attributes(value).get("__wrapped__")
             ahead += [v for v in (value, inner) if isinstance(v, types.FunctionType | functools.partial)]
-            if not isinstance(value, _CLOSED):
+            if not _closed(value):
                 yield path, value
 
 
@@ -185,7 +185,7 @@ def _reached(fn: Any) -> Iterator[tuple[str, Any]]:
         yield from (fn.__kwdefaults__ or {}).items()
         found = fn.__globals__
         yield from ((n, found[n]) for n in dict.fromkeys(_global_names(fn.__code__)) if n in found)
-    elif not isinstance(fn, _CLOSED):
+    elif not _closed(fn):
         yield type(fn).__name__, fn  # an object that is called
 
 
@@ -197,12 +197,23 @@ def _global_names(code: types.CodeType) -> Iterator[str]:
 
 
 class _Place(NamedTuple):
-    """Where an object holds a value; the key is None where it cannot be set."""
+    """Where an object holds a value: below `above`, a place or the name of a root; the key is None where nobody sets it."""
 
-    path: str
+    above: Any
+    written: Any
     holder: Any
     key: Any
     value: Any
+
+    @property
+    def path(self) -> str:
+        """As the user writes it: `state.layers[0]['w']`."""
+        steps, here = [], self
+        while isinstance(here, _Place):
+            index = isinstance(here.holder, dict | list | tuple)
+            steps.append(f"[{here.written!r}]" if index else f".{here.written}")
+            here = here.above
+        return str(here) + "".join(reversed(steps))
 
     @property
     def lost(self) -> bool:
@@ -233,19 +244,19 @@ def _any(root: Any, test: Callable[[Any], bool]) -> bool:
 
 
 def _places(roots: Sequence[tuple[str, Any]]) -> Iterator[_Place]:
-    """Everything that objects hold, by path; those of libraries are not searched."""
+    """Everything that objects hold; those of libraries are not searched."""
     seen: set[int] = set()
-    ahead = list(roots)[::-1]
+    ahead: list[tuple[Any, Any]] = list(roots)[::-1]
     while ahead and len(seen) < MOST_OBJECTS:
-        path, here = ahead.pop()
+        above, here = ahead.pop()
         if id(here) in seen:
             continue
         seen.add(id(here))
         if type(here).__module__.partition(".")[0] in _LIBRARIES:
             continue
-        found = [_Place(path + suffix, here, key, value) for suffix, key, value in _parts(here)]
+        found = [_Place(above, written, here, key, value) for written, key, value in _parts(here)]
         yield from found
-        ahead += [(p.path, p.value) for p in reversed(found)]
+        ahead += [(p, p.value) for p in reversed(found) if not _closed(p.value)]
 
 
 _CLOSED = (
@@ -258,17 +269,25 @@ _LIBRARIES = frozenset(
 """Whose objects hold nothing that a user sets: not searched."""
 
 
-def _parts(here: Any) -> Iterator[tuple[str, Any, Any]]:
-    """(how it is written, key, value) of what an object holds directly."""
-    if isinstance(here, _CLOSED):
+def _closed(value: Any) -> bool:
+    """Whether nothing in a value is looked at; a proxy that does not even tell its class is left alone."""
+    try:
+        return isinstance(value, _CLOSED)
+    except Exception:
+        return True
+
+
+def _parts(here: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """(how it is written, key or None, value) of what an object holds directly."""
+    if _closed(here):
         return
     if isinstance(here, dict):
-        yield from ((f"[{k!r}]", k, v) for k, v in list(here.items()))
+        yield from ((k, k, v) for k, v in list(here.items()))
     elif isinstance(here, list | tuple):
         settable = isinstance(here, list)
-        yield from ((f"[{i}]", i if settable else None, v) for i, v in enumerate(here))
+        yield from ((i, i if settable else None, v) for i, v in enumerate(here))
     else:
-        yield from ((f".{k}", k, v) for k, v in list(_attributes(here).items()))
+        yield from ((k, k, v) for k, v in list(_attributes(here).items()))
 
 
 def _attributes(value: Any) -> dict[str, Any]:

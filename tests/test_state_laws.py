@@ -116,6 +116,16 @@ class Holder(nnx.Module):
         return value + self.metric.compute() + self.again.seen[...].sum()
 
 
+class Stepping(Holder):
+    """Its step as a sharded method, and as one of `nnx.jit`."""
+
+    def whole_step(self, x):
+        return self.step(x)
+
+    by_jit = nnx.jit(whole_step)
+    by_shard = jshard.shard(whole_step, in_strategy={"x": (2, None)}, mesh=MESH)
+
+
 def in_fields(state, x):
     return train(state.model, state.optimizer, x)
 
@@ -302,3 +312,32 @@ def test_five_steps_are_those_of_nnx_jit(name, inside, donate):
     same(returned, want)
     same(state, want_state)
     assert graph == want_graph
+
+
+def test_a_method_of_the_state():
+    a, b = (Stepping(*pair()) for _ in range(2))
+    for x in BATCHES:
+        np.testing.assert_array_equal(a.by_shard(x), b.by_jit(x))
+    same(nnx.state(a), nnx.state(b))
+    assert {r.path.partition(".")[0] for r in a.by_shard.plan(BATCHES[0]).inputs} == {"self", "x"}
+
+
+def test_a_function_that_nnx_jits_already():
+    model, optimizer = pair()
+    step = jshard.shard(nnx.jit(train), mesh=MESH)
+    want = five_steps(nnx.jit(train), CASES["arguments"])[0]
+    assert [float(step(model, optimizer, x)) for x in BATCHES] == [float(v) for v in want]
+
+
+def test_only_what_changes_is_a_result():
+    model, optimizer = pair()
+    whole, read = (jshard.shard(f, mesh=MESH) for f in (train, lambda model, x: model.layer(x)))
+    changed = {r.path for r in whole.plan(model, optimizer, BATCHES[0]).outputs}
+    assert changed == {
+        "result", "model.layer.kernel", "model.layer.bias", "model.seen", "model.noise.count", "optimizer.step",
+        "optimizer.opt_state.0.trace.layer.kernel", "optimizer.opt_state.0.trace.layer.bias",
+    }  # fmt: skip
+    assert [r.path for r in read.plan(model, BATCHES[0]).outputs] == ["result"]
+    kernel = model.layer.kernel[...]
+    read(model, BATCHES[0])
+    assert model.layer.kernel[...] is kernel

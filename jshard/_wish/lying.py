@@ -19,6 +19,7 @@ True
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -68,11 +69,13 @@ def sharding_of(x: Any) -> NamedSharding | None:
     return found
 
 
+@functools.lru_cache(maxsize=4096)
 def cuts(sharding: NamedSharding, shape: Sequence[int]) -> bool:
     """Whether a sharding cuts anything."""
     return any(n > 1 for n in _pieces(sharding, len(shape)))
 
 
+@functools.lru_cache(maxsize=4096)
 def axes_here(
     lying: NamedSharding, shape: Sequence[int], mesh: Mesh | AbstractMesh
 ) -> tuple[tuple[str, ...], ...] | None:
