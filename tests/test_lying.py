@@ -207,6 +207,8 @@ def test_the_mesh_is_that_of_the_arguments():
     assert str(plan.mesh) == "a=2 x b=2" and plan.jax_mesh == few
     assert f(x, B).sharding.device_set == set(few.devices.flat)
     assert f.plan(put(A, few), B).mesh == plan.mesh  # whole on every device of it
+    more = jshard.shard(fn, ((8, 1), None)).plan(x, B)  # needs more devices than it is on
+    assert more.mesh.total == jax.device_count() and more.entry[0].path == "x"
     everywhere = f.plan(A, B)
     assert everywhere.mesh.total == jax.device_count()
     # Over different devices there is no mesh of theirs.

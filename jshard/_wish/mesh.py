@@ -13,6 +13,7 @@ needs it, `data` of 8 into `data_0` of 4 and `data_1` of 2, devices in the same 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -81,7 +82,8 @@ def choose_mesh(
     check_device(device)
     user, how = _base_mesh(mesh, pins)
     if user is None and mesh is None and follow is not None and _is_of(follow, device):
-        user, how = follow, "arguments"
+        with contextlib.suppress(StrategyError):  # what is asked may need more devices than they are on
+            return _refined(follow, "arguments", pins, shapes, [s for s in lying if in_order(s, follow)])
     if user is None:
         found = list(devices) if devices is not None else _devices_of(device)
         return _inferred(found, grid.coarsest, pins, shapes)
