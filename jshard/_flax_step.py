@@ -132,7 +132,7 @@ class Carried:
     def taken_apart(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Iterator[tuple[tuple, dict[str, Any]]]:
-        """The arguments of `inner`; inside, its trace and its results know the objects they come from."""
+        """The arguments of `inner`; within this context its trace and its results belong to the objects given."""
         with nnx.update_context(self):
             yield self._over_dynamic(lambda t: _split(t, self), args, kwargs)
 

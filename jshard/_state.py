@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import dis
 import functools
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -190,7 +191,8 @@ def _reached(fn: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _global_names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
+    """Names that code reads from its module: `co_names` would have those of attributes too."""
+    yield from (i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _global_names(constant)

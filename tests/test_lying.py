@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
+import random
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import jshard
 from jshard._plan.rows import EntryRow
+from jshard._wish.lying import axes_here, received
 
 
 DEVICES = np.array(jax.devices()[:8])
@@ -351,3 +354,45 @@ def test_functions_that_only_types_make_right():
         np.testing.assert_allclose(
             jshard.shard(jax.grad(lambda a: (f(a, B) ** 2).sum()))(x), slope, atol=1e-4
         )
+
+
+def every_spec(names, ndim):
+    """Every way to cut `ndim` dimensions by ordered groups of axes."""
+    for count in range(len(names) + 1):
+        for chosen in itertools.permutations(names, count):
+            for ends in itertools.combinations_with_replacement(range(count + 1), ndim - 1):
+                edges = (0, *ends, count)
+                yield tuple(chosen[a:b] for a, b in itertools.pairwise(edges))
+
+
+def grids(rng):
+    sizes = rng.choice([(8,), (4, 2), (2, 4), (2, 2, 2)])
+    devices = list(DEVICES)
+    if rng.random() < 0.3:
+        rng.shuffle(devices)
+    grid = np.array(devices).reshape(sizes)
+    return Mesh(grid.T if rng.random() < 0.3 else grid, tuple("abc"[: grid.ndim]))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_axes_are_found_exactly_where_there_are_some(seed):
+    rng = random.Random(seed)
+    there, here, shape = grids(rng), grids(rng), (16, 24)
+    spec = rng.choice([s for s in every_spec(there.axis_names, 2) if any(s)])
+    lying = NamedSharding(there, P(*(d or None for d in spec)))
+    blocks = lying.devices_indices_map(shape)
+    same = [
+        s
+        for s in every_spec(here.axis_names, 2)
+        if NamedSharding(here, P(*(d or None for d in s))).devices_indices_map(shape) == blocks
+    ]
+    found = axes_here(lying, shape, here)
+    assert found in same if same else found is None
+    target = NamedSharding(here, P(*(d or None for d in rng.choice(list(every_spec(here.axis_names, 2))))))
+    most = 0
+    for device, block in target.devices_indices_map(shape).items():
+        new = np.zeros(shape, bool)
+        new[block] = True
+        new[blocks[device]] = False
+        most = max(most, int(new.sum()))
+    assert received(lying, target, shape, 4) == 4 * most

@@ -16,6 +16,7 @@ from flax import nnx
 
 import jshard
 from jshard._errors import ShardError
+from jshard._state import captured
 
 
 X = jnp.ones((8, 4))
@@ -270,6 +271,14 @@ def test_captured_objects_that_a_step_sets():
         caught.value.what == "step sets static argument 0.w, which it captures: only its trace would see that"
     )
     np.testing.assert_array_equal(model.w, np.ones(4))
+
+
+total = np.zeros(3)
+
+
+def test_names_of_attributes_are_not_those_of_the_module():
+    assert dict(captured(lambda state: (state.total, state.LOG))) == {}
+    assert list(dict(captured(lambda: (total, LOG)))) == ["LOG"]  # an array cannot be set from inside
 
 
 def test_what_a_step_may_set():
