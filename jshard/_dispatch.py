@@ -115,8 +115,9 @@ def _described(prepared: Prepared) -> bool:
     mesh, here = prepared.chosen.mesh, compat.context_mesh()
     if not isinstance(mesh, AbstractMesh):
         return False
-    filled = prepared.chosen.how in ("context", "arguments") or (here is not None and here.size == mesh.size)
-    return not filled
+    if here is not None and here.size == mesh.size:
+        return False
+    return compat.at_top_level() or prepared.chosen.how != "arguments"  # in a trace they are on devices
 
 
 def _is_here(mesh: Any) -> bool:

@@ -22,6 +22,7 @@ from jshard._errors import ArgumentError, MeshError, PlanMismatchError, ShardErr
 X = jax.ShapeDtypeStruct((8, 8), "float32")
 ARRAY = jnp.ones((8, 8))
 DESCRIPTION = jshard.topology("v5e:2x4", {"d": 2, "m": 4}, compiles=False)
+ON_DESCRIPTION = jax.NamedSharding(DESCRIPTION.jax_mesh, jax.P("d"))
 
 
 def fn(x, w):
@@ -87,6 +88,9 @@ ROWS: tuple[Row, ...] = (
         "fn is planned for x=8, a description without devices", "call of fn", RUN, MeshError),
     Row("call on a machine by name", lambda: jshard.shard(fn, mesh="auto:v5e:2x4")(ARRAY, ARRAY),
         "fn is planned for x=4 x y=2, a description of v5e:2x4 without devices", "call of fn", RUN, MeshError),
+    Row("lower for shapes on a description",
+        lambda: jshard.shard(fn).lower(*[jax.ShapeDtypeStruct((8, 8), "float32", sharding=ON_DESCRIPTION)] * 2),
+        "fn is planned for d=2 x m=4, a description without devices", "fn.lower", RUN, MeshError),
     Row("a module on a description", lambda: linear().shard(mesh=DESCRIPTION)(ARRAY), f"Linear {V5E}",
         "call of Linear", RUN, MeshError),
     Row("strategy of an nnx module", lambda: linear().shard(strategy=((8, 1),)),
