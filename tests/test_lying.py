@@ -305,7 +305,7 @@ def test_out_sharding_inside_is_a_pin(name, typed):
     with jax.set_mesh(EXPLICIT):
         x, w = (put(A, EXPLICIT, "d"), put(B, EXPLICIT, None, "m")) if typed else (A, B)
         want, slope = f(A, B), None
-        with contextlib.suppress(Exception):  # of some JAX itself has no derivative
+        if typed and name in ("einsum", "dot", "reshard", "several", "in a scan"):
             slope = jax.grad(lambda a: f(a, B).sum())(A)
         sharded = jshard.shard(f)
         plan = sharded.plan(x, w)

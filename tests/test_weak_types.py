@@ -76,7 +76,6 @@ def as_values(f):
 PATHS = {
     "called": lambda f: f,
     "under jit": jax.jit,
-    "under jit twice": lambda f: jax.jit(lambda x: jax.jit(f)(x)),
     "in a scan": in_scan,
     "in a cond": in_cond,
     "carried": as_carry,
