@@ -103,7 +103,9 @@ def _first_line(error: Exception) -> str:
 def _joint(program: Program, avals: Sequence[Any], moving: Sequence[int]) -> tuple[Program, list[int]] | None:
     """The program followed by its pull-back, and which results have cotangents."""
     n = len(avals)
-    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
+    shapes = [
+        jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type, sharding=a.sharding) for a in avals
+    ]
     run = compat.as_function(program.jaxpr)
     results = [_aval(program, i) for i in program.outputs]
     live = [k for k, r in enumerate(results) if jax.numpy.issubdtype(r.dtype, np.inexact)]
@@ -124,12 +126,13 @@ def _joint(program: Program, avals: Sequence[Any], moving: Sequence[int]) -> tup
         ]
         return [*out, *pull(cotangents)]
 
-    with compat.outside_mesh():
+    with compat.context_of_trace(program.context):
         closed = jax.make_jaxpr(both)(*shapes, *(results[k] for k in live))
     names = [program.operators[i].name for i in program.inputs[:n]]
     names += [f"cotangent of {program.operators[program.outputs[k]].name}" for k in live]
     outs = [program.operators[i].name for i in program.outputs] + [f"gradient of {names[i]}" for i in moving]
-    return build(closed, name=program.name, input_names=names, output_names=outs), live
+    whole = build(closed, name=program.name, input_names=names, output_names=outs)
+    return dataclasses.replace(whole, context=program.context), live
 
 
 def _wish(prepared: Prepared, whole: Program, moving: Sequence[int], live: Sequence[int]) -> Wish:

@@ -1,4 +1,4 @@
-"""The judge of random programs: sharded equals plain in values, gradients and requested shardings.
+"""The judge of random programs: sharded equals plain in values, types, gradients and requested shardings.
 
 `judge(program)` gives a `Verdict`. A difference counts only if the plain program is a stable function of its
 inputs: where a change of 1e-6 (1e-14 in float64) in the inputs moves the plain results as far, nothing is said
@@ -113,6 +113,11 @@ def _judge(p: Fuzzed) -> Verdict:
     for what, wanted, had in parts:
         for k, (w, g) in enumerate(zip(wanted, had, strict=True)):
             text = _unlike(np.asarray(w), np.asarray(g), close)
+            if jax.typeof(w).weak_type != jax.typeof(g).weak_type:
+                kinds = [
+                    ("a weak" if jax.typeof(x).weak_type else "a strong") + f" {x.dtype}" for x in (g, w)
+                ]
+                return Verdict("different", f"{what} {k}: {kinds[0]} instead of {kinds[1]}")
             if text:
                 if _unstable(plain, split, args, close):
                     return Verdict("unstable", f"{what} {k}: {text}")

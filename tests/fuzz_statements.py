@@ -70,6 +70,13 @@ def unary(d: Drawer, s: Scope) -> None:
         s.add([], d.choice(UNARY).format(v.name))
 
 
+WEAK = (
+    "jnp.full({}, 0.5)", "lax.fori_loop(0, 3, lambda i, c: c * 0.5 + i, jnp.full({}, 1.0))", "jnp.full({}, 2)",
+    "lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * 0.9), (0, 1.0)) + ({},)[:0]",
+    "jax.jit(lambda: 2.0 * jnp.full({}, 0.25))()", "lax.scan(lambda c, _: (c + 1, c * 0.5), 0, length=3) + ({},)[:0]",
+)  # fmt: skip
+
+
 def binary(d: Drawer, s: Scope) -> None:
     """An elementwise function of two values whose shapes broadcast."""
     a = s.pick()
@@ -283,11 +290,12 @@ def whole_reductions(d: Drawer, s: Scope) -> None:
 
 
 def weak(d: Drawer, s: Scope) -> None:
-    """Python scalars that go round a loop, are chosen, or are returned."""
+    """Values of Python numbers alone, returned, chosen or round a loop: their types are weak, and give way to others."""
     v = s.pick()
     if v is None:
         return
     s.add([], d.choice((
+        *(w.format(d.shape(d.between(0, 2))) for w in WEAK),
         f"lax.while_loop(lambda c: c < 3.0, lambda c: c * 2, 1.0) * {v.name}", f"jnp.where({v.name} > 0, 1.0, 2.0)",
         f"lax.fori_loop(0, 3, lambda i, c: c * 2, 1) * {v.name}",
         f"lax.cond(jnp.sum({v.name}) > 0, lambda: 1.0, lambda: 2.0)",

@@ -15,6 +15,7 @@ on the global shapes, planned with the layouts its values already have, and run 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,11 +45,7 @@ def rebuild(
     """
     eqn = call.eqn
     literals = {i: a for i, a in enumerate(call.operands) if isinstance(a, Literal)}
-    avals = [
-        jax.ShapeDtypeStruct(program.tensors[a].shape, program.tensors[a].dtype)
-        for a in call.operands
-        if not isinstance(a, Literal)
-    ]
+    avals = [_struct(program.tensors[a]) for a in call.operands if not isinstance(a, Literal)]
 
     def plain(*tensors: Any) -> list[Any]:
         """The equation itself on global values."""
@@ -62,7 +59,7 @@ def rebuild(
     own = [i >= closed for i in range(len(call.operands)) if i not in literals]
     moving = [o and _differentiable(a) for a, o in zip(avals, own, strict=True)]
     inner = _jvp if call.kind == "custom_jvp" else _vjp
-    return inner(plain, avals, moving, list(layouts), list(returns), topology, body, run)
+    return inner(plain, avals, moving, list(layouts), list(returns), topology, body, run, program.context)
 
 
 def _jvp(
@@ -74,6 +71,7 @@ def _jvp(
     topology: Topology,
     body: Any,
     run: Run,
+    context: Any,
 ) -> Callable[..., Any]:
     def pushed(*values: Any) -> Any:
         primals, given = values[: len(avals)], iter(values[len(avals) :])
@@ -87,7 +85,7 @@ def _jvp(
     def rule(primals: Any, tangents: Any) -> Any:
         wanted = [a for a, m in zip(avals, moving, strict=True) if m]
         ins = [*layouts, *(lay for lay, m in zip(layouts, moving, strict=True) if m)]
-        schedule = _planned(pushed, [*avals, *wanted], ins, [*returns, *returns], topology)
+        schedule = _planned(pushed, [*avals, *wanted], ins, [*returns, *returns], topology, context)
         out = run(schedule, [*primals, *(t for t, m in zip(tangents, moving, strict=True) if m)])
         return tuple(out[: len(returns)]), tuple(out[len(returns) :])
 
@@ -103,6 +101,7 @@ def _vjp(
     topology: Topology,
     body: Any,
     run: Run,
+    context: Any,
 ) -> Callable[..., Any]:
     trees: list[Any] = []
 
@@ -120,7 +119,7 @@ def _vjp(
     kept: list[Any] = []
 
     def f_forward(*blocks: Any) -> Any:
-        schedule = _planned(forward, avals, layouts, returns, topology)
+        schedule = _planned(forward, avals, layouts, returns, topology, context)
         choice = schedule.choice
         ends = choice.program.outputs[len(returns) :]
         kept[:] = [(_aval(choice.program, i), choice.needed(i, 0)) for i in ends]
@@ -129,7 +128,8 @@ def _vjp(
 
     def f_backward(residuals: Any, cotangents: Any) -> Any:
         tree = trees[0]
-        outs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jax.eval_shape(plain, *avals)]
+        with compat.context_of_trace(context):
+            outs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jax.eval_shape(plain, *avals)]
         live = [_differentiable(o) for o in outs]
 
         def backward(*values: Any) -> Any:
@@ -141,7 +141,7 @@ def _vjp(
         ins = [lay for _, lay in kept] + [lay for lay, m in zip(returns, live, strict=True) if m]
         shapes = [a for a, _ in kept] + [o for o, m in zip(outs, live, strict=True) if m]
         wanted = [lay for lay, m in zip(layouts, moving, strict=True) if m]
-        schedule = _planned(backward, shapes, ins, wanted, topology)
+        schedule = _planned(backward, shapes, ins, wanted, topology, context)
         given = iter(run(schedule, [*residuals, *(c for c, m in zip(cotangents, live, strict=True) if m)]))
         return tuple(next(given) if m else None for m in moving)
 
@@ -150,12 +150,18 @@ def _vjp(
 
 
 def _planned(
-    fn: Callable, avals: Sequence[Any], ins: Sequence[Layout], outs: Sequence[Layout], topology: Topology
+    fn: Callable,
+    avals: Sequence[Any],
+    ins: Sequence[Layout],
+    outs: Sequence[Layout],
+    topology: Topology,
+    context: Any,
 ) -> Schedule:
     """The schedule of a rule whose arguments and first results already have layouts."""
-    with compat.outside_mesh():
+    with compat.context_of_trace(context):
         closed = jax.make_jaxpr(fn)(*avals)
     program = build(closed, name="derivative rule", input_names=[f"value {i}" for i in range(len(avals))])
+    program = dataclasses.replace(program, context=context)
     pins = [(program.inputs[i], "result", 0, _pin(lay, topology)) for i, lay in enumerate(ins)]
     pins += [(program.outputs[i], "operand", 0, _pin(lay, topology)) for i, lay in enumerate(outs)]
     return make_plan(program, topology, Wish(tuple(pins)))[1]
@@ -167,8 +173,11 @@ def _pin(layout: Layout, topology: Topology) -> Pin:
 
 def _aval(program: Program, output: int) -> Any:
     a = program.operators[output].operands[0]
-    t: Any = a.aval if isinstance(a, Literal) else program.tensors[a]
-    return jax.ShapeDtypeStruct(t.shape, t.dtype)
+    return _struct(a.aval if isinstance(a, Literal) else program.tensors[a])
+
+
+def _struct(t: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=bool(getattr(t, "weak_type", False)))
 
 
 def _differentiable(aval: Any) -> bool:

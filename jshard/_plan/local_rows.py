@@ -8,6 +8,7 @@ the values that enter it; a `remat` and a branch see those of what they are give
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypedDict
 
 from jshard._cost.steps import apply
 from jshard._plan.rows import LocalRow
@@ -16,6 +17,11 @@ from jshard._program.graph import Call, Literal, operator_name
 
 
 Names = dict[Value, str]
+
+
+class _How(TypedDict):
+    count: float
+    turn: bool
 
 
 def local_rows(made: Schedule) -> tuple[LocalRow, ...]:
@@ -106,12 +112,21 @@ class _Rows:
 
     def operator(self, a: Run, names: Names, depth: int) -> None:
         """An operator, and what it sends itself."""
-        op, how = self.program.operators[a.op], dict(count=a.repeat, turn=a.turn)
+        op, how = self.program.operators[a.op], _How(count=a.repeat, turn=a.turn)
         results = [self.choice.values[t] for t in op.results]
         self.row("operator", operator_name(op), a.reads, results, names, depth, **how)
         for number, sent in zip(a.numbers, self.choice.own(a.op), strict=True):
-            held = dict(axes=sent.axes, id=number, depth=depth, bytes=sent.held)
-            self.out.append(LocalRow(sent.kind, operator_name(op), **held, **how))
+            self.out.append(
+                LocalRow(
+                    sent.kind,
+                    operator_name(op),
+                    axes=sent.axes,
+                    id=number,
+                    depth=depth,
+                    bytes=sent.held,
+                    **how,
+                )
+            )
 
     def move(self, m: Move, names: Names, depth: int) -> None:
         reader = operator_name(self.program.operators[m.reader]) if m.reader >= 0 else ""

@@ -27,6 +27,19 @@ class TensorRow:
 
 
 @dataclasses.dataclass(frozen=True)
+class EntryRow:
+    """An argument that is moved before a call: where it lies, where the plan has it, bytes that a device receives.
+
+    Such moves are no part of the program, nor of its cost: they happen while arguments come as they were given here.
+    """
+
+    path: str
+    lies: str
+    planned: str
+    bytes: float
+
+
+@dataclasses.dataclass(frozen=True)
 class OperatorRow:
     """An operator: how its operands and results are laid out, what it moves, how long it takes.
 

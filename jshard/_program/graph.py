@@ -151,7 +151,8 @@ class Program:
     `inputs` are the ids of the input operators, one for each flat argument, then one for each captured array
     (`constants` holds those values); `outputs` the ids of the output operators, one for each flat result.
     `pins` holds what `jshard.op` and constraints in the user's code fixed: (operator, "operand" or "result",
-    index, what was written). `traced` are the operators in the order of the trace, where that is another.
+    index, what was written). `traced` are the operators in the order of the trace, where that is another. `context`
+    is the mesh with Explicit axes in which it was traced, None for any other.
     """
 
     name: str
@@ -164,6 +165,7 @@ class Program:
     jaxpr: Any
     pins: tuple[tuple[int, str, int, Any], ...] = ()
     traced: tuple[int, ...] = ()
+    context: Any = None
 
     def consumers(self) -> Sequence[Sequence[tuple[int, int]]]:
         """For each tensor the (operator, operand index) pairs that read it."""

@@ -11,6 +11,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from jax.sharding import NamedSharding
+
 from jshard import _jaxcompat as compat
 from jshard._errors import NestedShardError
 from jshard._program import loops, marks
@@ -75,7 +77,7 @@ class Builder:
         # What was moved out of loops, by the place of its equation: around how many loops, and the results there.
         self.moved: dict[tuple[Any, ...], tuple[int, Sequence[Any]]] = {}
         self.frames: list[loops.Frame] = []  # of the loops around
-        self.captured: set[int] = set()  # tensors of captured arrays: every body reads them as they are
+        self.captured: set[Atom] = set()  # tensors of captured arrays: every body reads them as they are
         self.names: set[str] = set()  # of tensors
         self.known = Known()
         self.literals: dict[int, tuple[Literal, Any]] = {}  # by identity; kept, so that no other gets it
@@ -179,7 +181,7 @@ class Builder:
     def walk(self, jaxpr: Any, env: dict[Any, Any], repeat: float, prefix: str) -> list[int | Call]:
         steps: list[int | Call] = []
         for k, eqn in enumerate(jaxpr.eqns):
-            moved = self.moved and self.moved.get((*self.path, k))
+            moved = self.moved.get((*self.path, k)) if self.moved else None
             if moved:
                 env.update(zip(eqn.outvars, self.seen(*moved), strict=True))
             elif eqn.primitive.name in INNER_PROGRAMS:
@@ -242,14 +244,20 @@ class Builder:
         if name == SHARD_MAP:
             where = f"{compat.module_path(prefix, eqn)} {compat.source_line(eqn)}".strip()
             self.pins += [(i, *pin) for pin in pins_of(eqn, self.name, where)]
-        if name in marks.PIN_RESULT:
-            self.pins.append((i, "result", 0, marks.PIN_RESULT[name](eqn)))
+        if name in marks.PIN_RESULT and (pin := marks.PIN_RESULT[name](eqn)) is not None:
+            # A type that a transposition goes back to is nobody's wish, a constraint is.
+            if name != "reshard" or not compat.is_backward(prefix, eqn):
+                self.pins.append((i, "result", 0, pin))
         results = [self.tensor(eqn.outvars[0].aval, f"{name}.{i}")] if eqn.outvars else []
         results += [self.tensor(v.aval, f"{name}.{i}[{k}]") for k, v in enumerate(eqn.outvars[1:], 1)]
         self.op("eqn", name, operands, results, repeat, eqn=eqn, prefix=prefix)
+        steps = [i]
+        if asked := marks.asked_of_results(eqn):
+            results, more = self.as_asked(asked, results, eqn.outvars, eqn, repeat, prefix)
+            steps += more
         self.known.keep(eqn, key, results)
         env.update(zip(eqn.outvars, results, strict=True))
-        return (i,)
+        return steps
 
     def seen(self, depth: int, atoms: Sequence[Atom]) -> list[Any]:
         """Values from so many loops around as the body that is walked has them; None where it has them not."""
@@ -294,9 +302,36 @@ class Builder:
     def inline(
         self, eqn: Any, body: Any, env: dict[Any, Atom], repeat: float, prefix: str
     ) -> Sequence[int | Call]:
-        block = self.enter(body, [self.pass_in(v, env) for v in eqn.invars], repeat, prefix, apart=False)
-        env.update(zip(eqn.outvars, block.outputs, strict=True))
-        return block.steps
+        given, before = [self.pass_in(v, env) for v in eqn.invars], []
+        if wanted := eqn.params.get("in_shardings"):
+            given, before = self.as_asked(wanted, given, eqn.invars, eqn, repeat, prefix)
+        block = self.enter(body, given, repeat, prefix, apart=False)
+        results, after = self.as_asked(
+            marks.asked_of_results(eqn), block.outputs, eqn.outvars, eqn, repeat, prefix
+        )
+        env.update(zip(eqn.outvars, results, strict=True))
+        return [*before, *block.steps, *after]
+
+    def as_asked(
+        self, asked: Sequence[Any], atoms: Sequence[Any], variables: Sequence[Any], eqn: Any, repeat: float, prefix: str
+    ) -> tuple[list[Any], list[int]]:  # fmt: skip
+        """Values with the shardings that the user's code asks of them: each through an identity whose result is pinned.
+
+        So an operator may make partial sums, and what is asked is asked of their sum.
+        """
+        out, steps = list(atoms), []
+        if compat.is_backward(prefix, eqn):
+            return out, steps
+        for k, (sharding, a, v) in enumerate(zip(asked, atoms, variables, strict=False)):
+            if not isinstance(sharding, NamedSharding) or isinstance(a, Literal | _Marked):
+                continue
+            same = compat.identity_equation(marks.out_sharding, v, v, eqn)
+            i = len(self.operators)
+            made = self.tensor(v.aval, f"{marks.OUT_SHARDING}.{i}")
+            steps.append(self.op("eqn", marks.OUT_SHARDING, [a], [made], repeat, eqn=same, prefix=prefix))
+            self.pins.append((i, "result", 0, sharding))
+            out[k] = made
+        return out, steps
 
     def alias(self, eqn: Any, body: Any, env: dict[Any, Atom], repeat: float, prefix: str) -> Call:
         operands = tuple(self.read(v, env) for v in eqn.invars)

@@ -39,7 +39,7 @@ def traffic(plan: Plan) -> list[Traffic]:
         row[0] += c.count
         row[1] += c.total
         row[2] += c.seconds * c.count
-    return [Traffic(*key, *row, key in open_) for key, row in sorted(by.items())]
+    return [Traffic(kind, axes, *row, open=(kind, axes) in open_) for (kind, axes), row in sorted(by.items())]
 
 
 def at_least(plan: Plan) -> str:

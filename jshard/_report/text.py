@@ -87,6 +87,7 @@ def sections(plan: Plan, most: int = MOST) -> list[Section]:
     every = [
         tensors("arguments", plan.inputs, plan, (), most),
         tensors("results", rest, plan, as_rows, most),
+        entry(plan, most),
         operators(plan, most),
         totals(plan),
     ]
@@ -107,6 +108,20 @@ def tensors(
     return Section(
         f"{title} (* pinned)", ("path", "type", "cut", "layout"), tuple(out[:most]), (42, 26, 14, 0), more
     )
+
+
+def entry(plan: Plan, most: int = MOST) -> Section:
+    """Arguments that lie elsewhere than the plan has them, and what moving them there receives."""
+    moved = sorted(plan.entry, key=lambda e: -e.bytes)
+    rows = [(e.path, e.lies, f"-> {e.planned}", f"{size(e.bytes)} received") for e in moved]
+    if len(rows) > most:
+        rest = sum(e.bytes for e in moved[most:])
+        more = f"{len(rows) - most} more, {size(rest)} received"
+    else:
+        more = ""
+    total = size(sum(e.bytes for e in moved))
+    title = f"moved before each such call, {total} a device (no part of the program and its cost)"
+    return Section(title, ("path", "lies", "planned", "bytes"), tuple(rows[:most]), (30, 30, 20, 0), more)
 
 
 def operators(plan: Plan, most: int = MOST) -> Section:

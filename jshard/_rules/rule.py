@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from jshard._jaxcompat import itemsize
-from jshard._layout import Layout, MeshAxes
+from jshard._layout import CollectiveKind, Layout, MeshAxes
 
 
 NONE = -1  # the mesh axis cuts nothing here: the operator is replicated along it
@@ -46,7 +46,7 @@ class OwnCollective:
     only those that cut a reduction factor.
     """
 
-    kind: str
+    kind: CollectiveKind
     itemsize: float
     result: int = 0
     everywhere: bool = False
@@ -235,7 +235,7 @@ def reduced_axes(rule: Rule, c: Candidate, mesh: MeshAxes) -> tuple[str, ...]:
 class Sent:
     """An own collective under a candidate: `held` bytes a device gives, of result `result`, over `axes`."""
 
-    kind: str
+    kind: CollectiveKind
     axes: tuple[str, ...]
     held: float
     result: int
