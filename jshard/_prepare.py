@@ -15,6 +15,7 @@ import numpy as np
 from jshard import _hardware as hardware, _jaxcompat as compat, _topology as topologies
 from jshard._doors import topology
 from jshard._errors import MeshError, NestedShardError, PlanMismatchError, SearchError, ShardError
+from jshard._plan.joint import joints
 from jshard._plan.make import Wish, find_ties, make_plan, replay
 from jshard._plan.order import ordered
 from jshard._plan.plan import Plan
@@ -25,7 +26,15 @@ from jshard._program.trace import build
 from jshard._program.uncollected import uncollected
 from jshard._topology import Topology
 from jshard._wish.entries import Pin, parse_entry
-from jshard._wish.mesh import ChosenMesh, candidate_grids, candidate_meshes, choose_mesh, resolve_pin
+from jshard._wish.mesh import (
+    ChosenMesh,
+    Joint,
+    candidate_grids,
+    candidate_meshes,
+    choose_mesh,
+    device_count,
+    resolve_pin,
+)
 from jshard._wish.metadata import with_metadata
 from jshard._wish.options import CallOptions, Options
 from jshard._wish.paths import argument_names, input_leaves, path_name
@@ -124,6 +133,7 @@ def prepare(
         request.parameter_plan,
         names=names,
         strict=request.options.strict,
+        devices=_devices(request),
     )
     pins = with_metadata(
         pins,
@@ -178,13 +188,14 @@ def _of_trace(
     if hasattr(given, "axis_names"):
         check_meshes(program, axes_of(given))
     out_shapes = jax.tree.unflatten(out_tree, [jax.ShapeDtypeStruct(o.shape, o.dtype) for _, o in out_flat])
-    out_pins = pins_for_outputs(out_shapes, request.out_strategy)
+    out_pins = pins_for_outputs(out_shapes, request.out_strategy, devices=_devices(request))
     in_leaves, in_tree = jax.tree.flatten((shapes_args, shapes_kw))
     inner = _operator_pins(program)
     every = [*pins, *out_pins, *(p for *_, p in inner)]
     shapes = [leaf.shape for leaf in in_leaves] + [o.shape for _, o in out_flat]
     shapes += [_shape(program, op, side, k) for op, side, k, _ in inner]
     n_in, n_out = len(pins), len(out_pins)
+    together = joints(program, inner, n_in + n_out)
     ties = _ties(program, in_leaves, in_tree, out_flat, out_tree, donated, out_pins)
 
     def planned(chosen: ChosenMesh, request: Request = request) -> tuple[Plan, Schedule]:
@@ -203,9 +214,9 @@ def _of_trace(
         return make_plan(program, topology, wish, on_progress)
 
     if isinstance(request.mesh, str) and request.mesh.partition(":")[0] == "auto":
-        chosen, plan, schedule = _best(_machines(request, every, shapes), planned)
+        chosen, plan, schedule = _best(_machines(request, every, shapes, together), planned)
     else:
-        chosen = choose_mesh(_mesh_of(request), request.options.device, every, shapes)
+        chosen = choose_mesh(_mesh_of(request), request.options.device, every, shapes, joint=together)
         plan, schedule = planned(chosen)
     plan = dataclasses.replace(plan, jax_mesh=chosen.mesh, in_tree=in_tree, out_tree=out_tree)
     return Prepared(
@@ -242,12 +253,12 @@ def _best(
 
 
 def _machines(
-    request: Request, pins: Sequence[Pin | None], shapes: Sequence[Any]
+    request: Request, pins: Sequence[Pin | None], shapes: Sequence[Any], joint: Sequence[Joint]
 ) -> list[tuple[ChosenMesh, Request]]:
     """What `mesh="auto"` tries: grids of the devices here, of as many (`"auto:4"`), or of a named machine."""
     name, device = request.mesh.partition(":")[2], request.options.device
     if not name:
-        return [(c, request) for c in candidate_meshes(device, pins, shapes)]
+        return [(c, request) for c in candidate_meshes(device, pins, shapes, joint=joint)]
     if name.isdigit():
         here = jax.devices(device)
         if not 1 <= int(name) <= len(here):
@@ -256,10 +267,24 @@ def _machines(
                 where="mesh",
                 fix=f'"auto:{len(here)}" or fewer, or a machine by name: "auto:v5e:4x4"',
             )
-        return [(c, request) for c in candidate_meshes(device, pins, shapes, here[: int(name)])]
+        return [(c, request) for c in candidate_meshes(device, pins, shapes, here[: int(name)], joint)]
     count = topologies.device_count(*topologies.parse_name(name))
-    machines = [topology(name, axes) for axes in candidate_grids(count, pins, shapes)]
-    return [(choose_mesh(m, device, pins, shapes), dataclasses.replace(request, mesh=m)) for m in machines]
+    machines = [topology(name, axes) for axes in candidate_grids(count, pins, shapes, joint)]
+    return [
+        (choose_mesh(m, device, pins, shapes, joint=joint), dataclasses.replace(request, mesh=m))
+        for m in machines
+    ]
+
+
+def _devices(request: Request) -> int:
+    """How many devices there are to cut over."""
+    mesh = _mesh_of(request)
+    if isinstance(mesh, str) and mesh.partition(":")[0] == "auto":
+        name = mesh.partition(":")[2]
+        if name:
+            return int(name) if name.isdigit() else topologies.device_count(*topologies.parse_name(name))
+    entries = (request.in_strategy, request.parameter_plan, request.out_strategy)
+    return device_count(mesh, request.options.device, entries)
 
 
 def _mesh_of(request: Request) -> Any:
