@@ -26,6 +26,7 @@ from jshard._plan.physics import physics
 from jshard._plan.plan import CollectiveRow, Cost, Decision, Memory, OperatorRow, Plan, TensorRow
 from jshard._plan.schedule import Choice, Run, Schedule
 from jshard._program.graph import Literal, Program, operator_name
+from jshard._program.mapped import SHARD_MAP
 from jshard._rules.rule import reduced_axes
 
 
@@ -42,6 +43,7 @@ def describe(
     choice = made.choice
     program, topology = choice.program, choice.topology
     moved = collective_rows(made, built.together)
+    moved += own_rows(choice, built, 1 + max((row.id for row, _ in moved), default=-1))
     seconds, redundant, unknown = _compute(choice, built)
     a = program.arrays
     equations = np.flatnonzero(a.of_kind("eqn")).tolist()
@@ -148,6 +150,19 @@ def collective_rows(made: Schedule, together: Mapping[int, int]) -> list[tuple[C
                 name = operator_name(reader) if reader is not None else f"readers of {tensor.name}"
                 out.append((_row(number, c, action.repeat, name, tensor.name, local), action.reader))
             lay = after
+    return out
+
+
+def own_rows(choice: Choice, built: Problem, first: int) -> list[tuple[CollectiveRow, int]]:
+    """Every collective that the user wrote in a `shard_map`, with the operator that it is; numbered from `first`."""
+    out = []
+    for i in np.flatnonzero(choice.program.arrays.which(frozenset((SHARD_MAP,)))).tolist():
+        op, found = choice.program.operators[i], built.times[int(built.network.node_table[i])].inside
+        for c in found.collectives if found is not None else ():
+            row = _row(
+                first + len(out), c.collective, c.count * op.repeat, operator_name(op), "", _block(c.block)
+            )
+            out.append((dataclasses.replace(row, own=True), i))
     return out
 
 

@@ -57,7 +57,10 @@ class OperatorRow:
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveRow:
-    """A collective: bytes received by each device and seconds of one execution, and how many there are."""
+    """A collective: bytes received by each device and seconds of one execution, and how many there are.
+
+    `own`: the user wrote it, in a `jax.shard_map` of his; the plan counts it and changes nothing about it.
+    """
 
     id: int
     kind: str
@@ -68,6 +71,7 @@ class CollectiveRow:
     operator: str
     tensor: str
     local: str
+    own: bool = False
 
     @property
     def total(self) -> float:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from jshard._plan.rows import CollectiveRow, OperatorRow, TensorRow
 from jshard._report.order import events
+from jshard._report.summary import OWN
 from jshard._report.units import count
 
 
@@ -61,6 +62,9 @@ def _local(plan: Plan) -> Iterator[str]:
         return f"{tensor}.{number[tensor]}"
 
     def moved(c: CollectiveRow) -> str:
+        if c.own:
+            times = f" x{count(c.count)}" if c.count != 1 else ""
+            return f"  # {c.kind}[{'*'.join(c.axes)}] of {c.local}{times}, {OWN}, in {c.operator}"
         before, after = (_shape(s) for s in (c.local.split(" -> ") * 2)[:2])
         source, name = names.get((c.tensor, before), c.tensor), new(c.tensor)
         have(c.tensor, after, name)
