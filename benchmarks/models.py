@@ -1,10 +1,10 @@
 """Plan and run models that none of us wrote, and compare them with their plain runs.
 
 `python benchmarks/models.py [MODEL ...]` makes `.venv-models` from `requirements/models.txt` (Flax classes of
-transformers, keras, haiku, equinox, diffrax), then runs each model of `benchmarks/zoo` in a process of its own on
-8 CPU devices: forward and whole training step (value_and_grad, AdamW), planned from the batch's cut alone. It prints
-a table and writes it to `benchmarks/models.json` and `benchmarks/MODELS.md`; models named keep the others' rows. The
-exit code is 1 when a model fails.
+transformers, keras, haiku, equinox, diffrax, lineax, optimistix, OTT), then runs each model of `benchmarks/zoo` in a
+process of its own on 8 CPU devices: forward and whole training step (value_and_grad, AdamW), planned from the batch's
+cut alone. It prints a table and writes it to `benchmarks/models.json` and `benchmarks/MODELS.md`; models named keep
+the others' rows. The exit code is 1 when a model fails.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ TOLERANCE, EXACT = 1e-5, 1e-10  # in float32 and in float64
 MODELS = (
     "Llama", "GPT2", "BERT", "ViT", "BART", "Whisper", "Gemma", "Mistral", "Bloom", "GPT-J", "GPT-Neo", "OPT",
     "CLIP", "Dinov2", "ResNet", "Wav2Vec2", "keras ResNet50", "keras MobileNetV2", "keras EfficientNetB0",
-    "diffrax neural ODE", "haiku LSTM", "equinox MLP",
+    "diffrax neural ODE", "haiku LSTM", "equinox MLP", "lineax LU", "lineax QR", "lineax SVD", "lineax GMRES",
+    "lineax CG", "lineax batched", "optimistix least squares", "optimistix root finding", "OTT soft ranks",
+    "OTT Sinkhorn", "diffrax implicit", "equinox training step",
 )  # fmt: skip
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",

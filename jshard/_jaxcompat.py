@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Sequence
@@ -179,7 +180,11 @@ def weakly_typed(x: Any) -> Any:
 
 def vma(x: Any) -> frozenset[str]:
     """Mesh axes over which a value inside `shard_map` is typed as varying."""
-    aval = jax.typeof(x)
+    return varying(jax.typeof(x))
+
+
+def varying(aval: Any) -> frozenset[str]:
+    """The same for a type."""
     kinds = getattr(aval, "mat", None)  # JAX 0.12: one record for varying, unreduced and reduced axes
     return frozenset(kinds.varying if kinds is not None else getattr(aval, "vma", ()) or ())
 
@@ -206,13 +211,14 @@ def row_major(x: Any) -> Any:
     return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim)))) if x.ndim > 1 else x
 
 
-def _retype(aval: Any, *, axes: frozenset[str], what: str) -> Any:
+def with_axes(aval: Any, axes: frozenset[str]) -> Any:
+    """A type that varies over some mesh axes."""
     return aval.update(manual_axis_type=jex.ManualAxisType(varying=axes))
 
 
 retype_p = jex.Primitive("jshard_retype")
 retype_p.def_impl(lambda x, **_: x)
-retype_p.def_abstract_eval(_retype)
+retype_p.def_abstract_eval(lambda aval, *, axes, what: with_axes(aval, axes))
 mlir.register_lowering(retype_p, lambda ctx, x, **_: [x])
 
 
@@ -370,9 +376,12 @@ def never_compiled(x: Any, error: ShardError) -> Any:
     return described_p.bind(x, what=error.what, where=error.where, fix=error.fix)
 
 
+@contextlib.contextmanager
 def outside_mesh() -> Any:
-    """A context without a mesh: tracing on global shapes while inside `shard_map` must not see its manual axes."""
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+    """A context without a mesh: tracing on global shapes while inside `shard_map` sees neither its manual axes nor
+    that values are typed by them."""
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())), check_vma(False):
+        yield
 
 
 def context_of_trace(mesh: Any) -> Any:
@@ -404,6 +413,13 @@ def call_primitive(name: str, run: Any) -> Any:
     p.def_abstract_eval(shapes)
     batching.primitive_batchers[p] = batch
     mlir.register_lowering(p, mlir.lower_fun(lambda *xs, fused: run(fused, *xs), multiple_results=True))
+    return p
+
+
+def primitive(name: str) -> Any:
+    """A new primitive with several results."""
+    p = jex.Primitive(name)
+    p.multiple_results = True
     return p
 
 

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jshard import _hardware as hardware, _jaxcompat as compat, _topology as topologies
 from jshard._doors import topology
 from jshard._errors import MeshError, NestedShardError, PlanMismatchError, SearchError, ShardError
+from jshard._plan.joint import joints
 from jshard._plan.make import Wish, make_plan, replay
 from jshard._plan.order import ordered
 from jshard._plan.plan import Plan
@@ -38,7 +39,15 @@ from jshard._ties import ties
 from jshard._topology import Topology
 from jshard._wish.entries import Pin, parse_entry
 from jshard._wish.lying import Placement, axes_here, placement
-from jshard._wish.mesh import ChosenMesh, candidate_grids, candidate_meshes, choose_mesh, resolve_pin
+from jshard._wish.mesh import (
+    ChosenMesh,
+    Joint,
+    candidate_grids,
+    candidate_meshes,
+    choose_mesh,
+    device_count,
+    resolve_pin,
+)
 from jshard._wish.metadata import with_metadata
 from jshard._wish.paths import Leaf, argument_names, input_leaves, path_name
 from jshard._wish.strategies import pins_for_inputs, pins_for_outputs, without_static
@@ -106,6 +115,7 @@ class _Pins:
     pins: list[Pin | None]
     shapes: list[tuple[int, ...]]
     lying: dict[int, tuple[NamedSharding, str]]  # arguments that nothing else pins, their shardings and paths
+    joint: tuple[Joint, ...]  # what operators with several pins need beside
 
     def on(self, chosen: ChosenMesh, topology: Topology) -> tuple[list[Any], list[Any]]:
         """The pins in the axes of a mesh, and those of arguments that can stay as they lie."""
@@ -153,7 +163,10 @@ def _input_pins(request: Request, call: _Arguments, count: int) -> tuple[Pin | N
     plan = request.parameter_plan
     if isinstance(plan, PlanOfLeaves):
         plan = plan.of(call.leaves)
-    pins = pins_for_inputs(*call.shown, in_strategy, plan, names=call.names, strict=request.options.strict)
+    pins = pins_for_inputs(
+        *call.shown, in_strategy, plan, names=call.names, strict=request.options.strict,
+        devices=_devices(request, (call.left, call.left_kw)),
+    )  # fmt: skip
     mesh = request.mesh if request.mesh is not None else compat.context_mesh()
     return with_metadata(pins, *call.shown, call.names, mesh)
 
@@ -171,7 +184,8 @@ def _of_trace(
     shapes = jax.tree.unflatten(
         out_tree, [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in made.avals[: out_tree.num_leaves]]
     )
-    out_pins = pins_for_outputs(shapes, request.out_strategy)
+    given = (call.left, call.left_kw)
+    out_pins = pins_for_outputs(shapes, request.out_strategy, devices=_devices(request, given))
     out_pins += (None,) * (len(made.avals) - len(out_pins))
     in_leaves = jax.tree.leaves(call.shapes)
     tied = ties(program, in_leaves, in_tree, made.avals, out_tree, donated, out_pins)
@@ -195,11 +209,17 @@ def _of_trace(
         return _as_they_lie(program, topology, wish, lying, on_progress)
 
     if isinstance(request.mesh, str) and request.mesh.partition(":")[0] == "auto":
-        chosen, plan, schedule, lying = _best(_machines(request, pins.pins, pins.shapes), planned)
+        chosen, plan, schedule, lying = _best(_machines(request, pins.pins, pins.shapes, pins.joint), planned)
     else:
         mesh, there = _mesh_of(request, where.mesh), [s for s, _ in pins.lying.values()]
         chosen = choose_mesh(
-            mesh, request.options.device, pins.pins, pins.shapes, follow=where.mesh, lying=there
+            mesh,
+            request.options.device,
+            pins.pins,
+            pins.shapes,
+            joint=pins.joint,
+            follow=where.mesh,
+            lying=there,
         )
         plan, schedule, lying = planned(chosen)
     plan = dataclasses.replace(plan, jax_mesh=chosen.mesh, in_tree=in_tree, out_tree=out_tree)
@@ -252,7 +272,8 @@ def _every_pin(
     shapes += [_shape(program, op, side, k) for op, side, k, _ in inner]
     free = {i for i, p in enumerate(in_pins) if (p is None or p.free) and request.plan is None}
     lying = {i: (s, call.leaves[i].path) for i, s in where.wishes if i in free}
-    return _Pins(places, [*in_pins, *out_pins, *(p for *_, p in inner)], shapes, lying)
+    together = joints(program, inner, len(in_pins) + len(out_pins))
+    return _Pins(places, [*in_pins, *out_pins, *(p for *_, p in inner)], shapes, lying, together)
 
 
 def _as_they_lie(
@@ -296,12 +317,12 @@ def _best(
 
 
 def _machines(
-    request: Request, pins: Sequence[Pin | None], shapes: Sequence[Any]
+    request: Request, pins: Sequence[Pin | None], shapes: Sequence[Any], joint: Sequence[Joint]
 ) -> list[tuple[ChosenMesh, Request]]:
     """What `mesh="auto"` tries: grids of the devices here, of as many (`"auto:4"`), or of a named machine."""
     name, device = request.mesh.partition(":")[2], request.options.device
     if not name:
-        return [(c, request) for c in candidate_meshes(device, pins, shapes)]
+        return [(c, request) for c in candidate_meshes(device, pins, shapes, joint=joint)]
     if name.isdigit():
         here = jax.devices(device)
         if not 1 <= int(name) <= len(here):
@@ -310,10 +331,26 @@ def _machines(
                 where="mesh",
                 fix=f'"auto:{len(here)}" or fewer, or a machine by name: "auto:v5e:4x4"',
             )
-        return [(c, request) for c in candidate_meshes(device, pins, shapes, here[: int(name)])]
+        return [(c, request) for c in candidate_meshes(device, pins, shapes, here[: int(name)], joint)]
     count = topologies.device_count(*topologies.parse_name(name))
-    machines = [topology(name, axes) for axes in candidate_grids(count, pins, shapes)]
-    return [(choose_mesh(m, device, pins, shapes), dataclasses.replace(request, mesh=m)) for m in machines]
+    machines = [topology(name, axes) for axes in candidate_grids(count, pins, shapes, joint)]
+    return [
+        (choose_mesh(m, device, pins, shapes, joint=joint), dataclasses.replace(request, mesh=m))
+        for m in machines
+    ]
+
+
+def _devices(request: Request, arguments: Any) -> int:
+    """How many devices there are to cut over, those of arguments that lie on a mesh before all that are here."""
+    mesh = _mesh_of(request)
+    if isinstance(mesh, str) and mesh.partition(":")[0] == "auto":
+        name = mesh.partition(":")[2]
+        if name:
+            return int(name) if name.isdigit() else topologies.device_count(*topologies.parse_name(name))
+    if mesh is None and compat.context_mesh() is None:
+        mesh = placement(jax.tree.leaves(arguments), follow=True).mesh
+    entries = (request.in_strategy, request.parameter_plan, request.out_strategy)
+    return device_count(mesh, request.options.device, entries)
 
 
 def _mesh_of(request: Request, lying: Any = None) -> Any:

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from jshard._errors import MeshError, ShardError, StrategyError
-from jshard._wish.mesh import ChosenMesh, choose_mesh
+from jshard._wish.mesh import ChosenMesh, choose_mesh, device_count
 from jshard._wish.options import check_call_options, check_function, check_options
 from jshard._wish.paths import argument_names, shape_of
 from jshard._wish.strategies import pins_for_inputs, pins_for_outputs, without_static
@@ -94,11 +94,18 @@ def read(
     names = argument_names(call.fn, len(call.args))
     in_strategy = without_static(in_strategy, names, statics.static_argnames)
     dynamic = [n for n in names if n not in statics.static_argnames]
+    devices = device_count(mesh, device, (in_strategy, parameter_plan, out_strategy))
     pins = pins_for_inputs(
-        call.args, call.kwargs, in_strategy, parameter_plan, names=dynamic, strict=checked.strict
+        call.args,
+        call.kwargs,
+        in_strategy,
+        parameter_plan,
+        names=dynamic,
+        strict=checked.strict,
+        devices=devices,
     )
     results = jax.eval_shape(call.fn, *call.args, **call.kwargs)
-    pins += pins_for_outputs(results, out_strategy)
+    pins += pins_for_outputs(results, out_strategy, devices=devices)
     shapes = [shape_of(leaf) for leaf in jax.tree.leaves((call.args, call.kwargs, results))]
     return choose_mesh(mesh, device, pins, shapes)
 
@@ -215,23 +222,23 @@ ROWS: tuple[Row, ...] = (
         "1, 2, 4, 8 or 16 pieces there, or None to leave the dimension to the search"),
     Row("cut of a prime dimension", {"in_strategy": ((2, 1),)},
         "a cut of 2 does not divide dimension 0, of size 7", "in_strategy[0] (argument x)",
-        "1 or 7 pieces there, or None to leave the dimension to the search", call=Call(one, (S(7, 8),))),
+        "1 piece there, or None to leave the dimension to the search", call=Call(one, (S(7, 8),))),
     Row("over the device count", {"in_strategy": ((8, 4), None, None)},
         "strategy (8, 4) makes 32 pieces, over the device count: 16 devices", "in_strategy[0] (argument x)",
-        "cuts whose product is at most 16, or more devices"),
+        "cuts whose product divides 16, such as (8, 2), or 32 devices"),
     Row("over the device count in one dimension", {"in_strategy": ((32, 1), None, None)},
         "strategy (32, 1) makes 32 pieces, over the device count: 16 devices", "in_strategy[0] (argument x)",
-        "cuts whose product is at most 16, or more devices"),
+        "cuts whose product divides 16, such as (16, 1), or 32 devices"),
     Row("no grid has the cut", {"in_strategy": ((3, 1),)},
         "a cut of 3 in dimension 0: no grid of 16 devices has it", "in_strategy[0] (argument x)",
         "1 piece there", call=Call(one, (S(9, 9),))),
     Row("over one device", lambda: {"in_strategy": ((2, 1), None, None), "mesh": mesh((1,), ("x",))},
         "strategy (2, 1) makes 2 pieces, over the device count: 1 device", "in_strategy[0] (argument x)",
-        "cuts whose product is at most 1, or more devices"),
+        "cuts whose product divides 1, such as (1, 1), or 2 devices"),
     Row("pieces do not divide the devices",
         lambda: {"in_strategy": ((2, 2), None, None), "mesh": mesh((6,), ("x",))},
         "strategy (2, 2) makes 4 pieces, which do not divide 6 devices", "in_strategy[0] (argument x)",
-        "cuts whose product is 1, 2, 3 or 6"),
+        "cuts whose product divides 6, such as (2, 1)"),
     Row("no grid of six", lambda: {"in_strategy": ((4, 1), None, None), "mesh": mesh((6,), ("x",))},
         "a cut of 4 in dimension 0: no grid of 6 devices has it", "in_strategy[0] (argument x)",
         "1 or 2 pieces there"),
@@ -300,13 +307,13 @@ ROWS: tuple[Row, ...] = (
     Row("spec that does not divide", lambda: {"in_strategy": (P("data"),), "mesh": mesh()},
         "a cut of 4, by mesh axis 'data', does not divide dimension 0, of size 6",
         "in_strategy[0] (argument x)",
-        "axes that make 1, 2, 3 or 6 pieces, or P.UNCONSTRAINED to leave it to the search",
+        "'model' or None there, or P.UNCONSTRAINED to leave it to the search",
         call=Call(one, (S(6, 6),))),
     Row("spec of two axes that does not divide",
         lambda: {"in_strategy": (P(None, ("data", "model")),), "mesh": mesh()},
         "a cut of 8, by mesh axes 'data' and 'model', does not divide dimension 1, of size 12",
         "in_strategy[0] (argument x)",
-        "axes that make 1, 2, 3, 4, 6 or 12 pieces, or P.UNCONSTRAINED to leave it to the search",
+        "'data', 'model' or None there, or P.UNCONSTRAINED to leave it to the search",
         call=Call(one, (S(8, 12),))),
     Row("unreduced spec",
         lambda: {"in_strategy": (P("data", unreduced={"model"}), None, None), "mesh": mesh()},
@@ -345,7 +352,21 @@ ROWS: tuple[Row, ...] = (
         "one cut per dimension: ()", call=TWO),
     Row("result's cut does not divide", {"out_strategy": ((3, 1),)},
         "a cut of 3 does not divide dimension 0, of size 32", "out_strategy[0] (the result)",
-        "1, 2, 4, 8, 16 or 32 pieces there, or None to leave the dimension to the search"),
+        "1, 2, 4, 8 or 16 pieces there, or None to leave the dimension to the search"),
+    Row("cut whose divisors no grid has", {"in_strategy": ((8, 1),)},
+        "a cut of 8 does not divide dimension 0, of size 10", "in_strategy[0] (argument x)",
+        "1 or 2 pieces there, or None to leave the dimension to the search", call=Call(one, (S(10, 8),))),
+    Row("cut that leaves no room for the divisors beside it",
+        lambda: {"in_strategy": ((3, 4),), "mesh": mesh((8,), ("x",))},
+        "a cut of 3 does not divide dimension 0, of size 8", "in_strategy[0] (argument x)",
+        "1 or 2 pieces there, or None to leave the dimension to the search", call=Call(one, (S(8, 8),))),
+    Row("bare int that no grid has", {"in_strategy": {"x": 3}}, "3 is not an entry", "in_strategy['x'] (argument x)",
+        "a tuple, (1, 1)", call=Call(one, (S(9, 9),))),
+    Row("rank too small, with a cut that no grid has", {"in_strategy": ((3,),)},
+        "strategy (3,) has 1 cut, but the tensor has 2 dimensions, (9, 8)", "in_strategy[0] (argument x)",
+        "one cut per dimension: (1, 1)", call=Call(one, (S(9, 8),))),
+    Row("list of cuts that no grid has", {"in_strategy": ([8, 4],)}, "a list is not a strategy: [8, 4]",
+        "in_strategy[0] (argument x)", "a tuple, (8, 2)", call=ONE),
     Row("result's wrong type", {"out_strategy": 4}, "4 is not an entry", "out_strategy (the result)",
         "a tuple, (4, 1)"),
     Row("data parallel over an odd batch", {"out_strategy": "data_parallel"},

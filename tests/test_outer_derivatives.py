@@ -85,3 +85,47 @@ def test_a_fourier_transform_of_a_sum_that_is_scattered_afterwards():
     np.testing.assert_allclose(sharded(a, b), f(a, b), rtol=1e-4, atol=1e-5)
     got = jax.jit(jax.grad(lambda a: jnp.sum(jnp.sin(sharded(a, b)))))(a)
     np.testing.assert_allclose(got, jax.grad(lambda a: jnp.sum(jnp.sin(f(a, b))))(a), rtol=1e-3, atol=1e-5)
+
+
+def test_rules_that_ask_which_operands_move():
+    """`symbolic_zeros=True`: what the gradient does not reach is told to stand still, as in the plain program."""
+
+    @jax.custom_vjp
+    def scaled(x, a):
+        return jnp.sin(x) * a
+
+    def forward(x, a):
+        assert x.perturbed and not a.perturbed
+        return jnp.sin(x.value) * a.value, (x.value, a.value)
+
+    def backward(kept, ct):
+        return 3 * ct * jnp.cos(kept[0]) * kept[1], None
+
+    scaled.defvjp(forward, backward, symbolic_zeros=True)
+
+    @jax.custom_jvp
+    def shifted(x, a):
+        return jnp.cos(x) + a
+
+    def pushed(primals, tangents):
+        assert isinstance(tangents[1], jax.custom_derivatives.SymbolicZero)
+        assert not isinstance(tangents[0], jax.custom_derivatives.SymbolicZero)
+        return shifted(*primals), 5 * tangents[0]
+
+    shifted.defjvp(pushed, symbolic_zeros=True)
+    x, a = jnp.arange(32.0).reshape(8, 4) / 9, jnp.arange(32.0).reshape(8, 4) + 1
+
+    def f(x, a):
+        return jax.lax.scan(lambda c, _: (jnp.tanh(shifted(scaled(c, a), a)), c.sum()), x, None, length=2)
+
+    def total(f):
+        return lambda x: sum(jnp.sum(jnp.cos(y)) for y in f(x, a))
+
+    for strategy in (None, ((2, 4), None), ((8, 1), (1, 4))):
+        sharded = jshard.shard(f, strategy)
+        want = jax.jit(jax.value_and_grad(total(f)))(x)
+        for got in (
+            jax.jit(jax.value_and_grad(total(sharded)))(x),
+            jshard.shard(jax.value_and_grad(total(f)), strategy and strategy[:1])(x),
+        ):
+            jax.tree.map(lambda p, q: np.testing.assert_allclose(p, q, rtol=2e-5, atol=1e-5), got, want)

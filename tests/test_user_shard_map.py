@@ -1,5 +1,7 @@
 """A `jax.shard_map` that the user wrote inside a sharded function: one operator, cut as its specs say."""
 
+from collections import Counter
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,8 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 
 import jshard
+from jshard import _hardware as hardware
+from jshard._cost.compute import peak
 from jshard._errors import ShardError
 
 
@@ -182,3 +186,138 @@ def test_a_map_over_some_axes_is_refused():
     assert caught.value.fix == (
         "axis_names of all axes of the mesh: m would be left to the compiler, but a plan leaves none"
     )
+
+
+def counted(jaxpr, times=1.0):
+    """Operations of products and convolutions, and bytes and counts of collectives, counted by hand from a jaxpr."""
+    work, moved = 0.0, Counter()
+    for eqn in jaxpr.eqns:
+        name, p = eqn.primitive.name, eqn.params
+        if name == "dot_general":
+            ((contracted, _), _) = p["dimension_numbers"]
+            size = np.prod([eqn.invars[0].aval.shape[d] for d in contracted])
+            work += 2.0 * times * size * eqn.outvars[0].aval.size
+        elif name == "conv_general_dilated":
+            kernel, out = eqn.invars[1].aval, eqn.outvars[0].aval
+            work += 2.0 * times * out.size * kernel.size / kernel.shape[p["dimension_numbers"].rhs_spec[0]]
+        elif name in ("psum", "psum_invariant", "all_gather", "reduce_scatter", "all_to_all", "ppermute"):
+            moved[name.removesuffix("_invariant")] += int(times)
+        for inner in jax.tree.leaves(list(p.values()), is_leaf=lambda j: hasattr(j, "eqns")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                more = counted(inner, times * int(p.get("length") or 1))
+                work, moved = work + more[0], moved + more[1]
+    return work, moved
+
+
+def heavy(x, w, k):
+    """Loops with products, a convolution and every kind of collective."""
+
+    def turn(c, v):
+        h = lax.psum(c @ v, "m")
+        images = jnp.tanh(h).reshape(2, 4, 8, 8)
+        images = lax.conv_general_dilated(images, k, (1, 1), "SAME")
+        c = c + lax.all_gather(images.reshape(8, 64), "m", axis=1, tiled=True)[:, :64]
+        return lax.ppermute(c, "d", [(0, 1), (1, 0)]), lax.psum_scatter(
+            c, "m", scatter_dimension=1, tiled=True
+        )
+
+    c, ys = lax.scan(turn, x, w)
+    swapped = lax.all_to_all(c, "m", 1, 0, tiled=True)
+    return jnp.einsum("ij,kj->ik", swapped, swapped), ys
+
+
+def heavy_map(mesh):
+    specs = (P("d", "m"), P(None, "m"), P())
+    return jax.shard_map(
+        heavy, mesh=mesh, in_specs=specs, out_specs=(P(("d", "m")), P(None, "d")), check_vma=False
+    )
+
+
+HEAVY = (
+    jax.ShapeDtypeStruct((16, 256), "float32"),
+    jax.ShapeDtypeStruct((5, 256, 64), "float32"),
+    jax.ShapeDtypeStruct((4, 4, 3, 3), "float32"),
+)
+
+
+@pytest.mark.parametrize("chip", ["v5p:2x2x2", "h100:1x8", "cpu:8"])
+@pytest.mark.parametrize("level", [0, 2])
+def test_its_work_and_collectives_are_counted(chip, level):
+    where = jshard.topology(chip, {"d": 2, "m": 4}, compiles=False)
+    f = heavy_map(where.jax_mesh)
+    plan = jshard.shard(f, mesh=where, level=level).plan(*HEAVY)
+    (eqn,) = jax.make_jaxpr(f)(*HEAVY).jaxpr.eqns
+    work, moved = counted(eqn.params["jaxpr"])
+    row = next(r for r in plan.operators if r.primitive == "shard_map")
+    assert row.seconds >= work / peak("float32", hardware.get(plan.chip)) > 0
+    own = [c for c in plan.collectives if c.own]
+    assert {c.id for c in own} <= set(row.collectives) and len({c.id for c in plan.collectives}) == len(
+        plan.collectives
+    )
+    kinds = {"psum": "all_reduce", "ppermute": "permute"}
+    found = Counter()
+    for c in own:
+        found[c.kind] += int(c.count)
+    assert found == {kinds.get(k, k): n for k, n in moved.items()}
+    assert found == {"all_reduce": 5, "all_gather": 5, "permute": 5, "reduce_scatter": 5, "all_to_all": 1}
+    assert {c.kind: (c.axes, c.bytes) for c in own} == {
+        "all_reduce": (("m",), 8 * 64 * 4 * 2 * 3 / 4),
+        "all_gather": (("m",), 8 * 64 * 4 * 3),
+        "permute": (("d",), 8 * 64 * 4),
+        "reduce_scatter": (("m",), 8 * 64 * 4 * 3 / 4),
+        "all_to_all": (("m",), 8 * 64 * 4 * 3 / 4),
+    }
+    assert 0 < plan.cost.communication == pytest.approx(sum(c.seconds * c.count for c in plan.collectives))
+    assert plan.cost.optimal and plan.cost.objective >= sum(c.seconds * c.count for c in own)
+
+
+def test_a_large_sum_takes_its_time():
+    """The issue's own: a `psum` of 2 GB was priced 0 s, with "no collectives"."""
+    where = jshard.topology("v5p:2x2x2", {"d": 2, "m": 4}, compiles=False)
+    mapped = jax.shard_map(
+        lambda x: lax.psum(x, ("d", "m")), mesh=where.jax_mesh, in_specs=P(), out_specs=P(), check_vma=False
+    )
+    plan = jshard.shard(mapped, mesh=where).plan(jax.ShapeDtypeStruct((1024, 1024, 512), "float32"))
+    (row,) = plan.collectives
+    assert row.own and row.kind == "all_reduce" and row.bytes == 2 * 2**31 * 7 / 8
+    assert plan.cost.communication == row.seconds > 0.01
+    text = str(plan)
+    assert (
+        "1024x1024x512, the user's own" in text
+        and "all_reduce (own)" in text
+        and "no collectives" not in text
+    )
+    assert "# all_reduce[d*m] of 1024x1024x512, the user's own, in shard_map." in plan.ir(local=True)
+    assert jshard.Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_what_is_counted_is_what_is_emitted(typed):
+    """Its collectives in the compiled program: as many bytes, by kind, as the plan says."""
+    mesh = grid()
+    f = jshard.shard(model(mesh, typed), mesh=mesh, out_strategy=(P(), P(), P()))
+    plan = f.plan(X, W)
+    verdict = plan.verify(f.lower(X, W).compile())
+    assert verdict.ok, str(verdict)
+    planned, emitted = Counter(), Counter()
+    for c in plan.collectives:
+        if c.own:
+            planned[c.kind] += c.total
+    for e in verdict.own:
+        emitted[e.kind] += e.bytes
+    assert planned == emitted
+
+
+def test_a_function_with_a_rule_is_not_faster_than_its_products():
+    """Attention does two products, four operations a point of its rule, not two."""
+    where = jshard.topology("v5p:2x2x2", {"d": 2, "m": 4}, compiles=False)
+
+    def attention(q, k, v):
+        return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k)), v)
+
+    rule = "b q h d, b k h d, b k h d -> b q h d"
+    f = jshard.shard(jshard.op(attention, rule=rule), mesh=where, level=2)
+    plan = f.plan(*[jax.ShapeDtypeStruct((8, 2048, 16, 128), "bfloat16")] * 3)
+    work = 2 * 2 * 8 * 16 * 2048 * 2048 * 128 / 8
+    assert plan.cost.compute >= work / peak("bfloat16", hardware.get(plan.chip))

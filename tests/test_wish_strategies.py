@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 
 import jax
@@ -69,14 +70,18 @@ def test_spec_without_axes_is_the_strategy_of_ones():
 @given(st.lists(st.tuples(st.integers(1, 24), st.integers(1, 24)), max_size=4))
 def test_a_strategy_is_taken_exactly_when_it_divides(pairs):
     shape, cuts = tuple(s for s, _ in pairs), tuple(c for _, c in pairs)
+    devices = math.prod(cuts)
+    assert parse_entry(cuts, shape, "w") == Pin(
+        cuts, None, "w"
+    )  # how many devices there are is not known yet
     if all(s % c == 0 for s, c in pairs):
-        pin = parse_entry(cuts, shape, "w")
+        pin = parse_entry(cuts, shape, "w", devices)
         assert pin == Pin(cuts, None, "w")
         axes = MeshAxes(tuple(f"m{i}" for i in range(len(cuts))), cuts)
         assert allows(pin, Layout(tuple((n,) for n in axes.names)), axes)
     else:
         with pytest.raises(StrategyError, match="does not divide dimension"):
-            parse_entry(cuts, shape, "w")
+            parse_entry(cuts, shape, "w", devices)
 
 
 odd = [P("x"), P(None), P(3), P("x", "x"), np.float32(2), np.int8(2), object, S(2), None, True, b"x", 0.5]

@@ -37,9 +37,9 @@ CHIP = dataclasses.replace(hardware.get("cpu"), name="cpu-tiny", alpha=0.0, nic_
 
 def models() -> dict[str, Any]:
     """Every model by name, as functions that make it; a library that is missing takes its models with it."""
-    from benchmarks.zoo import images, others, texts
+    from benchmarks.zoo import images, others, solvers, texts
 
-    return {**texts.MODELS, **images.MODELS, **others.MODELS}
+    return {**texts.MODELS, **images.MODELS, **others.MODELS, **solvers.MODELS}
 
 
 def error(got: Any, wanted: Any) -> tuple[float, str]:

@@ -23,6 +23,9 @@ import numpy as np
 from jax import lax
 
 from jshard import _jaxcompat as compat
+from jshard._program.trace import INNER_PROGRAMS
+from jshard._rules.lookup import REGISTRY
+from jshard._rules.others import OPAQUE
 
 
 F32 = np.dtype(np.float32)
@@ -53,10 +56,12 @@ def exact(fn: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], tuple
 
 
 def check(closed: Any) -> None:
-    """Raise a `NotImplementedError` for a program with loops or branches."""
+    """Raise a `NotImplementedError` for a program with loops or branches, or with primitives that nothing is known of."""
     for eqn in compat.open_jaxpr(closed)[0].eqns:
-        if eqn.primitive.name in ("scan", "while", "cond"):
-            raise NotImplementedError(f"{eqn.primitive.name} in float64")
+        name = eqn.primitive.name
+        inner = name in INNER_PROGRAMS or name.startswith("jshard_")
+        if name in ("scan", "while", "cond") or name in OPAQUE or not (inner or REGISTRY.get(name)):
+            raise NotImplementedError(f"{name} in float64")
         if (body := _body(eqn)) is not None:
             check(body)
 

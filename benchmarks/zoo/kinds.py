@@ -24,6 +24,9 @@ class Model:
     apply: Callable[[Any, Any, Any, bool], tuple[Any, Any]]
     loss: Callable[[Any, Any], Any]
     state: Any = ()
+    step: Callable[..., Any] | None = (
+        None  # the training step as users of its library write it, instead of ours
+    )
 
 
 def cross_entropy(logits: Any, batch: Any) -> Any:
@@ -61,4 +64,4 @@ def train_step(model: Model) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     held = jax.tree.leaves(model.params)
     concrete = not isinstance(held[0], jax.ShapeDtypeStruct)
     start = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes) if concrete else shapes
-    return step, (model.params, model.state, start, model.batch)
+    return model.step or step, (model.params, model.state, start, model.batch)

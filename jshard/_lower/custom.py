@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 
 from jshard import _jaxcompat as compat
 from jshard._layout import Layout
@@ -59,7 +60,10 @@ def rebuild(
     own = [i >= closed for i in range(len(call.operands)) if i not in literals]
     moving = [o and _differentiable(a) for a, o in zip(avals, own, strict=True)]
     inner = _jvp if call.kind == "custom_jvp" else _vjp
-    return inner(plain, avals, moving, list(layouts), list(returns), topology, body, run, program.context)
+    symbolic = bool(eqn.params.get("symbolic_zeros"))
+    return inner(
+        plain, avals, moving, list(layouts), list(returns), topology, body, run, symbolic, program.context
+    )
 
 
 def _jvp(
@@ -71,24 +75,28 @@ def _jvp(
     topology: Topology,
     body: Any,
     run: Run,
+    symbolic: bool,
     context: Any,
 ) -> Callable[..., Any]:
-    def pushed(*values: Any) -> Any:
-        primals, given = values[: len(avals)], iter(values[len(avals) :])
-        tangents = tuple(next(given) if m else _still(a) for a, m in zip(avals, moving, strict=True))
-        out, out_t = jax.jvp(plain, tuple(primals), tangents)
-        return [*out, *out_t]
-
     f = jax.custom_jvp(lambda *blocks: tuple(body(*blocks)))
 
-    @f.defjvp
     def rule(primals: Any, tangents: Any) -> Any:
-        wanted = [a for a, m in zip(avals, moving, strict=True) if m]
-        ins = [*layouts, *(lay for lay, m in zip(layouts, moving, strict=True) if m)]
+        # A rule that asks for symbolic zeros is told which operands stand still, as the user's own is.
+        moves = [m and not isinstance(t, SymbolicZero) for m, t in zip(moving, tangents, strict=True)]
+
+        def pushed(*values: Any) -> Any:
+            primals, given = values[: len(avals)], values[len(avals) :]
+            of_moving = _of_moving(plain, primals, moves)
+            out, out_t = jax.jvp(of_moving, tuple(v for v, m in zip(primals, moves, strict=True) if m), given)
+            return [*out, *out_t]
+
+        wanted = [a for a, m in zip(avals, moves, strict=True) if m]
+        ins = [*layouts, *(lay for lay, m in zip(layouts, moves, strict=True) if m)]
         schedule = _planned(pushed, [*avals, *wanted], ins, [*returns, *returns], topology, context)
-        out = run(schedule, [*primals, *(t for t, m in zip(tangents, moving, strict=True) if m)])
+        out = run(schedule, [*primals, *(t for t, m in zip(tangents, moves, strict=True) if m)])
         return tuple(out[: len(returns)]), tuple(out[len(returns) :])
 
+    f.defjvp(rule, symbolic_zeros=symbolic)
     return f
 
 
@@ -101,33 +109,35 @@ def _vjp(
     topology: Topology,
     body: Any,
     run: Run,
+    symbolic: bool,
     context: Any,
 ) -> Callable[..., Any]:
-    trees: list[Any] = []
-
-    def forward(*values: Any) -> Any:
-        def of_moving(*some: Any) -> Any:
-            given = iter(some)
-            return plain(*(next(given) if m else v for v, m in zip(values, moving, strict=True)))
-
-        out, pull = jax.vjp(of_moving, *(v for v, m in zip(values, moving, strict=True) if m))
-        leaves, tree = jax.tree.flatten(pull)
-        trees[:] = [tree]
-        return [*out, *leaves]
-
     f = jax.custom_vjp(lambda *blocks: tuple(body(*blocks)))
-    kept: list[Any] = []
+    # What the forward pass finds, for the backward one: which operands move, the residuals, their structure.
+    found: dict[str, Any] = {}
 
-    def f_forward(*blocks: Any) -> Any:
+    def f_forward(*given: Any) -> Any:
+        moves, blocks = moving, given
+        if symbolic:
+            moves = [m and bool(g.perturbed) for m, g in zip(moving, given, strict=True)]
+            blocks = tuple(g.value for g in given)
+
+        def forward(*values: Any) -> Any:
+            of_moving = _of_moving(plain, values, moves)
+            out, pull = jax.vjp(of_moving, *(v for v, m in zip(values, moves, strict=True) if m))
+            leaves, found["tree"] = jax.tree.flatten(pull)
+            return [*out, *leaves]
+
         schedule = _planned(forward, avals, layouts, returns, topology, context)
         choice = schedule.choice
         ends = choice.program.outputs[len(returns) :]
-        kept[:] = [(_aval(choice.program, i), choice.needed(i, 0)) for i in ends]
+        found["kept"] = [(_aval(choice.program, i), choice.needed(i, 0)) for i in ends]
+        found["moves"] = moves
         out = run(schedule, blocks)
         return tuple(out[: len(returns)]), tuple(out[len(returns) :])
 
     def f_backward(residuals: Any, cotangents: Any) -> Any:
-        tree = trees[0]
+        tree, kept, moves = found["tree"], found["kept"], found["moves"]
         with compat.context_of_trace(context):
             outs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jax.eval_shape(plain, *avals)]
         live = [_differentiable(o) for o in outs]
@@ -140,13 +150,24 @@ def _vjp(
 
         ins = [lay for _, lay in kept] + [lay for lay, m in zip(returns, live, strict=True) if m]
         shapes = [a for a, _ in kept] + [o for o, m in zip(outs, live, strict=True) if m]
-        wanted = [lay for lay, m in zip(layouts, moving, strict=True) if m]
+        wanted = [lay for lay, m in zip(layouts, moves, strict=True) if m]
         schedule = _planned(backward, shapes, ins, wanted, topology, context)
-        given = iter(run(schedule, [*residuals, *(c for c, m in zip(cotangents, live, strict=True) if m)]))
-        return tuple(next(given) if m else None for m in moving)
+        cts = [_instantiated(c) for c, m in zip(cotangents, live, strict=True) if m]
+        given = iter(run(schedule, [*residuals, *cts]))
+        return tuple(next(given) if m else None for m in moves)
 
-    f.defvjp(f_forward, f_backward)
+    f.defvjp(f_forward, f_backward, symbolic_zeros=symbolic)
     return f
+
+
+def _of_moving(plain: Callable, values: Sequence[Any], moves: Sequence[bool]) -> Callable[..., Any]:
+    """The function of the operands that move; the others are as they are, and have no tangents."""
+
+    def of_moving(*some: Any) -> Any:
+        given = iter(some)
+        return plain(*(next(given) if m else v for v, m in zip(values, moves, strict=True)))
+
+    return of_moving
 
 
 def _planned(
@@ -180,13 +201,17 @@ def _struct(t: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=bool(getattr(t, "weak_type", False)))
 
 
+def _instantiated(x: Any) -> Any:
+    """A cotangent as an array, typed as varying as it should, where it may be a symbolic zero."""
+    if not isinstance(x, SymbolicZero):
+        return x
+    aval: Any = x.aval
+    zeros, axes = jax.numpy.zeros(aval.shape, aval.dtype), tuple(sorted(compat.varying(aval)))
+    return jax.lax.pcast(zeros, axes, to="varying") if axes else zeros
+
+
 def _differentiable(aval: Any) -> bool:
     return jax.numpy.issubdtype(aval.dtype, np.inexact)
-
-
-def _still(aval: Any) -> Any:
-    """The tangent of a value that does not move."""
-    return jax.numpy.zeros(aval.shape, aval.dtype) if _differentiable(aval) else _float0(aval)
 
 
 def _float0(aval: Any) -> Any:

@@ -23,6 +23,7 @@ from jshard import _jaxcompat as compat
 from jshard._cost.steps import apply
 from jshard._errors import ShardError
 from jshard._layout import Layout
+from jshard._lower.as_traced import run_as_traced
 from jshard._lower.custom import rebuild
 from jshard._lower.redistribute import run_steps
 from jshard._plan.schedule import Action, Move, Nested, Run, Schedule, Value
@@ -219,7 +220,12 @@ class _Runner:
         first = action.numbers[0] if action.numbers and not states.rule.own else -1
         with compat.eqn_context(eqn, op.prefix), plan_scope(first):
             local = states.entry.local if states.entry is not None else None
-            results = list(local(context, *operands)) if local is not None else context.bind(*operands)
+            if local is not None:
+                results = list(local(context, *operands))
+            elif states.rule.opaque and not eqn.effects:
+                results = run_as_traced(eqn, operands)
+            else:
+                results = list(context.bind(*operands))
         for k, (t, x) in enumerate(zip(op.results, results, strict=True)):
             layout = states.results[k].of(self.choice.state[action.op])
             expected = layout.local_shape(self.program.tensors[t].shape, self.mesh)

@@ -20,10 +20,11 @@ from jax.sharding import PartitionSpec
 
 from jshard._errors import ShardError
 from jshard._plan.rows import Alternative, Decision
-from jshard._plan.states import Interner
+from jshard._plan.states import Interner, layouts
 from jshard._program.graph import Literal, Operator, Program, operator_name
 from jshard._topology import Topology
-from jshard._wish.entries import Pin, parse_entry
+from jshard._wish.entries import Pin, one_of, parse_entry
+from jshard._wish.mesh import check_axes_divide
 from jshard._wish.strategies import nearest
 
 
@@ -216,6 +217,8 @@ class Again:
         mesh = self.topology.mesh
         pin = parse_entry(entry, shape, f"what_if {name}")
         if pin is None or not isinstance(entry, PartitionSpec):
+            if pin is not None:
+                self._check_cuts(pin, shape)
             return pin
         axes = pin.axes or ()
         unknown = [a for d in axes for a in d or () if a not in mesh.names]
@@ -225,7 +228,28 @@ class Again:
                 where=f"what_if {name}",
                 fix="one of " + ", ".join(map(repr, mesh.names)),
             )
-        return Pin(tuple(None if d is None else mesh.size(*d) for d in axes), pin.axes, pin.where)
+        cuts = tuple(None if d is None else mesh.size(*d) for d in axes)
+        check_axes_divide(pin, cuts, shape, dict(zip(mesh.names, mesh.sizes, strict=True)))
+        return Pin(cuts, pin.axes, pin.where)
+
+    def _check_cuts(self, pin: Pin, shape: Sequence[int]) -> None:
+        """Refuse cuts that no axes of the plan's mesh make; offered are the nearest that some do."""
+        mesh = self.topology.mesh
+        every = list(dict.fromkeys(lay.cuts(mesh) for lay in layouts(tuple(shape), mesh)))
+        if any(all(w in (None, c) for w, c in zip(pin.cuts, cuts, strict=True)) for cuts in every):
+            return
+
+        def off(cuts: tuple[int, ...]) -> float:
+            return sum(abs(math.log2(c / w)) for w, c in zip(pin.cuts, cuts, strict=True) if w)
+
+        wrong = [(d, c, s) for d, (c, s) in enumerate(zip(pin.cuts, shape, strict=True)) if c and s % c]
+        what = f"a cut of {wrong[0][1]} does not divide dimension {wrong[0][0]}, of size {wrong[0][2]}" if wrong else (
+            f"no axes of the plan's mesh {mesh} make {pin} pieces"
+        )  # fmt: skip
+        near = one_of([str(c) for c in sorted(every, key=off)[:4]])
+        raise ShardError(
+            what, where=pin.where, fix=f"{near}, or None for a dimension to leave it to the search"
+        )
 
 
 def _does_not_divide(dim: int, size: int, cut: int) -> str:

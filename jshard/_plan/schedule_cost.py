@@ -21,6 +21,7 @@ from jshard._plan.network import Problem
 from jshard._plan.rows import CollectiveRow
 from jshard._plan.schedule import Choice, Move, Run, Schedule
 from jshard._program.graph import Tensor, operator_name
+from jshard._program.mapped import SHARD_MAP
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -61,9 +62,12 @@ class ScheduleCost:
 
 def schedule_cost(made: Schedule, built: Problem) -> ScheduleCost:
     """The cost of a schedule of a problem's program."""
-    rows = tuple(collective_rows(made, built.together))
+    rows = collective_rows(made, built.together)
+    rows += _own_rows(made.choice, built, 1 + max((row.id for row, _ in rows), default=-1))
     seconds, redundant, price, unknown = _operators(made.choice, built)
-    return ScheduleCost(rows, tuple(seconds), tuple(redundant), price + _scattered(made, built), unknown)
+    return ScheduleCost(
+        tuple(rows), tuple(seconds), tuple(redundant), price + _scattered(made, built), unknown
+    )
 
 
 def _operators(choice: Choice, built: Problem) -> tuple[list[float], list[float], float, tuple[str, ...]]:
@@ -124,6 +128,22 @@ def collective_rows(made: Schedule, together: Mapping[int, int]) -> list[tuple[C
                 name = operator_name(reader) if reader is not None else f"readers of {tensor.name}"
                 out.append((_row(number, c, action, name, tensor, local), action.reader))
             lay = after
+    return out
+
+
+def _own_rows(choice: Choice, built: Problem, first: int) -> list[tuple[CollectiveRow, int]]:
+    """Every collective that the user wrote in a `shard_map`, with the operator that it is; numbered from `first`."""
+    out: list[tuple[CollectiveRow, int]] = []
+    program = choice.program
+    for i in np.flatnonzero(program.arrays.which(frozenset((SHARD_MAP,)))).tolist():
+        op, found = program.operators[i], built.times[int(built.network.node_table[i])].inside
+        for own in found.collectives if found is not None else ():
+            c = own.collective
+            row = CollectiveRow(
+                first + len(out), c.kind, tuple(c.axes), float(c.bytes), float(c.seconds), own.count * op.repeat,
+                operator_name(op), "", _block(own.block), i in program.in_open_loops or own.turn, own.dtype, own=True,
+            )  # fmt: skip
+            out.append((row, i))
     return out
 
 

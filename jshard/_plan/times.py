@@ -15,23 +15,28 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from jshard._cost import collectives, compute
+from jshard._plan.inside import Inside, inside, work_of
 from jshard._plan.states import States
 from jshard._program.graph import Tensor
+from jshard._program.mapped import SHARD_MAP
+from jshard._rules.registry import Op
 from jshard._rules.rule import local_work, own_collectives
 from jshard._topology import Topology
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Times:
-    """Arrays over the states of an operator, seconds of one run."""
+    """Arrays over the states of an operator, seconds of one run; `inside` is what a user's `shard_map` does there."""
 
     compute: np.ndarray
     redundant: np.ndarray
     own: np.ndarray
     price: np.ndarray
+    inside: Inside | None = None
 
     def objective(self, level: int) -> np.ndarray:
         """What a level counts: 0 the redundant part, 2 all compute (and so does 1, to break ties)."""
@@ -53,16 +58,21 @@ def operator_times(
     """
     assert s.op is not None
     mesh, chip = topology.mesh, topology.chip
+    if s.op.primitive == SHARD_MAP:
+        return _mapped(s, topology)
     rate = compute.peak(s.op.outs[0].dtype if s.op.outs else np.dtype("float32"), chip)
     tensors = [(_bytes(s.op.ins[i]), s.operands[i]) for i in reads]
     tensors += [(_bytes(s.op.outs[i]), s.results[i]) for i in writes]
     work = s.rule.work * math.prod(s.rule.sizes)
     if s.rule.opaque:
         work = float(sum(math.prod(a.shape) for a in s.op.outs))
+    # A function that its author gave a rule does what it does, whatever the rule counts.
+    hidden = _hidden_work(s.op) / work if work else 1.0
     moved = np.zeros(len(s))
     for nbytes, choices in tensors:
         moved += nbytes / choices.pieces(mesh)
     local = np.full(len(s), work) if s.rule.opaque else local_work(s.rule, s.axes, mesh)
+    local, work = local * max(1.0, hidden), work * max(1.0, hidden)
     seconds = np.maximum(local / rate, moved / chip.hbm_bandwidth)
     even = max(work / mesh.total / rate, sum(b for b, _ in tensors) / mesh.total / chip.hbm_bandwidth)
     own = np.zeros(len(s))
@@ -75,6 +85,27 @@ def operator_times(
         return Times(seconds, redundant, own, np.zeros(len(s)))
     least = local if wished is None else local_work(wished.rule, wished.axes, mesh)
     return Times(seconds, redundant, own, price * (local - least.min(initial=work)) / rate)
+
+
+def _hidden_work(op: Op) -> float:
+    """Operations of the function inside an operator of `jshard.op(rule=...)`."""
+    if op.primitive != "jshard_fused":
+        return 0.0
+    run = op.params["fused"].run
+    return work_of(jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in op.ins)))
+
+
+def _mapped(s: States, topology: Topology) -> Times:
+    """Times of a user's `shard_map`: what its body does, on as many blocks as its specs make different."""
+    assert s.op is not None
+    found = inside(s.op.params["jaxpr"], topology)
+    blocks = np.array([
+        topology.mesh.size(*(n for n, f in zip(topology.mesh.names, c.axes, strict=True) if f >= 0)) if c else 1
+        for c in s.candidates
+    ])  # fmt: skip
+    seconds = np.full(len(s), found.compute)
+    own = np.full(len(s), found.communication)
+    return Times(seconds, seconds * (1 - blocks / topology.mesh.total), own, np.zeros(len(s)), found)
 
 
 def _bytes(a: Any) -> float:

@@ -7,7 +7,6 @@ its collectives included, if it names the same mesh: same axes, same sizes, same
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -65,20 +64,3 @@ def check_meshes(program: Program, axes: MeshAxes) -> None:
                 fix="one mesh for both: jshard.shard(..., mesh=mesh) with the mesh of the shard_map, and cuts that "
                 "its axes can express; or the same on whole arrays, for which the collectives are planned",
             )
-
-
-def body_work(jaxpr: Any) -> float:
-    """Operations of one device in the body: products two a multiply-add, everything else one an element."""
-    total = 0.0
-    for eqn in jaxpr.eqns:
-        inner = [j for p in eqn.params.values() for j in (p if isinstance(p, tuple | list) else (p,))]
-        bodies = [getattr(j, "jaxpr", j) for j in inner if hasattr(getattr(j, "jaxpr", j), "eqns")]
-        out = sum(math.prod(v.aval.shape) for v in eqn.outvars if hasattr(v.aval, "shape"))
-        if bodies:
-            total += max(1, int(eqn.params.get("length") or 1)) * sum(map(body_work, bodies))
-        elif eqn.primitive.name == "dot_general":
-            shape, (contracted, _) = eqn.invars[0].aval.shape, eqn.params["dimension_numbers"][0]
-            total += 2.0 * out * math.prod(shape[d] for d in contracted)
-        else:
-            total += out
-    return total

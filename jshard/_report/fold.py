@@ -108,7 +108,7 @@ def lies_as(plan: Plan) -> tuple[list[tuple[str, str, int, int]], list[TensorRow
 
 @dataclasses.dataclass(frozen=True)
 class Moved:
-    """Alike collectives: how often in all, bytes received by a device and seconds, in all."""
+    """Alike collectives: how often in all, bytes received by a device and seconds, in all; `own` by the user."""
 
     kind: str
     axes: tuple[str, ...]
@@ -117,6 +117,7 @@ class Moved:
     bytes: float
     seconds: float
     ids: tuple[int, ...]
+    own: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,13 +173,13 @@ def alike(same: Iterable[CollectiveRow]) -> tuple[Moved, ...]:
     """Collectives of equal kind, axes and block, summed up."""
     by: dict[Any, list[CollectiveRow]] = {}
     for c in same:
-        by.setdefault((c.kind, c.axes, c.local), []).append(c)
+        by.setdefault((c.kind, c.axes, c.local, c.own), []).append(c)
     return tuple(
         Moved(
             kind, axes, local, sum(c.count for c in cs), sum(c.total for c in cs), sum(c.seconds * c.count for c in cs),
-            tuple(c.id for c in cs),
+            tuple(c.id for c in cs), own,
         )
-        for (kind, axes, local), cs in by.items()
+        for (kind, axes, local, own), cs in by.items()
     )  # fmt: skip
 
 

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from jshard._errors import ShardError
-from jshard._plan.rows import LocalRow, OperatorRow
+from jshard._plan.rows import CollectiveRow, LocalRow, OperatorRow
 from jshard._report.order import events
+from jshard._report.summary import OWN
 from jshard._report.units import count
 
 
@@ -55,10 +56,16 @@ def _local(plan: Plan) -> Iterator[str]:
             fix="plan the function with this version of jshard: jshard.shard(fn, ...).plan(*args)",
         )
     rows = {r.name: r for r in (*plan.operators, *plan.boundaries)}
+    own: dict[str, list[CollectiveRow]] = {}
+    for c in plan.collectives:
+        if c.own:
+            own.setdefault(c.operator, []).append(c)
     for r in plan.local:
         indent = "  " * r.depth
         if r.kind == "operator" or r.operator in rows and rows[r.operator].primitive == r.kind:
             yield indent + _one_of(rows[r.operator], r)
+            if r.kind == "operator":
+                yield from (f"{indent}  {_user_own(c)}" for c in own.get(r.operator, ()))
         elif r.kind == "return":
             for out, value, shape in zip(plan.outputs, r.reads, r.shapes, strict=True):
                 yield f"return {out.path} = {_value(value)} : {typed(out.dtype, shape)} {out.layout}"
@@ -66,6 +73,12 @@ def _local(plan: Plan) -> Iterator[str]:
             yield indent + _frame(r)
         else:
             yield f"{indent}  {_step(r)}"
+
+
+def _user_own(c: CollectiveRow) -> str:
+    """A collective in the user's own `shard_map`."""
+    times = f" x{count(c.count)}" if c.count != 1 else ""
+    return f"# {c.kind}[{'*'.join(c.axes)}] of {c.local}{times}, {OWN}, in {c.operator}"
 
 
 def _one_of(row: OperatorRow, r: LocalRow) -> str:

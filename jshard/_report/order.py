@@ -36,7 +36,7 @@ def events(plan: Plan, boundaries: bool = False) -> Iterator[OperatorRow | Colle
             yield edges[0]
             yield from (c for c in first if c.tensor in edges[0].writes)
             edges.pop(0)
-        own = [i for i in r.collectives if rows[i].tensor in r.writes]
+        own = [i for i in r.collectives if rows[i].own or rows[i].tensor in r.writes]
         yield from (rows[i] for i in r.collectives if i not in own)
         yield r
         yield from (rows[i] for i in own)

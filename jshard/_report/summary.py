@@ -15,11 +15,16 @@ if TYPE_CHECKING:
     from jshard._plan.plan import Plan
 
 
+OWN = "the user's own"
+"""What reports say of a collective in the user's own `shard_map`."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Traffic:
     """Collectives of one kind over the same axes: how many, bytes received by a device, seconds, in all.
 
-    `open`: some are in a loop whose turns nobody knows, so each figure is the least.
+    `open`: some are in a loop whose turns nobody knows, so each figure is the least. Those in the user's own `shard_map`
+    are a kind of their own, "all_reduce (own)".
     """
 
     kind: str
@@ -35,7 +40,8 @@ def traffic(plan: Plan) -> list[Traffic]:
     by: dict[tuple[str, str], list[float]] = {}
     open_ = {(c.kind, "*".join(c.axes)) for c in plan.collectives if c.turn}
     for c in plan.collectives:
-        row = by.setdefault((c.kind, "*".join(c.axes)), [0.0, 0.0, 0.0])
+        kind = f"{c.kind} (own)" if c.own else c.kind
+        row = by.setdefault((kind, "*".join(c.axes)), [0.0, 0.0, 0.0])
         row[0] += c.count
         row[1] += c.total
         row[2] += c.seconds * c.count

@@ -14,7 +14,7 @@ from jshard._plan.rows import TensorRow
 from jshard._report.extras import needed
 from jshard._report.fold import Group, fold_tensors, groups, lies_as
 from jshard._report.ir import short
-from jshard._report.summary import at_least, figures, goal, physics, proof, step_seconds, traffic
+from jshard._report.summary import OWN, at_least, figures, goal, physics, proof, step_seconds, traffic
 from jshard._report.units import count, seconds, share, size
 
 
@@ -175,7 +175,8 @@ def _operator_rows(g: Group, whole: float) -> list[tuple[str, ...]]:
         rows.append((g.label, "", share(g.seconds / whole), ""))
     for m in g.moved:
         how = f"{count(m.count)} x, {size(m.bytes)}, {seconds(m.seconds)}"
-        rows.append((f"  {m.kind}[{'*'.join(m.axes)}]", m.local, "", how))
+        block = f"{m.local}, {OWN}" if m.own else m.local
+        rows.append((f"  {m.kind}[{'*'.join(m.axes)}]", block, "", how))
     return rows
 
 

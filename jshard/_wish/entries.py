@@ -27,6 +27,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jshard._errors import StrategyError
 from jshard._layout import Layout, MeshAxes
+from jshard._wish.grid import divisors
 
 
 EVERY_DEVICE = 0
@@ -123,10 +124,12 @@ def is_entry(entry: Any) -> bool:
     )
 
 
-def parse_entry(entry: Any, shape: Sequence[int], where: str) -> Pin | None:
+def parse_entry(entry: Any, shape: Sequence[int], where: str, devices: int | None = None) -> Pin | None:
     """Turn one entry into a `Pin` for a tensor of `shape`; None stays None.
 
-    Raises a `StrategyError` that names `where` for anything that cannot be: a wrong type, rank, or cut.
+    Raises a `StrategyError` that names `where` for anything that cannot be: a wrong type, rank, or cut. Whether cuts
+    divide is checked where the number of `devices` is known, since that decides which others are offered: here, or
+    when the mesh is chosen (`mesh.choose_mesh`, `mesh.resolve_pin`).
     """
     shape = tuple(shape)
     if entry is None:
@@ -137,13 +140,18 @@ def parse_entry(entry: Any, shape: Sequence[int], where: str) -> Pin | None:
         return _parse_spec(entry, shape, where)
     if isinstance(entry, list) and (is_strategy(tuple(entry)) or looks_like_strategy(tuple(entry))):
         raise StrategyError(
-            f"a list is not a strategy: {entry!r}", where=where, fix=f"a tuple, {tuple(entry)!r}"
+            f"a list is not a strategy: {entry!r}",
+            where=where,
+            fix=f"a tuple, {nearest_strategy(entry, shape, devices)!r}",
         )
     if _integer(entry) or isinstance(entry, numbers.Number):
+        cut = 1
+        if isinstance(entry, int | float) and math.isfinite(entry):
+            cut = int(entry)
         raise StrategyError(
             f"{entry!r} is not an entry",
             where=where,
-            fix=f"a tuple, {_example(entry, shape)}" if shape else "() for a scalar",
+            fix=f"a tuple, {nearest_strategy((cut,), shape, devices)!r}" if shape else "() for a scalar",
         )
     if isinstance(entry, str):
         raise StrategyError(
@@ -151,42 +159,75 @@ def parse_entry(entry: Any, shape: Sequence[int], where: str) -> Pin | None:
         )
     if type(entry) is not tuple:
         raise StrategyError(f"{a_type(entry)} is not an entry", where=where, fix=ENTRY_FORMS)
-    return _parse_cuts(entry, shape, where)
+    return _parse_cuts(entry, shape, where, devices)
 
 
-def check_divides(cuts: Sequence[int | None], shape: Sequence[int], where: str, *, axes: Any = None) -> None:
-    """Raise a `StrategyError` when a cut does not divide its dimension.
+def check_divides(cuts: Sequence[int | None], shape: Sequence[int], where: str, devices: int) -> None:
+    """Raise a `StrategyError` when a cut does not divide its dimension; it offers what a grid of `devices` has.
 
-    >>> check_divides((3,), (32,), "argument x")
+    >>> check_divides((8, 2), (10, 4), "argument x", devices=8)
     Traceback (most recent call last):
     ...
-    jshard._errors.StrategyError: a cut of 3 does not divide dimension 0, of size 32
+    jshard._errors.StrategyError: a cut of 8 does not divide dimension 0, of size 10
       where: argument x
-      write instead: 1, 2, 4, 8, 16 or 32 pieces there, or None to leave the dimension to the search
+      write instead: 1 or 2 pieces there, or None to leave the dimension to the search
     """
     for dim, (cut, size) in enumerate(zip(cuts, shape, strict=True)):
         if cut and size % cut:
-            possible = near_divisors(size, cut)
-            if axes is None:
-                by, fix = "", f"{pieces(possible)} there, or None to leave the dimension to the search"
-            else:
-                word = "axis" if len(axes[dim]) == 1 else "axes"
-                by = f", by mesh {word} {' and '.join(map(repr, axes[dim]))},"
-                fix = f"axes that make {pieces(possible)}, or P.UNCONSTRAINED to leave it to the search"
             raise StrategyError(
-                f"a cut of {cut}{by} does not divide dimension {dim}, of size {size}", where=where, fix=fix
+                f"a cut of {cut} does not divide dimension {dim}, of size {size}",
+                where=where,
+                fix=f"{pieces(possible_cuts(cuts, shape, dim, devices))} there, or None to leave the dimension to the "
+                "search",
             )
 
 
-def near_divisors(size: int, cut: int, count: int = 6) -> list[int]:
-    """The divisors of `size` nearest to `cut`, ascending.
+def possible_cuts(
+    cuts: Sequence[int | None], shape: Sequence[int] | None, dim: int, devices: int, count: int = 6
+) -> list[int]:
+    """The cuts of a dimension nearest to its own that a grid of `devices` has beside the tensor's other cuts.
 
-    >>> near_divisors(96, 5), near_divisors(7, 2)
-    ([1, 2, 3, 4, 6, 8], [1, 7])
+    They divide the dimension, and all cuts together divide the devices. Other cuts that are wrong themselves do not
+    count.
+
+    >>> possible_cuts((8, 2), (10, 4), 0, 8), possible_cuts((8, 2), (96, 4), 0, 24), possible_cuts((5,), None, 0, 8)
+    ([1, 2], [1, 2, 3, 4, 6, 12], [1, 2, 4, 8])
     """
-    small = [d for d in range(1, math.isqrt(size) + 1) if size % d == 0]
-    every = {*small, *(size // d for d in small)}
-    return sorted(sorted(every, key=lambda d: (abs(d - cut), d))[:count])
+    others = 1
+    for d, cut in enumerate(cuts):
+        if d == dim or not cut or (shape is not None and shape[d] % cut):
+            continue
+        if devices % (others * cut) == 0:
+            others *= cut
+    left = devices // others
+    every = divisors(left if shape is None or shape[dim] == 0 else math.gcd(left, shape[dim]))
+    wanted = cuts[dim] or 1
+    return sorted(sorted(every, key=lambda d: (abs(d - wanted), d))[:count])
+
+
+def nearest_strategy(
+    cuts: Sequence[Any], shape: Sequence[int] | None, devices: int | None
+) -> tuple[int | None, ...]:
+    """A strategy for `shape` that a grid of `devices` has: each cut as asked, or the next smaller one that is possible.
+
+    Dimensions beyond those cuts are whole; all are left to the search where the number of devices is unknown.
+
+    >>> nearest_strategy((8, 4), (32, 128), 16), nearest_strategy((4,), (6, 8), 8), nearest_strategy((4,), (8, 8), None)
+    ((8, 2), (2, 1), (None, None))
+    """
+    rank = len(cuts) if shape is None else len(shape)
+    if devices is None:
+        return (None,) * rank
+    left, out = devices, []
+    for d in range(rank):
+        cut = cuts[d] if d < len(cuts) else 1
+        if cut is not None:
+            fits = math.gcd(left, shape[d]) if shape is not None and shape[d] else left
+            asked = int(cut) if _integer(cut) else 1
+            cut = max([n for n in divisors(fits) if n <= asked], default=1)
+            left //= cut
+        out.append(cut)
+    return tuple(out)
 
 
 def pieces(choices: Sequence[int]) -> str:
@@ -200,12 +241,15 @@ def one_of(choices: Sequence[Any]) -> str:
     return f"{', '.join(head)} or {last}" if head else last
 
 
-def _parse_cuts(entry: tuple, shape: tuple[int, ...], where: str) -> Pin:
+def _parse_cuts(entry: tuple, shape: tuple[int, ...], where: str, devices: int | None) -> Pin:
     if len(entry) == 1 and (is_strategy(entry[0]) or isinstance(entry[0], PartitionSpec)):
+        inner = entry[0]
+        if not isinstance(inner, PartitionSpec) and devices is not None:
+            inner = nearest_strategy(inner, shape, devices)
         raise StrategyError(
             f"{shown(entry)} holds one entry, for a tensor that is not a container",
             where=where,
-            fix=f"without the outer brackets: {shown(entry[0])}",
+            fix=f"without the outer brackets: {shown(inner)}",
         )
     for dim, cut in enumerate(entry):
         if cut is not None and not _integer(cut):
@@ -226,10 +270,11 @@ def _parse_cuts(entry: tuple, shape: tuple[int, ...], where: str) -> Pin:
             f"strategy {entry!r} has {_count(len(entry), 'cut')}, but the tensor has "
             f"{_count(len(shape), 'dimension')}, {shape}",
             where=where,
-            fix=f"one cut per dimension: {_fitted(entry, shape)!r}",
+            fix=f"one cut per dimension: {nearest_strategy(entry, shape, devices)!r}",
         )
     cuts = tuple(None if c is None else operator.index(c) for c in entry)
-    check_divides(cuts, shape, where)
+    if devices is not None:
+        check_divides(cuts, shape, where, devices)
     return Pin(cuts, None, where)
 
 
@@ -298,16 +343,6 @@ def described(value: Any) -> str:
 
 def _integer(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool | np.bool_)
-
-
-def _example(cut: Any, shape: tuple[int, ...]) -> str:
-    first = int(cut) if isinstance(cut, int | float) and cut >= 1 and shape[0] % int(cut) == 0 else 1
-    return repr((first, *(1,) * (len(shape) - 1)))
-
-
-def _fitted(entry: tuple, shape: tuple[int, ...]) -> tuple:
-    kept = [c if c and s % c == 0 else 1 for c, s in zip(entry, shape, strict=False)]
-    return (*kept, *(1,) * (len(shape) - len(kept)))
 
 
 def _count(n: int, word: str) -> str:

@@ -62,8 +62,16 @@ def grids(count: int, wanted: Sequence[Cuts]) -> tuple[tuple[int, ...], ...]:
     return tuple(found)
 
 
-def split(sizes: Sequence[int], wanted: Sequence[Cuts]) -> tuple[tuple[int, ...], ...] | None:
-    """Parts of each axis of a given grid, as few as possible, that express all the cuts; None if none do."""
+def split(
+    sizes: Sequence[int], wanted: Sequence[Cuts], beside: Sequence[tuple[Cuts, frozenset[int]]] = ()
+) -> tuple[tuple[int, ...], ...] | None:
+    """Parts of each axis of a given grid, as few as possible, that express all the cuts; None if none do.
+
+    `beside` are cuts that some axes, given by number, must not be used for.
+
+    >>> split((2, 4), [], [((2,), frozenset((0,)))])
+    ((2,), (2, 2))
+    """
     wanted = _distinct(wanted)
     most = sum(len(prime_factors(s)) for s in sizes)
     for extra in range(most + 1):
@@ -71,10 +79,18 @@ def split(sizes: Sequence[int], wanted: Sequence[Cuts]) -> tuple[tuple[int, ...]
             parts
             for parts in _partings(tuple(sizes), extra)
             if all(expresses(tuple(itertools.chain(*parts)), cuts, ordered=False) for cuts in wanted)
+            and all(_beside(parts, cuts, taken) for cuts, taken in beside)
         ]
         if fits:
-            return min(fits, key=lambda parts: _appearance(wanted, tuple(itertools.chain(*parts))))
+            every = _distinct([*wanted, *(cuts for cuts, _ in beside)])
+            return min(fits, key=lambda parts: _appearance(every, tuple(itertools.chain(*parts))))
     return None
+
+
+def _beside(parts: Sequence[tuple[int, ...]], cuts: Cuts, taken: frozenset[int]) -> bool:
+    """Whether the parts of all axes but some express cuts."""
+    free = itertools.chain(*(own for i, own in enumerate(parts) if i not in taken))
+    return expresses(tuple(free), cuts, ordered=False)
 
 
 def expresses(grid: Sequence[int], cuts: Cuts, *, ordered: bool) -> bool:
@@ -130,8 +146,13 @@ def prime_factors(n: int) -> tuple[int, ...]:
 
 
 def divisors(n: int) -> tuple[int, ...]:
-    """All divisors, ascending."""
-    return tuple(d for d in range(1, n + 1) if n % d == 0)
+    """All divisors, ascending.
+
+    >>> divisors(12)
+    (1, 2, 3, 4, 6, 12)
+    """
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return tuple(sorted({*small, *(n // d for d in small)}))
 
 
 def factorizations(n: int, parts: int) -> Iterator[tuple[int, ...]]:

@@ -17,19 +17,28 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.interpreters.pxla
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jshard._errors import MeshError, StrategyError
 from jshard._layout import MeshAxes
 from jshard._wish import grid
-from jshard._wish.entries import EVERY_DEVICE, Pin, a_type, check_divides, one_of, pieces
-from jshard._wish.foreign import adopt, forced_parts, spec_axes, translation, unknown_axis
+from jshard._wish.entries import (
+    EVERY_DEVICE,
+    Pin,
+    a_type,
+    check_divides,
+    nearest_strategy,
+    one_of,
+    pieces,
+    possible_cuts,
+)
+from jshard._wish.foreign import adopt, boundaries, forced_parts, spec_axes, translation, unknown_axis
 from jshard._wish.lying import in_order
 
 
@@ -60,12 +69,30 @@ class ChosenMesh:
         return f"{self.axes} ({self.how})"
 
 
+@dataclasses.dataclass(frozen=True)
+class Joint:
+    """Pins that one operator must keep at once: each of its loop indices takes axes of its own.
+
+    `cuts`: the pieces of every loop index that a pin cuts by count, as a strategy of one tensor would have them.
+    `specs`: which of the pins name axes; those axes are not there for `cuts`. `what` and `where` are for messages.
+
+    A product whose operands are pinned to (2, 1) and (1, 2) cuts its rows and its columns: `Joint((2, 2))` needs two
+    axes of 2, where each pin alone needs one.
+    """
+
+    cuts: tuple[int, ...]
+    specs: tuple[int, ...] = ()
+    what: str = ""
+    where: str = ""
+
+
 def choose_mesh(
     mesh: Any,
     device: str | None,
     pins: Sequence[Pin | None],
     shapes: Sequence[Sequence[int] | None],
     devices: Sequence[Any] | None = None,
+    joint: Sequence[Joint] = (),
     *,
     follow: Mesh | AbstractMesh | None = None,
     lying: Sequence[NamedSharding] = (),
@@ -75,6 +102,7 @@ def choose_mesh(
     `mesh`: None, "auto", a `Mesh`, an `AbstractMesh`, or an object that holds one (`.jax_mesh` or `.mesh`).
     `device`: "cpu", "gpu", "tpu" or None. `pins`: of inputs, results and operators, in order of appearance.
     `shapes`: of the pinned tensors; None where unknown. `devices`: to arrange, instead of all of `device`.
+    `joint`: what operators with pins need beside (`_plan/joint.py`).
     `follow`: the mesh that the arguments are on, which is taken before one is inferred. `lying`: how arguments lie
     that may stay so where axes can be split for them.
     Raises `MeshError` for a mesh or device that cannot be used, `StrategyError` for a pin it cannot carry.
@@ -83,12 +111,34 @@ def choose_mesh(
     user, how = _base_mesh(mesh, pins)
     if user is None and mesh is None and follow is not None and _is_of(follow, device):
         with contextlib.suppress(StrategyError):  # what is asked may need more devices than they are on
-            return _refined(follow, "arguments", pins, shapes, [s for s in lying if in_order(s, follow)])
+            there = [s for s in lying if in_order(s, follow)]
+            return _refined(follow, "arguments", pins, shapes, joint, there)
     if user is None:
         found = list(devices) if devices is not None else _devices_of(device)
-        return _inferred(found, grid.coarsest, pins, shapes)
+        return _inferred(found, grid.coarsest, pins, shapes, joint)
     _check_mesh(user, device)
-    return _refined(user, how, pins, shapes, [s for s in lying if in_order(s, user)])
+    return _refined(user, how, pins, shapes, joint, [s for s in lying if in_order(s, user)])
+
+
+def device_count(mesh: Any, device: str | None, entries: Any = None) -> int:
+    """How many devices `choose_mesh` would use for a request with these entries.
+
+    >>> device_count(AbstractMesh((2, 4), ("x", "y")), None)
+    8
+    """
+    check_device(device)
+    user, _ = _base_mesh(mesh, [Pin((), None, "", m) for m in _meshes_named(entries)])
+    return len(_devices_of(device)) if user is None else user.size
+
+
+def _meshes_named(entries: Any) -> Iterator[Any]:
+    """The meshes of the `NamedSharding`s among some entries."""
+    if isinstance(entries, NamedSharding):
+        yield entries.mesh
+    elif isinstance(entries, Mapping):
+        yield from itertools.chain(*map(_meshes_named, entries.values()))
+    elif isinstance(entries, tuple | list) and not isinstance(entries, PartitionSpec):
+        yield from itertools.chain(*map(_meshes_named, entries))
 
 
 def candidate_meshes(
@@ -96,30 +146,34 @@ def candidate_meshes(
     pins: Sequence[Pin | None],
     shapes: Sequence[Sequence[int] | None],
     devices: Sequence[Any] | None = None,
+    joint: Sequence[Joint] = (),
 ) -> tuple[ChosenMesh, ...]:
     """Every mesh the pins allow on the devices, coarsest first: what `mesh="auto"` tries."""
     check_device(device)
     found = list(devices) if devices is not None else _devices_of(device)
-    _check_counts(pins, shapes, len(found))
-    few = _few(len(found), pins)
-    return tuple(_inferred(found, lambda n, w, sizes=sizes: sizes, pins, shapes) for sizes in few)
+    _check_counts(pins, shapes, len(found), joint)
+    few = _few(len(found), pins, joint)
+    return tuple(_inferred(found, lambda n, w, sizes=sizes: sizes, pins, shapes, joint) for sizes in few)
 
 
 def candidate_grids(
-    count: int, pins: Sequence[Pin | None], shapes: Sequence[Sequence[int] | None]
+    count: int,
+    pins: Sequence[Pin | None],
+    shapes: Sequence[Sequence[int] | None],
+    joint: Sequence[Joint] = (),
 ) -> tuple[dict[str, int], ...]:
     """Axes of every grid of so many devices that the pins allow: what `mesh="auto:v5e:4x4"` tries.
 
     >>> candidate_grids(8, [Pin((2, None), None, "x")], [(16, 16)])
     ({'x': 2, 'y': 4}, {'x': 2, 'y': 2, 'z': 2})
     """
-    _check_counts(pins, shapes, count)
-    return tuple(dict(zip(AXIS_NAMES, sizes, strict=False)) for sizes in _few(count, pins))
+    _check_counts(pins, shapes, count, joint)
+    return tuple(dict(zip(AXIS_NAMES, sizes, strict=False)) for sizes in _few(count, pins, joint))
 
 
-def _few(count: int, pins: Sequence[Pin | None]) -> list[tuple[int, ...]]:
+def _few(count: int, pins: Sequence[Pin | None], joint: Sequence[Joint]) -> list[tuple[int, ...]]:
     """Grids to try: of at most three axes, unless the pins need more; a plan on four takes minutes to find."""
-    every = grid.grids(count, _wanted(pins))
+    every = grid.grids(count, _wanted(pins, joint))
     return [g for g in every if len(g) <= max(3, len(every[0]))] or [()]
 
 
@@ -130,8 +184,10 @@ def resolve_pin(pin: Pin | None, chosen: ChosenMesh, shape: Sequence[int] | None
     if pin is None:
         return None
     axes = pin.axes
+    sizes: dict[str, int] = {}
     if axes is not None:
         names = translation(pin, chosen.axes, chosen.renamed)
+        sizes = {axis: chosen.axes.size(*parts) for axis, parts in names.items()}
         for axis in spec_axes(pin):
             if axis not in names:
                 raise unknown_axis(pin, axis, tuple(names))
@@ -146,7 +202,10 @@ def resolve_pin(pin: Pin | None, chosen: ChosenMesh, shape: Sequence[int] | None
                 where=pin.where,
                 fix="'full_batch', or one entry per result",
             )
-        check_divides(cuts, tuple(shape), pin.where, axes=pin.axes)
+        if axes is None:
+            check_divides(cuts, tuple(shape), pin.where, chosen.axes.total)
+        else:
+            check_axes_divide(pin, cuts, tuple(shape), sizes)
     return Pin(cuts, axes, pin.where)
 
 
@@ -154,6 +213,31 @@ def check_mesh(mesh: Any) -> None:
     """Raise a `MeshError` unless `mesh` is a value that `shard` takes."""
     if not (isinstance(mesh, str) and mesh.partition(":")[0] == "auto"):
         _base_mesh(mesh, ())
+
+
+def check_axes_divide(
+    pin: Pin, cuts: Sequence[int | None], shape: Sequence[int], sizes: Mapping[str, int]
+) -> None:
+    """Raise a `StrategyError` where the axes of a spec do not divide their dimension; it offers axes that do.
+
+    `sizes` are those of the axes that the spec could name.
+    """
+    for dim, (cut, size) in enumerate(zip(cuts, shape, strict=True)):
+        if not cut or size % cut == 0:
+            continue
+        own = (pin.axes or ())[dim] or ()
+        others = {a for d, named in enumerate(pin.axes or ()) if d != dim for a in named or ()}
+        free = [a for a, s in sizes.items() if a not in others and s > 1]
+        some = itertools.chain(*(itertools.combinations(free, n) for n in range(1, min(len(free), 3) + 1)))
+        fits = [c for c in some if size % math.prod(sizes[a] for a in c) == 0]
+        fits.sort(key=lambda c: abs(math.prod(sizes[a] for a in c) - cut))
+        offered = [repr(c[0]) if len(c) == 1 else repr(c) for c in fits[:3]]
+        raise StrategyError(
+            f"a cut of {cut}, by mesh {'axis' if len(own) == 1 else 'axes'} {' and '.join(map(repr, own))}, does not "
+            f"divide dimension {dim}, of size {size}",
+            where=pin.where,
+            fix=f"{one_of([*offered, None])} there, or P.UNCONSTRAINED to leave it to the search",
+        )
 
 
 def check_device(device: Any) -> None:
@@ -253,17 +337,22 @@ def _devices_of(device: str | None) -> list[Any]:
         ) from error
 
 
-def _wanted(pins: Sequence[Pin | None]) -> list[tuple[int, ...]]:
+def _wanted(pins: Sequence[Pin | None], joint: Sequence[Joint]) -> list[tuple[int, ...]]:
     """Cuts that the grid must express; specs name axes, and "every device" is expressed by any grid."""
-    return [
+    alone = [
         tuple(c for c in p.cuts if c is not None and c != EVERY_DEVICE)
         for p in pins
         if p is not None and p.axes is None
     ]
+    return alone + [j.cuts for j in joint if not j.specs]
 
 
 def _inferred(
-    devices: list[Any], arrange: Any, pins: Sequence[Pin | None], shapes: Sequence[Any]
+    devices: list[Any],
+    arrange: Any,
+    pins: Sequence[Pin | None],
+    shapes: Sequence[Any],
+    joint: Sequence[Joint],
 ) -> ChosenMesh:
     for pin in pins:
         axis = next(spec_axes(pin), None)
@@ -273,8 +362,8 @@ def _inferred(
                 where=pin.where,
                 fix="mesh=..., or `with jax.set_mesh(mesh):` around the call, or pieces per dimension",
             )
-    _check_counts(pins, shapes, len(devices))
-    sizes = arrange(len(devices), _wanted(pins)) or (1,)
+    _check_counts(pins, shapes, len(devices), joint)
+    sizes = arrange(len(devices), _wanted(pins, joint)) or (1,)
     names = tuple(AXIS_NAMES[i] if i < len(AXIS_NAMES) else f"x{i}" for i in range(len(sizes)))
     auto = (AxisType.Auto,) * len(sizes)
     try:
@@ -291,16 +380,20 @@ def _refined(
     how: str,
     pins: Sequence[Pin | None],
     shapes: Sequence[Any],
-    lying: Sequence[NamedSharding],
+    joint: Sequence[Joint],
+    lying: Sequence[NamedSharding] = (),
 ) -> ChosenMesh:
     pins = [adopt(pin, user) for pin in pins]
     for pin in pins:
         for axis in spec_axes(pin) if pin is not None and pin.mesh is None else ():
             if pin is not None and axis not in user.axis_names:
                 raise unknown_axis(pin, axis, user.axis_names)
-    _check_counts(pins, shapes, math.prod(user.axis_sizes))
     forced = forced_parts(user, pins, [s.mesh for s in lying])
-    split_parts = grid.split(tuple(itertools.chain(*forced)), _wanted(pins))
+    whole = tuple(itertools.chain(*forced))
+    beside = [(j.cuts, _taken(j, pins, user, whole)) for j in joint if j.specs]
+    free = [math.prod(s for i, s in enumerate(whole) if i not in taken) for _, taken in beside]
+    _check_counts(pins, shapes, math.prod(user.axis_sizes), joint, free)
+    split_parts = grid.split(whole, _wanted(pins, joint), beside)
     assert split_parts is not None, (
         "prime factors express every tuple of cuts whose product divides the device count"
     )
@@ -321,6 +414,24 @@ def _refined(
     return _with_pins(chosen, pins, shapes)
 
 
+def _taken(
+    joint: Joint, pins: Sequence[Pin | None], user: Mesh | AbstractMesh, parts: Sequence[int]
+) -> frozenset[int]:
+    """Which of the parts of the user's axes belong to an axis that a spec of some pins names."""
+    ends = boundaries(parts)
+    out: set[int] = set()
+    for k in joint.specs:
+        pin = pins[k]
+        of = user if pin is None or pin.mesh is None else pin.mesh
+        named = set(spec_axes(pin))
+        for axis, (low, high) in zip(
+            of.axis_names, itertools.pairwise(boundaries(of.axis_sizes)), strict=True
+        ):
+            if axis in named:
+                out |= {i for i, (a, b) in enumerate(itertools.pairwise(ends)) if low <= a and b <= high}
+    return frozenset(out)
+
+
 def _rebuilt(
     user: Mesh | AbstractMesh, names: tuple[str, ...], sizes: tuple[int, ...]
 ) -> Mesh | AbstractMesh:
@@ -337,30 +448,49 @@ def _with_pins(chosen: ChosenMesh, pins: Sequence[Pin | None], shapes: Sequence[
     return dataclasses.replace(chosen, pins=resolved)
 
 
-def _check_counts(pins: Sequence[Pin | None], shapes: Sequence[Any], count: int) -> None:
-    """Raise a `StrategyError` for cuts that no grid of `count` devices has."""
+def _check_counts(
+    pins: Sequence[Pin | None],
+    shapes: Sequence[Any],
+    count: int,
+    joint: Sequence[Joint] = (),
+    beside: Sequence[int] = (),
+) -> None:
+    """Raise a `StrategyError` for cuts that no grid of `count` devices has; `beside` are the devices that are left by
+    the specs of each of `joint` that has any."""
     devices = f"{count} device" + ("s" if count > 1 else "")
     for pin, shape in zip(pins, shapes, strict=True):
         if pin is None or pin.axes is not None:
             continue
+        if shape is not None:
+            check_divides(pin.cuts, shape, pin.where, count)
         made = math.prod(count if c == EVERY_DEVICE else c or 1 for c in pin.cuts)
+        such = f"cuts whose product divides {count}, such as {nearest_strategy(pin.cuts, shape, count)!r}"
         if made > count:
             raise StrategyError(
                 f"strategy {pin} makes {made} pieces, over the device count: {devices}",
                 where=pin.where,
-                fix=f"cuts whose product is at most {count}, or more devices",
+                fix=f"{such}, or {made} devices",
             )
         for dim, cut in enumerate(pin.cuts):
             if cut and count % cut:
-                possible = [d for d in grid.divisors(count) if shape is None or shape[dim] % d == 0]
                 raise StrategyError(
                     f"a cut of {cut} in dimension {dim}: no grid of {devices} has it",
                     where=pin.where,
-                    fix=f"{pieces(possible)} there",
+                    fix=f"{pieces(possible_cuts(pin.cuts, shape, dim, count))} there",
                 )
         if count % made:
             raise StrategyError(
                 f"strategy {pin} makes {made} pieces, which do not divide {devices}",
                 where=pin.where,
-                fix=f"cuts whose product is {one_of(grid.divisors(count))}",
+                fix=such,
+            )
+    left = iter(beside)
+    for j in joint:
+        free, made = next(left) if j.specs else count, math.prod(j.cuts)
+        if free % made:
+            of = devices if free == count else f"the {free} of {devices} that its specs leave"
+            raise StrategyError(
+                f"{j.what} cut what it loops over into {made} pieces together, which do not divide {of}",
+                where=j.where,
+                fix=f"cuts that make {pieces(grid.divisors(free))} together, or None for all but one of them",
             )

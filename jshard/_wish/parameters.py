@@ -29,7 +29,12 @@ Parts = tuple[str, ...]
 
 
 def pins_by_name(
-    leaves: Sequence[Leaf], plan: Any, *, strict: bool = False, what: str = "parameter_plan"
+    leaves: Sequence[Leaf],
+    plan: Any,
+    *,
+    strict: bool = False,
+    what: str = "parameter_plan",
+    devices: int | None = None,
 ) -> tuple[Pin | None, ...]:
     """One `Pin` (or None) for every leaf, from a mapping of names to entries.
 
@@ -54,7 +59,9 @@ def pins_by_name(
     missing = [name for name in names if name not in matched]
     if missing:
         _report(missing, leaves, strict, what)
-    return tuple(_settle(claim, names, leaf, what) for claim, leaf in zip(claims, leaves, strict=True))
+    return tuple(
+        _settle(claim, names, leaf, what, devices) for claim, leaf in zip(claims, leaves, strict=True)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,12 +105,16 @@ def specificity(name: str) -> tuple[int, int, int]:
     return -double, -single, len("".join(parts).replace("*", "").replace("?", "")) + len(parts)
 
 
-def _settle(claim: list[str], names: Mapping[str, Any], leaf: Leaf, what: str) -> Pin | None:
+def _settle(
+    claim: list[str], names: Mapping[str, Any], leaf: Leaf, what: str, devices: int | None
+) -> Pin | None:
     if not claim:
         return None
     best = max(map(specificity, claim))
     winners = [n for n in claim if specificity(n) == best]
-    pins = [parse_entry(names[n], leaf.shape, f"{what}[{n!r}] (argument {leaf.path})") for n in winners]
+    pins = [
+        parse_entry(names[n], leaf.shape, f"{what}[{n!r}] (argument {leaf.path})", devices) for n in winners
+    ]
     for name, pin in zip(winners[1:], pins[1:], strict=True):
         same = pin is pins[0] is None or (pin is not None and pins[0] is not None and pin.same_wish(pins[0]))
         if not same:

@@ -55,27 +55,30 @@ def pins_for_inputs(
     names: Sequence[str],
     strict: bool = False,
     what: str = "in_strategy",
+    devices: int | None = None,
 ) -> tuple[Pin | None, ...]:
     """One `Pin` (or None) for every leaf of a call, in the order of `jax.tree.flatten((args, kwargs))`.
 
     `names`: names of the positional parameters (`argument_names`), at least one for each of `args`; a
     parameter passed by keyword still takes its positional entry, one left at its default ignores it.
     `strict`: whether a name of `parameter_plan` that matches nothing is an error instead of a warning.
+    `devices`: how many there are to cut over, where that is known (`parse_entry`).
     Raises `StrategyError`, naming the argument path.
     """
     entries = _entries_by_argument(args, kwargs, in_strategy, names, what)
     pins: list[Pin | None] = []
     for name, value in (*zip(names, args, strict=False), *sorted(kwargs.items())):
         spot, entry = entries.get(name, (what, None))
-        pins += walk(entry, value, spot, "argument", name)
+        pins += walk(entry, value, spot, "argument", name, devices=devices)
     if parameter_plan is None:
         return tuple(pins)
-    planned = pins_by_name(input_leaves(args, kwargs, names), parameter_plan, strict=strict)
+    leaves = input_leaves(args, kwargs, names)
+    planned = pins_by_name(leaves, parameter_plan, strict=strict, devices=devices)
     return tuple(_agreed(a, b) for a, b in zip(pins, planned, strict=True))
 
 
 def pins_for_outputs(
-    results: Any, out_strategy: Any, *, what: str = "out_strategy"
+    results: Any, out_strategy: Any, *, what: str = "out_strategy", devices: int | None = None
 ) -> tuple[Pin | None, ...]:
     """One `Pin` (or None) for every leaf of the results, in flattening order.
 
@@ -96,14 +99,14 @@ def pins_for_outputs(
     if is_leaf(results):
         if isinstance(out_strategy, tuple | list) and any(map(_stands_in_a_list, out_strategy)):
             _check_results(out_strategy, 1, what)
-            return tuple(walk(out_strategy[0], results, f"{what}[0]", "result", ""))
+            return tuple(walk(out_strategy[0], results, f"{what}[0]", "result", "", devices=devices))
         if isinstance(out_strategy, tuple | list) and list(out_strategy) == [None]:
             return (None,)
-        return tuple(walk(out_strategy, results, what, "result", ""))
+        return tuple(walk(out_strategy, results, what, "result", "", devices=devices))
     if type(results) in (tuple, list):
         if is_entry(out_strategy):
             if len(results) == 1:
-                return tuple(walk(out_strategy, results[0], what, "result", "0"))
+                return tuple(walk(out_strategy, results[0], what, "result", "0", devices=devices))
             raise StrategyError(
                 f"{what} is one entry, {shown(out_strategy)}, but the function returns "
                 f"{_plural(len(results), 'result')}",
@@ -112,11 +115,17 @@ def pins_for_outputs(
             )
         if isinstance(out_strategy, tuple | list):
             _check_results(out_strategy, len(results), what)
-    return tuple(walk(out_strategy, results, what, "result", ""))
+    return tuple(walk(out_strategy, results, what, "result", "", devices=devices))
 
 
 def walk(
-    entry: Any, tree: Any, spot: str, kind: str, root: str, keys: tuple[Any, ...] = ()
+    entry: Any,
+    tree: Any,
+    spot: str,
+    kind: str,
+    root: str,
+    keys: tuple[Any, ...] = (),
+    devices: int | None = None,
 ) -> list[Pin | None]:
     """Pins of the leaves of `tree` under `entry`, a pytree prefix of entries.
 
@@ -129,14 +138,16 @@ def walk(
     if is_leaf(tree):
         if dtype_of(tree) is None:
             raise StrategyError(f"{a_type(tree)} is not an array and cannot be cut", where=where, fix="None")
-        return [parse_entry(entry, shape_of(tree), where)]
+        return [parse_entry(entry, shape_of(tree), where, devices)]
     if is_entry(entry):
         leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-        return [p for below, leaf in leaves for p in walk(entry, leaf, spot, kind, root, (*keys, *below))]
+        return [
+            p for below, leaf in leaves for p in walk(entry, leaf, spot, kind, root, (*keys, *below), devices)
+        ]
     parts = children(tree)
     pins: list[Pin | None] = []
     for (suffix, inner), (key, child) in zip(_per_part(entry, tree, parts, where), parts, strict=True):
-        pins += walk(inner, child, spot + suffix, kind, root, (*keys, key))
+        pins += walk(inner, child, spot + suffix, kind, root, (*keys, key), devices)
     return pins
 
 
