@@ -67,7 +67,7 @@ def describe(
         memory_budget=wish.memory_limit, unknown=found.unknown, memory=memory,
         boundaries=Later(len(joints), lambda: operator_rows(bare, joints, moves)),
         local=Later(None, lambda: local_rows(Schedule(bare))),
-        steps=tuple(steps), physics=physics(choice, found.compute - found.beyond),
+        steps=tuple(steps), physics=physics(choice, wish.donated),
     )  # fmt: skip
 
 

@@ -1,10 +1,14 @@
-"""What no program could avoid, beside what a plan does: bytes received for each matrix product, and for the step.
+"""What no program with a plan's placements avoids: bytes received for each matrix product, and seconds for the step.
+
+The seconds are the largest of three that a program may overlap: an even share of all products at the chip's peak, an even
+share of reading arguments and writing results once (`_cost/least_traffic.py`), and what the products must receive, over
+all links at once. Programs are those in which all devices do the same (SPMD) and compute every product whole.
 
 A plan decides where operands are made (arguments lie, other operators write) and how much of a product each
 device may hold of its result. Given that, a device that does its even share of the product must touch so many
 elements of the three arrays (`_cost/bounds.py`); what it does not hold, it receives. A tensor is charged to the
-first product that reads it, so the products' needs can be added. The step needs its even compute as well, and the
-bytes come at most over all links at once. The rest is the space gap: what grids, latency and redundant work cost.
+first product that reads it, so the products' needs can be added. The rest
+of a step is the space gap: what grids, latency, redundant work, arrays stored in between, and one thing after another cost.
 
 Layouts are the plan's: a plan that keeps whole copies of its operands needs to receive nothing, and pays in memory.
 
@@ -16,19 +20,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from jshard._cost import bounds
+from jshard._cost.compute import peak
+from jshard._cost.least_traffic import least_bytes, products
 from jshard._plan.rows import Need, Physics
 from jshard._plan.schedule import Choice
 from jshard._program.graph import Operator, operator_name
 from jshard._topology import Topology
 
 
-def physics(choice: Choice, even_compute: float) -> Physics:
-    """The needs of every product, and of the step whose even share of compute is given in seconds."""
+def physics(choice: Choice, donated: Collection[int] = ()) -> Physics:
+    """The needs of every product, and of the step; `donated` are flat indices of donated arguments."""
     charged: set[int] = set()
     a, alike = choice.program.arrays, choice.alike[0]
     order, begin = a.by_tensor
@@ -58,7 +64,24 @@ def physics(choice: Choice, even_compute: float) -> Physics:
         if need.bytes > 0:
             needs.append(dataclasses.replace(need, operator=operator_name(op)))
     total = sum(n.bytes * n.count for n in needs)
-    return Physics(even_compute + total / most_bandwidth(choice.topology), total, tuple(needs))
+    chip, devices = choice.topology.chip, choice.topology.mesh.total
+    compute = sum(
+        work / _peak(choice.program.operators[i], choice.topology)
+        for i, work in products(choice.program).items()
+    )
+    memory = least_bytes(choice.program, donated) / chip.hbm_bandwidth
+    seconds = {
+        "products": compute / devices,
+        "memory": memory / devices,
+        "network": total / most_bandwidth(choice.topology),
+    }
+    most = max(seconds, key=lambda k: seconds[k])
+    return Physics(seconds[most], total, tuple(needs), most)
+
+
+def _peak(op: Operator, topology: Topology) -> float:
+    """The fastest that a product of these types can be: a compiler may use the units of any of them."""
+    return max(peak(v.aval.dtype, topology.chip) for v in (*op.eqn.invars, *op.eqn.outvars))
 
 
 def most_bandwidth(topology: Topology) -> float:

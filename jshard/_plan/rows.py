@@ -179,8 +179,10 @@ class Need:
 
 @dataclasses.dataclass(frozen=True)
 class Physics:
-    """What no program with this plan's placements could avoid: seconds a call, bytes received, by product.
+    """What no program with this plan's placements avoids: seconds a call, bytes received, by product.
 
+    `limit` is which of the three takes so long: the "products" at the chip's peak, the "memory" that arguments and results
+    pass once, or the "network" over which the products must receive something. Programs may do all three at once.
     `space_gap` of a step that takes so many seconds is how far it is from there.
 
     >>> Physics(seconds=2.0, bytes=1e6).space_gap(2.5)
@@ -190,6 +192,7 @@ class Physics:
     seconds: float = 0.0
     bytes: float = 0.0
     products: tuple[Need, ...] = ()
+    limit: str = ""
 
     def space_gap(self, step: float) -> float:
         """(step - seconds) / seconds."""
