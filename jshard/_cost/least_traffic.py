@@ -24,6 +24,7 @@ pair of elements that they multiply, convolutions without those that meet paddin
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -34,11 +35,9 @@ import numpy as np
 from jshard._program.graph import Literal, Operator, Program, calls_of, operators_of
 
 
-_PARTS = frozenset("slice dynamic_slice gather split".split())
-_UPDATES = {"dynamic_update_slice": 1, "scatter": 2}  # number of the operand that is written
-_ALL = ("dot_general", "conv_general", "argm", "cum", "sort")
 # Boundary operators: their first result is their first operand in a body, in the first turn, or all turns' together.
 _HANDS_ON = frozenset("scan_const scan_carry scan_sum scan_xs scan_ys".split())
+_FIRST = _HANDS_ON | {"update"}  # of which only the first operand counts
 
 
 def least_bytes(program: Program, donated: Collection[int] = ()) -> float:
@@ -98,48 +97,57 @@ def _work(eqn: Any) -> float:
 
 def _needed(program: Program) -> list[float]:
     """For each tensor the share of its elements that operators which surely run need at least."""
-    unsure = _unsure(program)
+    unsure, consumers = _unsure(program), program.consumers()
     needed = [0.0] * len(program.tensors)
     for op in reversed(program.operators):
         if op.id in unsure:
             continue
-        for k, a in enumerate(op.operands):
-            if not isinstance(a, Literal) and needed[a] < 1.0:
-                needed[a] = max(needed[a], _share(op, k, needed, program))
+        wanted = max([needed[r] for r in op.results], default=0.0)
+        how = _how(op.primitive) if op.kind == "eqn" else op.kind
+        if how == "all" and any(consumers[r] for r in op.results):
+            wanted = 1.0
+        elif how in _HANDS_ON:
+            wanted = needed[op.results[0]]
+        elif how == "output":  # an argument that is handed back is not touched
+            a = op.operands[0]
+            wanted = float(isinstance(a, int) and _maker(program, a) not in ("input", "const"))
+        elif not wanted or how not in ("each", "update"):
+            continue
+        for a in op.operands[:1] if how in _FIRST else op.operands:
+            if not isinstance(a, Literal) and needed[a] < wanted:
+                needed[a] = max(
+                    needed[a],
+                    wanted if wanted == 1.0 and how == "each" else _share(op, a, wanted, how, program),
+                )
     return needed
 
 
-def _share(op: Operator, operand: int, needed: list[float], program: Program) -> float:
-    """The share of an operand that an operator needs, given the shares of its results that are needed."""
-    if op.kind == "output":  # an argument that is handed back is not touched
-        return 0.0 if _maker(program, op.operands[0]) in ("input", "const") else 1.0
-    if op.kind != "eqn":
-        return needed[op.results[0]] if op.kind in _HANDS_ON and operand == 0 else 0.0
-    wanted = max((needed[r] for r in op.results), default=0.0)
-    name = op.primitive
-    if name in _PARTS or not wanted and name != "reduce_precision" and not _uses(op, program):
+def _share(op: Operator, operand: int, wanted: float, how: str, program: Program) -> float:
+    """The share of an operand that an operator needs of whose results a share is `wanted`."""
+    size = program.tensors[operand].size
+    if how == "update":
+        written = op.eqn.invars[1 if op.primitive == "dynamic_update_slice" else 2].aval.size
+        return max(0.0, wanted - written / size) if size else 0.0
+    if how == "each" and all(program.tensors[r].size != size for r in op.results):
         return 0.0
-    if name.startswith(_ALL) or name.startswith("reduce_") and name != "reduce_precision":
-        return 1.0
-    a = op.operands[operand]
-    assert not isinstance(a, Literal)
-    size = math.prod(program.tensors[a].shape)
-    update = next((k for p, k in _UPDATES.items() if name.startswith(p)), None)
-    if update is not None:
-        written = math.prod(op.eqn.invars[update].aval.shape)
-        return max(0.0, wanted - written / size) if operand == 0 and size else 0.0
-    same = any(math.prod(program.tensors[r].shape) == size for r in op.results)
-    return wanted if wanted == 1.0 or same else 0.0
+    return wanted
+
+
+@functools.cache
+def _how(primitive: str) -> str:
+    """What an operator needs of its operands: "all" of them, "each" element as its result, all but an "update", a "part"."""
+    if primitive in ("slice", "dynamic_slice", "gather", "split"):
+        return "part"
+    if primitive.startswith(("dynamic_update_slice", "scatter")):
+        return "update"
+    if primitive.startswith(("dot_general", "conv_general", "argm", "cum", "sort", "reduce_")):
+        return "all" if primitive != "reduce_precision" else "each"
+    return "each"
 
 
 def _maker(program: Program, atom: Any) -> str:
     """The kind of the operator that makes a tensor."""
     return program.operators[program.producers()[atom][0]].kind
-
-
-def _uses(op: Operator, program: Program) -> bool:
-    """Whether somebody reads a result."""
-    return any(program.consumers()[r] for r in op.results)
 
 
 def _unsure(program: Program) -> frozenset[int]:
