@@ -21,6 +21,8 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 
 from jshard import _jaxcompat as compat
+from jshard._cost.in_place import updates
+from jshard._cost.lying import lying
 from jshard._cost.steps import apply
 from jshard._errors import ShardError
 from jshard._layout import Layout
@@ -28,9 +30,11 @@ from jshard._lower.as_traced import run_as_traced
 from jshard._lower.custom import rebuild
 from jshard._lower.redistribute import run_steps
 from jshard._plan.schedule import Action, Move, Nested, Run, Schedule, Value
+from jshard._plan.stacks import Through, through
 from jshard._program.graph import Literal
 from jshard._program.mapped import SHARD_MAP
 from jshard._rules.registry import LocalContext, block_index
+from jshard._rules.slices import Part, whole
 
 
 Env = dict[Value, Any]
@@ -111,6 +115,7 @@ class _Runner:
         self.choice, self.program, self.vma = schedule.choice, schedule.choice.program, vma
         self.mesh = schedule.choice.topology.mesh
         self.constants: Env = {}
+        self.settled = lying(self.program, self.choice.topology.chip).settled
 
     def run(self, actions: Sequence[Action], env: Env, top: bool = False) -> None:
         for action in actions:
@@ -125,23 +130,25 @@ class _Runner:
                 getattr(self, action.call.kind + "_call")(action, env)
 
     def read(self, v: Value | Literal, env: Env) -> Any:
-        return v.value if isinstance(v, Literal) else env[v]
+        return v.value if isinstance(v, Literal) else whole(env[v])
 
     def finish(self, v: Value | Literal, env: Env) -> Any:
         """A result as `shard_map` wants it: an array, literals included."""
         if isinstance(v, Literal):
             return jnp.asarray(v.value, v.aval.dtype)
-        return env[v]
+        return whole(env[v])
 
     def move(self, m: Move, env: Env) -> None:
         varying = frozenset(self._varying(m))
-        x, layout = env[m.tensor, m.source], m.source
+        x, layout = whole(env[m.tensor, m.source]), m.source
         if m.again:
             # Or the compiler makes one of two equal collectives, or begins the second long before it is read.
             others = [
                 self.choice.values[t] for t in self.program.operators[m.reader].operands if type(t) is int
             ]
-            x, *_ = lax.optimization_barrier((x, *(env[v] for v in others if v in env and v[0] != m.tensor)))
+            x, *_ = lax.optimization_barrier(
+                (x, *(whole(env[v]) for v in others if v in env and v[0] != m.tensor))
+            )
         for step, number in zip(m.steps, m.numbers, strict=True):
             after = apply(step, layout)
             with _scope(number):
@@ -175,9 +182,19 @@ class _Runner:
             return list(out) if eqn.primitive.multiple_results else [out]
 
         operands = [self.read(v, env) for v in action.reads]
+        if action.reads and isinstance(part := env.get(action.reads[0]), Part) and updates(op.primitive):
+            operands[0] = part
         if self.vma and op.primitive != SHARD_MAP:
             operands = _alike(operands)
-        context = LocalContext(states.op, states.rule, candidate, self.mesh, bind, self.vma and op.repeat > 1)
+        context = LocalContext(
+            states.op,
+            states.rule,
+            candidate,
+            self.mesh,
+            bind,
+            self.vma and op.repeat > 1,
+            op.id in self.settled,
+        )
         with compat.eqn_context(eqn, op.prefix), _scope(action.number):
             local = states.entry.local if states.entry is not None else None
             if local is not None:
@@ -208,12 +225,16 @@ class _Runner:
         return {**self.constants, **dict(zip(values, arrays, strict=True))}
 
     def body(self, action: Nested, k: int, arrays: Sequence[Any]) -> list[Any]:
+        return [whole(x) for x in self.results(action, k, arrays)]
+
+    def results(self, action: Nested, k: int, arrays: Sequence[Any]) -> list[Any]:
+        """What a body gives; parts of stacks as such."""
         env = self.inner(action.entry[k], arrays)
         self.run(action.bodies[k], env)
-        return [self.finish(v, env) for v in action.returns[k]]
+        return [self.finish(v, env) if isinstance(v, Literal) else env[v] for v in action.returns[k]]
 
     def remat_call(self, action: Nested, env: Env) -> None:
-        arrays = [env[v] for v in action.entry[0]]
+        arrays = [whole(env[v]) for v in action.entry[0]]
         params = action.call.eqn.params
         if self.vma:
             f = jax.checkpoint(
@@ -230,7 +251,7 @@ class _Runner:
         self.hand_back(action, out, action.returns[0], env)
 
     def custom_jvp_call(self, action: Nested, env: Env) -> None:
-        arrays = [env[v] for v in action.entry[0]]
+        arrays = [whole(env[v]) for v in action.entry[0]]
         if not self.vma:
             self.hand_back(action, self.body(action, 0, arrays), action.returns[0], env)
             return
@@ -277,10 +298,37 @@ class _Runner:
                 out[:nk] = [self.vary(y, i) for y, i in zip(out[:nk], b["carry"], strict=True)]
             return tuple(out[:nk]), tuple(out[nk:])
 
-        final, ys = lax.scan(
-            turn, tuple(init), tuple(xs), length=int(p["length"]), reverse=p["reverse"], unroll=p["unroll"]
-        )
+        options = dict(length=int(p["length"]), reverse=p["reverse"], unroll=p["unroll"])
+        stacks = [] if self.vma else through(action, self.program, self.choice.values)
+        if not stacks:
+            final, ys = lax.scan(turn, tuple(init), tuple(xs), **options)
+        else:
+            final, ys = self.with_stacks(action, stacks, consts, init, xs, options)
         self.place(action, (*final, *ys), (*b["carry"], *b["ys"]), env)
+
+    def with_stacks(
+        self, action: Nested, stacks: Sequence[Through], consts: list[Any], init: list[Any], xs: list[Any],
+        options: dict[str, Any],
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """A loop round which some stacks go whole; its carry at the end, and all stacked results."""
+        mine, out = [t.xs for t in stacks], [t.ys for t in stacks]
+        others = [x for k, x in enumerate(xs) if k not in mine]
+        nk = len(init)
+
+        def turn(carry: Any, given: Any) -> Any:
+            i, *rest = given
+            slices, parts = iter(rest), dict(zip(mine, carry[nk:], strict=True))
+            every = [Part(parts[k], i) if k in parts else next(slices) for k in range(len(xs))]
+            made = self.results(action, 0, [*consts, *carry[:nk], *every])
+            left = [y for j, y in enumerate(made[nk:]) if j not in out]
+            grown = [made[nk + j].stack for j in out]
+            return (*map(whole, made[:nk]), *grown), tuple(map(whole, left))
+
+        length = options["length"]
+        carry = (*init, *(xs[k] for k in mine))
+        final, rest = lax.scan(turn, carry, (jnp.arange(length), *others), **options)
+        left, grown = iter(rest), dict(zip(out, final[nk:], strict=True))
+        return final[:nk], [grown[j] if j in grown else next(left) for j in range(len(rest) + len(out))]
 
     def while_call(self, action: Nested, env: Env) -> None:
         p, b = action.call.eqn.params, action.call.boundary
@@ -321,7 +369,7 @@ class _Runner:
             env[t, self.choice.made(t)] = x
 
     def array(self, v: Value | Literal, env: Env, atom: Any) -> Any:
-        return jnp.asarray(v.value, v.aval.dtype) if isinstance(v, Literal) else env[v]
+        return jnp.asarray(v.value, v.aval.dtype) if isinstance(v, Literal) else whole(env[v])
 
     def addend(self, x: Any, boundary: int) -> Any:
         """The initial value of a sum that goes round a loop unfinished: the first device has it, others zero."""

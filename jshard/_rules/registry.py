@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax import lax
 
+from jshard import _jaxcompat as compat
 from jshard._errors import RuleError
 from jshard._layout import Layout, MeshAxes
 from jshard._rules.rule import Candidate, Rule, operand_layouts, reduced_axes, result_layouts
@@ -46,6 +47,9 @@ class LocalContext:
     bind_plain: Callable[..., Any]  # (*operands, **params) -> list of results
     differentiable_loop: bool = (
         False  # in the body of a loop of a program that is differentiated from outside
+    )
+    lies_whole: bool = (
+        False  # the first operand is an array that lies in memory before and after, to be updated there
     )
 
     def axes(self, factor: int) -> tuple[str, ...]:
@@ -91,6 +95,13 @@ class LocalContext:
     def reduced_axes(self) -> tuple[str, ...]:
         """Mesh axes over which the operator itself must finish its (non-sum) reduction."""
         return reduced_axes(self.rule, self.candidate, self.mesh)
+
+    def settled(self, x: Any) -> Any:
+        """An array that is updated where it lies, kept in memory row by row.
+
+        Left to themselves, compilers turn it round for the update and back again: a copy of it each time.
+        """
+        return compat.row_major(x) if self.lies_whole else x
 
     def bind(self, *operands: Any, **changed: Any) -> Sequence[Any]:
         """Run the plain primitive on local operands with some parameters changed."""
