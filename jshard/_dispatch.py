@@ -14,6 +14,7 @@ committed to a device; what is committed elsewhere is moved first. Under another
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 from collections.abc import Mapping, Sequence
@@ -21,15 +22,18 @@ from typing import Any
 
 import jax
 from jax.custom_derivatives import SymbolicZero
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jshard import _jaxcompat as compat
 from jshard._errors import MeshError
 from jshard._layout import Layout
 from jshard._lower.interpret import spmd
-from jshard._prepare import Prepared, Request
-from jshard._signature import without_statics
-from jshard._training import for_training
+from jshard._plan.plan import Plan
+from jshard._plan.rows import EntryRow
+from jshard._prepare import Prepared
+from jshard._request import Request, explicit_type, without_statics
+from jshard._training import alone, for_training
+from jshard._wish.lying import Placement, axes_here, received, said, same_devices, sharding_of
 from jshard._wish.mesh import ChosenMesh
 
 
@@ -38,11 +42,22 @@ class Program:
 
     def __init__(self, prepared: Prepared):
         self.prepared = prepared
+        self.said: list[str] = []  # of derivatives that were taken from outside
         self._lock = threading.RLock()
         self._compiled: jax.stages.Compiled | None = None
 
+    @property
+    def plan(self) -> Plan:
+        """The plan, and what became of derivatives that were taken of it from outside."""
+        plan = self.prepared.plan
+        return (
+            dataclasses.replace(plan, steps=(*plan.steps, *dict.fromkeys(self.said))) if self.said else plan
+        )
+
     def lower(self) -> jax.stages.Lowered:
         """The planned program for arguments in the planned layouts."""
+        if _described(self.prepared):
+            raise _only_planned(self.prepared, f"{self.prepared.request.name}.lower")
         return _lower(self.prepared)
 
     def compile(self) -> jax.stages.Compiled:
@@ -56,10 +71,49 @@ class Program:
     @functools.cached_property
     def inlined(self) -> Any:
         """The program for use inside another trace: flat arguments and captured arrays to flat results."""
-        return _differentiable(self.prepared)
+        return _differentiable(self.prepared, self.said)
+
+    def serves(self, lying: Placement) -> bool:
+        """Whether this is the plan of a call whose arguments lie so: of all that are not pinned, none is moved."""
+        prepared, cut = self.prepared, dict(lying.wishes)
+        mesh = prepared.chosen.mesh
+        if lying.mesh is None:
+            if prepared.chosen.how == "arguments":
+                return False
+        elif not same_devices(lying.mesh, mesh):
+            return False
+        if not prepared.lying <= cut.keys():
+            return False
+        return all(i in prepared.pinned or self._lies_so(i, sharding, mesh) for i, sharding in cut.items())
+
+    def _lies_so(self, i: int, sharding: NamedSharding, mesh: Any) -> bool:
+        row = self.prepared.plan.inputs[i]
+        return axes_here(sharding, row.shape, mesh) == row.layout.dims
+
+    def entry(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[EntryRow, ...]:
+        """The arguments that are moved before a call, and what that receives."""
+        left, left_kw = without_statics(self.prepared.request, args, kwargs)
+        plan, rows = self.prepared.plan, []
+        shardings = jax.tree.leaves(plan.in_shardings)
+        for x, row, target in zip(jax.tree.leaves((left, left_kw)), plan.inputs, shardings, strict=False):
+            given = sharding_of(x) or (
+                x.sharding if isinstance(x, jax.Array) and not compat.is_tracer(x) else None
+            )
+            if given is None or not _moves(x, given, target):
+                continue
+            if (
+                isinstance(given, NamedSharding)
+                and axes_here(given, row.shape, target.mesh) == row.layout.dims
+            ):
+                continue  # the same blocks on the same devices, told of another mesh
+            moved = received(given, target, row.shape, compat.itemsize(x.dtype))
+            rows.append(EntryRow(row.path, said(given), str(row.layout), float(moved)))
+        return tuple(rows)
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
         """Results of a call, and what JAX's dispatch needs to repeat it; None where it could not know better."""
+        if _described(self.prepared) or not _is_here(self.prepared.chosen.mesh):
+            raise _only_planned(self.prepared, "")
         compiled = self.compile()
         left, left_kw = without_statics(self.prepared.request, args, kwargs)
         left, left_kw, repeatable = _place(self.prepared, left, left_kw)
@@ -67,15 +121,55 @@ class Program:
         return _typed(self.prepared, out, again if repeatable else None)
 
 
+def _described(prepared: Prepared) -> bool:
+    """Whether the mesh is a description that no context fills with devices."""
+    mesh, here = prepared.chosen.mesh, compat.context_mesh()
+    if not isinstance(mesh, AbstractMesh):
+        return False
+    if here is not None and here.size == mesh.size:
+        return False
+    return compat.at_top_level() or prepared.chosen.how != "arguments"  # in a trace they are on devices
+
+
+def _is_here(mesh: Any) -> bool:
+    """Whether the devices of a mesh can run something; those that a compiler brings cannot."""
+    if isinstance(mesh, AbstractMesh):
+        return True
+    device = mesh.devices.flat[0]
+    try:
+        return device in jax.devices(device.platform)
+    except RuntimeError:
+        return False
+
+
+def _only_planned(prepared: Prepared, where: str) -> MeshError:
+    name, mesh = prepared.request.name, prepared.request.mesh
+    machine = str(getattr(mesh, "name", "")) or (mesh.partition(":")[2] if isinstance(mesh, str) else "")
+    named = f" of {machine}" if machine else ""
+    if isinstance(prepared.chosen.mesh, AbstractMesh):
+        return MeshError(
+            f"{name} is planned for {prepared.plan.mesh}, a description{named} without devices",
+            where=where or f"call of {name}",
+            fix="its plan, which needs none: .plan(...) of a function, jshard.flax.plan_of(...) of a module; a mesh of "
+            "devices that are here to run it; jshard.topology(...) where its compiler is installed, libtpu or JAX's "
+            "CUDA plugin, to compile it",
+        )
+    return MeshError(
+        f"{name} is planned for {prepared.plan.mesh}{named}, whose devices are not here: they compile only",
+        where=where or f"call of {name}",
+        fix=".plan(...) and .lower(...).compile(), which need none; a mesh of devices that are here to run it",
+    )
+
+
 def _lower(prepared: Prepared) -> jax.stages.Lowered:
     mesh = prepared.chosen.mesh
     body = spmd(prepared.schedule, mesh)
-    constants = prepared.schedule.choice.program.constants
+    constants = _constants(prepared)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         # A compiled call of its own: its arguments come in our shardings, a mesh in context says nothing of them.
         with compat.inside_mesh(mesh):
-            return jax.tree.unflatten(prepared.out_tree, body(*jax.tree.leaves((args, kwargs)), *constants))
+            return _results(prepared, body(*jax.tree.leaves((args, kwargs)), *constants))
 
     run.__name__ = run.__qualname__ = prepared.request.name
     shardings = jax.tree.leaves(prepared.plan.in_shardings)
@@ -85,13 +179,34 @@ def _lower(prepared: Prepared) -> jax.stages.Lowered:
     ]
     args, kwargs = jax.tree.unflatten(prepared.in_tree, shapes)
     given, named = _donated(prepared)
+    rows = prepared.plan.outputs
     jitted = jax.jit(
         run,
-        out_shardings=prepared.plan.out_shardings,
+        out_shardings=jax.tree.unflatten(
+            prepared.out_tree, [NamedSharding(mesh, r.layout.spec) for r in rows]
+        ),
         donate_argnums=given or None,
         donate_argnames=named or None,
     )
     return jitted.lower(*args, **kwargs)
+
+
+def _constants(prepared: Prepared) -> list[Any]:
+    """Captured arrays; those typed by a mesh with Explicit axes in their planned blocks, without that type."""
+    choice, mesh = prepared.schedule.choice, prepared.chosen.mesh
+    program = choice.program
+    out = list(program.constants)
+    for k, op in enumerate(program.inputs[len(prepared.in_avals) :]):
+        if not compat.is_tracer(out[k]) and explicit_type(out[k]) is not None:
+            layout = choice.made(program.operators[op].results[0])
+            out[k] = jax.device_put(out[k], NamedSharding(mesh, layout.spec))
+    return out
+
+
+def _results(prepared: Prepared, leaves: Sequence[Any]) -> Any:
+    """The results as the function itself types them: blocks of a computation have lost weak types."""
+    typed = [compat.weakly_typed(x) if w else x for x, w in zip(leaves, prepared.weak, strict=True)]
+    return jax.tree.unflatten(prepared.out_tree, typed)
 
 
 def _donated(prepared: Prepared) -> tuple[tuple[int, ...], tuple[str, ...]]:
@@ -103,10 +218,11 @@ def _donated(prepared: Prepared) -> tuple[tuple[int, ...], tuple[str, ...]]:
     return given, tuple(n for n, a in kwargs.items() if donated.intersection(jax.tree.leaves(a)))
 
 
-def _differentiable(prepared: Prepared) -> Any:
+def _differentiable(prepared: Prepared, said: list[str]) -> Any:
     """The program as a function of flat arguments and captured arrays for use inside another trace.
 
-    Its derivative is that of the program planned for training. Compiled as a whole where JAX runs it eagerly.
+    Its derivative is that of the program planned for training; `said` gets the reason where that could not be planned.
+    Compiled as a whole where JAX runs it eagerly.
     """
     mesh, name = prepared.chosen.mesh, prepared.request.name
     body = spmd(prepared.schedule, mesh, vma=True)
@@ -118,7 +234,9 @@ def _differentiable(prepared: Prepared) -> Any:
     def pushed(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
         moving = tuple(i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero))
         if moving not in trained:
-            trained[moving] = spmd(for_training(prepared, moving), mesh, vma=True)
+            found = for_training(prepared, moving)
+            said.extend([found.said] if found.said else [])
+            trained[moving] = spmd(found.schedule, mesh, vma=True)
 
         def of_moving(*moved: Any) -> tuple[Any, ...]:
             values = list(primals)
@@ -129,11 +247,36 @@ def _differentiable(prepared: Prepared) -> Any:
         return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
 
     forward.__name__ = forward.__qualname__ = name
-    if compat.has_effects(prepared.schedule.choice.program.jaxpr):
-        return jax.jit(forward)  # JAX lets no effects into rules
+    if compat.has_effects(prepared.schedule.choice.program.jaxpr):  # JAX lets none into rules
+
+        def watched(*values: Any) -> tuple[Any, ...]:
+            return forward(
+                *(
+                    _watched(x, said) if jax.numpy.issubdtype(x.dtype, jax.numpy.inexact) else x
+                    for x in values
+                )
+            )
+
+        watched.__name__ = watched.__qualname__ = name
+        return jax.jit(watched)
     rule = jax.custom_jvp(forward)
     rule.defjvp(pushed, symbolic_zeros=True)
     return jax.jit(rule)
+
+
+def _watched(x: Any, said: list[str]) -> Any:
+    """The value itself; `said` is told where it is differentiated."""
+
+    @jax.custom_jvp
+    def same(x: Any) -> Any:
+        return x
+
+    @same.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        said.append(alone("", "JAX lets no effects into rules of derivatives"))
+        return primals[0], tangents[0]
+
+    return same(x)
 
 
 def inline(program: Program, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -141,6 +284,9 @@ def inline(program: Program, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     prepared = program.prepared
     leaves = jax.tree.leaves(without_statics(prepared.request, args, kwargs))
     marked = [compat.boundary(x, prepared.request.name) for x in leaves]
+    if _described(prepared):
+        error = _only_planned(prepared, "")
+        marked = [compat.never_compiled(x, error) for x in marked]
     values = (*marked, *prepared.schedule.choice.program.constants)
     mesh, explicit = prepared.chosen.mesh, _explicit_mesh(values)
 
@@ -166,7 +312,7 @@ def inline(program: Program, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         )
         with compat.inside_mesh(explicit):
             out = jax.sharding.auto_axes(run, axes=explicit.axis_names, out_sharding=specs)(*values)
-    return jax.tree.unflatten(prepared.out_tree, out)
+    return _results(prepared, out)
 
 
 def _explicit_mesh(values: Sequence[Any]) -> Any:
@@ -232,9 +378,17 @@ def _place(prepared: Prepared, args: tuple, kwargs: dict) -> tuple[tuple, dict, 
 
 
 def _elsewhere(x: Any, sharding: NamedSharding) -> bool:
-    if not isinstance(x, jax.Array) or not getattr(x, "committed", True) or x.sharding is sharding:
-        return False  # JAX itself places what is on the host or not committed to a device
-    return not x.sharding.is_equivalent_to(sharding, x.ndim)
+    return isinstance(x, jax.Array) and _moves(x, x.sharding, sharding)
+
+
+def _moves(x: Any, given: Any, target: NamedSharding) -> bool:
+    """Whether an argument that lies as `given` is moved; what is on the host or not committed JAX itself places."""
+    if not getattr(x, "committed", True) or given is target:
+        return False
+    if isinstance(getattr(given, "mesh", None), AbstractMesh) or isinstance(target.mesh, AbstractMesh):
+        dims = axes_here(given, x.shape, target.mesh) if isinstance(given, NamedSharding) else None
+        return dims is None or NamedSharding(target.mesh, Layout(dims).spec) != target
+    return not given.is_equivalent_to(target, x.ndim)
 
 
 def _check_devices(request: Request, x: Any, sharding: NamedSharding) -> None:

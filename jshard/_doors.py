@@ -31,9 +31,11 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jshard import _topology
+from jshard._calls import checked
 from jshard._errors import MeshError
 from jshard._hardware import Chip
 from jshard._layout import MeshAxes
+from jshard._wish.entries import described
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +98,7 @@ class TopologyMesh:
         return f"{self.name}{slices} ({self.chip}), {axes}: {'compiles' if self.compiles else 'plans only'}"
 
 
+@checked
 def topology(
     name: str, axes: Mapping[str, int], *, num_slices: int = 1, compiles: bool | None = None
 ) -> TopologyMesh:
@@ -122,8 +125,18 @@ def topology(
     Raises:
       MeshError: unknown chip, a shape that the chip does not come in, axes that do not fit, no compiler.
     """
-    chip, physical = _topology.parse_name(name)
     where = f"topology {name!r}"
+    if not isinstance(name, str):
+        raise MeshError(
+            f"the machine is {described(name)}", where="topology", fix='its name, such as "v5e:4x8"'
+        )
+    if not isinstance(axes, Mapping):
+        raise MeshError(
+            f"the axes are {described(axes)}", where=where, fix='names and sizes: {"data": 4, "model": 8}'
+        )
+    chip, physical = _topology.parse_name(name)
+    if isinstance(num_slices, bool) or not isinstance(num_slices, int):
+        raise MeshError(f"num_slices is {described(num_slices)}", where=where, fix="num_slices=2")
     if num_slices < 1 or num_slices > 1 and not chip.interconnect.startswith("torus"):
         raise MeshError(
             f"{num_slices} slices of {chip.name}",

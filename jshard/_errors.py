@@ -27,6 +27,10 @@ class ShardError(ValueError):
         super().__init__("\n".join(lines))
 
 
+class ArgumentError(ShardError, TypeError):
+    """An argument that is no array and no container of arrays; a `TypeError` too, as `jax.jit` raises."""
+
+
 class StrategyError(ShardError):
     """A strategy, spec or parameter plan that does not fit the arguments or the mesh."""
 

@@ -21,10 +21,13 @@ from typing import Any
 import jax
 
 import jshard
+from jshard._calls import check_call
 from jshard._errors import ShardError, StrategyError
+from jshard._flax_step import is_state
+from jshard._request import PlanOfLeaves
 from jshard._wish.entries import is_strategy, looks_like_strategy, shown
 from jshard._wish.parameters import Index, flat_plan, name_parts
-from jshard._wish.paths import Leaf, input_leaves
+from jshard._wish.paths import Leaf
 from jshard._wish.strategies import nearest
 
 
@@ -63,7 +66,7 @@ class Call:
     @staticmethod
     def of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         """Take a call apart."""
-        leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)))
+        leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)), is_leaf=is_state)
         statics = tuple((i, x) for i, x in enumerate(leaves) if not is_traced(x))
         return Call(tree, tuple(x for x in leaves if is_traced(x)), statics)
 
@@ -75,7 +78,8 @@ class Call:
     @property
     def shapes(self) -> Any:
         """Shapes and dtypes of the arrays, the same inside and outside of a trace."""
-        return tuple((getattr(x, "shape", ()), str(getattr(x, "dtype", type(x)))) for x in self.arrays)
+        arrays = jax.tree.leaves(self.arrays)
+        return tuple((getattr(x, "shape", ()), str(getattr(x, "dtype", type(x)))) for x in arrays)
 
     def dynamic(self) -> tuple[tuple, dict[str, Any]]:
         """The call with None in place of what is part of the program."""
@@ -83,7 +87,11 @@ class Call:
 
     def whole(self, dynamic: tuple[tuple, dict[str, Any]]) -> tuple[tuple, dict[str, Any]]:
         """The call as it was, with the arrays of `dynamic`."""
-        return self._filled(jax.tree.leaves(dynamic), dict(self.statics))
+        return self.with_arrays(jax.tree.leaves(dynamic, is_leaf=is_state))
+
+    def with_arrays(self, arrays: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
+        """The call with these arrays."""
+        return self._filled(arrays, dict(self.statics))
 
     def _filled(self, arrays: Sequence[Any], others: Mapping[int, Any]) -> tuple[tuple, dict[str, Any]]:
         given = iter(arrays)
@@ -92,11 +100,13 @@ class Call:
 
 
 def is_traced(x: Any) -> bool:
-    """Whether an argument is an array or a number, which programs take as input; a bool is a flag."""
+    """Whether an argument is an array, a number or state, which programs take as input; a bool is a flag."""
     if isinstance(x, bool):
         return False
-    return isinstance(x, int | float | complex | jax.ShapeDtypeStruct) or (
-        hasattr(x, "dtype") and hasattr(x, "shape")
+    return (
+        is_state(x)
+        or isinstance(x, int | float | complex | jax.ShapeDtypeStruct)
+        or (hasattr(x, "dtype") and hasattr(x, "shape"))
     )
 
 
@@ -143,6 +153,7 @@ def checked_options(
     name: str, original: Callable[..., Any], options: dict[str, Any], method: str = "__call__"
 ) -> dict[str, Any]:
     """The options of `.shard` that are no defaults, refused now if no call could accept them."""
+    check_call(jshard.shard, (None,), options, f"{name}.shard")
     jshard.shard(
         lambda: None, **{k: v for k, v in options.items() if not k.endswith(("strategy", "parameter_plan"))}
     )
@@ -174,11 +185,16 @@ def own_parameters(original: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def planned(
-    token: Token, pure: Callable[..., Any], original: Callable[..., Any], before: Sequence[str], state: Any
+    token: Token,
+    pure: Callable[..., Any],
+    original: Callable[..., Any],
+    before: Sequence[str],
+    *,
+    beside: bool = False,
 ) -> Any:
     """`pure` as a sharded function; it takes the arguments named `before` and then those of `original`.
 
-    `state` is what it will be called with for `before[0]`: the parameters that names are looked up in.
+    Parameters have their names in `before[0]`. `beside`: it gives (result, something else), not the result alone.
     """
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     own = [
@@ -190,8 +206,11 @@ def planned(
     pure.__name__ = pure.__qualname__ = token.name
     options = dict(token.options)
     options["in_strategy"] = _by_name(options["in_strategy"], own, token.name)
-    options["parameter_plan"] = own_names(options["parameter_plan"], input_leaves((state,), {}, before[:1]))
-    if options["out_strategy"] is not None and not isinstance(options["out_strategy"], str):
+    plan = options["parameter_plan"]
+    options["parameter_plan"] = PlanOfLeaves(
+        lambda leaves: own_names(plan, [leaf for leaf in leaves if leaf.argument == before[0]])
+    )
+    if beside and options["out_strategy"] is not None and not isinstance(options["out_strategy"], str):
         options["out_strategy"] = (_single(options["out_strategy"]), None)
     return jshard.shard(pure, **options)
 

@@ -200,7 +200,7 @@ def _run(token: Token, original: Any, module: Any, args: Any, kwargs: Any) -> An
             if key not in token.functions:
                 after: dict[Any, Any] = {}
                 pure = _pure(call, before, len(first), after)
-                token.functions[key] = planned(token, pure, original, names, own), after
+                token.functions[key] = planned(token, pure, original, names, beside=True), after
             function, after = token.functions[key]
             dynamic, dynamic_kw = call.dynamic()
             with _current(_Run(token.name, make_scopes, repack, body)):

@@ -16,10 +16,11 @@ import jax
 from flax import nnx
 
 import jshard
+from jshard._calls import check_call
 from jshard._errors import NestedShardError, ShardError
 from jshard._flax_call import RECORD, Call, ShardMethod, Token, checked_options, planned, recorded, the_one
 from jshard._flax_names import named
-from jshard._flax_step import flat, value_of, write
+from jshard._flax_step import is_state
 
 
 _TOKEN = "_jshard"
@@ -68,19 +69,23 @@ _ROOT: contextvars.ContextVar[dict[int, str]] = contextvars.ContextVar("root")
 
 def plans_of(module: Any, *args: Any, **kwargs: Any) -> dict[str, jshard.Plan]:
     """The plan of every sharded module in a model, by module path; arguments as for the call, or shapes."""
+    check_call(type(module).__call__, (module, *args), kwargs, type(module).__name__)
     call = Call.of(args, kwargs)
-    graph, state = nnx.split(module)
+    held = [is_state(x) for x in call.arrays]
+    graph, state = nnx.split((module, [x for x, h in zip(call.arrays, held, strict=True) if h]))
 
-    def run(state: Any, dynamic: Any) -> Any:
-        copy = nnx.merge(graph, state)
+    def run(state: Any, arrays: Any) -> Any:
+        copy, objects = nnx.merge(graph, state)
+        given, others = iter(objects), iter(arrays)
         kept = _ROOT.set({id(m): ".".join(map(str, p)) for p, m in nnx.iter_modules(copy)})
         try:
-            args, kwargs = call.whole(dynamic)
-            return copy(*args, **kwargs)
+            args, kwargs = call.with_arrays([next(given if h else others) for h in held])
+            copy(*args, **kwargs)
         finally:
             _ROOT.reset(kept)
 
-    return recorded(lambda: jax.eval_shape(run, state, call.dynamic()))
+    arrays = [x for x, h in zip(call.arrays, held, strict=True) if not h]
+    return recorded(lambda: jax.eval_shape(run, state, arrays))
 
 
 def _path_of(module: Any) -> str:
@@ -127,35 +132,30 @@ def _wrap_class(cls: type) -> None:
 
 
 def _run(token: Token, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
-    _refuse_nested(module, token.name)
-    graph, state = nnx.split(module)
     call = Call.of(args, kwargs)
-    key = graph, call.key
-    if key not in token.functions:
-        pure = _pure(graph, getattr(method, _ORIGINAL, method), call)
-        token.functions[key] = planned(token, pure, getattr(method, _ORIGINAL, method), ["state"], state)
+    if call.key not in token.functions:
+        original = getattr(method, _ORIGINAL, method)
+        pure = _pure(token, original, call)
+        token.functions[call.key] = planned(token, pure, original, ["state"])
+    function = token.functions[call.key]
     dynamic, dynamic_kw = call.dynamic()
     record = RECORD.get()
     if record is not None:
-        record[_path_of(module)] = token.functions[key].plan(state, *dynamic, **dynamic_kw)
-    y, changed = token.functions[key](state, *dynamic, **dynamic_kw)
-    if changed:
-        write(module, changed)
-    return y
+        record[_path_of(module)] = function.plan(module, *dynamic, **dynamic_kw)
+    return function(module, *dynamic, **dynamic_kw)
 
 
-def _pure(graph: Any, original: Any, call: Call) -> Any:
-    """State and arguments to the result and the variables that the call changed."""
+def _pure(token: Token, original: Any, call: Call) -> Any:
+    """The module as the argument `state`, then the arguments of its call."""
 
     def pure(state: Any, *args: Any, **kwargs: Any) -> Any:
-        module = nnx.merge(graph, state)
-        delattr(module, _TOKEN)  # its own methods may come back here through `super().__call__`
-        before = {p: value_of(v) for p, v in flat(nnx.state(module))}
+        _refuse_nested(state, token.name)
+        delattr(state, _TOKEN)  # its own methods may come back here through `super().__call__`
         args, kwargs = call.whole((args, kwargs))
-        with named(module, inside=True):
-            y = original(module, *args, **kwargs)
-        changed = [(p, v) for p, v in flat(nnx.state(module)) if value_of(v) is not before.get(p)]
-        return y, {".".join(map(str, p)): value_of(v) for p, v in changed}
+        with named(state, inside=True):
+            y = original(state, *args, **kwargs)
+        setattr(state, _TOKEN, token)
+        return y
 
     return pure
 

@@ -9,6 +9,7 @@ in that parameter's path and has its shape. Numbers such as step counters are on
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,13 +19,17 @@ import numpy as np
 from flax import linen, nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jshard._calls import check_call, checked
 from jshard._errors import PlanMismatchError, ShardError
+from jshard._flax_step import holds_state, is_state
 from jshard._plan.plan import Plan
+from jshard._wish.entries import a_type
 from jshard._wish.parameters import name_parts
 from jshard._wish.paths import path_name, shape_of
 from jshard._wish.strategies import nearest
 
 
+@checked
 def init(build: Callable[[], Any], plan: Plan) -> Any:
     """Make a model, and optimizer state with it, directly in the shardings of a plan.
 
@@ -47,8 +52,17 @@ def init(build: Callable[[], Any], plan: Plan) -> Any:
             fix="init(lambda: Net(rngs=nnx.Rngs(0)), plan); place(model, plan) for a model that exists",
         )
     _check_plan(plan, "init")
+    name, made = getattr(build, "__name__", "build"), build.__init__ if isinstance(build, type) else build
+    try:
+        check_call(made, (None,) if isinstance(build, type) else (), {}, name)
+    except ShardError as error:
+        raise ShardError(
+            f"init calls {name} without arguments, and {error.what}",
+            where="jshard.flax.init",
+            fix=f"init(lambda: {error.fix.replace('<lambda>', 'build')}, plan)",
+        ) from None
     abstract = nnx.eval_shape(build)
-    if not _has_modules(abstract):
+    if not holds_state(abstract):
         shapes = jax.eval_shape(build)
         return jax.jit(build, out_shardings=shardings_for(shapes, plan))()
     graph, shapes = nnx.split(abstract)
@@ -56,6 +70,7 @@ def init(build: Callable[[], Any], plan: Plan) -> Any:
     return nnx.merge(graph, made)
 
 
+@checked
 def place(tree: Any, plan: Plan) -> Any:
     """Put a model that exists where a plan wants it.
 
@@ -66,8 +81,8 @@ def place(tree: Any, plan: Plan) -> Any:
     >>> jshard.flax.place(dense, plan) is dense
     True
 
-    `tree`: an nnx module or optimizer, changed in place and returned; or linen variables, an `nnx.State`, a
-    `TrainState`, optax state, any pytree of these, returned anew. Raises `PlanMismatchError` if the plan is for
+    `tree`: nnx modules, optimizers and other state, changed in place and returned; or linen variables, a
+    `TrainState`, optax state, returned anew; or any pytree of these. Raises `PlanMismatchError` if the plan is for
     another model.
     """
     _check_plan(plan, "place")
@@ -77,13 +92,18 @@ def place(tree: Any, plan: Plan) -> Any:
             where="jshard.flax.place",
             fix="the variables of a linen module: place(module.init(key, x), plan); or an nnx module",
         )
-    if not _has_modules(tree):
-        return jax.device_put(tree, shardings_for(tree, plan))
-    state = nnx.state(tree)
-    nnx.update(tree, jax.device_put(state, shardings_for(state, plan)))
-    return tree
+    parts, outer = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, nnx.State) or is_state(x))
+    arrays = jax.tree.unflatten(outer, [nnx.split(x)[1] if is_state(x) else x for x in parts])
+    placed = outer.flatten_up_to(jax.device_put(arrays, shardings_for(arrays, plan)))
+    for x, new in zip(parts, placed, strict=True):
+        if is_state(x):
+            nnx.update(x, new)
+    return jax.tree.unflatten(
+        outer, [x if is_state(x) else new for x, new in zip(parts, placed, strict=True)]
+    )
 
 
+@checked
 def shardings_for(tree: Any, plan: Plan) -> Any:
     """The plan's shardings for the leaves of a tree of parameters or optimizer state, as a tree like it.
 
@@ -95,6 +115,7 @@ def shardings_for(tree: Any, plan: Plan) -> Any:
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     if not leaves:
         return tree
+    _check_plan(plan, "shardings_for")
     mesh, known = _mesh(plan), _Known.of(plan)
     specs, missing = [], []
     for path, leaf in leaves:
@@ -144,7 +165,27 @@ class _Known:
             for have, spec in self.rows.get(parts[start:], ()):
                 if have == shape:
                     return spec
-        return None
+        return self.deeper(parts, shape)
+
+    def deeper(self, parts: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec | None:
+        """How the nearest parameter of the plan lies whose path ends in this one: that of a part of a train state."""
+        ends = [
+            (len(path), spec)
+            for path in self.by_end.get(parts[-1:], ())
+            if path[-len(parts) :] == parts
+            for have, spec in self.rows[path]
+            if have == shape
+        ]
+        near = {spec for n, spec in ends if n == min(length for length, _ in ends)}
+        return near.pop() if len(near) == 1 else None
+
+    @functools.cached_property
+    def by_end(self) -> dict[tuple[str, ...], list[tuple[str, ...]]]:
+        """Paths by their last part."""
+        out: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+        for path in self.rows:
+            out.setdefault(path[-1:], []).append(path)
+        return out
 
     def shapes(self, parts: tuple[str, ...]) -> list[tuple[int, ...]]:
         found = (self.rows.get(parts[start:], ()) for start in range(len(parts)))
@@ -173,15 +214,10 @@ def _mesh(plan: Plan) -> Any:
 def _check_plan(plan: Any, door: str) -> None:
     if not isinstance(plan, Plan):
         raise ShardError(
-            f"{door} takes a plan, not a {type(plan).__name__}",
+            f"{door} takes a plan, not {a_type(plan)}",
             where=f"jshard.flax.{door}",
             fix="jshard.flax.plan_of(module, x), or f.plan(...) of a function from jshard.shard",
         )
-
-
-def _has_modules(tree: Any) -> bool:
-    kinds = (nnx.Module, nnx.Optimizer)
-    return any(isinstance(x, kinds) for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds)))
 
 
 def _is_key(leaf: Any) -> bool:

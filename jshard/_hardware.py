@@ -342,6 +342,10 @@ def get(name: str) -> Chip:
 
     - `name`: chip name; an unknown one raises `MeshError` with the nearest names.
     """
+    if not isinstance(name, str):
+        raise MeshError(
+            f"{name!r} is not the name of a chip", where="hardware.get", fix='text, such as "tpu-v5e"'
+        )
     if name in _TABLE:
         return _TABLE[name]
     key = _key(name)
@@ -365,6 +369,12 @@ def register(chip: Chip) -> Chip:
 
     - `chip`: the chip; registering an equal one again is harmless, another one of the same name an error.
     """
+    if not isinstance(chip, Chip):
+        raise MeshError(
+            f"register takes a chip, not a {type(chip).__name__}",
+            where="hardware.register",
+            fix='one like those of the table: dataclasses.replace(hardware.get("h100"), name=..., ...)',
+        )
     key = _key(chip.name)
     taken = next((c for c in _TABLE.values() if _key(c.name) == key), _TABLE.get(_ALIASES.get(key, "")))
     if taken is not None and taken != chip:
@@ -388,6 +398,10 @@ def for_device(device: Any) -> Chip:
 
     - `device`: anything with a `device_kind` text, such as `"NVIDIA H100 80GB HBM3"` or `"TPU v5 lite"`.
     """
+    if not isinstance(getattr(device, "device_kind", None), str):
+        raise MeshError(
+            f"{device!r} is not a device", where="hardware.for_device", fix="one of jax.devices()"
+        )
     key = _key(device.device_kind)
     by_key = {_key(n): n for n in _TABLE} | _ALIASES
     if key in by_key:

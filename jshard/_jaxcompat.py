@@ -17,9 +17,10 @@ from jax._src import config, core as jex, source_info_util, traceback_util, tree
 from jax._src.core import trace_state_clean
 from jax._src.interpreters import pxla
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
+from jax._src.state import AbstractRef
 from jax.interpreters import ad, batching, mlir, partial_eval
 
-from jshard._errors import NestedShardError, ShardError
+from jshard._errors import MeshError, NestedShardError, ShardError
 
 
 ALL_TO_ALL_MIXES_LAYOUTS = jax.__version_info__ < (0, 11)
@@ -43,6 +44,11 @@ def open_jaxpr(j: Any) -> tuple[Any, Sequence[Any]]:
     if hasattr(j, "jaxpr") and hasattr(j, "consts"):
         return j.jaxpr, j.consts
     return j, getattr(j, "consts", ())
+
+
+def is_jaxpr(value: Any) -> bool:
+    """Whether a parameter of an equation is a program, open or closed."""
+    return isinstance(value, jex.Jaxpr | getattr(jex, "ClosedJaxpr", jex.Jaxpr))
 
 
 def without_dead_code(jaxpr: Any) -> Any:
@@ -69,6 +75,24 @@ def is_tracer(x: Any) -> bool:
     """Whether a value is one of a trace that is going on."""
     return isinstance(x, core.Tracer)
 
+
+def is_ref(x: Any) -> bool:
+    """Whether a value is a mutable array (`jax.new_ref`)."""
+    return isinstance(array_type(x), AbstractRef)
+
+
+def array_type(x: Any) -> Any:
+    """The type of what JAX takes for an array or a number, None for anything else."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x
+    try:
+        found = jax.typeof(x)
+    except (TypeError, ValueError):
+        return None
+    return found if hasattr(found, "shape") else None  # other types are made of several arrays
+
+
+ShardingTypeError = jex.ShardingTypeError
 
 VARIABLE = jex.Var
 
@@ -147,6 +171,11 @@ def empty(shape: Sequence[int], dtype: Any) -> Any:
         data = jax.numpy.zeros((*shape, *dtype._impl.key_shape), "uint32")
         return jax.random.wrap_key_data(data, impl=dtype._impl)
     return jax.numpy.zeros(shape, dtype)
+
+
+def weakly_typed(x: Any) -> Any:
+    """`x` with a weak type, as the results of Python numbers have: its dtype gives way to that of others."""
+    return jax.lax.convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None)
 
 
 def vma(x: Any) -> frozenset[str]:
@@ -331,12 +360,33 @@ def boundary(x: Any, name: str) -> Any:
     return boundary_p.bind(x, name=name)
 
 
+def _nothing_runs(ctx: Any, x: Any, *, what: str, where: str, fix: str) -> Any:
+    raise MeshError(what, where=where, fix=fix)
+
+
+described_p = jex.Primitive("jshard_described")
+described_p.def_impl(lambda x, *, what, where, fix: _nothing_runs(None, x, what=what, where=where, fix=fix))
+described_p.def_abstract_eval(lambda x, **_: x)
+mlir.register_lowering(described_p, _nothing_runs)
+ad.primitive_jvps[described_p] = lambda primals, tangents, **k: (described_p.bind(*primals, **k), tangents[0])
+
+
+def never_compiled(x: Any, error: ShardError) -> Any:
+    """`x` in a program of which only shapes are asked: compiling it raises the error."""
+    return described_p.bind(x, what=error.what, where=error.where, fix=error.fix)
+
+
 @contextlib.contextmanager
 def outside_mesh() -> Any:
     """A context without a mesh: tracing on global shapes while inside `shard_map` sees neither its manual axes nor
     that values are typed by them."""
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())), check_vma(False):
         yield
+
+
+def context_of_trace(mesh: Any) -> Any:
+    """The context in which to trace global shapes again as they were: of the mesh with Explicit axes, or of none."""
+    return outside_mesh() if mesh is None else inside_mesh(mesh)
 
 
 def call_primitive(name: str, run: Any) -> Any:
@@ -350,10 +400,10 @@ def call_primitive(name: str, run: Any) -> Any:
     p.def_impl(lambda *xs, fused: run(fused, *xs))
 
     def shapes(*avals: Any, fused: Any) -> Any:
-        given = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+        given = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
         with outside_mesh():
             outs = jax.eval_shape(lambda *xs: run(fused, *xs), *given)
-        return [core.ShapedArray(o.shape, o.dtype) for o in outs]
+        return [core.ShapedArray(o.shape, o.dtype, weak_type=o.weak_type) for o in outs]
 
     def batch(args: Any, dims: Any, *, fused: Any) -> Any:
         grown, new = fused.batched(args, dims)

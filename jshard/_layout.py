@@ -16,8 +16,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import Literal
 
 from jax.sharding import PartitionSpec
+
+
+CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from jshard._calls import checked
 from jshard._errors import StrategyError
 from jshard._program.marks import mark_operand, mark_result
 from jshard._rules.fused import fused
@@ -15,6 +16,7 @@ from jshard._wish.entries import parse_entry
 from jshard._wish.options import check_function
 
 
+@checked
 def op(
     fn: Callable[..., Any],
     in_strategy: Any = None,

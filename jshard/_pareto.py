@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from jshard._calls import checked
 from jshard._errors import SearchError, ShardError
 from jshard._plan.plan import Plan
 from jshard._report import plots, points as report
@@ -19,6 +20,7 @@ from jshard._report.points import Point
 from jshard._report.progress import progress
 from jshard._report.summary import step_seconds
 from jshard._report.units import size
+from jshard._request import Request
 from jshard._shard import Sharded, shard
 from jshard._sweep import planned
 
@@ -73,6 +75,7 @@ class Frontier:
         return [Point((("budget", _budget(p)),), p) for p in self.plans]
 
 
+@checked
 def pareto(
     fn: Callable[..., Any],
     *args: Any,
@@ -99,7 +102,14 @@ def pareto(
     if not isinstance(points, int) or points < 2:
         raise ShardError(f"points={points!r} gives no frontier", where="pareto", fix="points=2 or more")
     sharded = fn if isinstance(fn, Sharded) else shard(fn)
-    request = sharded._request
+    sharded.check_arguments(args, kwargs, "pareto", ("points", "show_progress"))
+    with sharded.planned_as(args, kwargs) as (function, args, kwargs):
+        return _frontier(function.request, args, kwargs, points, show_progress)
+
+
+def _frontier(
+    request: Request, args: tuple, kwargs: dict[str, Any], points: int, show_progress: bool | None
+) -> Frontier:
     made: list[Plan] = []
     with progress(f"frontier of {request.name}", points, shown=show_progress) as show:
         refused: SearchError | None = None

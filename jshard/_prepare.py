@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
-import os
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import AxisType, NamedSharding
 
 from jshard import _hardware as hardware, _jaxcompat as compat, _topology as topologies
 from jshard._doors import topology
 from jshard._errors import MeshError, NestedShardError, PlanMismatchError, SearchError, ShardError
 from jshard._plan.joint import joints
-from jshard._plan.make import Wish, find_ties, make_plan, replay
+from jshard._plan.make import Wish, make_plan, replay
 from jshard._plan.order import ordered
 from jshard._plan.plan import Plan
 from jshard._plan.schedule import Schedule
@@ -24,8 +23,22 @@ from jshard._program.graph import Program
 from jshard._program.mapped import axes_of, check_meshes
 from jshard._program.trace import build
 from jshard._program.uncollected import uncollected
+from jshard._request import (
+    PlanOfLeaves,
+    Request,
+    abstract,
+    donated as donated_leaves,
+    dynamic,
+    line_of,
+    static_values,
+    trace as _trace,
+    typed,
+)
+from jshard._state import refuse_refs
+from jshard._ties import ties
 from jshard._topology import Topology
 from jshard._wish.entries import Pin, parse_entry
+from jshard._wish.lying import Placement, axes_here, placement
 from jshard._wish.mesh import (
     ChosenMesh,
     Joint,
@@ -36,34 +49,17 @@ from jshard._wish.mesh import (
     resolve_pin,
 )
 from jshard._wish.metadata import with_metadata
-from jshard._wish.options import CallOptions, Options
-from jshard._wish.paths import argument_names, input_leaves, path_name
+from jshard._wish.paths import Leaf, argument_names, input_leaves, path_name
 from jshard._wish.strategies import pins_for_inputs, pins_for_outputs, without_static
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Request:
-    """The checked arguments of `shard`: what is asked of every call."""
-
-    fn: Callable[..., Any]
-    name: str
-    in_strategy: Any
-    out_strategy: Any
-    parameter_plan: Any
-    options: Options
-    call: CallOptions
-    mesh: Any
-    plan: Plan | None
-
-    @functools.cached_property
-    def statics(self) -> tuple[set[int], set[str]]:
-        """Positions and names of the static arguments: asked at every call, so found once."""
-        return static_positions(self.fn, self.call)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class Prepared:
-    """One signature, planned: the plan, its schedule, and the trees of arguments and results."""
+    """One signature, planned: the plan, its schedule, and the trees of arguments and results.
+
+    `weak`: which results have a weak type. `pinned`: arguments that the user pinned. `lying`: arguments that are
+    planned as they lie, since nothing pins them.
+    """
 
     request: Request
     plan: Plan
@@ -72,47 +68,70 @@ class Prepared:
     in_tree: Any
     out_tree: Any
     in_avals: tuple[Any, ...]
+    weak: tuple[bool, ...]
     donated: tuple[int, ...]
     statics: tuple[Any, ...]
+    pinned: frozenset[int] = frozenset()
+    lying: frozenset[int] = frozenset()
 
 
-def static_positions(fn: Callable[..., Any], call: CallOptions) -> tuple[set[int], set[str]]:
-    """Positions and names of the static arguments, each given either way."""
-    numbers, names = set(call.static_argnums), set(call.static_argnames)
-    try:
-        parameters = list(inspect.signature(fn).parameters.values())
-    except (TypeError, ValueError):
-        return numbers, names
-    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    numbers = {n % len(positional) if n < 0 and positional else n for n in numbers}
-    numbers |= {i for i, n in enumerate(positional) if n in names}
-    names |= {positional[i] for i in numbers if i < len(positional)}
-    return numbers, names
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Arguments:
+    """The arguments that are not static: as they come, their shapes, and these as their user knows them."""
+
+    left: tuple[Any, ...]
+    left_kw: dict[str, Any]
+    names: tuple[str, ...]
+    shapes: tuple[tuple, dict[str, Any]]
+    shown: tuple[tuple, dict[str, Any]]
+
+    @staticmethod
+    def of(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Arguments:
+        left, left_kw, names = dynamic(request, args, kwargs)
+        shapes = abstract(tuple(left)), abstract(left_kw)
+        return _Arguments(left, left_kw, names, shapes, request.view.arguments(*shapes))
+
+    @functools.cached_property
+    def leaves(self) -> tuple[Leaf, ...]:
+        return input_leaves(*self.shown, self.names)
 
 
-def dynamic(
-    request: Request, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[tuple, dict, tuple[str, ...]]:
-    """Arguments without the static ones, and the names of the positional ones that are left."""
-    numbers, names = request.statics
-    all_names = argument_names(request.fn, len(args))
-    left = tuple(a for i, a in enumerate(args) if i not in numbers)
-    left_names = tuple(n for i, n in enumerate(all_names) if i not in numbers)
-    return left, {k: v for k, v in kwargs.items() if k not in names}, left_names
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Traced:
+    """The program, its result as its user knows it, and the avals of all results, state included."""
+
+    program: Program
+    result: Any
+    avals: list[Any]
+    tree: Any
+    weak: tuple[bool, ...]
 
 
-def abstract(tree: Any) -> Any:
-    """Arrays replaced by their shapes and dtypes; what is abstract already stays."""
-    return jax.tree.map(_abstract, tree)
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Pins:
+    """Everything that is pinned, and where: (operator, side, index), and the shapes of the pinned tensors."""
 
+    places: list[tuple[int, str, int]]
+    pins: list[Pin | None]
+    shapes: list[tuple[int, ...]]
+    lying: dict[int, tuple[NamedSharding, str]]  # arguments that nothing else pins, their shardings and paths
+    joint: tuple[Joint, ...]  # what operators with several pins need beside
 
-def _abstract(x: Any) -> Any:
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
-    if isinstance(x, jax.Array) or hasattr(x, "dtype") or isinstance(x, bool | int | float | complex):
-        aval = jax.typeof(x)
-        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)))
-    return x
+    def on(self, chosen: ChosenMesh, topology: Topology) -> tuple[list[Any], list[Any]]:
+        """The pins in the axes of a mesh, and those of arguments that can stay as they lie."""
+        resolved = [
+            _cutting(resolve_pin(p, chosen, s), topology) for p, s in zip(self.pins, self.shapes, strict=True)
+        ]
+        asked = [(*w, p) for w, p in zip(self.places, resolved, strict=True) if p is not None and not p.free]
+        lying = []
+        for i, (sharding, path) in self.lying.items():
+            axes = axes_here(sharding, self.shapes[i], chosen.mesh)
+            if axes is not None:
+                cuts = tuple(chosen.axes.size(*d) for d in axes)
+                lying.append(
+                    (*self.places[i], _cutting(Pin(cuts, axes, f"argument {path}, as it lies"), topology))
+                )
+        return asked, lying
 
 
 def prepare(
@@ -122,120 +141,165 @@ def prepare(
     on_progress: Callable[..., None] | None = None,
 ) -> Prepared:
     """Trace, pin, choose the mesh and plan; nothing is kept if anything fails."""
-    left, left_kw, names = dynamic(request, args, kwargs)
-    shapes_args, shapes_kw = abstract(tuple(left)), abstract(left_kw)
+    call = _Arguments.of(request, args, kwargs)
+    pins = _input_pins(request, call, len(args))
+    traced, mesh = _trace(request, args, kwargs)
+    if mesh is not None:
+        call = dataclasses.replace(call, shapes=typed((call.left, call.left_kw)))
+    elif (here := compat.context_mesh()) is not None and AxisType.Explicit in here.axis_types:
+        mesh = here
+    return _of_trace(request, call, (traced, mesh), pins, static_values(request, args, kwargs), on_progress)
+
+
+def check_pins(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise what is wrong with the pins of a call, before anything else of it is looked at."""
+    _input_pins(request, _Arguments.of(request, args, kwargs), len(args))
+
+
+def _input_pins(request: Request, call: _Arguments, count: int) -> tuple[Pin | None, ...]:
+    """What the user asked of each argument, and the metadata around it."""
     statics = request.statics[1]
-    in_strategy = without_static(request.in_strategy, argument_names(request.fn, len(args)), tuple(statics))
+    in_strategy = without_static(request.in_strategy, argument_names(request.fn, count), tuple(statics))
+    plan = request.parameter_plan
+    if isinstance(plan, PlanOfLeaves):
+        plan = plan.of(call.leaves)
     pins = pins_for_inputs(
-        shapes_args,
-        shapes_kw,
-        in_strategy,
-        request.parameter_plan,
-        names=names,
-        strict=request.options.strict,
-        devices=_devices(request),
-    )
-    pins = with_metadata(
-        pins,
-        shapes_args,
-        shapes_kw,
-        names,
-        request.mesh if request.mesh is not None else compat.context_mesh(),
-    )
-    traced = _trace(request, args, kwargs)
-    dynamics = _Dynamic(left, left_kw, names, shapes_args, shapes_kw)
-    return _of_trace(request, args, kwargs, on_progress, traced, dynamics, pins)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Dynamic:
-    """The arguments that are not static, their paths, and their shapes."""
-
-    left: tuple[Any, ...]
-    left_kw: dict[str, Any]
-    names: Any
-    shapes_args: Any
-    shapes_kw: Any
+        *call.shown, in_strategy, plan, names=call.names, strict=request.options.strict,
+        devices=_devices(request, (call.left, call.left_kw)),
+    )  # fmt: skip
+    mesh = request.mesh if request.mesh is not None else compat.context_mesh()
+    return with_metadata(pins, *call.shown, call.names, mesh)
 
 
 @uncollected()
 def _of_trace(
-    request: Request, args: Sequence[Any], kwargs: Mapping[str, Any], on_progress: Callable[..., None] | None,
-    traced: Any, dynamics: _Dynamic, pins: Sequence[Pin | None],
+    request: Request, call: _Arguments, traced: tuple[Any, Any], in_pins: Sequence[Pin | None], statics: Any,
+    on_progress: Callable[..., None] | None,
 ) -> Prepared:  # fmt: skip
-    """What follows the trace: the program, its mesh, its plan."""
-    left, left_kw, names = dynamics.left, dynamics.left_kw, dynamics.names
-    shapes_args, shapes_kw = dynamics.shapes_args, dynamics.shapes_kw
-    leaves = input_leaves(shapes_args, shapes_kw, names)
-    out_flat, out_tree = jax.tree_util.tree_flatten_with_path(traced.out_info)
-    out_names = [path_name(path) or "result" for path, _ in out_flat]
+    """What follows the trace: the program, its mesh, its plan. `traced` has the context of the trace beside it."""
+    donated = donated_leaves(request, call.left, call.left_kw, call.names)
+    made = _program(request, call, *traced, donated)
+    program = made.program
+    out_tree, in_tree = jax.tree.structure(made.result), jax.tree.structure(call.shown)
+    shapes = jax.tree.unflatten(
+        out_tree, [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in made.avals[: out_tree.num_leaves]]
+    )
+    given = (call.left, call.left_kw)
+    out_pins = pins_for_outputs(shapes, request.out_strategy, devices=_devices(request, given))
+    out_pins += (None,) * (len(made.avals) - len(out_pins))
+    in_leaves = jax.tree.leaves(call.shapes)
+    tied = ties(program, in_leaves, in_tree, made.avals, out_tree, donated, out_pins)
+    where = placement(
+        jax.tree.leaves((call.left, call.left_kw)),
+        follow=request.mesh is None and compat.context_mesh() is None,
+    )
+    pins = _every_pin(request, program, call, in_pins, out_pins, made.avals, where)
+
+    def planned(chosen: ChosenMesh, request: Request = request) -> tuple[Plan, Schedule, frozenset[int]]:
+        check_meshes(program, chosen.axes)
+        topology = topologies.without_unit_axes(_topology(request, chosen))
+        asked, lying = pins.on(chosen, topology)
+        if request.plan is not None:
+            return request.plan, replay(program, topology, request.plan), frozenset()
+        options = request.options
+        wish = Wish(
+            tuple(asked), tied, donated, options.level, options.search, _budget(request, topology),
+            replication_price=options.replication_price,
+        )  # fmt: skip
+        return _as_they_lie(program, topology, wish, lying, on_progress)
+
+    if isinstance(request.mesh, str) and request.mesh.partition(":")[0] == "auto":
+        chosen, plan, schedule, lying = _best(_machines(request, pins.pins, pins.shapes, pins.joint), planned)
+    else:
+        mesh, there = _mesh_of(request, where.mesh), [s for s, _ in pins.lying.values()]
+        chosen = choose_mesh(
+            mesh,
+            request.options.device,
+            pins.pins,
+            pins.shapes,
+            joint=pins.joint,
+            follow=where.mesh,
+            lying=there,
+        )
+        plan, schedule, lying = planned(chosen)
+    plan = dataclasses.replace(plan, jax_mesh=chosen.mesh, in_tree=in_tree, out_tree=out_tree)
+    return Prepared(
+        request, plan, schedule, chosen, jax.tree.structure(call.shapes), made.tree, tuple(in_leaves), made.weak,
+        donated, statics, frozenset(i for i, p in enumerate(in_pins) if p is not None and not p.free), lying,
+    )  # fmt: skip
+
+
+def _program(
+    request: Request, call: _Arguments, traced: Any, context: Any, donated: tuple[int, ...]
+) -> _Traced:
+    """The traced function as a program whose arguments and results have the names that its user knows."""
+    result, state = request.view.results(traced.out_info)
+    paths = [path_name(path) or "result" for path, _ in jax.tree_util.tree_flatten_with_path(result)[0]]
+    avals, tree = jax.tree.flatten(traced.out_info)
     try:
         program = build(
             traced.jaxpr,
             name=request.name,
-            input_names=[leaf.path for leaf in leaves],
-            output_names=out_names,
+            input_names=[leaf.path for leaf in call.leaves],
+            output_names=[*paths, *state],
             captured=compat.captured_tracers(traced),
         )
     except ShardError as e:
         if not (isinstance(e, NestedShardError) or e.where == ""):
             raise
-        line = _line_of(traced.jaxpr, {compat.BOUNDARY, "shard_map"}) or e.where
+        line = line_of(traced.jaxpr, {compat.BOUNDARY, "shard_map"}) or e.where
         raise type(e)(e.what, where=line, fix=e.fix) from None
-    donated = _donated(request, left, left_kw, names)
-    program = ordered(program, donated)
+    refuse_refs(program.constants, request.fn, request.name)
+    program = ordered(dataclasses.replace(program, context=context), donated)
     given = _mesh_of(request) if request.mesh is not None else compat.context_mesh()
     if hasattr(given, "axis_names"):
         check_meshes(program, axes_of(given))
-    out_shapes = jax.tree.unflatten(out_tree, [jax.ShapeDtypeStruct(o.shape, o.dtype) for _, o in out_flat])
-    out_pins = pins_for_outputs(out_shapes, request.out_strategy, devices=_devices(request))
-    in_leaves, in_tree = jax.tree.flatten((shapes_args, shapes_kw))
+    outs = compat.open_jaxpr(traced.jaxpr)[0].outvars
+    weak = tuple(bool(getattr(v.aval, "weak_type", False)) for v in outs)
+    return _Traced(program, result, avals, tree, weak)
+
+
+def _every_pin(
+    request: Request, program: Program, call: _Arguments, in_pins: Sequence[Pin | None],
+    out_pins: Sequence[Pin | None], results: Sequence[Any], where: Placement,
+) -> _Pins:  # fmt: skip
+    """Pins of arguments, results and operators, in this order, and how the other arguments lie."""
     inner = _operator_pins(program)
-    every = [*pins, *out_pins, *(p for *_, p in inner)]
-    shapes = [leaf.shape for leaf in in_leaves] + [o.shape for _, o in out_flat]
+    places = [(i, "result", 0) for i in program.inputs[: len(in_pins)]]
+    places += [(i, "operand", 0) for i in program.outputs[: len(out_pins)]]
+    places += [(op, side, k) for op, side, k, _ in inner]
+    shapes = [leaf.shape for leaf in call.leaves] + [o.shape for o in results]
     shapes += [_shape(program, op, side, k) for op, side, k, _ in inner]
-    n_in, n_out = len(pins), len(out_pins)
-    together = joints(program, inner, n_in + n_out)
-    ties = _ties(program, in_leaves, in_tree, out_flat, out_tree, donated, out_pins)
+    free = {i for i, p in enumerate(in_pins) if (p is None or p.free) and request.plan is None}
+    lying = {i: (s, call.leaves[i].path) for i, s in where.wishes if i in free}
+    together = joints(program, inner, len(in_pins) + len(out_pins))
+    return _Pins(places, [*in_pins, *out_pins, *(p for *_, p in inner)], shapes, lying, together)
 
-    def planned(chosen: ChosenMesh, request: Request = request) -> tuple[Plan, Schedule]:
-        check_meshes(program, chosen.axes)
-        topology = topologies.without_unit_axes(_topology(request, chosen))
-        resolved = [_cutting(resolve_pin(p, chosen, s), topology) for p, s in zip(every, shapes, strict=True)]
-        where = [(i, "result", 0) for i in program.inputs[:n_in]]
-        where += [(i, "operand", 0) for i in program.outputs[:n_out]] + [
-            (op, side, k) for op, side, k, _ in inner
-        ]
-        placed = tuple((*w, p) for w, p in zip(where, resolved, strict=True) if p is not None and not p.free)
-        if request.plan is not None:
-            return request.plan, replay(program, topology, request.plan)
-        options = request.options
-        wish = Wish(placed, ties, donated, options.level, options.search, _budget(request, topology))
-        return make_plan(program, topology, wish, on_progress)
 
-    if isinstance(request.mesh, str) and request.mesh.partition(":")[0] == "auto":
-        chosen, plan, schedule = _best(_machines(request, every, shapes, together), planned)
-    else:
-        chosen = choose_mesh(_mesh_of(request), request.options.device, every, shapes, joint=together)
-        plan, schedule = planned(chosen)
-    plan = dataclasses.replace(plan, jax_mesh=chosen.mesh, in_tree=in_tree, out_tree=out_tree)
-    return Prepared(
-        request,
-        plan,
-        schedule,
-        chosen,
-        in_tree,
-        out_tree,
-        tuple(in_leaves),
-        donated,
-        static_values(request, args, kwargs),
-    )
+def _as_they_lie(
+    program: Program, topology: Topology, wish: Wish, lying: Sequence[Any], on_progress: Any
+) -> tuple[Plan, Schedule, frozenset[int]]:
+    """A plan that leaves arguments where they lie if there is one: that is a default, and gives way to what is asked."""
+    if not lying:
+        return (*make_plan(program, topology, wish, on_progress), frozenset())
+    number = {op: i for i, op in enumerate(program.inputs)}
+    names = [program.operators[op].name for op, *_ in lying]
+    few = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    try:
+        both = dataclasses.replace(wish, pins=(*wish.pins, *lying))
+        plan, schedule = make_plan(program, topology, both, on_progress)
+    except SearchError as refused:
+        plan, schedule = make_plan(program, topology, wish, on_progress)
+        told = f"not as they lie: {few}, since {refused.what}"
+        return dataclasses.replace(plan, steps=(*plan.steps, told)), schedule, frozenset()
+    plan = dataclasses.replace(plan, steps=(*plan.steps, f"as they lie: {few}"))
+    return plan, schedule, frozenset(number[op] for op, *_ in lying)
 
 
 def _best(
     meshes: Sequence[tuple[ChosenMesh, Request]],
-    planned: Callable[[ChosenMesh, Request], tuple[Plan, Schedule]],
-) -> tuple[ChosenMesh, Plan, Schedule]:
+    planned: Callable[[ChosenMesh, Request], tuple[Plan, Schedule, frozenset[int]]],
+) -> tuple[ChosenMesh, Plan, Schedule, frozenset[int]]:
     """The mesh whose plan costs least; the runners-up are told in the plan's steps."""
     found, refused = [], None
     for chosen, request in meshes:
@@ -247,9 +311,9 @@ def _best(
         assert refused is not None
         raise refused
     found.sort(key=lambda f: f[1].cost.objective)
-    chosen, plan, schedule = found[0]
-    told = tuple(f"mesh {c.axes}: {p.cost.objective:.4g} {p.cost.unit}" for c, p, _ in found)
-    return chosen, dataclasses.replace(plan, steps=(*plan.steps, *told)), schedule
+    chosen, plan, schedule, lying = found[0]
+    told = tuple(f"mesh {c.axes}: {p.cost.objective:.4g} {p.cost.unit}" for c, p, *_ in found)
+    return chosen, dataclasses.replace(plan, steps=(*plan.steps, *told)), schedule, lying
 
 
 def _machines(
@@ -276,22 +340,26 @@ def _machines(
     ]
 
 
-def _devices(request: Request) -> int:
-    """How many devices there are to cut over."""
+def _devices(request: Request, arguments: Any) -> int:
+    """How many devices there are to cut over, those of arguments that lie on a mesh before all that are here."""
     mesh = _mesh_of(request)
     if isinstance(mesh, str) and mesh.partition(":")[0] == "auto":
         name = mesh.partition(":")[2]
         if name:
             return int(name) if name.isdigit() else topologies.device_count(*topologies.parse_name(name))
+    if mesh is None and compat.context_mesh() is None:
+        mesh = placement(jax.tree.leaves(arguments), follow=True).mesh
     entries = (request.in_strategy, request.parameter_plan, request.out_strategy)
     return device_count(mesh, request.options.device, entries)
 
 
-def _mesh_of(request: Request) -> Any:
+def _mesh_of(request: Request, lying: Any = None) -> Any:
     """The mesh the user gave; with a plan and no mesh, the plan's own axes over the devices at hand."""
     if request.mesh is not None or request.plan is None or compat.context_mesh() is not None:
         return request.mesh
     axes, devices = request.plan.mesh, jax.devices(request.options.device)
+    if lying is not None and axes_of(lying) == axes:
+        return lying
     if len(devices) < axes.total:
         raise PlanMismatchError(
             f"the plan was made for {axes.total} devices ({axes}), there are {len(devices)}",
@@ -308,42 +376,6 @@ def _cutting(pin: Pin | None, topology: Topology) -> Pin | None:
     names = set(topology.mesh.names)
     axes = tuple(d if d is None else tuple(a for a in d if a in names) for d in pin.axes)
     return dataclasses.replace(pin, axes=axes)
-
-
-def _trace(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    numbers, names = request.statics
-    shapes = [a if i in numbers else abstract(a) for i, a in enumerate(args)]
-    shapes_kw = {k: v if k in names else abstract(v) for k, v in kwargs.items()}
-    jitted = jax.jit(
-        request.fn,
-        static_argnums=tuple(sorted(numbers)) or None,
-        static_argnames=tuple(sorted(names)) or None,
-    )
-    return jitted.trace(*shapes, **shapes_kw)
-
-
-def _line_of(jaxpr: Any, primitives: Container[str]) -> str | None:
-    """The user's line that calls a sharded function, or a `shard_map`; None if none does.
-
-    Frames of the library are not what users look for; a cached `jit` has kept no other, so its caller's are taken.
-    """
-    own = (os.path.dirname(__file__) + os.sep, os.path.dirname(jax.__file__) + os.sep)
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        found = "" if eqn.primitive.name in primitives else None
-        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-            if found is None and (hasattr(inner, "eqns") or hasattr(inner, "jaxpr")):
-                found = _line_of(inner, primitives)
-        if found == "":
-            frames = getattr(eqn.source_info.traceback, "frames", ())
-            lines = (
-                f"{f.file_name}:{f.line_num} ({f.function_name})"
-                for f in frames
-                if not f.file_name.startswith(own)
-            )
-            return next(lines, "")
-        if found:
-            return found
-    return None
 
 
 def _shape(program: Program, op: int, side: str, k: int) -> tuple[int, ...]:
@@ -399,64 +431,3 @@ def _budget(request: Request, topology: Topology) -> float | None:
         return float(request.options.memory_budget)
     hbm = topology.chip.hbm_bytes
     return None if hbm is None else 0.9 * hbm
-
-
-def _donated(request: Request, args: tuple, kwargs: dict, names: tuple[str, ...]) -> tuple[int, ...]:
-    """Flat indices of the donated leaves."""
-    numbers, _ = request.statics
-    positions = sorted(set(range(len(args) + len(numbers))) - numbers)
-    out, leaf = [], 0
-    for i, (name, value) in enumerate([*zip(names, args, strict=False), *sorted(kwargs.items())]):
-        n = len(jax.tree.leaves(value))
-        given = i < len(args) and positions[i] in request.call.donate_argnums
-        if given or name in request.call.donate_argnames:
-            out += range(leaf, leaf + n)
-        leaf += n
-    return tuple(out)
-
-
-def _ties(
-    program: Program, in_leaves: Sequence[Any], in_tree: Any, out_flat: Sequence[Any], out_tree: Any,
-    donated: tuple[int, ...], out_pins: Sequence[Pin | None],
-) -> tuple[tuple[int, int], ...]:  # fmt: skip
-    out_leaves = [o for _, o in out_flat]
-    args_tree, kwargs_tree = in_tree.children()
-    arguments = _starts([*args_tree.children(), *kwargs_tree.children()])
-    outer = out_tree.node_data()
-    several = outer is not None and outer[0] in (tuple, list)
-    if any(tree == out_tree for _, tree in arguments):
-        several = False  # a list of parameters in, one of gradients out: one result, not several
-    parts = out_tree.children() if several else [out_tree]
-    pinned = {i for i, p in enumerate(out_pins) if p is not None}
-    pairs = find_ties(in_leaves, out_leaves, arguments, _starts(parts), donated, pinned)
-    tied_in, tied_out = {i for _, i in pairs}, {o for o, _ in pairs} | pinned
-    # State handed back in another container is known by its path: `bn.mean` of the result is that of the argument.
-    by_path: dict[str, list[int]] = {}
-    for i, op in enumerate(program.inputs[: len(in_leaves)]):
-        by_path.setdefault(program.operators[op].name.partition(".")[2], []).append(i)
-    for o, op in enumerate(program.outputs):
-        path = program.operators[op].name.partition(".")[2]
-        if o in tied_out or not path or path.isdigit():
-            continue
-        same = [i for i in by_path.get(path, ()) if i not in tied_in]
-        if len(same) != 1:
-            continue
-        if (out_leaves[o].shape, out_leaves[o].dtype) == (in_leaves[same[0]].shape, in_leaves[same[0]].dtype):
-            pairs.append((o, same[0]))
-            tied_in.add(same[0])
-    return tuple((program.outputs[o], program.inputs[i]) for o, i in pairs)
-
-
-def _starts(trees: Sequence[Any]) -> list[tuple[int, Any]]:
-    out, at = [], 0
-    for t in trees:
-        out.append((at, t))
-        at += t.num_leaves
-    return out
-
-
-def static_values(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The static arguments of a call: (position or name, value)."""
-    numbers, names = request.statics
-    positional = tuple((i, a) for i, a in enumerate(args) if i in numbers)
-    return positional + tuple((n, kwargs[n]) for n in sorted(kwargs) if n in names)

@@ -8,30 +8,38 @@ differentiate it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import logging
+import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh
 
 from jshard import _jaxcompat as compat
+from jshard._calls import check_call, checked
 from jshard._dispatch import Program, inline
-from jshard._errors import MeshError, NestedShardError, ShardError
+from jshard._errors import ArgumentError, MeshError, NestedShardError, ShardError
 from jshard._plan.plan import Plan
-from jshard._prepare import Prepared, Request, prepare
+from jshard._prepare import Prepared, check_pins, prepare
 from jshard._report.progress import progress, search_state
+from jshard._request import Request, without_statics
 from jshard._signature import Signature, changes, checked_statics, signature
+from jshard._wish.entries import described
 from jshard._wish.options import check_call_options, check_function, check_options, module_form
 
+
+CALLBACKS = frozenset(("pure_callback", "io_callback", "debug_callback", "debug_print"))
 
 _log = logging.getLogger("jshard")
 
 
+@checked
 def shard(
     fn: Callable[..., Any] | None = None,
     in_strategy: Any = None,
@@ -50,6 +58,7 @@ def shard(
     static_argnames: Any = None,
     donate_argnums: Any = None,
     donate_argnames: Any = None,
+    replication_price: float = 1000.0,
 ) -> Any:
     """Plan a function from a few strategies and run it sharded.
 
@@ -78,6 +87,8 @@ def shard(
     - `plan`: a `Plan` to use instead of searching.
     - `strict`: names in `parameter_plan` that match nothing are an error instead of a warning.
     - `static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames`: as in `jax.jit`.
+    - `replication_price`: what each second counts, at levels 0 and 2, that devices spend on products which others
+        compute as well; 0: nothing but its time.
 
     Returns a `Sharded` callable. Raises `ShardError` for what cannot be.
     """
@@ -85,7 +96,7 @@ def shard(
         in_strategy=in_strategy, out_strategy=out_strategy, parameter_plan=parameter_plan, device=device, level=level,
         mesh=mesh, hardware=hardware, memory_budget=memory_budget, search=search, plan=plan, strict=strict,
         static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums,
-        donate_argnames=donate_argnames,
+        donate_argnames=donate_argnames, replication_price=replication_price,
     )  # fmt: skip
     checked = check_options(
         level=level,
@@ -94,6 +105,7 @@ def shard(
         search=search,
         strict=strict,
         hardware=hardware,
+        replication_price=replication_price,
     )
     call = check_call_options(
         static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums,
@@ -117,6 +129,8 @@ def shard(
             fix=f"shard the plain function: jshard.shard({fn.__name__}.__wrapped__, ...)",
         )
     check_function(fn)
+    if (flax := _flax_step()) is not None:
+        flax.refuse_bound(fn)
     name = getattr(fn, "__name__", type(fn).__name__)
     request = Request(fn, name, in_strategy, out_strategy, parameter_plan, checked, call, mesh, plan)
     return Sharded(request)
@@ -137,15 +151,18 @@ class Sharded:
     __slots__ = ("__call__", "__dict__", "__weakref__")
     __call__: Callable[..., Any]
 
-    def __init__(self, request: Request):
+    def __init__(self, request: Request, *, of_arrays: bool = False):
         functools.update_wrapper(self, request.fn)
         self.__name__ = request.name
         self._request = request
         self._lock = threading.Lock()  # held for moments only: planning has a lock per signature
         self._planning: dict[Signature, threading.RLock] = {}
         self._programs: dict[Signature, Program] = {}
+        self._alike: dict[Signature, tuple[Program, ...]] = {}  # those that differ in where arguments lie
         self._failed = False
-        self._modules: Any = None  # for arguments that are Flax modules
+        self._of_arrays = of_arrays  # a function of arrays that another one calls: it holds no state
+        self._carried: Any = None  # for arguments that hold state, as Flax modules do
+        self.calls_back = False  # whether a program calls Python functions
         self._dispatch = compat.dispatcher(request.name, request.fn, self._miss, *request.statics)
         self.__call__ = self._checked if any(request.statics) else self._dispatch
 
@@ -162,21 +179,30 @@ class Sharded:
         """
         if verify is not None and "verify" in _parameters(self._request.fn):
             kwargs["verify"], verify = verify, None
+        if not isinstance(verify, bool | None):
+            raise ShardError(
+                f"verify is {described(verify)}",
+                where=f"{self.__name__}.plan",
+                fix="verify=True or verify=False",
+            )
         with progress(f"planning {self.__name__}", after=2.0) as show:
-            program = self._program(args, kwargs, lambda *state: show(0, search_state(*state)))
-            prepared = program.prepared
+            with self.planned_as(args, kwargs) as (function, left, left_kw):
+                program = function._found(left, left_kw, lambda *state: show(0, search_state(*state)))
+                moved = program.entry(left, left_kw)
+            plan = program.plan
+            plan = dataclasses.replace(plan, entry=moved) if moved else plan
             if not verify:
-                return prepared.plan
-            if isinstance(prepared.chosen.mesh, AbstractMesh):
+                return plan
+            if isinstance(program.prepared.chosen.mesh, AbstractMesh):
                 raise MeshError(
-                    f"the mesh {prepared.plan.mesh} plans only, nothing can be compiled for it",
+                    f"the mesh {plan.mesh} plans only, nothing can be compiled for it",
                     where=f"{self.__name__}.plan(..., verify=True)",
                     fix="a mesh of devices, or jshard.topology(...) where its compiler is installed: libtpu for TPU, "
                     "JAX's CUDA plugin for GPU",
                 )
             show(0, "compiling")
-            check = prepared.plan.verify(program.compile())
-        return dataclasses.replace(prepared.plan, verification=check)
+            check = plan.verify(program.compile())
+        return dataclasses.replace(plan, verification=check)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The planned program as a `jax.stages.Lowered`, ready for `.compile()`."""
@@ -186,9 +212,40 @@ class Sharded:
         """Forget every plan and compiled program."""
         with self._lock:
             self._programs.clear()
+            self._alike.clear()
             self._planning.clear()
-            self._modules = None
+            self._carried = None
         compat.forget(self._dispatch)
+
+    def check_arguments(
+        self, args: Any, kwargs: Any, where: str = "", settings: tuple[str, ...] = ()
+    ) -> None:
+        """Raise what is wrong with a call of the function: names and number of its arguments.
+
+        `where`: the function that plans it, with `settings` of its own.
+        """
+        options = list(inspect.signature(shard).parameters)[1:]
+        how = f"jshard.{where}(jshard.shard({self.__name__}, {{0}}=...), ...)"
+        if not where:
+            how = f"{{0}} where the function is sharded: jshard.shard({self.__name__}, {{0}}=...)"
+        elsewhere = {o: how.format(o) for o in options if o not in settings}
+        if where == "pareto":
+            elsewhere["level"] = "nothing: a frontier has the plans of every level"
+        called = f"call of {self.__name__}"
+        check_call(
+            self._request.fn,
+            args,
+            kwargs,
+            self.__name__,
+            where=where or called,
+            settings=settings,
+            elsewhere=elsewhere,
+        )
+
+    @property
+    def request(self) -> Request:
+        """What was asked of `shard`."""
+        return self._request
 
     def __get__(self, obj: Any, owner: type | None = None) -> Any:
         """Methods: bound to an instance as functions are."""
@@ -209,7 +266,8 @@ class Sharded:
         try:
             over = self._over(args, kwargs)
             if over is not None:
-                return over(args, kwargs), None, False
+                self.__call__ = self._with_state  # of those calls dispatch knows nothing
+                return self._changing(over, args, kwargs), None, False
             program = self._program(args, kwargs)
             if not compat.at_top_level():
                 return inline(program, args, kwargs), None, False
@@ -224,6 +282,16 @@ class Sharded:
         return out, again, False
 
     @compat.api_boundary
+    def _with_state(self, *args: Any, **kwargs: Any) -> Any:
+        """A call of a function that was called with state."""
+        over = self._over(args, kwargs)
+        if over is not None:
+            return self._changing(over, args, kwargs)
+        return (
+            self._checked(*args, **kwargs) if any(self._request.statics) else self._dispatch(*args, **kwargs)
+        )
+
+    @compat.api_boundary
     def _checked(self, *args: Any, **kwargs: Any) -> Any:
         """A call with static arguments: dispatch hashes them before it asks us."""
         try:
@@ -233,28 +301,62 @@ class Sharded:
             raise
 
     def _over(self, args: Any, kwargs: Any) -> Any:
-        """The form for arguments that the function may change, Flax modules; None if there are none."""
-        made = [getattr(type(a), "__jshard_over__", None) for a in (*args, *kwargs.values())]
-        if not any(made):
+        """The form for arguments with state that the function may change, graph nodes of nnx; None without."""
+        flax = _flax_step() if not self._of_arrays else None
+        if flax is None or not flax.holds_state(without_statics(self._request, args, kwargs)):
             return None
         with self._lock:
-            if self._modules is None:
-                self._modules = next(filter(None, made))(self._request)
-            return self._modules
+            if self._carried is None:
+                self._carried = flax.Carried(self._request, functools.partial(Sharded, of_arrays=True))
+            return self._carried
+
+    @contextlib.contextmanager
+    def planned_as(self, args: Any, kwargs: Any) -> Iterator[tuple[Sharded, tuple, dict[str, Any]]]:
+        """The function of arrays that is planned for these arguments, and its arguments."""
+        over = self._over(args, kwargs)
+        with self._explained(args, kwargs), contextlib.ExitStack() as stack:
+            if over is not None:
+                args, kwargs = stack.enter_context(over.taken_apart(args, kwargs))
+            yield (self if over is None else over.inner), tuple(args), dict(kwargs)
+
+    def _changing(self, over: Any, args: Any, kwargs: Any) -> Any:
+        """A call that may change the state among its arguments."""
+        with self._explained(args, kwargs):
+            return over(args, kwargs)
+
+    @contextlib.contextmanager
+    def _explained(self, args: Any, kwargs: Any) -> Iterator[None]:
+        """Errors of a wrong call, and of a trace that concern captured state, in words that name what is meant."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, TypeError):
+                self.check_arguments(args, kwargs)
+            flax = _flax_step()
+            found = error if flax is None else flax.explained(error, self._request.fn, self.__name__)
+            if found is error:
+                raise
+            raise found from None
 
     def _program(self, args: Any, kwargs: Any, on_progress: Callable[..., None] | None = None) -> Program:
-        over = self._over(args, kwargs)
-        if over is not None:
-            function, args, kwargs, _ = over.taken_apart(args, kwargs)
-            return function._program(args, kwargs, on_progress)
-        key = signature(self._request, args, kwargs)
-        found = self._programs.get(key)
+        if not self._of_arrays:
+            with self.planned_as(args, kwargs) as (function, args, kwargs):
+                return function._found(args, kwargs, on_progress)
+        return self._found(args, kwargs, on_progress)
+
+    def _found(self, args: Any, kwargs: Any, on_progress: Callable[..., None] | None) -> Program:
+        try:
+            key = signature(self._request, args, kwargs)
+        except ArgumentError:
+            check_pins(self._request, args, kwargs)  # what was asked of that argument is said first
+            raise
+        found = self._known(key)
         if found is not None:
             return found
         with self._lock:
-            planning = self._planning.setdefault(key, threading.RLock())
+            planning = self._planning.setdefault(key.anywhere, threading.RLock())
         with planning:
-            found = self._programs.get(key)
+            found = self._known(key)
             if found is None:
                 if self._programs and compat.setting("jax_log_compiles"):
                     _log.warning(
@@ -262,7 +364,9 @@ class Sharded:
                     )
                 # Kept only when whole: a search that is interrupted before any answer leaves nothing behind.
                 found = self._programs[key] = Program(self._prepared(args, kwargs, on_progress))
-                plan = found.prepared.plan
+                self._alike[key.anywhere] = (*self._alike.get(key.anywhere, ()), found)
+                plan, program = found.prepared.plan, found.prepared.schedule.choice.program
+                self.calls_back |= any(name in CALLBACKS for _, name in program.arrays.primitives)
                 if any("interrupted" in s for s in plan.steps):
                     _log.warning(
                         "%s: the search was interrupted; the best plan it had (gap %.2g%%) is used from now on, "
@@ -270,6 +374,13 @@ class Sharded:
                         self.__name__, 100 * plan.cost.gap, self.__name__,
                     )  # fmt: skip
         return found
+
+    def _known(self, key: Signature) -> Program | None:
+        """The program of a signature: its own, or one whose arguments are planned where they lie now."""
+        found = self._programs.get(key)
+        if found is not None:
+            return found
+        return next((p for p in self._alike.get(key.anywhere, ()) if p.serves(key.lying)), None)
 
     def _prepared(self, args: Any, kwargs: Any, on_progress: Callable[..., None] | None) -> Prepared:
         """A plan; a call or `lower` shows its progress as `plan` does."""
@@ -290,6 +401,15 @@ class _Bound(functools.partial):
 
     def clear_cache(self) -> None:
         self.func.clear_cache()
+
+
+def _flax_step() -> Any:
+    """What carries the state of nnx; None while nnx is not imported, when nobody can have any."""
+    if "flax.nnx" not in sys.modules:
+        return None
+    from jshard import _flax_step  # here, so that the package does without Flax
+
+    return _flax_step
 
 
 def _parameters(fn: Any) -> Mapping[str, inspect.Parameter]:

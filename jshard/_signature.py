@@ -19,39 +19,41 @@ import jax
 
 from jshard import _jaxcompat as compat
 from jshard._errors import ShardError
-from jshard._prepare import Request, abstract, static_values
+from jshard._request import Request, dynamic, static_values, without_statics
+from jshard._state import not_an_array
+from jshard._wish.lying import Placement, placement, said
 
 
 class Signature(NamedTuple):
-    """A hashable description of a call; `avals` are (shape, dtype, weak type) of the leaves."""
+    """A hashable description of a call; `avals` are (shape, dtype, weak type) of the leaves, `lying` where they are."""
 
     tree: Any
     avals: tuple[Any, ...]
     statics: tuple[Any, ...]
     context: Any
     settings: tuple[tuple[str, Any], ...]
+    lying: Placement = Placement()
+
+    @property
+    def anywhere(self) -> Signature:
+        """The same wherever the arguments lie."""
+        return self._replace(lying=Placement())
 
 
 def signature(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
-    """The signature of a call; raises `ShardError` for a static argument that cannot be hashed."""
+    """The signature of a call; raises `ShardError` for what is no array, or static and cannot be hashed."""
     left, left_kw = without_statics(request, args, kwargs)
     leaves, tree = jax.tree.flatten((left, left_kw))
+    avals = tuple(map(_aval, leaves))
+    if None in avals:
+        left, left_kw, names = dynamic(request, args, kwargs)
+        raise not_an_array(request.name, *request.view.arguments(left, left_kw), names)
     # A mesh that the user gave is the one that counts, whatever is in context.
     context = None if request.mesh is not None else compat.context_mesh()
-    return Signature(
-        tree, tuple(map(_aval, leaves)), checked_statics(request, args, kwargs), context, compat.settings()
-    )
-
-
-def without_statics(
-    request: Request, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments that are traced."""
-    numbers, names = request.statics
-    if not numbers and not names:
-        return tuple(args), dict(kwargs)
-    left = tuple(a for i, a in enumerate(args) if i not in numbers)
-    return left, {k: v for k, v in kwargs.items() if k not in names}
+    follow = context is None and request.mesh is None
+    lying = placement(leaves, follow=follow) if request.plan is None else Placement()
+    statics = checked_statics(request, args, kwargs)
+    return Signature(tree, avals, statics, context, compat.settings(), lying)
 
 
 def checked_statics(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -80,7 +82,7 @@ def _differences(old: Signature, new: Signature) -> list[str]:
         return [f"the structure of the arguments: {old.tree} -> {new.tree}"]
     numbered = jax.tree.unflatten(new.tree, range(len(new.avals)))
     paths = jax.tree_util.tree_flatten_with_path(numbered)[0]
-    said = [
+    told = [
         f"argument {jax.tree_util.keystr(path)}: {_shown(was)} -> {_shown(now)}"
         for (path, _), was, now in zip(paths, old.avals, new.avals, strict=True)
         if was != now
@@ -88,22 +90,31 @@ def _differences(old: Signature, new: Signature) -> list[str]:
     for which, now in new.statics:
         was = dict(old.statics).get(which)
         if was != now:
-            said.append(f"static argument {which}: {was!r} -> {now!r}")
+            told.append(f"static argument {which}: {was!r} -> {now!r}")
     if old.context != new.context:
-        said.append(f"mesh in context: {old.context} -> {new.context}")
+        told.append(f"mesh in context: {old.context} -> {new.context}")
+    was_at, now_at = dict(old.lying.wishes), dict(new.lying.wishes)
+    told += [
+        f"argument {jax.tree_util.keystr(path)} lies {_place(was_at.get(i))} -> {_place(now_at.get(i))}"
+        for i, (path, _) in enumerate(paths)
+        if was_at.get(i) != now_at.get(i)
+    ]
     before = dict(old.settings)
-    return said + [f"option {n}: {before.get(n)} -> {v}" for n, v in new.settings if before.get(n) != v]
+    return told + [f"option {n}: {before.get(n)} -> {v}" for n, v in new.settings if before.get(n) != v]
 
 
 def _aval(x: Any) -> Any:
+    """(shape, dtype, weak type); None for what JAX takes for no array."""
     if isinstance(x, jax.Array | jax.ShapeDtypeStruct):
         return x.shape, x.dtype, bool(getattr(x, "weak_type", False))
-    a = abstract(x)
-    return (a.shape, a.dtype, a.weak_type) if isinstance(a, jax.ShapeDtypeStruct) else a
+    a = compat.array_type(x)
+    return None if a is None or compat.is_ref(x) else (a.shape, a.dtype, bool(getattr(a, "weak_type", False)))
+
+
+def _place(sharding: Any) -> str:
+    return "anywhere" if sharding is None else said(sharding)
 
 
 def _shown(aval: Any) -> str:
-    if not isinstance(aval, tuple):
-        return str(aval)
     shape, dtype, weak = aval
     return f"{dtype}[{','.join(map(str, shape))}]" + (" (weak)" if weak else "")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,15 +16,18 @@ from typing import Any
 import jax
 
 from jshard import _hardware as hardware
+from jshard._calls import checked
 from jshard._errors import ShardError
 from jshard._layout import MeshAxes
 from jshard._plan.plan import Plan
-from jshard._prepare import Request, abstract, prepare
+from jshard._prepare import prepare
 from jshard._report import plots, points as report
 from jshard._report.points import Point
 from jshard._report.progress import progress
 from jshard._report.summary import step_seconds
+from jshard._request import Request, abstract
 from jshard._shard import Sharded, shard
+from jshard._wish.mesh import check_mesh
 from jshard._wish.options import check_device, check_level, check_search, parse_bytes
 from jshard._wish.paths import argument_names
 
@@ -85,6 +89,7 @@ class Sweep:
         return plots.bars(str(self).splitlines()[0], self.points, "Sweep.plot")
 
 
+@checked
 def sweep(
     fn: Callable[..., Any],
     *args: Any,
@@ -121,7 +126,6 @@ def sweep(
     Returns a `Sweep`. A combination that cannot be planned is a row with the reason; only a wrong setting is an error.
     """
     sharded = fn if isinstance(fn, Sharded) else shard(fn)
-    request = sharded._request
     given = {
         "hardware": hardware, "device": device, "level": level, "memory_budget": memory_budget, "search": search
     }  # fmt: skip
@@ -130,7 +134,16 @@ def sweep(
         for name, values in given.items()
         if values is not None
     }
-    meshes = _meshes(mesh)
+    sharded.check_arguments(args, kwargs, "sweep", tuple(inspect.signature(sweep).parameters)[2:-1])
+    with sharded.planned_as(args, kwargs) as (function, args, kwargs):
+        found = _points(function.request, args, kwargs, _meshes(mesh), options, batch, show_progress)
+    return Sweep(sharded.__name__, tuple(found))
+
+
+def _points(
+    request: Request, args: tuple, kwargs: dict[str, Any], meshes: Sequence[tuple[str, Any]],
+    options: Mapping[str, Sequence[tuple[Any, Any]]], batch: Any, show_progress: bool | None,
+) -> list[Point]:  # fmt: skip
     batched, sizes = _batch(request, batch, args, kwargs)
     total = max(len(meshes), 1) * max(len(sizes), 1)
     for values in options.values():
@@ -148,7 +161,7 @@ def sweep(
                 mesh=where[1] if where else request.mesh,
             )  # fmt: skip
             found.append(_point(asked, where, labels, size, *_resized(request, batched, size, args, kwargs)))
-    return Sweep(request.name, tuple(found))
+    return found
 
 
 def planned(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any], **options: Any) -> Plan:
@@ -192,9 +205,10 @@ def _meshes(mesh: Any) -> list[tuple[str, Any]]:
     """Meshes with their names."""
     if mesh is None:
         return []
-    if isinstance(mesh, Mapping):
-        return [(str(k), v) for k, v in mesh.items()]
-    return [(_named(m), m) for m in _several(mesh)]
+    found = [*mesh.items()] if isinstance(mesh, Mapping) else [(None, m) for m in _several(mesh)]
+    for _, m in found:
+        check_mesh(m)
+    return [(_named(m) if name is None else str(name), m) for name, m in found]
 
 
 def _named(mesh: Any) -> str:

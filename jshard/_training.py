@@ -13,7 +13,7 @@ order; where their number differs (a rule was replaced by its derivative) they s
 >>> from jshard._prepare import prepare
 >>> f = jshard.shard(lambda w, x: jnp.sum((x @ w) ** 2))
 >>> p = prepare(f._request, (jnp.ones((8, 8)), jnp.ones((64, 8))), {})
->>> layouts = [for_training(p, (0,)).choice.made(t).dims for t in (0, 1)]
+>>> layouts = [for_training(p, (0,)).schedule.choice.made(t).dims for t in (0, 1)]
 >>> p.plan.inputs[0].layout.dims, len(layouts)
 (((), ()), 2)
 """
@@ -37,38 +37,75 @@ from jshard._program.graph import Literal, Operator, Program
 from jshard._program.trace import build
 
 
-def for_training(prepared: Prepared, moving: Sequence[int]) -> Schedule:
+SAID = "differentiated from outside"
+"""How the steps of a plan begin that say what became of the backward pass."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Trained:
+    """The schedule of a forward pass that is differentiated; `said`: why the backward pass was not planned with it."""
+
+    schedule: Schedule
+    said: str = ""
+
+
+def for_training(prepared: Prepared, moving: Sequence[int]) -> Trained:
     """The schedule of the forward pass when the flat arguments `moving` are differentiated."""
     again, program = prepared.plan.search_again, prepared.schedule.choice.program
-    captured = any(compat.is_tracer(c) for c in program.constants)
+    paths = [program.operators[i].name for i in program.inputs]
+    of = f" ({', '.join(paths[i] for i in moving[:3])}{', ...' if len(moving) > 3 else ''})" if moving else ""
+
+    def as_it_is(why: str) -> Trained:
+        return Trained(prepared.schedule, alone(of, why))
+
     moving = [i for i in moving if i < len(prepared.in_avals)]
-    given = prepared.request.plan is not None
-    if given or again is None or again.wish.search != "optimal" or captured or not moving:
-        return prepared.schedule
+    if prepared.request.plan is not None or again is None:
+        return as_it_is("plan= gives the forward pass")
+    if again.wish.search != "optimal":
+        return as_it_is(f"search={again.wish.search!r} plans a program as it stands")
+    if any(compat.is_tracer(c) for c in program.constants):
+        return as_it_is("the function closes over values that are being traced")
+    if not moving:
+        return as_it_is("only what the function closes over is differentiated")
     try:
         joint = _joint(program, prepared.in_avals, moving)
-    except Exception:  # no pull-back, as of a `while`: JAX itself says so where one is asked for
-        joint = None
+    except Exception as e:  # no pull-back, as of a `while`: JAX itself says so where one is asked for
+        return as_it_is(f"JAX gives no pull-back of it: {type(e).__name__}: {_first_line(e)}")
     if joint is None:
-        return prepared.schedule
+        return as_it_is("no result is real")
     whole, live = joint
     try:
         chosen = make_plan(whole, again.topology, _wish(prepared, whole, moving, live))[1].choice
         ends, inside = _found_again(program, whole, chosen)
-    except SearchError:
-        return prepared.schedule
+    except SearchError as e:
+        return as_it_is(f"no plan of both together: {_first_line(e)}")
+    why = ""
     for forced in ((*ends, *inside), ends):
         try:
-            return make_plan(program, again.topology, dataclasses.replace(again.wish, forced=forced))[1]
-        except SearchError:  # a rule's own derivative allowed what its body does not
+            made = make_plan(program, again.topology, dataclasses.replace(again.wish, forced=forced))[1]
+        except SearchError as e:  # a rule's own derivative allowed what its body does not
+            why = why or _first_line(e)
             continue
-    return prepared.schedule
+        some = f"{SAID}{of}: of the plan of both passes only arguments and results are kept: {why}"
+        return Trained(made, some if why else "")
+    return as_it_is(f"the forward pass cannot lie as in the plan of both: {why}")
+
+
+def alone(of: str, why: str) -> str:
+    """What a plan says of a backward pass that was not planned."""
+    return f"{SAID}{of}: the forward pass was planned alone, and the backward pass follows it: {why}"
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")
 
 
 def _joint(program: Program, avals: Sequence[Any], moving: Sequence[int]) -> tuple[Program, list[int]] | None:
     """The program followed by its pull-back, and which results have cotangents."""
     n = len(avals)
-    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
+    shapes = [
+        jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type, sharding=a.sharding) for a in avals
+    ]
     run = compat.as_function(program.jaxpr)
     results = [_aval(program, i) for i in program.outputs]
     live = [k for k, r in enumerate(results) if jax.numpy.issubdtype(r.dtype, np.inexact)]
@@ -89,12 +126,13 @@ def _joint(program: Program, avals: Sequence[Any], moving: Sequence[int]) -> tup
         ]
         return [*out, *pull(cotangents)]
 
-    with compat.outside_mesh():
+    with compat.context_of_trace(program.context):
         closed = jax.make_jaxpr(both)(*shapes, *(results[k] for k in live))
     names = [program.operators[i].name for i in program.inputs[:n]]
     names += [f"cotangent of {program.operators[program.outputs[k]].name}" for k in live]
     outs = [program.operators[i].name for i in program.outputs] + [f"gradient of {names[i]}" for i in moving]
-    return build(closed, name=program.name, input_names=names, output_names=outs), live
+    whole = build(closed, name=program.name, input_names=names, output_names=outs)
+    return dataclasses.replace(whole, context=program.context), live
 
 
 def _wish(prepared: Prepared, whole: Program, moving: Sequence[int], live: Sequence[int]) -> Wish:

@@ -30,20 +30,23 @@ except ModuleNotFoundError as error:
         "jshard.flax needs flax, which is not installed: pip install 'jshard[flax]'", name="flax"
     ) from None
 
-from jshard import _flax_linen as _linen, _flax_nnx as _nnx, _flax_pins as _pins, _flax_step as _step
+from jshard import _flax_linen as _linen, _flax_nnx as _nnx, _flax_pins as _pins
+from jshard._calls import checked
 from jshard._errors import ShardError
 from jshard._flax_call import OnClassError
 from jshard._flax_place import init as init, place as place, shardings_for as shardings_for
 from jshard._plan.plan import Plan
+from jshard._shard import Sharded
+from jshard._wish.entries import a_type
 from jshard._wish.paths import path_name as path_name
 
 
 _nnx.install()
 _linen.install()
 _pins.install()
-_step.install()
 
 
+@checked
 def shard_module(module: Any, *args: Any, **kwargs: Any) -> Any:
     """`module.shard(...)` as a function, also for a class with an attribute of that name.
 
@@ -55,6 +58,7 @@ def shard_module(module: Any, *args: Any, **kwargs: Any) -> Any:
     return _side(module, "shard").shard_module(module, *args, **kwargs)
 
 
+@checked
 def plan_of(module: Any, *args: Any, **kwargs: Any) -> Plan:
     """The plan of a sharded module for the arguments of its call; of a linen module, of its `apply`.
 
@@ -69,6 +73,7 @@ def plan_of(module: Any, *args: Any, **kwargs: Any) -> Plan:
     return _side(module, "jshard.flax.plan_of").plan_of(module, *args, **kwargs)
 
 
+@checked
 def plans_of(module: Any, *args: Any, **kwargs: Any) -> dict[str, Plan]:
     """The plan of every sharded module of a model, by module path; arguments as for `plan_of`."""
     return _side(module, "jshard.flax.plans_of").plans_of(module, *args, **kwargs)
@@ -86,8 +91,7 @@ def _side(module: Any, where: str) -> Any:
         return _nnx
     if isinstance(module, linen.Module):
         return _linen
-    raise ShardError(
-        f"a {type(module).__name__} is no Flax module",
-        where=where,
-        fix="a flax.nnx.Module or flax.linen.Module",
-    )
+    fix = "a flax.nnx.Module or flax.linen.Module"
+    if isinstance(module, Sharded):
+        fix = f"{module.__name__}.plan(...), for a function of jshard.shard; here {fix}"
+    raise ShardError(f"{a_type(module)} is no Flax module", where=where, fix=fix)

@@ -1,4 +1,4 @@
-"""The judge of random programs: sharded equals plain in values, gradients and requested shardings.
+"""The judge of random programs: sharded equals plain in values, types, gradients and requested shardings.
 
 `judge(program)` gives a `Verdict`. A difference counts only if the plain program is a stable function of its
 inputs: where a change of 1e-6 (1e-14 in float64) in the inputs moves the plain results as far, nothing is said
@@ -108,19 +108,34 @@ def _judge(p: Fuzzed) -> Verdict:
     problem = _shardings(p, mesh, plan, got_out)
     if problem:
         return Verdict("different", problem)
-    exact = p.x64 and "float32" not in p.source
+    close = _tolerance(p)
     parts = (("result", want_out, got_out), ("gradient", want_grads, got_grads))
     for what, wanted, had in parts:
         for k, (w, g) in enumerate(zip(wanted, had, strict=True)):
-            text = _unlike(np.asarray(w), np.asarray(g), exact)
+            text = _unlike(np.asarray(w), np.asarray(g), close)
+            if jax.typeof(w).weak_type != jax.typeof(g).weak_type:
+                kinds = [
+                    ("a weak" if jax.typeof(x).weak_type else "a strong") + f" {x.dtype}" for x in (g, w)
+                ]
+                return Verdict("different", f"{what} {k}: {kinds[0]} instead of {kinds[1]}")
             if text:
-                if _unstable(plain, split, args, exact):
+                if _unstable(plain, split, args, close):
                     return Verdict("unstable", f"{what} {k}: {text}")
                 return Verdict("different", f"{what} {k}: {text}\nmesh {p.mesh}\n{plan}")
     return Verdict("equal")
 
 
-def _unlike(want: np.ndarray, got: np.ndarray, x64: bool) -> str:
+# Relative differences that orders of summation make, by the narrowest type that a program computes in.
+_NARROW = {"float8": 0.3, "bfloat16": 0.05, "float16": 0.01}
+
+
+def _tolerance(p: Fuzzed) -> float:
+    """How far results may be apart, relative to the largest."""
+    narrow = [close for name, close in _NARROW.items() if name in p.source]
+    return max(narrow) if narrow else 1e-9 if p.x64 and "float32" not in p.source else 3e-4
+
+
+def _unlike(want: np.ndarray, got: np.ndarray, close: float) -> str:
     """What differs, or an empty text."""
     if (want.shape, want.dtype) != (got.shape, got.dtype):
         return f"{got.dtype}{got.shape} instead of {want.dtype}{want.shape}"
@@ -128,7 +143,7 @@ def _unlike(want: np.ndarray, got: np.ndarray, x64: bool) -> str:
         return (
             "" if np.array_equal(want, got) else f"{int((want != got).sum())} of {want.size} integers differ"
         )
-    close = 1e-9 if x64 and want.dtype == np.float64 else 3e-4
+    close = max(close, 3e-4) if want.dtype != np.float64 else close
     scale = max(1.0, float(np.max(np.abs(want[np.isfinite(want)]), initial=0.0)))
     if np.allclose(want, got, rtol=close, atol=close * scale, equal_nan=True):
         return ""
@@ -136,12 +151,12 @@ def _unlike(want: np.ndarray, got: np.ndarray, x64: bool) -> str:
     return f"largest difference {np.nanmax(off):.3g} of {scale:.3g}, in {int((off > close * scale).sum())} of {want.size}"
 
 
-def _unstable(plain: Any, split: Any, args: Sequence[Any], x64: bool) -> bool:
+def _unstable(plain: Any, split: Any, args: Sequence[Any], close: float) -> bool:
     """Whether the plain program moves as much by a change of its inputs far below the tolerance."""
     rng = np.random.default_rng(3)
     (_, out), grads = plain(*split(args))
     for _ in range(3):
-        small = 1e-13 if x64 else 1e-6
+        small = 1e-13 if close == 1e-9 else 1e-6 if close == 3e-4 else close / 10
         near = [
             a * (1 + small * rng.normal(size=a.shape)).astype(a.dtype) if a.dtype.kind == "f" else a
             for a in args
@@ -149,7 +164,7 @@ def _unstable(plain: Any, split: Any, args: Sequence[Any], x64: bool) -> bool:
         (_, out2), grads2 = plain(*split(near))
         for w, g in zip([*out, *grads], [*out2, *grads2], strict=True):
             if not np.all(np.isfinite(np.asarray(w, "float64"))) or _unlike(
-                np.asarray(w), np.asarray(g), x64
+                np.asarray(w), np.asarray(g), close
             ):
                 return True
     return False

@@ -70,6 +70,13 @@ def unary(d: Drawer, s: Scope) -> None:
         s.add([], d.choice(UNARY).format(v.name))
 
 
+WEAK = (
+    "jnp.full({}, 0.5)", "lax.fori_loop(0, 3, lambda i, c: c * 0.5 + i, jnp.full({}, 1.0))", "jnp.full({}, 2)",
+    "lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * 0.9), (0, 1.0)) + ({},)[:0]",
+    "jax.jit(lambda: 2.0 * jnp.full({}, 0.25))()", "lax.scan(lambda c, _: (c + 1, c * 0.5), 0, length=3) + ({},)[:0]",
+)  # fmt: skip
+
+
 def binary(d: Drawer, s: Scope) -> None:
     """An elementwise function of two values whose shapes broadcast."""
     a = s.pick()
@@ -234,6 +241,68 @@ def numbers(d: Drawer, s: Scope) -> None:
     )))  # fmt: skip
 
 
+LOW = ("bfloat16", "bfloat16", "float16")
+
+
+def casts(d: Drawer, s: Scope) -> None:
+    """One value in several types, each read on its own; eight-bit floats are moved, not computed with."""
+    v = s.pick(lambda v: v.real and len(v.shape) > 0)
+    if v is None:
+        return
+    low = d.choice(LOW)
+    k = d.between(0, len(v.shape) - 1)
+    s.add([f"low = jnp.tanh({v.name}).astype('{low}')"], d.choice((
+        f"(low * low).astype({v.name}.dtype) + jnp.flip(low, {k}).astype({v.name}.dtype)",
+        f"jnp.sum(low, axis={k}, keepdims=True).astype({v.name}.dtype) / 4 + low.astype({v.name}.dtype)",
+        f"low.astype('float8_e4m3fn').astype({v.name}.dtype) + jnp.roll({v.name}, 1, {k})",
+        f"jnp.concatenate([low, low.astype('float32').astype('{low}')], axis={k}).astype({v.name}.dtype)",
+        f"jnp.max(low, axis={k}).astype({v.name}.dtype) + jnp.mean({v.name}, axis={k})",
+        f"jnp.einsum('...i,...i->...', low, low.astype('float32')).astype({v.name}.dtype) / {v.shape[-1]}",
+    )))  # fmt: skip
+
+
+def chain(d: Drawer, s: Scope) -> None:
+    """Reductions that each need the one before."""
+    v = s.pick(lambda v: v.real and len(v.shape) > 0)
+    if v is None:
+        return
+    turns = d.between(2, 4)
+    axes = [d.choice((None, *range(len(v.shape)))) for _ in range(turns)]
+    lines = [f"t = {v.name}"]
+    lines += [f"t = t / (1 + jnp.sum(jnp.abs(t), axis={a}, keepdims=True) / 4)" for a in axes]
+    s.add(lines, d.choice(("t", "t - jnp.max(t)", "jnp.sum(t * t)")))
+
+
+def whole_reductions(d: Drawer, s: Scope) -> None:
+    """Reductions that are no sums: of booleans, bits and products, and places of extremes."""
+    v = s.pick(lambda v: v.real and len(v.shape) > 0)
+    if v is None:
+        return
+    k = d.between(0, len(v.shape) - 1)
+    bits = f"jnp.int32(jnp.sign({v.name}) * 5 + 6)"
+    s.add([], d.choice((
+        f"lax.reduce_xor({bits}, axes=({k},))", f"lax.reduce_and({bits}, axes=({k},))",
+        f"lax.reduce_or({bits}, axes=({k},))",
+        f"jnp.prod({bits} % 3 + 1, axis={k})", f"jnp.argmin({v.name}, axis={k})", f"jnp.argmax({v.name})",
+        f"jnp.min({bits}, axis={k})", f"jnp.any({bits} > 6, axis={k})", f"jnp.all({bits} > 0, axis={k})",
+        f"jnp.sum({bits}.astype('uint32'), axis={k})", f"jnp.max(jnp.tanh({v.name}).astype('bfloat16'), axis={k}) > 0",
+    )))  # fmt: skip
+
+
+def weak(d: Drawer, s: Scope) -> None:
+    """Values of Python numbers alone, returned, chosen or round a loop: their types are weak, and give way to others."""
+    v = s.pick()
+    if v is None:
+        return
+    s.add([], d.choice((
+        *(w.format(d.shape(d.between(0, 2))) for w in WEAK),
+        f"lax.while_loop(lambda c: c < 3.0, lambda c: c * 2, 1.0) * {v.name}", f"jnp.where({v.name} > 0, 1.0, 2.0)",
+        f"lax.fori_loop(0, 3, lambda i, c: c * 2, 1) * {v.name}",
+        f"lax.cond(jnp.sum({v.name}) > 0, lambda: 1.0, lambda: 2.0)",
+        "lax.fori_loop(0, 3, lambda i, c: c + i, 0)", f"jnp.full({v.shape}, 0.5) * {v.name}",
+    )))  # fmt: skip
+
+
 def pinned(d: Drawer, s: Scope) -> None:
     """An operator pinned by `jshard.op`, a constraint, or a fused operator with a rule."""
     a = s.pick(lambda v: v.real and len(v.shape) > 0)
@@ -313,6 +382,35 @@ def scan(d: Drawer, s: Scope) -> None:
     over = f"{xs.name}" if xs else f"None, length={d.between(1, 4)}"
     how = d.choice(("", "", ", reverse=True", ", unroll=2"))
     s.add(lines, f"jax.tree.leaves(lax.scan({f}, {init}, {over}{how}))")
+
+
+def layers(d: Drawer, s: Scope) -> None:
+    """A scan over layers whose weights are cast inside, and loops in loops, with a carry that several operators read."""
+    v = s.pick(lambda v: v.real and len(v.shape) > 0)
+    if v is None:
+        return
+    n, count = v.shape[-1], d.between(2, 4)
+    w = s.pick(lambda w: w.dtype == v.dtype and w.shape == (n, n))
+    one = w.name if w else f"jnp.cos(jnp.arange({n * n}.0)).reshape({n}, {n}) / {n}"
+    low = d.choice((*LOW, v.dtype))
+    f = d.name("f")
+    body = d.choice((
+        f"h = jnp.tanh(h + h @ w.astype(h.dtype) / {n})", f"h = h - h @ w.astype('{low}').astype(h.dtype) / {2 * n}",
+        f"h = lax.fori_loop(0, 2, lambda i, c: c * 0.5 + c @ w.astype(c.dtype) / {n}, h)",
+        f"h = lax.scan(lambda c, _: (c * 0.5 + jnp.sin(c @ w.astype(c.dtype)) / {n}, None), h, None, length=2)[0]",
+    ))  # fmt: skip
+    kept = d.choice(
+        ("None", "jnp.sum(h, axis=0)", "(h[0], jnp.max(h))", "h.T", "jnp.flip(h, 0).astype('float32')")
+    )
+    lines = [f"def {f}(h, w):", f"    {body}", f"    return h, {kept}", f"ws = jnp.stack([{one}] * {count})"]
+    if d.chance(0.3):
+        lines.append(f"{f} = jax.checkpoint({f})")
+    start = f"{v.name}.astype('{low}')" if d.chance(0.5) else v.name
+    which = "[0]" if kept == "None" else "[:3]"
+    s.add(
+        lines,
+        f"[t.astype({v.name}.dtype) for t in jax.tree.leaves(lax.scan({f}, {start}, ws))]{which}",
+    )
 
 
 def Value_(v: Value, shape: tuple[int, ...]) -> Value:
@@ -410,8 +508,8 @@ def mapped(d: Drawer, s: Scope) -> None:
 Maker = Callable[["Drawer", "Scope"], None]
 PLAIN: tuple[tuple[float, Maker], ...] = (
     (3, unary), (5, binary), (3, reduce), (3, along), (4, reshape), (5, contract), (2, join), (3, index), (1, windows),
-    (0.7, linear_algebra), (1.5, numbers), (2, pinned),
+    (0.7, linear_algebra), (1.5, numbers), (2, pinned), (1, casts), (1, chain), (1, whole_reductions), (0.7, weak),
 )  # fmt: skip
 BLOCKS: tuple[tuple[float, Maker], ...] = (
-    (4, scan), (2, loop), (2.5, branch), (3, wrapped), (2, custom_rule), (2.5, mapped),
+    (4, scan), (2, layers), (2, loop), (2.5, branch), (3, wrapped), (2, custom_rule), (2.5, mapped),
 )  # fmt: skip

@@ -40,7 +40,8 @@ NO_EXAMPLE: dict[str, str] = {
         "jshard_own_result jshard_pin_result",
     ),
     **_because(
-        "a pin of the user's: see tests/test_pins_in_code.py", "sharding_constraint reshard layout_constraint"
+        "a pin of the user's: see tests/test_pins_in_code.py, tests/test_lying.py",
+        "sharding_constraint reshard layout_constraint out_sharding",
     ),
     **_because("written for devices by the user: see tests/test_user_shard_map.py", "shard_map"),
     **_because(

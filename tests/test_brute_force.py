@@ -151,6 +151,6 @@ def test_the_plan_adds_up_to_what_the_network_says():
         found = written_out(seed, 0)
         if found is not None:
             cost = found[0].cost
-            assert cost.communication + cost.redundant == pytest.approx(
+            assert cost.communication + cost.redundant + cost.price == pytest.approx(
                 cost.objective, rel=1e-9, abs=1e-18
             ), seed

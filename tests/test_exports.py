@@ -24,7 +24,7 @@ PAGE = (pathlib.Path(__file__).parent.parent / "docs" / "plan_json.md").read_tex
 OBJECTS = {
     "Mesh": MeshAxes, "Tensor": rows.TensorRow, "Operator": rows.OperatorRow, "Collective": rows.CollectiveRow,
     "Cost": rows.Cost, "Memory": rows.Memory, "Physics": rows.Physics,
-    "Need": rows.Need, "Decision": rows.Decision,
+    "Need": rows.Need, "Decision": rows.Decision, "Line": rows.LocalRow,
 }  # fmt: skip
 
 

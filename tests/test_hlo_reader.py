@@ -149,7 +149,9 @@ def test_a_loop_without_a_known_end_is_counted_once_and_said() -> None:
     text = next(p for p in SAMPLES if p.stem == "ring_all_gather").read_text()
     program = read(text.replace("%n = s32[] constant(3)", "%n = s32[] get-tuple-element(%c.1), index=0"))
     assert program.by_kind == {"all_gather": 512}
-    assert any("trip count of the loop loop is not known" in u for u in program.unread)
+    assert program.complete and [e.turn for e in program.collectives] == [True]
+    assert any("trip count of the loop loop is not known" in u for u in program.open_loops)
+    assert str(program).startswith("jit_f on 4 devices: at least 512 B per device\n")
 
 
 @pytest.mark.parametrize(

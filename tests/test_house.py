@@ -27,7 +27,7 @@ SOURCES = sorted(
 
 # By the first part of a name below `jshard`; names without underscore are the front door's, on the top floor.
 FLOORS = [
-    {"_errors", "_layout", "_numbers", "_hardware", "_topology", "_jaxcompat"},
+    {"_errors", "_calls", "_layout", "_numbers", "_hardware", "_topology", "_jaxcompat"},
     {"_wish"},
     {"_program"},
     {"_rules"},
@@ -42,6 +42,9 @@ FLOORS = [
         "_op",
         "_doors",
         "_prepare",
+        "_request",
+        "_state",
+        "_ties",
         "_pareto",
         "_sweep",
         "_flax_nnx",

@@ -90,7 +90,12 @@ def test_explicit_argument_without_context():
 def test_explicit_mesh_of_other_size():
     mesh = MESHES["explicit"]
     a = jax.device_put(A, NamedSharding(mesh, P("x")))
-    f = jshard.shard(fn, ((4, 2), None))  # all 16 devices
+    follows = jshard.shard(fn, ((4, 2), None))  # the mesh of its argument, not all 16 devices
+    np.testing.assert_allclose(jax.jit(follows)(a, B), fn(A, B), atol=1e-6)
+    assert follows(a, B).sharding.device_set == a.sharding.device_set
+    assert follows.plan(a, B).mesh.total == 8
+    every = Mesh(np.array(jax.devices()), ("d",))
+    f = jshard.shard(fn, ((4, 2), None), mesh=every)
     with pytest.raises(MeshError) as caught:
         jax.jit(f)(a, B)
     assert (

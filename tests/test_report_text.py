@@ -9,6 +9,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from local_ir import wrong_lines
 from report_plans import NAMES, f32, mesh, plan, sharded
 
 import jshard
@@ -135,7 +136,7 @@ def test_the_ir_shows_where_loops_begin():
 
 def test_the_local_ir_names_collectives_and_slices():
     lines = plan("dense").ir(local=True).splitlines()
-    assert "  %w.1 = slice(%w) : f32[128,10] -> f32[64,10]" in lines
+    assert "  %w.1 = slice(%w) : f32[128,10] -> f32[64,10]  # for dot_general.3" in lines
     at = lines.index(
         "  %dot_general.3.1 = all_reduce[y](%dot_general.3) : f32[8,10] -> f32[8,10]  # for add.5"
     )
@@ -144,29 +145,22 @@ def test_the_local_ir_names_collectives_and_slices():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_local_ir_reads_only_what_is_there_in_the_shape_it_has(name):
+def test_every_line_of_the_local_ir_can_be(name):
+    """Every value is read under the name and in the type in which it was made, and every step makes what it can."""
     p = plan(name)
-    known: dict[str, str] = {}
-    moved = 0
-    for line in p.ir(local=True).splitlines()[1:]:
-        if line.startswith("return"):
-            continue
-        if " = " not in line:
-            n, kind = re.match(r"%(.+?) : (\S+\])", line).groups()
-            known[n] = kind
-            continue
-        left, right = line.strip().split(" = ", 1)
-        inside = right[right.index("(") + 1 :]
-        types = line.split(" : ", 1)[1] if "in_strategy" not in line else line.split("} : ", 1)[1]
-        given = re.findall(r"[\w<>]+\[[\d,]*\]", types.split(" -> ")[0])
-        made = re.findall(r"[\w<>]+\[[\d,]*\]", types.split(" -> ")[1].split("  #")[0])
-        names = re.findall(r"%([^,)]+)|const", inside.split(")")[0])
-        for n, kind in zip(names, given, strict=True):
-            if n and not (n not in known and "= scan_" in line):  # what a turn makes enters the next one
-                assert known[n] == kind, line
-        known.update(zip(re.findall(r"%([^,]+)", left), made, strict=True))
-        moved += bool(re.match(r"(all_|reduce_scatter|permute)", right)) and "in_strategy" not in line
-    assert moved == len(p.collectives)
+    text = p.ir(local=True)
+    assert wrong_lines(text, dict(zip(p.mesh.names, p.mesh.sizes, strict=True))) == []
+    moved = re.findall(r"^ *(?:%.+ = )?(?:all_\w+|reduce_scatter|permute)\[", text, re.MULTILINE)
+    assert len(moved) == len(p.collectives)
+
+
+def test_the_judge_of_the_local_ir_finds_lines_that_cannot_be():
+    text = plan("dense").ir(local=True)
+    mesh = {"x": 4, "y": 2}
+    assert wrong_lines(text.replace("f32[128,10] -> f32[64,10]", "f32[32,16] -> f32[8,64]"), mesh)
+    assert wrong_lines(text.replace("all_reduce[y](%dot_general.3)", "all_gather[y](%dot_general.3)"), mesh)
+    assert wrong_lines(text.replace("(%x, %w.1)", "(%x, %w)"), mesh)
+    assert wrong_lines(text.replace("%add.5.1 =", "%add.5 ="), mesh)
 
 
 @pytest.mark.parametrize("name", ["dense", "ffn", "pinned", "scan", "gpt"])

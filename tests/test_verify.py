@@ -127,8 +127,8 @@ def test_lines_that_could_not_be_read_make_the_total_incomplete() -> None:
     v = compare([], program(unread=("line 7: ???",)))
     assert not v.ok
     assert v.summary == (
-        "emitted differs from the plan, 1 lines not read, the total is incomplete: "
-        "0 B per device for 0 predicted"
+        "emitted differs from the plan, 1 line not read, the total is incomplete: "
+        "at least 0 B per device for 0 predicted"
     )
     assert "not read: line 7: ???" in str(v)
 

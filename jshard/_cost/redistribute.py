@@ -1,9 +1,9 @@
 """Turning one layout of a tensor into another: the cheapest sequence of collectives, and its cost.
 
 Layouts are the nodes of a graph, single collectives its edges; a redistribution is a shortest path. Every
-edge costs so many seconds per byte of the whole tensor, so paths are found once for a mesh and a pattern of
-divisibility, and serve every shape and item size that share it. Slices are free, so they come first where
-that helps, and gathers last: this falls out of the costs and is written nowhere.
+edge costs so many seconds per byte of the whole tensor and a latency. The graph is that of a mesh and a pattern of
+divisibility, shared by all tensors that have them; paths are found for a number of bytes. Slices are free, so they
+come first where that helps, and gathers last: this falls out of the costs and is written nowhere.
 
 >>> from jshard import _hardware as hardware
 >>> from jshard._layout import MeshAxes
@@ -19,8 +19,9 @@ that helps, and gathers last: this falls out of the costs and is written nowhere
 A partial sum on axes that the target has too passes through; one that the target lacks ends in an all-reduce
 or a reduce-scatter; a target that is partial where the source is not cannot be reached (infinite cost).
 
-The path is the cheapest by bandwidth, that is for a large tensor; ties go to fewer collectives, then to a
-fixed order. Latencies are added afterwards.
+The path is the quickest for the tensor's bytes, so that no detour is quicker (costs obey the triangle inequality,
+which bounds rest on); ties go to fewer collectives, then to a fixed order. Where no item size is given, it is the
+quickest for a tensor so large that latency is nothing: that is how bytes are counted.
 """
 
 from __future__ import annotations
@@ -44,7 +45,14 @@ SUMS = ("all_reduce", "reduce_scatter")  # compilers put those of small results 
 ROOM = 2_000_000  # edges times sources relaxed at once
 
 
-def steps(a: Layout, b: Layout, shape: Sequence[int], topology: Topology) -> tuple[Step, ...]:
+def steps(
+    a: Layout,
+    b: Layout,
+    shape: Sequence[int],
+    topology: Topology,
+    itemsize: float | None = None,
+    together: int = 1,
+) -> tuple[Step, ...]:
     """The cheapest steps that turn layout `a` of a tensor into layout `b`.
 
     Arguments:
@@ -54,17 +62,31 @@ def steps(a: Layout, b: Layout, shape: Sequence[int], topology: Topology) -> tup
         the steps.
     - `shape`: global shape of the tensor.
     - `topology`: the mesh and its wires.
+    - `itemsize`: bytes of one element; None for a tensor so large that latency is nothing.
+    - `together`: so many sums are sent at once and share a latency.
     """
-    return _steps(a, b, tuple(shape), topology)
+    return _steps(a, b, tuple(shape), topology, _scale(shape, itemsize, together))
+
+
+Scale = (
+    tuple[float, int] | None
+)  # bytes of the whole tensor, sums sent together; None for the limit of many bytes
+
+
+def _scale(shape: Sequence[int], itemsize: float | None, together: int) -> Scale:
+    return None if itemsize is None else (math.prod(shape) * itemsize, together)
 
 
 @functools.lru_cache(maxsize=65536)
-def _steps(a: Layout, b: Layout, shape: tuple[int, ...], topology: Topology) -> tuple[Step, ...]:
+def _steps(
+    a: Layout, b: Layout, shape: tuple[int, ...], topology: Topology, scale: Scale
+) -> tuple[Step, ...]:
     graph, order = _place(shape, topology)
     i, j = _ids((a, b), graph, order, topology).tolist()
     if i >= 0 and j >= 0:
-        _rows(graph, [i])
-        before, total = graph.rows[i]
+        paths = _paths_of(graph, scale)
+        _rows(paths, [i])
+        before, total = paths.rows[i]
         if np.isfinite(total[0, j]):
             return _merge(_path(graph, before, i, j, topology), order, a)
     raise SearchError(
@@ -85,7 +107,7 @@ def cost(
     - `itemsize`: bytes of one element.
     """
     try:
-        path = steps(a, b, shape, topology)
+        path = steps(a, b, shape, topology, itemsize)
     except SearchError:
         return math.inf, math.inf, ()
     out, here, whole = [], without_small(a, topology.mesh), math.prod(shape) * itemsize
@@ -111,7 +133,8 @@ def table(
     So many sums as `together` says are sent at once: each pays that share of the latency. What else is on the way
     pays its own.
     """
-    t = _tables(tuple(sources), tuple(targets), tuple(shape), topology)
+    scale = _scale(shape, itemsize, together)
+    t = _tables(tuple(sources), tuple(targets), tuple(shape), topology, scale)
     latency = t[2] + t[3] / together
     return _scaled(t[0], math.prod(shape) * itemsize) + latency
 
@@ -123,8 +146,8 @@ def bytes_table(
     itemsize: float,
     topology: Topology,
 ) -> np.ndarray:
-    """Bytes received per device from every source layout to every target layout."""
-    t = _tables(tuple(sources), tuple(targets), tuple(shape), topology)
+    """Bytes received per device from every source layout to every target layout, by paths for large tensors."""
+    t = _tables(tuple(sources), tuple(targets), tuple(shape), topology, None)
     return _scaled(t[1], math.prod(shape) * itemsize)
 
 
@@ -135,8 +158,8 @@ def _scaled(coefficients: np.ndarray, whole: float) -> np.ndarray:
 
 @functools.lru_cache(maxsize=4096)
 def _tables(
-    sources: tuple[Layout, ...], targets: tuple[Layout, ...], shape: tuple[int, ...], topology: Topology
-) -> np.ndarray:
+    sources: tuple[Layout, ...], targets: tuple[Layout, ...], shape: tuple[int, ...], topology: Topology, scale: Scale
+) -> np.ndarray:  # fmt: skip
     """As `numbers` of a graph, of the path from every source to every target: `(4, len(sources), len(targets))`."""
     graph, order = _place(shape, topology)
     i, j = _ids(sources, graph, order, topology), _ids(targets, graph, order, topology)
@@ -144,8 +167,9 @@ def _tables(
     out = np.full((4, len(i), len(j)), np.inf)
     if len(rows) and len(columns):
         known = i[rows].tolist()
-        _rows(graph, known)
-        picked = np.stack([graph.rows[s][1] for s in known], axis=1)[:, :, j[columns]]
+        paths = _paths_of(graph, scale)
+        _rows(paths, known)
+        picked = np.stack([paths.rows[s][1] for s in known], axis=1)[:, :, j[columns]]
         if len(rows) == len(i) and len(columns) == len(j):
             out = picked
         else:
@@ -159,8 +183,7 @@ class _Graph:
     """All layouts of a tensor whose dimensions have these gcds with the mesh, and the moves between them.
 
     Edge arrays are sorted by target, then source; `target` are the layouts among their `ends`, `begin` where
-    the edges to each begin. `rows` keeps, for each source asked for so far, the last edge of the shortest path to
-    every layout (-1: none) and its slope, volume and latencies.
+    the edges to each begin.
     """
 
     mesh: MeshAxes
@@ -171,11 +194,38 @@ class _Graph:
     ends: np.ndarray
     target: np.ndarray
     begin: np.ndarray
-    weight: np.ndarray
+    preference: np.ndarray  # (edges,) how paths of equal cost are told apart: far below any cost
     # (4, edges): slope and volume per byte of the whole tensor, then latency: of sums the last.
     numbers: np.ndarray
-    rows: dict[int, tuple[np.ndarray, np.ndarray]] = dataclasses.field(default_factory=dict)
     known: dict[tuple[int, ...], dict[Layout, int]] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Paths:
+    """Shortest paths of a graph under one weight for each edge.
+
+    `rows` keeps, for each source so far, the last edge of the shortest path to every layout (-1: none) and its slope,
+    volume and latencies.
+    """
+
+    graph: _Graph
+    weight: np.ndarray
+    rows: dict[int, tuple[np.ndarray, np.ndarray]] = dataclasses.field(default_factory=dict)
+
+
+@functools.lru_cache(maxsize=1024)
+def _paths_of(graph: _Graph, scale: Scale) -> _Paths:
+    """The shortest paths for a number of bytes and of sums sent together."""
+    slope, _, alone, summing = graph.numbers
+    if scale is None:
+        seconds = slope
+    else:
+        nbytes, together = scale
+        seconds = slope * nbytes + alone + summing / together
+    unit = float(seconds.max(initial=0.0)) or 1.0
+    # Relative to the largest edge; the cost of a path is summed without it.
+    small = 1e-6 if scale is None else 1e-13
+    return _Paths(graph, seconds / unit + small * graph.preference)
 
 
 @functools.lru_cache(maxsize=65536)
@@ -225,14 +275,13 @@ def _graph(topology: Topology, gcds: tuple[int, ...]) -> _Graph:
                 edges[key] = edge
     keys = np.array(sorted(edges), dtype=np.int64)
     numbers = np.array([edges[k] for k in keys.tolist()], dtype=float).reshape(-1, 5)
-    # Ties of bandwidth: fewer collectives, then smaller groups, then fewer slices, then the rank of the edge.
-    unit = float(numbers[:, 0].max(initial=0.0)) or 1.0
-    weight = numbers[:, 0] / unit + np.where(numbers[:, 1] > 0, 1e-6 + 1e-7 * numbers[:, 4], 1e-8)
-    weight += 1e-10 * np.arange(len(keys)) / max(1, len(keys))
+    # Ties: fewer collectives, then smaller groups, then fewer slices, then the rank of the edge.
+    preference = np.where(numbers[:, 1] > 0, 1 + 0.1 * numbers[:, 4], 0.01)
+    preference += 1e-4 * np.arange(len(keys)) / max(1, len(keys))
     by_target = np.lexsort((keys // n, keys % n))
-    keys, weight, numbers = keys[by_target], weight[by_target], numbers[by_target, :4]
+    keys, preference, numbers = keys[by_target], preference[by_target], numbers[by_target, :4]
     target, begin = np.unique(keys % n, return_index=True)
-    return _Graph(mesh, gcds, layouts, ids, keys // n, keys % n, target, begin, weight, numbers.T.copy())
+    return _Graph(mesh, gcds, layouts, ids, keys // n, keys % n, target, begin, preference, numbers.T.copy())
 
 
 def _large(mesh: MeshAxes) -> MeshAxes:
@@ -312,12 +361,13 @@ def _layouts(mesh: MeshAxes, gcds: tuple[int, ...]) -> list[Layout]:
     return out
 
 
-def _rows(graph: _Graph, sources: Sequence[int]) -> None:
-    """Fill `graph.rows` for sources not met before: Bellman's relaxation of all edges for all of them at once.
+def _rows(paths: _Paths, sources: Sequence[int]) -> None:
+    """Fill `paths.rows` for sources not met before: Bellman's relaxation of all edges for all of them at once.
 
     Paths are short (a handful of collectives) and graphs small, so this beats Dijkstra's queue, and importing it.
     """
-    new = [s for s in dict.fromkeys(sources) if s not in graph.rows]
+    graph = paths.graph
+    new = [s for s in dict.fromkeys(sources) if s not in paths.rows]
     n, edges = len(graph.layouts), len(graph.source)
     step = max(1, ROOM // max(1, edges))
     for at in range(0, len(new), step):
@@ -328,7 +378,7 @@ def _rows(graph: _Graph, sources: Sequence[int]) -> None:
         before = np.full((n, len(some)), -1, dtype=np.int32)
         over = np.empty((0, len(some)))
         while edges:
-            over = distance[graph.source] + graph.weight[:, None]
+            over = distance[graph.source] + paths.weight[:, None]
             least = np.minimum.reduceat(over, graph.begin, axis=0)
             t, k = np.nonzero(least < distance[graph.target])
             if not len(t):
@@ -349,4 +399,4 @@ def _rows(graph: _Graph, sources: Sequence[int]) -> None:
             t, k, here = t[more], k[more], here[more]
         total[:, ~np.isfinite(distance)] = np.inf
         for c, s in enumerate(some.tolist()):
-            graph.rows[s] = (before[:, c].copy(), np.ascontiguousarray(total[:, :, c]))
+            paths.rows[s] = (before[:, c].copy(), np.ascontiguousarray(total[:, :, c]))

@@ -15,6 +15,7 @@ on the global shapes, planned with the layouts its values already have, and run 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,11 +46,7 @@ def rebuild(
     """
     eqn = call.eqn
     literals = {i: a for i, a in enumerate(call.operands) if isinstance(a, Literal)}
-    avals = [
-        jax.ShapeDtypeStruct(program.tensors[a].shape, program.tensors[a].dtype)
-        for a in call.operands
-        if not isinstance(a, Literal)
-    ]
+    avals = [_struct(program.tensors[a]) for a in call.operands if not isinstance(a, Literal)]
 
     def plain(*tensors: Any) -> list[Any]:
         """The equation itself on global values."""
@@ -64,7 +61,9 @@ def rebuild(
     moving = [o and _differentiable(a) for a, o in zip(avals, own, strict=True)]
     inner = _jvp if call.kind == "custom_jvp" else _vjp
     symbolic = bool(eqn.params.get("symbolic_zeros"))
-    return inner(plain, avals, moving, list(layouts), list(returns), topology, body, run, symbolic)
+    return inner(
+        plain, avals, moving, list(layouts), list(returns), topology, body, run, symbolic, program.context
+    )
 
 
 def _jvp(
@@ -77,6 +76,7 @@ def _jvp(
     body: Any,
     run: Run,
     symbolic: bool,
+    context: Any,
 ) -> Callable[..., Any]:
     f = jax.custom_jvp(lambda *blocks: tuple(body(*blocks)))
 
@@ -92,7 +92,7 @@ def _jvp(
 
         wanted = [a for a, m in zip(avals, moves, strict=True) if m]
         ins = [*layouts, *(lay for lay, m in zip(layouts, moves, strict=True) if m)]
-        schedule = _planned(pushed, [*avals, *wanted], ins, [*returns, *returns], topology)
+        schedule = _planned(pushed, [*avals, *wanted], ins, [*returns, *returns], topology, context)
         out = run(schedule, [*primals, *(t for t, m in zip(tangents, moves, strict=True) if m)])
         return tuple(out[: len(returns)]), tuple(out[len(returns) :])
 
@@ -110,6 +110,7 @@ def _vjp(
     body: Any,
     run: Run,
     symbolic: bool,
+    context: Any,
 ) -> Callable[..., Any]:
     f = jax.custom_vjp(lambda *blocks: tuple(body(*blocks)))
     # What the forward pass finds, for the backward one: which operands move, the residuals, their structure.
@@ -127,7 +128,7 @@ def _vjp(
             leaves, found["tree"] = jax.tree.flatten(pull)
             return [*out, *leaves]
 
-        schedule = _planned(forward, avals, layouts, returns, topology)
+        schedule = _planned(forward, avals, layouts, returns, topology, context)
         choice = schedule.choice
         ends = choice.program.outputs[len(returns) :]
         found["kept"] = [(_aval(choice.program, i), choice.needed(i, 0)) for i in ends]
@@ -137,7 +138,8 @@ def _vjp(
 
     def f_backward(residuals: Any, cotangents: Any) -> Any:
         tree, kept, moves = found["tree"], found["kept"], found["moves"]
-        outs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jax.eval_shape(plain, *avals)]
+        with compat.context_of_trace(context):
+            outs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jax.eval_shape(plain, *avals)]
         live = [_differentiable(o) for o in outs]
 
         def backward(*values: Any) -> Any:
@@ -149,7 +151,7 @@ def _vjp(
         ins = [lay for _, lay in kept] + [lay for lay, m in zip(returns, live, strict=True) if m]
         shapes = [a for a, _ in kept] + [o for o, m in zip(outs, live, strict=True) if m]
         wanted = [lay for lay, m in zip(layouts, moves, strict=True) if m]
-        schedule = _planned(backward, shapes, ins, wanted, topology)
+        schedule = _planned(backward, shapes, ins, wanted, topology, context)
         cts = [_instantiated(c) for c, m in zip(cotangents, live, strict=True) if m]
         given = iter(run(schedule, [*residuals, *cts]))
         return tuple(next(given) if m else None for m in moves)
@@ -169,12 +171,18 @@ def _of_moving(plain: Callable, values: Sequence[Any], moves: Sequence[bool]) ->
 
 
 def _planned(
-    fn: Callable, avals: Sequence[Any], ins: Sequence[Layout], outs: Sequence[Layout], topology: Topology
+    fn: Callable,
+    avals: Sequence[Any],
+    ins: Sequence[Layout],
+    outs: Sequence[Layout],
+    topology: Topology,
+    context: Any,
 ) -> Schedule:
     """The schedule of a rule whose arguments and first results already have layouts."""
-    with compat.outside_mesh():
+    with compat.context_of_trace(context):
         closed = jax.make_jaxpr(fn)(*avals)
     program = build(closed, name="derivative rule", input_names=[f"value {i}" for i in range(len(avals))])
+    program = dataclasses.replace(program, context=context)
     pins = [(program.inputs[i], "result", 0, _pin(lay, topology)) for i, lay in enumerate(ins)]
     pins += [(program.outputs[i], "operand", 0, _pin(lay, topology)) for i, lay in enumerate(outs)]
     return make_plan(program, topology, Wish(tuple(pins)))[1]
@@ -186,8 +194,11 @@ def _pin(layout: Layout, topology: Topology) -> Pin:
 
 def _aval(program: Program, output: int) -> Any:
     a = program.operators[output].operands[0]
-    t: Any = a.aval if isinstance(a, Literal) else program.tensors[a]
-    return jax.ShapeDtypeStruct(t.shape, t.dtype)
+    return _struct(a.aval if isinstance(a, Literal) else program.tensors[a])
+
+
+def _struct(t: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=bool(getattr(t, "weak_type", False)))
 
 
 def _instantiated(x: Any) -> Any:

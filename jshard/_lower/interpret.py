@@ -11,7 +11,6 @@ derivative rules are kept as they are.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,14 +29,16 @@ from jshard._lower.as_traced import run_as_traced
 from jshard._lower.custom import rebuild
 from jshard._lower.redistribute import run_steps
 from jshard._plan.schedule import Action, Move, Nested, Run, Schedule, Value
-from jshard._plan.stacks import Through, through
+from jshard._plan.stacks import through
 from jshard._program.graph import Literal
 from jshard._program.mapped import SHARD_MAP
-from jshard._rules.registry import LocalContext, block_index
+from jshard._rules.registry import LocalContext, block_index, plan_scope
 from jshard._rules.slices import Part, whole
 
 
 Env = dict[Value, Any]
+# The user's own map takes values typed as its specs say, a solver what its functions were traced with.
+_TYPED_INSIDE = (SHARD_MAP, "custom_linear_solve")
 
 
 def spmd(schedule: Schedule, mesh: Any, *, vma: bool = False) -> Callable[..., list[Any]]:
@@ -95,6 +96,7 @@ def local_program(schedule: Schedule, *, vma: bool = False) -> Callable[..., tup
     program = choice.program
     sources = [program.operators[i].results[0] for i in program.inputs]
     in_layouts = [choice.made(t) for t in sources]
+    schedule = schedule.with_calls if vma else schedule
     runner = _Runner(schedule, vma)
 
     def body(*blocks: Any) -> tuple[Any, ...]:
@@ -116,6 +118,7 @@ class _Runner:
         self.mesh = schedule.choice.topology.mesh
         self.constants: Env = {}
         self.settled = lying(self.program, self.choice.topology.chip).settled
+        self.turns: Any = None  # in a loop that counts its turns: how many there were
 
     def run(self, actions: Sequence[Action], env: Env, top: bool = False) -> None:
         for action in actions:
@@ -146,23 +149,53 @@ class _Runner:
             others = [
                 self.choice.values[t] for t in self.program.operators[m.reader].operands if type(t) is int
             ]
-            x, *_ = lax.optimization_barrier(
-                (x, *(whole(env[v]) for v in others if v in env and v[0] != m.tensor))
-            )
+            others = [whole(env[v]) for v in others if v in env and v[0] != m.tensor]
+            x, *_ = lax.optimization_barrier((x, *others))
+        if m.steady:
+            (x,) = self.tied([x])
         for step, number in zip(m.steps, m.numbers, strict=True):
             after = apply(step, layout)
-            with _scope(number):
+            with plan_scope(number):
                 x = run_steps(x, layout, after, (step,), self.mesh, vma=self.vma, varying=varying)
             layout = after
         env[m.tensor, m.target] = x
+
+    def tied(self, values: Sequence[Any]) -> list[Any]:
+        """Values that do not change from turn to turn, as though they did: compilers would move what reads them out of
+        the loop. The count of turns goes through the same barrier, and from there into the next turn."""
+        if self.turns is None:
+            return list(values)
+        *values, self.turns = lax.optimization_barrier((*values, self.turns))
+        return list(values)
+
+    def turn(
+        self, action: Nested, k: int, arrays: Sequence[Any], count: Sequence[Any]
+    ) -> tuple[list[Any], Any]:
+        """What the body of a loop gives, and the count of turns after it, where the body needs one."""
+        outer, self.turns = self.turns, next(iter(count), None)
+        out = self.results(action, k, arrays)
+        after, self.turns = self.turns, outer
+        return out, [] if after is None else [after + 1]
+
+    def counts(self, action: Nested) -> list[Any]:
+        """The count of turns as a loop begins, where something in its body must not leave it.
+
+        It goes on from that of the loop around it: what is inside must not leave that one either.
+        """
+        needed = not self.vma and any(_stays(a) for body in action.bodies for a in body)
+        return [jnp.zeros((), "int32") if self.turns is None else self.turns] if needed else []
+
+    def counted(self, count: Sequence[Any]) -> None:
+        """After a loop: the one around it goes on counting."""
+        if self.turns is not None and count:
+            (self.turns,) = count
 
     def _varying(self, m: Move) -> tuple[str, ...]:
         """Axes over which the reader works on different blocks anyway: gathers for it need no common result."""
         if not self.vma or m.reader < 0:
             return ()
         candidate = self.choice.candidate(m.reader)
-        # The user's own map takes values typed as its specs say.
-        if candidate is None or self.program.operators[m.reader].primitive == SHARD_MAP:
+        if candidate is None or self.program.operators[m.reader].primitive in _TYPED_INSIDE:
             return ()
         return tuple(n for n, f in zip(self.mesh.names, candidate.axes, strict=True) if f != -1)
 
@@ -182,20 +215,19 @@ class _Runner:
             return list(out) if eqn.primitive.multiple_results else [out]
 
         operands = [self.read(v, env) for v in action.reads]
-        if action.reads and isinstance(part := env.get(action.reads[0]), Part) and updates(op.primitive):
+        if action.steady:
+            operands = self.tied(operands)
+        elif action.reads and isinstance(part := env.get(action.reads[0]), Part) and updates(op.primitive):
             operands[0] = part
-        if self.vma and op.primitive != SHARD_MAP:
+        if self.vma and op.primitive not in _TYPED_INSIDE:
             operands = _alike(operands)
         context = LocalContext(
-            states.op,
-            states.rule,
-            candidate,
-            self.mesh,
-            bind,
-            self.vma and op.repeat > 1,
+            states.op, states.rule, candidate, self.mesh, bind, self.vma and op.repeat > 1, action.numbers,
             op.id in self.settled,
-        )
-        with compat.eqn_context(eqn, op.prefix), _scope(action.number):
+        )  # fmt: skip
+        # A function of the user's writes its collectives as it likes: they are known by the first number.
+        first = action.numbers[0] if action.numbers and not states.rule.own else -1
+        with compat.eqn_context(eqn, op.prefix), plan_scope(first):
             local = states.entry.local if states.entry is not None else None
             if local is not None:
                 results = list(local(context, *operands))
@@ -245,16 +277,12 @@ class _Runner:
             out = f(*arrays)
         else:
             # What lowering a differentiated remat does: the barrier keeps the recomputation from being merged away.
-            if params.get("differentiated") and params.get("prevent_cse", True) and arrays:
-                arrays = list(lax.optimization_barrier(tuple(arrays)))
+            arrays = list(lax.optimization_barrier(tuple(arrays)))
             out = self.body(action, 0, arrays)
         self.hand_back(action, out, action.returns[0], env)
 
     def custom_jvp_call(self, action: Nested, env: Env) -> None:
         arrays = [whole(env[v]) for v in action.entry[0]]
-        if not self.vma:
-            self.hand_back(action, self.body(action, 0, arrays), action.returns[0], env)
-            return
         # The rule belongs to the call, not to its body: it is rebuilt as itself.
         call = action.call
         layouts = dict(action.entry[0])
@@ -285,70 +313,72 @@ class _Runner:
     def scan_call(self, action: Nested, env: Env) -> None:
         p, b = action.call.eqn.params, action.call.boundary
         nc, nk = len(b["const"]), len(b["carry"])
-        reads = [self.array(v, env, self.program.operators[i].operands[0]) for v, i in
-                 zip(action.reads, (*b["const"], *b["carry"], *b["xs"]), strict=True)]  # fmt: skip
+        reads = self.given(action, env)
         consts, init, xs = reads[:nc], reads[nc : nc + nk], reads[nc + nk :]
         init = [self.addend(x, i) for x, i in zip(init, b["carry"], strict=True)]
         if self.vma:
             init = [self.vary(x, i) for x, i in zip(init, b["carry"], strict=True)]
 
-        def turn(carry: Any, x: Any) -> Any:
-            out = self.body(action, 0, [*consts, *carry, *x])
-            if self.vma:
-                out[:nk] = [self.vary(y, i) for y, i in zip(out[:nk], b["carry"], strict=True)]
-            return tuple(out[:nk]), tuple(out[nk:])
-
-        options = dict(length=int(p["length"]), reverse=p["reverse"], unroll=p["unroll"])
         stacks = [] if self.vma else through(action, self.program, self.choice.values)
-        if not stacks:
-            final, ys = lax.scan(turn, tuple(init), tuple(xs), **options)
-        else:
-            final, ys = self.with_stacks(action, stacks, consts, init, xs, options)
+        around, grown = [t.xs for t in stacks], [t.ys for t in stacks]
+        sliced = tuple(x for k, x in enumerate(xs) if k not in around)
+
+        def turn(carry: Any, x: Any) -> Any:
+            (held, stacked, count), (i, slices) = carry, x
+            parts = {k: Part(stack, i) for k, stack in zip(around, stacked, strict=True)}
+            left = iter(slices)
+            every = [parts[k] if k in parts else next(left) for k in range(len(xs))]
+            out, count = self.turn(action, 0, [*consts, *held, *every], count)
+            held, ys = [whole(y) for y in out[:nk]], out[nk:]
+            if self.vma:
+                held = [self.vary(y, i) for y, i in zip(held, b["carry"], strict=True)]
+            stacked = tuple(ys[j].stack for j in grown)
+            return (tuple(held), stacked, count), tuple(whole(y) for j, y in enumerate(ys) if j not in grown)
+
+        count = self.counts(action)
+        # Side by side, turns that move the same would be merged again.
+        unroll = 1 if count else p["unroll"]
+        length = int(p["length"])
+        (final, stacked, count), rest = lax.scan(
+            turn,
+            (tuple(init), tuple(xs[k] for k in around), count),
+            (jnp.arange(length) if stacks else None, sliced),
+            length=length,
+            reverse=p["reverse"],
+            unroll=unroll,
+        )
+        self.counted(count)
+        left, made = iter(rest), dict(zip(grown, stacked, strict=True))
+        ys = [made[j] if j in made else next(left) for j in range(len(b["ys"]))]
         self.place(action, (*final, *ys), (*b["carry"], *b["ys"]), env)
 
-    def with_stacks(
-        self, action: Nested, stacks: Sequence[Through], consts: list[Any], init: list[Any], xs: list[Any],
-        options: dict[str, Any],
-    ) -> tuple[Any, Any]:  # fmt: skip
-        """A loop round which some stacks go whole; its carry at the end, and all stacked results."""
-        mine, out = [t.xs for t in stacks], [t.ys for t in stacks]
-        others = [x for k, x in enumerate(xs) if k not in mine]
-        nk = len(init)
-
-        def turn(carry: Any, given: Any) -> Any:
-            i, *rest = given
-            slices, parts = iter(rest), dict(zip(mine, carry[nk:], strict=True))
-            every = [Part(parts[k], i) if k in parts else next(slices) for k in range(len(xs))]
-            made = self.results(action, 0, [*consts, *carry[:nk], *every])
-            left = [y for j, y in enumerate(made[nk:]) if j not in out]
-            grown = [made[nk + j].stack for j in out]
-            return (*map(whole, made[:nk]), *grown), tuple(map(whole, left))
-
-        length = options["length"]
-        carry = (*init, *(xs[k] for k in mine))
-        final, rest = lax.scan(turn, carry, (jnp.arange(length), *others), **options)
-        left, grown = iter(rest), dict(zip(out, final[nk:], strict=True))
-        return final[:nk], [grown[j] if j in grown else next(left) for j in range(len(rest) + len(out))]
-
     def while_call(self, action: Nested, env: Env) -> None:
-        p, b = action.call.eqn.params, action.call.boundary
-        nc, n = p["cond_nconsts"], len(b["const"])
-        arrays = [self.array(v, env, self.program.operators[i].operands[0]) for v, i in
-                  zip(action.reads, (*b["const"], *b["carry"]), strict=True)]  # fmt: skip
+        b = action.call.boundary
+        nc = len(b["test"])
+        n = nc + len(b["const"])
+        arrays = self.given(action, env)
         consts, init = arrays[:n], arrays[n:]
         if self.vma:
             init = [self.vary(x, i) for x, i in zip(init, b["carry"], strict=True)]
 
         def turn(c: Any) -> Any:
-            out = self.body(action, 1, [*consts[nc:], *c])
-            return tuple(self.vary(y, i) if self.vma else y for y, i in zip(out, b["carry"], strict=True))
+            held, count = c
+            out, count = self.turn(action, 1, [*consts[nc:], *held], count)
+            out = [whole(y) for y in out]
+            if self.vma:
+                out = [self.vary(y, i) for y, i in zip(out, b["carry"], strict=True)]
+            return tuple(out), count
 
-        final = lax.while_loop(lambda c: self.body(action, 0, [*consts[:nc], *c])[0], turn, tuple(init))
+        def test(c: Any) -> Any:
+            return self.turn(action, 0, [*consts[:nc], *c[0]], c[1])[0][0]
+
+        final, count = lax.while_loop(test, turn, (tuple(init), self.counts(action)))
+        self.counted(count)
         self.place(action, final, b["carry"], env)
 
     def cond_call(self, action: Nested, env: Env) -> None:
         b = action.call.boundary
-        index, *arrays = [self.read(v, env) for v in action.reads]
+        index, *arrays = self.given(action, env)
         if index.dtype == bool:
             index = index.astype("int32")
 
@@ -368,8 +398,9 @@ class _Runner:
             t = self.program.operators[i].results[-1]
             env[t, self.choice.made(t)] = x
 
-    def array(self, v: Value | Literal, env: Env, atom: Any) -> Any:
-        return jnp.asarray(v.value, v.aval.dtype) if isinstance(v, Literal) else whole(env[v])
+    def given(self, action: Nested, env: Env) -> list[Any]:
+        """What a loop or branch reads, as arrays."""
+        return (self.tied if action.steady else list)([self.finish(v, env) for v in action.reads])
 
     def addend(self, x: Any, boundary: int) -> Any:
         """The initial value of a sum that goes round a loop unfinished: the first device has it, others zero."""
@@ -388,9 +419,10 @@ class _Runner:
         return _cast(x, frozenset(self.choice.made(t).axes))
 
 
-def _scope(number: int) -> Any:
-    """The name by which verification finds collective `number` in the compiled program."""
-    return jax.named_scope(f"jshard.{number}") if number >= 0 else contextlib.nullcontext()
+def _stays(action: Action) -> bool:
+    """Whether something in an action is not to leave the loop around it."""
+    inside = isinstance(action, Nested) and any(_stays(a) for body in action.bodies for a in body)
+    return inside or action.steady
 
 
 def _alike(operands: Sequence[Any]) -> list[Any]:

@@ -59,6 +59,10 @@ def run_steps(
     - `varying`: axes on which the consumer varies, so that a result typed varying there is welcome.
     """
     here, goal = without_small(layout_from, mesh), without_small(layout_to, mesh)
+    if 0 in x.shape:  # XLA refuses collectives of nothing
+        whole = [n * mesh.size(*axes) for n, axes in zip(x.shape, layout_from.dims, strict=True)]
+        nothing = compat.empty(layout_to.local_shape(tuple(whole), mesh), x.dtype)
+        return _vary(nothing, layout_to.axes) if vma else nothing
     if vma:
         x = _vary(x, layout_from.axes)
     for step in steps:
@@ -89,6 +93,9 @@ def _run(x: Any, here: Layout, step: Step, mesh: MeshAxes, vma: bool, varying: f
         return lax.psum(x, axes)
     if step.kind == "reduce_scatter":
         assert dst is not None
+        if jnp.issubdtype(x.dtype, jnp.complexfloating):  # TPUs have none of complex numbers
+            parts = [lax.psum_scatter(p, axes, scatter_dimension=dst, tiled=True) for p in (x.real, x.imag)]
+            return lax.complex(*parts)
         return lax.psum_scatter(x, axes, scatter_dimension=dst, tiled=True)
     return lax.ppermute(x, axes, permutation(here, step, mesh))
 

@@ -56,7 +56,12 @@ class Again:
                 pin = self._pin(entry, shape, name)
                 if pin is not None and not pin.free:
                     pins.append((*place, pin))
-        return self.run(dataclasses.replace(self.wish, pins=tuple(pins), forced=tuple(cuts)))
+        mine = self.wish.pinned_results
+        if mine is None:
+            mine = tuple({op for op, *_ in self.wish.pins})
+        return self.run(
+            dataclasses.replace(self.wish, pins=tuple(pins), forced=tuple(cuts), pinned_results=mine)
+        )
 
     def names(self) -> dict[str, tuple[Place, tuple[int, ...] | None]]:
         """Everything that can be forced: place, and shape of a tensor or None for an operator."""

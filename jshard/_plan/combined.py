@@ -8,7 +8,9 @@ convolution several times than sum a gradient.
 A loop ends the sums that it carries or stacks once, after its last turn, if they may wait for that
 (`_rules/boundary.py`): these count as well.
 
-The share is one over the number of such sums in the program. Gathers keep their full latency. On CPU devices
+The share is one over the number of such sums in the program that do not depend on each other: what needs the result
+of one cannot be sent with it. Sums are counted by the most of them on a way that ends in them, so those of one count are
+independent (the gradients, then their norms when they are clipped). Gathers keep their full latency. On CPU devices
 nothing is put together.
 """
 
@@ -19,7 +21,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from jshard._cost.memory import heavy_of
-from jshard._numbers import spans
+from jshard._numbers import Ints, spans
+from jshard._program.arrays import Bools
 from jshard._program.graph import Operator, Program
 from jshard._rules.boundary import is_small
 from jshard._topology import Topology
@@ -30,6 +33,13 @@ SUMS = ("dot_general", "conv_general_dilated", "reduce_sum", "jshard_fused")
 
 def combined(program: Program, topology: Topology) -> Mapping[int, int]:
     """Tensors on the way from sums to results, through light work alone, and how many sums go together."""
+    key = ("combined", topology)
+    if key not in program.known:
+        program.known[key] = _combined(program, topology)
+    return program.known[key]
+
+
+def _combined(program: Program, topology: Topology) -> Mapping[int, int]:
     if any(w.kind == "shared" for name in topology.mesh.names for w in topology.link(name).wires):
         return {}
     ending = on_the_way(program, set(program.outputs))
@@ -40,8 +50,33 @@ def combined(program: Program, topology: Topology) -> Mapping[int, int]:
     for i in np.flatnonzero(a.of_kind("scan_ys", "scan_sum")).tolist():
         adds[i] = _waits(program.operators[i], program)
     adds &= (a.repeat == 1) & (np.bincount(a.maker, ends, len(adds)) > 0)
-    together = int(adds.sum())
-    return dict.fromkeys(ending, together) if together > 1 else {}
+    depth = _depths(program, adds, ends)
+    most = np.zeros(len(adds), dtype=np.int64)
+    np.maximum.at(most, a.maker, depth)
+    count = np.bincount(most[adds], minlength=2)
+    return {t: int(count[depth[t]]) for t in sorted(ending) if depth[t] and count[depth[t]] > 1}
+
+
+def _depths(program: Program, adds: Bools, ends: Bools) -> Ints:
+    """(tensors,) the most sums on a way that ends in each, going through tensors that only end in results."""
+    a = program.arrays
+    order, begin = a.by_tensor
+    depth = np.zeros(len(a.maker), dtype=np.int64)
+    sums, level = np.flatnonzero(adds), 0
+    while len(sums):
+        level += 1
+        reached = np.zeros(len(a.maker), dtype=bool)
+        new = a.result[spans(a.result_begin[sums], a.result_begin[sums + 1])]
+        after = np.zeros(len(adds), dtype=bool)
+        while len(new):
+            reached[new] = True
+            readers = np.unique(a.reader[order[spans(begin[new], begin[new + 1])]])
+            after[readers] = True
+            made = a.result[spans(a.result_begin[readers], a.result_begin[readers + 1])]
+            new = made[ends[made] & ~reached[made]]
+        depth[reached] = level
+        sums = np.flatnonzero(after & adds)
+    return depth
 
 
 def _waits(op: Operator, program: Program) -> bool:

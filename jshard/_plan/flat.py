@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jshard._cost.redistribute import Step, steps as redistribution
+from jshard._cost.redistribute import Step
 from jshard._layout import Layout
+from jshard._numbers import packed
 from jshard._program.arrays import Bools, Floats, Ints
-from jshard._rules.rule import reduced_axes
 
 
 if TYPE_CHECKING:
@@ -163,22 +163,15 @@ def _paths(
 ) -> tuple[Ints, tuple[tuple[Step, ...], ...], Ints]:
     """Which path each move takes, the paths, and how many collectives each path has."""
     a, listed = choice.program.arrays, list(layouts)
-    key = (a.kind[tensor] * len(listed) + source) * len(listed) + target
+    sums = np.ones(len(a.maker), dtype=np.int64)
+    sums[np.fromiter(choice.together, np.int64, len(choice.together))] = list(choice.together.values())
+    key = packed(a.kind[tensor], source, target, sums[tensor])
     _, first, path = np.unique(key, return_index=True, return_inverse=True)
-    paths = tuple(
-        redistribution(
-            listed[source[m]], listed[target[m]], choice.program.tensors[tensor[m]].shape, choice.topology
-        )
-        for m in first.tolist()
-    )
+    paths = tuple(choice.path(int(tensor[m]), listed[source[m]], listed[target[m]]) for m in first.tolist())
     return path, paths, np.array([sum(s.kind != "slice" for s in p) for p in paths], dtype=np.int64)
 
 
 def _finishing(choice: Choice) -> Ints:
-    """(operators,) 1 where an operator finishes a reduction itself."""
+    """(operators,) how many collectives an operator writes itself."""
     form, some = choice.alike
-    own = []
-    for op in some:
-        rule, candidate = choice.states[op].rule, choice.candidate(op)
-        own.append(candidate is not None and bool(reduced_axes(rule, candidate, choice.topology.mesh)))
-    return np.array(own, dtype=np.int64)[form]
+    return np.array([len(choice.own(op)) for op in some], dtype=np.int64)[form]

@@ -41,11 +41,16 @@ _KINDS: dict[str, CollectiveKind] = {
 
 @dataclasses.dataclass(frozen=True)
 class Own:
-    """A collective that the user wrote: one execution of it, how many there are, the block before it."""
+    """A collective that the user wrote: one execution of it, how many there are, the block before it.
+
+    `turn`: it is in a loop whose turns nobody knows, and `count` is that of one turn.
+    """
 
     collective: Collective
     count: float
     block: tuple[int, ...]
+    dtype: str
+    turn: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +96,9 @@ def inside(jaxpr: Any, topology: Topology) -> Inside:
         for a in op.operands if axes else ():
             held: Any = a.aval if isinstance(a, Literal) else program.tensors[a]
             nbytes = math.prod(held.shape) * (4 if isinstance(a, Literal) else held.itemsize)
+            sent = collectives.collective(kind, axes, nbytes, topology)
             own.append(
-                Own(collectives.collective(kind, axes, nbytes, topology), op.repeat, tuple(held.shape))
+                Own(sent, op.repeat, tuple(held.shape), str(held.dtype), op.id in program.in_open_loops)
             )
     return Inside(seconds, tuple(own))
 

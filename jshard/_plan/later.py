@@ -22,9 +22,9 @@ Row = TypeVar("Row")
 
 
 class Later(Sequence[Row]):
-    """A tuple of `count` rows that `make` gives when they are needed; equal to that tuple."""
+    """A tuple of rows that `make` gives when they are needed, equal to it; `count` of them, where that is known."""
 
-    def __init__(self, count: int, make: Callable[[], tuple[Row, ...]]):
+    def __init__(self, count: int | None, make: Callable[[], tuple[Row, ...]]):
         self._count = count
         self._make: Callable[[], tuple[Row, ...]] | None = make
         self._rows: tuple[Row, ...] = ()
@@ -36,7 +36,7 @@ class Later(Sequence[Row]):
         return self._rows
 
     def __len__(self) -> int:
-        return self._count
+        return len(self.rows()) if self._count is None else self._count
 
     def __getitem__(self, index: Any) -> Any:
         return self.rows()[index]

@@ -26,7 +26,6 @@ from typing import Any
 
 import numpy as np
 
-from jshard._cost import redistribute
 from jshard._cost.in_place import CARRIES
 from jshard._cost.memory import is_heavy
 from jshard._cost.residency import reuses
@@ -79,7 +78,7 @@ class _Writer:
         self.operators()
         self.readers()
         for c in self.problem.carries:
-            if self.split(c.tensor):
+            if self.split(c.tensor) and not c.twins:
                 self.copy(c)
         found = np.array(self.holdings, dtype=np.int64).reshape(-1, 4)
         memory = Memory(found[:, 1:3], tuple(self.usage), found[:, 0], found[:, 3], None)
@@ -237,7 +236,7 @@ class _Writer:
         kinds = ("same", "moved", "view") if fluid else ("same", "moved")
         n = len(layouts) * len(kinds)
         key = (
-            "copy", id(c.source), id(c.target), tensor.shape, tensor.itemsize, c.times, c.whole, c.together,
+            "copy", id(c.source), id(c.target), tensor.shape, tensor.itemsize, c.times, c.returned, c.together,
             by_source, fluid,
         )  # fmt: skip
         if key not in self.ids:
@@ -310,16 +309,9 @@ class _Writer:
 
     def tables(self, c: Carry, by_source: bool, fluid: bool) -> list[np.ndarray]:
         """Tables maker x copy and copy x reader: one tells the layout, the other allows and charges."""
-        tensor, topology = self.program.tensors[c.tensor], self.problem.topology
+        tensor, tables = self.program.tensors[c.tensor], self.problem.tables
         sources, targets = c.source.layouts, c.target.layouts
-        moved = (
-            redistribute.table(sources, targets, tensor.shape, tensor.itemsize, topology, c.together)
-            * c.times
-        )
-        if c.whole:
-            cut = [{a for d in lay.dims for a in d} for lay in targets]
-            scatters = np.array([[not k.isdisjoint(lay.partial) for k in cut] for lay in sources])
-            moved = np.where(scatters, np.inf, moved)
+        moved = c.times * tables.seconds(c.source, c.target, tensor, c.returned, c.together)
         same = np.array([[a == b for b in targets] for a in sources])
         kinds = [np.where(same, 0.0, np.inf), np.where(same, np.inf, moved)]
         if fluid:

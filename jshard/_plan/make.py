@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax
 import numpy as np
 
 from jshard import _jaxcompat as compat
+from jshard._cost.memory import PRODUCTS
 from jshard._errors import MemoryBudgetError, PlanMismatchError, SearchError
 from jshard._layout import Layout
 from jshard._plan.again import Again
@@ -20,12 +22,14 @@ from jshard._plan.network import Pins, Problem, problem
 from jshard._plan.peak import Profile, profile
 from jshard._plan.plan import Plan
 from jshard._plan.propagate import propagate
+from jshard._plan.replication import REPLICATION_PRICE
 from jshard._plan.schedule import Choice, Schedule, choice_of, schedule
+from jshard._plan.schedule_cost import ScheduleCost, schedule_cost
 from jshard._plan.settle import settled
 from jshard._plan.states import Interner
 from jshard._program.graph import Program, rule_boundaries
 from jshard._program.uncollected import uncollected
-from jshard._search import Contradiction, CostNetwork, Solution, evaluate, solve
+from jshard._search import Contradiction, CostNetwork, Solution, solve
 from jshard._topology import Topology
 from jshard._wish.entries import Pin, allows
 
@@ -42,12 +46,15 @@ class Wish:
     memory_limit: float | None = None
     seconds: float = 60.0
     gap: float = 0.0
+    replication_price: float = REPLICATION_PRICE
     # Under a budget and for the least peak the effort is counted, so that every machine finds the same plan. The
     # seconds only end what takes far longer than it should.
     limited_seconds: float = 240.0
     limited_gap: float = 0.005
     # (operator, side, index, key, test of layouts): what `Plan.why` forces, beside the user's pins
     forced: tuple[tuple[int, str, int, str, Callable[[Layout], bool]], ...] = ()
+    # Output operators that the user pinned, where `pins` has others: what `Plan.what_if` adds changes no price.
+    pinned_results: tuple[int, ...] | None = None
 
 
 @uncollected()
@@ -58,28 +65,39 @@ def make_plan(
     fixed = {
         op: list(pins) for op, pins in network_pins(wish.pins, topology, rule_boundaries(program)).items()
     }
+    forced: dict[int, list] = {}
     for op, side, k, key, test in wish.forced:
-        fixed.setdefault(op, []).append((side, k, key, test))
-    searched = wish.search != "propagation"
+        forced.setdefault(op, []).append((side, k, key, test))
 
-    def built(rules: bool = searched) -> Problem:
+    def problem_of(**options: Any) -> Problem:
+        options = {"replication_price": wish.replication_price, **options}
         return problem(
-            program, topology, fixed, level=wish.level, ties=wish.ties,
-            donated=wish.donated, whole_sums=rules, spread=rules,
+            program, topology, fixed, forced=forced, pinned_results=wish.pinned_results, level=wish.level,
+            ties=wish.ties, donated=wish.donated, **options,
         )  # fmt: skip
 
-    if searched:
+    built = problem_of(second_copies=wish.level != 1)
+    if wish.search != "propagation":
         try:
-            answer = _solve(built, wish, on_progress)
+            answer = _solve(built, wish, problem_of, on_progress)
         except Contradiction as e:
-            raise named(e, built(), fixed) from None
+            every = {op: [*fixed.get(op, ()), *forced.get(op, ())] for op in {**fixed, **forced}}
+            raise named(e, built, every) from None
     else:
         configured = {op for op, *_ in (*wish.pins, *wish.forced)}
-        network = built()
-        assignment, objective, bound, steps = propagate(network, configured)
-        answer = _answer(network, wish, assignment, bound, steps, objective)
+        assignment, steps = propagate(built, configured)
+        answer = _answer(built, wish, assignment, 0.0, steps, settle=False)
+    answer = _proved(answer)
     plan = describe(
-        answer.made, wish, answer.objective, answer.bound, answer.steps, answer.built, answer.held
+        answer.made,
+        wish,
+        answer.found,
+        answer.objective,
+        answer.bound,
+        answer.steps,
+        answer.held,
+        answer.unpriced,
+        SINGLE_COPIES if wish.level != 1 and answer.built.single_copies else "",
     )
     if wish.memory_limit is not None and plan.cost.peak_bytes > wish.memory_limit:
         _refuse_budget(plan, wish.memory_limit, answer.least)
@@ -89,28 +107,41 @@ def make_plan(
     return dataclasses.replace(plan, search_again=again), answer.made
 
 
+SINGLE_COPIES = "plans with a single shared copy a tensor"
+
 _WORTH = 0.95  # of the peak: for less nothing is moved again, since compilers follow such a plan only so far
+_ROUNDING = 1e-9  # relative: the network adds up the same terms in another order
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Answer:
-    """A schedule with its objective and bound, its cost in the network and its true peak.
+    """A schedule with what it costs and holds, and the bound of the search that found it.
 
-    `least`: no plan needs fewer bytes, where that is known.
+    `least`: no plan needs fewer bytes, where that is known. `unpriced`: as in `Cost`.
     """
 
     built: Problem
+    wish: Wish
     made: Schedule
-    objective: float
+    found: ScheduleCost
     bound: float
     steps: tuple[str, ...]
-    cost: float
     held: Profile
     least: float = 0.0
+    unpriced: float = 0.0
 
     @property
     def peak(self) -> float:
         return self.held.peak
+
+    @property
+    def cost(self) -> float:
+        """Seconds by the schedule; at level 1 those of a whole call, which break ties."""
+        return self.found.objective(self.wish.level)
+
+    @property
+    def objective(self) -> float:
+        return self.peak if self.wish.level == 1 else self.cost
 
     @property
     def interrupted(self) -> bool:
@@ -123,33 +154,44 @@ class _Answer:
         return dataclasses.replace(self, steps=(*self.steps, "an earlier part of the search was interrupted"))
 
 
+def _proved(answer: _Answer) -> _Answer:
+    """The bound as the plan may claim it: equal to the schedule's cost where only rounding lies between them.
+
+    A bound above the cost of a schedule would be no bound; nothing is claimed then, and the steps say so.
+    """
+    cost, bound = answer.objective, answer.bound
+    if abs(cost - bound) <= _ROUNDING * max(cost, bound):
+        return dataclasses.replace(answer, bound=cost)
+    if bound > cost:
+        said = f"the search's bound {bound:.6g} is above the schedule's cost {cost:.6g}: nothing is proved"
+        return dataclasses.replace(answer, bound=0.0, steps=(*answer.steps, said))
+    return answer
+
+
 def _answer(
-    built: Problem, wish: Wish, assignment: Any, bound: float, steps: Any, objective: float | None = None
+    built: Problem, wish: Wish, assignment: Any, bound: float, steps: Any, settle: bool = True
 ) -> _Answer:
-    """What an assignment stands for; copy variables at its end only repeat what the others say."""
+    """What an assignment stands for; variables of copies at its end only repeat what the others say."""
     assignment = np.asarray(assignment)[: built.network.size]
-    cost = evaluate(built.network, assignment)
     made = schedule(choice_of(built, tuple(assignment.tolist())))
-    held = profile(made, built.residency, wish.donated)
-    if objective is None and wish.level == 2:
+    held, found = profile(made, built.residency, wish.donated), schedule_cost(made, built)
+    if settle and wish.level == 2:
         other = settled(built, assignment, wish.ties)
         if other is not assignment:
             made_so = schedule(choice_of(built, tuple(other.tolist())))
-            held_so = profile(made_so, built.residency, wish.donated)
-            if held_so.peak <= max(held.peak, wish.memory_limit or 0.0):
-                made, held, cost = made_so, held_so, min(cost, evaluate(built.network, other))
+            held_so, found_so = profile(made_so, built.residency, wish.donated), schedule_cost(made_so, built)
+            cheap = found_so.objective(2) <= found.objective(2) * (1 + _ROUNDING)
+            if cheap and held_so.peak <= max(held.peak, wish.memory_limit or 0.0):
+                made, held, found = made_so, held_so, found_so
     least = 0.0 if wish.level == 1 else wish.memory_limit
     # XLA on CPU drops what keeps two equal collectives apart. For programs with loops, bodies move for themselves.
     apart = built.topology.chip.name != "cpu" and made.flat is not None
     if apart and least is not None and held.peak > least:
-        # The network charges every reader for its move: held or moved again, the time it counts is the same.
         made_so = schedule(dataclasses.replace(made.choice, regather=True))
         held_so = _under_way(made_so, profile(made_so, built.residency, wish.donated))
         if held_so.peak < _WORTH * held.peak:
-            made, held = made_so, held_so
-    return _Answer(
-        built, made, cost if objective is None else objective, float(bound), tuple(steps), cost, held
-    )
+            made, held, found = made_so, held_so, schedule_cost(made_so, built)
+    return _Answer(built, wish, made, found, float(bound), tuple(steps), held)
 
 
 def _under_way(made: Schedule, held: Profile) -> Profile:
@@ -162,49 +204,67 @@ def _under_way(made: Schedule, held: Profile) -> Profile:
 
 
 def _solve(
-    problem_of: Callable[..., Problem], wish: Wish, on_progress: Callable[..., None] | None
+    built: Problem,
+    wish: Wish,
+    problem_of: Callable[..., Problem],
+    on_progress: Callable[..., None] | None,
 ) -> _Answer:
-    """Search by level; a budget that the free optimum keeps anyway costs nothing and leaves its proof whole.
-
-    `problem_of(rules=False)` is the problem in which products may be repeated and free results left scattered:
-    asked where nothing else is left.
-    """
-    built = problem_of()
+    """Search by level; a budget that the free optimum keeps anyway costs nothing and leaves its proof whole."""
     if wish.level == 1:
         return _least_peak(built, wish, on_progress)
-    note = ()
-    try:
-        s = solve(built.network, gap=wish.gap, seconds=wish.seconds, on_progress=on_progress)
-    except SearchError:
-        built, note = (
-            problem_of(rules=False),
-            ("the pins leave only plans that repeat products or scatter free results",),
-        )
-        s = solve(built.network, gap=wish.gap, seconds=wish.seconds, on_progress=on_progress)
-    answer = _answer(built, wish, s.assignment, s.bound, (*s.steps, *note))
+    answer = _quickest(built, wish, on_progress)
     if wish.memory_limit is None or answer.peak <= wish.memory_limit:
-        return answer
+        return _with_price_of_cutting(answer, problem_of)
+    built = problem_of(second_copies=False)
     answer = _within(built, wish, answer, on_progress)
     if answer.peak <= wish.memory_limit:
         return answer
-    loose = problem_of(rules=False)
-    other = _least_peak(loose, wish, on_progress, answer).after(answer)
-    if other.peak > wish.memory_limit:
-        return other
-    s = solve(loose.network, gap=wish.limited_gap, seconds=wish.limited_seconds, on_progress=on_progress)
-    note = ("the budget left only plans that repeat products or scatter free results",)
-    return dataclasses.replace(other, objective=other.cost, bound=s.bound, steps=(*other.steps, *note))
+    # Plans that fit may have to repeat products: what they pay for it is counted, but not searched by.
+    loose = problem_of(replication_price=0.0, price_of_scattering=False, second_copies=False)
+    other = _least_peak(loose, wish, on_progress).after(answer)
+    if answer.peak < other.peak:
+        other = dataclasses.replace(answer, least=other.least)
+    return dataclasses.replace(other, built=built, found=schedule_cost(other.made, built), bound=answer.bound)
 
 
-def _least_peak(
-    built: Problem, wish: Wish, on_progress: Callable[..., None] | None, free: _Answer | None = None
-) -> _Answer:
+def _quickest(built: Problem, wish: Wish, on_progress: Callable[..., None] | None) -> _Answer:
+    """The plan of least time without a budget."""
+    s = solve(built.network, gap=wish.gap, seconds=wish.seconds, on_progress=on_progress)
+    return _answer(built, wish, s.assignment, s.bound, s.steps)
+
+
+def _with_price_of_cutting(answer: _Answer, problem_of: Callable[..., Problem]) -> _Answer:
+    """With what a plan would cost without the price of repeated products, where latency is all that this one pays.
+
+    Only there can repeating all products be quicker than what the plan communicates: elsewhere nothing is searched.
+    """
+    wish, built, found = answer.wish, answer.built, answer.found
+    products = [
+        float(s) for i, s in zip(_equations(built.program), found.seconds, strict=True)
+        if built.program.operators[i].primitive in PRODUCTS
+    ]  # fmt: skip
+    every = sum(products) * (built.topology.mesh.total - 1)
+    if not wish.replication_price or answer.interrupted or found.communication <= every:
+        return answer
+    free = problem_of(replication_price=0.0)
+    other = solve(free.network, gap=wish.limited_gap, seconds=wish.seconds)
+    quick = _answer(free, wish, other.assignment, other.bound, ())
+    if quick.peak > (wish.memory_limit or math.inf) or quick.cost >= answer.cost - found.price:
+        return answer
+    return dataclasses.replace(answer, unpriced=quick.cost)
+
+
+def _equations(program: Program) -> list[int]:
+    return np.flatnonzero(program.arrays.of_kind("eqn")).tolist()
+
+
+def _least_peak(built: Problem, wish: Wish, on_progress: Callable[..., None] | None) -> _Answer:
     """The plan of least peak, as counted over the schedules of what several searches find.
 
     The bound is that of the network that counts only what every plan holds; the other is nearer to the schedules.
     A plan that is as good as least, and faster, is taken instead.
     """
-    found: list[_Answer] = [free] if free is not None else []
+    found: list[_Answer] = []
 
     def search(network: CostNetwork, ties: bool) -> float:
         s = solve(
@@ -220,9 +280,9 @@ def _least_peak(
         search(limited(built), ties=True)
     steps = found[-1].steps
     if not any(a.interrupted for a in found):
-        if free is None:  # the network does not see every copy; the plan of least time sometimes makes fewer
-            other = solve(built.network, gap=wish.limited_gap, seconds=wish.limited_seconds)
-            found.append(_answer(built, wish, other.assignment, bound, other.steps))
+        # The network does not see every copy; the plan of least time sometimes makes fewer.
+        other = solve(built.network, gap=wish.limited_gap, seconds=wish.limited_seconds)
+        found.append(_answer(built, wish, other.assignment, bound, other.steps))
         found.remove(rough)
         if rough.peak < min(a.peak for a in found):
             search(sure, ties=True)
@@ -231,9 +291,7 @@ def _least_peak(
     if wish.level != 1:  # a budget: all within it are as good
         near = max(near, wish.memory_limit or 0.0)
     best = min((a for a in found if a.peak <= near), key=lambda a: (a.cost, a.peak))
-    return dataclasses.replace(
-        best, objective=best.peak, bound=min(bound, best.peak), least=bound, steps=steps
-    )
+    return dataclasses.replace(best, bound=bound, least=bound, steps=steps)
 
 
 def _within(built: Problem, wish: Wish, free: _Answer, on_progress: Callable[..., None] | None) -> _Answer:

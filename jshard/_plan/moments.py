@@ -271,7 +271,7 @@ def _loop_ends(program: Program) -> dict[int, tuple[int, int]]:
     for call in calls_of(program.body):
         body = max(_inside(call), default=-1)
         end = max([body, *call.boundary.get("ys", ())])
-        for role in ("const", "carry", "xs"):
+        for role in ("test", "const", "carry", "xs"):
             found.update((i, (body + 1, end)) for i in call.boundary.get(role, ()) if i < end)
     return found
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import NamedSharding
 
+from jshard._calls import checked
 from jshard._errors import PlanMismatchError, ShardError
 from jshard._layout import Layout, MeshAxes
 from jshard._plan.again import Again
@@ -24,6 +26,8 @@ from jshard._plan.rows import (
     CollectiveRow as CollectiveRow,
     Cost as Cost,
     Decision as Decision,
+    EntryRow as EntryRow,
+    LocalRow as LocalRow,
     Memory as Memory,
     Need as Need,
     OperatorRow as OperatorRow,
@@ -38,6 +42,7 @@ from jshard._report.markdown import markdown
 from jshard._report.text import coloured, text
 from jshard._report.trace import trace_json
 from jshard._report.why import Why, why
+from jshard._wish.entries import a_type
 
 
 if TYPE_CHECKING:
@@ -53,7 +58,8 @@ class Plan:
 
     `boundaries` are where values enter, go round and leave loops and branches: they compute nothing, and one layout
     holds on both sides. `verification` is what `f.plan(..., verify=True)` found in the compiled
-    program, `physics` what nothing with these placements could avoid.
+    program, `physics` what nothing with these placements could avoid, `entry` the arguments that `f.plan` was given
+    and that lie elsewhere than the plan has them: they are moved before every such call.
 
     >>> import jax, jax.numpy as jnp, jshard
     >>> f = jshard.shard(lambda x, w: jax.nn.relu(x @ w), in_strategy=((1, 1), None))
@@ -79,7 +85,9 @@ class Plan:
     memory: Memory = Memory()
     physics: Physics = Physics()
     boundaries: Sequence[OperatorRow] = ()
+    local: Sequence[LocalRow] = ()
     steps: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    entry: tuple[EntryRow, ...] = dataclasses.field(default=(), compare=False)
     jax_mesh: Any = dataclasses.field(default=None, compare=False, repr=False)
     in_tree: Any = dataclasses.field(default=None, compare=False, repr=False)
     out_tree: Any = dataclasses.field(default=None, compare=False, repr=False)
@@ -120,19 +128,30 @@ class Plan:
     def __rich__(self) -> Any:
         return coloured(self)
 
+    @checked
     def ir(self, local: bool = False) -> str:
         """One line an operator with its `in_strategy`; `local=True`: per-device shapes and inserted collectives."""
         return ir(self, local)
 
+    @checked
     def verify(self, compiled: Any) -> Verification:
         """What the compiler emitted against what the plan predicted; `compiled` is `f.lower(...).compile()`."""
         from jshard._verify.of_plan import verify_plan  # here, so that `import jshard` stays light
 
+        if not _is_compiled(compiled):
+            lowered = isinstance(compiled, jax.stages.Lowered)
+            raise ShardError(
+                f"verify takes a compiled program, not {a_type(compiled)}",
+                where="Plan.verify",
+                fix="plan.verify(lowered.compile())" if lowered
+                else "plan.verify(f.lower(*args).compile()), or f.plan(*args, verify=True)",
+            )  # fmt: skip
         return verify_plan(self, compiled)
 
     def _repr_html_(self) -> str:
         return fragment(self)
 
+    @checked
     def to_html(self, path: str | Path) -> None:
         """Write the report as one HTML page that works offline, in light and dark."""
         Path(path).write_text(page(self), encoding="utf-8")
@@ -145,14 +164,25 @@ class Plan:
         """The operator graph in Graphviz' language, alike operators folded."""
         return dot(self)
 
+    @checked
     def to_trace(self, path: str | Path, devices: int = 1) -> None:
         """Write the predicted timeline of one device (or more) as a Chrome trace, for ui.perfetto.dev."""
+        if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+            raise ShardError(f"devices={devices!r}", where="Plan.to_trace", fix="how many to draw: devices=2")
         Path(path).write_text(trace_json(self, devices), encoding="utf-8")
 
+    @checked
     def diff(self, other: Plan) -> Difference:
         """What `other` does differently: layouts, strategies, traffic, cost; empty (and false) when nothing."""
+        if not isinstance(other, Plan):
+            raise ShardError(
+                f"diff takes a plan, not {a_type(other)}",
+                where="Plan.diff",
+                fix="a Plan, as f.plan(*args) or jshard.Plan.load(path) gives it",
+            )
         return diff(self, other)
 
+    @checked
     def why(self, name: str, on_progress: Callable[[int, int], None] | None = None) -> Why:
         """Every other way to cut a tensor or an operator, and what the whole plan would then cost.
 
@@ -169,8 +199,15 @@ class Plan:
 
         Each alternative is a search of its own. A plan that was read from a file cannot search: a `ShardError`.
         """
+        if not isinstance(name, str):
+            raise ShardError(
+                f"why takes a name, not {a_type(name)}",
+                where="Plan.why",
+                fix=f"a name as plan.ir() shows it, such as {self.inputs[0].path if self.inputs else 'result'!r}",
+            )
         return why(self, self._again("why"), name, on_progress)
 
+    @checked
     def what_if(self, **pins: Any) -> tuple[Plan, Difference]:
         """The plan with these pins beside the others (None frees one), and how it differs from this one.
 
@@ -215,9 +252,19 @@ class Plan:
         return "{\n" + ",\n".join(parts) + "\n}\n"
 
     @staticmethod
+    @checked
     def from_json(text: str) -> Plan:
         """Read `to_json`'s text; another version is refused."""
-        data = json.loads(text)
+        try:
+            data = json.loads(text)
+        except ValueError:
+            data = None
+        if not isinstance(data, dict):
+            raise PlanMismatchError(
+                "this is no plan",
+                where="Plan.load",
+                fix="a file that plan.save(path) wrote, or plan.to_json()",
+            )
         version = data.pop("jshard", None)
         if version != VERSION:
             raise PlanMismatchError(
@@ -225,9 +272,18 @@ class Plan:
                 where="Plan.load",
                 fix="plan again with this version: plan = f.plan(*args); plan.save(path)",
             )
+        lacks = [
+            f.name for f in dataclasses.fields(Plan) if f.default is f.default_factory and f.name not in data
+        ]
+        if lacks:
+            raise PlanMismatchError(
+                f"this plan lacks {', '.join(lacks[:3])}",
+                where="Plan.load",
+                fix="a file that plan.save(path) wrote, whole",
+            )
         rows = {
             "inputs": TensorRow, "outputs": TensorRow, "operators": OperatorRow, "collectives": CollectiveRow,
-            "boundaries": OperatorRow,
+            "boundaries": OperatorRow, "local": LocalRow,
         }  # fmt: skip
         for key, kind in rows.items():
             data[key] = tuple(kind(**_rich(r)) for r in data.get(key, ()))
@@ -242,14 +298,28 @@ class Plan:
         )
         return Plan(**data)
 
+    @checked
     def save(self, path: str | Path) -> None:
         """Write the plan to a JSON file."""
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
     @staticmethod
+    @checked
     def load(path: str | Path) -> Plan:
         """Read a plan from a JSON file."""
+        if not isinstance(path, str | os.PathLike):
+            raise ShardError(
+                f"load takes a path, not {a_type(path)}", where="Plan.load", fix="Plan.load(path)"
+            )
         return Plan.from_json(Path(path).read_text(encoding="utf-8"))
+
+
+def _is_compiled(program: Any) -> bool:
+    """Whether a value is a compiled program, or the text of one."""
+    if isinstance(program, str):
+        return program.lstrip().startswith("HloModule")
+    compiled = hasattr(program, "as_text") and not isinstance(program, jax.stages.Lowered | jax.stages.Traced)
+    return compiled or hasattr(program, "collectives") and not isinstance(program, Plan)
 
 
 def _dumps(x: Any) -> str:

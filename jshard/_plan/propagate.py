@@ -37,25 +37,20 @@ from jshard._layout import Layout
 from jshard._plan.network import Problem
 from jshard._plan.states import Choices
 from jshard._program.graph import Literal, Tensor
-from jshard._rules.rule import NONE, reduced_axes
-from jshard._search import Contradiction, evaluate, peak, solve
+from jshard._rules.rule import NONE, own_collectives
+from jshard._search import Contradiction, solve
 from jshard._topology import Topology
 
 
-def propagate(
-    problem: Problem, configured: Collection[int]
-) -> tuple[tuple[int, ...], float, float, tuple[str, ...]]:
-    """An assignment, its objective, a bound (0: propagation proves nothing) and one line on how it went."""
+def propagate(problem: Problem, configured: Collection[int]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """An assignment, and one line on how it went."""
     flood = _Flood(problem, configured)
     decided = flood.run()
     assignment = _rest(problem, decided)
-    net = problem.network
-    objective = peak(net, assignment) if problem.level == 1 else evaluate(net, assignment)
-    chosen = tuple(int(a) for a in assignment)
     line = (
         f"propagation from {len(configured)} configured operators decided {len(decided)}, the rest by search"
     )
-    return chosen, float(objective), 0.0, (line,)
+    return tuple(int(a) for a in assignment), (line,)
 
 
 class _Flood:
@@ -210,14 +205,15 @@ class _Flood:
     def own(self, op: int, k: int) -> float:
         """Bytes received to finish an operator's sums, and reductions that it does itself."""
         s, mesh = self.problem.states[op], self.mesh
-        total, c = 0.0, s.candidates[k]
-        over = reduced_axes(s.rule, c, mesh) if c is not None and s.op is not None else ()
+        total, c, topology = 0.0, s.candidates[k], self.problem.topology
+        if c is not None and s.op is not None:
+            for sent in own_collectives(s.rule, c, mesh, s.op.outs):
+                total += collective(sent.kind, sent.axes, sent.held, topology).bytes
         for r, choices in zip(self.program.operators[op].results, s.results, strict=True):
             lay = choices.of(k)
-            axes = (*lay.partial, *over)
-            if mesh.size(*axes) > 1:
+            if mesh.size(*lay.partial) > 1:
                 block = self.program.tensors[r].nbytes / lay.pieces(mesh)
-                total += collective("all_reduce", axes, block, self.problem.topology).bytes
+                total += collective("all_reduce", lay.partial, block, topology).bytes
         return total
 
 

@@ -27,12 +27,26 @@ class TensorRow:
 
 
 @dataclasses.dataclass(frozen=True)
+class EntryRow:
+    """An argument that is moved before a call: where it lies, where the plan has it, bytes that a device receives.
+
+    Such moves are no part of the program, nor of its cost: they happen while arguments come as they were given here.
+    """
+
+    path: str
+    lies: str
+    planned: str
+    bytes: float
+
+
+@dataclasses.dataclass(frozen=True)
 class OperatorRow:
     """An operator: how its operands and results are laid out, what it moves, how long it takes.
 
     `strategy` has the pieces per dimension of each operand; `collectives` the numbers of the collectives that
     bring its operands into place or finish its result; `seconds` one device's compute in all its `repeat` runs;
-    `reads` and `writes` the names of its operands ("" for a literal) and results.
+    `reads` and `writes` the names of its operands ("" for a literal) and results. `turn`: it is in a loop whose turns
+    nobody knows, and counts for one.
     """
 
     name: str
@@ -53,13 +67,15 @@ class OperatorRow:
     writes: tuple[str, ...] = ()
     operand_dtypes: tuple[str, ...] = ()
     result_dtypes: tuple[str, ...] = ()
+    turn: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveRow:
     """A collective: bytes received by each device and seconds of one execution, and how many there are.
 
-    `own`: the user wrote it, in a `jax.shard_map` of his; the plan counts it and changes nothing about it.
+    `turn`: it is in a loop whose turns nobody knows, and `count` is that of one turn. `dtype` is the tensor's. `own`: the
+    user wrote it, in a `jax.shard_map` of his; the plan counts it and changes nothing about it.
     """
 
     id: int
@@ -71,6 +87,8 @@ class CollectiveRow:
     operator: str
     tensor: str
     local: str
+    turn: bool = False
+    dtype: str = ""
     own: bool = False
 
     @property
@@ -80,12 +98,41 @@ class CollectiveRow:
 
 
 @dataclasses.dataclass(frozen=True)
+class LocalRow:
+    """One line of what a device does: `kind` is "operator", a collective or a slice, a boundary of a loop, or its frame.
+
+    `operator` is who runs, or for whom a step moves. `reads` and `writes` are names of values ("" for a literal), each
+    with its block's shape and element type. `id` is the number of a collective, -1 for others; `count` how often it
+    happens, of which `turn` counts one; `depth` how many bodies it stands in. A collective that an operator writes
+    itself reads and writes nothing: `bytes` is what a device gives to it.
+    """
+
+    kind: str
+    operator: str = ""
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    dtypes: tuple[str, ...] = ()
+    result_shapes: tuple[tuple[int, ...], ...] = ()
+    result_dtypes: tuple[str, ...] = ()
+    axes: tuple[str, ...] = ()
+    id: int = -1
+    count: float = 1.0
+    turn: bool = False
+    depth: int = 0
+    bytes: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
 class Cost:
     """What a plan costs: seconds a call by kind, peak bytes a device, and the search's proof.
 
     `objective` is what the level minimised (seconds, or bytes at level 1), `bound` the proved lower bound on it
     over all plans in the search space. `compute` are the seconds of one device, `redundant` the part of it
-    beyond an even share, `communication` all collectives.
+    beyond an even share, `communication` all collectives. `price` is what the objective counts beside them: for
+    products that are repeated and sums that are handed to the caller in pieces. `unpriced` is what a plan costs that
+    may repeat products for nothing but their time, where that was searched and is less; else 0. `space` says what plans
+    the bound is about, where it is not all of them.
     """
 
     objective: float
@@ -95,6 +142,9 @@ class Cost:
     communication: float
     peak_bytes: float
     unit: str = "s"
+    price: float = 0.0
+    unpriced: float = 0.0
+    space: str = ""
 
     @property
     def gap(self) -> float:
@@ -164,8 +214,7 @@ class Alternative:
     """One way to cut a tensor (pieces per dimension) or an operator (the same for each operand).
 
     `cost` is that of the whole plan when this is forced, in the plan's own unit; None with a `reason` where it
-    cannot be. `chosen` is what the plan does; `worse` says what a forced plan spends more on, `repeats` that it
-    computes more on each device.
+    cannot be. `chosen` is what the plan does; `worse` says what a forced plan spends more on.
     """
 
     cuts: tuple
@@ -173,4 +222,3 @@ class Alternative:
     chosen: bool = False
     reason: str = ""
     worse: str = ""
-    repeats: bool = False

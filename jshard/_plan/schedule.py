@@ -4,158 +4,39 @@ A solution says how each operator is cut. The schedule says what then happens, i
 one layout to another by these steps; run an operator on blocks of these layouts; run a loop. The lowering
 executes it, the predicted collectives are read off it, `ir(local=True)` prints it. So the three cannot differ.
 
-A value is named by its tensor and layout. A move is written once in a scope and found again by later readers
-of the same layout. Scopes are the bodies of loops, branches and `remat`: what is moved inside stays inside.
+A value is named by its tensor and layout. Programs without loops and calls are written as arrays (`flat.py`), others,
+and what is lowered, as objects (`writer.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jshard import _jaxcompat as compat
-from jshard._cost.redistribute import Step as RedistributionStep, steps as redistribution
-from jshard._layout import Layout
-from jshard._numbers import Ints, numbered, packed
+from jshard._plan.choice import Choice as Choice, Value as Value
 from jshard._plan.flat import Flat, flat
 from jshard._plan.network import Problem
-from jshard._plan.states import States
-from jshard._program.graph import Atom, Block, Call, Literal, Program, operators_of
-from jshard._rules.rule import Candidate, reduced_axes
-from jshard._topology import Topology
-
-
-Value = tuple[int, Layout]  # a tensor in a layout
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Choice:
-    """One state for every operator and one layout for every relay."""
-
-    program: Program
-    topology: Topology
-    states: tuple[States, ...]
-    state: tuple[int, ...]
-    relay: Mapping[int, Layout]
-    regather: bool = False  # the backward pass moves again what the forward pass moved, instead of holding it
-
-    @property
-    def producers(self) -> Sequence[tuple[int, int]]:
-        """For each tensor the (operator, result index) that makes it."""
-        return self.program.producers()
-
-    @functools.cached_property
-    def anew(self) -> np.ndarray:
-        """(operators,) whether an operator reads none of the copies that operators before the backward pass had made."""
-        ops = self.program.operators
-        if not self.regather:
-            return np.zeros(len(ops), dtype=bool)
-        return np.array(
-            [op.kind == "eqn" and compat.is_backward(op.prefix, op.eqn) for op in ops], dtype=bool
-        )
-
-    def candidate(self, op: int) -> Candidate | None:
-        """The candidate of an operator; None for inputs and outputs."""
-        return self.states[op].candidates[self.state[op]]
-
-    @functools.cached_property
-    def layouts(self) -> list[tuple[tuple[Layout, ...], tuple[Layout, ...]]]:
-        """For each operator the layouts of its operands and results; one object for all that are alike."""
-        alike: dict[tuple[int, int], tuple[tuple[Layout, ...], tuple[Layout, ...]]] = {}
-        out = []
-        for s, k in zip(self.states, self.state, strict=True):
-            found = alike.get((id(s), k))
-            if found is None:
-                found = tuple(c.of(k) for c in s.operands), tuple(c.of(k) for c in s.results)
-                alike[id(s), k] = found
-            out.append(found)
-        return out
-
-    @functools.cached_property
-    def values(self) -> list[Value]:
-        """Each tensor as it is made."""
-        layouts = self.layouts
-        return [(t, layouts[op][1][k]) for t, (op, k) in enumerate(self.producers)]
-
-    @functools.cached_property
-    def alike(self) -> tuple[Ints, list[int]]:
-        """For each operator a number of its states and state, and one operator of each number."""
-        which = np.unique(np.fromiter(map(id, self.states), np.int64, len(self.states)), return_inverse=True)[
-            1
-        ]
-        return numbered(packed(which, np.array(self.state, dtype=np.int64)))
-
-    def needed(self, op: int, operand: int) -> Layout:
-        """The layout in which an operator reads an operand."""
-        return self.states[op].operands[operand].of(self.state[op])
-
-    def made(self, tensor: int) -> Layout:
-        """The layout in which a tensor is made."""
-        a = self.program.arrays
-        op = int(a.maker[tensor])
-        return self.states[op].results[int(a.place[tensor])].of(self.state[op])
-
-    def kept(self, tensor: int) -> Layout:
-        """The layout in which a tensor is kept for its readers."""
-        return self.relay.get(tensor) or self.made(tensor)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Move:
-    """Bring a tensor from one layout into another; `reader` is the operator it is for (-1: several).
-
-    `numbers` gives each step its number among the program's collectives, -1 for slices. What is moved `again` is not
-    to be joined with what was moved before.
-    """
-
-    tensor: int
-    source: Layout
-    target: Layout
-    steps: tuple[RedistributionStep, ...]
-    repeat: float
-    reader: int
-    numbers: tuple[int, ...]
-    again: bool = False
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Run:
-    """Run an operator on values (or literals); `number` is that of its own collective, -1 for none."""
-
-    op: int
-    reads: tuple[Value | Literal, ...]
-    repeat: float = 1.0
-    number: int = -1
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Nested:
-    """Run a call: `entry` are the values that enter each body, `bodies` their schedules and what they return."""
-
-    call: Call
-    reads: tuple[Value | Literal, ...]
-    entry: tuple[tuple[Value, ...], ...]
-    bodies: tuple[tuple[Action, ...], ...]
-    returns: tuple[tuple[Value | Literal, ...], ...]
-
-
-Action = Move | Run | Nested
-
-
-_Written = tuple[tuple[Action, ...], tuple[Value | Literal, ...], tuple[Move | Run, ...]]
+from jshard._plan.writer import Action as Action, Move as Move, Nested as Nested, Run as Run, Written, write
+from jshard._program.graph import Literal
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Schedule:
     """The whole program: actions, and the values that are the results.
 
-    They are written when they are asked for: lowering does, a plan of a program without inner blocks does not.
+    They are written when they are asked for: lowering does, a plan of a program without inner blocks does not. With
+    `calls`, those with a derivative rule of their own stay calls.
     """
 
     choice: Choice
+    calls: bool = False
+
+    @functools.cached_property
+    def with_calls(self) -> Schedule:
+        """The same for a program that JAX differentiates."""
+        return Schedule(self.choice, calls=True)
 
     @functools.cached_property
     def flat(self) -> Flat | None:
@@ -163,8 +44,8 @@ class Schedule:
         return flat(self.choice)
 
     @functools.cached_property
-    def _written(self) -> _Written:
-        return _write(self.choice)
+    def _written(self) -> Written:
+        return write(self.choice, self.calls)
 
     @property
     def actions(self) -> tuple[Action, ...]:
@@ -198,7 +79,8 @@ def schedule(choice: Choice) -> Schedule:
 
 def _communicating(found: Flat) -> tuple[Move | Run, ...]:
     """The moves and operators of a flat schedule that communicate, as objects."""
-    program = found.choice.program
+    choice = found.choice
+    program = choice.program
     operators, tensors = program.operators, program.tensors
     a, layouts = program.arrays, found.layouts
 
@@ -227,232 +109,9 @@ def _communicating(found: Flat) -> tuple[Move | Run, ...]:
     runs = found.run_at >= 0
     runs[runs] = found.number[found.run_at[runs]] >= 0
     for op in np.flatnonzero(runs).tolist():
-        at = int(found.run_at[op])
-        begin = int(a.begin[op])
+        at, begin = int(found.run_at[op]), int(a.begin[op])
+        first = int(found.number[at])
         values = iter(found.value[begin : int(a.begin[op + 1])].tolist())
         reads = tuple([x if isinstance(x, Literal) else value(next(values)) for x in operators[op].operands])
-        out[at] = Run(op, reads, 1.0, int(found.number[at]))
+        out[at] = Run(op, reads, 1.0, tuple(range(first, first + len(choice.own(op)))))
     return tuple(out[k] for k in sorted(out))
-
-
-def _write(choice: Choice) -> _Written:
-    """The actions of a choice as objects."""
-    writer = _Writer(choice)
-    scope = _Scope({}, 1.0, [])
-    for i in choice.program.inputs:
-        for t in choice.program.operators[i].results:
-            writer.have(scope, t)
-    captured = {op.results[0] for op in choice.program.operators if op.kind == "const"}
-    for t in sorted(captured):
-        # Captured arrays are read by inner bodies directly, so they are brought into place first.
-        writer.keep(scope, t)
-    writer.constants = {v: v for v in scope.values if v[0] in captured}
-    writer.block(choice.program.body, scope)
-    outputs = tuple(writer.read(scope, i, 0) for i in choice.program.outputs)
-    return tuple(scope.actions), outputs, tuple(writer.communicating)
-
-
-@dataclasses.dataclass(eq=False)
-class _Scope:
-    values: dict[Value, Value]  # to itself, so that a value that is read many times is one object
-    repeat: float
-    actions: list[Action]
-
-
-class _Writer:
-    """Writes actions scope by scope; used once."""
-
-    def __init__(self, choice: Choice):
-        self.choice = choice
-        self.communicating: list[Move | Run] = []
-        self.count = 0
-        self.entered: dict[int, dict[int, Layout]] = {}
-        self.constants: dict[Value, Value] = {}
-        self.again: set[Value] = set()  # what the backward pass has moved for itself
-
-    def have(self, scope: _Scope, tensor: int) -> None:
-        value = self.choice.values[tensor]
-        scope.values[value] = value
-
-    def move(self, scope: _Scope, tensor: int, source: Layout, target: Layout, reader: int) -> Value:
-        value = (tensor, target)
-        again = (
-            reader >= 0 and bool(self.choice.anew[reader]) and value not in self.again and source != target
-        )
-        if again:
-            self.again.add(value)
-        if again or value not in scope.values:
-            shape = self.choice.program.tensors[tensor].shape
-            steps = redistribution(source, target, shape, self.choice.topology)
-            numbers = tuple(-1 if s.kind == "slice" else self.number() for s in steps)
-            m = Move(tensor, source, target, steps, scope.repeat, reader, numbers, again)
-            if any(n >= 0 for n in numbers):
-                self.communicating.append(m)
-            scope.actions.append(m)
-            scope.values[value] = value
-        return scope.values[value]
-
-    def number(self) -> int:
-        self.count += 1
-        return self.count - 1
-
-    def keep(self, scope: _Scope, tensor: int) -> Value:
-        """The value in which a tensor is kept, made now if it is not there yet."""
-        return self.move(scope, tensor, self.choice.made(tensor), self.choice.kept(tensor), -1)
-
-    def value(self, scope: _Scope, tensor: int, target: Layout, reader: int) -> Value:
-        there = scope.values.get((tensor, target))
-        kept = self.choice.kept(tensor)
-        at_hand = target in (kept, self.choice.made(tensor)) or not self.choice.anew[reader]
-        if there is not None and (at_hand or (tensor, target) in self.again):
-            return there
-        if (tensor, kept) not in scope.values and tensor in self.entered.get(id(scope), {}):
-            kept = self.entered[id(scope)][tensor]
-        else:
-            self.keep(scope, tensor)
-        return self.move(scope, tensor, kept, target, reader)
-
-    def read(self, scope: _Scope, op: int, operand: int) -> Value | Literal:
-        a = self.choice.program.operators[op].operands[operand]
-        if isinstance(a, Literal):
-            return a
-        return self.value(scope, a, self.choice.needed(op, operand), op)
-
-    def block(self, block: Block, scope: _Scope) -> None:
-        for step in block.steps:
-            if isinstance(step, int):
-                self.run(scope, step)
-            else:
-                write = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}.get(
-                    step.kind, self.alias
-                )
-                write(scope, step)
-
-    def run(self, scope: _Scope, op: int) -> None:
-        operator = self.choice.program.operators[op]
-        reads = tuple([self.read(scope, op, i) for i in range(len(operator.operands))])
-        rule, own = self.choice.states[op].rule, ()
-        if rule.reducer != "sum" and (candidate := self.choice.candidate(op)) is not None:
-            own = reduced_axes(rule, candidate, self.choice.topology.mesh)
-        action = Run(op, reads, scope.repeat, self.number() if own else -1)
-        if own:
-            self.communicating.append(action)
-        scope.actions.append(action)
-        for t in operator.results:
-            self.have(scope, t)
-
-    def inner(self, scope: _Scope, values: tuple[Value, ...], times: float = 1.0) -> _Scope:
-        return _Scope({**self.constants, **dict(zip(values, values, strict=True))}, scope.repeat * times, [])
-
-    def operands(self, scope: _Scope, call: Call) -> tuple[Value, ...]:
-        """The kept values of a call's operands; a sum is finished before it enters a rule of its own."""
-        seen = dict.fromkeys(a for a in call.operands if not isinstance(a, Literal))
-        values = [self.keep(scope, t) for t in seen]
-        if call.kind == "remat":
-            return tuple(values)
-        inside = operators_of(call.blocks[0])
-        for i, (t, layout) in enumerate(values):
-            if layout.partial:
-                reader, k = self.first_reader(inside, t)
-                target = self.choice.needed(reader, k) if reader >= 0 else layout.without_partial()
-                values[i] = self.move(scope, t, layout, target, reader)
-        return tuple(values)
-
-    def first_reader(self, inside: Sequence[int], tensor: int) -> tuple[int, int]:
-        for op in inside:
-            for k, a in enumerate(self.choice.program.operators[op].operands):
-                if a == tensor and not isinstance(a, Literal):
-                    return op, k
-        return -1, 0
-
-    def body(self, call: Call, k: int, scope: _Scope) -> None:
-        self.block(call.blocks[k], scope)
-
-    def finish(
-        self, outer: _Scope, call: Call, reads: tuple, entry: tuple, scopes: tuple, returns: tuple
-    ) -> None:
-        bodies = tuple(tuple(s.actions) for s in scopes)
-        outer.actions.append(Nested(call, reads, entry, bodies, returns))
-        for t in call.results:
-            self.have(outer, t)
-
-    def alias(self, scope: _Scope, call: Call) -> None:
-        entry = self.operands(scope, call)
-        inner = self.inner(scope, entry)
-        self.entered[id(inner)] = dict(entry)
-        self.body(call, 0, inner)
-        own_rule = call.kind != "remat"
-        returns = tuple(self.returned(inner, a, own_rule) for a in call.blocks[0].outputs)
-        self.finish(scope, call, entry, (entry,), (inner,), (returns,))
-        for v in returns:
-            if not isinstance(v, Literal):
-                scope.values.pop(self.choice.values[v[0]], None)
-                scope.values[v] = v
-
-    def returned(self, scope: _Scope, atom: Atom, own_rule: bool) -> Value | Literal:
-        """What an aliasing call hands back: the tensor as made; finished first if it is a sum under a rule."""
-        if isinstance(atom, Literal):
-            return atom
-        made = self.choice.values[atom]
-        if made in scope.values:
-            if own_rule and made[1].partial:
-                return self.move(scope, atom, made[1], self.wanted(atom), -1)
-            return made
-        return atom, self.entered[id(scope)].get(atom, self.choice.kept(atom))  # an operand handed through
-
-    def wanted(self, tensor: int) -> Layout:
-        """The layout in which a finished sum leaves: as it is kept, or as its one reader takes it."""
-        if tensor in self.choice.relay:
-            return self.choice.relay[tensor]
-        for op in self.choice.program.operators:
-            for k, a in enumerate(op.operands):
-                if not isinstance(a, Literal) and a == tensor:
-                    return self.choice.needed(op.id, k)
-        return self.choice.made(tensor).without_partial()
-
-    def results_of(self, ops: tuple[int, ...], k: int = 0) -> tuple[Value, ...]:
-        tensors = [self.choice.program.operators[i].results[k] for i in ops]
-        return tuple(self.choice.values[t] for t in tensors)
-
-    def scan(self, scope: _Scope, call: Call) -> None:
-        b = call.boundary
-        enter = (*b["const"], *b["carry"], *b["xs"])
-        reads = tuple(self.read(scope, i, 0) for i in enter)
-        entry = self.results_of(enter)
-        inner = self.inner(scope, entry, max(1, int(call.eqn.params["length"])))
-        self.body(call, 0, inner)
-        returns = tuple(self.read(inner, i, 1) for i in b["carry"]) + tuple(
-            self.read(inner, i, 0) for i in b["ys"]
-        )
-        self.finish(scope, call, reads, (entry,), (inner,), (returns,))
-
-    def while_loop(self, scope: _Scope, call: Call) -> None:
-        b = call.boundary
-        nc = call.eqn.params["cond_nconsts"]
-        enter = (*b["const"], *b["carry"])
-        reads = tuple(self.read(scope, i, 0) for i in enter)
-        const, carry = self.results_of(b["const"]), self.results_of(b["carry"])
-        tests = self.inner(scope, const[:nc] + carry)
-        self.body(call, 0, tests)
-        test = (self.read(tests, b["pred"][0], 0),)
-        turn = self.inner(scope, const[nc:] + carry)
-        self.body(call, 1, turn)
-        returns = tuple(self.read(turn, i, 1) for i in b["carry"])
-        self.finish(
-            scope, call, reads, (const[:nc] + carry, const[nc:] + carry), (tests, turn), (test, returns)
-        )
-
-    def cond(self, scope: _Scope, call: Call) -> None:
-        b = call.boundary
-        index = self.read(scope, b["pred"][0], 0)
-        entry = tuple(
-            self.keep(scope, a)
-            for a in dict.fromkeys(a for a in call.operands[1:] if not isinstance(a, Literal))
-        )
-        scopes, returns = [], []
-        for k in range(len(call.blocks)):
-            inner = self.inner(scope, entry)
-            self.body(call, k, inner)
-            returns.append(tuple(self.read(inner, i, k) for i in b["join"]))
-            scopes.append(inner)
-        self.finish(scope, call, (index, *entry), (entry,) * len(scopes), tuple(scopes), tuple(returns))

@@ -1,7 +1,10 @@
 """Seconds of one operator under each of its states: compute, the redundant part of it, its own communication.
 
 Compute is the roofline of a device's share of the work and of the bytes it reads and writes. What lies beyond an
-even share (all work over all devices) is redundant. Operators that finish a reduction themselves (a maximum over
+even share (all work over all devices) is redundant. A product that is repeated, though its dimensions and pins would
+let it be cut further, pays a price beside its time (`replication.py`).
+
+Operators that finish a reduction themselves (a maximum over
 a cut dimension) communicate on their own account; sums do not, they stay partial until a reader needs them.
 """
 
@@ -21,7 +24,7 @@ from jshard._plan.states import States
 from jshard._program.graph import Tensor
 from jshard._program.mapped import SHARD_MAP
 from jshard._rules.registry import Op
-from jshard._rules.rule import local_work, reduced_axes
+from jshard._rules.rule import local_work, own_collectives
 from jshard._topology import Topology
 
 
@@ -32,15 +35,27 @@ class Times:
     compute: np.ndarray
     redundant: np.ndarray
     own: np.ndarray
+    price: np.ndarray
     inside: Inside | None = None
 
     def objective(self, level: int) -> np.ndarray:
         """What a level counts: 0 the redundant part, 2 all compute (and so does 1, to break ties)."""
-        return (self.redundant if level == 0 else self.compute) + self.own
+        return (self.redundant if level == 0 else self.compute) + self.own + self.price
 
 
-def operator_times(s: States, reads: Sequence[int], writes: Sequence[int], topology: Topology) -> Times:
-    """Times of an operator that reads and writes the given operands and results in memory."""
+def operator_times(
+    s: States,
+    reads: Sequence[int],
+    writes: Sequence[int],
+    topology: Topology,
+    price: float = 0.0,
+    wished: States | None = None,
+) -> Times:
+    """Times of an operator that reads and writes the given operands and results in memory.
+
+    `price` is what each second of work counts that is repeated beyond the least of the states that the user's pins
+    allow (`replication.py`): those of `wished`, where `s` are fewer.
+    """
     assert s.op is not None
     mesh, chip = topology.mesh, topology.chip
     if s.op.primitive == SHARD_MAP:
@@ -61,13 +76,15 @@ def operator_times(s: States, reads: Sequence[int], writes: Sequence[int], topol
     seconds = np.maximum(local / rate, moved / chip.hbm_bandwidth)
     even = max(work / mesh.total / rate, sum(b for b, _ in tensors) / mesh.total / chip.hbm_bandwidth)
     own = np.zeros(len(s))
-    if s.rule.reduction and s.rule.reducer != "sum":
+    if s.rule.own or s.rule.reducer != "sum":
         for k, c in enumerate(s.candidates):
-            over = reduced_axes(s.rule, c, mesh) if c is not None else ()
-            for i, a in enumerate(s.op.outs if over else ()):
-                block = _bytes(a) / s.results[i].of(k).pieces(mesh)
-                own[k] += collectives.collective("all_reduce", over, block, topology).seconds
-    return Times(seconds, np.maximum(0.0, seconds - even), own)
+            for sent in own_collectives(s.rule, c, mesh, s.op.outs) if c is not None else ():
+                own[k] += collectives.collective(sent.kind, sent.axes, sent.held, topology).seconds
+    redundant = np.maximum(0.0, seconds - even)
+    if not price:
+        return Times(seconds, redundant, own, np.zeros(len(s)))
+    least = local if wished is None else local_work(wished.rule, wished.axes, mesh)
+    return Times(seconds, redundant, own, price * (local - least.min(initial=work)) / rate)
 
 
 def _hidden_work(op: Op) -> float:
@@ -88,7 +105,7 @@ def _mapped(s: States, topology: Topology) -> Times:
     ])  # fmt: skip
     seconds = np.full(len(s), found.compute)
     own = np.full(len(s), found.communication)
-    return Times(seconds, seconds * (1 - blocks / topology.mesh.total), own, found)
+    return Times(seconds, seconds * (1 - blocks / topology.mesh.total), own, np.zeros(len(s)), found)
 
 
 def _bytes(a: Any) -> float:

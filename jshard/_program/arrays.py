@@ -32,6 +32,9 @@ from jshard._numbers import Ints as Ints
 if TYPE_CHECKING:
     from jshard._program.graph import Program
 
+ENTRIES = ("scan_const", "scan_carry", "scan_sum", "scan_xs", "while_const", "while_carry")
+"""Boundary operators with a result that lives in the body of a loop."""
+
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
@@ -53,6 +56,7 @@ class Arrays:
     primitive: Ints  # (operators,) number of its kind and primitive
     primitives: dict[tuple[str, str], int]
     repeat: Floats  # (operators,)
+    result_repeat: Floats  # (tensors,) how often each comes into being
     literals: list[Any]  # those among the operands
     literal_op: Ints  # (literals,) whose operand each is
     literal_operand: Ints  # (literals,) which
@@ -112,9 +116,14 @@ def arrays_of(program: Program) -> Arrays:
     names: dict[tuple[str, str], int] = {}
     primitive = [names.setdefault((op.kind, op.primitive), len(names)) for op in ops]
     repeat = np.fromiter([op.repeat for op in ops], np.float64, n)
+    result_repeat = repeat[maker]
+    entering = [(kind, name) for kind, name in names if kind in ENTRIES]
+    for i in np.flatnonzero(np.isin(primitive, [names[e] for e in entering])).tolist():
+        result_repeat[list(ops[i].results)] = ops[i].result_repeat
     return Arrays(
         reader, operand, read, begin, result, result_begin, maker, place,
-        np.array(kind, dtype=np.int64), kinds, np.array(primitive, dtype=np.int64), names, repeat, *literals,
+        np.array(kind, dtype=np.int64), kinds, np.array(primitive, dtype=np.int64), names, repeat, result_repeat,
+        *literals,
     )  # fmt: skip
 
 

@@ -3,7 +3,8 @@
 A jaxpr nests: calls, loops, branches. The search wants it flat: one list of operators joined by tensors.
 So calls (`jit`, `remat`, custom rules) are walked into and their variables become the caller's tensors, and
 loops and branches get *boundary operators*: a scan's carry, for one, is an operator with two operands
-(initial value, value after a turn) and two results (value seen by the body, final value), all of one layout.
+(initial value, value after a turn) and two results (value seen by the body, final value), all of one layout;
+a `while` loop's has a result for the test as well.
 An operator in a loop body counts `repeat` times.
 
 The blocks keep the nesting for the lowering: a block is a sequence of steps, each one operator or one call
@@ -20,6 +21,7 @@ from typing import Any
 
 from jshard import _jaxcompat
 from jshard._program.arrays import Arrays, arrays_of
+from jshard._program.scopes import Scopes, scopes_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +71,8 @@ class Operator:
     """One equation of the program, or one boundary (`kind` says which).
 
     `operands` are tensor ids or literals, `results` tensor ids. `repeat` is how often the operator runs in one
-    call of the program; `operand_repeat` the same for moving each operand to it. `prefix` is the name stack of
-    the calls around it.
+    call of the program; `operand_repeat` the same for moving each operand to it, and `turns` how often each
+    result of a loop's boundary comes into being. `prefix` is the name stack of the calls around it.
     """
 
     id: int
@@ -83,6 +85,15 @@ class Operator:
     eqn: Any = None
     prefix: str = ""
     name: str = ""
+    turns: tuple[float, ...] = ()
+
+    @property
+    def result_repeat(self) -> tuple[float, ...]:
+        """How often each result comes into being in one call of the program.
+
+        What a loop hands to its body (constants, carries, slices) is there once a turn, what it hands out once a loop.
+        """
+        return self.turns or (self.repeat,) * len(self.results)
 
     @property
     def module(self) -> str:
@@ -99,8 +110,8 @@ class Operator:
 class Call:
     """Run blocks: `kind` is "remat", "custom_jvp", "custom_vjp", "scan", "while" or "cond".
 
-    `boundary` holds the ids of the boundary operators by role ("const", "carry", "xs", "ys", "pred", "join");
-    calls that only alias have none.
+    `boundary` holds the ids of the boundary operators by role ("test", "const", "carry", "xs", "ys", "pred", "join");
+    calls that only alias have none. `turns` is how often a loop's body runs; None when nobody knows: it counts once.
     """
 
     kind: str
@@ -110,6 +121,18 @@ class Call:
     blocks: tuple[Block, ...]
     boundary: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     prefix: str = ""
+    turns: int | None = 1
+
+    @property
+    def has_scope(self) -> bool:
+        """Whether what is moved inside stays inside: in loops and branches, and in a `remat` that computes again.
+
+        Compilers see no other calls, and would merge what is moved in two of them.
+        """
+        p = self.eqn.params
+        again = bool(p.get("differentiated")) and bool(p.get("prevent_cse", True))
+        given = any(not isinstance(a, Literal) for a in self.operands)
+        return bool(self.boundary) or self.kind == "remat" and again and given
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -128,7 +151,8 @@ class Program:
     `inputs` are the ids of the input operators, one for each flat argument, then one for each captured array
     (`constants` holds those values); `outputs` the ids of the output operators, one for each flat result.
     `pins` holds what `jshard.op` and constraints in the user's code fixed: (operator, "operand" or "result",
-    index, what was written). `traced` are the operators in the order of the trace, where that is another.
+    index, what was written). `traced` are the operators in the order of the trace, where that is another. `context`
+    is the mesh with Explicit axes in which it was traced, None for any other.
     """
 
     name: str
@@ -141,6 +165,7 @@ class Program:
     jaxpr: Any
     pins: tuple[tuple[int, str, int, Any], ...] = ()
     traced: tuple[int, ...] = ()
+    context: Any = None
 
     def consumers(self) -> Sequence[Sequence[tuple[int, int]]]:
         """For each tensor the (operator, operand index) pairs that read it."""
@@ -154,6 +179,18 @@ class Program:
     def arrays(self) -> Arrays:
         """Reads, makers and kinds of tensors as arrays."""
         return arrays_of(self)
+
+    @functools.cached_property
+    def scopes(self) -> Scopes:
+        """In which body each tensor is made and each operand is read."""
+        return scopes_of(self)
+
+    @functools.cached_property
+    def in_open_loops(self) -> frozenset[int]:
+        """Operators in loops whose turns nobody knows, the boundaries of those loops included."""
+        open_ = [call for call in calls_of(self.body) if call.turns is None]
+        inside = [i for call in open_ for block in call.blocks for i in operators_of(block)]
+        return frozenset([*inside, *(i for call in open_ for ids in call.boundary.values() for i in ids)])
 
     @functools.cached_property
     def known(self) -> dict[Any, Any]:

@@ -1,4 +1,4 @@
-"""Marks that `jshard.op` leaves in a traced program: identities that carry a pin.
+"""Marks in a traced program that carry a pin: those of `jshard.op`, and the shardings that JAX's functions take.
 
 An operand mark pins how the operators that read the value directly take it; a result mark pins the layout in
 which a value is made. Marks are primitives of our own, so they survive `jit`, `grad`, `vmap` and caches, and
@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
 from jshard import _jaxcompat as compat
 
 
@@ -18,22 +20,57 @@ PIN_OPERAND = "jshard_pin_operand"
 _RESULT = "jshard_pin_result"
 
 OWN_RESULT = "jshard_own_result"
+OUT_SHARDING = "out_sharding"
 
 operand_mark = compat.identity_primitive(PIN_OPERAND)
 result_mark = compat.identity_primitive(_RESULT)
 own_result = compat.identity_primitive(OWN_RESULT)
+out_sharding = compat.identity_primitive(OUT_SHARDING)
 
 
-def _sharding(eqn: Any) -> Any:
+def _constraint(eqn: Any) -> Any:
     return compat.constraint_of(eqn)
+
+
+def _reshard(eqn: Any) -> Any:
+    return _of_typed(compat.constraint_of(eqn))
+
+
+def _of_typed(sharding: Any) -> Any:
+    """A sharding of a mesh with Explicit axes, with what they leave to other axes open; None if it has none."""
+    kinds = getattr(getattr(sharding, "mesh", None), "axis_types", None) or ()
+    if AxisType.Explicit not in kinds:
+        return None  # what `auto_axes` does to types
+    if all(k == AxisType.Explicit for k in kinds):
+        return sharding
+    spec = PartitionSpec(*(PartitionSpec.UNCONSTRAINED if d is None else d for d in sharding.spec))
+    return NamedSharding(sharding.mesh, spec)
 
 
 PIN_RESULT: Mapping[str, Callable[[Any], Any]] = {
     _RESULT: lambda eqn: eqn.params["pin"],
-    "sharding_constraint": _sharding,
-    "reshard": _sharding,
+    "sharding_constraint": _constraint,
+    "reshard": _reshard,
 }
-"""Identities of the program whose result is pinned, and how to read the pin off the equation."""
+"""Identities of the program whose result is pinned, and how to read the pin off the equation; it may be None."""
+
+_REPEATS = frozenset(("broadcast_in_dim", "iota"))
+"""Of these JAX repeats the type even where it says nothing."""
+
+
+def asked_of_results(eqn: Any) -> tuple[Any, ...]:
+    """The sharding that the user's code asks of each result: `out_sharding=`, `device_put`, `jit(out_shardings=)`."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "device_put":
+        return tuple(params.get("devices", ()))
+    if "out_shardings" in params:
+        return tuple(params["out_shardings"])
+    wanted = params.get("out_sharding", params.get("sharding"))
+    if wanted is None or name in PIN_RESULT:
+        return ()
+    if name in _REPEATS and not any(d is not None for d in getattr(wanted, "spec", ())):
+        return ()
+    return (_of_typed(wanted),)
 
 
 def mark_operand(x: Any, pin: Any) -> Any:

@@ -11,26 +11,27 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from jax.sharding import NamedSharding
+
 from jshard import _jaxcompat as compat
 from jshard._errors import NestedShardError
-from jshard._program import marks
+from jshard._program import loops, marks
+from jshard._program.common import Known, written
 from jshard._program.graph import Atom, Block, Call, Literal, Operator, Program, Tensor
 from jshard._program.mapped import SHARD_MAP, pins_of
+from jshard._program.steady import INLINE, body_of
 from jshard._program.uncollected import uncollected
 
 
-_INLINE = {"jit", "pjit", "closed_call", "call", "core_call", "eval_jaxpr", "custom_vmap_call"}
 _ALIAS = {
     "remat2": "remat",
     "checkpoint": "remat",
     "custom_jvp_call": "custom_jvp",
     "custom_vjp_call": "custom_vjp",
 }
-INNER_PROGRAMS = frozenset({*_INLINE, *_ALIAS, "scan", "while", "cond"})
+_LOOPS = {"scan": loops.scan, "while": loops.while_loop, "cond": loops.cond}
+INNER_PROGRAMS = frozenset({*INLINE, *_ALIAS, *_LOOPS})
 """Primitives that are walked into and rebuilt as themselves."""
-
-_ADDING = frozenset(("add", "add_any", "sub", "scan_sum"))
-_BODY = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
 
 
 @uncollected()
@@ -44,9 +45,7 @@ def build(
     """
     opened, consts = compat.open_jaxpr(jaxpr)
     opened = compat.without_dead_code(opened)
-    return _Builder(name).program(
-        jaxpr, opened, consts, list(input_names), list(output_names), list(captured)
-    )
+    return Builder(name).program(jaxpr, opened, consts, list(input_names), list(output_names), list(captured))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -64,8 +63,8 @@ def _frozen(kind: Any, fields: dict[str, Any]) -> Any:
     return made
 
 
-class _Builder:
-    """Collects tensors and operators while the jaxpr is walked; used once and thrown away."""
+class Builder:
+    """Collects tensors and operators while the jaxpr is walked, with `loops`; used once and thrown away."""
 
     def __init__(self, name: str):
         self.name = name
@@ -74,6 +73,14 @@ class _Builder:
         self.constants: list[Any] = []
         self.const_ids: dict[int, int] = {}
         self.marked = False  # has any operand been pinned yet?
+        self.path: list[Any] = []  # places of the calls and loops around what is walked
+        # What was moved out of loops, by the place of its equation: around how many loops, and the results there.
+        self.moved: dict[tuple[Any, ...], tuple[int, Sequence[Any]]] = {}
+        self.frames: list[loops.Frame] = []  # of the loops around
+        self.captured: set[Atom] = set()  # tensors of captured arrays: every body reads them as they are
+        self.names: set[str] = set()  # of tensors
+        self.known = Known()
+        self.literals: dict[int, tuple[Literal, Any]] = {}  # by identity; kept, so that no other gets it
         self.repeats: dict[tuple[float, int], tuple[float, ...]] = {}
         self.input_ops: list[int] = []
         self.pins: list[tuple[int, str, int, Any]] = []
@@ -93,7 +100,7 @@ class _Builder:
         for v, n in zip(invars, names, strict=False):
             env[v] = self.source("input", n, v.aval)
         arguments = list(self.input_ops)
-        self._bind_consts([*jaxpr.constvars, *jaxpr.invars[: len(captured)]], [*consts, *captured], env)
+        self.bind([*jaxpr.constvars, *jaxpr.invars[: len(captured)]], [*consts, *captured], env)
         steps = self.walk(jaxpr, env, 1.0, "")
         outputs = [self.read(v, env) for v in jaxpr.outvars]
         outs += (
@@ -115,6 +122,9 @@ class _Builder:
     def tensor(self, aval: Any, name: str) -> int:
         i = len(self.tensors)
         weak = bool(getattr(aval, "weak_type", False))
+        if name in self.names:  # two loops have a carry 0 each
+            name = f"{name}.{len(self.operators)}"
+        self.names.add(name)
         made = dict(id=i, shape=tuple(aval.shape), dtype=aval.dtype, name=name, weak_type=weak)
         self.tensors.append(_frozen(Tensor, made))
         return i
@@ -122,6 +132,7 @@ class _Builder:
     def op(
         self, kind: str, primitive: str, operands: Sequence[Atom], results: Sequence[int], repeat: float,
         *, operand_repeat: Sequence[float] | None = None, eqn: Any = None, prefix: str = "", name: str = "",
+        turns: tuple[float, ...] = (),
     ) -> int:  # fmt: skip
         if operand_repeat is None:
             repeats = self.repeats.setdefault((repeat, len(operands)), (repeat,) * len(operands))
@@ -130,7 +141,7 @@ class _Builder:
         i = len(self.operators)
         made = dict(
             id=i, kind=kind, primitive=primitive, operands=tuple(operands), results=tuple(results), repeat=repeat,
-            operand_repeat=repeats, eqn=eqn, prefix=prefix, name=name,
+            operand_repeat=repeats, eqn=eqn, prefix=prefix, name=name, turns=turns,
         )  # fmt: skip
         self.operators.append(_frozen(Operator, made))
         return i
@@ -156,7 +167,7 @@ class _Builder:
             if not compat.is_literal(v) and isinstance(env[v], _Marked):
                 self.pins.append((op, "operand", k, env[v].pin))
 
-    def _bind_consts(self, variables: Sequence[Any], consts: Sequence[Any], env: dict[Any, Atom]) -> None:
+    def bind(self, variables: Sequence[Any], consts: Sequence[Any], env: dict[Any, Atom]) -> None:
         # An array captured by several inner programs is one input.
         for v, c in zip(variables, consts, strict=True):
             if id(c) not in self.const_ids:
@@ -165,61 +176,125 @@ class _Builder:
                     "const", f"captured array {len(self.constants) - 1}", v.aval
                 )
             env[v] = self.const_ids[id(c)]
+            self.captured.add(env[v])
 
     def walk(self, jaxpr: Any, env: dict[Any, Any], repeat: float, prefix: str) -> list[int | Call]:
         steps: list[int | Call] = []
-        variable = compat.VARIABLE
-        for eqn in jaxpr.eqns:
-            name = eqn.primitive.name
-            body, inner = None, ""
-            if name in INNER_PROGRAMS:  # few are, and the others need neither
-                body = next((eqn.params[k] for k in _BODY if k in eqn.params), None)
-                inner = compat.name_stack(prefix, eqn)
-            if name in _INLINE and hasattr(body, "eqns"):
-                steps += self.inline(eqn, body, env, repeat, inner)
-            elif name in _ALIAS and hasattr(body, "eqns"):
-                steps.append(self.alias(eqn, body, env, repeat, inner))
-            elif name == "scan":
-                steps.append(self.scan(eqn, env, repeat, inner))
-            elif name == "while":
-                steps.append(self.while_loop(compat.one_test(eqn), env, repeat, inner))
-            elif name == "cond":
-                steps.append(self.cond(eqn, env, repeat, inner))
-            elif name == compat.BOUNDARY:
-                raise NestedShardError(
-                    f"the sharded function {eqn.params['name']} is called inside the sharded function {self.name}",
-                    where=f"{compat.module_path(prefix, eqn)} {compat.source_line(eqn)}".strip(),
-                    fix=f"shard only {self.name}, and pin what {eqn.params['name']} fixed with jshard.op",
-                )
-            elif name == marks.PIN_OPERAND:
-                env[eqn.outvars[0]] = _Marked(self.read(eqn.invars[0], env), eqn.params["pin"])
-                self.marked = True
+        for k, eqn in enumerate(jaxpr.eqns):
+            moved = self.moved.get((*self.path, k)) if self.moved else None
+            if moved:
+                env.update(zip(eqn.outvars, self.seen(*moved), strict=True))
+            elif eqn.primitive.name in INNER_PROGRAMS:
+                self.path.append(k)
+                steps += self.step(eqn, env, repeat, prefix)
+                self.path.pop()
             else:
-                # In most programs nothing is marked, and a variable is what it stands for.
-                if self.marked:
-                    operands = [self.read(v, env) for v in eqn.invars]
-                else:
-                    operands = [env[v] if type(v) is variable else self.read(v, env) for v in eqn.invars]
-                i = len(self.operators)
-                if self.marked:
-                    self.mark(i, eqn, prefix, env)
-                if name == SHARD_MAP:
-                    where = f"{compat.module_path(prefix, eqn)} {compat.source_line(eqn)}".strip()
-                    self.pins += [(i, *pin) for pin in pins_of(eqn, self.name, where)]
-                if name in marks.PIN_RESULT:
-                    self.pins.append((i, "result", 0, marks.PIN_RESULT[name](eqn)))
-                results = [self.tensor(eqn.outvars[0].aval, f"{name}.{i}")] if eqn.outvars else []
-                results += [self.tensor(v.aval, f"{name}.{i}[{k}]") for k, v in enumerate(eqn.outvars[1:], 1)]
-                steps.append(self.op("eqn", name, operands, results, repeat, eqn=eqn, prefix=prefix))
-                env.update(zip(eqn.outvars, results, strict=True))
+                steps += self.step(eqn, env, repeat, prefix)
         return steps
 
-    def enter(self, body: Any, operands: Sequence[Atom], repeat: float, prefix: str) -> Block:
-        """Walk an inner program whose inputs are the caller's atoms."""
+    def step(self, eqn: Any, env: dict[Any, Any], repeat: float, prefix: str) -> Sequence[int | Call]:
+        """The steps that an equation is written as; its results go to `env`."""
+        name = eqn.primitive.name
+        if name in INNER_PROGRAMS:  # few are
+            body, inner = body_of(eqn), compat.name_stack(prefix, eqn)
+            if name in INLINE and hasattr(body, "eqns"):
+                return self.inline(eqn, body, env, repeat, inner)
+            if name in _ALIAS and hasattr(body, "eqns"):
+                return [self.alias(eqn, body, env, repeat, inner)]
+            if name in _LOOPS:
+                return self.loop(eqn, env, repeat, inner)
+        if name == compat.BOUNDARY:
+            raise NestedShardError(
+                f"the sharded function {eqn.params['name']} is called inside the sharded function {self.name}",
+                where=f"{compat.module_path(prefix, eqn)} {compat.source_line(eqn)}".strip(),
+                fix=f"shard only {self.name}, and pin what {eqn.params['name']} fixed with jshard.op",
+            )
+        if name == marks.PIN_OPERAND:
+            env[eqn.outvars[0]] = _Marked(self.read(eqn.invars[0], env), eqn.params["pin"])
+            self.marked = True
+            return ()
+        return self.equation(eqn, env, repeat, prefix)
+
+    def loop(self, eqn: Any, env: dict[Any, Any], repeat: float, prefix: str) -> Sequence[int | Call]:
+        """A loop or branch, unless an equal one was there."""
+        eqn = compat.one_test(eqn) if eqn.primitive.name == "while" else eqn
+        there, key = self.known.look(eqn, self.said(eqn, [self.read(v, env) for v in eqn.invars], env))
+        if there is not None:
+            env.update(zip(eqn.outvars, there, strict=True))
+            return ()
+        steps = _LOOPS[eqn.primitive.name](self, eqn, env, repeat, prefix)
+        self.known.keep(eqn, key, [env[v] for v in eqn.outvars])
+        return steps
+
+    def equation(self, eqn: Any, env: dict[Any, Any], repeat: float, prefix: str) -> Sequence[int | Call]:
+        """An equation that has no body: an operator, unless an equal one was there."""
+        name = eqn.primitive.name
+        # In most programs nothing is marked, and a variable is what it stands for.
+        if self.marked:
+            operands = [self.read(v, env) for v in eqn.invars]
+        else:
+            operands = [env[v] if type(v) is compat.VARIABLE else self.read(v, env) for v in eqn.invars]
+        there, key = self.known.look(eqn, self.said(eqn, operands, env))
+        if there is not None:
+            env.update(zip(eqn.outvars, there, strict=True))
+            return ()
+        i = len(self.operators)
+        if self.marked:
+            self.mark(i, eqn, prefix, env)
+        if name == SHARD_MAP:
+            where = f"{compat.module_path(prefix, eqn)} {compat.source_line(eqn)}".strip()
+            self.pins += [(i, *pin) for pin in pins_of(eqn, self.name, where)]
+        if name in marks.PIN_RESULT and (pin := marks.PIN_RESULT[name](eqn)) is not None:
+            # A type that a transposition goes back to is nobody's wish, a constraint is.
+            if name != "reshard" or not compat.is_backward(prefix, eqn):
+                self.pins.append((i, "result", 0, pin))
+        results = [self.tensor(eqn.outvars[0].aval, f"{name}.{i}")] if eqn.outvars else []
+        results += [self.tensor(v.aval, f"{name}.{i}[{k}]") for k, v in enumerate(eqn.outvars[1:], 1)]
+        self.op("eqn", name, operands, results, repeat, eqn=eqn, prefix=prefix)
+        steps = [i]
+        if asked := marks.asked_of_results(eqn):
+            results, more = self.as_asked(asked, results, eqn.outvars, eqn, repeat, prefix)
+            steps += more
+        self.known.keep(eqn, key, results)
+        env.update(zip(eqn.outvars, results, strict=True))
+        return steps
+
+    def seen(self, depth: int, atoms: Sequence[Atom]) -> list[Any]:
+        """Values from so many loops around as the body that is walked has them; None where it has them not."""
+        for frame in self.frames[depth:]:
+            atoms = [a if isinstance(a, Literal) or a in self.captured else frame.get(a) for a in atoms]  # type: ignore[misc]
+        return list(atoms)
+
+    def said(self, eqn: Any, operands: Sequence[Atom], env: dict[Any, Any]) -> list[Any]:
+        """The operands of an equation as `Known` compares them: literals by value, others with the user's marks."""
+        if self.marked:
+            marks_of = [None if compat.is_literal(v) else env.get(v) for v in eqn.invars]
+            operands = [
+                ("marked", a, m.pin) if isinstance(m, _Marked) else a
+                for a, m in zip(operands, marks_of, strict=True)
+            ]  # type: ignore[assignment]
+        return [a if type(a) is int else self.literal(a) if isinstance(a, Literal) else a for a in operands]
+
+    def literal(self, a: Literal) -> Any:
+        """A literal by what it holds; many are one object."""
+        key = id(a.value)
+        if key not in self.literals:
+            self.literals[key] = a, written(a.value, a.aval)
+        return self.literals[key][1]
+
+    def enter(
+        self, body: Any, operands: Sequence[Atom], repeat: float, prefix: str, apart: bool = True
+    ) -> Block:
+        """Walk an inner program whose inputs are the caller's atoms.
+
+        What runs `apart`, such as a loop's body, shares no equal operators with what is around it.
+        """
         jaxpr, consts = compat.open_jaxpr(body)
         env: dict[Any, Any] = dict(zip(jaxpr.invars, operands, strict=True))
-        self._bind_consts(jaxpr.constvars, consts, env)
+        self.bind(jaxpr.constvars, consts, env)
+        around, self.known = self.known, Known() if apart else self.known
         steps = self.walk(jaxpr, env, repeat, prefix)
+        self.known = around
         operands = [a.atom if isinstance(a, _Marked) else a for a in operands]
         inputs = tuple(a for a in operands if not isinstance(a, Literal))
         return Block(inputs, tuple(self.read(v, env) for v in jaxpr.outvars), tuple(steps))
@@ -227,9 +302,36 @@ class _Builder:
     def inline(
         self, eqn: Any, body: Any, env: dict[Any, Atom], repeat: float, prefix: str
     ) -> Sequence[int | Call]:
-        block = self.enter(body, [self.pass_in(v, env) for v in eqn.invars], repeat, prefix)
-        env.update(zip(eqn.outvars, block.outputs, strict=True))
-        return block.steps
+        given, before = [self.pass_in(v, env) for v in eqn.invars], []
+        if wanted := eqn.params.get("in_shardings"):
+            given, before = self.as_asked(wanted, given, eqn.invars, eqn, repeat, prefix)
+        block = self.enter(body, given, repeat, prefix, apart=False)
+        results, after = self.as_asked(
+            marks.asked_of_results(eqn), block.outputs, eqn.outvars, eqn, repeat, prefix
+        )
+        env.update(zip(eqn.outvars, results, strict=True))
+        return [*before, *block.steps, *after]
+
+    def as_asked(
+        self, asked: Sequence[Any], atoms: Sequence[Any], variables: Sequence[Any], eqn: Any, repeat: float, prefix: str
+    ) -> tuple[list[Any], list[int]]:  # fmt: skip
+        """Values with the shardings that the user's code asks of them: each through an identity whose result is pinned.
+
+        So an operator may make partial sums, and what is asked is asked of their sum.
+        """
+        out, steps = list(atoms), []
+        if compat.is_backward(prefix, eqn):
+            return out, steps
+        for k, (sharding, a, v) in enumerate(zip(asked, atoms, variables, strict=False)):
+            if not isinstance(sharding, NamedSharding) or isinstance(a, Literal | _Marked):
+                continue
+            same = compat.identity_equation(marks.out_sharding, v, v, eqn)
+            i = len(self.operators)
+            made = self.tensor(v.aval, f"{marks.OUT_SHARDING}.{i}")
+            steps.append(self.op("eqn", marks.OUT_SHARDING, [a], [made], repeat, eqn=same, prefix=prefix))
+            self.pins.append((i, "result", 0, sharding))
+            out[k] = made
+        return out, steps
 
     def alias(self, eqn: Any, body: Any, env: dict[Any, Atom], repeat: float, prefix: str) -> Call:
         operands = tuple(self.read(v, env) for v in eqn.invars)
@@ -245,7 +347,7 @@ class _Builder:
         taken: set[Any] = {a for a in block.inputs}
         steps, outputs = list(block.steps), []
         for a, v, result in zip(block.outputs, compat.open_jaxpr(body)[0].outvars, eqn.outvars, strict=True):
-            if isinstance(a, Literal) or a in taken or a in self.const_ids.values():
+            if isinstance(a, Literal) or a in taken or a in self.captured:
                 same = compat.identity_equation(marks.own_result, v, result, eqn)
                 made = [self.tensor(result.aval, f"{marks.OWN_RESULT}.{len(self.operators)}")]
                 name = marks.OWN_RESULT
@@ -257,11 +359,13 @@ class _Builder:
 
     def boundary(
         self, role: str, operands: Sequence[Atom], avals: Sequence[Any], names: Sequence[str], repeat: float,
-        operand_repeat: Sequence[float], eqn: Any, prefix: str,
+        operand_repeat: Sequence[float], eqn: Any, prefix: str, turns: Sequence[float] = (),
     ) -> tuple[int, tuple[int, ...]]:  # fmt: skip
+        """A boundary operator and its results; `turns` is how often each of those comes into being."""
         results = tuple(self.tensor(a, n) for a, n in zip(avals, names, strict=True))
         i = self.op(
             role, role, operands, results, repeat, operand_repeat=operand_repeat, eqn=eqn, prefix=prefix,
+            turns=tuple(turns),
         )  # fmt: skip
         return i, results
 
@@ -270,121 +374,5 @@ class _Builder:
         old = self.operators[op]
         self.operators[op] = Operator(
             old.id, kind or old.kind, kind or old.primitive, (*old.operands, operand), old.results, old.repeat,
-            old.operand_repeat, old.eqn, old.prefix, old.name,
+            old.operand_repeat, old.eqn, old.prefix, old.name, old.turns,
         )  # fmt: skip
-
-    def adds_up(self, carried: int, after: Atom, start: int) -> bool:
-        """Whether a turn only adds to what it is given: such a carry may stay a partial sum until the loop ends."""
-        makers = {r: op for op in self.operators[start:] for r in op.results}
-        seen: set[Any] = set()
-        ahead = [after]
-        while ahead:
-            here = ahead.pop()
-            op = None if isinstance(here, Literal) or here in seen else makers.get(here)
-            seen.add(here)
-            if op is not None and op.primitive in _ADDING:
-                onward = op.operands[:1] if op.primitive in ("sub", "scan_sum") else op.operands
-                if carried in onward:
-                    return True
-                ahead += onward
-        return False
-
-    def scan(self, eqn: Any, env: dict[Any, Atom], repeat: float, prefix: str) -> Call:
-        n_const, n_carry = compat.scan_split(eqn.params)
-        body, length = eqn.params["jaxpr"], max(1, int(eqn.params["length"]))
-        operands = [self.read(v, env) for v in eqn.invars]
-        jaxpr, _ = compat.open_jaxpr(body)
-        inner_avals = [v.aval for v in jaxpr.invars]
-        inside = repeat * length
-        roles: dict[str, list[int]] = {"const": [], "carry": [], "xs": [], "ys": []}
-        inner: list[Atom] = []
-        results: list[int] = []
-        for k, (a, aval) in enumerate(zip(operands, inner_avals, strict=True)):
-            if k < n_const:
-                role, avals, times = "const", [aval], [repeat]
-            elif k < n_const + n_carry:
-                role, avals, times = "carry", [aval, eqn.outvars[k - n_const].aval], [repeat, inside]
-            else:
-                role, avals, times = "xs", [aval], [repeat]
-            names = [f"scan {role} {k}", f"scan result {k - n_const}"][: len(avals)]
-            i, made = self.boundary("scan_" + role, [a], avals, names, repeat, times, eqn, prefix)
-            roles[role].append(i)
-            inner.append(made[0])
-            results += made[1:]
-        start = len(self.operators)
-        block = self.enter(body, inner, inside, prefix)
-        for i, a in zip(roles["carry"], block.outputs[:n_carry], strict=True):
-            sums = self.adds_up(self.operators[i].results[0], a, start)
-            self.close(i, a, "scan_sum" if sums else "")
-        for k, a in enumerate(block.outputs[n_carry:]):
-            aval = eqn.outvars[n_carry + k].aval
-            i, made = self.boundary(
-                "scan_ys", [a], [aval], [f"scan stacked {k}"], repeat, [inside], eqn, prefix
-            )
-            roles["ys"].append(i)
-            results += made
-        env.update(zip(eqn.outvars, results, strict=True))
-        bound = {k: tuple(v) for k, v in roles.items()}
-        return Call("scan", eqn, tuple(operands), tuple(results), (block,), bound, prefix)
-
-    def while_loop(self, eqn: Any, env: dict[Any, Atom], repeat: float, prefix: str) -> Call:
-        # The trip count of a while loop is unknown: its body counts as one turn.
-        p = eqn.params
-        nc, nb = p["cond_nconsts"], p["body_nconsts"]
-        operands = [self.read(v, env) for v in eqn.invars]
-        consts, init = operands[: nc + nb], operands[nc + nb :]
-        const_ops, carry_ops, const_in, carry_in, results = [], [], [], [], []
-        for k, a in enumerate(consts):
-            aval = eqn.invars[k].aval
-            i, made = self.boundary(
-                "while_const", [a], [aval], [f"while const {k}"], repeat, [repeat], eqn, prefix
-            )
-            const_ops.append(i)
-            const_in.append(made[0])
-        for k, a in enumerate(init):
-            aval = eqn.outvars[k].aval
-            names = [f"while carry {k}", f"while result {k}"]
-            i, made = self.boundary("while_carry", [a], [aval] * 2, names, repeat, [repeat] * 2, eqn, prefix)
-            carry_ops.append(i)
-            carry_in.append(made[0])
-            results.append(made[1])
-        cond = self.enter(p["cond_jaxpr"], const_in[:nc] + carry_in, repeat, prefix)
-        pred, made = self.boundary("predicate", [cond.outputs[0]], [_aval_of(p["cond_jaxpr"], 0)], ["while test"],
-                                   repeat, [repeat], eqn, prefix)  # fmt: skip
-        cond = Block(cond.inputs, (made[0],), cond.steps)
-        body = self.enter(p["body_jaxpr"], const_in[nc:] + carry_in, repeat, prefix)
-        for i, a in zip(carry_ops, body.outputs, strict=True):
-            self.close(i, a)
-        env.update(zip(eqn.outvars, results, strict=True))
-        bound = {"const": tuple(const_ops), "carry": tuple(carry_ops), "pred": (pred,)}
-        return Call("while", eqn, tuple(operands), tuple(results), (cond, body), bound, prefix)
-
-    def cond(self, eqn: Any, env: dict[Any, Atom], repeat: float, prefix: str) -> Call:
-        operands = [self.read(v, env) for v in eqn.invars]
-        pred, made = self.boundary(
-            "predicate", [operands[0]], [eqn.invars[0].aval], ["branch index"], repeat, [repeat], eqn, prefix
-        )
-        del made
-        blocks = [self.enter(b, operands[1:], repeat, prefix) for b in eqn.params["branches"]]
-        joins, results = [], []
-        for k, v in enumerate(eqn.outvars):
-            branch_outs = [b.outputs[k] for b in blocks]
-            i, made = self.boundary(
-                "cond_join",
-                branch_outs,
-                [v.aval],
-                [f"cond result {k}"],
-                repeat,
-                [repeat] * len(blocks),
-                eqn,
-                prefix,
-            )
-            joins.append(i)
-            results += made
-        env.update(zip(eqn.outvars, results, strict=True))
-        bound = {"pred": (pred,), "join": tuple(joins)}
-        return Call("cond", eqn, tuple(operands), tuple(results), tuple(blocks), bound, prefix)
-
-
-def _aval_of(closed: Any, k: int) -> Any:
-    return compat.open_jaxpr(closed)[0].outvars[k].aval

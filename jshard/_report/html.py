@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from jshard._report.drawing import graph_svg, hue, memory_svg
 from jshard._report.fold import Group, fold_tensors, groups
-from jshard._report.summary import figures, goal, proof, step_seconds, traffic
+from jshard._report.summary import at_least, figures, goal, proof, step_seconds, traffic
 from jshard._report.text import Section, head, place, sections
 from jshard._report.tree import Branch, tree
 from jshard._report.units import count, seconds, share, size
@@ -30,6 +30,13 @@ NAMES = {
     "step": "predicted step", "compute": "compute", "redundant": "of it redundant", "communication": "communication",
     "moved": "received by a device", "peak": "peak memory", "budget": "memory budget",
 }  # fmt: skip
+TIMES = (
+    "step",
+    "compute",
+    "redundant",
+    "communication",
+    "moved",
+)  # of these a loop of unknown turns makes least values
 
 
 def page(plan: Plan) -> str:
@@ -81,7 +88,8 @@ def _summary(plan: Plan) -> str:
         "peak": plan.cost.peak_bytes, "budget": plan.memory_budget,
     }  # fmt: skip
     cards = "".join(
-        f'<div class="card"><b data-figure="{k}" data-value="{raw[k]!r}">{escape(values[k])}</b>'
+        f'<div class="card"><b data-figure="{k}" data-value="{raw[k]!r}">'
+        f"{escape((k in TIMES) * at_least(plan) + values[k])}</b>"
         f"<span>{escape(NAMES[k])}</span></div>"
         for k in NAMES
         if k != "budget" or raw[k] is not None
@@ -170,8 +178,9 @@ def _traffic(plan: Plan) -> str:
     most = max(t.seconds for t in rows) or 1.0
     body = "".join(
         f'<tr class="coll" data-kinds="{t.kind}"><td>{t.kind}</td><td>{escape(t.axes)}</td>'
-        f'<td class="r">{count(t.count)}</td><td class="r" data-bytes="{t.bytes!r}">{t.bytes:,.0f} B</td>'
-        f'<td class="r">{seconds(t.seconds)}</td><td class="wide"><span class="bar">'
+        f'<td class="r">{"at least " * t.open}{count(t.count)}</td>'
+        f'<td class="r" data-bytes="{t.bytes!r}">{"at least " * t.open}{t.bytes:,.0f} B</td>'
+        f'<td class="r">{"at least " * t.open}{seconds(t.seconds)}</td><td class="wide"><span class="bar">'
         f'<i class="communication" style="width:{100 * t.seconds / most:.1f}%"></i></span></td></tr>'
         for t in rows
     )

@@ -1,15 +1,18 @@
 """`plan.ir()`: one line an operator, as MindSpore's IR shows strategies; `local=True` as one device sees it.
 
-In the local form a collective is a line of its own, and gives the tensor a new name: `%add.6.1` is `%add.6`
-after it. A block that is cut further without communication is a `slice`.
+In the local form, which is read off the schedule, every step that moves a tensor is a line of its own, and gives the
+tensor a new name: `%add.6.1` is `%add.6` after it. A block that is cut further without communication is a `slice`. The
+bodies of loops and branches stand in braces.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from jshard._plan.rows import CollectiveRow, OperatorRow, TensorRow
+from jshard._errors import ShardError
+from jshard._plan.rows import CollectiveRow, LocalRow, OperatorRow
 from jshard._report.order import events
 from jshard._report.summary import OWN
 from jshard._report.units import count
@@ -25,7 +28,8 @@ SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c", 
 def ir(plan: Plan, local: bool = False) -> str:
     """The plan as text, one line for each operator.
 
-    With `local`, shapes are those of one device and the inserted collectives have lines of their own.
+    With `local`, shapes are those of one device, every step of a move has a line of its own, and so have the ends of
+    the bodies of loops and branches.
     """
     lines = [f"# {plan.name} on {plan.mesh}, level {plan.level}" + (", one device's blocks" if local else "")]
     for r in plan.inputs:
@@ -44,63 +48,72 @@ def _global(plan: Plan) -> Iterator[str]:
 
 
 def _local(plan: Plan) -> Iterator[str]:
-    """Lines of one device: every value has a name for each block shape in which it exists."""
-    mesh = plan.mesh
-    names: dict[tuple[str, tuple[int, ...]], str] = {}
-    types = {r.path: r.dtype for r in plan.inputs}
-    for r in (*plan.operators, *plan.boundaries):
-        types.update(zip(r.reads + r.writes, r.operand_dtypes + r.result_dtypes, strict=True))
-    latest: dict[str, tuple[str, tuple[int, ...]]] = {}
-    number: dict[str, int] = {}
-
-    def have(tensor: str, shape: tuple[int, ...], name: str) -> None:
-        names[tensor, shape] = name
-        latest[tensor] = name, shape
-
-    def new(tensor: str) -> str:
-        number[tensor] = number.get(tensor, 0) + 1
-        return f"{tensor}.{number[tensor]}"
-
-    def moved(c: CollectiveRow) -> str:
-        if c.own:
-            times = f" x{count(c.count)}" if c.count != 1 else ""
-            return f"  # {c.kind}[{'*'.join(c.axes)}] of {c.local}{times}, {OWN}, in {c.operator}"
-        before, after = (_shape(s) for s in (c.local.split(" -> ") * 2)[:2])
-        source, name = names.get((c.tensor, before), c.tensor), new(c.tensor)
-        have(c.tensor, after, name)
-        times = f" x{count(c.count)}" if c.count != 1 else ""
-        dtype = types.get(c.tensor, "")
-        return (
-            f"  %{name} = {c.kind}[{'*'.join(c.axes)}](%{source}){times}"
-            f" : {typed(dtype, before)} -> {typed(dtype, after)}  # for {c.operator}"
+    """Lines of one device."""
+    if not plan.local:
+        raise ShardError(
+            "this plan says nothing of one device",
+            where="Plan.ir(local=True)",
+            fix="plan the function with this version of jshard: jshard.shard(fn, ...).plan(*args)",
         )
-
-    def read(tensor: str, shape: tuple[int, ...]) -> Iterator[str]:
-        """The slice that makes a block of this shape, where no collective did."""
-        if tensor in latest and (tensor, shape) not in names:
-            source, old = latest[tensor]
-            dtype, name = types.get(tensor, ""), new(tensor)
-            have(tensor, shape, name)
-            yield f"  %{name} = slice(%{source}) : {typed(dtype, old)} -> {typed(dtype, shape)}"
-
-    for r in plan.inputs:
-        have(r.path, r.layout.local_shape(r.shape, mesh), r.path)
-    for r in events(plan, boundaries=True):
-        if isinstance(r, CollectiveRow):
-            yield moved(r)
-            continue
-        ins = [lay.local_shape(s, mesh) for s, lay in zip(r.shapes, r.operands, strict=True)]
-        outs = [lay.local_shape(s, mesh) for s, lay in zip(r.result_shapes, r.results, strict=True)]
-        for tensor, shape in zip(r.reads, ins, strict=True):
-            yield from read(tensor, shape)
-        yield _line(r, [names.get((t, s), t) for t, s in zip(r.reads, ins, strict=True)], ins, outs)
-        for tensor, shape in zip(r.writes, outs, strict=True):
-            have(tensor, shape, tensor)
-    yield from (_returned(out, plan) for out in plan.outputs)
+    rows = {r.name: r for r in (*plan.operators, *plan.boundaries)}
+    own: dict[str, list[CollectiveRow]] = {}
+    for c in plan.collectives:
+        if c.own:
+            own.setdefault(c.operator, []).append(c)
+    for r in plan.local:
+        indent = "  " * r.depth
+        if r.kind == "operator" or r.operator in rows and rows[r.operator].primitive == r.kind:
+            yield indent + _one_of(rows[r.operator], r)
+            if r.kind == "operator":
+                yield from (f"{indent}  {_user_own(c)}" for c in own.get(r.operator, ()))
+        elif r.kind == "return":
+            for out, value, shape in zip(plan.outputs, r.reads, r.shapes, strict=True):
+                yield f"return {out.path} = {_value(value)} : {typed(out.dtype, shape)} {out.layout}"
+        elif r.kind in ("begin", "end", "branch on"):
+            yield indent + _frame(r)
+        else:
+            yield f"{indent}  {_step(r)}"
 
 
-def _returned(r: TensorRow, plan: Plan) -> str:
-    return f"return {r.path} : {typed(r.dtype, r.layout.local_shape(r.shape, plan.mesh))} {r.layout}"
+def _user_own(c: CollectiveRow) -> str:
+    """A collective in the user's own `shard_map`."""
+    times = f" x{count(c.count)}" if c.count != 1 else ""
+    return f"# {c.kind}[{'*'.join(c.axes)}] of {c.local}{times}, {OWN}, in {c.operator}"
+
+
+def _one_of(row: OperatorRow, r: LocalRow) -> str:
+    """An operator, or one side of a loop's boundary: strategies of the operands that this line has."""
+    first = 0 if r.kind == "operator" or r.reads[:1] == row.reads[:1] else len(row.reads) - len(r.reads)
+    some = row.strategy if r.kind == "operator" else row.strategy[max(0, first) :][: len(r.reads)]
+    shown = dataclasses.replace(row, writes=r.writes, strategy=some, operand_dtypes=r.dtypes, result_dtypes=r.result_dtypes,
+                                repeat=r.count)  # fmt: skip
+    return _line(shown, r.reads, r.shapes, r.result_shapes)
+
+
+def _step(r: LocalRow) -> str:
+    """One step of a move."""
+    axes = f"[{'*'.join(r.axes)}]" if r.id >= 0 else ""
+    times = f" x{count(r.count)}" if r.count != 1 else ""
+    reader = f"  # for {r.operator}" if r.operator else ""
+    return (
+        f"%{r.writes[0]} = {r.kind}{axes}(%{r.reads[0]}){times} : "
+        f"{typed(r.dtypes[0], r.shapes[0])} -> {typed(r.result_dtypes[0], r.result_shapes[0])}{reader}"
+    )
+
+
+def _frame(r: LocalRow) -> str:
+    """Where a body begins or ends, and the value that picks a branch."""
+    values = ", ".join(
+        f"{_value(v)} : {typed(d, s)}" for v, d, s in zip(r.reads, r.dtypes, r.shapes, strict=True)
+    )
+    if r.kind == "begin":
+        times = " of turns that nobody knows" if r.turn else f" x{count(r.count)}" if r.count != 1 else ""
+        return f"{r.operator}{times} {{"
+    return f"branch on {values}" if r.kind == "branch on" else f"}} gives {values}".rstrip()
+
+
+def _value(name: str) -> str:
+    return f"%{name}" if name else "const"
 
 
 def _line(r: OperatorRow, reads: Sequence[str], ins: Sequence, outs: Sequence) -> str:
@@ -140,7 +153,3 @@ def typed(dtype: str, shape: Sequence[int]) -> str:
     stem = dtype.rstrip("0123456789")
     short = SHORT[stem] + dtype[len(stem) :] if stem in SHORT else dtype
     return f"{short}[{','.join(map(str, shape))}]"
-
-
-def _shape(text: str) -> tuple[int, ...]:
-    return () if text == "scalar" else tuple(map(int, text.split("x")))

@@ -23,7 +23,8 @@ OWN = "the user's own"
 class Traffic:
     """Collectives of one kind over the same axes: how many, bytes received by a device, seconds, in all.
 
-    Those in the user's own `shard_map` are a kind of their own, "all_reduce (own)".
+    `open`: some are in a loop whose turns nobody knows, so each figure is the least. Those in the user's own `shard_map`
+    are a kind of their own, "all_reduce (own)".
     """
 
     kind: str
@@ -31,18 +32,25 @@ class Traffic:
     count: float
     bytes: float
     seconds: float
+    open: bool = False
 
 
 def traffic(plan: Plan) -> list[Traffic]:
     """Traffic by kind and axes, sorted."""
     by: dict[tuple[str, str], list[float]] = {}
+    open_ = {(c.kind, "*".join(c.axes)) for c in plan.collectives if c.turn}
     for c in plan.collectives:
         kind = f"{c.kind} (own)" if c.own else c.kind
         row = by.setdefault((kind, "*".join(c.axes)), [0.0, 0.0, 0.0])
         row[0] += c.count
         row[1] += c.total
         row[2] += c.seconds * c.count
-    return [Traffic(kind, axes, *row) for (kind, axes), row in sorted(by.items())]
+    return [Traffic(kind, axes, *row, open=(kind, axes) in open_) for (kind, axes), row in sorted(by.items())]
+
+
+def at_least(plan: Plan) -> str:
+    """What stands before totals of a program with a loop whose turns nobody knows: it counts as one turn."""
+    return "at least " if any(r.turn for r in plan.boundaries) else ""
 
 
 def step_seconds(plan: Plan) -> float:
@@ -63,15 +71,18 @@ def goal(plan: Plan) -> str:
 def proof(plan: Plan) -> str:
     """One sentence on how good the plan is; "optimal" only where cost equals the proved bound."""
     c = plan.cost
-    shown = seconds(c.objective)
-    if c.unit == "B":  # what the search counts at level 1; the peak of the schedule has moved copies too
-        shown = f"{size(c.objective)} (tensors without moved copies)"
+    shown = size(c.objective) if c.unit == "B" else seconds(c.objective)
+    if at_least(plan) and c.unit == "s":
+        shown += " with one turn of each open loop"
+    if c.price and c.unit == "s":
+        shown += f" (of it {seconds(c.price)} the price of repeated products and scattered results)"
     if plan.search == "propagation":
         return f"cost {shown}, nothing proved"
+    among = f" of {c.space}" if c.space else ""
     if c.optimal:
-        return f"optimal: cost {shown} equals the proved bound"
+        return f"optimal: cost {shown} equals the proved bound{among}"
     bound = size(c.bound) if c.unit == "B" else seconds(c.bound)
-    return f"gap {100 * c.gap:.2g}%: cost {shown}, proved bound {bound}"
+    return f"gap {100 * c.gap:.2g}%: cost {shown}, proved bound{among} {bound}"
 
 
 def physics(plan: Plan) -> str:

@@ -14,7 +14,7 @@ from jshard._plan.rows import TensorRow
 from jshard._report.extras import needed
 from jshard._report.fold import Group, fold_tensors, groups, lies_as
 from jshard._report.ir import short
-from jshard._report.summary import OWN, figures, goal, physics, proof, step_seconds, traffic
+from jshard._report.summary import OWN, at_least, figures, goal, physics, proof, step_seconds, traffic
 from jshard._report.units import count, seconds, share, size
 
 
@@ -72,6 +72,8 @@ def head(plan: Plan) -> list[str]:
         f"  {proof(plan)}; {len(plan.operators)} operators"
         + (", by propagation" if plan.search == "propagation" else ""),
     ]
+    if plan.cost.unpriced:
+        lines.append(f"  with products repeated: {seconds(plan.cost.unpriced)} (replication_price=0)")
     return lines + ([f"  {physics(plan)}"] if plan.physics.bytes else [])
 
 
@@ -85,6 +87,7 @@ def sections(plan: Plan, most: int = MOST) -> list[Section]:
     every = [
         tensors("arguments", plan.inputs, plan, (), most),
         tensors("results", rest, plan, as_rows, most),
+        entry(plan, most),
         operators(plan, most),
         totals(plan),
     ]
@@ -105,6 +108,20 @@ def tensors(
     return Section(
         f"{title} (* pinned)", ("path", "type", "cut", "layout"), tuple(out[:most]), (42, 26, 14, 0), more
     )
+
+
+def entry(plan: Plan, most: int = MOST) -> Section:
+    """Arguments that lie elsewhere than the plan has them, and what moving them there receives."""
+    moved = sorted(plan.entry, key=lambda e: -e.bytes)
+    rows = [(e.path, e.lies, f"-> {e.planned}", f"{size(e.bytes)} received") for e in moved]
+    if len(rows) > most:
+        rest = sum(e.bytes for e in moved[most:])
+        more = f"{len(rows) - most} more, {size(rest)} received"
+    else:
+        more = ""
+    total = size(sum(e.bytes for e in moved))
+    title = f"moved before each such call, {total} a device (no part of the program and its cost)"
+    return Section(title, ("path", "lies", "planned", "bytes"), tuple(rows[:most]), (30, 30, 20, 0), more)
 
 
 def operators(plan: Plan, most: int = MOST) -> Section:
@@ -176,7 +193,13 @@ def place(g: Group) -> str:
 def totals(plan: Plan) -> Section:
     """Bytes and seconds by kind and by axes."""
     rows = [
-        (t.kind, f"over {t.axes}", f"{count(t.count)} times", f"{t.bytes:,.0f} B", seconds(t.seconds))
+        (
+            t.kind,
+            f"over {t.axes}" + ", at least" * t.open,
+            f"{count(t.count)} times",
+            f"{t.bytes:,.0f} B",
+            seconds(t.seconds),
+        )
         for t in traffic(plan)
     ]
     return Section(
@@ -191,8 +214,11 @@ def notes(plan: Plan, width: int = WIDTH) -> list[str]:
     """Seconds, memory by class, what was replicated for want of a rule; lists broken at `width` unless it is 0."""
     f = figures(plan)
     lines = [
-        f"  compute {f['compute']} (redundant {f['redundant']}), communication {f['communication']}, step {f['step']}"
+        f"  {at_least(plan)}compute {f['compute']} (redundant {f['redundant']}), "
+        f"communication {f['communication']}, step {f['step']}"
     ]
+    if at_least(plan):
+        lines.append("  a loop whose turns are not known counts as one turn: totals are the least")
     budget = "" if plan.memory_budget is None else f" of {f['budget']} allowed"
     lines.append(f"  peak memory {f['peak']}{budget} a device, in program order")
     held = [f"{name} {size(b)}" for name, b in plan.memory.held]
@@ -201,6 +227,9 @@ def notes(plan: Plan, width: int = WIDTH) -> list[str]:
         lines += _wrapped("    " + ", ".join(held[: 5 if more else 6]) + more, width)
     if plan.unknown:
         lines += _wrapped(f"  replicated for want of a rule: {', '.join(plan.unknown)}", width)
+    for said in plan.steps:
+        if said.startswith("differentiated from outside"):
+            lines += _wrapped(f"  {said}", width)
     if plan.verification is not None:
         lines.append(f"  compiled program: {plan.verification.summary}")
     return lines

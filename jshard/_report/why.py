@@ -37,14 +37,10 @@ class Why:
         lines = [f"why {self.name} ({each}; cost of the whole plan, {show(self.cost)} now)"]
         possible = [a for a in self.alternatives if a.cost is not None]
         width = max([len(str(a.cuts)) for a in possible] + [12])
-        below: set[int] = set()
         for a in possible:
             assert a.cost is not None
             same = same_number(self.cost, a.cost)
             words = "<- chosen" if a.chosen else "equally good" if same else a.worse
-            if a.cost < self.cost and not same:
-                below.add(2 if a.repeats else 1)
-                words += " (2)" if a.repeats else " (1)"
             line = f"  {str(a.cuts):<{width}} {show(a.cost):>8} {relation(self.cost, a.cost):>8}  "
             while len(line) + len(words) > 100 and ", " in words:
                 words = words.rpartition(", ")[0]
@@ -56,12 +52,6 @@ class Why:
         for reason, cuts in reasons.items():
             more = f" and {len(cuts) - 3} more" if len(cuts) > 3 else ""
             lines.append(f"  unavailable: {' '.join(cuts[:3])}{more}: {reason}")
-        if 1 in below:
-            lines.append(
-                "  (1) a pinned result may be left cut: less is moved here, more by whoever reads it"
-            )
-        if 2 in below:
-            lines.append("  (2) products are computed several times over: a plan does so only when asked to")
         return "\n".join(line.rstrip() if len(line) <= 100 else line[:98] + ".." for line in lines)
 
 
@@ -95,5 +85,4 @@ def _tried(plan: Plan, again: Again, name: str, a: Alternative, chosen: bool) ->
     except ShardError as e:
         return dataclasses.replace(a, reason=e.what, chosen=chosen)
     more = "" if chosen or forced.cost.objective < plan.cost.objective else worse(plan, forced)
-    repeats = forced.cost.compute > plan.cost.compute * (1 + 1e-9)
-    return dataclasses.replace(a, cost=forced.cost.objective, chosen=chosen, worse=more, repeats=repeats)
+    return dataclasses.replace(a, cost=forced.cost.objective, chosen=chosen, worse=more)

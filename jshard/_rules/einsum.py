@@ -30,6 +30,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jshard._calls import checked
 from jshard._errors import RuleError
 from jshard._rules.build import check
 from jshard._rules.registry import REGISTRY, Entry, LocalFunction, Op
@@ -280,6 +281,7 @@ def _rule(
     )  # fmt: skip
 
 
+@checked
 def register_rule(
     primitive: Any,
     rule: str | Callable[[Op], Rule],

@@ -29,6 +29,7 @@ from jshard._rules import (
     rng,
     scatter,
     slices,
+    solve,
     windows,
 )
 from jshard._rules.build import check
@@ -55,6 +56,7 @@ FAMILIES = (
     rng,
     scatter,
     slices,
+    solve,
     windows,
 )
 

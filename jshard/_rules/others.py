@@ -8,6 +8,7 @@ a Python callback sees whole arrays
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from jax import lax
 from jshard import _jaxcompat as compat
 from jshard._rules.build import Factors, linear
 from jshard._rules.registry import LocalContext, Op, block_index, family, opaque
-from jshard._rules.rule import Rule
+from jshard._rules.rule import OwnCollective, Rule
 
 
 rule = family("other")
@@ -78,9 +79,7 @@ def _unvmap_local(ctx: LocalContext, x: Any) -> Sequence[Any]:
     across = ctx.reduced_axes()
     if not across:
         return [y]
-    number = y.astype(jnp.int32) if y.dtype == bool else y
-    collective = lax.pmin if ctx.rule.reducer == "and" else lax.pmax
-    return [collective(number, across).astype(y.dtype)]
+    return [(lax.pmin if ctx.rule.reducer == "and" else lax.pmax)(y, across)]
 
 
 @rule("unvmap_any", "unvmap_all", "unvmap_max", local=_unvmap_local)
@@ -154,7 +153,11 @@ def _once_local(ctx: LocalContext, *operands: Any) -> Sequence[Any]:
     # place among the devices for something that no turn changes.
     place, *_ = lax.optimization_barrier((block_index(names, ctx.mesh), *map(lax.stop_gradient, operands)))
     results = lax.cond(place == 0, call, zeros)
-    return [lax.psum(y, names).astype(a.dtype) for y, a in zip(results, outs, strict=True)]
+    sums = []
+    for k, (y, a) in enumerate(zip(results, outs, strict=True)):
+        with ctx.own(k):
+            sums.append(lax.psum(y, names).astype(a.dtype))
+    return sums
 
 
 def _is_ordered(op: Op) -> bool:
@@ -164,13 +167,24 @@ def _is_ordered(op: Op) -> bool:
 
 
 def _number(dtype: Any) -> Any:
-    return np.dtype(np.int32) if np.dtype(dtype) == np.bool_ else dtype
+    """What a result is sent as: predicates have no sum."""
+    return np.dtype(np.uint8) if np.dtype(dtype) == np.bool_ else dtype
 
 
 def _whole(op: Op) -> Rule:
     return opaque(op, OPAQUE[op.primitive])
 
 
+def _once(op: Op) -> Rule:
+    """Opaque; the results come from the first device by a sum over all."""
+    own = [
+        OwnCollective("all_reduce", compat.itemsize(a.dtype), k, everywhere=True)
+        for k, a in enumerate(op.outs)
+    ]
+    return dataclasses.replace(_whole(op), own=tuple(own))
+
+
 _EFFECTS = ("debug_callback", "debug_print", "io_callback")
-rule(*_EFFECTS, local=_once_local)(_whole)
-rule(*(name for name in OPAQUE if name not in _EFFECTS))(_whole)
+rule(*_EFFECTS, local=_once_local)(_once)
+_OWN_RULE = ("custom_linear_solve",)
+rule(*(name for name in OPAQUE if name not in (*_EFFECTS, *_OWN_RULE)))(_whole)

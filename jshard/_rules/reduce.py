@@ -2,7 +2,7 @@
 
 A cut `reduce_sum` leaves a partial sum. The others have no "partial" layout, so their local functions finish
 the reduction at once: `pmax`, `pmin`, or, where no collective exists (product, bitwise), a gather of one
-value per device. `argmax` compares (value, index) pairs.
+value per device. `argmax` compares values first, then indices: two all-reduces. Each rule states what is sent.
 
 >>> from jax import ShapeDtypeStruct as S
 >>> print(reduce_sum(Op("reduce_sum", {"axes": (1,)}, (S((4, 8), "float32"),), (S((4,), "float32"),))))
@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard._jaxcompat import all_gather_invariant
+from jshard._jaxcompat import all_gather_invariant, itemsize
 from jshard._rules.build import Factors, is_float, linear, summable
 from jshard._rules.registry import LocalContext, Op, family
-from jshard._rules.rule import Rule
+from jshard._rules.rule import OwnCollective, Rule
 
 
 rule = family("reduce")
@@ -53,8 +53,6 @@ def _ordered(x: Any, take_max: bool) -> Any:
     The bits of an IEEE float, read as an integer, are ordered like the float once those of negative numbers
     are flipped. Both zeros become one.
     """
-    if x.dtype == bool:
-        return x.astype(jnp.int32)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     nan = jnp.asarray(jnp.nan if take_max else -jnp.nan, x.dtype)
@@ -69,8 +67,6 @@ def _ordered(x: Any, take_max: bool) -> Any:
 
 def _unordered(key: Any, dtype: Any) -> Any:
     """The inverse of `_ordered`."""
-    if dtype == jnp.bool_:
-        return key.astype(dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         return key
     info = jnp.iinfo(key.dtype)
@@ -89,7 +85,9 @@ def _extremum(ctx: LocalContext, x: Any) -> Sequence[Any]:
 
     def value(x: Any) -> Any:
         (y,) = ctx.bind(x)
-        return _unordered(collective(_ordered(y, take_max), across), y.dtype)
+        with ctx.own(0):
+            best = collective(_ordered(y, take_max), across)
+        return _unordered(best, y.dtype)
 
     if not is_float(ctx.op.ins[0]):
         return [value(x)]
@@ -114,34 +112,44 @@ def reduce_extremum(op: Op) -> Rule:
         (dims,), (out,), f.sizes,
         reduction=reduced if ok else (),
         blocked=() if ok else reduced,
-        reducer=op.primitive.removeprefix("reduce_"),
+        reducer=op.primitive.removeprefix("reduce_"), own=_all_reduces(op.outs[0].dtype),
     )  # fmt: skip
+
+
+def _all_reduces(*dtypes: Any) -> tuple[OwnCollective, ...]:
+    return tuple(OwnCollective("all_reduce", itemsize(d)) for d in dtypes)
 
 
 def _gathered(ctx: LocalContext, x: Any) -> Sequence[Any]:
     """Reduce locally, gather one value per device, reduce again: works for every associative operator.
 
-    `any` and `all` of predicates have a collective, as the largest and the smallest number.
+    `any` and `all` of predicates have a collective: the largest and the smallest.
     """
     across = ctx.reduced_axes()
     (y,) = ctx.bind(x)
     if not across:
         return [y]
-    if y.dtype == bool and ctx.op.primitive in ("reduce_and", "reduce_or"):
-        collective = lax.pmin if ctx.op.primitive == "reduce_and" else lax.pmax
-        return [collective(y.astype(jnp.int32), across).astype(bool)]
-    bits = y.astype(jnp.uint8) if y.dtype == bool else y
-    stacked = all_gather_invariant(bits[None], across, axis=0)
+    with ctx.own(0):
+        if _is_test(ctx.op):
+            return [(lax.pmin if ctx.op.primitive == "reduce_and" else lax.pmax)(y, across)]
+        bits = y.astype(jnp.uint8) if y.dtype == bool else y
+        stacked = all_gather_invariant(bits[None], across, axis=0)
     params = {k: v for k, v in ctx.op.params.items() if k != "axes"}
     return ctx.bind_plain(stacked.astype(y.dtype), axes=(0,), **params)
+
+
+def _is_test(op: Op) -> bool:
+    """Whether a reduction is `any` or `all` of predicates."""
+    return op.outs[0].dtype == bool and op.primitive in ("reduce_and", "reduce_or")
 
 
 @rule("reduce_prod", "reduce_and", "reduce_or", "reduce_xor", local=_gathered)
 def reduce_gathered(op: Op) -> Rule:
     """Finished by a gather of one value per device, since no collective multiplies or combines bits of integers."""
     f, reduced, dims, out = _reduce_dims(op, op.params["axes"])
+    sent = OwnCollective("all_reduce" if _is_test(op) else "all_gather", itemsize(op.outs[0].dtype))
     return Rule(
-        (dims,), (out,), f.sizes, reduction=reduced, reducer=op.primitive.removeprefix("reduce_")
+        (dims,), (out,), f.sizes, reduction=reduced, reducer=op.primitive.removeprefix("reduce_"), own=(sent,)
     )  # fmt: skip
 
 
@@ -155,17 +163,23 @@ def _arg_extremum(ctx: LocalContext, x: Any) -> Sequence[Any]:
     take_max = ctx.op.primitive == "argmax"
     value = jnp.squeeze(jnp.take_along_axis(x, jnp.expand_dims(index, axis), axis), axis)
     key = _ordered(value, take_max)
-    best = lax.pmax(key, across) if take_max else lax.pmin(key, across)
+    with ctx.own(0):
+        best = lax.pmax(key, across) if take_max else lax.pmin(key, across)
     index = index + jnp.asarray(ctx.operand_offset(0, axis), index.dtype)
     last = jnp.asarray(jnp.iinfo(index.dtype).max, index.dtype)
-    return [lax.pmin(jnp.where(key == best, index, last), across)]
+    index = jnp.where(key == best, index, last)
+    with ctx.own(1):
+        return [lax.pmin(index, across)]
 
 
 @rule("argmax", "argmin", local=_arg_extremum)
 def arg_extremum(op: Op) -> Rule:
-    """Finished by comparing each device's best value and its global index."""
+    """Finished by comparing each device's best value, then the global indices of those that have the best."""
     f, reduced, dims, out = _reduce_dims(op, op.params["axes"])
-    return Rule((dims,), (out,), f.sizes, reduction=reduced, reducer=op.primitive.removeprefix("arg"))
+    return Rule(
+        (dims,), (out,), f.sizes, reduction=reduced, reducer=op.primitive.removeprefix("arg"),
+        own=_all_reduces(op.ins[0].dtype, op.outs[0].dtype),
+    )  # fmt: skip
 
 
 @rule("reduce")

@@ -8,6 +8,7 @@ iota, gather, random bits) have one, and ask the `LocalContext` for local shapes
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -48,9 +49,8 @@ class LocalContext:
     differentiable_loop: bool = (
         False  # in the body of a loop of a program that is differentiated from outside
     )
-    lies_whole: bool = (
-        False  # the first operand is an array that lies in memory before and after, to be updated there
-    )
+    numbers: tuple[int, ...] = ()  # of the rule's own collectives, among those of the plan
+    lies_whole: bool = False  # the first operand is an array that is updated where it lies
 
     def axes(self, factor: int) -> tuple[str, ...]:
         """Mesh axes that cut a factor, major first; empty when it is whole."""
@@ -99,9 +99,13 @@ class LocalContext:
     def settled(self, x: Any) -> Any:
         """An array that is updated where it lies, kept in memory row by row.
 
-        Left to themselves, compilers turn it round for the update and back again: a copy of it each time.
+        Left to themselves, compilers transpose it for the update and back again: a copy of it each time.
         """
         return compat.row_major(x) if self.lies_whole else x
+
+    def own(self, k: int) -> Any:
+        """The scope in which a local function writes its own collective `k`: verification finds it by that name."""
+        return plan_scope(self.numbers[k] if k < len(self.numbers) else -1)
 
     def bind(self, *operands: Any, **changed: Any) -> Sequence[Any]:
         """Run the plain primitive on local operands with some parameters changed."""
@@ -166,6 +170,11 @@ def family(name: str) -> Callable[..., Callable[[RuleFunction], RuleFunction]]:
         return decorate
 
     return register
+
+
+def plan_scope(number: int) -> Any:
+    """The name by which verification finds collective `number` of a plan in the compiled program; -1 for none."""
+    return jax.named_scope(f"jshard.{number}") if number >= 0 else contextlib.nullcontext()
 
 
 def block_index(axes: Sequence[str], mesh: MeshAxes) -> Any:

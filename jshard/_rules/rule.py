@@ -24,16 +24,32 @@ import functools
 import math
 import string
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
-from jshard._layout import Layout, MeshAxes
+from jshard._jaxcompat import itemsize
+from jshard._layout import CollectiveKind, Layout, MeshAxes
 
 
 NONE = -1  # the mesh axis cuts nothing here: the operator is replicated along it
 _PARTIAL = -2  # _PARTIAL - k: the axis carries a partial sum through the k-th linear set
 
 Dims = tuple[tuple[int, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnCollective:
+    """A collective that an operator's local function writes itself: of one block of result `result`.
+
+    `itemsize` is the bytes of an element as it is sent, `everywhere` whether all axes of the mesh take part and not
+    only those that cut a reduction factor.
+    """
+
+    kind: CollectiveKind
+    itemsize: float
+    result: int = 0
+    everywhere: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +69,8 @@ class Rule:
     - `work`: arithmetic operations per point of the iteration space (2: multiply-add, 0: data movement).
     - `note`: why something is blocked; printed by the reports.
     - `opaque`: nothing is known about the operator: it runs replicated and the report names it.
+    - `own`: the collectives that its local function writes, in order; where a reducer other than a sum states none,
+        one all-reduce of each result. Cost, predicted collectives and verification read this one statement.
     """
 
     operands: tuple[Dims, ...]
@@ -65,6 +83,7 @@ class Rule:
     work: float = 1.0
     note: str = ""
     opaque: bool = False
+    own: tuple[OwnCollective, ...] = ()
 
     def __str__(self) -> str:
         order = list(dict.fromkeys(f for t in self.operands + self.results for d in t for f in d))
@@ -210,6 +229,40 @@ def reduced_axes(rule: Rule, c: Candidate, mesh: MeshAxes) -> tuple[str, ...]:
     if rule.reducer == "sum":
         return ()
     return tuple(n for n, f in zip(mesh.names, c.axes, strict=True) if f in rule.reduction)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """An own collective under a candidate: `held` bytes a device gives, of result `result`, over `axes`."""
+
+    kind: CollectiveKind
+    axes: tuple[str, ...]
+    held: float
+    result: int
+
+
+def own_collectives(rule: Rule, c: Candidate, mesh: MeshAxes, results: Sequence[Any]) -> tuple[Sent, ...]:
+    """What an operator's local function sends under a candidate, in the order in which it is written.
+
+    `results` have the global `shape` and the `dtype` of each result.
+
+    >>> import numpy as np
+    >>> r = Rule(operands=(((0,), (1,)),), results=(((0,),),), sizes=(8, 6), reduction=(1,), reducer="max")
+    >>> mesh, y = MeshAxes(("x", "y"), (4, 2)), np.zeros(8, np.float32)
+    >>> own_collectives(r, Candidate((0, 1)), mesh, [y]), own_collectives(r, Candidate((0, NONE)), mesh, [y])
+    ((Sent(kind='all_reduce', axes=('y',), held=8.0, result=0),), ())
+    """
+    reduced = reduced_axes(rule, c, mesh)
+    own = rule.own
+    if not own and reduced:
+        own = tuple(OwnCollective("all_reduce", itemsize(a.dtype), k) for k, a in enumerate(results))
+    out, layouts = [], result_layouts(rule, c, mesh) if own else ()
+    for o in own:
+        axes = mesh.names if o.everywhere else reduced
+        if mesh.size(*axes) > 1:
+            held = math.prod(results[o.result].shape) * o.itemsize / layouts[o.result].pieces(mesh)
+            out.append(Sent(o.kind, tuple(axes), held, o.result))
+    return tuple(out)
 
 
 def local_work(rule: Rule, axes: np.ndarray, mesh: MeshAxes) -> np.ndarray:

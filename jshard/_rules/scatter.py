@@ -127,7 +127,7 @@ def scatter(op: Op) -> Rule:
     carried = {k for d in operand for k in d}
     own = tuple(d[0] for d in index_dims if d[0] not in carried)
     sums = op.primitive in _SUMS and summable(op.outs[0])
-    extremum = op.primitive in _EXTREMA
+    extremum = op.primitive in _EXTREMA and not jnp.issubdtype(x.dtype, jnp.complexfloating)
     return Rule(
         (tuple(operand), (*index_dims, ()), tuple(update)), (tuple(operand),), f.sizes,
         reduction=own if sums or extremum else (),

@@ -11,6 +11,7 @@ limit 4 it is cost 5; with objective "peak" the answer is the peak 2.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -64,7 +65,9 @@ def solve(
 
     def report(text: str) -> None:
         passed = time.monotonic() - begun
-        steps.append(f"{passed:7.2f}s  {text}: cost {search.best:.9g}, bound {search.bound:.9g}")
+        found = f"cost {search.best:.9g}" if math.isfinite(search.best) else "no answer yet"
+        proved = f"bound {search.bound:.9g}" if math.isfinite(search.bound) else "no bound yet"
+        steps.append(f"{passed:7.2f}s  {text}: {found}, {proved}")
         if on_progress is not None:
             on_progress(text, search.best, search.bound)
 

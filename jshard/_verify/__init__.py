@@ -5,8 +5,9 @@
 """
 
 from jshard._verify.collectives import read
-from jshard._verify.compare import Predicted, Row, Verification, compare, hlo_shape, verify_program
+from jshard._verify.compare import Verification, compare, hlo_shape, verify_program
 from jshard._verify.emitted import KINDS, Emitted, EmittedProgram, wire_bytes
+from jshard._verify.match import Predicted, Row
 from jshard._verify.of_plan import verify_plan
 
 

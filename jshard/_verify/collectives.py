@@ -49,14 +49,23 @@ class _Place:
     times: int
     calls: tuple[tuple[Computation, Instruction], ...] = ()
     conditional: bool = False
+    turn: bool = False  # in a loop whose trip count is not known
 
-    def inside(self, computation: Computation, call: Instruction, times: int, branch: bool = False) -> _Place:
+    def inside(
+        self,
+        computation: Computation,
+        call: Instruction,
+        times: int,
+        branch: bool = False,
+        turn: bool = False,
+    ) -> _Place:
         """The place of a computation that `call`, an instruction here, runs `times` times."""
         return _Place(
             computation,
             self.times * times,
             (*self.calls, (self.computation, call)),
             self.conditional or branch,
+            self.turn or turn,
         )
 
 
@@ -66,6 +75,7 @@ class _Found:
 
     collectives: list[Emitted]
     unread: list[str]
+    open_loops: list[str] = dataclasses.field(default_factory=list)
     chains: frozenset[str] = frozenset()  # TPU async fusions whose start is in the text
     flops: float = 0.0
     cycles: float = 0.0
@@ -84,7 +94,7 @@ def read(program: Any) -> EmittedProgram:
     """
     text = program if isinstance(program, str) else program.as_text()
     module = parse(text or "")
-    found = _Found([], list(module.unread), forms.started_chains(module))
+    found = _Found([], list(module.unread), chains=forms.started_chains(module))
     if module.entry:
         _walk(module, _Place(module.computations[module.entry], 1), found)
         found.unread += _never_run(module, found.seen)
@@ -100,6 +110,7 @@ def read(program: Any) -> EmittedProgram:
         module.partitions * module.replicas * found.slices,
         inputs,
         module.name,
+        tuple(found.open_loops),
     )
 
 
@@ -152,12 +163,12 @@ def _loop(module: Module, place: _Place, inst: Instruction, found: _Found) -> No
         return
     trips = loops.trip_count(module, place.computation, inst)
     before = len(found.collectives)
-    _walk(module, place.inside(body, inst, 1 if trips is None else trips), found)
-    _walk(module, place.inside(condition, inst, 1 if trips is None else trips + 1), found)
-    if trips is None and len(found.collectives) > before:
-        found.unread.append(
-            f"line {inst.line}: trip count of the loop {inst.name} is not known; counted once"
-        )
+    unknown = trips is None
+    turns, tests = (1, 1) if trips is None else (trips, trips + 1)
+    _walk(module, place.inside(body, inst, turns, turn=unknown), found)
+    _walk(module, place.inside(condition, inst, tests, turn=unknown), found)
+    if unknown and len(found.collectives) > before:
+        found.open_loops.append(f"line {inst.line}: trip count of the loop {inst.name} is not known")
 
 
 def _never_run(module: Module, seen: set[str]) -> list[str]:
@@ -222,6 +233,8 @@ def _emitted(
     asked_type, widening = meant.asked_type(module, place.computation, place.calls, inst, shapes, part)
     moved = wire_bytes(meaning.moves or meaning.kind, meaning.operand, size)
     asked = moved * meaning.asked / widening
+    rewritten = meaning.kind != kind
+    unpadded = meaning.asked * (2 if meaning.moves == "all_reduce" else 1)
     whole = len(part) == len(inst.operands)
     return Emitted(
         meaning.kind,
@@ -238,6 +251,9 @@ def _emitted(
         None if asked == moved else asked,
         meaning.form,
         place.conditional,
+        place.turn,
+        kind if rewritten else "",
+        wire_bytes(kind, meaning.operand, size) * unpadded / widening if rewritten else 0.0,
     )
 
 
@@ -265,5 +281,6 @@ def _send(place: _Place, inst: Instruction, found: _Found) -> None:
                 name=inst.name,
                 form="between slices" if crossing.slices > 1 else "send",
                 conditional=place.conditional,
+                turn=place.turn,
             )
         )

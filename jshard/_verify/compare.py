@@ -36,52 +36,7 @@ from jshard._errors import PlanMismatchError
 from jshard._program.mapped import SCOPE
 from jshard._verify.collectives import read
 from jshard._verify.emitted import KINDS, Emitted, EmittedProgram
-
-
-TOLERANCE = 0.02  # of the bytes of a kind: the issue's own definition of agreement
-NEGLIGIBLE = 0.005  # of the program's bytes: less cannot spoil the verdict on a kind (the scalar of a loss)
-
-
-@dataclasses.dataclass(frozen=True)
-class Predicted:
-    """One collective of a plan: `bytes` received per device and execution, `count` executions.
-
-    `id` is the number in its `jshard.<id>` scope; by default its place in the list given to `compare`.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    bytes: float
-    operator: str = ""
-    count: float = 1
-    id: int | None = None
-
-    @property
-    def total(self) -> float:
-        """Bytes of all executions."""
-        return self.bytes * self.count
-
-    def __str__(self) -> str:
-        times = f" x {self.count:g}" if self.count != 1 else ""
-        return f"{self.kind} over {'*'.join(self.axes)} of {self.operator or '?'}{times}: {self.total:,.0f} B"
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """Predicted collectives and the emitted ones with their numbers; several when they were combined."""
-
-    predicted: tuple[Predicted, ...]
-    emitted: tuple[Emitted, ...]
-
-    @property
-    def bytes(self) -> tuple[float, float]:
-        """Predicted and emitted bytes per device."""
-        return sum(p.total for p in self.predicted), sum(e.meant for e in self.emitted)
-
-    @property
-    def agrees(self) -> bool:
-        """Whether the bytes agree within the tolerance."""
-        return _agree(*self.bytes)
+from jshard._verify.match import NEGLIGIBLE, Predicted, Row, agree, matched
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +46,7 @@ class Verification:
     `by_kind` has predicted and emitted bytes per device, as the program asked for them: where the compiler
     changed the type of a collective (CPU widens bfloat16) or padded one (TPU), that is a note and not a
     disagreement; `wire` has the bytes with it. `own` are the collectives that the user wrote, in a `jax.shard_map`
-    inside the sharded function: no plan predicts them.
+    inside the sharded function: no plan predicts them; `unasked` is what the compiler added, asked for by nobody.
     """
 
     rows: tuple[Row, ...]
@@ -100,6 +55,13 @@ class Verification:
     missing: tuple[Predicted, ...]
     program: EmittedProgram
     own: tuple[Emitted, ...] = ()
+    unasked: tuple[Emitted, ...] = ()
+    turns: int = 0  # planned collectives in loops whose turns nobody knows
+
+    @property
+    def collectives(self) -> tuple[Emitted, ...]:
+        """What was emitted, each as the plan asked for it: those of the rows, then those of none."""
+        return (*(e for r in self.rows for e in r.emitted), *self.extra, *self.own, *self.unasked)
 
     @property
     def predicted(self) -> float:
@@ -126,15 +88,17 @@ class Verification:
     def ok(self) -> bool:
         """Whether the program was read completely and every kind agrees within 2%."""
         slack = NEGLIGIBLE * max(self.predicted, self.emitted)
-        return self.program.complete and all(_agree(p, e, slack) for p, e in self.by_kind.values())
+        return self.program.complete and all(agree(p, e, slack) for p, e in self.by_kind.values())
 
     @property
     def summary(self) -> str:
-        """One line."""
+        """One line. Totals of lines that were not all read, or of one turn of a loop, say "at least"."""
         verdict = "emitted as planned" if self.ok else "emitted differs from the plan"
-        if not self.program.complete:
-            verdict += f", {len(self.program.unread)} lines not read, the total is incomplete"
-        return f"{verdict}: {self.emitted:,.0f} B per device for {self.predicted:,.0f} predicted"
+        unread = len(self.program.unread)
+        if unread:
+            verdict += f", {unread} line{'s' * (unread > 1)} not read, the total is incomplete"
+        emitted, predicted = self.program.at_least, "at least " if self.turns else ""
+        return f"{verdict}: {emitted}{self.emitted:,.0f} B per device for {predicted}{self.predicted:,.0f} predicted"
 
     @property
     def text(self) -> str:
@@ -151,6 +115,7 @@ class Verification:
         lines += [f"  not planned: {e}" for e in self.extra]
         lines += [f"  the user's own: {e}" for e in self.own]
         lines += [f"  not emitted: {p}" for p in self.missing]
+        lines += [f"  counted once: {loop}" for loop in self.program.open_loops]
         lines += [f"  not read: {u}" for u in self.program.unread]
         lines += [f"  {note}" for note in self._additions()]
         return "\n".join(lines)
@@ -158,13 +123,15 @@ class Verification:
     def _additions(self) -> list[str]:
         """What the compiler added to the plan's own bytes: wider types, padding."""
         notes = []
-        changed = [e for e in self.program.collectives if e.asked is not None]
+        changed = [e for e in self.collectives if e.asked is not None]
         retyped = [e for e in changed if e.promoted]
+        other = [e for e in changed if not e.promoted and "padded" not in e.form]
         for words, some in (
             ("widened by the compiler", [e for e in retyped if e.total > e.meant]),
             ("narrowed by the compiler", [e for e in retyped if e.total < e.meant]),
             ("padded by the compiler", [e for e in changed if not e.promoted and "padded" in e.form]),
-            ("all-reduced for a part", [e for e in changed if not e.promoted and "padded" not in e.form]),
+            ("all-reduced for a part", [e for e in other if e.total > e.meant]),
+            ("only the part that is read was sent", [e for e in other if e.total < e.meant]),
         ):
             more = sum(e.total - e.meant for e in some)
             types = "/".join(sorted({e.promoted for e in some if e.promoted}))
@@ -176,10 +143,6 @@ class Verification:
 
     def __str__(self) -> str:
         return self.text
-
-
-def _agree(predicted: float, emitted: float, slack: float = 0.0) -> bool:
-    return abs(predicted - emitted) <= max(TOLERANCE * max(predicted, emitted), slack)
 
 
 def _row_text(row: Row) -> str:
@@ -217,82 +180,21 @@ def compare(predicted: Iterable[Predicted], program: EmittedProgram) -> Verifica
     known = {p.id for p in plan}
     own = [e for e in program.collectives if SCOPE in e.op_name and not known.intersection(e.tags)]
     rest = [e for e in program.collectives if e not in own] if own else program.collectives
-    tagged = [e for e in rest if known.intersection(e.tags)]
-    # What nobody asked for (edges of the compiler's padding) belongs to no row: the notes count it.
-    untagged = [e for e in rest if not known.intersection(e.tags) and e.meant]
-    rows = _tagged_rows(plan, tagged)
-    rows, extra = _match_untagged(rows, untagged)
+    rows, extra = matched(plan, rest)
     missing = tuple(p for r in rows if not r.emitted for p in r.predicted)
+    found = [e for r in rows for e in r.emitted] + extra
     by_kind = {}
     for kind in KINDS:
-        p = sum(x.total for x in plan if x.kind == kind)
-        e = sum(x.meant for x in rest if x.kind == kind)
+        p = sum(x.total for r in rows for x in r.predicted if x.kind == kind)
+        e = sum(x.meant for x in found if x.kind == kind)
         if p or e:
             by_kind[kind] = (p, e)
-    return Verification(tuple(rows), by_kind, tuple(extra), missing, program, tuple(own))
-
-
-def _tagged_rows(plan: Sequence[Predicted], tagged: Sequence[Emitted]) -> list[Row]:
-    """One row per group of predictions that share an emitted collective, in the plan's order."""
-    by_id: dict[int | None, list[Predicted]] = {}
-    for p in plan:
-        by_id.setdefault(p.id, []).append(p)
-    home = {i: i for i in by_id}
-
-    def find(i: int | None) -> int | None:
-        while home[i] != i:
-            i = home[i]
-        return i
-
-    for e in tagged:
-        ids = [i for i in e.tags if i in by_id]
-        for i in ids[1:]:
-            home[find(i)] = find(ids[0])
-    groups: dict[int | None, tuple[list[Predicted], list[Emitted]]] = {}
-    for i, ps in by_id.items():
-        groups.setdefault(find(i), ([], []))[0].extend(ps)
-    for e in tagged:
-        groups[find(next(i for i in e.tags if i in by_id))][1].append(e)
-    return [Row(tuple(ps), tuple(es)) for ps, es in groups.values()]
-
-
-def _match_untagged(rows: list[Row], untagged: Sequence[Emitted]) -> tuple[list[Row], list[Emitted]]:
-    """Give collectives without a number to predictions of their kind that have none, or too little.
-
-    First one to one by equal bytes; then, kind by kind, all that is left together when their sums agree: a
-    compiler that combines keeps the bytes. What still does not fit is extra.
-    """
-    rows, left = list(rows), []
-    for e in untagged:
-        fits = [
-            k
-            for k, r in enumerate(rows)
-            if not r.emitted
-            and r.predicted[0].kind == e.kind
-            and abs(r.bytes[0] - e.meant) <= 1e-6 * max(e.meant, 1)
-        ]
-        if fits:
-            rows[fits[0]] = dataclasses.replace(rows[fits[0]], emitted=(e,))
-        else:
-            left.append(e)
-    extra: list[Emitted] = []
-    for kind in KINDS:
-        spare = [e for e in left if e.kind == kind]
-        short = [
-            r
-            for r in rows
-            if {p.kind for p in r.predicted} == {kind} and not r.agrees and r.bytes[1] < r.bytes[0]
-        ]
-        lack = sum(r.bytes[0] - r.bytes[1] for r in short)
-        if spare and short and _agree(lack, sum(e.meant for e in spare)):
-            joint = Row(
-                tuple(p for r in short for p in r.predicted), (*(e for r in short for e in r.emitted), *spare)
-            )
-            at = rows.index(short[0])
-            rows = [joint if k == at else r for k, r in enumerate(rows) if k == at or r not in short]
-        else:
-            extra += spare
-    return rows, extra
+    # Edges of the compiler's own padding: only the notes count them.
+    unasked = [e for e in rest if not e.meant and not known.intersection(e.tags)]
+    turns = sum(p.turn for r in rows for p in r.predicted)
+    return Verification(
+        tuple(rows), by_kind, tuple(extra), missing, program, tuple(own), tuple(unasked), turns
+    )
 
 
 def verify_program(

@@ -46,7 +46,9 @@ class Emitted:
     `bytes` is what one device receives in one execution, `count` the executions (trips of the loops around
     it), `shape` the local operands. `asked` is the bytes without the compiler's own additions, when it made
     any: another type (`promoted` names the one asked for) or padding (`form` says so). `form` is how the
-    collective is written when that is not the plain one; `conditional`: a branch holds it.
+    collective is written when that is not the plain one; `conditional`: a branch holds it. `turn`: a loop
+    whose trip count is not known holds it, and `count` is that of one turn. `plain` is the kind that is written where
+    `kind` is what it amounts to, and `plain_bytes` what that kind would ask for.
     """
 
     kind: str
@@ -63,6 +65,9 @@ class Emitted:
     asked: float | None = None
     form: str = ""
     conditional: bool = False
+    turn: bool = False
+    plain: str = ""
+    plain_bytes: float = 0.0
 
     @property
     def total(self) -> float:
@@ -74,6 +79,11 @@ class Emitted:
         """Bytes of all its executions as the program asked for them: what a plan predicts."""
         return (self.bytes if self.asked is None else self.asked) * self.count
 
+    def as_plain(self) -> Emitted:
+        """The same as the kind that is written, for a program that asked for just that."""
+        asked = None if self.plain_bytes == self.bytes else self.plain_bytes
+        return dataclasses.replace(self, kind=self.plain, asked=asked, plain="", plain_bytes=0.0)
+
     @property
     def tags(self) -> tuple[int, ...]:
         """Numbers of the planned collectives that its metadata names, as `jshard.<number>`."""
@@ -82,7 +92,8 @@ class Emitted:
     def __str__(self) -> str:
         times = f" x {self.count}" if self.count != 1 else ""
         promoted = self.promoted and f"asked for in {self.promoted}"
-        notes = "".join(f", {n}" for n in (self.form, promoted, self.conditional and "in a branch") if n)
+        inside = self.conditional and "in a branch", self.turn and "a turn of a loop"
+        notes = "".join(f", {n}" for n in (self.form, promoted, *inside) if n)
         where = self.op_name or self.name or "no metadata"
         source = f" ({self.source})" if self.source else ""
         return (
@@ -97,7 +108,8 @@ class EmittedProgram:
 
     `flops` counts matrix products and convolutions of one device, loops times trips (XLA's own
     `cost_analysis` counts a loop's body once on TPU). `peak_bytes` and `estimated_cycles` (TPU only) are the
-    compiler's. `unread` lists what could not be read; when it is not empty, totals are incomplete.
+    compiler's. `unread` lists what could not be read; when it is not empty, totals are incomplete. `open_loops` are
+    loops that hold collectives and whose trip count is not known: they count as one turn, so totals are the least.
     `partitions` is 0 when the text does not say.
     """
 
@@ -109,6 +121,7 @@ class EmittedProgram:
     partitions: int = 0
     inputs: tuple[str, ...] = ()
     name: str = ""
+    open_loops: tuple[str, ...] = ()
 
     @property
     def by_kind(self) -> dict[str, float]:
@@ -130,12 +143,18 @@ class EmittedProgram:
         """Whether every line was read."""
         return not self.unread
 
+    @property
+    def at_least(self) -> str:
+        """What stands before a total: lines that were not read, and turns that nobody knows, would add to it."""
+        return "at least " if self.unread or self.open_loops else ""
+
     def __str__(self) -> str:
         lines = [
-            f"{self.name or 'program'} on {self.partitions} devices: {self.total:,.0f} B per device"
+            f"{self.name or 'program'} on {self.partitions} devices: {self.at_least}{self.total:,.0f} B per device"
             + ("" if self.complete else ", incomplete")
         ]
         lines += [f"  {e}" for e in self.collectives]
+        lines += [f"  counted once: {loop}" for loop in self.open_loops]
         lines += [f"  not read: {u}" for u in self.unread]
         return "\n".join(lines)
 

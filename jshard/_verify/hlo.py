@@ -89,7 +89,12 @@ class Instruction:
         if f"{key}=" not in self.attrs:  # most lines, and much faster than the pattern
             return None
         m = re.search(rf"(?:^|[,\s]){re.escape(key)}=", self.attrs)
-        return None if m is None else self.attrs[m.end() : _end_of_value(self.attrs, m.end())]
+        if m is None:
+            return None
+        end = _end_of_value(self.attrs, m.end())
+        # `mesh['x'=2,'y'=4], device_ids=([4,2]T(1,0)) {'y'}`: groups of a mesh in another order are one value.
+        order = _DEVICE_IDS.match(self.attrs, end) if self.attrs.startswith("mesh[", m.end()) else None
+        return self.attrs[m.end() : _end_of_value(self.attrs, order.end()) if order else end]
 
     @property
     def op_name(self) -> str:
@@ -155,6 +160,11 @@ class Module:
     sources: Mapping[int, str]
     unread: tuple[str, ...] = ()
 
+    @property
+    def tiled(self) -> bool:
+        """Whether layouts are tiled: a program for TPUs."""
+        return ":T(" in self.header
+
     def source(self, inst: Instruction) -> str:
         """`file:line` of the user's code that an instruction came from; empty when not recorded."""
         m = re.search(r"stack_frame_id=(\d+)", inst.attrs)
@@ -166,6 +176,7 @@ class Module:
 
 _INSTRUCTION = re.compile(r"^\s*(ROOT\s+)?%?([\w.\-$]+)\s*=\s*(.*)$")
 _COMPUTATION = re.compile(r"^\s*(ENTRY\s+)?%?([\w.\-$]+)\s*(?:\(.*\)\s*->\s*.*)?\{\s*$")
+_DEVICE_IDS = re.compile(r",?\s*device_ids=")
 _LEAF = re.compile(r"([a-z]\w*)\[([\d,<=? ]*)\]")
 _CLOSE = {"(": ")", "{": "}", "[": "]"}
 

@@ -2,21 +2,31 @@
 
 Compilers change types around collectives, and the bytes with them:
 
-- CPU has no bfloat16 collectives and widens to float32;
+- CPU has no bfloat16 and no 8-bit float collectives and widens to float32 and float16;
+- GPU promotes sums and extrema of 8- and 16-bit integers to 32 bits;
 - TPU multiplies float32 in bfloat16 by default, and gathers a float32 argument narrowed already.
 
 The `convert` beside the collective tells: its other side is the type asked for. A conversion that the program
-wrote itself carries `convert_element_type` in its metadata and does not count. Narrowing is told only where
-an argument is narrowed: inside, TPU computes bfloat16 in float32 and every result is a conversion.
+wrote itself carries metadata of its own (on TPU, where others do as well, `convert_element_type`) and does not
+count. One side is enough, since compilers drop the other where a value is computed, or read, in the wider type; but
+not on TPU, where products narrow what they read. Narrowing is told only where an argument is narrowed: inside, TPU
+computes bfloat16 in float32 and every result is a conversion.
 """
 
 from __future__ import annotations
+
+import re
 
 from jshard._verify.flow import MOVES, Calls, inner, resolve, taken
 from jshard._verify.hlo import Computation, Instruction, Module, Shape, element_bits
 
 
-_NARROW = ("bf16", "f16")
+# Of which narrower types a compiler may send a type instead.
+_STANDS_FOR = {
+    "f32": re.compile(r"bf16|f16|f8\w+"), "f16": re.compile(r"f8\w+"), "bf16": re.compile(r"f8\w+"),
+    "s32": re.compile(r"s8|s16"), "u32": re.compile(r"u8|u16"),
+}  # fmt: skip
+_NARROWED = ("bf16", "f16")  # types in which a compiler sends a float32
 _SLICES = MOVES | {"slice", "dynamic-slice", "concatenate", "pad"}
 
 
@@ -32,44 +42,41 @@ def asked_type(
 
     `shapes` are those of the operands in `part`.
     """
-    if not shapes or shapes[0].dtype not in ("f32", *_NARROW):
+    emitted = {s.dtype for s in shapes}
+    if len(emitted) != 1 or not emitted & _STANDS_FOR.keys():
         return "", 1.0
-    emitted = shapes[0].dtype
-    origins = [_converted(module, computation, calls, inst.operands[k]) for k in part]
-    before = set(origins)
-    if len(before) > 1 and {s.dtype for s in shapes} == {"f32"}:
-        return _widened_some(module, computation, inst, shapes, part, origins)
-    asked = next(iter(before)) if len(before) == 1 else ""
-    if emitted == "f32":
-        after = _narrow_uses(module, computation, inst)
-        if "promoted" in (inst.attr("to_apply") or ""):  # what XLA's AllReducePromotion names the reducer
-            asked = next(iter(sorted(after | before & set(_NARROW))), "bf16")
-        elif asked not in _NARROW or asked not in after:
-            return "", 1.0
-    elif asked != "f32":
-        return "", 1.0
-    return asked, (element_bits(emitted) or 1) / (element_bits(asked) or 1)
-
-
-def _widened_some(
-    module: Module,
-    computation: Computation,
-    inst: Instruction,
-    shapes: tuple[Shape, ...],
-    part: tuple[int, ...],
-    origins: list[str],
-) -> tuple[str, float]:
-    """Of a combination of float32 sums with widened ones: the type of those, and the bytes over those asked."""
+    (wide,) = emitted
+    origins = [_converted(module, computation, calls, inst, k) for k in part]
+    promoted = "promoted" in (inst.attr("to_apply") or "")  # what XLA's AllReducePromotion names the reducer
+    if len(set(origins)) == 1:
+        narrow = _narrow(module, wide, origins[0], _read_as(module, computation, inst, inst), promoted)
+        return narrow, (element_bits(wide) or 1) / (element_bits(narrow or wide) or 1)
     asked, names = 0.0, set()
     for k, shape, origin in zip(part, shapes, origins, strict=True):
+        # Of several, an instruction takes each result out.
         results = taken(computation, inst, k)
-        after = {d for r in results for d in _narrow_uses(module, computation, r)}
-        narrow = origin if origin in _NARROW and origin in after else ""
-        if not narrow and "promoted" in (inst.attr("to_apply") or ""):
-            narrow = min(after, default="")
+        after = {d for r in results for d in _read_as(module, computation, inst, r)}
+        narrow = _narrow(module, wide, origin, after, promoted)
         names |= {narrow} - {""}
-        asked += shape.elements * (element_bits(narrow or shape.dtype) or 8) / 8
-    return (min(names), sum(s.bytes for s in shapes) / asked) if names else ("", 1.0)
+        asked += shape.elements * (element_bits(narrow or wide) or 8) / 8
+    return (min(names), sum(s.bytes for s in shapes) / asked) if names and asked else ("", 1.0)
+
+
+def _narrow(module: Module, wide: str, origin: str, after: set[str], promoted: bool) -> str:
+    """The type behind one operand of a collective in type `wide`; empty when it is that.
+
+    `origin` is the type that it was converted from, `after` those that its readers convert it to first, and an empty
+    name for readers that do not.
+    """
+    if wide in _NARROWED and origin == "f32":
+        return "f32"
+    fits = _STANDS_FOR[wide].fullmatch
+    narrow = {d for d in after if fits(d)}
+    if promoted:
+        return min(narrow | ({origin} if fits(origin) else set()), default="bf16" if wide == "f32" else "")
+    if fits(origin):
+        return origin if origin in after or not module.tiled else ""
+    return min(narrow) if len(after) == 1 and narrow and not module.tiled else ""
 
 
 def op_names(
@@ -94,10 +101,10 @@ def op_names(
     return ";".join(dict.fromkeys(n for n in names if n))
 
 
-def _converted(module: Module, computation: Computation, calls: Calls, name: str) -> str:
-    """The type that the compiler converted a value from; empty if it did not."""
-    found = resolve(module, computation, calls, name, _SLICES)
-    if found is None or found[2].opcode != "convert":
+def _converted(module: Module, computation: Computation, calls: Calls, inst: Instruction, k: int) -> str:
+    """The type that the compiler converted operand `k` of a collective from; empty if it did not."""
+    found = resolve(module, computation, calls, inst.operands[k], _SLICES)
+    if found is None or not _by_compiler(module, found[2], inst):
         return ""
     comp, above, convert = found
     source = comp.by_name.get(convert.operands[0])
@@ -105,12 +112,25 @@ def _converted(module: Module, computation: Computation, calls: Calls, name: str
     if dtype != "f32":
         return dtype
     origin = resolve(module, comp, above, convert.operands[0], _SLICES)
-    argument = origin is not None and origin[2].opcode == "parameter" and not origin[1]
-    return dtype if argument and "convert_element_type" not in convert.op_name else ""
+    return dtype if origin is not None and origin[2].opcode == "parameter" and not origin[1] else ""
 
 
-def _narrow_uses(module: Module, computation: Computation, inst: Instruction) -> set[str]:
-    """Narrow types that readers convert a value to first."""
+def _by_compiler(module: Module, inst: Instruction, collective: Instruction) -> bool:
+    """Whether an instruction is a conversion that the compiler wrote for a collective."""
+    if inst.opcode != "convert":
+        return False
+    if module.tiled:
+        return "convert_element_type" not in inst.op_name
+    return inst.op_name in ("", collective.op_name)
+
+
+def _read_as(
+    module: Module, computation: Computation, collective: Instruction, inst: Instruction
+) -> set[str]:
+    """The types that the compiler converts a value to before it is read; an empty name where it is read as it is.
+
+    The value is that of `inst`, the collective or what takes one of its results.
+    """
     out: set[str] = set()
     seen: set[tuple[str, str]] = set()
 
@@ -118,16 +138,21 @@ def _narrow_uses(module: Module, computation: Computation, inst: Instruction) ->
         if (comp.name, name) in seen:
             return
         seen.add((comp.name, name))
-        for user in comp.users.get(name, ()):
+        users = comp.users.get(name, ())
+        if not users or comp.by_name[name].root:
+            out.add("")
+        for user in users:
             run = inner(module, user)
-            if user.opcode == "convert" and user.shapes[0].dtype in _NARROW:
-                out.add(user.shapes[0].dtype)
+            if user.opcode == "convert":
+                out.add(user.shapes[0].dtype if _by_compiler(module, user, collective) else "")
             elif user.opcode in MOVES or user.opcode in ("slice", "dynamic-slice", "concatenate"):
                 visit(comp, user.name)
             elif run is not None:
                 for k, o in enumerate(user.operands):
                     if o == name and k in run.parameters:
                         visit(run, run.parameters[k].name)
+            else:
+                out.add("")
 
     visit(computation, inst.name)
     return out

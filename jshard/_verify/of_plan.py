@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from jshard._verify.compare import Predicted, Verification, hlo_shape, verify_program
+from jshard._verify.compare import Verification, hlo_shape, verify_program
+from jshard._verify.match import Predicted
 
 
 def predicted(plan: Any) -> list[Predicted]:
     """The collectives of a plan, numbered as the lowering names them; not those that the user wrote himself."""
     return [
-        Predicted(c.kind, tuple(c.axes), float(c.bytes), f"{c.operator}", c.count, c.id)
+        Predicted(c.kind, tuple(c.axes), float(c.bytes), f"{c.operator}", c.count, c.id, c.turn, c.dtype)
         for c in plan.collectives
         if not c.own
     ]

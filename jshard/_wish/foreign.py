@@ -58,14 +58,23 @@ def adopt(pin: Pin | None, user: Mesh | AbstractMesh) -> Pin | None:
     return pin
 
 
-def forced_parts(user: Mesh | AbstractMesh, pins: Sequence[Pin | None]) -> list[tuple[int, ...]]:
-    """Parts of each axis of the mesh in use that the meshes of `NamedSharding`s require."""
+def forced_parts(
+    user: Mesh | AbstractMesh, pins: Sequence[Pin | None], lying: Sequence[Mesh | AbstractMesh] = ()
+) -> list[tuple[int, ...]]:
+    """Parts of each axis of the mesh in use that the meshes of `NamedSharding`s require.
+
+    Those of `lying` are taken as far as they go with the others.
+    """
     ends = set(boundaries(user.axis_sizes))
     for pin in pins:
         if pin is not None and pin.mesh is not None:
             ends |= set(boundaries(pin.mesh.axis_sizes))
             if any(b % a for a, b in itertools.pairwise(sorted(ends))):
                 raise _not_of_this(pin, user, "whose axes cannot be told in those of")
+    for mesh in lying:
+        more = ends | set(boundaries(mesh.axis_sizes))
+        if not any(b % a for a, b in itertools.pairwise(sorted(more))):
+            ends = more
     parts = []
     for low, high in itertools.pairwise(boundaries(user.axis_sizes)):
         inside = sorted(e for e in ends if low <= e <= high)

@@ -1,4 +1,4 @@
-"""The mesh: given by the user, found in context, taken from a `NamedSharding`, or inferred from the pins.
+"""The mesh: given by the user, found in context, that of a `NamedSharding` or of the arguments, or inferred.
 
 Whatever it comes from, the planner sees named axes in which every pinned cut is a product of whole axes.
 An inferred mesh is made so (`grid.coarsest`); of a given mesh an axis is split internally where a cut
@@ -13,6 +13,7 @@ needs it, `data` of 8 into `data_0` of 4 and `data_1` of 2, devices in the same 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -38,6 +39,7 @@ from jshard._wish.entries import (
     possible_cuts,
 )
 from jshard._wish.foreign import adopt, boundaries, forced_parts, spec_axes, translation, unknown_axis
+from jshard._wish.lying import in_order
 
 
 PLATFORMS = {"cpu": ("cpu",), "gpu": ("gpu", "cuda", "rocm"), "tpu": ("tpu",)}
@@ -51,7 +53,7 @@ class ChosenMesh:
     """The mesh of a plan.
 
     `mesh`: with Auto axes and the planner's names; `axes`: the same names and sizes; `user`: the mesh as the
-    user gave it, None if inferred; `how`: "given", "context", "named sharding" or "inferred"; `renamed`:
+    user gave it, None if inferred; `how`: "given", "context", "named sharding", "arguments" or "inferred"; `renamed`:
     axis of the user's mesh -> the planner's axes it consists of; `pins`: the pins that led to the choice,
     with specs in the planner's axes and every known cut filled in.
     """
@@ -91,6 +93,9 @@ def choose_mesh(
     shapes: Sequence[Sequence[int] | None],
     devices: Sequence[Any] | None = None,
     joint: Sequence[Joint] = (),
+    *,
+    follow: Mesh | AbstractMesh | None = None,
+    lying: Sequence[NamedSharding] = (),
 ) -> ChosenMesh:
     """The mesh to plan on, and the pins in its axes.
 
@@ -98,15 +103,21 @@ def choose_mesh(
     `device`: "cpu", "gpu", "tpu" or None. `pins`: of inputs, results and operators, in order of appearance.
     `shapes`: of the pinned tensors; None where unknown. `devices`: to arrange, instead of all of `device`.
     `joint`: what operators with pins need beside (`_plan/joint.py`).
+    `follow`: the mesh that the arguments are on, which is taken before one is inferred. `lying`: how arguments lie
+    that may stay so where axes can be split for them.
     Raises `MeshError` for a mesh or device that cannot be used, `StrategyError` for a pin it cannot carry.
     """
     check_device(device)
     user, how = _base_mesh(mesh, pins)
+    if user is None and mesh is None and follow is not None and _is_of(follow, device):
+        with contextlib.suppress(StrategyError):  # what is asked may need more devices than they are on
+            there = [s for s in lying if in_order(s, follow)]
+            return _refined(follow, "arguments", pins, shapes, joint, there)
     if user is None:
         found = list(devices) if devices is not None else _devices_of(device)
         return _inferred(found, grid.coarsest, pins, shapes, joint)
     _check_mesh(user, device)
-    return _refined(user, how, pins, shapes, joint)
+    return _refined(user, how, pins, shapes, joint, [s for s in lying if in_order(s, user)])
 
 
 def device_count(mesh: Any, device: str | None, entries: Any = None) -> int:
@@ -198,6 +209,12 @@ def resolve_pin(pin: Pin | None, chosen: ChosenMesh, shape: Sequence[int] | None
     return Pin(cuts, axes, pin.where)
 
 
+def check_mesh(mesh: Any) -> None:
+    """Raise a `MeshError` unless `mesh` is a value that `shard` takes."""
+    if not (isinstance(mesh, str) and mesh.partition(":")[0] == "auto"):
+        _base_mesh(mesh, ())
+
+
 def check_axes_divide(
     pin: Pin, cuts: Sequence[int | None], shape: Sequence[int], sizes: Mapping[str, int]
 ) -> None:
@@ -237,6 +254,16 @@ def check_device(device: Any) -> None:
         raise MeshError(f"device={device!r} is not known", where="device", fix=f"device={device.lower()!r}")
     what = f"device={device!r} is not known" if isinstance(device, str) else f"device is {a_type(device)}"
     raise MeshError(what, where="device", fix="device='tpu', 'gpu' or 'cpu', or None for the default backend")
+
+
+def _is_of(mesh: Mesh | AbstractMesh, device: str | None) -> bool:
+    return device is None or _platform(mesh) in (None, *PLATFORMS[device])
+
+
+def _platform(mesh: Mesh | AbstractMesh) -> str | None:
+    if isinstance(mesh, Mesh):
+        return mesh.devices.flat[0].platform
+    return getattr(mesh.abstract_device, "platform", None)
 
 
 def _base_mesh(mesh: Any, pins: Sequence[Pin | None]) -> tuple[Mesh | AbstractMesh | None, str]:
@@ -291,17 +318,12 @@ def _check_mesh(mesh: Mesh | AbstractMesh, device: str | None) -> None:
                 where="mesh",
                 fix="call the sharded function outside of shard_map",
             )
-    if device is not None:
-        if isinstance(mesh, Mesh):
-            platform = mesh.devices.flat[0].platform
-        else:
-            platform = getattr(mesh.abstract_device, "platform", None)
-        if platform is not None and platform not in PLATFORMS[device]:
-            raise MeshError(
-                f"device={device!r}, but the mesh is of {platform} devices",
-                where="device and mesh",
-                fix=f"a mesh of {device} devices, or device=None",
-            )
+    if device is not None and not _is_of(mesh, device):
+        raise MeshError(
+            f"device={device!r}, but the mesh is of {_platform(mesh)} devices",
+            where="device and mesh",
+            fix=f"a mesh of {device} devices, or device=None",
+        )
 
 
 def _devices_of(device: str | None) -> list[Any]:
@@ -359,13 +381,14 @@ def _refined(
     pins: Sequence[Pin | None],
     shapes: Sequence[Any],
     joint: Sequence[Joint],
+    lying: Sequence[NamedSharding] = (),
 ) -> ChosenMesh:
     pins = [adopt(pin, user) for pin in pins]
     for pin in pins:
         for axis in spec_axes(pin) if pin is not None and pin.mesh is None else ():
             if pin is not None and axis not in user.axis_names:
                 raise unknown_axis(pin, axis, user.axis_names)
-    forced = forced_parts(user, pins)
+    forced = forced_parts(user, pins, [s.mesh for s in lying])
     whole = tuple(itertools.chain(*forced))
     beside = [(j.cuts, _taken(j, pins, user, whole)) for j in joint if j.specs]
     free = [math.prod(s for i, s in enumerate(whole) if i not in taken) for _, taken in beside]

@@ -43,6 +43,7 @@ class Options:
     search: str = "optimal"
     strict: bool = False
     hardware: Any = None
+    replication_price: float = 1000.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +64,7 @@ def check_options(
     search: Any = "optimal",
     strict: Any = False,
     hardware: Any = None,
+    replication_price: Any = 1000.0,
 ) -> Options:
     """The planning arguments; raises `ShardError` for the first wrong one."""
     check_device(device)
@@ -75,6 +77,19 @@ def check_options(
         check_search(search),
         bool(strict),
         check_hardware(hardware),
+        check_price(replication_price),
+    )
+
+
+def check_price(price: Any) -> float:
+    """A number from 0 on."""
+    number = isinstance(price, int | float | np.integer | np.floating) and not isinstance(price, bool)
+    if number and 0 <= price < math.inf:
+        return float(price)
+    raise ShardError(
+        f"replication_price is {described(price)}",
+        where="replication_price",
+        fix="what a second of repeated product work counts: 1000, or 0 for no price beside its time",
     )
 
 

@@ -60,7 +60,7 @@ def path_name(keypath: Sequence[Any]) -> str:
     keys = tuple(keypath)
     if keys and isinstance(keys[-1], GetAttrKey) and keys[-1].name in VARIABLE_FIELDS:
         keys = keys[:-1]
-    return ".".join([key_name(k) for k in keys])
+    return join(*map(key_name, keys))
 
 
 def join(*parts: str) -> str:

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import pathlib
+import random
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +21,13 @@ import jshard
 from jshard._doors import topology
 from jshard._verify import read, verify_plan
 from tests import traffic
+
+
+sys.path.append(str(pathlib.Path(__file__).parent.parent))  # tests there import each other by name
+import rules_bytes  # noqa: E402
+import rules_examples  # noqa: E402
+import rules_validator  # noqa: E402
+from point_programs import PROGRAMS  # noqa: E402
 
 
 def installed(module: str) -> bool:
@@ -186,3 +196,52 @@ def test_what_is_emitted_is_what_was_planned(model, name, axes, slices) -> None:
 def test_a_plan_does_not_depend_on_the_compiler_being_installed(name, sizes) -> None:
     axes = dict(zip("abc", sizes, strict=False))
     assert topology(name, axes, compiles=False).links == topology(name, axes, compiles=True).links
+
+
+# -- the law of bytes: `tests/test_bytes_law.py` has it for the CPU's compiler ---------------------------------
+
+EIGHT = [pytest.param("v5p:2x2x2", marks=TPU), pytest.param("h100:1x8", marks=GPU)]
+
+
+@pytest.mark.parametrize("machine", EIGHT)
+@pytest.mark.parametrize("level", [0, 2])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_named_programs_move_what_is_planned(name, level, machine) -> None:
+    f, args, cuts = PROGRAMS[name]
+    sharded = jshard.shard(f, cuts, mesh=topology(machine, {"x": 8}, compiles=True), level=level)
+    plan = sharded.plan(*args)
+    v = verify_plan(plan, sharded.lower(*args).compile())
+    assert v.ok and plan.cost.optimal, str(v)
+
+
+@pytest.mark.parametrize("machine", EIGHT)
+@pytest.mark.parametrize("level", [0, 2])
+def test_an_all_reduce_and_a_slice_that_were_planned_are_no_reduce_scatter(level, machine) -> None:
+    mesh = topology(machine, {"x": 2, "y": 4}, compiles=True)
+    f = jshard.shard(
+        lambda a, b: jax.nn.relu(jshard.op(jnp.dot, ((2, 4), (4, 1)), (2, 1))(a, b)), mesh=mesh, level=level
+    )
+    args = jax.ShapeDtypeStruct((512, 128), "float32"), jax.ShapeDtypeStruct((128, 512), "float32")
+    v = verify_plan(f.plan(*args), f.lower(*args).compile())
+    assert v.ok and v.by_kind == {"all_reduce": (786432, 786432)}, str(v)
+
+
+# 64-bit types are emulated on TPUs, with collectives of other sizes, or none.
+TYPES = [t for t in rules_bytes.DTYPES if not t.endswith(("64", "128"))]
+
+
+@pytest.mark.parametrize("machine", EIGHT)
+@pytest.mark.parametrize("name", ["reductions", "arg_reductions", "scatters", "sorts"])
+def test_operators_of_every_type_move_what_is_planned(name, machine) -> None:
+    rng = random.Random(f"bytes of {name}")
+    fn, *args = rules_examples.EXAMPLES[name]()
+    cases = rules_validator.cases(fn, *args)
+    mesh = topology(machine, {"x": 2, "y": 4}, compiles=True)
+    tried = 0
+    for _ in range(60):
+        single = rules_bytes.in_dtype(rng.choice(cases), rng.choice(TYPES))
+        if single is not None and tried < 6:
+            tried += 1
+            found = rules_bytes.trial(single, 8, rng, mesh.hardware, mesh.jax_mesh)
+            assert not found.text, found.text
+    assert tried == 6

@@ -1,18 +1,17 @@
-"""Products and convolutions are cut over all devices where they can be, and repeated only where somebody asks."""
+"""Repeated products and convolutions have a price in the objective: they are cut over all devices where they can be."""
 
 from __future__ import annotations
 
 import math
 
 import jax
+import jax.numpy as jnp
 import pytest
 from hypothesis import given, strategies as st
 
 import jshard
 from benchmarks import workloads
-from jshard._errors import SearchError
-from jshard._plan import make
-from jshard._plan.spread import PRODUCTS, free_of
+from jshard._plan.replication import PRODUCTS, unpriced_work
 from jshard._plan.states import Interner
 
 
@@ -42,7 +41,7 @@ def over_ideal(plan: jshard.Plan) -> float:
 )
 def test_repeating_all_that_is_free_adds_at_most_a_twentieth(products, devices):
     products = list(products.items())
-    free = free_of(products, devices)
+    free = unpriced_work(products, devices)
     total = sum(w * n for w, n in products)
     repeated = sum(w * n for w, n in products if w <= free)
     assert (total - repeated) / devices + repeated <= 1.05 * total / devices * (1 + 1e-12)
@@ -58,7 +57,7 @@ def test_no_workload_repeats_a_product(name, level):
     assert plan.cost.optimal
 
 
-SMALL = [jax.ShapeDtypeStruct((8, 8), "float32")] * 2
+SMALL = [jax.ShapeDtypeStruct((16, 16), "float32")] * 2
 
 
 def dense(x, w):
@@ -85,26 +84,57 @@ def test_what_does_not_divide_is_cut_as_far_as_it_goes():
     assert over_ideal(jshard.shard(dense, mesh=machine()).plan(*shapes)) == 4
 
 
-def test_where_nothing_else_is_possible_the_plan_says_so(monkeypatch):
-    real, seen = make.solve, []
+def small_ffn(x, w1, w2):
+    return jshard.op(jnp.dot, ((1, 1), (1, 8)))(jnp.tanh(x @ w1), w2)
 
-    def impossible_at_first(network, **options):
-        seen.append(network)
-        if len(seen) == 1:
-            raise SearchError("nothing")
-        return real(network, **options)
 
-    monkeypatch.setattr(make, "solve", impossible_at_first)
-    plan = jshard.shard(dense, out_strategy=(1, 1), mesh=machine(), level=2).plan(*SMALL)
-    assert (
-        over_ideal(plan) == 8
-        and plan.steps[-1] == "the pins leave only plans that repeat products or scatter free results"
+FFN = [jax.ShapeDtypeStruct((64, 64), "float32")] * 3
+
+
+@pytest.mark.parametrize("level", [0, 2])
+@pytest.mark.parametrize("price", [0, 1000])
+def test_propagation_never_beats_a_plan_called_optimal(level, price):
+    options = dict(level=level, mesh=machine(axes={"x": 8}), replication_price=price)
+    best = jshard.shard(small_ffn, **options).plan(*FFN)
+    other = jshard.shard(small_ffn, search="propagation", **options).plan(*FFN)
+    assert best.cost.optimal and best.cost.objective <= other.cost.objective
+    assert other.cost.price == pytest.approx(price * 2 * 64**3 * 7 / 8 / 1e11, rel=0.01)
+    assert best.cost.price == 0.0
+
+
+def test_without_a_price_the_quickest_plan_repeats_small_products_and_with_it_the_plan_says_what_that_costs():
+    cut, quick = (
+        jshard.shard(small_ffn, mesh=machine(axes={"x": 8}), replication_price=price).plan(*FFN)
+        for price in (1000, 0)
     )
-    assert seen[0].states(2) < seen[1].states(2)
+    assert over_ideal(cut) == 1 and over_ideal(quick) == 4.5
+    assert quick.cost.objective < cut.cost.objective
+    assert cut.cost.unpriced == quick.cost.objective and quick.cost.unpriced == 0.0
+    assert "\n  with products repeated: 6.39 us (replication_price=0)\n" in str(cut)
+
+
+def test_the_price_of_an_operator_is_counted_from_what_its_own_pins_allow():
+    """A pinned product pays nothing for what it must do; a what-if pays the difference."""
+
+    def pinned(x, w):
+        return jshard.op(dense, ((1, 1), (1, 1)))(x, w)
+
+    shapes = [jax.ShapeDtypeStruct((64, 64), "float32")] * 2
+    assert jshard.shard(pinned, mesh=machine()).plan(*shapes).cost.price == 0.0
+    plan = jshard.shard(dense, mesh=machine()).plan(*shapes)
+    forced, _ = plan.what_if(**{"dot_general.2": ((1, 1), (1, 1))})
+    assert plan.cost.price == 0.0 < forced.cost.price
+    assert forced.cost.objective > plan.cost.objective
+
+
+def test_where_nothing_else_is_possible_products_are_repeated_and_nothing_is_paid_for_it():
+    shapes = [jax.ShapeDtypeStruct((7, 7), "float32")] * 2
+    plan = jshard.shard(dense, mesh=machine(), level=2).plan(*shapes)
+    assert over_ideal(plan) == 8 and plan.cost.price == 0.0 and plan.cost.optimal
 
 
 def test_a_budget_comes_first():
-    """Level 1 may scatter a free result, and has less in memory by it; so has a plan that is told to fit there."""
+    """What is said of plans without the price keeps to the budget as well."""
 
     def gram(x, w):
         return (x.T @ x) @ w
@@ -114,10 +144,4 @@ def test_a_budget_comes_first():
     plan = jshard.shard(gram, mesh=machine(), memory_budget=math.ceil(free.cost.peak_bytes)).plan(*shapes)
     assert plan.cost.peak_bytes <= free.cost.peak_bytes
     assert plan.cost.bound <= plan.cost.objective
-    assert plan.steps[-1] == "the budget left only plans that repeat products or scatter free results"
-
-
-def test_why_tells_what_repeating_would_save():
-    plan = jshard.shard(dense, out_strategy=(1, 1), mesh=machine(), level=2).plan(*SMALL)
-    text = str(plan.why("dot_general.2"))
-    assert "(2) products are computed several times over: a plan does so only when asked to" in text
+    assert plan.cost.unpriced == 0
