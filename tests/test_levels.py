@@ -92,7 +92,10 @@ def test_level_1_gathers_weights_in_the_loop_that_reads_them():
 
 
 def test_what_a_loop_reads_is_held_until_it_ends():
-    """On one device there is one plan, and the bound is its peak: the stack is there beside what the turns make."""
+    """On one device there is one plan, and the bound is its peak: the stack is there beside what the turns make.
+
+    Two stacks of half an activation, x, what goes round, and in it a turn's tanh; XLA on CPU needs 4.06 activations.
+    """
 
     def run(s, x):
         stack = jnp.einsum("lij,ljk->lik", s, s)
@@ -100,4 +103,4 @@ def test_what_a_loop_reads_is_held_until_it_ends():
 
     shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((8, 32, 32), (512, 32))]
     cost = jshard.shard(run, level=1, mesh=auto(1)).plan(*shapes).cost
-    assert cost.bound == cost.peak_bytes == 5 * 4 * 512 * 32
+    assert cost.bound == cost.peak_bytes == 4 * 4 * 512 * 32

@@ -19,6 +19,7 @@ from benchmarks import workloads
 from jshard._errors import ShardError
 from jshard._plan import make
 from jshard._plan.limited import limited
+from jshard._plan.moments import moments
 from jshard._plan.network import Problem
 from jshard._plan.peak import peak_bytes
 from jshard._plan.schedule import choice_of, schedule
@@ -50,13 +51,15 @@ def plans(network: CostNetwork, count: int, seed: int = 7) -> list[np.ndarray]:
 
 
 def lean(problem: Problem, x: np.ndarray) -> np.ndarray:
-    """The same plan with every tensor kept in the smallest layout that it has in it; an argument as it is given.
+    """The same plan with every tensor kept in the smallest layout that it has in it; an argument as it is given, and
+    what lies in a loop's buffer as it is made.
 
     The schedule makes a copy once that several readers need, and keeps what it needs no more of nothing: of all
     assignments with the same readers this one is the one that the network may count no more for.
     """
     x, program, mesh = x.copy(), problem.program, problem.topology.mesh
     donated = {program.inputs[k] for k in problem.donated}
+    times = moments(program, problem.residency, problem.donated, sure=True)
     for t, variable in problem.relay_variable.items():
         maker, k = program.producers()[t]
         made = problem.states[maker].results[k].of(int(x[maker]))
@@ -65,7 +68,7 @@ def lean(problem: Problem, x: np.ndarray) -> np.ndarray:
         there = [lay for lay in dict.fromkeys((made, relay[int(x[variable])], *read)) if lay in relay]
         there.sort(key=lambda lay: -lay.pieces(mesh))
         kept = program.operators[maker].kind != "eqn" and maker not in donated
-        if kept or not problem.residency.held[t]:
+        if kept or times.elsewhere(t) or not problem.residency.held[t]:
             there.sort(key=lambda lay: lay != made)
         for lay in there:
             y = x.copy()

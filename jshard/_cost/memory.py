@@ -16,6 +16,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from jshard._cost.in_place import overwriting, touched
 from jshard._program.arrays import Bools
 from jshard._program.graph import Literal, Operator, Program
 
@@ -23,11 +24,12 @@ from jshard._program.graph import Literal, Operator, Program
 PRODUCTS = frozenset("dot_general ragged_dot ragged_dot_general conv_general_dilated".split())
 # Operators that a compiler does not fuse into their neighbours: their operands and results are stored.
 HEAVY = PRODUCTS | frozenset(
-    "gather scatter scatter-add scatter_add scatter_mul scatter_min scatter_max sort top_k fft cholesky "
+    "gather sort top_k fft cholesky "
     "triangular_solve eigh svd qr lu geqrf reduce_window reduce_window_sum reduce_window_max "
     "select_and_scatter_add dynamic_update_slice cumsum cumprod cummax cummin cumlogsumexp custom_linear_solve "
     "pallas_call shard_map pure_callback io_callback".split()
 )
+SLICES = frozenset(("slice", "dynamic_slice", "gather"))  # read of their first operand what they give
 _TRANSPOSED = frozenset(("dot_general", "conv_general_dilated"))  # write their result transposed as well
 _REDUCING = ("reduce_", "argm")
 
@@ -39,14 +41,15 @@ def is_heavy(op: Operator) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _heavy(primitive: str) -> bool:
-    return primitive in HEAVY or primitive.startswith("jshard_")
+    return primitive in HEAVY or primitive.startswith(("jshard_", "scatter"))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Lifetimes:
     """For each tensor whether it is `stored`, and its half-open live interval in operator numbers.
 
-    `folded` are the transpositions that a product makes while it writes.
+    `folded` are the transpositions that a product makes while it writes, `over` the updates that write over their
+    first operand (`in_place.py`).
     """
 
     stored: Sequence[bool]
@@ -54,6 +57,7 @@ class Lifetimes:
     end: Sequence[int]
     length: int
     folded: frozenset[int] = frozenset()
+    over: frozenset[int] = frozenset()
 
 
 def lifetimes(program: Program, donated: Collection[int] = ()) -> Lifetimes:
@@ -83,9 +87,10 @@ def lifetimes(program: Program, donated: Collection[int] = ()) -> Lifetimes:
     ops = np.flatnonzero(a.which(_TRANSPOSED))
     t = a.result[a.result_begin[ops]]
     t = t[(count[t] == 1) & same[t] & a.which(frozenset(("transpose",)))[user[t]]]
-    stored = (count > 0) & ~fused
+    stored = ((count > 0) & ~fused).tolist()
+    over = overwriting(program, given, stored, light.tolist())
     return Lifetimes(
-        stored.tolist(), np.maximum(a.maker, 0).tolist(), end.tolist(), n, frozenset(user[t].tolist())
+        stored, np.maximum(a.maker, 0).tolist(), end.tolist(), n, frozenset(user[t].tolist()), over
     )
 
 
@@ -106,8 +111,15 @@ def traffic(op: Operator, life: Lifetimes) -> tuple[tuple[int, ...], tuple[int, 
     """Indices of the operands that an operator reads from memory, and of the results that it writes there.
 
     None of either for a transposition of a product that nobody else reads: the product itself writes its result
-    that way round.
+    that way round. An update that writes over its first operand passes the bytes of the update through memory, an
+    index as often as they do (`in_place.touched`). A slice or lookup reads as many bytes as it gives, so its result
+    stands for its operand.
     """
     if op.id in life.folded:
         return (), ()
-    return stored_operands(op, life), tuple([i for i, r in enumerate(op.results) if life.stored[r]])
+    reads, writes = stored_operands(op, life), tuple([i for i, r in enumerate(op.results) if life.stored[r]])
+    if op.id in life.over:
+        return touched(op, reads), ()
+    if op.primitive in SLICES and 0 in reads and op.eqn.outvars[0].aval.size < op.eqn.invars[0].aval.size:
+        return tuple([i for i in reads if i != 0]), (*writes, 0)
+    return reads, writes

@@ -27,6 +27,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
+from jshard._cost.in_place import overwriting, updates
 from jshard._cost.memory import PRODUCTS, heavy_of, is_heavy
 from jshard._program.arrays import Bools, Ints
 from jshard._program.graph import Block, Literal, Operator, Program, calls_of
@@ -38,17 +39,14 @@ _FUSES_OPERANDS = PRODUCTS | {"dynamic_update_slice"}
 _EXPENSIVE = frozenset("exp exp2 expm1 log log1p pow erf".split())
 _REDUCTIONS = ("reduce_", "argm", "cum")
 _NOT_AGAIN = (*_REDUCTIONS, "random_", "threefry", "rng_")
-# Operators that write their result over their first operand.
-_IN_PLACE = frozenset(
-    "scatter scatter-add scatter_add scatter_mul scatter_min scatter_max dynamic_update_slice".split()
-)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Residency:
     """For each tensor: is it held in memory, and the last operator that needs it (through fluid readers).
 
-    A `copied` one is held for the readers that cannot compute it again; the others go on from its source.
+    A `copied` one is held for the readers that cannot compute it again; the others go on from its source. `over` are
+    the updates that write over their first operand.
     """
 
     held: Sequence[bool]
@@ -57,6 +55,7 @@ class Residency:
     length: int
     written: Sequence[float]  # of a product that its reader's result stands for: bytes written while it runs
     traits: Traits
+    over: frozenset[int] = frozenset()
 
 
 def is_light(op: Operator) -> bool:
@@ -87,7 +86,7 @@ def fuses(op: Operator) -> bool:
 
 def reuses(op: Operator) -> bool:
     """Whether an operator may write its result where an operand was that nobody needs any more."""
-    return is_light(op) or op.primitive in _IN_PLACE
+    return is_light(op) or updates(op.primitive)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -145,7 +144,8 @@ def _residency(program: Program, donated: Collection[int]) -> Residency:
     for t in absorbed:
         if ops[maker[t]].primitive in PRODUCTS:
             written[t] = _written(program, t, absorbed, here, times, maker)
-    return Residency(here, times, copied.tolist(), len(ops), written, traits)
+    over = overwriting(program, donated, here, traits.light.tolist())
+    return Residency(here, times, copied.tolist(), len(ops), written, traits, over)
 
 
 def _needed(program: Program, traits: Traits, fluid: Bools, copied: Bools) -> Ints:

@@ -20,6 +20,8 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 
 from jshard import _jaxcompat as compat
+from jshard._cost.in_place import updates
+from jshard._cost.lying import lying
 from jshard._cost.steps import apply
 from jshard._errors import ShardError
 from jshard._layout import Layout
@@ -27,9 +29,11 @@ from jshard._lower.as_traced import run_as_traced
 from jshard._lower.custom import rebuild
 from jshard._lower.redistribute import run_steps
 from jshard._plan.schedule import Action, Move, Nested, Run, Schedule, Value
+from jshard._plan.stacks import through
 from jshard._program.graph import Literal
 from jshard._program.mapped import SHARD_MAP
 from jshard._rules.registry import LocalContext, block_index, plan_scope
+from jshard._rules.slices import Part, whole
 
 
 Env = dict[Value, Any]
@@ -113,6 +117,7 @@ class _Runner:
         self.choice, self.program, self.vma = schedule.choice, schedule.choice.program, vma
         self.mesh = schedule.choice.topology.mesh
         self.constants: Env = {}
+        self.settled = lying(self.program, self.choice.topology.chip).settled
         self.turns: Any = None  # in a loop that counts its turns: how many there were
 
     def run(self, actions: Sequence[Action], env: Env, top: bool = False) -> None:
@@ -128,23 +133,24 @@ class _Runner:
                 getattr(self, action.call.kind + "_call")(action, env)
 
     def read(self, v: Value | Literal, env: Env) -> Any:
-        return v.value if isinstance(v, Literal) else env[v]
+        return v.value if isinstance(v, Literal) else whole(env[v])
 
     def finish(self, v: Value | Literal, env: Env) -> Any:
         """A result as `shard_map` wants it: an array, literals included."""
         if isinstance(v, Literal):
             return jnp.asarray(v.value, v.aval.dtype)
-        return env[v]
+        return whole(env[v])
 
     def move(self, m: Move, env: Env) -> None:
         varying = frozenset(self._varying(m))
-        x, layout = env[m.tensor, m.source], m.source
+        x, layout = whole(env[m.tensor, m.source]), m.source
         if m.again:
             # Or the compiler makes one of two equal collectives, or begins the second long before it is read.
             others = [
                 self.choice.values[t] for t in self.program.operators[m.reader].operands if type(t) is int
             ]
-            x, *_ = lax.optimization_barrier((x, *(env[v] for v in others if v in env and v[0] != m.tensor)))
+            others = [whole(env[v]) for v in others if v in env and v[0] != m.tensor]
+            x, *_ = lax.optimization_barrier((x, *others))
         if m.steady:
             (x,) = self.tied([x])
         for step, number in zip(m.steps, m.numbers, strict=True):
@@ -165,9 +171,9 @@ class _Runner:
     def turn(
         self, action: Nested, k: int, arrays: Sequence[Any], count: Sequence[Any]
     ) -> tuple[list[Any], Any]:
-        """The body of a loop, and the count of turns after it, where the body needs one."""
+        """What the body of a loop gives, and the count of turns after it, where the body needs one."""
         outer, self.turns = self.turns, next(iter(count), None)
-        out = self.body(action, k, arrays)
+        out = self.results(action, k, arrays)
         after, self.turns = self.turns, outer
         return out, [] if after is None else [after + 1]
 
@@ -211,11 +217,14 @@ class _Runner:
         operands = [self.read(v, env) for v in action.reads]
         if action.steady:
             operands = self.tied(operands)
+        elif action.reads and isinstance(part := env.get(action.reads[0]), Part) and updates(op.primitive):
+            operands[0] = part
         if self.vma and op.primitive not in _TYPED_INSIDE:
             operands = _alike(operands)
         context = LocalContext(
-            states.op, states.rule, candidate, self.mesh, bind, self.vma and op.repeat > 1, action.numbers
-        )
+            states.op, states.rule, candidate, self.mesh, bind, self.vma and op.repeat > 1, action.numbers,
+            op.id in self.settled,
+        )  # fmt: skip
         # A function of the user's writes its collectives as it likes: they are known by the first number.
         first = action.numbers[0] if action.numbers and not states.rule.own else -1
         with compat.eqn_context(eqn, op.prefix), plan_scope(first):
@@ -248,12 +257,16 @@ class _Runner:
         return {**self.constants, **dict(zip(values, arrays, strict=True))}
 
     def body(self, action: Nested, k: int, arrays: Sequence[Any]) -> list[Any]:
+        return [whole(x) for x in self.results(action, k, arrays)]
+
+    def results(self, action: Nested, k: int, arrays: Sequence[Any]) -> list[Any]:
+        """What a body gives; parts of stacks as such."""
         env = self.inner(action.entry[k], arrays)
         self.run(action.bodies[k], env)
-        return [self.finish(v, env) for v in action.returns[k]]
+        return [self.finish(v, env) if isinstance(v, Literal) else env[v] for v in action.returns[k]]
 
     def remat_call(self, action: Nested, env: Env) -> None:
-        arrays = [env[v] for v in action.entry[0]]
+        arrays = [whole(env[v]) for v in action.entry[0]]
         params = action.call.eqn.params
         if self.vma:
             f = jax.checkpoint(
@@ -269,7 +282,7 @@ class _Runner:
         self.hand_back(action, out, action.returns[0], env)
 
     def custom_jvp_call(self, action: Nested, env: Env) -> None:
-        arrays = [env[v] for v in action.entry[0]]
+        arrays = [whole(env[v]) for v in action.entry[0]]
         # The rule belongs to the call, not to its body: it is rebuilt as itself.
         call = action.call
         layouts = dict(action.entry[0])
@@ -306,25 +319,37 @@ class _Runner:
         if self.vma:
             init = [self.vary(x, i) for x, i in zip(init, b["carry"], strict=True)]
 
+        stacks = [] if self.vma else through(action, self.program, self.choice.values)
+        around, grown = [t.xs for t in stacks], [t.ys for t in stacks]
+        sliced = tuple(x for k, x in enumerate(xs) if k not in around)
+
         def turn(carry: Any, x: Any) -> Any:
-            held, count = carry
-            out, count = self.turn(action, 0, [*consts, *held, *x], count)
+            (held, stacked, count), (i, slices) = carry, x
+            parts = {k: Part(stack, i) for k, stack in zip(around, stacked, strict=True)}
+            left = iter(slices)
+            every = [parts[k] if k in parts else next(left) for k in range(len(xs))]
+            out, count = self.turn(action, 0, [*consts, *held, *every], count)
+            held, ys = [whole(y) for y in out[:nk]], out[nk:]
             if self.vma:
-                out[:nk] = [self.vary(y, i) for y, i in zip(out[:nk], b["carry"], strict=True)]
-            return (tuple(out[:nk]), count), tuple(out[nk:])
+                held = [self.vary(y, i) for y, i in zip(held, b["carry"], strict=True)]
+            stacked = tuple(ys[j].stack for j in grown)
+            return (tuple(held), stacked, count), tuple(whole(y) for j, y in enumerate(ys) if j not in grown)
 
         count = self.counts(action)
         # Side by side, turns that move the same would be merged again.
         unroll = 1 if count else p["unroll"]
-        (final, count), ys = lax.scan(
+        length = int(p["length"])
+        (final, stacked, count), rest = lax.scan(
             turn,
-            (tuple(init), count),
-            tuple(xs),
-            length=int(p["length"]),
+            (tuple(init), tuple(xs[k] for k in around), count),
+            (jnp.arange(length) if stacks else None, sliced),
+            length=length,
             reverse=p["reverse"],
             unroll=unroll,
         )
         self.counted(count)
+        left, made = iter(rest), dict(zip(grown, stacked, strict=True))
+        ys = [made[j] if j in made else next(left) for j in range(len(b["ys"]))]
         self.place(action, (*final, *ys), (*b["carry"], *b["ys"]), env)
 
     def while_call(self, action: Nested, env: Env) -> None:
@@ -339,9 +364,10 @@ class _Runner:
         def turn(c: Any) -> Any:
             held, count = c
             out, count = self.turn(action, 1, [*consts[nc:], *held], count)
-            return tuple(
-                self.vary(y, i) if self.vma else y for y, i in zip(out, b["carry"], strict=True)
-            ), count
+            out = [whole(y) for y in out]
+            if self.vma:
+                out = [self.vary(y, i) for y, i in zip(out, b["carry"], strict=True)]
+            return tuple(out), count
 
         def test(c: Any) -> Any:
             return self.turn(action, 0, [*consts[:nc], *c[0]], c[1])[0][0]

@@ -11,6 +11,7 @@ import dataclasses
 
 import numpy as np
 
+from jshard._cost.lying import lying
 from jshard._cost.residency import Residency, carried
 from jshard._plan.flat import Flat
 from jshard._program.arrays import Bools, Floats, Ints
@@ -65,12 +66,30 @@ def held_by(found: Flat, life: Residency, donated: frozenset[int]) -> Held:
     ending = np.flatnonzero((last >= 0) & ~kept)
     dying = np.bincount(last[ending], size[ending], found.count)
     extra[over] = -np.minimum(dying, made)[over]
+    extra += _turned_copies(found)
     noted = np.concatenate([[begun], live + extra])
     when = int(noted.argmax()) - 1
     curve = dict(zip(ops.tolist(), np.maximum(0.0, noted[at + 1]).tolist(), strict=True))
     there = np.flatnonzero((made_at <= when) & (goes >= when) & (size > 0))
     there = there[np.argsort(made_at[there], kind="stable")]
     return Held(float(noted.max()), curve, _classes(found, there, size[there], read_by_end))
+
+
+def _turned_copies(found: Flat) -> Floats:
+    """(actions,) bytes of the copies in which products read what lies otherwise, from when that is made on."""
+    program, a = found.choice.program, found.choice.program.arrays
+    n = len(a.maker)
+    out = np.zeros(found.count)
+    for op, k in lying(program, found.choice.topology.chip).copies:
+        read = int(np.flatnonzero((a.reader == op) & (a.operand == k))[0])
+        v, at = int(found.value[read]), int(found.run_at[op])
+        if v < n:
+            nbytes, made = a.nbytes[v] / found.pieces[found.made[v]], int(found.run_at[a.maker[v]])
+        else:
+            m = v - n
+            nbytes, made = a.nbytes[found.tensor[m]] / found.pieces[found.target[m]], int(found.move_at[m])
+        out[made + 1 if made >= 0 else at : at + 1] += nbytes
+    return out
 
 
 def _last(found: Flat, life: Residency, view: Bools) -> Ints:

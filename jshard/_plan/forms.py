@@ -93,10 +93,12 @@ def owned(program: Program, form: Ints, life: Lifetimes) -> Ints:
             part = which & (place >= begin) & (place < begin + 30)
             np.add.at(mask, whose[part], 1 << (place[part] - begin))
         masks += [np.unique(m, return_inverse=True)[1] for m in (low, high) if m.any()]
+    over = np.zeros(len(form), dtype=np.int64)
+    over[list(life.over)] = 1
     alone = np.zeros(len(form), dtype=np.int64)
     wide = np.unique(np.concatenate([a.reader[a.operand >= 60], a.maker[a.place >= 60]]))
     alone[wide] = 1 + np.arange(len(wide))
-    return packed(form, np.unique(a.repeat, return_inverse=True)[1], alone, *masks)
+    return packed(form, np.unique(a.repeat, return_inverse=True)[1], alone, over, *masks)
 
 
 def times_of(program: Program) -> np.ndarray:

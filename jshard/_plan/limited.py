@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from jshard._cost.in_place import CARRIES
 from jshard._cost.memory import is_heavy
 from jshard._cost.residency import reuses
 from jshard._layout import Layout
@@ -59,8 +60,8 @@ class _Writer:
         self.life = problem.residency
         self.times = moments(problem.program, self.life, problem.donated, sure=sure)
         self.producers = problem.program.producers()
-        self.given = self.times.given
-        stored = [t for t, held in enumerate(self.life.held) if sure and held and t not in self.given]
+        self.given, self.elsewhere = self.times.given, self.times.elsewhere
+        stored = [t for t, held in enumerate(self.life.held) if sure and held and not self.elsewhere(t)]
         self.flows, self.through = flows(self.times, stored, self.mesh.total)
         base = problem.network
         self.unary, self.pairwise = list(base.unary), list(base.pairwise)
@@ -114,7 +115,9 @@ class _Writer:
         """
         if self.program.tensors[tensor].nbytes < self.largest * _SMALL:
             return False
-        return not self.life.held[tensor] or tensor in self.given or not self.times.sure
+        if self.times.sure and tensor in self.times.next:
+            return False  # its copy may lie in the buffer that goes round
+        return not self.life.held[tensor] or self.elsewhere(tensor) or not self.times.sure
 
     def operators(self) -> None:
         """What operators make, until a reader or the relay has it moved; what is given, throughout."""
@@ -123,6 +126,12 @@ class _Writer:
             begun = self.start(op)
             for k, r in enumerate(op.results):
                 made = self.problem.states[op.id].results[k]
+                if op.kind in CARRIES and r in times.first and not life.held[r] and not self.elsewhere(r):
+                    end = times.begin[
+                        times.loops[op.id][1] + 1
+                    ]  # it goes round, though nobody reads it after
+                    self.hold_in(op.id, times.begins(r, begun), end, made, program.tensors[r].nbytes)
+                    continue
                 if not life.held[r]:
                     if life.written[r]:
                         run = times.run(op.id)
@@ -131,7 +140,11 @@ class _Writer:
                 if op.kind not in ("input", "const", "eqn") and r not in times.first:
                     continue  # what a loop's boundary hands to its body is part of what it was handed
                 nbytes = program.tensors[r].nbytes
-                start = times.first.get(r, begun)
+                if r not in self.given and self.elsewhere(r):
+                    if r in times.next and not times.sure:
+                        self.sums(op, k, begun, nbytes)
+                    continue
+                start = times.begins(r, begun)
                 if r in self.given:
                     self.hold_in(op.id, start, times.begin[-1], made, nbytes)
                     continue
@@ -143,6 +156,17 @@ class _Writer:
                 else:
                     end = readings[0].moved + 1
                 self.hold_in(op.id, start, end, made, nbytes)
+
+    def sums(self, op: Operator, k: int, begun: int, nbytes: float) -> None:
+        """What the next turn gets is beside the loop's buffer while it is a partial sum."""
+        made, r = self.problem.states[op.id].results[k], op.results[k]
+        end = min((one.kept for one in self.times.readings[r]), default=begun) + 1
+
+        def table() -> np.ndarray:
+            partial = np.array([bool(lay.partial) for lay in made.layouts])[made.index]
+            return np.where(partial, nbytes / made.pieces(self.mesh), 0.0)
+
+        self.hold(op.id, begun, end, ("sums", id(made), nbytes), table)
 
     def start(self, op: Operator) -> int:
         """When results begin to take room: after an operand whose room they take over."""
@@ -159,7 +183,7 @@ class _Writer:
     def readers(self) -> None:
         """What is read, in the reader's layout while it is needed; in between, in the layout in which it is kept."""
         for t in range(len(self.producers)):
-            readings = self.times.readings[t] if self.life.held[t] and t not in self.given else []
+            readings = self.times.readings[t] if self.life.held[t] and not self.elsewhere(t) else []
             if not readings:
                 continue
             relay, nbytes = self.problem.relays.get(t), self.program.tensors[t].nbytes
@@ -251,7 +275,7 @@ class _Writer:
             hold(at, at + 1, whole if by_source else 0.0, even)
         if by_source:
             return
-        if not fluid and c.tensor not in self.given:
+        if not fluid and not self.elsewhere(c.tensor):
             self.beside(c, readings, hold)
         elif not to_relay:
             for u, start, end in windows(readings, begin):

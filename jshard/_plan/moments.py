@@ -20,6 +20,7 @@ import functools
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 
+from jshard._cost.in_place import CARRIES, carried, stacked, updates
 from jshard._cost.residency import Residency, fuses, is_light, reuses
 from jshard._program.graph import Call, Literal, Program, calls_of, operators_of
 
@@ -47,6 +48,14 @@ class Moments:
     first: Mapping[int, int]  # result of a loop or branch -> the moment from which it takes room
     calls: Sequence[tuple[int, int]]  # first and last operator of calls that move what they read at once
     branches: Sequence[tuple[int, int]]  # first and last operator of blocks that run one without the other
+    shared: frozenset[
+        int
+    ]  # tensors that lie in the buffer of a loop's carry, which is counted as the loop's result
+    next: frozenset[int]  # what a turn makes for the next one; it may lie there
+
+    def elsewhere(self, tensor: int) -> bool:
+        """Whether the room of a tensor is counted elsewhere: as an argument, or as what goes round a loop."""
+        return tensor in self.given or tensor in self.shared or (self.sure and tensor in self.next)
 
     def run(self, op: int) -> int:
         """The moment in which an operator runs."""
@@ -81,6 +90,18 @@ class Moments:
                     last = max([last, u, *(ends if self.again(u) else ())])
         return self.begin[last + 1]
 
+    def begins(self, tensor: int, started: int) -> int:
+        """From when a tensor takes room that is the result of a loop or branch; of an operator, when that has `started`."""
+        if tensor not in self.first:
+            return started
+        op = self.program.operators[self.program.producers()[tensor][0]]
+        if self.sure and op.kind == "cond_join":
+            return self.begin[op.id]  # a branch may make it over what it was lent
+        stack = stacked(self.program).get(op.id)
+        if stack is not None:  # over the stack that the loop was given, which is needed until then
+            return self.begin[self.loops[stack.id][1] + 1]
+        return self.first[tensor]
+
     def again(self, op: int) -> bool:
         """Whether an operator is computed again where its results are read."""
         operator = self.program.operators[op]
@@ -88,7 +109,7 @@ class Moments:
 
     def ends(self, tensor: int, reader: int) -> bool:
         """Whether nobody needs a stored tensor after a reader, whatever else a plan does."""
-        stored = self.life.held[tensor] and tensor not in self.given
+        stored = self.life.held[tensor] and not self.elsewhere(tensor)
         return stored and max(u for u, _ in self.program.consumers()[tensor]) == reader
 
     def results_count(self, op: int) -> bool | None:
@@ -117,7 +138,12 @@ class Moments:
     def reading(self, tensor: int, reader: int, operand: int) -> Reading:
         """When an operand is moved, and until when it is needed."""
         op, kept = self.program.operators[reader], self.kept(tensor, reader, operand)
+        if op.kind in CARRIES and operand > 0:
+            # In the end of a turn it is where the next one reads it, in the buffer that goes round.
+            return Reading(reader, kept, kept, kept)
         moved = self.begin[reader] + 2 * operand + 1
+        if op.kind in CARRIES:
+            return Reading(reader, kept, moved, moved + 1)  # then it is the loop's
         until = self.begin[(self.loops[reader][1] if reader in self.loops else reader) + 1]
         if self.left(tensor, reader) is not None:
             return Reading(reader, kept, kept, max(kept, until) if reader in self.loops else kept)
@@ -176,7 +202,50 @@ def moments(program: Program, life: Residency, donated: Collection[int], *, sure
         for r in op.results
         if op.kind != "eqn" and r not in first and op.id not in free
     )
-    return Moments(program, life, sure, given, begin, _loop_ends(program), first, calls, branches)
+    shared, next_turn = _in_carries(program, life, sure)
+    return Moments(
+        program, life, sure, given, begin, _loop_ends(program), first, calls, branches, shared, next_turn
+    )
+
+
+def _in_carries(program: Program, life: Residency, sure: bool) -> tuple[frozenset[int], frozenset[int]]:
+    """Tensors that lie in the buffer of a loop's carry, and those that the next turn gets.
+
+    `sure`: all that lie there in any plan; else those that do in a plan that moves nothing.
+    """
+    ops = program.operators
+    over = {op.id for op in ops if updates(op.primitive)} if sure else life.over
+    inside = {i for call in calls_of(program.body) for i in _inside(call)}
+    ends = {
+        a: op.results[0]
+        for op in ops
+        if op.kind in CARRIES
+        for a in op.operands[1:]
+        if not isinstance(a, Literal)
+    }
+    made = {t: program.producers()[t][0] for t in ends}
+    later = frozenset(t for t in ends if made[t] in inside)
+    if sure:
+        lent = _in_branches(program)
+        return carried(program, over, lent | later), later
+    # Where the turn needs what it was given no more when it has made this.
+    free = {
+        t
+        for t in later
+        if life.needed[ends[t]] < made[t] or (life.needed[ends[t]] == made[t] and reuses(ops[made[t]]))
+    }
+    return carried(program, over, free), later
+
+
+def _in_branches(program: Program) -> frozenset[int]:
+    """What updates and loops give in branches: it may lie over what the branch was lent."""
+    out: set[int] = set()
+    for call in calls_of(program.body):
+        for i in _inside(call) if call.kind == "cond" else ():
+            op = program.operators[i]
+            if op.kind in CARRIES or updates(op.primitive):
+                out.update(op.results)
+    return frozenset(out)
 
 
 def _inside(call: Call) -> list[int]:
@@ -210,9 +279,10 @@ def _loop_ends(program: Program) -> dict[int, tuple[int, int]]:
 def _first_times(program: Program, begin: Sequence[int]) -> dict[int, int]:
     """Results of loops and branches are allocated before their bodies run: the moment from which each takes room."""
     producers = program.producers()
-    # After what goes in was brought into place.
+    # After what goes in was brought into place: where a carry's initial value was read, it is the carry.
     return {
-        t: begin[min([*_inside(call), producers[t][0]])] + 1
+        t: begin[min([*_inside(call), producers[t][0]])]
+        + (2 if program.operators[producers[t][0]].kind in CARRIES else 1)
         for call in calls_of(program.body)
         if call.boundary
         for t in call.results

@@ -7,12 +7,15 @@ fuses into their only reader are never stored and count nothing. Arguments live 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
+from jshard._cost.in_place import updates
+from jshard._cost.lying import lying
 from jshard._cost.residency import Residency, fuses, is_light, reuses
 from jshard._layout import Layout
 from jshard._plan.flat_peak import held_by
 from jshard._plan.schedule import Action, Choice, Move, Nested, Run, Schedule, Value
+from jshard._plan.stacks import through
 from jshard._program.graph import Literal, Program
 
 
@@ -44,136 +47,390 @@ def walked(schedule: Schedule, life: Residency, donated: Collection[int] = ()) -
 
 
 def _profile(peak: float, curve: dict[int, float], held: dict[str, float]) -> Profile:
-    rest = peak - sum(held.values())  # results of a loop are allocated before its body runs
+    rest = peak - sum(held.values())  # what an operator holds while it runs
     if rest > 0:
         held["intermediate values"] = held.get("intermediate values", 0.0) + rest
     return Profile(peak, curve, tuple(sorted(held.items(), key=lambda item: -item[1])))
+
+
+@dataclasses.dataclass(eq=False)
+class _Buffer:
+    """Bytes of a value. What is `fixed` is counted by who gave it: what goes round a loop, or is lent to a branch."""
+
+    size: float
+    fixed: bool = False
+
+
+@dataclasses.dataclass(eq=False)
+class _Scope:
+    """An action list that is walked: its values in memory, those that stay, when each is needed last.
+
+    `base` are the bytes that callers hold, `live` its own, `turn` the buffers in which what a loop's next turn gets may
+    lie. `at` is the action that happens, `dying` the values that nobody needs after it.
+    """
+
+    held: dict[Value, _Buffer]
+    kept: Collection[Value]
+    last: dict[Value, int]
+    base: float
+    turn: Mapping[Value, _Buffer]
+    live: float = 0.0
+    at: int = -1
+    dying: list[Value] = dataclasses.field(default_factory=list)
+
+    def free(self, buffer: _Buffer, over_operands: bool) -> bool:
+        """Whether nobody needs what lies in a buffer; `over_operands`: what ends at this action may be written over."""
+        until = self.at if over_operands else self.at - 1
+        inside = [v for v, b in self.held.items() if b is buffer]
+        return all(v not in self.kept and self.last.get(v, -1) <= until for v in inside)
+
+    def for_next_turn(self, v: Value, over_operands: bool) -> _Buffer | None:
+        """The buffer of a loop in which a new value may lie, if it is what the next turn gets."""
+        buffer = self.turn.get(v)
+        return buffer if buffer is not None and self.free(buffer, over_operands) else None
 
 
 def _walk(
     schedule: Schedule, life: Residency, donated: Collection[int]
 ) -> tuple[float, dict[int, float], dict[str, float]]:
     """Peak, curve, and bytes by class at the peak."""
-    choice = schedule.choice
-    program, mesh = choice.program, choice.topology.mesh
-    curve: dict[int, float] = {}
-    changes: list[tuple[Value, float, bool]] = []  # value, bytes more or less, made by a move
-    made_by_move: set[Value] = set()
-    returned = {v[0] for v in schedule.outputs if not isinstance(v, Literal)}
-    highest, when = -1.0, 0
+    return _Walk(schedule, life).run(frozenset(donated))
 
-    tensors, stored, values = program.tensors, life.held, choice.values
-    pieces: dict[Layout, int] = {}
 
-    def size(v: Value, moved: bool) -> float:
-        if not moved and not stored[v[0]]:
-            return 0.0
-        if v[1] not in pieces:
-            pieces[v[1]] = v[1].pieces(mesh)
-        return tensors[v[0]].nbytes / pieces[v[1]]
+class _Walk:
+    """Goes through a schedule action by action; used once.
 
-    def class_of(v: Value, moved: bool) -> str:
-        op = program.operators[choice.producers[v[0]][0]]
+    A loop's carry is one buffer from before the loop until after it: that of the initial value, if nobody needs that
+    any more, else a new one. In the body, what the next turn gets lies in it as soon as nobody needs what this turn was
+    given; else beside it until the turn ends. An update that writes over its operand stays in its buffer.
+    """
+
+    def __init__(self, schedule: Schedule, life: Residency):
+        self.schedule, self.life, self.choice = schedule, life, schedule.choice
+        self.program, self.mesh = self.choice.program, self.choice.topology.mesh
+        self.curve: dict[int, float] = {}
+        self.changes: list[tuple[Value, float, bool]] = []  # value, bytes more or less, made by a move
+        self.made_by_move: set[Value] = set()
+        self.outputs = {v for v in schedule.outputs if not isinstance(v, Literal)}
+        self.highest, self.when = -1.0, 0
+        self.pieces: dict[Layout, int] = {}
+        lies = lying(self.program, self.choice.topology.chip)
+        self.copies: dict[int, list[int]] = {}
+        for op, k in lies.copies:
+            self.copies.setdefault(op, []).append(k)
+        self.turned = lies.turned
+
+    def run(self, given: frozenset[int]) -> tuple[float, dict[int, float], dict[str, float]]:
+        held: dict[Value, _Buffer] = {}
+        kept = set(self.outputs)
+        for k, i in enumerate(self.program.inputs):
+            v = self.choice.values[self.program.operators[i].results[0]]
+            held[v] = _Buffer(self.bytes_of(v))
+            self.changes.append((v, held[v].size, False))
+            if k not in given:
+                kept.add(v)
+        peak = self.walk(self.schedule.actions, held, kept, 0.0)
+        return peak, self.curve, self.classes()
+
+    def bytes_of(self, v: Value) -> float:
+        if v[1] not in self.pieces:
+            self.pieces[v[1]] = v[1].pieces(self.mesh)
+        return self.program.tensors[v[0]].nbytes / self.pieces[v[1]]
+
+    def size(self, v: Value) -> float:
+        """Bytes of a value as it is made; none for one that is computed where it is read."""
+        return self.bytes_of(v) if self.life.held[v[0]] else 0.0
+
+    def note(self, op: int, live: float) -> None:
+        """Remember live bytes at an action, and where among the changes the most are live."""
+        if op >= 0:
+            self.curve[op] = max(self.curve.get(op, 0.0), live)
+        if live > self.highest:
+            self.highest, self.when = live, len(self.changes)
+
+    def change(self, v: Value, more: float) -> None:
+        if more:
+            self.changes.append((v, more, more > 0 and v in self.made_by_move))
+
+    def walk(
+        self, actions: Sequence[Action], held: dict[Value, _Buffer], kept: Collection[Value], base: float,
+        turn: Mapping[Value, _Buffer] | None = None,
+    ) -> float:  # fmt: skip
+        """Peak of an action list above what the caller holds (`base`); `held` are its own values, and in the end all."""
+        last = _last_needs(actions, self.program, self.life, self.choice)
+        released: dict[int, list[Value]] = {}
+        for v, i in last.items():
+            released.setdefault(i, []).append(v)
+        s = _Scope(held, kept, last, base, turn or {}, sum(b.size for b in held.values() if not b.fixed))
+        top, copies = s.live, self.turned_copies(actions)
+        self.note(-1, base + s.live)
+        for s.at, a in enumerate(actions):
+            s.dying = [v for v in released.get(s.at, ()) if v in held and v not in kept]
+            if isinstance(a, Nested):
+                made, highest = self.nested(a, s)
+                top = max(top, highest)
+            else:
+                made, extra = self.move(a, s) if isinstance(a, Move) else self.operator(a, s)
+                new = self.place(made, s)
+                if isinstance(a, Run) and reuses(self.program.operators[a.op]):
+                    # An elementwise result is written over an operand that nobody needs any more.
+                    extra = -min(sum(held[v].size for v in s.dying if not held[v].fixed), new)
+                extra += copies.get(s.at, 0.0)
+                top = max(top, s.live + extra)
+                self.note(a.op if isinstance(a, Run) else -1, base + s.live + extra)
+            for v in [*released.get(s.at, ()), *(v for v, _ in made if v not in last)]:
+                if v in held and v not in kept:
+                    self.drop(v, s)
+        self.changes.extend((v, -b.size, False) for v, b in held.items() if b.size and not b.fixed)
+        return top
+
+    def turned_copies(self, actions: Sequence[Action]) -> dict[int, float]:
+        """Bytes of the copies in which products read what lies otherwise: from when that is made until they have run."""
+        made = {v: i for i, a in enumerate(actions) if self.copies for v in self.made_by(a)}
+        out: dict[int, float] = {}
+        for i, a in enumerate(actions):
+            reads = [a.reads[k] for k in self.copies.get(a.op, ())] if isinstance(a, Run) else []
+            for v in reads:
+                for j in () if isinstance(v, Literal) else range(made.get(v, i - 1) + 1, i + 1):
+                    out[j] = out.get(j, 0.0) + self.bytes_of(v)
+        return out
+
+    def made_by(self, a: Action) -> list[Value]:
+        if isinstance(a, Move):
+            return [(a.tensor, a.target)]
+        results = self.program.operators[a.op].results if isinstance(a, Run) else a.call.results
+        return [self.choice.values[t] for t in results]
+
+    def place(self, made: Sequence[tuple[Value, _Buffer]], s: _Scope) -> float:
+        """Take new values into memory; the bytes that they take."""
+        before = s.live
+        for v, b in made:
+            if v not in s.held:
+                s.held[v] = b
+                if not b.fixed:
+                    s.live += b.size
+                    self.change(v, b.size)
+        return s.live - before
+
+    def drop(self, v: Value, s: _Scope) -> None:
+        b = s.held.pop(v)
+        if not b.fixed:
+            s.live -= b.size
+            self.change(v, -b.size)
+
+    def move(self, a: Move, s: _Scope) -> tuple[list[tuple[Value, _Buffer]], float]:
+        """What a move makes, and the bytes that are there beside it while it runs."""
+        source, target = (a.tensor, a.source), (a.tensor, a.target)
+        nbytes = 0.0 if _is_view(a, self.life) else self.bytes_of(target)
+        extra = 0.0
+        if nbytes and not self.life.held[a.tensor] and source not in self.made_by_move:
+            extra = self.bytes_of(source)  # a fluid value is written out to be moved
+        if target not in s.held:
+            self.made_by_move.add(target)
+        return [(target, s.for_next_turn(target, False) or _Buffer(nbytes))], extra
+
+    def operator(self, a: Run, s: _Scope) -> tuple[list[tuple[Value, _Buffer]], float]:
+        """The same for an operator."""
+        op = self.program.operators[a.op]
+        into = a.reads[0] if a.reads and updates(op.primitive) else None
+        over = s.held.get(into) if into in s.dying and not isinstance(into, Literal) else None
+        made = []
+        for v in (self.choice.values[t] for t in op.results):
+            there = over if over is not None and over.fixed else s.for_next_turn(v, reuses(op))
+            made.append((v, there or _Buffer(self.size(v))))
+        # What a product writes in its reader's place is there beside its operands.
+        extra = sum(self.life.written[t] / self.choice.made(t).pieces(self.mesh) for t in op.results)
+        return made, extra
+
+    def nested(self, a: Nested, s: _Scope) -> tuple[list[tuple[Value, _Buffer]], float]:
+        """Run a call: its results, placed, and the most that was live in it."""
+        if not a.call.boundary:
+            return self.inlined(a, s)
+        found = self.branches(a, s) if a.call.kind == "cond" else self.loop(a, s)
+        for v, more in found.during:
+            self.change(v, more)
+        base = s.base + s.live + sum(b for _, b in found.during)
+        inner = [
+            self.walk(
+                body, dict(given), {*kept, *(v for v in ends if not isinstance(v, Literal))}, base, turn
+            )
+            for body, ends, (given, kept, turn) in zip(a.bodies, a.returns, found.bodies, strict=True)
+        ]
+        highest = base - s.base + max(inner, default=0.0)
+        for v, more in found.during:
+            self.change(v, -more)
+        for v in found.over:
+            self.drop(v, s)
+        self.place(found.made, s)
+        self.note(-1, s.base + s.live)
+        return found.made, max(highest, s.live)
+
+    def inlined(self, a: Nested, s: _Scope) -> tuple[list[tuple[Value, _Buffer]], float]:
+        """A call that compilers run in place: what its body makes, it hands out."""
+        lent = {v: s.held[v] for v in a.entry[0] if v in s.dying and s.held[v].fixed}
+        others = {id(b) for v, b in s.held.items() if v not in lent}
+        turn = {v: b for v, b in s.turn.items() if id(b) not in others}
+        ends = [v for v in a.returns[0] if not isinstance(v, Literal)]
+        inside = dict(lent)
+        highest = s.live + self.walk(a.bodies[0], inside, ends, s.base + s.live, turn)
+        made = [
+            (v, inside.get(v) or _Buffer(self.size(v)))
+            for v in (self.choice.values[t] for t in a.call.results)
+        ]
+        self.place(made, s)
+        self.note(-1, s.base + s.live)
+        return made, max(highest, s.live)
+
+    def loop(self, a: Nested, s: _Scope) -> _Call:
+        """A loop: what goes round lies in one buffer each, stacked results are there before the first turn."""
+        b, ops = a.call.boundary, self.program.operators
+        first, n = len(b["const"]), len(b["carry"])
+        # What goes round: boundary operator, the value before, the result.
+        round_: list[tuple[int, Value | Literal, Value]] = [
+            (i, a.reads[first + k], self.choice.values[ops[i].results[-1]]) for k, i in enumerate(b["carry"])
+        ]
+        stacks = through(a, self.program, self.choice.values)
+        round_ += [(b["xs"][t.xs], t.given, t.result) for t in stacks]
+        made: list[tuple[Value, _Buffer]] = []
+        during: list[tuple[Value, float]] = []
+        over: list[Value] = []
+        pins: list[_Buffer] = []
+        for _, given, final in round_:
+            left, pin = _Buffer(self.size(final)), _Buffer(self.bytes_of(final), fixed=True)
+            if not isinstance(given, Literal) and given in s.dying and given not in over:
+                if s.held[given].fixed:
+                    pin = left = s.held[given]
+                else:
+                    over.append(given)
+            elif (there := s.for_next_turn(final, True)) is not None:
+                pin = left = there
+            else:
+                during.append((final, pin.size))
+            pins.append(pin)
+            made.append((final, left))
+        # Those that lie otherwise in the loop are turned one after the other: what is freed first takes the last.
+        turned = [
+            (p.size, v, f)
+            for (i, v, f), p in zip(round_, pins, strict=True)
+            if i in self.turned and v in over
+        ]
+        for size, v, final in sorted(turned, key=lambda t: t[0])[:-1]:
+            over.remove(v)  # pyright: ignore[reportArgumentType]
+            during.append((final, size))
+        known = {v for v, _ in made}
+        for v in (self.choice.values[t] for t in a.call.results):
+            if v not in known:
+                there = s.for_next_turn(v, False)
+                made.append((v, there or _Buffer(self.size(v))))
+                during += [] if there else [(v, self.size(v))]
+        bodies = []
+        for entry, ends in zip(a.entry, a.returns, strict=True):
+            at = first if a.call.kind == "scan" else len(entry) - n
+            given = dict(zip(entry[at : at + n], pins, strict=False))
+            turns = len(ends) >= n and (a.call.kind == "scan" or entry is a.entry[-1])
+            turn = dict(zip(ends[:n], pins, strict=False)) if turns else {}
+            turn = {v: b for v, b in turn.items() if not isinstance(v, Literal) and v not in given}
+            given |= {t.slice: p for t, p in zip(stacks, pins[n:], strict=True)}
+            bodies.append((given, () if turns else tuple(given), turn))
+        return _Call(made, during, over, bodies)
+
+    def branches(self, a: Nested, s: _Scope) -> _Call:
+        """Branches: a result that each of them makes over one operand that ends here lies in that one's buffer."""
+        lent = {v: s.held[v] for v in a.entry[0] if v in s.dying}
+        given = {v: b if b.fixed else _Buffer(b.size, fixed=True) for v, b in lent.items()}
+        made: list[tuple[Value, _Buffer]] = []
+        during: list[tuple[Value, float]] = []
+        over: list[Value] = []
+        taken: set[Value] = set()
+        for j, t in enumerate(a.call.results):
+            v = self.choice.values[t]
+            sources = {
+                _made_over(
+                    ends[j], body, self.program, _last_needs(body, self.program, self.life, self.choice)
+                )
+                for body, ends in zip(a.bodies, a.returns, strict=True)
+            }
+            source = next(iter(sources)) if len(sources) == 1 else None
+            if source is not None and source in lent and source not in taken:
+                taken.add(source)
+                if lent[source].fixed:
+                    made.append((v, lent[source]))
+                else:
+                    over.append(source)
+                    made.append((v, _Buffer(self.size(v))))
+            elif (there := s.for_next_turn(v, False)) is not None:
+                made.append((v, there))
+            else:
+                made.append((v, _Buffer(self.size(v))))
+                during.append((v, self.size(v)))
+        return _Call(made, during, over, [(given, (), {})] * len(a.bodies))
+
+    def classes(self) -> dict[str, float]:
+        """Bytes by class when the most are live."""
+        there: dict[Value, list[tuple[float, bool]]] = {}
+        for v, b, moved in self.changes[: self.when]:
+            if b > 0:
+                there.setdefault(v, []).append((b, moved))
+            elif b < 0:
+                there[v].pop()
+        out: dict[str, float] = {}
+        for v, found in there.items():
+            for b, moved in found:
+                kind = self.class_of(v, moved)
+                out[kind] = out.get(kind, 0.0) + b
+        return out
+
+    def class_of(self, v: Value, moved: bool) -> str:
+        op = self.program.operators[self.choice.producers[v[0]][0]]
         if moved:
-            return "results" if v in outputs else "redistributed copies"
+            return "results" if v in self.outputs else "redistributed copies"
         if op.kind == "const":
             return "captured arrays"
         if op.kind == "input":
             return "argument " + op.name.split(".")[0]
-        return "results" if v[0] in returned else "intermediate values"
+        return "results" if v[0] in {w[0] for w in self.outputs} else "intermediate values"
 
-    def note(op: int, live: float) -> None:
-        """Remember live bytes at an action, and where among the changes the most are live."""
-        nonlocal highest, when
-        if op >= 0:
-            curve[op] = max(curve.get(op, 0.0), live)
-        if live > highest:
-            highest, when = live, len(changes)
 
-    def walk(
-        actions: Sequence[Action], held: dict[Value, float], kept: Collection[Value], base: float
-    ) -> float:
-        """Peak of an action list above what the caller holds (`base`); `held` are its own values."""
-        last = _last_needs(actions, program, life, choice)
-        released: dict[int, list[Value]] = {}
-        for v, i in last.items():
-            released.setdefault(i, []).append(v)
-        live = sum(held.values())
-        top = live
-        note(-1, base + live)
-        for i, a in enumerate(actions):
-            made: list[tuple[Value, float]] = []
-            extra = 0.0
-            if isinstance(a, Move):
-                made = [
-                    ((a.tensor, a.target), 0.0 if _is_view(a, life) else size((a.tensor, a.target), True))
-                ]
-                if made[0][1] and not life.held[a.tensor] and (a.tensor, a.source) not in made_by_move:
-                    extra = size((a.tensor, a.source), True)  # a fluid value is written out to be moved
-                made_by_move.update(v for v, _ in made if v not in held)
-            elif isinstance(a, Run):
-                op = program.operators[a.op]
-                made = [(values[t], size(values[t], False)) for t in op.results]
-            else:
-                made = [(values[t], size(values[t], False)) for t in a.call.results]
-                alias = not a.call.boundary
-                whole = sum(b for _, b in made)
-                for body, returns in zip(a.bodies, a.returns, strict=True):
-                    ends = [v for v in returns if not isinstance(v, Literal)]
-                    inner = walk(body, {}, ends, base + live + (0.0 if alias else whole))
-                    extra = max(extra, inner - (whole if alias else 0.0))
-            if isinstance(a, Run):
-                # What a product writes in its reader's place is there beside its operands.
-                extra = sum(
-                    life.written[t] / choice.made(t).pieces(mesh) for t in program.operators[a.op].results
-                )
-            if isinstance(a, Run) and reuses(program.operators[a.op]):
-                # An elementwise result is written over an operand that nobody needs any more.
-                dying = sum(held[v] for v in released.get(i, ()) if v in held and v not in kept)
-                extra = -min(dying, sum(b for v, b in made if v not in held))
-            for v, b in made:
-                if v not in held:
-                    held[v] = b
-                    live += b
-                    if b:
-                        changes.append((v, b, v in made_by_move))
-            top = max(top, live + extra)
-            note(a.op if isinstance(a, Run) else -1, base + live + (0.0 if isinstance(a, Nested) else extra))
-            for v, _ in made:
-                if v not in last:
-                    released.setdefault(i, []).append(v)
-            for v in released.get(i, ()):
-                if v in held and v not in kept:
-                    b = held.pop(v)
-                    live -= b
-                    if b:
-                        changes.append((v, -b, False))
-        changes.extend((v, -b, False) for v, b in held.items() if b)
-        return top
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Call:
+    """How a call uses memory.
 
-    held: dict[Value, float] = {}
-    outputs = {v for v in schedule.outputs if not isinstance(v, Literal)}
-    kept, given = set(outputs), frozenset(donated)
-    for k, i in enumerate(program.inputs):
-        t = program.operators[i].results[0]
-        v = values[t]
-        held[v] = program.tensors[t].nbytes / v[1].pieces(mesh)
-        changes.append((v, held[v], False))
-        if k not in given:
-            kept.add(v)
-    peak = walk(schedule.actions, held, kept, 0.0)
-    there: dict[Value, list[tuple[float, bool]]] = {}
-    for v, b, moved in changes[:when]:
-        if b > 0:
-            there.setdefault(v, []).append((b, moved))
-        elif b < 0:
-            there[v].pop()
-    classes: dict[str, float] = {}
-    for v, found in there.items():
-        for b, moved in found:
-            kind = class_of(v, moved)
-            classes[kind] = classes.get(kind, 0.0) + b
-    return peak, curve, classes
+    `made` are its results; `during` the bytes that are there while it runs beside what the caller holds; `over` the
+    values whose buffers results take over; `bodies` for each body the values that it is given in buffers of its own,
+    those of them that stay, and the buffers for a next turn.
+    """
+
+    made: list[tuple[Value, _Buffer]]
+    during: list[tuple[Value, float]]
+    over: list[Value]
+    bodies: list[tuple[Mapping[Value, _Buffer], Collection[Value], Mapping[Value, _Buffer]]]
+
+
+def _made_over(
+    v: Value | Literal, actions: Sequence[Action], program: Program, last: Mapping[Value, int]
+) -> Value | None:
+    """The value over which a list of actions makes another one, itself if it is not made there; None if over none."""
+    if isinstance(v, Literal):
+        return None
+    for i in range(len(actions) - 1, -1, -1):
+        a = actions[i]
+        if isinstance(a, Move):
+            made = [(a.tensor, a.target)] if a.source != a.target else []
+        elif isinstance(a, Run):
+            made = [(r, None) for r in program.operators[a.op].results]
+        else:
+            made = [(r, None) for r in a.call.results]
+        if not any(t == v[0] and layout in (None, v[1]) for t, layout in made):
+            continue
+        into = (
+            a.reads[0]
+            if isinstance(a, Run) and a.reads and updates(program.operators[a.op].primitive)
+            else None
+        )
+        if into is None or isinstance(into, Literal) or last.get(into) != i:
+            return None
+        v = into
+    return v
 
 
 def _last_needs(

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from jax import lax
 
+from jshard import _jaxcompat as compat
 from jshard._errors import RuleError
 from jshard._layout import Layout, MeshAxes
 from jshard._rules.rule import Candidate, Rule, operand_layouts, reduced_axes, result_layouts
@@ -49,6 +50,7 @@ class LocalContext:
         False  # in the body of a loop of a program that is differentiated from outside
     )
     numbers: tuple[int, ...] = ()  # of the rule's own collectives, among those of the plan
+    lies_whole: bool = False  # the first operand is an array that is updated where it lies
 
     def axes(self, factor: int) -> tuple[str, ...]:
         """Mesh axes that cut a factor, major first; empty when it is whole."""
@@ -93,6 +95,13 @@ class LocalContext:
     def reduced_axes(self) -> tuple[str, ...]:
         """Mesh axes over which the operator itself must finish its (non-sum) reduction."""
         return reduced_axes(self.rule, self.candidate, self.mesh)
+
+    def settled(self, x: Any) -> Any:
+        """An array that is updated where it lies, kept in memory row by row.
+
+        Left to themselves, compilers transpose it for the update and back again: a copy of it each time.
+        """
+        return compat.row_major(x) if self.lies_whole else x
 
     def own(self, k: int) -> Any:
         """The scope in which a local function writes its own collective `k`: verification finds it by that name."""

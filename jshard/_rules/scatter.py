@@ -25,7 +25,7 @@ from jax.lax import GatherScatterMode
 from jshard._rules.build import Factors, linear, summable
 from jshard._rules.registry import LocalContext, Op, block_index, family
 from jshard._rules.rule import Rule
-from jshard._rules.slices import clamped
+from jshard._rules.slices import Part, clamped
 
 
 rule = family("scatter")
@@ -36,7 +36,10 @@ _EXTREMA = {"scatter-max": "max", "scatter-min": "min"}
 
 
 def _scatter_local(ctx: LocalContext, x: Any, indices: Any, updates: Any) -> Sequence[Any]:
-    n, mode = ctx.op.params["dimension_numbers"], ctx.op.params["mode"]
+    if isinstance(x, Part):  # written back as a whole
+        (y,) = _scatter_local(ctx, x.array(), indices, updates)
+        return [x.updated(y, (0,) * len(x.shape), ctx.settled)]
+    n, mode, x = ctx.op.params["dimension_numbers"], ctx.op.params["mode"], ctx.settled(x)
     sums = [f for f in ctx.rule.reduction if ctx.axes(f)]
     across = tuple(a for f in sums for a in ctx.axes(f))
     if across and ctx.rule.reducer == "sum":
@@ -80,7 +83,7 @@ def _scatter_local(ctx: LocalContext, x: Any, indices: Any, updates: Any) -> Seq
     if across and ctx.rule.reducer != "sum":
         collective = lax.pmax if ctx.rule.reducer == "max" else lax.pmin
         result = [collective(y, across) for y in result]
-    return result
+    return [ctx.settled(y) for y in result]
 
 
 def _covered(op: Op) -> dict[int, int]:

@@ -12,6 +12,7 @@ a (b c) -> a b
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,9 +79,37 @@ def dynamic_slice(op: Op) -> Rule:
                 note="a sliced dimension shifts across blocks")  # fmt: skip
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Part:
+    """One slice of a stack along its first dimension, to be read and updated where it is."""
+
+    stack: Any
+    index: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the slice."""
+        return tuple(self.stack.shape[1:])
+
+    def array(self) -> Any:
+        """The slice by itself."""
+        return lax.dynamic_index_in_dim(self.stack, self.index, 0, keepdims=False)
+
+    def updated(self, update: Any, starts: Sequence[Any], settled: Any) -> Part:
+        """The slice of the stack in which the update is written at `starts`, which are in range."""
+        at = (self.index, *(jnp.asarray(i, self.index.dtype) for i in starts))
+        return Part(settled(lax.dynamic_update_slice(settled(self.stack), update[None], at)), self.index)
+
+
+def whole(x: Any) -> Any:
+    """A value as an array, also where it is a part of a stack."""
+    return x.array() if isinstance(x, Part) else x
+
+
 def _update_local(ctx: LocalContext, x: Any, update: Any, *starts: Any) -> Sequence[Any]:
-    inside: Any = None
-    local = []
+    inside: Any
+    part, inside, local = x if isinstance(x, Part) else None, None, []
+    x = x if part is not None else ctx.settled(x)
     for d, start in enumerate(starts):
         if not ctx.operand_layout(0).dims[d] or ctx.operand_layout(1).dims[d]:
             local += in_range([start], x.shape[d : d + 1], update.shape[d : d + 1])  # uncut, or covered
@@ -90,8 +119,12 @@ def _update_local(ctx: LocalContext, x: Any, update: Any, *starts: Any) -> Seque
         here = (position >= 0) & (position < mine)
         inside = here if inside is None else inside & here
         local.append(jnp.clip(position, 0, mine - 1).astype(jnp.result_type(start)))
-    y = ctx.bind(x, update, *local)[0]
-    return [y if inside is None else jnp.where(inside, y, x)]
+    if inside is not None:
+        # The device that does not hold the position writes what is there: an update of as few bytes, in place.
+        update = jnp.where(inside, update, lax.dynamic_slice(whole(x), local, update.shape))
+    if part is not None:
+        return [part.updated(update, local, ctx.settled)]
+    return [ctx.settled(ctx.bind(x, update, *local)[0])]
 
 
 def in_range(starts: Sequence[Any], shape: Sequence[int], sizes: Sequence[int]) -> list[Any]:

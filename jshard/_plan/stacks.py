@@ -1,0 +1,67 @@
+"""Stacks that go through a loop slice by slice and come out updated, as one buffer that goes round.
+
+Problem.  A `scan` over layers takes a cache of all layers as slices and gives it back as slices. Compiled as written,
+that is two buffers and a copy of every slice: a decoder's step moves its whole cache to write one row a layer.
+
+Idea.  Where all that happens to a slice is updates of it (`_cost/in_place.py`), and the plan moves nothing between them,
+the stack goes round the loop whole. A turn updates its part of it in place, and reads the slice from there.
+
+Only for compiled calls: the derivative of such a loop, taken from outside, would keep the whole stack for every turn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jshard._cost.in_place import stacked
+from jshard._plan.schedule import Nested, Run, Value
+from jshard._program.graph import Literal, Program
+
+
+@dataclasses.dataclass(frozen=True)
+class Through:
+    """The stack of one loop: number of its `xs` and `ys`, its value before, its slice in the body, its result."""
+
+    xs: int
+    ys: int
+    given: Value
+    slice: Value
+    result: Value
+
+
+def through(action: Nested, program: Program, values: list[Value]) -> list[Through]:
+    """The stacks of a loop that go round it; `values` are the tensors as they are made."""
+    if action.call.kind != "scan":
+        return []
+    known, b = stacked(program), action.call.boundary
+    first = len(b["const"]) + len(b["carry"])
+    out = []
+    runs: dict[int, Run] = {}
+    for j, ys in enumerate(b["ys"]):
+        if ys not in known:
+            continue
+        runs = runs or {a.op: a for a in action.bodies[0] if isinstance(a, Run)}
+        stack = known[ys]
+        k = b["xs"].index(stack.id)
+        given, at, end = (
+            action.reads[first + k],
+            action.entry[0][first + k],
+            action.returns[0][len(b["carry"]) + j],
+        )
+        result = values[program.operators[ys].results[0]]
+        if (
+            isinstance(given, Literal)
+            or isinstance(end, Literal)
+            or given[1] != result[1]
+            or given[1].partial
+        ):
+            continue
+        here: Value = at
+        for op in stack.links:
+            if op not in runs or runs[op].reads[0] != here:
+                break
+            here = values[program.operators[op].results[0]]
+        else:
+            if here == end:
+                out.append(Through(k, j, given, at, result))
+    return out
