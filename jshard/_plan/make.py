@@ -29,7 +29,7 @@ from jshard._plan.settle import settled
 from jshard._plan.states import Interner
 from jshard._program.graph import Program, rule_boundaries
 from jshard._program.uncollected import uncollected
-from jshard._search import Contradiction, CostNetwork, Solution, solve
+from jshard._search import Contradiction, CostNetwork, Solution, evaluate, solve
 from jshard._topology import Topology
 from jshard._wish.entries import Pin, allows
 
@@ -212,7 +212,7 @@ def _solve(
     """Search by level; a budget that the free optimum keeps anyway costs nothing and leaves its proof whole."""
     if wish.level == 1:
         return _least_peak(built, wish, on_progress)
-    answer = _quickest(built, wish, on_progress)
+    answer = _quickest(built, wish, problem_of, on_progress)
     if wish.memory_limit is None or answer.peak <= wish.memory_limit:
         return _with_price_of_cutting(answer, problem_of)
     built = problem_of(second_copies=False)
@@ -227,10 +227,29 @@ def _solve(
     return dataclasses.replace(other, built=built, found=schedule_cost(other.made, built), bound=answer.bound)
 
 
-def _quickest(built: Problem, wish: Wish, on_progress: Callable[..., None] | None) -> _Answer:
-    """The plan of least time without a budget."""
+def _quickest(
+    built: Problem,
+    wish: Wish,
+    problem_of: Callable[..., Problem],
+    on_progress: Callable[..., None] | None,
+) -> _Answer:
+    """The plan of least time without a budget.
+
+    Where a schedule costs more than the network, which lets several readers share more copies than they do, the plan is
+    that of the network in which a tensor has a single shared copy, if that costs less.
+    """
     s = solve(built.network, gap=wish.gap, seconds=wish.seconds, on_progress=on_progress)
-    return _answer(built, wish, s.assignment, s.bound, s.steps)
+    answer = _answer(built, wish, s.assignment, s.bound, s.steps)
+    found = float(evaluate(built.network, s.assignment))
+    if built.single_copies or answer.interrupted or answer.cost <= found * (1 + _ROUNDING):
+        return answer
+    single = problem_of(second_copies=False)
+    s = solve(single.network, gap=wish.gap, seconds=wish.seconds, on_progress=on_progress)
+    other = _answer(single, wish, s.assignment, s.bound, (*answer.steps, *s.steps))
+    if other.cost >= answer.cost:
+        return answer
+    proved = other.cost <= other.bound * (1 + _ROUNDING) and other.bound <= other.cost * (1 + _ROUNDING)
+    return other if proved else dataclasses.replace(other, built=built, bound=answer.bound)
 
 
 def _with_price_of_cutting(answer: _Answer, problem_of: Callable[..., Problem]) -> _Answer:
