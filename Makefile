@@ -58,7 +58,7 @@ bench-%: setup  ## run benchmarks/%.py
 	@echo "== bench: benchmarks/$(subst -,_,$*).py"
 	@$(PY) benchmarks/$(subst -,_,$*).py
 
-notebooks: setup  ## run every notebook from a clean start
+notebooks: setup  ## run every notebook from a clean start, and compare what it keeps with what it says
 	@echo "== notebooks: $(words $(wildcard notebooks/*.ipynb)) found"
 	@for n in $(wildcard notebooks/*.ipynb); do $(PY) notebooks/run.py $$n || exit 1; done
 

@@ -8,7 +8,7 @@ Traceback (most recent call last):
 ...
 jshard._errors.ArgumentError: machine takes no argument 'slice'
   where: machine
-  write instead: 'slices' (its arguments: name, axes, slices)
+  write instead: 'slices' (its arguments: slices)
 >>> machine("v5e:2x4")
 Traceback (most recent call last):
 ...

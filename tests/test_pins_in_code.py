@@ -71,10 +71,12 @@ def solve(x):
 
 
 @pytest.mark.parametrize("name, f", [("pallas_call", pallas), ("custom_linear_solve", solve)])
-def test_opaque_operators_run_replicated_and_are_named(name, f):
+def test_opaque_operators_run_on_whole_arrays_and_are_named(name, f):
     sharded = jshard.shard(lambda x: jnp.sin(f(x)) + x, ((4, 2),), mesh=MESH)
     (row,) = rows(sharded.plan(X), name)
-    assert row.note and all(n == 1 for s in row.strategy for n in s)
+    # Of a solver's operands the matrix, which only derivatives read, may stay cut.
+    read = row.strategy if name == "pallas_call" else row.strategy[-1:]
+    assert row.note and all(n == 1 for s in read for n in s)
     np.testing.assert_allclose(sharded(X), jnp.sin(f(X)) + X, rtol=1e-6)
 
 

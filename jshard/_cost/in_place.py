@@ -123,7 +123,9 @@ def _stacked(program: Program) -> Iterator[tuple[int, Stack]]:
                     break
                 links.append(maker)
                 t = ops[maker].operands[0]
-            xs = slices.get(t) if isinstance(t, int) else None
+            if not isinstance(t, int):
+                continue
+            xs = slices.get(t)
             stack = ops[xs].operands[0] if xs is not None and links else None
             if xs is None or not isinstance(stack, int):
                 continue
@@ -202,7 +204,8 @@ def carried(program: Program, over: Collection[int], also: Collection[int] = ())
     on with such a tensor, what that loop gives. `also` lie there, and what is made over them.
     """
     ops = program.operators
-    out = {op.results[0] for op in ops if op.kind in CARRIES} | set(also)
+    # The last result is what the loop gives; the others are what its test and a turn are given.
+    out = {r for op in ops if op.kind in CARRIES for r in op.results[:-1]} | set(also)
     out |= {ops[s.id].results[0] for s in stacked(program).values()}
     for op in ops:  # in the program's order: what is written over comes first
         into = op.operands[0] if op.operands else None

@@ -99,7 +99,8 @@ def _views(program: Program) -> dict[int, _View]:
             through = (*view.carries, op.id) if op.id in round_loops else view.carries
             view = dataclasses.replace(view, dims=view.dims[1:], carries=through)
         elif op.kind == "scan_ys" and op.id in stacks:
-            view = views.get(program.operators[stacks[op.id].id].operands[0])
+            stack = program.operators[stacks[op.id].id].operands[0]
+            view = views.get(stack) if isinstance(stack, int) else None
         elif op.kind == "eqn" and updates(op.primitive):
             view = dataclasses.replace(view, updates=(*view.updates, op.id))
         elif op.kind == "eqn" and op.primitive in _VIEWS:

@@ -217,8 +217,8 @@ class _Runner:
         operands = [self.read(v, env) for v in action.reads]
         if action.steady:
             operands = self.tied(operands)
-        elif action.reads and isinstance(part := env.get(action.reads[0]), Part) and updates(op.primitive):
-            operands[0] = part
+        elif updates(op.primitive) and not isinstance(action.reads[0], Literal):
+            operands[0] = env[action.reads[0]]  # if it is a part of a stack, that is updated
         if self.vma and op.primitive not in _TYPED_INSIDE:
             operands = _alike(operands)
         context = LocalContext(

@@ -217,7 +217,7 @@ def _in_carries(program: Program, life: Residency, sure: bool) -> tuple[frozense
     over = {op.id for op in ops if updates(op.primitive)} if sure else life.over
     inside = {i for call in calls_of(program.body) for i in _inside(call)}
     ends = {
-        a: op.results[0]
+        a: op.results[-2]  # what a turn is given
         for op in ops
         if op.kind in CARRIES
         for a in op.operands[1:]

@@ -191,7 +191,9 @@ class _Walk:
         for i, a in enumerate(actions):
             reads = [a.reads[k] for k in self.copies.get(a.op, ())] if isinstance(a, Run) else []
             for v in reads:
-                for j in () if isinstance(v, Literal) else range(made.get(v, i - 1) + 1, i + 1):
+                if isinstance(v, Literal):
+                    continue
+                for j in range(made.get(v, i - 1) + 1, i + 1):
                     out[j] = out.get(j, 0.0) + self.bytes_of(v)
         return out
 
@@ -284,7 +286,7 @@ class _Walk:
     def loop(self, a: Nested, s: _Scope) -> _Call:
         """A loop: what goes round lies in one buffer each, stacked results are there before the first turn."""
         b, ops = a.call.boundary, self.program.operators
-        first, n = len(b["const"]), len(b["carry"])
+        first, n = len(b.get("test", ())) + len(b["const"]), len(b["carry"])
         # What goes round: boundary operator, the value before, the result.
         round_: list[tuple[int, Value | Literal, Value]] = [
             (i, a.reads[first + k], self.choice.values[ops[i].results[-1]]) for k, i in enumerate(b["carry"])
@@ -295,9 +297,21 @@ class _Walk:
         during: list[tuple[Value, float]] = []
         over: list[Value] = []
         pins: list[_Buffer] = []
+        # What a body reads in every turn, as a constant or slice by slice, is not written over.
+        whole = (
+            {k for k, _ in enumerate(a.reads)}
+            - {first + k for k in range(n)}
+            - {first + n + t.xs for t in stacks}
+        )
+        read = {a.reads[k] for k in whole if not isinstance(a.reads[k], Literal)}
         for _, given, final in round_:
             left, pin = _Buffer(self.size(final)), _Buffer(self.bytes_of(final), fixed=True)
-            if not isinstance(given, Literal) and given in s.dying and given not in over:
+            if (
+                not isinstance(given, Literal)
+                and given in s.dying
+                and given not in over
+                and given not in read
+            ):
                 if s.held[given].fixed:
                     pin = left = s.held[given]
                 else:

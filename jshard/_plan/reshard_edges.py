@@ -85,6 +85,7 @@ class ReshardEdges:
     choices: tuple[Choices, ...]
     twin_choices: tuple[tuple[Choices, ...], ...]
     sharing_scopes: tuple[SharingScopes, ...]
+    tensors: int  # how many the program has
 
     def __len__(self) -> int:
         return len(self.head)
@@ -92,8 +93,7 @@ class ReshardEdges:
     @functools.cached_property
     def readings(self) -> list[list[tuple[int, int]]]:
         """For each tensor the (operator, operand) pairs for which it is moved."""
-        count = 1 + int(self.tensor.max(initial=-1))
-        out: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+        out: list[list[tuple[int, int]]] = [[] for _ in range(self.tensors)]
         for e in np.flatnonzero(self.reader >= 0).tolist():
             out[self.tensor[e]].append((int(self.reader[e]), int(self.operand[e])))
         return out
@@ -160,6 +160,7 @@ def reshard_edges(
         choices=tuple(c for _, c in numbering.values()),
         twin_choices=tuple(tuple(listed[c] for c in t) for t in twins),
         sharing_scopes=scopes_of,
+        tensors=len(a.maker),
     )
     return edges, relays
 

@@ -92,7 +92,8 @@ def _hidden_work(op: Op) -> float:
     if op.primitive != "jshard_fused":
         return 0.0
     run = op.params["fused"].run
-    return work_of(jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in op.ins)))
+    ins = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)) for a in op.ins]
+    return work_of(jax.make_jaxpr(run)(*ins))
 
 
 def _mapped(s: States, topology: Topology) -> Times:

@@ -85,20 +85,12 @@ def proof(plan: Plan) -> str:
     return f"gap {100 * c.gap:.2g}%: cost {shown}, proved bound{among} {bound}"
 
 
-_LIMITS = {
-    "products": "its products at the chip's peak",
-    "memory": "its arguments and results once through memory",
-    "network": "what its products must receive, over all links",
-    "": "",
-}
-
-
 def physics(plan: Plan) -> str:
     """One sentence on how far the plan is from what nothing placed so could beat."""
     least, step = plan.physics, step_seconds(plan)
     return (
         f"space gap {share(least.space_gap(step))}: a step {seconds(step)}, physics {seconds(least.seconds)} "
-        f"({_LIMITS[least.limit]}; its products must receive {size(least.bytes)})"
+        f"by {least.limit} (its products must receive {size(least.bytes)})"
     )
 
 

@@ -7,6 +7,7 @@ The page is built of sections, tables of plain cells, which Markdown and HTML re
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -46,10 +47,10 @@ class Section:
 
 def text(plan: Plan) -> str:
     """The whole report."""
-    lines = head(plan)
-    for section in sections(plan):
-        lines += _table(section)
-    return "\n".join(_clip(line, WIDTH).rstrip() for line in lines + notes(plan))
+    lines = [_clip(line, WIDTH).rstrip() for section in sections(plan) for line in _table(section)]
+    # What is proved is never cut short.
+    first = [part for line in head(plan) for part in textwrap.wrap(line, WIDTH, subsequent_indent=" " * 6)]
+    return "\n".join((*first, *lines, *(_clip(line, WIDTH).rstrip() for line in notes(plan))))
 
 
 def coloured(plan: Plan) -> Any:

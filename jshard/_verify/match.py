@@ -9,7 +9,7 @@ turn by turn.
 >>> plan = [Predicted("all_reduce", ("x",), 64, "test", count=1, id=0, turn=True)]
 >>> rows, extra = matched(plan, [Emitted("all_reduce", 64, 4, "", count=3, op_name="while/body/jshard.0/psum")])
 >>> rows[0].bytes, rows[0].predicted[0].count, extra
-((192, 192), 3.0, [])
+((192, 192), 3, [])
 """
 
 from __future__ import annotations
