@@ -75,7 +75,7 @@ class CollectiveRow:
     """A collective: bytes received by each device and seconds of one execution, and how many there are.
 
     `turn`: it is in a loop whose turns nobody knows, and `count` is that of one turn. `dtype` is the tensor's. `own`: the
-    user wrote it, in a `jax.shard_map` of his; the plan counts it and changes nothing about it.
+    user wrote it, in a `jax.shard_map`; the plan counts it and changes nothing about it.
     """
 
     id: int

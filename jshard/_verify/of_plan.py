@@ -15,7 +15,7 @@ from jshard._verify.match import Predicted
 
 
 def predicted(plan: Any) -> list[Predicted]:
-    """The collectives of a plan, numbered as the lowering names them; not those that the user wrote himself."""
+    """The collectives of a plan, numbered as the lowering names them; not those that the user wrote."""
     return [
         Predicted(c.kind, tuple(c.axes), float(c.bytes), f"{c.operator}", c.count, c.id, c.turn, c.dtype)
         for c in plan.collectives
