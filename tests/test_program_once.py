@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType, PartitionSpec as P
+from loop_programs import nest
 
 import jshard
 from jshard._program.graph import Program
@@ -24,6 +26,7 @@ def primitives(p: Program) -> Counter[str]:
 
 
 X = jnp.ones((8, 4))
+LINE = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
 
 
 # -- written once ---------------------------------------------------------------------------------------------
@@ -201,3 +204,67 @@ def test_a_limit_that_is_an_argument_is_not_known():
     f = lambda n, x: lax.fori_loop(0, n, lambda _, c: jnp.sin(c), x)  # noqa: E731
     (call,) = [s for s in traced(f, 5, X).body.steps if not isinstance(s, int)]
     assert call.turns is None
+
+
+@pytest.mark.parametrize("seed", range(9000, 9008))
+def test_nests_of_loops_keep_their_values(seed):
+    """Found by fuzzing: what left a loop that was itself moved out was known by a place in another body."""
+    f, x, y = nest(seed), jnp.linspace(-1, 1, 4), jnp.linspace(0.2, 0.8, 4)
+    sharded = jshard.shard(f, (P("x"), None), mesh=LINE)
+    for a, b in zip(jax.jit(f)(x, y), sharded(x, y), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_loop_that_leaves_two_loops_is_not_taken_for_another_equation():
+    def program(x, y):
+        v = jnp.cos(y)
+
+        def outer(state, row):
+            def rows(r):
+                inner = lambda i, c: c / 2 + jnp.broadcast_to(jnp.einsum("a,a->", v, y), (4, 3))  # noqa: E731
+                return lax.fori_loop(0, 3, inner, x)
+
+            made = lax.map(rows, state)
+            return state / 2 + jnp.sum(made) * row, made
+
+        return lax.scan(outer, x, y)
+
+    x, y = jnp.arange(12.0).reshape(4, 3) / 12, jnp.linspace(0, 1, 8)
+    f = jshard.shard(program, mesh=LINE)
+    for a, b in zip(program(x, y), f(x, y), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+@jax.custom_vjp
+def clipped(x):
+    return x * 1.0
+
+
+clipped.defvjp(lambda x: (x * 1.0, None), lambda _, g: (jnp.clip(g, -1.0, 1.0),))
+
+
+def halves(x, start):
+    return lax.scan(lambda d, _: (d * 0.5 + clipped(x) * 3, None), start, None, length=2)[0]
+
+
+@pytest.mark.parametrize(
+    "name, f",
+    [
+        ("twice", lambda x: (clipped(x) * 3 + clipped(x) * 5).sum()),
+        (
+            "in every turn",
+            lambda x: lax.scan(lambda c, _: (c + clipped(x) * 3, None), x, None, length=4)[0].sum(),
+        ),
+        (
+            "in a loop in a loop",
+            lambda x: lax.scan(lambda c, _: (c + halves(x, x), None), x, None, length=4)[0].sum(),
+        ),
+        ("in equal loops", lambda x: (halves(x, x) + halves(x, x) * 2).sum()),
+    ],
+)
+def test_reverse_rules_are_applied_to_each_call(name, f):
+    """A rule that clips gradients is not linear: it clips what each call and each turn hands back."""
+    x = jnp.linspace(-1, 1, 8)
+    want = jax.grad(f)(x)
+    np.testing.assert_allclose(jax.grad(jshard.shard(f, mesh=LINE))(x), want, rtol=1e-6)
+    np.testing.assert_allclose(jshard.shard(jax.grad(f), mesh=LINE)(x), want, rtol=1e-6)

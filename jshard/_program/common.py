@@ -76,7 +76,7 @@ class Known:
         `operands` are numbers of tensors, `Written` literals, or anything else that is equal where operands are.
         """
         name = eqn.primitive.name
-        if eqn.effects or apart(name):
+        if eqn.effects or apart(name) or has_reverse_rule(eqn):
             return None, None
         key = (name, *[self._stands_for.get(o, o) for o in operands])
         for params, results in self._operators.get(key, ()):
@@ -104,6 +104,23 @@ class Known:
 def apart(name: str) -> bool:
     """Whether operators of this name are kept apart, each where it stands."""
     return name in _APART or any(s in name for s in _OUTSIDE)
+
+
+def has_reverse_rule(eqn: Any) -> bool:
+    """Whether an equation is a `jax.custom_vjp` function, or runs one.
+
+    Such a rule need not be linear (one that clips gradients is not): applied once to the sum of what several calls or
+    turns hand back, it gives something else than applied to each.
+    """
+    if eqn.primitive.name.startswith("custom_vjp"):
+        return True
+    inner = [j for v in eqn.params.values() for j in (v if isinstance(v, tuple | list) else (v,))]
+    return any(_runs_reverse_rules(compat.open_jaxpr(j)[0]) for j in inner if compat.is_jaxpr(j))
+
+
+@functools.lru_cache(maxsize=4096)
+def _runs_reverse_rules(jaxpr: Any) -> bool:
+    return any(map(has_reverse_rule, jaxpr.eqns))
 
 
 def _same(a: Any, b: Any) -> bool:

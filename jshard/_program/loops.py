@@ -136,9 +136,12 @@ def _lift(
     known: dict[Any, Any] = dict(zip(jaxpr.invars, consts, strict=False))
     b.bind(jaxpr.constvars, arrays, known)
 
-    def write(equation: Any, operands: list[Any], stack: str) -> Sequence[Any]:
+    def write(equation: Any, place: Path, operands: list[Any], stack: str) -> Sequence[Any]:
         atoms = {v: a for v, a in zip(equation.invars, operands, strict=True) if not compat.is_literal(v)}
+        # What leaves a loop inside it is known by its own place, not by one in the body that is lifted.
+        around, b.path = b.path, list(place)
         steps.extend(b.step(equation, atoms, repeat, stack))
+        b.path = around
         return [atoms[v] for v in equation.outvars]
 
     moved = moved_out(jaxpr, dict(known), path, prefix, write, b.bind, b.moved)

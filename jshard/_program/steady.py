@@ -7,7 +7,7 @@ wrong, and one that keeps them there by force is slow.
 Idea.  An equation of a body whose operands are all the loop's constants is walked in front of the loop, in nested
 loops in front of the outermost that it may leave. What makes more bytes than it reads stays inside, as compilers leave
 it, since it would be held all through the loop: masks, casts to wider types, outer products. So does what the user
-pins. Loops and branches inside a body are moved out as wholes.
+pins, and what has a reverse rule of its own. Loops and branches inside a body are moved out as wholes.
 
 Source: XLA's WhileLoopInvariantCodeMotion (hoist_size_inflating_ops=false).
 """
@@ -21,7 +21,7 @@ from typing import Any
 
 from jshard import _jaxcompat as compat
 from jshard._program import marks
-from jshard._program.common import apart
+from jshard._program.common import apart, has_reverse_rule
 from jshard._program.graph import Literal
 
 
@@ -67,9 +67,8 @@ def inner_bodies(eqn: Any, path: Path) -> tuple[list[Inner], Sequence[Any]]:
     return [], eqn.invars
 
 
-Write = Callable[
-    [Any, list[Any], str], Sequence[Any]
-]  # (equation, its operands as atoms, name stack) -> results
+# (equation, its place, its operands as atoms, name stack) -> results
+Write = Callable[[Any, Path, list[Any], str], Sequence[Any]]
 
 
 def moved_out(
@@ -97,7 +96,7 @@ def moved_out(
                 ends = zip(eqn.outvars, inner.jaxpr.outvars, strict=True)
                 known.update((v, _atom(a, held)) for v, a in ends if compat.is_literal(a) or a in held)
         if eqn.primitive.name not in INLINE and steady(eqn, known):
-            results = write(eqn, [_atom(v, known) for v in eqn.invars], prefix)
+            results = write(eqn, here, [_atom(v, known) for v in eqn.invars], prefix)
             known.update(zip(eqn.outvars, results, strict=True))
             out[here] = results
     return out
@@ -108,7 +107,7 @@ def steady(eqn: Any, known: Mapping[Any, Any]) -> bool:
     name = eqn.primitive.name
     if eqn.effects or apart(name) or name == marks.PIN_OPERAND or name == compat.BOUNDARY:
         return False
-    if not all(compat.is_literal(v) or v in known for v in eqn.invars):
+    if not all(compat.is_literal(v) or v in known for v in eqn.invars) or has_reverse_rule(eqn):
         return False
     read = sum(_bytes(v) for v in eqn.invars if not compat.is_literal(v))
     return 0 < sum(map(_bytes, eqn.outvars)) <= read
