@@ -47,7 +47,7 @@ def readings(problem: Problem, assignment: np.ndarray) -> Readings:
     for t in np.unique(table).tolist():
         at = np.flatnonzero(table == t)
         charged[at] = network.pairwise[t][i[at], j[at]]
-        full[at] = network.pairwise[t][alone[e.head[at]], alone[e.tail[at]]]
+        full[at] = _seconds(problem, int(at[0]))[alone[e.head[at]], alone[e.tail[at]]]
     numbers: dict[Layout, int] = {}
     source, target = (_layouts(problem, numbers, which, s) for which, s in ((e.source, i), (e.target, j)))
     made = np.full(len(problem.program.tensors), -1)
@@ -59,6 +59,20 @@ def readings(problem: Problem, assignment: np.ndarray) -> Readings:
     needed |= problem.program.scopes.everywhere
     copy = np.unique(packed(e.tensor, e.scope, target, relay.astype(np.int64)), return_inverse=True)[1]
     return Readings(charged, full, target, at_hand, copy, needed[e.tensor] | ~relay, tuple(numbers))
+
+
+def _seconds(problem: Problem, edge: int) -> np.ndarray:
+    """Seconds of what an edge moves, in all states of its ends, if it is shared with no other."""
+    e = problem.edges
+    source, target, t = e.choices[e.source[edge]], e.choices[e.target[edge]], int(e.tensor[edge])
+    seconds = problem.tables.seconds(
+        source, target, problem.program.tensors[t], t in problem.returned, problem.together.get(t, 1)
+    )
+    out = seconds[np.ix_(source.index, target.index)] * e.repeat[edge]
+    for twin in e.twin_choices[e.twins[edge]]:
+        same = [twin.layouts[a] == target.layouts[b] for a, b in zip(twin.index, target.index, strict=True)]
+        out[:, np.array(same)] = 0.0
+    return out
 
 
 def _layouts(problem: Problem, numbers: dict[Layout, int], which: Ints, state: Ints) -> Ints:
