@@ -104,3 +104,23 @@ def test_a_convolution_is_not_computed_twice_to_save_the_latency_of_gradients():
     for r in plan.operators:
         if r.primitive == "conv_general_dilated":
             assert len({a for lay in (*r.operands, *r.results) for a in lay.axes}) == 2, r.name
+
+
+@pytest.mark.parametrize("machine", ["h100:1x8", "v5p:2x2x2"])
+@pytest.mark.parametrize("level", [0, 2])
+def test_sums_that_need_each_other_pay_a_latency_each(machine, level):
+    """The issue's own: ten normalisations, of which each needs the last, were priced a tenth of a latency each."""
+
+    def times(n):
+        def f(x):
+            for _ in range(n):
+                x = x / jnp.abs(x).sum()
+            return x
+
+        where = jshard.topology(machine, {"x": 8}, compiles=False)
+        x = jax.ShapeDtypeStruct((1 << 26,), "float32")
+        return jshard.shard(f, ((8,),), mesh=where, level=level).plan(x)
+
+    (one,), ten = times(1).collectives, times(10)
+    assert [(c.kind, c.count, c.seconds) for c in ten.collectives] == [("all_reduce", 1, one.seconds)] * 10
+    assert one.seconds > 1e-5 and ten.cost.optimal
