@@ -127,9 +127,8 @@ class _Writer:
             for k, r in enumerate(op.results):
                 made = self.problem.states[op.id].results[k]
                 if op.kind in CARRIES and r in times.first and not life.held[r] and not self.elsewhere(r):
-                    end = times.begin[
-                        times.loops[op.id][1] + 1
-                    ]  # it goes round, though nobody reads it after
+                    # It goes round, though nobody reads it after.
+                    end = times.begin[times.loops[op.id][1] + 1]
                     self.hold_in(op.id, times.begins(r, begun), end, made, program.tensors[r].nbytes)
                     continue
                 if not life.held[r]:

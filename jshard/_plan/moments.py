@@ -48,9 +48,8 @@ class Moments:
     first: Mapping[int, int]  # result of a loop or branch -> the moment from which it takes room
     calls: Sequence[tuple[int, int]]  # first and last operator of calls that move what they read at once
     branches: Sequence[tuple[int, int]]  # first and last operator of blocks that run one without the other
-    shared: frozenset[
-        int
-    ]  # tensors that lie in the buffer of a loop's carry, which is counted as the loop's result
+    # Tensors that lie in the buffer of a loop's carry, which is counted as the loop's result.
+    shared: frozenset[int]
     next: frozenset[int]  # what a turn makes for the next one; it may lie there
 
     def elsewhere(self, tensor: int) -> bool:

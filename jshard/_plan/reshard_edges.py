@@ -76,9 +76,8 @@ class ReshardEdges:
     scope: Ints  # (edges,) the scope of the reader; of a relay that of its tensor
     at_hand: Bools  # (edges,) whether the tensor as it was made is there for the reader
     bit: Ints  # (edges,) which of the scopes with several readers is this one's; -1 for none, and of relays
-    sharers: (
-        Ints  # (edges,) readers of the tensor in all, where some may share a second copy of the relay; else 0
-    )
+    # (edges,) readers of the tensor in all, where some may share a second copy of the relay; else 0
+    sharers: Ints
     mates: Ints  # (edges,) readers of the tensor in the same scope
     sharing: Ints  # (edges,) of relays: a number among `sharing_scopes`; else 0
     twins: Ints  # (edges,) number of the operands before of this reader that read the same tensor
