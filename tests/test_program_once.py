@@ -268,3 +268,29 @@ def test_reverse_rules_are_applied_to_each_call(name, f):
     want = jax.grad(f)(x)
     np.testing.assert_allclose(jax.grad(jshard.shard(f, mesh=LINE))(x), want, rtol=1e-6)
     np.testing.assert_allclose(jshard.shard(jax.grad(f), mesh=LINE)(x), want, rtol=1e-6)
+
+
+def test_a_branch_in_a_loop_keeps_its_count_to_itself():
+    """What a branch ties to the count of turns, so that it stays there, is nothing to what comes after the branch."""
+
+    def gathered(x, w):
+        return jnp.tanh(x @ jshard.op(lambda v: v * 1.5, None, (1, 1))(jshard.op(jnp.sin, ((4, 1),))(w)))
+
+    def program(x, w):
+        def turn(c, i):
+            c = lax.cond(
+                i > 1,
+                lambda c: gathered(c, w),
+                lambda c: lax.fori_loop(0, 2, lambda _, d: gathered(d, w), c),
+                c,
+            )
+            return gathered(c, w), c.sum()
+
+        return lax.scan(turn, x, jnp.arange(4))
+
+    x, w = jnp.ones((8, 8)) / 8, jnp.linspace(-1, 1, 64).reshape(8, 8)
+    f = jshard.shard(program, (None, (4, 1)), mesh=LINE)
+    for a, b in zip(jax.jit(program)(x, w), f(x, w), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+    text = f.lower(x, w).as_text()
+    assert "while" in text

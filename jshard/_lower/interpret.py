@@ -283,6 +283,9 @@ class _Runner:
 
     def custom_jvp_call(self, action: Nested, env: Env) -> None:
         arrays = [whole(env[v]) for v in action.entry[0]]
+        if not self.vma:  # nobody differentiates a compiled call: its rule is not needed
+            self.hand_back(action, self.body(action, 0, arrays), action.returns[0], env)
+            return
         # The rule belongs to the call, not to its body: it is rebuilt as itself.
         call = action.call
         layouts = dict(action.entry[0])
@@ -384,7 +387,9 @@ class _Runner:
 
         def branch(k: int) -> Callable[..., Any]:
             def run(*a: Any) -> Any:
+                outer = self.turns  # a branch may tie what is in it to the count, and hands none on
                 out = self.body(action, k, a)
+                self.turns = outer
                 return tuple(self.vary(y, i) if self.vma else y for y, i in zip(out, b["join"], strict=True))
 
             return run

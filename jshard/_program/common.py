@@ -42,6 +42,10 @@ _HEAVY = (
     "reduce_", "arg", "cum", "dot_general", "conv_", "sort", "fft", "gather", "scatter", "top_k", "random_bits",
     "reshape", "rev", "slice", "dynamic_", "concatenate", "pad", "split", "tile",
 )  # fmt: skip
+_WITH_BODIES = frozenset((
+    "scan", "while", "cond", "jit", "pjit", "closed_call", "call", "core_call", "eval_jaxpr", "remat2", "checkpoint",
+    "custom_jvp_call", "custom_vmap_call",
+))  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,15 +116,11 @@ def has_reverse_rule(eqn: Any) -> bool:
     Such a rule need not be linear (one that clips gradients is not): applied once to the sum of what several calls or
     turns hand back, it gives something else than applied to each.
     """
-    if eqn.primitive.name.startswith("custom_vjp"):
-        return True
+    name = eqn.primitive.name
+    if name not in _WITH_BODIES:
+        return name.startswith("custom_vjp")
     inner = [j for v in eqn.params.values() for j in (v if isinstance(v, tuple | list) else (v,))]
-    return any(_runs_reverse_rules(compat.open_jaxpr(j)[0]) for j in inner if compat.is_jaxpr(j))
-
-
-@functools.lru_cache(maxsize=4096)
-def _runs_reverse_rules(jaxpr: Any) -> bool:
-    return any(map(has_reverse_rule, jaxpr.eqns))
+    return any(has_reverse_rule(e) for j in inner if compat.is_jaxpr(j) for e in compat.open_jaxpr(j)[0].eqns)
 
 
 def _same(a: Any, b: Any) -> bool:
