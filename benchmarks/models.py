@@ -51,9 +51,9 @@ was not looked into.
 
 At their default sizes, from shapes alone (`python -m benchmarks.zoo.big`), the whole training step of 16 x 2,048
 tokens on the description of 16 TPU v5p chips: Llama (6.7 billion parameters) 12,089 operators, 867 products, 0 of
-them whole, 0 unknown primitives, gap 0.01%, 82 s to plan on a loaded machine with 0.5 GiB of host memory, 56.7 GiB a
-device planned; Gemma (8.5 billion parameters) 11,061 operators, 759 products, 0 of them whole, 0 unknown primitives,
-gap 0.00%, 106 s to plan on a loaded machine with 0.9 GiB of host memory, 45.1 GiB a device planned.
+them whole, 0 unknown primitives, gap 0, 8.2 s to plan with 0.9 GiB of host memory, 56.7 GiB a device planned; Gemma (8.5
+billion parameters) 11,034 operators, 759 products, 0 of them whole, 0 unknown primitives, gap 0, 8.3 s to plan with 1.1
+GiB of host memory, 43.3 GiB a device planned.
 
 `.shard(...)` on the modules themselves, unchanged (`python -m benchmarks.zoo.modules`): transformers Llama, outputs
 3.3e-07, gradients of all 21 parameters 8.0e-07; GPT2, outputs 3.8e-07, gradients of all 28 parameters 7.2e-07. The nnx
