@@ -77,19 +77,22 @@ class Prepared:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Arguments:
-    """The arguments that are not static: as they come, their shapes, and these as their user knows them."""
+    """The arguments that are not static: as they come, their shapes, these as their user knows them, and where they are."""
 
     left: tuple[Any, ...]
     left_kw: dict[str, Any]
     names: tuple[str, ...]
     shapes: tuple[tuple, dict[str, Any]]
     shown: tuple[tuple, dict[str, Any]]
+    placement: Placement
 
     @staticmethod
     def of(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Arguments:
         left, left_kw, names = dynamic(request, args, kwargs)
         shapes = abstract(tuple(left)), abstract(left_kw)
-        return _Arguments(left, left_kw, names, shapes, request.view.arguments(*shapes))
+        follow = request.mesh is None and compat.context_mesh() is None
+        where = placement(jax.tree.leaves((left, left_kw)), follow=follow)
+        return _Arguments(left, left_kw, names, shapes, request.view.arguments(*shapes), where)
 
     @functools.cached_property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -165,7 +168,7 @@ def _input_pins(request: Request, call: _Arguments, count: int) -> tuple[Pin | N
         plan = plan.of(call.leaves)
     pins = pins_for_inputs(
         *call.shown, in_strategy, plan, names=call.names, strict=request.options.strict,
-        devices=_devices(request, (call.left, call.left_kw)),
+        devices=_devices(request, call),
     )  # fmt: skip
     mesh = request.mesh if request.mesh is not None else compat.context_mesh()
     return with_metadata(pins, *call.shown, call.names, mesh)
@@ -184,16 +187,12 @@ def _of_trace(
     shapes = jax.tree.unflatten(
         out_tree, [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in made.avals[: out_tree.num_leaves]]
     )
-    given = (call.left, call.left_kw)
-    out_pins = pins_for_outputs(shapes, request.out_strategy, devices=_devices(request, given))
+    out_pins = pins_for_outputs(shapes, request.out_strategy, devices=_devices(request, call))
     out_pins += (None,) * (len(made.avals) - len(out_pins))
     in_leaves = jax.tree.leaves(call.shapes)
     tied = ties(program, in_leaves, in_tree, made.avals, out_tree, donated, out_pins)
-    where = placement(
-        jax.tree.leaves((call.left, call.left_kw)),
-        follow=request.mesh is None and compat.context_mesh() is None,
-    )
-    pins = _every_pin(request, program, call, in_pins, out_pins, made.avals, where)
+    where = call.placement
+    pins = _every_pin(request, program, call, in_pins, out_pins, made.avals)
 
     def planned(chosen: ChosenMesh, request: Request = request) -> tuple[Plan, Schedule, frozenset[int]]:
         check_meshes(program, chosen.axes)
@@ -261,7 +260,7 @@ def _program(
 
 def _every_pin(
     request: Request, program: Program, call: _Arguments, in_pins: Sequence[Pin | None],
-    out_pins: Sequence[Pin | None], results: Sequence[Any], where: Placement,
+    out_pins: Sequence[Pin | None], results: Sequence[Any],
 ) -> _Pins:  # fmt: skip
     """Pins of arguments, results and operators, in this order, and how the other arguments lie."""
     inner = _operator_pins(program)
@@ -271,7 +270,7 @@ def _every_pin(
     shapes = [leaf.shape for leaf in call.leaves] + [o.shape for o in results]
     shapes += [_shape(program, op, side, k) for op, side, k, _ in inner]
     free = {i for i, p in enumerate(in_pins) if (p is None or p.free) and request.plan is None}
-    lying = {i: (s, call.leaves[i].path) for i, s in where.wishes if i in free}
+    lying = {i: (s, call.leaves[i].path) for i, s in call.placement.wishes if i in free}
     together = joints(program, inner, len(in_pins) + len(out_pins))
     return _Pins(places, [*in_pins, *out_pins, *(p for *_, p in inner)], shapes, lying, together)
 
@@ -340,17 +339,15 @@ def _machines(
     ]
 
 
-def _devices(request: Request, arguments: Any) -> int:
+def _devices(request: Request, call: _Arguments) -> int:
     """How many devices there are to cut over, those of arguments that lie on a mesh before all that are here."""
     mesh = _mesh_of(request)
     if isinstance(mesh, str) and mesh.partition(":")[0] == "auto":
         name = mesh.partition(":")[2]
         if name:
             return int(name) if name.isdigit() else topologies.device_count(*topologies.parse_name(name))
-    if mesh is None and compat.context_mesh() is None:
-        mesh = placement(jax.tree.leaves(arguments), follow=True).mesh
     entries = (request.in_strategy, request.parameter_plan, request.out_strategy)
-    return device_count(mesh, request.options.device, entries)
+    return device_count(call.placement.mesh if mesh is None else mesh, request.options.device, entries)
 
 
 def _mesh_of(request: Request, lying: Any = None) -> Any:

@@ -171,9 +171,9 @@ def turn_ends(program: Program) -> Mapping[tuple[int, int], int]:
     """(boundary operator, operand) of what goes into a loop's next turn -> the last operator of the turn."""
     out: dict[tuple[int, int], int] = {}
     for call in calls_of(program.body):
-        inside = [i for block in call.blocks for i in operators_of(block)]
-        for i in call.boundary.get("carry", ()) if inside else ():
-            out.update({(i, k): max(inside) for k in range(1, len(program.operators[i].operands))})
+        end = max(call.inside, default=-1)
+        for i in call.boundary.get("carry", ()) if end >= 0 else ():
+            out.update({(i, k): end for k in range(1, len(program.operators[i].operands))})
     return out
 
 

@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from jshard._program.graph import Literal, Operator, Program, calls_of, operators_of
+from jshard._program.graph import Literal, Operator, Program, calls_of
 
 
 # Boundary operators: their first result is their first operand in a body, in the first turn, or all turns' together.
@@ -152,9 +152,9 @@ def _maker(program: Program, atom: Any) -> str:
 
 def _unsure(program: Program) -> frozenset[int]:
     """Operators that a call may not run: those in branches, and in loops whose turns are not known."""
-    calls = [c for c in calls_of(program.body) if c.kind == "cond" or c.turns is None]
-    inside = [i for call in calls for block in call.blocks for i in operators_of(block)]
-    return frozenset([*inside, *(i for call in calls for ids in call.boundary.values() for i in ids)])
+    branches = [call for call in calls_of(program.body) if call.kind == "cond"]
+    inside = [i for call in branches for ids in (call.inside, *call.boundary.values()) for i in ids]
+    return program.in_open_loops.union(inside)
 
 
 def _form(program: Program, tensor: int) -> tuple[tuple[int, ...], str]:

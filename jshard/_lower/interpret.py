@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from jshard import _jaxcompat as compat
 from jshard._cost.in_place import updates
-from jshard._cost.lying import lying
+from jshard._cost.memory_order import memory_order
 from jshard._cost.steps import apply
 from jshard._errors import ShardError
 from jshard._layout import Layout
@@ -117,7 +117,7 @@ class _Runner:
         self.choice, self.program, self.vma = schedule.choice, schedule.choice.program, vma
         self.mesh = schedule.choice.topology.mesh
         self.constants: Env = {}
-        self.settled = lying(self.program, self.choice.topology.chip).settled
+        self.row_major = memory_order(self.program, self.choice.topology.chip).row_major
         self.turns: Any = None  # in a loop that counts its turns: how many there were
 
     def run(self, actions: Sequence[Action], env: Env, top: bool = False) -> None:
@@ -223,7 +223,7 @@ class _Runner:
             operands = _alike(operands)
         context = LocalContext(
             states.op, states.rule, candidate, self.mesh, bind, self.vma and op.repeat > 1, action.numbers,
-            op.id in self.settled,
+            op.id in self.row_major,
         )  # fmt: skip
         # A function of the user's writes its collectives as it likes: they are known by the first number.
         first = action.numbers[0] if action.numbers and not states.rule.own else -1

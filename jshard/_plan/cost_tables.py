@@ -87,13 +87,7 @@ class CostTables:
                 table = table + self._second_copies(source, target, tensor, returned, together, sharing)
             if isinstance(source, Relay) and sharers:
                 table = _shared(table, source, target, bit, sharers, mates)
-            table = table * repeat
-            for twin in twins:
-                same = [
-                    twin.layouts[a] == target.layouts[b]
-                    for a, b in zip(twin.index, target.index, strict=True)
-                ]
-                table[:, np.array(same)] = 0.0
+            table = without_twins(table * repeat, target, twins)
             self._ids[key] = len(self.pairwise)
             self.pairwise.append(table)
         return self._ids[key]
@@ -143,6 +137,15 @@ class CostTables:
             self._ids[key] = len(self.pairwise)
             self.pairwise.append(same[np.ix_(a.index, b.index)])
         return self._ids[key]
+
+
+def without_twins(table: np.ndarray, target: Choices, twins: Sequence[Choices]) -> np.ndarray:
+    """A table of moves to a reader, zero in the states in which an operand before has the same layout."""
+    out = table.copy() if twins else table
+    for twin in twins:
+        same = [twin.layouts[a] == target.layouts[b] for a, b in zip(twin.index, target.index, strict=True)]
+        out[:, np.array(same)] = 0.0
+    return out
 
 
 def _shared(

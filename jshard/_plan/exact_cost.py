@@ -16,6 +16,7 @@ import numpy as np
 
 from jshard._layout import Layout
 from jshard._numbers import Ints, packed
+from jshard._plan.cost_tables import without_twins
 from jshard._plan.network import Problem
 from jshard._program.arrays import Bools, Floats
 
@@ -68,11 +69,8 @@ def _seconds(problem: Problem, edge: int) -> np.ndarray:
     seconds = problem.tables.seconds(
         source, target, problem.program.tensors[t], t in problem.returned, problem.together.get(t, 1)
     )
-    out = seconds[np.ix_(source.index, target.index)] * e.repeat[edge]
-    for twin in e.twin_choices[e.twins[edge]]:
-        same = [twin.layouts[a] == target.layouts[b] for a, b in zip(twin.index, target.index, strict=True)]
-        out[:, np.array(same)] = 0.0
-    return out
+    moved = seconds[np.ix_(source.index, target.index)] * e.repeat[edge]
+    return without_twins(moved, target, e.twin_choices[e.twins[edge]])
 
 
 def _layouts(problem: Problem, numbers: dict[Layout, int], which: Ints, state: Ints) -> Ints:

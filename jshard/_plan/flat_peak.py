@@ -11,7 +11,7 @@ import dataclasses
 
 import numpy as np
 
-from jshard._cost.lying import lying
+from jshard._cost.memory_order import memory_order
 from jshard._cost.residency import Residency, carried
 from jshard._plan.flat import Flat
 from jshard._program.arrays import Bools, Floats, Ints
@@ -76,11 +76,11 @@ def held_by(found: Flat, life: Residency, donated: frozenset[int]) -> Held:
 
 
 def _turned_copies(found: Flat) -> Floats:
-    """(actions,) bytes of the copies in which products read what lies otherwise, from when that is made on."""
+    """(actions,) bytes of the copies that products read transposed, from when that is made on."""
     program, a = found.choice.program, found.choice.program.arrays
     n = len(a.maker)
     out = np.zeros(found.count)
-    for op, k in lying(program, found.choice.topology.chip).copies:
+    for op, k in memory_order(program, found.choice.topology.chip).copies:
         read = int(np.flatnonzero((a.reader == op) & (a.operand == k))[0])
         v, at = int(found.value[read]), int(found.run_at[op])
         if v < n:

@@ -29,7 +29,7 @@ from jshard._plan.settle import settled
 from jshard._plan.states import Interner
 from jshard._program.graph import Program, rule_boundaries
 from jshard._program.uncollected import uncollected
-from jshard._search import Contradiction, CostNetwork, Solution, evaluate, solve
+from jshard._search import Contradiction, CostNetwork, Solution, solve
 from jshard._topology import Topology
 from jshard._wish.entries import Pin, allows
 
@@ -240,8 +240,7 @@ def _quickest(
     """
     s = solve(built.network, gap=wish.gap, seconds=wish.seconds, on_progress=on_progress)
     answer = _answer(built, wish, s.assignment, s.bound, s.steps)
-    found = float(evaluate(built.network, s.assignment))
-    if built.single_copies or answer.interrupted or answer.cost <= found * (1 + _ROUNDING):
+    if built.single_copies or answer.interrupted or answer.cost <= s.cost * (1 + _ROUNDING):
         return answer
     single = problem_of(second_copies=False)
     s = solve(single.network, gap=wish.gap, seconds=wish.seconds, on_progress=on_progress)

@@ -22,7 +22,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from jshard._cost.in_place import CARRIES, carried, stacked, updates
 from jshard._cost.residency import Residency, fuses, is_light, reuses
-from jshard._program.graph import Call, Literal, Program, calls_of, operators_of
+from jshard._program.graph import Literal, Program, calls_of, operators_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +214,7 @@ def _in_carries(program: Program, life: Residency, sure: bool) -> tuple[frozense
     """
     ops = program.operators
     over = {op.id for op in ops if updates(op.primitive)} if sure else life.over
-    inside = {i for call in calls_of(program.body) for i in _inside(call)}
+    inside = {i for call in calls_of(program.body) for i in call.inside}
     ends = {
         a: op.results[-2]  # what a turn is given
         for op in ops
@@ -240,16 +240,11 @@ def _in_branches(program: Program) -> frozenset[int]:
     """What updates and loops give in branches: it may lie over what the branch was lent."""
     out: set[int] = set()
     for call in calls_of(program.body):
-        for i in _inside(call) if call.kind == "cond" else ():
+        for i in call.inside if call.kind == "cond" else ():
             op = program.operators[i]
             if op.kind in CARRIES or updates(op.primitive):
                 out.update(op.results)
     return frozenset(out)
-
-
-def _inside(call: Call) -> list[int]:
-    """The operators of all blocks of a call."""
-    return [i for inner in call.blocks for i in operators_of(inner)]
 
 
 def _calls(program: Program) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
@@ -259,7 +254,7 @@ def _calls(program: Program) -> tuple[list[tuple[int, int]], list[tuple[int, int
     for call in calls_of(program.body):
         if call.kind in ("cond", "while"):
             branches.extend((min(ops), max(ops)) for ops in map(operators_of, call.blocks) if ops)
-        if call.kind not in ("scan", "while") and (inside := _inside(call)):
+        if call.kind not in ("scan", "while") and (inside := call.inside):
             calls.append((min(inside), max(inside)))
     return calls, branches
 
@@ -268,7 +263,7 @@ def _loop_ends(program: Program) -> dict[int, tuple[int, int]]:
     """Of the operators that hand values to a loop the first one after its body, and its last: it needs them so long."""
     found: dict[int, tuple[int, int]] = {}
     for call in calls_of(program.body):
-        body = max(_inside(call), default=-1)
+        body = max(call.inside, default=-1)
         end = max([body, *call.boundary.get("ys", ())])
         for role in ("test", "const", "carry", "xs"):
             found.update((i, (body + 1, end)) for i in call.boundary.get(role, ()) if i < end)
@@ -280,7 +275,7 @@ def _first_times(program: Program, begin: Sequence[int]) -> dict[int, int]:
     producers = program.producers()
     # After what goes in was brought into place: where a carry's initial value was read, it is the carry.
     return {
-        t: begin[min([*_inside(call), producers[t][0]])]
+        t: begin[min([*call.inside, producers[t][0]])]
         + (2 if program.operators[producers[t][0]].kind in CARRIES else 1)
         for call in calls_of(program.body)
         if call.boundary

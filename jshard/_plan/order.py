@@ -32,7 +32,7 @@ from jshard._cost.memory import PRODUCTS
 from jshard._cost.residency import Residency, is_light, residency, traits_of
 from jshard._numbers import spans
 from jshard._program.arrays import Bools, Floats
-from jshard._program.graph import Block, Call, Literal, Operator, Program, operator_name, operators_of
+from jshard._program.graph import Block, Call, Literal, Operator, Program, operator_name
 
 
 # Units from the first that waits on; how far compilers look is not known, and 4 to 16 do the same here.
@@ -276,8 +276,7 @@ class _Order:
 
 
 def _members(call: Call) -> list[int]:
-    inner = [op for block in call.blocks for op in operators_of(block)]
-    return sorted({*inner, *(i for ids in call.boundary.values() for i in ids)})
+    return sorted({*call.inside, *(i for ids in call.boundary.values() for i in ids)})
 
 
 def renumbered(program: Program, steps: Sequence[int]) -> Program:

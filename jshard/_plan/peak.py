@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
 from jshard._cost.in_place import updates
-from jshard._cost.lying import lying
+from jshard._cost.memory_order import memory_order
 from jshard._cost.residency import Residency, fuses, is_light, reuses
 from jshard._layout import Layout
 from jshard._plan.flat_peak import held_by
@@ -114,11 +114,11 @@ class _Walk:
         self.outputs = {v for v in schedule.outputs if not isinstance(v, Literal)}
         self.highest, self.when = -1.0, 0
         self.pieces: dict[Layout, int] = {}
-        lies = lying(self.program, self.choice.topology.chip)
+        order = memory_order(self.program, self.choice.topology.chip)
         self.copies: dict[int, list[int]] = {}
-        for op, k in lies.copies:
+        for op, k in order.copies:
             self.copies.setdefault(op, []).append(k)
-        self.turned = lies.turned
+        self.transposed = order.transposed
 
     def run(self, given: frozenset[int]) -> tuple[float, dict[int, float], dict[str, float]]:
         held: dict[Value, _Buffer] = {}
@@ -162,7 +162,7 @@ class _Walk:
         for v, i in last.items():
             released.setdefault(i, []).append(v)
         s = _Scope(held, kept, last, base, turn or {}, sum(b.size for b in held.values() if not b.fixed))
-        top, copies = s.live, self.turned_copies(actions)
+        top, copies = s.live, self.transposed_copies(actions)
         self.note(-1, base + s.live)
         for s.at, a in enumerate(actions):
             s.dying = [v for v in released.get(s.at, ()) if v in held and v not in kept]
@@ -184,8 +184,8 @@ class _Walk:
         self.changes.extend((v, -b.size, False) for v, b in held.items() if b.size and not b.fixed)
         return top
 
-    def turned_copies(self, actions: Sequence[Action]) -> dict[int, float]:
-        """Bytes of the copies in which products read what lies otherwise: from when that is made until they have run."""
+    def transposed_copies(self, actions: Sequence[Action]) -> dict[int, float]:
+        """Bytes of the copies that products read transposed: from when that is made until they have run."""
         made = {v: i for i, a in enumerate(actions) if self.copies for v in self.made_by(a)}
         out: dict[int, float] = {}
         for i, a in enumerate(actions):
@@ -322,13 +322,13 @@ class _Walk:
                 during.append((final, pin.size))
             pins.append(pin)
             made.append((final, left))
-        # Those that lie otherwise in the loop are turned one after the other: what is freed first takes the last.
-        turned = [
+        # Those in another order in the loop are transposed one after the other: what is freed first takes the last.
+        transposed = [
             (p.size, v, f)
             for (i, v, f), p in zip(round_, pins, strict=True)
-            if i in self.turned and v in over
+            if i in self.transposed and v in over
         ]
-        for size, v, final in sorted(turned, key=lambda t: t[0])[:-1]:
+        for size, v, final in sorted(transposed, key=lambda t: t[0])[:-1]:
             over.remove(v)  # pyright: ignore[reportArgumentType]
             during.append((final, size))
         known = {v for v, _ in made}

@@ -233,8 +233,7 @@ class _Writer:
         """An operand of a call: as it is kept, or as it lies if nothing inside reads it."""
         if id(call) not in self.read_inside:
             operators = self.choice.program.operators
-            inside = [operators[i] for block in call.blocks for i in operators_of(block)]
-            inside += [operators[i] for i in call.boundary.get("join", ())]
+            inside = [operators[i] for i in (*call.inside, *call.boundary.get("join", ()))]
             self.read_inside[id(call)] = frozenset(
                 a for op in inside for a in op.operands if not isinstance(a, Literal)
             )

@@ -124,6 +124,11 @@ class Call:
     turns: int | None = 1
 
     @property
+    def inside(self) -> list[int]:
+        """The operators of all its bodies, in the program's order."""
+        return [i for block in self.blocks for i in operators_of(block)]
+
+    @property
     def has_scope(self) -> bool:
         """Whether what is moved inside stays inside: in loops and branches, and in a `remat` that computes again.
 
@@ -189,8 +194,7 @@ class Program:
     def in_open_loops(self) -> frozenset[int]:
         """Operators in loops whose turns nobody knows, the boundaries of those loops included."""
         open_ = [call for call in calls_of(self.body) if call.turns is None]
-        inside = [i for call in open_ for block in call.blocks for i in operators_of(block)]
-        return frozenset([*inside, *(i for call in open_ for ids in call.boundary.values() for i in ids)])
+        return frozenset(i for call in open_ for ids in (call.inside, *call.boundary.values()) for i in ids)
 
     @functools.cached_property
     def known(self) -> dict[Any, Any]:

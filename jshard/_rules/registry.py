@@ -50,7 +50,7 @@ class LocalContext:
         False  # in the body of a loop of a program that is differentiated from outside
     )
     numbers: tuple[int, ...] = ()  # of the rule's own collectives, among those of the plan
-    lies_whole: bool = False  # the first operand is an array that is updated where it lies
+    row_major: bool = False  # the first operand is updated in place, and stays row-major
 
     def axes(self, factor: int) -> tuple[str, ...]:
         """Mesh axes that cut a factor, major first; empty when it is whole."""
@@ -96,12 +96,12 @@ class LocalContext:
         """Mesh axes over which the operator itself must finish its (non-sum) reduction."""
         return reduced_axes(self.rule, self.candidate, self.mesh)
 
-    def settled(self, x: Any) -> Any:
+    def in_row_major(self, x: Any) -> Any:
         """An array that is updated where it lies, kept in memory row by row.
 
         Left to themselves, compilers transpose it for the update and back again: a copy of it each time.
         """
-        return compat.row_major(x) if self.lies_whole else x
+        return compat.row_major(x) if self.row_major else x
 
     def own(self, k: int) -> Any:
         """The scope in which a local function writes its own collective `k`: verification finds it by that name."""

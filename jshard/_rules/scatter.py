@@ -38,8 +38,8 @@ _EXTREMA = {"scatter-max": "max", "scatter-min": "min"}
 def _scatter_local(ctx: LocalContext, x: Any, indices: Any, updates: Any) -> Sequence[Any]:
     if isinstance(x, Part):  # written back as a whole
         (y,) = _scatter_local(ctx, x.array(), indices, updates)
-        return [x.updated(y, (0,) * len(x.shape), ctx.settled)]
-    n, mode, x = ctx.op.params["dimension_numbers"], ctx.op.params["mode"], ctx.settled(x)
+        return [x.updated(y, (0,) * len(x.shape), ctx.in_row_major)]
+    n, mode, x = ctx.op.params["dimension_numbers"], ctx.op.params["mode"], ctx.in_row_major(x)
     sums = [f for f in ctx.rule.reduction if ctx.axes(f)]
     across = tuple(a for f in sums for a in ctx.axes(f))
     if across and ctx.rule.reducer == "sum":
@@ -83,7 +83,7 @@ def _scatter_local(ctx: LocalContext, x: Any, indices: Any, updates: Any) -> Seq
     if across and ctx.rule.reducer != "sum":
         collective = lax.pmax if ctx.rule.reducer == "max" else lax.pmin
         result = [collective(y, across) for y in result]
-    return [ctx.settled(y) for y in result]
+    return [ctx.in_row_major(y) for y in result]
 
 
 def _covered(op: Op) -> dict[int, int]:

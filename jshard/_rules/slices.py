@@ -95,10 +95,10 @@ class Part:
         """The slice by itself."""
         return lax.dynamic_index_in_dim(self.stack, self.index, 0, keepdims=False)
 
-    def updated(self, update: Any, starts: Sequence[Any], settled: Any) -> Part:
+    def updated(self, update: Any, starts: Sequence[Any], in_order: Any) -> Part:
         """The slice of the stack in which the update is written at `starts`, which are in range."""
         at = (self.index, *(jnp.asarray(i, self.index.dtype) for i in starts))
-        return Part(settled(lax.dynamic_update_slice(settled(self.stack), update[None], at)), self.index)
+        return Part(in_order(lax.dynamic_update_slice(in_order(self.stack), update[None], at)), self.index)
 
 
 def whole(x: Any) -> Any:
@@ -109,7 +109,7 @@ def whole(x: Any) -> Any:
 def _update_local(ctx: LocalContext, x: Any, update: Any, *starts: Any) -> Sequence[Any]:
     inside: Any
     part, inside, local = x if isinstance(x, Part) else None, None, []
-    x = x if part is not None else ctx.settled(x)
+    x = x if part is not None else ctx.in_row_major(x)
     for d, start in enumerate(starts):
         if not ctx.operand_layout(0).dims[d] or ctx.operand_layout(1).dims[d]:
             local += in_range([start], x.shape[d : d + 1], update.shape[d : d + 1])  # uncut, or covered
@@ -123,8 +123,8 @@ def _update_local(ctx: LocalContext, x: Any, update: Any, *starts: Any) -> Seque
         # The device that does not hold the position writes what is there: an update of as few bytes, in place.
         update = jnp.where(inside, update, lax.dynamic_slice(whole(x), local, update.shape))
     if part is not None:
-        return [part.updated(update, local, ctx.settled)]
-    return [ctx.settled(ctx.bind(x, update, *local)[0])]
+        return [part.updated(update, local, ctx.in_row_major)]
+    return [ctx.in_row_major(ctx.bind(x, update, *local)[0])]
 
 
 def in_range(starts: Sequence[Any], shape: Sequence[int], sizes: Sequence[int]) -> list[Any]:

@@ -1,16 +1,19 @@
-"""Arrays that lie in memory row by row, and products that want them otherwise.
+"""The order of dimensions in memory: arrays that are row-major, and products that read them transposed.
 
-Problem.  Arguments and results of a compiled program lie row by row; in between the compiler chooses. A product with
-batch dimensions reads an operand fastest where those are outermost. A key-value cache of shape (batch, length, heads,
-width) is multiplied head by head: where it is an argument, the product makes a copy of it, turned. Where it goes round a
-loop, the TPU compiler turns it once before the loop and back after it, and while it does, both are there.
+Problem.  Arguments and results of a compiled program are row-major; in between the compiler chooses (XLA's
+minor-to-major). A product with batch dimensions reads an operand fastest where those are outermost. A key-value cache of
+shape (batch, length, heads, width) is multiplied head by head: where it is an argument, the product makes a transposed
+copy of it. Where it goes round a loop, the TPU compiler transposes it once before the loop and back after it, and while
+it does, both are there.
 
 Idea.  Follow the arrays from the arguments through updates, loops, slices and casts to the products. An array that every
-product reads as it lies is kept so: an update of it, left to itself, may turn it as well, for the sake of the few rows
-that it writes (`LocalContext.settled`). Of the others a copy is counted: at the product, or while the loop runs.
+product reads in its own order is kept row-major: compiled alone, an update of it may transpose it as well, for the sake
+of the few rows that it writes (`LocalContext.in_row_major`). Of the others a copy is counted: at the product, or while
+the loop runs.
 
-Seen on v5e with libtpu 0.0.42: a cache (32, 2, 8192, 128) in a `fori_loop`: 428 MB for 294 with one array turned, 294 and
-14% fewer cycles a turn with its layout kept; (32, 8192, 2, 128): 428 MB turned in the loop, 562 MB turned in every turn.
+Seen on v5e with libtpu 0.0.42: a cache (32, 2, 8192, 128) in a `fori_loop`: 428 MB for 294 with one array transposed, 294
+and 14% fewer cycles a turn where it is kept row-major; (32, 8192, 2, 128): 428 MB transposed before the loop, 562 MB
+transposed in every turn.
 """
 
 from __future__ import annotations
@@ -29,15 +32,15 @@ _BOUNDARIES = ("scan_const", "while_const", "scan_xs")
 
 
 @dataclasses.dataclass(frozen=True)
-class Lying:
-    """`settled` are the updates whose arrays stay as they lie; `copies` the (operator, operand) that are turned for it.
+class MemoryOrder:
+    """`row_major` are the updates whose arrays stay so; `copies` the (operator, operand) that are transposed for it.
 
-    `turned` are the carries (their boundary operators) that lie otherwise while their loop runs.
+    `transposed` are the carries (their boundary operators) that are in another order while their loop runs.
     """
 
-    settled: frozenset[int]
+    row_major: frozenset[int]
     copies: tuple[tuple[int, int], ...]
-    turned: frozenset[int]
+    transposed: frozenset[int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,18 +53,18 @@ class _View:
     carries: tuple[int, ...] = ()
 
 
-def lying(program: Program, chip: Chip) -> Lying:
-    """How a program's arrays lie under the compiler for a chip; kept with the program.
+def memory_order(program: Program, chip: Chip) -> MemoryOrder:
+    """The orders that the compiler for a chip gives a program's arrays; kept with the program.
 
-    That for TPUs turns what goes round a loop, others turn in every turn what a product reads.
+    That for TPUs transposes what goes round a loop once, others transpose in every turn what a product reads.
     """
-    key = ("lying", chip.name.startswith("tpu"))
+    key = ("memory order", chip.name.startswith("tpu"))
     if key not in program.known:
-        program.known[key] = _lying(program, key[1])
+        program.known[key] = _memory_order(program, key[1])
     return program.known[key]
 
 
-def _lying(program: Program, turns: bool) -> Lying:
+def _memory_order(program: Program, once: bool) -> MemoryOrder:
     views = _views(program)
     wrong: list[tuple[int, int, _View]] = []
     for i in np.flatnonzero(program.arrays.which(frozenset(("dot_general",)))).tolist():
@@ -70,13 +73,15 @@ def _lying(program: Program, turns: bool) -> Lying:
             view = None if isinstance(a, Literal) else views.get(a)
             if view is not None and not _batches_first(op, k, view):
                 wrong.append((i, k, view))
-    # All that shares an array with one that is turned is turned with it.
-    unsettled = {u for *_, view in wrong for u in view.updates}
+    # All that shares an array with one that is transposed is transposed with it.
+    others = {u for *_, view in wrong for u in view.updates}
     whose = {view.argument for *_, view in wrong}
     all_updates = {u: v.argument for v in views.values() for u in v.updates}
-    settled = frozenset(u for u, arg in all_updates.items() if u not in unsettled and arg not in whose)
-    turned = frozenset(view.carries[0] for *_, view in wrong if view.carries and turns)
-    return Lying(settled, tuple((i, k) for i, k, view in wrong if not (view.carries and turns)), turned)
+    row_major = frozenset(u for u, arg in all_updates.items() if u not in others and arg not in whose)
+    transposed = frozenset(view.carries[0] for *_, view in wrong if view.carries and once)
+    return MemoryOrder(
+        row_major, tuple((i, k) for i, k, view in wrong if not (view.carries and once)), transposed
+    )
 
 
 def _views(program: Program) -> dict[int, _View]:
