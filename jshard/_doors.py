@@ -30,7 +30,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from jshard import _topology
+from jshard import _topology as torus
 from jshard._calls import checked
 from jshard._errors import MeshError
 from jshard._hardware import Chip
@@ -77,20 +77,20 @@ class TopologyMesh:
         return math.prod(self.axes.values())
 
     @functools.cached_property
-    def links(self) -> _topology.Topology:
+    def links(self) -> torus.Topology:
         """The wires below every axis, as the planner's costs see them."""
         axes = MeshAxes(tuple(self.axes), tuple(self.axes.values()))
         if self.hardware.interconnect.startswith("torus"):
             # By coordinates: JAX does not always lay an axis along the torus (v5e: 4 devices are a 2 x 2 square),
             # and a plan must not depend on whether the compiler is installed.
             if self.compiles:
-                return _topology.from_mesh(self.jax_mesh, self.hardware)
+                return torus.from_mesh(self.jax_mesh, self.hardware)
             stand_ins = _stand_ins(self.hardware, self.physical, self.slices)
             if len(stand_ins) == axes.total:
                 placed = _arrange(stand_ins, axes.sizes, self.hardware, self.slices)
-                return _topology.from_mesh(axes, self.hardware, placed=placed)
+                return torus.from_mesh(axes, self.hardware, placed=placed)
         physical = self.physical if self.hardware.interconnect != "shared" else None
-        return _topology.from_mesh(axes, self.hardware, physical=physical, slices=self.slices)
+        return torus.from_mesh(axes, self.hardware, physical=physical, slices=self.slices)
 
     def __str__(self) -> str:
         slices = f" x {self.slices} slices" if self.slices > 1 else ""
@@ -134,7 +134,7 @@ def topology(
         raise MeshError(
             f"the axes are {described(axes)}", where=where, fix='names and sizes: {"data": 4, "model": 8}'
         )
-    chip, physical = _topology.parse_name(name)
+    chip, physical = torus.parse_name(name)
     if isinstance(num_slices, bool) or not isinstance(num_slices, int):
         raise MeshError(f"num_slices is {described(num_slices)}", where=where, fix="num_slices=2")
     if num_slices < 1 or num_slices > 1 and not chip.interconnect.startswith("torus"):
@@ -143,7 +143,7 @@ def topology(
             where=where,
             fix="num_slices >= 1, on TPU; for GPUs islands x GPUs in the name",
         )
-    count = _topology.device_count(chip, physical) * num_slices
+    count = torus.device_count(chip, physical) * num_slices
     names, sizes = tuple(axes), tuple(axes.values())
     if not names or any(not isinstance(s, int) or s < 1 for s in sizes) or math.prod(sizes) != count:
         shown = ", ".join(f"{n!r}: {s}" for n, s in axes.items())

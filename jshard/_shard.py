@@ -407,9 +407,9 @@ def _flax_step() -> Any:
     """What carries the state of nnx; None while nnx is not imported, when nobody can have any."""
     if "flax.nnx" not in sys.modules:
         return None
-    from jshard import _flax_step  # here, so that the package does without Flax
+    from jshard import _flax_step as step  # here, so that the package does without Flax
 
-    return _flax_step
+    return step
 
 
 def _parameters(fn: Any) -> Mapping[str, inspect.Parameter]:
