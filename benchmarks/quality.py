@@ -142,7 +142,7 @@ def run_one(name: str, machine: str, contender: str, budget: str = "") -> dict[s
 
     import jshard
     from benchmarks import wires, workloads
-    from jshard._verify import read
+    from jshard._verify import read_program
 
     mesh = jshard.topology(machine, fidelity.MACHINES[machine], compiles=True)
     n = mesh.devices
@@ -190,7 +190,7 @@ def run_one(name: str, machine: str, contender: str, budget: str = "") -> dict[s
     start, cpu = time.perf_counter(), time.process_time()
     compiled = lowered.compile()
     compile_s, compile_cpu_s = time.perf_counter() - start, time.process_time() - cpu
-    p = read(compiled)
+    p = read_program(compiled)
     if contender.startswith("jshard"):
         v = plan.verify(compiled)
         extra |= {"error": v.error, "planned_bytes": v.predicted, "planned_peak": plan.cost.peak_bytes}

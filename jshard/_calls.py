@@ -49,7 +49,7 @@ def checked(fn: Callable[P, R]) -> Callable[P, R]:
 
 def check_call(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], name: str, *,
-    where: str = "", settings: Sequence[str] = (), elsewhere: Mapping[str, str] | None = None,
+    where: str = "", own_arguments: Sequence[str] = (), advice: Mapping[str, str] | None = None,
 ) -> None:  # fmt: skip
     """Raise an `ArgumentError` if a function cannot be called so.
 
@@ -64,10 +64,10 @@ def check_call(
         told = str(error)
     except ValueError:  # no signature to be had
         return
-    raise _wrong(signature, args, kwargs, name, where or name, settings, elsewhere or {}, told) from None
+    raise _call_error(signature, args, kwargs, name, where or name, own_arguments, advice or {}, told) from None
 
 
-def _wrong(
+def _call_error(
     signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any], name: str, where: str,
     settings: Sequence[str], elsewhere: Mapping[str, str], told: str,
 ) -> ArgumentError:  # fmt: skip

@@ -30,19 +30,19 @@ from jshard._layout import Layout
 from jshard._lower.interpret import spmd
 from jshard._plan.plan import Plan
 from jshard._plan.rows import EntryRow
-from jshard._prepare import Prepared
-from jshard._request import Request, explicit_type, without_statics
-from jshard._training import alone, for_training
-from jshard._wish.lying import Placement, axes_here, received, said, same_devices, sharding_of
+from jshard._prepare import PlannedCall
+from jshard._request import ShardRequest, explicit_sharding, traced_arguments
+from jshard._training import planned_alone_note, plan_for_gradient
+from jshard._wish.lying import Placement, equivalent_axes, max_received_bytes, describe_sharding, same_devices, committed_sharding
 from jshard._wish.mesh import ChosenMesh
 
 
-class Program:
+class Executable:
     """One planned signature, compiled when it is first run."""
 
-    def __init__(self, prepared: Prepared):
+    def __init__(self, prepared: PlannedCall):
         self.prepared = prepared
-        self.said: list[str] = []  # of derivatives that were taken from outside
+        self.notes: list[str] = []  # of derivatives that were taken from outside
         self._lock = threading.RLock()
         self._compiled: jax.stages.Compiled | None = None
 
@@ -51,13 +51,13 @@ class Program:
         """The plan, and what became of derivatives that were taken of it from outside."""
         plan = self.prepared.plan
         return (
-            dataclasses.replace(plan, steps=(*plan.steps, *dict.fromkeys(self.said))) if self.said else plan
+            dataclasses.replace(plan, steps=(*plan.steps, *dict.fromkeys(self.notes))) if self.notes else plan
         )
 
     def lower(self) -> jax.stages.Lowered:
         """The planned program for arguments in the planned layouts."""
-        if _described(self.prepared):
-            raise _only_planned(self.prepared, f"{self.prepared.request.name}.lower")
+        if _has_no_devices(self.prepared):
+            raise _cannot_run_error(self.prepared, f"{self.prepared.request.name}.lower")
         return _lower(self.prepared)
 
     def compile(self) -> jax.stages.Compiled:
@@ -71,67 +71,67 @@ class Program:
     @functools.cached_property
     def inlined(self) -> Any:
         """The program for use inside another trace: flat arguments and captured arrays to flat results."""
-        return _differentiable(self.prepared, self.said)
+        return _differentiable(self.prepared, self.notes)
 
-    def serves(self, lying: Placement) -> bool:
+    def accepts_placement(self, lying: Placement) -> bool:
         """Whether this is the plan of a call whose arguments lie so: of all that are not pinned, none is moved."""
-        prepared, cut = self.prepared, dict(lying.wishes)
+        prepared, cut = self.prepared, dict(lying.sharded)
         mesh = prepared.chosen.mesh
         if lying.mesh is None:
-            if prepared.chosen.how == "arguments":
+            if prepared.chosen.source == "arguments":
                 return False
         elif not same_devices(lying.mesh, mesh):
             return False
-        if not prepared.lying <= cut.keys():
+        if not prepared.committed <= cut.keys():
             return False
-        return all(i in prepared.pinned or self._lies_so(i, sharding, mesh) for i, sharding in cut.items())
+        return all(i in prepared.pinned or self._is_placed_as_planned(i, sharding, mesh) for i, sharding in cut.items())
 
-    def _lies_so(self, i: int, sharding: NamedSharding, mesh: Any) -> bool:
+    def _is_placed_as_planned(self, i: int, sharding: NamedSharding, mesh: Any) -> bool:
         row = self.prepared.plan.inputs[i]
-        return axes_here(sharding, row.shape, mesh) == row.layout.dims
+        return equivalent_axes(sharding, row.shape, mesh) == row.layout.dims
 
-    def entry(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[EntryRow, ...]:
+    def entry_moves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[EntryRow, ...]:
         """The arguments that are moved before a call, and what that receives."""
-        left, left_kw = without_statics(self.prepared.request, args, kwargs)
+        left, left_kw = traced_arguments(self.prepared.request, args, kwargs)
         plan, rows = self.prepared.plan, []
         shardings = jax.tree.leaves(plan.in_shardings)
         for x, row, target in zip(jax.tree.leaves((left, left_kw)), plan.inputs, shardings, strict=False):
-            given = sharding_of(x) or (
+            given = committed_sharding(x) or (
                 x.sharding if isinstance(x, jax.Array) and not compat.is_tracer(x) else None
             )
-            if given is None or not _moves(x, given, target):
+            if given is None or not _needs_move(x, given, target):
                 continue
             if (
                 isinstance(given, NamedSharding)
-                and axes_here(given, row.shape, target.mesh) == row.layout.dims
+                and equivalent_axes(given, row.shape, target.mesh) == row.layout.dims
             ):
                 continue  # the same blocks on the same devices, told of another mesh
-            moved = received(given, target, row.shape, compat.itemsize(x.dtype))
-            rows.append(EntryRow(row.path, said(given), str(row.layout), float(moved)))
+            moved = max_received_bytes(given, target, row.shape, compat.itemsize(x.dtype))
+            rows.append(EntryRow(row.path, describe_sharding(given), str(row.layout), float(moved)))
         return tuple(rows)
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
         """Results of a call, and what JAX's dispatch needs to repeat it; None where it could not know better."""
-        if _described(self.prepared) or not _is_here(self.prepared.chosen.mesh):
-            raise _only_planned(self.prepared, "")
+        if _has_no_devices(self.prepared) or not _devices_can_run(self.prepared.chosen.mesh):
+            raise _cannot_run_error(self.prepared, "")
         compiled = self.compile()
-        left, left_kw = without_statics(self.prepared.request, args, kwargs)
-        left, left_kw, repeatable = _place(self.prepared, left, left_kw)
-        out, again = compat.first_call(compiled, left, left_kw)
-        return _typed(self.prepared, out, again if repeatable else None)
+        left, left_kw = traced_arguments(self.prepared.request, args, kwargs)
+        left, left_kw, repeatable = _place_arguments(self.prepared, left, left_kw)
+        out, again = compat.call_and_fastpath_data(compiled, left, left_kw)
+        return _retype_for_explicit_mesh(self.prepared, out, again if repeatable else None)
 
 
-def _described(prepared: Prepared) -> bool:
+def _has_no_devices(prepared: PlannedCall) -> bool:
     """Whether the mesh is a description that no context fills with devices."""
     mesh, here = prepared.chosen.mesh, compat.context_mesh()
     if not isinstance(mesh, AbstractMesh):
         return False
     if here is not None and here.size == mesh.size:
         return False
-    return compat.at_top_level() or prepared.chosen.how != "arguments"  # in a trace they are on devices
+    return compat.at_top_level() or prepared.chosen.source != "arguments"  # in a trace they are on devices
 
 
-def _is_here(mesh: Any) -> bool:
+def _devices_can_run(mesh: Any) -> bool:
     """Whether the devices of a mesh can run something; those that a compiler brings cannot."""
     if isinstance(mesh, AbstractMesh):
         return True
@@ -142,7 +142,7 @@ def _is_here(mesh: Any) -> bool:
         return False
 
 
-def _only_planned(prepared: Prepared, where: str) -> MeshError:
+def _cannot_run_error(prepared: PlannedCall, where: str) -> MeshError:
     name, mesh = prepared.request.name, prepared.request.mesh
     machine = str(getattr(mesh, "name", "")) or (mesh.partition(":")[2] if isinstance(mesh, str) else "")
     named = f" of {machine}" if machine else ""
@@ -161,15 +161,15 @@ def _only_planned(prepared: Prepared, where: str) -> MeshError:
     )
 
 
-def _lower(prepared: Prepared) -> jax.stages.Lowered:
+def _lower(prepared: PlannedCall) -> jax.stages.Lowered:
     mesh = prepared.chosen.mesh
     body = spmd(prepared.schedule, mesh)
-    constants = _constants(prepared)
+    constants = _captured_arrays(prepared)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         # A compiled call of its own: its arguments come in our shardings, a mesh in context says nothing of them.
-        with compat.inside_mesh(mesh):
-            return _results(prepared, body(*jax.tree.leaves((args, kwargs)), *constants))
+        with compat.with_mesh(mesh):
+            return _unflatten_results(prepared, body(*jax.tree.leaves((args, kwargs)), *constants))
 
     run.__name__ = run.__qualname__ = prepared.request.name
     shardings = jax.tree.leaves(prepared.plan.in_shardings)
@@ -178,7 +178,7 @@ def _lower(prepared: Prepared) -> jax.stages.Lowered:
         for a, s in zip(prepared.in_avals, shardings, strict=True)
     ]
     args, kwargs = jax.tree.unflatten(prepared.in_tree, shapes)
-    given, named = _donated(prepared)
+    given, named = _donated_arguments(prepared)
     rows = prepared.plan.outputs
     jitted = jax.jit(
         run,
@@ -191,25 +191,25 @@ def _lower(prepared: Prepared) -> jax.stages.Lowered:
     return jitted.lower(*args, **kwargs)
 
 
-def _constants(prepared: Prepared) -> list[Any]:
+def _captured_arrays(prepared: PlannedCall) -> list[Any]:
     """Captured arrays; those typed by a mesh with Explicit axes in their planned blocks, without that type."""
-    choice, mesh = prepared.schedule.choice, prepared.chosen.mesh
+    choice, mesh = prepared.schedule.assignment, prepared.chosen.mesh
     program = choice.program
     out = list(program.constants)
     for k, op in enumerate(program.inputs[len(prepared.in_avals) :]):
-        if not compat.is_tracer(out[k]) and explicit_type(out[k]) is not None:
-            layout = choice.made(program.operators[op].results[0])
+        if not compat.is_tracer(out[k]) and explicit_sharding(out[k]) is not None:
+            layout = choice.result_layout(program.operators[op].results[0])
             out[k] = jax.device_put(out[k], NamedSharding(mesh, layout.spec))
     return out
 
 
-def _results(prepared: Prepared, leaves: Sequence[Any]) -> Any:
+def _unflatten_results(prepared: PlannedCall, leaves: Sequence[Any]) -> Any:
     """The results as the function itself types them: blocks of a computation have lost weak types."""
-    typed = [compat.weakly_typed(x) if w else x for x, w in zip(leaves, prepared.weak, strict=True)]
+    typed = [compat.weakly_typed(x) if w else x for x, w in zip(leaves, prepared.weak_typed, strict=True)]
     return jax.tree.unflatten(prepared.out_tree, typed)
 
 
-def _donated(prepared: Prepared) -> tuple[tuple[int, ...], tuple[str, ...]]:
+def _donated_arguments(prepared: PlannedCall) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Donated arguments by position and by keyword, static ones not counted."""
     donated = set(prepared.donated)
     numbered = jax.tree.unflatten(prepared.in_tree, range(len(prepared.in_avals)))
@@ -218,7 +218,7 @@ def _donated(prepared: Prepared) -> tuple[tuple[int, ...], tuple[str, ...]]:
     return given, tuple(n for n, a in kwargs.items() if donated.intersection(jax.tree.leaves(a)))
 
 
-def _differentiable(prepared: Prepared, said: list[str]) -> Any:
+def _differentiable(prepared: PlannedCall, notes: list[str]) -> Any:
     """The program as a function of flat arguments and captured arrays for use inside another trace.
 
     Its derivative is that of the program planned for training; `said` gets the reason where that could not be planned.
@@ -234,8 +234,8 @@ def _differentiable(prepared: Prepared, said: list[str]) -> Any:
     def pushed(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
         moving = tuple(i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero))
         if moving not in trained:
-            found = for_training(prepared, moving)
-            said.extend([found.said] if found.said else [])
+            found = plan_for_gradient(prepared, moving)
+            notes.extend([found.note] if found.note else [])
             trained[moving] = spmd(found.schedule, mesh, vma=True)
 
         def of_moving(*moved: Any) -> tuple[Any, ...]:
@@ -247,12 +247,12 @@ def _differentiable(prepared: Prepared, said: list[str]) -> Any:
         return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
 
     forward.__name__ = forward.__qualname__ = name
-    if compat.has_effects(prepared.schedule.choice.program.jaxpr):  # JAX lets none into rules
+    if compat.has_effects(prepared.schedule.assignment.program.jaxpr):  # JAX lets none into rules
 
         def watched(*values: Any) -> tuple[Any, ...]:
             return forward(
                 *(
-                    _watched(x, said) if jax.numpy.issubdtype(x.dtype, jax.numpy.inexact) else x
+                    _note_differentiation(x, notes) if jax.numpy.issubdtype(x.dtype, jax.numpy.inexact) else x
                     for x in values
                 )
             )
@@ -264,7 +264,7 @@ def _differentiable(prepared: Prepared, said: list[str]) -> Any:
     return jax.jit(rule)
 
 
-def _watched(x: Any, said: list[str]) -> Any:
+def _note_differentiation(x: Any, notes: list[str]) -> Any:
     """The value itself; `said` is told where it is differentiated."""
 
     @jax.custom_jvp
@@ -273,25 +273,25 @@ def _watched(x: Any, said: list[str]) -> Any:
 
     @same.defjvp
     def _(primals: Any, tangents: Any) -> Any:
-        said.append(alone("", "JAX lets no effects into rules of derivatives"))
+        notes.append(planned_alone_note("", "JAX lets no effects into rules of derivatives"))
         return primals[0], tangents[0]
 
     return same(x)
 
 
-def inline(program: Program, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def inline(program: Executable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The planned program inside another trace, in the form JAX can differentiate."""
     prepared = program.prepared
-    leaves = jax.tree.leaves(without_statics(prepared.request, args, kwargs))
-    marked = [compat.boundary(x, prepared.request.name) for x in leaves]
-    if _described(prepared):
-        error = _only_planned(prepared, "")
+    leaves = jax.tree.leaves(traced_arguments(prepared.request, args, kwargs))
+    marked = [compat.mark_argument(x, prepared.request.name) for x in leaves]
+    if _has_no_devices(prepared):
+        error = _cannot_run_error(prepared, "")
         marked = [compat.never_compiled(x, error) for x in marked]
-    values = (*marked, *prepared.schedule.choice.program.constants)
+    values = (*marked, *prepared.schedule.assignment.program.constants)
     mesh, explicit = prepared.chosen.mesh, _explicit_mesh(values)
 
     def run(*values: Any) -> Any:
-        with compat.inside_mesh(mesh):
+        with compat.with_mesh(mesh):
             return program.inlined(*values)
 
     out: Any
@@ -306,13 +306,13 @@ def inline(program: Program, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
                 where=f"call of {name}",
                 fix=f"jshard.shard({name}, ..., mesh=...) with that mesh",
             )
-        choice = prepared.schedule.choice
+        choice = prepared.schedule.assignment
         specs = tuple(
-            user_spec(prepared.chosen, explicit, choice.needed(i, 0)) for i in choice.program.outputs
+            user_spec(prepared.chosen, explicit, choice.operand_layout(i, 0)) for i in choice.program.outputs
         )
-        with compat.inside_mesh(explicit):
+        with compat.with_mesh(explicit):
             out = jax.sharding.auto_axes(run, axes=explicit.axis_names, out_sharding=specs)(*values)
-    return _results(prepared, out)
+    return _unflatten_results(prepared, out)
 
 
 def _explicit_mesh(values: Sequence[Any]) -> Any:
@@ -325,7 +325,7 @@ def _explicit_mesh(values: Sequence[Any]) -> Any:
 def user_spec(chosen: ChosenMesh, mesh: Any, layout: Layout) -> PartitionSpec:
     """A layout in the axes of the user's own mesh; a dimension that they cannot express is whole."""
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
-    own = {n: parts for n, parts in chosen.renamed.items() if sizes.get(n) == chosen.axes.size(*parts)}
+    own = {n: parts for n, parts in chosen.axis_parts.items() if sizes.get(n) == chosen.axes.size(*parts)}
 
     def dimension(axes: tuple[str, ...]) -> tuple[str, ...]:
         names, left = [], axes
@@ -340,13 +340,13 @@ def user_spec(chosen: ChosenMesh, mesh: Any, layout: Layout) -> PartitionSpec:
     return PartitionSpec(*(dimension(d) or None for d in layout.dims))
 
 
-def _typed(prepared: Prepared, out: Any, again: Any) -> tuple[Any, Any]:
+def _retype_for_explicit_mesh(prepared: PlannedCall, out: Any, fastpath: Any) -> tuple[Any, Any]:
     """Results as a context with Explicit axes wants them: on that mesh, in the same blocks where its axes allow."""
-    mesh, choice = jax.sharding.get_mesh(), prepared.schedule.choice
+    mesh, choice = jax.sharding.get_mesh(), prepared.schedule.assignment
     if mesh.empty or _explicit_mesh(()) is None:
-        return out, again
+        return out, fastpath
     leaves, tree = jax.tree.flatten(out)
-    layouts = [choice.needed(i, 0) for i in choice.program.outputs]
+    layouts = [choice.operand_layout(i, 0) for i in choice.program.outputs]
     wanted = [NamedSharding(mesh, user_spec(prepared.chosen, mesh, lay)) for lay in layouts]
     typed = jax.device_put(leaves, wanted)
     same = all(
@@ -354,17 +354,17 @@ def _typed(prepared: Prepared, out: Any, again: Any) -> tuple[Any, Any]:
         and not jax.numpy.issubdtype(x.dtype, jax.dtypes.extended)
         for x, y in zip(leaves, typed, strict=True)
     )
-    if again is not None:
+    if fastpath is not None:
         # What stays where it is only gets other types, which is all that dispatch has to know.
-        again = again._replace(out_shardings=wanted, out_avals=[y.aval for y in typed]) if same else None
-    return jax.tree.unflatten(tree, typed), again
+        fastpath = fastpath._replace(out_shardings=wanted, out_avals=[y.aval for y in typed]) if same else None
+    return jax.tree.unflatten(tree, typed), fastpath
 
 
-def _place(prepared: Prepared, args: tuple, kwargs: dict) -> tuple[tuple, dict, bool]:
+def _place_arguments(prepared: PlannedCall, args: tuple, kwargs: dict) -> tuple[tuple, dict, bool]:
     """The arguments where the plan wants them, and whether JAX's own dispatch can do the same next time."""
     leaves, tree = jax.tree.flatten((args, kwargs))
     shardings = jax.tree.leaves(prepared.plan.in_shardings)
-    elsewhere = [i for i, (x, s) in enumerate(zip(leaves, shardings, strict=True)) if _elsewhere(x, s)]
+    elsewhere = [i for i, (x, s) in enumerate(zip(leaves, shardings, strict=True)) if _is_misplaced(x, s)]
     if not elsewhere:
         return args, kwargs, True
     for i in elsewhere:
@@ -377,21 +377,21 @@ def _place(prepared: Prepared, args: tuple, kwargs: dict) -> tuple[tuple, dict, 
     return (*jax.tree.unflatten(tree, leaves), repeatable)
 
 
-def _elsewhere(x: Any, sharding: NamedSharding) -> bool:
-    return isinstance(x, jax.Array) and _moves(x, x.sharding, sharding)
+def _is_misplaced(x: Any, sharding: NamedSharding) -> bool:
+    return isinstance(x, jax.Array) and _needs_move(x, x.sharding, sharding)
 
 
-def _moves(x: Any, given: Any, target: NamedSharding) -> bool:
+def _needs_move(x: Any, sharding: Any, target: NamedSharding) -> bool:
     """Whether an argument that lies as `given` is moved; what is on the host or not committed JAX itself places."""
-    if not getattr(x, "committed", True) or given is target:
+    if not getattr(x, "committed", True) or sharding is target:
         return False
-    if isinstance(getattr(given, "mesh", None), AbstractMesh) or isinstance(target.mesh, AbstractMesh):
-        dims = axes_here(given, x.shape, target.mesh) if isinstance(given, NamedSharding) else None
+    if isinstance(getattr(sharding, "mesh", None), AbstractMesh) or isinstance(target.mesh, AbstractMesh):
+        dims = equivalent_axes(sharding, x.shape, target.mesh) if isinstance(sharding, NamedSharding) else None
         return dims is None or NamedSharding(target.mesh, Layout(dims).spec) != target
-    return not given.is_equivalent_to(target, x.ndim)
+    return not sharding.is_equivalent_to(target, x.ndim)
 
 
-def _check_devices(request: Request, x: Any, sharding: NamedSharding) -> None:
+def _check_devices(request: ShardRequest, x: Any, sharding: NamedSharding) -> None:
     foreign = x.sharding.device_set - sharding.device_set
     if foreign:
         names = ", ".join(str(d) for d in sorted(foreign, key=lambda d: d.id)[:3])

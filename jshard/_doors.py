@@ -35,7 +35,7 @@ from jshard._calls import checked
 from jshard._errors import MeshError
 from jshard._hardware import Chip
 from jshard._layout import MeshAxes
-from jshard._wish.entries import described
+from jshard._wish.entries import describe_value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,10 +85,10 @@ class TopologyMesh:
             # and a plan must not depend on whether the compiler is installed.
             if self.compiles:
                 return torus.from_mesh(self.jax_mesh, self.hardware)
-            stand_ins = _stand_ins(self.hardware, self.physical, self.slices)
+            stand_ins = _fake_tpu_devices(self.hardware, self.physical, self.slices)
             if len(stand_ins) == axes.total:
-                placed = _arrange(stand_ins, axes.sizes, self.hardware, self.slices)
-                return torus.from_mesh(axes, self.hardware, placed=placed)
+                placed = _device_grid(stand_ins, axes.sizes, self.hardware, self.slices)
+                return torus.from_mesh(axes, self.hardware, device_grid=placed)
         physical = self.physical if self.hardware.interconnect != "shared" else None
         return torus.from_mesh(axes, self.hardware, physical=physical, slices=self.slices)
 
@@ -128,15 +128,15 @@ def topology(
     where = f"topology {name!r}"
     if not isinstance(name, str):
         raise MeshError(
-            f"the machine is {described(name)}", where="topology", fix='its name, such as "v5e:4x8"'
+            f"the machine is {describe_value(name)}", where="topology", fix='its name, such as "v5e:4x8"'
         )
     if not isinstance(axes, Mapping):
         raise MeshError(
-            f"the axes are {described(axes)}", where=where, fix='names and sizes: {"data": 4, "model": 8}'
+            f"the axes are {describe_value(axes)}", where=where, fix='names and sizes: {"data": 4, "model": 8}'
         )
     chip, physical = torus.parse_name(name)
     if isinstance(num_slices, bool) or not isinstance(num_slices, int):
-        raise MeshError(f"num_slices is {described(num_slices)}", where=where, fix="num_slices=2")
+        raise MeshError(f"num_slices is {describe_value(num_slices)}", where=where, fix="num_slices=2")
     if num_slices < 1 or num_slices > 1 and not chip.interconnect.startswith("torus"):
         raise MeshError(
             f"{num_slices} slices of {chip.name}",
@@ -148,32 +148,32 @@ def topology(
     if not names or any(not isinstance(s, int) or s < 1 for s in sizes) or math.prod(sizes) != count:
         shown = ", ".join(f"{n!r}: {s}" for n, s in axes.items())
         raise MeshError(
-            f"{name} has {count} devices, the axes {{{shown}}} are {_product(sizes)}",
+            f"{name} has {count} devices, the axes {{{shown}}} are {_product_text(sizes)}",
             where=where,
-            fix=f"axes whose sizes multiply to {count}, such as {_example(names, count)}",
+            fix=f"axes whose sizes multiply to {count}, such as {_axes_example(names, count)}",
         )
     devices = None
     if compiles is not False:
-        devices = _devices(chip, physical, num_slices, where, required=bool(compiles))
+        devices = _compile_only_devices(chip, physical, num_slices, where, required=bool(compiles))
     types = (AxisType.Auto,) * len(names)
     if devices is None:
         mesh = AbstractMesh(sizes, names, axis_types=types)
     else:
-        mesh = Mesh(_arrange(devices, sizes, chip, num_slices), names, axis_types=types)
+        mesh = Mesh(_device_grid(devices, sizes, chip, num_slices), names, axis_types=types)
     return TopologyMesh(name, chip, physical, num_slices, mesh, devices is not None)
 
 
-def _product(sizes: Sequence[Any]) -> str:
+def _product_text(sizes: Sequence[Any]) -> str:
     whole = all(isinstance(s, int) for s in sizes)
     return str(math.prod(sizes)) if whole else "not whole numbers"
 
 
-def _example(names: Sequence[str], count: int) -> str:
+def _axes_example(names: Sequence[str], count: int) -> str:
     names = names or ("x",)
     return "{" + ", ".join(f"{n!r}: {count if i == 0 else 1}" for i, n in enumerate(names)) + "}"
 
 
-def _devices(
+def _compile_only_devices(
     chip: Chip, physical: tuple[int, ...], slices: int, where: str, *, required: bool
 ) -> list[Any] | None:
     """Devices that compile; None where the compiler is not installed and not required."""
@@ -215,12 +215,12 @@ def _devices(
         raise MeshError(
             f"the compiler for {chip.name} did not start: {str(error).strip().splitlines()[0]}",
             where=where,
-            fix=_remedy(str(error), tpu),
+            fix=_startup_hint(str(error), tpu),
         ) from error
     return list(description.devices)
 
 
-def _remedy(error: str, tpu: bool) -> str:
+def _startup_hint(error: str, tpu: bool) -> str:
     """What to set for the errors that were seen; nothing here sets it."""
     if "lockfile" in error or "multi-process" in error:
         return (
@@ -270,7 +270,7 @@ def _tpu_options(chip: Chip, physical: Sequence[int], slices: int) -> dict[str, 
 
 
 # How JAX names the devices; its layouts of meshes differ between them.
-_KINDS = {
+_TPU_DEVICE_KINDS = {
     "tpu-v4": "TPU v4",
     "tpu-v5e": "TPU v5 lite",
     "tpu-v5p": "TPU v5",
@@ -280,7 +280,7 @@ _KINDS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class _StandIn:
+class _FakeTpuDevice:
     """What JAX looks at when it lays a mesh over TPU devices."""
 
     id: int
@@ -292,18 +292,18 @@ class _StandIn:
     platform: str = "tpu"
 
 
-def _stand_ins(chip: Chip, physical: Sequence[int], slices: int) -> list[_StandIn]:
+def _fake_tpu_devices(chip: Chip, physical: Sequence[int], slices: int) -> list[_FakeTpuDevice]:
     """Devices of a machine that is not there, in the order in which the TPU runtime numbers them: x fastest."""
     x, y, z = (*physical, 1, 1)[:3]
-    kind = _KINDS.get(chip.name, "TPU")
+    kind = _TPU_DEVICE_KINDS.get(chip.name, "TPU")
     places = [
         ((i, j, k), core, s)
         for s in range(slices) for k in range(z) for j in range(y) for i in range(x) for core in range(chip.dies)
     ]  # fmt: skip
-    return [_StandIn(n, at, core, s, kind) for n, (at, core, s) in enumerate(places)]
+    return [_FakeTpuDevice(n, at, core, s, kind) for n, (at, core, s) in enumerate(places)]
 
 
-def _arrange(devices: list[Any], sizes: tuple[int, ...], chip: Chip, slices: int) -> np.ndarray:
+def _device_grid(devices: list[Any], sizes: tuple[int, ...], chip: Chip, slices: int) -> np.ndarray:
     """Devices as a grid: TPU slices as JAX lays meshes over a torus, everything else in order."""
     from jax.experimental import mesh_utils
 

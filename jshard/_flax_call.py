@@ -24,39 +24,39 @@ import jshard
 from jshard._calls import check_call
 from jshard._errors import ShardError, StrategyError
 from jshard._flax_step import is_state
-from jshard._request import PlanOfLeaves
+from jshard._request import DeferredParameterPlan
 from jshard._wish.entries import is_strategy, looks_like_strategy, shown
-from jshard._wish.parameters import Index, flat_plan, name_parts
+from jshard._wish.parameters import LeafIndex, flatten_plan, name_parts
 from jshard._wish.paths import Leaf
-from jshard._wish.strategies import nearest
+from jshard._wish.strategies import suggest
 
 
-class Token:
+class ShardingToken:
     """How modules are sharded: the options, and one planned function for each program. Equal if the options are."""
 
     def __init__(self, name: str, options: dict[str, Any]):
         self.name, self.options = name, options
         self.functions: dict[Any, Any] = {}
-        self._key = (name, frozen(options))
+        self._key = (name, hashable_key(options))
 
     def __repr__(self) -> str:
         return f"<sharded {self.name}>"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Token) and self._key == other._key
+        return isinstance(other, ShardingToken) and self._key == other._key
 
     def __hash__(self) -> int:
         return hash(self._key)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Token:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardingToken:
         return self  # a cloned module is sharded the same way
 
     def __reduce__(self) -> Any:
-        return Token, (self.name, self.options)  # plans and compiled programs stay behind
+        return ShardingToken, (self.name, self.options)  # plans and compiled programs stay behind
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Call:
+class ModuleCall:
     """The arguments of a call, taken apart into what is traced and what is part of the program."""
 
     tree: Any
@@ -64,16 +64,16 @@ class Call:
     statics: tuple[tuple[int, Any], ...]
 
     @staticmethod
-    def of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    def of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> ModuleCall:
         """Take a call apart."""
         leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)), is_leaf=is_state)
         statics = tuple((i, x) for i, x in enumerate(leaves) if not is_traced(x))
-        return Call(tree, tuple(x for x in leaves if is_traced(x)), statics)
+        return ModuleCall(tree, tuple(x for x in leaves if is_traced(x)), statics)
 
     @property
     def key(self) -> Any:
         """Equal for calls that run the same program on arrays of any shape."""
-        return self.tree, tuple((i, type(x), frozen(x)) for i, x in self.statics)
+        return self.tree, tuple((i, type(x), hashable_key(x)) for i, x in self.statics)
 
     @property
     def shapes(self) -> Any:
@@ -83,17 +83,17 @@ class Call:
 
     def dynamic(self) -> tuple[tuple, dict[str, Any]]:
         """The call with None in place of what is part of the program."""
-        return self._filled(self.arrays, dict.fromkeys(i for i, _ in self.statics))
+        return self._fill(self.arrays, dict.fromkeys(i for i, _ in self.statics))
 
-    def whole(self, dynamic: tuple[tuple, dict[str, Any]]) -> tuple[tuple, dict[str, Any]]:
+    def with_dynamic(self, dynamic: tuple[tuple, dict[str, Any]]) -> tuple[tuple, dict[str, Any]]:
         """The call as it was, with the arrays of `dynamic`."""
         return self.with_arrays(jax.tree.leaves(dynamic, is_leaf=is_state))
 
     def with_arrays(self, arrays: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
         """The call with these arrays."""
-        return self._filled(arrays, dict(self.statics))
+        return self._fill(arrays, dict(self.statics))
 
-    def _filled(self, arrays: Sequence[Any], others: Mapping[int, Any]) -> tuple[tuple, dict[str, Any]]:
+    def _fill(self, arrays: Sequence[Any], others: Mapping[int, Any]) -> tuple[tuple, dict[str, Any]]:
         given = iter(arrays)
         leaves = [others[i] if i in others else next(given) for i in range(self.tree.num_leaves)]
         return jax.tree.unflatten(self.tree, leaves)
@@ -110,20 +110,20 @@ def is_traced(x: Any) -> bool:
     )
 
 
-class Same:
+class ById:
     """An object that cannot be hashed, equal to itself only."""
 
     def __init__(self, value: Any):
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self.value is other.value
+        return isinstance(other, ById) and self.value is other.value
 
     def __hash__(self) -> int:
         return id(self.value)
 
 
-def frozen(value: Any) -> Any:
+def hashable_key(value: Any) -> Any:
     """A hashable stand-in that is equal for equal values; functions made anew by the same code are equal.
 
     >>> make = lambda scale: lambda x: scale * x
@@ -131,21 +131,21 @@ def frozen(value: Any) -> Any:
     (True, False, True)
     """
     if isinstance(value, Mapping):
-        return (type(value).__name__, *((k, frozen(v)) for k, v in value.items()))
+        return (type(value).__name__, *((k, hashable_key(v)) for k, v in value.items()))
     if isinstance(value, tuple | list):
-        return (type(value).__name__, *map(frozen, value))
+        return (type(value).__name__, *map(hashable_key, value))
     if isinstance(value, functools.partial):
-        return "partial", frozen(value.func), frozen(value.args), frozen(value.keywords)
+        return "partial", hashable_key(value.func), hashable_key(value.args), hashable_key(value.keywords)
     if isinstance(value, types.FunctionType):
         try:
-            cells = tuple(frozen(c.cell_contents) for c in value.__closure__ or ())
+            cells = tuple(hashable_key(c.cell_contents) for c in value.__closure__ or ())
         except (ValueError, RecursionError):  # an empty cell, or a function that holds itself
             return value
-        return value.__module__, value.__qualname__, value.__code__, frozen(value.__defaults__), cells
+        return value.__module__, value.__qualname__, value.__code__, hashable_key(value.__defaults__), cells
     try:
         hash(value)
     except TypeError:
-        return Same(value)
+        return ById(value)
     return value
 
 
@@ -164,12 +164,12 @@ def checked_options(
                 where=f"{name}.shard",
                 fix=f"{taken.replace('nums', 'names')}, or shard a function over the module",
             )
-    in_strategy = _by_name(options["in_strategy"], own_parameters(original), name)
+    in_strategy = _entries_by_name(options["in_strategy"], own_parameters(original), name)
     if isinstance(in_strategy, Mapping) and in_strategy is options["in_strategy"]:
         known = [p.name for p in own_parameters(original)]
         for key in in_strategy:
             if key not in known:
-                close = nearest(key, known)
+                close = suggest(key, known)
                 raise StrategyError(
                     f"{name}.{method} has no argument {key!r}", where=f"in_strategy[{key!r}]",
                     fix=f"one of {', '.join(known)}" + (f"; nearest: {close}" if close else ""),
@@ -184,13 +184,13 @@ def own_parameters(original: Callable[..., Any]) -> list[inspect.Parameter]:
     return list(inspect.signature(original).parameters.values())[1:]
 
 
-def planned(
-    token: Token,
+def sharded_call(
+    token: ShardingToken,
     pure: Callable[..., Any],
     original: Callable[..., Any],
-    before: Sequence[str],
+    leading: Sequence[str],
     *,
-    beside: bool = False,
+    returns_pair: bool = False,
 ) -> Any:
     """`pure` as a sharded function; it takes the arguments named `before` and then those of `original`.
 
@@ -200,22 +200,22 @@ def planned(
     own = [
         p.replace(kind=kind) if p.kind is p.POSITIONAL_ONLY else p
         for p in own_parameters(original)
-        if p.name not in before
+        if p.name not in leading
     ]
-    pure.__signature__ = inspect.Signature([*(inspect.Parameter(n, kind) for n in before), *own])  # type: ignore[attr-defined]
+    pure.__signature__ = inspect.Signature([*(inspect.Parameter(n, kind) for n in leading), *own])  # type: ignore[attr-defined]
     pure.__name__ = pure.__qualname__ = token.name
     options = dict(token.options)
-    options["in_strategy"] = _by_name(options["in_strategy"], own, token.name)
+    options["in_strategy"] = _entries_by_name(options["in_strategy"], own, token.name)
     plan = options["parameter_plan"]
-    options["parameter_plan"] = PlanOfLeaves(
-        lambda leaves: own_names(plan, [leaf for leaf in leaves if leaf.argument == before[0]])
+    options["parameter_plan"] = DeferredParameterPlan(
+        lambda leaves: relative_names(plan, [leaf for leaf in leaves if leaf.argument == leading[0]])
     )
-    if beside and options["out_strategy"] is not None and not isinstance(options["out_strategy"], str):
+    if returns_pair and options["out_strategy"] is not None and not isinstance(options["out_strategy"], str):
         options["out_strategy"] = (_single(options["out_strategy"]), None)
     return jshard.shard(pure, **options)
 
 
-def own_names(plan: Any, leaves: Sequence[Leaf]) -> Any:
+def relative_names(plan: Any, leaves: Sequence[Leaf]) -> Any:
     """A parameter plan with names as the module knows them.
 
     MindSpore names parameters from the outermost cell: `self.block1.dense2.kernel`, given to block1. A name that
@@ -226,8 +226,8 @@ def own_names(plan: Any, leaves: Sequence[Leaf]) -> Any:
     """
     if not isinstance(plan, Mapping):
         return plan
-    index, out = Index.of(leaves), {}
-    for name, entry in flat_plan(plan, "parameter_plan").items():
+    index, out = LeafIndex.of(leaves), {}
+    for name, entry in flatten_plan(plan, "parameter_plan").items():
         parts = name_parts(name)
         shorter = (".".join(parts[i:]) for i in range(len(parts) - 1))
         own = name if index.find(name) else next((s for s in shorter if index.find(s)), name)
@@ -235,7 +235,7 @@ def own_names(plan: Any, leaves: Sequence[Leaf]) -> Any:
     return out
 
 
-def _by_name(in_strategy: Any, own: Sequence[inspect.Parameter], name: str) -> Any:
+def _entries_by_name(in_strategy: Any, own: Sequence[inspect.Parameter], name: str) -> Any:
     """Entries by the names of the call's arguments, so that what comes before them is not counted."""
     if in_strategy is None or isinstance(in_strategy, Mapping):
         return in_strategy
@@ -264,22 +264,22 @@ def _single(entry: Any) -> Any:
     return entry[0] if wrapped else entry
 
 
-RECORD: contextvars.ContextVar[dict[str, jshard.Plan] | None] = contextvars.ContextVar("record", default=None)
+RECORDED_PLANS: contextvars.ContextVar[dict[str, jshard.Plan] | None] = contextvars.ContextVar("record", default=None)
 """Where the plans of sharded modules are noted while one asks for them, by module path."""
 
 
-def recorded(run: Callable[[], Any]) -> dict[str, jshard.Plan]:
+def record_plans(run: Callable[[], Any]) -> dict[str, jshard.Plan]:
     """The plan of every sharded module that `run` calls, by path; nothing is computed."""
     plans: dict[str, jshard.Plan] = {}
-    kept = RECORD.set(plans)
+    kept = RECORDED_PLANS.set(plans)
     try:
         run()
     finally:
-        RECORD.reset(kept)
+        RECORDED_PLANS.reset(kept)
     return plans
 
 
-def the_one(plans: Mapping[str, jshard.Plan], name: str) -> jshard.Plan:
+def outermost_plan(plans: Mapping[str, jshard.Plan], name: str) -> jshard.Plan:
     """The plan of the outermost sharded module; an error when there is none or several side by side."""
     if not plans:
         raise ShardError(

@@ -32,15 +32,15 @@ from flax.linen import transforms
 import jshard
 from jshard._errors import NestedShardError, ShardError
 from jshard._flax_call import (
-    RECORD,
-    Call,
+    RECORDED_PLANS,
+    ModuleCall,
     ShardMethod,
-    Token,
+    ShardingToken,
     checked_options,
-    frozen,
-    planned,
-    recorded,
-    the_one,
+    hashable_key,
+    sharded_call,
+    record_plans,
+    outermost_plan,
 )
 
 
@@ -73,14 +73,14 @@ def shard_module(
         in_strategy=in_strategy, out_strategy=out_strategy, parameter_plan=parameter_plan, device=device, level=level,
         **options,
     )  # fmt: skip
-    cls = _plain(type(module))
+    cls = _unsharded_class(type(module))
     name = cls.__name__
     if not any("__call__" in vars(c) for c in cls.__mro__):
         raise ShardError(
             f"{name} has no __call__", where=f"{name}.shard",
             fix="shard a function of the module instead: jshard.shard(lambda v, x: module.apply(v, x), ...)",
         )  # fmt: skip
-    own = _subclass(cls, checked_options(name, cls.__call__, options))
+    own = _sharded_subclass(cls, checked_options(name, cls.__call__, options))
     if isinstance(module.parent, nn.Module):  # its parent has named it already: a copy would be another child
         object.__setattr__(module, "__class__", own)
         return module
@@ -88,7 +88,7 @@ def shard_module(
     return own(**fields)
 
 
-def token_of(module: Any) -> Token | None:
+def token_of(module: Any) -> ShardingToken | None:
     """The token of a sharded module, or None."""
     return vars(type(module)).get(_TOKEN)
 
@@ -102,27 +102,27 @@ def plans_of(module: Any, variables: Any, *args: Any, **kwargs: Any) -> dict[str
             where=f"plan of {name}",
             fix=f"jshard.flax.plan_of(module, variables, ...) with variables, or their shapes, from {name}.init",
         )
-    statics = Call.of(args, kwargs)
+    statics = ModuleCall.of(args, kwargs)
 
     def run(variables: Any, dynamic: Any) -> Any:
-        args, kwargs = statics.whole(dynamic)
+        args, kwargs = statics.with_dynamic(dynamic)
         return module.apply(variables, *args, **kwargs)
 
-    return recorded(lambda: jax.eval_shape(run, variables, statics.dynamic()))
+    return record_plans(lambda: jax.eval_shape(run, variables, statics.dynamic()))
 
 
 def plan_of(module: Any, variables: Any, *args: Any, **kwargs: Any) -> jshard.Plan:
     """The plan of a sharded module for these arguments of `module.apply`."""
-    return the_one(plans_of(module, variables, *args, **kwargs), type(module).__name__)
+    return outermost_plan(plans_of(module, variables, *args, **kwargs), type(module).__name__)
 
 
-def _plain(cls: type) -> type:
+def _unsharded_class(cls: type) -> type:
     return cls.__bases__[0] if _TOKEN in vars(cls) else cls
 
 
-def _subclass(cls: type, options: dict[str, Any]) -> type:
+def _sharded_subclass(cls: type, options: dict[str, Any]) -> type:
     """The subclass for these options, made once: modules set up anew for every call find their plans again."""
-    token = Token(cls.__name__, options)
+    token = ShardingToken(cls.__name__, options)
     known = vars(cls).get(_CLASSES)
     if known is None:
         known = {}
@@ -135,7 +135,7 @@ def _subclass(cls: type, options: dict[str, Any]) -> type:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             if self.scope is None or self.is_initializing():
                 return original(self, *args, **kwargs)
-            return _run(token, original, self, args, kwargs)
+            return _call_sharded(token, original, self, args, kwargs)
 
         call.method_handler_wrapped = True  # type: ignore[attr-defined]
         body = {
@@ -149,19 +149,19 @@ def _subclass(cls: type, options: dict[str, Any]) -> type:
 def _reduce(module: Any) -> Any:
     fields = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.init}
     fields["parent"] = None
-    return _rebuilt, (_plain(type(module)), vars(type(module))[_TOKEN].options, fields)
+    return _unpickle, (_unsharded_class(type(module)), vars(type(module))[_TOKEN].options, fields)
 
 
-def _rebuilt(cls: type, options: dict[str, Any], fields: dict[str, Any]) -> Any:
-    return _subclass(cls, options)(**fields)
+def _unpickle(cls: type, options: dict[str, Any], fields: dict[str, Any]) -> Any:
+    return _sharded_subclass(cls, options)(**fields)
 
 
 def _equal(self: Any, other: Any) -> bool:
-    return _plain(type(self)).__eq__(self, other)  # type: ignore[operator]
+    return _unsharded_class(type(self)).__eq__(self, other)  # type: ignore[operator]
 
 
 @dataclasses.dataclass
-class _Run:
+class _RunningCall:
     """What a trace of the pure function needs of the call that causes it; no plan may keep it."""
 
     name: str
@@ -170,12 +170,12 @@ class _Run:
     body: Any
 
 
-_CURRENT: contextvars.ContextVar[_Run] = contextvars.ContextVar("run")
+_RUNNING: contextvars.ContextVar[_RunningCall] = contextvars.ContextVar("run")
 
 
-def _run(token: Token, original: Any, module: Any, args: Any, kwargs: Any) -> Any:
+def _call_sharded(token: ShardingToken, original: Any, module: Any, args: Any, kwargs: Any) -> Any:
     """One call of a sharded module that is bound to a scope."""
-    path, around = ".".join(module.scope.path), _CURRENT.get(None)
+    path, around = ".".join(module.scope.path), _RUNNING.get(None)
     if around is not None:
         raise NestedShardError(
             f"{around.name} has the sharded module {path} ({token.name}) inside",
@@ -186,12 +186,12 @@ def _run(token: Token, original: Any, module: Any, args: Any, kwargs: Any) -> An
     def transform(body: Any) -> Any:
         def inner(make_scopes: Any, repack: Any, groups: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
             outer = jax.tree.leaves(make_scopes(groups, rngs))
-            call = Call.of(args, kwargs)
+            call = ModuleCall.of(args, kwargs)
             counters = [s.rng_counters for s in outer]
-            before = _counted(counters)
+            before = _rng_counts(counters)
             key = (
-                _fingerprint(module), call.key, before, tuple(frozen(s.mutable) for s in outer),
-                tuple(s.path for s in outer), tuple(frozen(s.flags) for s in outer),
+                _fingerprint(module), call.key, before, tuple(hashable_key(s.mutable) for s in outer),
+                tuple(s.path for s in outer), tuple(hashable_key(s.flags) for s in outer),
             )  # fmt: skip
             own, *shared = _own_first(groups)
             keys, *shared_keys = _own_first(rngs)
@@ -200,15 +200,15 @@ def _run(token: Token, original: Any, module: Any, args: Any, kwargs: Any) -> An
             if key not in token.functions:
                 after: dict[Any, Any] = {}
                 pure = _pure(call, before, len(first), after)
-                token.functions[key] = planned(token, pure, original, names, beside=True), after
+                token.functions[key] = sharded_call(token, pure, original, names, returns_pair=True), after
             function, after = token.functions[key]
             dynamic, dynamic_kw = call.dynamic()
-            with _current(_Run(token.name, make_scopes, repack, body)):
-                record = RECORD.get()
+            with _running(_RunningCall(token.name, make_scopes, repack, body)):
+                record = RECORDED_PLANS.get()
                 if record is not None:
                     record[path] = function.plan(*first, *dynamic, **dynamic_kw)
                 y, out = function(*first, *dynamic, **dynamic_kw)
-            _count(counters, after.setdefault(call.shapes, _counted(counters)))
+            _set_rng_counts(counters, after.setdefault(call.shapes, _rng_counts(counters)))
             return y, out
 
         return lift.pack(inner, (True,), (True,), (True,), name=None, enable_kwargs=True)
@@ -216,31 +216,31 @@ def _run(token: Token, original: Any, module: Any, args: Any, kwargs: Any) -> An
     return transforms.decorator_lift_transform(transform, original)(module, *args, **kwargs)
 
 
-def _pure(call: Call, before: Any, count: int, after: dict[Any, Any]) -> Any:
+def _pure(call: ModuleCall, before: Any, count: int, after: dict[Any, Any]) -> Any:
     """A scope's variables and random keys and the call's arguments to the result and the changed variables."""
 
     def pure(*args: Any, **kwargs: Any) -> Any:
-        now = _CURRENT.get()
+        now = _RUNNING.get()
         first, dynamic = args[:count], (args[count:], kwargs)
         groups, rngs = (_own_last(first[0], *first[2:3]),), (_own_last(first[1], *first[3:4]),)
         inner = now.make_scopes(groups, rngs)
         counters = [s.rng_counters for s in jax.tree.leaves(inner)]
-        _count(counters, before)
-        args, kwargs = call.whole(dynamic)
+        _set_rng_counts(counters, before)
+        args, kwargs = call.with_dynamic(dynamic)
         y = now.body(inner, *args, **kwargs)
-        after[Call.of(*dynamic).shapes] = _counted(counters)
+        after[ModuleCall.of(*dynamic).shapes] = _rng_counts(counters)
         return y, now.repack(inner)
 
     return pure
 
 
 @contextlib.contextmanager
-def _current(run: _Run) -> Iterator[None]:
-    kept = _CURRENT.set(run)
+def _running(run: _RunningCall) -> Iterator[None]:
+    kept = _RUNNING.set(run)
     try:
         yield
     finally:
-        _CURRENT.reset(kept)
+        _RUNNING.reset(kept)
 
 
 def _own_first(groups: Any) -> list[Any]:
@@ -252,25 +252,25 @@ def _own_last(own: Any, shared: Any = ()) -> tuple:
     return (*shared, own)
 
 
-def _counted(counters: Any) -> Any:
+def _rng_counts(counters: Any) -> Any:
     """How many keys each scope has drawn, as a value: with the same counts a call draws the same keys."""
     if isinstance(counters, Mapping):
-        return tuple((k, _counted(v)) for k, v in counters.items())
-    return tuple(map(_counted, counters)) if isinstance(counters, list) else counters
+        return tuple((k, _rng_counts(v)) for k, v in counters.items())
+    return tuple(map(_rng_counts, counters)) if isinstance(counters, list) else counters
 
 
-def _count(counters: list[dict[Any, Any]], wanted: Any) -> None:
+def _set_rng_counts(counters: list[dict[Any, Any]], wanted: Any) -> None:
     """Set counters to what `_counted` gave, in place: scopes hold them."""
     for own, items in zip(counters, wanted, strict=True):
-        _count_one(own, items)
+        _set_rng_counts_of(own, items)
 
 
-def _count_one(own: dict[Any, Any], items: Any) -> None:
+def _set_rng_counts_of(own: dict[Any, Any], items: Any) -> None:
     for key in [k for k in own if k not in dict(items)]:
         del own[key]
     for key, value in items:
         if isinstance(value, tuple):
-            _count_one(own.setdefault(key, {}), value)
+            _set_rng_counts_of(own.setdefault(key, {}), value)
         else:
             own[key] = value
 
@@ -284,7 +284,7 @@ def _fingerprint(value: Any) -> Any:
         return tuple((k, _fingerprint(v)) for k, v in value.items())
     if isinstance(value, tuple | list):
         return tuple(map(_fingerprint, value))
-    return frozen(value)
+    return hashable_key(value)
 
 
 def install() -> None:

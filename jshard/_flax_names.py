@@ -26,11 +26,11 @@ import jax
 from flax import nnx
 
 
-_NAMED = "__jshard_named__"
+_WRAPPED = "__jshard_named__"
 
 
 @dataclasses.dataclass(frozen=True)
-class _Naming:
+class _ScopeState:
     """Paths of the modules that are known, by identity, and the path of the call that is running."""
 
     paths: Mapping[
@@ -39,43 +39,43 @@ class _Naming:
     here: tuple[str, ...] | None
 
 
-_NOW: contextvars.ContextVar[_Naming | None] = contextvars.ContextVar("naming", default=None)
+_SCOPES: contextvars.ContextVar[_ScopeState | None] = contextvars.ContextVar("naming", default=None)
 
 
 @contextlib.contextmanager
-def named(module: Any, inside: bool = False) -> Iterator[None]:
+def module_scopes(module: Any, inside: bool = False) -> Iterator[None]:
     """Name the calls of a module and of those in it, in this thread; `inside`: the module's own has begun."""
-    around = _NOW.get()
+    around = _SCOPES.get()
     paths = {**(around.paths if around is not None else {}), **_paths(module, ())}
     here = () if inside else around.here if around is not None else None
-    kept = _NOW.set(_Naming(paths, here))
+    kept = _SCOPES.set(_ScopeState(paths, here))
     try:
         with jax.named_scope(type(module).__name__) if inside else contextlib.nullcontext():
             yield
     finally:
-        _NOW.reset(kept)
+        _SCOPES.reset(kept)
 
 
 def _paths(module: Any, root: tuple[str, ...]) -> dict[int, tuple[tuple[str, ...], Any]]:
     found = {}
     for path, m in nnx.iter_modules(module):
         found[id(m)] = ((*root, *map(str, path)), m)
-        _teach(type(m))
+        _wrap_call(type(m))
     return found
 
 
-def _teach(cls: type) -> None:
+def _wrap_call(cls: type) -> None:
     """Let the `__call__` of a class say its name; done once, where the method is defined."""
     owner = next((c for c in cls.__mro__ if "__call__" in vars(c)), None)
     if owner is None or owner is object:
         return
     method = vars(owner)["__call__"]
-    if hasattr(method, _NAMED):
+    if hasattr(method, _WRAPPED):
         return
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        now = _NOW.get()
+        now = _SCOPES.get()
         if now is None:
             return method(self, *args, **kwargs)
         if id(self) not in now.paths:  # a copy that a transformation made, known by its class
@@ -88,12 +88,12 @@ def _teach(cls: type) -> None:
         else:
             inside = now.here is not None and path[: len(now.here)] == now.here
             name = ".".join(path[len(now.here or ()) :] if inside else path)
-        kept = _NOW.set(dataclasses.replace(now, here=path))
+        kept = _SCOPES.set(dataclasses.replace(now, here=path))
         try:
             with jax.named_scope(name) if name else contextlib.nullcontext():
                 return method(self, *args, **kwargs)
         finally:
-            _NOW.reset(kept)
+            _SCOPES.reset(kept)
 
-    setattr(call, _NAMED, method)
+    setattr(call, _WRAPPED, method)
     owner.__call__ = call

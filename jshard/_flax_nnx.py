@@ -18,8 +18,8 @@ from flax import nnx
 import jshard
 from jshard._calls import check_call
 from jshard._errors import NestedShardError, ShardError
-from jshard._flax_call import RECORD, Call, ShardMethod, Token, checked_options, planned, recorded, the_one
-from jshard._flax_names import named
+from jshard._flax_call import RECORDED_PLANS, ModuleCall, ShardMethod, ShardingToken, checked_options, sharded_call, record_plans, outermost_plan
+from jshard._flax_names import module_scopes
 from jshard._flax_step import is_state
 
 
@@ -54,47 +54,47 @@ def shard_module(
         in_strategy=in_strategy, out_strategy=out_strategy, parameter_plan=parameter_plan, device=device, level=level,
         **options,
     )  # fmt: skip
-    _wrap_class(type(module))
-    setattr(module, _TOKEN, Token(name, checked_options(name, type(module).__call__, options)))
+    _wrap_call(type(module))
+    setattr(module, _TOKEN, ShardingToken(name, checked_options(name, type(module).__call__, options)))
     return module
 
 
-def token_of(module: Any) -> Token | None:
+def token_of(module: Any) -> ShardingToken | None:
     """The token of a sharded module, or None."""
     return vars(module).get(_TOKEN)
 
 
-_ROOT: contextvars.ContextVar[dict[int, str]] = contextvars.ContextVar("root")
+_MODULE_PATHS: contextvars.ContextVar[dict[int, str]] = contextvars.ContextVar("root")
 
 
 def plans_of(module: Any, *args: Any, **kwargs: Any) -> dict[str, jshard.Plan]:
     """The plan of every sharded module in a model, by module path; arguments as for the call, or shapes."""
     check_call(type(module).__call__, (module, *args), kwargs, type(module).__name__)
-    call = Call.of(args, kwargs)
+    call = ModuleCall.of(args, kwargs)
     held = [is_state(x) for x in call.arrays]
     graph, state = nnx.split((module, [x for x, h in zip(call.arrays, held, strict=True) if h]))
 
     def run(state: Any, arrays: Any) -> Any:
         copy, objects = nnx.merge(graph, state)
         given, others = iter(objects), iter(arrays)
-        kept = _ROOT.set({id(m): ".".join(map(str, p)) for p, m in nnx.iter_modules(copy)})
+        kept = _MODULE_PATHS.set({id(m): ".".join(map(str, p)) for p, m in nnx.iter_modules(copy)})
         try:
             args, kwargs = call.with_arrays([next(given if h else others) for h in held])
             copy(*args, **kwargs)
         finally:
-            _ROOT.reset(kept)
+            _MODULE_PATHS.reset(kept)
 
     arrays = [x for x, h in zip(call.arrays, held, strict=True) if not h]
-    return recorded(lambda: jax.eval_shape(run, state, arrays))
+    return record_plans(lambda: jax.eval_shape(run, state, arrays))
 
 
 def _path_of(module: Any) -> str:
-    return _ROOT.get({}).get(id(module), type(module).__name__)
+    return _MODULE_PATHS.get({}).get(id(module), type(module).__name__)
 
 
 def plan_of(module: Any, *args: Any, **kwargs: Any) -> jshard.Plan:
     """The plan of a sharded module for these arguments of its call."""
-    return the_one(plans_of(module, *args, **kwargs), type(module).__name__)
+    return outermost_plan(plans_of(module, *args, **kwargs), type(module).__name__)
 
 
 def _refuse_nested(module: Any, name: str) -> None:
@@ -108,7 +108,7 @@ def _refuse_nested(module: Any, name: str) -> None:
             )
 
 
-def _wrap_class(cls: type) -> None:
+def _wrap_call(cls: type) -> None:
     """Let the `__call__` of a class look for the token; done once where the method is defined."""
     owner = next((c for c in cls.__mro__ if "__call__" in vars(c)), None)
     if owner is None or owner is object:
@@ -125,34 +125,34 @@ def _wrap_class(cls: type) -> None:
         token = token_of(self)
         if token is None:
             return original(self, *args, **kwargs)
-        return _run(token, self, call, args, kwargs)
+        return _call_sharded(token, self, call, args, kwargs)
 
     setattr(call, _ORIGINAL, original)
     owner.__call__ = call
 
 
-def _run(token: Token, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
-    call = Call.of(args, kwargs)
+def _call_sharded(token: ShardingToken, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
+    call = ModuleCall.of(args, kwargs)
     if call.key not in token.functions:
         original = getattr(method, _ORIGINAL, method)
         pure = _pure(token, original, call)
-        token.functions[call.key] = planned(token, pure, original, ["state"])
+        token.functions[call.key] = sharded_call(token, pure, original, ["state"])
     function = token.functions[call.key]
     dynamic, dynamic_kw = call.dynamic()
-    record = RECORD.get()
+    record = RECORDED_PLANS.get()
     if record is not None:
         record[_path_of(module)] = function.plan(module, *dynamic, **dynamic_kw)
     return function(module, *dynamic, **dynamic_kw)
 
 
-def _pure(token: Token, original: Any, call: Call) -> Any:
+def _pure(token: ShardingToken, original: Any, call: ModuleCall) -> Any:
     """The module as the argument `state`, then the arguments of its call."""
 
     def pure(state: Any, *args: Any, **kwargs: Any) -> Any:
         _refuse_nested(state, token.name)
         delattr(state, _TOKEN)  # its own methods may come back here through `super().__call__`
-        args, kwargs = call.whole((args, kwargs))
-        with named(state, inside=True):
+        args, kwargs = call.with_dynamic((args, kwargs))
+        with module_scopes(state, inside=True):
             y = original(state, *args, **kwargs)
         setattr(state, _TOKEN, token)
         return y

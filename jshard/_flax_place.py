@@ -23,10 +23,10 @@ from jshard._calls import check_call, checked
 from jshard._errors import PlanMismatchError, ShardError
 from jshard._flax_step import holds_state, is_state
 from jshard._plan.plan import Plan
-from jshard._wish.entries import a_type
+from jshard._wish.entries import type_with_article
 from jshard._wish.parameters import name_parts
 from jshard._wish.paths import path_name, shape_of
-from jshard._wish.strategies import nearest
+from jshard._wish.strategies import suggest
 
 
 @checked
@@ -116,11 +116,11 @@ def shardings_for(tree: Any, plan: Plan) -> Any:
     if not leaves:
         return tree
     _check_plan(plan, "shardings_for")
-    mesh, known = _mesh(plan), _Known.of(plan)
+    mesh, known = _mesh(plan), _PlanIndex.of(plan)
     specs, missing = [], []
     for path, leaf in leaves:
         parts, shape = name_parts(path_name(path)), shape_of(leaf)
-        spec = known.spec(parts, shape)
+        spec = known.spec_of(parts, shape)
         if spec is None and (shape == () or _is_key(leaf)):
             spec = PartitionSpec()
         if spec is None:
@@ -129,8 +129,8 @@ def shardings_for(tree: Any, plan: Plan) -> Any:
     if missing:
         name, shape = missing[0]
         there = [r.path for r in plan.inputs]
-        near = known.shapes(name_parts(name))
-        said = f"the plan has it as {near[0]}" if near else f"nearest in the plan: {nearest(name, there)}"
+        near = known.shapes_of(name_parts(name))
+        said = f"the plan has it as {near[0]}" if near else f"nearest in the plan: {suggest(name, there)}"
         raise PlanMismatchError(
             f"the plan of {plan.name} has no {name} of shape {shape}"
             + (f", nor {len(missing) - 1} more of the {len(leaves)} parameters" if len(missing) > 1 else ""),
@@ -141,13 +141,13 @@ def shardings_for(tree: Any, plan: Plan) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Known:
+class _PlanIndex:
     """The arguments of a plan by path, whole and without the argument's name."""
 
     rows: dict[tuple[str, ...], list[tuple[tuple[int, ...], PartitionSpec]]]
 
     @staticmethod
-    def of(plan: Plan) -> _Known:
+    def of(plan: Plan) -> _PlanIndex:
         rows: dict[tuple[str, ...], list[Any]] = {}
         for r in plan.inputs:
             whole = name_parts(r.path)
@@ -157,21 +157,21 @@ class _Known:
                 inner = inner[1:]
             for name in dict.fromkeys((whole, whole[1:], inner)):
                 rows.setdefault(name, []).append(found)
-        return _Known(rows)
+        return _PlanIndex(rows)
 
-    def spec(self, parts: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec | None:
+    def spec_of(self, parts: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec | None:
         """How a parameter lies: that of the longest path of the plan that its own path ends in."""
         for start in range(len(parts)):
             for have, spec in self.rows.get(parts[start:], ()):
                 if have == shape:
                     return spec
-        return self.deeper(parts, shape)
+        return self.spec_by_suffix(parts, shape)
 
-    def deeper(self, parts: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec | None:
+    def spec_by_suffix(self, parts: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec | None:
         """How the nearest parameter of the plan lies whose path ends in this one: that of a part of a train state."""
         ends = [
             (len(path), spec)
-            for path in self.by_end.get(parts[-1:], ())
+            for path in self.by_last_part.get(parts[-1:], ())
             if path[-len(parts) :] == parts
             for have, spec in self.rows[path]
             if have == shape
@@ -180,14 +180,14 @@ class _Known:
         return near.pop() if len(near) == 1 else None
 
     @functools.cached_property
-    def by_end(self) -> dict[tuple[str, ...], list[tuple[str, ...]]]:
+    def by_last_part(self) -> dict[tuple[str, ...], list[tuple[str, ...]]]:
         """Paths by their last part."""
         out: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
         for path in self.rows:
             out.setdefault(path[-1:], []).append(path)
         return out
 
-    def shapes(self, parts: tuple[str, ...]) -> list[tuple[int, ...]]:
+    def shapes_of(self, parts: tuple[str, ...]) -> list[tuple[int, ...]]:
         found = (self.rows.get(parts[start:], ()) for start in range(len(parts)))
         return [shape for rows in found for shape, _ in rows]
 
@@ -211,11 +211,11 @@ def _mesh(plan: Plan) -> Any:
     return Mesh(np.array(devices[: axes.total]).reshape(axes.sizes), axes.names)
 
 
-def _check_plan(plan: Any, door: str) -> None:
+def _check_plan(plan: Any, function: str) -> None:
     if not isinstance(plan, Plan):
         raise ShardError(
-            f"{door} takes a plan, not {a_type(plan)}",
-            where=f"jshard.flax.{door}",
+            f"{function} takes a plan, not {type_with_article(plan)}",
+            where=f"jshard.flax.{function}",
             fix="jshard.flax.plan_of(module, x), or f.plan(...) of a function from jshard.shard",
         )
 

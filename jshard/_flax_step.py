@@ -34,10 +34,10 @@ from flax import errors, nnx
 
 from jshard import _flax_pins as pins, _jaxcompat as compat
 from jshard._errors import ShardError
-from jshard._flax_names import named
-from jshard._request import Request, without_statics
+from jshard._flax_names import module_scopes
+from jshard._request import ShardRequest, traced_arguments
 from jshard._state import View, captured
-from jshard._wish.entries import a_type
+from jshard._wish.entries import type_with_article
 from jshard._wish.paths import argument_names, join, path_name
 
 
@@ -52,7 +52,7 @@ def holds_state(tree: Any) -> bool:
 
 
 @jax.tree_util.register_pytree_node_class
-class Node:
+class SplitNode:
     """A graph node taken apart: its structure, and the arrays of its variables."""
 
     __slots__ = ("graph", "leaves")
@@ -64,12 +64,12 @@ class Node:
         return self.leaves, self.graph
 
     @classmethod
-    def tree_unflatten(cls, graph: Any, leaves: Any) -> Node:
+    def tree_unflatten(cls, graph: Any, leaves: Any) -> SplitNode:
         return cls(graph, list(leaves))
 
 
 @dataclasses.dataclass(frozen=True)
-class _After:
+class _StateChange:
     """What became of the arguments: `sources` has for each array of theirs the argument it still is, or None.
 
     `paths` are those of the arrays that changed, `shown` is the tree of the result as its user knows it. `same`:
@@ -79,24 +79,24 @@ class _After:
     tree: Any
     sources: tuple[int | None, ...]
     paths: tuple[str, ...]
-    shown: Any
-    same: bool
+    result_tree: Any
+    unchanged: bool
 
 
 @jax.tree_util.register_pytree_node_class
-class _Returned:
+class _ResultAndState:
     """The user's result, and the arrays of the state that changed."""
 
     __slots__ = ("after", "changed", "result")
 
-    def __init__(self, result: Any, changed: Sequence[Any], after: _After):
+    def __init__(self, result: Any, changed: Sequence[Any], after: _StateChange):
         self.result, self.changed, self.after = result, changed, after
 
     def tree_flatten(self) -> tuple[Sequence[Any], Any]:
         return (self.result, *self.changed), self.after
 
     @classmethod
-    def tree_unflatten(cls, after: _After, parts: Any) -> _Returned:
+    def tree_unflatten(cls, after: _StateChange, parts: Any) -> _ResultAndState:
         return cls(parts[0], parts[1:], after)
 
 
@@ -106,11 +106,11 @@ class Carried:
     `make` turns a `Request` into the sharded function of arrays.
     """
 
-    def __init__(self, request: Request, make: Callable[[Request], Any]):
+    def __init__(self, request: ShardRequest, make: Callable[[ShardRequest], Any]):
         pins.install()
         self.request = request
         self.inner = make(
-            dataclasses.replace(request, fn=self._pure(), view=View(_shown_arguments, _shown_results))
+            dataclasses.replace(request, fn=self._pure(), view=View(_view_arguments, _view_results))
         )
 
     def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -122,11 +122,11 @@ class Carried:
             after = made.after
             if after.same:
                 return made.result
-            given = jax.tree.leaves(without_statics(self.request, args, kwargs))
+            given = jax.tree.leaves(traced_arguments(self.request, args, kwargs))
             new = iter(made.changed)
             leaves = [next(new) if i is None else given[i] for i in after.sources]
             state = jax.tree.unflatten(after.tree, leaves)
-            return _join((state, made.result), is_inner=False, ctxtag=self)[1]
+            return _merge_nodes((state, made.result), is_inner=False, ctxtag=self)[1]
 
     @contextlib.contextmanager
     def taken_apart(
@@ -134,14 +134,14 @@ class Carried:
     ) -> Iterator[tuple[tuple, dict[str, Any]]]:
         """The arguments of `inner`; within this context its trace and its results belong to the objects given."""
         with nnx.update_context(self):
-            yield self._over_dynamic(lambda t: _split(t, self), args, kwargs)
+            yield self._over_dynamic(lambda t: _split_nodes(t, self), args, kwargs)
 
     def _over_dynamic(
         self, change: Callable[[Any], Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
         """The call with its arguments changed, but for the static ones."""
         numbers, names = self.request.statics
-        left, left_kw = change(without_statics(self.request, args, kwargs))
+        left, left_kw = change(traced_arguments(self.request, args, kwargs))
         given = iter(left)
         whole = tuple(a if i in numbers else next(given) for i, a in enumerate(args))
         return whole, {k: v if k in names else left_kw[k] for k, v in kwargs.items()}
@@ -151,22 +151,22 @@ class Carried:
         request = self.request
 
         def pure(*args: Any, **kwargs: Any) -> Any:
-            given = without_statics(request, args, kwargs)
+            given = traced_arguments(request, args, kwargs)
             inputs = {id(x): i for i, x in enumerate(jax.tree.leaves(given))}
             before = jax.tree.leaves(given, is_leaf=_is_node)
-            whole, whole_kw = self._over_dynamic(lambda t: _join(t, is_inner=True, ctxtag=self), args, kwargs)
+            whole, whole_kw = self._over_dynamic(lambda t: _merge_nodes(t, is_inner=True, ctxtag=self), args, kwargs)
             objects = jax.tree.map(
                 lambda x: x if is_state(x) else None,
-                without_statics(request, whole, whole_kw),
+                traced_arguments(request, whole, whole_kw),
                 is_leaf=is_state,
             )
             with contextlib.ExitStack() as stack:
                 for x in jax.tree.leaves(objects, is_leaf=is_state):
                     if isinstance(x, nnx.Pytree):
-                        stack.enter_context(named(x))
+                        stack.enter_context(module_scopes(x))
                 result = request.fn(*whole, **whole_kw)
-            paths, shown = _as_known((objects, result), request, len(args))
-            state, result = _split((objects, result), self)
+            paths, shown = _user_paths((objects, result), request, len(args))
+            state, result = _split_nodes((objects, result), self)
             leaves, tree = jax.tree.flatten(state)
             lost = self._donated(given, len(args))
             sources = tuple(None if (i := inputs.get(id(x))) in lost else i for x in leaves)
@@ -175,7 +175,7 @@ class Carried:
             same = nodes == [n.graph for n in before if _is_node(n)] and not changed
             same = same and not any(map(_is_node, jax.tree.leaves(result, is_leaf=_is_node)))
             names = tuple(p for p, i in zip(paths, sources, strict=True) if i is None)
-            return _Returned(result, changed, _After(tree, sources, names, shown, same))
+            return _ResultAndState(result, changed, _StateChange(tree, sources, names, shown, same))
 
         pure.__name__ = pure.__qualname__ = request.name
         pure.__wrapped__ = request.fn  # type: ignore[attr-defined]  # its signature, and what it captures
@@ -198,15 +198,15 @@ class Carried:
 
 
 def _is_node(x: Any) -> bool:
-    return type(x) is Node
+    return type(x) is SplitNode
 
 
-def _split(tree: Any, tag: Any) -> Any:
+def _split_nodes(tree: Any, tag: Any) -> Any:
     """A tree with its graph nodes taken apart."""
-    return nnx.to_tree(tree, split_fn=lambda c, p, f, x: Node(*c.flatten(x, with_paths=False)), ctxtag=tag)
+    return nnx.to_tree(tree, split_fn=lambda c, p, f, x: SplitNode(*c.flatten(x, with_paths=False)), ctxtag=tag)
 
 
-def _join(tree: Any, *, is_inner: bool | None, ctxtag: Any) -> Any:
+def _merge_nodes(tree: Any, *, is_inner: bool | None, ctxtag: Any) -> Any:
     """A tree with its graph nodes put together, or into the objects that they come from."""
     return nnx.from_tree(
         tree,
@@ -218,11 +218,11 @@ def _join(tree: Any, *, is_inner: bool | None, ctxtag: Any) -> Any:
     )
 
 
-def _shown_arguments(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def _view_arguments(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Arguments with `nnx.State` in place of their taken apart nodes; the same leaves in the same order."""
     leaves, treedef = jax.tree.flatten((args, kwargs))
-    whole = _join(jax.tree.unflatten(treedef, range(len(leaves))), is_inner=None, ctxtag=None)
-    for build in (_state, _in_order):
+    whole = _merge_nodes(jax.tree.unflatten(treedef, range(len(leaves))), is_inner=None, ctxtag=None)
+    for build in (_nested_state, _flat_state):
         numbered = nnx.to_tree(whole, split_fn=lambda c, p, f, x, build=build: build(c.flatten(x)[1]))
         places, shape = jax.tree.flatten(numbered)
         if places == list(range(len(leaves))):
@@ -230,26 +230,26 @@ def _shown_arguments(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[s
     return jax.tree.unflatten(shape, leaves)
 
 
-def _shown_results(out: _Returned) -> tuple[Any, tuple[str, ...]]:
-    return jax.tree.unflatten(out.after.shown, jax.tree.leaves(out.result)), out.after.paths
+def _view_results(out: _ResultAndState) -> tuple[Any, tuple[str, ...]]:
+    return jax.tree.unflatten(out.after.result_tree, jax.tree.leaves(out.result)), out.after.paths
 
 
-def _state(flat: Any) -> Any:
+def _nested_state(flat: Any) -> Any:
     """A flat state as a tree: of a bare variable it is the variable."""
     items = list(flat)
     return items[0][1] if items and items[0][0] == () else nnx.from_flat_state(items)
 
 
-def _in_order(flat: Any) -> Any:
+def _flat_state(flat: Any) -> Any:
     """The same with one level, where a state would sort its parts otherwise than the graph does."""
     return collections.OrderedDict((".".join(map(str, path)), x) for path, x in flat)
 
 
-def _as_known(objects: tuple[Any, Any], request: Request, count: int) -> tuple[list[str], Any]:
+def _user_paths(objects: tuple[Any, Any], request: ShardRequest, count: int) -> tuple[list[str], Any]:
     """The path of every array of the arguments' state, and the tree of the result, as the user knows them."""
     numbers = request.statics[0]
     names = [n for i, n in enumerate(argument_names(request.fn, count)) if i not in numbers]
-    (args, kwargs), result = nnx.to_tree(objects, split_fn=lambda c, p, f, x: _in_order(c.flatten(x)[1]))
+    (args, kwargs), result = nnx.to_tree(objects, split_fn=lambda c, p, f, x: _flat_state(c.flatten(x)[1]))
     paths = [
         join(name, path_name(path))
         for name, value in (*zip(names, args, strict=False), *sorted(kwargs.items()))
@@ -285,7 +285,7 @@ def refuse_bound(fn: Any) -> None:
         return
     cls, method = type(owner).__name__, "__call__" if owner is fn else fn.__name__
     raise ShardError(
-        f"{cls}.{method} is bound to {a_type(owner)}, whose state the function would capture",
+        f"{cls}.{method} is bound to {type_with_article(owner)}, whose state the function would capture",
         where="fn",
         fix=f"jshard.shard({cls}.{method}), called with the object first; or module.shard(...) of jshard.flax",
     )

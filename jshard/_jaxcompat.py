@@ -180,16 +180,16 @@ def weakly_typed(x: Any) -> Any:
 
 def vma(x: Any) -> frozenset[str]:
     """Mesh axes over which a value inside `shard_map` is typed as varying."""
-    return varying(jax.typeof(x))
+    return vma_of_type(jax.typeof(x))
 
 
-def varying(aval: Any) -> frozenset[str]:
+def vma_of_type(aval: Any) -> frozenset[str]:
     """The same for a type."""
     kinds = getattr(aval, "mat", None)  # JAX 0.12: one record for varying, unreduced and reduced axes
     return frozenset(kinds.varying if kinds is not None else getattr(aval, "vma", ()) or ())
 
 
-def checks_vma() -> bool:
+def check_vma_enabled() -> bool:
     """Whether values of the `shard_map` being traced are typed by the axes they vary over."""
     return bool(config._check_vma.value)
 
@@ -266,14 +266,14 @@ def identity_primitive(name: str) -> Any:
     return p
 
 
-def callback_of(name: str, params: Any) -> Any:
+def debug_callback_function(name: str, params: Any) -> Any:
     """What a `debug_callback` or `debug_print` does with the values, as a function of them."""
     from jax._src import debugging
 
-    primitive = getattr(debugging, name + "_p")
+    multi_result_primitive = getattr(debugging, name + "_p")
 
     def run(*values: Any) -> None:
-        primitive.impl(*values, **params)
+        multi_result_primitive.impl(*values, **params)
 
     return run
 
@@ -283,7 +283,7 @@ def identity_equation(primitive: Any, operand: Any, result: Any, like: Any) -> A
     return jex.new_jaxpr_eqn([operand], [result], primitive, {}, set(), like.source_info, like.ctx)
 
 
-def one_test(eqn: Any) -> Any:
+def with_scalar_predicate(eqn: Any) -> Any:
     """A `while` equation whose test is one boolean: `vmap` makes tests of many, and each stops its own part.
 
     As JAX lowers them: on while any says yes, and what goes round keeps the parts whose test says no.
@@ -334,14 +334,14 @@ def context_mesh() -> Any:
     return None if mesh.empty else mesh
 
 
-BOUNDARY = "jshard_boundary"
+ARGUMENT_MARKER = "jshard_boundary"
 
-boundary_p = jex.Primitive(BOUNDARY)
-boundary_p.def_impl(lambda x, **_: x)
-boundary_p.def_abstract_eval(lambda x, **_: x)
-mlir.register_lowering(boundary_p, lambda ctx, x, **_: [x])
+argument_marker_p = jex.Primitive(ARGUMENT_MARKER)
+argument_marker_p.def_impl(lambda x, **_: x)
+argument_marker_p.def_abstract_eval(lambda x, **_: x)
+mlir.register_lowering(argument_marker_p, lambda ctx, x, **_: [x])
 # Tangents pass by, so that derivatives of a sharded function are not themselves boundaries.
-ad.primitive_jvps[boundary_p] = lambda primals, tangents, **k: (boundary_p.bind(*primals, **k), tangents[0])
+ad.primitive_jvps[argument_marker_p] = lambda primals, tangents, **k: (argument_marker_p.bind(*primals, **k), tangents[0])
 
 
 def _refuse_batching(args: Any, dims: Any, *, name: str) -> Any:
@@ -352,12 +352,12 @@ def _refuse_batching(args: Any, dims: Any, *, name: str) -> Any:
     )
 
 
-batching.primitive_batchers[boundary_p] = _refuse_batching
+batching.primitive_batchers[argument_marker_p] = _refuse_batching
 
 
-def boundary(x: Any, name: str) -> Any:
+def mark_argument(x: Any, name: str) -> Any:
     """`x`, marked as an argument of the sharded function `name`: no cache hides it from `vmap` or another `shard`."""
-    return boundary_p.bind(x, name=name)
+    return argument_marker_p.bind(x, name=name)
 
 
 def _nothing_runs(ctx: Any, x: Any, *, what: str, where: str, fix: str) -> Any:
@@ -377,7 +377,7 @@ def never_compiled(x: Any, error: ShardError) -> Any:
 
 
 @contextlib.contextmanager
-def outside_mesh() -> Any:
+def without_mesh() -> Any:
     """A context without a mesh: tracing on global shapes while inside `shard_map` sees neither its manual axes nor
     that values are typed by them."""
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())), check_vma(False):
@@ -386,7 +386,7 @@ def outside_mesh() -> Any:
 
 def context_of_trace(mesh: Any) -> Any:
     """The context in which to trace global shapes again as they were: of the mesh with Explicit axes, or of none."""
-    return outside_mesh() if mesh is None else inside_mesh(mesh)
+    return without_mesh() if mesh is None else with_mesh(mesh)
 
 
 def call_primitive(name: str, run: Any) -> Any:
@@ -401,7 +401,7 @@ def call_primitive(name: str, run: Any) -> Any:
 
     def shapes(*avals: Any, fused: Any) -> Any:
         given = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
-        with outside_mesh():
+        with without_mesh():
             outs = jax.eval_shape(lambda *xs: run(fused, *xs), *given)
         return [core.ShapedArray(o.shape, o.dtype, weak_type=o.weak_type) for o in outs]
 
@@ -445,12 +445,12 @@ def dispatcher(name: str, fn: Any, miss: Any, static_argnums: Any, static_argnam
     )  # fmt: skip
 
 
-def forget(dispatch: Any) -> None:
+def clear_dispatch_cache(dispatch: Any) -> None:
     """Empty the cache of a `dispatcher`."""
     dispatch._clear_cache()
 
 
-def first_call(compiled: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def call_and_fastpath_data(compiled: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Results of a compiled program, and what the dispatcher needs to repeat the call; None if only Python can."""
     executable = compiled._executable
     if getattr(getattr(executable, "unsafe_call", None), "ordered_effects", None):
@@ -462,17 +462,17 @@ def first_call(compiled: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return out, again
 
 
-def settings() -> tuple[tuple[str, Any], ...]:
+def trace_options() -> tuple[tuple[str, Any], ...]:
     """The options of JAX that a trace depends on, as (name, value) in this thread."""
     both = zip(config.trace_context_names(), config.trace_context(), strict=True)
     return tuple((n, v) for n, v in both if n.startswith("jax_"))
 
 
-def setting(name: str) -> Any:
+def jax_option(name: str) -> Any:
     """The value of one of JAX's options in this thread."""
     return getattr(jax.config, name)
 
 
-def inside_mesh(mesh: Any) -> Any:
+def with_mesh(mesh: Any) -> Any:
     """A context in which `mesh` (concrete or abstract) is the one that types of arrays refer to."""
     return jax.sharding.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh))

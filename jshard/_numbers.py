@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 
 
-def spans(begin: Ints, end: Ints) -> Ints:
+def concat_ranges(begin: Ints, end: Ints) -> Ints:
     """All numbers from each beginning to its end, one after the other."""
     count = end - begin
     start = np.cumsum(count) - count
     return np.arange(int(count.sum())) + np.repeat(begin - start, count)
 
 
-def packed(*columns: Ints) -> Ints:
+def row_codes(*columns: Ints) -> Ints:
     """One number for each row of some columns of numbers from 0, the same where the rows are.
 
     >>> a, b, c = packed(np.array([3, 3, 0]), np.array([1, 1, 2])).tolist()
@@ -42,7 +42,7 @@ def packed(*columns: Ints) -> Ints:
     return code
 
 
-def numbered(code: Ints) -> tuple[Ints, list[int]]:
+def first_occurrence_codes(code: Ints) -> tuple[Ints, list[int]]:
     """Numbers for equal codes in the order in which they come, and where each comes first.
 
     >>> numbered(np.array([7, 2, 7, 5]))

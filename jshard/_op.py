@@ -10,7 +10,7 @@ import jax
 
 from jshard._calls import checked
 from jshard._errors import StrategyError
-from jshard._program.marks import mark_operand, mark_result
+from jshard._program.marks import pin_operand, pin_result
 from jshard._rules.fused import fused
 from jshard._wish.entries import parse_entry
 from jshard._wish.options import check_function
@@ -53,13 +53,13 @@ def op(
     @functools.wraps(fn)
     def pinned(*args: Any, **kwargs: Any) -> Any:
         with jax.named_scope(name if name != "<lambda>" else "op"):
-            out = fn(*_marked(args, in_strategy, f"in_strategy of op {name}", mark_operand), **kwargs)
+            out = fn(*_marked(args, in_strategy, f"in_strategy of op {name}", pin_operand), **kwargs)
             if out_strategy is None:
                 return out
             if isinstance(out, tuple):
-                return _marked(out, out_strategy, f"out_strategy of op {name}", mark_result)
+                return _marked(out, out_strategy, f"out_strategy of op {name}", pin_result)
             single = out_strategy[0] if _wrapped(out_strategy) else out_strategy
-            return _marked((out,), (single,), f"out_strategy of op {name}", mark_result)[0]
+            return _marked((out,), (single,), f"out_strategy of op {name}", pin_result)[0]
 
     return pinned
 

@@ -16,16 +16,16 @@ from jshard._calls import checked
 from jshard._errors import SearchError, ShardError
 from jshard._plan.plan import Plan
 from jshard._report import plots, points as report
-from jshard._report.points import Point
+from jshard._report.points import PlanPoint
 from jshard._report.progress import progress
 from jshard._report.summary import step_seconds
-from jshard._report.units import size
-from jshard._request import Request
+from jshard._report.units import format_bytes
+from jshard._request import ShardRequest
 from jshard._shard import Sharded, shard
-from jshard._sweep import planned
+from jshard._sweep import plan_with_options
 
 
-CLOSE = 1.02  # peaks nearer than this factor have nothing worth a search between them
+MIN_PEAK_RATIO = 1.02  # peaks nearer than this factor have nothing worth a search between them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Frontier:
 
     def to_pandas(self) -> Any:
         """One row a plan as a `pandas.DataFrame`."""
-        return report.frame(self._rows, "Frontier.to_pandas")
+        return report.to_dataframe(self._rows, "Frontier.to_pandas")
 
     def plot(self, *others: Frontier) -> Any:
         """A matplotlib figure of peak memory against step time; other frontiers go into the same picture."""
@@ -71,8 +71,8 @@ class Frontier:
         return f"time and memory of {self.name} on {_machine(self.plans[0])}"
 
     @property
-    def _rows(self) -> list[Point]:
-        return [Point((("budget", _budget(p)),), p) for p in self.plans]
+    def _rows(self) -> list[PlanPoint]:
+        return [PlanPoint((("budget", _budget(p)),), p) for p in self.plans]
 
 
 @checked
@@ -108,7 +108,7 @@ def pareto(
 
 
 def _frontier(
-    request: Request, args: tuple, kwargs: dict[str, Any], points: int, show_progress: bool | None
+    request: ShardRequest, args: tuple, kwargs: dict[str, Any], points: int, show_progress: bool | None
 ) -> Frontier:
     made: list[Plan] = []
     with progress(f"frontier of {request.name}", points, shown=show_progress) as show:
@@ -116,7 +116,7 @@ def _frontier(
         for level in (2, 1, 0)[:points]:
             show(len(made), f"level {level}")
             try:
-                made.append(planned(request, args, kwargs, level=level))
+                made.append(plan_with_options(request, args, kwargs, level=level))
             except SearchError as error:  # the budget of the chip
                 refused = error
         if not made:
@@ -124,13 +124,13 @@ def _frontier(
             raise refused
         searched: set[tuple[float, float]] = set()  # gaps between peaks that a search did not fill
         while len(made) < points:
-            gap = _widest(made, searched)
+            gap = _widest_gap(made, searched)
             if gap is None:
                 break
             budget = int(math.sqrt(gap[0] * gap[1]))
-            show(len(made), f"under {size(budget)}")
+            show(len(made), f"under {format_bytes(budget)}")
             try:
-                plan = planned(request, args, kwargs, level=2, memory_budget=budget)
+                plan = plan_with_options(request, args, kwargs, level=2, memory_budget=budget)
             except SearchError:  # nothing was found inside this budget; the smallest plan stands for it
                 searched.add(gap)
                 points -= 1
@@ -139,10 +139,10 @@ def _frontier(
             if not gap[0] * 1.001 < peak < gap[1] / 1.001:
                 searched.add(gap)
             made.append(plan)
-    return Frontier(request.name, _best(made), len(made))
+    return Frontier(request.name, _pareto_front(made), len(made))
 
 
-def _best(plans: Iterable[Plan]) -> tuple[Plan, ...]:
+def _pareto_front(plans: Iterable[Plan]) -> tuple[Plan, ...]:
     """Those that no other beats in both time and memory, fastest first."""
     kept: list[Plan] = []
     for p in sorted(plans, key=lambda p: (step_seconds(p), p.cost.peak_bytes)):
@@ -151,10 +151,10 @@ def _best(plans: Iterable[Plan]) -> tuple[Plan, ...]:
     return tuple(kept)
 
 
-def _widest(plans: list[Plan], searched: set[tuple[float, float]]) -> tuple[float, float] | None:
+def _widest_gap(plans: list[Plan], searched: set[tuple[float, float]]) -> tuple[float, float] | None:
     """The two neighbouring peaks of the frontier that are farthest apart; None when all are close or searched."""
-    peaks = sorted({p.cost.peak_bytes for p in _best(plans)})
-    gaps = [g for g in zip(peaks, peaks[1:], strict=False) if g[1] > CLOSE * g[0] > 0 and g not in searched]
+    peaks = sorted({p.cost.peak_bytes for p in _pareto_front(plans)})
+    gaps = [g for g in zip(peaks, peaks[1:], strict=False) if g[1] > MIN_PEAK_RATIO * g[0] > 0 and g not in searched]
     return max(gaps, key=lambda g: g[1] / g[0], default=None)
 
 
@@ -163,4 +163,4 @@ def _machine(p: Plan) -> str:
 
 
 def _budget(p: Plan) -> str:
-    return "none" if p.memory_budget is None else size(p.memory_budget)
+    return "none" if p.memory_budget is None else format_bytes(p.memory_budget)

@@ -14,34 +14,34 @@ from jax.sharding import AxisType, NamedSharding
 from jshard import _hardware as hardware, _jaxcompat as compat, _topology as topologies
 from jshard._doors import topology
 from jshard._errors import MeshError, NestedShardError, PlanMismatchError, SearchError, ShardError
-from jshard._plan.joint import joints
-from jshard._plan.make import Wish, make_plan, replay
-from jshard._plan.order import ordered
+from jshard._plan.joint import joint_cuts
+from jshard._plan.make import PlanRequest, make_plan, schedule_of_plan
+from jshard._plan.order import reorder_for_memory
 from jshard._plan.plan import Plan
 from jshard._plan.schedule import Schedule
 from jshard._program.graph import Program
 from jshard._program.mapped import axes_of, check_meshes
 from jshard._program.trace import build
-from jshard._program.uncollected import uncollected
+from jshard._program.uncollected import gc_paused
 from jshard._request import (
-    PlanOfLeaves,
-    Request,
+    DeferredParameterPlan,
+    ShardRequest,
     abstract,
     donated as donated_leaves,
-    dynamic,
-    line_of,
+    named_traced_arguments,
+    source_line_of,
     static_values,
     trace as _trace,
-    typed,
+    abstract_with_shardings,
 )
 from jshard._state import refuse_refs
-from jshard._ties import ties
+from jshard._ties import find_state_ties
 from jshard._topology import Topology
 from jshard._wish.entries import Pin, parse_entry
-from jshard._wish.lying import Placement, axes_here, placement
+from jshard._wish.lying import Placement, equivalent_axes, placement
 from jshard._wish.mesh import (
     ChosenMesh,
-    Joint,
+    JointConstraint,
     candidate_grids,
     candidate_meshes,
     choose_mesh,
@@ -54,183 +54,183 @@ from jshard._wish.strategies import pins_for_inputs, pins_for_outputs, without_s
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Prepared:
+class PlannedCall:
     """One signature, planned: the plan, its schedule, and the trees of arguments and results.
 
     `weak`: which results have a weak type. `pinned`: arguments that the user pinned. `lying`: arguments that are
     planned as they lie, since nothing pins them.
     """
 
-    request: Request
+    request: ShardRequest
     plan: Plan
     schedule: Schedule
     chosen: ChosenMesh
     in_tree: Any
     out_tree: Any
     in_avals: tuple[Any, ...]
-    weak: tuple[bool, ...]
+    weak_typed: tuple[bool, ...]
     donated: tuple[int, ...]
     statics: tuple[Any, ...]
     pinned: frozenset[int] = frozenset()
-    lying: frozenset[int] = frozenset()
+    committed: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Arguments:
+class _TracedArguments:
     """The arguments that are not static: as they come, their shapes, these as their user knows them, and where they are."""
 
-    left: tuple[Any, ...]
-    left_kw: dict[str, Any]
+    traced_args: tuple[Any, ...]
+    traced_kwargs: dict[str, Any]
     names: tuple[str, ...]
     shapes: tuple[tuple, dict[str, Any]]
-    shown: tuple[tuple, dict[str, Any]]
+    user_view: tuple[tuple, dict[str, Any]]
     placement: Placement
 
     @staticmethod
-    def of(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Arguments:
-        left, left_kw, names = dynamic(request, args, kwargs)
+    def of(request: ShardRequest, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _TracedArguments:
+        left, left_kw, names = named_traced_arguments(request, args, kwargs)
         shapes = abstract(tuple(left)), abstract(left_kw)
         follow = request.mesh is None and compat.context_mesh() is None
-        where = placement(jax.tree.leaves((left, left_kw)), follow=follow)
-        return _Arguments(left, left_kw, names, shapes, request.view.arguments(*shapes), where)
+        where = placement(jax.tree.leaves((left, left_kw)), use_argument_mesh=follow)
+        return _TracedArguments(left, left_kw, names, shapes, request.view.arguments(*shapes), where)
 
     @functools.cached_property
     def leaves(self) -> tuple[Leaf, ...]:
-        return input_leaves(*self.shown, self.names)
+        return input_leaves(*self.user_view, self.names)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Traced:
+class _TracedProgram:
     """The program, its result as its user knows it, and the avals of all results, state included."""
 
     program: Program
     result: Any
     avals: list[Any]
     tree: Any
-    weak: tuple[bool, ...]
+    weak_typed: tuple[bool, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Pins:
+class _AllPins:
     """Everything that is pinned, and where: (operator, side, index), and the shapes of the pinned tensors."""
 
-    places: list[tuple[int, str, int]]
+    sites: list[tuple[int, str, int]]
     pins: list[Pin | None]
     shapes: list[tuple[int, ...]]
-    lying: dict[int, tuple[NamedSharding, str]]  # arguments that nothing else pins, their shardings and paths
-    joint: tuple[Joint, ...]  # what operators with several pins need beside
+    committed: dict[int, tuple[NamedSharding, str]]  # arguments that nothing else pins, their shardings and paths
+    joint: tuple[JointConstraint, ...]  # what operators with several pins need beside
 
-    def on(self, chosen: ChosenMesh, topology: Topology) -> tuple[list[Any], list[Any]]:
+    def resolve(self, chosen: ChosenMesh, topology: Topology) -> tuple[list[Any], list[Any]]:
         """The pins in the axes of a mesh, and those of arguments that can stay as they lie."""
         resolved = [
-            _cutting(resolve_pin(p, chosen, s), topology) for p, s in zip(self.pins, self.shapes, strict=True)
+            _drop_unit_axes(resolve_pin(p, chosen, s), topology) for p, s in zip(self.pins, self.shapes, strict=True)
         ]
-        asked = [(*w, p) for w, p in zip(self.places, resolved, strict=True) if p is not None and not p.free]
+        asked = [(*w, p) for w, p in zip(self.sites, resolved, strict=True) if p is not None and not p.free]
         lying = []
-        for i, (sharding, path) in self.lying.items():
-            axes = axes_here(sharding, self.shapes[i], chosen.mesh)
+        for i, (sharding, path) in self.committed.items():
+            axes = equivalent_axes(sharding, self.shapes[i], chosen.mesh)
             if axes is not None:
                 cuts = tuple(chosen.axes.size(*d) for d in axes)
                 lying.append(
-                    (*self.places[i], _cutting(Pin(cuts, axes, f"argument {path}, as it lies"), topology))
+                    (*self.sites[i], _drop_unit_axes(Pin(cuts, axes, f"argument {path}, as it lies"), topology))
                 )
         return asked, lying
 
 
 def prepare(
-    request: Request,
+    request: ShardRequest,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     on_progress: Callable[..., None] | None = None,
-) -> Prepared:
+) -> PlannedCall:
     """Trace, pin, choose the mesh and plan; nothing is kept if anything fails."""
-    call = _Arguments.of(request, args, kwargs)
+    call = _TracedArguments.of(request, args, kwargs)
     pins = _input_pins(request, call, len(args))
     traced, mesh = _trace(request, args, kwargs)
     if mesh is not None:
-        call = dataclasses.replace(call, shapes=typed((call.left, call.left_kw)))
+        call = dataclasses.replace(call, shapes=abstract_with_shardings((call.traced_args, call.traced_kwargs)))
     elif (here := compat.context_mesh()) is not None and AxisType.Explicit in here.axis_types:
         mesh = here
-    return _of_trace(request, call, (traced, mesh), pins, static_values(request, args, kwargs), on_progress)
+    return _plan_traced(request, call, (traced, mesh), pins, static_values(request, args, kwargs), on_progress)
 
 
-def check_pins(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def check_pins(request: ShardRequest, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise what is wrong with the pins of a call, before anything else of it is looked at."""
-    _input_pins(request, _Arguments.of(request, args, kwargs), len(args))
+    _input_pins(request, _TracedArguments.of(request, args, kwargs), len(args))
 
 
-def _input_pins(request: Request, call: _Arguments, count: int) -> tuple[Pin | None, ...]:
+def _input_pins(request: ShardRequest, call: _TracedArguments, count: int) -> tuple[Pin | None, ...]:
     """What the user asked of each argument, and the metadata around it."""
     statics = request.statics[1]
     in_strategy = without_static(request.in_strategy, argument_names(request.fn, count), tuple(statics))
     plan = request.parameter_plan
-    if isinstance(plan, PlanOfLeaves):
-        plan = plan.of(call.leaves)
+    if isinstance(plan, DeferredParameterPlan):
+        plan = plan.resolve(call.leaves)
     pins = pins_for_inputs(
-        *call.shown, in_strategy, plan, names=call.names, strict=request.options.strict,
-        devices=_devices(request, call),
+        *call.user_view, in_strategy, plan, names=call.names, strict=request.options.strict,
+        devices=_device_count(request, call),
     )  # fmt: skip
     mesh = request.mesh if request.mesh is not None else compat.context_mesh()
-    return with_metadata(pins, *call.shown, call.names, mesh)
+    return with_metadata(pins, *call.user_view, call.names, mesh)
 
 
-@uncollected()
-def _of_trace(
-    request: Request, call: _Arguments, traced: tuple[Any, Any], in_pins: Sequence[Pin | None], statics: Any,
+@gc_paused()
+def _plan_traced(
+    request: ShardRequest, call: _TracedArguments, traced: tuple[Any, Any], in_pins: Sequence[Pin | None], statics: Any,
     on_progress: Callable[..., None] | None,
-) -> Prepared:  # fmt: skip
+) -> PlannedCall:  # fmt: skip
     """What follows the trace: the program, its mesh, its plan. `traced` has the context of the trace beside it."""
-    donated = donated_leaves(request, call.left, call.left_kw, call.names)
-    made = _program(request, call, *traced, donated)
+    donated = donated_leaves(request, call.traced_args, call.traced_kwargs, call.names)
+    made = _build_program(request, call, *traced, donated)
     program = made.program
-    out_tree, in_tree = jax.tree.structure(made.result), jax.tree.structure(call.shown)
+    out_tree, in_tree = jax.tree.structure(made.result), jax.tree.structure(call.user_view)
     shapes = jax.tree.unflatten(
         out_tree, [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in made.avals[: out_tree.num_leaves]]
     )
-    out_pins = pins_for_outputs(shapes, request.out_strategy, devices=_devices(request, call))
+    out_pins = pins_for_outputs(shapes, request.out_strategy, devices=_device_count(request, call))
     out_pins += (None,) * (len(made.avals) - len(out_pins))
     in_leaves = jax.tree.leaves(call.shapes)
-    tied = ties(program, in_leaves, in_tree, made.avals, out_tree, donated, out_pins)
+    tied = find_state_ties(program, in_leaves, in_tree, made.avals, out_tree, donated, out_pins)
     where = call.placement
-    pins = _every_pin(request, program, call, in_pins, out_pins, made.avals)
+    pins = _collect_pins(request, program, call, in_pins, out_pins, made.avals)
 
-    def planned(chosen: ChosenMesh, request: Request = request) -> tuple[Plan, Schedule, frozenset[int]]:
+    def planned(chosen: ChosenMesh, request: ShardRequest = request) -> tuple[Plan, Schedule, frozenset[int]]:
         check_meshes(program, chosen.axes)
         topology = topologies.without_unit_axes(_topology(request, chosen))
-        asked, lying = pins.on(chosen, topology)
+        asked, lying = pins.resolve(chosen, topology)
         if request.plan is not None:
-            return request.plan, replay(program, topology, request.plan), frozenset()
+            return request.plan, schedule_of_plan(program, topology, request.plan), frozenset()
         options = request.options
-        wish = Wish(
-            tuple(asked), tied, donated, options.level, options.search, _budget(request, topology),
+        wish = PlanRequest(
+            tuple(asked), tied, donated, options.level, options.search, _memory_budget(request, topology),
             replication_price=options.replication_price,
         )  # fmt: skip
-        return _as_they_lie(program, topology, wish, lying, on_progress)
+        return _plan_with_committed(program, topology, wish, lying, on_progress)
 
     if isinstance(request.mesh, str) and request.mesh.partition(":")[0] == "auto":
-        chosen, plan, schedule, lying = _best(_machines(request, pins.pins, pins.shapes, pins.joint), planned)
+        chosen, plan, schedule, lying = _cheapest_mesh(_auto_meshes(request, pins.pins, pins.shapes, pins.joint), planned)
     else:
-        mesh, there = _mesh_of(request, where.mesh), [s for s, _ in pins.lying.values()]
+        mesh, there = _requested_mesh(request, where.mesh), [s for s, _ in pins.committed.values()]
         chosen = choose_mesh(
             mesh,
             request.options.device,
             pins.pins,
             pins.shapes,
             joint=pins.joint,
-            follow=where.mesh,
-            lying=there,
+            argument_mesh=where.mesh,
+            argument_shardings=there,
         )
         plan, schedule, lying = planned(chosen)
     plan = dataclasses.replace(plan, jax_mesh=chosen.mesh, in_tree=in_tree, out_tree=out_tree)
-    return Prepared(
-        request, plan, schedule, chosen, jax.tree.structure(call.shapes), made.tree, tuple(in_leaves), made.weak,
+    return PlannedCall(
+        request, plan, schedule, chosen, jax.tree.structure(call.shapes), made.tree, tuple(in_leaves), made.weak_typed,
         donated, statics, frozenset(i for i, p in enumerate(in_pins) if p is not None and not p.free), lying,
     )  # fmt: skip
 
 
-def _program(
-    request: Request, call: _Arguments, traced: Any, context: Any, donated: tuple[int, ...]
-) -> _Traced:
+def _build_program(
+    request: ShardRequest, call: _TracedArguments, traced: Any, context: Any, donated: tuple[int, ...]
+) -> _TracedProgram:
     """The traced function as a program whose arguments and results have the names that its user knows."""
     result, state = request.view.results(traced.out_info)
     paths = [path_name(path) or "result" for path, _ in jax.tree_util.tree_flatten_with_path(result)[0]]
@@ -246,37 +246,37 @@ def _program(
     except ShardError as e:
         if not (isinstance(e, NestedShardError) or e.where == ""):
             raise
-        line = line_of(traced.jaxpr, {compat.BOUNDARY, "shard_map"}) or e.where
+        line = source_line_of(traced.jaxpr, {compat.ARGUMENT_MARKER, "shard_map"}) or e.where
         raise type(e)(e.what, where=line, fix=e.fix) from None
     refuse_refs(program.constants, request.fn, request.name)
-    program = ordered(dataclasses.replace(program, context=context), donated)
-    given = _mesh_of(request) if request.mesh is not None else compat.context_mesh()
+    program = reorder_for_memory(dataclasses.replace(program, context=context), donated)
+    given = _requested_mesh(request) if request.mesh is not None else compat.context_mesh()
     if hasattr(given, "axis_names"):
         check_meshes(program, axes_of(given))
     outs = compat.open_jaxpr(traced.jaxpr)[0].outvars
     weak = tuple(bool(getattr(v.aval, "weak_type", False)) for v in outs)
-    return _Traced(program, result, avals, tree, weak)
+    return _TracedProgram(program, result, avals, tree, weak)
 
 
-def _every_pin(
-    request: Request, program: Program, call: _Arguments, in_pins: Sequence[Pin | None],
+def _collect_pins(
+    request: ShardRequest, program: Program, call: _TracedArguments, in_pins: Sequence[Pin | None],
     out_pins: Sequence[Pin | None], results: Sequence[Any],
-) -> _Pins:  # fmt: skip
+) -> _AllPins:  # fmt: skip
     """Pins of arguments, results and operators, in this order, and how the other arguments lie."""
     inner = _operator_pins(program)
     places = [(i, "result", 0) for i in program.inputs[: len(in_pins)]]
     places += [(i, "operand", 0) for i in program.outputs[: len(out_pins)]]
     places += [(op, side, k) for op, side, k, _ in inner]
     shapes = [leaf.shape for leaf in call.leaves] + [o.shape for o in results]
-    shapes += [_shape(program, op, side, k) for op, side, k, _ in inner]
+    shapes += [_pinned_shape(program, op, side, k) for op, side, k, _ in inner]
     free = {i for i, p in enumerate(in_pins) if (p is None or p.free) and request.plan is None}
-    lying = {i: (s, call.leaves[i].path) for i, s in call.placement.wishes if i in free}
-    together = joints(program, inner, len(in_pins) + len(out_pins))
-    return _Pins(places, [*in_pins, *out_pins, *(p for *_, p in inner)], shapes, lying, together)
+    lying = {i: (s, call.leaves[i].path) for i, s in call.placement.sharded if i in free}
+    together = joint_cuts(program, inner, len(in_pins) + len(out_pins))
+    return _AllPins(places, [*in_pins, *out_pins, *(p for *_, p in inner)], shapes, lying, together)
 
 
-def _as_they_lie(
-    program: Program, topology: Topology, wish: Wish, lying: Sequence[Any], on_progress: Any
+def _plan_with_committed(
+    program: Program, topology: Topology, wish: PlanRequest, lying: Sequence[Any], on_progress: Any
 ) -> tuple[Plan, Schedule, frozenset[int]]:
     """A plan that leaves arguments where they lie if there is one: that is a default, and gives way to what is asked."""
     if not lying:
@@ -295,9 +295,9 @@ def _as_they_lie(
     return plan, schedule, frozenset(number[op] for op, *_ in lying)
 
 
-def _best(
-    meshes: Sequence[tuple[ChosenMesh, Request]],
-    planned: Callable[[ChosenMesh, Request], tuple[Plan, Schedule, frozenset[int]]],
+def _cheapest_mesh(
+    meshes: Sequence[tuple[ChosenMesh, ShardRequest]],
+    planned: Callable[[ChosenMesh, ShardRequest], tuple[Plan, Schedule, frozenset[int]]],
 ) -> tuple[ChosenMesh, Plan, Schedule, frozenset[int]]:
     """The mesh whose plan costs least; the runners-up are told in the plan's steps."""
     found, refused = [], None
@@ -315,9 +315,9 @@ def _best(
     return chosen, dataclasses.replace(plan, steps=(*plan.steps, *told)), schedule, lying
 
 
-def _machines(
-    request: Request, pins: Sequence[Pin | None], shapes: Sequence[Any], joint: Sequence[Joint]
-) -> list[tuple[ChosenMesh, Request]]:
+def _auto_meshes(
+    request: ShardRequest, pins: Sequence[Pin | None], shapes: Sequence[Any], joint: Sequence[JointConstraint]
+) -> list[tuple[ChosenMesh, ShardRequest]]:
     """What `mesh="auto"` tries: grids of the devices here, of as many (`"auto:4"`), or of a named machine."""
     name, device = request.mesh.partition(":")[2], request.options.device
     if not name:
@@ -339,9 +339,9 @@ def _machines(
     ]
 
 
-def _devices(request: Request, call: _Arguments) -> int:
+def _device_count(request: ShardRequest, call: _TracedArguments) -> int:
     """How many devices there are to cut over, those of arguments that lie on a mesh before all that are here."""
-    mesh = _mesh_of(request)
+    mesh = _requested_mesh(request)
     if isinstance(mesh, str) and mesh.partition(":")[0] == "auto":
         name = mesh.partition(":")[2]
         if name:
@@ -350,7 +350,7 @@ def _devices(request: Request, call: _Arguments) -> int:
     return device_count(call.placement.mesh if mesh is None else mesh, request.options.device, entries)
 
 
-def _mesh_of(request: Request, lying: Any = None) -> Any:
+def _requested_mesh(request: ShardRequest, lying: Any = None) -> Any:
     """The mesh the user gave; with a plan and no mesh, the plan's own axes over the devices at hand."""
     if request.mesh is not None or request.plan is None or compat.context_mesh() is not None:
         return request.mesh
@@ -366,7 +366,7 @@ def _mesh_of(request: Request, lying: Any = None) -> Any:
     return jax.sharding.Mesh(np.array(devices[: axes.total]).reshape(axes.sizes), axes.names)
 
 
-def _cutting(pin: Pin | None, topology: Topology) -> Pin | None:
+def _drop_unit_axes(pin: Pin | None, topology: Topology) -> Pin | None:
     """A pin without mesh axes of size one, which the planner does not see."""
     if pin is None or pin.axes is None:
         return pin
@@ -375,7 +375,7 @@ def _cutting(pin: Pin | None, topology: Topology) -> Pin | None:
     return dataclasses.replace(pin, axes=axes)
 
 
-def _shape(program: Program, op: int, side: str, k: int) -> tuple[int, ...]:
+def _pinned_shape(program: Program, op: int, side: str, k: int) -> tuple[int, ...]:
     operator = program.operators[op]
     atom: Any = operator.operands[k] if side == "operand" else operator.results[k]
     return program.tensors[atom].shape if isinstance(atom, int) else tuple(atom.aval.shape)
@@ -385,7 +385,7 @@ def program_pins(program: Program, chosen: ChosenMesh, topology: Topology) -> li
     """Pins that the user's code put on operators, in the axes of a mesh: (operator, side, index, pin)."""
     out = []
     for op, side, k, pin in _operator_pins(program):
-        resolved = _cutting(resolve_pin(pin, chosen, _shape(program, op, side, k)), topology)
+        resolved = _drop_unit_axes(resolve_pin(pin, chosen, _pinned_shape(program, op, side, k)), topology)
         if resolved is not None and not resolved.free:
             out.append((op, side, k, resolved))
     return out
@@ -400,7 +400,7 @@ def _operator_pins(program: Program) -> list[tuple[int, str, int, Pin]]:
             if not isinstance(wanted, jax.sharding.NamedSharding):
                 continue  # a constraint by device order or backend says nothing about mesh axes
             where = f"{operator.primitive} {operator.source}".strip()
-            pin = parse_entry(wanted, _shape(program, op, side, k), where)
+            pin = parse_entry(wanted, _pinned_shape(program, op, side, k), where)
             if pin is None:
                 continue
             wanted = pin
@@ -408,7 +408,7 @@ def _operator_pins(program: Program) -> list[tuple[int, str, int, Pin]]:
     return out
 
 
-def _topology(request: Request, chosen: ChosenMesh) -> Topology:
+def _topology(request: ShardRequest, chosen: ChosenMesh) -> Topology:
     mesh = request.mesh
     chip = request.options.hardware
     if isinstance(chip, str):
@@ -423,7 +423,7 @@ def _topology(request: Request, chosen: ChosenMesh) -> Topology:
     return topologies.from_mesh(chosen.mesh, chip)
 
 
-def _budget(request: Request, topology: Topology) -> float | None:
+def _memory_budget(request: ShardRequest, topology: Topology) -> float | None:
     if request.options.memory_budget is not None:
         return float(request.options.memory_budget)
     hbm = topology.chip.hbm_bytes

@@ -22,13 +22,13 @@ from jax.sharding import AxisType
 from jshard import _jaxcompat as compat
 from jshard._errors import ShardError
 from jshard._plan.plan import Plan
-from jshard._state import View, unchanged
-from jshard._wish.options import CallOptions, Options
+from jshard._state import View, refuse_captured_writes
+from jshard._wish.options import CallOptions, PlanOptions
 from jshard._wish.paths import Leaf, argument_names
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Request:
+class ShardRequest:
     """The checked arguments of `shard`: what is asked of every call."""
 
     fn: Callable[..., Any]
@@ -36,7 +36,7 @@ class Request:
     in_strategy: Any
     out_strategy: Any
     parameter_plan: Any
-    options: Options
+    options: PlanOptions
     call: CallOptions
     mesh: Any
     plan: Plan | None
@@ -49,10 +49,10 @@ class Request:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class PlanOfLeaves:
+class DeferredParameterPlan:
     """A `parameter_plan` whose names depend on the arguments of the call."""
 
-    of: Callable[[Sequence[Leaf]], Any]
+    resolve: Callable[[Sequence[Leaf]], Any]
 
 
 def static_positions(fn: Callable[..., Any], call: CallOptions) -> tuple[set[int], set[str]]:
@@ -69,8 +69,8 @@ def static_positions(fn: Callable[..., Any], call: CallOptions) -> tuple[set[int
     return numbers, names
 
 
-def dynamic(
-    request: Request, args: Sequence[Any], kwargs: Mapping[str, Any]
+def named_traced_arguments(
+    request: ShardRequest, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple, dict, tuple[str, ...]]:
     """Arguments without the static ones, and the names of the positional ones that are left."""
     numbers, names = request.statics
@@ -96,29 +96,29 @@ def _abstract(x: Any) -> Any:
     return x
 
 
-def typed(tree: Any) -> Any:
+def abstract_with_shardings(tree: Any) -> Any:
     """Shapes and dtypes, with the shardings that are part of the types."""
     shapes = jax.tree.leaves(abstract(tree))
     leaves, structure = jax.tree.flatten(tree)
     return jax.tree.unflatten(
         structure,
         [
-            s if (t := explicit_type(x)) is None
+            s if (t := explicit_sharding(x)) is None
             else jax.ShapeDtypeStruct(s.shape, s.dtype, weak_type=s.weak_type, sharding=t)
             for s, x in zip(shapes, leaves, strict=True)
         ],
     )  # fmt: skip
 
 
-def explicit_type(x: Any) -> Any:
+def explicit_sharding(x: Any) -> Any:
     """The sharding that is part of an array's type, on a mesh with Explicit axes; None if none is."""
     sharding = x.sharding if isinstance(x, jax.ShapeDtypeStruct) else getattr(jax.typeof(x), "sharding", None)
     kinds = getattr(getattr(sharding, "mesh", None), "axis_types", None) or ()
     return sharding if AxisType.Explicit in kinds else None
 
 
-def without_statics(
-    request: Request, args: Sequence[Any], kwargs: Mapping[str, Any]
+def traced_arguments(
+    request: ShardRequest, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments that are traced."""
     numbers, names = request.statics
@@ -128,35 +128,35 @@ def without_statics(
     return left, {k: v for k, v in kwargs.items() if k not in names}
 
 
-def static_values(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+def static_values(request: ShardRequest, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     """The static arguments of a call: (position or name, value)."""
     numbers, names = request.statics
     positional = tuple((i, a) for i, a in enumerate(args) if i in numbers)
     return positional + tuple((n, kwargs[n]) for n in sorted(kwargs) if n in names)
 
 
-def trace(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+def trace(request: ShardRequest, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
     """The function traced on shapes, and the mesh of its arguments' types if it needs them; None if it does not.
 
     JAX types arrays by their sharding where a mesh has Explicit axes. Of these types only the user's own wishes
     are of use here, so the function is traced without them; but some functions are right for them alone.
     """
     try:
-        return _traced(request, args, kwargs, abstract), None
+        return _trace_with(request, args, kwargs, abstract), None
     except ShardError:
         raise
     except Exception as error:
         if not isinstance(error, TypeError | ValueError | AssertionError | compat.ShardingTypeError):
             raise
-        leaves = jax.tree.leaves(without_statics(request, args, kwargs))
-        mesh = next((s.mesh for s in map(explicit_type, leaves) if s is not None), None)
+        leaves = jax.tree.leaves(traced_arguments(request, args, kwargs))
+        mesh = next((s.mesh for s in map(explicit_sharding, leaves) if s is not None), None)
         if mesh is None:
             raise
-    return _traced(request, args, kwargs, typed), getattr(mesh, "abstract_mesh", mesh)
+    return _trace_with(request, args, kwargs, abstract_with_shardings), getattr(mesh, "abstract_mesh", mesh)
 
 
-def _traced(
-    request: Request, args: Sequence[Any], kwargs: Mapping[str, Any], shape: Callable[[Any], Any]
+def _trace_with(
+    request: ShardRequest, args: Sequence[Any], kwargs: Mapping[str, Any], shape: Callable[[Any], Any]
 ) -> Any:
     numbers, names = request.statics
     shapes = [a if i in numbers else shape(a) for i, a in enumerate(args)]
@@ -169,14 +169,14 @@ def _traced(
     statics = static_values(request, args, kwargs)
     named = [(n if isinstance(n, str) else f"static argument {n}", v) for n, v in statics]
     try:
-        with unchanged(request.fn, named, request.name):
+        with refuse_captured_writes(request.fn, named, request.name):
             return jitted.trace(*shapes, **shapes_kw)
     except ShardError:
         jitted.clear_cache()  # a trace that JAX has kept would not set anything, and be taken for a good one
         raise
 
 
-def line_of(jaxpr: Any, primitives: Container[str]) -> str | None:
+def source_line_of(jaxpr: Any, primitives: Container[str]) -> str | None:
     """The user's line that calls a sharded function, or a `shard_map`; None if none does.
 
     Frames of the library are not what users look for; a cached `jit` has kept no other, so its caller's are taken.
@@ -186,7 +186,7 @@ def line_of(jaxpr: Any, primitives: Container[str]) -> str | None:
         found = "" if eqn.primitive.name in primitives else None
         for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
             if found is None and (hasattr(inner, "eqns") or hasattr(inner, "jaxpr")):
-                found = line_of(inner, primitives)
+                found = source_line_of(inner, primitives)
         if found == "":
             frames = getattr(eqn.source_info.traceback, "frames", ())
             lines = (
@@ -200,7 +200,7 @@ def line_of(jaxpr: Any, primitives: Container[str]) -> str | None:
     return None
 
 
-def donated(request: Request, args: tuple, kwargs: dict, names: tuple[str, ...]) -> tuple[int, ...]:
+def donated(request: ShardRequest, args: tuple, kwargs: dict, names: tuple[str, ...]) -> tuple[int, ...]:
     """Flat indices of the donated leaves."""
     numbers, _ = request.statics
     positions = sorted(set(range(len(args) + len(numbers))) - numbers)

@@ -23,18 +23,18 @@ from jax.sharding import AbstractMesh
 
 from jshard import _jaxcompat as compat
 from jshard._calls import check_call, checked
-from jshard._dispatch import Program, inline
+from jshard._dispatch import Executable, inline
 from jshard._errors import ArgumentError, MeshError, NestedShardError, ShardError
 from jshard._plan.plan import Plan
-from jshard._prepare import Prepared, check_pins, prepare
-from jshard._report.progress import progress, search_state
-from jshard._request import Request, without_statics
-from jshard._signature import Signature, changes, checked_statics, signature
-from jshard._wish.entries import described
-from jshard._wish.options import check_call_options, check_function, check_options, module_form
+from jshard._prepare import PlannedCall, check_pins, prepare
+from jshard._report.progress import progress, search_status
+from jshard._request import ShardRequest, traced_arguments
+from jshard._signature import Signature, explain_miss, checked_statics, signature
+from jshard._wish.entries import describe_value
+from jshard._wish.options import check_call_options, check_function, check_options, flax_entry_point
 
 
-CALLBACKS = frozenset(("pure_callback", "io_callback", "debug_callback", "debug_print"))
+CALLBACK_PRIMITIVES = frozenset(("pure_callback", "io_callback", "debug_callback", "debug_print"))
 
 _log = logging.getLogger("jshard")
 
@@ -119,7 +119,7 @@ def shard(
         )
     if fn is None:
         return functools.partial(shard, **options)
-    whole = module_form(fn)
+    whole = flax_entry_point(fn)
     if whole is not None:
         return whole(fn, **options)
     if isinstance(fn, Sharded):
@@ -129,10 +129,10 @@ def shard(
             fix=f"shard the plain function: jshard.shard({fn.__name__}.__wrapped__, ...)",
         )
     check_function(fn)
-    if (flax := _flax_step()) is not None:
+    if (flax := _flax_function()) is not None:
         flax.refuse_bound(fn)
     name = getattr(fn, "__name__", type(fn).__name__)
-    request = Request(fn, name, in_strategy, out_strategy, parameter_plan, checked, call, mesh, plan)
+    request = ShardRequest(fn, name, in_strategy, out_strategy, parameter_plan, checked, call, mesh, plan)
     return Sharded(request)
 
 
@@ -151,20 +151,20 @@ class Sharded:
     __slots__ = ("__call__", "__dict__", "__weakref__")
     __call__: Callable[..., Any]
 
-    def __init__(self, request: Request, *, of_arrays: bool = False):
+    def __init__(self, request: ShardRequest, *, of_arrays: bool = False):
         functools.update_wrapper(self, request.fn)
         self.__name__ = request.name
         self._request = request
         self._lock = threading.Lock()  # held for moments only: planning has a lock per signature
         self._planning: dict[Signature, threading.RLock] = {}
-        self._programs: dict[Signature, Program] = {}
-        self._alike: dict[Signature, tuple[Program, ...]] = {}  # those that differ in where arguments lie
+        self._executables: dict[Signature, Executable] = {}
+        self._executables_by_shapes: dict[Signature, tuple[Executable, ...]] = {}  # those that differ in where arguments lie
         self._failed = False
-        self._of_arrays = of_arrays  # a function of arrays that another one calls: it holds no state
-        self._carried: Any = None  # for arguments that hold state, as Flax modules do
+        self._is_array_function = of_arrays  # a function of arrays that another one calls: it holds no state
+        self._stateful: Any = None  # for arguments that hold state, as Flax modules do
         self.calls_back = False  # whether a program calls Python functions
-        self._dispatch = compat.dispatcher(request.name, request.fn, self._miss, *request.statics)
-        self.__call__ = self._checked if any(request.statics) else self._dispatch
+        self._dispatch = compat.dispatcher(request.name, request.fn, self._on_cache_miss, *request.statics)
+        self.__call__ = self._call_with_statics if any(request.statics) else self._dispatch
 
     def plan(self, *args: Any, verify: bool | None = None, **kwargs: Any) -> Plan:
         """The plan for these arguments; arrays or `ShapeDtypeStruct`s, no device needed.
@@ -181,14 +181,14 @@ class Sharded:
             kwargs["verify"], verify = verify, None
         if not isinstance(verify, bool | None):
             raise ShardError(
-                f"verify is {described(verify)}",
+                f"verify is {describe_value(verify)}",
                 where=f"{self.__name__}.plan",
                 fix="verify=True or verify=False",
             )
         with progress(f"planning {self.__name__}", after=2.0) as show:
             with self.planned_as(args, kwargs) as (function, left, left_kw):
-                program = function._found(left, left_kw, lambda *state: show(0, search_state(*state)))
-                moved = program.entry(left, left_kw)
+                program = function._executable_for_arrays(left, left_kw, lambda *state: show(0, search_status(*state)))
+                moved = program.entry_moves(left, left_kw)
             plan = program.plan
             plan = dataclasses.replace(plan, entry=moved) if moved else plan
             if not verify:
@@ -206,16 +206,16 @@ class Sharded:
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The planned program as a `jax.stages.Lowered`, ready for `.compile()`."""
-        return self._program(args, kwargs).lower()
+        return self._executable(args, kwargs).lower()
 
     def clear_cache(self) -> None:
         """Forget every plan and compiled program."""
         with self._lock:
-            self._programs.clear()
-            self._alike.clear()
+            self._executables.clear()
+            self._executables_by_shapes.clear()
             self._planning.clear()
-            self._carried = None
-        compat.forget(self._dispatch)
+            self._stateful = None
+        compat.clear_dispatch_cache(self._dispatch)
 
     def check_arguments(
         self, args: Any, kwargs: Any, where: str = "", settings: tuple[str, ...] = ()
@@ -238,12 +238,12 @@ class Sharded:
             kwargs,
             self.__name__,
             where=where or called,
-            settings=settings,
-            elsewhere=elsewhere,
+            own_arguments=settings,
+            advice=elsewhere,
         )
 
     @property
-    def request(self) -> Request:
+    def request(self) -> ShardRequest:
         """What was asked of `shard`."""
         return self._request
 
@@ -261,14 +261,14 @@ class Sharded:
         return f"<sharded {self.__name__}{_signature(self._request.fn)}>"
 
     @compat.api_boundary
-    def _miss(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
+    def _on_cache_miss(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
         """What JAX's dispatch calls when it does not know a call: results, how to repeat it, whether to forget it."""
         try:
-            over = self._over(args, kwargs)
+            over = self._stateful_function(args, kwargs)
             if over is not None:
-                self.__call__ = self._with_state  # of those calls dispatch knows nothing
-                return self._changing(over, args, kwargs), None, False
-            program = self._program(args, kwargs)
+                self.__call__ = self._call_checking_for_state  # of those calls dispatch knows nothing
+                return self._call_stateful(over, args, kwargs), None, False
+            program = self._executable(args, kwargs)
             if not compat.at_top_level():
                 return inline(program, args, kwargs), None, False
             out, again = program.run(args, kwargs)
@@ -278,21 +278,21 @@ class Sharded:
             raise
         if self._failed:
             self._failed = False
-            compat.forget(self._dispatch)
+            compat.clear_dispatch_cache(self._dispatch)
         return out, again, False
 
     @compat.api_boundary
-    def _with_state(self, *args: Any, **kwargs: Any) -> Any:
+    def _call_checking_for_state(self, *args: Any, **kwargs: Any) -> Any:
         """A call of a function that was called with state."""
-        over = self._over(args, kwargs)
+        over = self._stateful_function(args, kwargs)
         if over is not None:
-            return self._changing(over, args, kwargs)
+            return self._call_stateful(over, args, kwargs)
         return (
-            self._checked(*args, **kwargs) if any(self._request.statics) else self._dispatch(*args, **kwargs)
+            self._call_with_statics(*args, **kwargs) if any(self._request.statics) else self._dispatch(*args, **kwargs)
         )
 
     @compat.api_boundary
-    def _checked(self, *args: Any, **kwargs: Any) -> Any:
+    def _call_with_statics(self, *args: Any, **kwargs: Any) -> Any:
         """A call with static arguments: dispatch hashes them before it asks us."""
         try:
             return self._dispatch(*args, **kwargs)
@@ -300,73 +300,73 @@ class Sharded:
             checked_statics(self._request, args, kwargs)
             raise
 
-    def _over(self, args: Any, kwargs: Any) -> Any:
+    def _stateful_function(self, args: Any, kwargs: Any) -> Any:
         """The form for arguments with state that the function may change, graph nodes of nnx; None without."""
-        flax = _flax_step() if not self._of_arrays else None
-        if flax is None or not flax.holds_state(without_statics(self._request, args, kwargs)):
+        flax = _flax_function() if not self._is_array_function else None
+        if flax is None or not flax.holds_state(traced_arguments(self._request, args, kwargs)):
             return None
         with self._lock:
-            if self._carried is None:
-                self._carried = flax.Carried(self._request, functools.partial(Sharded, of_arrays=True))
-            return self._carried
+            if self._stateful is None:
+                self._stateful = flax.Carried(self._request, functools.partial(Sharded, of_arrays=True))
+            return self._stateful
 
     @contextlib.contextmanager
     def planned_as(self, args: Any, kwargs: Any) -> Iterator[tuple[Sharded, tuple, dict[str, Any]]]:
         """The function of arrays that is planned for these arguments, and its arguments."""
-        over = self._over(args, kwargs)
-        with self._explained(args, kwargs), contextlib.ExitStack() as stack:
+        over = self._stateful_function(args, kwargs)
+        with self._explaining_errors(args, kwargs), contextlib.ExitStack() as stack:
             if over is not None:
                 args, kwargs = stack.enter_context(over.taken_apart(args, kwargs))
             yield (self if over is None else over.inner), tuple(args), dict(kwargs)
 
-    def _changing(self, over: Any, args: Any, kwargs: Any) -> Any:
+    def _call_stateful(self, over: Any, args: Any, kwargs: Any) -> Any:
         """A call that may change the state among its arguments."""
-        with self._explained(args, kwargs):
+        with self._explaining_errors(args, kwargs):
             return over(args, kwargs)
 
     @contextlib.contextmanager
-    def _explained(self, args: Any, kwargs: Any) -> Iterator[None]:
+    def _explaining_errors(self, args: Any, kwargs: Any) -> Iterator[None]:
         """Errors of a wrong call, and of a trace that concern captured state, in words that name what is meant."""
         try:
             yield
         except Exception as error:
             if isinstance(error, TypeError):
                 self.check_arguments(args, kwargs)
-            flax = _flax_step()
+            flax = _flax_function()
             found = error if flax is None else flax.explained(error, self._request.fn, self.__name__)
             if found is error:
                 raise
             raise found from None
 
-    def _program(self, args: Any, kwargs: Any, on_progress: Callable[..., None] | None = None) -> Program:
-        if not self._of_arrays:
+    def _executable(self, args: Any, kwargs: Any, on_progress: Callable[..., None] | None = None) -> Executable:
+        if not self._is_array_function:
             with self.planned_as(args, kwargs) as (function, args, kwargs):
-                return function._found(args, kwargs, on_progress)
-        return self._found(args, kwargs, on_progress)
+                return function._executable_for_arrays(args, kwargs, on_progress)
+        return self._executable_for_arrays(args, kwargs, on_progress)
 
-    def _found(self, args: Any, kwargs: Any, on_progress: Callable[..., None] | None) -> Program:
+    def _executable_for_arrays(self, args: Any, kwargs: Any, on_progress: Callable[..., None] | None) -> Executable:
         try:
             key = signature(self._request, args, kwargs)
         except ArgumentError:
             check_pins(self._request, args, kwargs)  # what was asked of that argument is said first
             raise
-        found = self._known(key)
+        found = self._cached(key)
         if found is not None:
             return found
         with self._lock:
-            planning = self._planning.setdefault(key.anywhere, threading.RLock())
+            planning = self._planning.setdefault(key.without_placement, threading.RLock())
         with planning:
-            found = self._known(key)
+            found = self._cached(key)
             if found is None:
-                if self._programs and compat.setting("jax_log_compiles"):
+                if self._executables and compat.jax_option("jax_log_compiles"):
                     _log.warning(
-                        "%s is planned anew; changed: %s", self.__name__, changes(key, list(self._programs))
+                        "%s is planned anew; changed: %s", self.__name__, explain_miss(key, list(self._executables))
                     )
                 # Kept only when whole: a search that is interrupted before any answer leaves nothing behind.
-                found = self._programs[key] = Program(self._prepared(args, kwargs, on_progress))
-                self._alike[key.anywhere] = (*self._alike.get(key.anywhere, ()), found)
-                plan, program = found.prepared.plan, found.prepared.schedule.choice.program
-                self.calls_back |= any(name in CALLBACKS for _, name in program.arrays.primitives)
+                found = self._executables[key] = Executable(self._plan_call(args, kwargs, on_progress))
+                self._executables_by_shapes[key.without_placement] = (*self._executables_by_shapes.get(key.without_placement, ()), found)
+                plan, program = found.prepared.plan, found.prepared.schedule.assignment.program
+                self.calls_back |= any(name in CALLBACK_PRIMITIVES for _, name in program.use_def.primitive_ids)
                 if any("interrupted" in s for s in plan.steps):
                     _log.warning(
                         "%s: the search was interrupted; the best plan it had (gap %.2g%%) is used from now on, "
@@ -375,19 +375,19 @@ class Sharded:
                     )  # fmt: skip
         return found
 
-    def _known(self, key: Signature) -> Program | None:
+    def _cached(self, key: Signature) -> Executable | None:
         """The program of a signature: its own, or one whose arguments are planned where they lie now."""
-        found = self._programs.get(key)
+        found = self._executables.get(key)
         if found is not None:
             return found
-        return next((p for p in self._alike.get(key.anywhere, ()) if p.serves(key.lying)), None)
+        return next((p for p in self._executables_by_shapes.get(key.without_placement, ()) if p.accepts_placement(key.lying)), None)
 
-    def _prepared(self, args: Any, kwargs: Any, on_progress: Callable[..., None] | None) -> Prepared:
+    def _plan_call(self, args: Any, kwargs: Any, on_progress: Callable[..., None] | None) -> PlannedCall:
         """A plan; a call or `lower` shows its progress as `plan` does."""
         if on_progress is not None:
             return prepare(self._request, args, kwargs, on_progress)
         with progress(f"planning {self.__name__}", after=2.0) as show:
-            return prepare(self._request, args, kwargs, lambda *state: show(0, search_state(*state)))
+            return prepare(self._request, args, kwargs, lambda *state: show(0, search_status(*state)))
 
 
 class _Bound(functools.partial):
@@ -403,7 +403,7 @@ class _Bound(functools.partial):
         self.func.clear_cache()
 
 
-def _flax_step() -> Any:
+def _flax_function() -> Any:
     """What carries the state of nnx; None while nnx is not imported, when nobody can have any."""
     if "flax.nnx" not in sys.modules:
         return None

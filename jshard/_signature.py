@@ -19,9 +19,9 @@ import jax
 
 from jshard import _jaxcompat as compat
 from jshard._errors import ShardError
-from jshard._request import Request, dynamic, static_values, without_statics
+from jshard._request import ShardRequest, named_traced_arguments, static_values, traced_arguments
 from jshard._state import not_an_array
-from jshard._wish.lying import Placement, placement, said
+from jshard._wish.lying import Placement, placement, describe_sharding
 
 
 class Signature(NamedTuple):
@@ -35,28 +35,28 @@ class Signature(NamedTuple):
     lying: Placement = Placement()
 
     @property
-    def anywhere(self) -> Signature:
+    def without_placement(self) -> Signature:
         """The same wherever the arguments lie."""
         return self._replace(lying=Placement())
 
 
-def signature(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
+def signature(request: ShardRequest, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
     """The signature of a call; raises `ShardError` for what is no array, or static and cannot be hashed."""
-    left, left_kw = without_statics(request, args, kwargs)
+    left, left_kw = traced_arguments(request, args, kwargs)
     leaves, tree = jax.tree.flatten((left, left_kw))
     avals = tuple(map(_aval, leaves))
     if None in avals:
-        left, left_kw, names = dynamic(request, args, kwargs)
+        left, left_kw, names = named_traced_arguments(request, args, kwargs)
         raise not_an_array(request.name, *request.view.arguments(left, left_kw), names)
     # A mesh that the user gave is the one that counts, whatever is in context.
     context = None if request.mesh is not None else compat.context_mesh()
     follow = context is None and request.mesh is None
-    lying = placement(leaves, follow=follow) if request.plan is None else Placement()
+    lying = placement(leaves, use_argument_mesh=follow) if request.plan is None else Placement()
     statics = checked_statics(request, args, kwargs)
-    return Signature(tree, avals, statics, context, compat.settings(), lying)
+    return Signature(tree, avals, statics, context, compat.trace_options(), lying)
 
 
-def checked_statics(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+def checked_statics(request: ShardRequest, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     """The static arguments of a call, all hashable."""
     numbers, names = request.statics
     statics = static_values(request, args, kwargs) if numbers or names else ()
@@ -72,7 +72,7 @@ def checked_statics(request: Request, args: Sequence[Any], kwargs: Mapping[str, 
     return statics
 
 
-def changes(new: Signature, known: Sequence[Signature]) -> str:
+def explain_miss(new: Signature, known: Sequence[Signature]) -> str:
     """How a signature differs from the closest known one."""
     return "; ".join(min((_differences(old, new) for old in known), key=len))
 
@@ -83,7 +83,7 @@ def _differences(old: Signature, new: Signature) -> list[str]:
     numbered = jax.tree.unflatten(new.tree, range(len(new.avals)))
     paths = jax.tree_util.tree_flatten_with_path(numbered)[0]
     told = [
-        f"argument {jax.tree_util.keystr(path)}: {_shown(was)} -> {_shown(now)}"
+        f"argument {jax.tree_util.keystr(path)}: {_format_aval(was)} -> {_format_aval(now)}"
         for (path, _), was, now in zip(paths, old.avals, new.avals, strict=True)
         if was != now
     ]
@@ -93,9 +93,9 @@ def _differences(old: Signature, new: Signature) -> list[str]:
             told.append(f"static argument {which}: {was!r} -> {now!r}")
     if old.context != new.context:
         told.append(f"mesh in context: {old.context} -> {new.context}")
-    was_at, now_at = dict(old.lying.wishes), dict(new.lying.wishes)
+    was_at, now_at = dict(old.lying.sharded), dict(new.lying.sharded)
     told += [
-        f"argument {jax.tree_util.keystr(path)} lies {_place(was_at.get(i))} -> {_place(now_at.get(i))}"
+        f"argument {jax.tree_util.keystr(path)} lies {_describe_placement(was_at.get(i))} -> {_describe_placement(now_at.get(i))}"
         for i, (path, _) in enumerate(paths)
         if was_at.get(i) != now_at.get(i)
     ]
@@ -111,10 +111,10 @@ def _aval(x: Any) -> Any:
     return None if a is None or compat.is_ref(x) else (a.shape, a.dtype, bool(getattr(a, "weak_type", False)))
 
 
-def _place(sharding: Any) -> str:
-    return "anywhere" if sharding is None else said(sharding)
+def _describe_placement(sharding: Any) -> str:
+    return "anywhere" if sharding is None else describe_sharding(sharding)
 
 
-def _shown(aval: Any) -> str:
+def _format_aval(aval: Any) -> str:
     shape, dtype, weak = aval
     return f"{dtype}[{','.join(map(str, shape))}]" + (" (weak)" if weak else "")

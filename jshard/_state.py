@@ -34,11 +34,11 @@ import numpy as np
 
 from jshard import _jaxcompat as compat
 from jshard._errors import ArgumentError, ShardError
-from jshard._wish.entries import a_type, described
+from jshard._wish.entries import type_with_article, describe_value
 from jshard._wish.paths import input_leaves
 
 
-MOST_OBJECTS = 50_000
+MAX_SEARCHED_OBJECTS = 50_000
 """Captured objects that are looked at; a function that captures more is not searched to the end."""
 
 
@@ -64,11 +64,11 @@ def not_an_array(
     leaves = jax.tree.leaves((tuple(args), dict(kwargs)))
     for leaf, about in zip(leaves, input_leaves(args, kwargs, names), strict=True):
         if compat.array_type(leaf) is None or compat.is_ref(leaf):
-            return _refusal(name, leaf, about.path, about.argument)
+            return _not_an_array_error(name, leaf, about.path, about.argument)
     raise AssertionError("every leaf is an array")
 
 
-def _refusal(name: str, leaf: Any, path: str, argument: str) -> ArgumentError:
+def _not_an_array_error(name: str, leaf: Any, path: str, argument: str) -> ArgumentError:
     where = f"call of {name}, argument {path}"
     cls = type(leaf).__name__
     if compat.is_ref(leaf):
@@ -79,11 +79,11 @@ def _refusal(name: str, leaf: Any, path: str, argument: str) -> ArgumentError:
         )
     if hasattr(leaf, "__jax_array__"):
         return ArgumentError(
-            f"argument {path} is {a_type(leaf)}, which only its __jax_array__ makes an array",
+            f"argument {path} is {type_with_article(leaf)}, which only its __jax_array__ makes an array",
             where=where,
             fix=f"its array: jax.numpy.asarray({path})",
         )
-    inside = _places([("", leaf)])
+    inside = _slots([("", leaf)])
     held = next((p.path[1:] for p in inside if any(map(_is_array, jax.tree.leaves(p.value)))), None)
     if held is not None:
         if dataclasses.is_dataclass(leaf):
@@ -91,7 +91,7 @@ def _refusal(name: str, leaf: Any, path: str, argument: str) -> ArgumentError:
         else:
             fix = f"{cls} as a pytree (jax.tree_util.register_pytree_node_class, or a registered dataclass)"
         return ArgumentError(
-            f"argument {path} is {a_type(leaf)}, which holds arrays ({held}) and is no pytree: "
+            f"argument {path} is {type_with_article(leaf)}, which holds arrays ({held}) and is no pytree: "
             f"what {name} changes in it would be lost",
             where=where,
             fix=f"{fix}, with what changes as a result; or its arrays as arguments",
@@ -101,7 +101,7 @@ def _refusal(name: str, leaf: Any, path: str, argument: str) -> ArgumentError:
     else:
         fix = f"only arrays and numbers inside {argument}; what is part of the program goes into a static argument"
     return ArgumentError(
-        f"argument {path} is {described(leaf)}, neither an array nor a container of arrays",
+        f"argument {path} is {describe_value(leaf)}, neither an array nor a container of arrays",
         where=where,
         fix=fix,
     )
@@ -127,16 +127,16 @@ def _hashable(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def unchanged(fn: Any, others: Sequence[tuple[str, Any]], name: str) -> Iterator[None]:
+def refuse_captured_writes(fn: Any, others: Sequence[tuple[str, Any]], name: str) -> Iterator[None]:
     """While `fn` is traced: refuse that it puts traced values into objects that it captures, and put them back.
 
     `others` are more (path, object) that it reaches, such as static arguments.
     """
-    before = [p for p in _places([*captured(fn), *others]) if p.key is not None]
+    before = [p for p in _slots([*captured(fn), *others]) if p.key is not None]
     try:
         yield
     finally:
-        lost = [p for p in before if p.lost]
+        lost = [p for p in before if p.holds_leaked_tracer]
         for p in reversed(lost):
             p.restore()
     if lost:
@@ -158,19 +158,19 @@ def captured(fn: Any) -> Iterator[tuple[str, Any]]:
     """
     seen: set[int] = set()
     ahead = [_attributes(fn).get("__wrapped__", fn), fn]
-    while ahead and len(seen) < MOST_OBJECTS:
+    while ahead and len(seen) < MAX_SEARCHED_OBJECTS:
         f = ahead.pop(0)
         if id(f) in seen:
             continue
         seen.add(id(f))
-        for path, value in _reached(f):
+        for path, value in _direct_references(f):
             inner = _attributes(value).get("__wrapped__")
             ahead += [v for v in (value, inner) if isinstance(v, types.FunctionType | functools.partial)]
-            if not _closed(value):
+            if not _is_opaque(value):
                 yield path, value
 
 
-def _reached(fn: Any) -> Iterator[tuple[str, Any]]:
+def _direct_references(fn: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(fn, functools.partial):
         yield from ((f"argument {i} of the partial", a) for i, a in enumerate(fn.args))
         yield from fn.keywords.items()
@@ -186,7 +186,7 @@ def _reached(fn: Any) -> Iterator[tuple[str, Any]]:
         yield from (fn.__kwdefaults__ or {}).items()
         found = fn.__globals__
         yield from ((n, found[n]) for n in dict.fromkeys(_global_names(fn.__code__)) if n in found)
-    elif not _closed(fn):
+    elif not _is_opaque(fn):
         yield type(fn).__name__, fn  # an object that is called
 
 
@@ -198,12 +198,12 @@ def _global_names(code: types.CodeType) -> Iterator[str]:
             yield from _global_names(constant)
 
 
-class _Place(NamedTuple):
+class _Slot(NamedTuple):
     """Where an object holds a value: below `above`, a place or the name of a root; the key is None where nobody sets it."""
 
-    above: Any
-    written: Any
-    holder: Any
+    parent: Any
+    label: Any
+    container: Any
     key: Any
     value: Any
 
@@ -211,25 +211,25 @@ class _Place(NamedTuple):
     def path(self) -> str:
         """As the user writes it: `state.layers[0]['w']`."""
         steps, here = [], self
-        while isinstance(here, _Place):
-            index = isinstance(here.holder, dict | list | tuple)
-            steps.append(f"[{here.written!r}]" if index else f".{here.written}")
-            here = here.above
+        while isinstance(here, _Slot):
+            index = isinstance(here.container, dict | list | tuple)
+            steps.append(f"[{here.label!r}]" if index else f".{here.label}")
+            here = here.parent
         return str(here) + "".join(reversed(steps))
 
     @property
-    def lost(self) -> bool:
+    def holds_leaked_tracer(self) -> bool:
         """Whether arrays or numbers were here and traced values are now."""
-        if isinstance(self.holder, list):
-            now = self.holder[self.key] if self.key < len(self.holder) else self.value
+        if isinstance(self.container, list):
+            now = self.container[self.key] if self.key < len(self.container) else self.value
         else:
-            items = self.holder if isinstance(self.holder, dict) else vars(self.holder)
+            items = self.container if isinstance(self.container, dict) else vars(self.container)
             now = items.get(self.key, self.value)
-        return now is not self.value and _any(now, compat.is_tracer) and _any(self.value, _numeric)
+        return now is not self.value and _contains(now, compat.is_tracer) and _contains(self.value, _numeric)
 
     def restore(self) -> None:
         """Put back what was here."""
-        (self.holder if isinstance(self.holder, dict | list) else vars(self.holder))[self.key] = self.value
+        (self.container if isinstance(self.container, dict | list) else vars(self.container))[self.key] = self.value
 
 
 def _is_array(value: Any) -> bool:
@@ -240,48 +240,48 @@ def _numeric(value: Any) -> bool:
     return isinstance(value, jax.Array | np.ndarray | np.generic | int | float | complex)
 
 
-def _any(root: Any, test: Callable[[Any], bool]) -> bool:
+def _contains(root: Any, test: Callable[[Any], bool]) -> bool:
     """Whether the test holds for an object or for anything in it."""
-    return test(root) or any(test(p.value) for p in _places([("", root)]))
+    return test(root) or any(test(p.value) for p in _slots([("", root)]))
 
 
-def _places(roots: Sequence[tuple[str, Any]]) -> Iterator[_Place]:
+def _slots(roots: Sequence[tuple[str, Any]]) -> Iterator[_Slot]:
     """Everything that objects hold; those of libraries are not searched."""
     seen: set[int] = set()
     ahead: list[tuple[Any, Any]] = list(roots)[::-1]
-    while ahead and len(seen) < MOST_OBJECTS:
+    while ahead and len(seen) < MAX_SEARCHED_OBJECTS:
         above, here = ahead.pop()
         if id(here) in seen:
             continue
         seen.add(id(here))
-        if type(here).__module__.partition(".")[0] in _LIBRARIES:
+        if type(here).__module__.partition(".")[0] in _UNSEARCHED_LIBRARIES:
             continue
-        found = [_Place(above, written, here, key, value) for written, key, value in _parts(here)]
+        found = [_Slot(above, written, here, key, value) for written, key, value in _direct_slots(here)]
         yield from found
-        ahead += [(p, p.value) for p in reversed(found) if not _closed(p.value)]
+        ahead += [(p, p.value) for p in reversed(found) if not _is_opaque(p.value)]
 
 
-_CLOSED = (
+_OPAQUE_TYPES = (
     jax.Array, np.ndarray, np.generic, str, bytes, int, float, complex, type, types.ModuleType, types.FunctionType,
     types.BuiltinFunctionType, types.MethodType, type(None),
 )  # fmt: skip
-_LIBRARIES = frozenset(
+_UNSEARCHED_LIBRARIES = frozenset(
     ("jax", "jaxlib", "numpy", "scipy", "flax", "jshard", "logging", "threading", "_thread")
 )
 """Whose objects hold nothing that a user sets: not searched."""
 
 
-def _closed(value: Any) -> bool:
+def _is_opaque(value: Any) -> bool:
     """Whether nothing in a value is looked at; a proxy that does not even tell its class is left alone."""
     try:
-        return isinstance(value, _CLOSED)
+        return isinstance(value, _OPAQUE_TYPES)
     except Exception:
         return True
 
 
-def _parts(here: Any) -> Iterator[tuple[Any, Any, Any]]:
+def _direct_slots(here: Any) -> Iterator[tuple[Any, Any, Any]]:
     """(how it is written, key or None, value) of what an object holds directly."""
-    if _closed(here):
+    if _is_opaque(here):
         return
     if isinstance(here, dict):
         yield from ((k, k, v) for k, v in list(here.items()))

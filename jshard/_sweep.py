@@ -22,17 +22,17 @@ from jshard._layout import MeshAxes
 from jshard._plan.plan import Plan
 from jshard._prepare import prepare
 from jshard._report import plots, points as report
-from jshard._report.points import Point
+from jshard._report.points import PlanPoint
 from jshard._report.progress import progress
 from jshard._report.summary import step_seconds
-from jshard._request import Request, abstract
+from jshard._request import ShardRequest, abstract
 from jshard._shard import Sharded, shard
 from jshard._wish.mesh import check_mesh
 from jshard._wish.options import check_device, check_level, check_search, parse_bytes
 from jshard._wish.paths import argument_names
 
 
-OPTIONS = {
+SWEPT_OPTIONS = {
     "hardware": lambda v: hardware.get(v) if isinstance(v, str) else v,
     "device": lambda v: check_device(v) or v, "level": check_level, "memory_budget": parse_bytes, "search": check_search,
 }  # fmt: skip
@@ -48,7 +48,7 @@ class Sweep:
     """
 
     name: str
-    points: tuple[Point, ...]
+    points: tuple[PlanPoint, ...]
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -56,7 +56,7 @@ class Sweep:
         return tuple(p.plan for p in self.points if p.plan is not None)
 
     @property
-    def fastest(self) -> Point | None:
+    def fastest(self) -> PlanPoint | None:
         """The point of least step time (for one entry of the batch where batches differ); None without a plan."""
         made = [p for p in self.points if p.plan is not None]
         return min(made, key=lambda p: step_seconds(p.plan) / (p.setting("batch") or 1), default=None)  # type: ignore[arg-type]
@@ -64,10 +64,10 @@ class Sweep:
     def __len__(self) -> int:
         return len(self.points)
 
-    def __iter__(self) -> Iterator[Point]:
+    def __iter__(self) -> Iterator[PlanPoint]:
         return iter(self.points)
 
-    def __getitem__(self, index: int) -> Point:
+    def __getitem__(self, index: int) -> PlanPoint:
         return self.points[index]
 
     def __str__(self) -> str:
@@ -82,7 +82,7 @@ class Sweep:
 
     def to_pandas(self) -> Any:
         """One row a point as a `pandas.DataFrame`: settings, seconds (`_s`), bytes (`_bytes`), gap, error."""
-        return report.frame(self.points, "Sweep.to_pandas")
+        return report.to_dataframe(self.points, "Sweep.to_pandas")
 
     def plot(self) -> Any:
         """A matplotlib figure: step time, bytes moved and peak memory of every point."""
@@ -130,7 +130,7 @@ def sweep(
         "hardware": hardware, "device": device, "level": level, "memory_budget": memory_budget, "search": search
     }  # fmt: skip
     options = {
-        name: [(v, OPTIONS[name](v)) for v in _several(values)]
+        name: [(v, SWEPT_OPTIONS[name](v)) for v in _as_list(values)]
         for name, values in given.items()
         if values is not None
     }
@@ -141,10 +141,10 @@ def sweep(
 
 
 def _points(
-    request: Request, args: tuple, kwargs: dict[str, Any], meshes: Sequence[tuple[str, Any]],
+    request: ShardRequest, args: tuple, kwargs: dict[str, Any], meshes: Sequence[tuple[str, Any]],
     options: Mapping[str, Sequence[tuple[Any, Any]]], batch: Any, show_progress: bool | None,
-) -> list[Point]:  # fmt: skip
-    batched, sizes = _batch(request, batch, args, kwargs)
+) -> list[PlanPoint]:  # fmt: skip
+    batched, sizes = _parse_batch(request, batch, args, kwargs)
     total = max(len(meshes), 1) * max(len(sizes), 1)
     for values in options.values():
         total *= len(values)
@@ -160,19 +160,19 @@ def _points(
                 request, options=dataclasses.replace(request.options, **chosen), plan=None,
                 mesh=where[1] if where else request.mesh,
             )  # fmt: skip
-            found.append(_point(asked, where, labels, size, *_resized(request, batched, size, args, kwargs)))
+            found.append(_point(asked, where, labels, size, *_resize_batch(request, batched, size, args, kwargs)))
     return found
 
 
-def planned(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any], **options: Any) -> Plan:
+def plan_with_options(request: ShardRequest, args: Sequence[Any], kwargs: Mapping[str, Any], **options: Any) -> Plan:
     """The plan of a request under other options."""
     asked = dataclasses.replace(request, options=dataclasses.replace(request.options, **options), plan=None)
     return prepare(asked, args, kwargs).plan
 
 
 def _point(
-    request: Request, where: Any, labels: Mapping[str, Any], size: int | None, args: tuple, kwargs: dict
-) -> Point:
+    request: ShardRequest, where: Any, labels: Mapping[str, Any], size: int | None, args: tuple, kwargs: dict
+) -> PlanPoint:
     plan, error = None, ""
     try:
         plan = prepare(request, args, kwargs).plan
@@ -190,10 +190,10 @@ def _point(
     about |= {n: v for n, v in labels.items() if n not in ("hardware", "level")}
     if size is not None:
         about["batch"] = size
-    return Point(tuple(about.items()), plan, error)
+    return PlanPoint(tuple(about.items()), plan, error)
 
 
-def _several(values: Any) -> list[Any]:
+def _as_list(values: Any) -> list[Any]:
     if isinstance(values, list | tuple | range | set | frozenset):
         if not values:
             raise ShardError("an empty list leaves nothing to plan", where="sweep", fix="at least one value")
@@ -205,13 +205,13 @@ def _meshes(mesh: Any) -> list[tuple[str, Any]]:
     """Meshes with their names."""
     if mesh is None:
         return []
-    found = [*mesh.items()] if isinstance(mesh, Mapping) else [(None, m) for m in _several(mesh)]
+    found = [*mesh.items()] if isinstance(mesh, Mapping) else [(None, m) for m in _as_list(mesh)]
     for _, m in found:
         check_mesh(m)
-    return [(_named(m) if name is None else str(name), m) for name, m in found]
+    return [(_mesh_name(m) if name is None else str(name), m) for name, m in found]
 
 
-def _named(mesh: Any) -> str:
+def _mesh_name(mesh: Any) -> str:
     if isinstance(mesh, str):
         return mesh
     shape = getattr(getattr(mesh, "jax_mesh", mesh), "shape", None)
@@ -220,8 +220,8 @@ def _named(mesh: Any) -> str:
     return f"{name} {axes}".strip() or type(mesh).__name__
 
 
-def _batch(
-    request: Request, batch: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+def _parse_batch(
+    request: ShardRequest, batch: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[str, ...], list[int]]:
     """Names of the arguments whose dimension 0 is the batch, and its sizes."""
     if batch is None:
@@ -245,7 +245,7 @@ def _batch(
             where="sweep",
             fix=f'its name and the sizes: batch={{"{names[-1] if names else "x"}": [64, 128]}}',
         )
-    sizes = _several(sizes)
+    sizes = _as_list(sizes)
     wrong = [s for s in sizes if isinstance(s, bool) or not isinstance(s, int) or s < 1]
     if wrong:
         raise ShardError(
@@ -254,21 +254,21 @@ def _batch(
     return who, sizes
 
 
-def _resized(
-    request: Request, batched: tuple[str, ...], size: int | None, args: tuple, kwargs: dict
+def _resize_batch(
+    request: ShardRequest, batched: tuple[str, ...], size: int | None, args: tuple, kwargs: dict
 ) -> tuple[tuple, dict]:
     """The arguments as shapes, those of the batch with another dimension 0."""
     if size is None:
         return args, kwargs
     names = argument_names(request.fn, len(args))
-    resize = functools.partial(jax.tree.map, lambda x: _with_rows(x, size))
+    resize = functools.partial(jax.tree.map, lambda x: _with_leading_size(x, size))
     return (
         tuple(resize(abstract(a)) if n in batched else a for n, a in zip(names, args, strict=False)),
         {k: resize(abstract(v)) if k in batched else v for k, v in kwargs.items()},
     )
 
 
-def _with_rows(x: Any, size: int) -> Any:
+def _with_leading_size(x: Any, size: int) -> Any:
     if not getattr(x, "shape", ()):
         return x
     return jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype, weak_type=getattr(x, "weak_type", False))

@@ -9,25 +9,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jshard._plan.make import find_ties
+from jshard._plan.make import match_state
 from jshard._program.graph import Program
 from jshard._wish.entries import Pin
 
 
-def ties(
+def find_state_ties(
     program: Program, in_leaves: Sequence[Any], in_tree: Any, out_leaves: Sequence[Any], out_tree: Any,
     donated: tuple[int, ...], out_pins: Sequence[Pin | None],
 ) -> tuple[tuple[int, int], ...]:  # fmt: skip
     """(output, input) operators that share a layout; results past `out_tree` are state, named as its argument is."""
     args_tree, kwargs_tree = in_tree.children()
-    arguments = _starts([*args_tree.children(), *kwargs_tree.children()])
+    arguments = _leaf_offsets([*args_tree.children(), *kwargs_tree.children()])
     outer = out_tree.node_data()
     several = outer is not None and outer[0] in (tuple, list)
     if any(tree == out_tree for _, tree in arguments):
         several = False  # a list of parameters in, one of gradients out: one result, not several
     parts = out_tree.children() if several else [out_tree]
     pinned = {i for i, p in enumerate(out_pins) if p is not None}
-    pairs = find_ties(in_leaves, out_leaves, arguments, _starts(parts), donated, pinned)
+    pairs = match_state(in_leaves, out_leaves, arguments, _leaf_offsets(parts), donated, pinned)
     tied_in, tied_out = {i for _, i in pairs}, {o for o, _ in pairs} | pinned
     # State handed back in another container is known by its path: `bn.mean` of the result is that of the argument,
     # first of the one whose own name says so too.
@@ -51,7 +51,7 @@ def ties(
     return tuple((program.outputs[o], program.inputs[i]) for o, i in pairs)
 
 
-def _starts(trees: Sequence[Any]) -> list[tuple[int, Any]]:
+def _leaf_offsets(trees: Sequence[Any]) -> list[tuple[int, Any]]:
     out, at = [], 0
     for t in trees:
         out.append((at, t))

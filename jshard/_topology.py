@@ -34,8 +34,8 @@ from jshard._hardware import Chip
 from jshard._layout import MeshAxes
 
 
-Kind = Literal["shared", "die", "ici", "nvlink", "network"]
-KINDS: tuple[Kind, ...] = ("shared", "die", "ici", "nvlink", "network")  # near to far
+WireKind = Literal["shared", "die", "ici", "nvlink", "network"]
+WIRE_KINDS: tuple[WireKind, ...] = ("shared", "die", "ici", "nvlink", "network")  # near to far
 
 _SHAPES_2D = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 _SHAPES_3D_SMALL = ((1, 1, 1), (1, 1, 2), (1, 2, 2), (2, 2, 2), (2, 2, 4), (2, 4, 4))
@@ -55,19 +55,19 @@ class Wire:
     - `ring`: whether the ends of the whole torus axis are joined, so that both directions carry data.
     """
 
-    kind: Kind
+    kind: WireKind
     size: int
     bandwidth: float
     alpha: float
     axis: int = 0
-    whole: int = 1
+    axis_length: int = 1
     stride: int = 1
     ring: bool = False
 
     @property
     def wrap(self) -> bool:
         """Whether the members of this wire form a ring."""
-        return self.ring and self.size == self.whole
+        return self.ring and self.size == self.axis_length
 
     @property
     def rate(self) -> float:
@@ -86,7 +86,7 @@ class AxisLink:
     wires: tuple[Wire, ...]
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> WireKind:
         """Kind of the farthest wire: the one that decides the cost."""
         return self.wires[-1].kind
 
@@ -106,7 +106,7 @@ class AxisLink:
         return self.wires[-1].alpha
 
     @property
-    def physical(self) -> int:
+    def torus_axes(self) -> int:
         """How many torus axes lie below."""
         return sum(w.kind == "ici" for w in self.wires)
 
@@ -210,7 +210,7 @@ def from_mesh(
     *,
     physical: Sequence[int] | None = None,
     slices: int = 1,
-    placed: Any = None,
+    device_grid: Any = None,
 ) -> Topology:
     """The topology of a mesh; from its devices' coordinates where they have some, else by assumption.
 
@@ -226,7 +226,7 @@ def from_mesh(
     - `slices`: number of TPU slices joined by the data-centre network; they cut the major-most mesh axes.
     - `placed`: an array of the mesh's shape of things with device coordinates, for a mesh that has no devices.
     """
-    devices = placed if isinstance(mesh, (MeshAxes, AbstractMesh)) else getattr(mesh, "devices", None)
+    devices = device_grid if isinstance(mesh, (MeshAxes, AbstractMesh)) else getattr(mesh, "devices", None)
     axes = mesh if isinstance(mesh, MeshAxes) else mesh_axes(mesh)
     if chip is None:
         if devices is None:
@@ -245,15 +245,15 @@ def from_mesh(
         return Topology(axes, chip, tuple(AxisLink((Wire("shared", n, w, chip.alpha),)) for n in axes.sizes))
     if chip.interconnect == "switch":
         island = physical[-1] if physical else chip.node_size
-        return Topology(axes, chip, _switch(axes, chip, island), slices=-(-axes.total // island))
+        return Topology(axes, chip, _switch_links(axes, chip, island), slices=-(-axes.total // island))
     if devices is not None and physical is None and getattr(devices.flat[0], "coords", None) is not None:
-        links, slices = _from_coords(axes, chip, devices)
+        links, slices = _links_from_coords(axes, chip, devices)
         return Topology(axes, chip, links, slices)
     if axes.total % (slices * chip.dies):  # 7x devices come in pairs; odd meshes cannot be placed whole
         shape: tuple[int, ...] = (axes.total,)
     else:
         shape = tuple(physical or assumed_shape(chip, axes.total // slices // chip.dies))
-    return Topology(axes, chip, _torus(axes, chip, shape, slices), slices)
+    return Topology(axes, chip, _torus_links(axes, chip, shape, slices), slices)
 
 
 def without_unit_axes(t: Topology) -> Topology:
@@ -300,56 +300,56 @@ def wraps(chip: Chip, shape: Sequence[int], axis: int) -> bool:
     return chip.interconnect == "torus3d" and len(shape) == 3 and all(n % 4 == 0 for n in shape)
 
 
-def _switch(axes: MeshAxes, chip: Chip, island: int) -> tuple[AxisLink, ...]:
+def _switch_links(axes: MeshAxes, chip: Chip, island: int) -> tuple[AxisLink, ...]:
     links: list[AxisLink] = []
     stride = 1  # devices between neighbours along the axis; minor-most axis last
     for n in reversed(axes.sizes):
         inside = min(n, max(1, island // stride))
         inside = inside if n % inside == 0 else 1  # members that islands share unevenly count as apart
-        parts = [_Part(_ISLAND, inside, inside, 1)] if inside > 1 or n == 1 else []
-        parts += [_Part(_NETWORK, n // inside, n // inside, 1)] if n > inside else []
-        links.append(_link(parts, chip, ()))
+        parts = [_PhysicalPart(_ISLAND, inside, inside, 1)] if inside > 1 or n == 1 else []
+        parts += [_PhysicalPart(_NETWORK, n // inside, n // inside, 1)] if n > inside else []
+        links.append(_axis_link(parts, chip, ()))
         stride *= n
     return tuple(reversed(links))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Part:
+class _PhysicalPart:
     """A mesh axis, or part of it, on one physical axis: `size` of `whole` positions, `stride` apart."""
 
     axis: int  # the torus axis, or one of the three below
     size: int
-    whole: int
+    axis_length: int
     stride: int
 
 
 _DIES, _ISLAND, _NETWORK = -1, -2, -3
 
 
-def _torus(axes: MeshAxes, chip: Chip, shape: tuple[int, ...], slices: int) -> tuple[AxisLink, ...]:
+def _torus_links(axes: MeshAxes, chip: Chip, shape: tuple[int, ...], slices: int) -> tuple[AxisLink, ...]:
     ids = [_NETWORK] * (slices > 1) + list(range(len(shape))) + [_DIES] * (chip.dies > 1)
     sizes = [slices] * (slices > 1) + list(shape) + [chip.dies] * (chip.dies > 1)
-    parts = _whole_axes(axes.sizes, ids, sizes) or _split_axes(axes.sizes, ids, sizes)
-    return tuple(_link(p, chip, shape) for p in parts)
+    parts = _assign_whole_axes(axes.sizes, ids, sizes) or _assign_row_major(axes.sizes, ids, sizes)
+    return tuple(_axis_link(p, chip, shape) for p in parts)
 
 
-def _whole_axes(mesh: Sequence[int], ids: Sequence[int], sizes: Sequence[int]) -> list[list[_Part]] | None:
+def _assign_whole_axes(mesh: Sequence[int], ids: Sequence[int], sizes: Sequence[int]) -> list[list[_PhysicalPart]] | None:
     """Give every mesh axis whole physical axes, each to one; None when sizes do not allow it."""
     real = [i for i in range(len(ids)) if sizes[i] > 1]
     owners = itertools.product(range(len(mesh)), repeat=len(real))
     # In order first, so that slices stay major and dies minor as `jax.make_mesh` has them.
     for owner in sorted(owners, key=lambda o: (list(o) != sorted(o), o)):
-        out: list[list[_Part]] = [[] for _ in mesh]
+        out: list[list[_PhysicalPart]] = [[] for _ in mesh]
         for i, o in zip(real, owner, strict=True):
-            out[o].append(_Part(ids[i], sizes[i], sizes[i], 1))
+            out[o].append(_PhysicalPart(ids[i], sizes[i], sizes[i], 1))
         if all(math.prod(p.size for p in parts) == n for parts, n in zip(out, mesh, strict=True)):
             return out
     return None
 
 
-def _split_axes(mesh: Sequence[int], ids: Sequence[int], sizes: Sequence[int]) -> list[list[_Part]]:
+def _assign_row_major(mesh: Sequence[int], ids: Sequence[int], sizes: Sequence[int]) -> list[list[_PhysicalPart]]:
     """Lay the mesh over the physical axes in row-major order, from the minor end."""
-    out: list[list[_Part]] = [[] for _ in mesh]
+    out: list[list[_PhysicalPart]] = [[] for _ in mesh]
     i, left, stride = len(ids) - 1, sizes[-1], 1
     for m in reversed(range(len(mesh))):
         need = mesh[m]
@@ -360,15 +360,15 @@ def _split_axes(mesh: Sequence[int], ids: Sequence[int], sizes: Sequence[int]) -
                 continue
             step = math.gcd(need, left)
             if step == 1:  # sizes that do not meet: the rest of the axis zigzags; charge it as one line
-                out[m].append(_Part(ids[i], need, 0, stride))
+                out[m].append(_PhysicalPart(ids[i], need, 0, stride))
                 left, need = max(1, left // need), 1
                 break
-            out[m].append(_Part(ids[i], step, sizes[i], stride))
+            out[m].append(_PhysicalPart(ids[i], step, sizes[i], stride))
             need, left, stride = need // step, left // step, stride * step
     return out
 
 
-def _link(parts: Sequence[_Part], chip: Chip, shape: Sequence[int]) -> AxisLink:
+def _axis_link(parts: Sequence[_PhysicalPart], chip: Chip, shape: Sequence[int]) -> AxisLink:
     """Wires of the parts of one mesh axis, near to far."""
     e = chip.efficiency
     wires = []
@@ -382,14 +382,14 @@ def _link(parts: Sequence[_Part], chip: Chip, shape: Sequence[int]) -> AxisLink:
         else:
             ring = p.axis < len(shape) and wraps(chip, shape, p.axis)
             wires.append(
-                Wire("ici", p.size, chip.link_bandwidth * e, chip.alpha, p.axis, p.whole, p.stride, ring)
+                Wire("ici", p.size, chip.link_bandwidth * e, chip.alpha, p.axis, p.axis_length, p.stride, ring)
             )
     if not wires:  # an axis of size one moves nothing
         wires.append(Wire("ici", 1, chip.link_bandwidth * e, chip.alpha))
-    return AxisLink(tuple(sorted(wires, key=lambda w: (KINDS.index(w.kind), w.axis, w.stride))))
+    return AxisLink(tuple(sorted(wires, key=lambda w: (WIRE_KINDS.index(w.kind), w.axis, w.stride))))
 
 
-def _from_coords(axes: MeshAxes, chip: Chip, devices: Any) -> tuple[tuple[AxisLink, ...], int]:
+def _links_from_coords(axes: MeshAxes, chip: Chip, devices: Any) -> tuple[tuple[AxisLink, ...], int]:
     """Links from the coordinates of the devices: which coordinates move along each mesh axis."""
 
     def place(d: Any) -> tuple[int, ...]:
@@ -408,6 +408,6 @@ def _from_coords(axes: MeshAxes, chip: Chip, devices: Any) -> tuple[tuple[AxisLi
             seen = sorted(set(values))
             if len(seen) > 1:
                 stride = min(b - a for a, b in itertools.pairwise(seen))
-                parts.append(_Part(ids[i], len(seen), extent[i], stride if ids[i] >= 0 else 1))
-        links.append(_link(parts, chip, shape))
+                parts.append(_PhysicalPart(ids[i], len(seen), extent[i], stride if ids[i] >= 0 else 1))
+        links.append(_axis_link(parts, chip, shape))
     return tuple(links), slices

@@ -37,7 +37,7 @@ from jshard._flax_call import OnClassError
 from jshard._flax_place import init as init, place as place, shardings_for as shardings_for
 from jshard._plan.plan import Plan
 from jshard._shard import Sharded
-from jshard._wish.entries import a_type
+from jshard._wish.entries import type_with_article
 from jshard._wish.paths import path_name as path_name
 
 
@@ -94,4 +94,4 @@ def _side(module: Any, where: str) -> Any:
     fix = "a flax.nnx.Module or flax.linen.Module"
     if isinstance(module, Sharded):
         fix = f"{module.__name__}.plan(...), for a function of jshard.shard; here {fix}"
-    raise ShardError(f"{a_type(module)} is no Flax module", where=where, fix=fix)
+    raise ShardError(f"{type_with_article(module)} is no Flax module", where=where, fix=fix)

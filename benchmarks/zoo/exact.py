@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 
 from jshard import _jaxcompat as compat
-from jshard._program.trace import INNER_PROGRAMS
+from jshard._program.trace import CALL_PRIMITIVES
 from jshard._rules.lookup import REGISTRY
 from jshard._rules.others import OPAQUE
 
@@ -59,7 +59,7 @@ def check(closed: Any) -> None:
     """Raise a `NotImplementedError` for a program with loops or branches, or with primitives that nothing is known of."""
     for eqn in compat.open_jaxpr(closed)[0].eqns:
         name = eqn.primitive.name
-        inner = name in INNER_PROGRAMS or name.startswith("jshard_")
+        inner = name in CALL_PRIMITIVES or name.startswith("jshard_")
         if name in ("scan", "while", "cond") or name in OPAQUE or not (inner or REGISTRY.get(name)):
             raise NotImplementedError(f"{name} in float64")
         if (body := _body(eqn)) is not None:

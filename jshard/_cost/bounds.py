@@ -39,7 +39,7 @@ class Bound:
         return self.bytes / (chip.links * chip.link_bandwidth)
 
 
-def matmul(m: int, n: int, k: int, devices: float, *, itemsize: float, held: float | None = None) -> Bound:
+def matmul(m: int, n: int, k: int, devices: float, *, itemsize: float, local_elements: float | None = None) -> Bound:
     """The least bytes that the busiest device receives for one matrix product.
 
     Arguments:
@@ -60,8 +60,8 @@ def matmul(m: int, n: int, k: int, devices: float, *, itemsize: float, held: flo
         regime, footprint = "2D", 2 * math.sqrt(m * n * k**2 / devices) + m * n / devices
     else:
         regime, footprint = "3D", 3 * (m * n * k / devices) ** (2 / 3)
-    held = (m * n + m * k + n * k) / devices if held is None else held
-    return Bound(max(0.0, footprint - held) * itemsize, regime, _ABGKR)
+    local_elements = (m * n + m * k + n * k) / devices if local_elements is None else local_elements
+    return Bound(max(0.0, footprint - local_elements) * itemsize, regime, _ABGKR)
 
 
 def matmul_in_memory(m: int, n: int, k: int, devices: int, *, itemsize: float, memory: float) -> Bound:
@@ -112,7 +112,7 @@ def step(
     """
     kept = held or [None] * len(matmuls)
     bounds = [
-        matmul(*sizes, devices, itemsize=itemsize, held=h) for sizes, h in zip(matmuls, kept, strict=True)
+        matmul(*sizes, devices, itemsize=itemsize, local_elements=h) for sizes, h in zip(matmuls, kept, strict=True)
     ]
     return max(bounds, key=lambda b: b.bytes, default=Bound(0.0, "none", "no products"))
 

@@ -36,7 +36,7 @@ import math
 from collections.abc import Sequence
 
 from jshard._layout import CollectiveKind
-from jshard._topology import KINDS, Topology, Wire
+from jshard._topology import WIRE_KINDS, Topology, Wire
 
 
 # Share of the memory bandwidth at which blocks are put in order: the TPU compiler counts 1.21M cycles for a copy
@@ -67,7 +67,7 @@ class Coefficients:
 
 
 def collective(
-    kind: CollectiveKind, axes: Sequence[str], held: float, topology: Topology, together: int = 1
+    kind: CollectiveKind, axes: Sequence[str], local_bytes: float, topology: Topology, combined: int = 1
 ) -> Collective:
     """One collective over the group that `axes` span, for a device that holds `held` bytes before it.
 
@@ -81,7 +81,7 @@ def collective(
     all_gather[x] 1.5e+07 B 0.000194 s
     """
     c = coefficients(kind, tuple(sorted(axes, key=topology.mesh.names.index)), topology)
-    return Collective(kind, tuple(axes), held * c.volume, held * c.slope + c.alpha / together)
+    return Collective(kind, tuple(axes), local_bytes * c.volume, local_bytes * c.slope + c.alpha / combined)
 
 
 @functools.lru_cache(maxsize=65536)
@@ -97,7 +97,7 @@ def coefficients(kind: CollectiveKind, axes: tuple[str, ...], topology: Topology
         "all_to_all": (n - 1) / n,
         "permute": 1.0,
     }[kind]
-    levels = _levels(axes, topology)
+    levels = _tiers(axes, topology)
     if levels[0][0].kind == "shared":  # one memory: every byte costs the same, every collective starts once
         return Coefficients(volume / levels[0][0].bandwidth, volume, levels[0][0].alpha)
     if kind in ("all_to_all", "permute"):
@@ -109,14 +109,14 @@ def coefficients(kind: CollectiveKind, axes: tuple[str, ...], topology: Topology
         per_full_byte, inside = 0.0, 1
         for level in levels:  # the devices below one position of a level share out its transfer
             size = math.prod(w.size for w in level)
-            per_full_byte = max(per_full_byte, (size - 1) / (size * _capacity(level) * inside))
+            per_full_byte = max(per_full_byte, (size - 1) / (size * _receive_bandwidth(level) * inside))
             inside *= size
         slope = per_full_byte * {"all_gather": n, "reduce_scatter": 1, "all_reduce": 2}[kind]
-    alpha = sum(_steps(kind, w) * w.alpha for level in levels for w in level)
+    alpha = sum(_latency_steps(kind, w) * w.alpha for level in levels for w in level)
     return Coefficients(slope, volume, topology.chip.startup + alpha * (2 if kind == "all_reduce" else 1))
 
 
-def _levels(axes: Sequence[str], topology: Topology) -> list[list[Wire]]:
+def _tiers(axes: Sequence[str], topology: Topology) -> list[list[Wire]]:
     """The wires below a group, near to far; parts of one torus axis, or of one switch, are joined."""
     joined: dict[tuple[str, int], Wire] = {}
     for w in (w for a in axes for w in topology.link(a).wires if w.size > 1):
@@ -125,11 +125,11 @@ def _levels(axes: Sequence[str], topology: Topology) -> list[list[Wire]]:
             old = joined[key]
             w = dataclasses.replace(w, size=w.size * old.size, stride=min(w.stride, old.stride))
         joined[key] = w
-    levels = [[w for w in joined.values() if w.kind == kind] for kind in KINDS]
+    levels = [[w for w in joined.values() if w.kind == kind] for kind in WIRE_KINDS]
     return [level for level in levels if level]
 
 
-def _capacity(level: Sequence[Wire]) -> float:
+def _receive_bandwidth(level: Sequence[Wire]) -> float:
     """Bytes/s into one device over all torus axes of a level; a ring brings data from both sides."""
     return sum(w.rate * (2 if w.wrap else 1) for w in level)
 
@@ -148,7 +148,7 @@ def _permute(level: Sequence[Wire]) -> float:
     return 1 / level[0].rate
 
 
-def _steps(kind: CollectiveKind, w: Wire) -> int:
+def _latency_steps(kind: CollectiveKind, w: Wire) -> int:
     """Steps one after the other on a wire: hops on a torus, rounds on a switch or network."""
     if w.kind != "ici":
         return 1 if kind == "permute" else math.ceil(math.log2(w.size))

@@ -35,10 +35,10 @@ def roofline(work: float, bytes_moved: float, dtype: Any, chip: Chip) -> float:
     - `dtype`: of the operands; picks the peak.
     - `chip`: entry of the hardware table.
     """
-    return max(work / peak(dtype, chip), bytes_moved / chip.hbm_bandwidth)
+    return max(work / peak_flops(dtype, chip), bytes_moved / chip.hbm_bandwidth)
 
 
-def peak(dtype: Any, chip: Chip) -> float:
+def peak_flops(dtype: Any, chip: Chip) -> float:
     """Operations per second of a chip's matrix units on a dtype.
 
     >>> from jshard import _hardware as hardware

@@ -21,11 +21,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from jshard._program.graph import Atom, Block, Literal, Operator, Program, calls_of, operators_of
 
 
-CARRIES = ("scan_carry", "scan_sum", "while_carry")
-_OWN = ("eqn", "scan_ys", "cond_join", *CARRIES)  # makers whose results have buffers of their own
+CARRY_KINDS = ("scan_carry", "scan_sum", "while_carry")
+_OWNS_BUFFER = ("eqn", "scan_ys", "cond_join", *CARRY_KINDS)  # makers whose results have buffers of their own
 
 
-def updates(primitive: str) -> bool:
+def is_update(primitive: str) -> bool:
     """Whether a primitive gives its first operand with some elements changed.
 
     >>> updates("dynamic_update_slice"), updates("scatter-add"), updates("add")
@@ -34,8 +34,8 @@ def updates(primitive: str) -> bool:
     return primitive == "dynamic_update_slice" or primitive.startswith("scatter")
 
 
-def overwriting(
-    program: Program, donated: Collection[int], stored: Sequence[bool], light: Sequence[bool]
+def in_place_updates(
+    program: Program, donated: Collection[int], stored: Sequence[bool], duplicable: Sequence[bool]
 ) -> frozenset[int]:
     """The operators that write over their first operand.
 
@@ -45,50 +45,50 @@ def overwriting(
     - `stored`: for each tensor whether it is in memory at all.
     - `light`: for each operator whether it is computed where its result is read, if that is not stored.
     """
-    some = [op for op in program.operators if op.kind == "eqn" and updates(op.primitive)]
+    some = [op for op in program.operators if op.kind == "eqn" and is_update(op.primitive)]
     if not some:
         return frozenset()
-    times = _Times(program, stored, light)
+    times = _LastReads(program, stored, duplicable)
     given = {program.inputs[k] for k in donated}
     # A slice of a stack that goes through a loop, updated: in the stack, if that may be written over when the loop ends.
-    for xs in stacked(program).values():
-        stack = program.operators[xs.id].operands[0]
-        if _free(stack, xs.end, xs.id, program, given, stored, times):
-            given.add(xs.id)
+    for xs in updated_stacks(program).values():
+        stack = program.operators[xs.xs].operands[0]
+        if _may_overwrite(stack, xs.last_operator, xs.xs, program, given, stored, times):
+            given.add(xs.xs)
     return frozenset(
         op.id
         for op in some
         if op.operands[0] not in op.operands[1:]
-        and _free(op.operands[0], op.id, op.id, program, given, stored, times)
+        and _may_overwrite(op.operands[0], op.id, op.id, program, given, stored, times)
     )
 
 
-def _free(
+def _may_overwrite(
     tensor: Atom, until: int, seen_from: int, program: Program, given: Collection[int], stored: Sequence[bool],
-    times: _Times,
+    times: _LastReads,
 ) -> bool:  # fmt: skip
     """Whether a tensor is in memory, in a buffer that may be written over, and nobody reads it later than `until`."""
     if isinstance(tensor, Literal) or not stored[tensor]:
         return False
-    maker, _ = program.producers()[tensor]
-    if program.operators[maker].kind not in _OWN and maker not in given:
+    maker, _ = program.defs()[tensor]
+    if program.operators[maker].kind not in _OWNS_BUFFER and maker not in given:
         return False
-    return times.last(tensor, seen_from) <= until
+    return times.last_read(tensor, seen_from) <= until
 
 
 @dataclasses.dataclass(frozen=True)
-class Stack:
+class UpdatedStack:
     """A boundary operator that hands a loop the slices of a stack, each of which comes back updated.
 
     `links` are the updates that a slice goes through, `end` is the last operator of a turn.
     """
 
-    id: int
-    links: tuple[int, ...]
-    end: int
+    xs: int
+    updates: tuple[int, ...]
+    last_operator: int
 
 
-def stacked(program: Program) -> Mapping[int, Stack]:
+def updated_stacks(program: Program) -> Mapping[int, UpdatedStack]:
     """Stacked results of a `scan` that are its stacked operands with every slice updated: by boundary operator.
 
     A cache of all layers goes through a loop over them so: as slices in, as slices out. It may be one buffer that goes
@@ -101,13 +101,13 @@ def stacked(program: Program) -> Mapping[int, Stack]:
     >>> [len(s.links) for s in stacked(build(traced, name="step", input_names=[])).values()]
     [1]
     """
-    if "stacked" not in program.known:
-        program.known["stacked"] = dict(_stacked(program))
-    return program.known["stacked"]
+    if "stacked" not in program.memo:
+        program.memo["stacked"] = dict(_find_stacks(program))
+    return program.memo["stacked"]
 
 
-def _stacked(program: Program) -> Iterator[tuple[int, Stack]]:
-    ops, tensors, consumers = program.operators, program.tensors, program.consumers()
+def _find_stacks(program: Program) -> Iterator[tuple[int, UpdatedStack]]:
+    ops, tensors, consumers = program.operators, program.tensors, program.uses()
     for call in calls_of(program.body):
         if call.kind != "scan":
             continue
@@ -118,8 +118,8 @@ def _stacked(program: Program) -> Iterator[tuple[int, Stack]]:
         for ys in call.boundary["ys"]:
             links, t = [], ops[ys].operands[0]
             while isinstance(t, int) and t not in slices:
-                maker, _ = program.producers()[t]
-                if maker not in own or not updates(ops[maker].primitive):
+                maker, _ = program.defs()[t]
+                if maker not in own or not is_update(ops[maker].primitive):
                     break
                 links.append(maker)
                 t = ops[maker].operands[0]
@@ -139,23 +139,23 @@ def _stacked(program: Program) -> Iterator[tuple[int, Stack]]:
             )
             if alone and read and (whole.shape, whole.dtype) == (result.shape, result.dtype):
                 del slices[t]
-                yield ys, Stack(xs, tuple(reversed(links)), end)
+                yield ys, UpdatedStack(xs, tuple(reversed(links)), end)
 
 
-class _Times:
+class _LastReads:
     """When tensors are read last, as seen from an operator."""
 
     def __init__(self, program: Program, stored: Sequence[bool], light: Sequence[bool]):
         self.program, self.stored, self.light = program, stored, light
-        self.ends = turn_ends(program)
-        self.branch = _branches(program)
+        self.ends = iteration_ends(program)
+        self.branch = _branches_of_operators(program)
 
-    def last(self, tensor: int, seen_from: int) -> int:
+    def last_read(self, tensor: int, seen_from: int) -> int:
         """The last operator that reads a tensor, but in branches that exclude `seen_from`."""
         here = self.branch.get(seen_from, {})
         found, todo, known = -1, [tensor], {tensor}
         while todo:
-            for u, k in self.program.consumers()[todo.pop()]:
+            for u, k in self.program.uses()[todo.pop()]:
                 there = self.branch.get(u, {})
                 if any(here.get(call, b) != b for call, b in there.items()):
                     continue
@@ -167,17 +167,17 @@ class _Times:
         return found
 
 
-def turn_ends(program: Program) -> Mapping[tuple[int, int], int]:
+def iteration_ends(program: Program) -> Mapping[tuple[int, int], int]:
     """(boundary operator, operand) of what goes into a loop's next turn -> the last operator of the turn."""
     out: dict[tuple[int, int], int] = {}
     for call in calls_of(program.body):
-        end = max(call.inside, default=-1)
+        end = max(call.inner_operators, default=-1)
         for i in call.boundary.get("carry", ()) if end >= 0 else ():
             out.update({(i, k): end for k in range(1, len(program.operators[i].operands))})
     return out
 
 
-def _branches(program: Program) -> Mapping[int, Mapping[int, int]]:
+def _branches_of_operators(program: Program) -> Mapping[int, Mapping[int, int]]:
     """Operator -> the branches that it stands in: which one of each `cond`, by a number of its own."""
     out: dict[int, dict[int, int]] = {}
 
@@ -197,7 +197,7 @@ def _branches(program: Program) -> Mapping[int, Mapping[int, int]]:
     return out
 
 
-def carried(program: Program, over: Collection[int], also: Collection[int] = ()) -> frozenset[int]:
+def carry_buffer_tensors(program: Program, in_place: Collection[int], also: Collection[int] = ()) -> frozenset[int]:
     """Tensors that lie in the buffer of some loop's carry, if updates write over their operands as `over` says.
 
     Those are what a turn is given and, written over that, what it gives to the next; and in a loop inside, which goes
@@ -205,16 +205,16 @@ def carried(program: Program, over: Collection[int], also: Collection[int] = ())
     """
     ops = program.operators
     # The last result is what the loop gives; the others are what its test and a turn are given.
-    out = {r for op in ops if op.kind in CARRIES for r in op.results[:-1]} | set(also)
-    out |= {ops[s.id].results[0] for s in stacked(program).values()}
+    out = {r for op in ops if op.kind in CARRY_KINDS for r in op.results[:-1]} | set(also)
+    out |= {ops[s.xs].results[0] for s in updated_stacks(program).values()}
     for op in ops:  # in the program's order: what is written over comes first
         into = op.operands[0] if op.operands else None
-        if into in out and (op.id in over or op.kind in CARRIES):
+        if into in out and (op.id in in_place or op.kind in CARRY_KINDS):
             out.update(op.results)
     return frozenset(out)
 
 
-def touched(op: Operator, reads: Sequence[int]) -> tuple[int, ...]:
+def touched_operands(op: Operator, reads: Sequence[int]) -> tuple[int, ...]:
     """The operands whose bytes an update in place moves: each as often as they pass through memory.
 
     `reads` are the operands that lie in memory: indices and update are read, as many bytes as the update has are

@@ -36,45 +36,45 @@ from jshard._program.graph import Literal, Operator, Program, calls_of
 
 
 # Boundary operators: their first result is their first operand in a body, in the first turn, or all turns' together.
-_HANDS_ON = frozenset("scan_const scan_carry scan_sum scan_xs scan_ys".split())
-_FIRST = _HANDS_ON | {"update"}  # of which only the first operand counts
+_FORWARDING = frozenset("scan_const scan_carry scan_sum scan_xs scan_ys".split())
+_FIRST_OPERAND_ONLY = _FORWARDING | {"update"}  # of which only the first operand counts
 
 
-def least_bytes(program: Program, donated: Collection[int] = ()) -> float:
+def min_hbm_bytes(program: Program, donated: Collection[int] = ()) -> float:
     """Bytes that all devices together read of arguments and captured arrays, and write of results, at least.
 
     `donated` are flat indices of arguments whose memory results may take.
     """
-    needed = _needed(program)
+    needed = _needed_fractions(program)
     ops, total = program.operators, 0.0
     for i in program.inputs:
         t = ops[i].results[0]
         total += program.tensors[t].nbytes * needed[t]
-    room = Counter(_form(program, ops[program.inputs[k]].results[0]) for k in donated)
+    room = Counter(_shape_and_dtype(program, ops[program.inputs[k]].results[0]) for k in donated)
     written = set()
     for i in program.outputs:
         t = ops[i].operands[0]
         if isinstance(t, Literal) or t in written:
             continue
         written.add(t)
-        form = _form(program, t)
+        form = _shape_and_dtype(program, t)
         if room[form]:
             room[form] -= 1
-        elif _maker(program, t) not in ("input", "const"):
+        elif _def_kind(program, t) not in ("input", "const"):
             total += program.tensors[t].nbytes
     return total
 
 
-def products(program: Program) -> Mapping[int, float]:
+def product_flops(program: Program) -> Mapping[int, float]:
     """Operations of each matrix product and convolution that every call runs, in all its runs together."""
-    unsure = _unsure(program)
-    which = program.arrays.which(frozenset(("dot_general", "conv_general_dilated")))
+    unsure = _conditional_operators(program)
+    which = program.use_def.has_primitive(frozenset(("dot_general", "conv_general_dilated")))
     ops = [program.operators[i] for i in np.flatnonzero(which).tolist() if i not in unsure]
     known: dict[int, float] = {}  # layers share their equations' avals, not the equations
-    return {op.id: op.repeat * known.setdefault(id(op.eqn), _work(op.eqn)) for op in ops}
+    return {op.id: op.repeat * known.setdefault(id(op.eqn), _flops_of_product(op.eqn)) for op in ops}
 
 
-def _work(eqn: Any) -> float:
+def _flops_of_product(eqn: Any) -> float:
     """Operations of a product; a multiply-add is two."""
     lhs, rhs, out = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
     p = eqn.params
@@ -95,34 +95,34 @@ def _work(eqn: Any) -> float:
     return work
 
 
-def _needed(program: Program) -> list[float]:
+def _needed_fractions(program: Program) -> list[float]:
     """For each tensor the share of its elements that operators which surely run need at least."""
-    unsure, consumers = _unsure(program), program.consumers()
+    unsure, consumers = _conditional_operators(program), program.uses()
     needed = [0.0] * len(program.tensors)
     for op in reversed(program.operators):
         if op.id in unsure:
             continue
         wanted = max([needed[r] for r in op.results], default=0.0)
-        how = _how(op.primitive) if op.kind == "eqn" else op.kind
+        how = _operand_need(op.primitive) if op.kind == "eqn" else op.kind
         if how == "all" and any(consumers[r] for r in op.results):
             wanted = 1.0
-        elif how in _HANDS_ON:
+        elif how in _FORWARDING:
             wanted = needed[op.results[0]]
         elif how == "output":  # an argument that is handed back is not touched
             a = op.operands[0]
-            wanted = float(isinstance(a, int) and _maker(program, a) not in ("input", "const"))
+            wanted = float(isinstance(a, int) and _def_kind(program, a) not in ("input", "const"))
         elif not wanted or how not in ("each", "update"):
             continue
-        for a in op.operands[:1] if how in _FIRST else op.operands:
+        for a in op.operands[:1] if how in _FIRST_OPERAND_ONLY else op.operands:
             if not isinstance(a, Literal) and needed[a] < wanted:
                 needed[a] = max(
                     needed[a],
-                    wanted if wanted == 1.0 and how == "each" else _share(op, a, wanted, how, program),
+                    wanted if wanted == 1.0 and how == "each" else _needed_fraction(op, a, wanted, how, program),
                 )
     return needed
 
 
-def _share(op: Operator, operand: int, wanted: float, how: str, program: Program) -> float:
+def _needed_fraction(op: Operator, operand: int, wanted: float, how: str, program: Program) -> float:
     """The share of an operand that an operator needs of whose results a share is `wanted`."""
     size = program.tensors[operand].size
     if how == "update":
@@ -134,7 +134,7 @@ def _share(op: Operator, operand: int, wanted: float, how: str, program: Program
 
 
 @functools.cache
-def _how(primitive: str) -> str:
+def _operand_need(primitive: str) -> str:
     """What an operator needs of its operands: "all" of them, "each" element as its result, all but an "update", a "part"."""
     if primitive in ("slice", "dynamic_slice", "gather", "split"):
         return "part"
@@ -145,18 +145,18 @@ def _how(primitive: str) -> str:
     return "each"
 
 
-def _maker(program: Program, atom: Any) -> str:
+def _def_kind(program: Program, atom: Any) -> str:
     """The kind of the operator that makes a tensor."""
-    return program.operators[program.producers()[atom][0]].kind
+    return program.operators[program.defs()[atom][0]].kind
 
 
-def _unsure(program: Program) -> frozenset[int]:
+def _conditional_operators(program: Program) -> frozenset[int]:
     """Operators that a call may not run: those in branches, and in loops whose turns are not known."""
     branches = [call for call in calls_of(program.body) if call.kind == "cond"]
-    inside = [i for call in branches for ids in (call.inside, *call.boundary.values()) for i in ids]
-    return program.in_open_loops.union(inside)
+    inside = [i for call in branches for ids in (call.inner_operators, *call.boundary.values()) for i in ids]
+    return program.in_unbounded_loops.union(inside)
 
 
-def _form(program: Program, tensor: int) -> tuple[tuple[int, ...], str]:
+def _shape_and_dtype(program: Program, tensor: int) -> tuple[tuple[int, ...], str]:
     t = program.tensors[tensor]
     return tuple(t.shape), str(t.dtype)

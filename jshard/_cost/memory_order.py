@@ -22,7 +22,7 @@ import dataclasses
 
 import numpy as np
 
-from jshard._cost.in_place import CARRIES, stacked, updates
+from jshard._cost.in_place import CARRY_KINDS, updated_stacks, is_update
 from jshard._hardware import Chip
 from jshard._program.graph import Literal, Operator, Program
 
@@ -32,15 +32,15 @@ _BOUNDARIES = ("scan_const", "while_const", "scan_xs")
 
 
 @dataclasses.dataclass(frozen=True)
-class MemoryOrder:
+class MemoryLayout:
     """`row_major` are the updates whose arrays stay so; `copies` the (operator, operand) that are transposed for it.
 
     `transposed` are the carries (their boundary operators) that are in another order while their loop runs.
     """
 
-    row_major: frozenset[int]
-    copies: tuple[tuple[int, int], ...]
-    transposed: frozenset[int]
+    row_major_updates: frozenset[int]
+    transposed_operands: tuple[tuple[int, int], ...]
+    transposed_carries: frozenset[int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,25 +53,25 @@ class _View:
     carries: tuple[int, ...] = ()
 
 
-def memory_order(program: Program, chip: Chip) -> MemoryOrder:
+def memory_layout(program: Program, chip: Chip) -> MemoryLayout:
     """The orders that the compiler for a chip gives a program's arrays; kept with the program.
 
     That for TPUs transposes what goes round a loop once, others transpose in every turn what a product reads.
     """
     key = ("memory order", chip.name.startswith("tpu"))
-    if key not in program.known:
-        program.known[key] = _memory_order(program, key[1])
-    return program.known[key]
+    if key not in program.memo:
+        program.memo[key] = _memory_layout(program, key[1])
+    return program.memo[key]
 
 
-def _memory_order(program: Program, once: bool) -> MemoryOrder:
+def _memory_layout(program: Program, once: bool) -> MemoryLayout:
     views = _views(program)
     wrong: list[tuple[int, int, _View]] = []
-    for i in np.flatnonzero(program.arrays.which(frozenset(("dot_general",)))).tolist():
+    for i in np.flatnonzero(program.use_def.has_primitive(frozenset(("dot_general",)))).tolist():
         op = program.operators[i]
         for k, a in enumerate(op.operands):
             view = None if isinstance(a, Literal) else views.get(a)
-            if view is not None and not _batches_first(op, k, view):
+            if view is not None and not _batch_dims_outermost(op, k, view):
                 wrong.append((i, k, view))
     # All that shares an array with one that is transposed is transposed with it.
     others = {u for *_, view in wrong for u in view.updates}
@@ -79,7 +79,7 @@ def _memory_order(program: Program, once: bool) -> MemoryOrder:
     all_updates = {u: v.argument for v in views.values() for u in v.updates}
     row_major = frozenset(u for u, arg in all_updates.items() if u not in others and arg not in whose)
     transposed = frozenset(view.carries[0] for *_, view in wrong if view.carries and once)
-    return MemoryOrder(
+    return MemoryLayout(
         row_major, tuple((i, k) for i, k, view in wrong if not (view.carries and once)), transposed
     )
 
@@ -87,8 +87,8 @@ def _memory_order(program: Program, once: bool) -> MemoryOrder:
 def _views(program: Program) -> dict[int, _View]:
     """The tensors that are arguments, or parts of them as they lie."""
     views: dict[int, _View] = {}
-    stacks = stacked(program)
-    round_loops = {s.id for s in stacks.values()}
+    stacks = updated_stacks(program)
+    round_loops = {s.xs for s in stacks.values()}
     for i in program.inputs:
         t = program.operators[i].results[0]
         if program.operators[i].kind == "input":
@@ -98,18 +98,18 @@ def _views(program: Program) -> dict[int, _View]:
         view = None if first is None or isinstance(first, Literal) else views.get(first)
         if view is None:
             continue
-        if op.kind in CARRIES:
+        if op.kind in CARRY_KINDS:
             view = dataclasses.replace(view, carries=(*view.carries, op.id))
         elif op.kind == "scan_xs":
             through = (*view.carries, op.id) if op.id in round_loops else view.carries
             view = dataclasses.replace(view, dims=view.dims[1:], carries=through)
         elif op.kind == "scan_ys" and op.id in stacks:
-            stack = program.operators[stacks[op.id].id].operands[0]
+            stack = program.operators[stacks[op.id].xs].operands[0]
             view = views.get(stack) if isinstance(stack, int) else None
-        elif op.kind == "eqn" and updates(op.primitive):
+        elif op.kind == "eqn" and is_update(op.primitive):
             view = dataclasses.replace(view, updates=(*view.updates, op.id))
         elif op.kind == "eqn" and op.primitive in _VIEWS:
-            view = _through(op, view, program)
+            view = _view_after(op, view, program)
         elif op.kind not in _BOUNDARIES:
             continue
         if view is not None:
@@ -117,7 +117,7 @@ def _views(program: Program) -> dict[int, _View]:
     return views
 
 
-def _through(op: Operator, view: _View, program: Program) -> _View | None:
+def _view_after(op: Operator, view: _View, program: Program) -> _View | None:
     """The view after a slice, a cast or a change of shape that moves nothing; None where dimensions are joined or split."""
     old = program.tensors[op.operands[0]].shape if isinstance(op.operands[0], int) else ()
     new = program.tensors[op.results[0]].shape
@@ -133,7 +133,7 @@ def _through(op: Operator, view: _View, program: Program) -> _View | None:
     return view
 
 
-def _batches_first(op: Operator, operand: int, view: _View) -> bool:
+def _batch_dims_outermost(op: Operator, operand: int, view: _View) -> bool:
     """Whether the batch dimensions of a product's operand are the outermost ones of the array that it is part of."""
     _, batch = op.eqn.params["dimension_numbers"]
     shape = op.eqn.invars[operand].aval.shape

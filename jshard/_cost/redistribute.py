@@ -35,24 +35,24 @@ from collections.abc import Sequence
 import numpy as np
 
 from jshard._cost.collectives import Collective, coefficients
-from jshard._cost.steps import Dims, Step, apply, moves, transitions
+from jshard._cost.steps import Dims, ReshardStep, apply_step, successor_steps, successors
 from jshard._errors import SearchError
 from jshard._layout import Layout, MeshAxes
 from jshard._topology import Topology
 
 
-SUMS = ("all_reduce", "reduce_scatter")  # compilers put those of small results into one
-ROOM = 2_000_000  # edges times sources relaxed at once
+REDUCING_KINDS = ("all_reduce", "reduce_scatter")  # compilers put those of small results into one
+_RELAX_BATCH = 2_000_000  # edges times sources relaxed at once
 
 
-def steps(
+def cheapest_steps(
     a: Layout,
     b: Layout,
     shape: Sequence[int],
     topology: Topology,
     itemsize: float | None = None,
-    together: int = 1,
-) -> tuple[Step, ...]:
+    combined: int = 1,
+) -> tuple[ReshardStep, ...]:
     """The cheapest steps that turn layout `a` of a tensor into layout `b`.
 
     Arguments:
@@ -65,7 +65,7 @@ def steps(
     - `itemsize`: bytes of one element; None for a tensor so large that latency is nothing.
     - `together`: so many sums are sent at once and share a latency.
     """
-    return _steps(a, b, tuple(shape), topology, _scale(shape, itemsize, together))
+    return _cheapest_steps(a, b, tuple(shape), topology, _scale(shape, itemsize, combined))
 
 
 Scale = (
@@ -78,14 +78,14 @@ def _scale(shape: Sequence[int], itemsize: float | None, together: int) -> Scale
 
 
 @functools.lru_cache(maxsize=65536)
-def _steps(
+def _cheapest_steps(
     a: Layout, b: Layout, shape: tuple[int, ...], topology: Topology, scale: Scale
-) -> tuple[Step, ...]:
-    graph, order = _place(shape, topology)
+) -> tuple[ReshardStep, ...]:
+    graph, order = _canonical_graph(shape, topology)
     i, j = _ids((a, b), graph, order, topology).tolist()
     if i >= 0 and j >= 0:
         paths = _paths_of(graph, scale)
-        _rows(paths, [i])
+        _relax(paths, [i])
         before, total = paths.rows[i]
         if np.isfinite(total[0, j]):
             return _merge(_path(graph, before, i, j, topology), order, a)
@@ -96,7 +96,7 @@ def _steps(
     )
 
 
-def cost(
+def reshard_cost(
     a: Layout, b: Layout, shape: Sequence[int], itemsize: float, topology: Topology
 ) -> tuple[float, float, tuple[Collective, ...]]:
     """Seconds, bytes received per device, and the collectives of a redistribution.
@@ -107,35 +107,35 @@ def cost(
     - `itemsize`: bytes of one element.
     """
     try:
-        path = steps(a, b, shape, topology, itemsize)
+        path = cheapest_steps(a, b, shape, topology, itemsize)
     except SearchError:
         return math.inf, math.inf, ()
-    out, here, whole = [], without_small(a, topology.mesh), math.prod(shape) * itemsize
+    out, here, whole = [], without_unit_axes(a, topology.mesh), math.prod(shape) * itemsize
     for s in path:
         if s.kind != "slice":
             c = coefficients(s.kind, _group(s.axes, topology.mesh), topology)
             held = whole / here.pieces(topology.mesh)
             out.append(Collective(s.kind, s.axes, held * c.volume, held * c.slope + c.alpha))
-        here = apply(s, here)
+        here = apply_step(s, here)
     return sum((c.seconds for c in out), 0.0), sum((c.bytes for c in out), 0.0), tuple(out)
 
 
-def table(
+def seconds_table(
     sources: Sequence[Layout],
     targets: Sequence[Layout],
     shape: Sequence[int],
     itemsize: float,
     topology: Topology,
-    together: int = 1,
+    combined: int = 1,
 ) -> np.ndarray:
     """Seconds from every source layout to every target layout: `(len(sources), len(targets))`.
 
     So many sums as `together` says are sent at once: each pays that share of the latency. What else is on the way
     pays its own.
     """
-    scale = _scale(shape, itemsize, together)
+    scale = _scale(shape, itemsize, combined)
     t = _tables(tuple(sources), tuple(targets), tuple(shape), topology, scale)
-    latency = t[2] + t[3] / together
+    latency = t[2] + t[3] / combined
     return _scaled(t[0], math.prod(shape) * itemsize) + latency
 
 
@@ -161,14 +161,14 @@ def _tables(
     sources: tuple[Layout, ...], targets: tuple[Layout, ...], shape: tuple[int, ...], topology: Topology, scale: Scale
 ) -> np.ndarray:  # fmt: skip
     """As `numbers` of a graph, of the path from every source to every target: `(4, len(sources), len(targets))`."""
-    graph, order = _place(shape, topology)
+    graph, order = _canonical_graph(shape, topology)
     i, j = _ids(sources, graph, order, topology), _ids(targets, graph, order, topology)
     rows, columns = np.flatnonzero(i >= 0), np.flatnonzero(j >= 0)
     out = np.full((4, len(i), len(j)), np.inf)
     if len(rows) and len(columns):
         known = i[rows].tolist()
         paths = _paths_of(graph, scale)
-        _rows(paths, known)
+        _relax(paths, known)
         picked = np.stack([paths.rows[s][1] for s in known], axis=1)[:, :, j[columns]]
         if len(rows) == len(i) and len(columns) == len(j):
             out = picked
@@ -179,7 +179,7 @@ def _tables(
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Graph:
+class _LayoutGraph:
     """All layouts of a tensor whose dimensions have these gcds with the mesh, and the moves between them.
 
     Edge arrays are sorted by target, then source; `target` are the layouts among their `ends`, `begin` where
@@ -208,13 +208,13 @@ class _Paths:
     volume and latencies.
     """
 
-    graph: _Graph
+    graph: _LayoutGraph
     weight: np.ndarray
     rows: dict[int, tuple[np.ndarray, np.ndarray]] = dataclasses.field(default_factory=dict)
 
 
 @functools.lru_cache(maxsize=1024)
-def _paths_of(graph: _Graph, scale: Scale) -> _Paths:
+def _paths_of(graph: _LayoutGraph, scale: Scale) -> _Paths:
     """The shortest paths for a number of bytes and of sums sent together."""
     slope, _, alone, summing = graph.numbers
     if scale is None:
@@ -229,7 +229,7 @@ def _paths_of(graph: _Graph, scale: Scale) -> _Paths:
 
 
 @functools.lru_cache(maxsize=65536)
-def _place(shape: tuple[int, ...], topology: Topology) -> tuple[_Graph, tuple[int, ...]]:
+def _canonical_graph(shape: tuple[int, ...], topology: Topology) -> tuple[_LayoutGraph, tuple[int, ...]]:
     """The graph of a tensor, and which of its dimensions the graph's dimensions are.
 
     Only the gcd of a dimension with the number of devices matters, a dimension with gcd 1 is never cut, and
@@ -237,23 +237,23 @@ def _place(shape: tuple[int, ...], topology: Topology) -> tuple[_Graph, tuple[in
     """
     gcds = [math.gcd(s, topology.mesh.total) for s in shape]
     order = tuple(sorted((d for d, g in enumerate(gcds) if g > 1), key=lambda d: -gcds[d]))
-    return _graph(topology, tuple(gcds[d] for d in order)), order
+    return _layout_graph(topology, tuple(gcds[d] for d in order)), order
 
 
-def _ids(some: Sequence[Layout], graph: _Graph, order: tuple[int, ...], topology: Topology) -> np.ndarray:
+def _ids(some: Sequence[Layout], graph: _LayoutGraph, order: tuple[int, ...], topology: Topology) -> np.ndarray:
     """Numbers of layouts in the graph; -1 for those that do not divide the shape."""
     known = graph.known.setdefault(order, {})
     for a in some:
         if a not in known:
-            b = without_small(a, topology.mesh)
+            b = without_unit_axes(a, topology.mesh)
             lost = sum(map(len, b.dims)) != sum(len(b.dims[d]) for d in order)
             known[a] = -1 if lost else graph.ids.get(Layout(tuple(b.dims[d] for d in order), b.partial), -1)
     return np.array([known[a] for a in some], dtype=np.int64)
 
 
 @functools.lru_cache(maxsize=512)
-def _graph(topology: Topology, gcds: tuple[int, ...]) -> _Graph:
-    mesh = _large(topology.mesh)
+def _layout_graph(topology: Topology, gcds: tuple[int, ...]) -> _LayoutGraph:
+    mesh = _mesh_without_unit_axes(topology.mesh)
     layouts = tuple(_layouts(mesh, gcds))
     n, ids = len(layouts), {a: i for i, a in enumerate(layouts)}
     by_value = {(a.dims, a.partial): i for i, a in enumerate(layouts)}
@@ -261,12 +261,12 @@ def _graph(topology: Topology, gcds: tuple[int, ...]) -> _Graph:
     known: dict[tuple[str, tuple[str, ...]], tuple[float, float, float, float]] = {}
     for i, a in enumerate(layouts):
         pieces = a.pieces(mesh)
-        for kind, axes, _, _, dims, partial in transitions(a, mesh, gcds):
+        for kind, axes, _, _, dims, partial in successors(a, mesh, gcds):
             edge = (0.0, 0.0, 0.0, 0.0, len(axes))
             if kind != "slice":
                 if (kind, axes) not in known:
                     c = coefficients(kind, _group(axes, mesh), topology)
-                    late = (0.0, c.alpha) if kind in SUMS else (c.alpha, 0.0)
+                    late = (0.0, c.alpha) if kind in REDUCING_KINDS else (c.alpha, 0.0)
                     known[kind, axes] = (c.slope, c.volume, *late)
                 slope, volume, alone, summing = known[kind, axes]
                 edge = (slope / pieces, volume / pieces, alone, summing, len(axes))
@@ -281,16 +281,16 @@ def _graph(topology: Topology, gcds: tuple[int, ...]) -> _Graph:
     by_target = np.lexsort((keys // n, keys % n))
     keys, preference, numbers = keys[by_target], preference[by_target], numbers[by_target, :4]
     target, begin = np.unique(keys % n, return_index=True)
-    return _Graph(mesh, gcds, layouts, ids, keys // n, keys % n, target, begin, preference, numbers.T.copy())
+    return _LayoutGraph(mesh, gcds, layouts, ids, keys // n, keys % n, target, begin, preference, numbers.T.copy())
 
 
-def _large(mesh: MeshAxes) -> MeshAxes:
+def _mesh_without_unit_axes(mesh: MeshAxes) -> MeshAxes:
     """The mesh without axes of size one: they move nothing."""
     kept = [(n, s) for n, s in zip(mesh.names, mesh.sizes, strict=True) if s > 1]
     return MeshAxes(tuple(n for n, _ in kept), tuple(s for _, s in kept))
 
 
-def without_small(a: Layout, mesh: MeshAxes) -> Layout:
+def without_unit_axes(a: Layout, mesh: MeshAxes) -> Layout:
     """The layout without mesh axes of size one, partial axes in mesh order."""
     small = {n for n, s in zip(mesh.names, mesh.sizes, strict=True) if s == 1}
     dims = tuple(tuple(x for x in d if x not in small) for d in a.dims) if small else a.dims
@@ -301,28 +301,28 @@ def _group(axes: Sequence[str], mesh: MeshAxes) -> tuple[str, ...]:
     return tuple(sorted(axes, key=mesh.names.index))
 
 
-def _path(graph: _Graph, before: np.ndarray, i: int, j: int, topology: Topology) -> list[Step]:
+def _path(graph: _LayoutGraph, before: np.ndarray, i: int, j: int, topology: Topology) -> list[ReshardStep]:
     nodes = [j]
     while nodes[-1] != i:
         nodes.append(int(graph.source[before[nodes[-1]]]))
     path = []
     for b, a in itertools.pairwise(nodes):
         here, there = graph.layouts[a], graph.layouts[b]
-        fitting = [s for s in moves(here, graph.mesh, graph.gcds) if apply(s, here) == there]
+        fitting = [s for s in successor_steps(here, graph.mesh, graph.gcds) if apply_step(s, here) == there]
         path.append(min(fitting, key=lambda s: _edge_order(s, topology)))
     return path[::-1]
 
 
-def _edge_order(s: Step, topology: Topology) -> tuple[float, float, float, int]:
+def _edge_order(s: ReshardStep, topology: Topology) -> tuple[float, float, float, int]:
     if s.kind == "slice":
         return 0.0, 0.0, 0.0, len(s.axes)
     c = coefficients(s.kind, _group(s.axes, topology.mesh), topology)
     return c.slope, c.volume, c.alpha, len(s.axes)
 
 
-def _merge(path: Sequence[Step], order: tuple[int, ...], a: Layout) -> tuple[Step, ...]:
+def _merge(path: Sequence[ReshardStep], order: tuple[int, ...], a: Layout) -> tuple[ReshardStep, ...]:
     """Steps with the tensor's own dimensions; neighbouring slices of one dimension become one."""
-    out: list[Step] = []
+    out: list[ReshardStep] = []
     for s in path:
         src = None if s.src_dim is None else order[s.src_dim]
         dst = None if s.dst_dim is None else order[s.dst_dim]
@@ -335,7 +335,7 @@ def _merge(path: Sequence[Step], order: tuple[int, ...], a: Layout) -> tuple[Ste
         if s.kind == "slice" and out and out[-1].kind == "slice" and out[-1].dst_dim == dst:
             out[-1] = dataclasses.replace(out[-1], axes=out[-1].axes + s.axes)
         else:
-            out.append(Step(s.kind, s.axes, src, dst, target))
+            out.append(ReshardStep(s.kind, s.axes, src, dst, target))
     return tuple(out)
 
 
@@ -361,7 +361,7 @@ def _layouts(mesh: MeshAxes, gcds: tuple[int, ...]) -> list[Layout]:
     return out
 
 
-def _rows(paths: _Paths, sources: Sequence[int]) -> None:
+def _relax(paths: _Paths, sources: Sequence[int]) -> None:
     """Fill `paths.rows` for sources not met before: Bellman's relaxation of all edges for all of them at once.
 
     Paths are short (a handful of collectives) and graphs small, so this beats Dijkstra's queue, and importing it.
@@ -369,7 +369,7 @@ def _rows(paths: _Paths, sources: Sequence[int]) -> None:
     graph = paths.graph
     new = [s for s in dict.fromkeys(sources) if s not in paths.rows]
     n, edges = len(graph.layouts), len(graph.source)
-    step = max(1, ROOM // max(1, edges))
+    step = max(1, _RELAX_BATCH // max(1, edges))
     for at in range(0, len(new), step):
         some = np.array(new[at : at + step])
         every = np.arange(len(some))

@@ -27,8 +27,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
-from jshard._cost.in_place import overwriting, updates
-from jshard._cost.memory import PRODUCTS, heavy_of, is_heavy
+from jshard._cost.in_place import in_place_updates, is_update
+from jshard._cost.memory import PRODUCTS, unfusible_operators, is_unfusible
 from jshard._program.arrays import Bools, Ints
 from jshard._program.graph import Block, Literal, Operator, Program, calls_of
 
@@ -37,35 +37,35 @@ from jshard._program.graph import Block, Literal, Operator, Program, calls_of
 _FUSES_OPERANDS = PRODUCTS | {"dynamic_update_slice"}
 # Products can also write a following light operator's result instead of their own.
 _EXPENSIVE = frozenset("exp exp2 expm1 log log1p pow erf".split())
-_REDUCTIONS = ("reduce_", "argm", "cum")
-_NOT_AGAIN = (*_REDUCTIONS, "random_", "threefry", "rng_")
+_REDUCTION_PREFIXES = ("reduce_", "argm", "cum")
+_NEVER_DUPLICATED = (*_REDUCTION_PREFIXES, "random_", "threefry", "rng_")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Residency:
+class Liveness:
     """For each tensor: is it held in memory, and the last operator that needs it (through fluid readers).
 
     A `copied` one is held for the readers that cannot compute it again; the others go on from its source. `over` are
     the updates that write over their first operand.
     """
 
-    held: Sequence[bool]
-    needed: Sequence[int]
-    copied: Sequence[bool]
+    materialized: Sequence[bool]
+    last_use: Sequence[int]
+    duplicated_cast: Sequence[bool]
     length: int
-    written: Sequence[float]  # of a product that its reader's result stands for: bytes written while it runs
-    traits: Traits
-    over: frozenset[int] = frozenset()
+    epilogue_bytes: Sequence[float]  # of a product that its reader's result stands for: bytes written while it runs
+    traits: FusionTraits
+    in_place: frozenset[int] = frozenset()
 
 
-def is_light(op: Operator) -> bool:
+def is_duplicable(op: Operator) -> bool:
     """Whether an operator is computed again in its readers rather than stored."""
-    if op.kind != "eqn" or op.primitive.startswith(_NOT_AGAIN):
+    if op.kind != "eqn" or op.primitive.startswith(_NEVER_DUPLICATED):
         return False
-    return not is_heavy(op) or _selects(op)
+    return not is_unfusible(op) or _is_one_hot_scatter(op)
 
 
-def _selects(op: Operator) -> bool:
+def _is_one_hot_scatter(op: Operator) -> bool:
     """Whether a scatter sets one element a row: the gradient of `take_along_axis`, as in a cross entropy.
 
     Compilers compare each row's index with the element's own and select, so it fuses as elementwise operators do.
@@ -79,92 +79,92 @@ def _selects(op: Operator) -> bool:
     )
 
 
-def fuses(op: Operator) -> bool:
+def fuses_operands(op: Operator) -> bool:
     """Whether an operator can compute its operands itself, from what they were computed from."""
-    return op.kind == "eqn" and (op.primitive in _FUSES_OPERANDS or not is_heavy(op) or _selects(op))
+    return op.kind == "eqn" and (op.primitive in _FUSES_OPERANDS or not is_unfusible(op) or _is_one_hot_scatter(op))
 
 
-def reuses(op: Operator) -> bool:
+def may_alias_operand(op: Operator) -> bool:
     """Whether an operator may write its result where an operand was that nobody needs any more."""
-    return is_light(op) or updates(op.primitive)
+    return is_duplicable(op) or is_update(op.primitive)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Traits:
+class FusionTraits:
     """(operators,) whether each is light, computes its operands itself, and may write over one of them."""
 
-    light: Bools
-    fuses: Bools
-    reuses: Bools
+    duplicable: Bools
+    fuses_operands: Bools
+    may_alias_operand: Bools
 
 
-def traits_of(program: Program) -> Traits:
+def fusion_traits(program: Program) -> FusionTraits:
     """The traits of all operators: by primitive, but for scatters, of which each is looked at."""
-    if "traits" in program.known:
-        return program.known["traits"]
-    a = program.arrays
-    first = np.unique(a.primitive, return_index=True)[1].tolist()
+    if "traits" in program.memo:
+        return program.memo["traits"]
+    a = program.use_def
+    first = np.unique(a.primitive_id, return_index=True)[1].tolist()
     some = [program.operators[i] for i in first]
-    found = [np.array([f(op) for op in some], dtype=bool)[a.primitive] for f in (is_light, fuses, reuses)]
-    for i in np.flatnonzero(a.named(("scatter",))).tolist():
-        for each, f in zip(found, (is_light, fuses, reuses), strict=True):
+    found = [np.array([f(op) for op in some], dtype=bool)[a.primitive_id] for f in (is_duplicable, fuses_operands, may_alias_operand)]
+    for i in np.flatnonzero(a.primitive_starts_with(("scatter",))).tolist():
+        for each, f in zip(found, (is_duplicable, fuses_operands, may_alias_operand), strict=True):
             each[i] = f(program.operators[i])
-    program.known["traits"] = Traits(*found)
-    return program.known["traits"]
+    program.memo["traits"] = FusionTraits(*found)
+    return program.memo["traits"]
 
 
-def residency(program: Program, donated: Collection[int] = ()) -> Residency:
+def liveness(program: Program, donated: Collection[int] = ()) -> Liveness:
     """Anchors and needs of all tensors; `donated` are the flat indices of the donated arguments."""
     key = ("residency", frozenset(donated))
-    if key not in program.known:
-        program.known[key] = _residency(program, donated)
-    return program.known[key]
+    if key not in program.memo:
+        program.memo[key] = _liveness(program, donated)
+    return program.memo[key]
 
 
-def _residency(program: Program, donated: Collection[int]) -> Residency:
-    ops, a = program.operators, program.arrays
-    n = len(a.maker)
-    traits = traits_of(program)
+def _liveness(program: Program, donated: Collection[int]) -> Liveness:
+    ops, a = program.operators, program.use_def
+    n = len(a.def_op)
+    traits = fusion_traits(program)
     crossing = np.zeros(n, dtype=bool)
-    crossing[_crossing(program.body)] = True
-    readers = np.bincount(a.read, minlength=n)
-    refusing = ~traits.fuses[a.reader] | (a.repeat[a.reader] != a.repeat[a.maker[a.read]])
-    fluid = traits.light[a.maker] & (readers > 0) & ~crossing & (np.bincount(a.read, refusing, n) == 0)
-    fluid[_dear(program, fluid, traits)] = False
-    absorbed = _absorb(program, traits, fluid, crossing)
+    crossing[_call_outputs(program.body)] = True
+    readers = np.bincount(a.use_tensor, minlength=n)
+    refusing = ~traits.fuses_operands[a.use_op] | (a.repeat[a.use_op] != a.repeat[a.def_op[a.use_tensor]])
+    fluid = traits.duplicable[a.def_op] & (readers > 0) & ~crossing & (np.bincount(a.use_tensor, refusing, n) == 0)
+    fluid[_kept_before_reduction(program, fluid, traits)] = False
+    absorbed = _fuse_epilogues(program, traits, fluid, crossing)
     stored = (readers > 0) & ~fluid
     stored[list(absorbed)] = False
-    held = stored | a.of_kind("input", "const")[a.maker]
-    copied = held & ~crossing & _widens(program)
-    needed = _needed(program, traits, fluid, copied)
+    held = stored | a.has_kind("input", "const")[a.def_op]
+    copied = held & ~crossing & _widening_casts(program)
+    needed = _last_uses(program, traits, fluid, copied)
     free = frozenset(donated)
     whole = [i for k, i in enumerate(program.inputs) if k not in free]
     needed[a.result[a.result_begin[np.array(whole, dtype=np.int64)]]] = len(ops) - 1
-    times, here, written, maker = needed.tolist(), held.tolist(), [0.0] * n, a.maker.tolist()
+    times, here, written, maker = needed.tolist(), held.tolist(), [0.0] * n, a.def_op.tolist()
     for t in absorbed:
         if ops[maker[t]].primitive in PRODUCTS:
-            written[t] = _written(program, t, absorbed, here, times, maker)
-    over = overwriting(program, donated, here, traits.light.tolist())
-    return Residency(here, times, copied.tolist(), len(ops), written, traits, over)
+            written[t] = _epilogue_bytes(program, t, absorbed, here, times, maker)
+    over = in_place_updates(program, donated, here, traits.duplicable.tolist())
+    return Liveness(here, times, copied.tolist(), len(ops), written, traits, over)
 
 
-def _needed(program: Program, traits: Traits, fluid: Bools, copied: Bools) -> Ints:
+def _last_uses(program: Program, traits: FusionTraits, fluid: Bools, copied: Bools) -> Ints:
     """(tensors,) the last operator that needs each."""
-    a = program.arrays
+    a = program.use_def
     n = len(program.operators)
-    until = np.where(a.of_kind("output"), n - 1, np.arange(n))
-    needed = a.maker.copy()
-    through = a.maker.copy()  # of copied tensors, for the readers that compute them again
-    again = copied[a.read] & traits.fuses[a.reader]
-    np.maximum.at(needed, a.read[~again], until[a.reader[~again]])
-    np.maximum.at(through, a.read[again], until[a.reader[again]])
+    until = np.where(a.has_kind("output"), n - 1, np.arange(n))
+    needed = a.def_op.copy()
+    through = a.def_op.copy()  # of copied tensors, for the readers that compute them again
+    again = copied[a.use_tensor] & traits.fuses_operands[a.use_op]
+    np.maximum.at(needed, a.use_tensor[~again], until[a.use_op[~again]])
+    np.maximum.at(through, a.use_tensor[again], until[a.use_op[again]])
     count = np.diff(a.result_begin)
-    flowing = (count > 0) & (np.bincount(a.maker, ~fluid, n) == 0)
-    some = np.flatnonzero(flowing | (np.bincount(a.maker, copied, n) > 0))
-    return carried(program, some, until, flowing, copied, again, a.read, needed, through)
+    flowing = (count > 0) & (np.bincount(a.def_op, ~fluid, n) == 0)
+    some = np.flatnonzero(flowing | (np.bincount(a.def_op, copied, n) > 0))
+    return propagate_last_use(program, some, until, flowing, copied, again, a.use_tensor, needed, through)
 
 
-def carried(
+def propagate_last_use(
     program: Program, some: Ints, at: Ints, flowing: Bools, copied: Bools, again: Bools, value: Ints,
     needed: Ints, through: Ints, views: Sequence[tuple[int, int, int]] = (),
 ) -> Ints:  # fmt: skip
@@ -175,14 +175,14 @@ def carried(
     its results are needed no more, any other its `copied` results' only until nobody computes them again.
     `views` are (time, source, target) of values that are cut from others when they are read.
     """
-    a = program.arrays
+    a = program.use_def
     # From the last to the first; a view by a negative number.
     order = [(-t, op) for t, op in zip(at[some].tolist(), some.tolist(), strict=True)]
     order += [(-v[0], -1 - k) for k, v in enumerate(views)]
     order.sort()
     final, late = needed.tolist(), through.tolist()
     values, later, result = value.tolist(), again.tolist(), a.result.tolist()
-    begin, first = a.begin.tolist(), a.result_begin.tolist()
+    begin, first = a.use_begin.tolist(), a.result_begin.tolist()
     flows, copies = flowing.tolist(), copied.tolist()
     for now, op in order:
         until = -now
@@ -203,7 +203,7 @@ def carried(
     return np.array(final, dtype=np.int64)
 
 
-def _written(
+def _epilogue_bytes(
     program: Program, product: int, absorbed: Mapping[int, Sequence[int]], held: Sequence[bool],
     needed: Sequence[int], maker: Sequence[int],
 ) -> float:  # fmt: skip
@@ -228,38 +228,38 @@ def _written(
     return tensors[at].nbytes
 
 
-def _widens(program: Program) -> Bools:
+def _widening_casts(program: Program) -> Bools:
     """(tensors,) whether it is a cast of a smaller tensor."""
-    a = program.arrays
-    ops = np.flatnonzero(a.which(frozenset(("convert_element_type",))) & (np.diff(a.begin) > 0))
+    a = program.use_def
+    ops = np.flatnonzero(a.has_primitive(frozenset(("convert_element_type",))) & (np.diff(a.use_begin) > 0))
     made = a.result[a.result_begin[ops]]
-    out = np.zeros(len(a.maker), dtype=bool)
-    out[made] = a.nbytes[made] > a.nbytes[a.read[a.begin[ops]]]
+    out = np.zeros(len(a.def_op), dtype=bool)
+    out[made] = a.nbytes[made] > a.nbytes[a.use_tensor[a.use_begin[ops]]]
     return out
 
 
-def _dear(program: Program, fluid: Bools, traits: Traits) -> list[int]:
+def _kept_before_reduction(program: Program, fluid: Bools, traits: FusionTraits) -> list[int]:
     """Of the tensors that all readers can compute, those that are summed, read twice more, and dear to compute."""
-    a = program.arrays
-    summed = np.bincount(a.read, a.named(_REDUCTIONS)[a.reader], len(a.maker)) > 0
+    a = program.use_def
+    summed = np.bincount(a.use_tensor, a.primitive_starts_with(_REDUCTION_PREFIXES)[a.use_op], len(a.def_op)) > 0
     out, sources = [], {}
-    order, begin = a.by_tensor
-    for t in np.flatnonzero(fluid & summed & a.which(_EXPENSIVE)[a.maker]).tolist():
-        users = {program.operators[u] for u in a.reader[order[begin[t] : begin[t + 1]]].tolist()}
-        sums = sum(u.primitive.startswith(_REDUCTIONS) for u in users)
-        if len(users) - sums > 1 and program.tensors[t].nbytes <= _source(program, t, traits, sources):
+    order, begin = a.uses_by_tensor
+    for t in np.flatnonzero(fluid & summed & a.has_primitive(_EXPENSIVE)[a.def_op]).tolist():
+        users = {program.operators[u] for u in a.use_op[order[begin[t] : begin[t + 1]]].tolist()}
+        sums = sum(u.primitive.startswith(_REDUCTION_PREFIXES) for u in users)
+        if len(users) - sums > 1 and program.tensors[t].nbytes <= _largest_source_bytes(program, t, traits, sources):
             out.append(t)
     return out
 
 
-def _source(program: Program, tensor: int, traits: Traits, known: dict[int, float]) -> float:
+def _largest_source_bytes(program: Program, tensor: int, traits: FusionTraits, known: dict[int, float]) -> float:
     """Bytes of the largest stored value that a tensor would be computed from again."""
-    a = program.arrays
+    a = program.use_def
     todo = [tensor]
     while todo:
         t = todo[-1]
-        op = program.operators[a.maker[t]]
-        if not traits.light[op.id]:
+        op = program.operators[a.def_op[t]]
+        if not traits.duplicable[op.id]:
             known[t] = program.tensors[t].nbytes
         before = [x for x in op.operands if not isinstance(x, Literal)] if t not in known else []
         ahead = [x for x in before if x not in known]
@@ -272,7 +272,7 @@ def _source(program: Program, tensor: int, traits: Traits, known: dict[int, floa
     return known[tensor]
 
 
-def _absorb(program: Program, traits: Traits, fluid: Bools, crossing: Bools) -> dict[int, Sequence[int]]:
+def _fuse_epilogues(program: Program, traits: FusionTraits, fluid: Bools, crossing: Bools) -> dict[int, Sequence[int]]:
     """Products that are never stored, with the light operators after them: the result of the last is kept instead.
 
     It is no larger, and all that the product is read for goes through it: one operator makes it, or several that
@@ -280,11 +280,11 @@ def _absorb(program: Program, traits: Traits, fluid: Bools, crossing: Bools) -> 
     in between: a product that waits for a later reader keeps its operands, one that does not is itself in memory.
     `fluid` is changed in place.
     """
-    a, ops = program.arrays, program.operators
-    order, begin = a.by_tensor
-    by, bounds = a.reader[order].tolist(), begin.tolist()
-    light = (traits.light & (np.diff(a.result_begin) == 1)).tolist()
-    heavy = np.concatenate([[0], np.cumsum(heavy_of(program))]).tolist()
+    a, ops = program.use_def, program.operators
+    order, begin = a.uses_by_tensor
+    by, bounds = a.use_op[order].tolist(), begin.tolist()
+    light = (traits.duplicable & (np.diff(a.result_begin) == 1)).tolist()
+    heavy = np.concatenate([[0], np.cumsum(unfusible_operators(program))]).tolist()
     leaves = crossing.tolist()
     absorbed: dict[int, Sequence[int]] = {}
     taken: set[int] = set()
@@ -308,7 +308,7 @@ def _absorb(program: Program, traits: Traits, fluid: Bools, crossing: Bools) -> 
         return []
 
     # In the program's order: products, and results that now stand for one.
-    products = np.isin(a.primitive, [k for (_, name), k in a.primitives.items() if name in PRODUCTS])
+    products = np.isin(a.primitive_id, [k for (_, name), k in a.primitive_ids.items() if name in PRODUCTS])
     ahead = [(i, t) for i in np.flatnonzero(products).tolist() for t in ops[i].results]
     while ahead:
         i, t = heapq.heappop(ahead)
@@ -323,7 +323,7 @@ def _absorb(program: Program, traits: Traits, fluid: Bools, crossing: Bools) -> 
     return absorbed
 
 
-def _crossing(block: Block) -> list[int]:
+def _call_outputs(block: Block) -> list[int]:
     """Tensors that leave a call's block: a `remat` or a custom rule hands them out of its own scope."""
     inner = [b for call in calls_of(block) for b in call.blocks]
     return [a for b in inner for a in b.outputs if not isinstance(a, Literal)]

@@ -37,7 +37,7 @@ StepKind = Literal["slice", "all_gather", "all_to_all", "all_reduce", "reduce_sc
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class ReshardStep:
     """One move.
 
     Arguments:
@@ -64,7 +64,7 @@ class Step:
         return f"{self.kind}[{'*'.join(self.axes)}]{where}"
 
 
-def apply(step: Step, layout: Layout) -> Layout:
+def apply_step(step: ReshardStep, layout: Layout) -> Layout:
     """The layout after a step; a step that does not fit the layout raises `ValueError`."""
     dims, partial = list(layout.dims), layout.partial
     if step.kind == "permute":
@@ -89,16 +89,16 @@ def apply(step: Step, layout: Layout) -> Layout:
     return Layout(tuple(dims), partial)
 
 
-def moves(layout: Layout, mesh: MeshAxes, shape: tuple[int, ...]) -> Iterator[Step]:
+def successor_steps(layout: Layout, mesh: MeshAxes, shape: tuple[int, ...]) -> Iterator[ReshardStep]:
     """All single steps from a layout whose result divides `shape`; permutes keep every cut."""
-    for kind, axes, src, dst, dims, _ in transitions(layout, mesh, shape):
-        yield Step(kind, axes, src, dst, dims if kind == "permute" else None)
+    for kind, axes, src, dst, dims, _ in successors(layout, mesh, shape):
+        yield ReshardStep(kind, axes, src, dst, dims if kind == "permute" else None)
 
 
 Transition = tuple[StepKind, tuple[str, ...], int | None, int | None, Dims, tuple[str, ...]]
 
 
-def transitions(layout: Layout, mesh: MeshAxes, shape: tuple[int, ...]) -> Iterator[Transition]:
+def successors(layout: Layout, mesh: MeshAxes, shape: tuple[int, ...]) -> Iterator[Transition]:
     """Moves as plain tuples (kind, axes, src_dim, dst_dim, cuts after, partial after): graphs have many."""
     dims, partial = layout.dims, layout.partial
     size = dict(zip(mesh.names, mesh.sizes, strict=True))
@@ -133,7 +133,7 @@ def transitions(layout: Layout, mesh: MeshAxes, shape: tuple[int, ...]) -> Itera
         axes = tuple(a for a in mesh.names if a in used and a not in partial)
         for target in _rearrangements(axes, layout.cuts(mesh), mesh):
             if target != dims:
-                yield "permute", moved_axes(dims, target, mesh), None, None, target, partial
+                yield "permute", permuted_axes(dims, target, mesh), None, None, target, partial
 
 
 @functools.lru_cache(maxsize=65536)
@@ -157,7 +157,7 @@ def _rearrangements(axes: tuple[str, ...], cuts: tuple[int, ...], mesh: MeshAxes
     return tuple(fill(axes, cuts))
 
 
-def moved_axes(source: Dims, target: Dims, mesh: MeshAxes) -> tuple[str, ...]:
+def permuted_axes(source: Dims, target: Dims, mesh: MeshAxes) -> tuple[str, ...]:
     """Axes whose coordinate means something else after a permute: its group, in mesh order."""
     before, after = _weights(source, mesh), _weights(target, mesh)
     return tuple(a for a in mesh.names if before.get(a) != after.get(a))

@@ -39,20 +39,20 @@ def run_as_traced(eqn: Any, operands: Sequence[Any]) -> list[Any]:
         out = eqn.primitive.bind(*arrays, **compat.bind_params(eqn, params))
         return list(out) if eqn.primitive.multiple_results else [out]
 
-    avals, outs = ([_plain(v.aval) for v in vs] for vs in (eqn.invars, eqn.outvars))
-    return list(as_traced_p.bind(*operands, call=Outside(run, tuple(avals), tuple(outs))))
+    avals, outs = ([_struct(v.aval) for v in vs] for vs in (eqn.invars, eqn.outvars))
+    return list(as_traced_p.bind(*operands, call=OutsideCall(run, tuple(avals), tuple(outs))))
 
 
-class Outside:
+class OutsideCall:
     """A function of plain arrays with the types of its operands and results; what `as_traced_p` calls."""
 
     def __init__(
-        self, run: Callable[..., list[Any]], avals: Sequence[Any], outs: Sequence[Any] | None = None
+        self, run: Callable[..., list[Any]], in_avals: Sequence[Any], out_avals: Sequence[Any] | None = None
     ):
-        self.run, self.avals = run, tuple(avals)
-        self.outs = tuple(_shapes(run, self.avals) if outs is None else outs)
+        self.run, self.avals = run, tuple(in_avals)
+        self.outs = tuple(_result_structs(run, self.avals) if out_avals is None else out_avals)
 
-    def linearized(self, which: tuple[int, ...]) -> tuple[Outside, Outside]:
+    def linearized(self, which: tuple[int, ...]) -> tuple[OutsideCall, OutsideCall]:
         """The call with its residuals after its results, and the tangent map of its operands `which` from those."""
         trees: list[Any] = []
 
@@ -63,27 +63,27 @@ class Outside:
                     every[i] = x
                 return [y for y in self.run(*every) if _inexact(y)]
 
-            rest = [y for y in self.run(*arrays) if not _inexact(y)] if self.exact else []
+            rest = [y for y in self.run(*arrays) if not _inexact(y)] if self.has_integer_results else []
             out, tangent = jax.linearize(moving, *(arrays[i] for i in which))
             kept, tree = jax.tree.flatten(tangent)
             trees[:] = [tree]
             real, whole = iter(out), iter(rest)
             return [next(real) if _inexact(o) else next(whole) for o in self.outs] + kept
 
-        first = Outside(forward, self.avals)
+        first = OutsideCall(forward, self.avals)
         kept = first.outs[len(self.outs) :]
 
         def tangent(*arrays: Any) -> list[Any]:
             return list(jax.tree.unflatten(trees[0], arrays[: len(kept)])(*arrays[len(kept) :]))
 
-        return first, Outside(tangent, [*kept, *(self.avals[i] for i in which)])
+        return first, OutsideCall(tangent, [*kept, *(self.avals[i] for i in which)])
 
     @functools.cached_property
-    def exact(self) -> bool:
+    def has_integer_results(self) -> bool:
         """Whether some results are integers or the like, which have no derivative."""
         return not all(map(_inexact, self.outs))
 
-    def transposed(self, linear: tuple[int, ...]) -> Outside:
+    def transposed(self, linear: tuple[int, ...]) -> OutsideCall:
         """From the other operands and the cotangents of the results to the cotangents of the `linear` operands."""
         kept = [i for i in range(len(self.avals)) if i not in linear]
 
@@ -95,23 +95,23 @@ class Outside:
             back = jax.linear_transpose(of_linear, *(self.avals[i] for i in linear))
             return list(back(list(arrays[len(kept) :])))
 
-        return Outside(pulled, [*(self.avals[i] for i in kept), *filter(_inexact, self.outs)])
+        return OutsideCall(pulled, [*(self.avals[i] for i in kept), *filter(_inexact, self.outs)])
 
-    def batched(self, dims: tuple[int | None, ...], size: int) -> Outside:
+    def batched(self, dims: tuple[int | None, ...], size: int) -> OutsideCall:
         """The mapped call; results have the new dimension first."""
         avals = [
             a if d is None else jax.ShapeDtypeStruct((*a.shape[:d], size, *a.shape[d:]), a.dtype)
             for a, d in zip(self.avals, dims, strict=True)
         ]
-        return Outside(jax.vmap(self.run, in_axes=dims, out_axes=0), list(map(_plain, avals)))
+        return OutsideCall(jax.vmap(self.run, in_axes=dims, out_axes=0), list(map(_struct, avals)))
 
 
-def _shapes(run: Callable[..., list[Any]], avals: Sequence[Any]) -> list[Any]:
-    with compat.outside_mesh():
-        return [_plain(a) for a in jax.make_jaxpr(run)(*avals).out_avals]
+def _result_structs(run: Callable[..., list[Any]], avals: Sequence[Any]) -> list[Any]:
+    with compat.without_mesh():
+        return [_struct(a) for a in jax.make_jaxpr(run)(*avals).out_avals]
 
 
-def _plain(aval: Any) -> jax.ShapeDtypeStruct:
+def _struct(aval: Any) -> jax.ShapeDtypeStruct:
     """Shape, type and weak type, without a sharding."""
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)))
 
@@ -124,13 +124,13 @@ as_traced_p = compat.primitive("jshard_as_traced")
 """An `Outside` as a primitive inside `shard_map`; its results vary over what any operand varies over."""
 
 
-def _types(*avals: Any, call: Outside) -> Any:
-    axes = frozenset().union(*map(compat.varying, avals))
+def _abstract_eval(*avals: Any, call: OutsideCall) -> Any:
+    axes = frozenset().union(*map(compat.vma_of_type, avals))
     outs = [core.ShapedArray(o.shape, o.dtype, weak_type=o.weak_type) for o in call.outs]
     return [compat.with_axes(o, axes) for o in outs] if axes else outs
 
 
-def _pushed(primals: Any, tangents: Any, *, call: Outside) -> Any:
+def _jvp(primals: Any, tangents: Any, *, call: OutsideCall) -> Any:
     which = tuple(i for i, t in enumerate(tangents) if type(t) is not ad.Zero)
     first, second = call.linearized(which)
     results = as_traced_p.bind(*primals, call=first)
@@ -140,7 +140,7 @@ def _pushed(primals: Any, tangents: Any, *, call: Outside) -> Any:
     return outs, [next(moved) if _inexact(o) else zero for o, zero in zip(call.outs, still, strict=True)]
 
 
-def _pulled(cotangents: Any, *operands: Any, call: Outside) -> Any:
+def _transpose(cotangents: Any, *operands: Any, call: OutsideCall) -> Any:
     linear = tuple(i for i, x in enumerate(operands) if ad.is_undefined_primal(x))
     kept = [x for x in operands if not ad.is_undefined_primal(x)]
     given = [ad.instantiate_zeros(c) for c, o in zip(cotangents, call.outs, strict=True) if _inexact(o)]
@@ -153,21 +153,21 @@ def _pulled(cotangents: Any, *operands: Any, call: Outside) -> Any:
     return [next(out) if i in linear else None for i in range(len(operands))]
 
 
-def _mapped(args: Any, dims: Any, *, call: Outside) -> Any:
+def _batch(args: Any, dims: Any, *, call: OutsideCall) -> Any:
     size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
     out = as_traced_p.bind(*args, call=call.batched(tuple(dims), size))
     return out, [0] * len(out)
 
 
-def _compiled(ctx: Any, *args: Any, call: Outside) -> Any:
-    with compat.outside_mesh():
+def _lower(ctx: Any, *args: Any, call: OutsideCall) -> Any:
+    with compat.without_mesh():
         plain = [core.ShapedArray(a.shape, a.dtype, weak_type=a.weak_type) for a in call.avals]
         return mlir.lower_fun(call.run)(ctx.replace(avals_in=plain), *args)
 
 
 as_traced_p.def_impl(lambda *xs, call: call.run(*xs))
-as_traced_p.def_abstract_eval(_types)
-ad.primitive_jvps[as_traced_p] = _pushed
-ad.primitive_transposes[as_traced_p] = _pulled
-batching.primitive_batchers[as_traced_p] = _mapped
-mlir.register_lowering(as_traced_p, _compiled)
+as_traced_p.def_abstract_eval(_abstract_eval)
+ad.primitive_jvps[as_traced_p] = _jvp
+ad.primitive_transposes[as_traced_p] = _transpose
+batching.primitive_batchers[as_traced_p] = _batch
+mlir.register_lowering(as_traced_p, _lower)

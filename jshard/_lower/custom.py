@@ -25,7 +25,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jshard import _jaxcompat as compat
 from jshard._layout import Layout
-from jshard._plan.make import Wish, make_plan
+from jshard._plan.make import PlanRequest, make_plan
 from jshard._plan.schedule import Schedule
 from jshard._program.graph import Call, Literal, Program
 from jshard._program.trace import build
@@ -33,12 +33,12 @@ from jshard._topology import Topology
 from jshard._wish.entries import Pin
 
 
-Run = Callable[[Schedule, Sequence[Any]], list[Any]]  # a schedule on local blocks
+RunSchedule = Callable[[Schedule, Sequence[Any]], list[Any]]  # a schedule on local blocks
 
 
-def rebuild(
+def rebuild_with_rule(
     call: Call, program: Program, layouts: Sequence[Layout], returns: Sequence[Layout], topology: Topology,
-    body: Callable[..., list[Any]], run: Run,
+    body: Callable[..., list[Any]], run: RunSchedule,
 ) -> Callable[..., Any]:  # fmt: skip
     """The call as a function of its local tensor operands, with its derivative rule.
 
@@ -62,7 +62,7 @@ def rebuild(
     inner = _jvp if call.kind == "custom_jvp" else _vjp
     symbolic = bool(eqn.params.get("symbolic_zeros"))
     return inner(
-        plain, avals, moving, list(layouts), list(returns), topology, body, run, symbolic, program.context
+        plain, avals, moving, list(layouts), list(returns), topology, body, run, symbolic, program.explicit_mesh
     )
 
 
@@ -74,7 +74,7 @@ def _jvp(
     returns: list[Layout],
     topology: Topology,
     body: Any,
-    run: Run,
+    run: RunSchedule,
     symbolic: bool,
     context: Any,
 ) -> Callable[..., Any]:
@@ -86,13 +86,13 @@ def _jvp(
 
         def pushed(*values: Any) -> Any:
             primals, given = values[: len(avals)], values[len(avals) :]
-            of_moving = _of_moving(plain, primals, moves)
+            of_moving = _function_of_differentiated(plain, primals, moves)
             out, out_t = jax.jvp(of_moving, tuple(v for v, m in zip(primals, moves, strict=True) if m), given)
             return [*out, *out_t]
 
         wanted = [a for a, m in zip(avals, moves, strict=True) if m]
         ins = [*layouts, *(lay for lay, m in zip(layouts, moves, strict=True) if m)]
-        schedule = _planned(pushed, [*avals, *wanted], ins, [*returns, *returns], topology, context)
+        schedule = _plan_rule(pushed, [*avals, *wanted], ins, [*returns, *returns], topology, context)
         out = run(schedule, [*primals, *(t for t, m in zip(tangents, moves, strict=True) if m)])
         return tuple(out[: len(returns)]), tuple(out[len(returns) :])
 
@@ -108,7 +108,7 @@ def _vjp(
     returns: list[Layout],
     topology: Topology,
     body: Any,
-    run: Run,
+    run: RunSchedule,
     symbolic: bool,
     context: Any,
 ) -> Callable[..., Any]:
@@ -123,15 +123,15 @@ def _vjp(
             blocks = tuple(g.value for g in given)
 
         def forward(*values: Any) -> Any:
-            of_moving = _of_moving(plain, values, moves)
+            of_moving = _function_of_differentiated(plain, values, moves)
             out, pull = jax.vjp(of_moving, *(v for v, m in zip(values, moves, strict=True) if m))
             leaves, found["tree"] = jax.tree.flatten(pull)
             return [*out, *leaves]
 
-        schedule = _planned(forward, avals, layouts, returns, topology, context)
-        choice = schedule.choice
+        schedule = _plan_rule(forward, avals, layouts, returns, topology, context)
+        choice = schedule.assignment
         ends = choice.program.outputs[len(returns) :]
-        found["kept"] = [(_aval(choice.program, i), choice.needed(i, 0)) for i in ends]
+        found["kept"] = [(_output_struct(choice.program, i), choice.operand_layout(i, 0)) for i in ends]
         found["moves"] = moves
         out = run(schedule, blocks)
         return tuple(out[: len(returns)]), tuple(out[len(returns) :])
@@ -145,14 +145,14 @@ def _vjp(
         def backward(*values: Any) -> Any:
             pull = jax.tree.unflatten(tree, values[: len(kept)])
             given = iter(values[len(kept) :])
-            cts = [next(given) if m else _float0(o) for o, m in zip(outs, live, strict=True)]
+            cts = [next(given) if m else _float0_zeros(o) for o, m in zip(outs, live, strict=True)]
             return list(pull(cts))
 
         ins = [lay for _, lay in kept] + [lay for lay, m in zip(returns, live, strict=True) if m]
         shapes = [a for a, _ in kept] + [o for o, m in zip(outs, live, strict=True) if m]
         wanted = [lay for lay, m in zip(layouts, moves, strict=True) if m]
-        schedule = _planned(backward, shapes, ins, wanted, topology, context)
-        cts = [_instantiated(c) for c, m in zip(cotangents, live, strict=True) if m]
+        schedule = _plan_rule(backward, shapes, ins, wanted, topology, context)
+        cts = [_instantiate_zero(c) for c, m in zip(cotangents, live, strict=True) if m]
         given = iter(run(schedule, [*residuals, *cts]))
         return tuple(next(given) if m else None for m in moves)
 
@@ -160,7 +160,7 @@ def _vjp(
     return f
 
 
-def _of_moving(plain: Callable, values: Sequence[Any], moves: Sequence[bool]) -> Callable[..., Any]:
+def _function_of_differentiated(plain: Callable, values: Sequence[Any], moves: Sequence[bool]) -> Callable[..., Any]:
     """The function of the operands that move; the others are as they are, and have no tangents."""
 
     def of_moving(*some: Any) -> Any:
@@ -170,7 +170,7 @@ def _of_moving(plain: Callable, values: Sequence[Any], moves: Sequence[bool]) ->
     return of_moving
 
 
-def _planned(
+def _plan_rule(
     fn: Callable,
     avals: Sequence[Any],
     ins: Sequence[Layout],
@@ -185,14 +185,14 @@ def _planned(
     program = dataclasses.replace(program, context=context)
     pins = [(program.inputs[i], "result", 0, _pin(lay, topology)) for i, lay in enumerate(ins)]
     pins += [(program.outputs[i], "operand", 0, _pin(lay, topology)) for i, lay in enumerate(outs)]
-    return make_plan(program, topology, Wish(tuple(pins)))[1]
+    return make_plan(program, topology, PlanRequest(tuple(pins)))[1]
 
 
 def _pin(layout: Layout, topology: Topology) -> Pin:
     return Pin(layout.cuts(topology.mesh), layout.dims, "derivative rule")
 
 
-def _aval(program: Program, output: int) -> Any:
+def _output_struct(program: Program, output: int) -> Any:
     a = program.operators[output].operands[0]
     return _struct(a.aval if isinstance(a, Literal) else program.tensors[a])
 
@@ -201,12 +201,12 @@ def _struct(t: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=bool(getattr(t, "weak_type", False)))
 
 
-def _instantiated(x: Any) -> Any:
+def _instantiate_zero(x: Any) -> Any:
     """A cotangent as an array, typed as varying as it should, where it may be a symbolic zero."""
     if not isinstance(x, SymbolicZero):
         return x
     aval: Any = x.aval
-    zeros, axes = jax.numpy.zeros(aval.shape, aval.dtype), tuple(sorted(compat.varying(aval)))
+    zeros, axes = jax.numpy.zeros(aval.shape, aval.dtype), tuple(sorted(compat.vma_of_type(aval)))
     return jax.lax.pcast(zeros, axes, to="varying") if axes else zeros
 
 
@@ -214,5 +214,5 @@ def _differentiable(aval: Any) -> bool:
     return jax.numpy.issubdtype(aval.dtype, np.inexact)
 
 
-def _float0(aval: Any) -> Any:
+def _float0_zeros(aval: Any) -> Any:
     return np.zeros(aval.shape, jax.dtypes.float0)

@@ -20,25 +20,25 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 
 from jshard import _jaxcompat as compat
-from jshard._cost.in_place import updates
-from jshard._cost.memory_order import memory_order
-from jshard._cost.steps import apply
+from jshard._cost.in_place import is_update
+from jshard._cost.memory_order import memory_layout
+from jshard._cost.steps import apply_step
 from jshard._errors import ShardError
 from jshard._layout import Layout
 from jshard._lower.as_traced import run_as_traced
-from jshard._lower.custom import rebuild
-from jshard._lower.redistribute import run_steps
-from jshard._plan.schedule import Action, Move, Nested, Run, Schedule, Value
-from jshard._plan.stacks import through
+from jshard._lower.custom import rebuild_with_rule
+from jshard._lower.redistribute import apply_reshard
+from jshard._plan.schedule import Action, Reshard, RunCall, RunOperator, Schedule, Value
+from jshard._plan.stacks import carried_stacks
 from jshard._program.graph import Literal
 from jshard._program.mapped import SHARD_MAP
 from jshard._rules.registry import LocalContext, block_index, plan_scope
-from jshard._rules.slices import Part, whole
+from jshard._rules.slices import StackSlice, materialized
 
 
 Env = dict[Value, Any]
 # The user's own map takes values typed as its specs say, a solver what its functions were traced with.
-_TYPED_INSIDE = (SHARD_MAP, "custom_linear_solve")
+_CASTS_OWN_OPERANDS = (SHARD_MAP, "custom_linear_solve")
 
 
 def spmd(schedule: Schedule, mesh: Any, *, vma: bool = False) -> Callable[..., list[Any]]:
@@ -46,10 +46,10 @@ def spmd(schedule: Schedule, mesh: Any, *, vma: bool = False) -> Callable[..., l
 
     `mesh` is the JAX mesh (Auto axes) whose axes the schedule's layouts name.
     """
-    choice = schedule.choice
+    choice = schedule.assignment
     program, topology = choice.program, choice.topology
-    in_layouts = [choice.made(program.operators[i].results[0]) for i in program.inputs]
-    out_layouts = [choice.needed(i, 0) for i in program.outputs]
+    in_layouts = [choice.result_layout(program.operators[i].results[0]) for i in program.inputs]
+    out_layouts = [choice.operand_layout(i, 0) for i in program.outputs]
     avals = [program.tensors[program.operators[i].results[0]] for i in program.inputs]
     # XLA turns what holds nothing into constants, and refuses a manual computation that is left without an operand
     # ("expected at least one operand ... GlobalToLocalShape"). So arrays of size zero are made inside.
@@ -58,7 +58,7 @@ def spmd(schedule: Schedule, mesh: Any, *, vma: bool = False) -> Callable[..., l
 
     def body(*blocks: Any) -> tuple[Any, ...]:
         present = dict(zip(given, blocks, strict=True))
-        every = [present[k] if k in present else _empty(avals[k], lay, topology.mesh, vma)
+        every = [present[k] if k in present else _empty_block(avals[k], lay, topology.mesh, vma)
                  for k, lay in enumerate(in_layouts)]  # fmt: skip
         return local(*every)
 
@@ -92,12 +92,12 @@ def spmd(schedule: Schedule, mesh: Any, *, vma: bool = False) -> Callable[..., l
 
 def local_program(schedule: Schedule, *, vma: bool = False) -> Callable[..., tuple[Any, ...]]:
     """The program on one device's blocks of its arguments and captured arrays, for use inside `shard_map`."""
-    choice = schedule.choice
+    choice = schedule.assignment
     program = choice.program
     sources = [program.operators[i].results[0] for i in program.inputs]
-    in_layouts = [choice.made(t) for t in sources]
+    in_layouts = [choice.result_layout(t) for t in sources]
     schedule = schedule.with_calls if vma else schedule
-    runner = _Runner(schedule, vma)
+    runner = _LocalInterpreter(schedule, vma)
 
     def body(*blocks: Any) -> tuple[Any, ...]:
         env: Env = {(t, lay): x for t, lay, x in zip(sources, in_layouts, blocks, strict=True)}
@@ -105,101 +105,101 @@ def local_program(schedule: Schedule, *, vma: bool = False) -> Callable[..., tup
             k: v for k, v in env.items() if program.operators[choice.producers[k[0]][0]].kind == "const"
         }
         runner.run(schedule.actions, env, top=True)
-        return tuple(runner.finish(v, env) for v in schedule.outputs)
+        return tuple(runner.as_array(v, env) for v in schedule.outputs)
 
     return body
 
 
-class _Runner:
+class _LocalInterpreter:
     """Executes actions on an environment of local values."""
 
     def __init__(self, schedule: Schedule, vma: bool):
-        self.choice, self.program, self.vma = schedule.choice, schedule.choice.program, vma
-        self.mesh = schedule.choice.topology.mesh
+        self.choice, self.program, self.vma = schedule.assignment, schedule.assignment.program, vma
+        self.mesh = schedule.assignment.topology.mesh
         self.constants: Env = {}
-        self.row_major = memory_order(self.program, self.choice.topology.chip).row_major
-        self.turns: Any = None  # in a loop that counts its turns: how many there were
+        self.row_major = memory_layout(self.program, self.choice.topology.chip).row_major_updates
+        self.trip_counter: Any = None  # in a loop that counts its turns: how many there were
 
     def run(self, actions: Sequence[Action], env: Env, top: bool = False) -> None:
         for action in actions:
-            if isinstance(action, Move):
-                self.move(action, env)
+            if isinstance(action, Reshard):
+                self.run_reshard(action, env)
                 tensor = self.program.operators[self.choice.producers[action.tensor][0]]
                 if top and tensor.kind == "const":
                     self.constants[action.tensor, action.target] = env[action.tensor, action.target]
-            elif isinstance(action, Run):
-                self.operator(action, env)
+            elif isinstance(action, RunOperator):
+                self.run_operator(action, env)
             else:
                 getattr(self, action.call.kind + "_call")(action, env)
 
     def read(self, v: Value | Literal, env: Env) -> Any:
-        return v.value if isinstance(v, Literal) else whole(env[v])
+        return v.value if isinstance(v, Literal) else materialized(env[v])
 
-    def finish(self, v: Value | Literal, env: Env) -> Any:
+    def as_array(self, v: Value | Literal, env: Env) -> Any:
         """A result as `shard_map` wants it: an array, literals included."""
         if isinstance(v, Literal):
             return jnp.asarray(v.value, v.aval.dtype)
-        return whole(env[v])
+        return materialized(env[v])
 
-    def move(self, m: Move, env: Env) -> None:
-        varying = frozenset(self._varying(m))
-        x, layout = whole(env[m.tensor, m.source]), m.source
-        if m.again:
+    def run_reshard(self, m: Reshard, env: Env) -> None:
+        varying = frozenset(self._reader_axes(m))
+        x, layout = materialized(env[m.tensor, m.source]), m.source
+        if m.regathered:
             # Or the compiler makes one of two equal collectives, or begins the second long before it is read.
             others = [
                 self.choice.values[t] for t in self.program.operators[m.reader].operands if type(t) is int
             ]
-            others = [whole(env[v]) for v in others if v in env and v[0] != m.tensor]
+            others = [materialized(env[v]) for v in others if v in env and v[0] != m.tensor]
             x, *_ = lax.optimization_barrier((x, *others))
-        if m.steady:
-            (x,) = self.tied([x])
-        for step, number in zip(m.steps, m.numbers, strict=True):
-            after = apply(step, layout)
+        if m.loop_invariant:
+            (x,) = self.tie_to_trip([x])
+        for step, number in zip(m.steps, m.collective_ids, strict=True):
+            after = apply_step(step, layout)
             with plan_scope(number):
-                x = run_steps(x, layout, after, (step,), self.mesh, vma=self.vma, varying=varying)
+                x = apply_reshard(x, layout, after, (step,), self.mesh, vma=self.vma, consumer_axes=varying)
             layout = after
         env[m.tensor, m.target] = x
 
-    def tied(self, values: Sequence[Any]) -> list[Any]:
+    def tie_to_trip(self, values: Sequence[Any]) -> list[Any]:
         """Values that do not change from turn to turn, as though they did: compilers would move what reads them out of
         the loop. The count of turns goes through the same barrier, and from there into the next turn."""
-        if self.turns is None:
+        if self.trip_counter is None:
             return list(values)
-        *values, self.turns = lax.optimization_barrier((*values, self.turns))
+        *values, self.trip_counter = lax.optimization_barrier((*values, self.trip_counter))
         return list(values)
 
-    def turn(
-        self, action: Nested, k: int, arrays: Sequence[Any], count: Sequence[Any]
+    def run_trip(
+        self, action: RunCall, k: int, arrays: Sequence[Any], count: Sequence[Any]
     ) -> tuple[list[Any], Any]:
         """What the body of a loop gives, and the count of turns after it, where the body needs one."""
-        outer, self.turns = self.turns, next(iter(count), None)
+        outer, self.trip_counter = self.trip_counter, next(iter(count), None)
         out = self.results(action, k, arrays)
-        after, self.turns = self.turns, outer
+        after, self.trip_counter = self.trip_counter, outer
         return out, [] if after is None else [after + 1]
 
-    def counts(self, action: Nested) -> list[Any]:
+    def initial_trip_counter(self, action: RunCall) -> list[Any]:
         """The count of turns as a loop begins, where something in its body must not leave it.
 
         It goes on from that of the loop around it: what is inside must not leave that one either.
         """
-        needed = not self.vma and any(_stays(a) for body in action.bodies for a in body)
-        return [jnp.zeros((), "int32") if self.turns is None else self.turns] if needed else []
+        needed = not self.vma and any(_must_stay_in_loop(a) for body_arrays in action.bodies for a in body_arrays)
+        return [jnp.zeros((), "int32") if self.trip_counter is None else self.trip_counter] if needed else []
 
-    def counted(self, count: Sequence[Any]) -> None:
+    def resume_outer_counter(self, count: Sequence[Any]) -> None:
         """After a loop: the one around it goes on counting."""
-        if self.turns is not None and count:
-            (self.turns,) = count
+        if self.trip_counter is not None and count:
+            (self.trip_counter,) = count
 
-    def _varying(self, m: Move) -> tuple[str, ...]:
+    def _reader_axes(self, m: Reshard) -> tuple[str, ...]:
         """Axes over which the reader works on different blocks anyway: gathers for it need no common result."""
         if not self.vma or m.reader < 0:
             return ()
         candidate = self.choice.candidate(m.reader)
-        if candidate is None or self.program.operators[m.reader].primitive in _TYPED_INSIDE:
+        if candidate is None or self.program.operators[m.reader].primitive in _CASTS_OWN_OPERANDS:
             return ()
-        return tuple(n for n, f in zip(self.mesh.names, candidate.axes, strict=True) if f != -1)
+        return tuple(n for n, f in zip(self.mesh.names, candidate.axis_codes, strict=True) if f != -1)
 
-    def operator(self, action: Run, env: Env) -> None:
+    def run_operator(self, action: RunOperator, env: Env) -> None:
         op = self.program.operators[action.op]
         states = self.choice.states[action.op]
         candidate = self.choice.candidate(action.op)
@@ -210,33 +210,33 @@ class _Runner:
             # Shardings of the traced program speak of the whole mesh; here is one device's block.
             params = {k: None if k in ("sharding", "out_sharding") else v for k, v in params.items()}
             if self.vma:  # a local function may have made one of them differ between devices, by its position
-                operands = tuple(_alike(operands))
+                operands = tuple(_to_common_vma(operands))
             out = eqn.primitive.bind(*operands, **compat.bind_params(eqn, params))
             return list(out) if eqn.primitive.multiple_results else [out]
 
         operands = [self.read(v, env) for v in action.reads]
-        if action.steady:
-            operands = self.tied(operands)
-        elif updates(op.primitive) and not isinstance(action.reads[0], Literal):
+        if action.loop_invariant:
+            operands = self.tie_to_trip(operands)
+        elif is_update(op.primitive) and not isinstance(action.reads[0], Literal):
             operands[0] = env[action.reads[0]]  # if it is a part of a stack, that is updated
-        if self.vma and op.primitive not in _TYPED_INSIDE:
-            operands = _alike(operands)
+        if self.vma and op.primitive not in _CASTS_OWN_OPERANDS:
+            operands = _to_common_vma(operands)
         context = LocalContext(
-            states.op, states.rule, candidate, self.mesh, bind, self.vma and op.repeat > 1, action.numbers,
+            states.op, states.rule, candidate, self.mesh, bind, self.vma and op.repeat > 1, action.collective_ids,
             op.id in self.row_major,
         )  # fmt: skip
         # A function of the user's writes its collectives as it likes: they are known by the first number.
-        first = action.numbers[0] if action.numbers and not states.rule.own else -1
+        first = action.collective_ids[0] if action.collective_ids and not states.rule.internal else -1
         with compat.eqn_context(eqn, op.prefix), plan_scope(first):
-            local = states.entry.local if states.entry is not None else None
+            local = states.entry.local_impl if states.entry is not None else None
             if local is not None:
-                results = list(local(context, *operands))
+                body_results = list(local(context, *operands))
             elif states.rule.opaque and not eqn.effects:
-                results = run_as_traced(eqn, operands)
+                body_results = run_as_traced(eqn, operands)
             else:
-                results = list(context.bind(*operands))
-        for k, (t, x) in enumerate(zip(op.results, results, strict=True)):
-            layout = states.results[k].of(self.choice.state[action.op])
+                body_results = list(context.bind(*operands))
+        for k, (t, x) in enumerate(zip(op.results, body_results, strict=True)):
+            layout = states.results[k].layout(self.choice.state[action.op])
             expected = layout.local_shape(self.program.tensors[t].shape, self.mesh)
             if tuple(x.shape) != expected:
                 raise ShardError(
@@ -246,27 +246,27 @@ class _Runner:
                 )
             env[t, layout] = x
 
-    def hand_back(
-        self, action: Nested, values: Sequence[Any], returns: Sequence[Value | Literal], env: Env
+    def bind_results(
+        self, action: RunCall, values: Sequence[Any], returns: Sequence[Value | Literal], env: Env
     ) -> None:
         for v, x in zip(returns, values, strict=True):
             if not isinstance(v, Literal):
                 env[v] = x
 
-    def inner(self, values: Sequence[Value], arrays: Sequence[Any]) -> Env:
+    def body_env(self, values: Sequence[Value], arrays: Sequence[Any]) -> Env:
         return {**self.constants, **dict(zip(values, arrays, strict=True))}
 
-    def body(self, action: Nested, k: int, arrays: Sequence[Any]) -> list[Any]:
-        return [whole(x) for x in self.results(action, k, arrays)]
+    def body(self, action: RunCall, k: int, arrays: Sequence[Any]) -> list[Any]:
+        return [materialized(x) for x in self.results(action, k, arrays)]
 
-    def results(self, action: Nested, k: int, arrays: Sequence[Any]) -> list[Any]:
+    def results(self, action: RunCall, k: int, arrays: Sequence[Any]) -> list[Any]:
         """What a body gives; parts of stacks as such."""
-        env = self.inner(action.entry[k], arrays)
+        env = self.body_env(action.entry[k], arrays)
         self.run(action.bodies[k], env)
-        return [self.finish(v, env) if isinstance(v, Literal) else env[v] for v in action.returns[k]]
+        return [self.as_array(v, env) if isinstance(v, Literal) else env[v] for v in action.returns[k]]
 
-    def remat_call(self, action: Nested, env: Env) -> None:
-        arrays = [whole(env[v]) for v in action.entry[0]]
+    def remat_call(self, action: RunCall, env: Env) -> None:
+        arrays = [materialized(env[v]) for v in action.entry[0]]
         params = action.call.eqn.params
         if self.vma:
             f = jax.checkpoint(
@@ -279,12 +279,12 @@ class _Runner:
             # What lowering a differentiated remat does: the barrier keeps the recomputation from being merged away.
             arrays = list(lax.optimization_barrier(tuple(arrays)))
             out = self.body(action, 0, arrays)
-        self.hand_back(action, out, action.returns[0], env)
+        self.bind_results(action, out, action.returns[0], env)
 
-    def custom_jvp_call(self, action: Nested, env: Env) -> None:
-        arrays = [whole(env[v]) for v in action.entry[0]]
+    def custom_jvp_call(self, action: RunCall, env: Env) -> None:
+        arrays = [materialized(env[v]) for v in action.entry[0]]
         if not self.vma:  # nobody differentiates a compiled call: its rule is not needed
-            self.hand_back(action, self.body(action, 0, arrays), action.returns[0], env)
+            self.bind_results(action, self.body(action, 0, arrays), action.returns[0], env)
             return
         # The rule belongs to the call, not to its body: it is rebuilt as itself.
         call = action.call
@@ -294,51 +294,51 @@ class _Runner:
             Layout(((),) * len(v.aval.shape)) if isinstance(v, Literal) else v[1] for v in action.returns[0]
         ]
 
-        def body(*given: Any) -> list[Any]:
-            unique = dict(zip(tensors, given, strict=True))
+        def body(*operand_arrays: Any) -> list[Any]:
+            unique = dict(zip(tensors, operand_arrays, strict=True))
             return self.body(action, 0, [unique[t] for t, _ in action.entry[0]])
 
-        f = rebuild(
-            call, self.program, [layouts[t] for t in tensors], returns, self.choice.topology, body, self.again
+        f = rebuild_with_rule(
+            call, self.program, [layouts[t] for t in tensors], returns, self.choice.topology, body, self.run_rule_schedule
         )
         env_of = dict(zip((t for t, _ in action.entry[0]), arrays, strict=True))
-        out = f(*(_cast(env_of[t], frozenset(layouts[t].axes)) for t in tensors))
-        self.hand_back(action, list(out), action.returns[0], env)
+        out = f(*(_cast_vma(env_of[t], frozenset(layouts[t].axes)) for t in tensors))
+        self.bind_results(action, list(out), action.returns[0], env)
 
     custom_vjp_call = custom_jvp_call
 
-    def again(self, schedule: Schedule, blocks: Sequence[Any]) -> list[Any]:
+    def run_rule_schedule(self, schedule: Schedule, blocks: Sequence[Any]) -> list[Any]:
         """Another schedule on local blocks, its results typed by exactly the axes of their layouts."""
-        outs = local_program(schedule, vma=self.vma)(*blocks, *schedule.choice.program.constants)
-        layouts = [schedule.choice.needed(i, 0) for i in schedule.choice.program.outputs]
-        return [_cast(x, frozenset(lay.axes)) for x, lay in zip(outs, layouts, strict=True)]
+        outs = local_program(schedule, vma=self.vma)(*blocks, *schedule.assignment.program.constants)
+        layouts = [schedule.assignment.operand_layout(i, 0) for i in schedule.assignment.program.outputs]
+        return [_cast_vma(x, frozenset(lay.axes)) for x, lay in zip(outs, layouts, strict=True)]
 
-    def scan_call(self, action: Nested, env: Env) -> None:
+    def scan_call(self, action: RunCall, env: Env) -> None:
         p, b = action.call.eqn.params, action.call.boundary
         nc, nk = len(b["const"]), len(b["carry"])
         reads = self.given(action, env)
         consts, init, xs = reads[:nc], reads[nc : nc + nk], reads[nc + nk :]
-        init = [self.addend(x, i) for x, i in zip(init, b["carry"], strict=True)]
+        init = [self.initial_partial_carry(x, i) for x, i in zip(init, b["carry"], strict=True)]
         if self.vma:
-            init = [self.vary(x, i) for x, i in zip(init, b["carry"], strict=True)]
+            init = [self.cast_carry_vma(x, i) for x, i in zip(init, b["carry"], strict=True)]
 
-        stacks = [] if self.vma else through(action, self.program, self.choice.values)
+        stacks = [] if self.vma else carried_stacks(action, self.program, self.choice.values)
         around, grown = [t.xs for t in stacks], [t.ys for t in stacks]
         sliced = tuple(x for k, x in enumerate(xs) if k not in around)
 
         def turn(carry: Any, x: Any) -> Any:
             (held, stacked, count), (i, slices) = carry, x
-            parts = {k: Part(stack, i) for k, stack in zip(around, stacked, strict=True)}
+            parts = {k: StackSlice(stack, i) for k, stack in zip(around, stacked, strict=True)}
             left = iter(slices)
             every = [parts[k] if k in parts else next(left) for k in range(len(xs))]
-            out, count = self.turn(action, 0, [*consts, *held, *every], count)
-            held, ys = [whole(y) for y in out[:nk]], out[nk:]
+            out, count = self.run_trip(action, 0, [*consts, *held, *every], count)
+            held, ys = [materialized(y) for y in out[:nk]], out[nk:]
             if self.vma:
-                held = [self.vary(y, i) for y, i in zip(held, b["carry"], strict=True)]
+                held = [self.cast_carry_vma(y, i) for y, i in zip(held, b["carry"], strict=True)]
             stacked = tuple(ys[j].stack for j in grown)
-            return (tuple(held), stacked, count), tuple(whole(y) for j, y in enumerate(ys) if j not in grown)
+            return (tuple(held), stacked, count), tuple(materialized(y) for j, y in enumerate(ys) if j not in grown)
 
-        count = self.counts(action)
+        count = self.initial_trip_counter(action)
         # Side by side, turns that move the same would be merged again.
         unroll = 1 if count else p["unroll"]
         length = int(p["length"])
@@ -350,36 +350,36 @@ class _Runner:
             reverse=p["reverse"],
             unroll=unroll,
         )
-        self.counted(count)
+        self.resume_outer_counter(count)
         left, made = iter(rest), dict(zip(grown, stacked, strict=True))
         ys = [made[j] if j in made else next(left) for j in range(len(b["ys"]))]
-        self.place(action, (*final, *ys), (*b["carry"], *b["ys"]), env)
+        self.bind_boundary_results(action, (*final, *ys), (*b["carry"], *b["ys"]), env)
 
-    def while_call(self, action: Nested, env: Env) -> None:
+    def while_call(self, action: RunCall, env: Env) -> None:
         b = action.call.boundary
         nc = len(b["test"])
         n = nc + len(b["const"])
         arrays = self.given(action, env)
         consts, init = arrays[:n], arrays[n:]
         if self.vma:
-            init = [self.vary(x, i) for x, i in zip(init, b["carry"], strict=True)]
+            init = [self.cast_carry_vma(x, i) for x, i in zip(init, b["carry"], strict=True)]
 
         def turn(c: Any) -> Any:
             held, count = c
-            out, count = self.turn(action, 1, [*consts[nc:], *held], count)
-            out = [whole(y) for y in out]
+            out, count = self.run_trip(action, 1, [*consts[nc:], *held], count)
+            out = [materialized(y) for y in out]
             if self.vma:
-                out = [self.vary(y, i) for y, i in zip(out, b["carry"], strict=True)]
+                out = [self.cast_carry_vma(y, i) for y, i in zip(out, b["carry"], strict=True)]
             return tuple(out), count
 
         def test(c: Any) -> Any:
-            return self.turn(action, 0, [*consts[:nc], *c[0]], c[1])[0][0]
+            return self.run_trip(action, 0, [*consts[:nc], *c[0]], c[1])[0][0]
 
-        final, count = lax.while_loop(test, turn, (tuple(init), self.counts(action)))
-        self.counted(count)
-        self.place(action, final, b["carry"], env)
+        final, count = lax.while_loop(test, turn, (tuple(init), self.initial_trip_counter(action)))
+        self.resume_outer_counter(count)
+        self.bind_boundary_results(action, final, b["carry"], env)
 
-    def cond_call(self, action: Nested, env: Env) -> None:
+    def cond_call(self, action: RunCall, env: Env) -> None:
         b = action.call.boundary
         index, *arrays = self.given(action, env)
         if index.dtype == bool:
@@ -387,62 +387,62 @@ class _Runner:
 
         def branch(k: int) -> Callable[..., Any]:
             def run(*a: Any) -> Any:
-                outer = self.turns  # a branch may tie what is in it to the count, and hands none on
+                outer = self.trip_counter  # a branch may tie what is in it to the count, and hands none on
                 out = self.body(action, k, a)
-                self.turns = outer
-                return tuple(self.vary(y, i) if self.vma else y for y, i in zip(out, b["join"], strict=True))
+                self.trip_counter = outer
+                return tuple(self.cast_carry_vma(y, i) if self.vma else y for y, i in zip(out, b["join"], strict=True))
 
             return run
 
         results = lax.switch(index, [branch(k) for k in range(len(action.bodies))], *arrays)
-        self.place(action, results, b["join"], env)
+        self.bind_boundary_results(action, results, b["join"], env)
 
-    def place(self, action: Nested, results: Sequence[Any], ops: Sequence[int], env: Env) -> None:
+    def bind_boundary_results(self, action: RunCall, results: Sequence[Any], ops: Sequence[int], env: Env) -> None:
         """Results of a loop or branch go to the last result of their boundary operators."""
         for x, i in zip(results, ops, strict=True):
             t = self.program.operators[i].results[-1]
-            env[t, self.choice.made(t)] = x
+            env[t, self.choice.result_layout(t)] = x
 
-    def given(self, action: Nested, env: Env) -> list[Any]:
+    def given(self, action: RunCall, env: Env) -> list[Any]:
         """What a loop or branch reads, as arrays."""
-        return (self.tied if action.steady else list)([self.finish(v, env) for v in action.reads])
+        return (self.tie_to_trip if action.loop_invariant else list)([self.as_array(v, env) for v in action.reads])
 
-    def addend(self, x: Any, boundary: int) -> Any:
+    def initial_partial_carry(self, x: Any, boundary: int) -> Any:
         """The initial value of a sum that goes round a loop unfinished: the first device has it, others zero."""
-        layout = self.choice.made(self.program.operators[boundary].results[-1])
-        given = self.choice.needed(boundary, 0).partial
+        layout = self.choice.result_layout(self.program.operators[boundary].results[-1])
+        given = self.choice.operand_layout(boundary, 0).partial
         axes = tuple(a for a in layout.partial if a not in given)
         if not axes:
             return x
         if self.vma:
-            x = _cast(x, frozenset(axes))
+            x = _cast_vma(x, frozenset(axes))
         return jnp.where(block_index(axes, self.mesh) == 0, x, jnp.zeros_like(x))
 
-    def vary(self, x: Any, boundary: int) -> Any:
+    def cast_carry_vma(self, x: Any, boundary: int) -> Any:
         """Type a value that goes round a loop by exactly the axes of its layout."""
         t = self.program.operators[boundary].results[-1]
-        return _cast(x, frozenset(self.choice.made(t).axes))
+        return _cast_vma(x, frozenset(self.choice.result_layout(t).axes))
 
 
-def _stays(action: Action) -> bool:
+def _must_stay_in_loop(action: Action) -> bool:
     """Whether something in an action is not to leave the loop around it."""
-    inside = isinstance(action, Nested) and any(_stays(a) for body in action.bodies for a in body)
-    return inside or action.steady
+    inside = isinstance(action, RunCall) and any(_must_stay_in_loop(a) for body in action.bodies for a in body)
+    return inside or action.loop_invariant
 
 
-def _alike(operands: Sequence[Any]) -> list[Any]:
+def _to_common_vma(operands: Sequence[Any]) -> list[Any]:
     """Operands typed as varying over the same axes, as primitives ask under `check_vma`."""
     axes = frozenset().union(*(compat.vma(x) for x in operands if hasattr(x, "dtype")))
-    return [_cast(x, axes) for x in operands]
+    return [_cast_vma(x, axes) for x in operands]
 
 
-def _empty(aval: Any, layout: Layout, mesh: Any, vma: bool) -> Any:
+def _empty_block(aval: Any, layout: Layout, mesh: Any, vma: bool) -> Any:
     """A device's block of an array of size zero, typed as a block that `shard_map` was given."""
     x = compat.empty(layout.local_shape(aval.shape, mesh), aval.dtype)
-    return _cast(x, frozenset(layout.axes)) if vma else x
+    return _cast_vma(x, frozenset(layout.axes)) if vma else x
 
 
-def _cast(x: Any, axes: frozenset[str]) -> Any:
+def _cast_vma(x: Any, axes: frozenset[str]) -> Any:
     if not axes:
         return x
     x = x if isinstance(x, jax.Array) else jnp.asarray(x)

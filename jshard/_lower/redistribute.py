@@ -31,21 +31,21 @@ import jax.numpy as jnp
 from jax import lax
 
 from jshard import _jaxcompat as compat
-from jshard._cost.redistribute import without_small
-from jshard._cost.steps import Step, apply
+from jshard._cost.redistribute import without_unit_axes
+from jshard._cost.steps import ReshardStep, apply_step
 from jshard._layout import Layout, MeshAxes
 from jshard._rules.registry import block_index
 
 
-def run_steps(
+def apply_reshard(
     x: Any,
     layout_from: Layout,
     layout_to: Layout,
-    steps: Sequence[Step],
+    steps: Sequence[ReshardStep],
     mesh: MeshAxes,
     *,
     vma: bool,
-    varying: frozenset[str] = frozenset(),
+    consumer_axes: frozenset[str] = frozenset(),
 ) -> Any:
     """Turn a local block in one layout into the local block in another; called inside `shard_map`.
 
@@ -58,32 +58,32 @@ def run_steps(
     - `vma`: whether that runs with `check_vma=True`.
     - `varying`: axes on which the consumer varies, so that a result typed varying there is welcome.
     """
-    here, goal = without_small(layout_from, mesh), without_small(layout_to, mesh)
+    here, goal = without_unit_axes(layout_from, mesh), without_unit_axes(layout_to, mesh)
     if 0 in x.shape:  # XLA refuses collectives of nothing
         whole = [n * mesh.size(*axes) for n, axes in zip(x.shape, layout_from.dims, strict=True)]
         nothing = compat.empty(layout_to.local_shape(tuple(whole), mesh), x.dtype)
-        return _vary(nothing, layout_to.axes) if vma else nothing
+        return _cast_vma(nothing, layout_to.axes) if vma else nothing
     if vma:
-        x = _vary(x, layout_from.axes)
+        x = _cast_vma(x, layout_from.axes)
     for step in steps:
-        x = _run(x, here, step, mesh, vma, varying)
-        here = apply(step, here)
+        x = _apply_step(x, here, step, mesh, vma, consumer_axes)
+        here = apply_step(step, here)
     if here.dims != goal.dims or set(here.partial) != set(goal.partial):
         raise ValueError(f"steps lead from {layout_from} to {here}, not to {layout_to}")
     if vma:
-        x = _size_one(x, layout_to, mesh, varying)
+        x = _fix_unit_axes(x, layout_to, mesh, consumer_axes)
     return x
 
 
-def _run(x: Any, here: Layout, step: Step, mesh: MeshAxes, vma: bool, varying: frozenset[str]) -> Any:
+def _apply_step(x: Any, here: Layout, step: ReshardStep, mesh: MeshAxes, vma: bool, varying: frozenset[str]) -> Any:
     axes, src, dst = step.axes, step.src_dim, step.dst_dim
     if step.kind == "slice":
         assert dst is not None
-        x = _vary(x, axes) if vma else x
+        x = _cast_vma(x, axes) if vma else x
         size = x.shape[dst] // mesh.size(*axes)
         return lax.dynamic_slice_in_dim(x, block_index(axes, mesh) * size, size, dst)
     if step.kind == "all_gather":
-        return _gather(x, axes, src, vma, varying)
+        return _all_gather(x, axes, src, vma, varying)
     if step.kind == "all_to_all":
         assert dst is not None and src is not None
         if compat.ALL_TO_ALL_MIXES_LAYOUTS and 1 in x.shape:
@@ -97,7 +97,7 @@ def _run(x: Any, here: Layout, step: Step, mesh: MeshAxes, vma: bool, varying: f
             parts = [lax.psum_scatter(p, axes, scatter_dimension=dst, tiled=True) for p in (x.real, x.imag)]
             return lax.complex(*parts)
         return lax.psum_scatter(x, axes, scatter_dimension=dst, tiled=True)
-    return lax.ppermute(x, axes, permutation(here, step, mesh))
+    return lax.ppermute(x, axes, permute_pairs(here, step, mesh))
 
 
 def _flat_all_to_all(x: Any, axes: tuple[str, ...], split: int, join: int, n: int) -> Any:
@@ -109,7 +109,7 @@ def _flat_all_to_all(x: Any, axes: tuple[str, ...], split: int, join: int, n: in
     return joined.reshape(*part[:join], n * part[join], *part[join + 1 :])
 
 
-def _gather(x: Any, axes: tuple[str, ...], dim: Any, vma: bool, varying: frozenset[str]) -> Any:
+def _all_gather(x: Any, axes: tuple[str, ...], dim: Any, vma: bool, varying: frozenset[str]) -> Any:
     """One all-gather; only one kind of typing fits in one collective, so mixed axes take one each."""
     if not vma or set(axes) <= varying:
         return lax.all_gather(x, axes, axis=dim, tiled=True)
@@ -117,11 +117,11 @@ def _gather(x: Any, axes: tuple[str, ...], dim: Any, vma: bool, varying: frozens
         return compat.all_gather_invariant(x, axes, axis=dim)
     # Minor axes first: a gather removes the minor end of the cut.
     for same, group in itertools.groupby(reversed(axes), key=lambda a: a in varying):
-        x = _gather(x, tuple(group)[::-1], dim, vma, varying if same else frozenset())
+        x = _all_gather(x, tuple(group)[::-1], dim, vma, varying if same else frozenset())
     return x
 
 
-def permutation(here: Layout, step: Step, mesh: MeshAxes) -> list[tuple[int, int]]:
+def permute_pairs(here: Layout, step: ReshardStep, mesh: MeshAxes) -> list[tuple[int, int]]:
     """Pairs (from, to) of positions in the group of a permute, its axes major first.
 
     A block may lie on several devices of the group, when some axis of it cuts nothing; such devices are
@@ -134,7 +134,7 @@ def permutation(here: Layout, step: Step, mesh: MeshAxes) -> list[tuple[int, int
     """
     assert step.target is not None
     sizes = [mesh.size(a) for a in step.axes]
-    before, after = _blocks(here.dims, step.axes, mesh), _blocks(step.target, step.axes, mesh)
+    before, after = _block_indices(here.dims, step.axes, mesh), _block_indices(step.target, step.axes, mesh)
     holders: dict[tuple[int, ...], list[int]] = {}
     for i in range(math.prod(sizes)):
         holders.setdefault(before[i], []).append(i)
@@ -149,7 +149,7 @@ def permutation(here: Layout, step: Step, mesh: MeshAxes) -> list[tuple[int, int
     return [(pairs[i], i) for i in range(math.prod(sizes))]
 
 
-def _blocks(dims: Sequence[tuple[str, ...]], axes: Sequence[str], mesh: MeshAxes) -> list[tuple[int, ...]]:
+def _block_indices(dims: Sequence[tuple[str, ...]], axes: Sequence[str], mesh: MeshAxes) -> list[tuple[int, ...]]:
     """Which block each member of a group holds: its index along every dimension, other axes at zero."""
     out = []
     for position in itertools.product(*(range(mesh.size(a)) for a in axes)):
@@ -164,13 +164,13 @@ def _blocks(dims: Sequence[tuple[str, ...]], axes: Sequence[str], mesh: MeshAxes
     return out
 
 
-def _vary(x: Any, axes: Sequence[str]) -> Any:
+def _cast_vma(x: Any, axes: Sequence[str]) -> Any:
     """The value typed as varying over `axes` too."""
     missing = tuple(a for a in axes if a not in compat.vma(x))
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def _size_one(x: Any, goal: Layout, mesh: MeshAxes, varying: frozenset[str]) -> Any:
+def _fix_unit_axes(x: Any, goal: Layout, mesh: MeshAxes, varying: frozenset[str]) -> Any:
     """Make the type right on axes of size one, which no step mentions: sums over them are free."""
     small = {n for n, s in zip(mesh.names, mesh.sizes, strict=True) if s == 1}
     extra = tuple(a for a in mesh.names if a in small and a in compat.vma(x))
@@ -179,4 +179,4 @@ def _size_one(x: Any, goal: Layout, mesh: MeshAxes, varying: frozenset[str]) -> 
         x = compat.all_gather_invariant(x, extra, axis=0)
     elif extra:
         x = lax.psum(x, extra)
-    return _vary(x, [a for a in goal.axes if a in small])
+    return _cast_vma(x, [a for a in goal.axes if a in small])

@@ -20,50 +20,50 @@ from jax.sharding import PartitionSpec
 
 from jshard._errors import ShardError
 from jshard._plan.rows import Alternative, Decision
-from jshard._plan.states import Interner, layouts
+from jshard._plan.states import CandidateCache, layouts
 from jshard._program.graph import Literal, Operator, Program, operator_name
 from jshard._topology import Topology
-from jshard._wish.entries import Pin, one_of, parse_entry
+from jshard._wish.entries import Pin, join_choices, parse_entry
 from jshard._wish.mesh import check_axes_divide
-from jshard._wish.strategies import nearest
+from jshard._wish.strategies import suggest
 
 
 Place = tuple[int, str, int]  # operator, "operand" or "result", index
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Again:
+class Replanner:
     """A search that can be repeated: `run(wish)` plans the program."""
 
     program: Program
     topology: Topology
-    wish: Any
-    run: Callable[[Any], Any]
+    request: Any
+    plan_request: Callable[[Any], Any]
 
     def __repr__(self) -> str:
         return f"Again({self.program.name})"
 
-    def plan(self, forced: Mapping[str, Any]) -> Any:
+    def replan(self, forced: Mapping[str, Any]) -> Any:
         """The plan with each named tensor or operator as given; None frees what the user pinned."""
-        pins, cuts = list(self.wish.pins), list(self.wish.forced)
+        pins, cuts = list(self.request.pins), list(self.request.forced)
         for pattern, entry in forced.items():
-            for name in self.matching(pattern):
-                place, shape = self.find(name)
+            for name in self.names_matching(pattern):
+                place, shape = self.place_of(name)
                 if shape is None:
-                    cuts += self._operator(self.program.operators[place[0]], name, entry)
+                    cuts += self._forced_operands(self.program.operators[place[0]], name, entry)
                     continue
                 pins = [p for p in pins if p[:3] != place]
-                pin = self._pin(entry, shape, name)
+                pin = self._parse_pin(entry, shape, name)
                 if pin is not None and not pin.free:
                     pins.append((*place, pin))
-        mine = self.wish.pinned_results
+        mine = self.request.pinned_results
         if mine is None:
-            mine = tuple({op for op, *_ in self.wish.pins})
-        return self.run(
-            dataclasses.replace(self.wish, pins=tuple(pins), forced=tuple(cuts), pinned_results=mine)
+            mine = tuple({op for op, *_ in self.request.pins})
+        return self.plan_request(
+            dataclasses.replace(self.request, pins=tuple(pins), forced=tuple(cuts), pinned_results=mine)
         )
 
-    def names(self) -> dict[str, tuple[Place, tuple[int, ...] | None]]:
+    def named_places(self) -> dict[str, tuple[Place, tuple[int, ...] | None]]:
         """Everything that can be forced: place, and shape of a tensor or None for an operator."""
         out: dict[str, tuple[Place, tuple[int, ...] | None]] = {}
         tensors = self.program.tensors
@@ -81,12 +81,12 @@ class Again:
             out.setdefault(name, ((i, "operand", 0), shape))
         return out
 
-    def matching(self, pattern: str) -> list[str]:
+    def names_matching(self, pattern: str) -> list[str]:
         """Names that a name, the end of an argument's path, or a pattern means; `*` stands for one part of a path."""
-        every = self.names()
+        every = self.named_places()
         if pattern in every:
             return [pattern]
-        ends = self._arguments_ending(pattern)
+        ends = self._arguments_with_suffix(pattern)
         if ends:
             return ends
         parts = pattern.split(".")
@@ -100,10 +100,10 @@ class Again:
         raise ShardError(
             f"{self.program.name} has no argument, result, tensor or operator {pattern!r}",
             where="Plan.why, Plan.what_if",
-            fix=f"a name as plan.ir() shows it, such as {nearest(pattern, list(every))}",
+            fix=f"a name as plan.ir() shows it, such as {suggest(pattern, list(every))}",
         )
 
-    def _arguments_ending(self, end: str) -> list[str]:
+    def _arguments_with_suffix(self, end: str) -> list[str]:
         """The argument whose path ends so, if there is one in its container; a parameter before its optimizer state."""
         by: dict[str, list[str]] = {}
         for i in self.program.inputs:
@@ -114,32 +114,32 @@ class Again:
         unique = alone and (len(alone) == 1 or alone[0][0] < alone[1][0])
         return [alone[0][1]] if unique else []
 
-    def find(self, name: str) -> tuple[Place, tuple[int, ...] | None]:
+    def place_of(self, name: str) -> tuple[Place, tuple[int, ...] | None]:
         """Place of a name, and its shape; None for an operator."""
-        return self.names()[self.matching(name)[0]]
+        return self.named_places()[self.names_matching(name)[0]]
 
     def alternatives(self, name: str) -> list[Alternative]:
         """Every way to cut a tensor or operator, without costs; those that cannot be say why."""
-        place, shape = self.find(name)
+        place, shape = self.place_of(name)
         if shape is None:
-            return self._of_operator(self.program.operators[place[0]])
-        return self._of_tensor(place, shape)
+            return self._operator_alternatives(self.program.operators[place[0]])
+        return self._tensor_alternatives(place, shape)
 
-    def chosen(self, decision: Decision, name: str) -> tuple:
+    def current_cuts(self, decision: Decision, name: str) -> tuple:
         """What a decision does with a tensor (pieces per dimension) or operator (those of each operand)."""
-        (i, _, k), shape = self.find(name)
+        (i, _, k), shape = self.place_of(name)
         mesh, axes = self.topology.mesh, decision.candidates[i]
         if axes is None:
             return dict(decision.endpoints)[i].cuts(mesh)
-        s = Interner(self.program, mesh).states(self.program.operators[i])
-        at = next(n for n, c in enumerate(s.candidates) if c is not None and c.axes == axes)
+        s = CandidateCache(self.program, mesh).candidates_of(self.program.operators[i])
+        at = next(n for n, c in enumerate(s.candidates) if c is not None and c.axis_codes == axes)
         if shape is None:
-            return tuple(c.of(at).cuts(mesh) for c in s.operands)
-        return s.results[k].of(at).cuts(mesh)
+            return tuple(c.layout(at).cuts(mesh) for c in s.operands)
+        return s.results[k].layout(at).cuts(mesh)
 
-    def _of_tensor(self, place: Place, shape: tuple[int, ...]) -> list[Alternative]:
+    def _tensor_alternatives(self, place: Place, shape: tuple[int, ...]) -> list[Alternative]:
         mesh = self.topology.mesh
-        pin = next((p for *at, p in self.wish.pins if tuple(at) == place), None)
+        pin = next((p for *at, p in self.request.pins if tuple(at) == place), None)
         out: dict[Any, Alternative] = {}
         for where in itertools.product(range(-1, len(shape)), repeat=len(mesh.names)):
             cuts = tuple(
@@ -157,14 +157,14 @@ class Again:
             out.setdefault(cuts, Alternative(cuts, reason=reason))
         return list(out.values())
 
-    def _of_operator(self, op: Operator) -> list[Alternative]:
+    def _operator_alternatives(self, op: Operator) -> list[Alternative]:
         mesh = self.topology.mesh
-        interner = Interner(self.program, mesh)
-        free = interner.states(op)
-        pins = [p for p in self.wish.pins if p[0] == op.id]
+        interner = CandidateCache(self.program, mesh)
+        free = interner.candidates_of(op)
+        pins = [p for p in self.request.pins if p[0] == op.id]
         out: dict[Any, Alternative] = {}
         for k in range(len(free)):
-            cuts = tuple(c.of(k).cuts(mesh) for c in free.operands)
+            cuts = tuple(c.layout(k).cuts(mesh) for c in free.operands)
             wanted = {i: p.cuts for _, side, i, p in pins if side == "operand"}
             against = any(
                 w not in (None, c, 0)
@@ -193,7 +193,7 @@ class Again:
                 out.setdefault(cuts, Alternative(cuts, reason=why))
         return list(out.values())
 
-    def _operator(self, op: Operator, name: str, entry: Any) -> list[tuple]:
+    def _forced_operands(self, op: Operator, name: str, entry: Any) -> list[tuple]:
         if entry is None:
             return []
         if not isinstance(entry, tuple) or len(entry) != len(op.operands) or not all(
@@ -213,7 +213,7 @@ class Again:
                 )
         return out
 
-    def _pin(self, entry: Any, shape: Sequence[int], name: str) -> Pin | None:
+    def _parse_pin(self, entry: Any, shape: Sequence[int], name: str) -> Pin | None:
         mesh = self.topology.mesh
         pin = parse_entry(entry, shape, f"what_if {name}")
         if pin is None or not isinstance(entry, PartitionSpec):
@@ -246,7 +246,7 @@ class Again:
         what = f"a cut of {wrong[0][1]} does not divide dimension {wrong[0][0]}, of size {wrong[0][2]}" if wrong else (
             f"no axes of the plan's mesh {mesh} make {pin} pieces"
         )  # fmt: skip
-        near = one_of([str(c) for c in sorted(every, key=off)[:4]])
+        near = join_choices([str(c) for c in sorted(every, key=off)[:4]])
         raise ShardError(
             what, where=pin.where, fix=f"{near}, or None for a dimension to leave it to the search"
         )

@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jshard import _jaxcompat as compat
-from jshard._cost.redistribute import Step as RedistributionStep, steps as redistribution
+from jshard._cost.redistribute import ReshardStep as RedistributionStep, cheapest_steps as redistribution
 from jshard._layout import Layout
-from jshard._numbers import Ints, numbered, packed
-from jshard._plan.combined import combined
-from jshard._plan.states import States
+from jshard._numbers import Ints, first_occurrence_codes, row_codes
+from jshard._plan.combined import combinable_sums
+from jshard._plan.states import CandidateSet
 from jshard._program.graph import Program
-from jshard._rules.rule import Candidate, Sent, own_collectives
+from jshard._rules.rule import Candidate, SentCollective, internal_collectives
 from jshard._topology import Topology
 
 
@@ -23,12 +23,12 @@ Value = tuple[int, Layout]  # a tensor in a layout
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Choice:
+class Assignment:
     """One state for every operator and one layout for every relay."""
 
     program: Program
     topology: Topology
-    states: tuple[States, ...]
+    states: tuple[CandidateSet, ...]
     state: tuple[int, ...]
     relay: Mapping[int, Layout]
     regather: bool = False  # the backward pass moves again what the forward pass moved, instead of holding it
@@ -36,10 +36,10 @@ class Choice:
     @property
     def producers(self) -> Sequence[tuple[int, int]]:
         """For each tensor the (operator, result index) that makes it."""
-        return self.program.producers()
+        return self.program.defs()
 
     @functools.cached_property
-    def anew(self) -> np.ndarray:
+    def reshards_again(self) -> np.ndarray:
         """(operators,) whether an operator reads none of the copies that operators before the backward pass had made."""
         ops = self.program.operators
         if not self.regather:
@@ -55,13 +55,13 @@ class Choice:
     @functools.cached_property
     def layouts(self) -> list[tuple[tuple[Layout, ...], tuple[Layout, ...]]]:
         """For each operator the layouts of its operands and results; one object for all that are alike."""
-        alike: dict[tuple[int, int], tuple[tuple[Layout, ...], tuple[Layout, ...]]] = {}
+        state_classes: dict[tuple[int, int], tuple[tuple[Layout, ...], tuple[Layout, ...]]] = {}
         out = []
         for s, k in zip(self.states, self.state, strict=True):
-            found = alike.get((id(s), k))
+            found = state_classes.get((id(s), k))
             if found is None:
-                found = tuple(c.of(k) for c in s.operands), tuple(c.of(k) for c in s.results)
-                alike[id(s), k] = found
+                found = tuple(c.layout(k) for c in s.operands), tuple(c.layout(k) for c in s.results)
+                state_classes[id(s), k] = found
             out.append(found)
         return out
 
@@ -77,36 +77,36 @@ class Choice:
         which = np.unique(np.fromiter(map(id, self.states), np.int64, len(self.states)), return_inverse=True)[
             1
         ]
-        return numbered(packed(which, np.array(self.state, dtype=np.int64)))
+        return first_occurrence_codes(row_codes(which, np.array(self.state, dtype=np.int64)))
 
-    def own(self, op: int) -> tuple[Sent, ...]:
+    def internal_collectives(self, op: int) -> tuple[SentCollective, ...]:
         """The collectives that an operator writes itself."""
         s, candidate = self.states[op], self.candidate(op)
-        if candidate is None or s.op is None or not s.rule.own and s.rule.reducer == "sum":
+        if candidate is None or s.op is None or not s.rule.internal and s.rule.reducer == "sum":
             return ()
-        return own_collectives(s.rule, candidate, self.topology.mesh, s.op.outs)
+        return internal_collectives(s.rule, candidate, self.topology.mesh, s.op.outs)
 
-    def needed(self, op: int, operand: int) -> Layout:
+    def operand_layout(self, op: int, operand: int) -> Layout:
         """The layout in which an operator reads an operand."""
-        return self.states[op].operands[operand].of(self.state[op])
+        return self.states[op].operands[operand].layout(self.state[op])
 
-    def made(self, tensor: int) -> Layout:
+    def result_layout(self, tensor: int) -> Layout:
         """The layout in which a tensor is made."""
-        a = self.program.arrays
-        op = int(a.maker[tensor])
-        return self.states[op].results[int(a.place[tensor])].of(self.state[op])
+        a = self.program.use_def
+        op = int(a.def_op[tensor])
+        return self.states[op].results[int(a.def_result[tensor])].layout(self.state[op])
 
     @functools.cached_property
-    def together(self) -> Mapping[int, int]:
+    def combined_sums(self) -> Mapping[int, int]:
         """How many sums go together with a tensor's, where it is more than one."""
-        return combined(self.program, self.topology)
+        return combinable_sums(self.program, self.topology)
 
-    def path(self, tensor: int, source: Layout, target: Layout) -> tuple[RedistributionStep, ...]:
+    def reshard_steps(self, tensor: int, source: Layout, target: Layout) -> tuple[RedistributionStep, ...]:
         """The steps that bring a tensor from one layout to another."""
         t = self.program.tensors[tensor]
-        together = self.together.get(tensor, 1)
+        together = self.combined_sums.get(tensor, 1)
         return redistribution(source, target, t.shape, self.topology, t.itemsize, together)
 
-    def kept(self, tensor: int) -> Layout:
+    def stored_layout(self, tensor: int) -> Layout:
         """The layout in which a tensor is kept for its readers."""
-        return self.relay.get(tensor) or self.made(tensor)
+        return self.relay.get(tensor) or self.result_layout(tensor)

@@ -20,90 +20,90 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from jshard._cost.memory import heavy_of
-from jshard._numbers import Ints, spans
+from jshard._cost.memory import unfusible_operators
+from jshard._numbers import Ints, concat_ranges
 from jshard._program.arrays import Bools
 from jshard._program.graph import Operator, Program
-from jshard._rules.boundary import is_small
+from jshard._rules.boundary import is_small_sum
 from jshard._topology import Topology
 
 
-SUMS = ("dot_general", "conv_general_dilated", "reduce_sum", "jshard_fused")
+SUM_PRIMITIVES = ("dot_general", "conv_general_dilated", "reduce_sum", "jshard_fused")
 
 
-def combined(program: Program, topology: Topology) -> Mapping[int, int]:
+def combinable_sums(program: Program, topology: Topology) -> Mapping[int, int]:
     """Tensors on the way from sums to results, through light work alone, and how many sums go together."""
     key = ("combined", topology)
-    if key not in program.known:
-        program.known[key] = _combined(program, topology)
-    return program.known[key]
+    if key not in program.memo:
+        program.memo[key] = _combinable_sums(program, topology)
+    return program.memo[key]
 
 
-def _combined(program: Program, topology: Topology) -> Mapping[int, int]:
+def _combinable_sums(program: Program, topology: Topology) -> Mapping[int, int]:
     if any(w.kind == "shared" for name in topology.mesh.names for w in topology.link(name).wires):
         return {}
-    ending = on_the_way(program, set(program.outputs))
-    a = program.arrays
-    ends = np.zeros(len(a.maker), dtype=bool)
+    ending = tensors_reaching_only(program, set(program.outputs))
+    a = program.use_def
+    ends = np.zeros(len(a.def_op), dtype=bool)
     ends[list(ending)] = True
-    adds = a.which(frozenset(SUMS))
-    for i in np.flatnonzero(a.of_kind("scan_ys", "scan_sum")).tolist():
-        adds[i] = _waits(program.operators[i], program)
-    adds &= (a.repeat == 1) & (np.bincount(a.maker, ends, len(adds)) > 0)
-    depth = _depths(program, adds, ends)
+    adds = a.has_primitive(frozenset(SUM_PRIMITIVES))
+    for i in np.flatnonzero(a.has_kind("scan_ys", "scan_sum")).tolist():
+        adds[i] = _may_defer(program.operators[i], program)
+    adds &= (a.repeat == 1) & (np.bincount(a.def_op, ends, len(adds)) > 0)
+    depth = _dependence_depths(program, adds, ends)
     most = np.zeros(len(adds), dtype=np.int64)
-    np.maximum.at(most, a.maker, depth)
+    np.maximum.at(most, a.def_op, depth)
     count = np.bincount(most[adds], minlength=2)
     return {t: int(count[depth[t]]) for t in sorted(ending) if depth[t] and count[depth[t]] > 1}
 
 
-def _depths(program: Program, adds: Bools, ends: Bools) -> Ints:
+def _dependence_depths(program: Program, adds: Bools, ends: Bools) -> Ints:
     """(tensors,) the most sums on a way that ends in each, going through tensors that only end in results."""
-    a = program.arrays
-    order, begin = a.by_tensor
-    depth = np.zeros(len(a.maker), dtype=np.int64)
+    a = program.use_def
+    order, begin = a.uses_by_tensor
+    depth = np.zeros(len(a.def_op), dtype=np.int64)
     sums, level = np.flatnonzero(adds), 0
     while len(sums):
         level += 1
-        reached = np.zeros(len(a.maker), dtype=bool)
-        new = a.result[spans(a.result_begin[sums], a.result_begin[sums + 1])]
+        reached = np.zeros(len(a.def_op), dtype=bool)
+        new = a.result[concat_ranges(a.result_begin[sums], a.result_begin[sums + 1])]
         after = np.zeros(len(adds), dtype=bool)
         while len(new):
             reached[new] = True
-            readers = np.unique(a.reader[order[spans(begin[new], begin[new + 1])]])
+            readers = np.unique(a.use_op[order[concat_ranges(begin[new], begin[new + 1])]])
             after[readers] = True
-            made = a.result[spans(a.result_begin[readers], a.result_begin[readers + 1])]
+            made = a.result[concat_ranges(a.result_begin[readers], a.result_begin[readers + 1])]
             new = made[ends[made] & ~reached[made]]
         depth[reached] = level
         sums = np.flatnonzero(after & adds)
     return depth
 
 
-def _waits(op: Operator, program: Program) -> bool:
+def _may_defer(op: Operator, program: Program) -> bool:
     """Whether a loop may hand out a sum unfinished."""
     if op.kind != "scan_ys":
         return op.kind == "scan_sum"
     a = op.operands[0]
-    return isinstance(a, int) and is_small(program.tensors[a])
+    return isinstance(a, int) and is_small_sum(program.tensors[a])
 
 
-def on_the_way(program: Program, passing: set[int], asked: frozenset[int] = frozenset()) -> set[int]:
+def tensors_reaching_only(program: Program, sinks: set[int], stop: frozenset[int] = frozenset()) -> set[int]:
     """Tensors that go nowhere but, through light operators (none of `asked`), to the operators in `passing`."""
-    a, n = program.arrays, len(program.operators)
-    light = a.of_kind("eqn") & ~heavy_of(program)
-    light[list(asked)] = False
-    passes, ends = np.zeros(n, dtype=bool), np.zeros(len(a.maker), dtype=bool)
-    left = np.bincount(a.read, minlength=len(a.maker))  # readers that do not pass
+    a, n = program.use_def, len(program.operators)
+    light = a.has_kind("eqn") & ~unfusible_operators(program)
+    light[list(stop)] = False
+    passes, ends = np.zeros(n, dtype=bool), np.zeros(len(a.def_op), dtype=bool)
+    left = np.bincount(a.use_tensor, minlength=len(a.def_op))  # readers that do not pass
     missing = np.diff(a.result_begin)  # results that end elsewhere
-    new = np.union1d(np.array(sorted(passing), dtype=np.int64), np.flatnonzero(light & (missing == 0)))
+    new = np.union1d(np.array(sorted(sinks), dtype=np.int64), np.flatnonzero(light & (missing == 0)))
     while len(new):
         passes[new] = True
-        read = a.read[spans(a.begin[new], a.begin[new + 1])]
+        read = a.use_tensor[concat_ranges(a.use_begin[new], a.use_begin[new + 1])]
         np.subtract.at(left, read, 1)
         read = np.unique(read)
         done = read[left[read] == 0]
         ends[done] = True
-        makers = a.maker[done]
+        makers = a.def_op[done]
         np.subtract.at(missing, makers, 1)
         makers = np.unique(makers)
         new = makers[light[makers] & (missing[makers] == 0) & ~passes[makers]]

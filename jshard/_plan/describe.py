@@ -15,64 +15,64 @@ from typing import Any
 import numpy as np
 
 from jshard._layout import Layout
-from jshard._plan.later import Later
+from jshard._plan.later import LazyTuple
 from jshard._plan.local_rows import local_rows
-from jshard._plan.peak import Profile
-from jshard._plan.physics import physics
+from jshard._plan.peak import PeakProfile
+from jshard._plan.physics import step_lower_bound
 from jshard._plan.plan import Cost, Decision, Memory, OperatorRow, Plan, TensorRow
-from jshard._plan.schedule import Choice, Schedule
+from jshard._plan.schedule import Assignment, Schedule
 from jshard._plan.schedule_cost import ScheduleCost
 from jshard._program.graph import Literal, Program, operator_name
 
 
-def describe(
+def summarize(
     made: Schedule,
-    wish: Any,
+    request: Any,
     found: ScheduleCost,
     objective: float,
     bound: float,
     steps: Sequence[str],
-    held: Profile,
+    held: PeakProfile,
     unpriced: float = 0.0,
     space: str = "",
 ) -> Plan:
     """The plan of a schedule that answers a problem under a wish; `found` is what the schedule costs."""
-    choice = made.choice
+    choice = made.assignment
     program, topology = choice.program, choice.topology
-    a = program.arrays
-    equations = np.flatnonzero(a.of_kind("eqn")).tolist()
-    joints = np.flatnonzero(~a.of_kind("eqn", "input", "const", "output")).tolist()
+    a = program.use_def
+    equations = np.flatnonzero(a.has_kind("eqn")).tolist()
+    joints = np.flatnonzero(~a.has_kind("eqn", "input", "const", "output")).tolist()
     # A plan keeps no captured array alive.
     bare = dataclasses.replace(choice, program=dataclasses.replace(program, constants=(), jaxpr=None))
     moves = [(row.id, reader) for row, reader in found.collectives]
-    pinned = {(op, side, k) for op, side, k, _ in wish.pins}
+    pinned = {(op, side, k) for op, side, k, _ in request.pins}
     inputs = tuple(
-        _tensor_row(program, i, choice.made(program.operators[i].results[0]), (i, "result", 0) in pinned)
+        _tensor_row(program, i, choice.result_layout(program.operators[i].results[0]), (i, "result", 0) in pinned)
         for i in program.inputs
         if program.operators[i].kind == "input"
     )
     outputs = tuple(
-        _tensor_row(program, i, choice.needed(i, 0), (i, "operand", 0) in pinned) for i in program.outputs
+        _tensor_row(program, i, choice.operand_layout(i, 0), (i, "operand", 0) in pinned) for i in program.outputs
     )
     cost = Cost(
-        float(objective), float(bound), found.compute, found.beyond, found.communication, held.peak,
-        "B" if wish.level == 1 else "s", found.price, unpriced, space,
+        float(objective), float(bound), found.compute, found.redundant_compute, found.communication, held.peak,
+        "B" if request.level == 1 else "s", found.price, unpriced, space,
     )  # fmt: skip
-    memory = Memory(tuple([float(held.curve.get(i, 0.0)) for i in equations]), held.held)
+    memory = Memory(tuple([float(held.curve.get(i, 0.0)) for i in equations]), held.by_class)
     return Plan(
-        name=program.name, level=wish.level, search=wish.search, mesh=topology.mesh, chip=topology.chip.name,
+        name=program.name, level=request.level, search=request.search, mesh=topology.mesh, chip=topology.chip.name,
         fingerprint=fingerprint(program), inputs=inputs, outputs=outputs,
-        operators=Later(len(equations), lambda: operator_rows(bare, equations, moves, found.seconds)),
+        operators=LazyTuple(len(equations), lambda: operator_rows(bare, equations, moves, found.seconds)),
         collectives=tuple(r for r, _ in found.collectives), cost=cost, decision=_decision(choice),
-        memory_budget=wish.memory_limit, unknown=found.unknown, memory=memory,
-        boundaries=Later(len(joints), lambda: operator_rows(bare, joints, moves)),
-        local=Later(None, lambda: local_rows(Schedule(bare))),
-        steps=tuple(steps), physics=physics(choice, wish.donated),
+        memory_budget=request.memory_limit, unknown=found.unknown, memory=memory,
+        boundaries=LazyTuple(len(joints), lambda: operator_rows(bare, joints, moves)),
+        local=LazyTuple(None, lambda: local_rows(Schedule(bare))),
+        steps=tuple(steps), physics=step_lower_bound(choice, request.donated),
     )  # fmt: skip
 
 
 def operator_rows(
-    choice: Choice,
+    choice: Assignment,
     which: Sequence[int],
     moves: Sequence[tuple[int, int]],
     seconds: Sequence[float] | None = None,
@@ -100,22 +100,22 @@ def _tensor_row(program: Program, op: int, layout: Layout, pinned: bool) -> Tens
 
 
 def _operator_row(
-    choice: Choice, i: int, moved: tuple[int, ...], seconds: float, alike: dict[Any, tuple]
+    choice: Assignment, i: int, moved: tuple[int, ...], seconds: float, shared_fields: dict[Any, tuple]
 ) -> OperatorRow:
     """The row of an operator; `alike` keeps what operators of one form in one state have in common."""
     op, s, k = choice.program.operators[i], choice.states[i], choice.state[i]
     tensors = choice.program.tensors
     key = (id(s), k) if op.kind == "eqn" else (id(s), k, i)
-    if key not in alike:
-        ins = tuple(c.of(k) for c in s.operands)
-        outs = tuple(c.of(k) for c in s.results)
+    if key not in shared_fields:
+        ins = tuple(c.layout(k) for c in s.operands)
+        outs = tuple(c.layout(k) for c in s.results)
         avals: list[Any] = [a.aval if isinstance(a, Literal) else tensors[a] for a in op.operands]
-        alike[key] = (
+        shared_fields[key] = (
             tuple(lay.cuts(choice.topology.mesh) for lay in ins), ins, outs,
             tuple(tuple(a.shape) for a in avals), tuple(tensors[r].shape for r in op.results),
             tuple(dtype_name(a.dtype) for a in avals), tuple(dtype_name(tensors[r].dtype) for r in op.results),
         )  # fmt: skip
-    strategy, ins, outs, shapes, result_shapes, dtypes, result_dtypes = alike[key]
+    strategy, ins, outs, shapes, result_shapes, dtypes, result_dtypes = shared_fields[key]
     return OperatorRow(
         name=operator_name(op), primitive=op.primitive, module=op.module, source=op.source,
         strategy=strategy, operands=ins, results=outs, shapes=shapes, result_shapes=result_shapes,
@@ -123,7 +123,7 @@ def _operator_row(
         seconds=seconds, note=s.rule.note,
         reads=tuple(["" if isinstance(a, Literal) else tensors[a].name for a in op.operands]),
         writes=tuple([tensors[r].name for r in op.results]),
-        operand_dtypes=dtypes, result_dtypes=result_dtypes, turn=i in choice.program.in_open_loops,
+        operand_dtypes=dtypes, result_dtypes=result_dtypes, turn=i in choice.program.in_unbounded_loops,
     )  # fmt: skip
 
 
@@ -133,26 +133,26 @@ def dtype_name(dtype: Any) -> str:
     return str(dtype)
 
 
-def _decision(choice: Choice) -> Decision:
+def _decision(choice: Assignment) -> Decision:
     alike, some = choice.alike
-    axes = [None if (c := choice.candidate(i)) is None else c.axes for i in some]
+    axes = [None if (c := choice.candidate(i)) is None else c.axis_codes for i in some]
     candidates = tuple([axes[k] for k in alike.tolist()])
     endpoints = []
     for i in np.flatnonzero(np.array([x is None for x in axes], dtype=bool)[alike]).tolist():
         op = choice.program.operators[i]
-        endpoints.append((i, choice.needed(i, 0) if op.kind == "output" else choice.made(op.results[0])))
+        endpoints.append((i, choice.operand_layout(i, 0) if op.kind == "output" else choice.result_layout(op.results[0])))
     return Decision(candidates, tuple(endpoints), tuple(sorted(choice.relay.items())), choice.regather)
 
 
 def fingerprint(program: Program) -> str:
     """A short hash of the program: operators, how they are joined, shapes and dtypes; not of names or sources."""
-    a = program.arrays
+    a = program.use_def
     # Numbers are given in the order of the program, so they are the same in every process.
-    kinds = [(shape, dtype_name(dtype)) for shape, dtype in a.kinds]
+    kinds = [(shape, dtype_name(dtype)) for shape, dtype in a.aval_ids]
     literals = [str(x.value) for x in a.literals]
-    found = hashlib.sha256(repr((list(a.primitives), kinds, literals)).encode())
+    found = hashlib.sha256(repr((list(a.primitive_ids), kinds, literals)).encode())
     for numbers in (
-        a.primitive, a.begin, a.read, a.operand, a.result_begin, a.result, a.kind, a.literal_op, a.literal_operand,
+        a.primitive_id, a.use_begin, a.use_tensor, a.use_operand, a.result_begin, a.result, a.aval_id, a.literal_op, a.literal_operand,
     ):  # fmt: skip
         found.update(np.asarray(numbers, dtype="<i8").tobytes())
     found.update(np.asarray(a.repeat, dtype="<f8").tobytes())

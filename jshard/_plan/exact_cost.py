@@ -15,9 +15,9 @@ import dataclasses
 import numpy as np
 
 from jshard._layout import Layout
-from jshard._numbers import Ints, packed
-from jshard._plan.cost_tables import without_twins
-from jshard._plan.network import Problem
+from jshard._numbers import Ints, row_codes
+from jshard._plan.cost_tables import zero_duplicate_reads
+from jshard._plan.network import PlanningNetwork
 from jshard._program.arrays import Bools, Floats
 
 
@@ -34,65 +34,65 @@ class Readings:
     layouts: tuple[Layout, ...]
 
 
-def readings(problem: Problem, assignment: np.ndarray) -> Readings:
+def readings(problem: PlanningNetwork, assignment: np.ndarray) -> Readings:
     """The edges that carry tensors, under an assignment of the problem's network."""
-    e, network = problem.edges, problem.network
+    e, network = problem.tensor_edges, problem.cost_network
     n = len(e)
     state = np.asarray(assignment, dtype=np.int64)
-    i, j, table = state[e.head], state[e.tail], network.edge_table[:n]
+    i, j, table = state[e.source_variable], state[e.target_variable], network.edge_table[:n]
     # The states in which the same layouts are kept, and no second copy.
     alone = state.copy()
     for t, v in problem.relay_variable.items():
-        alone[v] = problem.relays[t].index[state[v]]
+        alone[v] = problem.relays[t].of_state[state[v]]
     charged, full = np.zeros(n), np.zeros(n)
     for t in np.unique(table).tolist():
         at = np.flatnonzero(table == t)
         charged[at] = network.pairwise[t][i[at], j[at]]
-        full[at] = _seconds(problem, int(at[0]))[alone[e.head[at]], alone[e.tail[at]]]
+        full[at] = _seconds(problem, int(at[0]))[alone[e.source_variable[at]], alone[e.target_variable[at]]]
     numbers: dict[Layout, int] = {}
-    source, target = (_layouts(problem, numbers, which, s) for which, s in ((e.source, i), (e.target, j)))
+    source, target = (_layouts(problem, numbers, which, s) for which, s in ((e.source_layouts, i), (e.target_layouts, j)))
     made = np.full(len(problem.program.tensors), -1)
     relay = e.reader < 0
     made[e.tensor[relay]] = source[relay]
     relayed = made[e.tensor] >= 0
-    at_hand = ~relay & relayed & e.at_hand & (target == made[e.tensor])
+    at_hand = ~relay & relayed & e.original_available & (target == made[e.tensor])
     needed = np.bincount(e.tensor, ~relay & ~at_hand, len(made)) > 0
-    needed |= problem.program.scopes.everywhere
-    copy = np.unique(packed(e.tensor, e.scope, target, relay.astype(np.int64)), return_inverse=True)[1]
+    needed |= problem.program.scopes.is_captured
+    copy = np.unique(row_codes(e.tensor, e.scope, target, relay.astype(np.int64)), return_inverse=True)[1]
     return Readings(charged, full, target, at_hand, copy, needed[e.tensor] | ~relay, tuple(numbers))
 
 
-def _seconds(problem: Problem, edge: int) -> np.ndarray:
+def _seconds(problem: PlanningNetwork, edge: int) -> np.ndarray:
     """Seconds of what an edge moves, in all states of its ends, if it is shared with no other."""
-    e = problem.edges
-    source, target, t = e.choices[e.source[edge]], e.choices[e.target[edge]], int(e.tensor[edge])
-    seconds = problem.tables.seconds(
-        source, target, problem.program.tensors[t], t in problem.returned, problem.together.get(t, 1)
+    e = problem.tensor_edges
+    source, target, t = e.layouts[e.source_layouts[edge]], e.layouts[e.target_layouts[edge]], int(e.tensor[edge])
+    seconds = problem.cost_tables.seconds(
+        source, target, problem.program.tensors[t], t in problem.returned_sums, problem.combined_with.get(t, 1)
     )
-    moved = seconds[np.ix_(source.index, target.index)] * e.repeat[edge]
-    return without_twins(moved, target, e.twin_choices[e.twins[edge]])
+    moved = seconds[np.ix_(source.index, target.index)] * e.count[edge]
+    return zero_duplicate_reads(moved, target, e.duplicate_layouts[e.duplicates[edge]])
 
 
-def _layouts(problem: Problem, numbers: dict[Layout, int], which: Ints, state: Ints) -> Ints:
+def _layouts(problem: PlanningNetwork, numbers: dict[Layout, int], which: Ints, state: Ints) -> Ints:
     """Numbers of the layouts that some choices mean in the given states."""
     out = np.zeros(len(which), dtype=np.int64)
     for c in np.unique(which).tolist():
-        choices = problem.edges.choices[c]
+        choices = problem.tensor_edges.layouts[c]
         own = np.array([numbers.setdefault(lay, len(numbers)) for lay in choices.layouts], dtype=np.int64)
         at = np.flatnonzero(which == c)
         out[at] = own[choices.index[state[at]]]
     return out
 
 
-def exact_cost(problem: Problem, assignment: np.ndarray) -> float:
+def exact_cost(problem: PlanningNetwork, assignment: np.ndarray) -> float:
     """Seconds of an assignment by the network's tables, each copy counted once."""
-    network, state = problem.network, np.asarray(assignment, dtype=np.int64)[: problem.network.size]
+    network, state = problem.cost_network, np.asarray(assignment, dtype=np.int64)[: problem.cost_network.size]
     own = sum(
         float(network.unary[t][s]) for t, s in zip(network.node_table.tolist(), state.tolist(), strict=True)
     )
     for (a, b), t in zip(
-        network.edges[len(problem.edges) :].tolist(),
-        network.edge_table[len(problem.edges) :].tolist(),
+        network.edges[len(problem.tensor_edges) :].tolist(),
+        network.edge_table[len(problem.tensor_edges) :].tolist(),
         strict=True,
     ):
         own += float(network.pairwise[t][state[a], state[b]])  # ties: nothing, or infinite

@@ -19,51 +19,51 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jshard._cost.redistribute import Step
+from jshard._cost.redistribute import ReshardStep
 from jshard._layout import Layout
-from jshard._numbers import packed
+from jshard._numbers import row_codes
 from jshard._program.arrays import Bools, Floats, Ints
 
 
 if TYPE_CHECKING:
-    from jshard._plan.schedule import Choice
+    from jshard._plan.schedule import Assignment
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Flat:
+class ScheduleArrays:
     """All moves in order, and the place of every move and operator among all actions.
 
     Actions are numbered from 0; `move_at` are the numbers of the moves, `run_at` those of the operators (-1: an
     argument or result, which is none). `number` gives an action's first number among the collectives, -1 for none.
     """
 
-    choice: Choice
+    assignment: Assignment
     layouts: tuple[Layout, ...]
-    pieces: Floats  # of each layout
-    made: Ints  # (tensors,) the layout in which each is made
+    num_shards: Floats  # of each layout
+    result_layout: Ints  # (tensors,) the layout in which each is made
     tensor: Ints  # (moves,)
     source: Ints  # (moves,) layouts
     target: Ints
     source_value: Ints  # (moves,) the value that is moved
     reader: Ints  # (moves,) the operator a move is for, -1 for several
-    again: Bools  # (moves,) whether the backward pass moves for itself
+    regathered: Bools  # (moves,) whether the backward pass moves for itself
     path: Ints  # (moves,) which of the paths
-    paths: tuple[tuple[Step, ...], ...]
-    value: Ints  # (reads,) the value that is read
+    paths: tuple[tuple[ReshardStep, ...], ...]
+    read_value: Ints  # (reads,) the value that is read
     move_at: Ints
     run_at: Ints  # (operators,)
-    number: Ints  # (actions,)
-    count: int  # actions
+    first_collective: Ints  # (actions,)
+    num_actions: int  # actions
 
     @functools.cached_property
-    def sliced(self) -> Bools:
+    def only_slices(self) -> Bools:
         """(moves,) whether all that happens is cutting."""
         return np.array([all(s.kind == "slice" for s in p) for p in self.paths], dtype=bool)[self.path]
 
 
-def flat(choice: Choice) -> Flat | None:
+def schedule_arrays(assignment: Assignment) -> ScheduleArrays | None:
     """The flat schedule of a choice; None for a program with inner blocks."""
-    program = choice.program
+    program = assignment.program
     steps, ends = program.body.steps, program.outputs
     if not all([type(s) is int for s in steps]):
         return None
@@ -72,41 +72,41 @@ def flat(choice: Choice) -> Flat | None:
     # Also when something is not in the order of its numbers: then order is not what numbers say.
     if (np.diff(np.concatenate([runs, outputs])) <= 0).any():
         return None
-    a = program.arrays
-    layouts, needed, made = _layouts(choice)
+    a = program.use_def
+    layouts, needed, made = _layouts(assignment)
     kept = made.copy()
-    if choice.relay:
-        relays = [layouts.setdefault(lay, len(layouts)) for lay in choice.relay.values()]
-        kept[np.fromiter(choice.relay, np.int64, len(relays))] = relays
-    n_layouts, reads = len(layouts), len(a.read)
+    if assignment.relay:
+        relays = [layouts.setdefault(lay, len(layouts)) for lay in assignment.relay.values()]
+        kept[np.fromiter(assignment.relay, np.int64, len(relays))] = relays
+    n_layouts, reads = len(layouts), len(a.use_tensor)
     # Constants are brought into place before anything runs; for the others the first reader decides.
-    constants = np.flatnonzero(a.of_kind("const")[a.maker] & (kept != made))
-    other = np.flatnonzero(needed != made[a.read])
-    late = other[kept[a.read[other]] != made[a.read[other]]]
-    tensors, first = np.unique(a.read[late], return_index=True)
+    constants = np.flatnonzero(a.has_kind("const")[a.def_op] & (kept != made))
+    other = np.flatnonzero(needed != made[a.use_tensor])
+    late = other[kept[a.use_tensor[other]] != made[a.use_tensor[other]]]
+    tensors, first = np.unique(a.use_tensor[late], return_index=True)
     new = ~np.isin(tensors, constants)
     keep_tensor = np.concatenate([constants, tensors[new]])
     keep_slot = np.concatenate([np.full(len(constants), -1), late[first[new]]])
-    onward = other[needed[other] != kept[a.read[other]]]
+    onward = other[needed[other] != kept[a.use_tensor[other]]]
     # From the first reader of the backward pass on, a copy may be one of its own.
-    pair = a.read[onward] * n_layouts + needed[onward]
+    pair = a.use_tensor[onward] * n_layouts + needed[onward]
     by_pair = np.argsort(pair, kind="stable")
     group = np.cumsum(np.diff(pair[by_pair], prepend=-1) != 0)
     phase = np.zeros(reads, dtype=np.int64)
     phase[onward[by_pair]] = (
-        np.maximum.accumulate(2 * group + choice.anew[a.reader[onward[by_pair]]]) - 2 * group
+        np.maximum.accumulate(2 * group + assignment.reshards_again[a.use_op[onward[by_pair]]]) - 2 * group
     )
     first = np.sort(np.unique(2 * pair + phase[onward], return_index=True)[1])
     onward = onward[first]
     n_keep = len(keep_tensor)
-    tensor = np.concatenate([keep_tensor, a.read[onward]])
-    source = np.concatenate([made[keep_tensor], kept[a.read[onward]]])
+    tensor = np.concatenate([keep_tensor, a.use_tensor[onward]])
+    source = np.concatenate([made[keep_tensor], kept[a.use_tensor[onward]]])
     target = np.concatenate([kept[keep_tensor], needed[onward]])
-    reader = np.concatenate([np.full(n_keep, -1), a.reader[onward]])
+    reader = np.concatenate([np.full(n_keep, -1), a.use_op[onward]])
     again = np.concatenate([np.zeros(n_keep, dtype=np.int64), phase[onward]])
     # In order: by read, first what is kept, then what goes on from there; an operator runs after its last read.
     slot = np.concatenate([keep_slot, onward])
-    key = np.concatenate([3 * slot + 1 + (np.arange(len(slot)) >= n_keep), 3 * a.begin[runs + 1]])
+    key = np.concatenate([3 * slot + 1 + (np.arange(len(slot)) >= n_keep), 3 * a.use_begin[runs + 1]])
     order = np.argsort(key, kind="stable")
     at = np.empty(len(order), dtype=np.int64)
     at[order] = np.arange(len(order))
@@ -123,55 +123,55 @@ def flat(choice: Choice) -> Flat | None:
         out = tensors.copy()
         away = np.flatnonzero(wanted != made[tensors])
         found = np.searchsorted(pair[by_pair], 2 * (tensors[away] * n_layouts + wanted[away]) + phase[away])
-        out[away] = len(a.maker) + by_pair[found]
+        out[away] = len(a.def_op) + by_pair[found]
         return out
 
-    path, paths, numbers = _paths(choice, layouts, tensor, source, target)
+    path, paths, numbers = _paths(assignment, layouts, tensor, source, target)
     taken = np.zeros(len(order), dtype=np.int64)
     taken[move_at] = numbers[path]
-    taken[run_at[runs]] = _finishing(choice)[runs]
+    taken[run_at[runs]] = _internal_collective_counts(assignment)[runs]
     number = np.where(taken > 0, np.cumsum(taken) - taken, -1)
-    mesh = choice.topology.mesh
+    mesh = assignment.topology.mesh
     pieces = np.array([lay.pieces(mesh) for lay in layouts], dtype=np.float64)
     assert reads == len(needed)
-    return Flat(
-        choice, tuple(layouts), pieces, made, tensor, source, target,
+    return ScheduleArrays(
+        assignment, tuple(layouts), pieces, made, tensor, source, target,
         value_of(tensor, source, np.zeros_like(tensor)), reader, again > 0,
-        path, paths, value_of(a.read, needed, phase), move_at, run_at, number, len(order),
+        path, paths, value_of(a.use_tensor, needed, phase), move_at, run_at, number, len(order),
     )  # fmt: skip
 
 
-def _layouts(choice: Choice) -> tuple[dict[Layout, int], Ints, Ints]:
+def _layouts(assignment: Assignment) -> tuple[dict[Layout, int], Ints, Ints]:
     """Numbers for layouts; the layout of every read and of every tensor as it is made."""
-    a = choice.program.arrays
-    form, some = choice.alike
+    a = assignment.program.use_def
+    form, some = assignment.alike
     numbers: dict[Layout, int] = {}
     ends: list[list[int]] = [[], []]
     begins: list[list[int]] = [[], []]
     for op in some:
-        s, k = choice.states[op], choice.state[op]
+        s, k = assignment.states[op], assignment.state[op]
         for begin, end, choices in zip(begins, ends, (s.operands, s.results), strict=True):
             begin.append(len(end))
-            end += [numbers.setdefault(c.of(k), len(numbers)) for c in choices]
+            end += [numbers.setdefault(c.layout(k), len(numbers)) for c in choices]
     operands, results = (np.array(e, dtype=np.int64) for e in ends)
     first, second = (np.array(b, dtype=np.int64) for b in begins)
-    return numbers, operands[first[form[a.reader]] + a.operand], results[second[form[a.maker]] + a.place]
+    return numbers, operands[first[form[a.use_op]] + a.use_operand], results[second[form[a.def_op]] + a.def_result]
 
 
 def _paths(
-    choice: Choice, layouts: dict[Layout, int], tensor: Ints, source: Ints, target: Ints
-) -> tuple[Ints, tuple[tuple[Step, ...], ...], Ints]:
+    assignment: Assignment, layouts: dict[Layout, int], tensor: Ints, source: Ints, target: Ints
+) -> tuple[Ints, tuple[tuple[ReshardStep, ...], ...], Ints]:
     """Which path each move takes, the paths, and how many collectives each path has."""
-    a, listed = choice.program.arrays, list(layouts)
-    sums = np.ones(len(a.maker), dtype=np.int64)
-    sums[np.fromiter(choice.together, np.int64, len(choice.together))] = list(choice.together.values())
-    key = packed(a.kind[tensor], source, target, sums[tensor])
+    a, listed = assignment.program.use_def, list(layouts)
+    sums = np.ones(len(a.def_op), dtype=np.int64)
+    sums[np.fromiter(assignment.combined_sums, np.int64, len(assignment.combined_sums))] = list(assignment.combined_sums.values())
+    key = row_codes(a.aval_id[tensor], source, target, sums[tensor])
     _, first, path = np.unique(key, return_index=True, return_inverse=True)
-    paths = tuple(choice.path(int(tensor[m]), listed[source[m]], listed[target[m]]) for m in first.tolist())
+    paths = tuple(assignment.reshard_steps(int(tensor[m]), listed[source[m]], listed[target[m]]) for m in first.tolist())
     return path, paths, np.array([sum(s.kind != "slice" for s in p) for p in paths], dtype=np.int64)
 
 
-def _finishing(choice: Choice) -> Ints:
+def _internal_collective_counts(assignment: Assignment) -> Ints:
     """(operators,) how many collectives an operator writes itself."""
-    form, some = choice.alike
-    return np.array([len(choice.own(op)) for op in some], dtype=np.int64)[form]
+    form, some = assignment.alike
+    return np.array([len(assignment.internal_collectives(op)) for op in some], dtype=np.int64)[form]

@@ -19,18 +19,18 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from jshard._plan.moments import Moments
+from jshard._plan.moments import LiveIntervals
 from jshard._program.arrays import Floats
 
 
-def flows(times: Moments, stored: Iterable[int], devices: int) -> tuple[dict[int, float], Floats]:
+def remat_flow(intervals: LiveIntervals, stored: Iterable[int], devices: int) -> tuple[dict[int, float], Floats]:
     """Bytes that flow from each of some stored tensors, and (tensors,) the bytes that flow through each other one."""
-    tensors = times.program.tensors
+    tensors = intervals.program.tensors
     spare = np.array([t.nbytes // devices for t in tensors], dtype=np.float64)  # whole bytes: sums are exact
     through = np.zeros(len(tensors))
     out: dict[int, float] = {}
     for t in stored:
-        way = _way(times, t)
+        way = _remat_chain(intervals, t)
         if way and (share := min(spare[t], *(spare[r] for r in way))) > 0:
             out[t] = float(share)
             spare[way] -= share
@@ -38,20 +38,20 @@ def flows(times: Moments, stored: Iterable[int], devices: int) -> tuple[dict[int
     return out, through
 
 
-def _way(times: Moments, tensor: int) -> list[int]:
+def _remat_chain(intervals: LiveIntervals, tensor: int) -> list[int]:
     """The tensors that are computed again one from the other, the first from a stored one, until its last reader."""
-    program, life = times.program, times.life
+    program, life = intervals.program, intervals.liveness
     way: list[int] = []
     while True:
         last, onward = -1, -1
-        for u, _ in program.consumers()[tensor]:
-            if not times.again(u):
+        for u, _ in program.uses()[tensor]:
+            if not intervals.is_rematerialized(u):
                 if u >= last:
                     last, onward = u, -1
                 continue
             for r in program.operators[u].results:
-                if life.needed[r] > last:
-                    last, onward = life.needed[r], r
+                if life.last_use[r] > last:
+                    last, onward = life.last_use[r], r
         if onward < 0:
             return way
         way.append(onward)

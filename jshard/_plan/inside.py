@@ -19,17 +19,17 @@ from typing import Any
 
 from jshard._cost import collectives, compute
 from jshard._cost.collectives import Collective, CollectiveKind
-from jshard._cost.memory import lifetimes, traffic
+from jshard._cost.memory import hbm_traffic, memory_accesses
 from jshard._layout import MeshAxes
-from jshard._plan.states import Interner
+from jshard._plan.states import CandidateCache
 from jshard._program.graph import Literal, Operator, Program
 from jshard._program.trace import build
-from jshard._rules.registry import Op
+from jshard._rules.registry import OpView
 from jshard._rules.rule import Rule
 from jshard._topology import Topology
 
 
-_KINDS: dict[str, CollectiveKind] = {
+_KIND_OF_PRIMITIVE: dict[str, CollectiveKind] = {
     **dict.fromkeys(("psum", "psum_invariant", "pmax", "pmin", "unreduced_psum"), "all_reduce"),
     **dict.fromkeys(("unreduced_pmax", "unreduced_pmin"), "all_reduce"),
     **dict.fromkeys(("all_gather", "all_gather_invariant", "all_gather_reduced"), "all_gather"),
@@ -40,7 +40,7 @@ _KINDS: dict[str, CollectiveKind] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Own:
+class UserCollective:
     """A collective that the user wrote: one execution of it, how many there are, the block before it.
 
     `turn`: it is in a loop whose turns nobody knows, and `count` is that of one turn.
@@ -50,15 +50,15 @@ class Own:
     count: float
     block: tuple[int, ...]
     dtype: str
-    turn: bool
+    per_iteration: bool
 
 
 @dataclasses.dataclass(frozen=True)
-class Inside:
+class ShardMapCost:
     """Seconds of compute of one device in one run of a body, and the collectives in it."""
 
     compute: float
-    collectives: tuple[Own, ...]
+    collectives: tuple[UserCollective, ...]
 
     @property
     def communication(self) -> float:
@@ -66,7 +66,7 @@ class Inside:
         return sum(c.collective.seconds * c.count for c in self.collectives)
 
 
-def inside(jaxpr: Any, topology: Topology) -> Inside:
+def shard_map_cost(jaxpr: Any, topology: Topology) -> ShardMapCost:
     """What the body of a `shard_map` does, given its jaxpr on one device's blocks.
 
     >>> import jax, jax.numpy as jnp
@@ -82,15 +82,15 @@ def inside(jaxpr: Any, topology: Topology) -> Inside:
     ('8.72e-05', '8.72e-05')
     """
     program = build(jaxpr, name="the body of a shard_map", input_names=[])
-    life = lifetimes(program)
-    interner = Interner(program, MeshAxes((), ()))
+    life = hbm_traffic(program)
+    interner = CandidateCache(program, MeshAxes((), ()))
     seconds, own = 0.0, []
     for op in program.operators:
         if op.kind != "eqn":
             continue
         kind, axes = _collective(op, topology.mesh)
         if kind is None:
-            reads, writes = traffic(op, life)
+            reads, writes = memory_accesses(op, life)
             seconds += op.repeat * _roofline(op, program, interner, reads, writes, topology)
             continue
         for a in op.operands if axes else ():
@@ -98,12 +98,12 @@ def inside(jaxpr: Any, topology: Topology) -> Inside:
             nbytes = math.prod(held.shape) * (4 if isinstance(a, Literal) else held.itemsize)
             sent = collectives.collective(kind, axes, nbytes, topology)
             own.append(
-                Own(sent, op.repeat, tuple(held.shape), str(held.dtype), op.id in program.in_open_loops)
+                UserCollective(sent, op.repeat, tuple(held.shape), str(held.dtype), op.id in program.in_unbounded_loops)
             )
-    return Inside(seconds, tuple(own))
+    return ShardMapCost(seconds, tuple(own))
 
 
-def work_of(closed: Any) -> float:
+def operation_count(closed: Any) -> float:
     """Arithmetic operations of a traced function: a lower bound where it calls what nothing is known of.
 
     >>> import jax, jax.numpy as jnp
@@ -113,11 +113,11 @@ def work_of(closed: Any) -> float:
     True
     """
     program = build(closed, name="a function", input_names=[])
-    interner = Interner(program, MeshAxes((), ()))
-    return sum(op.repeat * _work(*interner.rule(op)[:2]) for op in program.operators if op.kind == "eqn")
+    interner = CandidateCache(program, MeshAxes((), ()))
+    return sum(op.repeat * _work(*interner.rule_of(op)[:2]) for op in program.operators if op.kind == "eqn")
 
 
-def _work(view: Op, rule: Rule) -> float:
+def _work(view: OpView, rule: Rule) -> float:
     if rule.opaque:
         return float(sum(math.prod(a.shape) for a in view.outs))
     return rule.work * math.prod(rule.sizes)
@@ -126,19 +126,19 @@ def _work(view: Op, rule: Rule) -> float:
 def _collective(op: Operator, mesh: MeshAxes) -> tuple[CollectiveKind | None, tuple[str, ...]]:
     """The kind of collective that an operator is, None for no collective, and the mesh axes it goes over."""
     name = op.primitive.removesuffix("_start")
-    if name not in _KINDS:
+    if name not in _KIND_OF_PRIMITIVE:
         return None, ()
     params = op.eqn.params
     axes = params.get("axes", params.get("axis_name", ()))
     axes = (axes,) if isinstance(axes, str) else tuple(a for a in axes if isinstance(a, str))
-    return _KINDS[name], tuple(a for a in mesh.names if a in axes)  # axes of size one are not there
+    return _KIND_OF_PRIMITIVE[name], tuple(a for a in mesh.names if a in axes)  # axes of size one are not there
 
 
 def _roofline(
-    op: Operator, program: Program, interner: Interner, reads: tuple, writes: tuple, topology: Topology
+    op: Operator, program: Program, interner: CandidateCache, reads: tuple, writes: tuple, topology: Topology
 ) -> float:
     """Seconds of an operator on the blocks as they are."""
-    view, rule, _ = interner.rule(op)
+    view, rule, _ = interner.rule_of(op)
     moved = sum(program.tensors[a].nbytes for i in reads if isinstance(a := op.operands[i], int))
     moved += sum(program.tensors[op.results[i]].nbytes for i in writes)
     dtype = view.outs[0].dtype if view.outs else "float32"

@@ -19,41 +19,41 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jshard._layout import MeshAxes
-from jshard._plan.states import Interner
+from jshard._plan.states import CandidateCache
 from jshard._program.graph import Program, operator_name
 from jshard._rules.rule import Rule
 from jshard._wish.entries import Pin
-from jshard._wish.mesh import Joint
+from jshard._wish.mesh import JointConstraint
 
 
-def joints(program: Program, pins: Sequence[tuple[int, str, int, Pin]], first: int) -> tuple[Joint, ...]:
+def joint_cuts(program: Program, pins: Sequence[tuple[int, str, int, Pin]], first: int) -> tuple[JointConstraint, ...]:
     """What each operator with several pins needs; `first` is the number of its first pin among all that are resolved."""
     by_op: dict[int, list[int]] = {}
     for k, (op, *_) in enumerate(pins):
         by_op.setdefault(op, []).append(k)
-    interner = Interner(program, MeshAxes((), ()))
+    interner = CandidateCache(program, MeshAxes((), ()))
     out = []
     for i, members in by_op.items():
         op = program.operators[i]
         if len(members) < 2 or op.kind != "eqn":
             continue
-        rule = interner.rule(op)[1]
+        rule = interner.rule_of(op)[1]
         counted = [k for k in members if pins[k][3].axes is None]
         specs = [k for k in members if pins[k][3].axes is not None]
-        found = cuts_of(rule, [(pins[k][1], pins[k][2], pins[k][3].cuts) for k in counted])
+        found = factor_cuts(rule, [(pins[k][1], pins[k][2], pins[k][3].cuts) for k in counted])
         if not found or not counted:
             continue
-        by_axes = {f for k in specs for f in _indices(rule, *pins[k][1:])}
+        by_axes = {f for k in specs for f in _factors_with_axes(rule, *pins[k][1:])}
         cuts = tuple(c for f, c in found.items() if c > 1 and f not in by_axes)
         asked = " and ".join(f"{pins[k][1]} {pins[k][2]} {pins[k][3]}" for k in members)
         where = f"{op.module or op.primitive} {op.source}".strip()
         out.append(
-            Joint(cuts, tuple(first + k for k in specs), f"the pins of {operator_name(op)}, {asked},", where)
+            JointConstraint(cuts, tuple(first + k for k in specs), f"the pins of {operator_name(op)}, {asked},", where)
         )
     return tuple(out)
 
 
-def cuts_of(rule: Rule, pins: Sequence[tuple[str, int, Sequence[int | None]]]) -> dict[int, int] | None:
+def factor_cuts(rule: Rule, pins: Sequence[tuple[str, int, Sequence[int | None]]]) -> dict[int, int] | None:
     """Pieces of each loop index that some pins, as (side, index, cuts), fix; None where they cannot all be kept.
 
     A dimension that carries several indices cuts the major one first, and the next only where that is cut to points.
@@ -74,7 +74,7 @@ def cuts_of(rule: Rule, pins: Sequence[tuple[str, int, Sequence[int | None]]]) -
     return out
 
 
-def _indices(rule: Rule, side: str, i: int, pin: Pin) -> set[int]:
+def _factors_with_axes(rule: Rule, side: str, i: int, pin: Pin) -> set[int]:
     """The loop indices of the dimensions for which a pin names axes."""
     dims = (rule.operands if side == "operand" else rule.results)[i]
     return {f for dim, axes in zip(dims, pin.axes or (), strict=True) if axes for f in dim}

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 Row = TypeVar("Row")
 
 
-class Later(Sequence[Row]):
+class LazyTuple(Sequence[Row]):
     """A tuple of rows that `make` gives when they are needed, equal to it; `count` of them, where that is known."""
 
     def __init__(self, count: int | None, make: Callable[[], tuple[Row, ...]]):
@@ -45,7 +45,7 @@ class Later(Sequence[Row]):
         return iter(self.rows())
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, Later):
+        if isinstance(other, LazyTuple):
             return other is self or self.rows() == other.rows()
         return self.rows() == other
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
-from jshard._cost.steps import apply
+from jshard._cost.steps import apply_step
 from jshard._plan.rows import LocalRow
-from jshard._plan.schedule import Action, Move, Nested, Run, Schedule, Value
+from jshard._plan.schedule import Action, Reshard, RunCall, RunOperator, Schedule, Value
 from jshard._program.graph import Call, Literal, operator_name
 
 
@@ -26,8 +26,8 @@ class _How(TypedDict):
 
 def local_rows(made: Schedule) -> tuple[LocalRow, ...]:
     """The rows of a schedule; what the results are comes last."""
-    writer = _Rows(made)
-    names = {v: writer.name(v) for v in writer.given()}
+    writer = _RowWriter(made)
+    names = {v: writer.name(v) for v in writer.inputs()}
     writer.constants = {v: n for v, n in names.items() if writer.captured(v)}
     writer.actions(made.actions, names, 0)
     writer.out.append(
@@ -38,21 +38,21 @@ def local_rows(made: Schedule) -> tuple[LocalRow, ...]:
     return tuple(writer.out)
 
 
-class _Rows:
+class _RowWriter:
     """Collects rows; used once."""
 
     def __init__(self, made: Schedule):
-        self.choice = made.choice
-        self.program, self.mesh = made.choice.program, made.choice.topology.mesh
+        self.assignment = made.assignment
+        self.program, self.mesh = made.assignment.program, made.assignment.topology.mesh
         self.out: list[LocalRow] = []
         self.copies: dict[int, int] = {}
         self.constants: Names = {}
 
-    def given(self) -> list[Value]:
-        return [self.choice.values[self.program.operators[i].results[0]] for i in self.program.inputs]
+    def inputs(self) -> list[Value]:
+        return [self.assignment.values[self.program.operators[i].results[0]] for i in self.program.inputs]
 
     def captured(self, v: Value) -> bool:
-        return self.program.operators[self.choice.producers[v[0]][0]].kind == "const"
+        return self.program.operators[self.assignment.producers[v[0]][0]].kind == "const"
 
     def name(self, v: Value) -> str:
         return self.program.tensors[v[0]].name
@@ -101,21 +101,21 @@ class _Rows:
 
     def actions(self, some: Sequence[Action], names: Names, depth: int) -> None:
         for a in some:
-            if isinstance(a, Move):
-                self.move(a, names, depth)
+            if isinstance(a, Reshard):
+                self.reshard(a, names, depth)
                 if not depth and self.captured((a.tensor, a.target)):
                     self.constants[a.tensor, a.target] = names[a.tensor, a.target]
-            elif isinstance(a, Run):
+            elif isinstance(a, RunOperator):
                 self.operator(a, names, depth)
             else:
                 self.nested(a, names, depth)
 
-    def operator(self, a: Run, names: Names, depth: int) -> None:
+    def operator(self, a: RunOperator, names: Names, depth: int) -> None:
         """An operator, and what it sends itself."""
-        op, how = self.program.operators[a.op], _How(count=a.repeat, turn=a.turn)
-        results = [self.choice.values[t] for t in op.results]
+        op, how = self.program.operators[a.op], _How(count=a.repeat, turn=a.unknown_trip_count)
+        results = [self.assignment.values[t] for t in op.results]
         self.row("operator", operator_name(op), a.reads, results, names, depth, **how)
-        for number, sent in zip(a.numbers, self.choice.own(a.op), strict=True):
+        for number, sent in zip(a.collective_ids, self.assignment.internal_collectives(a.op), strict=True):
             self.out.append(
                 LocalRow(
                     sent.kind,
@@ -123,17 +123,17 @@ class _Rows:
                     axes=sent.axes,
                     id=number,
                     depth=depth,
-                    bytes=sent.held,
+                    bytes=sent.local_bytes,
                     **how,
                 )
             )
 
-    def move(self, m: Move, names: Names, depth: int) -> None:
+    def reshard(self, m: Reshard, names: Names, depth: int) -> None:
         reader = operator_name(self.program.operators[m.reader]) if m.reader >= 0 else ""
         dtype, here = (str(self.program.tensors[m.tensor].dtype),), m.source
         name = names[m.tensor, m.source]
-        for step, number in zip(m.steps, m.numbers, strict=True):
-            after, made = apply(step, here), self.copy(m.tensor)
+        for step, number in zip(m.steps, m.collective_ids, strict=True):
+            after, made = apply_step(step, here), self.copy(m.tensor)
             before, shape = ((self.shape((m.tensor, lay)),) for lay in (here, after))
             self.out.append(
                 LocalRow(
@@ -148,14 +148,14 @@ class _Rows:
                     tuple(step.axes),
                     number,
                     m.repeat,
-                    m.turn,
+                    m.unknown_trip_count,
                     depth,
                 )  # fmt: skip
             )
             here, name = after, made
         names[m.tensor, m.target] = name
 
-    def nested(self, a: Nested, names: Names, depth: int) -> None:
+    def nested(self, a: RunCall, names: Names, depth: int) -> None:
         """A call: what enters, each body, what leaves."""
         call, ops = a.call, self.program.operators
         b = call.boundary
@@ -163,15 +163,15 @@ class _Rows:
         inside = dict(names)
         if enter:  # a loop: its bodies see what comes in under the names of their own tensors
             for v, i in zip(a.reads, enter, strict=True):
-                writes = [self.choice.values[t] for t in ops[i].results[: max(1, len(ops[i].results) - 1)]]
+                writes = [self.assignment.values[t] for t in ops[i].results[: max(1, len(ops[i].results) - 1)]]
                 self.row(ops[i].primitive, operator_name(ops[i]), (v,), writes, inside, depth)
         elif call.kind == "cond":
             self.row("branch on", operator_name(ops[b["pred"][0]]), a.reads[:1], (), inside, depth)
         ends: list[Names] = []
         for k, (entry, body, returns) in enumerate(zip(a.entry, a.bodies, a.returns, strict=True)):
-            count = float(call.turns or 1) + (call.kind == "while" and k == 0 and call.turns is not None)
+            count = float(call.trip_count or 1) + (call.kind == "while" and k == 0 and call.trip_count is not None)
             title = {"cond": f"branch {k}", "while": ("test", "turn")[k > 0]}.get(call.kind, call.kind)
-            self.out.append(LocalRow("begin", title, count=count, turn=call.turns is None, depth=depth))
+            self.out.append(LocalRow("begin", title, count=count, turn=call.trip_count is None, depth=depth))
             known = {**self.constants, **{v: inside[v] for v in entry}}
             self.actions(body, known, depth + 1)
             self.out.append(
@@ -181,7 +181,7 @@ class _Rows:
             ends.append(known)
         self.leave(call, a, ends, names, depth)
 
-    def leave(self, call: Call, a: Nested, ends: Sequence[Names], names: Names, depth: int) -> None:
+    def leave(self, call: Call, a: RunCall, ends: Sequence[Names], names: Names, depth: int) -> None:
         """The values that a call hands out, from those that its bodies end in."""
         ops, b = self.program.operators, call.boundary
         if not b:
@@ -193,6 +193,6 @@ class _Rows:
         for k, i in enumerate(leaving):
             given = [r[k] for r in a.returns] if call.kind == "cond" else [a.returns[-1][k]]
             scope: Names = {v: n for known in ends for v, n in known.items()}
-            written = self.choice.values[ops[i].results[-1]]
+            written = self.assignment.values[ops[i].results[-1]]
             self.row(ops[i].primitive, operator_name(ops[i]), given, (written,), scope, depth)
             names[written] = scope[written]

@@ -9,20 +9,20 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from jshard._errors import SearchError
-from jshard._plan.network import Pins, Problem
-from jshard._plan.states import asked
+from jshard._plan.network import Pins, PlanningNetwork
+from jshard._plan.states import describe_pin
 from jshard._program.graph import operator_name
 from jshard._search import Contradiction
 
 
-def named(error: Contradiction, built: Problem, pins: Pins) -> SearchError:
+def explain_contradiction(error: Contradiction, built: PlanningNetwork, pins: Pins) -> SearchError:
     """The contradiction in words of the program."""
     mine = {op: [p for p in each if not isinstance(p[2], str) or "cut" in p[2]] for op, each in pins.items()}
-    near = _nearest(error.variables, built, {op for op, each in mine.items() if each})
-    said = [f"{_name(built, op)} ({asked(mine[op][0][2])})" for op in near]
-    places = dict.fromkeys(_name(built, v) for v in error.variables if v not in near)
+    near = _nearest_pins(error.variables, built, {op for op, each in mine.items() if each})
+    said = [f"{_variable_name(built, op)} ({describe_pin(mine[op][0][2])})" for op in near]
+    places = dict.fromkeys(_variable_name(built, v) for v in error.variables if v not in near)
     where = "they meet at " + ", ".join(list(places)[:3]) if places else "they meet in one tensor"
-    if {tuple(sorted(near))} & {tuple(sorted(e)) for e in built.network.edges.tolist()}:
+    if {tuple(sorted(near))} & {tuple(sorted(e)) for e in built.cost_network.edges.tolist()}:
         where = "a result that is an argument's next value lies as that argument does"
     what = {
         0: "nothing keeps all that the program asks for",
@@ -35,13 +35,13 @@ def named(error: Contradiction, built: Problem, pins: Pins) -> SearchError:
     )
 
 
-def _nearest(variables: Collection[int], built: Problem, pinned: Collection[int]) -> list[int]:
+def _nearest_pins(variables: Collection[int], built: PlanningNetwork, pinned: Collection[int]) -> list[int]:
     """At most two pinned operators, the nearest to some variables."""
     near: dict[int, set[int]] = {}
-    for i, j in built.network.edges.tolist():
+    for i, j in built.cost_network.edges.tolist():
         near.setdefault(i, set()).add(j)
         near.setdefault(j, set()).add(i)
-    seen, ring, found = set(variables), sorted(v for v in variables if v < built.network.size), []
+    seen, ring, found = set(variables), sorted(v for v in variables if v < built.cost_network.size), []
     while ring and len(found) < 2:
         found += [v for v in ring if v in pinned]
         ring = sorted({w for v in ring for w in near.get(v, ())} - seen)
@@ -49,7 +49,7 @@ def _nearest(variables: Collection[int], built: Problem, pinned: Collection[int]
     return found[:2]
 
 
-def _name(built: Problem, variable: int) -> str:
+def _variable_name(built: PlanningNetwork, variable: int) -> str:
     operators = built.program.operators
     if variable < len(operators):
         op = operators[variable]

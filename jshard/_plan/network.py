@@ -15,92 +15,92 @@ from typing import Any
 
 import numpy as np
 
-from jshard._cost.memory import Lifetimes, lifetimes
-from jshard._cost.residency import Residency, residency
-from jshard._numbers import numbered, packed
-from jshard._plan.combined import SUMS, combined, on_the_way
+from jshard._cost.memory import HbmTraffic, hbm_traffic
+from jshard._cost.residency import Liveness, liveness
+from jshard._numbers import first_occurrence_codes, row_codes
+from jshard._plan.combined import SUM_PRIMITIVES, combinable_sums, tensors_reaching_only
 from jshard._plan.cost_tables import CostTables
-from jshard._plan.forms import forms, owned, special, states_of, times_of
+from jshard._plan.forms import operator_classes, cost_classes, singleton_classes, distinct_candidate_sets, reshard_counts
 from jshard._plan.replication import REPLICATION_PRICE, priced_products
-from jshard._plan.reshard_edges import Relay, ReshardEdges, reshard_edges
-from jshard._plan.states import Choices, Interner, Pinned, States
-from jshard._plan.times import Times
+from jshard._plan.reshard_edges import Relay, EdgeTable, build_edge_table
+from jshard._plan.states import TensorLayouts, CandidateCache, LayoutTest, CandidateSet
+from jshard._plan.times import OperatorCost
 from jshard._program.graph import Program
 from jshard._search import CostNetwork
 from jshard._topology import Topology
 
 
-MOST_AXES = 2  # of a mesh for whose tensors the pairs of layouts are few enough to be told apart
+MAX_SECOND_COPY_AXES = 2  # of a mesh for whose tensors the pairs of layouts are few enough to be told apart
 
-Pins = Mapping[int, Sequence[tuple[str, int, Any, Pinned]]]  # operator -> its pins
+Pins = Mapping[int, Sequence[tuple[str, int, Any, LayoutTest]]]  # operator -> its pins
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Carry:
+class ReshardEdge:
     """What an edge of the network carries: a tensor, from its maker or relay to a reader (-1: to its relay)."""
 
     edge: int
     tensor: int
-    source: Choices
-    target: Choices
+    source: TensorLayouts
+    target: TensorLayouts
     reader: int
-    times: float
-    returned: bool
-    together: int = 1
-    twins: tuple[Choices, ...] = ()
+    count: float
+    returned_sum: bool
+    combined_with: int = 1
+    duplicates: tuple[TensorLayouts, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Problem:
+class PlanningNetwork:
     """A program as a cost network, and what each variable of it means."""
 
     program: Program
     topology: Topology
     level: int
-    states: tuple[States, ...]
+    candidates: tuple[CandidateSet, ...]
     relays: Mapping[int, Relay]
     relay_variable: Mapping[int, int]
-    life: Lifetimes
-    network: CostNetwork
-    edges: ReshardEdges
-    tables: CostTables
-    returned: frozenset[int]  # sums that go to results whose layout nobody fixed
-    together: Mapping[int, int]  # how many sums go together with a tensor's, where it is more than one
-    single_copies: bool  # whether the network's cost is one of plans with a single shared copy a tensor
+    hbm_traffic: HbmTraffic
+    cost_network: CostNetwork
+    tensor_edges: EdgeTable
+    cost_tables: CostTables
+    returned_sums: frozenset[int]  # sums that go to results whose layout nobody fixed
+    combined_with: Mapping[int, int]  # how many sums go together with a tensor's, where it is more than one
+    one_shared_copy: bool  # whether the network's cost is one of plans with a single shared copy a tensor
     donated: tuple[int, ...]
 
     @property
-    def times(self) -> Mapping[int, Times]:
+    def operator_costs(self) -> Mapping[int, OperatorCost]:
         """Times of one run of an operator, by number of its own table."""
-        return self.tables.times
+        return self.cost_tables.operator_costs
 
     @property
     def readers(self) -> Sequence[Sequence[tuple[int, int]]]:
         """For each tensor the (operator, operand index) pairs for which it is moved."""
-        return self.edges.readings
+        return self.tensor_edges.readers_of_tensor
 
     @functools.cached_property
-    def carries(self) -> tuple[Carry, ...]:
+    def reshard_edges(self) -> tuple[ReshardEdge, ...]:
         """What the edges carry, as objects; only memory needs them."""
-        e = self.edges
+        e = self.tensor_edges
         return tuple(
-            Carry(
-                k, t, e.choices[source], e.choices[target], reader, repeat, t in self.returned,
-                self.together.get(t, 1), e.twin_choices[twins],
+            ReshardEdge(
+                k, t, e.layouts[source], e.layouts[target], reader, repeat, t in self.returned_sums,
+                self.combined_with.get(t, 1), e.duplicate_layouts[twins],
             )
             for k, (t, source, target, reader, repeat, twins) in enumerate(
-                zip(*(x.tolist() for x in (e.tensor, e.source, e.target, e.reader, e.repeat, e.twins)),
+                zip(*(x.tolist() for x in (e.tensor, e.source_layouts, e.target_layouts, e.reader, e.count, e.duplicates)),
                     strict=True)
             )
         )  # fmt: skip
 
     @functools.cached_property
-    def residency(self) -> Residency:
+    def liveness(self) -> Liveness:
         """What a compiled program holds in memory, and until when."""
-        return residency(self.program, self.donated)
+        return liveness(self.program, self.donated)
 
 
-def problem(
+def build_network(
     program: Program,
     topology: Topology,
     pins: Pins,
@@ -112,8 +112,8 @@ def problem(
     donated: Collection[int] = (),
     replication_price: float = REPLICATION_PRICE,
     second_copies: bool = True,
-    price_of_scattering: bool = True,
-) -> Problem:
+    price_returned_sums: bool = True,
+) -> PlanningNetwork:
     """Build the network of a program under a level.
 
     Arguments:
@@ -130,50 +130,50 @@ def problem(
 
     The network is without memory, which `limited.py` adds where a level or a budget asks for it.
     """
-    interner = Interner(program, topology.mesh)
-    life = lifetimes(program, donated)
-    form = forms(program)
+    interner = CandidateCache(program, topology.mesh)
+    life = hbm_traffic(program, donated)
+    form = operator_classes(program)
     priced = priced_products(program, interner, form) if replication_price and level != 1 else frozenset()
     # State may lie in any order of axes; what it becomes lies in the same.
     ends = {out: [("operand", 0, k, test) for _, _, k, test in pins.get(inp, ())] for out, inp in ties}
     # Operators that are alike are asked once; those with pins by themselves.
     n, forced = len(program.operators), forced or {}
     pinned = {*pins, *forced, *(out for out, asked in ends.items() if asked)}
-    alike, some = numbered(packed(form, special(n, pinned)))
+    alike, some = first_occurrence_codes(row_codes(form, singleton_classes(n, pinned)))
     each = [
-        interner.states(op, [*pins.get(i, ()), *forced.get(i, ())] or ends.get(i, ()))
+        interner.candidates_of(op, [*pins.get(i, ()), *forced.get(i, ())] or ends.get(i, ()))
         for i, op in ((i, program.operators[i]) for i in some)
     ]
     states = tuple([each[k] for k in alike.tolist()])
-    number, distinct = states_of(alike, each)
+    number, distinct = distinct_candidate_sets(alike, each)
     tables = CostTables(topology, level, life, states)
     may = np.zeros(n, dtype=np.int64)
     may[list(priced)] = 1
-    alike, some = numbered(packed(owned(program, number, life), may, special(n, forced)))
-    wished = {i: interner.states(program.operators[i], pins.get(i, ())) for i in forced if i in priced}
+    alike, some = first_occurrence_codes(row_codes(cost_classes(program, number, life), may, singleton_classes(n, forced)))
+    wished = {i: interner.candidates_of(program.operators[i], pins.get(i, ())) for i in forced if i in priced}
     own = [
-        tables.own(program.operators[i], replication_price if i in priced else 0.0, wished.get(i))
+        tables.operator_table(program.operators[i], replication_price if i in priced else 0.0, wished.get(i))
         for i in some
     ]
-    pairs = second_copies and sum(n > 1 for n in topology.mesh.sizes) <= MOST_AXES
-    edges, relays = reshard_edges(program, number, distinct, times_of(program), pairs)
-    kept = [tables.free(len(c.index)) for c in relays.values()]
+    pairs = second_copies and sum(n > 1 for n in topology.mesh.sizes) <= MAX_SECOND_COPY_AXES
+    edges, relays = build_edge_table(program, number, distinct, reshard_counts(program), pairs)
+    kept = [tables.zero_table(len(c.of_state)) for c in relays.values()]
     if pinned_results is None:
         pinned_results = {
             op for op, some in pins.items() if any(not isinstance(key, str) for _, _, key, _ in some)
         }
-    price_sums = price_of_scattering and level != 1
-    returned = _returned(program, ties, frozenset(pinned_results)) if price_sums else frozenset()
-    together = combined(program, topology)
+    price_sums = price_returned_sums and level != 1
+    returned = _returned_sums(program, ties, frozenset(pinned_results)) if price_sums else frozenset()
+    together = combinable_sums(program, topology)
     heads, tails, numbers = (
-        edges.head.tolist(),
-        edges.tail.tolist(),
-        _edge_tables(program, edges, tables, returned, together),
+        edges.source_variable.tolist(),
+        edges.target_variable.tolist(),
+        _reshard_tables(program, edges, tables, returned, together),
     )
     for out, inp in ties:
         heads.append(out)
         tails.append(inp)
-        numbers.append(tables.equal(states[out].operands[0], states[inp].results[0]))
+        numbers.append(tables.equality_table(states[out].operands[0], states[inp].results[0]))
     network = CostNetwork(
         unary=tuple(tables.unary),
         pairwise=tuple(tables.pairwise),
@@ -182,61 +182,61 @@ def problem(
         edge_table=np.array(numbers, dtype=np.int64),
     )
     variable = dict(zip(relays, range(n, n + len(relays)), strict=True))
-    return Problem(
+    return PlanningNetwork(
         program, topology, level, states, relays, variable, life, network, edges, tables, returned, together,
-        not pairs and max(map(len, edges.readings), default=0) > 2, tuple(donated),
+        not pairs and max(map(len, edges.readers_of_tensor), default=0) > 2, tuple(donated),
     )  # fmt: skip
 
 
-def _edge_tables(
+def _reshard_tables(
     program: Program,
-    e: ReshardEdges,
+    e: EdgeTable,
     tables: CostTables,
     returned: frozenset[int],
     together: Mapping[int, int],
 ) -> list[int]:
     """The table of each edge; one of each kind is built."""
-    a = program.arrays
-    sums = np.ones(len(a.maker), dtype=np.int64)
+    a = program.use_def
+    sums = np.ones(len(a.def_op), dtype=np.int64)
     sums[np.fromiter(together, np.int64, len(together))] = list(together.values())
-    free = np.zeros(len(a.maker), dtype=np.int64)
+    free = np.zeros(len(a.def_op), dtype=np.int64)
     free[list(returned)] = 1
-    rate = np.unique(e.repeat, return_inverse=True)[1]
-    alike, some = numbered(
-        packed(
-            e.source,
-            e.target,
-            a.kind[e.tensor],
+    rate = np.unique(e.count, return_inverse=True)[1]
+    alike, some = first_occurrence_codes(
+        row_codes(
+            e.source_layouts,
+            e.target_layouts,
+            a.aval_id[e.tensor],
             rate,
             free[e.tensor],
             sums[e.tensor],
-            e.bit + 1,
-            e.sharers,
-            e.mates,
+            e.scope_bit + 1,
+            e.num_sharers,
+            e.readers_in_scope,
             e.sharing,
-            e.twins,
+            e.duplicates,
         )
     )
     made = [
-        tables.reshard(
-            e.choices[e.source[k]], e.choices[e.target[k]], program.tensors[t], float(e.repeat[k]),
+        tables.reshard_table(
+            e.layouts[e.source_layouts[k]], e.layouts[e.target_layouts[k]], program.tensors[t], float(e.count[k]),
             returned=t in returned, together=together.get(t, 1),
-            sharing=e.sharing_scopes[e.sharing[k]], bit=int(e.bit[k]), sharers=int(e.sharers[k]), mates=int(e.mates[k]),
-            twins=e.twin_choices[e.twins[k]],
+            sharing=e.sharing_scopes[e.sharing[k]], bit=int(e.scope_bit[k]), sharers=int(e.num_sharers[k]), mates=int(e.readers_in_scope[k]),
+            twins=e.duplicate_layouts[e.duplicates[k]],
         )
         for k, t in zip(some, e.tensor[some].tolist(), strict=True)
     ]  # fmt: skip
     return np.array(made, dtype=np.int64)[alike].tolist()
 
 
-def _returned(program: Program, ties: Sequence[tuple[int, int]], asked: frozenset[int]) -> frozenset[int]:
+def _returned_sums(program: Program, ties: Sequence[tuple[int, int]], pinned_results: frozenset[int]) -> frozenset[int]:
     """Sums that go, through light operators only, to results whose layout nobody fixed.
 
     A reduce-scatter there would only leave the second half of an all-reduce to the caller, so it costs that as well
     (`scatter_price`). Where a result is pinned, or tied to an argument (the new parameters of a training step), or
     something heavy reads the sum, scattering is what it is.
     """
-    free = {i for i in program.outputs if i not in asked} - {o for o, _ in ties}
-    ending = on_the_way(program, free, asked)
-    sums = np.flatnonzero(program.arrays.which(frozenset(SUMS))).tolist()
+    free = {i for i in program.outputs if i not in pinned_results} - {o for o, _ in ties}
+    ending = tensors_reaching_only(program, free, pinned_results)
+    sums = np.flatnonzero(program.use_def.has_primitive(frozenset(SUM_PRIMITIVES))).tolist()
     return frozenset(r for i in sums for r in program.operators[i].results if r in ending)

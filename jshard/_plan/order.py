@@ -29,50 +29,50 @@ import numpy as np
 
 from jshard import _jaxcompat as compat
 from jshard._cost.memory import PRODUCTS
-from jshard._cost.residency import Residency, is_light, residency, traits_of
-from jshard._numbers import spans
+from jshard._cost.residency import Liveness, is_duplicable, liveness, fusion_traits
+from jshard._numbers import concat_ranges
 from jshard._program.arrays import Bools, Floats
 from jshard._program.graph import Block, Call, Literal, Operator, Program, operator_name
 
 
 # Units from the first that waits on; how far compilers look is not known, and 4 to 16 do the same here.
-_AHEAD = 8
-_JOINED = 32  # tensors read for what is not in memory; the sum of all layers would read them all
-_WORTH = 0.97  # of the traced order's peak: for less, the count is not exact enough
+_LOOKAHEAD = 8
+_MAX_FANIN = 32  # tensors read for what is not in memory; the sum of all layers would read them all
+_MIN_GAIN = 0.97  # of the traced order's peak: for less, the count is not exact enough
 
 
-def ordered(program: Program, donated: Collection[int]) -> Program:
+def reorder_for_memory(program: Program, donated: Collection[int]) -> Program:
     """The program in the order in which it holds least; itself where that is as it was traced.
 
     `donated` are the flat indices of the donated arguments.
     """
     if not donated:
         return program
-    a, life = program.arrays, residency(program, donated)
-    update, curve = _updates(program), even_curve(program, life)
+    a, life = program.use_def, liveness(program, donated)
+    update, curve = _final_updates(program), live_bytes_curve(program, life)
     # Gradients, which are held until their updates have read them.
-    users = np.bincount(a.read, minlength=len(a.maker))
-    waits = (users > 0) & (np.bincount(a.read, ~update[a.reader], len(a.maker)) == 0)
-    waits &= ~a.of_kind("input", "const")[a.maker]
-    waits &= np.array(life.held, dtype=bool) | (np.array(life.written) > 0)
-    needed = np.array(life.needed, dtype=np.int64)[waits]
+    users = np.bincount(a.use_tensor, minlength=len(a.def_op))
+    waits = (users > 0) & (np.bincount(a.use_tensor, ~update[a.use_op], len(a.def_op)) == 0)
+    waits &= ~a.has_kind("input", "const")[a.def_op]
+    waits &= np.array(life.materialized, dtype=bool) | (np.array(life.epilogue_bytes) > 0)
+    needed = np.array(life.last_use, dtype=np.int64)[waits]
     waiting = np.cumsum(
-        np.bincount(a.maker[waits], a.nbytes[waits], len(curve) + 1)
+        np.bincount(a.def_op[waits], a.nbytes[waits], len(curve) + 1)
         - np.bincount(needed + 1, a.nbytes[waits], len(curve) + 1)
     )[:-1]
     peak = float(curve.max())
-    if (curve - waiting).max() >= _WORTH * peak:
+    if (curve - waiting).max() >= _MIN_GAIN * peak:
         return program  # as much is held where no gradient waits for its update
-    other = renumbered(program, _Order(program, life, donated, update).steps())
-    return other if even_curve(other, residency(other, donated)).max() < _WORTH * peak else program
+    other = with_body_order(program, _ListScheduler(program, life, donated, update).schedule())
+    return other if live_bytes_curve(other, liveness(other, donated)).max() < _MIN_GAIN * peak else program
 
 
-def _updates(program: Program) -> Bools:
+def _final_updates(program: Program) -> Bools:
     """Of each operator whether it is light, and after it only light ones come, outside loops and calls."""
-    a = program.arrays
+    a = program.use_def
     steps = np.array([s for s in program.body.steps if isinstance(s, int)], dtype=np.int64)
     out = np.zeros(len(program.operators), dtype=bool)
-    out[steps] = traits_of(program).light[steps]
+    out[steps] = fusion_traits(program).duplicable[steps]
     if program.jaxpr is None or compat.has_effects(program.jaxpr):
         effects = [
             i for i in np.flatnonzero(out).tolist() if getattr(program.operators[i].eqn, "effects", ())
@@ -83,38 +83,38 @@ def _updates(program: Program) -> Bools:
     new = np.flatnonzero(~out & ~ends)
     while len(new):
         # What one of these reads is made by none.
-        makers = np.unique(a.maker[a.read[spans(a.begin[new], a.begin[new + 1])]])
+        makers = np.unique(a.def_op[a.use_tensor[concat_ranges(a.use_begin[new], a.use_begin[new + 1])]])
         new = makers[out[makers]]
         out[new] = False
     return out
 
 
-def even_curve(program: Program, life: Residency) -> Floats:
+def live_bytes_curve(program: Program, live: Liveness) -> Floats:
     """Bytes live while each operator runs if no tensor is cut, or all are cut alike."""
-    a, n = program.arrays, len(program.operators)
-    held, written = np.array(life.held, dtype=bool), np.array(life.written)
-    needed = np.array(life.needed, dtype=np.int64)
-    over = life.traits.reuses & (np.bincount(a.reader, needed[a.read] == a.reader, n) > 0)
-    begin = np.where(a.of_kind("input", "const"), 0, np.arange(n) + over)[a.maker]
+    a, n = program.use_def, len(program.operators)
+    held, written = np.array(live.materialized, dtype=bool), np.array(live.epilogue_bytes)
+    needed = np.array(live.last_use, dtype=np.int64)
+    over = live.traits.may_alias_operand & (np.bincount(a.use_op, needed[a.use_tensor] == a.use_op, n) > 0)
+    begin = np.where(a.has_kind("input", "const"), 0, np.arange(n) + over)[a.def_op]
     end = needed + 1
-    more = np.bincount(a.maker, written, n + 2) - np.bincount(a.maker + 1, written, n + 2)
+    more = np.bincount(a.def_op, written, n + 2) - np.bincount(a.def_op + 1, written, n + 2)
     size = np.where(held, a.nbytes, 0.0)
     more = more + np.bincount(np.minimum(begin, end), size, n + 2) - np.bincount(end, size, n + 2)
     return np.cumsum(more[:-2], dtype=np.float64)
 
 
 @dataclasses.dataclass(eq=False)
-class _Unit:
+class _FusedUnit:
     """Steps that run together: the tensors in memory that they read, the bytes that they leave there."""
 
-    parts: list[int] = dataclasses.field(default_factory=list)
+    steps: list[int] = dataclasses.field(default_factory=list)
     reads: set[int] = dataclasses.field(default_factory=set)
-    makes: float = 0.0
-    waits: set[int] = dataclasses.field(default_factory=set)  # units that run before
-    update: bool = False
+    result_bytes: float = 0.0
+    predecessors: set[int] = dataclasses.field(default_factory=set)  # units that run before
+    is_update: bool = False
 
 
-class _Order:
+class _ListScheduler:
     """Works out the order of a program's steps; used once.
 
     A step that leaves nothing in memory runs when somebody reads it. A product is one unit with what is written in
@@ -122,72 +122,72 @@ class _Order:
     """
 
     def __init__(
-        self, program: Program, life: Residency, donated: Collection[int], update: Sequence[bool] | Bools
+        self, program: Program, life: Liveness, donated: Collection[int], is_update: Sequence[bool] | Bools
     ):
         self.program, self.life = program, life
         self.tensors, ops = program.tensors, program.operators
-        self.all = program.body.steps
-        self.update = [isinstance(s, int) and bool(update[s]) for s in self.all]
-        members = [[s] if isinstance(s, int) else _members(s) for s in self.all]
+        self.body_steps = program.body.steps
+        self.update = [isinstance(s, int) and bool(is_update[s]) for s in self.body_steps]
+        members = [[s] if isinstance(s, int) else _operators_of_call(s) for s in self.body_steps]
         step_of = {op: k for k, inside in enumerate(members) for op in inside}
-        producers, consumers = program.producers(), program.consumers()
-        self.makers = [step_of.get(op, -1) for op, _ in producers]
+        producers, consumers = program.defs(), program.uses()
+        self.def_step = [step_of.get(op, -1) for op, _ in producers]
         self.effects = [any(getattr(ops[i].eqn, "effects", ()) for i in inside) for inside in members]
         readers = [{step_of.get(u, -1) for u, _ in users} for users in consumers]  # -1: the program's end
         self.results = [
             [r for i in m for r in ops[i].results if readers[r] - {k}] for k, m in enumerate(members)
         ]
         self.users = [set().union(*(readers[r] for r in made)) - {k} for k, made in enumerate(self.results)]
-        self.operands = [self.read(k, inside) for k, inside in enumerate(members)]
+        self.operands = [self.operands_from_outside(k, inside) for k, inside in enumerate(members)]
         given = frozenset(donated)
-        self.stays = {ops[i].results[0] for k, i in enumerate(program.inputs) if k not in given}
-        self.stays.update(a for i in program.outputs for a in ops[i].operands if not isinstance(a, Literal))
+        self.always_live = {ops[i].results[0] for k, i in enumerate(program.inputs) if k not in given}
+        self.always_live.update(a for i in program.outputs for a in ops[i].operands if not isinstance(a, Literal))
 
-    def read(self, k: int, members: Sequence[int]) -> list[int]:
+    def operands_from_outside(self, k: int, members: Sequence[int]) -> list[int]:
         """Tensors that a step takes from before it."""
-        step = self.all[k]
+        step = self.body_steps[k]
         read = [a for i in members for a in self.program.operators[i].operands]
         read += () if isinstance(step, int) else step.operands
-        return list(dict.fromkeys(a for a in read if not isinstance(a, Literal) and self.makers[a] != k))
+        return list(dict.fromkeys(a for a in read if not isinstance(a, Literal) and self.def_step[a] != k))
 
-    def steps(self) -> list[int]:
+    def schedule(self) -> list[int]:
         """Numbers of the steps in the new order."""
         light = [
-            isinstance(s, int) and not self.effects[k] and is_light(self.program.operators[s])
-            for k, s in enumerate(self.all)
+            isinstance(s, int) and not self.effects[k] and is_duplicable(self.program.operators[s])
+            for k, s in enumerate(self.body_steps)
         ]
-        last = self.joined(light)
-        alone = [True] * len(self.all)
+        last = self.last_step_of_unit(light)
+        alone = [True] * len(self.body_steps)
         for k, end in enumerate(last):
             if k != end:
                 alone[k] = alone[end] = False
-        units: dict[int, _Unit] = {}
+        units: dict[int, _FusedUnit] = {}
         behind: dict[int, set[int]] = {}  # of what is not in memory: what it is computed from
         effect = -1
         for k, end in enumerate(last):
             reads = set().union(*(behind.get(a, {a}) for a in self.operands[k]))
-            joins = light[k] and alone[k] and len(reads) <= _JOINED
-            if joins and not any(self.life.held[r] for r in self.results[k]):
+            joins = light[k] and alone[k] and len(reads) <= _MAX_FANIN
+            if joins and not any(self.life.materialized[r] for r in self.results[k]):
                 behind.update(dict.fromkeys(self.results[k], reads))
                 continue
-            unit = units.setdefault(end, _Unit(update=self.update[end]))
-            unit.parts.append(k)
+            unit = units.setdefault(end, _FusedUnit(is_update=self.update[end]))
+            unit.steps.append(k)
             unit.reads |= reads
             if k == end:
-                unit.makes = float(sum(self.tensors[r].nbytes for r in self.results[k]))
+                unit.result_bytes = float(sum(self.tensors[r].nbytes for r in self.results[k]))
             if self.effects[k]:
-                unit.waits |= {effect}
+                unit.predecessors |= {effect}
                 effect = end
         for end, unit in units.items():
-            unit.reads.difference_update(*(self.results[k] for k in unit.parts))
-            unit.waits |= {last[self.makers[t]] for t in unit.reads if self.makers[t] >= 0}
-            unit.waits -= {end, -1}
-        return self.spelled([k for end in self.greedy(units) for k in units[end].parts])
+            unit.reads.difference_update(*(self.results[k] for k in unit.steps))
+            unit.predecessors |= {last[self.def_step[t]] for t in unit.reads if self.def_step[t] >= 0}
+            unit.predecessors -= {end, -1}
+        return self.topological_order([k for end in self.list_schedule(units) for k in units[end].steps])
 
-    def joined(self, light: Sequence[bool]) -> list[int]:
+    def last_step_of_unit(self, light: Sequence[bool]) -> list[int]:
         """For each step the last one of its unit."""
-        last = list(range(len(self.all)))
-        for k, step in enumerate(self.all):
+        last = list(range(len(self.body_steps)))
+        for k, step in enumerate(self.body_steps):
             if not isinstance(step, int) or self.program.operators[step].primitive not in PRODUCTS:
                 continue
             chain = [k]
@@ -195,7 +195,7 @@ class _Order:
                 (r,), (u,) = self.results[chain[-1]], self.users[chain[-1]]
                 if u < 0 or not light[u] or len(self.results[u]) != 1 or last[u] != u or (u in chain):
                     break
-                absorbed = self.update[u] or not self.life.held[r]
+                absorbed = self.update[u] or not self.life.materialized[r]
                 if not absorbed or self.tensors[self.results[u][0]].nbytes > self.tensors[r].nbytes:
                     break
                 chain.append(u)
@@ -203,42 +203,42 @@ class _Order:
                 last[part] = chain[-1]
         return last
 
-    def greedy(self, units: dict[int, _Unit]) -> list[int]:
+    def list_schedule(self, units: dict[int, _FusedUnit]) -> list[int]:
         """Of the units that can run the one that frees most, and of those the first."""
         readers: dict[int, set[int]] = {}
         then: dict[int, list[int]] = {}
         for end, unit in units.items():
             for t in unit.reads:
                 readers.setdefault(t, set()).add(end)
-            for w in unit.waits:
+            for w in unit.predecessors:
                 then.setdefault(w, []).append(end)
-        waits = {end: len(unit.waits) for end, unit in units.items()}
-        frees = {end: -unit.makes for end, unit in units.items()}
+        waits = {end: len(unit.predecessors) for end, unit in units.items()}
+        frees = {end: -unit.result_bytes for end, unit in units.items()}
         updates: list[int] = []  # a heap of those that can run and take nothing; what a unit frees only grows
 
         def last(t: int) -> None:
             """Nobody but one unit still reads a tensor."""
             (u,) = readers[t]
-            if t not in self.stays:
+            if t not in self.always_live:
                 before, frees[u] = frees[u], frees[u] + self.tensors[t].nbytes
-                if before < 0 <= frees[u] and units[u].update and not waits[u]:
+                if before < 0 <= frees[u] and units[u].is_update and not waits[u]:
                     heapq.heappush(updates, u)
 
         for u, unit in units.items():
-            if unit.update and not waits[u] and frees[u] >= 0:
+            if unit.is_update and not waits[u] and frees[u] >= 0:
                 heapq.heappush(updates, u)
         for t, some in readers.items():
             if len(some) == 1:
                 last(t)
         after = dict(
-            itertools.pairwise([-1, *sorted(units), len(self.all)])
+            itertools.pairwise([-1, *sorted(units), len(self.body_steps)])
         )  # a list that is cheap to take out of
         before = {u: t for t, u in after.items()}
         out: list[int] = []
         while len(out) < len(units):
             best, at = -1, after[-1]
-            for _ in range(_AHEAD):
-                if at == len(self.all):
+            for _ in range(_LOOKAHEAD):
+                if at == len(self.body_steps):
                     break
                 if not waits[at] and (best < 0 or frees[at] > frees[best]):
                     best = at
@@ -256,17 +256,17 @@ class _Order:
                     last(t)
             for u in then.get(best, ()):
                 waits[u] -= 1
-                if not waits[u] and units[u].update and frees[u] >= 0:
+                if not waits[u] and units[u].is_update and frees[u] >= 0:
                     heapq.heappush(updates, u)
         return out
 
-    def spelled(self, order: Sequence[int]) -> list[int]:
+    def topological_order(self, order: Sequence[int]) -> list[int]:
         """All steps, each after what it reads."""
         out: dict[int, None] = {}
-        for k in (*order, *range(len(self.all))):
+        for k in (*order, *range(len(self.body_steps))):
             ahead = [k]
             while ahead:
-                before = [self.makers[a] for a in self.operands[ahead[-1]]]
+                before = [self.def_step[a] for a in self.operands[ahead[-1]]]
                 missing = [m for m in before if m >= 0 and m not in out]
                 if missing and ahead[-1] not in out:
                     ahead += missing
@@ -275,15 +275,15 @@ class _Order:
         return list(out)
 
 
-def _members(call: Call) -> list[int]:
-    return sorted({*call.inside, *(i for ids in call.boundary.values() for i in ids)})
+def _operators_of_call(call: Call) -> list[int]:
+    return sorted({*call.inner_operators, *(i for ids in call.boundary.values() for i in ids)})
 
 
-def renumbered(program: Program, steps: Sequence[int]) -> Program:
+def with_body_order(program: Program, steps: Sequence[int]) -> Program:
     """The program with the steps of its body in another order: operators numbered by it, arguments first."""
     ops, body = program.operators, [program.body.steps[k] for k in steps]
     order = [op.id for op in ops if op.kind in ("input", "const")]
-    order += [op for step in body for op in ([step] if isinstance(step, int) else _members(step))]
+    order += [op for step in body for op in ([step] if isinstance(step, int) else _operators_of_call(step))]
     order = list(dict.fromkeys((*order, *range(len(ops)))))
     new = {old: k for k, old in enumerate(order)}
 

@@ -25,23 +25,23 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from jshard._cost import bounds
-from jshard._cost.compute import peak
-from jshard._cost.least_traffic import least_bytes, products
-from jshard._plan.rows import Need, Physics
-from jshard._plan.schedule import Choice
+from jshard._cost.compute import peak_flops
+from jshard._cost.least_traffic import min_hbm_bytes, product_flops
+from jshard._plan.rows import ProductBound, StepLowerBound
+from jshard._plan.schedule import Assignment
 from jshard._program.graph import Operator, operator_name
 from jshard._topology import Topology
 
 
-def physics(choice: Choice, donated: Collection[int] = ()) -> Physics:
+def step_lower_bound(choice: Assignment, donated: Collection[int] = ()) -> StepLowerBound:
     """The needs of every product, and of the step; `donated` are flat indices of donated arguments."""
     charged: set[int] = set()
-    a, alike = choice.program.arrays, choice.alike[0]
-    order, begin = a.by_tensor
+    a, alike = choice.program.use_def, choice.alike[0]
+    order, begin = a.uses_by_tensor
     needs, known = [], {}
-    for i in np.flatnonzero(a.which(frozenset(("dot_general",)))).tolist():
+    for i in np.flatnonzero(a.has_primitive(frozenset(("dot_general",)))).tolist():
         op = choice.program.operators[i]
-        operands = a.read[a.begin[i] : a.begin[i + 1]].tolist()
+        operands = a.use_tensor[a.use_begin[i] : a.use_begin[i + 1]].tolist()
         if len(operands) < 2:  # a literal
             continue
         read = order[begin[op.results[0]] : begin[op.results[0] + 1]]
@@ -50,13 +50,13 @@ def physics(choice: Choice, donated: Collection[int] = ()) -> Physics:
         fresh = (often[0] and first not in charged, often[1] and second != first and second not in charged)
         # A partial sum is ended here when every reader wants it whole; else later, on what is made of it.
         ended = len(read) > 0 and all(
-            not choice.needed(u, k).partial and choice.program.operators[u].operand_repeat[k] >= op.repeat
-            for u, k in zip(a.reader[read].tolist(), a.operand[read].tolist(), strict=True)
+            not choice.operand_layout(u, k).partial and choice.program.operators[u].operand_repeat[k] >= op.repeat
+            for u, k in zip(a.use_op[read].tolist(), a.use_operand[read].tolist(), strict=True)
         )
-        made = [(alike[a.maker[t]], a.place[t], a.repeat[a.maker[t]]) for t in operands]
+        made = [(alike[a.def_op[t]], a.def_result[t], a.repeat[a.def_op[t]]) for t in operands]
         key = (alike[i], op.repeat, fresh, ended, *made)
         if key not in known:
-            known[key] = _need(choice, op, fresh, ended)
+            known[key] = _product_bound(choice, op, fresh, ended)
         need = known[key]
         if need is None:
             continue
@@ -66,31 +66,31 @@ def physics(choice: Choice, donated: Collection[int] = ()) -> Physics:
     total = sum(n.bytes * n.count for n in needs)
     chip, devices = choice.topology.chip, choice.topology.mesh.total
     compute = sum(
-        work / _peak(choice.program.operators[i], choice.topology)
-        for i, work in products(choice.program).items()
+        work / _peak_flops(choice.program.operators[i], choice.topology)
+        for i, work in product_flops(choice.program).items()
     )
-    memory = least_bytes(choice.program, donated) / chip.hbm_bandwidth
+    memory = min_hbm_bytes(choice.program, donated) / chip.hbm_bandwidth
     seconds = {
         "products": compute / devices,
         "memory": memory / devices,
-        "network": total / most_bandwidth(choice.topology),
+        "network": total / ingress_bandwidth(choice.topology),
     }
     most = max(seconds, key=lambda k: seconds[k])
-    return Physics(seconds[most], total, tuple(needs), most)
+    return StepLowerBound(seconds[most], total, tuple(needs), most)
 
 
-def _peak(op: Operator, topology: Topology) -> float:
+def _peak_flops(op: Operator, topology: Topology) -> float:
     """The fastest that a product of these types can be: a compiler may use the units of any of them."""
-    return max(peak(v.aval.dtype, topology.chip) for v in (*op.eqn.invars, *op.eqn.outvars))
+    return max(peak_flops(v.aval.dtype, topology.chip) for v in (*op.eqn.invars, *op.eqn.outvars))
 
 
-def most_bandwidth(topology: Topology) -> float:
+def ingress_bandwidth(topology: Topology) -> float:
     """Bytes/s that can enter a device over everything it is joined to."""
     chip = topology.chip
     return chip.links * chip.link_bandwidth + (chip.die_bandwidth or 0.0) + (chip.nic_bandwidth or 0.0)
 
 
-def even_footprint(batch: int, m: int, n: int, k: int, devices: int) -> float:
+def even_share_footprint(batch: int, m: int, n: int, k: int, devices: int) -> float:
     """Elements that a device with an even share of `batch` products must touch at least.
 
     Sharing one product is dearer than doing whole ones, so a device does whole ones as far as its share goes.
@@ -102,7 +102,7 @@ def even_footprint(batch: int, m: int, n: int, k: int, devices: int) -> float:
     return bounds.matmul(m, n, k, devices / batch, itemsize=1).bytes + held
 
 
-def _need(choice: Choice, op: Operator, fresh: Sequence[bool], ended: bool) -> Need | None:
+def _product_bound(choice: Assignment, op: Operator, first_read: Sequence[bool], ends_sum: bool) -> ProductBound | None:
     """What a product must receive of its operands and to finish its result.
 
     `fresh` are the operands that no product before it has read, `ended` says whether it ends its sum itself.
@@ -110,31 +110,31 @@ def _need(choice: Choice, op: Operator, fresh: Sequence[bool], ended: bool) -> N
     program, mesh = choice.program, choice.topology.mesh
     a, b = op.operands
     assert isinstance(a, int) and isinstance(b, int)
-    batch, m, n, k = sizes(op, program.tensors[a].shape, program.tensors[b].shape)
+    batch, m, n, k = product_sizes(op, program.tensors[a].shape, program.tensors[b].shape)
     if not batch * m * n * k:
         return None
     held, count = 0.0, op.repeat
     for i, t in enumerate((a, b)):
-        tensor, needed, made = program.tensors[t], choice.needed(op.id, i), choice.made(t)
+        tensor, needed, made = program.tensors[t], choice.operand_layout(op.id, i), choice.result_layout(t)
         words = math.prod(tensor.shape)
         # A partial sum is scattered at best before it is read.
-        pieces = made.pieces(mesh) * mesh.size(*made.partial) if fresh[i] else needed.pieces(mesh)
+        pieces = made.pieces(mesh) * mesh.size(*made.partial) if first_read[i] else needed.pieces(mesh)
         held += words / max(1, pieces)
-        if fresh[i]:
+        if first_read[i]:
             # What is made outside a loop may be moved outside too, once.
-            count = min(count, float(program.arrays.repeat[program.arrays.maker[t]]))
+            count = min(count, float(program.use_def.repeat[program.use_def.def_op[t]]))
     r = op.results[0]
-    out = choice.made(r)
+    out = choice.result_layout(r)
     held += math.prod(program.tensors[r].shape) / (
-        out.pieces(mesh) * (mesh.size(*out.partial) if ended else 1)
+        out.pieces(mesh) * (mesh.size(*out.partial) if ends_sum else 1)
     )
     itemsize = min(program.tensors[t].itemsize for t in (a, b, r))
     regime = bounds.matmul(m, n, k, max(1, mesh.total / batch), itemsize=1).regime
-    least = max(0.0, even_footprint(batch, m, n, k, mesh.total) - held) * itemsize
-    return Need(operator_name(op), regime, least, float(count))
+    least = max(0.0, even_share_footprint(batch, m, n, k, mesh.total) - held) * itemsize
+    return ProductBound(operator_name(op), regime, least, float(count))
 
 
-def sizes(op: Operator, a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, int, int, int]:
+def product_sizes(op: Operator, a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, int, int, int]:
     """Batch, rows, columns and contracted length of a product."""
     (ka, kb), (ba, bb) = op.eqn.params["dimension_numbers"]
     batch, k = math.prod(a[i] for i in ba), math.prod(a[i] for i in ka)

@@ -20,8 +20,8 @@ from jax.sharding import NamedSharding
 from jshard._calls import checked
 from jshard._errors import PlanMismatchError, ShardError
 from jshard._layout import Layout, MeshAxes
-from jshard._plan.again import Again
-from jshard._plan.later import Later
+from jshard._plan.again import Replanner
+from jshard._plan.later import LazyTuple
 from jshard._plan.rows import (
     CollectiveRow as CollectiveRow,
     Cost as Cost,
@@ -29,27 +29,27 @@ from jshard._plan.rows import (
     EntryRow as EntryRow,
     LocalRow as LocalRow,
     Memory as Memory,
-    Need as Need,
+    ProductBound as ProductBound,
     OperatorRow as OperatorRow,
-    Physics as Physics,
+    StepLowerBound as StepLowerBound,
     TensorRow as TensorRow,
 )
-from jshard._report.diff import Difference, diff
-from jshard._report.graph import dot
-from jshard._report.html import fragment, page
-from jshard._report.ir import ir
-from jshard._report.markdown import markdown
-from jshard._report.text import coloured, text
-from jshard._report.trace import trace_json
-from jshard._report.why import Why, why
-from jshard._wish.entries import a_type
+from jshard._report.diff import Difference, compare_plans
+from jshard._report.graph import graphviz_dot
+from jshard._report.html import html_fragment, html_page
+from jshard._report.ir import ir_listing
+from jshard._report.markdown import markdown_report
+from jshard._report.text import rich_report, text_report
+from jshard._report.trace import chrome_trace_json
+from jshard._report.why import Why, rank_alternatives
+from jshard._wish.entries import type_with_article
 
 
 if TYPE_CHECKING:
     from jshard._verify import Verification
 
 
-VERSION = 1
+JSON_VERSION = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Plan:
     memory_budget: float | None = None
     unknown: tuple[str, ...] = ()
     memory: Memory = Memory()
-    physics: Physics = Physics()
+    physics: StepLowerBound = StepLowerBound()
     boundaries: Sequence[OperatorRow] = ()
     local: Sequence[LocalRow] = ()
     steps: tuple[str, ...] = dataclasses.field(default=(), compare=False)
@@ -91,7 +91,7 @@ class Plan:
     jax_mesh: Any = dataclasses.field(default=None, compare=False, repr=False)
     in_tree: Any = dataclasses.field(default=None, compare=False, repr=False)
     out_tree: Any = dataclasses.field(default=None, compare=False, repr=False)
-    search_again: Again | None = dataclasses.field(default=None, compare=False, repr=False)
+    search_again: Replanner | None = dataclasses.field(default=None, compare=False, repr=False)
     verification: Verification | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
@@ -123,15 +123,15 @@ class Plan:
         return jax.tree.unflatten(tree, leaves)
 
     def __str__(self) -> str:
-        return text(self)
+        return text_report(self)
 
     def __rich__(self) -> Any:
-        return coloured(self)
+        return rich_report(self)
 
     @checked
     def ir(self, local: bool = False) -> str:
         """One line an operator with its `in_strategy`; `local=True`: per-device shapes and inserted collectives."""
-        return ir(self, local)
+        return ir_listing(self, local)
 
     @checked
     def verify(self, compiled: Any) -> Verification:
@@ -141,7 +141,7 @@ class Plan:
         if not _is_compiled(compiled):
             lowered = isinstance(compiled, jax.stages.Lowered)
             raise ShardError(
-                f"verify takes a compiled program, not {a_type(compiled)}",
+                f"verify takes a compiled program, not {type_with_article(compiled)}",
                 where="Plan.verify",
                 fix="plan.verify(lowered.compile())" if lowered
                 else "plan.verify(f.lower(*args).compile()), or f.plan(*args, verify=True)",
@@ -149,38 +149,38 @@ class Plan:
         return verify_plan(self, compiled)
 
     def _repr_html_(self) -> str:
-        return fragment(self)
+        return html_fragment(self)
 
     @checked
     def to_html(self, path: str | Path) -> None:
         """Write the report as one HTML page that works offline, in light and dark."""
-        Path(path).write_text(page(self), encoding="utf-8")
+        Path(path).write_text(html_page(self), encoding="utf-8")
 
     def to_markdown(self) -> str:
         """The report as Markdown tables."""
-        return markdown(self)
+        return markdown_report(self)
 
     def to_dot(self) -> str:
         """The operator graph in Graphviz' language, alike operators folded."""
-        return dot(self)
+        return graphviz_dot(self)
 
     @checked
     def to_trace(self, path: str | Path, devices: int = 1) -> None:
         """Write the predicted timeline of one device (or more) as a Chrome trace, for ui.perfetto.dev."""
         if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
             raise ShardError(f"devices={devices!r}", where="Plan.to_trace", fix="how many to draw: devices=2")
-        Path(path).write_text(trace_json(self, devices), encoding="utf-8")
+        Path(path).write_text(chrome_trace_json(self, devices), encoding="utf-8")
 
     @checked
     def diff(self, other: Plan) -> Difference:
         """What `other` does differently: layouts, strategies, traffic, cost; empty (and false) when nothing."""
         if not isinstance(other, Plan):
             raise ShardError(
-                f"diff takes a plan, not {a_type(other)}",
+                f"diff takes a plan, not {type_with_article(other)}",
                 where="Plan.diff",
                 fix="a Plan, as f.plan(*args) or jshard.Plan.load(path) gives it",
             )
-        return diff(self, other)
+        return compare_plans(self, other)
 
     @checked
     def why(self, name: str, on_progress: Callable[[int, int], None] | None = None) -> Why:
@@ -201,11 +201,11 @@ class Plan:
         """
         if not isinstance(name, str):
             raise ShardError(
-                f"why takes a name, not {a_type(name)}",
+                f"why takes a name, not {type_with_article(name)}",
                 where="Plan.why",
                 fix=f"a name as plan.ir() shows it, such as {self.inputs[0].path if self.inputs else 'result'!r}",
             )
-        return why(self, self._again("why"), name, on_progress)
+        return rank_alternatives(self, self._require_replanner("why"), name, on_progress)
 
     @checked
     def what_if(self, **pins: Any) -> tuple[Plan, Difference]:
@@ -220,13 +220,13 @@ class Plan:
         `pins`: path of an argument, result or tensor to an entry as in `in_strategy`; name of an operator to the
         pieces of each operand. Dotted paths go in a dict: `what_if(**{"params.*.w": (1, 8)})`.
         """
-        other = self._again("what_if").plan(pins)
+        other = self._require_replanner("what_if").replan(pins)
         other = dataclasses.replace(
             other, jax_mesh=self.jax_mesh, in_tree=self.in_tree, out_tree=self.out_tree
         )
-        return other, diff(self, other)
+        return other, compare_plans(self, other)
 
-    def _again(self, method: str) -> Again:
+    def _require_replanner(self, method: str) -> Replanner:
         if self.search_again is None:
             raise ShardError(
                 "a plan read from a file cannot search",
@@ -244,7 +244,7 @@ class Plan:
         """
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.compare}
         parts = []
-        for key, value in {"jshard": VERSION, **_plain(fields)}.items():
+        for key, value in {"jshard": JSON_VERSION, **_to_json_value(fields)}.items():
             # One row a line, so that two files compare line by line.
             rows = isinstance(value, list) and value and isinstance(value[0], dict)
             text = "[\n " + ",\n ".join(map(_dumps, value)) + "\n]" if rows else _dumps(value)
@@ -266,9 +266,9 @@ class Plan:
                 fix="a file that plan.save(path) wrote, or plan.to_json()",
             )
         version = data.pop("jshard", None)
-        if version != VERSION:
+        if version != JSON_VERSION:
             raise PlanMismatchError(
-                f"this plan was written in version {version!r}, this jshard reads version {VERSION}",
+                f"this plan was written in version {version!r}, this jshard reads version {JSON_VERSION}",
                 where="Plan.load",
                 fix="plan again with this version: plan = f.plan(*args); plan.save(path)",
             )
@@ -286,15 +286,15 @@ class Plan:
             "boundaries": OperatorRow, "local": LocalRow,
         }  # fmt: skip
         for key, kind in rows.items():
-            data[key] = tuple(kind(**_rich(r)) for r in data.get(key, ()))
-        data["mesh"] = MeshAxes(**_rich(data["mesh"]))
-        data["cost"] = Cost(**_rich(data["cost"]))
-        data["decision"] = Decision(**_rich(data["decision"]))
+            data[key] = tuple(kind(**_from_json_value(r)) for r in data.get(key, ()))
+        data["mesh"] = MeshAxes(**_from_json_value(data["mesh"]))
+        data["cost"] = Cost(**_from_json_value(data["cost"]))
+        data["decision"] = Decision(**_from_json_value(data["decision"]))
         data["unknown"] = tuple(data["unknown"])
-        data["memory"] = Memory(**_rich(data.get("memory", {})))
-        least = _rich(data.get("physics", {}))
-        data["physics"] = Physics(
-            **{**least, "products": tuple(Need(**n) for n in least.get("products", ()))}
+        data["memory"] = Memory(**_from_json_value(data.get("memory", {})))
+        least = _from_json_value(data.get("physics", {}))
+        data["physics"] = StepLowerBound(
+            **{**least, "products": tuple(ProductBound(**n) for n in least.get("products", ()))}
         )
         return Plan(**data)
 
@@ -309,7 +309,7 @@ class Plan:
         """Read a plan from a JSON file."""
         if not isinstance(path, str | os.PathLike):
             raise ShardError(
-                f"load takes a path, not {a_type(path)}", where="Plan.load", fix="Plan.load(path)"
+                f"load takes a path, not {type_with_article(path)}", where="Plan.load", fix="Plan.load(path)"
             )
         return Plan.from_json(Path(path).read_text(encoding="utf-8"))
 
@@ -326,21 +326,21 @@ def _dumps(x: Any) -> str:
     return json.dumps(x, separators=(",", ":"))
 
 
-def _plain(x: Any) -> Any:
+def _to_json_value(x: Any) -> Any:
     if isinstance(x, Layout):
         return {"layout": [list(d) for d in x.dims], "partial": list(x.partial)}
     if dataclasses.is_dataclass(x):
-        return {f.name: _plain(getattr(x, f.name)) for f in dataclasses.fields(x)}
+        return {f.name: _to_json_value(getattr(x, f.name)) for f in dataclasses.fields(x)}
     if isinstance(x, Mapping):
-        return {k: _plain(v) for k, v in x.items()}
-    if isinstance(x, tuple | list | Later):
-        return [_plain(v) for v in x]
+        return {k: _to_json_value(v) for k, v in x.items()}
+    if isinstance(x, tuple | list | LazyTuple):
+        return [_to_json_value(v) for v in x]
     return x.item() if hasattr(x, "item") else x
 
 
-def _rich(x: Any) -> Any:
+def _from_json_value(x: Any) -> Any:
     if isinstance(x, dict):
         if "layout" in x and "partial" in x and len(x) == 2:
             return Layout(tuple(map(tuple, x["layout"])), tuple(x["partial"]))
-        return {k: _rich(v) for k, v in x.items()}
-    return tuple(map(_rich, x)) if isinstance(x, list) else x
+        return {k: _from_json_value(v) for k, v in x.items()}
+    return tuple(map(_from_json_value, x)) if isinstance(x, list) else x

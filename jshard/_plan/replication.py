@@ -26,8 +26,8 @@ from collections.abc import Collection
 import numpy as np
 
 from jshard._cost.memory import PRODUCTS
-from jshard._numbers import Ints, numbered, packed
-from jshard._plan.states import Interner
+from jshard._numbers import Ints, first_occurrence_codes, row_codes
+from jshard._plan.states import CandidateCache
 from jshard._program.graph import Operator, Program
 
 
@@ -35,15 +35,15 @@ REPLICATION_PRICE = 1000.0
 """Seconds that a second of repeated product work counts; the small workloads of `benchmarks/` need some hundreds."""
 
 # A device's work may be this much over an even share, for products that are too small to be cut.
-_WASTE = 0.05
+_MAX_REDUNDANT_WORK = 0.05
 
 
-def priced_products(program: Program, interner: Interner, form: Ints) -> frozenset[int]:
+def priced_products(program: Program, interner: CandidateCache, operator_class: Ints) -> frozenset[int]:
     """Products and convolutions whose repetition has a price; operators of one `form` are alike."""
-    a = program.arrays
-    products = np.flatnonzero(a.which(PRODUCTS))
+    a = program.use_def
+    products = np.flatnonzero(a.has_primitive(PRODUCTS))
     often = np.unique(a.repeat[products], return_inverse=True)[1]
-    alike, some = numbered(packed(form[products], often))
+    alike, some = first_occurrence_codes(row_codes(operator_class[products], often))
     work = np.array([_work(program.operators[i], interner) for i in products[some].tolist()])[alike]
     free = unpriced_work(Counter(work.tolist()).items(), interner.mesh.total)
     return frozenset(products[work > free].tolist())
@@ -58,12 +58,12 @@ def unpriced_work(products: Collection[tuple[float, int]], devices: int) -> floa
     repeated = free = 0.0
     for w, n in sorted(products):
         repeated += w * n
-        if repeated * (devices - 1) > _WASTE * total:
+        if repeated * (devices - 1) > _MAX_REDUNDANT_WORK * total:
             break
         free = w
     return free
 
 
-def _work(op: Operator, interner: Interner) -> float:
-    rule = interner.rule(op)[1]
+def _work(op: Operator, interner: CandidateCache) -> float:
+    rule = interner.rule_of(op)[1]
     return rule.work * math.prod(rule.sizes) * op.repeat

@@ -33,74 +33,74 @@ import numpy as np
 
 from jshard._layout import Layout
 from jshard._numbers import Ints
-from jshard._plan.states import Choices, States
-from jshard._program.arrays import Arrays, Bools, Floats
+from jshard._plan.states import TensorLayouts, CandidateSet
+from jshard._program.arrays import UseDef, Bools, Floats
 from jshard._program.graph import Program
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Relay(Choices):
+class Relay(TensorLayouts):
     """The layouts in which a shared tensor may be kept; states beyond those of one layout have a second copy.
 
     `second`: for each state the number of the layout of the second copy, -1 for none; `scopes`: the scopes in which it
     is, as bits that stand for the scopes with several readers of the tensor.
     """
 
-    second: Ints
-    scopes: Ints
+    second_copy: Ints
+    second_copy_scopes: Ints
 
     @property
-    def pairs(self) -> bool:
+    def has_second_copies(self) -> bool:
         """Whether there are states with a second copy."""
-        return len(self.layouts) < len(self.index)
+        return len(self.enumerate_layouts) < len(self.of_state)
 
 
 SharingScopes = tuple[tuple[float, bool], ...]
 """Of each scope with several readers: how often it runs beside the relay's, and whether the tensor lies there as made."""
 
-MOST_SCOPES = 3  # with more scopes a second copy is for one, or for all of these
+MAX_SHARING_SCOPES = 3  # with more scopes a second copy is for one, or for all of these
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class ReshardEdges:
+class EdgeTable:
     """The first edges of a network, tensor by tensor: to the relay, if there is one, then to each reader."""
 
-    head: Ints  # (edges,) variable of the maker or relay
-    tail: Ints  # (edges,) variable of the relay or reader
+    source_variable: Ints  # (edges,) variable of the maker or relay
+    target_variable: Ints  # (edges,) variable of the relay or reader
     tensor: Ints  # (edges,)
-    source: Ints  # (edges,) layouts at the head, as a number among `choices`
-    target: Ints  # (edges,) layouts at the tail
+    source_layouts: Ints  # (edges,) layouts at the head, as a number among `choices`
+    target_layouts: Ints  # (edges,) layouts at the tail
     reader: Ints  # (edges,) the operator that reads, -1 for a relay
     operand: Ints  # (edges,) which of its operands, -1 for a relay
-    repeat: Floats  # (edges,) how often in one call of the program
+    count: Floats  # (edges,) how often in one call of the program
     scope: Ints  # (edges,) the scope of the reader; of a relay that of its tensor
-    at_hand: Bools  # (edges,) whether the tensor as it was made is there for the reader
-    bit: Ints  # (edges,) which of the scopes with several readers is this one's; -1 for none, and of relays
+    original_available: Bools  # (edges,) whether the tensor as it was made is there for the reader
+    scope_bit: Ints  # (edges,) which of the scopes with several readers is this one's; -1 for none, and of relays
     # (edges,) readers of the tensor in all, where some may share a second copy of the relay; else 0
-    sharers: Ints
-    mates: Ints  # (edges,) readers of the tensor in the same scope
+    num_sharers: Ints
+    readers_in_scope: Ints  # (edges,) readers of the tensor in the same scope
     sharing: Ints  # (edges,) of relays: a number among `sharing_scopes`; else 0
-    twins: Ints  # (edges,) number of the operands before of this reader that read the same tensor
-    choices: tuple[Choices, ...]
-    twin_choices: tuple[tuple[Choices, ...], ...]
+    duplicates: Ints  # (edges,) number of the operands before of this reader that read the same tensor
+    layouts: tuple[TensorLayouts, ...]
+    duplicate_layouts: tuple[tuple[TensorLayouts, ...], ...]
     sharing_scopes: tuple[SharingScopes, ...]
-    tensors: int  # how many the program has
+    num_tensors: int  # how many the program has
 
     def __len__(self) -> int:
-        return len(self.head)
+        return len(self.source_variable)
 
     @functools.cached_property
-    def readings(self) -> list[list[tuple[int, int]]]:
+    def readers_of_tensor(self) -> list[list[tuple[int, int]]]:
         """For each tensor the (operator, operand) pairs for which it is moved."""
-        out: list[list[tuple[int, int]]] = [[] for _ in range(self.tensors)]
+        out: list[list[tuple[int, int]]] = [[] for _ in range(self.num_tensors)]
         for e in np.flatnonzero(self.reader >= 0).tolist():
             out[self.tensor[e]].append((int(self.reader[e]), int(self.operand[e])))
         return out
 
 
-def reshard_edges(
-    program: Program, number: Ints, distinct: Sequence[States], repeats: Floats, pairs: bool
-) -> tuple[ReshardEdges, dict[int, Relay]]:
+def build_edge_table(
+    program: Program, number: Ints, distinct: Sequence[CandidateSet], repeats: Floats, second_copies: bool
+) -> tuple[EdgeTable, dict[int, Relay]]:
     """The edges of a program and its relays.
 
     Arguments:
@@ -109,27 +109,27 @@ def reshard_edges(
     - `repeats`: (reads,) how often each operand is moved to its reader.
     - `pairs`: whether relays have states with a second copy.
     """
-    a, scopes = program.arrays, program.scopes
-    numbering, made, read = _numbered(a, number, distinct)
+    a, scopes = program.use_def, program.scopes
+    numbering, made, read = _number_layouts(a, number, distinct)
     listed = [c for _, c in numbering.values()]
-    order, _ = a.by_tensor
-    keep, twin_of = _twins(a.read[order], a.reader[order], scopes.read[order], read[order], listed)
+    order, _ = a.uses_by_tensor
+    keep, twin_of = _duplicate_reads(a.use_tensor[order], a.use_op[order], scopes.use_scope[order], read[order], listed)
     order = order[keep]
-    count = np.bincount(a.read[order], minlength=len(a.maker))
+    count = np.bincount(a.use_tensor[order], minlength=len(a.def_op))
     begin = np.concatenate([[0], np.cumsum(count)])
     shared = np.flatnonzero(count > 1)
-    at = scopes.read[order]
-    tensor, reader = a.read[order], a.reader[order]
-    at_hand = (at == scopes.made[tensor]) | scopes.everywhere[tensor]
-    bit, mates = _sharing(tensor, at, count) if pairs else (np.full_like(order, -1), np.ones_like(order))
+    at = scopes.use_scope[order]
+    tensor, reader = a.use_tensor[order], a.use_op[order]
+    at_hand = (at == scopes.def_scope[tensor]) | scopes.is_captured[tensor]
+    bit, mates = _sharing_scope_bits(tensor, at, count) if second_copies else (np.full_like(order, -1), np.ones_like(order))
     ratio = repeats[order] / a.result_repeat[tensor]
-    scopes_of, numbers = _sharing_scopes(shared, begin, bit, ratio, at_hand, len(a.maker))
-    relays = _relays(shared, made, read[order], begin, listed, bit, scopes.enters_rule)
+    scopes_of, numbers = _distinct_sharing_scopes(shared, begin, bit, ratio, at_hand, len(a.def_op))
+    relays = _build_relays(shared, made, read[order], begin, listed, bit, scopes.rule_inputs)
     for c in relays.values():
         numbering.setdefault(id(c), (len(numbering), c))
-    relayed = np.full(len(a.maker), -1)
+    relayed = np.full(len(a.def_op), -1)
     relayed[shared] = [numbering[id(c)][0] for c in relays.values()]
-    variable = np.full(len(a.maker), -1)
+    variable = np.full(len(a.def_op), -1)
     variable[shared] = len(program.operators) + np.arange(len(shared))
     whose = np.concatenate([shared, tensor])
     place = np.lexsort((np.concatenate([np.zeros(len(shared)), 1 + np.arange(len(order))]), whose))
@@ -140,36 +140,36 @@ def reshard_edges(
     none = np.full(len(shared), -1)
     twins: dict[tuple[int, ...], int] = {(): 0}
     twin = np.array([twins.setdefault(t, len(twins)) for t in twin_of], dtype=np.int64)
-    edges = ReshardEdges(
-        head=both(a.maker[shared], np.where(variable[tensor] >= 0, variable[tensor], a.maker[tensor])),
-        tail=both(variable[shared], reader),
+    edges = EdgeTable(
+        source_variable=both(a.def_op[shared], np.where(variable[tensor] >= 0, variable[tensor], a.def_op[tensor])),
+        target_variable=both(variable[shared], reader),
         tensor=whose[place],
-        source=both(made[shared], np.where(variable[tensor] >= 0, relayed[tensor], made[tensor])),
-        target=both(relayed[shared], read[order]),
+        source_layouts=both(made[shared], np.where(variable[tensor] >= 0, relayed[tensor], made[tensor])),
+        target_layouts=both(relayed[shared], read[order]),
         reader=both(none, reader),
-        operand=both(none, a.operand[order]),
-        repeat=both(a.result_repeat[shared], repeats[order]),
-        scope=both(scopes.made[shared], at),
-        at_hand=both(none < 0, at_hand),
-        bit=both(none, bit),
-        sharers=both(np.zeros_like(shared), np.where(numbers[tensor] > 0, count[tensor], 0)),
-        mates=both(np.zeros_like(shared), mates),
+        operand=both(none, a.use_operand[order]),
+        count=both(a.result_repeat[shared], repeats[order]),
+        scope=both(scopes.def_scope[shared], at),
+        original_available=both(none < 0, at_hand),
+        scope_bit=both(none, bit),
+        num_sharers=both(np.zeros_like(shared), np.where(numbers[tensor] > 0, count[tensor], 0)),
+        readers_in_scope=both(np.zeros_like(shared), mates),
         sharing=both(numbers[shared], np.zeros_like(order)),
-        twins=both(np.zeros_like(shared), twin),
-        choices=tuple(c for _, c in numbering.values()),
-        twin_choices=tuple(tuple(listed[c] for c in t) for t in twins),
+        duplicates=both(np.zeros_like(shared), twin),
+        layouts=tuple(c for _, c in numbering.values()),
+        duplicate_layouts=tuple(tuple(listed[c] for c in t) for t in twins),
         sharing_scopes=scopes_of,
-        tensors=len(a.maker),
+        num_tensors=len(a.def_op),
     )
     return edges, relays
 
 
-_Numbering = dict[int, tuple[int, Choices]]  # by identity
+_LayoutIds = dict[int, tuple[int, TensorLayouts]]  # by identity
 
 
-def _numbered(a: Arrays, number: Ints, distinct: Sequence[States]) -> tuple[_Numbering, Ints, Ints]:
+def _number_layouts(a: UseDef, number: Ints, distinct: Sequence[CandidateSet]) -> tuple[_LayoutIds, Ints, Ints]:
     """Numbers for choices: of every tensor as it is made, and of every reading. `number` is that of the states."""
-    numbering: _Numbering = {}
+    numbering: _LayoutIds = {}
     listed: tuple[list[int], list[int]] = ([], [])
     begins: tuple[list[int], list[int]] = ([], [])
     for s in distinct:
@@ -178,11 +178,11 @@ def _numbered(a: Arrays, number: Ints, distinct: Sequence[States]) -> tuple[_Num
             out += [numbering.setdefault(id(c), (len(numbering), c))[0] for c in choices]
     results, operands = (np.array(x, dtype=np.int64) for x in listed)
     first, second = (np.array(x, dtype=np.int64)[number] for x in begins)
-    return numbering, results[first[a.maker] + a.place], operands[second[a.reader] + a.operand]
+    return numbering, results[first[a.def_op] + a.def_result], operands[second[a.use_op] + a.use_operand]
 
 
-def _twins(
-    tensor: Ints, reader: Ints, scope: Ints, read: Ints, listed: Sequence[Choices]
+def _duplicate_reads(
+    tensor: Ints, reader: Ints, scope: Ints, read: Ints, listed: Sequence[TensorLayouts]
 ) -> tuple[Bools, list[tuple[int, ...]]]:
     """For reads tensor by tensor: which need an edge, and the choices of the reader's operands before in that scope.
 
@@ -206,7 +206,7 @@ def _twins(
     return keep, [t for t, kept in zip(twins, keep.tolist(), strict=True) if kept]
 
 
-def _sharing(tensor: Ints, scope: Ints, count: Ints) -> tuple[Ints, Ints]:
+def _sharing_scope_bits(tensor: Ints, scope: Ints, count: Ints) -> tuple[Ints, Ints]:
     """For each read its scope's number among those with several readers of the tensor (-1), and the readers there.
 
     Only tensors with three readers or more have such scopes, and each at most `MOST_SCOPES`.
@@ -220,10 +220,10 @@ def _sharing(tensor: Ints, scope: Ints, count: Ints) -> tuple[Ints, Ints]:
     first = np.zeros(len(count), dtype=np.int64)
     first[whose[::-1]] = before[::-1]  # the last written is the first of each tensor
     place = before - first[whose]
-    return np.where(several & (place < MOST_SCOPES), place, -1)[group], np.where(several, sizes, 1)[group]
+    return np.where(several & (place < MAX_SHARING_SCOPES), place, -1)[group], np.where(several, sizes, 1)[group]
 
 
-def _sharing_scopes(
+def _distinct_sharing_scopes(
     shared: Ints, begin: Ints, bit: Ints, ratio: Floats, at_hand: Bools, tensors: int
 ) -> tuple[tuple[SharingScopes, ...], Ints]:
     """The different lists of scopes with several readers, and the number of each tensor's; 0 is the empty list."""
@@ -237,12 +237,12 @@ def _sharing_scopes(
     return tuple(known), numbers
 
 
-def _relays(
+def _build_relays(
     shared: Ints,
     made: Ints,
     read: Ints,
     begin: Ints,
-    listed: Sequence[Choices],
+    listed: Sequence[TensorLayouts],
     bit: Ints,
     whole: frozenset[int],
 ) -> dict[int, Relay]:
@@ -259,14 +259,14 @@ def _relays(
         key = (makers[t], *readings[here], *bits[here], t in whole)
         found = known.get(key)
         if found is None:
-            relay = relay_of(listed[makers[t]], [listed[c] for c in readings[here]], bits[here], t in whole)
-            arrays = (x.tobytes() for x in (relay.index, relay.second, relay.scopes))
-            found = known[key] = alike.setdefault((relay.layouts, *arrays), relay)
+            relay = build_relay(listed[makers[t]], [listed[c] for c in readings[here]], bits[here], t in whole)
+            arrays = (x.tobytes() for x in (relay.of_state, relay.second_copy, relay.second_copy_scopes))
+            found = known[key] = alike.setdefault((relay.enumerate_layouts, *arrays), relay)
         relays[t] = found
     return relays
 
 
-def relay_of(made: Choices, read: Sequence[Choices], bits: Sequence[int], whole: bool) -> Relay:
+def build_relay(made: TensorLayouts, read: Sequence[TensorLayouts], bits: Sequence[int], no_partial_sums: bool) -> Relay:
     """The relay of a tensor.
 
     Arguments:
@@ -276,28 +276,28 @@ def relay_of(made: Choices, read: Sequence[Choices], bits: Sequence[int], whole:
     - `whole`: never keep it as a partial sum.
     """
     seen: dict[Layout, None] = {}
-    for lay in made.layouts:
+    for lay in made.enumerate_layouts:
         seen.setdefault(lay.without_partial())
     for c in read:
-        for lay in c.layouts:
-            if not (whole and lay.partial):
+        for lay in c.enumerate_layouts:
+            if not (no_partial_sums and lay.partial):
                 seen.setdefault(lay)
     kept = tuple(seen)
     states = [(k, -1, 0) for k in range(len(kept))]
     masks = sorted({m for b in set(bits) - {-1} for m in (1 << b, (2 << max(bits)) - 1)})
     for mask in masks:
         sharing = [c for c, b in zip(read, bits, strict=True) if b >= 0 and mask >> b & 1]
-        offers = Counter(lay for c in sharing for lay in c.layouts)
-        offers.update(made.layouts)
+        offers = Counter(lay for c in sharing for lay in c.enumerate_layouts)
+        offers.update(made.enumerate_layouts)
         copies = [p for p, lay in enumerate(kept) if not lay.partial and offers[lay] > 1]
         states += [
             (k, p, mask) for k, a in enumerate(kept) for p in copies
-            if not is_cut_of(a, kept[p]) and not is_cut_of(kept[p], a)
+            if not is_local_slice_of(a, kept[p]) and not is_local_slice_of(kept[p], a)
         ]  # fmt: skip
     return Relay(kept, *np.array(states, dtype=np.int64).T.copy())
 
 
 @functools.lru_cache(maxsize=65536)
-def is_cut_of(a: Layout, b: Layout) -> bool:
+def is_local_slice_of(a: Layout, b: Layout) -> bool:
     """Whether each device has in layout `b` what it needs for layout `a`: `a` is `b`, cut further or not."""
     return a.partial == b.partial and all(x[: len(y)] == y for x, y in zip(a.dims, b.dims, strict=True))

@@ -168,7 +168,7 @@ class Memory:
 
 
 @dataclasses.dataclass(frozen=True)
-class Need:
+class ProductBound:
     """The least bytes that a device receives for one matrix product, `count` times a call; `regime` of its bound."""
 
     operator: str
@@ -178,7 +178,7 @@ class Need:
 
 
 @dataclasses.dataclass(frozen=True)
-class Physics:
+class StepLowerBound:
     """What no program with this plan's placements avoids: seconds a call, bytes received, by product.
 
     `limit` is which of the three takes so long: the "products" at the chip's peak, the "memory" that arguments and results
@@ -191,7 +191,7 @@ class Physics:
 
     seconds: float = 0.0
     bytes: float = 0.0
-    products: tuple[Need, ...] = ()
+    products: tuple[ProductBound, ...] = ()
     limit: str = ""
 
     def space_gap(self, step: float) -> float:

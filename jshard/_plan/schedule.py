@@ -15,10 +15,10 @@ import functools
 
 import numpy as np
 
-from jshard._plan.choice import Choice as Choice, Value as Value
-from jshard._plan.flat import Flat, flat
-from jshard._plan.network import Problem
-from jshard._plan.writer import Action as Action, Move as Move, Nested as Nested, Run as Run, Written, write
+from jshard._plan.choice import Assignment as Assignment, Value as Value
+from jshard._plan.flat import ScheduleArrays, schedule_arrays
+from jshard._plan.network import PlanningNetwork
+from jshard._plan.writer import Action as Action, Reshard as Reshard, RunCall as RunCall, RunOperator as RunOperator, WrittenSchedule, write_schedule
 from jshard._program.graph import Literal
 
 
@@ -30,22 +30,22 @@ class Schedule:
     `calls`, those with a derivative rule of their own stay calls.
     """
 
-    choice: Choice
-    calls: bool = False
+    assignment: Assignment
+    keep_calls: bool = False
 
     @functools.cached_property
     def with_calls(self) -> Schedule:
         """The same for a program that JAX differentiates."""
-        return Schedule(self.choice, calls=True)
+        return Schedule(self.assignment, keep_calls=True)
 
     @functools.cached_property
-    def flat(self) -> Flat | None:
+    def arrays(self) -> ScheduleArrays | None:
         """The same as arrays; None where the program has inner blocks."""
-        return flat(self.choice)
+        return schedule_arrays(self.assignment)
 
     @functools.cached_property
-    def _written(self) -> Written:
-        return write(self.choice, self.calls)
+    def _written(self) -> WrittenSchedule:
+        return write_schedule(self.assignment, self.keep_calls)
 
     @property
     def actions(self) -> tuple[Action, ...]:
@@ -58,60 +58,60 @@ class Schedule:
         return self._written[1]
 
     @functools.cached_property
-    def communicating(self) -> tuple[Move | Run, ...]:
+    def communicating(self) -> tuple[Reshard | RunOperator, ...]:
         """The actions that communicate, in order."""
-        return self._written[2] if self.flat is None else _communicating(self.flat)
+        return self._written[2] if self.arrays is None else _communicating_actions(self.arrays)
 
 
-def choice_of(problem: Problem, assignment: tuple[int, ...]) -> Choice:
+def assignment_of(problem: PlanningNetwork, assignment: tuple[int, ...]) -> Assignment:
     """Read a solution of the network as a choice."""
     n = len(problem.program.operators)
-    relay = {t: problem.relays[t].of(assignment[v]) for t, v in problem.relay_variable.items()}
-    return Choice(problem.program, problem.topology, problem.states, tuple(assignment[:n]), relay)
+    relay = {t: problem.relays[t].layout(assignment[v]) for t, v in problem.relay_variable.items()}
+    return Assignment(problem.program, problem.topology, problem.candidates, tuple(assignment[:n]), relay)
 
 
-def schedule(choice: Choice) -> Schedule:
+def schedule(assignment: Assignment) -> Schedule:
     """Every move of a choice, spelled out."""
-    made = Schedule(choice)
-    _ = made.flat or made.actions  # what cannot be moved is refused now
+    made = Schedule(assignment)
+    _ = made.arrays or made.actions  # what cannot be moved is refused now
     return made
 
 
-def _communicating(found: Flat) -> tuple[Move | Run, ...]:
+def _communicating_actions(arrays: ScheduleArrays) -> tuple[Reshard | RunOperator, ...]:
     """The moves and operators of a flat schedule that communicate, as objects."""
-    choice = found.choice
+    choice = arrays.assignment
     program = choice.program
     operators, tensors = program.operators, program.tensors
-    a, layouts = program.arrays, found.layouts
+    a, layouts = program.use_def, arrays.layouts
 
     def value(v: int) -> Value:
         made = v < len(tensors)
-        t = v if made else int(found.tensor[v - len(tensors)])
-        return t, layouts[found.made[v] if made else found.target[v - len(tensors)]]
+        t = v if made else int(arrays.tensor[v - len(tensors)])
+        return t, layouts[arrays.result_layout[v] if made else arrays.target[v - len(tensors)]]
 
-    out: dict[int, Move | Run] = {}
-    for m in np.flatnonzero(found.number[found.move_at] >= 0).tolist():
-        at, steps = int(found.move_at[m]), found.paths[found.path[m]]
-        first = int(found.number[at])
+    out: dict[int, Reshard | RunOperator] = {}
+    for m in np.flatnonzero(arrays.first_collective[arrays.move_at] >= 0).tolist():
+        at, steps = int(arrays.move_at[m]), arrays.paths[arrays.path[m]]
+        first = int(arrays.first_collective[at])
         cut = [s.kind == "slice" for s in steps]
         numbers = tuple([-1 if c else first + k - sum(cut[:k]) for k, c in enumerate(cut)])
-        reader = int(found.reader[m])
-        out[at] = Move(
-            int(found.tensor[m]),
-            layouts[found.source[m]],
-            layouts[found.target[m]],
+        reader = int(arrays.reader[m])
+        out[at] = Reshard(
+            int(arrays.tensor[m]),
+            layouts[arrays.source[m]],
+            layouts[arrays.target[m]],
             steps,
             1.0,
             reader,
             numbers,
-            bool(found.again[m]),
+            bool(arrays.regathered[m]),
         )
-    runs = found.run_at >= 0
-    runs[runs] = found.number[found.run_at[runs]] >= 0
+    runs = arrays.run_at >= 0
+    runs[runs] = arrays.first_collective[arrays.run_at[runs]] >= 0
     for op in np.flatnonzero(runs).tolist():
-        at, begin = int(found.run_at[op]), int(a.begin[op])
-        first = int(found.number[at])
-        values = iter(found.value[begin : int(a.begin[op + 1])].tolist())
+        at, begin = int(arrays.run_at[op]), int(a.use_begin[op])
+        first = int(arrays.first_collective[at])
+        values = iter(arrays.read_value[begin : int(a.use_begin[op + 1])].tolist())
         reads = tuple([x if isinstance(x, Literal) else value(next(values)) for x in operators[op].operands])
-        out[at] = Run(op, reads, 1.0, tuple(range(first, first + len(choice.own(op)))))
+        out[at] = RunOperator(op, reads, 1.0, tuple(range(first, first + len(choice.internal_collectives(op)))))
     return tuple(out[k] for k in sorted(out))

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from jshard._cost import collectives
-from jshard._cost.redistribute import SUMS
-from jshard._cost.steps import apply
-from jshard._numbers import numbered, packed
-from jshard._plan.cost_tables import scatter_price
-from jshard._plan.network import Problem
+from jshard._cost.redistribute import REDUCING_KINDS
+from jshard._cost.steps import apply_step
+from jshard._numbers import first_occurrence_codes, row_codes
+from jshard._plan.cost_tables import deferred_gather_seconds
+from jshard._plan.network import PlanningNetwork
 from jshard._plan.rows import CollectiveRow
-from jshard._plan.schedule import Choice, Move, Run, Schedule
+from jshard._plan.schedule import Assignment, Reshard, RunOperator, Schedule
 from jshard._program.graph import Tensor, operator_name
 from jshard._program.mapped import SHARD_MAP
 
@@ -51,77 +51,77 @@ class ScheduleCost:
         return float(np.cumsum(self.seconds)[-1]) if self.seconds else 0.0
 
     @property
-    def beyond(self) -> float:
+    def redundant_compute(self) -> float:
         """Seconds of compute beyond an even share."""
         return float(np.cumsum(self.redundant)[-1]) if self.redundant else 0.0
 
     def objective(self, level: int) -> float:
         """What a level minimises: 0 communication and redundant compute, else all seconds; and the prices."""
-        return self.communication + (self.beyond if level == 0 else self.compute) + self.price
+        return self.communication + (self.redundant_compute if level == 0 else self.compute) + self.price
 
 
-def schedule_cost(made: Schedule, built: Problem) -> ScheduleCost:
+def schedule_cost(made: Schedule, built: PlanningNetwork) -> ScheduleCost:
     """The cost of a schedule of a problem's program."""
-    rows = collective_rows(made, built.together)
-    rows += _own_rows(made.choice, built, 1 + max((row.id for row, _ in rows), default=-1))
-    seconds, redundant, price, unknown = _operators(made.choice, built)
+    rows = collective_rows(made, built.combined_with)
+    rows += _user_collective_rows(made.assignment, built, 1 + max((row.id for row, _ in rows), default=-1))
+    seconds, redundant, price, unknown = _operator_costs(made.assignment, built)
     return ScheduleCost(
-        tuple(rows), tuple(seconds), tuple(redundant), price + _scattered(made, built), unknown
+        tuple(rows), tuple(seconds), tuple(redundant), price + _scattered_sum_price(made, built), unknown
     )
 
 
-def _operators(choice: Choice, built: Problem) -> tuple[list[float], list[float], float, tuple[str, ...]]:
+def _operator_costs(choice: Assignment, built: PlanningNetwork) -> tuple[list[float], list[float], float, tuple[str, ...]]:
     """Of each equation the seconds in all its runs and those beyond an even share; the price; primitives without a rule."""
-    equations = np.flatnonzero(choice.program.arrays.of_kind("eqn"))
+    equations = np.flatnonzero(choice.program.use_def.has_kind("eqn"))
     # Operators of one table in the network are alike in form, traffic and repeats.
     states = np.array(choice.state, dtype=np.int64)[equations]
-    alike, some = numbered(packed(built.network.node_table[equations], states))
+    alike, some = first_occurrence_codes(row_codes(built.cost_network.node_table[equations], states))
     times, unknown = [], {}
     for i in equations[some].tolist():
         op, s = choice.program.operators[i], choice.states[i]
-        t, k = built.times[int(built.network.node_table[i])], choice.state[i]
-        times.append([float(x[k]) * op.repeat for x in (t.compute, t.redundant, t.price)])
+        t, k = built.operator_costs[int(built.cost_network.node_table[i])], choice.state[i]
+        times.append([float(x[k]) * op.repeat for x in (t.compute, t.redundant, t.replication_price)])
         if s.rule.opaque:
             unknown[op.primitive] = None
     seconds, redundant, price = np.array(times).reshape(-1, 3)[alike].T
     return seconds.tolist(), redundant.tolist(), float(price.sum()), tuple(unknown)
 
 
-def _scattered(made: Schedule, built: Problem) -> float:
+def _scattered_sum_price(made: Schedule, built: PlanningNetwork) -> float:
     """The price of sums that are handed to the caller scattered."""
     total = 0.0
     for action in made.communicating:
-        if not isinstance(action, Run) and action.tensor in built.returned:
+        if not isinstance(action, RunOperator) and action.tensor in built.returned_sums:
             tensor = built.program.tensors[action.tensor]
-            price = scatter_price(
+            price = deferred_gather_seconds(
                 [action.source], [action.target], tensor.shape, tensor.itemsize, built.topology
             )
             total += float(price[0, 0]) * action.repeat
     return total
 
 
-def collective_rows(made: Schedule, together: Mapping[int, int]) -> list[tuple[CollectiveRow, int]]:
+def collective_rows(made: Schedule, combined_sums: Mapping[int, int]) -> list[tuple[CollectiveRow, int]]:
     """Every collective of a schedule with the operator it is for (-1 for several)."""
-    choice = made.choice
+    choice = made.assignment
     program, topology = choice.program, choice.topology
     out = []
     for action in made.communicating:
-        if isinstance(action, Run):
+        if isinstance(action, RunOperator):
             op, s = program.operators[action.op], choice.states[action.op]
-            for number, sent in zip(action.numbers, choice.own(op.id), strict=True):
+            for number, sent in zip(action.collective_ids, choice.internal_collectives(op.id), strict=True):
                 tensor = program.tensors[op.results[sent.result]]
-                lay = s.results[sent.result].of(choice.state[op.id])
-                c = collectives.collective(sent.kind, sent.axes, sent.held, topology)
+                lay = s.results[sent.result].layout(choice.state[op.id])
+                c = collectives.collective(sent.kind, sent.axes, sent.local_bytes, topology)
                 local = _block(lay.local_shape(tensor.shape, topology.mesh))
                 out.append((_row(number, c, action, operator_name(op), tensor, local), op.id))
             continue
         tensor, lay = program.tensors[action.tensor], action.source
         reader = program.operators[action.reader] if action.reader >= 0 else None
-        for step, number in zip(action.steps, action.numbers, strict=True):
+        for step, number in zip(action.steps, action.collective_ids, strict=True):
             held = tensor.nbytes / lay.pieces(topology.mesh)
-            after = apply(step, lay)
+            after = apply_step(step, lay)
             if step.kind != "slice":
-                sums = together.get(action.tensor, 1) if step.kind in SUMS else 1
+                sums = combined_sums.get(action.tensor, 1) if step.kind in REDUCING_KINDS else 1
                 c = collectives.collective(step.kind, step.axes, held, topology, sums)
                 before = _block(lay.local_shape(tensor.shape, topology.mesh))
                 local = f"{before} -> {_block(after.local_shape(tensor.shape, topology.mesh))}"
@@ -131,26 +131,26 @@ def collective_rows(made: Schedule, together: Mapping[int, int]) -> list[tuple[C
     return out
 
 
-def _own_rows(choice: Choice, built: Problem, first: int) -> list[tuple[CollectiveRow, int]]:
+def _user_collective_rows(choice: Assignment, built: PlanningNetwork, first: int) -> list[tuple[CollectiveRow, int]]:
     """Every collective that the user wrote in a `shard_map`, with the operator that it is; numbered from `first`."""
     out: list[tuple[CollectiveRow, int]] = []
     program = choice.program
-    for i in np.flatnonzero(program.arrays.which(frozenset((SHARD_MAP,)))).tolist():
-        op, found = program.operators[i], built.times[int(built.network.node_table[i])].inside
+    for i in np.flatnonzero(program.use_def.has_primitive(frozenset((SHARD_MAP,)))).tolist():
+        op, found = program.operators[i], built.operator_costs[int(built.cost_network.node_table[i])].shard_map
         for own in found.collectives if found is not None else ():
             c = own.collective
             row = CollectiveRow(
                 first + len(out), c.kind, tuple(c.axes), float(c.bytes), float(c.seconds), own.count * op.repeat,
-                operator_name(op), "", _block(own.block), i in program.in_open_loops or own.turn, own.dtype, own=True,
+                operator_name(op), "", _block(own.block), i in program.in_unbounded_loops or own.per_iteration, own.dtype, own=True,
             )  # fmt: skip
             out.append((row, i))
     return out
 
 
-def _row(number: int, c: Any, action: Move | Run, operator: str, tensor: Tensor, local: str) -> CollectiveRow:
+def _row(number: int, c: Any, action: Reshard | RunOperator, operator: str, tensor: Tensor, local: str) -> CollectiveRow:
     return CollectiveRow(
         number, c.kind, tuple(c.axes), float(c.bytes), float(c.seconds), float(action.repeat), operator,
-        tensor.name, local, action.turn, str(tensor.dtype),
+        tensor.name, local, action.unknown_trip_count, str(tensor.dtype),
     )  # fmt: skip
 
 

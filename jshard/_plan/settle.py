@@ -22,68 +22,68 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jshard._layout import Layout
-from jshard._plan.network import Problem
-from jshard._plan.states import Choices
+from jshard._plan.network import PlanningNetwork
+from jshard._plan.states import TensorLayouts
 
 
-def settled(problem: Problem, assignment: np.ndarray, ties: Sequence[tuple[int, int]]) -> np.ndarray:
+def break_ties(problem: PlanningNetwork, assignment: np.ndarray, ties: Sequence[tuple[int, int]]) -> np.ndarray:
     """The assignment after all changes that cost nothing; itself if there are none.
 
     `ties` are the (output operator, input operator) pairs of state that goes from call to call.
     """
-    return _Settling(problem, assignment).run(ties)
+    return _TieBreaker(problem, assignment).run(ties)
 
 
-class _Settling:
+class _TieBreaker:
     """Tries changes on an assignment; used once."""
 
-    def __init__(self, problem: Problem, assignment: np.ndarray):
+    def __init__(self, problem: PlanningNetwork, assignment: np.ndarray):
         self.problem, self.assignment = problem, assignment
         self.edges: dict[int, list[int]] = {}
-        for e, pair in enumerate(problem.network.edges.tolist()):
+        for e, pair in enumerate(problem.cost_network.edges.tolist()):
             for v in pair:
                 self.edges.setdefault(v, []).append(e)
 
     def run(self, ties: Sequence[tuple[int, int]]) -> np.ndarray:
-        for v in sorted(self.problem.life.folded):
-            self.late(v)
+        for v in sorted(self.problem.hbm_traffic.fused_transposes):
+            self.defer_sum_past_transpose(v)
         for out, inp in ties:
-            self.cut(out, inp)
+            self.keep_state_sharded(out, inp)
         return self.assignment
 
-    def late(self, v: int) -> None:
+    def defer_sum_past_transpose(self, v: int) -> None:
         """Take a partial sum through a transposition."""
-        states = self.problem.states[v]
+        states = self.problem.candidates[v]
         tensor = self.problem.program.operators[v].operands[0]
         assert isinstance(tensor, int)  # what a product made
-        maker, k = self.problem.program.producers()[tensor]
-        made = self.problem.states[maker].results[k].of(int(self.assignment[maker]))
-        if made.partial and states.operands[0].of(int(self.assignment[v])).partial != made.partial:
-            through = _state(states.operands[0], made)
+        maker, k = self.problem.program.defs()[tensor]
+        made = self.problem.candidates[maker].results[k].layout(int(self.assignment[maker]))
+        if made.partial and states.operands[0].layout(int(self.assignment[v])).partial != made.partial:
+            through = _state_of_layout(states.operands[0], made)
             if through is not None:
-                self.change({v: through})
+                self.change_if_free({v: through})
 
-    def cut(self, out: int, inp: int) -> None:
+    def keep_state_sharded(self, out: int, inp: int) -> None:
         """Leave a result as its maker cuts it, and take the argument so."""
         problem = self.problem
         tensor = problem.program.operators[out].operands[0]
         if not isinstance(tensor, int):
             return
-        variable, _ = problem.program.producers()[tensor]
-        made = problem.states[variable].results[0] if len(problem.states[variable].results) == 1 else None
+        variable, _ = problem.program.defs()[tensor]
+        made = problem.candidates[variable].results[0] if len(problem.candidates[variable].results) == 1 else None
         if tensor in problem.relay_variable:
             variable, made = problem.relay_variable[tensor], problem.relays[tensor]
         if made is None:
             return
-        here = made.of(int(self.assignment[variable]))
-        now = problem.states[out].operands[0].of(int(self.assignment[out]))
-        if here.partial or here == now or not _finer(here, now):
+        here = made.layout(int(self.assignment[variable]))
+        now = problem.candidates[out].operands[0].layout(int(self.assignment[out]))
+        if here.partial or here == now or not _shards_at_least(here, now):
             return
-        a, b = _state(problem.states[out].operands[0], here), _state(problem.states[inp].results[0], here)
+        a, b = _state_of_layout(problem.candidates[out].operands[0], here), _state_of_layout(problem.candidates[inp].results[0], here)
         if a is not None and b is not None:
-            self.change({out: a, inp: b})
+            self.change_if_free({out: a, inp: b})
 
-    def change(self, to: Mapping[int, int]) -> None:
+    def change_if_free(self, to: Mapping[int, int]) -> None:
         changed = self.assignment.copy()
         for v, state in to.items():
             changed[v] = state
@@ -92,7 +92,7 @@ class _Settling:
 
     def cost(self, assignment: np.ndarray, variables: Mapping[int, int]) -> float:
         """What some variables cost, with their edges."""
-        network = self.problem.network
+        network = self.problem.cost_network
         total = sum(float(network.unary[network.node_table[v]][assignment[v]]) for v in variables)
         for e in {e for v in variables for e in self.edges.get(v, ())}:
             i, j = network.edges[e]
@@ -100,11 +100,11 @@ class _Settling:
         return total
 
 
-def _state(choices: Choices, layout: Layout) -> int | None:
-    found = [s for s in range(len(choices.index)) if choices.of(s) == layout]
+def _state_of_layout(choices: TensorLayouts, layout: Layout) -> int | None:
+    found = [s for s in range(len(choices.of_state)) if choices.layout(s) == layout]
     return found[0] if found else None
 
 
-def _finer(a: Layout, b: Layout) -> bool:
+def _shards_at_least(a: Layout, b: Layout) -> bool:
     """Whether `a` cuts by all axes that `b` cuts by."""
     return set(a.axes) >= set(b.axes)

@@ -13,36 +13,36 @@ from __future__ import annotations
 
 import dataclasses
 
-from jshard._cost.in_place import stacked
-from jshard._plan.schedule import Nested, Run, Value
+from jshard._cost.in_place import updated_stacks
+from jshard._plan.schedule import RunCall, RunOperator, Value
 from jshard._program.graph import Literal, Program
 
 
 @dataclasses.dataclass(frozen=True)
-class Through:
+class CarriedStack:
     """The stack of one loop: number of its `xs` and `ys`, its value before, its slice in the body, its result."""
 
     xs: int
     ys: int
-    given: Value
+    initial: Value
     slice: Value
     result: Value
 
 
-def through(action: Nested, program: Program, values: list[Value]) -> list[Through]:
+def carried_stacks(action: RunCall, program: Program, values: list[Value]) -> list[CarriedStack]:
     """The stacks of a loop that go round it; `values` are the tensors as they are made."""
     if action.call.kind != "scan":
         return []
-    known, b = stacked(program), action.call.boundary
+    known, b = updated_stacks(program), action.call.boundary
     first = len(b["const"]) + len(b["carry"])
     out = []
-    runs: dict[int, Run] = {}
+    runs: dict[int, RunOperator] = {}
     for j, ys in enumerate(b["ys"]):
         if ys not in known:
             continue
-        runs = runs or {a.op: a for a in action.bodies[0] if isinstance(a, Run)}
+        runs = runs or {a.op: a for a in action.bodies[0] if isinstance(a, RunOperator)}
         stack = known[ys]
-        k = b["xs"].index(stack.id)
+        k = b["xs"].index(stack.xs)
         given, at, end = (
             action.reads[first + k],
             action.entry[0][first + k],
@@ -57,11 +57,11 @@ def through(action: Nested, program: Program, values: list[Value]) -> list[Throu
         ):
             continue
         here: Value = at
-        for op in stack.links:
+        for op in stack.updates:
             if op not in runs or runs[op].reads[0] != here:
                 break
             here = values[program.operators[op].results[0]]
         else:
             if here == end:
-                out.append(Through(k, j, given, at, result))
+                out.append(CarriedStack(k, j, given, at, result))
     return out

@@ -32,7 +32,7 @@ from jshard._numbers import Ints as Ints
 if TYPE_CHECKING:
     from jshard._program.graph import Program
 
-ENTRIES = ("scan_const", "scan_carry", "scan_sum", "scan_xs", "while_const", "while_carry")
+BODY_ENTRY_KINDS = ("scan_const", "scan_carry", "scan_sum", "scan_xs", "while_const", "while_carry")
 """Boundary operators with a result that lives in the body of a loop."""
 
 Floats = NDArray[np.float64]
@@ -40,21 +40,21 @@ Bools = NDArray[np.bool_]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Arrays:
+class UseDef:
     """Reads are those of operator i from `begin[i]` to `begin[i + 1]`, results likewise by `result_begin`."""
 
-    reader: Ints  # (reads,) the operator that reads
-    operand: Ints  # (reads,) as which operand
-    read: Ints  # (reads,) which tensor
-    begin: Ints  # (operators + 1,)
+    use_op: Ints  # (reads,) the operator that reads
+    use_operand: Ints  # (reads,) as which operand
+    use_tensor: Ints  # (reads,) which tensor
+    use_begin: Ints  # (operators + 1,)
     result: Ints  # (results,) tensors in the order of their makers
     result_begin: Ints  # (operators + 1,)
-    maker: Ints  # (tensors,) the operator that makes it
-    place: Ints  # (tensors,) as which result
-    kind: Ints  # (tensors,) number of its shape and dtype
-    kinds: dict[Any, int]  # those numbers
-    primitive: Ints  # (operators,) number of its kind and primitive
-    primitives: dict[tuple[str, str], int]
+    def_op: Ints  # (tensors,) the operator that makes it
+    def_result: Ints  # (tensors,) as which result
+    aval_id: Ints  # (tensors,) number of its shape and dtype
+    aval_ids: dict[Any, int]  # those numbers
+    primitive_id: Ints  # (operators,) number of its kind and primitive
+    primitive_ids: dict[tuple[str, str], int]
     repeat: Floats  # (operators,)
     result_repeat: Floats  # (tensors,) how often each comes into being
     literals: list[Any]  # those among the operands
@@ -64,37 +64,37 @@ class Arrays:
     @functools.cached_property
     def nbytes(self) -> Floats:
         """(tensors,) bytes of each."""
-        return self.sizes[self.kind]
+        return self.aval_nbytes[self.aval_id]
 
     @functools.cached_property
-    def sizes(self) -> Floats:
+    def aval_nbytes(self) -> Floats:
         """Bytes of a tensor of each kind."""
-        return np.array([_jaxcompat.itemsize(d) * math.prod(s) for s, d in self.kinds], dtype=np.float64)
+        return np.array([_jaxcompat.itemsize(d) * math.prod(s) for s, d in self.aval_ids], dtype=np.float64)
 
     @functools.cached_property
-    def by_tensor(self) -> tuple[Ints, Ints]:
+    def uses_by_tensor(self) -> tuple[Ints, Ints]:
         """(reads, tensor by tensor and in program order; where each tensor's begin, and the end)."""
-        order = np.argsort(self.read, kind="stable")
-        counts = np.bincount(self.read, minlength=len(self.maker))
+        order = np.argsort(self.use_tensor, kind="stable")
+        counts = np.bincount(self.use_tensor, minlength=len(self.def_op))
         return order, np.concatenate([[0], np.cumsum(counts)])
 
-    def which(self, names: frozenset[str]) -> Bools:
+    def has_primitive(self, names: frozenset[str]) -> Bools:
         """(operators,) whether it is an equation with one of these primitives."""
-        said = np.array([kind == "eqn" and name in names for kind, name in self.primitives], dtype=bool)
-        return said[self.primitive]
+        said = np.array([kind == "eqn" and name in names for kind, name in self.primitive_ids], dtype=bool)
+        return said[self.primitive_id]
 
-    def named(self, beginnings: tuple[str, ...]) -> Bools:
+    def primitive_starts_with(self, beginnings: tuple[str, ...]) -> Bools:
         """(operators,) whether the name of its primitive, or kind, begins so."""
-        return np.array([name.startswith(beginnings) for _, name in self.primitives], dtype=bool)[
-            self.primitive
+        return np.array([name.startswith(beginnings) for _, name in self.primitive_ids], dtype=bool)[
+            self.primitive_id
         ]
 
-    def of_kind(self, *kinds: str) -> Bools:
+    def has_kind(self, *kinds: str) -> Bools:
         """(operators,) whether it is of one of these kinds."""
-        return np.array([kind in kinds for kind, _ in self.primitives], dtype=bool)[self.primitive]
+        return np.array([kind in kinds for kind, _ in self.primitive_ids], dtype=bool)[self.primitive_id]
 
 
-def arrays_of(program: Program) -> Arrays:
+def use_def_of(program: Program) -> UseDef:
     """The arrays of a program."""
     ops, tensors = program.operators, program.tensors
     n = len(ops)
@@ -117,10 +117,10 @@ def arrays_of(program: Program) -> Arrays:
     primitive = [names.setdefault((op.kind, op.primitive), len(names)) for op in ops]
     repeat = np.fromiter([op.repeat for op in ops], np.float64, n)
     result_repeat = repeat[maker]
-    entering = [(kind, name) for kind, name in names if kind in ENTRIES]
+    entering = [(kind, name) for kind, name in names if kind in BODY_ENTRY_KINDS]
     for i in np.flatnonzero(np.isin(primitive, [names[e] for e in entering])).tolist():
         result_repeat[list(ops[i].results)] = ops[i].result_repeat
-    return Arrays(
+    return UseDef(
         reader, operand, read, begin, result, result_begin, maker, place,
         np.array(kind, dtype=np.int64), kinds, np.array(primitive, dtype=np.int64), names, repeat, result_repeat,
         *literals,

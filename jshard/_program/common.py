@@ -49,7 +49,7 @@ _WITH_BODIES = frozenset((
 
 
 @dataclasses.dataclass(frozen=True)
-class Written:
+class LiteralValue:
     """A literal by what it holds."""
 
     dtype: str
@@ -58,13 +58,13 @@ class Written:
     bits: bytes
 
 
-def written(value: Any, aval: Any) -> Written:
+def literal_value(value: Any, aval: Any) -> LiteralValue:
     """A literal of a jaxpr, to be compared by what it holds."""
     weak = bool(getattr(aval, "weak_type", False))
-    return Written(str(aval.dtype), tuple(aval.shape), weak, np.asarray(value).tobytes())
+    return LiteralValue(str(aval.dtype), tuple(aval.shape), weak, np.asarray(value).tobytes())
 
 
-class Known:
+class ValueNumbering:
     """What was computed so far in one block; of inner blocks, whose bodies run by themselves, each has its own."""
 
     def __init__(self) -> None:
@@ -74,13 +74,13 @@ class Known:
         self._operators: dict[Hashable, list[tuple[Any, Sequence[Any]]]] = {}
         self._constant: set[Hashable] = set()
 
-    def look(self, eqn: Any, operands: Sequence[Hashable]) -> tuple[Sequence[Any] | None, Hashable]:
+    def lookup(self, eqn: Any, operands: Sequence[Hashable]) -> tuple[Sequence[Any] | None, Hashable]:
         """The results of an equal operator, None where this one is to be written; and its key, for `keep`.
 
         `operands` are numbers of tensors, `Written` literals, or anything else that is equal where operands are.
         """
         name = eqn.primitive.name
-        if eqn.effects or apart(name) or has_reverse_rule(eqn):
+        if eqn.effects or never_merged(name) or runs_custom_vjp(eqn):
             return None, None
         key = (name, *[self._stands_for.get(o, o) for o in operands])
         for params, results in self._operators.get(key, ()):
@@ -90,7 +90,7 @@ class Known:
                 return results, key
         return None, key
 
-    def keep(self, eqn: Any, key: Any, results: Sequence[Any]) -> None:
+    def record(self, eqn: Any, key: Any, results: Sequence[Any]) -> None:
         """Remember an operator that was written."""
         if key is None:
             return
@@ -100,17 +100,17 @@ class Known:
                 self._stands_for.update(zip(results, first, strict=True))
                 return
         known.append((eqn.params, results))
-        if all([type(o) is Written or o in self._constant for o in key[1:]]):
+        if all([type(o) is LiteralValue or o in self._constant for o in key[1:]]):
             self._constant.update(results)
 
 
 @functools.cache
-def apart(name: str) -> bool:
+def never_merged(name: str) -> bool:
     """Whether operators of this name are kept apart, each where it stands."""
     return name in _APART or any(s in name for s in _OUTSIDE)
 
 
-def has_reverse_rule(eqn: Any) -> bool:
+def runs_custom_vjp(eqn: Any) -> bool:
     """Whether an equation is a `jax.custom_vjp` function, or runs one.
 
     Such a rule need not be linear (one that clips gradients is not): applied once to the sum of what several calls or
@@ -120,7 +120,7 @@ def has_reverse_rule(eqn: Any) -> bool:
     if name not in _WITH_BODIES:
         return name.startswith("custom_vjp")
     inner = [j for v in eqn.params.values() for j in (v if isinstance(v, tuple | list) else (v,))]
-    return any(has_reverse_rule(e) for j in inner if compat.is_jaxpr(j) for e in compat.open_jaxpr(j)[0].eqns)
+    return any(runs_custom_vjp(e) for j in inner if compat.is_jaxpr(j) for e in compat.open_jaxpr(j)[0].eqns)
 
 
 def _same(a: Any, b: Any) -> bool:

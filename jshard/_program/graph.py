@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jshard import _jaxcompat
-from jshard._program.arrays import Arrays, arrays_of
+from jshard._program.arrays import UseDef, use_def_of
 from jshard._program.scopes import Scopes, scopes_of
 
 
@@ -85,7 +85,7 @@ class Operator:
     eqn: Any = None
     prefix: str = ""
     name: str = ""
-    turns: tuple[float, ...] = ()
+    boundary_repeat: tuple[float, ...] = ()
 
     @property
     def result_repeat(self) -> tuple[float, ...]:
@@ -93,7 +93,7 @@ class Operator:
 
         What a loop hands to its body (constants, carries, slices) is there once a turn, what it hands out once a loop.
         """
-        return self.turns or (self.repeat,) * len(self.results)
+        return self.boundary_repeat or (self.repeat,) * len(self.results)
 
     @property
     def module(self) -> str:
@@ -121,10 +121,10 @@ class Call:
     blocks: tuple[Block, ...]
     boundary: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     prefix: str = ""
-    turns: int | None = 1
+    trip_count: int | None = 1
 
     @property
-    def inside(self) -> list[int]:
+    def inner_operators(self) -> list[int]:
         """The operators of all its bodies, in the program's order."""
         return [i for block in self.blocks for i in operators_of(block)]
 
@@ -169,21 +169,21 @@ class Program:
     body: Block
     jaxpr: Any
     pins: tuple[tuple[int, str, int, Any], ...] = ()
-    traced: tuple[int, ...] = ()
-    context: Any = None
+    trace_order: tuple[int, ...] = ()
+    explicit_mesh: Any = None
 
-    def consumers(self) -> Sequence[Sequence[tuple[int, int]]]:
+    def uses(self) -> Sequence[Sequence[tuple[int, int]]]:
         """For each tensor the (operator, operand index) pairs that read it."""
-        return self._consumers
+        return self._uses
 
-    def producers(self) -> Sequence[tuple[int, int]]:
+    def defs(self) -> Sequence[tuple[int, int]]:
         """For each tensor the (operator, result index) that makes it."""
-        return self._producers
+        return self._defs
 
     @functools.cached_property
-    def arrays(self) -> Arrays:
+    def use_def(self) -> UseDef:
         """Reads, makers and kinds of tensors as arrays."""
-        return arrays_of(self)
+        return use_def_of(self)
 
     @functools.cached_property
     def scopes(self) -> Scopes:
@@ -191,18 +191,18 @@ class Program:
         return scopes_of(self)
 
     @functools.cached_property
-    def in_open_loops(self) -> frozenset[int]:
+    def in_unbounded_loops(self) -> frozenset[int]:
         """Operators in loops whose turns nobody knows, the boundaries of those loops included."""
-        open_ = [call for call in calls_of(self.body) if call.turns is None]
-        return frozenset(i for call in open_ for ids in (call.inside, *call.boundary.values()) for i in ids)
+        open_ = [call for call in calls_of(self.body) if call.trip_count is None]
+        return frozenset(i for call in open_ for ids in (call.inner_operators, *call.boundary.values()) for i in ids)
 
     @functools.cached_property
-    def known(self) -> dict[Any, Any]:
+    def memo(self) -> dict[Any, Any]:
         """What was worked out about this program, for whoever asks again."""
         return {}
 
     @functools.cached_property
-    def _consumers(self) -> list[list[tuple[int, int]]]:
+    def _uses(self) -> list[list[tuple[int, int]]]:
         out: list[list[tuple[int, int]]] = [[] for _ in self.tensors]
         for op in self.operators:
             for i, a in enumerate(op.operands):
@@ -211,7 +211,7 @@ class Program:
         return out
 
     @functools.cached_property
-    def _producers(self) -> list[tuple[int, int]]:
+    def _defs(self) -> list[tuple[int, int]]:
         out: list[tuple[int, int]] = [(-1, 0)] * len(self.tensors)
         for op in self.operators:
             for i, t in enumerate(op.results):
@@ -241,7 +241,7 @@ def rule_boundaries(program: Program) -> list[tuple[int, str, int]]:
             if isinstance(step, int):
                 continue
             for inner in step.blocks:
-                consumers = program.consumers()
+                consumers = program.uses()
                 if step.kind in ("custom_jvp", "custom_vjp"):
                     entering = set(inner.inputs)
                     for op in operators_of(inner):

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from jshard import _jaxcompat as compat
 from jshard._program.graph import Atom, Block, Call, Literal
-from jshard._program.steady import Path, moved_out, read_inside
-from jshard._program.turns import turns_of, whole
+from jshard._program.steady import Path, hoist, still_read
+from jshard._program.turns import trip_count_of, as_int
 
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def scan(b: Builder, eqn: Any, env: dict[Any, Any], repeat: float, prefix: str) 
     jaxpr, _ = compat.open_jaxpr(body)
     inside = repeat * length
     before: list[int | Call] = []
-    read = _lift(b, body, operands[:n_const], (), repeat, prefix, before)
+    read = _hoist_invariants(b, body, operands[:n_const], (), repeat, prefix, before)
     const, frame = _constants(b, "scan", read, 0, eqn, repeat, prefix, inside)
     roles: dict[str, list[int]] = {"const": const, "carry": [], "xs": [], "ys": []}
     inner: list[Any] = [_inside(b, a, frame) for a in operands[:n_const]]
@@ -49,8 +49,8 @@ def scan(b: Builder, eqn: Any, env: dict[Any, Any], repeat: float, prefix: str) 
     start = len(b.operators)
     block = _body(b, body, inner, inside, prefix, frame, ())
     for i, a in zip(roles["carry"], block.outputs[:n_carry], strict=True):
-        sums = _adds_up(b, b.operators[i].results[0], a, start)
-        b.close(i, a, "scan_sum" if sums else "")
+        sums = _is_accumulator(b, b.operators[i].results[0], a, start)
+        b.set_loop_value(i, a, "scan_sum" if sums else "")
     for k, a in enumerate(block.outputs[n_carry:]):
         aval = eqn.outvars[n_carry + k].aval
         i, made = b.boundary("scan_ys", [a], [aval], [f"scan stacked {k}"], repeat, [inside], eqn, prefix)
@@ -67,14 +67,14 @@ def while_loop(b: Builder, eqn: Any, env: dict[Any, Any], repeat: float, prefix:
     p = eqn.params
     nc, nb = p["cond_nconsts"], p["body_nconsts"]
     operands = [b.read(v, env) for v in eqn.invars]
-    turns = turns_of(eqn, [whole(a.value) if isinstance(a, Literal) else None for a in operands])
+    turns = trip_count_of(eqn, [as_int(a.value) if isinstance(a, Literal) else None for a in operands])
     # Where nobody knows the turns, test and body count as run once. A loop that is known ends in one test more.
     inside, tests = repeat * (turns or 1), repeat * (turns + 1 if turns else 1)
     test, turn = p["cond_jaxpr"], p["body_jaxpr"]
     before: list[int | Call] = []
     given = operands[:nc], operands[nc : nc + nb]
     reads = [
-        _lift(b, body, consts, (part,), repeat, prefix, before)
+        _hoist_invariants(b, body, consts, (part,), repeat, prefix, before)
         for body, consts, part in zip((test, turn), given, ("test", "turn"), strict=True)
     ]
     tested, frame = _constants(b, "while", reads[0], 0, eqn, repeat, prefix, tests)
@@ -100,7 +100,7 @@ def while_loop(b: Builder, eqn: Any, env: dict[Any, Any], repeat: float, prefix:
     inner = [_inside(b, a, other) for a in given[1]] + carried
     body = _body(b, turn, inner, inside, prefix, other, ("turn",))
     for i, a in zip(carry_ops, body.outputs, strict=True):
-        b.close(i, a)
+        b.set_loop_value(i, a)
     env.update(zip(eqn.outvars, results, strict=True))
     bound = {"test": tuple(tested), "const": tuple(const), "carry": tuple(carry_ops), "pred": (pred,)}
     call = Call("while", eqn, tuple(operands), tuple(results), (cond, body), bound, prefix, turns)
@@ -127,7 +127,7 @@ def cond(b: Builder, eqn: Any, env: dict[Any, Any], repeat: float, prefix: str) 
     return [Call("cond", eqn, tuple(operands), tuple(results), tuple(blocks), bound, prefix)]
 
 
-def _lift(
+def _hoist_invariants(
     b: Builder, body: Any, consts: Sequence[Atom], part: Path, repeat: float, prefix: str, steps: list[int | Call]
 ) -> list[int]:  # fmt: skip
     """Writes what a body need not repeat to the steps before the loop; the outer tensors that it still reads."""
@@ -144,10 +144,10 @@ def _lift(
         b.path = around
         return [atoms[v] for v in equation.outvars]
 
-    moved = moved_out(jaxpr, dict(known), path, prefix, write, b.bind, b.moved)
-    b.moved.update({p: (len(b.frames), atoms) for p, atoms in moved.items()})
-    seen = {p: b.seen(*found) for p, found in b.moved.items() if p[: len(path)] == path}
-    return [a for a in read_inside(jaxpr, known, path, seen) if isinstance(a, int) and a not in b.captured]
+    moved = hoist(jaxpr, dict(known), path, prefix, write, b.bind, b.hoisted)
+    b.hoisted.update({p: (len(b.frames), atoms) for p, atoms in moved.items()})
+    seen = {p: b.in_current_body(*found) for p, found in b.hoisted.items() if p[: len(path)] == path}
+    return [a for a in still_read(jaxpr, known, path, seen) if isinstance(a, int) and a not in b.captured]
 
 
 def _constants(
@@ -188,7 +188,7 @@ def _body(
     return block
 
 
-def _adds_up(b: Builder, carried: int, after: Atom, start: int) -> bool:
+def _is_accumulator(b: Builder, carried: int, after: Atom, start: int) -> bool:
     """Whether a turn only adds to what it is given: such a carry may stay a partial sum until the loop ends."""
     makers = {r: op for op in b.operators[start:] for r in op.results}
     seen: set[Any] = set()

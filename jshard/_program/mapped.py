@@ -18,7 +18,7 @@ from jshard._program.graph import Program
 
 
 SHARD_MAP = "shard_map"
-SCOPE = "jshard_own_map"
+USER_SHARD_MAP_SCOPE = "jshard_own_map"
 """By this name in the metadata verification knows the collectives that the user wrote."""
 
 
@@ -53,7 +53,7 @@ def pins_of(eqn: Any, function: str, where: str) -> list[tuple[str, int, NamedSh
 
 def check_meshes(program: Program, axes: MeshAxes) -> None:
     """Refuse a `shard_map` of the user's over another mesh than the plan's."""
-    for i in np.flatnonzero(program.arrays.which(frozenset((SHARD_MAP,)))).tolist():
+    for i in np.flatnonzero(program.use_def.has_primitive(frozenset((SHARD_MAP,)))).tolist():
         op = program.operators[i]
         user = axes_of(op.eqn.params["mesh"])
         if user != axes:

@@ -22,10 +22,10 @@ _RESULT = "jshard_pin_result"
 OWN_RESULT = "jshard_own_result"
 OUT_SHARDING = "out_sharding"
 
-operand_mark = compat.identity_primitive(PIN_OPERAND)
-result_mark = compat.identity_primitive(_RESULT)
-own_result = compat.identity_primitive(OWN_RESULT)
-out_sharding = compat.identity_primitive(OUT_SHARDING)
+pin_operand_p = compat.identity_primitive(PIN_OPERAND)
+pin_result_p = compat.identity_primitive(_RESULT)
+own_result_p = compat.identity_primitive(OWN_RESULT)
+out_sharding_p = compat.identity_primitive(OUT_SHARDING)
 
 
 def _constraint(eqn: Any) -> Any:
@@ -47,7 +47,7 @@ def _of_typed(sharding: Any) -> Any:
     return NamedSharding(sharding.mesh, spec)
 
 
-PIN_RESULT: Mapping[str, Callable[[Any], Any]] = {
+RESULT_PIN_READERS: Mapping[str, Callable[[Any], Any]] = {
     _RESULT: lambda eqn: eqn.params["pin"],
     "sharding_constraint": _constraint,
     "reshard": _reshard,
@@ -58,7 +58,7 @@ _REPEATS = frozenset(("broadcast_in_dim", "iota"))
 """Of these JAX repeats the type even where it says nothing."""
 
 
-def asked_of_results(eqn: Any) -> tuple[Any, ...]:
+def requested_result_shardings(eqn: Any) -> tuple[Any, ...]:
     """The sharding that the user's code asks of each result: `out_sharding=`, `device_put`, `jit(out_shardings=)`."""
     name, params = eqn.primitive.name, eqn.params
     if name == "device_put":
@@ -66,18 +66,18 @@ def asked_of_results(eqn: Any) -> tuple[Any, ...]:
     if "out_shardings" in params:
         return tuple(params["out_shardings"])
     wanted = params.get("out_sharding", params.get("sharding"))
-    if wanted is None or name in PIN_RESULT:
+    if wanted is None or name in RESULT_PIN_READERS:
         return ()
     if name in _REPEATS and not any(d is not None for d in getattr(wanted, "spec", ())):
         return ()
     return (_of_typed(wanted),)
 
 
-def mark_operand(x: Any, pin: Any) -> Any:
+def pin_operand(x: Any, pin: Any) -> Any:
     """`x`, with `pin` for the operators that read it."""
-    return operand_mark.bind(x, pin=pin)
+    return pin_operand_p.bind(x, pin=pin)
 
 
-def mark_result(x: Any, pin: Any) -> Any:
+def pin_result(x: Any, pin: Any) -> Any:
     """`x`, made in the layout that `pin` asks for."""
-    return result_mark.bind(x, pin=pin)
+    return pin_result_p.bind(x, pin=pin)

@@ -33,18 +33,18 @@ if TYPE_CHECKING:
 class Scopes:
     """Scope numbers of reads (in the order of `Arrays`) and tensors."""
 
-    read: Ints  # (reads,)
-    made: Ints  # (tensors,)
-    everywhere: Bools  # (tensors,) a captured array: every body finds it as it lies
-    enters_rule: frozenset[int]  # tensors that enter a call with a derivative rule of its own
+    use_scope: Ints  # (reads,)
+    def_scope: Ints  # (tensors,)
+    is_captured: Bools  # (tensors,) a captured array: every body finds it as it lies
+    rule_inputs: frozenset[int]  # tensors that enter a call with a derivative rule of its own
 
 
 def scopes_of(program: Program) -> Scopes:
     """The scopes of a program's reads and tensors."""
-    a = program.arrays
+    a = program.use_def
     walk = _Walk(program)
     walk.block(program.body, 0)
-    everywhere = a.of_kind("const")[a.maker]
+    everywhere = a.has_kind("const")[a.def_op]
     return Scopes(np.array(walk.read, dtype=np.int64), np.array(walk.made, dtype=np.int64), everywhere,
                   frozenset(walk.enters_rule))  # fmt: skip
 
@@ -54,8 +54,8 @@ class _Walk:
 
     def __init__(self, program: Program):
         self.program = program
-        self.begin = program.arrays.begin.tolist()
-        self.read = [0] * len(program.arrays.read)
+        self.begin = program.use_def.use_begin.tolist()
+        self.read = [0] * len(program.use_def.use_tensor)
         self.made = [0] * len(program.tensors)
         self.count = 0
         self.enters_rule: set[int] = set()

@@ -21,25 +21,25 @@ from typing import Any
 
 from jshard import _jaxcompat as compat
 from jshard._program import marks
-from jshard._program.common import apart, has_reverse_rule
+from jshard._program.common import never_merged, runs_custom_vjp
 from jshard._program.graph import Literal
 
 
 Path = tuple[Any, ...]  # the places of equations in their jaxprs, from the outermost to an inner one
-INLINE = frozenset({"jit", "pjit", "closed_call", "call", "core_call", "eval_jaxpr", "custom_vmap_call"})
+INLINED_CALLS = frozenset({"jit", "pjit", "closed_call", "call", "core_call", "eval_jaxpr", "custom_vmap_call"})
 """Calls that mean nothing but their body."""
 
-BODY = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
+BODY_PARAMS = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
 """Parameters that may hold the body of a call."""
 
 
 def body_of(eqn: Any) -> Any:
     """The body of a call; None where there is none."""
-    return next((eqn.params[k] for k in BODY if k in eqn.params), None)
+    return next((eqn.params[k] for k in BODY_PARAMS if k in eqn.params), None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Inner:
+class InnerBody:
     """A body inside an equation: where it stands, and which outer variables its first inputs are."""
 
     path: Path
@@ -48,21 +48,21 @@ class Inner:
     given: Sequence[Any]
 
 
-def inner_bodies(eqn: Any, path: Path) -> tuple[list[Inner], Sequence[Any]]:
+def inner_bodies(eqn: Any, path: Path) -> tuple[list[InnerBody], Sequence[Any]]:
     """The bodies through which an equation's constants can be followed, of plain calls and of loops; its other operands."""
     name, p = eqn.primitive.name, eqn.params
-    if name in INLINE and hasattr(body_of(eqn), "eqns"):
-        return [Inner(path, *compat.open_jaxpr(body_of(eqn)), eqn.invars)], ()
+    if name in INLINED_CALLS and hasattr(body_of(eqn), "eqns"):
+        return [InnerBody(path, *compat.open_jaxpr(body_of(eqn)), eqn.invars)], ()
     if name == "scan":
         n = compat.scan_split(p)[0]
-        return [Inner(path, *compat.open_jaxpr(p["jaxpr"]), eqn.invars[:n])], eqn.invars[n:]
+        return [InnerBody(path, *compat.open_jaxpr(p["jaxpr"]), eqn.invars[:n])], eqn.invars[n:]
     if name == "while":
-        p = compat.one_test(eqn).params
+        p = compat.with_scalar_predicate(eqn).params
         n, m = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
-        test = Inner((*path, "test"), *compat.open_jaxpr(p["cond_jaxpr"]), eqn.invars[:n])
+        test = InnerBody((*path, "test"), *compat.open_jaxpr(p["cond_jaxpr"]), eqn.invars[:n])
         return [
             test,
-            Inner((*path, "turn"), *compat.open_jaxpr(p["body_jaxpr"]), eqn.invars[n:m]),
+            InnerBody((*path, "turn"), *compat.open_jaxpr(p["body_jaxpr"]), eqn.invars[n:m]),
         ], eqn.invars[m:]
     return [], eqn.invars
 
@@ -71,7 +71,7 @@ def inner_bodies(eqn: Any, path: Path) -> tuple[list[Inner], Sequence[Any]]:
 Write = Callable[[Any, Path, list[Any], str], Sequence[Any]]
 
 
-def moved_out(
+def hoist(
     jaxpr: Any, known: dict[Any, Any], path: Path, prefix: str, write: Write, bind: Callable[..., None],
     done: Mapping[Path, Any],
 ) -> dict[Path, Sequence[Any]]:  # fmt: skip
@@ -90,24 +90,24 @@ def moved_out(
             held = {v: _atom(a, known) for v, a in given if compat.is_literal(a) or a in known}
             bind(inner.jaxpr.constvars, inner.consts, held)
             stack = compat.name_stack(prefix, eqn)
-            if eqn.primitive.name in INLINE or not steady(eqn, known):
-                out |= moved_out(inner.jaxpr, held, inner.path, stack, write, bind, done)
-            if eqn.primitive.name in INLINE:
+            if eqn.primitive.name in INLINED_CALLS or not is_loop_invariant(eqn, known):
+                out |= hoist(inner.jaxpr, held, inner.path, stack, write, bind, done)
+            if eqn.primitive.name in INLINED_CALLS:
                 ends = zip(eqn.outvars, inner.jaxpr.outvars, strict=True)
                 known.update((v, _atom(a, held)) for v, a in ends if compat.is_literal(a) or a in held)
-        if eqn.primitive.name not in INLINE and steady(eqn, known):
+        if eqn.primitive.name not in INLINED_CALLS and is_loop_invariant(eqn, known):
             results = write(eqn, here, [_atom(v, known) for v in eqn.invars], prefix)
             known.update(zip(eqn.outvars, results, strict=True))
             out[here] = results
     return out
 
 
-def steady(eqn: Any, known: Mapping[Any, Any]) -> bool:
+def is_loop_invariant(eqn: Any, known: Mapping[Any, Any]) -> bool:
     """Whether an equation can be moved out of a loop in which the `known` variables do not change."""
     name = eqn.primitive.name
-    if eqn.effects or apart(name) or name == marks.PIN_OPERAND or name == compat.BOUNDARY:
+    if eqn.effects or never_merged(name) or name == marks.PIN_OPERAND or name == compat.ARGUMENT_MARKER:
         return False
-    if not all(compat.is_literal(v) or v in known for v in eqn.invars) or has_reverse_rule(eqn):
+    if not all(compat.is_literal(v) or v in known for v in eqn.invars) or runs_custom_vjp(eqn):
         return False
     read = sum(_bytes(v) for v in eqn.invars if not compat.is_literal(v))
     return 0 < sum(map(_bytes, eqn.outvars)) <= read
@@ -121,7 +121,7 @@ def _atom(v: Any, known: Mapping[Any, Any]) -> Any:
     return Literal(v.val, v.aval) if compat.is_literal(v) else known[v]
 
 
-def read_inside(
+def still_read(
     jaxpr: Any, known: dict[Any, Any], path: Path, moved: Mapping[Path, Sequence[Any]]
 ) -> dict[Any, None]:
     """The atoms from outside that a loop's body still reads, in order, after some of its equations were moved out."""
@@ -140,8 +140,8 @@ def read_inside(
         for inner in bodies:
             given = zip(inner.jaxpr.invars, inner.given, strict=False)
             held = {v: known[a] for v, a in given if not compat.is_literal(a) and a in known}
-            out.update(read_inside(inner.jaxpr, held, inner.path, moved))
-            if eqn.primitive.name in INLINE:
+            out.update(still_read(inner.jaxpr, held, inner.path, moved))
+            if eqn.primitive.name in INLINED_CALLS:
                 ends = zip(eqn.outvars, inner.jaxpr.outvars, strict=True)
                 known.update((v, held[a]) for v, a in ends if not compat.is_literal(a) and a in held)
     reads(jaxpr.outvars)

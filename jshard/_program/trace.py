@@ -16,11 +16,11 @@ from jax.sharding import NamedSharding
 from jshard import _jaxcompat as compat
 from jshard._errors import NestedShardError
 from jshard._program import loops, marks
-from jshard._program.common import Known, written
+from jshard._program.common import ValueNumbering, literal_value
 from jshard._program.graph import Atom, Block, Call, Literal, Operator, Program, Tensor
 from jshard._program.mapped import SHARD_MAP, pins_of
-from jshard._program.steady import INLINE, body_of
-from jshard._program.uncollected import uncollected
+from jshard._program.steady import INLINED_CALLS, body_of
+from jshard._program.uncollected import gc_paused
 
 
 _ALIAS = {
@@ -30,11 +30,11 @@ _ALIAS = {
     "custom_vjp_call": "custom_vjp",
 }
 _LOOPS = {"scan": loops.scan, "while": loops.while_loop, "cond": loops.cond}
-INNER_PROGRAMS = frozenset({*INLINE, *_ALIAS, *_LOOPS})
+CALL_PRIMITIVES = frozenset({*INLINED_CALLS, *_ALIAS, *_LOOPS})
 """Primitives that are walked into and rebuilt as themselves."""
 
 
-@uncollected()
+@gc_paused()
 def build(
     jaxpr: Any, *, name: str, input_names: Sequence[str], output_names: Sequence[str] = (),
     captured: Sequence[Any] = (),
@@ -49,7 +49,7 @@ def build(
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Marked:
+class _PinnedAtom:
     """An atom that carries a pin for the operators that read it directly."""
 
     atom: Atom
@@ -72,14 +72,14 @@ class Builder:
         self.operators: list[Operator] = []
         self.constants: list[Any] = []
         self.const_ids: dict[int, int] = {}
-        self.marked = False  # has any operand been pinned yet?
+        self.any_pinned = False  # has any operand been pinned yet?
         self.path: list[Any] = []  # places of the calls and loops around what is walked
         # What was moved out of loops, by the place of its equation: around how many loops, and the results there.
-        self.moved: dict[tuple[Any, ...], tuple[int, Sequence[Any]]] = {}
+        self.hoisted: dict[tuple[Any, ...], tuple[int, Sequence[Any]]] = {}
         self.frames: list[loops.Frame] = []  # of the loops around
         self.captured: set[Atom] = set()  # tensors of captured arrays: every body reads them as they are
         self.names: set[str] = set()  # of tensors
-        self.known = Known()
+        self.value_numbering = ValueNumbering()
         self.literals: dict[int, tuple[Literal, Any]] = {}  # by identity; kept, so that no other gets it
         self.repeats: dict[tuple[float, int], tuple[float, ...]] = {}
         self.input_ops: list[int] = []
@@ -153,18 +153,18 @@ class Builder:
 
     def read(self, v: Any, env: dict[Any, Atom]) -> Atom:
         atom = Literal(v.val, v.aval) if compat.is_literal(v) else env[v]
-        return atom.atom if isinstance(atom, _Marked) else atom
+        return atom.atom if isinstance(atom, _PinnedAtom) else atom
 
-    def pass_in(self, v: Any, env: dict[Any, Any]) -> Any:
+    def read_pinned(self, v: Any, env: dict[Any, Any]) -> Any:
         """An operand of a call: a mark of `jshard.op` travels into the called program."""
-        return env[v] if not compat.is_literal(v) and isinstance(env[v], _Marked) else self.read(v, env)
+        return env[v] if not compat.is_literal(v) and isinstance(env[v], _PinnedAtom) else self.read(v, env)
 
-    def mark(self, op: int, eqn: Any, prefix: str, env: dict[Any, Any]) -> None:
+    def pin_operands(self, op: int, eqn: Any, prefix: str, env: dict[Any, Any]) -> None:
         """Pin the operands that reach this operator marked; the backward pass is not what the user meant."""
         if compat.is_backward(prefix, eqn):
             return
         for k, v in enumerate(eqn.invars):
-            if not compat.is_literal(v) and isinstance(env[v], _Marked):
+            if not compat.is_literal(v) and isinstance(env[v], _PinnedAtom):
                 self.pins.append((op, "operand", k, env[v].pin))
 
     def bind(self, variables: Sequence[Any], consts: Sequence[Any], env: dict[Any, Atom]) -> None:
@@ -181,10 +181,10 @@ class Builder:
     def walk(self, jaxpr: Any, env: dict[Any, Any], repeat: float, prefix: str) -> list[int | Call]:
         steps: list[int | Call] = []
         for k, eqn in enumerate(jaxpr.eqns):
-            moved = self.moved.get((*self.path, k)) if self.moved else None
+            moved = self.hoisted.get((*self.path, k)) if self.hoisted else None
             if moved:
-                env.update(zip(eqn.outvars, self.seen(*moved), strict=True))
-            elif eqn.primitive.name in INNER_PROGRAMS:
+                env.update(zip(eqn.outvars, self.in_current_body(*moved), strict=True))
+            elif eqn.primitive.name in CALL_PRIMITIVES:
                 self.path.append(k)
                 steps += self.step(eqn, env, repeat, prefix)
                 self.path.pop()
@@ -195,56 +195,56 @@ class Builder:
     def step(self, eqn: Any, env: dict[Any, Any], repeat: float, prefix: str) -> Sequence[int | Call]:
         """The steps that an equation is written as; its results go to `env`."""
         name = eqn.primitive.name
-        if name in INNER_PROGRAMS:  # few are
+        if name in CALL_PRIMITIVES:  # few are
             body, inner = body_of(eqn), compat.name_stack(prefix, eqn)
-            if name in INLINE and hasattr(body, "eqns"):
+            if name in INLINED_CALLS and hasattr(body, "eqns"):
                 return self.inline(eqn, body, env, repeat, inner)
             if name in _ALIAS and hasattr(body, "eqns"):
                 return [self.alias(eqn, body, env, repeat, inner)]
             if name in _LOOPS:
                 return self.loop(eqn, env, repeat, inner)
-        if name == compat.BOUNDARY:
+        if name == compat.ARGUMENT_MARKER:
             raise NestedShardError(
                 f"the sharded function {eqn.params['name']} is called inside the sharded function {self.name}",
                 where=f"{compat.module_path(prefix, eqn)} {compat.source_line(eqn)}".strip(),
                 fix=f"shard only {self.name}, and pin what {eqn.params['name']} fixed with jshard.op",
             )
         if name == marks.PIN_OPERAND:
-            env[eqn.outvars[0]] = _Marked(self.read(eqn.invars[0], env), eqn.params["pin"])
-            self.marked = True
+            env[eqn.outvars[0]] = _PinnedAtom(self.read(eqn.invars[0], env), eqn.params["pin"])
+            self.any_pinned = True
             return ()
         return self.equation(eqn, env, repeat, prefix)
 
     def loop(self, eqn: Any, env: dict[Any, Any], repeat: float, prefix: str) -> Sequence[int | Call]:
         """A loop or branch, unless an equal one was there."""
-        eqn = compat.one_test(eqn) if eqn.primitive.name == "while" else eqn
-        there, key = self.known.look(eqn, self.said(eqn, [self.read(v, env) for v in eqn.invars], env))
+        eqn = compat.with_scalar_predicate(eqn) if eqn.primitive.name == "while" else eqn
+        there, key = self.value_numbering.lookup(eqn, self.value_keys(eqn, [self.read(v, env) for v in eqn.invars], env))
         if there is not None:
             env.update(zip(eqn.outvars, there, strict=True))
             return ()
         steps = _LOOPS[eqn.primitive.name](self, eqn, env, repeat, prefix)
-        self.known.keep(eqn, key, [env[v] for v in eqn.outvars])
+        self.value_numbering.record(eqn, key, [env[v] for v in eqn.outvars])
         return steps
 
     def equation(self, eqn: Any, env: dict[Any, Any], repeat: float, prefix: str) -> Sequence[int | Call]:
         """An equation that has no body: an operator, unless an equal one was there."""
         name = eqn.primitive.name
         # In most programs nothing is marked, and a variable is what it stands for.
-        if self.marked:
+        if self.any_pinned:
             operands = [self.read(v, env) for v in eqn.invars]
         else:
             operands = [env[v] if type(v) is compat.VARIABLE else self.read(v, env) for v in eqn.invars]
-        there, key = self.known.look(eqn, self.said(eqn, operands, env))
+        there, key = self.value_numbering.lookup(eqn, self.value_keys(eqn, operands, env))
         if there is not None:
             env.update(zip(eqn.outvars, there, strict=True))
             return ()
         i = len(self.operators)
-        if self.marked:
-            self.mark(i, eqn, prefix, env)
+        if self.any_pinned:
+            self.pin_operands(i, eqn, prefix, env)
         if name == SHARD_MAP:
             where = f"{compat.module_path(prefix, eqn)} {compat.source_line(eqn)}".strip()
             self.pins += [(i, *pin) for pin in pins_of(eqn, self.name, where)]
-        if name in marks.PIN_RESULT and (pin := marks.PIN_RESULT[name](eqn)) is not None:
+        if name in marks.RESULT_PIN_READERS and (pin := marks.RESULT_PIN_READERS[name](eqn)) is not None:
             # A type that a transposition goes back to is nobody's wish, a constraint is.
             if name != "reshard" or not compat.is_backward(prefix, eqn):
                 self.pins.append((i, "result", 0, pin))
@@ -252,25 +252,25 @@ class Builder:
         results += [self.tensor(v.aval, f"{name}.{i}[{k}]") for k, v in enumerate(eqn.outvars[1:], 1)]
         self.op("eqn", name, operands, results, repeat, eqn=eqn, prefix=prefix)
         steps = [i]
-        if asked := marks.asked_of_results(eqn):
-            results, more = self.as_asked(asked, results, eqn.outvars, eqn, repeat, prefix)
+        if asked := marks.requested_result_shardings(eqn):
+            results, more = self.with_requested_shardings(asked, results, eqn.outvars, eqn, repeat, prefix)
             steps += more
-        self.known.keep(eqn, key, results)
+        self.value_numbering.record(eqn, key, results)
         env.update(zip(eqn.outvars, results, strict=True))
         return steps
 
-    def seen(self, depth: int, atoms: Sequence[Atom]) -> list[Any]:
+    def in_current_body(self, depth: int, atoms: Sequence[Atom]) -> list[Any]:
         """Values from so many loops around as the body that is walked has them; None where it has them not."""
         for frame in self.frames[depth:]:
             atoms = [a if isinstance(a, Literal) or a in self.captured else frame.get(a) for a in atoms]  # type: ignore[misc]
         return list(atoms)
 
-    def said(self, eqn: Any, operands: Sequence[Atom], env: dict[Any, Any]) -> list[Any]:
+    def value_keys(self, eqn: Any, operands: Sequence[Atom], env: dict[Any, Any]) -> list[Any]:
         """The operands of an equation as `Known` compares them: literals by value, others with the user's marks."""
-        if self.marked:
+        if self.any_pinned:
             marks_of = [None if compat.is_literal(v) else env.get(v) for v in eqn.invars]
             operands = [
-                ("marked", a, m.pin) if isinstance(m, _Marked) else a
+                ("marked", a, m.pin) if isinstance(m, _PinnedAtom) else a
                 for a, m in zip(operands, marks_of, strict=True)
             ]  # type: ignore[assignment]
         return [a if type(a) is int else self.literal(a) if isinstance(a, Literal) else a for a in operands]
@@ -279,7 +279,7 @@ class Builder:
         """A literal by what it holds; many are one object."""
         key = id(a.value)
         if key not in self.literals:
-            self.literals[key] = a, written(a.value, a.aval)
+            self.literals[key] = a, literal_value(a.value, a.aval)
         return self.literals[key][1]
 
     def enter(
@@ -292,27 +292,27 @@ class Builder:
         jaxpr, consts = compat.open_jaxpr(body)
         env: dict[Any, Any] = dict(zip(jaxpr.invars, operands, strict=True))
         self.bind(jaxpr.constvars, consts, env)
-        around, self.known = self.known, Known() if apart else self.known
+        around, self.value_numbering = self.value_numbering, ValueNumbering() if apart else self.value_numbering
         steps = self.walk(jaxpr, env, repeat, prefix)
-        self.known = around
-        operands = [a.atom if isinstance(a, _Marked) else a for a in operands]
+        self.value_numbering = around
+        operands = [a.atom if isinstance(a, _PinnedAtom) else a for a in operands]
         inputs = tuple(a for a in operands if not isinstance(a, Literal))
         return Block(inputs, tuple(self.read(v, env) for v in jaxpr.outvars), tuple(steps))
 
     def inline(
         self, eqn: Any, body: Any, env: dict[Any, Atom], repeat: float, prefix: str
     ) -> Sequence[int | Call]:
-        given, before = [self.pass_in(v, env) for v in eqn.invars], []
+        given, before = [self.read_pinned(v, env) for v in eqn.invars], []
         if wanted := eqn.params.get("in_shardings"):
-            given, before = self.as_asked(wanted, given, eqn.invars, eqn, repeat, prefix)
+            given, before = self.with_requested_shardings(wanted, given, eqn.invars, eqn, repeat, prefix)
         block = self.enter(body, given, repeat, prefix, apart=False)
-        results, after = self.as_asked(
-            marks.asked_of_results(eqn), block.outputs, eqn.outvars, eqn, repeat, prefix
+        results, after = self.with_requested_shardings(
+            marks.requested_result_shardings(eqn), block.outputs, eqn.outvars, eqn, repeat, prefix
         )
         env.update(zip(eqn.outvars, results, strict=True))
         return [*before, *block.steps, *after]
 
-    def as_asked(
+    def with_requested_shardings(
         self, asked: Sequence[Any], atoms: Sequence[Any], variables: Sequence[Any], eqn: Any, repeat: float, prefix: str
     ) -> tuple[list[Any], list[int]]:  # fmt: skip
         """Values with the shardings that the user's code asks of them: each through an identity whose result is pinned.
@@ -323,9 +323,9 @@ class Builder:
         if compat.is_backward(prefix, eqn):
             return out, steps
         for k, (sharding, a, v) in enumerate(zip(asked, atoms, variables, strict=False)):
-            if not isinstance(sharding, NamedSharding) or isinstance(a, Literal | _Marked):
+            if not isinstance(sharding, NamedSharding) or isinstance(a, Literal | _PinnedAtom):
                 continue
-            same = compat.identity_equation(marks.out_sharding, v, v, eqn)
+            same = compat.identity_equation(marks.out_sharding_p, v, v, eqn)
             i = len(self.operators)
             made = self.tensor(v.aval, f"{marks.OUT_SHARDING}.{i}")
             steps.append(self.op("eqn", marks.OUT_SHARDING, [a], [made], repeat, eqn=same, prefix=prefix))
@@ -335,20 +335,20 @@ class Builder:
 
     def alias(self, eqn: Any, body: Any, env: dict[Any, Atom], repeat: float, prefix: str) -> Call:
         operands = tuple(self.read(v, env) for v in eqn.invars)
-        block = self.enter(body, [self.pass_in(v, env) for v in eqn.invars], repeat, prefix)
+        block = self.enter(body, [self.read_pinned(v, env) for v in eqn.invars], repeat, prefix)
         if eqn.primitive.name.startswith("custom_"):
-            block = self.own_results(block, eqn, body, repeat, prefix)
+            block = self.unaliased_results(block, eqn, body, repeat, prefix)
         env.update(zip(eqn.outvars, block.outputs, strict=True))
         results = tuple(a for a in block.outputs if not isinstance(a, Literal))
         return Call(_ALIAS[eqn.primitive.name], eqn, operands, results, (block,), {}, prefix)
 
-    def own_results(self, block: Block, eqn: Any, body: Any, repeat: float, prefix: str) -> Block:
+    def unaliased_results(self, block: Block, eqn: Any, body: Any, repeat: float, prefix: str) -> Block:
         """Results that the body only passes on get a tensor of their own: through it the derivative rule acts."""
         taken: set[Any] = {a for a in block.inputs}
         steps, outputs = list(block.steps), []
         for a, v, result in zip(block.outputs, compat.open_jaxpr(body)[0].outvars, eqn.outvars, strict=True):
             if isinstance(a, Literal) or a in taken or a in self.captured:
-                same = compat.identity_equation(marks.own_result, v, result, eqn)
+                same = compat.identity_equation(marks.own_result_p, v, result, eqn)
                 made = [self.tensor(result.aval, f"{marks.OWN_RESULT}.{len(self.operators)}")]
                 name = marks.OWN_RESULT
                 steps.append(self.op("eqn", name, [a], made, repeat, eqn=same, prefix=prefix))
@@ -369,10 +369,10 @@ class Builder:
         )  # fmt: skip
         return i, results
 
-    def close(self, op: int, operand: Atom, kind: str = "") -> None:
+    def set_loop_value(self, op: int, operand: Atom, kind: str = "") -> None:
         """Give a boundary operator its last operand, known only after the body was walked, and maybe another kind."""
         old = self.operators[op]
         self.operators[op] = Operator(
             old.id, kind or old.kind, kind or old.primitive, (*old.operands, operand), old.results, old.repeat,
-            old.operand_repeat, old.eqn, old.prefix, old.name, old.turns,
+            old.operand_repeat, old.eqn, old.prefix, old.name, old.boundary_repeat,
         )  # fmt: skip

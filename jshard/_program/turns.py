@@ -24,7 +24,7 @@ from jshard import _jaxcompat as compat
 _FLIPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "ne": "ne"}
 
 
-def turns_of(eqn: Any, given: Sequence[int | None]) -> int | None:
+def trip_count_of(eqn: Any, given: Sequence[int | None]) -> int | None:
     """Turns of a `while` equation; None when they are not written in the program.
 
     `given` are its operands where they are whole numbers, None for the others.
@@ -43,7 +43,7 @@ def turns_of(eqn: Any, given: Sequence[int | None]) -> int | None:
     if counter not in carries:
         return None
     k = carries.index(counter)
-    step, last = _step(body, n_body, k), number(limit)
+    step, last = _step(body, n_body, k), literal_int(limit)
     if last is None and not compat.is_literal(limit):
         last = outer.get(limit)
         if limit in carries and _kept(body, n_body, carries.index(limit)):
@@ -53,12 +53,12 @@ def turns_of(eqn: Any, given: Sequence[int | None]) -> int | None:
     return _count(start[k], step, last, way)
 
 
-def number(v: Any) -> int | None:
+def literal_int(v: Any) -> int | None:
     """The value of a variable of a jaxpr that is a literal whole number."""
-    return whole(v.val) if compat.is_literal(v) else None
+    return as_int(v.val) if compat.is_literal(v) else None
 
 
-def whole(value: Any) -> int | None:
+def as_int(value: Any) -> int | None:
     """A value as a whole number; None if it is none."""
     integer = not np.ndim(value) and np.issubdtype(np.asarray(value).dtype, np.integer)
     return int(value) if integer else None
@@ -77,9 +77,9 @@ def _step(body: Any, consts: int, k: int) -> int | None:
     a, b = e.invars
     carried = body.invars[consts + k]
     if a is carried:
-        by = number(b)
+        by = literal_int(b)
         return by if by is None or e.primitive.name == "add" else -by
-    return number(a) if b is carried and e.primitive.name == "add" else None
+    return literal_int(a) if b is carried and e.primitive.name == "add" else None
 
 
 def _kept(body: Any, consts: int, k: int) -> bool:

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """The garbage collector rests inside; as a decorator, while the function runs."""
     was = gc.isenabled()
     gc.disable()

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from jshard._plan.rows import OperatorRow, TensorRow
 from jshard._report.fold import fold_paths, pattern
-from jshard._report.ir import strategy
+from jshard._report.ir import format_strategy
 from jshard._report.summary import step_seconds, traffic
-from jshard._report.units import count, seconds, size
+from jshard._report.units import format_count, format_seconds, format_bytes
 
 
 if TYPE_CHECKING:
@@ -30,27 +30,27 @@ class Figure:
     unit: str
 
     def __str__(self) -> str:
-        show = size if self.unit == "B" else seconds
+        show = format_bytes if self.unit == "B" else format_seconds
         change = self.after - self.before
-        if same_number(self.before, self.after):
+        if nearly_equal(self.before, self.after):
             return f"{self.name}: {show(self.before)}, the same"
         more = f"{'+' if change > 0 else '-'}{show(abs(change))}"
-        relative = f", {relation(self.before, self.after)}" if self.before else ""
+        relative = f", {relative_change(self.before, self.after)}" if self.before else ""
         return f"{self.name}: {show(self.before)} -> {show(self.after)} ({more}{relative})"
 
 
-def same_number(a: float, b: float) -> bool:
+def nearly_equal(a: float, b: float) -> bool:
     """Whether two sums of the same numbers differ by rounding at most."""
     return math.isclose(a, b, rel_tol=1e-9)
 
 
-def relation(before: float, after: float) -> str:
+def relative_change(before: float, after: float) -> str:
     """How a number changed, in percent or as a multiple.
 
     >>> relation(2.0, 2.1), relation(2.0, 2.0), relation(2.0, 37.0)
     ('+5%', '', '18.5x')
     """
-    if same_number(before, after) or not before:
+    if nearly_equal(before, after) or not before:
         return ""
     ratio = after / before
     return f"{ratio:.3g}x" if ratio >= 10 else f"{100 * (ratio - 1):+.3g}%"
@@ -68,7 +68,7 @@ class Difference:
     figures: tuple[Figure, ...]
 
     def __bool__(self) -> bool:
-        changed = any(not same_number(f.before, f.after) for f in self.figures)
+        changed = any(not nearly_equal(f.before, f.after) for f in self.figures)
         return changed or bool(self.headings or self.tensors or self.operators or self.traffic)
 
     def __str__(self) -> str:
@@ -76,16 +76,16 @@ class Difference:
             return f"the two plans of {self.name} are the same"
         lines = [f"two plans of {self.name}", *(f"  {h}" for h in self.headings)]
         lines += (f"  {f}" for f in self.figures)
-        lines += _listed("collectives", [_traffic_line(*t) for t in self.traffic])
+        lines += _bulleted("collectives", [_traffic_line(*t) for t in self.traffic])
         keys = [(a.path, (a.shape, a.dtype, a.layout, b.layout, a.pinned, b.pinned)) for a, b in self.tensors]
-        lines += _listed(
+        lines += _bulleted(
             "layouts", [_tensor_line(p, *self.tensors[n[0]], len(n)) for p, n in fold_paths(keys)]
         )
-        lines += _listed("strategies", _operator_lines(self.operators))
+        lines += _bulleted("strategies", _operator_lines(self.operators))
         return "\n".join(line if len(line) <= 100 else line[:98] + ".." for line in lines)
 
 
-def diff(a: Plan, b: Plan) -> Difference:
+def compare_plans(a: Plan, b: Plan) -> Difference:
     """What plan `b` does differently from plan `a`; tensors and operators are matched by their names."""
     headings = [
         f"{title}: {x} -> {y}"
@@ -129,18 +129,18 @@ def diff(a: Plan, b: Plan) -> Difference:
     return Difference(a.name, tuple(headings), tuple(tensors), tuple(operators), tuple(moved), figures)
 
 
-def worse(a: Plan, b: Plan) -> str:
+def regression_text(a: Plan, b: Plan) -> str:
     """In a few words what plan `b` spends more on than `a`, and at which operator most."""
     names = {"communication": "comm.", "redundant compute": "redundant", "peak memory": "peak"}
     said = []
-    for f in diff(a, b).figures:
-        if f.name in names and f.after > f.before and not same_number(f.before, f.after):
-            said.append(f"{names[f.name]} +{(size if f.unit == 'B' else seconds)(f.after - f.before)}")
+    for f in compare_plans(a, b).figures:
+        if f.name in names and f.after > f.before and not nearly_equal(f.before, f.after):
+            said.append(f"{names[f.name]} +{(format_bytes if f.unit == 'B' else format_seconds)(f.after - f.before)}")
     mine, other = (_by_operator(p) for p in (a, b))
     more = {k: v - mine.get(k, 0.0) for k, v in other.items() if v > mine.get(k, 0.0)}
     if more:
         (kind, axes, operator), extra = max(more.items(), key=lambda item: item[1])
-        said.insert(0, f"{kind}[{axes}] +{size(extra)} at {operator}")
+        said.insert(0, f"{kind}[{axes}] +{format_bytes(extra)} at {operator}")
     return ", ".join(said)
 
 
@@ -153,7 +153,7 @@ def _by_operator(p: Plan) -> dict[tuple[str, str, str], float]:
 
 
 def _traffic_line(name: str, n: float, m: float, before: float, after: float) -> str:
-    return f"{name}: {count(n)} -> {count(m)} times, {before:,.0f} -> {after:,.0f} B"
+    return f"{name}: {format_count(n)} -> {format_count(m)} times, {before:,.0f} -> {after:,.0f} B"
 
 
 def _tensor_line(path: str, a: TensorRow, b: TensorRow, times: int) -> str:
@@ -173,14 +173,14 @@ def _operator_lines(pairs: tuple[tuple[OperatorRow, OperatorRow], ...]) -> list[
             where = pattern([r.module for r in same])
         except ValueError:  # modules of different depth
             where = same[0].module
-        cut = f"{strategy(before)} -> {strategy(after)}"
+        cut = f"{format_strategy(before)} -> {format_strategy(after)}"
         if before == after:
             cut = f"{' '.join(map(str, was))} -> {' '.join(map(str, now))}"
         lines.append(f"{name} {where}".rstrip() + f": {cut}")
     return lines
 
 
-def _listed(title: str, lines: list[str]) -> list[str]:
+def _bulleted(title: str, lines: list[str]) -> list[str]:
     if not lines:
         return []
     more = [f"    ... and {len(lines) - MOST} more"] if len(lines) > MOST else []

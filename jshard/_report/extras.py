@@ -12,7 +12,7 @@ from typing import Any
 from jshard._errors import ShardError
 
 
-def needed(module: str, extra: str, where: str) -> Any:
+def require(module: str, extra: str, where: str) -> Any:
     """The module; a `ShardError` that says what to install when it is not there.
 
     >>> needed("no_such_module", "report", "Sweep.plot")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from jshard._plan.plan import Plan
 
 
-Parts = tuple[frozenset[str], ...]
+PathParts = tuple[frozenset[str], ...]
 
 
 def fold_paths(items: Iterable[tuple[str, Hashable]]) -> list[tuple[str, list[int]]]:
@@ -31,39 +31,39 @@ def fold_paths(items: Iterable[tuple[str, Hashable]]) -> list[tuple[str, list[in
 
     Only paths of equal key fold, one differing part at a time, numbers first; the first part stays unless a number.
     """
-    found: dict[tuple[Hashable, Parts], list[int]] = {}
+    found: dict[tuple[Hashable, PathParts], list[int]] = {}
     for n, (path, key) in enumerate(items):
         found.setdefault((key, tuple(frozenset([p]) for p in path.split("."))), []).append(n)
     longest = max((len(parts) for _, parts in found), default=0)
-    for mergeable in (_numbers, _any):
+    for mergeable in (_all_digits, _always):
         for at in range(longest):
-            merged: dict[Any, tuple[Hashable, Parts, list[int]]] = {}
+            merged: dict[Any, tuple[Hashable, PathParts, list[int]]] = {}
             for (key, parts), numbers in found.items():
-                if at >= len(parts) or (at == 0 and not _numbers(parts[0])) or not mergeable(parts[at]):
+                if at >= len(parts) or (at == 0 and not _all_digits(parts[0])) or not mergeable(parts[at]):
                     merged[key, parts] = (key, parts, numbers)
                     continue
-                k = (key, parts[:at], None, parts[at + 1 :], _numbers(parts[at]))
+                k = (key, parts[:at], None, parts[at + 1 :], _all_digits(parts[at]))
                 if k in merged:
                     _, old, ns = merged[k]
                     parts, numbers = (*parts[:at], old[at] | parts[at], *parts[at + 1 :]), ns + numbers
                 merged[k] = (key, parts, numbers)
             found = {(key, parts): sorted(numbers) for key, parts, numbers in merged.values()}
-    folded = [(".".join(map(_part, parts)), numbers) for (_, parts), numbers in found.items()]
+    folded = [(".".join(map(_format_names, parts)), numbers) for (_, parts), numbers in found.items()]
     return sorted(folded, key=lambda f: f[1][0])
 
 
-def _numbers(part: frozenset[str]) -> bool:
+def _all_digits(part: frozenset[str]) -> bool:
     return all(p.isdigit() for p in part)
 
 
-def _any(part: frozenset[str]) -> bool:
+def _always(part: frozenset[str]) -> bool:
     return True
 
 
-def _part(names: frozenset[str]) -> str:
+def _format_names(names: frozenset[str]) -> str:
     if len(names) == 1:
         return next(iter(names))
-    if _numbers(names):
+    if _all_digits(names):
         n = sorted(map(int, names))
         return f"{n[0]}-{n[-1]}" if n[-1] - n[0] + 1 == len(n) else "*"
     some = sorted(names)
@@ -73,10 +73,10 @@ def _part(names: frozenset[str]) -> str:
 def fold_tensors(rows: Sequence[TensorRow]) -> list[tuple[str, list[TensorRow]]]:
     """Arguments or results of equal shape, type, layout and pin, by pattern."""
     keys = [(r.path, (r.shape, r.dtype, r.layout, r.pinned)) for r in rows]
-    return [(pattern, [rows[n] for n in numbers]) for pattern, numbers in fold_paths(keys)]
+    return [(common_pattern, [rows[n] for n in numbers]) for common_pattern, numbers in fold_paths(keys)]
 
 
-def lies_as(plan: Plan) -> tuple[list[tuple[str, str, int, int]], list[TensorRow]]:
+def results_placed_like_arguments(plan: Plan) -> tuple[list[tuple[str, str, int, int]], list[TensorRow]]:
     """Containers among the results that lie as an argument, and the rows of results that remain to be listed.
 
     Each is (result, argument, tensors, how many of them differ in layout); those that differ remain.
@@ -107,7 +107,7 @@ def lies_as(plan: Plan) -> tuple[list[tuple[str, str, int, int]], list[TensorRow
 
 
 @dataclasses.dataclass(frozen=True)
-class Moved:
+class CollectiveGroup:
     """Alike collectives: how often in all, bytes received by a device and seconds, in all; `own` by the user."""
 
     kind: str
@@ -121,7 +121,7 @@ class Moved:
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class OperatorGroup:
     """Alike operators, or (without rows) collectives that belong to none: seconds in all, and what they move.
 
     `label` says for whom the collectives of a group without rows are.
@@ -131,15 +131,15 @@ class Group:
     module: str
     rows: tuple[OperatorRow, ...]
     compute: float
-    moved: tuple[Moved, ...]
+    collectives: tuple[CollectiveGroup, ...]
 
     @property
     def seconds(self) -> float:
         """Compute and communication."""
-        return self.compute + sum(m.seconds for m in self.moved)
+        return self.compute + sum(m.seconds for m in self.collectives)
 
 
-def groups(plan: Plan) -> list[Group]:
+def operator_groups(plan: Plan) -> list[OperatorGroup]:
     """Every operator and every collective of a plan, each in exactly one group, in program order."""
     rows = {c.id: c for c in plan.collectives}
     claimed = {i for r in plan.operators for i in r.collectives}
@@ -147,35 +147,35 @@ def groups(plan: Plan) -> list[Group]:
     for e in events(plan):
         if isinstance(e, OperatorRow):
             moves = tuple((rows[i].kind, rows[i].axes, rows[i].local) for i in e.collectives)
-            key: Any = (e.primitive, generic(e.module), e.source, e.strategy, e.results, e.shapes, moves)
+            key: Any = (e.primitive, strip_numbers(e.module), e.source, e.strategy, e.results, e.shapes, moves)
         elif e.id in claimed:
             continue
         else:
-            key = (generic(e.tensor), generic(e.operator), e.kind, e.axes, e.local)
+            key = (strip_numbers(e.tensor), strip_numbers(e.operator), e.kind, e.axes, e.local)
         found.setdefault(key, []).append(e)
     return [_group(same, rows) for same in found.values()]
 
 
-def _group(same: Sequence[OperatorRow | CollectiveRow], rows: dict[int, CollectiveRow]) -> Group:
+def _group(same: Sequence[OperatorRow | CollectiveRow], rows: dict[int, CollectiveRow]) -> OperatorGroup:
     operators = tuple(r for r in same if isinstance(r, OperatorRow))
     alone = [c for c in same if isinstance(c, CollectiveRow)]
-    moved = alike([rows[i] for r in operators for i in r.collectives] + alone)
+    moved = sum_collectives([rows[i] for r in operators for i in r.collectives] + alone)
     if not operators:
         more = f" and {len(alone) - 1} more" if len(alone) > 1 else ""
         shared = alone[0].operator.startswith("readers of")
         label = f"for readers of {alone[0].tensor}{more}" if shared else f"for {alone[0].operator}{more}"
-        return Group(label, "", (), 0.0, moved)
+        return OperatorGroup(label, "", (), 0.0, moved)
     module = pattern([r.module for r in operators])
-    return Group(operators[0].primitive, module, operators, sum(r.seconds for r in operators), moved)
+    return OperatorGroup(operators[0].primitive, module, operators, sum(r.seconds for r in operators), moved)
 
 
-def alike(same: Iterable[CollectiveRow]) -> tuple[Moved, ...]:
+def sum_collectives(same: Iterable[CollectiveRow]) -> tuple[CollectiveGroup, ...]:
     """Collectives of equal kind, axes and block, summed up."""
     by: dict[Any, list[CollectiveRow]] = {}
     for c in same:
         by.setdefault((c.kind, c.axes, c.local, c.own), []).append(c)
     return tuple(
-        Moved(
+        CollectiveGroup(
             kind, axes, local, sum(c.count for c in cs), sum(c.total for c in cs), sum(c.seconds * c.count for c in cs),
             tuple(c.id for c in cs), own,
         )
@@ -186,7 +186,7 @@ def alike(same: Iterable[CollectiveRow]) -> tuple[Moved, ...]:
 _NUMBER = re.compile(r"\d+")
 
 
-def generic(path: str) -> str:
+def strip_numbers(path: str) -> str:
     """A path with its numbers replaced.
 
     >>> generic("Net/blocks_12/attn"), generic("blocks.3/mlp")
@@ -204,5 +204,5 @@ def pattern(paths: Sequence[str]) -> str:
     numbers = [_NUMBER.findall(p) for p in dict.fromkeys(paths)]
     if len(set(map(len, numbers))) > 1:
         return paths[0]
-    ranges = iter([_part(frozenset(column)) for column in zip(*numbers, strict=True)])
+    ranges = iter([_format_names(frozenset(column)) for column in zip(*numbers, strict=True)])
     return _NUMBER.sub(lambda _: next(ranges), paths[0])

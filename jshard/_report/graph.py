@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING
 
 from jshard._layout import Layout
 from jshard._plan.rows import CollectiveRow, OperatorRow
-from jshard._report.fold import Moved, alike, fold_tensors, groups, pattern
-from jshard._report.order import number as place
-from jshard._report.units import count, seconds, size
+from jshard._report.fold import CollectiveGroup, sum_collectives, fold_tensors, operator_groups, pattern
+from jshard._report.order import program_index as place
+from jshard._report.units import format_count, format_seconds, format_bytes
 
 
 if TYPE_CHECKING:
     from jshard._plan.plan import Plan
 
 
-FEW = 70  # nodes up to which every operator has its own
-LIGHT = 0.005  # share of the compute below which an operator may be passed through
+MAX_UNFOLDED_NODES = 70  # nodes up to which every operator has its own
+MIN_COMPUTE_SHARE = 0.005  # share of the compute below which an operator may be passed through
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Node:
     detail: str
     kind: str  # "operator", "input" or "output"
     layout: Layout
-    times: int
+    count: int
     seconds: float
 
 
@@ -42,21 +42,21 @@ class Edge:
 
     source: int
     target: int
-    moved: tuple[Moved, ...]
+    collectives: tuple[CollectiveGroup, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Graph:
+class OperatorGraph:
     """Nodes in program order, and edges; those to an earlier node go to the next of the alike layers."""
 
     nodes: tuple[Node, ...]
     edges: tuple[Edge, ...]
 
 
-def graph(plan: Plan) -> Graph:
+def operator_graph(plan: Plan) -> OperatorGraph:
     """The folded graph."""
     nodes, member = _nodes(plan)
-    keep = _kept(plan, nodes, member)
+    keep = _shown_nodes(plan, nodes, member)
     maker: dict[str, int] = {r.path: member["input", r.path] for r in plan.inputs}
     every = (*plan.operators, *plan.boundaries)
     for r in every:
@@ -91,12 +91,12 @@ def graph(plan: Plan) -> Graph:
     for r in plan.outputs:
         if r.tensor in maker:
             links.setdefault((maker[r.tensor], member["output", r.path]), {})
-    edges = _contracted(links, keep, len(nodes))
+    edges = _contract_hidden(links, keep, len(nodes))
     order = sorted(keep)
     number = {old: new for new, old in enumerate(order)}
-    return Graph(
+    return OperatorGraph(
         tuple(nodes[i] for i in order),
-        tuple(Edge(number[a], number[b], alike(moved)) for (a, b), moved in edges.items()),
+        tuple(Edge(number[a], number[b], sum_collectives(moved)) for (a, b), moved in edges.items()),
     )
 
 
@@ -109,8 +109,8 @@ def _nodes(plan: Plan) -> tuple[list[Node], dict[tuple[str, str], int]]:
         nodes.append(
             Node(path, f"{same[0].dtype}{list(same[0].shape)}", "input", same[0].layout, len(same), 0.0)
         )
-    alone = len(plan.operators) <= FEW
-    parts = [part for g in groups(plan) if g.rows for part in ([(r,) for r in g.rows] if alone else [g.rows])]
+    alone = len(plan.operators) <= MAX_UNFOLDED_NODES
+    parts = [part for g in operator_groups(plan) if g.rows for part in ([(r,) for r in g.rows] if alone else [g.rows])]
     loops: dict[tuple, list[OperatorRow]] = {}
     for r in plan.boundaries:
         loops.setdefault((r.primitive, r.shapes, r.results, r.name if alone else ""), []).append(r)
@@ -133,12 +133,12 @@ def _nodes(plan: Plan) -> tuple[list[Node], dict[tuple[str, str], int]]:
     return nodes, member
 
 
-def _kept(plan: Plan, nodes: list[Node], member: dict[tuple[str, str], int]) -> set[int]:
+def _shown_nodes(plan: Plan, nodes: list[Node], member: dict[tuple[str, str], int]) -> set[int]:
     """Nodes that are shown: everything when there are few, else what is heavy, communicates, or has a name."""
-    if len(nodes) <= FEW:
+    if len(nodes) <= MAX_UNFOLDED_NODES:
         return set(range(len(nodes)))
     whole = plan.cost.compute or 1.0
-    keep = {i for i, n in enumerate(nodes) if n.kind != "operator" or n.seconds >= LIGHT * whole}
+    keep = {i for i, n in enumerate(nodes) if n.kind != "operator" or n.seconds >= MIN_COMPUTE_SHARE * whole}
     keep |= {member["operator", r.name] for r in plan.operators if r.collectives}
     keep |= {member["operator", r.name] for r in plan.boundaries}
     moved = {c.tensor for c in plan.collectives}
@@ -146,7 +146,7 @@ def _kept(plan: Plan, nodes: list[Node], member: dict[tuple[str, str], int]) -> 
     return keep
 
 
-def _contracted(
+def _contract_hidden(
     links: dict[tuple[int, int], dict[int, CollectiveRow]], keep: set[int], n: int
 ) -> dict[tuple[int, int], list[CollectiveRow]]:
     """Links between kept nodes; a path through nodes that are not kept becomes one link."""
@@ -167,16 +167,16 @@ def _contracted(
     return {key: list(moved.values()) for key, moved in sorted(out.items())}
 
 
-def said(m: Moved) -> str:
+def edge_label(m: CollectiveGroup) -> str:
     """A line for collectives of an edge."""
     return (
-        f"{m.kind}[{'*'.join(m.axes)}] {m.local}: {count(m.count)} x, {size(m.bytes)}, {seconds(m.seconds)}"
+        f"{m.kind}[{'*'.join(m.axes)}] {m.local}: {format_count(m.count)} x, {format_bytes(m.bytes)}, {format_seconds(m.seconds)}"
     )
 
 
-def dot(plan: Plan) -> str:
+def graphviz_dot(plan: Plan) -> str:
     """The folded graph in Graphviz' language."""
-    g = graph(plan)
+    g = operator_graph(plan)
     palette: dict[str, int] = {}
     lines = [
         f"digraph {_quoted(plan.name)} {{",
@@ -184,14 +184,14 @@ def dot(plan: Plan) -> str:
     ]
     for i, n in enumerate(g.nodes):
         hue = palette.setdefault(str(n.layout), len(palette)) * 0.381966 % 1.0
-        times = f" x{n.times}" if n.times > 1 else ""
+        times = f" x{n.count}" if n.count > 1 else ""
         shape = ", shape=ellipse" if n.kind != "operator" else ""
         label = _quoted(f"{n.label}{times}\n{n.layout}")
         lines.append(
             f'  n{i} [label={label}, tooltip={_quoted(n.detail)}, fillcolor="{hue:.3f} 0.25 1.0"{shape}];'
         )
     for e in g.edges:
-        label = f" [label={_quoted(chr(10).join(map(said, e.moved)))}, color=red]" if e.moved else ""
+        label = f" [label={_quoted(chr(10).join(map(edge_label, e.collectives)))}, color=red]" if e.collectives else ""
         lines.append(f"  n{e.source} -> n{e.target}{label};")
     return "\n".join([*lines, "}"]) + "\n"
 

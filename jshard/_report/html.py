@@ -13,24 +13,24 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from jshard._report.drawing import graph_svg, hue, memory_svg
-from jshard._report.fold import Group, fold_tensors, groups
-from jshard._report.summary import at_least, figures, goal, proof, step_seconds, traffic
-from jshard._report.text import Section, head, place, sections
-from jshard._report.tree import Branch, tree
-from jshard._report.units import count, seconds, share, size
+from jshard._report.fold import OperatorGroup, fold_tensors, operator_groups
+from jshard._report.summary import at_least_prefix, formatted_totals, objective_text, optimality_text, step_seconds, traffic
+from jshard._report.text import Section, header_lines, group_location, sections
+from jshard._report.tree import Branch, module_tree
+from jshard._report.units import format_count, format_seconds, format_percent, format_bytes
 
 
 if TYPE_CHECKING:
     from jshard._plan.plan import Plan
 
 
-MOST = 120  # rows of one table
-LIGHT = 0.01  # share of the step under which modules that move nothing are folded together
-NAMES = {
+MAX_ROWS = 120  # rows of one table
+MIN_MODULE_SHARE = 0.01  # share of the step under which modules that move nothing are folded together
+FIGURE_NAMES = {
     "step": "predicted step", "compute": "compute", "redundant": "of it redundant", "communication": "communication",
     "moved": "received by a device", "peak": "peak memory", "budget": "memory budget",
 }  # fmt: skip
-TIMES = (
+LOWER_BOUND_FIGURES = (
     "step",
     "compute",
     "redundant",
@@ -39,49 +39,49 @@ TIMES = (
 )  # of these a loop of unknown turns makes least values
 
 
-def page(plan: Plan) -> str:
+def html_page(plan: Plan) -> str:
     """A whole HTML document."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>plan of {escape(plan.name)}</title></head><body>{fragment(plan)}</body></html>\n"
+        f"<title>plan of {escape(plan.name)}</title></head><body>{html_fragment(plan)}</body></html>\n"
     )
 
 
-def fragment(plan: Plan) -> str:
+def html_fragment(plan: Plan) -> str:
     """The report as a piece of HTML with its own style and script."""
     files = importlib.resources.files("jshard._report")
     style, script = (files.joinpath(n).read_text(encoding="utf-8") for n in ("page.css", "page.js"))
     svg, layouts = graph_svg(plan)
-    data = json.dumps(_data(plan), separators=(",", ":")).replace("</", "<\\/")
-    by_title = {s.title: s for s in sections(plan, MOST)}
+    data = json.dumps(_script_data(plan), separators=(",", ":")).replace("</", "<\\/")
+    by_title = {s.title: s for s in sections(plan, MAX_ROWS)}
     tables = [_table(s) for t, s in by_title.items() if not t.startswith("per device")]
     parts = [
         f'<div class="jshard"><style>{style}</style>',
         _summary(plan),
-        _fold(
-            "Modules", f'<div class="tree">{_tree(tree(plan), step_seconds(plan) or 1.0, True)}</div>', True
+        _details(
+            "Modules", f'<div class="tree">{_tree(module_tree(plan), step_seconds(plan) or 1.0, True)}</div>', True
         ),
-        _fold(
+        _details(
             "Operators and collectives",
             _legend(plan, layouts) + f'<div class="stage">{svg}<pre class="hover"></pre></div>',
             True,
         ),
-        _fold("Which device holds what", '<div class="devices"></div>', True),
-        _fold("Traffic", _traffic(plan), True),
-        _fold("Memory over the program", _memory(plan), True),
-        _fold("Tables", "".join(tables), False),
+        _details("Which device holds what", '<div class="devices"></div>', True),
+        _details("Traffic", _traffic(plan), True),
+        _details("Memory over the program", _memory(plan), True),
+        _details("Tables", "".join(tables), False),
         f'<script type="application/json" class="data">{data}</script><script>{script}</script></div>',
     ]
     return "".join(parts)
 
 
-def _fold(title: str, body: str, open_: bool) -> str:
+def _details(title: str, body: str, open_: bool) -> str:
     return f"<details{' open' if open_ else ''}><summary>{escape(title)}</summary>{body}</details>"
 
 
 def _summary(plan: Plan) -> str:
-    values = {**figures(plan), "moved": size(sum(c.total for c in plan.collectives))}
+    values = {**formatted_totals(plan), "moved": format_bytes(sum(c.total for c in plan.collectives))}
     raw = {
         "step": step_seconds(plan), "compute": plan.cost.compute, "redundant": plan.cost.redundant,
         "communication": plan.cost.communication, "moved": sum(c.total for c in plan.collectives),
@@ -89,13 +89,13 @@ def _summary(plan: Plan) -> str:
     }  # fmt: skip
     cards = "".join(
         f'<div class="card"><b data-figure="{k}" data-value="{raw[k]!r}">'
-        f"{escape((k in TIMES) * at_least(plan) + values[k])}</b>"
-        f"<span>{escape(NAMES[k])}</span></div>"
-        for k in NAMES
+        f"{escape((k in LOWER_BOUND_FIGURES) * at_least_prefix(plan) + values[k])}</b>"
+        f"<span>{escape(FIGURE_NAMES[k])}</span></div>"
+        for k in FIGURE_NAMES
         if k != "budget" or raw[k] is not None
     )
     # The head's further lines, whatever they say: what print(plan) proves stands here too.
-    unknown = "".join(f"<p>{escape(line.strip())}</p>" for line in head(plan)[2:])
+    unknown = "".join(f"<p>{escape(line.strip())}</p>" for line in header_lines(plan)[2:])
     if plan.unknown:
         unknown += f'<p class="warn">replicated for want of a rule: {escape(", ".join(plan.unknown))}</p>'
     if plan.verification is not None:
@@ -104,8 +104,8 @@ def _summary(plan: Plan) -> str:
     state = "proved" if plan.cost.optimal and plan.search != "propagation" else "open"
     return (
         f"<h1>plan of {escape(plan.name)}</h1><p>on {escape(str(plan.mesh))} ({plan.mesh.total} x {escape(plan.chip)}), "
-        f"level {plan.level}: least {goal(plan)}; {len(plan.operators)} operators, search {escape(plan.search)}</p>"
-        f'<p class="proof {state}">{escape(proof(plan))}</p><div class="cards">{cards}</div>{unknown}'
+        f"level {plan.level}: least {objective_text(plan)}; {len(plan.operators)} operators, search {escape(plan.search)}</p>"
+        f'<p class="proof {state}">{escape(optimality_text(plan))}</p><div class="cards">{cards}</div>{unknown}'
     )
 
 
@@ -116,40 +116,40 @@ def _tree(b: Branch, whole: float, top: bool = False) -> str:
     )
     total = b.compute + b.communication
     head = (
-        f"<summary><code>{escape(b.name)}</code>{bars}<em>{share(total / whole)}</em> "
-        f"<small>{seconds(b.compute)} compute, {seconds(b.communication)} comm., "
+        f"<summary><code>{escape(b.name)}</code>{bars}<em>{format_percent(total / whole)}</em> "
+        f"<small>{format_seconds(b.compute)} compute, {format_seconds(b.communication)} comm., "
         f"{b.operators} operators</small></summary>"
     )
-    worth = [g for g in b.groups if g.moved or g.seconds >= 0.001 * whole]
+    worth = [g for g in b.groups if g.collectives or g.seconds >= 0.001 * whole]
     rest = len(b.groups) - len(worth)
     rows = "".join(_group(g, whole) for g in worth)
     rows += f'<div class="op"><small>and {rest} kinds of light operators</small></div>' if rest else ""
-    light = [c for c in b.branches if not c.communication and c.compute < LIGHT * whole]
+    light = [c for c in b.branches if not c.communication and c.compute < MIN_MODULE_SHARE * whole]
     light = light if len(light) > 2 else []
     inner = "".join(_tree(c, whole) for c in b.branches if c not in light)
     if light:
         rest = sum(c.compute for c in light)
         inner += (
-            f"<details><summary><code>{len(light)} light ones</code><small>{seconds(rest)} compute, no comm., "
+            f"<details><summary><code>{len(light)} light ones</code><small>{format_seconds(rest)} compute, no comm., "
             f"{sum(c.operators for c in light)} operators</small></summary>"
             f"{''.join(_tree(c, whole) for c in light)}</details>"
         )
     return f"<details{' open' if top else ''}>{head}{inner}{rows}</details>"
 
 
-def _group(g: Group, whole: float) -> str:
+def _group(g: OperatorGroup, whole: float) -> str:
     times = f" x{len(g.rows)}" if len(g.rows) > 1 else ""
     cuts = "".join(str(s).replace(" ", "") for s in g.rows[0].strategy if s) if g.rows else ""
     layouts = " ".join(dict.fromkeys(map(str, g.rows[0].results))) if g.rows else ""
     arrow = " &rarr; " if cuts or layouts else ""
     moved = "".join(
         f'<span class="coll" data-kinds="{m.kind}">{m.kind}[{escape("*".join(m.axes))}] {escape(m.local)}, '
-        f"{count(m.count)} x, {size(m.bytes)}, {seconds(m.seconds)}</span>"
-        for m in g.moved
+        f"{format_count(m.count)} x, {format_bytes(m.bytes)}, {format_seconds(m.seconds)}</span>"
+        for m in g.collectives
     )
     return (
-        f'<div class="op"><code>{escape(g.label + times)}</code> <em>{share(g.seconds / whole)}</em> '
-        f"<small>{escape(place(g))}</small> <code>{escape(cuts)}{arrow}{escape(layouts)}</code>{moved}</div>"
+        f'<div class="op"><code>{escape(g.label + times)}</code> <em>{format_percent(g.seconds / whole)}</em> '
+        f"<small>{escape(group_location(g))}</small> <code>{escape(cuts)}{arrow}{escape(layouts)}</code>{moved}</div>"
     )
 
 
@@ -178,9 +178,9 @@ def _traffic(plan: Plan) -> str:
     most = max(t.seconds for t in rows) or 1.0
     body = "".join(
         f'<tr class="coll" data-kinds="{t.kind}"><td>{t.kind}</td><td>{escape(t.axes)}</td>'
-        f'<td class="r">{"at least " * t.open}{count(t.count)}</td>'
-        f'<td class="r" data-bytes="{t.bytes!r}">{"at least " * t.open}{t.bytes:,.0f} B</td>'
-        f'<td class="r">{"at least " * t.open}{seconds(t.seconds)}</td><td class="wide"><span class="bar">'
+        f'<td class="r">{"at least " * t.is_lower_bound}{format_count(t.count)}</td>'
+        f'<td class="r" data-bytes="{t.bytes!r}">{"at least " * t.is_lower_bound}{t.bytes:,.0f} B</td>'
+        f'<td class="r">{"at least " * t.is_lower_bound}{format_seconds(t.seconds)}</td><td class="wide"><span class="bar">'
         f'<i class="communication" style="width:{100 * t.seconds / most:.1f}%"></i></span></td></tr>'
         for t in rows
     )
@@ -190,12 +190,12 @@ def _traffic(plan: Plan) -> str:
 
 def _memory(plan: Plan) -> str:
     held = "".join(
-        f'<tr><td>{escape(name)}</td><td class="r">{size(b)}</td><td class="wide"><span class="bar">'
+        f'<tr><td>{escape(name)}</td><td class="r">{format_bytes(b)}</td><td class="wide"><span class="bar">'
         f'<i class="compute" style="width:{100 * b / (plan.cost.peak_bytes or 1.0):.1f}%"></i></span></td></tr>'
         for name, b in plan.memory.held
     )
     return (
-        f"{memory_svg(plan)}<p>peak {figures(plan)['peak']} a device, in program order; at the peak:</p>"
+        f"{memory_svg(plan)}<p>peak {formatted_totals(plan)['peak']} a device, in program order; at the peak:</p>"
         f"<table><tbody>{held}</tbody></table>"
     )
 
@@ -203,7 +203,7 @@ def _memory(plan: Plan) -> str:
 def _table(s: Section) -> str:
     head = "".join(f"<th>{escape(c)}</th>" for c in s.columns)
     rows = "".join(f"<tr>{''.join(_cells(row, s.widths))}</tr>" for row in s.rows)
-    more = f"<p>... and {escape(s.more)}</p>" if s.more else ""
+    more = f"<p>... and {escape(s.omitted)}</p>" if s.omitted else ""
     return (
         f"<h2>{escape(s.title)}</h2><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>{more}"
     )
@@ -216,14 +216,14 @@ def _cells(row: tuple[str, ...], widths: tuple[int, ...]) -> Iterable[str]:
         yield f"<td{right}>{indent}{escape(cell.strip())}</td>"
 
 
-def _data(plan: Plan) -> dict:
+def _script_data(plan: Plan) -> dict:
     """What the script draws devices from: the mesh, and every tensor's shape and cut, alike ones once."""
     tensors = []
     for title, rows in (("argument", plan.inputs), ("result", plan.outputs)):
         for path, same in fold_tensors(rows):
             r = same[0]
             tensors.append([f"{title} {path}", r.dtype, r.shape, r.layout.dims, r.layout.partial])
-    for g in groups(plan)[:400]:
+    for g in operator_groups(plan)[:400]:
         for r in g.rows[:1]:
             for k, lay in enumerate(r.results):
                 name = r.writes[k] if k < len(r.writes) else r.name

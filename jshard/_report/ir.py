@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING
 from jshard._errors import ShardError
 from jshard._plan.rows import CollectiveRow, LocalRow, OperatorRow
 from jshard._report.order import events
-from jshard._report.summary import OWN
-from jshard._report.units import count
+from jshard._report.summary import USER_OWN
+from jshard._report.units import format_count
 
 
 if TYPE_CHECKING:
     from jshard._plan.plan import Plan
 
 
-SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c", "bool": "bool"}
+DTYPE_PREFIXES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c", "bool": "bool"}
 
 
-def ir(plan: Plan, local: bool = False) -> str:
+def ir_listing(plan: Plan, local: bool = False) -> str:
     """The plan as text, one line for each operator.
 
     With `local`, shapes are those of one device, every step of a move has a line of its own, and so have the ends of
@@ -34,10 +34,10 @@ def ir(plan: Plan, local: bool = False) -> str:
     lines = [f"# {plan.name} on {plan.mesh}, level {plan.level}" + (", one device's blocks" if local else "")]
     for r in plan.inputs:
         shape = r.layout.local_shape(r.shape, plan.mesh) if local else r.shape
-        lines.append(f"%{r.path} : {typed(r.dtype, shape)} {r.layout}" + ("  # pinned" if r.pinned else ""))
+        lines.append(f"%{r.path} : {format_type(r.dtype, shape)} {r.layout}" + ("  # pinned" if r.pinned else ""))
     lines += _local(plan) if local else _global(plan)
     if not local:
-        lines += (f"return {r.path} : {typed(r.dtype, r.shape)} {r.layout}" for r in plan.outputs)
+        lines += (f"return {r.path} : {format_type(r.dtype, r.shape)} {r.layout}" for r in plan.outputs)
     return "\n".join(lines)
 
 
@@ -63,25 +63,25 @@ def _local(plan: Plan) -> Iterator[str]:
     for r in plan.local:
         indent = "  " * r.depth
         if r.kind == "operator" or r.operator in rows and rows[r.operator].primitive == r.kind:
-            yield indent + _one_of(rows[r.operator], r)
+            yield indent + _local_operator(rows[r.operator], r)
             if r.kind == "operator":
                 yield from (f"{indent}  {_user_own(c)}" for c in own.get(r.operator, ()))
         elif r.kind == "return":
             for out, value, shape in zip(plan.outputs, r.reads, r.shapes, strict=True):
-                yield f"return {out.path} = {_value(value)} : {typed(out.dtype, shape)} {out.layout}"
+                yield f"return {out.path} = {_value(value)} : {format_type(out.dtype, shape)} {out.layout}"
         elif r.kind in ("begin", "end", "branch on"):
-            yield indent + _frame(r)
+            yield indent + _body_frame(r)
         else:
-            yield f"{indent}  {_step(r)}"
+            yield f"{indent}  {_reshard_step(r)}"
 
 
 def _user_own(c: CollectiveRow) -> str:
     """A collective in the user's own `shard_map`."""
-    times = f" x{count(c.count)}" if c.count != 1 else ""
-    return f"# {c.kind}[{'*'.join(c.axes)}] of {c.local}{times}, {OWN}, in {c.operator}"
+    times = f" x{format_count(c.count)}" if c.count != 1 else ""
+    return f"# {c.kind}[{'*'.join(c.axes)}] of {c.local}{times}, {USER_OWN}, in {c.operator}"
 
 
-def _one_of(row: OperatorRow, r: LocalRow) -> str:
+def _local_operator(row: OperatorRow, r: LocalRow) -> str:
     """An operator, or one side of a loop's boundary: strategies of the operands that this line has."""
     first = 0 if r.kind == "operator" or r.reads[:1] == row.reads[:1] else len(row.reads) - len(r.reads)
     some = row.strategy if r.kind == "operator" else row.strategy[max(0, first) :][: len(r.reads)]
@@ -90,24 +90,24 @@ def _one_of(row: OperatorRow, r: LocalRow) -> str:
     return _line(shown, r.reads, r.shapes, r.result_shapes)
 
 
-def _step(r: LocalRow) -> str:
+def _reshard_step(r: LocalRow) -> str:
     """One step of a move."""
     axes = f"[{'*'.join(r.axes)}]" if r.id >= 0 else ""
-    times = f" x{count(r.count)}" if r.count != 1 else ""
+    times = f" x{format_count(r.count)}" if r.count != 1 else ""
     reader = f"  # for {r.operator}" if r.operator else ""
     return (
         f"%{r.writes[0]} = {r.kind}{axes}(%{r.reads[0]}){times} : "
-        f"{typed(r.dtypes[0], r.shapes[0])} -> {typed(r.result_dtypes[0], r.result_shapes[0])}{reader}"
+        f"{format_type(r.dtypes[0], r.shapes[0])} -> {format_type(r.result_dtypes[0], r.result_shapes[0])}{reader}"
     )
 
 
-def _frame(r: LocalRow) -> str:
+def _body_frame(r: LocalRow) -> str:
     """Where a body begins or ends, and the value that picks a branch."""
     values = ", ".join(
-        f"{_value(v)} : {typed(d, s)}" for v, d, s in zip(r.reads, r.dtypes, r.shapes, strict=True)
+        f"{_value(v)} : {format_type(d, s)}" for v, d, s in zip(r.reads, r.dtypes, r.shapes, strict=True)
     )
     if r.kind == "begin":
-        times = " of turns that nobody knows" if r.turn else f" x{count(r.count)}" if r.count != 1 else ""
+        times = " of turns that nobody knows" if r.turn else f" x{format_count(r.count)}" if r.count != 1 else ""
         return f"{r.operator}{times} {{"
     return f"branch on {values}" if r.kind == "branch on" else f"}} gives {values}".rstrip()
 
@@ -119,22 +119,22 @@ def _value(name: str) -> str:
 def _line(r: OperatorRow, reads: Sequence[str], ins: Sequence, outs: Sequence) -> str:
     operands = ", ".join(f"%{n}" if n else "const" for n in reads)
     results = ", ".join(f"%{n}" for n in r.writes) or f"%{r.name}"
-    where = " ".join(p for p in (r.module, short(r.source)) if p)
-    times = f" x{count(r.repeat)}" if r.repeat != 1 else ""
-    given = ", ".join(map(typed, r.operand_dtypes, ins))
-    made = ", ".join(map(typed, r.result_dtypes, outs))
-    text = f"{results} = {r.primitive}({operands}){times} {{in_strategy: {strategy(r.strategy)}}} : ({given}) -> "
+    where = " ".join(p for p in (r.module, short_source(r.source)) if p)
+    times = f" x{format_count(r.repeat)}" if r.repeat != 1 else ""
+    given = ", ".join(map(format_type, r.operand_dtypes, ins))
+    made = ", ".join(map(format_type, r.result_dtypes, outs))
+    text = f"{results} = {r.primitive}({operands}){times} {{in_strategy: {format_strategy(r.strategy)}}} : ({given}) -> "
     text += made if len(outs) == 1 else f"({made})"
     return text + (f"  # {where}" if where else "") + (f"  # {r.note}" if r.note else "")
 
 
-def strategy(cuts: Sequence[Sequence[int]]) -> str:
+def format_strategy(cuts: Sequence[Sequence[int]]) -> str:
     """Pieces per dimension of each operand, `((2, 1), (1, 4))`, as MindSpore writes it."""
     each = ("(" + ", ".join(map(str, s)) + ("," if len(s) == 1 else "") + ")" for s in cuts)
     return "(" + ", ".join(each) + ("," if len(cuts) == 1 else "") + ")"
 
 
-def short(source: str) -> str:
+def short_source(source: str) -> str:
     """File and line without folders, column and function.
 
     >>> short("/home/me/net.py:12:4 (Net.__call__)"), short("")
@@ -144,12 +144,12 @@ def short(source: str) -> str:
     return ":".join(place[:2])
 
 
-def typed(dtype: str, shape: Sequence[int]) -> str:
+def format_type(dtype: str, shape: Sequence[int]) -> str:
     """Type and shape in short.
 
     >>> typed("float32", (8, 10)), typed("bool", ()), typed("key<fry>", (2,))
     ('f32[8,10]', 'bool[]', 'key<fry>[2]')
     """
     stem = dtype.rstrip("0123456789")
-    short = SHORT[stem] + dtype[len(stem) :] if stem in SHORT else dtype
+    short = DTYPE_PREFIXES[stem] + dtype[len(stem) :] if stem in DTYPE_PREFIXES else dtype
     return f"{short}[{','.join(map(str, shape))}]"

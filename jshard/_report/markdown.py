@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jshard._report.text import Section, head, notes, sections
+from jshard._report.text import Section, header_lines, footer_lines, sections
 
 
 if TYPE_CHECKING:
     from jshard._plan.plan import Plan
 
 
-def markdown(plan: Plan) -> str:
+def markdown_report(plan: Plan) -> str:
     """The whole report; headings are of the second level, so that it can stand in a page."""
-    title, *proofs = head(plan)
+    title, *proofs = header_lines(plan)
     parts = [f"## {title}", *(line.strip() for line in proofs)]
     parts += [_table(s) for s in sections(plan)]
-    parts.append("\n".join(f"- {line.strip()}" for line in notes(plan, width=0)))
+    parts.append("\n".join(f"- {line.strip()}" for line in footer_lines(plan, width=0)))
     return "\n\n".join(parts) + "\n"
 
 
@@ -24,8 +24,8 @@ def _table(s: Section) -> str:
     right = ("---:" if w < 0 else "---" for w in s.widths)
     lines = [f"### {s.title}", "", _row(s.columns), f"|{'|'.join(right)}|"]
     lines += map(_row, s.rows)
-    if s.more:
-        lines += ["", f"... and {s.more}"]
+    if s.omitted:
+        lines += ["", f"... and {s.omitted}"]
     return "\n".join(lines)
 
 

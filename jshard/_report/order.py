@@ -32,7 +32,7 @@ def events(plan: Plan, boundaries: bool = False) -> Iterator[OperatorRow | Colle
     first = after.get("", [])
     yield from (c for c in first if c.tensor not in at_edges)
     for r in plan.operators:
-        while edges and number(edges[0]) < number(r):
+        while edges and program_index(edges[0]) < program_index(r):
             yield edges[0]
             yield from (c for c in first if c.tensor in edges[0].writes)
             edges.pop(0)
@@ -48,7 +48,7 @@ def events(plan: Plan, boundaries: bool = False) -> Iterator[OperatorRow | Colle
     yield from (c for c in plan.collectives if c.id not in claimed and c.operator in results)
 
 
-def number(r: OperatorRow) -> int:
+def program_index(r: OperatorRow) -> int:
     """The place of an operator in the program, which its name ends in."""
     tail = r.name.rsplit(".", 1)[-1]
     return int(tail) if tail.isdigit() else -1

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def rows(count: int, edges: Sequence[tuple[int, int]], sources: frozenset[int] = frozenset()) -> list[int]:
+def assign_rows(count: int, edges: Sequence[tuple[int, int]], sources: frozenset[int] = frozenset()) -> list[int]:
     """Row of each of `count` nodes, which are numbered in program order.
 
     >>> rows(4, [(0, 1), (1, 2), (2, 1), (3, 2)], sources=frozenset([3]))
@@ -26,7 +26,7 @@ def rows(count: int, edges: Sequence[tuple[int, int]], sources: frozenset[int] =
     return [r - lowest for r in row]
 
 
-def columns(
+def assign_columns(
     row: Sequence[int], edges: Sequence[tuple[int, int]], step: float, sweeps: int = 12
 ) -> list[float]:
     """Horizontal place of each node, at least `step` apart within a row, none below zero.

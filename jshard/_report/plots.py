@@ -6,23 +6,23 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from jshard._report.extras import needed
-from jshard._report.points import Point, columns
-from jshard._report.summary import moved_bytes, step_seconds
-from jshard._report.units import seconds
+from jshard._report.extras import require
+from jshard._report.points import PlanPoint, setting_columns
+from jshard._report.summary import received_bytes, step_seconds
+from jshard._report.units import format_seconds
 
 
 SCALES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 SIZES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
 
-def bars(title: str, points: Sequence[Point], where: str) -> Any:
+def bars(title: str, points: Sequence[PlanPoint], where: str) -> Any:
     """A figure of three panels, a bar for every plan: step (compute and communication), bytes moved, peak memory."""
     figure = _figure(where, (11.0, max(2.2, 0.36 * len(points) + 1.2)))
     axes = figure.subplots(1, 3, sharey=True)
-    names, at = labels(points), range(len(points))
+    names, at = point_labels(points), range(len(points))
     plans = [p.plan for p in points]
-    unit, word = _unit([step_seconds(p) for p in plans if p], SCALES)
+    unit, word = _pick_unit([step_seconds(p) for p in plans if p], SCALES)
     compute = [p.cost.compute / unit if p else 0 for p in plans]
     axes[0].barh(at, compute, color="#3b76c4", label="compute")
     axes[0].barh(
@@ -32,10 +32,10 @@ def bars(title: str, points: Sequence[Point], where: str) -> Any:
     axes[0].set_xlabel(f"step, {word}")
     axes[0].legend(fontsize=8)
     for panel, value, what, colour in (
-        (axes[1], moved_bytes, "moved by a device", "#d1622b"),
+        (axes[1], received_bytes, "moved by a device", "#d1622b"),
         (axes[2], lambda p: p.cost.peak_bytes, "peak of a device", "#c4863b"),
     ):
-        unit, word = _unit([value(p) for p in plans if p], SIZES)
+        unit, word = _pick_unit([value(p) for p in plans if p], SIZES)
         panel.barh(at, [value(p) / unit if p else 0 for p in plans], color=colour)
         panel.set_xlabel(f"{what}, {word}")
     for k, p in enumerate(points):
@@ -52,8 +52,8 @@ def frontier(title: str, curves: Sequence[tuple[str, Sequence[tuple[float, float
     figure = _figure(where, (6.4, 4.2))
     axes = figure.subplots()
     every = [p for _, points in curves for p in points]
-    unit, word = _unit([s for s, _ in every], SCALES)
-    bytes_, size_word = _unit([b for _, b in every], SIZES)
+    unit, word = _pick_unit([s for s, _ in every], SCALES)
+    bytes_, size_word = _pick_unit([b for _, b in every], SIZES)
     for name, points in curves:
         x, y = [s / unit for s, _ in points], [b / bytes_ for _, b in points]
         axes.step(x, y, where="post", marker="o", markersize=4, linewidth=1.2, label=name)
@@ -66,20 +66,20 @@ def frontier(title: str, curves: Sequence[tuple[str, Sequence[tuple[float, float
     return figure
 
 
-def labels(points: Sequence[Point]) -> list[str]:
+def point_labels(points: Sequence[PlanPoint]) -> list[str]:
     """What tells a point from the others."""
-    names = columns(points)
+    names = setting_columns(points)
     short = {"mesh": "", "chip": "", "search": ""}
     return [
         ", ".join(f"{short.get(n, n + ' ')}{p.setting(n)}" for n in names if p.setting(n) is not None)
-        or (seconds(step_seconds(p.plan)) if p.plan else "")
+        or (format_seconds(step_seconds(p.plan)) if p.plan else "")
         for p in points
     ]  # fmt: skip
 
 
 def _figure(where: str, size: tuple[float, float]) -> Any:
     # Not pyplot: a figure of one's own needs no display, no backend and no global state.
-    figure = needed("matplotlib.figure", "report", where).Figure
+    figure = require("matplotlib.figure", "report", where).Figure
 
     class Picture(figure):
         """A figure that a notebook shows, whatever backend is set."""
@@ -92,6 +92,6 @@ def _figure(where: str, size: tuple[float, float]) -> Any:
     return Picture(figsize=size, layout="constrained")
 
 
-def _unit(values: Sequence[float], scales: Sequence[tuple[float, str]]) -> tuple[float, str]:
+def _pick_unit(values: Sequence[float], scales: Sequence[tuple[float, str]]) -> tuple[float, str]:
     most = max(values, default=0.0)
     return next((s for s in scales if most >= s[0]), scales[-1])

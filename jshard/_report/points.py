@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from jshard._report.extras import needed
-from jshard._report.summary import moved_bytes, step_seconds
-from jshard._report.units import seconds, size
+from jshard._report.extras import require
+from jshard._report.summary import received_bytes, step_seconds
+from jshard._report.units import format_seconds, format_bytes
 
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ WIDTH = 100
 
 
 @dataclasses.dataclass(frozen=True)
-class Point:
+class PlanPoint:
     """One plan, or why there is none: `settings` are the names and values that led to it."""
 
     settings: tuple[tuple[str, Any], ...]
@@ -44,7 +44,7 @@ class Point:
             "compute_s": None if p is None else p.cost.compute,
             "redundant_s": None if p is None else p.cost.redundant,
             "communication_s": None if p is None else p.cost.communication,
-            "moved_bytes": None if p is None else moved_bytes(p),
+            "moved_bytes": None if p is None else received_bytes(p),
             "peak_bytes": None if p is None else p.cost.peak_bytes,
             "gap": None if p is None or p.search == "propagation" else p.cost.gap,
             "error": self.error,
@@ -52,74 +52,74 @@ class Point:
         return row
 
 
-FIGURES = (
-    ("step", lambda p: seconds(step_seconds(p))), ("compute", lambda p: seconds(p.cost.compute)),
-    ("comm.", lambda p: seconds(p.cost.communication)), ("moved", lambda p: size(moved_bytes(p))),
-    ("peak", lambda p: size(p.cost.peak_bytes)),
+FIGURE_COLUMNS = (
+    ("step", lambda p: format_seconds(step_seconds(p))), ("compute", lambda p: format_seconds(p.cost.compute)),
+    ("comm.", lambda p: format_seconds(p.cost.communication)), ("moved", lambda p: format_bytes(received_bytes(p))),
+    ("peak", lambda p: format_bytes(p.cost.peak_bytes)),
     ("gap", lambda p: "-" if p.search == "propagation" else "0" if p.cost.optimal else f"{100 * p.cost.gap:.2g}%"),
 )  # fmt: skip
 
 
-def varying(points: Sequence[Point]) -> list[str]:
+def varying_settings(points: Sequence[PlanPoint]) -> list[str]:
     """Settings that differ between points."""
     names = dict.fromkeys(name for p in points for name, _ in p.settings)
     return [n for n in names if len({str(p.setting(n)) for p in points}) > 1]
 
 
-def columns(points: Sequence[Point]) -> list[str]:
+def setting_columns(points: Sequence[PlanPoint]) -> list[str]:
     """The settings that have a column: those that differ, without chips and devices that the mesh tells anyway."""
 
     def told(name: str) -> bool:
         pairs = {(str(p.setting("mesh")), str(p.setting(name))) for p in points}
         return len(pairs) == len({mesh for mesh, _ in pairs}) > 1
 
-    names = varying(points)
+    names = varying_settings(points)
     return [n for n in names if n not in ("chip", "devices") or "mesh" not in names or not told(n)]
 
 
-def constant(points: Sequence[Point]) -> str:
+def shared_settings_text(points: Sequence[PlanPoint]) -> str:
     """Settings that all points share, in a few words."""
     if not points:
         return ""
-    same = [(n, v) for n, v in points[0].settings if n not in varying(points) and v is not None]
+    same = [(n, v) for n, v in points[0].settings if n not in varying_settings(points) and v is not None]
     return ", ".join(f"{v}" if n in ("mesh", "chip") else f"{n} {v}" for n, v in same)
 
 
-def heading(points: Sequence[Point]) -> list[str]:
+def column_names(points: Sequence[PlanPoint]) -> list[str]:
     """Names of the columns."""
-    price = ["chip time"] if _priced(points) else []
-    return [*columns(points), *(name for name, _ in FIGURES), *price]
+    price = ["chip time"] if _needs_chip_time(points) else []
+    return [*setting_columns(points), *(name for name, _ in FIGURE_COLUMNS), *price]
 
 
-def cells(points: Sequence[Point]) -> list[tuple[list[str], str]]:
+def cells(points: Sequence[PlanPoint]) -> list[tuple[list[str], str]]:
     """Cells of each row, and what stands in place of the figures when there is no plan."""
-    names, priced, out = columns(points), _priced(points), []
+    names, priced, out = setting_columns(points), _needs_chip_time(points), []
     for p in points:
         row = ["-" if p.setting(n) is None else str(p.setting(n)) for n in names]
         if p.plan is not None:
-            row += [show(p.plan) for _, show in FIGURES]
+            row += [show(p.plan) for _, show in FIGURE_COLUMNS]
             if priced:
-                row.append(seconds(chip_seconds(p)))
+                row.append(format_seconds(chip_seconds(p)))
         out.append((row, p.error))
     return out
 
 
-def chip_seconds(p: Point) -> float:
+def chip_seconds(p: PlanPoint) -> float:
     """Devices times seconds, for one entry of the batch where there is one: what a call costs in chip time."""
     assert p.plan is not None
     return step_seconds(p.plan) * p.plan.mesh.total / (p.setting("batch") or 1)
 
 
-def table(title: str, points: Sequence[Point]) -> str:
+def table(title: str, points: Sequence[PlanPoint]) -> str:
     """Title and rows as text, at most 100 columns where the settings are short enough."""
-    names, rows = heading(points), cells(points)
+    names, rows = column_names(points), cells(points)
     widths = [
         max([len(name)] + [len(row[k]) for row, _ in rows if k < len(row)]) for k, name in enumerate(names)
     ]
-    left = len(columns(points))
-    shared = constant(points)
+    left = len(setting_columns(points))
+    shared = shared_settings_text(points)
     lines = [title + (f" ({shared})" if shared else "")]
-    if _priced(points) and any(p.setting("batch") for p in points):
+    if _needs_chip_time(points) and any(p.setting("batch") for p in points):
         lines[0] += "; chip time for one entry of the batch"
     for row, error in [(names, ""), *rows]:
         line = " ".join(
@@ -129,10 +129,10 @@ def table(title: str, points: Sequence[Point]) -> str:
     return "\n".join(line if len(line) <= WIDTH else line[: WIDTH - 2] + ".." for line in lines)
 
 
-def html_table(title: str, points: Sequence[Point]) -> str:
+def html_table(title: str, points: Sequence[PlanPoint]) -> str:
     """The same as an HTML table whose bars show step and peak against the largest."""
-    left = len(columns(points))
-    names = heading(points)
+    left = len(setting_columns(points))
+    names = column_names(points)
     most = {
         "step": max((step_seconds(p.plan) for p in points if p.plan), default=0.0),
         "peak": max((p.plan.cost.peak_bytes for p in points if p.plan), default=0.0),
@@ -152,7 +152,7 @@ def html_table(title: str, points: Sequence[Point]) -> str:
         f'<th style="text-align:{"left" if k < left else "right"}">{escape(n)}</th>'
         for k, n in enumerate(names)
     )
-    shared = constant(points)
+    shared = shared_settings_text(points)
     note = f" <small>{escape(shared)}</small>" if shared else ""
     return (
         f"<div><b>{escape(title)}</b>{note}"
@@ -160,18 +160,18 @@ def html_table(title: str, points: Sequence[Point]) -> str:
     )
 
 
-def frame(points: Sequence[Point], where: str) -> Any:
+def to_dataframe(points: Sequence[PlanPoint], where: str) -> Any:
     """A `pandas.DataFrame` with one row a point."""
-    return needed("pandas", "report", where).DataFrame([p.row for p in points])
+    return require("pandas", "report", where).DataFrame([p.row for p in points])
 
 
-def _priced(points: Sequence[Point]) -> bool:
+def _needs_chip_time(points: Sequence[PlanPoint]) -> bool:
     """Whether devices or batches differ, so that steps alone cannot be compared."""
     made = [p for p in points if p.plan is not None]
     return len({(p.plan.mesh.total if p.plan else 0, p.setting("batch")) for p in made}) > 1
 
 
-def _bar(name: str, p: Point, most: dict[str, float]) -> str:
+def _bar(name: str, p: PlanPoint, most: dict[str, float]) -> str:
     if name not in most or p.plan is None or not most[name]:
         return ""
     value = step_seconds(p.plan) if name == "step" else p.plan.cost.peak_bytes

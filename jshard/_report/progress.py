@@ -23,9 +23,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 
-CELLS = 20
+BAR_WIDTH = 20
 WIDTH = 98
-TICK = 0.5  # seconds between two looks at the clock
+REFRESH_SECONDS = 0.5  # seconds between two looks at the clock
 
 
 @contextlib.contextmanager
@@ -47,7 +47,7 @@ def progress(
     - `shown`: None for a terminal or a notebook only.
     - `stream`: where the line goes; default: standard error.
     """
-    write = _writer(stream or sys.stderr, shown)
+    write = _line_writer(stream or sys.stderr, shown)
     if write is None:
         yield lambda done=0, text="": None
         return
@@ -58,14 +58,14 @@ def progress(
         with lock:
             past = time.monotonic() - begin
             if past >= after and not over.is_set():
-                write(line(title, state[0], total, state[1], past))
+                write(progress_line(title, state[0], total, state[1], past))
 
     def show(done: int = 0, text: str = "") -> None:
         state[:] = done, text
         draw()
 
     def clock() -> None:
-        while not over.wait(TICK):
+        while not over.wait(REFRESH_SECONDS):
             draw()
 
     thread = threading.Thread(target=clock, name="jshard progress", daemon=True)
@@ -79,7 +79,7 @@ def progress(
         write("")
 
 
-def line(title: str, done: int, total: int | None, text: str, past: float) -> str:
+def progress_line(title: str, done: int, total: int | None, text: str, past: float) -> str:
     """One line of progress.
 
     >>> line("planning step", 0, None, "", 3.14)
@@ -89,13 +89,13 @@ def line(title: str, done: int, total: int | None, text: str, past: float) -> st
     """
     bar = ""
     if total:
-        full = CELLS * done // total
-        bar = f"[{'#' * full}{'-' * (CELLS - full)}] {done}/{total}"
+        full = BAR_WIDTH * done // total
+        bar = f"[{'#' * full}{'-' * (BAR_WIDTH - full)}] {done}/{total}"
     clock = f"{past:.0f} s" if past >= 1 else ""
     return " ".join(part for part in (title, bar, clock, text) if part)[:WIDTH]
 
 
-def search_state(stage: str, best: float, bound: float) -> str:
+def search_status(stage: str, best: float, bound: float) -> str:
     """Where a search stands, in a few words; it says nothing while nothing is found.
 
     >>> search_state("messages and blocks", 2.0, 1.6), search_state("reductions", float("inf"), float("-inf"))
@@ -107,11 +107,11 @@ def search_state(stage: str, best: float, bound: float) -> str:
     return f"{stage}, gap {100 * max(best - bound, 0.0) / bound:.2g}%"
 
 
-def _writer(stream: Any, shown: bool | None) -> Callable[[str], None] | None:
+def _line_writer(stream: Any, shown: bool | None) -> Callable[[str], None] | None:
     """What draws a line over the last one; None where nobody would see it."""
     if shown is False:
         return None
-    page = _notebook() if stream is sys.stderr else None
+    page = _notebook_writer() if stream is sys.stderr else None
     if page is not None:
         return page
     if shown is None and not (getattr(stream, "isatty", None) and stream.isatty()):
@@ -126,7 +126,7 @@ def _writer(stream: Any, shown: bool | None) -> Callable[[str], None] | None:
     return write
 
 
-def _notebook() -> Callable[[str], None] | None:
+def _notebook_writer() -> Callable[[str], None] | None:
     """What draws in a running Jupyter cell; None elsewhere. IPython is not imported, only found."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None

@@ -8,14 +8,14 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from jshard._report.units import seconds, share, size
+from jshard._report.units import format_seconds, format_percent, format_bytes
 
 
 if TYPE_CHECKING:
     from jshard._plan.plan import Plan
 
 
-OWN = "the user's own"
+USER_OWN = "the user's own"
 """What reports say of a collective in the user's own `shard_map`."""
 
 
@@ -32,7 +32,7 @@ class Traffic:
     count: float
     bytes: float
     seconds: float
-    open: bool = False
+    is_lower_bound: bool = False
 
 
 def traffic(plan: Plan) -> list[Traffic]:
@@ -45,10 +45,10 @@ def traffic(plan: Plan) -> list[Traffic]:
         row[0] += c.count
         row[1] += c.total
         row[2] += c.seconds * c.count
-    return [Traffic(kind, axes, *row, open=(kind, axes) in open_) for (kind, axes), row in sorted(by.items())]
+    return [Traffic(kind, axes, *row, is_lower_bound=(kind, axes) in open_) for (kind, axes), row in sorted(by.items())]
 
 
-def at_least(plan: Plan) -> str:
+def at_least_prefix(plan: Plan) -> str:
     """What stands before totals of a program with a loop whose turns nobody knows: it counts as one turn."""
     return "at least " if any(r.turn for r in plan.boundaries) else ""
 
@@ -58,52 +58,52 @@ def step_seconds(plan: Plan) -> float:
     return plan.cost.compute + plan.cost.communication
 
 
-def moved_bytes(plan: Plan) -> float:
+def received_bytes(plan: Plan) -> float:
     """Bytes received by a device in one call."""
     return sum(c.total for c in plan.collectives)
 
 
-def goal(plan: Plan) -> str:
+def objective_text(plan: Plan) -> str:
     """What the level minimises."""
     return ("communication and redundant compute", "peak memory", "step time")[plan.level]
 
 
-def proof(plan: Plan) -> str:
+def optimality_text(plan: Plan) -> str:
     """One sentence on how good the plan is; "optimal" only where cost equals the proved bound."""
     c = plan.cost
-    shown = size(c.objective) if c.unit == "B" else seconds(c.objective)
-    if at_least(plan) and c.unit == "s":
+    shown = format_bytes(c.objective) if c.unit == "B" else format_seconds(c.objective)
+    if at_least_prefix(plan) and c.unit == "s":
         shown += " with one turn of each open loop"
     if c.price and c.unit == "s":
-        shown += f" (of it {seconds(c.price)} the price of repeated products and scattered results)"
+        shown += f" (of it {format_seconds(c.price)} the price of repeated products and scattered results)"
     if plan.search == "propagation":
         return f"cost {shown}, nothing proved"
     among = f" of {c.space}" if c.space else ""
     if c.optimal:
         return f"optimal: cost {shown} equals the proved bound{among}"
-    bound = size(c.bound) if c.unit == "B" else seconds(c.bound)
+    bound = format_bytes(c.bound) if c.unit == "B" else format_seconds(c.bound)
     return f"gap {100 * c.gap:.2g}%: cost {shown}, proved bound{among} {bound}"
 
 
-def physics(plan: Plan) -> str:
+def lower_bound_text(plan: Plan) -> str:
     """One sentence on how far the plan is from what nothing placed so could beat."""
     least, step = plan.physics, step_seconds(plan)
     return (
-        f"space gap {share(least.space_gap(step))}: a step {seconds(step)}, physics {seconds(least.seconds)} "
-        f"by {least.limit} (its products must receive {size(least.bytes)})"
+        f"space gap {format_percent(least.space_gap(step))}: a step {format_seconds(step)}, physics {format_seconds(least.seconds)} "
+        f"by {least.limit} (its products must receive {format_bytes(least.bytes)})"
     )
 
 
-def figures(plan: Plan) -> dict[str, str]:
+def formatted_totals(plan: Plan) -> dict[str, str]:
     """The totals of a plan as shown in every form, by name."""
     c = plan.cost
-    budget = "none" if plan.memory_budget is None else size(plan.memory_budget)
+    budget = "none" if plan.memory_budget is None else format_bytes(plan.memory_budget)
     return {
-        "compute": seconds(c.compute),
-        "redundant": seconds(c.redundant),
-        "communication": seconds(c.communication),
-        "step": seconds(step_seconds(plan)),
-        "moved": f"{moved_bytes(plan):,.0f} B",
-        "peak": size(c.peak_bytes),
+        "compute": format_seconds(c.compute),
+        "redundant": format_seconds(c.redundant),
+        "communication": format_seconds(c.communication),
+        "step": format_seconds(step_seconds(plan)),
+        "moved": f"{received_bytes(plan):,.0f} B",
+        "peak": format_bytes(c.peak_bytes),
         "budget": budget,
     }

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jshard._plan.rows import TensorRow
-from jshard._report.extras import needed
-from jshard._report.fold import Group, fold_tensors, groups, lies_as
-from jshard._report.ir import short
-from jshard._report.summary import OWN, at_least, figures, goal, physics, proof, step_seconds, traffic
-from jshard._report.units import count, seconds, share, size
+from jshard._report.extras import require
+from jshard._report.fold import OperatorGroup, fold_tensors, operator_groups, results_placed_like_arguments
+from jshard._report.ir import short_source
+from jshard._report.summary import USER_OWN, at_least_prefix, formatted_totals, objective_text, lower_bound_text, optimality_text, step_seconds, traffic
+from jshard._report.units import format_count, format_seconds, format_percent, format_bytes
 
 
 if TYPE_CHECKING:
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 WIDTH = 100
-MOST = 24  # lines of one table; what does not fit is summed up in a last line
-LAST = 40  # columns for the last cell of an operator's line
-WIDEST = 30  # columns for the name of an operator or collective
-REMAT = ("checkpoint", "rematted_computation")  # scopes that `jax.checkpoint` opens
-WORTH_SAYING = 0.02  # share of the compute from which an operator without collectives is listed
+MAX_ROWS = 24  # lines of one table; what does not fit is summed up in a last line
+LAST_CELL_WIDTH = 40  # columns for the last cell of an operator's line
+MAX_NAME_WIDTH = 30  # columns for the name of an operator or collective
+REMAT_SCOPES = ("checkpoint", "rematted_computation")  # scopes that `jax.checkpoint` opens
+MIN_COMPUTE_SHARE = 0.02  # share of the compute from which an operator without collectives is listed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,20 +42,20 @@ class Section:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     widths: tuple[int, ...]
-    more: str = ""
+    omitted: str = ""
 
 
-def text(plan: Plan) -> str:
+def text_report(plan: Plan) -> str:
     """The whole report."""
     lines = [_clip(line, WIDTH).rstrip() for section in sections(plan) for line in _table(section)]
     # What is proved is never cut short.
-    first = [part for line in head(plan) for part in textwrap.wrap(line, WIDTH, subsequent_indent=" " * 6)]
-    return "\n".join((*first, *lines, *(_clip(line, WIDTH).rstrip() for line in notes(plan))))
+    first = [part for line in header_lines(plan) for part in textwrap.wrap(line, WIDTH, subsequent_indent=" " * 6)]
+    return "\n".join((*first, *lines, *(_clip(line, WIDTH).rstrip() for line in footer_lines(plan))))
 
 
-def coloured(plan: Plan) -> Any:
+def rich_report(plan: Plan) -> Any:
     """The report for `rich.print`: proof, collectives and pins stand out; only rich calls this."""
-    page = needed("rich.text", "report", "coloured output").Text(text(plan))
+    page = require("rich.text", "report", "coloured output").Text(text_report(plan))
     proved = plan.cost.optimal and plan.search != "propagation"
     page.highlight_regex(r"(?m)^(plan of .*|[a-z].*)$", "bold")
     page.highlight_regex(r"optimal: .* bound|gap [^;]*|nothing proved", "green" if proved else "yellow")
@@ -66,36 +66,36 @@ def coloured(plan: Plan) -> Any:
     return page
 
 
-def head(plan: Plan) -> list[str]:
+def header_lines(plan: Plan) -> list[str]:
     """Function, mesh, level, proof; how far from physics, where the plan has products that must receive something."""
     lines = [
-        f"plan of {plan.name} on {plan.mesh} ({plan.mesh.total} x {plan.chip}), level {plan.level}: least {goal(plan)}",
-        f"  {proof(plan)}; {len(plan.operators)} operators"
+        f"plan of {plan.name} on {plan.mesh} ({plan.mesh.total} x {plan.chip}), level {plan.level}: least {objective_text(plan)}",
+        f"  {optimality_text(plan)}; {len(plan.operators)} operators"
         + (", by propagation" if plan.search == "propagation" else ""),
     ]
     if plan.cost.unpriced:
-        lines.append(f"  with products repeated: {seconds(plan.cost.unpriced)} (replication_price=0)")
-    return lines + ([f"  {physics(plan)}"] if plan.physics.bytes else [])
+        lines.append(f"  with products repeated: {format_seconds(plan.cost.unpriced)} (replication_price=0)")
+    return lines + ([f"  {lower_bound_text(plan)}"] if plan.physics.bytes else [])
 
 
-def sections(plan: Plan, most: int = MOST) -> list[Section]:
+def sections(plan: Plan, most: int = MAX_ROWS) -> list[Section]:
     """Arguments, results, operators, traffic; empty ones are left out."""
-    said, rest = lies_as(plan)
+    said, rest = results_placed_like_arguments(plan)
     as_rows = [
         (f"{r}.*", f"{n} tensors as {a}.*" + (f", but {d} of them:" if d else ""), "", "")
         for r, a, n, d in said
     ]
     every = [
-        tensors("arguments", plan.inputs, plan, (), most),
-        tensors("results", rest, plan, as_rows, most),
-        entry(plan, most),
-        operators(plan, most),
-        totals(plan),
+        tensor_section("arguments", plan.inputs, plan, (), most),
+        tensor_section("results", rest, plan, as_rows, most),
+        entry_section(plan, most),
+        operator_section(plan, most),
+        traffic_section(plan),
     ]
     return [s for s in every if s.rows]
 
 
-def tensors(
+def tensor_section(
     title: str, rows: Sequence[TensorRow], plan: Plan, first: Sequence[tuple[str, ...]], most: int
 ) -> Section:
     """Arguments or results: path, type, cut, layout; a star where the user pinned it."""
@@ -104,40 +104,40 @@ def tensors(
         r = same[0]
         times = f" x{len(same)}" if len(same) > 1 else ""
         kind = f"{r.dtype}[{','.join(map(str, r.shape))}]{times}"
-        out.append((path + ("*" if r.pinned else ""), kind, cut(r.layout.cuts(plan.mesh)), str(r.layout)))
+        out.append((path + ("*" if r.pinned else ""), kind, format_tuple(r.layout.cuts(plan.mesh)), str(r.layout)))
     more = f"{len(out) - most} more lines; plan.ir() has all" if len(out) > most else ""
     return Section(
         f"{title} (* pinned)", ("path", "type", "cut", "layout"), tuple(out[:most]), (42, 26, 14, 0), more
     )
 
 
-def entry(plan: Plan, most: int = MOST) -> Section:
+def entry_section(plan: Plan, most: int = MAX_ROWS) -> Section:
     """Arguments that lie elsewhere than the plan has them, and what moving them there receives."""
     moved = sorted(plan.entry, key=lambda e: -e.bytes)
-    rows = [(e.path, e.lies, f"-> {e.planned}", f"{size(e.bytes)} received") for e in moved]
+    rows = [(e.path, e.lies, f"-> {e.planned}", f"{format_bytes(e.bytes)} received") for e in moved]
     if len(rows) > most:
         rest = sum(e.bytes for e in moved[most:])
-        more = f"{len(rows) - most} more, {size(rest)} received"
+        more = f"{len(rows) - most} more, {format_bytes(rest)} received"
     else:
         more = ""
-    total = size(sum(e.bytes for e in moved))
+    total = format_bytes(sum(e.bytes for e in moved))
     title = f"moved before each such call, {total} a device (no part of the program and its cost)"
     return Section(title, ("path", "lies", "planned", "bytes"), tuple(rows[:most]), (30, 30, 20, 0), more)
 
 
-def operators(plan: Plan, most: int = MOST) -> Section:
+def operator_section(plan: Plan, most: int = MAX_ROWS) -> Section:
     """Operators that communicate or take time, folded; where there are too many, those that take most."""
     whole = step_seconds(plan) or 1.0
-    worth = [g for g in groups(plan) if g.moved or g.compute > WORTH_SAYING * plan.cost.compute]
+    worth = [g for g in operator_groups(plan) if g.collectives or g.compute > MIN_COMPUTE_SHARE * plan.cost.compute]
     # What moves data has the first half of the room, however little time it takes: people look for it here.
-    moving = sorted((g for g in worth if g.moved), key=lambda g: -sum(m.seconds for m in g.moved))
+    moving = sorted((g for g in worth if g.collectives), key=lambda g: -sum(m.seconds for m in g.collectives))
     shown = _that_fit(moving, most // 2)
     shown |= _that_fit([g for g in sorted(worth, key=lambda g: -g.seconds) if id(g) not in shown],
-                       most - sum(_lines(g) for g in moving if id(g) in shown))  # fmt: skip
+                       most - sum(_num_lines(g) for g in moving if id(g) in shown))  # fmt: skip
     kept = [g for g in worth if id(g) in shown]
     rows = [row for g in kept for row in _operator_rows(g, whole)]
     hidden = sum(g.seconds for g in worth if id(g) not in shown)
-    more = f"{len(worth) - len(kept)} more kinds, {share(hidden / whole)} of the time; plan.ir() has all"
+    more = f"{len(worth) - len(kept)} more kinds, {format_percent(hidden / whole)} of the time; plan.ir() has all"
     return Section(
         "operators that communicate or take time (cut of each operand -> layout of the result)",
         ("operator", "where", "share", "cut -> layout"),
@@ -147,59 +147,59 @@ def operators(plan: Plan, most: int = MOST) -> Section:
     )
 
 
-def _that_fit(some: Sequence[Group], room: int) -> set[int]:
+def _that_fit(some: Sequence[OperatorGroup], room: int) -> set[int]:
     """The first groups whose lines fit."""
     shown = set[int]()
     for g in some:
-        room -= _lines(g)
+        room -= _num_lines(g)
         if room < 0:
             break
         shown.add(id(g))
     return shown
 
 
-def _lines(g: Group) -> int:
-    return 1 + len(g.moved)
+def _num_lines(g: OperatorGroup) -> int:
+    return 1 + len(g.collectives)
 
 
-def _operator_rows(g: Group, whole: float) -> list[tuple[str, ...]]:
+def _operator_rows(g: OperatorGroup, whole: float) -> list[tuple[str, ...]]:
     rows = []
     for r in g.rows[:1]:
         times = f" x{len(g.rows)}" if len(g.rows) > 1 else ""
-        cuts = "".join(cut(s) for s in r.strategy if s) or "()"
+        cuts = "".join(format_tuple(s) for s in r.strategy if s) or "()"
         layouts = " ".join(dict.fromkeys(map(str, r.results)))
         how = f"{cuts} -> {layouts}"
         # Operands cut as the result is need no words of their own where there is no room for them.
-        how = how if len(how) <= LAST else f"-> {layouts}"
-        rows.append((g.label + times, place(g), share(g.seconds / whole), how))
+        how = how if len(how) <= LAST_CELL_WIDTH else f"-> {layouts}"
+        rows.append((g.label + times, group_location(g), format_percent(g.seconds / whole), how))
     if not g.rows:
-        rows.append((g.label, "", share(g.seconds / whole), ""))
-    for m in g.moved:
-        how = f"{count(m.count)} x, {size(m.bytes)}, {seconds(m.seconds)}"
-        block = f"{m.local}, {OWN}" if m.own else m.local
+        rows.append((g.label, "", format_percent(g.seconds / whole), ""))
+    for m in g.collectives:
+        how = f"{format_count(m.count)} x, {format_bytes(m.bytes)}, {format_seconds(m.seconds)}"
+        block = f"{m.local}, {USER_OWN}" if m.own else m.local
         rows.append((f"  {m.kind}[{'*'.join(m.axes)}]", block, "", how))
     return rows
 
 
-def place(g: Group) -> str:
+def group_location(g: OperatorGroup) -> str:
     """Where a group stands: end of its module path, and the line."""
-    parts = [p for p in g.module.split("/") if p not in REMAT]
+    parts = [p for p in g.module.split("/") if p not in REMAT_SCOPES]
     again = " remat" if len(parts) < len(g.module.split("/")) else ""
     module = "/".join(parts[-2:])
-    line = short(g.rows[0].source) if g.rows else ""
+    line = short_source(g.rows[0].source) if g.rows else ""
     both = f"{module} {line}".strip() + again
     return both if len(both) <= 25 else (module or line) + again
 
 
-def totals(plan: Plan) -> Section:
+def traffic_section(plan: Plan) -> Section:
     """Bytes and seconds by kind and by axes."""
     rows = [
         (
             t.kind,
-            f"over {t.axes}" + ", at least" * t.open,
-            f"{count(t.count)} times",
+            f"over {t.axes}" + ", at least" * t.is_lower_bound,
+            f"{format_count(t.count)} times",
             f"{t.bytes:,.0f} B",
-            seconds(t.seconds),
+            format_seconds(t.seconds),
         )
         for t in traffic(plan)
     ]
@@ -211,18 +211,18 @@ def totals(plan: Plan) -> Section:
     )
 
 
-def notes(plan: Plan, width: int = WIDTH) -> list[str]:
+def footer_lines(plan: Plan, width: int = WIDTH) -> list[str]:
     """Seconds, memory by class, what was replicated for want of a rule; lists broken at `width` unless it is 0."""
-    f = figures(plan)
+    f = formatted_totals(plan)
     lines = [
-        f"  {at_least(plan)}compute {f['compute']} (redundant {f['redundant']}), "
+        f"  {at_least_prefix(plan)}compute {f['compute']} (redundant {f['redundant']}), "
         f"communication {f['communication']}, step {f['step']}"
     ]
-    if at_least(plan):
+    if at_least_prefix(plan):
         lines.append("  a loop whose turns are not known counts as one turn: totals are the least")
     budget = "" if plan.memory_budget is None else f" of {f['budget']} allowed"
     lines.append(f"  peak memory {f['peak']}{budget} a device, in program order")
-    held = [f"{name} {size(b)}" for name, b in plan.memory.held]
+    held = [f"{name} {format_bytes(b)}" for name, b in plan.memory.held]
     if len(held) > 1:
         more = f", {len(held) - 5} more" if len(held) > 6 else ""
         lines += _wrapped("    " + ", ".join(held[: 5 if more else 6]) + more, width)
@@ -236,13 +236,13 @@ def notes(plan: Plan, width: int = WIDTH) -> list[str]:
     return lines
 
 
-def cut(cuts: Sequence[int]) -> str:
+def format_tuple(cuts: Sequence[int]) -> str:
     """Pieces per dimension, as Python writes a tuple."""
     return "(" + ", ".join(map(str, cuts)) + ("," if len(cuts) == 1 else "") + ")"
 
 
 def _table(s: Section) -> list[str]:
-    lines, s = [s.title], _fitted(s)
+    lines, s = [s.title], _fit_columns(s)
     for row in s.rows:
         line, end = "", 1
         for k, (cell, width) in enumerate(zip(row, s.widths, strict=True)):
@@ -254,10 +254,10 @@ def _table(s: Section) -> list[str]:
             room = width if width and any(row[k + 1 : k + 2]) else WIDTH
             line = line.ljust(start) + _clip(cell, room)
         lines.append(line)
-    return lines + ([f"  ... and {s.more}"] if s.more else [])
+    return lines + ([f"  ... and {s.omitted}"] if s.omitted else [])
 
 
-def _fitted(s: Section) -> Section:
+def _fit_columns(s: Section) -> Section:
     """The section with columns as wide as their cells where the usual widths would clip one.
 
     What then is still too wide loses the column of cuts: the layouts beside it say the same by the axes' names.
@@ -272,7 +272,7 @@ def _fitted(s: Section) -> Section:
     wide = natural(s.rows)
     usual[-1] = WIDTH - 1 - sum(w + 1 for w in usual[:-1])
     if "cut" not in s.columns:
-        longest = min(max((len(r[0]) for r in s.rows), default=0), WIDEST)
+        longest = min(max((len(r[0]) for r in s.rows), default=0), MAX_NAME_WIDTH)
         if longest <= usual[0] or len(usual) < 3:
             return s
         # Blocks of collectives run on over the share, which their lines do not have.

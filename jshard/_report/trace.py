@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 from jshard._plan.rows import OperatorRow
 from jshard._report.order import events
-from jshard._report.summary import goal, proof
+from jshard._report.summary import objective_text, optimality_text
 
 
 if TYPE_CHECKING:
     from jshard._plan.plan import Plan
 
 
-def trace(plan: Plan, devices: int = 1) -> dict[str, Any]:
+def chrome_trace(plan: Plan, devices: int = 1) -> dict[str, Any]:
     """Chrome's trace format: slices for operators and collectives, a counter for memory."""
     out: list[dict[str, Any]] = []
     live = dict(zip((r.name for r in plan.operators), plan.memory.curve, strict=False))
     for pid in range(devices):
         name = f"device {pid}" if devices > 1 else f"each of {plan.mesh.total} devices"
-        out.append(_named("process_name", pid, 0, name))
-        out += [_named("thread_name", pid, 1, "compute"), _named("thread_name", pid, 2, "communication")]
+        out.append(_metadata_event("process_name", pid, 0, name))
+        out += [_metadata_event("thread_name", pid, 1, "compute"), _metadata_event("thread_name", pid, 2, "communication")]
         at = 0.0
         for e in events(plan):
             if isinstance(e, OperatorRow):
@@ -55,16 +55,16 @@ def trace(plan: Plan, devices: int = 1) -> dict[str, Any]:
         "plan": plan.name,
         "mesh": str(plan.mesh),
         "chip": plan.chip,
-        "least": goal(plan),
-        "proof": proof(plan),
+        "least": objective_text(plan),
+        "proof": optimality_text(plan),
     }
     return {"traceEvents": out, "displayTimeUnit": "ns", "otherData": about}
 
 
-def trace_json(plan: Plan, devices: int = 1) -> str:
+def chrome_trace_json(plan: Plan, devices: int = 1) -> str:
     """`trace` as text."""
-    return json.dumps(trace(plan, devices), separators=(",", ":"))
+    return json.dumps(chrome_trace(plan, devices), separators=(",", ":"))
 
 
-def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+def _metadata_event(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
     return {"name": what, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}

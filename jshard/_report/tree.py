@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from jshard._report.fold import Group, generic, groups, pattern
+from jshard._report.fold import OperatorGroup, strip_numbers, operator_groups, pattern
 
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ class Branch:
     """A module: its own groups, the modules in it, and the seconds of all of them."""
 
     name: str
-    groups: tuple[Group, ...]
+    groups: tuple[OperatorGroup, ...]
     branches: tuple[Branch, ...]
 
     @property
@@ -28,7 +28,7 @@ class Branch:
     @property
     def communication(self) -> float:
         """Seconds of collectives."""
-        own = sum(m.seconds for g in self.groups for m in g.moved)
+        own = sum(m.seconds for g in self.groups for m in g.collectives)
         return own + sum(b.communication for b in self.branches)
 
     @property
@@ -37,23 +37,23 @@ class Branch:
         return sum(len(g.rows) for g in self.groups) + sum(b.operators for b in self.branches)
 
 
-def tree(plan: Plan) -> Branch:
+def module_tree(plan: Plan) -> Branch:
     """All groups of a plan under their modules; what has no module stands under the function it was written in.
 
     Modules that differ in numbers only are one branch: `blocks.0-3`. Scopes that einsum opens are left out.
     """
-    return _branch(plan.name, [(_paths(g), g) for g in groups(plan)], 0)
+    return _branch(plan.name, [(_paths(g), g) for g in operator_groups(plan)], 0)
 
 
-def _paths(g: Group) -> list[tuple[str, ...]]:
+def _paths(g: OperatorGroup) -> list[tuple[str, ...]]:
     """The module path of every operator of a group; the same but for numbers."""
     if not g.rows:
         return [("between operators",)]
     parts = [tuple(p for p in r.module.split("/") if p and "->" not in p) for r in g.rows]
-    return parts if parts[0] else [(written_in(g.rows[0].source) or "elsewhere",)]
+    return parts if parts[0] else [(source_function(g.rows[0].source) or "elsewhere",)]
 
 
-def written_in(source: str) -> str:
+def source_function(source: str) -> str:
     """The function of a source line.
 
     >>> written_in("/a/net.py:3:1 (big.<locals>.loss)"), written_in("net.py:3")
@@ -64,12 +64,12 @@ def written_in(source: str) -> str:
     return f"{function[:-1].rsplit('.', 1)[-1]} ({file})" if function else file
 
 
-def _branch(name: str, items: list[tuple[list[tuple[str, ...]], Group]], depth: int) -> Branch:
+def _branch(name: str, items: list[tuple[list[tuple[str, ...]], OperatorGroup]], depth: int) -> Branch:
     own = tuple(g for paths, g in items if len(paths[0]) == depth)
-    below: dict[str, list[tuple[list[tuple[str, ...]], Group]]] = {}
+    below: dict[str, list[tuple[list[tuple[str, ...]], OperatorGroup]]] = {}
     for paths, g in items:
         if len(paths[0]) > depth:
-            below.setdefault(generic(paths[0][depth]), []).append((paths, g))
+            below.setdefault(strip_numbers(paths[0][depth]), []).append((paths, g))
     return Branch(
         name, own,
         tuple(

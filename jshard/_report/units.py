@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 
-def seconds(s: float) -> str:
+def format_seconds(s: float) -> str:
     """Seconds with a fitting unit."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if s >= scale:
@@ -15,7 +15,7 @@ def seconds(s: float) -> str:
     return "0" if not s else f"{s * 1e9:.3g} ns" if s >= 1e-10 else "<0.1 ns"
 
 
-def size(b: float) -> str:
+def format_bytes(b: float) -> str:
     """Bytes with a binary unit."""
     for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if b >= scale:
@@ -23,11 +23,11 @@ def size(b: float) -> str:
     return f"{b:.0f} B"
 
 
-def share(x: float) -> str:
+def format_percent(x: float) -> str:
     """A fraction in percent."""
     return f"{100 * x:.0f}%" if x >= 0.1 or x == 0 else f"{100 * x:.1f}%"
 
 
-def count(x: float) -> str:
+def format_count(x: float) -> str:
     """A number of times."""
     return f"{x:.0f}" if x == int(x) else f"{x:.1f}"

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 from jshard._errors import MemoryBudgetError, ShardError
 from jshard._plan.rows import Alternative
-from jshard._report.diff import relation, same_number, worse
-from jshard._report.units import seconds, size
+from jshard._report.diff import relative_change, nearly_equal, regression_text
+from jshard._report.units import format_seconds, format_bytes
 
 
 if TYPE_CHECKING:
-    from jshard._plan.again import Again
+    from jshard._plan.again import Replanner
     from jshard._plan.plan import Plan
 
 
@@ -32,16 +32,16 @@ class Why:
     alternatives: tuple[Alternative, ...]
 
     def __str__(self) -> str:
-        show = size if self.unit == "B" else seconds
+        show = format_bytes if self.unit == "B" else format_seconds
         each = "pieces of each operand" if self.kind == "operator" else "pieces per dimension"
         lines = [f"why {self.name} ({each}; cost of the whole plan, {show(self.cost)} now)"]
         possible = [a for a in self.alternatives if a.cost is not None]
         width = max([len(str(a.cuts)) for a in possible] + [12])
         for a in possible:
             assert a.cost is not None
-            same = same_number(self.cost, a.cost)
+            same = nearly_equal(self.cost, a.cost)
             words = "<- chosen" if a.chosen else "equally good" if same else a.worse
-            line = f"  {str(a.cuts):<{width}} {show(a.cost):>8} {relation(self.cost, a.cost):>8}  "
+            line = f"  {str(a.cuts):<{width}} {show(a.cost):>8} {relative_change(self.cost, a.cost):>8}  "
             while len(line) + len(words) > 100 and ", " in words:
                 words = words.rpartition(", ")[0]
             lines.append(line + words.strip())
@@ -55,12 +55,12 @@ class Why:
         return "\n".join(line.rstrip() if len(line) <= 100 else line[:98] + ".." for line in lines)
 
 
-def why(plan: Plan, again: Again, name: str, on_progress: Callable[[int, int], None] | None = None) -> Why:
+def rank_alternatives(plan: Plan, again: Replanner, name: str, on_progress: Callable[[int, int], None] | None = None) -> Why:
     """Force each alternative of a tensor or operator and plan again."""
     found = again.alternatives(name)
-    name = again.matching(name)[0]
-    shape = again.find(name)[1]
-    chosen = again.chosen(plan.decision, name)
+    name = again.names_matching(name)[0]
+    shape = again.place_of(name)[1]
+    chosen = again.current_cuts(plan.decision, name)
     open_ = sum(not a.reason for a in found)
     tried: list[Alternative] = []
     done = 0
@@ -68,7 +68,7 @@ def why(plan: Plan, again: Again, name: str, on_progress: Callable[[int, int], N
         if a.reason:
             tried.append(a)
             continue
-        tried.append(_tried(plan, again, name, a, a.cuts == chosen))
+        tried.append(_replan_with(plan, again, name, a, a.cuts == chosen))
         done += 1
         if on_progress is not None:
             on_progress(done, open_)
@@ -77,12 +77,12 @@ def why(plan: Plan, again: Again, name: str, on_progress: Callable[[int, int], N
     return Why(name, kind, plan.cost.objective, plan.cost.unit, tuple(tried))
 
 
-def _tried(plan: Plan, again: Again, name: str, a: Alternative, chosen: bool) -> Alternative:
+def _replan_with(plan: Plan, again: Replanner, name: str, a: Alternative, chosen: bool) -> Alternative:
     try:
-        forced = again.plan({name: a.cuts})
+        forced = again.replan({name: a.cuts})
     except MemoryBudgetError as e:
         return dataclasses.replace(a, reason=f"memory: {e.what}", chosen=chosen)
     except ShardError as e:
         return dataclasses.replace(a, reason=e.what, chosen=chosen)
-    more = "" if chosen or forced.cost.objective < plan.cost.objective else worse(plan, forced)
+    more = "" if chosen or forced.cost.objective < plan.cost.objective else regression_text(plan, forced)
     return dataclasses.replace(a, cost=forced.cost.objective, chosen=chosen, worse=more)

@@ -16,19 +16,19 @@ import math
 from typing import Any
 
 from jshard._jaxcompat import itemsize
-from jshard._rules.build import linear
-from jshard._rules.registry import Op, family
+from jshard._rules.build import linear_sets
+from jshard._rules.registry import OpView, family
 from jshard._rules.rule import Rule
 
 
-SMALL = 1 << 20
+SMALL_SUM_BYTES = 1 << 20
 """Bytes of a turn's sum below which latency decides: on a TPU v5e axis they take about ten of its latencies."""
 
 rule = family("boundary")
 
 
 @rule("scan_const", "scan_carry", "while_const", "while_carry", "cond_join")
-def same(op: Op) -> Rule:
+def same_layout(op: OpView) -> Rule:
     """One layout for every operand and result."""
     shape = op.outs[0].shape
     dims = tuple((k,) for k in range(len(shape)))
@@ -36,14 +36,14 @@ def same(op: Op) -> Rule:
 
 
 @rule("scan_sum")
-def added(op: Op) -> Rule:
+def accumulator(op: OpView) -> Rule:
     """One layout, and partial sums from turn to turn, whether or not the initial value is one."""
-    r = same(op)
-    return Rule(r.operands, r.results, r.sizes, linear=linear(op, (1,), (0, 1)), work=0.0)
+    r = same_layout(op)
+    return Rule(r.operands, r.results, r.sizes, linear=linear_sets(op, (1,), (0, 1)), work=0.0)
 
 
 @rule("scan_xs")
-def sliced(op: Op) -> Rule:
+def xs(op: OpView) -> Rule:
     """The body sees one slice: the leading dimension of the operand stays whole."""
     shape = op.outs[0].shape
     dims = tuple((k,) for k in range(len(shape)))
@@ -51,21 +51,21 @@ def sliced(op: Op) -> Rule:
 
 
 @rule("scan_ys")
-def stacked(op: Op) -> Rule:
+def ys(op: OpView) -> Rule:
     """The body gives one slice: the leading dimension of the result stays whole."""
     shape = op.outs[0].shape[1:]
     dims = tuple((k,) for k in range(len(shape)))
-    through = linear(op, (0,)) if is_small(op.ins[0]) else ()
+    through = linear_sets(op, (0,)) if is_small_sum(op.ins[0]) else ()
     return Rule(operands=(dims,), results=(((), *dims),), sizes=tuple(shape), linear=through, work=0.0)
 
 
-def is_small(aval: Any) -> bool:
+def is_small_sum(aval: Any) -> bool:
     """Whether a sum that a loop stacks is so small that latency decides when to end it."""
-    return math.prod(aval.shape) * itemsize(aval.dtype) <= SMALL
+    return math.prod(aval.shape) * itemsize(aval.dtype) <= SMALL_SUM_BYTES
 
 
 @rule("predicate")
-def whole(op: Op) -> Rule:
+def predicate(op: OpView) -> Rule:
     """A test or branch index is the same on every device."""
     ndim = len(op.ins[0].shape)
     return Rule(operands=(((),) * ndim,), results=(((),) * len(op.outs[0].shape),), sizes=(), work=0.0)

@@ -23,7 +23,7 @@ from jax import lax
 
 from jshard._errors import RuleError
 from jshard._jaxcompat import vma
-from jshard._rules.registry import Op
+from jshard._rules.registry import OpView
 from jshard._rules.rule import Dims, Rule
 
 
@@ -48,12 +48,12 @@ class Factors:
         return tuple(self._sizes)
 
 
-def uncut(aval: Any) -> Dims:
+def unsharded_dims(aval: Any) -> Dims:
     """Dimensions of a tensor that is never cut."""
     return ((),) * len(aval.shape)
 
 
-def literal(op: Op, i: int) -> Any:
+def literal(op: OpView, i: int) -> Any:
     """Value of operand `i` when it is a literal, else None."""
     return op.literals[i] if i < len(op.literals) else None
 
@@ -75,7 +75,7 @@ def _summable(dtype: Any) -> bool:
     ) not in ("int4", "uint4", "int2", "uint2", "int1", "uint1")
 
 
-def linear(op: Op, *sets: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+def linear_sets(op: OpView, *sets: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """The sets of operands through which partial sums may pass; a set with a literal falls away.
 
     A literal zero is a sum of zeros, but rules do not look at values: the planner keeps one set of states for
@@ -86,7 +86,7 @@ def linear(op: Op, *sets: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple(s for s in sets if s and all(literal(op, i) is None for i in s))
 
 
-def alike(*values: Any) -> tuple[Any, ...]:
+def to_common_vma(*values: Any) -> tuple[Any, ...]:
     """Values typed as varying over the same mesh axes, as `bind` asks under `check_vma`."""
     axes = frozenset().union(*map(vma, values))
     return tuple(
@@ -99,7 +99,7 @@ def is_float(aval: Any) -> bool:
     return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
 
 
-def check(rule: Rule, op: Op) -> None:
+def validate(rule: Rule, op: OpView) -> None:
     """Raise `RuleError` unless the rule's tensors, dimensions and factor sizes fit the operator.
 
     Raises: `RuleError` naming the first operand or result that does not fit.
@@ -112,7 +112,7 @@ def check(rule: Rule, op: Op) -> None:
             raise RuleError(f"a linear set names operand {operand} of {len(op.ins)}", where=where)
 
 
-def _check_side(rule: Rule, op: Op, side: str, dims: tuple[Dims, ...], avals: Sequence[Any]) -> None:
+def _check_side(rule: Rule, op: OpView, side: str, dims: tuple[Dims, ...], avals: Sequence[Any]) -> None:
     where = f"rule of {op.primitive!r}"
     if len(dims) != len(avals):
         raise RuleError(f"the rule has {len(dims)} {side}s, the operator {len(avals)}", where=where)

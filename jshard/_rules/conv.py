@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jshard._rules.build import Factors, summable
-from jshard._rules.registry import LocalContext, Op, family
+from jshard._rules.registry import LocalContext, OpView, family
 from jshard._rules.rule import Rule
 
 
@@ -44,7 +44,7 @@ def _conv_local(ctx: LocalContext, x: Any, w: Any) -> Sequence[Any]:
 
 
 @rule("conv_general_dilated", local=_conv_local)
-def conv(op: Op) -> Rule:
+def conv(op: OpView) -> Rule:
     """Factors: groups, batch, output features, input features, then space."""
     p = op.params
     n = p["dimension_numbers"]

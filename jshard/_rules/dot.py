@@ -9,7 +9,7 @@ a b, b c -> a c  (reduce b)
 from __future__ import annotations
 
 from jshard._rules.build import Factors, summable
-from jshard._rules.registry import Op, family
+from jshard._rules.registry import OpView, family
 from jshard._rules.rule import Dims, Rule
 
 
@@ -17,7 +17,7 @@ rule = family("dot")
 
 
 @rule("dot_general")
-def dot_general(op: Op) -> Rule:
+def dot_general(op: OpView) -> Rule:
     """Batch dims first, then free dims of the left, then of the right operand.
 
     Partial sums do not pass: the product would be computed once per device.

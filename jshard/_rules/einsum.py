@@ -32,8 +32,8 @@ from typing import Any
 
 from jshard._calls import checked
 from jshard._errors import RuleError
-from jshard._rules.build import check
-from jshard._rules.registry import REGISTRY, Entry, LocalFunction, Op
+from jshard._rules.build import validate
+from jshard._rules.registry import REGISTRY, RuleEntry, LocalFunction, OpView
 from jshard._rules.rule import Rule
 
 
@@ -52,7 +52,7 @@ class _Token:
 
 
 @dataclasses.dataclass(frozen=True)
-class Equation:
+class RuleText:
     """A rule's text, taken apart: a list of tokens for each operand and result."""
 
     text: str
@@ -71,7 +71,7 @@ def _error(what: str, text: str, at: int, fix: str) -> RuleError:
     return RuleError(what, where=f"{text}\n{' ' * (9 + at)}^", fix=fix)
 
 
-def equation(text: str) -> Equation:
+def tokenize(text: str) -> RuleText:
     """Take a rule's text apart; sizes are not looked at.
 
     >>> equation("(a b) c -> a b c").names
@@ -86,20 +86,20 @@ def equation(text: str) -> Equation:
         what = "the rule has no '->'" if not arrows else "the rule has more than one '->'"
         raise _error(what, text, arrows[1] if arrows else len(text), _LEGAL)
     left, right = text[: arrows[0]], text[arrows[0] + 2 :]
-    return Equation(text, _side(text, left, 0), _side(text, right, arrows[0] + 2))
+    return RuleText(text, _parse_side(text, left, 0), _parse_side(text, right, arrows[0] + 2))
 
 
-def _side(text: str, side: str, offset: int) -> tuple[tuple[_Token, ...], ...]:
+def _parse_side(text: str, side: str, offset: int) -> tuple[tuple[_Token, ...], ...]:
     if not side.strip():
         return ()
     tensors, start = [], offset
     for part in side.split(","):
-        tensors.append(_tensor(text, part, start))
+        tensors.append(_parse_tensor(text, part, start))
         start += len(part) + 1
     return tuple(tensors)
 
 
-def _tensor(text: str, part: str, offset: int) -> tuple[_Token, ...]:
+def _parse_tensor(text: str, part: str, offset: int) -> tuple[_Token, ...]:
     tokens: list[_Token] = []
     group: list[str] | None = None
     opened = 0
@@ -147,7 +147,7 @@ def _tensor(text: str, part: str, offset: int) -> tuple[_Token, ...]:
     return tuple(tokens)
 
 
-def parse(
+def parse_rule(
     text: str,
     operands: Sequence[Any],
     results: Sequence[Any],
@@ -173,7 +173,7 @@ def parse(
     Raises: `RuleError` for a wrong number of operands or dimensions, an unknown factor, one of two sizes,
     a group without sizes.
     """
-    e = equation(text)
+    e = tokenize(text)
     if reducer not in _REDUCERS:
         raise RuleError(f"unknown reducer {reducer!r}", where=text, fix="one of " + ", ".join(_REDUCERS))
     _count(e, "operand", e.operands, operands, 0)
@@ -232,7 +232,7 @@ def _product(numbers: Any) -> int:
     return out
 
 
-def _count(e: Equation, side: str, tensors: Sequence[Any], avals: Sequence[Any], at: int) -> None:
+def _count(e: RuleText, side: str, tensors: Sequence[Any], avals: Sequence[Any], at: int) -> None:
     if len(tensors) != len(avals):
         what = f"the rule has {len(tensors)} {side}{'s' * (len(tensors) != 1)}, the function {len(avals)}"
         raise _error(what, e.text, at, f"one group of factors for each {side}, separated by commas")
@@ -244,7 +244,7 @@ def _count(e: Equation, side: str, tensors: Sequence[Any], avals: Sequence[Any],
 
 
 def _rule(
-    e: Equation,
+    e: RuleText,
     lengths: Mapping[str, int],
     reduction: Sequence[str],
     blocked: Sequence[str],
@@ -284,7 +284,7 @@ def _rule(
 @checked
 def register_rule(
     primitive: Any,
-    rule: str | Callable[[Op], Rule],
+    rule: str | Callable[[OpView], Rule],
     *,
     reduction: Sequence[str] = (),
     blocked: Sequence[str] = (),
@@ -328,14 +328,14 @@ def register_rule(
                 where="register_rule",
                 fix=_LEGAL,
             )
-        REGISTRY.add(name, Entry("user", rule, local, user=True))
+        REGISTRY.add(name, RuleEntry("user", rule, local, user=True))
         return
     text = rule
-    equation(text)  # malformed text fails here, not at the first plan
+    tokenize(text)  # malformed text fails here, not at the first plan
 
-    def from_text(op: Op) -> Rule:
+    def from_text(op: OpView) -> Rule:
         lengths = sizes(op.params) if callable(sizes) else sizes
-        r = parse(
+        r = parse_rule(
             text,
             op.ins,
             op.outs,
@@ -345,7 +345,7 @@ def register_rule(
             reducer=reducer,
             work=work,
         )
-        check(r, op)
+        validate(r, op)
         return r
 
-    REGISTRY.add(name, Entry("user", from_text, local, user=True))
+    REGISTRY.add(name, RuleEntry("user", from_text, local, user=True))

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 
 from jshard import _jaxcompat as compat
 from jshard._errors import RuleError
-from jshard._rules.build import Factors, is_float, linear, summable
-from jshard._rules.registry import LocalContext, Op, family
+from jshard._rules.build import Factors, is_float, linear_sets, summable
+from jshard._rules.registry import LocalContext, OpView, family
 from jshard._rules.rule import Dims, Rule
 
 
@@ -49,7 +49,7 @@ _LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
 _FREE = {"copy", "copy_p", "stop_gradient", "name", "real", "imag", "zeros_like"}
 
 
-def pointwise_dims(op: Op) -> Rule:
+def pointwise_dims(op: OpView) -> Rule:
     """Dimensions of an elementwise operator: shared factors, none on scalars and on broadcast dimensions."""
     factors = Factors()
     shape = op.outs[0].shape
@@ -68,9 +68,9 @@ def pointwise_dims(op: Op) -> Rule:
     return Rule(tuple(map(of, op.ins)), tuple(map(of, op.outs)), factors.sizes)
 
 
-def _with(op: Op, sets: tuple[tuple[int, ...], ...], work: float = 1.0) -> Rule:
+def _with(op: OpView, sets: tuple[tuple[int, ...], ...], work: float = 1.0) -> Rule:
     r = pointwise_dims(op)
-    return Rule(r.operands, r.results, r.sizes, linear=linear(op, *sets), work=work)
+    return Rule(r.operands, r.results, r.sizes, linear=linear_sets(op, *sets), work=work)
 
 
 _POINTWISE = """
@@ -85,7 +85,7 @@ _POINTWISE = """
 
 
 @rule(*_POINTWISE)
-def pointwise(op: Op) -> Rule:
+def pointwise(op: OpView) -> Rule:
     """Same position in, same position out; `_LINEAR` says which partial sums pass."""
     sets = _LINEAR.get(op.primitive, ())
     if op.primitive == "integer_pow" and op.params["y"] == 1:
@@ -111,25 +111,25 @@ def _error_function(ctx: LocalContext, x: Any) -> Sequence[Any]:
 
 
 @rule("erf", "erfc", local=_error_function)
-def error_function(op: Op) -> Rule:
+def error_function(op: OpView) -> Rule:
     """As the others; their derivatives are written out."""
     return _with(op, ())
 
 
 @rule("div")
-def div(op: Op) -> Rule:
+def div(op: OpView) -> Rule:
     """Linear in the numerator; integer division rounds, so only for floats."""
     return _with(op, ((0,),) if is_float(op.outs[0]) else ())
 
 
 @rule("select_n")
-def select_n(op: Op) -> Rule:
+def select_n(op: OpView) -> Rule:
     """All cases partial: the chosen ones add up, whichever the predicate picks."""
     return _with(op, (tuple(range(1, len(op.ins))),))
 
 
 @rule("convert_element_type")
-def convert_element_type(op: Op) -> Rule:
+def convert_element_type(op: OpView) -> Rule:
     """Partial sums pass a cast that loses nothing: float to a float at least as wide."""
     a, b = op.ins[0].dtype, op.outs[0].dtype
     floats = is_float(op.ins[0]) and is_float(op.outs[0])
@@ -138,7 +138,7 @@ def convert_element_type(op: Op) -> Rule:
 
 
 @rule("select_if_vmap", "nonbatchable")
-def _third_party_pointwise(op: Op) -> Rule:
+def _third_party_pointwise(op: OpView) -> Rule:
     # equinox: `select_if_vmap(pred, x, y)` and `nonbatchable(x)` act elementwise.
     r = pointwise_dims(op)
     return Rule(r.operands, r.results, r.sizes, work=0.0)

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jshard import _jaxcompat as compat
-from jshard._rules.einsum import Equation, equation, parse
-from jshard._rules.registry import LocalContext, Op, family
+from jshard._rules.einsum import RuleText, tokenize, parse_rule
+from jshard._rules.registry import LocalContext, OpView, family
 from jshard._rules.rule import Rule
 
 
@@ -56,7 +56,7 @@ class Fused:
 
         A gradient has it in every operand too: which gradients are summed over it is for the caller to say.
         """
-        e = equation(self.text)
+        e = tokenize(self.text)
         size = next(x.shape[d] for x, d in zip(arrays, dims, strict=True) if d is not None)
         name = next(n for n in (f"mapped{i}" for i in range(len(e.names) + 1)) if n not in e.names)
         if self.backward:
@@ -86,12 +86,12 @@ def on_blocks(ctx: LocalContext, *blocks: Any) -> Sequence[Any]:
 
 
 @rule("jshard_fused", local=on_blocks)
-def fused_rule(op: Op) -> Rule:
+def fused_rule(op: OpView) -> Rule:
     """The author's rule; for a gradient, operands and cotangents to the operands' own factors."""
     f: Fused = op.params["fused"]
     ins = op.ins[: f.operands] if f.backward else op.ins
     outs = f.results if f.backward else op.outs
-    r = parse(f.text, ins, outs, reduction=f.reduction, blocked=f.blocked, sizes=dict(f.sizes), work=f.work)
+    r = parse_rule(f.text, ins, outs, reduction=f.reduction, blocked=f.blocked, sizes=dict(f.sizes), work=f.work)
     r = dataclasses.replace(r, note=f.note)
     if not f.backward:
         return r
@@ -109,7 +109,7 @@ def fused(
     work: float = 2.0,
 ) -> Callable[..., Any]:  # fmt: skip
     """`fn` as one operator with a rule; a function of arrays, differentiable in reverse mode."""
-    e = equation(text)
+    e = tokenize(text)
     missing = [
         n for n in e.names if not any(n in t.names for r in e.results for t in r) and n not in reduction
     ]
@@ -118,8 +118,8 @@ def fused(
 
     def spec(arrays: Sequence[Any]) -> Fused:
         if not checked:
-            parse_check(base, arrays)
-            checked.append(_probed(base, e, arrays))
+            check_rule_text(base, arrays)
+            checked.append(_check_rule_numerically(base, e, arrays))
         return checked[0]
 
     @jax.custom_vjp
@@ -147,13 +147,13 @@ def fused(
     return run
 
 
-def parse_check(f: Fused, arrays: Sequence[Any]) -> None:
+def check_rule_text(f: Fused, arrays: Sequence[Any]) -> None:
     """Raise the rule's error now, at the call, where the user's line is near."""
     outs = jax.eval_shape(f.run, *arrays)
-    parse(f.text, arrays, outs, reduction=f.reduction, blocked=f.blocked, sizes=dict(f.sizes), work=f.work)
+    parse_rule(f.text, arrays, outs, reduction=f.reduction, blocked=f.blocked, sizes=dict(f.sizes), work=f.work)
 
 
-def _probed(f: Fused, e: Equation, arrays: Sequence[Any]) -> Fused:
+def _check_rule_numerically(f: Fused, e: RuleText, arrays: Sequence[Any]) -> Fused:
     """The same operator with every factor blocked that a small experiment shows not to be free."""
     length = dict.fromkeys(e.names, 4)
     rng = np.random.default_rng(0)
@@ -164,7 +164,7 @@ def _probed(f: Fused, e: Equation, arrays: Sequence[Any]) -> Fused:
                 for tokens, a in zip(e.operands, arrays, strict=True)
             ]
             whole = f.run(*small)
-            wrong = [n for n in e.names if n not in f.blocked and not _free(f, e, n, small, whole)]
+            wrong = [n for n in e.names if n not in f.blocked and not _is_shardable(f, e, n, small, whole)]
     except Exception:  # the function may need real sizes (a kernel's blocks): then its author's word counts
         return f
     if not wrong:
@@ -174,7 +174,7 @@ def _probed(f: Fused, e: Equation, arrays: Sequence[Any]) -> Fused:
                                reduction=tuple(n for n in f.reduction if n not in wrong))  # fmt: skip
 
 
-def _free(f: Fused, e: Equation, name: str, arrays: Sequence[Any], whole: Sequence[Any]) -> bool:
+def _is_shardable(f: Fused, e: RuleText, name: str, arrays: Sequence[Any], whole: Sequence[Any]) -> bool:
     halves = []
     for part in (0, 1):
         cut = [_half(a, tokens, name, part) for a, tokens in zip(arrays, e.operands, strict=True)]

@@ -23,8 +23,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.lax import GatherScatterMode
 
-from jshard._rules.build import Factors, is_float, linear, summable
-from jshard._rules.registry import LocalContext, Op, block_index, family
+from jshard._rules.build import Factors, is_float, linear_sets, summable
+from jshard._rules.registry import LocalContext, OpView, block_index, family
 from jshard._rules.rule import Rule
 from jshard._rules.slices import clamped
 
@@ -39,7 +39,7 @@ def _window_dims(n: Any, rank: int) -> list[int]:
 
 
 @rule("gather", local=lambda ctx, x, i: _gather_local(ctx, x, i))
-def gather(op: Op) -> Rule:
+def gather(op: OpView) -> Rule:
     """Factors of the indices, then of the operand's dimensions by their kind."""
     n, sizes = op.params["dimension_numbers"], op.params["slice_sizes"]
     x, indices, y = op.ins[0], op.ins[1], op.outs[0]
@@ -73,7 +73,7 @@ def gather(op: Op) -> Rule:
     adds_up = not fills or fill == 0 or (is_float(y) and fill is not None and bool(fill != fill))
     return Rule(
         (tuple(operand), (*index_dims, ())), (tuple(out),), f.sizes, reduction=tuple(reduction),
-        linear=linear(op, (0,)) if adds_up else (), work=0.0,
+        linear=linear_sets(op, (0,)) if adds_up else (), work=0.0,
         note="" if summable(y) else f"rows of {y.dtype} cannot be added up",
     )  # fmt: skip
 

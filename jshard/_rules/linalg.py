@@ -17,8 +17,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from jshard import _jaxcompat as compat
-from jshard._rules.build import Factors, linear
-from jshard._rules.registry import LocalContext, Op, block_index, family
+from jshard._rules.build import Factors, linear_sets
+from jshard._rules.registry import LocalContext, OpView, block_index, family
 from jshard._rules.rule import Dims, Rule
 
 
@@ -46,7 +46,7 @@ _NOTE = "the matrix is needed whole"
 
 
 @rule(*_CORE)
-def batched(op: Op) -> Rule:
+def batched(op: OpView) -> Rule:
     """Batch dimensions in front of core dimensions, which are whole."""
     ins, outs = _CORE[op.primitive]
     f = Factors()
@@ -64,7 +64,7 @@ def batched(op: Op) -> Rule:
     return Rule(operands, results, f.sizes, blocked=tuple(blocked), work=_work(op, blocked, f), note=_NOTE)
 
 
-def _work(op: Op, blocked: list[int], f: Factors) -> float:
+def _work(op: OpView, blocked: list[int], f: Factors) -> float:
     """Per point, so that the whole is about 2 n**3 for each matrix, whatever factors its dimensions have."""
     core = [f.sizes[k] for k in blocked]
     points = 1
@@ -82,7 +82,7 @@ def _symmetric_local(ctx: LocalContext, a: Any, c: Any) -> Sequence[Any]:
 
 
 @rule("symmetric_product", local=_symmetric_local)
-def symmetric_product(op: Op) -> Rule:
+def symmetric_product(op: OpView) -> Rule:
     """`alpha a a^T + beta c`: columns of `a` are a reduction, of which one device adds `c`."""
     f = Factors()
     *batch, rows, columns = f.dims(op.ins[0].shape)
@@ -95,7 +95,7 @@ def symmetric_product(op: Op) -> Rule:
 
 
 @rule("triangular_solve")
-def triangular_solve(op: Op) -> Rule:
+def triangular_solve(op: OpView) -> Rule:
     """Columns of the right-hand side (rows, when the matrix stands on the right) pass."""
     f = Factors()
     batch = f.dims(op.ins[0].shape[:-2])
@@ -109,32 +109,32 @@ def triangular_solve(op: Op) -> Rule:
         (b,),
         f.sizes,
         blocked=(side, other),
-        linear=linear(op, (1,)),
+        linear=linear_sets(op, (1,)),
         note=_NOTE,
     )
 
 
 @rule("tridiagonal_solve")
-def tridiagonal_solve(op: Op) -> Rule:
+def tridiagonal_solve(op: OpView) -> Rule:
     """Columns of the right-hand side pass."""
     f = Factors()
     *batch, m, n = f.dims(op.ins[3].shape)
     diagonal = (*batch, m)
     b = (*batch, m, n)
     return Rule(
-        (diagonal,) * 3 + (b,), (b,), f.sizes, blocked=m, linear=linear(op, (3,)), work=8.0, note=_NOTE
+        (diagonal,) * 3 + (b,), (b,), f.sizes, blocked=m, linear=linear_sets(op, (3,)), work=8.0, note=_NOTE
     )
 
 
 def _fft_local(ctx: LocalContext, x: Any) -> Sequence[Any]:
     # Which memory layout a reduce-scatter after it asks for, XLA on CPU hands to the transform, which then fails. A
     # derivative taken from outside is such a transform too, with operand and result exchanged.
-    x = compat.row_major(x) if compat.checks_vma() else x
+    x = compat.row_major(x) if compat.check_vma_enabled() else x
     return [compat.row_major(y) for y in ctx.bind(x)]
 
 
 @rule("fft", local=_fft_local)
-def fft(op: Op) -> Rule:
+def fft(op: OpView) -> Rule:
     """Transformed dimensions stay whole; those before them pass."""
     f = Factors()
     n = len(op.params["fft_lengths"])
@@ -143,6 +143,6 @@ def fft(op: Op) -> Rule:
     core = f.dims(shape[len(shape) - n :])
     return Rule(
         ((*batch, *((),) * n),), ((*batch, *core),), f.sizes, blocked=tuple(k for d in core for k in d),
-        linear=linear(op, (0,)), work=5.0 * sum(max(1, s).bit_length() for s in shape[len(shape) - n :]),
+        linear=linear_sets(op, (0,)), work=5.0 * sum(max(1, s).bit_length() for s in shape[len(shape) - n :]),
         note="every frequency depends on every sample",
     )  # fmt: skip

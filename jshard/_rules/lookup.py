@@ -32,8 +32,8 @@ from jshard._rules import (
     solve,
     windows,
 )
-from jshard._rules.build import check
-from jshard._rules.registry import REGISTRY, Entry, Op, opaque
+from jshard._rules.build import validate
+from jshard._rules.registry import REGISTRY, RuleEntry, OpView, opaque_rule
 from jshard._rules.rule import Rule
 
 
@@ -61,14 +61,14 @@ FAMILIES = (
 )
 
 
-def rules_for(op: Op) -> tuple[Rule, Entry | None]:
+def rules_for(op: OpView) -> tuple[Rule, RuleEntry | None]:
     """The operator's rule and registry entry; without a usable rule, the opaque rule and None."""
     entry = REGISTRY.get(op.primitive)
     if entry is None:
-        return opaque(op, f"no rule for primitive {op.primitive!r}"), None
+        return opaque_rule(op, f"no rule for primitive {op.primitive!r}"), None
     try:
         r = entry.rule(op)
-        check(r, op)
+        validate(r, op)
     except Exception as e:  # a rule is often the user's: any failure means "replicate and say so"
-        return opaque(op, f"the rule of {op.primitive!r} failed: {type(e).__name__}: {e}"), None
+        return opaque_rule(op, f"the rule of {op.primitive!r} failed: {type(e).__name__}: {e}"), None
     return r, entry

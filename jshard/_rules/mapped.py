@@ -17,9 +17,9 @@ import jax
 from jax import lax
 
 from jshard import _jaxcompat as compat
-from jshard._program.mapped import SCOPE, SHARD_MAP
+from jshard._program.mapped import USER_SHARD_MAP_SCOPE, SHARD_MAP
 from jshard._rules.build import Factors
-from jshard._rules.registry import LocalContext, Op, family
+from jshard._rules.registry import LocalContext, OpView, family
 from jshard._rules.rule import Dims, Rule
 
 
@@ -34,10 +34,10 @@ def _typed(x: Any, spec: Any) -> Any:
 
 def _local(ctx: LocalContext, *operands: Any) -> Sequence[Any]:
     p, where = ctx.op.params, f"the shard_map over {', '.join(map(str, ctx.op.params['mesh'].axis_names))}"
-    typed, outside = bool(p["check_vma"]), compat.checks_vma()
+    typed, outside = bool(p["check_vma"]), compat.check_vma_enabled()
     if outside and not typed:
         operands = tuple(compat.retyped(x, frozenset(), where) for x in operands)
-    with compat.check_vma(typed), jax.named_scope(SCOPE):
+    with compat.check_vma(typed), jax.named_scope(USER_SHARD_MAP_SCOPE):
         if typed:
             operands = tuple(_typed(x, spec) for x, spec in zip(operands, p["in_specs"], strict=True))
         results = compat.run_jaxpr(p["jaxpr"], operands)
@@ -56,7 +56,7 @@ def _without_unit_axes(x: Any, axes: frozenset[str]) -> Any:
 
 
 @family("other")(SHARD_MAP, local=_local)
-def mapped(op: Op) -> Rule:
+def mapped(op: OpView) -> Rule:
     """The cuts that the specs write."""
     mesh, f = op.params["mesh"], Factors()
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jshard._rules.registry import LocalContext, Op, family
+from jshard._rules.registry import LocalContext, OpView, family
 from jshard._rules.rule import Rule
 
 
@@ -26,7 +26,7 @@ def unchanged(ctx: LocalContext, x: Any) -> Sequence[Any]:
     "jshard_pin_result", "jshard_own_result", "sharding_constraint", "reshard", "layout_constraint", "out_sharding",
     local=unchanged,
 )  # fmt: skip
-def identity(op: Op) -> Rule:
+def identity(op: OpView) -> Rule:
     """One factor a dimension."""
     shape = op.outs[0].shape
     dims = tuple((k,) for k in range(len(shape)))

@@ -18,8 +18,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from jshard._rules.build import Factors, alike, linear
-from jshard._rules.registry import LocalContext, Op, block_index, family
+from jshard._rules.build import Factors, to_common_vma, linear_sets
+from jshard._rules.registry import LocalContext, OpView, block_index, family
 from jshard._rules.rule import Rule
 
 
@@ -31,23 +31,23 @@ def _broadcast_local(ctx: LocalContext, x: Any, *_: Any) -> Sequence[Any]:
 
 
 @rule("broadcast_in_dim", local=_broadcast_local)
-def broadcast_in_dim(op: Op) -> Rule:
+def broadcast_in_dim(op: OpView) -> Rule:
     """Dimensions of the operand keep their factor; a dimension of size one that grows carries none."""
     f = Factors()
     out = f.dims(op.outs[0].shape)
     place = op.params["broadcast_dimensions"]
     shape = op.ins[0].shape
     operand = tuple(out[p] if shape[d] == op.outs[0].shape[p] else () for d, p in enumerate(place))
-    return Rule((operand,), (out,), f.sizes, linear=linear(op, (0,)), work=0.0)
+    return Rule((operand,), (out,), f.sizes, linear=linear_sets(op, (0,)), work=0.0)
 
 
 @rule("transpose")
-def transpose(op: Op) -> Rule:
+def transpose(op: OpView) -> Rule:
     """Dimensions change places."""
     f = Factors()
     dims = f.dims(op.ins[0].shape)
     out = tuple(dims[p] for p in op.params["permutation"])
-    return Rule((dims,), (out,), f.sizes, linear=linear(op, (0,)), work=0.0)
+    return Rule((dims,), (out,), f.sizes, linear=linear_sets(op, (0,)), work=0.0)
 
 
 def _squeeze_local(ctx: LocalContext, x: Any) -> Sequence[Any]:
@@ -55,7 +55,7 @@ def _squeeze_local(ctx: LocalContext, x: Any) -> Sequence[Any]:
 
 
 @rule("squeeze", local=_squeeze_local)
-def squeeze(op: Op) -> Rule:
+def squeeze(op: OpView) -> Rule:
     """Dimensions of size one disappear."""
     gone = {d % len(op.ins[0].shape) for d in op.params["dimensions"]}
     f = Factors()
@@ -64,7 +64,7 @@ def squeeze(op: Op) -> Rule:
         (dims,),
         (tuple(d for i, d in enumerate(dims) if i not in gone),),
         f.sizes,
-        linear=linear(op, (0,)),
+        linear=linear_sets(op, (0,)),
         work=0.0,
     )
 
@@ -74,7 +74,7 @@ def _expand_dims_local(ctx: LocalContext, x: Any) -> Sequence[Any]:
 
 
 @rule("expand_dims", local=_expand_dims_local)
-def expand_dims(op: Op) -> Rule:
+def expand_dims(op: OpView) -> Rule:
     """Dimensions of size one appear."""
     new = {d % len(op.outs[0].shape) for d in op.params["dimensions"]}
     f = Factors()
@@ -83,19 +83,19 @@ def expand_dims(op: Op) -> Rule:
         (tuple(d for i, d in enumerate(out) if i not in new),),
         (out,),
         f.sizes,
-        linear=linear(op, (0,)),
+        linear=linear_sets(op, (0,)),
         work=0.0,
     )
 
 
 @rule("rev")
-def rev(op: Op) -> Rule:
+def rev(op: OpView) -> Rule:
     """Reversed dimensions stay whole: block i would have to come from block n - 1 - i."""
     f = Factors()
     dims = f.dims(op.ins[0].shape)
     blocked = tuple(dims[d][0] for d in op.params["dimensions"])
     return Rule(
-        (dims,), (dims,), f.sizes, blocked=blocked, linear=linear(op, (0,)), work=0.0,
+        (dims,), (dims,), f.sizes, blocked=blocked, linear=linear_sets(op, (0,)), work=0.0,
         note="a reversed dimension changes blocks",
     )  # fmt: skip
 
@@ -108,7 +108,7 @@ def _tile_local(ctx: LocalContext, x: Any) -> Sequence[Any]:
 
 
 @rule("tile", local=_tile_local)
-def tile(op: Op) -> Rule:
+def tile(op: OpView) -> Rule:
     """A repeated dimension is `(repeat, old)`: its copies may lie on different devices."""
     f = Factors()
     operand, out = [], []
@@ -116,51 +116,51 @@ def tile(op: Op) -> Rule:
         d = f.new(size)
         operand.append((d,))
         out.append((d,) if reps == 1 else (f.new(reps), d))
-    return Rule((tuple(operand),), (tuple(out),), f.sizes, linear=linear(op, (0,)), work=0.0)
+    return Rule((tuple(operand),), (tuple(out),), f.sizes, linear=linear_sets(op, (0,)), work=0.0)
 
 
 @rule("stack")
-def stack(op: Op) -> Rule:
+def stack(op: OpView) -> Rule:
     """The new dimension stays whole."""
     f = Factors()
     axis = op.params["axis"] % len(op.outs[0].shape)
     dims = f.dims(op.ins[0].shape)
     out = (*dims[:axis], (), *dims[axis:])
     return Rule(
-        (dims,) * len(op.ins), (out,), f.sizes, linear=linear(op, tuple(range(len(op.ins)))), work=0.0,
+        (dims,) * len(op.ins), (out,), f.sizes, linear=linear_sets(op, tuple(range(len(op.ins)))), work=0.0,
         note="stacked operands lie on every device",
     )  # fmt: skip
 
 
 @rule("unstack")
-def unstack(op: Op) -> Rule:
+def unstack(op: OpView) -> Rule:
     """The dimension that is taken apart stays whole."""
     f = Factors()
     axis = op.params["axis"] % len(op.ins[0].shape)
     dims = tuple(() if i == axis else (f.new(s),) for i, s in enumerate(op.ins[0].shape))
     out = tuple(d for i, d in enumerate(dims) if i != axis)
-    return Rule((dims,), (out,) * len(op.outs), f.sizes, linear=linear(op, (0,)), work=0.0)
+    return Rule((dims,), (out,) * len(op.outs), f.sizes, linear=linear_sets(op, (0,)), work=0.0)
 
 
 @rule("concatenate")
-def concatenate(op: Op) -> Rule:
+def concatenate(op: OpView) -> Rule:
     """The joined dimension stays whole: blocks of the result would mix operands."""
     f = Factors()
     axis = op.params["dimension"]
     out = tuple(() if i == axis else (f.new(s),) for i, s in enumerate(op.outs[0].shape))
     return Rule(
-        (out,) * len(op.ins), (out,), f.sizes, linear=linear(op, tuple(range(len(op.ins)))), work=0.0,
+        (out,) * len(op.ins), (out,), f.sizes, linear=linear_sets(op, tuple(range(len(op.ins)))), work=0.0,
         note="the joined dimension mixes operands",
     )  # fmt: skip
 
 
 @rule("split")
-def split(op: Op) -> Rule:
+def split(op: OpView) -> Rule:
     """The split dimension stays whole."""
     f = Factors()
     axis = op.params["axis"]
     dims = tuple(() if i == axis else (f.new(s),) for i, s in enumerate(op.ins[0].shape))
-    return Rule((dims,), (dims,) * len(op.outs), f.sizes, linear=linear(op, (0,)), work=0.0)
+    return Rule((dims,), (dims,) * len(op.outs), f.sizes, linear=linear_sets(op, (0,)), work=0.0)
 
 
 def _pad_local(ctx: LocalContext, x: Any, padding: Any) -> Sequence[Any]:
@@ -168,18 +168,18 @@ def _pad_local(ctx: LocalContext, x: Any, padding: Any) -> Sequence[Any]:
     if partial and not ctx.operand_layout(1).partial:
         # Of the addends only one may hold the padding.
         padding = jnp.where(block_index(partial, ctx.mesh) == 0, padding, jnp.zeros_like(padding))
-        x, padding = alike(x, padding)
+        x, padding = to_common_vma(x, padding)
     return ctx.bind(x, padding.astype(x.dtype) if partial else padding)
 
 
 @rule("pad", local=_pad_local)
-def pad(op: Op) -> Rule:
+def pad(op: OpView) -> Rule:
     """Padded dimensions stay whole; of partial sums one device pads with the value, the others with zero."""
     f = Factors()
     padded = [tuple(c) != (0, 0, 0) for c in op.params["padding_config"]]
     dims = tuple(() if p else (f.new(s),) for p, s in zip(padded, op.ins[0].shape, strict=True))
     return Rule(
-        (dims, ()), (dims,), f.sizes, linear=linear(op, (0,), (0, 1)), work=0.0,
+        (dims, ()), (dims,), f.sizes, linear=linear_sets(op, (0,), (0, 1)), work=0.0,
         note="padded dimensions shift across blocks",
     )  # fmt: skip
 
@@ -192,7 +192,7 @@ def _iota_local(ctx: LocalContext) -> Sequence[Any]:
 
 
 @rule("iota", local=_iota_local)
-def iota(op: Op) -> Rule:
+def iota(op: OpView) -> Rule:
     """Counts from the block's own offset."""
     f = Factors()
     return Rule((), (f.dims(op.outs[0].shape),), f.sizes, work=0.0)
@@ -205,7 +205,7 @@ def _empty_local(ctx: LocalContext, *operands: Any) -> Sequence[Any]:
 
 
 @rule("empty", "empty2", local=_empty_local)
-def empty(op: Op) -> Rule:
+def empty(op: OpView) -> Rule:
     """Undefined contents: any cut is right."""
     f = Factors()
     return Rule(tuple(((),) * len(a.shape) for a in op.ins), (f.dims(op.outs[0].shape),), f.sizes, work=0.0)

@@ -18,9 +18,9 @@ import numpy as np
 from jax import lax
 
 from jshard import _jaxcompat as compat
-from jshard._rules.build import Factors, linear
-from jshard._rules.registry import LocalContext, Op, block_index, family, opaque
-from jshard._rules.rule import OwnCollective, Rule
+from jshard._rules.build import Factors, linear_sets
+from jshard._rules.registry import LocalContext, OpView, block_index, family, opaque_rule
+from jshard._rules.rule import InternalCollective, Rule
 
 
 rule = family("other")
@@ -30,7 +30,7 @@ def _identity(ctx: LocalContext, *operands: Any) -> Sequence[Any]:
     return operands
 
 
-def _separate(op: Op) -> Rule:
+def _separate(op: OpView) -> Rule:
     """Each operand passes to its result; dimensions of equal place and length share a factor.
 
     A mesh axis cuts one factor, so operands with nothing in common could not be cut by one axis at once.
@@ -45,7 +45,7 @@ def _separate(op: Op) -> Rule:
                 shared[place, size] = f.new(size)
             tensor.append((shared[place, size],))
         dims.append(tuple(tensor))
-    return Rule(tuple(dims), tuple(dims), f.sizes, linear=linear(op, tuple(range(len(op.ins)))), work=0.0)
+    return Rule(tuple(dims), tuple(dims), f.sizes, linear=linear_sets(op, tuple(range(len(op.ins)))), work=0.0)
 
 
 # The plan decides where values lie, so what the user's program says of placement is a pin or nothing.
@@ -53,19 +53,19 @@ def _separate(op: Op) -> Rule:
     "mesh_cast", "device_put", "relayout",
     "with_memory_space_constraint", "pvary", "xla_metadata_value", local=_identity,
 )  # fmt: skip
-def identity(op: Op) -> Rule:
+def identity(op: OpView) -> Rule:
     """The value itself."""
     return _separate(op)
 
 
 @rule("optimization_barrier")
-def barrier(op: Op) -> Rule:
+def barrier(op: OpView) -> Rule:
     """The values themselves, kept apart from what comes before."""
     return _separate(op)
 
 
 @rule("bitcast_convert_type", "to_edtype", "from_edtype")
-def bitcast(op: Op) -> Rule:
+def bitcast(op: OpView) -> Rule:
     """Same width: elementwise. Otherwise the narrow side has one more, whole, dimension at the end."""
     f = Factors()
     ins, outs = op.ins[0].shape, op.outs[0].shape
@@ -83,7 +83,7 @@ def _unvmap_local(ctx: LocalContext, x: Any) -> Sequence[Any]:
 
 
 @rule("unvmap_any", "unvmap_all", "unvmap_max", local=_unvmap_local)
-def unvmap(op: Op) -> Rule:
+def unvmap(op: OpView) -> Rule:
     """equinox: reduce everything to one scalar."""
     f = Factors()
     dims = f.dims(op.ins[0].shape)
@@ -92,7 +92,7 @@ def unvmap(op: Op) -> Rule:
 
 
 @rule("platform_index", "dimension_size", "create_token", "after_all")
-def constant(op: Op) -> Rule:
+def constant(op: OpView) -> Rule:
     """The same on every device."""
     return Rule(
         tuple(((),) * len(a.shape) for a in op.ins if hasattr(a, "shape")),
@@ -139,7 +139,7 @@ def _once_local(ctx: LocalContext, *operands: Any) -> Sequence[Any]:
         if _is_ordered(ctx.op):
             from jax.experimental import io_callback  # here, so that `import jshard` stays light
 
-            run = compat.callback_of(ctx.op.primitive, ctx.op.params)
+            run = compat.debug_callback_function(ctx.op.primitive, ctx.op.params)
             if (
                 ctx.differentiable_loop
             ):  # from there JAX drops `io_callback`: better in some order than not at all
@@ -155,12 +155,12 @@ def _once_local(ctx: LocalContext, *operands: Any) -> Sequence[Any]:
     results = lax.cond(place == 0, call, zeros)
     sums = []
     for k, (y, a) in enumerate(zip(results, outs, strict=True)):
-        with ctx.own(k):
+        with ctx.collective_scope(k):
             sums.append(lax.psum(y, names).astype(a.dtype))
     return sums
 
 
-def _is_ordered(op: Op) -> bool:
+def _is_ordered(op: OpView) -> bool:
     """An ordered debug callback: JAX orders those on one device only, but its ordered `io_callback` on any number."""
     effect = type(op.params.get("effect")).__name__
     return op.primitive != "io_callback" and bool(op.params.get("ordered") or effect.startswith("Ordered"))
@@ -171,14 +171,14 @@ def _number(dtype: Any) -> Any:
     return np.dtype(np.uint8) if np.dtype(dtype) == np.bool_ else dtype
 
 
-def _whole(op: Op) -> Rule:
-    return opaque(op, OPAQUE[op.primitive])
+def _whole(op: OpView) -> Rule:
+    return opaque_rule(op, OPAQUE[op.primitive])
 
 
-def _once(op: Op) -> Rule:
+def _once(op: OpView) -> Rule:
     """Opaque; the results come from the first device by a sum over all."""
     own = [
-        OwnCollective("all_reduce", compat.itemsize(a.dtype), k, everywhere=True)
+        InternalCollective("all_reduce", compat.itemsize(a.dtype), k, all_axes=True)
         for k, a in enumerate(op.outs)
     ]
     return dataclasses.replace(_whole(op), own=tuple(own))

@@ -18,7 +18,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jshard._rules.build import Factors, summable
-from jshard._rules.registry import LocalContext, Op, family
+from jshard._rules.registry import LocalContext, OpView, family
 from jshard._rules.rule import Rule
 
 
@@ -38,7 +38,7 @@ def _ragged_local(ctx: LocalContext, x: Any, w: Any, groups: Any) -> Sequence[An
 
 
 @rule("ragged_dot_general", local=_ragged_local)
-def ragged_dot(op: Op) -> Rule:
+def ragged_dot(op: OpView) -> Rule:
     """Batch, ragged, contracted and free dimensions, as in `dot_general`; groups stay whole."""
     n = op.params["ragged_dot_dimension_numbers"]
     (lc, rc), (lb, rb) = n.dot_dimension_numbers
@@ -78,7 +78,7 @@ def ragged_dot(op: Op) -> Rule:
 
 
 @rule("scaled_dot")
-def scaled_dot(op: Op) -> Rule:
+def scaled_dot(op: OpView) -> Rule:
     """Batch and free dimensions pass; blocks of the contracted dimensions share a scale and stay whole."""
     (lc, rc), (lb, rb) = op.params["dimension_numbers"]
     x, w = op.ins[0], op.ins[1]

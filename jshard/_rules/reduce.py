@@ -19,15 +19,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from jshard._jaxcompat import all_gather_invariant, itemsize
-from jshard._rules.build import Factors, is_float, linear, summable
-from jshard._rules.registry import LocalContext, Op, family
-from jshard._rules.rule import OwnCollective, Rule
+from jshard._rules.build import Factors, is_float, linear_sets, summable
+from jshard._rules.registry import LocalContext, OpView, family
+from jshard._rules.rule import InternalCollective, Rule
 
 
 rule = family("reduce")
 
 
-def _reduce_dims(op: Op, axes: Sequence[int]) -> tuple[Factors, tuple[int, ...], Any, Any]:
+def _reduce_dims(op: OpView, axes: Sequence[int]) -> tuple[Factors, tuple[int, ...], Any, Any]:
     f = Factors()
     dims = f.dims(op.ins[0].shape)
     reduced = tuple(dims[a][0] for a in axes)
@@ -35,7 +35,7 @@ def _reduce_dims(op: Op, axes: Sequence[int]) -> tuple[Factors, tuple[int, ...],
 
 
 @rule("reduce_sum")
-def reduce_sum(op: Op) -> Rule:
+def reduce_sum(op: OpView) -> Rule:
     """A cut dimension leaves a partial sum; partial sums pass."""
     f, reduced, dims, out = _reduce_dims(op, op.params["axes"])
     ok = summable(op.outs[0])
@@ -43,7 +43,7 @@ def reduce_sum(op: Op) -> Rule:
         (dims,), (out,), f.sizes,
         reduction=reduced if ok else (),
         blocked=() if ok else reduced,
-        linear=linear(op, (0,)),
+        linear=linear_sets(op, (0,)),
     )  # fmt: skip
 
 
@@ -85,7 +85,7 @@ def _extremum(ctx: LocalContext, x: Any) -> Sequence[Any]:
 
     def value(x: Any) -> Any:
         (y,) = ctx.bind(x)
-        with ctx.own(0):
+        with ctx.collective_scope(0):
             best = collective(_ordered(y, take_max), across)
         return _unordered(best, y.dtype)
 
@@ -104,7 +104,7 @@ def _extremum(ctx: LocalContext, x: Any) -> Sequence[Any]:
 
 
 @rule("reduce_max", "reduce_min", local=_extremum)
-def reduce_extremum(op: Op) -> Rule:
+def reduce_extremum(op: OpView) -> Rule:
     """Finished by `pmax` or `pmin`; complex numbers have no such collective."""
     f, reduced, dims, out = _reduce_dims(op, op.params["axes"])
     ok = not jnp.issubdtype(op.ins[0].dtype, jnp.complexfloating)
@@ -112,12 +112,12 @@ def reduce_extremum(op: Op) -> Rule:
         (dims,), (out,), f.sizes,
         reduction=reduced if ok else (),
         blocked=() if ok else reduced,
-        reducer=op.primitive.removeprefix("reduce_"), own=_all_reduces(op.outs[0].dtype),
+        reducer=op.primitive.removeprefix("reduce_"), internal=_all_reduces(op.outs[0].dtype),
     )  # fmt: skip
 
 
-def _all_reduces(*dtypes: Any) -> tuple[OwnCollective, ...]:
-    return tuple(OwnCollective("all_reduce", itemsize(d)) for d in dtypes)
+def _all_reduces(*dtypes: Any) -> tuple[InternalCollective, ...]:
+    return tuple(InternalCollective("all_reduce", itemsize(d)) for d in dtypes)
 
 
 def _gathered(ctx: LocalContext, x: Any) -> Sequence[Any]:
@@ -129,7 +129,7 @@ def _gathered(ctx: LocalContext, x: Any) -> Sequence[Any]:
     (y,) = ctx.bind(x)
     if not across:
         return [y]
-    with ctx.own(0):
+    with ctx.collective_scope(0):
         if _is_test(ctx.op):
             return [(lax.pmin if ctx.op.primitive == "reduce_and" else lax.pmax)(y, across)]
         bits = y.astype(jnp.uint8) if y.dtype == bool else y
@@ -138,18 +138,18 @@ def _gathered(ctx: LocalContext, x: Any) -> Sequence[Any]:
     return ctx.bind_plain(stacked.astype(y.dtype), axes=(0,), **params)
 
 
-def _is_test(op: Op) -> bool:
+def _is_test(op: OpView) -> bool:
     """Whether a reduction is `any` or `all` of predicates."""
     return op.outs[0].dtype == bool and op.primitive in ("reduce_and", "reduce_or")
 
 
 @rule("reduce_prod", "reduce_and", "reduce_or", "reduce_xor", local=_gathered)
-def reduce_gathered(op: Op) -> Rule:
+def reduce_gathered(op: OpView) -> Rule:
     """Finished by a gather of one value per device, since no collective multiplies or combines bits of integers."""
     f, reduced, dims, out = _reduce_dims(op, op.params["axes"])
-    sent = OwnCollective("all_reduce" if _is_test(op) else "all_gather", itemsize(op.outs[0].dtype))
+    sent = InternalCollective("all_reduce" if _is_test(op) else "all_gather", itemsize(op.outs[0].dtype))
     return Rule(
-        (dims,), (out,), f.sizes, reduction=reduced, reducer=op.primitive.removeprefix("reduce_"), own=(sent,)
+        (dims,), (out,), f.sizes, reduction=reduced, reducer=op.primitive.removeprefix("reduce_"), internal=(sent,)
     )  # fmt: skip
 
 
@@ -163,27 +163,27 @@ def _arg_extremum(ctx: LocalContext, x: Any) -> Sequence[Any]:
     take_max = ctx.op.primitive == "argmax"
     value = jnp.squeeze(jnp.take_along_axis(x, jnp.expand_dims(index, axis), axis), axis)
     key = _ordered(value, take_max)
-    with ctx.own(0):
+    with ctx.collective_scope(0):
         best = lax.pmax(key, across) if take_max else lax.pmin(key, across)
     index = index + jnp.asarray(ctx.operand_offset(0, axis), index.dtype)
     last = jnp.asarray(jnp.iinfo(index.dtype).max, index.dtype)
     index = jnp.where(key == best, index, last)
-    with ctx.own(1):
+    with ctx.collective_scope(1):
         return [lax.pmin(index, across)]
 
 
 @rule("argmax", "argmin", local=_arg_extremum)
-def arg_extremum(op: Op) -> Rule:
+def arg_extremum(op: OpView) -> Rule:
     """Finished by comparing each device's best value, then the global indices of those that have the best."""
     f, reduced, dims, out = _reduce_dims(op, op.params["axes"])
     return Rule(
         (dims,), (out,), f.sizes, reduction=reduced, reducer=op.primitive.removeprefix("arg"),
-        own=_all_reduces(op.ins[0].dtype, op.outs[0].dtype),
+        internal=_all_reduces(op.ins[0].dtype, op.outs[0].dtype),
     )  # fmt: skip
 
 
 @rule("reduce")
-def reduce(op: Op) -> Rule:
+def reduce(op: OpView) -> Rule:
     """A user's reduction: nothing is known about its function, so reduced dimensions stay whole."""
     dimensions = op.params["dimensions"]
     n = len(op.ins) // 2
@@ -195,19 +195,19 @@ def reduce(op: Op) -> Rule:
 
 
 @rule("cumsum", "cumlogsumexp", "cummax", "cummin", "cumprod")
-def cumulative(op: Op) -> Rule:
+def cumulative(op: OpView) -> Rule:
     """The scanned dimension stays whole; the others pass."""
     f = Factors()
     dims = f.dims(op.ins[0].shape)
     return Rule(
         (dims,), (dims,), f.sizes, blocked=dims[op.params["axis"]],
-        linear=linear(op, (0,)) if op.primitive == "cumsum" else (),
+        linear=linear_sets(op, (0,)) if op.primitive == "cumsum" else (),
         note="each element depends on all before it",
     )  # fmt: skip
 
 
 @rule("sort")
-def sort(op: Op) -> Rule:
+def sort(op: OpView) -> Rule:
     """All operands are sorted together along one dimension, which stays whole."""
     f = Factors()
     dims = f.dims(op.ins[0].shape)
@@ -219,7 +219,7 @@ def sort(op: Op) -> Rule:
 
 
 @rule("top_k", "approx_top_k")
-def top_k(op: Op) -> Rule:
+def top_k(op: OpView) -> Rule:
     """The searched dimension stays whole; the others pass."""
     axis = op.params["axis"] if "axis" in op.params else op.params.get("reduction_dimension", -1)
     axis %= len(op.ins[0].shape)

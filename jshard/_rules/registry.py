@@ -23,7 +23,7 @@ from jshard._rules.rule import Candidate, Rule, operand_layouts, reduced_axes, r
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Op:
+class OpView:
     """One operator as a rule sees it.
 
     `ins` and `outs` are abstract values with global `shape` and `dtype`; `literals` holds the value of a
@@ -41,7 +41,7 @@ class Op:
 class LocalContext:
     """What a local function may ask: shapes and positions of this device's blocks, the plain primitive."""
 
-    op: Op
+    op: OpView
     rule: Rule
     candidate: Candidate
     mesh: MeshAxes
@@ -49,7 +49,7 @@ class LocalContext:
     differentiable_loop: bool = (
         False  # in the body of a loop of a program that is differentiated from outside
     )
-    numbers: tuple[int, ...] = ()  # of the rule's own collectives, among those of the plan
+    collective_ids: tuple[int, ...] = ()  # of the rule's own collectives, among those of the plan
     row_major: bool = False  # the first operand is updated in place, and stays row-major
 
     def axes(self, factor: int) -> tuple[str, ...]:
@@ -96,33 +96,33 @@ class LocalContext:
         """Mesh axes over which the operator itself must finish its (non-sum) reduction."""
         return reduced_axes(self.rule, self.candidate, self.mesh)
 
-    def in_row_major(self, x: Any) -> Any:
+    def keep_row_major(self, x: Any) -> Any:
         """An array that is updated where it lies, kept in memory row by row.
 
         Left to themselves, compilers transpose it for the update and back again: a copy of it each time.
         """
         return compat.row_major(x) if self.row_major else x
 
-    def own(self, k: int) -> Any:
+    def collective_scope(self, k: int) -> Any:
         """The scope in which a local function writes its own collective `k`: verification finds it by that name."""
-        return plan_scope(self.numbers[k] if k < len(self.numbers) else -1)
+        return plan_scope(self.collective_ids[k] if k < len(self.collective_ids) else -1)
 
     def bind(self, *operands: Any, **changed: Any) -> Sequence[Any]:
         """Run the plain primitive on local operands with some parameters changed."""
         return self.bind_plain(*operands, **{**self.op.params, **changed})
 
 
-RuleFunction = Callable[[Op], Rule]
+RuleFunction = Callable[[OpView], Rule]
 LocalFunction = Callable[..., Sequence[Any]]  # (ctx, *operands) -> local results
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class RuleEntry:
     """A registered primitive: its family (a file of rules), rule and, where needed, local function."""
 
     family: str
     rule: RuleFunction
-    local: LocalFunction | None = None
+    local_impl: LocalFunction | None = None
     user: bool = False
 
 
@@ -130,9 +130,9 @@ class Registry:
     """Primitive name -> `Entry`. One lives in this module; users extend it through `register_rule`."""
 
     def __init__(self) -> None:
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, RuleEntry] = {}
 
-    def add(self, names: str | Sequence[str], entry: Entry) -> None:
+    def add(self, names: str | Sequence[str], entry: RuleEntry) -> None:
         """Add an entry under one or several primitive names; a name already taken is an error."""
         names = [names] if isinstance(names, str) else list(names)
         for name in names:
@@ -145,7 +145,7 @@ class Registry:
         for name in names:
             self._entries[name] = entry
 
-    def get(self, name: str) -> Entry | None:
+    def get(self, name: str) -> RuleEntry | None:
         """The entry of a primitive, or None."""
         return self._entries.get(name)
 
@@ -164,7 +164,7 @@ def family(name: str) -> Callable[..., Callable[[RuleFunction], RuleFunction]]:
         *primitives: str, local: LocalFunction | None = None
     ) -> Callable[[RuleFunction], RuleFunction]:
         def decorate(f: RuleFunction) -> RuleFunction:
-            REGISTRY.add(primitives, Entry(name, f, local))
+            REGISTRY.add(primitives, RuleEntry(name, f, local))
             return f
 
         return decorate
@@ -185,7 +185,7 @@ def block_index(axes: Sequence[str], mesh: MeshAxes) -> Any:
     return index
 
 
-def opaque(op: Op, note: str) -> Rule:
+def opaque_rule(op: OpView, note: str) -> Rule:
     """The rule that cuts nothing: operands and results replicated, marked for the report."""
     return Rule(
         operands=tuple(((),) * len(a.shape) for a in op.ins),
@@ -196,6 +196,6 @@ def opaque(op: Op, note: str) -> Rule:
     )
 
 
-def is_key(aval: Any) -> bool:
+def is_prng_key(aval: Any) -> bool:
     """Whether an abstract value is a typed PRNG key array."""
     return jax.numpy.issubdtype(aval.dtype, jax.dtypes.prng_key)

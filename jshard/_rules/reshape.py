@@ -20,15 +20,15 @@ from typing import Any
 
 from jax import lax
 
-from jshard._rules.build import Factors, linear
-from jshard._rules.registry import LocalContext, Op, family
+from jshard._rules.build import Factors, linear_sets
+from jshard._rules.registry import LocalContext, OpView, family
 from jshard._rules.rule import Rule
 
 
 rule = family("reshape")
 
 
-def match(old: Sequence[int], new: Sequence[int]) -> Rule:
+def common_factors(old: Sequence[int], new: Sequence[int]) -> Rule:
     """The finest common refinement of two shapes with the same number of elements."""
     f = Factors()
     a: list[list[int]] = [[] for _ in old]
@@ -92,17 +92,17 @@ def _reshape_local(ctx: LocalContext, x: Any, *_: Any) -> Sequence[Any]:
 
 
 @rule("reshape", local=_reshape_local)
-def reshape(op: Op) -> Rule:
+def reshape(op: OpView) -> Rule:
     """Common factors of both shapes; `dimensions` transposes the operand first."""
     order = op.params.get("dimensions")
     shape = op.ins[0].shape
     if order is None:
-        r = match(shape, op.outs[0].shape)
+        r = common_factors(shape, op.outs[0].shape)
         operand = r.operands[0]
     else:
-        r = match([shape[d] for d in order], op.outs[0].shape)
+        r = common_factors([shape[d] for d in order], op.outs[0].shape)
         back = {d: r.operands[0][k] for k, d in enumerate(order)}
         operand = tuple(back[d] for d in range(len(shape)))
     return Rule(
-        (operand,), r.results, r.sizes, blocked=r.blocked, linear=linear(op, (0,)), work=0.0, note=r.note
+        (operand,), r.results, r.sizes, blocked=r.blocked, linear=linear_sets(op, (0,)), work=0.0, note=r.note
     )

@@ -27,8 +27,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jshard._jaxcompat import threefry_2x32
-from jshard._rules.build import Factors, alike
-from jshard._rules.registry import LocalContext, Op, family
+from jshard._rules.build import Factors, to_common_vma
+from jshard._rules.registry import LocalContext, OpView, family
 from jshard._rules.rule import Rule
 
 
@@ -82,7 +82,7 @@ def _cipher(ctx: LocalContext, keys: Any) -> tuple[Any, Any]:
     k0, k1 = (words[..., i] if batch else words.reshape(2)[i] for i in (0, 1))
     if batch:
         k0, k1, high, low = (jnp.broadcast_to(v, shape) for v in (k0, k1, high, low))
-    return threefry_2x32(*alike(k0, k1, high, low))
+    return threefry_2x32(*to_common_vma(k0, k1, high, low))
 
 
 def _is_cut(ctx: LocalContext) -> bool:
@@ -106,7 +106,7 @@ def _split_local(ctx: LocalContext, keys: Any) -> Sequence[Any]:
     return [jax.random.wrap_key_data(jnp.stack([first, second], -1), impl="threefry2x32")]
 
 
-def _draw(op: Op) -> Rule:
+def _draw(op: OpView) -> Rule:
     f = Factors()
     out = f.dims(op.outs[0].shape)
     batch = len(op.ins[0].shape)
@@ -122,19 +122,19 @@ def _draw(op: Op) -> Rule:
 
 
 @rule("random_bits", local=_bits_local)
-def draw(op: Op) -> Rule:
+def draw(op: OpView) -> Rule:
     """Dimensions of the keys, then of the drawn shape."""
     return _draw(op)
 
 
 @rule("random_split", local=_split_local)
-def split(op: Op) -> Rule:
+def split(op: OpView) -> Rule:
     """As `random_bits`, with a key for each position."""
     return _draw(op)
 
 
 @rule("random_fold_in", "random_seed", "random_clone")
-def keywise(op: Op) -> Rule:
+def keywise(op: OpView) -> Rule:
     """One key at a time."""
     f = Factors()
     dims = f.dims(op.outs[0].shape)
@@ -149,7 +149,7 @@ def keywise(op: Op) -> Rule:
 
 
 @rule("random_wrap")
-def wrap(op: Op) -> Rule:
+def wrap(op: OpView) -> Rule:
     """Words to keys: the words' own dimensions stay whole."""
     f = Factors()
     dims = f.dims(op.outs[0].shape)
@@ -157,7 +157,7 @@ def wrap(op: Op) -> Rule:
 
 
 @rule("random_unwrap")
-def unwrap(op: Op) -> Rule:
+def unwrap(op: OpView) -> Rule:
     """Keys to words."""
     f = Factors()
     dims = f.dims(op.ins[0].shape)
@@ -165,7 +165,7 @@ def unwrap(op: Op) -> Rule:
 
 
 @rule("random_gamma")
-def gamma(op: Op) -> Rule:
+def gamma(op: OpView) -> Rule:
     """Each key draws for all parameters below it, so only dimensions of the keys pass."""
     f = Factors()
     dims = f.dims(op.outs[0].shape)
@@ -178,7 +178,7 @@ def gamma(op: Op) -> Rule:
 
 
 @rule("rng_bit_generator", "rng_uniform", "philox2x32", "philox4x32", "threefry4x32", "iota_2x32_shape")
-def whole(op: Op) -> Rule:
+def whole(op: OpView) -> Rule:
     """Stateful or positional generators: the same numbers on every device."""
     return Rule(
         tuple(((),) * len(a.shape) for a in op.ins), tuple(((),) * len(a.shape) for a in op.outs), (),

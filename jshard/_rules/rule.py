@@ -39,7 +39,7 @@ Dims = tuple[tuple[int, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class OwnCollective:
+class InternalCollective:
     """A collective that an operator's local function writes itself: of one block of result `result`.
 
     `itemsize` is the bytes of an element as it is sent, `everywhere` whether all axes of the mesh take part and not
@@ -49,7 +49,7 @@ class OwnCollective:
     kind: CollectiveKind
     itemsize: float
     result: int = 0
-    everywhere: bool = False
+    all_axes: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Rule:
     work: float = 1.0
     note: str = ""
     opaque: bool = False
-    own: tuple[OwnCollective, ...] = ()
+    internal: tuple[InternalCollective, ...] = ()
 
     def __str__(self) -> str:
         order = list(dict.fromkeys(f for t in self.operands + self.results for d in t for f in d))
@@ -107,19 +107,19 @@ class Rule:
 class Candidate:
     """For each mesh axis the factor it cuts, or `NONE`, or `_PARTIAL - k` (through linear set k)."""
 
-    axes: tuple[int, ...]
+    axis_codes: tuple[int, ...]
 
     def cut(self, factor: int, mesh: MeshAxes) -> tuple[str, ...]:
         """Mesh axes that cut `factor`, major first."""
-        return tuple(n for n, f in zip(mesh.names, self.axes, strict=True) if f == factor)
+        return tuple(n for n, f in zip(mesh.names, self.axis_codes, strict=True) if f == factor)
 
 
 def candidates(rule: Rule, mesh: MeshAxes) -> Iterator[Candidate]:
     """All candidates of a rule on a mesh: every cut divides, every dimension stays a block partition."""
-    return map(Candidate, map(tuple, candidate_axes(rule, mesh).tolist()))
+    return map(Candidate, map(tuple, candidate_codes(rule, mesh).tolist()))
 
 
-def candidate_axes(rule: Rule, mesh: MeshAxes) -> np.ndarray:
+def candidate_codes(rule: Rule, mesh: MeshAxes) -> np.ndarray:
     """The axes of all candidates, `(candidates, mesh axes)`: planning handles hundreds of rules at once."""
     choices = [NONE] + [_PARTIAL - k for k in range(len(rule.linear))]
     choices += [f for f, s in enumerate(rule.sizes) if s > 1 and f not in rule.blocked]
@@ -128,7 +128,7 @@ def candidate_axes(rule: Rule, mesh: MeshAxes) -> np.ndarray:
     pieces = np.where(axes == every[:, None, None], np.array(mesh.sizes, dtype=np.int64), 1).prod(axis=2)
     fine = (sizes[:, None] % pieces == 0).all(axis=0)
     # A minor factor of a dimension may be cut only when all factors before it are cut to single points.
-    for f, before in _majors(rule):
+    for f, before in _major_factors(rule):
         for m in before:
             fine &= (pieces[f] == 1) | (pieces[m] == rule.sizes[m])
     return axes[fine]
@@ -142,7 +142,7 @@ def _places(choices: int, axes: int) -> np.ndarray:
     return out
 
 
-def _majors(rule: Rule) -> list[tuple[int, tuple[int, ...]]]:
+def _major_factors(rule: Rule) -> list[tuple[int, tuple[int, ...]]]:
     pairs = []
     for dims in rule.operands + rule.results:
         for d in dims:
@@ -152,20 +152,20 @@ def _majors(rule: Rule) -> list[tuple[int, tuple[int, ...]]]:
 
 def operand_layouts(rule: Rule, c: Candidate, mesh: MeshAxes) -> tuple[Layout, ...]:
     """The layout each operand must have under a candidate."""
-    return tuple(a[0] for a, _ in layout_lists(rule, np.array([c.axes], dtype=np.int64), mesh)[0])
+    return tuple(a[0] for a, _ in layouts_of_candidates(rule, np.array([c.axis_codes], dtype=np.int64), mesh)[0])
 
 
 def result_layouts(rule: Rule, c: Candidate, mesh: MeshAxes) -> tuple[Layout, ...]:
     """The layout each result has under a candidate, partial sums unresolved."""
-    return tuple(a[0] for a, _ in layout_lists(rule, np.array([c.axes], dtype=np.int64), mesh)[1])
+    return tuple(a[0] for a, _ in layouts_of_candidates(rule, np.array([c.axis_codes], dtype=np.int64), mesh)[1])
 
 
-Listed = tuple[tuple[Layout, ...], np.ndarray]  # distinct layouts, and which of them each candidate means
+IndexedLayouts = tuple[tuple[Layout, ...], np.ndarray]  # distinct layouts, and which of them each candidate means
 
 
-def layout_lists(
+def layouts_of_candidates(
     rule: Rule, axes: np.ndarray, mesh: MeshAxes
-) -> tuple[tuple[Listed, ...], tuple[Listed, ...]]:
+) -> tuple[tuple[IndexedLayouts, ...], tuple[IndexedLayouts, ...]]:
     """Layouts of operands and of results under candidates given by their `axes`, in order of first use.
 
     Few layouts of a tensor are distinct: those factors that it does not carry do not count.
@@ -173,14 +173,14 @@ def layout_lists(
     low = _PARTIAL - max(0, len(rule.linear) - 1)
     sums = rule.reduction if rule.reducer == "sum" else ()
 
-    known: dict[tuple, Listed] = {}  # operands and results of an elementwise operator are cut alike
+    known: dict[tuple, IndexedLayouts] = {}  # operands and results of an elementwise operator are cut alike
 
-    def listed(dims: Dims, partial: Sequence[int]) -> Listed:
+    def listed(dims: Dims, partial: Sequence[int]) -> IndexedLayouts:
         if (dims, *partial) not in known:
             known[dims, *partial] = made(dims, partial)
         return known[dims, *partial]
 
-    def made(dims: Dims, partial: Sequence[int]) -> Listed:
+    def made(dims: Dims, partial: Sequence[int]) -> IndexedLayouts:
         means = np.full(len(rule.sizes) - low, NONE, dtype=np.int64)  # by value - low
         for f in {f for d in dims for f in d}:
             means[f - low] = f
@@ -228,20 +228,20 @@ def reduced_axes(rule: Rule, c: Candidate, mesh: MeshAxes) -> tuple[str, ...]:
     """Mesh axes over which the operator itself finishes a reduction that is not a sum."""
     if rule.reducer == "sum":
         return ()
-    return tuple(n for n, f in zip(mesh.names, c.axes, strict=True) if f in rule.reduction)
+    return tuple(n for n, f in zip(mesh.names, c.axis_codes, strict=True) if f in rule.reduction)
 
 
 @dataclasses.dataclass(frozen=True)
-class Sent:
+class SentCollective:
     """An own collective under a candidate: `held` bytes a device gives, of result `result`, over `axes`."""
 
     kind: CollectiveKind
     axes: tuple[str, ...]
-    held: float
+    local_bytes: float
     result: int
 
 
-def own_collectives(rule: Rule, c: Candidate, mesh: MeshAxes, results: Sequence[Any]) -> tuple[Sent, ...]:
+def internal_collectives(rule: Rule, c: Candidate, mesh: MeshAxes, results: Sequence[Any]) -> tuple[SentCollective, ...]:
     """What an operator's local function sends under a candidate, in the order in which it is written.
 
     `results` have the global `shape` and the `dtype` of each result.
@@ -253,15 +253,15 @@ def own_collectives(rule: Rule, c: Candidate, mesh: MeshAxes, results: Sequence[
     ((Sent(kind='all_reduce', axes=('y',), held=8.0, result=0),), ())
     """
     reduced = reduced_axes(rule, c, mesh)
-    own = rule.own
+    own = rule.internal
     if not own and reduced:
-        own = tuple(OwnCollective("all_reduce", itemsize(a.dtype), k) for k, a in enumerate(results))
+        own = tuple(InternalCollective("all_reduce", itemsize(a.dtype), k) for k, a in enumerate(results))
     out, layouts = [], result_layouts(rule, c, mesh) if own else ()
     for o in own:
-        axes = mesh.names if o.everywhere else reduced
+        axes = mesh.names if o.all_axes else reduced
         if mesh.size(*axes) > 1:
             held = math.prod(results[o.result].shape) * o.itemsize / layouts[o.result].pieces(mesh)
-            out.append(Sent(o.kind, tuple(axes), held, o.result))
+            out.append(SentCollective(o.kind, tuple(axes), held, o.result))
     return tuple(out)
 
 

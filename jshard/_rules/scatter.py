@@ -22,10 +22,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.lax import GatherScatterMode
 
-from jshard._rules.build import Factors, linear, summable
-from jshard._rules.registry import LocalContext, Op, block_index, family
+from jshard._rules.build import Factors, linear_sets, summable
+from jshard._rules.registry import LocalContext, OpView, block_index, family
 from jshard._rules.rule import Rule
-from jshard._rules.slices import Part, clamped
+from jshard._rules.slices import StackSlice, clamped
 
 
 rule = family("scatter")
@@ -36,10 +36,10 @@ _EXTREMA = {"scatter-max": "max", "scatter-min": "min"}
 
 
 def _scatter_local(ctx: LocalContext, x: Any, indices: Any, updates: Any) -> Sequence[Any]:
-    if isinstance(x, Part):  # written back as a whole
+    if isinstance(x, StackSlice):  # written back as a whole
         (y,) = _scatter_local(ctx, x.array(), indices, updates)
-        return [x.updated(y, (0,) * len(x.shape), ctx.in_row_major)]
-    n, mode, x = ctx.op.params["dimension_numbers"], ctx.op.params["mode"], ctx.in_row_major(x)
+        return [x.updated(y, (0,) * len(x.shape), ctx.keep_row_major)]
+    n, mode, x = ctx.op.params["dimension_numbers"], ctx.op.params["mode"], ctx.keep_row_major(x)
     sums = [f for f in ctx.rule.reduction if ctx.axes(f)]
     across = tuple(a for f in sums for a in ctx.axes(f))
     if across and ctx.rule.reducer == "sum":
@@ -83,10 +83,10 @@ def _scatter_local(ctx: LocalContext, x: Any, indices: Any, updates: Any) -> Seq
     if across and ctx.rule.reducer != "sum":
         collective = lax.pmax if ctx.rule.reducer == "max" else lax.pmin
         result = [collective(y, across) for y in result]
-    return [ctx.in_row_major(y) for y in result]
+    return [ctx.keep_row_major(y) for y in result]
 
 
-def _covered(op: Op) -> dict[int, int]:
+def _covered(op: OpView) -> dict[int, int]:
     """Operand dimensions whose whole length the updates' window covers, with that length."""
     n = op.params["dimension_numbers"]
     gone = {*n.inserted_window_dims, *n.operand_batching_dims}
@@ -98,7 +98,7 @@ def _covered(op: Op) -> dict[int, int]:
 @rule(
     "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-max", "scatter-min", local=_scatter_local
 )
-def scatter(op: Op) -> Rule:
+def scatter(op: OpView) -> Rule:
     """Factors of the updates' own dimensions, then of the operand's by their kind."""
     n = op.params["dimension_numbers"]
     x, indices, updates = op.ins
@@ -133,7 +133,7 @@ def scatter(op: Op) -> Rule:
         reduction=own if sums or extremum else (),
         blocked=() if sums or extremum else own,
         reducer=_EXTREMA.get(op.primitive, "sum"),
-        linear=linear(op, *_LINEAR.get(op.primitive, ())),
+        linear=linear_sets(op, *_LINEAR.get(op.primitive, ())),
         work=0.0,
         note="" if sums or extremum else "updates to one place are applied in order",
     )  # fmt: skip

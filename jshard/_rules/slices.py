@@ -19,8 +19,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from jshard._rules.build import Factors, linear
-from jshard._rules.registry import LocalContext, Op, family
+from jshard._rules.build import Factors, linear_sets
+from jshard._rules.registry import LocalContext, OpView, family
 from jshard._rules.rule import Rule
 
 
@@ -36,7 +36,7 @@ def _slice_local(ctx: LocalContext, x: Any) -> Sequence[Any]:
 
 
 @rule("slice", local=_slice_local)
-def slice_(op: Op) -> Rule:
+def slice_(op: OpView) -> Rule:
     """Whole dimensions pass; one element per stride keeps blocks; the rest stays whole."""
     p = op.params
     strides = p["strides"] or (1,) * len(op.ins[0].shape)
@@ -57,7 +57,7 @@ def slice_(op: Op) -> Rule:
             operand.append(())
             out.append(())
     return Rule(
-        (tuple(operand),), (tuple(out),), f.sizes, blocked=tuple(blocked), linear=linear(op, (0,)), work=0.0,
+        (tuple(operand),), (tuple(out),), f.sizes, blocked=tuple(blocked), linear=linear_sets(op, (0,)), work=0.0,
         note="a sliced dimension shifts across blocks",
     )  # fmt: skip
 
@@ -69,18 +69,18 @@ def _dynamic_slice_local(ctx: LocalContext, x: Any, *starts: Any) -> Sequence[An
 
 
 @rule("dynamic_slice", local=_dynamic_slice_local)
-def dynamic_slice(op: Op) -> Rule:
+def dynamic_slice(op: OpView) -> Rule:
     """Dimensions taken whole pass (their start clamps to 0)."""
     f = Factors()
     sizes = op.params["slice_sizes"]
     dims = tuple((f.new(s),) if s == n else () for s, n in zip(op.ins[0].shape, sizes, strict=True))
     scalars = ((),) * (len(op.ins) - 1)
-    return Rule((dims, *scalars), (dims,), f.sizes, linear=linear(op, (0,)), work=0.0,
+    return Rule((dims, *scalars), (dims,), f.sizes, linear=linear_sets(op, (0,)), work=0.0,
                 note="a sliced dimension shifts across blocks")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Part:
+class StackSlice:
     """One slice of a stack along its first dimension, to be read and updated where it is."""
 
     stack: Any
@@ -95,21 +95,21 @@ class Part:
         """The slice by itself."""
         return lax.dynamic_index_in_dim(self.stack, self.index, 0, keepdims=False)
 
-    def updated(self, update: Any, starts: Sequence[Any], in_order: Any) -> Part:
+    def updated(self, update: Any, starts: Sequence[Any], in_order: Any) -> StackSlice:
         """The slice of the stack in which the update is written at `starts`, which are in range."""
         at = (self.index, *(jnp.asarray(i, self.index.dtype) for i in starts))
-        return Part(in_order(lax.dynamic_update_slice(in_order(self.stack), update[None], at)), self.index)
+        return StackSlice(in_order(lax.dynamic_update_slice(in_order(self.stack), update[None], at)), self.index)
 
 
-def whole(x: Any) -> Any:
+def materialized(x: Any) -> Any:
     """A value as an array, also where it is a part of a stack."""
-    return x.array() if isinstance(x, Part) else x
+    return x.array() if isinstance(x, StackSlice) else x
 
 
 def _update_local(ctx: LocalContext, x: Any, update: Any, *starts: Any) -> Sequence[Any]:
     inside: Any
-    part, inside, local = x if isinstance(x, Part) else None, None, []
-    x = x if part is not None else ctx.in_row_major(x)
+    part, inside, local = x if isinstance(x, StackSlice) else None, None, []
+    x = x if part is not None else ctx.keep_row_major(x)
     for d, start in enumerate(starts):
         if not ctx.operand_layout(0).dims[d] or ctx.operand_layout(1).dims[d]:
             local += in_range([start], x.shape[d : d + 1], update.shape[d : d + 1])  # uncut, or covered
@@ -121,10 +121,10 @@ def _update_local(ctx: LocalContext, x: Any, update: Any, *starts: Any) -> Seque
         local.append(jnp.clip(position, 0, mine - 1).astype(jnp.result_type(start)))
     if inside is not None:
         # The device that does not hold the position writes what is there: an update of as few bytes, in place.
-        update = jnp.where(inside, update, lax.dynamic_slice(whole(x), local, update.shape))
+        update = jnp.where(inside, update, lax.dynamic_slice(materialized(x), local, update.shape))
     if part is not None:
-        return [part.updated(update, local, ctx.in_row_major)]
-    return [ctx.in_row_major(ctx.bind(x, update, *local)[0])]
+        return [part.updated(update, local, ctx.keep_row_major)]
+    return [ctx.keep_row_major(ctx.bind(x, update, *local)[0])]
 
 
 def in_range(starts: Sequence[Any], shape: Sequence[int], sizes: Sequence[int]) -> list[Any]:
@@ -145,7 +145,7 @@ def clamped(index: Any, last: int) -> Any:
 
 
 @rule("dynamic_update_slice", local=_update_local)
-def dynamic_update_slice(op: Op) -> Rule:
+def dynamic_update_slice(op: OpView) -> Rule:
     """Dimensions the update covers pass; one of update size 1 is written by the device that holds it."""
     f = Factors()
     operand, update = [], []
@@ -156,6 +156,6 @@ def dynamic_update_slice(op: Op) -> Rule:
     scalars = ((),) * (len(op.ins) - 2)
     return Rule(
         (tuple(operand), tuple(update), *scalars), (tuple(operand),), f.sizes,
-        linear=linear(op, (0, 1)), work=0.0,
+        linear=linear_sets(op, (0, 1)), work=0.0,
         note="an updated dimension shifts across blocks",
     )  # fmt: skip

@@ -13,14 +13,14 @@ from typing import Any
 from jshard import _jaxcompat as compat
 from jshard._rules.build import Factors
 from jshard._rules.others import OPAQUE
-from jshard._rules.registry import LocalContext, Op, family
+from jshard._rules.registry import LocalContext, OpView, family
 from jshard._rules.rule import Dims, Rule
 
 
 rule = family("other")
 
 
-def _parts(op: Op) -> tuple[Any, list[int]]:
+def _parts(op: OpView) -> tuple[Any, list[int]]:
     """The solver, and which operands of the equation are its arguments."""
     lengths = op.params["const_lengths"]
     first = lengths.matvec + lengths.vecmat
@@ -30,7 +30,7 @@ def _parts(op: Op) -> tuple[Any, list[int]]:
 
 def _solved(ctx: LocalContext, *operands: Any) -> Sequence[Any]:
     solve, read = _parts(ctx.op)
-    if not compat.checks_vma():
+    if not compat.check_vma_enabled():
         return compat.as_function(solve)(*(operands[i] for i in read))
     whole = list(operands)
     for i in range(len(operands)):
@@ -40,7 +40,7 @@ def _solved(ctx: LocalContext, *operands: Any) -> Sequence[Any]:
 
 
 @rule("custom_linear_solve", local=_solved)
-def linear_solve(op: Op) -> Rule:
+def linear_solve(op: OpView) -> Rule:
     """Operands of the solver whole; of the others every dimension may be cut, since nobody reads them."""
     solve, read = _parts(op)
     jaxpr, _ = compat.open_jaxpr(solve)

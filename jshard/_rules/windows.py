@@ -11,8 +11,8 @@ a (b c) -> a b
 
 from __future__ import annotations
 
-from jshard._rules.build import Factors, linear
-from jshard._rules.registry import Op, family
+from jshard._rules.build import Factors, linear_sets
+from jshard._rules.registry import OpView, family
 from jshard._rules.rule import Dims, Rule
 
 
@@ -22,7 +22,7 @@ _HALO = "neighbouring windows overlap: a cut dimension would need its neighbours
 
 
 def _dims(
-    op: Op, big: tuple[int, ...], small: tuple[int, ...]
+    op: OpView, big: tuple[int, ...], small: tuple[int, ...]
 ) -> tuple[Factors, Dims, Dims, tuple[int, ...]]:
     """Dimensions of the tensor with windows and of the one with a value for each, and the blocked factors."""
     p, f = op.params, Factors()
@@ -48,32 +48,32 @@ def _dims(
 
 
 @rule("reduce_window_sum", "reduce_window_max", "reduce_window_min", "reduce_window")
-def reduce_window(op: Op) -> Rule:
+def reduce_window(op: OpView) -> Rule:
     """One result per window; `reduce_window` takes several operands and their initial scalars."""
     f, many, one, blocked = _dims(op, op.ins[0].shape, op.outs[0].shape)
     n = len(op.outs)
     return Rule(
         (many,) * n + ((),) * (len(op.ins) - n), (one,) * n, f.sizes, blocked=blocked,
-        linear=linear(op, (0,)) if op.primitive == "reduce_window_sum" else (), note=_HALO,
+        linear=linear_sets(op, (0,)) if op.primitive == "reduce_window_sum" else (), note=_HALO,
     )  # fmt: skip
 
 
 @rule("select_and_scatter_add")
-def select_and_scatter_add(op: Op) -> Rule:
+def select_and_scatter_add(op: OpView) -> Rule:
     """`(source, operand) -> like operand`: each window's gradient goes to its chosen element."""
     f, many, one, blocked = _dims(op, op.ins[1].shape, op.ins[0].shape)
-    return Rule((one, many), (many,), f.sizes, blocked=blocked, linear=linear(op, (0,)), note=_HALO)
+    return Rule((one, many), (many,), f.sizes, blocked=blocked, linear=linear_sets(op, (0,)), note=_HALO)
 
 
 @rule("select_and_gather_add")
-def select_and_gather_add(op: Op) -> Rule:
+def select_and_gather_add(op: OpView) -> Rule:
     """`(tangents, operand) -> one per window`: the tangent of each window's chosen element."""
     f, many, one, blocked = _dims(op, op.ins[1].shape, op.outs[0].shape)
-    return Rule((many, many), (one,), f.sizes, blocked=blocked, linear=linear(op, (0,)), note=_HALO)
+    return Rule((many, many), (one,), f.sizes, blocked=blocked, linear=linear_sets(op, (0,)), note=_HALO)
 
 
 @rule("select_and_scatter")
-def select_and_scatter(op: Op) -> Rule:
+def select_and_scatter(op: OpView) -> Rule:
     """`(operand, source, init) -> like operand`, by a function of the user's."""
     f, many, one, blocked = _dims(op, op.ins[0].shape, op.ins[1].shape)
     return Rule((many, one, ()), (many,), f.sizes, blocked=blocked, note=_HALO)

@@ -21,60 +21,60 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jshard._search.chain import ALONE, ROOM, Chain, ends_of, spelled
+from jshard._search.chain import ALONE, ROOM, MessageLayout, batch_shape, expand_indices
 from jshard._search.network import Floats
-from jshard._search.reduce import Graph
+from jshard._search.reduce import WorkingNetwork
 
 
-LEAP = 0.7  # of the last round's step; 0.6 to 0.8 save half of the rounds or more, 0.9 swings to and fro
+EXTRAPOLATION = 0.7  # of the last round's step; 0.6 to 0.8 save half of the rounds or more, 0.9 swings to and fro
 
 
-def sweep(chain: Chain, backwards: bool, slack: Floats | None = None, light: bool = False) -> float:
+def trws_pass(chain: MessageLayout, backwards: bool, reduced_costs: Floats | None = None, single_precision: bool = False) -> float:
     """One pass; returns the bound it proves (without the graph's offset).
 
     A `light` pass works on tables in single precision, in half the time: its messages are as good a start for the
     next one, but what it returns is a bound only up to rounding.
     """
-    messages, first = chain.messages, chain.first
-    keep = chain.keeps[1 if backwards else 0]
-    groups = (chain.light() if light and chain.light else chain.groups)[1 if backwards else 0]
+    messages, first = chain.messages, chain.state_offsets
+    keep = chain.kept_shares[1 if backwards else 0]
+    groups = (chain.single_precision_batches() if single_precision and chain.single_precision_batches else chain.batches)[1 if backwards else 0]
     share = np.zeros(len(chain.unary) + 1)  # the last for states that only fill up a group
     bound = 0.0
-    order = range(len(chain.levels))
+    order = range(len(chain.waves))
     for at in reversed(order) if backwards else order:
-        a, b = chain.levels[at]
+        a, b = chain.waves[at]
         i, j = int(first[a]), int(first[b])
-        target, source = chain.collect[at]
+        target, source = chain.incoming[at]
         total = chain.unary[i:j] + np.bincount(target, messages[source], j - i)
         least = np.minimum.reduceat(total, first[a:b] - i)
         bound += float(keep[a:b] @ least)
-        if slack is not None:
-            slack[i:j] = total - np.repeat(least, np.diff(first[a : b + 1]))
+        if reduced_costs is not None:
+            reduced_costs[i:j] = total - np.repeat(least, np.diff(first[a : b + 1]))
         share[i:j] = total * chain.share[i:j]
         for group in groups[at]:
-            if group.own.ndim == 1:
-                k, m = group.tables[0].shape if isinstance(group.tables, tuple) else ends_of(group)
-                group = spelled(group, k, m)
-            given = share[group.own] - messages[group.heard]
-            if light:
+            if group.sender_states.ndim == 1:
+                k, m = group.tables[0].shape if isinstance(group.tables, tuple) else batch_shape(group)
+                group = expand_indices(group, k, m)
+            given = share[group.sender_states] - messages[group.in_messages]
+            if single_precision:
                 given = given.astype(np.float32)
             if isinstance(group.tables, tuple):
-                sent = np.empty(group.told.shape, given.dtype)
+                sent = np.empty(group.out_messages.shape, given.dtype)
                 for e, table in enumerate(group.tables):
                     np.minimum.reduce(table + given[:, e, None], axis=0, out=sent[e])
-            elif group.tables.shape[1] == 1 and not group.wide and group.tables.size >= ALONE:
-                sent = through(group.tables[:, 0], given)
+            elif group.tables.shape[1] == 1 and not group.edges_last and group.tables.size >= ALONE:
+                sent = min_plus_columns(group.tables[:, 0], given)
             else:
                 sent = np.minimum.reduce(
-                    group.tables + (given[:, None] if group.wide else given[:, :, None]), axis=0
+                    group.tables + (given[:, None] if group.edges_last else given[:, :, None]), axis=0
                 )
-            least = np.minimum.reduce(sent, axis=0 if group.wide else 1)
-            messages[group.told] = sent - (least if group.wide else least[:, None])
+            least = np.minimum.reduce(sent, axis=0 if group.edges_last else 1)
+            messages[group.out_messages] = sent - (least if group.edges_last else least[:, None])
             bound += float(least.sum())
     return bound
 
 
-def through(table: np.ndarray, given: np.ndarray) -> np.ndarray:
+def min_plus_columns(table: np.ndarray, given: np.ndarray) -> np.ndarray:
     """(n, m): for each column of `given` (k, n) the least of a table (k, m) plus it.
 
     Layers that repeat give the same again and again, exactly; that is worked out once.
@@ -85,7 +85,7 @@ def through(table: np.ndarray, given: np.ndarray) -> np.ndarray:
         odd = np.arange(1, 2 * len(given), 2, dtype=bits) * bits(2654435761)
         _, first, like = np.unique((given.view(bits) * odd[:, None]).sum(axis=0), True, True)
         if 2 * len(first) <= n and np.array_equal(given, given[:, first[like]]):
-            return through(table, given[:, first])[like]
+            return min_plus_columns(table, given[:, first])[like]
     most = max(1, ROOM // table.size)
     sent = np.empty((n, m), given.dtype)
     for a in range(0, n, most):
@@ -94,13 +94,13 @@ def through(table: np.ndarray, given: np.ndarray) -> np.ndarray:
     return sent
 
 
-def rounded(chain: Chain) -> list[int]:
+def round_primal(chain: MessageLayout) -> list[int]:
     """An assignment (by walk position): each variable in turn takes its best state given the ones
     already chosen and the messages from those still to come."""
-    first = chain.first
+    first = chain.state_offsets
     chosen = np.zeros(len(chain.variables), dtype=np.int64)
-    ahead, every, pool = chain.ahead()
-    for (a, b), (target, source), rows in zip(chain.levels, ahead, every, strict=True):
+    ahead, every, pool = chain.rounding_inputs()
+    for (a, b), (target, source), rows in zip(chain.waves, ahead, every, strict=True):
         i, j = int(first[a]), int(first[b])
         total = chain.unary[i:j] + np.bincount(target, chain.messages[source], j - i)
         picked = pool[rows.base + chosen[rows.other] * rows.step]
@@ -113,71 +113,71 @@ def rounded(chain: Chain) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Passed:
+class DualBound:
     bound: float  # with the graph's offset
-    slack: Floats  # all states end to end: slack_bound + slack[a] bounds what uses state a
-    slack_bound: float  # the bound that slack refers to
-    passes: int
+    reduced_costs: Floats  # all states end to end: slack_bound + slack[a] bounds what uses state a
+    reduced_cost_bound: float  # the bound that slack refers to
+    rounds: int
 
-    def slack_of(self, chain: Chain) -> dict[int, Floats]:
+    def reduced_costs_by_variable(self, chain: MessageLayout) -> dict[int, Floats]:
         """The slack by variable."""
-        first = chain.first.tolist()
+        first = chain.state_offsets.tolist()
         ends = zip(chain.variables, first[:-1], first[1:], strict=True)
-        return {v: self.slack[a:b] for v, a, b in ends}
+        return {v: self.reduced_costs[a:b] for v, a, b in ends}
 
 
-def leap(messages: Floats, last: Floats | None) -> Floats:
+def extrapolate(messages: Floats, last: Floats | None) -> Floats:
     """Move the messages on by most of what the last round moved them by (in place); returns what they were."""
     now = messages.copy()
     if last is not None:
         with np.errstate(invalid="ignore"):  # inf - inf: stays forbidden
             gone = np.subtract(now, last, out=last)
         gone[~np.isfinite(gone)] = 0.0
-        gone *= LEAP
+        gone *= EXTRAPOLATION
         messages += gone
     return now
 
 
-def pass_messages(
-    graph: Graph,
-    chain: Chain,
+def trws(
+    graph: WorkingNetwork,
+    chain: MessageLayout,
     *,
     target: float,
     deadline: float,
-    most: int = 400,
+    max_rounds: int = 400,
     patience: float = 2e-3,
-    on_round: Callable[[Passed, bool], tuple[float, bool]] | None = None,
-) -> Passed:
+    on_round: Callable[[DualBound, bool], tuple[float, bool]] | None = None,
+) -> DualBound:
     """Sweep until the bound reaches ``target``, stalls, or time is up.
 
     ``on_round(passed, hard)`` is called now and then; it may find a better answer, and returns the target
     and whether to stop. Stalled: ten rounds gained less than ``patience`` of the gap that is left, though
     the answer was looked for ``hard``: far from the end that is not worth the time.
     """
-    passed = Passed(-np.inf, np.zeros(len(chain.unary)), -np.inf, 0)
+    passed = DualBound(-np.inf, np.zeros(len(chain.unary)), -np.inf, 0)
     history: list[float] = []
     rounds = 0
-    light = chain.light is not None
+    light = chain.single_precision_batches is not None
     last: Floats | None = None  # what was heard a round ago
     highest = -np.inf
     soon = 10 if light and not chain.messages.any() else 2  # from nothing to an answer takes more rounds
-    while rounds < most:
+    while rounds < max_rounds:
         rounds += 1
         told = rounds >= soon and (rounds == 2 or rounds % 5 == 0)
         late = time.monotonic() > deadline
         roughly = light and not told and not late
         if rounds > 1:  # a first round arranges what it starts from; that is no direction
-            last = leap(chain.messages, last)
-        begun = sweep(chain, backwards=False, light=roughly) + graph.offset
+            last = extrapolate(chain.messages, last)
+        begun = trws_pass(chain, backwards=False, single_precision=roughly) + graph.offset
         fresh = None if roughly else np.zeros(len(chain.unary))
-        bound = sweep(chain, backwards=True, slack=fresh, light=roughly) + graph.offset
+        bound = trws_pass(chain, backwards=True, reduced_costs=fresh, single_precision=roughly) + graph.offset
         if bound < highest:
             last = None  # that was too far: the next round goes without
         highest = max(highest, bound)
         if fresh is not None and bound > passed.bound:
             # The backward pass starts from the forward pass's bound and only rises, so each
             # variable's slack comes on top of at least that.
-            passed = Passed(bound, fresh, begun, rounds)
+            passed = DualBound(bound, fresh, begun, rounds)
         elif fresh is not None:
             passed = replace(passed, passes=rounds)
         best, stop = passed.bound, False

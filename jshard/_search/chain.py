@@ -29,9 +29,9 @@ from typing import Any
 
 import numpy as np
 
-from jshard._numbers import spans
+from jshard._numbers import concat_ranges
 from jshard._search.network import Floats, Ints
-from jshard._search.reduce import Graph
+from jshard._search.reduce import WorkingNetwork
 
 
 SEGMENT = 64  # variables walked one after the other; longer passes news further, shorter is wider
@@ -46,23 +46,23 @@ HEAVY = 2_000_000  # entries of all tables from which on most passes are made in
 
 
 @dataclass(frozen=True)
-class Group:
+class EdgeBatch:
     """Edges between a level and later ones (in one direction) whose tables have one shape."""
 
-    own: Ints  # (k, n) -> index into all states: the sender's; where it would be long, (n,) of the first ones
-    heard: Ints  # likewise -> index into messages: what the sender heard on this edge
-    told: Ints  # (m, n) or (n, m), or (n,) -> index into messages: what the receiver will have heard
+    sender_states: Ints  # (k, n) -> index into all states: the sender's; where it would be long, (n,) of the first ones
+    in_messages: Ints  # likewise -> index into messages: what the sender heard on this edge
+    out_messages: Ints  # (m, n) or (n, m), or (n,) -> index into messages: what the receiver will have heard
     # (k, m, n) when `wide`, else (k, n, m), the longer axis last; n is 1 where all edges have one table. Or n
     # tables (k, m). The sender's states come first: minima over the first axis run along the memory.
     tables: Floats | tuple[Floats, ...]
-    wide: bool
+    edges_last: bool
 
 
-Groups = tuple[list[list[Group]], list[list[Group]]]
+EdgeBatches = tuple[list[list[EdgeBatch]], list[list[EdgeBatch]]]
 
 
 @dataclass(frozen=True)
-class Rows:
+class SelectedRows:
     """Table rows that the chosen states of earlier variables select, for rounding a level."""
 
     target: Ints  # states of the level
@@ -72,30 +72,30 @@ class Rows:
 
 
 @dataclass
-class Chain:
+class MessageLayout:
     """A core made ready for passes."""
 
     variables: list[int]  # walk position -> the graph's variable
     unary: Floats  # all states end to end, in walk order
-    first: Ints  # (n + 1,) where each variable's states begin
-    levels: list[tuple[int, int]]  # walk positions [a, b)
-    collect: list[tuple[Ints, Ints]]  # per level: (state within level, message index)
-    groups: Groups  # forwards and backwards, per level
-    light: Callable[[], Groups] | None  # the same in single precision, where the tables are many
+    state_offsets: Ints  # (n + 1,) where each variable's states begin
+    waves: list[tuple[int, int]]  # walk positions [a, b)
+    incoming: list[tuple[Ints, Ints]]  # per level: (state within level, message index)
+    batches: EdgeBatches  # forwards and backwards, per level
+    single_precision_batches: Callable[[], EdgeBatches] | None  # the same in single precision, where the tables are many
     share: Floats  # per state: what each edge ahead gets
-    keeps: tuple[Floats, Floats]  # per variable: what stays, forwards and backwards
+    kept_shares: tuple[Floats, Floats]  # per variable: what stays, forwards and backwards
     # Per level, for rounding: like collect, only messages from later variables; and table rows. Made when asked for.
-    ahead: Callable[[], tuple[list[tuple[Ints, Ints]], list[Rows], Floats]]
+    rounding_inputs: Callable[[], tuple[list[tuple[Ints, Ints]], list[SelectedRows], Floats]]
     messages: Floats  # then one that is always zero and one that nobody reads, for `_joined`
-    ends: Ints  # (E, 2) walk positions of every edge
-    places: Ints  # (E, 2) where the messages to these two begin
+    edge_ends: Ints  # (E, 2) walk positions of every edge
+    message_offsets: Ints  # (E, 2) where the messages to these two begin
 
 
 # Variable -> (place within its layer, turn, layer); neighbours at one place in different layers take turns.
-Layers = Mapping[int, tuple[int, int, int]]
+LayerPositions = Mapping[int, tuple[int, int, int]]
 
 
-def along(graph: Graph, deep: bool) -> list[int]:
+def peripheral_order(graph: WorkingNetwork, deep: bool) -> list[int]:
     """The core from one far end to the other, so that neighbours come soon after each other: by nearness, or,
     `deep`, along branches, which passes news further in one pass and leaves less to do side by side."""
     adj, out, seen = graph.adj, [], set()
@@ -118,11 +118,11 @@ def along(graph: Graph, deep: bool) -> list[int]:
     return out
 
 
-def walk(graph: Graph, layers: Layers | None = None) -> tuple[list[int], list[int]]:
+def variable_order(graph: WorkingNetwork, layers: LayerPositions | None = None) -> tuple[list[int], list[int]]:
     """The core in walk order, and each one's level; where layers repeat, a layer is a segment."""
     arrays = graph.tables.arrays
     sizes = [arrays[t].size for near in graph.adj for t in near.values()]
-    core = along(graph, sum(sizes) > LARGE * len(sizes))
+    core = peripheral_order(graph, sum(sizes) > LARGE * len(sizes))
     count = len(core)
     length = -(-count // max(1, count // SEGMENT)) if count else 1
     place = {v: (r % length, 0, r // length) for r, v in enumerate(core)}
@@ -139,10 +139,10 @@ def walk(graph: Graph, layers: Layers | None = None) -> tuple[list[int], list[in
     return variables, [level[v] for v in variables]
 
 
-def chain_of(graph: Graph, layers: Layers | None = None) -> Chain:
+def build_message_layout(graph: WorkingNetwork, layers: LayerPositions | None = None) -> MessageLayout:
     """The core made ready for passes."""
     arrays, adj = graph.tables.arrays, graph.adj
-    variables, level = walk(graph, layers)
+    variables, level = variable_order(graph, layers)
     n = len(variables)
     rank = {v: r for r, v in enumerate(variables)}
     unary = [arrays[graph.unary[v]] for v in variables]
@@ -169,22 +169,22 @@ def chain_of(graph: Graph, layers: Layers | None = None) -> Chain:
         for a, b in levels:
             part = slice(*np.searchsorted(ends, [a, b]).tolist())
             lengths = size[ends[part]]
-            place = spans(places[part], places[part] + lengths)
+            place = concat_ranges(places[part], places[part] + lengths)
             out.append(
                 (
-                    spans(first[ends[part]], first[ends[part] + 1]) - first[a],
+                    concat_ranges(first[ends[part]], first[ends[part] + 1]) - first[a],
                     place.astype(np.int32) if LONG < begin[-1] < 2**31 else place,
                 )
             )
         return out
 
-    def grouped(sender: Ints, receiver: Ints, heard: Ints, told: Ints, flip: bool) -> list[list[Group]]:
+    def grouped(sender: Ints, receiver: Ints, heard: Ints, told: Ints, flip: bool) -> list[list[EdgeBatch]]:
         kinds: dict[tuple[int, int, int], list[int]] = {}
         for e, key in enumerate(
             zip(where[sender].tolist(), size[sender].tolist(), size[receiver].tolist(), strict=True)
         ):
             kinds.setdefault(key, []).append(e)
-        found: dict[int, list[Group]] = {}
+        found: dict[int, list[EdgeBatch]] = {}
         small: dict[int, list[_Few]] = {}
 
         def add(at: int, e: Ints, k: int, m: int, tables: Floats | tuple[Floats, ...]) -> None:
@@ -199,8 +199,8 @@ def chain_of(graph: Graph, layers: Layers | None = None) -> Chain:
             wide = not isinstance(tables, tuple) and len(e) > m and (tables.shape[1] > 1 or k * m < ALONE)
             if not isinstance(tables, tuple):  # (k, n or 1, m)
                 tables = np.ascontiguousarray(tables.transpose(0, 2, 1)) if wide else tables
-            group = Group(first[sender[e]], heard[e], told[e], tables, wide)
-            found.setdefault(at, []).append(group if begin[-1] > LONG else spelled(group, k, m))
+            group = EdgeBatch(first[sender[e]], heard[e], told[e], tables, wide)
+            found.setdefault(at, []).append(group if begin[-1] > LONG else expand_indices(group, k, m))
 
         for (at, k, m), members in kinds.items():
             by_table: dict[int, list[int]] = {}
@@ -239,7 +239,7 @@ def chain_of(graph: Graph, layers: Layers | None = None) -> Chain:
             found.setdefault(at, []).extend(_joined(some, int(first[-1]), int(begin[-1])))
         return [found.get(at, []) for at in range(len(levels))]
 
-    def ahead() -> tuple[list[tuple[Ints, Ints]], list[Rows], Floats]:
+    def ahead() -> tuple[list[tuple[Ints, Ints]], list[SelectedRows], Floats]:
         used = np.unique(table).tolist()
         start = dict(zip(used, np.cumsum([0] + [arrays[t].size for t in used])[:-1].tolist(), strict=True))
         pool = np.concatenate([arrays[t].ravel() for t in used]) if used else np.zeros(0)
@@ -250,9 +250,9 @@ def chain_of(graph: Graph, layers: Layers | None = None) -> Chain:
             lengths = size[high[e]]
             base = np.array([start[t] for t in table[e].tolist()], dtype=np.int64)
             rows.append(
-                Rows(
-                    spans(first[high[e]], first[high[e] + 1]) - first[a],
-                    spans(base, base + lengths),
+                SelectedRows(
+                    concat_ranges(first[high[e]], first[high[e] + 1]) - first[a],
+                    concat_ranges(base, base + lengths),
                     np.repeat(lengths, lengths),
                     np.repeat(low[e], lengths),
                 )
@@ -264,7 +264,7 @@ def chain_of(graph: Graph, layers: Layers | None = None) -> Chain:
     keeps = (1.0 - forth / most, 1.0 - back / most)
     groups = (grouped(low, high, at_low, at_high, False), grouped(high, low, at_high, at_low, True))
     heavy = sum(arrays[t].size for t in table.tolist()) > HEAVY
-    return Chain(
+    return MessageLayout(
         variables,
         np.concatenate(unary) if unary else np.zeros(0),
         first,
@@ -281,18 +281,18 @@ def chain_of(graph: Graph, layers: Layers | None = None) -> Chain:
     )
 
 
-def ends_of(group: Group) -> tuple[int, int]:
+def batch_shape(group: EdgeBatch) -> tuple[int, int]:
     """States of the sender and of the receiver."""
     assert not isinstance(group.tables, tuple)
     k, a, b = group.tables.shape
-    return k, a if group.wide else b
+    return k, a if group.edges_last else b
 
 
-def spelled(group: Group, k: int, m: int) -> Group:
+def expand_indices(group: EdgeBatch, k: int, m: int) -> EdgeBatch:
     """A group with its index arrays in full."""
     down, along = np.arange(k)[:, None], np.arange(m)
-    told = group.told + along[:, None] if group.wide else group.told[:, None] + along
-    return Group(group.own + down, group.heard + down, told, group.tables, group.wide)
+    told = group.out_messages + along[:, None] if group.edges_last else group.out_messages[:, None] + along
+    return EdgeBatch(group.sender_states + down, group.in_messages + down, told, group.tables, group.edges_last)
 
 
 @dataclass(frozen=True)
@@ -305,7 +305,7 @@ class _Few:
     tables: Floats
 
 
-def _joined(some: list[_Few], states: int, messages: int) -> list[Group]:
+def _joined(some: list[_Few], states: int, messages: int) -> list[EdgeBatch]:
     """Groups that hold tables of several shapes, filled up with forbidden states.
 
     A state that fills up reads a cost and a message of zero, and what it is told goes where nobody reads.
@@ -323,7 +323,7 @@ def _joined(some: list[_Few], states: int, messages: int) -> list[Group]:
     return [_filled(batch, states, messages) for batch in batches]
 
 
-def _filled(batch: list[_Few], states: int, messages: int) -> Group:
+def _filled(batch: list[_Few], states: int, messages: int) -> EdgeBatch:
     k, m = (max(f.tables.shape[axis] for f in batch) for axis in (1, 2))
     count = sum(len(f.own) for f in batch)
     tables = np.full((count, k, m), np.inf)
@@ -340,7 +340,7 @@ def _filled(batch: list[_Few], states: int, messages: int) -> Group:
         at += n
     across = count > m
     order = (1, 2, 0) if across else (1, 0, 2)
-    return Group(
+    return EdgeBatch(
         np.ascontiguousarray(own.T),
         np.ascontiguousarray(heard.T),
         np.ascontiguousarray(told.T if across else told),
@@ -349,7 +349,7 @@ def _filled(batch: list[_Few], states: int, messages: int) -> Group:
     )
 
 
-def _lightened(groups: Groups) -> Groups:
+def _lightened(groups: EdgeBatches) -> EdgeBatches:
     """The same groups with tables in single precision; what shared a table still does."""
     known: dict[tuple, Any] = {}
 
@@ -360,7 +360,7 @@ def _lightened(groups: Groups) -> Groups:
             known[key] = table.astype(np.float32)
         return known[key]
 
-    def lighter(group: Group) -> Group:
+    def lighter(group: EdgeBatch) -> EdgeBatch:
         tables = group.tables
         light = tuple(map(single, tables)) if isinstance(tables, tuple) else single(tables)
         return dataclasses.replace(group, tables=light)
@@ -369,7 +369,7 @@ def _lightened(groups: Groups) -> Groups:
     return forth, back
 
 
-def positions(graph: Graph, chain: Chain, chosen: list[int]) -> Ints:
+def to_original_states(graph: WorkingNetwork, chain: MessageLayout, chosen: list[int]) -> Ints:
     """Core states by original number, at the variables' own places (others 0)."""
     assignment = np.zeros(len(graph.unary), dtype=np.int64)
     for v, s in zip(chain.variables, chosen, strict=True):

@@ -25,52 +25,52 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jshard._numbers import numbered, packed
+from jshard._numbers import first_occurrence_codes, row_codes
 from jshard._search.network import CostNetwork, Ints
-from jshard._search.reduce import Graph, contradiction
-from jshard._search.rounds import Round
-from jshard._search.tables import NONE, Tables
+from jshard._search.reduce import WorkingNetwork, contradiction
+from jshard._search.rounds import EliminationRound
+from jshard._search.tables import NONE, TablePool
 
 
 LEAST = 64  # variables of a round; fewer are left to be reduced one by one
 
 
-def early(network: CostNetwork, tables: Tables, least: int = LEAST) -> Graph:
+def reduce_batched(network: CostNetwork, tables: TablePool, min_round: int = LEAST) -> WorkingNetwork:
     """The working graph of a network after its first reductions. Raises `Contradiction` where nothing is possible."""
-    work = _Rounds(network, tables)
-    work.shrink(least)
+    work = _BatchedReduction(network, tables)
+    work.shrink(min_round)
     while True:
-        while work.eliminate(1) >= least:
-            work.shrink(least)
-        if work.eliminate(2) < least:
+        while work.eliminate(1) >= min_round:
+            work.shrink(min_round)
+        if work.eliminate(2) < min_round:
             return work.graph()
-        work.shrink(least)
+        work.shrink(min_round)
 
 
 def _each(columns: tuple[Ints, ...], one: Callable) -> Ints:
     """What `one` gives for each row of some columns of numbers from -1, asked once for equal rows."""
-    alike, some = numbered(packed(*[c + 1 for c in columns]))
+    alike, some = first_occurrence_codes(row_codes(*[c + 1 for c in columns]))
     rows = zip(*[c[some].tolist() for c in columns], strict=True)
     return np.array([one(*row) for row in rows])[alike]
 
 
-class _Rounds:
+class _BatchedReduction:
     """The network while rounds change it; used once."""
 
-    def __init__(self, network: CostNetwork, tables: Tables):
+    def __init__(self, network: CostNetwork, tables: TablePool):
         self.tables, self.n = tables, network.size
         self.given = self.n, int(np.array([len(t) for t in network.unary])[network.node_table].sum())
         self.offset, self.rounds = 0.0, []
         self.touched = np.ones(self.n, dtype=bool)  # whose unary table has changed
         every = np.array([tables.subsets(np.arange(len(t))) for t in network.unary], dtype=np.int64)
-        zero = np.array([tables.number(np.zeros(len(t))) for t in network.unary], dtype=np.int64)
-        own = np.array([tables.rounded(t) for t in network.unary], dtype=np.int64)
+        zero = np.array([tables.table_id(np.zeros(len(t))) for t in network.unary], dtype=np.int64)
+        own = np.array([tables.quantized_table_id(t) for t in network.unary], dtype=np.int64)
         self.states, self.unary = every[network.node_table], zero[network.node_table]
         self.charge(np.arange(self.n), own[network.node_table])
         i, j = network.edges.T
-        table = np.array([tables.rounded(t) for t in network.pairwise], dtype=np.int64)[network.edge_table]
+        table = np.array([tables.quantized_table_id(t) for t in network.pairwise], dtype=np.int64)[network.edge_table]
         loop = i == j
-        self.charge(i[loop], _each((table[loop],), lambda t: tables.number(np.diag(tables.arrays[t]))))
+        self.charge(i[loop], _each((table[loop],), lambda t: tables.table_id(np.diag(tables.arrays[t]))))
         i, j, table = i[~loop], j[~loop], table[~loop]
         over = i > j
         table[over] = _each((table[over],), tables.transpose)
@@ -87,7 +87,7 @@ class _Rounds:
         self.touched[v] = True
         for k in range(int(nth.max(initial=-1)) + 1):
             part = nth == k
-            found = _each((self.unary[v[part]], table[part]), self.tables.plus)
+            found = _each((self.unary[v[part]], table[part]), self.tables.add_unaries)
             if np.isinf(found[:, 1]).any():
                 raise contradiction(v[part][np.isinf(found[:, 1])][:1])
             self.unary[v[part]] = found[:, 0].astype(np.int64)
@@ -104,7 +104,7 @@ class _Rounds:
             t, code, table = table[first], code[~first], table[~first]
             at = np.minimum(np.searchsorted(self.code, new), max(len(self.code) - 1, 0))
             there = self.code[at] == new if len(self.code) else np.zeros(len(new), dtype=bool)
-            self.table[at[there]] = _each((self.table[at[there]], t[there]), self.tables.add)
+            self.table[at[there]] = _each((self.table[at[there]], t[there]), self.tables.add_pairwise)
             new, t = new[~there], t[~there]
             joined = np.concatenate([self.code, new])
             order = np.argsort(joined, kind="stable")  # two runs in order
@@ -118,7 +118,7 @@ class _Rounds:
 
     def settle(self, edges: Ints) -> None:
         """Normalise some edges; what is separable goes to the ends."""
-        parts = _each((self.table[edges],), lambda t: self.tables.joined(t, NONE)).reshape(-1, 4)
+        parts = _each((self.table[edges],), lambda t: self.tables.normalize_sum(t, NONE)).reshape(-1, 4)
         self.table[edges], self.back[edges] = parts[:, 0], parts[:, 1]
         v = np.concatenate([self.low[edges], self.high[edges]])
         charged = np.concatenate([parts[:, 2], parts[:, 3]])
@@ -136,17 +136,17 @@ class _Rounds:
         tables = self.tables
         while True:
             v = np.flatnonzero(self.touched & (self.unary != NONE))
-            subset = _each((self.unary[v],), tables.live)
+            subset = _each((self.unary[v],), tables.feasible_states)
             v, subset = v[subset != NONE], subset[subset != NONE]
             if len(v) < least:
                 return
             if any(not len(tables.subsets.arrays[s]) for s in np.unique(subset).tolist()):
                 raise contradiction(v[:1])
             self.touched[:] = False
-            found = _each((self.unary[v], subset), tables.cut)
+            found = _each((self.unary[v], subset), tables.restrict_unary)
             self.unary[v] = found[:, 0].astype(np.int64)
             self.offset += float(found[:, 1].sum())
-            self.states[v] = _each((self.states[v], subset), tables.compose)
+            self.states[v] = _each((self.states[v], subset), tables.compose_subsets)
             cut = np.full(self.n, NONE)
             cut[v] = subset
             rows, columns = cut[self.low], cut[self.high]
@@ -195,27 +195,27 @@ class _Rounds:
             near[count > k, k], edges[count > k, k] = w[at[count > k] + k], own[at[count > k] + k]
         subsets = np.where(near >= 0, self.states[near], NONE)
         unary = self.unary[gone]
-        kind, some = numbered(packed(unary, self.states[gone], *(edges + 1).T, *(subsets + 1).T))
+        kind, some = first_occurrence_codes(row_codes(unary, self.states[gone], *(edges + 1).T, *(subsets + 1).T))
         kinds = [
             (int(unary[s]), int(self.states[gone[s]]), tuple(edges[s, :m].tolist()), tuple(subsets[s, :m].tolist()))
             for s, m in zip(some, count[some].tolist(), strict=True)
         ]  # fmt: skip
         if len(gone):
-            self.rounds.append(Round(gone, near, kind, tuple(kinds)))
+            self.rounds.append(EliminationRound(gone, near, kind, tuple(kinds)))
         self.unary[gone] = NONE
         one, two = np.flatnonzero(count == 1), np.flatnonzero(count == 2)
         self.charge(near[one, 0], _each((other[at[one]], unary[one]), tables.project))
         self.put(
-            near[two, 0], near[two, 1], _each((other[at[two]], unary[two], edges[two, 1]), tables.product)
+            near[two, 0], near[two, 1], _each((other[at[two]], unary[two], edges[two, 1]), tables.min_plus_product)
         )
         return len(gone)
 
-    def graph(self) -> Graph:
+    def graph(self) -> WorkingNetwork:
         """The graph of what is left."""
         alive = np.flatnonzero(self.unary != NONE).tolist()
-        graph = Graph(
+        graph = WorkingNetwork(
             self.tables, self.unary.tolist(), [{} for _ in range(self.n)], self.states.tolist(), self.offset,
-            among=alive, rounds=tuple(self.rounds), given=self.given,
+            core_superset=alive, elimination_rounds=tuple(self.rounds), original_size=self.given,
         )  # fmt: skip
         adj = graph.adj
         edges = np.stack([self.low, self.high, self.table, self.back], axis=1)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jshard._search.network import Ints
-from jshard._search.reduce import Graph, contradiction
+from jshard._search.reduce import WorkingNetwork, contradiction
 from jshard._search.tables import NONE
 
 
@@ -29,16 +29,16 @@ WORK_LIMIT = 300_000_000  # entries of all joint tables together
 
 
 @dataclass(frozen=True)
-class Order:
+class EliminationOrder:
     """An elimination order of one component and what it costs."""
 
     variables: tuple[int, ...]
     scopes: tuple[tuple[int, ...], ...]  # neighbours at elimination
-    largest: float
+    largest_table: float
     work: float
 
 
-def components(graph: Graph) -> list[list[int]]:
+def components(graph: WorkingNetwork) -> list[list[int]]:
     """The core's connected components, each ascending, in order of their least variable."""
     seen: set[int] = set()
     found = []
@@ -57,12 +57,12 @@ def components(graph: Graph) -> list[list[int]]:
     return found
 
 
-def plan_order(
-    graph: Graph,
+def elimination_order(
+    graph: WorkingNetwork,
     part: list[int],
     table_limit: float | None = None,
     work_limit: float | None = None,
-) -> Order | None:
+) -> EliminationOrder | None:
     """A least-table-first order of a component, or None when it does not fit the limits."""
     table_limit = TABLE_LIMIT if table_limit is None else table_limit
     work_limit = WORK_LIMIT if work_limit is None else work_limit
@@ -97,18 +97,18 @@ def plan_order(
             if new != price[w]:
                 price[w] = new
                 heapq.heappush(heap, (new, w))
-    return Order(tuple(order), tuple(scopes), largest, work)
+    return EliminationOrder(tuple(order), tuple(scopes), largest, work)
 
 
 @dataclass(frozen=True)
-class Finished:
+class EliminatedComponent:
     """A component's exact minimum and how to read its assignment off."""
 
     minimum: float
     buckets: tuple[tuple[int, tuple[tuple[int, tuple[int, ...]], ...]], ...]
 
 
-def carry_out(graph: Graph, order: Order) -> Finished:
+def eliminate_in_order(graph: WorkingNetwork, order: EliminationOrder) -> EliminatedComponent:
     """Eliminate a component in the given order; the graph is not changed."""
     tables = graph.tables
     arrays = tables.arrays
@@ -145,9 +145,9 @@ def carry_out(graph: Graph, order: Order) -> Finished:
             least = float(result.min())
             if np.isinf(least):
                 raise contradiction(scope)
-            tables.products += 1
+            tables.num_products += 1
             found = memo[key] = (
-                tables.number(result - least) if len(scope) > 1 else NONE,
+                tables.table_id(result - least) if len(scope) > 1 else NONE,
                 least,
             )
         table, least = found
@@ -156,10 +156,10 @@ def carry_out(graph: Graph, order: Order) -> Finished:
         if table != NONE and arrays[table].any():
             rest = tuple(scope[1:])
             waiting[rest[0]].append((table, rest))
-    return Finished(minimum, tuple(buckets))
+    return EliminatedComponent(minimum, tuple(buckets))
 
 
-def read_off(graph: Graph, finished: Finished, assignment: Ints) -> None:
+def reconstruct_component(graph: WorkingNetwork, finished: EliminatedComponent, assignment: Ints) -> None:
     """Write a component's best assignment (original state numbers), last eliminated first."""
     arrays, subsets = graph.tables.arrays, graph.tables.subsets.arrays
     at: dict[int, int] = {}
@@ -171,16 +171,16 @@ def read_off(graph: Graph, finished: Finished, assignment: Ints) -> None:
         assignment[v] = subsets[graph.states[v]][at[v]]
 
 
-def eliminate(
-    graph: Graph, table_limit: float | None = None, work_limit: float | None = None
-) -> list[tuple[list[int], Finished]]:
+def eliminate_components(
+    graph: WorkingNetwork, table_limit: float | None = None, work_limit: float | None = None
+) -> list[tuple[list[int], EliminatedComponent]]:
     """Finish every component that fits; the finished ones leave the graph."""
     done = []
     for part in components(graph):
-        order = plan_order(graph, part, table_limit, work_limit)
+        order = elimination_order(graph, part, table_limit, work_limit)
         if order is None:
             continue
-        finished = carry_out(graph, order)
+        finished = eliminate_in_order(graph, order)
         graph.offset += finished.minimum
         done.append((part, finished))
     return done

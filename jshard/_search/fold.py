@@ -27,10 +27,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jshard._search.chain import Chain, Layers, along
-from jshard._search.heard import Heard, for_states
+from jshard._search.chain import MessageLayout, LayerPositions, peripheral_order
+from jshard._search.heard import SavedMessages, align_states
 from jshard._search.network import Ints
-from jshard._search.reduce import Graph
+from jshard._search.reduce import WorkingNetwork
 from jshard._search.tables import NONE
 
 
@@ -39,16 +39,16 @@ REACH = 4  # edges join layers at most so far apart
 
 
 @dataclass(frozen=True)
-class Folded:
+class FoldedNetwork:
     """A short core, and for each variable cut out the one that stands for it there."""
 
-    short: Graph
-    image: Ints  # (n, 2): a variable that is cut out, the one like it
-    seam: Ints  # (n, 4): both ends of an edge of the whole core that is cut, both of the like one kept
-    layers: Layers  # of the variables that repeat
+    short: WorkingNetwork
+    representative: Ints  # (n, 2): a variable that is cut out, the one like it
+    seam_edges: Ints  # (n, 4): both ends of an edge of the whole core that is cut, both of the like one kept
+    layers: LayerPositions  # of the variables that repeat
 
 
-def fold(graph: Graph) -> Folded | None:
+def fold_layers(graph: WorkingNetwork) -> FoldedNetwork | None:
     """The short core of a graph whose layers repeat; None when they do not."""
     edges, owner = _edges(graph)
     for rounds in (3, 4, 5, 6, 8):
@@ -58,17 +58,17 @@ def fold(graph: Graph) -> Folded | None:
     return None
 
 
-def retell(graph: Graph, chain: Chain, folded: Folded, heard: Heard) -> None:
+def unfold_messages(graph: WorkingNetwork, chain: MessageLayout, folded: FoldedNetwork, heard: SavedMessages) -> None:
     """Start a chain of the whole core from the messages of the short one (in place)."""
     n = len(graph.unary)
     image = np.arange(n)
-    image[folded.image[:, 0]] = folded.image[:, 1]
-    ends = np.array(chain.variables, dtype=np.int64)[chain.ends]
+    image[folded.representative[:, 0]] = folded.representative[:, 1]
+    ends = np.array(chain.variables, dtype=np.int64)[chain.edge_ends]
     hearer, teller = ends.T.ravel(), ends[:, ::-1].T.ravel()
-    place = chain.places.T.ravel()
+    place = chain.message_offsets.T.ravel()
     # An edge by one number. What is in both cores is its own like.
     own, like = hearer * n + teller, image[hearer] * n + image[teller]
-    seam = folded.seam[np.argsort(folded.seam[:, 0] * n + folded.seam[:, 1])]
+    seam = folded.seam_edges[np.argsort(folded.seam_edges[:, 0] * n + folded.seam_edges[:, 1])]
     if len(seam):
         cut = seam[:, 0] * n + seam[:, 1]
         at = np.minimum(np.searchsorted(cut, own), len(cut) - 1)
@@ -82,11 +82,11 @@ def retell(graph: Graph, chain: Chain, folded: Folded, heard: Heard) -> None:
     for a, b in zip(first.tolist(), [*first[1:].tolist(), len(like)], strict=True):
         told = heard.get(divmod(int(like[a]), n))
         if told is not None:
-            message = for_states(*told, graph.tables.subsets.arrays[states[a]])
+            message = align_states(*told, graph.tables.subsets.arrays[states[a]])
             chain.messages[place[a:b, None] + np.arange(len(message))] = message
 
 
-def _edges(graph: Graph) -> tuple[Ints, Ints]:
+def _edges(graph: WorkingNetwork) -> tuple[Ints, Ints]:
     """Directed edges (place of v, place of w, table), sorted by v, and where each v's begin."""
     core = graph.core
     place = {v: i for i, v in enumerate(core)}
@@ -103,7 +103,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def _colours(graph: Graph, edges: Ints, owner: Ints, rounds: int) -> Ints:
+def _colours(graph: WorkingNetwork, edges: Ints, owner: Ints, rounds: int) -> Ints:
     """For each place a number that is the same for those that look alike so many edges far."""
     core = graph.core
     own = np.array([(graph.unary[v], graph.states[v]) for v in core], dtype=np.int64).reshape(-1, 2)
@@ -116,7 +116,7 @@ def _colours(graph: Graph, edges: Ints, owner: Ints, rounds: int) -> Ints:
     return np.unique(colour, return_inverse=True)[1]
 
 
-def _layers(graph: Graph, edges: Ints, colour: Ints) -> tuple[Ints, Ints, int, int] | None:
+def _layers(graph: WorkingNetwork, edges: Ints, colour: Ints) -> tuple[Ints, Ints, int, int] | None:
     """(colour, layer) of each place, colour -1 for what does not repeat, and the layers that all colours have."""
     count = np.bincount(colour)
     if not len(count) or count.max() < LAYERS:
@@ -178,7 +178,7 @@ def _layers(graph: Graph, edges: Ints, colour: Ints) -> tuple[Ints, Ints, int, i
     return (colour, layer, low, high) if high - low >= LAYERS else None
 
 
-def _cut(graph: Graph, edges: Ints, colour: Ints, layer: Ints, low: int, high: int) -> Folded | None:
+def _cut(graph: WorkingNetwork, edges: Ints, colour: Ints, layer: Ints, low: int, high: int) -> FoldedNetwork | None:
     """Take out the middle layers and join the ends."""
     core = graph.core
     both = (colour[edges[:, 0]] >= 0) & (colour[edges[:, 1]] >= 0)
@@ -223,7 +223,7 @@ def _cut(graph: Graph, edges: Ints, colour: Ints, layer: Ints, low: int, high: i
     found = (like[0] >= 0) & (like[1] >= 0)
     lost = np.flatnonzero(gone)
     # The same order in every layer: the one in which a walk of the short core comes by at the seam.
-    turn = {v: r for r, v in enumerate(along(short, True))}
+    turn = {v: r for r, v in enumerate(peripheral_order(short, True))}
     middle = at[:, a - 1 - bottom]
     order = sorted(
         np.unique(colour[where]).tolist(), key=lambda c: (turn[core[middle[c]]] if middle[c] >= 0 else -1, c)
@@ -233,7 +233,7 @@ def _cut(graph: Graph, edges: Ints, colour: Ints, layer: Ints, low: int, high: i
     turns = 1 + int(np.abs(layer[edges[same, 0]] - layer[edges[same, 1]]).max(initial=0))
     numbers = zip(where.tolist(), colour[where].tolist(), (layer[where] - bottom).tolist(), strict=True)
     layers = {core[i]: (place[c], x % turns, x) for i, c, x in numbers}
-    return Folded(
+    return FoldedNetwork(
         short,
         np.stack([name[lost], name[at[colour[lost], a - 1 - bottom]]], axis=1),
         name[np.stack([left, right, *like], axis=1)[found]],

@@ -21,45 +21,45 @@ import functools
 
 import numpy as np
 
-from jshard._search.chain import Chain
+from jshard._search.chain import MessageLayout
 from jshard._search.network import Floats, Ints
-from jshard._search.reduce import Graph
+from jshard._search.reduce import WorkingNetwork
 
 
-Heard = dict[tuple[int, int], tuple[Ints, Floats]]  # (hearer, neighbour) -> original states, message
+SavedMessages = dict[tuple[int, int], tuple[Ints, Floats]]  # (hearer, neighbour) -> original states, message
 
 
-def heard_in(graph: Graph, chain: Chain) -> Heard:
+def save_messages(graph: WorkingNetwork, chain: MessageLayout) -> SavedMessages:
     """What every variable heard last: a start for the passes on a similar core (any start is valid)."""
-    out: Heard = {}
+    out: SavedMessages = {}
     subsets = graph.tables.subsets.arrays
     names = chain.variables
-    size = np.diff(chain.first).tolist()
-    for (i, j), (p, q) in zip(chain.ends.tolist(), chain.places.tolist(), strict=True):
+    size = np.diff(chain.state_offsets).tolist()
+    for (i, j), (p, q) in zip(chain.edge_ends.tolist(), chain.message_offsets.tolist(), strict=True):
         v, w = names[i], names[j]
         out[v, w] = subsets[graph.states[v]], chain.messages[p : p + size[i]].copy()
         out[w, v] = subsets[graph.states[w]], chain.messages[q : q + size[j]].copy()
     return out
 
 
-def hear(graph: Graph, chain: Chain, heard: Heard, before: Graph) -> None:
+def restore_messages(graph: WorkingNetwork, chain: MessageLayout, heard: SavedMessages, before: WorkingNetwork) -> None:
     """Start a chain from the messages `heard` in the graph that was `before` (in place); what is new starts from zero."""
     arrays, subsets = graph.tables.arrays, graph.tables.subsets.arrays
     names = chain.variables
-    size = np.diff(chain.first).tolist()
+    size = np.diff(chain.state_offsets).tolist()
 
     @functools.cache
     def shift(old: int, new: int, v: tuple[int, int], w: tuple[int, int]) -> tuple[Floats, Floats] | None:
         rows, cols = (_within(subsets[a], subsets[b]) for a, b in (v, w))
         if rows is None or cols is None:
             return None
-        return moved(arrays[old][np.ix_(rows, cols)], arrays[new])
+        return reparametrization_between(arrays[old][np.ix_(rows, cols)], arrays[new])
 
     @functools.cache
     def among(states: int, mine: int) -> tuple[Ints, np.ndarray]:
         return _among(subsets[states], subsets[mine])
 
-    for (i, j), places in zip(chain.ends.tolist(), chain.places.tolist(), strict=True):
+    for (i, j), places in zip(chain.edge_ends.tolist(), chain.message_offsets.tolist(), strict=True):
         v, w = names[i], names[j]
         old = before.adj[v].get(w)
         both = [(before.states[x], graph.states[x]) for x in (v, w)]
@@ -80,7 +80,7 @@ def hear(graph: Graph, chain: Chain, heard: Heard, before: Graph) -> None:
             chain.messages[place : place + size[here]] = message
 
 
-def for_states(states: Ints, message: Floats, mine: Ints) -> Floats:
+def align_states(states: Ints, message: Floats, mine: Ints) -> Floats:
     """A message about some states as one about others; what it does not know is zero."""
     if mine is states:
         return message
@@ -100,7 +100,7 @@ def _among(states: Ints, mine: Ints) -> tuple[Ints, np.ndarray]:
     return at, states[at] == mine
 
 
-def moved(old: Floats, new: Floats) -> tuple[Floats, Floats] | None:
+def reparametrization_between(old: Floats, new: Floats) -> tuple[Floats, Floats] | None:
     """What rows (k,) and columns (m,) of a table were lowered by; None where more happened to it than that.
 
     Forbidden pairs tell nothing: parts of the table that only they join are lowered each on its own.

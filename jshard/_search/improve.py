@@ -19,21 +19,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from jshard._search.network import Floats
-from jshard._search.reduce import Graph
+from jshard._search.reduce import WorkingNetwork
 
 
 @dataclass(frozen=True)
-class Local:
+class CoreProblem:
     """A core by position: unaries, and per variable its neighbours with own states as rows."""
 
     variables: list[int]
     unary: list[Floats]
-    near: list[list[tuple[int, Floats]]]
+    neighbours: list[list[tuple[int, Floats]]]
     offset: float
-    price: float  # of one forbidden pair; an answer that costs less than offset + price has none
+    infeasibility_penalty: float  # of one forbidden pair; an answer that costs less than offset + price has none
 
 
-def local_of(graph: Graph, variables: list[int] | None = None) -> Local:
+def core_problem(graph: WorkingNetwork, variables: list[int] | None = None) -> CoreProblem:
     """The core (in the order given), forbidden pairs at a price above everything else.
 
     With inf one bad pair looks as bad as ten, and no move would lead out of it; a price can be counted.
@@ -57,7 +57,7 @@ def local_of(graph: Graph, variables: list[int] | None = None) -> Local:
             if t not in capped:
                 table = arrays[t]
                 capped[t] = np.where(np.isinf(table), price, table) if np.isinf(table).any() else table
-    return Local(
+    return CoreProblem(
         variables,
         [arrays[graph.unary[v]] for v in variables],
         [[(rank[w], capped[t]) for w, t in graph.adj[v].items()] for v in variables],
@@ -66,9 +66,9 @@ def local_of(graph: Graph, variables: list[int] | None = None) -> Local:
     )
 
 
-def energy(local: Local, chosen: list[int]) -> float:
+def energy(local: CoreProblem, chosen: list[int]) -> float:
     total = local.offset
-    for v, near in enumerate(local.near):
+    for v, near in enumerate(local.neighbours):
         total += float(local.unary[v][chosen[v]])
         for w, table in near:
             if w > v:
@@ -76,7 +76,7 @@ def energy(local: Local, chosen: list[int]) -> float:
     return total
 
 
-def energy_of(graph: Graph, chosen: dict[int, int]) -> float:
+def core_energy(graph: WorkingNetwork, chosen: dict[int, int]) -> float:
     """The cost of a core's states, by variable."""
     arrays, total = graph.tables.arrays, graph.offset
     for v, s in chosen.items():
@@ -87,16 +87,16 @@ def energy_of(graph: Graph, chosen: dict[int, int]) -> float:
     return total
 
 
-def given(local: Local, chosen: list[int], v: int, but: set[int] | None = None) -> Floats:
+def conditional_costs(local: CoreProblem, chosen: list[int], v: int, but: set[int] | None = None) -> Floats:
     """v's cost per state, the neighbours (outside ``but``) held."""
     total = local.unary[v]
-    for w, table in local.near[v]:
+    for w, table in local.neighbours[v]:
         if but is None or w not in but:
             total = total + table[:, chosen[w]]
     return total
 
 
-def settle(local: Local, chosen: list[int]) -> None:
+def icm(local: CoreProblem, chosen: list[int]) -> None:
     """Change single variables while that helps (in place)."""
     queue = list(range(len(chosen)))
     waiting = bytearray(b"\1" * len(chosen))
@@ -105,17 +105,17 @@ def settle(local: Local, chosen: list[int]) -> None:
         v = queue[at]
         at += 1
         waiting[v] = 0
-        costs = given(local, chosen, v)
+        costs = conditional_costs(local, chosen, v)
         best = int(costs.argmin())
         if costs[best] < costs[chosen[v]]:
             chosen[v] = best
-            for w, _ in local.near[v]:
+            for w, _ in local.neighbours[v]:
                 if not waiting[w]:
                     waiting[w] = 1
                     queue.append(w)
 
 
-def forest(local: Local, rng: np.random.Generator, most: int = 1 << 30) -> list[tuple[int, int]]:
+def random_induced_forest(local: CoreProblem, rng: np.random.Generator, most: int = 1 << 30) -> list[tuple[int, int]]:
     """A random induced forest (maximal, or of ``most`` variables) as (variable, parent or -1),
     parents first."""
     n = len(local.unary)
@@ -135,7 +135,7 @@ def forest(local: Local, rng: np.random.Generator, most: int = 1 << 30) -> list[
                 continue
             taken[v] = 1
             out.append((v, parent))
-            near = local.near[v]
+            near = local.neighbours[v]
             start = int(rng.integers(len(near))) if len(near) > 1 else 0
             for w, _ in near:
                 hits[w] += 1
@@ -145,14 +145,14 @@ def forest(local: Local, rng: np.random.Generator, most: int = 1 << 30) -> list[
     return out
 
 
-def move(local: Local, chosen: list[int], block: list[tuple[int, int]]) -> None:
+def solve_forest(local: CoreProblem, chosen: list[int], block: list[tuple[int, int]]) -> None:
     """Set a forest's variables to their joint best, the rest held (in place)."""
     inside = {v for v, _ in block}
-    costs = {v: given(local, chosen, v, inside) for v, _ in block}
+    costs = {v: conditional_costs(local, chosen, v, inside) for v, _ in block}
     tables: dict[int, Floats] = {}
     for v, parent in reversed(block):
         if parent >= 0:
-            tables[v] = next(t for w, t in local.near[v] if w == parent)
+            tables[v] = next(t for w, t in local.neighbours[v] if w == parent)
             costs[parent] = costs[parent] + (costs[v][:, None] + tables[v]).min(axis=0)
     for v, parent in block:
         c = costs[v] if parent < 0 else costs[v] + tables[v][:, chosen[parent]]
@@ -161,8 +161,8 @@ def move(local: Local, chosen: list[int], block: list[tuple[int, int]]) -> None:
             chosen[v] = best
 
 
-def improve(
-    local: Local,
+def forest_search(
+    local: CoreProblem,
     chosen: list[int],
     rng: np.random.Generator,
     *,
@@ -172,13 +172,13 @@ def improve(
     patience: int = 8,
 ) -> float:
     """Block moves until ``target`` is reached, ``patience`` of them gained nothing, or time is up."""
-    settle(local, chosen)
+    icm(local, chosen)
     best = energy(local, chosen)
     idle = 0
     for _ in range(rounds):
         if best <= target or idle >= patience or time.monotonic() > deadline:
             break
-        move(local, chosen, forest(local, rng))
+        solve_forest(local, chosen, random_induced_forest(local, rng))
         now = energy(local, chosen)
         idle = 0 if now < best else idle + 1
         best = min(best, now)

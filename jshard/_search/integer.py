@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jshard._search.ladder import Search
+from jshard._search.ladder import SearchState
 from jshard._search.network import Floats, Ints
-from jshard._search.pack import Packing
+from jshard._search.pack import BudgetedCore
 
 
 _SOLVED, _INFEASIBLE = 0, 2  # scipy's status
@@ -33,14 +33,14 @@ ENTRIES = 2_000_000  # bytes of a state at a time: some 100 MB
 LARGEST = 20_000  # columns; beyond, the relaxation alone takes longer than the moves that it would replace
 
 
-def columns(pack: Packing) -> int:
+def num_columns(pack: BudgetedCore) -> int:
     """States and allowed pairs of states of a core."""
-    local = pack.local
-    pairs = sum(int((t < local.price).sum()) for v, near in enumerate(local.near) for w, t in near if w > v)
+    local = pack.core
+    pairs = sum(int((t < local.infeasibility_penalty).sum()) for v, near in enumerate(local.neighbours) for w, t in near if w > v)
     return pairs + sum(len(u) for u in local.unary)
 
 
-class Ended(NamedTuple):
+class IlpResult(NamedTuple):
     """What an integer program ended with: states of the core, a bound, and whether to the end (HiGHS' tolerances)."""
 
     chosen: list[int] | None
@@ -48,21 +48,21 @@ class Ended(NamedTuple):
     solved: bool
 
 
-def finish(pack: Packing, search: Search) -> Ended | None:
+def solve_small_core(pack: BudgetedCore, search: SearchState) -> IlpResult | None:
     """`solve_integer` with a counted effort; None, and nothing done, without a gap or on a large core."""
-    wide = columns(pack)
-    if search.late or search.closed(search.bound) or wide > LARGEST:
+    wide = num_columns(pack)
+    if search.out_of_time or search.closed(search.bound) or wide > LARGEST:
         return None
-    if not pack.local.unary:  # nothing is left to choose
-        fullest = float(pack.held.constant.max(initial=0.0))
+    if not pack.core.unary:  # nothing is left to choose
+        fullest = float(pack.memory.constant.max(initial=0.0))
         if np.isinf(pack.limit):
-            return Ended([], fullest, True)
-        return Ended([], pack.local.offset, True) if fullest <= pack.limit else Ended(None, np.inf, True)
+            return IlpResult([], fullest, True)
+        return IlpResult([], pack.core.offset, True) if fullest <= pack.limit else IlpResult(None, np.inf, True)
     nodes = max(1, _NODES // max(1, wide))
-    return solve_integer(pack, search.gap, min(_SECONDS, 0.5 * (search.deadline - time.monotonic())), nodes)
+    return solve_ilp(pack, search.gap, min(_SECONDS, 0.5 * (search.deadline - time.monotonic())), nodes)
 
 
-def solve_integer(pack: Packing, gap: float, seconds: float, nodes: int = 1 << 30) -> Ended:
+def solve_ilp(pack: BudgetedCore, gap: float, seconds: float, nodes: int = 1 << 30) -> IlpResult:
     """States of the core's variables, or None, and a bound on their cost, or on their peak when there is no limit.
 
     The bound is inf where no states keep the limit.
@@ -71,7 +71,7 @@ def solve_integer(pack: Packing, gap: float, seconds: float, nodes: int = 1 << 3
 
     tools: Any = optimize  # whose stubs know bounds as single numbers only
 
-    local = pack.local
+    local = pack.core
     sizes = [len(u) for u in local.unary]
     first = np.concatenate([[0], np.cumsum(sizes)]).astype(int)
     cost: list[Floats] = [np.concatenate(local.unary)]
@@ -87,11 +87,11 @@ def solve_integer(pack: Packing, gap: float, seconds: float, nodes: int = 1 << 3
         add(np.full(n, count), np.arange(first[v], first[v] + n), 1.0)
         right.append(np.ones(1))
         count += 1
-    for v, near in enumerate(local.near):
+    for v, near in enumerate(local.neighbours):
         for w, table in near:
             if w < v:
                 continue
-            i, j = np.nonzero(table < local.price)
+            i, j = np.nonzero(table < local.infeasibility_penalty)
             here = wide + np.arange(len(i))
             wide += len(i)
             cost.append(table[i, j])
@@ -103,7 +103,7 @@ def solve_integer(pack: Packing, gap: float, seconds: float, nodes: int = 1 << 3
     equal = sparse.coo_array(
         (np.concatenate(values), (np.concatenate(rows), np.concatenate(cols))), shape=(count, wide)
     ).tocsr()
-    held, for_peak = pack.held, np.isinf(pack.limit)
+    held, for_peak = pack.memory, np.isinf(pack.limit)
     unit = max([float(a.max()) for members in pack.members for _, _, a in members], default=1.0) or 1.0
     unit = max(unit, float(held.constant.max(initial=0.0))) if for_peak else pack.limit
     objective = np.concatenate(cost)
@@ -155,16 +155,16 @@ def solve_integer(pack: Packing, gap: float, seconds: float, nodes: int = 1 << 3
         )  # fmt: skip
         if found.x is None:
             none = found.status == _INFEASIBLE
-            return Ended(None, np.inf if none else best, none)
+            return IlpResult(None, np.inf if none else best, none)
         # HiGHS keeps its constraints to 1e-6, so what it proves is that much less.
         bound = float(found.mip_dual_bound)
         bound -= _SLACK * abs(bound)
         best = max(best, unit * bound if for_peak else local.offset + dearest * bound)
         chosen = [int(found.x[first[v] : first[v + 1]].argmax()) for v in range(len(sizes))]
-        over = held.profile(chosen) - (unit * float(found.x[-1]) if for_peak else pack.limit) * (1 + _SLACK)
+        over = held.live_bytes(chosen) - (unit * float(found.x[-1]) if for_peak else pack.limit) * (1 + _SLACK)
         over[some] = 0.0
         if not (over > 0).any() or time.monotonic() > until:
-            return Ended(chosen, best, found.status == _SOLVED and not (over > 0).any())
+            return IlpResult(chosen, best, found.status == _SOLVED and not (over > 0).any())
         # The fullest time of every stretch that is over.
         begins = np.flatnonzero(np.diff(over > 0, prepend=False) & (over > 0))
         worst = [int(a + over[a:b].argmax()) for a, b in zip(begins, [*begins[1:], len(over)], strict=True)]

@@ -21,98 +21,98 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jshard._search.bound import Passed, pass_messages, rounded
-from jshard._search.chain import Chain, Layers, chain_of, positions
-from jshard._search.eliminate import Finished, eliminate, read_off
-from jshard._search.fold import Folded, fold, retell
-from jshard._search.heard import Heard, hear, heard_in
-from jshard._search.improve import Local, energy_of, improve, local_of
+from jshard._search.bound import DualBound, trws, round_primal
+from jshard._search.chain import MessageLayout, LayerPositions, build_message_layout, to_original_states
+from jshard._search.eliminate import EliminatedComponent, eliminate_components, reconstruct_component
+from jshard._search.fold import FoldedNetwork, fold_layers, unfold_messages
+from jshard._search.heard import SavedMessages, restore_messages, save_messages
+from jshard._search.improve import CoreProblem, core_energy, forest_search, core_problem
 from jshard._search.network import Floats, Ints
-from jshard._search.reduce import Contradiction, Graph, backtrack, reduce
+from jshard._search.reduce import Contradiction, WorkingNetwork, backtrack, reduce
 from jshard._search.tables import NONE
 
 
 TOLERANCE = 1e-9
 FEW = 3  # states a variable that are mostly solved together, exactly
-Start = Callable[[Graph, Chain], None]  # gives a chain its first messages
+WarmStart = Callable[[WorkingNetwork, MessageLayout], None]  # gives a chain its first messages
 
 
 @dataclass(frozen=True)
-class Level:
+class Reduction:
     """A reduced graph and the components of its core that are finished."""
 
-    graph: Graph
-    finished: tuple[Finished, ...]
+    graph: WorkingNetwork
+    eliminated: tuple[EliminatedComponent, ...]
 
 
 @dataclass
-class Search:
+class SearchState:
     """What one run knows: the best answer so far, the clock, the report."""
 
     deadline: float
     gap: float
     report: Callable[[str], None]
-    variables: int
-    best: float = np.inf
+    num_variables: int
+    incumbent_cost: float = np.inf
     bound: float = -np.inf
-    effort: int = 20  # block moves per rounding
-    patient: bool = False  # keep passing messages while they gain, and remember them
-    heard: Heard | None = None
+    forest_moves: int = 20  # block moves per rounding
+    for_warm_start: bool = False  # keep passing messages while they gain, and remember them
+    saved_messages: SavedMessages | None = None
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(20250))
-    found: Ints | None = None
-    below: tuple[Level, ...] = ()  # what `found` still has to be lifted through: only the last answer is
+    core_assignment: Ints | None = None
+    reductions: tuple[Reduction, ...] = ()  # what `found` still has to be lifted through: only the last answer is
 
     @property
     def assignment(self) -> Ints | None:
         """The best answer so far, one state for every variable; None when there is none."""
-        if self.found is not None and self.below:
-            self.found, self.below = lift(self.below, self.found), ()
-        return self.found
+        if self.core_assignment is not None and self.reductions:
+            self.core_assignment, self.reductions = reconstruct(self.reductions, self.core_assignment), ()
+        return self.core_assignment
 
     @assignment.setter
     def assignment(self, found: Ints | None) -> None:
-        self.found, self.below = found, ()
+        self.core_assignment, self.reductions = found, ()
 
     def closed(self, bound: float) -> bool:
         """Is the best answer good enough for a subproblem with this bound?"""
-        if self.best == np.inf or bound == -np.inf:  # a share of infinity is no gap
+        if self.incumbent_cost == np.inf or bound == -np.inf:  # a share of infinity is no gap
             return False
-        return self.best - bound <= max(self.gap * abs(bound), TOLERANCE * abs(self.best))
+        return self.incumbent_cost - bound <= max(self.gap * abs(bound), TOLERANCE * abs(self.incumbent_cost))
 
     @property
-    def late(self) -> bool:
+    def out_of_time(self) -> bool:
         return time.monotonic() > self.deadline
 
 
-def descend(
-    graph: Graph, start: list[int] | None = None, *, table: float | None = None, work: float | None = None
-) -> tuple[Level, Graph]:
+def reduce_and_eliminate(
+    graph: WorkingNetwork, start: list[int] | None = None, *, table_limit: float | None = None, work_limit: float | None = None
+) -> tuple[Reduction, WorkingNetwork]:
     """Reduce, finish what fits (into tables of so many entries, so many in all), and fork the core that is left."""
     reduce(graph, start)
-    done = eliminate(graph, table, work)
+    done = eliminate_components(graph, table_limit, work_limit)
     rest = graph.fork()
     for part, _ in done:
         for v in part:
             rest.unary[v] = NONE
             rest.adj[v] = {}
-    return Level(graph, tuple(f for _, f in done)), rest
+    return Reduction(graph, tuple(f for _, f in done)), rest
 
 
-def lift(levels: tuple[Level, ...], assignment: Ints) -> Ints:
+def reconstruct(levels: tuple[Reduction, ...], assignment: Ints) -> Ints:
     """From the last core's states to everybody's."""
     for level in reversed(levels):
-        for finished in level.finished:
-            read_off(level.graph, finished, assignment)
+        for finished in level.eliminated:
+            reconstruct_component(level.graph, finished, assignment)
         backtrack(level.graph, assignment)
     return assignment
 
 
-def offer(search: Search, levels: tuple[Level, ...], cost: float, assignment: Ints) -> None:
-    if cost < search.best:
-        search.best, search.found, search.below = cost, assignment, levels
+def update_incumbent(search: SearchState, levels: tuple[Reduction, ...], cost: float, assignment: Ints) -> None:
+    if cost < search.incumbent_cost:
+        search.incumbent_cost, search.core_assignment, search.reductions = cost, assignment, levels
 
 
-def kept(rest: Graph, slacks: dict[int, Floats], most: float) -> tuple[Graph, list[int], int]:
+def fix_by_reduced_cost(rest: WorkingNetwork, slacks: dict[int, Floats], most: float) -> tuple[WorkingNetwork, list[int], int]:
     """The core with the states of at most so much slack, whom that touches, and how many states went."""
     small = rest.fork()
     touched: set[int] = set()
@@ -122,32 +122,32 @@ def kept(rest: Graph, slacks: dict[int, Floats], most: float) -> tuple[Graph, li
         if len(keep) < len(slack):
             dropped += len(slack) - len(keep)
             touched.update((v, *small.adj[v]))
-            small.shrink(v, small.tables.subsets(keep))
+            small.restrict(v, small.tables.subsets(keep))
     return small, sorted(touched), dropped
 
 
-def solve_among(
-    search: Search,
-    levels: tuple[Level, ...],
-    rest: Graph,
+def solve_restricted(
+    search: SearchState,
+    levels: tuple[Reduction, ...],
+    rest: WorkingNetwork,
     slacks: dict[int, Floats],
     most: float,
     work: float,
-) -> Graph | None:
+) -> WorkingNetwork | None:
     """Offer the best answer among the states of at most so much slack; the core that is left where that takes more
     `work` than this, None where there is no answer."""
     try:
-        small, touched, _ = kept(rest, slacks, most)
-        level, core = descend(small, touched, table=200_000, work=work)
+        small, touched, _ = fix_by_reduced_cost(rest, slacks, most)
+        level, core = reduce_and_eliminate(small, touched, table_limit=200_000, work_limit=work)
     except Contradiction:
         return None
     if not core.core:
-        offer(search, (*levels, level), core.offset, np.zeros(search.variables, dtype=np.int64))
+        update_incumbent(search, (*levels, level), core.offset, np.zeros(search.num_variables, dtype=np.int64))
     return core
 
 
-def dive(
-    search: Search, levels: tuple[Level, ...], rest: Graph, slacks: dict[int, Floats], bound: float
+def solve_restricted_neighbourhoods(
+    search: SearchState, levels: tuple[Reduction, ...], rest: WorkingNetwork, slacks: dict[int, Floats], bound: float
 ) -> float:
     """Look for an answer among the states of least slack: rounding decides one variable at a time, but
     three states a variable are mostly few enough to be solved together, exactly.
@@ -158,7 +158,7 @@ def dive(
     proved = -np.inf
     for states in (FEW, 2 * FEW, 4 * FEW):
         at = min(states * len(slacks), len(every)) - 1
-        core = solve_among(search, levels, rest, slacks, float(every[at]), 2_000_000)
+        core = solve_restricted(search, levels, rest, slacks, float(every[at]), 2_000_000)
         others = bound + float(every[at]) if at < len(every) - 1 else np.inf
         if core is None:
             proved = others
@@ -170,14 +170,14 @@ def dive(
     return proved
 
 
-def tighten(
-    search: Search,
-    levels: tuple[Level, ...],
-    rest: Graph,
+def bound_and_fix(
+    search: SearchState,
+    levels: tuple[Reduction, ...],
+    rest: WorkingNetwork,
     most: int,
-    start: Start | None = None,
-    layers: Layers | None = None,
-) -> tuple[tuple[Level, ...], Graph | None, float, dict[int, Floats]]:
+    start: WarmStart | None = None,
+    layers: LayerPositions | None = None,
+) -> tuple[tuple[Reduction, ...], WorkingNetwork | None, float, dict[int, Floats]]:
     """Bound a core and drop what the bound excludes, again and again until that stalls.
 
     Messages survive the dropping, and may come from a similar core (`start`) of its `layers`.
@@ -186,17 +186,17 @@ def tighten(
     soon = 15 if start is None else 20  # rounds before the first dive
     # The share of states left at which the others are dropped: a new core costs as much as a dozen rounds on a short
     # one, but as few of a whole one, whose layers share their work. A start for a larger core is worth more rounds.
-    drop = 0.05 if search.patient else 0.3 if layers else 0.1
+    drop = 0.05 if search.for_warm_start else 0.3 if layers else 0.1
     while True:
         core = rest.core
         if not core:
-            offer(search, levels, rest.offset, np.zeros(search.variables, dtype=np.int64))
+            update_incumbent(search, levels, rest.offset, np.zeros(search.num_variables, dtype=np.int64))
             return levels, None, rest.offset, {}
-        chain = chain_of(rest, layers)
+        chain = build_message_layout(rest, layers)
         if start is not None:
             start(rest, chain)
         # Where an answer is sought, if one is.
-        local = functools.cache(functools.partial(local_of, rest, chain.variables))
+        local = functools.cache(functools.partial(core_problem, rest, chain.variables))
         total = len(chain.unary)
         due = [(soon, 0.0)]  # rounds, or share of states left, at which a dive is worth it
         few = [False]  # whether few enough states are left to drop the others now
@@ -204,12 +204,12 @@ def tighten(
         drop = min(0.3, max(drop, FEW * len(core) / total))
 
         def look(
-            passed: Passed,
+            passed: DualBound,
             hard: bool,
-            rest: Graph = rest,
-            chain: Chain = chain,
-            local: Callable[[], Local] = local,
-            levels: tuple[Level, ...] = levels,
+            rest: WorkingNetwork = rest,
+            chain: MessageLayout = chain,
+            local: Callable[[], CoreProblem] = local,
+            levels: tuple[Reduction, ...] = levels,
             total: int = total,
             drop: float = drop,
             fresh: bool = start is None,
@@ -220,65 +220,65 @@ def tighten(
             """Answers from the messages; the bound that would close, and whether to drop states now."""
 
             def left() -> float:
-                room = search.best - passed.slack_bound
-                return np.count_nonzero(passed.slack <= room) / total if room < np.inf else 1.0
+                room = search.incumbent_cost - passed.reduced_cost_bound
+                return np.count_nonzero(passed.reduced_costs <= room) / total if room < np.inf else 1.0
 
             bound = passed.bound
-            if not search.closed(bound) and (hard or fresh or search.best == np.inf):
-                chosen = rounded(chain)
+            if not search.closed(bound) and (hard or fresh or search.incumbent_cost == np.inf):
+                chosen = round_primal(chain)
                 target = bound + max(search.gap * abs(bound), TOLERANCE * abs(bound))
-                effort = search.effort if hard else 0
+                effort = search.forest_moves if hard else 0
                 near = local()
-                cost = improve(
+                cost = forest_search(
                     near, chosen, search.rng, target=target, deadline=search.deadline, rounds=effort
                 )
-                if cost < min(search.best, near.offset + near.price):
-                    offer(search, levels, cost, positions(rest, chain, chosen))
+                if cost < min(search.incumbent_cost, near.offset + near.infeasibility_penalty):
+                    update_incumbent(search, levels, cost, to_original_states(rest, chain, chosen))
             share = left()
-            worth = share > drop and (passed.passes >= due[0][0] or share <= due[0][1])
+            worth = share > drop and (passed.rounds >= due[0][0] or share <= due[0][1])
             if not search.closed(bound) and (hard or worth):
-                slacks = passed.slack_of(chain)
-                proved[0] = max(proved[0], dive(search, levels, rest, slacks, passed.slack_bound))
+                slacks = passed.reduced_costs_by_variable(chain)
+                proved[0] = max(proved[0], solve_restricted_neighbourhoods(search, levels, rest, slacks, passed.reduced_cost_bound))
                 # Another one is worth it when half as many states are left, or after as many rounds again.
                 share = left()
-                due[0] = 2 * passed.passes, 0.5 * share
-            target = search.best - max(search.gap * abs(bound), TOLERANCE * abs(search.best))
+                due[0] = 2 * passed.rounds, 0.5 * share
+            target = search.incumbent_cost - max(search.gap * abs(bound), TOLERANCE * abs(search.incumbent_cost))
             few[0] = share <= drop
             return target, few[0] or search.closed(proved[0])
 
-        passed: Passed = pass_messages(
-            rest, chain, target=np.inf, deadline=search.deadline, most=most, on_round=look
+        passed: DualBound = trws(
+            rest, chain, target=np.inf, deadline=search.deadline, max_rounds=most, on_round=look
         )
         if not few[0] and not search.closed(proved[0]):
             look(passed, True)
         bound = max(passed.bound, proved[0])
-        if search.patient and search.heard is None:
-            search.heard = heard_in(rest, chain)
-        slacks = passed.slack_of(chain)
-        if search.closed(bound) or search.late:
+        if search.for_warm_start and search.saved_messages is None:
+            search.saved_messages = save_messages(rest, chain)
+        slacks = passed.reduced_costs_by_variable(chain)
+        if search.closed(bound) or search.out_of_time:
             return levels, None if search.closed(bound) else rest, bound, slacks
-        room = search.best - passed.slack_bound + TOLERANCE * abs(search.best)
+        room = search.incumbent_cost - passed.reduced_cost_bound + TOLERANCE * abs(search.incumbent_cost)
         try:
-            trimmed, touched, dropped = kept(rest, slacks, room)
+            trimmed, touched, dropped = fix_by_reduced_cost(rest, slacks, room)
             if dropped < 0.02 * total:
                 return levels, rest, bound, slacks
-            level, after = descend(trimmed, touched)
+            level, after = reduce_and_eliminate(trimmed, touched)
         except Contradiction:
-            return levels, None, search.best, {}  # nothing cheaper than the best is left
-        start = functools.partial(hear, heard=heard_in(rest, chain), before=rest)
+            return levels, None, search.incumbent_cost, {}  # nothing cheaper than the best is left
+        start = functools.partial(restore_messages, heard=save_messages(rest, chain), before=rest)
         levels, rest, soon, drop = (*levels, level), after, 20, 0.1
         search.report(f"fixing: {dropped} of {total} states excluded, core {len(rest.core)} variables")
 
 
 def branch(
-    search: Search, levels: tuple[Level, ...], rest: Graph, bound: float, slack: dict[int, Floats]
+    search: SearchState, levels: tuple[Reduction, ...], rest: WorkingNetwork, bound: float, slack: dict[int, Floats]
 ) -> float:
     """Split the most undecided variable's states until closed or late; the bound proved."""
     count = 0
     heap: list[tuple] = [(bound, count, levels, rest, slack)]
     while heap:
         bound, _, levels, rest, slack = heap[0]
-        if search.closed(bound) or search.late:
+        if search.closed(bound) or search.out_of_time:
             break
         heapq.heappop(heap)
         # The second-least slack is what deciding this variable wrongly would cost at least.
@@ -293,9 +293,9 @@ def branch(
             child = rest.fork()
             try:
                 near = list(child.adj[v])
-                child.shrink(v, child.tables.subsets(keep))
-                level, core = descend(child, sorted({v, *near}))
-                deeper, core, low, more = tighten(search, (*levels, level), core, 60)
+                child.restrict(v, child.tables.subsets(keep))
+                level, core = reduce_and_eliminate(child, sorted({v, *near}))
+                deeper, core, low, more = bound_and_fix(search, (*levels, level), core, 60)
             except Contradiction:
                 continue
             count += 1
@@ -303,77 +303,77 @@ def branch(
                 heapq.heappush(heap, (max(low, bound), count, deeper, core, more))
         if count % 20 == 0:
             search.report(f"branching: {count} halves, {len(heap)} open")
-    return min((h[0] for h in heap), default=search.best)
+    return min((h[0] for h in heap), default=search.incumbent_cost)
 
 
-def rehearse(
-    search: Search, levels: tuple[Level, ...], rest: Graph, most: int
-) -> tuple[Start | None, Layers | None]:
+def solve_folded(
+    search: SearchState, levels: tuple[Reduction, ...], rest: WorkingNetwork, most: int
+) -> tuple[WarmStart | None, LayerPositions | None]:
     """Solve a short core of the layers that repeat; its answer is offered, its messages are a start."""
-    folded = fold(rest) if len(rest.core) > 1000 else None
+    folded = fold_layers(rest) if len(rest.core) > 1000 else None
     if folded is None:
         return None, None
-    inner = Search(search.deadline, search.gap, lambda _: None, search.variables, patient=True)
+    inner = SearchState(search.deadline, search.gap, lambda _: None, search.num_variables, for_warm_start=True)
     try:
-        tighten(inner, (), folded.short, most)
+        bound_and_fix(inner, (), folded.short, most)
     except Contradiction:
         return None, folded.layers
     if inner.assignment is not None:
         assignment = inner.assignment.copy()
-        assignment[folded.image[:, 0]] = assignment[folded.image[:, 1]]
-        where = rest.tables.position
+        assignment[folded.representative[:, 0]] = assignment[folded.representative[:, 1]]
+        where = rest.tables.subset_positions
         chosen = {v: where(rest.states[v])[int(assignment[v])] for v in rest.core}
-        offer(search, levels, energy_of(rest, chosen), assignment)
-        mix(search, levels, rest, folded, assignment)
+        update_incumbent(search, levels, core_energy(rest, chosen), assignment)
+        recombine_layers(search, levels, rest, folded, assignment)
     search.report(f"folding: {len(folded.short.core)} variables stand for {len(rest.core)}")
-    if inner.heard is None:
+    if inner.saved_messages is None:
         return None, folded.layers
-    return functools.partial(retell, folded=folded, heard=inner.heard), folded.layers
+    return functools.partial(unfold_messages, folded=folded, heard=inner.saved_messages), folded.layers
 
 
-def mix(search: Search, levels: tuple[Level, ...], rest: Graph, folded: Folded, assignment: Ints) -> None:
+def recombine_layers(search: SearchState, levels: tuple[Reduction, ...], rest: WorkingNetwork, folded: FoldedNetwork, assignment: Ints) -> None:
     """Look for an answer in which every layer does what some layer of a short core's answer does.
 
     Layers that stand side by side there may differ (two equal mesh axes take turns), and one of them repeated is then
     a poor answer; but a few states a variable are solved together, exactly.
     """
     alike: dict[int, set[int]] = {}
-    lost = set(folded.image[:, 0].tolist())
+    lost = set(folded.representative[:, 0].tolist())
     for v, (place, _, _) in folded.layers.items():
         if v not in lost:
             alike.setdefault(place, set()).add(int(assignment[v]))
     if max(map(len, alike.values()), default=0) < 2:
         return
-    where, slacks = rest.tables.position, {}
+    where, slacks = rest.tables.subset_positions, {}
     for v in rest.core:
         place = where(rest.states[v])
         slacks[v] = np.ones(len(place))
         some = alike[folded.layers[v][0]] if v in folded.layers else ()
         slacks[v][[place[s] for s in (*some, int(assignment[v])) if s in place]] = 0.0
-    solve_among(search, levels, rest, slacks, 0.0, 20_000_000)
+    solve_restricted(search, levels, rest, slacks, 0.0, 20_000_000)
 
 
-def climb(
-    search: Search, levels: tuple[Level, ...], graph: Graph, *, most: int = 400, split: bool = True
+def branch_and_bound(
+    search: SearchState, levels: tuple[Reduction, ...], graph: WorkingNetwork, *, max_rounds: int = 400, split: bool = True
 ) -> None:
     """The whole ladder on a graph (which is reduced in place); the result is in ``search``."""
-    variables, before = graph.given
+    variables, before = graph.original_size
     if not variables:
         variables, before = len(graph.core), sum(len(graph.tables.arrays[graph.unary[v]]) for v in graph.core)
-    level, rest = descend(graph)
+    level, rest = reduce_and_eliminate(graph)
     search.report(
         f"reductions: {variables} variables, {before} states -> core of "
-        f"{len(graph.core)} variables, {len(level.finished)} components finished exactly, "
-        f"{len(rest.core)} variables left; {graph.tables.products} distinct products"
+        f"{len(graph.core)} variables, {len(level.eliminated)} components finished exactly, "
+        f"{len(rest.core)} variables left; {graph.tables.num_products} distinct products"
     )
     levels = (*levels, level)
     search.bound = rest.offset
     left = bool(rest.core)
-    start, layers = rehearse(search, levels, rest, most)
-    levels, core, bound, slack = tighten(search, levels, rest, most, start, layers)
-    search.bound = min(bound, search.best)
+    start, layers = solve_folded(search, levels, rest, max_rounds)
+    levels, core, bound, slack = bound_and_fix(search, levels, rest, max_rounds, start, layers)
+    search.bound = min(bound, search.incumbent_cost)
     if left:
         search.report("messages and blocks")
-    if split and core is not None and not search.late:
-        search.bound = min(max(search.bound, branch(search, levels, core, bound, slack)), search.best)
+    if split and core is not None and not search.out_of_time:
+        search.bound = min(max(search.bound, branch(search, levels, core, bound, slack)), search.incumbent_cost)
         search.report("branching")

@@ -20,14 +20,14 @@ import numpy as np
 
 from jshard._errors import MemoryBudgetError
 from jshard._search.improve import energy
-from jshard._search.integer import finish
-from jshard._search.ladder import Search, climb
-from jshard._search.memory import Model, model_of, priced, solve_limited, whole
+from jshard._search.integer import solve_small_core
+from jshard._search.ladder import SearchState, branch_and_bound
+from jshard._search.memory import ReducedProblem, reduced_problem, solve_lagrangian, solve_limited, lift_core
 from jshard._search.network import CostNetwork, Floats, evaluate, peak
-from jshard._search.pack import packing_of, settle_in
-from jshard._search.reduce import graph_of
-from jshard._search.tables import Tables
-from jshard._search.times import clock_of, least_and_most, spread
+from jshard._search.pack import budgeted_core, repair_then_descend
+from jshard._search.reduce import working_network
+from jshard._search.tables import TablePool
+from jshard._search.times import key_times_above, usage_range, sum_over_intervals
 
 
 # A peak this near its bound is not lowered further: the plan would pay in time for what no device notices.
@@ -43,7 +43,7 @@ def without_costs(network: CostNetwork) -> CostNetwork:
     )
 
 
-def weights_for(met: list[Floats], times: list[int]) -> Floats:
+def master_lp(met: list[Floats], times: list[int]) -> Floats:
     """The weights over some times that make the best of the met answers as heavy as possible."""
     rows = np.array([profile[times] for profile in met])
     scale = rows.max()
@@ -64,40 +64,40 @@ def weights_for(met: list[Floats], times: list[int]) -> Floats:
     return found / found.sum()
 
 
-def play(model: Model, search: Search, start: int) -> None:
+def cutting_plane_game(model: ReducedProblem, search: SearchState, start: int) -> None:
     """The game between times and answers; fills in ``search`` with the peak and its bound."""
-    held = model.held
-    pack = packing_of(model.local, held, np.inf)
+    held = model.memory
+    pack = budgeted_core(model.core, held, np.inf)
     times, met = [start], []
     for rounds in range(1, 101):
         weights = np.zeros(held.times)
-        weights[times] = weights_for(met, times) if met else 1.0
-        answer = priced(model, weights, search, 60)
+        weights[times] = master_lp(met, times) if met else 1.0
+        answer = solve_lagrangian(model, weights, search, 60)
         search.bound = max(search.bound, answer.bound + float(weights @ held.constant))
         if answer.chosen is None:
             break
-        profile = held.profile(answer.chosen)
+        profile = held.live_bytes(answer.chosen)
         best = list(answer.chosen)
         # Each repair that succeeds halves the way down to the bound.
         while True:
-            now = float(held.profile(best).max())
-            if now < search.best:
-                search.best = now
-                search.assignment = whole(model, best, search.variables)
+            now = float(held.live_bytes(best).max())
+            if now < search.incumbent_cost:
+                search.incumbent_cost = now
+                search.assignment = lift_core(model, best, search.num_variables)
             aim = search.bound + 0.5 * (now - search.bound)
             for limit in (search.bound, aim):
                 trial = list(best)
                 tried = replace(pack, limit=limit)
-                if now > limit and settle_in(tried, trial, search.deadline) < np.inf:
+                if now > limit and repair_then_descend(tried, trial, search.deadline) < np.inf:
                     best = trial
                     break
             else:
                 break
-            if search.late:
+            if search.out_of_time:
                 break
-        if search.closed(search.bound) or search.late:
+        if search.closed(search.bound) or search.out_of_time:
             break
-        fresh = [t for t in (int(profile.argmax()), int(held.profile(best).argmax())) if t not in times]
+        fresh = [t for t in (int(profile.argmax()), int(held.live_bytes(best).argmax())) if t not in times]
         known = any(np.array_equal(profile, other) for other in met)
         if known and not fresh:
             break
@@ -108,73 +108,73 @@ def play(model: Model, search: Search, start: int) -> None:
     search.report("least peak")
 
 
-def solve_peak(network: CostNetwork, search: Search, ties: bool = True) -> None:
+def solve_peak(network: CostNetwork, search: SearchState, break_ties_by_cost: bool = True) -> None:
     """Least peak, ties to lower cost unless told not to; fills in ``search`` with the peak and its bound."""
     memory = network.memory
     assert memory is not None
-    least, most = least_and_most(memory)
-    everywhere = clock_of(memory, -np.inf)
-    floor = spread(everywhere.start, everywhere.end, least, len(everywhere.times))
+    least, most = usage_range(memory)
+    everywhere = key_times_above(memory, -np.inf)
+    floor = sum_over_intervals(everywhere.start, everywhere.end, least, len(everywhere.times))
     lowest = float(floor.max(initial=0.0))
-    clock = clock_of(memory, lowest)
+    clock = key_times_above(memory, lowest)
     if not len(clock.times):  # nothing can exceed the floor
-        climb(search, (), graph_of(network))
+        branch_and_bound(search, (), working_network(network))
         assert search.assignment is not None
-        search.best = search.bound = peak(network, search.assignment)
+        search.incumbent_cost = search.bound = peak(network, search.assignment)
         return
     grid = 2.0 ** (np.ceil(np.log2(max(float(most.sum()), 1e-300))) - 55)
-    model = model_of(without_costs(network), clock, None, Tables(grid))
+    model = reduced_problem(without_costs(network), clock, None, TablePool(grid))
     search.report(
-        f"reductions that keep memory: {network.size} variables -> {len(model.local.variables)}; "
+        f"reductions that keep memory: {network.size} variables -> {len(model.core.variables)}; "
         f"{len(clock.times)} key times can be the peak"
     )
     search.bound = lowest
-    floor = spread(clock.start, clock.end, least, len(clock.times))
-    play(model, search, int(floor.argmax()))
-    if found := finish(packing_of(model.local, model.held, np.inf), search):
+    floor = sum_over_intervals(clock.start, clock.end, least, len(clock.times))
+    cutting_plane_game(model, search, int(floor.argmax()))
+    if found := solve_small_core(budgeted_core(model.core, model.memory, np.inf), search):
         chosen, bound, _ = found
-        if chosen is not None and energy(model.local, chosen) < model.local.price:
+        if chosen is not None and energy(model.core, chosen) < model.core.infeasibility_penalty:
             search.bound = max(search.bound, bound)
-            if float(model.held.profile(chosen).max()) < search.best:
-                search.assignment = whole(model, chosen, network.size)
+            if float(model.memory.live_bytes(chosen).max()) < search.incumbent_cost:
+                search.assignment = lift_core(model, chosen, network.size)
         search.report("integer program")
     if search.assignment is None:
         return
-    search.best = peak(network, search.assignment)
-    if not ties:
+    search.incumbent_cost = peak(network, search.assignment)
+    if not break_ties_by_cost:
         return
-    cheaper(network, search)
+    min_cost_at_peak(network, search)
     for share in (0.1, 0.5):  # prices that know the costs lead to other answers than the game's
-        if search.late or search.best <= search.bound * (1 + max(search.gap, _NEAR)):
+        if search.out_of_time or search.incumbent_cost <= search.bound * (1 + max(search.gap, _NEAR)):
             break
-        if cheaper(network, search, search.bound + share * (search.best - search.bound)):
-            search.report(f"prices below {search.best:.6g}")
+        if min_cost_at_peak(network, search, search.bound + share * (search.incumbent_cost - search.bound)):
+            search.report(f"prices below {search.incumbent_cost:.6g}")
     search.report("least cost at this peak")
 
 
-def cheaper(network: CostNetwork, search: Search, limit: float | None = None) -> bool:
+def min_cost_at_peak(network: CostNetwork, search: SearchState, limit: float | None = None) -> bool:
     """The least cost found within a limit, by default the peak reached; whether there was an answer (in place).
 
     The peak is the objective; the cost only breaks ties and needs no proof, so the effort is bounded by counts.
     """
     assert network.memory is not None and search.assignment is not None
     at_peak = limit is None
-    limit = search.best if limit is None else limit
+    limit = search.incumbent_cost if limit is None else limit
     capped = replace(network, memory=replace(network.memory, limit=limit * (1 + 1e-9)))
-    second = Search(
+    second = SearchState(
         search.deadline,
         max(search.gap, 1e-3),
-        lambda text: search.report(f"{text} (time cost {second.best:.6g}, bound {second.bound:.6g})"),
+        lambda text: search.report(f"{text} (time cost {second.incumbent_cost:.6g}, bound {second.bound:.6g})"),
         network.size,
     )
     try:
-        solve_limited(capped, second, rough=True)
+        solve_limited(capped, second, tie_break_only=True)
     except MemoryBudgetError:  # not found in the rounds given: keep what there is
         pass
     except KeyboardInterrupt:
         search.report("interrupted")
-    if second.assignment is None or (at_peak and second.best > evaluate(network, search.assignment)):
+    if second.assignment is None or (at_peak and second.incumbent_cost > evaluate(network, search.assignment)):
         return False
     search.assignment = second.assignment
-    search.best = peak(network, search.assignment)
+    search.incumbent_cost = peak(network, search.assignment)
     return True

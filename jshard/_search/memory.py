@@ -22,39 +22,39 @@ from dataclasses import dataclass
 import numpy as np
 
 from jshard._errors import MemoryBudgetError
-from jshard._search.improve import Local, local_of
-from jshard._search.integer import finish
-from jshard._search.ladder import Level, Search, climb, lift
+from jshard._search.improve import CoreProblem, core_problem
+from jshard._search.integer import solve_small_core
+from jshard._search.ladder import Reduction, SearchState, branch_and_bound, reconstruct
 from jshard._search.network import CostNetwork, Floats, Ints, Memory
-from jshard._search.pack import blocks, packing_of, settle_in
-from jshard._search.reduce import Contradiction, Graph, graph_of, reduce
-from jshard._search.tables import Tables
-from jshard._search.times import Clock, Held, clock_of, held_of, least_and_most, mark, spread
+from jshard._search.pack import priced_forest_search, budgeted_core, repair_then_descend
+from jshard._search.reduce import Contradiction, WorkingNetwork, working_network, reduce
+from jshard._search.tables import TablePool
+from jshard._search.times import KeyTimes, CoreMemory, key_times_above, core_memory, usage_range, guard_memory, sum_over_intervals
 
 
 @dataclass(frozen=True)
-class Model:
+class ReducedProblem:
     """A network reduced with its memory intact."""
 
-    graph: Graph
-    rest: Graph  # the core alone
-    local: Local
-    held: Held
+    graph: WorkingNetwork
+    core_network: WorkingNetwork  # the core alone
+    core: CoreProblem
+    memory: CoreMemory
 
     @property
-    def level(self) -> Level:
-        return Level(self.graph, ())
+    def reduction(self) -> Reduction:
+        return Reduction(self.graph, ())
 
 
-def model_of(network: CostNetwork, clock: Clock, limit: float | None, tables: Tables | None = None) -> Model:
+def reduced_problem(network: CostNetwork, clock: KeyTimes, limit: float | None, tables: TablePool | None = None) -> ReducedProblem:
     """Reduce a network, keeping what memory needs; states that cannot fit at all are forbidden."""
     memory = network.memory
     assert memory is not None
-    graph = graph_of(network, tables)
-    mark(graph, memory, clock)
+    graph = working_network(network, tables)
+    guard_memory(graph, memory, clock)
     try:
         if limit is not None:
-            forbid(graph, memory, clock, limit)
+            forbid_infeasible_states(graph, memory, clock, limit)
         reduce(graph)
     except Contradiction as error:
         if limit is None:
@@ -65,31 +65,31 @@ def model_of(network: CostNetwork, clock: Clock, limit: float | None, tables: Ta
             fix="a larger limit; objective 'peak' tells the least",
         ) from None
     rest = graph.fork()
-    return Model(graph, rest, local_of(rest), held_of(graph, memory, clock))
+    return ReducedProblem(graph, rest, core_problem(rest), core_memory(graph, memory, clock))
 
 
-def forbid(graph: Graph, memory: Memory, clock: Clock, limit: float) -> None:
+def forbid_infeasible_states(graph: WorkingNetwork, memory: Memory, clock: KeyTimes, limit: float) -> None:
     """Forbid states over the limit even when everything else holds its least."""
-    least, _ = least_and_most(memory)
-    profile = spread(clock.start, clock.end, least, len(clock.times))
+    least, _ = usage_range(memory)
+    profile = sum_over_intervals(clock.start, clock.end, least, len(clock.times))
     if len(profile) and profile.max() > limit:
         at = int(profile.argmax())
-        raise too_small(memory, limit, float(profile[at]), int(clock.times[at]))
+        raise limit_too_small(memory, limit, float(profile[at]), int(clock.times[at]))
     tables, core = graph.tables, set(graph.core)
     for h in np.flatnonzero(clock.start < clock.end).tolist():
-        v, a, b = int(memory.holder[h]), int(clock.start[h]), int(clock.end[h])
+        v, a, b = int(memory.interval_variable[h]), int(clock.start[h]), int(clock.end[h])
         if v in core:
-            amount = memory.usage[memory.table[h]][tables.subsets.arrays[graph.states[v]]]
+            amount = memory.usage_tables[memory.interval_table[h]][tables.subsets.arrays[graph.states[v]]]
             # No state is forbidden too many: the least of its other holdings is counted, in whatever state that is.
             over = amount - amount.min() + profile[a:b].max() > limit
             if over.any():
-                graph.charge(v, tables.number(np.where(over, np.inf, 0.0)))
+                graph.add_unary(v, tables.table_id(np.where(over, np.inf, 0.0)))
 
 
-def too_small(memory: Memory, limit: float, least: float, when: int) -> MemoryBudgetError:
+def limit_too_small(memory: Memory, limit: float, least: float, when: int) -> MemoryBudgetError:
     live = (memory.intervals[:, 0] <= when) & (when < memory.intervals[:, 1])
-    small, _ = least_and_most(memory)
-    top = np.argsort(-np.bincount(memory.holder[live], small[live]), kind="stable")[:5].tolist()
+    small, _ = usage_range(memory)
+    top = np.argsort(-np.bincount(memory.interval_variable[live], small[live]), kind="stable")[:5].tolist()
     return MemoryBudgetError(
         f"the memory limit of {limit:.6g} bytes cannot be kept: any assignment holds {least:.6g} "
         f"bytes or more",
@@ -99,42 +99,42 @@ def too_small(memory: Memory, limit: float, least: float, when: int) -> MemoryBu
 
 
 @dataclass
-class Priced:
+class LagrangianAnswer:
     """The answer to a priced problem: core states, and a bound on the priced cost."""
 
     chosen: list[int] | None
     bound: float
 
 
-def priced(model: Model, multipliers: Floats, search: Search, most: int) -> Priced:
+def solve_lagrangian(model: ReducedProblem, multipliers: Floats, search: SearchState, most: int) -> LagrangianAnswer:
     """Solve the core with every state charged for its bytes."""
-    graph = model.rest.fork(model.rest.tables.copy())
-    flat = model.held.weights(multipliers)
+    graph = model.core_network.fork(model.core_network.tables.copy())
+    flat = model.memory.state_prices(multipliers)
     for v, a, b in zip(
-        graph.core, model.held.first[:-1].tolist(), model.held.first[1:].tolist(), strict=True
+        graph.core, model.memory.first[:-1].tolist(), model.memory.first[1:].tolist(), strict=True
     ):
         part = flat[a:b]
         if part.any():
-            graph.charge(v, graph.tables.rounded(part))
-    inner = Search(search.deadline, 1e-6, lambda _: None, search.variables)
-    climb(inner, (), graph, most=most, split=False)
+            graph.add_unary(v, graph.tables.quantized_table_id(part))
+    inner = SearchState(search.deadline, 1e-6, lambda _: None, search.num_variables)
+    branch_and_bound(inner, (), graph, max_rounds=most, split=False)
     if inner.assignment is None:
-        return Priced(None, inner.bound)
-    where = model.rest.tables.position
-    chosen = [where(model.rest.states[v])[int(inner.assignment[v])] for v in model.rest.core]
-    return Priced(chosen, inner.bound)
+        return LagrangianAnswer(None, inner.bound)
+    where = model.core_network.tables.subset_positions
+    chosen = [where(model.core_network.states[v])[int(inner.assignment[v])] for v in model.core_network.core]
+    return LagrangianAnswer(chosen, inner.bound)
 
 
-def whole(model: Model, chosen: list[int], variables: int) -> Ints:
+def lift_core(model: ReducedProblem, chosen: list[int], variables: int) -> Ints:
     """Everybody's states from the core's."""
     assignment = np.zeros(variables, dtype=np.int64)
-    subsets = model.rest.tables.subsets.arrays
-    for v, s in zip(model.rest.core, chosen, strict=True):
-        assignment[v] = subsets[model.rest.states[v]][s]
-    return lift((model.level,), assignment)
+    subsets = model.core_network.tables.subsets.arrays
+    for v, s in zip(model.core_network.core, chosen, strict=True):
+        assignment[v] = subsets[model.core_network.states[v]][s]
+    return reconstruct((model.reduction,), assignment)
 
 
-def grain(network: CostNetwork) -> float:
+def has_integral_costs(network: CostNetwork) -> float:
     """1 when all costs are whole numbers (bounds may then be rounded up), else 0."""
     for table in (*network.unary, *network.pairwise):
         finite = table[np.isfinite(table)]
@@ -143,7 +143,7 @@ def grain(network: CostNetwork) -> float:
     return 1.0
 
 
-class Ascent:
+class DualAscent:
     """Prices that climb the dual: Polyak steps with momentum, halved when they stop helping."""
 
     def __init__(self, times: int) -> None:
@@ -153,7 +153,7 @@ class Ascent:
         self.stuck = 0
         self.direction = np.zeros(times)
 
-    def note(self, value: float) -> None:
+    def record(self, value: float) -> None:
         """``value`` is the bound that the present prices prove."""
         if value > self.bound:
             self.bound, self.best, self.stuck = value, self.prices, 0
@@ -172,7 +172,7 @@ class Ascent:
             step = 0.5 * self.speed * (goal - value) / length
             self.prices = np.maximum(0.0, self.prices + step * self.direction / unit)
 
-    def rise(self, value: float, slope: Floats, unit: float) -> None:
+    def escalate(self, value: float, slope: Floats, unit: float) -> None:
         """No answer is known yet: four times the prices, and a first price where bytes are over."""
         over = np.maximum(slope, 0.0)
         length = float(over @ over)
@@ -197,7 +197,7 @@ def effort(variables: int) -> tuple[int, int]:
     return int(np.clip(_PRICES // n, 20, 400)), int(np.clip(_MOVES // n, 30, 6000))
 
 
-def solve_limited(network: CostNetwork, search: Search, *, rough: bool = False) -> None:
+def solve_limited(network: CostNetwork, search: SearchState, *, tie_break_only: bool = False) -> None:
     """Least cost within the limit; fills in ``search``.
 
     First prices, then block moves, as many of both as `effort` says. Between them, a small core that is left with a
@@ -207,53 +207,53 @@ def solve_limited(network: CostNetwork, search: Search, *, rough: bool = False) 
     assert memory is not None and memory.limit is not None
     limit = memory.limit
     unit = max(limit, 1.0)
-    clock = clock_of(memory, limit)
+    clock = key_times_above(memory, limit)
     if not len(clock.times):
-        climb(search, (), graph_of(network))
+        branch_and_bound(search, (), working_network(network))
         return
-    model = model_of(network, clock, limit)
-    pack = packing_of(model.local, model.held, limit)
+    model = reduced_problem(network, clock, limit)
+    pack = budgeted_core(model.core, model.memory, limit)
     search.report(
-        f"reductions that keep memory: {network.size} variables -> {len(model.local.variables)}; "
+        f"reductions that keep memory: {network.size} variables -> {len(model.core.variables)}; "
         f"{len(clock.times)} key times can exceed the limit"
     )
-    prices, moves = effort(len(model.local.variables))
-    if rough:
+    prices, moves = effort(len(model.core.variables))
+    if tie_break_only:
         prices, moves = int(np.clip(prices // 2, 8, 40)), min(moves, 120)
-    whole_costs = grain(network)
-    ascent = Ascent(len(clock.times))
+    whole_costs = has_integral_costs(network)
+    ascent = DualAscent(len(clock.times))
     best: list[int] | None = None
     # Sweeps per price: fewer on a large core.  Counts and not seconds, so that two runs agree.
-    most = int(np.clip(100_000 // max(1, len(model.local.variables)), 20, 60))
+    most = int(np.clip(100_000 // max(1, len(model.core.variables)), 20, 60))
     rounds = 0
 
     def keep(chosen: list[int], cost: float) -> None:
         nonlocal best
-        if cost < search.best:
+        if cost < search.incumbent_cost:
             best = list(chosen)
-            search.best = cost
-            search.assignment = whole(model, best, network.size)
+            search.incumbent_cost = cost
+            search.assignment = lift_core(model, best, network.size)
 
-    while not search.late and rounds < prices:
-        answer = priced(model, ascent.prices, search, most)
+    while not search.out_of_time and rounds < prices:
+        answer = solve_lagrangian(model, ascent.prices, search, most)
         rounds += 1
-        value = answer.bound + float(ascent.prices @ (model.held.constant - limit))
-        ascent.note(value)
+        value = answer.bound + float(ascent.prices @ (model.memory.constant - limit))
+        ascent.record(value)
         # Whole-number costs: so is the optimum (the margin covers the sums' rounding).
         proved = float(np.ceil(value - 1e-6 - 1e-11 * abs(value))) if whole_costs else value
-        search.bound = min(max(search.bound, proved), search.best)
+        search.bound = min(max(search.bound, proved), search.incumbent_cost)
         if answer.chosen is None:
             ascent.stuck = 4
             ascent.step(value, np.zeros_like(ascent.prices), value, unit)
             continue
-        slope = (model.held.profile(answer.chosen) - limit) / unit
+        slope = (model.memory.live_bytes(answer.chosen) - limit) / unit
         trial = list(answer.chosen)
-        keep(trial, settle_in(pack, trial, search.deadline))
+        keep(trial, repair_then_descend(pack, trial, search.deadline))
         if best is not None:
             trial = list(best)
             keep(
                 trial,
-                blocks(
+                priced_forest_search(
                     pack,
                     trial,
                     ascent.best,
@@ -265,24 +265,24 @@ def solve_limited(network: CostNetwork, search: Search, *, rough: bool = False) 
             )
         if search.closed(search.bound):
             break
-        if best is None and float(ascent.prices.max(initial=0.0)) * unit > _ALL * model.local.price:
+        if best is None and float(ascent.prices.max(initial=0.0)) * unit > _ALL * model.core.infeasibility_penalty:
             break  # bytes are all that has counted for a while, and nothing was found that fits
         if rounds % 10 == 1:
             search.report(f"prices, round {rounds}: {int((slope > 0).sum())} key times over")
         if best is None:
-            ascent.rise(value, slope, unit)
+            ascent.escalate(value, slope, unit)
         else:
-            ascent.step(value, slope, search.best, unit)
+            ascent.step(value, slope, search.incumbent_cost, unit)
         if ascent.speed < 1e-4:
             break
     search.report(f"prices, round {rounds}")
-    found = None if rough else finish(pack, search)
+    found = None if tie_break_only else solve_small_core(pack, search)
     if found:
-        search.bound = min(max(search.bound, found.bound), search.best)
+        search.bound = min(max(search.bound, found.bound), search.incumbent_cost)
         if found.chosen is not None:
-            keep(found.chosen, settle_in(pack, found.chosen, search.deadline))
+            keep(found.chosen, repair_then_descend(pack, found.chosen, search.deadline))
         search.report("integer program")
-    if best is None and not search.late:
+    if best is None and not search.out_of_time:
         raise MemoryBudgetError(
             f"no assignment within {limit:.6g} bytes was found, and none is known to exist",
             where=f"{len(clock.times)} key times",
@@ -293,7 +293,7 @@ def solve_limited(network: CostNetwork, search: Search, *, rough: bool = False) 
     if best is not None and not solved and not search.closed(search.bound):
         keep(
             best,
-            blocks(
+            priced_forest_search(
                 pack,
                 best,
                 ascent.best,

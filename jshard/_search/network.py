@@ -43,9 +43,9 @@ class Memory:
     """
 
     intervals: Ints  # (H, 2) half-open [start, end); empty when start >= end
-    usage: tuple[Floats, ...]  # pool of distinct (k,) tables
-    holder: Ints  # (H,) holding -> variable
-    table: Ints  # (H,) holding -> index into usage
+    usage_tables: tuple[Floats, ...]  # pool of distinct (k,) tables
+    interval_variable: Ints  # (H,) holding -> variable
+    interval_table: Ints  # (H,) holding -> index into usage
     limit: float | None  # None: no limit
 
 
@@ -64,7 +64,7 @@ class CostNetwork:
     def size(self) -> int:
         return len(self.node_table)
 
-    def states(self, variable: int) -> int:
+    def num_states(self, variable: int) -> int:
         return len(self.unary[self.node_table[variable]])
 
     def __repr__(self) -> str:
@@ -94,7 +94,7 @@ class Solution:
         return self.cost <= self.bound
 
 
-class Interner:
+class ArrayPool:
     """Numbers for arrays (of 8-byte items), equal content giving equal numbers (first come, first numbered)."""
 
     def __init__(self) -> None:
@@ -116,8 +116,8 @@ class Interner:
         self.arrays.append(array)
         return found
 
-    def copy(self) -> Interner:
-        other = Interner()
+    def copy(self) -> ArrayPool:
+        other = ArrayPool()
         other.arrays, other._index = list(self.arrays), dict(self._index)
         return other
 
@@ -149,7 +149,7 @@ def build(
 
     A table object that is passed many times is converted once.
     """
-    pools = Interner(), Interner(), Interner()
+    pools = ArrayPool(), ArrayPool(), ArrayPool()
     seen: dict[int, int] = {}
     alive: list[object] = []  # keeps ids in ``seen`` from being reused
 
@@ -218,13 +218,13 @@ def evaluate(network: CostNetwork, assignment: ArrayLike) -> float:
     return total
 
 
-def usage_of(memory: Memory, assignment: ArrayLike) -> Floats:
+def interval_bytes(memory: Memory, assignment: ArrayLike) -> Floats:
     """(H,) bytes of each holding while it lasts."""
-    values, starts = _flat(memory.usage)
-    return values[starts[memory.table] + np.asarray(assignment, dtype=np.int64)[memory.holder]]
+    values, starts = _flat(memory.usage_tables)
+    return values[starts[memory.interval_table] + np.asarray(assignment, dtype=np.int64)[memory.interval_variable]]
 
 
-def profile(memory: Memory, held: Floats) -> Floats:
+def live_bytes(memory: Memory, held: Floats) -> Floats:
     """Bytes live at every time, from the bytes of each holding."""
     start, end = memory.intervals[:, 0], memory.intervals[:, 1]
     keep = end > start
@@ -241,7 +241,7 @@ def peak(network: CostNetwork, assignment: ArrayLike) -> float:
     """The most bytes live at any time (0 for a network without memory)."""
     if network.memory is None or not network.size:
         return 0.0
-    return float(profile(network.memory, usage_of(network.memory, assignment)).max(initial=0.0))
+    return float(live_bytes(network.memory, interval_bytes(network.memory, assignment)).max(initial=0.0))
 
 
 def save(network: CostNetwork, path: str | Path) -> None:
@@ -261,10 +261,10 @@ def save(network: CostNetwork, path: str | Path) -> None:
     memory = network.memory
     if memory is not None:
         data["intervals"] = memory.intervals
-        data["usage"] = _flat(memory.usage)[0]
-        data["usage_sizes"] = np.array([len(t) for t in memory.usage], dtype=np.int64)
-        data["holder"] = memory.holder
-        data["usage_table"] = memory.table
+        data["usage"] = _flat(memory.usage_tables)[0]
+        data["usage_sizes"] = np.array([len(t) for t in memory.usage_tables], dtype=np.int64)
+        data["holder"] = memory.interval_variable
+        data["usage_table"] = memory.interval_table
         data["limit"] = np.array(np.nan if memory.limit is None else memory.limit)
     with open(path, "wb") as file:
         np.savez_compressed(file, allow_pickle=False, **data)

@@ -19,33 +19,33 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jshard._search.improve import Local, energy, forest, given, move
+from jshard._search.improve import CoreProblem, energy, random_induced_forest, conditional_costs, solve_forest
 from jshard._search.network import Floats
-from jshard._search.times import Held
+from jshard._search.times import CoreMemory
 
 
 _FOLLOWED = 4  # states whose neighbours would have to follow: how many are tried
 
 
 @dataclass(frozen=True)
-class Packing:
+class BudgetedCore:
     """A core with its memory: per variable its members (start, end, bytes per state)."""
 
-    local: Local
-    held: Held
+    core: CoreProblem
+    memory: CoreMemory
     members: list[list[tuple[int, int, Floats]]]
     limit: float
 
 
-def packing_of(local: Local, held: Held, limit: float) -> Packing:
+def budgeted_core(local: CoreProblem, held: CoreMemory, limit: float) -> BudgetedCore:
     members: list[list[tuple[int, int, Floats]]] = [[] for _ in local.variables]
-    for m, v in enumerate(held.who.tolist()):
+    for m, v in enumerate(held.owner.tolist()):
         amount = held.flat[held.offset[m] : held.offset[m + 1]]
         members[v].append((int(held.start[m]), int(held.end[m]), amount))
-    return Packing(local, held, members, limit)
+    return BudgetedCore(local, held, members, limit)
 
 
-def shift(pack: Packing, profile: Floats, v: int, old: int, new: int) -> None:
+def update_profile(pack: BudgetedCore, profile: Floats, v: int, old: int, new: int) -> None:
     """Change the profile for v going from one state to another (in place)."""
     for a, b, amount in pack.members[v]:
         if amount[new] != amount[old]:
@@ -55,19 +55,19 @@ def shift(pack: Packing, profile: Floats, v: int, old: int, new: int) -> None:
 Change = list[tuple[int, int]]  # (variable, new state), all made together
 
 
-def star(pack: Packing, chosen: list[int], v: int, new: int) -> tuple[float, Change]:
+def follow_neighbours(pack: BudgetedCore, chosen: list[int], v: int, new: int) -> tuple[float, Change]:
     """What v's change costs when the neighbours that forbid it follow, each to its best state."""
-    local = pack.local
-    costs = given(local, chosen, v)
+    local = pack.core
+    costs = conditional_costs(local, chosen, v)
     total, old = float(costs[new] - costs[chosen[v]]), chosen[v]
     changes: Change = [(v, new)]
-    if costs[new] < local.price:
+    if costs[new] < local.infeasibility_penalty:
         return total, changes
     undo = [(v, old)]
     chosen[v] = new
-    for w, table in local.near[v]:
-        if table[new, chosen[w]] >= local.price:
-            costs = given(local, chosen, w)
+    for w, table in local.neighbours[v]:
+        if table[new, chosen[w]] >= local.infeasibility_penalty:
+            costs = conditional_costs(local, chosen, w)
             best = int(costs.argmin())
             total += float(costs[best] - costs[chosen[w]])
             undo.append((w, chosen[w]))
@@ -78,27 +78,27 @@ def star(pack: Packing, chosen: list[int], v: int, new: int) -> tuple[float, Cha
     return total, changes
 
 
-def make(pack: Packing, chosen: list[int], profile: Floats, changes: Change) -> None:
+def apply_change(pack: BudgetedCore, chosen: list[int], profile: Floats, changes: Change) -> None:
     """Carry out changes (in place)."""
     for w, new in changes:
-        shift(pack, profile, w, chosen[w], new)
+        update_profile(pack, profile, w, chosen[w], new)
         chosen[w] = new
 
 
-def fits(pack: Packing, profile: Floats, chosen: list[int], changes: Change, worse: bool = False) -> bool:
+def fits(pack: BudgetedCore, profile: Floats, chosen: list[int], changes: Change, worse: bool = False) -> bool:
     """Do changes keep every time within the limit (or, with `worse`, no further over it than it was)?"""
     grown = [m for w, new in changes for m in pack.members[w] if m[2][new] > m[2][chosen[w]]]
     if not grown:
         return True
     trial = profile.copy()
     for w, new in changes:
-        shift(pack, trial, w, chosen[w], new)
+        update_profile(pack, trial, w, chosen[w], new)
     if worse:
         return all(bool((trial[a:b] <= np.maximum(profile[a:b], pack.limit)).all()) for a, b, _ in grown)
     return all(bool(trial[a:b].max() <= pack.limit) for a, b, _ in grown)
 
 
-def repair(pack: Packing, chosen: list[int], profile: Floats, deadline: float, most: int = 300) -> bool:
+def repair(pack: BudgetedCore, chosen: list[int], profile: Floats, deadline: float, most: int = 300) -> bool:
     """Changes until nothing is over the limit (in place); whether that was reached.
 
     At the worst time all changes that free bytes there are ranked by cost per byte once, and made in
@@ -131,7 +131,7 @@ def repair(pack: Packing, chosen: list[int], profile: Floats, deadline: float, m
                 continue
             for _, changes in found:
                 if fits(pack, profile, chosen, changes, worse=True):
-                    make(pack, chosen, profile, changes)
+                    apply_change(pack, chosen, profile, changes)
                     changed = True
                     break
         if not changed:
@@ -149,7 +149,7 @@ def bytes_at(members: list[tuple[int, int, Floats]], when: int) -> Floats | None
 
 
 def _cheapest(
-    pack: Packing, chosen: list[int], v: int, there: Floats, worst: int, over: float
+    pack: BudgetedCore, chosen: list[int], v: int, there: Floats, worst: int, over: float
 ) -> list[tuple[float, Change]]:
     """Changes of v that free bytes at the worst time, cheapest per needed byte first."""
     s = chosen[v]
@@ -157,30 +157,30 @@ def _cheapest(
     freeing = np.flatnonzero(gain > 0)
     if not len(freeing):
         return []
-    costs = given(pack.local, chosen, v)
+    costs = conditional_costs(pack.core, chosen, v)
     delta = costs - costs[s]
-    alone = delta < pack.local.price / 2
+    alone = delta < pack.core.infeasibility_penalty / 2
     out: list[tuple[float, Change]] = [
         (float(delta[k] / min(gain[k], over)), [(v, k)]) for k in freeing[alone[freeing]].tolist()
     ]
     followed = freeing[~alone[freeing]]
     for k in followed[np.argsort(-gain[followed], kind="stable")][:_FOLLOWED].tolist():
-        cost, changes = star(pack, chosen, v, k)
+        cost, changes = follow_neighbours(pack, chosen, v, k)
         freed = sum(_freed(pack, w, chosen[w], new, worst) for w, new in changes)
-        if freed > 0 and cost < pack.local.price / 2:
+        if freed > 0 and cost < pack.core.infeasibility_penalty / 2:
             out.append((cost / min(freed, over), changes))
     out.sort(key=lambda found: found[0])
     return out
 
 
-def _freed(pack: Packing, v: int, old: int, new: int, when: int) -> float:
+def _freed(pack: BudgetedCore, v: int, old: int, new: int, when: int) -> float:
     there = bytes_at(pack.members[v], when)
     return 0.0 if there is None else float(there[old] - there[new])
 
 
-def fill(pack: Packing, chosen: list[int], profile: Floats, deadline: float) -> None:
+def greedy_descent(pack: BudgetedCore, chosen: list[int], profile: Floats, deadline: float) -> None:
     """Changes that save cost and fit (in place)."""
-    local = pack.local
+    local = pack.core
     queue = list(range(len(chosen)))
     waiting = bytearray(b"\1" * len(chosen))
     at = 0
@@ -190,39 +190,39 @@ def fill(pack: Packing, chosen: list[int], profile: Floats, deadline: float) -> 
         v = queue[at]
         at += 1
         waiting[v] = 0
-        costs = given(local, chosen, v)
+        costs = conditional_costs(local, chosen, v)
         s = chosen[v]
         better = np.flatnonzero(costs < costs[s])
         trials: list[Change] = [[(v, k)] for k in better[np.argsort(costs[better], kind="stable")].tolist()]
         # A state that only its neighbours forbid may save cost when they follow.
-        hidden = np.flatnonzero((costs >= local.price) & (local.unary[v] < local.unary[v][s]))
+        hidden = np.flatnonzero((costs >= local.infeasibility_penalty) & (local.unary[v] < local.unary[v][s]))
         for k in hidden[np.argsort(local.unary[v][hidden], kind="stable")][:_FOLLOWED].tolist():
-            cost, changes = star(pack, chosen, v, k)
+            cost, changes = follow_neighbours(pack, chosen, v, k)
             if cost < 0:
                 trials.append(changes)
         for changes in trials:
             if fits(pack, profile, chosen, changes):
-                make(pack, chosen, profile, changes)
+                apply_change(pack, chosen, profile, changes)
                 for u, _ in changes:
-                    for w, _ in local.near[u]:
+                    for w, _ in local.neighbours[u]:
                         if not waiting[w]:
                             waiting[w] = 1
                             queue.append(w)
                 break
 
 
-def settle_in(pack: Packing, chosen: list[int], deadline: float) -> float:
+def repair_then_descend(pack: BudgetedCore, chosen: list[int], deadline: float) -> float:
     """Repair and fill; the cost, or inf when it could not be made to fit (in place)."""
-    profile = pack.held.profile(chosen)
+    profile = pack.memory.live_bytes(chosen)
     if not repair(pack, chosen, profile, deadline):
         return np.inf
-    fill(pack, chosen, profile, deadline)
-    cost = energy(pack.local, chosen)
-    return cost if cost < pack.local.offset + pack.local.price else np.inf
+    greedy_descent(pack, chosen, profile, deadline)
+    cost = energy(pack.core, chosen)
+    return cost if cost < pack.core.offset + pack.core.infeasibility_penalty else np.inf
 
 
-def blocks(
-    pack: Packing,
+def priced_forest_search(
+    pack: BudgetedCore,
     chosen: list[int],
     multipliers: Floats,
     rng: np.random.Generator,
@@ -232,13 +232,13 @@ def blocks(
     rounds: int,
 ) -> float:
     """Priced forest moves from a fitting assignment (in place); the cost reached."""
-    local, held = pack.local, pack.held
+    local, held = pack.core, pack.memory
     best = energy(local, chosen)
     for _ in range(rounds):
         if time.monotonic() > deadline or best <= target:
             break
         scale = float(rng.choice([0.0, 0.5, 0.8, 1.0, 1.0, 1.25, 2.0]))
-        flat = held.weights(multipliers * scale)
+        flat = held.state_prices(multipliers * scale)
         priced = replace(
             local,
             unary=[
@@ -247,10 +247,10 @@ def blocks(
         )
         size = int(rng.choice([10, 30, 100, 300, 1 << 30]))
         trial = list(chosen)
-        move(priced, trial, forest(local, rng, size))
+        solve_forest(priced, trial, random_induced_forest(local, rng, size))
         if trial == chosen:
             continue
-        cost = settle_in(pack, trial, deadline)
+        cost = repair_then_descend(pack, trial, deadline)
         if cost <= best:
             chosen[:] = trial
             best = cost

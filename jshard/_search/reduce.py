@@ -27,8 +27,8 @@ import numpy as np
 
 from jshard._errors import SearchError
 from jshard._search.network import CostNetwork, Ints
-from jshard._search.rounds import Round, undone
-from jshard._search.tables import NONE, Tables, quantum
+from jshard._search.rounds import EliminationRound, backtrack_rounds
+from jshard._search.tables import NONE, TablePool, quantum
 
 
 class Contradiction(SearchError):
@@ -51,60 +51,60 @@ def contradiction(variables: Iterable[int]) -> Contradiction:
 
 
 @dataclass
-class Graph:
+class WorkingNetwork:
     """The network being reduced.  Variables keep their numbers; a gone one has ``unary`` NONE."""
 
-    tables: Tables
+    tables: TablePool
     unary: list[int]
     adj: list[dict[int, int]]  # adj[v][w]: table with v's states as rows
     states: list[int]  # subset of the original states that the tables still cover
     offset: float = 0.0
-    trail: list[tuple] = field(default_factory=list)
+    elimination_stack: list[tuple] = field(default_factory=list)
     # Memory, where the bytes of a state matter: per variable, tables that are inf where one state holds
     # more than another (see ``mark``).  A marked variable is neither eliminated nor, for a state that
     # holds more, dominated.
-    marks: list[tuple[int, ...]] = field(default_factory=list)
-    bonds: list[int] = field(default_factory=list)  # places in the trail where one absorbed another
-    among: Sequence[int] = ()  # all variables of the core, and perhaps others
-    rounds: tuple[Round, ...] = ()  # what was eliminated before, many at a time (`early.py`)
-    given: tuple[int, int] = (0, 0)  # variables and states of the network
+    memory_guards: list[tuple[int, ...]] = field(default_factory=list)
+    contractions: list[int] = field(default_factory=list)  # places in the trail where one absorbed another
+    core_superset: Sequence[int] = ()  # all variables of the core, and perhaps others
+    elimination_rounds: tuple[EliminationRound, ...] = ()  # what was eliminated before, many at a time (`early.py`)
+    original_size: tuple[int, int] = (0, 0)  # variables and states of the network
 
     def __post_init__(self) -> None:
-        if not self.marks:
-            self.marks = [()] * len(self.unary)
-        self.among = self.among or range(len(self.unary))
+        if not self.memory_guards:
+            self.memory_guards = [()] * len(self.unary)
+        self.core_superset = self.core_superset or range(len(self.unary))
 
     @property
     def core(self) -> list[int]:
         unary = self.unary
-        return [v for v in self.among if unary[v] >= 0]  # NONE is the only negative number
+        return [v for v in self.core_superset if unary[v] >= 0]  # NONE is the only negative number
 
-    def fork(self, tables: Tables | None = None) -> Graph:
+    def fork(self, tables: TablePool | None = None) -> WorkingNetwork:
         """A copy, without marks and with an empty trail; it shares the tables unless given a copy."""
-        return Graph(
+        return WorkingNetwork(
             tables or self.tables,
             list(self.unary),
             [a.copy() if a else {} for a in self.adj],  # most are of variables that have gone
             list(self.states),
             self.offset,
-            among=self.core,
+            core_superset=self.core,
         )
 
-    def charge(self, v: int, table: int) -> None:
+    def add_unary(self, v: int, table: int) -> None:
         """Add a unary table to a variable."""
         if table != NONE:
             u = self.unary[v]
-            found = self.tables.known_plus.get((u, table) if u <= table else (table, u))
-            self.unary[v], least = found or self.tables.plus(u, table)
+            found = self.tables.known_unary_sums.get((u, table) if u <= table else (table, u))
+            self.unary[v], least = found or self.tables.add_unaries(u, table)
             if least == np.inf:
                 raise contradiction([v, *self.adj[v]])
             self.offset += least
 
-    def connect(self, v: int, w: int, table: int) -> None:
+    def add_edge(self, v: int, w: int, table: int) -> None:
         """Add a pairwise table (v's states as rows), merging with the edge that is there."""
-        self.join(v, w, self.tables.joined(table, self.adj[v].get(w, NONE)))
+        self.set_edge(v, w, self.tables.normalize_sum(table, self.adj[v].get(w, NONE)))
 
-    def join(self, v: int, w: int, parts: tuple[int, int, int, int]) -> None:
+    def set_edge(self, v: int, w: int, parts: tuple[int, int, int, int]) -> None:
         """Set an edge: its table, the same seen from w, and what goes to v's and w's own tables."""
         table, back, rows, cols = parts
         if table == NONE:
@@ -114,40 +114,40 @@ class Graph:
             self.adj[v][w] = table
             self.adj[w][v] = back
         if rows != NONE:
-            self.charge(v, rows)
+            self.add_unary(v, rows)
         if cols != NONE:
-            self.charge(w, cols)
+            self.add_unary(w, cols)
 
-    def shrink(self, v: int, keep: int) -> None:
+    def restrict(self, v: int, keep: int) -> None:
         """Keep only a subset of v's present states."""
         tables = self.tables
         if not len(tables.subsets.arrays[keep]):
             raise contradiction([v, *self.adj[v]])
-        self.states[v] = tables.compose(self.states[v], keep)
-        u, least = tables.cut(self.unary[v], keep)
+        self.states[v] = tables.compose_subsets(self.states[v], keep)
+        u, least = tables.restrict_unary(self.unary[v], keep)
         if least == np.inf:
             raise contradiction([v, *self.adj[v]])
         self.unary[v] = u
         self.offset += least
-        if self.marks[v]:
-            self.marks[v] = tables.cut_marks(self.marks[v], keep)
+        if self.memory_guards[v]:
+            self.memory_guards[v] = tables.restrict_guards(self.memory_guards[v], keep)
         # As `join` does it, in place: with a step for each edge this is where reductions spend their time.
-        near, known = self.adj[v], tables.known_thinned
+        near, known = self.adj[v], tables.known_restricted_edges
         for w, table in tuple(near.items()):
             there = self.adj[w]
             del there[v]
-            table, back, rows, cols = known.get((table, keep)) or tables.thinned(table, keep)
+            table, back, rows, cols = known.get((table, keep)) or tables.restrict_edge(table, keep)
             if table == NONE:
                 del near[w]
             else:
                 near[w] = table
                 there[v] = back
             if rows != NONE:
-                self.charge(v, rows)
+                self.add_unary(v, rows)
             if cols != NONE:
-                self.charge(w, cols)
+                self.add_unary(w, cols)
 
-    def absorb(self, v: int, w: int, function: int) -> None:
+    def contract(self, v: int, w: int, function: int) -> None:
         """Merge w into its neighbour v, whose state decides w's; w's edges become v's."""
         tables = self.tables
         table = self.adj[v].pop(w)
@@ -156,22 +156,22 @@ class Graph:
         self.adj[w] = {v: self.adj[w][v]}
         self.adj[v][w] = table
         unary = self.unary[w]
-        self.bonds.append(len(self.trail))
-        self.drop(w)
-        self.marks[v] = tuple(sorted({*self.marks[v], *tables.cut_marks(self.marks[w], function)}))
+        self.contractions.append(len(self.elimination_stack))
+        self.eliminate(w)
+        self.memory_guards[v] = tuple(sorted({*self.memory_guards[v], *tables.restrict_guards(self.memory_guards[w], function)}))
         columns = tables.subsets.arrays[function]
         row = np.arange(len(columns))
-        self.charge(v, tables.number(tables.arrays[table][row, columns]))
-        self.charge(v, tables.rows(unary, function))
+        self.add_unary(v, tables.table_id(tables.arrays[table][row, columns]))
+        self.add_unary(v, tables.rows(unary, function))
         for x, t in edges:
             if x != v:
                 del self.adj[x][w]
-                self.connect(v, x, tables.rows(t, function))
+                self.add_edge(v, x, tables.rows(t, function))
 
-    def drop(self, v: int) -> None:
+    def eliminate(self, v: int) -> None:
         """Remove v, leaving the record that finds its state again."""
         near = self.adj[v]
-        self.trail.append(
+        self.elimination_stack.append(
             (
                 v,
                 self.unary[v],
@@ -187,45 +187,45 @@ class Graph:
         self.adj[v] = {}
 
 
-def graph_of(network: CostNetwork, tables: Tables | None = None) -> Graph:
+def working_network(network: CostNetwork, tables: TablePool | None = None) -> WorkingNetwork:
     """The working graph of a network: costs on the grid, parallel edges merged, edges normalised."""
-    tables = tables or Tables(quantum(network))
-    unary = [tables.rounded(t) for t in network.unary]
-    pairwise = [tables.rounded(t) for t in network.pairwise]
+    tables = tables or TablePool(quantum(network))
+    unary = [tables.quantized_table_id(t) for t in network.unary]
+    pairwise = [tables.quantized_table_id(t) for t in network.pairwise]
     every = [tables.subsets(np.arange(len(t))) for t in network.unary]
-    zero = [tables.number(np.zeros(len(t))) for t in network.unary]
+    zero = [tables.table_id(np.zeros(len(t))) for t in network.unary]
     # What a variable is charged for its own table depends on the table alone.
-    charged = [tables.plus(z, u) for z, u in zip(zero, unary, strict=True)]
+    charged = [tables.add_unaries(z, u) for z, u in zip(zero, unary, strict=True)]
     least = np.array([c[1] for c in charged])[network.node_table] if network.size else np.zeros(1)
     if np.isinf(least).any():
         raise contradiction([int(np.isinf(least).argmax())])
     which = network.node_table.tolist()
-    graph = Graph(tables, [charged[n][0] for n in which], [{} for _ in which], [every[n] for n in which])
+    graph = WorkingNetwork(tables, [charged[n][0] for n in which], [{} for _ in which], [every[n] for n in which])
     graph.offset = float(np.cumsum(least)[-1])
     adj = graph.adj
     parts: dict[int, tuple[int, int, int, int]] = {}
     for (i, j), t in zip(network.edges.tolist(), network.edge_table.tolist(), strict=True):
         if i == j:
-            graph.charge(i, tables.number(np.diag(tables.arrays[pairwise[t]])))
+            graph.add_unary(i, tables.table_id(np.diag(tables.arrays[pairwise[t]])))
             continue
         if j in adj[i]:
-            graph.connect(i, j, pairwise[t])
+            graph.add_edge(i, j, pairwise[t])
             continue
         found = parts.get(t)
         if found is None:
-            found = parts[t] = tables.joined(pairwise[t], NONE)
-        graph.join(i, j, found)
+            found = parts[t] = tables.normalize_sum(pairwise[t], NONE)
+        graph.set_edge(i, j, found)
     return graph
 
 
-def reduce(graph: Graph, start: Iterable[int] | None = None) -> Graph:
+def reduce(graph: WorkingNetwork, start: Iterable[int] | None = None) -> WorkingNetwork:
     """Apply all reductions until none applies (in place; returned for convenience).
 
     ``start`` limits the first look to some variables (those just changed).
     """
-    tables, unary, adj, marks = graph.tables, graph.unary, graph.adj, graph.marks
+    tables, unary, adj, marks = graph.tables, graph.unary, graph.adj, graph.memory_guards
     n = len(unary)
-    loose, live, through = tables.loose, tables.known_live, tables.known_through
+    loose, live, through = tables.not_functional, tables.known_feasible, tables.known_eliminations
     look = deque(graph.core if start is None else start)
     in_look = bytearray(n)
     for v in look:
@@ -247,8 +247,8 @@ def reduce(graph: Graph, start: Iterable[int] | None = None) -> Graph:
         for w, table in adj[v].items():
             if table in loose:
                 continue
-            there = tables.function(table)
-            back = tables.function(adj[w][v])
+            there = tables.functional_map(table)
+            back = tables.functional_map(adj[w][v])
             if there == NONE and back == NONE:
                 loose.update((table, adj[w][v]))
                 continue
@@ -257,7 +257,7 @@ def reduce(graph: Graph, start: Iterable[int] | None = None) -> Graph:
                 v, w, there = w, v, back
             for x in adj[w]:
                 touch(x)
-            graph.absorb(v, w, there)
+            graph.contract(v, w, there)
             touch(v)
             return True
         return False
@@ -270,10 +270,10 @@ def reduce(graph: Graph, start: Iterable[int] | None = None) -> Graph:
                 continue
             keep = live.get(unary[v])
             if keep is None:
-                keep = tables.live(unary[v])
+                keep = tables.feasible_states(unary[v])
             if keep != NONE:
                 near = tuple(adj[v])
-                graph.shrink(v, keep)
+                graph.restrict(v, keep)
                 for w in (*near, v):
                     if not in_look[w]:
                         in_look[w] = 1
@@ -282,12 +282,12 @@ def reduce(graph: Graph, start: Iterable[int] | None = None) -> Graph:
             near = adj[v]
             free = not marks[v]
             if not near and free:
-                graph.drop(v)
+                graph.eliminate(v)
             elif len(near) == 1 and free:
                 ((w, table),) = near.items()
                 message = tables.project(tables.transpose(table), unary[v])
-                graph.drop(v)
-                graph.charge(w, message)
+                graph.eliminate(v)
+                graph.add_unary(w, message)
                 touch(w)
             elif len(near) == 2 and free:
                 now.append(v)  # it goes: which of its states are worth keeping need not be asked
@@ -308,9 +308,9 @@ def reduce(graph: Graph, start: Iterable[int] | None = None) -> Graph:
             if i > j:
                 i, j = j, i
             key = adj[i][v], unary[v], near[j], adj[i].get(j, NONE)
-            parts = through.get(key) or tables.through(*key)
-            graph.drop(v)
-            graph.join(i, j, parts)
+            parts = through.get(key) or tables.eliminate_middle(*key)
+            graph.eliminate(v)
+            graph.set_edge(i, j, parts)
             stamp[i] = stamp[j] = turn
             touch(i)
             touch(j)
@@ -323,10 +323,10 @@ def reduce(graph: Graph, start: Iterable[int] | None = None) -> Graph:
             near = adj[v]
             if unary[v] == NONE or (len(near) < 3 and not marks[v]):
                 continue
-            keep = tables.dominated(unary[v], tuple(sorted([*near.values(), *marks[v]])))
+            keep = tables.undominated_states(unary[v], tuple(sorted([*near.values(), *marks[v]])))
             if keep != NONE:
                 around = list(near)
-                graph.shrink(v, keep)
+                graph.restrict(v, keep)
                 for w in around:
                     touch(w)
                 touch(v)
@@ -334,20 +334,20 @@ def reduce(graph: Graph, start: Iterable[int] | None = None) -> Graph:
             return graph
 
 
-def backtrack(graph: Graph, assignment: Ints) -> Ints:
+def backtrack(graph: WorkingNetwork, assignment: Ints) -> Ints:
     """Fill in the eliminated variables of an assignment whose core entries are set (in place)."""
     tables = graph.tables
     arrays = tables.arrays
     memo: dict[tuple, int] = {}
     found: list[int] = assignment.tolist()
-    for v, u, states, near, edges, subsets in reversed(graph.trail):
+    for v, u, states, near, edges, subsets in reversed(graph.elimination_stack):
         key = (u, states, edges, subsets, *[found[w] for w in near])
         best = memo.get(key)
         if best is None:
             total = arrays[u]
             for w, e, s in zip(near, edges, subsets, strict=True):
-                total = total + arrays[e][:, tables.position(s)[found[w]]]
+                total = total + arrays[e][:, tables.subset_positions(s)[found[w]]]
             best = memo[key] = int(tables.subsets.arrays[states][int(total.argmin())])
         found[v] = best
     assignment[:] = found
-    return undone(graph.rounds, tables, assignment)
+    return backtrack_rounds(graph.elimination_rounds, tables, assignment)

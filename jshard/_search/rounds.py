@@ -19,33 +19,33 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jshard._numbers import numbered, packed
+from jshard._numbers import first_occurrence_codes, row_codes
 from jshard._search.network import Ints
-from jshard._search.tables import Tables
+from jshard._search.tables import TablePool
 
 
 @dataclass(frozen=True)
-class Round:
+class EliminationRound:
     """Variables eliminated together; a kind is (unary table, states left, edges' tables, neighbours' states left)."""
 
     variables: Ints  # (n,)
-    near: Ints  # (n, 2) neighbours, -1 for none
-    kind: Ints  # (n,) which of the kinds
-    kinds: tuple[tuple[int, int, tuple[int, ...], tuple[int, ...]], ...]
+    neighbours: Ints  # (n, 2) neighbours, -1 for none
+    record_index: Ints  # (n,) which of the kinds
+    records: tuple[tuple[int, int, tuple[int, ...], tuple[int, ...]], ...]
 
 
-def undone(rounds: Sequence[Round], tables: Tables, assignment: Ints) -> Ints:
+def backtrack_rounds(rounds: Sequence[EliminationRound], tables: TablePool, assignment: Ints) -> Ints:
     """Fill in what was eliminated in rounds, from the last to the first (in place)."""
     arrays = tables.arrays
     for r in reversed(rounds):
-        x = np.where(r.near >= 0, assignment[r.near], 0)
-        alike, some = numbered(packed(r.kind, *x.T))
+        x = np.where(r.neighbours >= 0, assignment[r.neighbours], 0)
+        alike, some = first_occurrence_codes(row_codes(r.record_index, *x.T))
         best = []
         for s in some:
-            u, states, edges, subsets = r.kinds[r.kind[s]]
+            u, states, edges, subsets = r.records[r.record_index[s]]
             total = arrays[u]
             for e, subset, y in zip(edges, subsets, x[s].tolist(), strict=False):
-                total = total + arrays[e][:, tables.position(subset)[y]]
+                total = total + arrays[e][:, tables.subset_positions(subset)[y]]
             best.append(int(tables.subsets.arrays[states][int(total.argmin())]))
         assignment[r.variables] = np.array(best, dtype=np.int64)[alike]
     return assignment

@@ -16,27 +16,27 @@ import time
 from collections.abc import Callable
 
 from jshard._errors import SearchError
-from jshard._search.early import early
-from jshard._search.ladder import TOLERANCE, Search, climb
+from jshard._search.early import reduce_batched
+from jshard._search.ladder import TOLERANCE, SearchState, branch_and_bound
 from jshard._search.least_peak import solve_peak
 from jshard._search.memory import solve_limited
 from jshard._search.network import CostNetwork, Solution, evaluate, peak
-from jshard._search.reduce import Contradiction, Graph, graph_of
-from jshard._search.tables import Tables, quantum
+from jshard._search.reduce import Contradiction, WorkingNetwork, working_network
+from jshard._search.tables import TablePool, quantum
 
 
-MANY = 4000  # variables from which on it is worth reducing many at a time
+BATCHED_FROM = 4000  # variables from which on it is worth reducing many at a time
 Progress = Callable[[str, float, float], None]  # stage, best cost, bound
 
 
-def _reduced(network: CostNetwork) -> Graph:
+def _working_network(network: CostNetwork) -> WorkingNetwork:
     """The working graph of a network, a large one after its first reductions."""
-    if network.size >= MANY:
+    if network.size >= BATCHED_FROM:
         try:
-            return early(network, Tables(quantum(network)))
+            return reduce_batched(network, TablePool(quantum(network)))
         except Contradiction:
             pass  # one by one, for where it is met
-    return graph_of(network)
+    return working_network(network)
 
 
 def solve(
@@ -46,7 +46,7 @@ def solve(
     gap: float = 0.0,
     seconds: float = 60.0,
     on_progress: Progress | None = None,
-    ties: bool = True,
+    break_ties_by_cost: bool = True,
 ) -> Solution:
     """The best assignment found, its cost and a proved lower bound.
 
@@ -65,21 +65,21 @@ def solve(
 
     def report(text: str) -> None:
         passed = time.monotonic() - begun
-        found = f"cost {search.best:.9g}" if math.isfinite(search.best) else "no answer yet"
+        found = f"cost {search.incumbent_cost:.9g}" if math.isfinite(search.incumbent_cost) else "no answer yet"
         proved = f"bound {search.bound:.9g}" if math.isfinite(search.bound) else "no bound yet"
         steps.append(f"{passed:7.2f}s  {text}: {found}, {proved}")
         if on_progress is not None:
-            on_progress(text, search.best, search.bound)
+            on_progress(text, search.incumbent_cost, search.bound)
 
-    search = Search(begun + seconds, gap, report, network.size)
+    search = SearchState(begun + seconds, gap, report, network.size)
     memory = network.memory
     try:
         if objective == "peak" and memory is not None:
-            solve_peak(network, search, ties)
+            solve_peak(network, search, break_ties_by_cost)
         elif memory is not None and memory.limit is not None:
             solve_limited(network, search)
         else:
-            climb(search, (), _reduced(network))
+            branch_and_bound(search, (), _working_network(network))
     except KeyboardInterrupt:
         if search.assignment is None:
             raise

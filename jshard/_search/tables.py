@@ -21,7 +21,7 @@ import copy
 import numpy as np
 from numpy.typing import NDArray
 
-from jshard._search.network import CostNetwork, Floats, Interner, Ints
+from jshard._search.network import CostNetwork, Floats, ArrayPool, Ints
 
 
 SMALL = 32  # states up to which all pairs of states are compared at once
@@ -42,25 +42,25 @@ def quantum(network: CostNetwork) -> float:
     return 2.0 ** (np.ceil(np.log2(total)) - 60) if 0 < total < np.inf else 1.0
 
 
-class Tables:
+class TablePool:
     """The pool and its memos.  Methods take and give table numbers."""
 
     def __init__(self, grid: float) -> None:
         self.grid = grid
-        self.intern = Interner()
-        self.arrays = self.intern.arrays
-        self.subsets = Interner()  # index arrays: which states are still there
-        self.products = 0  # distinct min-plus products computed, for tests and reports
+        self.pool = ArrayPool()
+        self.arrays = self.pool.arrays
+        self.subsets = ArrayPool()  # index arrays: which states are still there
+        self.num_products = 0  # distinct min-plus products computed, for tests and reports
         self._transpose: dict[int, int] = {}
         self._add: dict[tuple[int, int], int] = {}
-        self.known_plus: dict[tuple[int, int], tuple[int, float]] = {}
+        self.known_unary_sums: dict[tuple[int, int], tuple[int, float]] = {}
         self._normal: dict[int, tuple[int, int, int]] = {}
-        self.known_live: dict[int, int] = {}
+        self.known_feasible: dict[int, int] = {}
         self._rows: dict[tuple[int, int], int] = {}
         # Whole steps of the reductions, in one look.
         self._joined: dict[tuple[int, int], tuple[int, int, int, int]] = {}
-        self.known_through: dict[tuple[int, int, int, int], tuple[int, int, int, int]] = {}
-        self.known_thinned: dict[tuple[int, int], tuple[int, int, int, int]] = {}
+        self.known_eliminations: dict[tuple[int, int, int, int], tuple[int, int, int, int]] = {}
+        self.known_restricted_edges: dict[tuple[int, int], tuple[int, int, int, int]] = {}
         self._cut: dict[tuple[int, int], tuple[int, float]] = {}
         self._compose: dict[tuple[int, int], int] = {}
         self._inverse: dict[int, dict[int, int]] = {}
@@ -70,103 +70,103 @@ class Tables:
         self._dominated: dict[tuple, int] = {}
         self._worst: dict[int, Floats] = {}
         self._objection: dict[tuple[int, ...], Floats] = {}
-        self.loose: set[int] = set()  # edges known not to decide either end
+        self.not_functional: set[int] = set()  # edges known not to decide either end
 
-    def number(self, table: Floats) -> int:
+    def table_id(self, table: Floats) -> int:
         """Intern a table that nobody changes any more, without negative zeros (as sums and minima of such are)."""
-        return self.intern(np.ascontiguousarray(table))
+        return self.pool(np.ascontiguousarray(table))
 
-    def rounded(self, table: Floats) -> int:
+    def quantized_table_id(self, table: Floats) -> int:
         """Intern a table after rounding to the grid (exact when it is on the grid already)."""
-        return self.number(np.round(table / self.grid) * self.grid + 0.0)
+        return self.table_id(np.round(table / self.grid) * self.grid + 0.0)
 
     def transpose(self, e: int) -> int:
         found = self._transpose.get(e)
         if found is None:
-            found = self.number(self.arrays[e].T)
+            found = self.table_id(self.arrays[e].T)
             self._transpose[e] = found
             self._transpose[found] = e
         return found
 
-    def add(self, a: int, b: int) -> int:
+    def add_pairwise(self, a: int, b: int) -> int:
         """Sum of two pairwise tables of one orientation."""
         key = (a, b) if a <= b else (b, a)
         found = self._add.get(key)
         if found is None:
-            found = self._add[key] = self.number(self.arrays[a] + self.arrays[b])
+            found = self._add[key] = self.table_id(self.arrays[a] + self.arrays[b])
         return found
 
-    def plus(self, u: int, v: int) -> tuple[int, float]:
+    def add_unaries(self, u: int, v: int) -> tuple[int, float]:
         """Sum of two unaries with its minimum taken out: (table, minimum); minimum inf = infeasible."""
         key = (u, v) if u <= v else (v, u)
-        found = self.known_plus.get(key)
+        found = self.known_unary_sums.get(key)
         if found is None:
             total = self.arrays[u] + self.arrays[v]
             least = float(total.min())
-            found = (u, least) if np.isinf(least) else (self.number(total - least), least)
-            self.known_plus[key] = found
+            found = (u, least) if np.isinf(least) else (self.table_id(total - least), least)
+            self.known_unary_sums[key] = found
         return found
 
-    def normal(self, e: int) -> tuple[int, int, int]:
+    def normalize(self, e: int) -> tuple[int, int, int]:
         """(edge, row minima, column minima), each a table or NONE when zero."""
         found = self._normal.get(e)
         if found is None:
             table = self.arrays[e]
-            rows = table.min(axis=1)
-            dead = np.isinf(rows)
-            table = table - np.where(dead, 0.0, rows)[:, None]
+            take_rows = table.min(axis=1)
+            dead = np.isinf(take_rows)
+            table = table - np.where(dead, 0.0, take_rows)[:, None]
             table[dead] = 0.0  # the unary forbids them from now on
             cols = table.min(axis=0)
             gone = np.isinf(cols)
             table -= np.where(gone, 0.0, cols)
             table[:, gone] = 0.0
             found = (
-                self.number(table) if table.any() else NONE,
-                self.number(rows) if rows.any() else NONE,
-                self.number(cols) if cols.any() else NONE,
+                self.table_id(table) if table.any() else NONE,
+                self.table_id(take_rows) if take_rows.any() else NONE,
+                self.table_id(cols) if cols.any() else NONE,
             )
             self._normal[e] = found
         return found
 
-    def joined(self, e: int, old: int) -> tuple[int, int, int, int]:
+    def normalize_sum(self, e: int, old: int) -> tuple[int, int, int, int]:
         """An edge put beside an old one (or NONE): what is left of it, its transpose, row and column minima."""
         found = self._joined.get((e, old))
         if found is None:
-            table, rows, cols = self.normal(e if old == NONE else self.add(old, e))
+            table, rows, cols = self.normalize(e if old == NONE else self.add_pairwise(old, e))
             back = NONE if table == NONE else self.transpose(table)
             found = self._joined[e, old] = table, back, rows, cols
         return found
 
-    def through(self, left: int, u: int, right: int, old: int) -> tuple[int, int, int, int]:
+    def eliminate_middle(self, left: int, u: int, right: int, old: int) -> tuple[int, int, int, int]:
         """The edge that a variable between two others leaves, put beside the old one between them."""
         key = (left, u, right, old)
-        found = self.known_through.get(key)
+        found = self.known_eliminations.get(key)
         if found is None:
-            found = self.known_through[key] = self.joined(self.product(left, u, right), old)
+            found = self.known_eliminations[key] = self.normalize_sum(self.min_plus_product(left, u, right), old)
         return found
 
-    def thinned(self, e: int, subset: int) -> tuple[int, int, int, int]:
+    def restrict_edge(self, e: int, subset: int) -> tuple[int, int, int, int]:
         """An edge with only some of its rows."""
-        found = self.known_thinned.get((e, subset))
+        found = self.known_restricted_edges.get((e, subset))
         if found is None:
-            found = self.known_thinned[e, subset] = self.joined(self.rows(e, subset), NONE)
+            found = self.known_restricted_edges[e, subset] = self.normalize_sum(self.rows(e, subset), NONE)
         return found
 
-    def cut(self, u: int, subset: int) -> tuple[int, float]:
+    def restrict_unary(self, u: int, subset: int) -> tuple[int, float]:
         """A unary with only some of its states, and its minimum, taken out."""
         found = self._cut.get((u, subset))
         if found is None:
-            zero = self.number(np.zeros(len(self.subsets.arrays[subset])))
-            found = self._cut[u, subset] = self.plus(self.rows(u, subset), zero)
+            zero = self.table_id(np.zeros(len(self.subsets.arrays[subset])))
+            found = self._cut[u, subset] = self.add_unaries(self.rows(u, subset), zero)
         return found
 
-    def live(self, u: int) -> int:
+    def feasible_states(self, u: int) -> int:
         """The subset of finite states, or NONE when all are."""
-        found = self.known_live.get(u)
+        found = self.known_feasible.get(u)
         if found is None:
             finite = np.isfinite(self.arrays[u])
             found = NONE if finite.all() else self.subsets(np.flatnonzero(finite))
-            self.known_live[u] = found
+            self.known_feasible[u] = found
         return found
 
     def rows(self, t: int, subset: int) -> int:
@@ -174,11 +174,11 @@ class Tables:
         key = (t, subset)
         found = self._rows.get(key)
         if found is None:
-            found = self.number(self.arrays[t][self.subsets.arrays[subset]])
+            found = self.table_id(self.arrays[t][self.subsets.arrays[subset]])
             self._rows[key] = found
         return found
 
-    def compose(self, outer: int, inner: int) -> int:
+    def compose_subsets(self, outer: int, inner: int) -> int:
         key = (outer, inner)
         found = self._compose.get(key)
         if found is None:
@@ -186,7 +186,7 @@ class Tables:
             found = self._compose[key] = self.subsets(chosen)
         return found
 
-    def position(self, subset: int) -> dict[int, int]:
+    def subset_positions(self, subset: int) -> dict[int, int]:
         """Original state -> position within the subset."""
         found = self._inverse.get(subset)
         if found is None:
@@ -194,7 +194,7 @@ class Tables:
             self._inverse[subset] = found
         return found
 
-    def function(self, e: int) -> int:
+    def functional_map(self, e: int) -> int:
         """The one allowed column per row (a subset number) when every row allows just one, and the
         rows are not more than the columns; else NONE."""
         found = self._function.get(e)
@@ -211,17 +211,17 @@ class Tables:
         key = (e, u)
         found = self._project.get(key)
         if found is None:
-            self.products += 1
-            found = self.number((self.arrays[e] + self.arrays[u]).min(axis=1))
+            self.num_products += 1
+            found = self.table_id((self.arrays[e] + self.arrays[u]).min(axis=1))
             self._project[key] = found
         return found
 
-    def product(self, left: int, u: int, right: int) -> int:
+    def min_plus_product(self, left: int, u: int, right: int) -> int:
         """Eliminate the middle variable: min over x of left[i, x] + u[x] + right[x, j]."""
         key = (left, u, right)
         found = self._product.get(key)
         if found is None:
-            self.products += 1
+            self.num_products += 1
             a = self.arrays[left] + self.arrays[u]
             b = self.arrays[right]
             if a.size * b.shape[1] <= 20_000:
@@ -232,18 +232,18 @@ class Tables:
                 for x in range(1, len(b)):
                     np.add(a[:, x, None], b[x], out=work)
                     np.minimum(out, work, out=out)
-            found = self._product[key] = self.number(out)
+            found = self._product[key] = self.table_id(out)
         return found
 
-    def mark(self, held: Floats) -> int:
+    def memory_guard(self, held: Floats) -> int:
         """A pseudo edge for :meth:`dominated` that says who holds more: column c is inf for the states
         that hold more than the c-th distinct amount, so a state that holds more never dominates."""
         amounts = np.unique(held)
         if len(amounts) == 1:
             return NONE
-        return self.number(np.where(held[:, None] > amounts[None, :], np.inf, 0.0))
+        return self.table_id(np.where(held[:, None] > amounts[None, :], np.inf, 0.0))
 
-    def cut_marks(self, marks: tuple[int, ...], subset: int) -> tuple[int, ...]:
+    def restrict_guards(self, marks: tuple[int, ...], subset: int) -> tuple[int, ...]:
         """Marks for a subset (or rearrangement) of states; those that no longer tell anything go."""
         cut = {self.rows(m, subset) for m in marks}
         return tuple(sorted(m for m in cut if not self._flat(m)))
@@ -252,18 +252,18 @@ class Tables:
         table = self.arrays[m]
         return bool((np.isinf(table) == np.isinf(table[0])).all())
 
-    def copy(self) -> Tables:
+    def copy(self) -> TablePool:
         """An independent pool with the same contents, to be thrown away with what it will gather."""
         other = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, dict):
                 setattr(other, name, value.copy())
-            elif isinstance(value, set | Interner):
+            elif isinstance(value, set | ArrayPool):
                 setattr(other, name, value.copy())
-        other.arrays = other.intern.arrays
+        other.arrays = other.pool.arrays
         return other
 
-    def dominated(self, u: int, edges: tuple[int, ...]) -> int:
+    def undominated_states(self, u: int, edges: tuple[int, ...]) -> int:
         """The states worth keeping given all incident tables (rows = this variable), or NONE for all.
 
         b is dropped when some a has u[a] + sum max_j(e[a, j] - e[b, j]) <= u[b]: swapping b for a never
@@ -276,7 +276,7 @@ class Tables:
             found = self._dominated[key] = self._dominate(u, edges)
         return found
 
-    def objection(self, edges: tuple[int, ...]) -> Floats:
+    def dominance_margin(self, edges: tuple[int, ...]) -> Floats:
         """[a, b]: the sum over the edges of max_j(e[a, j] - e[b, j])."""
         found = self._objection.get(edges)
         if found is None:
@@ -297,7 +297,7 @@ class Tables:
         unary = self.arrays[u]
         k = len(unary)
         if k <= SMALL:  # the sum over the edges is remembered apart from the unary, which changes more
-            over = unary[None, :] - unary[:, None] >= self.objection(edges)
+            over = unary[None, :] - unary[:, None] >= self.dominance_margin(edges)
             np.fill_diagonal(over, False)
             return self._undominated(over)
         slack = unary[None, :] - unary[:, None]  # [a, b]

@@ -4,10 +4,10 @@
 `verify_program` does both after checking that the program is the plan's own; `verify_plan` takes a `Plan`.
 """
 
-from jshard._verify.collectives import read
+from jshard._verify.collectives import read_program
 from jshard._verify.compare import Verification, compare, hlo_shape, verify_program
 from jshard._verify.emitted import KINDS, Emitted, EmittedProgram, wire_bytes
-from jshard._verify.match import Predicted, Row
+from jshard._verify.match import Predicted, MatchedRow
 from jshard._verify.of_plan import verify_plan
 
 
@@ -16,11 +16,11 @@ __all__ = [
     "Emitted",
     "EmittedProgram",
     "Predicted",
-    "Row",
+    "MatchedRow",
     "Verification",
     "compare",
     "hlo_shape",
-    "read",
+    "read_program",
     "verify_plan",
     "verify_program",
     "wire_bytes",

@@ -42,35 +42,35 @@ _KINDS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
+class _WalkContext:
     """Where the walk is: a computation, how often it runs, and the calls that led to it, outermost first."""
 
     computation: Computation
-    times: int
+    executions: int
     calls: tuple[tuple[Computation, Instruction], ...] = ()
     conditional: bool = False
-    turn: bool = False  # in a loop whose trip count is not known
+    in_open_loop: bool = False  # in a loop whose trip count is not known
 
-    def inside(
+    def enter(
         self,
         computation: Computation,
         call: Instruction,
         times: int,
         branch: bool = False,
         turn: bool = False,
-    ) -> _Place:
+    ) -> _WalkContext:
         """The place of a computation that `call`, an instruction here, runs `times` times."""
-        return _Place(
+        return _WalkContext(
             computation,
-            self.times * times,
+            self.executions * times,
             (*self.calls, (self.computation, call)),
             self.conditional or branch,
-            self.turn or turn,
+            self.in_open_loop or turn,
         )
 
 
 @dataclasses.dataclass
-class _Found:
+class _Accumulator:
     """What the walk collects."""
 
     collectives: list[Emitted]
@@ -83,7 +83,7 @@ class _Found:
     seen: set[str] = dataclasses.field(default_factory=set)  # computations that run
 
 
-def read(program: Any) -> EmittedProgram:
+def read_program(program: Any) -> EmittedProgram:
     """What a compiled program moves, computes and holds.
 
     Args:
@@ -94,10 +94,10 @@ def read(program: Any) -> EmittedProgram:
     """
     text = program if isinstance(program, str) else program.as_text()
     module = parse(text or "")
-    found = _Found([], list(module.unread), chains=forms.started_chains(module))
+    found = _Accumulator([], list(module.unread), chains=forms.started_chains(module))
     if module.entry:
-        _walk(module, _Place(module.computations[module.entry], 1), found)
-        found.unread += _never_run(module, found.seen)
+        _walk(module, _WalkContext(module.computations[module.entry], 1), found)
+        found.unread += _unreached_collectives(module, found.seen)
     peak = None if isinstance(program, str) else _peak(program)
     entry = module.computations.get(module.entry)
     inputs = tuple(str(s) for _, p in sorted(entry.parameters.items()) for s in p.shapes) if entry else ()
@@ -128,33 +128,33 @@ def _peak(compiled: Any) -> int | None:
     return int(total) or None
 
 
-def _walk(module: Module, place: _Place, found: _Found, fused: bool = False) -> None:
+def _walk(module: Module, place: _WalkContext, found: _Accumulator, fused: bool = False) -> None:
     found.seen.add(place.computation.name)
     for inst in place.computation.instructions:
-        found.flops += place.times * work.flops(inst, place.computation)
+        found.flops += place.executions * work.flops(inst, place.computation)
         if not fused:
-            found.cycles += place.times * work.cycles(inst)
+            found.cycles += place.executions * work.cycles(inst)
         base = inst.opcode.removesuffix("-start")
         if base in _KINDS:
-            _collective(module, place, inst, base, found)
+            _read_collective(module, place, inst, base, found)
             continue
         if inst.opcode.endswith("-done") or inst.opcode == "async-update":
             continue  # its start was read
         if inst.opcode == "send":
-            _send(place, inst, found)
+            _read_send(place, inst, found)
         elif inst.opcode == "while":
-            _loop(module, place, inst, found)
+            _walk_loop(module, place, inst, found)
         else:
             for name in inst.called:
                 inner = module.computations.get(name)
                 if inner is None:
                     found.unread.append(f"line {inst.line}: computation {name} is not in the text")
                 elif inner not in (c for c, _ in place.calls):
-                    there = place.inside(inner, inst, 1, inst.opcode == "conditional")
+                    there = place.enter(inner, inst, 1, inst.opcode == "conditional")
                     _walk(module, there, found, fused or inst.opcode == "fusion")
 
 
-def _loop(module: Module, place: _Place, inst: Instruction, found: _Found) -> None:
+def _walk_loop(module: Module, place: _WalkContext, inst: Instruction, found: _Accumulator) -> None:
     names = {key: (inst.attr(key) or "").lstrip("%") for key in ("body", "condition")}
     inner = {key: module.computations.get(name) for key, name in names.items()}
     body, condition = inner["body"], inner["condition"]
@@ -165,13 +165,13 @@ def _loop(module: Module, place: _Place, inst: Instruction, found: _Found) -> No
     before = len(found.collectives)
     unknown = trips is None
     turns, tests = (1, 1) if trips is None else (trips, trips + 1)
-    _walk(module, place.inside(body, inst, turns, turn=unknown), found)
-    _walk(module, place.inside(condition, inst, tests, turn=unknown), found)
+    _walk(module, place.enter(body, inst, turns, turn=unknown), found)
+    _walk(module, place.enter(condition, inst, tests, turn=unknown), found)
     if unknown and len(found.collectives) > before:
         found.open_loops.append(f"line {inst.line}: trip count of the loop {inst.name} is not known")
 
 
-def _never_run(module: Module, seen: set[str]) -> list[str]:
+def _unreached_collectives(module: Module, seen: set[str]) -> list[str]:
     """Collectives in computations that nothing runs: somewhere is a call in a form we do not know."""
     return [
         f"line {inst.line}: {inst.opcode} {inst.name} is in {name}, which nothing that was read runs"
@@ -182,13 +182,13 @@ def _never_run(module: Module, seen: set[str]) -> list[str]:
     ]
 
 
-def _operand_shapes(place: _Place, inst: Instruction) -> list[tuple[Shape, ...]] | None:
+def _operand_shapes(place: _WalkContext, inst: Instruction) -> list[tuple[Shape, ...]] | None:
     """Shapes of each operand; None when one is not in the text."""
     sources = [place.computation.by_name.get(name) for name in inst.operands]
     return [s.shapes for s in sources if s is not None] if all(sources) and sources else None
 
 
-def _collective(module: Module, place: _Place, inst: Instruction, opcode: str, found: _Found) -> None:
+def _read_collective(module: Module, place: _WalkContext, inst: Instruction, opcode: str, found: _Accumulator) -> None:
     if forms.is_continuation(place.computation, inst, found.chains):
         return
     operands = _operand_shapes(place, inst)
@@ -203,7 +203,7 @@ def _collective(module: Module, place: _Place, inst: Instruction, opcode: str, f
         if opcode == "collective-permute":
             text = inst.attr("source_target_pairs") or ""
             pairs = tuple((a, b) for a, b in groups.read_pairs(text) if a != b)
-            size = groups.cycle_size(pairs)
+            size = groups.largest_component(pairs)
         else:
             text = inst.attr("replica_groups") or "{}"
             size = max((len(g) for g in groups.read_groups(text, devices)), default=1)
@@ -212,14 +212,14 @@ def _collective(module: Module, place: _Place, inst: Instruction, opcode: str, f
         return
     if size <= 1:
         return  # a group of one moves nothing
-    for part in forms.parts(module, place.computation, place.calls, inst, size):
+    for part in forms.split_combined(module, place.computation, place.calls, inst, size):
         shapes = tuple(s for k in part if k < len(operands) for s in operands[k])
         found.collectives.append(_emitted(module, place, inst, kind, size, text, shapes, part))
 
 
 def _emitted(
     module: Module,
-    place: _Place,
+    place: _WalkContext,
     inst: Instruction,
     kind: str,
     size: int,
@@ -229,19 +229,19 @@ def _emitted(
 ) -> Emitted:
     """One collective, or one part of a combined one, with its bytes."""
     operand = sum(s.bytes for s in shapes)
-    meaning = forms.meaning(module, place.computation, place.calls, inst, kind, operand, size, part)
-    asked_type, widening = meant.asked_type(module, place.computation, place.calls, inst, shapes, part)
-    moved = wire_bytes(meaning.moves or meaning.kind, meaning.operand, size)
-    asked = moved * meaning.asked / widening
+    meaning = forms.recognize(module, place.computation, place.calls, inst, kind, operand, size, part)
+    asked_type, widening = meant.requested_dtype(module, place.computation, place.calls, inst, shapes, part)
+    moved = wire_bytes(meaning.wire_kind or meaning.kind, meaning.operand_bytes, size)
+    asked = moved * meaning.requested_fraction / widening
     rewritten = meaning.kind != kind
-    unpadded = meaning.asked * (2 if meaning.moves == "all_reduce" else 1)
+    unpadded = meaning.requested_fraction * (2 if meaning.wire_kind == "all_reduce" else 1)
     whole = len(part) == len(inst.operands)
     return Emitted(
         meaning.kind,
         moved,
         size,
         text,
-        place.times,
+        place.executions,
         ", ".join(map(str, shapes)),
         meant.op_names(place.computation, place.calls, inst, None if whole else part),
         module.source(inst),
@@ -251,36 +251,36 @@ def _emitted(
         None if asked == moved else asked,
         meaning.form,
         place.conditional,
-        place.turn,
+        place.in_open_loop,
         kind if rewritten else "",
-        wire_bytes(kind, meaning.operand, size) * unpadded / widening if rewritten else 0.0,
+        wire_bytes(kind, meaning.operand_bytes, size) * unpadded / widening if rewritten else 0.0,
     )
 
 
-def _send(place: _Place, inst: Instruction, found: _Found) -> None:
+def _read_send(place: _WalkContext, inst: Instruction, found: _Accumulator) -> None:
     """What crosses between slices; other transfers between devices count as permutes."""
-    crossing = slices.transfer(inst, place.computation)
+    crossing = slices.parse_transfer(inst, place.computation)
     if crossing is None:
         if "is_host_transfer=true" in inst.attrs:
             return  # to the host: outfeeds, callbacks
         shapes = _operand_shapes(place, inst) or []
-        crossing = slices.Transfer("permute", sum(s.bytes for leaves in shapes for s in leaves), 2, 1, "")
-    found.slices = max(found.slices, crossing.slices)
-    if crossing.size > 1:
-        moved = wire_bytes(crossing.kind, crossing.operand, crossing.size)
+        crossing = slices.MegascaleTransfer("permute", sum(s.bytes for leaves in shapes for s in leaves), 2, 1, "")
+    found.slices = max(found.slices, crossing.num_slices)
+    if crossing.group_size > 1:
+        moved = wire_bytes(crossing.kind, crossing.operand_bytes, crossing.group_size)
         found.collectives.append(
             Emitted(
                 crossing.kind,
                 moved,
-                crossing.size,
+                crossing.group_size,
                 crossing.target,
-                place.times,
+                place.executions,
                 str(inst.shapes[0]) if inst.shapes else "",
                 inst.op_name,
                 line=inst.line,
                 name=inst.name,
-                form="between slices" if crossing.slices > 1 else "send",
+                form="between slices" if crossing.num_slices > 1 else "send",
                 conditional=place.conditional,
-                turn=place.turn,
+                in_open_loop=place.in_open_loop,
             )
         )

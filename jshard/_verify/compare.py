@@ -33,10 +33,10 @@ import jax
 import numpy as np
 
 from jshard._errors import PlanMismatchError
-from jshard._program.mapped import SCOPE
-from jshard._verify.collectives import read
+from jshard._program.mapped import USER_SHARD_MAP_SCOPE
+from jshard._verify.collectives import read_program
 from jshard._verify.emitted import KINDS, Emitted, EmittedProgram
-from jshard._verify.match import NEGLIGIBLE, Predicted, Row, agree, matched
+from jshard._verify.match import NEGLIGIBLE, Predicted, MatchedRow, bytes_agree, match_collectives
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,19 +49,19 @@ class Verification:
     inside the sharded function: no plan predicts them; `unasked` is what the compiler added, asked for by nobody.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[MatchedRow, ...]
     by_kind: dict[str, tuple[float, float]]
     extra: tuple[Emitted, ...]
     missing: tuple[Predicted, ...]
     program: EmittedProgram
     own: tuple[Emitted, ...] = ()
-    unasked: tuple[Emitted, ...] = ()
-    turns: int = 0  # planned collectives in loops whose turns nobody knows
+    unrequested: tuple[Emitted, ...] = ()
+    predicted_in_open_loops: int = 0  # planned collectives in loops whose turns nobody knows
 
     @property
     def collectives(self) -> tuple[Emitted, ...]:
         """What was emitted, each as the plan asked for it: those of the rows, then those of none."""
-        return (*(e for r in self.rows for e in r.emitted), *self.extra, *self.own, *self.unasked)
+        return (*(e for r in self.rows for e in r.emitted), *self.extra, *self.own, *self.unrequested)
 
     @property
     def predicted(self) -> float:
@@ -88,7 +88,7 @@ class Verification:
     def ok(self) -> bool:
         """Whether the program was read completely and every kind agrees within 2%."""
         slack = NEGLIGIBLE * max(self.predicted, self.emitted)
-        return self.program.complete and all(agree(p, e, slack) for p, e in self.by_kind.values())
+        return self.program.complete and all(bytes_agree(p, e, slack) for p, e in self.by_kind.values())
 
     @property
     def summary(self) -> str:
@@ -97,7 +97,7 @@ class Verification:
         unread = len(self.program.unread)
         if unread:
             verdict += f", {unread} line{'s' * (unread > 1)} not read, the total is incomplete"
-        emitted, predicted = self.program.at_least, "at least " if self.turns else ""
+        emitted, predicted = self.program.at_least_prefix, "at least " if self.predicted_in_open_loops else ""
         return f"{verdict}: {emitted}{self.emitted:,.0f} B per device for {predicted}{self.predicted:,.0f} predicted"
 
     @property
@@ -117,24 +117,24 @@ class Verification:
         lines += [f"  not emitted: {p}" for p in self.missing]
         lines += [f"  counted once: {loop}" for loop in self.program.open_loops]
         lines += [f"  not read: {u}" for u in self.program.unread]
-        lines += [f"  {note}" for note in self._additions()]
+        lines += [f"  {note}" for note in self._compiler_changes()]
         return "\n".join(lines)
 
-    def _additions(self) -> list[str]:
+    def _compiler_changes(self) -> list[str]:
         """What the compiler added to the plan's own bytes: wider types, padding."""
         notes = []
-        changed = [e for e in self.collectives if e.asked is not None]
-        retyped = [e for e in changed if e.promoted]
-        other = [e for e in changed if not e.promoted and "padded" not in e.form]
+        changed = [e for e in self.collectives if e.requested_bytes is not None]
+        retyped = [e for e in changed if e.requested_dtype]
+        other = [e for e in changed if not e.requested_dtype and "padded" not in e.form]
         for words, some in (
-            ("widened by the compiler", [e for e in retyped if e.total > e.meant]),
-            ("narrowed by the compiler", [e for e in retyped if e.total < e.meant]),
-            ("padded by the compiler", [e for e in changed if not e.promoted and "padded" in e.form]),
-            ("all-reduced for a part", [e for e in other if e.total > e.meant]),
-            ("only the part that is read was sent", [e for e in other if e.total < e.meant]),
+            ("widened by the compiler", [e for e in retyped if e.total > e.requested_total]),
+            ("narrowed by the compiler", [e for e in retyped if e.total < e.requested_total]),
+            ("padded by the compiler", [e for e in changed if not e.requested_dtype and "padded" in e.form]),
+            ("all-reduced for a part", [e for e in other if e.total > e.requested_total]),
+            ("only the part that is read was sent", [e for e in other if e.total < e.requested_total]),
         ):
-            more = sum(e.total - e.meant for e in some)
-            types = "/".join(sorted({e.promoted for e in some if e.promoted}))
+            more = sum(e.total - e.requested_total for e in some)
+            types = "/".join(sorted({e.requested_dtype for e in some if e.requested_dtype}))
             of = f" asked for in {types}" if types else ""
             if some:
                 sign = "more" if more >= 0 else "less"
@@ -145,7 +145,7 @@ class Verification:
         return self.text
 
 
-def _row_text(row: Row) -> str:
+def _row_text(row: MatchedRow) -> str:
     operators = list(dict.fromkeys(p.operator or "?" for p in row.predicted))
     name = operators[0] + (f" and {len(operators) - 1} more" if len(operators) > 1 else "")
     kinds = list(dict.fromkeys(p.kind for p in row.predicted))
@@ -156,12 +156,12 @@ def _row_text(row: Row) -> str:
     if len(row.predicted) > 1:
         note += f"  ({len(row.predicted)} planned, {len(row.emitted)} emitted)"
     return (
-        f"  {_fit(name, 32):<33}{_fit('+'.join(kinds), 15):<16}{_fit(','.join(axes), 8):<9}"
+        f"  {_keep_end(name, 32):<33}{_keep_end('+'.join(kinds), 15):<16}{_keep_end(','.join(axes), 8):<9}"
         f"{predicted:>13,.0f}{emitted:>14,.0f}{note}"
     )
 
 
-def _fit(text: str, width: int) -> str:
+def _keep_end(text: str, width: int) -> str:
     return text if len(text) <= width else "..." + text[3 - width :]
 
 
@@ -178,20 +178,20 @@ def compare(predicted: Iterable[Predicted], program: EmittedProgram) -> Verifica
     plan = [p if p.id is not None else dataclasses.replace(p, id=i) for i, p in enumerate(predicted)]
     plan = [p for p in plan if p.total]
     known = {p.id for p in plan}
-    own = [e for e in program.collectives if SCOPE in e.op_name and not known.intersection(e.tags)]
+    own = [e for e in program.collectives if USER_SHARD_MAP_SCOPE in e.op_name and not known.intersection(e.tags)]
     rest = [e for e in program.collectives if e not in own] if own else program.collectives
-    rows, extra = matched(plan, rest)
+    rows, extra = match_collectives(plan, rest)
     missing = tuple(p for r in rows if not r.emitted for p in r.predicted)
     found = [e for r in rows for e in r.emitted] + extra
     by_kind = {}
     for kind in KINDS:
         p = sum(x.total for r in rows for x in r.predicted if x.kind == kind)
-        e = sum(x.meant for x in found if x.kind == kind)
+        e = sum(x.requested_total for x in found if x.kind == kind)
         if p or e:
             by_kind[kind] = (p, e)
     # Edges of the compiler's own padding: only the notes count them.
-    unasked = [e for e in rest if not e.meant and not known.intersection(e.tags)]
-    turns = sum(p.turn for r in rows for p in r.predicted)
+    unasked = [e for e in rest if not e.requested_total and not known.intersection(e.tags)]
+    turns = sum(p.in_open_loop for r in rows for p in r.predicted)
     return Verification(
         tuple(rows), by_kind, tuple(extra), missing, program, tuple(own), tuple(unasked), turns
     )
@@ -225,7 +225,7 @@ def verify_program(
     Raises:
       PlanMismatchError: the program has another number of devices or other arguments.
     """
-    program = compiled if isinstance(compiled, EmittedProgram) else read(compiled)
+    program = compiled if isinstance(compiled, EmittedProgram) else read_program(compiled)
     where = f"program {program.name}" if program.name else ""
     fix = "plan.verify(f.lower(...).compile()) with the function, mesh and arguments of the plan"
     if devices is not None and program.partitions not in (0, devices, devices / slices):

@@ -61,13 +61,13 @@ class Emitted:
     source: str = ""
     line: int = 0
     name: str = ""
-    promoted: str = ""
-    asked: float | None = None
+    requested_dtype: str = ""
+    requested_bytes: float | None = None
     form: str = ""
     conditional: bool = False
-    turn: bool = False
-    plain: str = ""
-    plain_bytes: float = 0.0
+    in_open_loop: bool = False
+    written_kind: str = ""
+    written_bytes: float = 0.0
 
     @property
     def total(self) -> float:
@@ -75,14 +75,14 @@ class Emitted:
         return self.bytes * self.count
 
     @property
-    def meant(self) -> float:
+    def requested_total(self) -> float:
         """Bytes of all its executions as the program asked for them: what a plan predicts."""
-        return (self.bytes if self.asked is None else self.asked) * self.count
+        return (self.bytes if self.requested_bytes is None else self.requested_bytes) * self.count
 
-    def as_plain(self) -> Emitted:
+    def as_written(self) -> Emitted:
         """The same as the kind that is written, for a program that asked for just that."""
-        asked = None if self.plain_bytes == self.bytes else self.plain_bytes
-        return dataclasses.replace(self, kind=self.plain, asked=asked, plain="", plain_bytes=0.0)
+        asked = None if self.written_bytes == self.bytes else self.written_bytes
+        return dataclasses.replace(self, kind=self.written_kind, asked=asked, plain="", plain_bytes=0.0)
 
     @property
     def tags(self) -> tuple[int, ...]:
@@ -91,8 +91,8 @@ class Emitted:
 
     def __str__(self) -> str:
         times = f" x {self.count}" if self.count != 1 else ""
-        promoted = self.promoted and f"asked for in {self.promoted}"
-        inside = self.conditional and "in a branch", self.turn and "a turn of a loop"
+        promoted = self.requested_dtype and f"asked for in {self.requested_dtype}"
+        inside = self.conditional and "in a branch", self.in_open_loop and "a turn of a loop"
         notes = "".join(f", {n}" for n in (self.form, promoted, *inside) if n)
         where = self.op_name or self.name or "no metadata"
         source = f" ({self.source})" if self.source else ""
@@ -126,12 +126,12 @@ class EmittedProgram:
     @property
     def by_kind(self) -> dict[str, float]:
         """Bytes on the wire per device, by kind; kinds without traffic are left out."""
-        return _sums(self.collectives, lambda e: e.total)
+        return _bytes_by_kind(self.collectives, lambda e: e.total)
 
     @property
     def meant_by_kind(self) -> dict[str, float]:
         """The same, without the compilers' own widening and padding."""
-        return _sums(self.collectives, lambda e: e.meant)
+        return _bytes_by_kind(self.collectives, lambda e: e.meant)
 
     @property
     def total(self) -> float:
@@ -144,13 +144,13 @@ class EmittedProgram:
         return not self.unread
 
     @property
-    def at_least(self) -> str:
+    def at_least_prefix(self) -> str:
         """What stands before a total: lines that were not read, and turns that nobody knows, would add to it."""
         return "at least " if self.unread or self.open_loops else ""
 
     def __str__(self) -> str:
         lines = [
-            f"{self.name or 'program'} on {self.partitions} devices: {self.at_least}{self.total:,.0f} B per device"
+            f"{self.name or 'program'} on {self.partitions} devices: {self.at_least_prefix}{self.total:,.0f} B per device"
             + ("" if self.complete else ", incomplete")
         ]
         lines += [f"  {e}" for e in self.collectives]
@@ -159,6 +159,6 @@ class EmittedProgram:
         return "\n".join(lines)
 
 
-def _sums(collectives, value) -> dict[str, float]:
+def _bytes_by_kind(collectives, value) -> dict[str, float]:
     out = {k: sum(value(e) for e in collectives if e.kind == k) for k in KINDS}
     return {k: v for k, v in out.items() if v}

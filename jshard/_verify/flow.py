@@ -23,8 +23,8 @@ from __future__ import annotations
 from jshard._verify.hlo import Computation, Instruction, Module
 
 
-Calls = tuple[tuple[Computation, Instruction], ...]
-MOVES = frozenset(
+CallStack = tuple[tuple[Computation, Instruction], ...]
+FORWARDING = frozenset(
     (
         "copy",
         "bitcast",
@@ -43,43 +43,43 @@ MOVES = frozenset(
         "optimization-barrier",
     )
 )
-RUNS = ("fusion", "call", "async-start", "call-start")
+CALLS = ("fusion", "call", "async-start", "call-start")
 
 
-def inner(module: Module, inst: Instruction) -> Computation | None:
+def called_computation(module: Module, inst: Instruction) -> Computation | None:
     """The computation that a fusion or call runs."""
-    if inst.opcode not in RUNS or not inst.called:
+    if inst.opcode not in CALLS or not inst.called:
         return None
     return module.computations.get(inst.called[0])
 
 
 def resolve(
-    module: Module, computation: Computation, calls: Calls, name: str, through: frozenset[str]
-) -> tuple[Computation, Calls, Instruction] | None:
+    module: Module, computation: Computation, calls: CallStack, name: str, through: frozenset[str]
+) -> tuple[Computation, CallStack, Instruction] | None:
     """What produced a value: through operations of `through`, into fusions, out of parameters and loops."""
     comp, above = computation, calls
     for _ in range(500):
         inst = comp.by_name.get(name)
         if inst is None:
             return None
-        run = inner(module, inst)
+        run = called_computation(module, inst)
         source = comp.by_name.get(inst.operands[0]) if inst.operands else None
         if inst.opcode == "get-tuple-element" and source is not None:
             index = int(inst.attr("index") or 0)
-            held = inner(module, source)
+            held = called_computation(module, source)
             if source.opcode == "tuple" and index < len(source.operands):
                 name = source.operands[index]
             elif held is not None and held.root is not None and held.root.opcode == "tuple":
                 comp, above, name = held, (*above, (comp, source)), held.root.operands[index]
-            elif source.opcode == "parameter" and _carried_in(comp, above, index):
-                comp, above, name = above[-1][0], above[:-1], _carried_in(comp, above, index)
+            elif source.opcode == "parameter" and _loop_invariant_operand(comp, above, index):
+                comp, above, name = above[-1][0], above[:-1], _loop_invariant_operand(comp, above, index)
             else:
                 name = source.name
         elif inst.opcode in through and inst.operands:
             name = inst.operands[0]
         elif run is not None and run.root is not None and len(inst.shapes) == 1:
             comp, above, name = run, (*above, (comp, inst)), run.root.name
-        elif inst.opcode == "parameter" and above and above[-1][1].opcode in RUNS:
+        elif inst.opcode == "parameter" and above and above[-1][1].opcode in CALLS:
             comp, call = above[-1]
             above, name = above[:-1], call.operands[int(inst.literal)]
         else:
@@ -87,7 +87,7 @@ def resolve(
     return None
 
 
-def _carried_in(body: Computation, above: Calls, index: int) -> str:
+def _loop_invariant_operand(body: Computation, above: CallStack, index: int) -> str:
     """Name outside of a value that a loop's body hands on unchanged; empty when it changes."""
     if not above or above[-1][1].opcode != "while" or body.root is None or body.root.opcode != "tuple":
         return ""
@@ -103,19 +103,19 @@ def _carried_in(body: Computation, above: Calls, index: int) -> str:
     return init.operands[index] if same and source is not None and source.opcode == "parameter" else ""
 
 
-def uses(computation: Computation, name: str, through: frozenset[str]) -> list[Instruction]:
+def users_through(computation: Computation, name: str, through: frozenset[str]) -> list[Instruction]:
     """Readers of a value, through operations of `through`."""
     out: list[Instruction] = []
     for user in computation.users.get(name, ()):
-        out += uses(computation, user.name, through) if user.opcode in through else [user]
+        out += users_through(computation, user.name, through) if user.opcode in through else [user]
     return out
 
 
-def by_device(module: Module, computation: Computation, calls: Calls, name: str) -> bool:
+def depends_on_device(module: Module, computation: Computation, calls: CallStack, name: str) -> bool:
     """Whether a value depends on which device runs: `partition-id` is among what it is computed from."""
     seen: set[tuple[str, str]] = set()
 
-    def visit(comp: Computation, above: Calls, at: str) -> bool:
+    def visit(comp: Computation, above: CallStack, at: str) -> bool:
         inst = comp.by_name.get(at)
         if inst is None or (comp.name, at) in seen:
             return False
@@ -127,12 +127,12 @@ def by_device(module: Module, computation: Computation, calls: Calls, name: str)
         source = comp.by_name.get(inst.operands[0]) if inst.operands else None
         if inst.opcode == "get-tuple-element" and source is not None and source.opcode == "parameter":
             return outside(above, int(source.literal or 0), int(inst.attr("index") or 0))
-        run = inner(module, inst)
+        run = called_computation(module, inst)
         if run is not None and any(i.opcode in ("partition-id", "replica-id") for i in run.instructions):
             return True
         return any(visit(comp, above, o) for o in inst.operands)
 
-    def outside(above: Calls, number: int, index: int | None) -> bool:
+    def outside(above: CallStack, number: int, index: int | None) -> bool:
         if not above:
             return False
         comp, call = above[-1]
@@ -146,7 +146,7 @@ def by_device(module: Module, computation: Computation, calls: Calls, name: str)
     return visit(computation, calls, name)
 
 
-def taken(computation: Computation, inst: Instruction, k: int) -> list[Instruction]:
+def users_of_result(computation: Computation, inst: Instruction, k: int) -> list[Instruction]:
     """The instructions that take result `k` out of a combined collective."""
     ends = [inst, *(u for u in computation.users.get(inst.name, ()) if u.opcode.endswith("-done"))]
     readers = [u for e in ends for u in computation.users.get(e.name, ())]

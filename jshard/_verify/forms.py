@@ -34,12 +34,12 @@ import re
 from collections.abc import Sequence
 
 from jshard._verify import slices
-from jshard._verify.flow import MOVES, Calls, by_device, inner, resolve, taken, uses
+from jshard._verify.flow import FORWARDING, CallStack, depends_on_device, called_computation, resolve, users_of_result, users_through
 from jshard._verify.hlo import Computation, Instruction, Module
 
 
 @dataclasses.dataclass(frozen=True)
-class Meaning:
+class RecognizedCollective:
     """What a collective amounts to.
 
     `operand` is its local bytes, `form` how it is written when that is not the plain collective, `asked` the
@@ -49,74 +49,74 @@ class Meaning:
     """
 
     kind: str
-    operand: float
+    operand_bytes: float
     form: str = ""
-    asked: float = 1.0
-    moves: str = ""
+    requested_fraction: float = 1.0
+    wire_kind: str = ""
 
 
-def meaning(
+def recognize(
     module: Module,
     computation: Computation,
-    calls: Calls,
+    calls: CallStack,
     inst: Instruction,
     kind: str,
     operand: float,
     size: int,
     part: tuple[int, ...] = (),
-) -> Meaning:
+) -> RecognizedCollective:
     """What a collective of `operand` bytes in groups of `size` devices amounts to.
 
     `part` numbers the operands meant, when several were combined; empty for all.
     """
     operands = [inst.operands[k] for k in part or range(len(inst.operands))]
     if kind == "all_reduce":
-        if _only_sliced(module, computation, calls, inst, size, part):
-            real = _unpadded(module, computation, calls, operands)
+        if _is_only_sliced(module, computation, calls, inst, size, part):
+            real = _unpadded_fraction(module, computation, calls, operands)
             form = "all-reduce + slice" + (f", padded by {1 / real - 1:.1%}" if real != 1 else "")
             if calls and calls[-1][1].opcode == "fusion":  # TPU runs the pair as one reduce-scatter
-                return Meaning("reduce_scatter", operand, form, real)
-            return Meaning("reduce_scatter", operand, form, real / 2, moves="all_reduce")
-        if operands and all(_own_block(module, computation, calls, o, size) for o in operands):
-            return Meaning("all_gather", operand, "all-reduce of own block in zeros", 0.5, moves="all_reduce")
-    if kind in ("all_gather", "reduce_scatter") and _joins_slices(computation, inst):
-        return Meaning("all_reduce", operand, "level of an all-reduce over slices", moves=kind)
+                return RecognizedCollective("reduce_scatter", operand, form, real)
+            return RecognizedCollective("reduce_scatter", operand, form, real / 2, wire_kind="all_reduce")
+        if operands and all(_is_own_block_in_zeros(module, computation, calls, o, size) for o in operands):
+            return RecognizedCollective("all_gather", operand, "all-reduce of own block in zeros", 0.5, wire_kind="all_reduce")
+    if kind in ("all_gather", "reduce_scatter") and _is_level_of_slice_all_reduce(computation, inst):
+        return RecognizedCollective("all_reduce", operand, "level of an all-reduce over slices", wire_kind=kind)
     if inst.opcode.startswith("collective-permute") and "ppermute" not in inst.op_name:
-        if _edge_of_padding(module, computation, calls, inst):
-            return Meaning(kind, operand, "edge of a padded reduce-scatter", 0.0)
-        ring = _ring(module, computation, calls, inst)
+        if _is_edge_of_padding(module, computation, calls, inst):
+            return RecognizedCollective(kind, operand, "edge of a padded reduce-scatter", 0.0)
+        ring = _ring_collective(module, computation, calls, inst)
         if ring:
-            return Meaning(ring, operand, "a step of a ring of permutes", moves="permute")
-    return Meaning(kind, operand)
+            return RecognizedCollective(ring, operand, "a step of a ring of permutes", wire_kind="permute")
+    return RecognizedCollective(kind, operand)
 
 
-def parts(
-    module: Module, computation: Computation, calls: Calls, inst: Instruction, size: int
+def split_combined(
+    module: Module, computation: Computation, calls: CallStack, inst: Instruction, size: int
 ) -> list[tuple[int, ...]]:
     """Operands of a combined all-reduce, apart: those that are only sliced afterwards, and the others."""
     every = tuple(range(len(inst.operands)))
     if len(every) < 2 or not inst.opcode.startswith("all-reduce"):
         return [every]
-    sliced = tuple(k for k in every if _only_sliced(module, computation, calls, inst, size, (k,)))
+    sliced = tuple(k for k in every if _is_only_sliced(module, computation, calls, inst, size, (k,)))
     return [p for p in (sliced, tuple(k for k in every if k not in sliced)) if p]
 
 
-def _joins_slices(computation: Computation, inst: Instruction) -> bool:
+def _is_level_of_slice_all_reduce(computation: Computation, inst: Instruction) -> bool:
     """Whether a reduce-scatter goes into, or an all-gather comes out of, an all-reduce between slices."""
-    ends = uses(computation, inst.name, MOVES)
+    ends = users_through(computation, inst.name, FORWARDING)
     source = computation.by_name.get(inst.operands[0])
-    while source is not None and source.opcode in MOVES | {"recv-done"} and source.operands:
+    while source is not None and source.opcode in FORWARDING | {"recv-done"} and source.operands:
         source = computation.by_name.get(source.operands[0])
     if inst.opcode.startswith("all-gather"):
         ends = [source] if source is not None and source.opcode == "recv" else []
     return any(slices.transfer_type(e) == "ALL_REDUCE" for e in ends)
 
 
-def _unpadded(module: Module, computation: Computation, calls: Calls, operands: Sequence[str]) -> float:
+def _unpadded_fraction(module: Module, computation: Computation, calls: CallStack, operands: Sequence[str]) -> float:
     """The part of an all-reduce's elements that is not padding."""
     whole = real = 0
     for name in operands:
-        found = resolve(module, computation, calls, name, MOVES | {"convert"})
+        found = resolve(module, computation, calls, name, FORWARDING | {"convert"})
         shapes = computation.by_name[name].shapes if name in computation.by_name else ()
         elements = sum(s.elements for s in shapes)
         whole += elements
@@ -127,11 +127,11 @@ def _unpadded(module: Module, computation: Computation, calls: Calls, operands: 
     return real / whole if whole else 1.0
 
 
-def _edge_of_padding(module: Module, computation: Computation, calls: Calls, inst: Instruction) -> bool:
+def _is_edge_of_padding(module: Module, computation: Computation, calls: CallStack, inst: Instruction) -> bool:
     """Whether a permute passes on rows that padding pushed to the next device of a reduce-scatter."""
     if inst.op_name or not inst.operands:
         return False
-    through = MOVES | {"slice", "slice-start", "slice-done", "concatenate"}
+    through = FORWARDING | {"slice", "slice-start", "slice-done", "concatenate"}
     found = resolve(module, computation, calls, inst.operands[0], through)
     if found is None or found[2].opcode != "dynamic-slice":
         return False
@@ -139,7 +139,7 @@ def _edge_of_padding(module: Module, computation: Computation, calls: Calls, ins
     reduced = comp.by_name.get(slice_.operands[0])
     if reduced is None or reduced.opcode != "all-reduce":
         return False
-    return _unpadded(module, comp, above, reduced.operands) < 1
+    return _unpadded_fraction(module, comp, above, reduced.operands) < 1
 
 
 def started_chains(module: Module) -> frozenset[str]:
@@ -148,46 +148,46 @@ def started_chains(module: Module) -> frozenset[str]:
     for computation in module.computations.values():
         for inst in computation.instructions:
             if inst.opcode == "custom-call" and '"AsyncCollectiveStart"' in inst.attrs:
-                out |= {_chain(computation.by_name.get(o)) for o in inst.operands}
+                out |= {_chain_id(computation.by_name.get(o)) for o in inst.operands}
     return frozenset(out - {""})
 
 
 def is_continuation(computation: Computation, inst: Instruction, chains: frozenset[str]) -> bool:
     """Whether a collective only goes on with, or ends, what another fusion of its chain started."""
-    if _chain(inst) not in chains:
+    if _chain_id(inst) not in chains:
         return False
     users = computation.users.get(inst.name, ())
     return not any('"AsyncCollectiveStart"' in u.attrs for u in users if u.opcode == "custom-call")
 
 
-def _chain(inst: Instruction | None) -> str:
+def _chain_id(inst: Instruction | None) -> str:
     m = re.search(r'chain_id="(\d+)"', inst.attrs) if inst is not None else None
     return m[1] if m else ""
 
 
-def _only_sliced(
+def _is_only_sliced(
     module: Module,
     computation: Computation,
-    calls: Calls,
+    calls: CallStack,
     inst: Instruction,
     size: int,
     part: tuple[int, ...] = (),
 ) -> bool:
     """Whether every reader of a result takes one `size`-th of it, at a place that depends on the device."""
 
-    def visit(comp: Computation, above: Calls, name: str) -> bool:
+    def visit(comp: Computation, above: CallStack, name: str) -> bool:
         users = comp.users.get(name, ())
         return bool(users) and all(reads_slice(comp, above, name, u) for u in users)
 
-    def reads_slice(comp: Computation, above: Calls, name: str, user: Instruction) -> bool:
-        if user.opcode in MOVES or user.opcode == "convert":
+    def reads_slice(comp: Computation, above: CallStack, name: str, user: Instruction) -> bool:
+        if user.opcode in FORWARDING or user.opcode == "convert":
             return visit(comp, above, user.name)
         if user.opcode == "dynamic-slice" and user.operands[0] == name:
             whole = comp.by_name[name].shapes[0].elements
             return user.shapes[0].elements * size == whole and any(
-                by_device(module, comp, above, o) for o in user.operands[1:]
+                depends_on_device(module, comp, above, o) for o in user.operands[1:]
             )
-        run = inner(module, user)
+        run = called_computation(module, user)
         if run is None:
             return False
         return all(
@@ -200,47 +200,47 @@ def _only_sliced(
         return visit(computation, calls, inst.name)
     return all(
         names and all(visit(computation, calls, n) for n in names)
-        for names in ([r.name for r in taken(computation, inst, k)] for k in part)
+        for names in ([r.name for r in users_of_result(computation, inst, k)] for k in part)
     )
 
 
-def _own_block(module: Module, computation: Computation, calls: Calls, name: str, size: int) -> bool:
+def _is_own_block_in_zeros(module: Module, computation: Computation, calls: CallStack, name: str, size: int) -> bool:
     """Whether a value is zeros with one `size`-th written in at the device's own place."""
-    found = resolve(module, computation, calls, name, MOVES | {"convert"})
+    found = resolve(module, computation, calls, name, FORWARDING | {"convert"})
     if found is None or found[2].opcode != "dynamic-update-slice":
         return False
     comp, above, update = found
     block = comp.by_name.get(update.operands[1])
-    base = resolve(module, comp, above, update.operands[0], MOVES | {"broadcast", "convert"})
+    base = resolve(module, comp, above, update.operands[0], FORWARDING | {"broadcast", "convert"})
     return (
         block is not None
         and block.shapes[0].elements * size == update.shapes[0].elements
         and base is not None
         and base[2].opcode == "constant"
         and base[2].literal.strip("{} ") in ("0", "-0", "")
-        and any(by_device(module, comp, above, o) for o in update.operands[2:])
+        and any(depends_on_device(module, comp, above, o) for o in update.operands[2:])
     )
 
 
-def _ring(module: Module, computation: Computation, calls: Calls, inst: Instruction) -> str:
+def _ring_collective(module: Module, computation: Computation, calls: CallStack, inst: Instruction) -> str:
     """The collective that a loop of this permute amounts to; empty when it is no such loop."""
     if not calls or calls[-1][1].opcode != "while":
         return ""
-    through = MOVES | {"collective-permute", "collective-permute-start", "convert"}
+    through = FORWARDING | {"collective-permute", "collective-permute-start", "convert"}
     source = computation.by_name.get(inst.operands[0])
     while source is not None and source.opcode in through and source.operands:
         source = computation.by_name.get(source.operands[0])
     if source is None:
         return ""
-    if not any(_has(module, i, ("dot", "convolution")) for i in computation.instructions):
+    if not any(_contains(module, i, ("dot", "convolution")) for i in computation.instructions):
         return ""  # compilers write such loops around products only; this one is the program's own
-    readers = uses(computation, inst.name, through)
+    readers = users_through(computation, inst.name, through)
     if source.opcode == "parameter" and any(u.root for u in readers):
         return "all_gather"
-    return "reduce_scatter" if any(_has(module, u, ("add",)) for u in (source, *readers)) else ""
+    return "reduce_scatter" if any(_contains(module, u, ("add",)) for u in (source, *readers)) else ""
 
 
-def _has(module: Module, inst: Instruction, opcodes: tuple[str, ...]) -> bool:
+def _contains(module: Module, inst: Instruction, opcodes: tuple[str, ...]) -> bool:
     """Whether an instruction is, or a fusion holds, one of some operations."""
-    run = inner(module, inst)
+    run = called_computation(module, inst)
     return inst.opcode in opcodes or run is not None and any(i.opcode in opcodes for i in run.instructions)

@@ -69,7 +69,7 @@ def _mesh_groups(text: str) -> Groups:
     sizes = [int(s) for _, s in names]
     ids = np.arange(math.prod(sizes))
     if m[2]:
-        ids = np.asarray([v for g in read_groups(_whole(m[2]), ids.size) for v in g])
+        ids = np.asarray([v for g in read_groups(_expand_device_order(m[2]), ids.size) for v in g])
     # Cut every axis where a sub-axis begins or ends, so that each wanted piece is an array dimension.
     wanted = re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", m[3])
     dims: list[tuple[str, int, int]] = []
@@ -92,7 +92,7 @@ def _mesh_groups(text: str) -> Groups:
     return tuple(tuple(int(v) for v in row) for row in rows)
 
 
-def _whole(text: str) -> str:
+def _expand_device_order(text: str) -> str:
     """A device order `[2,4]T(1,0)` is short for `[8]<=[2,4]T(1,0)`."""
     if "<=" in text or text.startswith("{"):
         return text
@@ -110,7 +110,7 @@ def read_pairs(text: str | None) -> tuple[tuple[int, int], ...]:
     return tuple((int(a), int(b)) for a, b in re.findall(r"\{(\d+),\s*(\d+)\}", text or ""))
 
 
-def cycle_size(pairs: tuple[tuple[int, int], ...]) -> int:
+def largest_component(pairs: tuple[tuple[int, int], ...]) -> int:
     """Most devices that are joined to each other by the moves: the size of the largest ring or chain.
 
     >>> cycle_size(((0, 1), (1, 0), (2, 3), (3, 2)))

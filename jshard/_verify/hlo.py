@@ -61,7 +61,7 @@ class Shape:
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
 
 
-_CALLS = (
+_CALLED_ATTRIBUTES = (
     "calls",
     "called_computations",
     "branch_computations",
@@ -106,7 +106,7 @@ class Instruction:
     def called(self) -> tuple[str, ...]:
         """Names of the computations it runs; reducers (`to_apply` of anything but `call`) are not listed."""
         out: list[str] = []
-        for key in _CALLS + (("to_apply",) if self.opcode in ("call", "call-start") else ()):
+        for key in _CALLED_ATTRIBUTES + (("to_apply",) if self.opcode in ("call", "call-start") else ()):
             value = self.attr(key)
             if value:
                 out += [v.strip().lstrip("%") for v in value.strip("{}").split(",") if v.strip()]
@@ -177,20 +177,20 @@ class Module:
 _INSTRUCTION = re.compile(r"^\s*(ROOT\s+)?%?([\w.\-$]+)\s*=\s*(.*)$")
 _COMPUTATION = re.compile(r"^\s*(ENTRY\s+)?%?([\w.\-$]+)\s*(?:\(.*\)\s*->\s*.*)?\{\s*$")
 _DEVICE_IDS = re.compile(r",?\s*device_ids=")
-_LEAF = re.compile(r"([a-z]\w*)\[([\d,<=? ]*)\]")
-_CLOSE = {"(": ")", "{": "}", "[": "]"}
+_ARRAY_TYPE = re.compile(r"([a-z]\w*)\[([\d,<=? ]*)\]")
+_CLOSING = {"(": ")", "{": "}", "[": "]"}
 
 
 _BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\]]')
 
 
-def _balanced(text: str, start: int) -> int:
+def _after_closing_bracket(text: str, start: int) -> int:
     """Index just after the bracket that closes the one at `start`; -1 when nothing does."""
     closing: list[str] = []
     for m in _BRACKET.finditer(text, start):
         c = m[0]
-        if c in _CLOSE:
-            closing.append(_CLOSE[c])
+        if c in _CLOSING:
+            closing.append(_CLOSING[c])
         elif c == closing[-1]:
             closing.pop()
             if not closing:
@@ -206,8 +206,8 @@ def _end_of_value(text: str, start: int) -> int:
     i = start
     while i < len(text):
         c = text[i]
-        if c in _CLOSE:
-            end = _balanced(text, i)
+        if c in _CLOSING:
+            end = _after_closing_bracket(text, i)
             if end < 0:
                 return len(text)
             i = end
@@ -247,7 +247,7 @@ def read_shapes(text: str) -> tuple[Shape, ...]:
     text = re.sub(r"/\*.*?\*/", "", text)
     return tuple(
         Shape(d, tuple(int(n.strip().lstrip("<=") or 0) for n in dims.split(",") if n.strip()))
-        for d, dims in _LEAF.findall(text)
+        for d, dims in _ARRAY_TYPE.findall(text)
     )
 
 
@@ -256,14 +256,14 @@ def _instruction(line: str, number: int) -> Instruction | None:
     if m is None:
         return None
     rest = m[3].lstrip()
-    end = _balanced(rest, 0) if rest.startswith("(") else rest.find(" ")
+    end = _after_closing_bracket(rest, 0) if rest.startswith("(") else rest.find(" ")
     if end < 0:
         return None
     op = re.match(r"\s*([a-z][\w\-]*)\(", rest[end:])
     if op is None:
         return None
     open_at = end + op.end() - 1
-    close = _balanced(rest, open_at)
+    close = _after_closing_bracket(rest, open_at)
     if close < 0:
         return None
     inner, attrs = rest[open_at + 1 : close - 1], rest[close:].lstrip(", ")
@@ -297,7 +297,7 @@ def _sources(sections: Mapping[str, list[str]]) -> dict[int, str]:
     return frames
 
 
-def _number(header: str, key: str) -> int:
+def _header_int(header: str, key: str) -> int:
     m = re.search(rf"\b{key}=(\d+)", header)
     return int(m[1]) if m else 1
 
@@ -349,8 +349,8 @@ def parse(text: str) -> Module:
         header,
         computations,
         entry or next(reversed(computations), ""),
-        _number(header, "num_partitions"),
-        _number(header, "replica_count"),
+        _header_int(header, "num_partitions"),
+        _header_int(header, "replica_count"),
         _sources(sections),
         tuple(unread),
     )

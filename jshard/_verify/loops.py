@@ -34,7 +34,7 @@ import re
 from jshard._verify.hlo import Computation, Instruction, Module
 
 
-_MOVES = ("copy", "bitcast", "convert", "reshape", "copy-done", "copy-start", "get-tuple-element")
+_FORWARDING = ("copy", "bitcast", "convert", "reshape", "copy-done", "copy-start", "get-tuple-element")
 
 
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
@@ -50,10 +50,10 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
     if test is None:
         return None
     index, limit_index, limit, direction = test
-    start = _carried(computation, loop, index)
-    if limit is None and limit_index is not None and _unchanged(body, limit_index):
-        limit = _carried(computation, loop, limit_index)  # a bound that the loop only carries along
-    step = _step(module, body, index)
+    start = _initial_value(computation, loop, index)
+    if limit is None and limit_index is not None and _is_loop_invariant(body, limit_index):
+        limit = _initial_value(computation, loop, limit_index)  # a bound that the loop only carries along
+    step = _increment(module, body, index)
     if start is None or step is None or limit is None or not step:
         return None
     last = {"LT": limit, "LE": limit + 1, "GT": limit, "GE": limit - 1, "NE": limit}[direction]
@@ -65,7 +65,7 @@ def _comparison(module: Module, condition: Computation) -> tuple[int, int | None
     """Carry index, limit (its own carry index, or its value) and direction of `i < limit`."""
     root = condition.root
     assert root is not None
-    while root.opcode in _MOVES and root.operands[0] in condition.by_name:
+    while root.opcode in _FORWARDING and root.operands[0] in condition.by_name:
         root = condition.by_name[root.operands[0]]
     args = [condition.by_name.get(o) for o in root.operands]
     compare, inner = root, None
@@ -74,7 +74,7 @@ def _comparison(module: Module, condition: Computation) -> tuple[int, int | None
         if inner is None or inner.root is None:
             return None
         compare = inner.root
-        args = [_outer(inner, o, condition, root) for o in compare.operands]
+        args = [_operand_outside(inner, o, condition, root) for o in compare.operands]
     if compare.opcode != "compare" or len(args) != 2:
         return None
     direction = compare.attr("direction") or ""
@@ -88,10 +88,10 @@ def _comparison(module: Module, condition: Computation) -> tuple[int, int | None
     return index, _carry_index(condition, right), _constant(right), direction
 
 
-def _outer(inner: Computation, name: str, outer: Computation, call: Instruction) -> Instruction | None:
+def _operand_outside(inner: Computation, name: str, outer: Computation, call: Instruction) -> Instruction | None:
     """The instruction that a fusion's operand is, seen from outside; constants inside stay."""
     inst = inner.by_name.get(name)
-    while inst is not None and inst.opcode in _MOVES and inst.operands:
+    while inst is not None and inst.opcode in _FORWARDING and inst.operands:
         inst = inner.by_name.get(inst.operands[0])
     if inst is not None and inst.opcode == "parameter":
         return outer.by_name.get(call.operands[int(inst.literal)])
@@ -107,7 +107,7 @@ def _constant(inst: Instruction | None) -> int | None:
 
 def _carry_index(computation: Computation, inst: Instruction | None) -> int | None:
     """Which element of the loop's tuple an instruction reads, through copies."""
-    while inst is not None and inst.opcode in _MOVES:
+    while inst is not None and inst.opcode in _FORWARDING:
         source = computation.by_name.get(inst.operands[0]) if inst.operands else None
         if inst.opcode == "get-tuple-element" and source is not None and source.opcode == "parameter":
             return int(inst.attr("index") or 0)
@@ -115,31 +115,31 @@ def _carry_index(computation: Computation, inst: Instruction | None) -> int | No
     return None
 
 
-def _carried(computation: Computation, loop: Instruction, index: int) -> int | None:
+def _initial_value(computation: Computation, loop: Instruction, index: int) -> int | None:
     """First value of an element of the loop's tuple."""
     init = computation.by_name.get(loop.operands[0])
     if init is None or init.opcode != "tuple" or index >= len(init.operands):
         return None
     inst = computation.by_name.get(init.operands[index])
-    while inst is not None and inst.opcode in _MOVES and inst.operands:
+    while inst is not None and inst.opcode in _FORWARDING and inst.operands:
         inst = computation.by_name.get(inst.operands[0])
     return _constant(inst)
 
 
-def _unchanged(body: Computation, index: int) -> bool:
+def _is_loop_invariant(body: Computation, index: int) -> bool:
     root = body.root
     if root is None or root.opcode != "tuple" or index >= len(root.operands):
         return False
     return _carry_index(body, body.by_name.get(root.operands[index])) == index
 
 
-def _step(module: Module, body: Computation, index: int) -> int | None:
+def _increment(module: Module, body: Computation, index: int) -> int | None:
     """What one trip adds to the induction variable."""
     root = body.root
     if root is None or root.opcode != "tuple" or index >= len(root.operands):
         return None
     inst = body.by_name.get(root.operands[index])
-    while inst is not None and inst.opcode in _MOVES and inst.operands:
+    while inst is not None and inst.opcode in _FORWARDING and inst.operands:
         inst = body.by_name.get(inst.operands[0])
     if inst is None:
         return None
@@ -149,7 +149,7 @@ def _step(module: Module, body: Computation, index: int) -> int | None:
         if inner is None or inner.root is None:
             return None
         add = inner.root
-        args = [_outer(inner, o, body, inst) for o in add.operands]
+        args = [_operand_outside(inner, o, body, inst) for o in add.operands]
     if add.opcode not in ("add", "subtract") or len(args) != 2:
         return None
     constant = _constant(args[1])

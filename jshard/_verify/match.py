@@ -38,7 +38,7 @@ class Predicted:
     operator: str = ""
     count: float = 1
     id: int | None = None
-    turn: bool = False
+    in_open_loop: bool = False
     dtype: str = ""
 
     @property
@@ -48,12 +48,12 @@ class Predicted:
 
     def __str__(self) -> str:
         times = f" x {self.count:g}" if self.count != 1 else ""
-        times += " a turn" if self.turn else ""
+        times += " a turn" if self.in_open_loop else ""
         return f"{self.kind} over {'*'.join(self.axes)} of {self.operator or '?'}{times}: {self.total:,.0f} B"
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class MatchedRow:
     """Predicted collectives and the emitted ones with their numbers; several when they were combined."""
 
     predicted: tuple[Predicted, ...]
@@ -62,15 +62,15 @@ class Row:
     @property
     def bytes(self) -> tuple[float, float]:
         """Predicted and emitted bytes per device."""
-        return sum(p.total for p in self.predicted), sum(e.meant for e in self.emitted)
+        return sum(p.total for p in self.predicted), sum(e.requested_total for e in self.emitted)
 
     @property
     def agrees(self) -> bool:
         """Whether the bytes agree within the tolerance."""
-        return agree(*self.bytes)
+        return bytes_agree(*self.bytes)
 
 
-def matched(plan: Sequence[Predicted], emitted: Sequence[Emitted]) -> tuple[list[Row], list[Emitted]]:
+def match_collectives(plan: Sequence[Predicted], emitted: Sequence[Emitted]) -> tuple[list[MatchedRow], list[Emitted]]:
     """Rows of predictions with what was emitted for them, and what was emitted for none."""
     by_id: dict[int | None, list[Predicted]] = {}
     for p in plan:
@@ -79,27 +79,27 @@ def matched(plan: Sequence[Predicted], emitted: Sequence[Emitted]) -> tuple[list
     for e in emitted:
         asked = [p for i in e.tags for p in by_id.get(i, ())]
         if asked:
-            tagged.append(_as_asked(e, asked))
+            tagged.append(_as_requested(e, asked))
         elif (
-            e.meant
+            e.requested_total
         ):  # what nobody asked for (edges of the compiler's padding) belongs to no row: the notes count it
             untagged.append(e)
-    rows, extra = _match_untagged(_tagged_rows(plan, tagged), untagged)
-    return [_by_turn(r) for r in rows], extra
+    rows, extra = _match_by_bytes(_rows_by_number(plan, tagged), untagged)
+    return [_with_equal_trips(r) for r in rows], extra
 
 
-def _as_asked(e: Emitted, asked: Sequence[Predicted]) -> Emitted:
+def _as_requested(e: Emitted, asked: Sequence[Predicted]) -> Emitted:
     """A collective in the kind and type that the plan asked for, where the compiler chose another that amounts to it."""
-    if e.plain and {p.kind for p in asked} == {e.plain}:
-        e = e.as_plain()
+    if e.written_kind and {p.kind for p in asked} == {e.written_kind}:
+        e = e.as_written()
     # TPUs multiply float32 in bfloat16, and send only that of what nothing else reads.
     narrow = e.shape.startswith(("bf16", "f16")) and {p.dtype for p in asked} == {"float32"}
-    return dataclasses.replace(e, promoted="f32", asked=2 * e.bytes) if narrow and e.asked is None else e
+    return dataclasses.replace(e, promoted="f32", asked=2 * e.bytes) if narrow and e.requested_bytes is None else e
 
 
-def _by_turn(row: Row) -> Row:
+def _with_equal_trips(row: MatchedRow) -> MatchedRow:
     """The row with as many turns on both sides, where only one side knows how many a loop makes."""
-    planned, made = {p.turn for p in row.predicted}, {e.turn for e in row.emitted}
+    planned, made = {p.in_open_loop for p in row.predicted}, {e.in_open_loop for e in row.emitted}
     if len(planned) != 1 or len(made) != 1 or planned == made:
         return row
     few, many = (row.predicted, row.emitted) if planned == {True} else (row.emitted, row.predicted)
@@ -108,14 +108,14 @@ def _by_turn(row: Row) -> Row:
         return row
     k = int(min(turns))
     more = tuple(dataclasses.replace(f, count=f.count * k, turn=False) for f in few)
-    return Row(more, row.emitted) if planned == {True} else Row(row.predicted, more)  # type: ignore[arg-type]
+    return MatchedRow(more, row.emitted) if planned == {True} else MatchedRow(row.predicted, more)  # type: ignore[arg-type]
 
 
-def agree(predicted: float, emitted: float, slack: float = 0.0) -> bool:
+def bytes_agree(predicted: float, emitted: float, slack: float = 0.0) -> bool:
     return abs(predicted - emitted) <= max(TOLERANCE * max(predicted, emitted), slack)
 
 
-def _tagged_rows(plan: Sequence[Predicted], tagged: Sequence[Emitted]) -> list[Row]:
+def _rows_by_number(plan: Sequence[Predicted], tagged: Sequence[Emitted]) -> list[MatchedRow]:
     """One row per group of predictions that share an emitted collective, in the plan's order."""
     by_id: dict[int | None, list[Predicted]] = {}
     for p in plan:
@@ -136,10 +136,10 @@ def _tagged_rows(plan: Sequence[Predicted], tagged: Sequence[Emitted]) -> list[R
         groups.setdefault(find(i), ([], []))[0].extend(ps)
     for e in tagged:
         groups[find(next(i for i in e.tags if i in by_id))][1].append(e)
-    return [Row(tuple(ps), tuple(es)) for ps, es in groups.values()]
+    return [MatchedRow(tuple(ps), tuple(es)) for ps, es in groups.values()]
 
 
-def _match_untagged(rows: list[Row], untagged: Sequence[Emitted]) -> tuple[list[Row], list[Emitted]]:
+def _match_by_bytes(rows: list[MatchedRow], untagged: Sequence[Emitted]) -> tuple[list[MatchedRow], list[Emitted]]:
     """Give collectives without a number to predictions of their kind that have none, or too little.
 
     First one to one by equal bytes; then, kind by kind, all that is left together when their sums agree: a
@@ -149,11 +149,11 @@ def _match_untagged(rows: list[Row], untagged: Sequence[Emitted]) -> tuple[list[
     for e in untagged:
         fits = [
             (k, way)
-            for way in ([e, e.as_plain()] if e.plain else [e])
+            for way in ([e, e.as_written()] if e.written_kind else [e])
             for k, r in enumerate(rows)
             if not r.emitted
             and r.predicted[0].kind == way.kind
-            and abs(r.bytes[0] - way.meant) <= 1e-6 * max(way.meant, 1)
+            and abs(r.bytes[0] - way.requested_total) <= 1e-6 * max(way.requested_total, 1)
         ]
         if fits:
             k, way = fits[0]
@@ -169,8 +169,8 @@ def _match_untagged(rows: list[Row], untagged: Sequence[Emitted]) -> tuple[list[
             if {p.kind for p in r.predicted} == {kind} and not r.agrees and r.bytes[1] < r.bytes[0]
         ]
         lack = sum(r.bytes[0] - r.bytes[1] for r in short)
-        if spare and short and agree(lack, sum(e.meant for e in spare)):
-            joint = Row(
+        if spare and short and bytes_agree(lack, sum(e.meant for e in spare)):
+            joint = MatchedRow(
                 tuple(p for r in short for p in r.predicted), (*(e for r in short for e in r.emitted), *spare)
             )
             at = rows.index(short[0])

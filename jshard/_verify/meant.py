@@ -17,23 +17,23 @@ from __future__ import annotations
 
 import re
 
-from jshard._verify.flow import MOVES, Calls, inner, resolve, taken
+from jshard._verify.flow import FORWARDING, CallStack, called_computation, resolve, users_of_result
 from jshard._verify.hlo import Computation, Instruction, Module, Shape, element_bits
 
 
 # Of which narrower types a compiler may send a type instead.
-_STANDS_FOR = {
+_PROMOTED_FROM = {
     "f32": re.compile(r"bf16|f16|f8\w+"), "f16": re.compile(r"f8\w+"), "bf16": re.compile(r"f8\w+"),
     "s32": re.compile(r"s8|s16"), "u32": re.compile(r"u8|u16"),
 }  # fmt: skip
-_NARROWED = ("bf16", "f16")  # types in which a compiler sends a float32
-_SLICES = MOVES | {"slice", "dynamic-slice", "concatenate", "pad"}
+_NARROW_FLOATS = ("bf16", "f16")  # types in which a compiler sends a float32
+_FORWARDING_OR_SLICING = FORWARDING | {"slice", "dynamic-slice", "concatenate", "pad"}
 
 
-def asked_type(
+def requested_dtype(
     module: Module,
     computation: Computation,
-    calls: Calls,
+    calls: CallStack,
     inst: Instruction,
     shapes: tuple[Shape, ...],
     part: tuple[int, ...],
@@ -43,34 +43,34 @@ def asked_type(
     `shapes` are those of the operands in `part`.
     """
     emitted = {s.dtype for s in shapes}
-    if len(emitted) != 1 or not emitted & _STANDS_FOR.keys():
+    if len(emitted) != 1 or not emitted & _PROMOTED_FROM.keys():
         return "", 1.0
     (wide,) = emitted
-    origins = [_converted(module, computation, calls, inst, k) for k in part]
+    origins = [_converted_from(module, computation, calls, inst, k) for k in part]
     promoted = "promoted" in (inst.attr("to_apply") or "")  # what XLA's AllReducePromotion names the reducer
     if len(set(origins)) == 1:
-        narrow = _narrow(module, wide, origins[0], _read_as(module, computation, inst, inst), promoted)
+        narrow = _narrower_dtype(module, wide, origins[0], _dtypes_read_as(module, computation, inst, inst), promoted)
         return narrow, (element_bits(wide) or 1) / (element_bits(narrow or wide) or 1)
     asked, names = 0.0, set()
     for k, shape, origin in zip(part, shapes, origins, strict=True):
         # Of several, an instruction takes each result out.
-        results = taken(computation, inst, k)
-        after = {d for r in results for d in _read_as(module, computation, inst, r)}
-        narrow = _narrow(module, wide, origin, after, promoted)
+        results = users_of_result(computation, inst, k)
+        after = {d for r in results for d in _dtypes_read_as(module, computation, inst, r)}
+        narrow = _narrower_dtype(module, wide, origin, after, promoted)
         names |= {narrow} - {""}
         asked += shape.elements * (element_bits(narrow or wide) or 8) / 8
     return (min(names), sum(s.bytes for s in shapes) / asked) if names and asked else ("", 1.0)
 
 
-def _narrow(module: Module, wide: str, origin: str, after: set[str], promoted: bool) -> str:
+def _narrower_dtype(module: Module, wide: str, origin: str, after: set[str], promoted: bool) -> str:
     """The type behind one operand of a collective in type `wide`; empty when it is that.
 
     `origin` is the type that it was converted from, `after` those that its readers convert it to first, and an empty
     name for readers that do not.
     """
-    if wide in _NARROWED and origin == "f32":
+    if wide in _NARROW_FLOATS and origin == "f32":
         return "f32"
-    fits = _STANDS_FOR[wide].fullmatch
+    fits = _PROMOTED_FROM[wide].fullmatch
     narrow = {d for d in after if fits(d)}
     if promoted:
         return min(narrow | ({origin} if fits(origin) else set()), default="bf16" if wide == "f32" else "")
@@ -80,7 +80,7 @@ def _narrow(module: Module, wide: str, origin: str, after: set[str], promoted: b
 
 
 def op_names(
-    computation: Computation, calls: Calls, inst: Instruction, part: tuple[int, ...] | None = None
+    computation: Computation, calls: CallStack, inst: Instruction, part: tuple[int, ...] | None = None
 ) -> str:
     """Metadata of a collective; when several were combined into one, those of its parts, joined by `;`.
 
@@ -101,21 +101,21 @@ def op_names(
     return ";".join(dict.fromkeys(n for n in names if n))
 
 
-def _converted(module: Module, computation: Computation, calls: Calls, inst: Instruction, k: int) -> str:
+def _converted_from(module: Module, computation: Computation, calls: CallStack, inst: Instruction, k: int) -> str:
     """The type that the compiler converted operand `k` of a collective from; empty if it did not."""
-    found = resolve(module, computation, calls, inst.operands[k], _SLICES)
-    if found is None or not _by_compiler(module, found[2], inst):
+    found = resolve(module, computation, calls, inst.operands[k], _FORWARDING_OR_SLICING)
+    if found is None or not _is_compiler_convert(module, found[2], inst):
         return ""
     comp, above, convert = found
     source = comp.by_name.get(convert.operands[0])
     dtype = source.shapes[0].dtype if source is not None and source.shapes else ""
     if dtype != "f32":
         return dtype
-    origin = resolve(module, comp, above, convert.operands[0], _SLICES)
+    origin = resolve(module, comp, above, convert.operands[0], _FORWARDING_OR_SLICING)
     return dtype if origin is not None and origin[2].opcode == "parameter" and not origin[1] else ""
 
 
-def _by_compiler(module: Module, inst: Instruction, collective: Instruction) -> bool:
+def _is_compiler_convert(module: Module, inst: Instruction, collective: Instruction) -> bool:
     """Whether an instruction is a conversion that the compiler wrote for a collective."""
     if inst.opcode != "convert":
         return False
@@ -124,7 +124,7 @@ def _by_compiler(module: Module, inst: Instruction, collective: Instruction) -> 
     return inst.op_name in ("", collective.op_name)
 
 
-def _read_as(
+def _dtypes_read_as(
     module: Module, computation: Computation, collective: Instruction, inst: Instruction
 ) -> set[str]:
     """The types that the compiler converts a value to before it is read; an empty name where it is read as it is.
@@ -142,10 +142,10 @@ def _read_as(
         if not users or comp.by_name[name].root:
             out.add("")
         for user in users:
-            run = inner(module, user)
+            run = called_computation(module, user)
             if user.opcode == "convert":
-                out.add(user.shapes[0].dtype if _by_compiler(module, user, collective) else "")
-            elif user.opcode in MOVES or user.opcode in ("slice", "dynamic-slice", "concatenate"):
+                out.add(user.shapes[0].dtype if _is_compiler_convert(module, user, collective) else "")
+            elif user.opcode in FORWARDING or user.opcode in ("slice", "dynamic-slice", "concatenate"):
                 visit(comp, user.name)
             elif run is not None:
                 for k, o in enumerate(user.operands):

@@ -14,7 +14,7 @@ from jshard._verify.compare import Verification, hlo_shape, verify_program
 from jshard._verify.match import Predicted
 
 
-def predicted(plan: Any) -> list[Predicted]:
+def predicted_collectives(plan: Any) -> list[Predicted]:
     """The collectives of a plan, numbered as the lowering names them; not those that the user wrote."""
     return [
         Predicted(c.kind, tuple(c.axes), float(c.bytes), f"{c.operator}", c.count, c.id, c.turn, c.dtype)
@@ -35,11 +35,11 @@ def verify_plan(plan: Any, compiled: Any, *, slices: int = 1) -> Verification:
       PlanMismatchError: the program has another number of devices or other arguments.
     """
     return verify_program(
-        predicted(plan), compiled, devices=plan.mesh.total, slices=slices, inputs=local_inputs(plan)
+        predicted_collectives(plan), compiled, devices=plan.mesh.total, slices=slices, inputs=local_input_types(plan)
     )
 
 
-def local_inputs(plan: Any) -> list[str] | None:
+def local_input_types(plan: Any) -> list[str] | None:
     """Types of the plan's flat arguments as one device holds them; None when one has no HLO type."""
     out = []
     for row in plan.inputs:

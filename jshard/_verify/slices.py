@@ -31,17 +31,17 @@ _KINDS = {
     "REDUCE_SCATTER": "reduce_scatter",
     "ALL_TO_ALL": "all_to_all",
 }
-_SLICE = 100_000  # a device's number in a target is its slice (from 1) times this, plus its place
+_SLICE_STRIDE = 100_000  # a device's number in a target is its slice (from 1) times this, plus its place
 
 
 @dataclasses.dataclass(frozen=True)
-class Transfer:
+class MegascaleTransfer:
     """One collective across slices: local bytes, devices of a group, slices that it names."""
 
     kind: str
-    operand: int
-    size: int
-    slices: int
+    operand_bytes: int
+    group_size: int
+    num_slices: int
     target: str
 
 
@@ -51,7 +51,7 @@ def transfer_type(inst: Instruction) -> str:
     return m[1] if m else ""
 
 
-def transfer(inst: Instruction, computation: Computation) -> Transfer | None:
+def parse_transfer(inst: Instruction, computation: Computation) -> MegascaleTransfer | None:
     """What a `send` moves between slices; None when it is no such transfer or its operand is unknown."""
     word = transfer_type(inst)
     source = computation.by_name.get(inst.operands[0]) if inst.operands else None
@@ -66,5 +66,5 @@ def transfer(inst: Instruction, computation: Computation) -> Transfer | None:
     else:
         first = re.match(r"\{\{([\d,>\-]+)\}", target)
         size = len(re.findall(r"\d+", first[1])) if first else 2
-        slices = max((int(n) // _SLICE for n in re.findall(r"\d+", target)), default=size)
-    return Transfer(_KINDS.get(word, "permute"), operand, size, slices, target)
+        slices = max((int(n) // _SLICE_STRIDE for n in re.findall(r"\d+", target)), default=size)
+    return MegascaleTransfer(_KINDS.get(word, "permute"), operand, size, slices, target)

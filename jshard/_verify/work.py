@@ -34,11 +34,11 @@ def flops(inst: Instruction, computation: Computation) -> float:
     """Multiplications and additions of a dot, a convolution, or a library call that stands for one."""
     if inst.opcode == "dot":
         lhs = _shape(inst, computation, 0)
-        return _dot(inst, lhs, _numbers(inst.attr("lhs_contracting_dims")))
+        return _dot(inst, lhs, _ints(inst.attr("lhs_contracting_dims")))
     if inst.opcode == "convolution":
         return _convolution(inst, inst.shapes[0], _shape(inst, computation, 0), _shape(inst, computation, 1))
     if inst.opcode == "custom-call":
-        return _library(inst, computation)
+        return _library_call(inst, computation)
     return 0.0
 
 
@@ -47,7 +47,7 @@ def _shape(inst: Instruction, computation: Computation, k: int) -> Shape | None:
     return source.shapes[0] if source is not None and source.shapes else None
 
 
-def _numbers(text: str | None) -> list[int]:
+def _ints(text: str | None) -> list[int]:
     return [int(n) for n in re.findall(r"-?\d+", text or "")]
 
 
@@ -57,12 +57,12 @@ def _dot(inst: Instruction, lhs: Shape | None, contracting: list[int]) -> float:
     return 2.0 * inst.shapes[0].elements * math.prod(lhs.dims[d] for d in contracting)
 
 
-def _library(inst: Instruction, computation: Computation) -> float:
+def _library_call(inst: Instruction, computation: Computation) -> float:
     target = (inst.attr("custom_call_target") or "").strip('"')
     lhs = _shape(inst, computation, 0)
     if "cublas" in target or "matmul" in target:
         m = re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', inst.attrs)
-        return _dot(inst, lhs, _numbers(m[1] if m else None)) if m else 0.0
+        return _dot(inst, lhs, _ints(m[1] if m else None)) if m else 0.0
     if target.startswith("__cudnn$conv"):
         rhs = _shape(inst, computation, 1)
         out = inst.shapes[0] if inst.shapes else None
@@ -93,14 +93,14 @@ def _convolution(inst: Instruction, out: Shape | None, lhs: Shape | None, rhs: S
     pairs = 1
     for d in range(len(left) - 2):
         s = str(d)
-        pairs *= _valid(
+        pairs *= _valid_positions(
             lhs.dims[left.index(s)],
             rhs.dims[kernel.index(s)],
             out.dims[result.index(s)],
-            stride=_at(window, "stride", d, 1),
-            low=_at(window, "pad", d, 0),
-            base=_at(window, "lhs_dilate", d, 1),
-            dilate=_at(window, "rhs_dilate", d, 1),
+            stride=_window_field(window, "stride", d, 1),
+            low=_window_field(window, "pad", d, 0),
+            base=_window_field(window, "lhs_dilate", d, 1),
+            dilate=_window_field(window, "rhs_dilate", d, 1),
         )
     features = lhs.dims[left.index("f")] / feature_groups * out.dims[result.index("f")]
     return 2.0 * features * lhs.dims[left.index("b")] / batch_groups * pairs
@@ -114,12 +114,12 @@ def _window(text: str | None) -> dict[str, list[int]]:
     return out
 
 
-def _at(window: dict[str, list[int]], key: str, d: int, default: int) -> int:
+def _window_field(window: dict[str, list[int]], key: str, d: int, default: int) -> int:
     values = window.get(key, [])
     return values[d] if d < len(values) else default
 
 
-def _valid(size: int, kernel: int, out: int, *, stride: int, low: int, base: int, dilate: int) -> int:
+def _valid_positions(size: int, kernel: int, out: int, *, stride: int, low: int, base: int, dilate: int) -> int:
     """Pairs of output and kernel position that read a real element of the input, along one dimension."""
     total = 0
     positions = np.arange(out, dtype=np.int64) * stride - low

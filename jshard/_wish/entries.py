@@ -50,7 +50,7 @@ class Pin:
     where: str
     mesh: Mesh | AbstractMesh | None = None
 
-    def same_wish(self, other: Pin) -> bool:
+    def same_constraint(self, other: Pin) -> bool:
         """Whether both pins ask for the same thing, wherever they were written."""
         mine, theirs = (p.mesh if p.axes is not None else None for p in (self, other))
         return (self.cuts, self.axes, mine) == (other.cuts, other.axes, theirs)
@@ -74,14 +74,14 @@ class Pin:
         if self.axes is None:
             cuts = ["every device" if c == EVERY_DEVICE else str(c) for c in self.cuts]
             return f"({', '.join(cuts)}{',' if len(cuts) == 1 else ''})"
-        shown = [
+        format_entry = [
             "UNCONSTRAINED" if a is None else repr(a[0]) if len(a) == 1 else repr(a) if a else "None"
             for a in self.axes
         ]
-        return f"P({', '.join(shown)})"
+        return f"P({', '.join(format_entry)})"
 
 
-def allows(pin: Pin | None, layout: Layout, mesh: MeshAxes) -> bool:
+def satisfies(pin: Pin | None, layout: Layout, mesh: MeshAxes) -> bool:
     """Whether a tensor with `layout` honours the pin.
 
     A pinned tensor is never a partial sum: the user asked for its pieces, not for addends. Axes of size 1
@@ -92,7 +92,7 @@ def allows(pin: Pin | None, layout: Layout, mesh: MeshAxes) -> bool:
     if len(pin.cuts) != len(layout.dims) or any(mesh.size(a) > 1 for a in layout.partial):
         return False
     for have, want in zip(layout.dims, pin.axes or (), strict=False):
-        if want is not None and _real(have, mesh) != _real(want, mesh):
+        if want is not None and _without_unit_axes(have, mesh) != _without_unit_axes(want, mesh):
             return False
     wanted = (mesh.total if c == EVERY_DEVICE else c for c in pin.cuts)
     return all(want is None or have == want for have, want in zip(layout.cuts(mesh), wanted, strict=True))
@@ -106,7 +106,7 @@ def is_strategy(entry: Any) -> bool:
     """
     if type(entry) is not tuple:
         return False
-    return entry == () or (any(_integer(c) for c in entry) and all(c is None or _integer(c) for c in entry))
+    return entry == () or (any(_is_integer(c) for c in entry) and all(c is None or _is_integer(c) for c in entry))
 
 
 def looks_like_strategy(entry: Any) -> bool:
@@ -144,7 +144,7 @@ def parse_entry(entry: Any, shape: Sequence[int], where: str, devices: int | Non
             where=where,
             fix=f"a tuple, {nearest_strategy(entry, shape, devices)!r}",
         )
-    if _integer(entry) or isinstance(entry, numbers.Number):
+    if _is_integer(entry) or isinstance(entry, numbers.Number):
         cut = 1
         if isinstance(entry, int | float) and math.isfinite(entry):
             cut = int(entry)
@@ -158,7 +158,7 @@ def parse_entry(entry: Any, shape: Sequence[int], where: str, devices: int | Non
             f"{entry!r} is not an entry", where=where, fix=f"P({entry!r}) for a mesh axis of that name"
         )
     if type(entry) is not tuple:
-        raise StrategyError(f"{a_type(entry)} is not an entry", where=where, fix=ENTRY_FORMS)
+        raise StrategyError(f"{type_with_article(entry)} is not an entry", where=where, fix=ENTRY_FORMS)
     return _parse_cuts(entry, shape, where, devices)
 
 
@@ -177,7 +177,7 @@ def check_divides(cuts: Sequence[int | None], shape: Sequence[int], where: str, 
             raise StrategyError(
                 f"a cut of {cut} does not divide dimension {dim}, of size {size}",
                 where=where,
-                fix=f"{pieces(possible_cuts(cuts, shape, dim, devices))} there, or None to leave the dimension to the "
+                fix=f"{format_pieces(possible_cuts(cuts, shape, dim, devices))} there, or None to leave the dimension to the "
                 "search",
             )
 
@@ -223,19 +223,19 @@ def nearest_strategy(
         cut = cuts[d] if d < len(cuts) else 1
         if cut is not None:
             fits = math.gcd(left, shape[d]) if shape is not None and shape[d] else left
-            asked = int(cut) if _integer(cut) else 1
+            asked = int(cut) if _is_integer(cut) else 1
             cut = max([n for n in divisors(fits) if n <= asked], default=1)
             left //= cut
         out.append(cut)
     return tuple(out)
 
 
-def pieces(choices: Sequence[int]) -> str:
+def format_pieces(choices: Sequence[int]) -> str:
     """Numbers of pieces as prose: "1, 2 or 4 pieces"."""
-    return one_of(choices) + (" piece" if list(choices) == [1] else " pieces")
+    return join_choices(choices) + (" piece" if list(choices) == [1] else " pieces")
 
 
-def one_of(choices: Sequence[Any]) -> str:
+def join_choices(choices: Sequence[Any]) -> str:
     """Choices as prose: "1, 2 or 4"."""
     *head, last = map(str, choices)
     return f"{', '.join(head)} or {last}" if head else last
@@ -252,12 +252,12 @@ def _parse_cuts(entry: tuple, shape: tuple[int, ...], where: str, devices: int |
             fix=f"without the outer brackets: {shown(inner)}",
         )
     for dim, cut in enumerate(entry):
-        if cut is not None and not _integer(cut):
+        if cut is not None and not _is_integer(cut):
             fix = "a positive int for each dimension, or None to leave it to the search"
             if all(c is None or isinstance(c, str) for c in entry):
                 fix = f"P{entry!r} for mesh axes of that name".replace(",)", ")")
             raise StrategyError(
-                f"cut {dim} of {shown(entry)} is {shown(cut)}, {a_type(cut)}", where=where, fix=fix
+                f"cut {dim} of {shown(entry)} is {shown(cut)}, {type_with_article(cut)}", where=where, fix=fix
             )
         if cut is not None and cut < 1:
             raise StrategyError(
@@ -267,8 +267,8 @@ def _parse_cuts(entry: tuple, shape: tuple[int, ...], where: str, devices: int |
             )
     if len(entry) != len(shape):
         raise StrategyError(
-            f"strategy {entry!r} has {_count(len(entry), 'cut')}, but the tensor has "
-            f"{_count(len(shape), 'dimension')}, {shape}",
+            f"strategy {entry!r} has {_plural(len(entry), 'cut')}, but the tensor has "
+            f"{_plural(len(shape), 'dimension')}, {shape}",
             where=where,
             fix=f"one cut per dimension: {nearest_strategy(entry, shape, devices)!r}",
         )
@@ -288,10 +288,10 @@ def _parse_spec(spec: PartitionSpec, shape: tuple[int, ...], where: str) -> Pin:
             )
     if len(spec) > len(shape):
         raise StrategyError(
-            f"spec {shown(spec)} has {_count(len(spec), 'entry')}, but the tensor has "
-            f"{_count(len(shape), 'dimension')}, {shape}",
+            f"spec {shown(spec)} has {_plural(len(spec), 'entry')}, but the tensor has "
+            f"{_plural(len(shape), 'dimension')}, {shape}",
             where=where,
-            fix=f"at most {_count(len(shape), 'entry')}: {shown(PartitionSpec(*tuple(spec)[: len(shape)]))}",
+            fix=f"at most {_plural(len(shape), 'entry')}: {shown(PartitionSpec(*tuple(spec)[: len(shape)]))}",
         )
     axes: list[tuple[str, ...] | None] = []
     for entry in (*spec, *(None,) * (len(shape) - len(spec))):
@@ -330,26 +330,26 @@ def shown(entry: Any) -> str:
     return "NamedSharding(...)" if isinstance(entry, NamedSharding) else repr(entry)
 
 
-def a_type(value: Any) -> str:
+def type_with_article(value: Any) -> str:
     """The type of a value, with its article: "an int", "a str"; None is just "None"."""
     name = type(value).__name__
     return "None" if value is None else f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
-def described(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """A wrong value for a message: its type, and itself, shortened."""
-    return "None" if value is None else f"{a_type(value)}, {reprlib.repr(value)}"
+    return "None" if value is None else f"{type_with_article(value)}, {reprlib.repr(value)}"
 
 
-def _integer(value: Any) -> bool:
+def _is_integer(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool | np.bool_)
 
 
-def _count(n: int, word: str) -> str:
+def _plural(n: int, word: str) -> str:
     if n == 1:
         return f"1 {word}"
     return f"{n or 'no'} {word[:-1] + 'ies' if word.endswith('y') else word + 's'}"
 
 
-def _real(axes: Sequence[str], mesh: MeshAxes) -> tuple[str, ...]:
+def _without_unit_axes(axes: Sequence[str], mesh: MeshAxes) -> tuple[str, ...]:
     return tuple(a for a in axes if mesh.size(a) > 1)

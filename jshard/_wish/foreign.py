@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jshard._errors import StrategyError
 from jshard._layout import MeshAxes
 from jshard._wish.entries import Pin
-from jshard._wish.strategies import nearest
+from jshard._wish.strategies import suggest
 
 
 def spec_axes(pin: Pin | None) -> Iterator[str]:
@@ -35,7 +35,7 @@ def boundaries(sizes: Sequence[int]) -> list[int]:
     return list(itertools.accumulate(sizes, operator.mul, initial=1))
 
 
-def adopt(pin: Pin | None, user: Mesh | AbstractMesh) -> Pin | None:
+def resolve_mesh(pin: Pin | None, user: Mesh | AbstractMesh) -> Pin | None:
     """The pin on the mesh in use, without a mesh of its own where that says the same.
 
     A mesh with the same axes over the same devices says the same, whatever the order of the devices: the
@@ -50,16 +50,16 @@ def adopt(pin: Pin | None, user: Mesh | AbstractMesh) -> Pin | None:
     theirs, ours = _devices(other), _devices(user)
     concrete = bool(theirs and ours)
     if other.size != user.size or concrete and set(theirs) != set(ours):
-        raise _not_of_this(pin, user, "whose devices are not those of")
+        raise _foreign_mesh_error(pin, user, "whose devices are not those of")
     if dict(other.shape) == dict(user.shape):
         return dataclasses.replace(pin, mesh=None)
     if concrete and theirs != ours:
-        raise _not_of_this(pin, user, "whose devices are in another order than those of")
+        raise _foreign_mesh_error(pin, user, "whose devices are in another order than those of")
     return pin
 
 
-def forced_parts(
-    user: Mesh | AbstractMesh, pins: Sequence[Pin | None], lying: Sequence[Mesh | AbstractMesh] = ()
+def required_splits(
+    user: Mesh | AbstractMesh, pins: Sequence[Pin | None], argument_meshes: Sequence[Mesh | AbstractMesh] = ()
 ) -> list[tuple[int, ...]]:
     """Parts of each axis of the mesh in use that the meshes of `NamedSharding`s require.
 
@@ -70,8 +70,8 @@ def forced_parts(
         if pin is not None and pin.mesh is not None:
             ends |= set(boundaries(pin.mesh.axis_sizes))
             if any(b % a for a, b in itertools.pairwise(sorted(ends))):
-                raise _not_of_this(pin, user, "whose axes cannot be told in those of")
-    for mesh in lying:
+                raise _foreign_mesh_error(pin, user, "whose axes cannot be told in those of")
+    for mesh in argument_meshes:
         more = ends | set(boundaries(mesh.axis_sizes))
         if not any(b % a for a, b in itertools.pairwise(sorted(more))):
             ends = more
@@ -82,15 +82,15 @@ def forced_parts(
     return parts
 
 
-def translation(
-    pin: Pin, own: MeshAxes, renamed: Mapping[str, tuple[str, ...]]
+def axis_translation(
+    pin: Pin, own: MeshAxes, axis_parts: Mapping[str, tuple[str, ...]]
 ) -> Mapping[str, tuple[str, ...]]:
     """Each axis as the pin names it -> axes of the planner's mesh `own`; for the user's mesh, `renamed`.
 
     An axis of the pin's mesh that the planner's axes cannot make up is left out.
     """
     if pin.mesh is None:
-        return renamed
+        return axis_parts
     ends = boundaries(own.sizes)
     names = {}
     of_other = itertools.pairwise(boundaries(pin.mesh.axis_sizes))
@@ -107,7 +107,7 @@ def unknown_axis(pin: Pin, axis: str, known: Sequence[str]) -> StrategyError:
     return StrategyError(
         f"the spec {pin} names mesh axis {axis!r}, which the mesh lacks",
         where=pin.where,
-        fix=f"{nearest(axis, known)} (axes of the mesh: {', '.join(map(str, known))})",
+        fix=f"{suggest(axis, known)} (axes of the mesh: {', '.join(map(str, known))})",
     )
 
 
@@ -115,16 +115,16 @@ def _devices(mesh: Mesh | AbstractMesh) -> list[Any]:
     return list(mesh.devices.flat) if isinstance(mesh, Mesh) else []
 
 
-def sizes_of(mesh: Mesh | AbstractMesh) -> str:
+def format_mesh(mesh: Mesh | AbstractMesh) -> str:
     """A mesh as text: `data=4 x model=2`."""
     return " x ".join(f"{n}={s}" for n, s in zip(mesh.axis_names, mesh.axis_sizes, strict=True))
 
 
-def _not_of_this(pin: Pin, user: Mesh | AbstractMesh, why: str) -> StrategyError:
+def _foreign_mesh_error(pin: Pin, user: Mesh | AbstractMesh, why: str) -> StrategyError:
     assert pin.mesh is not None
     return StrategyError(
-        f"the NamedSharding is of another mesh, {sizes_of(pin.mesh)}, {why} the mesh in use, "
-        f"{sizes_of(user)}",
+        f"the NamedSharding is of another mesh, {format_mesh(pin.mesh)}, {why} the mesh in use, "
+        f"{format_mesh(user)}",
         where=pin.where,
         fix="a NamedSharding on the mesh in use, or a PartitionSpec of its axes",
     )

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 Cuts = tuple[int, ...]
 
 
-def coarsest(count: int, wanted: Sequence[Cuts]) -> tuple[int, ...] | None:
+def fewest_axes(count: int, wanted: Sequence[Cuts]) -> tuple[int, ...] | None:
     """The grid of `count` devices with the fewest axes that expresses every tuple of cuts; None if none does.
 
     Ties go to the grid whose axes are sizes of cuts in order of appearance, then to the larger axis first.
@@ -33,7 +33,7 @@ def coarsest(count: int, wanted: Sequence[Cuts]) -> tuple[int, ...] | None:
         for grids in _by_length(count):
             fits = [g for g in grids if all(expresses(g, cuts, ordered=ordered) for cuts in wanted)]
             if fits:
-                return min(fits, key=functools.partial(_appearance, wanted))
+                return min(fits, key=functools.partial(_appearance_order, wanted))
     return None
 
 
@@ -46,7 +46,7 @@ def grids(count: int, wanted: Sequence[Cuts]) -> tuple[tuple[int, ...], ...]:
     ((2, 4), (2, 2, 2))
     """
     wanted = _distinct(wanted)
-    first = coarsest(count, wanted)
+    first = fewest_axes(count, wanted)
     found = [first] if first is not None else []
     for same_length in _by_length(count):
         unordered: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
@@ -58,12 +58,12 @@ def grids(count: int, wanted: Sequence[Cuts]) -> tuple[tuple[int, ...], ...]:
                 and key != tuple(sorted(first))
                 and all(expresses(key, cuts, ordered=False) for cuts in wanted)
             ):
-                found.append(min(orders, key=functools.partial(_appearance, wanted)))
+                found.append(min(orders, key=functools.partial(_appearance_order, wanted)))
     return tuple(found)
 
 
 def split(
-    sizes: Sequence[int], wanted: Sequence[Cuts], beside: Sequence[tuple[Cuts, frozenset[int]]] = ()
+    sizes: Sequence[int], wanted: Sequence[Cuts], restricted: Sequence[tuple[Cuts, frozenset[int]]] = ()
 ) -> tuple[tuple[int, ...], ...] | None:
     """Parts of each axis of a given grid, as few as possible, that express all the cuts; None if none do.
 
@@ -77,17 +77,17 @@ def split(
     for extra in range(most + 1):
         fits = [
             parts
-            for parts in _partings(tuple(sizes), extra)
+            for parts in _partitions(tuple(sizes), extra)
             if all(expresses(tuple(itertools.chain(*parts)), cuts, ordered=False) for cuts in wanted)
-            and all(_beside(parts, cuts, taken) for cuts, taken in beside)
+            and all(_expressible_without(parts, cuts, taken) for cuts, taken in restricted)
         ]
         if fits:
-            every = _distinct([*wanted, *(cuts for cuts, _ in beside)])
-            return min(fits, key=lambda parts: _appearance(every, tuple(itertools.chain(*parts))))
+            every = _distinct([*wanted, *(cuts for cuts, _ in restricted)])
+            return min(fits, key=lambda parts: _appearance_order(every, tuple(itertools.chain(*parts))))
     return None
 
 
-def _beside(parts: Sequence[tuple[int, ...]], cuts: Cuts, taken: frozenset[int]) -> bool:
+def _expressible_without(parts: Sequence[tuple[int, ...]], cuts: Cuts, taken: frozenset[int]) -> bool:
     """Whether the parts of all axes but some express cuts."""
     free = itertools.chain(*(own for i, own in enumerate(parts) if i not in taken))
     return expresses(tuple(free), cuts, ordered=False)
@@ -182,7 +182,7 @@ def _by_length(count: int) -> Iterator[list[tuple[int, ...]]]:
         yield list(factorizations(count, parts))
 
 
-def _partings(sizes: tuple[int, ...], extra: int) -> Iterator[tuple[tuple[int, ...], ...]]:
+def _partitions(sizes: tuple[int, ...], extra: int) -> Iterator[tuple[tuple[int, ...], ...]]:
     """Ways to cut the axes into parts with `extra` more parts than axes."""
     if not sizes:
         if extra == 0:
@@ -192,7 +192,7 @@ def _partings(sizes: tuple[int, ...], extra: int) -> Iterator[tuple[tuple[int, .
     for more in range(min(extra, max(len(prime_factors(head)) - 1, 0)) + 1):
         own = [(1,)] if head == 1 else factorizations(head, more + 1)
         for parts in own:
-            for others in _partings(rest, extra - more):
+            for others in _partitions(rest, extra - more):
                 yield (parts, *others)
 
 
@@ -200,7 +200,7 @@ def _distinct(wanted: Sequence[Cuts]) -> tuple[Cuts, ...]:
     return tuple(dict.fromkeys(tuple(c for c in cuts if c > 1) for cuts in wanted))
 
 
-def _appearance(wanted: Sequence[Cuts], grid: tuple[int, ...]) -> tuple:
+def _appearance_order(wanted: Sequence[Cuts], grid: tuple[int, ...]) -> tuple:
     seen = list(dict.fromkeys(c for cuts in wanted for c in cuts))
     first = {size: i for i, size in enumerate(seen)}
     return tuple(first.get(s, len(seen)) for s in grid), tuple(-s for s in grid)

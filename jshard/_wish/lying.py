@@ -39,22 +39,22 @@ class Placement:
     """
 
     mesh: Mesh | AbstractMesh | None = None
-    wishes: tuple[tuple[int, NamedSharding], ...] = ()
+    sharded: tuple[tuple[int, NamedSharding], ...] = ()
 
 
-def placement(leaves: Sequence[Any], *, follow: bool = True) -> Placement:
+def placement(leaves: Sequence[Any], *, use_argument_mesh: bool = True) -> Placement:
     """The placement of the flat arguments of a call; its mesh is theirs if they are all over the same devices.
 
     `follow`: whether the mesh is to be that of the arguments.
     """
-    lying = [(i, s) for i, x in enumerate(leaves) if (s := sharding_of(x)) is not None]
-    wishes = tuple((i, s) for i, s in lying if cuts(s, leaves[i].shape))
+    lying = [(i, s) for i, x in enumerate(leaves) if (s := committed_sharding(x)) is not None]
+    wishes = tuple((i, s) for i, s in lying if is_sharded(s, leaves[i].shape))
     meshes = [s.mesh for _, s in (*wishes, *lying)]
-    alike = len({_who(m) for m in meshes}) == 1
-    return Placement(meshes[0] if follow and alike else None, wishes)
+    alike = len({_device_set(m) for m in meshes}) == 1
+    return Placement(meshes[0] if use_argument_mesh and alike else None, wishes)
 
 
-def sharding_of(x: Any) -> NamedSharding | None:
+def committed_sharding(x: Any) -> NamedSharding | None:
     """The sharding over several devices that an array was given; None for all that says nothing of a mesh."""
     if isinstance(x, jax.ShapeDtypeStruct):
         found = x.sharding
@@ -70,25 +70,25 @@ def sharding_of(x: Any) -> NamedSharding | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def cuts(sharding: NamedSharding, shape: Sequence[int]) -> bool:
+def is_sharded(sharding: NamedSharding, shape: Sequence[int]) -> bool:
     """Whether a sharding cuts anything."""
-    return any(n > 1 for n in _pieces(sharding, len(shape)))
+    return any(n > 1 for n in _shards_per_dim(sharding, len(shape)))
 
 
 @functools.lru_cache(maxsize=4096)
-def axes_here(
-    lying: NamedSharding, shape: Sequence[int], mesh: Mesh | AbstractMesh
+def equivalent_axes(
+    sharding: NamedSharding, shape: Sequence[int], mesh: Mesh | AbstractMesh
 ) -> tuple[tuple[str, ...], ...] | None:
     """Axes of `mesh` for each dimension under which every device has the block it has now; None if none do."""
-    where = _positions(lying.mesh, mesh)
+    where = _device_positions(sharding.mesh, mesh)
     if where is None:
         return None
     grid = tuple(mesh.axis_sizes)
-    numbers = _numbers(lying, len(shape))[where].reshape(*grid, len(shape))
+    numbers = _block_indices(sharding, len(shape))[where].reshape(*grid, len(shape))
     out = []
-    for k, pieces in enumerate(_pieces(lying, len(shape))):
+    for k, pieces in enumerate(_shards_per_dim(sharding, len(shape))):
         mine = numbers[..., k]
-        steps = [int(mine[_unit(a, grid)]) - int(mine[(0,) * len(grid)]) for a in range(len(grid))]
+        steps = [int(mine[_unit_step(a, grid)]) - int(mine[(0,) * len(grid)]) for a in range(len(grid))]
         axes = sorted((a for a in range(len(grid)) if steps[a]), key=lambda a: -steps[a])
         if math.prod(grid[a] for a in axes) != pieces:
             return None
@@ -102,39 +102,39 @@ def axes_here(
     return tuple(out)
 
 
-def in_order(lying: NamedSharding, mesh: Mesh | AbstractMesh) -> bool:
+def same_device_order(sharding: NamedSharding, mesh: Mesh | AbstractMesh) -> bool:
     """Whether an array lies on the devices of `mesh` in their order: axes of one may then be parts of the other's."""
-    where = _positions(lying.mesh, mesh)
+    where = _device_positions(sharding.mesh, mesh)
     return where is not None and np.array_equal(where, np.arange(len(where)))
 
 
-def received(lying: Sharding, target: NamedSharding, shape: Sequence[int], itemsize: int) -> int:
+def max_received_bytes(source: Sharding, target: NamedSharding, shape: Sequence[int], itemsize: int) -> int:
     """Bytes that the device receives which receives most, when an array is moved from where it lies.
 
     Each device keeps what of its new block it has already.
     """
     shape = tuple(shape)
-    places = any(isinstance(getattr(s, "mesh", None), AbstractMesh) for s in (lying, target))
-    have, want = _blocks(lying, shape, places), _blocks(target, shape, places)
+    places = any(isinstance(getattr(s, "mesh", None), AbstractMesh) for s in (source, target))
+    have, want = _blocks(source, shape, places), _blocks(target, shape, places)
     most = 0
     for device, block in want.items():
         size = math.prod(b - a for a, b in block)
         kept = 0
-        if device in have and lying.memory_kind == target.memory_kind:
+        if device in have and source.memory_kind == target.memory_kind:
             both = zip(block, have[device], strict=True)
             kept = math.prod(max(0, min(b, d) - max(a, c)) for (a, b), (c, d) in both)
         most = max(most, size - kept)
     return most * itemsize
 
 
-def same_devices(lying: Mesh | AbstractMesh, mesh: Mesh | AbstractMesh) -> bool:
+def same_devices(argument_mesh: Mesh | AbstractMesh, mesh: Mesh | AbstractMesh) -> bool:
     """Whether arguments on one mesh are on the devices of a planned one; of a type in a trace only sizes are known."""
-    if isinstance(lying, AbstractMesh):
-        return lying.size == mesh.size
-    return _who(lying) == _who(mesh)
+    if isinstance(argument_mesh, AbstractMesh):
+        return argument_mesh.size == mesh.size
+    return _device_set(argument_mesh) == _device_set(mesh)
 
 
-def said(sharding: Sharding) -> str:
+def describe_sharding(sharding: Sharding) -> str:
     """Where an array lies, for people: `P('data') on data=4 x model=2`, or the device."""
     if isinstance(sharding, NamedSharding):
         axes = " x ".join(
@@ -147,45 +147,45 @@ def said(sharding: Sharding) -> str:
     return str(devices[0]) if len(devices) == 1 else f"{len(devices)} devices"
 
 
-def _who(mesh: Mesh | AbstractMesh) -> Any:
+def _device_set(mesh: Mesh | AbstractMesh) -> Any:
     """What two meshes over the same devices have in common."""
     return frozenset(mesh.devices.flat) if isinstance(mesh, Mesh) else mesh.size
 
 
-def _positions(lying: Mesh | AbstractMesh, mesh: Mesh | AbstractMesh) -> np.ndarray | None:
+def _device_positions(other: Mesh | AbstractMesh, mesh: Mesh | AbstractMesh) -> np.ndarray | None:
     """For each device of `mesh`, in its flat order, its place in the other; None if it is over other devices."""
-    if lying.size != mesh.size:
+    if other.size != mesh.size:
         return None
-    if not (isinstance(lying, Mesh) and isinstance(mesh, Mesh)):
+    if not (isinstance(other, Mesh) and isinstance(mesh, Mesh)):
         return np.arange(mesh.size)
-    places = {d: i for i, d in enumerate(lying.devices.flat)}
+    places = {d: i for i, d in enumerate(other.devices.flat)}
     if any(d not in places for d in mesh.devices.flat):
         return None
     return np.array([places[d] for d in mesh.devices.flat])
 
 
-def _entries(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...]]:
+def _axes_per_dim(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...]]:
     spec = (*sharding.spec, *(None,) * (ndim - len(sharding.spec)))
     return [d if isinstance(d, tuple) else () if d is None else (d,) for d in spec]
 
 
-def _pieces(sharding: NamedSharding, ndim: int) -> list[int]:
+def _shards_per_dim(sharding: NamedSharding, ndim: int) -> list[int]:
     sizes = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_sizes, strict=True))
-    return [math.prod(sizes[a] for a in d) for d in _entries(sharding, ndim)]
+    return [math.prod(sizes[a] for a in d) for d in _axes_per_dim(sharding, ndim)]
 
 
-def _numbers(sharding: NamedSharding, ndim: int) -> np.ndarray:
+def _block_indices(sharding: NamedSharding, ndim: int) -> np.ndarray:
     """(devices, dimensions) the number of each device's block along each dimension."""
     names, sizes = list(sharding.mesh.axis_names), tuple(sharding.mesh.axis_sizes)
     at = np.stack(np.unravel_index(np.arange(math.prod(sizes)), sizes), axis=-1)
     out = np.zeros((len(at), ndim), dtype=np.int64)
-    for k, axes in enumerate(_entries(sharding, ndim)):
+    for k, axes in enumerate(_axes_per_dim(sharding, ndim)):
         for a in axes:
             out[:, k] = out[:, k] * sizes[names.index(a)] + at[:, names.index(a)]
     return out
 
 
-def _unit(axis: int, grid: Sequence[int]) -> tuple[int, ...]:
+def _unit_step(axis: int, grid: Sequence[int]) -> tuple[int, ...]:
     return tuple(min(1, n - 1) if b == axis else 0 for b, n in enumerate(grid))
 
 
@@ -194,13 +194,13 @@ def _blocks(
 ) -> dict[Any, tuple[tuple[int, int], ...]]:
     """The block of each device (or of each place on the mesh), as (start, end) of every dimension."""
     if isinstance(sharding, NamedSharding):
-        pieces = _pieces(sharding, len(shape))
+        pieces = _shards_per_dim(sharding, len(shape))
         sizes = [s // n for s, n in zip(shape, pieces, strict=True)]
         mesh = sharding.mesh
         devices = list(mesh.devices.flat) if isinstance(mesh, Mesh) and not places else range(mesh.size)
         return {
             d: tuple((int(i) * n, (int(i) + 1) * n) for i, n in zip(row, sizes, strict=True))
-            for d, row in zip(devices, _numbers(sharding, len(shape)), strict=True)
+            for d, row in zip(devices, _block_indices(sharding, len(shape)), strict=True)
         }
     found = sharding.devices_indices_map(shape)
     return {

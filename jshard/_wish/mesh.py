@@ -31,15 +31,15 @@ from jshard._wish import grid
 from jshard._wish.entries import (
     EVERY_DEVICE,
     Pin,
-    a_type,
+    type_with_article,
     check_divides,
     nearest_strategy,
-    one_of,
-    pieces,
+    join_choices,
+    format_pieces,
     possible_cuts,
 )
-from jshard._wish.foreign import adopt, boundaries, forced_parts, spec_axes, translation, unknown_axis
-from jshard._wish.lying import in_order
+from jshard._wish.foreign import resolve_mesh, boundaries, required_splits, spec_axes, axis_translation, unknown_axis
+from jshard._wish.lying import same_device_order
 
 
 PLATFORMS = {"cpu": ("cpu",), "gpu": ("gpu", "cuda", "rocm"), "tpu": ("tpu",)}
@@ -60,17 +60,17 @@ class ChosenMesh:
 
     mesh: Mesh | AbstractMesh
     axes: MeshAxes
-    user: Mesh | AbstractMesh | None
-    how: str
-    renamed: Mapping[str, tuple[str, ...]]
+    user_mesh: Mesh | AbstractMesh | None
+    source: str
+    axis_parts: Mapping[str, tuple[str, ...]]
     pins: tuple[Pin | None, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.axes} ({self.how})"
+        return f"{self.axes} ({self.source})"
 
 
 @dataclasses.dataclass(frozen=True)
-class Joint:
+class JointConstraint:
     """Pins that one operator must keep at once: each of its loop indices takes axes of its own.
 
     `cuts`: the pieces of every loop index that a pin cuts by count, as a strategy of one tensor would have them.
@@ -92,10 +92,10 @@ def choose_mesh(
     pins: Sequence[Pin | None],
     shapes: Sequence[Sequence[int] | None],
     devices: Sequence[Any] | None = None,
-    joint: Sequence[Joint] = (),
+    joint: Sequence[JointConstraint] = (),
     *,
-    follow: Mesh | AbstractMesh | None = None,
-    lying: Sequence[NamedSharding] = (),
+    argument_mesh: Mesh | AbstractMesh | None = None,
+    argument_shardings: Sequence[NamedSharding] = (),
 ) -> ChosenMesh:
     """The mesh to plan on, and the pins in its axes.
 
@@ -108,16 +108,16 @@ def choose_mesh(
     Raises `MeshError` for a mesh or device that cannot be used, `StrategyError` for a pin it cannot carry.
     """
     check_device(device)
-    user, how = _base_mesh(mesh, pins)
-    if user is None and mesh is None and follow is not None and _is_of(follow, device):
+    user, how = _mesh_and_source(mesh, pins)
+    if user is None and mesh is None and argument_mesh is not None and _is_on_platform(argument_mesh, device):
         with contextlib.suppress(StrategyError):  # what is asked may need more devices than they are on
-            there = [s for s in lying if in_order(s, follow)]
-            return _refined(follow, "arguments", pins, shapes, joint, there)
+            there = [s for s in argument_shardings if same_device_order(s, argument_mesh)]
+            return _split_axes(argument_mesh, "arguments", pins, shapes, joint, there)
     if user is None:
         found = list(devices) if devices is not None else _devices_of(device)
-        return _inferred(found, grid.coarsest, pins, shapes, joint)
+        return _infer_mesh(found, grid.fewest_axes, pins, shapes, joint)
     _check_mesh(user, device)
-    return _refined(user, how, pins, shapes, joint, [s for s in lying if in_order(s, user)])
+    return _split_axes(user, how, pins, shapes, joint, [s for s in argument_shardings if same_device_order(s, user)])
 
 
 def device_count(mesh: Any, device: str | None, entries: Any = None) -> int:
@@ -127,18 +127,18 @@ def device_count(mesh: Any, device: str | None, entries: Any = None) -> int:
     8
     """
     check_device(device)
-    user, _ = _base_mesh(mesh, [Pin((), None, "", m) for m in _meshes_named(entries)])
+    user, _ = _mesh_and_source(mesh, [Pin((), None, "", m) for m in _meshes_of_shardings(entries)])
     return len(_devices_of(device)) if user is None else user.size
 
 
-def _meshes_named(entries: Any) -> Iterator[Any]:
+def _meshes_of_shardings(entries: Any) -> Iterator[Any]:
     """The meshes of the `NamedSharding`s among some entries."""
     if isinstance(entries, NamedSharding):
         yield entries.mesh
     elif isinstance(entries, Mapping):
-        yield from itertools.chain(*map(_meshes_named, entries.values()))
+        yield from itertools.chain(*map(_meshes_of_shardings, entries.values()))
     elif isinstance(entries, tuple | list) and not isinstance(entries, PartitionSpec):
-        yield from itertools.chain(*map(_meshes_named, entries))
+        yield from itertools.chain(*map(_meshes_of_shardings, entries))
 
 
 def candidate_meshes(
@@ -146,47 +146,47 @@ def candidate_meshes(
     pins: Sequence[Pin | None],
     shapes: Sequence[Sequence[int] | None],
     devices: Sequence[Any] | None = None,
-    joint: Sequence[Joint] = (),
+    joint: Sequence[JointConstraint] = (),
 ) -> tuple[ChosenMesh, ...]:
     """Every mesh the pins allow on the devices, coarsest first: what `mesh="auto"` tries."""
     check_device(device)
     found = list(devices) if devices is not None else _devices_of(device)
-    _check_counts(pins, shapes, len(found), joint)
-    few = _few(len(found), pins, joint)
-    return tuple(_inferred(found, lambda n, w, sizes=sizes: sizes, pins, shapes, joint) for sizes in few)
+    _check_device_counts(pins, shapes, len(found), joint)
+    few = _grids_to_try(len(found), pins, joint)
+    return tuple(_infer_mesh(found, lambda n, w, sizes=sizes: sizes, pins, shapes, joint) for sizes in few)
 
 
 def candidate_grids(
     count: int,
     pins: Sequence[Pin | None],
     shapes: Sequence[Sequence[int] | None],
-    joint: Sequence[Joint] = (),
+    joint: Sequence[JointConstraint] = (),
 ) -> tuple[dict[str, int], ...]:
     """Axes of every grid of so many devices that the pins allow: what `mesh="auto:v5e:4x4"` tries.
 
     >>> candidate_grids(8, [Pin((2, None), None, "x")], [(16, 16)])
     ({'x': 2, 'y': 4}, {'x': 2, 'y': 2, 'z': 2})
     """
-    _check_counts(pins, shapes, count, joint)
-    return tuple(dict(zip(AXIS_NAMES, sizes, strict=False)) for sizes in _few(count, pins, joint))
+    _check_device_counts(pins, shapes, count, joint)
+    return tuple(dict(zip(AXIS_NAMES, sizes, strict=False)) for sizes in _grids_to_try(count, pins, joint))
 
 
-def _few(count: int, pins: Sequence[Pin | None], joint: Sequence[Joint]) -> list[tuple[int, ...]]:
+def _grids_to_try(count: int, pins: Sequence[Pin | None], joint: Sequence[JointConstraint]) -> list[tuple[int, ...]]:
     """Grids to try: of at most three axes, unless the pins need more; a plan on four takes minutes to find."""
-    every = grid.grids(count, _wanted(pins, joint))
+    every = grid.grids(count, _required_cuts(pins, joint))
     return [g for g in every if len(g) <= max(3, len(every[0]))] or [()]
 
 
 def resolve_pin(pin: Pin | None, chosen: ChosenMesh, shape: Sequence[int] | None) -> Pin | None:
     """The pin in the axes of the chosen mesh: user axes replaced by their parts, cuts filled in, checked."""
-    if chosen.user is not None:
-        pin = adopt(pin, chosen.user)
+    if chosen.user_mesh is not None:
+        pin = resolve_mesh(pin, chosen.user_mesh)
     if pin is None:
         return None
     axes = pin.axes
     sizes: dict[str, int] = {}
     if axes is not None:
-        names = translation(pin, chosen.axes, chosen.renamed)
+        names = axis_translation(pin, chosen.axes, chosen.axis_parts)
         sizes = {axis: chosen.axes.size(*parts) for axis, parts in names.items()}
         for axis in spec_axes(pin):
             if axis not in names:
@@ -212,7 +212,7 @@ def resolve_pin(pin: Pin | None, chosen: ChosenMesh, shape: Sequence[int] | None
 def check_mesh(mesh: Any) -> None:
     """Raise a `MeshError` unless `mesh` is a value that `shard` takes."""
     if not (isinstance(mesh, str) and mesh.partition(":")[0] == "auto"):
-        _base_mesh(mesh, ())
+        _mesh_and_source(mesh, ())
 
 
 def check_axes_divide(
@@ -236,7 +236,7 @@ def check_axes_divide(
             f"a cut of {cut}, by mesh {'axis' if len(own) == 1 else 'axes'} {' and '.join(map(repr, own))}, does not "
             f"divide dimension {dim}, of size {size}",
             where=pin.where,
-            fix=f"{one_of([*offered, None])} there, or P.UNCONSTRAINED to leave it to the search",
+            fix=f"{join_choices([*offered, None])} there, or P.UNCONSTRAINED to leave it to the search",
         )
 
 
@@ -252,11 +252,11 @@ def check_device(device: Any) -> None:
         )
     if isinstance(device, str) and device.lower() in PLATFORMS:
         raise MeshError(f"device={device!r} is not known", where="device", fix=f"device={device.lower()!r}")
-    what = f"device={device!r} is not known" if isinstance(device, str) else f"device is {a_type(device)}"
+    what = f"device={device!r} is not known" if isinstance(device, str) else f"device is {type_with_article(device)}"
     raise MeshError(what, where="device", fix="device='tpu', 'gpu' or 'cpu', or None for the default backend")
 
 
-def _is_of(mesh: Mesh | AbstractMesh, device: str | None) -> bool:
+def _is_on_platform(mesh: Mesh | AbstractMesh, device: str | None) -> bool:
     return device is None or _platform(mesh) in (None, *PLATFORMS[device])
 
 
@@ -266,13 +266,13 @@ def _platform(mesh: Mesh | AbstractMesh) -> str | None:
     return getattr(mesh.abstract_device, "platform", None)
 
 
-def _base_mesh(mesh: Any, pins: Sequence[Pin | None]) -> tuple[Mesh | AbstractMesh | None, str]:
+def _mesh_and_source(mesh: Any, pins: Sequence[Pin | None]) -> tuple[Mesh | AbstractMesh | None, str]:
     if mesh is not None and not (isinstance(mesh, str) and mesh == "auto"):
         for name in ("jax_mesh", "mesh"):
             if not isinstance(mesh, Mesh | AbstractMesh):
                 mesh = getattr(mesh, name, mesh)
         if not isinstance(mesh, Mesh | AbstractMesh):
-            shown = f"mesh={mesh!r} is not known" if isinstance(mesh, str) else f"mesh is {a_type(mesh)}"
+            shown = f"mesh={mesh!r} is not known" if isinstance(mesh, str) else f"mesh is {type_with_article(mesh)}"
             raise MeshError(
                 shown,
                 where="mesh",
@@ -309,7 +309,7 @@ def _check_mesh(mesh: Mesh | AbstractMesh, device: str | None) -> None:
     for name in mesh.axis_names:
         if not isinstance(name, str):
             raise MeshError(
-                f"mesh axis {name!r} is {a_type(name)}", where="mesh", fix="axis names as strings"
+                f"mesh axis {name!r} is {type_with_article(name)}", where="mesh", fix="axis names as strings"
             )
     for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True):
         if kind == AxisType.Manual:
@@ -318,7 +318,7 @@ def _check_mesh(mesh: Mesh | AbstractMesh, device: str | None) -> None:
                 where="mesh",
                 fix="call the sharded function outside of shard_map",
             )
-    if device is not None and not _is_of(mesh, device):
+    if device is not None and not _is_on_platform(mesh, device):
         raise MeshError(
             f"device={device!r}, but the mesh is of {_platform(mesh)} devices",
             where="device and mesh",
@@ -337,7 +337,7 @@ def _devices_of(device: str | None) -> list[Any]:
         ) from error
 
 
-def _wanted(pins: Sequence[Pin | None], joint: Sequence[Joint]) -> list[tuple[int, ...]]:
+def _required_cuts(pins: Sequence[Pin | None], joint: Sequence[JointConstraint]) -> list[tuple[int, ...]]:
     """Cuts that the grid must express; specs name axes, and "every device" is expressed by any grid."""
     alone = [
         tuple(c for c in p.cuts if c is not None and c != EVERY_DEVICE)
@@ -347,12 +347,12 @@ def _wanted(pins: Sequence[Pin | None], joint: Sequence[Joint]) -> list[tuple[in
     return alone + [j.cuts for j in joint if not j.specs]
 
 
-def _inferred(
+def _infer_mesh(
     devices: list[Any],
     arrange: Any,
     pins: Sequence[Pin | None],
     shapes: Sequence[Any],
-    joint: Sequence[Joint],
+    joint: Sequence[JointConstraint],
 ) -> ChosenMesh:
     for pin in pins:
         axis = next(spec_axes(pin), None)
@@ -362,8 +362,8 @@ def _inferred(
                 where=pin.where,
                 fix="mesh=..., or `with jax.set_mesh(mesh):` around the call, or pieces per dimension",
             )
-    _check_counts(pins, shapes, len(devices), joint)
-    sizes = arrange(len(devices), _wanted(pins, joint)) or (1,)
+    _check_device_counts(pins, shapes, len(devices), joint)
+    sizes = arrange(len(devices), _required_cuts(pins, joint)) or (1,)
     names = tuple(AXIS_NAMES[i] if i < len(AXIS_NAMES) else f"x{i}" for i in range(len(sizes)))
     auto = (AxisType.Auto,) * len(sizes)
     try:
@@ -372,28 +372,28 @@ def _inferred(
     except (NotImplementedError, ValueError):
         made = Mesh(np.asarray(devices, dtype=object).reshape(sizes), names, axis_types=auto)
     chosen = ChosenMesh(made, MeshAxes(names, sizes), None, "inferred", {n: (n,) for n in names})
-    return _with_pins(chosen, pins, shapes)
+    return _resolve_pins(chosen, pins, shapes)
 
 
-def _refined(
+def _split_axes(
     user: Mesh | AbstractMesh,
-    how: str,
+    source: str,
     pins: Sequence[Pin | None],
     shapes: Sequence[Any],
-    joint: Sequence[Joint],
-    lying: Sequence[NamedSharding] = (),
+    joint: Sequence[JointConstraint],
+    argument_shardings: Sequence[NamedSharding] = (),
 ) -> ChosenMesh:
-    pins = [adopt(pin, user) for pin in pins]
+    pins = [resolve_mesh(pin, user) for pin in pins]
     for pin in pins:
         for axis in spec_axes(pin) if pin is not None and pin.mesh is None else ():
             if pin is not None and axis not in user.axis_names:
                 raise unknown_axis(pin, axis, user.axis_names)
-    forced = forced_parts(user, pins, [s.mesh for s in lying])
+    forced = required_splits(user, pins, [s.mesh for s in argument_shardings])
     whole = tuple(itertools.chain(*forced))
-    beside = [(j.cuts, _taken(j, pins, user, whole)) for j in joint if j.specs]
+    beside = [(j.cuts, _parts_of_named_axes(j, pins, user, whole)) for j in joint if j.specs]
     free = [math.prod(s for i, s in enumerate(whole) if i not in taken) for _, taken in beside]
-    _check_counts(pins, shapes, math.prod(user.axis_sizes), joint, free)
-    split_parts = grid.split(whole, _wanted(pins, joint), beside)
+    _check_device_counts(pins, shapes, math.prod(user.axis_sizes), joint, free)
+    split_parts = grid.split(whole, _required_cuts(pins, joint), beside)
     assert split_parts is not None, (
         "prime factors express every tuple of cuts whose product divides the device count"
     )
@@ -410,12 +410,12 @@ def _refined(
         taken.update(renamed[axis])
     names = tuple(itertools.chain(*renamed.values()))
     inner = tuple(itertools.chain(*parts))
-    chosen = ChosenMesh(_rebuilt(user, names, inner), MeshAxes(names, inner), user, how, renamed)
-    return _with_pins(chosen, pins, shapes)
+    chosen = ChosenMesh(_with_axes(user, names, inner), MeshAxes(names, inner), user, source, renamed)
+    return _resolve_pins(chosen, pins, shapes)
 
 
-def _taken(
-    joint: Joint, pins: Sequence[Pin | None], user: Mesh | AbstractMesh, parts: Sequence[int]
+def _parts_of_named_axes(
+    joint: JointConstraint, pins: Sequence[Pin | None], user: Mesh | AbstractMesh, parts: Sequence[int]
 ) -> frozenset[int]:
     """Which of the parts of the user's axes belong to an axis that a spec of some pins names."""
     ends = boundaries(parts)
@@ -432,7 +432,7 @@ def _taken(
     return frozenset(out)
 
 
-def _rebuilt(
+def _with_axes(
     user: Mesh | AbstractMesh, names: tuple[str, ...], sizes: tuple[int, ...]
 ) -> Mesh | AbstractMesh:
     auto = (AxisType.Auto,) * len(names)
@@ -443,16 +443,16 @@ def _rebuilt(
     return AbstractMesh(sizes, names, axis_types=auto, abstract_device=user.abstract_device)
 
 
-def _with_pins(chosen: ChosenMesh, pins: Sequence[Pin | None], shapes: Sequence[Any]) -> ChosenMesh:
+def _resolve_pins(chosen: ChosenMesh, pins: Sequence[Pin | None], shapes: Sequence[Any]) -> ChosenMesh:
     resolved = tuple(resolve_pin(p, chosen, s) for p, s in zip(pins, shapes, strict=True))
     return dataclasses.replace(chosen, pins=resolved)
 
 
-def _check_counts(
+def _check_device_counts(
     pins: Sequence[Pin | None],
     shapes: Sequence[Any],
     count: int,
-    joint: Sequence[Joint] = (),
+    joint: Sequence[JointConstraint] = (),
     beside: Sequence[int] = (),
 ) -> None:
     """Raise a `StrategyError` for cuts that no grid of `count` devices has; `beside` are the devices that are left by
@@ -476,7 +476,7 @@ def _check_counts(
                 raise StrategyError(
                     f"a cut of {cut} in dimension {dim}: no grid of {devices} has it",
                     where=pin.where,
-                    fix=f"{pieces(possible_cuts(pin.cuts, shape, dim, count))} there",
+                    fix=f"{format_pieces(possible_cuts(pin.cuts, shape, dim, count))} there",
                 )
         if count % made:
             raise StrategyError(
@@ -492,5 +492,5 @@ def _check_counts(
             raise StrategyError(
                 f"{j.what} cut what it loops over into {made} pieces together, which do not divide {of}",
                 where=j.where,
-                fix=f"cuts that make {pieces(grid.divisors(free))} together, or None for all but one of them",
+                fix=f"cuts that make {format_pieces(grid.divisors(free))} together, or None for all but one of them",
             )

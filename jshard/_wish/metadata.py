@@ -39,29 +39,29 @@ def with_metadata(
         return tuple(pins)
     found: list[Pin | None] = []
     for name, value in (*zip(names, args, strict=False), *sorted(kwargs.items())):
-        for path, node in jax.tree_util.tree_flatten_with_path(value, is_leaf=_tells)[0]:
+        for path, node in jax.tree_util.tree_flatten_with_path(value, is_leaf=_has_spec)[0]:
             found += _pins_of(node, name, path, frozenset(axes))
     return tuple(p if p is not None else m for p, m in itertools.zip_longest(pins, found))
 
 
-def _tells(node: Any) -> bool:
+def _has_spec(node: Any) -> bool:
     return hasattr(type(node), SPEC)
 
 
 def _pins_of(node: Any, name: str, path: Sequence[Any], axes: frozenset[str]) -> list[Pin | None]:
-    if not _tells(node):
+    if not _has_spec(node):
         return [None]
     leaves = jax.tree.leaves(node)
     spec = getattr(node, SPEC)() if len(leaves) == 1 else None
     if spec is None or len(spec) > len(shape_of(leaves[0])):
         return [None] * len(leaves)
-    known = PartitionSpec(*(_known(d, axes) for d in spec))
+    known = PartitionSpec(*(_drop_unknown_axes(d, axes) for d in spec))
     return [
         parse_entry(known, shape_of(leaves[0]), f"partitioning metadata of {join(name, path_name(path))}")
     ]
 
 
-def _known(dimension: Any, axes: frozenset[str]) -> Any:
+def _drop_unknown_axes(dimension: Any, axes: frozenset[str]) -> Any:
     several = dimension if isinstance(dimension, tuple | list) else (dimension,)
     if all(a is None or a in axes for a in several):
         return dimension

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from jshard._errors import MeshError, ShardError
-from jshard._wish.entries import a_type, described
+from jshard._wish.entries import type_with_article, describe_value
 from jshard._wish.mesh import check_device
-from jshard._wish.strategies import nearest
+from jshard._wish.strategies import suggest
 
 
 LEVELS = {0: "compute-to-communication ratio", 1: "memory", 2: "speed"}
@@ -34,7 +34,7 @@ UNITS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class PlanOptions:
     """The checked arguments of `shard` that say how to plan."""
 
     level: int = 0
@@ -65,29 +65,29 @@ def check_options(
     strict: Any = False,
     hardware: Any = None,
     replication_price: Any = 1000.0,
-) -> Options:
+) -> PlanOptions:
     """The planning arguments; raises `ShardError` for the first wrong one."""
     check_device(device)
     if not isinstance(strict, bool | np.bool_):
-        raise ShardError(f"strict is {described(strict)}", where="strict", fix="strict=True or strict=False")
-    return Options(
+        raise ShardError(f"strict is {describe_value(strict)}", where="strict", fix="strict=True or strict=False")
+    return PlanOptions(
         check_level(level),
         device,
         parse_bytes(memory_budget),
         check_search(search),
         bool(strict),
         check_hardware(hardware),
-        check_price(replication_price),
+        check_replication_price(replication_price),
     )
 
 
-def check_price(price: Any) -> float:
+def check_replication_price(price: Any) -> float:
     """A number from 0 on."""
     number = isinstance(price, int | float | np.integer | np.floating) and not isinstance(price, bool)
     if number and 0 <= price < math.inf:
         return float(price)
     raise ShardError(
-        f"replication_price is {described(price)}",
+        f"replication_price is {describe_value(price)}",
         where="replication_price",
         fix="what a second of repeated product work counts: 1000, or 0 for no price beside its time",
     )
@@ -105,7 +105,7 @@ def check_level(level: Any) -> int:
     """
     fix = "0 (compute-to-communication ratio), 1 (memory) or 2 (speed)"
     if isinstance(level, bool | np.bool_) or not isinstance(level, int | np.integer):
-        raise ShardError(f"level is {described(level)}", where="level", fix=fix)
+        raise ShardError(f"level is {describe_value(level)}", where="level", fix=fix)
     if int(level) not in LEVELS:
         raise ShardError(f"level={level} is not a level", where="level", fix=fix)
     return int(level)
@@ -114,9 +114,9 @@ def check_level(level: Any) -> int:
 def check_search(search: Any) -> str:
     """ "optimal" or "propagation"."""
     if not isinstance(search, str):
-        raise ShardError(f"search is {described(search)}", where="search", fix="'optimal' or 'propagation'")
+        raise ShardError(f"search is {describe_value(search)}", where="search", fix="'optimal' or 'propagation'")
     if search not in SEARCHES:
-        raise ShardError(f"search={search!r} is not known", where="search", fix=nearest(search, SEARCHES))
+        raise ShardError(f"search={search!r} is not known", where="search", fix=suggest(search, SEARCHES))
     return search
 
 
@@ -128,7 +128,7 @@ def check_hardware(hardware: Any) -> Any:
         hardware
     ):
         raise MeshError(
-            f"hardware is {described(hardware)}",
+            f"hardware is {describe_value(hardware)}",
             where="hardware",
             fix='the name of a chip such as "tpu-v5e", or jshard.hardware.get(...)',
         )
@@ -143,7 +143,7 @@ def parse_bytes(amount: Any, what: str = "memory_budget") -> int | None:
     if isinstance(amount, bool | np.bool_) or not isinstance(
         amount, int | float | np.integer | np.floating | str
     ):
-        raise ShardError(f"{what} is {described(amount)}", where=what, fix=fix)
+        raise ShardError(f"{what} is {describe_value(amount)}", where=what, fix=fix)
     if isinstance(amount, str):
         found = re.fullmatch(r"\s*([+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z]*)\s*", amount)
         unit = found[2].upper() if found else ""
@@ -166,13 +166,13 @@ def check_function(fn: Any) -> Callable:
     if callable(fn):
         return fn
     raise ShardError(
-        f"shard takes a function, not {a_type(fn)}",
+        f"shard takes a function, not {type_with_article(fn)}",
         where="fn",
         fix="jshard.shard(f, in_strategy=...), or @jshard.shard(in_strategy=...) above the function",
     )
 
 
-def module_form(fn: Any) -> Callable | None:
+def flax_entry_point(fn: Any) -> Callable | None:
     """How a Flax module is sharded, as `jshard.flax` has left it on the class; None for what is no module.
 
     >>> module_form(lambda x: x) is None
@@ -204,8 +204,8 @@ def check_call_options(
     CallOptions(static_argnums=(1,), static_argnames=(), donate_argnums=(), donate_argnames=('state',))
     """
     options = CallOptions(
-        _numbers(static_argnums, "static_argnums"), _names(static_argnames, "static_argnames"),
-        _numbers(donate_argnums, "donate_argnums"), _names(donate_argnames, "donate_argnames"),
+        _check_positions(static_argnums, "static_argnums"), _check_names(static_argnames, "static_argnames"),
+        _check_positions(donate_argnums, "donate_argnums"), _check_names(donate_argnames, "donate_argnames"),
     )  # fmt: skip
     for statics, donated, kind in (
         (options.static_argnums, options.donate_argnums, "argnums"),
@@ -221,7 +221,7 @@ def check_call_options(
     return options
 
 
-def _numbers(value: Any, what: str) -> tuple[int, ...]:
+def _check_positions(value: Any, what: str) -> tuple[int, ...]:
     values = (
         ()
         if value is None
@@ -232,17 +232,17 @@ def _numbers(value: Any, what: str) -> tuple[int, ...]:
     for v in values:
         if isinstance(v, bool | np.bool_) or not isinstance(v, int | np.integer):
             raise ShardError(
-                f"{what} holds {v!r}, {a_type(v)}", where=what, fix=f"positions as ints: {what}=(0, 1)"
+                f"{what} holds {v!r}, {type_with_article(v)}", where=what, fix=f"positions as ints: {what}=(0, 1)"
             )
     return tuple(int(v) for v in values)
 
 
-def _names(value: Any, what: str) -> tuple[str, ...]:
+def _check_names(value: Any, what: str) -> tuple[str, ...]:
     iterable = isinstance(value, Sequence | set | frozenset) and not isinstance(value, str | bytes)
     values = () if value is None else value if iterable else (value,)
     for v in values:
         if not isinstance(v, str):
             raise ShardError(
-                f"{what} holds {v!r}, {a_type(v)}", where=what, fix=f'names as strings: {what}=("cfg",)'
+                f"{what} holds {v!r}, {type_with_article(v)}", where=what, fix=f'names as strings: {what}=("cfg",)'
             )
     return tuple(values)

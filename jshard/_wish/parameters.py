@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jshard._errors import StrategyError
-from jshard._wish.entries import Pin, a_type, parse_entry
+from jshard._wish.entries import Pin, type_with_article, parse_entry
 from jshard._wish.paths import VARIABLE_FIELDS, Leaf
 
 
@@ -45,12 +45,12 @@ def pins_by_name(
         return (None,) * len(leaves)
     if not isinstance(plan, Mapping):
         raise StrategyError(
-            f"{what} is {a_type(plan)}",
+            f"{what} is {type_with_article(plan)}",
             where=what,
             fix=f'a dict from parameter names to entries: {what}={{"w1": (1, 4)}}',
         )
-    names = flat_plan(plan, what)
-    index = Index.of(leaves)
+    names = flatten_plan(plan, what)
+    index = LeafIndex.of(leaves)
     claims: list[list[str]] = [[] for _ in leaves]
     for name in names:
         for i in index.find(name):
@@ -58,27 +58,27 @@ def pins_by_name(
     matched = {name for claim in claims for name in claim}
     missing = [name for name in names if name not in matched]
     if missing:
-        _report(missing, leaves, strict, what)
+        _report_unmatched(missing, leaves, strict, what)
     return tuple(
-        _settle(claim, names, leaf, what, devices) for claim, leaf in zip(claims, leaves, strict=True)
+        _most_specific(claim, names, leaf, what, devices) for claim, leaf in zip(claims, leaves, strict=True)
     )
 
 
 @dataclasses.dataclass(frozen=True)
-class Index:
+class LeafIndex:
     """Leaves by every name that reaches them directly, so that a plan of plain names needs no search."""
 
     direct: Mapping[Parts, Sequence[int]]
     paths: Sequence[Parts]
 
     @staticmethod
-    def of(leaves: Sequence[Leaf]) -> Index:
+    def of(leaves: Sequence[Leaf]) -> LeafIndex:
         """Index of the leaves of a call."""
         direct: dict[Parts, list[int]] = {}
         for i, leaf in enumerate(leaves):
-            for start in _starts(leaf):
+            for start in _direct_names(leaf):
                 direct.setdefault(start, []).append(i)
-        return Index(direct, [name_parts(leaf.path) for leaf in leaves])
+        return LeafIndex(direct, [name_parts(leaf.path) for leaf in leaves])
 
     def find(self, name: str) -> list[int]:
         """Indices of the leaves that a name reaches: by whole path, or failing that by the path's end."""
@@ -89,9 +89,9 @@ class Index:
                 found = list(self.direct.get(wanted, ()))
                 found = found or [i for i, path in enumerate(self.paths) if path[-len(wanted) :] == wanted]
             else:
-                hits = (i for path, at in self.direct.items() if _fits(wanted, path) for i in at)
+                hits = (i for path, at in self.direct.items() if _matches(wanted, path) for i in at)
                 found = sorted(set(hits))
-                found = found or [i for i, path in enumerate(self.paths) if _fits(("**", *wanted), path)]
+                found = found or [i for i, path in enumerate(self.paths) if _matches(("**", *wanted), path)]
             if found:
                 return found
         return []
@@ -105,7 +105,7 @@ def specificity(name: str) -> tuple[int, int, int]:
     return -double, -single, len("".join(parts).replace("*", "").replace("?", "")) + len(parts)
 
 
-def _settle(
+def _most_specific(
     claim: list[str], names: Mapping[str, Any], leaf: Leaf, what: str, devices: int | None
 ) -> Pin | None:
     if not claim:
@@ -116,7 +116,7 @@ def _settle(
         parse_entry(names[n], leaf.shape, f"{what}[{n!r}] (argument {leaf.path})", devices) for n in winners
     ]
     for name, pin in zip(winners[1:], pins[1:], strict=True):
-        same = pin is pins[0] is None or (pin is not None and pins[0] is not None and pin.same_wish(pins[0]))
+        same = pin is pins[0] is None or (pin is not None and pins[0] is not None and pin.same_constraint(pins[0]))
         if not same:
             raise StrategyError(
                 f"two names, equally specific, pin one tensor to {pins[0]} and to {pin}",
@@ -126,7 +126,7 @@ def _settle(
     return pins[0]
 
 
-def _report(missing: list[str], leaves: Sequence[Leaf], strict: bool, what: str) -> None:
+def _report_unmatched(missing: list[str], leaves: Sequence[Leaf], strict: bool, what: str) -> None:
     paths = list(dict.fromkeys(leaf.path for leaf in leaves))
     lines = [f"{name!r} ({_nearest(name, paths)})" for name in missing]
     said = f"{what} names no tensor of the arguments: " + "; ".join(lines)
@@ -148,12 +148,12 @@ def _nearest(name: str, paths: list[str], count: int = 3) -> str:
     return f"none is near; there are {', '.join(paths[:count])}" if paths else "the arguments hold no tensor"
 
 
-def flat_plan(plan: Mapping, what: str, prefix: str = "") -> dict[str, Any]:
+def flatten_plan(plan: Mapping, what: str, prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, entry in plan.items():
         if not isinstance(key, str | int) or isinstance(key, bool):
             raise StrategyError(
-                f"{what} has the key {key!r}, {a_type(key)}",
+                f"{what} has the key {key!r}, {type_with_article(key)}",
                 where=what,
                 fix="parameter names as strings",
             )
@@ -162,7 +162,7 @@ def flat_plan(plan: Mapping, what: str, prefix: str = "") -> dict[str, Any]:
                 f"{what} has an empty name, {key!r}", where=what, fix="parameter names such as 'w1'"
             )
         name = f"{prefix}{key}"
-        flat.update(flat_plan(entry, what, f"{name}.") if isinstance(entry, Mapping) else {name: entry})
+        flat.update(flatten_plan(entry, what, f"{name}.") if isinstance(entry, Mapping) else {name: entry})
     return flat
 
 
@@ -172,7 +172,7 @@ def name_parts(name: str) -> tuple[str, ...]:
     return tuple(p for i, p in enumerate(parts) if p != "self" or len(parts) == 1 or i == len(parts) - 1)
 
 
-def _starts(leaf: Leaf) -> list[tuple[str, ...]]:
+def _direct_names(leaf: Leaf) -> list[tuple[str, ...]]:
     """The path, the path without its argument, and without the `params` collections that follow it."""
     full = name_parts(leaf.path)
     inner = name_parts(leaf.inner)
@@ -189,18 +189,18 @@ def _is_glob(part: str) -> bool:
     return any(c in part for c in "*?[")
 
 
-def _fits(pattern: Parts, path: Parts) -> bool:
+def _matches(pattern: Parts, path: Parts) -> bool:
     """Whether the whole path fits the pattern; `reached` are the numbers of parts read so far."""
     reached = {0}
     for part in pattern:
         if part == "**":
             reached = set(range(min(reached), len(path) + 1))
         else:
-            reached = {i + 1 for i in reached if i < len(path) and _part_fits(path[i], part)}
+            reached = {i + 1 for i in reached if i < len(path) and _part_matches(path[i], part)}
         if not reached:
             return False
     return len(path) in reached
 
 
-def _part_fits(part: str, pattern: str) -> bool:
+def _part_matches(part: str, pattern: str) -> bool:
     return part == pattern or _is_glob(pattern) and fnmatch.fnmatchcase(part, pattern)

@@ -106,7 +106,7 @@ def is_leaf(tree: Any) -> bool:
     return jax.tree_util.all_leaves([tree])
 
 
-def children(tree: Any) -> list[tuple[Any, Any]]:
+def one_level(tree: Any) -> list[tuple[Any, Any]]:
     """One level of any pytree node: (key, child) in flattening order; empty for leaves and None.
 
     >>> [(key_name(k), child) for k, child in children({"b": 1, "a": (2, None)})]

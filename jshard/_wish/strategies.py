@@ -24,18 +24,18 @@ from jshard._wish.entries import (
     ENTRY_FORMS,
     EVERY_DEVICE,
     Pin,
-    a_type,
-    described,
+    type_with_article,
+    describe_value,
     is_entry,
     is_strategy,
     looks_like_strategy,
-    one_of,
+    join_choices,
     parse_entry,
     shown,
 )
 from jshard._wish.parameters import pins_by_name
 from jshard._wish.paths import (
-    children,
+    one_level,
     dtype_of,
     input_leaves,
     is_leaf,
@@ -69,12 +69,12 @@ def pins_for_inputs(
     pins: list[Pin | None] = []
     for name, value in (*zip(names, args, strict=False), *sorted(kwargs.items())):
         spot, entry = entries.get(name, (what, None))
-        pins += walk(entry, value, spot, "argument", name, devices=devices)
+        pins += match_prefix(entry, value, spot, "argument", name, devices=devices)
     if parameter_plan is None:
         return tuple(pins)
     leaves = input_leaves(args, kwargs, names)
     planned = pins_by_name(leaves, parameter_plan, strict=strict, devices=devices)
-    return tuple(_agreed(a, b) for a, b in zip(pins, planned, strict=True))
+    return tuple(_merge_pins(a, b) for a, b in zip(pins, planned, strict=True))
 
 
 def pins_for_outputs(
@@ -97,31 +97,31 @@ def pins_for_outputs(
     if isinstance(out_strategy, str):
         return _named_out_strategy(results, out_strategy, what)
     if is_leaf(results):
-        if isinstance(out_strategy, tuple | list) and any(map(_stands_in_a_list, out_strategy)):
+        if isinstance(out_strategy, tuple | list) and any(map(_is_inner_entry, out_strategy)):
             _check_results(out_strategy, 1, what)
-            return tuple(walk(out_strategy[0], results, f"{what}[0]", "result", "", devices=devices))
+            return tuple(match_prefix(out_strategy[0], results, f"{what}[0]", "result", "", devices=devices))
         if isinstance(out_strategy, tuple | list) and list(out_strategy) == [None]:
             return (None,)
-        return tuple(walk(out_strategy, results, what, "result", "", devices=devices))
+        return tuple(match_prefix(out_strategy, results, what, "result", "", devices=devices))
     if type(results) in (tuple, list):
         if is_entry(out_strategy):
             if len(results) == 1:
-                return tuple(walk(out_strategy, results[0], what, "result", "0", devices=devices))
+                return tuple(match_prefix(out_strategy, results[0], what, "result", "0", devices=devices))
             raise StrategyError(
                 f"{what} is one entry, {shown(out_strategy)}, but the function returns "
                 f"{_plural(len(results), 'result')}",
                 where=what,
-                fix=f"one entry per result: {what}={_padded([out_strategy], len(results))}",
+                fix=f"one entry per result: {what}={_format_entries([out_strategy], len(results))}",
             )
         if isinstance(out_strategy, tuple | list):
             _check_results(out_strategy, len(results), what)
-    return tuple(walk(out_strategy, results, what, "result", "", devices=devices))
+    return tuple(match_prefix(out_strategy, results, what, "result", "", devices=devices))
 
 
-def walk(
+def match_prefix(
     entry: Any,
     tree: Any,
-    spot: str,
+    written_at: str,
     kind: str,
     root: str,
     keys: tuple[Any, ...] = (),
@@ -132,48 +132,48 @@ def walk(
     `spot` says where the entry stands in what the user wrote; `kind`, `root` and `keys` what it is for.
     """
     path = join(root, path_name(keys))
-    where = f"{spot} ({kind} {path})" if path else f"{spot} (the {kind})"
+    where = f"{written_at} ({kind} {path})" if path else f"{written_at} (the {kind})"
     if entry is None:
         return [None] * len(jax.tree.leaves(tree))
     if is_leaf(tree):
         if dtype_of(tree) is None:
-            raise StrategyError(f"{a_type(tree)} is not an array and cannot be cut", where=where, fix="None")
+            raise StrategyError(f"{type_with_article(tree)} is not an array and cannot be cut", where=where, fix="None")
         return [parse_entry(entry, shape_of(tree), where, devices)]
     if is_entry(entry):
         leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
         return [
-            p for below, leaf in leaves for p in walk(entry, leaf, spot, kind, root, (*keys, *below), devices)
+            p for below, leaf in leaves for p in match_prefix(entry, leaf, written_at, kind, root, (*keys, *below), devices)
         ]
-    parts = children(tree)
+    parts = one_level(tree)
     pins: list[Pin | None] = []
-    for (suffix, inner), (key, child) in zip(_per_part(entry, tree, parts, where), parts, strict=True):
-        pins += walk(inner, child, spot + suffix, kind, root, (*keys, key), devices)
+    for (suffix, inner), (key, child) in zip(_entries_of_children(entry, tree, parts, where), parts, strict=True):
+        pins += match_prefix(inner, child, written_at + suffix, kind, root, (*keys, key), devices)
     return pins
 
 
-def _per_part(entry: Any, tree: Any, parts: list[tuple[Any, Any]], where: str) -> list[tuple[str, Any]]:
+def _entries_of_children(entry: Any, tree: Any, parts: list[tuple[Any, Any]], where: str) -> list[tuple[str, Any]]:
     """For each part of a pytree node: how it is written in the container `entry`, and its entry."""
     names = [key_name(key) for key, _ in parts]
     if isinstance(entry, Mapping):
         wanted = {str(k): k for k in entry}
         for name in wanted:
             if name not in names:
-                raise StrategyError(f"no part is named {name!r}", where=where, fix=nearest(name, names))
+                raise StrategyError(f"no part is named {name!r}", where=where, fix=suggest(name, names))
         return [(f"[{wanted[n]!r}]", entry[wanted[n]]) if n in wanted else ("", None) for n in names]
     if isinstance(entry, tuple | list):
         if len(entry) != len(parts):
             raise StrategyError(
                 f"{_plural(len(entry), 'entry', 'entries')} for {_plural(len(parts), 'part')}",
                 where=where,
-                fix=f"one entry for each part: {_some(names)}" if parts else "None",
+                fix=f"one entry for each part: {_abbreviate(names)}" if parts else "None",
             )
         return [(f"[{i}]", e) for i, e in enumerate(entry)]
     if type(entry) is type(tree):
-        wanted_parts = {key_name(key): inner for key, inner in children(entry)}
+        wanted_parts = {key_name(key): inner for key, inner in one_level(entry)}
         if list(wanted_parts) == names:
             return [(f".{n}", e) for n, e in wanted_parts.items()]
     raise StrategyError(
-        f"{a_type(entry)} is not an entry",
+        f"{type_with_article(entry)} is not an entry",
         where=where,
         fix=f"{ENTRY_FORMS}; or a dict, tuple or list of these for the parts of a pytree",
     )
@@ -220,7 +220,7 @@ def _entries_by_argument(
         for name in in_strategy:
             if name not in given and name not in names:
                 raise StrategyError(
-                    f"no argument is named {name!r}", where=what, fix=nearest(str(name), given)
+                    f"no argument is named {name!r}", where=what, fix=suggest(str(name), given)
                 )
         return {n: (f"{what}[{n!r}]", e) for n, e in in_strategy.items()}
     bare = isinstance(in_strategy, PartitionSpec | NamedSharding)
@@ -228,11 +228,11 @@ def _entries_by_argument(
         raise StrategyError(
             f"{what} is one entry, {shown(in_strategy)}, not one entry per argument",
             where=what,
-            fix=f"{what}={_padded([in_strategy], max(len(given), 1))}",
+            fix=f"{what}={_format_entries([in_strategy], max(len(given), 1))}",
         )
     if not isinstance(in_strategy, tuple | list):
         raise StrategyError(
-            f"{what} is {described(in_strategy)}",
+            f"{what} is {describe_value(in_strategy)}",
             where=what,
             fix="a tuple with one entry per positional argument, a dict by argument name, or None",
         )
@@ -240,16 +240,16 @@ def _entries_by_argument(
         raise StrategyError(
             f"{what} is a list of cuts, {in_strategy!r}, not one entry per argument",
             where=what,
-            fix=f"{what}={_padded([tuple(in_strategy)], max(len(given), 1))}",
+            fix=f"{what}={_format_entries([tuple(in_strategy)], max(len(given), 1))}",
         )
     need = max([len(args), *(i + 1 for i, n in enumerate(names) if n in kwargs)])
     if not need <= len(in_strategy) <= len(names):
         takes = names if len(in_strategy) > len(names) else names[:need]
         raise StrategyError(
             f"{what} has {_plural(len(in_strategy), 'entry', 'entries')}, but there "
-            f"{'is' if len(takes) == 1 else 'are'} {_plural(len(takes), 'argument')}: {_some(takes)}",
+            f"{'is' if len(takes) == 1 else 'are'} {_plural(len(takes), 'argument')}: {_abbreviate(takes)}",
             where=what,
-            fix=f"one entry per positional argument: {what}={_padded(in_strategy, len(takes))}",
+            fix=f"one entry per positional argument: {what}={_format_entries(in_strategy, len(takes))}",
         )
     return {n: (f"{what}[{i}]", e) for i, (n, e) in enumerate(zip(names, in_strategy, strict=False))}
 
@@ -257,7 +257,7 @@ def _entries_by_argument(
 def _named_out_strategy(results: Any, name: str, what: str) -> tuple[Pin | None, ...]:
     known = ("full_batch", "data_parallel")
     if name not in known:
-        raise StrategyError(f"{what}={name!r} is not known", where=what, fix=nearest(name, known))
+        raise StrategyError(f"{what}={name!r} is not known", where=what, fix=suggest(name, known))
     pins = []
     for keypath, leaf in jax.tree_util.tree_flatten_with_path(results)[0]:
         cuts = [1] * len(shape_of(leaf))
@@ -268,7 +268,7 @@ def _named_out_strategy(results: Any, name: str, what: str) -> tuple[Pin | None,
     return tuple(pins)
 
 
-def _stands_in_a_list(entry: Any) -> bool:
+def _is_inner_entry(entry: Any) -> bool:
     """Whether an element shows that what holds it is a list of entries, not one strategy."""
     return isinstance(entry, PartitionSpec | NamedSharding | tuple | list)
 
@@ -279,12 +279,12 @@ def _check_results(entries: Sequence[Any], count: int, what: str) -> None:
             f"{what} has {_plural(len(entries), 'entry', 'entries')}, but the function returns "
             f"{_plural(count, 'result')}",
             where=what,
-            fix=f"one entry per result: {what}={_padded(entries, count)}",
+            fix=f"one entry per result: {what}={_format_entries(entries, count)}",
         )
 
 
-def _agreed(a: Pin | None, b: Pin | None) -> Pin | None:
-    if a is None or b is None or a.same_wish(b):
+def _merge_pins(a: Pin | None, b: Pin | None) -> Pin | None:
+    if a is None or b is None or a.same_constraint(b):
         return a or b
     raise StrategyError(
         f"one tensor is pinned twice, to {a} and to {b}",
@@ -293,17 +293,17 @@ def _agreed(a: Pin | None, b: Pin | None) -> Pin | None:
     )
 
 
-def nearest(name: str, known: Sequence[str], count: int = 3) -> str:
+def suggest(name: str, known: Sequence[str], count: int = 3) -> str:
     """Known names nearest to a misspelt one, as prose.
 
     >>> nearest("kernal", ["kernel", "bias"]), nearest("q", ["kernel", "bias"])
     ("'kernel'", "'kernel' or 'bias'")
     """
     close = difflib.get_close_matches(name, known, n=count, cutoff=0.5) or list(known)[:8]
-    return one_of([repr(str(n)) for n in close]) if close else "nothing there"
+    return join_choices([repr(str(n)) for n in close]) if close else "nothing there"
 
 
-def _padded(entries: Sequence[Any], count: int) -> str:
+def _format_entries(entries: Sequence[Any], count: int) -> str:
     texts = [shown(e) for e in list(entries)[:count]] + ["None"] * (count - len(entries))
     return f"({', '.join(texts)}{',' if len(texts) == 1 else ''})"
 
@@ -312,5 +312,5 @@ def _plural(n: int, one: str, many: str = "") -> str:
     return f"{n or 'no'} {one if n == 1 else many or one + 's'}"
 
 
-def _some(names: Sequence[str], most: int = 8) -> str:
+def _abbreviate(names: Sequence[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + (f", and {len(names) - most} more" if len(names) > most else "")
