@@ -327,7 +327,7 @@ def test_what_jax_does_with_types_is_no_pin():
 
     with jax.set_mesh(EXPLICIT):
         plan = jshard.shard(jax.grad(f)).plan(A, B)
-    pins = [(op, pin) for op, _, _, pin in plan.search_again.wish.pins]
+    pins = [(op, pin) for op, _, _, pin in plan.search_again.request.pins]
     assert sorted(str(p) for _, p in pins) == ["P('d', 'm')", "P('m', None)"]
 
 

@@ -74,7 +74,7 @@ def test_memory_is_a_reason():
     def refuse(wish):
         raise MemoryBudgetError("no plan fits 10 bytes a device; the least found needs 20")
 
-    poor = dataclasses.replace(p, search_again=dataclasses.replace(p.search_again, run=refuse))
+    poor = dataclasses.replace(p, search_again=dataclasses.replace(p.search_again, plan_request=refuse))
     assert "unavailable: (1, 1) <- chosen (1, 2) (2, 1) and 3 more: memory: no plan fits 10 b" in str(
         poor.why("w")
     )
@@ -87,8 +87,8 @@ def test_no_line_is_longer_than_the_page():
 
 def test_the_end_of_a_path_is_enough_where_it_is_unique():
     p = plan("gpt")
-    assert p.search_again.matching("params.head") == ["params.head"]
-    assert p.search_again.matching("blocks.0.up.w") == ["params.blocks.0.up.w"]
+    assert p.search_again.names_matching("params.head") == ["params.head"]
+    assert p.search_again.names_matching("blocks.0.up.w") == ["params.blocks.0.up.w"]
     with pytest.raises(jshard.ShardError, match="has no argument, result, tensor or operator 'scale'"):
         p.why("scale")
 

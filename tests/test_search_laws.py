@@ -53,9 +53,9 @@ def random_network(seed: int, memory: bool = False, most: int = 7):
             intervals=np.concatenate(
                 [held.intervals, np.stack([start, start + rng.integers(0, 3, len(more))], 1)]
             ),
-            usage=(*held.usage, *(rng.integers(0, 6, sizes[v]).astype(float) for v in more)),
-            holder=np.concatenate([held.holder, more]),
-            table=np.concatenate([held.table, len(held.usage) + np.arange(len(more))]),
+            usage_tables=(*held.usage_tables, *(rng.integers(0, 6, sizes[v]).astype(float) for v in more)),
+            interval_variable=np.concatenate([held.interval_variable, more]),
+            interval_table=np.concatenate([held.interval_table, len(held.usage_tables) + np.arange(len(more))]),
         ),
     )
 

@@ -155,9 +155,9 @@ def test_a_limit_below_everything_names_variables_whatever_they_hold():
     more = dataclasses.replace(
         memory,
         intervals=np.concatenate([memory.intervals, [[1, 2]]]),
-        usage=(*memory.usage, np.array([3.0])),
-        holder=np.array([0, 1, 0]),
-        table=np.array([0, 1, 2]),
+        usage_tables=(*memory.usage_tables, np.array([3.0])),
+        interval_variable=np.array([0, 1, 0]),
+        interval_table=np.array([0, 1, 2]),
     )
     with pytest.raises(MemoryBudgetError, match="any assignment holds 12 bytes") as error:
         solve(dataclasses.replace(network, memory=more))

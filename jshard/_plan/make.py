@@ -200,7 +200,7 @@ def _with_prefetched_gather(made: Schedule, held: PeakProfile) -> PeakProfile:
     assert found is not None
     sizes = found.assignment.program.use_def.nbytes[found.tensor] / found.num_shards[found.target]
     more = float(sizes[found.regathered & ~found.only_slices].max(initial=0.0))
-    return dataclasses.replace(held, peak=held.peak + more, held=(*held.by_class, ("copies under way", more)))
+    return dataclasses.replace(held, peak=held.peak + more, by_class=(*held.by_class, ("copies under way", more)))
 
 
 def _solve_request(
@@ -223,8 +223,8 @@ def _solve_request(
     loose = problem_of(replication_price=0.0, price_of_scattering=False, second_copies=False)
     other = _solve_peak(loose, wish, on_progress).after(answer)
     if answer.peak < other.peak:
-        other = dataclasses.replace(answer, least=other.peak_bound)
-    return dataclasses.replace(other, built=built, found=schedule_cost(other.schedule, built), bound=answer.bound)
+        other = dataclasses.replace(answer, peak_bound=other.peak_bound)
+    return dataclasses.replace(other, network=built, schedule_cost=schedule_cost(other.schedule, built), bound=answer.bound)
 
 
 def _solve_time(
@@ -248,7 +248,7 @@ def _solve_time(
     if other.cost >= answer.cost:
         return answer
     proved = other.cost <= other.bound * (1 + _RELATIVE_ROUNDING) and other.bound <= other.cost * (1 + _RELATIVE_ROUNDING)
-    return other if proved else dataclasses.replace(other, built=built, bound=answer.bound)
+    return other if proved else dataclasses.replace(other, network=built, bound=answer.bound)
 
 
 def _with_unpriced_cost(answer: _ScheduledSolution, problem_of: Callable[..., PlanningNetwork]) -> _ScheduledSolution:
@@ -309,7 +309,7 @@ def _solve_peak(built: PlanningNetwork, wish: PlanRequest, on_progress: Callable
     if wish.level != 1:  # a budget: all within it are as good
         near = max(near, wish.memory_limit or 0.0)
     best = min((a for a in found if a.peak <= near), key=lambda a: (a.cost, a.peak))
-    return dataclasses.replace(best, bound=bound, least=bound, steps=steps)
+    return dataclasses.replace(best, bound=bound, peak_bound=bound, steps=steps)
 
 
 def _solve_under_budget(built: PlanningNetwork, wish: PlanRequest, free: _ScheduledSolution, on_progress: Callable[..., None] | None) -> _ScheduledSolution:

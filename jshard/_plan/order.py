@@ -305,5 +305,5 @@ def with_body_order(program: Program, steps: Sequence[int]) -> Program:
         outputs=tuple([new[i] for i in program.outputs]),
         body=block(dataclasses.replace(program.body, steps=tuple(body))),
         pins=tuple([(new[op], *rest) for op, *rest in program.pins]),
-        traced=tuple([new[old] for old in range(len(ops))]),
+        trace_order=tuple([new[old] for old in range(len(ops))]),
     )

@@ -94,7 +94,7 @@ def _as_requested(e: Emitted, asked: Sequence[Predicted]) -> Emitted:
         e = e.as_written()
     # TPUs multiply float32 in bfloat16, and send only that of what nothing else reads.
     narrow = e.shape.startswith(("bf16", "f16")) and {p.dtype for p in asked} == {"float32"}
-    return dataclasses.replace(e, promoted="f32", asked=2 * e.bytes) if narrow and e.requested_bytes is None else e
+    return dataclasses.replace(e, requested_dtype="f32", requested_bytes=2 * e.bytes) if narrow and e.requested_bytes is None else e
 
 
 def _with_equal_trips(row: MatchedRow) -> MatchedRow:
@@ -107,7 +107,7 @@ def _with_equal_trips(row: MatchedRow) -> MatchedRow:
     if len(turns) != 1 or min(turns) < 1 or min(turns) % 1:
         return row
     k = int(min(turns))
-    more = tuple(dataclasses.replace(f, count=f.count * k, turn=False) for f in few)
+    more = tuple(dataclasses.replace(f, count=f.count * k, in_open_loop=False) for f in few)
     return MatchedRow(more, row.emitted) if planned == {True} else MatchedRow(row.predicted, more)  # type: ignore[arg-type]
 
 
