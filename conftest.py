@@ -1,6 +1,6 @@
 """Sixteen CPU devices for every test and doctest, set before anything imports JAX.
 
-It lies beside `jshard/` and `tests/` so that `pytest jshard/_layout.py` alone has the devices too. Strict
+It lies beside `jshard/` and `tests/` so that `pytest jshard/_core/layout.py` alone has the devices too. Strict
 dtype and rank promotion stay off: the functions that users hand to `shard` may rely on promotion.
 """
 

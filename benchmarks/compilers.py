@@ -22,7 +22,7 @@ PINS = {
 }
 TOOLS = ("pytest", "pytest-xdist", "hypothesis", "optax", "scipy")
 
-# Set before Python starts, since the compilers read it when they load; see jshard/_doors.py.
+# Set before Python starts, since the compilers read it when they load; see jshard/_core/named_topology.py.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",

@@ -75,7 +75,7 @@ def judge(p: Any, level: int, chip: str | None, n: int, found: Counter[str]) -> 
     import numpy as np
     from law_costs import both_costs, close, random_assignments, searched, training
 
-    from jshard._errors import SearchError, StrategyError
+    from jshard._core.errors import SearchError, StrategyError
 
     with searched() as seen:
         try:
@@ -110,7 +110,7 @@ def rivals(p: Any, plan: Any, level: int, chip: str | None, n: int, found: Count
     """Other plans of a program, none of which may cost less than one called optimal."""
     from law_costs import training
 
-    from jshard._errors import ShardError
+    from jshard._core.errors import ShardError
 
     if not plan.cost.optimal:
         return

@@ -15,7 +15,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 
 import jshard  # noqa: E402
-from jshard._lower.interpret import spmd  # noqa: E402
+from jshard._lower.spmd import spmd  # noqa: E402
 
 
 class Gap(NamedTuple):

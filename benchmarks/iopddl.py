@@ -13,7 +13,7 @@ import resource
 import time
 from pathlib import Path
 
-from jshard._errors import ShardError
+from jshard._core.errors import ShardError
 from jshard._search import iopddl, solve
 
 

@@ -54,7 +54,7 @@ def main() -> int:
     import rules_validator  # pyright: ignore[reportMissingImports]
     from rules_table import NO_EXAMPLE  # pyright: ignore[reportMissingImports]
 
-    from jshard._rules.others import OPAQUE
+    from jshard._rules.primitives.opaque_operators import OPAQUE
     from jshard._rules.registry import REGISTRY
 
     start = time.perf_counter()

@@ -27,7 +27,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from jshard._verify.emitted import Emitted, EmittedProgram
-from jshard._verify.groups import read_groups, read_pairs
+from jshard._verify.replica_groups import read_groups, read_pairs
 
 
 Coordinates = Sequence[Sequence[int]]

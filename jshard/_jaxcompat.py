@@ -20,7 +20,7 @@ from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.state import AbstractRef
 from jax.interpreters import ad, batching, mlir, partial_eval
 
-from jshard._errors import MeshError, NestedShardError, ShardError
+from jshard._core.errors import MeshError, NestedShardError, ShardError
 
 
 ALL_TO_ALL_MIXES_LAYOUTS = jax.__version_info__ < (0, 11)
@@ -341,7 +341,10 @@ argument_marker_p.def_impl(lambda x, **_: x)
 argument_marker_p.def_abstract_eval(lambda x, **_: x)
 mlir.register_lowering(argument_marker_p, lambda ctx, x, **_: [x])
 # Tangents pass by, so that derivatives of a sharded function are not themselves boundaries.
-ad.primitive_jvps[argument_marker_p] = lambda primals, tangents, **k: (argument_marker_p.bind(*primals, **k), tangents[0])
+ad.primitive_jvps[argument_marker_p] = lambda primals, tangents, **k: (
+    argument_marker_p.bind(*primals, **k),
+    tangents[0],
+)
 
 
 def _refuse_batching(args: Any, dims: Any, *, name: str) -> Any:

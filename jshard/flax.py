@@ -30,15 +30,15 @@ except ModuleNotFoundError as error:
         "jshard.flax needs flax, which is not installed: pip install 'jshard[flax]'", name="flax"
     ) from None
 
-from jshard import _flax_linen as _linen, _flax_nnx as _nnx, _flax_pins as _pins
-from jshard._calls import checked
-from jshard._errors import ShardError
-from jshard._flax_call import OnClassError
-from jshard._flax_place import init as init, place as place, shardings_for as shardings_for
-from jshard._plan.plan import Plan
-from jshard._shard import Sharded
-from jshard._wish.entries import type_with_article
-from jshard._wish.paths import path_name as path_name
+from jshard._api.plan import Plan
+from jshard._api.shard import Sharded
+from jshard._core.argument_checks import checked
+from jshard._core.errors import ShardError
+from jshard._flax import linen as _linen, metadata as _pins, nnx as _nnx
+from jshard._flax.module_call import OnClassError
+from jshard._flax.placement import init as init, place as place, shardings_for as shardings_for
+from jshard._spec.entry import type_with_article
+from jshard._spec.tree_paths import path_name as path_name
 
 
 _nnx.install()

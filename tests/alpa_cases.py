@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
 
-from jshard import _hardware as hardware
-from jshard._layout import MeshAxes
-from jshard._topology import AxisLink, Topology, Wire
+from jshard._core import hardware as hardware
+from jshard._core.layout import MeshAxes
+from jshard._core.topology import AxisLink, Topology, Wire
 
 
 S = jax.ShapeDtypeStruct

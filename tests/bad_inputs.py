@@ -15,11 +15,11 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
 
-from jshard._errors import MeshError, ShardError, StrategyError
-from jshard._wish.mesh import ChosenMesh, choose_mesh, device_count
-from jshard._wish.options import check_call_options, check_function, check_options
-from jshard._wish.paths import argument_names, shape_of
-from jshard._wish.strategies import pins_for_inputs, pins_for_outputs, without_static
+from jshard._core.errors import MeshError, ShardError, StrategyError
+from jshard._spec.mesh_selection import ChosenMesh, choose_mesh, device_count
+from jshard._spec.options import check_call_options, check_function, check_options
+from jshard._spec.strategies import pins_for_inputs, pins_for_outputs, without_static
+from jshard._spec.tree_paths import argument_names, shape_of
 
 
 def S(*shape: int) -> jax.ShapeDtypeStruct:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jshard
-from jshard._errors import ShardError
+from jshard._core.errors import ShardError
 
 
 Pair = collections.namedtuple("Pair", "left right")

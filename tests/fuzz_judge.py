@@ -20,7 +20,7 @@ from fuzz_programs import Fuzzed, axis_names
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jshard
-from jshard._errors import SearchError, StrategyError
+from jshard._core.errors import SearchError, StrategyError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ import workloads
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jshard
-from jshard._wish.paths import path_name
+from jshard._spec.tree_paths import path_name
 
 
 D, M = "data", "model"

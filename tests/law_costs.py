@@ -12,11 +12,11 @@ from fuzz_judge import _loss, mesh_of
 from fuzz_programs import Fuzzed
 
 import jshard
-from jshard._plan import make
-from jshard._plan.exact_cost import exact_cost
-from jshard._plan.network import Problem
-from jshard._plan.schedule import choice_of, schedule
+from jshard._network.build import Problem
+from jshard._network.exact_cost import exact_cost
+from jshard._plan import planner
 from jshard._plan.schedule_cost import schedule_cost
+from jshard._schedule.schedule import choice_of, schedule
 
 
 @dataclasses.dataclass
@@ -26,17 +26,17 @@ class Searched:
     problems: list[tuple[Problem, np.ndarray]]
 
     def __enter__(self) -> Searched:
-        self.real = make._answer
+        self.real = planner._answer
 
         def recorded(built: Problem, wish: Any, assignment: Any, *rest: Any, **named: Any) -> Any:
             self.problems.append((built, np.asarray(assignment)[: built.network.size]))
             return self.real(built, wish, assignment, *rest, **named)
 
-        make._answer = recorded
+        planner._answer = recorded
         return self
 
     def __exit__(self, *error: object) -> None:
-        make._answer = self.real
+        planner._answer = self.real
 
 
 def searched() -> Searched:

@@ -16,8 +16,8 @@ from fuzz_judge import _loss, mesh_of
 from fuzz_programs import program
 
 import jshard
-from jshard import _hardware as hardware
-from jshard._errors import SearchError, StrategyError
+from jshard._core import hardware as hardware
+from jshard._core.errors import SearchError, StrategyError
 
 
 def without_latency() -> str:

@@ -22,15 +22,15 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from rules_validator import _QUICK, MESHES, Case
 
 from jshard import _jaxcompat as compat
-from jshard._errors import ShardError
-from jshard._lower.interpret import spmd
-from jshard._plan.schedule import Choice, schedule
+from jshard._core.errors import ShardError
+from jshard._core.topology import Topology, from_mesh
+from jshard._lower.spmd import spmd
+from jshard._network.candidates import Interner
 from jshard._plan.schedule_cost import collective_rows
-from jshard._plan.states import Interner
 from jshard._program.graph import Literal, Program
 from jshard._program.trace import build
 from jshard._rules.rule import own_collectives
-from jshard._topology import Topology, from_mesh
+from jshard._schedule.schedule import Choice, schedule
 from jshard._verify import Predicted, Verification, compare, read
 
 

@@ -23,7 +23,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jshard import _jaxcompat as compat
-from jshard._layout import Layout, MeshAxes
+from jshard._core.layout import Layout, MeshAxes
 from jshard._rules.lookup import rules_for
 from jshard._rules.registry import LocalContext, Op, block_index
 from jshard._rules.rule import Candidate, Rule, candidates, operand_layouts, result_layouts

@@ -15,9 +15,9 @@ from bad_inputs import ROWS, S, on, read
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 
 import jshard
-from jshard._errors import ShardError, StrategyError
-from jshard._wish.entries import Pin, parse_entry
-from jshard._wish.mesh import Joint, choose_mesh
+from jshard._core.errors import ShardError, StrategyError
+from jshard._spec.entry import Pin, parse_entry
+from jshard._spec.mesh_selection import Joint, choose_mesh
 
 
 def mesh_of(*sizes: int) -> jax.sharding.Mesh:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import jshard
-from jshard._errors import ShardError
+from jshard._core.errors import ShardError
 from tests.bad_inputs import DENSE, ROWS, Row, read
 
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from scipy.optimize import minimize
 
-from jshard import _hardware as hardware
-from jshard._cost import bounds
-from jshard._cost.redistribute import bytes_table
-from jshard._layout import Layout, MeshAxes
-from jshard._topology import from_mesh
+from jshard._core import hardware as hardware
+from jshard._core.layout import Layout, MeshAxes
+from jshard._core.topology import from_mesh
+from jshard._cost import communication_bounds
+from jshard._cost.resharding import bytes_table
 
 
 # hardware.md 3.2: Llama-3-405B's MLP matmul, 16M tokens, bfloat16.
@@ -22,7 +22,7 @@ TABLE = [(64, "1D", 1.72), (1024, "2D", 1.38), (2048, "2D", 1.08), (4096, "3D", 
 
 @pytest.mark.parametrize(("devices", "regime", "gigabytes"), TABLE)
 def test_the_405b_table(devices, regime, gigabytes):
-    b = bounds.matmul(16_000_000, 53248, 16384, devices, itemsize=2)
+    b = communication_bounds.matmul(16_000_000, 53248, 16384, devices, itemsize=2)
     assert b.regime == regime and b.bytes / 1e9 == pytest.approx(gigabytes, abs=0.011) and b.proven
 
 
@@ -44,19 +44,19 @@ def test_the_bound_is_the_least_footprint(sizes, devices):
         for start in (faces + math.log(devices) / 3, np.full(3, volume / 3))
     ) * math.exp(faces.max())
     received = best - np.exp(faces).sum()
-    b = bounds.matmul(*sizes, devices, itemsize=1)
+    b = communication_bounds.matmul(*sizes, devices, itemsize=1)
     assert b.bytes == pytest.approx(received, rel=1e-4, abs=1e-3)
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations((96, 32, 8))))
 def test_the_order_of_sizes_does_not_matter(order):
-    want = bounds.matmul(96, 32, 8, 16, itemsize=4)
-    assert bounds.matmul(*order, 16, itemsize=4) == want
+    want = communication_bounds.matmul(96, 32, 8, 16, itemsize=4)
+    assert communication_bounds.matmul(*order, 16, itemsize=4) == want
 
 
 def test_with_more_devices_each_receives_less_and_all_receive_more():
     devices = (1, 2, 4, 16, 64, 256, 1024)
-    one = [bounds.matmul(4096, 1024, 256, p, itemsize=2).bytes for p in devices]
+    one = [communication_bounds.matmul(4096, 1024, 256, p, itemsize=2).bytes for p in devices]
     assert one[0] == 0 and one[2:] == sorted(one[2:], reverse=True)
     every = [p * b for p, b in zip(devices, one, strict=True)]
     assert every == sorted(every)
@@ -85,44 +85,47 @@ def test_no_layout_of_a_matmul_beats_its_bound():
             moved += bytes_table(start, [w], (k, n), 4, where).min()
             moved += bytes_table([y], start, (m, n), 4, where).min()
             best = min(best, moved)
-        bound = bounds.matmul(m, n, k, 8, itemsize=4)
+        bound = communication_bounds.matmul(m, n, k, 8, itemsize=4)
         assert bound.bytes <= best * (1 + 1e-9)
         if (m, n, k) == (64, 64, 64):  # 8 is a cube: the 2 x 2 x 2 grid attains the bound exactly
-            assert bounds.space_gap(best, bound) == pytest.approx(0.0, abs=1e-9)
+            assert communication_bounds.space_gap(best, bound) == pytest.approx(0.0, abs=1e-9)
 
 
 def test_copies_lower_the_bound():
-    one = bounds.matmul(64, 64, 64, 8, itemsize=4).bytes
-    some = bounds.matmul(64, 64, 64, 8, itemsize=4, held=2048).bytes
+    one = communication_bounds.matmul(64, 64, 64, 8, itemsize=4).bytes
+    some = communication_bounds.matmul(64, 64, 64, 8, itemsize=4, held=2048).bytes
     assert 0 < some < one
-    assert bounds.matmul(64, 64, 64, 8, itemsize=4, held=3 * 64 * 64).bytes == 0
+    assert communication_bounds.matmul(64, 64, 64, 8, itemsize=4, held=3 * 64 * 64).bytes == 0
 
 
 def test_little_memory_raises_the_bound():
     size = dict(itemsize=2, devices=4096)
-    free = bounds.matmul(4096, 4096, 4096, **size)
+    free = communication_bounds.matmul(4096, 4096, 4096, **size)
     by_memory = [
-        bounds.matmul_in_memory(4096, 4096, 4096, memory=x, **size).bytes for x in (25e3, 5e4, 1e5, 1e6)
+        communication_bounds.matmul_in_memory(4096, 4096, 4096, memory=x, **size).bytes
+        for x in (25e3, 5e4, 1e5, 1e6)
     ]
     assert by_memory == sorted(by_memory, reverse=True) and by_memory[0] > free.bytes == by_memory[-1]
 
 
 def test_steps_take_the_hardest_product():
     products = [(64, 64, 64), (256, 64, 64), (64, 32, 64)]
-    alone = [bounds.matmul(*p, 8, itemsize=4).bytes for p in products]
-    assert bounds.step(products, 8, itemsize=4).bytes == max(alone)
-    assert bounds.step([], 8, itemsize=4).bytes == 0.0
-    assert bounds.step(products, 8, itemsize=4, held=[None, 1e9, None]).bytes == max(alone[0], alone[2])
+    alone = [communication_bounds.matmul(*p, 8, itemsize=4).bytes for p in products]
+    assert communication_bounds.step(products, 8, itemsize=4).bytes == max(alone)
+    assert communication_bounds.step([], 8, itemsize=4).bytes == 0.0
+    assert communication_bounds.step(products, 8, itemsize=4, held=[None, 1e9, None]).bytes == max(
+        alone[0], alone[2]
+    )
 
 
 def test_parameter_sync_is_a_usual_cost_not_a_proof():
-    b = bounds.parameter_sync(8e9, 4, resident=True)
+    b = communication_bounds.parameter_sync(8e9, 4, resident=True)
     assert b.bytes == 2 * 8e9 * 0.75 and not b.proven and "not a proven bound" in b.source
-    assert bounds.parameter_sync(8e9, 4, resident=False).bytes == 3 * 8e9 * 0.75
+    assert communication_bounds.parameter_sync(8e9, 4, resident=False).bytes == 3 * 8e9 * 0.75
 
 
 def test_gap_and_seconds():
-    b = bounds.Bound(1e9, "1D", "test")
-    assert bounds.space_gap(2e9, b) == 1.0 and bounds.space_gap(0.5e9, b) == 0.0
-    assert bounds.space_gap(1.0, bounds.Bound(0.0, "1D", "test")) == math.inf
+    b = communication_bounds.Bound(1e9, "1D", "test")
+    assert communication_bounds.space_gap(2e9, b) == 1.0 and communication_bounds.space_gap(0.5e9, b) == 0.0
+    assert communication_bounds.space_gap(1.0, communication_bounds.Bound(0.0, "1D", "test")) == math.inf
     assert b.seconds(hardware.get("v5e")) == pytest.approx(1e9 / 2e11)

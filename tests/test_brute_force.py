@@ -16,13 +16,13 @@ import pytest
 from jax.sharding import AxisType
 
 import jshard
-from jshard._cost.residency import residency
-from jshard._plan.network import Problem, problem
-from jshard._plan.peak import peak_bytes
-from jshard._plan.schedule import choice_of, schedule
+from jshard._core.topology import from_mesh
+from jshard._memory.liveness import residency
+from jshard._network.build import Problem, problem
 from jshard._program.trace import build
+from jshard._schedule.peak import peak_bytes
+from jshard._schedule.schedule import choice_of, schedule
 from jshard._search import CostNetwork
-from jshard._topology import from_mesh
 
 
 def every_cost(net: CostNetwork) -> np.ndarray:

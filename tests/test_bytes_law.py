@@ -19,7 +19,7 @@ from point_programs import PROGRAMS
 from program_bytes import judged
 
 import jshard
-from jshard._layout import MeshAxes
+from jshard._core.layout import MeshAxes
 from jshard._rules.lookup import rules_for
 from jshard._rules.registry import REGISTRY, Op
 from jshard._rules.rule import Candidate, own_collectives

@@ -13,7 +13,7 @@ from test_memory_network import held_too_much, plans, problem_of
 from test_physics import decode
 
 import jshard
-from jshard import _hardware as hardware
+from jshard._core import hardware as hardware
 
 
 MESH = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:8])

@@ -7,11 +7,11 @@ import itertools
 import numpy as np
 import pytest
 
-from jshard import _hardware as hardware
+from jshard._core import hardware as hardware
+from jshard._core.layout import MeshAxes
+from jshard._core.topology import from_mesh
 from jshard._cost.collectives import coefficients, collective
-from jshard._cost.compute import peak, roofline
-from jshard._layout import MeshAxes
-from jshard._topology import from_mesh
+from jshard._cost.roofline import peak, roofline
 
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")

@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import pytest
 
 import jshard
-from jshard import _hardware as hardware
+from jshard._core import hardware as hardware
+from jshard._core.layout import Layout, MeshAxes
+from jshard._core.topology import from_mesh
 from jshard._cost.collectives import coefficients
-from jshard._cost.redistribute import steps, table
-from jshard._layout import Layout, MeshAxes
-from jshard._plan.combined import combined
+from jshard._cost.resharding import steps, table
+from jshard._network.allreduce_combining import combined
 from jshard._program.trace import build
-from jshard._topology import from_mesh
 
 
 AXES = {"x": 4, "y": 8}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jshard
-from jshard import _prepare, _shard
+from jshard._api import prepare, shard
 
 
 def normal(*shape):
@@ -44,8 +44,8 @@ def test_one_trace_wherever_arguments_lie(caplog):
 def misses(g, monkeypatch):
     """The calls of `g` that JAX's dispatch did not serve alone."""
     seen = []
-    real = _shard.Sharded._program
-    monkeypatch.setattr(_shard.Sharded, "_program", lambda self, a, k, *p: seen.append(a) or real(self, a, k))
+    real = shard.Sharded._program
+    monkeypatch.setattr(shard.Sharded, "_program", lambda self, a, k, *p: seen.append(a) or real(self, a, k))
     return seen
 
 
@@ -75,7 +75,7 @@ def test_a_failed_first_call_does_not_slow_later_ones(monkeypatch):
     g = jshard.shard(f, ((4, 2), None))
     x, w = normal(8, 8), normal(8, 8)
     with monkeypatch.context() as m:
-        m.setattr("jshard._shard.prepare", lambda *a: 1 / 0)
+        m.setattr("jshard._api.shard.prepare", lambda *a: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             g(x, w)
     g(x, w), g(x, w)
@@ -86,8 +86,8 @@ def test_a_failed_first_call_does_not_slow_later_ones(monkeypatch):
 
 def test_threads_plan_once(monkeypatch):
     planned = []
-    real = _prepare.prepare
-    monkeypatch.setattr(_shard, "prepare", lambda r, a, k, *p: planned.append(a[0].shape) or real(r, a, k))
+    real = prepare.prepare
+    monkeypatch.setattr(shard, "prepare", lambda r, a, k, *p: planned.append(a[0].shape) or real(r, a, k))
     f, _ = counted()
     g = jshard.shard(f, ((2, 1), None))
     w = normal(4, 4)
@@ -117,7 +117,7 @@ def test_threads_plan_once(monkeypatch):
 
 def test_planning_does_not_hold_up_other_signatures(monkeypatch):
     go, began = threading.Event(), threading.Event()
-    real = _prepare.prepare
+    real = prepare.prepare
 
     def slow(r, a, k, *progress):
         if a[0].shape == (4, 4):
@@ -125,7 +125,7 @@ def test_planning_does_not_hold_up_other_signatures(monkeypatch):
             assert go.wait(60)
         return real(r, a, k)
 
-    monkeypatch.setattr(_shard, "prepare", slow)
+    monkeypatch.setattr(shard, "prepare", slow)
     f, _ = counted()
     g = jshard.shard(f, ((2, 1), None))
     w = normal(4, 4)
@@ -141,10 +141,10 @@ def test_planning_does_not_hold_up_other_signatures(monkeypatch):
 @pytest.mark.parametrize(
     "where",
     [
-        "jshard._prepare.make_plan",
-        "jshard._prepare.build",
-        "jshard._plan.make.solve",
-        "jshard._dispatch.spmd",
+        "jshard._api.prepare.make_plan",
+        "jshard._api.prepare.build",
+        "jshard._plan.planner.solve",
+        "jshard._api.executable.spmd",
         "jax.stages.Lowered.compile",
         "jshard._jaxcompat.first_call",
     ],

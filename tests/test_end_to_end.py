@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from models import dense_relu, dense_relu_inputs, ffn, ffn_inputs
 
 import jshard
-from jshard._verify.groups import read_groups
+from jshard._verify.replica_groups import read_groups
 
 
 def mesh(*sizes: int, kind: AxisType = AxisType.Auto) -> Mesh:

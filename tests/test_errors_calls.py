@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jshard
-from jshard._errors import MeshError, ShardError
+from jshard._core.errors import MeshError, ShardError
 
 
 def test_foreign_devices_are_refused_and_the_mesh_s_own_are_placed():

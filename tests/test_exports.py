@@ -13,18 +13,18 @@ import pytest
 from report_plans import NAMES, plan
 
 import jshard
-from jshard._layout import MeshAxes
-from jshard._plan import rows
-from jshard._plan.plan import VERSION
-from jshard._report.graph import graph
-from jshard._report.trace import trace
+from jshard._api.plan import VERSION
+from jshard._core.layout import MeshAxes
+from jshard._plan import records
+from jshard._report.chrome_trace import trace
+from jshard._report.operator_graph import graph
 
 
 PAGE = (pathlib.Path(__file__).parent.parent / "docs" / "plan_json.md").read_text()
 OBJECTS = {
-    "Mesh": MeshAxes, "Tensor": rows.TensorRow, "Operator": rows.OperatorRow, "Collective": rows.CollectiveRow,
-    "Cost": rows.Cost, "Memory": rows.Memory, "Physics": rows.Physics,
-    "Need": rows.Need, "Decision": rows.Decision, "Line": rows.LocalRow,
+    "Mesh": MeshAxes, "Tensor": records.TensorRow, "Operator": records.OperatorRow, "Collective": records.CollectiveRow,
+    "Cost": records.Cost, "Memory": records.Memory, "Physics": records.Physics,
+    "Need": records.Need, "Decision": records.Decision, "Line": records.LocalRow,
 }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from flax import linen as nn, nnx
 from flax.errors import CallCompactUnboundModuleError
 
 import jshard.flax
-from jshard._errors import NestedShardError, PlanMismatchError, ShardError, StrategyError
+from jshard._core.errors import NestedShardError, PlanMismatchError, ShardError, StrategyError
 
 
 X = jnp.ones((16, 32))

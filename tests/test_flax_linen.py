@@ -10,7 +10,7 @@ import pytest
 from flax import linen as nn
 
 import jshard.flax
-from jshard._errors import NestedShardError, ShardError
+from jshard._core.errors import NestedShardError, ShardError
 
 
 CUT = dict(in_strategy=((8, 1),))

@@ -14,7 +14,7 @@ from flax import linen as nn, nnx
 from jax.sharding import Mesh
 
 import jshard.flax
-from jshard._wish.paths import path_name
+from jshard._spec.tree_paths import path_name
 
 
 MESH = Mesh(np.array(jax.devices()[:8]), ("x",))

@@ -11,7 +11,7 @@ from flax import nnx
 
 import jshard.flax
 from jshard import ShardError
-from jshard._errors import NestedShardError
+from jshard._core.errors import NestedShardError
 
 
 class Block(nnx.Module):

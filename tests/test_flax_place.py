@@ -10,7 +10,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import Mesh
 
 import jshard.flax
-from jshard._errors import PlanMismatchError, ShardError
+from jshard._core.errors import PlanMismatchError, ShardError
 
 
 MESH = Mesh(np.array(jax.devices()[:8]), ("x",))

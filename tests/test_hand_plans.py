@@ -14,7 +14,7 @@ import workloads
 from hand_plans import BOTH, PLANS, WORKLOADS, HandPlan, free, sharded
 
 import jshard
-from jshard._doors import TopologyMesh
+from jshard._core.named_topology import TopologyMesh
 
 
 @functools.cache

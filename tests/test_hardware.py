@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from jshard import _hardware as hardware
-from jshard._errors import MeshError
+from jshard._core import hardware as hardware
+from jshard._core.errors import MeshError
 
 
 BUILT_IN = (

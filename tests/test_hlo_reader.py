@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 from jshard._verify import EmittedProgram, read, wire_bytes
-from jshard._verify.groups import read_groups
-from jshard._verify.hlo import parse
+from jshard._verify.hlo_parser import parse
+from jshard._verify.replica_groups import read_groups
 from tests import traffic
 
 

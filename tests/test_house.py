@@ -169,18 +169,18 @@ def test_imports_go_down(path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     "module, line",
     [
-        ("jshard._layout", "import jshard._rules.rule"),
-        ("jshard._layout", "from jshard import _rules"),
-        ("jshard._layout", "from . import _wish"),
+        ("jshard._core.layout", "import jshard._rules.rule"),
+        ("jshard._core.layout", "from jshard import _rules"),
+        ("jshard._core.layout", "from . import _wish"),
         ("jshard._rules.rule", "from .._cost import collectives"),
-        ("jshard._plan.plan", "def f():\n    from jshard._shard import shard"),
-        ("jshard._plan.plan", "from jshard import shard"),
-        ("jshard._cost.memory", "import jshard"),
+        ("jshard._api.plan", "def f():\n    from jshard._api.shard import shard"),
+        ("jshard._api.plan", "from jshard import shard"),
+        ("jshard._memory.hbm_traffic", "import jshard"),
         ("jshard._program.trace", "from jax._src import core"),
         ("jshard._program.trace", "import jax.extend.core as jex"),
         ("jshard._program.trace", "from jax.extend import core"),
-        ("jshard._shard", "import flax"),
-        ("jshard._shard", "from flax import nnx"),
+        ("jshard._api.shard", "import flax"),
+        ("jshard._api.shard", "from flax import nnx"),
         ("jshard._search.solve", "import jax.numpy as jnp"),
     ],
 )
@@ -191,12 +191,12 @@ def test_a_wrong_import_is_found(module: str, line: str) -> None:
 @pytest.mark.parametrize(
     "module, line",
     [
-        ("jshard._rules.rule", "from jshard._layout import Layout"),
+        ("jshard._rules.rule", "from jshard._core.layout import Layout"),
         ("jshard._rules.rule", "from . import registry"),
         ("jshard._jaxcompat", "from jax._src import core"),
         ("jshard.flax", "from flax import nnx"),
         ("jshard._search.solve", "import numpy as np"),
-        ("jshard._shard", "from jshard import _plan"),
+        ("jshard._api.shard", "from jshard import _plan"),
     ],
 )
 def test_a_right_import_passes(module: str, line: str) -> None:
@@ -204,9 +204,9 @@ def test_a_right_import_passes(module: str, line: str) -> None:
 
 
 def test_attributes_of_jax_are_found_too() -> None:
-    assert reaches_inside("import jax\njax._src.core.Tracer", "jshard._shard")
-    assert reaches_inside("import jax\njax.extend.core.Var", "jshard._shard")
-    assert not reaches_inside("import jax\njax.numpy.sin", "jshard._shard")
+    assert reaches_inside("import jax\njax._src.core.Tracer", "jshard._api.shard")
+    assert reaches_inside("import jax\njax.extend.core.Var", "jshard._api.shard")
+    assert not reaches_inside("import jax\njax.numpy.sin", "jshard._api.shard")
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))

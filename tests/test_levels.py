@@ -11,10 +11,10 @@ from models import Config, gpt_step
 from test_brute_force import every_cost, every_peak
 
 import jshard
-from jshard._plan.network import problem
+from jshard._core.topology import from_mesh
+from jshard._network.build import problem
 from jshard._program.trace import build
 from jshard._search import solve
-from jshard._topology import from_mesh
 
 
 def auto(*sizes: int) -> jax.sharding.Mesh:

@@ -15,8 +15,8 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import jshard
-from jshard._plan.rows import EntryRow
-from jshard._wish.lying import axes_here, received
+from jshard._plan.records import EntryRow
+from jshard._spec.committed_shardings import axes_here, received
 
 
 DEVICES = np.array(jax.devices()[:8])
@@ -109,14 +109,14 @@ def test_state_comes_back_where_it_is_planned_and_nothing_is_planned_again(caplo
 
 
 def test_calls_that_lie_alike_run_no_python(monkeypatch):
-    from jshard import _shard
+    from jshard._api import shard
 
     f = jshard.shard(fn)
     x, w = put(A, AUTO, "d"), put(B, AUTO, None, "m")
     f(x, w)
     seen = []
-    real = _shard.Sharded._found
-    monkeypatch.setattr(_shard.Sharded, "_found", lambda self, *a: seen.append(a) or real(self, *a))
+    real = shard.Sharded._found
+    monkeypatch.setattr(shard.Sharded, "_found", lambda self, *a: seen.append(a) or real(self, *a))
     for _ in range(5):
         f(x, w)
     assert not seen

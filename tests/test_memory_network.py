@@ -16,13 +16,13 @@ from fuzz_programs import program
 
 import jshard
 from benchmarks import workloads
-from jshard._errors import ShardError
-from jshard._plan import make
-from jshard._plan.limited import limited
-from jshard._plan.moments import moments
-from jshard._plan.network import Problem
-from jshard._plan.peak import peak_bytes
-from jshard._plan.schedule import choice_of, schedule
+from jshard._core.errors import ShardError
+from jshard._memory.live_intervals import moments
+from jshard._network.build import Problem
+from jshard._network.memory_network import limited
+from jshard._plan import planner
+from jshard._schedule.peak import peak_bytes
+from jshard._schedule.schedule import choice_of, schedule
 from jshard._search import CostNetwork, evaluate, peak, solve
 
 
@@ -33,7 +33,7 @@ def problem_of(fn, args, mesh=MESH, **options) -> Problem:
     """The problem that planning a function poses at level 1."""
     seen: list[Problem] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(make, "limited", lambda built, **kw: seen.append(built) or limited(built, **kw))
+        patch.setattr(planner, "limited", lambda built, **kw: seen.append(built) or limited(built, **kw))
         jshard.shard(fn, mesh=mesh, hardware="tpu-v5e", level=1, **options).plan(*args)
     return seen[0]
 

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import jshard
-from jshard._errors import MeshError
+from jshard._core.errors import MeshError
 
 
 DEVICES = np.array(jax.devices()[:8])

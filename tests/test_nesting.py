@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import jshard
-from jshard._errors import NestedShardError
+from jshard._core.errors import NestedShardError
 
 
 X, W = jnp.ones((8, 4)), jnp.ones((4, 4))

@@ -14,15 +14,15 @@ from jax import lax
 from law_costs import both_costs, close, random_assignments, searched, training
 
 import jshard
-from jshard import _hardware as hardware
-from jshard._cost.redistribute import table
-from jshard._errors import SearchError, StrategyError
-from jshard._layout import MeshAxes
-from jshard._plan.cost_tables import CostTables
-from jshard._plan.reshard_edges import relay_of
-from jshard._plan.states import Choices, layouts
+from jshard._core import hardware as hardware
+from jshard._core.errors import SearchError, StrategyError
+from jshard._core.layout import MeshAxes
+from jshard._core.topology import from_mesh
+from jshard._cost.resharding import table
+from jshard._network.candidates import Choices, layouts
+from jshard._network.cost_tables import CostTables
+from jshard._network.reshard_edges import relay_of
 from jshard._program.graph import Tensor
-from jshard._topology import from_mesh
 
 
 def shape(*sizes: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:

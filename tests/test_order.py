@@ -9,8 +9,8 @@ import pytest
 
 import jshard
 from benchmarks import workloads
-from jshard._cost.residency import residency
-from jshard._plan.order import _Order, _updates, even_curve, ordered, renumbered
+from jshard._memory.list_scheduling import _Order, _updates, even_curve, ordered, renumbered
+from jshard._memory.liveness import residency
 from jshard._program.graph import Literal, Program, operator_name
 from jshard._program.trace import build
 

@@ -15,10 +15,10 @@ from models import Config, gpt_step
 from test_brute_force import random_program
 
 import jshard
-from jshard import _hardware as hardware
-from jshard._cost.least_traffic import least_bytes, products
-from jshard._doors import TopologyMesh
-from jshard._plan.physics import even_footprint
+from jshard._core import hardware as hardware
+from jshard._core.named_topology import TopologyMesh
+from jshard._memory.least_traffic import least_bytes, products
+from jshard._plan.step_lower_bound import even_footprint
 from jshard._program.trace import build
 
 

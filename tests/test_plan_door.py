@@ -69,7 +69,7 @@ def test_slow_planning_shows_its_progress_and_quick_planning_does_not(monkeypatc
         from jshard._report import progress as bars
 
         monkeypatch.setattr(
-            "jshard._shard.progress",
+            "jshard._api.shard.progress",
             lambda title, after, seconds=after, said=said: bars.progress(title, after=seconds, stream=said),
         )
         jshard.shard(slow, mesh=mesh(2, 4)).plan(f32(8, 8))

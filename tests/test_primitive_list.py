@@ -7,7 +7,7 @@ from rules_table import EXAMPLES, NO_EXAMPLE
 
 from jshard._program.trace import INNER_PROGRAMS
 from jshard._rules import lookup
-from jshard._rules.others import OPAQUE
+from jshard._rules.primitives.opaque_operators import OPAQUE
 from jshard._rules.registry import REGISTRY
 
 

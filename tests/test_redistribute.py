@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
-from jshard import _hardware as hardware
-from jshard._cost import redistribute
-from jshard._cost.redistribute import bytes_table, cost, steps, table
-from jshard._cost.steps import Step, apply, moves
-from jshard._errors import SearchError
-from jshard._layout import Layout, MeshAxes
-from jshard._lower.redistribute import permutation, run_steps
-from jshard._topology import from_mesh, mesh_axes
+from jshard._core import hardware as hardware
+from jshard._core.errors import SearchError
+from jshard._core.layout import Layout, MeshAxes
+from jshard._core.topology import from_mesh, mesh_axes
+from jshard._cost import resharding
+from jshard._cost.reshard_steps import Step, apply, moves
+from jshard._cost.resharding import bytes_table, cost, steps, table
+from jshard._lower.emit_collectives import permutation, run_steps
 
 
 MESHES = {
@@ -88,7 +88,7 @@ def test_steps_lead_from_one_layout_to_the_other(name, shape):
 
 def test_all_layouts_are_in_the_graph():
     mesh, shape = MESHES["2x2x2"], (8, 8)
-    graph, _ = redistribute._place(shape, topology(mesh))
+    graph, _ = resharding._place(shape, topology(mesh))
     assert set(graph.layouts) == set(layouts(mesh, shape))
 
 

@@ -11,8 +11,8 @@ from hypothesis import given, strategies as st
 
 import jshard
 from benchmarks import workloads
-from jshard._plan.replication import PRODUCTS, unpriced_work
-from jshard._plan.states import Interner
+from jshard._network.candidates import Interner
+from jshard._network.replication_price import PRODUCTS, unpriced_work
 
 
 MESH = {"x": 2, "y": 4}

@@ -13,15 +13,15 @@ import subprocess
 import pytest
 from report_plans import NAMES, plan
 
-from jshard._report.drawing import graph_svg
-from jshard._report.graph import graph
+from jshard._report.chrome_trace import trace
+from jshard._report.format_units import seconds, size
+from jshard._report.graph_layout import columns, rows
 from jshard._report.html import page
-from jshard._report.place import columns, rows
-from jshard._report.summary import figures, goal, step_seconds, traffic
+from jshard._report.module_tree import Branch, tree
+from jshard._report.operator_graph import graph
+from jshard._report.svg import graph_svg
 from jshard._report.text import head
-from jshard._report.trace import trace
-from jshard._report.tree import Branch, tree
-from jshard._report.units import seconds, size
+from jshard._report.totals import figures, goal, step_seconds, traffic
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -13,8 +13,8 @@ from local_ir import wrong_lines
 from report_plans import NAMES, f32, mesh, plan, sharded
 
 import jshard
-from jshard._report.fold import fold_paths, groups
-from jshard._report.order import events
+from jshard._report.grouping import fold_paths, groups
+from jshard._report.timeline import events
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -78,7 +78,7 @@ def test_results_that_lie_as_an_argument_say_so():
     assert re.search(r"0\.\* +29 tensors as params\.\*\n", str(plan("gpt")))
     step, args = sharded("gpt")
     p = plan("gpt")
-    moved = dataclasses.replace(p.outputs[0], layout=jshard._layout.Layout((("x", "y"),)))
+    moved = dataclasses.replace(p.outputs[0], layout=jshard._core.layout.Layout((("x", "y"),)))
     text = str(dataclasses.replace(p, outputs=(moved, *p.outputs[1:])))
     assert re.search(r"0\.\* +29 tensors as params\.\*, but 1 of them:", text)
     assert "0.blocks.0.down.b " in text

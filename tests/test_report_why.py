@@ -9,7 +9,7 @@ import pytest
 from report_plans import f32, mesh, plan
 
 import jshard
-from jshard._errors import MemoryBudgetError
+from jshard._core.errors import MemoryBudgetError
 
 
 CASES = [

@@ -1,4 +1,4 @@
-"""What is held in memory: rules of `_cost/residency.py` on programs of a few operators."""
+"""What is held in memory: rules of `_memory/liveness.py` on programs of a few operators."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 import jshard
-from jshard._cost.residency import residency
+from jshard._memory.liveness import residency
 from jshard._program.trace import build
 
 

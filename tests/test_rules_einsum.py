@@ -6,11 +6,11 @@ import jax
 import pytest
 from jax import ShapeDtypeStruct as S
 
-from jshard._errors import RuleError
-from jshard._rules.einsum import equation, parse, register_rule
+from jshard._core.errors import RuleError
 from jshard._rules.lookup import rules_for
 from jshard._rules.registry import Entry, Op, Registry
 from jshard._rules.rule import Rule
+from jshard._rules.rule_text import equation, parse, register_rule
 
 
 X, W, Y = S((4, 8), "float32"), S((8, 2), "float32"), S((4, 2), "float32")

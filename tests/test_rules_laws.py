@@ -18,12 +18,12 @@ import rules_examples as examples
 import rules_validator as validator
 from jax import ShapeDtypeStruct as S
 
-from jshard._layout import MeshAxes
+from jshard._core.layout import MeshAxes
 from jshard._rules.lookup import rules_for
-from jshard._rules.others import OPAQUE
+from jshard._rules.primitives.opaque_operators import OPAQUE
+from jshard._rules.primitives.random import counts
+from jshard._rules.primitives.reshape import match
 from jshard._rules.registry import REGISTRY, Op
-from jshard._rules.reshape import match
-from jshard._rules.rng import counts
 from jshard._rules.rule import candidates, operand_layouts, result_layouts
 
 
@@ -73,7 +73,7 @@ def test_blocks_are_typed_by_their_layout(name: str) -> None:
 
 def test_the_judge_finds_a_wrong_rule() -> None:
     """A judge that never condemns proves nothing: sort with its dimension set free must fail."""
-    from jshard._rules.einsum import register_rule
+    from jshard._rules.rule_text import register_rule
 
     case = validator.cases(lambda x: jnp.sort(x, 0), examples.floats(8))[0]
     register_rule("jshard_test_sort", "a -> a")
@@ -84,7 +84,7 @@ def test_the_judge_finds_a_wrong_rule() -> None:
 
 
 def test_the_judge_finds_a_missing_rule() -> None:
-    from jshard._rules.einsum import register_rule
+    from jshard._rules.rule_text import register_rule
 
     case = validator.cases(jnp.sin, examples.floats(8, 4))[0]
     register_rule("jshard_test_shy", "a _ -> a _")

@@ -15,10 +15,10 @@ import workloads
 from jax.sharding import PartitionSpec as P
 
 import jshard
-from jshard import _shard
-from jshard._doors import TopologyMesh
-from jshard._errors import SearchError
-from jshard._plan import make
+from jshard._api import shard
+from jshard._core.errors import SearchError
+from jshard._core.named_topology import TopologyMesh
+from jshard._plan import planner
 
 
 def machine() -> TopologyMesh:
@@ -141,7 +141,7 @@ def chain(x, *weights):
 @pytest.mark.parametrize("budget", [None, 70_000])
 def test_an_interrupted_search_gives_the_best_so_far_with_its_gap(budget, monkeypatch, caplog):
     """Ctrl-C at the first sign of an answer ends the search; the plan says so, is whole, and is kept."""
-    real, calls = make.solve, []
+    real, calls = planner.solve, []
 
     def interrupted(network, **options):
         def stop(stage, best, bound):
@@ -153,7 +153,7 @@ def test_an_interrupted_search_gives_the_best_so_far_with_its_gap(budget, monkey
 
     w = workloads.gpt()
     fn, args = (workloads.step(w), w.arguments()) if budget is None else (chain, [SQUARE] * 4)
-    monkeypatch.setattr(make, "solve", interrupted)
+    monkeypatch.setattr(planner, "solve", interrupted)
     f = jshard.shard(fn, mesh=machine(), memory_budget=budget)
     plan = f.plan(*args)
     assert calls and 0 < plan.cost.bound <= plan.cost.objective and plan.cost.gap >= 0
@@ -179,7 +179,7 @@ def test_an_interrupted_search_gives_the_best_so_far_with_its_gap(budget, monkey
 
 
 def test_an_interruption_before_any_answer_is_raised(monkeypatch):
-    real = make.solve
+    real = planner.solve
 
     def interrupted(network, **options):
         def stop(*_):
@@ -187,7 +187,7 @@ def test_an_interruption_before_any_answer_is_raised(monkeypatch):
 
         return real(network, **{**options, "on_progress": stop})
 
-    monkeypatch.setattr(make, "solve", interrupted)
+    monkeypatch.setattr(planner, "solve", interrupted)
     f = jshard.shard(chain, mesh=machine())
     with pytest.raises(KeyboardInterrupt):
         f.plan(*[SQUARE] * 4)
@@ -204,7 +204,7 @@ def test_every_way_to_plan_shows_its_progress(how, monkeypatch):
         shown.append((title, after))
         yield lambda done, text: shown.append(text)
 
-    monkeypatch.setattr(_shard, "progress", progress)
+    monkeypatch.setattr(shard, "progress", progress)
     f = jshard.shard(chain)
     args = [jnp.ones((16, 16))] * 3
     {"call": f, "lower": f.lower, "plan": f.plan}[how](*args)

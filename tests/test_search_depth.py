@@ -11,11 +11,12 @@ import sys
 import numpy as np
 import pytest
 
-from jshard._search import eliminate, evaluate, ladder, solve
-from jshard._search.fold import fold
-from jshard._search.ladder import descend
-from jshard._search.network import CostNetwork, build
-from jshard._search.reduce import graph_of
+from jshard._search import branch_and_bound, evaluate, solve
+from jshard._search.branch_and_bound import descend
+from jshard._search.cost_network import CostNetwork, build
+from jshard._search.dual.layer_folding import fold
+from jshard._search.exact import bucket_elimination
+from jshard._search.exact.reduce import graph_of
 
 
 def layered(layers: int, seed: int = 0, width: int = 6, states: int = 6) -> CostNetwork:
@@ -84,11 +85,13 @@ def test_layers_that_differ_are_not_folded():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_folding_changes_no_answer_and_no_proof(seed, monkeypatch):
-    monkeypatch.setattr(eliminate, "TABLE_LIMIT", 1000)  # or elimination finishes it before there is a core
+    monkeypatch.setattr(
+        bucket_elimination, "TABLE_LIMIT", 1000
+    )  # or elimination finishes it before there is a core
     net = layered(200, seed, states=5)
     quick = solve(net)
     assert any("folding" in step for step in quick.steps), quick.steps
-    monkeypatch.setattr(ladder, "fold", lambda graph: None)
+    monkeypatch.setattr(branch_and_bound, "fold", lambda graph: None)
     plain = solve(net)
     for s in (quick, plain):
         assert s.optimal and evaluate(net, s.assignment) == pytest.approx(s.cost, rel=1e-12)

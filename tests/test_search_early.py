@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jshard._search import Contradiction, build, evaluate, solve
-from jshard._search.early import early
-from jshard._search.ladder import Search, climb
-from jshard._search.reduce import graph_of
-from jshard._search.tables import Tables, quantum
+from jshard._search.branch_and_bound import Search, climb
+from jshard._search.exact.reduce import graph_of
+from jshard._search.exact.reduce_batched import early
+from jshard._search.exact.table_pool import Tables, quantum
 from tests.test_search_laws import brute_force, random_network
 
 

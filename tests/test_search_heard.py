@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from jshard._search.bound import pass_messages, sweep, through
-from jshard._search.chain import chain_of
-from jshard._search.fold import fold
-from jshard._search.heard import hear, heard_in, moved
-from jshard._search.ladder import Search, kept
-from jshard._search.network import build
-from jshard._search.reduce import Contradiction, graph_of, reduce
+from jshard._search.branch_and_bound import Search, kept
+from jshard._search.cost_network import build
+from jshard._search.dual.layer_folding import fold
+from jshard._search.dual.message_layout import chain_of
+from jshard._search.dual.trws import pass_messages, sweep, through
+from jshard._search.dual.warm_start import hear, heard_in, moved
+from jshard._search.exact.reduce import Contradiction, graph_of, reduce
 from jshard._search.solve import solve
 
 
@@ -71,9 +71,9 @@ def test_moved_finds_what_was_taken_from_rows_and_columns(seed):
 @pytest.mark.parametrize("seed", range(8))
 def test_light_passes_prove_no_more_than_there_is(seed, monkeypatch):
     """In single precision only messages are made: bound and slack come from passes in full precision."""
-    monkeypatch.setattr("jshard._search.chain.HEAVY", 0)
-    monkeypatch.setattr("jshard._search.chain.STACK", 20)
-    monkeypatch.setattr("jshard._search.chain.ROOM", 100)
+    monkeypatch.setattr("jshard._search.dual.message_layout.HEAVY", 0)
+    monkeypatch.setattr("jshard._search.dual.message_layout.STACK", 20)
+    monkeypatch.setattr("jshard._search.dual.message_layout.ROOM", 100)
     network = random_network(seed, forbidden=0.05)
     graph = reduce(graph_of(network))
     chain = chain_of(graph)
@@ -94,7 +94,7 @@ def test_light_passes_prove_no_more_than_there_is(seed, monkeypatch):
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 @pytest.mark.parametrize("distinct", [1, 3, 40])
 def test_through_works_out_once_what_is_alike(distinct, dtype, monkeypatch):
-    monkeypatch.setattr("jshard._search.bound.ROOM", 500)
+    monkeypatch.setattr("jshard._search.dual.trws.ROOM", 500)
     rng = np.random.default_rng(distinct)
     table = rng.random((12, 15)).astype(dtype)
     table[rng.random(table.shape) < 0.1] = np.inf
@@ -138,7 +138,7 @@ def test_layers_are_walked_side_by_side_and_may_differ(monkeypatch):
     assert len(deep) == 10 and all(len(levels) == 1 for levels in deep.values())
     best = solve(network)
     assert best.cost == best.bound
-    monkeypatch.setattr("jshard._search.ladder.fold", lambda graph: None)
+    monkeypatch.setattr("jshard._search.branch_and_bound.fold", lambda graph: None)
     assert solve(network).cost == best.cost
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from jshard._search import Contradiction, build, evaluate, load, peak, save, solve
-from jshard._search.eliminate import carry_out, components, plan_order, read_off
-from jshard._search.reduce import backtrack, graph_of, reduce
+from jshard._search.exact.bucket_elimination import carry_out, components, plan_order, read_off
+from jshard._search.exact.reduce import backtrack, graph_of, reduce
 
 
 def random_network(seed: int, memory: bool = False, most: int = 7):
@@ -55,7 +55,9 @@ def random_network(seed: int, memory: bool = False, most: int = 7):
             ),
             usage_tables=(*held.usage_tables, *(rng.integers(0, 6, sizes[v]).astype(float) for v in more)),
             interval_variable=np.concatenate([held.interval_variable, more]),
-            interval_table=np.concatenate([held.interval_table, len(held.usage_tables) + np.arange(len(more))]),
+            interval_table=np.concatenate(
+                [held.interval_table, len(held.usage_tables) + np.arange(len(more))]
+            ),
         ),
     )
 
@@ -86,9 +88,9 @@ def test_cost_equals_brute_force(block):
 
 @pytest.mark.parametrize("seconds", [0.0, 0.005])
 def test_a_search_cut_short_has_a_true_bound(seconds, monkeypatch):
-    from jshard._search import eliminate
+    from jshard._search.exact import bucket_elimination
 
-    monkeypatch.setattr(eliminate, "TABLE_LIMIT", 0)
+    monkeypatch.setattr(bucket_elimination, "TABLE_LIMIT", 0)
     left_open = 0
     for seed in range(30):
         network = hard_core(seed, n=5)
@@ -128,7 +130,7 @@ def hard_core(seed: int, n: int = 7, k: int = 4):
 
 
 def test_later_rungs_agree_with_elimination(monkeypatch):
-    from jshard._search import eliminate
+    from jshard._search.exact import bucket_elimination
 
     for seed in range(12):
         network = hard_core(seed)
@@ -136,7 +138,7 @@ def test_later_rungs_agree_with_elimination(monkeypatch):
         assert exact.optimal
         with monkeypatch.context() as patch:
             # Forbid elimination: messages, blocks, fixing and branching do it all.
-            patch.setattr(eliminate, "TABLE_LIMIT", 0)
+            patch.setattr(bucket_elimination, "TABLE_LIMIT", 0)
             climbed = solve(network)
         assert climbed.optimal
         assert climbed.cost == pytest.approx(exact.cost, rel=1e-9)

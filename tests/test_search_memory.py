@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from test_search_laws import brute_force, random_network
 
-from jshard._errors import MemoryBudgetError
-from jshard._search import Contradiction, CostNetwork, build, evaluate, integer, peak, solve
-from jshard._search.memory import effort
+from jshard._core.errors import MemoryBudgetError
+from jshard._search import Contradiction, CostNetwork, build, evaluate, peak, solve
+from jshard._search.memory.lagrangian import effort, ilp
 
 
 @pytest.mark.parametrize("block", range(6))
@@ -136,8 +136,8 @@ def test_times_that_are_added_as_they_are_exceeded_lead_to_the_same_answer(monke
         network = random_network(seed, memory=True, most=6)
         for objective in ("cost", "peak"):
             found = []
-            for entries in (integer.ENTRIES, 0):
-                monkeypatch.setattr(integer, "ENTRIES", entries)
+            for entries in (ilp.ENTRIES, 0):
+                monkeypatch.setattr(ilp, "ENTRIES", entries)
                 try:
                     found.append(solve(network, objective=objective, seconds=60).cost)
                 except (Contradiction, MemoryBudgetError) as error:

@@ -15,8 +15,8 @@ import pytest
 from flax import nnx
 
 import jshard
-from jshard._errors import ShardError
-from jshard._state import captured
+from jshard._api.call_state import captured
+from jshard._core.errors import ShardError
 
 
 X = jnp.ones((8, 4))

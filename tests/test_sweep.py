@@ -16,10 +16,10 @@ from models import ffn
 from report_plans import FFN, f32, mesh
 
 import jshard
-from jshard._pareto import Frontier, _best
-from jshard._plan.make import PlanRequest
+from jshard._api.pareto import Frontier, _best
+from jshard._plan.planner import PlanRequest
 from jshard._report.progress import line, progress
-from jshard._report.summary import step_seconds
+from jshard._report.totals import step_seconds
 
 
 def machines():
@@ -183,7 +183,7 @@ def test_pictures_show_every_point():
 
 def test_a_frontier_falls_and_fills_its_widest_gap(monkeypatch):
     # A search under a budget takes its whole time when its proof does not close; the curve's form needs none.
-    monkeypatch.setattr("jshard._prepare.PlanRequest", functools.partial(PlanRequest, memory_seconds=0.5))
+    monkeypatch.setattr("jshard._api.prepare.PlanRequest", functools.partial(PlanRequest, memory_seconds=0.5))
     own = jshard.shard(big, mesh=machines()[0])
     few, many = (jshard.pareto(own, *BIG, points=n) for n in (3, 10))
     for curve in (few, many):

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
 
-from jshard import _doors, _hardware
-from jshard._doors import topology
-from jshard._errors import MeshError
+from jshard._core import hardware, named_topology
+from jshard._core.errors import MeshError
+from jshard._core.named_topology import topology
 
 
 @pytest.fixture
 def no_wheels(monkeypatch):
     """As on a machine without libtpu and without the CUDA plugin."""
-    monkeypatch.setattr(_doors, "_installed", lambda module: False)
+    monkeypatch.setattr(named_topology, "_installed", lambda module: False)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def fake_compiler(monkeypatch, answer) -> list[tuple]:
     module = types.SimpleNamespace(get_topology_desc=get_topology_desc)
     monkeypatch.setitem(sys.modules, "jax.experimental.topologies", module)
     monkeypatch.setattr("jax.experimental.topologies", module, raising=False)
-    monkeypatch.setattr(_doors, "_installed", lambda module: True)
+    monkeypatch.setattr(named_topology, "_installed", lambda module: True)
     return asked
 
 
@@ -245,7 +245,7 @@ def test_a_compiler_that_does_not_start(monkeypatch, name, error, fix) -> None:
     with pytest.raises(MeshError) as caught:
         topology(name, {"x": 32})
     first = error.splitlines()[0]
-    chip = _hardware.get(name.split(":")[0]).name
+    chip = hardware.get(name.split(":")[0]).name
     assert str(caught.value) == (
         f"the compiler for {chip} did not start: {first}\n  where: topology {name!r}\n  write instead: {fix}"
     )
@@ -254,7 +254,7 @@ def test_a_compiler_that_does_not_start(monkeypatch, name, error, fix) -> None:
 
 def test_a_gpu_without_a_compiler_target() -> None:
     with pytest.raises(MeshError) as error:
-        _doors.gpu_target(_hardware.get("v5e"))
+        named_topology.gpu_target(hardware.get("v5e"))
     assert str(error.value) == (
         "no compiler target is known for tpu-v5e\n  where: topology\n"
         "  write instead: one of gpu-a100, gpu-h100, gpu-h200, gpu-b200, or compiles=False to plan only"

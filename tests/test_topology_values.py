@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, Mesh
 
-from jshard import _hardware as hardware
-from jshard._errors import MeshError
-from jshard._layout import MeshAxes
-from jshard._topology import assumed_shape, check_shape, device_count, from_mesh, parse_name, wraps
+from jshard._core import hardware as hardware
+from jshard._core.errors import MeshError
+from jshard._core.layout import MeshAxes
+from jshard._core.topology import assumed_shape, check_shape, device_count, from_mesh, parse_name, wraps
 
 
 def mesh(**axes: int) -> MeshAxes:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import jshard
-from jshard._prepare import prepare
-from jshard._training import for_training
+from jshard._api.differentiation import for_training
+from jshard._api.prepare import prepare
 from jshard._verify import read
 
 

@@ -10,9 +10,9 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 
 import jshard
-from jshard import _hardware as hardware
-from jshard._cost.compute import peak
-from jshard._errors import ShardError
+from jshard._core import hardware as hardware
+from jshard._core.errors import ShardError
+from jshard._cost.roofline import peak
 
 
 def grid(sizes=(2, 4), names=("d", "m")):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jshard._errors import PlanMismatchError
+from jshard._core.errors import PlanMismatchError
 from jshard._verify import Emitted, EmittedProgram, Predicted, compare, hlo_shape, read, verify_program
 from tests import traffic
 

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
 
-from jshard._errors import MeshError, StrategyError
-from jshard._layout import Layout, MeshAxes
-from jshard._wish import grid
-from jshard._wish.entries import EVERY_DEVICE, Pin, allows, parse_entry
-from jshard._wish.mesh import ChosenMesh, candidate_meshes, choose_mesh, resolve_pin
+from jshard._core.errors import MeshError, StrategyError
+from jshard._core.layout import Layout, MeshAxes
+from jshard._spec import mesh_factorization
+from jshard._spec.entry import EVERY_DEVICE, Pin, allows, parse_entry
+from jshard._spec.mesh_selection import ChosenMesh, candidate_meshes, choose_mesh, resolve_pin
 
 
 def pin(*cuts: int | None) -> Pin:
@@ -75,7 +75,7 @@ def test_inferred_grid(count, cuts, sizes):
 
 def cuts_over(count: int):
     """Tuples of up to three cuts whose product divides the device count: what no grid may refuse."""
-    divisors = st.sampled_from(grid.divisors(count))
+    divisors = st.sampled_from(mesh_factorization.divisors(count))
     return st.tuples(divisors, divisors, divisors).filter(lambda c: count % math.prod(c) == 0)
 
 
@@ -108,17 +108,17 @@ def test_every_pin_has_a_layout_on_a_given_mesh(data, sizes):
 @given(st.data(), st.sampled_from([4, 6, 8, 12]))
 def test_no_coarser_grid_would_do(data, count):
     wanted = data.draw(st.lists(cuts_over(count), max_size=3))
-    sizes = grid.coarsest(count, wanted)
+    sizes = mesh_factorization.coarsest(count, wanted)
     assert sizes is not None and math.prod(sizes) == count
     for shorter in range(1, len(sizes)):
-        for other in grid.factorizations(count, shorter):
-            assert not all(grid.expresses(other, c, ordered=True) for c in wanted)
+        for other in mesh_factorization.factorizations(count, shorter):
+            assert not all(mesh_factorization.expresses(other, c, ordered=True) for c in wanted)
 
 
 def test_grid_of_thousands_of_devices():
     # All factorizations of 4096 are 2048; a search over sets of axes would not end.
-    assert grid.coarsest(4096, [(16, 8), (8, 16, 2), (512, 1)]) == (16, 8, 16, 2)
-    assert grid.split((16, 16, 16), [(64, 64), (32, 8, 16)]) == ((8, 2), (8, 2), (16,))
+    assert mesh_factorization.coarsest(4096, [(16, 8), (8, 16, 2), (512, 1)]) == (16, 8, 16, 2)
+    assert mesh_factorization.split((16, 16, 16), [(64, 64), (32, 8, 16)]) == ((8, 2), (8, 2), (16,))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_grid_of_thousands_of_devices():
     ],
 )
 def test_split_of_a_given_mesh(sizes, cuts, parts):
-    assert grid.split(sizes, cuts) == parts
+    assert mesh_factorization.split(sizes, cuts) == parts
 
 
 def test_split_axis_keeps_device_order_and_its_meaning():

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
 
-from jshard._errors import ShardError, StrategyError
-from jshard._layout import Layout, MeshAxes
-from jshard._wish.entries import Pin, allows, parse_entry
-from jshard._wish.options import parse_bytes
-from jshard._wish.parameters import specificity
-from jshard._wish.paths import argument_names, children, input_leaves, key_name, path_name
-from jshard._wish.strategies import pins_for_inputs, pins_for_outputs, without_static
+from jshard._core.errors import ShardError, StrategyError
+from jshard._core.layout import Layout, MeshAxes
+from jshard._spec.entry import Pin, allows, parse_entry
+from jshard._spec.options import parse_bytes
+from jshard._spec.parameter_plan import specificity
+from jshard._spec.strategies import pins_for_inputs, pins_for_outputs, without_static
+from jshard._spec.tree_paths import argument_names, children, input_leaves, key_name, path_name
 
 
 def S(*shape: int) -> jax.ShapeDtypeStruct:

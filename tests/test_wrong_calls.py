@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh
 
 import jshard
 import jshard.flax
-from jshard._errors import ArgumentError, MeshError, PlanMismatchError, ShardError
+from jshard._core.errors import ArgumentError, MeshError, PlanMismatchError, ShardError
 
 
 X = jax.ShapeDtypeStruct((8, 8), "float32")

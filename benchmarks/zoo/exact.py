@@ -25,7 +25,7 @@ from jax import lax
 from jshard import _jaxcompat as compat
 from jshard._program.trace import CALL_PRIMITIVES
 from jshard._rules.lookup import REGISTRY
-from jshard._rules.others import OPAQUE
+from jshard._rules.primitives.opaque_operators import OPAQUE
 
 
 F32 = np.dtype(np.float32)

@@ -1,1 +1,1 @@
-"""Floor 4: what a plan costs: collectives, redistributions, compute, memory, and what nothing can beat."""
+"""Seconds and bytes of collectives, reshardings and operators; no programs."""

@@ -4,8 +4,8 @@ Every collective's time is linear in the bytes: a slope from the wires and an in
 collective on given axes is three numbers (`Coefficients`), and a whole redistribution is a sum of them.
 
 >>> from jshard import _hardware as hardware
->>> from jshard._layout import MeshAxes
->>> from jshard._topology import from_mesh
+>>> from jshard._core.layout import MeshAxes
+>>> from jshard._core.topology import from_mesh
 >>> t = from_mesh(MeshAxes(("x", "y"), (8, 16)), hardware.get("v5e"))
 >>> collective("all_gather", ("y",), 41e6, t)
 Collective(kind='all_gather', axes=('y',), bytes=615000000.0, seconds=0.007513)
@@ -35,8 +35,8 @@ import functools
 import math
 from collections.abc import Sequence
 
-from jshard._layout import CollectiveKind
-from jshard._topology import WIRE_KINDS, Topology, Wire
+from jshard._core.layout import CollectiveKind
+from jshard._core.topology import WIRE_KINDS, Topology, Wire
 
 
 # Share of the memory bandwidth at which blocks are put in order: the TPU compiler counts 1.21M cycles for a copy
@@ -74,8 +74,8 @@ def collective(
     Of so many as are sent `together`, each pays its share of the latency.
 
     >>> from jshard import _hardware as hardware
-    >>> from jshard._layout import MeshAxes
-    >>> from jshard._topology import from_mesh
+    >>> from jshard._core.layout import MeshAxes
+    >>> from jshard._core.topology import from_mesh
     >>> t = from_mesh(MeshAxes(("x",), (16,)), hardware.get("v5e"))
     >>> print(collective("all_gather", ("x",), 1e6, t))
     all_gather[x] 1.5e+07 B 0.000194 s

@@ -1,1 +1,1 @@
-"""Floor 6: from a plan to a JAX function that runs it."""
+"""A schedule -> one `shard_map` with explicit collectives."""

@@ -1,1 +1,1 @@
-"""Floor 6: from a program and its pins to a plan."""
+"""The planner: search by level and budget, and its answer as data."""

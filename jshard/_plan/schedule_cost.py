@@ -12,16 +12,16 @@ from typing import Any
 
 import numpy as np
 
+from jshard._core.row_codes import first_occurrence_codes, row_codes
 from jshard._cost import collectives
-from jshard._cost.redistribute import REDUCING_KINDS
-from jshard._cost.steps import apply_step
-from jshard._numbers import first_occurrence_codes, row_codes
-from jshard._plan.cost_tables import deferred_gather_seconds
-from jshard._plan.network import PlanningNetwork
-from jshard._plan.rows import CollectiveRow
-from jshard._plan.schedule import Assignment, Reshard, RunOperator, Schedule
+from jshard._cost.reshard_steps import apply_step
+from jshard._cost.resharding import REDUCING_KINDS
+from jshard._network.build import PlanningNetwork
+from jshard._network.cost_tables import deferred_gather_seconds
+from jshard._plan.records import CollectiveRow
 from jshard._program.graph import Tensor, operator_name
-from jshard._program.mapped import SHARD_MAP
+from jshard._program.user_shard_map import SHARD_MAP
+from jshard._schedule.schedule import Assignment, Reshard, RunOperator, Schedule
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -70,7 +70,9 @@ def schedule_cost(made: Schedule, built: PlanningNetwork) -> ScheduleCost:
     )
 
 
-def _operator_costs(choice: Assignment, built: PlanningNetwork) -> tuple[list[float], list[float], float, tuple[str, ...]]:
+def _operator_costs(
+    choice: Assignment, built: PlanningNetwork
+) -> tuple[list[float], list[float], float, tuple[str, ...]]:
     """Of each equation the seconds in all its runs and those beyond an even share; the price; primitives without a rule."""
     equations = np.flatnonzero(choice.program.use_def.has_kind("eqn"))
     # Operators of one table in the network are alike in form, traffic and repeats.
@@ -131,12 +133,17 @@ def collective_rows(made: Schedule, combined_sums: Mapping[int, int]) -> list[tu
     return out
 
 
-def _user_collective_rows(choice: Assignment, built: PlanningNetwork, first: int) -> list[tuple[CollectiveRow, int]]:
+def _user_collective_rows(
+    choice: Assignment, built: PlanningNetwork, first: int
+) -> list[tuple[CollectiveRow, int]]:
     """Every collective that the user wrote in a `shard_map`, with the operator that it is; numbered from `first`."""
     out: list[tuple[CollectiveRow, int]] = []
     program = choice.program
     for i in np.flatnonzero(program.use_def.has_primitive(frozenset((SHARD_MAP,)))).tolist():
-        op, found = program.operators[i], built.operator_costs[int(built.cost_network.node_table[i])].shard_map
+        op, found = (
+            program.operators[i],
+            built.operator_costs[int(built.cost_network.node_table[i])].shard_map,
+        )
         for own in found.collectives if found is not None else ():
             c = own.collective
             row = CollectiveRow(
@@ -147,7 +154,9 @@ def _user_collective_rows(choice: Assignment, built: PlanningNetwork, first: int
     return out
 
 
-def _row(number: int, c: Any, action: Reshard | RunOperator, operator: str, tensor: Tensor, local: str) -> CollectiveRow:
+def _row(
+    number: int, c: Any, action: Reshard | RunOperator, operator: str, tensor: Tensor, local: str
+) -> CollectiveRow:
     return CollectiveRow(
         number, c.kind, tuple(c.axes), float(c.bytes), float(c.seconds), float(action.repeat), operator,
         tensor.name, local, action.unknown_trip_count, str(tensor.dtype),

@@ -1,1 +1,1 @@
-"""Floor 2: the traced program as a flat list of operators and tensors, with its control flow kept beside."""
+"""A jaxpr -> a flat dataflow graph of operators and tensors."""

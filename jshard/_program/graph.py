@@ -20,8 +20,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jshard import _jaxcompat
-from jshard._program.arrays import UseDef, use_def_of
 from jshard._program.scopes import Scopes, scopes_of
+from jshard._program.use_def import UseDef, use_def_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +194,9 @@ class Program:
     def in_unbounded_loops(self) -> frozenset[int]:
         """Operators in loops whose turns nobody knows, the boundaries of those loops included."""
         open_ = [call for call in calls_of(self.body) if call.trip_count is None]
-        return frozenset(i for call in open_ for ids in (call.inner_operators, *call.boundary.values()) for i in ids)
+        return frozenset(
+            i for call in open_ for ids in (call.inner_operators, *call.boundary.values()) for i in ids
+        )
 
     @functools.cached_property
     def memo(self) -> dict[Any, Any]:

@@ -2,7 +2,7 @@
 
 A scan's carry, for one, is an operator with two operands (initial value, value after a turn) and two results (value
 seen by the body, final value), all of one layout; what a body only reads comes in through an operator of its own. What
-never changes in a loop is computed in front of it (`steady.py`), so each function gives several steps.
+never changes in a loop is computed in front of it (`loop_invariants.py`), so each function gives several steps.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from jshard import _jaxcompat as compat
 from jshard._program.graph import Atom, Block, Call, Literal
-from jshard._program.steady import Path, hoist, still_read
-from jshard._program.turns import trip_count_of, as_int
+from jshard._program.loop_invariants import Path, hoist, still_read
+from jshard._program.trip_counts import as_int, trip_count_of
 
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jshard._program.arrays import Bools, Ints
+from jshard._program.use_def import Bools, Ints
 
 
 if TYPE_CHECKING:

@@ -14,13 +14,13 @@ from typing import Any
 from jax.sharding import NamedSharding
 
 from jshard import _jaxcompat as compat
-from jshard._errors import NestedShardError
-from jshard._program import loops, marks
-from jshard._program.common import ValueNumbering, literal_value
+from jshard._core.errors import NestedShardError
+from jshard._core.gc_pause import gc_paused
+from jshard._program import loops, pin_primitives
+from jshard._program.common_subexpressions import ValueNumbering, literal_value
 from jshard._program.graph import Atom, Block, Call, Literal, Operator, Program, Tensor
-from jshard._program.mapped import SHARD_MAP, pins_of
-from jshard._program.steady import INLINED_CALLS, body_of
-from jshard._program.uncollected import gc_paused
+from jshard._program.loop_invariants import INLINED_CALLS, body_of
+from jshard._program.user_shard_map import SHARD_MAP, pins_of
 
 
 _ALIAS = {
@@ -209,7 +209,7 @@ class Builder:
                 where=f"{compat.module_path(prefix, eqn)} {compat.source_line(eqn)}".strip(),
                 fix=f"shard only {self.name}, and pin what {eqn.params['name']} fixed with jshard.op",
             )
-        if name == marks.PIN_OPERAND:
+        if name == pin_primitives.PIN_OPERAND:
             env[eqn.outvars[0]] = _PinnedAtom(self.read(eqn.invars[0], env), eqn.params["pin"])
             self.any_pinned = True
             return ()
@@ -218,7 +218,9 @@ class Builder:
     def loop(self, eqn: Any, env: dict[Any, Any], repeat: float, prefix: str) -> Sequence[int | Call]:
         """A loop or branch, unless an equal one was there."""
         eqn = compat.with_scalar_predicate(eqn) if eqn.primitive.name == "while" else eqn
-        there, key = self.value_numbering.lookup(eqn, self.value_keys(eqn, [self.read(v, env) for v in eqn.invars], env))
+        there, key = self.value_numbering.lookup(
+            eqn, self.value_keys(eqn, [self.read(v, env) for v in eqn.invars], env)
+        )
         if there is not None:
             env.update(zip(eqn.outvars, there, strict=True))
             return ()
@@ -244,7 +246,10 @@ class Builder:
         if name == SHARD_MAP:
             where = f"{compat.module_path(prefix, eqn)} {compat.source_line(eqn)}".strip()
             self.pins += [(i, *pin) for pin in pins_of(eqn, self.name, where)]
-        if name in marks.RESULT_PIN_READERS and (pin := marks.RESULT_PIN_READERS[name](eqn)) is not None:
+        if (
+            name in pin_primitives.RESULT_PIN_READERS
+            and (pin := pin_primitives.RESULT_PIN_READERS[name](eqn)) is not None
+        ):
             # A type that a transposition goes back to is nobody's wish, a constraint is.
             if name != "reshard" or not compat.is_backward(prefix, eqn):
                 self.pins.append((i, "result", 0, pin))
@@ -252,7 +257,7 @@ class Builder:
         results += [self.tensor(v.aval, f"{name}.{i}[{k}]") for k, v in enumerate(eqn.outvars[1:], 1)]
         self.op("eqn", name, operands, results, repeat, eqn=eqn, prefix=prefix)
         steps = [i]
-        if asked := marks.requested_result_shardings(eqn):
+        if asked := pin_primitives.requested_result_shardings(eqn):
             results, more = self.with_requested_shardings(asked, results, eqn.outvars, eqn, repeat, prefix)
             steps += more
         self.value_numbering.record(eqn, key, results)
@@ -292,7 +297,10 @@ class Builder:
         jaxpr, consts = compat.open_jaxpr(body)
         env: dict[Any, Any] = dict(zip(jaxpr.invars, operands, strict=True))
         self.bind(jaxpr.constvars, consts, env)
-        around, self.value_numbering = self.value_numbering, ValueNumbering() if apart else self.value_numbering
+        around, self.value_numbering = (
+            self.value_numbering,
+            ValueNumbering() if apart else self.value_numbering,
+        )
         steps = self.walk(jaxpr, env, repeat, prefix)
         self.value_numbering = around
         operands = [a.atom if isinstance(a, _PinnedAtom) else a for a in operands]
@@ -307,7 +315,7 @@ class Builder:
             given, before = self.with_requested_shardings(wanted, given, eqn.invars, eqn, repeat, prefix)
         block = self.enter(body, given, repeat, prefix, apart=False)
         results, after = self.with_requested_shardings(
-            marks.requested_result_shardings(eqn), block.outputs, eqn.outvars, eqn, repeat, prefix
+            pin_primitives.requested_result_shardings(eqn), block.outputs, eqn.outvars, eqn, repeat, prefix
         )
         env.update(zip(eqn.outvars, results, strict=True))
         return [*before, *block.steps, *after]
@@ -325,10 +333,12 @@ class Builder:
         for k, (sharding, a, v) in enumerate(zip(asked, atoms, variables, strict=False)):
             if not isinstance(sharding, NamedSharding) or isinstance(a, Literal | _PinnedAtom):
                 continue
-            same = compat.identity_equation(marks.out_sharding_p, v, v, eqn)
+            same = compat.identity_equation(pin_primitives.out_sharding_p, v, v, eqn)
             i = len(self.operators)
-            made = self.tensor(v.aval, f"{marks.OUT_SHARDING}.{i}")
-            steps.append(self.op("eqn", marks.OUT_SHARDING, [a], [made], repeat, eqn=same, prefix=prefix))
+            made = self.tensor(v.aval, f"{pin_primitives.OUT_SHARDING}.{i}")
+            steps.append(
+                self.op("eqn", pin_primitives.OUT_SHARDING, [a], [made], repeat, eqn=same, prefix=prefix)
+            )
             self.pins.append((i, "result", 0, sharding))
             out[k] = made
         return out, steps
@@ -348,9 +358,9 @@ class Builder:
         steps, outputs = list(block.steps), []
         for a, v, result in zip(block.outputs, compat.open_jaxpr(body)[0].outvars, eqn.outvars, strict=True):
             if isinstance(a, Literal) or a in taken or a in self.captured:
-                same = compat.identity_equation(marks.own_result_p, v, result, eqn)
-                made = [self.tensor(result.aval, f"{marks.OWN_RESULT}.{len(self.operators)}")]
-                name = marks.OWN_RESULT
+                same = compat.identity_equation(pin_primitives.own_result_p, v, result, eqn)
+                made = [self.tensor(result.aval, f"{pin_primitives.OWN_RESULT}.{len(self.operators)}")]
+                name = pin_primitives.OWN_RESULT
                 steps.append(self.op("eqn", name, [a], made, repeat, eqn=same, prefix=prefix))
                 a = made[0]
             taken.add(a)

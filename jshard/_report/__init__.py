@@ -1,1 +1,1 @@
-"""Floor 6: how a plan is seen. Pure functions from a `Plan` to text."""
+"""Plans -> text, HTML, IR, graphs."""

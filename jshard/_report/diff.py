@@ -6,15 +6,15 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
-from jshard._plan.rows import OperatorRow, TensorRow
-from jshard._report.fold import fold_paths, pattern
+from jshard._plan.records import OperatorRow, TensorRow
+from jshard._report.format_units import format_bytes, format_count, format_seconds
+from jshard._report.grouping import fold_paths, pattern
 from jshard._report.ir import format_strategy
-from jshard._report.summary import step_seconds, traffic
-from jshard._report.units import format_count, format_seconds, format_bytes
+from jshard._report.totals import step_seconds, traffic
 
 
 if TYPE_CHECKING:
-    from jshard._plan.plan import Plan
+    from jshard._api.plan import Plan
 
 
 MOST = 20  # lines of one kind
@@ -135,7 +135,9 @@ def regression_text(a: Plan, b: Plan) -> str:
     said = []
     for f in compare_plans(a, b).figures:
         if f.name in names and f.after > f.before and not nearly_equal(f.before, f.after):
-            said.append(f"{names[f.name]} +{(format_bytes if f.unit == 'B' else format_seconds)(f.after - f.before)}")
+            said.append(
+                f"{names[f.name]} +{(format_bytes if f.unit == 'B' else format_seconds)(f.after - f.before)}"
+            )
     mine, other = (_by_operator(p) for p in (a, b))
     more = {k: v - mine.get(k, 0.0) for k, v in other.items() if v > mine.get(k, 0.0)}
     if more:

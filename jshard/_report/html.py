@@ -12,16 +12,23 @@ from collections.abc import Iterable
 from html import escape
 from typing import TYPE_CHECKING
 
-from jshard._report.drawing import graph_svg, hue, memory_svg
-from jshard._report.fold import OperatorGroup, fold_tensors, operator_groups
-from jshard._report.summary import at_least_prefix, formatted_totals, objective_text, optimality_text, step_seconds, traffic
-from jshard._report.text import Section, header_lines, group_location, sections
-from jshard._report.tree import Branch, module_tree
-from jshard._report.units import format_count, format_seconds, format_percent, format_bytes
+from jshard._report.format_units import format_bytes, format_count, format_percent, format_seconds
+from jshard._report.grouping import OperatorGroup, fold_tensors, operator_groups
+from jshard._report.module_tree import Branch, module_tree
+from jshard._report.svg import graph_svg, hue, memory_svg
+from jshard._report.text import Section, group_location, header_lines, sections
+from jshard._report.totals import (
+    at_least_prefix,
+    formatted_totals,
+    objective_text,
+    optimality_text,
+    step_seconds,
+    traffic,
+)
 
 
 if TYPE_CHECKING:
-    from jshard._plan.plan import Plan
+    from jshard._api.plan import Plan
 
 
 MAX_ROWS = 120  # rows of one table
@@ -60,7 +67,9 @@ def html_fragment(plan: Plan) -> str:
         f'<div class="jshard"><style>{style}</style>',
         _summary(plan),
         _details(
-            "Modules", f'<div class="tree">{_tree(module_tree(plan), step_seconds(plan) or 1.0, True)}</div>', True
+            "Modules",
+            f'<div class="tree">{_tree(module_tree(plan), step_seconds(plan) or 1.0, True)}</div>',
+            True,
         ),
         _details(
             "Operators and collectives",

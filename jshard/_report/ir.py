@@ -11,15 +11,15 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from jshard._errors import ShardError
-from jshard._plan.rows import CollectiveRow, LocalRow, OperatorRow
-from jshard._report.order import events
-from jshard._report.summary import USER_OWN
-from jshard._report.units import format_count
+from jshard._core.errors import ShardError
+from jshard._plan.records import CollectiveRow, LocalRow, OperatorRow
+from jshard._report.format_units import format_count
+from jshard._report.timeline import events
+from jshard._report.totals import USER_OWN
 
 
 if TYPE_CHECKING:
-    from jshard._plan.plan import Plan
+    from jshard._api.plan import Plan
 
 
 DTYPE_PREFIXES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c", "bool": "bool"}
@@ -34,7 +34,9 @@ def ir_listing(plan: Plan, local: bool = False) -> str:
     lines = [f"# {plan.name} on {plan.mesh}, level {plan.level}" + (", one device's blocks" if local else "")]
     for r in plan.inputs:
         shape = r.layout.local_shape(r.shape, plan.mesh) if local else r.shape
-        lines.append(f"%{r.path} : {format_type(r.dtype, shape)} {r.layout}" + ("  # pinned" if r.pinned else ""))
+        lines.append(
+            f"%{r.path} : {format_type(r.dtype, shape)} {r.layout}" + ("  # pinned" if r.pinned else "")
+        )
     lines += _local(plan) if local else _global(plan)
     if not local:
         lines += (f"return {r.path} : {format_type(r.dtype, r.shape)} {r.layout}" for r in plan.outputs)
@@ -107,7 +109,9 @@ def _body_frame(r: LocalRow) -> str:
         f"{_value(v)} : {format_type(d, s)}" for v, d, s in zip(r.reads, r.dtypes, r.shapes, strict=True)
     )
     if r.kind == "begin":
-        times = " of turns that nobody knows" if r.turn else f" x{format_count(r.count)}" if r.count != 1 else ""
+        times = (
+            " of turns that nobody knows" if r.turn else f" x{format_count(r.count)}" if r.count != 1 else ""
+        )
         return f"{r.operator}{times} {{"
     return f"branch on {values}" if r.kind == "branch on" else f"}} gives {values}".rstrip()
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jshard._report.text import Section, header_lines, footer_lines, sections
+from jshard._report.text import Section, footer_lines, header_lines, sections
 
 
 if TYPE_CHECKING:
-    from jshard._plan.plan import Plan
+    from jshard._api.plan import Plan
 
 
 def markdown_report(plan: Plan) -> str:

@@ -6,10 +6,10 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from jshard._report.extras import require
-from jshard._report.points import PlanPoint, setting_columns
-from jshard._report.summary import received_bytes, step_seconds
-from jshard._report.units import format_seconds
+from jshard._report.comparison_table import PlanPoint, setting_columns
+from jshard._report.format_units import format_seconds
+from jshard._report.optional_imports import require
+from jshard._report.totals import received_bytes, step_seconds
 
 
 SCALES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))

@@ -11,16 +11,30 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jshard._plan.rows import TensorRow
-from jshard._report.extras import require
-from jshard._report.fold import OperatorGroup, fold_tensors, operator_groups, results_placed_like_arguments
+from jshard._plan.records import TensorRow
+from jshard._report.format_units import format_bytes, format_count, format_percent, format_seconds
+from jshard._report.grouping import (
+    OperatorGroup,
+    fold_tensors,
+    operator_groups,
+    results_placed_like_arguments,
+)
 from jshard._report.ir import short_source
-from jshard._report.summary import USER_OWN, at_least_prefix, formatted_totals, objective_text, lower_bound_text, optimality_text, step_seconds, traffic
-from jshard._report.units import format_count, format_seconds, format_percent, format_bytes
+from jshard._report.optional_imports import require
+from jshard._report.totals import (
+    USER_OWN,
+    at_least_prefix,
+    formatted_totals,
+    lower_bound_text,
+    objective_text,
+    optimality_text,
+    step_seconds,
+    traffic,
+)
 
 
 if TYPE_CHECKING:
-    from jshard._plan.plan import Plan
+    from jshard._api.plan import Plan
 
 
 WIDTH = 100
@@ -49,7 +63,9 @@ def text_report(plan: Plan) -> str:
     """The whole report."""
     lines = [_clip(line, WIDTH).rstrip() for section in sections(plan) for line in _table(section)]
     # What is proved is never cut short.
-    first = [part for line in header_lines(plan) for part in textwrap.wrap(line, WIDTH, subsequent_indent=" " * 6)]
+    first = [
+        part for line in header_lines(plan) for part in textwrap.wrap(line, WIDTH, subsequent_indent=" " * 6)
+    ]
     return "\n".join((*first, *lines, *(_clip(line, WIDTH).rstrip() for line in footer_lines(plan))))
 
 
@@ -104,7 +120,9 @@ def tensor_section(
         r = same[0]
         times = f" x{len(same)}" if len(same) > 1 else ""
         kind = f"{r.dtype}[{','.join(map(str, r.shape))}]{times}"
-        out.append((path + ("*" if r.pinned else ""), kind, format_tuple(r.layout.cuts(plan.mesh)), str(r.layout)))
+        out.append(
+            (path + ("*" if r.pinned else ""), kind, format_tuple(r.layout.cuts(plan.mesh)), str(r.layout))
+        )
     more = f"{len(out) - most} more lines; plan.ir() has all" if len(out) > most else ""
     return Section(
         f"{title} (* pinned)", ("path", "type", "cut", "layout"), tuple(out[:most]), (42, 26, 14, 0), more
@@ -128,7 +146,9 @@ def entry_section(plan: Plan, most: int = MAX_ROWS) -> Section:
 def operator_section(plan: Plan, most: int = MAX_ROWS) -> Section:
     """Operators that communicate or take time, folded; where there are too many, those that take most."""
     whole = step_seconds(plan) or 1.0
-    worth = [g for g in operator_groups(plan) if g.collectives or g.compute > MIN_COMPUTE_SHARE * plan.cost.compute]
+    worth = [
+        g for g in operator_groups(plan) if g.collectives or g.compute > MIN_COMPUTE_SHARE * plan.cost.compute
+    ]
     # What moves data has the first half of the room, however little time it takes: people look for it here.
     moving = sorted((g for g in worth if g.collectives), key=lambda g: -sum(m.seconds for m in g.collectives))
     shown = _that_fit(moving, most // 2)

@@ -1,1 +1,1 @@
-"""Floor 3: how each operator may be cut, and how it runs on one device's blocks."""
+"""Operator sharding rules: which dimensions of each primitive may be sharded together."""

@@ -11,53 +11,53 @@ note says why and the report prints it.
 
 from __future__ import annotations
 
-from jshard._rules import (
-    boundary,
-    conv,
-    dot,
+from jshard._rules.factors import validate
+from jshard._rules.primitives import (
+    control_flow,
+    convolution,
+    data_movement,
+    dot_general,
     elementwise,
-    fused,
+    fused_operator,
     gather,
+    identity,
     linalg,
-    mapped,
-    marks,
-    moves,
-    others,
-    ragged,
-    reduce,
+    linear_solve,
+    opaque_operators,
+    ragged_dot,
+    random,
+    reduce_window,
+    reductions,
     reshape,
-    rng,
     scatter,
-    slices,
-    solve,
-    windows,
+    shard_map,
+    slicing,
 )
-from jshard._rules.build import validate
-from jshard._rules.registry import REGISTRY, RuleEntry, OpView, opaque_rule
+from jshard._rules.registry import REGISTRY, OpView, RuleEntry, opaque_rule
 from jshard._rules.rule import Rule
 
 
 # Importing a family registers its rules.
 FAMILIES = (
-    boundary,
-    conv,
-    dot,
+    control_flow,
+    convolution,
+    dot_general,
     elementwise,
-    fused,
+    fused_operator,
     gather,
     linalg,
-    mapped,
-    marks,
-    moves,
-    others,
-    ragged,
-    reduce,
+    shard_map,
+    identity,
+    data_movement,
+    opaque_operators,
+    ragged_dot,
+    reductions,
     reshape,
-    rng,
+    random,
     scatter,
-    slices,
-    solve,
-    windows,
+    slicing,
+    linear_solve,
+    reduce_window,
 )
 
 

@@ -17,8 +17,8 @@ import jax
 from jax import lax
 
 from jshard import _jaxcompat as compat
-from jshard._errors import RuleError
-from jshard._layout import Layout, MeshAxes
+from jshard._core.errors import RuleError
+from jshard._core.layout import Layout, MeshAxes
 from jshard._rules.rule import Candidate, Rule, operand_layouts, reduced_axes, result_layouts
 
 

@@ -28,8 +28,8 @@ from typing import Any
 
 import numpy as np
 
+from jshard._core.layout import CollectiveKind, Layout, MeshAxes
 from jshard._jaxcompat import itemsize
-from jshard._layout import CollectiveKind, Layout, MeshAxes
 
 
 NONE = -1  # the mesh axis cuts nothing here: the operator is replicated along it
@@ -152,15 +152,21 @@ def _major_factors(rule: Rule) -> list[tuple[int, tuple[int, ...]]]:
 
 def operand_layouts(rule: Rule, c: Candidate, mesh: MeshAxes) -> tuple[Layout, ...]:
     """The layout each operand must have under a candidate."""
-    return tuple(a[0] for a, _ in layouts_of_candidates(rule, np.array([c.axis_codes], dtype=np.int64), mesh)[0])
+    return tuple(
+        a[0] for a, _ in layouts_of_candidates(rule, np.array([c.axis_codes], dtype=np.int64), mesh)[0]
+    )
 
 
 def result_layouts(rule: Rule, c: Candidate, mesh: MeshAxes) -> tuple[Layout, ...]:
     """The layout each result has under a candidate, partial sums unresolved."""
-    return tuple(a[0] for a, _ in layouts_of_candidates(rule, np.array([c.axis_codes], dtype=np.int64), mesh)[1])
+    return tuple(
+        a[0] for a, _ in layouts_of_candidates(rule, np.array([c.axis_codes], dtype=np.int64), mesh)[1]
+    )
 
 
-IndexedLayouts = tuple[tuple[Layout, ...], np.ndarray]  # distinct layouts, and which of them each candidate means
+IndexedLayouts = tuple[
+    tuple[Layout, ...], np.ndarray
+]  # distinct layouts, and which of them each candidate means
 
 
 def layouts_of_candidates(
@@ -241,7 +247,9 @@ class SentCollective:
     result: int
 
 
-def internal_collectives(rule: Rule, c: Candidate, mesh: MeshAxes, results: Sequence[Any]) -> tuple[SentCollective, ...]:
+def internal_collectives(
+    rule: Rule, c: Candidate, mesh: MeshAxes, results: Sequence[Any]
+) -> tuple[SentCollective, ...]:
     """What an operator's local function sends under a candidate, in the order in which it is written.
 
     `results` have the global `shape` and the `dtype` of each result.

@@ -1,6 +1,6 @@
 """Floor 5, the search: cost networks as plain arrays in, proved assignments out.  No JAX, no tensors."""
 
-from jshard._search.network import (
+from jshard._search.cost_network import (
     CostNetwork,
     Memory,
     Solution,
@@ -10,7 +10,7 @@ from jshard._search.network import (
     peak,
     save,
 )
-from jshard._search.reduce import Contradiction
+from jshard._search.exact.reduce import Contradiction
 from jshard._search.solve import solve
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jshard._search.network import CostNetwork, Floats, build
+from jshard._search.cost_network import CostNetwork, Floats, build
 
 
 FORBIDDEN = 1e17

@@ -2,7 +2,7 @@
 
 Problem.  Callers want an assignment, its cost and a proof, within a time, always the same.
 
-Idea.  Without a limit the ladder does it alone (``ladder.py``).  With a limit, or when the peak itself is
+Idea.  Without a limit the ladder does it alone (``branch_and_bound.py``).  With a limit, or when the peak itself is
 what counts, multipliers price the bytes and the ladder solves priced networks (``memory.py``).
 
 Worked case.  One variable, states (cost 1, 10 bytes) and (cost 5, 2 bytes): the answer is cost 1; with
@@ -15,14 +15,14 @@ import math
 import time
 from collections.abc import Callable
 
-from jshard._errors import SearchError
-from jshard._search.early import reduce_batched
-from jshard._search.ladder import TOLERANCE, SearchState, branch_and_bound
-from jshard._search.least_peak import solve_peak
-from jshard._search.memory import solve_limited
-from jshard._search.network import CostNetwork, Solution, evaluate, peak
-from jshard._search.reduce import Contradiction, WorkingNetwork, working_network
-from jshard._search.tables import TablePool, quantum
+from jshard._core.errors import SearchError
+from jshard._search.branch_and_bound import TOLERANCE, SearchState, branch_and_bound
+from jshard._search.cost_network import CostNetwork, Solution, evaluate, peak
+from jshard._search.exact.reduce import Contradiction, WorkingNetwork, working_network
+from jshard._search.exact.reduce_batched import reduce_batched
+from jshard._search.exact.table_pool import TablePool, quantum
+from jshard._search.memory.lagrangian import solve_limited
+from jshard._search.memory.minimax_peak import solve_peak
 
 
 BATCHED_FROM = 4000  # variables from which on it is worth reducing many at a time
@@ -65,7 +65,9 @@ def solve(
 
     def report(text: str) -> None:
         passed = time.monotonic() - begun
-        found = f"cost {search.incumbent_cost:.9g}" if math.isfinite(search.incumbent_cost) else "no answer yet"
+        found = (
+            f"cost {search.incumbent_cost:.9g}" if math.isfinite(search.incumbent_cost) else "no answer yet"
+        )
         proved = f"bound {search.bound:.9g}" if math.isfinite(search.bound) else "no bound yet"
         steps.append(f"{passed:7.2f}s  {text}: {found}, {proved}")
         if on_progress is not None:

@@ -4,11 +4,11 @@
 `verify_program` does both after checking that the program is the plan's own; `verify_plan` takes a `Plan`.
 """
 
-from jshard._verify.collectives import read_program
 from jshard._verify.compare import Verification, compare, hlo_shape, verify_program
 from jshard._verify.emitted import KINDS, Emitted, EmittedProgram, wire_bytes
-from jshard._verify.match import Predicted, MatchedRow
-from jshard._verify.of_plan import verify_plan
+from jshard._verify.match import MatchedRow, Predicted
+from jshard._verify.read_collectives import read_program
+from jshard._verify.verify_plan import verify_plan
 
 
 __all__ = [

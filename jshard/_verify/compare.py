@@ -32,11 +32,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jshard._errors import PlanMismatchError
-from jshard._program.mapped import USER_SHARD_MAP_SCOPE
-from jshard._verify.collectives import read_program
+from jshard._core.errors import PlanMismatchError
+from jshard._program.user_shard_map import USER_SHARD_MAP_SCOPE
 from jshard._verify.emitted import KINDS, Emitted, EmittedProgram
-from jshard._verify.match import NEGLIGIBLE, Predicted, MatchedRow, bytes_agree, match_collectives
+from jshard._verify.match import NEGLIGIBLE, MatchedRow, Predicted, bytes_agree, match_collectives
+from jshard._verify.read_collectives import read_program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +178,9 @@ def compare(predicted: Iterable[Predicted], program: EmittedProgram) -> Verifica
     plan = [p if p.id is not None else dataclasses.replace(p, id=i) for i, p in enumerate(predicted)]
     plan = [p for p in plan if p.total]
     known = {p.id for p in plan}
-    own = [e for e in program.collectives if USER_SHARD_MAP_SCOPE in e.op_name and not known.intersection(e.tags)]
+    own = [
+        e for e in program.collectives if USER_SHARD_MAP_SCOPE in e.op_name and not known.intersection(e.tags)
+    ]
     rest = [e for e in program.collectives if e not in own] if own else program.collectives
     rows, extra = match_collectives(plan, rest)
     missing = tuple(p for r in rows if not r.emitted for p in r.predicted)
@@ -210,7 +212,7 @@ def verify_program(
     >>> verify_program([], "HloModule jit_f, num_partitions=4", devices=8)
     Traceback (most recent call last):
     ...
-    jshard._errors.PlanMismatchError: the compiled program runs on 4 devices, the plan is for 8
+    jshard._core.errors.PlanMismatchError: the compiled program runs on 4 devices, the plan is for 8
       where: program jit_f
       write instead: plan.verify(f.lower(...).compile()) with the function, mesh and arguments of the plan
 

@@ -82,7 +82,9 @@ class Emitted:
     def as_written(self) -> Emitted:
         """The same as the kind that is written, for a program that asked for just that."""
         asked = None if self.written_bytes == self.bytes else self.written_bytes
-        return dataclasses.replace(self, kind=self.written_kind, requested_bytes=asked, written_kind="", written_bytes=0.0)
+        return dataclasses.replace(
+            self, kind=self.written_kind, requested_bytes=asked, written_kind="", written_bytes=0.0
+        )
 
     @property
     def tags(self) -> tuple[int, ...]:

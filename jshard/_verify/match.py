@@ -70,7 +70,9 @@ class MatchedRow:
         return bytes_agree(*self.bytes)
 
 
-def match_collectives(plan: Sequence[Predicted], emitted: Sequence[Emitted]) -> tuple[list[MatchedRow], list[Emitted]]:
+def match_collectives(
+    plan: Sequence[Predicted], emitted: Sequence[Emitted]
+) -> tuple[list[MatchedRow], list[Emitted]]:
     """Rows of predictions with what was emitted for them, and what was emitted for none."""
     by_id: dict[int | None, list[Predicted]] = {}
     for p in plan:
@@ -94,7 +96,11 @@ def _as_requested(e: Emitted, asked: Sequence[Predicted]) -> Emitted:
         e = e.as_written()
     # TPUs multiply float32 in bfloat16, and send only that of what nothing else reads.
     narrow = e.shape.startswith(("bf16", "f16")) and {p.dtype for p in asked} == {"float32"}
-    return dataclasses.replace(e, requested_dtype="f32", requested_bytes=2 * e.bytes) if narrow and e.requested_bytes is None else e
+    return (
+        dataclasses.replace(e, requested_dtype="f32", requested_bytes=2 * e.bytes)
+        if narrow and e.requested_bytes is None
+        else e
+    )
 
 
 def _with_equal_trips(row: MatchedRow) -> MatchedRow:
@@ -139,7 +145,9 @@ def _rows_by_number(plan: Sequence[Predicted], tagged: Sequence[Emitted]) -> lis
     return [MatchedRow(tuple(ps), tuple(es)) for ps, es in groups.values()]
 
 
-def _match_by_bytes(rows: list[MatchedRow], untagged: Sequence[Emitted]) -> tuple[list[MatchedRow], list[Emitted]]:
+def _match_by_bytes(
+    rows: list[MatchedRow], untagged: Sequence[Emitted]
+) -> tuple[list[MatchedRow], list[Emitted]]:
     """Give collectives without a number to predictions of their kind that have none, or too little.
 
     First one to one by equal bytes; then, kind by kind, all that is left together when their sums agree: a

@@ -18,7 +18,7 @@ import pytest
 from jax import lax
 
 import jshard
-from jshard._doors import topology
+from jshard._core.named_topology import topology
 from jshard._verify import read, verify_plan
 from tests import traffic
 

@@ -1,0 +1,85 @@
+"""`op`: operator-level strategies inside a function, as MindSpore's `Primitive.shard`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jshard._core.argument_checks import checked
+from jshard._core.errors import StrategyError
+from jshard._program.pin_primitives import pin_operand, pin_result
+from jshard._rules.primitives.fused_operator import fused
+from jshard._spec.entry import parse_entry
+from jshard._spec.options import check_function
+
+
+@checked
+def op(
+    fn: Callable[..., Any],
+    in_strategy: Any = None,
+    out_strategy: Any = None,
+    rule: str | None = None,
+    *,
+    reduction: tuple[str, ...] = (),
+    sizes: dict[str, int] | None = None,
+) -> Callable[..., Any]:
+    """`fn` with the operators that read its arguments pinned, for use inside a sharded function.
+
+    >>> import jax.numpy as jnp, jshard
+    >>> product = jshard.op(jnp.dot, in_strategy=((1, 1), None))
+    >>> jshard.shard(lambda x, w: product(x, w) + 1)(jnp.ones((2, 3)), jnp.ones((3, 4))).shape
+    (2, 4)
+
+    Arguments:
+
+    - `fn`: any function of arrays; outside a sharded function it runs as it is.
+    - `in_strategy`: one entry per argument: `None`, pieces per dimension, or a `PartitionSpec`. It says how the
+        operators that read the argument directly take it, whatever layout the argument has before.
+    - `out_strategy`: one entry, or one per result: the layout in which the results are made.
+    - `rule`: the whole of `fn` is one operator with these factors, `"b q h d, b k h d, b k h d -> b q h d"`; it
+        runs on local blocks, so a kernel works inside. A factor that no result carries is kept whole unless
+        `reduction` names it: then the blocks' results are summed. `sizes` has the lengths inside groups `(a b)`.
+
+    Raises `StrategyError` when an entry does not fit its argument.
+    """
+    check_function(fn)
+    name = getattr(fn, "__name__", type(fn).__name__)
+    if rule is not None:
+        fn = functools.wraps(fn)(fused(fn, name, rule, reduction=tuple(reduction), sizes=sizes))
+
+    @functools.wraps(fn)
+    def pinned(*args: Any, **kwargs: Any) -> Any:
+        with jax.named_scope(name if name != "<lambda>" else "op"):
+            out = fn(*_marked(args, in_strategy, f"in_strategy of op {name}", pin_operand), **kwargs)
+            if out_strategy is None:
+                return out
+            if isinstance(out, tuple):
+                return _marked(out, out_strategy, f"out_strategy of op {name}", pin_result)
+            single = out_strategy[0] if _wrapped(out_strategy) else out_strategy
+            return _marked((out,), (single,), f"out_strategy of op {name}", pin_result)[0]
+
+    return pinned
+
+
+def _wrapped(entries: Any) -> bool:
+    return isinstance(entries, tuple | list) and len(entries) == 1 and not isinstance(entries[0], int | None)
+
+
+def _marked(values: tuple, entries: Any, what: str, mark: Callable[[Any, Any], Any]) -> tuple:
+    if entries is None:
+        return values
+    if not isinstance(entries, tuple | list) or len(entries) != len(values):
+        count = len(entries) if isinstance(entries, tuple | list) else 1
+        raise StrategyError(
+            f"{what} has {count} entries for {len(values)} arguments",
+            where=what,
+            fix="one entry per argument, None for those to derive: " + repr((None,) * len(values)),
+        )
+    out = []
+    for i, (x, entry) in enumerate(zip(values, entries, strict=True)):
+        pin = None if entry is None else parse_entry(entry, jax.typeof(x).shape, f"{what}[{i}]")
+        out.append(x if pin is None or pin.free else mark(x, pin))
+    return tuple(out)

@@ -1,0 +1,170 @@
+"""`pareto`: the time-memory frontier of a function's plans.
+
+The fastest plan and the plan of least memory are the two ends. Between them the same function is planned for
+speed under memory budgets: always inside the widest gap that is left, so that a few searches show the whole curve.
+What is slower and no smaller than another plan is left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from jshard._api.plan import Plan
+from jshard._api.shard import Sharded, shard
+from jshard._api.shard_request import ShardRequest
+from jshard._api.sweep import plan_with_options
+from jshard._core.argument_checks import checked
+from jshard._core.errors import SearchError, ShardError
+from jshard._report import comparison_table as report, plots
+from jshard._report.comparison_table import PlanPoint
+from jshard._report.format_units import format_bytes
+from jshard._report.progress import progress
+from jshard._report.totals import step_seconds
+
+
+MIN_PEAK_RATIO = 1.02  # peaks nearer than this factor have nothing worth a search between them
+
+
+@dataclasses.dataclass(frozen=True)
+class Frontier:
+    """Plans from the fastest to the smallest; none is beaten in both time and memory by another.
+
+    `tried` says how many plans were made to find them.
+    """
+
+    name: str
+    plans: tuple[Plan, ...]
+    tried: int = 0
+
+    @property
+    def points(self) -> tuple[tuple[float, float], ...]:
+        """(step seconds, peak bytes a device) of each plan."""
+        return tuple((step_seconds(p), p.cost.peak_bytes) for p in self.plans)
+
+    def __len__(self) -> int:
+        return len(self.plans)
+
+    def __iter__(self) -> Iterator[Plan]:
+        return iter(self.plans)
+
+    def __str__(self) -> str:
+        return report.table(self._title, self._rows)
+
+    def _repr_html_(self) -> str:
+        return report.html_table(self._title, self._rows)
+
+    def to_pandas(self) -> Any:
+        """One row a plan as a `pandas.DataFrame`."""
+        return report.to_dataframe(self._rows, "Frontier.to_pandas")
+
+    def plot(self, *others: Frontier) -> Any:
+        """A matplotlib figure of peak memory against step time; other frontiers go into the same picture."""
+        curves = [(_machine(f.plans[0]), f.points) for f in (self, *others)]
+        title = f"time and memory of {self.name}" + ("" if others else f" on {curves[0][0]}")
+        return plots.frontier(title, curves, "Frontier.plot")
+
+    @property
+    def _title(self) -> str:
+        return f"time and memory of {self.name} on {_machine(self.plans[0])}"
+
+    @property
+    def _rows(self) -> list[PlanPoint]:
+        return [PlanPoint((("budget", _budget(p)),), p) for p in self.plans]
+
+
+@checked
+def pareto(
+    fn: Callable[..., Any],
+    *args: Any,
+    points: int = 12,
+    show_progress: bool | None = None,
+    **kwargs: Any,
+) -> Frontier:
+    """Plans of a function for these arguments, from the fastest to the one of least memory.
+
+    >>> import jax, jshard
+    >>> x = jax.ShapeDtypeStruct((8, 8), "float32")
+    >>> len(jshard.pareto(lambda x, w: x @ w, x, x, points=2).plans) >= 1
+    True
+
+    Arguments:
+
+    - `fn`: a function, or a sharded one, whose pins and mesh are kept.
+    - `args`, `kwargs`: arrays or `ShapeDtypeStruct`s.
+    - `points`: number of plans to try, at least two; fewer are tried where nothing is left to find.
+    - `show_progress`: None shows a bar on a terminal and in Jupyter only.
+
+    Where not even the plan of least memory keeps to the memory budget, the error is that of planning.
+    """
+    if not isinstance(points, int) or points < 2:
+        raise ShardError(f"points={points!r} gives no frontier", where="pareto", fix="points=2 or more")
+    sharded = fn if isinstance(fn, Sharded) else shard(fn)
+    sharded.check_arguments(args, kwargs, "pareto", ("points", "show_progress"))
+    with sharded.planned_as(args, kwargs) as (function, args, kwargs):
+        return _frontier(function.request, args, kwargs, points, show_progress)
+
+
+def _frontier(
+    request: ShardRequest, args: tuple, kwargs: dict[str, Any], points: int, show_progress: bool | None
+) -> Frontier:
+    made: list[Plan] = []
+    with progress(f"frontier of {request.name}", points, shown=show_progress) as show:
+        refused: SearchError | None = None
+        for level in (2, 1, 0)[:points]:
+            show(len(made), f"level {level}")
+            try:
+                made.append(plan_with_options(request, args, kwargs, level=level))
+            except SearchError as error:  # the budget of the chip
+                refused = error
+        if not made:
+            assert refused is not None
+            raise refused
+        searched: set[tuple[float, float]] = set()  # gaps between peaks that a search did not fill
+        while len(made) < points:
+            gap = _widest_gap(made, searched)
+            if gap is None:
+                break
+            budget = int(math.sqrt(gap[0] * gap[1]))
+            show(len(made), f"under {format_bytes(budget)}")
+            try:
+                plan = plan_with_options(request, args, kwargs, level=2, memory_budget=budget)
+            except SearchError:  # nothing was found inside this budget; the smallest plan stands for it
+                searched.add(gap)
+                points -= 1
+                continue
+            peak = plan.cost.peak_bytes
+            if not gap[0] * 1.001 < peak < gap[1] / 1.001:
+                searched.add(gap)
+            made.append(plan)
+    return Frontier(request.name, _pareto_front(made), len(made))
+
+
+def _pareto_front(plans: Iterable[Plan]) -> tuple[Plan, ...]:
+    """Those that no other beats in both time and memory, fastest first."""
+    kept: list[Plan] = []
+    for p in sorted(plans, key=lambda p: (step_seconds(p), p.cost.peak_bytes)):
+        if not kept or p.cost.peak_bytes < kept[-1].cost.peak_bytes:
+            kept.append(p)
+    return tuple(kept)
+
+
+def _widest_gap(plans: list[Plan], searched: set[tuple[float, float]]) -> tuple[float, float] | None:
+    """The two neighbouring peaks of the frontier that are farthest apart; None when all are close or searched."""
+    peaks = sorted({p.cost.peak_bytes for p in _pareto_front(plans)})
+    gaps = [
+        g
+        for g in zip(peaks, peaks[1:], strict=False)
+        if g[1] > MIN_PEAK_RATIO * g[0] > 0 and g not in searched
+    ]
+    return max(gaps, key=lambda g: g[1] / g[0], default=None)
+
+
+def _machine(p: Plan) -> str:
+    return f"{p.mesh} ({p.chip})"
+
+
+def _budget(p: Plan) -> str:
+    return "none" if p.memory_budget is None else format_bytes(p.memory_budget)

@@ -1,0 +1,346 @@
+"""The plan: what was decided, what it costs, and how good that is, as plain data.
+
+A plan holds no arrays and no compiled program. It can be printed, compared with `==`, written to JSON and read
+back without loss. The states of the operators (`decision`) are enough to lower the same program again without
+a search; `fingerprint` says which program that is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from jshard._core.argument_checks import checked
+from jshard._core.errors import PlanMismatchError, ShardError
+from jshard._core.layout import Layout, MeshAxes
+from jshard._plan.lazy_rows import LazyTuple
+from jshard._plan.records import (
+    CollectiveRow as CollectiveRow,
+    Cost as Cost,
+    Decision as Decision,
+    EntryRow as EntryRow,
+    LocalRow as LocalRow,
+    Memory as Memory,
+    OperatorRow as OperatorRow,
+    ProductBound as ProductBound,
+    StepLowerBound as StepLowerBound,
+    TensorRow as TensorRow,
+)
+from jshard._plan.replan import Replanner
+from jshard._report.alternatives import Why, rank_alternatives
+from jshard._report.chrome_trace import chrome_trace_json
+from jshard._report.diff import Difference, compare_plans
+from jshard._report.html import html_fragment, html_page
+from jshard._report.ir import ir_listing
+from jshard._report.markdown import markdown_report
+from jshard._report.operator_graph import graphviz_dot
+from jshard._report.text import rich_report, text_report
+from jshard._spec.entry import type_with_article
+
+
+if TYPE_CHECKING:
+    from jshard._verify import Verification
+
+
+JSON_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The answer for one function and one set of shapes.
+
+    `boundaries` are where values enter, go round and leave loops and branches: they compute nothing, and one layout
+    holds on both sides. `verification` is what `f.plan(..., verify=True)` found in the compiled
+    program, `physics` what nothing with these placements could avoid, `entry` the arguments that `f.plan` was given
+    and that lie elsewhere than the plan has them: they are moved before every such call.
+
+    >>> import jax, jax.numpy as jnp, jshard
+    >>> f = jshard.shard(lambda x, w: jax.nn.relu(x @ w), in_strategy=((1, 1), None))
+    >>> plan = f.plan(jax.ShapeDtypeStruct((8, 4), "float32"), jax.ShapeDtypeStruct((4, 16), "float32"))
+    >>> plan.level, [row.path for row in plan.inputs], plan.cost.optimal
+    (0, ['x', 'w'], True)
+    """
+
+    name: str
+    level: int
+    search: str
+    mesh: MeshAxes
+    chip: str
+    fingerprint: str
+    inputs: tuple[TensorRow, ...]
+    outputs: tuple[TensorRow, ...]
+    operators: Sequence[OperatorRow]
+    collectives: tuple[CollectiveRow, ...]
+    cost: Cost
+    decision: Decision
+    memory_budget: float | None = None
+    unknown: tuple[str, ...] = ()
+    memory: Memory = Memory()
+    physics: StepLowerBound = StepLowerBound()
+    boundaries: Sequence[OperatorRow] = ()
+    local: Sequence[LocalRow] = ()
+    steps: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    entry: tuple[EntryRow, ...] = dataclasses.field(default=(), compare=False)
+    jax_mesh: Any = dataclasses.field(default=None, compare=False, repr=False)
+    in_tree: Any = dataclasses.field(default=None, compare=False, repr=False)
+    out_tree: Any = dataclasses.field(default=None, compare=False, repr=False)
+    search_again: Replanner | None = dataclasses.field(default=None, compare=False, repr=False)
+    verification: Verification | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    @property
+    def bytes_by_kind(self) -> dict[str, float]:
+        """Bytes received per device and call, by kind of collective."""
+        out: dict[str, float] = {}
+        for c in self.collectives:
+            out[c.kind] = out.get(c.kind, 0.0) + c.total
+        return dict(sorted(out.items()))
+
+    @property
+    def in_shardings(self) -> Any:
+        """Shardings of the arguments: a pytree as `(args, kwargs)`, ready for `jax.device_put` and `jax.jit`."""
+        return self._shardings(self.inputs, self.in_tree)
+
+    @property
+    def out_shardings(self) -> Any:
+        """Shardings of the results, a pytree like the function's result."""
+        return self._shardings(self.outputs, self.out_tree)
+
+    def _shardings(self, rows: tuple[TensorRow, ...], tree: Any) -> Any:
+        if self.jax_mesh is None or tree is None:
+            raise ShardError(
+                "a plan read from a file has no mesh and no pytrees",
+                where="Plan.in_shardings",
+                fix="pass it to the function: jshard.shard(fn, plan=plan).plan(*args).in_shardings",
+            )
+        leaves = [NamedSharding(self.jax_mesh, r.layout.spec) for r in rows[: tree.num_leaves]]
+        return jax.tree.unflatten(tree, leaves)
+
+    def __str__(self) -> str:
+        return text_report(self)
+
+    def __rich__(self) -> Any:
+        return rich_report(self)
+
+    @checked
+    def ir(self, local: bool = False) -> str:
+        """One line an operator with its `in_strategy`; `local=True`: per-device shapes and inserted collectives."""
+        return ir_listing(self, local)
+
+    @checked
+    def verify(self, compiled: Any) -> Verification:
+        """What the compiler emitted against what the plan predicted; `compiled` is `f.lower(...).compile()`."""
+        from jshard._verify.verify_plan import verify_plan  # here, so that `import jshard` stays light
+
+        if not _is_compiled(compiled):
+            lowered = isinstance(compiled, jax.stages.Lowered)
+            raise ShardError(
+                f"verify takes a compiled program, not {type_with_article(compiled)}",
+                where="Plan.verify",
+                fix="plan.verify(lowered.compile())" if lowered
+                else "plan.verify(f.lower(*args).compile()), or f.plan(*args, verify=True)",
+            )  # fmt: skip
+        return verify_plan(self, compiled)
+
+    def _repr_html_(self) -> str:
+        return html_fragment(self)
+
+    @checked
+    def to_html(self, path: str | Path) -> None:
+        """Write the report as one HTML page that works offline, in light and dark."""
+        Path(path).write_text(html_page(self), encoding="utf-8")
+
+    def to_markdown(self) -> str:
+        """The report as Markdown tables."""
+        return markdown_report(self)
+
+    def to_dot(self) -> str:
+        """The operator graph in Graphviz' language, alike operators folded."""
+        return graphviz_dot(self)
+
+    @checked
+    def to_trace(self, path: str | Path, devices: int = 1) -> None:
+        """Write the predicted timeline of one device (or more) as a Chrome trace, for ui.perfetto.dev."""
+        if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+            raise ShardError(f"devices={devices!r}", where="Plan.to_trace", fix="how many to draw: devices=2")
+        Path(path).write_text(chrome_trace_json(self, devices), encoding="utf-8")
+
+    @checked
+    def diff(self, other: Plan) -> Difference:
+        """What `other` does differently: layouts, strategies, traffic, cost; empty (and false) when nothing."""
+        if not isinstance(other, Plan):
+            raise ShardError(
+                f"diff takes a plan, not {type_with_article(other)}",
+                where="Plan.diff",
+                fix="a Plan, as f.plan(*args) or jshard.Plan.load(path) gives it",
+            )
+        return compare_plans(self, other)
+
+    @checked
+    def why(self, name: str, on_progress: Callable[[int, int], None] | None = None) -> Why:
+        """Every other way to cut a tensor or an operator, and what the whole plan would then cost.
+
+        >>> import jax, jshard
+        >>> f = jshard.shard(lambda x: x * 2, in_strategy=((1, 1),))
+        >>> plan = f.plan(jax.ShapeDtypeStruct((8, 6), "float32"))
+        >>> [a.cuts for a in plan.why("result").alternatives if a.chosen] == [plan.operators[0].strategy[0]]
+        True
+
+        Arguments:
+
+        - `name`: an argument or result by path or the end of it, or an operator or tensor as `ir()` names it.
+        - `on_progress`: called with (searches done, searches in all).
+
+        Each alternative is a search of its own. A plan that was read from a file cannot search: a `ShardError`.
+        """
+        if not isinstance(name, str):
+            raise ShardError(
+                f"why takes a name, not {type_with_article(name)}",
+                where="Plan.why",
+                fix=f"a name as plan.ir() shows it, such as {self.inputs[0].path if self.inputs else 'result'!r}",
+            )
+        return rank_alternatives(self, self._require_replanner("why"), name, on_progress)
+
+    @checked
+    def what_if(self, **pins: Any) -> tuple[Plan, Difference]:
+        """The plan with these pins beside the others (None frees one), and how it differs from this one.
+
+        >>> import jax, jshard
+        >>> plan = jshard.shard(lambda x: x * 2).plan(jax.ShapeDtypeStruct((8, 6), "float32"))
+        >>> other, difference = plan.what_if(x=(1, 1))
+        >>> other.inputs[0].pinned
+        True
+
+        `pins`: path of an argument, result or tensor to an entry as in `in_strategy`; name of an operator to the
+        pieces of each operand. Dotted paths go in a dict: `what_if(**{"params.*.w": (1, 8)})`.
+        """
+        other = self._require_replanner("what_if").replan(pins)
+        other = dataclasses.replace(
+            other, jax_mesh=self.jax_mesh, in_tree=self.in_tree, out_tree=self.out_tree
+        )
+        return other, compare_plans(self, other)
+
+    def _require_replanner(self, method: str) -> Replanner:
+        if self.search_again is None:
+            raise ShardError(
+                "a plan read from a file cannot search",
+                where=f"Plan.{method}",
+                fix="plan the function: jshard.shard(fn, ...).plan(*args)." + method + "(...)",
+            )
+        return self.search_again
+
+    def to_json(self) -> str:
+        """The plan as JSON text; `from_json` gives an equal plan.
+
+        One object: `jshard` (the version of this form), then the fields of `Plan` that `==` compares. Rows are
+        objects with the fields of their classes, tuples are lists, and a layout is
+        `{"layout": [axes that cut each dimension], "partial": [axes]}`. Seconds and bytes are numbers.
+        """
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.compare}
+        parts = []
+        for key, value in {"jshard": JSON_VERSION, **_to_json_value(fields)}.items():
+            # One row a line, so that two files compare line by line.
+            rows = isinstance(value, list) and value and isinstance(value[0], dict)
+            text = "[\n " + ",\n ".join(map(_dumps, value)) + "\n]" if rows else _dumps(value)
+            parts.append(f"{json.dumps(key)}: {text}")
+        return "{\n" + ",\n".join(parts) + "\n}\n"
+
+    @staticmethod
+    @checked
+    def from_json(text: str) -> Plan:
+        """Read `to_json`'s text; another version is refused."""
+        try:
+            data = json.loads(text)
+        except ValueError:
+            data = None
+        if not isinstance(data, dict):
+            raise PlanMismatchError(
+                "this is no plan",
+                where="Plan.load",
+                fix="a file that plan.save(path) wrote, or plan.to_json()",
+            )
+        version = data.pop("jshard", None)
+        if version != JSON_VERSION:
+            raise PlanMismatchError(
+                f"this plan was written in version {version!r}, this jshard reads version {JSON_VERSION}",
+                where="Plan.load",
+                fix="plan again with this version: plan = f.plan(*args); plan.save(path)",
+            )
+        lacks = [
+            f.name for f in dataclasses.fields(Plan) if f.default is f.default_factory and f.name not in data
+        ]
+        if lacks:
+            raise PlanMismatchError(
+                f"this plan lacks {', '.join(lacks[:3])}",
+                where="Plan.load",
+                fix="a file that plan.save(path) wrote, whole",
+            )
+        rows = {
+            "inputs": TensorRow, "outputs": TensorRow, "operators": OperatorRow, "collectives": CollectiveRow,
+            "boundaries": OperatorRow, "local": LocalRow,
+        }  # fmt: skip
+        for key, kind in rows.items():
+            data[key] = tuple(kind(**_from_json_value(r)) for r in data.get(key, ()))
+        data["mesh"] = MeshAxes(**_from_json_value(data["mesh"]))
+        data["cost"] = Cost(**_from_json_value(data["cost"]))
+        data["decision"] = Decision(**_from_json_value(data["decision"]))
+        data["unknown"] = tuple(data["unknown"])
+        data["memory"] = Memory(**_from_json_value(data.get("memory", {})))
+        least = _from_json_value(data.get("physics", {}))
+        data["physics"] = StepLowerBound(
+            **{**least, "products": tuple(ProductBound(**n) for n in least.get("products", ()))}
+        )
+        return Plan(**data)
+
+    @checked
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a JSON file."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @staticmethod
+    @checked
+    def load(path: str | Path) -> Plan:
+        """Read a plan from a JSON file."""
+        if not isinstance(path, str | os.PathLike):
+            raise ShardError(
+                f"load takes a path, not {type_with_article(path)}", where="Plan.load", fix="Plan.load(path)"
+            )
+        return Plan.from_json(Path(path).read_text(encoding="utf-8"))
+
+
+def _is_compiled(program: Any) -> bool:
+    """Whether a value is a compiled program, or the text of one."""
+    if isinstance(program, str):
+        return program.lstrip().startswith("HloModule")
+    compiled = hasattr(program, "as_text") and not isinstance(program, jax.stages.Lowered | jax.stages.Traced)
+    return compiled or hasattr(program, "collectives") and not isinstance(program, Plan)
+
+
+def _dumps(x: Any) -> str:
+    return json.dumps(x, separators=(",", ":"))
+
+
+def _to_json_value(x: Any) -> Any:
+    if isinstance(x, Layout):
+        return {"layout": [list(d) for d in x.dims], "partial": list(x.partial)}
+    if dataclasses.is_dataclass(x):
+        return {f.name: _to_json_value(getattr(x, f.name)) for f in dataclasses.fields(x)}
+    if isinstance(x, Mapping):
+        return {k: _to_json_value(v) for k, v in x.items()}
+    if isinstance(x, tuple | list | LazyTuple):
+        return [_to_json_value(v) for v in x]
+    return x.item() if hasattr(x, "item") else x
+
+
+def _from_json_value(x: Any) -> Any:
+    if isinstance(x, dict):
+        if "layout" in x and "partial" in x and len(x) == 2:
+            return Layout(tuple(map(tuple, x["layout"])), tuple(x["partial"]))
+        return {k: _from_json_value(v) for k, v in x.items()}
+    return tuple(map(_from_json_value, x)) if isinstance(x, list) else x

@@ -1,0 +1,59 @@
+"""Which results are arguments handed back: they get the argument's layout, so that state goes round without moves.
+
+A result of the structure, shapes and dtypes of an argument is one (`find_ties`), and so is a tensor whose path
+says so: `bn.mean` of a result is `bn.mean` of the state, whatever container holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jshard._plan.planner import match_state
+from jshard._program.graph import Program
+from jshard._spec.entry import Pin
+
+
+def find_state_ties(
+    program: Program, in_leaves: Sequence[Any], in_tree: Any, out_leaves: Sequence[Any], out_tree: Any,
+    donated: tuple[int, ...], out_pins: Sequence[Pin | None],
+) -> tuple[tuple[int, int], ...]:  # fmt: skip
+    """(output, input) operators that share a layout; results past `out_tree` are state, named as its argument is."""
+    args_tree, kwargs_tree = in_tree.children()
+    arguments = _leaf_offsets([*args_tree.children(), *kwargs_tree.children()])
+    outer = out_tree.node_data()
+    several = outer is not None and outer[0] in (tuple, list)
+    if any(tree == out_tree for _, tree in arguments):
+        several = False  # a list of parameters in, one of gradients out: one result, not several
+    parts = out_tree.children() if several else [out_tree]
+    pinned = {i for i, p in enumerate(out_pins) if p is not None}
+    pairs = match_state(in_leaves, out_leaves, arguments, _leaf_offsets(parts), donated, pinned)
+    tied_in, tied_out = {i for _, i in pairs}, {o for o, _ in pairs} | pinned
+    # State handed back in another container is known by its path: `bn.mean` of the result is that of the argument,
+    # first of the one whose own name says so too.
+    by_path: dict[str, list[int]] = {}
+    for i, op in enumerate(program.inputs[: len(in_leaves)]):
+        name = program.operators[op].name
+        by_path.setdefault(name, []).append(i)
+        by_path.setdefault("." + name.partition(".")[2], []).append(i)
+    for o, op in enumerate(program.outputs):
+        name = program.operators[op].name
+        path = name.partition(".")[2]
+        state = o >= out_tree.num_leaves  # an argument of that name, changed
+        if o in tied_out or not state and (not path or path.isdigit()):
+            continue
+        same = [i for i in by_path.get(name, by_path.get("." + path, ())) if i not in tied_in]
+        if len(same) != 1:
+            continue
+        if (out_leaves[o].shape, out_leaves[o].dtype) == (in_leaves[same[0]].shape, in_leaves[same[0]].dtype):
+            pairs.append((o, same[0]))
+            tied_in.add(same[0])
+    return tuple((program.outputs[o], program.inputs[i]) for o, i in pairs)
+
+
+def _leaf_offsets(trees: Sequence[Any]) -> list[tuple[int, Any]]:
+    out, at = [], 0
+    for t in trees:
+        out.append((at, t))
+        at += t.num_leaves
+    return out

@@ -1,0 +1,278 @@
+"""`sweep`: one function planned over meshes, levels, chips and batch sizes, side by side.
+
+Every combination is one row. A combination that cannot be planned is a row too, with the reason: a sweep over
+machines is asked precisely because some of them are too small.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jshard._api.plan import Plan
+from jshard._api.prepare import prepare
+from jshard._api.shard import Sharded, shard
+from jshard._api.shard_request import ShardRequest, abstract
+from jshard._core import hardware as hardware
+from jshard._core.argument_checks import checked
+from jshard._core.errors import ShardError
+from jshard._core.layout import MeshAxes
+from jshard._report import comparison_table as report, plots
+from jshard._report.comparison_table import PlanPoint
+from jshard._report.progress import progress
+from jshard._report.totals import step_seconds
+from jshard._spec.mesh_selection import check_mesh
+from jshard._spec.options import check_device, check_level, check_search, parse_bytes
+from jshard._spec.tree_paths import argument_names
+
+
+SWEPT_OPTIONS = {
+    "hardware": lambda v: hardware.get(v) if isinstance(v, str) else v,
+    "device": lambda v: check_device(v) or v, "level": check_level, "memory_budget": parse_bytes, "search": check_search,
+}  # fmt: skip
+"""Options of `shard` that a sweep varies beside mesh and batch, and what checks a value."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """Plans of one function under several settings: printable, and a table in Jupyter.
+
+    `points` has one `Point` for each combination, in the order of the settings: its `settings`, its `plan`, or
+    the `error` that stands in its place.
+    """
+
+    name: str
+    points: tuple[PlanPoint, ...]
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plans that were found."""
+        return tuple(p.plan for p in self.points if p.plan is not None)
+
+    @property
+    def fastest(self) -> PlanPoint | None:
+        """The point of least step time (for one entry of the batch where batches differ); None without a plan."""
+        made = [p for p in self.points if p.plan is not None]
+        return min(made, key=lambda p: step_seconds(p.plan) / (p.setting("batch") or 1), default=None)  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __iter__(self) -> Iterator[PlanPoint]:
+        return iter(self.points)
+
+    def __getitem__(self, index: int) -> PlanPoint:
+        return self.points[index]
+
+    def __str__(self) -> str:
+        return report.table(self._title, self.points)
+
+    def _repr_html_(self) -> str:
+        return report.html_table(self._title, self.points)
+
+    @property
+    def _title(self) -> str:
+        return f"{len(self.points)} plans of {self.name}"
+
+    def to_pandas(self) -> Any:
+        """One row a point as a `pandas.DataFrame`: settings, seconds (`_s`), bytes (`_bytes`), gap, error."""
+        return report.to_dataframe(self.points, "Sweep.to_pandas")
+
+    def plot(self) -> Any:
+        """A matplotlib figure: step time, bytes moved and peak memory of every point."""
+        return plots.bars(str(self).splitlines()[0], self.points, "Sweep.plot")
+
+
+@checked
+def sweep(
+    fn: Callable[..., Any],
+    *args: Any,
+    mesh: Any = None,
+    level: Any = None,
+    hardware: Any = None,
+    batch: Any = None,
+    memory_budget: Any = None,
+    search: Any = None,
+    device: Any = None,
+    show_progress: bool | None = None,
+    **kwargs: Any,
+) -> Sweep:
+    """Plan a function under every combination of the settings that are given as lists.
+
+    >>> import jax, jshard
+    >>> f32 = lambda *shape: jax.ShapeDtypeStruct(shape, "float32")
+    >>> machines = [jshard.topology(n, {"x": 2, "y": 4}, compiles=False) for n in ("v5e:2x4", "v5p:2x2x2")]
+    >>> net = lambda x, w: x @ w
+    >>> found = jshard.sweep(net, f32(64, 64), f32(64, 64), mesh=machines, level=[1, 2], batch={"x": [64, 65]})
+    >>> len(found), found.fastest.setting("chip"), len(found.plans)
+    (8, 'tpu-v5p', 8)
+
+    Arguments:
+
+    - `fn`: a function, or a sharded one, whose pins and options hold where nothing is swept.
+    - `args`, `kwargs`: arrays or `ShapeDtypeStruct`s. What is named as a setting here goes by position.
+    - `mesh`: meshes or topologies, as a list or as a dict of names.
+    - `level`, `hardware`, `memory_budget`, `search`, `device`: values as `shard` takes them, one or a list.
+    - `batch`: sizes of dimension 0: a dict from the name of an argument (or a tuple of names) to sizes, or a list for
+        the argument called `batch`. An argument that is a pytree has all its leaves resized.
+    - `show_progress`: None shows a bar on a terminal and in Jupyter only.
+
+    Returns a `Sweep`. A combination that cannot be planned is a row with the reason; only a wrong setting is an error.
+    """
+    sharded = fn if isinstance(fn, Sharded) else shard(fn)
+    given = {
+        "hardware": hardware, "device": device, "level": level, "memory_budget": memory_budget, "search": search
+    }  # fmt: skip
+    options = {
+        name: [(v, SWEPT_OPTIONS[name](v)) for v in _as_list(values)]
+        for name, values in given.items()
+        if values is not None
+    }
+    sharded.check_arguments(args, kwargs, "sweep", tuple(inspect.signature(sweep).parameters)[2:-1])
+    with sharded.planned_as(args, kwargs) as (function, args, kwargs):
+        found = _points(function.request, args, kwargs, _meshes(mesh), options, batch, show_progress)
+    return Sweep(sharded.__name__, tuple(found))
+
+
+def _points(
+    request: ShardRequest, args: tuple, kwargs: dict[str, Any], meshes: Sequence[tuple[str, Any]],
+    options: Mapping[str, Sequence[tuple[Any, Any]]], batch: Any, show_progress: bool | None,
+) -> list[PlanPoint]:  # fmt: skip
+    batched, sizes = _parse_batch(request, batch, args, kwargs)
+    total = max(len(meshes), 1) * max(len(sizes), 1)
+    for values in options.values():
+        total *= len(values)
+    found = []
+    with progress(f"sweep of {request.name}", total, shown=show_progress) as show:
+        for where, values, size in itertools.product(
+            meshes or [None], itertools.product(*options.values()), sizes or [None]
+        ):
+            labels = {n: label for n, (label, _) in zip(options, values, strict=True)}
+            show(len(found), ", ".join(map(str, [where[0] if where else "", *labels.values(), size or ""])))
+            chosen = {n: value for n, (_, value) in zip(options, values, strict=True)}
+            asked = dataclasses.replace(
+                request, options=dataclasses.replace(request.options, **chosen), plan=None,
+                mesh=where[1] if where else request.mesh,
+            )  # fmt: skip
+            found.append(
+                _point(asked, where, labels, size, *_resize_batch(request, batched, size, args, kwargs))
+            )
+    return found
+
+
+def plan_with_options(
+    request: ShardRequest, args: Sequence[Any], kwargs: Mapping[str, Any], **options: Any
+) -> Plan:
+    """The plan of a request under other options."""
+    asked = dataclasses.replace(request, options=dataclasses.replace(request.options, **options), plan=None)
+    return prepare(asked, args, kwargs).plan
+
+
+def _point(
+    request: ShardRequest, where: Any, labels: Mapping[str, Any], size: int | None, args: tuple, kwargs: dict
+) -> PlanPoint:
+    plan, error = None, ""
+    try:
+        plan = prepare(request, args, kwargs).plan
+    except ShardError as e:
+        error = e.what
+    except Exception as e:  # the function itself may refuse a batch: a row like any other
+        error = f"{type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else ''}".rstrip(": ")
+    about: dict[str, Any] = {"mesh": where[0] if where else plan and str(plan.mesh)}
+    links = where[1] if where else request.mesh
+    chip = plan.chip if plan else labels.get("hardware") or getattr(links, "chip", None)
+    about |= {"chip": chip, "devices": plan.mesh.total if plan else getattr(links, "devices", None)}
+    if not isinstance(about["devices"], int | None):
+        about["devices"] = about["devices"].size  # a jax Mesh has an array of them
+    about["level"] = request.options.level
+    about |= {n: v for n, v in labels.items() if n not in ("hardware", "level")}
+    if size is not None:
+        about["batch"] = size
+    return PlanPoint(tuple(about.items()), plan, error)
+
+
+def _as_list(values: Any) -> list[Any]:
+    if isinstance(values, list | tuple | range | set | frozenset):
+        if not values:
+            raise ShardError("an empty list leaves nothing to plan", where="sweep", fix="at least one value")
+        return list(values)
+    return [values]
+
+
+def _meshes(mesh: Any) -> list[tuple[str, Any]]:
+    """Meshes with their names."""
+    if mesh is None:
+        return []
+    found = [*mesh.items()] if isinstance(mesh, Mapping) else [(None, m) for m in _as_list(mesh)]
+    for _, m in found:
+        check_mesh(m)
+    return [(_mesh_name(m) if name is None else str(name), m) for name, m in found]
+
+
+def _mesh_name(mesh: Any) -> str:
+    if isinstance(mesh, str):
+        return mesh
+    shape = getattr(getattr(mesh, "jax_mesh", mesh), "shape", None)
+    axes = str(MeshAxes(tuple(map(str, shape)), tuple(shape.values()))) if isinstance(shape, Mapping) else ""
+    name = getattr(mesh, "name", "") if hasattr(mesh, "jax_mesh") else ""
+    return f"{name} {axes}".strip() or type(mesh).__name__
+
+
+def _parse_batch(
+    request: ShardRequest, batch: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[str, ...], list[int]]:
+    """Names of the arguments whose dimension 0 is the batch, and its sizes."""
+    if batch is None:
+        return (), []
+    names = [*argument_names(request.fn, len(args)), *kwargs]
+    if isinstance(batch, Mapping):
+        if len(batch) != 1:
+            raise ShardError(
+                f"batch names {len(batch)} groups of arguments",
+                where="sweep",
+                fix='one group, resized together: batch={("inputs", "labels"): [64, 128]}',
+            )
+        [(who, sizes)] = batch.items()
+    else:
+        who, sizes = "batch", batch
+    who = (who,) if isinstance(who, str) else tuple(who)
+    unknown = [w for w in who if w not in names]
+    if unknown:
+        raise ShardError(
+            f"{request.name} has no argument {unknown[0]!r} whose dimension 0 is the batch",
+            where="sweep",
+            fix=f'its name and the sizes: batch={{"{names[-1] if names else "x"}": [64, 128]}}',
+        )
+    sizes = _as_list(sizes)
+    wrong = [s for s in sizes if isinstance(s, bool) or not isinstance(s, int) or s < 1]
+    if wrong:
+        raise ShardError(
+            f"a batch of {wrong[0]!r}", where="sweep", fix="positive whole numbers: batch=[64, 128]"
+        )
+    return who, sizes
+
+
+def _resize_batch(
+    request: ShardRequest, batched: tuple[str, ...], size: int | None, args: tuple, kwargs: dict
+) -> tuple[tuple, dict]:
+    """The arguments as shapes, those of the batch with another dimension 0."""
+    if size is None:
+        return args, kwargs
+    names = argument_names(request.fn, len(args))
+    resize = functools.partial(jax.tree.map, lambda x: _with_leading_size(x, size))
+    return (
+        tuple(resize(abstract(a)) if n in batched else a for n, a in zip(names, args, strict=False)),
+        {k: resize(abstract(v)) if k in batched else v for k, v in kwargs.items()},
+    )
+
+
+def _with_leading_size(x: Any, size: int) -> Any:
+    if not getattr(x, "shape", ()):
+        return x
+    return jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype, weak_type=getattr(x, "weak_type", False))

@@ -1,0 +1,1 @@
+"""The vocabulary: layouts, meshes, chips, topologies, errors; no programs."""

@@ -1,0 +1,59 @@
+"""Every error of jshard: what is wrong, where, and what to write instead.
+
+All errors derive from `ShardError`, itself a `ValueError`, so one `except` is enough. The three parts
+are kept as fields: a report or a test can look at each.
+
+>>> raise ShardError("a cut of 3 does not divide 32", where="argument x, dimension 0", fix="cut by 2, 4 or 8")
+Traceback (most recent call last):
+...
+jshard._core.errors.ShardError: a cut of 3 does not divide 32
+  where: argument x, dimension 0
+  write instead: cut by 2, 4 or 8
+"""
+
+from __future__ import annotations
+
+
+class ShardError(ValueError):
+    """Something the user asked for cannot be; `what`, `where` and `fix` say the three parts."""
+
+    def __init__(self, what: str, *, where: str = "", fix: str = ""):
+        self.what, self.where, self.fix = what, where, fix
+        lines = [what]
+        if where:
+            lines.append(f"  where: {where}")
+        if fix:
+            lines.append(f"  write instead: {fix}")
+        super().__init__("\n".join(lines))
+
+
+class ArgumentError(ShardError, TypeError):
+    """An argument that is no array and no container of arrays; a `TypeError` too, as `jax.jit` raises."""
+
+
+class StrategyError(ShardError):
+    """A strategy, spec or parameter plan that does not fit the arguments or the mesh."""
+
+
+class MeshError(ShardError):
+    """A mesh, topology, device or chip that cannot be used."""
+
+
+class RuleError(ShardError):
+    """A malformed or duplicate rule of an operator."""
+
+
+class SearchError(ShardError):
+    """No plan satisfies the pins, or the search was given an impossible problem."""
+
+
+class MemoryBudgetError(SearchError):
+    """No plan fits the memory budget; the text names the least that any plan needs."""
+
+
+class NestedShardError(ShardError):
+    """A sharded function inside a sharded function, or under `vmap`."""
+
+
+class PlanMismatchError(ShardError):
+    """A saved plan, or a compiled program, that belongs to another program, mesh or version."""

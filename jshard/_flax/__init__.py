@@ -1,0 +1,1 @@
+"""Sharding of Flax modules: nnx and linen."""

@@ -1,0 +1,294 @@
+"""`module.shard(...)` for `flax.linen`: a module of the same name and fields whose call is planned.
+
+A linen module is cloned all the time (by `init`, `apply`, `bind`, every transformation), and a clone keeps only
+its class and fields. So the token that says how it is sharded is an attribute of a class: a subclass made for
+these options, with the name of the original, because names of parameters come from it. Its `__call__` takes the
+module's scope apart as `nn.remat` does (variables and random keys in, changed variables out), and hands that
+pure function to `jshard.shard`. Initialisation runs as before.
+
+>>> import jax, jax.numpy as jnp
+>>> from flax import linen as nn
+>>> import jshard.flax
+>>> dense = nn.Dense(4).shard(in_strategy=((1, 1),))
+>>> variables = dense.init(jax.random.key(0), jnp.ones((2, 8)))
+>>> dense.apply(variables, jnp.ones((2, 8))).shape
+(2, 4)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+from flax import linen as nn
+from flax.core import lift
+from flax.linen import transforms
+
+import jshard
+from jshard._core.errors import NestedShardError, ShardError
+from jshard._flax.module_call import (
+    RECORDED_PLANS,
+    ModuleCall,
+    ShardingToken,
+    ShardMethod,
+    checked_options,
+    hashable_key,
+    outermost_plan,
+    record_plans,
+    sharded_call,
+)
+
+
+_TOKEN = "__jshard_token__"
+_CLASSES = "__jshard_classes__"
+
+
+def shard_module(
+    module: Any,
+    in_strategy: Any = None,
+    out_strategy: Any = None,
+    parameter_plan: Any = None,
+    device: str | None = None,
+    level: int = 0,
+    **options: Any,
+) -> Any:
+    """Shard the call of a `linen.Module`: a module that behaves as the original and runs sharded.
+
+    >>> from flax import linen as nn
+    >>> import jshard.flax
+    >>> dense = nn.Dense(4).shard(in_strategy=((1, 1),))
+    >>> type(dense).__name__, isinstance(dense, nn.Dense), dense.features
+    ('Dense', True, 4)
+
+    Arguments: those of `jshard.shard`. `in_strategy` has one entry per argument of `__call__` (without `self`);
+    `parameter_plan` names are paths in the module: `block1.dense2.kernel`, `self.` before them and `*` allowed.
+    Inside a parent's `setup` or `@nn.compact` the module itself is changed and returned; elsewhere it is a new one.
+    """
+    options = dict(
+        in_strategy=in_strategy, out_strategy=out_strategy, parameter_plan=parameter_plan, device=device, level=level,
+        **options,
+    )  # fmt: skip
+    cls = _unsharded_class(type(module))
+    name = cls.__name__
+    if not any("__call__" in vars(c) for c in cls.__mro__):
+        raise ShardError(
+            f"{name} has no __call__", where=f"{name}.shard",
+            fix="shard a function of the module instead: jshard.shard(lambda v, x: module.apply(v, x), ...)",
+        )  # fmt: skip
+    own = _sharded_subclass(cls, checked_options(name, cls.__call__, options))
+    if isinstance(module.parent, nn.Module):  # its parent has named it already: a copy would be another child
+        object.__setattr__(module, "__class__", own)
+        return module
+    fields = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.init}
+    return own(**fields)
+
+
+def token_of(module: Any) -> ShardingToken | None:
+    """The token of a sharded module, or None."""
+    return vars(type(module)).get(_TOKEN)
+
+
+def plans_of(module: Any, variables: Any, *args: Any, **kwargs: Any) -> dict[str, jshard.Plan]:
+    """The plan of every sharded module in a model, by module path; arguments as for `module.apply`, or shapes."""
+    if not isinstance(variables, Mapping):
+        name = type(module).__name__
+        raise ShardError(
+            f"{name} has no variables yet, and was given a {type(variables).__name__} in their place",
+            where=f"plan of {name}",
+            fix=f"jshard.flax.plan_of(module, variables, ...) with variables, or their shapes, from {name}.init",
+        )
+    statics = ModuleCall.of(args, kwargs)
+
+    def run(variables: Any, dynamic: Any) -> Any:
+        args, kwargs = statics.with_dynamic(dynamic)
+        return module.apply(variables, *args, **kwargs)
+
+    return record_plans(lambda: jax.eval_shape(run, variables, statics.dynamic()))
+
+
+def plan_of(module: Any, variables: Any, *args: Any, **kwargs: Any) -> jshard.Plan:
+    """The plan of a sharded module for these arguments of `module.apply`."""
+    return outermost_plan(plans_of(module, variables, *args, **kwargs), type(module).__name__)
+
+
+def _unsharded_class(cls: type) -> type:
+    return cls.__bases__[0] if _TOKEN in vars(cls) else cls
+
+
+def _sharded_subclass(cls: type, options: dict[str, Any]) -> type:
+    """The subclass for these options, made once: modules set up anew for every call find their plans again."""
+    token = ShardingToken(cls.__name__, options)
+    known = vars(cls).get(_CLASSES)
+    if known is None:
+        known = {}
+        setattr(cls, _CLASSES, known)
+    if token not in known:
+        original = cls.__call__
+
+        # What linen marks on a method (that it is compact, that its state is managed) is kept by `wraps`.
+        @functools.wraps(original)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.scope is None or self.is_initializing():
+                return original(self, *args, **kwargs)
+            return _call_sharded(token, original, self, args, kwargs)
+
+        call.method_handler_wrapped = True  # type: ignore[attr-defined]
+        body = {
+            "__call__": call, _TOKEN: token, "__module__": cls.__module__, "__qualname__": cls.__qualname__,
+            "__doc__": cls.__doc__, "__reduce__": _reduce, "__eq__": _equal, "__hash__": cls.__hash__,
+        }  # fmt: skip
+        known[token] = type(cls)(cls.__name__, (cls,), body)
+    return known[token]
+
+
+def _reduce(module: Any) -> Any:
+    fields = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.init}
+    fields["parent"] = None
+    return _unpickle, (_unsharded_class(type(module)), vars(type(module))[_TOKEN].options, fields)
+
+
+def _unpickle(cls: type, options: dict[str, Any], fields: dict[str, Any]) -> Any:
+    return _sharded_subclass(cls, options)(**fields)
+
+
+def _equal(self: Any, other: Any) -> bool:
+    return _unsharded_class(type(self)).__eq__(self, other)  # type: ignore[operator]
+
+
+@dataclasses.dataclass
+class _RunningCall:
+    """What a trace of the pure function needs of the call that causes it; no plan may keep it."""
+
+    name: str
+    make_scopes: Any
+    repack: Any
+    body: Any
+
+
+_RUNNING: contextvars.ContextVar[_RunningCall] = contextvars.ContextVar("run")
+
+
+def _call_sharded(token: ShardingToken, original: Any, module: Any, args: Any, kwargs: Any) -> Any:
+    """One call of a sharded module that is bound to a scope."""
+    path, around = ".".join(module.scope.path), _RUNNING.get(None)
+    if around is not None:
+        raise NestedShardError(
+            f"{around.name} has the sharded module {path} ({token.name}) inside",
+            where=f"{token.name}.shard",
+            fix=f"shard either {around.name} or {path}; pin {path} through parameter_plan of {around.name}",
+        )
+
+    def transform(body: Any) -> Any:
+        def inner(make_scopes: Any, repack: Any, groups: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+            outer = jax.tree.leaves(make_scopes(groups, rngs))
+            call = ModuleCall.of(args, kwargs)
+            counters = [s.rng_counters for s in outer]
+            before = _rng_counts(counters)
+            key = (
+                _fingerprint(module), call.key, before, tuple(hashable_key(s.mutable) for s in outer),
+                tuple(s.path for s in outer), tuple(hashable_key(s.flags) for s in outer),
+            )  # fmt: skip
+            own, *shared = _own_first(groups)
+            keys, *shared_keys = _own_first(rngs)
+            first = [own, keys, *([tuple(shared), tuple(shared_keys)] if shared else [])]
+            names = ["variables", "rngs", "shared", "shared_rngs"][: len(first)]
+            if key not in token.functions:
+                after: dict[Any, Any] = {}
+                pure = _pure(call, before, len(first), after)
+                token.functions[key] = sharded_call(token, pure, original, names, returns_pair=True), after
+            function, after = token.functions[key]
+            dynamic, dynamic_kw = call.dynamic()
+            with _running(_RunningCall(token.name, make_scopes, repack, body)):
+                record = RECORDED_PLANS.get()
+                if record is not None:
+                    record[path] = function.plan(*first, *dynamic, **dynamic_kw)
+                y, out = function(*first, *dynamic, **dynamic_kw)
+            _set_rng_counts(counters, after.setdefault(call.shapes, _rng_counts(counters)))
+            return y, out
+
+        return lift.pack(inner, (True,), (True,), (True,), name=None, enable_kwargs=True)
+
+    return transforms.decorator_lift_transform(transform, original)(module, *args, **kwargs)
+
+
+def _pure(call: ModuleCall, before: Any, count: int, after: dict[Any, Any]) -> Any:
+    """A scope's variables and random keys and the call's arguments to the result and the changed variables."""
+
+    def pure(*args: Any, **kwargs: Any) -> Any:
+        now = _RUNNING.get()
+        first, dynamic = args[:count], (args[count:], kwargs)
+        groups, rngs = (_own_last(first[0], *first[2:3]),), (_own_last(first[1], *first[3:4]),)
+        inner = now.make_scopes(groups, rngs)
+        counters = [s.rng_counters for s in jax.tree.leaves(inner)]
+        _set_rng_counts(counters, before)
+        args, kwargs = call.with_dynamic(dynamic)
+        y = now.body(inner, *args, **kwargs)
+        after[ModuleCall.of(*dynamic).shapes] = _rng_counts(counters)
+        return y, now.repack(inner)
+
+    return pure
+
+
+@contextlib.contextmanager
+def _running(run: _RunningCall) -> Iterator[None]:
+    kept = _RUNNING.set(run)
+    try:
+        yield
+    finally:
+        _RUNNING.reset(kept)
+
+
+def _own_first(groups: Any) -> list[Any]:
+    """The module's own part, then those of modules it shares; linen lists its own last."""
+    return [groups[0][-1], *groups[0][:-1]]
+
+
+def _own_last(own: Any, shared: Any = ()) -> tuple:
+    return (*shared, own)
+
+
+def _rng_counts(counters: Any) -> Any:
+    """How many keys each scope has drawn, as a value: with the same counts a call draws the same keys."""
+    if isinstance(counters, Mapping):
+        return tuple((k, _rng_counts(v)) for k, v in counters.items())
+    return tuple(map(_rng_counts, counters)) if isinstance(counters, list) else counters
+
+
+def _set_rng_counts(counters: list[dict[Any, Any]], wanted: Any) -> None:
+    """Set counters to what `_counted` gave, in place: scopes hold them."""
+    for own, items in zip(counters, wanted, strict=True):
+        _set_rng_counts_of(own, items)
+
+
+def _set_rng_counts_of(own: dict[Any, Any], items: Any) -> None:
+    for key in [k for k in own if k not in dict(items)]:
+        del own[key]
+    for key, value in items:
+        if isinstance(value, tuple):
+            _set_rng_counts_of(own.setdefault(key, {}), value)
+        else:
+            own[key] = value
+
+
+def _fingerprint(value: Any) -> Any:
+    """What a module's program depends on: class and fields, with those of the modules in them."""
+    if isinstance(value, nn.Module):
+        fields = [f.name for f in dataclasses.fields(value) if f.name != "parent" and f.init]
+        return type(value), tuple((n, _fingerprint(getattr(value, n))) for n in fields)
+    if isinstance(value, Mapping):
+        return tuple((k, _fingerprint(v)) for k, v in value.items())
+    if isinstance(value, tuple | list):
+        return tuple(map(_fingerprint, value))
+    return hashable_key(value)
+
+
+def install() -> None:
+    """Give every linen module the method `.shard`."""
+    if "shard" not in vars(nn.Module):
+        nn.Module.shard = ShardMethod(shard_module)  # type: ignore[attr-defined]
+        nn.Module.__jshard_shard__ = staticmethod(shard_module)  # type: ignore[attr-defined]

@@ -1,0 +1,320 @@
+"""What the two kinds of Flax modules share: the token that says how a module is sharded, and its calls as data.
+
+A module is called with anything: arrays, flags (`train=True`), configurations. Arrays and numbers are traced, as
+`jax.jit` does; everything else is part of the program and chooses which planned function runs.
+
+>>> call = Call.of((1.0, None), {"train": True})
+>>> call.statics, call.whole(call.dynamic()) == ((1.0, None), {"train": True})
+(((1, True),), True)
+"""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+import functools
+import inspect
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+import jshard
+from jshard._api.shard_request import DeferredParameterPlan
+from jshard._core.argument_checks import check_call
+from jshard._core.errors import ShardError, StrategyError
+from jshard._flax.function import is_state
+from jshard._spec.entry import is_strategy, looks_like_strategy, shown
+from jshard._spec.parameter_plan import LeafIndex, flatten_plan, name_parts
+from jshard._spec.strategies import suggest
+from jshard._spec.tree_paths import Leaf
+
+
+class ShardingToken:
+    """How modules are sharded: the options, and one planned function for each program. Equal if the options are."""
+
+    def __init__(self, name: str, options: dict[str, Any]):
+        self.name, self.options = name, options
+        self.functions: dict[Any, Any] = {}
+        self._key = (name, hashable_key(options))
+
+    def __repr__(self) -> str:
+        return f"<sharded {self.name}>"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ShardingToken) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardingToken:
+        return self  # a cloned module is sharded the same way
+
+    def __reduce__(self) -> Any:
+        return ShardingToken, (self.name, self.options)  # plans and compiled programs stay behind
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ModuleCall:
+    """The arguments of a call, taken apart into what is traced and what is part of the program."""
+
+    tree: Any
+    arrays: tuple[Any, ...]
+    statics: tuple[tuple[int, Any], ...]
+
+    @staticmethod
+    def of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> ModuleCall:
+        """Take a call apart."""
+        leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)), is_leaf=is_state)
+        statics = tuple((i, x) for i, x in enumerate(leaves) if not is_traced(x))
+        return ModuleCall(tree, tuple(x for x in leaves if is_traced(x)), statics)
+
+    @property
+    def key(self) -> Any:
+        """Equal for calls that run the same program on arrays of any shape."""
+        return self.tree, tuple((i, type(x), hashable_key(x)) for i, x in self.statics)
+
+    @property
+    def shapes(self) -> Any:
+        """Shapes and dtypes of the arrays, the same inside and outside of a trace."""
+        arrays = jax.tree.leaves(self.arrays)
+        return tuple((getattr(x, "shape", ()), str(getattr(x, "dtype", type(x)))) for x in arrays)
+
+    def dynamic(self) -> tuple[tuple, dict[str, Any]]:
+        """The call with None in place of what is part of the program."""
+        return self._fill(self.arrays, dict.fromkeys(i for i, _ in self.statics))
+
+    def with_dynamic(self, dynamic: tuple[tuple, dict[str, Any]]) -> tuple[tuple, dict[str, Any]]:
+        """The call as it was, with the arrays of `dynamic`."""
+        return self.with_arrays(jax.tree.leaves(dynamic, is_leaf=is_state))
+
+    def with_arrays(self, arrays: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
+        """The call with these arrays."""
+        return self._fill(arrays, dict(self.statics))
+
+    def _fill(self, arrays: Sequence[Any], others: Mapping[int, Any]) -> tuple[tuple, dict[str, Any]]:
+        given = iter(arrays)
+        leaves = [others[i] if i in others else next(given) for i in range(self.tree.num_leaves)]
+        return jax.tree.unflatten(self.tree, leaves)
+
+
+def is_traced(x: Any) -> bool:
+    """Whether an argument is an array, a number or state, which programs take as input; a bool is a flag."""
+    if isinstance(x, bool):
+        return False
+    return (
+        is_state(x)
+        or isinstance(x, int | float | complex | jax.ShapeDtypeStruct)
+        or (hasattr(x, "dtype") and hasattr(x, "shape"))
+    )
+
+
+class ById:
+    """An object that cannot be hashed, equal to itself only."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ById) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def hashable_key(value: Any) -> Any:
+    """A hashable stand-in that is equal for equal values; functions made anew by the same code are equal.
+
+    >>> make = lambda scale: lambda x: scale * x
+    >>> frozen(make(2)) == frozen(make(2)), frozen(make(2)) == frozen(make(3)), frozen({"a": [1]}) == frozen({"a": [1]})
+    (True, False, True)
+    """
+    if isinstance(value, Mapping):
+        return (type(value).__name__, *((k, hashable_key(v)) for k, v in value.items()))
+    if isinstance(value, tuple | list):
+        return (type(value).__name__, *map(hashable_key, value))
+    if isinstance(value, functools.partial):
+        return "partial", hashable_key(value.func), hashable_key(value.args), hashable_key(value.keywords)
+    if isinstance(value, types.FunctionType):
+        try:
+            cells = tuple(hashable_key(c.cell_contents) for c in value.__closure__ or ())
+        except (ValueError, RecursionError):  # an empty cell, or a function that holds itself
+            return value
+        return value.__module__, value.__qualname__, value.__code__, hashable_key(value.__defaults__), cells
+    try:
+        hash(value)
+    except TypeError:
+        return ById(value)
+    return value
+
+
+def checked_options(
+    name: str, original: Callable[..., Any], options: dict[str, Any], method: str = "__call__"
+) -> dict[str, Any]:
+    """The options of `.shard` that are no defaults, refused now if no call could accept them."""
+    check_call(jshard.shard, (None,), options, f"{name}.shard")
+    jshard.shard(
+        lambda: None, **{k: v for k, v in options.items() if not k.endswith(("strategy", "parameter_plan"))}
+    )
+    for taken in ("static_argnums", "donate_argnums"):
+        if options.get(taken) is not None:
+            raise ShardError(
+                f"{taken} counts the arguments of a function, and {name} is a module",
+                where=f"{name}.shard",
+                fix=f"{taken.replace('nums', 'names')}, or shard a function over the module",
+            )
+    in_strategy = _entries_by_name(options["in_strategy"], own_parameters(original), name)
+    if isinstance(in_strategy, Mapping) and in_strategy is options["in_strategy"]:
+        known = [p.name for p in own_parameters(original)]
+        for key in in_strategy:
+            if key not in known:
+                close = suggest(key, known)
+                raise StrategyError(
+                    f"{name}.{method} has no argument {key!r}", where=f"in_strategy[{key!r}]",
+                    fix=f"one of {', '.join(known)}" + (f"; nearest: {close}" if close else ""),
+                )  # fmt: skip
+    defaults = inspect.signature(jshard.shard).parameters
+    base = dict.fromkeys(("in_strategy", "out_strategy", "parameter_plan"))
+    return base | {k: v for k, v in options.items() if v != defaults[k].default}
+
+
+def own_parameters(original: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Parameters of a method without `self`."""
+    return list(inspect.signature(original).parameters.values())[1:]
+
+
+def sharded_call(
+    token: ShardingToken,
+    pure: Callable[..., Any],
+    original: Callable[..., Any],
+    leading: Sequence[str],
+    *,
+    returns_pair: bool = False,
+) -> Any:
+    """`pure` as a sharded function; it takes the arguments named `before` and then those of `original`.
+
+    Parameters have their names in `before[0]`. `beside`: it gives (result, something else), not the result alone.
+    """
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    own = [
+        p.replace(kind=kind) if p.kind is p.POSITIONAL_ONLY else p
+        for p in own_parameters(original)
+        if p.name not in leading
+    ]
+    pure.__signature__ = inspect.Signature([*(inspect.Parameter(n, kind) for n in leading), *own])  # type: ignore[attr-defined]
+    pure.__name__ = pure.__qualname__ = token.name
+    options = dict(token.options)
+    options["in_strategy"] = _entries_by_name(options["in_strategy"], own, token.name)
+    plan = options["parameter_plan"]
+    options["parameter_plan"] = DeferredParameterPlan(
+        lambda leaves: relative_names(plan, [leaf for leaf in leaves if leaf.argument == leading[0]])
+    )
+    if returns_pair and options["out_strategy"] is not None and not isinstance(options["out_strategy"], str):
+        options["out_strategy"] = (_single(options["out_strategy"]), None)
+    return jshard.shard(pure, **options)
+
+
+def relative_names(plan: Any, leaves: Sequence[Leaf]) -> Any:
+    """A parameter plan with names as the module knows them.
+
+    MindSpore names parameters from the outermost cell: `self.block1.dense2.kernel`, given to block1. A name that
+    reaches no parameter is shortened from the front until it does; if it never does, it stays and is reported.
+
+    >>> own_names({"self.block1.dense2.kernel": (8, 1)}, [Leaf("state.dense2.kernel", (8, 8), None, "state")])
+    {'dense2.kernel': (8, 1)}
+    """
+    if not isinstance(plan, Mapping):
+        return plan
+    index, out = LeafIndex.of(leaves), {}
+    for name, entry in flatten_plan(plan, "parameter_plan").items():
+        parts = name_parts(name)
+        shorter = (".".join(parts[i:]) for i in range(len(parts) - 1))
+        own = name if index.find(name) else next((s for s in shorter if index.find(s)), name)
+        out[own if own not in out else name] = entry
+    return out
+
+
+def _entries_by_name(in_strategy: Any, own: Sequence[inspect.Parameter], name: str) -> Any:
+    """Entries by the names of the call's arguments, so that what comes before them is not counted."""
+    if in_strategy is None or isinstance(in_strategy, Mapping):
+        return in_strategy
+    count = len(in_strategy) if isinstance(in_strategy, tuple | list) else 0
+    names = [p.name for p in own if p.kind is p.POSITIONAL_OR_KEYWORD]
+    one = is_strategy(in_strategy) and in_strategy or looks_like_strategy(in_strategy) or not count
+    if one and in_strategy != ():
+        raise StrategyError(
+            f"in_strategy of {name} is {shown(in_strategy)}, not one entry per argument",
+            where=f"{name}.shard",
+            fix=f"in_strategy=({shown(in_strategy)},) for {', '.join(names) or 'its arguments'}",
+        )
+    several = any(p.kind is p.VAR_POSITIONAL for p in own)
+    if count > len(names) and not several:
+        raise StrategyError(
+            f"in_strategy of {name} has {count} entries, and the call takes {len(names)}: {', '.join(names)}",
+            where=f"{name}.shard",
+            fix="one entry per argument of the call, without self",
+        )
+    names += [f"{p.name}.{i}" for p in own if p.kind is p.VAR_POSITIONAL for i in range(count)]
+    return dict(zip(names, in_strategy, strict=False))
+
+
+def _single(entry: Any) -> Any:
+    wrapped = isinstance(entry, tuple) and len(entry) == 1 and not isinstance(entry[0], int)
+    return entry[0] if wrapped else entry
+
+
+RECORDED_PLANS: contextvars.ContextVar[dict[str, jshard.Plan] | None] = contextvars.ContextVar(
+    "record", default=None
+)
+"""Where the plans of sharded modules are noted while one asks for them, by module path."""
+
+
+def record_plans(run: Callable[[], Any]) -> dict[str, jshard.Plan]:
+    """The plan of every sharded module that `run` calls, by path; nothing is computed."""
+    plans: dict[str, jshard.Plan] = {}
+    kept = RECORDED_PLANS.set(plans)
+    try:
+        run()
+    finally:
+        RECORDED_PLANS.reset(kept)
+    return plans
+
+
+def outermost_plan(plans: Mapping[str, jshard.Plan], name: str) -> jshard.Plan:
+    """The plan of the outermost sharded module; an error when there is none or several side by side."""
+    if not plans:
+        raise ShardError(
+            f"this {name} is not sharded",
+            where="jshard.flax.plan_of",
+            fix="module.shard(...) first",
+        )
+    if len(plans) > 1 and "" not in plans:
+        raise ShardError(
+            f"{len(plans)} modules of this {name} are sharded: {', '.join(plans)}",
+            where="jshard.flax.plan_of",
+            fix="jshard.flax.plans_of(...), a dict from module path to plan",
+        )
+    return plans[""] if "" in plans else next(iter(plans.values()))
+
+
+class OnClassError(ShardError, AttributeError):
+    """`.shard` was asked of a class; an AttributeError too, so that a field named `shard` has no default."""
+
+
+class ShardMethod:
+    """The method `.shard` of modules: seen on instances only, behind any attribute or field of that name."""
+
+    def __init__(self, function: Callable[..., Any]):
+        self.function = function
+        self.__doc__ = function.__doc__
+
+    def __get__(self, module: Any, cls: type | None = None) -> Any:
+        if module is None:
+            name = cls.__name__ if cls is not None else "Module"
+            raise OnClassError(
+                f"shard was called on the class {name}",
+                where=f"{name}.shard",
+                fix=f"make a module first: {name}(...).shard(...)",
+            )
+        return functools.partial(self.function, module)

@@ -1,0 +1,176 @@
+"""`module.shard(...)` for `flax.nnx`: the module stays itself, its call is planned and runs sharded.
+
+A small token on the instance says how it is sharded. It is a plain hashable object, so it is part of the graph
+definition and not of the state: `nnx.split`, checkpoints and optimizers see nothing new, and it survives
+`merge`, `nnx.jit` and `nnx.grad`. The class that defines `__call__` gets a thin wrapper, once, which looks for
+the token and otherwise calls the method as before.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+from typing import Any
+
+import jax
+from flax import nnx
+
+import jshard
+from jshard._core.argument_checks import check_call
+from jshard._core.errors import NestedShardError, ShardError
+from jshard._flax.function import is_state
+from jshard._flax.module_call import (
+    RECORDED_PLANS,
+    ModuleCall,
+    ShardingToken,
+    ShardMethod,
+    checked_options,
+    outermost_plan,
+    record_plans,
+    sharded_call,
+)
+from jshard._flax.name_scopes import module_scopes
+
+
+_TOKEN = "_jshard"
+_ORIGINAL = "__jshard_original__"
+
+
+def shard_module(
+    module: Any,
+    in_strategy: Any = None,
+    out_strategy: Any = None,
+    parameter_plan: Any = None,
+    device: str | None = None,
+    level: int = 0,
+    **options: Any,
+) -> Any:
+    """Shard the call of an `nnx.Module` and return the module itself.
+
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> import jshard.flax
+    >>> dense = nnx.Linear(8, 4, rngs=nnx.Rngs(0)).shard(in_strategy=((1, 1),))
+    >>> dense(jnp.ones((2, 8))).shape
+    (2, 4)
+
+    Arguments: those of `jshard.shard`. `in_strategy` has one entry per argument of `__call__` (without `self`);
+    `parameter_plan` names are paths in the module: `block1.dense2.kernel`, `self.` before them and `*` allowed.
+    """
+    name = type(module).__name__
+    _refuse_nested(module, name)
+    options = dict(
+        in_strategy=in_strategy, out_strategy=out_strategy, parameter_plan=parameter_plan, device=device, level=level,
+        **options,
+    )  # fmt: skip
+    _wrap_call(type(module))
+    setattr(module, _TOKEN, ShardingToken(name, checked_options(name, type(module).__call__, options)))
+    return module
+
+
+def token_of(module: Any) -> ShardingToken | None:
+    """The token of a sharded module, or None."""
+    return vars(module).get(_TOKEN)
+
+
+_MODULE_PATHS: contextvars.ContextVar[dict[int, str]] = contextvars.ContextVar("root")
+
+
+def plans_of(module: Any, *args: Any, **kwargs: Any) -> dict[str, jshard.Plan]:
+    """The plan of every sharded module in a model, by module path; arguments as for the call, or shapes."""
+    check_call(type(module).__call__, (module, *args), kwargs, type(module).__name__)
+    call = ModuleCall.of(args, kwargs)
+    held = [is_state(x) for x in call.arrays]
+    graph, state = nnx.split((module, [x for x, h in zip(call.arrays, held, strict=True) if h]))
+
+    def run(state: Any, arrays: Any) -> Any:
+        copy, objects = nnx.merge(graph, state)
+        given, others = iter(objects), iter(arrays)
+        kept = _MODULE_PATHS.set({id(m): ".".join(map(str, p)) for p, m in nnx.iter_modules(copy)})
+        try:
+            args, kwargs = call.with_arrays([next(given if h else others) for h in held])
+            copy(*args, **kwargs)
+        finally:
+            _MODULE_PATHS.reset(kept)
+
+    arrays = [x for x, h in zip(call.arrays, held, strict=True) if not h]
+    return record_plans(lambda: jax.eval_shape(run, state, arrays))
+
+
+def _path_of(module: Any) -> str:
+    return _MODULE_PATHS.get({}).get(id(module), type(module).__name__)
+
+
+def plan_of(module: Any, *args: Any, **kwargs: Any) -> jshard.Plan:
+    """The plan of a sharded module for these arguments of its call."""
+    return outermost_plan(plans_of(module, *args, **kwargs), type(module).__name__)
+
+
+def _refuse_nested(module: Any, name: str) -> None:
+    for path, child in nnx.iter_modules(module):
+        if path and token_of(child) is not None:
+            where = ".".join(map(str, path))
+            raise NestedShardError(
+                f"{name} has the sharded module {where} ({type(child).__name__}) inside",
+                where=f"{name}.{where}",
+                fix=f"shard either {name} or {where}; pin {where} through parameter_plan of {name}",
+            )
+
+
+def _wrap_call(cls: type) -> None:
+    """Let the `__call__` of a class look for the token; done once where the method is defined."""
+    owner = next((c for c in cls.__mro__ if "__call__" in vars(c)), None)
+    if owner is None or owner is object:
+        raise ShardError(
+            f"{cls.__name__} has no __call__", where=f"{cls.__name__}.shard",
+            fix="shard a function of the module instead: jshard.shard(lambda module, x: module.method(x), ...)",
+        )  # fmt: skip
+    original = vars(owner)["__call__"]
+    if hasattr(original, _ORIGINAL):
+        return
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        token = token_of(self)
+        if token is None:
+            return original(self, *args, **kwargs)
+        return _call_sharded(token, self, call, args, kwargs)
+
+    setattr(call, _ORIGINAL, original)
+    owner.__call__ = call
+
+
+def _call_sharded(token: ShardingToken, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
+    call = ModuleCall.of(args, kwargs)
+    if call.key not in token.functions:
+        original = getattr(method, _ORIGINAL, method)
+        pure = _pure(token, original, call)
+        token.functions[call.key] = sharded_call(token, pure, original, ["state"])
+    function = token.functions[call.key]
+    dynamic, dynamic_kw = call.dynamic()
+    record = RECORDED_PLANS.get()
+    if record is not None:
+        record[_path_of(module)] = function.plan(module, *dynamic, **dynamic_kw)
+    return function(module, *dynamic, **dynamic_kw)
+
+
+def _pure(token: ShardingToken, original: Any, call: ModuleCall) -> Any:
+    """The module as the argument `state`, then the arguments of its call."""
+
+    def pure(state: Any, *args: Any, **kwargs: Any) -> Any:
+        _refuse_nested(state, token.name)
+        delattr(state, _TOKEN)  # its own methods may come back here through `super().__call__`
+        args, kwargs = call.with_dynamic((args, kwargs))
+        with module_scopes(state, inside=True):
+            y = original(state, *args, **kwargs)
+        setattr(state, _TOKEN, token)
+        return y
+
+    return pure
+
+
+def install() -> None:
+    """Give every nnx module the method `.shard`."""
+    if "shard" not in vars(nnx.Module):
+        nnx.Module.shard = ShardMethod(shard_module)  # type: ignore[attr-defined]
+        nnx.Module.__jshard_shard__ = staticmethod(shard_module)  # type: ignore[attr-defined]

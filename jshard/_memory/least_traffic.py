@@ -1,0 +1,164 @@
+"""The least that a program computes, and reads and writes in device memory, however it is compiled.
+
+A roofline of each operator counts what passes through memory between operators, which a better compiler may keep on
+chip. What no compiler avoids: arguments lie in memory when a call begins, results when it ends. So an argument counts
+once, as far as its elements are needed, and a result once, unless it may lie where a donated argument was.
+
+What is needed is followed backwards from results, products and reductions, through what is computed element by element.
+Of a slice or a lookup nothing is counted, of an array that is updated what the updates leave; nor is anything that is
+read only in the branch of a `cond`, or in a `while` loop that may make no turn. Products count two operations for each
+pair of elements that they multiply, convolutions without those that meet padding or dilation.
+
+>>> import jax, jax.numpy as jnp
+>>> from jshard._program.trace import build
+>>> def traced(f, *args):
+...     return build(jax.make_jaxpr(f)(*args), name="f", input_names=[""] * len(args))
+>>> w, x = jnp.ones((64, 64)), jnp.ones((8, 64))
+>>> layer = traced(lambda w, x: jnp.tanh(x @ w), w, x)
+>>> least_bytes(layer) == (64 * 64 + 8 * 64 + 8 * 64) * 4, sum(products(layer).values()) == 2 * 8 * 64 * 64
+(True, True)
+>>> write = traced(lambda w: w.at[0].set(0), w)
+>>> least_bytes(write), least_bytes(write, donated=[0]), least_bytes(traced(lambda w, i: w[i] * 2, w, 3))
+(32512.0, 16128.0, 256.0)
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+from jshard._program.graph import Literal, Operator, Program, calls_of
+
+
+# Boundary operators: their first result is their first operand in a body, in the first turn, or all turns' together.
+_FORWARDING = frozenset("scan_const scan_carry scan_sum scan_xs scan_ys".split())
+_FIRST_OPERAND_ONLY = _FORWARDING | {"update"}  # of which only the first operand counts
+
+
+def min_hbm_bytes(program: Program, donated: Collection[int] = ()) -> float:
+    """Bytes that all devices together read of arguments and captured arrays, and write of results, at least.
+
+    `donated` are flat indices of arguments whose memory results may take.
+    """
+    needed = _needed_fractions(program)
+    ops, total = program.operators, 0.0
+    for i in program.inputs:
+        t = ops[i].results[0]
+        total += program.tensors[t].nbytes * needed[t]
+    room = Counter(_shape_and_dtype(program, ops[program.inputs[k]].results[0]) for k in donated)
+    written = set()
+    for i in program.outputs:
+        t = ops[i].operands[0]
+        if isinstance(t, Literal) or t in written:
+            continue
+        written.add(t)
+        form = _shape_and_dtype(program, t)
+        if room[form]:
+            room[form] -= 1
+        elif _def_kind(program, t) not in ("input", "const"):
+            total += program.tensors[t].nbytes
+    return total
+
+
+def product_flops(program: Program) -> Mapping[int, float]:
+    """Operations of each matrix product and convolution that every call runs, in all its runs together."""
+    unsure = _conditional_operators(program)
+    which = program.use_def.has_primitive(frozenset(("dot_general", "conv_general_dilated")))
+    ops = [program.operators[i] for i in np.flatnonzero(which).tolist() if i not in unsure]
+    known: dict[int, float] = {}  # layers share their equations' avals, not the equations
+    return {op.id: op.repeat * known.setdefault(id(op.eqn), _flops_of_product(op.eqn)) for op in ops}
+
+
+def _flops_of_product(eqn: Any) -> float:
+    """Operations of a product; a multiply-add is two."""
+    lhs, rhs, out = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
+    p = eqn.params
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), _ = p["dimension_numbers"]
+        return 2.0 * out.size * math.prod(lhs.shape[d] for d in contracted)
+    spec = p["dimension_numbers"]
+    work = 2.0 * rhs.shape[spec.rhs_spec[1]] * out.shape[spec.out_spec[0]] * out.shape[spec.out_spec[1]]
+    for k in range(len(p["window_strides"])):
+        size, window, outs = (
+            shape[dims[2 + k]]
+            for shape, dims in ((lhs.shape, spec.lhs_spec), (rhs.shape, spec.rhs_spec), (out.shape, spec.out_spec))
+        )  # fmt: skip
+        at = np.arange(outs)[:, None] * p["window_strides"][k] - p["padding"][k][0]
+        at = at + np.arange(window) * p["rhs_dilation"][k]
+        step = p["lhs_dilation"][k]
+        work *= int(((at >= 0) & (at <= (size - 1) * step) & (at % step == 0)).sum())
+    return work
+
+
+def _needed_fractions(program: Program) -> list[float]:
+    """For each tensor the share of its elements that operators which surely run need at least."""
+    unsure, consumers = _conditional_operators(program), program.uses()
+    needed = [0.0] * len(program.tensors)
+    for op in reversed(program.operators):
+        if op.id in unsure:
+            continue
+        wanted = max([needed[r] for r in op.results], default=0.0)
+        how = _operand_need(op.primitive) if op.kind == "eqn" else op.kind
+        if how == "all" and any(consumers[r] for r in op.results):
+            wanted = 1.0
+        elif how in _FORWARDING:
+            wanted = needed[op.results[0]]
+        elif how == "output":  # an argument that is handed back is not touched
+            a = op.operands[0]
+            wanted = float(isinstance(a, int) and _def_kind(program, a) not in ("input", "const"))
+        elif not wanted or how not in ("each", "update"):
+            continue
+        for a in op.operands[:1] if how in _FIRST_OPERAND_ONLY else op.operands:
+            if not isinstance(a, Literal) and needed[a] < wanted:
+                needed[a] = max(
+                    needed[a],
+                    wanted
+                    if wanted == 1.0 and how == "each"
+                    else _needed_fraction(op, a, wanted, how, program),
+                )
+    return needed
+
+
+def _needed_fraction(op: Operator, operand: int, wanted: float, how: str, program: Program) -> float:
+    """The share of an operand that an operator needs of whose results a share is `wanted`."""
+    size = program.tensors[operand].size
+    if how == "update":
+        written = op.eqn.invars[1 if op.primitive == "dynamic_update_slice" else 2].aval.size
+        return max(0.0, wanted - written / size) if size else 0.0
+    if how == "each" and all(program.tensors[r].size != size for r in op.results):
+        return 0.0
+    return wanted
+
+
+@functools.cache
+def _operand_need(primitive: str) -> str:
+    """What an operator needs of its operands: "all" of them, "each" element as its result, all but an "update", a "part"."""
+    if primitive in ("slice", "dynamic_slice", "gather", "split"):
+        return "part"
+    if primitive.startswith(("dynamic_update_slice", "scatter")):
+        return "update"
+    if primitive.startswith(("dot_general", "conv_general", "argm", "cum", "sort", "reduce_")):
+        return "all" if primitive != "reduce_precision" else "each"
+    return "each"
+
+
+def _def_kind(program: Program, atom: Any) -> str:
+    """The kind of the operator that makes a tensor."""
+    return program.operators[program.defs()[atom][0]].kind
+
+
+def _conditional_operators(program: Program) -> frozenset[int]:
+    """Operators that a call may not run: those in branches, and in loops whose turns are not known."""
+    branches = [call for call in calls_of(program.body) if call.kind == "cond"]
+    inside = [i for call in branches for ids in (call.inner_operators, *call.boundary.values()) for i in ids]
+    return program.in_unbounded_loops.union(inside)
+
+
+def _shape_and_dtype(program: Program, tensor: int) -> tuple[tuple[int, ...], str]:
+    t = program.tensors[tensor]
+    return tuple(t.shape), str(t.dtype)

@@ -1,0 +1,1 @@
+"""Program, rules and costs -> a network of unary and pairwise costs."""

@@ -1,0 +1,149 @@
+"""What a `jax.shard_map` of the user's does on each device: its work, and the collectives that it calls itself.
+
+Problem.  The body is the user's: the search neither cuts it nor moves anything in it. But its products take time and
+its collectives too, and a plan that says nothing of them is faster than any device.
+
+Idea.  The body is a program on one device's blocks. It is read like any other: calls entered, loops counted by their
+trip counts, every operator priced by its rule as if nothing were cut (the roofline of its own type, with what is fused
+left in registers). Equations that name mesh axes are collectives, and their operands say how many bytes a device holds
+before.
+
+The trip count of a `while` loop is not known; its body counts as one turn, as everywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from jshard._core.layout import MeshAxes
+from jshard._core.topology import Topology
+from jshard._cost import collectives, roofline
+from jshard._cost.collectives import Collective, CollectiveKind
+from jshard._memory.hbm_traffic import hbm_traffic, memory_accesses
+from jshard._network.candidates import CandidateCache
+from jshard._program.graph import Literal, Operator, Program
+from jshard._program.trace import build
+from jshard._rules.registry import OpView
+from jshard._rules.rule import Rule
+
+
+_KIND_OF_PRIMITIVE: dict[str, CollectiveKind] = {
+    **dict.fromkeys(("psum", "psum_invariant", "pmax", "pmin", "unreduced_psum"), "all_reduce"),
+    **dict.fromkeys(("unreduced_pmax", "unreduced_pmin"), "all_reduce"),
+    **dict.fromkeys(("all_gather", "all_gather_invariant", "all_gather_reduced"), "all_gather"),
+    **dict.fromkeys(("reduce_scatter", "unreduced_reduce_scatter"), "reduce_scatter"),
+    **dict.fromkeys(("all_to_all", "ragged_all_to_all"), "all_to_all"),
+    **dict.fromkeys(("ppermute", "pbroadcast", "pbroadcast_dynamic", "psend"), "permute"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class UserCollective:
+    """A collective that the user wrote: one execution of it, how many there are, the block before it.
+
+    `turn`: it is in a loop whose turns nobody knows, and `count` is that of one turn.
+    """
+
+    collective: Collective
+    count: float
+    block: tuple[int, ...]
+    dtype: str
+    per_iteration: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardMapCost:
+    """Seconds of compute of one device in one run of a body, and the collectives in it."""
+
+    compute: float
+    collectives: tuple[UserCollective, ...]
+
+    @property
+    def communication(self) -> float:
+        """Seconds of all collectives."""
+        return sum(c.collective.seconds * c.count for c in self.collectives)
+
+
+def shard_map_cost(jaxpr: Any, topology: Topology) -> ShardMapCost:
+    """What the body of a `shard_map` does, given its jaxpr on one device's blocks.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from jshard import _hardware as hardware
+    >>> from jshard._core.topology import from_mesh
+    >>> t = from_mesh(MeshAxes(("x",), (4,)), hardware.get("v5e"))
+    >>> a = jnp.ones((2048, 2048))
+    >>> body = jax.make_jaxpr(lambda a, b: jax.lax.psum(a @ b, "x"), axis_env=[("x", 4)])(a, a)
+    >>> found = inside(body, t)
+    >>> [(c.collective.kind, c.collective.axes, c.collective.bytes, c.count) for c in found.collectives]
+    [('all_reduce', ('x',), 25165824.0, 1.0)]
+    >>> f"{found.compute:.3g}", f"{2 * 2048**3 / t.chip.f32_flops:.3g}"
+    ('8.72e-05', '8.72e-05')
+    """
+    program = build(jaxpr, name="the body of a shard_map", input_names=[])
+    life = hbm_traffic(program)
+    interner = CandidateCache(program, MeshAxes((), ()))
+    seconds, own = 0.0, []
+    for op in program.operators:
+        if op.kind != "eqn":
+            continue
+        kind, axes = _collective(op, topology.mesh)
+        if kind is None:
+            reads, writes = memory_accesses(op, life)
+            seconds += op.repeat * _roofline(op, program, interner, reads, writes, topology)
+            continue
+        for a in op.operands if axes else ():
+            held: Any = a.aval if isinstance(a, Literal) else program.tensors[a]
+            nbytes = math.prod(held.shape) * (4 if isinstance(a, Literal) else held.itemsize)
+            sent = collectives.collective(kind, axes, nbytes, topology)
+            own.append(
+                UserCollective(
+                    sent, op.repeat, tuple(held.shape), str(held.dtype), op.id in program.in_unbounded_loops
+                )
+            )
+    return ShardMapCost(seconds, tuple(own))
+
+
+def operation_count(closed: Any) -> float:
+    """Arithmetic operations of a traced function: a lower bound where it calls what nothing is known of.
+
+    >>> import jax, jax.numpy as jnp
+    >>> a = jnp.ones((8, 16))
+    >>> traced = jax.make_jaxpr(lambda a: jax.lax.fori_loop(0, 3, lambda i, c: a @ (a.T @ c), a))(a)
+    >>> work_of(traced) >= 3 * 2 * 2 * 8 * 16 * 16
+    True
+    """
+    program = build(closed, name="a function", input_names=[])
+    interner = CandidateCache(program, MeshAxes((), ()))
+    return sum(op.repeat * _work(*interner.rule_of(op)[:2]) for op in program.operators if op.kind == "eqn")
+
+
+def _work(view: OpView, rule: Rule) -> float:
+    if rule.opaque:
+        return float(sum(math.prod(a.shape) for a in view.outs))
+    return rule.work * math.prod(rule.sizes)
+
+
+def _collective(op: Operator, mesh: MeshAxes) -> tuple[CollectiveKind | None, tuple[str, ...]]:
+    """The kind of collective that an operator is, None for no collective, and the mesh axes it goes over."""
+    name = op.primitive.removesuffix("_start")
+    if name not in _KIND_OF_PRIMITIVE:
+        return None, ()
+    params = op.eqn.params
+    axes = params.get("axes", params.get("axis_name", ()))
+    axes = (axes,) if isinstance(axes, str) else tuple(a for a in axes if isinstance(a, str))
+    return _KIND_OF_PRIMITIVE[name], tuple(
+        a for a in mesh.names if a in axes
+    )  # axes of size one are not there
+
+
+def _roofline(
+    op: Operator, program: Program, interner: CandidateCache, reads: tuple, writes: tuple, topology: Topology
+) -> float:
+    """Seconds of an operator on the blocks as they are."""
+    view, rule, _ = interner.rule_of(op)
+    moved = sum(program.tensors[a].nbytes for i in reads if isinstance(a := op.operands[i], int))
+    moved += sum(program.tensors[op.results[i]].nbytes for i in writes)
+    dtype = view.outs[0].dtype if view.outs else "float32"
+    return roofline.roofline(_work(view, rule), moved, dtype, topology.chip)

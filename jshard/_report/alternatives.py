@@ -1,0 +1,90 @@
+"""`plan.why(name)`: every other way to cut one thing, and what the whole plan would cost with it.
+
+Each alternative is forced and the program planned again, so its cost is exactly that of the plan one would get.
+What cannot be says why: a cut that does not divide, a pin, the memory budget.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from jshard._core.errors import MemoryBudgetError, ShardError
+from jshard._plan.records import Alternative
+from jshard._report.diff import nearly_equal, regression_text, relative_change
+from jshard._report.format_units import format_bytes, format_seconds
+
+
+if TYPE_CHECKING:
+    from jshard._api.plan import Plan
+    from jshard._plan.replan import Replanner
+
+
+@dataclasses.dataclass(frozen=True)
+class Why:
+    """The alternatives of one tensor or operator: possible ones by cost, then the others with the reason."""
+
+    name: str
+    kind: str
+    cost: float
+    unit: str
+    alternatives: tuple[Alternative, ...]
+
+    def __str__(self) -> str:
+        show = format_bytes if self.unit == "B" else format_seconds
+        each = "pieces of each operand" if self.kind == "operator" else "pieces per dimension"
+        lines = [f"why {self.name} ({each}; cost of the whole plan, {show(self.cost)} now)"]
+        possible = [a for a in self.alternatives if a.cost is not None]
+        width = max([len(str(a.cuts)) for a in possible] + [12])
+        for a in possible:
+            assert a.cost is not None
+            same = nearly_equal(self.cost, a.cost)
+            words = "<- chosen" if a.chosen else "equally good" if same else a.worse
+            line = f"  {str(a.cuts):<{width}} {show(a.cost):>8} {relative_change(self.cost, a.cost):>8}  "
+            while len(line) + len(words) > 100 and ", " in words:
+                words = words.rpartition(", ")[0]
+            lines.append(line + words.strip())
+        reasons: dict[str, list[str]] = {}
+        for a in self.alternatives:
+            if a.cost is None:
+                reasons.setdefault(a.reason, []).append(str(a.cuts) + (" <- chosen" if a.chosen else ""))
+        for reason, cuts in reasons.items():
+            more = f" and {len(cuts) - 3} more" if len(cuts) > 3 else ""
+            lines.append(f"  unavailable: {' '.join(cuts[:3])}{more}: {reason}")
+        return "\n".join(line.rstrip() if len(line) <= 100 else line[:98] + ".." for line in lines)
+
+
+def rank_alternatives(
+    plan: Plan, again: Replanner, name: str, on_progress: Callable[[int, int], None] | None = None
+) -> Why:
+    """Force each alternative of a tensor or operator and plan again."""
+    found = again.alternatives(name)
+    name = again.names_matching(name)[0]
+    shape = again.place_of(name)[1]
+    chosen = again.current_cuts(plan.decision, name)
+    open_ = sum(not a.reason for a in found)
+    tried: list[Alternative] = []
+    done = 0
+    for a in found:
+        if a.reason:
+            tried.append(a)
+            continue
+        tried.append(_replan_with(plan, again, name, a, a.cuts == chosen))
+        done += 1
+        if on_progress is not None:
+            on_progress(done, open_)
+    tried.sort(key=lambda a: (a.cost is None, a.cost or 0.0, not a.chosen, str(a.cuts)))
+    kind = "operator" if shape is None else "tensor"
+    return Why(name, kind, plan.cost.objective, plan.cost.unit, tuple(tried))
+
+
+def _replan_with(plan: Plan, again: Replanner, name: str, a: Alternative, chosen: bool) -> Alternative:
+    try:
+        forced = again.replan({name: a.cuts})
+    except MemoryBudgetError as e:
+        return dataclasses.replace(a, reason=f"memory: {e.what}", chosen=chosen)
+    except ShardError as e:
+        return dataclasses.replace(a, reason=e.what, chosen=chosen)
+    more = "" if chosen or forced.cost.objective < plan.cost.objective else regression_text(plan, forced)
+    return dataclasses.replace(a, cost=forced.cost.objective, chosen=chosen, worse=more)

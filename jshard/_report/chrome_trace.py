@@ -1,0 +1,73 @@
+"""The predicted timeline as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+The prediction has compute and communication one after the other, as the cost counts them: an operator of a loop
+is one slice as long as all its turns. Each device does the same, so one is enough; `devices` writes more.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from jshard._plan.records import OperatorRow
+from jshard._report.timeline import events
+from jshard._report.totals import objective_text, optimality_text
+
+
+if TYPE_CHECKING:
+    from jshard._api.plan import Plan
+
+
+def chrome_trace(plan: Plan, devices: int = 1) -> dict[str, Any]:
+    """Chrome's trace format: slices for operators and collectives, a counter for memory."""
+    out: list[dict[str, Any]] = []
+    live = dict(zip((r.name for r in plan.operators), plan.memory.curve, strict=False))
+    for pid in range(devices):
+        name = f"device {pid}" if devices > 1 else f"each of {plan.mesh.total} devices"
+        out.append(_metadata_event("process_name", pid, 0, name))
+        out += [
+            _metadata_event("thread_name", pid, 1, "compute"),
+            _metadata_event("thread_name", pid, 2, "communication"),
+        ]
+        at = 0.0
+        for e in events(plan):
+            if isinstance(e, OperatorRow):
+                if e.name in live:
+                    counter = {"bytes": live[e.name]}
+                    out.append({"name": "memory", "ph": "C", "ts": at, "pid": pid, "tid": 0, "args": counter})
+                if not e.seconds:
+                    continue
+                args: dict[str, Any] = {
+                    "operator": e.name, "module": e.module, "source": e.source, "strategy": str(e.strategy),
+                    "results": " ".join(map(str, e.results)), "runs": e.repeat,
+                }  # fmt: skip
+                name, thread, duration = e.primitive, 1, e.seconds * 1e6
+            else:
+                args = {
+                    "bytes": e.total, "runs": e.count, "for": e.operator, "tensor": e.tensor, "block": e.local,
+                    "axes": list(e.axes), "id": e.id,
+                }  # fmt: skip
+                name, thread, duration = f"{e.kind}[{'*'.join(e.axes)}]", 2, e.seconds * e.count * 1e6
+            category = "compute" if thread == 1 else "communication"
+            out.append(
+                {"name": name, "cat": category, "ph": "X", "ts": at, "dur": duration, "pid": pid, "tid": thread,
+                 "args": args}
+            )  # fmt: skip
+            at += duration
+    about = {
+        "plan": plan.name,
+        "mesh": str(plan.mesh),
+        "chip": plan.chip,
+        "least": objective_text(plan),
+        "proof": optimality_text(plan),
+    }
+    return {"traceEvents": out, "displayTimeUnit": "ns", "otherData": about}
+
+
+def chrome_trace_json(plan: Plan, devices: int = 1) -> str:
+    """`trace` as text."""
+    return json.dumps(chrome_trace(plan, devices), separators=(",", ":"))
+
+
+def _metadata_event(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}

@@ -1,0 +1,182 @@
+"""Several plans of one function side by side: the rows of a sweep and of a frontier, as text, HTML and a frame.
+
+What is the same for every row stands in the title, what varies is a column. A row without a plan says why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from jshard._report.format_units import format_bytes, format_seconds
+from jshard._report.optional_imports import require
+from jshard._report.totals import received_bytes, step_seconds
+
+
+if TYPE_CHECKING:
+    from jshard._api.plan import Plan
+
+
+WIDTH = 100
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanPoint:
+    """One plan, or why there is none: `settings` are the names and values that led to it."""
+
+    settings: tuple[tuple[str, Any], ...]
+    plan: Plan | None
+    error: str = ""
+
+    def setting(self, name: str) -> Any:
+        """The value of a setting; None when it has none."""
+        return dict(self.settings).get(name)
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """Settings and figures by name: seconds and bytes of one device and call; None where there is no plan."""
+        p = self.plan
+        row = dict(self.settings)
+        row |= {
+            "step_s": None if p is None else step_seconds(p),
+            "compute_s": None if p is None else p.cost.compute,
+            "redundant_s": None if p is None else p.cost.redundant,
+            "communication_s": None if p is None else p.cost.communication,
+            "moved_bytes": None if p is None else received_bytes(p),
+            "peak_bytes": None if p is None else p.cost.peak_bytes,
+            "gap": None if p is None or p.search == "propagation" else p.cost.gap,
+            "error": self.error,
+        }
+        return row
+
+
+FIGURE_COLUMNS = (
+    ("step", lambda p: format_seconds(step_seconds(p))), ("compute", lambda p: format_seconds(p.cost.compute)),
+    ("comm.", lambda p: format_seconds(p.cost.communication)), ("moved", lambda p: format_bytes(received_bytes(p))),
+    ("peak", lambda p: format_bytes(p.cost.peak_bytes)),
+    ("gap", lambda p: "-" if p.search == "propagation" else "0" if p.cost.optimal else f"{100 * p.cost.gap:.2g}%"),
+)  # fmt: skip
+
+
+def varying_settings(points: Sequence[PlanPoint]) -> list[str]:
+    """Settings that differ between points."""
+    names = dict.fromkeys(name for p in points for name, _ in p.settings)
+    return [n for n in names if len({str(p.setting(n)) for p in points}) > 1]
+
+
+def setting_columns(points: Sequence[PlanPoint]) -> list[str]:
+    """The settings that have a column: those that differ, without chips and devices that the mesh tells anyway."""
+
+    def told(name: str) -> bool:
+        pairs = {(str(p.setting("mesh")), str(p.setting(name))) for p in points}
+        return len(pairs) == len({mesh for mesh, _ in pairs}) > 1
+
+    names = varying_settings(points)
+    return [n for n in names if n not in ("chip", "devices") or "mesh" not in names or not told(n)]
+
+
+def shared_settings_text(points: Sequence[PlanPoint]) -> str:
+    """Settings that all points share, in a few words."""
+    if not points:
+        return ""
+    same = [(n, v) for n, v in points[0].settings if n not in varying_settings(points) and v is not None]
+    return ", ".join(f"{v}" if n in ("mesh", "chip") else f"{n} {v}" for n, v in same)
+
+
+def column_names(points: Sequence[PlanPoint]) -> list[str]:
+    """Names of the columns."""
+    price = ["chip time"] if _needs_chip_time(points) else []
+    return [*setting_columns(points), *(name for name, _ in FIGURE_COLUMNS), *price]
+
+
+def cells(points: Sequence[PlanPoint]) -> list[tuple[list[str], str]]:
+    """Cells of each row, and what stands in place of the figures when there is no plan."""
+    names, priced, out = setting_columns(points), _needs_chip_time(points), []
+    for p in points:
+        row = ["-" if p.setting(n) is None else str(p.setting(n)) for n in names]
+        if p.plan is not None:
+            row += [show(p.plan) for _, show in FIGURE_COLUMNS]
+            if priced:
+                row.append(format_seconds(chip_seconds(p)))
+        out.append((row, p.error))
+    return out
+
+
+def chip_seconds(p: PlanPoint) -> float:
+    """Devices times seconds, for one entry of the batch where there is one: what a call costs in chip time."""
+    assert p.plan is not None
+    return step_seconds(p.plan) * p.plan.mesh.total / (p.setting("batch") or 1)
+
+
+def table(title: str, points: Sequence[PlanPoint]) -> str:
+    """Title and rows as text, at most 100 columns where the settings are short enough."""
+    names, rows = column_names(points), cells(points)
+    widths = [
+        max([len(name)] + [len(row[k]) for row, _ in rows if k < len(row)]) for k, name in enumerate(names)
+    ]
+    left = len(setting_columns(points))
+    shared = shared_settings_text(points)
+    lines = [title + (f" ({shared})" if shared else "")]
+    if _needs_chip_time(points) and any(p.setting("batch") for p in points):
+        lines[0] += "; chip time for one entry of the batch"
+    for row, error in [(names, ""), *rows]:
+        line = " ".join(
+            c.ljust(w) if k < left else c.rjust(w) for k, (c, w) in enumerate(zip(row, widths, strict=False))
+        )
+        lines.append("  " + f"{line} {error and 'no plan: ' + error}".rstrip())
+    return "\n".join(line if len(line) <= WIDTH else line[: WIDTH - 2] + ".." for line in lines)
+
+
+def html_table(title: str, points: Sequence[PlanPoint]) -> str:
+    """The same as an HTML table whose bars show step and peak against the largest."""
+    left = len(setting_columns(points))
+    names = column_names(points)
+    most = {
+        "step": max((step_seconds(p.plan) for p in points if p.plan), default=0.0),
+        "peak": max((p.plan.cost.peak_bytes for p in points if p.plan), default=0.0),
+    }
+    body = []
+    for p, (row, error) in zip(points, cells(points), strict=True):
+        tds = [
+            f'<td style="text-align:{"left" if k < left else "right"}">{escape(cell)}{_bar(names[k], p, most)}</td>'
+            for k, cell in enumerate(row)
+        ]
+        if error:
+            tds.append(
+                f'<td colspan="{len(names) - left}" style="text-align:left">no plan: {escape(error)}</td>'
+            )
+        body.append(f"<tr>{''.join(tds)}</tr>")
+    head = "".join(
+        f'<th style="text-align:{"left" if k < left else "right"}">{escape(n)}</th>'
+        for k, n in enumerate(names)
+    )
+    shared = shared_settings_text(points)
+    note = f" <small>{escape(shared)}</small>" if shared else ""
+    return (
+        f"<div><b>{escape(title)}</b>{note}"
+        f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
+    )
+
+
+def to_dataframe(points: Sequence[PlanPoint], where: str) -> Any:
+    """A `pandas.DataFrame` with one row a point."""
+    return require("pandas", "report", where).DataFrame([p.row for p in points])
+
+
+def _needs_chip_time(points: Sequence[PlanPoint]) -> bool:
+    """Whether devices or batches differ, so that steps alone cannot be compared."""
+    made = [p for p in points if p.plan is not None]
+    return len({(p.plan.mesh.total if p.plan else 0, p.setting("batch")) for p in made}) > 1
+
+
+def _bar(name: str, p: PlanPoint, most: dict[str, float]) -> str:
+    if name not in most or p.plan is None or not most[name]:
+        return ""
+    value = step_seconds(p.plan) if name == "step" else p.plan.cost.peak_bytes
+    colour = "#3b76c4" if name == "step" else "#c4863b"
+    return (
+        f'<div style="height:4px;width:{100 * value / most[name]:.0f}%;background:{colour};'
+        'margin-left:auto;border-radius:2px"></div>'
+    )

@@ -1,0 +1,112 @@
+"""The numbers of a plan, computed once for every form in which it is shown.
+
+Text, Markdown, HTML and traces all read these functions, so that they cannot disagree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from jshard._report.format_units import format_bytes, format_percent, format_seconds
+
+
+if TYPE_CHECKING:
+    from jshard._api.plan import Plan
+
+
+USER_OWN = "the user's own"
+"""What reports say of a collective in the user's own `shard_map`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind over the same axes: how many, bytes received by a device, seconds, in all.
+
+    `open`: some are in a loop whose turns nobody knows, so each figure is the least. Those in the user's own `shard_map`
+    are a kind of their own, "all_reduce (own)".
+    """
+
+    kind: str
+    axes: str
+    count: float
+    bytes: float
+    seconds: float
+    is_lower_bound: bool = False
+
+
+def traffic(plan: Plan) -> list[Traffic]:
+    """Traffic by kind and axes, sorted."""
+    by: dict[tuple[str, str], list[float]] = {}
+    open_ = {(c.kind, "*".join(c.axes)) for c in plan.collectives if c.turn}
+    for c in plan.collectives:
+        kind = f"{c.kind} (own)" if c.own else c.kind
+        row = by.setdefault((kind, "*".join(c.axes)), [0.0, 0.0, 0.0])
+        row[0] += c.count
+        row[1] += c.total
+        row[2] += c.seconds * c.count
+    return [
+        Traffic(kind, axes, *row, is_lower_bound=(kind, axes) in open_)
+        for (kind, axes), row in sorted(by.items())
+    ]
+
+
+def at_least_prefix(plan: Plan) -> str:
+    """What stands before totals of a program with a loop whose turns nobody knows: it counts as one turn."""
+    return "at least " if any(r.turn for r in plan.boundaries) else ""
+
+
+def step_seconds(plan: Plan) -> float:
+    """Predicted seconds of one call: compute and communication, one after the other."""
+    return plan.cost.compute + plan.cost.communication
+
+
+def received_bytes(plan: Plan) -> float:
+    """Bytes received by a device in one call."""
+    return sum(c.total for c in plan.collectives)
+
+
+def objective_text(plan: Plan) -> str:
+    """What the level minimises."""
+    return ("communication and redundant compute", "peak memory", "step time")[plan.level]
+
+
+def optimality_text(plan: Plan) -> str:
+    """One sentence on how good the plan is; "optimal" only where cost equals the proved bound."""
+    c = plan.cost
+    shown = format_bytes(c.objective) if c.unit == "B" else format_seconds(c.objective)
+    if at_least_prefix(plan) and c.unit == "s":
+        shown += " with one turn of each open loop"
+    if c.price and c.unit == "s":
+        shown += f" (of it {format_seconds(c.price)} the price of repeated products and scattered results)"
+    if plan.search == "propagation":
+        return f"cost {shown}, nothing proved"
+    among = f" of {c.space}" if c.space else ""
+    if c.optimal:
+        return f"optimal: cost {shown} equals the proved bound{among}"
+    bound = format_bytes(c.bound) if c.unit == "B" else format_seconds(c.bound)
+    return f"gap {100 * c.gap:.2g}%: cost {shown}, proved bound{among} {bound}"
+
+
+def lower_bound_text(plan: Plan) -> str:
+    """One sentence on how far the plan is from what nothing placed so could beat."""
+    least, step = plan.physics, step_seconds(plan)
+    return (
+        f"space gap {format_percent(least.space_gap(step))}: a step {format_seconds(step)}, physics {format_seconds(least.seconds)} "
+        f"by {least.limit} (its products must receive {format_bytes(least.bytes)})"
+    )
+
+
+def formatted_totals(plan: Plan) -> dict[str, str]:
+    """The totals of a plan as shown in every form, by name."""
+    c = plan.cost
+    budget = "none" if plan.memory_budget is None else format_bytes(plan.memory_budget)
+    return {
+        "compute": format_seconds(c.compute),
+        "redundant": format_seconds(c.redundant),
+        "communication": format_seconds(c.communication),
+        "step": format_seconds(step_seconds(plan)),
+        "moved": f"{received_bytes(plan):,.0f} B",
+        "peak": format_bytes(c.peak_bytes),
+        "budget": budget,
+    }

@@ -1,0 +1,1 @@
+"""The rules of the primitives, a file a family."""

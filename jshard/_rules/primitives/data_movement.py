@@ -1,0 +1,211 @@
+"""Operators that only place elements: a dimension of the result is the operand's, new, or repeated.
+
+`broadcast_in_dim transpose squeeze rev tile stack unstack concatenate split pad iota`.
+A dimension along which elements are rearranged stays whole, the others pass. Partial sums pass: these
+operators are linear.
+
+>>> from jax import ShapeDtypeStruct as S
+>>> p = {"shape": (2, 4), "broadcast_dimensions": (1,)}
+>>> print(broadcast_in_dim(Op("broadcast_in_dim", p, (S((4,), "int8"),), (S((2, 4), "int8"),))))
+a -> b a
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from jshard._rules.factors import Factors, linear_sets, to_common_vma
+from jshard._rules.registry import LocalContext, OpView, block_index, family
+from jshard._rules.rule import Rule
+
+
+rule = family("move")
+
+
+def _broadcast_local(ctx: LocalContext, x: Any, *_: Any) -> Sequence[Any]:
+    return ctx.bind(x, shape=ctx.result_shape())
+
+
+@rule("broadcast_in_dim", local=_broadcast_local)
+def broadcast_in_dim(op: OpView) -> Rule:
+    """Dimensions of the operand keep their factor; a dimension of size one that grows carries none."""
+    f = Factors()
+    out = f.dims(op.outs[0].shape)
+    place = op.params["broadcast_dimensions"]
+    shape = op.ins[0].shape
+    operand = tuple(out[p] if shape[d] == op.outs[0].shape[p] else () for d, p in enumerate(place))
+    return Rule((operand,), (out,), f.sizes, linear=linear_sets(op, (0,)), work=0.0)
+
+
+@rule("transpose")
+def transpose(op: OpView) -> Rule:
+    """Dimensions change places."""
+    f = Factors()
+    dims = f.dims(op.ins[0].shape)
+    out = tuple(dims[p] for p in op.params["permutation"])
+    return Rule((dims,), (out,), f.sizes, linear=linear_sets(op, (0,)), work=0.0)
+
+
+def _squeeze_local(ctx: LocalContext, x: Any) -> Sequence[Any]:
+    return [lax.squeeze(x, ctx.op.params["dimensions"])]
+
+
+@rule("squeeze", local=_squeeze_local)
+def squeeze(op: OpView) -> Rule:
+    """Dimensions of size one disappear."""
+    gone = {d % len(op.ins[0].shape) for d in op.params["dimensions"]}
+    f = Factors()
+    dims = tuple(() if i in gone else (f.new(s),) for i, s in enumerate(op.ins[0].shape))
+    return Rule(
+        (dims,),
+        (tuple(d for i, d in enumerate(dims) if i not in gone),),
+        f.sizes,
+        linear=linear_sets(op, (0,)),
+        work=0.0,
+    )
+
+
+def _expand_dims_local(ctx: LocalContext, x: Any) -> Sequence[Any]:
+    return [lax.expand_dims(x, ctx.op.params["dimensions"])]
+
+
+@rule("expand_dims", local=_expand_dims_local)
+def expand_dims(op: OpView) -> Rule:
+    """Dimensions of size one appear."""
+    new = {d % len(op.outs[0].shape) for d in op.params["dimensions"]}
+    f = Factors()
+    out = tuple(() if i in new else (f.new(s),) for i, s in enumerate(op.outs[0].shape))
+    return Rule(
+        (tuple(d for i, d in enumerate(out) if i not in new),),
+        (out,),
+        f.sizes,
+        linear=linear_sets(op, (0,)),
+        work=0.0,
+    )
+
+
+@rule("rev")
+def rev(op: OpView) -> Rule:
+    """Reversed dimensions stay whole: block i would have to come from block n - 1 - i."""
+    f = Factors()
+    dims = f.dims(op.ins[0].shape)
+    blocked = tuple(dims[d][0] for d in op.params["dimensions"])
+    return Rule(
+        (dims,), (dims,), f.sizes, blocked=blocked, linear=linear_sets(op, (0,)), work=0.0,
+        note="a reversed dimension changes blocks",
+    )  # fmt: skip
+
+
+def _tile_local(ctx: LocalContext, x: Any) -> Sequence[Any]:
+    reps = tuple(
+        o // s if s else r for o, s, r in zip(ctx.result_shape(), x.shape, ctx.op.params["reps"], strict=True)
+    )
+    return ctx.bind(x, reps=reps)
+
+
+@rule("tile", local=_tile_local)
+def tile(op: OpView) -> Rule:
+    """A repeated dimension is `(repeat, old)`: its copies may lie on different devices."""
+    f = Factors()
+    operand, out = [], []
+    for size, reps in zip(op.ins[0].shape, op.params["reps"], strict=True):
+        d = f.new(size)
+        operand.append((d,))
+        out.append((d,) if reps == 1 else (f.new(reps), d))
+    return Rule((tuple(operand),), (tuple(out),), f.sizes, linear=linear_sets(op, (0,)), work=0.0)
+
+
+@rule("stack")
+def stack(op: OpView) -> Rule:
+    """The new dimension stays whole."""
+    f = Factors()
+    axis = op.params["axis"] % len(op.outs[0].shape)
+    dims = f.dims(op.ins[0].shape)
+    out = (*dims[:axis], (), *dims[axis:])
+    return Rule(
+        (dims,) * len(op.ins), (out,), f.sizes, linear=linear_sets(op, tuple(range(len(op.ins)))), work=0.0,
+        note="stacked operands lie on every device",
+    )  # fmt: skip
+
+
+@rule("unstack")
+def unstack(op: OpView) -> Rule:
+    """The dimension that is taken apart stays whole."""
+    f = Factors()
+    axis = op.params["axis"] % len(op.ins[0].shape)
+    dims = tuple(() if i == axis else (f.new(s),) for i, s in enumerate(op.ins[0].shape))
+    out = tuple(d for i, d in enumerate(dims) if i != axis)
+    return Rule((dims,), (out,) * len(op.outs), f.sizes, linear=linear_sets(op, (0,)), work=0.0)
+
+
+@rule("concatenate")
+def concatenate(op: OpView) -> Rule:
+    """The joined dimension stays whole: blocks of the result would mix operands."""
+    f = Factors()
+    axis = op.params["dimension"]
+    out = tuple(() if i == axis else (f.new(s),) for i, s in enumerate(op.outs[0].shape))
+    return Rule(
+        (out,) * len(op.ins), (out,), f.sizes, linear=linear_sets(op, tuple(range(len(op.ins)))), work=0.0,
+        note="the joined dimension mixes operands",
+    )  # fmt: skip
+
+
+@rule("split")
+def split(op: OpView) -> Rule:
+    """The split dimension stays whole."""
+    f = Factors()
+    axis = op.params["axis"]
+    dims = tuple(() if i == axis else (f.new(s),) for i, s in enumerate(op.ins[0].shape))
+    return Rule((dims,), (dims,) * len(op.outs), f.sizes, linear=linear_sets(op, (0,)), work=0.0)
+
+
+def _pad_local(ctx: LocalContext, x: Any, padding: Any) -> Sequence[Any]:
+    partial = ctx.operand_layout(0).partial
+    if partial and not ctx.operand_layout(1).partial:
+        # Of the addends only one may hold the padding.
+        padding = jnp.where(block_index(partial, ctx.mesh) == 0, padding, jnp.zeros_like(padding))
+        x, padding = to_common_vma(x, padding)
+    return ctx.bind(x, padding.astype(x.dtype) if partial else padding)
+
+
+@rule("pad", local=_pad_local)
+def pad(op: OpView) -> Rule:
+    """Padded dimensions stay whole; of partial sums one device pads with the value, the others with zero."""
+    f = Factors()
+    padded = [tuple(c) != (0, 0, 0) for c in op.params["padding_config"]]
+    dims = tuple(() if p else (f.new(s),) for p, s in zip(padded, op.ins[0].shape, strict=True))
+    return Rule(
+        (dims, ()), (dims,), f.sizes, linear=linear_sets(op, (0,), (0, 1)), work=0.0,
+        note="padded dimensions shift across blocks",
+    )  # fmt: skip
+
+
+def _iota_local(ctx: LocalContext) -> Sequence[Any]:
+    shape, d, dtype = ctx.result_shape(), ctx.op.params["dimension"], ctx.op.params["dtype"]
+    (block,) = ctx.bind(shape=shape)
+    offset = ctx.result_offset(0, d)
+    return [block] if isinstance(offset, int) else [block + jnp.asarray(offset).astype(dtype)]
+
+
+@rule("iota", local=_iota_local)
+def iota(op: OpView) -> Rule:
+    """Counts from the block's own offset."""
+    f = Factors()
+    return Rule((), (f.dims(op.outs[0].shape),), f.sizes, work=0.0)
+
+
+def _empty_local(ctx: LocalContext, *operands: Any) -> Sequence[Any]:
+    # The contents are undefined, so zeros are as good, and need no parameters that name a shape.
+    out = ctx.op.outs[0]
+    return [jnp.zeros(ctx.result_shape(), out.dtype)]
+
+
+@rule("empty", "empty2", local=_empty_local)
+def empty(op: OpView) -> Rule:
+    """Undefined contents: any cut is right."""
+    f = Factors()
+    return Rule(tuple(((),) * len(a.shape) for a in op.ins), (f.dims(op.outs[0].shape),), f.sizes, work=0.0)

@@ -1,0 +1,220 @@
+"""Fused operators: a whole function that the search treats as one operator, by the rule its author writes.
+
+`op(fn, rule="b q h d, b k h d, b k h d -> b q h d")` runs `fn` on local blocks, so a Pallas kernel or a library's
+attention works inside. The gradient is one operator too: it reads the operands and the cotangents, runs the
+vector-Jacobian product of `fn` on the blocks, and what a gradient does not carry is summed over the mesh.
+
+A rule is a claim that cutting a factor leaves the numbers as they are. The claim is checked once, on small random
+arrays: a factor that fails (the `d` of the rule above, which the scores contract) is kept whole and noted, and a
+function that cannot run on small arrays is taken at its word.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jshard import _jaxcompat as compat
+from jshard._rules.registry import LocalContext, OpView, family
+from jshard._rules.rule import Rule
+from jshard._rules.rule_text import RuleText, parse_rule, tokenize
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Fused:
+    """A function of arrays with its rule; `backward` says that this is the gradient of it."""
+
+    fn: Callable[..., Any]
+    name: str
+    text: str
+    reduction: tuple[str, ...]
+    blocked: tuple[str, ...]
+    sizes: Mapping[str, int]
+    work: float
+    note: str = ""
+    operands: int = 0
+    results: tuple[Any, ...] = ()
+    backward: bool = False
+
+    def run(self, *arrays: Any) -> list[Any]:
+        """The function, or its gradient, on arrays: global ones or one device's blocks."""
+        if not self.backward:
+            out = self.fn(*arrays)
+            return list(out) if isinstance(out, tuple | list) else [out]
+        primals, given = arrays[: self.operands], iter(arrays[self.operands :])
+        out, pull = jax.vjp(lambda *xs: tuple(dataclasses.replace(self, backward=False).run(*xs)), *primals)
+        cotangents = tuple(next(given) if _real(o) else np.zeros(o.shape, jax.dtypes.float0) for o in out)
+        return [g for g, x in zip(pull(cotangents), primals, strict=True) if _real(x)]
+
+    def batched(self, arrays: Sequence[Any], dims: Sequence[int | None]) -> tuple[list[Any], Fused]:
+        """The operands and the operator under `vmap`: one more factor, first in every result.
+
+        A gradient has it in every operand too: which gradients are summed over it is for the caller to say.
+        """
+        e = tokenize(self.text)
+        size = next(x.shape[d] for x, d in zip(arrays, dims, strict=True) if d is not None)
+        name = next(n for n in (f"mapped{i}" for i in range(len(e.names) + 1)) if n not in e.names)
+        if self.backward:
+            arrays = [
+                jnp.moveaxis(x, d, 0) if d is not None else jnp.broadcast_to(x, (size, *x.shape))
+                for x, d in zip(arrays, dims, strict=True)
+            ]
+            dims = [0] * len(arrays)
+        ins = tuple(dims[: self.operands] if self.backward else dims)
+        run = dataclasses.replace(self, backward=False).run
+        operands = ", ".join(_text(t, name, d) for t, d in zip(e.operands, ins, strict=True))
+        results = ", ".join(_text(t, name, 0) for t in e.results)
+        mapped = jax.vmap(lambda *xs: tuple(run(*xs)), in_axes=ins)
+        outs = tuple(jax.ShapeDtypeStruct((size, *o.shape), o.dtype) for o in self.results)
+        return list(arrays), dataclasses.replace(
+            self, fn=mapped, text=f"{operands} -> {results}", results=outs
+        )
+
+
+fused_p = compat.call_primitive("jshard_fused", lambda fused, *arrays: fused.run(*arrays))
+rule = family("fused")
+
+
+def on_blocks(ctx: LocalContext, *blocks: Any) -> Sequence[Any]:
+    """The function on one device's blocks."""
+    return ctx.op.params["fused"].run(*blocks)
+
+
+@rule("jshard_fused", local=on_blocks)
+def fused_rule(op: OpView) -> Rule:
+    """The author's rule; for a gradient, operands and cotangents to the operands' own factors."""
+    f: Fused = op.params["fused"]
+    ins = op.ins[: f.operands] if f.backward else op.ins
+    outs = f.results if f.backward else op.outs
+    r = parse_rule(
+        f.text, ins, outs, reduction=f.reduction, blocked=f.blocked, sizes=dict(f.sizes), work=f.work
+    )
+    r = dataclasses.replace(r, note=f.note)
+    if not f.backward:
+        return r
+    cotangents = tuple(d for d, o in zip(r.results, outs, strict=True) if _real(o))
+    gradients = tuple(d for d, a in zip(r.operands, ins, strict=True) if _real(a))
+    # Whatever a gradient does not carry is summed: the same factor may be cut in one and summed in another.
+    free = tuple(k for k in range(len(r.sizes)) if k not in r.blocked)
+    return dataclasses.replace(
+        r, operands=(*r.operands, *cotangents), results=gradients, reduction=free, work=3 * r.work
+    )
+
+
+def fused(
+    fn: Callable[..., Any], name: str, text: str, *, reduction: Sequence[str] = (), sizes: Mapping[str, int] | None = None,
+    work: float = 2.0,
+) -> Callable[..., Any]:  # fmt: skip
+    """`fn` as one operator with a rule; a function of arrays, differentiable in reverse mode."""
+    e = tokenize(text)
+    missing = [
+        n for n in e.names if not any(n in t.names for r in e.results for t in r) and n not in reduction
+    ]
+    base = Fused(fn, name, text, tuple(reduction), tuple(missing), dict(sizes or {}), work)
+    checked: list[Fused] = []
+
+    def spec(arrays: Sequence[Any]) -> Fused:
+        if not checked:
+            check_rule_text(base, arrays)
+            checked.append(_check_rule_numerically(base, e, arrays))
+        return checked[0]
+
+    @jax.custom_vjp
+    def call(*arrays: Any) -> tuple[Any, ...]:
+        return tuple(fused_p.bind(*arrays, fused=spec(arrays)))
+
+    def forward(*arrays: Any) -> tuple[tuple[Any, ...], Any]:
+        return call(*arrays), arrays
+
+    def backward(arrays: Any, cotangents: Any) -> tuple[Any, ...]:
+        f = spec(arrays)
+        outs = tuple(jax.ShapeDtypeStruct(o.shape, o.dtype) for o in jax.eval_shape(f.run, *arrays))
+        b = dataclasses.replace(f, backward=True, operands=len(arrays), results=outs)
+        given = [c for c, o in zip(cotangents, outs, strict=True) if _real(o)]
+        grads = iter(fused_p.bind(*arrays, *given, fused=b))
+        return tuple(next(grads) if _real(x) else None for x in arrays)
+
+    call.defvjp(forward, backward)
+
+    def run(*arrays: Any) -> Any:
+        arrays = tuple(jnp.asarray(a) for a in arrays)
+        out = call(*arrays)
+        return out[0] if len(e.results) == 1 else out
+
+    return run
+
+
+def check_rule_text(f: Fused, arrays: Sequence[Any]) -> None:
+    """Raise the rule's error now, at the call, where the user's line is near."""
+    outs = jax.eval_shape(f.run, *arrays)
+    parse_rule(
+        f.text, arrays, outs, reduction=f.reduction, blocked=f.blocked, sizes=dict(f.sizes), work=f.work
+    )
+
+
+def _check_rule_numerically(f: Fused, e: RuleText, arrays: Sequence[Any]) -> Fused:
+    """The same operator with every factor blocked that a small experiment shows not to be free."""
+    length = dict.fromkeys(e.names, 4)
+    rng = np.random.default_rng(0)
+    try:
+        with jax.ensure_compile_time_eval():
+            small = [
+                _random(rng, _shape(tokens, length), a.dtype)
+                for tokens, a in zip(e.operands, arrays, strict=True)
+            ]
+            whole = f.run(*small)
+            wrong = [n for n in e.names if n not in f.blocked and not _is_shardable(f, e, n, small, whole)]
+    except Exception:  # the function may need real sizes (a kernel's blocks): then its author's word counts
+        return f
+    if not wrong:
+        return f
+    note = f"{f.name}: cutting {', '.join(wrong)} changes the numbers, so kept whole"
+    return dataclasses.replace(f, blocked=(*f.blocked, *wrong), note=note,
+                               reduction=tuple(n for n in f.reduction if n not in wrong))  # fmt: skip
+
+
+def _is_shardable(f: Fused, e: RuleText, name: str, arrays: Sequence[Any], whole: Sequence[Any]) -> bool:
+    halves = []
+    for part in (0, 1):
+        cut = [_half(a, tokens, name, part) for a, tokens in zip(arrays, e.operands, strict=True)]
+        halves.append(f.run(*cut))
+    for w, tokens, a, b in zip(whole, e.results, *halves, strict=True):
+        dims = [i for i, t in enumerate(tokens) if name in t.names]
+        if dims and len(tokens[dims[0]].names) > 1:
+            continue  # inside a group the halves interleave; the rule's word counts
+        joined = jnp.concatenate([a, b], axis=dims[0]) if dims else a + b
+        if joined.shape != w.shape or not np.allclose(joined, w, rtol=1e-2, atol=1e-3):
+            return False
+    return True
+
+
+def _half(a: Any, tokens: Sequence[Any], name: str, part: int) -> Any:
+    for i, t in enumerate(tokens):
+        if t.names == (name,):
+            a = jnp.split(a, 2, axis=i)[part]
+    return a
+
+
+def _text(tokens: Sequence[Any], name: str, at: int | None) -> str:
+    """A tensor of a rule as text, with one more factor at a dimension."""
+    words = [f"({' '.join(t.names)})" if t.compound else " ".join(t.names) or "_" for t in tokens]
+    return " ".join(words if at is None else [*words[:at], name, *words[at:]])
+
+
+def _shape(tokens: Sequence[Any], length: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(int(np.prod([length[n] for n in t.names])) for t in tokens)
+
+
+def _random(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> Any:
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+    return jnp.asarray(rng.integers(0, 2, shape), dtype)
+
+
+def _real(a: Any) -> bool:
+    return bool(jnp.issubdtype(a.dtype, np.inexact))

@@ -1,0 +1,148 @@
+"""Batched linear algebra and Fourier transforms: batch dimensions pass, the matrix stays whole.
+
+Of a triangular solve the right-hand sides pass too: each column is solved by itself.
+
+>>> from jax import ShapeDtypeStruct as S
+>>> a, v = S((8, 4, 4), "float32"), S((8, 4), "float32")
+>>> r = batched(Op("eigh", {}, (a,), (a, v)))
+>>> print(r, "blocked:", r.blocked)
+a b c -> a d e, a f blocked: (1, 2, 3, 4, 5)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from jshard import _jaxcompat as compat
+from jshard._rules.factors import Factors, linear_sets
+from jshard._rules.registry import LocalContext, OpView, block_index, family
+from jshard._rules.rule import Dims, Rule
+
+
+rule = family("linalg")
+
+# Core dimensions of each operand and result; every tensor has the same batch dimensions before them.
+_CORE: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "cholesky": ((2,), (2,)),
+    "cholesky_update": ((2, 1), (2,)),
+    "eig": ((2,), (1, 2, 2)),
+    "eigh": ((2,), (2, 1)),
+    "geqp3": ((2, 1), (2, 1, 1)),
+    "geqrf": ((2,), (2, 1)),
+    "hessenberg": ((2,), (2, 1)),
+    "householder_product": ((2, 1), (2,)),
+    "lu": ((2,), (2, 1, 1)),
+    "lu_pivots_to_permutation": ((1,), (1,)),
+    "ormqr": ((2, 1, 2), (2,)),
+    "qr": ((2,), (2, 2, 1)),
+    "schur": ((2,), (2, 2)),
+    "svd": ((2,), (1, 2, 2)),
+    "tridiagonal": ((2,), (2, 1, 1, 1)),
+}
+_NOTE = "the matrix is needed whole"
+
+
+@rule(*_CORE)
+def batched(op: OpView) -> Rule:
+    """Batch dimensions in front of core dimensions, which are whole."""
+    ins, outs = _CORE[op.primitive]
+    f = Factors()
+    batch = f.dims(op.ins[0].shape[: len(op.ins[0].shape) - ins[0]])
+    blocked: list[int] = []
+
+    def dims(aval: Any, core: int) -> Dims:
+        own = f.dims(aval.shape[len(aval.shape) - core :])
+        blocked.extend(k for d in own for k in d)
+        return (*batch, *own)
+
+    operands = tuple(dims(a, c) for a, c in zip(op.ins, ins, strict=True))
+    # Some results are optional (eigenvectors, pivots): the list is a prefix.
+    results = tuple(dims(a, c) for a, c in zip(op.outs, outs, strict=False))
+    return Rule(operands, results, f.sizes, blocked=tuple(blocked), work=_work(op, blocked, f), note=_NOTE)
+
+
+def _work(op: OpView, blocked: list[int], f: Factors) -> float:
+    """Per point, so that the whole is about 2 n**3 for each matrix, whatever factors its dimensions have."""
+    core = [f.sizes[k] for k in blocked]
+    points = 1
+    for s in core:
+        points *= s
+    side = max(core, default=1)
+    return 2.0 * side**3 / points if points else 0.0
+
+
+def _symmetric_local(ctx: LocalContext, a: Any, c: Any) -> Sequence[Any]:
+    across = tuple(n for f in ctx.rule.reduction for n in ctx.axes(f))
+    if across:
+        c = jnp.where(block_index(across, ctx.mesh) == 0, c, jnp.zeros_like(c))
+    return ctx.bind(a, c)
+
+
+@rule("symmetric_product", local=_symmetric_local)
+def symmetric_product(op: OpView) -> Rule:
+    """`alpha a a^T + beta c`: columns of `a` are a reduction, of which one device adds `c`."""
+    f = Factors()
+    *batch, rows, columns = f.dims(op.ins[0].shape)
+    both = f.new(op.outs[0].shape[-1])
+    square = (*batch, rows, (both,))
+    return Rule(
+        ((*batch, rows, columns), square), (square,), f.sizes,
+        reduction=columns, blocked=(*rows, both), work=2.0, note=_NOTE,
+    )  # fmt: skip
+
+
+@rule("triangular_solve")
+def triangular_solve(op: OpView) -> Rule:
+    """Columns of the right-hand side (rows, when the matrix stands on the right) pass."""
+    f = Factors()
+    batch = f.dims(op.ins[0].shape[:-2])
+    side, free = f.new(op.ins[0].shape[-1]), 0
+    left = op.params["left_side"]
+    free = f.new(op.ins[1].shape[-1 if left else -2])
+    b = (*batch, (side,), (free,)) if left else (*batch, (free,), (side,))
+    other = f.new(op.ins[0].shape[-2])
+    return Rule(
+        ((*batch, (other,), (side,)), b),
+        (b,),
+        f.sizes,
+        blocked=(side, other),
+        linear=linear_sets(op, (1,)),
+        note=_NOTE,
+    )
+
+
+@rule("tridiagonal_solve")
+def tridiagonal_solve(op: OpView) -> Rule:
+    """Columns of the right-hand side pass."""
+    f = Factors()
+    *batch, m, n = f.dims(op.ins[3].shape)
+    diagonal = (*batch, m)
+    b = (*batch, m, n)
+    return Rule(
+        (diagonal,) * 3 + (b,), (b,), f.sizes, blocked=m, linear=linear_sets(op, (3,)), work=8.0, note=_NOTE
+    )
+
+
+def _fft_local(ctx: LocalContext, x: Any) -> Sequence[Any]:
+    # Which memory layout a reduce-scatter after it asks for, XLA on CPU hands to the transform, which then fails. A
+    # derivative taken from outside is such a transform too, with operand and result exchanged.
+    x = compat.row_major(x) if compat.check_vma_enabled() else x
+    return [compat.row_major(y) for y in ctx.bind(x)]
+
+
+@rule("fft", local=_fft_local)
+def fft(op: OpView) -> Rule:
+    """Transformed dimensions stay whole; those before them pass."""
+    f = Factors()
+    n = len(op.params["fft_lengths"])
+    shape = op.outs[0].shape
+    batch = f.dims(shape[: len(shape) - n])
+    core = f.dims(shape[len(shape) - n :])
+    return Rule(
+        ((*batch, *((),) * n),), ((*batch, *core),), f.sizes, blocked=tuple(k for d in core for k in d),
+        linear=linear_sets(op, (0,)), work=5.0 * sum(max(1, s).bit_length() for s in shape[len(shape) - n :]),
+        note="every frequency depends on every sample",
+    )  # fmt: skip

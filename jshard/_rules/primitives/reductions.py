@@ -1,0 +1,235 @@
+"""Reductions: the reduced dimensions are reduction factors.
+
+A cut `reduce_sum` leaves a partial sum. The others have no "partial" layout, so their local functions finish
+the reduction at once: `pmax`, `pmin`, or, where no collective exists (product, bitwise), a gather of one
+value per device. `argmax` compares values first, then indices: two all-reduces. Each rule states what is sent.
+
+>>> from jax import ShapeDtypeStruct as S
+>>> print(reduce_sum(Op("reduce_sum", {"axes": (1,)}, (S((4, 8), "float32"),), (S((4,), "float32"),))))
+a b -> a  (reduce b)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jshard._jaxcompat import all_gather_invariant, itemsize
+from jshard._rules.factors import Factors, is_float, linear_sets, summable
+from jshard._rules.registry import LocalContext, OpView, family
+from jshard._rules.rule import InternalCollective, Rule
+
+
+rule = family("reduce")
+
+
+def _reduce_dims(op: OpView, axes: Sequence[int]) -> tuple[Factors, tuple[int, ...], Any, Any]:
+    f = Factors()
+    dims = f.dims(op.ins[0].shape)
+    reduced = tuple(dims[a][0] for a in axes)
+    return f, reduced, dims, tuple(d for i, d in enumerate(dims) if i not in set(axes))
+
+
+@rule("reduce_sum")
+def reduce_sum(op: OpView) -> Rule:
+    """A cut dimension leaves a partial sum; partial sums pass."""
+    f, reduced, dims, out = _reduce_dims(op, op.params["axes"])
+    ok = summable(op.outs[0])
+    return Rule(
+        (dims,), (out,), f.sizes,
+        reduction=reduced if ok else (),
+        blocked=() if ok else reduced,
+        linear=linear_sets(op, (0,)),
+    )  # fmt: skip
+
+
+def _ordered(x: Any, take_max: bool) -> Any:
+    """Integers in the order of `x` in which NaN wins: collectives may drop NaN, the plain operators keep it.
+
+    The bits of an IEEE float, read as an integer, are ordered like the float once those of negative numbers
+    are flipped. Both zeros become one.
+    """
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    nan = jnp.asarray(jnp.nan if take_max else -jnp.nan, x.dtype)
+    x = jnp.where(x == 0, jnp.zeros_like(x), jnp.where(x != x, nan, x))
+    integer = jnp.dtype(f"int{8 * x.dtype.itemsize}")
+    b = lax.bitcast_convert_type(x, integer)
+    b = jnp.where(
+        x != x, jnp.asarray(jnp.iinfo(integer).max if take_max else jnp.iinfo(integer).min, integer), b
+    )
+    return jnp.where((b < 0) & (x == x), b ^ jnp.iinfo(integer).max, b)
+
+
+def _unordered(key: Any, dtype: Any) -> Any:
+    """The inverse of `_ordered`."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return key
+    info = jnp.iinfo(key.dtype)
+    x = lax.bitcast_convert_type(jnp.where(key < 0, key ^ info.max, key), dtype)
+    return jnp.where((key == info.max) | (key == info.min), jnp.asarray(jnp.nan, dtype), x)
+
+
+def _extremum(ctx: LocalContext, x: Any) -> Sequence[Any]:
+    """Finish max or min across devices, differentiable as JAX's own (ties share the tangent equally)."""
+    across = ctx.reduced_axes()
+    if not across:
+        return ctx.bind(x)
+    take_max = ctx.op.primitive == "reduce_max"
+    collective = lax.pmax if take_max else lax.pmin
+    axes = tuple(ctx.op.params["axes"])
+
+    def value(x: Any) -> Any:
+        (y,) = ctx.bind(x)
+        with ctx.collective_scope(0):
+            best = collective(_ordered(y, take_max), across)
+        return _unordered(best, y.dtype)
+
+    if not is_float(ctx.op.ins[0]):
+        return [value(x)]
+    finish = jax.custom_jvp(value)
+
+    def jvp(primals: Any, tangents: Any) -> Any:
+        (x,), (t,) = primals, tangents
+        y = finish(x)
+        hit = (x == jnp.expand_dims(y, axes)).astype(t.dtype)
+        return y, lax.psum(jnp.sum(hit * t, axes), across) / lax.psum(jnp.sum(hit, axes), across)
+
+    finish.defjvp(jvp)
+    return [finish(x)]
+
+
+@rule("reduce_max", "reduce_min", local=_extremum)
+def reduce_extremum(op: OpView) -> Rule:
+    """Finished by `pmax` or `pmin`; complex numbers have no such collective."""
+    f, reduced, dims, out = _reduce_dims(op, op.params["axes"])
+    ok = not jnp.issubdtype(op.ins[0].dtype, jnp.complexfloating)
+    return Rule(
+        (dims,), (out,), f.sizes,
+        reduction=reduced if ok else (),
+        blocked=() if ok else reduced,
+        reducer=op.primitive.removeprefix("reduce_"), internal=_all_reduces(op.outs[0].dtype),
+    )  # fmt: skip
+
+
+def _all_reduces(*dtypes: Any) -> tuple[InternalCollective, ...]:
+    return tuple(InternalCollective("all_reduce", itemsize(d)) for d in dtypes)
+
+
+def _gathered(ctx: LocalContext, x: Any) -> Sequence[Any]:
+    """Reduce locally, gather one value per device, reduce again: works for every associative operator.
+
+    `any` and `all` of predicates have a collective: the largest and the smallest.
+    """
+    across = ctx.reduced_axes()
+    (y,) = ctx.bind(x)
+    if not across:
+        return [y]
+    with ctx.collective_scope(0):
+        if _is_test(ctx.op):
+            return [(lax.pmin if ctx.op.primitive == "reduce_and" else lax.pmax)(y, across)]
+        bits = y.astype(jnp.uint8) if y.dtype == bool else y
+        stacked = all_gather_invariant(bits[None], across, axis=0)
+    params = {k: v for k, v in ctx.op.params.items() if k != "axes"}
+    return ctx.bind_plain(stacked.astype(y.dtype), axes=(0,), **params)
+
+
+def _is_test(op: OpView) -> bool:
+    """Whether a reduction is `any` or `all` of predicates."""
+    return op.outs[0].dtype == bool and op.primitive in ("reduce_and", "reduce_or")
+
+
+@rule("reduce_prod", "reduce_and", "reduce_or", "reduce_xor", local=_gathered)
+def reduce_gathered(op: OpView) -> Rule:
+    """Finished by a gather of one value per device, since no collective multiplies or combines bits of integers."""
+    f, reduced, dims, out = _reduce_dims(op, op.params["axes"])
+    sent = InternalCollective("all_reduce" if _is_test(op) else "all_gather", itemsize(op.outs[0].dtype))
+    return Rule(
+        (dims,), (out,), f.sizes, reduction=reduced, reducer=op.primitive.removeprefix("reduce_"), internal=(sent,)
+    )  # fmt: skip
+
+
+def _arg_extremum(ctx: LocalContext, x: Any) -> Sequence[Any]:
+    """The first index of the extremum over all devices: best value first, then the smallest index."""
+    across = ctx.reduced_axes()
+    (index,) = ctx.bind(x)
+    if not across:
+        return [index]
+    (axis,) = ctx.op.params["axes"]
+    take_max = ctx.op.primitive == "argmax"
+    value = jnp.squeeze(jnp.take_along_axis(x, jnp.expand_dims(index, axis), axis), axis)
+    key = _ordered(value, take_max)
+    with ctx.collective_scope(0):
+        best = lax.pmax(key, across) if take_max else lax.pmin(key, across)
+    index = index + jnp.asarray(ctx.operand_offset(0, axis), index.dtype)
+    last = jnp.asarray(jnp.iinfo(index.dtype).max, index.dtype)
+    index = jnp.where(key == best, index, last)
+    with ctx.collective_scope(1):
+        return [lax.pmin(index, across)]
+
+
+@rule("argmax", "argmin", local=_arg_extremum)
+def arg_extremum(op: OpView) -> Rule:
+    """Finished by comparing each device's best value, then the global indices of those that have the best."""
+    f, reduced, dims, out = _reduce_dims(op, op.params["axes"])
+    return Rule(
+        (dims,), (out,), f.sizes, reduction=reduced, reducer=op.primitive.removeprefix("arg"),
+        internal=_all_reduces(op.ins[0].dtype, op.outs[0].dtype),
+    )  # fmt: skip
+
+
+@rule("reduce")
+def reduce(op: OpView) -> Rule:
+    """A user's reduction: nothing is known about its function, so reduced dimensions stay whole."""
+    dimensions = op.params["dimensions"]
+    n = len(op.ins) // 2
+    f, reduced, dims, out = _reduce_dims(op, dimensions)
+    return Rule(
+        (dims,) * n + ((),) * n, (out,) * n, f.sizes, blocked=reduced,
+        note="the reduction's function is the user's: its dimensions stay whole",
+    )  # fmt: skip
+
+
+@rule("cumsum", "cumlogsumexp", "cummax", "cummin", "cumprod")
+def cumulative(op: OpView) -> Rule:
+    """The scanned dimension stays whole; the others pass."""
+    f = Factors()
+    dims = f.dims(op.ins[0].shape)
+    return Rule(
+        (dims,), (dims,), f.sizes, blocked=dims[op.params["axis"]],
+        linear=linear_sets(op, (0,)) if op.primitive == "cumsum" else (),
+        note="each element depends on all before it",
+    )  # fmt: skip
+
+
+@rule("sort")
+def sort(op: OpView) -> Rule:
+    """All operands are sorted together along one dimension, which stays whole."""
+    f = Factors()
+    dims = f.dims(op.ins[0].shape)
+    n = len(op.ins)
+    return Rule(
+        (dims,) * n, (dims,) * n, f.sizes, blocked=dims[op.params["dimension"]],
+        note="sorting compares elements along the whole dimension",
+    )  # fmt: skip
+
+
+@rule("top_k", "approx_top_k")
+def top_k(op: OpView) -> Rule:
+    """The searched dimension stays whole; the others pass."""
+    axis = op.params["axis"] if "axis" in op.params else op.params.get("reduction_dimension", -1)
+    axis %= len(op.ins[0].shape)
+    f = Factors()
+    dims = f.dims(op.ins[0].shape)
+    out = tuple(() if i == axis else d for i, d in enumerate(dims))
+    return Rule(
+        (dims,),
+        (out, out),
+        f.sizes,
+        blocked=dims[axis],
+        note="top_k compares elements along the whole dimension",
+    )

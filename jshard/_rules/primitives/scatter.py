@@ -1,0 +1,139 @@
+"""Scatter by its dimension numbers: gradients of lookups, `x.at[i].add(u)`, segment sums.
+
+The operand's dimensions are, as for gather, batching, covered whole by the updates' window, or indexed one
+element at a time. An indexed dimension may be cut: each device keeps the rows it holds and drops the other
+updates. The updates' own dimensions may be cut for sums: the results are partial sums, and the operand is
+counted by the first device only; for `max` and `min` the operator combines at once.
+
+>>> from jax import ShapeDtypeStruct as S
+>>> from jax.lax import ScatterDimensionNumbers as N, GatherScatterMode as M
+>>> p = {"dimension_numbers": N((1,), (0,), (0,)), "mode": M.CLIP}
+>>> x, i, u = S((64, 16), "float32"), S((8, 1), "int32"), S((8, 16), "float32")
+>>> print(scatter(Op("scatter-add", p, (x, i, u), (x,))))
+a b, c (), c b -> a b  (reduce c)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.lax import GatherScatterMode
+
+from jshard._rules.factors import Factors, linear_sets, summable
+from jshard._rules.primitives.slicing import StackSlice, clamped
+from jshard._rules.registry import LocalContext, OpView, block_index, family
+from jshard._rules.rule import Rule
+
+
+rule = family("scatter")
+
+_LINEAR = {"scatter-add": ((0, 2),), "scatter-sub": ((0, 2),), "scatter": ((0, 2),), "scatter-mul": ((0,),)}
+_SUMS = ("scatter-add", "scatter-sub")
+_EXTREMA = {"scatter-max": "max", "scatter-min": "min"}
+
+
+def _scatter_local(ctx: LocalContext, x: Any, indices: Any, updates: Any) -> Sequence[Any]:
+    if isinstance(x, StackSlice):  # written back as a whole
+        (y,) = _scatter_local(ctx, x.array(), indices, updates)
+        return [x.updated(y, (0,) * len(x.shape), ctx.keep_row_major)]
+    n, mode, x = ctx.op.params["dimension_numbers"], ctx.op.params["mode"], ctx.keep_row_major(x)
+    sums = [f for f in ctx.rule.reduction if ctx.axes(f)]
+    across = tuple(a for f in sums for a in ctx.axes(f))
+    if across and ctx.rule.reducer == "sum":
+        x = jnp.where(block_index(across, ctx.mesh) == 0, x, jnp.zeros_like(x))
+    window = _covered(ctx.op)
+    masked = [
+        d for d in n.scatter_dims_to_operand_dims if ctx.operand_layout(0).dims[d] and d not in window
+    ]  # fmt: skip
+    if masked:
+        columns = []
+        for c, d in enumerate(n.scatter_dims_to_operand_dims):
+            index = indices[..., c]
+            size = ctx.op.ins[0].shape[d]
+            if mode == GatherScatterMode.CLIP:
+                index = clamped(index, size - window.get(d, 1))
+            else:
+                # -1 and `size` stand for everything out of range, so that shifting cannot overflow.
+                low = index < 0
+                index = jnp.where(low, -1, clamped(index, size))
+            if d in masked:
+                index = index - ctx.operand_offset(0, d)
+                # Rows of other devices lie outside the block on either side: both ends are dropped.
+                index = jnp.where((index < 0) | (index >= x.shape[d]), x.shape[d], index)
+            columns.append(index)
+        if indices.size == len(columns):
+            # XLA writes one update as an update of a slice of `x`; where `x` is itself a slice that it has just
+            # taken, it merges the two and forgets that the inner one was clamped (jaxlib 0.10, not 0.12).
+            x = lax.optimization_barrier(x)
+        wide = jnp.result_type(*columns)
+        indices = jnp.stack([c.astype(wide) for c in columns], -1)
+        result = ctx.bind(
+            x,
+            indices,
+            updates,
+            mode=GatherScatterMode.FILL_OR_DROP,
+            indices_are_sorted=False,
+            unique_indices=False,
+        )
+    else:
+        result = ctx.bind(x, indices, updates)
+    if across and ctx.rule.reducer != "sum":
+        collective = lax.pmax if ctx.rule.reducer == "max" else lax.pmin
+        result = [collective(y, across) for y in result]
+    return [ctx.keep_row_major(y) for y in result]
+
+
+def _covered(op: OpView) -> dict[int, int]:
+    """Operand dimensions whose whole length the updates' window covers, with that length."""
+    n = op.params["dimension_numbers"]
+    gone = {*n.inserted_window_dims, *n.operand_batching_dims}
+    kept = [d for d in range(len(op.ins[0].shape)) if d not in gone]
+    sizes = {d: op.ins[2].shape[p] for d, p in zip(kept, n.update_window_dims, strict=True)}
+    return {d: s for d, s in sizes.items() if s == op.ins[0].shape[d]}
+
+
+@rule(
+    "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-max", "scatter-min", local=_scatter_local
+)
+def scatter(op: OpView) -> Rule:
+    """Factors of the updates' own dimensions, then of the operand's by their kind."""
+    n = op.params["dimension_numbers"]
+    x, indices, updates = op.ins
+    f = Factors()
+    index_dims = f.dims(indices.shape[:-1])
+    operand: list[tuple[int, ...]] = [()] * len(x.shape)
+    for d, b in zip(n.operand_batching_dims, n.scatter_indices_batching_dims, strict=True):
+        operand[d] = index_dims[b]
+    covered = _covered(op)
+    gone = {*n.inserted_window_dims, *n.operand_batching_dims}
+    kept = [d for d in range(len(x.shape)) if d not in gone]
+    window = {d: updates.shape[p] for d, p in zip(kept, n.update_window_dims, strict=True)}
+    update: list[tuple[int, ...]] = [()] * len(updates.shape)
+    for d, size in enumerate(x.shape):
+        if d in n.operand_batching_dims:
+            continue
+        single = window.get(d, 1) == 1 and d in n.scatter_dims_to_operand_dims
+        if d in covered or single:
+            operand[d] = (f.new(size),)
+    for p, d in zip(n.update_window_dims, kept, strict=True):
+        update[p] = operand[d] if d in covered else ()
+    batch = iter(index_dims)
+    for p in range(len(update)):
+        if p not in n.update_window_dims:
+            update[p] = next(batch)
+    carried = {k for d in operand for k in d}
+    own = tuple(d[0] for d in index_dims if d[0] not in carried)
+    sums = op.primitive in _SUMS and summable(op.outs[0])
+    extremum = op.primitive in _EXTREMA and not jnp.issubdtype(x.dtype, jnp.complexfloating)
+    return Rule(
+        (tuple(operand), (*index_dims, ()), tuple(update)), (tuple(operand),), f.sizes,
+        reduction=own if sums or extremum else (),
+        blocked=() if sums or extremum else own,
+        reducer=_EXTREMA.get(op.primitive, "sum"),
+        linear=linear_sets(op, *_LINEAR.get(op.primitive, ())),
+        work=0.0,
+        note="" if sums or extremum else "updates to one place are applied in order",
+    )  # fmt: skip

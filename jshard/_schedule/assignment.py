@@ -1,0 +1,112 @@
+"""One state for every operator and one layout for every relay: what the search decided, as layouts of values."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from jshard import _jaxcompat as compat
+from jshard._core.layout import Layout
+from jshard._core.row_codes import Ints, first_occurrence_codes, row_codes
+from jshard._core.topology import Topology
+from jshard._cost.resharding import ReshardStep as RedistributionStep, cheapest_steps as redistribution
+from jshard._network.allreduce_combining import combinable_sums
+from jshard._network.candidates import CandidateSet
+from jshard._program.graph import Program
+from jshard._rules.rule import Candidate, SentCollective, internal_collectives
+
+
+Value = tuple[int, Layout]  # a tensor in a layout
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Assignment:
+    """One state for every operator and one layout for every relay."""
+
+    program: Program
+    topology: Topology
+    states: tuple[CandidateSet, ...]
+    state: tuple[int, ...]
+    relay: Mapping[int, Layout]
+    regather: bool = False  # the backward pass moves again what the forward pass moved, instead of holding it
+
+    @property
+    def producers(self) -> Sequence[tuple[int, int]]:
+        """For each tensor the (operator, result index) that makes it."""
+        return self.program.defs()
+
+    @functools.cached_property
+    def reshards_again(self) -> np.ndarray:
+        """(operators,) whether an operator reads none of the copies that operators before the backward pass had made."""
+        ops = self.program.operators
+        if not self.regather:
+            return np.zeros(len(ops), dtype=bool)
+        return np.array(
+            [op.kind == "eqn" and compat.is_backward(op.prefix, op.eqn) for op in ops], dtype=bool
+        )
+
+    def candidate(self, op: int) -> Candidate | None:
+        """The candidate of an operator; None for inputs and outputs."""
+        return self.states[op].candidates[self.state[op]]
+
+    @functools.cached_property
+    def layouts(self) -> list[tuple[tuple[Layout, ...], tuple[Layout, ...]]]:
+        """For each operator the layouts of its operands and results; one object for all that are alike."""
+        state_classes: dict[tuple[int, int], tuple[tuple[Layout, ...], tuple[Layout, ...]]] = {}
+        out = []
+        for s, k in zip(self.states, self.state, strict=True):
+            found = state_classes.get((id(s), k))
+            if found is None:
+                found = tuple(c.layout(k) for c in s.operands), tuple(c.layout(k) for c in s.results)
+                state_classes[id(s), k] = found
+            out.append(found)
+        return out
+
+    @functools.cached_property
+    def values(self) -> list[Value]:
+        """Each tensor as it is made."""
+        layouts = self.layouts
+        return [(t, layouts[op][1][k]) for t, (op, k) in enumerate(self.producers)]
+
+    @functools.cached_property
+    def alike(self) -> tuple[Ints, list[int]]:
+        """For each operator a number of its states and state, and one operator of each number."""
+        which = np.unique(np.fromiter(map(id, self.states), np.int64, len(self.states)), return_inverse=True)[
+            1
+        ]
+        return first_occurrence_codes(row_codes(which, np.array(self.state, dtype=np.int64)))
+
+    def internal_collectives(self, op: int) -> tuple[SentCollective, ...]:
+        """The collectives that an operator writes itself."""
+        s, candidate = self.states[op], self.candidate(op)
+        if candidate is None or s.op is None or not s.rule.internal and s.rule.reducer == "sum":
+            return ()
+        return internal_collectives(s.rule, candidate, self.topology.mesh, s.op.outs)
+
+    def operand_layout(self, op: int, operand: int) -> Layout:
+        """The layout in which an operator reads an operand."""
+        return self.states[op].operands[operand].layout(self.state[op])
+
+    def result_layout(self, tensor: int) -> Layout:
+        """The layout in which a tensor is made."""
+        a = self.program.use_def
+        op = int(a.def_op[tensor])
+        return self.states[op].results[int(a.def_result[tensor])].layout(self.state[op])
+
+    @functools.cached_property
+    def combined_sums(self) -> Mapping[int, int]:
+        """How many sums go together with a tensor's, where it is more than one."""
+        return combinable_sums(self.program, self.topology)
+
+    def reshard_steps(self, tensor: int, source: Layout, target: Layout) -> tuple[RedistributionStep, ...]:
+        """The steps that bring a tensor from one layout to another."""
+        t = self.program.tensors[tensor]
+        together = self.combined_sums.get(tensor, 1)
+        return redistribution(source, target, t.shape, self.topology, t.itemsize, together)
+
+    def stored_layout(self, tensor: int) -> Layout:
+        """The layout in which a tensor is kept for its readers."""
+        return self.relay.get(tensor) or self.result_layout(tensor)

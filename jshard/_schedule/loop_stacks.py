@@ -1,0 +1,67 @@
+"""Stacks that go through a loop slice by slice and come out updated, as one buffer that goes round.
+
+Problem.  A `scan` over layers takes a cache of all layers as slices and gives it back as slices. Compiled as written,
+that is two buffers and a copy of every slice: a decoder's step moves its whole cache to write one row a layer.
+
+Idea.  Where all that happens to a slice is updates of it (`_memory/in_place.py`), and the plan moves nothing between them,
+the stack goes round the loop whole. A turn updates its part of it in place, and reads the slice from there.
+
+Only for compiled calls: the derivative of such a loop, taken from outside, would keep the whole stack for every turn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jshard._memory.in_place import updated_stacks
+from jshard._program.graph import Literal, Program
+from jshard._schedule.schedule import RunCall, RunOperator, Value
+
+
+@dataclasses.dataclass(frozen=True)
+class CarriedStack:
+    """The stack of one loop: number of its `xs` and `ys`, its value before, its slice in the body, its result."""
+
+    xs: int
+    ys: int
+    initial: Value
+    slice: Value
+    result: Value
+
+
+def carried_stacks(action: RunCall, program: Program, values: list[Value]) -> list[CarriedStack]:
+    """The stacks of a loop that go round it; `values` are the tensors as they are made."""
+    if action.call.kind != "scan":
+        return []
+    known, b = updated_stacks(program), action.call.boundary
+    first = len(b["const"]) + len(b["carry"])
+    out = []
+    runs: dict[int, RunOperator] = {}
+    for j, ys in enumerate(b["ys"]):
+        if ys not in known:
+            continue
+        runs = runs or {a.op: a for a in action.bodies[0] if isinstance(a, RunOperator)}
+        stack = known[ys]
+        k = b["xs"].index(stack.xs)
+        given, at, end = (
+            action.reads[first + k],
+            action.entry[0][first + k],
+            action.returns[0][len(b["carry"]) + j],
+        )
+        result = values[program.operators[ys].results[0]]
+        if (
+            isinstance(given, Literal)
+            or isinstance(end, Literal)
+            or given[1] != result[1]
+            or given[1].partial
+        ):
+            continue
+        here: Value = at
+        for op in stack.updates:
+            if op not in runs or runs[op].reads[0] != here:
+                break
+            here = values[program.operators[op].results[0]]
+        else:
+            if here == end:
+                out.append(CarriedStack(k, j, given, at, result))
+    return out

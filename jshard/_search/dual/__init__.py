@@ -1,0 +1,1 @@
+"""Lower bounds by message passing (TRW-S)."""

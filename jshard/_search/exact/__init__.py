@@ -1,0 +1,1 @@
+"""Exact reductions and variable elimination."""

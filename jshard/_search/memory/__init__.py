@@ -1,0 +1,1 @@
+"""The search under a memory limit, and of the least peak."""

@@ -1,0 +1,1 @@
+"""Local search and repair of assignments."""

@@ -1,0 +1,1 @@
+"""What the user wrote -> pins of tensors: strategies, parameter plans, meshes."""

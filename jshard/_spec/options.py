@@ -1,0 +1,256 @@
+"""The other arguments of `shard`: each checked once, each wrong value one clear error.
+
+>>> parse_bytes("14GiB"), parse_bytes("1.5e9"), parse_bytes(1024)
+(15032385536, 1500000000, 1024)
+>>> check_options(level=2, memory_budget="500MB").memory_budget
+500000000
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jshard._core.errors import MeshError, ShardError
+from jshard._spec.entry import describe_value, type_with_article
+from jshard._spec.mesh_selection import check_device
+from jshard._spec.strategies import suggest
+
+
+LEVELS = {0: "compute-to-communication ratio", 1: "memory", 2: "speed"}
+SEARCHES = ("optimal", "propagation")
+
+UNITS = {
+    "": 1, "B": 1,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+}  # fmt: skip
+"""Bytes per unit: SI prefixes are powers of 1000, IEC prefixes of 1024 (ISO/IEC 80000-13)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanOptions:
+    """The checked arguments of `shard` that say how to plan."""
+
+    level: int = 0
+    device: str | None = None
+    memory_budget: int | None = None
+    search: str = "optimal"
+    strict: bool = False
+    hardware: Any = None
+    replication_price: float = 1000.0
+
+
+@dataclasses.dataclass(frozen=True)
+class CallOptions:
+    """The checked arguments of `shard` that say how the function is called, as `jax.jit` takes them."""
+
+    static_argnums: tuple[int, ...] = ()
+    static_argnames: tuple[str, ...] = ()
+    donate_argnums: tuple[int, ...] = ()
+    donate_argnames: tuple[str, ...] = ()
+
+
+def check_options(
+    *,
+    level: Any = 0,
+    device: Any = None,
+    memory_budget: Any = None,
+    search: Any = "optimal",
+    strict: Any = False,
+    hardware: Any = None,
+    replication_price: Any = 1000.0,
+) -> PlanOptions:
+    """The planning arguments; raises `ShardError` for the first wrong one."""
+    check_device(device)
+    if not isinstance(strict, bool | np.bool_):
+        raise ShardError(
+            f"strict is {describe_value(strict)}", where="strict", fix="strict=True or strict=False"
+        )
+    return PlanOptions(
+        check_level(level),
+        device,
+        parse_bytes(memory_budget),
+        check_search(search),
+        bool(strict),
+        check_hardware(hardware),
+        check_replication_price(replication_price),
+    )
+
+
+def check_replication_price(price: Any) -> float:
+    """A number from 0 on."""
+    number = isinstance(price, int | float | np.integer | np.floating) and not isinstance(price, bool)
+    if number and 0 <= price < math.inf:
+        return float(price)
+    raise ShardError(
+        f"replication_price is {describe_value(price)}",
+        where="replication_price",
+        fix="what a second of repeated product work counts: 1000, or 0 for no price beside its time",
+    )
+
+
+def check_level(level: Any) -> int:
+    """0, 1 or 2.
+
+    >>> check_level(3)
+    Traceback (most recent call last):
+    ...
+    jshard._core.errors.ShardError: level=3 is not a level
+      where: level
+      write instead: 0 (compute-to-communication ratio), 1 (memory) or 2 (speed)
+    """
+    fix = "0 (compute-to-communication ratio), 1 (memory) or 2 (speed)"
+    if isinstance(level, bool | np.bool_) or not isinstance(level, int | np.integer):
+        raise ShardError(f"level is {describe_value(level)}", where="level", fix=fix)
+    if int(level) not in LEVELS:
+        raise ShardError(f"level={level} is not a level", where="level", fix=fix)
+    return int(level)
+
+
+def check_search(search: Any) -> str:
+    """ "optimal" or "propagation"."""
+    if not isinstance(search, str):
+        raise ShardError(
+            f"search is {describe_value(search)}", where="search", fix="'optimal' or 'propagation'"
+        )
+    if search not in SEARCHES:
+        raise ShardError(f"search={search!r} is not known", where="search", fix=suggest(search, SEARCHES))
+    return search
+
+
+def check_hardware(hardware: Any) -> Any:
+    """None, the name of a chip, or a chip of the table; whether the name is known is for the table to say."""
+    if hardware is None or isinstance(hardware, str) and hardware.strip():
+        return hardware
+    if isinstance(hardware, str | bytes | bool | int | float | list | tuple | dict | set) or callable(
+        hardware
+    ):
+        raise MeshError(
+            f"hardware is {describe_value(hardware)}",
+            where="hardware",
+            fix='the name of a chip such as "tpu-v5e", or jshard.hardware.get(...)',
+        )
+    return hardware
+
+
+def parse_bytes(amount: Any, what: str = "memory_budget") -> int | None:
+    """Bytes from an int, or from text such as "14GiB", "500 MB", "1.5e9"; None stays None."""
+    fix = f'{what}=15_000_000_000, or text with a unit such as "14GiB" or "500MB"'
+    if amount is None:
+        return None
+    if isinstance(amount, bool | np.bool_) or not isinstance(
+        amount, int | float | np.integer | np.floating | str
+    ):
+        raise ShardError(f"{what} is {describe_value(amount)}", where=what, fix=fix)
+    if isinstance(amount, str):
+        found = re.fullmatch(r"\s*([+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z]*)\s*", amount)
+        unit = found[2].upper() if found else ""
+        if found is None or unit not in UNITS and unit + "B" not in UNITS:
+            raise ShardError(f"{what}={amount!r} is not an amount of memory", where=what, fix=fix)
+        value = float(found[1]) * (UNITS[unit] if unit in UNITS else UNITS[unit + "B"])
+    else:
+        value = amount
+    if not math.isfinite(value):
+        raise ShardError(
+            f"{what}={amount!r} is not finite", where=what, fix=f"{what}=None for no limit of your own"
+        )
+    if value < 1:
+        raise ShardError(f"{what}={amount!r} is less than one byte", where=what, fix=fix)
+    return int(value)
+
+
+def check_function(fn: Any) -> Callable:
+    """A callable, not the result of calling one."""
+    if callable(fn):
+        return fn
+    raise ShardError(
+        f"shard takes a function, not {type_with_article(fn)}",
+        where="fn",
+        fix="jshard.shard(f, in_strategy=...), or @jshard.shard(in_strategy=...) above the function",
+    )
+
+
+def flax_entry_point(fn: Any) -> Callable | None:
+    """How a Flax module is sharded, as `jshard.flax` has left it on the class; None for what is no module.
+
+    >>> module_form(lambda x: x) is None
+    True
+    """
+    found = getattr(type(fn), "__jshard_shard__", None)
+    if found is not None:
+        return found
+    library = next((c for c in type(fn).__mro__ if c.__name__ == "Module"), object).__module__
+    if library.startswith(("flax.nnx.", "flax.linen.")):
+        raise ShardError(
+            f"{type(fn).__name__} is a Flax module",
+            where="fn",
+            fix="import jshard.flax first; then jshard.shard(module, ...) and module.shard(...) work",
+        )
+    return None
+
+
+def check_call_options(
+    *,
+    static_argnums: Any = None,
+    static_argnames: Any = None,
+    donate_argnums: Any = None,
+    donate_argnames: Any = None,
+) -> CallOptions:
+    """Static and donated arguments: an int or a sequence of ints, a name or a sequence of names.
+
+    >>> check_call_options(static_argnums=1, donate_argnames=["state"])
+    CallOptions(static_argnums=(1,), static_argnames=(), donate_argnums=(), donate_argnames=('state',))
+    """
+    options = CallOptions(
+        _check_positions(static_argnums, "static_argnums"), _check_names(static_argnames, "static_argnames"),
+        _check_positions(donate_argnums, "donate_argnums"), _check_names(donate_argnames, "donate_argnames"),
+    )  # fmt: skip
+    for statics, donated, kind in (
+        (options.static_argnums, options.donate_argnums, "argnums"),
+        (options.static_argnames, options.donate_argnames, "argnames"),
+    ):
+        both = [s for s in statics if s in donated]
+        if both:
+            raise ShardError(
+                f"argument {both[0]!r} is both static and donated",
+                where=f"static_{kind} and donate_{kind}",
+                fix="one of the two: only arrays can be donated",
+            )
+    return options
+
+
+def _check_positions(value: Any, what: str) -> tuple[int, ...]:
+    values = (
+        ()
+        if value is None
+        else (value,)
+        if not isinstance(value, Sequence) or isinstance(value, str)
+        else value
+    )
+    for v in values:
+        if isinstance(v, bool | np.bool_) or not isinstance(v, int | np.integer):
+            raise ShardError(
+                f"{what} holds {v!r}, {type_with_article(v)}",
+                where=what,
+                fix=f"positions as ints: {what}=(0, 1)",
+            )
+    return tuple(int(v) for v in values)
+
+
+def _check_names(value: Any, what: str) -> tuple[str, ...]:
+    iterable = isinstance(value, Sequence | set | frozenset) and not isinstance(value, str | bytes)
+    values = () if value is None else value if iterable else (value,)
+    for v in values:
+        if not isinstance(v, str):
+            raise ShardError(
+                f"{what} holds {v!r}, {type_with_article(v)}",
+                where=what,
+                fix=f'names as strings: {what}=("cfg",)',
+            )
+    return tuple(values)

@@ -1,0 +1,208 @@
+"""`parameter_plan`: entries by parameter name, matched to the leaves of the arguments by path.
+
+A name is a dotted path (`/` and MindSpore's `self.` accepted). It may leave out the argument, and the
+`params` collections that Flax puts before a model's own names, so `block1.dense2.kernel` finds
+`state.params.params.block1.dense2.kernel`. Only if nothing matches so, it may leave out any leading parts.
+`*` stands for one part (or some of its letters), `**` for any number of parts. The most specific name wins.
+
+>>> leaves = [Leaf(f"model.blocks.{i}.fc1.kernel", (4, 8), None, "model") for i in range(2)]
+>>> pins = pins_by_name(leaves, {"blocks.*.fc1.kernel": (1, 8), "blocks.0.fc1.kernel": (4, 1)})
+>>> [str(p) for p in pins]
+['(4, 1)', '(1, 8)']
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import fnmatch
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jshard._core.errors import StrategyError
+from jshard._spec.entry import Pin, parse_entry, type_with_article
+from jshard._spec.tree_paths import VARIABLE_FIELDS, Leaf
+
+
+Parts = tuple[str, ...]
+
+
+def pins_by_name(
+    leaves: Sequence[Leaf],
+    plan: Any,
+    *,
+    strict: bool = False,
+    what: str = "parameter_plan",
+    devices: int | None = None,
+) -> tuple[Pin | None, ...]:
+    """One `Pin` (or None) for every leaf, from a mapping of names to entries.
+
+    A nested dict is read as one: `{"block1": {"kernel": e}}` is `{"block1.kernel": e}`. Names that match
+    nothing are reported together with the nearest paths: a warning, or with `strict` a `StrategyError`.
+    """
+    if plan is None:
+        return (None,) * len(leaves)
+    if not isinstance(plan, Mapping):
+        raise StrategyError(
+            f"{what} is {type_with_article(plan)}",
+            where=what,
+            fix=f'a dict from parameter names to entries: {what}={{"w1": (1, 4)}}',
+        )
+    names = flatten_plan(plan, what)
+    index = LeafIndex.of(leaves)
+    claims: list[list[str]] = [[] for _ in leaves]
+    for name in names:
+        for i in index.find(name):
+            claims[i].append(name)
+    matched = {name for claim in claims for name in claim}
+    missing = [name for name in names if name not in matched]
+    if missing:
+        _report_unmatched(missing, leaves, strict, what)
+    return tuple(
+        _most_specific(claim, names, leaf, what, devices) for claim, leaf in zip(claims, leaves, strict=True)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafIndex:
+    """Leaves by every name that reaches them directly, so that a plan of plain names needs no search."""
+
+    direct: Mapping[Parts, Sequence[int]]
+    paths: Sequence[Parts]
+
+    @staticmethod
+    def of(leaves: Sequence[Leaf]) -> LeafIndex:
+        """Index of the leaves of a call."""
+        direct: dict[Parts, list[int]] = {}
+        for i, leaf in enumerate(leaves):
+            for start in _direct_names(leaf):
+                direct.setdefault(start, []).append(i)
+        return LeafIndex(direct, [name_parts(leaf.path) for leaf in leaves])
+
+    def find(self, name: str) -> list[int]:
+        """Indices of the leaves that a name reaches: by whole path, or failing that by the path's end."""
+        pattern = name_parts(name)
+        shorter = [pattern[:-1]] if len(pattern) > 1 and pattern[-1] in VARIABLE_FIELDS else []
+        for wanted in (pattern, *shorter):
+            if not any(map(_is_glob, wanted)):
+                found = list(self.direct.get(wanted, ()))
+                found = found or [i for i, path in enumerate(self.paths) if path[-len(wanted) :] == wanted]
+            else:
+                hits = (i for path, at in self.direct.items() if _matches(wanted, path) for i in at)
+                found = sorted(set(hits))
+                found = found or [i for i, path in enumerate(self.paths) if _matches(("**", *wanted), path)]
+            if found:
+                return found
+        return []
+
+
+def specificity(name: str) -> tuple[int, int, int]:
+    """Sort key, greatest for the most specific name: fewest `**`, fewest `*` and `?`, then longest."""
+    parts = name_parts(name)
+    double = sum(p == "**" for p in parts)
+    single = sum(p.count("*") + p.count("?") for p in parts if p != "**")
+    return -double, -single, len("".join(parts).replace("*", "").replace("?", "")) + len(parts)
+
+
+def _most_specific(
+    claim: list[str], names: Mapping[str, Any], leaf: Leaf, what: str, devices: int | None
+) -> Pin | None:
+    if not claim:
+        return None
+    best = max(map(specificity, claim))
+    winners = [n for n in claim if specificity(n) == best]
+    pins = [
+        parse_entry(names[n], leaf.shape, f"{what}[{n!r}] (argument {leaf.path})", devices) for n in winners
+    ]
+    for name, pin in zip(winners[1:], pins[1:], strict=True):
+        same = pin is pins[0] is None or (
+            pin is not None and pins[0] is not None and pin.same_constraint(pins[0])
+        )
+        if not same:
+            raise StrategyError(
+                f"two names, equally specific, pin one tensor to {pins[0]} and to {pin}",
+                where=f"{what}[{winners[0]!r}] and {what}[{name!r}] (argument {leaf.path})",
+                fix=f"the full name: {what}[{leaf.path!r}]",
+            )
+    return pins[0]
+
+
+def _report_unmatched(missing: list[str], leaves: Sequence[Leaf], strict: bool, what: str) -> None:
+    paths = list(dict.fromkeys(leaf.path for leaf in leaves))
+    lines = [f"{name!r} ({_nearest(name, paths)})" for name in missing]
+    said = f"{what} names no tensor of the arguments: " + "; ".join(lines)
+    if strict:
+        raise StrategyError(
+            said, where=what, fix="one of the nearest names, or strict=False to skip such names"
+        )
+    warnings.warn(said, UserWarning, stacklevel=2)
+
+
+def _nearest(name: str, paths: list[str], count: int = 3) -> str:
+    wanted = ".".join(p for p in name_parts(name) if p != "**")
+    endings = {p: p for p in paths}
+    for p in paths:  # a name without the argument is compared with paths without it
+        endings.setdefault(p.partition(".")[2] or p, p)
+    close = [endings[c] for c in difflib.get_close_matches(wanted, endings, n=count, cutoff=0.4)]
+    if close:
+        return f"nearest: {', '.join(dict.fromkeys(close))}"
+    return f"none is near; there are {', '.join(paths[:count])}" if paths else "the arguments hold no tensor"
+
+
+def flatten_plan(plan: Mapping, what: str, prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, entry in plan.items():
+        if not isinstance(key, str | int) or isinstance(key, bool):
+            raise StrategyError(
+                f"{what} has the key {key!r}, {type_with_article(key)}",
+                where=what,
+                fix="parameter names as strings",
+            )
+        if not str(key).strip("./ "):
+            raise StrategyError(
+                f"{what} has an empty name, {key!r}", where=what, fix="parameter names such as 'w1'"
+            )
+        name = f"{prefix}{key}"
+        flat.update(flatten_plan(entry, what, f"{name}.") if isinstance(entry, Mapping) else {name: entry})
+    return flat
+
+
+def name_parts(name: str) -> tuple[str, ...]:
+    """Parts of a name: `/` is a dot, every `self` is dropped as MindSpore drops it, and so is `.value`."""
+    parts = [p for p in name.replace("/", ".").split(".") if p.strip()]
+    return tuple(p for i, p in enumerate(parts) if p != "self" or len(parts) == 1 or i == len(parts) - 1)
+
+
+def _direct_names(leaf: Leaf) -> list[tuple[str, ...]]:
+    """The path, the path without its argument, and without the `params` collections that follow it."""
+    full = name_parts(leaf.path)
+    inner = name_parts(leaf.inner)
+    starts = [full]
+    if inner:
+        starts.append(inner)
+    while len(inner) > 1 and inner[0] == "params":
+        inner = inner[1:]
+        starts.append(inner)
+    return starts
+
+
+def _is_glob(part: str) -> bool:
+    return any(c in part for c in "*?[")
+
+
+def _matches(pattern: Parts, path: Parts) -> bool:
+    """Whether the whole path fits the pattern; `reached` are the numbers of parts read so far."""
+    reached = {0}
+    for part in pattern:
+        if part == "**":
+            reached = set(range(min(reached), len(path) + 1))
+        else:
+            reached = {i + 1 for i in reached if i < len(path) and _part_matches(path[i], part)}
+        if not reached:
+            return False
+    return len(path) in reached
+
+
+def _part_matches(part: str, pattern: str) -> bool:
+    return part == pattern or _is_glob(pattern) and fnmatch.fnmatchcase(part, pattern)

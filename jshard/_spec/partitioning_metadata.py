@@ -1,0 +1,68 @@
+"""Pins that parameters carry themselves: Flax's partitioning metadata.
+
+A Flax model may say how its parameters are cut (`nnx.with_partitioning`, `nn.with_partitioning`, logical names
+with rules). The variable or box around the array knows; `jshard.flax` gives those classes the method
+`__jshard_spec__`, so that nothing here knows Flax. What the user writes for the call goes before metadata, and
+names of axes that the mesh in use does not have leave their dimension to the search.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from jshard._spec.entry import Pin, parse_entry
+from jshard._spec.tree_paths import join, path_name, shape_of
+
+
+SPEC = "__jshard_spec__"
+
+
+def with_metadata(
+    pins: Sequence[Pin | None],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    names: Sequence[str],
+    mesh: Any,
+) -> tuple[Pin | None, ...]:
+    """The pins of a call, and for leaves without one those of the metadata around them.
+
+    >>> with_metadata([None], (1.0,), {}, ["x"], None)
+    (None,)
+    """
+    axes = getattr(mesh, "axis_names", ())
+    if not axes:
+        return tuple(pins)
+    found: list[Pin | None] = []
+    for name, value in (*zip(names, args, strict=False), *sorted(kwargs.items())):
+        for path, node in jax.tree_util.tree_flatten_with_path(value, is_leaf=_has_spec)[0]:
+            found += _pins_of(node, name, path, frozenset(axes))
+    return tuple(p if p is not None else m for p, m in itertools.zip_longest(pins, found))
+
+
+def _has_spec(node: Any) -> bool:
+    return hasattr(type(node), SPEC)
+
+
+def _pins_of(node: Any, name: str, path: Sequence[Any], axes: frozenset[str]) -> list[Pin | None]:
+    if not _has_spec(node):
+        return [None]
+    leaves = jax.tree.leaves(node)
+    spec = getattr(node, SPEC)() if len(leaves) == 1 else None
+    if spec is None or len(spec) > len(shape_of(leaves[0])):
+        return [None] * len(leaves)
+    known = PartitionSpec(*(_drop_unknown_axes(d, axes) for d in spec))
+    return [
+        parse_entry(known, shape_of(leaves[0]), f"partitioning metadata of {join(name, path_name(path))}")
+    ]
+
+
+def _drop_unknown_axes(dimension: Any, axes: frozenset[str]) -> Any:
+    several = dimension if isinstance(dimension, tuple | list) else (dimension,)
+    if all(a is None or a in axes for a in several):
+        return dimension
+    return PartitionSpec.UNCONSTRAINED

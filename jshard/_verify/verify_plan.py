@@ -1,0 +1,55 @@
+"""Verification of a `Plan`: its own collectives, mesh and arguments against a compiled program.
+
+`Plan.verify(compiled)` is `verify_plan(plan, compiled)`. Only names of `Plan`'s fields are used here, so this
+file does not import it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from jshard._verify.compare import Verification, hlo_shape, verify_program
+from jshard._verify.match import Predicted
+
+
+def predicted_collectives(plan: Any) -> list[Predicted]:
+    """The collectives of a plan, numbered as the lowering names them; not those that the user wrote."""
+    return [
+        Predicted(c.kind, tuple(c.axes), float(c.bytes), f"{c.operator}", c.count, c.id, c.turn, c.dtype)
+        for c in plan.collectives
+        if not c.own
+    ]
+
+
+def verify_plan(plan: Any, compiled: Any, *, slices: int = 1) -> Verification:
+    """Hold a compiled program against the plan that it should be.
+
+    Args:
+      plan: a `Plan`.
+      compiled: `f.lower(...).compile()`, its text, or what `read` returned.
+      slices: TPU slices of the mesh.
+
+    Raises:
+      PlanMismatchError: the program has another number of devices or other arguments.
+    """
+    return verify_program(
+        predicted_collectives(plan),
+        compiled,
+        devices=plan.mesh.total,
+        slices=slices,
+        inputs=local_input_types(plan),
+    )
+
+
+def local_input_types(plan: Any) -> list[str] | None:
+    """Types of the plan's flat arguments as one device holds them; None when one has no HLO type."""
+    out = []
+    for row in plan.inputs:
+        try:
+            dtype = np.dtype(row.dtype)
+        except TypeError:
+            return None  # keys and other extended types are stored by name only
+        out.append(hlo_shape(row.layout.local_shape(row.shape, plan.mesh), dtype))
+    return out
