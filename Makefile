@@ -67,8 +67,8 @@ render: setup  ## run every notebook and keep what its cells show in it
 	@for n in $(wildcard notebooks/*.ipynb); do $(PY) notebooks/run.py --write $$n || exit 1; done
 
 readme: setup  ## run the README's code and write what it prints into it
-	@echo "== readme: python tests/test_readme.py"
-	@$(PY) tests/test_readme.py
+	@echo "== readme: python tests/repository/test_readme.py"
+	@$(PY) tests/repository/test_readme.py
 
 lock:  ## write requirements/*.txt anew from clean environments
 	@sh .ci/lock 3.11 0.10.2 0.12.8

@@ -2,10 +2,10 @@
 
     python benchmarks/bytes.py [--seed 0] [--each 1] [--programs 300] [--only reduce_max ...] [--page bytes.md]
 
-Operators: every operator of `tests/rules_examples.py` on every element type that it takes (bool to complex128), in
-`--each` random choices of layouts on 2 to 8 devices; own collectives and every step of redistribution are compared
-with the compiled program, and the values with the plain operator. Programs: random training programs, planned on
-machines with and without latency, whose kinds of bytes must agree within the 2% of `plan.verify`.
+Operators: every operator of `tests/helpers/rules_examples.py` on every element type that it takes (bool to
+complex128), in `--each` random choices of layouts on 2 to 8 devices; own collectives and every step of redistribution
+are compared with the compiled program, and the values with the plain operator. Programs: random training programs,
+planned on machines with and without latency, whose kinds of bytes must agree within the 2% of `plan.verify`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get("XLA_FLAGS", "")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "tests")]
+sys.path[:0] = [str(Path(__file__).parent.parent)]
 
 PAGE = """# Planned and emitted bytes
 
@@ -43,10 +43,10 @@ trials in which a byte, a kind or a number differed, `values` those whose result
 def operators(seed: int, each: int, only: list[str]) -> tuple[Counter, dict[str, list[str]], Counter]:
     """Trials by family, what failed, and how many collectives of each kind were compared."""
     import jax
-    import rules_bytes  # pyright: ignore[reportMissingImports]
-    import rules_examples  # pyright: ignore[reportMissingImports]
 
     from jshard._rules.registry import REGISTRY
+    from tests.helpers import rules_examples
+    from tests.laws import rules_bytes
 
     cases = [c for c in rules_examples.all_cases() if not only or c.op.primitive in only]
     tried: Counter[str] = Counter()
@@ -74,7 +74,7 @@ def operators(seed: int, each: int, only: list[str]) -> tuple[Counter, dict[str,
 
 def programs(seed: int, count: int) -> tuple[int, list[str]]:
     """Random training programs: how many were compared, and the verdict on each that differs."""
-    import program_bytes  # pyright: ignore[reportMissingImports]
+    from tests.laws import program_bytes
 
     compared, failed = 0, []
     for n in range(count):

@@ -18,7 +18,7 @@ import sys  # noqa: E402
 
 import jax  # noqa: E402
 
-from tests.call_structures import check  # noqa: E402
+from tests.laws.call_structures import check  # noqa: E402
 
 
 HERE = pathlib.Path(__file__).parent

@@ -29,7 +29,7 @@ from typing import Any
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get("XLA_FLAGS", "")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "tests")]
+sys.path[:0] = [str(Path(__file__).parent.parent)]
 
 SETTINGS = ((0, None), (0, "v5p"), (2, None), (2, "v5p"))
 
@@ -47,7 +47,8 @@ def main() -> int:
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     import jax
-    from fuzz_programs import program  # pyright: ignore[reportMissingImports]
+
+    from tests.laws.fuzz_programs import program
 
     found: Counter[str] = Counter()
     start = time.perf_counter()
@@ -73,9 +74,9 @@ def main() -> int:
 def judge(p: Any, level: int, chip: str | None, n: int, found: Counter[str]) -> Any:
     """The plan of a program, with its objective against its schedule and some assignments against theirs."""
     import numpy as np
-    from law_costs import both_costs, close, random_assignments, searched, training
 
     from jshard._core.errors import SearchError, StrategyError
+    from tests.laws.law_costs import both_costs, close, random_assignments, searched, training
 
     with searched() as seen:
         try:
@@ -108,9 +109,8 @@ def judge(p: Any, level: int, chip: str | None, n: int, found: Counter[str]) -> 
 
 def rivals(p: Any, plan: Any, level: int, chip: str | None, n: int, found: Counter[str]) -> None:
     """Other plans of a program, none of which may cost less than one called optimal."""
-    from law_costs import training
-
     from jshard._core.errors import ShardError
+    from tests.laws.law_costs import training
 
     if not plan.cost.optimal:
         return

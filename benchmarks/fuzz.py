@@ -26,7 +26,7 @@ _QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes
 _DEVICES = "--xla_force_host_platform_device_count=8"
 os.environ["XLA_FLAGS"] = f"{_DEVICES} {_QUICK} " + os.environ.get("XLA_FLAGS", "")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "tests")]
+sys.path[:0] = [str(Path(__file__).parent.parent)]
 
 
 def main() -> int:
@@ -45,8 +45,9 @@ def main() -> int:
     args = parser.parse_args()
 
     import jax
-    from fuzz_judge import judge  # pyright: ignore[reportMissingImports]
-    from fuzz_programs import program  # pyright: ignore[reportMissingImports]
+
+    from tests.laws.fuzz_judge import judge
+    from tests.laws.fuzz_programs import program
 
     if args.explore:
         return explore(args.explore, args.high)
@@ -80,8 +81,9 @@ def main() -> int:
 def explore(count: int, high: int) -> int:
     """Let hypothesis draw other programs every time, and shrink the first that fails."""
     import hypothesis
-    from fuzz_judge import judge  # pyright: ignore[reportMissingImports]
-    from fuzz_programs import programs  # pyright: ignore[reportMissingImports]
+
+    from tests.laws.fuzz_judge import judge
+    from tests.laws.fuzz_programs import programs
 
     every: Any = list(hypothesis.HealthCheck)
 

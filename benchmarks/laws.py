@@ -1,4 +1,4 @@
-"""Every function of `tests/law_functions.py` under every transformation, against plain JAX: `make bench-laws`.
+"""Every function of `tests/laws/law_functions.py` under every transformation, against plain JAX: `make bench-laws`.
 
 It goes on where it was stopped: what each function gave is kept in `benchmarks/laws.jsonl`, a line for each version of
 JAX, and `benchmarks/laws.md` is the table of it. `--again` runs all anew; names of functions run those alone.
@@ -19,7 +19,7 @@ import sys  # noqa: E402
 
 import jax  # noqa: E402
 
-from tests.law_functions import FUNCTIONS, TRANSFORMATIONS, check  # noqa: E402
+from tests.laws.law_functions import FUNCTIONS, TRANSFORMATIONS, check  # noqa: E402
 
 
 HERE = pathlib.Path(__file__).parent

@@ -18,7 +18,7 @@ from pathlib import Path
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get("XLA_FLAGS", "")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "tests")]
+sys.path[:0] = [str(Path(__file__).parent.parent)]
 
 # Cuts that work on slices and that no rule offers, each with its reason.
 REASONED = {
@@ -50,12 +50,12 @@ def main() -> int:
     args = parser.parse_args()
 
     import jax
-    import rules_examples  # pyright: ignore[reportMissingImports]
-    import rules_validator  # pyright: ignore[reportMissingImports]
-    from rules_table import NO_EXAMPLE  # pyright: ignore[reportMissingImports]
 
     from jshard._rules.primitives.opaque_operators import OPAQUE
     from jshard._rules.registry import REGISTRY
+    from tests.helpers import rules_examples
+    from tests.helpers.rules_table import NO_EXAMPLE
+    from tests.laws import rules_validator
 
     start = time.perf_counter()
     by_primitive = defaultdict(list)

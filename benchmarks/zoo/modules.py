@@ -1,4 +1,5 @@
-"""`python -m benchmarks.zoo.modules`: `.shard(...)` on Flax modules of `transformers`, values and gradients against plain.
+"""`python -m benchmarks.zoo.modules`: `.shard(...)` on Flax modules of `transformers`, values and gradients against
+plain.
 
 The modules are taken as the library makes them and no line of them is changed: the batch is cut in 8, the rest is
 derived. Printed: model, error of the outputs and of every parameter's gradient, collectives of the forward plan.

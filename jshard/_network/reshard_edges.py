@@ -13,7 +13,7 @@ only where there are three readers or more. For those the relay has states (K, P
 in each of the scopes S for whoever wants it there, paid once a scope, or the tensor as it was made. In these states,
 among n readers a further such copy serves n - 2 at most, so each pays a share 1 / (n - 2) of it (outside S, one over
 the readers in the scope): exact for three readers in one scope, and never more than a plan pays.
-`exact_cost.py` counts exactly; `tests/test_one_cost.py` compares both over all layouts, and plans with their schedules.
+`exact_cost.py` counts exactly; `tests/laws/test_one_cost.py` compares both over all layouts, and plans with their schedules.
 
 On three and more mesh axes such pairs are too many and left out: there the bound is one on plans that have a single
 shared copy a tensor (`Cost.space` says so).

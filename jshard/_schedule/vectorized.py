@@ -6,7 +6,7 @@ needs the few that communicate, and what is in memory when.
 Idea.  In a program without inner blocks the writer's rules (`schedule.py`) are simple. A tensor is moved to the
 layout in which it is kept just before the first reader that does not take it as it is made, and from there to
 any other layout just before the first reader that wants that one. So moves are the first of equal (tensor, layout)
-pairs among the reads, and numpy finds them all at once. Both say the same: `tests/test_flat_schedule.py`.
+pairs among the reads, and numpy finds them all at once. Both say the same: `tests/schedule/test_vectorized.py`.
 
 A *value* is a tensor in a layout: tensor t as it is made is value t, what the m-th move makes is value tensors + m.
 """

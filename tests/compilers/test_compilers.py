@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import pathlib
 import random
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +18,9 @@ from jax import lax
 import jshard
 from jshard._core.named_topology import topology
 from jshard._verify import read, verify_plan
-from tests import traffic
-
-
-sys.path.append(str(pathlib.Path(__file__).parent.parent))  # tests there import each other by name
-import rules_bytes  # noqa: E402
-import rules_examples  # noqa: E402
-import rules_validator  # noqa: E402
-from point_programs import PROGRAMS  # noqa: E402
+from tests.helpers import known_traffic, rules_examples
+from tests.helpers.collective_programs import PROGRAMS
+from tests.laws import rules_bytes, rules_validator
 
 
 def installed(module: str) -> bool:
@@ -59,7 +52,7 @@ def test_the_reader_finds_the_traffic_of_the_shapes(name, axes, slices, dtype, r
         pytest.skip("between slices the TPU compiler pads arrays to whole tiles")
     mesh = topology(name, axes, num_slices=slices, compiles=True).jax_mesh
     itemsize = jnp.dtype(dtype).itemsize
-    for program in traffic.programs(rows, cols):
+    for program in known_traffic.programs(rows, cols):
         found = read(program.lower(mesh, dtype).compile())
         want = {k: v * itemsize for k, v in program.expected.items()}
         assert (program.name, found.meant_by_kind, found.unread) == (program.name, want, ())
@@ -69,12 +62,12 @@ def test_the_reader_finds_the_traffic_of_the_shapes(name, axes, slices, dtype, r
 def test_a_training_step_has_the_traffic_of_its_jaxpr(name, axes, slices) -> None:
     """Large enough that the TPU compiler spreads collectives over fusions and pads reduce-scatters."""
     mesh = topology(name, axes, num_slices=slices, compiles=True).jax_mesh
-    f, args = traffic.training_step(mesh, layers=2, batch=8192, d=2048, ff=8192, dtype=jnp.bfloat16)
+    f, args = known_traffic.training_step(mesh, layers=2, batch=8192, d=2048, ff=8192, dtype=jnp.bfloat16)
     traced = f.trace(*args)
     found = read(traced.lower().compile())
     assert found.complete
     # Between slices the scalar loss is padded to a tile of 1 KiB.
-    assert found.meant_by_kind == pytest.approx(traffic.jaxpr_traffic(traced.jaxpr, mesh), abs=2048)
+    assert found.meant_by_kind == pytest.approx(known_traffic.jaxpr_traffic(traced.jaxpr, mesh), abs=2048)
     assert found.flops == 2 * 2 * 3 * 2 * 8192 * 2048 * 8192 / 8
     assert found.peak_bytes and found.peak_bytes > 2 * 2 * 2048 * 8192 * 2 / 8
     assert (found.estimated_cycles is not None) == (not name.startswith("h100"))
@@ -198,7 +191,7 @@ def test_a_plan_does_not_depend_on_the_compiler_being_installed(name, sizes) -> 
     assert topology(name, axes, compiles=False).links == topology(name, axes, compiles=True).links
 
 
-# -- the law of bytes: `tests/test_bytes_law.py` has it for the CPU's compiler ---------------------------------
+# -- the law of bytes: `tests/laws/test_bytes_law.py` has it for the CPU's compiler --------------------------
 
 EIGHT = [pytest.param("v5p:2x2x2", marks=TPU), pytest.param("h100:1x8", marks=GPU)]
 

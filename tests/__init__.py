@@ -1,0 +1,1 @@
+"""Tests, grouped as the package is: a folder for each stage, laws, and what they share."""

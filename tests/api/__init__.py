@@ -1,0 +1,1 @@
+"""Tests of `jshard/_api`: what users call."""

@@ -1,0 +1,1 @@
+"""Tests of `jshard/_core`: layouts, chips, topologies, errors."""

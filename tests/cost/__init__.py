@@ -1,0 +1,1 @@
+"""Tests of `jshard/_cost`: collectives, resharding, roofline, bounds."""

@@ -1,0 +1,1 @@
+"""Programs, tables and plans that several tests share."""

@@ -1,0 +1,14 @@
+"""Two hundred random argument structures; `benchmarks/calls.py` runs ten thousand."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.laws.call_structures import check
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_structures(block):
+    outcomes = [check(seed) for seed in range(20 * block, 20 * block + 20)]
+    assert all(o in ("equal", "refused alike") or o.startswith("refused: ") for o in outcomes), outcomes
+    assert outcomes.count("equal") > 10

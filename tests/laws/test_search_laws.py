@@ -1,0 +1,250 @@
+"""Laws of the search floor, checked against brute force on random small networks."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from jshard._search import Contradiction, build, evaluate, load, peak, save, solve
+from jshard._search.exact.bucket_elimination import carry_out, components, plan_order, read_off
+from jshard._search.exact.reduce import backtrack, graph_of, reduce
+
+
+def random_network(seed: int, memory: bool = False, most: int = 7):
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(1, most))
+    sizes = rng.integers(1, 5, n)
+    whole = rng.random() < 0.5  # whole numbers make ties, fractions make rounding
+    forbid = rng.choice([0.0, 0.1, 0.3])
+
+    def table(*shape):
+        t = rng.integers(0, 6, shape).astype(float) if whole else rng.random(shape) * 7
+        t[rng.random(shape) < forbid] = np.inf
+        return t
+
+    edges = []
+    for _ in range(int(rng.integers(0, 2 * n + 1))):
+        i, j = (int(v) for v in rng.integers(0, n, 2))
+        edges.append((i, j, table(sizes[i], sizes[j])))
+    if not memory:
+        return build([table(k) for k in sizes], edges)
+    start = rng.integers(0, 5, n)
+    network = build(
+        [table(k) for k in sizes],
+        edges,
+        intervals=np.stack([start, start + rng.integers(0, 4, n)], axis=1),
+        usages=[rng.integers(0, 9, k).astype(float) for k in sizes],
+        limit=float(rng.integers(4, 25)),
+    )
+    assert network.memory is not None
+    # Some hold something else at another time, or besides.
+    held, more = network.memory, rng.integers(0, n, int(rng.integers(0, 3)))
+    start = rng.integers(0, 6, len(more))
+    return dataclasses.replace(
+        network,
+        memory=dataclasses.replace(
+            held,
+            intervals=np.concatenate(
+                [held.intervals, np.stack([start, start + rng.integers(0, 3, len(more))], 1)]
+            ),
+            usage_tables=(*held.usage_tables, *(rng.integers(0, 6, sizes[v]).astype(float) for v in more)),
+            interval_variable=np.concatenate([held.interval_variable, more]),
+            interval_table=np.concatenate(
+                [held.interval_table, len(held.usage_tables) + np.arange(len(more))]
+            ),
+        ),
+    )
+
+
+def brute_force(network, allowed=lambda x: True) -> float:
+    every = itertools.product(*(range(network.states(v)) for v in range(network.size)))
+    return min((evaluate(network, x) for x in every if allowed(x)), default=np.inf)
+
+
+@pytest.mark.parametrize("block", range(25))
+def test_cost_equals_brute_force(block):
+    """A thousand networks in all; no bound that is told on the way is above the least cost."""
+    for seed in range(block * 40, block * 40 + 40):
+        network = random_network(seed)
+        truth = brute_force(network)
+        if truth == np.inf:
+            with pytest.raises(Contradiction) as caught:
+                solve(network)
+            assert caught.value.variables
+            continue
+        told: list[float] = []
+        found = solve(network, on_progress=lambda stage, cost, bound, told=told: told.append(bound))
+        assert found.cost == pytest.approx(truth, rel=1e-9), seed
+        assert found.cost == evaluate(network, found.assignment)
+        assert found.optimal and found.bound <= found.cost
+        assert told and max(told) <= truth + 1e-9 * abs(truth), seed
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.005])
+def test_a_search_cut_short_has_a_true_bound(seconds, monkeypatch):
+    from jshard._search.exact import bucket_elimination
+
+    monkeypatch.setattr(bucket_elimination, "TABLE_LIMIT", 0)
+    left_open = 0
+    for seed in range(30):
+        network = hard_core(seed, n=5)
+        truth = brute_force(network)
+        found = solve(network, seconds=seconds)
+        assert found.bound <= truth * (1 + 1e-9) <= found.cost * (1 + 2e-9), seed
+        left_open += not found.optimal
+    assert seconds > 0 or left_open
+
+
+def test_reductions_preserve_the_optimum():
+    for seed in range(1000, 1120):
+        network = random_network(seed)
+        truth = brute_force(network)
+        if truth == np.inf:
+            continue
+        graph = reduce(graph_of(network))
+        assignment = np.zeros(network.size, dtype=np.int64)
+        total = graph.offset
+        for part in components(graph):
+            order = plan_order(graph, part)
+            assert order is not None
+            finished = carry_out(graph, order)
+            total += finished.minimum
+            read_off(graph, finished, assignment)
+        backtrack(graph, assignment)
+        assert total == pytest.approx(truth, rel=1e-9)
+        assert evaluate(network, assignment) == pytest.approx(truth, rel=1e-9)
+
+
+def hard_core(seed: int, n: int = 7, k: int = 4):
+    """A complete graph: nothing reduces, so the later rungs have to work."""
+    rng = np.random.default_rng(seed)
+    unaries = [rng.random(k) for _ in range(n)]
+    edges = [(i, j, rng.random((k, k)) * 3) for i in range(n) for j in range(i)]
+    return build(unaries, edges)
+
+
+def test_later_rungs_agree_with_elimination(monkeypatch):
+    from jshard._search.exact import bucket_elimination
+
+    for seed in range(12):
+        network = hard_core(seed)
+        exact = solve(network)
+        assert exact.optimal
+        with monkeypatch.context() as patch:
+            # Forbid elimination: messages, blocks, fixing and branching do it all.
+            patch.setattr(bucket_elimination, "TABLE_LIMIT", 0)
+            climbed = solve(network)
+        assert climbed.optimal
+        assert climbed.cost == pytest.approx(exact.cost, rel=1e-9)
+
+
+def layers(count: int, seed: int = 0, k: int = 6, ring: bool = False):
+    """Identical layers of four variables with a skip edge, one after the other."""
+    rng = np.random.default_rng(seed)
+    u = [rng.random(k) for _ in range(4)]
+    e = [rng.random((k, k)) for _ in range(5)]
+    unaries, edges = [], []
+    for layer in range(count):
+        at = 4 * layer
+        unaries += u
+        edges += [(at, at + 1, e[0]), (at + 1, at + 2, e[1]), (at + 2, at + 3, e[2])]
+        edges.append((at, at + 3, e[3]))
+        if layer + 1 < count:
+            edges.append((at + 3, at + 4, e[4]))
+        elif ring:
+            edges.append((at + 3, 0, e[4]))
+    return build(unaries, edges)
+
+
+@pytest.mark.parametrize("ring", [False, True])
+def test_equal_layers_share_products(ring):
+    products = []
+    for count in (50, 1000):
+        graph = reduce(graph_of(layers(count, ring=ring)))
+        assert not graph.core
+        products.append(graph.tables.products)
+    if ring:  # a cycle is halved round by round
+        assert products[1] <= products[0] + 40
+    else:
+        assert products[1] <= products[0] + 5
+
+
+def test_two_runs_agree():
+    for network in [layers(40), hard_core(3), random_network(5)]:
+        one, two = solve(network), solve(network)
+        assert np.array_equal(one.assignment, two.assignment)
+        assert (one.cost, one.bound) == (two.cost, two.bound)
+
+
+def test_save_load(tmp_path):
+    for seed in (2, 3, 4):
+        network = random_network(seed, memory=seed % 2 == 0)
+        save(network, tmp_path / "network.npz")
+        again = load(tmp_path / "network.npz")
+        for name in ("unary", "pairwise"):
+            mine, theirs = getattr(network, name), getattr(again, name)
+            assert len(mine) == len(theirs)
+            assert all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))
+        for name in ("node_table", "edges", "edge_table"):
+            assert np.array_equal(getattr(network, name), getattr(again, name))
+        assert (network.memory is None) == (again.memory is None)
+        if network.memory is not None and again.memory is not None:
+            for name in ("intervals", "holder", "table"):
+                assert np.array_equal(getattr(network.memory, name), getattr(again.memory, name))
+            assert network.memory.limit == again.memory.limit
+            zeros = np.zeros(network.size, dtype=int)
+            assert peak(network, zeros) == peak(again, zeros)
+
+
+def test_empty_and_tiny():
+    assert solve(build([], [])).cost == 0.0
+    assert solve(build([[3.0, 2.0]], [])).cost == 2.0
+    found = solve(build([[0.0, 0.0]], [(0, 0, [[5.0, 0.0], [0.0, 4.0]])]))
+    assert found.cost == 4.0 and list(found.assignment) == [1]
+
+
+def test_hash_seed_does_not_matter():
+    code = (
+        "from tests.laws.test_search_laws import *\n"
+        "for n in [layers(30), hard_core(3, 8), random_network(6, True)]:\n"
+        "    s = solve(n); print(s.assignment.tolist(), s.cost, s.bound)\n"
+    )
+    outputs = set()
+    for seed in ("1", "2"):
+        paths = os.pathsep.join([str(pathlib.Path(__file__).parents[2]), *sys.path])
+        run = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": paths},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        outputs.add(run.stdout)
+    assert len(outputs) == 1
+
+
+def test_interrupt_returns_the_best_so_far():
+    network = hard_core(1, 30, 8)
+    calls = []
+
+    def stop(stage, cost, bound):
+        calls.append(stage)
+        if cost < np.inf:
+            raise KeyboardInterrupt
+
+    found = solve(network, on_progress=stop)
+    assert calls and found.bound <= found.cost == evaluate(network, found.assignment)
+    assert found.cost < np.inf and not found.optimal
+
+    def at_once(stage, cost, bound):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        solve(network, on_progress=at_once)

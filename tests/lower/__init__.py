@@ -1,0 +1,1 @@
+"""Tests of `jshard/_lower`: a plan as one `shard_map`."""

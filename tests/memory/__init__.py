@@ -1,0 +1,1 @@
+"""Tests of `jshard/_memory`: liveness, aliasing, the order of operators."""

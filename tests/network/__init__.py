@@ -1,0 +1,1 @@
+"""Tests of `jshard/_network`: the cost network that the search minimises."""

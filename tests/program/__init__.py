@@ -1,0 +1,1 @@
+"""Tests of `jshard/_program`: the traced function as operators and tensors."""

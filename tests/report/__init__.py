@@ -1,0 +1,1 @@
+"""Tests of `jshard/_report`: a plan as text, HTML, Markdown, DOT, traces."""

@@ -1,0 +1,146 @@
+"""`why`: forcing what it lists and planning again costs what it says; `diff` and `what_if` say what changed."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import pytest
+
+import jshard
+from jshard._core.errors import MemoryBudgetError
+from tests.helpers.report_plans import f32, mesh, plan
+
+
+CASES = [
+    ("dense", "w"), ("dense", "dot_general.3"), ("dense", "result"), ("ffn", "b1"), ("ffn", "dot_general.5"),
+    ("scan", "w"), ("scan", "dot_general.4"), ("scan", "scan carry 0"), ("pinned", "w1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, what", CASES)
+def test_forcing_an_alternative_costs_what_why_said(name, what):
+    p = plan(name)
+    why = p.why(what)
+    possible = [a for a in why.alternatives if a.cost is not None]
+    assert len(possible) >= 2 and sum(a.chosen for a in why.alternatives) == 1
+    for a in possible:
+        forced, difference = p.what_if(**{what: a.cuts})
+        assert forced.cost.objective == a.cost
+        cost = next(f for f in difference.figures if f.name == "cost")
+        assert (cost.before, cost.after) == (p.cost.objective, a.cost)
+
+
+def test_the_cases_are_fifty_choices():
+    assert sum(a.cost is not None for n, w in CASES for a in plan(n).why(w).alternatives) >= 50
+
+
+@pytest.mark.parametrize("name, what", [c for c in CASES if c[1] != "result"])
+def test_nothing_forced_is_better_than_the_plan_and_the_chosen_costs_the_same(name, what):
+    p = plan(name)
+    for a in p.why(what).alternatives:
+        if a.cost is not None:
+            assert a.cost >= p.cost.objective * (1 - 1e-9)
+        if a.chosen:
+            assert a.cost == pytest.approx(p.cost.objective, rel=1e-9)
+
+
+def test_forcing_an_argument_is_what_in_strategy_does():
+    p = plan("dense")
+    for a in p.why("w").alternatives:
+        if a.cost is not None:
+            from tests.helpers.models import dense_relu
+
+            own = jshard.shard(dense_relu, ((4, 2), a.cuts, None), mesh=mesh(4, 2))
+            assert own.plan(f32(32, 128), f32(128, 10), f32(10)).cost.objective == pytest.approx(
+                a.cost, rel=1e-12
+            )
+
+
+def test_what_cannot_be_says_why():
+    text = str(plan("dense").why("w"))
+    assert "unavailable: (1, 4) (2, 4): 4 does not divide dimension 1, of size 10" in text
+    assert "unavailable: (1, 1) (1, 2) (1, 4) and 5 more: pinned as (4, 2)" in str(plan("dense").why("x"))
+    pinned = plan("pinned").why("dot_general.5")
+    assert {a.reason for a in pinned.alternatives if a.cost is None} == {
+        "pinned by jshard.op or a constraint"
+    }
+    assert "((2, 1), (1, 4))" in str(pinned)
+
+
+def test_memory_is_a_reason():
+    p = plan("dense")
+
+    def refuse(wish):
+        raise MemoryBudgetError("no plan fits 10 bytes a device; the least found needs 20")
+
+    poor = dataclasses.replace(p, search_again=dataclasses.replace(p.search_again, plan_request=refuse))
+    assert "unavailable: (1, 1) <- chosen (1, 2) (2, 1) and 3 more: memory: no plan fits 10 b" in str(
+        poor.why("w")
+    )
+
+
+def test_no_line_is_longer_than_the_page():
+    for name, what in CASES:
+        assert max(map(len, str(plan(name).why(what)).splitlines())) <= 100
+
+
+def test_the_end_of_a_path_is_enough_where_it_is_unique():
+    p = plan("gpt")
+    assert p.search_again.names_matching("params.head") == ["params.head"]
+    assert p.search_again.names_matching("blocks.0.up.w") == ["params.blocks.0.up.w"]
+    with pytest.raises(jshard.ShardError, match="has no argument, result, tensor or operator 'scale'"):
+        p.why("scale")
+
+
+def test_progress_counts_the_searches():
+    seen = []
+    why = plan("dense").why("w", lambda done, all_: seen.append((done, all_)))
+    n = sum(not a.reason or a.cost is not None for a in why.alternatives)
+    assert seen == [(i + 1, n) for i in range(n)]
+
+
+def test_a_plan_does_not_differ_from_itself():
+    difference = plan("ffn").diff(plan("ffn"))
+    assert not difference and str(difference) == "the two plans of ffn are the same"
+
+
+def test_what_if_frees_pins_and_reports_the_change():
+    p = plan("ffn")
+    free, difference = p.what_if(w1=None, w2=None)
+    assert not any(r.pinned for r in free.inputs if r.path != "x")
+    assert free.cost.objective <= p.cost.objective and difference
+    assert {a.path for a, _ in difference.tensors} >= {"w1", "w2"}
+    text = str(difference)
+    assert "all_reduce over y: 1 -> 0 times, 12,288 -> 0 B" in text and "w1: (-, y)* -> " in text
+    jax.tree.map(lambda s: s.spec, free.in_shardings)  # it still knows its mesh and trees
+
+
+def test_what_if_takes_patterns_specs_and_operators():
+    p = plan("gpt")
+    other, _ = p.what_if(**{"params.blocks.*.up.w": (1, 8)})
+    assert [
+        r.layout.cuts(p.mesh) for r in other.inputs if r.path.startswith("params") and "up.w" in r.path
+    ] == [
+        (1, 8),
+        (1, 8),
+    ]
+    dense = plan("dense")
+    spec, _ = dense.what_if(w=jax.sharding.PartitionSpec("y"))
+    assert spec.inputs[1].layout.dims == (("y",), ())
+    forced, _ = dense.what_if(**{"dot_general.3": ((4, 1), (1, 2))})
+    assert forced.operators[0].strategy == ((4, 1), (1, 2))
+
+
+@pytest.mark.parametrize(
+    "pins, message",
+    [
+        ({"weight": (1, 1)}, "dense_relu has no argument, result, tensor or operator 'weight'"),
+        ({"w": (1, 4)}, "cut of 4 does not divide"),
+        ({"w": jax.sharding.PartitionSpec("q")}, "the plan's mesh x=4 x y=2 has no axis 'q'"),
+        ({"dot_general.3": (4, 1)}, "is not a strategy of dot_general.3, which has 2 operands"),
+    ],
+)
+def test_what_if_of_something_else(pins, message):
+    with pytest.raises(jshard.ShardError, match=message.replace("(", r"\(")):
+        plan("dense").what_if(**pins)

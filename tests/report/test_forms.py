@@ -1,0 +1,303 @@
+"""Every form of a plan says the same numbers: text, Markdown, HTML, DOT, trace, JSON; and each form is well made."""
+
+from __future__ import annotations
+
+import dataclasses
+import html.parser
+import json
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from jshard._report.chrome_trace import trace
+from jshard._report.format_units import seconds, size
+from jshard._report.graph_layout import columns, rows
+from jshard._report.html import page
+from jshard._report.module_tree import Branch, tree
+from jshard._report.operator_graph import graph
+from jshard._report.svg import graph_svg
+from jshard._report.text import head
+from jshard._report.totals import figures, goal, step_seconds, traffic
+from tests.helpers.report_plans import NAMES, plan
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+class Reader(html.parser.HTMLParser):
+    """Reads a page: data attributes, cells, and whether every element is closed where it should be."""
+
+    VOID = {"meta", "line", "rect", "path", "polygon", "br"}
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.figures: dict[str, tuple[float, str]] = {}
+        self.bytes: list[float] = []
+        self.words: list[str] = []
+        self.addresses: list[str] = []
+        self._figure: tuple[str, float] | None = None
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        given = dict(attrs)
+        self.addresses += [v for k, v in attrs if k in ("src", "href")]
+        if "data-figure" in given:
+            self._figure = given["data-figure"], float(given["data-value"])
+        if "data-bytes" in given:
+            self.bytes.append(float(given["data-bytes"]))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open[-1] == tag, (self.open[-5:], tag)
+        self.open.pop()
+
+    def handle_data(self, data):
+        if self._figure is not None:
+            name, value = self._figure
+            self.figures[name] = value, data
+            self._figure = None
+        if self.open and self.open[-1] not in ("style", "script"):
+            self.words.append(data)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_totals_agree_in_every_form(name, tmp_path):
+    p = plan(name)
+    text, markdown, read = str(p), p.to_markdown(), Reader(page(p))
+    data = json.loads(p.to_json())
+    moved = {}
+    for c in data["collectives"]:
+        key = c["kind"], "*".join(c["axes"])
+        moved[key] = moved.get(key, 0.0) + c["bytes"] * c["count"]
+
+    in_text = re.findall(r"^  (\w+) +over (\S+) +[\d.]+ times +([\d,]+) B", text, flags=re.MULTILINE)
+    plain = markdown.replace("\\", "")
+    in_markdown = re.findall(
+        r"^\| (\w+) \| over (\S+) \| [\d.]+ times \| ([\d,]+) B", plain, flags=re.MULTILINE
+    )
+    expected = sorted((kind, axes, f"{b:,.0f}") for (kind, axes), b in moved.items())
+    assert sorted(in_text) == sorted(in_markdown) == expected
+    assert sorted(read.bytes) == pytest.approx(sorted(moved.values()))
+
+    cost = data["cost"]
+    shown = figures(p)
+    assert read.figures["compute"] == (cost["compute"], shown["compute"])
+    assert read.figures["communication"] == (cost["communication"], shown["communication"])
+    assert read.figures["peak"] == (cost["peak_bytes"], shown["peak"])
+    assert read.figures["step"][0] == pytest.approx(cost["compute"] + cost["communication"])
+    line = (
+        f"compute {shown['compute']} (redundant {shown['redundant']}), communication {shown['communication']}"
+    )
+    peak = f"peak memory {shown['peak']}"
+    assert all(said in form for form in (text, markdown) for said in (line, peak))
+
+    slices = [e for e in trace(p)["traceEvents"] if e["ph"] == "X"]
+    by = {c: sum(e["dur"] for e in slices if e["cat"] == c) * 1e-6 for c in ("compute", "communication")}
+    assert by == pytest.approx({"compute": cost["compute"], "communication": cost["communication"]})
+    sent = sum(e["args"]["bytes"] for e in slices if e["cat"] == "communication")
+    assert sent == pytest.approx(sum(t.bytes for t in traffic(p))) == pytest.approx(sum(moved.values()))
+
+    whole = tree(p)
+    assert whole.compute + whole.communication == pytest.approx(step_seconds(p))
+    assert whole.operators == len(data["operators"])
+    assert f"{seconds(whole.compute)} compute" in "".join(read.words)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_head_and_the_notes_are_the_same_in_every_form(name):
+    """Proof, gaps, memory by class, budget, what was replicated: said once, shown everywhere."""
+    p = plan(name)
+    text, markdown = str(p), p.to_markdown().replace("\\", "")
+    words = " ".join(" ".join(Reader(page(p)).words).split())
+    _, *proofs = head(p)
+    for line in proofs:
+        assert line.strip() in markdown
+        for part in re.split("; | and ", line.strip()):
+            assert part.removesuffix(", by propagation") in words, part
+        assert line.strip() in " ".join(text.split())
+    assert goal(p) in text and goal(p) in words
+    for what, amount in p.memory.held:
+        if len(p.memory.held) <= 6 and len(p.memory.held) > 1:
+            assert f"{what} {size(amount)}" in " ".join(text.split()) and f"{what} {size(amount)}" in markdown
+        assert f"{what} {size(amount)}" in words
+    for primitive in p.unknown:
+        assert all(primitive in form for form in (text, markdown, words))
+    if p.memory_budget is not None:
+        assert f"of {size(p.memory_budget)} allowed a device" in text and size(p.memory_budget) in words
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_page_is_whole_small_and_needs_nothing(name):
+    text = page(plan(name))
+    read = Reader(text)
+    assert not read.open and not read.addresses
+    assert "http" not in re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
+    assert len(text.encode()) < 3_000_000
+    assert len(text) < 1.3 * len(page(plan("tall8"))) or name != "tall126"
+    budget = plan(name).memory_budget
+    assert ("budget" in read.figures) == (budget is not None)
+
+
+def test_names_cannot_break_the_page():
+    p = plan("dense")
+    evil = '</script><b id="x">&'
+    row = dataclasses.replace(p.inputs[0], path=evil)
+    text = page(dataclasses.replace(p, name=evil, inputs=(row, *p.inputs[1:]), unknown=(evil,)))
+    assert '<b id="x">' not in text and not Reader(text).open
+
+
+def test_to_files(tmp_path):
+    p = plan("dense")
+    p.to_html(tmp_path / "plan.html")
+    p.to_trace(tmp_path / "trace.json", devices=2)
+    assert (tmp_path / "plan.html").read_text() == page(p)
+    assert p._repr_html_() in page(p)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert names == ["device 0", "device 1"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_trace_is_a_timeline(name):
+    events = trace(plan(name))["traceEvents"]
+    slices = [e for e in events if e["ph"] == "X"]
+    ends = 0.0
+    for e in slices:
+        assert (
+            e["ts"] == pytest.approx(ends, abs=1e-9) and e["dur"] > 0 and {"pid", "tid", "args"} <= e.keys()
+        )
+        ends = e["ts"] + e["dur"]
+    assert max(e["args"]["bytes"] for e in events if e["ph"] == "C") <= plan(name).cost.peak_bytes * (
+        1 + 1e-9
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_graph_joins_what_the_plan_joins(name):
+    g, p = graph(plan(name)), plan(name)
+    assert all(0 <= e.source < len(g.nodes) and 0 <= e.target < len(g.nodes) for e in g.edges)
+    shown = {i for e in g.edges for m in e.moved for i in m.ids}
+    made = {t for r in (*p.operators, *p.boundaries) for t in r.writes} | {r.path for r in p.inputs}
+    assert shown >= {c.id for c in p.collectives if c.tensor in made}
+    if len(p.operators) < 60:
+        assert sum(n.kind == "operator" for n in g.nodes) == len(p.operators + p.boundaries)
+        reads = {(t, r.name) for r in p.operators + p.boundaries for t in r.reads if t in made}
+        assert len(g.edges) <= len(reads) + len(p.outputs)
+    assert len(g.nodes) < 150
+
+
+def test_the_graph_of_a_small_plan():
+    g = graph(plan("dense"))
+    names = [n.label for n in g.nodes]
+    edges = {(names[e.source], names[e.target]): [m.kind for m in e.moved] for e in g.edges}
+    assert edges == {
+        ("x", "dot_general.3"): [], ("w", "dot_general.3"): [], ("b", "broadcast_in_dim.4"): [],
+        ("dot_general.3", "add.5"): ["all_reduce"], ("broadcast_in_dim.4", "add.5"): [], ("add.5", "max.6"): [],
+        ("max.6", "result"): [],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dot_is_well_formed(name):
+    """Statements of the language, by its grammar for what we write; names are declared before edges use them."""
+    text = plan(name).to_dot()
+    quoted = r'"(?:[^"\\]|\\.)*"'
+    lines = text.splitlines()
+    assert re.fullmatch(rf"digraph {quoted} {{", lines[0]) and lines[-1] == "}"
+    declared = set()
+    for line in lines[2:-1]:
+        node = re.fullmatch(rf"  (n\d+) \[(\w+=({quoted}|\w+)(, )?)+\];", line)
+        edge = re.fullmatch(rf"  (n\d+) -> (n\d+)( \[(\w+=({quoted}|\w+)(, )?)+\])?;", line)
+        assert node or edge, line
+        if node:
+            declared.add(node[1])
+        else:
+            assert {edge[1], edge[2]} <= declared
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nodes_do_not_lie_on_each_other(name):
+    g = graph(plan(name))
+    pairs = [(e.source, e.target) for e in g.edges]
+    row = rows(len(g.nodes), pairs, frozenset(i for i, n in enumerate(g.nodes) if n.kind == "input"))
+    x = columns(row, pairs, 100.0)
+    for r in set(row):
+        here = sorted(x[i] for i in range(len(row)) if row[i] == r)
+        assert all(b - a >= 99.8 for a, b in zip(here, here[1:], strict=False))
+    assert all(row[a] < row[b] for a, b in pairs if a < b)
+    svg, layouts = graph_svg(plan(name))
+    assert svg.count('class="node ') == len(g.nodes) and len(layouts) == len({str(n.layout) for n in g.nodes})
+
+
+def test_modules_differing_in_numbers_are_one_branch():
+    def names(b: Branch) -> list[str]:
+        return [b.name, *(n for c in b.branches for n in names(c))]
+
+    assert names(tree(plan("tall126"))).count("blocks.0-125") == 1
+
+
+def test_every_cell_of_a_markdown_table_has_its_column():
+    for name in NAMES:
+        width = None
+        for line in plan(name).to_markdown().splitlines():
+            if not line.startswith("|"):
+                width = None
+                continue
+            cells = len(re.findall(r"(?<!\\)\|", line))
+            assert width in (None, cells), line
+            width = cells
+
+
+TOUR = """<script>addEventListener("load", () => {
+  const root = document.querySelector(".jshard"), said = {};
+  root.querySelectorAll(".tree details").forEach(d => { d.open = true; });
+  said.seen = [...root.querySelectorAll(".tree .op .coll")].filter(e => e.offsetHeight > 0).length;
+  const edge = root.querySelector(".edge.moved");
+  edge.dispatchEvent(new PointerEvent("pointerenter"));
+  said.hover = root.querySelector(".hover").textContent;
+  said.cards = Object.fromEntries([...root.querySelectorAll(".card b")].map(e => [e.dataset.figure, e.textContent]));
+  const kinds = root.querySelector(".kinds");
+  kinds.value = kinds.options[1].value;
+  kinds.dispatchEvent(new Event("change"));
+  said.kind = kinds.value;
+  said.lit = [...root.querySelectorAll(".edge:not(.off)")].map(e => e.dataset.kinds);
+  said.rows = [...root.querySelectorAll("tr.coll:not(.off) td.r[data-bytes]")].map(e => e.textContent);
+  said.blocks = [...root.querySelectorAll(".devices .grid div")].map(e => e.textContent);
+  const before = root.querySelector("svg.graph").getAttribute("viewBox");
+  root.querySelector(".in").click();
+  said.zoomed = before !== root.querySelector("svg.graph").getAttribute("viewBox");
+  said.wide = document.documentElement.scrollWidth <= innerWidth;
+  document.title = JSON.stringify(said);
+});</script>"""
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
+def test_in_a_browser(tmp_path):
+    """The tree opens, an edge answers, a filter keeps its kind, and what is shown is what the plan says."""
+    p = plan("gpt")
+    file = tmp_path / "plan.html"
+    file.write_text(page(p).replace("</body>", TOUR + "</body>"))
+    command = [
+        str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--window-size=800,1000", "--virtual-time-budget=3000",
+        f"--user-data-dir={tmp_path}", "--dump-dom", file.as_uri(),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ)
+    said = json.loads(html.unescape(re.search(r"<title>(\{.*?\})</title>", done.stdout, flags=re.DOTALL)[1]))
+    assert said["seen"] > 0 and said["zoomed"] and said["wide"]
+    assert any(f"{c.kind}[{'*'.join(c.axes)}] {c.local}" in said["hover"] for c in p.collectives)
+    assert said["lit"] and all(said["kind"] in kinds.split() for kinds in said["lit"])
+    expected = [f"{t.bytes:,.0f} B" for t in traffic(p) if t.kind == said["kind"]]
+    assert said["rows"] == expected
+    values = {**figures(p), "moved": size(sum(c.total for c in p.collectives))}
+    assert said["cards"] == {k: v for k, v in values.items() if k != "budget"}
+    cut = next(r for r in p.inputs if any(r.layout.dims))
+    assert len(said["blocks"]) == cut.layout.pieces(p.mesh)

@@ -1,0 +1,1 @@
+"""Tests of the repository: import graph, README, notebooks, demo."""

@@ -1,0 +1,1 @@
+"""Tests of `jshard/_rules`: how each primitive may be sharded."""

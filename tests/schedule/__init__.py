@@ -1,0 +1,1 @@
+"""Tests of `jshard/_schedule`: an assignment as an ordered list of kernels and collectives."""

@@ -1,0 +1,1 @@
+"""Tests of `jshard/_search`: the solver of cost networks."""

@@ -1,0 +1,135 @@
+"""Depth: repeated layers are found and joined rightly, folding changes no answer, no depth recurses, and two
+processes write one plan."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from jshard._search import branch_and_bound, evaluate, solve
+from jshard._search.branch_and_bound import descend
+from jshard._search.cost_network import CostNetwork, build
+from jshard._search.dual.layer_folding import fold
+from jshard._search.exact import bucket_elimination
+from jshard._search.exact.reduce import graph_of
+
+
+def layered(layers: int, seed: int = 0, width: int = 6, states: int = 6) -> CostNetwork:
+    """Equal layers of `width` variables, each joined to all of its own and to several of the next layer.
+
+    Forward and back as in training: the layers' second halves come in reverse order. Both ends have a variable more.
+    Neighbours pay for the distance of their states, so that messages can close the gap (submodular costs).
+    """
+    rng = np.random.default_rng(seed)
+    distance = np.abs(np.subtract.outer(np.arange(states), np.arange(states)))
+
+    def table(*shape: int) -> np.ndarray:
+        if len(shape) == 1:
+            return np.round(rng.uniform(0, 10, shape), 3)
+        return np.round(rng.uniform(0.1, 1), 3) * distance
+
+    own = [table(states) for _ in range(width)]
+    inside = {(i, j): table(states, states) for i in range(width) for j in range(i)}
+    across = {(i, j): table(states, states) for i in range(width) for j in range(width) if (i + j) % 2}
+    half = width // 2
+
+    def number(layer: int, i: int) -> int:
+        return layer * half + i if i < half else layers * width - (layer + 1) * half + i - half
+
+    unary: list[np.ndarray] = [np.zeros(0)] * (layers * width)
+    edges = []
+    for k in range(layers):
+        for i in range(width):
+            unary[number(k, i)] = own[i]
+        edges += [(number(k, i), number(k, j), t) for (i, j), t in inside.items()]
+        if k:
+            edges += [(number(k - 1, i), number(k, j), t) for (i, j), t in across.items()]
+    unary += [table(states), table(states)]
+    edges += [(layers * width, number(0, i), table(states, states)) for i in range(3)]
+    edges += [(layers * width + 1, number(layers - 1, i), table(states, states)) for i in range(3)]
+    return build(unary, edges)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_short_core_is_the_same_network_of_fewer_layers(seed):
+    _, rest = descend(graph_of(layered(40, seed)), table=1, work=1)
+    folded = fold(rest)
+    assert folded is not None and len(folded.short.core) < 0.5 * len(rest.core)
+
+    def like(graph, v):
+        return graph.unary[v], sorted(graph.adj[v].values())
+
+    # Every variable that is left sees the tables that it saw; every one cut out looks like its image.
+    for v in folded.short.core:
+        assert like(folded.short, v) == like(rest, v)
+        for w, t in folded.short.adj[v].items():
+            assert folded.short.adj[w][v] == rest.tables.transpose(t)
+    assert {*folded.short.core, *folded.image[:, 0].tolist()} == set(rest.core)
+    for v, image in folded.image.tolist():
+        assert image in folded.short.core and like(rest, v) == like(rest, image)
+    for v, w, a, b in folded.seam.tolist():
+        assert rest.adj[v][w] == folded.short.adj[a][b]
+
+
+def test_layers_that_differ_are_not_folded():
+    rng = np.random.default_rng(1)
+    unary = [rng.uniform(0, 1, 4) for _ in range(60)]
+    edges = [(i, j, rng.uniform(0, 1, (4, 4))) for i in range(60) for j in range(i + 1, min(60, i + 4))]
+    assert fold(graph_of(build(unary, edges))) is None
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_folding_changes_no_answer_and_no_proof(seed, monkeypatch):
+    monkeypatch.setattr(
+        bucket_elimination, "TABLE_LIMIT", 1000
+    )  # or elimination finishes it before there is a core
+    net = layered(200, seed, states=5)
+    quick = solve(net)
+    assert any("folding" in step for step in quick.steps), quick.steps
+    monkeypatch.setattr(branch_and_bound, "fold", lambda graph: None)
+    plain = solve(net)
+    for s in (quick, plain):
+        assert s.optimal and evaluate(net, s.assignment) == pytest.approx(s.cost, rel=1e-12)
+    assert quick.cost == pytest.approx(plain.cost, rel=1e-9)
+
+
+DEEP = """
+import sys, jax, jax.numpy as jnp, jshard
+sys.setrecursionlimit(600)
+def step(params, x):
+    def loss(params):
+        h = x
+        for w, v in params:
+            h = h + jnp.tanh(h @ w) @ v
+        return (h * h).mean()
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+S = lambda *s: jax.ShapeDtypeStruct(s, "float32")
+args = [(S(1024, 4096), S(4096, 1024))] * {layers}, S(4096, 1024)
+mesh = jax.sharding.AbstractMesh((4, 8), ("x", "y"))
+plan = jshard.shard(step, mesh=mesh, hardware="tpu-v5e", memory_budget="1e6 GiB").plan(*args)
+assert plan.cost.optimal, plan.cost
+print(len(plan.operators), len(str(plan)) > 0, file=sys.stderr)
+text = plan.to_json()
+print(text if isinstance(text, str) else __import__("json").dumps(text))
+"""
+
+
+def run(layers: int, seed: str) -> str:
+    code = DEEP.format(layers=layers)
+    env = {
+        **os.environ, "PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(pathlib.Path(__file__).parents[2]),
+    }  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_two_processes_with_two_hash_seeds_write_one_plan_126_layers_deep():
+    """Byte for byte; and no part of the planner recurses along the depth (the limit is 600 frames)."""
+    assert run(126, "1") == run(126, "2")
