@@ -6,7 +6,11 @@ VENV ?= .venv
 JOBS ?= 2
 LIMIT ?= 2
 export PYTHONPATH := $(CURDIR)
+# The programs of benchmarks/: those that run by themselves.
+BENCHMARKS = $(sort $(shell grep -l __main__ benchmarks/*/*.py))
 PY := $(VENV)/bin/python
+
+program = $(wildcard benchmarks/*/$(subst -,_,$(1)).py)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-compilers test-models lint types format rules notebooks render readme lock clean distclean
@@ -14,7 +18,7 @@ PY := $(VENV)/bin/python
 help:  ## list the targets
 	@echo "make demo and make test need only Python 3.11+ and make; the rest is set up in $(VENV)."
 	@sed -n 's/^\([a-z%-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{printf "%-18s %s\n", $$1, $$2}'
-	@echo "benchmarks: $(patsubst benchmarks/%.py,bench-%,$(wildcard benchmarks/*.py))"
+	@echo "benchmarks: $(subst _,-,$(patsubst %.py,bench-%,$(notdir $(BENCHMARKS))))"
 
 setup:  ## the virtual environment, pinned by requirements/
 	@test -n "$(PYTHON)"
@@ -43,20 +47,21 @@ format: setup  ## let ruff write what lint asks for
 	@$(PY) -m ruff format .
 
 rules: setup  ## check every sharding rule against arrays on 2 to 8 devices: wrong and missing ones
-	@echo "== rules: benchmarks/rules.py, some candidates of every operator; LIMIT=8 for more"
-	@$(PY) benchmarks/rules.py --limit $(LIMIT)
+	@echo "== rules: benchmarks/correctness/rules.py, some candidates of every operator; LIMIT=8 for more"
+	@$(PY) benchmarks/correctness/rules.py --limit $(LIMIT)
 
 test-compilers: setup  ## fidelity on the real TPU and GPU compilers, in an environment of its own
-	@echo "== test-compilers: benchmarks/compilers.py"
-	@$(PY) benchmarks/compilers.py
+	@echo "== test-compilers: benchmarks/compilers/compilers.py"
+	@$(PY) benchmarks/compilers/compilers.py
 
 test-models: setup  ## third-party models, plain and sharded, in an environment of their own
-	@echo "== test-models: benchmarks/models.py"
-	@$(PY) benchmarks/models.py
+	@echo "== test-models: benchmarks/models/models.py"
+	@$(PY) benchmarks/models/models.py
 
-bench-%: setup  ## run benchmarks/%.py
-	@echo "== bench: benchmarks/$(subst -,_,$*).py"
-	@$(PY) benchmarks/$(subst -,_,$*).py
+bench-%: setup  ## run the program % of benchmarks/*/ (benchmarks/README.md lists them)
+	@test -n "$(call program,$*)" || { echo "no benchmark $*; make help lists them"; exit 1; }
+	@echo "== bench: $(call program,$*)"
+	@$(PY) $(call program,$*)
 
 notebooks: setup  ## run every notebook from a clean start, and compare what it keeps with what it says
 	@echo "== notebooks: $(words $(wildcard notebooks/*.ipynb)) found"

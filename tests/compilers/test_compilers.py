@@ -1,6 +1,6 @@
 """What the real TPU and GPU compilers do, without devices: the reader, the door, plans of three models.
 
-Runs where the wheels are installed; `python benchmarks/compilers.py` sets them up and sets what they want in
+Runs where the wheels are installed; `python benchmarks/compilers/compilers.py` sets them up and sets what they want in
 the environment. Every case compiles on the compiler itself, so these are slower than the rest.
 """
 

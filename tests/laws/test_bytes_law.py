@@ -1,6 +1,6 @@
 """The law of bytes: what a plan predicts is what the compiler emits, for operators, programs and named cases.
 
-`benchmarks/bytes.py` runs the whole of it; here a seeded sample.
+`benchmarks/correctness/bytes.py` runs the whole of it; here a seeded sample.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Two hundred random argument structures; `benchmarks/calls.py` runs ten thousand."""
+"""Two hundred random argument structures; `benchmarks/correctness/calls.py` runs ten thousand."""
 
 from __future__ import annotations
 

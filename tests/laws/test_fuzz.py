@@ -1,6 +1,6 @@
 """Random programs: sharded equals plain.
 
-Three thousand larger ones, replay by number, and failures made small by hypothesis, in `benchmarks/fuzz.py`.
+Three thousand larger ones, replay by number, and failures made small by hypothesis, in `benchmarks/correctness/fuzz.py`.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def machine(name: str):
     return jshard.topology(where, axes, compiles=False)
 
 
-# -- random programs: `benchmarks/costs.py` judges thousands ------------------------------------------------
+# -- random programs: `benchmarks/correctness/costs.py` judges thousands -------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(24))

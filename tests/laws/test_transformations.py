@@ -1,7 +1,7 @@
 """A sharded function under JAX's transformations equals the plain one: a seeded pairing of `law_functions`.
 
-Each function meets several transformations and each transformation several functions; `benchmarks/laws.py` runs
-the whole product.
+Each function meets several transformations and each transformation several functions;
+`benchmarks/correctness/laws.py` runs the whole product.
 """
 
 from __future__ import annotations

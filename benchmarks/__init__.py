@@ -1,0 +1,1 @@
+"""Measurements and long checks; `benchmarks/README.md` is their index."""

@@ -1,0 +1,392 @@
+"""Plans against each other: one compiler, one machine, and what each contender's program costs on it.
+
+`python benchmarks/quality/quality.py [--only WORKLOAD ...] [--on v5e:2x4 ...] [--contenders NAME ...]` compiles every
+contender for real TPU topologies without a device, reads the compiled program, appends a line of JSON to
+`benchmarks/quality/quality.jsonl` and writes `benchmarks/quality/quality.md` anew. `--budget CONTENDER` adds jshard
+under a `memory_budget` of that contender's compiled peak, as `jshard<=CONTENDER`.
+
+Contenders:
+
+- `jshard`: the batch is cut, all else is derived (level 2);
+- `xla-batch`: the same and no more, by XLA's own propagation;
+- `xla-plan`: the plan's input and output shardings, by XLA's propagation;
+- hand annotations, with constraints on the activations: `data`, `fsdp`, `megatron` (data x tensor),
+  `megatron-all` (tensor parallel on all devices), `fsdp-megatron`, `sequence` (megatron with the tokens cut
+  between products), `vocab` (FSDP with vocabulary cut), `experts` (FSDP with experts cut).
+
+All get the batch cut over all devices, as the batch strategy says: what a plan wants otherwise it moves itself.
+
+Estimated time of a step, the same for all, without overlap, by two formulas:
+
+    by bytes: max(FLOPs / peak, cycles / clock) + wire bytes / bandwidth
+    by links: max(FLOPs / peak, cycles / clock) + seconds of each collective on the links that it can use
+
+FLOPs, cycles (the TPU compiler's own estimates, collectives left out by it) and wire bytes received per device
+are read from the compiled program; peak and link bandwidth are of the hardware table. By bytes, bandwidth is
+that of one link for each dimension of the torus, since slices of 2x4 and 4x8 have no wrap links: as if every byte
+could use all of them. By links (`benchmarks/quality/wires.py`) a collective uses those of the torus axes that its group
+extends along, as jax-ml/scaling-book `sharding.md` has it, and an all-to-all is bound by the middle of its axis.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+import sys
+import time
+from typing import Any
+
+
+ROOT = pathlib.Path(__file__).parents[2]
+HERE = pathlib.Path(__file__).parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.compilers import fidelity  # noqa: E402
+
+
+RESULTS, TABLE = HERE / "quality.jsonl", HERE / "quality.md"
+MACHINES = ("v5e:2x4", "v5e:4x8")
+CLOCK = {
+    "tpu-v5e": 1.5e9
+}  # bf16 peak / (4 matrix units x 128 x 128 x 2 operations), docs.cloud.google.com/tpu/docs/v5e
+
+HAND: dict[str, tuple[str, ...]] = {
+    "mlp-512": ("data", "fsdp", "megatron", "megatron-all", "fsdp-megatron"),
+    "mlp-64k": ("data", "fsdp", "megatron", "megatron-all", "fsdp-megatron"),
+    "moe": ("data", "fsdp", "experts", "experts-all", "fsdp-megatron"),
+    "lm-head": ("data", "fsdp", "vocab", "megatron"),
+    "conv": ("data", "fsdp"),
+    "lora": ("data", "fsdp", "megatron", "fsdp-megatron", "sequence"),
+    "llama": ("data", "fsdp", "megatron", "fsdp-megatron", "sequence"),
+    "gpt-scan": ("data", "fsdp", "megatron", "fsdp-megatron", "sequence", "vocab"),
+    "vit": ("data", "fsdp", "megatron", "fsdp-megatron"),
+    "gpt": ("data", "fsdp", "megatron", "fsdp-megatron", "sequence", "vocab"),
+}
+COLUMN = ("wq", "wk", "wv", "up", "gate", "w1", "b1", "head")
+ROW = ("wo", "down", "w2", "a2")
+
+
+class Hand:
+    """A hand annotation on mesh axes `x` (data) and `y` (model): where parameters and activations lie."""
+
+    def __init__(self, name: str, mesh: Any, workload: str):
+        self.mesh, self.workload = mesh, workload
+        every = ("x", "y")
+        self.tensor = {"megatron": "y", "fsdp-megatron": "y", "sequence": "y", "megatron-all": every}.get(
+            name
+        )
+        self.vocab = ("y",) if name == "vocab" else self.tensor
+        self.experts = {"experts": ("y",), "experts-all": every}.get(name)
+        self.fsdp = {"fsdp": every, "vocab": every, "experts": every, "fsdp-megatron": ("x",)}.get(name)
+        if name == "experts-all":
+            self.fsdp = every
+        self.sequence = ("y",) if name == "sequence" else None
+        self.batch = () if name == "megatron-all" else ("x",) if self.tensor else every
+
+    def size(self, axes: Any) -> int:
+        """Devices along axes."""
+        return math.prod(self.mesh.shape[a] for a in ([axes] if isinstance(axes, str) else axes or ()))
+
+    def parameter(self, path: Any, leaf: Any) -> Any:
+        """The sharding of a parameter, or of its moments, by its name and shape."""
+        import jax
+
+        name = str(getattr(path[-1], "key", path[-1]))
+        dims: list[Any] = [None] * len(leaf.shape)
+        expert = self.workload == "moe" and name in ("up", "down")
+        if expert and self.experts and leaf.shape[0] % self.size(self.experts) == 0:
+            dims[0] = self.experts
+        elif expert and self.experts:
+            dims[0] = "y"
+        elif len(dims) > 1 and name in ("embed", "head"):
+            dims[0 if name == "embed" else -1] = self.vocab
+        elif len(dims) > 1 and self.tensor and name in COLUMN + ROW:
+            dims[-1 if name in COLUMN else -2] = self.tensor
+        used = {a for d in dims if d for a in ([d] if isinstance(d, str) else d)}
+        free = tuple(a for a in self.fsdp or () if a not in used)
+        best = sorted(range(len(dims)), key=lambda d: -leaf.shape[d])
+        for d in best if free else ():
+            if dims[d] is None and leaf.shape[d] % self.size(free) == 0:
+                dims[d] = free
+                break
+        return jax.NamedSharding(self.mesh, jax.P(*dims))
+
+    def mark(self, x: Any, kind: str) -> Any:
+        """The constraint of an activation."""
+        import jax
+
+        dims: list[Any] = [None] * x.ndim
+        dims[0] = self.batch or None
+        if kind == "hidden":
+            dims[1] = self.sequence
+        elif kind == "heads" and self.tensor and x.shape[2] % self.size(self.tensor) == 0:
+            dims[2] = self.tensor
+        elif kind == "wide":
+            dims[-1] = self.tensor
+        elif kind == "logits" and self.vocab:
+            dims[0], dims[-1] = ("x",), self.vocab
+        elif kind == "experts":
+            experts = self.experts
+            if experts and x.shape[0] % self.size(experts):
+                experts = ("y",)
+            rest = tuple(a for a in self.batch if a not in (experts or ()))
+            dims[0], dims[1] = experts, rest or None
+            if not experts and self.tensor and x.shape[-1] > 1024:
+                dims[-1] = self.tensor
+        return jax.lax.with_sharding_constraint(x, jax.NamedSharding(self.mesh, jax.P(*dims)))
+
+
+def run_one(name: str, machine: str, contender: str, budget: str = "") -> dict[str, Any]:
+    """Compile one contender and measure its program."""
+    import jax
+
+    import jshard
+    from benchmarks import workloads
+    from benchmarks.quality import wires
+    from jshard._verify import read_program
+
+    mesh = jshard.topology(machine, fidelity.MACHINES[machine], compiles=True)
+    n = mesh.devices
+    w = workloads.get(name, devices=n)
+    batch = tuple(jax.NamedSharding(mesh.jax_mesh, jax.P(("x", "y"))) for _ in w.batch)
+    extra: dict[str, Any] = {}
+    start, cpu = time.perf_counter(), time.process_time()
+    if contender.startswith("jshard") or contender == "xla-plan":
+        limit = int(float(budget)) if budget else None
+        f = jshard.shard(
+            w.step, in_strategy=w.in_strategy(n), level=2, mesh=mesh, donate_argnums=(0,), memory_budget=limit
+        )
+        plan = f.plan(*w.args)
+        extra = {
+            "plan_s": time.perf_counter() - start,
+            "gap": plan.cost.gap,
+            "predicted": plan.cost.compute + plan.cost.communication,
+        }
+        start, cpu = time.perf_counter(), time.process_time()
+        if contender == "xla-plan":
+            lowered = jax.jit(
+                w.step,
+                in_shardings=plan.in_shardings[0],
+                out_shardings=plan.out_shardings,
+                donate_argnums=(0,),
+            ).lower(*w.args)
+        else:
+            lowered = f.lower(*w.args)
+    elif contender == "xla-batch":
+        # The state is left open: shardings of abstract arguments say nothing about it.
+        args = [w.state] + [
+            jax.ShapeDtypeStruct(b.shape, b.dtype, sharding=s) for b, s in zip(w.batch, batch, strict=True)
+        ]
+        lowered = jax.jit(w.step, donate_argnums=(0,)).lower(*args)
+    else:
+        hand = Hand(contender, mesh.jax_mesh, name)
+        w = workloads.get(name, devices=n, mark=hand.mark)
+        state = jax.tree_util.tree_map_with_path(hand.parameter, w.state)
+        loss = jax.NamedSharding(mesh.jax_mesh, jax.P())
+        lowered = jax.jit(
+            w.step, in_shardings=(state, *batch), out_shardings=(state, loss), donate_argnums=(0,)
+        ).lower(*w.args)
+    lowered_s = time.perf_counter() - start
+    lowered_cpu_s = time.process_time() - cpu
+    start, cpu = time.perf_counter(), time.process_time()
+    compiled = lowered.compile()
+    compile_s, compile_cpu_s = time.perf_counter() - start, time.process_time() - cpu
+    p = read_program(compiled)
+    if contender.startswith("jshard"):
+        v = plan.verify(compiled)
+        extra |= {"error": v.error, "planned_bytes": v.predicted, "planned_peak": plan.cost.peak_bytes}
+    chip = mesh.hardware
+    bandwidth = chip.link_bandwidth * len(mesh.physical)
+    flops = p.flops or 0.0
+    compute = max(flops / chip.bf16_flops, (p.estimated_cycles or 0) / CLOCK[chip.name])
+    m = compiled.memory_analysis()
+    assert m is not None
+    apart = m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
+    return {
+        "workload": name,
+        "machine": machine,
+        "contender": contender,
+        "jax": jax.__version__,
+        "bytes": p.total,
+        "by_kind": p.by_kind,
+        "complete": p.complete,
+        "peak": p.peak_bytes,
+        "off_chip": m.argument_size_in_bytes + apart,
+        "flops_ratio": flops / (w.flops / n),
+        "cycles": p.estimated_cycles,
+        "compute": compute,
+        "seconds": compute + p.total / bandwidth,
+        "by_links": compute + wires.of_program(p, mesh.jax_mesh.devices, chip.link_bandwidth),
+        "lower_s": lowered_s,
+        "compile_s": compile_s,
+        "cpu_s": lowered_cpu_s + compile_cpu_s,
+        **extra,
+    }
+
+
+Key = tuple[str, str, str]
+
+
+def stored() -> dict[Key, dict[str, Any]]:
+    """The last result of each run."""
+    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
+    return {(r["machine"], r["workload"], r["contender"]): r for r in map(json.loads, lines)}
+
+
+FORMULAS = {"seconds": "bytes", "by_links": "links"}  # a column of the results, and what the table calls it
+
+
+def write_table(results: dict[Key, dict[str, Any]]) -> str:
+    """All contenders in Markdown, workload by workload, best first; and jshard against the best of the others."""
+    lines = [
+        "# Plans of jshard against hand annotations and XLA's propagation",
+        "",
+        "Written by `make bench-quality`; what the columns mean and the two formulas of the estimated time are",
+        "in its docstring. One compiler (libtpu), no device. Bytes are received per device and step; `FLOPs` is over the",
+        "program's FLOPs / devices; `ratio` is the estimated time (by bytes) over jshard's.",
+    ]
+    for machine in sorted({m for m, _, _ in results}):
+        rows = []
+        for name in fidelity.WORKLOADS:
+            mine = {c: r for (m, w, c), r in results.items() if (m, w) == (machine, name)}
+            if "failed" in mine.get("jshard", {"failed": ""}):
+                continue
+            base = mine["jshard"]["seconds"]
+            for c in sorted(mine, key=lambda c: mine[c].get("seconds", math.inf)):
+                r = mine[c]
+                if "failed" in r:
+                    rows.append(f"| {name} | {c} | {r['failed'][:80]} | | | | | | | |")
+                    continue
+                links = f"{r['by_links'] * 1e3:.3f}" if "by_links" in r else ""
+                rows.append(
+                    f"| {name} | {'**jshard**' if c == 'jshard' else c} | {r['seconds'] * 1e3:.3f} "
+                    f"| {r['seconds'] / base:.2f} | {links} | {r['compute'] * 1e3:.3f} | {r['bytes'] / 1e6:,.1f} "
+                    f"| {r['peak'] / 1e6:,.0f} | {r['flops_ratio']:.3f} | {r['lower_s'] + r['compile_s']:.0f} |"
+                )
+        lines += ["", f"## {machine}", ""]
+        for formula, words in FORMULAS.items():
+            known = {k: r for k, r in results.items() if k[0] == machine and (formula in r or "failed" in r)}
+            if known:
+                lines += [
+                    f"Time by {words}:",
+                    "",
+                    *means(known, formula),
+                    *dominance(machine, known, formula),
+                    "",
+                ]
+        lines += compile_ratios(machine, results)
+        lines += [
+            "",
+            "| workload | contender | ms by bytes | ratio | ms by links | compute ms | MB moved | peak MB | FLOPs "
+            "| lower + compile s |",
+            "|---|---|---|---|---|---|---|---|---|---|",
+            *rows,
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def means(results: dict[Key, dict[str, Any]], formula: str) -> list[str]:
+    """Geometric means of jshard's time over that of the best hand plan and of propagation, for one machine."""
+    hand, batch = {}, {}
+    for (_, name, contender), mine in results.items():
+        if contender != "jshard" or formula not in mine:
+            continue
+        others = {c: r[formula] for (_, w, c), r in results.items() if w == name and formula in r}
+        if all(c in others for c in HAND[name]):
+            hand[name] = mine[formula] / min(others[c] for c in HAND[name])
+        if "xla-batch" in others:
+            batch[name] = mine[formula] / others["xla-batch"]
+    out = []
+    for words, values in (("the best hand plan", hand), ("XLA's propagation from the batch", batch)):
+        if values:
+            mean = math.exp(sum(map(math.log, values.values())) / len(values))
+            single = ", ".join(f"{n} {v:.3f}" for n, v in values.items())
+            out.append(f"- Geometric mean of jshard's time over that of {words}: {mean:.3f} ({single}).")
+    return out
+
+
+def dominance(machine: str, results: dict[Key, dict[str, Any]], formula: str) -> list[str]:
+    """jshard against every hand plan, within the memory that this hand plan needs.
+
+    Where the plan without a budget is predicted to fit, it is the plan of the budget too, and is not compiled again.
+    Where it only compiles to no more, in the peak or off the chip, it is said which: the compiled peak has what lies
+    on the chip in it for some programs (mlp-512, moe) and not for others (lora).
+    """
+    beaten, lost, missing = 0, [], []
+    only: dict[str, list[str]] = {"peak": [], "off_chip": []}
+    for (_, name, c), r in results.items():
+        free = results.get((machine, name, "jshard"), {})
+        if c not in HAND[name] or formula not in r or formula not in free:
+            continue
+        mine = results.get((machine, name, f"jshard<={c}"))
+        if free["planned_peak"] <= r["peak"]:
+            mine = free
+        elif compiles := [k for k in only if k in free and k in r and free[k] <= r[k]]:
+            mine = free
+            only[compiles[0]].append(f"{name} {c}")
+        if mine is None or formula not in mine:
+            missing.append(f"{name} {c}" + (f" ({mine['failed'].split(': ')[-1]})" if mine else ""))
+        elif mine[formula] <= r[formula]:
+            beaten += 1
+        else:
+            lost.append(f"{name} {c} ({mine[formula] / r[formula]:.3f})")
+    out = [
+        f"- At the memory of each hand plan: {beaten} of {beaten + len(lost) + len(missing)} are not faster than "
+        "jshard's free plan where it needs no more memory, than its plan under that budget elsewhere."
+    ]
+    for measure, words in (("peak", "not by the predicted peak"), ("off_chip", "only off the chip")):
+        if only[measure]:
+            out.append(f"It needs no more by what it compiles to, {words}: {', '.join(only[measure])}.")
+    out += [f"Faster than jshard there: {', '.join(lost)}."] if lost else []
+    out += [f"Not measured there: {', '.join(missing)}."] if missing else []
+    return [" ".join(out)]
+
+
+def compile_ratios(machine: str, results: dict[Key, dict[str, Any]]) -> list[str]:
+    """Lowering and compiling over the same for the best hand plan, in seconds of the processor."""
+    said = []
+    for name in fidelity.WORKLOADS:
+        mine = {c: r for (m, w, c), r in results.items() if (m, w) == (machine, name) and "failed" not in r}
+        hand = [mine[c] for c in HAND[name] if c in mine]
+        if "jshard" in mine and len(hand) == len(HAND[name]):
+            best = min(hand, key=lambda r: r["seconds"])
+            if "cpu_s" in mine["jshard"] and "cpu_s" in best:
+                said.append(f"{name} {mine['jshard']['cpu_s'] / best['cpu_s']:.2f}")
+    return [f"Lowering and compiling over that of the best hand plan: {', '.join(said)}."] if said else []
+
+
+def main() -> int:
+    """All contenders of all workloads, cheap compiles first."""
+    parser = fidelity.arguments(__doc__, MACHINES, nargs="+", metavar="WORKLOAD MACHINE CONTENDER [BYTES]")
+    parser.add_argument("--contenders", nargs="*", default=None)
+    parser.add_argument(
+        "--budget", nargs="*", default=(), help="contenders whose compiled peak bounds jshard"
+    )
+    a = parser.parse_args()
+    if a.one:
+        print(json.dumps(run_one(*a.one)))
+        return 0
+    python = fidelity.compilers_python()
+    for machine in a.on:
+        for name in a.only:
+            runs = [(c, "") for c in (a.contenders or ("jshard", *HAND[name], "xla-batch", "xla-plan"))]
+            peaks = {c: stored().get((machine, name, c), {}).get("peak") for c in a.budget}
+            runs += [(f"jshard<={c}", str(p)) for c, p in peaks.items() if p]
+            for contender, budget in runs:
+                key = (machine, name, contender)
+                if fidelity.measured(stored().get(key)) and not a.again:
+                    continue
+                given = ["--one", name, machine, contender, *([budget] if budget else [])]
+                r = fidelity.in_process(python, __file__, given, a.seconds)
+                r = {"workload": name, "machine": machine, "contender": contender, **r}
+                with RESULTS.open("a") as f:
+                    f.write(json.dumps(r) + "\n")
+                TABLE.write_text(write_table(stored()))
+                said = r.get("failed") or f"{r['seconds'] * 1e3:.3f} ms, {r['bytes'] / 1e6:,.1f} MB"
+                print(machine, name, contender, said, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
