@@ -26,18 +26,18 @@ from jshard._rules.rule import NONE, Candidate, Rule, candidate_codes, layouts_o
 class TensorLayouts:
     """One tensor of an operator: its distinct layouts, and which of them each state uses."""
 
-    enumerate_layouts: tuple[Layout, ...]
+    layouts: tuple[Layout, ...]
     of_state: np.ndarray
 
     def layout(self, state: int) -> Layout:
         """Layout under a state."""
-        return self.enumerate_layouts[int(self.of_state[state])]
+        return self.layouts[int(self.of_state[state])]
 
     def num_shards(self, mesh: MeshAxes) -> np.ndarray:
         """Number of different blocks under each state."""
         found = self.__dict__.get("_pieces")
         if found is None or found[0] is not mesh:  # one mesh for a planning, which asks again and again
-            found = mesh, np.array([lay.pieces(mesh) for lay in self.enumerate_layouts])[self.of_state]
+            found = mesh, np.array([lay.pieces(mesh) for lay in self.layouts])[self.of_state]
             self.__dict__["_pieces"] = found
         return found[1]
 
@@ -161,7 +161,7 @@ class CandidateCache:
         keep = np.ones(len(states), dtype=bool)
         for side, i, key, test in pins:
             choices = (states.operands if side == "operand" else states.results)[i]
-            allowed = np.array([test(lay) for lay in choices.enumerate_layouts])
+            allowed = np.array([test(lay) for lay in choices.layouts])
             if not allowed.any():
                 raise SearchError(
                     f"no way to run {op.primitive} has its {side} {i} cut as {describe_pin(key)} asks",
@@ -187,7 +187,7 @@ class CandidateCache:
         if key in self._sets:
             return self._sets[key]
         # A pinned tuple says how many pieces, not which axis is major: that is the search's choice.
-        possible = layouts(shape, self.mesh, orders=bool(pins))
+        possible = enumerate_layouts(shape, self.mesh, orders=bool(pins))
         every = exact[:1] or [lay for lay in possible if all(test(lay) for *_, test in pins)]
         if not every:
             raise SearchError(
@@ -223,7 +223,7 @@ def _restrict(states: CandidateSet, keep: np.ndarray) -> CandidateSet:
     )  # fmt: skip
 
 
-def layouts(shape: tuple[int, ...], mesh: MeshAxes, orders: bool = False) -> list[Layout]:
+def enumerate_layouts(shape: tuple[int, ...], mesh: MeshAxes, orders: bool = False) -> list[Layout]:
     """Every layout without partial sums whose cuts divide `shape`; axes in mesh order, or in all `orders`."""
     out = []
     for where in itertools.product(range(-1, len(shape)), repeat=len(mesh.names)):
@@ -246,7 +246,7 @@ def _distinct_layouts(all_layouts: Sequence[Layout]) -> TensorLayouts:
 
 
 def _allowed_cuts(choices: TensorLayouts, mesh: MeshAxes) -> str:
-    cuts = sorted({lay.cuts(mesh) for lay in choices.enumerate_layouts if not lay.partial})
+    cuts = sorted({lay.cuts(mesh) for lay in choices.layouts if not lay.partial})
     return ", ".join(map(str, cuts[:6])) + (" ..." if len(cuts) > 6 else "")
 
 

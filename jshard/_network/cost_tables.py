@@ -101,7 +101,7 @@ class CostTables:
         within = self.seconds(relay, relay, tensor, returned, together)
         paired = relay.second_copy >= 0
         once = np.where(paired, within[relay.of_state, relay.second_copy], 0.0)
-        lies = np.array([[a == b for b in relay.enumerate_layouts] for a in made.enumerate_layouts])
+        lies = np.array([[a == b for b in relay.layouts] for a in made.layouts])
         lies = paired & lies[np.ix_(made.of_state, relay.second_copy)]
         out = np.zeros(lies.shape)
         for k, (ratio, at_hand) in enumerate(sharing):
@@ -123,8 +123,8 @@ class CostTables:
         )
         if key not in self._seconds:
             found = resharding.seconds_table(
-                source.enumerate_layouts,
-                target.enumerate_layouts,
+                source.layouts,
+                target.layouts,
                 tensor.shape,
                 tensor.itemsize,
                 self.topology,
@@ -132,8 +132,8 @@ class CostTables:
             )
             if returned:
                 found = found + deferred_gather_seconds(
-                    source.enumerate_layouts,
-                    target.enumerate_layouts,
+                    source.layouts,
+                    target.layouts,
                     tensor.shape,
                     tensor.itemsize,
                     self.topology,
@@ -145,7 +145,7 @@ class CostTables:
         """A number for the layouts of some choices: comparing them takes as long as making a table."""
         if id(choices) not in self._id_of_object:
             self._id_of_object[id(choices)] = self._id_of_layouts.setdefault(
-                choices.enumerate_layouts, len(self._id_of_layouts)
+                choices.layouts, len(self._id_of_layouts)
             )
         return self._id_of_object[id(choices)]
 
@@ -153,9 +153,7 @@ class CostTables:
         """Zero where two layouts are the same, forbidden elsewhere."""
         key = ("equal", id(a), id(b))
         if key not in self._ids:
-            same = np.array(
-                [[0.0 if p == q else np.inf for q in b.enumerate_layouts] for p in a.enumerate_layouts]
-            )
+            same = np.array([[0.0 if p == q else np.inf for q in b.layouts] for p in a.layouts])
             self._ids[key] = len(self.pairwise)
             self.pairwise.append(same[np.ix_(a.of_state, b.of_state)])
         return self._ids[key]
@@ -168,8 +166,7 @@ def zero_duplicate_reads(
     out = table.copy() if twins else table
     for twin in twins:
         same = [
-            twin.enumerate_layouts[a] == target.enumerate_layouts[b]
-            for a, b in zip(twin.of_state, target.of_state, strict=True)
+            twin.layouts[a] == target.layouts[b] for a, b in zip(twin.of_state, target.of_state, strict=True)
         ]
         out[:, np.array(same)] = 0.0
     return out
@@ -182,13 +179,11 @@ def _split_among_sharers(
 
     Only of copies that cannot be cut back to what is kept: others are paid in full.
     """
-    beside = np.array(
-        [[not is_local_slice_of(k, x) for x in target.enumerate_layouts] for k in relay.enumerate_layouts]
-    )
+    beside = np.array([[not is_local_slice_of(k, x) for x in target.layouts] for k in relay.layouts])
     beside = beside[np.ix_(relay.of_state, target.of_state)]
     if bit < 0:  # one of more scopes than are told apart
         return np.where(beside, table / mates, table)
-    same = np.array([[p == x for x in target.enumerate_layouts] for p in relay.enumerate_layouts])
+    same = np.array([[p == x for x in target.layouts] for p in relay.layouts])
     paired, here = (relay.second_copy >= 0)[:, None], (relay.second_copy_scopes >> bit & 1 > 0)[:, None]
     out = np.where(beside & paired, table / np.where(here, max(1, sharers - 2), mates), table)
     return np.where(here & same[np.ix_(relay.second_copy, target.of_state)], 0.0, out)

@@ -173,7 +173,7 @@ class _MemoryNetworkBuilder:
                 readings = times.uses[r]
                 if not readings:
                     end = times.begin[life.last_use[r] + 1]
-                elif r in self.problem.relays or any(lay.partial for lay in made.enumerate_layouts):
+                elif r in self.problem.relays or any(lay.partial for lay in made.layouts):
                     end = min(one.stored_at for one in readings) + 1
                 else:
                     end = readings[0].resharded_at + 1
@@ -185,7 +185,7 @@ class _MemoryNetworkBuilder:
         end = min((one.stored_at for one in self.live.uses[r]), default=begun) + 1
 
         def table() -> np.ndarray:
-            partial = np.array([bool(lay.partial) for lay in made.enumerate_layouts])[made.of_state]
+            partial = np.array([bool(lay.partial) for lay in made.layouts])[made.of_state]
             return np.where(partial, nbytes / made.num_shards(self.mesh), 0.0)
 
         self.add_interval(op.id, begun, end, ("sums", id(made), nbytes), table)
@@ -265,7 +265,7 @@ class _MemoryNetworkBuilder:
         relayed = c.tensor in self.problem.relays
         # A product that its reader absorbs is written out when it moves, and a partial sum is large before it does.
         by_source = fluid and is_unfusible(self.program.operators[self.producers[c.tensor][0]])
-        layouts = c.source.enumerate_layouts if by_source else c.target.enumerate_layouts
+        layouts = c.source.layouts if by_source else c.target.layouts
         kinds = ("same", "moved", "view") if fluid else ("same", "moved")
         n = len(layouts) * len(kinds)
         key = (
@@ -314,7 +314,7 @@ class _MemoryNetworkBuilder:
             for u, start, end in disjoint_intervals(readings, begin):
                 if u == c.reader:
                     hold(start, end, whole)
-        elif fluid and any(lay.partial for lay in c.source.enumerate_layouts):
+        elif fluid and any(lay.partial for lay in c.source.layouts):
             # Who needs a sum whole has it moved, if not to the relay then from there: counted there.
             for _, start, end in disjoint_intervals(readings, begin):
                 hold(first, min(start, max(r.resharded_at for r in readings)), whole)
@@ -343,7 +343,7 @@ class _MemoryNetworkBuilder:
     def copy_tables(self, c: ReshardEdge, by_source: bool, fluid: bool) -> list[np.ndarray]:
         """Tables maker x copy and copy x reader: one tells the layout, the other allows and charges."""
         tensor, tables = self.program.tensors[c.tensor], self.problem.cost_tables
-        sources, targets = c.source.enumerate_layouts, c.target.enumerate_layouts
+        sources, targets = c.source.layouts, c.target.layouts
         moved = c.count * tables.seconds(c.source, c.target, tensor, c.returned_sum, c.combined_with)
         same = np.array([[a == b for b in targets] for a in sources])
         kinds = [np.where(same, 0.0, np.inf), np.where(same, np.inf, moved)]
@@ -351,7 +351,7 @@ class _MemoryNetworkBuilder:
             view = np.array([[_is_slice(a, b) for b in targets] for a in sources])
             kinds = [kinds[0], np.where(view, np.inf, kinds[1]), np.where(view, kinds[1], np.inf)]
         own = c.source if by_source else c.target
-        tells = np.where(own.of_state[:, None] == np.arange(len(own.enumerate_layouts))[None, :], 0.0, np.inf)
+        tells = np.where(own.of_state[:, None] == np.arange(len(own.layouts))[None, :], 0.0, np.inf)
         tells = np.hstack([tells] * len(kinds))
         if by_source:  # a row of the copy: a kind and a layout of the maker
             return [tells, np.ascontiguousarray(np.vstack(kinds)[:, c.target.of_state])]

@@ -52,7 +52,7 @@ class Relay(TensorLayouts):
     @property
     def has_second_copies(self) -> bool:
         """Whether there are states with a second copy."""
-        return len(self.enumerate_layouts) < len(self.of_state)
+        return len(self.layouts) < len(self.of_state)
 
 
 SharingScopes = tuple[tuple[float, bool], ...]
@@ -277,7 +277,7 @@ def _build_relays(
                 listed[makers[t]], [listed[c] for c in readings[here]], bits[here], t in whole
             )
             arrays = (x.tobytes() for x in (relay.of_state, relay.second_copy, relay.second_copy_scopes))
-            found = known[key] = alike.setdefault((relay.enumerate_layouts, *arrays), relay)
+            found = known[key] = alike.setdefault((relay.layouts, *arrays), relay)
         relays[t] = found
     return relays
 
@@ -294,10 +294,10 @@ def build_relay(
     - `whole`: never keep it as a partial sum.
     """
     seen: dict[Layout, None] = {}
-    for lay in made.enumerate_layouts:
+    for lay in made.layouts:
         seen.setdefault(lay.without_partial())
     for c in read:
-        for lay in c.enumerate_layouts:
+        for lay in c.layouts:
             if not (no_partial_sums and lay.partial):
                 seen.setdefault(lay)
     kept = tuple(seen)
@@ -305,8 +305,8 @@ def build_relay(
     masks = sorted({m for b in set(bits) - {-1} for m in (1 << b, (2 << max(bits)) - 1)})
     for mask in masks:
         sharing = [c for c, b in zip(read, bits, strict=True) if b >= 0 and mask >> b & 1]
-        offers = Counter(lay for c in sharing for lay in c.enumerate_layouts)
-        offers.update(made.enumerate_layouts)
+        offers = Counter(lay for c in sharing for lay in c.layouts)
+        offers.update(made.layouts)
         copies = [p for p, lay in enumerate(kept) if not lay.partial and offers[lay] > 1]
         states += [
             (k, p, mask) for k, a in enumerate(kept) for p in copies

@@ -173,7 +173,7 @@ class _Propagation:
     ) -> None:
         """Add what it takes to bring a tensor between each state's layout and a neighbour's, sums done."""
         topology, there = self.problem.topology, (other.without_partial(),)
-        here = tuple(lay.without_partial() for lay in own_communication.enumerate_layouts)
+        here = tuple(lay.without_partial() for lay in own_communication.layouts)
         if reading:
             received = bytes_table(there, here, t.shape, t.itemsize, topology)[0]
         else:

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 
 from jshard._core.errors import ShardError
 from jshard._core.topology import Topology
-from jshard._network.candidates import CandidateCache, layouts
+from jshard._network.candidates import CandidateCache, enumerate_layouts
 from jshard._plan.records import Alternative, Decision
 from jshard._program.graph import Literal, Operator, Program, operator_name
 from jshard._spec.entry import Pin, join_choices, parse_entry
@@ -235,7 +235,7 @@ class Replanner:
     def _check_cuts(self, pin: Pin, shape: Sequence[int]) -> None:
         """Refuse cuts that no axes of the plan's mesh make; offered are the nearest that some do."""
         mesh = self.topology.mesh
-        every = list(dict.fromkeys(lay.cuts(mesh) for lay in layouts(tuple(shape), mesh)))
+        every = list(dict.fromkeys(lay.cuts(mesh) for lay in enumerate_layouts(tuple(shape), mesh)))
         if any(all(w in (None, c) for w, c in zip(pin.cuts, cuts, strict=True)) for cuts in every):
             return
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import jshard
-from jshard._api.differentiation import for_training
+from jshard._api.differentiation import plan_for_gradient
 from jshard._api.prepare import prepare
-from jshard._verify import read
+from jshard._verify import read_program
 
 
 def loss(params, x):
@@ -30,7 +30,7 @@ MESH = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), dev
 
 def collectives(compiled):
     """Bytes by kind that the compiler emitted."""
-    return read(compiled).by_kind
+    return read_program(compiled).by_kind
 
 
 def test_gradients_compile_to_the_jointly_best_plan():
@@ -53,7 +53,7 @@ def test_pins_hold_in_training():
     f = jshard.shard(loss, in_strategy=(None, (8, 1)), mesh=MESH)
     p = prepare(f._request, (params, x), {})
     for moving in ((0, 1), (0, 1, 2), (2,)):
-        made = for_training(p, moving).schedule.choice
+        made = plan_for_gradient(p, moving).schedule.assignment
         assert made.made(made.program.operators[made.program.inputs[2]].results[0]).dims == (("x",), ())
 
 
@@ -61,7 +61,7 @@ def test_operator_pins_hold_in_training():
     pinned = jshard.op(jnp.dot, in_strategy=((1, 1), (1, 8)))
     f = jshard.shard(lambda w, x: jnp.sum(pinned(x, w) ** 2), mesh=MESH)
     w, x = jnp.ones((64, 64)), jnp.ones((512, 64))
-    made = for_training(prepare(f._request, (w, x), {}), (0,)).schedule.choice
+    made = plan_for_gradient(prepare(f._request, (w, x), {}), (0,)).schedule.assignment
     dot = next(op for op in made.program.operators if op.primitive == "dot_general")
     assert made.needed(dot.id, 1).dims == ((), ("x",))
 
@@ -78,8 +78,8 @@ def test_what_has_no_pull_back_is_planned_forward():
     f = jshard.shard(lambda x: jax.lax.while_loop(lambda c: c[0, 0] < 9, lambda c: c * 2, x), mesh=MESH)
     x = jnp.ones((8, 8))
     p = prepare(f._request, (x,), {})
-    found = for_training(p, (0,))
-    assert found.schedule is p.schedule and "JAX gives no pull-back of it: ValueError" in found.said
+    found = plan_for_gradient(p, (0,))
+    assert found.schedule is p.schedule and "JAX gives no pull-back of it: ValueError" in found.note
     assert float(jax.jvp(f, (x,), (x,))[1][0, 0]) == 16
     with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
         jax.grad(lambda x: f(x).sum())(x)

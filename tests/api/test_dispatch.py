@@ -44,7 +44,7 @@ def test_one_trace_wherever_arguments_lie(caplog):
 def misses(g, monkeypatch):
     """The calls of `g` that JAX's dispatch did not serve alone."""
     seen = []
-    real = shard.Sharded._program
+    real = shard.Sharded._executable
     monkeypatch.setattr(shard.Sharded, "_program", lambda self, a, k, *p: seen.append(a) or real(self, a, k))
     return seen
 
@@ -146,7 +146,7 @@ def test_planning_does_not_hold_up_other_signatures(monkeypatch):
         "jshard._plan.planner.solve",
         "jshard._api.executable.spmd",
         "jax.stages.Lowered.compile",
-        "jshard._jaxcompat.first_call",
+        "jshard._jaxcompat.call_and_fastpath_data",
     ],
 )
 def test_interrupted(where, monkeypatch):

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import pytest
 
 import jshard
-from jshard._api.pareto import Frontier, _best
+from jshard._api.pareto import Frontier, _pareto_front
 from jshard._plan.planner import PlanRequest
-from jshard._report.progress import line, progress
+from jshard._report.progress import progress, progress_line
 from jshard._report.totals import step_seconds
 from tests.helpers.models import ffn
 from tests.helpers.report_plans import FFN, f32, mesh
@@ -203,7 +203,7 @@ def test_a_frontier_falls_and_fills_its_widest_gap(monkeypatch):
 
 def test_the_best_plans_beat_each_other_in_nothing():
     plans = [p for p in jshard.sweep(big, *BIG, mesh=machines(), level=[0, 1, 2]).plans]
-    kept = Frontier("big", _best(plans)).points
+    kept = Frontier("big", _pareto_front(plans)).points
     for t, b in kept:
         assert not any((s <= t and c < b) or (s < t and c <= b) for s, c in kept)
 
@@ -254,4 +254,4 @@ def test_progress_ends_with_the_work_and_lets_errors_through():
         with progress("f", 2, stream=said, shown=True):
             raise KeyError
     assert said.getvalue().endswith("\r")
-    assert len(line("x" * 200, 1, 2, "y" * 200, 5)) <= 100
+    assert len(progress_line("x" * 200, 1, 2, "y" * 200, 5)) <= 100

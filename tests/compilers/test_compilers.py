@@ -17,7 +17,7 @@ from jax import lax
 
 import jshard
 from jshard._core.named_topology import topology
-from jshard._verify import read, verify_plan
+from jshard._verify import read_program, verify_plan
 from tests.helpers import known_traffic, rules_examples
 from tests.helpers.collective_programs import PROGRAMS
 from tests.laws import rules_bytes, rules_validator
@@ -53,7 +53,7 @@ def test_the_reader_finds_the_traffic_of_the_shapes(name, axes, slices, dtype, r
     mesh = topology(name, axes, num_slices=slices, compiles=True).jax_mesh
     itemsize = jnp.dtype(dtype).itemsize
     for program in known_traffic.programs(rows, cols):
-        found = read(program.lower(mesh, dtype).compile())
+        found = read_program(program.lower(mesh, dtype).compile())
         want = {k: v * itemsize for k, v in program.expected.items()}
         assert (program.name, found.meant_by_kind, found.unread) == (program.name, want, ())
 
@@ -64,7 +64,7 @@ def test_a_training_step_has_the_traffic_of_its_jaxpr(name, axes, slices) -> Non
     mesh = topology(name, axes, num_slices=slices, compiles=True).jax_mesh
     f, args = known_traffic.training_step(mesh, layers=2, batch=8192, d=2048, ff=8192, dtype=jnp.bfloat16)
     traced = f.trace(*args)
-    found = read(traced.lower().compile())
+    found = read_program(traced.lower().compile())
     assert found.complete
     # Between slices the scalar loss is padded to a tile of 1 KiB.
     assert found.meant_by_kind == pytest.approx(known_traffic.jaxpr_traffic(traced.jaxpr, mesh), abs=2048)
@@ -100,7 +100,7 @@ def test_named_machines_give_devices_that_compile(name, axes) -> None:
     assert len({d.id for d in t.jax_mesh.devices.flat}) == t.devices
     spec = jax.sharding.NamedSharding(t.jax_mesh, jax.P(tuple(axes)))
     x = jax.ShapeDtypeStruct((4096,), jnp.float32, sharding=spec)
-    total = read(jax.jit(jnp.sum).lower(x).compile()).meant_by_kind
+    total = read_program(jax.jit(jnp.sum).lower(x).compile()).meant_by_kind
     assert total == ({"all_reduce": 2 * 4 * (t.devices - 1) / t.devices} if t.devices > 1 else {})
 
 

@@ -42,7 +42,7 @@ def test_v5p_wraps_on_whole_cubes(shape, ring):
 
 def test_physical_axes_fold_under_one_mesh_axis():
     t = from_mesh(mesh(data=16, model=4), hardware.get("v5p"), physical=(4, 4, 4))
-    assert t.link("data").physical == 2 and t.link("model").physical == 1
+    assert t.link("data").torus_axes == 2 and t.link("model").torus_axes == 1
     assert t.link("data").bandwidth == pytest.approx(2 * t.link("model").bandwidth)
 
 
@@ -90,7 +90,7 @@ def test_a_7x_chip_is_two_devices():
     chip = hardware.get("7x")
     assert device_count(chip, (2, 2, 1)) == 8
     t = from_mesh(mesh(a=4, b=2), chip, physical=(2, 2, 1))
-    assert wires(t, "b") == [("die", 2, False)] and t.link("a").physical == 2
+    assert wires(t, "b") == [("die", 2, False)] and t.link("a").torus_axes == 2
     assert t.link("b").bandwidth > 4 * t.link("a").bandwidth
 
 

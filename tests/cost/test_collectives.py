@@ -11,7 +11,7 @@ from jshard._core import hardware as hardware
 from jshard._core.layout import MeshAxes
 from jshard._core.topology import from_mesh
 from jshard._cost.collectives import coefficients, collective
-from jshard._cost.roofline import peak, roofline
+from jshard._cost.roofline import peak_flops, roofline
 
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
@@ -154,8 +154,13 @@ def test_roofline_is_the_slower_of_two():
 @pytest.mark.parametrize("chip", CHIPS)
 def test_peaks_of_dtypes(chip):
     c = hardware.get(chip)
-    assert peak("bfloat16", c) == peak("float16", c) == c.bf16_flops and peak(np.float32, c) == c.f32_flops
-    assert peak("float8_e4m3fn", c) == (c.fp8_flops or c.bf16_flops)
-    assert peak("int8", c) == (c.int8_flops or c.bf16_flops)
-    assert peak("float64", c) < peak("float32", c) and peak("complex64", c) < peak("float32", c)
-    assert peak("bool", c) == peak("int32", c) == c.f32_flops
+    assert (
+        peak_flops("bfloat16", c) == peak_flops("float16", c) == c.bf16_flops
+        and peak_flops(np.float32, c) == c.f32_flops
+    )
+    assert peak_flops("float8_e4m3fn", c) == (c.fp8_flops or c.bf16_flops)
+    assert peak_flops("int8", c) == (c.int8_flops or c.bf16_flops)
+    assert peak_flops("float64", c) < peak_flops("float32", c) and peak_flops("complex64", c) < peak_flops(
+        "float32", c
+    )
+    assert peak_flops("bool", c) == peak_flops("int32", c) == c.f32_flops

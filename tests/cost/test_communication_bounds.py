@@ -93,9 +93,9 @@ def test_no_layout_of_a_matmul_beats_its_bound():
 
 def test_copies_lower_the_bound():
     one = communication_bounds.matmul(64, 64, 64, 8, itemsize=4).bytes
-    some = communication_bounds.matmul(64, 64, 64, 8, itemsize=4, held=2048).bytes
+    some = communication_bounds.matmul(64, 64, 64, 8, itemsize=4, local_elements=2048).bytes
     assert 0 < some < one
-    assert communication_bounds.matmul(64, 64, 64, 8, itemsize=4, held=3 * 64 * 64).bytes == 0
+    assert communication_bounds.matmul(64, 64, 64, 8, itemsize=4, local_elements=3 * 64 * 64).bytes == 0
 
 
 def test_little_memory_raises_the_bound():

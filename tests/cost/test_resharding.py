@@ -17,9 +17,9 @@ from jshard._core.errors import SearchError
 from jshard._core.layout import Layout, MeshAxes
 from jshard._core.topology import from_mesh, mesh_axes
 from jshard._cost import resharding
-from jshard._cost.reshard_steps import Step, apply, moves
-from jshard._cost.resharding import bytes_table, cost, steps, table
-from jshard._lower.emit_collectives import permutation, run_steps
+from jshard._cost.reshard_steps import ReshardStep, apply_step, successor_steps
+from jshard._cost.resharding import bytes_table, cheapest_steps, reshard_cost, seconds_table
+from jshard._lower.emit_collectives import apply_reshard, permute_pairs
 
 
 MESHES = {
@@ -77,18 +77,18 @@ def test_steps_lead_from_one_layout_to_the_other(name, shape):
     for a in every:
         for b in every:
             if not reachable(a, b):
-                assert cost(a, b, shape, 4, topology(mesh))[0] == math.inf
+                assert reshard_cost(a, b, shape, 4, topology(mesh))[0] == math.inf
                 continue
             here = a
-            for s in steps(a, b, shape, topology(mesh)):
-                here = apply(s, here)
+            for s in cheapest_steps(a, b, shape, topology(mesh)):
+                here = apply_step(s, here)
                 assert here.divides(shape, mesh), (a, b, s)
             assert here == b
 
 
 def test_all_layouts_are_in_the_graph():
     mesh, shape = MESHES["2x2x2"], (8, 8)
-    graph, _ = resharding._place(shape, topology(mesh))
+    graph, _ = resharding._canonical_graph(shape, topology(mesh))
     assert set(graph.layouts) == set(layouts(mesh, shape))
 
 
@@ -98,7 +98,7 @@ def test_tables_are_costs_and_obey_the_triangle(name, chip):
     mesh, shape = MESHES[name], (64, 64)
     every, where = layouts(mesh, shape), topology(mesh, chip)
     for itemsize, together in itertools.product((0, 1, 4, 1000, 1e6, 1e12), (1, 30)):
-        seconds = table(every, every, shape, itemsize, where, together)
+        seconds = seconds_table(every, every, shape, itemsize, where, together)
         received = bytes_table(every, every, shape, itemsize, where)
         assert (np.diag(seconds) == 0).all() and (np.diag(received) == 0).all()
         assert (seconds >= 0).all() and (received >= 0).all()
@@ -108,8 +108,10 @@ def test_tables_are_costs_and_obey_the_triangle(name, chip):
         assert (seconds[finite] <= best[finite] * (1 + 1e-10)).all()
     rng = np.random.default_rng(0)
     for i, j in rng.integers(len(every), size=(200, 2)):
-        t, v, parts = cost(every[i], every[j], shape, 4, where)
-        assert t == pytest.approx(table([every[i]], [every[j]], shape, 4, where)[0, 0], rel=1e-9, abs=1e-15)
+        t, v, parts = reshard_cost(every[i], every[j], shape, 4, where)
+        assert t == pytest.approx(
+            seconds_table([every[i]], [every[j]], shape, 4, where)[0, 0], rel=1e-9, abs=1e-15
+        )
         assert (v == math.inf) == (t == math.inf)
         if math.isfinite(t):
             assert t == pytest.approx(sum(c.seconds for c in parts)) and v == sum(c.bytes for c in parts)
@@ -119,25 +121,25 @@ def test_tables_scale_with_bytes_and_forget_the_order_of_dimensions():
     where = topology(MESHES["2x2x2"], "v5e")
     a, b = Layout((("x", "y"), (), ("z",))), Layout(((), ("x",), ()))
     flip = [Layout(tuple(reversed(k.dims))) for k in (a, b)]
-    one, two = (table([a], [b], (64, 64, 64), n, where)[0, 0] for n in (1e6, 2e6))
-    zero = table([a], [b], (64, 64, 64), 0, where)[0, 0]
+    one, two = (seconds_table([a], [b], (64, 64, 64), n, where)[0, 0] for n in (1e6, 2e6))
+    zero = seconds_table([a], [b], (64, 64, 64), 0, where)[0, 0]
     assert two - one == pytest.approx(one - zero)
-    assert table(*[[k] for k in flip], (64, 64, 64), 1e6, where)[0, 0] == pytest.approx(one)
+    assert seconds_table(*[[k] for k in flip], (64, 64, 64), 1e6, where)[0, 0] == pytest.approx(one)
 
 
 def test_a_cut_that_does_not_divide_is_never_passed_through():
     mesh = MESHES["2x4"]
     where = topology(mesh)
     a, b = Layout((("x",), ())), Layout((("y",), ()))
-    assert [s.kind for s in steps(a, b, (8, 8), where)][0] == "slice"
-    assert [str(s) for s in steps(a, b, (4, 1), where)] == ["all_gather[x] 0", "slice[y]->0"]
-    assert cost(a, b, (6, 8), 4, where) == (math.inf, math.inf, ())
-    assert table([a, b], [a, b], (6, 8), 4, where).tolist() == [[0, math.inf], [math.inf, math.inf]]
+    assert [s.kind for s in cheapest_steps(a, b, (8, 8), where)][0] == "slice"
+    assert [str(s) for s in cheapest_steps(a, b, (4, 1), where)] == ["all_gather[x] 0", "slice[y]->0"]
+    assert reshard_cost(a, b, (6, 8), 4, where) == (math.inf, math.inf, ())
+    assert seconds_table([a, b], [a, b], (6, 8), 4, where).tolist() == [[0, math.inf], [math.inf, math.inf]]
 
 
 def test_an_impossible_pair_says_so():
     with pytest.raises(SearchError) as e:
-        steps(Layout(((),)), Layout(((),), ("x",)), (8,), topology(MESHES["2x4"]))
+        cheapest_steps(Layout(((),)), Layout(((),), ("x",)), (8,), topology(MESHES["2x4"]))
     assert str(e.value) == (
         "layout (-) of a tensor of shape (8,) cannot become (-)+x\n"
         "  where: redistribution on mesh x=2 x y=4\n"
@@ -148,13 +150,13 @@ def test_an_impossible_pair_says_so():
 def test_a_step_that_does_not_fit_is_refused():
     a = Layout((("x", "y"), ()))
     for s in (
-        Step("all_gather", ("x",), 0),
-        Step("slice", ("y",), None, 1),
-        Step("all_reduce", ("z",)),
-        Step("permute", ("x", "y"), target=(("x",), ())),
+        ReshardStep("all_gather", ("x",), 0),
+        ReshardStep("slice", ("y",), None, 1),
+        ReshardStep("all_reduce", ("z",)),
+        ReshardStep("permute", ("x", "y"), target=(("x",), ())),
     ):
         with pytest.raises(ValueError):
-            apply(s, a)
+            apply_step(s, a)
 
 
 # 128 x 32 float32 on 8 devices (shared/cases/mindspore.md), bytes of the column "ideal", the cheapest
@@ -191,7 +193,7 @@ def test_partial_sums_end_in_the_right_collective():
     a = Layout(((), ()), ("x", "y"))
 
     def kinds(b: Layout) -> list[str]:
-        return [str(s) for s in steps(a, b, (8, 8), where)]
+        return [str(s) for s in cheapest_steps(a, b, (8, 8), where)]
 
     assert kinds(Layout(((), ()))) == ["all_reduce[x*y]"]
     assert kinds(Layout((("y", "x"), ()))) == ["reduce_scatter[y*x]->0"]
@@ -203,14 +205,14 @@ def test_axes_of_size_one_cost_nothing():
     mesh = MeshAxes(("x", "one", "y"), (2, 1, 4))
     where = topology(mesh)
     a, b = Layout((("x", "one"), ("y",))), Layout((("x", "y"), ("one",)))
-    assert [str(s) for s in steps(a, b, (8, 8), where)] == ["all_to_all[y] 1->0"]
-    assert cost(a, Layout((("one", "x"), ("y",))), (8, 8), 4, where) == (0.0, 0.0, ())
-    assert table([a], [b], (8, 8), 4, where)[0, 0] == cost(a, b, (8, 8), 4, where)[0]
+    assert [str(s) for s in cheapest_steps(a, b, (8, 8), where)] == ["all_to_all[y] 1->0"]
+    assert reshard_cost(a, Layout((("one", "x"), ("y",))), (8, 8), 4, where) == (0.0, 0.0, ())
+    assert seconds_table([a], [b], (8, 8), 4, where)[0, 0] == reshard_cost(a, b, (8, 8), 4, where)[0]
 
 
 def test_one_device_and_empty_tensors():
     where = topology(MeshAxes((), ()))
-    assert table([Layout(((),))], [Layout(((),))], (8,), 4, where).tolist() == [[0.0]]
+    assert seconds_table([Layout(((),))], [Layout(((),))], (8,), 4, where).tolist() == [[0.0]]
     where = topology(MESHES["2x4"])
     lays = [Layout((("x",),)), Layout(((),)), Layout(((),), ("x",))]
     assert bytes_table(lays, lays, (0,), 4, where)[:, :2].tolist() == [[0, 0], [0, 0], [0, 0]]
@@ -221,11 +223,11 @@ def test_one_device_and_empty_tensors():
 def test_permutations_bring_the_right_blocks(name):
     mesh, shape = MESHES[name], (8, 8)
     for a in layouts(mesh, shape):
-        for s in moves(a, mesh, shape):
+        for s in successor_steps(a, mesh, shape):
             if s.kind != "permute":
                 continue
-            before, after = placed(a, mesh, shape), placed(apply(s, a), mesh, shape)
-            pairs = permutation(a, s, mesh)
+            before, after = placed(a, mesh, shape), placed(apply_step(s, a), mesh, shape)
+            pairs = permute_pairs(a, s, mesh)
             sizes = [mesh.size(x) for x in s.axes]
             assert sorted(p for p, _ in pairs) == sorted(q for _, q in pairs) == list(range(math.prod(sizes)))
             send = {q: p for p, q in pairs}
@@ -282,13 +284,13 @@ def test_running_the_steps_gives_the_tensor_and_its_gradient(name, count, vma):
     mesh, pairs = pairs_of(name, shape, count)
     where = topology(mesh)
     sources = list(dict.fromkeys(a for a, _ in pairs))
-    plans = [steps(a, b, shape, where) for a, b in pairs]
+    plans = [cheapest_steps(a, b, shape, where) for a, b in pairs]
 
     def local(*blocks):
         held = dict(zip(sources, blocks, strict=True))
         out = []
         for (a, b), plan in zip(pairs, plans, strict=True):
-            y = run_steps(held[a][0], a, b, plan, mesh, vma=vma)
+            y = apply_reshard(held[a][0], a, b, plan, mesh, vma=vma)
             out.append(y[None])
         return tuple(out)
 
@@ -334,7 +336,15 @@ def test_where_the_consumer_varies_the_gradient_sums_its_parts():
         held = dict(zip(sources, blocks, strict=True))
         total = 0.0
         for a, b, v in pairs:
-            y = run_steps(held[a][0], a, b, steps(a, b, shape, where), mesh, vma=True, varying=frozenset(v))
+            y = apply_reshard(
+                held[a][0],
+                a,
+                b,
+                cheapest_steps(a, b, shape, where),
+                mesh,
+                vma=True,
+                consumer_axes=frozenset(v),
+            )
             # the consumer's numbers differ over `v`, and its block of them over the axes of b
             mine = u[0, 0] if v == ("x", "y") else jax.lax.psum(u[0, 0], "y")
             for d, axes in enumerate(b.dims):
@@ -366,11 +376,11 @@ def test_each_step_is_one_collective_of_its_kind(vma):
     shape, names = (24, 24), {"permute": "collective_permute"}
     mesh, pairs = pairs_of("2x2x2", shape, 120)
     where = topology(mesh)
-    plans = [steps(a, b, shape, where) for a, b in pairs]
+    plans = [cheapest_steps(a, b, shape, where) for a, b in pairs]
 
     def local(*blocks):
         each = zip(blocks, pairs, plans, strict=True)
-        return tuple(run_steps(x[0], a, b, plan, mesh, vma=vma)[None] for x, (a, b), plan in each)
+        return tuple(apply_reshard(x[0], a, b, plan, mesh, vma=vma)[None] for x, (a, b), plan in each)
 
     run = jax.shard_map(
         local,
@@ -399,7 +409,8 @@ def test_every_dtype_moves():
     def local(*blocks):
         each = zip(blocks, both, strict=True)
         return tuple(
-            run_steps(x, a, b, steps(a, b, shape, topology(mesh)), mesh, vma=True) for x, ((a, b), _) in each
+            apply_reshard(x, a, b, cheapest_steps(a, b, shape, topology(mesh)), mesh, vma=True)
+            for x, ((a, b), _) in each
         )
 
     both = list(itertools.product(pairs, values))
@@ -422,7 +433,9 @@ def test_axes_of_size_one_are_typed_right():
 
     def local(*blocks):
         each = zip(blocks, pairs, strict=True)
-        return tuple(run_steps(x, a, b, steps(a, b, shape, where), mesh, vma=True) for x, (a, b) in each)
+        return tuple(
+            apply_reshard(x, a, b, cheapest_steps(a, b, shape, where), mesh, vma=True) for x, (a, b) in each
+        )
 
     run = jax.shard_map(
         local,
@@ -439,7 +452,7 @@ def test_steps_to_somewhere_else_are_refused():
     mesh = MESHES["2x4"]
     a, b = Layout((("x",),)), Layout(((),))
     with pytest.raises(ValueError, match=r"steps lead from \(x\) to \(x\), not to \(-\)"):
-        run_steps(np.zeros(4), a, b, (), mesh, vma=False)
+        apply_reshard(np.zeros(4), a, b, (), mesh, vma=False)
 
 
 @pytest.mark.parametrize("vma", [False, True])
@@ -450,8 +463,8 @@ def test_an_all_to_all_of_a_dimension_of_length_one(vma):
     x = np.arange(128.0, dtype=np.float32).reshape(4, 4, 8)
 
     def move(x, source, target):
-        path = steps(source, target, (4, 4, 8), topology(mesh_axes(mesh)))
-        return run_steps(x, source, target, path, mesh_axes(mesh), vma=vma)
+        path = cheapest_steps(source, target, (4, 4, 8), topology(mesh_axes(mesh)))
+        return apply_reshard(x, source, target, path, mesh_axes(mesh), vma=vma)
 
     def f(x):
         y = jnp.transpose(jnp.sin(jnp.transpose(x, (0, 2, 1))), (2, 0, 1))

@@ -10,11 +10,11 @@ import jax
 import numpy as np
 
 import jshard
-from jshard._network.build import Problem
+from jshard._network.build import PlanningNetwork
 from jshard._network.exact_cost import exact_cost
 from jshard._plan import planner
 from jshard._plan.schedule_cost import schedule_cost
-from jshard._schedule.schedule import choice_of, schedule
+from jshard._schedule.schedule import assignment_of, schedule
 from tests.laws.fuzz_judge import _loss, mesh_of
 from tests.laws.fuzz_programs import Fuzzed
 
@@ -23,20 +23,20 @@ from tests.laws.fuzz_programs import Fuzzed
 class Searched:
     """The problems that were solved while planning, each with its answers as assignments; the first is the plan's."""
 
-    problems: list[tuple[Problem, np.ndarray]]
+    problems: list[tuple[PlanningNetwork, np.ndarray]]
 
     def __enter__(self) -> Searched:
-        self.real = planner._answer
+        self.real = planner._schedule_solution
 
-        def recorded(built: Problem, wish: Any, assignment: Any, *rest: Any, **named: Any) -> Any:
-            self.problems.append((built, np.asarray(assignment)[: built.network.size]))
+        def recorded(built: PlanningNetwork, wish: Any, assignment: Any, *rest: Any, **named: Any) -> Any:
+            self.problems.append((built, np.asarray(assignment)[: built.cost_network.size]))
             return self.real(built, wish, assignment, *rest, **named)
 
-        planner._answer = recorded
+        planner._schedule_solution = recorded
         return self
 
     def __exit__(self, *error: object) -> None:
-        planner._answer = self.real
+        planner._schedule_solution = self.real
 
 
 def searched() -> Searched:
@@ -60,10 +60,10 @@ def training(p: Fuzzed, **options: Any) -> tuple[Callable[..., Any], tuple[Any, 
 
 
 def random_assignments(
-    built: Problem, start: np.ndarray, rng: np.random.Generator, count: int, steps: int = 200
+    built: PlanningNetwork, start: np.ndarray, rng: np.random.Generator, count: int, steps: int = 200
 ) -> Iterator[np.ndarray]:
     """Feasible assignments on a random walk from one: a variable at a time takes any state that its edges allow."""
-    net, at = built.network, start.copy()
+    net, at = built.cost_network, start.copy()
     edges: list[list[tuple[int, bool, int]]] = [[] for _ in range(net.size)]
     for e, (i, j) in enumerate(net.edges.tolist()):
         edges[i].append((e, True, j))
@@ -78,9 +78,9 @@ def random_assignments(
         yield at.copy()
 
 
-def both_costs(built: Problem, assignment: np.ndarray) -> tuple[float, float]:
+def both_costs(built: PlanningNetwork, assignment: np.ndarray) -> tuple[float, float]:
     """What an assignment costs by the network and by its schedule."""
-    made = schedule(choice_of(built, tuple(assignment.tolist())))
+    made = schedule(assignment_of(built, tuple(assignment.tolist())))
     return exact_cost(built, assignment), schedule_cost(made, built).objective(built.level)
 
 

@@ -24,13 +24,13 @@ from jshard import _jaxcompat as compat
 from jshard._core.errors import ShardError
 from jshard._core.topology import Topology, from_mesh
 from jshard._lower.spmd import spmd
-from jshard._network.candidates import Interner
+from jshard._network.candidates import CandidateCache
 from jshard._plan.schedule_cost import collective_rows
 from jshard._program.graph import Literal, Program
 from jshard._program.trace import build
-from jshard._rules.rule import own_collectives
-from jshard._schedule.schedule import Choice, schedule
-from jshard._verify import Predicted, Verification, compare, read
+from jshard._rules.rule import internal_collectives
+from jshard._schedule.schedule import Assignment, schedule
+from jshard._verify import Predicted, Verification, compare, read_program
 from tests.laws.rules_validator import _QUICK, MESHES, Case
 
 
@@ -179,7 +179,7 @@ def trial(single: Single, devices: int, rng: random.Random, chip: Any = None, me
     every = [*single.values, *program.constants]
     shapes = [jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=p) for v, p in zip(every, places, strict=True)]
     compiled = jax.jit(spmd(made, mesh)).lower(*shapes).compile(compiler_options=_QUICK if runs else None)
-    v = compare(planned, read(compiled))
+    v = compare(planned, read_program(compiled))
     text = differs(v)
     if not text and runs and single.values:
         given = [jax.device_put(x, p) for x, p in zip(every, places, strict=True)]
@@ -193,13 +193,13 @@ def trial(single: Single, devices: int, rng: random.Random, chip: Any = None, me
     )
 
 
-def draw(program: Program, topology: Topology, rng: random.Random) -> Choice:
+def draw(program: Program, topology: Topology, rng: random.Random) -> Assignment:
     """A random state for every operator of a program in which no tensor has several readers.
 
     Half of the draws are among the states that leave sums or send something themselves, where there are any.
     """
-    interner = Interner(program, topology.mesh)
-    states = tuple(interner.states(op) for op in program.operators)
+    interner = CandidateCache(program, topology.mesh)
+    states = tuple(interner.candidates_of(op) for op in program.operators)
     state = []
     for s in states:
         every = range(len(s))
@@ -208,10 +208,10 @@ def draw(program: Program, topology: Topology, rng: random.Random) -> Choice:
             for k in every
             if any(c.of(k).partial for c in (*s.operands, *s.results))
             or s.op is not None
-            and own_collectives(s.rule, s.candidates[k], topology.mesh, s.op.outs)
+            and internal_collectives(s.rule, s.candidates[k], topology.mesh, s.op.outs)
         ]
         state.append(rng.choice(busy if busy and rng.random() < 0.5 else every))
-    return Choice(program, topology, states, tuple(state), {})
+    return Assignment(program, topology, states, tuple(state), {})
 
 
 def differs(v: Verification) -> str:

@@ -25,7 +25,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jshard import _jaxcompat as compat
 from jshard._core.layout import Layout, MeshAxes
 from jshard._rules.lookup import rules_for
-from jshard._rules.registry import LocalContext, Op, block_index
+from jshard._rules.registry import LocalContext, OpView, block_index
 from jshard._rules.rule import Candidate, Rule, candidates, operand_layouts, result_layouts
 
 
@@ -51,7 +51,7 @@ _QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passe
 class Case:
     """One operator with values: what the judge runs."""
 
-    op: Op
+    op: OpView
     eqn: Any
     values: tuple[Any, ...]
 
@@ -76,7 +76,7 @@ def cases(fn: Callable[..., Any], *args: Any) -> list[Case]:
     The whole function runs as one program that gives every intermediate value.
     """
     leaves = jax.tree.leaves(args)
-    found: list[tuple[Op, Any]] = []
+    found: list[tuple[OpView, Any]] = []
 
     def run(*a: Any) -> Any:
         found.clear()
@@ -108,7 +108,7 @@ def _walk(closed: Any, args: Sequence[Any], found: list[Any], values: list[Any])
             if name not in _CONTROL:
                 literals = tuple(v.val if compat.is_literal(v) else None for v in e.invars)
                 avals = (tuple(v.aval for v in e.invars), tuple(v.aval for v in e.outvars))
-                found.append((Op(name, e.params, *avals, literals), e))
+                found.append((OpView(name, e.params, *avals, literals), e))
                 values.append(operands)
         for v, x in zip(e.outvars, results, strict=True):
             if not compat.is_drop(v):
@@ -121,7 +121,9 @@ def sample(options: list[Candidate], limit: int, seed: int = 0) -> list[Candidat
     if len(options) <= limit:
         return options
     rng = random.Random(seed)
-    return sorted(options, key=lambda c: rng.random() ** (1 / (1 + sum(f != -1 for f in c.axes))))[-limit:]
+    return sorted(options, key=lambda c: rng.random() ** (1 / (1 + sum(f != -1 for f in c.axis_codes))))[
+        -limit:
+    ]
 
 
 def check(
@@ -141,7 +143,7 @@ def check(
         rule, entry = rules_for(case.op)
         if rule.opaque and entry is None:
             wrong.append(f"{case}: {rule.note}")
-        options = [c for c in candidates(rule, axes) if any(f != -1 for f in c.axes)]
+        options = [c for c in candidates(rule, axes) if any(f != -1 for f in c.axis_codes)]
         trials += [(case, rule, entry, c) for c in sample(options, limit, seed)]
     for trial, got in zip(trials, _results(trials, axes, mesh, vma), strict=True):
         case, rule, _, c = trial

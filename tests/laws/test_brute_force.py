@@ -17,17 +17,17 @@ from jax.sharding import AxisType
 
 import jshard
 from jshard._core.topology import from_mesh
-from jshard._memory.liveness import residency
-from jshard._network.build import Problem, problem
+from jshard._memory.liveness import liveness
+from jshard._network.build import PlanningNetwork, build_network
 from jshard._program.trace import build
 from jshard._schedule.peak import peak_bytes
-from jshard._schedule.schedule import choice_of, schedule
+from jshard._schedule.schedule import assignment_of, schedule
 from jshard._search import CostNetwork
 
 
 def every_cost(net: CostNetwork) -> np.ndarray:
     """Cost of every assignment: one axis for each variable."""
-    sizes = [net.states(v) for v in range(net.size)]
+    sizes = [net.num_states(v) for v in range(net.size)]
     total = np.zeros(sizes)
     for v in range(net.size):
         total += _along(net.unary[net.node_table[v]], (v,), net.size)
@@ -36,14 +36,14 @@ def every_cost(net: CostNetwork) -> np.ndarray:
     return total
 
 
-def every_peak(built: Problem, cost: np.ndarray, most: int = 4000) -> np.ndarray:
+def every_peak(built: PlanningNetwork, cost: np.ndarray, most: int = 4000) -> np.ndarray:
     """True peak of every assignment that is possible, counted over its schedule; inf elsewhere."""
     possible = np.argwhere(np.isfinite(cost))
     assert len(possible) <= most
-    life = residency(built.program, built.donated)
+    life = liveness(built.program, built.donated)
     out = np.full(cost.shape, np.inf)
     for a in possible:
-        out[tuple(a)] = peak_bytes(schedule(choice_of(built, tuple(a.tolist()))), life, built.donated)
+        out[tuple(a)] = peak_bytes(schedule(assignment_of(built, tuple(a.tolist()))), life, built.donated)
     return out
 
 
@@ -88,17 +88,17 @@ def random_program(seed: int) -> tuple[Callable[..., Any], list[jax.ShapeDtypeSt
     return fn, [jax.ShapeDtypeStruct((n, m), "float32"), jax.ShapeDtypeStruct((m, m), "float32")]
 
 
-def written_out(seed: int, level: int) -> tuple[jshard.Plan, Problem] | None:
+def written_out(seed: int, level: int) -> tuple[jshard.Plan, PlanningNetwork] | None:
     """The plan of a random program and its network, when that is small enough to write out."""
     fn, shapes = random_program(seed)
     sizes = (4,) if seed % 3 else (2, 2)
     mesh = jax.make_mesh(sizes, ("x", "y")[: len(sizes)], axis_types=(AxisType.Auto,) * len(sizes),
                          devices=jax.devices()[:4])  # fmt: skip
     program = build(jax.jit(fn).trace(*shapes).jaxpr, name="fn", input_names=["x", "w"])
-    built = problem(program, from_mesh(mesh), {}, level=level)
+    built = build_network(program, from_mesh(mesh), {}, level=level)
     if (
-        np.prod([float(built.network.states(v)) for v in range(built.network.size)]) > 2e6
-        or built.network.size > 30
+        np.prod([float(built.cost_network.states(v)) for v in range(built.cost_network.size)]) > 2e6
+        or built.cost_network.size > 30
     ):
         return None
     return jshard.shard(fn, mesh=mesh, level=level).plan(*shapes), built
@@ -115,7 +115,7 @@ def test_no_assignment_costs_less(level):
         if found is None:
             continue
         plan, built = found
-        least = every_cost(built.network).min()
+        least = every_cost(built.cost_network).min()
         assert plan.cost.objective == pytest.approx(least, rel=1e-9, abs=1e-18), seed
         assert plan.cost.bound <= least * (1 + 1e-9), seed
         seen += 1
@@ -129,7 +129,7 @@ def test_no_plan_has_a_peak_below_the_bound_and_few_have_one_below_the_answer():
         if found is None:
             continue
         plan, built = found
-        costs = every_cost(built.network)
+        costs = every_cost(built.cost_network)
         if np.isfinite(costs).sum() > 1000:
             continue
         peaks = every_peak(built, costs)

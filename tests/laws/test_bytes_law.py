@@ -16,8 +16,8 @@ from jax import ShapeDtypeStruct as S, lax
 import jshard
 from jshard._core.layout import MeshAxes
 from jshard._rules.lookup import rules_for
-from jshard._rules.registry import REGISTRY, Op
-from jshard._rules.rule import Candidate, own_collectives
+from jshard._rules.registry import REGISTRY, OpView
+from jshard._rules.rule import Candidate, internal_collectives
 from tests.helpers import rules_examples
 from tests.helpers.collective_programs import PROGRAMS
 from tests.laws import rules_bytes, rules_validator
@@ -69,14 +69,16 @@ def test_a_rule_that_states_something_else_than_it_sends_is_found() -> None:
     case = rules_validator.cases(lambda x: x.max(0), rules_examples.floats(8, 4))[0]
     real = rules_for(case.op)[0]
 
-    def lying(op: Op):
+    def lying(op: OpView):
         import dataclasses
 
-        return dataclasses.replace(entry.rule(op), own=(dataclasses.replace(real.own[0], kind="all_gather"),))
+        return dataclasses.replace(
+            entry.rule(op), own=(dataclasses.replace(real.internal[0], kind="all_gather"),)
+        )
 
     single = rules_bytes.in_dtype(case, "float32")
     assert single is not None
-    REGISTRY._entries["reduce_max"] = type(entry)(entry.family, lying, entry.local)
+    REGISTRY._entries["reduce_max"] = type(entry)(entry.family, lying, entry.local_impl)
     try:
         found = [rules_bytes.trial(single, 4, random.Random(seed)).text for seed in range(6)]
     finally:
@@ -109,15 +111,15 @@ def test_what_a_rule_states_to_send(fn, dtype, kinds, held) -> None:
             if closed.eqns[-1].primitive.name != "jit"
             else closed.eqns[-1].params["jaxpr"].eqns[-1]
         )
-    op = Op(eqn.primitive.name, eqn.params, (eqn.invars[0].aval,), (eqn.outvars[0].aval,))
-    sent = own_collectives(rules_for(op)[0], Candidate((0,)), MeshAxes(("x",), (4,)), op.outs)
-    assert [s.kind for s in sent] == kinds and [s.held / 6 for s in sent] == held
+    op = OpView(eqn.primitive.name, eqn.params, (eqn.invars[0].aval,), (eqn.outvars[0].aval,))
+    sent = internal_collectives(rules_for(op)[0], Candidate((0,)), MeshAxes(("x",), (4,)), op.outs)
+    assert [s.kind for s in sent] == kinds and [s.local_bytes / 6 for s in sent] == held
 
 
 def test_an_extremum_of_complex_numbers_is_never_finished_by_a_collective() -> None:
     x, i = S((8, 4), "complex64"), S((2, 1), "int32")
     n = lax.ScatterDimensionNumbers((1,), (0,), (0,))
-    op = Op(
+    op = OpView(
         "scatter-max",
         {"dimension_numbers": n, "mode": lax.GatherScatterMode.CLIP},
         (x, i, S((2, 4), "complex64")),

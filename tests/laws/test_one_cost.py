@@ -16,10 +16,10 @@ from jshard._core import hardware as hardware
 from jshard._core.errors import SearchError, StrategyError
 from jshard._core.layout import MeshAxes
 from jshard._core.topology import from_mesh
-from jshard._cost.resharding import table
-from jshard._network.candidates import Choices, layouts
+from jshard._cost.resharding import seconds_table
+from jshard._network.candidates import TensorLayouts, enumerate_layouts
 from jshard._network.cost_tables import CostTables
-from jshard._network.reshard_edges import relay_of
+from jshard._network.reshard_edges import build_relay
 from jshard._program.graph import Tensor
 from tests.laws.fuzz_programs import program
 from tests.laws.law_costs import both_costs, close, random_assignments, searched, training
@@ -193,17 +193,17 @@ def test_an_operator_that_reads_a_tensor_twice_moves_it_once_where_both_want_one
 def test_what_the_network_charges_for_shared_copies_is_below_what_some_relay_costs(axes, size, chip):
     """All makers and readers of a tensor: the least charge over relays never exceeds the least exact cost."""
     topology = from_mesh(MeshAxes(tuple(axes), tuple(axes.values())), hardware.get(chip))
-    every = tuple(layouts(size, topology.mesh))
-    cost = table(every, every, size, 4, topology)
-    tables, whole = CostTables(topology, 0, None, ()), Choices(every, np.arange(len(every)))
+    every = tuple(enumerate_layouts(size, topology.mesh))
+    cost = seconds_table(every, every, size, 4, topology)
+    tables, whole = CostTables(topology, 0, None, ()), TensorLayouts(every, np.arange(len(every)))
     tensor = Tensor(0, size, np.dtype("float32"), "t")
     rng = np.random.default_rng(0)
     for n in (2, 3, 4, 5, 6):
         bits, sharing = ([0] * n, ((1.0, True),)) if n > 2 else ([-1] * n, ())
-        relay = relay_of(whole, [whole] * n, bits, False)
-        begin = tables.pairwise[tables.reshard(whole, relay, tensor, 1.0, sharing=sharing)]
+        relay = build_relay(whole, [whole] * n, bits, False)
+        begin = tables.pairwise[tables.reshard_table(whole, relay, tensor, 1.0, sharing=sharing)]
         share = dict(bit=0, sharers=n, mates=n) if n > 2 else {}
-        onward = tables.pairwise[tables.reshard(relay, whole, tensor, 1.0, **share)]
+        onward = tables.pairwise[tables.reshard_table(relay, whole, tensor, 1.0, **share)]
         for _ in range(1500):
             few = rng.integers(0, len(every), rng.integers(1, 5))
             made, read = rng.integers(len(every)), rng.choice(few, n)
@@ -222,22 +222,22 @@ def test_what_the_network_charges_for_shared_copies_is_below_what_some_relay_cos
 def test_the_charge_is_below_the_exact_cost_also_over_several_scopes(axes, chip):
     size = (16, 16)
     topology = from_mesh(MeshAxes(tuple(axes), tuple(axes.values())), hardware.get(chip))
-    every = tuple(layouts(size, topology.mesh))
-    cost = table(every, every, size, 4, topology)
-    tables, whole = CostTables(topology, 0, None, ()), Choices(every, np.arange(len(every)))
+    every = tuple(enumerate_layouts(size, topology.mesh))
+    cost = seconds_table(every, every, size, 4, topology)
+    tables, whole = CostTables(topology, 0, None, ()), TensorLayouts(every, np.arange(len(every)))
     tensor, rng = Tensor(0, size, np.dtype("float32"), "t"), np.random.default_rng(0)
     for readers in ([2, 1], [2, 2], [3, 2], [2, 2, 1], [2, 2, 2], [2, 2, 2, 2]):
         repeat = rng.choice([1.0, 1.0, 5.0], len(readers))
         repeat[0] = 1.0  # the scope in which the tensor is made
         several = [k for k, n in enumerate(readers) if n > 1][:3]
         bits = [several.index(k) if k in several else -1 for k, n in enumerate(readers) for _ in range(n)]
-        relay = relay_of(whole, [whole] * len(bits), bits, False)
+        relay = build_relay(whole, [whole] * len(bits), bits, False)
         sharing = tuple((float(repeat[k]), k == 0) for k in several)
-        begin = tables.pairwise[tables.reshard(whole, relay, tensor, 1.0, sharing=sharing)]
+        begin = tables.pairwise[tables.reshard_table(whole, relay, tensor, 1.0, sharing=sharing)]
         where = [k for k, n in enumerate(readers) for _ in range(n)]
         onward = [
             tables.pairwise[
-                tables.reshard(
+                tables.reshard_table(
                     relay, whole, tensor, float(repeat[k]), bit=b, sharers=len(bits), mates=readers[k]
                 )
             ]

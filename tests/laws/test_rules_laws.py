@@ -20,8 +20,8 @@ from jshard._core.layout import MeshAxes
 from jshard._rules.lookup import rules_for
 from jshard._rules.primitives.opaque_operators import OPAQUE
 from jshard._rules.primitives.random import counts
-from jshard._rules.primitives.reshape import match
-from jshard._rules.registry import REGISTRY, Op
+from jshard._rules.primitives.reshape import common_factors
+from jshard._rules.registry import REGISTRY, OpView
 from jshard._rules.rule import candidates, operand_layouts, result_layouts
 from tests.helpers import rules_examples as examples
 from tests.laws import rules_validator as validator
@@ -51,7 +51,7 @@ def _selection(name: str) -> list[validator.Case]:
             alike += 1
             if alike > 4:
                 continue
-        n = _LOCAL if entry is not None and entry.local is not None else _PLAIN
+        n = _LOCAL if entry is not None and entry.local_impl is not None else _PLAIN
         out += some[:: max(1, len(some) // n)][:n]
     return out
 
@@ -77,7 +77,7 @@ def test_the_judge_finds_a_wrong_rule() -> None:
 
     case = validator.cases(lambda x: jnp.sort(x, 0), examples.floats(8))[0]
     register_rule("jshard_test_sort", "a -> a")
-    op = Op("jshard_test_sort", case.op.params, case.op.ins, case.op.outs)
+    op = OpView("jshard_test_sort", case.op.params, case.op.ins, case.op.outs)
     lying = validator.Case(op, case.eqn, case.values)
     tried, wrong = validator.check([lying], 2)
     assert tried == 1 and len(wrong) == 1 and "differs" in wrong[0]
@@ -88,7 +88,7 @@ def test_the_judge_finds_a_missing_rule() -> None:
 
     case = validator.cases(jnp.sin, examples.floats(8, 4))[0]
     register_rule("jshard_test_shy", "a _ -> a _")
-    op = Op("jshard_test_shy", case.op.params, case.op.ins, case.op.outs)
+    op = OpView("jshard_test_shy", case.op.params, case.op.ins, case.op.outs)
     shy = validator.Case(op, case.eqn, case.values)
     _, found = validator.missing(shy)
     assert len(found) == 1 and "operands cut at (1,) give results (1,)" in found[0]
@@ -101,7 +101,7 @@ def test_gradients_pass_through_finished_reductions() -> None:
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
     case = validator.cases(lambda x: x.max(0), x)[0]
     rule, entry = rules_for(case.op)
-    assert entry is not None and entry.local is not None
+    assert entry is not None and entry.local_impl is not None
     from jshard._rules.registry import LocalContext
     from jshard._rules.rule import Candidate
 
@@ -109,7 +109,7 @@ def test_gradients_pass_through_finished_reductions() -> None:
     ctx = LocalContext(case.op, rule, Candidate((0,)), axes, case.bind)
     P = jax.P
     f = jax.shard_map(
-        lambda b: entry.local(ctx, b)[0], mesh=mesh, in_specs=P("x"), out_specs=P(), check_vma=True
+        lambda b: entry.local_impl(ctx, b)[0], mesh=mesh, in_specs=P("x"), out_specs=P(), check_vma=True
     )
     t = examples.floats(8, seed=5)
     want = jax.grad(lambda x: (x.max(0) * t).sum())(x)
@@ -136,7 +136,7 @@ ZOO = [
 
 @pytest.mark.parametrize(("primitive", "params", "ins", "outs"), ZOO)
 def test_zero_size_scalars_and_size_one(primitive: str, params: dict, ins: tuple, outs: tuple) -> None:
-    op = Op(primitive, params, tuple(S(s, "float32") for s in ins), tuple(S(s, "float32") for s in outs))
+    op = OpView(primitive, params, tuple(S(s, "float32") for s in ins), tuple(S(s, "float32") for s in outs))
     rule, entry = rules_for(op)
     assert entry is not None, rule.note
     mesh = MeshAxes(("x", "y"), (2, 2))
@@ -159,7 +159,7 @@ RESHAPES = {
 
 @pytest.mark.parametrize("shapes", RESHAPES)
 def test_reshapes(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
-    assert str(match(*shapes)) == RESHAPES[shapes]
+    assert str(common_factors(*shapes)) == RESHAPES[shapes]
 
 
 def test_positions_beyond_32_bits() -> None:
@@ -194,7 +194,7 @@ def test_every_listed_primitive_has_a_rule_or_a_reason() -> None:
 
 
 def test_opaque_operators_say_why() -> None:
-    rule, entry = rules_for(Op("pure_callback", {}, (S((4,), "int8"),), (S((4,), "int8"),)))
+    rule, entry = rules_for(OpView("pure_callback", {}, (S((4,), "int8"),), (S((4,), "int8"),)))
     assert rule.opaque and entry is not None and rule.note == "a Python callback sees whole arrays"
-    rule, entry = rules_for(Op("never_seen", {}, (S((4,), "int8"),), (S((4,), "int8"),)))
+    rule, entry = rules_for(OpView("never_seen", {}, (S((4,), "int8"),), (S((4,), "int8"),)))
     assert rule.opaque and entry is None and rule.note == "no rule for primitive 'never_seen'"

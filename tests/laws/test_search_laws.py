@@ -13,8 +13,13 @@ import numpy as np
 import pytest
 
 from jshard._search import Contradiction, build, evaluate, load, peak, save, solve
-from jshard._search.exact.bucket_elimination import carry_out, components, plan_order, read_off
-from jshard._search.exact.reduce import backtrack, graph_of, reduce
+from jshard._search.exact.bucket_elimination import (
+    components,
+    eliminate_in_order,
+    elimination_order,
+    reconstruct_component,
+)
+from jshard._search.exact.reduce import backtrack, reduce, working_network
 
 
 def random_network(seed: int, memory: bool = False, most: int = 7):
@@ -108,15 +113,15 @@ def test_reductions_preserve_the_optimum():
         truth = brute_force(network)
         if truth == np.inf:
             continue
-        graph = reduce(graph_of(network))
+        graph = reduce(working_network(network))
         assignment = np.zeros(network.size, dtype=np.int64)
         total = graph.offset
         for part in components(graph):
-            order = plan_order(graph, part)
+            order = elimination_order(graph, part)
             assert order is not None
-            finished = carry_out(graph, order)
+            finished = eliminate_in_order(graph, order)
             total += finished.minimum
-            read_off(graph, finished, assignment)
+            reconstruct_component(graph, finished, assignment)
         backtrack(graph, assignment)
         assert total == pytest.approx(truth, rel=1e-9)
         assert evaluate(network, assignment) == pytest.approx(truth, rel=1e-9)
@@ -167,9 +172,9 @@ def layers(count: int, seed: int = 0, k: int = 6, ring: bool = False):
 def test_equal_layers_share_products(ring):
     products = []
     for count in (50, 1000):
-        graph = reduce(graph_of(layers(count, ring=ring)))
+        graph = reduce(working_network(layers(count, ring=ring)))
         assert not graph.core
-        products.append(graph.tables.products)
+        products.append(graph.tables.num_products)
     if ring:  # a cycle is halved round by round
         assert products[1] <= products[0] + 40
     else:

@@ -10,7 +10,8 @@ import pytest
 
 from jshard._core.errors import MemoryBudgetError
 from jshard._search import Contradiction, CostNetwork, build, evaluate, peak, solve
-from jshard._search.memory.lagrangian import effort, ilp
+from jshard._search.memory import ilp
+from jshard._search.memory.lagrangian import effort
 from tests.laws.test_search_laws import brute_force, random_network
 
 
@@ -43,7 +44,7 @@ def test_least_peak(block):
     exact = total = 0
     for seed in range(500 + block * 30, 530 + block * 30):
         network = random_network(seed, memory=True, most=6)
-        every = itertools.product(*(range(network.states(v)) for v in range(network.size)))
+        every = itertools.product(*(range(network.num_states(v)) for v in range(network.size)))
         truth = min(
             ((peak(network, x), evaluate(network, x)) for x in every if evaluate(network, x) < np.inf),
             default=None,

@@ -40,7 +40,7 @@ def test_sharded_equals_plain(seed, level):
 def test_no_plan_holds_less_than_the_sure_network_counts(seed):
     drawn = draw(seed)
     problem = problem_of(drawn.function, drawn.args, donate_argnums=drawn.donated or None)
-    assert max(held_too_much(problem, plans(problem.network, 3, seed))) <= 1e-9
+    assert max(held_too_much(problem, plans(problem.cost_network, 3, seed))) <= 1e-9
 
 
 def generate(x, cache, steps=32):

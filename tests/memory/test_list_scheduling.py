@@ -9,8 +9,14 @@ import pytest
 
 import jshard
 from benchmarks import workloads
-from jshard._memory.list_scheduling import _Order, _updates, even_curve, ordered, renumbered
-from jshard._memory.liveness import residency
+from jshard._memory.list_scheduling import (
+    _final_updates,
+    _ListScheduler,
+    live_bytes_curve,
+    reorder_for_memory,
+    with_body_order,
+)
+from jshard._memory.liveness import liveness
 from jshard._program.graph import Literal, Program, operator_name
 from jshard._program.trace import build
 
@@ -27,15 +33,15 @@ def traced(name: str, small: bool = True) -> tuple[Program, tuple[int, ...]]:
 
 
 def most(program: Program, donated: tuple[int, ...]) -> float:
-    return max(even_curve(program, residency(program, donated)))
+    return max(live_bytes_curve(program, liveness(program, donated)))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_operator_runs_once_and_after_what_it_reads(name):
     program, donated = traced(name)
-    steps = _Order(program, residency(program, donated), donated, _updates(program)).steps()
+    steps = _ListScheduler(program, liveness(program, donated), donated, _final_updates(program)).schedule()
     assert sorted(steps) == list(range(len(steps)))
-    other = renumbered(program, steps)
+    other = with_body_order(program, steps)
     made: set[int] = set()
     for op in other.operators:
         reads = [a for a in op.operands if not isinstance(a, Literal)]
@@ -44,20 +50,20 @@ def test_each_operator_runs_once_and_after_what_it_reads(name):
         made.update(op.results)
     assert [op.id for op in other.operators] == list(range(len(program.operators)))
     # The same operators between the same tensors, under the names that they have in the traced order.
-    for old, new in zip(program.operators, (other.operators[i] for i in other.traced), strict=True):
+    for old, new in zip(program.operators, (other.operators[i] for i in other.trace_order), strict=True):
         assert (old.operands, old.results, old.eqn) == (new.operands, new.results, new.eqn)
         assert operator_name(old) == operator_name(new)
     for side in ("inputs", "outputs"):
         old, new = getattr(program, side), getattr(other, side)
-        assert [other.traced[i] for i in old] == list(new)
+        assert [other.trace_order[i] for i in old] == list(new)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_order_that_holds_more_is_taken(name):
     program, donated = traced(name)
-    other = ordered(program, donated)
+    other = reorder_for_memory(program, donated)
     assert other is program or most(other, donated) < most(program, donated)
-    assert ordered(program, ()) is program
+    assert reorder_for_memory(program, ()) is program
 
 
 def test_a_gradient_is_never_held_beside_the_parameter_that_it_updates():
@@ -66,7 +72,7 @@ def test_a_gradient_is_never_held_beside_the_parameter_that_it_updates():
     parameter = max(t.nbytes for t in program.tensors)
     params = 2 * parameter
     assert most(program, donated) >= params + parameter
-    assert most(ordered(program, donated), donated) < params + parameter
+    assert most(reorder_for_memory(program, donated), donated) < params + parameter
 
 
 def test_a_step_in_another_order_gives_the_same_numbers():
@@ -99,8 +105,8 @@ def test_effects_keep_their_order():
 
     shape = jax.ShapeDtypeStruct((64, 64), "float32")
     program = build(jax.jit(step).trace(shape, shape).jaxpr, name="step", input_names=["p", "x"])
-    steps = _Order(program, residency(program, (0,)), (0,), _updates(program)).steps()
-    other = renumbered(program, steps)
+    steps = _ListScheduler(program, liveness(program, (0,)), (0,), _final_updates(program)).schedule()
+    other = with_body_order(program, steps)
     calls = [op.eqn for op in program.operators if op.eqn is not None and op.eqn.effects]
     assert len(calls) == 2
     assert [op.eqn for op in other.operators if op.eqn is not None and op.eqn.effects] == calls

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 import jshard
-from jshard._memory.liveness import residency
+from jshard._memory.liveness import liveness
 from jshard._program.trace import build
 
 
@@ -16,9 +16,9 @@ SQUARE = jax.ShapeDtypeStruct((8, 8), "float32")
 def held(fn) -> dict[str, bool]:
     """Whether each result of an equation is held, by the operator that makes it."""
     program = build(jax.jit(fn).trace(SQUARE, SQUARE).jaxpr, name="fn", input_names=["x", "w"])
-    life = residency(program)
+    life = liveness(program)
     made = (op for op in program.operators if op.kind == "eqn")
-    return {f"{op.primitive}.{k}": life.held[op.results[0]] for k, op in enumerate(made)}
+    return {f"{op.primitive}.{k}": life.materialized[op.results[0]] for k, op in enumerate(made)}
 
 
 def test_a_product_is_written_by_the_light_operator_that_follows():
@@ -67,8 +67,10 @@ def test_what_is_joined_is_written_over_an_operand_that_ends_there():
 
     def written(fn) -> list[float]:
         program = build(jax.jit(fn).trace(SQUARE, SQUARE).jaxpr, name="fn", input_names=["x", "w"])
-        life = residency(program)
-        return [life.written[op.results[0]] for op in program.operators if op.primitive == "dot_general"]
+        life = liveness(program)
+        return [
+            life.epilogue_bytes[op.results[0]] for op in program.operators if op.primitive == "dot_general"
+        ]
 
     def ends(x, w):
         h = jnp.sin(x) @ w
@@ -98,8 +100,10 @@ def test_what_a_product_writes_for_its_reader_is_there_beside_its_operands():
 
     def written(fn) -> list[float]:
         program = build(jax.jit(fn).trace(SQUARE, SQUARE).jaxpr, name="fn", input_names=["x", "w"])
-        life = residency(program)
-        return [life.written[op.results[0]] for op in program.operators if op.primitive == "dot_general"]
+        life = liveness(program)
+        return [
+            life.epilogue_bytes[op.results[0]] for op in program.operators if op.primitive == "dot_general"
+        ]
 
     assert written(two) == [0, 256, 0] and written(residual) == [0, 0, 0]
 

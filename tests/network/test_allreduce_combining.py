@@ -9,8 +9,8 @@ from jshard._core import hardware as hardware
 from jshard._core.layout import Layout, MeshAxes
 from jshard._core.topology import from_mesh
 from jshard._cost.collectives import coefficients
-from jshard._cost.resharding import steps, table
-from jshard._network.allreduce_combining import combined
+from jshard._cost.resharding import cheapest_steps, seconds_table
+from jshard._network.allreduce_combining import combinable_sums
 from jshard._program.trace import build
 
 
@@ -57,7 +57,7 @@ def planned(machine):
 
 def test_sums_that_end_as_results_are_found():
     traced = program()
-    found = combined(traced, wires("v5e", x=4, y=8))
+    found = combinable_sums(traced, wires("v5e", x=4, y=8))
     sums = [op for op in traced.operators if op.primitive in ("dot_general", "reduce_sum")]
     ending = [op.primitive for op in sums if op.results[0] in found]
     assert ending.count("reduce_sum") >= 2, "the loss and the gradient of the scale"
@@ -66,7 +66,7 @@ def test_sums_that_end_as_results_are_found():
 
 
 def test_nothing_is_put_together_on_cpu_devices():
-    assert combined(program(), wires("cpu", x=8)) == {}
+    assert combinable_sums(program(), wires("cpu", x=8)) == {}
 
 
 @pytest.mark.parametrize(("machine", "chip"), [("v5e:4x8", "v5e"), ("h100:4x8", "h100")])
@@ -82,9 +82,9 @@ def test_a_gather_on_the_way_pays_its_own_latency():
     """A sum over x of a value cut along y becomes whole: scattered with the others, then gathered alone."""
     where = wires("v5e", x=4, y=8)
     cut, whole = Layout(((), ("y",)), ("x",)), Layout(((), ()))
-    path = steps(cut, whole, (196, 768), where)
+    path = cheapest_steps(cut, whole, (196, 768), where)
     assert [s.kind for s in path] == ["reduce_scatter", "all_gather"]
-    alone, shared = (table([cut], [whole], (196, 768), 2, where, n)[0, 0] for n in (1, 10))
+    alone, shared = (seconds_table([cut], [whole], (196, 768), 2, where, n)[0, 0] for n in (1, 10))
     latency = coefficients("reduce_scatter", ("x",), where).alpha
     assert alone - shared == pytest.approx(0.9 * latency)
 

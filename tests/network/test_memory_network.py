@@ -15,12 +15,12 @@ import pytest
 import jshard
 from benchmarks import workloads
 from jshard._core.errors import ShardError
-from jshard._memory.live_intervals import moments
-from jshard._network.build import Problem
-from jshard._network.memory_network import limited
+from jshard._memory.live_intervals import live_intervals
+from jshard._network.build import PlanningNetwork
+from jshard._network.memory_network import memory_network
 from jshard._plan import planner
 from jshard._schedule.peak import peak_bytes
-from jshard._schedule.schedule import choice_of, schedule
+from jshard._schedule.schedule import assignment_of, schedule
 from jshard._search import CostNetwork, evaluate, peak, solve
 from tests.laws.fuzz_judge import mesh_of
 from tests.laws.fuzz_programs import program
@@ -29,11 +29,13 @@ from tests.laws.fuzz_programs import program
 MESH = jax.sharding.AbstractMesh((2, 4), ("x", "y"))
 
 
-def problem_of(fn, args, mesh=MESH, **options) -> Problem:
+def problem_of(fn, args, mesh=MESH, **options) -> PlanningNetwork:
     """The problem that planning a function poses at level 1."""
-    seen: list[Problem] = []
+    seen: list[PlanningNetwork] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner, "limited", lambda built, **kw: seen.append(built) or limited(built, **kw))
+        patch.setattr(
+            planner, "limited", lambda built, **kw: seen.append(built) or memory_network(built, **kw)
+        )
         jshard.shard(fn, mesh=mesh, hardware="tpu-v5e", level=1, **options).plan(*args)
     return seen[0]
 
@@ -50,7 +52,7 @@ def plans(network: CostNetwork, count: int, seed: int = 7) -> list[np.ndarray]:
     return out
 
 
-def lean(problem: Problem, x: np.ndarray) -> np.ndarray:
+def lean(problem: PlanningNetwork, x: np.ndarray) -> np.ndarray:
     """The same plan with every tensor kept in the smallest layout that it has in it; an argument as it is given, and
     what lies in a loop's buffer as it is made.
 
@@ -59,21 +61,21 @@ def lean(problem: Problem, x: np.ndarray) -> np.ndarray:
     """
     x, program, mesh = x.copy(), problem.program, problem.topology.mesh
     donated = {program.inputs[k] for k in problem.donated}
-    times = moments(program, problem.residency, problem.donated, sure=True)
+    times = live_intervals(program, problem.liveness, problem.donated, lower_bound=True)
     for t, variable in problem.relay_variable.items():
-        maker, k = program.producers()[t]
-        made = problem.states[maker].results[k].of(int(x[maker]))
-        read = [problem.states[u].operands[i].of(int(x[u])) for u, i in program.consumers()[t]]
+        maker, k = program.defs()[t]
+        made = problem.candidates[maker].results[k].of(int(x[maker]))
+        read = [problem.candidates[u].operands[i].of(int(x[u])) for u, i in program.uses()[t]]
         relay = problem.relays[t].layouts
         there = [lay for lay in dict.fromkeys((made, relay[int(x[variable])], *read)) if lay in relay]
         there.sort(key=lambda lay: -lay.pieces(mesh))
         kept = program.operators[maker].kind != "eqn" and maker not in donated
-        if kept or times.elsewhere(t) or not problem.residency.held[t]:
+        if kept or times.elsewhere(t) or not problem.liveness.held[t]:
             there.sort(key=lambda lay: lay != made)
         for lay in there:
             y = x.copy()
             y[variable] = relay.index(lay)
-            if np.isfinite(evaluate(problem.network, y)):
+            if np.isfinite(evaluate(problem.cost_network, y)):
                 x = y
                 break
     return x
@@ -93,16 +95,16 @@ def with_copies(base: CostNetwork, network: CostNetwork, x: np.ndarray) -> np.nd
     return np.array(out)
 
 
-def held_too_much(problem: Problem, xs: list[np.ndarray]) -> Iterator[float]:
+def held_too_much(problem: PlanningNetwork, xs: list[np.ndarray]) -> Iterator[float]:
     """By how much the sure network counts more than the schedules of some plans, in parts of their peaks."""
-    network = limited(problem, sure=True)
+    network = memory_network(problem, lower_bound=True)
     for x in xs:
-        counted = peak(network, with_copies(problem.network, network, lean(problem, x)))
-        choice = choice_of(problem, tuple(x.tolist()))
+        counted = peak(network, with_copies(problem.cost_network, network, lean(problem, x)))
+        choice = assignment_of(problem, tuple(x.tolist()))
         for again in (False, True):
             made = schedule(dataclasses.replace(choice, regather=again))
-            if not again or made.flat is not None:
-                yield counted / peak_bytes(made, problem.residency, problem.donated) - 1
+            if not again or made.arrays is not None:
+                yield counted / peak_bytes(made, problem.liveness, problem.donated) - 1
 
 
 def scanned(params, x):
@@ -130,7 +132,7 @@ STEPS = {
 
 
 @functools.cache
-def built(name: str) -> Problem:
+def built(name: str) -> PlanningNetwork:
     if name in STEPS:
         fn, args, options = STEPS[name]
         return problem_of(fn, args, **options)
@@ -141,7 +143,7 @@ def built(name: str) -> Problem:
 @pytest.mark.parametrize("name", [*STEPS, "mlp-512", "moe"])
 def test_no_plan_of_a_step_holds_less_than_the_sure_network_counts(name):
     problem = built(name)
-    assert max(held_too_much(problem, plans(problem.network, 6))) <= 1e-9
+    assert max(held_too_much(problem, plans(problem.cost_network, 6))) <= 1e-9
 
 
 def test_no_plan_of_a_random_program_holds_less_than_the_sure_network_counts():
@@ -156,7 +158,7 @@ def test_no_plan_of_a_random_program_holds_less_than_the_sure_network_counts():
                 problem = problem_of(drawn.function(False, mesh), args, mesh, donate_argnums=donated)
             except ShardError:
                 continue  # what constraints in the program ask for cannot be
-            assert max(held_too_much(problem, plans(problem.network, 3, seed))) <= 1e-9, seed
+            assert max(held_too_much(problem, plans(problem.cost_network, 3, seed))) <= 1e-9, seed
             seen += 1
     assert seen >= 50
 
@@ -164,25 +166,27 @@ def test_no_plan_of_a_random_program_holds_less_than_the_sure_network_counts():
 @pytest.mark.parametrize("name", [*STEPS, "mlp-512"])
 def test_the_least_that_the_sure_network_counts_is_a_bound_on_every_plan(name):
     problem = built(name)
-    bound = solve(limited(problem, sure=True), objective="peak", gap=0.02, seconds=10).bound
-    near = solve(limited(problem), objective="peak", gap=0.02, seconds=10).assignment[: problem.network.size]
-    for x in (*plans(problem.network, 6), near):
-        made = schedule(choice_of(problem, tuple(x.tolist())))
-        assert bound <= peak_bytes(made, problem.residency, problem.donated) * (1 + 1e-9)
+    bound = solve(memory_network(problem, lower_bound=True), objective="peak", gap=0.02, seconds=10).bound
+    near = solve(memory_network(problem), objective="peak", gap=0.02, seconds=10).assignment[
+        : problem.cost_network.size
+    ]
+    for x in (*plans(problem.cost_network, 6), near):
+        made = schedule(assignment_of(problem, tuple(x.tolist())))
+        assert bound <= peak_bytes(made, problem.liveness, problem.donated) * (1 + 1e-9)
 
 
 def test_the_other_network_counts_what_the_schedule_of_its_answer_holds():
     """What the search sees is what the plan holds, or it would look in the wrong places."""
     problem = built("moe")
-    found = solve(limited(problem), objective="peak", gap=0.02, seconds=20)
-    made = schedule(choice_of(problem, tuple(found.assignment[: problem.network.size].tolist())))
-    assert found.cost == pytest.approx(peak_bytes(made, problem.residency, problem.donated), rel=0.05)
+    found = solve(memory_network(problem), objective="peak", gap=0.02, seconds=20)
+    made = schedule(assignment_of(problem, tuple(found.assignment[: problem.cost_network.size].tolist())))
+    assert found.cost == pytest.approx(peak_bytes(made, problem.liveness, problem.donated), rel=0.05)
 
 
 def test_what_a_loop_reads_is_held_until_it_ends():
     """A stacked weight that is gathered before the loop counts as a whole; gathered in it, as one layer."""
     problem = built("scan")
-    network = limited(problem)
+    network = memory_network(problem)
     found = solve(network, objective="peak", seconds=20)
-    made = schedule(choice_of(problem, tuple(found.assignment[: problem.network.size].tolist())))
-    assert peak_bytes(made, problem.residency, problem.donated) <= found.peak * 1.15
+    made = schedule(assignment_of(problem, tuple(found.assignment[: problem.cost_network.size].tolist())))
+    assert peak_bytes(made, problem.liveness, problem.donated) <= found.peak * 1.15

@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 
 import jshard
 from benchmarks import workloads
-from jshard._network.candidates import Interner
+from jshard._network.candidates import CandidateCache
 from jshard._network.replication_price import PRODUCTS, unpriced_work
 
 
@@ -25,10 +25,10 @@ def machine(name: str = "cpu:8", axes: dict[str, int] = MESH):
 def over_ideal(plan: jshard.Plan) -> float:
     """Work of one device in products and convolutions, over an even share of it."""
     program = plan.search_again.program
-    interner, whole, here = Interner(program, plan.mesh), 0.0, 0.0
+    interner, whole, here = CandidateCache(program, plan.mesh), 0.0, 0.0
     for op, axes in zip(program.operators, plan.decision.candidates, strict=True):
         if op.primitive in PRODUCTS:
-            rule = interner.rule(op)[1]
+            rule = interner.rule_of(op)[1]
             work = rule.work * math.prod(rule.sizes) * op.repeat
             whole += work
             here += work / math.prod(n for n, f in zip(plan.mesh.sizes, axes, strict=True) if f >= 0)

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 import jshard
 from jshard._core import hardware as hardware
 from jshard._core.named_topology import TopologyMesh
-from jshard._memory.least_traffic import least_bytes, products
-from jshard._plan.step_lower_bound import even_footprint
+from jshard._memory.least_traffic import min_hbm_bytes, product_flops
+from jshard._plan.step_lower_bound import even_share_footprint
 from jshard._program.trace import build
 from tests.helpers.models import Config, gpt_step
 from tests.laws.fuzz_programs import program
@@ -107,9 +107,11 @@ def test_whole_copies_and_batches_need_nothing():
 
 def test_batches_are_done_whole_first():
     one = 3 * 64 * 64
-    assert even_footprint(8, 64, 64, 64, 8) == one and even_footprint(16, 64, 64, 64, 8) == 2 * one
-    assert even_footprint(4, 64, 64, 64, 8) == even_footprint(1, 64, 64, 64, 2)
-    assert even_footprint(1, 64, 64, 64, 8) == pytest.approx(3 * 32 * 32)
+    assert (
+        even_share_footprint(8, 64, 64, 64, 8) == one and even_share_footprint(16, 64, 64, 64, 8) == 2 * one
+    )
+    assert even_share_footprint(4, 64, 64, 64, 8) == even_share_footprint(1, 64, 64, 64, 2)
+    assert even_share_footprint(1, 64, 64, 64, 8) == pytest.approx(3 * 32 * 32)
 
 
 def test_it_is_told_and_kept():
@@ -174,7 +176,7 @@ def test_what_a_call_may_skip_is_not_counted():
 
     def least(f: Any, *args: Any, donated: tuple[int, ...] = ()) -> float:
         closed = jax.make_jaxpr(f)(*args)
-        return least_bytes(build(closed, name="f", input_names=[""] * len(jax.tree.leaves(args))), donated)
+        return min_hbm_bytes(build(closed, name="f", input_names=[""] * len(jax.tree.leaves(args))), donated)
 
     nbytes, small = 64 * 64 * 4.0, 8 * 8 * 4.0
     assert (
@@ -208,7 +210,7 @@ def test_convolutions_count_what_meets():
 
         program = build(jax.make_jaxpr(conv)(x, k), name="f", input_names=["", ""])
         # With ones everywhere the result counts the pairs.
-        assert sum(products(program).values()) == 2 * float(conv(x, k).sum())
+        assert sum(product_flops(program).values()) == 2 * float(conv(x, k).sum())
 
 
 @pytest.mark.parametrize("seed", range(7000, 7012))

@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 
 import jshard
 from jshard._core.topology import from_mesh
-from jshard._network.build import problem
+from jshard._network.build import build_network
 from jshard._program.trace import build
 from jshard._search import solve
 from tests.helpers.models import Config, gpt_step
@@ -33,13 +33,13 @@ SHAPES = [jax.ShapeDtypeStruct(s, "float32") for s in ((8, 64), (64, 64), (64, 8
 
 def test_each_level_is_best_by_its_own_measure():
     program = build(jax.jit(narrow).trace(*SHAPES).jaxpr, name="narrow", input_names=["x", "w1", "w2"])
-    built = [problem(program, from_mesh(auto(4)), {}, level=k) for k in (0, 1, 2)]
-    costs = [every_cost(p.network) for p in built]
+    built = [build_network(program, from_mesh(auto(4)), {}, level=k) for k in (0, 1, 2)]
+    costs = [every_cost(p.cost_network) for p in built]
     measures = [costs[0], every_peak(built[1], costs[1]), costs[2]]
     plans = [jshard.shard(narrow, level=k, mesh=auto(4)).plan(*SHAPES) for k in (0, 1, 2)]
     for own, (measure, plan) in enumerate(zip(measures, plans, strict=True)):
         assert plan.cost.objective == pytest.approx(measure.min(), rel=1e-9), own
-    answers = [tuple(solve(built[k].network).assignment) for k in (0, 2)]
+    answers = [tuple(solve(built[k].cost_network).assignment) for k in (0, 2)]
     assert measures[1].min() < min(measures[1][a] for a in answers)
 
 

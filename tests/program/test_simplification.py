@@ -196,14 +196,14 @@ def test_a_loop_whose_every_value_is_constant():
 def test_turns_of_a_while_whose_counter_says_them(start, test, step, turns):
     f = lambda x: lax.while_loop(lambda c: test(c[0]), lambda c: (c[0] + step, jnp.sin(c[1])), (start, x))  # noqa: E731
     (call,) = [s for s in traced(f, X).body.steps if not isinstance(s, int)]
-    assert call.turns == turns
+    assert call.trip_count == turns
     assert loops(traced(f, X))["sin"] == max(1.0, float(turns or 1))
 
 
 def test_a_limit_that_is_an_argument_is_not_known():
     f = lambda n, x: lax.fori_loop(0, n, lambda _, c: jnp.sin(c), x)  # noqa: E731
     (call,) = [s for s in traced(f, 5, X).body.steps if not isinstance(s, int)]
-    assert call.turns is None
+    assert call.trip_count is None
 
 
 @pytest.mark.parametrize("seed", range(9000, 9008))

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 import jshard
 from jshard._core import hardware as hardware
 from jshard._core.errors import ShardError
-from jshard._cost.roofline import peak
+from jshard._cost.roofline import peak_flops
 
 
 def grid(sizes=(2, 4), names=("d", "m")):
@@ -250,7 +250,7 @@ def test_its_work_and_collectives_are_counted(chip, level):
     (eqn,) = jax.make_jaxpr(f)(*HEAVY).jaxpr.eqns
     work, moved = counted(eqn.params["jaxpr"])
     row = next(r for r in plan.operators if r.primitive == "shard_map")
-    assert row.seconds >= work / peak("float32", hardware.get(plan.chip)) > 0
+    assert row.seconds >= work / peak_flops("float32", hardware.get(plan.chip)) > 0
     own = [c for c in plan.collectives if c.own]
     assert {c.id for c in own} <= set(row.collectives) and len({c.id for c in plan.collectives}) == len(
         plan.collectives
@@ -320,4 +320,4 @@ def test_a_function_with_a_rule_is_not_faster_than_its_products():
     f = jshard.shard(jshard.op(attention, rule=rule), mesh=where, level=2)
     plan = f.plan(*[jax.ShapeDtypeStruct((8, 2048, 16, 128), "bfloat16")] * 3)
     work = 2 * 2 * 8 * 16 * 2048 * 2048 * 128 / 8
-    assert plan.cost.compute >= work / peak("bfloat16", hardware.get(plan.chip))
+    assert plan.cost.compute >= work / peak_flops("bfloat16", hardware.get(plan.chip))

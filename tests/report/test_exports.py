@@ -12,19 +12,19 @@ import subprocess
 import pytest
 
 import jshard
-from jshard._api.plan import VERSION
+from jshard._api.plan import JSON_VERSION
 from jshard._core.layout import MeshAxes
 from jshard._plan import records
-from jshard._report.chrome_trace import trace
-from jshard._report.operator_graph import graph
+from jshard._report.chrome_trace import chrome_trace
+from jshard._report.operator_graph import operator_graph
 from tests.helpers.report_plans import NAMES, plan
 
 
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "plan_json.md").read_text()
 OBJECTS = {
     "Mesh": MeshAxes, "Tensor": records.TensorRow, "Operator": records.OperatorRow, "Collective": records.CollectiveRow,
-    "Cost": records.Cost, "Memory": records.Memory, "Physics": records.Physics,
-    "Need": records.Need, "Decision": records.Decision, "Line": records.LocalRow,
+    "Cost": records.Cost, "Memory": records.Memory, "Physics": records.StepLowerBound,
+    "Need": records.ProductBound, "Decision": records.Decision, "Line": records.LocalRow,
 }  # fmt: skip
 
 
@@ -37,7 +37,7 @@ def documented(section: str) -> list[str]:
 def test_the_page_names_every_key_of_a_plan_and_no_other():
     for name in ("dense", "scan"):
         assert sorted(documented("Plan")) == sorted(json.loads(plan(name).to_json()))
-    assert f"now **{VERSION}**" in PAGE
+    assert f"now **{JSON_VERSION}**" in PAGE
 
 
 @pytest.mark.parametrize("section", OBJECTS)
@@ -108,7 +108,7 @@ def test_a_trace_keeps_the_rules_of_its_format(name, tmp_path):
 
 
 def test_a_wrong_trace_is_found():
-    right = trace(plan("dense"))
+    right = chrome_trace(plan("dense"))
     slices = [e for e in right["traceEvents"] if e["ph"] == "X"]
     for wrong in (
         {**slices[0], "ph": "Z"}, {**slices[0], "dur": "long"}, {**slices[0], "ts": -1.0},
@@ -124,7 +124,7 @@ def test_a_wrong_trace_is_found():
 def test_dot_goes_through_a_parser_that_knows_the_language(name):
     pydot = pytest.importorskip("pydot")
     (parsed,) = pydot.graph_from_dot_data(plan(name).to_dot())
-    g = graph(plan(name))
+    g = operator_graph(plan(name))
     nodes = [n for n in parsed.get_nodes() if n.get_name() not in ("node", "edge", '"\\n"')]
     assert len(nodes) == len(g.nodes) and len(parsed.get_edges()) == len(g.edges)
     shown = {(e.get_source(), e.get_destination()) for e in parsed.get_edges()}
@@ -138,7 +138,7 @@ def test_graphviz_draws_it(name):
         ["dot", "-Tsvg"], input=plan(name).to_dot(), capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count('class="node"') == len(graph(plan(name)).nodes)
+    assert done.stdout.count('class="node"') == len(operator_graph(plan(name)).nodes)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -148,11 +148,11 @@ def test_evil_names_do_not_break_dot():
     row = dataclasses.replace(p.inputs[0], path='a"; b [label="\\')
     evil = dataclasses.replace(p, name='f" {', inputs=(row, *p.inputs[1:]))
     (parsed,) = pydot.graph_from_dot_data(evil.to_dot())
-    assert len(parsed.get_edges()) == len(graph(evil).edges)
+    assert len(parsed.get_edges()) == len(operator_graph(evil).edges)
 
 
 def test_a_version_that_does_not_exist_is_refused():
     text = plan("dense").to_json()
-    assert json.loads(text)["jshard"] == VERSION
+    assert json.loads(text)["jshard"] == JSON_VERSION
     with pytest.raises(jshard.ShardError, match="reads version"):
-        jshard.Plan.from_json(text.replace(f'"jshard": {VERSION}', '"jshard": 0'))
+        jshard.Plan.from_json(text.replace(f'"jshard": {JSON_VERSION}', '"jshard": 0'))

@@ -12,15 +12,15 @@ import subprocess
 
 import pytest
 
-from jshard._report.chrome_trace import trace
-from jshard._report.format_units import seconds, size
-from jshard._report.graph_layout import columns, rows
-from jshard._report.html import page
-from jshard._report.module_tree import Branch, tree
-from jshard._report.operator_graph import graph
+from jshard._report.chrome_trace import chrome_trace
+from jshard._report.format_units import format_bytes, format_seconds
+from jshard._report.graph_layout import assign_columns, assign_rows
+from jshard._report.html import html_page
+from jshard._report.module_tree import Branch, module_tree
+from jshard._report.operator_graph import operator_graph
 from jshard._report.svg import graph_svg
-from jshard._report.text import head
-from jshard._report.totals import figures, goal, step_seconds, traffic
+from jshard._report.text import header_lines
+from jshard._report.totals import formatted_totals, objective_text, step_seconds, traffic
 from tests.helpers.report_plans import NAMES, plan
 
 
@@ -72,7 +72,7 @@ class Reader(html.parser.HTMLParser):
 @pytest.mark.parametrize("name", NAMES)
 def test_totals_agree_in_every_form(name, tmp_path):
     p = plan(name)
-    text, markdown, read = str(p), p.to_markdown(), Reader(page(p))
+    text, markdown, read = str(p), p.to_markdown(), Reader(html_page(p))
     data = json.loads(p.to_json())
     moved = {}
     for c in data["collectives"]:
@@ -89,7 +89,7 @@ def test_totals_agree_in_every_form(name, tmp_path):
     assert sorted(read.bytes) == pytest.approx(sorted(moved.values()))
 
     cost = data["cost"]
-    shown = figures(p)
+    shown = formatted_totals(p)
     assert read.figures["compute"] == (cost["compute"], shown["compute"])
     assert read.figures["communication"] == (cost["communication"], shown["communication"])
     assert read.figures["peak"] == (cost["peak_bytes"], shown["peak"])
@@ -100,16 +100,16 @@ def test_totals_agree_in_every_form(name, tmp_path):
     peak = f"peak memory {shown['peak']}"
     assert all(said in form for form in (text, markdown) for said in (line, peak))
 
-    slices = [e for e in trace(p)["traceEvents"] if e["ph"] == "X"]
+    slices = [e for e in chrome_trace(p)["traceEvents"] if e["ph"] == "X"]
     by = {c: sum(e["dur"] for e in slices if e["cat"] == c) * 1e-6 for c in ("compute", "communication")}
     assert by == pytest.approx({"compute": cost["compute"], "communication": cost["communication"]})
     sent = sum(e["args"]["bytes"] for e in slices if e["cat"] == "communication")
     assert sent == pytest.approx(sum(t.bytes for t in traffic(p))) == pytest.approx(sum(moved.values()))
 
-    whole = tree(p)
+    whole = module_tree(p)
     assert whole.compute + whole.communication == pytest.approx(step_seconds(p))
     assert whole.operators == len(data["operators"])
-    assert f"{seconds(whole.compute)} compute" in "".join(read.words)
+    assert f"{format_seconds(whole.compute)} compute" in "".join(read.words)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -117,32 +117,38 @@ def test_the_head_and_the_notes_are_the_same_in_every_form(name):
     """Proof, gaps, memory by class, budget, what was replicated: said once, shown everywhere."""
     p = plan(name)
     text, markdown = str(p), p.to_markdown().replace("\\", "")
-    words = " ".join(" ".join(Reader(page(p)).words).split())
-    _, *proofs = head(p)
+    words = " ".join(" ".join(Reader(html_page(p)).words).split())
+    _, *proofs = header_lines(p)
     for line in proofs:
         assert line.strip() in markdown
         for part in re.split("; | and ", line.strip()):
             assert part.removesuffix(", by propagation") in words, part
         assert line.strip() in " ".join(text.split())
-    assert goal(p) in text and goal(p) in words
+    assert objective_text(p) in text and objective_text(p) in words
     for what, amount in p.memory.held:
         if len(p.memory.held) <= 6 and len(p.memory.held) > 1:
-            assert f"{what} {size(amount)}" in " ".join(text.split()) and f"{what} {size(amount)}" in markdown
-        assert f"{what} {size(amount)}" in words
+            assert (
+                f"{what} {format_bytes(amount)}" in " ".join(text.split())
+                and f"{what} {format_bytes(amount)}" in markdown
+            )
+        assert f"{what} {format_bytes(amount)}" in words
     for primitive in p.unknown:
         assert all(primitive in form for form in (text, markdown, words))
     if p.memory_budget is not None:
-        assert f"of {size(p.memory_budget)} allowed a device" in text and size(p.memory_budget) in words
+        assert (
+            f"of {format_bytes(p.memory_budget)} allowed a device" in text
+            and format_bytes(p.memory_budget) in words
+        )
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_page_is_whole_small_and_needs_nothing(name):
-    text = page(plan(name))
+    text = html_page(plan(name))
     read = Reader(text)
     assert not read.open and not read.addresses
     assert "http" not in re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
     assert len(text.encode()) < 3_000_000
-    assert len(text) < 1.3 * len(page(plan("tall8"))) or name != "tall126"
+    assert len(text) < 1.3 * len(html_page(plan("tall8"))) or name != "tall126"
     budget = plan(name).memory_budget
     assert ("budget" in read.figures) == (budget is not None)
 
@@ -151,7 +157,7 @@ def test_names_cannot_break_the_page():
     p = plan("dense")
     evil = '</script><b id="x">&'
     row = dataclasses.replace(p.inputs[0], path=evil)
-    text = page(dataclasses.replace(p, name=evil, inputs=(row, *p.inputs[1:]), unknown=(evil,)))
+    text = html_page(dataclasses.replace(p, name=evil, inputs=(row, *p.inputs[1:]), unknown=(evil,)))
     assert '<b id="x">' not in text and not Reader(text).open
 
 
@@ -159,8 +165,8 @@ def test_to_files(tmp_path):
     p = plan("dense")
     p.to_html(tmp_path / "plan.html")
     p.to_trace(tmp_path / "trace.json", devices=2)
-    assert (tmp_path / "plan.html").read_text() == page(p)
-    assert p._repr_html_() in page(p)
+    assert (tmp_path / "plan.html").read_text() == html_page(p)
+    assert p._repr_html_() in html_page(p)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
     assert names == ["device 0", "device 1"]
@@ -168,7 +174,7 @@ def test_to_files(tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_trace_is_a_timeline(name):
-    events = trace(plan(name))["traceEvents"]
+    events = chrome_trace(plan(name))["traceEvents"]
     slices = [e for e in events if e["ph"] == "X"]
     ends = 0.0
     for e in slices:
@@ -183,9 +189,9 @@ def test_the_trace_is_a_timeline(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_graph_joins_what_the_plan_joins(name):
-    g, p = graph(plan(name)), plan(name)
+    g, p = operator_graph(plan(name)), plan(name)
     assert all(0 <= e.source < len(g.nodes) and 0 <= e.target < len(g.nodes) for e in g.edges)
-    shown = {i for e in g.edges for m in e.moved for i in m.ids}
+    shown = {i for e in g.edges for m in e.collectives for i in m.ids}
     made = {t for r in (*p.operators, *p.boundaries) for t in r.writes} | {r.path for r in p.inputs}
     assert shown >= {c.id for c in p.collectives if c.tensor in made}
     if len(p.operators) < 60:
@@ -196,9 +202,9 @@ def test_the_graph_joins_what_the_plan_joins(name):
 
 
 def test_the_graph_of_a_small_plan():
-    g = graph(plan("dense"))
+    g = operator_graph(plan("dense"))
     names = [n.label for n in g.nodes]
-    edges = {(names[e.source], names[e.target]): [m.kind for m in e.moved] for e in g.edges}
+    edges = {(names[e.source], names[e.target]): [m.kind for m in e.collectives] for e in g.edges}
     assert edges == {
         ("x", "dot_general.3"): [], ("w", "dot_general.3"): [], ("b", "broadcast_in_dim.4"): [],
         ("dot_general.3", "add.5"): ["all_reduce"], ("broadcast_in_dim.4", "add.5"): [], ("add.5", "max.6"): [],
@@ -226,10 +232,10 @@ def test_dot_is_well_formed(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_nodes_do_not_lie_on_each_other(name):
-    g = graph(plan(name))
+    g = operator_graph(plan(name))
     pairs = [(e.source, e.target) for e in g.edges]
-    row = rows(len(g.nodes), pairs, frozenset(i for i, n in enumerate(g.nodes) if n.kind == "input"))
-    x = columns(row, pairs, 100.0)
+    row = assign_rows(len(g.nodes), pairs, frozenset(i for i, n in enumerate(g.nodes) if n.kind == "input"))
+    x = assign_columns(row, pairs, 100.0)
     for r in set(row):
         here = sorted(x[i] for i in range(len(row)) if row[i] == r)
         assert all(b - a >= 99.8 for a, b in zip(here, here[1:], strict=False))
@@ -242,7 +248,7 @@ def test_modules_differing_in_numbers_are_one_branch():
     def names(b: Branch) -> list[str]:
         return [b.name, *(n for c in b.branches for n in names(c))]
 
-    assert names(tree(plan("tall126"))).count("blocks.0-125") == 1
+    assert names(module_tree(plan("tall126"))).count("blocks.0-125") == 1
 
 
 def test_every_cell_of_a_markdown_table_has_its_column():
@@ -285,7 +291,7 @@ def test_in_a_browser(tmp_path):
     """The tree opens, an edge answers, a filter keeps its kind, and what is shown is what the plan says."""
     p = plan("gpt")
     file = tmp_path / "plan.html"
-    file.write_text(page(p).replace("</body>", TOUR + "</body>"))
+    file.write_text(html_page(p).replace("</body>", TOUR + "</body>"))
     command = [
         str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--window-size=800,1000", "--virtual-time-budget=3000",
         f"--user-data-dir={tmp_path}", "--dump-dom", file.as_uri(),
@@ -297,7 +303,7 @@ def test_in_a_browser(tmp_path):
     assert said["lit"] and all(said["kind"] in kinds.split() for kinds in said["lit"])
     expected = [f"{t.bytes:,.0f} B" for t in traffic(p) if t.kind == said["kind"]]
     assert said["rows"] == expected
-    values = {**figures(p), "moved": size(sum(c.total for c in p.collectives))}
+    values = {**formatted_totals(p), "moved": format_bytes(sum(c.total for c in p.collectives))}
     assert said["cards"] == {k: v for k, v in values.items() if k != "budget"}
     cut = next(r for r in p.inputs if any(r.layout.dims))
     assert len(said["blocks"]) == cut.layout.pieces(p.mesh)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import jshard
-from jshard._report.grouping import fold_paths, groups
+from jshard._report.grouping import fold_paths, operator_groups
 from jshard._report.timeline import events
 from tests.helpers.local_ir_check import wrong_lines
 from tests.helpers.report_plans import NAMES, f32, mesh, plan, sharded
@@ -34,16 +34,16 @@ def test_a_hundred_layers_are_as_long_as_a_few():
 def test_every_operator_and_collective_is_in_one_group_and_in_the_order_once(name):
     p = plan(name)
     for found in (
-        [r.name for g in groups(p) for r in g.rows],
+        [r.name for g in operator_groups(p) for r in g.rows],
         [e.name for e in events(p) if hasattr(e, "reads")],
     ):
         assert sorted(found) == sorted(r.name for r in p.operators)
     for ids in (
-        [i for g in groups(p) for m in g.moved for i in m.ids],
-        [e.id for e in events(p) if hasattr(e, "id")],
+        [i for g in operator_groups(p) for m in g.collectives for i in m.ids],
+        [e.xs for e in events(p) if hasattr(e, "id")],
     ):
         assert sorted(ids) == sorted(c.id for c in p.collectives)
-    assert sum(g.seconds for g in groups(p)) == pytest.approx(p.cost.compute + p.cost.communication)
+    assert sum(g.seconds for g in operator_groups(p)) == pytest.approx(p.cost.compute + p.cost.communication)
 
 
 def test_only_a_proof_is_called_optimal():

@@ -8,9 +8,9 @@ from jax import ShapeDtypeStruct as S
 
 from jshard._core.errors import RuleError
 from jshard._rules.lookup import rules_for
-from jshard._rules.registry import Entry, Op, Registry
+from jshard._rules.registry import OpView, Registry, RuleEntry
 from jshard._rules.rule import Rule
-from jshard._rules.rule_text import equation, parse, register_rule
+from jshard._rules.rule_text import parse_rule, register_rule, tokenize
 
 
 X, W, Y = S((4, 8), "float32"), S((8, 2), "float32"), S((4, 2), "float32")
@@ -18,34 +18,34 @@ Q, K = S((2, 8, 4, 16), "float32"), S((2, 32, 4, 16), "float32")
 
 
 def test_a_matmul() -> None:
-    rule = parse("m k, k n -> m n", (X, W), (Y,), reduction=("k",), work=2.0)
+    rule = parse_rule("m k, k n -> m n", (X, W), (Y,), reduction=("k",), work=2.0)
     want = Rule((((0,), (1,)), ((1,), (2,))), (((0,), (2,)),), (4, 8, 2), reduction=(1,), work=2.0)
     assert rule == want
 
 
 def test_a_factor_no_result_carries_is_whole() -> None:
-    rule = parse("b q h _, b k h _, b k h _ -> b q h _", (Q, K, K), (Q,))
+    rule = parse_rule("b q h _, b k h _, b k h _ -> b q h _", (Q, K, K), (Q,))
     assert rule.sizes == (2, 8, 4, 32)
     assert rule.blocked == (3,) and rule.reduction == ()
 
 
 def test_groups_find_their_one_unknown_size() -> None:
     big, small = S((4, 24), "float32"), S((4, 3, 8), "float32")
-    assert parse("b (h d) -> b h d", (big,), (small,)).sizes == (4, 3, 8)
-    assert parse("b (h d) -> b d", (big,), (S((4, 8), "int8"),)).sizes == (4, 3, 8)
-    assert parse("(a b), (b c) -> c", (S((6,), "int8"), S((8,), "int8")), (S((4,), "int8"),)).sizes == (
+    assert parse_rule("b (h d) -> b h d", (big,), (small,)).sizes == (4, 3, 8)
+    assert parse_rule("b (h d) -> b d", (big,), (S((4, 8), "int8"),)).sizes == (4, 3, 8)
+    assert parse_rule("(a b), (b c) -> c", (S((6,), "int8"), S((8,), "int8")), (S((4,), "int8"),)).sizes == (
         3,
         2,
         4,
     )
-    flat = parse("(a b) -> (a b)", (S((24,), "int8"),), (S((24,), "int8"),), sizes={"a": 4})
+    flat = parse_rule("(a b) -> (a b)", (S((24,), "int8"),), (S((24,), "int8"),), sizes={"a": 4})
     assert flat.sizes == (4, 6) and flat.results == (((0, 1),),)
 
 
 def test_scalars_and_several_results() -> None:
-    rule = parse("a b, -> a, b a", (X, S((), "int8")), (S((4,), "int8"), S((8, 4), "int8")))
+    rule = parse_rule("a b, -> a, b a", (X, S((), "int8")), (S((4,), "int8"), S((8, 4), "int8")))
     assert rule.operands == (((0,), (1,)), ()) and rule.results == (((0,),), ((1,), (0,)))
-    assert parse("-> a", (), (S((4,), "int8"),), blocked=("a",)).results == (((0,),),)
+    assert parse_rule("-> a", (), (S((4,), "int8"),), blocked=("a",)).results == (((0,),),)
 
 
 # Rule, what is wrong, the column it points at, and a part of the fix.
@@ -79,21 +79,21 @@ def _points_at(e: RuleError, text: str, what: str, column: int, fix: str) -> Non
 @pytest.mark.parametrize(("text", "what", "column", "fix"), MALFORMED)
 def test_malformed_rules_point_at_the_token(text: str, what: str, column: int, fix: str) -> None:
     with pytest.raises(RuleError) as e:
-        parse(text, (X, W), (Y,))
+        parse_rule(text, (X, W), (Y,))
     _points_at(e.value, text, what, column, fix)
 
 
 def test_a_group_of_another_size() -> None:
     text = "m (a b), (a b) n -> m n"
     with pytest.raises(RuleError) as e:
-        parse(text, (X, W), (Y,), sizes={"a": 2, "b": 3})
+        parse_rule(text, (X, W), (Y,), sizes={"a": 2, "b": 3})
     _points_at(e.value, text, "the factors of (a b) multiply to 2 * 3, not 8", 2, "sizes that multiply to it")
 
 
 def test_a_reduction_in_a_result() -> None:
     text = "m k, k n -> m n"
     with pytest.raises(RuleError) as e:
-        parse(text, (X, W), (Y,), reduction=("n",))
+        parse_rule(text, (X, W), (Y,), reduction=("n",))
     _points_at(e.value, text, "factor 'n' is a reduction and stands in a result", 14, "operands only")
 
 
@@ -108,13 +108,13 @@ def test_a_reduction_in_a_result() -> None:
 )
 def test_unknown_names_in_keywords(keywords: dict, what: str, fix: str) -> None:
     with pytest.raises(RuleError) as e:
-        parse("m k, k n -> m n", (X, W), (Y,), **keywords)
+        parse_rule("m k, k n -> m n", (X, W), (Y,), **keywords)
     assert (e.value.what, e.value.where, e.value.fix) == (what, "m k, k n -> m n", fix)
 
 
 def test_a_rule_is_text_or_a_function() -> None:
     with pytest.raises(RuleError, match="a rule is a string or a function, not int"):
-        equation(3)  # type: ignore[arg-type]
+        tokenize(3)  # type: ignore[arg-type]
     with pytest.raises(RuleError, match="a rule is a string or a function, not int"):
         register_rule("jshard_test_int", 3)  # type: ignore[arg-type]
     with pytest.raises(RuleError, match="3 is not a primitive"):
@@ -123,25 +123,27 @@ def test_a_rule_is_text_or_a_function() -> None:
 
 def test_register_text_function_and_object() -> None:
     register_rule("jshard_test_text", "m k, k n -> m n", reduction=("k",), work=2.0)
-    rule, entry = rules_for(Op("jshard_test_text", {}, (X, W), (Y,)))
+    rule, entry = rules_for(OpView("jshard_test_text", {}, (X, W), (Y,)))
     assert str(rule) == "a b, b c -> a c  (reduce b)" and entry is not None and entry.user
 
     class Primitive:
         name = "jshard_test_object"
 
     register_rule(Primitive(), "(a b) -> a b", sizes=lambda params: {"a": params["rows"]})
-    rule, _ = rules_for(Op("jshard_test_object", {"rows": 3}, (S((12,), int),), (S((3, 4), int),)))
+    rule, _ = rules_for(OpView("jshard_test_object", {"rows": 3}, (S((12,), int),), (S((3, 4), int),)))
     assert rule.sizes == (3, 4)
 
     made = Rule(((),), ((),), ())
     register_rule("jshard_test_function", lambda op: made)
-    assert rules_for(Op("jshard_test_function", {}, (S((), int),), (S((), int),)))[0] is made
+    assert rules_for(OpView("jshard_test_function", {}, (S((), int),), (S((), int),)))[0] is made
 
 
 def test_malformed_text_fails_at_registration_and_leaves_no_rule() -> None:
     with pytest.raises(RuleError, match="'->'"):
         register_rule("jshard_test_bad", "a b")
-    assert rules_for(Op("jshard_test_bad", {}, (), ()))[0].note == "no rule for primitive 'jshard_test_bad'"
+    assert (
+        rules_for(OpView("jshard_test_bad", {}, (), ()))[0].note == "no rule for primitive 'jshard_test_bad'"
+    )
 
 
 def test_a_rule_registered_twice() -> None:
@@ -159,7 +161,7 @@ def test_a_rule_registered_twice() -> None:
 
 def test_one_taken_name_registers_none() -> None:
     registry = Registry()
-    entry = Entry("f", lambda op: Rule((), (), ()))
+    entry = RuleEntry("f", lambda op: Rule((), (), ()))
     registry.add("a", entry)
     with pytest.raises(RuleError):
         registry.add(["b", "a"], entry)
@@ -167,11 +169,11 @@ def test_one_taken_name_registers_none() -> None:
 
 
 def test_a_rule_that_raises_replicates_and_says_so() -> None:
-    def broken(op: Op) -> Rule:
+    def broken(op: OpView) -> Rule:
         raise KeyError("axis")
 
     register_rule("jshard_test_raises", broken)
-    rule, entry = rules_for(Op("jshard_test_raises", {}, (X,), (X,)))
+    rule, entry = rules_for(OpView("jshard_test_raises", {}, (X,), (X,)))
     assert rule.opaque and entry is None
     assert rule.note == "the rule of 'jshard_test_raises' failed: KeyError: 'axis'"
 
@@ -195,7 +197,7 @@ def test_a_rule_that_raises_replicates_and_says_so() -> None:
 def test_a_rule_that_does_not_fit_replicates_and_says_so(rule: Rule, note: str) -> None:
     name = "jshard_test_misfit_" + str(abs(hash(note)))
     register_rule(name, lambda op: rule)
-    got, _ = rules_for(Op(name, {}, (X,), (X,)))
+    got, _ = rules_for(OpView(name, {}, (X,), (X,)))
     assert got.opaque and note in got.note
 
 

@@ -13,10 +13,10 @@ import pytest
 
 import jshard
 from jshard._core.layout import Layout
-from jshard._memory.liveness import residency
+from jshard._memory.liveness import liveness
 from jshard._plan import planner
 from jshard._schedule import peak
-from jshard._schedule.schedule import Move, Nested, Run, Schedule, schedule
+from jshard._schedule.schedule import Reshard, RunCall, RunOperator, Schedule, schedule
 
 
 def mlp(params: Any, x: Any) -> Any:
@@ -79,7 +79,7 @@ def choices_of(monkeypatch: pytest.MonkeyPatch, fn: Callable, args: tuple, **opt
 def scattered(made: Schedule, seed: int) -> Schedule:
     """The schedule of other relays and states than were chosen: each tensor is kept as some state has it."""
     rng = np.random.default_rng(seed)
-    choice = made.choice
+    choice = made.assignment
     some = {t: (lay.without_partial(), Layout.replicated(len(lay.dims))) for t, lay in choice.relay.items()}
     kept = {t: pair[rng.integers(2)] for t, pair in some.items() if rng.random() < 0.8}
     state = [
@@ -92,33 +92,33 @@ def scattered(made: Schedule, seed: int) -> Schedule:
 
 
 def check(made: Schedule, donated: tuple[int, ...]) -> None:
-    found, program = made.flat, made.choice.program
+    found, program = made.arrays, made.assignment.program
     assert found is not None
-    assert not any(isinstance(x, Nested) for x in made.actions)
+    assert not any(isinstance(x, RunCall) for x in made.actions)
     assert len(made.actions) == found.count
-    moves = [(k, x) for k, x in enumerate(made.actions) if isinstance(x, Move)]
+    moves = [(k, x) for k, x in enumerate(made.actions) if isinstance(x, Reshard)]
     assert [k for k, _ in moves] == found.move_at.tolist()
     for m, (_, x) in enumerate(moves):
-        assert (x.tensor, x.source) == (found.tensor[m], found.layouts[found.source[m]])
-        assert (x.target, x.reader) == (found.layouts[found.target[m]], found.reader[m])
-        assert x.steps == found.paths[found.path[m]]
+        assert (x.tensor, x.source_layouts) == (found.tensor[m], found.layouts[found.source[m]])
+        assert (x.target_layouts, x.use_op) == (found.layouts[found.target[m]], found.reader[m])
+        assert x.schedule == found.paths[found.path[m]]
     for k, x in enumerate(made.actions):
-        if isinstance(x, Run):
+        if isinstance(x, RunOperator):
             assert found.run_at[x.op] == k
     written = made._written[2]
     assert [dataclasses.astuple(x) for x in made.communicating] == [dataclasses.astuple(x) for x in written]
-    if made.choice.regather:
+    if made.assignment.regather:
         return  # who walks knows a value by its tensor and layout, and would hold it
-    life = residency(program, donated)
-    assert peak.profile(made, life, donated) == peak.walked(made, life, donated)
-    assert peak.peak_bytes(made, life, donated) == peak.walked(made, life, donated).peak
+    life = liveness(program, donated)
+    assert peak.peak_profile(made, life, donated) == peak.peak_reference(made, life, donated)
+    assert peak.peak_bytes(made, life, donated) == peak.peak_reference(made, life, donated).peak
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_arrays_say_what_objects_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fn, args = CASES[name]
     for made in choices_of(monkeypatch, fn, args):
-        for donated in ((), tuple(range(len(made.choice.program.inputs)))):
+        for donated in ((), tuple(range(len(made.assignment.program.inputs)))):
             check(made, donated)
 
 
@@ -134,14 +134,14 @@ def test_arrays_say_what_objects_say_of_bad_choices_too(seed: int, monkeypatch: 
 def test_moved_again_arrays_say_what_objects_say(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     fn, args = CASES["step"]
     held = scattered(choices_of(monkeypatch, fn, args)[0], seed)
-    again = schedule(dataclasses.replace(held.choice, regather=True))
+    again = schedule(dataclasses.replace(held.assignment, regather=True))
     check(again, ())
-    assert again.flat is not None and held.flat is not None
+    assert again.arrays is not None and held.arrays is not None
     # Each copy is made at most once before the backward pass and once in it.
     for made, most in ((held, 1), (again, 2)):
-        moves = [(x.tensor, x.target) for x in made.actions if isinstance(x, Move)]
+        moves = [(x.tensor, x.target_layouts) for x in made.actions if isinstance(x, Reshard)]
         assert max(map(moves.count, moves)) <= most
-    assert again.flat.again.any() and not held.flat.again.any()
+    assert again.arrays.again.any() and not held.arrays.again.any()
 
 
 def test_least_memory_moves_again() -> None:
@@ -172,7 +172,7 @@ def test_what_has_inner_blocks_is_written_as_objects(monkeypatch: pytest.MonkeyP
         return jax.lax.scan(lambda c, _: (c @ c, c.sum()), x, None, length=3)
 
     (made, *_) = choices_of(monkeypatch, looped, (jax.ShapeDtypeStruct((64, 64), "float32"),))
-    assert made.flat is None and any(isinstance(x, Nested) for x in made.actions)
+    assert made.arrays is None and any(isinstance(x, RunCall) for x in made.actions)
 
 
 def test_a_plan_without_inner_blocks_writes_no_objects(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from jshard._search import branch_and_bound, evaluate, solve
-from jshard._search.branch_and_bound import descend
+from jshard._search.branch_and_bound import reduce_and_eliminate
 from jshard._search.cost_network import CostNetwork, build
-from jshard._search.dual.layer_folding import fold
+from jshard._search.dual.layer_folding import fold_layers
 from jshard._search.exact import bucket_elimination
-from jshard._search.exact.reduce import graph_of
+from jshard._search.exact.reduce import working_network
 
 
 def layered(layers: int, seed: int = 0, width: int = 6, states: int = 6) -> CostNetwork:
@@ -57,8 +57,8 @@ def layered(layers: int, seed: int = 0, width: int = 6, states: int = 6) -> Cost
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_short_core_is_the_same_network_of_fewer_layers(seed):
-    _, rest = descend(graph_of(layered(40, seed)), table=1, work=1)
-    folded = fold(rest)
+    _, rest = reduce_and_eliminate(working_network(layered(40, seed)), table_limit=1, work_limit=1)
+    folded = fold_layers(rest)
     assert folded is not None and len(folded.short.core) < 0.5 * len(rest.core)
 
     def like(graph, v):
@@ -69,10 +69,10 @@ def test_the_short_core_is_the_same_network_of_fewer_layers(seed):
         assert like(folded.short, v) == like(rest, v)
         for w, t in folded.short.adj[v].items():
             assert folded.short.adj[w][v] == rest.tables.transpose(t)
-    assert {*folded.short.core, *folded.image[:, 0].tolist()} == set(rest.core)
-    for v, image in folded.image.tolist():
+    assert {*folded.short.core, *folded.representative[:, 0].tolist()} == set(rest.core)
+    for v, image in folded.representative.tolist():
         assert image in folded.short.core and like(rest, v) == like(rest, image)
-    for v, w, a, b in folded.seam.tolist():
+    for v, w, a, b in folded.seam_edges.tolist():
         assert rest.adj[v][w] == folded.short.adj[a][b]
 
 
@@ -80,7 +80,7 @@ def test_layers_that_differ_are_not_folded():
     rng = np.random.default_rng(1)
     unary = [rng.uniform(0, 1, 4) for _ in range(60)]
     edges = [(i, j, rng.uniform(0, 1, (4, 4))) for i in range(60) for j in range(i + 1, min(60, i + 4))]
-    assert fold(graph_of(build(unary, edges))) is None
+    assert fold_layers(working_network(build(unary, edges))) is None
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jshard._search import Contradiction, build, evaluate, solve
-from jshard._search.branch_and_bound import Search, climb
-from jshard._search.exact.reduce import graph_of
-from jshard._search.exact.reduce_batched import early
-from jshard._search.exact.table_pool import Tables, quantum
+from jshard._search.branch_and_bound import SearchState, branch_and_bound
+from jshard._search.exact.reduce import working_network
+from jshard._search.exact.reduce_batched import reduce_batched
+from jshard._search.exact.table_pool import TablePool, quantum
 from tests.laws.test_search_laws import brute_force, random_network
 
 
@@ -42,10 +42,10 @@ def layered(seed: int, layers: int, forbid: float = 0.2):
 
 
 def least(network, graph) -> tuple[float, np.ndarray]:
-    search = Search(np.inf, 0.0, lambda _: None, network.size)
-    climb(search, (), graph)
+    search = SearchState(np.inf, 0.0, lambda _: None, network.size)
+    branch_and_bound(search, (), graph)
     assert search.assignment is not None
-    return search.best, search.assignment
+    return search.incumbent_cost, search.assignment
 
 
 @pytest.mark.parametrize("block", range(8))
@@ -54,7 +54,7 @@ def test_small_networks_keep_their_least_cost(block):
         network = random_network(seed)
         truth = brute_force(network)
         try:
-            graph = early(network, Tables(quantum(network)), least=1)
+            graph = reduce_batched(network, TablePool(quantum(network)), min_round=1)
             cost, assignment = least(network, graph)
         except Contradiction:
             assert truth == np.inf, seed
@@ -66,9 +66,9 @@ def test_small_networks_keep_their_least_cost(block):
 @pytest.mark.parametrize("seed", range(40))
 def test_layers_are_reduced_as_one_by_one(seed):
     network = layered(seed, 12)
-    graph = early(network, Tables(quantum(network)), least=4)
+    graph = reduce_batched(network, TablePool(quantum(network)), min_round=4)
     cost, assignment = least(network, graph)
-    want, _ = least(network, graph_of(network))
+    want, _ = least(network, working_network(network))
     assert cost == pytest.approx(want, rel=1e-9)
     assert evaluate(network, assignment) == pytest.approx(want, rel=1e-9)
 
@@ -77,10 +77,10 @@ def test_most_of_a_deep_network_goes_in_rounds():
     gone = []
     for seed in range(40):
         network = layered(seed, 200)
-        graph = early(network, Tables(quantum(network)))
-        gone.append(sum(len(r.variables) for r in graph.rounds) / network.size)
-        assert len(graph.core) + sum(len(r.variables) for r in graph.rounds) == network.size
-        assert graph.given == (network.size, sum(network.states(v) for v in range(network.size)))
+        graph = reduce_batched(network, TablePool(quantum(network)))
+        gone.append(sum(len(r.variables) for r in graph.elimination_rounds) / network.size)
+        assert len(graph.core) + sum(len(r.variables) for r in graph.elimination_rounds) == network.size
+        assert graph.original_size == (network.size, sum(network.num_states(v) for v in range(network.size)))
     assert np.median(gone) > 0.5
 
 

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from jshard._search.branch_and_bound import Search, kept
+from jshard._search.branch_and_bound import SearchState, fix_by_reduced_cost
 from jshard._search.cost_network import build
-from jshard._search.dual.layer_folding import fold
-from jshard._search.dual.message_layout import chain_of
-from jshard._search.dual.trws import pass_messages, sweep, through
-from jshard._search.dual.warm_start import hear, heard_in, moved
-from jshard._search.exact.reduce import Contradiction, graph_of, reduce
+from jshard._search.dual.layer_folding import fold_layers
+from jshard._search.dual.message_layout import build_message_layout
+from jshard._search.dual.trws import min_plus_columns, trws, trws_pass
+from jshard._search.dual.warm_start import reparametrization_between, restore_messages, save_messages
+from jshard._search.exact.reduce import Contradiction, reduce, working_network
 from jshard._search.solve import solve
 
 
@@ -30,24 +30,26 @@ def random_network(seed: int, variables: int = 14, states: int = 9, forbidden: f
 
 @pytest.mark.parametrize("seed", range(20))
 def test_bound_goes_on_where_it_stood(seed):
-    graph = reduce(graph_of(random_network(seed)))
+    graph = reduce(working_network(random_network(seed)))
     if not graph.core:
         pytest.skip("reduced to nothing")
-    chain = chain_of(graph)
-    passed = pass_messages(graph, chain, target=np.inf, deadline=np.inf, most=20)
+    chain = build_message_layout(graph)
+    passed = trws(graph, chain, target=np.inf, deadline=np.inf, max_rounds=20)
     every = np.sort(passed.slack)
     try:
-        small, _, dropped = kept(graph, passed.slack_of(chain), float(every[len(every) * 3 // 4]))
+        small, _, dropped = fix_by_reduced_cost(
+            graph, passed.slack_of(chain), float(every[len(every) * 3 // 4])
+        )
     except Contradiction:
         pytest.skip("too few states have no answer")
     assert dropped
-    fewer = chain_of(small)
-    hear(small, fewer, heard_in(graph, chain), before=graph)
+    fewer = build_message_layout(small)
+    restore_messages(small, fewer, save_messages(graph, chain), before=graph)
     # Fewer states can only cost more, and what was moved into the unaries is no longer in the messages. The walk's
     # order may be another one, which shares costs a little differently.
-    assert sweep(fewer, backwards=False) + small.offset >= passed.bound - 1e-3 * abs(passed.bound)
+    assert trws_pass(fewer, backwards=False) + small.offset >= passed.bound - 1e-3 * abs(passed.bound)
     fewer.messages[:] = 0.0
-    assert sweep(fewer, backwards=False) + small.offset < 0.97 * passed.bound
+    assert trws_pass(fewer, backwards=False) + small.offset < 0.97 * passed.bound
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -56,14 +58,14 @@ def test_moved_finds_what_was_taken_from_rows_and_columns(seed):
     new = rng.integers(0, 30, (6, 8)).astype(float)
     new[rng.random(new.shape) < 0.3] = np.inf
     a, b = rng.integers(0, 30, 6).astype(float), rng.integers(0, 30, 8).astype(float)
-    found = moved(new + a[:, None] + b, new)
+    found = reparametrization_between(new + a[:, None] + b, new)
     assert found is not None
     finite = np.isfinite(new)
     assert np.array_equal((found[0][:, None] + found[1])[finite], (a[:, None] + b)[finite])
     other = new.copy()
     i, j = np.argwhere(finite & (finite.sum(axis=0) > 1) & (finite.sum(axis=1) > 1)[:, None])[0]
     other[i, j] += 1.0
-    again = moved(other + a[:, None] + b, new)
+    again = reparametrization_between(other + a[:, None] + b, new)
     if again is not None:  # the pair alone joined two parts of the table
         assert np.array_equal((again[0][:, None] + again[1])[finite], (other - new + a[:, None] + b)[finite])
 
@@ -75,18 +77,18 @@ def test_light_passes_prove_no_more_than_there_is(seed, monkeypatch):
     monkeypatch.setattr("jshard._search.dual.message_layout.STACK", 20)
     monkeypatch.setattr("jshard._search.dual.message_layout.ROOM", 100)
     network = random_network(seed, forbidden=0.05)
-    graph = reduce(graph_of(network))
-    chain = chain_of(graph)
-    assert chain.light is not None
-    passed = pass_messages(graph, chain, target=np.inf, deadline=np.inf, most=60)
+    graph = reduce(working_network(network))
+    chain = build_message_layout(graph)
+    assert chain.single_precision_batches is not None
+    passed = trws(graph, chain, target=np.inf, deadline=np.inf, max_rounds=60)
     light = solve(network)
     monkeypatch.undo()
     best = solve(network)
     assert light.cost == best.cost and light.bound == best.bound == best.cost
     assert passed.bound <= best.cost * (1 + 1e-12)
-    where = {v: chain.first[i] for i, v in enumerate(chain.variables)}
+    where = {v: chain.state_offsets[i] for i, v in enumerate(chain.variables)}
     for v in graph.core:  # no state of the best answer is ruled out
-        at = graph.tables.position(graph.states[v]).get(int(best.assignment[v]))
+        at = graph.tables.subset_positions(graph.states[v]).get(int(best.assignment[v]))
         if at is not None:
             assert passed.slack_bound + passed.slack[where[v] + at] <= best.cost * (1 + 1e-12)
 
@@ -100,7 +102,7 @@ def test_through_works_out_once_what_is_alike(distinct, dtype, monkeypatch):
     table[rng.random(table.shape) < 0.1] = np.inf
     some = rng.random((12, distinct)).astype(dtype)
     given = np.ascontiguousarray(some[:, rng.integers(0, distinct, 40)])
-    assert np.array_equal(through(table, given), (table[:, None] + given[:, :, None]).min(axis=0))
+    assert np.array_equal(min_plus_columns(table, given), (table[:, None] + given[:, :, None]).min(axis=0))
 
 
 def layered(layers: int, width: int = 5, states: int = 6):
@@ -122,15 +124,15 @@ def layered(layers: int, width: int = 5, states: int = 6):
 def test_layers_are_walked_side_by_side_and_may_differ(monkeypatch):
     """The answer of a short core in which neighbours differ is found again in the whole, and it is the best."""
     network = layered(240)
-    graph = reduce(graph_of(network))
+    graph = reduce(working_network(network))
     assert len(graph.core) > 1000
-    folded = fold(graph)
+    folded = fold_layers(graph)
     assert folded is not None
-    chain = chain_of(graph, folded.layers)
-    plain = chain_of(graph)
+    chain = build_message_layout(graph, folded.layers)
+    plain = build_message_layout(graph)
     assert sorted(chain.variables) == sorted(plain.variables)
     # In the middle a level holds the variable of every other layer at one place: neighbours there take turns.
-    level = {v: k for k, (a, b) in enumerate(chain.levels) for v in chain.variables[a:b]}
+    level = {v: k for k, (a, b) in enumerate(chain.waves) for v in chain.variables[a:b]}
     deep: dict[tuple[int, int], set[int]] = {}
     for v, (place, turn, layer) in folded.layers.items():
         if 40 < layer < 200:
@@ -144,5 +146,5 @@ def test_layers_are_walked_side_by_side_and_may_differ(monkeypatch):
 
 @pytest.mark.parametrize("gap", [0.0, 1e-6, 0.1])
 def test_without_a_bound_nothing_is_closed(gap):
-    search = Search(np.inf, gap, lambda _: None, 1, best=1.0)
+    search = SearchState(np.inf, gap, lambda _: None, 1, incumbent_cost=1.0)
     assert not search.closed(-np.inf) and not search.closed(0.5) and search.closed(1.0)

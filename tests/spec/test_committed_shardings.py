@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import jshard
 from jshard._plan.records import EntryRow
-from jshard._spec.committed_shardings import axes_here, received
+from jshard._spec.committed_shardings import equivalent_axes, max_received_bytes
 
 
 DEVICES = np.array(jax.devices()[:8])
@@ -115,7 +115,7 @@ def test_calls_that_lie_alike_run_no_python(monkeypatch):
     x, w = put(A, AUTO, "d"), put(B, AUTO, None, "m")
     f(x, w)
     seen = []
-    real = shard.Sharded._found
+    real = shard.Sharded._executable_for_arrays
     monkeypatch.setattr(shard.Sharded, "_found", lambda self, *a: seen.append(a) or real(self, *a))
     for _ in range(5):
         f(x, w)
@@ -386,7 +386,7 @@ def test_axes_are_found_exactly_where_there_are_some(seed):
         for s in every_spec(here.axis_names, 2)
         if NamedSharding(here, P(*(d or None for d in s))).devices_indices_map(shape) == blocks
     ]
-    found = axes_here(lying, shape, here)
+    found = equivalent_axes(lying, shape, here)
     assert found in same if same else found is None
     target = NamedSharding(here, P(*(d or None for d in rng.choice(list(every_spec(here.axis_names, 2))))))
     most = 0
@@ -395,4 +395,4 @@ def test_axes_are_found_exactly_where_there_are_some(seed):
         new[block] = True
         new[blocks[device]] = False
         most = max(most, int(new.sum()))
-    assert received(lying, target, shape, 4) == 4 * most
+    assert max_received_bytes(lying, target, shape, 4) == 4 * most

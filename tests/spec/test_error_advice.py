@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 import jshard
 from jshard._core.errors import ShardError, StrategyError
 from jshard._spec.entry import Pin, parse_entry
-from jshard._spec.mesh_selection import Joint, choose_mesh
+from jshard._spec.mesh_selection import JointConstraint, choose_mesh
 from tests.helpers.bad_inputs import ROWS, S, on, read
 
 
@@ -51,7 +51,7 @@ def test_on_eight_devices_without_a_mesh():
     plan = jshard.shard(jshard.op(product, ((2, 1), (1, 2))), mesh="auto:8").plan(A, B)
     assert plan.operators[0].strategy == ((2, 1), (1, 2)) and plan.mesh.sizes == (2, 2, 2)
     pins, shapes = [Pin((2, 1), None, "a"), Pin((1, 2), None, "b")], [A.shape, B.shape]
-    for joint, sizes in (((), (2, 4)), ((Joint((2, 2)),), (2, 2, 2))):
+    for joint, sizes in (((), (2, 4)), ((JointConstraint((2, 2)),), (2, 2, 2))):
         found = choose_mesh(None, None, pins, shapes, devices=jax.devices()[:8], joint=joint)
         assert found.axes.sizes == sizes
 

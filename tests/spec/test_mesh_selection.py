@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jshard._core.errors import MeshError, StrategyError
 from jshard._core.layout import Layout, MeshAxes
 from jshard._spec import mesh_factorization
-from jshard._spec.entry import EVERY_DEVICE, Pin, allows, parse_entry
+from jshard._spec.entry import EVERY_DEVICE, Pin, parse_entry, satisfies
 from jshard._spec.mesh_selection import ChosenMesh, candidate_meshes, choose_mesh, resolve_pin
 
 
@@ -67,7 +67,7 @@ def layouts(ndim: int, axes: MeshAxes):
 def test_inferred_grid(count, cuts, sizes):
     found = chosen(*(pin(*c) for c in cuts), count=count)
     assert found.axes.sizes == sizes and found.axes.names == tuple("xyzuvw"[: len(sizes)])
-    assert found.how == "inferred" and found.user is None
+    assert found.source == "inferred" and found.user_mesh is None
     assert tuple(found.mesh.axis_sizes) == sizes and found.mesh.axis_names == found.axes.names
     assert set(found.mesh.axis_types) == {AxisType.Auto}
     assert set(found.mesh.devices.flat) == set(jax.devices()[:count])
@@ -100,15 +100,15 @@ def test_every_pin_has_a_layout_on_a_given_mesh(data, sizes):
     for cuts in wanted:
         assert any(layout.cuts(found.axes) == cuts for layout in layouts(3, found.axes))
     # Parts of an axis, in order, are the axis: its size, and its place among the devices.
-    assert tuple(itertools.chain(*(found.renamed[n] for n in names))) == found.axes.names
-    assert tuple(found.axes.size(*found.renamed[n]) for n in names) == sizes
+    assert tuple(itertools.chain(*(found.axis_parts[n] for n in names))) == found.axes.names
+    assert tuple(found.axes.size(*found.axis_parts[n]) for n in names) == sizes
 
 
 @settings(max_examples=40)
 @given(st.data(), st.sampled_from([4, 6, 8, 12]))
 def test_no_coarser_grid_would_do(data, count):
     wanted = data.draw(st.lists(cuts_over(count), max_size=3))
-    sizes = mesh_factorization.coarsest(count, wanted)
+    sizes = mesh_factorization.fewest_axes(count, wanted)
     assert sizes is not None and math.prod(sizes) == count
     for shorter in range(1, len(sizes)):
         for other in mesh_factorization.factorizations(count, shorter):
@@ -117,7 +117,7 @@ def test_no_coarser_grid_would_do(data, count):
 
 def test_grid_of_thousands_of_devices():
     # All factorizations of 4096 are 2048; a search over sets of axes would not end.
-    assert mesh_factorization.coarsest(4096, [(16, 8), (8, 16, 2), (512, 1)]) == (16, 8, 16, 2)
+    assert mesh_factorization.fewest_axes(4096, [(16, 8), (8, 16, 2), (512, 1)]) == (16, 8, 16, 2)
     assert mesh_factorization.split((16, 16, 16), [(64, 64), (32, 8, 16)]) == ((8, 2), (8, 2), (16,))
 
 
@@ -139,7 +139,7 @@ def test_split_of_a_given_mesh(sizes, cuts, parts):
 def test_split_axis_keeps_device_order_and_its_meaning():
     user = mesh_of((8,), ("data",))
     found = chosen(pin(4, 2), parse_entry(P("data"), (16, 3), "spec"), mesh=user)
-    assert str(found) == "data_0=4 x data_1=2 (given)" and found.user is user
+    assert str(found) == "data_0=4 x data_1=2 (given)" and found.user_mesh is user
     assert list(found.mesh.devices.flat) == list(user.devices.flat)
     assert found.pins[1] == Pin((8, 1), (("data_0", "data_1"), ()), "spec")
     x = jax.device_put(np.arange(48.0).reshape(16, 3), NamedSharding(user, P("data")))
@@ -155,7 +155,7 @@ def test_names_of_parts_avoid_names_in_use():
 def test_given_mesh_is_used_as_it_is():
     user = mesh_of((4, 2), ("data", "model"))
     found = chosen(pin(2, 4), mesh=user)
-    assert found.mesh is user and found.how == "given" and str(found.axes) == "data=4 x model=2"
+    assert found.mesh is user and found.source == "given" and str(found.axes) == "data=4 x model=2"
 
 
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
@@ -180,12 +180,12 @@ def test_mesh_in_context(kind):
     with jax.set_mesh(user):
         found = choose_mesh(None, None, [pin(2, 4)], [(4, 4)])
         given_one = chosen(mesh=mesh_of((8,), ("own",)))
-    assert found.how == "context" and found.user == user and str(found.axes) == "rows=2 x columns=4"
+    assert found.source == "context" and found.user_mesh == user and str(found.axes) == "rows=2 x columns=4"
     assert isinstance(found.mesh, Mesh)
     assert given_one.axes.names == ("own",)
     with jax.sharding.use_abstract_mesh(user.abstract_mesh):
         assert choose_mesh(None, None, [], []).axes.names == ("rows", "columns")
-    assert choose_mesh(None, None, [], []).how == "inferred"
+    assert choose_mesh(None, None, [], []).source == "inferred"
 
 
 def test_mesh_in_context_inside_jit():
@@ -225,7 +225,7 @@ def test_candidates_are_all_grids_that_carry_the_pins():
 def test_mesh_of_a_named_sharding():
     of = mesh_of((4, 2), ("data", "model"))
     found = choose_mesh(None, None, [parse_entry(NamedSharding(of, P("model")), (8, 8), "here")], [(8, 8)])
-    assert found.how == "named sharding" and found.mesh is of
+    assert found.source == "named sharding" and found.mesh is of
     assert found.pins[0] == Pin((2, 1), (("model",), ()), "here")
 
 
@@ -263,17 +263,17 @@ def test_allows_is_the_definition():
     for wanted in itertools.product((None, 1, 2, 4, 8), repeat=2):
         for layout in every:
             have = layout.cuts(axes)
-            assert allows(pin(*wanted), layout, axes) == all(
+            assert satisfies(pin(*wanted), layout, axes) == all(
                 w in (None, h) for w, h in zip(wanted, have, strict=True))  # fmt: skip
     spec = Pin((None, None), (("y", "x"), None), "spec")
-    assert {str(x) for x in every if allows(spec, x, axes) and "one" not in x.axes} == {"(y*x, -)"}
-    assert allows(spec, Layout((("y", "one", "x"), ())), axes)  # an axis of one device cuts nothing
-    assert not allows(spec, Layout((("x", "y"), ())), axes)
-    assert not allows(pin(None, None), Layout(((), ()), ("x",)), axes)
-    assert allows(pin(EVERY_DEVICE, 1), Layout((("x", "y"), ())), axes)
-    assert not allows(pin(EVERY_DEVICE, 1), Layout((("y",), ())), axes)
-    assert allows(None, Layout(((), ()), ("x",)), axes)
-    assert not allows(pin(2), Layout(((), ())), axes)
+    assert {str(x) for x in every if satisfies(spec, x, axes) and "one" not in x.axes} == {"(y*x, -)"}
+    assert satisfies(spec, Layout((("y", "one", "x"), ())), axes)  # an axis of one device cuts nothing
+    assert not satisfies(spec, Layout((("x", "y"), ())), axes)
+    assert not satisfies(pin(None, None), Layout(((), ()), ("x",)), axes)
+    assert satisfies(pin(EVERY_DEVICE, 1), Layout((("x", "y"), ())), axes)
+    assert not satisfies(pin(EVERY_DEVICE, 1), Layout((("y",), ())), axes)
+    assert satisfies(None, Layout(((), ()), ("x",)), axes)
+    assert not satisfies(pin(2), Layout(((), ())), axes)
 
 
 def test_device_that_is_not_there_is_told_as_such():

@@ -14,11 +14,11 @@ from jax.sharding import PartitionSpec as P
 
 from jshard._core.errors import ShardError, StrategyError
 from jshard._core.layout import Layout, MeshAxes
-from jshard._spec.entry import Pin, allows, parse_entry
+from jshard._spec.entry import Pin, parse_entry, satisfies
 from jshard._spec.options import parse_bytes
 from jshard._spec.parameter_plan import specificity
 from jshard._spec.strategies import pins_for_inputs, pins_for_outputs, without_static
-from jshard._spec.tree_paths import argument_names, children, input_leaves, key_name, path_name
+from jshard._spec.tree_paths import argument_names, input_leaves, key_name, one_level, path_name
 
 
 def S(*shape: int) -> jax.ShapeDtypeStruct:
@@ -61,7 +61,7 @@ def test_forms_of_one_entry():
 
 def test_spec_without_axes_is_the_strategy_of_ones():
     whole = parse_entry(P(None, None), (8, 8), "spec")
-    assert whole is not None and whole.same_wish(Pin((1, 1), None, "elsewhere"))
+    assert whole is not None and whole.same_constraint(Pin((1, 1), None, "elsewhere"))
     assert parse_entry(P(), (), "spec") == Pin((), None, "spec")
     assert parse_entry(P(None, P.UNCONSTRAINED), (8, 8), "spec") == Pin((1, None), None, "spec")
 
@@ -78,7 +78,7 @@ def test_a_strategy_is_taken_exactly_when_it_divides(pairs):
         pin = parse_entry(cuts, shape, "w", devices)
         assert pin == Pin(cuts, None, "w")
         axes = MeshAxes(tuple(f"m{i}" for i in range(len(cuts))), cuts)
-        assert allows(pin, Layout(tuple((n,) for n in axes.names)), axes)
+        assert satisfies(pin, Layout(tuple((n,) for n in axes.names)), axes)
     else:
         with pytest.raises(StrategyError, match="does not divide dimension"):
             parse_entry(cuts, shape, "w", devices)
@@ -336,10 +336,10 @@ def test_a_dict_key_named_value_is_a_name():
 
 def test_children_are_one_level_of_flattening():
     for tree in ({"b": (1, None), "a": [2, {"c": 3}]}, Block(Block(1, 2), None), (((), {}), 4), None, 5, ()):
-        below = children(tree)
+        below = one_level(tree)
         leaves = [x for _, child in below for x in jax.tree.leaves(child)]
         assert leaves == ([] if tree == 5 else jax.tree.leaves(tree))
-    assert [key_name(k) for k, _ in children(Block(1, None))] == ["kernel", "bias"]
+    assert [key_name(k) for k, _ in one_level(Block(1, None))] == ["kernel", "bias"]
     assert path_name(()) == ""
 
 

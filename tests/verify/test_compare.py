@@ -9,7 +9,15 @@ import jax.numpy as jnp
 import pytest
 
 from jshard._core.errors import PlanMismatchError
-from jshard._verify import Emitted, EmittedProgram, Predicted, compare, hlo_shape, read, verify_program
+from jshard._verify import (
+    Emitted,
+    EmittedProgram,
+    Predicted,
+    compare,
+    hlo_shape,
+    read_program,
+    verify_program,
+)
 from tests.helpers import known_traffic
 
 
@@ -51,7 +59,7 @@ def test_a_right_prediction_agrees_to_the_byte(name: str, dtype) -> None:
 @pytest.mark.parametrize("name", ["gather_x", "psum_xy", "scan"])
 def test_a_wrong_prediction_is_found(name: str) -> None:
     p = next(p for p in known_traffic.programs() if p.name == name)
-    compiled = read(p.lower(MESH, jnp.float32).compile())
+    compiled = read_program(p.lower(MESH, jnp.float32).compile())
     plan = predictions(p, 4)
     for k, change in ((0, {"bytes": plan[0].bytes * 1.05}), (0, {"kind": "all_to_all"}), (-1, {"count": 7})):
         wrong = list(plan)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jshard._verify import EmittedProgram, read, wire_bytes
+from jshard._verify import EmittedProgram, read_program, wire_bytes
 from jshard._verify.hlo_parser import parse
 from jshard._verify.replica_groups import read_groups
 from tests.helpers import known_traffic
@@ -29,7 +29,7 @@ def stated(text: str, key: str) -> dict[str, float]:
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda p: p.stem)
 def test_samples_give_what_they_state(path: pathlib.Path) -> None:
     text = path.read_text()
-    program = read(text)
+    program = read_program(text)
     assert program.by_kind == stated(text, "expect")
     assert program.meant_by_kind == stated(text, "meant")
     assert program.complete
@@ -38,12 +38,12 @@ def test_samples_give_what_they_state(path: pathlib.Path) -> None:
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("program", known_traffic.programs(), ids=lambda p: p.name)
 def test_compiled_programs_have_the_traffic_of_their_shapes(program: known_traffic.Program, dtype) -> None:
-    found = read(program.lower(MESH, dtype).compile())
+    found = read_program(program.lower(MESH, dtype).compile())
     itemsize = jnp.dtype(dtype).itemsize
     assert found.meant_by_kind == {k: v * itemsize for k, v in program.expected.items()}
     # CPU has no bfloat16 collectives: the wire carries float32, and the reader says so.
     assert found.by_kind == {k: v * 4 for k, v in program.expected.items()}
-    assert {e.promoted for e in found.collectives} == ({""} if itemsize == 4 else {"bf16"})
+    assert {e.requested_dtype for e in found.collectives} == ({""} if itemsize == 4 else {"bf16"})
     assert sorted({t for e in found.collectives for t in e.tags}) == list(program.tags)
     assert all("known_traffic.py:" in e.source for e in found.collectives)
     assert found.complete and found.partitions == 8
@@ -53,7 +53,7 @@ def test_compiled_programs_have_the_traffic_of_their_shapes(program: known_traff
 def test_a_training_step_has_the_traffic_of_its_jaxpr(dtype) -> None:
     f, args = known_traffic.training_step(MESH, layers=3, batch=128, d=64, ff=128, dtype=dtype)
     traced = f.trace(*args)
-    found = read(traced.lower().compile())
+    found = read_program(traced.lower().compile())
     assert found.meant_by_kind == known_traffic.jaxpr_traffic(traced.jaxpr, MESH)
     products = 3 * 2 * (1 + 2)  # layers, two in each; forward and two backward
     assert found.flops == products * 2 * 128 * 64 * 128 / 8
@@ -67,12 +67,12 @@ def test_flops_of_a_convolution_leave_out_padding_and_holes() -> None:
     conv = jax.jit(lambda x, k: jax.lax.conv_general_dilated(x, k, (1, 1), "SAME"))
     x, k = jnp.ones((2, 3, 8, 8)), jnp.ones((5, 3, 3, 3))
     # Along each dimension of 8 with 3 taps, 8 + 7 + 7 pairs of output and tap fall inside.
-    assert read(conv.lower(x, k).compile()).flops == 2 * 2 * 3 * 5 * 22 * 22
+    assert read_program(conv.lower(x, k).compile()).flops == 2 * 2 * 3 * 5 * 22 * 22
 
 
 def test_conditional_collectives_are_marked() -> None:
     program = next(p for p in known_traffic.programs() if p.name == "branch")
-    (found,) = read(program.lower(MESH, jnp.float32).compile()).collectives
+    (found,) = read_program(program.lower(MESH, jnp.float32).compile()).collectives
     assert found.conditional and "in a branch" in str(found)
 
 
@@ -81,13 +81,13 @@ def test_widening_asked_for_by_the_program_is_its_own() -> None:
         return known_traffic.gather(a.astype(jnp.float32), "x") * 2
 
     program = known_traffic.Program("f", f, (known_traffic.P("x"),), known_traffic.P(), ((64, 128),), {})
-    (found,) = read(program.lower(MESH, jnp.bfloat16).compile()).collectives
-    assert found.promoted == "" and found.meant == found.total == 64 * 128 * 4 / 2
+    (found,) = read_program(program.lower(MESH, jnp.bfloat16).compile()).collectives
+    assert found.requested_dtype == "" and found.requested_total == found.total == 64 * 128 * 4 / 2
 
 
 def test_cycles_and_tags_of_a_tpu_text() -> None:
     path = next(p for p in SAMPLES if p.stem == "tpu_async_fusion")
-    program = read(path.read_text())
+    program = read_program(path.read_text())
     assert program.estimated_cycles == 4 * 71516
     (gather,) = program.collectives
     assert gather.tags == (2,) and gather.count == 4 and gather.line == 8
@@ -96,7 +96,7 @@ def test_cycles_and_tags_of_a_tpu_text() -> None:
 
 def test_combined_collectives_keep_all_their_numbers() -> None:
     path = next(p for p in SAMPLES if p.stem == "combined_in_a_call")
-    assert {e.kind: e.tags for e in read(path.read_text()).collectives}["all_reduce"] == (3, 5)
+    assert {e.kind: e.tags for e in read_program(path.read_text()).collectives}["all_reduce"] == (3, 5)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_combined_collectives_keep_all_their_numbers() -> None:
     ],
 )
 def test_what_cannot_be_read_is_named_by_line(bad: str, message: str) -> None:
-    program = read(bad)
+    program = read_program(bad)
     assert message in program.unread
     assert not program.complete and "incomplete" in str(program)
 
@@ -140,16 +140,18 @@ def test_reading_goes_on_after_a_line_it_cannot_read() -> None:
     broken = text.replace("replica_groups=[4,2]<=[8]", "replica_groups=<odd>").replace(
         "%all = f32", "%all f32"
     )
-    program = read(broken)
+    program = read_program(broken)
     assert program.by_kind == {"all_gather": 544 - 32 - 7 * 32}
     assert len(program.unread) == 2
 
 
 def test_a_loop_without_a_known_end_is_counted_once_and_said() -> None:
     text = next(p for p in SAMPLES if p.stem == "ring_all_gather").read_text()
-    program = read(text.replace("%n = s32[] constant(3)", "%n = s32[] get-tuple-element(%c.1), index=0"))
+    program = read_program(
+        text.replace("%n = s32[] constant(3)", "%n = s32[] get-tuple-element(%c.1), index=0")
+    )
     assert program.by_kind == {"all_gather": 512}
-    assert program.complete and [e.turn for e in program.collectives] == [True]
+    assert program.complete and [e.in_open_loop for e in program.collectives] == [True]
     assert any("trip count of the loop loop is not known" in u for u in program.open_loops)
     assert str(program).startswith("jit_f on 4 devices: at least 512 B per device\n")
 
@@ -164,7 +166,7 @@ def test_trip_counts_follow_the_comparison(start, step, limit, direction, trips)
     text = text.replace("%one = s32[] constant(1)", f"%one = s32[] constant({step})")
     text = text.replace("%n = s32[] constant(3)", f"%n = s32[] constant({limit})")
     text = text.replace("compare(%n, %i.1), direction=GT", f"compare(%i.1, %n), direction={direction}")
-    assert read(text).by_kind == ({"all_gather": 512 * trips} if trips else {})
+    assert read_program(text).by_kind == ({"all_gather": 512 * trips} if trips else {})
 
 
 @pytest.mark.parametrize(
@@ -213,7 +215,7 @@ def test_programs_print() -> None:
 
 def test_a_collective_that_nothing_runs_is_named() -> None:
     text = next(p for p in SAMPLES if p.stem == "sparse_core_call").read_text()
-    program = read(text.replace("to_apply=%called_computation", "runs=%called_computation"))
+    program = read_program(text.replace("to_apply=%called_computation", "runs=%called_computation"))
     assert program.by_kind == {}
     assert program.unread == (
         "line 9: all-gather all-gather.1 is in called_computation, which nothing that was read runs",
@@ -222,12 +224,15 @@ def test_a_collective_that_nothing_runs_is_named() -> None:
 
 def test_parts_of_a_combined_collective_keep_their_own_numbers() -> None:
     text = next(p for p in SAMPLES if p.stem == "combined_and_sliced").read_text()
-    assert {e.kind: e.tags for e in read(text).collectives} == {"reduce_scatter": (4,), "all_reduce": (9,)}
+    assert {e.kind: e.tags for e in read_program(text).collectives} == {
+        "reduce_scatter": (4,),
+        "all_reduce": (9,),
+    }
 
 
 def test_of_a_combination_only_the_widened_parts_count_as_narrow() -> None:
     """XLA combines a float32 sum with one that it widened from bfloat16, and names the reducer of the first."""
-    found = read("""HloModule jit_f, num_partitions=4
+    found = read_program("""HloModule jit_f, num_partitions=4
 
 %add (a: f32[], b: f32[]) -> f32[] {
   %a = f32[] parameter(0)
@@ -247,5 +252,5 @@ ENTRY %main (p: f32[8], q: bf16[64]) -> (f32[8], bf16[64]) {
 }
 """)
     (emitted,) = found.collectives
-    assert (emitted.total, emitted.meant) == (1.5 * (8 * 4 + 64 * 4), 1.5 * (8 * 4 + 64 * 2))
-    assert emitted.promoted == "bf16"
+    assert (emitted.total, emitted.requested_total) == (1.5 * (8 * 4 + 64 * 4), 1.5 * (8 * 4 + 64 * 2))
+    assert emitted.requested_dtype == "bf16"
