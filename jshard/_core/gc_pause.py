@@ -8,7 +8,7 @@ own, so it is set back whatever happens, and left alone where the user has switc
 at once may wake it early for each other, never leave it asleep.
 
 >>> import gc
->>> with uncollected():
+>>> with gc_paused():
 ...     gc.isenabled()
 False
 >>> gc.isenabled()

@@ -347,8 +347,8 @@ _GPU_TARGETS = {
 def gpu_target(chip: Chip) -> str:
     """What the GPU compiler must know of a chip, as a `GpuTargetConfigProto` text.
 
-    >>> from jshard import _hardware
-    >>> "core_count: 132" in gpu_target(_hardware.get("h100"))
+    >>> from jshard._core import hardware
+    >>> "core_count: 132" in gpu_target(hardware.get("h100"))
     True
     """
     if chip.name not in _GPU_TARGETS:

@@ -5,7 +5,7 @@ made from where runs begin, or one number for each row of several columns is ask
 
 Idea.  Three functions that numpy has no name for. They know nothing of programs or networks, so all floors use them.
 
->>> spans(np.array([5, 0]), np.array([7, 3])).tolist()
+>>> concat_ranges(np.array([5, 0]), np.array([7, 3])).tolist()
 [5, 6, 0, 1, 2]
 """
 
@@ -28,7 +28,7 @@ def concat_ranges(begin: Ints, end: Ints) -> Ints:
 def row_codes(*columns: Ints) -> Ints:
     """One number for each row of some columns of numbers from 0, the same where the rows are.
 
-    >>> a, b, c = packed(np.array([3, 3, 0]), np.array([1, 1, 2])).tolist()
+    >>> a, b, c = row_codes(np.array([3, 3, 0]), np.array([1, 1, 2])).tolist()
     >>> a == b, a == c
     (True, False)
     """
@@ -45,7 +45,7 @@ def row_codes(*columns: Ints) -> Ints:
 def first_occurrence_codes(code: Ints) -> tuple[Ints, list[int]]:
     """Numbers for equal codes in the order in which they come, and where each comes first.
 
-    >>> numbered(np.array([7, 2, 7, 5]))
+    >>> first_occurrence_codes(np.array([7, 2, 7, 5]))
     (array([0, 1, 0, 2]), [0, 1, 3])
     """
     _, first, inverse = np.unique(code, return_index=True, return_inverse=True)

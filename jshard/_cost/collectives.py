@@ -3,7 +3,7 @@
 Every collective's time is linear in the bytes: a slope from the wires and an intercept from the steps. So a
 collective on given axes is three numbers (`Coefficients`), and a whole redistribution is a sum of them.
 
->>> from jshard import _hardware as hardware
+>>> from jshard._core import hardware
 >>> from jshard._core.layout import MeshAxes
 >>> from jshard._core.topology import from_mesh
 >>> t = from_mesh(MeshAxes(("x", "y"), (8, 16)), hardware.get("v5e"))
@@ -73,7 +73,7 @@ def collective(
 
     Of so many as are sent `together`, each pays its share of the latency.
 
-    >>> from jshard import _hardware as hardware
+    >>> from jshard._core import hardware
     >>> from jshard._core.layout import MeshAxes
     >>> from jshard._core.topology import from_mesh
     >>> t = from_mesh(MeshAxes(("x",), (16,)), hardware.get("v5e"))

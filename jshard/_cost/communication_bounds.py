@@ -52,7 +52,7 @@ def matmul(
     - `held`: elements that a device has of the operands before and of the result after; by default one copy
         of all three spread evenly. Operands on several devices lower the bound, to zero when all are whole.
 
-    >>> matmul(64, 64, 64, 8, itemsize=4, held=2 * 64 * 64 + 64 * 64 / 8).bytes
+    >>> matmul(64, 64, 64, 8, itemsize=4, local_elements=2 * 64 * 64 + 64 * 64 / 8).bytes
     0.0
     """
     k, n, m = sorted((m, n, k))

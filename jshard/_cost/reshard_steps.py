@@ -7,9 +7,9 @@ place, removing one joins neighbouring blocks. Anything else moves blocks betwee
 >>> from jshard._core.layout import MeshAxes
 >>> mesh = MeshAxes(("x", "y"), (2, 4))
 >>> a = Layout((("x", "y"), ()))
->>> for s in moves(a, mesh, (8, 8)):
+>>> for s in successor_steps(a, mesh, (8, 8)):
 ...     if s.kind != "permute":
-...         print(s, "=>", apply(s, a))
+...         print(s, "=>", apply_step(s, a))
 all_gather[y] 0 => (x, -)
 all_to_all[y] 0->1 => (x, y)
 all_gather[x*y] 0 => (-, -)

@@ -5,14 +5,14 @@ edge costs so many seconds per byte of the whole tensor and a latency. The graph
 divisibility, shared by all tensors that have them; paths are found for a number of bytes. Slices are free, so they
 come first where that helps, and gathers last: this falls out of the costs and is written nowhere.
 
->>> from jshard import _hardware as hardware
+>>> from jshard._core import hardware
 >>> from jshard._core.layout import MeshAxes
 >>> from jshard._core.topology import from_mesh
 >>> t = from_mesh(MeshAxes(("x", "y"), (2, 4)), hardware.get("v5e"))
 >>> a, b = Layout((("x",), ("y",))), Layout((("x", "y"), ()))
->>> [str(s) for s in steps(a, b, (128, 32), t)]
+>>> [str(s) for s in cheapest_steps(a, b, (128, 32), t)]
 ['all_to_all[y] 1->0']
->>> seconds, received, collectives = cost(a, b, (128, 32), 4, t)
+>>> seconds, received, collectives = reshard_cost(a, b, (128, 32), 4, t)
 >>> received, str(collectives[0])
 (1536.0, 'all_to_all[y] 1536 B 8.08e-06 s')
 

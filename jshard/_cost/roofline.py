@@ -3,7 +3,7 @@
 The matrix units set the peak, by dtype. Elementwise work runs on vector units that the table does not list:
 it does so few operations per byte that the memory decides, and the matrix peak in the formula never binds.
 
->>> from jshard import _hardware as hardware
+>>> from jshard._core import hardware
 >>> chip = hardware.get("v5e")
 >>> n = 8192                              # a matmul: bound by arithmetic
 >>> f"{roofline(2 * n**3, 3 * n * n * 2, np.dtype('bfloat16'), chip):.3g}"
@@ -41,8 +41,8 @@ def roofline(work: float, bytes_moved: float, dtype: Any, chip: Chip) -> float:
 def peak_flops(dtype: Any, chip: Chip) -> float:
     """Operations per second of a chip's matrix units on a dtype.
 
-    >>> from jshard import _hardware as hardware
-    >>> peak("int8", hardware.get("v5e")) / peak("bfloat16", hardware.get("v5e"))
+    >>> from jshard._core import hardware
+    >>> peak_flops("int8", hardware.get("v5e")) / peak_flops("bfloat16", hardware.get("v5e"))
     2.0
 
     A chip without units for a narrow type widens it to bfloat16. No column holds float64 and complex numbers:

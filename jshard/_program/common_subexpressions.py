@@ -12,11 +12,11 @@ Source: J. Cocke and J. T. Schwartz, "Programming languages and their compilers"
 
 >>> import jax
 >>> eqns = jax.make_jaxpr(lambda x: (jax.numpy.sin(x) + 1, jax.numpy.sin(x) + 2))(1.0).eqns
->>> known = Known()
->>> known.look(eqns[0], [0])[0] is None
+>>> known = ValueNumbering()
+>>> known.lookup(eqns[0], [0])[0] is None
 True
->>> known.keep(eqns[0], known.look(eqns[0], [0])[1], [1])       # x is value 0, its sine value 1
->>> known.look(eqns[2], [0])[0]
+>>> known.record(eqns[0], known.lookup(eqns[0], [0])[1], [1])       # x is value 0, its sine value 1
+>>> known.lookup(eqns[2], [0])[0]
 [1]
 """
 

@@ -11,7 +11,7 @@ and those that leave it inside.
 >>> from jshard._program.trace import build
 >>> f = lambda x: jax.lax.scan(lambda c, _: (jnp.sin(c), None), x, length=3)[0]
 >>> s = scopes_of(build(jax.jit(f).trace(jnp.ones(4)).jaxpr, name="f", input_names=["x"]))
->>> s.read.tolist()                # the initial carry outside; `sin` and the carry that it gives inside; the result outside
+>>> s.use_scope.tolist()                # the initial carry outside; `sin` and the carry that it gives inside; the result outside
 [0, 1, 1, 0]
 """
 

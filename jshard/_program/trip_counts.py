@@ -6,7 +6,7 @@
 ...     return lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 3, c[1] * 2), (1, x))
 >>> def turns(n):
 ...     eqn = jax.make_jaxpr(lambda x: f(n, x))(1.0).eqns[-1]
-...     return turns_of(eqn, [number(v) for v in eqn.invars])
+...     return trip_count_of(eqn, [literal_int(v) for v in eqn.invars])
 >>> turns(12), turns(0)
 (4, 0)
 """

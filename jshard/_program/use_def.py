@@ -9,8 +9,8 @@ program order, so those of an operator lie together. `by_tensor` lists them tens
 >>> import jax, jax.numpy as jnp
 >>> from jshard._program.trace import build
 >>> traced = jax.jit(lambda x: x * x + 1).trace(jax.ShapeDtypeStruct((4,), "float32"))
->>> a = build(traced.jaxpr, name="f", input_names=["x"]).arrays
->>> a.reader.tolist(), a.read.tolist(), a.maker.tolist()      # x is tensor 0, operator 0
+>>> a = build(traced.jaxpr, name="f", input_names=["x"]).use_def
+>>> a.use_op.tolist(), a.use_tensor.tolist(), a.def_op.tolist()      # x is tensor 0, operator 0
 ([1, 1, 2, 3], [0, 0, 1, 2], [0, 1, 2])
 """
 

@@ -3,7 +3,7 @@
 A primitive without a rule, or whose rule raises, or gives something that does not fit, runs replicated; the
 note says why and the report prints it.
 
->>> op = Op("no_such_primitive", {}, (), ())
+>>> op = OpView("no_such_primitive", {}, (), ())
 >>> r, entry = rules_for(op)
 >>> r.opaque, entry, r.note
 (True, None, "no rule for primitive 'no_such_primitive'")

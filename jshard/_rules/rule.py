@@ -257,8 +257,8 @@ def internal_collectives(
     >>> import numpy as np
     >>> r = Rule(operands=(((0,), (1,)),), results=(((0,),),), sizes=(8, 6), reduction=(1,), reducer="max")
     >>> mesh, y = MeshAxes(("x", "y"), (4, 2)), np.zeros(8, np.float32)
-    >>> own_collectives(r, Candidate((0, 1)), mesh, [y]), own_collectives(r, Candidate((0, NONE)), mesh, [y])
-    ((Sent(kind='all_reduce', axes=('y',), held=8.0, result=0),), ())
+    >>> internal_collectives(r, Candidate((0, 1)), mesh, [y]), internal_collectives(r, Candidate((0, NONE)), mesh, [y])
+    ((SentCollective(kind='all_reduce', axes=('y',), local_bytes=8.0, result=0),), ())
     """
     reduced = reduced_axes(rule, c, mesh)
     own = rule.internal

@@ -7,14 +7,14 @@ below, along which a softmax runs, unless it is named as a `reduction`: then cut
 
 >>> from jax import ShapeDtypeStruct as S
 >>> q, k = S((2, 8, 4, 16), "float32"), S((2, 32, 4, 16), "float32")
->>> r = parse("b q h _, b k h _, b k h _ -> b q h _", (q, k, k), (q,))
->>> r.sizes, r.blocked, str(parse("m k, k n -> m n", (S((4, 8), int), S((8, 2), int)), (S((4, 2), int),),
+>>> r = parse_rule("b q h _, b k h _, b k h _ -> b q h _", (q, k, k), (q,))
+>>> r.sizes, r.blocked, str(parse_rule("m k, k n -> m n", (S((4, 8), int), S((8, 2), int)), (S((4, 2), int),),
 ...                               reduction=("k",)))
 ((2, 8, 4, 32), (3,), 'a b, b c -> a c  (reduce b)')
 
 A malformed text gets an error that shows the token:
 
->>> parse("b q, b k -> b (q", (q, k), (q,))
+>>> parse_rule("b q, b k -> b (q", (q, k), (q,))
 Traceback (most recent call last):
 ...
 jshard._core.errors.RuleError: the rule has a '(' without ')'
@@ -74,7 +74,7 @@ def _error(what: str, text: str, at: int, fix: str) -> RuleError:
 def tokenize(text: str) -> RuleText:
     """Take a rule's text apart; sizes are not looked at.
 
-    >>> equation("(a b) c -> a b c").names
+    >>> tokenize("(a b) c -> a b c").names
     ('a', 'b', 'c')
 
     Raises: `RuleError` that points at the first bad character or token.

@@ -11,7 +11,7 @@ that (`i -> (i k)`, upsampling), and the gradient of its kernel (`(o k), o -> k`
 >>> p = dict(dimension_numbers=n, window_strides=(4,), padding=((0, 0),), lhs_dilation=(1,),
 ...          rhs_dilation=(1,), feature_group_count=1, batch_group_count=1)
 >>> x, w, y = S((8, 3, 32), "float32"), S((16, 3, 4), "float32"), S((8, 16, 8), "float32")
->>> print(conv(Op("conv_general_dilated", p, (x, w), (y,))))
+>>> print(conv(OpView("conv_general_dilated", p, (x, w), (y,))))
 a b (c d), e b d -> a e c  (reduce b)
 """
 

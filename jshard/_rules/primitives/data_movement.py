@@ -6,7 +6,7 @@ operators are linear.
 
 >>> from jax import ShapeDtypeStruct as S
 >>> p = {"shape": (2, 4), "broadcast_dimensions": (1,)}
->>> print(broadcast_in_dim(Op("broadcast_in_dim", p, (S((4,), "int8"),), (S((2, 4), "int8"),))))
+>>> print(broadcast_in_dim(OpView("broadcast_in_dim", p, (S((4,), "int8"),), (S((2, 4), "int8"),))))
 a -> b a
 """
 

@@ -2,7 +2,7 @@
 
 >>> from jax import ShapeDtypeStruct as S
 >>> a, b, c = S((4, 8), "float32"), S((8, 2), "float32"), S((4, 2), "float32")
->>> print(dot_general(Op("dot_general", {"dimension_numbers": (((1,), (0,)), ((), ()))}, (a, b), (c,))))
+>>> print(dot_general(OpView("dot_general", {"dimension_numbers": (((1,), (0,)), ((), ()))}, (a, b), (c,))))
 a b, b c -> a c  (reduce b)
 """
 

@@ -6,7 +6,7 @@ when both operands are partial, `(a1 + a2) * b` when one is.
 
 >>> from jax import ShapeDtypeStruct as S
 >>> x = S((4, 8), "float32")
->>> r = pointwise(Op("add", {}, (x, x), (x,)))
+>>> r = pointwise(OpView("add", {}, (x, x), (x,)))
 >>> str(r), r.linear
 ('a b, a b -> a b', ((0, 1),))
 """

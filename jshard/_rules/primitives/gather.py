@@ -10,7 +10,7 @@ The indices' own dimensions are factors of indices and result.
 >>> from jax import ShapeDtypeStruct as S
 >>> from jax.lax import GatherDimensionNumbers as N, GatherScatterMode as M
 >>> p = {"dimension_numbers": N((1,), (0,), (0,)), "slice_sizes": (1, 16), "mode": M.CLIP, "fill_value": None}
->>> print(gather(Op("gather", p, (S((64, 16), "float32"), S((8, 1), "int32")), (S((8, 16), "float32"),))))
+>>> print(gather(OpView("gather", p, (S((64, 16), "float32"), S((8, 1), "int32")), (S((8, 16), "float32"),))))
 a b, c () -> c b  (reduce a)
 """
 

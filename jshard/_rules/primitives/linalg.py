@@ -4,7 +4,7 @@ Of a triangular solve the right-hand sides pass too: each column is solved by it
 
 >>> from jax import ShapeDtypeStruct as S
 >>> a, v = S((8, 4, 4), "float32"), S((8, 4), "float32")
->>> r = batched(Op("eigh", {}, (a,), (a, v)))
+>>> r = batched(OpView("eigh", {}, (a,), (a, v)))
 >>> print(r, "blocked:", r.blocked)
 a b c -> a d e, a f blocked: (1, 2, 3, 4, 5)
 """

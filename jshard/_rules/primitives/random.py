@@ -10,7 +10,7 @@ the element's position in row-major order, under the key. So a block needs only 
 Other key implementations, and draws by other algorithms, stay whole. Batched keys pass.
 
 >>> from jax import ShapeDtypeStruct as S
->>> op = Op("random_bits", {"shape": (8,), "bit_width": 32}, (jax.eval_shape(lambda: jax.random.key(0)),),
+>>> op = OpView("random_bits", {"shape": (8,), "bit_width": 32}, (jax.eval_shape(lambda: jax.random.key(0)),),
 ...         (S((8,), "uint32"),))
 >>> print(draw(op))
  -> a

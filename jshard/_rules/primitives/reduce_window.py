@@ -5,7 +5,7 @@ overlap or are padded, a block would need its neighbours' edges, so the dimensio
 
 >>> from jax import ShapeDtypeStruct as S
 >>> p = dict(window_dimensions=(1, 2), window_strides=(1, 2), padding=((0, 0), (0, 0)))
->>> print(reduce_window(Op("reduce_window_max", p, (S((4, 8), "float32"),), (S((4, 4), "float32"),))))
+>>> print(reduce_window(OpView("reduce_window_max", p, (S((4, 8), "float32"),), (S((4, 4), "float32"),))))
 a (b c) -> a b
 """
 

@@ -5,7 +5,7 @@ the reduction at once: `pmax`, `pmin`, or, where no collective exists (product, 
 value per device. `argmax` compares values first, then indices: two all-reduces. Each rule states what is sent.
 
 >>> from jax import ShapeDtypeStruct as S
->>> print(reduce_sum(Op("reduce_sum", {"axes": (1,)}, (S((4, 8), "float32"),), (S((4,), "float32"),))))
+>>> print(reduce_sum(OpView("reduce_sum", {"axes": (1,)}, (S((4, 8), "float32"),), (S((4,), "float32"),))))
 a b -> a  (reduce b)
 """
 

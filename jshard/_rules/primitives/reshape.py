@@ -5,9 +5,9 @@ shapes from the left, the greatest common divisor of what is left of the current
 common factor. When it is 1, no block of one shape is a block of the other: the rest, up to the next place
 where both shapes have seen the same number of elements, stays whole.
 
->>> print(match((32, 64), (4, 8, 64)))
+>>> print(common_factors((32, 64), (4, 8, 64)))
 (a b) c -> a b c
->>> r = match((6, 4, 5), (4, 6, 5))
+>>> r = common_factors((6, 4, 5), (4, 6, 5))
 >>> print(r, r.blocked)
 (a b) c d -> (a e) f d (1, 2, 3, 4)
 """

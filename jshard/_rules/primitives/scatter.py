@@ -9,7 +9,7 @@ counted by the first device only; for `max` and `min` the operator combines at o
 >>> from jax.lax import ScatterDimensionNumbers as N, GatherScatterMode as M
 >>> p = {"dimension_numbers": N((1,), (0,), (0,)), "mode": M.CLIP}
 >>> x, i, u = S((64, 16), "float32"), S((8, 1), "int32"), S((8, 16), "float32")
->>> print(scatter(Op("scatter-add", p, (x, i, u), (x,))))
+>>> print(scatter(OpView("scatter-add", p, (x, i, u), (x,))))
 a b, c (), c b -> a b  (reduce c)
 """
 

@@ -6,7 +6,7 @@ that dimension: the device that holds the position writes, the others keep what 
 
 >>> from jax import ShapeDtypeStruct as S
 >>> p = {"start_indices": (0, 1), "limit_indices": (4, 8), "strides": (1, 2)}
->>> print(slice_(Op("slice", p, (S((4, 8), "int8"),), (S((4, 4), "int8"),))))
+>>> print(slice_(OpView("slice", p, (S((4, 8), "int8"),), (S((4, 4), "int8"),))))
 a (b c) -> a b
 """
 
