@@ -1,64 +1,61 @@
-"""Scopes: in which body of a loop, branch or call each tensor is made and each operand is read.
+"""Scopes: the body of a loop, branch or call in which each tensor is defined and each operand is used.
 
-Problem.  A resharded copy of a tensor serves all later operators of the same body, and none of another body: what
-is moved inside a loop, a branch or a `remat` that computes again stays inside. So whether two operators share one
-collective depends on where they stand, and the cost of a plan has to know that.
-
-Idea.  Number the bodies; 0 is the program itself. A boundary operator reads the values that enter a body outside,
-and those that leave it inside.
+A resharded copy of a tensor serves all later operators of the same body and none of another body, since a copy made
+inside a loop, a branch or a recomputed `remat` is not visible outside. So whether two operators share one collective,
+and thus the cost of a plan, depends on their scopes. Scope 0 is the program itself. A boundary operator uses the values
+that enter a body in the outer scope, and those that leave it in the inner one.
 
 >>> import jax, jax.numpy as jnp
 >>> from jshard._program.trace import build
 >>> f = lambda x: jax.lax.scan(lambda c, _: (jnp.sin(c), None), x, length=3)[0]
->>> s = scopes_of(build(jax.jit(f).trace(jnp.ones(4)).jaxpr, name="f", input_names=["x"]))
->>> s.use_scope.tolist()                # the initial carry outside; `sin` and the carry that it gives inside; the result outside
+>>> s = build(jax.jit(f).trace(jnp.ones(4)).jaxpr, name="f", input_names=["x"]).scopes
+>>> s.use_scope.tolist()       # the initial carry; the operand of `sin` and the new carry, both inside; the result
 [0, 1, 1, 0]
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 
-from jshard._program.use_def import Bools, Ints
-
-
-if TYPE_CHECKING:
-    from jshard._program.graph import Block, Call, Program
+from jshard._program.operators import Block, Call, Operator
+from jshard._program.use_def import Bools, Ints, UseDef
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scopes:
-    """Scope numbers of reads (in the order of `Arrays`) and tensors."""
+    """Scope numbers of uses (in the order of `UseDef`) and of tensors."""
 
-    use_scope: Ints  # (reads,)
+    use_scope: Ints  # (uses,)
     def_scope: Ints  # (tensors,)
-    is_captured: Bools  # (tensors,) a captured array: every body finds it as it lies
-    rule_inputs: frozenset[int]  # tensors that enter a call with a derivative rule of its own
+    is_captured: Bools  # (tensors,) captured arrays, which every body reads in their own placement
+    rule_inputs: frozenset[int]  # inputs of calls with custom derivative rules
 
 
-def scopes_of(program: Program) -> Scopes:
-    """The scopes of a program's reads and tensors."""
-    a = program.use_def
-    walk = _Walk(program)
-    walk.block(program.body, 0)
-    everywhere = a.has_kind("const")[a.def_op]
-    return Scopes(np.array(walk.read, dtype=np.int64), np.array(walk.made, dtype=np.int64), everywhere,
-                  frozenset(walk.enters_rule))  # fmt: skip
+def scopes_of(operators: Sequence[Operator], body: Block, use_def: UseDef) -> Scopes:
+    """The scopes of the uses and tensors of a program with this outermost block."""
+    numbering = _ScopeNumbering(operators, use_def)
+    numbering.block(body, 0)
+    return Scopes(
+        np.array(numbering.use_scope, dtype=np.int64),
+        np.array(numbering.def_scope, dtype=np.int64),
+        use_def.has_kind("const")[use_def.def_op],
+        frozenset(numbering.rule_inputs),
+    )
 
 
-class _Walk:
-    """Numbers the bodies while it walks them; used once."""
+class _ScopeNumbering:
+    """Numbers bodies in pre-order and records the scope of every use and definition; used once."""
 
-    def __init__(self, program: Program):
-        self.program = program
-        self.begin = program.use_def.use_begin.tolist()
-        self.read = [0] * len(program.use_def.use_tensor)
-        self.made = [0] * len(program.tensors)
-        self.count = 0
-        self.enters_rule: set[int] = set()
+    def __init__(self, operators: Sequence[Operator], use_def: UseDef):
+        self.operators = operators
+        self.use_begin = use_def.use_begin.tolist()
+        self.use_scope = [0] * len(use_def.use_tensor)
+        self.def_scope = [0] * len(use_def.def_op)
+        self.num_bodies = 0
+        self.rule_inputs: set[int] = set()
 
     def block(self, block: Block, scope: int) -> None:
         for step in block.steps:
@@ -68,42 +65,43 @@ class _Walk:
                 self.operator(step, scope)
 
     def operator(self, op: int, scope: int) -> None:
-        for r in range(self.begin[op], self.begin[op + 1]):
-            self.read[r] = scope
-        for t in self.program.operators[op].results:
-            self.made[t] = scope
+        for use in range(self.use_begin[op], self.use_begin[op + 1]):
+            self.use_scope[use] = scope
+        for t in self.operators[op].results:
+            self.def_scope[t] = scope
 
     def boundary(self, op: int, operands: list[int], results: list[int]) -> None:
-        """A boundary operator, given the scope of each operand and of each result."""
-        operator, r = self.program.operators[op], self.begin[op]
+        """Record the scope of each operand and each result of a boundary operator."""
+        operator, use = self.operators[op], self.use_begin[op]
         for atom, scope in zip(operator.operands, operands, strict=True):
             if isinstance(atom, int):
-                self.read[r] = scope
-                r += 1
+                self.use_scope[use] = scope
+                use += 1
         for t, scope in zip(operator.results, results, strict=True):
-            self.made[t] = scope
+            self.def_scope[t] = scope
 
-    def inner(self, block: Block) -> int:
-        self.count += 1
-        number = self.count
+    def body(self, block: Block) -> int:
+        """Walk a body in a new scope; the scope's number."""
+        self.num_bodies += 1
+        number = self.num_bodies
         self.block(block, number)
         return number
 
     def call(self, call: Call, scope: int) -> None:
         if call.kind in ("custom_jvp", "custom_vjp"):
-            self.enters_rule.update(t for t in call.blocks[0].inputs)
+            self.rule_inputs.update(call.blocks[0].inputs)
         if not call.has_scope:
             self.block(call.blocks[0], scope)
             return
-        bodies = [self.inner(block) for block in call.blocks]
+        bodies = [self.body(block) for block in call.blocks]
         for role, ops in call.boundary.items():
             for op in ops:
-                self.boundary(op, *_ends(call, role, scope, bodies))
+                self.boundary(op, *_boundary_scopes(call, role, scope, bodies))
 
 
-def _ends(call: Call, role: str, outside: int, bodies: list[int]) -> tuple[list[int], list[int]]:
+def _boundary_scopes(call: Call, role: str, outside: int, bodies: list[int]) -> tuple[list[int], list[int]]:
     """Scopes of the operands and of the results of the boundary operators of a role."""
-    last = bodies[-1]
+    last = bodies[-1]  # the body of a loop
     if call.kind == "while":
         test = bodies[0]
         if role in ("test", "const"):
