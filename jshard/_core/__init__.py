@@ -1,1 +1,1 @@
-"""The vocabulary: layouts, meshes, chips, topologies, errors; no programs."""
+"""Vocabulary of all stages: errors, layouts, chips, topologies. No jaxprs; imports nothing of the other folders."""

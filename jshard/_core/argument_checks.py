@@ -1,4 +1,4 @@
-"""Calls with wrong arguments: a misspelt, missing or superfluous one gets an error that says what to write.
+"""Errors for calls with misspelt, missing or superfluous arguments, with the arguments to write instead.
 
 >>> @checked
 ... def machine(name, axes, *, slices=1):
@@ -33,7 +33,7 @@ R = TypeVar("R")
 
 
 def checked(fn: Callable[P, R]) -> Callable[P, R]:
-    """A public function whose wrong calls are `ArgumentError`s."""
+    """A decorator of public functions: calls that do not fit the signature raise `ArgumentError`."""
     name, signature = fn.__qualname__, inspect.signature(fn)
 
     @functools.wraps(fn)
@@ -51,62 +51,66 @@ def check_call(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], name: str, *,
     where: str = "", own_arguments: Sequence[str] = (), advice: Mapping[str, str] | None = None,
 ) -> None:  # fmt: skip
-    """Raise an `ArgumentError` if a function cannot be called so.
+    """Raise an `ArgumentError` if a call does not fit the function's signature.
 
-    `settings`: arguments of `where` itself, which calls the function with the others. `elsewhere`: for names that
-    belong to another function what to write instead.
+    Arguments:
+
+    - `fn`, `args`, `kwargs`, `name`: the function, its arguments, and its name in the error.
+    - `where`: the function that the user called, if it forwards the call; `own_arguments` are its own keywords.
+    - `advice`: for keywords of other functions, what to write instead.
     """
     try:
         signature = inspect.signature(fn)
         signature.bind(*args, **kwargs)
         return
     except TypeError as error:
-        told = str(error)
-    except ValueError:  # no signature to be had
+        message = str(error)
+    except ValueError:  # built-in functions may have no signature
         return
     raise _call_error(
-        signature, args, kwargs, name, where or name, own_arguments, advice or {}, told
+        signature, args, kwargs, name, where or name, own_arguments, advice or {}, message
     ) from None
 
 
 def _call_error(
     signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any], name: str, where: str,
-    settings: Sequence[str], elsewhere: Mapping[str, str], told: str,
+    own_arguments: Sequence[str], advice: Mapping[str, str], message: str,
 ) -> ArgumentError:  # fmt: skip
-    own = {n: p for n, p in signature.parameters.items() if n != "self"}
+    """The error of a call that `signature.bind` refuses with `message`."""
+    parameters = {n: p for n, p in signature.parameters.items() if n != "self"}
     count = len(args) - ("self" in signature.parameters)
-    kinds = {p.kind for p in own.values()}
-    by_place = [n for n, p in own.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    named = [n for n, p in own.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    left = [n for n in named if n not in by_place[:count]] or named
-    listed = f"its arguments: {', '.join(left)}" if left else "it takes none"
+    kinds = {p.kind for p in parameters.values()}
+    positional = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    by_name = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    remaining = [n for n in by_name if n not in positional[:count]] or by_name
+    listed = f"its arguments: {', '.join(remaining)}" if remaining else "it takes none"
     if inspect.Parameter.VAR_KEYWORD in kinds:
         listed = "all of them by name"
-    unknown = [k for k in kwargs if k not in named]
+    unknown = [k for k in kwargs if k not in by_name]
     if unknown:
         key, who = unknown[0], f"{name} takes no argument"
-        if settings:
+        if own_arguments:
             who = f"neither {where} nor {name} takes an argument"
-            listed = f"of {where}: {', '.join(settings)}; of {name}: {', '.join(named)}"
-        near = difflib.get_close_matches(key, [*settings, *named], n=2, cutoff=0.5)
-        fix = elsewhere.get(key) or (f"{' or '.join(map(repr, near))} ({listed})" if near else listed)
+            listed = f"of {where}: {', '.join(own_arguments)}; of {name}: {', '.join(by_name)}"
+        close = difflib.get_close_matches(key, [*own_arguments, *by_name], n=2, cutoff=0.5)
+        fix = advice.get(key) or (f"{' or '.join(map(repr, close))} ({listed})" if close else listed)
         return ArgumentError(f"{who} {key!r}", where=where, fix=fix)
-    if count > len(by_place) and inspect.Parameter.VAR_POSITIONAL not in kinds:
-        more = [n for n in named if n not in by_place]
-        fix = f"the others by name: {', '.join(f'{n}=' for n in more)}" if more else listed
-        takes = f"{len(by_place) or 'no'} argument{'' if len(by_place) == 1 else 's'} by place"
+    if count > len(positional) and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        keyword_only = [n for n in by_name if n not in positional]
+        fix = f"the others by name: {', '.join(f'{n}=' for n in keyword_only)}" if keyword_only else listed
+        takes = f"{len(positional) or 'no'} argument{'' if len(positional) == 1 else 's'} by place"
         return ArgumentError(f"{name} takes {takes}, and was given {count}", where=where, fix=fix)
-    given = set(by_place[:count]) | set(kwargs)
+    passed = set(positional[:count]) | set(kwargs)
     missing = [
-        n for n, p in own.items()
-        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and n not in given
+        n for n, p in parameters.items()
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and n not in passed
     ]  # fmt: skip
     if missing:
-        needed = [n for n, p in own.items() if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
-        more = ", ..." if len(needed) < len(own) else ""
+        required = [n for n, p in parameters.items() if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+        optional = ", ..." if len(required) < len(parameters) else ""
         return ArgumentError(
             f"{name} is called without {', '.join(missing)}",
             where=where,
-            fix=f"{name}({', '.join(needed)}{more})",
+            fix=f"{name}({', '.join(required)}{optional})",
         )
-    return ArgumentError(f"{name}: {told}", where=where, fix=listed)
+    return ArgumentError(f"{name}: {message}", where=where, fix=listed)

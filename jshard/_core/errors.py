@@ -1,7 +1,6 @@
 """Every error of jshard: what is wrong, where, and what to write instead.
 
-All errors derive from `ShardError`, itself a `ValueError`, so one `except` is enough. The three parts
-are kept as fields: a report or a test can look at each.
+All errors derive from `ShardError`, itself a `ValueError`, so one `except` is enough. The three parts are attributes.
 
 >>> raise ShardError("a cut of 3 does not divide 32", where="argument x, dimension 0", fix="cut by 2, 4 or 8")
 Traceback (most recent call last):
@@ -15,7 +14,7 @@ from __future__ import annotations
 
 
 class ShardError(ValueError):
-    """Something the user asked for cannot be; `what`, `where` and `fix` say the three parts."""
+    """A request that cannot be fulfilled: `what` is wrong, `where`, and the `fix`, what to write instead."""
 
     def __init__(self, what: str, *, where: str = "", fix: str = ""):
         self.what, self.where, self.fix = what, where, fix
@@ -28,7 +27,7 @@ class ShardError(ValueError):
 
 
 class ArgumentError(ShardError, TypeError):
-    """An argument that is no array and no container of arrays; a `TypeError` too, as `jax.jit` raises."""
+    """A wrong argument, or one that is not a pytree of arrays; also a `TypeError`, as `jax.jit` raises."""
 
 
 class StrategyError(ShardError):
@@ -44,7 +43,7 @@ class RuleError(ShardError):
 
 
 class SearchError(ShardError):
-    """No plan satisfies the pins, or the search was given an impossible problem."""
+    """No plan satisfies the pins, or the network of costs has no feasible assignment."""
 
 
 class MemoryBudgetError(SearchError):

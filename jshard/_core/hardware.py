@@ -1,8 +1,8 @@
-"""What a chip can do: the numbers behind every predicted second, each with the place it was read.
+"""The hardware table: compute, memory and network figures of chips, each with its source.
 
-A plan is only as good as its hardware table, so a number without a source does not get in. `sources` holds
-one text for each field; texts ending in `[S]` were read there, `[R]` is recalled, `[stand-in]` is neither.
-All figures are for one JAX device (a TPU 7x chip is two devices); bandwidths are bytes/s in one direction.
+Every predicted second rests on these numbers, so none is without a source: `sources` has a text per field. `[S]` marks
+a figure read at the source, `[R]` one recalled, `[M]` one measured, `[stand-in]` a placeholder. All figures are for one
+JAX device (a TPU 7x chip is two devices); bandwidths are bytes/s in one direction.
 
 >>> chip = get("v5e")
 >>> chip.name, chip.hbm_bytes / 1e9, chip.sources["bf16_flops"]
@@ -30,7 +30,7 @@ Interconnect = Literal["torus2d", "torus3d", "switch", "shared"]
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One accelerator as one JAX device sees it.
+    """The figures of one accelerator, per JAX device.
 
     Arguments:
 
@@ -39,9 +39,9 @@ class Chip:
         `None` where the chip has no such unit. `f32_flops` is JAX's default precision.
     - `hbm_bytes`, `hbm_bandwidth`: memory in bytes (`None`: no budget) and bytes/s.
     - `links`, `link_bandwidth`: inter-chip links of the device and bytes/s one way of each.
-    - `efficiency`: part of the link bandwidth that large collectives reach.
-    - `alpha`: seconds per step of a collective (a hop on a torus); per collective for `"shared"`.
-    - `startup`: seconds per collective, on top of the steps.
+    - `efficiency`: fraction of the link bandwidth that large collectives reach.
+    - `alpha`: latency in seconds per step of a collective (a hop on a torus); per collective for `"shared"`.
+    - `startup`: launch latency in seconds per collective, on top of its steps.
     - `interconnect`: `"torus2d"`, `"torus3d"`, `"switch"` (NVLink) or `"shared"` (one memory).
     - `node_size`: devices on one host or NVLink island.
     - `nic_bandwidth`, `nic_alpha`: bytes/s per device and seconds per step between hosts or slices.
@@ -85,8 +85,8 @@ _F32_TPU = "JAX's default precision multiplies float32 in one bfloat16 pass on T
 _NIC_ALPHA = "[stand-in] NCCL's network step (LL); no figure for the data-centre network is published"
 
 
-def _tpu(name: str, doc: str, *, node_size: int, **given: Any) -> Chip:
-    """A TPU: what all generations share, with the sources of the shared numbers."""
+def _tpu(name: str, doc: str, *, node_size: int, **figures: Any) -> Chip:
+    """A TPU, with the figures and sources that all generations share."""
     page = f"docs.cloud.google.com/tpu/docs/{doc} [S]"
     sources = dict.fromkeys(("bf16_flops", "fp8_flops", "int8_flops", "hbm_bytes", "hbm_bandwidth"), page)
     sources |= dict.fromkeys(("links", "link_bandwidth", "interconnect", "max_slice", "nic_bandwidth"), page)
@@ -98,13 +98,13 @@ def _tpu(name: str, doc: str, *, node_size: int, **given: Any) -> Chip:
         "startup": f"{_BOOK} sharding.md: a tiny all-gather over 4 chips took 8 us, 3 us predicted [S]",
         "nic_alpha": _NIC_ALPHA,
     }
-    extra = given.pop("sources", {})
+    extra = figures.pop("sources", {})
     common: dict[str, Any] = dict(efficiency=0.82, alpha=1e-6, startup=5e-6, nic_alpha=2.7e-6)
-    return Chip(name=name, node_size=node_size, sources=sources | extra, **{**common, **given})
+    return Chip(name=name, node_size=node_size, sources=sources | extra, **{**common, **figures})
 
 
-def _gpu(name: str, sheet: str, **given: Any) -> Chip:
-    """An NVIDIA GPU on a board of eight: what all generations share."""
+def _gpu(name: str, sheet: str, **figures: Any) -> Chip:
+    """An NVIDIA GPU on a board of eight, with the figures and sources that all generations share."""
     gpus = f"{_BOOK} gpus.md [S]"
     sources = dict.fromkeys(("bf16_flops", "fp8_flops", "hbm_bytes", "hbm_bandwidth"), gpus)
     sources |= dict.fromkeys(("links", "link_bandwidth", "interconnect", "node_size", "nic_bandwidth"), gpus)
@@ -116,11 +116,11 @@ def _gpu(name: str, sheet: str, **given: Any) -> Chip:
         "startup": "NCCL ring base latency, LL 6.6 us (same) [S]",
         "nic_alpha": "NCCL ring step over the network, LL 2.7 us (same) [S]",
     }
-    extra = given.pop("sources", {})
+    extra = figures.pop("sources", {})
     common: dict[str, Any] = dict(
         efficiency=0.82, alpha=0.6e-6, startup=6.6e-6, interconnect="switch", node_size=8, nic_alpha=2.7e-6
     )
-    return Chip(name=name, sources=sources | extra, **{**common, **given})
+    return Chip(name=name, sources=sources | extra, **{**common, **figures})
 
 
 _CPU_SOURCE = "[stand-in] round numbers to plan tests on virtual devices"
@@ -308,10 +308,10 @@ _BUILT_IN = (
     ),
 )
 
-# The only mutable thing here: canonical name -> chip, extended by `register` and by nothing else.
+# Canonical name -> chip. Mutable: `register` adds to it.
 _TABLE: dict[str, Chip] = {c.name: c for c in _BUILT_IN}
 
-# What people and drivers call the chips, after `_key`.
+# Names that users and drivers give the chips, as `_key` normalises them.
 _ALIASES = {
     "v5lite": "tpu-v5e", "v5litepod": "tpu-v5e", "v5": "tpu-v5p", "v6lite": "tpu-v6e", "v7x": "tpu-7x",
     "ironwood": "tpu-7x", "trillium": "tpu-v6e",
@@ -319,12 +319,13 @@ _ALIASES = {
 
 
 def _key(name: str) -> str:
+    """A chip's name without vendor, case and punctuation."""
     text = name.lower().replace("nvidia", "").replace("tpu", "").replace("gpu", "")
     return "".join(ch for ch in text if ch.isalnum())
 
 
 def names() -> tuple[str, ...]:
-    """All chips of the table, built in first.
+    """All chips of the table, built-in ones first.
 
     >>> names()[:2]
     ('tpu-v4', 'tpu-v5e')
@@ -352,9 +353,9 @@ def get(name: str) -> Chip:
     by_key = {_key(n): n for n in _TABLE} | _ALIASES
     if key in by_key:
         return _TABLE[by_key[key]]
-    near = difflib.get_close_matches(key, list(by_key), n=3, cutoff=0.5)
-    known = list(dict.fromkeys(by_key[n] for n in near)) or list(_TABLE)
-    more = ", ... or hardware.register(...)" if near else ""
+    close = difflib.get_close_matches(key, list(by_key), n=3, cutoff=0.5)
+    known = list(dict.fromkeys(by_key[n] for n in close)) or list(_TABLE)
+    more = ", ... or hardware.register(...)" if close else ""
     raise MeshError(f"unknown chip {name!r}", where="hardware.get", fix=f"one of {', '.join(known)}{more}")
 
 
@@ -406,6 +407,6 @@ def for_device(device: Any) -> Chip:
     by_key = {_key(n): n for n in _TABLE} | _ALIASES
     if key in by_key:
         return _TABLE[by_key[key]]
-    # A driver adds form factor and memory: "H100 80GB HBM3". The longest name that begins the text wins.
+    # Drivers append form factor and memory ("H100 80GB HBM3"): take the longest chip name that is a prefix.
     starts = [k for k in by_key if key.startswith(k)]
     return _TABLE[by_key[max(starts, key=len)]] if starts else _TABLE["cpu"]

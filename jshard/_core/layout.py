@@ -1,7 +1,7 @@
-"""Layouts: which mesh axes cut which dimension of a tensor, and on which axes it is still a partial sum.
+"""Layouts: the mesh axes that shard each dimension of a tensor, and the axes on which it is a partial sum.
 
-The planner sees a mesh only as named axes with sizes (`MeshAxes`). A `Layout` names, for each dimension,
-the axes that cut it, major first. Axes in `partial` hold addends: the tensor is the sum over them.
+A `Layout` is a `PartitionSpec` (for each dimension the axes that shard it, major first) with partial axes, which JAX
+calls unreduced: the tensor is the sum of the values along them. To the planner a mesh is `MeshAxes`, names with sizes.
 
 >>> mesh = MeshAxes(("x", "y"), (2, 4))
 >>> a = Layout((("x",), ()), partial=("y",))
@@ -26,7 +26,7 @@ CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_a
 
 @dataclasses.dataclass(frozen=True)
 class MeshAxes:
-    """The mesh as the planner sees it: axis names and sizes, in device order (major first)."""
+    """Names and sizes of the axes of a mesh, in device order (major first)."""
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -46,36 +46,33 @@ class MeshAxes:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Axes that cut each dimension (major first) and axes on which the value is a partial sum."""
+    """Axes that shard each dimension (major first), and axes on which the value is a partial sum."""
 
     dims: tuple[tuple[str, ...], ...]
     partial: tuple[str, ...] = ()
 
-    # Planning keys its tables by layouts, hundreds of thousands of times: the hash is kept.
+    # Layouts are keys of the planner's tables, hundreds of thousands of times: the hash is cached.
     def __hash__(self) -> int:
         try:
             return self.__dict__["_hash"]
         except KeyError:
-            found = self.__dict__["_hash"] = hash((self.dims, self.partial))
-            return found
+            value = self.__dict__["_hash"] = hash((self.dims, self.partial))
+            return value
 
     def __reduce__(self) -> tuple:
-        return Layout, (self.dims, self.partial)  # the hash of a string is another in another process
+        return Layout, (
+            self.dims,
+            self.partial,
+        )  # without the cached hash: strings hash differently in another process
 
     @staticmethod
     def replicated(ndim: int) -> Layout:
-        """The layout that cuts nothing."""
+        """The layout with no sharded dimension."""
         return Layout(((),) * ndim)
-
-    @staticmethod
-    def from_spec(spec: PartitionSpec, ndim: int) -> Layout:
-        """Layout of a `PartitionSpec`; missing trailing entries are uncut."""
-        entries = tuple(spec) + (None,) * (ndim - len(spec))
-        return Layout(tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries))
 
     @property
     def spec(self) -> PartitionSpec:
-        """The `PartitionSpec`, without trailing `None`s; partial axes do not show."""
+        """The `PartitionSpec`, without trailing `None`s and without the partial axes."""
         dims = list(self.dims)
         while dims and not dims[-1]:
             dims.pop()
@@ -83,27 +80,27 @@ class Layout:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """All axes the local value varies over: cut dimensions first, then partial."""
+        """All axes over which the local value varies: those of sharded dimensions first, then the partial ones."""
         return tuple(a for d in self.dims for a in d) + self.partial
 
     def cuts(self, mesh: MeshAxes) -> tuple[int, ...]:
-        """Pieces per dimension: the strategy of the tensor."""
+        """Shards per dimension: the strategy of the tensor."""
         return _cuts(self.dims, mesh)
 
     def pieces(self, mesh: MeshAxes) -> int:
-        """Number of different blocks the tensor is cut into."""
+        """Number of different shards of the tensor."""
         return _pieces(self.dims, mesh)
 
     def local_shape(self, shape: tuple[int, ...], mesh: MeshAxes) -> tuple[int, ...]:
-        """Shape of one device's block of a tensor of global `shape`."""
+        """Shape of one device's shard of a tensor of global `shape`."""
         return tuple(s // c for s, c in zip(shape, self.cuts(mesh), strict=True))
 
     def divides(self, shape: tuple[int, ...], mesh: MeshAxes) -> bool:
-        """Whether every cut divides its dimension."""
+        """Whether the number of shards divides every dimension."""
         return all(s % c == 0 for s, c in zip(shape, self.cuts(mesh), strict=True))
 
     def without_partial(self) -> Layout:
-        """The same cuts with the partial sum resolved by an all-reduce."""
+        """The layout after an all-reduce over the partial axes."""
         return Layout(self.dims)
 
     def __str__(self) -> str:
@@ -111,7 +108,7 @@ class Layout:
         return f"({dims})" + "".join(f"+{a}" for a in self.partial)
 
 
-# Planning asks these for the same few layouts hundreds of thousands of times.
+# Cached: called hundreds of thousands of times for few distinct layouts.
 @functools.lru_cache(maxsize=65536)
 def _cuts(dims: tuple[tuple[str, ...], ...], mesh: MeshAxes) -> tuple[int, ...]:
     return tuple(mesh.size(*d) for d in dims)

@@ -1,9 +1,4 @@
-"""Arithmetic on arrays of numbers that stand for other things: runs of them, rows of them, equal ones.
-
-Problem.  Tens of thousands of operators, edges or states are worked on as arrays, and an array of places is often
-made from where runs begin, or one number for each row of several columns is asked for.
-
-Idea.  Three functions that numpy has no name for. They know nothing of programs or networks, so all floors use them.
+"""Concatenated index ranges, and integer codes of the rows of several columns: what numpy has no function for.
 
 >>> concat_ranges(np.array([5, 0]), np.array([7, 3])).tolist()
 [5, 6, 0, 1, 2]
@@ -19,14 +14,14 @@ Ints = NDArray[np.int64]
 
 
 def concat_ranges(begin: Ints, end: Ints) -> Ints:
-    """All numbers from each beginning to its end, one after the other."""
+    """The ranges `begin[i]:end[i]`, concatenated."""
     count = end - begin
     start = np.cumsum(count) - count
     return np.arange(int(count.sum())) + np.repeat(begin - start, count)
 
 
 def row_codes(*columns: Ints) -> Ints:
-    """One number for each row of some columns of numbers from 0, the same where the rows are.
+    """One integer per row of columns of integers >= 0, equal if and only if the rows are equal.
 
     >>> a, b, c = row_codes(np.array([3, 3, 0]), np.array([1, 1, 2])).tolist()
     >>> a == b, a == c
@@ -43,7 +38,7 @@ def row_codes(*columns: Ints) -> Ints:
 
 
 def first_occurrence_codes(code: Ints) -> tuple[Ints, list[int]]:
-    """Numbers for equal codes in the order in which they come, and where each comes first.
+    """Codes renumbered 0, 1, ... by first occurrence, and the index of each first occurrence.
 
     >>> first_occurrence_codes(np.array([7, 2, 7, 5]))
     (array([0, 1, 0, 2]), [0, 1, 3])

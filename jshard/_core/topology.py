@@ -1,9 +1,9 @@
-"""Where the mesh axes lie on the machine: what each can move per second, and whether its ends meet.
+"""From mesh axes to physical links: bandwidth, latency and ring or line of each mesh axis.
 
-A mesh is only names and sizes; its cost depends on the wires below. A `Topology` pairs every mesh axis with
-an `AxisLink`: the `Wire`s it lies on, each with bandwidth, wrap and latency. Device coordinates decide where
-they are known; otherwise the usual slice shape of the chip is assumed and mesh axes are laid over it as
-`jax.make_mesh` does: whole physical axes where sizes match, parts of one where they do not.
+A mesh is only names and sizes; the cost of a collective depends on the links below. A `Topology` pairs every mesh axis
+with an `AxisLink`: the `Wire`s below it, each with bandwidth, latency and wrap-around. Device coordinates decide if
+they are known; otherwise the usual slice shape of the chip is assumed, and mesh axes are assigned as `jax.make_mesh`
+does: whole physical axes if the sizes match, parts of one if not.
 
 >>> t = from_mesh(MeshAxes(("data", "model"), (4, 16)), hardware.get("v5e"), physical=(4, 16))
 >>> print(t)
@@ -35,7 +35,7 @@ from jshard._core.layout import MeshAxes
 
 
 WireKind = Literal["shared", "die", "ici", "nvlink", "network"]
-WIRE_KINDS: tuple[WireKind, ...] = ("shared", "die", "ici", "nvlink", "network")  # near to far
+WIRE_KINDS: tuple[WireKind, ...] = ("shared", "die", "ici", "nvlink", "network")  # from near to far
 
 _SHAPES_2D = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 _SHAPES_3D_SMALL = ((1, 1, 1), (1, 1, 2), (1, 2, 2), (2, 2, 2), (2, 2, 4), (2, 4, 4))
@@ -43,16 +43,16 @@ _SHAPES_3D_SMALL = ((1, 1, 1), (1, 1, 2), (1, 2, 2), (2, 2, 2), (2, 2, 4), (2, 4
 
 @dataclasses.dataclass(frozen=True)
 class Wire:
-    """One stretch of hardware below a mesh axis: a torus axis or part of one, an island, a network.
+    """The part of a mesh axis on one kind of link: a torus axis or part of one, an NVLink island, a network.
 
     Arguments:
 
     - `kind`: `"shared"`, `"die"`, `"ici"`, `"nvlink"` or `"network"`, from near to far.
     - `size`: devices of the mesh axis along it; the product over an axis' wires is the axis' size.
-    - `bandwidth`: bytes/s one way that one device has on it, efficiency included.
-    - `alpha`: seconds per step.
-    - `axis`, `whole`, `stride`: for a torus, which axis it is, how long, and how far apart the members lie.
-    - `ring`: whether the ends of the whole torus axis are joined, so that both directions carry data.
+    - `bandwidth`: bytes/s one way per device, efficiency included.
+    - `alpha`: seconds per step of a collective.
+    - `axis`, `axis_length`, `stride`: for a torus, the index of its axis, its length, and the distance of neighbours.
+    - `ring`: whether the whole torus axis wraps around, so that data moves in both directions.
     """
 
     kind: WireKind
@@ -66,18 +66,18 @@ class Wire:
 
     @property
     def wrap(self) -> bool:
-        """Whether the members of this wire form a ring."""
+        """Whether the devices on this wire form a ring."""
         return self.ring and self.size == self.axis_length
 
     @property
     def rate(self) -> float:
-        """Bytes/s one way for one device: groups that lie interleaved on a torus axis share its links."""
+        """Bytes/s one way per device: interleaved groups on one torus axis share its links."""
         return self.bandwidth / self.stride
 
 
 @dataclasses.dataclass(frozen=True)
 class AxisLink:
-    """The wires below one mesh axis, near to far.
+    """The wires below one mesh axis, from near to far.
 
     >>> AxisLink((Wire("ici", 4, 5e10, 1e-6), Wire("ici", 4, 5e10, 1e-6, axis=1))).bandwidth
     100000000000.0
@@ -87,17 +87,17 @@ class AxisLink:
 
     @property
     def kind(self) -> WireKind:
-        """Kind of the farthest wire: the one that decides the cost."""
+        """Kind of the farthest wire, which decides the cost."""
         return self.wires[-1].kind
 
     @property
     def bandwidth(self) -> float:
-        """Bytes/s one way for one device on the farthest kind of wire; folded torus axes add."""
+        """Bytes/s one way per device on the farthest kind of wire; those of several torus axes add up."""
         return sum(w.rate for w in self.wires if w.kind == self.kind)
 
     @property
     def wrap(self) -> bool:
-        """Whether every torus axis below is a ring."""
+        """Whether every wire is a ring."""
         return all(w.wrap for w in self.wires)
 
     @property
@@ -107,7 +107,7 @@ class AxisLink:
 
     @property
     def torus_axes(self) -> int:
-        """How many torus axes lie below."""
+        """Number of torus axes below."""
         return sum(w.kind == "ici" for w in self.wires)
 
 
@@ -143,7 +143,7 @@ class Topology:
     def _hash(self) -> int:
         return hash((self.mesh, self.chip, self.links, self.slices))
 
-    def __hash__(self) -> int:  # a topology is the key of every cost cache, so its hash is kept
+    def __hash__(self) -> int:  # topologies are keys of every cost cache: the hash is cached
         return self._hash
 
 
@@ -212,7 +212,7 @@ def from_mesh(
     slices: int = 1,
     device_grid: Any = None,
 ) -> Topology:
-    """The topology of a mesh; from its devices' coordinates where they have some, else by assumption.
+    """The topology of a mesh: from its devices' coordinates if they have any, else of an assumed shape.
 
     >>> print(from_mesh(MeshAxes(("x",), (8,)), hardware.get("cpu")))
     cpu, x=8
@@ -221,10 +221,10 @@ def from_mesh(
     Arguments:
 
     - `mesh`: a `jax.sharding.Mesh`, an `AbstractMesh`, or `MeshAxes`.
-    - `chip`: what the devices are; needed unless the mesh has devices.
+    - `chip`: of the devices; required unless the mesh has devices.
     - `physical`: chips along each torus axis (TPU), or islands x devices (GPU), when known.
-    - `slices`: number of TPU slices joined by the data-centre network; they cut the major-most mesh axes.
-    - `placed`: an array of the mesh's shape of things with device coordinates, for a mesh that has no devices.
+    - `slices`: number of TPU slices joined by the data-centre network; the major-most mesh axes span them.
+    - `device_grid`: for a mesh without devices, an array of its shape of objects with device coordinates.
     """
     devices = device_grid if isinstance(mesh, (MeshAxes, AbstractMesh)) else getattr(mesh, "devices", None)
     axes = mesh if isinstance(mesh, MeshAxes) else mesh_axes(mesh)
@@ -249,7 +249,7 @@ def from_mesh(
     if devices is not None and physical is None and getattr(devices.flat[0], "coords", None) is not None:
         links, slices = _links_from_coords(axes, chip, devices)
         return Topology(axes, chip, links, slices)
-    if axes.total % (slices * chip.dies):  # 7x devices come in pairs; odd meshes cannot be placed whole
+    if axes.total % (slices * chip.dies):  # 7x devices come in pairs: no shape for an odd number
         shape: tuple[int, ...] = (axes.total,)
     else:
         shape = tuple(physical or assumed_shape(chip, axes.total // slices // chip.dies))
@@ -257,7 +257,7 @@ def from_mesh(
 
 
 def without_unit_axes(t: Topology) -> Topology:
-    """The topology without mesh axes of size one: they cut nothing, and only make the search larger.
+    """The topology without mesh axes of size one, which shard nothing and only enlarge the search.
 
     >>> t = from_mesh(MeshAxes(("x", "one"), (8, 1)), hardware.get("cpu"))
     >>> without_unit_axes(t).mesh.names
@@ -274,7 +274,7 @@ def mesh_axes(mesh: Any) -> MeshAxes:
 
 
 def assumed_shape(chip: Chip, chips: int) -> tuple[int, ...]:
-    """The slice shape usually sold for a number of chips: the squarest.
+    """The usual slice shape of a number of chips: the one closest to a square or cube.
 
     >>> assumed_shape(hardware.get("v5e"), 32), assumed_shape(hardware.get("v5p"), 512)
     ((4, 8), (8, 8, 8))
@@ -282,15 +282,15 @@ def assumed_shape(chip: Chip, chips: int) -> tuple[int, ...]:
     dims = 2 if chip.interconnect == "torus2d" else 3
     best: tuple[int, ...] = (1,) * (dims - 1) + (chips,)
     for head in itertools.product([d for d in range(1, chips + 1) if chips % d == 0], repeat=dims - 1):
-        rest, left = divmod(chips, math.prod(head))
-        shape = (*head, rest)
-        if left == 0 and list(shape) == sorted(shape) and shape[-1] - shape[0] < best[-1] - best[0]:
+        last, remainder = divmod(chips, math.prod(head))
+        shape = (*head, last)
+        if remainder == 0 and list(shape) == sorted(shape) and shape[-1] - shape[0] < best[-1] - best[0]:
             best = shape
     return best
 
 
 def wraps(chip: Chip, shape: Sequence[int], axis: int) -> bool:
-    """Whether a torus axis of a slice has its ends joined (scaling-book tpus.md).
+    """Whether a torus axis of a slice wraps around (scaling-book tpus.md).
 
     >>> wraps(hardware.get("v5e"), (8, 16), 1), wraps(hardware.get("v5e"), (8, 16), 0)
     (True, False)
@@ -305,7 +305,7 @@ def _switch_links(axes: MeshAxes, chip: Chip, island: int) -> tuple[AxisLink, ..
     stride = 1  # devices between neighbours along the axis; minor-most axis last
     for n in reversed(axes.sizes):
         inside = min(n, max(1, island // stride))
-        inside = inside if n % inside == 0 else 1  # members that islands share unevenly count as apart
+        inside = inside if n % inside == 0 else 1  # islands of unequal shares: all members count as apart
         parts = [_PhysicalPart(_ISLAND, inside, inside, 1)] if inside > 1 or n == 1 else []
         parts += [_PhysicalPart(_NETWORK, n // inside, n // inside, 1)] if n > inside else []
         links.append(_axis_link(parts, chip, ()))
@@ -315,9 +315,9 @@ def _switch_links(axes: MeshAxes, chip: Chip, island: int) -> tuple[AxisLink, ..
 
 @dataclasses.dataclass(frozen=True)
 class _PhysicalPart:
-    """A mesh axis, or part of it, on one physical axis: `size` of `whole` positions, `stride` apart."""
+    """A mesh axis, or part of it, on one physical axis: `size` of `axis_length` positions, `stride` apart."""
 
-    axis: int  # the torus axis, or one of the three below
+    axis: int  # index of the torus axis, or one of the three constants below
     size: int
     axis_length: int
     stride: int
@@ -336,10 +336,10 @@ def _torus_links(axes: MeshAxes, chip: Chip, shape: tuple[int, ...], slices: int
 def _assign_whole_axes(
     mesh: Sequence[int], ids: Sequence[int], sizes: Sequence[int]
 ) -> list[list[_PhysicalPart]] | None:
-    """Give every mesh axis whole physical axes, each to one; None when sizes do not allow it."""
+    """Assign every physical axis to one mesh axis; None if no assignment gives the mesh axes their sizes."""
     real = [i for i in range(len(ids)) if sizes[i] > 1]
     owners = itertools.product(range(len(mesh)), repeat=len(real))
-    # In order first, so that slices stay major and dies minor as `jax.make_mesh` has them.
+    # Assignments in order first: slices stay major and dies minor, as in `jax.make_mesh`.
     for owner in sorted(owners, key=lambda o: (list(o) != sorted(o), o)):
         out: list[list[_PhysicalPart]] = [[] for _ in mesh]
         for i, o in zip(real, owner, strict=True):
@@ -352,7 +352,7 @@ def _assign_whole_axes(
 def _assign_row_major(
     mesh: Sequence[int], ids: Sequence[int], sizes: Sequence[int]
 ) -> list[list[_PhysicalPart]]:
-    """Lay the mesh over the physical axes in row-major order, from the minor end."""
+    """Assign the physical axes to the mesh in row-major order, starting at the minor end."""
     out: list[list[_PhysicalPart]] = [[] for _ in mesh]
     i, left, stride = len(ids) - 1, sizes[-1], 1
     for m in reversed(range(len(mesh))):
@@ -363,7 +363,7 @@ def _assign_row_major(
                 left, stride = (sizes[i], 1) if i >= 0 else (1, 1)
                 continue
             step = math.gcd(need, left)
-            if step == 1:  # sizes that do not meet: the rest of the axis zigzags; charge it as one line
+            if step == 1:  # coprime sizes: the axis folds over several physical ones; counted as one line
                 out[m].append(_PhysicalPart(ids[i], need, 0, stride))
                 left, need = max(1, left // need), 1
                 break
@@ -373,7 +373,7 @@ def _assign_row_major(
 
 
 def _axis_link(parts: Sequence[_PhysicalPart], chip: Chip, shape: Sequence[int]) -> AxisLink:
-    """Wires of the parts of one mesh axis, near to far."""
+    """Wires of the parts of one mesh axis, from near to far."""
     e = chip.efficiency
     wires = []
     for p in parts:
@@ -390,13 +390,13 @@ def _axis_link(parts: Sequence[_PhysicalPart], chip: Chip, shape: Sequence[int])
                     "ici", p.size, chip.link_bandwidth * e, chip.alpha, p.axis, p.axis_length, p.stride, ring
                 )
             )
-    if not wires:  # an axis of size one moves nothing
+    if not wires:  # an axis of size one needs no link
         wires.append(Wire("ici", 1, chip.link_bandwidth * e, chip.alpha))
     return AxisLink(tuple(sorted(wires, key=lambda w: (WIRE_KINDS.index(w.kind), w.axis, w.stride))))
 
 
 def _links_from_coords(axes: MeshAxes, chip: Chip, devices: Any) -> tuple[tuple[AxisLink, ...], int]:
-    """Links from the coordinates of the devices: which coordinates move along each mesh axis."""
+    """Links and number of slices from device coordinates: those that change along a mesh axis are its wires."""
 
     def place(d: Any) -> tuple[int, ...]:
         return (getattr(d, "slice_index", 0) or 0, *d.coords, getattr(d, "core_on_chip", 0) or 0)

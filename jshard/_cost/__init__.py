@@ -1,1 +1,1 @@
-"""Seconds and bytes of collectives, reshardings and operators; no programs."""
+"""Seconds and bytes of collectives, reshards and operators on a topology; lower bounds. Knows no program."""

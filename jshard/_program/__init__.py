@@ -1,1 +1,1 @@
-"""A jaxpr -> a flat dataflow graph of operators and tensors."""
+"""A closed jaxpr -> the flat dataflow graph `Program`: operators and tensors, with their nesting beside."""

@@ -1,1 +1,1 @@
-"""Operator sharding rules: which dimensions of each primitive may be sharded together."""
+"""Operators -> op sharding rules, and how they run on one device's shards; families of primitives are in `primitives/`."""

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
 
-from jshard._core import hardware, named_topology
+from jshard._core import aot_devices, hardware
 from jshard._core.errors import MeshError
 from jshard._core.named_topology import topology
 
@@ -20,7 +20,7 @@ from jshard._core.named_topology import topology
 @pytest.fixture
 def no_wheels(monkeypatch):
     """As on a machine without libtpu and without the CUDA plugin."""
-    monkeypatch.setattr(named_topology, "_installed", lambda module: False)
+    monkeypatch.setattr(aot_devices, "_installed", lambda module: False)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def fake_compiler(monkeypatch, answer) -> list[tuple]:
     module = types.SimpleNamespace(get_topology_desc=get_topology_desc)
     monkeypatch.setitem(sys.modules, "jax.experimental.topologies", module)
     monkeypatch.setattr("jax.experimental.topologies", module, raising=False)
-    monkeypatch.setattr(named_topology, "_installed", lambda module: True)
+    monkeypatch.setattr(aot_devices, "_installed", lambda module: True)
     return asked
 
 
@@ -254,7 +254,7 @@ def test_a_compiler_that_does_not_start(monkeypatch, name, error, fix) -> None:
 
 def test_a_gpu_without_a_compiler_target() -> None:
     with pytest.raises(MeshError) as error:
-        named_topology.gpu_target(hardware.get("v5e"))
+        aot_devices.gpu_target(hardware.get("v5e"))
     assert str(error.value) == (
         "no compiler target is known for tpu-v5e\n  where: topology\n"
         "  write instead: one of gpu-a100, gpu-h100, gpu-h200, gpu-b200, or compiles=False to plan only"

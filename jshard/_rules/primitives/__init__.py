@@ -1,1 +1,1 @@
-"""The rules of the primitives, a file a family."""
+"""One file per family of JAX primitives; importing a file registers its rules."""
