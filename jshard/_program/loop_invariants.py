@@ -1,13 +1,11 @@
-"""What a loop computes anew in every turn though it never changes, found before the loop is walked.
+"""Loop-invariant code motion, before the loop is walked.
 
-Problem.  A body may sum, cast or multiply values that it only reads: the mean of its data, a weight in bfloat16.
-Compilers move such operators out of the loop, and their collectives with them; a plan that counts them once a turn is
-wrong, and one that keeps them there by force is slow.
-
-Idea.  An equation of a body whose operands are all the loop's constants is walked in front of the loop, in nested
-loops in front of the outermost that it may leave. What makes more bytes than it reads stays inside, as compilers leave
-it, since it would be held all through the loop: masks, casts to wider types, outer products. So does what the user
-pins, and what has a reverse rule of its own. Loops and branches inside a body are moved out as wholes.
+A body may sum, cast or multiply values that do not change between iterations: the mean of its data, a weight in
+bfloat16. XLA hoists such operators, and their collectives with them, so a plan that counted them per iteration would be
+wrong. An equation of a body whose operands are all loop-invariant is therefore added in front of the loop; in nested
+loops, in front of the outermost one that it can leave. Equations whose results are larger than their operands (masks,
+casts to wider types, outer products) stay inside, as in XLA, since their results would be live throughout the loop. So
+do equations with pins or custom reverse-mode rules. Loops and branches inside a body are hoisted as a whole.
 
 Source: XLA's WhileLoopInvariantCodeMotion (hoist_size_inflating_ops=false).
 """
@@ -22,36 +20,36 @@ from typing import Any
 from jshard import _jaxcompat as compat
 from jshard._program import pin_primitives
 from jshard._program.common_subexpressions import never_merged, runs_custom_vjp
-from jshard._program.graph import Literal
+from jshard._program.operators import Literal
 
 
-Path = tuple[Any, ...]  # the places of equations in their jaxprs, from the outermost to an inner one
+Path = tuple[Any, ...]  # positions of nested equations in their jaxprs, outermost first
 INLINED_CALLS = frozenset(
     {"jit", "pjit", "closed_call", "call", "core_call", "eval_jaxpr", "custom_vmap_call"}
 )
-"""Calls that mean nothing but their body."""
+"""Calls equivalent to their body."""
 
 BODY_PARAMS = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
 """Parameters that may hold the body of a call."""
 
 
 def body_of(eqn: Any) -> Any:
-    """The body of a call; None where there is none."""
+    """The body of a call, or None."""
     return next((eqn.params[k] for k in BODY_PARAMS if k in eqn.params), None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class InnerBody:
-    """A body inside an equation: where it stands, and which outer variables its first inputs are."""
+    """A body of an equation: its path, open jaxpr and constants, and the outer variables of its first inputs."""
 
     path: Path
     jaxpr: Any
     consts: Sequence[Any]
-    given: Sequence[Any]
+    inputs: Sequence[Any]
 
 
 def inner_bodies(eqn: Any, path: Path) -> tuple[list[InnerBody], Sequence[Any]]:
-    """The bodies through which an equation's constants can be followed, of plain calls and of loops; its other operands."""
+    """The bodies of an inlined call or a loop, with their invariant inputs; the equation's other operands."""
     name, p = eqn.primitive.name, eqn.params
     if name in INLINED_CALLS and hasattr(body_of(eqn), "eqns"):
         return [InnerBody(path, *compat.open_jaxpr(body_of(eqn)), eqn.invars)], ()
@@ -69,87 +67,93 @@ def inner_bodies(eqn: Any, path: Path) -> tuple[list[InnerBody], Sequence[Any]]:
     return [], eqn.invars
 
 
-# (equation, its place, its operands as atoms, name stack) -> results
-Write = Callable[[Any, Path, list[Any], str], Sequence[Any]]
+# (equation, its path, its operands as atoms, name stack) -> results
+WriteEquation = Callable[[Any, Path, list[Any], str], Sequence[Any]]
 
 
 def hoist(
-    jaxpr: Any, known: dict[Any, Any], path: Path, prefix: str, write: Write, bind: Callable[..., None],
+    jaxpr: Any, invariant: dict[Any, Any], path: Path, prefix: str, write: WriteEquation, bind: Callable[..., None],
     done: Mapping[Path, Any],
 ) -> dict[Path, Sequence[Any]]:  # fmt: skip
-    """Writes the equations of a loop's body that do not change, and says which they were and what they gave.
+    """Write the loop-invariant equations of a body before the loop; their paths and results.
 
-    `known` are the body's variables that do not change, as atoms outside, and gets more; `done` what was moved out of
-    here before, and `bind(variables, arrays, known)` makes atoms of captured arrays.
+    Arguments:
+
+    - `invariant`: the body's loop-invariant variables as outer atoms; results of hoisted equations are added.
+    - `path`: of the body.
+    - `write`: adds an equation before the loop.
+    - `bind`: `bind(variables, arrays, invariant)` makes atoms of captured arrays.
+    - `done`: paths of the equations hoisted before, out of outer loops.
     """
-    out: dict[Path, Sequence[Any]] = {}
+    hoisted: dict[Path, Sequence[Any]] = {}
     for k, eqn in enumerate(jaxpr.eqns):
-        here = (*path, k)
-        if here in done:
+        eqn_path = (*path, k)
+        if eqn_path in done:
             continue
-        for inner in inner_bodies(eqn, here)[0]:
-            given = zip(inner.jaxpr.invars, inner.given, strict=False)
-            held = {v: _atom(a, known) for v, a in given if compat.is_literal(a) or a in known}
-            bind(inner.jaxpr.constvars, inner.consts, held)
+        inlined = eqn.primitive.name in INLINED_CALLS
+        for inner in inner_bodies(eqn, eqn_path)[0]:
+            pairs = zip(inner.jaxpr.invars, inner.inputs, strict=False)
+            values = {v: _atom(a, invariant) for v, a in pairs if compat.is_literal(a) or a in invariant}
+            bind(inner.jaxpr.constvars, inner.consts, values)
             stack = compat.name_stack(prefix, eqn)
-            if eqn.primitive.name in INLINED_CALLS or not is_loop_invariant(eqn, known):
-                out |= hoist(inner.jaxpr, held, inner.path, stack, write, bind, done)
-            if eqn.primitive.name in INLINED_CALLS:
-                ends = zip(eqn.outvars, inner.jaxpr.outvars, strict=True)
-                known.update((v, _atom(a, held)) for v, a in ends if compat.is_literal(a) or a in held)
-        if eqn.primitive.name not in INLINED_CALLS and is_loop_invariant(eqn, known):
-            results = write(eqn, here, [_atom(v, known) for v in eqn.invars], prefix)
-            known.update(zip(eqn.outvars, results, strict=True))
-            out[here] = results
-    return out
+            if inlined or not is_loop_invariant(eqn, invariant):
+                hoisted |= hoist(inner.jaxpr, values, inner.path, stack, write, bind, done)
+            if inlined:
+                pairs = zip(eqn.outvars, inner.jaxpr.outvars, strict=True)
+                invariant.update(
+                    (v, _atom(a, values)) for v, a in pairs if compat.is_literal(a) or a in values
+                )
+        if not inlined and is_loop_invariant(eqn, invariant):
+            results = write(eqn, eqn_path, [_atom(v, invariant) for v in eqn.invars], prefix)
+            invariant.update(zip(eqn.outvars, results, strict=True))
+            hoisted[eqn_path] = results
+    return hoisted
 
 
-def is_loop_invariant(eqn: Any, known: Mapping[Any, Any]) -> bool:
-    """Whether an equation can be moved out of a loop in which the `known` variables do not change."""
+def is_loop_invariant(eqn: Any, invariant: Mapping[Any, Any]) -> bool:
+    """Whether an equation can be hoisted out of a loop, given its loop-invariant variables."""
     name = eqn.primitive.name
-    if (
-        eqn.effects
-        or never_merged(name)
-        or name == pin_primitives.PIN_OPERAND
-        or name == compat.ARGUMENT_MARKER
-    ):
+    if eqn.effects or never_merged(name) or name in (pin_primitives.PIN_OPERAND, compat.ARGUMENT_MARKER):
         return False
-    if not all(compat.is_literal(v) or v in known for v in eqn.invars) or runs_custom_vjp(eqn):
+    if not all(compat.is_literal(v) or v in invariant for v in eqn.invars) or runs_custom_vjp(eqn):
         return False
-    read = sum(_bytes(v) for v in eqn.invars if not compat.is_literal(v))
-    return 0 < sum(map(_bytes, eqn.outvars)) <= read
+    operand_bytes = sum(_bytes(v) for v in eqn.invars if not compat.is_literal(v))
+    return 0 < sum(map(_bytes, eqn.outvars)) <= operand_bytes
 
 
 def _bytes(v: Any) -> int:
     return math.prod(v.aval.shape) * compat.itemsize(v.aval.dtype) if hasattr(v.aval, "shape") else 0
 
 
-def _atom(v: Any, known: Mapping[Any, Any]) -> Any:
-    return Literal(v.val, v.aval) if compat.is_literal(v) else known[v]
+def _atom(v: Any, values: Mapping[Any, Any]) -> Any:
+    return Literal(v.val, v.aval) if compat.is_literal(v) else values[v]
 
 
 def still_read(
-    jaxpr: Any, known: dict[Any, Any], path: Path, moved: Mapping[Path, Sequence[Any]]
+    jaxpr: Any, outer: dict[Any, Any], path: Path, hoisted: Mapping[Path, Sequence[Any]]
 ) -> dict[Any, None]:
-    """The atoms from outside that a loop's body still reads, in order, after some of its equations were moved out."""
+    """The outer atoms that a loop's body reads after hoisting, in order.
+
+    `outer` are the body's variables that are outer atoms, `hoisted` the results of hoisted equations by path.
+    """
     out: dict[Any, None] = {}
 
-    def reads(variables: Sequence[Any]) -> None:
-        out.update((known[v], None) for v in variables if not compat.is_literal(v) and v in known)
+    def add_reads(variables: Sequence[Any]) -> None:
+        out.update((outer[v], None) for v in variables if not compat.is_literal(v) and v in outer)
 
     for k, eqn in enumerate(jaxpr.eqns):
-        here = (*path, k)
-        if here in moved:
-            known.update(zip(eqn.outvars, moved[here], strict=True))
+        eqn_path = (*path, k)
+        if eqn_path in hoisted:
+            outer.update(zip(eqn.outvars, hoisted[eqn_path], strict=True))
             continue
-        bodies, others = inner_bodies(eqn, here)
-        reads(others)
+        bodies, others = inner_bodies(eqn, eqn_path)
+        add_reads(others)
         for inner in bodies:
-            given = zip(inner.jaxpr.invars, inner.given, strict=False)
-            held = {v: known[a] for v, a in given if not compat.is_literal(a) and a in known}
-            out.update(still_read(inner.jaxpr, held, inner.path, moved))
+            pairs = zip(inner.jaxpr.invars, inner.inputs, strict=False)
+            values = {v: outer[a] for v, a in pairs if not compat.is_literal(a) and a in outer}
+            out.update(still_read(inner.jaxpr, values, inner.path, hoisted))
             if eqn.primitive.name in INLINED_CALLS:
-                ends = zip(eqn.outvars, inner.jaxpr.outvars, strict=True)
-                known.update((v, held[a]) for v, a in ends if not compat.is_literal(a) and a in held)
-    reads(jaxpr.outvars)
+                pairs = zip(eqn.outvars, inner.jaxpr.outvars, strict=True)
+                outer.update((v, values[a]) for v, a in pairs if not compat.is_literal(a) and a in values)
+    add_reads(jaxpr.outvars)
     return out

@@ -1,9 +1,8 @@
-"""Marks in a traced program that carry a pin: those of `jshard.op`, and the shardings that JAX's functions take.
+"""Identity primitives that carry sharding constraints: those of `jshard.op`, and those of JAX's own functions.
 
-An operand mark pins how the operators that read the value directly take it; a result mark pins the layout in
-which a value is made. Marks are primitives of our own, so they survive `jit`, `grad`, `vmap` and caches, and
-compile to nothing. Derivatives pass unmarked: what the user said about the forward operator says nothing about
-the backward one.
+An operand pin constrains the layout in which operators read a value directly, a result pin the layout in which it is
+defined. They are primitives, so they survive `jit`, `grad`, `vmap` and JAX's caches, and they compile to nothing.
+Tangents and cotangents are not pinned: a constraint on the forward operator does not apply to the backward one.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from jshard import _jaxcompat as compat
 
 
 PIN_OPERAND = "jshard_pin_operand"
-_RESULT = "jshard_pin_result"
+PIN_RESULT = "jshard_pin_result"
 
 OWN_RESULT = "jshard_own_result"
 OUT_SHARDING = "out_sharding"
 
 pin_operand_p = compat.identity_primitive(PIN_OPERAND)
-pin_result_p = compat.identity_primitive(_RESULT)
+pin_result_p = compat.identity_primitive(PIN_RESULT)
 own_result_p = compat.identity_primitive(OWN_RESULT)
 out_sharding_p = compat.identity_primitive(OUT_SHARDING)
 
@@ -33,14 +32,14 @@ def _constraint(eqn: Any) -> Any:
 
 
 def _reshard(eqn: Any) -> Any:
-    return _of_typed(compat.constraint_of(eqn))
+    return _over_explicit_axes(compat.constraint_of(eqn))
 
 
-def _of_typed(sharding: Any) -> Any:
-    """A sharding of a mesh with Explicit axes, with what they leave to other axes open; None if it has none."""
+def _over_explicit_axes(sharding: Any) -> Any:
+    """A sharding over Explicit mesh axes, its other dimensions unconstrained; None if no axis is Explicit."""
     kinds = getattr(getattr(sharding, "mesh", None), "axis_types", None) or ()
     if AxisType.Explicit not in kinds:
-        return None  # what `auto_axes` does to types
+        return None  # types under `auto_axes`
     if all(k == AxisType.Explicit for k in kinds):
         return sharding
     spec = PartitionSpec(*(PartitionSpec.UNCONSTRAINED if d is None else d for d in sharding.spec))
@@ -48,36 +47,36 @@ def _of_typed(sharding: Any) -> Any:
 
 
 RESULT_PIN_READERS: Mapping[str, Callable[[Any], Any]] = {
-    _RESULT: lambda eqn: eqn.params["pin"],
+    PIN_RESULT: lambda eqn: eqn.params["pin"],
     "sharding_constraint": _constraint,
     "reshard": _reshard,
 }
-"""Identities of the program whose result is pinned, and how to read the pin off the equation; it may be None."""
+"""Identity primitives with a pinned result -> how to read the pin, or None, from the equation."""
 
-_REPEATS = frozenset(("broadcast_in_dim", "iota"))
-"""Of these JAX repeats the type even where it says nothing."""
+_ALWAYS_TYPED = frozenset(("broadcast_in_dim", "iota"))
+"""Their `sharding` parameter is set even where the user asked for none; it then names no axis."""
 
 
 def requested_result_shardings(eqn: Any) -> tuple[Any, ...]:
-    """The sharding that the user's code asks of each result: `out_sharding=`, `device_put`, `jit(out_shardings=)`."""
+    """The shardings of an equation's results under `out_sharding=`, `device_put` or `jit(out_shardings=)`; or empty."""
     name, params = eqn.primitive.name, eqn.params
     if name == "device_put":
         return tuple(params.get("devices", ()))
     if "out_shardings" in params:
         return tuple(params["out_shardings"])
-    wanted = params.get("out_sharding", params.get("sharding"))
-    if wanted is None or name in RESULT_PIN_READERS:
+    sharding = params.get("out_sharding", params.get("sharding"))
+    if sharding is None or name in RESULT_PIN_READERS:
         return ()
-    if name in _REPEATS and not any(d is not None for d in getattr(wanted, "spec", ())):
+    if name in _ALWAYS_TYPED and not any(d is not None for d in getattr(sharding, "spec", ())):
         return ()
-    return (_of_typed(wanted),)
+    return (_over_explicit_axes(sharding),)
 
 
 def pin_operand(x: Any, pin: Any) -> Any:
-    """`x`, with `pin` for the operators that read it."""
+    """`x`, with a constraint on the operators that read it directly."""
     return pin_operand_p.bind(x, pin=pin)
 
 
 def pin_result(x: Any, pin: Any) -> Any:
-    """`x`, made in the layout that `pin` asks for."""
+    """`x`, defined in the layout of `pin`."""
     return pin_result_p.bind(x, pin=pin)

@@ -1,8 +1,8 @@
-"""A `jax.shard_map` that the user wrote inside a sharded function: one operator whose cuts are written down.
+"""The user's own `jax.shard_map` inside a sharded function: one operator with pinned operands and results.
 
-A plan runs as one `jax.shard_map` over all axes of its mesh. So the body of the user's own can run there as it is,
-its collectives included, if it names the same mesh: same axes, same sizes, same order. Its `in_specs` and
-`out_specs` are pins. What cannot be joined with the plan's own map is refused, and the text says what to write.
+A plan runs as one `jax.shard_map` over all axes of its mesh. The body of the user's `shard_map` runs inside it
+unchanged, collectives included, if it is over an equal mesh: same axes, sizes and order. Its `in_specs` and `out_specs`
+are pins. A `shard_map` over another mesh, or over some of the axes, is an error.
 """
 
 from __future__ import annotations
@@ -14,29 +14,28 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard._core.errors import ShardError
 from jshard._core.layout import MeshAxes
+from jshard._core.topology import mesh_axes as axes_of
 from jshard._program.graph import Program
 
 
 SHARD_MAP = "shard_map"
 USER_SHARD_MAP_SCOPE = "jshard_own_map"
-"""By this name in the metadata verification knows the collectives that the user wrote."""
-
-
-def axes_of(mesh: Any) -> MeshAxes:
-    """The axes of a mesh of JAX's, those of size one included."""
-    return MeshAxes(tuple(mesh.axis_names), tuple(mesh.axis_sizes))
+"""Name scope of the body: verification recognises the user's collectives by it in the HLO metadata."""
 
 
 def pins_of(eqn: Any, function: str, where: str) -> list[tuple[str, int, NamedSharding]]:
-    """(side, index, sharding) of every operand and result of the user's `shard_map`; refused if it maps few axes."""
+    """(side, index, sharding) of every operand and result of a `shard_map` equation.
+
+    Raises: `ShardError` if it does not map all axes of its mesh.
+    """
     mesh = eqn.params["mesh"]
-    left = [a for a in mesh.axis_names if a not in eqn.params["newly_manual_axes"]]
-    if left:
+    unmapped = [a for a in mesh.axis_names if a not in eqn.params["newly_manual_axes"]]
+    if unmapped:
         raise ShardError(
             f"jax.shard_map over {', '.join(sorted(map(str, eqn.params['newly_manual_axes']))) or 'no axis'} of the "
             f"mesh {axes_of(mesh)} inside the sharded function {function}",
             where=where,
-            fix=f"axis_names of all axes of the mesh: {', '.join(map(str, left))} would be left to the compiler, "
+            fix=f"axis_names of all axes of the mesh: {', '.join(map(str, unmapped))} would be left to the compiler, "
             "but a plan leaves none",
         )
     sides = (
@@ -52,7 +51,7 @@ def pins_of(eqn: Any, function: str, where: str) -> list[tuple[str, int, NamedSh
 
 
 def check_meshes(program: Program, axes: MeshAxes) -> None:
-    """Refuse a `shard_map` of the user's over another mesh than the plan's."""
+    """Raise `ShardError` for a `shard_map` of the user's over another mesh than the plan's."""
     for i in np.flatnonzero(program.use_def.has_primitive(frozenset((SHARD_MAP,)))).tolist():
         op = program.operators[i]
         user = axes_of(op.eqn.params["mesh"])
