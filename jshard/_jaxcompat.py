@@ -1,18 +1,18 @@
-"""The one file that touches JAX's semi-public parts, and hides what differs between JAX 0.10 and 0.12."""
+"""The only file that uses JAX's private and semi-public modules; hides the differences between JAX 0.10 and 0.12."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax import core
 
-# Not from jax.extend, which loads Pallas with it: 18 ms of the import.
+# Not from jax.extend, which imports Pallas: 18 ms.
 from jax._src import config, core as jex, source_info_util, traceback_util, tree_util
 from jax._src.core import trace_state_clean
 from jax._src.interpreters import pxla
@@ -24,14 +24,14 @@ from jshard._core.errors import MeshError, NestedShardError, ShardError
 
 
 ALL_TO_ALL_MIXES_LAYOUTS = jax.__version_info__ < (0, 11)
-"""Whether XLA may give the parts of one all-to-all different memory layouts, which it then refuses.
+"""Whether XLA may assign different memory layouts to the parts of one all-to-all, which then fails to compile.
 
 See `docs/jax_bugs.md`: seen on 0.10.2, not on 0.12.0.1, with arrays that have a dimension of length one.
 """
 
 
 def all_gather_invariant(x: Any, axes: Any, *, axis: int) -> Any:
-    """All-gather whose result is typed equal on every device of `axes` (inside `shard_map` with `check_vma`)."""
+    """All-gather whose result is typed invariant over `axes` (inside `shard_map` with `check_vma`)."""
     try:
         from jax._src.lax.parallel import all_gather_invariant as gather  # JAX 0.10
     except ImportError:
@@ -47,17 +47,17 @@ def open_jaxpr(j: Any) -> tuple[Any, Sequence[Any]]:
 
 
 def is_jaxpr(value: Any) -> bool:
-    """Whether a parameter of an equation is a program, open or closed."""
+    """Whether a parameter of an equation is a jaxpr, open or closed."""
     return isinstance(value, jex.Jaxpr | getattr(jex, "ClosedJaxpr", jex.Jaxpr))
 
 
 def without_dead_code(jaxpr: Any) -> Any:
-    """The jaxpr without equations whose results nobody reads; all inputs stay."""
+    """The jaxpr without dead equations; all inputs stay."""
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
 def has_effects(jaxpr: Any) -> bool:
-    """Whether running a jaxpr does more than give results: prints, callbacks, writes."""
+    """Whether a jaxpr has effects: prints, callbacks, writes."""
     return bool(jaxpr.effects)
 
 
@@ -67,12 +67,12 @@ def as_function(jaxpr: Any) -> Any:
 
 
 def captured_tracers(traced: Any) -> Sequence[Any]:
-    """Tracers that a traced function closes over: they are the first inputs of its jaxpr."""
+    """Tracers that a traced function closes over; they are the first inputs of its jaxpr."""
     return getattr(traced, "_consts", None) or ()
 
 
 def is_tracer(x: Any) -> bool:
-    """Whether a value is one of a trace that is going on."""
+    """Whether a value is a tracer."""
     return isinstance(x, core.Tracer)
 
 
@@ -82,14 +82,14 @@ def is_ref(x: Any) -> bool:
 
 
 def array_type(x: Any) -> Any:
-    """The type of what JAX takes for an array or a number, None for anything else."""
+    """The type of an array or a number, None for anything else."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return x
     try:
-        found = jax.typeof(x)
+        aval = jax.typeof(x)
     except (TypeError, ValueError):
         return None
-    return found if hasattr(found, "shape") else None  # other types are made of several arrays
+    return aval if hasattr(aval, "shape") else None  # other types consist of several arrays
 
 
 ShardingTypeError = jex.ShardingTypeError
@@ -102,11 +102,6 @@ def is_literal(v: Any) -> bool:
     return isinstance(v, jex.Literal)
 
 
-def is_drop(v: Any) -> bool:
-    """Whether an output variable is dropped."""
-    return isinstance(v, jex.DropVar)
-
-
 def scan_split(params: Any) -> tuple[int, int]:
     """Number of constants and of carried values of a scan equation."""
     if "num_consts" in params:
@@ -116,18 +111,18 @@ def scan_split(params: Any) -> tuple[int, int]:
 
 
 def bind_params(eqn: Any, params: Any) -> dict[str, Any]:
-    """Parameters in the form that `primitive.bind` takes."""
+    """An equation's parameters as arguments of `primitive.bind`."""
     return eqn.primitive.get_bind_params(dict(params))
 
 
 def name_stack(prefix: str, eqn: Any) -> str:
-    """Name stack of an equation, with that of the calls around it."""
+    """Name stack of an equation, after that of the enclosing calls."""
     own = str(eqn.source_info.name_stack) if eqn is not None else ""
     return "/".join(p for p in (prefix, own) if p)
 
 
 def module_path(prefix: str, eqn: Any) -> str:
-    """Name stack without the marks of transformations: `transpose(jvp(Net))/blocks_0` -> `Net/blocks_0`."""
+    """Name stack without the names of transformations: `transpose(jvp(Net))/blocks_0` -> `Net/blocks_0`."""
     parts = []
     for part in name_stack(prefix, eqn).split("/"):
         while part.endswith(")") and "(" in part:
@@ -174,7 +169,7 @@ def empty(shape: Sequence[int], dtype: Any) -> Any:
 
 
 def weakly_typed(x: Any) -> Any:
-    """`x` with a weak type, as the results of Python numbers have: its dtype gives way to that of others."""
+    """`x` with a weak type, as results of Python scalars have: its dtype yields to others in promotion."""
     return jax.lax.convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None)
 
 
@@ -184,18 +179,34 @@ def vma(x: Any) -> frozenset[str]:
 
 
 def vma_of_type(aval: Any) -> frozenset[str]:
-    """The same for a type."""
+    """Mesh axes over which values of a type are varying."""
     kinds = getattr(aval, "mat", None)  # JAX 0.12: one record for varying, unreduced and reduced axes
     return frozenset(kinds.varying if kinds is not None else getattr(aval, "vma", ()) or ())
 
 
+def cast_vma(x: Any, axes: Iterable[str]) -> Any:
+    """A value inside `shard_map`, typed as varying over `axes` beside those it varies over already."""
+    axes = frozenset(axes)
+    if not axes:
+        return x
+    x = x if isinstance(x, jax.Array) else jax.numpy.asarray(x)
+    missing = tuple(sorted(axes - vma(x)))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def to_common_vma(values: Sequence[Any]) -> list[Any]:
+    """Values typed as varying over the same mesh axes, as primitives require under `check_vma`."""
+    axes = frozenset().union(*(vma(x) for x in values if hasattr(x, "dtype")))
+    return [cast_vma(x, axes) for x in values]
+
+
 def check_vma_enabled() -> bool:
-    """Whether values of the `shard_map` being traced are typed by the axes they vary over."""
+    """Whether the `shard_map` being traced types values by the axes they vary over."""
     return bool(config._check_vma.value)
 
 
 def check_vma(on: bool) -> Any:
-    """A context that types values so, or does not: for a body that was traced that way."""
+    """A context with `check_vma` on or off, to trace a body as it was traced before."""
     return config._check_vma(on)
 
 
@@ -205,14 +216,14 @@ def run_jaxpr(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
 
 
 def row_major(x: Any) -> Any:
-    """An array that lies in memory row by row, as compilers lay it out unless they choose otherwise."""
+    """An array constrained to the row-major memory layout, XLA's default."""
     from jax.experimental.layout import Layout, with_layout_constraint
 
     return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim)))) if x.ndim > 1 else x
 
 
 def with_axes(aval: Any, axes: frozenset[str]) -> Any:
-    """A type that varies over some mesh axes."""
+    """A type that varies over exactly these mesh axes."""
     return aval.update(manual_axis_type=jex.ManualAxisType(varying=axes))
 
 
@@ -234,7 +245,7 @@ ad.primitive_jvps[retype_p] = _no_derivative
 
 
 def retyped(x: Any, axes: frozenset[str], what: str) -> Any:
-    """A value typed as varying over exactly `axes`, whatever it is typed as, on the caller's word; no derivative."""
+    """A value retyped as varying over exactly `axes`, without a check; not differentiable."""
     return retype_p.bind(x, axes=axes, what=what)
 
 
@@ -246,15 +257,15 @@ def threefry_2x32(k0: Any, k1: Any, high: Any, low: Any) -> tuple[Any, Any]:
 
 
 def identity_primitive(name: str) -> Any:
-    """A primitive that returns its operand; tangents and compiled code do not see it, `vmap` keeps it.
+    """A primitive that returns its operand; it compiles to nothing, tangents bypass it, `vmap` keeps it.
 
-    A `pin` parameter that has a `batched(dim)` method is asked for its form with a batch dimension.
+    A `pin` parameter with a method `batched(dim)` is replaced by its result under `vmap`.
     """
     p = jex.Primitive(name)
     p.def_impl(lambda x, **_: x)
     p.def_abstract_eval(lambda x, **_: x)
     mlir.register_lowering(p, lambda ctx, x, **_: [x])
-    # Tangents pass by: the mark is about the primal value only.
+    # The pin applies to the primal value only.
     ad.primitive_jvps[p] = lambda primals, tangents, **k: (p.bind(*primals, **k), tangents[0])
 
     def batch(args: Any, dims: Any, **k: Any) -> Any:
@@ -267,26 +278,26 @@ def identity_primitive(name: str) -> Any:
 
 
 def debug_callback_function(name: str, params: Any) -> Any:
-    """What a `debug_callback` or `debug_print` does with the values, as a function of them."""
+    """The host function of a `debug_callback` or `debug_print`."""
     from jax._src import debugging
 
-    multi_result_primitive = getattr(debugging, name + "_p")
+    primitive = getattr(debugging, name + "_p")
 
     def run(*values: Any) -> None:
-        multi_result_primitive.impl(*values, **params)
+        primitive.impl(*values, **params)
 
     return run
 
 
 def identity_equation(primitive: Any, operand: Any, result: Any, like: Any) -> Any:
-    """An equation `result = primitive(operand)` with the source line and names of another equation."""
+    """An equation `result = primitive(operand)` with the source line and name stack of the equation `like`."""
     return jex.new_jaxpr_eqn([operand], [result], primitive, {}, set(), like.source_info, like.ctx)
 
 
 def with_scalar_predicate(eqn: Any) -> Any:
-    """A `while` equation whose test is one boolean: `vmap` makes tests of many, and each stops its own part.
+    """An equivalent `while` equation with a scalar condition; under `vmap` conditions are batched.
 
-    As JAX lowers them: on while any says yes, and what goes round keeps the parts whose test says no.
+    As in JAX's lowering: the loop runs while any element is true, and elements that are false keep their carry.
     """
     p = eqn.params
     test, turn, nc = as_function(p["cond_jaxpr"]), as_function(p["body_jaxpr"]), p["cond_nconsts"]
@@ -319,7 +330,7 @@ def with_scalar_predicate(eqn: Any) -> Any:
 
 
 def constraint_of(eqn: Any) -> Any:
-    """The sharding that a `with_sharding_constraint` or `reshard` equation asks for."""
+    """The sharding of a `with_sharding_constraint` or `reshard` equation."""
     return eqn.params.get("sharding", eqn.params.get("dst_sharding"))
 
 
@@ -329,7 +340,7 @@ def at_top_level() -> bool:
 
 
 def context_mesh() -> Any:
-    """What `jax.set_mesh` put into the context, as a hashable value; None outside."""
+    """The abstract mesh set by `jax.set_mesh`, or None."""
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty else mesh
 
@@ -340,7 +351,7 @@ argument_marker_p = jex.Primitive(ARGUMENT_MARKER)
 argument_marker_p.def_impl(lambda x, **_: x)
 argument_marker_p.def_abstract_eval(lambda x, **_: x)
 mlir.register_lowering(argument_marker_p, lambda ctx, x, **_: [x])
-# Tangents pass by, so that derivatives of a sharded function are not themselves boundaries.
+# Tangents bypass it, so that derivatives of a sharded function carry no marker.
 ad.primitive_jvps[argument_marker_p] = lambda primals, tangents, **k: (
     argument_marker_p.bind(*primals, **k),
     tangents[0],
@@ -359,7 +370,7 @@ batching.primitive_batchers[argument_marker_p] = _refuse_batching
 
 
 def mark_argument(x: Any, name: str) -> Any:
-    """`x`, marked as an argument of the sharded function `name`: no cache hides it from `vmap` or another `shard`."""
+    """`x`, marked as an argument of the sharded function `name`: `vmap` and an outer `shard` then raise an error."""
     return argument_marker_p.bind(x, name=name)
 
 
@@ -375,37 +386,36 @@ ad.primitive_jvps[described_p] = lambda primals, tangents, **k: (described_p.bin
 
 
 def never_compiled(x: Any, error: ShardError) -> Any:
-    """`x` in a program of which only shapes are asked: compiling it raises the error."""
+    """`x`, such that programs containing it can be traced for shapes, but raise the error when compiled."""
     return described_p.bind(x, what=error.what, where=error.where, fix=error.fix)
 
 
 @contextlib.contextmanager
 def without_mesh() -> Any:
-    """A context without a mesh: tracing on global shapes while inside `shard_map` sees neither its manual axes nor
-    that values are typed by them."""
+    """A context without a mesh, to trace on global shapes inside `shard_map`: without manual axes and their types."""
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())), check_vma(False):
         yield
 
 
 def context_of_trace(mesh: Any) -> Any:
-    """The context in which to trace global shapes again as they were: of the mesh with Explicit axes, or of none."""
+    """The mesh context of the original trace: a mesh with Explicit axes, or none."""
     return without_mesh() if mesh is None else with_mesh(mesh)
 
 
 def call_primitive(name: str, run: Any) -> Any:
-    """A primitive with several results whose one parameter `fused` runs it: as it is, abstractly, and compiled.
+    """A primitive with several results, evaluated, abstractly evaluated and compiled as `run(fused, *operands)`.
 
-    `vmap` asks `fused.batched(operands, dims)` for the operands and the parameter of the mapped call, whose results
-    have the new dimension first.
+    Under `vmap`, `fused.batched(operands, dims)` returns the operands and the parameter of the batched call, whose
+    results have the batch dimension first.
     """
     p = jex.Primitive(name)
     p.multiple_results = True
     p.def_impl(lambda *xs, fused: run(fused, *xs))
 
     def shapes(*avals: Any, fused: Any) -> Any:
-        given = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
+        structs = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
         with without_mesh():
-            outs = jax.eval_shape(lambda *xs: run(fused, *xs), *given)
+            outs = jax.eval_shape(lambda *xs: run(fused, *xs), *structs)
         return [core.ShapedArray(o.shape, o.dtype, weak_type=o.weak_type) for o in outs]
 
     def batch(args: Any, dims: Any, *, fused: Any) -> Any:
@@ -419,14 +429,14 @@ def call_primitive(name: str, run: Any) -> Any:
     return p
 
 
-def primitive(name: str) -> Any:
+def multi_result_primitive(name: str) -> Any:
     """A new primitive with several results."""
     p = jex.Primitive(name)
     p.multiple_results = True
     return p
 
 
-# As other libraries of JAX do: our frames are neither the user's lines nor of use in his tracebacks.
+# Like other JAX libraries: frames of this package are left out of source lines and tracebacks.
 _HERE = os.path.dirname(__file__)
 source_info_util.register_exclusion(_HERE)
 traceback_util.register_exclusion(_HERE)
@@ -434,9 +444,10 @@ api_boundary = traceback_util.api_boundary
 
 
 def dispatcher(name: str, fn: Any, miss: Any, static_argnums: Any, static_argnames: Any) -> Any:
-    """JAX's own dispatch of calls, the C++ function behind `jax.jit`, with our own way to serve a call it has not seen.
+    """A callable with the C++ dispatch of `jax.jit`, and `miss` as its handler of cache misses.
 
-    `miss(*args, **kwargs)` gives (results, what `first_call` says, False). Under `jax.disable_jit` `fn` runs instead.
+    `miss(*args, **kwargs)` returns (results, fast-path data of `call_and_fastpath_data`, False). Under
+    `jax.disable_jit`, `fn` runs instead.
     """
 
     def plain(*args: Any, **kwargs: Any) -> Any:
@@ -454,28 +465,28 @@ def clear_dispatch_cache(dispatch: Any) -> None:
 
 
 def call_and_fastpath_data(compiled: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Results of a compiled program, and what the dispatcher needs to repeat the call; None if only Python can."""
+    """Results of a compiled program, and its data for the C++ fast path; None if only Python can dispatch it."""
     executable = compiled._executable
     if getattr(getattr(executable, "unsafe_call", None), "ordered_effects", None):
         return compiled(*args, **kwargs), None
     call = executable.create_cpp_call(compiled._params)
     if call is None:  # callbacks and the like
         return compiled(*args, **kwargs), None
-    out, again, _ = call._cache_miss(*args, **kwargs)
-    return out, again
+    out, fastpath_data, _ = call._cache_miss(*args, **kwargs)
+    return out, fastpath_data
 
 
 def trace_options() -> tuple[tuple[str, Any], ...]:
-    """The options of JAX that a trace depends on, as (name, value) in this thread."""
+    """The JAX options that a trace depends on, as (name, value) of this thread."""
     both = zip(config.trace_context_names(), config.trace_context(), strict=True)
     return tuple((n, v) for n, v in both if n.startswith("jax_"))
 
 
 def jax_option(name: str) -> Any:
-    """The value of one of JAX's options in this thread."""
+    """The value of a JAX option in this thread."""
     return getattr(jax.config, name)
 
 
 def with_mesh(mesh: Any) -> Any:
-    """A context in which `mesh` (concrete or abstract) is the one that types of arrays refer to."""
+    """A context in which `mesh` (concrete or abstract) is the current abstract mesh."""
     return jax.sharding.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh))

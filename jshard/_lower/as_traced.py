@@ -120,7 +120,7 @@ def _inexact(x: Any) -> bool:
     return bool(jnp.issubdtype(x.dtype, np.inexact))
 
 
-as_traced_p = compat.primitive("jshard_as_traced")
+as_traced_p = compat.multi_result_primitive("jshard_as_traced")
 """An `Outside` as a primitive inside `shard_map`; its results vary over what any operand varies over."""
 
 

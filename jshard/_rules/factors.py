@@ -19,10 +19,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jshard._core.errors import RuleError
-from jshard._jaxcompat import vma
 from jshard._rules.registry import OpView
 from jshard._rules.rule import Dims, Rule
 
@@ -84,14 +82,6 @@ def linear_sets(op: OpView, *sets: tuple[int, ...]) -> tuple[tuple[int, ...], ..
     if not all(summable(o) for o in op.outs):
         return ()
     return tuple(s for s in sets if s and all(literal(op, i) is None for i in s))
-
-
-def to_common_vma(*values: Any) -> tuple[Any, ...]:
-    """Values typed as varying over the same mesh axes, as `bind` asks under `check_vma`."""
-    axes = frozenset().union(*map(vma, values))
-    return tuple(
-        lax.pcast(v, tuple(sorted(axes - vma(v))), to="varying") if axes - vma(v) else v for v in values
-    )
 
 
 def is_float(aval: Any) -> bool:

@@ -110,9 +110,7 @@ def _walk(closed: Any, args: Sequence[Any], found: list[Any], values: list[Any])
                 avals = (tuple(v.aval for v in e.invars), tuple(v.aval for v in e.outvars))
                 found.append((OpView(name, e.params, *avals, literals), e))
                 values.append(operands)
-        for v, x in zip(e.outvars, results, strict=True):
-            if not compat.is_drop(v):
-                env[v] = x
+        env.update(zip(e.outvars, results, strict=True))
     return [read(v) for v in jaxpr.outvars]
 
 

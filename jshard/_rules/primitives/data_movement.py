@@ -18,7 +18,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from jshard._rules.factors import Factors, linear_sets, to_common_vma
+from jshard._jaxcompat import to_common_vma
+from jshard._rules.factors import Factors, linear_sets
 from jshard._rules.registry import LocalContext, OpView, block_index, family
 from jshard._rules.rule import Rule
 
@@ -168,7 +169,7 @@ def _pad_local(ctx: LocalContext, x: Any, padding: Any) -> Sequence[Any]:
     if partial and not ctx.operand_layout(1).partial:
         # Of the addends only one may hold the padding.
         padding = jnp.where(block_index(partial, ctx.mesh) == 0, padding, jnp.zeros_like(padding))
-        x, padding = to_common_vma(x, padding)
+        x, padding = to_common_vma([x, padding])
     return ctx.bind(x, padding.astype(x.dtype) if partial else padding)
 
 

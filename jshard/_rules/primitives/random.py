@@ -26,8 +26,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard._jaxcompat import threefry_2x32
-from jshard._rules.factors import Factors, to_common_vma
+from jshard._jaxcompat import threefry_2x32, to_common_vma
+from jshard._rules.factors import Factors
 from jshard._rules.registry import LocalContext, OpView, family
 from jshard._rules.rule import Rule
 
@@ -82,7 +82,7 @@ def _cipher(ctx: LocalContext, keys: Any) -> tuple[Any, Any]:
     k0, k1 = (words[..., i] if batch else words.reshape(2)[i] for i in (0, 1))
     if batch:
         k0, k1, high, low = (jnp.broadcast_to(v, shape) for v in (k0, k1, high, low))
-    return threefry_2x32(*to_common_vma(k0, k1, high, low))
+    return threefry_2x32(*to_common_vma([k0, k1, high, low]))
 
 
 def _is_cut(ctx: LocalContext) -> bool:

@@ -27,11 +27,6 @@ def _axes(entry: Any) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def _typed(x: Any, spec: Any) -> Any:
-    missing = tuple(sorted({a for e in spec for a in _axes(e)} - compat.vma(x)))
-    return lax.pcast(x, missing, to="varying") if missing else x
-
-
 def _local(ctx: LocalContext, *operands: Any) -> Sequence[Any]:
     p, where = ctx.op.params, f"the shard_map over {', '.join(map(str, ctx.op.params['mesh'].axis_names))}"
     typed, outside = bool(p["check_vma"]), compat.check_vma_enabled()
@@ -39,7 +34,10 @@ def _local(ctx: LocalContext, *operands: Any) -> Sequence[Any]:
         operands = tuple(compat.retyped(x, frozenset(), where) for x in operands)
     with compat.check_vma(typed), jax.named_scope(USER_SHARD_MAP_SCOPE):
         if typed:
-            operands = tuple(_typed(x, spec) for x, spec in zip(operands, p["in_specs"], strict=True))
+            operands = tuple(
+                compat.cast_vma(x, (a for entry in spec for a in _axes(entry)))
+                for x, spec in zip(operands, p["in_specs"], strict=True)
+            )
         results = compat.run_jaxpr(p["jaxpr"], operands)
     layouts = [frozenset(ctx.result_layout(k).axes) if outside else frozenset() for k in range(len(results))]
     if typed != outside:
