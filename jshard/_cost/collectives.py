@@ -1,7 +1,8 @@
 """Time and bytes of one collective over a set of mesh axes.
 
-Every collective's time is linear in the bytes: a slope from the wires and an intercept from the steps. So a
-collective on given axes is three numbers (`Coefficients`), and a whole redistribution is a sum of them.
+The time of a collective is linear in the bytes, as in the alpha-beta model of Hockney (Parallel Computing 20, 1994): a
+slope from the links' bandwidth and a latency from the steps. So a collective over given axes is three numbers
+(`Coefficients`), and a reshard is a sum of them.
 
 >>> from jshard._core import hardware
 >>> from jshard._core.layout import MeshAxes
@@ -10,8 +11,8 @@ collective on given axes is three numbers (`Coefficients`), and a whole redistri
 >>> collective("all_gather", ("y",), 41e6, t)
 Collective(kind='all_gather', axes=('y',), bytes=615000000.0, seconds=0.007513)
 
-Formulas, with `b` the bytes that a device holds before, `n` the group size, `w` the bandwidth of an axis one
-way (hardware.md section 2, after jax-ml/scaling-book sharding.md):
+Formulas, with `b` the bytes of a device's operand, `n` the group size, `w` the bandwidth of an axis one way in
+bytes/s (hardware.md section 2, after jax-ml/scaling-book sharding.md):
 
 | kind | bytes received | time on a line; a ring has half |
 |---|---|---|
@@ -19,13 +20,13 @@ way (hardware.md section 2, after jax-ml/scaling-book sharding.md):
 | reduce_scatter | b (n-1)/n | b (n-1) / (n w) |
 | all_reduce | 2 b (n-1)/n | 2 b (n-1) / (n w) |
 | all_to_all | b (n-1)/n | b n / (4 w), and on a torus 4 b / (0.4 memory bandwidth) |
-| permute | b | b h / w, for the h hops that the busiest link is loaded with |
+| permute | b | b h / w, with h the load in hops of the busiest link |
 
-The blocks of an all-to-all are put in order before and after it, each time read and written; the TPU compiler
-makes copies for that, which take longer than the wires on a small torus.
+An all-to-all reorders blocks before and after, each time with a read and a write of memory; the TPU compiler emits
+copies for that, which take longer than the transfer on a small torus.
 
-Several torus axes work at once: their bandwidths add. Over a hierarchy (dies, torus or NVLink, network) a
-collective takes the time of its slowest level, since the levels can be pipelined.
+Several torus axes work at once: their bandwidths add up. In a hierarchy (dies, torus or NVLink, network) the slowest
+tier decides, since tiers can be pipelined.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ from jshard._core.layout import CollectiveKind
 from jshard._core.topology import WIRE_KINDS, Topology, Wire
 
 
-# Share of the memory bandwidth at which blocks are put in order: the TPU compiler counts 1.21M cycles for a copy
+# Fraction of the memory bandwidth that the reordering copies reach: the TPU compiler estimates 1.21M cycles for a copy
 # of 134 MB and 92k for one of 8.4 MB on a v5e, which is 333 and 273 of 819 GB/s.
-_ORDERING = 0.4
+_REORDERING = 0.4
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective: over which mesh axes, bytes received by each device, predicted seconds."""
+    """One collective: its mesh axes, bytes received by each device, predicted seconds."""
 
     kind: CollectiveKind
     axes: tuple[str, ...]
@@ -59,19 +60,22 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Coefficients:
-    """A collective per byte held before it: seconds per byte, bytes received per byte, and fixed seconds."""
+    """A collective as a linear function of the bytes of a device's operand."""
 
-    slope: float
-    volume: float
-    alpha: float
+    slope: float  # seconds per byte
+    volume: float  # bytes received per byte
+    alpha: float  # latency in seconds
 
 
 def collective(
     kind: CollectiveKind, axes: Sequence[str], local_bytes: float, topology: Topology, combined: int = 1
 ) -> Collective:
-    """One collective over the group that `axes` span, for a device that holds `held` bytes before it.
+    """One collective over the devices along `axes`.
 
-    Of so many as are sent `together`, each pays its share of the latency.
+    Arguments:
+
+    - `local_bytes`: of a device's operand.
+    - `combined`: number of collectives that XLA combines into one; each pays its share of the latency.
 
     >>> from jshard._core import hardware
     >>> from jshard._core.layout import MeshAxes
@@ -86,7 +90,7 @@ def collective(
 
 @functools.lru_cache(maxsize=65536)
 def coefficients(kind: CollectiveKind, axes: tuple[str, ...], topology: Topology) -> Coefficients:
-    """Slope, volume and latency of a collective over `axes`; all zero when the group is one device."""
+    """Slope, volume and latency of a collective over `axes`; all zero for a group of one device."""
     n = topology.mesh.size(*axes)
     if n == 1:
         return Coefficients(0.0, 0.0, 0.0)
@@ -97,59 +101,59 @@ def coefficients(kind: CollectiveKind, axes: tuple[str, ...], topology: Topology
         "all_to_all": (n - 1) / n,
         "permute": 1.0,
     }[kind]
-    levels = _tiers(axes, topology)
-    if levels[0][0].kind == "shared":  # one memory: every byte costs the same, every collective starts once
-        return Coefficients(volume / levels[0][0].bandwidth, volume, levels[0][0].alpha)
+    tiers = _tiers(axes, topology)
+    if tiers[0][0].kind == "shared":  # one memory: time is proportional to the bytes received, one latency
+        return Coefficients(volume / tiers[0][0].bandwidth, volume, tiers[0][0].alpha)
     if kind in ("all_to_all", "permute"):
         cross = _all_to_all if kind == "all_to_all" else _permute
-        slope = max(cross(level) for level in levels)
-        if kind == "all_to_all" and levels[0][0].kind == "ici":
-            slope += 4 / (_ORDERING * topology.chip.hbm_bandwidth)
+        slope = max(cross(tier) for tier in tiers)
+        if kind == "all_to_all" and tiers[0][0].kind == "ici":
+            slope += 4 / (_REORDERING * topology.chip.hbm_bandwidth)
     else:
         per_full_byte, inside = 0.0, 1
-        for level in levels:  # the devices below one position of a level share out its transfer
-            size = math.prod(w.size for w in level)
-            per_full_byte = max(per_full_byte, (size - 1) / (size * _receive_bandwidth(level) * inside))
+        for tier in tiers:  # all devices below one position of a tier share its transfer
+            size = math.prod(w.size for w in tier)
+            per_full_byte = max(per_full_byte, (size - 1) / (size * _receive_bandwidth(tier) * inside))
             inside *= size
         slope = per_full_byte * {"all_gather": n, "reduce_scatter": 1, "all_reduce": 2}[kind]
-    alpha = sum(_latency_steps(kind, w) * w.alpha for level in levels for w in level)
+    alpha = sum(_latency_steps(kind, w) * w.alpha for tier in tiers for w in tier)
     return Coefficients(slope, volume, topology.chip.startup + alpha * (2 if kind == "all_reduce" else 1))
 
 
 def _tiers(axes: Sequence[str], topology: Topology) -> list[list[Wire]]:
-    """The wires below a group, near to far; parts of one torus axis, or of one switch, are joined."""
-    joined: dict[tuple[str, int], Wire] = {}
+    """The wires below a group by kind, from near to far; parts of one torus axis, or of one switch, are merged."""
+    merged: dict[tuple[str, int], Wire] = {}
     for w in (w for a in axes for w in topology.link(a).wires if w.size > 1):
         key = (w.kind, w.axis)
-        if key in joined:
-            old = joined[key]
-            w = dataclasses.replace(w, size=w.size * old.size, stride=min(w.stride, old.stride))
-        joined[key] = w
-    levels = [[w for w in joined.values() if w.kind == kind] for kind in WIRE_KINDS]
-    return [level for level in levels if level]
+        if key in merged:
+            part = merged[key]
+            w = dataclasses.replace(w, size=w.size * part.size, stride=min(w.stride, part.stride))
+        merged[key] = w
+    tiers = [[w for w in merged.values() if w.kind == kind] for kind in WIRE_KINDS]
+    return [tier for tier in tiers if tier]
 
 
-def _receive_bandwidth(level: Sequence[Wire]) -> float:
-    """Bytes/s into one device over all torus axes of a level; a ring brings data from both sides."""
-    return sum(w.rate * (2 if w.wrap else 1) for w in level)
+def _receive_bandwidth(tier: Sequence[Wire]) -> float:
+    """Bytes/s into one device over all torus axes of a tier; on a ring from both sides."""
+    return sum(w.rate * (2 if w.wrap else 1) for w in tier)
 
 
-def _all_to_all(level: Sequence[Wire]) -> float:
-    """Seconds per byte held: on a torus the middle cut of its slowest axis, else the device's own port."""
-    if level[0].kind == "ici":
-        return max(w.size / ((8 if w.wrap else 4) * w.rate) for w in level)
-    return (level[0].size - 1) / (level[0].size * level[0].rate)
+def _all_to_all(tier: Sequence[Wire]) -> float:
+    """Seconds per byte of operand: on a torus the bisection of its slowest axis, else the device's own port."""
+    if tier[0].kind == "ici":
+        return max(w.size / ((8 if w.wrap else 4) * w.rate) for w in tier)
+    return (tier[0].size - 1) / (tier[0].size * tier[0].rate)
 
 
-def _permute(level: Sequence[Wire]) -> float:
-    """Seconds per byte held for the worst permutation: reversal of a line, half a turn of a ring."""
-    if level[0].kind == "ici":
-        return max(max(1.0, w.size / (4 if w.wrap else 2)) / w.rate for w in level)
-    return 1 / level[0].rate
+def _permute(tier: Sequence[Wire]) -> float:
+    """Seconds per byte of operand for the worst permutation: reversal of a line, rotation of a ring by half."""
+    if tier[0].kind == "ici":
+        return max(max(1.0, w.size / (4 if w.wrap else 2)) / w.rate for w in tier)
+    return 1 / tier[0].rate
 
 
 def _latency_steps(kind: CollectiveKind, w: Wire) -> int:
-    """Steps one after the other on a wire: hops on a torus, rounds on a switch or network."""
+    """Sequential steps on a wire: hops on a torus, rounds on a switch or network."""
     if w.kind != "ici":
         return 1 if kind == "permute" else math.ceil(math.log2(w.size))
     if kind in ("all_to_all", "permute"):

@@ -1,7 +1,7 @@
-"""Seconds of work on one device: whichever is slower, the arithmetic or the memory (the roofline).
+"""Roofline: seconds of compute on one device, bounded by arithmetic or by memory bandwidth.
 
-The matrix units set the peak, by dtype. Elementwise work runs on vector units that the table does not list:
-it does so few operations per byte that the memory decides, and the matrix peak in the formula never binds.
+The peak is that of the matrix units, by dtype. Elementwise work runs on vector units, which the hardware table does not
+list: it does so few operations per byte that memory decides, and the matrix peak in the formula never binds.
 
 >>> from jshard._core import hardware
 >>> chip = hardware.get("v5e")
@@ -19,34 +19,35 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import ml_dtypes  # noqa: F401  gives numpy the names bfloat16, float8_e4m3fn, ...
+import ml_dtypes  # noqa: F401  registers bfloat16, float8_e4m3fn, ... with numpy
 import numpy as np
+from numpy.typing import ArrayLike
 
 from jshard._core.hardware import Chip
 
 
-def roofline(work: float, bytes_moved: float, dtype: Any, chip: Chip) -> float:
-    """Seconds of `work` operations and `bytes_moved` bytes of memory traffic on one device.
+def roofline(work: ArrayLike, nbytes: ArrayLike, dtype: Any, chip: Chip) -> np.ndarray:
+    """Seconds of `work` operations and `nbytes` bytes of memory traffic on one device, elementwise.
 
     Arguments:
 
     - `work`: arithmetic operations; a multiply-add is two.
-    - `bytes_moved`: bytes read and written in device memory.
-    - `dtype`: of the operands; picks the peak.
+    - `nbytes`: bytes read and written in device memory.
+    - `dtype`: selects the peak.
     - `chip`: entry of the hardware table.
     """
-    return max(work / peak_flops(dtype, chip), bytes_moved / chip.hbm_bandwidth)
+    return np.maximum(np.divide(work, peak_flops(dtype, chip)), np.divide(nbytes, chip.hbm_bandwidth))
 
 
 def peak_flops(dtype: Any, chip: Chip) -> float:
-    """Operations per second of a chip's matrix units on a dtype.
+    """Peak operations per second of a chip's matrix units for a dtype.
 
     >>> from jshard._core import hardware
     >>> peak_flops("int8", hardware.get("v5e")) / peak_flops("bfloat16", hardware.get("v5e"))
     2.0
 
-    A chip without units for a narrow type widens it to bfloat16. No column holds float64 and complex numbers:
-    half of the float32 rate for float64 (two words an operand), a quarter for complex64 (four products); both
+    A chip without units for a narrow type converts it to bfloat16. The table has no column for float64 and complex
+    types: half of the float32 rate for float64 (two words per operand) and a quarter for complex64 (four products)
     are stand-ins.
     """
     name = _name(dtype)

@@ -64,7 +64,7 @@ def operator_cost(
     mesh, chip = topology.mesh, topology.chip
     if s.op.primitive == SHARD_MAP:
         return _shard_map_operator_cost(s, topology)
-    rate = roofline.peak_flops(s.op.outs[0].dtype if s.op.outs else np.dtype("float32"), chip)
+    dtype = s.op.outs[0].dtype if s.op.outs else np.dtype("float32")
     tensors = [(_nbytes(s.op.ins[i]), s.operands[i]) for i in reads]
     tensors += [(_nbytes(s.op.outs[i]), s.results[i]) for i in writes]
     work = s.rule.work * math.prod(s.rule.sizes)
@@ -77,8 +77,8 @@ def operator_cost(
         moved += nbytes / choices.num_shards(mesh)
     local = np.full(len(s), work) if s.rule.opaque else local_work(s.rule, s.axis_codes, mesh)
     local, work = local * max(1.0, hidden), work * max(1.0, hidden)
-    seconds = np.maximum(local / rate, moved / chip.hbm_bandwidth)
-    even = max(work / mesh.total / rate, sum(b for b, _ in tensors) / mesh.total / chip.hbm_bandwidth)
+    seconds = roofline.roofline(local, moved, dtype, chip)
+    even = roofline.roofline(work / mesh.total, sum(b for b, _ in tensors) / mesh.total, dtype, chip)
     own = np.zeros(len(s))
     if s.rule.internal or s.rule.reducer != "sum":
         for k, c in enumerate(s.candidates):
@@ -88,6 +88,7 @@ def operator_cost(
     if not price:
         return OperatorCost(seconds, redundant, own, np.zeros(len(s)))
     least = local if unforced is None else local_work(unforced.rule, unforced.axis_codes, mesh)
+    rate = roofline.peak_flops(dtype, chip)
     return OperatorCost(seconds, redundant, own, price * (local - least.min(initial=work)) / rate)
 
 

@@ -146,4 +146,4 @@ def _roofline(
     moved = sum(program.tensors[a].nbytes for i in reads if isinstance(a := op.operands[i], int))
     moved += sum(program.tensors[op.results[i]].nbytes for i in writes)
     dtype = view.outs[0].dtype if view.outs else "float32"
-    return roofline.roofline(_work(view, rule), moved, dtype, topology.chip)
+    return float(roofline.roofline(_work(view, rule), moved, dtype, topology.chip))

@@ -23,7 +23,7 @@ TABLE = [(64, "1D", 1.72), (1024, "2D", 1.38), (2048, "2D", 1.08), (4096, "3D", 
 @pytest.mark.parametrize(("devices", "regime", "gigabytes"), TABLE)
 def test_the_405b_table(devices, regime, gigabytes):
     b = communication_bounds.matmul(16_000_000, 53248, 16384, devices, itemsize=2)
-    assert b.regime == regime and b.bytes / 1e9 == pytest.approx(gigabytes, abs=0.011) and b.proven
+    assert b.regime == regime and b.bytes / 1e9 == pytest.approx(gigabytes, abs=0.011)
 
 
 @pytest.mark.parametrize("sizes", [(64, 64, 64), (4096, 64, 16), (512, 512, 8), (1000, 300, 70)])
@@ -88,7 +88,7 @@ def test_no_layout_of_a_matmul_beats_its_bound():
         bound = communication_bounds.matmul(m, n, k, 8, itemsize=4)
         assert bound.bytes <= best * (1 + 1e-9)
         if (m, n, k) == (64, 64, 64):  # 8 is a cube: the 2 x 2 x 2 grid attains the bound exactly
-            assert communication_bounds.space_gap(best, bound) == pytest.approx(0.0, abs=1e-9)
+            assert best == pytest.approx(bound.bytes, rel=1e-9)
 
 
 def test_copies_lower_the_bound():
@@ -96,36 +96,3 @@ def test_copies_lower_the_bound():
     some = communication_bounds.matmul(64, 64, 64, 8, itemsize=4, local_elements=2048).bytes
     assert 0 < some < one
     assert communication_bounds.matmul(64, 64, 64, 8, itemsize=4, local_elements=3 * 64 * 64).bytes == 0
-
-
-def test_little_memory_raises_the_bound():
-    size = dict(itemsize=2, devices=4096)
-    free = communication_bounds.matmul(4096, 4096, 4096, **size)
-    by_memory = [
-        communication_bounds.matmul_in_memory(4096, 4096, 4096, memory=x, **size).bytes
-        for x in (25e3, 5e4, 1e5, 1e6)
-    ]
-    assert by_memory == sorted(by_memory, reverse=True) and by_memory[0] > free.bytes == by_memory[-1]
-
-
-def test_steps_take_the_hardest_product():
-    products = [(64, 64, 64), (256, 64, 64), (64, 32, 64)]
-    alone = [communication_bounds.matmul(*p, 8, itemsize=4).bytes for p in products]
-    assert communication_bounds.step(products, 8, itemsize=4).bytes == max(alone)
-    assert communication_bounds.step([], 8, itemsize=4).bytes == 0.0
-    assert communication_bounds.step(products, 8, itemsize=4, held=[None, 1e9, None]).bytes == max(
-        alone[0], alone[2]
-    )
-
-
-def test_parameter_sync_is_a_usual_cost_not_a_proof():
-    b = communication_bounds.parameter_sync(8e9, 4, resident=True)
-    assert b.bytes == 2 * 8e9 * 0.75 and not b.proven and "not a proven bound" in b.source
-    assert communication_bounds.parameter_sync(8e9, 4, resident=False).bytes == 3 * 8e9 * 0.75
-
-
-def test_gap_and_seconds():
-    b = communication_bounds.Bound(1e9, "1D", "test")
-    assert communication_bounds.space_gap(2e9, b) == 1.0 and communication_bounds.space_gap(0.5e9, b) == 0.0
-    assert communication_bounds.space_gap(1.0, communication_bounds.Bound(0.0, "1D", "test")) == math.inf
-    assert b.seconds(hardware.get("v5e")) == pytest.approx(1e9 / 2e11)
