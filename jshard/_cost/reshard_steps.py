@@ -1,8 +1,8 @@
-"""Single moves between layouts: what one collective, or one local slice, does to a layout.
+"""Single reshard steps: what one collective, or one local slice, does to a layout.
 
-A `Step` is exactly one thing that every device can do inside `shard_map`. Dimensions are cut by lists of mesh
-axes, major first, and a step can only touch the minor end of a list: appending an axis cuts each block in
-place, removing one joins neighbouring blocks. Anything else moves blocks between devices: a permute.
+A dimension is sharded over a list of mesh axes, major first. All steps but a permute change the minor end of such a
+list: appending an axis slices each shard in place, removing one joins neighbouring shards. A permute exchanges whole
+shards between devices.
 
 >>> from jshard._core.layout import MeshAxes
 >>> mesh = MeshAxes(("x", "y"), (2, 4))
@@ -15,9 +15,9 @@ all_to_all[y] 0->1 => (x, y)
 all_gather[x*y] 0 => (-, -)
 all_to_all[x*y] 0->1 => (-, x*y)
 
-A permute keeps the set of axes: then a value that differs over the same axes before and after, as JAX's types
-of varying axes need it. Moving a cut from axis x to axis y costs no more bytes without this: slice by y, swap
-x and y, gather x.
+A permute keeps the set of axes, so that the value varies over the same axes before and after, as JAX's types of varying
+axes require. Resharding a dimension from axis x to axis y needs no other permute: slice by y, exchange x and y, gather
+x, with as many bytes.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ StepKind = Literal["slice", "all_gather", "all_to_all", "all_reduce", "reduce_sc
 
 @dataclasses.dataclass(frozen=True)
 class ReshardStep:
-    """One move.
+    """One step.
 
     Arguments:
 
-    - `kind`: `"slice"` appends `axes` to the cut of `dst_dim`; `"all_gather"` removes them from the minor end
-        of `src_dim`; `"all_to_all"` moves them from the minor end of `src_dim` to that of `dst_dim`;
-        `"reduce_scatter"` turns partial axes into a cut of `dst_dim`; `"all_reduce"` sums them;
-        `"permute"` exchanges whole blocks until the layout is `target`.
-    - `axes`: mesh axes of the collective's group, major first.
+    - `kind`: `"slice"` appends `axes` to those of `dst_dim`; `"all_gather"` removes them from the minor end of
+        `src_dim`; `"all_to_all"` moves them from the minor end of `src_dim` to that of `dst_dim`;
+        `"reduce_scatter"` sums over partial axes and shards `dst_dim` by them; `"all_reduce"` sums over them;
+        `"permute"` exchanges whole shards so that the dimensions are sharded as in `target`.
+    - `axes`: mesh axes of the collective's groups, major first.
     - `src_dim`, `dst_dim`: dimensions of the tensor.
-    - `target`: the cuts after a permute.
+    - `target`: the axes of each dimension after a permute.
     """
 
     kind: StepKind
@@ -65,7 +65,7 @@ class ReshardStep:
 
 
 def apply_step(step: ReshardStep, layout: Layout) -> Layout:
-    """The layout after a step; a step that does not fit the layout raises `ValueError`."""
+    """The layout after a step; raises `ValueError` for a step that is not possible from the layout."""
     dims, partial = list(layout.dims), layout.partial
     if step.kind == "permute":
         if step.target is None or set(Layout(step.target).axes) != {a for d in dims for a in d}:
@@ -73,10 +73,11 @@ def apply_step(step: ReshardStep, layout: Layout) -> Layout:
         return Layout(step.target, partial)
     if step.kind in ("all_gather", "all_to_all"):
         assert step.src_dim is not None
-        have = dims[step.src_dim]
-        if have[len(have) - len(step.axes) :] != step.axes:
+        src_axes = dims[step.src_dim]
+        kept = len(src_axes) - len(step.axes)
+        if src_axes[kept:] != step.axes:
             raise ValueError(f"{step} does not fit {layout}")
-        dims[step.src_dim] = have[: len(have) - len(step.axes)]
+        dims[step.src_dim] = src_axes[:kept]
     if step.kind in ("all_reduce", "reduce_scatter"):
         if not set(step.axes) <= set(partial):
             raise ValueError(f"{step} does not fit {layout}")
@@ -90,7 +91,7 @@ def apply_step(step: ReshardStep, layout: Layout) -> Layout:
 
 
 def successor_steps(layout: Layout, mesh: MeshAxes, shape: tuple[int, ...]) -> Iterator[ReshardStep]:
-    """All single steps from a layout whose result divides `shape`; permutes keep every cut."""
+    """All single steps from a layout to one that divides `shape`; permutes keep the shards per dimension."""
     for kind, axes, src, dst, dims, _ in successors(layout, mesh, shape):
         yield ReshardStep(kind, axes, src, dst, dims if kind == "permute" else None)
 
@@ -99,36 +100,37 @@ Transition = tuple[StepKind, tuple[str, ...], int | None, int | None, Dims, tupl
 
 
 def successors(layout: Layout, mesh: MeshAxes, shape: tuple[int, ...]) -> Iterator[Transition]:
-    """Moves as plain tuples (kind, axes, src_dim, dst_dim, cuts after, partial after): graphs have many."""
+    """The same as plain tuples (kind, axes, src_dim, dst_dim, dims after, partial after), for speed."""
     dims, partial = layout.dims, layout.partial
     size = dict(zip(mesh.names, mesh.sizes, strict=True))
-    room = [s // math.prod([size[a] for a in d]) for s, d in zip(shape, dims, strict=True)]
+    local = [s // math.prod([size[a] for a in d]) for s, d in zip(shape, dims, strict=True)]
     used = {a for d in dims for a in d}.union(partial)
 
-    def cut(d: int, axes: tuple[str, ...]) -> Dims:
+    def append(d: int, axes: tuple[str, ...]) -> Dims:
         return (*dims[:d], dims[d] + axes, *dims[d + 1 :])
 
     for a in mesh.names:
         if a not in used:
-            for d, r in enumerate(room):
-                if r % size[a] == 0:
-                    yield "slice", (a,), None, d, cut(d, (a,)), partial
+            for d, length in enumerate(local):
+                if length % size[a] == 0:
+                    yield "slice", (a,), None, d, append(d, (a,)), partial
     for n in range(1, len(partial) + 1):
         for axes in itertools.permutations(partial, n):
-            left, pieces = tuple(a for a in partial if a not in axes), math.prod([size[a] for a in axes])
-            for d, r in enumerate(room):
-                if r % pieces == 0:
-                    yield "reduce_scatter", axes, None, d, cut(d, axes), left
+            remaining, shards = tuple(a for a in partial if a not in axes), math.prod([size[a] for a in axes])
+            for d, length in enumerate(local):
+                if length % shards == 0:
+                    yield "reduce_scatter", axes, None, d, append(d, axes), remaining
         for axes in itertools.combinations(partial, n):
             yield "all_reduce", axes, None, None, dims, tuple(a for a in partial if a not in axes)
-    for s, have in enumerate(dims):
-        for i in reversed(range(len(have))):
-            axes, pieces = have[i:], math.prod([size[a] for a in have[i:]])
-            less = (*dims[:s], have[:i], *dims[s + 1 :])
-            yield "all_gather", axes, s, None, less, partial
-            for d, r in enumerate(room):
-                if d != s and r % pieces == 0:
-                    yield "all_to_all", axes, s, d, (*less[:d], dims[d] + axes, *less[d + 1 :]), partial
+    for src, src_axes in enumerate(dims):
+        for i in reversed(range(len(src_axes))):
+            axes, shards = src_axes[i:], math.prod([size[a] for a in src_axes[i:]])
+            gathered = (*dims[:src], src_axes[:i], *dims[src + 1 :])
+            yield "all_gather", axes, src, None, gathered, partial
+            for dst, length in enumerate(local):
+                if dst != src and length % shards == 0:
+                    after = (*gathered[:dst], dims[dst] + axes, *gathered[dst + 1 :])
+                    yield "all_to_all", axes, src, dst, after, partial
     if len(used) - len(partial) > 1:
         axes = tuple(a for a in mesh.names if a in used and a not in partial)
         for target in _rearrangements(axes, layout.cuts(mesh), mesh):
@@ -138,34 +140,34 @@ def successors(layout: Layout, mesh: MeshAxes, shape: tuple[int, ...]) -> Iterat
 
 @functools.lru_cache(maxsize=65536)
 def _rearrangements(axes: tuple[str, ...], cuts: tuple[int, ...], mesh: MeshAxes) -> tuple[Dims, ...]:
-    """All placements of `axes` that cut the dimensions into `cuts`; none with axes of size one."""
+    """All assignments of `axes` to dimensions with `cuts` shards each; none with axes of size one."""
     if any(mesh.size(a) == 1 for a in axes):
         return ()
 
-    def fill(left: tuple[str, ...], need: tuple[int, ...]) -> Iterator[Dims]:
-        if not need:
+    def assign(unused: tuple[str, ...], shards: tuple[int, ...]) -> Iterator[Dims]:
+        if not shards:
             yield ()
-        elif need[0] == 1:
-            yield from (((), *rest) for rest in fill(left, need[1:]))
+        elif shards[0] == 1:
+            yield from (((), *others) for others in assign(unused, shards[1:]))
         else:
-            for a in left:
-                if need[0] % mesh.size(a) == 0:
-                    others = tuple(o for o in left if o != a)
-                    for head, *rest in fill(others, (need[0] // mesh.size(a), *need[1:])):
-                        yield ((a, *head), *rest)
+            for a in unused:
+                if shards[0] % mesh.size(a) == 0:
+                    remaining = tuple(b for b in unused if b != a)
+                    for first, *others in assign(remaining, (shards[0] // mesh.size(a), *shards[1:])):
+                        yield ((a, *first), *others)
 
-    return tuple(fill(axes, cuts))
+    return tuple(assign(axes, cuts))
 
 
 def permuted_axes(source: Dims, target: Dims, mesh: MeshAxes) -> tuple[str, ...]:
-    """Axes whose coordinate means something else after a permute: its group, in mesh order."""
-    before, after = _weights(source, mesh), _weights(target, mesh)
+    """The axes of a permute's groups, in mesh order: those whose coordinate indexes other shards afterwards."""
+    before, after = _block_strides(source, mesh), _block_strides(target, mesh)
     return tuple(a for a in mesh.names if before.get(a) != after.get(a))
 
 
 @functools.lru_cache(maxsize=65536)
-def _weights(dims: Dims, mesh: MeshAxes) -> dict[str, tuple[int, int]]:
-    """For each axis the dimension that it cuts, and how many blocks one step along it skips."""
+def _block_strides(dims: Dims, mesh: MeshAxes) -> dict[str, tuple[int, int]]:
+    """For each axis the dimension that it shards, and the distance in shards of neighbours along it."""
     out = {}
     for i, d in enumerate(dims):
         stride = 1
