@@ -1,8 +1,7 @@
-"""Small tools that the families of rules share: numbering factors, and which partial sums may pass.
+"""Helpers for rule functions: numbering of factors, linear sets, validation of a rule against its operator.
 
-A rule function walks the dimensions of its operator and asks a `Factors` for a fresh factor per loop index.
-`linear` turns "the operator is linear in these operands" into the sets a `Rule` stores: a literal operand
-is never a partial sum, so a set with a literal falls away.
+A rule function numbers the loop indices of its operator by a `Factors`, and passes the sets of operands in which the
+operator is jointly linear through `linear_sets`.
 
 >>> f = Factors()
 >>> f.dims((4, 8)), f.new(2), f.sizes
@@ -26,38 +25,38 @@ from jshard._rules.rule import Dims, Rule
 
 
 class Factors:
-    """Numbers the factors of one rule; `sizes` is what `Rule` wants."""
+    """Numbers the factors of one rule, and records their `sizes`."""
 
     def __init__(self) -> None:
         self._sizes: list[int] = []
 
     def new(self, size: int) -> int:
-        """A fresh factor of length `size`."""
+        """A new factor of length `size`."""
         self._sizes.append(int(size))
         return len(self._sizes) - 1
 
     def dims(self, shape: Sequence[int]) -> Dims:
-        """A fresh factor for each dimension of `shape`."""
+        """A new factor per dimension of `shape`."""
         return tuple((self.new(s),) for s in shape)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Length of each factor so far."""
+        """Length of each factor."""
         return tuple(self._sizes)
 
 
 def unsharded_dims(aval: Any) -> Dims:
-    """Dimensions of a tensor that is never cut."""
+    """Dimensions of a tensor that is never sharded."""
     return ((),) * len(aval.shape)
 
 
 def literal(op: OpView, i: int) -> Any:
-    """Value of operand `i` when it is a literal, else None."""
+    """Value of operand `i` if it is a literal, else None."""
     return op.literals[i] if i < len(op.literals) else None
 
 
 def summable(aval: Any) -> bool:
-    """Whether partial sums of this element type can be added up by `psum`."""
+    """Whether partial sums of this element type can be summed by `psum`."""
     return _summable(aval.dtype)
 
 
@@ -67,17 +66,17 @@ def _summable(dtype: Any) -> bool:
         return False
     if not jnp.issubdtype(dtype, jnp.number):
         return False
-    # One-byte floats and sub-byte integers hold data, not sums.
-    return not (np.dtype(dtype).itemsize == 1 and not jnp.issubdtype(dtype, jnp.integer)) and str(
-        dtype
-    ) not in ("int4", "uint4", "int2", "uint2", "int1", "uint1")
+    # Not one-byte floats and sub-byte integers: too narrow for sums.
+    if np.dtype(dtype).itemsize == 1 and not jnp.issubdtype(dtype, jnp.integer):
+        return False
+    return str(dtype) not in ("int4", "uint4", "int2", "uint2", "int1", "uint1")
 
 
 def linear_sets(op: OpView, *sets: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """The sets of operands through which partial sums may pass; a set with a literal falls away.
+    """The sets through which partial sums may pass: none with a literal operand, which is never a partial sum.
 
-    A literal zero is a sum of zeros, but rules do not look at values: the planner keeps one set of states for
-    all operators that differ only in the values of their literals.
+    A literal zero would be one, but rules do not depend on the values of literals: the planner shares candidates among
+    operators that differ in nothing else.
     """
     if not all(summable(o) for o in op.outs):
         return ()
@@ -90,9 +89,9 @@ def is_float(aval: Any) -> bool:
 
 
 def validate(rule: Rule, op: OpView) -> None:
-    """Raise `RuleError` unless the rule's tensors, dimensions and factor sizes fit the operator.
+    """Check that the rule's tensors, dimensions and factor sizes fit the operator.
 
-    Raises: `RuleError` naming the first operand or result that does not fit.
+    Raises: `RuleError` for the first operand or result that does not fit.
     """
     _check_side(rule, op, "operand", rule.operands, op.ins)
     _check_side(rule, op, "result", rule.results, op.outs)

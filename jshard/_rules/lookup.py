@@ -1,7 +1,7 @@
-"""The one door to the rules: the rule of any operator, and how it runs on blocks. Never raises.
+"""Look-up of the rule and local implementation of any operator; never raises.
 
-A primitive without a rule, or whose rule raises, or gives something that does not fit, runs replicated; the
-note says why and the report prints it.
+A primitive without a rule, or whose rule raises or does not fit the operator, runs replicated; its opaque rule has a
+note with the reason, which reports print.
 
 >>> op = OpView("no_such_primitive", {}, (), ())
 >>> r, entry = rules_for(op)
@@ -69,6 +69,6 @@ def rules_for(op: OpView) -> tuple[Rule, RuleEntry | None]:
     try:
         r = entry.rule(op)
         validate(r, op)
-    except Exception as e:  # a rule is often the user's: any failure means "replicate and say so"
+    except Exception as e:  # rules may be the user's code: on any error replicate, with a note
         return opaque_rule(op, f"the rule of {op.primitive!r} failed: {type(e).__name__}: {e}"), None
     return r, entry

@@ -1,9 +1,9 @@
-"""The table from primitive names to rules, and to the way an operator runs on local blocks.
+"""The registry: primitive name -> op sharding rule, and local implementation on one device's shards.
 
-A rule function sees one operator (`Op`: name, parameters, shapes, literal operands) and returns its `Rule`.
-A local function runs the operator on one device's blocks; most need none, since the same primitive with the
-same parameters is right on blocks. Those with shapes or positions in their parameters (broadcast, reshape,
-iota, gather, random bits) have one, and ask the `LocalContext` for local shapes and offsets.
+A rule function maps an operator (`OpView`: name, parameters, shapes, literal operands) to its `Rule`. A local
+implementation runs the operator on one device's shards. Most operators need none: the same primitive with the same
+parameters is correct on shards. Operators with shapes or positions in their parameters (broadcast, reshape, iota,
+gather, random bits) have one, which gets local shapes and offsets from the `LocalContext`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from jshard._rules.rule import Candidate, Rule, operand_layouts, reduced_axes, r
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OpView:
-    """One operator as a rule sees it.
+    """An operator without its place in the program, as the argument of rule functions.
 
-    `ins` and `outs` are abstract values with global `shape` and `dtype`; `literals` holds the value of a
-    literal operand (a scalar) and `None` for the others.
+    `ins` and `outs` are abstract values with global `shape` and `dtype`; `literals` has the value of each literal
+    operand (a scalar) and `None` for the others.
     """
 
     primitive: str
@@ -39,21 +39,19 @@ class OpView:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LocalContext:
-    """What a local function may ask: shapes and positions of this device's blocks, the plain primitive."""
+    """Shapes and offsets of this device's shards, and the primitive itself, for a local implementation."""
 
     op: OpView
     rule: Rule
     candidate: Candidate
     mesh: MeshAxes
     bind_plain: Callable[..., Any]  # (*operands, **params) -> list of results
-    differentiable_loop: bool = (
-        False  # in the body of a loop of a program that is differentiated from outside
-    )
-    collective_ids: tuple[int, ...] = ()  # of the rule's own collectives, among those of the plan
-    row_major: bool = False  # the first operand is updated in place, and stays row-major
+    differentiable_loop: bool = False  # inside a loop of a program that is differentiated from outside
+    collective_ids: tuple[int, ...] = ()  # of the rule's internal collectives, in the plan
+    row_major: bool = False  # whether the first operand is updated in place in row-major order
 
     def axes(self, factor: int) -> tuple[str, ...]:
-        """Mesh axes that cut a factor, major first; empty when it is whole."""
+        """Mesh axes that shard a factor, major first."""
         return self.candidate.cut(factor, self.mesh)
 
     def size(self, factor: int) -> int:
@@ -61,7 +59,7 @@ class LocalContext:
         return self.rule.sizes[factor] // self.mesh.size(*self.axes(factor))
 
     def offset(self, factor: int) -> Any:
-        """Where this device's part of a factor starts: an int32 scalar (traced), or 0 when it is whole."""
+        """Index of the first point of a factor on this device: a traced int32 scalar, or 0 if it is not sharded."""
         return block_index(self.axes(factor), self.mesh) * self.size(factor) if self.axes(factor) else 0
 
     def operand_layout(self, i: int) -> Layout:
@@ -81,34 +79,34 @@ class LocalContext:
         return self.result_layout(i).local_shape(self.op.outs[i].shape, self.mesh)
 
     def result_offset(self, i: int, dim: int) -> Any:
-        """Global index of the first element of this device's block of result `i` along `dim`."""
+        """Global index of the first element of this device's shard of result `i` along `dim`."""
         layout = self.result_layout(i)
         return block_index(layout.dims[dim], self.mesh) * self.result_shape(i)[dim] if layout.dims[dim] else 0
 
     def operand_offset(self, i: int, dim: int) -> Any:
-        """Global index of the first element of this device's block of operand `i` along `dim`."""
+        """Global index of the first element of this device's shard of operand `i` along `dim`."""
         layout = self.operand_layout(i)
         if not layout.dims[dim]:
             return 0
         return block_index(layout.dims[dim], self.mesh) * self.operand_shape(i)[dim]
 
     def reduced_axes(self) -> tuple[str, ...]:
-        """Mesh axes over which the operator itself must finish its (non-sum) reduction."""
+        """Mesh axes over which the local implementation must finish a reduction that is not a sum."""
         return reduced_axes(self.rule, self.candidate, self.mesh)
 
     def keep_row_major(self, x: Any) -> Any:
-        """An array that is updated where it lies, kept in memory row by row.
+        """An array that is updated in place, constrained to the row-major memory layout.
 
-        Left to themselves, compilers transpose it for the update and back again: a copy of it each time.
+        Without the constraint XLA may transpose it for the update and back: a copy each time.
         """
         return compat.row_major(x) if self.row_major else x
 
     def collective_scope(self, k: int) -> Any:
-        """The scope in which a local function writes its own collective `k`: verification finds it by that name."""
+        """The name scope for internal collective `k`, by which verification finds it."""
         return plan_scope(self.collective_ids[k] if k < len(self.collective_ids) else -1)
 
     def bind(self, *operands: Any, **changed: Any) -> Sequence[Any]:
-        """Run the plain primitive on local operands with some parameters changed."""
+        """The results of the primitive on local operands, with some parameters `changed`."""
         return self.bind_plain(*operands, **{**self.op.params, **changed})
 
 
@@ -118,22 +116,21 @@ LocalFunction = Callable[..., Sequence[Any]]  # (ctx, *operands) -> local result
 
 @dataclasses.dataclass(frozen=True)
 class RuleEntry:
-    """A registered primitive: its family (a file of rules), rule and, where needed, local function."""
+    """A registered primitive: its family (a file of `primitives/`, or "user"), rule, and local implementation if any."""
 
     family: str
     rule: RuleFunction
     local_impl: LocalFunction | None = None
-    user: bool = False
 
 
 class Registry:
-    """Primitive name -> `Entry`. One lives in this module; users extend it through `register_rule`."""
+    """Primitive name -> `RuleEntry`; users add to `REGISTRY` by `register_rule`."""
 
     def __init__(self) -> None:
         self._entries: dict[str, RuleEntry] = {}
 
     def add(self, names: str | Sequence[str], entry: RuleEntry) -> None:
-        """Add an entry under one or several primitive names; a name already taken is an error."""
+        """Add an entry under one or several primitive names; raises `RuleError` for a name that has one."""
         names = [names] if isinstance(names, str) else list(names)
         for name in names:
             if name in self._entries:
@@ -158,7 +155,7 @@ REGISTRY = Registry()
 
 
 def family(name: str) -> Callable[..., Callable[[RuleFunction], RuleFunction]]:
-    """A decorator factory for one file of rules: `rule = family("reduce"); @rule("reduce_sum", ...)`."""
+    """A decorator factory for one family of rules: `rule = family("reduce"); @rule("reduce_sum", ...)`."""
 
     def register(
         *primitives: str, local: LocalFunction | None = None
@@ -173,12 +170,12 @@ def family(name: str) -> Callable[..., Callable[[RuleFunction], RuleFunction]]:
 
 
 def plan_scope(number: int) -> Any:
-    """The name by which verification finds collective `number` of a plan in the compiled program; -1 for none."""
+    """The name scope by which verification finds collective `number` of a plan in the HLO; none for -1."""
     return jax.named_scope(f"jshard.{number}") if number >= 0 else contextlib.nullcontext()
 
 
 def block_index(axes: Sequence[str], mesh: MeshAxes) -> Any:
-    """Index of this device's block along a dimension cut by `axes` (major first), inside `shard_map`."""
+    """Index of this device's shard along a dimension sharded over `axes` (major first), inside `shard_map`."""
     index: Any = 0
     for a in axes:
         index = index * mesh.size(a) + lax.axis_index(a)
@@ -186,7 +183,7 @@ def block_index(axes: Sequence[str], mesh: MeshAxes) -> Any:
 
 
 def opaque_rule(op: OpView, note: str) -> Rule:
-    """The rule that cuts nothing: operands and results replicated, marked for the report."""
+    """The rule of an unknown operator: operands and results replicated, marked for reports."""
     return Rule(
         operands=tuple(((),) * len(a.shape) for a in op.ins),
         results=tuple(((),) * len(a.shape) for a in op.outs),

@@ -1,18 +1,19 @@
-"""The rule of an operator: its loop indices (factors) and where each appears. A rule is data.
+"""The op sharding rule of an operator: its factors (loop indices) and the dimensions that carry them, as in Shardy.
 
-`dot_general` on `x[m, k]` and `w[k, n]` is `m k, k n -> m n` with factors m, k, n; k is a reduction
-factor: cutting it leaves a partial sum. From a rule everything else follows, once and for all operators:
-the candidates (which mesh axis cuts which factor), the layouts of operands and results, the work per device.
+`dot_general` on `x[m, k]` and `w[k, n]` is `m k, k n -> m n` with factors m, k, n; k is a reduction factor: sharding
+it leaves a partial sum. All else follows from the rule by functions of this file: the candidates (an assignment of mesh
+axes to factors), the layouts of operands and results, the work per device. Several factors of one dimension, major
+first, express reshapes: `(64,) -> (8, 8)` is `(a b) -> a b`.
 
-Several factors on one dimension, major first, express reshapes: `(64,) -> (8, 8)` is `(a b) -> a b`.
-The idea is Shardy's op sharding rule.
+A candidate is one *axis code* per mesh axis: `f >= 0` if the axis shards factor `f`, `NONE` if the operator is
+replicated along it, `partial_code(k)` if the operands of linear set `k`, and with them the results, are partial sums.
 
 >>> r = Rule(operands=(((0,), (1,)), ((1,), (2,))), results=(((0,), (2,)),), sizes=(32, 128, 10),
 ...          reduction=(1,), work=2.0)
 >>> print(r)
 a b, b c -> a c  (reduce b)
 >>> mesh = MeshAxes(("x", "y"), (4, 2))
->>> c = Candidate((0, 1))          # x cuts factor 0, y cuts factor 1
+>>> c = Candidate((0, 1))          # x shards factor 0, y shards factor 1
 >>> [str(l) for l in operand_layouts(r, c, mesh)], [str(l) for l in result_layouts(r, c, mesh)]
 (['(x, y)', '(y, -)'], ['(x, -)+y'])
 """
@@ -32,18 +33,31 @@ from jshard._core.layout import CollectiveKind, Layout, MeshAxes
 from jshard._jaxcompat import itemsize
 
 
-NONE = -1  # the mesh axis cuts nothing here: the operator is replicated along it
-_PARTIAL = -2  # _PARTIAL - k: the axis carries a partial sum through the k-th linear set
+NONE = -1
+"""Axis code of a mesh axis along which the operator is replicated."""
 
-Dims = tuple[tuple[int, ...], ...]
+_PARTIAL = -2
+
+Dims = tuple[tuple[int, ...], ...]  # the factors of each dimension, major first
+
+
+def partial_code(linear_set: int) -> int:
+    """Axis code of a mesh axis along which the operands of a linear set are partial sums.
+
+    >>> partial_code(0), partial_code(1)
+    (-2, -3)
+    """
+    return _PARTIAL - linear_set
 
 
 @dataclasses.dataclass(frozen=True)
 class InternalCollective:
-    """A collective that an operator's local function writes itself: of one block of result `result`.
+    """A collective inside an operator's local implementation, of one shard of result `result`.
 
-    `itemsize` is the bytes of an element as it is sent, `everywhere` whether all axes of the mesh take part and not
-    only those that cut a reduction factor.
+    Arguments:
+
+    - `itemsize`: bytes of an element as it is sent.
+    - `all_axes`: whether it runs over all mesh axes instead of those that shard a reduction factor.
     """
 
     kind: CollectiveKind
@@ -58,19 +72,20 @@ class Rule:
 
     Arguments:
 
-    - `operands`, `results`: for each tensor, for each dimension, the factors on it, major first; an empty
-        tuple is a dimension that is never cut (broadcast, size one).
+    - `operands`, `results`: per tensor and dimension its factors, major first; an empty tuple is a dimension that is
+        never sharded (broadcast, size one).
     - `sizes`: length of each factor.
-    - `reduction`: cutting one leaves every result that does not carry it partial (`reducer="sum"`),
-        or is finished by the operator itself at once (`"max"`, `"min"`, `"prod"`, `"and"`, `"or"`).
-    - `blocked`: factors that are never cut (the operator needs them whole).
-    - `linear`: sets of operands the operator is jointly linear in: if exactly those are partial sums on
-        an axis and nothing is cut by it, the results are partial sums on it.
+    - `reduction`: reduction factors. Sharding one makes every result that does not carry it a partial sum
+        (`reducer="sum"`), or the local implementation finishes the reduction by a collective of its own (`"max"`,
+        `"min"`, `"prod"`, `"and"`, `"or"`).
+    - `blocked`: factors that are never sharded (Shardy: need replication).
+    - `linear`: sets of operands in which the operator is jointly linear: if exactly those are partial sums along an
+        axis that shards nothing else, the results are partial sums along it.
     - `work`: arithmetic operations per point of the iteration space (2: multiply-add, 0: data movement).
-    - `note`: why something is blocked; printed by the reports.
-    - `opaque`: nothing is known about the operator: it runs replicated and the report names it.
-    - `own`: the collectives that its local function writes, in order; where a reducer other than a sum states none,
-        one all-reduce of each result. Cost, predicted collectives and verification read this one statement.
+    - `note`: why factors are blocked, for reports.
+    - `opaque`: the operator is unknown: it runs replicated, and reports name it.
+    - `internal`: the collectives of the local implementation, in order; by default one all-reduce of each result if
+        the reducer is not a sum. Costs, predicted collectives and verification are all derived from this field.
     """
 
     operands: tuple[Dims, ...]
@@ -105,44 +120,46 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """For each mesh axis the factor it cuts, or `NONE`, or `_PARTIAL - k` (through linear set k)."""
+    """An axis code per mesh axis, as in the module's docstring."""
 
     axis_codes: tuple[int, ...]
 
     def cut(self, factor: int, mesh: MeshAxes) -> tuple[str, ...]:
-        """Mesh axes that cut `factor`, major first."""
+        """Mesh axes that shard `factor`, major first."""
         return tuple(n for n, f in zip(mesh.names, self.axis_codes, strict=True) if f == factor)
 
 
 def candidates(rule: Rule, mesh: MeshAxes) -> Iterator[Candidate]:
-    """All candidates of a rule on a mesh: every cut divides, every dimension stays a block partition."""
+    """All candidates of a rule on a mesh whose shards divide their factors and are contiguous in each dimension."""
     return map(Candidate, map(tuple, candidate_codes(rule, mesh).tolist()))
 
 
 def candidate_codes(rule: Rule, mesh: MeshAxes) -> np.ndarray:
-    """The axes of all candidates, `(candidates, mesh axes)`: planning handles hundreds of rules at once."""
-    choices = [NONE] + [_PARTIAL - k for k in range(len(rule.linear))]
+    """The axis codes of all candidates, `(candidates, mesh axes)`."""
+    choices = [NONE] + [partial_code(k) for k in range(len(rule.linear))]
     choices += [f for f, s in enumerate(rule.sizes) if s > 1 and f not in rule.blocked]
-    axes = np.array(choices, dtype=np.int64)[_places(len(choices), len(mesh.sizes))]
-    every, sizes = np.arange(len(rule.sizes)), np.array(rule.sizes, dtype=np.int64)
-    pieces = np.where(axes == every[:, None, None], np.array(mesh.sizes, dtype=np.int64), 1).prod(axis=2)
-    fine = (sizes[:, None] % pieces == 0).all(axis=0)
-    # A minor factor of a dimension may be cut only when all factors before it are cut to single points.
-    for f, before in _major_factors(rule):
-        for m in before:
-            fine &= (pieces[f] == 1) | (pieces[m] == rule.sizes[m])
-    return axes[fine]
+    codes = np.array(choices, dtype=np.int64)[_all_choices(len(choices), len(mesh.sizes))]
+    factors, sizes = np.arange(len(rule.sizes)), np.array(rule.sizes, dtype=np.int64)
+    # (factors, candidates)
+    shards = np.where(codes == factors[:, None, None], np.array(mesh.sizes, dtype=np.int64), 1).prod(axis=2)
+    valid = (sizes[:, None] % shards == 0).all(axis=0)
+    # A minor factor of a dimension may be sharded only if the factors before it are sharded to single points.
+    for f, majors in _major_factors(rule):
+        for m in majors:
+            valid &= (shards[f] == 1) | (shards[m] == rule.sizes[m])
+    return codes[valid]
 
 
 @functools.lru_cache(maxsize=256)
-def _places(choices: int, axes: int) -> np.ndarray:
-    """Every way to choose once for each mesh axis."""
+def _all_choices(choices: int, axes: int) -> np.ndarray:
+    """Every choice per mesh axis: `(choices ** axes, axes)`."""
     out = np.indices((choices,) * axes).reshape(axes, choices**axes).T
     out.flags.writeable = False
     return out
 
 
 def _major_factors(rule: Rule) -> list[tuple[int, tuple[int, ...]]]:
+    """(factor, the factors before it in its dimension) for every minor factor."""
     pairs = []
     for dims in rule.operands + rule.results:
         for d in dims:
@@ -166,72 +183,83 @@ def result_layouts(rule: Rule, c: Candidate, mesh: MeshAxes) -> tuple[Layout, ..
 
 IndexedLayouts = tuple[
     tuple[Layout, ...], np.ndarray
-]  # distinct layouts, and which of them each candidate means
+]  # distinct layouts; (candidates,) the index of each one's
 
 
 def layouts_of_candidates(
-    rule: Rule, axes: np.ndarray, mesh: MeshAxes
+    rule: Rule, axis_codes: np.ndarray, mesh: MeshAxes
 ) -> tuple[tuple[IndexedLayouts, ...], tuple[IndexedLayouts, ...]]:
-    """Layouts of operands and of results under candidates given by their `axes`, in order of first use.
+    """Layouts of each operand and each result under candidates, in order of first use.
 
-    Few layouts of a tensor are distinct: those factors that it does not carry do not count.
+    A tensor has few distinct layouts, since the factors that it does not carry make no difference.
+
+    Arguments:
+
+    - `axis_codes`: of the candidates, `(candidates, mesh axes)`.
     """
-    low = _PARTIAL - max(0, len(rule.linear) - 1)
-    sums = rule.reduction if rule.reducer == "sum" else ()
+    cache: dict[tuple, IndexedLayouts] = {}  # tensors of an elementwise operator have equal dimensions
 
-    known: dict[tuple, IndexedLayouts] = {}  # operands and results of an elementwise operator are cut alike
+    def indexed(dims: Dims, partial: tuple[int, ...]) -> IndexedLayouts:
+        if (dims, partial) not in cache:
+            cache[dims, partial] = _indexed_layouts(rule, axis_codes, dims, partial, mesh)
+        return cache[dims, partial]
 
-    def listed(dims: Dims, partial: Sequence[int]) -> IndexedLayouts:
-        if (dims, *partial) not in known:
-            known[dims, *partial] = made(dims, partial)
-        return known[dims, *partial]
-
-    def made(dims: Dims, partial: Sequence[int]) -> IndexedLayouts:
-        means = np.full(len(rule.sizes) - low, NONE, dtype=np.int64)  # by value - low
-        for f in {f for d in dims for f in d}:
-            means[f - low] = f
-        for f in partial:
-            means[f - low] = _PARTIAL
-        codes = means[axes - low]
-        key = np.zeros(len(axes), dtype=np.int64)
-        for k in range(axes.shape[1]):
-            key = key * (len(rule.sizes) - _PARTIAL) + codes[:, k] - _PARTIAL
-        seen: dict[Layout, int] = {}
-        number: dict[int, int] = {}
-        index = []
-        for at, k in enumerate(key.tolist()):
-            found = number.get(k)
-            if found is None:
-                lay = _layout(dims, tuple(codes[at].tolist()), mesh.names)
-                found = number[k] = seen.setdefault(lay, len(seen))
-            index.append(found)
-        return tuple(seen), np.array(index, dtype=np.int64)
-
-    through = [_PARTIAL - k for k in range(len(rule.linear))]
+    linear_sets = range(len(rule.linear))
     operands = tuple(
-        listed(dims, [f for f in through if i in rule.linear[_PARTIAL - f]])
+        indexed(dims, tuple(partial_code(k) for k in linear_sets if i in rule.linear[k]))
         for i, dims in enumerate(rule.operands)
     )
+    passed = tuple(map(partial_code, linear_sets))
+    summed = rule.reduction if rule.reducer == "sum" else ()
     results = tuple(
-        listed(dims, [*through, *(f for f in sums if not any(f in d for d in dims))]) for dims in rule.results
+        indexed(dims, (*passed, *(f for f in summed if not any(f in d for d in dims))))
+        for dims in rule.results
     )
     return operands, results
+
+
+def _indexed_layouts(
+    rule: Rule, axis_codes: np.ndarray, dims: Dims, partial: tuple[int, ...], mesh: MeshAxes
+) -> IndexedLayouts:
+    """Layouts of a tensor with these factors, to which the codes in `partial` give a partial sum."""
+    lowest = partial_code(max(0, len(rule.linear) - 1))
+    effect = np.full(
+        len(rule.sizes) - lowest, NONE, dtype=np.int64
+    )  # by code - lowest: the code for this tensor
+    for f in {f for d in dims for f in d}:
+        effect[f - lowest] = f
+    for code in partial:
+        effect[code - lowest] = _PARTIAL
+    codes = effect[axis_codes - lowest]
+    row_code = np.zeros(len(codes), dtype=np.int64)
+    for k in range(codes.shape[1]):
+        row_code = row_code * (len(rule.sizes) - _PARTIAL) + codes[:, k] - _PARTIAL
+    layouts: dict[Layout, int] = {}
+    by_row: dict[int, int] = {}
+    index = []
+    for at, key in enumerate(row_code.tolist()):
+        number = by_row.get(key)
+        if number is None:
+            layout = _layout(dims, tuple(codes[at].tolist()), mesh.names)
+            number = by_row[key] = layouts.setdefault(layout, len(layouts))
+        index.append(number)
+    return tuple(layouts), np.array(index, dtype=np.int64)
 
 
 @functools.lru_cache(maxsize=65536)
 def _layout(dims: Dims, axes: tuple[int, ...], names: tuple[str, ...]) -> Layout:
     cut = tuple(tuple(n for f in d for n, g in zip(names, axes, strict=True) if g == f) for d in dims)
-    return _one(cut, tuple(n for n, g in zip(names, axes, strict=True) if g == _PARTIAL))
+    return _interned(cut, tuple(n for n, g in zip(names, axes, strict=True) if g == _PARTIAL))
 
 
 @functools.lru_cache(maxsize=65536)
-def _one(dims: tuple[tuple[str, ...], ...], partial: tuple[str, ...]) -> Layout:
-    """One object for a layout, so that comparing it ends at once."""
+def _interned(dims: tuple[tuple[str, ...], ...], partial: tuple[str, ...]) -> Layout:
+    """One object per layout, so that comparisons end at once."""
     return Layout(dims, partial)
 
 
 def reduced_axes(rule: Rule, c: Candidate, mesh: MeshAxes) -> tuple[str, ...]:
-    """Mesh axes over which the operator itself finishes a reduction that is not a sum."""
+    """Mesh axes over which the local implementation finishes a reduction that is not a sum."""
     if rule.reducer == "sum":
         return ()
     return tuple(n for n, f in zip(mesh.names, c.axis_codes, strict=True) if f in rule.reduction)
@@ -239,7 +267,7 @@ def reduced_axes(rule: Rule, c: Candidate, mesh: MeshAxes) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class SentCollective:
-    """An own collective under a candidate: `held` bytes a device gives, of result `result`, over `axes`."""
+    """An internal collective under a candidate: over `axes`, of `local_bytes` per device, for result `result`."""
 
     kind: CollectiveKind
     axes: tuple[str, ...]
@@ -250,7 +278,7 @@ class SentCollective:
 def internal_collectives(
     rule: Rule, c: Candidate, mesh: MeshAxes, results: Sequence[Any]
 ) -> tuple[SentCollective, ...]:
-    """What an operator's local function sends under a candidate, in the order in which it is written.
+    """The internal collectives of an operator under a candidate, in order.
 
     `results` have the global `shape` and the `dtype` of each result.
 
@@ -261,19 +289,22 @@ def internal_collectives(
     ((SentCollective(kind='all_reduce', axes=('y',), local_bytes=8.0, result=0),), ())
     """
     reduced = reduced_axes(rule, c, mesh)
-    own = rule.internal
-    if not own and reduced:
-        own = tuple(InternalCollective("all_reduce", itemsize(a.dtype), k) for k, a in enumerate(results))
-    out, layouts = [], result_layouts(rule, c, mesh) if own else ()
-    for o in own:
-        axes = mesh.names if o.all_axes else reduced
+    internal = rule.internal
+    if not internal and reduced:
+        internal = tuple(
+            InternalCollective("all_reduce", itemsize(a.dtype), k) for k, a in enumerate(results)
+        )
+    out, layouts = [], result_layouts(rule, c, mesh) if internal else ()
+    for one in internal:
+        axes = mesh.names if one.all_axes else reduced
         if mesh.size(*axes) > 1:
-            held = math.prod(results[o.result].shape) * o.itemsize / layouts[o.result].pieces(mesh)
-            out.append(SentCollective(o.kind, tuple(axes), held, o.result))
+            nbytes = math.prod(results[one.result].shape) * one.itemsize
+            local_bytes = nbytes / layouts[one.result].pieces(mesh)
+            out.append(SentCollective(one.kind, tuple(axes), local_bytes, one.result))
     return tuple(out)
 
 
-def local_work(rule: Rule, axes: np.ndarray, mesh: MeshAxes) -> np.ndarray:
-    """Arithmetic operations of one device under candidates given by their axes."""
-    pieces = np.where(axes >= 0, np.array(mesh.sizes, dtype=np.int64), 1).prod(axis=1)
-    return rule.work * math.prod(rule.sizes) / pieces
+def local_work(rule: Rule, axis_codes: np.ndarray, mesh: MeshAxes) -> np.ndarray:
+    """(candidates,) arithmetic operations of one device under candidates given by their axis codes."""
+    shards = np.where(axis_codes >= 0, np.array(mesh.sizes, dtype=np.int64), 1).prod(axis=1)
+    return rule.work * math.prod(rule.sizes) / shards

@@ -1,9 +1,9 @@
-"""Rules as text, for fused operators and third-party primitives: `"b q h d, b k h d, b k h d -> b q h d"`.
+"""Parser of rule texts such as `"b q h d, b k h d, b k h d -> b q h d"`, and the public `register_rule`.
 
-Operands before `->`, results after it, separated by commas; one token per dimension, separated by spaces: a
-name is a factor, `(a b)` a dimension made of several factors, major first, whose lengths `sizes` gives, `1`
-or `_` a dimension that is never cut. A factor that no result carries is needed whole, as attention's `k`
-below, along which a softmax runs, unless it is named as a `reduction`: then cutting it leaves partial sums.
+Operands before `->`, results after it, separated by commas; one token per dimension, separated by spaces: a name is a
+factor, `(a b)` a dimension of several factors, major first, with lengths from `sizes`, and `1` or `_` a dimension that
+is never sharded. A factor that no result carries is blocked, such as attention's `k` below, over which a softmax
+normalises, unless it is named as a `reduction`: then sharding it leaves partial sums.
 
 >>> from jax import ShapeDtypeStruct as S
 >>> q, k = S((2, 8, 4, 16), "float32"), S((2, 32, 4, 16), "float32")
@@ -12,7 +12,7 @@ below, along which a softmax runs, unless it is named as a `reduction`: then cut
 ...                               reduction=("k",)))
 ((2, 8, 4, 32), (3,), 'a b, b c -> a c  (reduce b)')
 
-A malformed text gets an error that shows the token:
+An error in the text points at the token:
 
 >>> parse_rule("b q, b k -> b (q", (q, k), (q,))
 Traceback (most recent call last):
@@ -26,6 +26,7 @@ jshard._core.errors.RuleError: the rule has a '(' without ')'
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -44,7 +45,7 @@ _REDUCERS = ("sum", "max", "min", "prod", "and", "or")
 
 @dataclasses.dataclass(frozen=True)
 class _Token:
-    """One dimension of the text: its factors' names (empty: never cut) and where it stands."""
+    """One dimension of the text: its factors' names (empty: never sharded) and its position."""
 
     names: tuple[str, ...]
     start: int
@@ -53,7 +54,7 @@ class _Token:
 
 @dataclasses.dataclass(frozen=True)
 class RuleText:
-    """A rule's text, taken apart: a list of tokens for each operand and result."""
+    """A parsed rule text: a list of tokens for each operand and result."""
 
     text: str
     operands: tuple[tuple[_Token, ...], ...]
@@ -66,25 +67,25 @@ class RuleText:
         return tuple(dict.fromkeys(n for t in tokens for n in t.names))
 
 
-def _error(what: str, text: str, at: int, fix: str) -> RuleError:
-    # "  where: " stands before the text, so the caret is nine columns further right.
+def _text_error(what: str, text: str, at: int, fix: str) -> RuleError:
+    # `ShardError` prints "  where: ", nine columns, before the text.
     return RuleError(what, where=f"{text}\n{' ' * (9 + at)}^", fix=fix)
 
 
 def tokenize(text: str) -> RuleText:
-    """Take a rule's text apart; sizes are not looked at.
+    """Parse the syntax of a rule text, without sizes.
 
     >>> tokenize("(a b) c -> a b c").names
     ('a', 'b', 'c')
 
-    Raises: `RuleError` that points at the first bad character or token.
+    Raises: `RuleError` that points at the first wrong token.
     """
     if not isinstance(text, str):
         raise RuleError(f"a rule is a string or a function, not {type(text).__name__}", fix=_LEGAL)
     arrows = [m.start() for m in re.finditer("->", text)]
     if len(arrows) != 1:
         what = "the rule has no '->'" if not arrows else "the rule has more than one '->'"
-        raise _error(what, text, arrows[1] if arrows else len(text), _LEGAL)
+        raise _text_error(what, text, arrows[1] if arrows else len(text), _LEGAL)
     left, right = text[: arrows[0]], text[arrows[0] + 2 :]
     return RuleText(text, _parse_side(text, left, 0), _parse_side(text, right, arrows[0] + 2))
 
@@ -107,22 +108,24 @@ def _parse_tensor(text: str, part: str, offset: int) -> tuple[_Token, ...]:
         word, at = m.group(), offset + m.start()
         if word == "(":
             if group is not None:
-                raise _error("the rule has a group inside a group", text, at, 'one level only: "(a b c)"')
+                raise _text_error(
+                    "the rule has a group inside a group", text, at, 'one level only: "(a b c)"'
+                )
             group, opened = [], at
         elif word == ")":
             if group is None:
-                raise _error(
+                raise _text_error(
                     "the rule has a ')' without '('", text, at, 'open the group, as in "(a b) c -> a b c"'
                 )
             if not group:
-                raise _error("the rule has an empty group", text, opened, 'a dimension never cut is "1"')
+                raise _text_error("the rule has an empty group", text, opened, 'a dimension never cut is "1"')
             tokens.append(_Token(tuple(group), opened, True))
             group = None
         elif word in ("1", "_"):
             if group is None:
                 tokens.append(_Token((), at, False))
         elif not _NAME.match(word):
-            raise _error(
+            raise _text_error(
                 f"{word!r} is not a factor",
                 text,
                 at,
@@ -133,14 +136,14 @@ def _parse_tensor(text: str, part: str, offset: int) -> tuple[_Token, ...]:
         else:
             tokens.append(_Token((word,), at, False))
     if group is not None:
-        raise _error(
+        raise _text_error(
             "the rule has a '(' without ')'", text, opened, 'close the group, as in "(a b) c -> a b c"'
         )
     seen: set[str] = set()
     for t in tokens:
         for n in t.names:
             if n in seen:
-                raise _error(
+                raise _text_error(
                     f"factor {n!r} stands twice in one tensor", text, t.start, "each factor once in a tensor"
                 )
             seen.add(n)
@@ -158,7 +161,7 @@ def parse_rule(
     reducer: str = "sum",
     work: float = 1.0,
 ) -> Rule:
-    """The rule that a text means for tensors of given shapes.
+    """The rule of a text for tensors of given shapes.
 
     Arguments:
 
@@ -166,81 +169,78 @@ def parse_rule(
     - `operands`, `results`: anything with a `shape`, in the order of the text.
     - `reduction`: factors that no result carries and whose partial results add up (or combine by `reducer`,
         one of sum, max, min, prod, and, or: all but "sum" the function itself must finish on its blocks).
-    - `blocked`: factors that are needed whole though a result carries them.
-    - `sizes`: length of factors inside groups; one unknown factor of a group is worked out.
+    - `blocked`: factors that are never sharded although a result carries them.
+    - `sizes`: lengths of factors inside groups; one unknown factor per group is derived.
     - `work`: arithmetic operations per point of the iteration space.
 
-    Raises: `RuleError` for a wrong number of operands or dimensions, an unknown factor, one of two sizes,
-    a group without sizes.
+    Raises: `RuleError` for a wrong number of operands or dimensions, unknown factors, contradictory sizes, and groups
+    without sizes.
     """
     e = tokenize(text)
     if reducer not in _REDUCERS:
         raise RuleError(f"unknown reducer {reducer!r}", where=text, fix="one of " + ", ".join(_REDUCERS))
-    _count(e, "operand", e.operands, operands, 0)
-    _count(e, "result", e.results, results, text.index("->"))
-    for what, given in (("reduction", reduction), ("blocked", blocked), ("sizes", sizes or {})):
-        for n in given:
+    _check_ranks(e, "operand", e.operands, operands, 0)
+    _check_ranks(e, "result", e.results, results, text.index("->"))
+    for what, names in (("reduction", reduction), ("blocked", blocked), ("sizes", sizes or {})):
+        for n in names:
             if n not in e.names:
                 raise RuleError(
                     f"{what} names the unknown factor {n!r}", where=text, fix="one of " + ", ".join(e.names)
                 )
-    lengths: dict[str, int] = {n: int(s) for n, s in (sizes or {}).items()}
-    pairs = list(zip(e.operands + e.results, [*operands, *results], strict=True))
-    single = [
-        (t, int(s)) for tokens, a in pairs for t, s in zip(tokens, a.shape, strict=True) if not t.compound
-    ]
-    compound = [
-        (t, int(s)) for tokens, a in pairs for t, s in zip(tokens, a.shape, strict=True) if t.compound
-    ]
-    for t, s in single:
-        for n in t.names:
-            if lengths.setdefault(n, s) != s:
-                raise _error(
-                    f"factor {n!r} has size {lengths[n]} and size {s}", text, t.start,
+    tensors = list(zip(e.operands + e.results, [*operands, *results], strict=True))
+    dimensions = [(t, int(s)) for tokens, a in tensors for t, s in zip(tokens, a.shape, strict=True)]
+    lengths = _lengths(text, dimensions, {n: int(s) for n, s in (sizes or {}).items()})
+    return _rule(e, lengths, tuple(reduction), tuple(blocked), reducer, work)
+
+
+def _lengths(text: str, dimensions: Sequence[tuple[_Token, int]], sizes: Mapping[str, int]) -> dict[str, int]:
+    """The length of every factor, from the dimensions that carry it and the given `sizes`."""
+    lengths = dict(sizes)
+    groups = [(t, size) for t, size in dimensions if t.compound]
+    for t, size in dimensions:
+        for n in () if t.compound else t.names:
+            if lengths.setdefault(n, size) != size:
+                raise _text_error(
+                    f"factor {n!r} has size {lengths[n]} and size {size}", text, t.start,
                     "different names for dimensions of different sizes",
                 )  # fmt: skip
-    # A group may tell the size of its one unknown factor, which may complete another group.
-    for _ in compound:
-        for t, s in compound:
+    # A group determines its one unknown factor, which may in turn be the missing one of another group.
+    for _ in groups:
+        for t, size in groups:
             unknown = [n for n in t.names if n not in lengths]
-            known = _product(lengths[n] for n in t.names if n in lengths)
-            if len(unknown) == 1 and known and s % known == 0:
-                lengths[unknown[0]] = s // known
-    for t, s in compound:
+            known = math.prod(lengths[n] for n in t.names if n in lengths)
+            if len(unknown) == 1 and known and size % known == 0:
+                lengths[unknown[0]] = size // known
+    for t, size in groups:
         unknown = [n for n in t.names if n not in lengths]
         group = "(" + " ".join(t.names) + ")"
         if unknown:
-            raise _error(
+            raise _text_error(
                 f"the sizes of the factors of {group} are not known: {', '.join(unknown)}", text, t.start,
-                f"sizes={{{unknown[0]!r}: ...}}, so that {group} multiplies to {s}",
+                f"sizes={{{unknown[0]!r}: ...}}, so that {group} multiplies to {size}",
             )  # fmt: skip
-        if _product(lengths[n] for n in t.names) != s:
+        if math.prod(lengths[n] for n in t.names) != size:
             product = " * ".join(str(lengths[n]) for n in t.names)
-            raise _error(
-                f"the factors of {group} multiply to {product}, not {s}",
+            raise _text_error(
+                f"the factors of {group} multiply to {product}, not {size}",
                 text,
                 t.start,
                 "sizes that multiply to it",
             )
-    return _rule(e, lengths, tuple(reduction), tuple(blocked), reducer, work)
+    return lengths
 
 
-def _product(numbers: Any) -> int:
-    out = 1
-    for n in numbers:
-        out *= n
-    return out
-
-
-def _count(e: RuleText, side: str, tensors: Sequence[Any], avals: Sequence[Any], at: int) -> None:
+def _check_ranks(e: RuleText, side: str, tensors: Sequence[Any], avals: Sequence[Any], at: int) -> None:
     if len(tensors) != len(avals):
         what = f"the rule has {len(tensors)} {side}{'s' * (len(tensors) != 1)}, the function {len(avals)}"
-        raise _error(what, e.text, at, f"one group of factors for each {side}, separated by commas")
+        raise _text_error(what, e.text, at, f"one group of factors for each {side}, separated by commas")
     for i, (tokens, a) in enumerate(zip(tensors, avals, strict=True)):
         if len(tokens) != len(a.shape):
             start = tokens[0].start if tokens else at
             what = f"{side} {i} has shape {tuple(a.shape)}, the rule gives it {len(tokens)} dimensions"
-            raise _error(what, e.text, start, "one token for each dimension; 1 for one that is never cut")
+            raise _text_error(
+                what, e.text, start, "one token for each dimension; 1 for one that is never cut"
+            )
 
 
 def _rule(
@@ -251,22 +251,23 @@ def _rule(
     reducer: str,
     work: float,
 ) -> Rule:
+    """The rule of a parsed text with known factor lengths."""
     index = {n: k for k, n in enumerate(e.names)}
     for n in reduction:
-        where = [t for tensor in e.results for t in tensor if n in t.names]
-        if where:
-            raise _error(
-                f"factor {n!r} is a reduction and stands in a result", e.text, where[0].start,
+        in_results = [t for tensor in e.results for t in tensor if n in t.names]
+        if in_results:
+            raise _text_error(
+                f"factor {n!r} is a reduction and stands in a result", e.text, in_results[0].start,
                 "reduction factors stand in operands only",
             )  # fmt: skip
     carried = {n for tensor in e.results for t in tensor for n in t.names}
-    made = {n for tensor in e.operands for t in tensor for n in t.names}
-    whole = [n for n in e.names if n in blocked or (n not in carried and n not in reduction)]
+    read = {n for tensor in e.operands for t in tensor for n in t.names}
+    unsharded = [n for n in e.names if n in blocked or (n not in carried and n not in reduction)]
     for tensor in e.results:
         for t in tensor:
             for n in t.names:
-                if n not in made and n not in blocked:
-                    raise _error(
+                if n not in read and n not in blocked:
+                    raise _text_error(
                         f"unknown factor {n!r}: no operand has it", e.text, t.start,
                         f"a factor of an operand, or blocked=({n!r},) for a dimension the function makes",
                     )  # fmt: skip
@@ -276,7 +277,7 @@ def _rule(
 
     return Rule(
         tuple(map(dims, e.operands)), tuple(map(dims, e.results)), tuple(lengths[n] for n in e.names),
-        reduction=tuple(index[n] for n in reduction), blocked=tuple(index[n] for n in whole),
+        reduction=tuple(index[n] for n in reduction), blocked=tuple(index[n] for n in unsharded),
         reducer=reducer, work=work,
     )  # fmt: skip
 
@@ -293,7 +294,7 @@ def register_rule(
     work: float = 1.0,
     local: LocalFunction | None = None,
 ) -> None:
-    """Give a primitive of yours, or of another library, its rule.
+    """Register the sharding rule of a primitive of your own or of another library.
 
     >>> register_rule("my_scaled_add", "m n, m n, n -> m n")
     >>> register_rule("my_scaled_add", "m n, m n, n -> m n")
@@ -309,10 +310,10 @@ def register_rule(
     - `rule`: the text, or a function from the operator (`params`, `ins`, `outs`) to a `Rule`.
     - `reduction`, `blocked`, `sizes`, `reducer`, `work`: as for `parse`; `sizes` may be a function of the
         operator's parameters.
-    - `local`: `(context, *blocks) -> results` for one device's blocks; by default the primitive itself, with
-        the same parameters: right unless they hold shapes or positions.
+    - `local`: `(context, *shards) -> results` on one device's shards; by default the primitive itself with the same
+        parameters, which is correct unless they contain shapes or positions.
 
-    Raises: `RuleError` for a malformed text, a name that already has a rule, something that is no primitive.
+    Raises: `RuleError` for an error in the text, a name that already has a rule, something that is no primitive.
     """
     name = primitive if isinstance(primitive, str) else getattr(primitive, "name", None)
     if not isinstance(name, str) or not name:
@@ -328,10 +329,10 @@ def register_rule(
                 where="register_rule",
                 fix=_LEGAL,
             )
-        REGISTRY.add(name, RuleEntry("user", rule, local, user=True))
+        REGISTRY.add(name, RuleEntry("user", rule, local))
         return
     text = rule
-    tokenize(text)  # malformed text fails here, not at the first plan
+    tokenize(text)  # raises errors in the text now, not at the first plan
 
     def from_text(op: OpView) -> Rule:
         lengths = sizes(op.params) if callable(sizes) else sizes
@@ -348,4 +349,4 @@ def register_rule(
         validate(r, op)
         return r
 
-    REGISTRY.add(name, RuleEntry("user", from_text, local, user=True))
+    REGISTRY.add(name, RuleEntry("user", from_text, local))

@@ -124,7 +124,7 @@ def test_a_rule_is_text_or_a_function() -> None:
 def test_register_text_function_and_object() -> None:
     register_rule("jshard_test_text", "m k, k n -> m n", reduction=("k",), work=2.0)
     rule, entry = rules_for(OpView("jshard_test_text", {}, (X, W), (Y,)))
-    assert str(rule) == "a b, b c -> a c  (reduce b)" and entry is not None and entry.user
+    assert str(rule) == "a b, b c -> a c  (reduce b)" and entry is not None and entry.family == "user"
 
     class Primitive:
         name = "jshard_test_object"
