@@ -79,7 +79,7 @@ def _seconds(problem: PlanningNetwork, edge: int) -> np.ndarray:
         t in problem.returned_sums,
         problem.combined_with.get(t, 1),
     )
-    moved = seconds[np.ix_(source.index, target.index)] * e.count[edge]
+    moved = seconds[np.ix_(source.of_state, target.of_state)] * e.count[edge]
     return zero_duplicate_reads(moved, target, e.duplicate_layouts[e.duplicates[edge]])
 
 
@@ -90,7 +90,7 @@ def _layouts(problem: PlanningNetwork, numbers: dict[Layout, int], which: Ints, 
         choices = problem.tensor_edges.layouts[c]
         own = np.array([numbers.setdefault(lay, len(numbers)) for lay in choices.layouts], dtype=np.int64)
         at = np.flatnonzero(which == c)
-        out[at] = own[choices.index[state[at]]]
+        out[at] = own[choices.of_state[state[at]]]
     return out
 
 

@@ -209,7 +209,7 @@ def _duplicate_reads(
         while j >= 0 and reader[j] == reader[k] and tensor[j] == tensor[k]:
             if scope[j] == scope[k]:
                 c, d = listed[read[j]], listed[read[k]]
-                if c is d or (c.layouts == d.layouts and np.array_equal(c.index, d.index)):
+                if c is d or (c.layouts == d.layouts and np.array_equal(c.of_state, d.of_state)):
                     keep[k] = False
                     break
                 before.append(int(read[j]))
