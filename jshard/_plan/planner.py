@@ -232,7 +232,7 @@ def _solve_request(
     if answer.peak <= wish.memory_limit:
         return answer
     # Plans that fit may have to repeat products: what they pay for it is counted, but not searched by.
-    loose = problem_of(replication_price=0.0, price_of_scattering=False, second_copies=False)
+    loose = problem_of(replication_price=0.0, price_returned_sums=False, second_copies=False)
     other = _solve_peak(loose, wish, on_progress).after(answer)
     if answer.peak < other.peak:
         other = dataclasses.replace(answer, peak_bound=other.peak_bound)

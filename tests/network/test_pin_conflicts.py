@@ -35,7 +35,7 @@ def dense(x, w):
 def text_of(fn, *args, error=jshard.ShardError, **options) -> str:
     with pytest.raises(error) as e:
         jshard.shard(fn, mesh=options.pop("mesh", machine()), **options).plan(*args)
-    return re.sub(r"(where: \w+ ).*?test_search_bad_input.py:\d+:\d+", r"\1HERE", str(e.value))
+    return re.sub(r"(where: \w+ ).*?test_pin_conflicts.py:\d+:\d+", r"\1HERE", str(e.value))
 
 
 @pytest.mark.parametrize("search", ["optimal", "propagation"])
