@@ -202,7 +202,7 @@ def _literals(case: Case) -> tuple[Any, ...]:
 
 def _run(case: Case, ctx: LocalContext, entry: Any, vma: bool) -> Callable[..., Any]:
     """One candidate inside `shard_map`: whole operands in, this device's blocks of the results out."""
-    local = entry.local if entry else None
+    local = entry.local_impl if entry else None
     rule, c, axes = ctx.rule, ctx.candidate, ctx.mesh
     ins, outs = operand_layouts(rule, c, axes), result_layouts(rule, c, axes)
 
