@@ -29,6 +29,7 @@ class Factors:
 
     def __init__(self) -> None:
         self._sizes: list[int] = []
+        self._aligned: dict[tuple[int, int], int] = {}  # (dimension, size) -> factor
 
     def new(self, size: int) -> int:
         """A new factor of length `size`."""
@@ -38,6 +39,16 @@ class Factors:
     def dims(self, shape: Sequence[int]) -> Dims:
         """A new factor per dimension of `shape`."""
         return tuple((self.new(s),) for s in shape)
+
+    def aligned_dims(self, shape: Sequence[int]) -> Dims:
+        """A factor per dimension, the same one for dimensions of equal index and length in all tensors.
+
+        A mesh axis shards one factor, so tensors without common factors could not be sharded along the same axis.
+        """
+        for key in enumerate(shape):
+            if key not in self._aligned:
+                self._aligned[key] = self.new(key[1])
+        return tuple((self._aligned[key],) for key in enumerate(shape))
 
     @property
     def sizes(self) -> tuple[int, ...]:

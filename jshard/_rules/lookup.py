@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from jshard._rules.factors import validate
 from jshard._rules.primitives import (
+    callbacks,
     control_flow,
     convolution,
     data_movement,
@@ -39,6 +40,7 @@ from jshard._rules.rule import Rule
 
 # Importing a family registers its rules.
 FAMILIES = (
+    callbacks,
     control_flow,
     convolution,
     dot_general,
