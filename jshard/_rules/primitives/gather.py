@@ -1,11 +1,11 @@
 """Gather by its dimension numbers: embedding lookup, `take_along_axis`, any advanced indexing.
 
 Each dimension of the operand is one of
-- batching: paired with a dimension of the indices, a common factor;
-- taken whole (slice as long as the dimension): a factor of operand and result;
-- indexed, one element at a time (a vocabulary): cut, each device looks up the rows it holds and returns zero
-  for the others, so the results are partial sums. Out-of-range indices keep the plain operator's meaning.
-The indices' own dimensions are factors of indices and result.
+- batching: paired with a dimension of the indices, with a common factor;
+- covered in full by the slice: a factor of operand and result;
+- indexed, one element at a time (a vocabulary): if sharded, each device looks up the rows that it holds and returns
+  zero for the others, so the results are partial sums. Out-of-range indices behave as in the plain operator.
+The indices' other dimensions are factors of indices and result.
 
 >>> from jax import ShapeDtypeStruct as S
 >>> from jax.lax import GatherDimensionNumbers as N, GatherScatterMode as M
@@ -34,13 +34,13 @@ rule = family("gather")
 
 def _window_dims(n: Any, rank: int) -> list[int]:
     """Operand dimensions that appear in the result, in order."""
-    gone = {*n.collapsed_slice_dims, *n.operand_batching_dims}
-    return [d for d in range(rank) if d not in gone]
+    not_in_window = {*n.collapsed_slice_dims, *n.operand_batching_dims}
+    return [d for d in range(rank) if d not in not_in_window]
 
 
 @rule("gather", local=lambda ctx, x, i: _gather_local(ctx, x, i))
 def gather(op: OpView) -> Rule:
-    """Factors of the indices, then of the operand's dimensions by their kind."""
+    """Factors of the indices' dimensions, then of the operand's."""
     n, sizes = op.params["dimension_numbers"], op.params["slice_sizes"]
     x, indices, y = op.ins[0], op.ins[1], op.outs[0]
     f = Factors()
@@ -82,14 +82,14 @@ def _gather_local(ctx: LocalContext, x: Any, indices: Any) -> Sequence[Any]:
     n, sizes, mode = (ctx.op.params[k] for k in ("dimension_numbers", "slice_sizes", "mode"))
     whole = ctx.op.ins[0].shape
     cut = [ctx.operand_layout(0).dims[d] for d in range(x.ndim)]
-    # Slices that cover a dimension cover its block; an indexed dimension keeps slice size one.
+    # A slice that covers a dimension covers its shard; an indexed dimension keeps slice size one.
     indexed = {d: c for c, d in enumerate(n.start_index_map)}
     masked = [d for d in indexed if cut[d] and sizes[d] == 1 and whole[d] > 1]
     local_sizes = tuple(x.shape[d] if s == whole[d] and d not in masked else s for d, s in enumerate(sizes))
     if not masked:
         (y,) = ctx.bind(x, indices, slice_sizes=local_sizes)
-        # XLA writes one row as a slice at a clamped index, and forgets the clamp where it merges it with a slice that a
-        # redistribution takes of it (see `in_range` of `slices.py`). Indices stay as they are: derivatives see them.
+        # XLA rewrites a gather of one row as a slice at a clamped index, and loses the clamp when it merges that with a
+        # slice of a later reshard (see `in_range` of `slicing.py`). Indices are not clamped here: derivatives use them.
         one = indices.size == len(n.start_index_map) and mode != GatherScatterMode.FILL_OR_DROP
         return [lax.optimization_barrier(y) if one and y.ndim else y]
 
@@ -104,13 +104,13 @@ def _gather_local(ctx: LocalContext, x: Any, indices: Any) -> Sequence[Any]:
             mine = mine & (column >= 0) & (column < x.shape[d])
             column = jnp.clip(column, 0, x.shape[d] - 1)
         if promised:
-            # What is out of range reads the nearest row, but its gradient is dropped: it stays out of range.
+            # An index out of range reads the nearest row, but its gradient is dropped: it must stay out of range.
             column = jnp.where(index < 0, -1, jnp.where(clamped(index, last + 1) > last, x.shape[d], column))
         columns.append(column)
     wide = jnp.result_type(*columns)
     local = jnp.stack([c.astype(wide) for c in columns], -1)
     if indices.size == len(columns):
-        # XLA forgets to clamp a slice of a slice: see `in_range` of `slices.py`.
+        # XLA loses the clamp of a slice of a slice: see `in_range` of `slicing.py`.
         x = lax.optimization_barrier(x)
     (y,) = ctx.bind(
         x, local, slice_sizes=local_sizes, mode=GatherScatterMode.PROMISE_IN_BOUNDS, fill_value=None,
@@ -120,7 +120,7 @@ def _gather_local(ctx: LocalContext, x: Any, indices: Any) -> Sequence[Any]:
     y = jnp.where(lax.broadcast_in_dim(mine, y.shape, batch), y, jnp.zeros_like(y))
     if mode != GatherScatterMode.FILL_OR_DROP:
         return [y]
-    # Out of range anywhere: the fill value, contributed by one device.
+    # Out of range of the whole dimension: the fill value, contributed by one device.
     inside: Any = True
     for c, d in enumerate(n.start_index_map):
         index = indices[..., c]

@@ -50,6 +50,4 @@ def linear_solve(op: OpView) -> Rule:
     f = Factors()
     # Aligned, since a matrix may be passed twice: for the product and for its transpose.
     ins = tuple(unsharded_dims(a) if i in whole else f.aligned_dims(a.shape) for i, a in enumerate(op.ins))
-    return Rule(
-        ins, tuple(map(unsharded_dims, op.outs)), f.sizes, note=OPAQUE[op.primitive], opaque=True
-    )
+    return Rule(ins, tuple(map(unsharded_dims, op.outs)), f.sizes, note=OPAQUE[op.primitive], opaque=True)

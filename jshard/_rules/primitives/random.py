@@ -1,13 +1,13 @@
-"""Random numbers: each device generates its own block, bit for bit what the uncut operator gives.
+"""Random numbers: each device generates its own shard, bit for bit equal to that of the unsharded operator.
 
 With `jax_threefry_partitionable` (JAX's default) element i of a draw is the threefry cipher of the number i,
-the element's position in row-major order, under the key. So a block needs only its positions:
+the element's position in row-major order, under the key. So a shard needs only its positions:
 
     position = sum over dimensions of (offset + local index) * stride
 
 `random_bits` xors the cipher's two words (or joins them to 64 bits), `random_split` makes a key of them
 (jax/_src/random/threefry2x32.py, `_threefry_random_bits_partitionable`, `_threefry_split_foldlike`).
-Other key implementations, and draws by other algorithms, stay whole. Batched keys pass.
+Other key implementations and other generators are not sharded. Dimensions of batched keys are factors.
 
 >>> from jax import ShapeDtypeStruct as S
 >>> op = OpView("random_bits", {"shape": (8,), "bit_width": 32}, (jax.eval_shape(lambda: jax.random.key(0)),),
@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jshard._jaxcompat import threefry_2x32, to_common_vma
-from jshard._rules.factors import Factors
+from jshard._rules.factors import Factors, unsharded_dims
 from jshard._rules.registry import LocalContext, OpView, family
 from jshard._rules.rule import Rule
 
@@ -44,7 +44,7 @@ def _is_threefry(aval: Any) -> bool:
 def counts(
     shape: Sequence[int], offsets: Sequence[Any], strides: Sequence[int], wide: bool
 ) -> tuple[Any, Any]:
-    """High and low 32-bit words of each element's position; `wide` emulates 64 bits."""
+    """High and low 32-bit words of each element's position; the high words are zero unless `wide`."""
     high = low = jnp.zeros(tuple(shape), jnp.uint32)
     for d, (offset, stride) in enumerate(zip(offsets, strides, strict=True)):
         index = lax.broadcasted_iota(jnp.uint32, tuple(shape), d) + jnp.asarray(offset).astype(jnp.uint32)
@@ -69,7 +69,7 @@ def _times(index: Any, stride: int) -> tuple[Any, Any]:
 
 
 def _cipher(ctx: LocalContext, keys: Any) -> tuple[Any, Any]:
-    """Both words of the cipher for every element of this device's block of the drawn shape."""
+    """Both words of the cipher for every element of this device's shard of the drawn shape."""
     whole = tuple(ctx.op.params["shape"])
     batch = keys.ndim
     local = ctx.result_shape()[batch:]
@@ -150,7 +150,7 @@ def keywise(op: OpView) -> Rule:
 
 @rule("random_wrap")
 def wrap(op: OpView) -> Rule:
-    """Words to keys: the words' own dimensions stay whole."""
+    """Words to keys: the words' last dimensions are not sharded."""
     f = Factors()
     dims = f.dims(op.outs[0].shape)
     return Rule((dims + ((),) * (len(op.ins[0].shape) - len(dims)),), (dims,), f.sizes, work=0.0)
@@ -166,7 +166,7 @@ def unwrap(op: OpView) -> Rule:
 
 @rule("random_gamma")
 def gamma(op: OpView) -> Rule:
-    """Each key draws for all parameters below it, so only dimensions of the keys pass."""
+    """Each key draws for all its parameters, so only dimensions of the keys are sharded."""
     f = Factors()
     dims = f.dims(op.outs[0].shape)
     batch = len(op.ins[0].shape)
@@ -178,9 +178,9 @@ def gamma(op: OpView) -> Rule:
 
 
 @rule("rng_bit_generator", "rng_uniform", "philox2x32", "philox4x32", "threefry4x32", "iota_2x32_shape")
-def whole(op: OpView) -> Rule:
+def replicated_generator(op: OpView) -> Rule:
     """Stateful or positional generators: the same numbers on every device."""
     return Rule(
-        tuple(((),) * len(a.shape) for a in op.ins), tuple(((),) * len(a.shape) for a in op.outs), (),
+        tuple(map(unsharded_dims, op.ins)), tuple(map(unsharded_dims, op.outs)), (),
         work=_WORK, note="the generator's numbers depend on the whole shape",
     )  # fmt: skip

@@ -1,9 +1,9 @@
 """Reshape: dimensions of both shapes are products of common factors, major first.
 
-`(32, 64) -> (4, 8, 64)` is `(a b) c -> a b c`; `(8, 2) -> (4, 4)` is `(a b) c -> a (b c)`. Walking both
-shapes from the left, the greatest common divisor of what is left of the current two dimensions is the next
-common factor. When it is 1, no block of one shape is a block of the other: the rest, up to the next place
-where both shapes have seen the same number of elements, stays whole.
+`(32, 64) -> (4, 8, 64)` is `(a b) c -> a b c`; `(8, 2) -> (4, 4)` is `(a b) c -> a (b c)`. Both shapes are traversed
+from the left; the next common factor is the greatest common divisor of the remaining lengths of the two current
+dimensions. If it is 1, no shard of one shape is a shard of the other: the dimensions up to the next index at which both
+shapes have the same number of elements to the left get blocked factors.
 
 >>> print(common_factors((32, 64), (4, 8, 64)))
 (a b) c -> a b c
@@ -47,7 +47,7 @@ def common_factors(old: Sequence[int], new: Sequence[int]) -> Rule:
         return Rule((_dims(a),), (_dims(b),), f.sizes, blocked=tuple(blocked), work=0.0)
 
     i = j = 0
-    m = n = 1  # what is left of dimension i of the old and j of the new shape
+    # m and n: remaining lengths of dimension i of the old and j of the new shape
     m = old[0] if old else 1
     n = new[0] if new else 1
     while i < len(old) and j < len(new):
@@ -57,7 +57,7 @@ def common_factors(old: Sequence[int], new: Sequence[int]) -> Rule:
             a[i].append(k)
             b[j].append(k)
         elif m > 1 and n > 1:
-            # Blocks do not align: keep everything whole up to the next common boundary.
+            # Shards do not align: block everything up to the next common boundary.
             block(a, i, m)
             block(b, j, n)
             seen_a, seen_b = m, n

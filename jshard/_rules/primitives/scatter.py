@@ -1,9 +1,9 @@
 """Scatter by its dimension numbers: gradients of lookups, `x.at[i].add(u)`, segment sums.
 
-The operand's dimensions are, as for gather, batching, covered whole by the updates' window, or indexed one
-element at a time. An indexed dimension may be cut: each device keeps the rows it holds and drops the other
-updates. The updates' own dimensions may be cut for sums: the results are partial sums, and the operand is
-counted by the first device only; for `max` and `min` the operator combines at once.
+As for gather, a dimension of the operand is batching, covered in full by the updates' window, or indexed one element at
+a time. An indexed dimension may be sharded: each device applies the updates to its rows and drops the others. For sums
+the updates' own dimensions may be sharded: the results are partial sums, to which only the first device adds the
+operand. For `max` and `min` the local implementation reduces at once.
 
 >>> from jax import ShapeDtypeStruct as S
 >>> from jax.lax import ScatterDimensionNumbers as N, GatherScatterMode as M
@@ -36,7 +36,7 @@ _EXTREMA = {"scatter-max": "max", "scatter-min": "min"}
 
 
 def _scatter_local(ctx: LocalContext, x: Any, indices: Any, updates: Any) -> Sequence[Any]:
-    if isinstance(x, StackSlice):  # written back as a whole
+    if isinstance(x, StackSlice):  # the whole slice is written back
         (y,) = _scatter_local(ctx, x.array(), indices, updates)
         return [x.updated(y, (0,) * len(x.shape), ctx.keep_row_major)]
     n, mode, x = ctx.op.params["dimension_numbers"], ctx.op.params["mode"], ctx.keep_row_major(x)
@@ -56,17 +56,16 @@ def _scatter_local(ctx: LocalContext, x: Any, indices: Any, updates: Any) -> Seq
             if mode == GatherScatterMode.CLIP:
                 index = clamped(index, size - window.get(d, 1))
             else:
-                # -1 and `size` stand for everything out of range, so that shifting cannot overflow.
-                low = index < 0
-                index = jnp.where(low, -1, clamped(index, size))
+                # Out of range becomes -1 or `size`, so that subtracting the offset cannot overflow.
+                index = jnp.where(index < 0, -1, clamped(index, size))
             if d in masked:
                 index = index - ctx.operand_offset(0, d)
-                # Rows of other devices lie outside the block on either side: both ends are dropped.
+                # Rows of other devices are out of range on either side, and dropped.
                 index = jnp.where((index < 0) | (index >= x.shape[d]), x.shape[d], index)
             columns.append(index)
         if indices.size == len(columns):
-            # XLA writes one update as an update of a slice of `x`; where `x` is itself a slice that it has just
-            # taken, it merges the two and forgets that the inner one was clamped (jaxlib 0.10, not 0.12).
+            # XLA rewrites a single update as an update of a slice of `x`; if `x` is itself a slice, it merges the two
+            # without the clamping of the inner one (jaxlib 0.10, not 0.12).
             x = lax.optimization_barrier(x)
         wide = jnp.result_type(*columns)
         indices = jnp.stack([c.astype(wide) for c in columns], -1)
@@ -87,19 +86,23 @@ def _scatter_local(ctx: LocalContext, x: Any, indices: Any, updates: Any) -> Seq
 
 
 def _covered(op: OpView) -> dict[int, int]:
-    """Operand dimensions whose whole length the updates' window covers, with that length."""
+    """Operand dimensions that the updates' window covers in full, with their length."""
+    return {d: s for d, s in _window(op).items() if s == op.ins[0].shape[d]}
+
+
+def _window(op: OpView) -> dict[int, int]:
+    """Operand dimensions of the updates' window, with the window's length along each."""
     n = op.params["dimension_numbers"]
-    gone = {*n.inserted_window_dims, *n.operand_batching_dims}
-    kept = [d for d in range(len(op.ins[0].shape)) if d not in gone]
-    sizes = {d: op.ins[2].shape[p] for d, p in zip(kept, n.update_window_dims, strict=True)}
-    return {d: s for d, s in sizes.items() if s == op.ins[0].shape[d]}
+    not_in_window = {*n.inserted_window_dims, *n.operand_batching_dims}
+    dims = [d for d in range(len(op.ins[0].shape)) if d not in not_in_window]
+    return {d: op.ins[2].shape[p] for d, p in zip(dims, n.update_window_dims, strict=True)}
 
 
 @rule(
     "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-max", "scatter-min", local=_scatter_local
 )
 def scatter(op: OpView) -> Rule:
-    """Factors of the updates' own dimensions, then of the operand's by their kind."""
+    """Factors of the indices' dimensions, then of the operand's."""
     n = op.params["dimension_numbers"]
     x, indices, updates = op.ins
     f = Factors()
@@ -107,10 +110,7 @@ def scatter(op: OpView) -> Rule:
     operand: list[tuple[int, ...]] = [()] * len(x.shape)
     for d, b in zip(n.operand_batching_dims, n.scatter_indices_batching_dims, strict=True):
         operand[d] = index_dims[b]
-    covered = _covered(op)
-    gone = {*n.inserted_window_dims, *n.operand_batching_dims}
-    kept = [d for d in range(len(x.shape)) if d not in gone]
-    window = {d: updates.shape[p] for d, p in zip(kept, n.update_window_dims, strict=True)}
+    covered, window = _covered(op), _window(op)
     update: list[tuple[int, ...]] = [()] * len(updates.shape)
     for d, size in enumerate(x.shape):
         if d in n.operand_batching_dims:
@@ -118,20 +118,20 @@ def scatter(op: OpView) -> Rule:
         single = window.get(d, 1) == 1 and d in n.scatter_dims_to_operand_dims
         if d in covered or single:
             operand[d] = (f.new(size),)
-    for p, d in zip(n.update_window_dims, kept, strict=True):
+    for p, d in zip(n.update_window_dims, window, strict=True):
         update[p] = operand[d] if d in covered else ()
     batch = iter(index_dims)
     for p in range(len(update)):
         if p not in n.update_window_dims:
             update[p] = next(batch)
     carried = {k for d in operand for k in d}
-    own = tuple(d[0] for d in index_dims if d[0] not in carried)
+    update_factors = tuple(d[0] for d in index_dims if d[0] not in carried)
     sums = op.primitive in _SUMS and summable(op.outs[0])
     extremum = op.primitive in _EXTREMA and not jnp.issubdtype(x.dtype, jnp.complexfloating)
     return Rule(
         (tuple(operand), (*index_dims, ()), tuple(update)), (tuple(operand),), f.sizes,
-        reduction=own if sums or extremum else (),
-        blocked=() if sums or extremum else own,
+        reduction=update_factors if sums or extremum else (),
+        blocked=() if sums or extremum else update_factors,
         reducer=_EXTREMA.get(op.primitive, "sum"),
         linear=linear_sets(op, *_LINEAR.get(op.primitive, ())),
         work=0.0,

@@ -1,8 +1,8 @@
-"""Slices and updates at an offset: dimensions taken whole pass, others stay whole.
+"""Slices and updates at an offset: dimensions covered in full may be sharded, others not, with two exceptions.
 
-Two cases more. A strided `slice` with one element per stride is `(o k) -> o`: each block holds its own
-elements. A `dynamic_update_slice` of one element along a dimension (a key-value cache in decoding) may cut
-that dimension: the device that holds the position writes, the others keep what they have.
+A strided `slice` with one element per stride is `(o k) -> o`: each shard holds its own elements. A
+`dynamic_update_slice` of one element along a dimension (a key-value cache in decoding) may be sharded along it: the
+device that holds the position writes, the others keep their shard.
 
 >>> from jax import ShapeDtypeStruct as S
 >>> p = {"start_indices": (0, 1), "limit_indices": (4, 8), "strides": (1, 2)}
@@ -13,7 +13,7 @@ a (b c) -> a b
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ def _slice_local(ctx: LocalContext, x: Any) -> Sequence[Any]:
 
 @rule("slice", local=_slice_local)
 def slice_(op: OpView) -> Rule:
-    """Whole dimensions pass; one element per stride keeps blocks; the rest stays whole."""
+    """A shared factor for dimensions covered in full; `(o k) -> o` for one element per stride; none for others."""
     p = op.params
     strides = p["strides"] or (1,) * len(op.ins[0].shape)
     f = Factors()
@@ -63,14 +63,14 @@ def slice_(op: OpView) -> Rule:
 
 
 def _dynamic_slice_local(ctx: LocalContext, x: Any, *starts: Any) -> Sequence[Any]:
-    # Not `lax.dynamic_slice`: that would wrap negative starts, which the primitive clamps.
+    # Not `lax.dynamic_slice`, which wraps negative starts around; the primitive clamps them.
     sizes = ctx.result_shape()
     return ctx.bind(x, *in_range(starts, x.shape, sizes), slice_sizes=sizes)
 
 
 @rule("dynamic_slice", local=_dynamic_slice_local)
 def dynamic_slice(op: OpView) -> Rule:
-    """Dimensions taken whole pass (their start clamps to 0)."""
+    """A shared factor for dimensions covered in full, whose start clamps to 0."""
     f = Factors()
     sizes = op.params["slice_sizes"]
     dims = tuple((f.new(s),) if s == n else () for s, n in zip(op.ins[0].shape, sizes, strict=True))
@@ -81,7 +81,7 @@ def dynamic_slice(op: OpView) -> Rule:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StackSlice:
-    """One slice of a stack along its first dimension, to be read and updated where it is."""
+    """One slice of a stacked array along its first dimension, read and updated in place."""
 
     stack: Any
     index: Any
@@ -92,48 +92,51 @@ class StackSlice:
         return tuple(self.stack.shape[1:])
 
     def array(self) -> Any:
-        """The slice by itself."""
+        """The slice as an array."""
         return lax.dynamic_index_in_dim(self.stack, self.index, 0, keepdims=False)
 
-    def updated(self, update: Any, starts: Sequence[Any], in_order: Any) -> StackSlice:
-        """The slice of the stack in which the update is written at `starts`, which are in range."""
+    def updated(self, update: Any, starts: Sequence[Any], row_major: Callable[[Any], Any]) -> StackSlice:
+        """The slice after an update at `starts`, which are in range; `row_major` constrains the stack's layout."""
         at = (self.index, *(jnp.asarray(i, self.index.dtype) for i in starts))
         return StackSlice(
-            in_order(lax.dynamic_update_slice(in_order(self.stack), update[None], at)), self.index
+            row_major(lax.dynamic_update_slice(row_major(self.stack), update[None], at)), self.index
         )
 
 
 def materialized(x: Any) -> Any:
-    """A value as an array, also where it is a part of a stack."""
+    """A value as an array, also if it is a slice of a stack."""
     return x.array() if isinstance(x, StackSlice) else x
 
 
 def _update_local(ctx: LocalContext, x: Any, update: Any, *starts: Any) -> Sequence[Any]:
-    inside: Any
-    part, inside, local = x if isinstance(x, StackSlice) else None, None, []
-    x = x if part is not None else ctx.keep_row_major(x)
+    stack_slice = x if isinstance(x, StackSlice) else None
+    x = x if stack_slice is not None else ctx.keep_row_major(x)
+    is_local: Any = None  # whether this device holds the updated position
+    local_starts = []
     for d, start in enumerate(starts):
-        if not ctx.operand_layout(0).dims[d] or ctx.operand_layout(1).dims[d]:
-            local += in_range([start], x.shape[d : d + 1], update.shape[d : d + 1])  # uncut, or covered
+        if (
+            not ctx.operand_layout(0).dims[d] or ctx.operand_layout(1).dims[d]
+        ):  # not sharded, or covered in full
+            local_starts += in_range([start], x.shape[d : d + 1], update.shape[d : d + 1])
             continue
-        mine = x.shape[d]
+        length = x.shape[d]
         position = clamped(start, ctx.op.ins[0].shape[d] - 1) - ctx.operand_offset(0, d)
-        here = (position >= 0) & (position < mine)
-        inside = here if inside is None else inside & here
-        local.append(jnp.clip(position, 0, mine - 1).astype(jnp.result_type(start)))
-    if inside is not None:
-        # The device that does not hold the position writes what is there: an update of as few bytes, in place.
-        update = jnp.where(inside, update, lax.dynamic_slice(materialized(x), local, update.shape))
-    if part is not None:
-        return [part.updated(update, local, ctx.keep_row_major)]
-    return [ctx.keep_row_major(ctx.bind(x, update, *local)[0])]
+        in_shard = (position >= 0) & (position < length)
+        is_local = in_shard if is_local is None else is_local & in_shard
+        local_starts.append(jnp.clip(position, 0, length - 1).astype(jnp.result_type(start)))
+    if is_local is not None:
+        # Other devices write back their own elements: a small update, in place.
+        update = jnp.where(is_local, update, lax.dynamic_slice(materialized(x), local_starts, update.shape))
+    if stack_slice is not None:
+        return [stack_slice.updated(update, local_starts, ctx.keep_row_major)]
+    return [ctx.keep_row_major(ctx.bind(x, update, *local_starts)[0])]
 
 
 def in_range(starts: Sequence[Any], shape: Sequence[int], sizes: Sequence[int]) -> list[Any]:
-    """Starts of a slice as XLA would clamp them.
+    """Starts of a slice, clamped as XLA defines it.
 
-    XLA merges a slice of a slice into one and forgets that their starts were clamped (openxla/xla#48024: jaxlib 0.10,
-    not 0.12). A user's slice may be out of range, and a redistribution may slice what it gives.
+    XLA merges a slice of a slice without the clamping of the inner one (openxla/xla#48024: jaxlib 0.10, not 0.12). A
+    user's slice may be out of range, and a reshard may slice its result.
     """
     clamps = zip(starts, shape, sizes, strict=True)
     return [clamped(i, n - s).astype(jnp.result_type(i)) for i, n, s in clamps]
@@ -148,7 +151,7 @@ def clamped(index: Any, last: int) -> Any:
 
 @rule("dynamic_update_slice", local=_update_local)
 def dynamic_update_slice(op: OpView) -> Rule:
-    """Dimensions the update covers pass; one of update size 1 is written by the device that holds it."""
+    """A factor for dimensions that the update covers, and for those of update size 1; the update carries the first."""
     f = Factors()
     operand, update = [], []
     for s, n in zip(op.ins[0].shape, op.ins[1].shape, strict=True):
