@@ -64,13 +64,13 @@ def lean(problem: PlanningNetwork, x: np.ndarray) -> np.ndarray:
     times = live_intervals(program, problem.liveness, problem.donated, lower_bound=True)
     for t, variable in problem.relay_variable.items():
         maker, k = program.defs()[t]
-        made = problem.candidates[maker].results[k].of(int(x[maker]))
-        read = [problem.candidates[u].operands[i].of(int(x[u])) for u, i in program.uses()[t]]
+        made = problem.candidates[maker].results[k].layout(int(x[maker]))
+        read = [problem.candidates[u].operands[i].layout(int(x[u])) for u, i in program.uses()[t]]
         relay = problem.relays[t].layouts
         there = [lay for lay in dict.fromkeys((made, relay[int(x[variable])], *read)) if lay in relay]
         there.sort(key=lambda lay: -lay.pieces(mesh))
         kept = program.operators[maker].kind != "eqn" and maker not in donated
-        if kept or times.elsewhere(t) or not problem.liveness.held[t]:
+        if kept or times.counted_elsewhere(t) or not problem.liveness.held[t]:
             there.sort(key=lambda lay: lay != made)
         for lay in there:
             y = x.copy()

@@ -95,13 +95,13 @@ def check(made: Schedule, donated: tuple[int, ...]) -> None:
     found, program = made.arrays, made.assignment.program
     assert found is not None
     assert not any(isinstance(x, RunCall) for x in made.actions)
-    assert len(made.actions) == found.count
+    assert len(made.actions) == found.num_actions
     moves = [(k, x) for k, x in enumerate(made.actions) if isinstance(x, Reshard)]
     assert [k for k, _ in moves] == found.move_at.tolist()
     for m, (_, x) in enumerate(moves):
-        assert (x.tensor, x.source_layouts) == (found.tensor[m], found.layouts[found.source[m]])
-        assert (x.target_layouts, x.use_op) == (found.layouts[found.target[m]], found.reader[m])
-        assert x.schedule == found.paths[found.path[m]]
+        assert (x.tensor, x.source) == (found.tensor[m], found.layouts[found.source[m]])
+        assert (x.target, x.reader) == (found.layouts[found.target[m]], found.reader[m])
+        assert x.steps == found.paths[found.path[m]]
     for k, x in enumerate(made.actions):
         if isinstance(x, RunOperator):
             assert found.run_at[x.op] == k
@@ -139,7 +139,7 @@ def test_moved_again_arrays_say_what_objects_say(seed: int, monkeypatch: pytest.
     assert again.arrays is not None and held.arrays is not None
     # Each copy is made at most once before the backward pass and once in it.
     for made, most in ((held, 1), (again, 2)):
-        moves = [(x.tensor, x.target_layouts) for x in made.actions if isinstance(x, Reshard)]
+        moves = [(x.tensor, x.target) for x in made.actions if isinstance(x, Reshard)]
         assert max(map(moves.count, moves)) <= most
     assert again.arrays.again.any() and not held.arrays.again.any()
 
