@@ -18,7 +18,7 @@ from jshard._core.errors import ShardError
 from jshard._memory.live_intervals import live_intervals
 from jshard._network.build import PlanningNetwork
 from jshard._network.memory_network import memory_network
-from jshard._plan import planner
+from jshard._plan import level_search
 from jshard._schedule.peak import peak_bytes
 from jshard._schedule.schedule import assignment_of, schedule
 from jshard._search import CostNetwork, evaluate, peak, solve
@@ -34,7 +34,7 @@ def problem_of(fn, args, mesh=MESH, **options) -> PlanningNetwork:
     seen: list[PlanningNetwork] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            planner, "memory_network", lambda built, **kw: seen.append(built) or memory_network(built, **kw)
+            level_search, "memory_network", lambda built, **kw: seen.append(built) or memory_network(built, **kw)
         )
         jshard.shard(fn, mesh=mesh, hardware="tpu-v5e", level=1, **options).plan(*args)
     return seen[0]
