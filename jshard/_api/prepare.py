@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from jshard import _jaxcompat as compat
 from jshard._api.call_state import refuse_refs
-from jshard._api.plan import Plan
+from jshard._api.plan import Plan, plan_program
 from jshard._api.shard_request import (
     DeferredParameterPlan,
     ShardRequest,
@@ -33,7 +33,8 @@ from jshard._core.named_topology import topology
 from jshard._core.topology import Topology
 from jshard._memory.list_scheduling import reorder_for_memory
 from jshard._plan.operator_pins import joint_cuts
-from jshard._plan.planner import PlanRequest, make_plan, schedule_of_plan
+from jshard._plan.replay import schedule_of_plan
+from jshard._plan.request import PlanRequest
 from jshard._program.graph import Program
 from jshard._program.trace import build
 from jshard._program.user_shard_map import axes_of, check_meshes
@@ -293,15 +294,15 @@ def _plan_with_committed(
 ) -> tuple[Plan, Schedule, frozenset[int]]:
     """A plan that leaves arguments where they lie if there is one: that is a default, and gives way to what is asked."""
     if not lying:
-        return (*make_plan(program, topology, wish, on_progress), frozenset())
+        return (*plan_program(program, topology, wish, on_progress), frozenset())
     number = {op: i for i, op in enumerate(program.inputs)}
     names = [program.operators[op].name for op, *_ in lying]
     few = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     try:
         both = dataclasses.replace(wish, pins=(*wish.pins, *lying))
-        plan, schedule = make_plan(program, topology, both, on_progress)
+        plan, schedule = plan_program(program, topology, both, on_progress)
     except SearchError as refused:
-        plan, schedule = make_plan(program, topology, wish, on_progress)
+        plan, schedule = plan_program(program, topology, wish, on_progress)
         told = f"not as they lie: {few}, since {refused.what}"
         return dataclasses.replace(plan, steps=(*plan.steps, told)), schedule, frozenset()
     plan = dataclasses.replace(plan, steps=(*plan.steps, f"as they lie: {few}"))

@@ -11,7 +11,8 @@ import jax
 from jshard import _jaxcompat as compat
 from jshard._core.layout import Layout
 from jshard._core.topology import Topology
-from jshard._plan.planner import PlanRequest, make_plan
+from jshard._plan.planner import make_plan
+from jshard._plan.request import PlanRequest
 from jshard._program.trace import build
 from jshard._schedule.schedule import Schedule
 from jshard._spec.entry import Pin
