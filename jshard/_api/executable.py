@@ -32,6 +32,7 @@ from jshard._api.shard_request import ShardRequest, explicit_sharding, traced_ar
 from jshard._core.errors import MeshError
 from jshard._core.layout import Layout
 from jshard._lower.spmd import spmd
+from jshard._plan.derivative_rule import plan_derivative_rule
 from jshard._plan.records import EntryRow
 from jshard._spec.committed_shardings import (
     Placement,
@@ -235,7 +236,7 @@ def _differentiable(prepared: PlannedCall, notes: list[str]) -> Any:
     Compiled as a whole where JAX runs it eagerly.
     """
     mesh, name = prepared.chosen.mesh, prepared.request.name
-    body = spmd(prepared.schedule, mesh, vma=True)
+    body = spmd(prepared.schedule, mesh, vma=True, plan_rule=plan_derivative_rule)
     trained: dict[tuple[int, ...], Any] = {}
 
     def forward(*values: Any) -> tuple[Any, ...]:
@@ -246,7 +247,7 @@ def _differentiable(prepared: PlannedCall, notes: list[str]) -> Any:
         if moving not in trained:
             found = plan_for_gradient(prepared, moving)
             notes.extend([found.note] if found.note else [])
-            trained[moving] = spmd(found.schedule, mesh, vma=True)
+            trained[moving] = spmd(found.schedule, mesh, vma=True, plan_rule=plan_derivative_rule)
 
         def of_moving(*moved: Any) -> tuple[Any, ...]:
             values = list(primals)
