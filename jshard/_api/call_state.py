@@ -8,7 +8,7 @@ what a traced function changes in it would be lost, and no loss would say so.
 >>> def count(x):
 ...     state["total"] = state["total"] + x.sum()
 ...     return state["total"]
->>> with unchanged(count, (), "count"):
+>>> with refuse_captured_writes(count, (), "count"):
 ...     jaxpr = jax.make_jaxpr(count)(jax.numpy.ones(3))
 Traceback (most recent call last):
 ...
@@ -34,7 +34,7 @@ import numpy as np
 
 from jshard import _jaxcompat as compat
 from jshard._core.errors import ArgumentError, ShardError
-from jshard._spec.entry import describe_value, type_with_article
+from jshard._core.messages import describe_value, type_with_article
 from jshard._spec.tree_paths import input_leaves
 
 

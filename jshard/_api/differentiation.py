@@ -13,7 +13,7 @@ order; where their number differs (a rule was replaced by its derivative) they s
 >>> from jshard._api.prepare import prepare
 >>> f = jshard.shard(lambda w, x: jnp.sum((x @ w) ** 2))
 >>> p = prepare(f._request, (jnp.ones((8, 8)), jnp.ones((64, 8))), {})
->>> layouts = [for_training(p, (0,)).schedule.choice.made(t).dims for t in (0, 1)]
+>>> layouts = [plan_for_gradient(p, (0,)).schedule.assignment.result_layout(t).dims for t in (0, 1)]
 >>> p.plan.inputs[0].layout.dims, len(layouts)
 (((), ()), 2)
 """
@@ -142,7 +142,7 @@ def _joint_program(
         f"gradient of {names[i]}" for i in differentiated
     ]
     whole = build(closed, name=program.name, input_names=names, output_names=outs)
-    return dataclasses.replace(whole, context=program.explicit_mesh), live
+    return dataclasses.replace(whole, explicit_mesh=program.explicit_mesh), live
 
 
 def _joint_request(

@@ -7,8 +7,8 @@ committed to a device; what is committed elsewhere is moved first. Under another
 >>> import jax.numpy as jnp, jshard
 >>> from jshard._api.prepare import prepare
 >>> f = jshard.shard(lambda x, w: x @ w)
->>> program = Program(prepare(f._request, (jnp.ones((4, 2)), jnp.ones((2, 3))), {}))
->>> program.run((jnp.ones((4, 2)), jnp.ones((2, 3))), {})[0].shape
+>>> executable = Executable(prepare(f._request, (jnp.ones((4, 2)), jnp.ones((2, 3))), {}))
+>>> executable.run((jnp.ones((4, 2)), jnp.ones((2, 3))), {})[0].shape
 (4, 3)
 """
 

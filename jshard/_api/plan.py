@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 from jshard._core.argument_checks import checked
 from jshard._core.errors import PlanMismatchError, ShardError
 from jshard._core.layout import Layout, MeshAxes
+from jshard._core.messages import type_with_article
 from jshard._plan.lazy_rows import LazyTuple
 from jshard._plan.records import (
     CollectiveRow as CollectiveRow,
@@ -42,7 +43,6 @@ from jshard._report.ir import ir_listing
 from jshard._report.markdown import markdown_report
 from jshard._report.operator_graph import graphviz_dot
 from jshard._report.text import rich_report, text_report
-from jshard._spec.entry import type_with_article
 
 
 if TYPE_CHECKING:

@@ -262,7 +262,7 @@ def _build_program(
         line = source_line_of(traced.jaxpr, {compat.ARGUMENT_MARKER, "shard_map"}) or e.where
         raise type(e)(e.what, where=line, fix=e.fix) from None
     refuse_refs(program.constants, request.fn, request.name)
-    program = reorder_for_memory(dataclasses.replace(program, context=context), donated)
+    program = reorder_for_memory(dataclasses.replace(program, explicit_mesh=context), donated)
     given = _requested_mesh(request) if request.mesh is not None else compat.context_mesh()
     if hasattr(given, "axis_names"):
         check_meshes(program, axes_of(given))

@@ -29,8 +29,8 @@ from jshard._api.shard_request import ShardRequest, traced_arguments
 from jshard._api.signature import Signature, checked_statics, explain_miss, signature
 from jshard._core.argument_checks import check_call, checked
 from jshard._core.errors import ArgumentError, MeshError, NestedShardError, ShardError
+from jshard._core.messages import describe_value
 from jshard._report.progress import progress, search_status
-from jshard._spec.entry import describe_value
 from jshard._spec.options import check_call_options, check_function, check_options, flax_entry_point
 
 
@@ -130,7 +130,7 @@ def shard(
         )
     check_function(fn)
     if (flax := _flax_function()) is not None:
-        flax.refuse_bound(fn)
+        flax.refuse_bound_method(fn)
     name = getattr(fn, "__name__", type(fn).__name__)
     request = ShardRequest(fn, name, in_strategy, out_strategy, parameter_plan, checked, call, mesh, plan)
     return Sharded(request)
@@ -188,7 +188,7 @@ class Sharded:
                 fix="verify=True or verify=False",
             )
         with progress(f"planning {self.__name__}", after=2.0) as show:
-            with self.planned_as(args, kwargs) as (function, left, left_kw):
+            with self.as_array_function(args, kwargs) as (function, left, left_kw):
                 program = function._executable_for_arrays(
                     left, left_kw, lambda *state: show(0, search_status(*state))
                 )
@@ -313,16 +313,16 @@ class Sharded:
             return None
         with self._lock:
             if self._stateful is None:
-                self._stateful = flax.Carried(self._request, functools.partial(Sharded, of_arrays=True))
+                self._stateful = flax.StatefulFunction(self._request, functools.partial(Sharded, of_arrays=True))
             return self._stateful
 
     @contextlib.contextmanager
-    def planned_as(self, args: Any, kwargs: Any) -> Iterator[tuple[Sharded, tuple, dict[str, Any]]]:
+    def as_array_function(self, args: Any, kwargs: Any) -> Iterator[tuple[Sharded, tuple, dict[str, Any]]]:
         """The function of arrays that is planned for these arguments, and its arguments."""
         over = self._stateful_function(args, kwargs)
         with self._explaining_errors(args, kwargs), contextlib.ExitStack() as stack:
             if over is not None:
-                args, kwargs = stack.enter_context(over.taken_apart(args, kwargs))
+                args, kwargs = stack.enter_context(over.split_arguments(args, kwargs))
             yield (self if over is None else over.inner), tuple(args), dict(kwargs)
 
     def _call_stateful(self, over: Any, args: Any, kwargs: Any) -> Any:
@@ -339,7 +339,7 @@ class Sharded:
             if isinstance(error, TypeError):
                 self.check_arguments(args, kwargs)
             flax = _flax_function()
-            found = error if flax is None else flax.explained(error, self._request.fn, self.__name__)
+            found = error if flax is None else flax.explain_trace_error(error, self._request.fn, self.__name__)
             if found is error:
                 raise
             raise found from None
@@ -348,7 +348,7 @@ class Sharded:
         self, args: Any, kwargs: Any, on_progress: Callable[..., None] | None = None
     ) -> Executable:
         if not self._is_array_function:
-            with self.planned_as(args, kwargs) as (function, args, kwargs):
+            with self.as_array_function(args, kwargs) as (function, args, kwargs):
                 return function._executable_for_arrays(args, kwargs, on_progress)
         return self._executable_for_arrays(args, kwargs, on_progress)
 
@@ -401,7 +401,7 @@ class Sharded:
             (
                 p
                 for p in self._executables_by_shapes.get(key.without_placement, ())
-                if p.accepts_placement(key.lying)
+                if p.accepts_placement(key.placement)
             ),
             None,
         )

@@ -2,7 +2,7 @@
 
 >>> import jshard
 >>> f = jshard.shard(lambda x, n: x * n, static_argnums=1)
->>> left, left_kw, names = dynamic(f.request, (jax.numpy.ones(3), 2), {})
+>>> left, left_kw, names = named_traced_arguments(f.request, (jax.numpy.ones(3), 2), {})
 >>> names, abstract(left)
 (('x',), (ShapeDtypeStruct(shape=(3,), dtype=float32),))
 """

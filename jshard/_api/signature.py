@@ -6,7 +6,7 @@ A function is traced, planned and compiled once per signature. When a call is pl
 >>> import jax, jax.numpy as jnp, jshard
 >>> f = jshard.shard(lambda x, y: x + y)
 >>> a, b = (signature(f._request, (jnp.ones(n), 2.0), {}) for n in (3, 4))
->>> changes(a, [b])
+>>> explain_miss(a, [b])
 'argument [0][0]: float32[4] -> float32[3]'
 """
 
@@ -25,19 +25,19 @@ from jshard._spec.committed_shardings import Placement, describe_sharding, place
 
 
 class Signature(NamedTuple):
-    """A hashable description of a call; `avals` are (shape, dtype, weak type) of the leaves, `lying` where they are."""
+    """A hashable description of a call; `avals` are (shape, dtype, weak type) of the leaves, `placement` where they are."""
 
     tree: Any
     avals: tuple[Any, ...]
     statics: tuple[Any, ...]
     context: Any
     settings: tuple[tuple[str, Any], ...]
-    lying: Placement = Placement()
+    placement: Placement = Placement()
 
     @property
     def without_placement(self) -> Signature:
         """The same wherever the arguments lie."""
-        return self._replace(lying=Placement())
+        return self._replace(placement=Placement())
 
 
 def signature(request: ShardRequest, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
@@ -93,7 +93,7 @@ def _differences(old: Signature, new: Signature) -> list[str]:
             told.append(f"static argument {which}: {was!r} -> {now!r}")
     if old.context != new.context:
         told.append(f"mesh in context: {old.context} -> {new.context}")
-    was_at, now_at = dict(old.lying.sharded), dict(new.lying.sharded)
+    was_at, now_at = dict(old.placement.sharded), dict(new.placement.sharded)
     told += [
         f"argument {jax.tree_util.keystr(path)} lies {_describe_placement(was_at.get(i))} -> {_describe_placement(now_at.get(i))}"
         for i, (path, _) in enumerate(paths)

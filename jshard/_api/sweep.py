@@ -135,7 +135,7 @@ def sweep(
         if values is not None
     }
     sharded.check_arguments(args, kwargs, "sweep", tuple(inspect.signature(sweep).parameters)[2:-1])
-    with sharded.planned_as(args, kwargs) as (function, args, kwargs):
+    with sharded.as_array_function(args, kwargs) as (function, args, kwargs):
         found = _points(function.request, args, kwargs, _meshes(mesh), options, batch, show_progress)
     return Sweep(sharded.__name__, tuple(found))
 

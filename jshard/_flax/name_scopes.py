@@ -7,7 +7,7 @@ threads may trace at the same time.
 >>> import jax, jax.numpy as jnp
 >>> from flax import nnx
 >>> model = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
->>> with named(model):
+>>> with module_scopes(model):
 ...     jaxpr = jax.make_jaxpr(lambda x: model(x))(jnp.ones((2, 4)))
 >>> [str(e.source_info.name_stack) for e in jaxpr.eqns if e.primitive.name == "dot_general"]
 ['Sequential/layers.0', 'Sequential/layers.1']

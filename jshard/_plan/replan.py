@@ -19,13 +19,13 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from jshard._core.errors import ShardError
+from jshard._core.messages import join_choices, suggest
 from jshard._core.topology import Topology
 from jshard._network.candidates import CandidateCache, enumerate_layouts
 from jshard._plan.records import Alternative, Decision
 from jshard._program.graph import Literal, Operator, Program, operator_name
-from jshard._spec.entry import Pin, join_choices, parse_entry
+from jshard._spec.entry import Pin, parse_entry
 from jshard._spec.mesh_selection import check_axes_divide
-from jshard._spec.strategies import suggest
 
 
 Place = tuple[int, str, int]  # operator, "operand" or "result", index

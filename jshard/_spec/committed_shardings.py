@@ -8,11 +8,11 @@ device by device, whatever the two meshes call their axes.
 >>> from jax.sharding import AbstractMesh, PartitionSpec as P
 >>> there, here = AbstractMesh((4, 2), ("data", "model")), AbstractMesh((2, 2, 2), ("x", "y", "z"))
 >>> lying = NamedSharding(there, P("model", "data"))
->>> axes_here(lying, (8, 8), here)
+>>> equivalent_axes(lying, (8, 8), here)
 (('z',), ('x', 'y'))
->>> axes_here(lying, (8, 8), AbstractMesh((8,), ("x",))) is None
+>>> equivalent_axes(lying, (8, 8), AbstractMesh((8,), ("x",))) is None
 True
->>> received(lying, NamedSharding(here, P("z")), (8, 8), 4), received(lying, NamedSharding(here, P("x")), (8, 8), 4)
+>>> max_received_bytes(lying, NamedSharding(here, P("z")), (8, 8), 4), max_received_bytes(lying, NamedSharding(here, P("x")), (8, 8), 4)
 (96, 128)
 """
 

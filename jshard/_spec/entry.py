@@ -8,7 +8,7 @@ floors see. A spec's sizes are unknown until the mesh is chosen, so its `cuts` s
 Pin(cuts=(4, None), axes=None, where='in_strategy[0] (argument x)', mesh=None)
 >>> str(parse_entry(PartitionSpec("data"), (32, 128), "here"))
 "P('data', None)"
->>> allows(parse_entry((4, None), (32, 128), "here"), Layout((("x",), ())), MeshAxes(("x", "y"), (4, 2)))
+>>> satisfies(parse_entry((4, None), (32, 128), "here"), Layout((("x",), ())), MeshAxes(("x", "y"), (4, 2)))
 True
 """
 
@@ -18,7 +18,6 @@ import dataclasses
 import math
 import numbers
 import operator
-import reprlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +26,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jshard._core.errors import StrategyError
 from jshard._core.layout import Layout, MeshAxes
+from jshard._core.messages import count_of, join_choices, type_with_article
 from jshard._spec.mesh_factorization import divisors
 
 
@@ -74,11 +74,11 @@ class Pin:
         if self.axes is None:
             cuts = ["every device" if c == EVERY_DEVICE else str(c) for c in self.cuts]
             return f"({', '.join(cuts)}{',' if len(cuts) == 1 else ''})"
-        format_entry = [
+        entries = [
             "UNCONSTRAINED" if a is None else repr(a[0]) if len(a) == 1 else repr(a) if a else "None"
             for a in self.axes
         ]
-        return f"P({', '.join(format_entry)})"
+        return f"P({', '.join(entries)})"
 
 
 def satisfies(pin: Pin | None, layout: Layout, mesh: MeshAxes) -> bool:
@@ -237,21 +237,15 @@ def format_pieces(choices: Sequence[int]) -> str:
     return join_choices(choices) + (" piece" if list(choices) == [1] else " pieces")
 
 
-def join_choices(choices: Sequence[Any]) -> str:
-    """Choices as prose: "1, 2 or 4"."""
-    *head, last = map(str, choices)
-    return f"{', '.join(head)} or {last}" if head else last
-
-
 def _parse_cuts(entry: tuple, shape: tuple[int, ...], where: str, devices: int | None) -> Pin:
     if len(entry) == 1 and (is_strategy(entry[0]) or isinstance(entry[0], PartitionSpec)):
         inner = entry[0]
         if not isinstance(inner, PartitionSpec) and devices is not None:
             inner = nearest_strategy(inner, shape, devices)
         raise StrategyError(
-            f"{shown(entry)} holds one entry, for a tensor that is not a container",
+            f"{format_entry(entry)} holds one entry, for a tensor that is not a container",
             where=where,
-            fix=f"without the outer brackets: {shown(inner)}",
+            fix=f"without the outer brackets: {format_entry(inner)}",
         )
     for dim, cut in enumerate(entry):
         if cut is not None and not _is_integer(cut):
@@ -259,7 +253,7 @@ def _parse_cuts(entry: tuple, shape: tuple[int, ...], where: str, devices: int |
             if all(c is None or isinstance(c, str) for c in entry):
                 fix = f"P{entry!r} for mesh axes of that name".replace(",)", ")")
             raise StrategyError(
-                f"cut {dim} of {shown(entry)} is {shown(cut)}, {type_with_article(cut)}", where=where, fix=fix
+                f"cut {dim} of {format_entry(entry)} is {format_entry(cut)}, {type_with_article(cut)}", where=where, fix=fix
             )
         if cut is not None and cut < 1:
             raise StrategyError(
@@ -269,8 +263,8 @@ def _parse_cuts(entry: tuple, shape: tuple[int, ...], where: str, devices: int |
             )
     if len(entry) != len(shape):
         raise StrategyError(
-            f"strategy {entry!r} has {_plural(len(entry), 'cut')}, but the tensor has "
-            f"{_plural(len(shape), 'dimension')}, {shape}",
+            f"strategy {entry!r} has {count_of(len(entry), 'cut')}, but the tensor has "
+            f"{count_of(len(shape), 'dimension')}, {shape}",
             where=where,
             fix=f"one cut per dimension: {nearest_strategy(entry, shape, devices)!r}",
         )
@@ -284,16 +278,16 @@ def _parse_spec(spec: PartitionSpec, shape: tuple[int, ...], where: str) -> Pin:
     for kind in ("unreduced", "reduced"):
         if getattr(spec, kind, None):
             raise StrategyError(
-                f"spec {shown(spec)} has {kind} axes; a pinned tensor is whole, not a sum of parts",
+                f"spec {format_entry(spec)} has {kind} axes; a pinned tensor is whole, not a sum of parts",
                 where=where,
                 fix=f"the spec without {kind}={{...}}",
             )
     if len(spec) > len(shape):
         raise StrategyError(
-            f"spec {shown(spec)} has {_plural(len(spec), 'entry')}, but the tensor has "
-            f"{_plural(len(shape), 'dimension')}, {shape}",
+            f"spec {format_entry(spec)} has {count_of(len(spec), 'entry', 'entries')}, but the tensor has "
+            f"{count_of(len(shape), 'dimension')}, {shape}",
             where=where,
-            fix=f"at most {_plural(len(shape), 'entry')}: {shown(PartitionSpec(*tuple(spec)[: len(shape)]))}",
+            fix=f"at most {count_of(len(shape), 'entry', 'entries')}: {format_entry(PartitionSpec(*tuple(spec)[: len(shape)]))}",
         )
     axes: list[tuple[str, ...] | None] = []
     for entry in (*spec, *(None,) * (len(shape) - len(spec))):
@@ -304,7 +298,7 @@ def _parse_spec(spec: PartitionSpec, shape: tuple[int, ...], where: str) -> Pin:
         for name in names:
             if not isinstance(name, str):
                 raise StrategyError(
-                    f"spec {shown(spec)} holds {name!r}, which is not the name of a mesh axis",
+                    f"spec {format_entry(spec)} holds {name!r}, which is not the name of a mesh axis",
                     where=where,
                     fix="axis names; to say how many pieces, write a plain tuple such as (4, 2)",
                 )
@@ -313,7 +307,7 @@ def _parse_spec(spec: PartitionSpec, shape: tuple[int, ...], where: str) -> Pin:
     for name in used:
         if used.count(name) > 1:
             raise StrategyError(
-                f"spec {shown(spec)} uses axis {name!r} {used.count(name)} times",
+                f"spec {format_entry(spec)} uses axis {name!r} {used.count(name)} times",
                 where=where,
                 fix="each mesh axis at most once in a spec",
             )
@@ -321,36 +315,19 @@ def _parse_spec(spec: PartitionSpec, shape: tuple[int, ...], where: str) -> Pin:
     return Pin(tuple(1 if a == () else None for a in axes), tuple(axes) if used else None, where)
 
 
-def shown(entry: Any) -> str:
+def format_entry(entry: Any) -> str:
     """An entry as the user would write it: `P('x', None)` for a spec, also inside tuples."""
     if isinstance(entry, PartitionSpec):
         parts = getattr(entry, "partitions", entry)  # iterating a spec with unreduced axes raises
         names = ("P.UNCONSTRAINED" if e is PartitionSpec.UNCONSTRAINED else repr(e) for e in parts)
         return f"P({', '.join(names)})"
     if type(entry) is tuple:
-        return f"({', '.join(map(shown, entry))}{',' if len(entry) == 1 else ''})"
+        return f"({', '.join(map(format_entry, entry))}{',' if len(entry) == 1 else ''})"
     return "NamedSharding(...)" if isinstance(entry, NamedSharding) else repr(entry)
-
-
-def type_with_article(value: Any) -> str:
-    """The type of a value, with its article: "an int", "a str"; None is just "None"."""
-    name = type(value).__name__
-    return "None" if value is None else f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
-
-
-def describe_value(value: Any) -> str:
-    """A wrong value for a message: its type, and itself, shortened."""
-    return "None" if value is None else f"{type_with_article(value)}, {reprlib.repr(value)}"
 
 
 def _is_integer(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool | np.bool_)
-
-
-def _plural(n: int, word: str) -> str:
-    if n == 1:
-        return f"1 {word}"
-    return f"{n or 'no'} {word[:-1] + 'ies' if word.endswith('y') else word + 's'}"
 
 
 def _without_unit_axes(axes: Sequence[str], mesh: MeshAxes) -> tuple[str, ...]:

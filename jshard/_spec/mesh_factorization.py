@@ -6,7 +6,7 @@ Axes come in order of appearance, and the cuts of one tensor should use them in 
 and (2, 4) on 8 devices get 2 x 2 x 2, where one turns into the other by moving a single axis, and not
 4 x 2, where nothing lines up. Only when no such grid exists may a tensor use the axes in any order.
 
->>> coarsest(8, [(4, 2)]), coarsest(8, [(2, 1), (1, 4), (4, 1)]), coarsest(8, [(4, 2), (2, 4)])
+>>> fewest_axes(8, [(4, 2)]), fewest_axes(8, [(2, 1), (1, 4), (4, 1)]), fewest_axes(8, [(4, 2), (2, 4)])
 ((4, 2), (2, 4), (2, 2, 2))
 >>> split((8,), [(4,)]), split((2, 4), [(4, 2)]), split((3, 4), [(6,)])
 (((4, 2),), ((2,), (4,)), ((3,), (2, 2)))

@@ -7,7 +7,7 @@ needs it, `data` of 8 into `data_0` of 4 and `data_1` of 2, devices in the same 
 
 >>> mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
 >>> chosen = choose_mesh(mesh, None, [Pin((4, 2), None, "in_strategy[0] (argument x)")], [(32, 128)])
->>> str(chosen.axes), chosen.how, chosen.renamed["data"]
+>>> str(chosen.axes), chosen.source, chosen.axis_parts["data"]
 ('data_0=4 x data_1=2', 'given', ('data_0', 'data_1'))
 """
 
@@ -27,6 +27,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jshard._core.errors import MeshError, StrategyError
 from jshard._core.layout import MeshAxes
+from jshard._core.messages import join_choices, type_with_article
 from jshard._spec import mesh_factorization
 from jshard._spec.committed_shardings import same_device_order
 from jshard._spec.entry import (
@@ -34,10 +35,8 @@ from jshard._spec.entry import (
     Pin,
     check_divides,
     format_pieces,
-    join_choices,
     nearest_strategy,
     possible_cuts,
-    type_with_article,
 )
 from jshard._spec.mesh_translation import (
     axis_translation,

@@ -21,8 +21,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jshard._core.errors import StrategyError
 from jshard._core.layout import MeshAxes
+from jshard._core.messages import suggest
 from jshard._spec.entry import Pin
-from jshard._spec.strategies import suggest
 
 
 def spec_axes(pin: Pin | None) -> Iterator[str]:

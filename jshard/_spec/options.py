@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 
 from jshard._core.errors import MeshError, ShardError
-from jshard._spec.entry import describe_value, type_with_article
+from jshard._core.messages import describe_value, suggest, type_with_article
 from jshard._spec.mesh_selection import check_device
-from jshard._spec.strategies import suggest
 
 
 LEVELS = {0: "compute-to-communication ratio", 1: "memory", 2: "speed"}
@@ -179,7 +178,7 @@ def check_function(fn: Any) -> Callable:
 def flax_entry_point(fn: Any) -> Callable | None:
     """How a Flax module is sharded, as `jshard.flax` has left it on the class; None for what is no module.
 
-    >>> module_form(lambda x: x) is None
+    >>> flax_entry_point(lambda x: x) is None
     True
     """
     found = getattr(type(fn), "__jshard_shard__", None)

@@ -21,7 +21,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jshard._core.errors import StrategyError
-from jshard._spec.entry import Pin, parse_entry, type_with_article
+from jshard._core.messages import type_with_article
+from jshard._spec.entry import Pin, parse_entry
 from jshard._spec.tree_paths import VARIABLE_FIELDS, Leaf
 
 

@@ -12,7 +12,6 @@ a tuple or list by position. What is left out is derived.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,18 +19,22 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard._core.errors import StrategyError
+from jshard._core.messages import (
+    abbreviate,
+    count_of,
+    describe_value,
+    suggest,
+    type_with_article,
+)
 from jshard._spec.entry import (
     ENTRY_FORMS,
     EVERY_DEVICE,
     Pin,
-    describe_value,
+    format_entry,
     is_entry,
     is_strategy,
-    join_choices,
     looks_like_strategy,
     parse_entry,
-    shown,
-    type_with_article,
 )
 from jshard._spec.parameter_plan import pins_by_name
 from jshard._spec.tree_paths import (
@@ -108,8 +111,8 @@ def pins_for_outputs(
             if len(results) == 1:
                 return tuple(match_prefix(out_strategy, results[0], what, "result", "0", devices=devices))
             raise StrategyError(
-                f"{what} is one entry, {shown(out_strategy)}, but the function returns "
-                f"{_plural(len(results), 'result')}",
+                f"{what} is one entry, {format_entry(out_strategy)}, but the function returns "
+                f"{count_of(len(results), 'result')}",
                 where=what,
                 fix=f"one entry per result: {what}={_format_entries([out_strategy], len(results))}",
             )
@@ -171,9 +174,9 @@ def _entries_of_children(
     if isinstance(entry, tuple | list):
         if len(entry) != len(parts):
             raise StrategyError(
-                f"{_plural(len(entry), 'entry', 'entries')} for {_plural(len(parts), 'part')}",
+                f"{count_of(len(entry), 'entry', 'entries')} for {count_of(len(parts), 'part')}",
                 where=where,
-                fix=f"one entry for each part: {_abbreviate(names)}" if parts else "None",
+                fix=f"one entry for each part: {abbreviate(names)}" if parts else "None",
             )
         return [(f"[{i}]", e) for i, e in enumerate(entry)]
     if type(entry) is type(tree):
@@ -234,7 +237,7 @@ def _entries_by_argument(
     bare = isinstance(in_strategy, PartitionSpec | NamedSharding)
     if bare or (is_strategy(in_strategy) and len(in_strategy) > 0) or looks_like_strategy(in_strategy):
         raise StrategyError(
-            f"{what} is one entry, {shown(in_strategy)}, not one entry per argument",
+            f"{what} is one entry, {format_entry(in_strategy)}, not one entry per argument",
             where=what,
             fix=f"{what}={_format_entries([in_strategy], max(len(given), 1))}",
         )
@@ -254,8 +257,8 @@ def _entries_by_argument(
     if not need <= len(in_strategy) <= len(names):
         takes = names if len(in_strategy) > len(names) else names[:need]
         raise StrategyError(
-            f"{what} has {_plural(len(in_strategy), 'entry', 'entries')}, but there "
-            f"{'is' if len(takes) == 1 else 'are'} {_plural(len(takes), 'argument')}: {_abbreviate(takes)}",
+            f"{what} has {count_of(len(in_strategy), 'entry', 'entries')}, but there "
+            f"{'is' if len(takes) == 1 else 'are'} {count_of(len(takes), 'argument')}: {abbreviate(takes)}",
             where=what,
             fix=f"one entry per positional argument: {what}={_format_entries(in_strategy, len(takes))}",
         )
@@ -284,8 +287,8 @@ def _is_inner_entry(entry: Any) -> bool:
 def _check_results(entries: Sequence[Any], count: int, what: str) -> None:
     if len(entries) != count:
         raise StrategyError(
-            f"{what} has {_plural(len(entries), 'entry', 'entries')}, but the function returns "
-            f"{_plural(count, 'result')}",
+            f"{what} has {count_of(len(entries), 'entry', 'entries')}, but the function returns "
+            f"{count_of(count, 'result')}",
             where=what,
             fix=f"one entry per result: {what}={_format_entries(entries, count)}",
         )
@@ -301,24 +304,6 @@ def _merge_pins(a: Pin | None, b: Pin | None) -> Pin | None:
     )
 
 
-def suggest(name: str, known: Sequence[str], count: int = 3) -> str:
-    """Known names nearest to a misspelt one, as prose.
-
-    >>> nearest("kernal", ["kernel", "bias"]), nearest("q", ["kernel", "bias"])
-    ("'kernel'", "'kernel' or 'bias'")
-    """
-    close = difflib.get_close_matches(name, known, n=count, cutoff=0.5) or list(known)[:8]
-    return join_choices([repr(str(n)) for n in close]) if close else "nothing there"
-
-
 def _format_entries(entries: Sequence[Any], count: int) -> str:
-    texts = [shown(e) for e in list(entries)[:count]] + ["None"] * (count - len(entries))
+    texts = [format_entry(e) for e in list(entries)[:count]] + ["None"] * (count - len(entries))
     return f"({', '.join(texts)}{',' if len(texts) == 1 else ''})"
-
-
-def _plural(n: int, one: str, many: str = "") -> str:
-    return f"{n or 'no'} {one if n == 1 else many or one + 's'}"
-
-
-def _abbreviate(names: Sequence[str], most: int = 8) -> str:
-    return ", ".join(names[:most]) + (f", and {len(names) - most} more" if len(names) > most else "")

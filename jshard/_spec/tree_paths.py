@@ -109,7 +109,7 @@ def is_leaf(tree: Any) -> bool:
 def one_level(tree: Any) -> list[tuple[Any, Any]]:
     """One level of any pytree node: (key, child) in flattening order; empty for leaves and None.
 
-    >>> [(key_name(k), child) for k, child in children({"b": 1, "a": (2, None)})]
+    >>> [(key_name(k), child) for k, child in one_level({"b": 1, "a": (2, None)})]
     [('a', (2, None)), ('b', 1)]
     """
     if tree is None or is_leaf(tree):
