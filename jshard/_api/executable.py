@@ -28,7 +28,8 @@ from jshard import _jaxcompat as compat
 from jshard._api.differentiation import plan_for_gradient, planned_alone_note
 from jshard._api.plan import Plan
 from jshard._api.prepare import PlannedCall
-from jshard._api.shard_request import ShardRequest, explicit_sharding, traced_arguments
+from jshard._api.shard_request import ShardRequest, traced_arguments
+from jshard._api.trace_call import explicit_sharding
 from jshard._core.errors import MeshError
 from jshard._core.layout import Layout
 from jshard._lower.spmd import spmd

@@ -18,7 +18,8 @@ import jax
 from jshard._api.plan import Plan
 from jshard._api.prepare import prepare
 from jshard._api.shard import Sharded, shard
-from jshard._api.shard_request import ShardRequest, abstract
+from jshard._api.shard_request import ShardRequest
+from jshard._api.trace_call import abstract
 from jshard._core import hardware as hardware
 from jshard._core.argument_checks import checked
 from jshard._core.errors import ShardError

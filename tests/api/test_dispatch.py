@@ -142,7 +142,7 @@ def test_planning_does_not_hold_up_other_signatures(monkeypatch):
     "where",
     [
         "jshard._api.prepare.make_plan",
-        "jshard._api.prepare.build",
+        "jshard._api.trace_call.build",
         "jshard._plan.planner.solve",
         "jshard._api.executable.spmd",
         "jax.stages.Lowered.compile",
