@@ -20,7 +20,8 @@ from typing import Any
 
 import jax
 
-import jshard
+from jshard._api.plan import Plan
+from jshard._api.shard import shard
 from jshard._api.shard_request import DeferredParameterPlan
 from jshard._core.argument_checks import check_call
 from jshard._core.errors import ShardError, StrategyError
@@ -153,8 +154,8 @@ def checked_options(
     name: str, original: Callable[..., Any], options: dict[str, Any], method: str = "__call__"
 ) -> dict[str, Any]:
     """The options of `.shard` that are no defaults, refused now if no call could accept them."""
-    check_call(jshard.shard, (None,), options, f"{name}.shard")
-    jshard.shard(
+    check_call(shard, (None,), options, f"{name}.shard")
+    shard(
         lambda: None, **{k: v for k, v in options.items() if not k.endswith(("strategy", "parameter_plan"))}
     )
     for taken in ("static_argnums", "donate_argnums"):
@@ -174,7 +175,7 @@ def checked_options(
                     f"{name}.{method} has no argument {key!r}", where=f"in_strategy[{key!r}]",
                     fix=f"one of {', '.join(known)}" + (f"; nearest: {close}" if close else ""),
                 )  # fmt: skip
-    defaults = inspect.signature(jshard.shard).parameters
+    defaults = inspect.signature(shard).parameters
     base = dict.fromkeys(("in_strategy", "out_strategy", "parameter_plan"))
     return base | {k: v for k, v in options.items() if v != defaults[k].default}
 
@@ -212,7 +213,7 @@ def sharded_call(
     )
     if returns_pair and options["out_strategy"] is not None and not isinstance(options["out_strategy"], str):
         options["out_strategy"] = (_single(options["out_strategy"]), None)
-    return jshard.shard(pure, **options)
+    return shard(pure, **options)
 
 
 def relative_names(plan: Any, leaves: Sequence[Leaf]) -> Any:
@@ -264,15 +265,15 @@ def _single(entry: Any) -> Any:
     return entry[0] if wrapped else entry
 
 
-RECORDED_PLANS: contextvars.ContextVar[dict[str, jshard.Plan] | None] = contextvars.ContextVar(
+RECORDED_PLANS: contextvars.ContextVar[dict[str, Plan] | None] = contextvars.ContextVar(
     "record", default=None
 )
 """Where the plans of sharded modules are noted while one asks for them, by module path."""
 
 
-def record_plans(run: Callable[[], Any]) -> dict[str, jshard.Plan]:
+def record_plans(run: Callable[[], Any]) -> dict[str, Plan]:
     """The plan of every sharded module that `run` calls, by path; nothing is computed."""
-    plans: dict[str, jshard.Plan] = {}
+    plans: dict[str, Plan] = {}
     kept = RECORDED_PLANS.set(plans)
     try:
         run()
@@ -281,7 +282,7 @@ def record_plans(run: Callable[[], Any]) -> dict[str, jshard.Plan]:
     return plans
 
 
-def outermost_plan(plans: Mapping[str, jshard.Plan], name: str) -> jshard.Plan:
+def outermost_plan(plans: Mapping[str, Plan], name: str) -> Plan:
     """The plan of the outermost sharded module; an error when there is none or several side by side."""
     if not plans:
         raise ShardError(

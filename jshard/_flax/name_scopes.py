@@ -25,8 +25,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-
-_WRAPPED = "__jshard_named__"
+from jshard._spec.flax_protocol import SCOPED_CALL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +69,7 @@ def _wrap_call(cls: type) -> None:
     if owner is None or owner is object:
         return
     method = vars(owner)["__call__"]
-    if hasattr(method, _WRAPPED):
+    if hasattr(method, SCOPED_CALL):
         return
 
     @functools.wraps(method)
@@ -95,5 +94,5 @@ def _wrap_call(cls: type) -> None:
         finally:
             _SCOPES.reset(kept)
 
-    setattr(call, _WRAPPED, method)
+    setattr(call, SCOPED_CALL, method)
     owner.__call__ = call

@@ -18,6 +18,7 @@ import numpy as np
 
 from jshard._core.errors import MeshError, ShardError
 from jshard._core.messages import describe_value, suggest, type_with_article
+from jshard._spec.flax_protocol import SHARD_MODULE
 from jshard._spec.mesh_selection import check_device
 
 
@@ -181,7 +182,7 @@ def flax_entry_point(fn: Any) -> Callable | None:
     >>> flax_entry_point(lambda x: x) is None
     True
     """
-    found = getattr(type(fn), "__jshard_shard__", None)
+    found = getattr(type(fn), SHARD_MODULE, None)
     if found is not None:
         return found
     library = next((c for c in type(fn).__mro__ if c.__name__ == "Module"), object).__module__

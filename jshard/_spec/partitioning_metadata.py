@@ -16,10 +16,8 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jshard._spec.entry import Pin, parse_entry
+from jshard._spec.flax_protocol import PARTITION_SPEC
 from jshard._spec.tree_paths import join, path_name, shape_of
-
-
-SPEC = "__jshard_spec__"
 
 
 def with_metadata(
@@ -45,14 +43,14 @@ def with_metadata(
 
 
 def _has_spec(node: Any) -> bool:
-    return hasattr(type(node), SPEC)
+    return hasattr(type(node), PARTITION_SPEC)
 
 
 def _pins_of(node: Any, name: str, path: Sequence[Any], axes: frozenset[str]) -> list[Pin | None]:
     if not _has_spec(node):
         return [None]
     leaves = jax.tree.leaves(node)
-    spec = getattr(node, SPEC)() if len(leaves) == 1 else None
+    spec = getattr(node, PARTITION_SPEC)() if len(leaves) == 1 else None
     if spec is None or len(spec) > len(shape_of(leaves[0])):
         return [None] * len(leaves)
     known = PartitionSpec(*(_drop_unknown_axes(d, axes) for d in spec))
