@@ -17,8 +17,8 @@ from jshard._core.topology import Topology
 from jshard._plan.operator_pins import joint_cuts
 from jshard._program.graph import Program
 from jshard._spec.committed_shardings import equivalent_axes
-from jshard._spec.entry import Pin, parse_entry
-from jshard._spec.mesh_selection import ChosenMesh, JointConstraint, resolve_pin
+from jshard._spec.entry import JointConstraint, Pin, parse_entry
+from jshard._spec.mesh_selection import ChosenMesh, resolve_pin
 from jshard._spec.partitioning_metadata import with_metadata
 from jshard._spec.strategies import pins_for_inputs, pins_for_outputs, without_static
 from jshard._spec.tree_paths import argument_names

@@ -17,10 +17,9 @@ from jshard._core.named_topology import topology as named_topology
 from jshard._core.topology import Topology
 from jshard._program.user_shard_map import axes_of
 from jshard._spec.committed_shardings import Placement
-from jshard._spec.entry import Pin
+from jshard._spec.entry import JointConstraint, Pin
 from jshard._spec.mesh_selection import (
     ChosenMesh,
-    JointConstraint,
     candidate_grids,
     candidate_meshes,
     choose_mesh,

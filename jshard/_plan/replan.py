@@ -25,7 +25,7 @@ from jshard._network.candidates import CandidateCache, enumerate_layouts
 from jshard._plan.records import Alternative, Decision
 from jshard._program.graph import Literal, Operator, Program, operator_name
 from jshard._spec.entry import Pin, parse_entry
-from jshard._spec.mesh_selection import check_axes_divide
+from jshard._spec.mesh_checks import check_axes_divide
 
 
 Place = tuple[int, str, int]  # operator, "operand" or "result", index

@@ -1,9 +1,8 @@
-"""Pins that parameters carry themselves: Flax's partitioning metadata.
+"""Pins from Flax's partitioning metadata (`nnx.with_partitioning`, `nn.with_partitioning`, logical axis names).
 
-A Flax model may say how its parameters are cut (`nnx.with_partitioning`, `nn.with_partitioning`, logical names
-with rules). The variable or box around the array knows; `jshard.flax` gives those classes the method
-`__jshard_spec__`, so that nothing here knows Flax. What the user writes for the call goes before metadata, and
-names of axes that the mesh in use does not have leave their dimension to the search.
+The variable or box around an array holds the metadata; `jshard.flax` adds a method to these classes that returns it
+(`flax_protocol.HasPartitionSpec`), so this file does not depend on Flax. Strategies of the call take precedence, and
+an axis name that the mesh in use does not have leaves its dimension to the search.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def with_metadata(
     names: Sequence[str],
     mesh: Any,
 ) -> tuple[Pin | None, ...]:
-    """The pins of a call, and for leaves without one those of the metadata around them.
+    """The pins of a call, completed by metadata for leaves without a pin.
 
     >>> with_metadata([None], (1.0,), {}, ["x"], None)
     (None,)

@@ -1,8 +1,8 @@
-"""Strategies of a call: `in_strategy`, `parameter_plan` and `out_strategy`, turned into one `Pin` a leaf.
+"""`in_strategy`, `parameter_plan` and `out_strategy` parsed into one `Pin` per leaf.
 
-`in_strategy` has one entry per positional argument, or is a dict by argument name. An argument that is a
-pytree takes one entry for all of its leaves, or a pytree prefix of entries: a dict by key or attribute,
-a tuple or list by position. What is left out is derived.
+`in_strategy` has one entry per positional argument, or is a dict by argument name. An argument that is a pytree takes
+one entry for all of its leaves, or a pytree prefix of entries: a dict by key or attribute, a tuple or list by
+position. Leaves without an entry are left to the search.
 
 >>> x, w = jax.ShapeDtypeStruct((32, 128), "float32"), jax.ShapeDtypeStruct((128, 8), "float32")
 >>> pins = pins_for_inputs((x, {"w": w}), {}, ((4, 2), {"w": (2, 1)}), names=("x", "params"))
@@ -28,7 +28,6 @@ from jshard._core.messages import (
 )
 from jshard._spec.entry import (
     ENTRY_FORMS,
-    EVERY_DEVICE,
     Pin,
     format_entry,
     is_entry,
@@ -60,19 +59,22 @@ def pins_for_inputs(
     what: str = "in_strategy",
     devices: int | None = None,
 ) -> tuple[Pin | None, ...]:
-    """One `Pin` (or None) for every leaf of a call, in the order of `jax.tree.flatten((args, kwargs))`.
+    """One `Pin` (or None) per leaf of a call, in the order of `jax.tree.flatten((args, kwargs))`.
 
-    `names`: names of the positional parameters (`argument_names`), at least one for each of `args`; a
-    parameter passed by keyword still takes its positional entry, one left at its default ignores it.
-    `strict`: whether a name of `parameter_plan` that matches nothing is an error instead of a warning.
-    `devices`: how many there are to cut over, where that is known (`parse_entry`).
-    Raises `StrategyError`, naming the argument path.
+    Arguments:
+
+    - `names`: of the positional parameters (`argument_names`), at least one for each of `args`; a parameter passed by
+        keyword takes its positional entry, one left at its default ignores it.
+    - `strict`: whether a name of `parameter_plan` that matches nothing is an error instead of a warning.
+    - `devices`: number of devices, if known (`parse_entry`).
+
+    Raises `StrategyError` with the path of the argument.
     """
     entries = _entries_by_argument(args, kwargs, in_strategy, names, what)
     pins: list[Pin | None] = []
     for name, value in (*zip(names, args, strict=False), *sorted(kwargs.items())):
-        spot, entry = entries.get(name, (what, None))
-        pins += match_prefix(entry, value, spot, "argument", name, devices=devices)
+        written_at, entry = entries.get(name, (what, None))
+        pins += match_prefix(entry, value, written_at, "argument", name, devices=devices)
     if parameter_plan is None:
         return tuple(pins)
     leaves = input_leaves(args, kwargs, names)
@@ -83,11 +85,11 @@ def pins_for_inputs(
 def pins_for_outputs(
     results: Any, out_strategy: Any, *, what: str = "out_strategy", devices: int | None = None
 ) -> tuple[Pin | None, ...]:
-    """One `Pin` (or None) for every leaf of the results, in flattening order.
+    """One `Pin` (or None) per leaf of the results, in flattening order.
 
-    `results`: the pytree of results, as arrays or `ShapeDtypeStruct`s. `out_strategy`: None, "full_batch"
-    (replicated), "data_parallel" (dimension 0 over all devices, scalars whole), one entry per result, or
-    for a single result its entry.
+    - `results`: the pytree of results, as arrays or `ShapeDtypeStruct`s.
+    - `out_strategy`: None, "full_batch" (replicated), "data_parallel" (dimension 0 over all devices, scalars
+        replicated), one entry per result, or the entry of a single result.
 
     >>> y = jax.ShapeDtypeStruct((32, 128), "float32")
     >>> [str(p) for p in pins_for_outputs((y, y), ((4, 2), None))]
@@ -132,7 +134,8 @@ def match_prefix(
 ) -> list[Pin | None]:
     """Pins of the leaves of `tree` under `entry`, a pytree prefix of entries.
 
-    `spot` says where the entry stands in what the user wrote; `kind`, `root` and `keys` what it is for.
+    `written_at`: position of the entry in the user's strategy, `in_strategy[1]['w']`. `kind`: "argument" or "result".
+    `root`, `keys`: the path of `tree` in the call.
     """
     path = join(root, path_name(keys))
     where = f"{written_at} ({kind} {path})" if path else f"{written_at} (the {kind})"
@@ -163,7 +166,7 @@ def match_prefix(
 def _entries_of_children(
     entry: Any, tree: Any, parts: list[tuple[Any, Any]], where: str
 ) -> list[tuple[str, Any]]:
-    """For each part of a pytree node: how it is written in the container `entry`, and its entry."""
+    """For each child of a pytree node: its index in the container `entry`, as text, and its entry."""
     names = [key_name(key) for key, _ in parts]
     if isinstance(entry, Mapping):
         wanted = {str(k): k for k in entry}
@@ -193,7 +196,7 @@ def _entries_of_children(
 def without_static(
     in_strategy: Any, names: Sequence[str], static: Sequence[str], *, what: str = "in_strategy"
 ) -> Any:
-    """`in_strategy` without the entries of static arguments, which may be left out or None.
+    """`in_strategy` without the entries of static arguments, which may be omitted or None.
 
     >>> without_static(((4, 2), None, None), ("x", "config", "w"), ("config",))
     ((4, 2), None)
@@ -223,7 +226,7 @@ def without_static(
 def _entries_by_argument(
     args: Sequence[Any], kwargs: Mapping[str, Any], in_strategy: Any, names: Sequence[str], what: str
 ) -> dict[str, tuple[str, Any]]:
-    """Argument name -> (where it is written, its entry)."""
+    """Argument name -> (position in the user's strategy, entry)."""
     if in_strategy is None:
         return {}
     given = [*names[: len(args)], *sorted(kwargs)]
@@ -271,16 +274,18 @@ def _named_out_strategy(results: Any, name: str, what: str) -> tuple[Pin | None,
         raise StrategyError(f"{what}={name!r} is not known", where=what, fix=suggest(name, known))
     pins = []
     for keypath, leaf in jax.tree_util.tree_flatten_with_path(results)[0]:
-        cuts = [1] * len(shape_of(leaf))
-        if cuts and name == "data_parallel":
-            cuts[0] = EVERY_DEVICE
         path = path_name(keypath)
-        pins.append(Pin(tuple(cuts), None, f"{what}={name!r} ({f'result {path}' if path else 'the result'})"))
+        where = f"{what}={name!r} ({f'result {path}' if path else 'the result'})"
+        rank = len(shape_of(leaf))
+        if rank and name == "data_parallel":
+            pins.append(Pin((None, *(1,) * (rank - 1)), None, where, all_devices_dim=0))
+        else:
+            pins.append(Pin((1,) * rank, None, where))
     return tuple(pins)
 
 
 def _is_inner_entry(entry: Any) -> bool:
-    """Whether an element shows that what holds it is a list of entries, not one strategy."""
+    """Whether an element is an entry itself, so that its container is a list of entries and no strategy."""
     return isinstance(entry, PartitionSpec | NamedSharding | tuple | list)
 
 
