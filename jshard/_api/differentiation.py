@@ -143,7 +143,7 @@ def _joint_program(
         f"gradient of {names[i]}" for i in differentiated
     ]
     whole = build(closed, name=program.name, input_names=names, output_names=outs)
-    return dataclasses.replace(whole, context=program.explicit_mesh), live
+    return dataclasses.replace(whole, explicit_mesh=program.explicit_mesh), live
 
 
 def _joint_request(

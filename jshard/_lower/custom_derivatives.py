@@ -194,7 +194,7 @@ def _plan_rule(
     with compat.context_of_trace(context):
         closed = jax.make_jaxpr(fn)(*avals)
     program = build(closed, name="derivative rule", input_names=[f"value {i}" for i in range(len(avals))])
-    program = dataclasses.replace(program, context=context)
+    program = dataclasses.replace(program, explicit_mesh=context)
     pins = [(program.inputs[i], "result", 0, _pin(lay, topology)) for i, lay in enumerate(ins)]
     pins += [(program.outputs[i], "operand", 0, _pin(lay, topology)) for i, lay in enumerate(outs)]
     return make_plan(program, topology, PlanRequest(tuple(pins)))[1]
