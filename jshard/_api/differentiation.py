@@ -32,7 +32,8 @@ from jshard._api.call_pins import program_pins
 from jshard._api.prepare import PlannedCall
 from jshard._core.errors import SearchError
 from jshard._core.layout import Layout
-from jshard._plan.planner import PlanRequest, make_plan
+from jshard._plan.planner import make_plan
+from jshard._plan.request import PlanRequest
 from jshard._program.graph import Literal, Operator, Program
 from jshard._program.trace import build
 from jshard._schedule.schedule import Assignment, Schedule

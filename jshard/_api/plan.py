@@ -1,16 +1,14 @@
-"""The plan: what was decided, what it costs, and how good that is, as plain data.
+"""The public plan: a record of what was decided, rendered, verified, compared, saved and searched again.
 
-A plan holds no arrays and no compiled program. It can be printed, compared with `==`, written to JSON and read
-back without loss. The states of the operators (`decision`) are enough to lower the same program again without
-a search; `fingerprint` says which program that is.
+The data and its JSON form are `PlanRecord` (`_plan/record.py`), the texts are in `_report/`, the comparison with a
+compiled program in `_verify/`; this class gives users one object for them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,23 +16,15 @@ import jax
 from jax.sharding import NamedSharding
 
 from jshard._core.argument_checks import checked
-from jshard._core.errors import PlanMismatchError, ShardError
-from jshard._core.layout import Layout, MeshAxes
+from jshard._core.errors import ShardError
 from jshard._core.messages import type_with_article
-from jshard._plan.lazy_rows import LazyTuple
-from jshard._plan.records import (
-    CollectiveRow as CollectiveRow,
-    Cost as Cost,
-    Decision as Decision,
-    EntryRow as EntryRow,
-    LocalRow as LocalRow,
-    Memory as Memory,
-    OperatorRow as OperatorRow,
-    ProductBound as ProductBound,
-    StepLowerBound as StepLowerBound,
-    TensorRow as TensorRow,
-)
+from jshard._core.topology import Topology
+from jshard._plan.planner import make_plan
+from jshard._plan.record import PlanRecord, record_from_json
+from jshard._plan.records import TensorRow
 from jshard._plan.replan import Replanner
+from jshard._plan.request import PlanRequest
+from jshard._program.graph import Program
 from jshard._report.alternatives import Why, rank_alternatives
 from jshard._report.chrome_trace import chrome_trace_json
 from jshard._report.diff import Difference, compare_plans
@@ -43,17 +33,15 @@ from jshard._report.ir import ir_listing
 from jshard._report.markdown import markdown_report
 from jshard._report.operator_graph import graphviz_dot
 from jshard._report.text import rich_report, text_report
+from jshard._schedule.schedule import Schedule
 
 
 if TYPE_CHECKING:
     from jshard._verify import Verification
 
 
-JSON_VERSION = 1
-
-
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(PlanRecord):
     """The answer for one function and one set of shapes.
 
     `boundaries` are where values enter, go round and leave loops and branches: they compute nothing, and one layout
@@ -68,39 +56,11 @@ class Plan:
     (0, ['x', 'w'], True)
     """
 
-    name: str
-    level: int
-    search: str
-    mesh: MeshAxes
-    chip: str
-    fingerprint: str
-    inputs: tuple[TensorRow, ...]
-    outputs: tuple[TensorRow, ...]
-    operators: Sequence[OperatorRow]
-    collectives: tuple[CollectiveRow, ...]
-    cost: Cost
-    decision: Decision
-    memory_budget: float | None = None
-    unknown: tuple[str, ...] = ()
-    memory: Memory = Memory()
-    physics: StepLowerBound = StepLowerBound()
-    boundaries: Sequence[OperatorRow] = ()
-    local: Sequence[LocalRow] = ()
-    steps: tuple[str, ...] = dataclasses.field(default=(), compare=False)
-    entry: tuple[EntryRow, ...] = dataclasses.field(default=(), compare=False)
+    verification: Verification | None = dataclasses.field(default=None, compare=False, repr=False)
     jax_mesh: Any = dataclasses.field(default=None, compare=False, repr=False)
     in_tree: Any = dataclasses.field(default=None, compare=False, repr=False)
     out_tree: Any = dataclasses.field(default=None, compare=False, repr=False)
     search_again: Replanner | None = dataclasses.field(default=None, compare=False, repr=False)
-    verification: Verification | None = dataclasses.field(default=None, compare=False, repr=False)
-
-    @property
-    def bytes_by_kind(self) -> dict[str, float]:
-        """Bytes received per device and call, by kind of collective."""
-        out: dict[str, float] = {}
-        for c in self.collectives:
-            out[c.kind] = out.get(c.kind, 0.0) + c.total
-        return dict(sorted(out.items()))
 
     @property
     def in_shardings(self) -> Any:
@@ -220,9 +180,9 @@ class Plan:
         `pins`: path of an argument, result or tensor to an entry as in `in_strategy`; name of an operator to the
         pieces of each operand. Dotted paths go in a dict: `what_if(**{"params.*.w": (1, 8)})`.
         """
-        other = self._require_replanner("what_if").replan(pins)
-        other = dataclasses.replace(
-            other, jax_mesh=self.jax_mesh, in_tree=self.in_tree, out_tree=self.out_tree
+        replanner = self._require_replanner("what_if").with_pins(pins)
+        other = plan_of_record(
+            replanner.run(), replanner, jax_mesh=self.jax_mesh, in_tree=self.in_tree, out_tree=self.out_tree
         )
         return other, compare_plans(self, other)
 
@@ -235,68 +195,11 @@ class Plan:
             )
         return self.search_again
 
-    def to_json(self) -> str:
-        """The plan as JSON text; `from_json` gives an equal plan.
-
-        One object: `jshard` (the version of this form), then the fields of `Plan` that `==` compares. Rows are
-        objects with the fields of their classes, tuples are lists, and a layout is
-        `{"layout": [axes that cut each dimension], "partial": [axes]}`. Seconds and bytes are numbers.
-        """
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.compare}
-        parts = []
-        for key, value in {"jshard": JSON_VERSION, **_to_json_value(fields)}.items():
-            # One row a line, so that two files compare line by line.
-            rows = isinstance(value, list) and value and isinstance(value[0], dict)
-            text = "[\n " + ",\n ".join(map(_dumps, value)) + "\n]" if rows else _dumps(value)
-            parts.append(f"{json.dumps(key)}: {text}")
-        return "{\n" + ",\n".join(parts) + "\n}\n"
-
     @staticmethod
     @checked
     def from_json(text: str) -> Plan:
         """Read `to_json`'s text; another version is refused."""
-        try:
-            data = json.loads(text)
-        except ValueError:
-            data = None
-        if not isinstance(data, dict):
-            raise PlanMismatchError(
-                "this is no plan",
-                where="Plan.load",
-                fix="a file that plan.save(path) wrote, or plan.to_json()",
-            )
-        version = data.pop("jshard", None)
-        if version != JSON_VERSION:
-            raise PlanMismatchError(
-                f"this plan was written in version {version!r}, this jshard reads version {JSON_VERSION}",
-                where="Plan.load",
-                fix="plan again with this version: plan = f.plan(*args); plan.save(path)",
-            )
-        lacks = [
-            f.name for f in dataclasses.fields(Plan) if f.default is f.default_factory and f.name not in data
-        ]
-        if lacks:
-            raise PlanMismatchError(
-                f"this plan lacks {', '.join(lacks[:3])}",
-                where="Plan.load",
-                fix="a file that plan.save(path) wrote, whole",
-            )
-        rows = {
-            "inputs": TensorRow, "outputs": TensorRow, "operators": OperatorRow, "collectives": CollectiveRow,
-            "boundaries": OperatorRow, "local": LocalRow,
-        }  # fmt: skip
-        for key, kind in rows.items():
-            data[key] = tuple(kind(**_from_json_value(r)) for r in data.get(key, ()))
-        data["mesh"] = MeshAxes(**_from_json_value(data["mesh"]))
-        data["cost"] = Cost(**_from_json_value(data["cost"]))
-        data["decision"] = Decision(**_from_json_value(data["decision"]))
-        data["unknown"] = tuple(data["unknown"])
-        data["memory"] = Memory(**_from_json_value(data.get("memory", {})))
-        least = _from_json_value(data.get("physics", {}))
-        data["physics"] = StepLowerBound(
-            **{**least, "products": tuple(ProductBound(**n) for n in least.get("products", ()))}
-        )
-        return Plan(**data)
+        return record_from_json(Plan, text)
 
     @checked
     def save(self, path: str | Path) -> None:
@@ -322,25 +225,17 @@ def _is_compiled(program: Any) -> bool:
     return compiled or hasattr(program, "collectives") and not isinstance(program, Plan)
 
 
-def _dumps(x: Any) -> str:
-    return json.dumps(x, separators=(",", ":"))
+def plan_of_record(record: PlanRecord, replanner: Replanner | None = None, **fields: Any) -> Plan:
+    """The public plan of a record; `fields` are those that only `Plan` has."""
+    data = {f.name: getattr(record, f.name) for f in dataclasses.fields(PlanRecord)}
+    return Plan(**{**data, "search_again": replanner, **fields})
 
 
-def _to_json_value(x: Any) -> Any:
-    if isinstance(x, Layout):
-        return {"layout": [list(d) for d in x.dims], "partial": list(x.partial)}
-    if dataclasses.is_dataclass(x):
-        return {f.name: _to_json_value(getattr(x, f.name)) for f in dataclasses.fields(x)}
-    if isinstance(x, Mapping):
-        return {k: _to_json_value(v) for k, v in x.items()}
-    if isinstance(x, tuple | list | LazyTuple):
-        return [_to_json_value(v) for v in x]
-    return x.item() if hasattr(x, "item") else x
-
-
-def _from_json_value(x: Any) -> Any:
-    if isinstance(x, dict):
-        if "layout" in x and "partial" in x and len(x) == 2:
-            return Layout(tuple(map(tuple, x["layout"])), tuple(x["partial"]))
-        return {k: _from_json_value(v) for k, v in x.items()}
-    return tuple(map(_from_json_value, x)) if isinstance(x, list) else x
+def plan_program(
+    program: Program, topology: Topology, request: PlanRequest, on_progress: Callable[..., None] | None = None
+) -> tuple[Plan, Schedule]:
+    """Search a plan that can search again; returns it with the schedule it stands for."""
+    record, schedule = make_plan(program, topology, request, on_progress)
+    # Without the captured arrays: a plan keeps none alive.
+    bare = dataclasses.replace(program, constants=(), jaxpr=None)
+    return plan_of_record(record, Replanner(bare, topology, request)), schedule

@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from jshard import _jaxcompat as compat
 from jshard._api.call_pins import CallPins, SitePin, collect_pins, pins_of_arguments, pins_of_results
 from jshard._api.machine import auto_meshes, memory_budget, physical_topology, requested_mesh
-from jshard._api.plan import Plan
+from jshard._api.plan import Plan, plan_program
 from jshard._api.shard_request import ShardRequest, donated_leaves, static_values
 from jshard._api.state_matching import find_state_ties
 from jshard._api.trace_call import (
@@ -25,7 +25,8 @@ from jshard._core import topology as topologies
 from jshard._core.errors import SearchError
 from jshard._core.gc_pause import gc_paused
 from jshard._core.topology import Topology
-from jshard._plan.planner import PlanRequest, make_plan, schedule_of_plan
+from jshard._plan.replay import schedule_of_plan
+from jshard._plan.request import PlanRequest
 from jshard._program.graph import Program
 from jshard._program.user_shard_map import check_meshes
 from jshard._schedule.schedule import Schedule
@@ -172,14 +173,14 @@ def _plan_with_committed(
 ) -> _Planned:
     """A plan that keeps arguments in their committed shardings; if there is none, a plan without these pins."""
     if not committed:
-        return _Planned(*make_plan(program, topology, request, on_progress))
+        return _Planned(*plan_program(program, topology, request, on_progress))
     names = [program.operators[op].name for op, *_ in committed]
     first = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     try:
         with_committed = dataclasses.replace(request, pins=(*request.pins, *committed))
-        plan, schedule = make_plan(program, topology, with_committed, on_progress)
+        plan, schedule = plan_program(program, topology, with_committed, on_progress)
     except SearchError as error:
-        planned = _Planned(*make_plan(program, topology, request, on_progress))
+        planned = _Planned(*plan_program(program, topology, request, on_progress))
         return planned.with_steps(f"not as they lie: {first}, since {error.what}")
     number = {op: i for i, op in enumerate(program.inputs)}
     planned = _Planned(plan, schedule, frozenset(number[op] for op, *_ in committed))

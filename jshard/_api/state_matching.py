@@ -1,15 +1,16 @@
 """Which results are arguments handed back: they get the argument's layout, so that state goes round without moves.
 
-A result of the structure, shapes and dtypes of an argument is one (`find_ties`), and so is a tensor whose path
+A result of the structure, shapes and dtypes of an argument is one (`match_state`), and so is a tensor whose path
 says so: `bn.mean` of a result is `bn.mean` of the state, whatever container holds it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from jshard._plan.planner import match_state
+import jax
+
 from jshard._program.graph import Program
 from jshard._spec.entry import Pin
 
@@ -57,3 +58,33 @@ def _leaf_offsets(trees: Sequence[Any]) -> list[tuple[int, Any]]:
         out.append((at, t))
         at += t.num_leaves
     return out
+
+
+def match_state(
+    in_leaves: Sequence[Any],
+    out_leaves: Sequence[Any],
+    arguments: Sequence[tuple[int, Any]],
+    results: Sequence[tuple[int, Any]],
+    donated: Collection[int],
+    pinned: Collection[int],
+) -> list[tuple[int, int]]:
+    """(result leaf, argument leaf) pairs that share a layout, so that state can be passed from call to call.
+
+    An argument that is a container, or donated, is tied to the first result of the same structure, shapes and
+    dtypes. `arguments` and `results` are (first leaf, tree structure) in order; `pinned` are result leaves that
+    the user pinned, which stay free to differ.
+    """
+    ties, used = [], set()
+    for start, tree in arguments:
+        n = tree.num_leaves
+        if n == 0 or (jax.tree_util.treedef_is_leaf(tree) and start not in donated):
+            continue
+        avals = [(a.shape, a.dtype) for a in in_leaves[start : start + n]]
+        for k, (first, out_tree) in enumerate(results):
+            if k in used or out_tree != tree:
+                continue
+            if [(a.shape, a.dtype) for a in out_leaves[first : first + n]] == avals:
+                used.add(k)
+                ties += [(first + i, start + i) for i in range(n) if first + i not in pinned]
+                break
+    return ties

@@ -49,7 +49,7 @@ class Sweep:
     """
 
     name: str
-    points: tuple[PlanPoint, ...]
+    points: tuple[PlanPoint[Plan], ...]
 
     @property
     def plans(self) -> tuple[Plan, ...]:

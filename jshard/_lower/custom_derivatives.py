@@ -26,7 +26,8 @@ from jax.custom_derivatives import SymbolicZero
 from jshard import _jaxcompat as compat
 from jshard._core.layout import Layout
 from jshard._core.topology import Topology
-from jshard._plan.planner import PlanRequest, make_plan
+from jshard._plan.planner import make_plan
+from jshard._plan.request import PlanRequest
 from jshard._program.graph import Call, Literal, Program
 from jshard._program.trace import build
 from jshard._schedule.schedule import Schedule

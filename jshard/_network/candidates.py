@@ -57,6 +57,10 @@ class CandidateSet:
     def __len__(self) -> int:
         return len(self.candidates)
 
+    def index_of(self, axis_codes: tuple[int, ...]) -> int:
+        """Number of the candidate with these codes."""
+        return next(k for k, c in enumerate(self.candidates) if c is not None and c.axis_codes == axis_codes)
+
 
 LayoutTest = Callable[[Layout], bool]
 

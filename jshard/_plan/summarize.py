@@ -1,95 +1,116 @@
-"""The plan of a schedule, as plain data: cost, memory, and rows for tensors, operators and collectives.
+"""The record of a scheduled solution: cost, memory, and rows for tensors, operators and collectives.
 
-What the search decided comes in full. The rows of operators, which only a report, a file or a comparison reads,
-are made when they are asked for (`Later`).
+The decision comes in full. Rows of operators, which only a report, a file or a comparison needs, are made at their
+first use (`LazyTuple`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jshard._api.plan import Cost, Decision, Memory, OperatorRow, Plan, TensorRow
 from jshard._core.layout import Layout
 from jshard._plan.lazy_rows import LazyTuple
 from jshard._plan.local_program import local_rows
-from jshard._plan.schedule_cost import ScheduleCost
+from jshard._plan.record import PlanRecord
+from jshard._plan.records import Cost, Decision, Memory, OperatorRow, TensorRow
+from jshard._plan.scheduled_solution import ScheduledSolution
 from jshard._plan.step_lower_bound import step_lower_bound
+from jshard._program.fingerprint import dtype_name, fingerprint
 from jshard._program.graph import Literal, Program, operator_name
-from jshard._schedule.peak import PeakProfile
 from jshard._schedule.schedule import Assignment, Schedule
 
 
-def summarize(
-    made: Schedule,
-    request: Any,
-    found: ScheduleCost,
-    objective: float,
-    bound: float,
-    steps: Sequence[str],
-    held: PeakProfile,
-    unpriced: float = 0.0,
-    space: str = "",
-) -> Plan:
-    """The plan of a schedule that answers a problem under a wish; `found` is what the schedule costs."""
-    choice = made.assignment
-    program, topology = choice.program, choice.topology
-    a = program.use_def
-    equations = np.flatnonzero(a.has_kind("eqn")).tolist()
-    joints = np.flatnonzero(~a.has_kind("eqn", "input", "const", "output")).tolist()
+def summarize(solution: ScheduledSolution, space: str = "") -> PlanRecord:
+    """The record of a solution; `space` says which plans its bound is about, where that is not all of them."""
+    request, assignment, costs = solution.request, solution.schedule.assignment, solution.schedule_cost
+    program, topology = assignment.program, assignment.topology
+    equations = np.flatnonzero(program.use_def.has_kind("eqn")).tolist()
+    boundaries = np.flatnonzero(~program.use_def.has_kind("eqn", "input", "const", "output")).tolist()
     # A plan keeps no captured array alive.
-    bare = dataclasses.replace(choice, program=dataclasses.replace(program, constants=(), jaxpr=None))
-    moves = [(row.id, reader) for row, reader in found.collectives]
-    pinned = {(op, side, k) for op, side, k, _ in request.pins}
+    bare = dataclasses.replace(assignment, program=dataclasses.replace(program, constants=(), jaxpr=None))
+    collectives = [(row.id, op) for row, op in costs.collectives]
+    profile = solution.profile
+    inputs, outputs = _endpoint_rows(assignment, {(op, side, k) for op, side, k, _ in request.pins})
+    return PlanRecord(
+        name=program.name,
+        level=request.level,
+        search=request.search,
+        mesh=topology.mesh,
+        chip=topology.chip.name,
+        fingerprint=fingerprint(program),
+        inputs=inputs,
+        outputs=outputs,
+        operators=LazyTuple(
+            len(equations), lambda: operator_rows(bare, equations, collectives, costs.seconds)
+        ),
+        collectives=tuple(row for row, _ in costs.collectives),
+        cost=Cost(
+            objective=float(solution.objective),
+            bound=float(solution.bound),
+            compute=costs.compute,
+            redundant=costs.redundant_compute,
+            communication=costs.communication,
+            peak_bytes=profile.peak,
+            unit="B" if request.level == 1 else "s",
+            price=costs.price,
+            unpriced=solution.unpriced,
+            space=space,
+        ),
+        decision=_decision(assignment),
+        memory_budget=request.memory_limit,
+        unknown=costs.unknown,
+        memory=Memory(tuple([float(profile.curve.get(i, 0.0)) for i in equations]), profile.by_class),
+        boundaries=LazyTuple(len(boundaries), lambda: operator_rows(bare, boundaries, collectives)),
+        local=LazyTuple(None, lambda: local_rows(Schedule(bare))),
+        steps=solution.steps,
+        physics=step_lower_bound(assignment, request.donated),
+    )
+
+
+def _endpoint_rows(
+    assignment: Assignment, pinned: set[tuple[int, str, int]]
+) -> tuple[tuple[TensorRow, ...], tuple[TensorRow, ...]]:
+    """The rows of arguments and of results; `pinned` are the (operator, side, index) of the user's pins."""
+    program = assignment.program
+    operators = program.operators
     inputs = tuple(
-        _tensor_row(
-            program, i, choice.result_layout(program.operators[i].results[0]), (i, "result", 0) in pinned
-        )
+        _tensor_row(program, i, assignment.result_layout(operators[i].results[0]), (i, "result", 0) in pinned)
         for i in program.inputs
-        if program.operators[i].kind == "input"
+        if operators[i].kind == "input"
     )
     outputs = tuple(
-        _tensor_row(program, i, choice.operand_layout(i, 0), (i, "operand", 0) in pinned)
+        _tensor_row(program, i, assignment.operand_layout(i, 0), (i, "operand", 0) in pinned)
         for i in program.outputs
     )
-    cost = Cost(
-        float(objective), float(bound), found.compute, found.redundant_compute, found.communication, held.peak,
-        "B" if request.level == 1 else "s", found.price, unpriced, space,
-    )  # fmt: skip
-    memory = Memory(tuple([float(held.curve.get(i, 0.0)) for i in equations]), held.by_class)
-    return Plan(
-        name=program.name, level=request.level, search=request.search, mesh=topology.mesh, chip=topology.chip.name,
-        fingerprint=fingerprint(program), inputs=inputs, outputs=outputs,
-        operators=LazyTuple(len(equations), lambda: operator_rows(bare, equations, moves, found.seconds)),
-        collectives=tuple(r for r, _ in found.collectives), cost=cost, decision=_decision(choice),
-        memory_budget=request.memory_limit, unknown=found.unknown, memory=memory,
-        boundaries=LazyTuple(len(joints), lambda: operator_rows(bare, joints, moves)),
-        local=LazyTuple(None, lambda: local_rows(Schedule(bare))),
-        steps=tuple(steps), physics=step_lower_bound(choice, request.donated),
-    )  # fmt: skip
+    return inputs, outputs
 
 
 def operator_rows(
-    choice: Assignment,
-    which: Sequence[int],
-    moves: Sequence[tuple[int, int]],
+    assignment: Assignment,
+    operators: Sequence[int],
+    collectives: Sequence[tuple[int, int]],
     seconds: Sequence[float] | None = None,
 ) -> tuple[OperatorRow, ...]:
-    """Rows of some operators; `moves` are (number of a collective, operator that it is for)."""
-    by_reader: dict[int, list[int]] = {}
-    for number, reader in moves:
-        by_reader.setdefault(reader, []).append(number)
-    alike: dict[Any, tuple] = {}
-    times = [0.0] * len(which) if seconds is None else seconds
+    """Rows of some operators.
+
+    Arguments:
+
+    - `collectives`: (number of a collective, operator that it is for).
+    - `seconds`: of each of the operators, in all its runs; None for 0.
+    """
+    by_operator: dict[int, list[int]] = {}
+    for number, op in collectives:
+        by_operator.setdefault(op, []).append(number)
+    cache: dict[Any, _Tensors] = {}
+    times = [0.0] * len(operators) if seconds is None else seconds
     return tuple(
         [
-            _operator_row(choice, i, tuple(by_reader.get(i, ())), t, alike)
-            for i, t in zip(which, times, strict=True)
+            _operator_row(assignment, i, tuple(by_operator.get(i, ())), t, cache)
+            for i, t in zip(operators, times, strict=True)
         ]
     )
 
@@ -97,68 +118,78 @@ def operator_rows(
 def _tensor_row(program: Program, op: int, layout: Layout, pinned: bool) -> TensorRow:
     operator = program.operators[op]
     atom = operator.operands[0] if operator.kind == "output" else operator.results[0]
-    t: Any = atom.aval if isinstance(atom, Literal) else program.tensors[atom]
+    aval: Any = atom.aval if isinstance(atom, Literal) else program.tensors[atom]
     name = "" if isinstance(atom, Literal) else program.tensors[atom].name
-    return TensorRow(operator.name, tuple(t.shape), dtype_name(t.dtype), layout, pinned, name)
+    return TensorRow(operator.name, tuple(aval.shape), dtype_name(aval.dtype), layout, pinned, name)
+
+
+class _Tensors(NamedTuple):
+    """The operands and results of an operator in one state, equal for all operators of its class in that state."""
+
+    strategy: tuple[tuple[int, ...], ...]
+    operands: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    result_shapes: tuple[tuple[int, ...], ...]
+    operand_dtypes: tuple[str, ...]
+    result_dtypes: tuple[str, ...]
+
+
+def _tensors_of(assignment: Assignment, i: int) -> _Tensors:
+    op, candidates, k = assignment.program.operators[i], assignment.states[i], assignment.state[i]
+    tensors = assignment.program.tensors
+    operands = tuple(c.layout(k) for c in candidates.operands)
+    avals: list[Any] = [a.aval if isinstance(a, Literal) else tensors[a] for a in op.operands]
+    return _Tensors(
+        strategy=tuple(layout.cuts(assignment.topology.mesh) for layout in operands),
+        operands=operands,
+        results=tuple(c.layout(k) for c in candidates.results),
+        shapes=tuple(tuple(a.shape) for a in avals),
+        result_shapes=tuple(tensors[r].shape for r in op.results),
+        operand_dtypes=tuple(dtype_name(a.dtype) for a in avals),
+        result_dtypes=tuple(dtype_name(tensors[r].dtype) for r in op.results),
+    )
 
 
 def _operator_row(
-    choice: Assignment, i: int, moved: tuple[int, ...], seconds: float, shared_fields: dict[Any, tuple]
+    assignment: Assignment, i: int, collectives: tuple[int, ...], seconds: float, cache: dict[Any, _Tensors]
 ) -> OperatorRow:
-    """The row of an operator; `alike` keeps what operators of one form in one state have in common."""
-    op, s, k = choice.program.operators[i], choice.states[i], choice.state[i]
-    tensors = choice.program.tensors
-    key = (id(s), k) if op.kind == "eqn" else (id(s), k, i)
-    if key not in shared_fields:
-        ins = tuple(c.layout(k) for c in s.operands)
-        outs = tuple(c.layout(k) for c in s.results)
-        avals: list[Any] = [a.aval if isinstance(a, Literal) else tensors[a] for a in op.operands]
-        shared_fields[key] = (
-            tuple(lay.cuts(choice.topology.mesh) for lay in ins), ins, outs,
-            tuple(tuple(a.shape) for a in avals), tuple(tensors[r].shape for r in op.results),
-            tuple(dtype_name(a.dtype) for a in avals), tuple(dtype_name(tensors[r].dtype) for r in op.results),
-        )  # fmt: skip
-    strategy, ins, outs, shapes, result_shapes, dtypes, result_dtypes = shared_fields[key]
+    """The row of an operator; `cache` has the tensors of equations by candidate set and state."""
+    op, candidates, k = assignment.program.operators[i], assignment.states[i], assignment.state[i]
+    tensors = assignment.program.tensors
+    key = (id(candidates), k) if op.kind == "eqn" else (id(candidates), k, i)
+    if key not in cache:
+        cache[key] = _tensors_of(assignment, i)
+    shared = cache[key]
     return OperatorRow(
-        name=operator_name(op), primitive=op.primitive, module=op.module, source=op.source,
-        strategy=strategy, operands=ins, results=outs, shapes=shapes, result_shapes=result_shapes,
-        dtype=result_dtypes[0] if op.results else "", collectives=moved, repeat=op.repeat,
-        seconds=seconds, note=s.rule.note,
+        name=operator_name(op),
+        primitive=op.primitive,
+        module=op.module,
+        source=op.source,
+        dtype=shared.result_dtypes[0] if op.results else "",
+        collectives=collectives,
+        repeat=op.repeat,
+        seconds=seconds,
+        note=candidates.rule.note,
         reads=tuple(["" if isinstance(a, Literal) else tensors[a].name for a in op.operands]),
         writes=tuple([tensors[r].name for r in op.results]),
-        operand_dtypes=dtypes, result_dtypes=result_dtypes, turn=i in choice.program.in_unbounded_loops,
-    )  # fmt: skip
+        turn=i in assignment.program.in_unbounded_loops,
+        **shared._asdict(),
+    )
 
 
-@functools.lru_cache(maxsize=256)
-def dtype_name(dtype: Any) -> str:
-    """`str(dtype)`, which numpy composes anew each time."""
-    return str(dtype)
-
-
-def _decision(choice: Assignment) -> Decision:
-    alike, some = choice.alike
-    axes = [None if (c := choice.candidate(i)) is None else c.axis_codes for i in some]
-    candidates = tuple([axes[k] for k in alike.tolist()])
+def _decision(assignment: Assignment) -> Decision:
+    alike, representatives = assignment.alike
+    codes = [None if (c := assignment.candidate(i)) is None else c.axis_codes for i in representatives]
     endpoints = []
-    for i in np.flatnonzero(np.array([x is None for x in axes], dtype=bool)[alike]).tolist():
-        op = choice.program.operators[i]
-        endpoints.append(
-            (i, choice.operand_layout(i, 0) if op.kind == "output" else choice.result_layout(op.results[0]))
-        )
-    return Decision(candidates, tuple(endpoints), tuple(sorted(choice.relay.items())), choice.regather)
-
-
-def fingerprint(program: Program) -> str:
-    """A short hash of the program: operators, how they are joined, shapes and dtypes; not of names or sources."""
-    a = program.use_def
-    # Numbers are given in the order of the program, so they are the same in every process.
-    kinds = [(shape, dtype_name(dtype)) for shape, dtype in a.aval_ids]
-    literals = [str(x.value) for x in a.literals]
-    found = hashlib.sha256(repr((list(a.primitive_ids), kinds, literals)).encode())
-    for numbers in (
-        a.primitive_id, a.use_begin, a.use_tensor, a.use_operand, a.result_begin, a.result, a.aval_id, a.literal_op, a.literal_operand,
-    ):  # fmt: skip
-        found.update(np.asarray(numbers, dtype="<i8").tobytes())
-    found.update(np.asarray(a.repeat, dtype="<f8").tobytes())
-    return found.hexdigest()[:16]
+    for i in np.flatnonzero(np.array([c is None for c in codes], dtype=bool)[alike]).tolist():
+        op = assignment.program.operators[i]
+        is_output = op.kind == "output"
+        layout = assignment.operand_layout(i, 0) if is_output else assignment.result_layout(op.results[0])
+        endpoints.append((i, layout))
+    return Decision(
+        candidates=tuple([codes[k] for k in alike.tolist()]),
+        endpoints=tuple(endpoints),
+        relays=tuple(sorted(assignment.relay.items())),
+        regather=assignment.regather,
+    )

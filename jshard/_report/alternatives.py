@@ -17,7 +17,7 @@ from jshard._report.format_units import format_bytes, format_seconds
 
 
 if TYPE_CHECKING:
-    from jshard._api.plan import Plan
+    from jshard._plan.record import PlanRecord
     from jshard._plan.replan import Replanner
 
 
@@ -56,7 +56,7 @@ class Why:
 
 
 def rank_alternatives(
-    plan: Plan, again: Replanner, name: str, on_progress: Callable[[int, int], None] | None = None
+    plan: PlanRecord, again: Replanner, name: str, on_progress: Callable[[int, int], None] | None = None
 ) -> Why:
     """Force each alternative of a tensor or operator and plan again."""
     found = again.alternatives(name)
@@ -79,7 +79,7 @@ def rank_alternatives(
     return Why(name, kind, plan.cost.objective, plan.cost.unit, tuple(tried))
 
 
-def _replan_with(plan: Plan, again: Replanner, name: str, a: Alternative, chosen: bool) -> Alternative:
+def _replan_with(plan: PlanRecord, again: Replanner, name: str, a: Alternative, chosen: bool) -> Alternative:
     try:
         forced = again.replan({name: a.cuts})
     except MemoryBudgetError as e:

@@ -15,10 +15,10 @@ from jshard._report.totals import objective_text, optimality_text
 
 
 if TYPE_CHECKING:
-    from jshard._api.plan import Plan
+    from jshard._plan.record import PlanRecord
 
 
-def chrome_trace(plan: Plan, devices: int = 1) -> dict[str, Any]:
+def chrome_trace(plan: PlanRecord, devices: int = 1) -> dict[str, Any]:
     """Chrome's trace format: slices for operators and collectives, a counter for memory."""
     out: list[dict[str, Any]] = []
     live = dict(zip((r.name for r in plan.operators), plan.memory.curve, strict=False))
@@ -64,7 +64,7 @@ def chrome_trace(plan: Plan, devices: int = 1) -> dict[str, Any]:
     return {"traceEvents": out, "displayTimeUnit": "ns", "otherData": about}
 
 
-def chrome_trace_json(plan: Plan, devices: int = 1) -> str:
+def chrome_trace_json(plan: PlanRecord, devices: int = 1) -> str:
     """`trace` as text."""
     return json.dumps(chrome_trace(plan, devices), separators=(",", ":"))
 

@@ -8,26 +8,25 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, TypeVar
 
+from jshard._plan.record import PlanRecord
 from jshard._report.format_units import format_bytes, format_seconds
 from jshard._report.optional_imports import require
 from jshard._report.totals import received_bytes, step_seconds
 
 
-if TYPE_CHECKING:
-    from jshard._api.plan import Plan
-
-
 WIDTH = 100
+
+Record = TypeVar("Record", bound=PlanRecord, covariant=True)
 
 
 @dataclasses.dataclass(frozen=True)
-class PlanPoint:
+class PlanPoint(Generic[Record]):
     """One plan, or why there is none: `settings` are the names and values that led to it."""
 
     settings: tuple[tuple[str, Any], ...]
-    plan: Plan | None
+    plan: Record | None
     error: str = ""
 
     def setting(self, name: str) -> Any:

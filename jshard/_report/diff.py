@@ -14,7 +14,7 @@ from jshard._report.totals import step_seconds, traffic
 
 
 if TYPE_CHECKING:
-    from jshard._api.plan import Plan
+    from jshard._plan.record import PlanRecord
 
 
 MOST = 20  # lines of one kind
@@ -85,7 +85,7 @@ class Difference:
         return "\n".join(line if len(line) <= 100 else line[:98] + ".." for line in lines)
 
 
-def compare_plans(a: Plan, b: Plan) -> Difference:
+def compare_plans(a: PlanRecord, b: PlanRecord) -> Difference:
     """What plan `b` does differently from plan `a`; tensors and operators are matched by their names."""
     headings = [
         f"{title}: {x} -> {y}"
@@ -129,7 +129,7 @@ def compare_plans(a: Plan, b: Plan) -> Difference:
     return Difference(a.name, tuple(headings), tuple(tensors), tuple(operators), tuple(moved), figures)
 
 
-def regression_text(a: Plan, b: Plan) -> str:
+def regression_text(a: PlanRecord, b: PlanRecord) -> str:
     """In a few words what plan `b` spends more on than `a`, and at which operator most."""
     names = {"communication": "comm.", "redundant compute": "redundant", "peak memory": "peak"}
     said = []
@@ -146,7 +146,7 @@ def regression_text(a: Plan, b: Plan) -> str:
     return ", ".join(said)
 
 
-def _by_operator(p: Plan) -> dict[tuple[str, str, str], float]:
+def _by_operator(p: PlanRecord) -> dict[tuple[str, str, str], float]:
     out: dict[tuple[str, str, str], float] = {}
     for c in p.collectives:
         key = c.kind, "*".join(c.axes), c.operator

@@ -20,7 +20,7 @@ from jshard._report.timeline import events
 
 
 if TYPE_CHECKING:
-    from jshard._api.plan import Plan
+    from jshard._plan.record import PlanRecord
 
 
 PathParts = tuple[frozenset[str], ...]
@@ -76,7 +76,7 @@ def fold_tensors(rows: Sequence[TensorRow]) -> list[tuple[str, list[TensorRow]]]
     return [(common_pattern, [rows[n] for n in numbers]) for common_pattern, numbers in fold_paths(keys)]
 
 
-def results_placed_like_arguments(plan: Plan) -> tuple[list[tuple[str, str, int, int]], list[TensorRow]]:
+def results_placed_like_arguments(plan: PlanRecord) -> tuple[list[tuple[str, str, int, int]], list[TensorRow]]:
     """Containers among the results that lie as an argument, and the rows of results that remain to be listed.
 
     Each is (result, argument, tensors, how many of them differ in layout); those that differ remain.
@@ -139,7 +139,7 @@ class OperatorGroup:
         return self.compute + sum(m.seconds for m in self.collectives)
 
 
-def operator_groups(plan: Plan) -> list[OperatorGroup]:
+def operator_groups(plan: PlanRecord) -> list[OperatorGroup]:
     """Every operator and every collective of a plan, each in exactly one group, in program order."""
     rows = {c.id: c for c in plan.collectives}
     claimed = {i for r in plan.operators for i in r.collectives}

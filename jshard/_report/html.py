@@ -28,7 +28,7 @@ from jshard._report.totals import (
 
 
 if TYPE_CHECKING:
-    from jshard._api.plan import Plan
+    from jshard._plan.record import PlanRecord
 
 
 MAX_ROWS = 120  # rows of one table
@@ -46,7 +46,7 @@ LOWER_BOUND_FIGURES = (
 )  # of these a loop of unknown turns makes least values
 
 
-def html_page(plan: Plan) -> str:
+def html_page(plan: PlanRecord) -> str:
     """A whole HTML document."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -55,7 +55,7 @@ def html_page(plan: Plan) -> str:
     )
 
 
-def html_fragment(plan: Plan) -> str:
+def html_fragment(plan: PlanRecord) -> str:
     """The report as a piece of HTML with its own style and script."""
     files = importlib.resources.files("jshard._report")
     style, script = (files.joinpath(n).read_text(encoding="utf-8") for n in ("page.css", "page.js"))
@@ -89,7 +89,7 @@ def _details(title: str, body: str, open_: bool) -> str:
     return f"<details{' open' if open_ else ''}><summary>{escape(title)}</summary>{body}</details>"
 
 
-def _summary(plan: Plan) -> str:
+def _summary(plan: PlanRecord) -> str:
     values = {**formatted_totals(plan), "moved": format_bytes(sum(c.total for c in plan.collectives))}
     raw = {
         "step": step_seconds(plan), "compute": plan.cost.compute, "redundant": plan.cost.redundant,
@@ -162,7 +162,7 @@ def _group(g: OperatorGroup, whole: float) -> str:
     )
 
 
-def _legend(plan: Plan, layouts: list[str]) -> str:
+def _legend(plan: PlanRecord, layouts: list[str]) -> str:
     kinds = sorted({c.kind for c in plan.collectives})
     options = "".join(f'<option value="{k}">{k}</option>' for k in kinds)
     colours = "".join(
@@ -180,7 +180,7 @@ def _legend(plan: Plan, layouts: list[str]) -> str:
     )
 
 
-def _traffic(plan: Plan) -> str:
+def _traffic(plan: PlanRecord) -> str:
     rows = traffic(plan)
     if not rows:
         return "<p>no collectives</p>"
@@ -197,7 +197,7 @@ def _traffic(plan: Plan) -> str:
     return f"<table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _memory(plan: Plan) -> str:
+def _memory(plan: PlanRecord) -> str:
     held = "".join(
         f'<tr><td>{escape(name)}</td><td class="r">{format_bytes(b)}</td><td class="wide"><span class="bar">'
         f'<i class="compute" style="width:{100 * b / (plan.cost.peak_bytes or 1.0):.1f}%"></i></span></td></tr>'
@@ -225,7 +225,7 @@ def _cells(row: tuple[str, ...], widths: tuple[int, ...]) -> Iterable[str]:
         yield f"<td{right}>{indent}{escape(cell.strip())}</td>"
 
 
-def _script_data(plan: Plan) -> dict:
+def _script_data(plan: PlanRecord) -> dict:
     """What the script draws devices from: the mesh, and every tensor's shape and cut, alike ones once."""
     tensors = []
     for title, rows in (("argument", plan.inputs), ("result", plan.outputs)):

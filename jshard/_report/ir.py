@@ -19,13 +19,13 @@ from jshard._report.totals import USER_OWN
 
 
 if TYPE_CHECKING:
-    from jshard._api.plan import Plan
+    from jshard._plan.record import PlanRecord
 
 
 DTYPE_PREFIXES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c", "bool": "bool"}
 
 
-def ir_listing(plan: Plan, local: bool = False) -> str:
+def ir_listing(plan: PlanRecord, local: bool = False) -> str:
     """The plan as text, one line for each operator.
 
     With `local`, shapes are those of one device, every step of a move has a line of its own, and so have the ends of
@@ -43,13 +43,13 @@ def ir_listing(plan: Plan, local: bool = False) -> str:
     return "\n".join(lines)
 
 
-def _global(plan: Plan) -> Iterator[str]:
+def _global(plan: PlanRecord) -> Iterator[str]:
     for r in events(plan, boundaries=True):
         if isinstance(r, OperatorRow):
             yield _line(r, r.reads, r.shapes, r.result_shapes)
 
 
-def _local(plan: Plan) -> Iterator[str]:
+def _local(plan: PlanRecord) -> Iterator[str]:
     """Lines of one device."""
     if not plan.local:
         raise ShardError(

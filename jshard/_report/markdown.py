@@ -8,10 +8,10 @@ from jshard._report.text import Section, footer_lines, header_lines, sections
 
 
 if TYPE_CHECKING:
-    from jshard._api.plan import Plan
+    from jshard._plan.record import PlanRecord
 
 
-def markdown_report(plan: Plan) -> str:
+def markdown_report(plan: PlanRecord) -> str:
     """The whole report; headings are of the second level, so that it can stand in a page."""
     title, *proofs = header_lines(plan)
     parts = [f"## {title}", *(line.strip() for line in proofs)]

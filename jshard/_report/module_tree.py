@@ -9,7 +9,7 @@ from jshard._report.grouping import OperatorGroup, operator_groups, pattern, str
 
 
 if TYPE_CHECKING:
-    from jshard._api.plan import Plan
+    from jshard._plan.record import PlanRecord
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Branch:
         return sum(len(g.rows) for g in self.groups) + sum(b.operators for b in self.branches)
 
 
-def module_tree(plan: Plan) -> Branch:
+def module_tree(plan: PlanRecord) -> Branch:
     """All groups of a plan under their modules; what has no module stands under the function it was written in.
 
     Modules that differ in numbers only are one branch: `blocks.0-3`. Scopes that einsum opens are left out.

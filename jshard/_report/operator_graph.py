@@ -17,7 +17,7 @@ from jshard._report.timeline import program_index as place
 
 
 if TYPE_CHECKING:
-    from jshard._api.plan import Plan
+    from jshard._plan.record import PlanRecord
 
 
 MAX_UNFOLDED_NODES = 70  # nodes up to which every operator has its own
@@ -53,7 +53,7 @@ class OperatorGraph:
     edges: tuple[Edge, ...]
 
 
-def operator_graph(plan: Plan) -> OperatorGraph:
+def operator_graph(plan: PlanRecord) -> OperatorGraph:
     """The folded graph."""
     nodes, member = _nodes(plan)
     keep = _shown_nodes(plan, nodes, member)
@@ -100,7 +100,7 @@ def operator_graph(plan: Plan) -> OperatorGraph:
     )
 
 
-def _nodes(plan: Plan) -> tuple[list[Node], dict[tuple[str, str], int]]:
+def _nodes(plan: PlanRecord) -> tuple[list[Node], dict[tuple[str, str], int]]:
     nodes: list[Node] = []
     member: dict[tuple[str, str], int] = {}
     for path, same in fold_tensors(plan.inputs):
@@ -138,7 +138,7 @@ def _nodes(plan: Plan) -> tuple[list[Node], dict[tuple[str, str], int]]:
     return nodes, member
 
 
-def _shown_nodes(plan: Plan, nodes: list[Node], member: dict[tuple[str, str], int]) -> set[int]:
+def _shown_nodes(plan: PlanRecord, nodes: list[Node], member: dict[tuple[str, str], int]) -> set[int]:
     """Nodes that are shown: everything when there are few, else what is heavy, communicates, or has a name."""
     if len(nodes) <= MAX_UNFOLDED_NODES:
         return set(range(len(nodes)))
@@ -177,7 +177,7 @@ def edge_label(m: CollectiveGroup) -> str:
     return f"{m.kind}[{'*'.join(m.axes)}] {m.local}: {format_count(m.count)} x, {format_bytes(m.bytes)}, {format_seconds(m.seconds)}"
 
 
-def graphviz_dot(plan: Plan) -> str:
+def graphviz_dot(plan: PlanRecord) -> str:
     """The folded graph in Graphviz' language."""
     g = operator_graph(plan)
     palette: dict[str, int] = {}

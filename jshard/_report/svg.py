@@ -11,7 +11,7 @@ from jshard._report.operator_graph import OperatorGraph, edge_label, operator_gr
 
 
 if TYPE_CHECKING:
-    from jshard._api.plan import Plan
+    from jshard._plan.record import PlanRecord
 
 
 NODE_WIDTH, NODE_HEIGHT, GAP_X, GAP_Y = 178, 40, 22, 46
@@ -24,7 +24,7 @@ def hue(number: int) -> int:
     return HUES[number % len(HUES)] if number < len(HUES) else (number * 47) % 360
 
 
-def graph_svg(plan: Plan) -> tuple[str, list[str]]:
+def graph_svg(plan: PlanRecord) -> tuple[str, list[str]]:
     """The folded operator graph, coloured by layout, and the layouts in the order of their colours."""
     g = operator_graph(plan)
     pairs = [(e.source, e.target) for e in g.edges]
@@ -94,7 +94,7 @@ def _edges(g: OperatorGraph, at: list[tuple[int, int]], row: list[int]) -> list[
     return parts
 
 
-def memory_svg(plan: Plan) -> str:
+def memory_svg(plan: PlanRecord) -> str:
     """Live bytes while each operator runs, with the budget as a line; empty when the plan does not say."""
     curve = plan.memory.curve
     if not curve:

@@ -34,7 +34,7 @@ from jshard._report.totals import (
 
 
 if TYPE_CHECKING:
-    from jshard._api.plan import Plan
+    from jshard._plan.record import PlanRecord
 
 
 WIDTH = 100
@@ -59,7 +59,7 @@ class Section:
     omitted: str = ""
 
 
-def text_report(plan: Plan) -> str:
+def text_report(plan: PlanRecord) -> str:
     """The whole report."""
     lines = [_clip(line, WIDTH).rstrip() for section in sections(plan) for line in _table(section)]
     # What is proved is never cut short.
@@ -69,7 +69,7 @@ def text_report(plan: Plan) -> str:
     return "\n".join((*first, *lines, *(_clip(line, WIDTH).rstrip() for line in footer_lines(plan))))
 
 
-def rich_report(plan: Plan) -> Any:
+def rich_report(plan: PlanRecord) -> Any:
     """The report for `rich.print`: proof, collectives and pins stand out; only rich calls this."""
     page = require("rich.text", "report", "coloured output").Text(text_report(plan))
     proved = plan.cost.optimal and plan.search != "propagation"
@@ -82,7 +82,7 @@ def rich_report(plan: Plan) -> Any:
     return page
 
 
-def header_lines(plan: Plan) -> list[str]:
+def header_lines(plan: PlanRecord) -> list[str]:
     """Function, mesh, level, proof; how far from physics, where the plan has products that must receive something."""
     lines = [
         f"plan of {plan.name} on {plan.mesh} ({plan.mesh.total} x {plan.chip}), level {plan.level}: least {objective_text(plan)}",
@@ -94,7 +94,7 @@ def header_lines(plan: Plan) -> list[str]:
     return lines + ([f"  {lower_bound_text(plan)}"] if plan.physics.bytes else [])
 
 
-def sections(plan: Plan, most: int = MAX_ROWS) -> list[Section]:
+def sections(plan: PlanRecord, most: int = MAX_ROWS) -> list[Section]:
     """Arguments, results, operators, traffic; empty ones are left out."""
     said, rest = results_placed_like_arguments(plan)
     as_rows = [
@@ -112,7 +112,7 @@ def sections(plan: Plan, most: int = MAX_ROWS) -> list[Section]:
 
 
 def tensor_section(
-    title: str, rows: Sequence[TensorRow], plan: Plan, first: Sequence[tuple[str, ...]], most: int
+    title: str, rows: Sequence[TensorRow], plan: PlanRecord, first: Sequence[tuple[str, ...]], most: int
 ) -> Section:
     """Arguments or results: path, type, cut, layout; a star where the user pinned it."""
     out = list(first)
@@ -129,7 +129,7 @@ def tensor_section(
     )
 
 
-def entry_section(plan: Plan, most: int = MAX_ROWS) -> Section:
+def entry_section(plan: PlanRecord, most: int = MAX_ROWS) -> Section:
     """Arguments that lie elsewhere than the plan has them, and what moving them there receives."""
     moved = sorted(plan.entry, key=lambda e: -e.bytes)
     rows = [(e.path, e.lies, f"-> {e.planned}", f"{format_bytes(e.bytes)} received") for e in moved]
@@ -143,7 +143,7 @@ def entry_section(plan: Plan, most: int = MAX_ROWS) -> Section:
     return Section(title, ("path", "lies", "planned", "bytes"), tuple(rows[:most]), (30, 30, 20, 0), more)
 
 
-def operator_section(plan: Plan, most: int = MAX_ROWS) -> Section:
+def operator_section(plan: PlanRecord, most: int = MAX_ROWS) -> Section:
     """Operators that communicate or take time, folded; where there are too many, those that take most."""
     whole = step_seconds(plan) or 1.0
     worth = [
@@ -211,7 +211,7 @@ def group_location(g: OperatorGroup) -> str:
     return both if len(both) <= 25 else (module or line) + again
 
 
-def traffic_section(plan: Plan) -> Section:
+def traffic_section(plan: PlanRecord) -> Section:
     """Bytes and seconds by kind and by axes."""
     rows = [
         (
@@ -231,7 +231,7 @@ def traffic_section(plan: Plan) -> Section:
     )
 
 
-def footer_lines(plan: Plan, width: int = WIDTH) -> list[str]:
+def footer_lines(plan: PlanRecord, width: int = WIDTH) -> list[str]:
     """Seconds, memory by class, what was replicated for want of a rule; lists broken at `width` unless it is 0."""
     f = formatted_totals(plan)
     lines = [

@@ -14,10 +14,10 @@ from jshard._plan.records import CollectiveRow, OperatorRow
 
 
 if TYPE_CHECKING:
-    from jshard._api.plan import Plan
+    from jshard._plan.record import PlanRecord
 
 
-def events(plan: Plan, boundaries: bool = False) -> Iterator[OperatorRow | CollectiveRow]:
+def events(plan: PlanRecord, boundaries: bool = False) -> Iterator[OperatorRow | CollectiveRow]:
     """Every operator and every collective of the plan, each once; with `boundaries`, those of loops too."""
     rows = {c.id: c for c in plan.collectives}
     claimed = {i for r in plan.operators for i in r.collectives}

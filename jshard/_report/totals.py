@@ -12,7 +12,7 @@ from jshard._report.format_units import format_bytes, format_percent, format_sec
 
 
 if TYPE_CHECKING:
-    from jshard._api.plan import Plan
+    from jshard._plan.record import PlanRecord
 
 
 USER_OWN = "the user's own"
@@ -35,7 +35,7 @@ class Traffic:
     is_lower_bound: bool = False
 
 
-def traffic(plan: Plan) -> list[Traffic]:
+def traffic(plan: PlanRecord) -> list[Traffic]:
     """Traffic by kind and axes, sorted."""
     by: dict[tuple[str, str], list[float]] = {}
     open_ = {(c.kind, "*".join(c.axes)) for c in plan.collectives if c.turn}
@@ -51,27 +51,27 @@ def traffic(plan: Plan) -> list[Traffic]:
     ]
 
 
-def at_least_prefix(plan: Plan) -> str:
+def at_least_prefix(plan: PlanRecord) -> str:
     """What stands before totals of a program with a loop whose turns nobody knows: it counts as one turn."""
     return "at least " if any(r.turn for r in plan.boundaries) else ""
 
 
-def step_seconds(plan: Plan) -> float:
+def step_seconds(plan: PlanRecord) -> float:
     """Predicted seconds of one call: compute and communication, one after the other."""
     return plan.cost.compute + plan.cost.communication
 
 
-def received_bytes(plan: Plan) -> float:
+def received_bytes(plan: PlanRecord) -> float:
     """Bytes received by a device in one call."""
     return sum(c.total for c in plan.collectives)
 
 
-def objective_text(plan: Plan) -> str:
+def objective_text(plan: PlanRecord) -> str:
     """What the level minimises."""
     return ("communication and redundant compute", "peak memory", "step time")[plan.level]
 
 
-def optimality_text(plan: Plan) -> str:
+def optimality_text(plan: PlanRecord) -> str:
     """One sentence on how good the plan is; "optimal" only where cost equals the proved bound."""
     c = plan.cost
     shown = format_bytes(c.objective) if c.unit == "B" else format_seconds(c.objective)
@@ -88,7 +88,7 @@ def optimality_text(plan: Plan) -> str:
     return f"gap {100 * c.gap:.2g}%: cost {shown}, proved bound{among} {bound}"
 
 
-def lower_bound_text(plan: Plan) -> str:
+def lower_bound_text(plan: PlanRecord) -> str:
     """One sentence on how far the plan is from what nothing placed so could beat."""
     least, step = plan.physics, step_seconds(plan)
     return (
@@ -97,7 +97,7 @@ def lower_bound_text(plan: Plan) -> str:
     )
 
 
-def formatted_totals(plan: Plan) -> dict[str, str]:
+def formatted_totals(plan: PlanRecord) -> dict[str, str]:
     """The totals of a plan as shown in every form, by name."""
     c = plan.cost
     budget = "none" if plan.memory_budget is None else format_bytes(plan.memory_budget)

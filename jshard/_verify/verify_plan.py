@@ -1,7 +1,6 @@
 """Verification of a `Plan`: its own collectives, mesh and arguments against a compiled program.
 
-`Plan.verify(compiled)` is `verify_plan(plan, compiled)`. Only names of `Plan`'s fields are used here, so this
-file does not import it.
+`Plan.verify(compiled)` is `verify_plan(plan, compiled)`.
 """
 
 from __future__ import annotations
@@ -10,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from jshard._plan.record import PlanRecord
 from jshard._verify.compare import Verification, hlo_shape, verify_program
 from jshard._verify.match import Predicted
 
 
-def predicted_collectives(plan: Any) -> list[Predicted]:
+def predicted_collectives(plan: PlanRecord) -> list[Predicted]:
     """The collectives of a plan, numbered as the lowering names them; not those that the user wrote."""
     return [
         Predicted(c.kind, tuple(c.axes), float(c.bytes), f"{c.operator}", c.count, c.id, c.turn, c.dtype)
@@ -23,7 +23,7 @@ def predicted_collectives(plan: Any) -> list[Predicted]:
     ]
 
 
-def verify_plan(plan: Any, compiled: Any, *, slices: int = 1) -> Verification:
+def verify_plan(plan: PlanRecord, compiled: Any, *, slices: int = 1) -> Verification:
     """Hold a compiled program against the plan that it should be.
 
     Args:
@@ -43,7 +43,7 @@ def verify_plan(plan: Any, compiled: Any, *, slices: int = 1) -> Verification:
     )
 
 
-def local_input_types(plan: Any) -> list[str] | None:
+def local_input_types(plan: PlanRecord) -> list[str] | None:
     """Types of the plan's flat arguments as one device holds them; None when one has no HLO type."""
     out = []
     for row in plan.inputs:

@@ -141,9 +141,9 @@ def test_planning_does_not_hold_up_other_signatures(monkeypatch):
 @pytest.mark.parametrize(
     "where",
     [
-        "jshard._api.prepare.make_plan",
+        "jshard._api.prepare.plan_program",
         "jshard._api.trace_call.build",
-        "jshard._plan.planner.solve",
+        "jshard._plan.level_search.solve",
         "jshard._api.executable.spmd",
         "jax.stages.Lowered.compile",
         "jshard._jaxcompat.call_and_fastpath_data",

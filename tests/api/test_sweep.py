@@ -15,7 +15,7 @@ import pytest
 
 import jshard
 from jshard._api.pareto import Frontier, _pareto_front
-from jshard._plan.planner import PlanRequest
+from jshard._plan.request import PlanRequest
 from jshard._report.progress import progress, progress_line
 from jshard._report.totals import step_seconds
 from tests.helpers.models import ffn

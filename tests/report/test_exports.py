@@ -12,9 +12,9 @@ import subprocess
 import pytest
 
 import jshard
-from jshard._api.plan import JSON_VERSION
 from jshard._core.layout import MeshAxes
 from jshard._plan import records
+from jshard._plan.record import JSON_VERSION
 from jshard._report.chrome_trace import chrome_trace
 from jshard._report.operator_graph import operator_graph
 from tests.helpers.report_plans import NAMES, plan

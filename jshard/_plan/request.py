@@ -1,0 +1,87 @@
+"""What a plan is searched for: pins, ties of state, donation, level, budget and search, beside the program."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from jshard._core.layout import Layout
+from jshard._core.topology import Topology
+from jshard._network.build import Pins
+from jshard._network.candidates import LayoutTest
+from jshard._network.replication_price import REPLICATION_PRICE
+from jshard._spec.entry import Pin, satisfies
+
+
+Place = tuple[int, str, int]
+"""An operand or result of an operator: (operator, "operand" or "result", index)."""
+
+Force = tuple[int, str, int, str, LayoutTest]
+"""(operator, side, index, description, test of layouts): what `Plan.why` requires beside the user's pins."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PlanRequest:
+    """What to plan for.
+
+    - `pins`: (operator, side, index, pin) of the user.
+    - `ties`: (output operator, input operator) pairs that must have one layout: state that is passed from call to call.
+    - `donated`: flat indices of donated arguments.
+    - `level`: the objective, 0 to 2; `search`: "optimal" or "propagation".
+    - `memory_limit`: bytes a device, None for no limit.
+    - `seconds`, `gap`: when a search without memory ends; `gap` is relative.
+    - `memory_seconds`, `memory_gap`: the same under a budget and for the least peak. There the work is counted, so
+        that every machine finds the same plan; the seconds only end a search that takes far longer than it should.
+    - `forced`: what `Plan.why` requires beside the pins.
+    - `pinned_results`: output operators that the user pinned, where `pins` has others: an output pinned by
+        `Plan.what_if` changes no price.
+    """
+
+    pins: tuple[tuple[int, str, int, Pin], ...]
+    ties: tuple[tuple[int, int], ...] = ()
+    donated: tuple[int, ...] = ()
+    level: int = 0
+    search: str = "optimal"
+    memory_limit: float | None = None
+    seconds: float = 60.0
+    gap: float = 0.0
+    replication_price: float = REPLICATION_PRICE
+    memory_seconds: float = 240.0
+    memory_gap: float = 0.005
+    forced: tuple[Force, ...] = ()
+    pinned_results: tuple[int, ...] | None = None
+
+
+def pins_by_operator(
+    request: PlanRequest, topology: Topology, no_partial_sums: Collection[Place]
+) -> tuple[Pins, Pins]:
+    """The pins of a request and what it forces, by operator, as keys with tests of layouts.
+
+    `no_partial_sums` are operands and results that may not be partial sums.
+    """
+    pins: dict[int, list[tuple[str, int, Any, LayoutTest]]] = {}
+    for op, side, k in no_partial_sums:
+        pins.setdefault(op, []).append((side, k, "no partial sum", lambda layout: not layout.partial))
+    for op, side, k, pin in request.pins:
+        pins.setdefault(op, []).append((side, k, _key(pin, topology), _test(pin, topology)))
+    forced: dict[int, list[tuple[str, int, Any, LayoutTest]]] = {}
+    for op, side, k, key, test in request.forced:
+        forced.setdefault(op, []).append((side, k, key, test))
+    return pins, forced
+
+
+def merged_pins(pins: Pins, forced: Pins) -> Pins:
+    """Pins and forced layouts of each operator in one list."""
+    return {op: [*pins.get(op, ()), *forced.get(op, ())] for op in {**pins, **forced}}
+
+
+def _key(pin: Pin, topology: Topology) -> Layout | tuple[Sequence[int | None], Any]:
+    """What identifies a pin: its layout where it names all axes, else pieces and axes per dimension."""
+    if pin.axes is not None and all(a is not None for a in pin.axes):
+        return Layout(tuple(tuple(a for a in (d or ()) if topology.mesh.size(a) > 1) for d in pin.axes))
+    return pin.cuts, pin.axes
+
+
+def _test(pin: Pin, topology: Topology) -> Callable[[Layout], bool]:
+    return lambda layout: satisfies(pin, layout, topology.mesh)

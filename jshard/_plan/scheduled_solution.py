@@ -1,0 +1,147 @@
+"""A solution of the cost network as a schedule, with the schedule's own cost and peak memory.
+
+The network's cost is a relaxation of memory and, on large meshes, of shared copies; what a plan reports is measured on
+its schedule. Two changes are tried on the way: assignments of equal cost that compilers handle better
+(`tie_breaking.py`), and collectives repeated in the backward pass instead of keeping their results, where a plan
+exceeds its budget.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from jshard._network.build import PlanningNetwork
+from jshard._plan.request import PlanRequest
+from jshard._plan.schedule_cost import ScheduleCost, schedule_cost
+from jshard._plan.tie_breaking import break_ties
+from jshard._schedule.peak import PeakProfile, peak_profile
+from jshard._schedule.schedule import Schedule, assignment_of, schedule
+
+
+ROUNDING = 1e-9
+"""Relative: the network and the schedule add up the same seconds in different orders."""
+
+# Collectives are repeated only if the peak falls below this share: compilers follow such a plan only in part.
+_REGATHER_PEAK_RATIO = 0.95
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ScheduledSolution:
+    """A schedule with its cost and memory, and the bound of the search that found it.
+
+    `bound` is in the unit of `objective`. `peak_bound`: no plan has a lower peak, in bytes; 0 where that is not known.
+    `unpriced`: as in `Cost`.
+    """
+
+    network: PlanningNetwork
+    request: PlanRequest
+    schedule: Schedule
+    schedule_cost: ScheduleCost
+    bound: float
+    steps: tuple[str, ...]
+    profile: PeakProfile
+    peak_bound: float = 0.0
+    unpriced: float = 0.0
+
+    @property
+    def peak(self) -> float:
+        """Peak bytes a device."""
+        return self.profile.peak
+
+    @property
+    def cost(self) -> float:
+        """Seconds of the schedule and prices; at level 1 the seconds of a whole call, which break ties."""
+        return self.schedule_cost.objective(self.request.level)
+
+    @property
+    def objective(self) -> float:
+        """What the level minimises: bytes at level 1, else seconds."""
+        return self.peak if self.request.level == 1 else self.cost
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a search for it was interrupted."""
+        return any("interrupted" in s for s in self.steps)
+
+    def after(self, other: ScheduledSolution) -> ScheduledSolution:
+        """The solution of a search that followed another: it carries over the note that that was interrupted."""
+        if not other.interrupted or self.interrupted:
+            return self
+        return dataclasses.replace(self, steps=(*self.steps, "an earlier part of the search was interrupted"))
+
+
+def schedule_solution(
+    network: PlanningNetwork,
+    request: PlanRequest,
+    assignment: np.ndarray | Sequence[int],
+    bound: float,
+    steps: Sequence[str],
+    may_break_ties: bool = True,
+) -> ScheduledSolution:
+    """Schedule an assignment. Copy variables of a memory network at its end are dropped: the others imply them."""
+    assignment = np.asarray(assignment)[: network.cost_network.size]
+    solution = _measured(network, request, _schedule_of(network, assignment), bound, steps)
+    if may_break_ties and request.level == 2:
+        solution = _with_ties_broken(solution, assignment)
+    return _with_regathering(solution)
+
+
+def _schedule_of(network: PlanningNetwork, assignment: np.ndarray) -> Schedule:
+    return schedule(assignment_of(network, tuple(assignment.tolist())))
+
+
+def _measured(
+    network: PlanningNetwork, request: PlanRequest, made: Schedule, bound: float, steps: Sequence[str]
+) -> ScheduledSolution:
+    profile = peak_profile(made, network.liveness, request.donated)
+    return ScheduledSolution(
+        network, request, made, schedule_cost(made, network), float(bound), tuple(steps), profile
+    )
+
+
+def _with_ties_broken(solution: ScheduledSolution, assignment: np.ndarray) -> ScheduledSolution:
+    """The solution after tie breaking, unless its schedule costs more or exceeds both the peak before and the budget."""
+    network, request = solution.network, solution.request
+    changed = break_ties(network, assignment, request.ties)
+    if changed is assignment:
+        return solution
+    other = _measured(network, request, _schedule_of(network, changed), solution.bound, solution.steps)
+    cheap = other.cost <= solution.cost * (1 + ROUNDING)
+    return other if cheap and other.peak <= max(solution.peak, request.memory_limit or 0.0) else solution
+
+
+def _with_regathering(solution: ScheduledSolution) -> ScheduledSolution:
+    """The solution with collectives repeated in the backward pass, where that lowers a peak that is too high.
+
+    Not on CPU, whose compiler merges two equal collectives, nor for programs with loops, whose bodies reshard for
+    themselves.
+    """
+    network, request, made = solution.network, solution.request, solution.schedule
+    target = 0.0 if request.level == 1 else request.memory_limit
+    possible = network.topology.chip.name != "cpu" and made.arrays is not None
+    if not possible or target is None or solution.peak <= target:
+        return solution
+    regathering = schedule(dataclasses.replace(made.assignment, regather=True))
+    profile = _with_prefetched_gather(
+        regathering, peak_profile(regathering, network.liveness, request.donated)
+    )
+    if profile.peak >= _REGATHER_PEAK_RATIO * solution.peak:
+        return solution
+    cost = schedule_cost(regathering, network)
+    return dataclasses.replace(solution, schedule=regathering, schedule_cost=cost, profile=profile)
+
+
+def _with_prefetched_gather(made: Schedule, profile: PeakProfile) -> PeakProfile:
+    """The profile with the largest regathered copy once more: compilers begin a gather one product early."""
+    arrays = made.arrays
+    assert arrays is not None
+    nbytes = arrays.assignment.program.use_def.nbytes[arrays.tensor] / arrays.num_shards[arrays.target]
+    largest = float(nbytes[arrays.regathered & ~arrays.only_slices].max(initial=0.0))
+    return dataclasses.replace(
+        profile,
+        peak=profile.peak + largest,
+        by_class=(*profile.by_class, ("copies under way", largest)),
+    )
