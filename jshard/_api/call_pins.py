@@ -15,6 +15,7 @@ from jshard._api.shard_request import DeferredParameterPlan, ShardRequest
 from jshard._api.trace_call import TracedArguments, TracedProgram
 from jshard._core.topology import Topology
 from jshard._plan.operator_pins import joint_cuts
+from jshard._plan.request import Place
 from jshard._program.graph import Program
 from jshard._spec.committed_shardings import equivalent_axes
 from jshard._spec.entry import JointConstraint, Pin, parse_entry
@@ -24,41 +25,38 @@ from jshard._spec.strategies import pins_for_inputs, pins_for_outputs, without_s
 from jshard._spec.tree_paths import argument_names
 
 
-Site = tuple[int, str, int]
-"""A pinned tensor: (operator, "operand" or "result", index)."""
-
-SitePin = tuple[int, str, int, Pin]
-"""A site and its pin."""
+PlacedPin = tuple[int, str, int, Pin]
+"""A pin and its place: (operator, "operand" or "result", index, pin)."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CallPins:
-    """The pins of a call; `sites`, `pins` and `shapes` run in parallel: arguments, results, operators.
+    """The pins of a call; `places`, `pins` and `shapes` run in parallel: arguments, results, operators.
 
     `committed`: argument number -> (committed sharding, path), for arguments that nothing else pins.
     `joint`: what operators with several pins require of the mesh together.
     """
 
-    sites: list[Site]
+    places: list[Place]
     pins: list[Pin | None]
     shapes: list[tuple[int, ...]]
     committed: dict[int, tuple[NamedSharding, str]]
     joint: tuple[JointConstraint, ...]
 
-    def resolve(self, chosen: ChosenMesh, topology: Topology) -> tuple[list[SitePin], list[SitePin]]:
+    def resolve(self, chosen: ChosenMesh, topology: Topology) -> tuple[list[PlacedPin], list[PlacedPin]]:
         """In the axes of a mesh: the pins, and those that keep arguments in their committed shardings."""
         resolved = [
             _drop_unit_axes(resolve_pin(p, chosen, s), topology)
             for p, s in zip(self.pins, self.shapes, strict=True)
         ]
-        pinned = [(*w, p) for w, p in zip(self.sites, resolved, strict=True) if p is not None and not p.free]
+        pinned = [(*w, p) for w, p in zip(self.places, resolved, strict=True) if p is not None and not p.free]
         committed = []
         for i, (sharding, path) in self.committed.items():
             axes = equivalent_axes(sharding, self.shapes[i], chosen.mesh)
             if axes is None:
                 continue
             pin = Pin(tuple(chosen.axes.size(*d) for d in axes), axes, f"argument {path}, as it lies")
-            committed.append((*self.sites[i], _drop_unit_axes(pin, topology)))
+            committed.append((*self.places[i], _drop_unit_axes(pin, topology)))
         return pinned, committed
 
 
@@ -103,18 +101,18 @@ def collect_pins(
     """The pins of arguments, results and operators, and the committed shardings of the other arguments."""
     program = traced.program
     inner = _operator_pins(program)
-    sites: list[Site] = [(i, "result", 0) for i in program.inputs[: len(in_pins)]]
-    sites += [(i, "operand", 0) for i in program.outputs[: len(out_pins)]]
-    sites += [(op, side, k) for op, side, k, _ in inner]
+    places: list[Place] = [(i, "result", 0) for i in program.inputs[: len(in_pins)]]
+    places += [(i, "operand", 0) for i in program.outputs[: len(out_pins)]]
+    places += [(op, side, k) for op, side, k, _ in inner]
     shapes = [leaf.shape for leaf in call.leaves] + [o.shape for o in traced.avals]
     shapes += [_pinned_shape(program, op, side, k) for op, side, k, _ in inner]
     free = {i for i, p in enumerate(in_pins) if (p is None or p.free) and request.plan is None}
     committed = {i: (s, call.leaves[i].path) for i, s in call.placement.sharded if i in free}
     joint = joint_cuts(program, inner, len(in_pins) + len(out_pins))
-    return CallPins(sites, [*in_pins, *out_pins, *(p for *_, p in inner)], shapes, committed, joint)
+    return CallPins(places, [*in_pins, *out_pins, *(p for *_, p in inner)], shapes, committed, joint)
 
 
-def program_pins(program: Program, chosen: ChosenMesh, topology: Topology) -> list[SitePin]:
+def program_pins(program: Program, chosen: ChosenMesh, topology: Topology) -> list[PlacedPin]:
     """Pins that the user's code puts on operators, in the axes of a mesh."""
     out = []
     for op, side, k, pin in _operator_pins(program):
@@ -124,7 +122,7 @@ def program_pins(program: Program, chosen: ChosenMesh, topology: Topology) -> li
     return out
 
 
-def _operator_pins(program: Program) -> list[SitePin]:
+def _operator_pins(program: Program) -> list[PlacedPin]:
     """Pins that `jshard.op` and sharding constraints left in the program."""
     out = []
     for op, side, k, pin in program.pins:

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import AxisType
 
 from jshard import _jaxcompat as compat
-from jshard._api.call_pins import CallPins, SitePin, collect_pins, pins_of_arguments, pins_of_results
+from jshard._api.call_pins import CallPins, PlacedPin, collect_pins, pins_of_arguments, pins_of_results
 from jshard._api.machine import auto_meshes, memory_budget, physical_topology, requested_mesh
 from jshard._api.plan import Plan, plan_program
 from jshard._api.shard_request import ShardRequest, donated_leaves, static_values
@@ -168,7 +168,7 @@ def _plan_with_committed(
     program: Program,
     topology: Topology,
     request: PlanRequest,
-    committed: Sequence[SitePin],
+    committed: Sequence[PlacedPin],
     on_progress: OnProgress,
 ) -> _Planned:
     """A plan that keeps arguments in their committed shardings; if there is none, a plan without these pins."""
