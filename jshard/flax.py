@@ -34,10 +34,10 @@ from jshard._api.plan import Plan
 from jshard._api.shard import Sharded
 from jshard._core.argument_checks import checked
 from jshard._core.errors import ShardError
+from jshard._core.messages import type_with_article
 from jshard._flax import linen as _linen, metadata as _pins, nnx as _nnx
 from jshard._flax.module_call import OnClassError
 from jshard._flax.placement import init as init, place as place, shardings_for as shardings_for
-from jshard._spec.entry import type_with_article
 from jshard._spec.tree_paths import path_name as path_name
 
 

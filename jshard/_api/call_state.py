@@ -1,14 +1,14 @@
-"""State that a function changes: how it looks to the user, what is captured, and what cannot be carried.
+"""Mutable state around a sharded function: what it captures, and which objects cannot be arguments.
 
-JAX sees arrays and containers of arrays. An object that holds arrays and is no container to JAX is either carried by
-its library (`jshard._flax.function`: split into arrays before the call, written back after it), or refused by name:
-what a traced function changes in it would be lost, and no loss would say so.
+JAX traces arrays in pytrees. An object that holds arrays and is no pytree is either supported by its library (Flax's
+nnx, `_flax/function.py`: split into arrays before the call, written back after it), or refused with its path: what a
+traced function writes to it would be lost silently.
 
 >>> state = {"total": jax.numpy.zeros(())}
 >>> def count(x):
 ...     state["total"] = state["total"] + x.sum()
 ...     return state["total"]
->>> with unchanged(count, (), "count"):
+>>> with refuse_captured_writes(count, (), "count"):
 ...     jaxpr = jax.make_jaxpr(count)(jax.numpy.ones(3))
 Traceback (most recent call last):
 ...
@@ -34,20 +34,20 @@ import numpy as np
 
 from jshard import _jaxcompat as compat
 from jshard._core.errors import ArgumentError, ShardError
-from jshard._spec.entry import describe_value, type_with_article
+from jshard._core.messages import describe_value, type_with_article
 from jshard._spec.tree_paths import input_leaves
 
 
 MAX_SEARCHED_OBJECTS = 50_000
-"""Captured objects that are looked at; a function that captures more is not searched to the end."""
+"""Limit of the search for captured state, in objects; a function that captures more is searched only so far."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class View:
-    """How a function of split state looks to its user.
+    """How the user sees the arguments and results of a function whose state was split into arrays.
 
-    `arguments`: (args, kwargs) as the function takes them -> the same, with the same leaves, as they are named.
-    `results`: what the function returns -> the user's result, whose leaves come first, and the paths of the others.
+    - `arguments`: (args, kwargs) of the function -> the same leaves in the user's containers.
+    - `results`: result of the function -> the user's result, whose leaves come first, and the paths of the other leaves.
     """
 
     arguments: Callable[[tuple, dict[str, Any]], tuple[tuple, dict[str, Any]]] = lambda args, kwargs: (
@@ -60,7 +60,7 @@ class View:
 def not_an_array(
     name: str, args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]
 ) -> ArgumentError:
-    """The error for the first leaf of a call that JAX takes for no array."""
+    """The error for the first leaf of a call that is no array in JAX."""
     leaves = jax.tree.leaves((tuple(args), dict(kwargs)))
     for leaf, about in zip(leaves, input_leaves(args, kwargs, names), strict=True):
         if compat.array_type(leaf) is None or compat.is_ref(leaf):
@@ -83,8 +83,8 @@ def _not_an_array_error(name: str, leaf: Any, path: str, argument: str) -> Argum
             where=where,
             fix=f"its array: jax.numpy.asarray({path})",
         )
-    inside = _slots([("", leaf)])
-    held = next((p.path[1:] for p in inside if any(map(_is_array, jax.tree.leaves(p.value)))), None)
+    slots = _slots([("", leaf)])
+    held = next((s.path[1:] for s in slots if any(map(_is_array, jax.tree.leaves(s.value)))), None)
     if held is not None:
         if dataclasses.is_dataclass(leaf):
             fix = f"jax.tree_util.register_dataclass({cls}), so that JAX knows its fields"
@@ -108,7 +108,7 @@ def _not_an_array_error(name: str, leaf: Any, path: str, argument: str) -> Argum
 
 
 def refuse_refs(constants: Sequence[Any], fn: Any, name: str) -> None:
-    """Refuse mutable arrays among what a traced function captured."""
+    """Raise `ShardError` for a mutable array (`jax.Ref`) among the captured constants of a trace."""
     for ref in filter(compat.is_ref, constants):
         path = next((path for path, value in captured(fn) if value is ref), "ref")
         raise ShardError(
@@ -128,20 +128,20 @@ def _hashable(value: Any) -> bool:
 
 @contextlib.contextmanager
 def refuse_captured_writes(fn: Any, others: Sequence[tuple[str, Any]], name: str) -> Iterator[None]:
-    """While `fn` is traced: refuse that it puts traced values into objects that it captures, and put them back.
+    """Context of a trace of `fn`: raise `ShardError` if it writes traced values into captured objects, and undo that.
 
-    `others` are more (path, object) that it reaches, such as static arguments.
+    `others`: further (path, object) pairs that it can reach, such as static arguments.
     """
-    before = [p for p in _slots([*captured(fn), *others]) if p.key is not None]
+    writable = [s for s in _slots([*captured(fn), *others]) if s.key is not None]
     try:
         yield
     finally:
-        lost = [p for p in before if p.holds_leaked_tracer]
-        for p in reversed(lost):
-            p.restore()
-    if lost:
-        path = lost[0].path
-        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        written = [s for s in writable if s.holds_leaked_tracer]
+        for s in reversed(written):
+            s.restore()
+    if written:
+        path = written[0].path
+        more = f" and {len(written) - 1} more" if len(written) > 1 else ""
         raise ShardError(
             f"{name} sets {path}{more}, which it captures: only its trace would see that",
             where=f"{path}, captured by {name}",
@@ -150,22 +150,22 @@ def refuse_captured_writes(fn: Any, others: Sequence[tuple[str, Any]], name: str
 
 
 def captured(fn: Any) -> Iterator[tuple[str, Any]]:
-    """(name, object) of everything a function reaches beside its arguments: closures, defaults, globals it names.
+    """(name, object) of everything a function can reach beside its arguments: closures, defaults, globals.
 
     >>> scale, shift = [2.0], {"by": 1.0}
     >>> [name for name, _ in captured(lambda x: x * scale[0] + shift["by"])]
     ['scale', 'shift']
     """
     seen: set[int] = set()
-    ahead = [_attributes(fn).get("__wrapped__", fn), fn]
-    while ahead and len(seen) < MAX_SEARCHED_OBJECTS:
-        f = ahead.pop(0)
+    queue = [_attributes(fn).get("__wrapped__", fn), fn]
+    while queue and len(seen) < MAX_SEARCHED_OBJECTS:
+        f = queue.pop(0)
         if id(f) in seen:
             continue
         seen.add(id(f))
         for path, value in _direct_references(f):
             inner = _attributes(value).get("__wrapped__")
-            ahead += [v for v in (value, inner) if isinstance(v, types.FunctionType | functools.partial)]
+            queue += [v for v in (value, inner) if isinstance(v, types.FunctionType | functools.partial)]
             if not _is_opaque(value):
                 yield path, value
 
@@ -180,18 +180,18 @@ def _direct_references(fn: Any) -> Iterator[tuple[str, Any]]:
         yield "func", fn.__func__
     elif isinstance(fn, types.FunctionType):
         for cell_name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-            with contextlib.suppress(ValueError):  # a cell that is empty yet
+            with contextlib.suppress(ValueError):  # an empty cell
                 yield cell_name, cell.cell_contents
         yield from ((f"default {i}", d) for i, d in enumerate(fn.__defaults__ or ()))
         yield from (fn.__kwdefaults__ or {}).items()
-        found = fn.__globals__
-        yield from ((n, found[n]) for n in dict.fromkeys(_global_names(fn.__code__)) if n in found)
+        values = fn.__globals__
+        yield from ((n, values[n]) for n in dict.fromkeys(_global_names(fn.__code__)) if n in values)
     elif not _is_opaque(fn):
-        yield type(fn).__name__, fn  # an object that is called
+        yield type(fn).__name__, fn  # a callable object
 
 
 def _global_names(code: types.CodeType) -> Iterator[str]:
-    """Names that code reads from its module: `co_names` would have those of attributes too."""
+    """Global names that code loads; `co_names` would include attributes."""
     yield from (i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -199,7 +199,11 @@ def _global_names(code: types.CodeType) -> Iterator[str]:
 
 
 class _Slot(NamedTuple):
-    """Where an object holds a value: below `above`, a place or the name of a root; the key is None where nobody sets it."""
+    """A place in an object that holds a value.
+
+    `parent`: the slot of the container, or the name of a root. `label`: key, index or attribute in the path. `key`: the
+    same for writing; None if the container is immutable.
+    """
 
     parent: Any
     label: Any
@@ -209,17 +213,17 @@ class _Slot(NamedTuple):
 
     @property
     def path(self) -> str:
-        """As the user writes it: `state.layers[0]['w']`."""
-        steps, here = [], self
-        while isinstance(here, _Slot):
-            index = isinstance(here.container, dict | list | tuple)
-            steps.append(f"[{here.label!r}]" if index else f".{here.label}")
-            here = here.parent
-        return str(here) + "".join(reversed(steps))
+        """As Python source: `state.layers[0]['w']`."""
+        steps, slot = [], self
+        while isinstance(slot, _Slot):
+            index = isinstance(slot.container, dict | list | tuple)
+            steps.append(f"[{slot.label!r}]" if index else f".{slot.label}")
+            slot = slot.parent
+        return str(slot) + "".join(reversed(steps))
 
     @property
     def holds_leaked_tracer(self) -> bool:
-        """Whether arrays or numbers were here and traced values are now."""
+        """Whether the slot held arrays or numbers, and holds traced values now."""
         if isinstance(self.container, list):
             now = self.container[self.key] if self.key < len(self.container) else self.value
         else:
@@ -228,7 +232,7 @@ class _Slot(NamedTuple):
         return now is not self.value and _contains(now, compat.is_tracer) and _contains(self.value, _numeric)
 
     def restore(self) -> None:
-        """Put back what was here."""
+        """Write the original value back."""
         (self.container if isinstance(self.container, dict | list) else vars(self.container))[self.key] = (
             self.value
         )
@@ -243,24 +247,26 @@ def _numeric(value: Any) -> bool:
 
 
 def _contains(root: Any, test: Callable[[Any], bool]) -> bool:
-    """Whether the test holds for an object or for anything in it."""
-    return test(root) or any(test(p.value) for p in _slots([("", root)]))
+    """Whether the test holds for an object or anything reachable from it."""
+    return test(root) or any(test(s.value) for s in _slots([("", root)]))
 
 
 def _slots(roots: Sequence[tuple[str, Any]]) -> Iterator[_Slot]:
-    """Everything that objects hold; those of libraries are not searched."""
+    """The slots of all objects reachable from `roots`, (path, object) pairs; objects of libraries are not searched."""
     seen: set[int] = set()
-    ahead: list[tuple[Any, Any]] = list(roots)[::-1]
-    while ahead and len(seen) < MAX_SEARCHED_OBJECTS:
-        above, here = ahead.pop()
-        if id(here) in seen:
+    stack: list[tuple[Any, Any]] = list(roots)[::-1]
+    while stack and len(seen) < MAX_SEARCHED_OBJECTS:
+        parent, container = stack.pop()
+        if id(container) in seen:
             continue
-        seen.add(id(here))
-        if type(here).__module__.partition(".")[0] in _UNSEARCHED_LIBRARIES:
+        seen.add(id(container))
+        if type(container).__module__.partition(".")[0] in _UNSEARCHED_LIBRARIES:
             continue
-        found = [_Slot(above, written, here, key, value) for written, key, value in _direct_slots(here)]
-        yield from found
-        ahead += [(p, p.value) for p in reversed(found) if not _is_opaque(p.value)]
+        slots = [
+            _Slot(parent, label, container, key, value) for label, key, value in _direct_slots(container)
+        ]
+        yield from slots
+        stack += [(s, s.value) for s in reversed(slots) if not _is_opaque(s.value)]
 
 
 _OPAQUE_TYPES = (
@@ -270,32 +276,32 @@ _OPAQUE_TYPES = (
 _UNSEARCHED_LIBRARIES = frozenset(
     ("jax", "jaxlib", "numpy", "scipy", "flax", "jshard", "logging", "threading", "_thread")
 )
-"""Whose objects hold nothing that a user sets: not searched."""
+"""Libraries whose objects hold no state that user code writes."""
 
 
 def _is_opaque(value: Any) -> bool:
-    """Whether nothing in a value is looked at; a proxy that does not even tell its class is left alone."""
+    """Whether a value is not searched; so for a proxy whose class cannot be read."""
     try:
         return isinstance(value, _OPAQUE_TYPES)
     except Exception:
         return True
 
 
-def _direct_slots(here: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """(how it is written, key or None, value) of what an object holds directly."""
-    if _is_opaque(here):
+def _direct_slots(container: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """(label, key or None, value) of the direct contents of an object."""
+    if _is_opaque(container):
         return
-    if isinstance(here, dict):
-        yield from ((k, k, v) for k, v in list(here.items()))
-    elif isinstance(here, list | tuple):
-        settable = isinstance(here, list)
-        yield from ((i, i if settable else None, v) for i, v in enumerate(here))
+    if isinstance(container, dict):
+        yield from ((k, k, v) for k, v in list(container.items()))
+    elif isinstance(container, list | tuple):
+        settable = isinstance(container, list)
+        yield from ((i, i if settable else None, v) for i, v in enumerate(container))
     else:
-        yield from ((k, k, v) for k, v in list(_attributes(here).items()))
+        yield from ((k, k, v) for k, v in list(_attributes(container).items()))
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """An object's own attributes: no properties, no `__getattr__` of the user's."""
+    """An object's own `__dict__`: no properties, and no call of a user's `__getattr__`."""
     try:
         own = object.__getattribute__(value, "__dict__")
     except AttributeError:

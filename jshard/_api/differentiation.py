@@ -1,20 +1,21 @@
-"""Forward and backward priced together: the layouts of a function that is differentiated.
+"""Layouts of a function that JAX differentiates from outside: forward and backward pass planned together.
 
-The cheapest plan of a forward pass may be a bad one for training: cutting the batch costs a forward pass nothing,
-but its gradients are summed over all devices. So when JAX differentiates a sharded function, its program and the
-pull-back of the arguments that are differentiated are planned as one program, under the same pins; a gradient
-lies as its argument does, a cotangent as its result. The forward pass takes its layouts and strategies from that
-plan, and the transposes of its collectives are the backward pass.
+The cheapest plan of a forward pass may be a bad one for training: sharding the batch costs the forward pass nothing,
+but its gradients are then summed over all devices. So when JAX differentiates a sharded function, its program and the
+vector-Jacobian product of the differentiated arguments are planned as one joint program under the same pins, where a
+gradient has the layout of its argument and a cotangent that of its result. The forward pass takes its layouts and
+strategies from this plan; the transposes of its collectives are the backward pass.
 
-Operators of the forward pass are found again in the joint program by what they do and where they are written, in
-order; where their number differs (a rule was replaced by its derivative) they stay free and follow the others.
+Operators of the forward pass are matched to those of the joint program by what they compute and their source line, in
+order. Where the numbers of such operators differ (a derivative rule replaced a function), they are not matched, and
+the search of the forward pass chooses their layouts.
 
 >>> import jax, jax.numpy as jnp, jshard
 >>> from jshard._api.prepare import prepare
 >>> f = jshard.shard(lambda w, x: jnp.sum((x @ w) ** 2))
->>> p = prepare(f._request, (jnp.ones((8, 8)), jnp.ones((64, 8))), {})
->>> layouts = [for_training(p, (0,)).schedule.choice.made(t).dims for t in (0, 1)]
->>> p.plan.inputs[0].layout.dims, len(layouts)
+>>> p = prepare(f.request, (jnp.ones((8, 8)), jnp.ones((64, 8))), {})
+>>> assignment = plan_for_gradient(p, (0,)).schedule.assignment
+>>> p.plan.inputs[0].layout.dims, len(assignment.result_layout(0).dims)
 (((), ()), 2)
 """
 
@@ -28,79 +29,106 @@ import jax
 import numpy as np
 
 from jshard import _jaxcompat as compat
-from jshard._api.prepare import PlannedCall, program_pins
+from jshard._api.call_pins import program_pins
+from jshard._api.prepare import PlannedCall
 from jshard._core.errors import SearchError
 from jshard._core.layout import Layout
 from jshard._plan.planner import make_plan
-from jshard._plan.request import PlanRequest
+from jshard._plan.replan import Replanner
+from jshard._plan.request import Force, PlanRequest
 from jshard._program.graph import Literal, Operator, Program
 from jshard._program.trace import build
 from jshard._schedule.schedule import Assignment, Schedule
 
 
 NOTE_PREFIX = "differentiated from outside"
-"""How the steps of a plan begin that say what became of the backward pass."""
+"""First words of the steps of a plan that report how the backward pass was planned."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ForwardSchedule:
-    """The schedule of a forward pass that is differentiated; `said`: why the backward pass was not planned with it."""
+    """The schedule of a forward pass under differentiation.
+
+    `note`: for the plan's steps, why the two passes could not be planned (fully) together; "" if they were.
+    """
 
     schedule: Schedule
     note: str = ""
 
 
-def plan_for_gradient(prepared: PlannedCall, differentiated: Sequence[int]) -> ForwardSchedule:
-    """The schedule of the forward pass when the flat arguments `moving` are differentiated."""
-    again, program = prepared.plan.search_again, prepared.schedule.assignment.program
-    paths = [program.operators[i].name for i in program.inputs]
-    of = (
-        f" ({', '.join(paths[i] for i in differentiated[:3])}{', ...' if len(differentiated) > 3 else ''})"
-        if differentiated
-        else ""
-    )
+@dataclasses.dataclass(frozen=True, eq=False)
+class _JointProgram:
+    """A forward pass followed by its vector-Jacobian product.
 
-    def as_it_is(why: str) -> ForwardSchedule:
+    Inputs: those of the forward pass, then a cotangent for each result in `with_cotangent`. Outputs: those of the
+    forward pass, then a gradient for each argument in `differentiated`. All by number.
+    """
+
+    program: Program
+    differentiated: Sequence[int]
+    with_cotangent: Sequence[int]
+
+
+def plan_for_gradient(prepared: PlannedCall, differentiated: Sequence[int]) -> ForwardSchedule:
+    """The schedule of the forward pass if the flat arguments `differentiated`, by number, have tangents."""
+    replanner, program = prepared.plan.search_again, prepared.schedule.assignment.program
+    of = _argument_list(program, differentiated)
+
+    def alone(why: str) -> ForwardSchedule:
         return ForwardSchedule(prepared.schedule, planned_alone_note(of, why))
 
     differentiated = [i for i in differentiated if i < len(prepared.in_avals)]
-    if prepared.request.plan is not None or again is None:
-        return as_it_is("plan= gives the forward pass")
-    if again.request.search != "optimal":
-        return as_it_is(f"search={again.request.search!r} plans a program as it stands")
+    if prepared.request.plan is not None or replanner is None:
+        return alone("plan= gives the forward pass")
+    if replanner.request.search != "optimal":
+        return alone(f"search={replanner.request.search!r} plans a program as it stands")
     if any(compat.is_tracer(c) for c in program.constants):
-        return as_it_is("the function closes over values that are being traced")
+        return alone("the function closes over values that are being traced")
     if not differentiated:
-        return as_it_is("only what the function closes over is differentiated")
+        return alone("only what the function closes over is differentiated")
     try:
         joint = _joint_program(program, prepared.in_avals, differentiated)
-    except Exception as e:  # no pull-back, as of a `while`: JAX itself says so where one is asked for
-        return as_it_is(f"JAX gives no pull-back of it: {type(e).__name__}: {_first_line(e)}")
+    except Exception as e:  # no derivative, as of `while`: the user's own `jax.grad` reports it
+        return alone(f"JAX gives no pull-back of it: {type(e).__name__}: {_first_line(e)}")
     if joint is None:
-        return as_it_is("no result is real")
-    whole, live = joint
+        return alone("no result is real")
     try:
-        chosen = make_plan(whole, again.topology, _joint_request(prepared, whole, differentiated, live))[
-            1
-        ].assignment
-        ends, inside = _match_forward(program, whole, chosen)
+        request = _joint_request(prepared, replanner, joint)
+        assignment = make_plan(joint.program, replanner.topology, request)[1].assignment
+        ends, inside = _match_forward(program, joint.program, assignment)
     except SearchError as e:
-        return as_it_is(f"no plan of both together: {_first_line(e)}")
+        return alone(f"no plan of both together: {_first_line(e)}")
+    return _schedule_forward(prepared, replanner, of, ends, inside)
+
+
+def _schedule_forward(
+    prepared: PlannedCall, replanner: Replanner, of: str, ends: tuple[Force, ...], inside: tuple[Force, ...]
+) -> ForwardSchedule:
+    """The forward pass with the layouts of the joint plan: all of them, else those of arguments and results."""
+    program = prepared.schedule.assignment.program
     why = ""
     for forced in ((*ends, *inside), ends):
+        request = dataclasses.replace(replanner.request, forced=forced)
         try:
-            made = make_plan(program, again.topology, dataclasses.replace(again.request, forced=forced))[1]
-        except SearchError as e:  # a rule's own derivative allowed what its body does not
+            schedule = make_plan(program, replanner.topology, request)[1]
+        except SearchError as e:  # a derivative rule may allow layouts that the function's own body does not
             why = why or _first_line(e)
             continue
-        some = f"{NOTE_PREFIX}{of}: of the plan of both passes only arguments and results are kept: {why}"
-        return ForwardSchedule(made, some if why else "")
-    return as_it_is(f"the forward pass cannot lie as in the plan of both: {why}")
+        note = f"{NOTE_PREFIX}{of}: of the plan of both passes only arguments and results are kept: {why}"
+        return ForwardSchedule(schedule, note if why else "")
+    why = f"the forward pass cannot lie as in the plan of both: {why}"
+    return ForwardSchedule(prepared.schedule, planned_alone_note(of, why))
 
 
 def planned_alone_note(of: str, why: str) -> str:
-    """What a plan says of a backward pass that was not planned."""
+    """The note for a backward pass that was not planned; `of`: the differentiated arguments, as " (w, b)"."""
     return f"{NOTE_PREFIX}{of}: the forward pass was planned alone, and the backward pass follows it: {why}"
+
+
+def _argument_list(program: Program, numbers: Sequence[int]) -> str:
+    paths = [program.operators[i].name for i in program.inputs]
+    names = ", ".join(paths[i] for i in numbers[:3])
+    return f" ({names}{', ...' if len(numbers) > 3 else ''})" if numbers else ""
 
 
 def _first_line(error: Exception) -> str:
@@ -109,86 +137,90 @@ def _first_line(error: Exception) -> str:
 
 def _joint_program(
     program: Program, avals: Sequence[Any], differentiated: Sequence[int]
-) -> tuple[Program, list[int]] | None:
-    """The program followed by its pull-back, and which results have cotangents."""
+) -> _JointProgram | None:
+    """The program followed by its vector-Jacobian product; None if no result is inexact (float or complex)."""
     n = len(avals)
     shapes = [
         jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type, sharding=a.sharding) for a in avals
     ]
     run = compat.as_function(program.jaxpr)
     results = [_result_aval(program, i) for i in program.outputs]
-    live = [k for k, r in enumerate(results) if jax.numpy.issubdtype(r.dtype, np.inexact)]
-    if not live:
+    with_cotangent = [k for k, r in enumerate(results) if jax.numpy.issubdtype(r.dtype, np.inexact)]
+    if not with_cotangent:
         return None
 
-    def both(*values: Any) -> Any:
-        arguments, given = list(values[:n]), iter(values[n:])
+    def both_passes(*values: Any) -> Any:
+        arguments, cotangents = list(values[:n]), iter(values[n:])
 
-        def forward(*moved: Any) -> Any:
-            for i, x in zip(differentiated, moved, strict=True):
+        def forward(*primals: Any) -> Any:
+            for i, x in zip(differentiated, primals, strict=True):
                 arguments[i] = x
             return list(run(*arguments))
 
-        out, pull = jax.vjp(forward, *(arguments[i] for i in differentiated))
-        cotangents = [
-            next(given) if k in live else np.zeros(r.shape, jax.dtypes.float0) for k, r in enumerate(results)
-        ]
-        return [*out, *pull(cotangents)]
+        out, vjp = jax.vjp(forward, *(arguments[i] for i in differentiated))
+        gradients = vjp(
+            [
+                next(cotangents) if k in with_cotangent else np.zeros(r.shape, jax.dtypes.float0)
+                for k, r in enumerate(results)
+            ]
+        )
+        return [*out, *gradients]
 
     with compat.context_of_trace(program.explicit_mesh):
-        closed = jax.make_jaxpr(both)(*shapes, *(results[k] for k in live))
+        closed = jax.make_jaxpr(both_passes)(*shapes, *(results[k] for k in with_cotangent))
     names = [program.operators[i].name for i in program.inputs[:n]]
-    names += [f"cotangent of {program.operators[program.outputs[k]].name}" for k in live]
-    outs = [program.operators[i].name for i in program.outputs] + [
-        f"gradient of {names[i]}" for i in differentiated
-    ]
-    whole = build(closed, name=program.name, input_names=names, output_names=outs)
-    return dataclasses.replace(whole, explicit_mesh=program.explicit_mesh), live
+    names += [f"cotangent of {program.operators[program.outputs[k]].name}" for k in with_cotangent]
+    outs = [program.operators[i].name for i in program.outputs]
+    outs += [f"gradient of {names[i]}" for i in differentiated]
+    joint = build(closed, name=program.name, input_names=names, output_names=outs)
+    joint = dataclasses.replace(joint, explicit_mesh=program.explicit_mesh)
+    return _JointProgram(joint, differentiated, with_cotangent)
 
 
-def _joint_request(
-    prepared: PlannedCall, whole: Program, differentiated: Sequence[int], live: Sequence[int]
-) -> PlanRequest:
-    """The user's wish, said of the joint program."""
-    again, program = prepared.plan.search_again, prepared.schedule.assignment.program
-    assert again is not None
+def _joint_request(prepared: PlannedCall, replanner: Replanner, joint: _JointProgram) -> PlanRequest:
+    """The user's request for the joint program: same pins and ties; cotangents and gradients tied as well."""
+    program, both = prepared.schedule.assignment.program, joint.program
     n, m = len(prepared.in_avals), len(program.outputs)
-    place = dict(zip(program.inputs[:n], whole.inputs, strict=False))
-    place |= dict(zip(program.outputs, whole.outputs, strict=False))
-    pins = [(place[op], side, k, pin) for op, side, k, pin in again.request.pins if op in place]
-    pins += program_pins(whole, prepared.chosen, again.topology)
-    ties = [(place[o], place[i]) for o, i in again.request.ties]
-    ties += [(whole.outputs[m + k], whole.inputs[i]) for k, i in enumerate(differentiated)]
-    ties += [(whole.outputs[k], whole.inputs[n + j]) for j, k in enumerate(live)]
-    return dataclasses.replace(again.request, pins=tuple(pins), ties=tuple(ties), donated=())
+    in_joint = dict(zip(program.inputs[:n], both.inputs, strict=False))
+    in_joint |= dict(zip(program.outputs, both.outputs, strict=False))
+    pins = [(in_joint[op], side, k, pin) for op, side, k, pin in replanner.request.pins if op in in_joint]
+    pins += program_pins(both, prepared.chosen, replanner.topology)
+    ties = [(in_joint[o], in_joint[i]) for o, i in replanner.request.ties]
+    ties += [(both.outputs[m + k], both.inputs[i]) for k, i in enumerate(joint.differentiated)]
+    ties += [(both.outputs[k], both.inputs[n + j]) for j, k in enumerate(joint.with_cotangent)]
+    return dataclasses.replace(replanner.request, pins=tuple(pins), ties=tuple(ties), donated=())
 
 
-def _match_forward(program: Program, whole: Program, chosen: Assignment) -> tuple[tuple, tuple]:
-    """What the joint plan says of the forward program: its ends, and the operators inside."""
-    n, ends, inside = len(program.inputs), [], []
+def _match_forward(
+    program: Program, joint: Program, assignment: Assignment
+) -> tuple[tuple[Force, ...], tuple[Force, ...]]:
+    """The joint plan's layouts of the forward pass: of its arguments and results, and of operators inside."""
+    n = len(program.inputs)
+    ends: list[Force] = []
+    inside: list[Force] = []
     arguments = [i for i in program.inputs if program.operators[i].kind == "input"]
-    for i, j in zip(arguments, whole.inputs[:n], strict=False):
-        ends.append(_pin_exactly(i, "result", 0, chosen.result_layout(whole.operators[j].results[0])))
-    for i, j in zip(program.outputs, whole.outputs, strict=False):
-        ends.append(_pin_exactly(i, "operand", 0, chosen.operand_layout(j, 0)))
-    mine, theirs = _forward_ops_by_kind(program), _forward_ops_by_kind(whole)
-    for key, ops in mine.items():
-        others = theirs.get(key, [])
-        if len(ops) != len(others):
+    for i, j in zip(arguments, joint.inputs[:n], strict=False):
+        ends.append(_pin_exactly(i, "result", 0, assignment.result_layout(joint.operators[j].results[0])))
+    for i, j in zip(program.outputs, joint.outputs, strict=False):
+        ends.append(_pin_exactly(i, "operand", 0, assignment.operand_layout(j, 0)))
+    in_joint = _forward_ops_by_kind(joint)
+    for kind, ops in _forward_ops_by_kind(program).items():
+        twins = in_joint.get(kind, [])
+        if len(ops) != len(twins):
             continue
-        for op, other in zip(ops, others, strict=True):
-            states, k = chosen.states[other.id], chosen.state[other.id]
+        for op, twin in zip(ops, twins, strict=True):
+            states, k = assignment.states[twin.id], assignment.state[twin.id]
             inside += [_pin_exactly(op.id, "operand", i, c.layout(k)) for i, c in enumerate(states.operands)]
             inside += [_pin_exactly(op.id, "result", i, c.layout(k)) for i, c in enumerate(states.results)]
     return tuple(ends), tuple(inside)
 
 
-def _pin_exactly(op: int, side: str, k: int, layout: Layout) -> tuple:
-    return op, side, k, f"as in training: {layout}", lambda have: have == layout
+def _pin_exactly(op: int, side: str, k: int, layout: Layout) -> Force:
+    return op, side, k, f"as in training: {layout}", lambda other: other == layout
 
 
 def _forward_ops_by_kind(program: Program) -> dict[Any, list[Operator]]:
-    """The operators of the forward pass in order, by what they do and where they are written."""
+    """The operators of the forward pass in trace order, by primitive, shapes, source line and trip count."""
     out: dict[Any, list[Operator]] = {}
     for i in program.trace_order or range(len(program.operators)):
         op = program.operators[i]
@@ -203,7 +235,7 @@ def _shape_and_dtype(program: Program, atom: Any) -> Any:
     return () if isinstance(atom, Literal) else (program.tensors[atom].shape, program.tensors[atom].dtype)
 
 
-def _result_aval(program: Program, output: int) -> Any:
-    a = program.operators[output].operands[0]
-    t: Any = a.aval if isinstance(a, Literal) else program.tensors[a]
+def _result_aval(program: Program, output: int) -> jax.ShapeDtypeStruct:
+    atom = program.operators[output].operands[0]
+    t: Any = atom.aval if isinstance(atom, Literal) else program.tensors[atom]
     return jax.ShapeDtypeStruct(t.shape, t.dtype)

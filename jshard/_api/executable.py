@@ -7,8 +7,8 @@ committed to a device; what is committed elsewhere is moved first. Under another
 >>> import jax.numpy as jnp, jshard
 >>> from jshard._api.prepare import prepare
 >>> f = jshard.shard(lambda x, w: x @ w)
->>> program = Program(prepare(f._request, (jnp.ones((4, 2)), jnp.ones((2, 3))), {}))
->>> program.run((jnp.ones((4, 2)), jnp.ones((2, 3))), {})[0].shape
+>>> executable = Executable(prepare(f._request, (jnp.ones((4, 2)), jnp.ones((2, 3))), {}))
+>>> executable.run((jnp.ones((4, 2)), jnp.ones((2, 3))), {})[0].shape
 (4, 3)
 """
 
@@ -28,7 +28,8 @@ from jshard import _jaxcompat as compat
 from jshard._api.differentiation import plan_for_gradient, planned_alone_note
 from jshard._api.plan import Plan
 from jshard._api.prepare import PlannedCall
-from jshard._api.shard_request import ShardRequest, explicit_sharding, traced_arguments
+from jshard._api.shard_request import ShardRequest, traced_arguments
+from jshard._api.trace_call import explicit_sharding
 from jshard._core.errors import MeshError
 from jshard._core.layout import Layout
 from jshard._lower.spmd import spmd

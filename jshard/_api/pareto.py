@@ -103,7 +103,7 @@ def pareto(
         raise ShardError(f"points={points!r} gives no frontier", where="pareto", fix="points=2 or more")
     sharded = fn if isinstance(fn, Sharded) else shard(fn)
     sharded.check_arguments(args, kwargs, "pareto", ("points", "show_progress"))
-    with sharded.planned_as(args, kwargs) as (function, args, kwargs):
+    with sharded.as_array_function(args, kwargs) as (function, args, kwargs):
         return _frontier(function.request, args, kwargs, points, show_progress)
 
 

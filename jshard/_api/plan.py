@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 
 from jshard._core.argument_checks import checked
 from jshard._core.errors import ShardError
+from jshard._core.messages import type_with_article
 from jshard._core.topology import Topology
 from jshard._plan.planner import make_plan
 from jshard._plan.record import PlanRecord, record_from_json
@@ -33,7 +34,6 @@ from jshard._report.markdown import markdown_report
 from jshard._report.operator_graph import graphviz_dot
 from jshard._report.text import rich_report, text_report
 from jshard._schedule.schedule import Schedule
-from jshard._spec.entry import type_with_article
 
 
 if TYPE_CHECKING:

@@ -1,9 +1,9 @@
-"""`shard`: the decorator, and the callable it returns.
+"""`shard`: the decorator, and the callable that it returns.
 
-The first call with a new signature traces the function, plans it, and compiles one program; every later call is
-served by JAX's own dispatch of that program: the object's `__call__` is that C++ function, no Python runs. Under
-another transformation (`jit`, `grad`, `scan`) the planned program is written inline instead, so that JAX can
-differentiate it.
+The first call with a new signature traces the function, plans it and compiles one program. Every later call is served
+by JAX's C++ dispatch of that program: the object's `__call__` is that C++ function, and no Python code runs. Under
+another transformation (`jit`, `grad`, `scan`) the planned program is inlined into the outer trace instead, so that
+JAX can differentiate it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import inspect
 import logging
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -27,10 +26,11 @@ from jshard._api.plan import Plan
 from jshard._api.prepare import PlannedCall, check_pins, prepare
 from jshard._api.shard_request import ShardRequest, traced_arguments
 from jshard._api.signature import Signature, checked_statics, explain_miss, signature
+from jshard._api.state_library import StatefulFunction, state_library
 from jshard._core.argument_checks import check_call, checked
 from jshard._core.errors import ArgumentError, MeshError, NestedShardError, ShardError
+from jshard._core.messages import describe_value
 from jshard._report.progress import progress, search_status
-from jshard._spec.entry import describe_value
 from jshard._spec.options import check_call_options, check_function, check_options, flax_entry_point
 
 
@@ -72,25 +72,27 @@ def shard(
     Arguments:
 
     - `fn`: the function; without it `shard` is a decorator with options.
-    - `in_strategy`: one entry per positional argument, or a dict by name: `None` (derive), pieces per dimension
-        `(4, 2)`, a `PartitionSpec` or `NamedSharding`, or a pytree prefix of these.
+    - `in_strategy`: one entry per positional argument, or a dict by name: `None` (left to the search), shards per
+        dimension `(4, 2)`, a `PartitionSpec` or `NamedSharding`, or a pytree prefix of these.
     - `out_strategy`: the same for results, or `"full_batch"` (replicated), `"data_parallel"` (dimension 0).
-    - `parameter_plan`: dotted parameter path -> entry; `*` matches one part.
+    - `parameter_plan`: dict from dotted parameter path to entry; `*` matches one part of a path.
     - `device`: `"tpu"`, `"gpu"` or `"cpu"`; default: JAX's default backend.
-    - `level`: what the search minimises: 0 communication and redundant compute, 1 peak memory (of the plans found at the
-        least peak the fastest), 2 step time.
-    - `mesh`: a `Mesh`, `AbstractMesh` or `topology(...)`; `"auto"` tries the grids that the pins allow on the devices
-        here, `"auto:4"` on four of them, `"auto:v5e:4x4"` on a named machine; default: that in context, else inferred.
-    - `hardware`: a chip's name; default: what the mesh consists of.
-    - `memory_budget`: bytes a device, or `"14GiB"`; default: 90% of the chip's memory, none on CPU.
+    - `level`: what the search minimises: 0 communication and redundant compute, 1 peak memory (then step time, among
+        the plans found at the least peak), 2 step time.
+    - `mesh`: a `Mesh`, `AbstractMesh` or `topology(...)`; `"auto"` compares the meshes that the strategies allow on
+        the local devices, `"auto:4"` on four of them, `"auto:v5e:4x4"` on a named machine; default: the mesh in
+        context, else one inferred from the strategies.
+    - `hardware`: a chip's name; default: the chip of the mesh.
+    - `memory_budget`: bytes per device, or text such as `"14GiB"`; default: 90% of the chip's memory, none on CPU.
     - `search`: `"optimal"` or `"propagation"` (MindSpore's algorithm).
     - `plan`: a `Plan` to use instead of searching.
-    - `strict`: names in `parameter_plan` that match nothing are an error instead of a warning.
+    - `strict`: whether names in `parameter_plan` that match nothing are an error instead of a warning.
     - `static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames`: as in `jax.jit`.
-    - `replication_price`: what each second counts, at levels 0 and 2, that devices spend on products which others
-        compute as well; 0: nothing but its time.
+    - `replication_price`: at levels 0 and 2, the factor on the seconds that devices spend on products which other
+        devices compute as well; 0: they count no more than their time.
 
-    Returns a `Sharded` callable. Raises `ShardError` for what cannot be.
+    Returns a `Sharded` callable, or a decorator without `fn`; a Flax module gives a sharded module. Raises `ShardError`
+    for a wrong argument.
     """
     options = dict(
         in_strategy=in_strategy, out_strategy=out_strategy, parameter_plan=parameter_plan, device=device, level=level,
@@ -98,7 +100,7 @@ def shard(
         static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums,
         donate_argnames=donate_argnames, replication_price=replication_price,
     )  # fmt: skip
-    checked = check_options(
+    plan_options = check_options(
         level=level,
         device=device,
         memory_budget=memory_budget,
@@ -107,7 +109,7 @@ def shard(
         hardware=hardware,
         replication_price=replication_price,
     )
-    call = check_call_options(
+    call_options = check_call_options(
         static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums,
         donate_argnames=donate_argnames,
     )  # fmt: skip
@@ -119,9 +121,9 @@ def shard(
         )
     if fn is None:
         return functools.partial(shard, **options)
-    whole = flax_entry_point(fn)
-    if whole is not None:
-        return whole(fn, **options)
+    shard_module = flax_entry_point(fn)
+    if shard_module is not None:
+        return shard_module(fn, **options)
     if isinstance(fn, Sharded):
         raise NestedShardError(
             f"{fn.__name__} is sharded already",
@@ -129,17 +131,20 @@ def shard(
             fix=f"shard the plain function: jshard.shard({fn.__name__}.__wrapped__, ...)",
         )
     check_function(fn)
-    if (flax := _flax_function()) is not None:
-        flax.refuse_bound(fn)
+    if (library := state_library()) is not None:
+        library.refuse_bound_method(fn)
     name = getattr(fn, "__name__", type(fn).__name__)
-    request = ShardRequest(fn, name, in_strategy, out_strategy, parameter_plan, checked, call, mesh, plan)
-    return Sharded(request)
+    return Sharded(
+        ShardRequest(
+            fn, name, in_strategy, out_strategy, parameter_plan, plan_options, call_options, mesh, plan
+        )
+    )
 
 
 class Sharded:
-    """A planned function: call it, or ask for its `plan` or its `lower`ed program.
+    """A sharded function: call it, `plan` it, or `lower` it.
 
-    It keeps the name, documentation and signature of the function, which is `__wrapped__`.
+    It has the name, documentation and signature of the original function, which is its `__wrapped__`.
 
     >>> import jax.numpy as jnp, jshard
     >>> double = jshard.shard(lambda x: 2 * x, in_strategy=((1,),))
@@ -147,37 +152,37 @@ class Sharded:
     (True, 6.0)
     """
 
-    # `__call__` is a slot, not a method: Python finds the C++ function there and calls it with no frame between.
+    # `__call__` is a slot, not a method, so that Python calls JAX's C++ function directly.
     __slots__ = ("__call__", "__dict__", "__weakref__")
     __call__: Callable[..., Any]
 
     def __init__(self, request: ShardRequest, *, of_arrays: bool = False):
+        """`of_arrays`: whether this is the `inner` function of a `StatefulFunction`, whose arguments hold no state."""
         functools.update_wrapper(self, request.fn)
         self.__name__ = request.name
         self._request = request
-        self._lock = threading.Lock()  # held for moments only: planning has a lock per signature
+        self._lock = threading.Lock()  # for short critical sections; planning has a lock per signature
         self._planning: dict[Signature, threading.RLock] = {}
         self._executables: dict[Signature, Executable] = {}
-        self._executables_by_shapes: dict[
-            Signature, tuple[Executable, ...]
-        ] = {}  # those that differ in where arguments lie
-        self._failed = False
-        self._is_array_function = of_arrays  # a function of arrays that another one calls: it holds no state
-        self._stateful: Any = None  # for arguments that hold state, as Flax modules do
-        self.calls_back = False  # whether a program calls Python functions
+        self._executables_by_shapes: dict[Signature, tuple[Executable, ...]] = {}
+        self._failed = False  # whether the last call that missed the cache raised
+        self._is_array_function = of_arrays
+        self._stateful: StatefulFunction[Sharded] | None = None
+        self.calls_back = False  # whether a planned program has host callbacks
         self._dispatch = compat.dispatcher(request.name, request.fn, self._on_cache_miss, *request.statics)
         self.__call__ = self._call_with_statics if any(request.statics) else self._dispatch
 
     def plan(self, *args: Any, verify: bool | None = None, **kwargs: Any) -> Plan:
-        """The plan for these arguments; arrays or `ShapeDtypeStruct`s, no device needed.
+        """The plan for these arguments: arrays or `ShapeDtypeStruct`s; no device is needed.
 
         >>> import jax, jshard
         >>> x = jax.ShapeDtypeStruct((8, 8), "float32")
         >>> jshard.shard(lambda x: x + 1, in_strategy=((1, 1),)).plan(x).outputs[0].layout.dims
         ((), ())
 
-        `verify=True` compiles the planned program too, and the plan says what the compiler emitted. A function with
-        an argument of that name gets it instead. What takes longer than 2 s shows its progress on a terminal.
+        `verify=True` also compiles the planned program and sets `verification`, the comparison with what the compiler
+        emitted; a function with an argument `verify` of its own receives it instead. Planning that takes longer than
+        2 s shows its progress on a terminal.
         """
         if verify is not None and "verify" in _parameters(self._request.fn):
             kwargs["verify"], verify = verify, None
@@ -188,16 +193,16 @@ class Sharded:
                 fix="verify=True or verify=False",
             )
         with progress(f"planning {self.__name__}", after=2.0) as show:
-            with self.planned_as(args, kwargs) as (function, left, left_kw):
-                program = function._executable_for_arrays(
-                    left, left_kw, lambda *state: show(0, search_status(*state))
+            with self.as_array_function(args, kwargs) as (function, arrays, arrays_kw):
+                executable = function._executable_for_arrays(
+                    arrays, arrays_kw, lambda *state: show(0, search_status(*state))
                 )
-                moved = program.entry_moves(left, left_kw)
-            plan = program.plan
-            plan = dataclasses.replace(plan, entry=moved) if moved else plan
+                moves = executable.entry_moves(arrays, arrays_kw)
+            plan = executable.plan
+            plan = dataclasses.replace(plan, entry=moves) if moves else plan
             if not verify:
                 return plan
-            if isinstance(program.prepared.chosen.mesh, AbstractMesh):
+            if isinstance(executable.prepared.chosen.mesh, AbstractMesh):
                 raise MeshError(
                     f"the mesh {plan.mesh} plans only, nothing can be compiled for it",
                     where=f"{self.__name__}.plan(..., verify=True)",
@@ -205,15 +210,15 @@ class Sharded:
                     "JAX's CUDA plugin for GPU",
                 )
             show(0, "compiling")
-            check = plan.verify(program.compile())
-        return dataclasses.replace(plan, verification=check)
+            verification = plan.verify(executable.compile())
+        return dataclasses.replace(plan, verification=verification)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The planned program as a `jax.stages.Lowered`, ready for `.compile()`."""
         return self._executable(args, kwargs).lower()
 
     def clear_cache(self) -> None:
-        """Forget every plan and compiled program."""
+        """Drop all plans and compiled programs."""
         with self._lock:
             self._executables.clear()
             self._executables_by_shapes.clear()
@@ -221,193 +226,189 @@ class Sharded:
             self._stateful = None
         compat.clear_dispatch_cache(self._dispatch)
 
+    @property
+    def request(self) -> ShardRequest:
+        """The checked arguments of `shard`."""
+        return self._request
+
     def check_arguments(
         self, args: Any, kwargs: Any, where: str = "", settings: tuple[str, ...] = ()
     ) -> None:
-        """Raise what is wrong with a call of the function: names and number of its arguments.
+        """Raise `ArgumentError` for wrong names or a wrong number of arguments of the function.
 
-        `where`: the function that plans it, with `settings` of its own.
+        `where`: the function of jshard that passes them on ("sweep", "pareto"); `settings`: its own arguments.
         """
         options = list(inspect.signature(shard).parameters)[1:]
         how = f"jshard.{where}(jshard.shard({self.__name__}, {{0}}=...), ...)"
         if not where:
             how = f"{{0}} where the function is sharded: jshard.shard({self.__name__}, {{0}}=...)"
-        elsewhere = {o: how.format(o) for o in options if o not in settings}
+        advice = {o: how.format(o) for o in options if o not in settings}
         if where == "pareto":
-            elsewhere["level"] = "nothing: a frontier has the plans of every level"
-        called = f"call of {self.__name__}"
+            advice["level"] = "nothing: a frontier has the plans of every level"
         check_call(
             self._request.fn,
             args,
             kwargs,
             self.__name__,
-            where=where or called,
+            where=where or f"call of {self.__name__}",
             own_arguments=settings,
-            advice=elsewhere,
+            advice=advice,
         )
 
-    @property
-    def request(self) -> ShardRequest:
-        """What was asked of `shard`."""
-        return self._request
-
     def __get__(self, obj: Any, owner: type | None = None) -> Any:
-        """Methods: bound to an instance as functions are."""
+        """Bind to an instance, as functions do."""
         return self if obj is None else _Bound(self, obj)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
-        return self  # as functions are
+        return self  # like functions
 
     def __copy__(self) -> Sharded:
         return self
 
     def __repr__(self) -> str:
-        return f"<sharded {self.__name__}{_signature(self._request.fn)}>"
+        return f"<sharded {self.__name__}{_signature_text(self._request.fn)}>"
 
     @compat.api_boundary
     def _on_cache_miss(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
-        """What JAX's dispatch calls when it does not know a call: results, how to repeat it, whether to forget it."""
+        """Serve a call that JAX's C++ dispatch has not cached.
+
+        Returns the results, the data with which dispatch repeats the call (None: it shall not), and whether to remove
+        the entry from its cache (never).
+        """
         try:
-            over = self._stateful_function(args, kwargs)
-            if over is not None:
-                self.__call__ = self._call_checking_for_state  # of those calls dispatch knows nothing
-                return self._call_stateful(over, args, kwargs), None, False
-            program = self._executable(args, kwargs)
+            stateful = self._stateful_function(args, kwargs)
+            if stateful is not None:
+                self.__call__ = self._call_checking_for_state  # dispatch cannot cache calls with state
+                return self._call_stateful(stateful, args, kwargs), None, False
+            executable = self._executable(args, kwargs)
             if not compat.at_top_level():
-                return inline(program, args, kwargs), None, False
-            out, again = program.run(args, kwargs)
+                return inline(executable, args, kwargs), None, False
+            out, fastpath = executable.run(args, kwargs)
         except BaseException:
-            # Dispatch would take the slow path for this signature from now on.
+            # Dispatch remembers a signature whose first call failed, and calls Python for it ever after.
             self._failed = True
             raise
         if self._failed:
             self._failed = False
             compat.clear_dispatch_cache(self._dispatch)
-        return out, again, False
+        return out, fastpath, False
 
     @compat.api_boundary
     def _call_checking_for_state(self, *args: Any, **kwargs: Any) -> Any:
-        """A call of a function that was called with state."""
-        over = self._stateful_function(args, kwargs)
-        if over is not None:
-            return self._call_stateful(over, args, kwargs)
-        return (
-            self._call_with_statics(*args, **kwargs)
-            if any(self._request.statics)
-            else self._dispatch(*args, **kwargs)
-        )
+        """`__call__` from the first call with state on."""
+        stateful = self._stateful_function(args, kwargs)
+        if stateful is not None:
+            return self._call_stateful(stateful, args, kwargs)
+        if any(self._request.statics):
+            return self._call_with_statics(*args, **kwargs)
+        return self._dispatch(*args, **kwargs)
 
     @compat.api_boundary
     def _call_with_statics(self, *args: Any, **kwargs: Any) -> Any:
-        """A call with static arguments: dispatch hashes them before it asks us."""
+        """A call with static arguments; dispatch hashes them, and its error for an unhashable one is replaced."""
         try:
             return self._dispatch(*args, **kwargs)
         except (TypeError, ValueError):
             checked_statics(self._request, args, kwargs)
             raise
 
-    def _stateful_function(self, args: Any, kwargs: Any) -> Any:
-        """The form for arguments with state that the function may change, graph nodes of nnx; None without."""
-        flax = _flax_function() if not self._is_array_function else None
-        if flax is None or not flax.holds_state(traced_arguments(self._request, args, kwargs)):
+    def _stateful_function(self, args: Any, kwargs: Any) -> StatefulFunction[Sharded] | None:
+        """This function with its state split off, if an argument holds state of `flax.nnx`."""
+        library = state_library() if not self._is_array_function else None
+        if library is None or not library.holds_state(traced_arguments(self._request, args, kwargs)):
             return None
         with self._lock:
             if self._stateful is None:
-                self._stateful = flax.Carried(self._request, functools.partial(Sharded, of_arrays=True))
+                self._stateful = library.StatefulFunction(
+                    self._request, functools.partial(Sharded, of_arrays=True)
+                )
             return self._stateful
 
     @contextlib.contextmanager
-    def planned_as(self, args: Any, kwargs: Any) -> Iterator[tuple[Sharded, tuple, dict[str, Any]]]:
-        """The function of arrays that is planned for these arguments, and its arguments."""
-        over = self._stateful_function(args, kwargs)
+    def as_array_function(self, args: Any, kwargs: Any) -> Iterator[tuple[Sharded, tuple, dict[str, Any]]]:
+        """The function that is planned for these arguments, and its arguments: arrays, with state split."""
+        stateful = self._stateful_function(args, kwargs)
         with self._explaining_errors(args, kwargs), contextlib.ExitStack() as stack:
-            if over is not None:
-                args, kwargs = stack.enter_context(over.taken_apart(args, kwargs))
-            yield (self if over is None else over.inner), tuple(args), dict(kwargs)
+            if stateful is not None:
+                args, kwargs = stack.enter_context(stateful.split_arguments(args, kwargs))
+            yield (self if stateful is None else stateful.inner), tuple(args), dict(kwargs)
 
-    def _call_stateful(self, over: Any, args: Any, kwargs: Any) -> Any:
-        """A call that may change the state among its arguments."""
+    def _call_stateful(self, stateful: StatefulFunction[Sharded], args: Any, kwargs: Any) -> Any:
         with self._explaining_errors(args, kwargs):
-            return over(args, kwargs)
+            return stateful(args, kwargs)
 
     @contextlib.contextmanager
     def _explaining_errors(self, args: Any, kwargs: Any) -> Iterator[None]:
-        """Errors of a wrong call, and of a trace that concern captured state, in words that name what is meant."""
+        """Replace errors of a wrong call, or of captured state, by `ShardError`s that name the argument."""
         try:
             yield
         except Exception as error:
             if isinstance(error, TypeError):
                 self.check_arguments(args, kwargs)
-            flax = _flax_function()
-            found = error if flax is None else flax.explained(error, self._request.fn, self.__name__)
-            if found is error:
+            library = state_library()
+            if library is None:
                 raise
-            raise found from None
+            explained = library.explain_trace_error(error, self._request.fn, self.__name__)
+            if explained is error:
+                raise
+            raise explained from None
 
     def _executable(
         self, args: Any, kwargs: Any, on_progress: Callable[..., None] | None = None
     ) -> Executable:
         if not self._is_array_function:
-            with self.planned_as(args, kwargs) as (function, args, kwargs):
+            with self.as_array_function(args, kwargs) as (function, args, kwargs):
                 return function._executable_for_arrays(args, kwargs, on_progress)
         return self._executable_for_arrays(args, kwargs, on_progress)
 
     def _executable_for_arrays(
         self, args: Any, kwargs: Any, on_progress: Callable[..., None] | None
     ) -> Executable:
+        """The cached executable of a call, planned if there is none; calls of one signature plan it once."""
         try:
             key = signature(self._request, args, kwargs)
         except ArgumentError:
-            check_pins(self._request, args, kwargs)  # what was asked of that argument is said first
+            check_pins(self._request, args, kwargs)  # an error in a strategy is reported first
             raise
-        found = self._cached(key)
-        if found is not None:
-            return found
+        cached = self._cached(key)
+        if cached is not None:
+            return cached
         with self._lock:
             planning = self._planning.setdefault(key.without_placement, threading.RLock())
         with planning:
-            found = self._cached(key)
-            if found is None:
-                if self._executables and compat.jax_option("jax_log_compiles"):
-                    _log.warning(
-                        "%s is planned anew; changed: %s",
-                        self.__name__,
-                        explain_miss(key, list(self._executables)),
-                    )
-                # Kept only when whole: a search that is interrupted before any answer leaves nothing behind.
-                found = self._executables[key] = Executable(self._plan_call(args, kwargs, on_progress))
-                self._executables_by_shapes[key.without_placement] = (
-                    *self._executables_by_shapes.get(key.without_placement, ()),
-                    found,
-                )
-                plan, program = found.prepared.plan, found.prepared.schedule.assignment.program
-                self.calls_back |= any(
-                    name in CALLBACK_PRIMITIVES for _, name in program.use_def.primitive_ids
-                )
-                if any("interrupted" in s for s in plan.steps):
-                    _log.warning(
-                        "%s: the search was interrupted; the best plan it had (gap %.2g%%) is used from now on, "
-                        "until %s.clear_cache()",
-                        self.__name__, 100 * plan.cost.gap, self.__name__,
-                    )  # fmt: skip
-        return found
+            cached = self._cached(key)
+            if cached is not None:
+                return cached
+            if self._executables and compat.jax_option("jax_log_compiles"):
+                reason = explain_miss(key, list(self._executables))
+                _log.warning("%s is planned anew; changed: %s", self.__name__, reason)
+            # Stored only now: a search that is interrupted without a result leaves no entry.
+            executable = self._executables[key] = Executable(self._plan_call(args, kwargs, on_progress))
+            same_shapes = self._executables_by_shapes.get(key.without_placement, ())
+            self._executables_by_shapes[key.without_placement] = (*same_shapes, executable)
+            program = executable.prepared.schedule.assignment.program
+            self.calls_back |= any(name in CALLBACK_PRIMITIVES for _, name in program.use_def.primitive_ids)
+            self._warn_if_interrupted(executable.prepared.plan)
+        return executable
+
+    def _warn_if_interrupted(self, plan: Plan) -> None:
+        if any("interrupted" in s for s in plan.steps):
+            _log.warning(
+                "%s: the search was interrupted; the best plan it had (gap %.2g%%) is used from now on, "
+                "until %s.clear_cache()",
+                self.__name__, 100 * plan.cost.gap, self.__name__,
+            )  # fmt: skip
 
     def _cached(self, key: Signature) -> Executable | None:
-        """The program of a signature: its own, or one whose arguments are planned where they lie now."""
-        found = self._executables.get(key)
-        if found is not None:
-            return found
-        return next(
-            (
-                p
-                for p in self._executables_by_shapes.get(key.without_placement, ())
-                if p.accepts_placement(key.lying)
-            ),
-            None,
-        )
+        """The executable of a signature, or one for the same shapes that moves no unpinned argument of this call."""
+        cached = self._executables.get(key)
+        if cached is not None:
+            return cached
+        same_shapes = self._executables_by_shapes.get(key.without_placement, ())
+        return next((e for e in same_shapes if e.accepts_placement(key.placement)), None)
 
     def _plan_call(self, args: Any, kwargs: Any, on_progress: Callable[..., None] | None) -> PlannedCall:
-        """A plan; a call or `lower` shows its progress as `plan` does."""
+        """The plan of a call, with a progress bar of its own unless the caller has one."""
         if on_progress is not None:
             return prepare(self._request, args, kwargs, on_progress)
         with progress(f"planning {self.__name__}", after=2.0) as show:
@@ -415,7 +416,7 @@ class Sharded:
 
 
 class _Bound(functools.partial):
-    """A sharded function as a method of an object; `plan` and `lower` know the object too."""
+    """A sharded function as a method of an object, with `plan` and `lower` bound to that object too."""
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         return self.func.plan(*self.args, *args, **kwargs)
@@ -427,15 +428,6 @@ class _Bound(functools.partial):
         self.func.clear_cache()
 
 
-def _flax_function() -> Any:
-    """What carries the state of nnx; None while nnx is not imported, when nobody can have any."""
-    if "flax.nnx" not in sys.modules:
-        return None
-    from jshard._flax import function as step  # here, so that the package does without Flax
-
-    return step
-
-
 def _parameters(fn: Any) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(fn).parameters
@@ -443,7 +435,7 @@ def _parameters(fn: Any) -> Mapping[str, inspect.Parameter]:
         return {}
 
 
-def _signature(fn: Any) -> str:
+def _signature_text(fn: Any) -> str:
     try:
         return str(inspect.signature(fn))
     except (TypeError, ValueError):

@@ -1,12 +1,12 @@
-"""What tells one call from another: structure, shapes and dtypes, static values, the mesh in context, JAX's options.
+"""The signature of a call, the key of its plan: structure, avals, static values, mesh in context, JAX's options.
 
-A function is traced, planned and compiled once per signature. When a call is planned anew under
-`jax.log_compiles`, the difference from the closest known signature is said in the user's words.
+A function is traced, planned and compiled once per signature. When a call is planned anew under `jax.log_compiles`,
+the difference from the closest known signature is logged.
 
 >>> import jax, jax.numpy as jnp, jshard
 >>> f = jshard.shard(lambda x, y: x + y)
 >>> a, b = (signature(f._request, (jnp.ones(n), 2.0), {}) for n in (3, 4))
->>> changes(a, [b])
+>>> explain_miss(a, [b])
 'argument [0][0]: float32[4] -> float32[3]'
 """
 
@@ -25,39 +25,47 @@ from jshard._spec.committed_shardings import Placement, describe_sharding, place
 
 
 class Signature(NamedTuple):
-    """A hashable description of a call; `avals` are (shape, dtype, weak type) of the leaves, `lying` where they are."""
+    """A hashable description of a call.
+
+    - `tree`: structure of the traced arguments; `avals`: (shape, dtype, weak type) of each leaf.
+    - `statics`: (position or name, value). `context`: the mesh in context, unless the user gave one.
+    - `settings`: the JAX options that change a trace. `placement`: the shardings that arguments are committed to.
+    """
 
     tree: Any
     avals: tuple[Any, ...]
     statics: tuple[Any, ...]
     context: Any
     settings: tuple[tuple[str, Any], ...]
-    lying: Placement = Placement()
+    placement: Placement = Placement()
 
     @property
     def without_placement(self) -> Signature:
-        """The same wherever the arguments lie."""
-        return self._replace(lying=Placement())
+        """The signature of a call with the same shapes and uncommitted arguments."""
+        return self._replace(placement=Placement())
 
 
 def signature(request: ShardRequest, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
-    """The signature of a call; raises `ShardError` for what is no array, or static and cannot be hashed."""
-    left, left_kw = traced_arguments(request, args, kwargs)
-    leaves, tree = jax.tree.flatten((left, left_kw))
+    """The signature of a call.
+
+    Raises `ArgumentError` for a traced argument that is no array, `ShardError` for a static one that is not hashable.
+    """
+    leaves, tree = jax.tree.flatten(traced_arguments(request, args, kwargs))
     avals = tuple(map(_aval, leaves))
     if None in avals:
-        left, left_kw, names = named_traced_arguments(request, args, kwargs)
-        raise not_an_array(request.name, *request.view.arguments(left, left_kw), names)
-    # A mesh that the user gave is the one that counts, whatever is in context.
+        traced, traced_kw, names = named_traced_arguments(request, args, kwargs)
+        raise not_an_array(request.name, *request.view.arguments(traced, traced_kw), names)
+    # A mesh that the user gave takes precedence over the one in context.
     context = None if request.mesh is not None else compat.context_mesh()
-    follow = context is None and request.mesh is None
-    lying = placement(leaves, use_argument_mesh=follow) if request.plan is None else Placement()
+    committed = Placement()
+    if request.plan is None:
+        committed = placement(leaves, use_argument_mesh=context is None and request.mesh is None)
     statics = checked_statics(request, args, kwargs)
-    return Signature(tree, avals, statics, context, compat.trace_options(), lying)
+    return Signature(tree, avals, statics, context, compat.trace_options(), committed)
 
 
 def checked_statics(request: ShardRequest, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The static arguments of a call, all hashable."""
+    """The static arguments of a call as (position or name, value); `ShardError` for one that is not hashable."""
     numbers, names = request.statics
     statics = static_values(request, args, kwargs) if numbers or names else ()
     for _, value in statics:
@@ -73,7 +81,7 @@ def checked_statics(request: ShardRequest, args: Sequence[Any], kwargs: Mapping[
 
 
 def explain_miss(new: Signature, known: Sequence[Signature]) -> str:
-    """How a signature differs from the closest known one."""
+    """How a new signature differs from the closest known one, as text."""
     return "; ".join(min((_differences(old, new) for old in known), key=len))
 
 
@@ -81,30 +89,31 @@ def _differences(old: Signature, new: Signature) -> list[str]:
     if old.tree != new.tree:
         return [f"the structure of the arguments: {old.tree} -> {new.tree}"]
     numbered = jax.tree.unflatten(new.tree, range(len(new.avals)))
-    paths = jax.tree_util.tree_flatten_with_path(numbered)[0]
-    told = [
-        f"argument {jax.tree_util.keystr(path)}: {_format_aval(was)} -> {_format_aval(now)}"
-        for (path, _), was, now in zip(paths, old.avals, new.avals, strict=True)
-        if was != now
+    names = [
+        f"argument {jax.tree_util.keystr(p)}" for p, _ in jax.tree_util.tree_flatten_with_path(numbered)[0]
+    ]
+    out = [
+        f"{name}: {_format_aval(before)} -> {_format_aval(now)}"
+        for name, before, now in zip(names, old.avals, new.avals, strict=True)
+        if before != now
     ]
     for which, now in new.statics:
-        was = dict(old.statics).get(which)
-        if was != now:
-            told.append(f"static argument {which}: {was!r} -> {now!r}")
+        before = dict(old.statics).get(which)
+        if before != now:
+            out.append(f"static argument {which}: {before!r} -> {now!r}")
     if old.context != new.context:
-        told.append(f"mesh in context: {old.context} -> {new.context}")
-    was_at, now_at = dict(old.lying.sharded), dict(new.lying.sharded)
-    told += [
-        f"argument {jax.tree_util.keystr(path)} lies {_describe_placement(was_at.get(i))} -> {_describe_placement(now_at.get(i))}"
-        for i, (path, _) in enumerate(paths)
-        if was_at.get(i) != now_at.get(i)
-    ]
-    before = dict(old.settings)
-    return told + [f"option {n}: {before.get(n)} -> {v}" for n, v in new.settings if before.get(n) != v]
+        out.append(f"mesh in context: {old.context} -> {new.context}")
+    old_shardings, new_shardings = dict(old.placement.sharded), dict(new.placement.sharded)
+    for i, name in enumerate(names):
+        before, now = old_shardings.get(i), new_shardings.get(i)
+        if before != now:
+            out.append(f"{name} lies {_describe_placement(before)} -> {_describe_placement(now)}")
+    settings = dict(old.settings)
+    return out + [f"option {n}: {settings.get(n)} -> {v}" for n, v in new.settings if settings.get(n) != v]
 
 
 def _aval(x: Any) -> Any:
-    """(shape, dtype, weak type); None for what JAX takes for no array."""
+    """(shape, dtype, weak type); None for anything that is no array in JAX."""
     if isinstance(x, jax.Array | jax.ShapeDtypeStruct):
         return x.shape, x.dtype, bool(getattr(x, "weak_type", False))
     a = compat.array_type(x)

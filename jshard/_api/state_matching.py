@@ -1,7 +1,7 @@
-"""Which results are arguments handed back: they get the argument's layout, so that state goes round without moves.
+"""Results that are the new values of arguments; both get one layout, so that state is passed on without moves.
 
 A result of the structure, shapes and dtypes of an argument is one (`match_state`), and so is a tensor whose path
-says so: `bn.mean` of a result is `bn.mean` of the state, whatever container holds it.
+is that of the argument: `bn.mean` of a result is `bn.mean` of the state, whatever its container is.
 """
 
 from __future__ import annotations
@@ -19,37 +19,55 @@ def find_state_ties(
     program: Program, in_leaves: Sequence[Any], in_tree: Any, out_leaves: Sequence[Any], out_tree: Any,
     donated: tuple[int, ...], out_pins: Sequence[Pin | None],
 ) -> tuple[tuple[int, int], ...]:  # fmt: skip
-    """(output, input) operators that share a layout; results past `out_tree` are state, named as its argument is."""
+    """(output operator, input operator) pairs that share a layout.
+
+    - `in_leaves`, `in_tree`: the traced arguments as the user sees them, with shapes and dtypes.
+    - `out_leaves`: all results; those past `out_tree`, the user's result, are changed state with the paths of arguments.
+    - `donated`: numbers of donated arguments. `out_pins`: pins of results; a pinned result is not tied.
+    """
     args_tree, kwargs_tree = in_tree.children()
     arguments = _leaf_offsets([*args_tree.children(), *kwargs_tree.children()])
     outer = out_tree.node_data()
     several = outer is not None and outer[0] in (tuple, list)
     if any(tree == out_tree for _, tree in arguments):
-        several = False  # a list of parameters in, one of gradients out: one result, not several
+        several = False  # a list of parameters in and one of new parameters out is one result
     parts = out_tree.children() if several else [out_tree]
     pinned = {i for i, p in enumerate(out_pins) if p is not None}
     pairs = match_state(in_leaves, out_leaves, arguments, _leaf_offsets(parts), donated, pinned)
-    tied_in, tied_out = {i for _, i in pairs}, {o for o, _ in pairs} | pinned
-    # State handed back in another container is known by its path: `bn.mean` of the result is that of the argument,
-    # first of the one whose own name says so too.
+    pairs += _match_paths(program, in_leaves, out_leaves, out_tree.num_leaves, pairs, pinned)
+    return tuple((program.outputs[o], program.inputs[i]) for o, i in pairs)
+
+
+def _match_paths(
+    program: Program,
+    in_leaves: Sequence[Any],
+    out_leaves: Sequence[Any],
+    num_user_results: int,
+    pairs: Sequence[tuple[int, int]],
+    pinned: Collection[int],
+) -> list[tuple[int, int]]:
+    """More (result leaf, argument leaf) pairs: with equal paths, or equal paths below the argument's name."""
+    tied_in, tied_out = {i for _, i in pairs}, {o for o, _ in pairs} | set(pinned)
     by_path: dict[str, list[int]] = {}
     for i, op in enumerate(program.inputs[: len(in_leaves)]):
         name = program.operators[op].name
         by_path.setdefault(name, []).append(i)
         by_path.setdefault("." + name.partition(".")[2], []).append(i)
+    more: list[tuple[int, int]] = []
     for o, op in enumerate(program.outputs):
         name = program.operators[op].name
         path = name.partition(".")[2]
-        state = o >= out_tree.num_leaves  # an argument of that name, changed
-        if o in tied_out or not state and (not path or path.isdigit()):
+        is_state = o >= num_user_results
+        if o in tied_out or not is_state and (not path or path.isdigit()):
             continue
-        same = [i for i in by_path.get(name, by_path.get("." + path, ())) if i not in tied_in]
-        if len(same) != 1:
+        candidates = [i for i in by_path.get(name, by_path.get("." + path, ())) if i not in tied_in]
+        if len(candidates) != 1:
             continue
-        if (out_leaves[o].shape, out_leaves[o].dtype) == (in_leaves[same[0]].shape, in_leaves[same[0]].dtype):
-            pairs.append((o, same[0]))
-            tied_in.add(same[0])
-    return tuple((program.outputs[o], program.inputs[i]) for o, i in pairs)
+        [i] = candidates
+        if (out_leaves[o].shape, out_leaves[o].dtype) == (in_leaves[i].shape, in_leaves[i].dtype):
+            more.append((o, i))
+            tied_in.add(i)
+    return more
 
 
 def _leaf_offsets(trees: Sequence[Any]) -> list[tuple[int, Any]]:

@@ -18,7 +18,8 @@ import jax
 from jshard._api.plan import Plan
 from jshard._api.prepare import prepare
 from jshard._api.shard import Sharded, shard
-from jshard._api.shard_request import ShardRequest, abstract
+from jshard._api.shard_request import ShardRequest
+from jshard._api.trace_call import abstract
 from jshard._core import hardware as hardware
 from jshard._core.argument_checks import checked
 from jshard._core.errors import ShardError
@@ -135,7 +136,7 @@ def sweep(
         if values is not None
     }
     sharded.check_arguments(args, kwargs, "sweep", tuple(inspect.signature(sweep).parameters)[2:-1])
-    with sharded.planned_as(args, kwargs) as (function, args, kwargs):
+    with sharded.as_array_function(args, kwargs) as (function, args, kwargs):
         found = _points(function.request, args, kwargs, _meshes(mesh), options, batch, show_progress)
     return Sweep(sharded.__name__, tuple(found))
 

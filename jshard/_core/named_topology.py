@@ -31,7 +31,7 @@ from jshard._core.argument_checks import checked
 from jshard._core.errors import MeshError
 from jshard._core.hardware import Chip
 from jshard._core.layout import MeshAxes
-from jshard._spec.entry import describe_value
+from jshard._core.messages import describe_value
 
 
 @dataclasses.dataclass(frozen=True)

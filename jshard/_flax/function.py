@@ -36,9 +36,9 @@ from jshard import _jaxcompat as compat
 from jshard._api.call_state import View, captured
 from jshard._api.shard_request import ShardRequest, traced_arguments
 from jshard._core.errors import ShardError
+from jshard._core.messages import type_with_article
 from jshard._flax import metadata as pins
 from jshard._flax.name_scopes import module_scopes
-from jshard._spec.entry import type_with_article
 from jshard._spec.tree_paths import argument_names, join, path_name
 
 
@@ -101,7 +101,7 @@ class _ResultAndState:
         return cls(parts[0], parts[1:], after)
 
 
-class Carried:
+class StatefulFunction:
     """A sharded function some of whose arguments hold state of nnx.
 
     `make` turns a `Request` into the sharded function of arrays.
@@ -116,12 +116,12 @@ class Carried:
 
     def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call the function, and write what it changed into the objects."""
-        with self.taken_apart(args, kwargs) as (args, kwargs):
+        with self.split_arguments(args, kwargs) as (args, kwargs):
             made = self.inner(*args, **kwargs)
             if self.inner.calls_back and compat.at_top_level():
                 jax.block_until_ready(made)  # a callback that fails leaves everything as it was
             after = made.after
-            if after.same:
+            if after.unchanged:
                 return made.result
             given = jax.tree.leaves(traced_arguments(self.request, args, kwargs))
             new = iter(made.changed)
@@ -130,14 +130,14 @@ class Carried:
             return _merge_nodes((state, made.result), is_inner=False, ctxtag=self)[1]
 
     @contextlib.contextmanager
-    def taken_apart(
+    def split_arguments(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Iterator[tuple[tuple, dict[str, Any]]]:
         """The arguments of `inner`; within this context its trace and its results belong to the objects given."""
         with nnx.update_context(self):
-            yield self._over_dynamic(lambda t: _split_nodes(t, self), args, kwargs)
+            yield self._map_traced(lambda t: _split_nodes(t, self), args, kwargs)
 
-    def _over_dynamic(
+    def _map_traced(
         self, change: Callable[[Any], Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
         """The call with its arguments changed, but for the static ones."""
@@ -155,7 +155,7 @@ class Carried:
             given = traced_arguments(request, args, kwargs)
             inputs = {id(x): i for i, x in enumerate(jax.tree.leaves(given))}
             before = jax.tree.leaves(given, is_leaf=_is_node)
-            whole, whole_kw = self._over_dynamic(
+            whole, whole_kw = self._map_traced(
                 lambda t: _merge_nodes(t, is_inner=True, ctxtag=self), args, kwargs
             )
             objects = jax.tree.map(
@@ -263,7 +263,7 @@ def _user_paths(objects: tuple[Any, Any], request: ShardRequest, count: int) -> 
     return paths, jax.tree.structure(result)
 
 
-def explained(error: Exception, fn: Any, name: str) -> Exception:
+def explain_trace_error(error: Exception, fn: Any, name: str) -> Exception:
     """The error for a graph node that a function captures and changes, in place of what nnx says of trace levels."""
     if not isinstance(error, errors.TraceContextError | ValueError) or "trace level" not in str(error):
         return error
@@ -283,7 +283,7 @@ def explained(error: Exception, fn: Any, name: str) -> Exception:
     )
 
 
-def refuse_bound(fn: Any) -> None:
+def refuse_bound_method(fn: Any) -> None:
     """Refuse a method that is bound to a graph node, and a graph node that is called, as `nnx.jit` does."""
     owner = fn if is_state(fn) else getattr(fn, "__self__", None)
     if not is_state(owner):

@@ -29,7 +29,7 @@ from flax import linen as nn
 from flax.core import lift
 from flax.linen import transforms
 
-import jshard
+from jshard._api.plan import Plan
 from jshard._core.errors import NestedShardError, ShardError
 from jshard._flax.module_call import (
     RECORDED_PLANS,
@@ -42,10 +42,7 @@ from jshard._flax.module_call import (
     record_plans,
     sharded_call,
 )
-
-
-_TOKEN = "__jshard_token__"
-_CLASSES = "__jshard_classes__"
+from jshard._spec.flax_protocol import LINEN_SUBCLASSES, LINEN_TOKEN, SHARD_MODULE
 
 
 def shard_module(
@@ -90,10 +87,10 @@ def shard_module(
 
 def token_of(module: Any) -> ShardingToken | None:
     """The token of a sharded module, or None."""
-    return vars(type(module)).get(_TOKEN)
+    return vars(type(module)).get(LINEN_TOKEN)
 
 
-def plans_of(module: Any, variables: Any, *args: Any, **kwargs: Any) -> dict[str, jshard.Plan]:
+def plans_of(module: Any, variables: Any, *args: Any, **kwargs: Any) -> dict[str, Plan]:
     """The plan of every sharded module in a model, by module path; arguments as for `module.apply`, or shapes."""
     if not isinstance(variables, Mapping):
         name = type(module).__name__
@@ -111,22 +108,22 @@ def plans_of(module: Any, variables: Any, *args: Any, **kwargs: Any) -> dict[str
     return record_plans(lambda: jax.eval_shape(run, variables, statics.dynamic()))
 
 
-def plan_of(module: Any, variables: Any, *args: Any, **kwargs: Any) -> jshard.Plan:
+def plan_of(module: Any, variables: Any, *args: Any, **kwargs: Any) -> Plan:
     """The plan of a sharded module for these arguments of `module.apply`."""
     return outermost_plan(plans_of(module, variables, *args, **kwargs), type(module).__name__)
 
 
 def _unsharded_class(cls: type) -> type:
-    return cls.__bases__[0] if _TOKEN in vars(cls) else cls
+    return cls.__bases__[0] if LINEN_TOKEN in vars(cls) else cls
 
 
 def _sharded_subclass(cls: type, options: dict[str, Any]) -> type:
     """The subclass for these options, made once: modules set up anew for every call find their plans again."""
     token = ShardingToken(cls.__name__, options)
-    known = vars(cls).get(_CLASSES)
+    known = vars(cls).get(LINEN_SUBCLASSES)
     if known is None:
         known = {}
-        setattr(cls, _CLASSES, known)
+        setattr(cls, LINEN_SUBCLASSES, known)
     if token not in known:
         original = cls.__call__
 
@@ -139,7 +136,7 @@ def _sharded_subclass(cls: type, options: dict[str, Any]) -> type:
 
         call.method_handler_wrapped = True  # type: ignore[attr-defined]
         body = {
-            "__call__": call, _TOKEN: token, "__module__": cls.__module__, "__qualname__": cls.__qualname__,
+            "__call__": call, LINEN_TOKEN: token, "__module__": cls.__module__, "__qualname__": cls.__qualname__,
             "__doc__": cls.__doc__, "__reduce__": _reduce, "__eq__": _equal, "__hash__": cls.__hash__,
         }  # fmt: skip
         known[token] = type(cls)(cls.__name__, (cls,), body)
@@ -149,7 +146,7 @@ def _sharded_subclass(cls: type, options: dict[str, Any]) -> type:
 def _reduce(module: Any) -> Any:
     fields = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.init}
     fields["parent"] = None
-    return _unpickle, (_unsharded_class(type(module)), vars(type(module))[_TOKEN].options, fields)
+    return _unpickle, (_unsharded_class(type(module)), vars(type(module))[LINEN_TOKEN].options, fields)
 
 
 def _unpickle(cls: type, options: dict[str, Any], fields: dict[str, Any]) -> Any:
@@ -291,4 +288,4 @@ def install() -> None:
     """Give every linen module the method `.shard`."""
     if "shard" not in vars(nn.Module):
         nn.Module.shard = ShardMethod(shard_module)  # type: ignore[attr-defined]
-        nn.Module.__jshard_shard__ = staticmethod(shard_module)  # type: ignore[attr-defined]
+        setattr(nn.Module, SHARD_MODULE, staticmethod(shard_module))

@@ -18,7 +18,7 @@ from flax import linen, nnx
 from flax.nnx.spmd import get_var_pspec
 from jax.sharding import PartitionSpec
 
-from jshard._spec.partitioning_metadata import SPEC
+from jshard._spec.flax_protocol import PARTITION_SPEC
 
 
 def spec_of_box(box: linen.Partitioned) -> PartitionSpec | None:
@@ -36,5 +36,5 @@ def spec_of_variable(variable: Any) -> PartitionSpec | None:
 
 def install() -> None:
     """Let variables and boxes answer."""
-    setattr(linen.Partitioned, SPEC, spec_of_box)
-    setattr(nnx.Variable, SPEC, spec_of_variable)
+    setattr(linen.Partitioned, PARTITION_SPEC, spec_of_box)
+    setattr(nnx.Variable, PARTITION_SPEC, spec_of_variable)

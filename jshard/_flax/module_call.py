@@ -3,8 +3,8 @@
 A module is called with anything: arrays, flags (`train=True`), configurations. Arrays and numbers are traced, as
 `jax.jit` does; everything else is part of the program and chooses which planned function runs.
 
->>> call = Call.of((1.0, None), {"train": True})
->>> call.statics, call.whole(call.dynamic()) == ((1.0, None), {"train": True})
+>>> call = ModuleCall.of((1.0, None), {"train": True})
+>>> call.statics, call.with_dynamic(call.dynamic()) == ((1.0, None), {"train": True})
 (((1, True),), True)
 """
 
@@ -20,14 +20,15 @@ from typing import Any
 
 import jax
 
-import jshard
+from jshard._api.plan import Plan
+from jshard._api.shard import shard
 from jshard._api.shard_request import DeferredParameterPlan
 from jshard._core.argument_checks import check_call
 from jshard._core.errors import ShardError, StrategyError
+from jshard._core.messages import suggest
 from jshard._flax.function import is_state
-from jshard._spec.entry import is_strategy, looks_like_strategy, shown
+from jshard._spec.entry import format_entry, is_strategy, looks_like_strategy
 from jshard._spec.parameter_plan import LeafIndex, flatten_plan, name_parts
-from jshard._spec.strategies import suggest
 from jshard._spec.tree_paths import Leaf
 
 
@@ -127,7 +128,7 @@ def hashable_key(value: Any) -> Any:
     """A hashable stand-in that is equal for equal values; functions made anew by the same code are equal.
 
     >>> make = lambda scale: lambda x: scale * x
-    >>> frozen(make(2)) == frozen(make(2)), frozen(make(2)) == frozen(make(3)), frozen({"a": [1]}) == frozen({"a": [1]})
+    >>> hashable_key(make(2)) == hashable_key(make(2)), hashable_key(make(2)) == hashable_key(make(3)), hashable_key({"a": [1]}) == hashable_key({"a": [1]})
     (True, False, True)
     """
     if isinstance(value, Mapping):
@@ -153,8 +154,8 @@ def checked_options(
     name: str, original: Callable[..., Any], options: dict[str, Any], method: str = "__call__"
 ) -> dict[str, Any]:
     """The options of `.shard` that are no defaults, refused now if no call could accept them."""
-    check_call(jshard.shard, (None,), options, f"{name}.shard")
-    jshard.shard(
+    check_call(shard, (None,), options, f"{name}.shard")
+    shard(
         lambda: None, **{k: v for k, v in options.items() if not k.endswith(("strategy", "parameter_plan"))}
     )
     for taken in ("static_argnums", "donate_argnums"):
@@ -174,7 +175,7 @@ def checked_options(
                     f"{name}.{method} has no argument {key!r}", where=f"in_strategy[{key!r}]",
                     fix=f"one of {', '.join(known)}" + (f"; nearest: {close}" if close else ""),
                 )  # fmt: skip
-    defaults = inspect.signature(jshard.shard).parameters
+    defaults = inspect.signature(shard).parameters
     base = dict.fromkeys(("in_strategy", "out_strategy", "parameter_plan"))
     return base | {k: v for k, v in options.items() if v != defaults[k].default}
 
@@ -212,7 +213,7 @@ def sharded_call(
     )
     if returns_pair and options["out_strategy"] is not None and not isinstance(options["out_strategy"], str):
         options["out_strategy"] = (_single(options["out_strategy"]), None)
-    return jshard.shard(pure, **options)
+    return shard(pure, **options)
 
 
 def relative_names(plan: Any, leaves: Sequence[Leaf]) -> Any:
@@ -221,7 +222,7 @@ def relative_names(plan: Any, leaves: Sequence[Leaf]) -> Any:
     MindSpore names parameters from the outermost cell: `self.block1.dense2.kernel`, given to block1. A name that
     reaches no parameter is shortened from the front until it does; if it never does, it stays and is reported.
 
-    >>> own_names({"self.block1.dense2.kernel": (8, 1)}, [Leaf("state.dense2.kernel", (8, 8), None, "state")])
+    >>> relative_names({"self.block1.dense2.kernel": (8, 1)}, [Leaf("state.dense2.kernel", (8, 8), None, "state")])
     {'dense2.kernel': (8, 1)}
     """
     if not isinstance(plan, Mapping):
@@ -244,9 +245,9 @@ def _entries_by_name(in_strategy: Any, own: Sequence[inspect.Parameter], name: s
     one = is_strategy(in_strategy) and in_strategy or looks_like_strategy(in_strategy) or not count
     if one and in_strategy != ():
         raise StrategyError(
-            f"in_strategy of {name} is {shown(in_strategy)}, not one entry per argument",
+            f"in_strategy of {name} is {format_entry(in_strategy)}, not one entry per argument",
             where=f"{name}.shard",
-            fix=f"in_strategy=({shown(in_strategy)},) for {', '.join(names) or 'its arguments'}",
+            fix=f"in_strategy=({format_entry(in_strategy)},) for {', '.join(names) or 'its arguments'}",
         )
     several = any(p.kind is p.VAR_POSITIONAL for p in own)
     if count > len(names) and not several:
@@ -264,15 +265,15 @@ def _single(entry: Any) -> Any:
     return entry[0] if wrapped else entry
 
 
-RECORDED_PLANS: contextvars.ContextVar[dict[str, jshard.Plan] | None] = contextvars.ContextVar(
+RECORDED_PLANS: contextvars.ContextVar[dict[str, Plan] | None] = contextvars.ContextVar(
     "record", default=None
 )
 """Where the plans of sharded modules are noted while one asks for them, by module path."""
 
 
-def record_plans(run: Callable[[], Any]) -> dict[str, jshard.Plan]:
+def record_plans(run: Callable[[], Any]) -> dict[str, Plan]:
     """The plan of every sharded module that `run` calls, by path; nothing is computed."""
-    plans: dict[str, jshard.Plan] = {}
+    plans: dict[str, Plan] = {}
     kept = RECORDED_PLANS.set(plans)
     try:
         run()
@@ -281,7 +282,7 @@ def record_plans(run: Callable[[], Any]) -> dict[str, jshard.Plan]:
     return plans
 
 
-def outermost_plan(plans: Mapping[str, jshard.Plan], name: str) -> jshard.Plan:
+def outermost_plan(plans: Mapping[str, Plan], name: str) -> Plan:
     """The plan of the outermost sharded module; an error when there is none or several side by side."""
     if not plans:
         raise ShardError(

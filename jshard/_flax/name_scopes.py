@@ -7,7 +7,7 @@ threads may trace at the same time.
 >>> import jax, jax.numpy as jnp
 >>> from flax import nnx
 >>> model = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
->>> with named(model):
+>>> with module_scopes(model):
 ...     jaxpr = jax.make_jaxpr(lambda x: model(x))(jnp.ones((2, 4)))
 >>> [str(e.source_info.name_stack) for e in jaxpr.eqns if e.primitive.name == "dot_general"]
 ['Sequential/layers.0', 'Sequential/layers.1']
@@ -25,8 +25,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-
-_WRAPPED = "__jshard_named__"
+from jshard._spec.flax_protocol import SCOPED_CALL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +69,7 @@ def _wrap_call(cls: type) -> None:
     if owner is None or owner is object:
         return
     method = vars(owner)["__call__"]
-    if hasattr(method, _WRAPPED):
+    if hasattr(method, SCOPED_CALL):
         return
 
     @functools.wraps(method)
@@ -95,5 +94,5 @@ def _wrap_call(cls: type) -> None:
         finally:
             _SCOPES.reset(kept)
 
-    setattr(call, _WRAPPED, method)
+    setattr(call, SCOPED_CALL, method)
     owner.__call__ = call

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-import jshard
+from jshard._api.plan import Plan
 from jshard._core.argument_checks import check_call
 from jshard._core.errors import NestedShardError, ShardError
 from jshard._flax.function import is_state
@@ -30,10 +30,7 @@ from jshard._flax.module_call import (
     sharded_call,
 )
 from jshard._flax.name_scopes import module_scopes
-
-
-_TOKEN = "_jshard"
-_ORIGINAL = "__jshard_original__"
+from jshard._spec.flax_protocol import NNX_TOKEN, SHARD_MODULE, SHARDABLE_CALL
 
 
 def shard_module(
@@ -64,19 +61,19 @@ def shard_module(
         **options,
     )  # fmt: skip
     _wrap_call(type(module))
-    setattr(module, _TOKEN, ShardingToken(name, checked_options(name, type(module).__call__, options)))
+    setattr(module, NNX_TOKEN, ShardingToken(name, checked_options(name, type(module).__call__, options)))
     return module
 
 
 def token_of(module: Any) -> ShardingToken | None:
     """The token of a sharded module, or None."""
-    return vars(module).get(_TOKEN)
+    return vars(module).get(NNX_TOKEN)
 
 
 _MODULE_PATHS: contextvars.ContextVar[dict[int, str]] = contextvars.ContextVar("root")
 
 
-def plans_of(module: Any, *args: Any, **kwargs: Any) -> dict[str, jshard.Plan]:
+def plans_of(module: Any, *args: Any, **kwargs: Any) -> dict[str, Plan]:
     """The plan of every sharded module in a model, by module path; arguments as for the call, or shapes."""
     check_call(type(module).__call__, (module, *args), kwargs, type(module).__name__)
     call = ModuleCall.of(args, kwargs)
@@ -101,7 +98,7 @@ def _path_of(module: Any) -> str:
     return _MODULE_PATHS.get({}).get(id(module), type(module).__name__)
 
 
-def plan_of(module: Any, *args: Any, **kwargs: Any) -> jshard.Plan:
+def plan_of(module: Any, *args: Any, **kwargs: Any) -> Plan:
     """The plan of a sharded module for these arguments of its call."""
     return outermost_plan(plans_of(module, *args, **kwargs), type(module).__name__)
 
@@ -126,7 +123,7 @@ def _wrap_call(cls: type) -> None:
             fix="shard a function of the module instead: jshard.shard(lambda module, x: module.method(x), ...)",
         )  # fmt: skip
     original = vars(owner)["__call__"]
-    if hasattr(original, _ORIGINAL):
+    if hasattr(original, SHARDABLE_CALL):
         return
 
     @functools.wraps(original)
@@ -136,14 +133,14 @@ def _wrap_call(cls: type) -> None:
             return original(self, *args, **kwargs)
         return _call_sharded(token, self, call, args, kwargs)
 
-    setattr(call, _ORIGINAL, original)
+    setattr(call, SHARDABLE_CALL, original)
     owner.__call__ = call
 
 
 def _call_sharded(token: ShardingToken, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
     call = ModuleCall.of(args, kwargs)
     if call.key not in token.functions:
-        original = getattr(method, _ORIGINAL, method)
+        original = getattr(method, SHARDABLE_CALL, method)
         pure = _pure(token, original, call)
         token.functions[call.key] = sharded_call(token, pure, original, ["state"])
     function = token.functions[call.key]
@@ -159,11 +156,11 @@ def _pure(token: ShardingToken, original: Any, call: ModuleCall) -> Any:
 
     def pure(state: Any, *args: Any, **kwargs: Any) -> Any:
         _refuse_nested(state, token.name)
-        delattr(state, _TOKEN)  # its own methods may come back here through `super().__call__`
+        delattr(state, NNX_TOKEN)  # its own methods may come back here through `super().__call__`
         args, kwargs = call.with_dynamic((args, kwargs))
         with module_scopes(state, inside=True):
             y = original(state, *args, **kwargs)
-        setattr(state, _TOKEN, token)
+        setattr(state, NNX_TOKEN, token)
         return y
 
     return pure
@@ -173,4 +170,4 @@ def install() -> None:
     """Give every nnx module the method `.shard`."""
     if "shard" not in vars(nnx.Module):
         nnx.Module.shard = ShardMethod(shard_module)  # type: ignore[attr-defined]
-        nnx.Module.__jshard_shard__ = staticmethod(shard_module)  # type: ignore[attr-defined]
+        setattr(nnx.Module, SHARD_MODULE, staticmethod(shard_module))

@@ -22,10 +22,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jshard._api.plan import Plan
 from jshard._core.argument_checks import check_call, checked
 from jshard._core.errors import PlanMismatchError, ShardError
+from jshard._core.messages import suggest, type_with_article
 from jshard._flax.function import holds_state, is_state
-from jshard._spec.entry import type_with_article
 from jshard._spec.parameter_plan import name_parts
-from jshard._spec.strategies import suggest
 from jshard._spec.tree_paths import path_name, shape_of
 
 

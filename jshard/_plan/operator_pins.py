@@ -23,7 +23,7 @@ from jshard._network.candidates import CandidateCache
 from jshard._program.graph import Program, operator_name
 from jshard._rules.rule import Rule
 from jshard._spec.entry import Pin
-from jshard._spec.mesh_selection import JointConstraint
+from jshard._spec.entry import JointConstraint
 
 
 def joint_cuts(

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 
 from jshard._core.errors import ShardError
 from jshard._core.layout import Layout
+from jshard._core.messages import join_choices, suggest
 from jshard._core.topology import Topology
 from jshard._network.candidates import CandidateCache, enumerate_layouts
 from jshard._plan.planner import make_plan
@@ -27,9 +28,8 @@ from jshard._plan.record import PlanRecord
 from jshard._plan.records import Alternative, Decision
 from jshard._plan.request import Force, Place, PlanRequest
 from jshard._program.graph import Literal, Operator, Program, operator_name
-from jshard._spec.entry import Pin, join_choices, parse_entry
-from jshard._spec.mesh_selection import check_axes_divide
-from jshard._spec.strategies import suggest
+from jshard._spec.entry import Pin, parse_entry
+from jshard._spec.mesh_checks import check_axes_divide
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -1,1 +1,2 @@
-"""What the user wrote -> pins of tensors: strategies, parameter plans, meshes."""
+"""Specification. Input: strategies, parameter plan, mesh and options, as the user wrote them. Output: a `Pin` per
+tensor, the mesh, checked options."""

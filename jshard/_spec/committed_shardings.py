@@ -1,19 +1,20 @@
-"""Where arguments already lie: what is a wish for the plan, and what must be moved before a call.
+"""Shardings that arguments are committed to: which of them the plan should keep, and what a call has to move.
 
-An array that its owner cut over a mesh says how it wants to be cut; one on a single device, on the host, or whole on
-every device says nothing: from there any layout is at hand. (Under `jax.set_mesh` every new array is whole on every
-device, so this cannot be a wish.) A wish is kept where blocks of the planner's mesh are the blocks that lie there,
-device by device, whatever the two meshes call their axes.
+An array that is sharded over a mesh is taken as a request to keep that sharding; an array on one device, on the host
+or replicated is not, since any layout is available from there. (Under `jax.set_mesh`, every new array is replicated.)
+A sharding is kept if some axes of the planner's mesh give every device the block it already has, whatever the axes of
+the two meshes are called.
 
 >>> from jax.sharding import AbstractMesh, PartitionSpec as P
->>> there, here = AbstractMesh((4, 2), ("data", "model")), AbstractMesh((2, 2, 2), ("x", "y", "z"))
->>> lying = NamedSharding(there, P("model", "data"))
->>> axes_here(lying, (8, 8), here)
+>>> theirs = AbstractMesh((4, 2), ("data", "model"))
+>>> sharding = NamedSharding(theirs, P("model", "data"))
+>>> mesh = AbstractMesh((2, 2, 2), ("x", "y", "z"))
+>>> equivalent_axes(sharding, (8, 8), mesh)
 (('z',), ('x', 'y'))
->>> axes_here(lying, (8, 8), AbstractMesh((8,), ("x",))) is None
+>>> equivalent_axes(sharding, (8, 8), AbstractMesh((8,), ("x",))) is None
 True
->>> received(lying, NamedSharding(here, P("z")), (8, 8), 4), received(lying, NamedSharding(here, P("x")), (8, 8), 4)
-(96, 128)
+>>> [max_received_bytes(sharding, NamedSharding(mesh, P(axis)), (8, 8), itemsize=4) for axis in ("z", "x")]
+[96, 128]
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ from jshard import _jaxcompat as compat
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where the arguments of a call lie: the mesh that they are on, and (number, sharding) of those that are cut.
+    """The committed shardings of a call's arguments, hashable: part of the call's signature.
 
-    Calls that lie alike have equal placements.
+    `mesh`: the mesh that all of them are on, if it is to be the mesh of the plan. `sharded`: (argument number, sharding)
+    of those that are sharded over several devices.
     """
 
     mesh: Mesh | AbstractMesh | None = None
@@ -43,19 +45,19 @@ class Placement:
 
 
 def placement(leaves: Sequence[Any], *, use_argument_mesh: bool = True) -> Placement:
-    """The placement of the flat arguments of a call; its mesh is theirs if they are all over the same devices.
+    """The placement of the flat arguments of a call.
 
-    `follow`: whether the mesh is to be that of the arguments.
+    `use_argument_mesh`: whether their mesh may become the plan's, if all are on the same devices.
     """
-    lying = [(i, s) for i, x in enumerate(leaves) if (s := committed_sharding(x)) is not None]
-    wishes = tuple((i, s) for i, s in lying if is_sharded(s, leaves[i].shape))
-    meshes = [s.mesh for _, s in (*wishes, *lying)]
-    alike = len({_device_set(m) for m in meshes}) == 1
-    return Placement(meshes[0] if use_argument_mesh and alike else None, wishes)
+    committed = [(i, s) for i, x in enumerate(leaves) if (s := committed_sharding(x)) is not None]
+    sharded = tuple((i, s) for i, s in committed if is_sharded(s, leaves[i].shape))
+    meshes = [s.mesh for _, s in (*sharded, *committed)]
+    same_devices = len({_device_set(m) for m in meshes}) == 1
+    return Placement(meshes[0] if use_argument_mesh and same_devices else None, sharded)
 
 
 def committed_sharding(x: Any) -> NamedSharding | None:
-    """The sharding over several devices that an array was given; None for all that says nothing of a mesh."""
+    """The `NamedSharding` over several devices that an array (or a type) is committed to; else None."""
     if isinstance(x, jax.ShapeDtypeStruct):
         found = x.sharding
     elif compat.is_tracer(x):
@@ -71,7 +73,7 @@ def committed_sharding(x: Any) -> NamedSharding | None:
 
 @functools.lru_cache(maxsize=4096)
 def is_sharded(sharding: NamedSharding, shape: Sequence[int]) -> bool:
-    """Whether a sharding cuts anything."""
+    """Whether any dimension of an array of `shape` is sharded."""
     return any(n > 1 for n in _shards_per_dim(sharding, len(shape)))
 
 
@@ -79,7 +81,7 @@ def is_sharded(sharding: NamedSharding, shape: Sequence[int]) -> bool:
 def equivalent_axes(
     sharding: NamedSharding, shape: Sequence[int], mesh: Mesh | AbstractMesh
 ) -> tuple[tuple[str, ...], ...] | None:
-    """Axes of `mesh` for each dimension under which every device has the block it has now; None if none do."""
+    """Axes of `mesh` per dimension that give every device the block it has under `sharding`; None if none do."""
     where = _device_positions(sharding.mesh, mesh)
     if where is None:
         return None
@@ -103,15 +105,15 @@ def equivalent_axes(
 
 
 def same_device_order(sharding: NamedSharding, mesh: Mesh | AbstractMesh) -> bool:
-    """Whether an array lies on the devices of `mesh` in their order: axes of one may then be parts of the other's."""
+    """Whether a sharding's mesh has the devices of `mesh` in the same order, so that splitting axes can align them."""
     where = _device_positions(sharding.mesh, mesh)
     return where is not None and np.array_equal(where, np.arange(len(where)))
 
 
 def max_received_bytes(source: Sharding, target: NamedSharding, shape: Sequence[int], itemsize: int) -> int:
-    """Bytes that the device receives which receives most, when an array is moved from where it lies.
+    """Most bytes that any device receives when an array is moved from `source` to `target`.
 
-    Each device keeps what of its new block it has already.
+    A device does not receive the part of its new block that it already has.
     """
     shape = tuple(shape)
     places = any(isinstance(getattr(s, "mesh", None), AbstractMesh) for s in (source, target))
@@ -128,14 +130,14 @@ def max_received_bytes(source: Sharding, target: NamedSharding, shape: Sequence[
 
 
 def same_devices(argument_mesh: Mesh | AbstractMesh, mesh: Mesh | AbstractMesh) -> bool:
-    """Whether arguments on one mesh are on the devices of a planned one; of a type in a trace only sizes are known."""
+    """Whether two meshes are over the same devices; of an abstract mesh, only the size is compared."""
     if isinstance(argument_mesh, AbstractMesh):
         return argument_mesh.size == mesh.size
     return _device_set(argument_mesh) == _device_set(mesh)
 
 
 def describe_sharding(sharding: Sharding) -> str:
-    """Where an array lies, for people: `P('data') on data=4 x model=2`, or the device."""
+    """A sharding as text: `P('data') on data=4 x model=2`, or the device."""
     if isinstance(sharding, NamedSharding):
         axes = " x ".join(
             f"{n}={s}" for n, s in zip(sharding.mesh.axis_names, sharding.mesh.axis_sizes, strict=True)
@@ -148,12 +150,12 @@ def describe_sharding(sharding: Sharding) -> str:
 
 
 def _device_set(mesh: Mesh | AbstractMesh) -> Any:
-    """What two meshes over the same devices have in common."""
+    """A key that is equal for meshes over the same devices."""
     return frozenset(mesh.devices.flat) if isinstance(mesh, Mesh) else mesh.size
 
 
 def _device_positions(other: Mesh | AbstractMesh, mesh: Mesh | AbstractMesh) -> np.ndarray | None:
-    """For each device of `mesh`, in its flat order, its place in the other; None if it is over other devices."""
+    """For each device of `mesh`, in flat order, its flat position in the other; None if that has other devices."""
     if other.size != mesh.size:
         return None
     if not (isinstance(other, Mesh) and isinstance(mesh, Mesh)):
@@ -175,7 +177,7 @@ def _shards_per_dim(sharding: NamedSharding, ndim: int) -> list[int]:
 
 
 def _block_indices(sharding: NamedSharding, ndim: int) -> np.ndarray:
-    """(devices, dimensions) the number of each device's block along each dimension."""
+    """The index of each device's block along each dimension, int64 of shape (devices, dimensions)."""
     names, sizes = list(sharding.mesh.axis_names), tuple(sharding.mesh.axis_sizes)
     at = np.stack(np.unravel_index(np.arange(math.prod(sizes)), sizes), axis=-1)
     out = np.zeros((len(at), ndim), dtype=np.int64)
@@ -192,7 +194,7 @@ def _unit_step(axis: int, grid: Sequence[int]) -> tuple[int, ...]:
 def _blocks(
     sharding: Sharding, shape: tuple[int, ...], places: bool
 ) -> dict[Any, tuple[tuple[int, int], ...]]:
-    """The block of each device (or of each place on the mesh), as (start, end) of every dimension."""
+    """The block of each device (or of each flat mesh position, if `places`), as (start, end) of every dimension."""
     if isinstance(sharding, NamedSharding):
         pieces = _shards_per_dim(sharding, len(shape))
         sizes = [s // n for s, n in zip(shape, pieces, strict=True)]

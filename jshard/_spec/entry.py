@@ -1,14 +1,14 @@
-"""One entry: what a user may write for one tensor, turned into a `Pin`.
+"""One strategy entry: what a user may write for one tensor, parsed into a `Pin`, a sharding constraint.
 
-An entry is `None` (derive), a tuple of pieces per dimension, a `PartitionSpec` or a `NamedSharding`.
-A tuple says how many pieces, a spec says which mesh axes; both end as a `Pin`, the only thing later
-floors see. A spec's sizes are unknown until the mesh is chosen, so its `cuts` stay `None` until then.
+An entry is `None` (left to the search), a tuple of shards per dimension ("cuts" in messages), a `PartitionSpec` or a
+`NamedSharding`. A tuple fixes numbers of shards, a spec fixes mesh axes; both become a `Pin`. The axis sizes of a spec
+are unknown until the mesh is chosen, so its `cuts` are `None` until then.
 
 >>> parse_entry((4, None), (32, 128), "in_strategy[0] (argument x)")
-Pin(cuts=(4, None), axes=None, where='in_strategy[0] (argument x)', mesh=None)
+Pin(cuts=(4, None), axes=None, where='in_strategy[0] (argument x)', mesh=None, all_devices_dim=None)
 >>> str(parse_entry(PartitionSpec("data"), (32, 128), "here"))
 "P('data', None)"
->>> allows(parse_entry((4, None), (32, 128), "here"), Layout((("x",), ())), MeshAxes(("x", "y"), (4, 2)))
+>>> satisfies(parse_entry((4, None), (32, 128), "here"), Layout((("x",), ())), MeshAxes(("x", "y"), (4, 2)))
 True
 """
 
@@ -18,7 +18,6 @@ import dataclasses
 import math
 import numbers
 import operator
-import reprlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,65 +26,82 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jshard._core.errors import StrategyError
 from jshard._core.layout import Layout, MeshAxes
+from jshard._core.messages import count_of, join_choices, type_with_article
 from jshard._spec.mesh_factorization import divisors
 
-
-EVERY_DEVICE = 0
-"""In `Pin.cuts`: as many pieces as there are devices ("data_parallel"); users cannot write a cut of 0."""
 
 ENTRY_FORMS = "None, a tuple of pieces per dimension such as (4, 2), a PartitionSpec or a NamedSharding"
 
 
 @dataclasses.dataclass(frozen=True)
 class Pin:
-    """What the user fixed for one tensor.
+    """The sharding constraint that the user put on one tensor.
 
-    `cuts`: pieces per dimension; None = left to the search (or, for a spec, known once the mesh is).
-    `axes`: exact mesh axes per dimension, major first, when the user wrote a spec; a None dimension is free.
-    `where`: what the user wrote, for messages. `mesh`: the mesh of a `NamedSharding`, until it is resolved.
+    - `cuts`: shards per dimension; None where the search decides, and for a spec until the mesh is chosen.
+    - `axes`: for a spec, the mesh axes per dimension, major first; None where the search decides.
+    - `where`: what the user wrote, for messages.
+    - `mesh`: the mesh of a `NamedSharding`, until the pin is resolved on the chosen mesh.
+    - `all_devices_dim`: the dimension that is sharded over all devices ("data_parallel"), until it is resolved; its
+        entry in `cuts` is None.
     """
 
     cuts: tuple[int | None, ...]
     axes: tuple[tuple[str, ...] | None, ...] | None
     where: str
     mesh: Mesh | AbstractMesh | None = None
+    all_devices_dim: int | None = None
 
     def same_constraint(self, other: Pin) -> bool:
-        """Whether both pins ask for the same thing, wherever they were written."""
-        mine, theirs = (p.mesh if p.axes is not None else None for p in (self, other))
-        return (self.cuts, self.axes, mine) == (other.cuts, other.axes, theirs)
+        """Whether both pins constrain a tensor in the same way, wherever they were written."""
+
+        def constraint(p: Pin) -> tuple:
+            return p.cuts, p.axes, p.mesh if p.axes is not None else None, p.all_devices_dim
+
+        return constraint(self) == constraint(other)
 
     @property
     def free(self) -> bool:
-        """Whether the pin fixes nothing: every dimension is left to the search."""
-        return all(c is None for c in self.cuts) and (self.axes is None or all(a is None for a in self.axes))
+        """Whether every dimension is left to the search."""
+        undecided = all(c is None for c in self.cuts) and self.all_devices_dim is None
+        return undecided and (self.axes is None or all(a is None for a in self.axes))
+
+    def cuts_on(self, devices: int) -> tuple[int | None, ...]:
+        """The cuts on a mesh of so many devices.
+
+        >>> Pin((None, 1), None, "out_strategy", all_devices_dim=0).cuts_on(8)
+        (8, 1)
+        """
+        return tuple(devices if d == self.all_devices_dim else c for d, c in enumerate(self.cuts))
 
     def batched(self, dim: int) -> Pin:
-        """The same wish for a tensor with one more dimension, left to the search: what `vmap` makes of it.
+        """The constraint after `vmap`: dimension `dim` is new and left to the search.
 
         >>> str(Pin((4, 2), None, "x").batched(1))
         '(4, None, 2)'
         """
         cuts = (*self.cuts[:dim], None, *self.cuts[dim:])
         axes = None if self.axes is None else (*self.axes[:dim], None, *self.axes[dim:])
-        return dataclasses.replace(self, cuts=cuts, axes=axes)
+        moved = self.all_devices_dim
+        if moved is not None and moved >= dim:
+            moved += 1
+        return dataclasses.replace(self, cuts=cuts, axes=axes, all_devices_dim=moved)
 
     def __str__(self) -> str:
         if self.axes is None:
-            cuts = ["every device" if c == EVERY_DEVICE else str(c) for c in self.cuts]
+            cuts = ["every device" if d == self.all_devices_dim else str(c) for d, c in enumerate(self.cuts)]
             return f"({', '.join(cuts)}{',' if len(cuts) == 1 else ''})"
-        format_entry = [
+        entries = [
             "UNCONSTRAINED" if a is None else repr(a[0]) if len(a) == 1 else repr(a) if a else "None"
             for a in self.axes
         ]
-        return f"P({', '.join(format_entry)})"
+        return f"P({', '.join(entries)})"
 
 
 def satisfies(pin: Pin | None, layout: Layout, mesh: MeshAxes) -> bool:
-    """Whether a tensor with `layout` honours the pin.
+    """Whether a tensor with `layout` satisfies the pin.
 
-    A pinned tensor is never a partial sum: the user asked for its pieces, not for addends. Axes of size 1
-    cut nothing and are ignored. The axes of a spec must be the axes of `mesh` (see `resolve_pin`).
+    A pinned tensor is never a partial sum. Axes of size 1 shard nothing and are ignored. The axes of a spec must be
+    axes of `mesh` (`resolve_pin`).
     """
     if pin is None:
         return True
@@ -94,12 +110,30 @@ def satisfies(pin: Pin | None, layout: Layout, mesh: MeshAxes) -> bool:
     for have, want in zip(layout.dims, pin.axes or (), strict=False):
         if want is not None and _without_unit_axes(have, mesh) != _without_unit_axes(want, mesh):
             return False
-    wanted = (mesh.total if c == EVERY_DEVICE else c for c in pin.cuts)
+    wanted = pin.cuts_on(mesh.total)
     return all(want is None or have == want for have, want in zip(layout.cuts(mesh), wanted, strict=True))
 
 
+@dataclasses.dataclass(frozen=True)
+class JointConstraint:
+    """Pins that one operator must keep at once: each of its loop indices takes mesh axes of its own.
+
+    - `cuts`: shards of every loop index that a pin fixes by number, like the strategy of one tensor.
+    - `specs`: which of the call's pins (by number) are specs on this operator; their axes are not available to `cuts`.
+    - `what`, `where`: for messages.
+
+    A product whose operands are pinned to (2, 1) and (1, 2) shards its rows and its columns: `JointConstraint((2, 2))`
+    needs two axes of size 2, where each pin alone needs one.
+    """
+
+    cuts: tuple[int, ...]
+    specs: tuple[int, ...] = ()
+    what: str = ""
+    where: str = ""
+
+
 def is_strategy(entry: Any) -> bool:
-    """Whether a value is one strategy: a tuple that holds only ints, and perhaps None beside them.
+    """Whether a value is a strategy of one tensor: a tuple of ints, or of ints and None.
 
     >>> [is_strategy(e) for e in ((4, 2), (), (4, None), (None, None), ((4, 2),), [4, 2])]
     [True, True, True, False, False, False]
@@ -112,12 +146,12 @@ def is_strategy(entry: Any) -> bool:
 
 
 def looks_like_strategy(entry: Any) -> bool:
-    """Whether a tuple was meant as a strategy: it holds numbers, strings or bools, though not only ints."""
+    """Whether a tuple was meant as a strategy, right or wrong: it contains numbers, strings or bools."""
     return type(entry) is tuple and any(isinstance(c, numbers.Number | str | np.generic) for c in entry)
 
 
 def is_entry(entry: Any) -> bool:
-    """Whether a value is meant for one tensor (or, as a prefix, for all tensors below), not a container."""
+    """Whether a value is an entry for one tensor (or, as a prefix, for all leaves below), not a container."""
     return (
         entry is None
         or isinstance(entry, PartitionSpec | NamedSharding)
@@ -127,11 +161,11 @@ def is_entry(entry: Any) -> bool:
 
 
 def parse_entry(entry: Any, shape: Sequence[int], where: str, devices: int | None = None) -> Pin | None:
-    """Turn one entry into a `Pin` for a tensor of `shape`; None stays None.
+    """Parse one entry into a `Pin` for a tensor of `shape`; None stays None.
 
-    Raises a `StrategyError` that names `where` for anything that cannot be: a wrong type, rank, or cut. Whether cuts
-    divide is checked where the number of `devices` is known, since that decides which others are offered: here, or
-    when the mesh is chosen (`mesh.choose_mesh`, `mesh.resolve_pin`).
+    Raises a `StrategyError` that names `where` for a wrong type, rank or cut. Whether cuts divide their dimensions is
+    checked here if the number of `devices` is given, since the alternatives in the message depend on it, and else when
+    the mesh is chosen (`mesh_selection.choose_mesh`, `resolve_pin`).
     """
     shape = tuple(shape)
     if entry is None:
@@ -165,7 +199,7 @@ def parse_entry(entry: Any, shape: Sequence[int], where: str, devices: int | Non
 
 
 def check_divides(cuts: Sequence[int | None], shape: Sequence[int], where: str, devices: int) -> None:
-    """Raise a `StrategyError` when a cut does not divide its dimension; it offers what a grid of `devices` has.
+    """Raise a `StrategyError` if a cut does not divide its dimension, with cuts that a mesh of `devices` allows.
 
     >>> check_divides((8, 2), (10, 4), "argument x", devices=8)
     Traceback (most recent call last):
@@ -179,18 +213,18 @@ def check_divides(cuts: Sequence[int | None], shape: Sequence[int], where: str, 
             raise StrategyError(
                 f"a cut of {cut} does not divide dimension {dim}, of size {size}",
                 where=where,
-                fix=f"{format_pieces(possible_cuts(cuts, shape, dim, devices))} there, or None to leave the dimension to the "
-                "search",
+                fix=f"{format_pieces(possible_cuts(cuts, shape, dim, devices))} there, or None to leave the "
+                "dimension to the search",
             )
 
 
 def possible_cuts(
     cuts: Sequence[int | None], shape: Sequence[int] | None, dim: int, devices: int, count: int = 6
 ) -> list[int]:
-    """The cuts of a dimension nearest to its own that a grid of `devices` has beside the tensor's other cuts.
+    """The `count` cuts of a dimension closest to the wrong one that a mesh of `devices` allows.
 
-    They divide the dimension, and all cuts together divide the devices. Other cuts that are wrong themselves do not
-    count.
+    They divide the dimension, and their product with the tensor's other cuts divides the devices; other cuts that are
+    wrong themselves are left out.
 
     >>> possible_cuts((8, 2), (10, 4), 0, 8), possible_cuts((8, 2), (96, 4), 0, 24), possible_cuts((5,), None, 0, 8)
     ([1, 2], [1, 2, 3, 4, 6, 12], [1, 2, 4, 8])
@@ -210,9 +244,9 @@ def possible_cuts(
 def nearest_strategy(
     cuts: Sequence[Any], shape: Sequence[int] | None, devices: int | None
 ) -> tuple[int | None, ...]:
-    """A strategy for `shape` that a grid of `devices` has: each cut as asked, or the next smaller one that is possible.
+    """A valid strategy for `shape` on `devices`: every cut as given, or the next smaller possible one.
 
-    Dimensions beyond those cuts are whole; all are left to the search where the number of devices is unknown.
+    Dimensions without a cut get 1. Without a number of devices, all dimensions are left to the search.
 
     >>> nearest_strategy((8, 4), (32, 128), 16), nearest_strategy((4,), (6, 8), 8), nearest_strategy((4,), (8, 8), None)
     ((8, 2), (2, 1), (None, None))
@@ -225,22 +259,16 @@ def nearest_strategy(
         cut = cuts[d] if d < len(cuts) else 1
         if cut is not None:
             fits = math.gcd(left, shape[d]) if shape is not None and shape[d] else left
-            asked = int(cut) if _is_integer(cut) else 1
-            cut = max([n for n in divisors(fits) if n <= asked], default=1)
+            given = int(cut) if _is_integer(cut) else 1
+            cut = max([n for n in divisors(fits) if n <= given], default=1)
             left //= cut
         out.append(cut)
     return tuple(out)
 
 
 def format_pieces(choices: Sequence[int]) -> str:
-    """Numbers of pieces as prose: "1, 2 or 4 pieces"."""
+    """Numbers of shards for a message: "1, 2 or 4 pieces"."""
     return join_choices(choices) + (" piece" if list(choices) == [1] else " pieces")
-
-
-def join_choices(choices: Sequence[Any]) -> str:
-    """Choices as prose: "1, 2 or 4"."""
-    *head, last = map(str, choices)
-    return f"{', '.join(head)} or {last}" if head else last
 
 
 def _parse_cuts(entry: tuple, shape: tuple[int, ...], where: str, devices: int | None) -> Pin:
@@ -249,9 +277,9 @@ def _parse_cuts(entry: tuple, shape: tuple[int, ...], where: str, devices: int |
         if not isinstance(inner, PartitionSpec) and devices is not None:
             inner = nearest_strategy(inner, shape, devices)
         raise StrategyError(
-            f"{shown(entry)} holds one entry, for a tensor that is not a container",
+            f"{format_entry(entry)} holds one entry, for a tensor that is not a container",
             where=where,
-            fix=f"without the outer brackets: {shown(inner)}",
+            fix=f"without the outer brackets: {format_entry(inner)}",
         )
     for dim, cut in enumerate(entry):
         if cut is not None and not _is_integer(cut):
@@ -259,7 +287,9 @@ def _parse_cuts(entry: tuple, shape: tuple[int, ...], where: str, devices: int |
             if all(c is None or isinstance(c, str) for c in entry):
                 fix = f"P{entry!r} for mesh axes of that name".replace(",)", ")")
             raise StrategyError(
-                f"cut {dim} of {shown(entry)} is {shown(cut)}, {type_with_article(cut)}", where=where, fix=fix
+                f"cut {dim} of {format_entry(entry)} is {format_entry(cut)}, {type_with_article(cut)}",
+                where=where,
+                fix=fix,
             )
         if cut is not None and cut < 1:
             raise StrategyError(
@@ -269,8 +299,8 @@ def _parse_cuts(entry: tuple, shape: tuple[int, ...], where: str, devices: int |
             )
     if len(entry) != len(shape):
         raise StrategyError(
-            f"strategy {entry!r} has {_plural(len(entry), 'cut')}, but the tensor has "
-            f"{_plural(len(shape), 'dimension')}, {shape}",
+            f"strategy {entry!r} has {count_of(len(entry), 'cut')}, but the tensor has "
+            f"{count_of(len(shape), 'dimension')}, {shape}",
             where=where,
             fix=f"one cut per dimension: {nearest_strategy(entry, shape, devices)!r}",
         )
@@ -284,16 +314,17 @@ def _parse_spec(spec: PartitionSpec, shape: tuple[int, ...], where: str) -> Pin:
     for kind in ("unreduced", "reduced"):
         if getattr(spec, kind, None):
             raise StrategyError(
-                f"spec {shown(spec)} has {kind} axes; a pinned tensor is whole, not a sum of parts",
+                f"spec {format_entry(spec)} has {kind} axes; a pinned tensor is whole, not a sum of parts",
                 where=where,
                 fix=f"the spec without {kind}={{...}}",
             )
     if len(spec) > len(shape):
         raise StrategyError(
-            f"spec {shown(spec)} has {_plural(len(spec), 'entry')}, but the tensor has "
-            f"{_plural(len(shape), 'dimension')}, {shape}",
+            f"spec {format_entry(spec)} has {count_of(len(spec), 'entry', 'entries')}, but the tensor has "
+            f"{count_of(len(shape), 'dimension')}, {shape}",
             where=where,
-            fix=f"at most {_plural(len(shape), 'entry')}: {shown(PartitionSpec(*tuple(spec)[: len(shape)]))}",
+            fix=f"at most {count_of(len(shape), 'entry', 'entries')}: "
+            f"{format_entry(PartitionSpec(*tuple(spec)[: len(shape)]))}",
         )
     axes: list[tuple[str, ...] | None] = []
     for entry in (*spec, *(None,) * (len(shape) - len(spec))):
@@ -304,7 +335,7 @@ def _parse_spec(spec: PartitionSpec, shape: tuple[int, ...], where: str) -> Pin:
         for name in names:
             if not isinstance(name, str):
                 raise StrategyError(
-                    f"spec {shown(spec)} holds {name!r}, which is not the name of a mesh axis",
+                    f"spec {format_entry(spec)} holds {name!r}, which is not the name of a mesh axis",
                     where=where,
                     fix="axis names; to say how many pieces, write a plain tuple such as (4, 2)",
                 )
@@ -313,44 +344,27 @@ def _parse_spec(spec: PartitionSpec, shape: tuple[int, ...], where: str) -> Pin:
     for name in used:
         if used.count(name) > 1:
             raise StrategyError(
-                f"spec {shown(spec)} uses axis {name!r} {used.count(name)} times",
+                f"spec {format_entry(spec)} uses axis {name!r} {used.count(name)} times",
                 where=where,
                 fix="each mesh axis at most once in a spec",
             )
-    # A spec that names no axis says how many, not where: the same wish as a tuple of ones.
+    # A spec without axes constrains numbers of shards only, like a tuple of ones.
     return Pin(tuple(1 if a == () else None for a in axes), tuple(axes) if used else None, where)
 
 
-def shown(entry: Any) -> str:
-    """An entry as the user would write it: `P('x', None)` for a spec, also inside tuples."""
+def format_entry(entry: Any) -> str:
+    """An entry as the user writes it: `P('x', None)` for a spec, also inside tuples."""
     if isinstance(entry, PartitionSpec):
         parts = getattr(entry, "partitions", entry)  # iterating a spec with unreduced axes raises
         names = ("P.UNCONSTRAINED" if e is PartitionSpec.UNCONSTRAINED else repr(e) for e in parts)
         return f"P({', '.join(names)})"
     if type(entry) is tuple:
-        return f"({', '.join(map(shown, entry))}{',' if len(entry) == 1 else ''})"
+        return f"({', '.join(map(format_entry, entry))}{',' if len(entry) == 1 else ''})"
     return "NamedSharding(...)" if isinstance(entry, NamedSharding) else repr(entry)
-
-
-def type_with_article(value: Any) -> str:
-    """The type of a value, with its article: "an int", "a str"; None is just "None"."""
-    name = type(value).__name__
-    return "None" if value is None else f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
-
-
-def describe_value(value: Any) -> str:
-    """A wrong value for a message: its type, and itself, shortened."""
-    return "None" if value is None else f"{type_with_article(value)}, {reprlib.repr(value)}"
 
 
 def _is_integer(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool | np.bool_)
-
-
-def _plural(n: int, word: str) -> str:
-    if n == 1:
-        return f"1 {word}"
-    return f"{n or 'no'} {word[:-1] + 'ies' if word.endswith('y') else word + 's'}"
 
 
 def _without_unit_axes(axes: Sequence[str], mesh: MeshAxes) -> tuple[str, ...]:

@@ -1,12 +1,13 @@
-"""Grids: how many devices along each axis, so that every pinned cut is a product of whole axes.
+"""Factorizations of a device count into axis sizes such that every pinned cut is a product of axis sizes.
 
-Two questions, both answered by trying grids from the fewest axes up and checking each pin:
-`coarsest` arranges a number of devices into a new grid; `split` cuts the axes of a given grid further.
-Axes come in order of appearance, and the cuts of one tensor should use them in that order: so (4, 2)
-and (2, 4) on 8 devices get 2 x 2 x 2, where one turns into the other by moving a single axis, and not
-4 x 2, where nothing lines up. Only when no such grid exists may a tensor use the axes in any order.
+`fewest_axes` factors a count into the axes of a new mesh; `split` factors the axes of a given mesh further. Both
+enumerate candidates by ascending number of axes and test every pin. A *grid* here is a tuple of axis sizes.
 
->>> coarsest(8, [(4, 2)]), coarsest(8, [(2, 1), (1, 4), (4, 1)]), coarsest(8, [(4, 2), (2, 4)])
+The cuts of one tensor should use the axes in mesh order. So (4, 2) and (2, 4) on 8 devices give 2 x 2 x 2, where one
+layout becomes the other by moving a single axis, and not 4 x 2, where no axes are common. Only if no such grid exists
+may a tensor use the axes in any order.
+
+>>> fewest_axes(8, [(4, 2)]), fewest_axes(8, [(2, 1), (1, 4), (4, 1)]), fewest_axes(8, [(4, 2), (2, 4)])
 ((4, 2), (2, 4), (2, 2, 2))
 >>> split((8,), [(4,)]), split((2, 4), [(4, 2)]), split((3, 4), [(6,)])
 (((4, 2),), ((2,), (4,)), ((3,), (2, 2)))
@@ -24,9 +25,9 @@ Cuts = tuple[int, ...]
 
 
 def fewest_axes(count: int, wanted: Sequence[Cuts]) -> tuple[int, ...] | None:
-    """The grid of `count` devices with the fewest axes that expresses every tuple of cuts; None if none does.
+    """The factorization of `count` with the fewest axes that expresses every tuple of cuts; None if none does.
 
-    Ties go to the grid whose axes are sizes of cuts in order of appearance, then to the larger axis first.
+    Among equals: axis sizes in the order in which they appear among the cuts, then larger axes first.
     """
     wanted = _distinct(wanted)
     for ordered in (True, False):
@@ -38,9 +39,7 @@ def fewest_axes(count: int, wanted: Sequence[Cuts]) -> tuple[int, ...] | None:
 
 
 def grids(count: int, wanted: Sequence[Cuts]) -> tuple[tuple[int, ...], ...]:
-    """Every grid of `count` devices, up to the order of its axes, that expresses every tuple of cuts.
-
-    The coarsest comes first: this is the list that `mesh="auto"` tries.
+    """The factorizations of `count`, up to the order of axes, that express every tuple of cuts; `fewest_axes` first.
 
     >>> grids(8, [(2, 1)])
     ((2, 4), (2, 2, 2))
@@ -65,9 +64,9 @@ def grids(count: int, wanted: Sequence[Cuts]) -> tuple[tuple[int, ...], ...]:
 def split(
     sizes: Sequence[int], wanted: Sequence[Cuts], restricted: Sequence[tuple[Cuts, frozenset[int]]] = ()
 ) -> tuple[tuple[int, ...], ...] | None:
-    """Parts of each axis of a given grid, as few as possible, that express all the cuts; None if none do.
+    """The fewest parts of each axis of a given grid that express all cuts; None if none do.
 
-    `beside` are cuts that some axes, given by number, must not be used for.
+    `restricted`: further cuts, each with the numbers of the axes that must not be used for it.
 
     >>> split((2, 4), [], [((2,), frozenset((0,)))])
     ((2,), (2, 2))
@@ -88,13 +87,13 @@ def split(
 
 
 def _expressible_without(parts: Sequence[tuple[int, ...]], cuts: Cuts, taken: frozenset[int]) -> bool:
-    """Whether the parts of all axes but some express cuts."""
+    """Whether the parts of all axes but those in `taken` express the cuts."""
     free = itertools.chain(*(own for i, own in enumerate(parts) if i not in taken))
     return expresses(tuple(free), cuts, ordered=False)
 
 
 def expresses(grid: Sequence[int], cuts: Cuts, *, ordered: bool) -> bool:
-    """Whether disjoint groups of axes have the products `cuts`; with `ordered`, groups in mesh order.
+    """Whether disjoint groups of axes have the products `cuts`; with `ordered`, groups of consecutive axes in order.
 
     >>> expresses((4, 2), (2, 4), ordered=False), expresses((4, 2), (2, 4), ordered=True)
     (True, False)
@@ -107,7 +106,7 @@ def _expresses(grid: tuple[int, ...], cuts: Cuts, ordered: bool) -> bool:
     if not cuts:
         return True
     if ordered:
-        # Consecutive groups in order; an axis may be skipped.
+        # Groups in mesh order; an axis may be skipped.
         def place(axis: int, dim: int, left: int) -> bool:
             if left == 1:
                 return dim + 1 == len(cuts) or place(axis, dim + 1, cuts[dim + 1])
@@ -118,7 +117,7 @@ def _expresses(grid: tuple[int, ...], cuts: Cuts, ordered: bool) -> bool:
 
         return place(0, 0, cuts[0])
     first, rest = cuts[0], cuts[1:]
-    # Axes of one size are interchangeable, so a group is a number of axes of each size.
+    # Axes of equal size are interchangeable, so a group is determined by how many axes of each size it has.
     sizes = sorted(set(grid))
     for counts in itertools.product(*(range(grid.count(s) + 1) for s in sizes)):
         if math.prod(s**n for s, n in zip(sizes, counts, strict=True)) == first:
@@ -129,7 +128,7 @@ def _expresses(grid: tuple[int, ...], cuts: Cuts, ordered: bool) -> bool:
 
 
 def prime_factors(n: int) -> tuple[int, ...]:
-    """Prime factors of `n`, ascending, with repeats.
+    """Prime factors of `n` in ascending order, with repetition.
 
     >>> prime_factors(12), prime_factors(1)
     ((2, 2, 3), ())
@@ -156,7 +155,7 @@ def divisors(n: int) -> tuple[int, ...]:
 
 
 def factorizations(n: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """Ordered ways to write `n` as a product of exactly `parts` numbers above 1; `()` for 1 in no parts.
+    """The ordered factorizations of `n` into exactly `parts` factors above 1; `()` for 1 in no parts.
 
     >>> list(factorizations(8, 2)), list(factorizations(1, 0))
     ([(2, 4), (4, 2)], [()])
@@ -183,7 +182,7 @@ def _by_length(count: int) -> Iterator[list[tuple[int, ...]]]:
 
 
 def _partitions(sizes: tuple[int, ...], extra: int) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Ways to cut the axes into parts with `extra` more parts than axes."""
+    """The ways to split the axes into parts, with `extra` more parts than axes."""
     if not sizes:
         if extra == 0:
             yield ()

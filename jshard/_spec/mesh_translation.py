@@ -1,9 +1,8 @@
-"""Specs on another mesh: a `NamedSharding` whose mesh is not the mesh in use, over the same devices.
+"""Translation of a `NamedSharding` on another mesh over the same devices to the axes of the mesh in use.
 
-An axis of a mesh is a run of the flat order of devices, from one boundary (the product of the sizes before
-it) to the next. Two meshes in the same device order can be told in each other's axes when their boundaries,
-put together, divide one another: the mesh in use is cut at the other's boundaries, and each axis of either
-is then a row of the parts.
+In the flat order of devices, a mesh axis is the range between two *boundaries*, the products of the leading axis
+sizes. Two meshes with the same device order have common parts if their boundaries, merged and sorted, divide one
+another: the mesh in use is split at the other's boundaries, and each axis of either mesh is a sequence of parts.
 
 >>> boundaries((4, 2)), boundaries((8,))
 ([1, 4, 8], [1, 8])
@@ -21,25 +20,26 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jshard._core.errors import StrategyError
 from jshard._core.layout import MeshAxes
+from jshard._core.messages import suggest
 from jshard._spec.entry import Pin
-from jshard._spec.strategies import suggest
 
 
 def spec_axes(pin: Pin | None) -> Iterator[str]:
-    """The mesh axes that a pin names."""
+    """The mesh axes in a pin's spec."""
     return itertools.chain.from_iterable(d or () for d in (pin.axes if pin is not None and pin.axes else ()))
 
 
 def boundaries(sizes: Sequence[int]) -> list[int]:
-    """Products of the leading sizes, 1 first: where axes begin and end in the flat order of devices."""
+    """Products of the leading sizes, from 1 on."""
     return list(itertools.accumulate(sizes, operator.mul, initial=1))
 
 
 def resolve_mesh(pin: Pin | None, user: Mesh | AbstractMesh) -> Pin | None:
-    """The pin on the mesh in use, without a mesh of its own where that says the same.
+    """The pin on the mesh in use: without its own mesh, if that has the same axes.
 
-    A mesh with the same axes over the same devices says the same, whatever the order of the devices: the
-    user names axes, and the array is placed on the mesh in use. Raises `StrategyError` for other devices.
+    With the same axes over the same devices, the order of devices does not matter, because a spec names axes and the
+    array is placed on the mesh in use. Raises `StrategyError` for a mesh of other devices, or with other axes in another
+    order.
     """
     if pin is None or pin.mesh is None or not any(True for _ in spec_axes(pin)):
         return pin
@@ -61,9 +61,10 @@ def resolve_mesh(pin: Pin | None, user: Mesh | AbstractMesh) -> Pin | None:
 def required_splits(
     user: Mesh | AbstractMesh, pins: Sequence[Pin | None], argument_meshes: Sequence[Mesh | AbstractMesh] = ()
 ) -> list[tuple[int, ...]]:
-    """Parts of each axis of the mesh in use that the meshes of `NamedSharding`s require.
+    """The parts of each axis of the mesh in use that the meshes of pins require.
 
-    Those of `lying` are taken as far as they go with the others.
+    The boundaries of `argument_meshes` are added where they are compatible. Raises `StrategyError` for a pin whose mesh
+    has incompatible boundaries.
     """
     ends = set(boundaries(user.axis_sizes))
     for pin in pins:
@@ -72,9 +73,9 @@ def required_splits(
             if any(b % a for a, b in itertools.pairwise(sorted(ends))):
                 raise _foreign_mesh_error(pin, user, "whose axes cannot be told in those of")
     for mesh in argument_meshes:
-        more = ends | set(boundaries(mesh.axis_sizes))
-        if not any(b % a for a, b in itertools.pairwise(sorted(more))):
-            ends = more
+        merged = ends | set(boundaries(mesh.axis_sizes))
+        if not any(b % a for a, b in itertools.pairwise(sorted(merged))):
+            ends = merged
     parts = []
     for low, high in itertools.pairwise(boundaries(user.axis_sizes)):
         inside = sorted(e for e in ends if low <= e <= high)
@@ -85,9 +86,10 @@ def required_splits(
 def axis_translation(
     pin: Pin, own: MeshAxes, axis_parts: Mapping[str, tuple[str, ...]]
 ) -> Mapping[str, tuple[str, ...]]:
-    """Each axis as the pin names it -> axes of the planner's mesh `own`; for the user's mesh, `renamed`.
+    """Axis names usable in the pin's spec -> axes of the planner's mesh `own`.
 
-    An axis of the pin's mesh that the planner's axes cannot make up is left out.
+    Without a mesh of its own, a pin uses the axes of the user's mesh: `axis_parts`. An axis of the pin's mesh that is
+    no sequence of the planner's axes is left out.
     """
     if pin.mesh is None:
         return axis_parts
@@ -103,7 +105,7 @@ def axis_translation(
 
 
 def unknown_axis(pin: Pin, axis: str, known: Sequence[str]) -> StrategyError:
-    """The error for a spec that names an axis the mesh lacks."""
+    """The error for a spec with an axis that the mesh does not have."""
     return StrategyError(
         f"the spec {pin} names mesh axis {axis!r}, which the mesh lacks",
         where=pin.where,

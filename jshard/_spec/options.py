@@ -1,4 +1,4 @@
-"""The other arguments of `shard`: each checked once, each wrong value one clear error.
+"""The arguments of `shard` other than strategies and mesh, checked.
 
 >>> parse_bytes("14GiB"), parse_bytes("1.5e9"), parse_bytes(1024)
 (15032385536, 1500000000, 1024)
@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from jshard._core.errors import MeshError, ShardError
-from jshard._spec.entry import describe_value, type_with_article
-from jshard._spec.mesh_selection import check_device
-from jshard._spec.strategies import suggest
+from jshard._core.messages import describe_value, suggest, type_with_article
+from jshard._spec.flax_protocol import SHARD_MODULE
+from jshard._spec.mesh_checks import check_device
 
 
 LEVELS = {0: "compute-to-communication ratio", 1: "memory", 2: "speed"}
@@ -35,7 +35,7 @@ UNITS = {
 
 @dataclasses.dataclass(frozen=True)
 class PlanOptions:
-    """The checked arguments of `shard` that say how to plan."""
+    """The checked arguments of `shard` that configure planning; `memory_budget` in bytes per device."""
 
     level: int = 0
     device: str | None = None
@@ -48,7 +48,7 @@ class PlanOptions:
 
 @dataclasses.dataclass(frozen=True)
 class CallOptions:
-    """The checked arguments of `shard` that say how the function is called, as `jax.jit` takes them."""
+    """The checked static and donated arguments, as in `jax.jit`."""
 
     static_argnums: tuple[int, ...] = ()
     static_argnames: tuple[str, ...] = ()
@@ -66,7 +66,7 @@ def check_options(
     hardware: Any = None,
     replication_price: Any = 1000.0,
 ) -> PlanOptions:
-    """The planning arguments; raises `ShardError` for the first wrong one."""
+    """The planning options; raises `ShardError` for the first wrong argument."""
     check_device(device)
     if not isinstance(strict, bool | np.bool_):
         raise ShardError(
@@ -84,7 +84,7 @@ def check_options(
 
 
 def check_replication_price(price: Any) -> float:
-    """A number from 0 on."""
+    """A finite number, at least 0."""
     number = isinstance(price, int | float | np.integer | np.floating) and not isinstance(price, bool)
     if number and 0 <= price < math.inf:
         return float(price)
@@ -125,7 +125,7 @@ def check_search(search: Any) -> str:
 
 
 def check_hardware(hardware: Any) -> Any:
-    """None, the name of a chip, or a chip of the table; whether the name is known is for the table to say."""
+    """None, the name of a chip, or a chip; unknown names are an error of the table (`_core/hardware.py`)."""
     if hardware is None or isinstance(hardware, str) and hardware.strip():
         return hardware
     if isinstance(hardware, str | bytes | bool | int | float | list | tuple | dict | set) or callable(
@@ -166,7 +166,7 @@ def parse_bytes(amount: Any, what: str = "memory_budget") -> int | None:
 
 
 def check_function(fn: Any) -> Callable:
-    """A callable, not the result of calling one."""
+    """`fn` if it is callable."""
     if callable(fn):
         return fn
     raise ShardError(
@@ -177,12 +177,12 @@ def check_function(fn: Any) -> Callable:
 
 
 def flax_entry_point(fn: Any) -> Callable | None:
-    """How a Flax module is sharded, as `jshard.flax` has left it on the class; None for what is no module.
+    """The function that shards a Flax module, which `jshard.flax` sets on the class; None if `fn` is no module.
 
-    >>> module_form(lambda x: x) is None
+    >>> flax_entry_point(lambda x: x) is None
     True
     """
-    found = getattr(type(fn), "__jshard_shard__", None)
+    found = getattr(type(fn), SHARD_MODULE, None)
     if found is not None:
         return found
     library = next((c for c in type(fn).__mro__ if c.__name__ == "Module"), object).__module__
@@ -202,7 +202,7 @@ def check_call_options(
     donate_argnums: Any = None,
     donate_argnames: Any = None,
 ) -> CallOptions:
-    """Static and donated arguments: an int or a sequence of ints, a name or a sequence of names.
+    """The call options, each an int or a sequence of ints, a name or a sequence of names.
 
     >>> check_call_options(static_argnums=1, donate_argnames=["state"])
     CallOptions(static_argnums=(1,), static_argnames=(), donate_argnums=(), donate_argnames=('state',))

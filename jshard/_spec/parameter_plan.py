@@ -1,9 +1,9 @@
-"""`parameter_plan`: entries by parameter name, matched to the leaves of the arguments by path.
+"""`parameter_plan`: entries by parameter name, matched to the paths of the argument leaves.
 
-A name is a dotted path (`/` and MindSpore's `self.` accepted). It may leave out the argument, and the
-`params` collections that Flax puts before a model's own names, so `block1.dense2.kernel` finds
-`state.params.params.block1.dense2.kernel`. Only if nothing matches so, it may leave out any leading parts.
-`*` stands for one part (or some of its letters), `**` for any number of parts. The most specific name wins.
+A name is a dotted path (`/` and MindSpore's `self.` are accepted). It may omit the argument, and the `params`
+collections that Flax puts before a model's own names: `block1.dense2.kernel` matches
+`state.params.params.block1.dense2.kernel`. If nothing matches, it may omit any leading parts. `*` matches one part (or
+some of its letters), `**` any number of parts. The most specific name wins.
 
 >>> leaves = [Leaf(f"model.blocks.{i}.fc1.kernel", (4, 8), None, "model") for i in range(2)]
 >>> pins = pins_by_name(leaves, {"blocks.*.fc1.kernel": (1, 8), "blocks.0.fc1.kernel": (4, 1)})
@@ -21,7 +21,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jshard._core.errors import StrategyError
-from jshard._spec.entry import Pin, parse_entry, type_with_article
+from jshard._core.messages import type_with_article
+from jshard._spec.entry import Pin, parse_entry
 from jshard._spec.tree_paths import VARIABLE_FIELDS, Leaf
 
 
@@ -36,10 +37,10 @@ def pins_by_name(
     what: str = "parameter_plan",
     devices: int | None = None,
 ) -> tuple[Pin | None, ...]:
-    """One `Pin` (or None) for every leaf, from a mapping of names to entries.
+    """One `Pin` (or None) per leaf, from a mapping of names to entries.
 
-    A nested dict is read as one: `{"block1": {"kernel": e}}` is `{"block1.kernel": e}`. Names that match
-    nothing are reported together with the nearest paths: a warning, or with `strict` a `StrategyError`.
+    A nested dict is flattened: `{"block1": {"kernel": e}}` is `{"block1.kernel": e}`. Names that match nothing are
+    reported with the closest paths: in a warning, or with `strict` in a `StrategyError`.
     """
     if plan is None:
         return (None,) * len(leaves)
@@ -66,7 +67,10 @@ def pins_by_name(
 
 @dataclasses.dataclass(frozen=True)
 class LeafIndex:
-    """Leaves by every name that reaches them directly, so that a plan of plain names needs no search."""
+    """Leaves by each of their names (`_direct_names`), so that names without wildcards need no search.
+
+    `direct`: name parts -> leaf numbers. `paths`: the parts of every leaf's full path.
+    """
 
     direct: Mapping[Parts, Sequence[int]]
     paths: Sequence[Parts]
@@ -81,7 +85,7 @@ class LeafIndex:
         return LeafIndex(direct, [name_parts(leaf.path) for leaf in leaves])
 
     def find(self, name: str) -> list[int]:
-        """Indices of the leaves that a name reaches: by whole path, or failing that by the path's end."""
+        """Numbers of the leaves that a name matches: by a direct name, else by the end of the path."""
         pattern = name_parts(name)
         shorter = [pattern[:-1]] if len(pattern) > 1 and pattern[-1] in VARIABLE_FIELDS else []
         for wanted in (pattern, *shorter):
@@ -98,7 +102,7 @@ class LeafIndex:
 
 
 def specificity(name: str) -> tuple[int, int, int]:
-    """Sort key, greatest for the most specific name: fewest `**`, fewest `*` and `?`, then longest."""
+    """Sort key, largest for the most specific name: fewest `**`, then fewest `*` and `?`, then longest."""
     parts = name_parts(name)
     double = sum(p == "**" for p in parts)
     single = sum(p.count("*") + p.count("?") for p in parts if p != "**")
@@ -142,7 +146,7 @@ def _report_unmatched(missing: list[str], leaves: Sequence[Leaf], strict: bool, 
 def _nearest(name: str, paths: list[str], count: int = 3) -> str:
     wanted = ".".join(p for p in name_parts(name) if p != "**")
     endings = {p: p for p in paths}
-    for p in paths:  # a name without the argument is compared with paths without it
+    for p in paths:  # also compare with paths without the argument
         endings.setdefault(p.partition(".")[2] or p, p)
     close = [endings[c] for c in difflib.get_close_matches(wanted, endings, n=count, cutoff=0.4)]
     if close:
@@ -169,13 +173,13 @@ def flatten_plan(plan: Mapping, what: str, prefix: str = "") -> dict[str, Any]:
 
 
 def name_parts(name: str) -> tuple[str, ...]:
-    """Parts of a name: `/` is a dot, every `self` is dropped as MindSpore drops it, and so is `.value`."""
+    """Parts of a name: `/` counts as a dot, and `self` is dropped, as in MindSpore."""
     parts = [p for p in name.replace("/", ".").split(".") if p.strip()]
     return tuple(p for i, p in enumerate(parts) if p != "self" or len(parts) == 1 or i == len(parts) - 1)
 
 
 def _direct_names(leaf: Leaf) -> list[tuple[str, ...]]:
-    """The path, the path without its argument, and without the `params` collections that follow it."""
+    """The full path, the path without the argument, and without the `params` collections after it."""
     full = name_parts(leaf.path)
     inner = name_parts(leaf.inner)
     starts = [full]
@@ -192,7 +196,7 @@ def _is_glob(part: str) -> bool:
 
 
 def _matches(pattern: Parts, path: Parts) -> bool:
-    """Whether the whole path fits the pattern; `reached` are the numbers of parts read so far."""
+    """Whether the pattern matches the whole path; `reached`: how many parts the pattern so far may have matched."""
     reached = {0}
     for part in pattern:
         if part == "**":

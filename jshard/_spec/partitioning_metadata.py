@@ -1,9 +1,8 @@
-"""Pins that parameters carry themselves: Flax's partitioning metadata.
+"""Pins from Flax's partitioning metadata (`nnx.with_partitioning`, `nn.with_partitioning`, logical axis names).
 
-A Flax model may say how its parameters are cut (`nnx.with_partitioning`, `nn.with_partitioning`, logical names
-with rules). The variable or box around the array knows; `jshard.flax` gives those classes the method
-`__jshard_spec__`, so that nothing here knows Flax. What the user writes for the call goes before metadata, and
-names of axes that the mesh in use does not have leave their dimension to the search.
+The variable or box around an array holds the metadata; `jshard.flax` adds a method to these classes that returns it
+(`flax_protocol.HasPartitionSpec`), so this file does not depend on Flax. Strategies of the call take precedence, and
+an axis name that the mesh in use does not have leaves its dimension to the search.
 """
 
 from __future__ import annotations
@@ -16,10 +15,8 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jshard._spec.entry import Pin, parse_entry
+from jshard._spec.flax_protocol import PARTITION_SPEC
 from jshard._spec.tree_paths import join, path_name, shape_of
-
-
-SPEC = "__jshard_spec__"
 
 
 def with_metadata(
@@ -29,7 +26,7 @@ def with_metadata(
     names: Sequence[str],
     mesh: Any,
 ) -> tuple[Pin | None, ...]:
-    """The pins of a call, and for leaves without one those of the metadata around them.
+    """The pins of a call, completed by metadata for leaves without a pin.
 
     >>> with_metadata([None], (1.0,), {}, ["x"], None)
     (None,)
@@ -45,14 +42,14 @@ def with_metadata(
 
 
 def _has_spec(node: Any) -> bool:
-    return hasattr(type(node), SPEC)
+    return hasattr(type(node), PARTITION_SPEC)
 
 
 def _pins_of(node: Any, name: str, path: Sequence[Any], axes: frozenset[str]) -> list[Pin | None]:
     if not _has_spec(node):
         return [None]
     leaves = jax.tree.leaves(node)
-    spec = getattr(node, SPEC)() if len(leaves) == 1 else None
+    spec = getattr(node, PARTITION_SPEC)() if len(leaves) == 1 else None
     if spec is None or len(spec) > len(shape_of(leaves[0])):
         return [None] * len(leaves)
     known = PartitionSpec(*(_drop_unknown_axes(d, axes) for d in spec))

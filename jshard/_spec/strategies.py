@@ -1,8 +1,8 @@
-"""Strategies of a call: `in_strategy`, `parameter_plan` and `out_strategy`, turned into one `Pin` a leaf.
+"""`in_strategy`, `parameter_plan` and `out_strategy` parsed into one `Pin` per leaf.
 
-`in_strategy` has one entry per positional argument, or is a dict by argument name. An argument that is a
-pytree takes one entry for all of its leaves, or a pytree prefix of entries: a dict by key or attribute,
-a tuple or list by position. What is left out is derived.
+`in_strategy` has one entry per positional argument, or is a dict by argument name. An argument that is a pytree takes
+one entry for all of its leaves, or a pytree prefix of entries: a dict by key or attribute, a tuple or list by
+position. Leaves without an entry are left to the search.
 
 >>> x, w = jax.ShapeDtypeStruct((32, 128), "float32"), jax.ShapeDtypeStruct((128, 8), "float32")
 >>> pins = pins_for_inputs((x, {"w": w}), {}, ((4, 2), {"w": (2, 1)}), names=("x", "params"))
@@ -12,7 +12,6 @@ a tuple or list by position. What is left out is derived.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,18 +19,21 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard._core.errors import StrategyError
+from jshard._core.messages import (
+    abbreviate,
+    count_of,
+    describe_value,
+    suggest,
+    type_with_article,
+)
 from jshard._spec.entry import (
     ENTRY_FORMS,
-    EVERY_DEVICE,
     Pin,
-    describe_value,
+    format_entry,
     is_entry,
     is_strategy,
-    join_choices,
     looks_like_strategy,
     parse_entry,
-    shown,
-    type_with_article,
 )
 from jshard._spec.parameter_plan import pins_by_name
 from jshard._spec.tree_paths import (
@@ -57,19 +59,22 @@ def pins_for_inputs(
     what: str = "in_strategy",
     devices: int | None = None,
 ) -> tuple[Pin | None, ...]:
-    """One `Pin` (or None) for every leaf of a call, in the order of `jax.tree.flatten((args, kwargs))`.
+    """One `Pin` (or None) per leaf of a call, in the order of `jax.tree.flatten((args, kwargs))`.
 
-    `names`: names of the positional parameters (`argument_names`), at least one for each of `args`; a
-    parameter passed by keyword still takes its positional entry, one left at its default ignores it.
-    `strict`: whether a name of `parameter_plan` that matches nothing is an error instead of a warning.
-    `devices`: how many there are to cut over, where that is known (`parse_entry`).
-    Raises `StrategyError`, naming the argument path.
+    Arguments:
+
+    - `names`: of the positional parameters (`argument_names`), at least one for each of `args`; a parameter passed by
+        keyword takes its positional entry, one left at its default ignores it.
+    - `strict`: whether a name of `parameter_plan` that matches nothing is an error instead of a warning.
+    - `devices`: number of devices, if known (`parse_entry`).
+
+    Raises `StrategyError` with the path of the argument.
     """
     entries = _entries_by_argument(args, kwargs, in_strategy, names, what)
     pins: list[Pin | None] = []
     for name, value in (*zip(names, args, strict=False), *sorted(kwargs.items())):
-        spot, entry = entries.get(name, (what, None))
-        pins += match_prefix(entry, value, spot, "argument", name, devices=devices)
+        written_at, entry = entries.get(name, (what, None))
+        pins += match_prefix(entry, value, written_at, "argument", name, devices=devices)
     if parameter_plan is None:
         return tuple(pins)
     leaves = input_leaves(args, kwargs, names)
@@ -80,11 +85,11 @@ def pins_for_inputs(
 def pins_for_outputs(
     results: Any, out_strategy: Any, *, what: str = "out_strategy", devices: int | None = None
 ) -> tuple[Pin | None, ...]:
-    """One `Pin` (or None) for every leaf of the results, in flattening order.
+    """One `Pin` (or None) per leaf of the results, in flattening order.
 
-    `results`: the pytree of results, as arrays or `ShapeDtypeStruct`s. `out_strategy`: None, "full_batch"
-    (replicated), "data_parallel" (dimension 0 over all devices, scalars whole), one entry per result, or
-    for a single result its entry.
+    - `results`: the pytree of results, as arrays or `ShapeDtypeStruct`s.
+    - `out_strategy`: None, "full_batch" (replicated), "data_parallel" (dimension 0 over all devices, scalars
+        replicated), one entry per result, or the entry of a single result.
 
     >>> y = jax.ShapeDtypeStruct((32, 128), "float32")
     >>> [str(p) for p in pins_for_outputs((y, y), ((4, 2), None))]
@@ -108,8 +113,8 @@ def pins_for_outputs(
             if len(results) == 1:
                 return tuple(match_prefix(out_strategy, results[0], what, "result", "0", devices=devices))
             raise StrategyError(
-                f"{what} is one entry, {shown(out_strategy)}, but the function returns "
-                f"{_plural(len(results), 'result')}",
+                f"{what} is one entry, {format_entry(out_strategy)}, but the function returns "
+                f"{count_of(len(results), 'result')}",
                 where=what,
                 fix=f"one entry per result: {what}={_format_entries([out_strategy], len(results))}",
             )
@@ -129,7 +134,8 @@ def match_prefix(
 ) -> list[Pin | None]:
     """Pins of the leaves of `tree` under `entry`, a pytree prefix of entries.
 
-    `spot` says where the entry stands in what the user wrote; `kind`, `root` and `keys` what it is for.
+    `written_at`: position of the entry in the user's strategy, `in_strategy[1]['w']`. `kind`: "argument" or "result".
+    `root`, `keys`: the path of `tree` in the call.
     """
     path = join(root, path_name(keys))
     where = f"{written_at} ({kind} {path})" if path else f"{written_at} (the {kind})"
@@ -160,7 +166,7 @@ def match_prefix(
 def _entries_of_children(
     entry: Any, tree: Any, parts: list[tuple[Any, Any]], where: str
 ) -> list[tuple[str, Any]]:
-    """For each part of a pytree node: how it is written in the container `entry`, and its entry."""
+    """For each child of a pytree node: its index in the container `entry`, as text, and its entry."""
     names = [key_name(key) for key, _ in parts]
     if isinstance(entry, Mapping):
         wanted = {str(k): k for k in entry}
@@ -171,9 +177,9 @@ def _entries_of_children(
     if isinstance(entry, tuple | list):
         if len(entry) != len(parts):
             raise StrategyError(
-                f"{_plural(len(entry), 'entry', 'entries')} for {_plural(len(parts), 'part')}",
+                f"{count_of(len(entry), 'entry', 'entries')} for {count_of(len(parts), 'part')}",
                 where=where,
-                fix=f"one entry for each part: {_abbreviate(names)}" if parts else "None",
+                fix=f"one entry for each part: {abbreviate(names)}" if parts else "None",
             )
         return [(f"[{i}]", e) for i, e in enumerate(entry)]
     if type(entry) is type(tree):
@@ -190,7 +196,7 @@ def _entries_of_children(
 def without_static(
     in_strategy: Any, names: Sequence[str], static: Sequence[str], *, what: str = "in_strategy"
 ) -> Any:
-    """`in_strategy` without the entries of static arguments, which may be left out or None.
+    """`in_strategy` without the entries of static arguments, which may be omitted or None.
 
     >>> without_static(((4, 2), None, None), ("x", "config", "w"), ("config",))
     ((4, 2), None)
@@ -220,7 +226,7 @@ def without_static(
 def _entries_by_argument(
     args: Sequence[Any], kwargs: Mapping[str, Any], in_strategy: Any, names: Sequence[str], what: str
 ) -> dict[str, tuple[str, Any]]:
-    """Argument name -> (where it is written, its entry)."""
+    """Argument name -> (position in the user's strategy, entry)."""
     if in_strategy is None:
         return {}
     given = [*names[: len(args)], *sorted(kwargs)]
@@ -234,7 +240,7 @@ def _entries_by_argument(
     bare = isinstance(in_strategy, PartitionSpec | NamedSharding)
     if bare or (is_strategy(in_strategy) and len(in_strategy) > 0) or looks_like_strategy(in_strategy):
         raise StrategyError(
-            f"{what} is one entry, {shown(in_strategy)}, not one entry per argument",
+            f"{what} is one entry, {format_entry(in_strategy)}, not one entry per argument",
             where=what,
             fix=f"{what}={_format_entries([in_strategy], max(len(given), 1))}",
         )
@@ -254,8 +260,8 @@ def _entries_by_argument(
     if not need <= len(in_strategy) <= len(names):
         takes = names if len(in_strategy) > len(names) else names[:need]
         raise StrategyError(
-            f"{what} has {_plural(len(in_strategy), 'entry', 'entries')}, but there "
-            f"{'is' if len(takes) == 1 else 'are'} {_plural(len(takes), 'argument')}: {_abbreviate(takes)}",
+            f"{what} has {count_of(len(in_strategy), 'entry', 'entries')}, but there "
+            f"{'is' if len(takes) == 1 else 'are'} {count_of(len(takes), 'argument')}: {abbreviate(takes)}",
             where=what,
             fix=f"one entry per positional argument: {what}={_format_entries(in_strategy, len(takes))}",
         )
@@ -268,24 +274,26 @@ def _named_out_strategy(results: Any, name: str, what: str) -> tuple[Pin | None,
         raise StrategyError(f"{what}={name!r} is not known", where=what, fix=suggest(name, known))
     pins = []
     for keypath, leaf in jax.tree_util.tree_flatten_with_path(results)[0]:
-        cuts = [1] * len(shape_of(leaf))
-        if cuts and name == "data_parallel":
-            cuts[0] = EVERY_DEVICE
         path = path_name(keypath)
-        pins.append(Pin(tuple(cuts), None, f"{what}={name!r} ({f'result {path}' if path else 'the result'})"))
+        where = f"{what}={name!r} ({f'result {path}' if path else 'the result'})"
+        rank = len(shape_of(leaf))
+        if rank and name == "data_parallel":
+            pins.append(Pin((None, *(1,) * (rank - 1)), None, where, all_devices_dim=0))
+        else:
+            pins.append(Pin((1,) * rank, None, where))
     return tuple(pins)
 
 
 def _is_inner_entry(entry: Any) -> bool:
-    """Whether an element shows that what holds it is a list of entries, not one strategy."""
+    """Whether an element is an entry itself, so that its container is a list of entries and no strategy."""
     return isinstance(entry, PartitionSpec | NamedSharding | tuple | list)
 
 
 def _check_results(entries: Sequence[Any], count: int, what: str) -> None:
     if len(entries) != count:
         raise StrategyError(
-            f"{what} has {_plural(len(entries), 'entry', 'entries')}, but the function returns "
-            f"{_plural(count, 'result')}",
+            f"{what} has {count_of(len(entries), 'entry', 'entries')}, but the function returns "
+            f"{count_of(count, 'result')}",
             where=what,
             fix=f"one entry per result: {what}={_format_entries(entries, count)}",
         )
@@ -301,24 +309,6 @@ def _merge_pins(a: Pin | None, b: Pin | None) -> Pin | None:
     )
 
 
-def suggest(name: str, known: Sequence[str], count: int = 3) -> str:
-    """Known names nearest to a misspelt one, as prose.
-
-    >>> nearest("kernal", ["kernel", "bias"]), nearest("q", ["kernel", "bias"])
-    ("'kernel'", "'kernel' or 'bias'")
-    """
-    close = difflib.get_close_matches(name, known, n=count, cutoff=0.5) or list(known)[:8]
-    return join_choices([repr(str(n)) for n in close]) if close else "nothing there"
-
-
 def _format_entries(entries: Sequence[Any], count: int) -> str:
-    texts = [shown(e) for e in list(entries)[:count]] + ["None"] * (count - len(entries))
+    texts = [format_entry(e) for e in list(entries)[:count]] + ["None"] * (count - len(entries))
     return f"({', '.join(texts)}{',' if len(texts) == 1 else ''})"
-
-
-def _plural(n: int, one: str, many: str = "") -> str:
-    return f"{n or 'no'} {one if n == 1 else many or one + 's'}"
-
-
-def _abbreviate(names: Sequence[str], most: int = 8) -> str:
-    return ", ".join(names[:most]) + (f", and {len(names) - most} more" if len(names) > most else "")

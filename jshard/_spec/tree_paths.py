@@ -1,8 +1,7 @@
-"""Names of leaves: pytree paths as a user would say them, and one-level views of any pytree node.
+"""Dotted names of pytree leaves, and the children of a pytree node.
 
-JAX writes a path as keys (`DictKey('w')`, `GetAttrKey('kernel')`, `SequenceKey(0)`); people write `params.w`.
-Parts are joined by dots, and the `.value` that Flax puts below every variable is dropped, because no
-user thinks of a kernel as `kernel.value`.
+JAX gives paths as keys (`DictKey('w')`, `GetAttrKey('kernel')`, `SequenceKey(0)`); users write `params.w`. The `.value`
+field of Flax variables is dropped: a kernel is `kernel`, not `kernel.value`.
 
 >>> leaves = input_leaves(({"w": jax.ShapeDtypeStruct((4, 2), "float32")}, 1.0), {}, ["params", "lr"])
 >>> [(leaf.path, leaf.shape) for leaf in leaves]
@@ -52,7 +51,7 @@ def key_name(key: Any) -> str:
 
 
 def path_name(keypath: Sequence[Any]) -> str:
-    """A JAX key path as a dotted name, without the field in which Flax variables hold their array.
+    """A JAX key path as a dotted name, without the array field of Flax variables.
 
     >>> path_name((DictKey("block1"), SequenceKey(0), GetAttrKey("kernel"), GetAttrKey("value")))
     'block1.0.kernel'
@@ -64,7 +63,7 @@ def path_name(keypath: Sequence[Any]) -> str:
 
 
 def join(*parts: str) -> str:
-    """Dotted path of the parts that are not empty."""
+    """The parts that are not empty, joined by dots."""
     return ".".join(p for p in parts if p)
 
 
@@ -81,9 +80,9 @@ def input_leaves(args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence
 
 
 def argument_names(fn: Callable, count: int) -> tuple[str, ...]:
-    """Names of the positional arguments of a call with `count` of them; all parameters that could be one.
+    """Names of all parameters that can be positional, for a call with `count` positional arguments.
 
-    Arguments caught by `*xs` are `xs.0`, `xs.1`; of a callable without a signature, `arg0`, `arg1`.
+    Arguments of `*xs` are named `xs.0`, `xs.1`; those of a callable without a signature `arg0`, `arg1`.
 
     >>> argument_names(lambda x, w, b=None: x, 2), argument_names(lambda x, *ws: x, 3)
     (('x', 'w', 'b'), ('x', 'ws.0', 'ws.1'))
@@ -107,9 +106,9 @@ def is_leaf(tree: Any) -> bool:
 
 
 def one_level(tree: Any) -> list[tuple[Any, Any]]:
-    """One level of any pytree node: (key, child) in flattening order; empty for leaves and None.
+    """The children of a pytree node as (key, child), in flattening order; empty for leaves and None.
 
-    >>> [(key_name(k), child) for k, child in children({"b": 1, "a": (2, None)})]
+    >>> [(key_name(k), child) for k, child in one_level({"b": 1, "a": (2, None)})]
     [('a', (2, None)), ('b', 1)]
     """
     if tree is None or is_leaf(tree):
@@ -119,13 +118,13 @@ def one_level(tree: Any) -> list[tuple[Any, Any]]:
 
 
 def shape_of(leaf: Any) -> tuple[int, ...]:
-    """Shape of an array, a `ShapeDtypeStruct` or a number; `()` for anything else (tracing refuses it)."""
+    """Shape of an array or `ShapeDtypeStruct`; `()` for numbers and anything else (tracing refuses the latter)."""
     shape = getattr(leaf, "shape", None)
     return tuple(shape) if shape is not None else ()
 
 
 def dtype_of(leaf: Any) -> Any:
-    """Dtype of an array-like leaf, as JAX would give it; None for what is no array."""
+    """Dtype of an array or number in JAX; None for anything else."""
     if hasattr(leaf, "dtype"):
         return leaf.dtype
     return (

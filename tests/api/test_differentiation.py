@@ -54,7 +54,7 @@ def test_pins_hold_in_training():
     p = prepare(f._request, (params, x), {})
     for moving in ((0, 1), (0, 1, 2), (2,)):
         made = plan_for_gradient(p, moving).schedule.assignment
-        assert made.made(made.program.operators[made.program.inputs[2]].results[0]).dims == (("x",), ())
+        assert made.result_layout(made.program.operators[made.program.inputs[2]].results[0]).dims == (("x",), ())
 
 
 def test_operator_pins_hold_in_training():
@@ -63,7 +63,7 @@ def test_operator_pins_hold_in_training():
     w, x = jnp.ones((64, 64)), jnp.ones((512, 64))
     made = plan_for_gradient(prepare(f._request, (w, x), {}), (0,)).schedule.assignment
     dot = next(op for op in made.program.operators if op.primitive == "dot_general")
-    assert made.needed(dot.id, 1).dims == ((), ("x",))
+    assert made.operand_layout(dot.id, 1).dims == ((), ("x",))
 
 
 def test_a_plan_given_is_kept():

@@ -45,9 +45,7 @@ def misses(g, monkeypatch):
     """The calls of `g` that JAX's dispatch did not serve alone."""
     seen = []
     real = shard.Sharded._executable
-    monkeypatch.setattr(
-        shard.Sharded, "_executable", lambda self, a, k, *p: seen.append(a) or real(self, a, k)
-    )
+    monkeypatch.setattr(shard.Sharded, "_executable", lambda self, a, k, *p: seen.append(a) or real(self, a, k))
     return seen
 
 
@@ -144,7 +142,7 @@ def test_planning_does_not_hold_up_other_signatures(monkeypatch):
     "where",
     [
         "jshard._api.prepare.plan_program",
-        "jshard._api.prepare.build",
+        "jshard._api.trace_call.build",
         "jshard._plan.level_search.solve",
         "jshard._api.executable.spmd",
         "jax.stages.Lowered.compile",

@@ -15,8 +15,8 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 
 import jshard
 from jshard._core.errors import ShardError, StrategyError
-from jshard._spec.entry import Pin, parse_entry
-from jshard._spec.mesh_selection import JointConstraint, choose_mesh
+from jshard._spec.entry import JointConstraint, Pin, parse_entry
+from jshard._spec.mesh_selection import choose_mesh
 from tests.helpers.bad_inputs import ROWS, S, on, read
 
 

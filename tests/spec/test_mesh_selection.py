@@ -15,12 +15,16 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jshard._core.errors import MeshError, StrategyError
 from jshard._core.layout import Layout, MeshAxes
 from jshard._spec import mesh_factorization
-from jshard._spec.entry import EVERY_DEVICE, Pin, parse_entry, satisfies
+from jshard._spec.entry import Pin, parse_entry, satisfies
 from jshard._spec.mesh_selection import ChosenMesh, candidate_meshes, choose_mesh, resolve_pin
 
 
-def pin(*cuts: int | None) -> Pin:
-    return Pin(cuts, None, "here")
+ALL = "all devices"
+
+
+def pin(*cuts: int | str | None) -> Pin:
+    counts = tuple(None if c == ALL else c for c in cuts)
+    return Pin(counts, None, "here", all_devices_dim=cuts.index(ALL) if ALL in cuts else None)
 
 
 def chosen(*pins: Pin | None, count: int = 8, mesh=None, device=None) -> ChosenMesh:
@@ -53,7 +57,7 @@ def layouts(ndim: int, axes: MeshAxes):
         (8, [(2, 2, 2)], (2, 2, 2)),
         (8, [(4, 2), (8, 1)], (4, 2)),
         (8, [(4, None)], (4, 2)),
-        (8, [(EVERY_DEVICE, 1)], (8,)),
+        (8, [(ALL, 1)], (8,)),
         (1, [(1, 1)], (1,)),
         (6, [(3, 1)], (3, 2)),
         (6, [(3, 2), (2, 3)], (3, 2)),  # 2 x 3 and 3 x 2 cannot both go in mesh order
@@ -251,7 +255,7 @@ def test_resolving_a_pin_found_later():
     found = chosen(pin(4), mesh=mesh_of((8,), ("data",)))
     late = resolve_pin(parse_entry(P(None, "data"), (3, 16), "op"), found, (3, 16))
     assert late == Pin((1, 8), ((), ("data_0", "data_1")), "op")
-    assert resolve_pin(Pin((EVERY_DEVICE, 1), None, "out"), found, (16, 2)) == Pin((8, 1), None, "out")
+    assert resolve_pin(pin(ALL, 1), found, (16, 2)) == Pin((8, 1), None, "here")
     assert resolve_pin(None, found, (3,)) is None
     with pytest.raises(StrategyError, match="a cut of 8, by mesh axis 'data', does not divide dimension 0"):
         resolve_pin(parse_entry(P("data"), (12,), "op"), found, (12,))
@@ -270,8 +274,8 @@ def test_allows_is_the_definition():
     assert satisfies(spec, Layout((("y", "one", "x"), ())), axes)  # an axis of one device cuts nothing
     assert not satisfies(spec, Layout((("x", "y"), ())), axes)
     assert not satisfies(pin(None, None), Layout(((), ()), ("x",)), axes)
-    assert satisfies(pin(EVERY_DEVICE, 1), Layout((("x", "y"), ())), axes)
-    assert not satisfies(pin(EVERY_DEVICE, 1), Layout((("y",), ())), axes)
+    assert satisfies(pin(ALL, 1), Layout((("x", "y"), ())), axes)
+    assert not satisfies(pin(ALL, 1), Layout((("y",), ())), axes)
     assert satisfies(None, Layout(((), ()), ("x",)), axes)
     assert not satisfies(pin(2), Layout(((), ())), axes)
 

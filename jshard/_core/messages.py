@@ -1,0 +1,53 @@
+"""Phrases shared by error messages: values, counts and choices as readable text."""
+
+from __future__ import annotations
+
+import difflib
+import reprlib
+from collections.abc import Sequence
+from typing import Any
+
+
+def type_with_article(value: Any) -> str:
+    """The type of a value with its article: "an int", "a str"; None is just "None".
+
+    >>> type_with_article(3), type_with_article("x"), type_with_article(None)
+    ('an int', 'a str', 'None')
+    """
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
+def describe_value(value: Any) -> str:
+    """A wrong value: its type, and its `repr`, shortened."""
+    return "None" if value is None else f"{type_with_article(value)}, {reprlib.repr(value)}"
+
+
+def count_of(n: int, one: str, many: str = "") -> str:
+    """A number with its noun; the plural adds an "s" unless `many` is given.
+
+    >>> count_of(1, "cut"), count_of(0, "cut"), count_of(2, "entry", "entries")
+    ('1 cut', 'no cuts', '2 entries')
+    """
+    return f"{n or 'no'} {one if n == 1 else many or one + 's'}"
+
+
+def join_choices(choices: Sequence[Any]) -> str:
+    """Choices as a list with "or": "1, 2 or 4"."""
+    *head, last = map(str, choices)
+    return f"{', '.join(head)} or {last}" if head else last
+
+
+def abbreviate(names: Sequence[str], most: int = 8) -> str:
+    """The first `most` names, and how many more there are."""
+    return ", ".join(names[:most]) + (f", and {len(names) - most} more" if len(names) > most else "")
+
+
+def suggest(name: str, known: Sequence[str], count: int = 3) -> str:
+    """The known names closest to a misspelt one (`difflib.get_close_matches`), as a list with "or".
+
+    >>> suggest("kernal", ["kernel", "bias"]), suggest("q", ["kernel", "bias"])
+    ("'kernel'", "'kernel' or 'bias'")
+    """
+    close = difflib.get_close_matches(name, known, n=count, cutoff=0.5) or list(known)[:8]
+    return join_choices([repr(str(n)) for n in close]) if close else "nothing there"
