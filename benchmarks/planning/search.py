@@ -1,4 +1,4 @@
-"""How long planning takes beside JAX's own tracing, how deep it goes, and what it proves.
+"""Planning time beside JAX's own tracing, depth of the network planned, and the gap proved.
 
 python benchmarks/planning/search.py                                # every row, one process each (many minutes)
 python benchmarks/planning/search.py --layers 4 --mesh 4x8          # one row

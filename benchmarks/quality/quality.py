@@ -1,4 +1,4 @@
-"""Plans against each other: one compiler, one machine, and what each contender's program costs on it.
+"""Estimated step time of jshard's plans, hand annotations and XLA's propagation, all compiled by one compiler.
 
 `python benchmarks/quality/quality.py [--only WORKLOAD ...] [--on v5e:2x4 ...] [--contenders NAME ...]` compiles every
 contender for real TPU topologies without a device, reads the compiled program, appends a line of JSON to
@@ -14,7 +14,7 @@ Contenders:
   `megatron-all` (tensor parallel on all devices), `fsdp-megatron`, `sequence` (megatron with the tokens cut
   between products), `vocab` (FSDP with vocabulary cut), `experts` (FSDP with experts cut).
 
-All get the batch cut over all devices, as the batch strategy says: what a plan wants otherwise it moves itself.
+All get the batch cut over all devices, as the batch strategy says: a plan that wants another layout reshards it itself.
 
 Estimated time of a step, the same for all, without overlap, by two formulas:
 

@@ -1,4 +1,4 @@
-"""The nets of MindSpore's tutorial on `shard`, in nnx and linen, functional and method forms, against plain ones.
+"""The networks of MindSpore's tutorial on `shard`, in nnx and linen, as function and as method, against unsharded ones.
 
 `Net1` is sharded by the function, `Net2` by the method: three blocks of Dense 32-32, GELU, Dense 32-32, the
 first of them with `in_strategy=((1, 8),)` and `parameter_plan={"self.block1.dense2.kernel": (8, 1)}`.

@@ -1,4 +1,4 @@
-"""`module.shard(...)` on nnx modules: the module stays itself and gives the numbers of the plain one."""
+"""`module.shard(...)` on nnx modules: the module stays the same object and returns the unsharded module's numbers."""
 
 import concurrent.futures
 

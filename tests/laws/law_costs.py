@@ -1,4 +1,4 @@
-"""For the law of one cost: plans with the networks they came from, and random assignments of those."""
+"""Plans with the cost networks they came from, and random assignments of those networks."""
 
 from __future__ import annotations
 

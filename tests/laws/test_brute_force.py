@@ -1,7 +1,7 @@
-"""Small random programs: the search's answer against every possible answer, at all three levels.
+"""The answer of the search against the enumeration of all assignments of small random programs, at all three levels.
 
 The whole table of costs is written out, one array axis for each variable of the network, so nothing of the
-search or of its `evaluate` is used to judge it.
+search or of its `evaluate` is used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Laws of the search floor, checked against brute force on random small networks."""
+"""Laws of the search, checked by enumeration on random small networks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrays that are updated in place, round loops and through them: values, what is counted, and what is compiled."""
+"""Arrays updated in place, carried through loops and sliced by them: values, counted memory, compiled memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The physical needs of plans: never above what a plan does, equal where a plan attains them."""
+"""Lower bounds of a step: never above what a plan does, and equal where a plan attains them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The levels: different plans for one program, each the best by its own measure."""
+"""The three levels: different plans for one program, each the best by its own objective."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The programs of `benchmarks/` import, name functions that exist, and stand in the index; none is run."""
+"""Benchmark programs import, time functions that exist, and are listed in the index; none is run."""
 
 from __future__ import annotations
 

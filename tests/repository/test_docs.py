@@ -1,4 +1,4 @@
-"""What the pages say about files is true: paths exist, and the terms of `docs/where.md` are found where it says."""
+"""Paths named by the pages exist, and the terms of `docs/where.md` are in the files it names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def wrong_rows(text: str) -> list[str]:
     for task, terms, path in WHERE.findall(text):
         file = ROOT / path
         content = (path.replace("_", " ") + "\n" + file.read_text() if file.exists() else "").lower()
-        wrong += [f"{task}: {t} in {path}" for t in re.findall(r"`([^`]+)`", terms) if t.lower() not in content]
+        wrong += [
+            f"{task}: {t} in {path}" for t in re.findall(r"`([^`]+)`", terms) if t.lower() not in content
+        ]
     return wrong
 
 
