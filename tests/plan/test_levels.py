@@ -14,7 +14,7 @@ from jshard._network.build import build_network
 from jshard._program.trace import build
 from jshard._search import solve
 from tests.helpers.models import Config, gpt_step
-from tests.laws.test_brute_force import every_cost, every_peak
+from tests.laws.enumeration import every_cost, every_peak
 
 
 def auto(*sizes: int) -> jax.sharding.Mesh:
