@@ -23,6 +23,7 @@ import gc
 import importlib
 import json
 import math
+import operator
 import platform
 import pstats
 import subprocess
@@ -38,11 +39,11 @@ LAYERS = ("4", "32", "126", "scan")
 MESHES = ("2x4", "4x8", "16x16", "8x8x4", "4x8x8")
 # Module, function in it, column in which its CPU seconds are added up; `search` includes the schedule.
 PHASES = (
-    ("jshard._api.prepare", "_trace", "trace"),
-    ("jshard._api.prepare", "build", "program"),
-    ("jshard._plan.planner", "build_network", "network"),
-    ("jshard._plan.planner", "_solve_request", "search"),
-    ("jshard._plan.planner", "schedule", "rows"),
+    ("jshard._api.prepare", "trace_on_shapes", "trace"),
+    ("jshard._api.prepare", "build_program", "program"),
+    ("jshard._plan.level_search", "build_network", "network"),
+    ("jshard._plan.level_search", "LevelSearch.run", "search"),
+    ("jshard._plan.scheduled_solution", "schedule", "rows"),
     ("jshard._plan.planner", "summarize", "rows"),
 )
 COLUMNS = (
@@ -183,10 +184,9 @@ class Phases:
         """Start from zero, and time the functions of `PHASES` meanwhile."""
         self.seconds.clear()
         with contextlib.ExitStack() as stack:
-            for module_name, function, column in PHASES:
-                module = importlib.import_module(module_name)
-                timed = self.timed(column, getattr(module, function))
-                stack.enter_context(mock.patch.object(module, function, timed))
+            for module, function, column in PHASES:
+                timed = self.timed(column, operator.attrgetter(function)(importlib.import_module(module)))
+                stack.enter_context(mock.patch(f"{module}.{function}", timed))
             yield
 
 

@@ -12,13 +12,14 @@ from tests.helpers.import_graph import ROOT
 PROGRAMS = sorted(p for p in (ROOT / "benchmarks").glob("*/*.py") if "__main__" in p.read_text())
 CHECK = """
 import importlib
+import operator
 import sys
 
 for name in sys.argv[1:]:
     importlib.import_module(name)
 search = importlib.import_module("benchmarks.planning.search")
 for module, function, _ in search.PHASES:
-    assert callable(getattr(importlib.import_module(module), function)), (module, function)
+    assert callable(operator.attrgetter(function)(importlib.import_module(module)))
 """
 
 
