@@ -13,7 +13,7 @@ PY := $(VENV)/bin/python
 program = $(wildcard benchmarks/*/$(subst -,_,$(1)).py)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-compilers test-models lint types format rules notebooks render readme lock clean distclean
+.PHONY: help setup demo test test-compilers test-models lint types format imports rules notebooks render readme lock clean distclean
 
 help:  ## list the targets
 	@echo "make demo and make test need only Python 3.11+ and make; the rest is set up in $(VENV)."
@@ -37,7 +37,7 @@ lint: setup  ## ruff: rules and formatting
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 
-types: setup  ## pyright, basic
+types: setup  ## pyright, standard
 	@echo "== types: pyright"
 	@$(PY) -m pyright --pythonpath $(PY)
 
@@ -45,6 +45,9 @@ format: setup  ## let ruff write what lint asks for
 	@echo "== format: ruff check --fix, ruff format"
 	@$(PY) -m ruff check --fix-only .
 	@$(PY) -m ruff format .
+
+imports: setup  ## print the import graph of the package, with counts
+	@$(PY) tests/helpers/import_graph.py
 
 rules: setup  ## check every sharding rule against arrays on 2 to 8 devices: wrong and missing ones
 	@echo "== rules: benchmarks/correctness/rules.py, some candidates of every operator; LIMIT=8 for more"

@@ -1,7 +1,7 @@
 """Training steps to plan, compile and compare: plain JAX, from shapes only, in bfloat16.
 
 Each workload is a step `(state, *batch) -> (state, loss)`: value, gradient, and SGD or Adam; the state is
-donated. Nobody says how parameters are cut: `in_strategy(devices)` cuts the batch and leaves all else open.
+donated. Parameters are not pinned: `in_strategy(devices)` cuts the batch and leaves all else open.
 
 >>> from benchmarks import workloads
 >>> w = workloads.get("mlp-512")

@@ -1,4 +1,4 @@
-"""Is what the compilers emit what the plans say? Workloads x machines, each compiled in a process of its own.
+"""Bytes, FLOPs and peak memory that plans predict, against those of the compiled programs, for workloads and machines.
 
 `python benchmarks/compilers/fidelity.py [--only WORKLOAD ...] [--on MACHINE ...] [--seconds 600]` plans every
 workload from the cut of its batch alone, compiles it, reads the compiled program and appends one line of JSON a run

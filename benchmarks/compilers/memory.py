@@ -1,11 +1,10 @@
-"""The plan's peak memory against the compiler's: `make bench-memory`, or `python benchmarks/compilers/memory.py gpt
-conv`.
+"""Peak memory of plans against that of the compiler: `make bench-memory`.
 
 For each workload of `workloads.py` on one machine (TPU v5e 2x4 by default, where libtpu is installed) a plan at
 level 0 and at level 1, and for the GPT step budgets of 90, 50, 25 and 10% of the peak of the free plan. Each is
-compiled in a process of its own; `memory_analysis()` says what the compiler needs. The table goes to memory.md.
+compiled in a process of its own; `memory_analysis()` gives what the compiler needs. The table goes to memory.md.
 
-Its peak counts what lies on the chip as well (up to 128 MB on a v5e, where a program prefetches its weights), so
+The compiled peak includes what is on the chip (up to 128 MB on a v5e, where a program prefetches its weights), so
 beside it stands what is allocated off the chip: arguments, results that are no argument's, and temporaries.
 
     python benchmarks/compilers/memory.py --on v5e:2x4 gpt mlp-64k

@@ -1,4 +1,4 @@
-"""The law of bytes: what plans predict and what the compiler emits, operator by operator and program by program.
+"""Planned bytes equal emitted bytes, operator by operator and program by program.
 
     python benchmarks/correctness/bytes.py [--seed 0] [--each 1] [--programs 300] [--only reduce_max ...] [--page bytes.md]
 

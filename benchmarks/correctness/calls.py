@@ -1,6 +1,6 @@
-"""Random argument structures against `jax.jit`: `make bench-calls`, 10,000 of them.
+"""Calls with random argument structures against `jax.jit`: `make bench-calls`, 10,000 of them.
 
-It goes on where it was stopped: each hundred is a line of `benchmarks/correctness/calls.jsonl`, a seed counts once
+An interrupted run continues: each hundred is a line of `benchmarks/correctness/calls.jsonl`, a seed counts once
 for all versions of JAX, and `benchmarks/correctness/calls.md` is the table. `benchmarks/correctness/calls.py FIRST
 LAST` runs those hundreds alone.
 """

@@ -1,11 +1,11 @@
-"""The law of one cost on thousands of random training programs: objective, cost network and schedule agree.
+"""Objective, cost network and schedule give one cost, on thousands of random training programs.
 
     python benchmarks/correctness/costs.py [--count 3000] [--seed 0] [--start 0] [--rivals 300]
 
-Each program is planned at levels 0 and 2, for CPU devices and for TPU v5p. Judged are
+Each program is planned at levels 0 and 2, for CPU devices and for TPU v5p. Checked are
 
 - the plan: its objective is its schedule's own cost, and the bound is not above it;
-- three random assignments of its cost network: what the network says they cost is what their schedules cost, and none
+- three random assignments of its cost network: their cost by the network is that of their schedules, and none
   is below the bound;
 - for the first `--rivals` programs: no plan by propagation and none of 20 random what-ifs (a tensor or an operator cut
   another way) costs less than a plan called optimal.

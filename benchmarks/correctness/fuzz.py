@@ -1,10 +1,10 @@
-"""Thousands of random programs, sharded against plain: values, gradients, requested shardings, warnings.
+"""Thousands of random programs, sharded against unsharded: values, gradients, requested shardings, warnings.
 
     python benchmarks/correctness/fuzz.py [--count 3000] [--seed 0] [--state fuzz.json] [--only NUMBER ...] [--show]
     python benchmarks/correctness/fuzz.py --explore 200      # hypothesis draws the programs, and makes a failure small
 
 Program `n` of seed `s` is the same on every machine, so a number is a report: `--only n` runs it again, and
-`--show` prints its source. With `--state` a run that was interrupted goes on where it stopped. Refused: the pins
+`--show` prints its source. With `--state` an interrupted run continues. Refused: the pins
 of a program contradict each other and jshard says so. Unstable: rounding decides what the plain program gives.
 """
 

@@ -1,6 +1,6 @@
 """Every function of `tests/laws/law_functions.py` under every transformation, against plain JAX: `make bench-laws`.
 
-It goes on where it was stopped: what each function gave is kept in `benchmarks/correctness/laws.jsonl`, a line for
+An interrupted run continues: the result of each function is kept in `benchmarks/correctness/laws.jsonl`, a line for
 each version of JAX, and `benchmarks/correctness/laws.md` is the table of it. `--again` runs all anew; names of
 functions run those alone.
 """

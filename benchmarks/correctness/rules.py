@@ -1,4 +1,4 @@
-"""Every rule on trial: `make rules` prints primitive, family, candidates tried, wrong, missing.
+"""Every candidate of every sharding rule against the unsharded operator, and candidates that are missing: `make rules`.
 
     python benchmarks/correctness/rules.py [--devices 2 4 8] [--limit 12] [--no-missing] [--page rules.md] [primitive ...]
 

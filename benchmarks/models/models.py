@@ -1,4 +1,4 @@
-"""Plan and run models that none of us wrote, and compare them with their plain runs.
+"""Third-party models planned, run and compared with their unsharded runs: `make test-models`.
 
 `python benchmarks/models/models.py [MODEL ...]` makes `.venv-models` from `requirements/models.txt` (Flax classes of
 transformers, keras, haiku, equinox, diffrax, lineax, optimistix, OTT), then runs each model of

@@ -1,4 +1,4 @@
-"""The contest's public instances: cost only, then with the memory limit; one line each.
+"""The public instances of the ASPLOS / EuroSys 2025 contest: cost only, then with the memory limit; a line for each.
 
 python benchmarks/planning/iopddl.py                 # B and G
 python benchmarks/planning/iopddl.py A C K P         # the large ones (minutes)

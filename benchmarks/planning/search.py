@@ -1,4 +1,4 @@
-"""How long planning takes beside JAX's own tracing, how deep it goes, and what it proves.
+"""Planning time beside JAX's own tracing, depth of the network planned, and the gap proved.
 
 python benchmarks/planning/search.py                                # every row, one process each (many minutes)
 python benchmarks/planning/search.py --layers 4 --mesh 4x8          # one row
@@ -20,14 +20,16 @@ import contextlib
 import cProfile
 import functools
 import gc
+import importlib
 import json
 import math
+import operator
 import platform
 import pstats
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,6 +37,15 @@ from unittest import mock
 
 LAYERS = ("4", "32", "126", "scan")
 MESHES = ("2x4", "4x8", "16x16", "8x8x4", "4x8x8")
+# Module, function in it, column in which its CPU seconds are added up; `search` includes the schedule.
+PHASES = (
+    ("jshard._api.prepare", "trace_on_shapes", "trace"),
+    ("jshard._api.prepare", "build_program", "program"),
+    ("jshard._plan.level_search", "build_network", "network"),
+    ("jshard._plan.level_search", "LevelSearch.run", "search"),
+    ("jshard._plan.scheduled_solution", "schedule", "rows"),
+    ("jshard._plan.planner", "summarize", "rows"),
+)
 COLUMNS = (
     ("model", 6), ("layers", 6), ("mesh", 8), ("operators", 9), ("trace", 7), ("plan", 7), ("ratio", 6),
     ("again", 6), ("program", 7), ("network", 7), ("search", 7), ("rows", 7), ("gap", 8), ("memory", 9),
@@ -160,13 +171,23 @@ class Phases:
     def timed(self, name: str, fn: Callable) -> Callable:
         @functools.wraps(fn)
         def run(*args: Any, **kwargs: Any) -> Any:
-            begun = time.process_time()
+            start = time.process_time()
             try:
                 return fn(*args, **kwargs)
             finally:
-                self.seconds[name] = self.seconds.get(name, 0.0) + time.process_time() - begun
+                self.seconds[name] = self.seconds.get(name, 0.0) + time.process_time() - start
 
         return run
+
+    @contextlib.contextmanager
+    def measured(self) -> Iterator[None]:
+        """Start from zero, and time the functions of `PHASES` meanwhile."""
+        self.seconds.clear()
+        with contextlib.ExitStack() as stack:
+            for module, function, column in PHASES:
+                timed = self.timed(column, operator.attrgetter(function)(importlib.import_module(module)))
+                stack.enter_context(mock.patch(f"{module}.{function}", timed))
+            yield
 
 
 def peak_memory() -> float:
@@ -180,63 +201,58 @@ def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def row(model: str, layers: str, grid: str, profile: bool, level: int, budget: str | None) -> dict[str, Any]:
-    """Trace and plan one program in this process."""
+def trace_seconds(model: str, layers: str, donate: dict[str, Any], repeats: int = 3) -> float:
+    """The least CPU seconds of some traces by `jax.jit`, each of a new function: JAX caches traces."""
     import jax
 
-    import jshard
-    from jshard._api import prepare
-    from jshard._plan import level_search, planner, scheduled_solution
+    seconds = []
+    for _ in range(repeats):
+        fn, args = (llama if model == "llama" else gpt)(layers)
+        gc.collect()
+        start = time.process_time()
+        traced = jax.jit(fn, **donate).trace(*args)
+        seconds.append(time.process_time() - start)
+        del traced  # a user holds one trace, and the garbage collector walks over all that are alive
+    return min(seconds)
 
-    fn, args = (llama if model == "llama" else gpt)(layers)
+
+def row(model: str, layers: str, grid: str, profile: bool, level: int, budget: str | None) -> dict[str, Any]:
+    """Trace and plan one program in this process."""
+    import jshard
+
     donate: Any = dict(donate_argnums=(0, 1))
-    traces = []
-    for _ in range(3):
-        fresh = (llama if model == "llama" else gpt)(layers)[0]  # JAX remembers what it has traced
-        gc.collect()
-        begun = time.process_time()
-        kept = jax.jit(fresh, **donate).trace(*args)
-        traces.append(time.process_time() - begun)
-    del kept, fresh  # a user has one trace in memory, and the garbage collector walks over all there are
+    trace = trace_seconds(model, layers, donate)
+    fn, args = (llama if model == "llama" else gpt)(layers)
     chip: Any = {} if ":" in grid else dict(hardware="tpu-v5p")
-    phases = Phases()
-    parts = ((prepare, "_trace", "trace"), (prepare, "build", "program"), (level_search, "build_network", "network"),
-             (level_search.LevelSearch, "run", "search"), (scheduled_solution, "schedule", "rows"),
-             (planner, "summarize", "rows"))  # fmt: skip
-    seconds, wall, held, plan, watch = [], 0.0, 0.0, None, cProfile.Profile()
-    for turn in range(2):
+    phases, profiler = Phases(), cProfile.Profile()
+
+    def planned() -> tuple[Any, float]:
+        """A plan by a newly decorated function, and the CPU seconds without its trace."""
         sharded = jshard.shard(fn, level=level, mesh=mesh_of(grid), memory_budget=budget, **chip, **donate)
-        gc.collect()
-        phases.seconds.clear()
-        with contextlib.ExitStack() as stack:
-            for module, name, title in parts:
-                stack.enter_context(
-                    mock.patch.object(module, name, phases.timed(title, getattr(module, name)))
-                )
-            if turn == 0:
-                reset_peak()
-                before = peak_memory()
-            begun, clock = time.process_time(), time.perf_counter()
-            if profile and turn == 0:
-                watch.enable()
+        with phases.measured():
+            start = time.process_time()
             plan = sharded.plan(*args)
-            watch.disable()
-            seconds.append(time.process_time() - begun - phases.seconds["trace"])
-            if turn == 0:
-                wall, held, first = time.perf_counter() - clock, peak_memory() - before, dict(phases.seconds)
-        if seconds[0] > 60:
-            break
+            return plan, time.process_time() - start - phases.seconds["trace"]
+
+    gc.collect()
+    reset_peak()
+    memory_before, start = peak_memory(), time.perf_counter()
     if profile:
-        stats = pstats.Stats(watch)
+        profiler.enable()
+    plan, first = planned()
+    profiler.disable()
+    wall, memory, by_phase = time.perf_counter() - start, peak_memory() - memory_before, dict(phases.seconds)
+    gc.collect()
+    second = planned()[1] if first <= 60 else first
+    if profile:
+        stats = pstats.Stats(profiler)
         stats.sort_stats("tottime").print_stats(35)
         stats.sort_stats("cumtime").print_stats(45)
-    assert plan is not None
-    trace = min(traces)
     return dict(
-        model=model, layers=layers, mesh=grid, operators=len(plan.operators), trace=trace, plan=seconds[0],
-        ratio=seconds[0] / trace, again=seconds[-1] / trace, gap=plan.cost.gap, memory=held, wall=wall,
+        model=model, layers=layers, mesh=grid, operators=len(plan.operators), trace=trace, plan=first,
+        ratio=first / trace, again=second / trace, gap=plan.cost.gap, memory=memory, wall=wall,
         cost=plan.cost.objective, peak=plan.cost.peak_bytes, steps=plan.steps,
-        **{k: first.get(k, 0.0) for k in ("program", "network", "search", "rows")},
+        **{k: by_phase.get(k, 0.0) for k in ("program", "network", "search", "rows")},
     )  # fmt: skip
 
 

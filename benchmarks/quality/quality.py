@@ -1,4 +1,4 @@
-"""Plans against each other: one compiler, one machine, and what each contender's program costs on it.
+"""Estimated step time of jshard's plans, hand annotations and XLA's propagation, all compiled by one compiler.
 
 `python benchmarks/quality/quality.py [--only WORKLOAD ...] [--on v5e:2x4 ...] [--contenders NAME ...]` compiles every
 contender for real TPU topologies without a device, reads the compiled program, appends a line of JSON to
@@ -14,7 +14,7 @@ Contenders:
   `megatron-all` (tensor parallel on all devices), `fsdp-megatron`, `sequence` (megatron with the tokens cut
   between products), `vocab` (FSDP with vocabulary cut), `experts` (FSDP with experts cut).
 
-All get the batch cut over all devices, as the batch strategy says: what a plan wants otherwise it moves itself.
+All get the batch cut over all devices, as the batch strategy says: a plan that wants another layout reshards it itself.
 
 Estimated time of a step, the same for all, without overlap, by two formulas:
 
@@ -35,7 +35,8 @@ import math
 import pathlib
 import sys
 import time
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -47,6 +48,7 @@ from benchmarks.compilers import fidelity  # noqa: E402
 
 RESULTS, TABLE = HERE / "quality.jsonl", HERE / "quality.md"
 MACHINES = ("v5e:2x4", "v5e:4x8")
+T = TypeVar("T")
 CLOCK = {
     "tpu-v5e": 1.5e9
 }  # bf16 peak / (4 matrix units x 128 x 128 x 2 operations), docs.cloud.google.com/tpu/docs/v5e
@@ -137,91 +139,108 @@ class Hand:
         return jax.lax.with_sharding_constraint(x, jax.NamedSharding(self.mesh, jax.P(*dims)))
 
 
+def seconds_of(run: Callable[[], T]) -> tuple[T, float, float]:
+    """What a call returns, its wall seconds and its CPU seconds."""
+    start, cpu = time.perf_counter(), time.process_time()
+    value = run()
+    return value, time.perf_counter() - start, time.process_time() - cpu
+
+
 def run_one(name: str, machine: str, contender: str, budget: str = "") -> dict[str, Any]:
     """Compile one contender and measure its program."""
     import jax
 
     import jshard
     from benchmarks import workloads
-    from benchmarks.quality import wires
-    from jshard._verify import read_program
 
     mesh = jshard.topology(machine, fidelity.MACHINES[machine], compiles=True)
-    n = mesh.devices
-    w = workloads.get(name, devices=n)
-    batch = tuple(jax.NamedSharding(mesh.jax_mesh, jax.P(("x", "y"))) for _ in w.batch)
-    extra: dict[str, Any] = {}
-    start, cpu = time.perf_counter(), time.process_time()
+    w = workloads.get(name, devices=mesh.devices)
+    plan, extra = None, {}
     if contender.startswith("jshard") or contender == "xla-plan":
-        limit = int(float(budget)) if budget else None
-        f = jshard.shard(
-            w.step, in_strategy=w.in_strategy(n), level=2, mesh=mesh, donate_argnums=(0,), memory_budget=limit
+        sharded = jshard.shard(
+            w.step,
+            in_strategy=w.in_strategy(mesh.devices),
+            level=2,
+            mesh=mesh,
+            donate_argnums=(0,),
+            memory_budget=int(float(budget)) if budget else None,
         )
-        plan = f.plan(*w.args)
+        plan, plan_s, _ = seconds_of(lambda: sharded.plan(*w.args))
         extra = {
-            "plan_s": time.perf_counter() - start,
+            "plan_s": plan_s,
             "gap": plan.cost.gap,
             "predicted": plan.cost.compute + plan.cost.communication,
         }
-        start, cpu = time.perf_counter(), time.process_time()
-        if contender == "xla-plan":
-            lowered = jax.jit(
-                w.step,
-                in_shardings=plan.in_shardings[0],
-                out_shardings=plan.out_shardings,
-                donate_argnums=(0,),
-            ).lower(*w.args)
-        else:
-            lowered = f.lower(*w.args)
-    elif contender == "xla-batch":
-        # The state is left open: shardings of abstract arguments say nothing about it.
-        args = [w.state] + [
-            jax.ShapeDtypeStruct(b.shape, b.dtype, sharding=s) for b, s in zip(w.batch, batch, strict=True)
-        ]
-        lowered = jax.jit(w.step, donate_argnums=(0,)).lower(*args)
+        shardings: Any = dict(in_shardings=plan.in_shardings[0], out_shardings=plan.out_shardings)
+        by_xla = jax.jit(w.step, donate_argnums=(0,), **shardings)
+        step, args = by_xla if contender == "xla-plan" else sharded, w.args
     else:
-        hand = Hand(contender, mesh.jax_mesh, name)
-        w = workloads.get(name, devices=n, mark=hand.mark)
-        state = jax.tree_util.tree_map_with_path(hand.parameter, w.state)
-        loss = jax.NamedSharding(mesh.jax_mesh, jax.P())
-        lowered = jax.jit(
-            w.step, in_shardings=(state, *batch), out_shardings=(state, loss), donate_argnums=(0,)
-        ).lower(*w.args)
-    lowered_s = time.perf_counter() - start
-    lowered_cpu_s = time.process_time() - cpu
-    start, cpu = time.perf_counter(), time.process_time()
-    compiled = lowered.compile()
-    compile_s, compile_cpu_s = time.perf_counter() - start, time.process_time() - cpu
-    p = read_program(compiled)
-    if contender.startswith("jshard"):
+        step, args = annotated(name, mesh, contender)
+    lowered, lower_s, lower_cpu_s = seconds_of(lambda: step.lower(*args))
+    compiled, compile_s, compile_cpu_s = seconds_of(lowered.compile)
+    if plan is not None and contender != "xla-plan":
         v = plan.verify(compiled)
         extra |= {"error": v.error, "planned_bytes": v.predicted, "planned_peak": plan.cost.peak_bytes}
-    chip = mesh.hardware
-    bandwidth = chip.link_bandwidth * len(mesh.physical)
-    flops = p.flops or 0.0
-    compute = max(flops / chip.bf16_flops, (p.estimated_cycles or 0) / CLOCK[chip.name])
-    m = compiled.memory_analysis()
-    assert m is not None
-    apart = m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
     return {
         "workload": name,
         "machine": machine,
         "contender": contender,
         "jax": jax.__version__,
-        "bytes": p.total,
-        "by_kind": p.by_kind,
-        "complete": p.complete,
-        "peak": p.peak_bytes,
-        "off_chip": m.argument_size_in_bytes + apart,
-        "flops_ratio": flops / (w.flops / n),
-        "cycles": p.estimated_cycles,
-        "compute": compute,
-        "seconds": compute + p.total / bandwidth,
-        "by_links": compute + wires.of_program(p, mesh.jax_mesh.devices, chip.link_bandwidth),
-        "lower_s": lowered_s,
+        **measures(compiled, mesh, w.flops),
+        "lower_s": lower_s,
         "compile_s": compile_s,
-        "cpu_s": lowered_cpu_s + compile_cpu_s,
+        "cpu_s": lower_cpu_s + compile_cpu_s,
         **extra,
+    }
+
+
+def annotated(name: str, mesh: Any, contender: str) -> tuple[Any, Sequence[Any]]:
+    """The jitted step of a workload with the contender's own annotations, and its arguments."""
+    import jax
+
+    from benchmarks import workloads
+
+    w = workloads.get(name, devices=mesh.devices)
+    batch = tuple(jax.NamedSharding(mesh.jax_mesh, jax.P(("x", "y"))) for _ in w.batch)
+    if contender == "xla-batch":
+        # The state is left open: shardings of abstract arguments say nothing about it.
+        args = [w.state] + [
+            jax.ShapeDtypeStruct(b.shape, b.dtype, sharding=s) for b, s in zip(w.batch, batch, strict=True)
+        ]
+        return jax.jit(w.step, donate_argnums=(0,)), args
+    hand = Hand(contender, mesh.jax_mesh, name)
+    w = workloads.get(name, devices=mesh.devices, mark=hand.mark)
+    state = jax.tree_util.tree_map_with_path(hand.parameter, w.state)
+    loss = jax.NamedSharding(mesh.jax_mesh, jax.P())
+    shardings: Any = dict(in_shardings=(state, *batch), out_shardings=(state, loss))
+    return jax.jit(w.step, donate_argnums=(0,), **shardings), w.args
+
+
+def measures(compiled: Any, mesh: Any, workload_flops: float) -> dict[str, Any]:
+    """Bytes, peak memory, FLOPs and estimated seconds of a compiled program, per device and step."""
+    from benchmarks.quality import wires
+    from jshard._verify import read_program
+
+    program, chip = read_program(compiled), mesh.hardware
+    bandwidth = chip.link_bandwidth * len(mesh.physical)
+    flops = program.flops or 0.0
+    compute = max(flops / chip.bf16_flops, (program.estimated_cycles or 0) / CLOCK[chip.name])
+    m = compiled.memory_analysis()
+    assert m is not None
+    return {
+        "bytes": program.total,
+        "by_kind": program.by_kind,
+        "complete": program.complete,
+        "peak": program.peak_bytes,
+        "off_chip": m.argument_size_in_bytes
+        + m.output_size_in_bytes
+        - m.alias_size_in_bytes
+        + m.temp_size_in_bytes,
+        "flops_ratio": flops / (workload_flops / mesh.devices),
+        "cycles": program.estimated_cycles,
+        "compute": compute,
+        "seconds": compute + program.total / bandwidth,
+        "by_links": compute + wires.of_program(program, mesh.jax_mesh.devices, chip.link_bandwidth),
     }
 
 

@@ -1,4 +1,4 @@
-"""Seconds that a compiled program's collectives need on the links of a torus, by the devices of their groups.
+"""Seconds that the collectives of a compiled program need on the links of a torus.
 
 A collective uses the links of those torus axes along which its group extends, and no others: on a 4x8 slice a sum
 over the rows of 8 leaves the links along the 4 idle. Formulas, with `r` the bytes that a device receives, `w` the

@@ -1,4 +1,4 @@
-"""What a decorated call costs over `jax.jit` of the same planned program: `make bench-dispatch`."""
+"""Time that a decorated call adds to `jax.jit` of the same planned program: `make bench-dispatch`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `import jshard` adds to `import jax`: fresh processes of both kinds by turns, medians and their ratio.
+"""Time that `import jshard` adds to `import jax`: fresh processes of both kinds in turn, medians and their ratio.
 
 Run with `make bench-import-time`; the argument is the number of processes of each kind.
 """

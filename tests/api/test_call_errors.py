@@ -1,4 +1,4 @@
-"""Bad calls: each has its message, and a good call works after it."""
+"""Wrong calls have their error texts, and a correct call works afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cannot be carried is refused by name, the advice works, and an error leaves everything as it was."""
+"""State that cannot be carried is refused by name, the advice works, and an error leaves all objects unchanged."""
 
 from __future__ import annotations
 

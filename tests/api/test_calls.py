@@ -1,6 +1,6 @@
-"""What a call may look like: the law is that a sharded function takes and gives what the jitted one does.
+"""Calls of sharded functions take and return what calls of the jitted function do.
 
-Twice for each, since the first call plans and the second is JAX's own dispatch.
+Each case is called twice: the first call plans, the second is JAX's own dispatch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Differentiated functions are planned for training: forward and backward priced together."""
+"""Functions that are differentiated from outside are planned with forward and backward pass priced together."""
 
 from __future__ import annotations
 

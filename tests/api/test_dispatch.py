@@ -1,4 +1,4 @@
-"""Dispatch: one trace and one compile per signature, threads, interruptions, and what JAX logs of it."""
+"""Dispatch: one trace and one compilation per signature, threads, interruptions, JAX's log of compilations."""
 
 from __future__ import annotations
 

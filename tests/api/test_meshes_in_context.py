@@ -1,4 +1,4 @@
-"""Meshes in context and Explicit meshes: a sharded function works under any, and its results fit the context."""
+"""Meshes in context and Explicit meshes: a sharded function works under any, and its results match the context."""
 
 from __future__ import annotations
 

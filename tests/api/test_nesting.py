@@ -1,4 +1,4 @@
-"""A sharded function under `vmap` or inside a sharded function is refused, whatever hides it."""
+"""A sharded function under `vmap` or inside another sharded function is refused, however it is wrapped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fused operators: `op(fn, rule=...)` is one operator for the search, runs on blocks, and keeps its gradients."""
+"""Fused operators: `op(fn, rule=...)` is one operator of the search, runs on blocks, and keeps its gradients."""
 
 import jax
 import jax.numpy as jnp

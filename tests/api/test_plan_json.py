@@ -1,4 +1,4 @@
-"""A plan goes through JSON unchanged, runs again from there, and refuses to search without its function."""
+"""A plan survives the round trip through JSON, runs again from it, and refuses to search without its function."""
 
 from __future__ import annotations
 

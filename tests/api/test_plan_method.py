@@ -1,4 +1,4 @@
-"""`f.plan(...)`: verifies when asked, shows its progress when it takes long, and gives functions their own words."""
+"""`f.plan(...)`: verification on request, a progress line when it takes long, names in error texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sweep loses nothing: every combination is a row with the plan that `shard` gives, or the reason there is none."""
+"""A sweep has a row for every combination: the plan that `shard` gives, or the reason that there is none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wrong calls and wrong objects anywhere in the public surface: each has its text, and what the text advises works."""
+"""Wrong arguments anywhere in the public interface: each has its error text, and following its advice works."""
 
 from __future__ import annotations
 

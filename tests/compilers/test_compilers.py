@@ -1,4 +1,4 @@
-"""What the real TPU and GPU compilers do, without devices: the reader, the door, plans of three models.
+"""Programs on the real TPU and GPU compilers, without devices: HLO notations, named topologies, plans of three models.
 
 Runs where the wheels are installed; `python benchmarks/compilers/compilers.py` sets them up and sets what they want in
 the environment. Every case compiles on the compiler itself, so these are slower than the rest.

@@ -1,4 +1,4 @@
-"""The garbage collector rests while a plan is made, and is as it was after, whatever happens."""
+"""The garbage collector is paused while a plan is made, and restored afterwards, also after errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The hardware table: every number has a source, names are forgiving, the rest is refused with a text."""
+"""The table of chips: every figure has a source, spellings of names are accepted, others are refused with a text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`topology`: abstract meshes, CPU devices, links, every refusal, what the compilers are asked."""
+"""`topology`: abstract meshes, CPU devices, links, every refusal, options passed to the compilers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Topologies: wrap rules, folding of axes, islands, networks, coordinates, names."""
+"""Topologies: wrap-around rules, mesh axes on torus axes, nodes, networks, coordinates, names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collective costs: the formulas of hardware.md section 2, and the laws that any such formula obeys."""
+"""Costs of collectives: the formulas of `hardware.md`, section 2, and monotonicity that any such formula has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Physical bounds: against the published table, against direct minimisation, and below real plans."""
+"""Communication lower bounds: against the published table, against direct minimisation, and below real plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Redistribution: steps lead where they say, cost what they say, and run and differentiate as numpy does."""
+"""Resharding: steps lead to the layouts they state, cost what they state, and run and differentiate as numpy does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Orbax checkpoints: saved under one plan, restored under another, on fewer devices, bit for bit."""
+"""Orbax checkpoints saved under one plan are restored under another, on fewer devices, bit for bit."""
 
 import jax
 import numpy as np

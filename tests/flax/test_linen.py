@@ -1,4 +1,4 @@
-"""`.shard(...)` on linen modules: a module that behaves as the original under everything that flax does with one."""
+"""`.shard(...)` on linen modules: the module behaves as the original under everything that Flax does with one."""
 
 import dataclasses
 import pickle

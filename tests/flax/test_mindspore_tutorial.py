@@ -1,4 +1,4 @@
-"""The nets of MindSpore's tutorial on `shard`, in nnx and linen, functional and method forms, against plain ones.
+"""The networks of MindSpore's tutorial on `shard`, in nnx and linen, as function and as method, against unsharded ones.
 
 `Net1` is sharded by the function, `Net2` by the method: three blocks of Dense 32-32, GELU, Dense 32-32, the
 first of them with `in_strategy=((1, 8),)` and `parameter_plan={"self.block1.dense2.kernel": (8, 1)}`.
@@ -15,28 +15,12 @@ from jax.sharding import Mesh
 
 import jshard.flax
 from jshard._spec.tree_paths import path_name
+from tests.helpers.nnx_blocks import Net as Plain
 
 
 MESH = Mesh(np.array(jax.devices()[:8]), ("x",))
 PINS = dict(in_strategy=((1, 8),), parameter_plan={"self.block1.dense2.kernel": (8, 1)}, mesh=MESH)
 X = jax.random.normal(jax.random.key(1), (64, 32))
-
-
-class Block(nnx.Module):
-    def __init__(self, rngs):
-        self.dense1 = nnx.Linear(32, 32, rngs=rngs)
-        self.dense2 = nnx.Linear(32, 32, rngs=rngs)
-
-    def __call__(self, x):
-        return self.dense2(nnx.gelu(self.dense1(x)))
-
-
-class Plain(nnx.Module):
-    def __init__(self, rngs):
-        self.block1, self.block2, self.block3 = Block(rngs), Block(rngs), Block(rngs)
-
-    def __call__(self, x):
-        return self.block3(self.block2(self.block1(x)))
 
 
 class Net1(Plain):

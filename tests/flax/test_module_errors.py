@@ -1,4 +1,4 @@
-"""What bad input gets from `.shard` on Flax modules: every text, in nnx and in linen."""
+"""Error texts of `.shard` on Flax modules for wrong input, in nnx and in linen."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""`module.shard(...)` on nnx modules: the module stays itself and gives the numbers of the plain one."""
+"""`module.shard(...)` on nnx modules: the module stays the same object and returns the unsharded module's numbers."""
 
 import concurrent.futures
 
@@ -12,25 +12,7 @@ from flax import nnx
 import jshard.flax
 from jshard import ShardError
 from jshard._core.errors import NestedShardError
-
-
-class Block(nnx.Module):
-    def __init__(self, rngs):
-        self.dense1 = nnx.Linear(32, 32, rngs=rngs)
-        self.dense2 = nnx.Linear(32, 32, rngs=rngs)
-
-    def __call__(self, x):
-        return self.dense2(nnx.gelu(self.dense1(x)))
-
-
-class Net(nnx.Module):
-    """MindSpore's tutorial: three blocks, one of them sharded."""
-
-    def __init__(self, rngs):
-        self.block1, self.block2, self.block3 = Block(rngs), Block(rngs), Block(rngs)
-
-    def __call__(self, x):
-        return self.block3(self.block2(self.block1(x)))
+from tests.helpers.nnx_blocks import Block, Net
 
 
 class Noisy(nnx.Module):

@@ -1,4 +1,4 @@
-"""Parameters and optimizer state made in their planned places: no device ever holds more than its share."""
+"""Parameters and optimizer state created in their planned shardings: no device ever holds more than its share."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Fifty steps on scikit-learn's handwritten digits: the losses of the plain loop, one plan, everything where planned.
+"""Fifty training steps on scikit-learn's digits: the losses of the unsharded loop, one plan, all state as planned.
 
 BatchNorm, dropout, AdamW with a schedule and clipping, in nnx with `nnx.Optimizer` and in linen with `TrainState`.
 """

@@ -1,4 +1,4 @@
-"""Alpa's own tests as functions: small training steps, and a machine with the constants that its costs have.
+"""The cases of Alpa's own tests as functions: small training steps, and a machine with the constants of their costs.
 
 Alpa prices an all-reduce of `bytes` over axis k at `a + 2 b[k] (n-1)/n bytes`, with `a = 1` and `b = (1, 1)` unless a
 case says otherwise, and never computes a product twice. `machine` gives a mesh of two axes with just these costs, and

@@ -1,7 +1,7 @@
-"""The table of bad inputs: what a user may write wrongly, and the exact text that answers it.
+"""Wrong strategies, meshes and options, each with the exact text of its error.
 
 Every row is a call of `shard` as data: the arguments of `shard`, the function and what it is called with, so
-that the same rows can go through floor 1 alone (`read`) and through the doors.
+that the same rows go through `_spec` alone (`read`) and through the public functions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Random programs that carry arrays round loops and update them in place, or not: caches, accumulators, states.
+"""Random programs that carry arrays through loops and update them in place or not: caches, accumulators, states.
 
 A program is a function of some caches, a row and a weight, drawn from a seed: loops in loops, branches, `remat`, stacked
 caches through a `scan`, updates by slices and scatters, readers before and after an update, swapped carries.

@@ -1,4 +1,4 @@
-"""Programs whose collectives are of every kind that a local function writes, each with its arguments and cuts.
+"""Programs whose operators write collectives of every kind on blocks, each with its arguments and strategies.
 
 `PROGRAMS` maps a name to `(function, shapes, in_strategy)` for 8 devices on one axis. Reductions are pinned to read a
 cut dimension, so that no plan moves the data first.

@@ -1,7 +1,7 @@
-"""Plans as people write them, for the steps of `training_steps`: parameters, optimizer state, gradients and activations.
+"""Hand-written shardings of `training_steps`: parameters, optimizer state, gradients and activations.
 
-A `HandPlan` says how everything that a person would pin lies on a mesh `data` x `model`; the rest (layer norms,
-casts, reductions) follows from it by the best completion. They are the peers that the search must never lose to.
+A `HandPlan` gives the layout of everything that a person would pin on a mesh `data` x `model`; the rest (layer norms,
+casts, reductions) is completed by the search. No plan of the search may cost more.
 Sources: ZeRO 1-3 are Rajbhandari et al. 2020, Megatron Shoeybi et al. 2019, its sequence parallelism Korthikanti
 et al. 2022, experts Lepikhin et al. 2020.
 

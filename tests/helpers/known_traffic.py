@@ -1,4 +1,4 @@
-"""Programs whose traffic is known: each collective alone, combined, in loops and branches; a training step.
+"""Programs of known traffic: each collective alone, combined, in loops and branches; a training step.
 
 Expected bytes are written out from shapes, or counted on the jaxpr, where no compiler has been yet. Shared by
 the tests on CPU and by those on the TPU and GPU compilers.

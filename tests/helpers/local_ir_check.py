@@ -1,4 +1,4 @@
-"""Reads `plan.ir(local=True)` and says which of its lines cannot be: a judge of text, knowing nothing of plans.
+"""A checker of the text of `plan.ir(local=True)`: reports lines that contradict each other, without the plan.
 
 Every value must be there, under that name and in that very type, where a line reads it; a name is given once; and
 what a line makes must be what its kind of step makes of that block on a mesh of such axes.

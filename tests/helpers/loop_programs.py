@@ -1,4 +1,4 @@
-"""Random nests of loops whose bodies compute what never changes: of values from outside, of captured arrays, of literals.
+"""Random nests of loops with invariants: computed from values outside, from captured arrays, from literals.
 
 Every value is a vector of `WIDTH` numbers or a scalar, so that a wrong value has the right shape often enough.
 """

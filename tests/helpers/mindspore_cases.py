@@ -1,12 +1,12 @@
-"""What MindSpore 2.10's planner answers on small networks, as one table that the tests read.
+"""Strategies and communication of MindSpore 2.10's planner on small networks, as one table.
 
-Each `Case` is one row of a run of the peer (planning only, float32, 8 devices unless it says otherwise): what
+Each `Case` is one row of a run of MindSpore (planning only, float32, 8 devices unless it says otherwise): what
 was configured, the strategy it gives every operator, and the communication of its compiled forward graph, both
-in the peer's own words (`a->b` local shapes before and after, `[0-1]` the ranks of one group). Rows of
+in MindSpore's own words (`a->b` local shapes before and after, `[0-1]` the ranks of one group). Rows of
 bad input and repetitions are left out.
 
 `free` names the operators of a row whose strategy is not forced by what is configured, so that another answer
-of the propagation stands: the peer's choice there comes from a tie, from its fixed placement of cuts on devices,
+of the propagation stands: MindSpore's choice there comes from a tie, from its fixed placement of cuts on devices,
 from having no all-to-all, or from an operator that is several primitives in JAX.
 
 >>> received(CASES[0].communication, 8)                   # an all-reduce of 32x64 float32 among 4: 2 V (n-1)/n

@@ -1,4 +1,4 @@
-"""The models that tests plan: the demo's own, with sizes that suit a test.
+"""Models for tests: the demo's own, in sizes for a test.
 
 >>> step, (params, opt_state, batch) = gpt_step(Config(layers=1, width=8, heads=2, context=4, batch=2))
 >>> batch.shape

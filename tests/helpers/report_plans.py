@@ -1,4 +1,4 @@
-"""Plans that the tests of reports look at: small, made once in a process.
+"""Plans for tests of reports: small, made once per process.
 
 `plans()` has a scan, partial sums, a pinned operator, a budget, a training step, and a tall unrolled network.
 """

@@ -1,4 +1,4 @@
-"""Small programs whose operators cover every primitive with a rule: what the judge of the rules runs.
+"""Small programs whose operators cover every primitive with a rule.
 
 `EXAMPLES` maps a name to a function without arguments that gives `(fn, *args)`. Sizes divide by 8 in some
 dimensions, values are random and distinct, and several inputs are unpleasant on purpose: indices out of

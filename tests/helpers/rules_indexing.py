@@ -1,4 +1,4 @@
-"""Examples with indices and random draws: gather and scatter in all modes, keys of all shapes.
+"""Examples with indices and random numbers: gather and scatter in all modes, keys of all shapes.
 
 Many indices are out of range on purpose, on either side.
 """

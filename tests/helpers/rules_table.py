@@ -1,4 +1,4 @@
-"""The table that the examples of operators register in, and the values they run on."""
+"""The registry of operator examples, and the values on which they run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Five training steps of middle size, as plain JAX, whose values have names that a hand-written plan can pin.
+"""Five training steps of middle size in plain JAX, whose named values a hand-written sharding can pin.
 
 `gpt`, `llama`, `convnet`, `embedding` (lookup and a large softmax) and `moe` (GShard's einsums) each give a
 `Workload`: shapes of parameters and batch, and a loss that calls `pin(name, x)` on the values that people pin when

@@ -1,6 +1,4 @@
-"""Random argument structures for calls, and the law for them: results are `jax.jit`'s, errors are `ShardError`s or
-JAX's own for the same call.
-"""
+"""Random argument structures, and the law for calls: results are those of `jax.jit`, errors `ShardError`s or JAX's own."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The judge of random programs: sharded equals plain in values, types, gradients and requested shardings.
+"""The check of random programs: sharded equals unsharded in values, types, gradients and requested shardings.
 
-`judge(program)` gives a `Verdict`. A difference counts only if the plain program is a stable function of its
-inputs: where a change of 1e-6 (1e-14 in float64) in the inputs moves the plain results as far, nothing is said
-about either (`"unstable"`). A wish that cannot be kept is refused with a `ShardError`; that is an answer too.
+`judge(program)` gives a `Verdict`. A difference counts only if the unsharded program is a stable function of its
+inputs: where a change of 1e-6 (1e-14 in float64) in the inputs moves its results as far, the verdict is `"unstable"`.
+Pins that contradict each other are refused with a `ShardError`; that is correct too.
 """
 
 from __future__ import annotations

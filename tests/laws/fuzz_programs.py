@@ -2,7 +2,7 @@
 
 `program(rng)` draws a program equation by equation: every statement is traced on shapes before it is kept, so a
 statement that JAX refuses is simply not written. Blocks nest: the bodies of `scan`, `while_loop`, `cond`,
-`checkpoint`, `custom_vjp`, `vmap` and `jit` are drawn like the program itself and may read what lies around them.
+`checkpoint`, `custom_vjp`, `vmap` and `jit` are drawn like the program itself and may read values defined outside.
 The same function serves hypothesis (`programs`, whose draws it can shrink) and a plain `random.Random(seed)`.
 """
 

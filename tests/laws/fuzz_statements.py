@@ -1,4 +1,4 @@
-"""What a random program may say: one small function a kind of statement, with its weight.
+"""Statements of random programs: a small function for each kind, with its weight.
 
 Each takes the drawer (choices, names, cuts) and the block it writes into. Expressions keep numbers near one, so
 that what two orders of summation differ by stays far below any tolerance.

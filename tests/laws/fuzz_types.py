@@ -1,4 +1,4 @@
-"""Statements of a random program about types and reductions: casts, chains of sums, weak types, maxima over cut axes."""
+"""Statements about types and reductions: casts, chains of sums, weak types, maxima over sharded dimensions."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""For the law of one cost: plans with the networks they came from, and random assignments of those."""
+"""Plans with the cost networks they came from, and random assignments of those networks."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -44,7 +44,7 @@ def searched() -> Searched:
     return Searched([])
 
 
-def training(p: Fuzzed, **options: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def training(p: Fuzzed, **options: Any) -> tuple[Any, tuple[Any, ...]]:
     """A random program as a sharded training step, and the shapes of its arguments."""
     mesh = mesh_of(p.mesh)
     real = [v.real for v in p.inputs]

@@ -1,4 +1,4 @@
-"""Thirty functions and all transformations of the law that a sharded function is the plain one under every one.
+"""Thirty functions and the transformations under which the sharded function must equal the unsharded one.
 
 Each function takes two (4, 4) arrays. Its rules are such that a lost one shows: custom derivatives are wrong on
 purpose, by factors of 3 and 3.5. `check` is the law for one function under one transformation.

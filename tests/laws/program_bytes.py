@@ -1,6 +1,6 @@
-"""The judge of bytes for whole programs: a random program is planned, compiled, and read.
+"""Planned against emitted bytes of a random program that is planned and compiled.
 
-`judged(seed)` gives None where there was nothing to compare (a refused wish, a program that JAX refuses), an empty
+`judged(seed)` gives None where there was nothing to compare (contradictory pins, a program that JAX refuses), an empty
 text where the compiled program moves what was planned, and else what differs.
 """
 

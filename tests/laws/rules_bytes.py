@@ -1,7 +1,7 @@
-"""The judge of bytes: what a plan of one operator predicts, and what the compiler emits for it.
+"""Planned against emitted bytes of one operator in random layouts.
 
 `trial` draws layouts for the arguments and results of one operator and a candidate of its rule, writes the schedule
-of that choice, compiles it, and holds every emitted collective against the predicted one: kinds, bytes and numbers
+of that choice, compiles it, and compares every emitted collective with the predicted one: kinds, bytes and numbers
 must be equal, to the byte. The values are compared with the plain operator as well. So a rule whose local function
 sends something else than it states, a step of a redistribution that the compiler writes otherwise, and a type that
 verification reads wrongly are all found, for every element type.

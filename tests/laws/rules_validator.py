@@ -1,4 +1,4 @@
-"""The judge of the rules: runs every candidate on real devices and compares with the plain operator.
+"""The reference check of sharding rules: every candidate runs on devices and is compared with the unsharded operator.
 
 `cases(fn, *args)` evaluates a function equation by equation and keeps every operator with the values it saw.
 `check` runs candidates of a case in `shard_map` (many in one program, to compile once) and names those whose

@@ -1,4 +1,4 @@
-"""The law of bytes: what a plan predicts is what the compiler emits, for operators, programs and named cases.
+"""Planned bytes equal emitted bytes: operators, random programs and named cases.
 
 `benchmarks/correctness/bytes.py` runs the whole of it; here a seeded sample.
 """

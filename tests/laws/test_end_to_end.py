@@ -1,4 +1,4 @@
-"""Sharded equals plain: values and gradients, for everything JAX programs are made of; and the first acceptances."""
+"""Sharded equals unsharded in values and gradients, over the constructs of JAX; and the first acceptance cases."""
 
 from __future__ import annotations
 

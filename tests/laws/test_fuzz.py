@@ -1,4 +1,4 @@
-"""Random programs: sharded equals plain.
+"""Random programs: sharded equals unsharded.
 
 Three thousand larger ones, replay by number, and failures made small by hypothesis, in `benchmarks/correctness/fuzz.py`.
 """

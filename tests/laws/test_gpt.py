@@ -1,4 +1,4 @@
-"""A GPT training step, planned whole with only the batch pinned: same losses, proved, and emitted as planned."""
+"""A GPT training step with only the batch pinned: equal losses, proved optimal, emitted as planned."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Never worse than what people write, and the people's best ideas are found where they are the best.
+"""No hand-written sharding costs less than the plan, and the plan equals the known ones where they are best.
 
-A hand plan is judged by the same model: everything it says is pinned and the rest is completed at its best.
+A hand-written sharding is priced by the same model: everything it gives is pinned, the rest is completed by the search.
 """
 
 from __future__ import annotations

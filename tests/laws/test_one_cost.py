@@ -1,4 +1,4 @@
-"""The law of one cost: objective, cost network and schedule give one number, and no plan is below the bound."""
+"""Objective, cost network and schedule give one cost, and no plan costs less than the bound."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Every rule against its operator on four devices, and laws that all rules obey.
+"""Every sharding rule against its operator on four devices, and laws of all rules.
 
-The judge is `rules_validator`; `benchmarks/correctness/rules.py` runs it in full, on 2, 4 and 8 devices and for missing
+The check is `rules_validator`; `benchmarks/correctness/rules.py` runs it in full, on 2, 4 and 8 devices and for missing
 cuts.
 Here each primitive is tried on a few operators with a few candidates.
 """

@@ -12,7 +12,7 @@ from jshard._core.errors import MemoryBudgetError
 from jshard._search import Contradiction, CostNetwork, build, evaluate, peak, solve
 from jshard._search.memory import ilp
 from jshard._search.memory.lagrangian import effort
-from tests.laws.test_search_laws import brute_force, random_network
+from tests.laws.random_networks import brute_force, random_network
 
 
 @pytest.mark.parametrize("block", range(6))

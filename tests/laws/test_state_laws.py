@@ -1,4 +1,4 @@
-"""The law of state: whatever holds it, five steps under `jshard.shard` leave what they leave under `nnx.jit`.
+"""Five steps under `jshard.shard` leave the state that they leave under `nnx.jit`, whatever object holds it.
 
 Every number here is a multiple of a small power of two, so that sums are exact in any order, and the losses and
 final states are compared bit by bit; so are the structures, in which shared references show.

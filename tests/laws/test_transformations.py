@@ -1,4 +1,4 @@
-"""A sharded function under JAX's transformations equals the plain one: a seeded pairing of `law_functions`.
+"""A sharded function under JAX's transformations equals the unsharded one: a seeded pairing of `law_functions`.
 
 Each function meets several transformations and each transformation several functions;
 `benchmarks/correctness/laws.py` runs the whole product.

@@ -1,4 +1,4 @@
-"""Primitives of other libraries run exactly as they were traced: also those that compare their types when compiled."""
+"""Primitives of other libraries run as they were traced, also those that compare types when compiled."""
 
 from __future__ import annotations
 

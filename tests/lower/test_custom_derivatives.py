@@ -1,4 +1,4 @@
-"""A derivative rule of the user's acts through the call's results, whatever the body makes of its arguments."""
+"""A custom derivative rule acts through the results of its call, whatever the body does with its arguments."""
 
 import jax
 import jax.numpy as jnp

@@ -1,6 +1,6 @@
-"""`jax.grad` of a sharded function: every operator's derivative is taken inside `shard_map`, where values are typed.
+"""`jax.grad` of a sharded function differentiates every operator inside `shard_map`, where values have varying types.
 
-JAX asks there that all operands of a primitive vary over the same mesh axes. Local functions that use the device's
+JAX requires there that all operands of a primitive vary over the same mesh axes. Local functions that use the device's
 position, and derivative rules of JAX that make constants, are where that goes wrong.
 """
 

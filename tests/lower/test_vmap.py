@@ -1,4 +1,4 @@
-"""Functions under `vmap`: what it makes of loops and of fused operators inside a sharded function."""
+"""`vmap` inside a sharded function: batched loops and fused operators."""
 
 import jax
 import jax.numpy as jnp

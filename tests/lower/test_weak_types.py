@@ -1,4 +1,4 @@
-"""Results have exactly the types that `jit` gives them, weak types included, wherever a sharded function runs."""
+"""Results have the types that `jit` gives them, weak types included, wherever a sharded function runs."""
 
 from __future__ import annotations
 

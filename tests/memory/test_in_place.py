@@ -1,4 +1,4 @@
-"""Arrays that are updated in place, round loops and through them: values, what is counted, and what is compiled."""
+"""Arrays updated in place, carried through loops and sliced by them: values, counted memory, compiled memory."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from jax.sharding import AxisType, PartitionSpec as P
 import jshard
 from jshard._core import hardware as hardware
 from tests.helpers.cache_programs import ROWS, STEPS, WIDTH, Drawn, draw
+from tests.helpers.decode_step import decode
 from tests.network.test_memory_network import held_too_much, plans, problem_of
-from tests.plan.test_communication_lower_bound import decode
 
 
 MESH = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:8])

@@ -1,4 +1,4 @@
-"""The order in which a program runs: nothing before what it reads, never more held, the same numbers."""
+"""The reordered program: operands before their users, never a higher peak, equal numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is held in memory: rules of `_memory/liveness.py` on programs of a few operators."""
+"""Liveness: which values are in memory until when, on programs of a few operators."""
 
 from __future__ import annotations
 

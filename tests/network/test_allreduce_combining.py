@@ -1,4 +1,4 @@
-"""Sums that end as results share a latency, as compilers combine them; others pay their own."""
+"""All-reduces that end as results share one latency, as compilers combine them; others pay their own."""
 
 import jax
 import jax.numpy as jnp

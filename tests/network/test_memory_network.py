@@ -1,4 +1,4 @@
-"""The sure network with memory holds no more than the schedule of any plan: its bound is one on the plan's peak."""
+"""The lower-bound memory network holds no more than the schedule of any plan, so its bound is one on the plan's peak."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What planning cannot do, as text: which pins contradict each other and where, and the least budget.
+"""Error texts that need a search: which pins contradict each other and where, and the least budget.
 
-The texts of arguments alone are in `bad_inputs`; these need a search.
+Texts that need no search are in `bad_inputs`.
 """
 
 from __future__ import annotations

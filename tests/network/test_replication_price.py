@@ -1,4 +1,4 @@
-"""Repeated products and convolutions have a price in the objective: they are cut over all devices where they can be."""
+"""The price of repeated products and convolutions: they are sharded over all devices where they can be."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Alpa's own tests: its plans' costs by its formulas and constants, its counts of collectives, or fewer.
+"""The cases of Alpa's own tests: its costs by its formulas and constants, and no more collectives.
 
 Out of reach: row 45 on a mesh of 3 x 4 (Alpa pads sizes that 3 does not divide; here they are never cut) and the
 count of row 8 (2 reduce-scatters after a compiler has combined 6: XLA's CPU compiler combines all-reduces only), whose

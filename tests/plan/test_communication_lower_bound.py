@@ -1,4 +1,4 @@
-"""The physical needs of plans: never above what a plan does, equal where a plan attains them."""
+"""Lower bounds of a step: never above what a plan does, and equal where a plan attains them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from jshard._core.named_topology import TopologyMesh
 from jshard._memory.least_traffic import min_hbm_bytes, product_flops
 from jshard._plan.step_lower_bound import even_share_footprint
 from jshard._program.trace import build
+from tests.helpers.decode_step import decode
 from tests.helpers.models import Config, gpt_step
+from tests.laws.enumeration import random_program
 from tests.laws.fuzz_programs import program
-from tests.laws.test_brute_force import random_program
 
 
 S = jax.ShapeDtypeStruct
@@ -119,36 +120,6 @@ def test_it_is_told_and_kept():
     plan = f.plan(S((64, 4096), "float32"), S((4096, 64), "float32"))
     assert "space gap" in str(plan).splitlines()[2] and "space gap" in plan.to_markdown()
     assert jshard.Plan.from_json(plan.to_json()).physics == plan.physics != type(plan.physics)()
-
-
-def decode(
-    layers: int, width: int, kv: int, hidden: int, vocab: int, batch: int, length: int
-) -> tuple[Any, ...]:
-    """A decode step of a transformer with grouped keys and values, and the shapes of its weights, caches and rows."""
-    head = 128
-    shapes = {
-        "q": (layers, width, width), "kv": (layers, 2, width, kv * head), "o": (layers, width, width),
-        "up": (layers, 2, width, hidden), "down": (layers, hidden, width), "out": (width, vocab),
-    }  # fmt: skip
-    weights = {k: S(s, "bfloat16") for k, s in shapes.items()}
-    cache = S((layers, 2, batch, kv, length, head), "bfloat16")
-
-    def step(w: Any, cache: Any, x: Any, at: Any) -> Any:
-        def layer(x: Any, given: Any) -> Any:
-            w, cache = given
-            q = (x @ w["q"]).reshape(batch, kv, -1, head)
-            new = jnp.einsum("bd,ndk->nbk", x, w["kv"]).reshape(2, batch, kv, 1, head)
-            cache = jax.lax.dynamic_update_slice(cache, new, (0, 0, 0, at, 0))
-            p = jax.nn.softmax(jnp.einsum("bkgh,bklh->bkgl", q, cache[0]))
-            x = x + jnp.einsum("bkgl,bklh->bkgh", p, cache[1]).reshape(batch, width) @ w["o"]
-            gate, up = jnp.einsum("bd,ndh->nbh", x, w["up"])
-            return x + (jax.nn.silu(gate) * up) @ w["down"], cache
-
-        inner = {k: v for k, v in w.items() if k != "out"}
-        x, cache = jax.lax.scan(layer, x, (inner, cache))
-        return jnp.argmax(x @ w["out"], -1), cache
-
-    return step, (weights, cache, S((batch, width), "bfloat16"), S((), "int32"))
 
 
 @pytest.mark.parametrize("donated", [True, False])

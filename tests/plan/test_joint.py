@@ -1,4 +1,4 @@
-"""`mesh="auto"`: the grids that the pins allow, the best of them, and the runners-up in the plan."""
+"""`mesh="auto"`: the grids that the pins allow, the best of them, and the others in the plan."""
 
 from __future__ import annotations
 

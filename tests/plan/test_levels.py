@@ -1,4 +1,4 @@
-"""The levels: different plans for one program, each the best by its own measure."""
+"""The three levels: different plans for one program, each the best by its own objective."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jshard._network.build import build_network
 from jshard._program.trace import build
 from jshard._search import solve
 from tests.helpers.models import Config, gpt_step
-from tests.laws.test_brute_force import every_cost, every_peak
+from tests.laws.enumeration import every_cost, every_peak
 
 
 def auto(*sizes: int) -> jax.sharding.Mesh:

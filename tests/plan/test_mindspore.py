@@ -1,4 +1,4 @@
-"""The peer's cases: the strategies it gives where they are forced, and never more bytes than it moves."""
+"""MindSpore's cases: its strategies where they are forced, and never more bytes than it moves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the search leaves open is settled as compilers like it: order of sums and transpositions, state stays cut."""
+"""Ties are broken towards what compilers handle well: order of sums and transpositions, sharded state."""
 
 import jax
 import jax.numpy as jnp

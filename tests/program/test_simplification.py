@@ -1,4 +1,4 @@
-"""Equal operators are written once, what never changes leaves its loop, and loops of known turns are counted."""
+"""Common subexpressions are merged, loop invariants leave their loops, and known trip counts are found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A `jax.shard_map` that the user wrote inside a sharded function: one operator, cut as its specs say."""
+"""A user's `jax.shard_map` inside a sharded function is one operator with the layouts of its specs."""
 
 from collections import Counter
 

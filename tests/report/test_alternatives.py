@@ -1,4 +1,4 @@
-"""`why`: forcing what it lists and planning again costs what it says; `diff` and `what_if` say what changed."""
+"""`why`: a plan forced to an alternative costs what is listed for it; `diff` and `what_if` state what changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exports are what their formats ask for: JSON as documented, DOT to a real parser, traces by Chrome's own rules."""
+"""Exports conform to their formats: JSON as documented, DOT for a parser, traces by Chrome's rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every form of a plan says the same numbers: text, Markdown, HTML, DOT, trace, JSON; and each form is well made."""
+"""All forms of a plan state the same numbers (text, Markdown, HTML, DOT, trace, JSON), and each is well-formed."""
 
 from __future__ import annotations
 

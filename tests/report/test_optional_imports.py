@@ -1,6 +1,6 @@
-"""Without Flax, matplotlib, IPython, rich, pandas and the rest: all that can work does, the rest says what to install.
+"""Without Flax, matplotlib, IPython, rich or pandas all else works, and errors name what to install.
 
-Asked of a fresh interpreter in which importing them fails.
+Tested in a fresh interpreter in which importing them fails.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`print(plan)` and `plan.ir()`: what they say, how wide, how long; folding says as much as it hides."""
+"""`print(plan)` and `plan.ir()`: contents, width, length; grouped rows add up to what they replace."""
 
 from __future__ import annotations
 

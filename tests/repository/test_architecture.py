@@ -1,92 +1,49 @@
-"""The rules of the house that a machine can check by reading the source: floors, sizes, public names.
+"""The rules of the package's structure that reading the source can check: import graph, sizes, public names.
 
-Each rule is a function from source text to complaints, tried on a text that breaks it as well as on the
-package: a rule that never complains would keep nothing.
+Each rule is a function from source text, or from a graph of imports, to the places that break it, and is tried on a
+text that breaks it as well as on the package.
 """
 
 from __future__ import annotations
 
 import ast
+import collections
 import inspect
 import pathlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 
 import jshard
+from tests.helpers.import_graph import (
+    ORDER,
+    ROOT,
+    cycles,
+    import_graph,
+    imports,
+    module_name,
+    package_files,
+    part,
+    parts,
+    read_import_graph,
+    upward_imports,
+)
 
 
-ROOT = pathlib.Path(__file__).parents[2]
-PACKAGE = sorted((ROOT / "jshard").rglob("*.py"))
+PACKAGE = package_files()
 SOURCES = sorted(
     p for d in ("jshard", "tests", "demo", "benchmarks", "notebooks") for p in (ROOT / d).rglob("*.py")
 )
+GRAPH = read_import_graph()
 
-# By the first part of a name below `jshard`; names without underscore are the front door's, on the top floor.
-FLOORS = [
-    {"_errors", "_calls", "_layout", "_numbers", "_hardware", "_topology", "_jaxcompat"},
-    {"_wish"},
-    {"_program"},
-    {"_rules"},
-    {"_cost"},
-    {"_search"},
-    {"_plan", "_lower", "_verify", "_report"},
-    {
-        "_shard",
-        "_dispatch",
-        "_signature",
-        "_training",
-        "_op",
-        "_doors",
-        "_prepare",
-        "_request",
-        "_state",
-        "_ties",
-        "_pareto",
-        "_sweep",
-        "_flax_nnx",
-        "_flax_linen",
-        "_flax_call",
-        "_flax_names",
-        "_flax_step",
-        "_flax_pins",
-        "_flax_place",
-    },
-]
-MOST_LINES = 500
-MOST_PUBLIC_NAMES = 15
-
-
-def module_name(path: pathlib.Path) -> str:
-    """`jshard._rules.rule` for its file, `jshard` for the package's own `__init__.py`."""
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def floor(name: str) -> int:
-    """The floor of a module of the package, or of something in it."""
-    top = name.removeprefix("jshard").removeprefix(".").split(".")[0]
-    if not top.startswith("_"):
-        return len(FLOORS) - 1
-    found = [i for i, names in enumerate(FLOORS) if top in names]
-    assert found, f"{name} has no floor: give {top} one in tests/repository/test_architecture.py"
-    return found[0]
-
-
-def imports(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
-    """Line and full dotted name of everything imported, wherever in the file."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                here = module.split(".") if is_package else module.split(".")[:-1]
-                base = ".".join(here[: len(here) - node.level + 1] + ([base] if base else []))
-            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+ROOT_FILES = {"__init__", "_jaxcompat", "flax"}
+MAX_PARTS = 18
+MAX_IMPORTS_BETWEEN_PARTS = 70
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 80
+MAX_PUBLIC_NAMES = 15
 
 
 def within(name: str, package: str) -> bool:
@@ -94,22 +51,20 @@ def within(name: str, package: str) -> bool:
     return name == package or name.startswith(package + ".")
 
 
-def wrong_imports(source: str, module: str, is_package: bool = False) -> list[str]:
-    """Imports that go up a floor, reach JAX's internals, or use a library that the module must not know."""
+def forbidden_imports(source: str, module: str, is_package: bool = False) -> list[str]:
+    """Imports of JAX's internals, or of a library that the module must do without."""
     complaints = []
     for line, name in imports(source, module, is_package):
-        if within(name, "jshard") and floor(name) > floor(module):
-            complaints.append(f"{module}:{line} imports {name}, floor {floor(module)} -> {floor(name)}")
         if (within(name, "jax._src") or within(name, "jax.extend")) and module != "jshard._jaxcompat":
             complaints.append(f"{module}:{line} imports {name}; only jshard._jaxcompat may")
-        if within(name, "flax") and not module.startswith(("jshard.flax", "jshard._flax")):
-            complaints.append(f"{module}:{line} imports {name}; only jshard.flax may")
-        if within(name, "jax") and within(module, "jshard._search"):
-            complaints.append(f"{module}:{line} imports {name}; the search knows arrays only")
+        if within(name, "flax") and part(module) not in ("flax", "_flax"):
+            complaints.append(f"{module}:{line} imports {name}; only jshard.flax and jshard._flax may")
+        if within(name, "jax") and part(module) == "_search":
+            complaints.append(f"{module}:{line} imports {name}; the search is about arrays only")
     return complaints
 
 
-def reaches_inside(source: str, module: str) -> list[str]:
+def internal_attributes(source: str, module: str) -> list[str]:
     """Uses of `jax._src` or `jax.extend` as attributes, which no import statement shows."""
     if module == "jshard._jaxcompat":
         return []
@@ -121,6 +76,29 @@ def reaches_inside(source: str, module: str) -> list[str]:
         and node.value.id == "jax"
         and node.attr in ("_src", "extend")
     ]
+
+
+def long_functions(source: str, most: int = MAX_FUNCTION_LINES) -> list[str]:
+    """Functions with more lines of code than `most`: docstring, comments and empty lines do not count."""
+    lines = source.splitlines()
+    complaints = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        text = lines[node.lineno - 1 : node.end_lineno]
+        code = sum(1 for line in text if line.strip() and not line.lstrip().startswith("#"))
+        if ast.get_docstring(node, clean=False) is not None:
+            doc = node.body[0]
+            code -= sum(1 for line in lines[doc.lineno - 1 : doc.end_lineno] if line.strip())
+        if code > most:
+            complaints.append(f"line {node.lineno}: {node.name} has {code} lines of code")
+    return complaints
+
+
+def repeated_names(paths: list[pathlib.Path]) -> list[str]:
+    """File names that occur more than once, `__init__.py` aside."""
+    count = collections.Counter(p.name for p in paths if p.name != "__init__.py")
+    return sorted(name for name, n in count.items() if n > 1)
 
 
 def public_names(source: str) -> list[str]:
@@ -160,68 +138,163 @@ PUBLIC = public_names((ROOT / "jshard" / "__init__.py").read_text())
 PUBLIC_MODULES = [p.stem for p in sorted((ROOT / "jshard").glob("*.py")) if not p.stem.startswith("_")]
 
 
+# -- the import graph ---------------------------------------------------------------------------------------
+
+
+def test_every_part_has_its_place_in_the_order() -> None:
+    assert set(parts(GRAPH)) == set(ORDER)
+    assert len(ORDER) <= MAX_PARTS
+
+
+def test_parts_import_earlier_parts_only() -> None:
+    assert upward_imports(GRAPH) == []
+
+
+def test_imports_between_parts_are_few() -> None:
+    assert sum(map(len, parts(GRAPH).values())) <= MAX_IMPORTS_BETWEEN_PARTS
+
+
+def test_no_files_import_each_other_in_a_cycle() -> None:
+    assert cycles(GRAPH) == []
+
+
+def test_an_upward_import_is_found() -> None:
+    sources = {
+        "jshard": "from jshard._api.shard import shard",
+        "jshard._core.layout": "def f():\n    from jshard import _rules",
+        "jshard._rules": "",
+        "jshard._rules.rule": "from jshard._core.layout import Layout\nfrom .._cost import collectives",
+        "jshard._cost.collectives": "from ..._spec.entry import Pin\nfrom jshard._core import layout",
+        "jshard._plan.planner": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import jshard._api.plan",
+        "jshard._api.plan": "import jshard._plan.planner",
+        "jshard._api.shard": "from jshard import __version__",
+    }
+    assert upward_imports(import_graph(sources)) == [
+        ("jshard._core.layout", "jshard._rules"),
+        ("jshard._plan.planner", "jshard._api.plan"),
+        ("jshard._api.shard", "jshard"),
+    ]
+
+
+def test_cycles_are_found() -> None:
+    chain = {"jshard.a": "from jshard.b import x", "jshard.b": "import jshard.c", "jshard.c": ""}
+    assert cycles(import_graph(chain)) == []
+    ring = chain | {"jshard.c": "def f():\n    from jshard import a", "jshard.d": "import jshard.a"}
+    assert cycles(import_graph(ring)) == [["jshard.a", "jshard.b", "jshard.c"]]
+    package = {"jshard.p": "from jshard.p.f import g", "jshard.p.f": "from . import h", "jshard.p.h": ""}
+    assert cycles(import_graph(package, ["jshard.p"])) == []
+    assert cycles(import_graph(package | {"jshard.p.f": "from jshard.p import g"}, ["jshard.p"])) == [
+        ["jshard.p", "jshard.p.f"]
+    ]
+
+
+def test_imports_between_parts_are_counted_once_a_pair() -> None:
+    graph = import_graph(
+        {
+            "jshard._core.layout": "import jax",
+            "jshard._rules.rule": "from jshard._core.layout import Layout, MeshAxes",
+            "jshard._rules.primitives.gather": "import jshard._core.layout\nfrom jshard._rules import rule",
+        }
+    )
+    assert parts(graph) == {"_core": set(), "_rules": {"_core"}}
+
+
+# -- what a module may import besides -----------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("path", PACKAGE, ids=module_name)
-def test_imports_go_down(path: pathlib.Path) -> None:
+def test_no_module_imports_what_is_not_for_it(path: pathlib.Path) -> None:
     source, module = path.read_text(), module_name(path)
-    assert not wrong_imports(source, module, path.name == "__init__.py") + reaches_inside(source, module)
+    assert not forbidden_imports(source, module, path.name == "__init__.py")
+    assert not internal_attributes(source, module)
 
 
 @pytest.mark.parametrize(
     "module, line",
     [
-        ("jshard._core.layout", "import jshard._rules.rule"),
-        ("jshard._core.layout", "from jshard import _rules"),
-        ("jshard._core.layout", "from . import _wish"),
-        ("jshard._rules.rule", "from .._cost import collectives"),
-        ("jshard._api.plan", "def f():\n    from jshard._api.shard import shard"),
-        ("jshard._api.plan", "from jshard import shard"),
-        ("jshard._memory.hbm_traffic", "import jshard"),
         ("jshard._program.trace", "from jax._src import core"),
         ("jshard._program.trace", "import jax.extend.core as jex"),
         ("jshard._program.trace", "from jax.extend import core"),
+        ("jshard._program.trace", "def f():\n    from jax import extend"),
         ("jshard._api.shard", "import flax"),
-        ("jshard._api.shard", "from flax import nnx"),
+        ("jshard._spec.options", "from flax import nnx"),
         ("jshard._search.solve", "import jax.numpy as jnp"),
+        ("jshard._search.dual.trws", "from jax import numpy"),
     ],
 )
-def test_a_wrong_import_is_found(module: str, line: str) -> None:
-    assert wrong_imports(line, module)
+def test_a_forbidden_import_is_found(module: str, line: str) -> None:
+    assert forbidden_imports(line, module)
 
 
 @pytest.mark.parametrize(
     "module, line",
     [
-        ("jshard._rules.rule", "from jshard._core.layout import Layout"),
-        ("jshard._rules.rule", "from . import registry"),
         ("jshard._jaxcompat", "from jax._src import core"),
         ("jshard.flax", "from flax import nnx"),
+        ("jshard._flax.nnx", "from flax import nnx"),
         ("jshard._search.solve", "import numpy as np"),
-        ("jshard._api.shard", "from jshard import _plan"),
+        ("jshard._api.shard", "import jax.numpy as jnp"),
     ],
 )
-def test_a_right_import_passes(module: str, line: str) -> None:
-    assert not wrong_imports(line, module)
+def test_other_imports_pass(module: str, line: str) -> None:
+    assert not forbidden_imports(line, module)
 
 
 def test_attributes_of_jax_are_found_too() -> None:
-    assert reaches_inside("import jax\njax._src.core.Tracer", "jshard._api.shard")
-    assert reaches_inside("import jax\njax.extend.core.Var", "jshard._api.shard")
-    assert not reaches_inside("import jax\njax.numpy.sin", "jshard._api.shard")
+    assert internal_attributes("import jax\njax._src.core.Tracer", "jshard._api.shard")
+    assert internal_attributes("import jax\njax.extend.core.Var", "jshard._api.shard")
+    assert not internal_attributes("import jax\njax.numpy.sin", "jshard._api.shard")
+
+
+# -- files and functions ------------------------------------------------------------------------------------
+
+
+def test_only_three_files_stand_at_the_root_of_the_package() -> None:
+    assert {p.stem for p in (ROOT / "jshard").glob("*.py")} == ROOT_FILES
+
+
+def test_no_two_files_have_one_name() -> None:
+    assert repeated_names(PACKAGE) == []
+
+
+def test_a_repeated_file_name_is_found() -> None:
+    paths = [
+        pathlib.Path(p) for p in ("a/__init__.py", "b/__init__.py", "a/graph.py", "b/graph.py", "b/c.py")
+    ]
+    assert repeated_names(paths) == ["graph.py"]
+
+
+def test_the_tests_have_the_folders_of_the_package() -> None:
+    stages = {p.name.removeprefix("_") for p in (ROOT / "jshard").glob("_*") if (p / "__init__.py").exists()}
+    folders = {p.name for p in (ROOT / "tests").iterdir() if (p / "__init__.py").exists()}
+    assert folders - {"laws", "helpers", "repository", "compilers"} == stages
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_no_file_is_too_long(path: pathlib.Path) -> None:
-    assert len(path.read_text().splitlines()) <= MOST_LINES
+def test_no_file_and_no_function_is_too_long(path: pathlib.Path) -> None:
+    source = path.read_text()
+    assert len(source.splitlines()) <= MAX_FILE_LINES
+    assert not long_functions(source)
+
+
+def test_a_long_function_is_found() -> None:
+    body = ["    # a comment", "", "    x = 1", "    y = 2"]
+    lines = ["class C:", "    def f(self):", '        """Two', "", '        lines."""']
+    source = "\n".join(lines + ["    " + line if line else line for line in body])
+    assert long_functions(source, most=3) == []
+    assert long_functions(source, most=2) == ["line 2: f has 3 lines of code"]
 
 
 @pytest.mark.parametrize("path", PACKAGE, ids=module_name)
-def test_every_module_says_what_it_is_for(path: pathlib.Path) -> None:
-    source = path.read_text()
-    assert not source.strip() or ast.get_docstring(ast.parse(source))
+def test_every_module_has_a_docstring(path: pathlib.Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text()))
+
+
+# -- public names -------------------------------------------------------------------------------------------
 
 
 def test_the_public_surface_is_small() -> None:
-    assert 0 < len(PUBLIC + PUBLIC_MODULES) <= MOST_PUBLIC_NAMES, PUBLIC + PUBLIC_MODULES
+    assert 0 < len(PUBLIC + PUBLIC_MODULES) <= MAX_PUBLIC_NAMES, PUBLIC + PUBLIC_MODULES
     assert len(PUBLIC) == len(set(PUBLIC))
 
 
@@ -260,6 +333,6 @@ def test_an_undocumented_name_is_found() -> None:
 
 
 def test_flax_is_a_leaf() -> None:
-    """`import jshard` alone must leave Flax unimported: asked of a fresh interpreter."""
+    """`import jshard` alone leaves Flax unimported, in a fresh interpreter."""
     code = "import sys, jshard; sys.exit(any(m.split('.')[0] in ('flax', 'optax') for m in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

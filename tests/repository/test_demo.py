@@ -1,4 +1,4 @@
-"""The demo's model is a causal language model that learns, and its batches are pieces of the text."""
+"""The demo's model is a causal language model that learns, and its batches are parts of the text."""
 
 from __future__ import annotations
 

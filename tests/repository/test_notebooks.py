@@ -1,4 +1,4 @@
-"""Notebooks say first what they are for, and are kept with the outputs of a run (`make render`)."""
+"""Notebooks begin with their purpose, and are stored with the outputs of a run (`make render`)."""
 
 from __future__ import annotations
 

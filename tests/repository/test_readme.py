@@ -1,4 +1,4 @@
-"""The README's code runs, and prints what the README says: on 8 devices, as a reader would run it.
+"""The README's code runs and prints what the README shows, on 8 devices.
 
 `make readme` (this file as a program) writes what the code prints today into the README.
 """

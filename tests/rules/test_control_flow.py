@@ -1,4 +1,4 @@
-"""Sums that a loop adds up or stacks are ended after the loop, once, where that is cheaper; values stay right."""
+"""Partial sums that a loop accumulates or stacks are reduced once after the loop where that is cheaper."""
 
 import jax
 import jax.numpy as jnp

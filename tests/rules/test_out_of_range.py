@@ -1,7 +1,7 @@
 """Indices out of range: what JAX clamps, drops or fills is the same on blocks, in values and gradients.
 
-XLA of jaxlib 0.10 merges a slice of a slice into one and forgets that the two were clamped (openxla/xla#48024), which
-redistributions beside a user's slice would meet everywhere; so every rule keeps its indices in range itself.
+XLA of jaxlib 0.10 merges a slice of a slice into one and loses the clamping of both (openxla/xla#48024), which
+reshardings beside a user's slice would trigger everywhere; so every rule keeps its indices in range itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every primitive that real models use has a rule, or stands in the written list of opaque ones with its reason."""
+"""Every primitive of real models has a rule, or is in the list of opaque ones with its reason."""
 
 import jax
 import pytest

@@ -1,4 +1,4 @@
-"""Rules as text: what they mean, and the exact words that answer malformed ones."""
+"""Rules as text: their meaning, and the exact error texts of malformed ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The schedule as arrays says what the schedule as objects says: moves, numbers, peak, curve, what is held."""
+"""The vectorised schedule equals the reference: reshardings, peak, curve, values alive at the peak."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contest's two small problems: proved without and with the memory limit."""
+"""Two small instances of the ASPLOS / EuroSys 2025 contest, proved without and with the memory limit."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Depth: repeated layers are found and joined rightly, folding changes no answer, no depth recurses, and two
-processes write one plan."""
+"""Layer folding: repeated layers are found, folding changes no answer, and networks of any depth are solved."""
 
 from __future__ import annotations
 

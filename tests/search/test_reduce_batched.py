@@ -1,4 +1,4 @@
-"""Reductions of many variables at once: the least cost stays what it is, and states are found again."""
+"""Batched reductions keep the least cost, and states of eliminated variables are reconstructed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages that survive the dropping of states: the bound goes on where it stood, on tables of every kind."""
+"""Messages survive the removal of states: the bound continues where it was, on tables of every kind."""
 
 import numpy as np
 import pytest

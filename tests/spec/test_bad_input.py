@@ -1,7 +1,7 @@
-"""Bad input: each row of the table gets its own error, with the three parts of its text, and harms nothing.
+"""Wrong input: each row of the table raises its error with all three parts, and leaves nothing behind.
 
-Every row goes through floor 1 alone, and through the doors: there a good call on the same function and arguments
-comes before and after it, whose plan is the one of before.
+Every row goes through `_spec` alone and through the public functions, there between two correct calls on the same
+function and arguments, whose plans are equal.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Arguments that lie somewhere: kept there where nothing is pinned, and every move that is left counted and shown."""
+"""Committed arguments keep their shardings where nothing is pinned; moves that remain are counted and listed."""
 
 from __future__ import annotations
 

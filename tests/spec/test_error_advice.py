@@ -1,4 +1,4 @@
-"""What an error about cuts offers instead is legal on the devices at hand: it is followed here, and works."""
+"""Strategies that an error text advises are legal on the devices at hand: they are tried, and work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The choice of the mesh: laws over grids, and the meshes a user may give, enter or imply."""
+"""Mesh selection: laws of factorizations, and meshes that a user gives, enters or implies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From strategies to pins: every form of entry, every kind of container, and names of parameters."""
+"""From strategies to pins: every form of entry, every kind of container, names of parameters."""
 
 from __future__ import annotations
 

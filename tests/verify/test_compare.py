@@ -1,4 +1,4 @@
-"""Predicted against emitted: rows by number, combined and unnamed ones, extras, notes, wrong programs."""
+"""Predicted against emitted collectives: rows by number, combined and unnamed ones, extras, notes, wrong programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is emitted is what was planned, on eight CPU devices; and low-rank chains lose no partial sum."""
+"""Emitted collectives are the planned ones, on eight CPU devices; low-rank products keep their partial sums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reader: small texts that state the answer in their first lines, compiled programs of known traffic."""
+"""Collectives read from HLO: small texts with the answer in their first lines, compiled programs of known traffic."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """`python -m benchmarks.models.zoo MODEL`: plan and run one model, forward and training step, and print the figures
 as JSON.
 
-The plan knows only that every leaf of the batch is cut along its first dimension. What comes out is compared with
-the plain function, leaf by leaf.
+The plan knows only that every leaf of the batch is cut along its first dimension. Results are compared with
+the unsharded function, leaf by leaf.
 """
 
 from __future__ import annotations

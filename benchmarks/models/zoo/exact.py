@@ -1,4 +1,4 @@
-"""What a traced float32 function gives when its arithmetic is done in float64.
+"""A traced float32 function with its arithmetic in float64.
 
 Two float32 runs of one program differ by rounding, and nothing in them says which is nearer the truth. So every
 equation of the traced program is run again on float64 values: the same program, random bits and branches included,

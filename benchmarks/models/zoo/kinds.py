@@ -1,7 +1,7 @@
-"""What a model of the zoo is: its parameters, a batch, how to apply it, and its loss.
+"""The interface of a model of the zoo: parameters, a batch, how to apply it, and its loss.
 
-`apply(params, state, batch, train)` gives the outputs and the new state (batch statistics, seeds), as every library
-can be told to. A whole training step is then the same few lines for all of them.
+`apply(params, state, batch, train)` gives the outputs and the new state (batch statistics, seeds), for every
+library, so that a whole training step is the same few lines for all of them.
 """
 
 from __future__ import annotations

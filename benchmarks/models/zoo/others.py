@@ -1,4 +1,4 @@
-"""Models of equinox, haiku and diffrax. Each function imports its library, so that one can be missing."""
+"""Models of equinox, haiku and diffrax. Each function imports its library, so that one may be missing."""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Programs of Equinox' family that solve something: lineax, optimistix, OTT, diffrax' implicit steps.
+"""Programs of the Equinox family that solve something: lineax, optimistix, OTT, implicit steps of diffrax.
 
 Their primitives hold the types of what they were traced with, and are run as they were traced
 (`jshard/_lower/as_traced.py`). Problems are well conditioned, so that two float32 runs agree to rounding, and solved
