@@ -1,28 +1,20 @@
-"""The cost network: the search problem as plain arrays.
+"""The pairwise cost network (factor graph, weighted constraint network): the search problem as plain arrays.
 
-Problem.  Choose one state for every variable so that the sum of one cost per variable (unary) and one
-cost per connected pair (pairwise) is least.  A sharding problem of 126 equal layers has tens of
-thousands of variables but only a few hundred *distinct* cost tables.
+Choose one state for every variable such that the sum of one unary cost per variable and one pairwise cost per edge is
+least; ``np.inf`` means forbidden. A model of 126 equal layers has tens of thousands of variables but only a few
+hundred distinct cost tables, so the distinct tables are kept in pools, and variables and edges hold indices into them.
 
-Idea.  Keep the distinct tables in two pools and let variables and edges point into them.  Everything
-after this (reductions, products, dominance) works on table numbers and is remembered per number, so
-the hundredth layer costs a dictionary lookup.
-
-Worked case.  Two variables of two states, the same unary table, one edge that charges 3 when the
-states differ:
+Example: two variables of two states with one unary table, and an edge that costs 3 when the states differ.
 
 >>> net = build([[0.0, 1.0], [0.0, 1.0]], [(0, 1, [[0.0, 3.0], [3.0, 0.0]])])
 >>> len(net.unary), len(net.pairwise), evaluate(net, [1, 0])
 (1, 1, 4.0)
-
-``np.inf`` in a table means forbidden.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -31,27 +23,27 @@ from jshard._core.errors import ShardError
 from jshard._core.row_codes import Ints as Ints
 
 
-SHORT = 2048  # bytes of an array that are as well looked up as they are
+SMALL_ARRAY_BYTES = 2048  # up to here an array is looked up by its bytes, beyond by digests of them
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """What the variables' states hold: a holding is bytes by state over an interval of integer times.
+    """Live intervals: each holds a number of bytes, by the state of one variable, over half-open integer times.
 
-    A variable may have several, or none: a copy that is made first and read later holds this, then that.
+    A variable may have several intervals or none: a copy that is made first and read later holds one, then another.
     """
 
     intervals: Ints  # (H, 2) half-open [start, end); empty when start >= end
-    usage_tables: tuple[Floats, ...]  # pool of distinct (k,) tables
-    interval_variable: Ints  # (H,) holding -> variable
-    interval_table: Ints  # (H,) holding -> index into usage
-    limit: float | None  # None: no limit
+    usage_tables: tuple[Floats, ...]  # distinct (k,) tables of bytes by state
+    interval_variable: Ints  # (H,) interval -> variable
+    interval_table: Ints  # (H,) interval -> index into usage_tables
+    limit: float | None  # bytes; None: no limit
 
 
 @dataclass(frozen=True, eq=False)
 class CostNetwork:
-    """Variables with unary tables, edges with pairwise tables, both through pools."""
+    """Variables with unary tables, edges with pairwise tables, both through pools of distinct tables."""
 
     unary: tuple[Floats, ...]  # distinct (k,) tables, inf = forbidden
     pairwise: tuple[Floats, ...]  # distinct (ki, kj) tables
@@ -62,9 +54,11 @@ class CostNetwork:
 
     @property
     def size(self) -> int:
+        """The number of variables."""
         return len(self.node_table)
 
     def num_states(self, variable: int) -> int:
+        """The number of states of a variable."""
         return len(self.unary[self.node_table[variable]])
 
     def __repr__(self) -> str:
@@ -78,45 +72,48 @@ class CostNetwork:
 class Solution:
     """An assignment, its cost, and a proved lower bound on every assignment's cost."""
 
-    assignment: Ints
+    assignment: Ints  # (V,) state of each variable
     cost: float
     bound: float
-    peak: float | None
+    peak: float | None  # bytes; None for a network without memory
     seconds: float
     steps: tuple[str, ...]  # one line of text per stage, for the report
 
     @property
     def gap(self) -> float:
+        """Cost minus bound, relative to the bound."""
         return (self.cost - self.bound) / max(abs(self.bound), 1e-300)
 
     @property
     def optimal(self) -> bool:
+        """Whether the bound proves that no assignment costs less."""
         return self.cost <= self.bound
 
 
 class ArrayPool:
-    """Numbers for arrays (of 8-byte items), equal content giving equal numbers (first come, first numbered)."""
+    """Numbers for arrays (of 8-byte items): equal content gives equal numbers, in order of first occurrence."""
 
     def __init__(self) -> None:
         self.arrays: list[NDArray] = []
         self._index: dict[tuple, tuple[int, ...]] = {}
 
     def __call__(self, array: NDArray) -> int:
-        # A long array is looked up by some sums of its bits, then compared: bytes would be a copy each time.
-        short = array.nbytes <= SHORT
+        # A long array is looked up by digests, then compared: its bytes would be a copy each time.
+        short = array.nbytes <= SMALL_ARRAY_BYTES
         bits = array.reshape(-1).view(np.int64)
         key = (array.shape, array.tobytes() if short else _digest(bits))
-        alike = self._index.get(key, ())
-        for found in alike:
-            if short or np.array_equal(bits, self.arrays[found].reshape(-1).view(np.int64)):
-                return found
-        found = len(self.arrays)
-        self._index[key] = (*alike, found)
+        candidates = self._index.get(key, ())
+        for number in candidates:
+            if short or np.array_equal(bits, self.arrays[number].reshape(-1).view(np.int64)):
+                return number
+        number = len(self.arrays)
+        self._index[key] = (*candidates, number)
         array.setflags(write=False)
         self.arrays.append(array)
-        return found
+        return number
 
     def copy(self) -> ArrayPool:
+        """An independent pool with the same contents."""
         other = ArrayPool()
         other.arrays, other._index = list(self.arrays), dict(self._index)
         return other
@@ -127,7 +124,7 @@ def _digest(bits: Ints) -> tuple[int, ...]:
     return int(bits.sum()), int(bits[: len(bits) // 2].sum()), int(bits[::7].sum())
 
 
-def _table(values: ArrayLike, ndim: int, what: str) -> Floats:
+def _checked_table(values: ArrayLike, ndim: int, what: str) -> Floats:
     # "+ 0.0" makes a fresh array and turns -0.0 into 0.0, so that equal tables have equal bytes.
     array = np.ascontiguousarray(values, dtype=np.float64) + 0.0
     if array.ndim != ndim or 0 in array.shape:
@@ -135,6 +132,26 @@ def _table(values: ArrayLike, ndim: int, what: str) -> Floats:
     if np.isnan(array).any() or np.isneginf(array).any():
         raise ShardError(f"{what}: a cost is nan or -inf; use numbers, or inf for forbidden")
     return array
+
+
+class _TableInterner:
+    """A pool of checked tables; an object that is passed many times is converted once."""
+
+    def __init__(self, ndim: int) -> None:
+        self.ndim = ndim
+        self.pool = ArrayPool()
+        self._known: dict[int, int] = {}
+        self._alive: list[object] = []  # keeps the ids of `_known` from being reused
+
+    def __call__(self, values: ArrayLike, what: str) -> int:
+        number = self._known.get(id(values))
+        if number is None:
+            number = self._known[id(values)] = self.pool(_checked_table(values, self.ndim, what))
+            self._alive.append(values)
+        return number
+
+    def shape(self, number: int) -> tuple[int, ...]:
+        return self.pool.arrays[number].shape
 
 
 def build(
@@ -147,56 +164,57 @@ def build(
 ) -> CostNetwork:
     """A network from one unary table per variable and ``(i, j, table)`` edges; tables are interned.
 
-    A table object that is passed many times is converted once.
+    Arguments:
+        unaries: (k,) costs by state, one table per variable.
+        edges: (i, j, (ki, kj) costs).
+        intervals: (V, 2) live interval of each variable; with ``usages`` only.
+        usages: (k,) bytes by state, one table per variable.
+        limit: bytes that may be live at any time; None for no limit.
+
+    Raises `ShardError` for tables that are empty, not numbers or of the wrong shape.
     """
-    pools = ArrayPool(), ArrayPool(), ArrayPool()
-    seen: dict[int, int] = {}
-    alive: list[object] = []  # keeps ids in ``seen`` from being reused
-
-    def number(pool: int, values: ArrayLike, ndim: int, what: str) -> int:
-        found = seen.get(id(values) * 4 + pool)
-        if found is None:
-            found = pools[pool](_table(values, ndim, what))
-            seen[id(values) * 4 + pool] = found
-            alive.append(values)
-        return found
-
-    nodes = [number(0, u, 1, f"variable {i}") for i, u in enumerate(unaries)]
+    unary, pairwise = _TableInterner(1), _TableInterner(2)
+    nodes = [unary(u, f"variable {i}") for i, u in enumerate(unaries)]
     ends: list[tuple[int, int]] = []
-    which: list[int] = []
+    edge_table: list[int] = []
     for i, j, table in edges:
         where = f"edge ({i}, {j})"
         if not (0 <= i < len(nodes) and 0 <= j < len(nodes)):
             raise ShardError(f"{where}: there are only {len(nodes)} variables")
-        t = number(1, table, 2, where)
-        shape = (len(pools[0].arrays[nodes[i]]), len(pools[0].arrays[nodes[j]]))
-        if pools[1].arrays[t].shape != shape:
-            raise ShardError(f"{where}: table {pools[1].arrays[t].shape}, states {shape}")
+        t = pairwise(table, where)
+        shape = (*unary.shape(nodes[i]), *unary.shape(nodes[j]))
+        if pairwise.shape(t) != shape:
+            raise ShardError(f"{where}: table {pairwise.shape(t)}, states {shape}")
         ends.append((i, j))
-        which.append(t)
+        edge_table.append(t)
     memory = None
     if usages is not None:
-        use = [number(2, u, 1, f"usage of variable {i}") for i, u in enumerate(usages)]
-        spans = np.array(intervals, dtype=np.int64).reshape(-1, 2)
-        if len(use) != len(nodes) or len(spans) != len(nodes):
+        usage = _TableInterner(1)
+        usage_of_node = [usage(u, f"usage of variable {i}") for i, u in enumerate(usages)]
+        live = np.array(intervals, dtype=np.int64).reshape(-1, 2)
+        if len(usage_of_node) != len(nodes) or len(live) != len(nodes):
             raise ShardError("memory: one interval and one usage table per variable, please")
-        for i, u in enumerate(use):
-            if len(pools[2].arrays[u]) != len(pools[0].arrays[nodes[i]]):
+        for i, u in enumerate(usage_of_node):
+            if usage.shape(u) != unary.shape(nodes[i]):
                 raise ShardError(f"usage of variable {i}: not one number per state")
         memory = Memory(
-            spans, tuple(pools[2].arrays), np.arange(len(use)), np.array(use, dtype=np.int64), limit
+            live,
+            tuple(usage.pool.arrays),
+            np.arange(len(usage_of_node)),
+            np.array(usage_of_node, dtype=np.int64),
+            limit,
         )
     return CostNetwork(
-        tuple(pools[0].arrays),
-        tuple(pools[1].arrays),
+        tuple(unary.pool.arrays),
+        tuple(pairwise.pool.arrays),
         np.array(nodes, dtype=np.int64),
         np.array(ends, dtype=np.int64).reshape(-1, 2),
-        np.array(which, dtype=np.int64),
+        np.array(edge_table, dtype=np.int64),
         memory,
     )
 
 
-def _flat(pool: Sequence[NDArray]) -> tuple[Floats, Ints]:
+def concat_tables(pool: Sequence[NDArray]) -> tuple[Floats, Ints]:
     """All tables of a pool end to end, and where each begins."""
     starts = np.zeros(len(pool) + 1, dtype=np.int64)
     np.cumsum([t.size for t in pool], out=starts[1:])
@@ -207,36 +225,35 @@ def _flat(pool: Sequence[NDArray]) -> tuple[Floats, Ints]:
 def evaluate(network: CostNetwork, assignment: ArrayLike) -> float:
     """The cost of an assignment (one state number per variable)."""
     x = np.asarray(assignment, dtype=np.int64)
-    values, starts = _flat(network.unary)
+    values, starts = concat_tables(network.unary)
     total = float(values[starts[network.node_table] + x].sum())
     if len(network.edges):
-        values, starts = _flat(network.pairwise)
+        values, starts = concat_tables(network.pairwise)
         width = np.array([t.shape[1] for t in network.pairwise], dtype=np.int64)
         i, j = network.edges[:, 0], network.edges[:, 1]
-        where = starts[network.edge_table] + x[i] * width[network.edge_table] + x[j]
-        total += float(values[where].sum())
+        entry = starts[network.edge_table] + x[i] * width[network.edge_table] + x[j]
+        total += float(values[entry].sum())
     return total
 
 
 def interval_bytes(memory: Memory, assignment: ArrayLike) -> Floats:
-    """(H,) bytes of each holding while it lasts."""
-    values, starts = _flat(memory.usage_tables)
-    return values[
-        starts[memory.interval_table] + np.asarray(assignment, dtype=np.int64)[memory.interval_variable]
-    ]
+    """(H,) bytes of each interval while it lasts."""
+    values, starts = concat_tables(memory.usage_tables)
+    states = np.asarray(assignment, dtype=np.int64)[memory.interval_variable]
+    return values[starts[memory.interval_table] + states]
 
 
-def live_bytes(memory: Memory, held: Floats) -> Floats:
-    """Bytes live at every time, from the bytes of each holding."""
+def live_bytes(memory: Memory, amounts: Floats) -> Floats:
+    """Bytes live at every time from the first start to the last end, given the (H,) bytes of each interval."""
     start, end = memory.intervals[:, 0], memory.intervals[:, 1]
     keep = end > start
     if not keep.any():
         return np.zeros(1)
     base = int(start[keep].min())
-    steps = np.zeros(int(end[keep].max()) - base + 1)
-    np.add.at(steps, start[keep] - base, held[keep])
-    np.subtract.at(steps, end[keep] - base, held[keep])
-    return np.cumsum(steps)[:-1]
+    changes = np.zeros(int(end[keep].max()) - base + 1)
+    np.add.at(changes, start[keep] - base, amounts[keep])
+    np.subtract.at(changes, end[keep] - base, amounts[keep])
+    return np.cumsum(changes)[:-1]
 
 
 def peak(network: CostNetwork, assignment: ArrayLike) -> float:
@@ -244,63 +261,3 @@ def peak(network: CostNetwork, assignment: ArrayLike) -> float:
     if network.memory is None or not network.size:
         return 0.0
     return float(live_bytes(network.memory, interval_bytes(network.memory, assignment)).max(initial=0.0))
-
-
-def save(network: CostNetwork, path: str | Path) -> None:
-    """Write a network as ``.npz``: the flattened pools, their shapes, and the index arrays."""
-    unary, _ = _flat(network.unary)
-    pairwise, _ = _flat(network.pairwise)
-    data = {
-        "version": np.array(2),
-        "unary": unary,
-        "unary_sizes": np.array([len(t) for t in network.unary], dtype=np.int64),
-        "pairwise": pairwise,
-        "pairwise_shapes": np.array([t.shape for t in network.pairwise], np.int64).reshape(-1, 2),
-        "node_table": network.node_table,
-        "edges": network.edges,
-        "edge_table": network.edge_table,
-    }
-    memory = network.memory
-    if memory is not None:
-        data["intervals"] = memory.intervals
-        data["usage"] = _flat(memory.usage_tables)[0]
-        data["usage_sizes"] = np.array([len(t) for t in memory.usage_tables], dtype=np.int64)
-        data["holder"] = memory.interval_variable
-        data["usage_table"] = memory.interval_table
-        data["limit"] = np.array(np.nan if memory.limit is None else memory.limit)
-    with open(path, "wb") as file:
-        np.savez_compressed(file, allow_pickle=False, **data)
-
-
-def _unflat(values: Floats, shapes: Iterable[tuple[int, ...]]) -> tuple[Floats, ...]:
-    tables, at = [], 0
-    for shape in shapes:
-        size = int(np.prod(shape))
-        tables.append(values[at : at + size].reshape(shape).copy())
-        at += size
-    return tuple(tables)
-
-
-def load(path: str | Path) -> CostNetwork:
-    """Read what :func:`save` wrote."""
-    with np.load(path, allow_pickle=False) as data:
-        if int(data["version"]) != 2:
-            raise ShardError(f"{path}: cost network of version {int(data['version'])}, expected 2")
-        memory = None
-        if "intervals" in data:
-            limit = float(data["limit"])
-            memory = Memory(
-                data["intervals"],
-                _unflat(data["usage"], [(int(n),) for n in data["usage_sizes"]]),
-                data["holder"],
-                data["usage_table"],
-                None if np.isnan(limit) else limit,
-            )
-        return CostNetwork(
-            _unflat(data["unary"], [(int(n),) for n in data["unary_sizes"]]),
-            _unflat(data["pairwise"], [(int(a), int(b)) for a, b in data["pairwise_shapes"]]),
-            data["node_table"],
-            data["edges"],
-            data["edge_table"],
-            memory,
-        )

@@ -1,9 +1,9 @@
-"""Reader for the ASPLOS/EuroSys 2025 contest's format (github.com/google/iopddl).
+"""Reader for the format of the ASPLOS/EuroSys 2025 contest on intra-operator parallelism (github.com/google/iopddl).
 
-A problem is JSON, gzipped or not: nodes with live intervals, costs and memory usages per strategy,
-edges with row-major pairwise costs, one usage limit.  Entries of 1e17 and more mean "forbidden".
+A problem is JSON, gzipped or not: nodes with live intervals, costs and memory usages per strategy, edges with
+row-major pairwise costs, one usage limit. Entries of 1e17 and more mean "forbidden". Used by benchmarks and tests.
 
-Worked case: ``solve(read("B.json.gz", memory=False))`` proves 134 699.
+Example: ``solve(read("B.json.gz", memory=False))`` proves 134 699.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ def read(path: str | Path, *, memory: bool = True) -> CostNetwork:
     problem = json.loads(raw)["problem"]
     nodes, edges = problem["nodes"], problem["edges"]
     # One array object per distinct row: build() then converts each once.
-    made: dict[tuple, Floats] = {}
+    known: dict[tuple, Floats] = {}
 
     def table(row: list, columns: int = 0) -> Floats:
         key = (columns, *row)
-        found = made.get(key)
-        if found is None:
-            found = _costs(row)
-            made[key] = found = found.reshape(-1, columns) if columns else found
-        return found
+        array = known.get(key)
+        if array is None:
+            array = _costs(row)
+            known[key] = array = array.reshape(-1, columns) if columns else array
+        return array
 
     unaries = [table(row) for row in nodes["costs"]]
     pairs = [

@@ -123,7 +123,7 @@ def test_save_load(tmp_path):
             assert np.array_equal(getattr(network, name), getattr(again, name))
         assert (network.memory is None) == (again.memory is None)
         if network.memory is not None and again.memory is not None:
-            for name in ("intervals", "holder", "table"):
+            for name in ("intervals", "interval_variable", "interval_table"):
                 assert np.array_equal(getattr(network.memory, name), getattr(again.memory, name))
             assert network.memory.limit == again.memory.limit
             zeros = np.zeros(network.size, dtype=int)

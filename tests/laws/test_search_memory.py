@@ -137,8 +137,8 @@ def test_times_that_are_added_as_they_are_exceeded_lead_to_the_same_answer(monke
         network = random_network(seed, memory=True, most=6)
         for objective in ("cost", "peak"):
             found = []
-            for entries in (ilp.ENTRIES, 0):
-                monkeypatch.setattr(ilp, "ENTRIES", entries)
+            for entries in (ilp.MAX_ENTRIES, 0):
+                monkeypatch.setattr(ilp, "MAX_ENTRIES", entries)
                 try:
                     found.append(solve(network, objective=objective, seconds=60).cost)
                 except (Contradiction, MemoryBudgetError) as error:

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from jshard._search import branch_and_bound, evaluate, solve
-from jshard._search.branch_and_bound import reduce_and_eliminate
 from jshard._search.cost_network import CostNetwork, build
 from jshard._search.dual.layer_folding import fold_layers
 from jshard._search.exact import bucket_elimination
 from jshard._search.exact.reduce import working_network
+from jshard._search.search_state import reduce_and_eliminate
 
 
 def layered(layers: int, seed: int = 0, width: int = 6, states: int = 6) -> CostNetwork:

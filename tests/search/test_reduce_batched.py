@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from jshard._search import Contradiction, build, evaluate, solve
-from jshard._search.branch_and_bound import SearchState, branch_and_bound
+from jshard._search.branch_and_bound import branch_and_bound
 from jshard._search.exact.reduce import working_network
 from jshard._search.exact.reduce_batched import reduce_batched
 from jshard._search.exact.table_pool import TablePool, quantum
+from jshard._search.search_state import SearchState
 from tests.laws.test_search_laws import brute_force, random_network
 
 
@@ -43,7 +44,7 @@ def layered(seed: int, layers: int, forbid: float = 0.2):
 
 def least(network, graph) -> tuple[float, np.ndarray]:
     search = SearchState(np.inf, 0.0, lambda _: None, network.size)
-    branch_and_bound(search, (), graph)
+    branch_and_bound(search, graph)
     assert search.assignment is not None
     return search.incumbent_cost, search.assignment
 

@@ -3,13 +3,15 @@
 import numpy as np
 import pytest
 
-from jshard._search.branch_and_bound import SearchState, fix_by_reduced_cost
+from jshard._search.bound_and_fix import fix_by_reduced_cost
 from jshard._search.cost_network import build
+from jshard._search.dual.edge_batches import min_plus_columns
 from jshard._search.dual.layer_folding import fold_layers
 from jshard._search.dual.message_layout import build_message_layout
-from jshard._search.dual.trws import min_plus_columns, trws, trws_pass
+from jshard._search.dual.trws import trws, trws_pass
 from jshard._search.dual.warm_start import reparametrization_between, restore_messages, save_messages
 from jshard._search.exact.reduce import Contradiction, reduce, working_network
+from jshard._search.search_state import SearchState
 from jshard._search.solve import solve
 
 
@@ -73,13 +75,13 @@ def test_moved_finds_what_was_taken_from_rows_and_columns(seed):
 @pytest.mark.parametrize("seed", range(8))
 def test_light_passes_prove_no_more_than_there_is(seed, monkeypatch):
     """In single precision only messages are made: bound and slack come from passes in full precision."""
-    monkeypatch.setattr("jshard._search.dual.message_layout.HEAVY", 0)
-    monkeypatch.setattr("jshard._search.dual.message_layout.STACK", 20)
-    monkeypatch.setattr("jshard._search.dual.message_layout.ROOM", 100)
+    monkeypatch.setattr("jshard._search.dual.message_layout.SINGLE_PRECISION_FROM", 0)
+    monkeypatch.setattr("jshard._search.dual.edge_batches.STACKED_TABLE_MAX", 20)
+    monkeypatch.setattr("jshard._search.dual.edge_batches.CACHE_ENTRIES", 100)
     network = random_network(seed, forbidden=0.05)
     graph = reduce(working_network(network))
     chain = build_message_layout(graph)
-    assert chain.single_precision_batches is not None
+    assert chain.has_many_entries
     passed = trws(graph, chain, target=np.inf, deadline=np.inf, max_rounds=60)
     light = solve(network)
     monkeypatch.undo()
@@ -96,7 +98,7 @@ def test_light_passes_prove_no_more_than_there_is(seed, monkeypatch):
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 @pytest.mark.parametrize("distinct", [1, 3, 40])
 def test_through_works_out_once_what_is_alike(distinct, dtype, monkeypatch):
-    monkeypatch.setattr("jshard._search.dual.trws.ROOM", 500)
+    monkeypatch.setattr("jshard._search.dual.edge_batches.CACHE_ENTRIES", 500)
     rng = np.random.default_rng(distinct)
     table = rng.random((12, 15)).astype(dtype)
     table[rng.random(table.shape) < 0.1] = np.inf
@@ -147,4 +149,4 @@ def test_layers_are_walked_side_by_side_and_may_differ(monkeypatch):
 @pytest.mark.parametrize("gap", [0.0, 1e-6, 0.1])
 def test_without_a_bound_nothing_is_closed(gap):
     search = SearchState(np.inf, gap, lambda _: None, 1, incumbent_cost=1.0)
-    assert not search.closed(-np.inf) and not search.closed(0.5) and search.closed(1.0)
+    assert not search.gap_closed(-np.inf) and not search.gap_closed(0.5) and search.gap_closed(1.0)

@@ -1,1 +1,1 @@
-"""Lower bounds by message passing (TRW-S)."""
+"""Lower bounds: a core in, the TRW-S bound, messages and reduced costs out."""

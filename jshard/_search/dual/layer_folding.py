@@ -1,23 +1,22 @@
-"""Repeated layers: a short core solved first, its answer and messages a start for the whole.
+"""Layer folding by colour refinement (1-WL, Weisfeiler and Leman 1968): solve a short core, unfold its messages.
 
-Problem.  A core of 126 layers is 126 times the same dozen tables, and messages need as many passes there as
-in six layers, each twenty times as dear.
+A core of 126 layers repeats the same dozen tables 126 times; its messages need as many rounds as those of six layers,
+each round twenty times as long. Layers are found by colours: variables that look alike a few edges far have one
+colour, and the occurrences of each repeating colour are numbered along the depth. The middle layers are removed, the
+two ends are joined (layer a - 1 meets layer b as it met layer a), that short core is solved, and every removed layer
+starts from the answer and messages of the layer at the seam. Nothing is forced to be equal: the whole core is then
+solved as any other, from a better start, and its proof is its own.
 
-Idea.  Find the layers by colours: variables that look alike three edges far have one colour, and the colours
-that repeat are numbered along the depth.  Cut out the middle, join the two ends (layer a - 1 meets layer b as it
-met layer a), solve that, and give every layer cut out what its like at the seam answered and heard.  Nothing is
-forced to be equal: the whole core then goes the ordinary way, from a better start, and its proof is its own.
-
-Worked case.  A chain of forty equal variables: three rounds of colours tell the outermost three of each end
-apart, the 34 others are one colour.  Two of them are kept on one side and one on the other, 31 cut out.
+Example: a chain of forty equal variables. Three rounds of refinement tell the outermost three of each end apart, the
+34 others have one colour. Two of them are kept on one side and one on the other, 31 are removed.
 
 >>> import numpy as np
 >>> from jshard._search.cost_network import build
->>> from jshard._search.exact.reduce import graph_of
+>>> from jshard._search.exact.reduce import working_network
 >>> step = np.array([[0.0, 3.0], [2.0, 0.0]])
 >>> net = build([[0.0, 1.0]] * 40, [(i, i + 1, step) for i in range(39)])
->>> folded = fold(graph_of(net))
->>> len(folded.short.core), dict(folded.image.tolist())[20]
+>>> folded = fold_layers(working_network(net))
+>>> len(folded.short.core), dict(folded.representative.tolist())[20]
 (9, 4)
 """
 
@@ -34,62 +33,77 @@ from jshard._search.exact.reduce import WorkingNetwork
 from jshard._search.exact.table_pool import NONE
 
 
-LAYERS = 12  # a core of fewer equal layers is not worth folding
-REACH = 4  # edges join layers at most so far apart
+MIN_LAYERS = 12  # a core of fewer equal layers is not worth folding
+MAX_LAYER_DISTANCE = 4  # of the layers that an edge connects
+COUNT_TOLERANCE = 8  # occurrences by which a repeating colour may differ from the number of layers
+MAX_TWINS = 4  # equal variables within a layer that are told apart
+REFINEMENTS = (3, 4, 5, 6, 8)  # rounds of refinement tried, in this order
 
 
 @dataclass(frozen=True)
 class FoldedNetwork:
-    """A short core, and for each variable cut out the one that stands for it there."""
+    """A short core, and the variables and edges in it that represent the removed ones."""
 
     short: WorkingNetwork
-    representative: Ints  # (n, 2): a variable that is cut out, the one like it
-    seam_edges: Ints  # (n, 4): both ends of an edge of the whole core that is cut, both of the like one kept
+    representative: Ints  # (n, 2): a removed variable, the one like it in the short core
+    seam_edges: Ints  # (n, 4): both ends of a removed edge, both ends of the one like it in the short core
     layers: LayerPositions  # of the variables that repeat
 
 
 def fold_layers(graph: WorkingNetwork) -> FoldedNetwork | None:
-    """The short core of a graph whose layers repeat; None when they do not."""
-    edges, owner = _edges(graph)
-    for rounds in (3, 4, 5, 6, 8):
-        layers = _layers(graph, edges, _colours(graph, edges, owner, rounds))
-        if layers is not None:
-            return _cut(graph, edges, *layers)
+    """The short core of a network whose layers repeat; None when they do not."""
+    edges, first_edge = _directed_edges(graph)
+    for rounds in REFINEMENTS:
+        layering = _find_layers(edges, _refine_colours(graph, edges, first_edge, rounds))
+        if layering is not None:
+            return _remove_middle(graph, edges, layering)
     return None
 
 
 def unfold_messages(
-    graph: WorkingNetwork, chain: MessageLayout, folded: FoldedNetwork, heard: SavedMessages
+    graph: WorkingNetwork, layout: MessageLayout, folded: FoldedNetwork, saved: SavedMessages
 ) -> None:
-    """Start a chain of the whole core from the messages of the short one (in place)."""
+    """Set the messages of the whole core to those of the short one (in place).
+
+    Arguments:
+        graph: the whole core.
+        layout: its messages are replaced.
+        folded: the short core.
+        saved: the short core's messages.
+    """
     n = len(graph.unary)
-    image = np.arange(n)
-    image[folded.representative[:, 0]] = folded.representative[:, 1]
-    ends = np.array(chain.variables, dtype=np.int64)[chain.edge_ends]
-    hearer, teller = ends.T.ravel(), ends[:, ::-1].T.ravel()
-    place = chain.message_offsets.T.ravel()
-    # An edge by one number. What is in both cores is its own like.
-    own, like = hearer * n + teller, image[hearer] * n + image[teller]
+    representative = np.arange(n)
+    representative[folded.representative[:, 0]] = folded.representative[:, 1]
+    names, edges = np.array(layout.variables, dtype=np.int64), layout.edges
+    receiver = names[np.concatenate([edges.low, edges.high])]
+    sender = names[np.concatenate([edges.high, edges.low])]
+    entry = np.concatenate([edges.to_low, edges.to_high])
+    # An edge by one number. An edge of both cores represents itself.
+    own, like = receiver * n + sender, representative[receiver] * n + representative[sender]
     seam = folded.seam_edges[np.argsort(folded.seam_edges[:, 0] * n + folded.seam_edges[:, 1])]
     if len(seam):
-        cut = seam[:, 0] * n + seam[:, 1]
-        at = np.minimum(np.searchsorted(cut, own), len(cut) - 1)
-        like = np.where(cut[at] == own, seam[at, 2] * n + seam[at, 3], like)
-    known = np.array([v * n + w for v, w in heard], dtype=np.int64)
+        removed = seam[:, 0] * n + seam[:, 1]
+        at = np.minimum(np.searchsorted(removed, own), len(removed) - 1)
+        like = np.where(removed[at] == own, seam[at, 2] * n + seam[at, 3], like)
+    known = np.array([v * n + w for v, w in saved], dtype=np.int64)
     like = np.where(np.isin(own, known), own, like)
-    states = np.array(graph.states, dtype=np.int64)[hearer]
+    states = np.array(graph.states, dtype=np.int64)[receiver]
+    # Edges with one representative and one set of states get one message.
     order = np.lexsort((states, like))
-    like, states, place = like[order], states[order], place[order]
+    like, states, entry = like[order], states[order], entry[order]
     first = np.flatnonzero(np.diff(like, prepend=-1) | np.diff(states, prepend=-1))
     for a, b in zip(first.tolist(), [*first[1:].tolist(), len(like)], strict=True):
-        told = heard.get(divmod(int(like[a]), n))
-        if told is not None:
-            message = align_states(*told, graph.tables.subsets.arrays[states[a]])
-            chain.messages[place[a:b, None] + np.arange(len(message))] = message
+        message = saved.get(divmod(int(like[a]), n))
+        if message is not None:
+            aligned = align_states(*message, graph.tables.subsets.arrays[states[a]])
+            layout.messages[entry[a:b, None] + np.arange(len(aligned))] = aligned
 
 
-def _edges(graph: WorkingNetwork) -> tuple[Ints, Ints]:
-    """Directed edges (place of v, place of w, table), sorted by v, and where each v's begin."""
+# From here on a variable is its place in the core.
+
+
+def _directed_edges(graph: WorkingNetwork) -> tuple[Ints, Ints]:
+    """((E, 3) directed edges (v, w, table), sorted by v; (n,) where each v's begin)."""
     core = graph.core
     place = {v: i for i, v in enumerate(core)}
     edges = [(i, place[w], t) for i, v in enumerate(core) for w, t in graph.adj[v].items()]
@@ -97,149 +111,225 @@ def _edges(graph: WorkingNetwork) -> tuple[Ints, Ints]:
     return array, np.searchsorted(array[:, 0], np.arange(len(core)))
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
-    """Scatter 64-bit numbers (the finaliser of SplitMix64, Steele, Lea and Flood 2014)."""
+def _scatter(x: np.ndarray) -> np.ndarray:
+    """Hash 64-bit numbers (the finaliser of SplitMix64, Steele, Lea and Flood 2014)."""
     x = x.astype(np.uint64)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
-def _colours(graph: WorkingNetwork, edges: Ints, owner: Ints, rounds: int) -> Ints:
-    """For each place a number that is the same for those that look alike so many edges far."""
+def _refine_colours(graph: WorkingNetwork, edges: Ints, first_edge: Ints, rounds: int) -> Ints:
+    """The colour of each variable after some rounds of 1-WL.
+
+    A colour starts as a hash of the unary table and the states, and is hashed with the multiset of (edge table,
+    neighbour's colour) in each round.
+    """
     core = graph.core
     own = np.array([(graph.unary[v], graph.states[v]) for v in core], dtype=np.int64).reshape(-1, 2)
-    colour = _mix(_mix(own[:, 0] + 1) + _mix(own[:, 1] + 1_000_003))
-    alone = np.append(owner[1:], len(edges)) == owner
+    colour = _scatter(_scatter(own[:, 0] + 1) + _scatter(own[:, 1] + 1_000_003))
+    isolated = np.append(first_edge[1:], len(edges)) == first_edge
     for _ in range(rounds):
-        told = _mix(_mix(edges[:, 2] + 7) + colour[edges[:, 1]])
-        total = np.add.reduceat(np.append(told, np.uint64(0)), owner)
-        colour = _mix(colour * np.uint64(3) + np.where(alone, np.uint64(0), total))
+        beside = _scatter(_scatter(edges[:, 2] + 7) + colour[edges[:, 1]])
+        total = np.add.reduceat(np.append(beside, np.uint64(0)), first_edge)
+        colour = _scatter(colour * np.uint64(3) + np.where(isolated, np.uint64(0), total))
     return np.unique(colour, return_inverse=True)[1]
 
 
-def _layers(graph: WorkingNetwork, edges: Ints, colour: Ints) -> tuple[Ints, Ints, int, int] | None:
-    """(colour, layer) of each place, colour -1 for what does not repeat, and the layers that all colours have."""
-    count = np.bincount(colour)
-    if not len(count) or count.max() < LAYERS:
+@dataclass(frozen=True)
+class _Layering:
+    """The layers of a core. A colour's variables are in consecutive layers, one in each."""
+
+    colour: Ints  # (n,) -1 for variables that do not repeat
+    layer: Ints  # (n,) where the colour is not -1
+    low: int  # every colour has a variable in each of the layers low to high - 1
+    high: int
+
+
+def _find_layers(edges: Ints, colour: Ints) -> _Layering | None:
+    """The layers of a core by its colours; None where it has no repeating layers."""
+    colour, members = _repeating_colours(colour)
+    if not members:
         return None
-    usual = int(np.bincount(count, weights=count).argmax())  # the number of layers most variables have
-    # Twins in a layer (keys and values) have one colour: those of a layer are neighbours in the order of variables.
-    fold_of = np.clip(np.round(count / max(usual, 1)), 1, 4).astype(np.int64)
-    colour = colour * 4
-    for c in np.flatnonzero((fold_of > 1) & (count >= LAYERS)).tolist():
-        twins = np.flatnonzero(colour == 4 * c)
-        colour[twins] += np.arange(len(twins)) % fold_of[c]
-    count = np.bincount(colour)
-    repeats = np.abs(count - usual) <= 8
-    if usual < LAYERS or count[repeats].sum() < 0.5 * len(colour) or (count > usual + 8).any():
-        return None
-    colour = np.where(repeats[colour], colour, -1)
-    members = {int(c): np.flatnonzero(colour == c) for c in np.flatnonzero(repeats)}
-    rank = np.zeros(len(colour), dtype=np.int64)
-    for places in members.values():
-        rank[places] = np.arange(len(places))
-    # Of the edges between two colours the ranks that the first and the last one join.
-    here, there = colour[edges[:, 0]], colour[edges[:, 1]]
-    inner = edges[(here >= 0) & (there >= 0) & (here != there)]
-    both = colour[inner[:, 0]] * (int(colour.max()) + 1) + colour[inner[:, 1]]
-    first = np.unique(both, return_index=True)[1]
-    last = len(both) - 1 - np.unique(both[::-1], return_index=True)[1]
-    pairs: dict[tuple[int, int], Ints] = {}
-    near: dict[int, list[int]] = {}
-    for k in np.argsort(first).tolist():
-        ends = inner[[first[k], last[k]], :2]
-        a, b = colour[ends[0]].tolist()
-        pairs[a, b] = rank[ends]
-        near.setdefault(a, []).append(b)
-    layer = np.zeros(len(colour), dtype=np.int64)
-    begin = max(members, key=lambda c: (len(members[c]), -c))
-    direction = {begin: 1}
-    layer[members[begin]] = np.arange(len(members[begin]))
-    todo = [begin]
-    while todo:
-        a = todo.pop()
-        for b in near.get(a, ()):
-            if b in direction:
-                continue
-            (i, j), (k, m) = pairs[a, b].tolist()
-            if (i, j) == (k, m):
-                continue
-            s = direction[a] * (1 if (k - i) * (m - j) >= 0 else -1)
-            at = int(layer[members[a][i]])
-            layer[members[b]] = at + s * (np.arange(len(members[b])) - j)
-            direction[b] = s
-            todo.append(b)
-    if len(direction) < len(members):
-        keep = np.array([c >= 0 and int(c) in direction for c in colour])
+    layer, reached = _number_layers(edges, colour, members)
+    if len(reached) < len(members):
+        keep = np.array([c >= 0 and int(c) in reached for c in colour])
         colour = np.where(keep, colour, -1)
         if keep.sum() < 0.5 * len(colour):
             return None
-    low = max(int(layer[p].min()) for c, p in members.items() if c in direction)
-    high = min(int(layer[p].max()) for c, p in members.items() if c in direction) + 1
-    return (colour, layer, low, high) if high - low >= LAYERS else None
+    low = max(int(layer[p].min()) for c, p in members.items() if c in reached)
+    high = min(int(layer[p].max()) for c, p in members.items() if c in reached) + 1
+    return _Layering(colour, layer, low, high) if high - low >= MIN_LAYERS else None
 
 
-def _cut(
-    graph: WorkingNetwork, edges: Ints, colour: Ints, layer: Ints, low: int, high: int
-) -> FoldedNetwork | None:
-    """Take out the middle layers and join the ends."""
-    core = graph.core
-    both = (colour[edges[:, 0]] >= 0) & (colour[edges[:, 1]] >= 0)
-    reach = max(1, int(np.abs(layer[edges[both, 0]] - layer[edges[both, 1]]).max(initial=0)))
-    if reach > REACH or high - low < 2 * reach + 3:
+def _repeating_colours(colour: Ints) -> tuple[Ints, dict[int, Ints]]:
+    """(colours, -1 for variables that do not repeat; the variables of each repeating colour, ascending).
+
+    No colour repeats where the repeating ones are less than half of the core.
+    """
+    count = np.bincount(colour)
+    if not len(count) or count.max() < MIN_LAYERS:
+        return colour, {}
+    usual = int(np.bincount(count, weights=count).argmax())  # the number of layers most variables have
+    # Twins in a layer (keys and values) have one colour: those of a layer are adjacent in the order of variables.
+    twins_per_layer = np.clip(np.round(count / max(usual, 1)), 1, MAX_TWINS).astype(np.int64)
+    colour = colour * MAX_TWINS
+    for c in np.flatnonzero((twins_per_layer > 1) & (count >= MIN_LAYERS)).tolist():
+        twins = np.flatnonzero(colour == MAX_TWINS * c)
+        colour[twins] += np.arange(len(twins)) % twins_per_layer[c]
+    count = np.bincount(colour)
+    repeats = np.abs(count - usual) <= COUNT_TOLERANCE
+    too_many = (count > usual + COUNT_TOLERANCE).any()
+    if usual < MIN_LAYERS or count[repeats].sum() < 0.5 * len(colour) or too_many:
+        return colour, {}
+    colour = np.where(repeats[colour], colour, -1)
+    return colour, {int(c): np.flatnonzero(colour == c) for c in np.flatnonzero(repeats)}
+
+
+def _number_layers(edges: Ints, colour: Ints, members: dict[int, Ints]) -> tuple[Ints, set[int]]:
+    """((n,) layers, the colours that are connected to the most frequent one).
+
+    The occurrences of a colour are numbered in the order of variables, upwards or (as in a backward pass) downwards:
+    the edges between two colours tell which occurrences share a layer, and whether both run in one direction.
+    """
+    rank = np.zeros(len(colour), dtype=np.int64)
+    for places in members.values():
+        rank[places] = np.arange(len(places))
+    ranks, neighbours = _connected_ranks(edges, colour, rank)
+    layer = np.zeros(len(colour), dtype=np.int64)
+    begin = max(members, key=lambda c: (len(members[c]), -c))
+    layer[members[begin]] = np.arange(len(members[begin]))
+    direction = {begin: 1}
+    stack = [begin]
+    while stack:
+        a = stack.pop()
+        for b in neighbours.get(a, ()):
+            if b in direction:
+                continue
+            (i, j), (k, m) = ranks[a, b].tolist()
+            if (i, j) == (k, m):
+                continue
+            direction[b] = direction[a] * (1 if (k - i) * (m - j) >= 0 else -1)
+            start = int(layer[members[a][i]])
+            layer[members[b]] = start + direction[b] * (np.arange(len(members[b])) - j)
+            stack.append(b)
+    return layer, set(direction)
+
+
+def _connected_ranks(
+    edges: Ints, colour: Ints, rank: Ints
+) -> tuple[dict[tuple[int, int], Ints], dict[int, list[int]]]:
+    """(per pair of colours the (2, 2) ranks that the first and the last edge between them connect; per colour its
+    neighbours, in the order of edges)."""
+    from_colour, to_colour = colour[edges[:, 0]], colour[edges[:, 1]]
+    inner = edges[(from_colour >= 0) & (to_colour >= 0) & (from_colour != to_colour)]
+    pair = colour[inner[:, 0]] * (int(colour.max()) + 1) + colour[inner[:, 1]]
+    first = np.unique(pair, return_index=True)[1]
+    last = len(pair) - 1 - np.unique(pair[::-1], return_index=True)[1]
+    ranks: dict[tuple[int, int], Ints] = {}
+    neighbours: dict[int, list[int]] = {}
+    for k in np.argsort(first).tolist():
+        ends = inner[[first[k], last[k]], :2]
+        a, b = colour[ends[0]].tolist()
+        ranks[a, b] = rank[ends]
+        neighbours.setdefault(a, []).append(b)
+    return ranks, neighbours
+
+
+class _Seam:
+    """Where the layers [a, b) are removed, and what the variables beside them are joined to."""
+
+    def __init__(self, layering: _Layering, a: int, b: int) -> None:
+        self.colour, self.layer, self.a, self.b = layering.colour, layering.layer, a, b
+        self.removed = (self.colour >= 0) & (self.layer >= a) & (self.layer < b)
+        self.repeating = np.flatnonzero(self.colour >= 0)
+        layers = self.layer[self.repeating]
+        self.bottom = int(layers.min())
+        self._at = np.full((int(self.colour.max()) + 1, int(layers.max()) - self.bottom + 1), -1)
+        self._at[self.colour[self.repeating], layers - self.bottom] = self.repeating
+
+    def at_layer(self, colour: Ints, layer: int) -> Ints:
+        """The variables of some colours in a layer that all colours have."""
+        return self._at[colour, layer - self.bottom]
+
+    def shifted(self, variables: Ints, shift: Ints) -> Ints:
+        """The variables of the same colours some layers further, by the short core's count of layers, where layer b
+        follows a - 1. Variables that do not repeat stay."""
+        layer = self.layer[variables] + shift
+        layer = np.where(layer < self.a, layer, layer + self.b - self.a) - self.bottom
+        colour = self.colour[variables]
+        repeating = colour >= 0
+        assert ((layer >= 0) & (layer < self._at.shape[1]))[repeating].all()
+        like = np.where(repeating, self._at[colour, np.where(repeating, layer, 0)], variables)
+        assert (like >= 0).all()  # every edge over the seam has both ends in layers that all colours have
+        return like
+
+
+def _remove_middle(graph: WorkingNetwork, edges: Ints, layering: _Layering) -> FoldedNetwork | None:
+    """Remove the middle layers and join the ends; None where edges reach too far or too few layers would be left."""
+    colour, layer = layering.colour, layering.layer
+    inner = edges[(colour[edges[:, 0]] >= 0) & (colour[edges[:, 1]] >= 0)]
+    distance = np.abs(layer[inner[:, 0]] - layer[inner[:, 1]])
+    reach = max(1, int(distance.max(initial=0)))
+    if reach > MAX_LAYER_DISTANCE or layering.high - layering.low < 2 * reach + 3:
         return None
-    # Every edge over the seam has both its ends then. One layer more: the last one before the seam, whose messages
-    # all others begin with, is a good deal more like those in the middle.
-    a, b = low + reach + 1, high - reach
-    gone = (colour >= 0) & (layer >= a) & (layer < b)
-    name = np.array(core, dtype=np.int64)
-    where = np.flatnonzero(colour >= 0)
-    bottom, height = int(layer[where].min()), int(layer[where].max() - layer[where].min()) + 1
-    at = np.full((int(colour.max()) + 1, height), -1)  # the place of each colour's variable in each layer
-    at[colour[where], layer[where] - bottom] = where
+    # One layer more than the edges need: the last one before the seam, whose messages all removed ones start from, is
+    # then a good deal more like those in the middle.
+    seam = _Seam(layering, layering.low + reach + 1, layering.high - reach)
+    short = _joined_ends(graph, edges, seam)
+    if short is None:
+        return None
+    name = np.array(graph.core, dtype=np.int64)
+    across = edges[seam.removed[edges[:, 0]] | seam.removed[edges[:, 1]]]
+    left, right = across[:, 0], across[:, 1]
+    # An edge at a removed layer is represented by the one at layer a - 1.
+    shift = seam.a - 1 - layer[np.where(seam.removed[left], left, right)]
+    seam_edges = np.stack([left, right, seam.shifted(left, shift), seam.shifted(right, shift)], axis=1)
+    removed = np.flatnonzero(seam.removed)
+    last = seam.at_layer(colour[removed], seam.a - 1)
+    same_colour = colour[inner[:, 0]] == colour[inner[:, 1]]
+    turns = 1 + int(distance[same_colour].max(initial=0))
+    return FoldedNetwork(
+        short,
+        np.stack([name[removed], name[last]], axis=1),
+        name[seam_edges],
+        _layer_positions(graph.core, short, seam, turns),
+    )
+
+
+def _joined_ends(graph: WorkingNetwork, edges: Ints, seam: _Seam) -> WorkingNetwork | None:
+    """The core without the layers [a, b), with layer a - 1 joined to layer b as to layer a; None where an edge is
+    there already."""
+    core, colour, layer = graph.core, seam.colour, seam.layer
     short = graph.fork()
-    for i in np.flatnonzero(gone).tolist():
+    for i in np.flatnonzero(seam.removed).tolist():
         v = core[i]
         for w in short.adj[v]:
             del short.adj[w][v]
         short.adj[v], short.unary[v] = {}, NONE
-
-    def moved(places: Ints, shift: Ints) -> Ints:
-        """The likes of places some layers further in the short core's count; -1 where there is none."""
-        x = layer[places] + shift
-        x = np.where(x < a, x, x + b - a) - bottom
-        there = np.where((x >= 0) & (x < height), at[colour[places], np.clip(x, 0, height - 1)], -1)
-        return np.where(colour[places] < 0, places, there)
-
-    cut = edges[gone[edges[:, 0]] | gone[edges[:, 1]]]
-    left, right = cut[:, 0], cut[:, 1]
-    joined = cut[~gone[left] & (colour[left] >= 0) & (layer[left] < a)]
-    others = moved(joined[:, 1], np.zeros(len(joined), dtype=np.int64)).tolist()
-    for (i, _, table), other in zip(joined.tolist(), others, strict=True):
-        if other < 0 or core[other] in short.adj[core[i]]:
+    left, right = edges[:, 0], edges[:, 1]
+    below = ~seam.removed[left] & (colour[left] >= 0) & (layer[left] < seam.a)
+    cut = edges[below & seam.removed[right]]
+    others = seam.shifted(cut[:, 1], np.zeros(len(cut), dtype=np.int64)).tolist()
+    for (i, _, table), other in zip(cut.tolist(), others, strict=True):
+        v, w = core[i], core[other]
+        if w in short.adj[v]:
             return None
-        short.adj[core[i]][core[other]] = table
-        short.adj[core[other]][core[i]] = graph.tables.transpose(table)
-    # An edge seen from layer a - 1 is the like of the one seen from any layer cut out.
-    shift = a - 1 - layer[np.where(gone[left], left, right)]
-    like = moved(left, shift), moved(right, shift)
-    found = (like[0] >= 0) & (like[1] >= 0)
-    lost = np.flatnonzero(gone)
-    # The same order in every layer: the one in which a walk of the short core comes by at the seam.
-    turn = {v: r for r, v in enumerate(peripheral_order(short, True))}
-    middle = at[:, a - 1 - bottom]
-    order = sorted(
-        np.unique(colour[where]).tolist(), key=lambda c: (turn[core[middle[c]]] if middle[c] >= 0 else -1, c)
-    )
-    place = {c: p for p, c in enumerate(order)}
-    same = both & (colour[edges[:, 0]] == colour[edges[:, 1]])
-    turns = 1 + int(np.abs(layer[edges[same, 0]] - layer[edges[same, 1]]).max(initial=0))
-    numbers = zip(where.tolist(), colour[where].tolist(), (layer[where] - bottom).tolist(), strict=True)
-    layers = {core[i]: (place[c], x % turns, x) for i, c, x in numbers}
-    return FoldedNetwork(
-        short,
-        np.stack([name[lost], name[at[colour[lost], a - 1 - bottom]]], axis=1),
-        name[np.stack([left, right, *like], axis=1)[found]],
-        layers,
-    )
+        short.adj[v][w] = table
+        short.adj[w][v] = graph.tables.transpose(table)
+    return short
+
+
+def _layer_positions(core: list[int], short: WorkingNetwork, seam: _Seam, turns: int) -> LayerPositions:
+    """The positions of the variables that repeat.
+
+    All layers have one order: that of the short core's variables at the seam in a depth-first walk.
+    """
+    rank = {v: r for r, v in enumerate(peripheral_order(short, True))}
+    colours = np.unique(seam.colour[seam.repeating])
+    at_seam = seam.at_layer(colours, seam.a - 1).tolist()
+    order = sorted(zip(at_seam, colours.tolist(), strict=True), key=lambda pair: rank[core[pair[0]]])
+    place = {c: p for p, (_, c) in enumerate(order)}
+    depth = (seam.layer[seam.repeating] - seam.bottom).tolist()
+    numbers = zip(seam.repeating.tolist(), seam.colour[seam.repeating].tolist(), depth, strict=True)
+    return {core[i]: (place[c], d % turns, d) for i, c, d in numbers}

@@ -1,23 +1,23 @@
-"""Messages kept: a core that has lost states, or one like it, starts from what an earlier one heard.
+"""Warm start of TRW-S: messages of an earlier core, reparametrised for one that has lost states.
 
-Problem.  Dropping states lets the reductions bite again, but passes that start anew have to find their way back
-to the bound that there was: most of the passes of a search.
+Removing states lets the reductions work again, but passes that start from zero messages need most of their rounds to
+return to the bound there was. Any messages are a valid start, so an edge starts from the messages of the same edge
+before, on the states that both have. Reductions also move cost: the row and column minima of what is left of a table
+go into the unary tables. Where an edge's old and new table differ by such a reparametrisation a(v) + b(w) alone,
+subtracting a from the message to v and b from the message to w restores the old costs, and the bound continues where
+it stood.
 
-Idea.  Any messages are a valid start, so a variable takes what its like heard, for the states that both know.
-Reductions also move cost: the minima of what is left of a table go into the unaries.  Where the table of before
-and the one of now differ by such a move alone, a(v) + b(w), taking a from what v heard and b from what w heard
-gives the very costs of before, and the bound goes on where it stood.
+Example: a table [[0, 2], [1, 5]] loses its first column; [[2], [5]] is normalised to [[0], [0]] and v's unary table
+rises by (2, 5). The message to v falls by (2, 5).
 
-Worked case.  A table [[0, 2], [1, 5]] loses its first column; [[2], [5]] is normalised to [[0], [0]] and v's
-unary rises by (2, 5).  The message v heard falls by (2, 5).
-
->>> moved(np.array([[2.0], [5.0]]), np.array([[0.0], [0.0]]))
+>>> reparametrization_between(np.array([[2.0], [5.0]]), np.array([[0.0], [0.0]]))
 (array([0., 3.]), array([2.]))
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -26,100 +26,111 @@ from jshard._search.dual.message_layout import MessageLayout
 from jshard._search.exact.reduce import WorkingNetwork
 
 
-SavedMessages = dict[tuple[int, int], tuple[Ints, Floats]]  # (hearer, neighbour) -> original states, message
+SavedMessages = dict[tuple[int, int], tuple[Ints, Floats]]  # (receiver, sender) -> original states, message
 
 
-def save_messages(graph: WorkingNetwork, chain: MessageLayout) -> SavedMessages:
-    """What every variable heard last: a start for the passes on a similar core (any start is valid)."""
-    out: SavedMessages = {}
+def save_messages(graph: WorkingNetwork, layout: MessageLayout) -> SavedMessages:
+    """The messages of all edges in both directions, by the working network's variables."""
     subsets = graph.tables.subsets.arrays
-    names = chain.variables
-    size = np.diff(chain.state_offsets).tolist()
-    for (i, j), (p, q) in zip(chain.edge_ends.tolist(), chain.message_offsets.tolist(), strict=True):
-        v, w = names[i], names[j]
-        out[v, w] = subsets[graph.states[v]], chain.messages[p : p + size[i]].copy()
-        out[w, v] = subsets[graph.states[w]], chain.messages[q : q + size[j]].copy()
-    return out
+    saved: SavedMessages = {}
+    for (v, to_v), (w, to_w) in _edge_messages(layout):
+        saved[v, w] = subsets[graph.states[v]], layout.messages[to_v].copy()
+        saved[w, v] = subsets[graph.states[w]], layout.messages[to_w].copy()
+    return saved
 
 
 def restore_messages(
-    graph: WorkingNetwork, chain: MessageLayout, heard: SavedMessages, before: WorkingNetwork
+    graph: WorkingNetwork, layout: MessageLayout, saved: SavedMessages, before: WorkingNetwork
 ) -> None:
-    """Start a chain from the messages `heard` in the graph that was `before` (in place); what is new starts from zero."""
+    """Set the messages of a layout to saved ones (in place); those of new edges stay zero.
+
+    Arguments:
+        graph: the network of the layout.
+        layout: its messages are replaced.
+        saved: messages of an earlier network.
+        before: that network.
+    """
     arrays, subsets = graph.tables.arrays, graph.tables.subsets.arrays
-    names = chain.variables
-    size = np.diff(chain.state_offsets).tolist()
 
     @functools.cache
-    def shift(old: int, new: int, v: tuple[int, int], w: tuple[int, int]) -> tuple[Floats, Floats] | None:
-        rows, cols = (_within(subsets[a], subsets[b]) for a, b in (v, w))
-        if rows is None or cols is None:
+    def moved_cost(
+        old: int, new: int, v: tuple[int, int], w: tuple[int, int]
+    ) -> tuple[Floats, Floats] | None:
+        rows, columns = (_positions_if_all(subsets[a], subsets[b]) for a, b in (v, w))
+        if rows is None or columns is None:
             return None
-        return reparametrization_between(arrays[old][np.ix_(rows, cols)], arrays[new])
+        return reparametrization_between(arrays[old][np.ix_(rows, columns)], arrays[new])
 
     @functools.cache
-    def among(states: int, mine: int) -> tuple[Ints, np.ndarray]:
-        return _among(subsets[states], subsets[mine])
+    def positions(states: int, wanted: int) -> tuple[Ints, np.ndarray]:
+        return _positions(subsets[states], subsets[wanted])
 
-    for (i, j), places in zip(chain.edge_ends.tolist(), chain.message_offsets.tolist(), strict=True):
-        v, w = names[i], names[j]
-        old = before.adj[v].get(w)
-        both = [(before.states[x], graph.states[x]) for x in (v, w)]
-        shifts = None
-        if old is not None and (old != graph.adj[v][w] or any(a != b for a, b in both)):
-            shifts = shift(old, graph.adj[v][w], *both)
-        for side, here, there, place in ((0, i, j, places[0]), (1, j, i, places[1])):
-            found = heard.get((names[here], names[there]))
-            if found is None:
+    for (v, to_v), (w, to_w) in _edge_messages(layout):
+        old, new = before.adj[v].get(w), graph.adj[v][w]
+        states = [(before.states[x], graph.states[x]) for x in (v, w)]
+        moved = None
+        if old is not None and (old != new or any(a != b for a, b in states)):
+            moved = moved_cost(old, new, *states)
+        for end, (receiver, sender, entries) in enumerate(((v, w, to_v), (w, v, to_w))):
+            if (receiver, sender) not in saved:
                 continue
-            message = found[1]
-            states, mine = both[side]
-            if states != mine:
-                at, known = among(states, mine)
+            message = saved[receiver, sender][1]
+            if states[end][0] != states[end][1]:
+                at, known = positions(*states[end])
                 message = np.where(known, message[at], 0.0)
-            if shifts is not None:
-                message = message - shifts[side]
-            chain.messages[place : place + size[here]] = message
+            if moved is not None:
+                message = message - moved[end]
+            layout.messages[entries] = message
 
 
-def align_states(states: Ints, message: Floats, mine: Ints) -> Floats:
-    """A message about some states as one about others; what it does not know is zero."""
-    if mine is states:
+def _edge_messages(layout: MessageLayout) -> Iterator[tuple[tuple[int, slice], tuple[int, slice]]]:
+    """(variable, entries of the message to it) of both ends of each edge."""
+    edges, names = layout.edges, layout.variables
+    size = edges.num_states.tolist()
+    ends = zip(
+        edges.low.tolist(), edges.high.tolist(), edges.to_low.tolist(), edges.to_high.tolist(), strict=True
+    )
+    for i, j, p, q in ends:
+        yield (names[i], slice(p, p + size[i])), (names[j], slice(q, q + size[j]))
+
+
+def align_states(states: Ints, message: Floats, wanted: Ints) -> Floats:
+    """A message about ``states`` as one about ``wanted`` states; zero for states that it lacks."""
+    if wanted is states:
         return message
-    at, there = _among(states, mine)
-    return np.where(there, message[at], 0.0)
+    at, known = _positions(states, wanted)
+    return np.where(known, message[at], 0.0)
 
 
-def _within(states: Ints, mine: Ints) -> Ints | None:
-    """Where some states stand among others; None where one is missing."""
-    at, there = _among(states, mine)
-    return at if there.all() else None
+def _positions_if_all(states: Ints, wanted: Ints) -> Ints | None:
+    """Positions of wanted states among ascending states; None where one is missing."""
+    at, known = _positions(states, wanted)
+    return at if known.all() else None
 
 
-def _among(states: Ints, mine: Ints) -> tuple[Ints, np.ndarray]:
-    """A place among some states for each of mine, and whether it is there."""
-    at = np.minimum(np.searchsorted(states, mine), len(states) - 1)
-    return at, states[at] == mine
+def _positions(states: Ints, wanted: Ints) -> tuple[Ints, np.ndarray]:
+    """A position among ascending states for each of the wanted ones, and whether it is there."""
+    at = np.minimum(np.searchsorted(states, wanted), len(states) - 1)
+    return at, states[at] == wanted
 
 
 def reparametrization_between(old: Floats, new: Floats) -> tuple[Floats, Floats] | None:
-    """What rows (k,) and columns (m,) of a table were lowered by; None where more happened to it than that.
+    """What was taken from the rows (k,) and columns (m,) of a table; None where more changed than that.
 
-    Forbidden pairs tell nothing: parts of the table that only they join are lowered each on its own.
+    Forbidden pairs tell nothing: parts of the table that are connected through them alone are treated separately.
     """
     finite = np.isfinite(old) & np.isfinite(new)
-    gone = np.where(finite, old, 0.0) - np.where(finite, new, 0.0)
-    rows, cols = np.full(len(old), np.nan), np.full(old.shape[1], np.nan)
+    taken = np.where(finite, old, 0.0) - np.where(finite, new, 0.0)
+    rows, columns = np.full(len(old), np.nan), np.full(old.shape[1], np.nan)
     while np.isnan(rows).any():
         rows[np.flatnonzero(np.isnan(rows))[0]] = 0.0
         known = -1
-        while known != (known := int(np.isfinite(rows).sum() + np.isfinite(cols).sum())):
-            for a, b, ok, d in ((rows, cols, finite, gone), (cols, rows, finite.T, gone.T)):
+        while known != (known := int(np.isfinite(rows).sum() + np.isfinite(columns).sum())):
+            for a, b, ok, d in ((rows, columns, finite, taken), (columns, rows, finite.T, taken.T)):
                 use = ok & np.isfinite(a)[:, None]
                 new_b = np.isnan(b) & use.any(axis=0)
                 at = use.argmax(axis=0)[new_b]
                 b[new_b] = d[at, np.flatnonzero(new_b)] - a[at]
-    cols = np.where(np.isnan(cols), 0.0, cols)
-    if not (np.abs(gone - rows[:, None] - cols)[finite] <= 1e-9 * (1.0 + np.abs(gone[finite]))).all():
-        return None
-    return rows, cols
+    columns = np.where(np.isnan(columns), 0.0, columns)
+    error = np.abs(taken - rows[:, None] - columns)[finite]
+    return (rows, columns) if (error <= 1e-9 * (1.0 + np.abs(taken[finite]))).all() else None

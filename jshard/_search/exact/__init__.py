@@ -1,1 +1,1 @@
-"""Exact reductions and variable elimination."""
+"""Exact reductions and bucket elimination: a cost network in, a smaller core and elimination records out."""

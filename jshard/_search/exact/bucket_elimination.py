@@ -1,25 +1,23 @@
-"""Exact elimination of what the degree-2 reductions leave, when the tables stay small enough.
+"""Bucket elimination (Dechter 1999) of the core's components whose joint tables stay small.
 
-Problem.  The residual core has variables of three and more neighbours; eliminating one couples all its
-neighbours in one table with as many axes.
+Eliminating a variable of degree three or more couples all its neighbours in one table with as many axes. The
+elimination order is greedy, least joint table first, component by component; it is carried out only where a dry run
+stays within the limits. Tables are interned, so that equal layers share the products.
 
-Idea.  Choose an order in which every intermediate table stays small (least resulting table first),
-component by component; carry it out only when a dry run says that it fits.  Tables are interned here
-too, so equal layers share the products.
-
-Worked case.  A complete graph on four variables of 10 states: eliminating the first gives one table of
-10 x 10 x 10 from a joint of 10**4, the rest is smaller.
+Example: of a complete graph on four variables of 10 states the first elimination minimises a joint table of 10**4
+entries over one axis and leaves a table of 10 x 10 x 10.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from jshard._search.cost_network import Ints
+from jshard._search.cost_network import Floats, Ints
 from jshard._search.exact.reduce import WorkingNetwork, contradiction
 from jshard._search.exact.table_pool import NONE
 
@@ -27,21 +25,31 @@ from jshard._search.exact.table_pool import NONE
 TABLE_LIMIT = 5_000_000  # entries of the largest joint table
 WORK_LIMIT = 300_000_000  # entries of all joint tables together
 
+Factor = tuple[int, tuple[int, ...]]  # table number, its variables by rank in the order
+
 
 @dataclass(frozen=True)
 class EliminationOrder:
-    """An elimination order of one component and what it costs."""
+    """An elimination order of one component, and the entries of its joint tables."""
 
     variables: tuple[int, ...]
-    scopes: tuple[tuple[int, ...], ...]  # neighbours at elimination
+    scopes: tuple[tuple[int, ...], ...]  # neighbours at the time of elimination
     largest_table: float
     work: float
+
+
+@dataclass(frozen=True)
+class EliminatedComponent:
+    """A component's exact minimum, and the buckets from which its assignment is recovered."""
+
+    minimum: float
+    buckets: tuple[tuple[int, tuple[Factor, ...]], ...]  # (variable, factors), in elimination order
 
 
 def components(graph: WorkingNetwork) -> list[list[int]]:
     """The core's connected components, each ascending, in order of their least variable."""
     seen: set[int] = set()
-    found = []
+    parts = []
     for root in graph.core:
         if root in seen:
             continue
@@ -53,8 +61,8 @@ def components(graph: WorkingNetwork) -> list[list[int]]:
                     seen.add(w)
                     part.append(w)
                     stack.append(w)
-        found.append(sorted(part))
-    return found
+        parts.append(sorted(part))
+    return parts
 
 
 def elimination_order(
@@ -63,58 +71,57 @@ def elimination_order(
     table_limit: float | None = None,
     work_limit: float | None = None,
 ) -> EliminationOrder | None:
-    """A least-table-first order of a component, or None when it does not fit the limits."""
+    """The greedy order of a component, least joint table first; None when it exceeds the limits.
+
+    Arguments:
+        graph: the working network.
+        part: the component's variables.
+        table_limit: entries of the largest joint table; None for `TABLE_LIMIT`.
+        work_limit: entries of all joint tables together; None for `WORK_LIMIT`.
+    """
     table_limit = TABLE_LIMIT if table_limit is None else table_limit
     work_limit = WORK_LIMIT if work_limit is None else work_limit
     size = {v: float(len(graph.tables.arrays[graph.unary[v]])) for v in part}
-    near = {v: set(graph.adj[v]) for v in part}
+    neighbours = {v: set(graph.adj[v]) for v in part}
 
-    def joint(v: int) -> float:
-        return math.prod([size[w] for w in near[v]], start=size[v])
+    def joint_entries(v: int) -> float:
+        return math.prod([size[w] for w in neighbours[v]], start=size[v])
 
-    price = {v: joint(v) for v in part}
-    heap = [(p, v) for v, p in price.items()]
+    entries = {v: joint_entries(v) for v in part}
+    heap = [(e, v) for v, e in entries.items()]
     heapq.heapify(heap)
     order: list[int] = []
     scopes: list[tuple[int, ...]] = []
     largest = work = 0.0
     while heap:
-        p, v = heapq.heappop(heap)
-        if price.get(v) != p:
+        least, v = heapq.heappop(heap)
+        if entries.get(v) != least:  # outdated
             continue
-        if p > table_limit or work + p > work_limit:
+        if least > table_limit or work + least > work_limit:
             return None
-        largest, work = max(largest, p), work + p
-        del price[v]
-        around = near.pop(v)
+        largest, work = max(largest, least), work + least
+        del entries[v]
+        scope = neighbours.pop(v)
         order.append(v)
-        scopes.append(tuple(around))
-        for w in around:
-            near[w] |= around
-            near[w] -= {v, w}
-        for w in around:
-            new = joint(w)
-            if new != price[w]:
-                price[w] = new
-                heapq.heappush(heap, (new, w))
+        scopes.append(tuple(scope))
+        for w in scope:
+            neighbours[w] |= scope
+            neighbours[w] -= {v, w}
+        for w in scope:
+            updated = joint_entries(w)
+            if updated != entries[w]:
+                entries[w] = updated
+                heapq.heappush(heap, (updated, w))
     return EliminationOrder(tuple(order), tuple(scopes), largest, work)
 
 
-@dataclass(frozen=True)
-class EliminatedComponent:
-    """A component's exact minimum and how to read its assignment off."""
-
-    minimum: float
-    buckets: tuple[tuple[int, tuple[tuple[int, tuple[int, ...]], ...]], ...]
-
-
 def eliminate_in_order(graph: WorkingNetwork, order: EliminationOrder) -> EliminatedComponent:
-    """Eliminate a component in the given order; the graph is not changed."""
+    """Eliminate a component in the given order; the working network is not changed."""
     tables = graph.tables
     arrays = tables.arrays
     rank = {v: r for r, v in enumerate(order.variables)}
-    # A factor is (table number, its variables by rank); it waits in its first variable's bucket.
-    waiting: dict[int, list[tuple[int, tuple[int, ...]]]] = {v: [] for v in order.variables}
+    # A factor waits in the bucket of its variable that is eliminated first.
+    waiting: dict[int, list[Factor]] = {v: [] for v in order.variables}
     for v in order.variables:
         waiting[v].append((graph.unary[v], (v,)))
         for w, table in graph.adj[v].items():
@@ -123,34 +130,19 @@ def eliminate_in_order(graph: WorkingNetwork, order: EliminationOrder) -> Elimin
     memo: dict[tuple, tuple[int, float]] = {}
     minimum = 0.0
     buckets = []
-    for v, around in zip(order.variables, order.scopes, strict=True):
-        scope = (v, *sorted(around, key=rank.__getitem__))
+    for v, neighbours in zip(order.variables, order.scopes, strict=True):
+        scope = (v, *sorted(neighbours, key=rank.__getitem__))
         axis = {w: a for a, w in enumerate(scope)}
-        factors = sorted((t, tuple([axis[w] for w in ws])) for t, ws in waiting[v])
-        key = tuple(factors)
-        found = memo.get(key)
-        if found is None:
-            shape = [len(arrays[graph.unary[w]]) for w in scope]
-            result = None
-            for x in range(shape[0]):
-                slab = np.zeros([1] * (len(scope) - 1))
-                for t, axes in factors:
-                    dims = [1] * (len(scope) - 1)
-                    for a in axes[1:]:
-                        dims[a - 1] = shape[a]
-                    slab = slab + arrays[t][x].reshape(dims)
-                result = slab if result is None else np.minimum(result, slab)
-            assert result is not None
-            result = np.broadcast_to(result, shape[1:])
-            least = float(result.min())
+        key = tuple(sorted((t, tuple([axis[w] for w in ws])) for t, ws in waiting[v]))
+        known = memo.get(key)
+        if known is None:
+            message = _minimize_sum(key, arrays, [len(arrays[graph.unary[w]]) for w in scope])
+            least = float(message.min())
             if np.isinf(least):
                 raise contradiction(scope)
             tables.num_products += 1
-            found = memo[key] = (
-                tables.table_id(result - least) if len(scope) > 1 else NONE,
-                least,
-            )
-        table, least = found
+            known = memo[key] = (tables.table_id(message - least) if len(scope) > 1 else NONE, least)
+        table, least = known
         minimum += least
         buckets.append((v, tuple(waiting.pop(v))))
         if table != NONE and arrays[table].any():
@@ -159,28 +151,49 @@ def eliminate_in_order(graph: WorkingNetwork, order: EliminationOrder) -> Elimin
     return EliminatedComponent(minimum, tuple(buckets))
 
 
-def reconstruct_component(graph: WorkingNetwork, finished: EliminatedComponent, assignment: Ints) -> None:
-    """Write a component's best assignment (original state numbers), last eliminated first."""
+def _minimize_sum(factors: Sequence[Factor], arrays: Sequence[Floats], shape: list[int]) -> Floats:
+    """The sum of factors (with axis numbers for variables), minimised over axis 0.
+
+    One slab of axis 0 at a time, so that the joint table is never in memory as a whole.
+    """
+    result = None
+    for x in range(shape[0]):
+        slab = np.zeros([1] * (len(shape) - 1))
+        for t, axes in factors:
+            dims = [1] * (len(shape) - 1)
+            for a in axes[1:]:
+                dims[a - 1] = shape[a]
+            slab = slab + arrays[t][x].reshape(dims)
+        result = slab if result is None else np.minimum(result, slab)
+    assert result is not None
+    return np.broadcast_to(result, shape[1:])
+
+
+def reconstruct_component(graph: WorkingNetwork, component: EliminatedComponent, assignment: Ints) -> None:
+    """Write a component's best assignment (original states), last eliminated first (in place)."""
     arrays, subsets = graph.tables.arrays, graph.tables.subsets.arrays
-    at: dict[int, int] = {}
-    for v, factors in reversed(finished.buckets):
+    states: dict[int, int] = {}
+    for v, factors in reversed(component.buckets):
         total = np.zeros(1)
         for t, scope in factors:
-            total = total + arrays[t][(slice(None), *[at[w] for w in scope[1:]])]
-        at[v] = int(total.argmin())
-        assignment[v] = subsets[graph.states[v]][at[v]]
+            total = total + arrays[t][(slice(None), *[states[w] for w in scope[1:]])]
+        states[v] = int(total.argmin())
+        assignment[v] = subsets[graph.states[v]][states[v]]
 
 
 def eliminate_components(
     graph: WorkingNetwork, table_limit: float | None = None, work_limit: float | None = None
 ) -> list[tuple[list[int], EliminatedComponent]]:
-    """Finish every component that fits; the finished ones leave the graph."""
+    """Eliminate every component that stays within the limits: (its variables, the result).
+
+    Their minima are added to the network's offset; taking their variables out is the caller's.
+    """
     done = []
     for part in components(graph):
         order = elimination_order(graph, part, table_limit, work_limit)
         if order is None:
             continue
-        finished = eliminate_in_order(graph, order)
-        graph.offset += finished.minimum
-        done.append((part, finished))
+        component = eliminate_in_order(graph, order)
+        graph.offset += component.minimum
+        done.append((part, component))
     return done

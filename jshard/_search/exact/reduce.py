@@ -1,20 +1,20 @@
-"""Exact reductions: make the network smaller without changing its best cost.
+"""Exact reductions: dead-end elimination, contraction, bucket elimination of variables of degree at most two.
 
-Problem.  Most variables of a sharding network have one or two neighbours, and most states are never
-worth taking.
+A `WorkingNetwork` of table numbers is reduced until nothing applies:
 
-Idea.  A working graph of table numbers (:class:`Graph`), reduced until nothing applies:
-separable edges move into unaries; forbidden states and dominated states go; a variable whose state is
-decided by a neighbour's (one finite entry per row) is absorbed by it; one with no, one or two
-neighbours is eliminated by a (remembered) min-plus product.  Each elimination leaves a record, from
-which :func:`backtrack` recovers the eliminated variable's best state once its neighbours are known.
+- the separable part of an edge's table moves into the unary tables (reparametrisation);
+- forbidden states are removed, and dominated ones: dead-end elimination (Desmet et al. 1992, Goldstein 1994);
+- a variable whose state is a function of one neighbour's (one finite entry per row) is contracted into it;
+- a variable of degree 0, 1 or 2 is eliminated by a memoised min-plus product (bucket elimination, Dechter 1999).
 
-Degree-2 eliminations run in rounds, and a variable whose edges changed in this round waits for the
-next one.  So a cycle of n equal layers is halved log n times (log n distinct products), where
-first-come-first-served would build the n different powers of one table.
+Each elimination leaves a record, from which `backtrack` recovers the variable's state.
 
-Worked case.  The path a - b - c: a and c have one neighbour, so they are projected onto b, and b's
-minimum is the answer; backtracking picks b, then c, then a.
+Eliminations at degree 2 run in rounds: a variable whose edges changed in this round waits for the next one. A cycle
+of n equal layers is then halved log n times (log n distinct products), where first come, first served would compute
+n different powers of one table.
+
+Example: of the path a - b - c the ends have degree 1 and are projected onto b, whose least entry is the optimum;
+backtracking assigns b, then c and a.
 """
 
 from __future__ import annotations
@@ -27,8 +27,14 @@ import numpy as np
 
 from jshard._core.errors import SearchError
 from jshard._search.cost_network import CostNetwork, Ints
-from jshard._search.exact.elimination_records import EliminationRound, backtrack_rounds
-from jshard._search.exact.table_pool import NONE, TablePool, quantum
+from jshard._search.exact.elimination_records import (
+    ArgminTables,
+    Elimination,
+    EliminationRound,
+    backtrack_rounds,
+    backtrack_stack,
+)
+from jshard._search.exact.table_pool import NONE, EdgeParts, TablePool, quantum
 
 
 class Contradiction(SearchError):
@@ -38,6 +44,7 @@ class Contradiction(SearchError):
 
 
 def contradiction(variables: Iterable[int]) -> Contradiction:
+    """The error for a contradiction met at some variables."""
     where = tuple(sorted({int(v) for v in variables}))
     shown = ", ".join(map(str, where[:8])) + (", ..." if len(where) > 8 else "")
     error = Contradiction(
@@ -52,24 +59,20 @@ def contradiction(variables: Iterable[int]) -> Contradiction:
 
 @dataclass
 class WorkingNetwork:
-    """The network being reduced.  Variables keep their numbers; a gone one has ``unary`` NONE."""
+    """The network while it is reduced. Variables keep their numbers; an eliminated one has ``unary`` NONE."""
 
     tables: TablePool
     unary: list[int]
-    adj: list[dict[int, int]]  # adj[v][w]: table with v's states as rows
+    adj: list[dict[int, int]]  # adj[v][w]: edge table with v's states as rows
     states: list[int]  # subset of the original states that the tables still cover
-    offset: float = 0.0
-    elimination_stack: list[tuple] = field(default_factory=list)
-    # Memory, where the bytes of a state matter: per variable, tables that are inf where one state holds
-    # more than another (see ``mark``).  A marked variable is neither eliminated nor, for a state that
-    # holds more, dominated.
+    offset: float = 0.0  # constant cost taken out of all tables
+    elimination_stack: list[Elimination] = field(default_factory=list)
+    # Per variable, pseudo edge tables (`TablePool.memory_guard`) that keep states of fewer bytes from being dominated
+    # by states of more. A guarded variable is not eliminated.
     memory_guards: list[tuple[int, ...]] = field(default_factory=list)
-    contractions: list[int] = field(default_factory=list)  # places in the trail where one absorbed another
-    core_superset: Sequence[int] = ()  # all variables of the core, and perhaps others
-    elimination_rounds: tuple[
-        EliminationRound, ...
-    ] = ()  # what was eliminated before, many at a time (`reduce_batched.py`)
-    original_size: tuple[int, int] = (0, 0)  # variables and states of the network
+    core_superset: Sequence[int] = ()  # all variables of the core, and perhaps eliminated ones
+    elimination_rounds: tuple[EliminationRound, ...] = ()  # eliminated before, by `reduce_batched`
+    original_size: tuple[int, int] = (0, 0)  # variables and states of the network; (0, 0) where not counted
 
     def __post_init__(self) -> None:
         if not self.memory_guards:
@@ -78,50 +81,51 @@ class WorkingNetwork:
 
     @property
     def core(self) -> list[int]:
+        """The variables that are not eliminated, ascending."""
         unary = self.unary
         return [v for v in self.core_superset if unary[v] >= 0]  # NONE is the only negative number
 
     def fork(self, tables: TablePool | None = None) -> WorkingNetwork:
-        """A copy, without marks and with an empty trail; it shares the tables unless given a copy."""
+        """A copy of the core without guards and records; shares the table pool unless given another."""
         return WorkingNetwork(
             tables or self.tables,
             list(self.unary),
-            [a.copy() if a else {} for a in self.adj],  # most are of variables that have gone
+            [a.copy() if a else {} for a in self.adj],  # most are empty: of eliminated variables
             list(self.states),
             self.offset,
             core_superset=self.core,
         )
 
     def add_unary(self, v: int, table: int) -> None:
-        """Add a unary table to a variable."""
+        """Add a unary table (or NONE) to a variable; its minimum goes to the offset."""
         if table != NONE:
             u = self.unary[v]
-            found = self.tables.known_unary_sums.get((u, table) if u <= table else (table, u))
-            self.unary[v], least = found or self.tables.add_unaries(u, table)
+            known = self.tables.known_unary_sums.get((u, table) if u <= table else (table, u))
+            self.unary[v], least = known or self.tables.add_unaries(u, table)
             if least == np.inf:
                 raise contradiction([v, *self.adj[v]])
             self.offset += least
 
     def add_edge(self, v: int, w: int, table: int) -> None:
-        """Add a pairwise table (v's states as rows), merging with the edge that is there."""
+        """Add an edge table (v's states as rows), merging it with an existing edge."""
         self.set_edge(v, w, self.tables.normalize_sum(table, self.adj[v].get(w, NONE)))
 
-    def set_edge(self, v: int, w: int, parts: tuple[int, int, int, int]) -> None:
-        """Set an edge: its table, the same seen from w, and what goes to v's and w's own tables."""
-        table, back, rows, cols = parts
+    def set_edge(self, v: int, w: int, parts: EdgeParts) -> None:
+        """Replace the edge between v and w by a normalised table, and charge its row and column minima."""
+        table, transposed, row_minima, column_minima = parts
         if table == NONE:
             if w in self.adj[v]:
                 del self.adj[v][w], self.adj[w][v]
         else:
             self.adj[v][w] = table
-            self.adj[w][v] = back
-        if rows != NONE:
-            self.add_unary(v, rows)
-        if cols != NONE:
-            self.add_unary(w, cols)
+            self.adj[w][v] = transposed
+        if row_minima != NONE:
+            self.add_unary(v, row_minima)
+        if column_minima != NONE:
+            self.add_unary(w, column_minima)
 
     def restrict(self, v: int, keep: int) -> None:
-        """Keep only a subset of v's present states."""
+        """Restrict v to a subset of its present states."""
         tables = self.tables
         if not len(tables.subsets.arrays[keep]):
             raise contradiction([v, *self.adj[v]])
@@ -133,83 +137,82 @@ class WorkingNetwork:
         self.offset += least
         if self.memory_guards[v]:
             self.memory_guards[v] = tables.restrict_guards(self.memory_guards[v], keep)
-        # As `join` does it, in place: with a step for each edge this is where reductions spend their time.
-        near, known = self.adj[v], tables.known_restricted_edges
-        for w, table in tuple(near.items()):
-            there = self.adj[w]
-            del there[v]
-            table, back, rows, cols = known.get((table, keep)) or tables.restrict_edge(table, keep)
+        # `set_edge` inlined: reductions spend most of their time here.
+        edges, known = self.adj[v], tables.known_restricted_edges
+        for w, table in tuple(edges.items()):
+            edges_of_w = self.adj[w]
+            del edges_of_w[v]
+            table, transposed, row_minima, column_minima = known.get((table, keep)) or tables.restrict_edge(
+                table, keep
+            )
             if table == NONE:
-                del near[w]
+                del edges[w]
             else:
-                near[w] = table
-                there[v] = back
-            if rows != NONE:
-                self.add_unary(v, rows)
-            if cols != NONE:
-                self.add_unary(w, cols)
+                edges[w] = table
+                edges_of_w[v] = transposed
+            if row_minima != NONE:
+                self.add_unary(v, row_minima)
+            if column_minima != NONE:
+                self.add_unary(w, column_minima)
 
     def contract(self, v: int, w: int, function: int) -> None:
-        """Merge w into its neighbour v, whose state decides w's; w's edges become v's."""
+        """Merge w into its neighbour v, whose state decides w's (``function``: w's state per state of v).
+
+        The edges of w become edges of v.
+        """
         tables = self.tables
         table = self.adj[v].pop(w)
         edges = list(self.adj[w].items())
-        # The ordinary record of w with only this neighbour: its edge has one finite entry per state.
+        # w is recorded with v as its only neighbour: that edge has one finite entry per state of v.
         self.adj[w] = {v: self.adj[w][v]}
         self.adj[v][w] = table
         unary = self.unary[w]
-        self.contractions.append(len(self.elimination_stack))
-        self.eliminate(w)
-        self.memory_guards[v] = tuple(
-            sorted({*self.memory_guards[v], *tables.restrict_guards(self.memory_guards[w], function)})
-        )
+        self.eliminate(w, contracted=True)
+        guards = tables.restrict_guards(self.memory_guards[w], function)
+        self.memory_guards[v] = tuple(sorted({*self.memory_guards[v], *guards}))
         columns = tables.subsets.arrays[function]
-        row = np.arange(len(columns))
-        self.add_unary(v, tables.table_id(tables.arrays[table][row, columns]))
-        self.add_unary(v, tables.rows(unary, function))
+        self.add_unary(v, tables.table_id(tables.arrays[table][np.arange(len(columns)), columns]))
+        self.add_unary(v, tables.take_rows(unary, function))
         for x, t in edges:
             if x != v:
                 del self.adj[x][w]
-                self.add_edge(v, x, tables.rows(t, function))
+                self.add_edge(v, x, tables.take_rows(t, function))
 
-    def eliminate(self, v: int) -> None:
-        """Remove v, leaving the record that finds its state again."""
-        near = self.adj[v]
-        self.elimination_stack.append(
-            (
-                v,
-                self.unary[v],
-                self.states[v],
-                tuple(near),
-                tuple(near.values()),
-                tuple([self.states[w] for w in near]),
-            )
+    def eliminate(self, v: int, contracted: bool = False) -> None:
+        """Remove v, leaving the record of its tables; what it leaves on its neighbours is the caller's."""
+        edges = self.adj[v]
+        argmin = ArgminTables(
+            self.unary[v], self.states[v], tuple(edges.values()), tuple([self.states[w] for w in edges])
         )
-        for w in near:
+        self.elimination_stack.append(Elimination(v, tuple(edges), argmin, contracted))
+        for w in edges:
             del self.adj[w][v]
         self.unary[v] = NONE
         self.adj[v] = {}
 
 
 def working_network(network: CostNetwork, tables: TablePool | None = None) -> WorkingNetwork:
-    """The working graph of a network: costs on the grid, parallel edges merged, edges normalised."""
+    """The working network of a cost network: costs quantised, parallel edges merged, edges normalised."""
     tables = tables or TablePool(quantum(network))
     unary = [tables.quantized_table_id(t) for t in network.unary]
     pairwise = [tables.quantized_table_id(t) for t in network.pairwise]
-    every = [tables.subsets(np.arange(len(t))) for t in network.unary]
+    all_states = [tables.subsets(np.arange(len(t))) for t in network.unary]
     zero = [tables.table_id(np.zeros(len(t))) for t in network.unary]
-    # What a variable is charged for its own table depends on the table alone.
-    charged = [tables.add_unaries(z, u) for z, u in zip(zero, unary, strict=True)]
-    least = np.array([c[1] for c in charged])[network.node_table] if network.size else np.zeros(1)
+    # (table with minimum 0, that minimum) of each distinct unary table.
+    normalized = [tables.add_unaries(z, u) for z, u in zip(zero, unary, strict=True)]
+    least = np.array([c[1] for c in normalized])[network.node_table] if network.size else np.zeros(1)
     if np.isinf(least).any():
         raise contradiction([int(np.isinf(least).argmax())])
-    which = network.node_table.tolist()
+    node_table = network.node_table.tolist()
     graph = WorkingNetwork(
-        tables, [charged[n][0] for n in which], [{} for _ in which], [every[n] for n in which]
+        tables,
+        [normalized[n][0] for n in node_table],
+        [{} for _ in node_table],
+        [all_states[n] for n in node_table],
     )
     graph.offset = float(np.cumsum(least)[-1])
     adj = graph.adj
-    parts: dict[int, tuple[int, int, int, int]] = {}
+    parts_of_table: dict[int, EdgeParts] = {}
     for (i, j), t in zip(network.edges.tolist(), network.edge_table.tolist(), strict=True):
         if i == j:
             graph.add_unary(i, tables.table_id(np.diag(tables.arrays[pairwise[t]])))
@@ -217,143 +220,160 @@ def working_network(network: CostNetwork, tables: TablePool | None = None) -> Wo
         if j in adj[i]:
             graph.add_edge(i, j, pairwise[t])
             continue
-        found = parts.get(t)
-        if found is None:
-            found = parts[t] = tables.normalize_sum(pairwise[t], NONE)
-        graph.set_edge(i, j, found)
+        parts = parts_of_table.get(t)
+        if parts is None:
+            parts = parts_of_table[t] = tables.normalize_sum(pairwise[t], NONE)
+        graph.set_edge(i, j, parts)
     return graph
 
 
 def reduce(graph: WorkingNetwork, start: Iterable[int] | None = None) -> WorkingNetwork:
     """Apply all reductions until none applies (in place; returned for convenience).
 
-    ``start`` limits the first look to some variables (those just changed).
+    Arguments:
+        graph: the network.
+        start: the variables to look at first, those just changed; None for the whole core.
     """
-    tables, unary, adj, marks = graph.tables, graph.unary, graph.adj, graph.memory_guards
-    n = len(unary)
-    loose, live, through = tables.not_functional, tables.known_feasible, tables.known_eliminations
-    look = deque(graph.core if start is None else start)
-    in_look = bytearray(n)
-    for v in look:
-        in_look[v] = 1
-    wide: deque[int] = deque()
-    in_wide = bytearray(n)
-    now: deque[int] = deque()
-    later: deque[int] = deque()
-    stamp = [0] * n
-    turn = 1
+    _Reducer(graph, graph.core if start is None else start).run()
+    return graph
 
-    def touch(v: int) -> None:
-        if not in_look[v]:
-            in_look[v] = 1
-            look.append(v)
 
-    def bond(v: int) -> bool:
-        """Absorb a neighbour whose state v's decides (or the other way about)."""
-        for w, table in adj[v].items():
-            if table in loose:
-                continue
-            there = tables.functional_map(table)
-            back = tables.functional_map(adj[w][v])
-            if there == NONE and back == NONE:
-                loose.update((table, adj[w][v]))
-                continue
-            # Of two that decide each other the one with fewer edges moves.
-            if there == NONE or (back != NONE and len(adj[w]) > len(adj[v])):
-                v, w, there = w, v, back
-            for x in adj[w]:
-                touch(x)
-            graph.contract(v, w, there)
-            touch(v)
-            return True
-        return False
+class _Reducer:
+    """The work queues of `reduce`, from the cheapest reductions to the dearest."""
 
-    while True:
-        if look:
-            v = look.popleft()
-            in_look[v] = 0
+    def __init__(self, graph: WorkingNetwork, start: Iterable[int]) -> None:
+        n = len(graph.unary)
+        self.graph = graph
+        self.changed = deque(start)  # variables whose tables changed
+        self.is_changed = bytearray(n)
+        for v in self.changed:
+            self.is_changed[v] = 1
+        self.degree_two: deque[int] = deque()
+        self.next_round: deque[int] = deque()  # degree 2, with an edge that changed in this round
+        self.round = 1
+        self.changed_in_round = [0] * n
+        self.dominance: deque[int] = deque()  # dominated states are looked for last
+        self.in_dominance = bytearray(n)
+
+    def run(self) -> None:
+        """Until all queues are empty."""
+        while True:
+            if self.changed:
+                self._visit_changed()
+            elif self.degree_two:
+                self._eliminate_degree_two()
+            elif self.next_round:
+                self.degree_two, self.next_round = self.next_round, self.degree_two
+                self.round += 1
+            elif self.dominance:
+                self._remove_dominated()
+            else:
+                return
+
+    def _mark_changed(self, v: int) -> None:
+        if not self.is_changed[v]:
+            self.is_changed[v] = 1
+            self.changed.append(v)
+
+    def _visit_changed(self) -> None:
+        """Work the queue of changed variables off: forbidden states, degrees 0 and 1, contractions."""
+        graph, tables, changed, is_changed = self.graph, self.graph.tables, self.changed, self.is_changed
+        unary, adj, guards = graph.unary, graph.adj, graph.memory_guards
+        feasible, not_functional = tables.known_feasible, tables.not_functional
+        while changed:
+            v = changed.popleft()
+            is_changed[v] = 0
             if unary[v] == NONE:
                 continue
-            keep = live.get(unary[v])
+            keep = feasible.get(unary[v])
             if keep is None:
                 keep = tables.feasible_states(unary[v])
             if keep != NONE:
-                near = tuple(adj[v])
+                neighbours = tuple(adj[v])
                 graph.restrict(v, keep)
-                for w in (*near, v):
-                    if not in_look[w]:
-                        in_look[w] = 1
-                        look.append(w)
+                for w in (*neighbours, v):
+                    if not is_changed[w]:
+                        is_changed[w] = 1
+                        changed.append(w)
                 continue
-            near = adj[v]
-            free = not marks[v]
-            if not near and free:
+            edges = adj[v]
+            free = not guards[v]
+            if not edges and free:
                 graph.eliminate(v)
-            elif len(near) == 1 and free:
-                ((w, table),) = near.items()
+            elif len(edges) == 1 and free:
+                ((w, table),) = edges.items()
                 message = tables.project(tables.transpose(table), unary[v])
                 graph.eliminate(v)
                 graph.add_unary(w, message)
-                touch(w)
-            elif len(near) == 2 and free:
-                now.append(v)  # it goes: which of its states are worth keeping need not be asked
-            elif not loose.issuperset(near.values()) and bond(v):
+                self._mark_changed(w)
+            elif len(edges) == 2 and free:
+                self.degree_two.append(v)  # it will be eliminated: no need to look at its states
+            elif not not_functional.issuperset(edges.values()) and self._contract(v):
                 pass
-            elif not in_wide[v]:
-                in_wide[v] = 1
-                wide.append(v)
-        elif now:
-            v = now.popleft()
-            near = adj[v]
-            if unary[v] == NONE or len(near) != 2 or marks[v]:
+            elif not self.in_dominance[v]:
+                self.in_dominance[v] = 1
+                self.dominance.append(v)
+
+    def _contract(self, v: int) -> bool:
+        """Contract v and a neighbour of which one's state decides the other's, if there is one."""
+        graph, tables = self.graph, self.graph.tables
+        for w, table in graph.adj[v].items():
+            if table in tables.not_functional:
                 continue
-            if stamp[v] == turn:
-                later.append(v)
+            transposed = graph.adj[w][v]
+            w_of_v = tables.functional_map(table)
+            v_of_w = tables.functional_map(transposed)
+            if w_of_v == NONE and v_of_w == NONE:
+                tables.not_functional.update((table, transposed))
                 continue
-            i, j = near
-            if i > j:
-                i, j = j, i
-            key = adj[i][v], unary[v], near[j], adj[i].get(j, NONE)
-            parts = through.get(key) or tables.eliminate_middle(*key)
-            graph.eliminate(v)
-            graph.set_edge(i, j, parts)
-            stamp[i] = stamp[j] = turn
-            touch(i)
-            touch(j)
-        elif later:
-            now, later = later, now
-            turn += 1
-        elif wide:
-            v = wide.popleft()
-            in_wide[v] = 0
-            near = adj[v]
-            if unary[v] == NONE or (len(near) < 3 and not marks[v]):
-                continue
-            keep = tables.undominated_states(unary[v], tuple(sorted([*near.values(), *marks[v]])))
-            if keep != NONE:
-                around = list(near)
-                graph.restrict(v, keep)
-                for w in around:
-                    touch(w)
-                touch(v)
-        else:
-            return graph
+            # Of two that decide each other the one with fewer edges is merged into the other.
+            if w_of_v == NONE or (v_of_w != NONE and len(graph.adj[w]) > len(graph.adj[v])):
+                v, w, w_of_v = w, v, v_of_w
+            for x in graph.adj[w]:
+                self._mark_changed(x)
+            graph.contract(v, w, w_of_v)
+            self._mark_changed(v)
+            return True
+        return False
+
+    def _eliminate_degree_two(self) -> None:
+        """Eliminate the next variable of degree 2: an edge between its neighbours takes its place."""
+        graph, tables = self.graph, self.graph.tables
+        adj, unary, stamp = graph.adj, graph.unary, self.changed_in_round
+        v = self.degree_two.popleft()
+        edges = adj[v]
+        if unary[v] == NONE or len(edges) != 2 or graph.memory_guards[v]:
+            return
+        if stamp[v] == self.round:
+            self.next_round.append(v)
+            return
+        i, j = sorted(edges)
+        key = adj[i][v], unary[v], edges[j], adj[i].get(j, NONE)
+        parts = tables.known_eliminations.get(key) or tables.eliminate_middle(*key)
+        graph.eliminate(v)
+        graph.set_edge(i, j, parts)
+        stamp[i] = stamp[j] = self.round
+        self._mark_changed(i)
+        self._mark_changed(j)
+
+    def _remove_dominated(self) -> None:
+        """Remove the dominated states of the next variable."""
+        graph, tables = self.graph, self.graph.tables
+        v = self.dominance.popleft()
+        self.in_dominance[v] = 0
+        edges, guards = graph.adj[v], graph.memory_guards[v]
+        if graph.unary[v] == NONE or (len(edges) < 3 and not guards):
+            return
+        keep = tables.undominated_states(graph.unary[v], tuple(sorted([*edges.values(), *guards])))
+        if keep != NONE:
+            neighbours = list(edges)
+            graph.restrict(v, keep)
+            for w in neighbours:
+                self._mark_changed(w)
+            self._mark_changed(v)
 
 
 def backtrack(graph: WorkingNetwork, assignment: Ints) -> Ints:
     """Fill in the eliminated variables of an assignment whose core entries are set (in place)."""
-    tables = graph.tables
-    arrays = tables.arrays
-    memo: dict[tuple, int] = {}
-    found: list[int] = assignment.tolist()
-    for v, u, states, near, edges, subsets in reversed(graph.elimination_stack):
-        key = (u, states, edges, subsets, *[found[w] for w in near])
-        best = memo.get(key)
-        if best is None:
-            total = arrays[u]
-            for w, e, s in zip(near, edges, subsets, strict=True):
-                total = total + arrays[e][:, tables.subset_positions(s)[found[w]]]
-            best = memo[key] = int(tables.subsets.arrays[states][int(total.argmin())])
-        found[v] = best
-    assignment[:] = found
-    return backtrack_rounds(graph.elimination_rounds, tables, assignment)
+    backtrack_stack(graph.elimination_stack, graph.tables, assignment)
+    return backtrack_rounds(graph.elimination_rounds, graph.tables, assignment)

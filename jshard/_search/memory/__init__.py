@@ -1,1 +1,1 @@
-"""The search under a memory limit, and of the least peak."""
+"""The memory limit and the least peak: a cost network with live intervals in, an assignment and a bound out."""

@@ -1,180 +1,243 @@
-"""Small cores with memory, solved to the end: an integer program for HiGHS.
+"""The integer program of a small core with memory (HiGHS, Huangfu and Hall 2018), memory rows added as violated.
 
-Problem.  Prices prove a bound that mixes states; on a small network the gap this leaves can be large, and
-moves at random do not close it.
+Lagrangian prices prove a bound that mixes states; on a small network the gap that this leaves can be large, and random
+moves do not close it. The program is the local polytope with integral states:
 
-Idea.  Write the core as an integer program: one 0/1 variable per state, one between 0 and 1 per allowed pair of
-states of an edge, whose sums along either side are the states' variables; bytes at each key time within the limit.
-For the least peak the limit is a variable, and the cost. scipy's HiGHS branches and gives an answer and a bound.
-Where all times are too many to write down, those are added that the answer without them exceeds, until it keeps all;
-a program that lacks some bounds as well. (Contest problem P: 7.7 GB and 51 s with all 40,875 times, 0.4 GB and 27 s so.)
+    minimise    sum of c_v(s) x_v(s) + sum of c_vw(s, t) y_vw(s, t)
+    subject to  sum over s of x_v(s) = 1,
+                sum over t of y_vw(s, t) = x_v(s),  sum over s of y_vw(s, t) = x_w(t),
+                bytes at each key time <= limit,    x binary, y in [0, 1].
 
-Worked case.  States (cost 0, 8 bytes), (cost 6, 2 bytes), limit 5: prices prove 3, this answers 6 and proves 6.
+For the least peak the limit is a variable, and the objective. Where the rows of all key times are too many to write
+down, those are added that the answer without them violates, until it violates none (cutting planes); the bound of a
+program without some rows is a bound all the same. (Contest problem P: 7.7 GB and 51 s with all 40,875 times, 0.4 GB
+and 27 s so.)
+
+Example: states (cost 0, 8 bytes) and (cost 6, 2 bytes), limit 5: prices prove 3, this answers 6 and proves 6.
 """
 
 from __future__ import annotations
 
+import functools
 import time
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jshard._search.branch_and_bound import SearchState
 from jshard._search.cost_network import Floats, Ints
-from jshard._search.primal.budget_repair import BudgetedCore
+from jshard._search.memory.budget_repair import BudgetedCore
+from jshard._search.search_state import SearchState
 
 
 _SOLVED, _INFEASIBLE = 0, 2  # scipy's status
-_SLACK = 1e-6
-# Columns times nodes of the branching: counted, so that the answer hangs on the clock only where a node takes long.
-_NODES = 200_000
+_FEASIBILITY = 1e-6  # HiGHS keeps its constraints to so much
+# Columns times branching nodes: counted, so that the answer depends on the clock only where a node takes long.
+_COLUMN_NODES = 200_000
 _SECONDS = 30.0
-ENTRIES = 2_000_000  # bytes of a state at a time: some 100 MB
-LARGEST = 20_000  # columns; beyond, the relaxation alone takes longer than the moves that it would replace
-
-
-def num_columns(pack: BudgetedCore) -> int:
-    """States and allowed pairs of states of a core."""
-    local = pack.core
-    pairs = sum(
-        int((t < local.infeasibility_penalty).sum())
-        for v, near in enumerate(local.neighbours)
-        for w, t in near
-        if w > v
-    )
-    return pairs + sum(len(u) for u in local.unary)
+MAX_ENTRIES = 2_000_000  # entries of all memory rows (some 100 MB) above which rows are added as violated
+MAX_COLUMNS = 20_000  # beyond, the linear relaxation alone takes longer than the moves that it would replace
 
 
 class IlpResult(NamedTuple):
-    """What an integer program ended with: states of the core, a bound, and whether to the end (HiGHS' tolerances)."""
+    """What an integer program ended with: states of the core, a bound, and whether it was solved to the end."""
 
-    chosen: list[int] | None
+    states: list[int] | None
     bound: float
-    solved: bool
+    solved: bool  # to HiGHS' tolerances
 
 
-def solve_small_core(pack: BudgetedCore, search: SearchState) -> IlpResult | None:
-    """`solve_integer` with a counted effort; None, and nothing done, without a gap or on a large core."""
-    wide = num_columns(pack)
-    if search.out_of_time or search.closed(search.bound) or wide > LARGEST:
-        return None
-    if not pack.core.unary:  # nothing is left to choose
-        fullest = float(pack.memory.constant.max(initial=0.0))
-        if np.isinf(pack.limit):
-            return IlpResult([], fullest, True)
-        return (
-            IlpResult([], pack.core.offset, True) if fullest <= pack.limit else IlpResult(None, np.inf, True)
-        )
-    nodes = max(1, _NODES // max(1, wide))
-    return solve_ilp(pack, search.gap, min(_SECONDS, 0.5 * (search.deadline - time.monotonic())), nodes)
-
-
-def solve_ilp(pack: BudgetedCore, gap: float, seconds: float, nodes: int = 1 << 30) -> IlpResult:
-    """States of the core's variables, or None, and a bound on their cost, or on their peak when there is no limit.
-
-    The bound is inf where no states keep the limit.
-    """
-    from scipy import optimize, sparse  # here, so that `import jshard` stays light
-
-    tools: Any = optimize  # whose stubs know bounds as single numbers only
-
-    local = pack.core
-    sizes = [len(u) for u in local.unary]
-    first = np.concatenate([[0], np.cumsum(sizes)]).astype(int)
-    cost: list[Floats] = [np.concatenate(local.unary)]
-    rows, cols, values, right = [], [], [], []  # equalities: entries and right sides
-    count, wide = 0, int(first[-1])
-
-    def add(row: Ints, col: Ints, value: float) -> None:
-        rows.append(row)
-        cols.append(col)
-        values.append(np.full(len(row), value))
-
-    for v, n in enumerate(sizes):
-        add(np.full(n, count), np.arange(first[v], first[v] + n), 1.0)
-        right.append(np.ones(1))
-        count += 1
-    for v, near in enumerate(local.neighbours):
-        for w, table in near:
-            if w < v:
-                continue
-            i, j = np.nonzero(table < local.infeasibility_penalty)
-            here = wide + np.arange(len(i))
-            wide += len(i)
-            cost.append(table[i, j])
-            for end, of in ((v, i), (w, j)):
-                add(count + of, here, 1.0)
-                add(count + np.arange(sizes[end]), first[end] + np.arange(sizes[end]), -1.0)
-                right.append(np.zeros(sizes[end]))
-                count += sizes[end]
-    equal = sparse.coo_array(
-        (np.concatenate(values), (np.concatenate(rows), np.concatenate(cols))), shape=(count, wide)
-    ).tocsr()
-    held, for_peak = pack.memory, np.isinf(pack.limit)
-    unit = max([float(a.max()) for members in pack.members for _, _, a in members], default=1.0) or 1.0
-    unit = max(unit, float(held.constant.max(initial=0.0))) if for_peak else pack.limit
-    objective = np.concatenate(cost)
-    dearest = float(objective.max(initial=0.0)) or 1.0
-    if for_peak:  # one more column, the peak in units
-        objective, wide, dearest = np.append(np.zeros(wide), 1.0), wide + 1, 1.0
-    equal.resize((count, wide))
-    highest = np.ones(wide)
-    if for_peak:
-        highest[-1] = np.inf
-    sums, peak_column = np.concatenate(right), wide - 1
-
-    def weight(some: Ints) -> Any:
-        """Bytes of the states at some times, in units; less the peak where that is a column."""
-        rows, states, amounts = [np.zeros(0, int)], [np.zeros(0, int)], [np.zeros(0)]
-        for v, members in enumerate(pack.members):
-            for a, b, amount in members:
-                held_in = np.flatnonzero(amount)
-                a, b = np.searchsorted(some, (a, b)).tolist()
-                rows.append(np.repeat(np.arange(a, b), len(held_in)))
-                states.append(np.tile(first[v] + held_in, b - a))
-                amounts.append(np.tile(amount[held_in] / unit, b - a))
-        if for_peak:
-            rows.append(np.arange(len(some)))
-            states.append(np.full(len(some), peak_column))
-            amounts.append(np.full(len(some), -1.0))
-        at = np.concatenate(rows), np.concatenate(states)
-        return sparse.coo_array((np.concatenate(amounts), at), shape=(len(some), wide)).tocsr()
-
-    entries = sum(
-        (b - a) * int(np.count_nonzero(amount)) for members in pack.members for a, b, amount in members
+def num_columns(problem: BudgetedCore) -> int:
+    """States and allowed pairs of states of a core."""
+    core = problem.core
+    pairs = sum(
+        int((t < core.infeasibility_penalty).sum())
+        for v, edges in enumerate(core.neighbours)
+        for w, t in edges
+        if w > v
     )
-    some = np.arange(held.times)
-    if entries > ENTRIES:
-        some = np.array([int(held.constant.argmax())])
+    return pairs + sum(len(u) for u in core.unary)
+
+
+def solve_small_core(problem: BudgetedCore, search: SearchState) -> IlpResult | None:
+    """`solve_ilp` with a counted effort; None, and nothing done, without a gap or on a large core."""
+    columns = num_columns(problem)
+    if search.out_of_time or search.gap_closed(search.bound) or columns > MAX_COLUMNS:
+        return None
+    if not problem.core.unary:  # nothing is left to choose
+        peak = float(problem.memory.constant.max(initial=0.0))
+        if np.isinf(problem.limit):
+            return IlpResult([], peak, True)
+        return (
+            IlpResult([], problem.core.offset, True)
+            if peak <= problem.limit
+            else IlpResult(None, np.inf, True)
+        )
+    nodes = max(1, _COLUMN_NODES // max(1, columns))
+    seconds = min(_SECONDS, 0.5 * (search.deadline - time.monotonic()))
+    return solve_ilp(problem, search.gap, seconds, nodes)
+
+
+def solve_ilp(problem: BudgetedCore, gap: float, seconds: float, nodes: int = 1 << 30) -> IlpResult:
+    """The core states of least cost within the limit, or of least peak when there is no limit.
+
+    Arguments:
+        problem: the core with its memory and limit (inf for none).
+        gap: relative gap between answer and bound that suffices.
+        seconds: time limit.
+        nodes: branching nodes at most.
+
+    The bound is inf where no states are within the limit.
+    """
+    program = _Program.of(problem)
+    memory, for_peak = problem.memory, program.for_peak
+    times = np.arange(memory.num_times)
+    if program.memory_entries() > MAX_ENTRIES:
+        times = np.array([int(memory.constant.argmax())])
     until, best = time.monotonic() + seconds, -np.inf
     while True:
-        found = tools.milp(
-            objective / dearest,
-            integrality=np.arange(wide) < first[-1],
+        result = program.solve(times, gap, max(0.1, until - time.monotonic()), nodes)
+        if result.x is None:
+            infeasible = result.status == _INFEASIBLE
+            return IlpResult(None, np.inf if infeasible else best, infeasible)
+        # What HiGHS proves is short by its tolerance.
+        bound = float(result.mip_dual_bound)
+        bound -= _FEASIBILITY * abs(bound)
+        scaled = program.unit * bound if for_peak else problem.core.offset + program.cost_unit * bound
+        best = max(best, scaled)
+        states = program.states(result.x)
+        limit = program.unit * float(result.x[-1]) if for_peak else problem.limit
+        over = memory.live_bytes(states) - limit * (1 + _FEASIBILITY)
+        over[times] = 0.0
+        if not (over > 0).any() or time.monotonic() > until:
+            return IlpResult(states, best, result.status == _SOLVED and not (over > 0).any())
+        # The fullest time of every stretch that is over the limit.
+        begins = np.flatnonzero(np.diff(over > 0, prepend=False) & (over > 0))
+        fullest = [int(a + over[a:b].argmax()) for a, b in zip(begins, [*begins[1:], len(over)], strict=True)]
+        times = np.union1d(times, fullest)
+
+
+@dataclass(frozen=True)
+class _Program:
+    """The columns (states, then allowed pairs, then the peak in units where there is no limit) and consistency rows."""
+
+    problem: BudgetedCore
+    first: Ints  # (n + 1,) column of each variable's first state
+    objective: Floats  # (columns,)
+    consistency: Any  # sparse (rows, columns)
+    right_side: Floats  # (rows,)
+
+    @property
+    def for_peak(self) -> bool:
+        """Whether the peak is minimised: there is no limit."""
+        return bool(np.isinf(self.problem.limit))
+
+    @functools.cached_property
+    def unit(self) -> float:
+        """The bytes that memory rows are scaled by."""
+        if not self.for_peak:
+            return self.problem.limit
+        amounts = (float(a.max()) for intervals in self.problem.intervals for _, _, a in intervals)
+        largest = max(amounts, default=1.0) or 1.0
+        return max(largest, float(self.problem.memory.constant.max(initial=0.0)))
+
+    @functools.cached_property
+    def cost_unit(self) -> float:
+        """What the objective is scaled by."""
+        return 1.0 if self.for_peak else float(self.objective.max(initial=0.0)) or 1.0
+
+    @staticmethod
+    def of(problem: BudgetedCore) -> _Program:
+        """The program of a core."""
+        from scipy import sparse  # here, so that `import jshard` stays light
+
+        core = problem.core
+        sizes = [len(u) for u in core.unary]
+        first = np.concatenate([[0], np.cumsum(sizes)]).astype(int)
+        cost: list[Floats] = [np.concatenate(core.unary)]
+        rows, columns, values, right = [], [], [], []  # entries and right sides of equalities
+        num_rows, num_columns = 0, int(first[-1])
+
+        def add(row: Ints, column: Ints, value: float) -> None:
+            rows.append(row)
+            columns.append(column)
+            values.append(np.full(len(row), value))
+
+        for v, n in enumerate(sizes):  # one state each
+            add(np.full(n, num_rows), np.arange(first[v], first[v] + n), 1.0)
+            right.append(np.ones(1))
+            num_rows += 1
+        for v, edges in enumerate(core.neighbours):
+            for w, table in edges:
+                if w < v:
+                    continue
+                i, j = np.nonzero(table < core.infeasibility_penalty)
+                pairs = num_columns + np.arange(len(i))
+                num_columns += len(i)
+                cost.append(table[i, j])
+                for end, state in ((v, i), (w, j)):  # pairs sum up to the end's states
+                    add(num_rows + state, pairs, 1.0)
+                    own = np.arange(sizes[end])
+                    add(num_rows + own, first[end] + own, -1.0)
+                    right.append(np.zeros(sizes[end]))
+                    num_rows += sizes[end]
+        objective = np.concatenate(cost)
+        if np.isinf(problem.limit):
+            objective, num_columns = np.append(np.zeros(num_columns), 1.0), num_columns + 1
+        at = np.concatenate(rows), np.concatenate(columns)
+        consistency = sparse.coo_array((np.concatenate(values), at), shape=(num_rows, num_columns)).tocsr()
+        return _Program(problem, first, objective, consistency, np.concatenate(right))
+
+    def memory_entries(self) -> int:
+        """Entries of the memory rows of all key times."""
+        return sum(
+            (b - a) * int(np.count_nonzero(amount))
+            for intervals in self.problem.intervals
+            for a, b, amount in intervals
+        )
+
+    def memory_rows(self, times: Ints) -> Any:
+        """Sparse (times, columns): varying bytes of the states at some times in units, less the peak where that is a
+        column."""
+        from scipy import sparse
+
+        rows, columns, values = [np.zeros(0, int)], [np.zeros(0, int)], [np.zeros(0)]
+        for v, intervals in enumerate(self.problem.intervals):
+            for start, end, amount in intervals:
+                nonzero = np.flatnonzero(amount)
+                a, b = np.searchsorted(times, (start, end)).tolist()
+                rows.append(np.repeat(np.arange(a, b), len(nonzero)))
+                columns.append(np.tile(self.first[v] + nonzero, b - a))
+                values.append(np.tile(amount[nonzero] / self.unit, b - a))
+        if self.for_peak:
+            rows.append(np.arange(len(times)))
+            columns.append(np.full(len(times), len(self.objective) - 1))
+            values.append(np.full(len(times), -1.0))
+        at = np.concatenate(rows), np.concatenate(columns)
+        shape = (len(times), len(self.objective))
+        return sparse.coo_array((np.concatenate(values), at), shape=shape).tocsr()
+
+    def solve(self, times: Ints, gap: float, seconds: float, nodes: int) -> Any:
+        """HiGHS' result with the memory rows of some times."""
+        from scipy import optimize
+
+        tools: Any = optimize  # whose stubs know bounds as single numbers only
+        highest = np.ones(len(self.objective))
+        if self.for_peak:
+            highest[-1] = np.inf
+        room = (0.0 if self.for_peak else 1.0) - self.problem.memory.constant[times] / self.unit
+        return tools.milp(
+            self.objective / self.cost_unit,
+            integrality=np.arange(len(self.objective)) < self.first[-1],
             bounds=tools.Bounds(0.0, highest),
             constraints=[
-                tools.LinearConstraint(equal, sums, sums),
-                tools.LinearConstraint(weight(some), -np.inf, (0.0 if for_peak else 1.0) - held.constant[some] / unit),
+                tools.LinearConstraint(self.consistency, self.right_side, self.right_side),
+                tools.LinearConstraint(self.memory_rows(times), -np.inf, room),
             ],
-            options={
-                "time_limit": max(0.1, until - time.monotonic()), "mip_rel_gap": gap, "node_limit": nodes,
-            },
-        )  # fmt: skip
-        if found.x is None:
-            none = found.status == _INFEASIBLE
-            return IlpResult(None, np.inf if none else best, none)
-        # HiGHS keeps its constraints to 1e-6, so what it proves is that much less.
-        bound = float(found.mip_dual_bound)
-        bound -= _SLACK * abs(bound)
-        best = max(best, unit * bound if for_peak else local.offset + dearest * bound)
-        chosen = [int(found.x[first[v] : first[v + 1]].argmax()) for v in range(len(sizes))]
-        over = held.live_bytes(chosen) - (unit * float(found.x[-1]) if for_peak else pack.limit) * (
-            1 + _SLACK
+            options={"time_limit": seconds, "mip_rel_gap": gap, "node_limit": nodes},
         )
-        over[some] = 0.0
-        if not (over > 0).any() or time.monotonic() > until:
-            return IlpResult(chosen, best, found.status == _SOLVED and not (over > 0).any())
-        # The fullest time of every stretch that is over.
-        begins = np.flatnonzero(np.diff(over > 0, prepend=False) & (over > 0))
-        worst = [int(a + over[a:b].argmax()) for a, b in zip(begins, [*begins[1:], len(over)], strict=True)]
-        some = np.union1d(some, worst)
+
+    def states(self, x: Floats) -> list[int]:
+        """The states of a solution."""
+        first = self.first.tolist()
+        return [int(x[a:b].argmax()) for a, b in zip(first[:-1], first[1:], strict=True)]

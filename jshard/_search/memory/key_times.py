@@ -1,14 +1,12 @@
-"""Memory seen from a reduced graph: which times matter, and who holds what at them.
+"""Live intervals over the key times: the points in time that can break a memory limit, and who holds what at them.
 
-Problem.  A training step has tens of thousands of points in time and as many live intervals; most can
-never be the ones that break the budget, and most variables were merged or eliminated.
+A training step has tens of thousands of points in time and as many live intervals. Of the times only those matter
+at which the set of live intervals is inclusion-maximal (an interval began since the last end: the maximal cliques of
+an interval graph, Fulkerson and Gross 1965), and of these only those whose largest conceivable sum exceeds the limit.
+Every variable of the core has the intervals (bytes per state of the core variable) of the variables that were
+contracted into it; bytes that do not vary are one constant per key time.
 
-Idea.  Of the times keep only those at which a set of live variables is largest (something began since
-the last end), and of these only those whose most conceivable sum exceeds the limit.  Give every
-variable of the core the list of members (interval, bytes per state of the core variable) that were
-merged into it; everything that does not vary is one constant profile.
-
-Worked case.  Intervals [0, 3), [1, 2), [2, 4): the sets are {a}, {a, b}, {a, c}, {c}; times 1 and 2 stay.
+Example: of the intervals [0, 3), [1, 2), [2, 4) the live sets are {a}, {a, b}, {a, c}, {c}: key times are 1 and 2.
 """
 
 from __future__ import annotations
@@ -23,156 +21,157 @@ from jshard._search.exact.table_pool import NONE
 
 
 def usage_range(memory: Memory) -> tuple[Floats, Floats]:
-    """(H,) least and most bytes of each holding."""
+    """(H,) least and most bytes of each interval."""
     least = np.array([u.min() for u in memory.usage_tables] or [0.0], dtype=np.float64)
     most = np.array([u.max() for u in memory.usage_tables] or [0.0], dtype=np.float64)
     return least[memory.interval_table], most[memory.interval_table]
 
 
 def sum_over_intervals(start: Ints, end: Ints, amount: Floats, times: int) -> Floats:
-    """Sum of amounts over half-open index intervals."""
-    steps = np.bincount(start, amount, times + 1) - np.bincount(end, amount, times + 1)
-    return np.cumsum(steps)[:times].astype(np.float64)
+    """(times,) sums of amounts over half-open index intervals."""
+    changes = np.bincount(start, amount, times + 1) - np.bincount(end, amount, times + 1)
+    return np.cumsum(changes)[:times].astype(np.float64)
 
 
 def key_times(memory: Memory) -> Ints:
-    """The times at which the live set is inclusion-maximal, ascending."""
+    """The times at which the set of live intervals is inclusion-maximal, ascending."""
     start, end = memory.intervals[:, 0], memory.intervals[:, 1]
-    alive = end > start
-    begins, ends = np.unique(start[alive]), np.unique(end[alive])
-    # The last begin before each end, once: after it nothing was added before something left.
+    nonempty = end > start
+    begins, ends = np.unique(start[nonempty]), np.unique(end[nonempty])
+    # The last begin before each end, once: after it nothing begins before something ends.
     return np.unique(begins[np.searchsorted(begins, ends, side="left") - 1])
 
 
 @dataclass(frozen=True)
 class KeyTimes:
-    """The times that matter, and every holding's interval as indices into them."""
+    """The times that matter, and every interval as indices into them."""
 
-    times: Ints
-    start: Ints
-    end: Ints
+    times: Ints  # (T,) ascending
+    start: Ints  # (H,)
+    end: Ints  # (H,) not before start
 
 
 def key_times_above(memory: Memory, threshold: float) -> KeyTimes:
-    """The key times at which more than ``threshold`` is conceivable."""
-    times = key_times(memory)
-    start = np.searchsorted(times, memory.intervals[:, 0])
-    end = np.maximum(start, np.searchsorted(times, memory.intervals[:, 1]))
+    """The key times at which more bytes than ``threshold`` are conceivable."""
+
+    def indices(times: Ints) -> KeyTimes:
+        start = np.searchsorted(times, memory.intervals[:, 0])
+        return KeyTimes(times, start, np.maximum(start, np.searchsorted(times, memory.intervals[:, 1])))
+
+    every = indices(key_times(memory))
     _, most = usage_range(memory)
-    risky = sum_over_intervals(start, end, most, len(times)) > threshold
-    times = times[risky]
-    start = np.searchsorted(times, memory.intervals[:, 0])
-    end = np.maximum(start, np.searchsorted(times, memory.intervals[:, 1]))
-    return KeyTimes(times, start, end)
+    above = sum_over_intervals(every.start, every.end, most, len(every.times)) > threshold
+    return indices(every.times[above])
 
 
 def guard_memory(graph: WorkingNetwork, memory: Memory, clock: KeyTimes) -> None:
-    """Tell the reductions which variables' bytes matter."""
+    """Give the reductions a guard for every variable whose bytes at the key times vary (in place)."""
     tables, core = graph.tables, set(graph.core)
-    made: dict[tuple[int, int], int] = {}
-    marks: dict[int, list[int]] = {}
+    known: dict[tuple[int, int], int] = {}
+    guards: dict[int, list[int]] = {}
     lasting = np.flatnonzero(clock.end > clock.start)
-    for v, table in zip(
-        memory.interval_variable[lasting].tolist(), memory.interval_table[lasting].tolist(), strict=True
-    ):
+    variables, usages = memory.interval_variable[lasting], memory.interval_table[lasting]
+    for v, table in zip(variables.tolist(), usages.tolist(), strict=True):
         if v in core:
             key = (table, graph.states[v])
-            if key not in made:
-                made[key] = tables.memory_guard(memory.usage_tables[table][tables.subsets.arrays[key[1]]])
-            found = marks.setdefault(v, [])
-            if made[key] != NONE and made[key] not in found:
-                found.append(made[key])
-    for v, found in marks.items():
-        graph.memory_guards[v] = tuple(found)
+            if key not in known:
+                known[key] = tables.memory_guard(memory.usage_tables[table][tables.subsets.arrays[key[1]]])
+            of_v = guards.setdefault(v, [])
+            if known[key] != NONE and known[key] not in of_v:
+                of_v.append(known[key])
+    for v, of_v in guards.items():
+        graph.memory_guards[v] = tuple(of_v)
 
 
 @dataclass(frozen=True)
 class CoreMemory:
     """Bytes of the core variables' states over the key times.
 
-    Members are flattened: member m belongs to core position ``who[m]``, is live over key times
-    ``start[m]:end[m]``, and its bytes per state are ``flat[offset[m] : offset[m + 1]]``.
+    Intervals are flattened: interval m belongs to core position ``owner[m]``, is live over the key times
+    ``start[m]:end[m]``, and its bytes per state are ``amounts[offset[m] : offset[m + 1]]``.
     """
 
     owner: Ints
     start: Ints
     end: Ints
     offset: Ints
-    flat: Floats
-    target: Ints  # flat -> index into all core states end to end
-    first: Ints  # core position -> first of its states end to end
+    amounts: Floats
+    state_index: Ints  # entry of `amounts` -> index into all core states end to end
+    state_offsets: Ints  # core position -> first of its states end to end
     constant: Floats  # (T,) bytes that do not depend on the core
 
     @property
-    def times(self) -> int:
+    def num_times(self) -> int:
+        """The number of key times."""
         return len(self.constant)
 
     def state_prices(self, multipliers: Floats) -> Floats:
-        """Price of every core state (end to end), given a price per byte at each key time."""
+        """The price of every core state (end to end), given a price per byte at each key time."""
         total = np.concatenate([[0.0], np.cumsum(multipliers)])
-        each = np.repeat(total[self.end] - total[self.start], np.diff(self.offset))
-        return np.bincount(self.target, each * self.flat, int(self.first[-1])).astype(np.float64)
+        per_byte = np.repeat(total[self.end] - total[self.start], np.diff(self.offset))
+        prices = np.bincount(self.state_index, per_byte * self.amounts, int(self.state_offsets[-1]))
+        return prices.astype(np.float64)
 
-    def live_bytes(self, chosen: Ints | list[int]) -> Floats:
-        """Bytes at the key times."""
-        amount = self.flat[self.offset[:-1] + np.asarray(chosen, dtype=np.int64)[self.owner]]
-        return self.constant + sum_over_intervals(self.start, self.end, amount, self.times)
+    def live_bytes(self, states: Ints | list[int]) -> Floats:
+        """(T,) bytes at the key times, given the states by core position."""
+        amount = self.amounts[self.offset[:-1] + np.asarray(states, dtype=np.int64)[self.owner]]
+        return self.constant + sum_over_intervals(self.start, self.end, amount, self.num_times)
 
 
 def merged_states(graph: WorkingNetwork) -> dict[int, Ints]:
-    """For every variable its original states aligned with the states of the core variable that it was
-    merged into; for an eliminated one just one of its states."""
+    """For every variable its original states aligned with the states of the core variable that it was contracted
+    into; for an eliminated one just one of its states."""
     tables = graph.tables
     subsets = tables.subsets.arrays
-    found: dict[int, Ints] = {v: subsets[graph.states[v]] for v in graph.core}
-    merged = set(graph.contractions)
-    for place in reversed(range(len(graph.elimination_stack))):
-        v, u, states, near, edges, below = graph.elimination_stack[place]
-        if place in merged:
-            where = tables.subset_positions(below[0])
-            rows = [where[int(s)] for s in found[near[0]]]
-            costs = tables.arrays[u][:, None] + tables.arrays[edges[0]][:, rows]
-            found[v] = subsets[states][costs.argmin(axis=0)]
+    aligned: dict[int, Ints] = {v: subsets[graph.states[v]] for v in graph.core}
+    for v, neighbours, argmin, contracted in reversed(graph.elimination_stack):
+        own = subsets[argmin.states]
+        if contracted:
+            position = tables.subset_positions(argmin.neighbour_states[0])
+            columns = [position[int(s)] for s in aligned[neighbours[0]]]
+            costs = tables.arrays[argmin.unary][:, None] + tables.arrays[argmin.edges[0]][:, columns]
+            aligned[v] = own[costs.argmin(axis=0)]
         else:
-            found[v] = subsets[states][:1]
-    return found
+            aligned[v] = own[:1]
+    return aligned
 
 
 def representatives(graph: WorkingNetwork) -> dict[int, int]:
-    """Variable -> the core variable it was merged into (absent when eliminated)."""
-    found = {v: v for v in graph.core}
-    for place in reversed(graph.contractions):
-        v, _, _, near, _, _ = graph.elimination_stack[place]
-        if near[0] in found:
-            found[v] = found[near[0]]
-    return found
+    """Variable -> the core variable it was contracted into (absent when eliminated)."""
+    core_variable = {v: v for v in graph.core}
+    for v, neighbours, _, contracted in reversed(graph.elimination_stack):
+        if contracted and neighbours[0] in core_variable:
+            core_variable[v] = core_variable[neighbours[0]]
+    return core_variable
 
 
 def core_memory(graph: WorkingNetwork, memory: Memory, clock: KeyTimes) -> CoreMemory:
-    """The memory of a graph reduced with marks."""
+    """The memory of a network that was reduced with guards."""
     core = graph.core
     rank = {v: r for r, v in enumerate(core)}
     sizes = [len(graph.tables.arrays[graph.unary[v]]) for v in core]
-    first = np.zeros(len(core) + 1, dtype=np.int64)
-    np.cumsum(sizes, out=first[1:])
-    owner, choice = representatives(graph), merged_states(graph)
+    state_offsets = np.zeros(len(core) + 1, dtype=np.int64)
+    np.cumsum(sizes, out=state_offsets[1:])
+    owner, states = representatives(graph), merged_states(graph)
     fixed = np.zeros(len(memory.interval_table))
-    members: dict[tuple[int, int, int], Floats] = {}  # one per core variable and interval
+    varying: dict[tuple[int, int, int], Floats] = {}  # one per core variable and interval
     for h in np.flatnonzero(clock.end > clock.start).tolist():
         v, a, b = int(memory.interval_variable[h]), int(clock.start[h]), int(clock.end[h])
-        amount = memory.usage_tables[memory.interval_table[h]][choice[v]]
+        amount = memory.usage_tables[memory.interval_table[h]][states[v]]
         least = amount.min()
         fixed[h] = least
         if (amount > least).any():
             key = (rank[owner[v]], a, b)
             amount = amount - least
-            members[key] = members[key] + amount if key in members else amount
+            varying[key] = varying[key] + amount if key in varying else amount
     constant = sum_over_intervals(clock.start, clock.end, fixed, len(clock.times))
-    keys = np.array(list(members), dtype=np.int64).reshape(-1, 3)
-    lengths = [len(m) for m in members.values()]
+    keys = np.array(list(varying), dtype=np.int64).reshape(-1, 3)
+    lengths = [len(amount) for amount in varying.values()]
     offset = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(lengths, out=offset[1:])
-    flat = np.concatenate(list(members.values())) if members else np.zeros(0)
-    inside = np.arange(len(flat)) - np.repeat(offset[:-1], lengths)
-    target = np.repeat(first[keys[:, 0]], lengths) + inside
-    return CoreMemory(keys[:, 0], keys[:, 1], keys[:, 2], offset, flat, target, first, constant)
+    amounts = np.concatenate(list(varying.values())) if varying else np.zeros(0)
+    within = np.arange(len(amounts)) - np.repeat(offset[:-1], lengths)
+    state_index = np.repeat(state_offsets[keys[:, 0]], lengths) + within
+    return CoreMemory(
+        keys[:, 0], keys[:, 1], keys[:, 2], offset, amounts, state_index, state_offsets, constant
+    )

@@ -1,18 +1,20 @@
-"""Memory: least cost within a limit, and least peak, by multipliers on the key times.
+"""Lagrangian relaxation of the memory limit: subgradient ascent (Held and Karp 1971, Polyak 1969) and primal repair.
 
-Problem.  At no time may the live tensors hold more than the limit; that couples everything.
+The limit couples all variables that are live at one time. With a price lambda_t >= 0 per byte at each key time the
+problem decomposes: for any prices
 
-Idea.  Price a byte at each key time.  The priced problem has no coupling, so the ladder solves it, and
-(its bound - prices x limit) is a lower bound for the limited problem whatever the prices.  Raise prices
-where the priced answer is over, lower them where it has room (subgradient steps of Polyak's length, which
-use the best answer known).  Every priced answer is repaired and filled into one that fits (``budget_repair.py``).
-What remains between the best answer and the best bound is printed, never hidden.
+    min over x of cost(x) + sum over t of lambda_t (bytes_t(x) - limit)
 
-The reductions that keep memory intact (aliases, dominance in cost *and* bytes, elimination of what holds
-nothing) are done once, before any price.
+is a lower bound on the least cost within the limit, and branch and bound solves it as a cost network of its own. The
+prices rise where the priced answer exceeds the limit and fall where it does not: subgradient steps of Polyak's length
+towards the best known cost, with momentum. Every priced answer is repaired into one within the limit
+(`budget_repair`). The gap that is left is reported.
 
-Worked case.  States (cost 0, 8 bytes), (cost 6, 2 bytes), limit 5: the price 1 per byte makes both cost
-8 - 5 = 3, so the bound is 3 and the answer 6; the gap is the price of not mixing states.
+The reductions that preserve memory (contraction, dominance in cost *and* bytes, elimination of what holds nothing)
+are made once, before any price.
+
+Example: states (cost 0, 8 bytes) and (cost 6, 2 bytes), limit 5: the price 1 per byte makes both cost 8 - 5 = 3, so
+the bound is 3 and the answer 6; the gap is what mixing states would save.
 """
 
 from __future__ import annotations
@@ -22,10 +24,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from jshard._core.errors import MemoryBudgetError
-from jshard._search.branch_and_bound import Reduction, SearchState, branch_and_bound, reconstruct
+from jshard._search.branch_and_bound import branch_and_bound
 from jshard._search.cost_network import CostNetwork, Floats, Ints, Memory
 from jshard._search.exact.reduce import Contradiction, WorkingNetwork, reduce, working_network
 from jshard._search.exact.table_pool import TablePool
+from jshard._search.memory.budget_repair import (
+    BudgetedCore,
+    budgeted_core,
+    priced_forest_search,
+    repair_then_descend,
+)
 from jshard._search.memory.ilp import solve_small_core
 from jshard._search.memory.key_times import (
     CoreMemory,
@@ -36,28 +44,33 @@ from jshard._search.memory.key_times import (
     sum_over_intervals,
     usage_range,
 )
-from jshard._search.primal.budget_repair import budgeted_core, priced_forest_search, repair_then_descend
 from jshard._search.primal.local_search import CoreProblem, core_problem
+from jshard._search.search_state import Reduction, SearchState, reconstruct
 
 
 @dataclass(frozen=True)
 class ReducedProblem:
-    """A network reduced with its memory intact."""
+    """A network reduced with its memory preserved."""
 
     graph: WorkingNetwork
     core_network: WorkingNetwork  # the core alone
     core: CoreProblem
     memory: CoreMemory
 
-    @property
-    def reduction(self) -> Reduction:
-        return Reduction(self.graph, ())
-
 
 def reduced_problem(
     network: CostNetwork, clock: KeyTimes, limit: float | None, tables: TablePool | None = None
 ) -> ReducedProblem:
-    """Reduce a network, keeping what memory needs; states that cannot fit at all are forbidden."""
+    """Reduce a network, preserving memory; states that cannot fit are forbidden.
+
+    Arguments:
+        network: with a memory.
+        clock: the key times.
+        limit: bytes; None for no limit.
+        tables: the pool for its tables; None for one on the costs' quantum.
+
+    Raises `MemoryBudgetError` where nothing fits, `Contradiction` where no assignment has finite cost.
+    """
     memory = network.memory
     assert memory is not None
     graph = working_network(network, tables)
@@ -74,12 +87,12 @@ def reduced_problem(
             where=error.where,
             fix="a larger limit; objective 'peak' tells the least",
         ) from None
-    rest = graph.fork()
-    return ReducedProblem(graph, rest, core_problem(rest), core_memory(graph, memory, clock))
+    core_network = graph.fork()
+    return ReducedProblem(graph, core_network, core_problem(core_network), core_memory(graph, memory, clock))
 
 
 def forbid_infeasible_states(graph: WorkingNetwork, memory: Memory, clock: KeyTimes, limit: float) -> None:
-    """Forbid states over the limit even when everything else holds its least."""
+    """Forbid states that exceed the limit even when everything else holds its least (in place)."""
     least, _ = usage_range(memory)
     profile = sum_over_intervals(clock.start, clock.end, least, len(clock.times))
     if len(profile) and profile.max() > limit:
@@ -89,17 +102,20 @@ def forbid_infeasible_states(graph: WorkingNetwork, memory: Memory, clock: KeyTi
     for h in np.flatnonzero(clock.start < clock.end).tolist():
         v, a, b = int(memory.interval_variable[h]), int(clock.start[h]), int(clock.end[h])
         if v in core:
-            amount = memory.usage_tables[memory.interval_table[h]][tables.subsets.arrays[graph.states[v]]]
-            # No state is forbidden too many: the least of its other holdings is counted, in whatever state that is.
+            usage = memory.usage_tables[memory.interval_table[h]]
+            amount = usage[tables.subsets.arrays[graph.states[v]]]
+            # Of the variable's other intervals the least is counted, in whatever state that is: never too much.
             over = amount - amount.min() + profile[a:b].max() > limit
             if over.any():
                 graph.add_unary(v, tables.table_id(np.where(over, np.inf, 0.0)))
 
 
 def limit_too_small(memory: Memory, limit: float, least: float, when: int) -> MemoryBudgetError:
+    """The error for a limit below the least that any assignment holds at a time."""
     live = (memory.intervals[:, 0] <= when) & (when < memory.intervals[:, 1])
-    small, _ = usage_range(memory)
-    top = np.argsort(-np.bincount(memory.interval_variable[live], small[live]), kind="stable")[:5].tolist()
+    amounts, _ = usage_range(memory)
+    of_variable = np.bincount(memory.interval_variable[live], amounts[live])
+    top = np.argsort(-of_variable, kind="stable")[:5].tolist()
     return MemoryBudgetError(
         f"the memory limit of {limit:.6g} bytes cannot be kept: any assignment holds {least:.6g} "
         f"bytes or more",
@@ -108,214 +124,261 @@ def limit_too_small(memory: Memory, limit: float, least: float, when: int) -> Me
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class LagrangianAnswer:
-    """The answer to a priced problem: core states, and a bound on the priced cost."""
+    """The answer to a priced problem: core states, None where none was found, and a bound on the priced cost."""
 
-    chosen: list[int] | None
+    states: list[int] | None
     bound: float
 
 
 def solve_lagrangian(
-    model: ReducedProblem, multipliers: Floats, search: SearchState, most: int
+    problem: ReducedProblem, multipliers: Floats, search: SearchState, max_rounds: int
 ) -> LagrangianAnswer:
-    """Solve the core with every state charged for its bytes."""
-    graph = model.core_network.fork(model.core_network.tables.copy())
-    flat = model.memory.state_prices(multipliers)
-    for v, a, b in zip(
-        graph.core, model.memory.first[:-1].tolist(), model.memory.first[1:].tolist(), strict=True
-    ):
-        part = flat[a:b]
-        if part.any():
-            graph.add_unary(v, graph.tables.quantized_table_id(part))
+    """Solve the core with every state charged for its bytes.
+
+    Arguments:
+        problem: the core.
+        multipliers: price of a byte at each key time.
+        search: for its deadline.
+        max_rounds: rounds of message passing at most.
+    """
+    core_network, memory = problem.core_network, problem.memory
+    graph = core_network.fork(core_network.tables.copy())
+    prices = memory.state_prices(multipliers)
+    offsets = memory.state_offsets.tolist()
+    for v, a, b in zip(graph.core, offsets[:-1], offsets[1:], strict=True):
+        price = prices[a:b]
+        if price.any():
+            graph.add_unary(v, graph.tables.quantized_table_id(price))
     inner = SearchState(search.deadline, 1e-6, lambda _: None, search.num_variables)
-    branch_and_bound(inner, (), graph, max_rounds=most, split=False)
-    if inner.assignment is None:
+    branch_and_bound(inner, graph, max_rounds=max_rounds, may_branch=False)
+    assignment = inner.assignment
+    if assignment is None:
         return LagrangianAnswer(None, inner.bound)
-    where = model.core_network.tables.subset_positions
-    chosen = [where(model.core_network.states[v])[int(inner.assignment[v])] for v in model.core_network.core]
-    return LagrangianAnswer(chosen, inner.bound)
+    positions = core_network.tables.subset_positions
+    states = [positions(core_network.states[v])[int(assignment[v])] for v in core_network.core]
+    return LagrangianAnswer(states, inner.bound)
 
 
-def lift_core(model: ReducedProblem, chosen: list[int], variables: int) -> Ints:
-    """Everybody's states from the core's."""
-    assignment = np.zeros(variables, dtype=np.int64)
-    subsets = model.core_network.tables.subsets.arrays
-    for v, s in zip(model.core_network.core, chosen, strict=True):
-        assignment[v] = subsets[model.core_network.states[v]][s]
-    return reconstruct((model.reduction,), assignment)
+def lift_core(problem: ReducedProblem, states: list[int], num_variables: int) -> Ints:
+    """The assignment of all variables from the core's states."""
+    assignment = np.zeros(num_variables, dtype=np.int64)
+    core_network = problem.core_network
+    subsets = core_network.tables.subsets.arrays
+    for v, s in zip(core_network.core, states, strict=True):
+        assignment[v] = subsets[core_network.states[v]][s]
+    return reconstruct((Reduction(problem.graph, ()),), assignment)
 
 
-def has_integral_costs(network: CostNetwork) -> float:
-    """1 when all costs are whole numbers (bounds may then be rounded up), else 0."""
-    for table in (*network.unary, *network.pairwise):
-        finite = table[np.isfinite(table)]
-        if (finite != np.round(finite)).any():
-            return 0.0
-    return 1.0
+def has_integral_costs(network: CostNetwork) -> bool:
+    """Whether all finite costs are whole numbers (bounds may then be rounded up)."""
+    finite = [table[np.isfinite(table)] for table in (*network.unary, *network.pairwise)]
+    return all(bool((costs == np.round(costs)).all()) for costs in finite)
 
 
 class DualAscent:
-    """Prices that climb the dual: Polyak steps with momentum, halved when they stop helping."""
+    """Prices that ascend the dual: Polyak steps with momentum, halved when they stop helping."""
 
-    def __init__(self, times: int) -> None:
-        self.best = self.prices = np.zeros(times)
+    PATIENCE = 4  # steps without a better bound, after which steps are halved
+    MOMENTUM = 0.7
+
+    def __init__(self, times: int, unit: float) -> None:
+        self.unit = unit  # bytes
+        self.best = self.prices = np.zeros(times)  # per byte at each key time
         self.bound = -np.inf
-        self.speed = 1.0
-        self.stuck = 0
+        self.step_scale = 1.0
         self.direction = np.zeros(times)
+        self._without_gain = 0
 
-    def record(self, value: float) -> None:
-        """``value`` is the bound that the present prices prove."""
-        if value > self.bound:
-            self.bound, self.best, self.stuck = value, self.prices, 0
+    def record(self, bound: float) -> None:
+        """Take note of the bound that the present prices prove."""
+        if bound > self.bound:
+            self.bound, self.best, self._without_gain = bound, self.prices, 0
         else:
-            self.stuck += 1
+            self._without_gain += 1
 
-    def step(self, value: float, slope: Floats, goal: float, unit: float) -> None:
-        """``slope``: bytes over the limit, over ``unit``; ``goal``: the best answer known."""
-        if self.stuck >= 4:
-            self.speed, self.stuck, self.prices = self.speed / 2, 0, self.best
-            self.direction = np.zeros_like(slope)
-        slope = np.where((self.prices <= 0) & (slope < 0), 0.0, slope)
-        self.direction = slope + 0.7 * self.direction
+    def step(self, bound: float, excess: Floats, goal: float) -> None:
+        """A Polyak step.
+
+        Arguments:
+            bound: what the present prices prove.
+            excess: bytes over the limit at each key time, in units: the subgradient.
+            goal: the best known cost.
+        """
+        if self._without_gain >= self.PATIENCE:
+            self.restart()
+        slope = np.where((self.prices <= 0) & (excess < 0), 0.0, excess)
+        self.direction = slope + self.MOMENTUM * self.direction
         length = float(slope @ slope)
-        if length > 0 and goal > value:
-            step = 0.5 * self.speed * (goal - value) / length
-            self.prices = np.maximum(0.0, self.prices + step * self.direction / unit)
+        if length > 0 and goal > bound:
+            step = 0.5 * self.step_scale * (goal - bound) / length
+            self.prices = np.maximum(0.0, self.prices + step * self.direction / self.unit)
 
-    def escalate(self, value: float, slope: Floats, unit: float) -> None:
-        """No answer is known yet: four times the prices, and a first price where bytes are over."""
-        over = np.maximum(slope, 0.0)
+    def restart(self) -> None:
+        """Return to the best prices, with steps of half the length and no momentum."""
+        self.step_scale, self._without_gain, self.prices = self.step_scale / 2, 0, self.best
+        self.direction = np.zeros_like(self.direction)
+
+    def escalate(self, bound: float, excess: Floats) -> None:
+        """While no answer is known: four times the prices, and a first price where the limit is exceeded."""
+        over = np.maximum(excess, 0.0)
         length = float(over @ over)
-        first = (abs(value) + 1.0) / length * over / unit if length > 0 else over
+        first = (abs(bound) + 1.0) / length * over / self.unit if length > 0 else over
         self.prices = np.maximum(4.0 * self.prices, first)
 
 
-_ALL = 1e12  # a price of the whole limit, over all other costs together, at which these do not count any more
+# A price of the whole limit, over the penalty of a forbidden pair, at which costs do not count any more.
+_OVERWHELMING_PRICE = 1e12
 # Rounds times variables of the core: some seconds of either on a core of 2026. The effort is counted, so that a slow
 # machine finds what a fast one does; a limit in seconds, where there is one, ends it earlier.
-_PRICES = 40_000
-_MOVES = 60_000
+_PRICED_VARIABLES = 40_000
+_MOVED_VARIABLES = 60_000
+_STEP_SCALE_LIMIT = 1e-4  # steps shorter than this share of Polyak's end the ascent
 
 
 def effort(variables: int) -> tuple[int, int]:
-    """Rounds of prices, and of block moves after them, for a core of so many variables.
+    """Rounds of prices, and of forest moves after them, for a core of so many variables.
 
     >>> effort(10), effort(1_000), effort(100_000)
     ((400, 6000), (40, 60), (20, 30))
     """
     n = max(1, variables)
-    return int(np.clip(_PRICES // n, 20, 400)), int(np.clip(_MOVES // n, 30, 6000))
+    return int(np.clip(_PRICED_VARIABLES // n, 20, 400)), int(np.clip(_MOVED_VARIABLES // n, 30, 6000))
 
 
 def solve_limited(network: CostNetwork, search: SearchState, *, tie_break_only: bool = False) -> None:
-    """Least cost within the limit; fills in ``search``.
+    """The least cost within the memory limit; the result is in ``search``.
 
-    First prices, then block moves, as many of both as `effort` says. Between them, a small core that is left with a
-    gap is given to an integer program. `rough` is for costs that only break ties: less of each, and no program.
+    First prices, then forest moves, as many of both as `effort` says. Between them, a small core that is left with a
+    gap is given to an integer program.
+
+    Arguments:
+        network: with a memory and a limit.
+        search: receives the answer and the bound.
+        tie_break_only: the costs only break ties: fewer rounds, and no integer program.
+
+    Raises `MemoryBudgetError` where nothing fits or nothing that fits was found.
     """
     memory = network.memory
     assert memory is not None and memory.limit is not None
-    limit = memory.limit
-    unit = max(limit, 1.0)
-    clock = key_times_above(memory, limit)
+    clock = key_times_above(memory, memory.limit)
     if not len(clock.times):
-        branch_and_bound(search, (), working_network(network))
+        branch_and_bound(search, working_network(network))
         return
-    model = reduced_problem(network, clock, limit)
-    pack = budgeted_core(model.core, model.memory, limit)
+    problem = reduced_problem(network, clock, memory.limit)
+    size = len(problem.core.variables)
     search.report(
-        f"reductions that keep memory: {network.size} variables -> {len(model.core.variables)}; "
+        f"reductions that keep memory: {network.size} variables -> {size}; "
         f"{len(clock.times)} key times can exceed the limit"
     )
-    prices, moves = effort(len(model.core.variables))
+    prices, moves = effort(size)
     if tie_break_only:
         prices, moves = int(np.clip(prices // 2, 8, 40)), min(moves, 120)
-    whole_costs = has_integral_costs(network)
-    ascent = DualAscent(len(clock.times))
-    best: list[int] | None = None
-    # Sweeps per price: fewer on a large core.  Counts and not seconds, so that two runs agree.
-    most = int(np.clip(100_000 // max(1, len(model.core.variables)), 20, 60))
-    rounds = 0
-
-    def keep(chosen: list[int], cost: float) -> None:
-        nonlocal best
-        if cost < search.incumbent_cost:
-            best = list(chosen)
-            search.incumbent_cost = cost
-            search.assignment = lift_core(model, best, network.size)
-
-    while not search.out_of_time and rounds < prices:
-        answer = solve_lagrangian(model, ascent.prices, search, most)
-        rounds += 1
-        value = answer.bound + float(ascent.prices @ (model.memory.constant - limit))
-        ascent.record(value)
-        # Whole-number costs: so is the optimum (the margin covers the sums' rounding).
-        proved = float(np.ceil(value - 1e-6 - 1e-11 * abs(value))) if whole_costs else value
-        search.bound = min(max(search.bound, proved), search.incumbent_cost)
-        if answer.chosen is None:
-            ascent.stuck = 4
-            ascent.step(value, np.zeros_like(ascent.prices), value, unit)
-            continue
-        slope = (model.memory.live_bytes(answer.chosen) - limit) / unit
-        trial = list(answer.chosen)
-        keep(trial, repair_then_descend(pack, trial, search.deadline))
-        if best is not None:
-            trial = list(best)
-            keep(
-                trial,
-                priced_forest_search(
-                    pack,
-                    trial,
-                    ascent.best,
-                    search.rng,
-                    deadline=search.deadline,
-                    target=search.bound,
-                    rounds=5,
-                ),
-            )
-        if search.closed(search.bound):
-            break
-        if (
-            best is None
-            and float(ascent.prices.max(initial=0.0)) * unit > _ALL * model.core.infeasibility_penalty
-        ):
-            break  # bytes are all that has counted for a while, and nothing was found that fits
-        if rounds % 10 == 1:
-            search.report(f"prices, round {rounds}: {int((slope > 0).sum())} key times over")
-        if best is None:
-            ascent.escalate(value, slope, unit)
-        else:
-            ascent.step(value, slope, search.incumbent_cost, unit)
-        if ascent.speed < 1e-4:
-            break
-    search.report(f"prices, round {rounds}")
-    found = None if tie_break_only else solve_small_core(pack, search)
-    if found:
-        search.bound = min(max(search.bound, found.bound), search.incumbent_cost)
-        if found.chosen is not None:
-            keep(found.chosen, repair_then_descend(pack, found.chosen, search.deadline))
-        search.report("integer program")
-    if best is None and not search.out_of_time:
+    limited = _LimitedSearch(search, problem, memory.limit, has_integral_costs(network))
+    limited.ascend(prices)
+    solved = not tie_break_only and limited.solve_integer_program()
+    if limited.states is None and not search.out_of_time:
         raise MemoryBudgetError(
-            f"no assignment within {limit:.6g} bytes was found, and none is known to exist",
+            f"no assignment within {memory.limit:.6g} bytes was found, and none is known to exist",
             where=f"{len(clock.times)} key times",
             fix="a larger limit; objective 'peak' tells the least",
         )
     # A program solved to HiGHS' tolerances leaves nothing to move for, though the bound is short by them.
-    solved = found is not None and found.solved
-    if best is not None and not solved and not search.closed(search.bound):
-        keep(
-            best,
-            priced_forest_search(
-                pack,
-                best,
-                ascent.best,
-                search.rng,
-                deadline=search.deadline,
-                target=search.bound,
-                rounds=moves,
-            ),
-        )
+    if limited.states is not None and not solved and not search.gap_closed(search.bound):
+        limited.move_forests(limited.states, moves)
         search.report("priced blocks")
+
+
+class _LimitedSearch:
+    """The stages of `solve_limited` on a reduced problem; answers and bounds go to ``search``."""
+
+    def __init__(
+        self, search: SearchState, problem: ReducedProblem, limit: float, integral_costs: bool
+    ) -> None:
+        self.search, self.problem, self.limit = search, problem, limit
+        self.budgeted: BudgetedCore = budgeted_core(problem.core, problem.memory, limit)
+        self.integral_costs = integral_costs
+        self.ascent = DualAscent(problem.memory.num_times, max(limit, 1.0))
+        self.states: list[int] | None = None  # the best answer's core states
+
+    def ascend(self, max_prices: int) -> None:
+        """Ascend the dual, and repair every priced answer, until the gap is closed or nothing helps any more."""
+        search, ascent, memory = self.search, self.ascent, self.problem.memory
+        # Rounds of message passing per price: fewer on a large core. Counts and not seconds, so that two runs agree.
+        max_rounds = int(np.clip(100_000 // max(1, len(self.problem.core.variables)), 20, 60))
+        rounds = 0
+        while not search.out_of_time and rounds < max_prices:
+            answer = solve_lagrangian(self.problem, ascent.prices, search, max_rounds)
+            rounds += 1
+            bound = answer.bound + float(ascent.prices @ (memory.constant - self.limit))
+            ascent.record(bound)
+            self._raise_bound(bound)
+            if answer.states is None:
+                ascent.restart()
+                continue
+            excess = (memory.live_bytes(answer.states) - self.limit) / ascent.unit
+            self._improve(list(answer.states))
+            if search.gap_closed(search.bound):
+                break
+            if self.states is None and self._only_bytes_count():
+                break  # they have been all that counts for a while, and nothing was found that fits
+            if rounds % 10 == 1:
+                search.report(f"prices, round {rounds}: {int((excess > 0).sum())} key times over")
+            if self.states is None:
+                ascent.escalate(bound, excess)
+            else:
+                ascent.step(bound, excess, search.incumbent_cost)
+            if ascent.step_scale < _STEP_SCALE_LIMIT:
+                break
+        search.report(f"prices, round {rounds}")
+
+    def solve_integer_program(self) -> bool:
+        """Solve a small core with a gap as an integer program; whether that was done to the end."""
+        search = self.search
+        result = solve_small_core(self.budgeted, search)
+        if result is None:
+            return False
+        search.bound = min(max(search.bound, result.bound), search.incumbent_cost)
+        if result.states is not None:
+            self._keep(result.states, repair_then_descend(self.budgeted, result.states, search.deadline))
+        search.report("integer program")
+        return result.solved
+
+    def move_forests(self, states: list[int], moves: int) -> None:
+        """Improve an answer within the limit by forest moves under the best prices."""
+        search = self.search
+        states = list(states)
+        cost = priced_forest_search(
+            self.budgeted,
+            states,
+            self.ascent.best,
+            search.rng,
+            deadline=search.deadline,
+            target=search.bound,
+            moves=moves,
+        )
+        self._keep(states, cost)
+
+    def _raise_bound(self, bound: float) -> None:
+        """Take over a bound, rounded up where all costs are whole numbers (the margin covers the sums' rounding)."""
+        proved = float(np.ceil(bound - 1e-6 - 1e-11 * abs(bound))) if self.integral_costs else bound
+        self.search.bound = min(max(self.search.bound, proved), self.search.incumbent_cost)
+
+    def _improve(self, states: list[int]) -> None:
+        """Repair a priced answer (in place), then move forests of the best answer."""
+        self._keep(states, repair_then_descend(self.budgeted, states, self.search.deadline))
+        if self.states is not None:
+            self.move_forests(self.states, 5)
+
+    def _keep(self, states: list[int], cost: float) -> None:
+        """Make an answer the incumbent if it costs less."""
+        search = self.search
+        if cost < search.incumbent_cost:
+            self.states = list(states)
+            search.incumbent_cost = cost
+            search.assignment = lift_core(self.problem, self.states, search.num_variables)
+
+    def _only_bytes_count(self) -> bool:
+        highest = float(self.ascent.prices.max(initial=0.0)) * self.ascent.unit
+        return highest > _OVERWHELMING_PRICE * self.problem.core.infeasibility_penalty

@@ -1,15 +1,16 @@
-"""Least peak memory, ties to the lower cost.
+"""Least peak memory: a matrix game solved by cutting planes (Kelley 1960), ties to the lower cost.
 
-Problem.  Which assignment's worst moment is the least bad, and what is the proof?
+For weights w >= 0 over the key times with sum 1,
 
-Idea.  Forget the costs, keep what they forbid.  For weights w >= 0 over the key times with sum 1, the
-least of sum w_t bytes_t(x) over all x bounds every peak from below; the ladder finds it.  It is a matrix
-game: a small linear program over the answers met so far proposes the weights, the ladder answers, and
-the answer's worst time joins the game.  Answers are repaired below ever smaller limits (``budget_repair.py``).
-The least peak found is then the limit under which the cost is made least.
+    min over x of max over t of bytes_t(x)  >=  min over x of sum over t of w_t bytes_t(x),
 
-Worked case.  Two tensors live at different times, each 8 or 2 bytes, forbidden to be both 2: weights
-(1/2, 1/2) prove 5, the answer is 8; the gap is the price of not mixing.
+where x ranges over the assignments of finite cost; costs do not count beyond that. It is a matrix game between times
+and assignments. A small linear program over the answers so far proposes the weights (the master problem), branch and
+bound solves the right side (the oracle), and the answer's worst time joins the game. Answers are repaired below ever
+smaller limits (`budget_repair`). The cost is then minimised with the least peak as the limit.
+
+Example: two tensors live at different times, each 8 or 2 bytes, forbidden to be both 2: the weights (1/2, 1/2) prove
+5, the answer is 8; the gap is what mixing states would save.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from dataclasses import replace
 import numpy as np
 
 from jshard._core.errors import MemoryBudgetError
-from jshard._search.branch_and_bound import SearchState, branch_and_bound
+from jshard._search.branch_and_bound import branch_and_bound
 from jshard._search.cost_network import CostNetwork, Floats, evaluate, peak
 from jshard._search.exact.reduce import working_network
 from jshard._search.exact.table_pool import TablePool
+from jshard._search.memory.budget_repair import BudgetedCore, budgeted_core, repair_then_descend
 from jshard._search.memory.ilp import solve_small_core
 from jshard._search.memory.key_times import key_times_above, sum_over_intervals, usage_range
 from jshard._search.memory.lagrangian import (
@@ -32,16 +34,19 @@ from jshard._search.memory.lagrangian import (
     solve_lagrangian,
     solve_limited,
 )
-from jshard._search.primal.budget_repair import budgeted_core, repair_then_descend
 from jshard._search.primal.local_search import energy
+from jshard._search.search_state import SearchState
 
 
-# A peak this near its bound is not lowered further: the plan would pay in time for what no device notices.
-_NEAR = 0.005
+# A peak this near its bound is not lowered further: the plan would pay in time for bytes that make no difference.
+_PEAK_GAP = 0.005
+_ROUNDS = 100  # of the game
+_MESSAGE_ROUNDS = 60  # of message passing per round
+_REPAIR_SHARE = 0.5  # of the way from the peak down to its bound that a repair aims at
 
 
 def without_costs(network: CostNetwork) -> CostNetwork:
-    """The same choices and prohibitions, everything else free."""
+    """The same states and prohibitions, everything else free."""
     return replace(
         network,
         unary=tuple(np.where(np.isinf(t), np.inf, 0.0) for t in network.unary),
@@ -49,9 +54,14 @@ def without_costs(network: CostNetwork) -> CostNetwork:
     )
 
 
-def master_lp(met: list[Floats], times: list[int]) -> Floats:
-    """The weights over some times that make the best of the met answers as heavy as possible."""
-    rows = np.array([profile[times] for profile in met])
+def master_lp(profiles: list[Floats], times: list[int]) -> Floats:
+    """The weights over some times that maximise the least weighted bytes of the answers so far.
+
+    Arguments:
+        profiles: (T,) bytes at the key times of each answer.
+        times: indices into them.
+    """
+    rows = np.array([profile[times] for profile in profiles])
     scale = rows.max()
     n = len(times)
     # maximise z with z <= w . row for every row, sum w = 1, w >= 0
@@ -59,107 +69,141 @@ def master_lp(met: list[Floats], times: list[int]) -> Floats:
 
     result = linprog(
         np.append(np.zeros(n), -1.0),
-        A_ub=np.hstack([-rows / scale, np.ones((len(met), 1))]),
-        b_ub=np.zeros(len(met)),
+        A_ub=np.hstack([-rows / scale, np.ones((len(profiles), 1))]),
+        b_ub=np.zeros(len(profiles)),
         A_eq=np.append(np.ones(n), 0.0)[None],
         b_eq=[1.0],
         bounds=[(0, None)] * n + [(None, None)],
         method="highs",
     )
-    found = np.maximum(result.x[:n], 0.0) if result.x is not None else np.ones(n)
-    return found / found.sum()
+    weights = np.maximum(result.x[:n], 0.0) if result.x is not None else np.ones(n)
+    return weights / weights.sum()
 
 
-def cutting_plane_game(model: ReducedProblem, search: SearchState, start: int) -> None:
-    """The game between times and answers; fills in ``search`` with the peak and its bound."""
-    held = model.memory
-    pack = budgeted_core(model.core, held, np.inf)
-    times, met = [start], []
-    for rounds in range(1, 101):
-        weights = np.zeros(held.times)
-        weights[times] = master_lp(met, times) if met else 1.0
-        answer = solve_lagrangian(model, weights, search, 60)
-        search.bound = max(search.bound, answer.bound + float(weights @ held.constant))
-        if answer.chosen is None:
+def cutting_plane_game(problem: ReducedProblem, search: SearchState, start: int) -> None:
+    """Solve the game between times and answers; ``search`` receives the peak and its bound.
+
+    Arguments:
+        problem: a core without costs.
+        search: receives the answer and the bound.
+        start: the key time that the game starts with.
+    """
+    memory = problem.memory
+    budgeted = budgeted_core(problem.core, memory, np.inf)
+    times: list[int] = [start]
+    profiles: list[Floats] = []
+    for rounds in range(1, _ROUNDS + 1):
+        weights = np.zeros(memory.num_times)
+        weights[times] = master_lp(profiles, times) if profiles else 1.0
+        answer = solve_lagrangian(problem, weights, search, _MESSAGE_ROUNDS)
+        search.bound = max(search.bound, answer.bound + float(weights @ memory.constant))
+        if answer.states is None:
             break
-        profile = held.live_bytes(answer.chosen)
-        best = list(answer.chosen)
-        # Each repair that succeeds halves the way down to the bound.
-        while True:
-            now = float(held.live_bytes(best).max())
-            if now < search.incumbent_cost:
-                search.incumbent_cost = now
-                search.assignment = lift_core(model, best, search.num_variables)
-            aim = search.bound + 0.5 * (now - search.bound)
-            for limit in (search.bound, aim):
-                trial = list(best)
-                tried = replace(pack, limit=limit)
-                if now > limit and repair_then_descend(tried, trial, search.deadline) < np.inf:
-                    best = trial
-                    break
-            else:
-                break
-            if search.out_of_time:
-                break
-        if search.closed(search.bound) or search.out_of_time:
+        profile = memory.live_bytes(answer.states)
+        best = _lower_peak(problem, budgeted, search, answer.states)
+        if search.gap_closed(search.bound) or search.out_of_time:
             break
-        fresh = [t for t in (int(profile.argmax()), int(held.live_bytes(best).argmax())) if t not in times]
-        known = any(np.array_equal(profile, other) for other in met)
-        if known and not fresh:
+        worst = (int(profile.argmax()), int(memory.live_bytes(best).argmax()))
+        joining = [t for t in worst if t not in times]
+        known = any(np.array_equal(profile, other) for other in profiles)
+        if known and not joining:
             break
-        times += dict.fromkeys(fresh)
-        met.append(profile)
+        times += dict.fromkeys(joining)
+        profiles.append(profile)
         if rounds % 10 == 1:
             search.report(f"least peak, round {rounds}: {len(times)} times in play")
     search.report("least peak")
 
 
+def _lower_peak(
+    problem: ReducedProblem, budgeted: BudgetedCore, search: SearchState, states: list[int]
+) -> list[int]:
+    """Repair an answer below ever smaller limits: each repair that succeeds halves the way down to the bound.
+
+    Returns the last answer; ``search`` receives the best one.
+    """
+    best = list(states)
+    while True:
+        reached = float(problem.memory.live_bytes(best).max())
+        if reached < search.incumbent_cost:
+            search.incumbent_cost = reached
+            search.assignment = lift_core(problem, best, search.num_variables)
+        for limit in (search.bound, search.bound + _REPAIR_SHARE * (reached - search.bound)):
+            trial = list(best)
+            tried = replace(budgeted, limit=limit)
+            if reached > limit and repair_then_descend(tried, trial, search.deadline) < np.inf:
+                best = trial
+                break
+        else:
+            return best
+        if search.out_of_time:
+            return best
+
+
 def solve_peak(network: CostNetwork, search: SearchState, break_ties_by_cost: bool = True) -> None:
-    """Least peak, ties to lower cost unless told not to; fills in ``search`` with the peak and its bound."""
+    """The least peak; ``search`` receives the answer, with the peak as its cost, and the peak's bound.
+
+    Arguments:
+        network: with a memory; its limit does not count.
+        search: receives the result.
+        break_ties_by_cost: of assignments of one peak look for one of low cost.
+    """
     memory = network.memory
     assert memory is not None
     least, most = usage_range(memory)
-    everywhere = key_times_above(memory, -np.inf)
-    floor = sum_over_intervals(everywhere.start, everywhere.end, least, len(everywhere.times))
+    every = key_times_above(memory, -np.inf)
+    floor = sum_over_intervals(every.start, every.end, least, len(every.times))
     lowest = float(floor.max(initial=0.0))
     clock = key_times_above(memory, lowest)
     if not len(clock.times):  # nothing can exceed the floor
-        branch_and_bound(search, (), working_network(network))
+        branch_and_bound(search, working_network(network))
         assert search.assignment is not None
         search.incumbent_cost = search.bound = peak(network, search.assignment)
         return
     grid = 2.0 ** (np.ceil(np.log2(max(float(most.sum()), 1e-300))) - 55)
-    model = reduced_problem(without_costs(network), clock, None, TablePool(grid))
+    problem = reduced_problem(without_costs(network), clock, None, TablePool(grid))
     search.report(
-        f"reductions that keep memory: {network.size} variables -> {len(model.core.variables)}; "
+        f"reductions that keep memory: {network.size} variables -> {len(problem.core.variables)}; "
         f"{len(clock.times)} key times can be the peak"
     )
     search.bound = lowest
     floor = sum_over_intervals(clock.start, clock.end, least, len(clock.times))
-    cutting_plane_game(model, search, int(floor.argmax()))
-    if found := solve_small_core(budgeted_core(model.core, model.memory, np.inf), search):
-        chosen, bound, _ = found
-        if chosen is not None and energy(model.core, chosen) < model.core.infeasibility_penalty:
-            search.bound = max(search.bound, bound)
-            if float(model.memory.live_bytes(chosen).max()) < search.incumbent_cost:
-                search.assignment = lift_core(model, chosen, network.size)
-        search.report("integer program")
+    cutting_plane_game(problem, search, int(floor.argmax()))
+    _solve_integer_program(problem, search)
     if search.assignment is None:
         return
     search.incumbent_cost = peak(network, search.assignment)
-    if not break_ties_by_cost:
+    if break_ties_by_cost:
+        _break_ties(network, search)
+
+
+def _solve_integer_program(problem: ReducedProblem, search: SearchState) -> None:
+    """Solve a small core with a gap as an integer program."""
+    result = solve_small_core(budgeted_core(problem.core, problem.memory, np.inf), search)
+    if result is None:
         return
+    states = result.states
+    if states is not None and energy(problem.core, states) < problem.core.infeasibility_penalty:
+        search.bound = max(search.bound, result.bound)
+        if float(problem.memory.live_bytes(states).max()) < search.incumbent_cost:
+            search.assignment = lift_core(problem, states, search.num_variables)
+    search.report("integer program")
+
+
+def _break_ties(network: CostNetwork, search: SearchState) -> None:
+    """Lower the cost at the peak reached, then look for lower peaks by prices that know the costs."""
     min_cost_at_peak(network, search)
-    for share in (0.1, 0.5):  # prices that know the costs lead to other answers than the game's
-        if search.out_of_time or search.incumbent_cost <= search.bound * (1 + max(search.gap, _NEAR)):
+    for share in (0.1, 0.5):  # of the peak's gap: other limits lead to other answers than the game's
+        if search.out_of_time or search.incumbent_cost <= search.bound * (1 + max(search.gap, _PEAK_GAP)):
             break
-        if min_cost_at_peak(network, search, search.bound + share * (search.incumbent_cost - search.bound)):
+        limit = search.bound + share * (search.incumbent_cost - search.bound)
+        if min_cost_at_peak(network, search, limit):
             search.report(f"prices below {search.incumbent_cost:.6g}")
     search.report("least cost at this peak")
 
 
 def min_cost_at_peak(network: CostNetwork, search: SearchState, limit: float | None = None) -> bool:
-    """The least cost found within a limit, by default the peak reached; whether there was an answer (in place).
+    """The least cost found within a limit, by default the peak reached; whether there was an answer (in ``search``).
 
     The peak is the objective; the cost only breaks ties and needs no proof, so the effort is bounded by counts.
     """
@@ -167,24 +211,20 @@ def min_cost_at_peak(network: CostNetwork, search: SearchState, limit: float | N
     at_peak = limit is None
     limit = search.incumbent_cost if limit is None else limit
     capped = replace(network, memory=replace(network.memory, limit=limit * (1 + 1e-9)))
-    second = SearchState(
+    inner = SearchState(
         search.deadline,
         max(search.gap, 1e-3),
-        lambda text: search.report(
-            f"{text} (time cost {second.incumbent_cost:.6g}, bound {second.bound:.6g})"
-        ),
+        lambda text: search.report(f"{text} (time cost {inner.incumbent_cost:.6g}, bound {inner.bound:.6g})"),
         network.size,
     )
     try:
-        solve_limited(capped, second, tie_break_only=True)
+        solve_limited(capped, inner, tie_break_only=True)
     except MemoryBudgetError:  # not found in the rounds given: keep what there is
         pass
     except KeyboardInterrupt:
         search.report("interrupted")
-    if second.assignment is None or (
-        at_peak and second.incumbent_cost > evaluate(network, search.assignment)
-    ):
+    if inner.assignment is None or (at_peak and inner.incumbent_cost > evaluate(network, search.assignment)):
         return False
-    search.assignment = second.assignment
+    search.assignment = inner.assignment
     search.incumbent_cost = peak(network, search.assignment)
     return True

@@ -1,1 +1,1 @@
-"""Local search and repair of assignments."""
+"""Answers: a core and an assignment in, an assignment of lower cost out."""
