@@ -131,7 +131,7 @@ def _is_inexact(x: Any) -> bool:
     return bool(jnp.issubdtype(x.dtype, np.inexact))
 
 
-as_traced_p = compat.primitive("jshard_as_traced")
+as_traced_p = compat.multi_result_primitive("jshard_as_traced")
 """An `OutsideCall` as a primitive inside `shard_map`; its results vary over all axes that an operand varies over."""
 
 

@@ -218,38 +218,8 @@ class _CustomCall:
         return function
 
 
-def _function_of_differentiated(
-    plain: Callable, values: Sequence[Any], moves: Sequence[bool]
-) -> Callable[..., Any]:
-    """The function of the operands that move; the others are as they are, and have no tangents."""
-
-    def of_moving(*some: Any) -> Any:
-        given = iter(some)
-        return plain(*(next(given) if m else v for v, m in zip(values, moves, strict=True)))
-
-    return of_moving
-
-
-def _plan_rule(
-    fn: Callable,
-    avals: Sequence[Any],
-    ins: Sequence[Layout],
-    outs: Sequence[Layout],
-    topology: Topology,
-    context: Any,
-) -> Schedule:
-    """The schedule of a rule whose arguments and first results already have layouts."""
-    with compat.context_of_trace(context):
-        closed = jax.make_jaxpr(fn)(*avals)
-    program = build(closed, name="derivative rule", input_names=[f"value {i}" for i in range(len(avals))])
-    program = dataclasses.replace(program, explicit_mesh=context)
-    pins = [(program.inputs[i], "result", 0, _pin(lay, topology)) for i, lay in enumerate(ins)]
-    pins += [(program.outputs[i], "operand", 0, _pin(lay, topology)) for i, lay in enumerate(outs)]
-    return make_plan(program, topology, PlanRequest(tuple(pins)))[1]
-
-
-def _pin(layout: Layout, topology: Topology) -> Pin:
-    return Pin(layout.cuts(topology.mesh), layout.dims, "derivative rule")
+def _select(values: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
+    return [v for v, m in zip(values, mask, strict=True) if m]
 
 
 def _output_struct(program: Program, output: int) -> Any:
