@@ -13,7 +13,7 @@ redundant work, intermediate arrays, and work that does not overlap.
 
 The placements are the plan's: a plan that keeps whole copies of its operands receives nothing, and pays in memory.
 
->>> round(even_share_footprint(1, 64, 64, 64, 8)), even_share_footprint(16, 4, 4, 4, 8)      # whole batches: no sharing at all
+>>> round(even_share_footprint(1, 64, 64, 64, 8)), even_share_footprint(16, 4, 4, 4, 8)  # whole batches
 (3072, 96.0)
 """
 
