@@ -1,1 +1,1 @@
-"""Program, rules and costs -> a network of unary and pairwise costs."""
+"""A program, its pins, sharding rules and costs -> a network of unary and pairwise costs, with memory where needed."""

@@ -1,11 +1,11 @@
-"""Seconds of one operator under each of its states: compute, the redundant part of it, its own communication.
+"""Seconds of one operator in each of its states: compute, its redundant part, its own communication, its price.
 
-Compute is the roofline of a device's share of the work and of the bytes it reads and writes. What lies beyond an
-even share (all work over all devices) is redundant. A product that is repeated, though its dimensions and pins would
-let it be cut further, pays a price beside its time (`replication_price.py`).
+Compute is the roofline (Williams et al. 2009) of a device's share of the work and of the bytes it reads and writes in
+HBM. What exceeds an even share (all work over all devices) is redundant. A product that is repeated, though its
+dimensions and pins would let it be partitioned further, pays a price beside its time (`replication_price.py`).
 
-Operators that finish a reduction themselves (a maximum over
-a cut dimension) communicate on their own account; sums do not, they stay partial until a reader needs them.
+Operators that finish a reduction themselves (a maximum over a partitioned dimension) communicate on their own account;
+sums do not, they stay partial until a reader needs them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,13 @@ from jshard._rules.rule import internal_collectives, local_work
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OperatorCost:
-    """Arrays over the states of an operator, seconds of one run; `inside` is what a user's `shard_map` does there."""
+    """Seconds of one run of an operator, each of shape (states,).
+
+    - `compute`, and the `redundant` part of it.
+    - `internal_collectives`: collectives of the operator itself.
+    - `replication_price`: what the objective adds for repeated product work.
+    - `shard_map`: the body of a user's `shard_map`; None for other operators.
+    """
 
     compute: np.ndarray
     redundant: np.ndarray
@@ -39,61 +45,75 @@ class OperatorCost:
     shard_map: ShardMapCost | None = None
 
     def objective(self, level: int) -> np.ndarray:
-        """What a level counts: 0 the redundant part, 2 all compute (and so does 1, to break ties)."""
-        return (
-            (self.redundant if level == 0 else self.compute)
-            + self.internal_collectives
-            + self.replication_price
-        )
+        """What a level counts of compute, and the rest: 0 the redundant part, 2 all (and so does 1, to break ties)."""
+        compute = self.redundant if level == 0 else self.compute
+        return compute + self.internal_collectives + self.replication_price
 
 
 def operator_cost(
-    s: CandidateSet,
+    candidates: CandidateSet,
     reads: Sequence[int],
     writes: Sequence[int],
     topology: Topology,
     price: float = 0.0,
     unforced: CandidateSet | None = None,
 ) -> OperatorCost:
-    """Times of an operator that reads and writes the given operands and results in memory.
+    """The cost of an operator.
 
-    `price` is what each second of work counts that is repeated beyond the least of the states that the user's pins
-    allow (`replication_price.py`): those of `wished`, where `s` are fewer.
+    Arguments:
+
+    - `reads`, `writes`: operands and results that it reads and writes in HBM.
+    - `price`: seconds charged for each second of work that is repeated beyond the least of the states that the user's
+        pins allow.
+    - `unforced`: the candidates that the user's pins allow, where `candidates` are fewer.
     """
-    assert s.op is not None
-    mesh, chip = topology.mesh, topology.chip
-    if s.op.primitive == SHARD_MAP:
-        return _shard_map_operator_cost(s, topology)
-    dtype = s.op.outs[0].dtype if s.op.outs else np.dtype("float32")
-    tensors = [(_nbytes(s.op.ins[i]), s.operands[i]) for i in reads]
-    tensors += [(_nbytes(s.op.outs[i]), s.results[i]) for i in writes]
-    work = s.rule.work * math.prod(s.rule.sizes)
-    if s.rule.opaque:
-        work = float(sum(math.prod(a.shape) for a in s.op.outs))
-    # A function that its author gave a rule does what it does, whatever the rule counts.
-    hidden = _traced_work(s.op) / work if work else 1.0
-    moved = np.zeros(len(s))
-    for nbytes, choices in tensors:
-        moved += nbytes / choices.num_shards(mesh)
-    local = np.full(len(s), work) if s.rule.opaque else local_work(s.rule, s.axis_codes, mesh)
-    local, work = local * max(1.0, hidden), work * max(1.0, hidden)
-    seconds = roofline.roofline(local, moved, dtype, chip)
-    even = roofline.roofline(work / mesh.total, sum(b for b, _ in tensors) / mesh.total, dtype, chip)
-    own = np.zeros(len(s))
-    if s.rule.internal or s.rule.reducer != "sum":
-        for k, c in enumerate(s.candidates):
-            for sent in internal_collectives(s.rule, c, mesh, s.op.outs) if c is not None else ():
-                own[k] += collectives.collective(sent.kind, sent.axes, sent.local_bytes, topology).seconds
-    redundant = np.maximum(0.0, seconds - even)
-    if not price:
-        return OperatorCost(seconds, redundant, own, np.zeros(len(s)))
-    least = local if unforced is None else local_work(unforced.rule, unforced.axis_codes, mesh)
-    rate = roofline.peak_flops(dtype, chip)
-    return OperatorCost(seconds, redundant, own, price * (local - least.min(initial=work)) / rate)
+    op, rule = candidates.op, candidates.rule
+    assert op is not None
+    if op.primitive == SHARD_MAP:
+        return _shard_map_operator_cost(candidates, op, topology)
+    mesh, chip, n = topology.mesh, topology.chip, len(candidates)
+    rate = roofline.peak_flops(op.outs[0].dtype if op.outs else np.dtype("float32"), chip)
+    tensors = [(_nbytes(op.ins[i]), candidates.operands[i]) for i in reads]
+    tensors += [(_nbytes(op.outs[i]), candidates.results[i]) for i in writes]
+    nbytes = np.zeros(n)
+    for size, layouts in tensors:
+        nbytes += size / layouts.num_shards(mesh)
+    if rule.opaque:
+        work = float(sum(math.prod(a.shape) for a in op.outs))
+        local = np.full(n, work)
+    else:
+        work = rule.work * math.prod(rule.sizes)
+        local = local_work(rule, candidates.axis_codes, mesh)
+    # The function of `jshard.op(rule=...)` may compute more than its rule says.
+    traced = max(1.0, _traced_work(op) / work if work else 1.0)
+    local, work = local * traced, work * traced
+    seconds = np.maximum(local / rate, nbytes / chip.hbm_bandwidth)
+    even = max(work / mesh.total / rate, sum(size for size, _ in tensors) / mesh.total / chip.hbm_bandwidth)
+    replication = np.zeros(n)
+    if price:
+        allowed = local if unforced is None else local_work(unforced.rule, unforced.axis_codes, mesh)
+        replication = price * (local - allowed.min(initial=work)) / rate
+    return OperatorCost(
+        compute=seconds,
+        redundant=np.maximum(0.0, seconds - even),
+        internal_collectives=_internal_collective_seconds(candidates, op, topology),
+        replication_price=replication,
+    )
+
+
+def _internal_collective_seconds(candidates: CandidateSet, op: OpView, topology: Topology) -> np.ndarray:
+    out = np.zeros(len(candidates))
+    if not candidates.rule.internal and candidates.rule.reducer == "sum":
+        return out
+    for k, c in enumerate(candidates.candidates):
+        sent = internal_collectives(candidates.rule, c, topology.mesh, op.outs) if c is not None else ()
+        for s in sent:
+            out[k] += collectives.collective(s.kind, s.axes, s.local_bytes, topology).seconds
+    return out
 
 
 def _traced_work(op: OpView) -> float:
-    """Operations of the function inside an operator of `jshard.op(rule=...)`."""
+    """Arithmetic operations of the function inside an operator of `jshard.op(rule=...)`; 0 for other operators."""
     if op.primitive != "jshard_fused":
         return 0.0
     run = op.params["fused"].run
@@ -101,18 +121,22 @@ def _traced_work(op: OpView) -> float:
     return operation_count(jax.make_jaxpr(run)(*ins))
 
 
-def _shard_map_operator_cost(s: CandidateSet, topology: Topology) -> OperatorCost:
-    """Times of a user's `shard_map`: what its body does, on as many blocks as its specs make different."""
-    assert s.op is not None
-    found = shard_map_cost(s.op.params["jaxpr"], topology)
+def _shard_map_operator_cost(candidates: CandidateSet, op: OpView, topology: Topology) -> OperatorCost:
+    """The cost of a user's `shard_map`: its body on every device; redundant where its specs repeat blocks."""
+    body, mesh, n = shard_map_cost(op.params["jaxpr"], topology), topology.mesh, len(candidates)
     blocks = np.array([
-        topology.mesh.size(*(n for n, f in zip(topology.mesh.names, c.axis_codes, strict=True) if f >= 0)) if c else 1
-        for c in s.candidates
+        mesh.size(*(name for name, f in zip(mesh.names, c.axis_codes, strict=True) if f >= 0)) if c else 1
+        for c in candidates.candidates
     ])  # fmt: skip
-    seconds = np.full(len(s), found.compute)
-    own = np.full(len(s), found.communication)
-    return OperatorCost(seconds, seconds * (1 - blocks / topology.mesh.total), own, np.zeros(len(s)), found)
+    seconds = np.full(n, body.compute)
+    return OperatorCost(
+        compute=seconds,
+        redundant=seconds * (1 - blocks / mesh.total),
+        internal_collectives=np.full(n, body.communication),
+        replication_price=np.zeros(n),
+        shard_map=body,
+    )
 
 
-def _nbytes(a: Any) -> float:
-    return float(a.nbytes) if isinstance(a, Tensor) else 4.0
+def _nbytes(aval: Any) -> float:
+    return float(aval.nbytes) if isinstance(aval, Tensor) else 4.0

@@ -1,13 +1,13 @@
-"""The price of repeated products: matrix products and convolutions that devices compute several times over.
+"""The price of repeated products: matrix products and convolutions that several devices compute redundantly.
 
-Problem.  Every collective has a latency and a small product takes almost no time, so the quickest plan of a small
-model lets every device compute all of it. That is right for a step alone on its machine and wrong for whoever asked
-for eight devices: the model grows, its plan is kept, and energy is paid for every copy.
+Problem.  Every collective has a latency and a small product takes almost no time, so the fastest plan of a small model
+lets every device compute all of it. That is right for one step on an idle machine and wrong for a user with eight
+devices: the model grows, its plan is kept, and every copy costs energy.
 
-Idea.  A price in the objective of levels 0 and 2, beside the seconds that repeated work takes: each second of a
-product's work beyond the least that its dimensions and pins allow counts `REPLICATION_PRICE` seconds. It is part of
-what is searched, bounded, compared and printed, and `shard(replication_price=0)` takes it away. Free of it are the
-smallest products, which together add at most a twentieth to the work of a device when each device does all of them: a
+Idea.  A price in the objective of levels 0 and 2, beside the seconds that repeated work takes: each second of a product's
+work beyond the least that its dimensions and pins allow is charged `REPLICATION_PRICE` seconds. It is part of what is
+searched, bounded, compared and printed, and `shard(replication_price=0)` removes it. The smallest products have no
+price, as long as they together add at most a twentieth to the work of a device when each device computes all of them: a
 router, an adapter's inner products. With the price, the work of all plans in `benchmarks/` is at most 1.05 of an even
 share, also of models so small that all their work takes less time than one collective.
 
@@ -32,27 +32,31 @@ from jshard._program.graph import Operator, Program
 
 
 REPLICATION_PRICE = 1000.0
-"""Seconds that a second of repeated product work counts; the small workloads of `benchmarks/` need some hundreds."""
+"""Seconds charged for a second of repeated product work; the small workloads of `benchmarks/` need some hundreds."""
 
-# A device's work may be this much over an even share, for products that are too small to be cut.
+# Share by which the work of a device may exceed an even one, for products that are too small to be partitioned.
 _MAX_REDUNDANT_WORK = 0.05
 
 
-def priced_products(program: Program, interner: CandidateCache, operator_class: Ints) -> frozenset[int]:
-    """Products and convolutions whose repetition has a price; operators of one `form` are alike."""
+def priced_products(program: Program, cache: CandidateCache, operator_class: Ints) -> frozenset[int]:
+    """Products and convolutions whose repetition has a price; `operator_class` is the number of each operator's class."""
     a = program.use_def
     products = np.flatnonzero(a.has_primitive(PRODUCTS))
-    often = np.unique(a.repeat[products], return_inverse=True)[1]
-    alike, some = first_occurrence_codes(row_codes(operator_class[products], often))
-    work = np.array([_work(program.operators[i], interner) for i in products[some].tolist()])[alike]
-    free = unpriced_work(Counter(work.tolist()).items(), interner.mesh.total)
+    repeat = np.unique(a.repeat[products], return_inverse=True)[1]
+    classes, representatives = first_occurrence_codes(row_codes(operator_class[products], repeat))
+    work = np.array([_work(program.operators[i], cache) for i in products[representatives].tolist()])[classes]
+    free = unpriced_work(Counter(work.tolist()).items(), cache.mesh.total)
     return frozenset(products[work > free].tolist())
 
 
 def unpriced_work(products: Collection[tuple[float, int]], devices: int) -> float:
-    """Work up to which a product may be repeated without a price; products are (work, how many).
+    """The work of a product up to which its repetition has no price.
 
-    Of equal products all or none are free.
+    Arguments:
+
+    - `products`: (arithmetic operations of a product in all its runs, how many such products). Of equal products all or
+        none are free.
+    - `devices`: how many could compute each of them.
     """
     total = sum(w * n for w, n in products)
     repeated = free = 0.0
@@ -64,6 +68,6 @@ def unpriced_work(products: Collection[tuple[float, int]], devices: int) -> floa
     return free
 
 
-def _work(op: Operator, interner: CandidateCache) -> float:
-    rule = interner.rule_of(op)[1]
+def _work(op: Operator, cache: CandidateCache) -> float:
+    rule = cache.rule_of(op)[1]
     return rule.work * math.prod(rule.sizes) * op.repeat

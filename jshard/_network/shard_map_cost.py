@@ -1,14 +1,13 @@
-"""What a `jax.shard_map` of the user's does on each device: its work, and the collectives that it calls itself.
+"""The cost of a user's `jax.shard_map`: the compute of its body on one device, and the collectives that it calls.
 
-Problem.  The body is the user's: the search neither cuts it nor moves anything in it. But its products take time and
-its collectives too, and a plan that says nothing of them is faster than any device.
+Problem.  The body is the user's: the search neither partitions nor reshards anything in it. But its products and its
+collectives take time, and a plan without them would be faster than any device.
 
-Idea.  The body is a program on one device's blocks. It is read like any other: calls entered, loops counted by their
-trip counts, every operator priced by its rule as if nothing were cut (the roofline of its own type, with what is fused
-left in registers). Equations that name mesh axes are collectives, and their operands say how many bytes a device holds
-before.
+Idea.  The body is a program on one device's shards. It is traced like any other: calls are inlined, loops counted by
+their trip counts, every operator costed by its rule without partitioning (the roofline of its type; fused values stay in
+registers). Equations that name mesh axes are collectives, and their operands give the bytes of a device before them.
 
-The trip count of a `while` loop is not known; its body counts as one turn, as everywhere.
+The trip count of a `while` loop is unknown; its body counts as one iteration, as everywhere.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ _KIND_OF_PRIMITIVE: dict[str, CollectiveKind] = {
 
 @dataclasses.dataclass(frozen=True)
 class UserCollective:
-    """A collective that the user wrote: one execution of it, how many there are, the block before it.
+    """A collective that the user wrote: one execution of it, how many there are, the shard before it.
 
-    `turn`: it is in a loop whose turns nobody knows, and `count` is that of one turn.
+    `per_iteration`: it is in a loop of unknown trip count, and `count` is that of one iteration.
     """
 
     collective: Collective
@@ -70,53 +69,53 @@ def shard_map_cost(jaxpr: Any, topology: Topology) -> ShardMapCost:
     """What the body of a `shard_map` does, given its jaxpr on one device's blocks.
 
     >>> import jax, jax.numpy as jnp
-    >>> from jshard import _hardware as hardware
+    >>> from jshard._core import hardware
     >>> from jshard._core.topology import from_mesh
     >>> t = from_mesh(MeshAxes(("x",), (4,)), hardware.get("v5e"))
     >>> a = jnp.ones((2048, 2048))
     >>> body = jax.make_jaxpr(lambda a, b: jax.lax.psum(a @ b, "x"), axis_env=[("x", 4)])(a, a)
-    >>> found = inside(body, t)
-    >>> [(c.collective.kind, c.collective.axes, c.collective.bytes, c.count) for c in found.collectives]
+    >>> cost = shard_map_cost(body, t)
+    >>> [(c.collective.kind, c.collective.axes, c.collective.bytes, c.count) for c in cost.collectives]
     [('all_reduce', ('x',), 25165824.0, 1.0)]
-    >>> f"{found.compute:.3g}", f"{2 * 2048**3 / t.chip.f32_flops:.3g}"
+    >>> f"{cost.compute:.3g}", f"{2 * 2048**3 / t.chip.f32_flops:.3g}"
     ('8.72e-05', '8.72e-05')
     """
     program = build(jaxpr, name="the body of a shard_map", input_names=[])
-    life = hbm_traffic(program)
-    interner = CandidateCache(program, MeshAxes((), ()))
-    seconds, own = 0.0, []
+    hbm = hbm_traffic(program)
+    cache = CandidateCache(program, MeshAxes((), ()))
+    seconds, user_collectives = 0.0, []
     for op in program.operators:
         if op.kind != "eqn":
             continue
         kind, axes = _collective(op, topology.mesh)
         if kind is None:
-            reads, writes = memory_accesses(op, life)
-            seconds += op.repeat * _roofline(op, program, interner, reads, writes, topology)
+            reads, writes = memory_accesses(op, hbm)
+            seconds += op.repeat * _roofline(op, program, cache, reads, writes, topology)
             continue
         for a in op.operands if axes else ():
-            held: Any = a.aval if isinstance(a, Literal) else program.tensors[a]
-            nbytes = math.prod(held.shape) * (4 if isinstance(a, Literal) else held.itemsize)
+            aval: Any = a.aval if isinstance(a, Literal) else program.tensors[a]
+            nbytes = math.prod(aval.shape) * (4 if isinstance(a, Literal) else aval.itemsize)
             sent = collectives.collective(kind, axes, nbytes, topology)
-            own.append(
+            user_collectives.append(
                 UserCollective(
-                    sent, op.repeat, tuple(held.shape), str(held.dtype), op.id in program.in_unbounded_loops
+                    sent, op.repeat, tuple(aval.shape), str(aval.dtype), op.id in program.in_unbounded_loops
                 )
             )
-    return ShardMapCost(seconds, tuple(own))
+    return ShardMapCost(seconds, tuple(user_collectives))
 
 
 def operation_count(closed: Any) -> float:
-    """Arithmetic operations of a traced function: a lower bound where it calls what nothing is known of.
+    """Arithmetic operations of a traced function: a lower bound where it has operators without a rule.
 
     >>> import jax, jax.numpy as jnp
     >>> a = jnp.ones((8, 16))
     >>> traced = jax.make_jaxpr(lambda a: jax.lax.fori_loop(0, 3, lambda i, c: a @ (a.T @ c), a))(a)
-    >>> work_of(traced) >= 3 * 2 * 2 * 8 * 16 * 16
+    >>> operation_count(traced) >= 3 * 2 * 2 * 8 * 16 * 16
     True
     """
     program = build(closed, name="a function", input_names=[])
-    interner = CandidateCache(program, MeshAxes((), ()))
-    return sum(op.repeat * _work(*interner.rule_of(op)[:2]) for op in program.operators if op.kind == "eqn")
+    cache = CandidateCache(program, MeshAxes((), ()))
+    return sum(op.repeat * _work(*cache.rule_of(op)[:2]) for op in program.operators if op.kind == "eqn")
 
 
 def _work(view: OpView, rule: Rule) -> float:
@@ -133,17 +132,16 @@ def _collective(op: Operator, mesh: MeshAxes) -> tuple[CollectiveKind | None, tu
     params = op.eqn.params
     axes = params.get("axes", params.get("axis_name", ()))
     axes = (axes,) if isinstance(axes, str) else tuple(a for a in axes if isinstance(a, str))
-    return _KIND_OF_PRIMITIVE[name], tuple(
-        a for a in mesh.names if a in axes
-    )  # axes of size one are not there
+    # Axes of size one are not in `mesh`.
+    return _KIND_OF_PRIMITIVE[name], tuple(a for a in mesh.names if a in axes)
 
 
 def _roofline(
-    op: Operator, program: Program, interner: CandidateCache, reads: tuple, writes: tuple, topology: Topology
+    op: Operator, program: Program, cache: CandidateCache, reads: tuple, writes: tuple, topology: Topology
 ) -> float:
-    """Seconds of an operator on the blocks as they are."""
-    view, rule, _ = interner.rule_of(op)
-    moved = sum(program.tensors[a].nbytes for i in reads if isinstance(a := op.operands[i], int))
-    moved += sum(program.tensors[op.results[i]].nbytes for i in writes)
+    """Seconds of an operator on one device's shards."""
+    view, rule, _ = cache.rule_of(op)
+    nbytes = sum(program.tensors[a].nbytes for i in reads if isinstance(a := op.operands[i], int))
+    nbytes += sum(program.tensors[op.results[i]].nbytes for i in writes)
     dtype = view.outs[0].dtype if view.outs else "float32"
-    return float(roofline.roofline(_work(view, rule), moved, dtype, topology.chip))
+    return roofline.roofline(_work(view, rule), nbytes, dtype, topology.chip)

@@ -1,1 +1,1 @@
-"""The planner: search by level and budget, and its answer as data."""
+"""A program and a `PlanRequest` -> a `PlanRecord` and its schedule: the search of a level under a budget."""

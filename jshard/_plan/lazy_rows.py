@@ -1,11 +1,11 @@
-"""Rows that are made when somebody asks for them.
+"""A tuple of rows that is built at its first use.
 
 A plan of 126 layers has fifty thousand rows for its operators, and running it needs none of them: only a report,
-a file or a comparison reads them. `Later` stands where the tuple would, knows how long it is, and makes the tuple
-the first time that more is asked; from then on it keeps it, and lets go of what it was made from.
+a file or a comparison does. A `LazyTuple` takes the place of the tuple, knows its length, and builds it at the first
+access; then it keeps the rows and drops what they were built from.
 
 >>> made = []
->>> rows = Later(3, lambda: made.append("now") or tuple("abc"))
+>>> rows = LazyTuple(3, lambda: made.append("now") or tuple("abc"))
 >>> len(rows), made
 (3, [])
 >>> rows[1], rows == ("a", "b", "c"), made
@@ -22,7 +22,7 @@ Row = TypeVar("Row")
 
 
 class LazyTuple(Sequence[Row]):
-    """A tuple of rows that `make` gives when they are needed, equal to it; `count` of them, where that is known."""
+    """The tuple that `make` returns, built at first use and equal to it; `count` is its length, None if unknown."""
 
     def __init__(self, count: int | None, make: Callable[[], tuple[Row, ...]]):
         self._count = count
@@ -62,4 +62,4 @@ class LazyTuple(Sequence[Row]):
         return repr(self.rows())
 
     def __reduce__(self) -> tuple:
-        return tuple, (self.rows(),)  # what it is made from does not travel
+        return tuple, (self.rows(),)  # pickled as the tuple: `make` is not

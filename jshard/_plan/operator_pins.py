@@ -8,9 +8,9 @@ one for each index, and the grid must express that tuple as it does the cuts of 
 different cuts no grid can keep; the operator itself refuses them.
 
 >>> product = Rule((((0,), (1,)), ((1,), (2,))), (((0,), (2,)),), (8, 4, 6), reduction=(1,))
->>> cuts_of(product, [("operand", 0, (2, 1)), ("operand", 1, (1, 3))])
+>>> factor_cuts(product, [("operand", 0, (2, 1)), ("operand", 1, (1, 3))])
 {0: 2, 1: 1, 2: 3}
->>> cuts_of(product, [("operand", 0, (2, 1)), ("operand", 1, (2, 3))]) is None
+>>> factor_cuts(product, [("operand", 0, (2, 1)), ("operand", 1, (2, 3))]) is None
 True
 """
 
@@ -29,38 +29,44 @@ from jshard._spec.entry import JointConstraint
 def joint_cuts(
     program: Program, pins: Sequence[tuple[int, str, int, Pin]], first: int
 ) -> tuple[JointConstraint, ...]:
-    """What each operator with several pins needs; `first` is the number of its first pin among all that are resolved."""
+    """The joint constraint of each operator with several pins.
+
+    Arguments:
+
+    - `pins`: (operator, side, index, pin).
+    - `first`: the number of the first of them among all pins that are resolved.
+    """
     by_op: dict[int, list[int]] = {}
     for k, (op, *_) in enumerate(pins):
         by_op.setdefault(op, []).append(k)
-    interner = CandidateCache(program, MeshAxes((), ()))
+    cache = CandidateCache(program, MeshAxes((), ()))
     out = []
     for i, members in by_op.items():
         op = program.operators[i]
         if len(members) < 2 or op.kind != "eqn":
             continue
-        rule = interner.rule_of(op)[1]
-        counted = [k for k in members if pins[k][3].axes is None]
-        specs = [k for k in members if pins[k][3].axes is not None]
-        found = factor_cuts(rule, [(pins[k][1], pins[k][2], pins[k][3].cuts) for k in counted])
-        if not found or not counted:
+        rule = cache.rule_of(op)[1]
+        by_count = [k for k in members if pins[k][3].axes is None]
+        by_spec = [k for k in members if pins[k][3].axes is not None]
+        factors = factor_cuts(rule, [(pins[k][1], pins[k][2], pins[k][3].cuts) for k in by_count])
+        if not factors or not by_count:
             continue
-        by_axes = {f for k in specs for f in _factors_with_axes(rule, *pins[k][1:])}
-        cuts = tuple(c for f, c in found.items() if c > 1 and f not in by_axes)
-        asked = " and ".join(f"{pins[k][1]} {pins[k][2]} {pins[k][3]}" for k in members)
+        by_axes = {f for k in by_spec for f in _factors_with_axes(rule, *pins[k][1:])}
+        cuts = tuple(c for f, c in factors.items() if c > 1 and f not in by_axes)
+        texts = " and ".join(f"{pins[k][1]} {pins[k][2]} {pins[k][3]}" for k in members)
         where = f"{op.module or op.primitive} {op.source}".strip()
         out.append(
             JointConstraint(
-                cuts, tuple(first + k for k in specs), f"the pins of {operator_name(op)}, {asked},", where
+                cuts, tuple(first + k for k in by_spec), f"the pins of {operator_name(op)}, {texts},", where
             )
         )
     return tuple(out)
 
 
 def factor_cuts(rule: Rule, pins: Sequence[tuple[str, int, Sequence[int | None]]]) -> dict[int, int] | None:
-    """Pieces of each loop index that some pins, as (side, index, cuts), fix; None where they cannot all be kept.
+    """Pieces of each factor that some pins, as (side, index, cuts), fix; None where they contradict each other.
 
-    A dimension that carries several indices cuts the major one first, and the next only where that is cut to points.
+    A dimension of several factors partitions the major one first, and the next only where that is partitioned fully.
     """
     out: dict[int, int] = {}
     for side, i, cuts in pins:
@@ -79,6 +85,6 @@ def factor_cuts(rule: Rule, pins: Sequence[tuple[str, int, Sequence[int | None]]
 
 
 def _factors_with_axes(rule: Rule, side: str, i: int, pin: Pin) -> set[int]:
-    """The loop indices of the dimensions for which a pin names axes."""
+    """The factors of the dimensions for which a pin names axes."""
     dims = (rule.operands if side == "operand" else rule.results)[i]
     return {f for dim, axes in zip(dims, pin.axes or (), strict=True) if axes for f in dim}

@@ -1,22 +1,21 @@
-"""Propagation: MindSpore's search. From the configured operators outwards, breadth first, never back.
+"""Propagation: MindSpore's strategy propagation, breadth first from the configured operators, without backtracking.
 
-Configured are the operators that the user pinned, and the inputs and results that the user pinned. In program
-order, each floods the program in both directions until it meets what is decided or configured. An operator that
-is reached takes the candidate with
+Configured are the operators, inputs and results that the user pinned. In program order, the search expands from each in
+both directions up to decided or configured operators. An operator that it reaches takes the candidate with
 
-1. the least communication to bring tensors between it and its decided neighbours,
+1. the least communication to reshard tensors between it and its decided neighbours,
 2. the least local work for that (bytes sliced and joined),
-3. the least communication of its own (summing what it leaves partial),
-4. the most pieces,
+3. the least communication of its own (completing its partial sums),
+4. the most shards,
 5. the lexicographically largest strategy.
 
-An operator reached from above waits until all its inputs are decided. Neither compute nor memory counts, a
-local choice never reads a partial sum, and free inputs and weights steer nothing: they, their broadcasts and
-transposes, and constants are decided last, by exact search, as serves their readers best.
+An operator reached from a producer waits until all its inputs are decided. Neither compute nor memory counts, and no
+operator is decided to read a partial sum. Free inputs and weights do not propagate: they, their broadcasts and
+transposes, and constants are decided last, by exact search.
 
-So on devices 2 x 4, `x @ w1` pinned to `((2, 1), (1, 4))` makes the next product `((2, 4), (4, 1))`: reading what
-is there costs no redistribution, and the sum afterwards counts only third. That is fast, and a person can follow
-it; what it costs beside the optimum, `search="optimal"` says.
+On devices 2 x 4, `x @ w1` pinned to `((2, 1), (1, 4))` makes the next product `((2, 4), (4, 1))`: reading the layout
+produced costs no resharding, and the sum afterwards counts only third. This is fast and easy to follow by hand;
+`search="optimal"` shows what it costs beside the optimum.
 """
 
 from __future__ import annotations
@@ -45,9 +44,8 @@ from jshard._search import Contradiction, solve
 def propagate(
     problem: PlanningNetwork, configured: Collection[int]
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """An assignment, and one line on how it went."""
-    flood = _Propagation(problem, configured)
-    decided = flood.run()
+    """An assignment, and one line for the steps of the plan."""
+    decided = _Propagation(problem, configured).run()
     assignment = _complete_by_search(problem, decided)
     line = (
         f"propagation from {len(configured)} configured operators decided {len(decided)}, the rest by search"
@@ -69,24 +67,24 @@ class _Propagation:
         self.preferences: dict[int, tuple[np.ndarray, list[tuple[float, ...]]]] = {}
 
     def _find_strategy_operators(self) -> frozenset[int]:
-        """Operators in MindSpore's sense. What only carries free inputs or constants to a reader is none."""
-        found: set[int] = set()
+        """The operators that MindSpore gives a strategy: not those that only pass free inputs or constants to a reader."""
+        strategy_operators: set[int] = set()
         from_input: set[int] = set()
         for op in self.program.operators:
-            producers_of = {self.producers[a][0] for a in op.operands if not isinstance(a, Literal)}
-            if op.kind in ("input", "const") or producers_of & from_input:
+            producers = {self.producers[a][0] for a in op.operands if not isinstance(a, Literal)}
+            if op.kind in ("input", "const") or producers & from_input:
                 from_input.add(op.id)
-            moves = self.problem.candidates[op.id].rule.work == 0 or op.id not in from_input
-            helper = op.primitive == "broadcast_in_dim" or (moves and not producers_of & found)
+            trivial = self.problem.candidates[op.id].rule.work == 0 or op.id not in from_input
+            helper = op.primitive == "broadcast_in_dim" or (trivial and not producers & strategy_operators)
             if op.id in self.configured or (op.kind not in ("input", "const", "output") and not helper):
-                found.add(op.id)
-        return frozenset(found)
+                strategy_operators.add(op.id)
+        return frozenset(strategy_operators)
 
     def run(self) -> dict[int, int]:
-        """The state of every steering operator."""
+        """The state of every strategy operator."""
         for start in sorted(self.configured):
             self.decide(start)
-        # A pinned result is a demand on the operator that makes it, so it is seen from the start.
+        # A pinned result constrains the operator that produces it, so it counts as visited from the start.
         self.visited |= self.configured & set(self.program.outputs)
         for start in sorted(self.configured):
             self.propagate_from(start)
@@ -99,13 +97,14 @@ class _Propagation:
         return self.decided
 
     def decide_and_propagate(self, op: int) -> None:
-        """Decide an operator from what there is, and flood from it."""
+        """Decide an operator from its decided neighbours, and propagate from it."""
         self.pending.pop(op, None)
         if op not in self.decided:
             self.decide(op)
             self.propagate_from(op)
 
     def propagate_from(self, start: int) -> None:
+        """Breadth-first search in both directions from a decided operator, deciding what it reaches."""
         self.visited.add(start)
         queue = deque([start])
         while queue:
@@ -113,22 +112,23 @@ class _Propagation:
             for v in self.consumers_of(u):
                 if v in self.decided:
                     continue
-                if all(m in self.decided for m, *_ in self.makers(v)):
+                if all(m in self.decided for m, *_ in self.producers_of(v)):
                     self.visit(v, queue)
                 else:
                     self.pending[v] = None
-            for v, *_ in self.makers(u):
+            for v, *_ in self.producers_of(u):
                 if v not in self.decided:
                     self.visit(v, queue)
 
     def visit(self, op: int, queue: deque[int]) -> None:
+        """Decide an operator that the search reached."""
         self.pending.pop(op, None)
         self.decide(op)
         self.visited.add(op)
         queue.append(op)
 
-    def makers(self, op: int) -> list[tuple[int, int, int, Tensor]]:
-        """Steering makers of an operator's operands: (operator, its result, operand, tensor)."""
+    def producers_of(self, op: int) -> list[tuple[int, int, int, Tensor]]:
+        """Strategy operators that produce the operands: (operator, its result, operand, tensor)."""
         out = []
         for i, a in enumerate(self.program.operators[op].operands):
             if not isinstance(a, Literal) and self.producers[a][0] in self.strategy_operators:
@@ -136,58 +136,56 @@ class _Propagation:
         return out
 
     def consumers_of(self, op: int) -> list[int]:
-        """Steering readers of an operator's results, in program order."""
-        found = {u for r in self.program.operators[op].results for u, _ in self.problem.readers[r]}
-        return sorted(found & self.strategy_operators)
+        """Strategy operators that read the results, in program order."""
+        readers = {u for r in self.program.operators[op].results for u, _ in self.problem.readers[r]}
+        return sorted(readers & self.strategy_operators)
 
     def decide(self, op: int) -> None:
-        s = self.problem.candidates[op]
-        communication, work = np.zeros(len(s)), np.zeros(len(s))
-        for m, k, i, t in self.makers(op):
-            if m in self.decided:
-                made = self.problem.candidates[m].results[k].layout(self.decided[m])
-                self.add_reshard(communication, work, s.operands[i], made, t, reading=True)
+        """Choose the candidate of an operator by the five criteria of the module."""
+        candidates = self.problem.candidates[op]
+        communication, written = np.zeros(len(candidates)), np.zeros(len(candidates))
+        for producer, k, i, t in self.producers_of(op):
+            if producer in self.decided:
+                made = self.problem.candidates[producer].results[k].layout(self.decided[producer])
+                received, moved = self.reshard_bytes(candidates.operands[i], made, t, reads=True)
+                communication, written = communication + received, written + moved
         for k, r in enumerate(self.program.operators[op].results):
             for u, i in self.problem.readers[r]:
                 if u in self.visited:
                     needed = self.problem.candidates[u].operands[i].layout(self.decided[u])
-                    self.add_reshard(
-                        communication, work, s.results[k], needed, self.program.tensors[r], reading=False
-                    )
+                    t = self.program.tensors[r]
+                    received, moved = self.reshard_bytes(candidates.results[k], needed, t, reads=False)
+                    communication, written = communication + received, written + moved
         allowed, preference = self.preference(op)
         communication = np.where(allowed, communication, np.inf)
         if not np.isfinite(communication.min()):
             raise _no_candidate_left(self.program.operators[op].primitive, self.program.operators[op].source)
-        near = [k for k in np.flatnonzero(_is_minimal(communication))]
-        near = [k for k in near if _is_minimal(work[near])[near.index(k)]]
-        self.decided[op] = int(min(near, key=lambda k: preference[k]))
+        best = np.flatnonzero(_is_minimal(communication))
+        best = best[_is_minimal(written[best])]
+        self.decided[op] = min(best.tolist(), key=lambda k: preference[k])
 
-    def add_reshard(
-        self,
-        communication: np.ndarray,
-        work: np.ndarray,
-        own_communication: TensorLayouts,
-        other: Layout,
-        t: Tensor,
-        reading: bool,
-    ) -> None:
-        """Add what it takes to bring a tensor between each state's layout and a neighbour's, sums done."""
-        topology, there = self.problem.topology, (other.without_partial(),)
-        here = tuple(lay.without_partial() for lay in own_communication.layouts)
-        if reading:
-            received = bytes_table(there, here, t.shape, t.itemsize, topology)[0]
+    def reshard_bytes(
+        self, tensor: TensorLayouts, neighbour: Layout, t: Tensor, reads: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(states,) bytes received and bytes written to reshard a tensor between each state and a neighbour's layout.
+
+        From the neighbour where the operator `reads` it, else to the neighbour; partial sums are completed.
+        """
+        topology, other = self.problem.topology, neighbour.without_partial()
+        own = tuple(layout.without_partial() for layout in tensor.layouts)
+        if reads:
+            received = bytes_table((other,), own, t.shape, t.itemsize, topology)[0]
         else:
-            received = bytes_table(here, there, t.shape, t.itemsize, topology)[:, 0]
-        touched = np.array([
-            (_elements_written(there[0], lay, t.shape, topology) if reading else _elements_written(lay, there[0], t.shape, topology))
-            if math.isfinite(b) else math.inf
-            for lay, b in zip(here, received, strict=True)
-        ]) * t.itemsize  # fmt: skip
-        communication += received[own_communication.of_state]
-        work += touched[own_communication.of_state]
+            received = bytes_table(own, (other,), t.shape, t.itemsize, topology)[:, 0]
+        ends = [(other, layout) if reads else (layout, other) for layout in own]
+        elements = [
+            _elements_written(a, b, t.shape, topology) if math.isfinite(n) else math.inf
+            for (a, b), n in zip(ends, received, strict=True)
+        ]
+        return received[tensor.of_state], (np.array(elements) * t.itemsize)[tensor.of_state]
 
     def preference(self, op: int) -> tuple[np.ndarray, list[tuple[float, ...]]]:
-        """States that may be chosen, and for each the keys 3 to 5: least first."""
+        """(states,) which may be chosen, and for each the criteria 3 to 5 as a key; the least key is best."""
         s, mesh = self.problem.candidates[op], self.mesh
         if id(s) not in self.preferences:
             finite = np.isfinite(self.problem.cost_network.unary[self.problem.cost_network.node_table[op]])
@@ -202,12 +200,12 @@ class _Propagation:
                 else:
                     used = math.prod(n for f, n in zip(c.axis_codes, mesh.sizes, strict=True) if f != NONE)
                 strategy = [-cut for lay in tensors for cut in lay.cuts(mesh)]
-                keys.append((self.own(op, k), -used, *strategy, k))
+                keys.append((self.own_communication(op, k), -used, *strategy, k))
             self.preferences[id(s)] = (finite & ~partial if (finite & ~partial).any() else finite, keys)
         return self.preferences[id(s)]
 
-    def own(self, op: int, k: int) -> float:
-        """Bytes received to finish an operator's sums, and reductions that it does itself."""
+    def own_communication(self, op: int, k: int) -> float:
+        """Bytes received to complete an operator's sums and in its internal collectives."""
         s, mesh = self.problem.candidates[op], self.mesh
         total, c, topology = 0.0, s.candidates[k], self.problem.topology
         if c is not None and s.op is not None:
@@ -222,7 +220,7 @@ class _Propagation:
 
 
 def _is_minimal(values: np.ndarray) -> np.ndarray:
-    """Which values are the least, up to rounding."""
+    """Which values are minimal, up to rounding."""
     least = values.min()
     return values <= least * (1 + 1e-9) + 1e-9
 
@@ -230,25 +228,26 @@ def _is_minimal(values: np.ndarray) -> np.ndarray:
 @functools.lru_cache(maxsize=65536)
 def _elements_written(a: Layout, b: Layout, shape: tuple[int, ...], topology: Topology) -> float:
     """Elements a device writes while a tensor goes from one layout to another."""
-    here, total = a, 0.0
+    layout, total = a, 0.0
     for step in cheapest_steps(a, b, shape, topology):
-        here = apply_step(step, here)
-        total += math.prod(shape) / here.pieces(topology.mesh)
+        layout = apply_step(step, layout)
+        total += math.prod(shape) / layout.pieces(topology.mesh)
     return total
 
 
 def _complete_by_search(problem: PlanningNetwork, decided: dict[int, int]) -> Sequence[int]:
     """The best assignment in which the decided operators keep their states."""
     net = problem.cost_network
-    unary, nodes, known = list(net.unary), net.node_table.copy(), {}
+    fixed_tables: dict[tuple[int, int], int] = {}
+    unary, nodes = list(net.unary), net.node_table.copy()
     for op, k in decided.items():
         key = (int(nodes[op]), k)
-        if key not in known:
+        if key not in fixed_tables:
             table = np.full(len(net.unary[nodes[op]]), np.inf)
             table[k] = net.unary[nodes[op]][k]
-            known[key] = len(unary)
+            fixed_tables[key] = len(unary)
             unary.append(table)
-        nodes[op] = known[key]
+        nodes[op] = fixed_tables[key]
     fixed = dataclasses.replace(net, unary=tuple(unary), node_table=nodes, memory=None)
     try:
         return [int(a) for a in solve(fixed).assignment]

@@ -185,7 +185,7 @@ class StepLowerBound:
     pass once, or the "network" over which the products must receive something. Programs may do all three at once.
     `space_gap` of a step that takes so many seconds is how far it is from there.
 
-    >>> Physics(seconds=2.0, bytes=1e6).space_gap(2.5)
+    >>> StepLowerBound(seconds=2.0, bytes=1e6).space_gap(2.5)
     0.25
     """
 

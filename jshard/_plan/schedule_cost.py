@@ -1,7 +1,7 @@
 """What a schedule costs: its collectives, its compute, and the prices of the objective, added up action by action.
 
 A plan's objective is this figure, for every search; the bound of the search is compared with it before a plan is
-called optimal. The cost network computes the same number another way (`exact_cost.py`).
+called optimal. The cost network computes the same number another way (`tests/laws/exact_cost.py`).
 """
 
 from __future__ import annotations
@@ -60,43 +60,45 @@ class ScheduleCost:
         return self.communication + (self.redundant_compute if level == 0 else self.compute) + self.price
 
 
-def schedule_cost(made: Schedule, built: PlanningNetwork) -> ScheduleCost:
-    """The cost of a schedule of a problem's program."""
-    rows = collective_rows(made, built.combined_with)
-    rows += _user_collective_rows(made.assignment, built, 1 + max((row.id for row, _ in rows), default=-1))
-    seconds, redundant, price, unknown = _operator_costs(made.assignment, built)
+def schedule_cost(made: Schedule, network: PlanningNetwork) -> ScheduleCost:
+    """The cost of a schedule of the network's program."""
+    rows = collective_rows(made, network.combined_with)
+    rows += _user_collective_rows(made.assignment, network, 1 + max((row.id for row, _ in rows), default=-1))
+    seconds, redundant, price, unknown = _operator_costs(made.assignment, network)
     return ScheduleCost(
-        tuple(rows), tuple(seconds), tuple(redundant), price + _scattered_sum_price(made, built), unknown
+        tuple(rows), tuple(seconds), tuple(redundant), price + _scattered_sum_price(made, network), unknown
     )
 
 
 def _operator_costs(
-    choice: Assignment, built: PlanningNetwork
+    assignment: Assignment, network: PlanningNetwork
 ) -> tuple[list[float], list[float], float, tuple[str, ...]]:
     """Of each equation the seconds in all its runs and those beyond an even share; the price; primitives without a rule."""
-    equations = np.flatnonzero(choice.program.use_def.has_kind("eqn"))
-    # Operators of one table in the network are alike in form, traffic and repeats.
-    states = np.array(choice.state, dtype=np.int64)[equations]
-    alike, some = first_occurrence_codes(row_codes(built.cost_network.node_table[equations], states))
-    times, unknown = [], {}
-    for i in equations[some].tolist():
-        op, s = choice.program.operators[i], choice.states[i]
-        t, k = built.operator_costs[int(built.cost_network.node_table[i])], choice.state[i]
-        times.append([float(x[k]) * op.repeat for x in (t.compute, t.redundant, t.replication_price)])
+    equations = np.flatnonzero(assignment.program.use_def.has_kind("eqn"))
+    # Operators of one table in the network are equal in class, traffic and repeats.
+    state = np.array(assignment.state, dtype=np.int64)[equations]
+    classes, representatives = first_occurrence_codes(
+        row_codes(network.cost_network.node_table[equations], state)
+    )
+    costs, unknown = [], {}
+    for i in equations[representatives].tolist():
+        op, s = assignment.program.operators[i], assignment.states[i]
+        t, k = network.operator_costs[int(network.cost_network.node_table[i])], assignment.state[i]
+        costs.append([float(x[k]) * op.repeat for x in (t.compute, t.redundant, t.replication_price)])
         if s.rule.opaque:
             unknown[op.primitive] = None
-    seconds, redundant, price = np.array(times).reshape(-1, 3)[alike].T
+    seconds, redundant, price = np.array(costs).reshape(-1, 3)[classes].T
     return seconds.tolist(), redundant.tolist(), float(price.sum()), tuple(unknown)
 
 
-def _scattered_sum_price(made: Schedule, built: PlanningNetwork) -> float:
-    """The price of sums that are handed to the caller scattered."""
+def _scattered_sum_price(made: Schedule, network: PlanningNetwork) -> float:
+    """The price of sums that the caller gets reduce-scattered."""
     total = 0.0
     for action in made.communicating:
-        if not isinstance(action, RunOperator) and action.tensor in built.returned_sums:
-            tensor = built.program.tensors[action.tensor]
+        if not isinstance(action, RunOperator) and action.tensor in network.returned_sums:
+            tensor = network.program.tensors[action.tensor]
             price = deferred_gather_seconds(
-                [action.source], [action.target], tensor.shape, tensor.itemsize, built.topology
+                [action.source], [action.target], tensor.shape, tensor.itemsize, network.topology
             )
             total += float(price[0, 0]) * action.repeat
     return total
@@ -104,29 +106,31 @@ def _scattered_sum_price(made: Schedule, built: PlanningNetwork) -> float:
 
 def collective_rows(made: Schedule, combined_sums: Mapping[int, int]) -> list[tuple[CollectiveRow, int]]:
     """Every collective of a schedule with the operator it is for (-1 for several)."""
-    choice = made.assignment
-    program, topology = choice.program, choice.topology
+    assignment = made.assignment
+    program, topology = assignment.program, assignment.topology
     out = []
     for action in made.communicating:
         if isinstance(action, RunOperator):
-            op, s = program.operators[action.op], choice.states[action.op]
-            for number, sent in zip(action.collective_ids, choice.internal_collectives(op.id), strict=True):
+            op, s = program.operators[action.op], assignment.states[action.op]
+            for number, sent in zip(
+                action.collective_ids, assignment.internal_collectives(op.id), strict=True
+            ):
                 tensor = program.tensors[op.results[sent.result]]
-                lay = s.results[sent.result].layout(choice.state[op.id])
+                lay = s.results[sent.result].layout(assignment.state[op.id])
                 c = collectives.collective(sent.kind, sent.axes, sent.local_bytes, topology)
-                local = _block(lay.local_shape(tensor.shape, topology.mesh))
+                local = _shape_text(lay.local_shape(tensor.shape, topology.mesh))
                 out.append((_row(number, c, action, operator_name(op), tensor, local), op.id))
             continue
         tensor, lay = program.tensors[action.tensor], action.source
         reader = program.operators[action.reader] if action.reader >= 0 else None
         for step, number in zip(action.steps, action.collective_ids, strict=True):
-            held = tensor.nbytes / lay.pieces(topology.mesh)
+            nbytes = tensor.nbytes / lay.pieces(topology.mesh)
             after = apply_step(step, lay)
             if step.kind != "slice":
                 sums = combined_sums.get(action.tensor, 1) if step.kind in REDUCING_KINDS else 1
-                c = collectives.collective(step.kind, step.axes, held, topology, sums)
-                before = _block(lay.local_shape(tensor.shape, topology.mesh))
-                local = f"{before} -> {_block(after.local_shape(tensor.shape, topology.mesh))}"
+                c = collectives.collective(step.kind, step.axes, nbytes, topology, sums)
+                before = _shape_text(lay.local_shape(tensor.shape, topology.mesh))
+                local = f"{before} -> {_shape_text(after.local_shape(tensor.shape, topology.mesh))}"
                 name = operator_name(reader) if reader is not None else f"readers of {tensor.name}"
                 out.append((_row(number, c, action, name, tensor, local), action.reader))
             lay = after
@@ -134,21 +138,20 @@ def collective_rows(made: Schedule, combined_sums: Mapping[int, int]) -> list[tu
 
 
 def _user_collective_rows(
-    choice: Assignment, built: PlanningNetwork, first: int
+    assignment: Assignment, network: PlanningNetwork, first: int
 ) -> list[tuple[CollectiveRow, int]]:
     """Every collective that the user wrote in a `shard_map`, with the operator that it is; numbered from `first`."""
     out: list[tuple[CollectiveRow, int]] = []
-    program = choice.program
+    program = assignment.program
     for i in np.flatnonzero(program.use_def.has_primitive(frozenset((SHARD_MAP,)))).tolist():
-        op, found = (
-            program.operators[i],
-            built.operator_costs[int(built.cost_network.node_table[i])].shard_map,
-        )
-        for own in found.collectives if found is not None else ():
-            c = own.collective
+        op = program.operators[i]
+        body = network.operator_costs[int(network.cost_network.node_table[i])].shard_map
+        for user in body.collectives if body is not None else ():
+            c = user.collective
             row = CollectiveRow(
-                first + len(out), c.kind, tuple(c.axes), float(c.bytes), float(c.seconds), own.count * op.repeat,
-                operator_name(op), "", _block(own.block), i in program.in_unbounded_loops or own.per_iteration, own.dtype, own=True,
+                first + len(out), c.kind, tuple(c.axes), float(c.bytes), float(c.seconds), user.count * op.repeat,
+                operator_name(op), "", _shape_text(user.block),
+                i in program.in_unbounded_loops or user.per_iteration, user.dtype, own=True,
             )  # fmt: skip
             out.append((row, i))
     return out
@@ -163,5 +166,5 @@ def _row(
     )  # fmt: skip
 
 
-def _block(shape: tuple[int, ...]) -> str:
+def _shape_text(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) or "scalar"

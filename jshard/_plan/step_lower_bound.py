@@ -1,18 +1,19 @@
-"""What no program with a plan's placements avoids: bytes received for each matrix product, and seconds for the step.
+"""A lower bound on a step for every program with a plan's placements: bytes per matrix product, seconds for the step.
 
-The seconds are the largest of three that a program may overlap: an even share of all products at the chip's peak, an even
-share of reading arguments and writing results once (`_memory/least_traffic.py`), and what the products must receive, over
-all links at once. Programs are those in which all devices do the same (SPMD) and compute every product whole.
+The seconds are the largest of three that a program may overlap: an even share of all products at the chip's peak, an
+even share of reading arguments and writing results once (`_memory/least_traffic.py`), and the bytes that the products
+must receive, over all links at once. The programs are those in which all devices do the same (SPMD) and every product is
+computed once.
 
-A plan decides where operands are made (arguments lie, other operators write) and how much of a product each
-device may hold of its result. Given that, a device that does its even share of the product must touch so many
-elements of the three arrays (`_cost/communication_bounds.py`); what it does not hold, it receives. A tensor is charged to the
-first product that reads it, so the products' needs can be added. The rest
-of a step is the space gap: what grids, latency, redundant work, arrays stored in between, and one thing after another cost.
+A plan decides where operands are produced and how much of a product's arrays each device holds. Given that, a device
+with an even share of the product must access a minimum of elements of the three arrays
+(`_cost/communication_bounds.py`); those that it does not hold, it receives. A tensor is charged to the first product
+that reads it, so that the bounds of products can be added. The rest of a step is the space gap: grids, latency,
+redundant work, intermediate arrays, and work that does not overlap.
 
-Layouts are the plan's: a plan that keeps whole copies of its operands needs to receive nothing, and pays in memory.
+The placements are the plan's: a plan that keeps whole copies of its operands receives nothing, and pays in memory.
 
->>> round(even_footprint(1, 64, 64, 64, 8)), even_footprint(16, 4, 4, 4, 8)      # whole batches: no sharing at all
+>>> round(even_share_footprint(1, 64, 64, 64, 8)), even_share_footprint(16, 4, 4, 4, 8)  # whole batches
 (3072, 96.0)
 """
 
@@ -34,37 +35,40 @@ from jshard._schedule.schedule import Assignment
 
 
 def step_lower_bound(choice: Assignment, donated: Collection[int] = ()) -> StepLowerBound:
-    """The needs of every product, and of the step; `donated` are flat indices of donated arguments."""
+    """The bounds of every product, and of the step; `donated` are flat indices of donated arguments."""
     charged: set[int] = set()
     a, alike = choice.program.use_def, choice.state_classes[0]
     order, begin = a.uses_by_tensor
-    needs, known = [], {}
+    bounds, cache = [], {}
     for i in np.flatnonzero(a.has_primitive(frozenset(("dot_general",)))).tolist():
         op = choice.program.operators[i]
         operands = a.use_tensor[a.use_begin[i] : a.use_begin[i + 1]].tolist()
         if len(operands) < 2:  # a literal
             continue
         read = order[begin[op.results[0]] : begin[op.results[0] + 1]]
-        often = [r >= op.repeat for r in op.operand_repeat]
+        each_run = [r >= op.repeat for r in op.operand_repeat]
         first, second = operands
-        fresh = (often[0] and first not in charged, often[1] and second != first and second not in charged)
-        # A partial sum is ended here when every reader wants it whole; else later, on what is made of it.
-        ended = len(read) > 0 and all(
+        first_read = (
+            each_run[0] and first not in charged,
+            each_run[1] and second != first and second not in charged,
+        )
+        # The sum is completed here if no reader takes it partial; else later, on a value derived from it.
+        ends_sum = len(read) > 0 and all(
             not choice.operand_layout(u, k).partial
             and choice.program.operators[u].operand_repeat[k] >= op.repeat
             for u, k in zip(a.use_op[read].tolist(), a.use_operand[read].tolist(), strict=True)
         )
-        made = [(alike[a.def_op[t]], a.def_result[t], a.repeat[a.def_op[t]]) for t in operands]
-        key = (alike[i], op.repeat, fresh, ended, *made)
-        if key not in known:
-            known[key] = _product_bound(choice, op, fresh, ended)
-        need = known[key]
-        if need is None:
+        produced = [(alike[a.def_op[t]], a.def_result[t], a.repeat[a.def_op[t]]) for t in operands]
+        key = (alike[i], op.repeat, first_read, ends_sum, *produced)
+        if key not in cache:
+            cache[key] = _product_bound(choice, op, first_read, ends_sum)
+        bound = cache[key]
+        if bound is None:
             continue
         charged.update((first, second))
-        if need.bytes > 0:
-            needs.append(dataclasses.replace(need, operator=operator_name(op)))
-    total = sum(n.bytes * n.count for n in needs)
+        if bound.bytes > 0:
+            bounds.append(dataclasses.replace(bound, operator=operator_name(op)))
+    total = sum(b.bytes * b.count for b in bounds)
     chip, devices = choice.topology.chip, choice.topology.mesh.total
     compute = sum(
         work / _peak_flops(choice.program.operators[i], choice.topology)
@@ -76,25 +80,25 @@ def step_lower_bound(choice: Assignment, donated: Collection[int] = ()) -> StepL
         "memory": memory / devices,
         "network": total / ingress_bandwidth(choice.topology),
     }
-    most = max(seconds, key=lambda k: seconds[k])
-    return StepLowerBound(seconds[most], total, tuple(needs), most)
+    limit = max(seconds, key=lambda k: seconds[k])
+    return StepLowerBound(seconds[limit], total, tuple(bounds), limit)
 
 
 def _peak_flops(op: Operator, topology: Topology) -> float:
-    """The fastest that a product of these types can be: a compiler may use the units of any of them."""
+    """The highest FLOP/s of a product of these types: a compiler may use the units of any of them."""
     return max(peak_flops(v.aval.dtype, topology.chip) for v in (*op.eqn.invars, *op.eqn.outvars))
 
 
 def ingress_bandwidth(topology: Topology) -> float:
-    """Bytes/s that can enter a device over everything it is joined to."""
+    """Bytes/s that can enter a device over all of its links."""
     chip = topology.chip
     return chip.links * chip.link_bandwidth + (chip.die_bandwidth or 0.0) + (chip.nic_bandwidth or 0.0)
 
 
 def even_share_footprint(batch: int, m: int, n: int, k: int, devices: int) -> float:
-    """Elements that a device with an even share of `batch` products must touch at least.
+    """The least elements of the three arrays that a device with an even share of `batch` products must access.
 
-    Sharing one product is dearer than doing whole ones, so a device does whole ones as far as its share goes.
+    Partitioning one product costs more than computing whole ones, so a device computes whole ones as far as its share goes.
     """
     share = batch / devices
     if share >= 1:
@@ -106,9 +110,12 @@ def even_share_footprint(batch: int, m: int, n: int, k: int, devices: int) -> fl
 def _product_bound(
     choice: Assignment, op: Operator, first_read: Sequence[bool], ends_sum: bool
 ) -> ProductBound | None:
-    """What a product must receive of its operands and to finish its result.
+    """The bytes that a device must receive for a product: of its operands, and to complete its result.
 
-    `fresh` are the operands that no product before it has read, `ended` says whether it ends its sum itself.
+    Arguments:
+
+    - `first_read`: for each operand whether no product before this one reads it.
+    - `ends_sum`: whether the product completes its sum itself.
     """
     program, mesh = choice.program, choice.topology.mesh
     a, b = op.operands
@@ -120,11 +127,11 @@ def _product_bound(
     for i, t in enumerate((a, b)):
         tensor, needed, made = program.tensors[t], choice.operand_layout(op.id, i), choice.result_layout(t)
         words = math.prod(tensor.shape)
-        # A partial sum is scattered at best before it is read.
+        # A partial sum is at best reduce-scattered before it is read.
         pieces = made.pieces(mesh) * mesh.size(*made.partial) if first_read[i] else needed.pieces(mesh)
         held += words / max(1, pieces)
         if first_read[i]:
-            # What is made outside a loop may be moved outside too, once.
+            # A tensor produced outside a loop may be resharded outside too, once.
             count = min(count, float(program.use_def.repeat[program.use_def.def_op[t]]))
     r = op.results[0]
     out = choice.result_layout(r)
