@@ -40,7 +40,7 @@ def test_every_operator_and_collective_is_in_one_group_and_in_the_order_once(nam
         assert sorted(found) == sorted(r.name for r in p.operators)
     for ids in (
         [i for g in operator_groups(p) for m in g.collectives for i in m.ids],
-        [e.xs for e in events(p) if hasattr(e, "id")],
+        [e.id for e in events(p) if hasattr(e, "id")],
     ):
         assert sorted(ids) == sorted(c.id for c in p.collectives)
     assert sum(g.seconds for g in operator_groups(p)) == pytest.approx(p.cost.compute + p.cost.communication)
