@@ -11,10 +11,10 @@ import numpy as np
 
 import jshard
 from jshard._network.build import PlanningNetwork
-from jshard._network.exact_cost import exact_cost
-from jshard._plan import planner
+from jshard._plan import level_search, planner
 from jshard._plan.schedule_cost import schedule_cost
 from jshard._schedule.schedule import assignment_of, schedule
+from tests.laws.exact_cost import exact_cost
 from tests.laws.fuzz_judge import _loss, mesh_of
 from tests.laws.fuzz_programs import Fuzzed
 
@@ -26,17 +26,17 @@ class Searched:
     problems: list[tuple[PlanningNetwork, np.ndarray]]
 
     def __enter__(self) -> Searched:
-        self.real = planner._schedule_solution
+        self.real = planner.schedule_solution
 
-        def recorded(built: PlanningNetwork, wish: Any, assignment: Any, *rest: Any, **named: Any) -> Any:
+        def recorded(built: PlanningNetwork, request: Any, assignment: Any, *rest: Any, **named: Any) -> Any:
             self.problems.append((built, np.asarray(assignment)[: built.cost_network.size]))
-            return self.real(built, wish, assignment, *rest, **named)
+            return self.real(built, request, assignment, *rest, **named)
 
-        planner._schedule_solution = recorded
+        planner.schedule_solution = level_search.schedule_solution = recorded
         return self
 
     def __exit__(self, *error: object) -> None:
-        planner._schedule_solution = self.real
+        planner.schedule_solution = level_search.schedule_solution = self.real
 
 
 def searched() -> Searched:

@@ -19,7 +19,7 @@ from jshard._core.topology import from_mesh
 from jshard._cost.resharding import seconds_table
 from jshard._network.candidates import TensorLayouts, enumerate_layouts
 from jshard._network.cost_tables import CostTables
-from jshard._network.reshard_edges import build_relay
+from jshard._network.reshard_edges import Sharing, build_relay
 from jshard._program.graph import Tensor
 from tests.laws.fuzz_programs import program
 from tests.laws.law_costs import both_costs, close, random_assignments, searched, training
@@ -201,9 +201,9 @@ def test_what_the_network_charges_for_shared_copies_is_below_what_some_relay_cos
     for n in (2, 3, 4, 5, 6):
         bits, sharing = ([0] * n, ((1.0, True),)) if n > 2 else ([-1] * n, ())
         relay = build_relay(whole, [whole] * n, bits, False)
-        begin = tables.pairwise[tables.reshard_table(whole, relay, tensor, 1.0, sharing=sharing)]
-        share = dict(bit=0, sharers=n, mates=n) if n > 2 else {}
-        onward = tables.pairwise[tables.reshard_table(relay, whole, tensor, 1.0, **share)]
+        begin = tables.pairwise[tables.reshard_table(whole, relay, tensor, 1.0, sharing=Sharing(sharing))]
+        share = Sharing((), 0, n, n) if n > 2 else Sharing()
+        onward = tables.pairwise[tables.reshard_table(relay, whole, tensor, 1.0, sharing=share)]
         for _ in range(1500):
             few = rng.integers(0, len(every), rng.integers(1, 5))
             made, read = rng.integers(len(every)), rng.choice(few, n)
@@ -233,12 +233,12 @@ def test_the_charge_is_below_the_exact_cost_also_over_several_scopes(axes, chip)
         bits = [several.index(k) if k in several else -1 for k, n in enumerate(readers) for _ in range(n)]
         relay = build_relay(whole, [whole] * len(bits), bits, False)
         sharing = tuple((float(repeat[k]), k == 0) for k in several)
-        begin = tables.pairwise[tables.reshard_table(whole, relay, tensor, 1.0, sharing=sharing)]
+        begin = tables.pairwise[tables.reshard_table(whole, relay, tensor, 1.0, sharing=Sharing(sharing))]
         where = [k for k, n in enumerate(readers) for _ in range(n)]
         onward = [
             tables.pairwise[
                 tables.reshard_table(
-                    relay, whole, tensor, float(repeat[k]), bit=b, sharers=len(bits), mates=readers[k]
+                    relay, whole, tensor, float(repeat[k]), sharing=Sharing((), b, len(bits), readers[k])
                 )
             ]
             for k, b in zip(where, bits, strict=True)

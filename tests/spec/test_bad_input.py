@@ -66,7 +66,7 @@ def test_through_the_doors_and_a_good_call_after(row: Row):
     good_args = args if all(isinstance(x, jax.Array) for x in jax.tree.leaves(args)) else (jnp.ones(4),)
     good = planned_well(fn)
     want = good(*good_args, **kwargs)
-    plans = dict(good._programs)
+    plans = dict(good._executables)
     bad = None
     for _ in range(2):  # the second time too: nothing half made is found
         with pytest.raises(ShardError) as caught:
@@ -77,9 +77,9 @@ def test_through_the_doors_and_a_good_call_after(row: Row):
     if bad is not None:
         with pytest.raises(row.error):
             bad.plan(*args, **kwargs)
-        assert not bad._programs
+        assert not bad._executables
     assert all((x == 2).all() for x in jax.tree.leaves((args, kwargs)) if isinstance(x, jax.Array))
     again = good(*good_args, **kwargs)
-    assert good._programs == plans
+    assert good._executables == plans
     jax.tree.map(np.testing.assert_array_equal, again, want)
     jax.tree.map(np.testing.assert_array_equal, again, fn(*good_args, **kwargs))

@@ -65,11 +65,11 @@ def test_what_is_cut_stays_where_it_lies(place):
         assert f.plan(*shapes) is plan
         for _ in range(2):
             np.testing.assert_allclose(f(x, w) + 0, fn(A, B), atol=1e-5)
-        assert len(f._programs) == 1
+        assert len(f._executables) == 1
         # Types say where arguments of a trace lie; on a mesh with Auto axes nothing does.
         g = f if mesh is EXPLICIT else jshard.shard(fn, mesh=mesh)
         np.testing.assert_allclose(jax.jit(g)(x, w), fn(A, B), atol=1e-5)
-        assert len(g._programs) == 1
+        assert len(g._executables) == 1
 
 
 def test_one_device_the_host_and_every_device_are_no_wish():
@@ -97,11 +97,11 @@ def test_state_comes_back_where_it_is_planned_and_nothing_is_planned_again(caplo
     with jax.log_compiles(True), caplog.at_level(logging.WARNING):
         for k in range(4):
             params, _ = f(params, put(A + k, AUTO, "d"))
-            assert len(f._programs) == 1
+            assert len(f._executables) == 1
         # A batch from the host is another wish than one that lies cut, as it is another program for `jit`.
         for _ in range(2):
             params, _ = f(params, np.asarray(A))
-    assert len(f._programs) == 2 and len(traces) == 1
+    assert len(f._executables) == 2 and len(traces) == 1
     compiled = [r for r in caplog.records if r.message.startswith("Finished XLA compilation of jit(step)")]
     assert len(compiled) == 2
     told = [r.message for r in caplog.records if "planned anew" in r.message]
@@ -199,7 +199,7 @@ def test_a_default_gives_way_where_no_plan_keeps_it():
         f"not as they lie: state.a, state.b, state.c, state.d, since no plan fits {budget:,}"
     )
     np.testing.assert_allclose(f(lies)["a"], 2 * A)
-    assert len(f._programs) == 1 and f.plan(lies) == plan
+    assert len(f._executables) == 1 and f.plan(lies) == plan
 
 
 def test_the_mesh_is_that_of_the_arguments():
@@ -238,7 +238,7 @@ def test_arguments_of_a_trace_lie_as_their_types_say():
         f = jshard.shard(fn)
         y = jax.jit(lambda a, b: f(a * 2, b))(x, w)
         np.testing.assert_allclose(y, fn(2 * A, B), atol=1e-5)
-        (program,) = f._programs.values()
+        (program,) = f._executables.values()
         assert layouts(program.prepared.plan) == [(("d",), ()), ((), ("m",))]
         grad = jax.grad(lambda a: f(a, w).sum())(x)
         np.testing.assert_allclose(grad, jax.grad(lambda a: fn(a, B).sum())(A), atol=1e-4)
@@ -268,7 +268,7 @@ def test_a_training_loop_on_arrays_that_were_placed():
         p, s, loss = want(p, s, x)
         params, state, got = f(params, state, x)
         np.testing.assert_allclose(got, loss, rtol=1e-5)
-    assert len(f._programs) <= 2
+    assert len(f._executables) <= 2
     assert params["w"].sharding.is_equivalent_to(p["w"].sharding, 2)
 
 

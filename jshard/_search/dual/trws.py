@@ -187,7 +187,7 @@ def trws(
             # variable's slack comes on top of at least that.
             passed = DualBound(bound, fresh, begun, rounds)
         elif fresh is not None:
-            passed = replace(passed, passes=rounds)
+            passed = replace(passed, rounds=rounds)
         best, stop = passed.bound, False
         history.append(best)
         if fresh is None:

@@ -1,11 +1,11 @@
 """What an assignment costs exactly, copies that several operators share counted once.
 
-Problem.  The network charges each reader of a copy, or a share of it (`reshard_edges.py`). A schedule moves a tensor
-into a layout once in each scope, and not at all where it lies so as it was made.
+Problem.  The network charges each reader of a copy, or a share of it (`_network/reshard_edges.py`). A schedule reshards a
+tensor into a layout once in each scope, and not at all where it was produced in it.
 
 Idea.  Two computations of one number. This one adds up the seconds between layouts over an assignment, each copy
-once; the other (`schedule_cost.py`) adds up the collectives of the schedule. Tests hold them equal for random
-assignments, and the network's own cost of any assignment is at least the least of what some relay would cost.
+once; the other (`_plan/schedule_cost.py`) adds up the collectives of the schedule. Tests hold them equal for random
+assignments.
 """
 
 from __future__ import annotations
@@ -65,22 +65,12 @@ def readings(problem: PlanningNetwork, assignment: np.ndarray) -> Readings:
 
 
 def _seconds(problem: PlanningNetwork, edge: int) -> np.ndarray:
-    """Seconds of what an edge moves, in all states of its ends, if it is shared with no other."""
-    e = problem.tensor_edges
-    source, target, t = (
-        e.layouts[e.source_layouts[edge]],
-        e.layouts[e.target_layouts[edge]],
-        int(e.tensor[edge]),
-    )
-    seconds = problem.cost_tables.seconds(
-        source,
-        target,
-        problem.program.tensors[t],
-        t in problem.returned_sums,
-        problem.combined_with.get(t, 1),
-    )
-    moved = seconds[np.ix_(source.index, target.index)] * e.count[edge]
-    return zero_duplicate_reads(moved, target, e.duplicate_layouts[e.duplicates[edge]])
+    """Seconds of what an edge reshards, in all states of its ends, if it is shared with no other."""
+    (e,) = problem.tensor_edges.rows([edge])
+    tensor = problem.program.tensors[e.tensor]
+    seconds = problem.cost_tables.seconds(e.source, e.target, tensor, e.returned_sum, e.combined_with)
+    table = seconds[np.ix_(e.source.of_state, e.target.of_state)] * e.count
+    return zero_duplicate_reads(table, e.target, e.duplicates)
 
 
 def _layouts(problem: PlanningNetwork, numbers: dict[Layout, int], which: Ints, state: Ints) -> Ints:
@@ -90,7 +80,7 @@ def _layouts(problem: PlanningNetwork, numbers: dict[Layout, int], which: Ints, 
         choices = problem.tensor_edges.layouts[c]
         own = np.array([numbers.setdefault(lay, len(numbers)) for lay in choices.layouts], dtype=np.int64)
         at = np.flatnonzero(which == c)
-        out[at] = own[choices.index[state[at]]]
+        out[at] = own[choices.of_state[state[at]]]
     return out
 
 
