@@ -185,7 +185,7 @@ def trial(single: Single, devices: int, rng: random.Random, chip: Any = None, me
         given = [jax.device_put(x, p) for x, p in zip(every, places, strict=True)]
         plain = jax.jit(compat.as_function(single.closed), compiler_options=_QUICK)
         text = _unlike(plain(*single.values), compiled(*given))
-    where = "; ".join(f"{choice.made(t)}" for t in range(len(program.tensors)))
+    where = "; ".join(f"{choice.result_layout(t)}" for t in range(len(program.tensors)))
     return Outcome(
         text and f"{single.name} on {topology.mesh}: {where}\n{text}",
         len(planned),
