@@ -7,11 +7,11 @@ those axes: there it is the plain kind, whose transpose, a reduce-scatter, is wh
 
 >>> import jax, numpy as np
 >>> from jax.sharding import AxisType
->>> from jshard._cost.resharding import steps
+>>> from jshard._cost.resharding import cheapest_steps
 >>> from jshard._core.topology import from_mesh, mesh_axes
 >>> mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:8])
 >>> a, b = Layout((("x",), ("y",))), Layout((("x", "y"), ()))
->>> found = steps(a, b, (8, 8), from_mesh(mesh))
+>>> found = cheapest_steps(a, b, (8, 8), from_mesh(mesh))
 >>> def reshard(x):
 ...     return apply_reshard(x, a, b, found, mesh_axes(mesh), vma=True)
 >>> x = np.arange(64.0).reshape(8, 8)
@@ -51,7 +51,7 @@ def apply_reshard(
 
     - `x`: this device's block, of shape `source.local_shape(shape, mesh)`; any dtype.
     - `source`, `target`: the layouts; `steps` must lead from one to the other, else `ValueError`.
-    - `steps`: from `jshard._cost.resharding.steps`.
+    - `steps`: from `jshard._cost.resharding.cheapest_steps`.
     - `mesh`: the mesh of the surrounding `shard_map`.
     - `vma`: whether that runs with `check_vma=True`.
     - `consumer_axes`: axes on which the consumer varies, so that the result may be typed as varying there.

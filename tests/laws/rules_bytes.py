@@ -174,7 +174,7 @@ def trial(single: Single, devices: int, rng: random.Random, chip: Any = None, me
     planned = [
         Predicted(r.kind, r.axes, r.bytes, r.operator, r.count, r.id) for r, _ in collective_rows(made, {})
     ]
-    ins = [choice.made(program.operators[i].results[0]) for i in program.inputs]
+    ins = [choice.result_layout(program.operators[i].results[0]) for i in program.inputs]
     places = [NamedSharding(mesh, lay.spec) for lay in ins]
     every = [*single.values, *program.constants]
     shapes = [jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=p) for v, p in zip(every, places, strict=True)]
@@ -185,7 +185,7 @@ def trial(single: Single, devices: int, rng: random.Random, chip: Any = None, me
         given = [jax.device_put(x, p) for x, p in zip(every, places, strict=True)]
         plain = jax.jit(compat.as_function(single.closed), compiler_options=_QUICK)
         text = _unlike(plain(*single.values), compiled(*given))
-    where = "; ".join(f"{choice.made(t)}" for t in range(len(program.tensors)))
+    where = "; ".join(f"{choice.result_layout(t)}" for t in range(len(program.tensors)))
     return Outcome(
         text and f"{single.name} on {topology.mesh}: {where}\n{text}",
         len(planned),
