@@ -1,7 +1,7 @@
 """`sweep`: one function planned over meshes, levels, chips and batch sizes, side by side.
 
-Every combination is one row. A combination that cannot be planned is a row too, with the reason: a sweep over
-machines is asked precisely because some of them are too small.
+Every combination is one row. A combination that cannot be planned is a row with the reason, because one purpose of a
+sweep over machines is to see which of them are too small.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SWEPT_OPTIONS = {
     "hardware": lambda v: hardware.get(v) if isinstance(v, str) else v,
     "device": lambda v: check_device(v) or v, "level": check_level, "memory_budget": parse_bytes, "search": check_search,
 }  # fmt: skip
-"""Options of `shard` that a sweep varies beside mesh and batch, and what checks a value."""
+"""Options of `shard` that a sweep varies, beside mesh and batch, with the function that checks a value."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,14 +53,14 @@ class Sweep:
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """The plans that were found."""
+        """The plans of all points that have one."""
         return tuple(p.plan for p in self.points if p.plan is not None)
 
     @property
     def fastest(self) -> PlanPoint | None:
         """The point of least step time (for one entry of the batch where batches differ); None without a plan."""
-        made = [p for p in self.points if p.plan is not None]
-        return min(made, key=lambda p: step_seconds(p.plan) / (p.setting("batch") or 1), default=None)  # type: ignore[arg-type]
+        planned = [p for p in self.points if p.plan is not None]
+        return min(planned, key=lambda p: step_seconds(p.plan) / (p.setting("batch") or 1), default=None)  # type: ignore[arg-type]
 
     def __len__(self) -> int:
         return len(self.points)
@@ -104,7 +104,7 @@ def sweep(
     show_progress: bool | None = None,
     **kwargs: Any,
 ) -> Sweep:
-    """Plan a function under every combination of the settings that are given as lists.
+    """Plan a function under every combination of settings.
 
     >>> import jax, jshard
     >>> f32 = lambda *shape: jax.ShapeDtypeStruct(shape, "float32")
@@ -122,7 +122,7 @@ def sweep(
     - `level`, `hardware`, `memory_budget`, `search`, `device`: values as `shard` takes them, one or a list.
     - `batch`: sizes of dimension 0: a dict from the name of an argument (or a tuple of names) to sizes, or a list for
         the argument called `batch`. An argument that is a pytree has all its leaves resized.
-    - `show_progress`: None shows a bar on a terminal and in Jupyter only.
+    - `show_progress`: whether to show a progress bar; None: on a terminal and in Jupyter only.
 
     Returns a `Sweep`. A combination that cannot be planned is a row with the reason; only a wrong setting is an error.
     """
@@ -137,8 +137,8 @@ def sweep(
     }
     sharded.check_arguments(args, kwargs, "sweep", tuple(inspect.signature(sweep).parameters)[2:-1])
     with sharded.as_array_function(args, kwargs) as (function, args, kwargs):
-        found = _points(function.request, args, kwargs, _meshes(mesh), options, batch, show_progress)
-    return Sweep(sharded.__name__, tuple(found))
+        points = _points(function.request, args, kwargs, _meshes(mesh), options, batch, show_progress)
+    return Sweep(sharded.__name__, tuple(points))
 
 
 def _points(
@@ -149,30 +149,30 @@ def _points(
     total = max(len(meshes), 1) * max(len(sizes), 1)
     for values in options.values():
         total *= len(values)
-    found = []
+    points = []
     with progress(f"sweep of {request.name}", total, shown=show_progress) as show:
         for where, values, size in itertools.product(
             meshes or [None], itertools.product(*options.values()), sizes or [None]
         ):
             labels = {n: label for n, (label, _) in zip(options, values, strict=True)}
-            show(len(found), ", ".join(map(str, [where[0] if where else "", *labels.values(), size or ""])))
+            show(len(points), ", ".join(map(str, [where[0] if where else "", *labels.values(), size or ""])))
             chosen = {n: value for n, (_, value) in zip(options, values, strict=True)}
-            asked = dataclasses.replace(
+            changed = dataclasses.replace(
                 request, options=dataclasses.replace(request.options, **chosen), plan=None,
                 mesh=where[1] if where else request.mesh,
             )  # fmt: skip
-            found.append(
-                _point(asked, where, labels, size, *_resize_batch(request, batched, size, args, kwargs))
+            points.append(
+                _point(changed, where, labels, size, *_resize_batch(request, batched, size, args, kwargs))
             )
-    return found
+    return points
 
 
 def plan_with_options(
     request: ShardRequest, args: Sequence[Any], kwargs: Mapping[str, Any], **options: Any
 ) -> Plan:
-    """The plan of a request under other options."""
-    asked = dataclasses.replace(request, options=dataclasses.replace(request.options, **options), plan=None)
-    return prepare(asked, args, kwargs).plan
+    """The plan of a request with other options."""
+    changed = dataclasses.replace(request, options=dataclasses.replace(request.options, **options), plan=None)
+    return prepare(changed, args, kwargs).plan
 
 
 def _point(
@@ -210,10 +210,10 @@ def _meshes(mesh: Any) -> list[tuple[str, Any]]:
     """Meshes with their names."""
     if mesh is None:
         return []
-    found = [*mesh.items()] if isinstance(mesh, Mapping) else [(None, m) for m in _as_list(mesh)]
-    for _, m in found:
+    named = [*mesh.items()] if isinstance(mesh, Mapping) else [(None, m) for m in _as_list(mesh)]
+    for _, m in named:
         check_mesh(m)
-    return [(_mesh_name(m) if name is None else str(name), m) for name, m in found]
+    return [(_mesh_name(m) if name is None else str(name), m) for name, m in named]
 
 
 def _mesh_name(mesh: Any) -> str:
@@ -228,7 +228,7 @@ def _mesh_name(mesh: Any) -> str:
 def _parse_batch(
     request: ShardRequest, batch: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[str, ...], list[int]]:
-    """Names of the arguments whose dimension 0 is the batch, and its sizes."""
+    """Names of the arguments whose dimension 0 is the batch, and the batch sizes."""
     if batch is None:
         return (), []
     names = [*argument_names(request.fn, len(args)), *kwargs]
@@ -262,7 +262,7 @@ def _parse_batch(
 def _resize_batch(
     request: ShardRequest, batched: tuple[str, ...], size: int | None, args: tuple, kwargs: dict
 ) -> tuple[tuple, dict]:
-    """The arguments as shapes, those of the batch with another dimension 0."""
+    """The arguments, those of the batch as shapes with dimension 0 of another size."""
     if size is None:
         return args, kwargs
     names = argument_names(request.fn, len(args))
