@@ -116,23 +116,23 @@ def sweep(
 
     Arguments:
 
-    - `fn`: a function, or a sharded one, whose pins and options hold where nothing is swept.
-    - `args`, `kwargs`: arrays or `ShapeDtypeStruct`s. What is named as a setting here goes by position.
+    - `fn`: a function, or a sharded one, whose strategies and options are kept where they are not varied.
+    - `args`, `kwargs`: arrays or `ShapeDtypeStruct`s. An argument with the name of a setting is passed by position.
     - `mesh`: meshes or topologies, as a list or as a dict of names.
-    - `level`, `hardware`, `memory_budget`, `search`, `device`: values as `shard` takes them, one or a list.
+    - `level`, `hardware`, `memory_budget`, `search`, `device`: one value for `shard`, or a list.
     - `batch`: sizes of dimension 0: a dict from the name of an argument (or a tuple of names) to sizes, or a list for
-        the argument called `batch`. An argument that is a pytree has all its leaves resized.
+        the argument named `batch`. In a pytree, all leaves are resized.
     - `show_progress`: whether to show a progress bar; None: on a terminal and in Jupyter only.
 
     Returns a `Sweep`. A combination that cannot be planned is a row with the reason; only a wrong setting is an error.
     """
     sharded = fn if isinstance(fn, Sharded) else shard(fn)
-    given = {
+    settings = {
         "hardware": hardware, "device": device, "level": level, "memory_budget": memory_budget, "search": search
     }  # fmt: skip
     options = {
         name: [(v, SWEPT_OPTIONS[name](v)) for v in _as_list(values)]
-        for name, values in given.items()
+        for name, values in settings.items()
         if values is not None
     }
     sharded.check_arguments(args, kwargs, "sweep", tuple(inspect.signature(sweep).parameters)[2:-1])
@@ -141,29 +141,48 @@ def sweep(
     return Sweep(sharded.__name__, tuple(points))
 
 
+@dataclasses.dataclass(frozen=True)
+class _NamedMesh:
+    """A mesh of the sweep, and its name in the table."""
+
+    name: str
+    mesh: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Combination:
+    """One point of the grid: None where a setting is not varied; option -> value as the user wrote it."""
+
+    mesh: _NamedMesh | None
+    labels: Mapping[str, Any]
+    batch: int | None
+
+
 def _points(
-    request: ShardRequest, args: tuple, kwargs: dict[str, Any], meshes: Sequence[tuple[str, Any]],
+    request: ShardRequest, args: tuple, kwargs: dict[str, Any], meshes: Sequence[_NamedMesh],
     options: Mapping[str, Sequence[tuple[Any, Any]]], batch: Any, show_progress: bool | None,
 ) -> list[PlanPoint]:  # fmt: skip
+    """A point for each combination; `options`: name -> (value as the user wrote it, checked value)."""
     batched, sizes = _parse_batch(request, batch, args, kwargs)
     total = max(len(meshes), 1) * max(len(sizes), 1)
     for values in options.values():
         total *= len(values)
-    points = []
+    points: list[PlanPoint] = []
     with progress(f"sweep of {request.name}", total, shown=show_progress) as show:
-        for where, values, size in itertools.product(
+        for mesh, values, size in itertools.product(
             meshes or [None], itertools.product(*options.values()), sizes or [None]
         ):
-            labels = {n: label for n, (label, _) in zip(options, values, strict=True)}
-            show(len(points), ", ".join(map(str, [where[0] if where else "", *labels.values(), size or ""])))
+            at = _Combination(mesh, {n: label for n, (label, _) in zip(options, values, strict=True)}, size)
+            show(
+                len(points),
+                ", ".join(map(str, [mesh.name if mesh else "", *at.labels.values(), size or ""])),
+            )
             chosen = {n: value for n, (_, value) in zip(options, values, strict=True)}
             changed = dataclasses.replace(
                 request, options=dataclasses.replace(request.options, **chosen), plan=None,
-                mesh=where[1] if where else request.mesh,
+                mesh=mesh.mesh if mesh else request.mesh,
             )  # fmt: skip
-            points.append(
-                _point(changed, where, labels, size, *_resize_batch(request, batched, size, args, kwargs))
-            )
+            points.append(_point(changed, at, *_resize_batch(request, batched, size, args, kwargs)))
     return points
 
 
@@ -175,27 +194,26 @@ def plan_with_options(
     return prepare(changed, args, kwargs).plan
 
 
-def _point(
-    request: ShardRequest, where: Any, labels: Mapping[str, Any], size: int | None, args: tuple, kwargs: dict
-) -> PlanPoint:
+def _point(request: ShardRequest, at: _Combination, args: tuple, kwargs: dict) -> PlanPoint:
     plan, error = None, ""
     try:
         plan = prepare(request, args, kwargs).plan
     except ShardError as e:
         error = e.what
-    except Exception as e:  # the function itself may refuse a batch: a row like any other
+    except Exception as e:  # the user's function may fail for a batch size: a row like any other
         error = f"{type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else ''}".rstrip(": ")
-    about: dict[str, Any] = {"mesh": where[0] if where else plan and str(plan.mesh)}
-    links = where[1] if where else request.mesh
-    chip = plan.chip if plan else labels.get("hardware") or getattr(links, "chip", None)
-    about |= {"chip": chip, "devices": plan.mesh.total if plan else getattr(links, "devices", None)}
-    if not isinstance(about["devices"], int | None):
-        about["devices"] = about["devices"].size  # a jax Mesh has an array of them
-    about["level"] = request.options.level
-    about |= {n: v for n, v in labels.items() if n not in ("hardware", "level")}
-    if size is not None:
-        about["batch"] = size
-    return PlanPoint(tuple(about.items()), plan, error)
+    columns: dict[str, Any] = {"mesh": at.mesh.name if at.mesh else plan and str(plan.mesh)}
+    mesh = at.mesh.mesh if at.mesh else request.mesh
+    devices = plan.mesh.total if plan else getattr(mesh, "devices", None)
+    columns["chip"] = plan.chip if plan else at.labels.get("hardware") or getattr(mesh, "chip", None)
+    columns["devices"] = (
+        devices if isinstance(devices, int | None) else devices.size
+    )  # an array, of a JAX mesh
+    columns["level"] = request.options.level
+    columns |= {n: v for n, v in at.labels.items() if n not in ("hardware", "level")}
+    if at.batch is not None:
+        columns["batch"] = at.batch
+    return PlanPoint(tuple(columns.items()), plan, error)
 
 
 def _as_list(values: Any) -> list[Any]:
@@ -206,14 +224,13 @@ def _as_list(values: Any) -> list[Any]:
     return [values]
 
 
-def _meshes(mesh: Any) -> list[tuple[str, Any]]:
-    """Meshes with their names."""
+def _meshes(mesh: Any) -> list[_NamedMesh]:
     if mesh is None:
         return []
     named = [*mesh.items()] if isinstance(mesh, Mapping) else [(None, m) for m in _as_list(mesh)]
     for _, m in named:
         check_mesh(m)
-    return [(_mesh_name(m) if name is None else str(name), m) for name, m in named]
+    return [_NamedMesh(_mesh_name(m) if name is None else str(name), m) for name, m in named]
 
 
 def _mesh_name(mesh: Any) -> str:
@@ -239,11 +256,11 @@ def _parse_batch(
                 where="sweep",
                 fix='one group, resized together: batch={("inputs", "labels"): [64, 128]}',
             )
-        [(who, sizes)] = batch.items()
+        [(key, sizes)] = batch.items()
     else:
-        who, sizes = "batch", batch
-    who = (who,) if isinstance(who, str) else tuple(who)
-    unknown = [w for w in who if w not in names]
+        key, sizes = "batch", batch
+    batched = (key,) if isinstance(key, str) else tuple(key)
+    unknown = [b for b in batched if b not in names]
     if unknown:
         raise ShardError(
             f"{request.name} has no argument {unknown[0]!r} whose dimension 0 is the batch",
@@ -256,7 +273,7 @@ def _parse_batch(
         raise ShardError(
             f"a batch of {wrong[0]!r}", where="sweep", fix="positive whole numbers: batch=[64, 128]"
         )
-    return who, sizes
+    return batched, sizes
 
 
 def _resize_batch(
