@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -187,6 +187,22 @@ def vma_of_type(aval: Any) -> frozenset[str]:
     """The same for a type."""
     kinds = getattr(aval, "mat", None)  # JAX 0.12: one record for varying, unreduced and reduced axes
     return frozenset(kinds.varying if kinds is not None else getattr(aval, "vma", ()) or ())
+
+
+def cast_vma(x: Any, axes: Iterable[str]) -> Any:
+    """A value inside `shard_map`, typed as varying over `axes` beside those it varies over already."""
+    axes = frozenset(axes)
+    if not axes:
+        return x
+    x = x if isinstance(x, jax.Array) else jax.numpy.asarray(x)
+    missing = tuple(sorted(axes - vma(x)))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def to_common_vma(values: Sequence[Any]) -> list[Any]:
+    """Values typed as varying over the same mesh axes, as primitives require under `check_vma`."""
+    axes = frozenset().union(*(vma(x) for x in values if hasattr(x, "dtype")))
+    return [cast_vma(x, axes) for x in values]
 
 
 def check_vma_enabled() -> bool:

@@ -186,7 +186,7 @@ def row(model: str, layers: str, grid: str, profile: bool, level: int, budget: s
 
     import jshard
     from jshard._api import prepare
-    from jshard._plan import planner
+    from jshard._plan import level_search, planner, scheduled_solution
 
     fn, args = (llama if model == "llama" else gpt)(layers)
     donate: Any = dict(donate_argnums=(0, 1))
@@ -200,8 +200,9 @@ def row(model: str, layers: str, grid: str, profile: bool, level: int, budget: s
     del kept, fresh  # a user has one trace in memory, and the garbage collector walks over all there are
     chip: Any = {} if ":" in grid else dict(hardware="tpu-v5p")
     phases = Phases()
-    parts = ((prepare, "_trace", "trace"), (prepare, "build", "program"), (planner, "problem", "network"),
-             (planner, "_solve", "search"), (planner, "schedule", "rows"), (planner, "describe", "rows"))  # fmt: skip
+    parts = ((prepare, "_trace", "trace"), (prepare, "build", "program"), (level_search, "build_network", "network"),
+             (level_search.LevelSearch, "run", "search"), (scheduled_solution, "schedule", "rows"),
+             (planner, "summarize", "rows"))  # fmt: skip
     seconds, wall, held, plan, watch = [], 0.0, 0.0, None, cProfile.Profile()
     for turn in range(2):
         sharded = jshard.shard(fn, level=level, mesh=mesh_of(grid), memory_budget=budget, **chip, **donate)

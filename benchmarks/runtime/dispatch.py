@@ -47,7 +47,7 @@ def _rounds(functions: list[Any], t: Any, rounds: int) -> list[list[float]]:
 
 def _jitted(f: Any, plan: Any, t: Any) -> Any:
     """`jax.jit` of the program that `f` has for `t`."""
-    body = spmd(f._program((t,), {}).prepared.schedule, plan.jax_mesh)
+    body = spmd(f._executable((t,), {}).prepared.schedule, plan.jax_mesh)
     return jax.jit(lambda t: body(*t), in_shardings=plan.in_shardings[0], out_shardings=plan.out_shardings)
 
 

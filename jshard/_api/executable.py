@@ -33,6 +33,7 @@ from jshard._api.trace_call import explicit_sharding
 from jshard._core.errors import MeshError
 from jshard._core.layout import Layout
 from jshard._lower.spmd import spmd
+from jshard._plan.derivative_rule import plan_derivative_rule
 from jshard._plan.records import EntryRow
 from jshard._spec.committed_shardings import (
     Placement,
@@ -234,10 +235,8 @@ def _differentiable(prepared: PlannedCall, notes: list[str]) -> Any:
     receives why the backward pass was not planned jointly. JAX compiles the function as a whole where it runs eagerly.
     """
     mesh, name = prepared.chosen.mesh, prepared.request.name
-    body = spmd(prepared.schedule, mesh, vma=True)
-    forward_passes: dict[
-        tuple[int, ...], Callable[..., Any]
-    ] = {}  # by the numbers of differentiated arguments
+    body = spmd(prepared.schedule, mesh, vma=True, plan_rule=plan_derivative_rule)
+    forward_passes: dict[tuple[int, ...], Callable[..., Any]] = {}  # key: numbers of differentiated arguments
 
     def forward(*values: Any) -> tuple[Any, ...]:
         return tuple(body(*values))
@@ -247,7 +246,7 @@ def _differentiable(prepared: PlannedCall, notes: list[str]) -> Any:
         if numbers not in forward_passes:
             planned = plan_for_gradient(prepared, numbers)
             notes.extend([planned.note] if planned.note else [])
-            forward_passes[numbers] = spmd(planned.schedule, mesh, vma=True)
+            forward_passes[numbers] = spmd(planned.schedule, mesh, vma=True, plan_rule=plan_derivative_rule)
 
         def of_differentiated(*differentiated: Any) -> tuple[Any, ...]:
             values = list(primals)
@@ -258,9 +257,8 @@ def _differentiable(prepared: PlannedCall, notes: list[str]) -> Any:
         return jax.jvp(of_differentiated, [primals[i] for i in numbers], [tangents[i] for i in numbers])
 
     forward.__name__ = forward.__qualname__ = name
-    if compat.has_effects(
-        prepared.schedule.assignment.program.jaxpr
-    ):  # JAX allows no effects in derivative rules
+    # JAX allows no effects in derivative rules.
+    if compat.has_effects(prepared.schedule.assignment.program.jaxpr):
 
         def watched(*values: Any) -> tuple[Any, ...]:
             return forward(

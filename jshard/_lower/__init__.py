@@ -1,1 +1,1 @@
-"""A schedule -> one `shard_map` with explicit collectives."""
+"""Lowering: a schedule in, a JAX function that runs it as one `shard_map` out."""

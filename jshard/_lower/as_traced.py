@@ -1,14 +1,14 @@
-"""Operators that nothing is known about, run exactly as they were traced.
+"""Operators without a rule, run exactly as they were traced.
 
-Problem.  A primitive of another library may keep, among its parameters, the shapes and types of what it was traced
-with, and compare them when it is compiled. Equinox's do: a linear solve holds the structure of its operands. Inside
-`shard_map` every value is typed by the mesh and its manual axes, so the comparison fails ("pytree does not match
-out_structure"), and would in a plain `jax.shard_map` as well.
+A primitive of another library may keep, among its parameters, the shapes and types of what it was traced with, and
+compare them when it is compiled: Equinox's linear solve keeps the structure of its operands. Inside `shard_map` every
+value is typed by the mesh and its manual axes, so the comparison fails ("pytree does not match out_structure"), as it
+would in a plain `jax.shard_map`.
 
-Idea.  Such an operator is run on whole arrays, the same on every device, so it does not have to know that it is
-inside. It becomes a call that is traced and compiled outside of any mesh, on the avals of the traced equation, weak
-types included. Its derivative is that of the call, taken there: linearized once, with residuals handed on, and
-transposed from those; under `vmap` the call is mapped there.
+Such an operator runs on whole arrays, the same on every device, so it need not be inside `shard_map` at all. It becomes
+a call that is traced and compiled outside of any mesh, on the avals of the traced equation, weak types included. Its
+derivative is that of the call, taken there: linearized once, with the residuals handed on, and transposed from them;
+under `vmap` the call is mapped there.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import core, lax
+from jax import core
 from jax.interpreters import ad, batching, mlir
 
 from jshard import _jaxcompat as compat
 
 
 def run_as_traced(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """The results of an equation on whole operands, inside `shard_map`.
+    """Run an equation on whole operands inside `shard_map` and return its results.
 
     >>> closed = jax.make_jaxpr(jnp.sin)(1.0)
     >>> [float(x) for x in run_as_traced(closed.jaxpr.eqns[0], [0.0])]
@@ -44,64 +44,75 @@ def run_as_traced(eqn: Any, operands: Sequence[Any]) -> list[Any]:
 
 
 class OutsideCall:
-    """A function of plain arrays with the types of its operands and results; what `as_traced_p` calls."""
+    """A function of plain arrays with the types of its operands and results: the parameter of `as_traced_p`."""
 
     def __init__(
-        self, run: Callable[..., list[Any]], in_avals: Sequence[Any], out_avals: Sequence[Any] | None = None
+        self,
+        run: Callable[..., list[Any]],
+        in_avals: Sequence[Any],
+        out_avals: Sequence[Any] | None = None,
     ):
-        self.run, self.avals = run, tuple(in_avals)
-        self.outs = tuple(_result_structs(run, self.avals) if out_avals is None else out_avals)
+        self.run, self.in_avals = run, tuple(in_avals)
+        self.out_avals = tuple(_result_structs(run, self.in_avals) if out_avals is None else out_avals)
 
     def linearized(self, which: tuple[int, ...]) -> tuple[OutsideCall, OutsideCall]:
-        """The call with its residuals after its results, and the tangent map of its operands `which` from those."""
+        """The call that returns its residuals after its results, and the tangent map from them.
+
+        `which` are the numbers of the operands to differentiate with respect to; the second call takes the residuals and
+        the tangents of those operands.
+        """
         trees: list[Any] = []
 
         def forward(*arrays: Any) -> list[Any]:
-            def moving(*some: Any) -> list[Any]:
-                every = list(arrays)
-                for i, x in zip(which, some, strict=True):
-                    every[i] = x
-                return [y for y in self.run(*every) if _inexact(y)]
+            def of_differentiated(*values: Any) -> list[Any]:
+                operands = list(arrays)
+                for i, x in zip(which, values, strict=True):
+                    operands[i] = x
+                return [y for y in self.run(*operands) if _is_inexact(y)]
 
-            rest = [y for y in self.run(*arrays) if not _inexact(y)] if self.has_integer_results else []
-            out, tangent = jax.linearize(moving, *(arrays[i] for i in which))
-            kept, tree = jax.tree.flatten(tangent)
+            exact = [y for y in self.run(*arrays) if not _is_inexact(y)] if self.has_integer_results else []
+            inexact, tangent = jax.linearize(of_differentiated, *(arrays[i] for i in which))
+            residuals, tree = jax.tree.flatten(tangent)
             trees[:] = [tree]
-            real, whole = iter(out), iter(rest)
-            return [next(real) if _inexact(o) else next(whole) for o in self.outs] + kept
+            remaining = {True: iter(inexact), False: iter(exact)}
+            return [next(remaining[_is_inexact(o)]) for o in self.out_avals] + residuals
 
-        first = OutsideCall(forward, self.avals)
-        kept = first.outs[len(self.outs) :]
+        first = OutsideCall(forward, self.in_avals)
+        residuals = first.out_avals[len(self.out_avals) :]
 
         def tangent(*arrays: Any) -> list[Any]:
-            return list(jax.tree.unflatten(trees[0], arrays[: len(kept)])(*arrays[len(kept) :]))
+            n = len(residuals)
+            return list(jax.tree.unflatten(trees[0], arrays[:n])(*arrays[n:]))
 
-        return first, OutsideCall(tangent, [*kept, *(self.avals[i] for i in which)])
+        return first, OutsideCall(tangent, [*residuals, *(self.in_avals[i] for i in which)])
 
     @functools.cached_property
     def has_integer_results(self) -> bool:
-        """Whether some results are integers or the like, which have no derivative."""
-        return not all(map(_inexact, self.outs))
+        """Whether some results are of integer or boolean type, which have no derivative."""
+        return not all(map(_is_inexact, self.out_avals))
 
     def transposed(self, linear: tuple[int, ...]) -> OutsideCall:
-        """From the other operands and the cotangents of the results to the cotangents of the `linear` operands."""
-        kept = [i for i in range(len(self.avals)) if i not in linear]
+        """The map from the other operands and the results' cotangents to the cotangents of the `linear` operands."""
+        others = [i for i in range(len(self.in_avals)) if i not in linear]
+        n = len(others)
 
-        def pulled(*arrays: Any) -> list[Any]:
-            def of_linear(*some: Any) -> list[Any]:
-                at = dict(zip((*kept, *linear), (*arrays[: len(kept)], *some), strict=True))
-                return [y for y in self.run(*(at[i] for i in range(len(at)))) if _inexact(y)]
+        def transpose(*arrays: Any) -> list[Any]:
+            def of_linear(*values: Any) -> list[Any]:
+                operand = dict(zip((*others, *linear), (*arrays[:n], *values), strict=True))
+                return [y for y in self.run(*(operand[i] for i in range(len(operand)))) if _is_inexact(y)]
 
-            back = jax.linear_transpose(of_linear, *(self.avals[i] for i in linear))
-            return list(back(list(arrays[len(kept) :])))
+            return list(
+                jax.linear_transpose(of_linear, *(self.in_avals[i] for i in linear))(list(arrays[n:]))
+            )
 
-        return OutsideCall(pulled, [*(self.avals[i] for i in kept), *filter(_inexact, self.outs)])
+        cotangents = filter(_is_inexact, self.out_avals)
+        return OutsideCall(transpose, [*(self.in_avals[i] for i in others), *cotangents])
 
     def batched(self, dims: tuple[int | None, ...], size: int) -> OutsideCall:
-        """The mapped call; results have the new dimension first."""
+        """The call under `vmap`; results have the new dimension, of length `size`, first."""
         avals = [
             a if d is None else jax.ShapeDtypeStruct((*a.shape[:d], size, *a.shape[d:]), a.dtype)
-            for a, d in zip(self.avals, dims, strict=True)
+            for a, d in zip(self.in_avals, dims, strict=True)
         ]
         return OutsideCall(jax.vmap(self.run, in_axes=dims, out_axes=0), list(map(_struct, avals)))
 
@@ -116,40 +127,38 @@ def _struct(aval: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)))
 
 
-def _inexact(x: Any) -> bool:
+def _is_inexact(x: Any) -> bool:
     return bool(jnp.issubdtype(x.dtype, np.inexact))
 
 
 as_traced_p = compat.primitive("jshard_as_traced")
-"""An `Outside` as a primitive inside `shard_map`; its results vary over what any operand varies over."""
+"""An `OutsideCall` as a primitive inside `shard_map`; its results vary over all axes that an operand varies over."""
 
 
 def _abstract_eval(*avals: Any, call: OutsideCall) -> Any:
     axes = frozenset().union(*map(compat.vma_of_type, avals))
-    outs = [core.ShapedArray(o.shape, o.dtype, weak_type=o.weak_type) for o in call.outs]
+    outs = [core.ShapedArray(o.shape, o.dtype, weak_type=o.weak_type) for o in call.out_avals]
     return [compat.with_axes(o, axes) for o in outs] if axes else outs
 
 
 def _jvp(primals: Any, tangents: Any, *, call: OutsideCall) -> Any:
     which = tuple(i for i, t in enumerate(tangents) if type(t) is not ad.Zero)
-    first, second = call.linearized(which)
-    results = as_traced_p.bind(*primals, call=first)
-    outs, kept = results[: len(call.outs)], results[len(call.outs) :]
-    moved = iter(as_traced_p.bind(*kept, *(tangents[i] for i in which), call=second))
-    still = [ad.Zero(jax.typeof(o).to_tangent_aval()) for o in outs]
-    return outs, [next(moved) if _inexact(o) else zero for o, zero in zip(call.outs, still, strict=True)]
+    forward, tangent = call.linearized(which)
+    results = as_traced_p.bind(*primals, call=forward)
+    outs, residuals = results[: len(call.out_avals)], results[len(call.out_avals) :]
+    out_tangents = iter(as_traced_p.bind(*residuals, *(tangents[i] for i in which), call=tangent))
+    return outs, [
+        next(out_tangents) if _is_inexact(aval) else ad.Zero(jax.typeof(out).to_tangent_aval())
+        for aval, out in zip(call.out_avals, outs, strict=True)
+    ]
 
 
 def _transpose(cotangents: Any, *operands: Any, call: OutsideCall) -> Any:
     linear = tuple(i for i, x in enumerate(operands) if ad.is_undefined_primal(x))
-    kept = [x for x in operands if not ad.is_undefined_primal(x)]
-    given = [ad.instantiate_zeros(c) for c, o in zip(cotangents, call.outs, strict=True) if _inexact(o)]
-    axes = frozenset().union(*map(compat.vma, (*kept, *given)))
-    alike = [
-        lax.pcast(x, tuple(sorted(axes - compat.vma(x))), to="varying") if axes - compat.vma(x) else x
-        for x in (*kept, *given)
-    ]
-    out = iter(as_traced_p.bind(*alike, call=call.transposed(linear)))
+    others = [x for x in operands if not ad.is_undefined_primal(x)]
+    inexact = [c for c, o in zip(cotangents, call.out_avals, strict=True) if _is_inexact(o)]
+    values = compat.to_common_vma([*others, *map(ad.instantiate_zeros, inexact)])
+    out = iter(as_traced_p.bind(*values, call=call.transposed(linear)))
     return [next(out) if i in linear else None for i in range(len(operands))]
 
 
@@ -161,7 +170,7 @@ def _batch(args: Any, dims: Any, *, call: OutsideCall) -> Any:
 
 def _lower(ctx: Any, *args: Any, call: OutsideCall) -> Any:
     with compat.without_mesh():
-        plain = [core.ShapedArray(a.shape, a.dtype, weak_type=a.weak_type) for a in call.avals]
+        plain = [core.ShapedArray(a.shape, a.dtype, weak_type=a.weak_type) for a in call.in_avals]
         return mlir.lower_fun(call.run)(ctx.replace(avals_in=plain), *args)
 
 

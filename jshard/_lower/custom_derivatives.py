@@ -1,8 +1,8 @@
 """Custom derivative rules inside a planned program, kept when the program is differentiated from outside.
 
-A `custom_jvp` or `custom_vjp` is planned through its body, so its own rule would be lost if the body were simply
-run. Here it is rebuilt as itself: the body runs on local blocks, and its rule, when JAX asks for it, is traced
-on the global shapes, planned with the layouts its values already have, and run on local blocks too.
+A `custom_jvp` or `custom_vjp` call is planned through its body, so its rule would be lost if the body were simply run.
+Here the call is rebuilt: its body runs on local blocks, and when JAX differentiates it, its rule is traced on global
+shapes, planned with the layouts that its values already have, and run on local blocks too.
 
 >>> import jax, jax.numpy as jnp, jshard
 >>> @jax.custom_jvp
@@ -26,182 +26,200 @@ from jax.custom_derivatives import SymbolicZero
 from jshard import _jaxcompat as compat
 from jshard._core.layout import Layout
 from jshard._core.topology import Topology
-from jshard._plan.planner import make_plan
-from jshard._plan.request import PlanRequest
 from jshard._program.graph import Call, Literal, Program
-from jshard._program.trace import build
-from jshard._schedule.schedule import Schedule
-from jshard._spec.entry import Pin
+from jshard._schedule.schedule import Assignment, Schedule
 
 
-RunSchedule = Callable[[Schedule, Sequence[Any]], list[Any]]  # a schedule on local blocks
+PlanRule = Callable[
+    [Callable[..., Any], Sequence[Any], Sequence[Layout], Sequence[Layout], Topology, Any], Schedule
+]
+"""(function, types of its arguments, their layouts, layouts of its first results, topology, mesh with Explicit axes in
+which the program was traced or None) -> schedule."""
+
+RunRule = Callable[[Schedule, Sequence[Any]], list[Any]]
+"""Runs the schedule of a rule on local blocks."""
 
 
 def rebuild_with_rule(
-    call: Call, program: Program, layouts: Sequence[Layout], returns: Sequence[Layout], topology: Topology,
-    body: Callable[..., list[Any]], run: RunSchedule,
-) -> Callable[..., Any]:  # fmt: skip
-    """The call as a function of its local tensor operands, with its derivative rule.
+    call: Call,
+    assignment: Assignment,
+    operand_layouts: Sequence[Layout],
+    result_layouts: Sequence[Layout],
+    body: Callable[..., list[Any]],
+    plan_rule: PlanRule,
+    run_rule: RunRule,
+) -> Callable[..., Any]:
+    """The call as a function of the local blocks of its tensor operands, with its derivative rule.
 
-    `layouts` are those of the tensor operands, `returns` those of the results; `body` runs the planned body.
+    Arguments:
+
+    - `call`: a custom_jvp or custom_vjp call of the program that `assignment` is for.
+    - `operand_layouts`: of the tensor operands; literals are left out.
+    - `result_layouts`: of the results.
+    - `body`: runs the planned body on local blocks.
     """
-    eqn = call.eqn
-    literals = {i: a for i, a in enumerate(call.operands) if isinstance(a, Literal)}
-    avals = [_struct(program.tensors[a]) for a in call.operands if not isinstance(a, Literal)]
+    program, eqn = assignment.program, call.eqn
+    tensors = [a for a in call.operands if not isinstance(a, Literal)]
 
-    def plain(*tensors: Any) -> list[Any]:
-        """The equation itself on global values."""
-        given = iter(tensors)
-        operands = [literals[i].value if i in literals else next(given) for i in range(len(call.operands))]
+    def on_global_values(*values: Any) -> list[Any]:
+        """The equation itself."""
+        remaining = iter(values)
+        operands = [a.value if isinstance(a, Literal) else next(remaining) for a in call.operands]
         out = eqn.primitive.bind(*operands, **compat.bind_params(eqn, eqn.params))
         return list(out) if eqn.primitive.multiple_results else [out]
 
-    # What the function closed over comes first, and has no derivative: its rule is about its arguments alone.
-    closed = eqn.params.get("num_consts", 0)
-    own = [i >= closed for i in range(len(call.operands)) if i not in literals]
-    moving = [o and _differentiable(a) for a, o in zip(avals, own, strict=True)]
-    inner = _jvp if call.kind == "custom_jvp" else _vjp
-    symbolic = bool(eqn.params.get("symbolic_zeros"))
-    return inner(
-        plain,
+    avals = [_struct(program.tensors[t]) for t in tensors]
+    # Captured values come first and have no derivative: the rule is about the function's arguments alone.
+    num_captured = eqn.params.get("num_consts", 0)
+    is_argument = [i >= num_captured for i, a in enumerate(call.operands) if not isinstance(a, Literal)]
+    rebuilt = _CustomCall(
+        on_global_values,
         avals,
-        moving,
-        list(layouts),
-        list(returns),
-        topology,
+        [argument and _is_inexact(aval) for argument, aval in zip(is_argument, avals, strict=True)],
+        list(operand_layouts),
+        list(result_layouts),
         body,
-        run,
-        symbolic,
+        lambda fn, avals, ins, outs: plan_rule(
+            fn, avals, ins, outs, assignment.topology, program.explicit_mesh
+        ),
+        run_rule,
+        bool(eqn.params.get("symbolic_zeros")),
         program.explicit_mesh,
     )
+    return rebuilt.custom_jvp() if call.kind == "custom_jvp" else rebuilt.custom_vjp()
 
 
-def _jvp(
-    plain: Callable,
-    avals: list,
-    moving: list[bool],
-    layouts: list[Layout],
-    returns: list[Layout],
-    topology: Topology,
-    body: Any,
-    run: RunSchedule,
-    symbolic: bool,
-    context: Any,
-) -> Callable[..., Any]:
-    f = jax.custom_jvp(lambda *blocks: tuple(body(*blocks)))
+@dataclasses.dataclass(frozen=True)
+class _Residuals:
+    """What the forward pass of a vjp leaves for the backward pass, beside the arrays."""
 
-    def rule(primals: Any, tangents: Any) -> Any:
-        # A rule that asks for symbolic zeros is told which operands stand still, as the user's own is.
-        moves = [m and not isinstance(t, SymbolicZero) for m, t in zip(moving, tangents, strict=True)]
-
-        def pushed(*values: Any) -> Any:
-            primals, given = values[: len(avals)], values[len(avals) :]
-            of_moving = _function_of_differentiated(plain, primals, moves)
-            out, out_t = jax.jvp(of_moving, tuple(v for v, m in zip(primals, moves, strict=True) if m), given)
-            return [*out, *out_t]
-
-        wanted = [a for a, m in zip(avals, moves, strict=True) if m]
-        ins = [*layouts, *(lay for lay, m in zip(layouts, moves, strict=True) if m)]
-        schedule = _plan_rule(pushed, [*avals, *wanted], ins, [*returns, *returns], topology, context)
-        out = run(schedule, [*primals, *(t for t, m in zip(tangents, moves, strict=True) if m)])
-        return tuple(out[: len(returns)]), tuple(out[len(returns) :])
-
-    f.defjvp(rule, symbolic_zeros=symbolic)
-    return f
+    pullback: Any  # the structure of `jax.vjp`'s function, whose leaves are the residual arrays
+    avals: list[Any]
+    layouts: list[Layout]
+    perturbed: list[bool]  # the operands with respect to which the call is differentiated
 
 
-def _vjp(
-    plain: Callable,
-    avals: list,
-    moving: list[bool],
-    layouts: list[Layout],
-    returns: list[Layout],
-    topology: Topology,
-    body: Any,
-    run: RunSchedule,
-    symbolic: bool,
-    context: Any,
-) -> Callable[..., Any]:
-    f = jax.custom_vjp(lambda *blocks: tuple(body(*blocks)))
-    # What the forward pass finds, for the backward one: which operands move, the residuals, their structure.
-    found: dict[str, Any] = {}
+@dataclasses.dataclass(frozen=True)
+class _CustomCall:
+    """A call with a derivative rule: `function` on global values, `body` on local blocks."""
 
-    def f_forward(*given: Any) -> Any:
-        moves, blocks = moving, given
-        if symbolic:
-            moves = [m and bool(g.perturbed) for m, g in zip(moving, given, strict=True)]
-            blocks = tuple(g.value for g in given)
+    function: Callable[..., list[Any]]
+    avals: list[Any]
+    differentiable: list[bool]
+    operand_layouts: list[Layout]
+    result_layouts: list[Layout]
+    body: Callable[..., list[Any]]
+    plan: Callable[[Callable[..., Any], Sequence[Any], Sequence[Layout], Sequence[Layout]], Schedule]
+    run: RunRule
+    symbolic_zeros: bool
+    explicit_mesh: Any
+
+    def custom_jvp(self) -> Callable[..., Any]:
+        """The call as a `jax.custom_jvp`."""
+        f = jax.custom_jvp(lambda *blocks: tuple(self.body(*blocks)))
+        f.defjvp(self._jvp, symbolic_zeros=self.symbolic_zeros)
+        return f
+
+    def custom_vjp(self) -> Callable[..., Any]:
+        """The call as a `jax.custom_vjp`."""
+        f = jax.custom_vjp(lambda *blocks: tuple(self.body(*blocks)))
+        left: list[_Residuals] = []  # by the forward pass, which JAX traces before the backward pass
+
+        def forward(*operands: Any) -> Any:
+            results, residual_arrays, residuals = self._forward(*operands)
+            left[:] = [residuals]
+            return results, residual_arrays
+
+        def backward(residual_arrays: Any, cotangents: Any) -> Any:
+            return self._backward(left[0], residual_arrays, cotangents)
+
+        f.defvjp(forward, backward, symbolic_zeros=self.symbolic_zeros)
+        return f
+
+    def _jvp(self, primals: Any, tangents: Any) -> Any:
+        # Rules with symbolic zeros learn which operands are not perturbed, as the user's own does.
+        perturbed = [
+            m and not isinstance(t, SymbolicZero) for m, t in zip(self.differentiable, tangents, strict=True)
+        ]
+
+        def pushforward(*values: Any) -> Any:
+            primals, tangents = values[: len(self.avals)], values[len(self.avals) :]
+            function = self._of_perturbed(primals, perturbed)
+            out, out_tangents = jax.jvp(function, tuple(_select(primals, perturbed)), tangents)
+            return [*out, *out_tangents]
+
+        schedule = self.plan(
+            pushforward,
+            [*self.avals, *_select(self.avals, perturbed)],
+            [*self.operand_layouts, *_select(self.operand_layouts, perturbed)],
+            [*self.result_layouts, *self.result_layouts],
+        )
+        out = self.run(schedule, [*primals, *_select(tangents, perturbed)])
+        n = len(self.result_layouts)
+        return tuple(out[:n]), tuple(out[n:])
+
+    def _forward(self, *operands: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], _Residuals]:
+        perturbed, blocks = self.differentiable, operands
+        if self.symbolic_zeros:
+            perturbed = [m and bool(o.perturbed) for m, o in zip(perturbed, operands, strict=True)]
+            blocks = tuple(o.value for o in operands)
+        structures: list[Any] = []
 
         def forward(*values: Any) -> Any:
-            of_moving = _function_of_differentiated(plain, values, moves)
-            out, pull = jax.vjp(of_moving, *(v for v, m in zip(values, moves, strict=True) if m))
-            leaves, found["tree"] = jax.tree.flatten(pull)
+            out, pullback = jax.vjp(self._of_perturbed(values, perturbed), *_select(values, perturbed))
+            leaves, structure = jax.tree.flatten(pullback)
+            structures[:] = [structure]
             return [*out, *leaves]
 
-        schedule = _plan_rule(forward, avals, layouts, returns, topology, context)
-        choice = schedule.assignment
-        ends = choice.program.outputs[len(returns) :]
-        found["kept"] = [(_output_struct(choice.program, i), choice.operand_layout(i, 0)) for i in ends]
-        found["moves"] = moves
-        out = run(schedule, blocks)
-        return tuple(out[: len(returns)]), tuple(out[len(returns) :])
+        schedule = self.plan(forward, self.avals, self.operand_layouts, self.result_layouts)
+        assignment, n = schedule.assignment, len(self.result_layouts)
+        ends = assignment.program.outputs[n:]
+        residuals = _Residuals(
+            structures[0],
+            [_output_struct(assignment.program, i) for i in ends],
+            [assignment.operand_layout(i, 0) for i in ends],
+            perturbed,
+        )
+        out = self.run(schedule, blocks)
+        return tuple(out[:n]), tuple(out[n:]), residuals
 
-    def f_backward(residuals: Any, cotangents: Any) -> Any:
-        tree, kept, moves = found["tree"], found["kept"], found["moves"]
-        with compat.context_of_trace(context):
-            outs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jax.eval_shape(plain, *avals)]
-        live = [_differentiable(o) for o in outs]
+    def _backward(self, residuals: _Residuals, arrays: Any, cotangents: Any) -> tuple[Any, ...]:
+        with compat.context_of_trace(self.explicit_mesh):
+            results = [
+                jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jax.eval_shape(self.function, *self.avals)
+            ]
+        has_cotangent = [_is_inexact(r) for r in results]
 
         def backward(*values: Any) -> Any:
-            pull = jax.tree.unflatten(tree, values[: len(kept)])
-            given = iter(values[len(kept) :])
-            cts = [next(given) if m else _float0_zeros(o) for o, m in zip(outs, live, strict=True)]
-            return list(pull(cts))
+            pullback = jax.tree.unflatten(residuals.pullback, values[: len(residuals.avals)])
+            remaining = iter(values[len(residuals.avals) :])
+            results_with_flag = zip(results, has_cotangent, strict=True)
+            return list(pullback([next(remaining) if m else _float0_zeros(r) for r, m in results_with_flag]))
 
-        ins = [lay for _, lay in kept] + [lay for lay, m in zip(returns, live, strict=True) if m]
-        shapes = [a for a, _ in kept] + [o for o, m in zip(outs, live, strict=True) if m]
-        wanted = [lay for lay, m in zip(layouts, moves, strict=True) if m]
-        schedule = _plan_rule(backward, shapes, ins, wanted, topology, context)
-        cts = [_instantiate_zero(c) for c, m in zip(cotangents, live, strict=True) if m]
-        given = iter(run(schedule, [*residuals, *cts]))
-        return tuple(next(given) if m else None for m in moves)
+        schedule = self.plan(
+            backward,
+            [*residuals.avals, *_select(results, has_cotangent)],
+            [*residuals.layouts, *_select(self.result_layouts, has_cotangent)],
+            _select(self.operand_layouts, residuals.perturbed),
+        )
+        given_cotangents = map(_instantiate_zero, _select(cotangents, has_cotangent))
+        out = iter(self.run(schedule, [*arrays, *given_cotangents]))
+        return tuple(next(out) if m else None for m in residuals.perturbed)
 
-    f.defvjp(f_forward, f_backward, symbolic_zeros=symbolic)
-    return f
+    def _of_perturbed(self, values: Sequence[Any], perturbed: Sequence[bool]) -> Callable[..., Any]:
+        """The function of the perturbed operands alone, with the other values fixed."""
 
+        def function(*operands: Any) -> Any:
+            remaining = iter(operands)
+            return self.function(
+                *(next(remaining) if m else v for v, m in zip(values, perturbed, strict=True))
+            )
 
-def _function_of_differentiated(
-    plain: Callable, values: Sequence[Any], moves: Sequence[bool]
-) -> Callable[..., Any]:
-    """The function of the operands that move; the others are as they are, and have no tangents."""
-
-    def of_moving(*some: Any) -> Any:
-        given = iter(some)
-        return plain(*(next(given) if m else v for v, m in zip(values, moves, strict=True)))
-
-    return of_moving
+        return function
 
 
-def _plan_rule(
-    fn: Callable,
-    avals: Sequence[Any],
-    ins: Sequence[Layout],
-    outs: Sequence[Layout],
-    topology: Topology,
-    context: Any,
-) -> Schedule:
-    """The schedule of a rule whose arguments and first results already have layouts."""
-    with compat.context_of_trace(context):
-        closed = jax.make_jaxpr(fn)(*avals)
-    program = build(closed, name="derivative rule", input_names=[f"value {i}" for i in range(len(avals))])
-    program = dataclasses.replace(program, explicit_mesh=context)
-    pins = [(program.inputs[i], "result", 0, _pin(lay, topology)) for i, lay in enumerate(ins)]
-    pins += [(program.outputs[i], "operand", 0, _pin(lay, topology)) for i, lay in enumerate(outs)]
-    return make_plan(program, topology, PlanRequest(tuple(pins)))[1]
-
-
-def _pin(layout: Layout, topology: Topology) -> Pin:
-    return Pin(layout.cuts(topology.mesh), layout.dims, "derivative rule")
+def _select(values: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
+    return [v for v, m in zip(values, mask, strict=True) if m]
 
 
 def _output_struct(program: Program, output: int) -> Any:
@@ -214,15 +232,14 @@ def _struct(t: Any) -> jax.ShapeDtypeStruct:
 
 
 def _instantiate_zero(x: Any) -> Any:
-    """A cotangent as an array, typed as varying as it should, where it may be a symbolic zero."""
+    """A cotangent as an array varying over the axes of its type, where it may be a symbolic zero."""
     if not isinstance(x, SymbolicZero):
         return x
     aval: Any = x.aval
-    zeros, axes = jax.numpy.zeros(aval.shape, aval.dtype), tuple(sorted(compat.vma_of_type(aval)))
-    return jax.lax.pcast(zeros, axes, to="varying") if axes else zeros
+    return compat.cast_vma(jax.numpy.zeros(aval.shape, aval.dtype), compat.vma_of_type(aval))
 
 
-def _differentiable(aval: Any) -> bool:
+def _is_inexact(aval: Any) -> bool:
     return jax.numpy.issubdtype(aval.dtype, np.inexact)
 
 

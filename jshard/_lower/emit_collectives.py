@@ -1,29 +1,27 @@
-"""Running the steps of a redistribution on one device's block, inside `jax.shard_map`.
+"""The steps of a reshard as collectives on one device's block, inside `jax.shard_map`.
 
-Each `Step` is one collective, or one local slice. Under `check_vma` JAX types every value with the axes it
-varies over; here a value varies exactly over the axes of its layout (and may vary over `varying`, where the
-consumer varies anyhow). So a gather is the invariant kind, whose transpose is a slice, except on the axes
-where the consumer varies: there the plain gather's transpose, a reduce-scatter, is what the gradient needs.
+Each `ReshardStep` is one collective or one local slice. Under `check_vma` JAX types every value with the mesh axes it
+varies over. Here a value varies over exactly the axes of its layout (and may vary over `consumer_axes`, where the
+consumer's blocks differ in any case). So an all-gather is the invariant kind, whose transpose is a slice, except on
+those axes: there it is the plain kind, whose transpose, a reduce-scatter, is what the gradient needs.
 
 >>> import jax, numpy as np
->>> from jax.sharding import AxisType, PartitionSpec as P
->>> from jshard import _hardware as hardware
+>>> from jax.sharding import AxisType
 >>> from jshard._cost.resharding import steps
 >>> from jshard._core.topology import from_mesh, mesh_axes
 >>> mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:8])
 >>> a, b = Layout((("x",), ("y",))), Layout((("x", "y"), ()))
->>> plan = steps(a, b, (8, 8), from_mesh(mesh))
->>> def move(x):
-...     return run_steps(x, a, b, plan, mesh_axes(mesh), vma=True)
+>>> found = steps(a, b, (8, 8), from_mesh(mesh))
+>>> def reshard(x):
+...     return apply_reshard(x, a, b, found, mesh_axes(mesh), vma=True)
 >>> x = np.arange(64.0).reshape(8, 8)
->>> bool((jax.jit(jax.shard_map(move, mesh=mesh, in_specs=a.spec, out_specs=b.spec))(x) == x).all())
+>>> bool((jax.jit(jax.shard_map(reshard, mesh=mesh, in_specs=a.spec, out_specs=b.spec))(x) == x).all())
 True
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,8 +37,8 @@ from jshard._rules.registry import block_index
 
 def apply_reshard(
     x: Any,
-    layout_from: Layout,
-    layout_to: Layout,
+    source: Layout,
+    target: Layout,
     steps: Sequence[ReshardStep],
     mesh: MeshAxes,
     *,
@@ -51,41 +49,40 @@ def apply_reshard(
 
     Arguments:
 
-    - `x`: this device's block, of shape `layout_from.local_shape(shape, mesh)`; any dtype.
-    - `layout_from`, `layout_to`: the layouts; `steps` must lead from one to the other, else `ValueError`.
+    - `x`: this device's block, of shape `source.local_shape(shape, mesh)`; any dtype.
+    - `source`, `target`: the layouts; `steps` must lead from one to the other, else `ValueError`.
     - `steps`: from `jshard._cost.resharding.steps`.
     - `mesh`: the mesh of the surrounding `shard_map`.
     - `vma`: whether that runs with `check_vma=True`.
-    - `varying`: axes on which the consumer varies, so that a result typed varying there is welcome.
+    - `consumer_axes`: axes on which the consumer varies, so that the result may be typed as varying there.
     """
-    here, goal = without_unit_axes(layout_from, mesh), without_unit_axes(layout_to, mesh)
-    if 0 in x.shape:  # XLA refuses collectives of nothing
-        whole = [n * mesh.size(*axes) for n, axes in zip(x.shape, layout_from.dims, strict=True)]
-        nothing = compat.empty(layout_to.local_shape(tuple(whole), mesh), x.dtype)
-        return _cast_vma(nothing, layout_to.axes) if vma else nothing
+    if 0 in x.shape:  # XLA refuses collectives of arrays of size zero
+        shape = [n * mesh.size(*axes) for n, axes in zip(x.shape, source.dims, strict=True)]
+        empty = compat.empty(target.local_shape(tuple(shape), mesh), x.dtype)
+        return compat.cast_vma(empty, target.axes) if vma else empty
+    layout, end = without_unit_axes(source, mesh), without_unit_axes(target, mesh)
     if vma:
-        x = _cast_vma(x, layout_from.axes)
+        x = compat.cast_vma(x, source.axes)
     for step in steps:
-        x = _apply_step(x, here, step, mesh, vma, consumer_axes)
-        here = apply_step(step, here)
-    if here.dims != goal.dims or set(here.partial) != set(goal.partial):
-        raise ValueError(f"steps lead from {layout_from} to {here}, not to {layout_to}")
-    if vma:
-        x = _fix_unit_axes(x, layout_to, mesh, consumer_axes)
-    return x
+        x = _emit(x, layout, step, mesh, vma, consumer_axes)
+        layout = apply_step(step, layout)
+    if layout.dims != end.dims or set(layout.partial) != set(end.partial):
+        raise ValueError(f"steps lead from {source} to {layout}, not to {target}")
+    return _fix_unit_axes(x, target, mesh, consumer_axes) if vma else x
 
 
-def _apply_step(
-    x: Any, here: Layout, step: ReshardStep, mesh: MeshAxes, vma: bool, varying: frozenset[str]
+def _emit(
+    x: Any, layout: Layout, step: ReshardStep, mesh: MeshAxes, vma: bool, consumer_axes: frozenset[str]
 ) -> Any:
+    """Run one step on a block in `layout`."""
     axes, src, dst = step.axes, step.src_dim, step.dst_dim
     if step.kind == "slice":
         assert dst is not None
-        x = _cast_vma(x, axes) if vma else x
+        x = compat.cast_vma(x, axes) if vma else x
         size = x.shape[dst] // mesh.size(*axes)
         return lax.dynamic_slice_in_dim(x, block_index(axes, mesh) * size, size, dst)
     if step.kind == "all_gather":
-        return _all_gather(x, axes, src, vma, varying)
+        return _all_gather(x, axes, src, vma, consumer_axes)
     if step.kind == "all_to_all":
         assert dst is not None and src is not None
         if compat.ALL_TO_ALL_MIXES_LAYOUTS and 1 in x.shape:
@@ -95,15 +92,15 @@ def _apply_step(
         return lax.psum(x, axes)
     if step.kind == "reduce_scatter":
         assert dst is not None
-        if jnp.issubdtype(x.dtype, jnp.complexfloating):  # TPUs have none of complex numbers
+        if jnp.issubdtype(x.dtype, jnp.complexfloating):  # TPUs have no reduce-scatter of complex numbers
             parts = [lax.psum_scatter(p, axes, scatter_dimension=dst, tiled=True) for p in (x.real, x.imag)]
             return lax.complex(*parts)
         return lax.psum_scatter(x, axes, scatter_dimension=dst, tiled=True)
-    return lax.ppermute(x, axes, permute_pairs(here, step, mesh))
+    return lax.ppermute(x, axes, permute_pairs(layout, step, mesh))
 
 
 def _flat_all_to_all(x: Any, axes: tuple[str, ...], split: int, join: int, n: int) -> Any:
-    """The all-to-all of a vector that holds the parts one after the other: a vector has one memory layout only."""
+    """An all-to-all of the flattened, concatenated parts: a vector has only one memory layout."""
     part = [*x.shape[:split], x.shape[split] // n, *x.shape[split + 1 :]]
     parts = jnp.moveaxis(x.reshape(*x.shape[:split], n, *part[split:]), split, 0)
     parts = lax.all_to_all(parts.reshape(-1), axes, 0, 0, tiled=True).reshape(n, *part)
@@ -111,76 +108,69 @@ def _flat_all_to_all(x: Any, axes: tuple[str, ...], split: int, join: int, n: in
     return joined.reshape(*part[:join], n * part[join], *part[join + 1 :])
 
 
-def _all_gather(x: Any, axes: tuple[str, ...], dim: Any, vma: bool, varying: frozenset[str]) -> Any:
-    """One all-gather; only one kind of typing fits in one collective, so mixed axes take one each."""
-    if not vma or set(axes) <= varying:
+def _all_gather(x: Any, axes: tuple[str, ...], dim: Any, vma: bool, consumer_axes: frozenset[str]) -> Any:
+    """Gather over `axes`; one collective has one kind of typing, so axes of both kinds take several."""
+    if not vma or set(axes) <= consumer_axes:
         return lax.all_gather(x, axes, axis=dim, tiled=True)
-    if not set(axes) & varying:
+    if not set(axes) & consumer_axes:
         return compat.all_gather_invariant(x, axes, axis=dim)
-    # Minor axes first: a gather removes the minor end of the cut.
-    for same, group in itertools.groupby(reversed(axes), key=lambda a: a in varying):
-        x = _all_gather(x, tuple(group)[::-1], dim, vma, varying if same else frozenset())
+    # Minor axes first: a gather removes the minor axes of a dimension.
+    for varying, group in itertools.groupby(reversed(axes), key=lambda a: a in consumer_axes):
+        x = _all_gather(x, tuple(group)[::-1], dim, vma, consumer_axes if varying else frozenset())
     return x
 
 
-def permute_pairs(here: Layout, step: ReshardStep, mesh: MeshAxes) -> list[tuple[int, int]]:
-    """Pairs (from, to) of positions in the group of a permute, its axes major first.
+def permute_pairs(layout: Layout, step: ReshardStep, mesh: MeshAxes) -> list[tuple[int, int]]:
+    """Pairs (source, target) of positions in the group of a permute, its axes major first.
 
-    A block may lie on several devices of the group, when some axis of it cuts nothing; such devices are
-    paired in order, those that already hold the right block with themselves.
+    If some axis of the group cuts nothing, several devices hold the same block: those that hold the right block already
+    keep it, the others are paired in order.
 
     >>> mesh = MeshAxes(("x", "y"), (2, 2))
-    >>> step = Step("permute", ("x", "y"), target=(("y", "x"), ()))
-    >>> permutation(Layout((("x", "y"), ())), step, mesh)
+    >>> step = ReshardStep("permute", ("x", "y"), target=(("y", "x"), ()))
+    >>> permute_pairs(Layout((("x", "y"), ())), step, mesh)
     [(0, 0), (2, 1), (1, 2), (3, 3)]
     """
     assert step.target is not None
-    sizes = [mesh.size(a) for a in step.axes]
-    before, after = _block_indices(here.dims, step.axes, mesh), _block_indices(step.target, step.axes, mesh)
+    before = _block_indices(layout.dims, step.axes, mesh)
+    after = _block_indices(step.target, step.axes, mesh)
     holders: dict[tuple[int, ...], list[int]] = {}
-    for i in range(math.prod(sizes)):
-        holders.setdefault(before[i], []).append(i)
-    pairs: dict[int, int] = {}
-    for i in range(math.prod(sizes)):
-        if before[i] == after[i]:
-            pairs[i] = i
-            holders[before[i]].remove(i)
-    for i in range(math.prod(sizes)):
-        if i not in pairs:
-            pairs[i] = holders[after[i]].pop(0)
-    return [(pairs[i], i) for i in range(math.prod(sizes))]
+    for i, block in enumerate(before):
+        holders.setdefault(block, []).append(i)
+    source = {i: i for i, block in enumerate(before) if block == after[i]}
+    for i in source:
+        holders[before[i]].remove(i)
+    for i, block in enumerate(after):
+        if i not in source:
+            source[i] = holders[block].pop(0)
+    return [(source[i], i) for i in range(len(before))]
 
 
 def _block_indices(
     dims: Sequence[tuple[str, ...]], axes: Sequence[str], mesh: MeshAxes
 ) -> list[tuple[int, ...]]:
-    """Which block each member of a group holds: its index along every dimension, other axes at zero."""
-    out = []
+    """The block that each member of a group holds, as its index along every dimension; axes outside the group at 0."""
+    blocks = []
     for position in itertools.product(*(range(mesh.size(a)) for a in axes)):
-        at = dict(zip(axes, position, strict=True))
+        coordinate = dict(zip(axes, position, strict=True))
         index = []
-        for d in dims:
+        for dim in dims:
             i = 0
-            for a in d:
-                i = i * mesh.size(a) + at.get(a, 0)
+            for a in dim:
+                i = i * mesh.size(a) + coordinate.get(a, 0)
             index.append(i)
-        out.append(tuple(index))
-    return out
+        blocks.append(tuple(index))
+    return blocks
 
 
-def _cast_vma(x: Any, axes: Sequence[str]) -> Any:
-    """The value typed as varying over `axes` too."""
-    missing = tuple(a for a in axes if a not in compat.vma(x))
-    return lax.pcast(x, missing, to="varying") if missing else x
-
-
-def _fix_unit_axes(x: Any, goal: Layout, mesh: MeshAxes, varying: frozenset[str]) -> Any:
-    """Make the type right on axes of size one, which no step mentions: sums over them are free."""
-    small = {n for n, s in zip(mesh.names, mesh.sizes, strict=True) if s == 1}
-    extra = tuple(a for a in mesh.names if a in small and a in compat.vma(x))
-    extra = tuple(a for a in extra if a not in goal.axes and a not in varying)
+def _fix_unit_axes(x: Any, target: Layout, mesh: MeshAxes, consumer_axes: frozenset[str]) -> Any:
+    """Correct the type on axes of size one, which no step mentions: collectives over them cost nothing."""
+    unit = {name for name, size in zip(mesh.names, mesh.sizes, strict=True) if size == 1}
+    extra = tuple(
+        a for a in mesh.names if a in unit & compat.vma(x) and a not in target.axes and a not in consumer_axes
+    )
     if extra and x.ndim:
         x = compat.all_gather_invariant(x, extra, axis=0)
     elif extra:
         x = lax.psum(x, extra)
-    return _cast_vma(x, [a for a in goal.axes if a in small])
+    return compat.cast_vma(x, unit.intersection(target.axes))

@@ -1,8 +1,8 @@
-"""What each operator may do: its candidates, and the layouts they mean for operands and results.
+"""Candidates of every operator, and the layouts they imply for its operands and results.
 
-Thousands of operators share a handful of forms, so states are interned: two operators with the same primitive,
-shapes, parameters and pins have the same `States` object, and every table built from it is built once.
-Inputs and outputs have no rule: their states are simply the layouts a tensor can have.
+Thousands of operators share a few hundred classes, so candidate sets are interned: two operators with the same primitive,
+shapes, parameters and pins have the same `CandidateSet` object, and every table built from it is built once.
+Inputs and outputs have no rule: their candidates are simply the layouts a tensor can have.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,33 +24,34 @@ from jshard._rules.rule import NONE, Candidate, Rule, candidate_codes, layouts_o
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TensorLayouts:
-    """One tensor of an operator: its distinct layouts, and which of them each state uses."""
+    """One operand or result of a candidate set: its distinct layouts, and which of them each state has."""
 
     layouts: tuple[Layout, ...]
-    of_state: np.ndarray
+    of_state: np.ndarray  # (states,) a number of an entry of `layouts`
+    _num_shards: dict[MeshAxes, np.ndarray] = dataclasses.field(
+        default_factory=dict, kw_only=True, repr=False
+    )
 
     def layout(self, state: int) -> Layout:
-        """Layout under a state."""
+        """The layout in a state."""
         return self.layouts[int(self.of_state[state])]
 
     def num_shards(self, mesh: MeshAxes) -> np.ndarray:
-        """Number of different blocks under each state."""
-        found = self.__dict__.get("_pieces")
-        if found is None or found[0] is not mesh:  # one mesh for a planning, which asks again and again
-            found = mesh, np.array([lay.pieces(mesh) for lay in self.layouts])[self.of_state]
-            self.__dict__["_pieces"] = found
-        return found[1]
+        """(states,) the number of distinct shards."""
+        if mesh not in self._num_shards:
+            self._num_shards[mesh] = np.array([layout.pieces(mesh) for layout in self.layouts])[self.of_state]
+        return self._num_shards[mesh]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CandidateSet:
-    """All states of one form of operator."""
+    """The candidates of an operator, which are the states of its variable; shared by all operators of its class."""
 
     op: OpView | None
     rule: Rule
     entry: RuleEntry | None
-    candidates: tuple[Candidate | None, ...]
-    axis_codes: np.ndarray  # (states, mesh axes): the candidates as one array
+    candidates: tuple[Candidate | None, ...]  # None for inputs and outputs
+    axis_codes: np.ndarray  # (states, mesh axes) those of the candidates
     operands: tuple[TensorLayouts, ...]
     results: tuple[TensorLayouts, ...]
 
@@ -64,48 +65,51 @@ class CandidateSet:
 
 LayoutTest = Callable[[Layout], bool]
 
+PinOfSide = tuple[str, int, Any, LayoutTest]
+"""A pin of an operator: ("operand" or "result", index, key that identifies the pin, test of layouts)."""
+
+
+class _RuleCandidates(NamedTuple):
+    """What a rule determines of a candidate set."""
+
+    candidates: tuple[Candidate | None, ...]
+    axis_codes: np.ndarray
+    operands: tuple[TensorLayouts, ...]
+    results: tuple[TensorLayouts, ...]
+
 
 class CandidateCache:
-    """Builds `States` and keeps one for each distinct form; one interner lives for one planning."""
+    """Builds candidate sets, one for each distinct operator class and pins; a cache serves one planning."""
 
     def __init__(self, program: Program, mesh: MeshAxes):
         self.program, self.mesh = program, mesh
         self._sets: dict[Any, CandidateSet] = {}
         self._rules: dict[Any, tuple[OpView, Rule, RuleEntry | None]] = {}
-        self._by_rule: dict[Rule, tuple] = {}  # candidates, their axes, operands and results by rule
+        self._by_rule: dict[Rule, _RuleCandidates] = {}
         self._tensor_layouts: dict[Any, TensorLayouts] = {}
-        # Shapes with dtypes by number: forms are compared for every operator.
+        # Shapes with dtypes by number: these are compared for every operator.
         self._aval_ids: dict[Any, int] = dict(program.use_def.aval_ids)
         self._aval_of_tensor = program.use_def.aval_id.tolist()
 
-    def _interned(self, layouts: tuple[Layout, ...], index: np.ndarray) -> TensorLayouts:
-        """One object for all tensors that are cut alike: tables of the network are found by it."""
-        return self._tensor_layouts.setdefault((layouts, index.tobytes()), TensorLayouts(layouts, index))
+    def _interned(self, layouts: tuple[Layout, ...], of_state: np.ndarray) -> TensorLayouts:
+        """One object for all equal layouts: tables of the network are found by its identity."""
+        return self._tensor_layouts.setdefault(
+            (layouts, of_state.tobytes()), TensorLayouts(layouts, of_state)
+        )
 
-    def _aval_id(self, kind: Any) -> int:
-        return self._aval_ids.setdefault(kind, len(self._aval_ids))
+    def _aval_id(self, aval: Any) -> int:
+        return self._aval_ids.setdefault(aval, len(self._aval_ids))
 
-    def candidates_of(
-        self,
-        op: Operator,
-        pins: Sequence[tuple[str, int, Any, LayoutTest]] = (),
-        only: Callable[[np.ndarray, MeshAxes], np.ndarray] | None = None,
-    ) -> CandidateSet:
-        """States of an operator; `pins` are (side, index, key, test) with side "operand" or "result".
-
-        `only` says which of the candidates that keep the pins, given by their axes, are offered.
-        """
+    def candidates_of(self, op: Operator, pins: Sequence[PinOfSide] = ()) -> CandidateSet:
+        """The candidates of an operator that satisfy some pins."""
         if op.kind in ("input", "const", "output"):
             return self._endpoint(op, pins)
-        form = self._class_key(op)
-        key = (form, tuple((side, i, k) for side, i, k, _ in pins), only)
-        found = self._sets.get(key)
-        if found is None:
-            found = self._apply_pins(op, self._unpinned(op, form), pins)
-            if only is not None:
-                found = _restrict(found, only(found.axis_codes, self.mesh))
-            self._sets[key] = found
-        return found
+        class_key = self._class_key(op)
+        key = (class_key, tuple((side, i, k) for side, i, k, _ in pins))
+        candidates = self._sets.get(key)
+        if candidates is None:
+            candidates = self._sets[key] = self._apply_pins(op, self._unpinned(op, class_key), pins)
+        return candidates
 
     def _class_key(self, op: Operator) -> Any:
         kind = self._aval_of_tensor
@@ -125,10 +129,10 @@ class CandidateCache:
 
     def rule_of(self, op: Operator) -> tuple[OpView, Rule, RuleEntry | None]:
         """The operator as its rule sees it, and the rule."""
-        form = self._class_key(op)
-        if form not in self._rules:
-            self._rules[form] = self._look_up_rule(op)
-        return self._rules[form]
+        key = self._class_key(op)
+        if key not in self._rules:
+            self._rules[key] = self._look_up_rule(op)
+        return self._rules[key]
 
     def _look_up_rule(self, op: Operator) -> tuple[OpView, Rule, RuleEntry | None]:
         t = self.program.tensors
@@ -142,37 +146,40 @@ class CandidateCache:
         rule, entry = rules_for(view)
         return view, rule, entry
 
-    def _unpinned(self, op: Operator, form: Any) -> CandidateSet:
-        key = (form, (), None)
-        if key in self._sets:
-            return self._sets[key]
-        view, rule, entry = self.rule_of(op)
-        meant: Any = self._by_rule.get(rule)
-        if meant is None:
-            axes = candidate_codes(rule, self.mesh)
-            cands = tuple(map(Candidate, map(tuple, axes.tolist())))
-            ins, outs = layouts_of_candidates(rule, axes, self.mesh)
-            one = {id(c): self._interned(*c) for c in (*ins, *outs)}
-            meant = cands, axes, tuple([one[id(c)] for c in ins]), tuple([one[id(c)] for c in outs])
-            self._by_rule[rule] = meant
-        made = CandidateSet(view, rule, entry, *meant)
-        self._sets[key] = made
-        return made
+    def _unpinned(self, op: Operator, class_key: Any) -> CandidateSet:
+        key = (class_key, ())
+        if key not in self._sets:
+            view, rule, entry = self.rule_of(op)
+            if rule not in self._by_rule:
+                self._by_rule[rule] = self._of_rule(rule)
+            self._sets[key] = CandidateSet(view, rule, entry, *self._by_rule[rule])
+        return self._sets[key]
 
-    def _apply_pins(
-        self, op: Operator, states: CandidateSet, pins: Sequence[tuple[str, int, Any, LayoutTest]]
-    ) -> CandidateSet:
-        keep = np.ones(len(states), dtype=bool)
+    def _of_rule(self, rule: Rule) -> _RuleCandidates:
+        codes = candidate_codes(rule, self.mesh)
+        candidates = tuple(map(Candidate, map(tuple, codes.tolist())))
+        operands, results = layouts_of_candidates(rule, codes, self.mesh)
+        # Tensors of equal dimensions share one list of layouts: it is hashed once.
+        interned = {id(t): self._interned(*t) for t in (*operands, *results)}
+        return _RuleCandidates(
+            candidates,
+            codes,
+            tuple([interned[id(t)] for t in operands]),
+            tuple([interned[id(t)] for t in results]),
+        )
+
+    def _apply_pins(self, op: Operator, candidates: CandidateSet, pins: Sequence[PinOfSide]) -> CandidateSet:
+        keep = np.ones(len(candidates), dtype=bool)
         for side, i, key, test in pins:
-            choices = (states.operands if side == "operand" else states.results)[i]
-            allowed = np.array([test(lay) for lay in choices.layouts])
+            tensor = (candidates.operands if side == "operand" else candidates.results)[i]
+            allowed = np.array([test(layout) for layout in tensor.layouts])
             if not allowed.any():
                 raise SearchError(
                     f"no way to run {op.primitive} has its {side} {i} cut as {describe_pin(key)} asks",
                     where=f"{op.module or op.primitive} {op.source}".strip(),
-                    fix="pin a cut that the operator's rule allows: " + _allowed_cuts(choices, self.mesh),
+                    fix="pin a cut that the operator's rule allows: " + _allowed_cuts(tensor, self.mesh),
                 )
-            keep &= allowed[choices.of_state]
+            keep &= allowed[tensor.of_state]
         if not keep.any():
             raise SearchError(
                 f"the pins of {op.primitive} contradict each other: "
@@ -180,77 +187,84 @@ class CandidateCache:
                 where=f"{op.module or op.primitive} {op.source}".strip(),
                 fix="cut a dimension that two operands share equally in both, or leave one of them None",
             )
-        return _restrict(states, keep)
+        return _restrict(candidates, keep)
 
-    def _endpoint(self, op: Operator, pins: Sequence[tuple[str, int, Any, LayoutTest]]) -> CandidateSet:
-        atom = op.operands[0] if op.kind == "output" else op.results[0]
+    def _endpoint(self, op: Operator, pins: Sequence[PinOfSide]) -> CandidateSet:
+        """The layouts of an input, constant or output."""
+        is_output = op.kind == "output"
+        atom = op.operands[0] if is_output else op.results[0]
         shape = tuple(atom.aval.shape) if isinstance(atom, Literal) else self.program.tensors[atom].shape
-        # An exact spec may order axes as no candidate does; the pin carries that layout itself.
-        exact = [k for _, _, k, _ in pins if isinstance(k, Layout)]
-        key = ("endpoint", op.kind == "output", shape, tuple((side, i, k) for side, i, k, _ in pins))
+        key = ("endpoint", is_output, shape, tuple((side, i, k) for side, i, k, _ in pins))
         if key in self._sets:
             return self._sets[key]
-        # A pinned tuple says how many pieces, not which axis is major: that is the search's choice.
-        possible = enumerate_layouts(shape, self.mesh, orders=bool(pins))
-        every = exact[:1] or [lay for lay in possible if all(test(lay) for *_, test in pins)]
-        if not every:
+        # An exact spec may order axes as no enumerated layout does; the pin carries that layout itself.
+        exact = [k for _, _, k, _ in pins if isinstance(k, Layout)]
+        # A pin of pieces does not say which axis is major: that is the search's choice.
+        possible = enumerate_layouts(shape, self.mesh, all_orders=bool(pins))
+        layouts = exact[:1] or [layout for layout in possible if all(test(layout) for *_, test in pins)]
+        if not layouts:
             raise SearchError(
                 f"no layout of shape {shape} is cut as {describe_pin(pins[0][2])} asks on the mesh {self.mesh}",
                 where=op.name,
                 fix="pin a cut that is a product of mesh axes",
             )
-        one = (_distinct_layouts(every),)
-        rule = Rule(operands=(), results=(), sizes=())
-        made = CandidateSet(
-            None,
-            rule,
-            None,
-            (None,) * len(every),
-            np.full((len(every), len(self.mesh.names)), NONE),
-            one if op.kind == "output" else (),
-            () if op.kind == "output" else one,
+        tensor = (_distinct_layouts(layouts),)
+        self._sets[key] = CandidateSet(
+            op=None,
+            rule=Rule(operands=(), results=(), sizes=()),
+            entry=None,
+            candidates=(None,) * len(layouts),
+            axis_codes=np.full((len(layouts), len(self.mesh.names)), NONE),
+            operands=tensor if is_output else (),
+            results=() if is_output else tensor,
         )
-        self._sets[key] = made
-        return made
+        return self._sets[key]
 
 
-def _restrict(states: CandidateSet, keep: np.ndarray) -> CandidateSet:
+def _restrict(candidates: CandidateSet, keep: np.ndarray) -> CandidateSet:
+    """The candidates of a boolean mask."""
     if keep.all():
-        return states
-    which = np.flatnonzero(keep)
+        return candidates
+    kept = np.flatnonzero(keep)
+
+    def restricted(tensors: tuple[TensorLayouts, ...]) -> tuple[TensorLayouts, ...]:
+        return tuple(_distinct_layouts([t.layout(int(k)) for k in kept]) for t in tensors)
+
     return CandidateSet(
-        states.op, states.rule, states.entry,
-        tuple(states.candidates[k] for k in which),
-        states.axis_codes[which],
-        tuple(_distinct_layouts([c.layout(int(k)) for k in which]) for c in states.operands),
-        tuple(_distinct_layouts([c.layout(int(k)) for k in which]) for c in states.results),
-    )  # fmt: skip
+        candidates.op,
+        candidates.rule,
+        candidates.entry,
+        tuple(candidates.candidates[k] for k in kept),
+        candidates.axis_codes[kept],
+        restricted(candidates.operands),
+        restricted(candidates.results),
+    )
 
 
-def enumerate_layouts(shape: tuple[int, ...], mesh: MeshAxes, orders: bool = False) -> list[Layout]:
-    """Every layout without partial sums whose cuts divide `shape`; axes in mesh order, or in all `orders`."""
+def enumerate_layouts(shape: tuple[int, ...], mesh: MeshAxes, all_orders: bool = False) -> list[Layout]:
+    """Every layout without partial sums that divides `shape`; axes of a dimension in mesh order, or in all orders."""
     out = []
-    for where in itertools.product(range(-1, len(shape)), repeat=len(mesh.names)):
+    for dim_of_axis in itertools.product(range(-1, len(shape)), repeat=len(mesh.names)):
         dims = tuple(
-            tuple(n for n, d in zip(mesh.names, where, strict=True) if d == k) for k in range(len(shape))
+            tuple(n for n, d in zip(mesh.names, dim_of_axis, strict=True) if d == k)
+            for k in range(len(shape))
         )
-        lay = Layout(dims)
-        if all(mesh.size(*d) == 1 or s > 0 for s, d in zip(shape, dims, strict=True)) and lay.divides(
-            shape, mesh
-        ):
-            ways = itertools.product(*(itertools.permutations(d) for d in dims)) if orders else [dims]
-            out += [Layout(way) for way in ways]
+        nonempty = all(mesh.size(*d) == 1 or s > 0 for s, d in zip(shape, dims, strict=True))
+        if nonempty and Layout(dims).divides(shape, mesh):
+            orders = itertools.product(*(itertools.permutations(d) for d in dims)) if all_orders else [dims]
+            out += [Layout(order) for order in orders]
     return out
 
 
-def _distinct_layouts(all_layouts: Sequence[Layout]) -> TensorLayouts:
-    seen: dict[Layout, int] = {}
-    index = np.array([seen.setdefault(lay, len(seen)) for lay in all_layouts], dtype=np.int64)
-    return TensorLayouts(tuple(seen), index)
+def _distinct_layouts(by_state: Sequence[Layout]) -> TensorLayouts:
+    ids: dict[Layout, int] = {}
+    of_state = np.array([ids.setdefault(layout, len(ids)) for layout in by_state], dtype=np.int64)
+    return TensorLayouts(tuple(ids), of_state)
 
 
-def _allowed_cuts(choices: TensorLayouts, mesh: MeshAxes) -> str:
-    cuts = sorted({lay.cuts(mesh) for lay in choices.layouts if not lay.partial})
+def _allowed_cuts(tensor: TensorLayouts, mesh: MeshAxes) -> str:
+    """The pieces per dimension that some candidates have, for an error."""
+    cuts = sorted({layout.cuts(mesh) for layout in tensor.layouts if not layout.partial})
     return ", ".join(map(str, cuts[:6])) + (" ..." if len(cuts) > 6 else "")
 
 

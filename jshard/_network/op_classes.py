@@ -1,10 +1,10 @@
-"""Numbers for operators, the same for those that are alike: what holds for one is asked once.
+"""Equivalence classes of operators, so that candidates and tables are built once per class.
 
-Problem.  126 layers have 126 times the same operators, and to build a network asks each of them for its states, its
-table and the tables of its edges.
+Problem.  126 layers have 126 times the same operators, and a network needs for each its candidates, its table and the
+tables of its edges.
 
-Idea.  Alike are operators of one primitive, with operands and results of the same shapes and dtypes, and equal
-parameters. Numpy finds them; then one of each is asked, and the others get what it got.
+Idea.  Value numbering: equivalent are operators of one primitive, with operands and results of the same shapes and
+dtypes, and equal parameters. Numpy compares them as rows of integers; what is built for one of a class serves all.
 """
 
 from __future__ import annotations
@@ -18,113 +18,133 @@ from jshard._core.row_codes import Ints, first_occurrence_codes, row_codes
 from jshard._memory.hbm_traffic import HbmTraffic
 from jshard._network.candidates import CandidateSet
 from jshard._program.graph import Program
+from jshard._program.use_def import Bools
 
 
-_MAX_OPERANDS = 4  # operands: those of operators with more are compared one by one
+_MAX_OPERANDS = 4  # operators with more operands, or with several results, are compared one by one
+_MASK_BITS = 30  # operands or results in one integer column
+_MASKED = 2 * _MASK_BITS  # an operator with more operands or results has a class of its own
 
 
 def operator_classes(program: Program) -> Ints:
-    """(operators,) a number that is only the same for operators that have the same states when nothing is pinned."""
+    """(operators,) a number that is equal only for operators that have the same candidates when nothing is pinned."""
     a, n = program.use_def, len(program.operators)
-    literal: dict[Any, int] = {}
+    literal_ids: dict[Any, int] = {}
     first = len(a.aval_ids) + 1
-    kinds = [literal.setdefault((x.aval.shape, x.aval.dtype), first + len(literal)) for x in a.literals]
+    literal_avals = np.array(
+        [literal_ids.setdefault((x.aval.shape, x.aval.dtype), first + len(literal_ids)) for x in a.literals],
+        dtype=np.int64,
+    )
     operands = np.zeros((n, _MAX_OPERANDS), dtype=np.int64)  # 0: there is none
-    results = np.zeros((n, 1), dtype=np.int64)
-    read = a.use_operand < _MAX_OPERANDS
-    operands[a.use_op[read], a.use_operand[read]] = a.aval_id[a.use_tensor[read]] + 1
-    written = a.literal_operand < _MAX_OPERANDS
-    operands[a.literal_op[written], a.literal_operand[written]] = np.array(kinds, dtype=np.int64)[written]
-    made = a.def_result == 0
-    results[a.def_op[made], 0] = a.aval_id[made] + 1
+    use_fits, literal_fits = a.use_operand < _MAX_OPERANDS, a.literal_operand < _MAX_OPERANDS
+    operands[a.use_op[use_fits], a.use_operand[use_fits]] = a.aval_id[a.use_tensor[use_fits]] + 1
+    operands[a.literal_op[literal_fits], a.literal_operand[literal_fits]] = literal_avals[literal_fits]
+    first_result = np.zeros(n, dtype=np.int64)
+    is_first = a.def_result == 0
+    first_result[a.def_op[is_first]] = a.aval_id[is_first] + 1
+    parameters, unhashable = _parameter_classes(program)
+    code = row_codes(a.primitive_id, *operands.T, first_result, parameters)
+
     wide = np.diff(a.result_begin) > 1
-    wide[a.use_op[~read]] = True
-    wide[a.literal_op[~written]] = True
-    parameters, others = _parameter_classes(program)
-    code = row_codes(a.primitive_id, *operands.T, results[:, 0], parameters)
-    some = np.flatnonzero(wide)
-    alone: dict[Any, int] = {}
-    tensor = a.aval_id.tolist()
-    by_op: dict[int, list[tuple[int, int]]] = {int(i): [] for i in some.tolist()}
-    for whose, place, kind in (
-        (a.use_op, a.use_operand, a.aval_id[a.use_tensor] + 1), (a.literal_op, a.literal_operand, np.array(kinds, dtype=np.int64))
-    ):  # fmt: skip
-        here = np.flatnonzero(wide[whose])
-        for i, k, v in zip(whose[here].tolist(), place[here].tolist(), kind[here].tolist(), strict=True):
-            by_op[i].append((k, v))
+    wide[a.use_op[~use_fits]] = True
+    wide[a.literal_op[~literal_fits]] = True
+    by_op = _operands_of(program, wide, literal_avals)
+    wide_ids: dict[Any, int] = {}
+    aval_of_tensor = a.aval_id.tolist()
     top = 1 + int(code.max(initial=0))
-    for i in some.tolist():
-        made_kinds = tuple([tensor[r] for r in program.operators[i].results])
-        key = (int(a.primitive_id[i]), tuple(by_op[i]), made_kinds, int(parameters[i]))
-        code[i] = top + alone.setdefault(key, len(alone))
-    code[others] = top + len(alone) + np.arange(len(others))
+    for i, avals in by_op.items():
+        results = tuple([aval_of_tensor[r] for r in program.operators[i].results])
+        key = (int(a.primitive_id[i]), tuple(avals), results, int(parameters[i]))
+        code[i] = top + wide_ids.setdefault(key, len(wide_ids))
+    code[unhashable] = top + len(wide_ids) + np.arange(len(unhashable))
     return first_occurrence_codes(code)[0]
 
 
-def _parameter_classes(program: Program) -> tuple[Ints, list[int]]:
-    """Numbers for the parameters of equations, and the operators whose parameters cannot be compared."""
-    seen: dict[Any, int] = {}
-    out, others = [], []
-    for op in program.operators:
-        params = op.eqn.params if op.kind == "eqn" else None
-        try:
-            out.append(seen.setdefault(tuple(params.items()), 1 + len(seen)) if params else 0)
-        except TypeError:
-            out.append(0)
-            others.append(op.id)
-    return np.array(out, dtype=np.int64), others
-
-
-def cost_classes(program: Program, operator_class: Ints, life: HbmTraffic) -> Ints:
-    """(operators,) a number that is only the same for operators whose own table is the same.
-
-    `form` numbers their states.
-    """
+def _operands_of(program: Program, which: Bools, literal_avals: Ints) -> dict[int, list[tuple[int, int]]]:
+    """For some operators the (operand, number of its aval) pairs, tensors before literals."""
     a = program.use_def
-    stored = np.array(life.stored, dtype=bool)
-    folded = np.zeros(len(operator_class), dtype=bool)
-    folded[list(life.fused_transposes)] = True
-    reads = stored[a.use_tensor] & (a.use_operand < 60) & ~folded[a.use_op]
-    writes = stored & (a.def_result < 60) & ~folded[a.def_op]
-    masks = []
-    for whose, place, which in ((a.use_op, a.use_operand, reads), (a.def_op, a.def_result, writes)):
-        low, high = (
-            np.zeros(len(operator_class), dtype=np.int64),
-            np.zeros(len(operator_class), dtype=np.int64),
-        )
-        for mask, begin in ((low, 0), (high, 30)):
-            part = which & (place >= begin) & (place < begin + 30)
-            np.add.at(mask, whose[part], 1 << (place[part] - begin))
-        masks += [np.unique(m, return_inverse=True)[1] for m in (low, high) if m.any()]
-    over = np.zeros(len(operator_class), dtype=np.int64)
-    over[list(life.in_place)] = 1
-    alone = np.zeros(len(operator_class), dtype=np.int64)
-    wide = np.unique(np.concatenate([a.use_op[a.use_operand >= 60], a.def_op[a.def_result >= 60]]))
-    alone[wide] = 1 + np.arange(len(wide))
-    return row_codes(operator_class, np.unique(a.repeat, return_inverse=True)[1], alone, over, *masks)
-
-
-def reshard_counts(program: Program) -> np.ndarray:
-    """(reads,) how often each operand is moved to its reader."""
-    a = program.use_def
-    out = a.repeat[a.use_op]
-    other = ~a.has_kind("eqn", "input", "const", "output")
-    for r in np.flatnonzero(other[a.use_op]).tolist():
-        out[r] = program.operators[a.use_op[r]].operand_repeat[a.use_operand[r]]
+    out: dict[int, list[tuple[int, int]]] = {i: [] for i in np.flatnonzero(which).tolist()}
+    for ops, places, avals in (
+        (a.use_op, a.use_operand, a.aval_id[a.use_tensor] + 1),
+        (a.literal_op, a.literal_operand, literal_avals),
+    ):
+        at = np.flatnonzero(which[ops])
+        for i, operand, aval in zip(ops[at].tolist(), places[at].tolist(), avals[at].tolist(), strict=True):
+            out[i].append((operand, aval))
     return out
 
 
-def distinct_candidate_sets(alike: Ints, every: Sequence[CandidateSet]) -> tuple[Ints, list[CandidateSet]]:
-    """Numbers for different states: `every` are those of the numbers in `alike`."""
-    known: dict[int, int] = {}
-    number = np.array([known.setdefault(id(s), len(known)) for s in every], dtype=np.int64)
+def _parameter_classes(program: Program) -> tuple[Ints, list[int]]:
+    """Numbers for the parameters of equations, and the operators whose parameters are not hashable."""
+    ids: dict[Any, int] = {}
+    out, unhashable = [], []
+    for op in program.operators:
+        params = op.eqn.params if op.kind == "eqn" else None
+        try:
+            out.append(ids.setdefault(tuple(params.items()), 1 + len(ids)) if params else 0)
+        except TypeError:
+            out.append(0)
+            unhashable.append(op.id)
+    return np.array(out, dtype=np.int64), unhashable
+
+
+def cost_classes(program: Program, operator_class: Ints, traffic: HbmTraffic) -> Ints:
+    """(operators,) a number that is equal only for operators with equal tables of their own.
+
+    `operator_class` numbers their candidate sets. Beside these a table depends on which operands and results are in HBM,
+    and on how often the operator runs.
+    """
+    a, n = program.use_def, len(operator_class)
+    stored = np.array(traffic.stored, dtype=bool)
+    fused = _mask(n, traffic.fused_transposes)
+    reads = stored[a.use_tensor] & ~fused[a.use_op]
+    writes = stored & ~fused[a.def_op]
+    masks = [*_bit_masks(n, a.use_op, a.use_operand, reads), *_bit_masks(n, a.def_op, a.def_result, writes)]
+    many = np.unique(np.concatenate([a.use_op[a.use_operand >= _MASKED], a.def_op[a.def_result >= _MASKED]]))
+    in_place = _mask(n, traffic.in_place).astype(np.int64)
+    repeat = np.unique(a.repeat, return_inverse=True)[1]
+    return row_codes(operator_class, repeat, singleton_classes(n, many.tolist()), in_place, *masks)
+
+
+def _mask(n: int, members: Collection[int]) -> Bools:
+    out = np.zeros(n, dtype=bool)
+    out[list(members)] = True
+    return out
+
+
+def _bit_masks(n: int, ops: Ints, places: Ints, which: Bools) -> list[Ints]:
+    """For each operator the operands or results at some `places` as bits: columns of small numbers, empty ones left out."""
+    columns = []
+    for begin in range(0, _MASKED, _MASK_BITS):
+        column = np.zeros(n, dtype=np.int64)
+        at = which & (places >= begin) & (places < begin + _MASK_BITS)
+        np.add.at(column, ops[at], 1 << (places[at] - begin))
+        if column.any():
+            columns.append(np.unique(column, return_inverse=True)[1])
+    return columns
+
+
+def reshard_counts(program: Program) -> np.ndarray:
+    """(uses,) how often each operand is resharded for its reader in one call."""
+    a = program.use_def
+    out = a.repeat[a.use_op]
+    at_boundary = ~a.has_kind("eqn", "input", "const", "output")
+    for use in np.flatnonzero(at_boundary[a.use_op]).tolist():
+        out[use] = program.operators[a.use_op[use]].operand_repeat[a.use_operand[use]]
+    return out
+
+
+def distinct_candidate_sets(classes: Ints, sets: Sequence[CandidateSet]) -> tuple[Ints, list[CandidateSet]]:
+    """(operators,) numbers of distinct candidate sets, and these; `sets` are those of the numbers in `classes`."""
+    ids: dict[int, int] = {}
+    number = np.array([ids.setdefault(id(s), len(ids)) for s in sets], dtype=np.int64)
     first = np.unique(number, return_index=True)[1].tolist()
-    return number[alike], [every[i] for i in first]
+    return number[classes], [sets[i] for i in first]
 
 
 def singleton_classes(n: int, *groups: Collection[int]) -> Ints:
-    """(n,) 0, but for what is in some groups a number of its own."""
+    """(n,) a number of its own for each member of some groups, 0 for the rest."""
     out = np.zeros(n, dtype=np.int64)
-    some = np.array(sorted({i for g in groups for i in g}), dtype=np.int64)
-    out[some] = 1 + np.arange(len(some))
+    members = np.array(sorted({i for g in groups for i in g}), dtype=np.int64)
+    out[members] = 1 + np.arange(len(members))
     return out

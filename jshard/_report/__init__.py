@@ -1,1 +1,1 @@
-"""Plans -> text, HTML, IR, graphs."""
+"""Reports: a plan record in; text, Markdown, HTML, IR listings, diagrams, traces and comparisons out."""

@@ -1,7 +1,7 @@
-"""`plan.why(name)`: every other way to cut one thing, and what the whole plan would cost with it.
+"""`plan.why(name)`: every other way to cut one tensor or operator, and what the whole plan would cost with it.
 
-Each alternative is forced and the program planned again, so its cost is exactly that of the plan one would get.
-What cannot be says why: a cut that does not divide, a pin, the memory budget.
+Each alternative is forced and the program replanned, so its cost is exactly that of the resulting plan. Alternatives
+that are impossible have a reason: a cut that does not divide, a pin, the memory budget.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Why:
-    """The alternatives of one tensor or operator: possible ones by cost, then the others with the reason."""
+    """The alternatives of one tensor or operator: possible ones by cost, then impossible ones with the reason."""
 
     name: str
     kind: str
@@ -58,7 +58,7 @@ class Why:
 def rank_alternatives(
     plan: PlanRecord, again: Replanner, name: str, on_progress: Callable[[int, int], None] | None = None
 ) -> Why:
-    """Force each alternative of a tensor or operator and plan again."""
+    """Force each alternative of a tensor or operator and replan."""
     found = again.alternatives(name)
     name = again.names_matching(name)[0]
     shape = again.place_of(name)[1]

@@ -1,7 +1,7 @@
-"""The predicted timeline as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""The predicted timeline as a Chrome trace, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-The prediction has compute and communication one after the other, as the cost counts them: an operator of a loop
-is one slice as long as all its turns. Each device does the same, so one is enough; `devices` writes more.
+Compute and communication follow each other, as the cost counts them; an operator in a loop is one slice as long as all
+its trips. All devices do the same, so one is enough; `devices` writes more.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def chrome_trace(plan: PlanRecord, devices: int = 1) -> dict[str, Any]:
-    """Chrome's trace format: slices for operators and collectives, a counter for memory."""
+    """The trace in Chrome's format: slices for operators and collectives, a counter for memory."""
     out: list[dict[str, Any]] = []
     live = dict(zip((r.name for r in plan.operators), plan.memory.curve, strict=False))
     for pid in range(devices):
@@ -65,7 +65,7 @@ def chrome_trace(plan: PlanRecord, devices: int = 1) -> dict[str, Any]:
 
 
 def chrome_trace_json(plan: PlanRecord, devices: int = 1) -> str:
-    """`trace` as text."""
+    """The trace as JSON text."""
     return json.dumps(chrome_trace(plan, devices), separators=(",", ":"))
 
 

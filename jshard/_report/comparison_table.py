@@ -1,6 +1,6 @@
-"""Several plans of one function side by side: the rows of a sweep and of a frontier, as text, HTML and a frame.
+"""Several plans of one function side by side: the rows of a sweep or a frontier as text, HTML and a `DataFrame`.
 
-What is the same for every row stands in the title, what varies is a column. A row without a plan says why.
+Settings that all rows share are in the title, the others are columns. A row without a plan gives the reason.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ Record = TypeVar("Record", bound=PlanRecord, covariant=True)
 
 @dataclasses.dataclass(frozen=True)
 class PlanPoint(Generic[Record]):
-    """One plan, or why there is none: `settings` are the names and values that led to it."""
+    """One plan, or the error instead of one, with the names and values of the settings that led to it."""
 
     settings: tuple[tuple[str, Any], ...]
     plan: Record | None
     error: str = ""
 
     def setting(self, name: str) -> Any:
-        """The value of a setting; None when it has none."""
+        """The value of a setting; None if it is not set."""
         return dict(self.settings).get(name)
 
     @property
     def row(self) -> dict[str, Any]:
-        """Settings and figures by name: seconds and bytes of one device and call; None where there is no plan."""
+        """Settings and figures by name, in seconds and bytes of one device and call; None without a plan."""
         p = self.plan
         row = dict(self.settings)
         row |= {
@@ -66,18 +66,20 @@ def varying_settings(points: Sequence[PlanPoint]) -> list[str]:
 
 
 def setting_columns(points: Sequence[PlanPoint]) -> list[str]:
-    """The settings that have a column: those that differ, without chips and devices that the mesh tells anyway."""
+    """The settings that have a column: those that differ, without chips and devices that follow from the mesh."""
 
-    def told(name: str) -> bool:
+    def follows_from_mesh(name: str) -> bool:
         pairs = {(str(p.setting("mesh")), str(p.setting(name))) for p in points}
         return len(pairs) == len({mesh for mesh, _ in pairs}) > 1
 
     names = varying_settings(points)
-    return [n for n in names if n not in ("chip", "devices") or "mesh" not in names or not told(n)]
+    return [
+        n for n in names if n not in ("chip", "devices") or "mesh" not in names or not follows_from_mesh(n)
+    ]
 
 
 def shared_settings_text(points: Sequence[PlanPoint]) -> str:
-    """Settings that all points share, in a few words."""
+    """The settings that all points share."""
     if not points:
         return ""
     same = [(n, v) for n, v in points[0].settings if n not in varying_settings(points) and v is not None]
@@ -91,7 +93,7 @@ def column_names(points: Sequence[PlanPoint]) -> list[str]:
 
 
 def cells(points: Sequence[PlanPoint]) -> list[tuple[list[str], str]]:
-    """Cells of each row, and what stands in place of the figures when there is no plan."""
+    """The cells of each row, and the error in place of the figures if there is no plan."""
     names, priced, out = setting_columns(points), _needs_chip_time(points), []
     for p in points:
         row = ["-" if p.setting(n) is None else str(p.setting(n)) for n in names]
@@ -104,13 +106,13 @@ def cells(points: Sequence[PlanPoint]) -> list[tuple[list[str], str]]:
 
 
 def chip_seconds(p: PlanPoint) -> float:
-    """Devices times seconds, for one entry of the batch where there is one: what a call costs in chip time."""
+    """Chip time of a call: devices times seconds, divided by the batch size if there is one."""
     assert p.plan is not None
     return step_seconds(p.plan) * p.plan.mesh.total / (p.setting("batch") or 1)
 
 
 def table(title: str, points: Sequence[PlanPoint]) -> str:
-    """Title and rows as text, at most 100 columns where the settings are short enough."""
+    """Title and rows as text of at most 100 columns; longer lines are clipped."""
     names, rows = column_names(points), cells(points)
     widths = [
         max([len(name)] + [len(row[k]) for row, _ in rows if k < len(row)]) for k, name in enumerate(names)
@@ -129,7 +131,7 @@ def table(title: str, points: Sequence[PlanPoint]) -> str:
 
 
 def html_table(title: str, points: Sequence[PlanPoint]) -> str:
-    """The same as an HTML table whose bars show step and peak against the largest."""
+    """The same as an HTML table, with bars for step and peak relative to the largest."""
     left = len(setting_columns(points))
     names = column_names(points)
     most = {
@@ -160,14 +162,14 @@ def html_table(title: str, points: Sequence[PlanPoint]) -> str:
 
 
 def to_dataframe(points: Sequence[PlanPoint], where: str) -> Any:
-    """A `pandas.DataFrame` with one row a point."""
+    """A `pandas.DataFrame` with one row per point."""
     return require("pandas", "report", where).DataFrame([p.row for p in points])
 
 
 def _needs_chip_time(points: Sequence[PlanPoint]) -> bool:
-    """Whether devices or batches differ, so that steps alone cannot be compared."""
-    made = [p for p in points if p.plan is not None]
-    return len({(p.plan.mesh.total if p.plan else 0, p.setting("batch")) for p in made}) > 1
+    """Whether device counts or batch sizes differ, so that step times alone cannot be compared."""
+    planned = [p for p in points if p.plan is not None]
+    return len({(p.plan.mesh.total if p.plan else 0, p.setting("batch")) for p in planned}) > 1
 
 
 def _bar(name: str, p: PlanPoint, most: dict[str, float]) -> str:

@@ -1,4 +1,4 @@
-"""Two plans of one function, compared: what lies elsewhere, what is cut otherwise, what that costs."""
+"""Two plans of one function compared: layouts, strategies, collectives and costs that differ."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from jshard._plan.records import OperatorRow, TensorRow
 from jshard._report.format_units import format_bytes, format_count, format_seconds
-from jshard._report.grouping import fold_paths, pattern
+from jshard._report.grouping import common_pattern, fold_paths
 from jshard._report.ir import format_strategy
 from jshard._report.totals import step_seconds, traffic
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jshard._plan.record import PlanRecord
 
 
-MOST = 20  # lines of one kind
+MAX_LINES = 20  # of one list
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ def nearly_equal(a: float, b: float) -> bool:
 def relative_change(before: float, after: float) -> str:
     """How a number changed, in percent or as a multiple.
 
-    >>> relation(2.0, 2.1), relation(2.0, 2.0), relation(2.0, 37.0)
+    >>> relative_change(2.0, 2.1), relative_change(2.0, 2.0), relative_change(2.0, 37.0)
     ('+5%', '', '18.5x')
     """
     if nearly_equal(before, after) or not before:
@@ -58,7 +58,7 @@ def relative_change(before: float, after: float) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """What a second plan does differently; false when it does the same."""
+    """How a second plan differs from a first; false if it does not."""
 
     name: str
     headings: tuple[str, ...]
@@ -86,7 +86,7 @@ class Difference:
 
 
 def compare_plans(a: PlanRecord, b: PlanRecord) -> Difference:
-    """What plan `b` does differently from plan `a`; tensors and operators are matched by their names."""
+    """How plan `b` differs from plan `a`; tensors and operators are matched by name."""
     headings = [
         f"{title}: {x} -> {y}"
         for title, x, y in (
@@ -130,7 +130,7 @@ def compare_plans(a: PlanRecord, b: PlanRecord) -> Difference:
 
 
 def regression_text(a: PlanRecord, b: PlanRecord) -> str:
-    """In a few words what plan `b` spends more on than `a`, and at which operator most."""
+    """In a few words, what plan `b` spends more on than `a`, and at which operator the most."""
     names = {"communication": "comm.", "redundant compute": "redundant", "peak memory": "peak"}
     said = []
     for f in compare_plans(a, b).figures:
@@ -159,9 +159,9 @@ def _traffic_line(name: str, n: float, m: float, before: float, after: float) ->
 
 
 def _tensor_line(path: str, a: TensorRow, b: TensorRow, times: int) -> str:
-    stars = ["*" if r.pinned else "" for r in (a, b)]
     many = f" x{times}" if times > 1 else ""
-    return f"{path}{many}: {a.layout}{stars[0]} -> {b.layout}{stars[1]}"
+    before, after = (f"{t.layout} pinned" if t.pinned else str(t.layout) for t in (a, b))
+    return f"{path}{many}: {before} -> {after}"
 
 
 def _operator_lines(pairs: tuple[tuple[OperatorRow, OperatorRow], ...]) -> list[str]:
@@ -169,15 +169,12 @@ def _operator_lines(pairs: tuple[tuple[OperatorRow, OperatorRow], ...]) -> list[
     for a, b in pairs:
         by.setdefault((a.primitive, a.source, a.strategy, b.strategy, a.results, b.results), []).append(a)
     lines = []
-    for (primitive, _, before, after, was, now), same in by.items():
+    for (primitive, _, before, after, results, new_results), same in by.items():
         name = same[0].name if len(same) == 1 else f"{primitive} x{len(same)}"
-        try:
-            where = pattern([r.module for r in same])
-        except ValueError:  # modules of different depth
-            where = same[0].module
+        where = common_pattern([r.module for r in same])
         cut = f"{format_strategy(before)} -> {format_strategy(after)}"
         if before == after:
-            cut = f"{' '.join(map(str, was))} -> {' '.join(map(str, now))}"
+            cut = f"{' '.join(map(str, results))} -> {' '.join(map(str, new_results))}"
         lines.append(f"{name} {where}".rstrip() + f": {cut}")
     return lines
 
@@ -185,5 +182,5 @@ def _operator_lines(pairs: tuple[tuple[OperatorRow, OperatorRow], ...]) -> list[
 def _bulleted(title: str, lines: list[str]) -> list[str]:
     if not lines:
         return []
-    more = [f"    ... and {len(lines) - MOST} more"] if len(lines) > MOST else []
-    return [f"  {title}", *(f"    {line}" for line in lines[:MOST]), *more]
+    more = [f"    ... and {len(lines) - MAX_LINES} more"] if len(lines) > MAX_LINES else []
+    return [f"  {title}", *(f"    {line}" for line in lines[:MAX_LINES]), *more]

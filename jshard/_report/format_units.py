@@ -1,10 +1,12 @@
 """Numbers as people read them.
 
->>> seconds(0.0012), size(229376), size(12), share(0.5), count(3.0)
+>>> format_seconds(0.0012), format_bytes(229376), format_bytes(12), format_percent(0.5), format_count(3.0)
 ('1.2 ms', '224 KiB', '12 B', '50%', '3')
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 def format_seconds(s: float) -> str:
@@ -31,3 +33,12 @@ def format_percent(x: float) -> str:
 def format_count(x: float) -> str:
     """A number of times."""
     return f"{x:.0f}" if x == int(x) else f"{x:.1f}"
+
+
+def format_tuple(numbers: Sequence[int]) -> str:
+    """Pieces per dimension, written as a Python tuple.
+
+    >>> format_tuple((2, 4)), format_tuple((8,)), format_tuple(())
+    ('(2, 4)', '(8,)', '()')
+    """
+    return "(" + ", ".join(map(str, numbers)) + ("," if len(numbers) == 1 else "") + ")"

@@ -1,8 +1,8 @@
-"""Where the nodes of a graph go on paper: rows by dependence, columns near what they are joined to.
+"""Layered graph drawing after Sugiyama, Tagawa and Toda (1981): rows by dependence, columns by the barycentre heuristic.
 
-A node's row is one below the lowest node it reads (edges to earlier nodes, which close the loop of alike layers,
-do not count); an argument stands just above its first reader. Within a row, a few sweeps move each node towards
-the mean of its neighbours (Sugiyama's method, with the barycentre heuristic).
+A node's row is one below the lowest of its predecessors; edges to earlier nodes, which close the loop of folded layers,
+do not count. An argument is just above its first reader. Within a row, a few sweeps move each node towards the mean of
+its neighbours.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def assign_rows(
 ) -> list[int]:
     """Row of each of `count` nodes, which are numbered in program order.
 
-    >>> rows(4, [(0, 1), (1, 2), (2, 1), (3, 2)], sources=frozenset([3]))
+    >>> assign_rows(4, [(0, 1), (1, 2), (2, 1), (3, 2)], sources=frozenset([3]))
     [0, 1, 2, 1]
     """
     row = [0] * count
@@ -31,27 +31,30 @@ def assign_rows(
 def assign_columns(
     row: Sequence[int], edges: Sequence[tuple[int, int]], step: float, sweeps: int = 12
 ) -> list[float]:
-    """Horizontal place of each node, at least `step` apart within a row, none below zero.
+    """The horizontal position of each node, at least `step` apart within a row, none below zero.
 
-    >>> columns([0, 0, 1], [(0, 2), (1, 2)], 10.0)
+    >>> assign_columns([0, 0, 1], [(0, 2), (1, 2)], 10.0)
     [0.0, 10.0, 5.0]
     """
-    levels: dict[int, list[int]] = {}
+    nodes_in: dict[int, list[int]] = {}
     for i, r in enumerate(row):
-        levels.setdefault(r, []).append(i)
-    near: list[list[int]] = [[] for _ in row]
+        nodes_in.setdefault(r, []).append(i)
+    neighbours: list[list[int]] = [[] for _ in row]
     for a, b in edges:
-        if a != b and abs(row[a] - row[b]) <= 3:  # far edges would only pull everything to the middle
-            near[a].append(b)
-            near[b].append(a)
+        if a != b and abs(row[a] - row[b]) <= 3:  # longer edges would pull everything to the middle
+            neighbours[a].append(b)
+            neighbours[b].append(a)
     x = [0.0] * len(row)
-    for same in levels.values():
+    for same in nodes_in.values():
         for k, i in enumerate(same):
             x[i] = (k - (len(same) - 1) / 2) * step
     for sweep in range(sweeps):
-        for r in sorted(levels, reverse=bool(sweep % 2)):
-            wanted = {i: sum(x[j] for j in near[i]) / len(near[i]) if near[i] else x[i] for i in levels[r]}
-            order = sorted(levels[r], key=lambda i: (wanted[i], i))
+        for r in sorted(nodes_in, reverse=bool(sweep % 2)):
+            wanted = {
+                i: sum(x[j] for j in neighbours[i]) / len(neighbours[i]) if neighbours[i] else x[i]
+                for i in nodes_in[r]
+            }
+            order = sorted(nodes_in[r], key=lambda i: (wanted[i], i))
             placed: list[float] = []
             for i in order:
                 placed.append(max(wanted[i], placed[-1] + step) if placed else wanted[i])

@@ -1,7 +1,7 @@
-"""`plan` as a cell's last value, or `plan.to_html(path)`: one page that needs nothing beside itself.
+"""`plan` as the last value of a notebook cell, or `plan.to_html(path)`: one self-contained page.
 
-Tables, the tree of modules and the pictures are there without any script; the script adds zoom, filtering and
-the picture of which device holds which block. The sections are those of `print(plan)`.
+Tables, the tree of modules and the figures need no script; the script adds zoom, filtering and the figure of which
+device holds which block. The sections are those of `print(plan)`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 MAX_ROWS = 120  # rows of one table
-MIN_MODULE_SHARE = 0.01  # share of the step under which modules that move nothing are folded together
+MIN_MODULE_SHARE = 0.01  # share of the step below which modules without collectives are folded
 FIGURE_NAMES = {
     "step": "predicted step", "compute": "compute", "redundant": "of it redundant", "communication": "communication",
     "moved": "received by a device", "peak": "peak memory", "budget": "memory budget",
@@ -112,8 +112,9 @@ def _summary(plan: PlanRecord) -> str:
         unknown += f'<p class="proof {agreed}">compiled program: {escape(plan.verification.summary)}</p>'
     state = "proved" if plan.cost.optimal and plan.search != "propagation" else "open"
     return (
-        f"<h1>plan of {escape(plan.name)}</h1><p>on {escape(str(plan.mesh))} ({plan.mesh.total} x {escape(plan.chip)}), "
-        f"level {plan.level}: least {objective_text(plan)}; {len(plan.operators)} operators, search {escape(plan.search)}</p>"
+        f"<h1>plan of {escape(plan.name)}</h1><p>on {escape(str(plan.mesh))} "
+        f"({plan.mesh.total} x {escape(plan.chip)}), level {plan.level}: least {objective_text(plan)}; "
+        f"{len(plan.operators)} operators, search {escape(plan.search)}</p>"
         f'<p class="proof {state}">{escape(optimality_text(plan))}</p><div class="cards">{cards}</div>{unknown}'
     )
 
@@ -152,8 +153,7 @@ def _group(g: OperatorGroup, whole: float) -> str:
     layouts = " ".join(dict.fromkeys(map(str, g.rows[0].results))) if g.rows else ""
     arrow = " &rarr; " if cuts or layouts else ""
     moved = "".join(
-        f'<span class="coll" data-kinds="{m.kind}">{m.kind}[{escape("*".join(m.axes))}] {escape(m.local)}, '
-        f"{format_count(m.count)} x, {format_bytes(m.bytes)}, {format_seconds(m.seconds)}</span>"
+        f'<span class="coll" data-kinds="{m.kind}">{escape(m.name)} {escape(m.local)}, {m.figures}</span>'
         for m in g.collectives
     )
     return (

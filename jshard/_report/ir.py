@@ -1,8 +1,8 @@
-"""`plan.ir()`: one line an operator, as MindSpore's IR shows strategies; `local=True` as one device sees it.
+"""`plan.ir()`: one line an operator with its strategy, in the style of MindSpore's IR; `local=True`: one device's program.
 
-In the local form, which is read off the schedule, every step that moves a tensor is a line of its own, and gives the
-tensor a new name: `%add.6.1` is `%add.6` after it. A block that is cut further without communication is a `slice`. The
-bodies of loops and branches stand in braces.
+In the local form, which follows the schedule, every step of a reshard is a line of its own and gives the tensor a new
+name: `%add.6.1` is `%add.6` after it. Cutting a block further without communication is a `slice`. The bodies of loops
+and branches are in braces.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from jshard._core.errors import ShardError
 from jshard._plan.records import CollectiveRow, LocalRow, OperatorRow
-from jshard._report.format_units import format_count
+from jshard._report.format_units import format_count, format_tuple
 from jshard._report.timeline import events
 from jshard._report.totals import USER_OWN
 
@@ -28,7 +28,7 @@ DTYPE_PREFIXES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "comple
 def ir_listing(plan: PlanRecord, local: bool = False) -> str:
     """The plan as text, one line for each operator.
 
-    With `local`, shapes are those of one device, every step of a move has a line of its own, and so have the ends of
+    With `local`, shapes are those of one device, every step of a reshard has a line of its own, and so have the ends of
     the bodies of loops and branches.
     """
     lines = [f"# {plan.name} on {plan.mesh}, level {plan.level}" + (", one device's blocks" if local else "")]
@@ -50,7 +50,7 @@ def _global(plan: PlanRecord) -> Iterator[str]:
 
 
 def _local(plan: PlanRecord) -> Iterator[str]:
-    """Lines of one device."""
+    """The lines of one device's program."""
     if not plan.local:
         raise ShardError(
             "this plan says nothing of one device",
@@ -84,16 +84,17 @@ def _user_own(c: CollectiveRow) -> str:
 
 
 def _local_operator(row: OperatorRow, r: LocalRow) -> str:
-    """An operator, or one side of a loop's boundary: strategies of the operands that this line has."""
+    """An operator, or one side of a loop's boundary, with the strategies of the operands in this line."""
     first = 0 if r.kind == "operator" or r.reads[:1] == row.reads[:1] else len(row.reads) - len(r.reads)
-    some = row.strategy if r.kind == "operator" else row.strategy[max(0, first) :][: len(r.reads)]
-    shown = dataclasses.replace(row, writes=r.writes, strategy=some, operand_dtypes=r.dtypes, result_dtypes=r.result_dtypes,
-                                repeat=r.count)  # fmt: skip
+    strategies = row.strategy if r.kind == "operator" else row.strategy[max(0, first) :][: len(r.reads)]
+    shown = dataclasses.replace(
+        row, writes=r.writes, strategy=strategies, operand_dtypes=r.dtypes, result_dtypes=r.result_dtypes, repeat=r.count
+    )  # fmt: skip
     return _line(shown, r.reads, r.shapes, r.result_shapes)
 
 
 def _reshard_step(r: LocalRow) -> str:
-    """One step of a move."""
+    """One step of a reshard."""
     axes = f"[{'*'.join(r.axes)}]" if r.id >= 0 else ""
     times = f" x{format_count(r.count)}" if r.count != 1 else ""
     reader = f"  # for {r.operator}" if r.operator else ""
@@ -104,7 +105,7 @@ def _reshard_step(r: LocalRow) -> str:
 
 
 def _body_frame(r: LocalRow) -> str:
-    """Where a body begins or ends, and the value that picks a branch."""
+    """The begin or end of a body, or the value that selects a branch."""
     values = ", ".join(
         f"{_value(v)} : {format_type(d, s)}" for v, d, s in zip(r.reads, r.dtypes, r.shapes, strict=True)
     )
@@ -125,23 +126,22 @@ def _line(r: OperatorRow, reads: Sequence[str], ins: Sequence, outs: Sequence) -
     results = ", ".join(f"%{n}" for n in r.writes) or f"%{r.name}"
     where = " ".join(p for p in (r.module, short_source(r.source)) if p)
     times = f" x{format_count(r.repeat)}" if r.repeat != 1 else ""
-    given = ", ".join(map(format_type, r.operand_dtypes, ins))
-    made = ", ".join(map(format_type, r.result_dtypes, outs))
-    text = f"{results} = {r.primitive}({operands}){times} {{in_strategy: {format_strategy(r.strategy)}}} : ({given}) -> "
-    text += made if len(outs) == 1 else f"({made})"
+    ins_text = ", ".join(map(format_type, r.operand_dtypes, ins))
+    outs_text = ", ".join(map(format_type, r.result_dtypes, outs))
+    text = f"{results} = {r.primitive}({operands}){times} {{in_strategy: {format_strategy(r.strategy)}}} : ({ins_text}) -> "
+    text += outs_text if len(outs) == 1 else f"({outs_text})"
     return text + (f"  # {where}" if where else "") + (f"  # {r.note}" if r.note else "")
 
 
 def format_strategy(cuts: Sequence[Sequence[int]]) -> str:
     """Pieces per dimension of each operand, `((2, 1), (1, 4))`, as MindSpore writes it."""
-    each = ("(" + ", ".join(map(str, s)) + ("," if len(s) == 1 else "") + ")" for s in cuts)
-    return "(" + ", ".join(each) + ("," if len(cuts) == 1 else "") + ")"
+    return "(" + ", ".join(map(format_tuple, cuts)) + ("," if len(cuts) == 1 else "") + ")"
 
 
 def short_source(source: str) -> str:
     """File and line without folders, column and function.
 
-    >>> short("/home/me/net.py:12:4 (Net.__call__)"), short("")
+    >>> short_source("/home/me/net.py:12:4 (Net.__call__)"), short_source("")
     ('net.py:12', '')
     """
     place = source.split(" ")[0].rsplit("/", 1)[-1].split(":")
@@ -151,7 +151,7 @@ def short_source(source: str) -> str:
 def format_type(dtype: str, shape: Sequence[int]) -> str:
     """Type and shape in short.
 
-    >>> typed("float32", (8, 10)), typed("bool", ()), typed("key<fry>", (2,))
+    >>> format_type("float32", (8, 10)), format_type("bool", ()), format_type("key<fry>", (2,))
     ('f32[8,10]', 'bool[]', 'key<fry>[2]')
     """
     stem = dtype.rstrip("0123456789")

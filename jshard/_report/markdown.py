@@ -1,4 +1,4 @@
-"""The report as Markdown: the sections of `print(plan)` as tables, with nothing clipped."""
+"""The report as Markdown: the sections of `print(plan)` as unclipped tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def markdown_report(plan: PlanRecord) -> str:
-    """The whole report; headings are of the second level, so that it can stand in a page."""
+    """The whole report; its headings start at the second level, so that it can be part of a page."""
     title, *proofs = header_lines(plan)
     parts = [f"## {title}", *(line.strip() for line in proofs)]
     parts += [_table(s) for s in sections(plan)]

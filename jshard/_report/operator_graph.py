@@ -1,7 +1,7 @@
-"""The operator graph of a plan, folded: alike operators are one node, and light ones are passed through.
+"""The folded operator graph of a plan: operators of one group are one node, and cheap ones are contracted.
 
-A network of 126 layers has as many nodes as one of two: the layers lie on each other, and an edge from a layer
-to the next becomes an edge back (or to itself). Collectives stand on the edges that they serve.
+A network of 126 layers has as many nodes as one of two: its layers are folded, and an edge from a layer to the next
+becomes an edge back (or to itself). Collectives are on the edges whose tensors they reshard.
 """
 
 from __future__ import annotations
@@ -11,8 +11,13 @@ from typing import TYPE_CHECKING
 
 from jshard._core.layout import Layout
 from jshard._plan.records import CollectiveRow, OperatorRow
-from jshard._report.format_units import format_bytes, format_count, format_seconds
-from jshard._report.grouping import CollectiveGroup, fold_tensors, operator_groups, pattern, sum_collectives
+from jshard._report.grouping import (
+    CollectiveGroup,
+    common_pattern,
+    fold_tensors,
+    operator_groups,
+    sum_collectives,
+)
 from jshard._report.timeline import program_index as place
 
 
@@ -20,13 +25,13 @@ if TYPE_CHECKING:
     from jshard._plan.record import PlanRecord
 
 
-MAX_UNFOLDED_NODES = 70  # nodes up to which every operator has its own
-MIN_COMPUTE_SHARE = 0.005  # share of the compute below which an operator may be passed through
+MAX_UNFOLDED_NODES = 70  # up to so many operators, each has a node of its own
+MIN_COMPUTE_SHARE = 0.005  # share of the compute below which an operator may be contracted
 
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """Operators (or one argument, or one result) that look alike."""
+    """Operators of one group, or folded arguments, or folded results."""
 
     label: str
     detail: str
@@ -38,7 +43,7 @@ class Node:
 
 @dataclasses.dataclass(frozen=True)
 class Edge:
-    """Tensors from one node to another, and the collectives that bring them there."""
+    """Tensors from one node to another, and the collectives that reshard them."""
 
     source: int
     target: int
@@ -47,7 +52,7 @@ class Edge:
 
 @dataclasses.dataclass(frozen=True)
 class OperatorGraph:
-    """Nodes in program order, and edges; those to an earlier node go to the next of the alike layers."""
+    """Nodes in program order, and edges; an edge to an earlier node leads to the next of the folded layers."""
 
     nodes: tuple[Node, ...]
     edges: tuple[Edge, ...]
@@ -123,9 +128,7 @@ def _nodes(plan: PlanRecord) -> tuple[list[Node], dict[tuple[str, str], int]]:
         for r in same:
             member["operator", r.name] = len(nodes)
         first = same[0]
-        detail = (
-            f"{pattern([r.module for r in same])} {first.source.rsplit('/', 1)[-1]} {first.strategy}".strip()
-        )
+        detail = f"{common_pattern([r.module for r in same])} {first.source.rsplit('/', 1)[-1]} {first.strategy}".strip()
         layout = first.results[0] if first.results else Layout(())
         label = first.name if alone else first.primitive
         nodes.append(Node(label, detail, "operator", layout, len(same), sum(r.seconds for r in same)))
@@ -139,7 +142,7 @@ def _nodes(plan: PlanRecord) -> tuple[list[Node], dict[tuple[str, str], int]]:
 
 
 def _shown_nodes(plan: PlanRecord, nodes: list[Node], member: dict[tuple[str, str], int]) -> set[int]:
-    """Nodes that are shown: everything when there are few, else what is heavy, communicates, or has a name."""
+    """The nodes to show: all if there are few, else arguments, results, and operators that take time or communicate."""
     if len(nodes) <= MAX_UNFOLDED_NODES:
         return set(range(len(nodes)))
     whole = plan.cost.compute or 1.0
@@ -154,7 +157,7 @@ def _shown_nodes(plan: PlanRecord, nodes: list[Node], member: dict[tuple[str, st
 def _contract_hidden(
     links: dict[tuple[int, int], dict[int, CollectiveRow]], keep: set[int], n: int
 ) -> dict[tuple[int, int], list[CollectiveRow]]:
-    """Links between kept nodes; a path through nodes that are not kept becomes one link."""
+    """Links between shown nodes; a path through hidden nodes becomes one link."""
     after: list[dict[int, dict[int, CollectiveRow]]] = [{} for _ in range(n)]
     for (a, b), moved in links.items():
         after[a][b] = moved
@@ -173,8 +176,8 @@ def _contract_hidden(
 
 
 def edge_label(m: CollectiveGroup) -> str:
-    """A line for collectives of an edge."""
-    return f"{m.kind}[{'*'.join(m.axes)}] {m.local}: {format_count(m.count)} x, {format_bytes(m.bytes)}, {format_seconds(m.seconds)}"
+    """One line for the collectives of an edge."""
+    return f"{m.name} {m.local}: {m.figures}"
 
 
 def graphviz_dot(plan: PlanRecord) -> str:

@@ -1,6 +1,6 @@
-"""Libraries that only some reports need: imported where they are used, and named with their extra when missing.
+"""Optional libraries, imported where they are used; if one is missing, the error names the extra to install.
 
->>> needed("math", "report", "an example").pi > 3
+>>> require("math", "report", "an example").pi > 3
 True
 """
 
@@ -13,9 +13,9 @@ from jshard._core.errors import ShardError
 
 
 def require(module: str, extra: str, where: str) -> Any:
-    """The module; a `ShardError` that says what to install when it is not there.
+    """Import a module; if it is missing, raise a `ShardError` that says what to install.
 
-    >>> needed("no_such_module", "report", "Sweep.plot")
+    >>> require("no_such_module", "report", "Sweep.plot")
     Traceback (most recent call last):
     ...
     jshard._core.errors.ShardError: Sweep.plot needs no_such_module, which is not installed
@@ -27,7 +27,7 @@ def require(module: str, extra: str, where: str) -> Any:
     except ImportError as error:
         package = module.split(".")[0]
         if error.name is not None and error.name.split(".")[0] != package:
-            raise  # it is there, and something it needs is not: its own words say more
+            raise  # it is installed, but one of its own imports is missing: that error says more
         raise ShardError(
             f"{where} needs {package}, which is not installed",
             where=where,

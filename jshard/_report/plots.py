@@ -67,7 +67,7 @@ def frontier(title: str, curves: Sequence[tuple[str, Sequence[tuple[float, float
 
 
 def point_labels(points: Sequence[PlanPoint]) -> list[str]:
-    """What tells a point from the others."""
+    """A label for each point, made of the settings that differ between points."""
     names = setting_columns(points)
     short = {"mesh": "", "chip": "", "search": ""}
     return [
@@ -78,11 +78,11 @@ def point_labels(points: Sequence[PlanPoint]) -> list[str]:
 
 
 def _figure(where: str, size: tuple[float, float]) -> Any:
-    # Not pyplot: a figure of one's own needs no display, no backend and no global state.
+    # Not pyplot: a figure of its own needs no display, no backend and no global state.
     figure = require("matplotlib.figure", "report", where).Figure
 
     class Picture(figure):
-        """A figure that a notebook shows, whatever backend is set."""
+        """A figure that notebooks show with any backend."""
 
         def _repr_png_(self) -> bytes:
             file = io.BytesIO()

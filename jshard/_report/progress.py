@@ -1,13 +1,13 @@
-"""A progress line on a terminal or in a notebook, for what may take longer than a moment.
+"""A progress line on a terminal or in a notebook.
 
-Nothing is shown where nobody looks: standard error that is not a terminal stays empty. The line is erased when
-the work ends, so that it never mixes with results.
+Standard error that is not a terminal stays empty. The line is erased when the work ends, so that it does not mix with
+results.
 
 >>> import io
->>> said = io.StringIO()
->>> with progress("sweep", 4, stream=said, shown=True) as show:
+>>> terminal = io.StringIO()
+>>> with progress("sweep", 4, stream=terminal, shown=True) as show:
 ...     show(1, "v5e:4x8")
->>> "sweep [#####---------------] 1/4 v5e:4x8" in said.getvalue(), said.getvalue().endswith("\\r")
+>>> "sweep [#####---------------] 1/4 v5e:4x8" in terminal.getvalue(), terminal.getvalue().endswith("\\r")
 (True, True)
 """
 
@@ -25,7 +25,7 @@ from typing import Any
 
 BAR_WIDTH = 20
 WIDTH = 98
-REFRESH_SECONDS = 0.5  # seconds between two looks at the clock
+REFRESH_SECONDS = 0.5  # between two updates of the clock
 
 
 @contextlib.contextmanager
@@ -42,9 +42,9 @@ def progress(
     Arguments:
 
     - `title`: what is being done.
-    - `total`: number of steps; None when nobody knows, then the seconds are shown.
-    - `after`: seconds before anything is drawn.
-    - `shown`: None for a terminal or a notebook only.
+    - `total`: number of steps; None if unknown, then the elapsed seconds are shown.
+    - `after`: seconds until the line appears.
+    - `shown`: whether to show it; None: on a terminal or in a notebook only.
     - `stream`: where the line goes; default: standard error.
     """
     write = _line_writer(stream or sys.stderr, shown)
@@ -82,9 +82,9 @@ def progress(
 def progress_line(title: str, done: int, total: int | None, text: str, past: float) -> str:
     """One line of progress.
 
-    >>> line("planning step", 0, None, "", 3.14)
+    >>> progress_line("planning step", 0, None, "", 3.14)
     'planning step 3 s'
-    >>> line("sweep", 2, 2, "", 75)
+    >>> progress_line("sweep", 2, 2, "", 75)
     'sweep [####################] 2/2 75 s'
     """
     bar = ""
@@ -96,9 +96,9 @@ def progress_line(title: str, done: int, total: int | None, text: str, past: flo
 
 
 def search_status(stage: str, best: float, bound: float) -> str:
-    """Where a search stands, in a few words; it says nothing while nothing is found.
+    """The stage of a search and its gap, once a solution is found.
 
-    >>> search_state("messages and blocks", 2.0, 1.6), search_state("reductions", float("inf"), float("-inf"))
+    >>> search_status("messages and blocks", 2.0, 1.6), search_status("reductions", float("inf"), float("-inf"))
     ('messages and blocks, gap 25%', 'reductions')
     """
     stage = stage.partition(":")[0]
@@ -108,7 +108,7 @@ def search_status(stage: str, best: float, bound: float) -> str:
 
 
 def _line_writer(stream: Any, shown: bool | None) -> Callable[[str], None] | None:
-    """What draws a line over the last one; None where nobody would see it."""
+    """A function that overwrites the line with a new one; None if the line should not be shown."""
     if shown is False:
         return None
     page = _notebook_writer() if stream is sys.stderr else None
@@ -127,7 +127,7 @@ def _line_writer(stream: Any, shown: bool | None) -> Callable[[str], None] | Non
 
 
 def _notebook_writer() -> Callable[[str], None] | None:
-    """What draws in a running Jupyter cell; None elsewhere. IPython is not imported, only found."""
+    """The same for a running Jupyter cell, None elsewhere; IPython is never imported here."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
     if ipython is None or shell is None or not hasattr(shell, "kernel"):

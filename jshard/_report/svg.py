@@ -1,4 +1,4 @@
-"""The pictures of the HTML page as SVG text: the operator graph, and memory over the program."""
+"""The figures of the HTML page as SVG text: the operator graph, and memory over the program."""
 
 from __future__ import annotations
 
@@ -52,8 +52,9 @@ def graph_svg(plan: PlanRecord) -> tuple[str, list[str]]:
         shown = str(n.layout) if len(str(n.layout)) <= 27 else str(n.layout)[:25] + ".."
         parts.append(
             f'<g class="node {n.kind}" style="--h:{hue(layouts[str(n.layout)])}" data-n="{i}" '
-            f'transform="translate({at[i][0]} {at[i][1]})"><title>{title}</title><rect width="{NODE_WIDTH}" height="{NODE_HEIGHT}" '
-            f'rx="{NODE_HEIGHT // 2 if n.kind != "operator" else 5}"/><text x="{NODE_WIDTH // 2}" y="17">{escape(name)}</text>'
+            f'transform="translate({at[i][0]} {at[i][1]})"><title>{title}</title>'
+            f'<rect width="{NODE_WIDTH}" height="{NODE_HEIGHT}" rx="{5 if n.kind == "operator" else NODE_HEIGHT // 2}"/>'
+            f'<text x="{NODE_WIDTH // 2}" y="17">{escape(name)}</text>'
             f'<text class="layout" x="{NODE_WIDTH // 2}" y="32">{escape(shown)}</text></g>'
         )
     return "".join(parts) + "</svg>", list(layouts)
@@ -73,7 +74,7 @@ def _edges(g: OperatorGraph, at: list[tuple[int, int]], row: list[int]) -> list[
             )
             far = row[e.target] - row[e.source] > 4 or g.nodes[e.source].kind == "input"
             back = " far" if far and not e.collectives else ""
-        else:  # to the next of the alike layers
+        else:  # to the next of the folded layers
             x1, y1, x2, y2 = ax + NODE_WIDTH, ay + NODE_HEIGHT // 2, bx + NODE_WIDTH, by + NODE_HEIGHT // 2
             out = max(x1, x2) + 26
             path, middle, back = f"M{x1} {y1}C{out} {y1} {out} {y2} {x2} {y2}", (out, (y1 + y2) // 2), " back"
@@ -81,7 +82,7 @@ def _edges(g: OperatorGraph, at: list[tuple[int, int]], row: list[int]) -> list[
         title = "\n".join(map(edge_label, e.collectives)) or "stays where it is"
         names = f"{g.nodes[e.source].label} -> {g.nodes[e.target].label}"
         label = ""
-        # What serves several readers is paid once, and its bytes stand on one edge only.
+        # A collective for several readers is executed once: its bytes are written on one edge only.
         ids = {i for m in e.collectives for i in m.ids}
         if not ids <= drawn:
             amount = format_bytes(sum(m.bytes for m in e.collectives))
@@ -95,7 +96,7 @@ def _edges(g: OperatorGraph, at: list[tuple[int, int]], row: list[int]) -> list[
 
 
 def memory_svg(plan: PlanRecord) -> str:
-    """Live bytes while each operator runs, with the budget as a line; empty when the plan does not say."""
+    """Live bytes while each operator runs, with the budget as a line; empty if the plan has no memory curve."""
     curve = plan.memory.curve
     if not curve:
         return ""
@@ -112,7 +113,10 @@ def memory_svg(plan: PlanRecord) -> str:
     line = ""
     if budget is not None and budget <= top:
         y = round(high - budget / top * high, 1)
-        line = f'<line class="budget" x1="0" x2="{wide}" y1="{y}" y2="{y}"><title>budget {format_bytes(budget)}</title></line>'
+        line = (
+            f'<line class="budget" x1="0" x2="{wide}" y1="{y}" y2="{y}">'
+            f"<title>budget {format_bytes(budget)}</title></line>"
+        )
     return (
         f'<svg class="memory" viewBox="0 0 {wide} {high}" preserveAspectRatio="none" role="img" '
         f'aria-label="memory over the program"><title>peak {format_bytes(peak)}</title>'

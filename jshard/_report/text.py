@@ -1,7 +1,7 @@
-"""`print(plan)`: the decision in one page, at most 100 columns, repeated layers folded.
+"""`print(plan)`: the plan on one page, at most 100 columns wide, repeated layers folded.
 
-Head and proof first, then arguments and results, then the operators that move data or take time, then totals.
-The page is built of sections, tables of plain cells, which Markdown and HTML render too.
+The header states the objective and the proof; then come arguments and results, the operators that communicate or take
+time, and the totals. The page consists of sections, tables of plain cells, which Markdown and HTML render too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jshard._plan.records import TensorRow
-from jshard._report.format_units import format_bytes, format_count, format_percent, format_seconds
+from jshard._report.format_units import (
+    format_bytes,
+    format_count,
+    format_percent,
+    format_seconds,
+    format_tuple,
+)
 from jshard._report.grouping import (
     OperatorGroup,
     fold_tensors,
@@ -38,7 +44,7 @@ if TYPE_CHECKING:
 
 
 WIDTH = 100
-MAX_ROWS = 24  # lines of one table; what does not fit is summed up in a last line
+MAX_ROWS = 24  # lines of one table; a last line sums up the rest
 LAST_CELL_WIDTH = 40  # columns for the last cell of an operator's line
 MAX_NAME_WIDTH = 30  # columns for the name of an operator or collective
 REMAT_SCOPES = ("checkpoint", "rematted_computation")  # scopes that `jax.checkpoint` opens
@@ -47,9 +53,9 @@ MIN_COMPUTE_SHARE = 0.02  # share of the compute from which an operator without 
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """A table: title, names of its columns, rows of cells, and what was left out.
+    """A table: title, names of the columns, rows of cells, and a note on omitted rows.
 
-    `widths` are those in text: negative for a column flush right, 0 for the rest of the line.
+    `widths` are columns of text: negative for flush right, 0 for the rest of the line.
     """
 
     title: str
@@ -61,31 +67,32 @@ class Section:
 
 def text_report(plan: PlanRecord) -> str:
     """The whole report."""
-    lines = [_clip(line, WIDTH).rstrip() for section in sections(plan) for line in _table(section)]
-    # What is proved is never cut short.
-    first = [
+    header = [
         part for line in header_lines(plan) for part in textwrap.wrap(line, WIDTH, subsequent_indent=" " * 6)
     ]
-    return "\n".join((*first, *lines, *(_clip(line, WIDTH).rstrip() for line in footer_lines(plan))))
+    tables = [line for section in sections(plan) for line in _table(section)]
+    clipped = [_clip(line, WIDTH).rstrip() for line in (*tables, *footer_lines(plan))]
+    return "\n".join((*header, *clipped))
 
 
 def rich_report(plan: PlanRecord) -> Any:
-    """The report for `rich.print`: proof, collectives and pins stand out; only rich calls this."""
+    """The report for `rich.print`, with the proof, collectives and pins highlighted; called by rich only."""
     page = require("rich.text", "report", "coloured output").Text(text_report(plan))
     proved = plan.cost.optimal and plan.search != "propagation"
     page.highlight_regex(r"(?m)^(plan of .*|[a-z].*)$", "bold")
     page.highlight_regex(r"optimal: .* bound|gap [^;]*|nothing proved", "green" if proved else "yellow")
     page.highlight_regex(r"(?m)^ +(all_|reduce_|permute|broadcast)\w*.*$", "dark_orange")
-    page.highlight_regex(r"\S+\*(?= )", "bold cyan")
+    page.highlight_regex(r"(?<=\S) \(pinned\)", "bold cyan")
     page.highlight_regex(r"replicated for want of a rule.*|emitted differs.*", "red")
     page.highlight_regex(r"emitted as planned.*", "green")
     return page
 
 
 def header_lines(plan: PlanRecord) -> list[str]:
-    """Function, mesh, level, proof; how far from physics, where the plan has products that must receive something."""
+    """Function, mesh, level and proof; the gap to the lower bound of the step, if its products must receive data."""
     lines = [
-        f"plan of {plan.name} on {plan.mesh} ({plan.mesh.total} x {plan.chip}), level {plan.level}: least {objective_text(plan)}",
+        f"plan of {plan.name} on {plan.mesh} ({plan.mesh.total} x {plan.chip}), "
+        f"level {plan.level}: least {objective_text(plan)}",
         f"  {optimality_text(plan)}; {len(plan.operators)} operators"
         + (", by propagation" if plan.search == "propagation" else ""),
     ]
@@ -94,85 +101,92 @@ def header_lines(plan: PlanRecord) -> list[str]:
     return lines + ([f"  {lower_bound_text(plan)}"] if plan.physics.bytes else [])
 
 
-def sections(plan: PlanRecord, most: int = MAX_ROWS) -> list[Section]:
-    """Arguments, results, operators, traffic; empty ones are left out."""
-    said, rest = results_placed_like_arguments(plan)
-    as_rows = [
-        (f"{r}.*", f"{n} tensors as {a}.*" + (f", but {d} of them:" if d else ""), "", "")
-        for r, a, n, d in said
-    ]
+def sections(plan: PlanRecord, max_rows: int = MAX_ROWS) -> list[Section]:
+    """Arguments, results, operators, traffic; empty sections are left out."""
+    containers, others = results_placed_like_arguments(plan)
+    container_rows = [
+        (f"{c.result}.*", f"{c.tensors} tensors as {c.argument}.*{f', but {c.differ} of them:' * (c.differ > 0)}", "", "")
+        for c in containers
+    ]  # fmt: skip
     every = [
-        tensor_section("arguments", plan.inputs, plan, (), most),
-        tensor_section("results", rest, plan, as_rows, most),
-        entry_section(plan, most),
-        operator_section(plan, most),
+        tensor_section("arguments", plan.inputs, plan, (), max_rows),
+        tensor_section("results", others, plan, container_rows, max_rows),
+        entry_section(plan, max_rows),
+        operator_section(plan, max_rows),
         traffic_section(plan),
     ]
     return [s for s in every if s.rows]
 
 
 def tensor_section(
-    title: str, rows: Sequence[TensorRow], plan: PlanRecord, first: Sequence[tuple[str, ...]], most: int
+    title: str,
+    tensors: Sequence[TensorRow],
+    plan: PlanRecord,
+    first_rows: Sequence[tuple[str, ...]],
+    max_rows: int,
 ) -> Section:
-    """Arguments or results: path, type, cut, layout; a star where the user pinned it."""
-    out = list(first)
-    for path, same in fold_tensors(rows):
-        r = same[0]
+    """Arguments or results after `first_rows`: path, whether the user pinned it, type, pieces per dimension, layout."""
+    rows = list(first_rows)
+    for path, same in fold_tensors(tensors):
+        t = same[0]
         times = f" x{len(same)}" if len(same) > 1 else ""
-        kind = f"{r.dtype}[{','.join(map(str, r.shape))}]{times}"
-        out.append(
-            (path + ("*" if r.pinned else ""), kind, format_tuple(r.layout.cuts(plan.mesh)), str(r.layout))
-        )
-    more = f"{len(out) - most} more lines; plan.ir() has all" if len(out) > most else ""
+        name = f"{path} (pinned)" if t.pinned else path
+        kind = f"{t.dtype}[{','.join(map(str, t.shape))}]{times}"
+        rows.append((name, kind, format_tuple(t.layout.cuts(plan.mesh)), str(t.layout)))
     return Section(
-        f"{title} (* pinned)", ("path", "type", "cut", "layout"), tuple(out[:most]), (42, 26, 14, 0), more
+        f"{title} (cut of each dimension, by mesh axes)",
+        ("path", "type", "cut", "layout"),
+        tuple(rows[:max_rows]),
+        (42, 26, 14, 0),
+        f"{len(rows) - max_rows} more lines; plan.ir() has all" if len(rows) > max_rows else "",
     )
 
 
-def entry_section(plan: PlanRecord, most: int = MAX_ROWS) -> Section:
-    """Arguments that lie elsewhere than the plan has them, and what moving them there receives."""
-    moved = sorted(plan.entry, key=lambda e: -e.bytes)
-    rows = [(e.path, e.lies, f"-> {e.planned}", f"{format_bytes(e.bytes)} received") for e in moved]
-    if len(rows) > most:
-        rest = sum(e.bytes for e in moved[most:])
-        more = f"{len(rows) - most} more, {format_bytes(rest)} received"
-    else:
-        more = ""
-    total = format_bytes(sum(e.bytes for e in moved))
+def entry_section(plan: PlanRecord, max_rows: int = MAX_ROWS) -> Section:
+    """Arguments that are placed elsewhere than planned, and the bytes received when they are moved."""
+    entries = sorted(plan.entry, key=lambda e: -e.bytes)
+    rows = [(e.path, e.lies, f"-> {e.planned}", f"{format_bytes(e.bytes)} received") for e in entries]
+    omitted = ""
+    if len(rows) > max_rows:
+        received = format_bytes(sum(e.bytes for e in entries[max_rows:]))
+        omitted = f"{len(rows) - max_rows} more, {received} received"
+    total = format_bytes(sum(e.bytes for e in entries))
     title = f"moved before each such call, {total} a device (no part of the program and its cost)"
-    return Section(title, ("path", "lies", "planned", "bytes"), tuple(rows[:most]), (30, 30, 20, 0), more)
+    columns = ("path", "lies", "planned", "bytes")
+    return Section(title, columns, tuple(rows[:max_rows]), (30, 30, 20, 0), omitted)
 
 
-def operator_section(plan: PlanRecord, most: int = MAX_ROWS) -> Section:
-    """Operators that communicate or take time, folded; where there are too many, those that take most."""
-    whole = step_seconds(plan) or 1.0
-    worth = [
-        g for g in operator_groups(plan) if g.collectives or g.compute > MIN_COMPUTE_SHARE * plan.cost.compute
-    ]
-    # What moves data has the first half of the room, however little time it takes: people look for it here.
-    moving = sorted((g for g in worth if g.collectives), key=lambda g: -sum(m.seconds for m in g.collectives))
-    shown = _that_fit(moving, most // 2)
-    shown |= _that_fit([g for g in sorted(worth, key=lambda g: -g.seconds) if id(g) not in shown],
-                       most - sum(_num_lines(g) for g in moving if id(g) in shown))  # fmt: skip
-    kept = [g for g in worth if id(g) in shown]
-    rows = [row for g in kept for row in _operator_rows(g, whole)]
-    hidden = sum(g.seconds for g in worth if id(g) not in shown)
-    more = f"{len(worth) - len(kept)} more kinds, {format_percent(hidden / whole)} of the time; plan.ir() has all"
+def operator_section(plan: PlanRecord, max_rows: int = MAX_ROWS) -> Section:
+    """Operators that communicate or take time, folded; if there are too many, those that take most."""
+    step = step_seconds(plan) or 1.0
+    least = MIN_COMPUTE_SHARE * plan.cost.compute
+    listed = [g for g in operator_groups(plan) if g.collectives or g.compute > least]
+    # Up to half of the lines are for operators that communicate, however little time they take.
+    communicating = sorted(
+        (g for g in listed if g.collectives), key=lambda g: -sum(m.seconds for m in g.collectives)
+    )
+    first = _that_fit(communicating, max_rows // 2)
+    left = max_rows - sum(_num_lines(g) for g in communicating if id(g) in first)
+    others = [g for g in sorted(listed, key=lambda g: -g.seconds) if id(g) not in first]
+    shown = first | _that_fit(others, left)
+    kept = [g for g in listed if id(g) in shown]
+    hidden = format_percent(sum(g.seconds for g in listed if id(g) not in shown) / step)
+    omitted = f"{len(listed) - len(kept)} more kinds, {hidden} of the time; plan.ir() has all"
     return Section(
         "operators that communicate or take time (cut of each operand -> layout of the result)",
         ("operator", "where", "share", "cut -> layout"),
-        tuple(rows),
+        tuple(row for g in kept for row in _operator_rows(g, step)),
         (25, 25, -5, 0),
-        more if len(kept) < len(worth) else "",
+        omitted if len(kept) < len(listed) else "",
     )
 
 
-def _that_fit(some: Sequence[OperatorGroup], room: int) -> set[int]:
-    """The first groups whose lines fit."""
+def _that_fit(candidates: Sequence[OperatorGroup], lines: int) -> set[int]:
+    """The `id`s of the first groups that fit in so many lines."""
     shown = set[int]()
-    for g in some:
-        room -= _num_lines(g)
-        if room < 0:
+    for g in candidates:
+        lines -= _num_lines(g)
+        if lines < 0:
             break
         shown.add(id(g))
     return shown
@@ -182,37 +196,34 @@ def _num_lines(g: OperatorGroup) -> int:
     return 1 + len(g.collectives)
 
 
-def _operator_rows(g: OperatorGroup, whole: float) -> list[tuple[str, ...]]:
-    rows = []
-    for r in g.rows[:1]:
-        times = f" x{len(g.rows)}" if len(g.rows) > 1 else ""
-        cuts = "".join(format_tuple(s) for s in r.strategy if s) or "()"
-        layouts = " ".join(dict.fromkeys(map(str, r.results)))
+def _operator_rows(g: OperatorGroup, step: float) -> list[tuple[str, ...]]:
+    """A line for the operators of a group and one for each kind of collective; `step` in seconds."""
+    how, times = "", f" x{len(g.rows)}" if len(g.rows) > 1 else ""
+    if g.rows:
+        cuts = "".join(format_tuple(s) for s in g.rows[0].strategy if s) or "()"
+        layouts = " ".join(dict.fromkeys(map(str, g.rows[0].results)))
         how = f"{cuts} -> {layouts}"
-        # Operands cut as the result is need no words of their own where there is no room for them.
+        # Without room for both, the cut of the operands is left out.
         how = how if len(how) <= LAST_CELL_WIDTH else f"-> {layouts}"
-        rows.append((g.label + times, group_location(g), format_percent(g.seconds / whole), how))
-    if not g.rows:
-        rows.append((g.label, "", format_percent(g.seconds / whole), ""))
-    for m in g.collectives:
-        how = f"{format_count(m.count)} x, {format_bytes(m.bytes)}, {format_seconds(m.seconds)}"
-        block = f"{m.local}, {USER_OWN}" if m.own else m.local
-        rows.append((f"  {m.kind}[{'*'.join(m.axes)}]", block, "", how))
+    rows = [(g.label + times, group_location(g) if g.rows else "", format_percent(g.seconds / step), how)]
+    for c in g.collectives:
+        block = f"{c.local}, {USER_OWN}" if c.own else c.local
+        rows.append((f"  {c.name}", block, "", c.figures))
     return rows
 
 
 def group_location(g: OperatorGroup) -> str:
-    """Where a group stands: end of its module path, and the line."""
+    """Where the operators of a group are written: the end of their module path, and the line."""
     parts = [p for p in g.module.split("/") if p not in REMAT_SCOPES]
-    again = " remat" if len(parts) < len(g.module.split("/")) else ""
+    remat = " remat" if len(parts) < len(g.module.split("/")) else ""
     module = "/".join(parts[-2:])
     line = short_source(g.rows[0].source) if g.rows else ""
-    both = f"{module} {line}".strip() + again
-    return both if len(both) <= 25 else (module or line) + again
+    both = f"{module} {line}".strip() + remat
+    return both if len(both) <= 25 else (module or line) + remat
 
 
 def traffic_section(plan: PlanRecord) -> Section:
-    """Bytes and seconds by kind and by axes."""
+    """Bytes and seconds of collectives by kind and axes."""
     rows = [
         (
             t.kind,
@@ -232,7 +243,7 @@ def traffic_section(plan: PlanRecord) -> Section:
 
 
 def footer_lines(plan: PlanRecord, width: int = WIDTH) -> list[str]:
-    """Seconds, memory by class, what was replicated for want of a rule; lists broken at `width` unless it is 0."""
+    """Seconds, memory by class, operators replicated for want of a rule; lists are broken at `width` unless it is 0."""
     f = formatted_totals(plan)
     lines = [
         f"  {at_least_prefix(plan)}compute {f['compute']} (redundant {f['redundant']}), "
@@ -248,17 +259,12 @@ def footer_lines(plan: PlanRecord, width: int = WIDTH) -> list[str]:
         lines += _wrapped("    " + ", ".join(held[: 5 if more else 6]) + more, width)
     if plan.unknown:
         lines += _wrapped(f"  replicated for want of a rule: {', '.join(plan.unknown)}", width)
-    for said in plan.steps:
-        if said.startswith("differentiated from outside"):
-            lines += _wrapped(f"  {said}", width)
+    for step in plan.steps:
+        if step.startswith("differentiated from outside"):
+            lines += _wrapped(f"  {step}", width)
     if plan.verification is not None:
         lines.append(f"  compiled program: {plan.verification.summary}")
     return lines
-
-
-def format_tuple(cuts: Sequence[int]) -> str:
-    """Pieces per dimension, as Python writes a tuple."""
-    return "(" + ", ".join(map(str, cuts)) + ("," if len(cuts) == 1 else "") + ")"
 
 
 def _table(s: Section) -> list[str]:
@@ -270,7 +276,7 @@ def _table(s: Section) -> list[str]:
             if width < 0:
                 line = line.ljust(end - len(cell)) + cell
                 continue
-            # A cell with nothing to its right may run on.
+            # A cell without a right neighbour may extend over the free columns.
             room = width if width and any(row[k + 1 : k + 2]) else WIDTH
             line = line.ljust(start) + _clip(cell, room)
         lines.append(line)
@@ -278,13 +284,13 @@ def _table(s: Section) -> list[str]:
 
 
 def _fit_columns(s: Section) -> Section:
-    """The section with columns as wide as their cells where the usual widths would clip one.
+    """The section with columns as wide as their cells, if the default widths would clip one.
 
-    What then is still too wide loses the column of cuts: the layouts beside it say the same by the axes' names.
+    A table that is still too wide loses the column of cuts, which the layouts beside it repeat by mesh axes.
     """
 
     def natural(rows: Sequence[tuple[str, ...]]) -> list[int]:
-        # Rows of words that run on do not count, nor do cells that nothing follows.
+        # Only full rows count: in the others, cells extend over the free columns to their right.
         whole = [r for r in rows if all(r)]
         return [max((len(r[k]) for r in whole), default=0) for k in range(len(rows[0]))] if rows else []
 
@@ -295,7 +301,7 @@ def _fit_columns(s: Section) -> Section:
         longest = min(max((len(r[0]) for r in s.rows), default=0), MAX_NAME_WIDTH)
         if longest <= usual[0] or len(usual) < 3:
             return s
-        # Blocks of collectives run on over the share, which their lines do not have.
+        # The blocks of collectives extend over the column of shares, which is free in their lines.
         second = max(min(len(r[1]), usual[1]) if r[2] else len(r[1]) - usual[2] - 1 for r in s.rows)
         return dataclasses.replace(s, widths=(longest, second, *s.widths[2:]))
     if all(n <= u for n, u in zip(wide, usual, strict=True)):

@@ -1,7 +1,4 @@
-"""The numbers of a plan, computed once for every form in which it is shown.
-
-Text, Markdown, HTML and traces all read these functions, so that they cannot disagree.
-"""
+"""The totals of a plan and the sentences about it, computed once for all reports, so that they cannot disagree."""
 
 from __future__ import annotations
 
@@ -16,15 +13,15 @@ if TYPE_CHECKING:
 
 
 USER_OWN = "the user's own"
-"""What reports say of a collective in the user's own `shard_map`."""
+"""Note on a collective inside the user's own `shard_map`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Collectives of one kind over the same axes: how many, bytes received by a device, seconds, in all.
+    """Collectives of one kind over the same axes: executions, bytes received by a device, and seconds, summed up.
 
-    `open`: some are in a loop whose turns nobody knows, so each figure is the least. Those in the user's own `shard_map`
-    are a kind of their own, "all_reduce (own)".
+    `is_lower_bound`: some are in a loop of unknown trip count, which is counted as one trip. Collectives in the user's
+    own `shard_map` have kinds of their own, such as "all_reduce (own)".
     """
 
     kind: str
@@ -52,7 +49,7 @@ def traffic(plan: PlanRecord) -> list[Traffic]:
 
 
 def at_least_prefix(plan: PlanRecord) -> str:
-    """What stands before totals of a program with a loop whose turns nobody knows: it counts as one turn."""
+    """The prefix of totals that count a loop of unknown trip count as one trip; empty for other programs."""
     return "at least " if any(r.turn for r in plan.boundaries) else ""
 
 
@@ -67,7 +64,7 @@ def received_bytes(plan: PlanRecord) -> float:
 
 
 def objective_text(plan: PlanRecord) -> str:
-    """What the level minimises."""
+    """What the plan's level minimises."""
     return ("communication and redundant compute", "peak memory", "step time")[plan.level]
 
 
@@ -89,16 +86,17 @@ def optimality_text(plan: PlanRecord) -> str:
 
 
 def lower_bound_text(plan: PlanRecord) -> str:
-    """One sentence on how far the plan is from what nothing placed so could beat."""
-    least, step = plan.physics, step_seconds(plan)
+    """One sentence on the gap between the step and its lower bound for these placements."""
+    bound, step = plan.physics, step_seconds(plan)
+    gap = format_percent(bound.space_gap(step))
     return (
-        f"space gap {format_percent(least.space_gap(step))}: a step {format_seconds(step)}, physics {format_seconds(least.seconds)} "
-        f"by {least.limit} (its products must receive {format_bytes(least.bytes)})"
+        f"space gap {gap}: a step {format_seconds(step)}, physics {format_seconds(bound.seconds)} "
+        f"by {bound.limit} (its products must receive {format_bytes(bound.bytes)})"
     )
 
 
 def formatted_totals(plan: PlanRecord) -> dict[str, str]:
-    """The totals of a plan as shown in every form, by name."""
+    """The totals of a plan as all reports show them, by name."""
     c = plan.cost
     budget = "none" if plan.memory_budget is None else format_bytes(plan.memory_budget)
     return {

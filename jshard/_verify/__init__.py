@@ -1,7 +1,7 @@
-"""The proof: what the compiler really emitted, against what the plan predicted.
+"""Verification: a compiled program and a plan in, the emitted collectives compared with the predicted ones out.
 
-`read` turns a compiled program into collectives with bytes, `compare` holds them against a prediction, and
-`verify_program` does both after checking that the program is the plan's own; `verify_plan` takes a `Plan`.
+`read_program` reads the collectives of a compiled program, `compare` compares them with predictions, `verify_program`
+does both after checking that the program belongs to the plan, and `verify_plan` takes the plan itself.
 """
 
 from jshard._verify.compare import Verification, compare, hlo_shape, verify_program

@@ -1,9 +1,9 @@
-"""The plan against the compiled program: predicted and emitted bytes side by side, by kind and operator.
+"""A plan compared with the compiled program: predicted and emitted bytes, by kind and operator.
 
-The lowering writes collective number k of the plan inside `jax.named_scope("jshard.<k>")`, so the compiler's
-metadata says which prediction an emitted collective belongs to. Compilers combine collectives and then keep
-one of the names or none: what carries several numbers is compared as a group, what carries none is matched
-by kind and bytes. Whatever is left is an extra collective, named and located, or a missing one.
+The lowering emits collective number k of the plan inside `jax.named_scope("jshard.<k>")`, so the compiler's metadata
+says which prediction an emitted collective belongs to. Compilers combine collectives and then keep one of the names or
+none: those with several numbers are compared as a group, those without a number are matched by kind and bytes. The rest
+are extra collectives, named and located, or missing ones.
 
 >>> from jshard._verify import Emitted, EmittedProgram
 >>> plan = [Predicted("all_gather", ("y",), 96, "dense_1 dot_general"),
@@ -41,12 +41,12 @@ from jshard._verify.read_collectives import read_program
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """What the compiler emitted, held against the plan.
+    """The collectives of a compiled program compared with those of the plan.
 
-    `by_kind` has predicted and emitted bytes per device, as the program asked for them: where the compiler
-    changed the type of a collective (CPU widens bfloat16) or padded one (TPU), that is a note and not a
-    disagreement; `wire` has the bytes with it. `own` are the collectives that the user wrote, in a `jax.shard_map`
-    inside the sharded function: no plan predicts them; `unasked` is what the compiler added, asked for by nobody.
+    `by_kind` has predicted and emitted bytes per device, as the program requested them: if the compiler changed the type
+    of a collective (CPU widens bfloat16) or padded one (TPU), that is a note and not a disagreement; `wire` includes
+    these bytes. `own` are the collectives in the user's own `jax.shard_map` inside the sharded function, which no plan
+    predicts; `unrequested` are the compiler's additions.
     """
 
     rows: tuple[MatchedRow, ...]
@@ -56,11 +56,11 @@ class Verification:
     program: EmittedProgram
     own: tuple[Emitted, ...] = ()
     unrequested: tuple[Emitted, ...] = ()
-    predicted_in_open_loops: int = 0  # planned collectives in loops whose turns nobody knows
+    predicted_in_open_loops: int = 0  # predicted collectives in loops of unknown trip count
 
     @property
     def collectives(self) -> tuple[Emitted, ...]:
-        """What was emitted, each as the plan asked for it: those of the rows, then those of none."""
+        """All emitted collectives: those of the rows, then the others."""
         return (*(e for r in self.rows for e in r.emitted), *self.extra, *self.own, *self.unrequested)
 
     @property
@@ -75,7 +75,7 @@ class Verification:
 
     @property
     def wire(self) -> float:
-        """Bytes per device on the wire, with what the compiler added by widening and padding."""
+        """Bytes per device on the wire, the compiler's widening and padding included."""
         return self.program.total
 
     @property
@@ -92,7 +92,7 @@ class Verification:
 
     @property
     def summary(self) -> str:
-        """One line. Totals of lines that were not all read, or of one turn of a loop, say "at least"."""
+        """One line. Totals that leave out unread lines or further trips of a loop say "at least"."""
         verdict = "emitted as planned" if self.ok else "emitted differs from the plan"
         unread = len(self.program.unread)
         if unread:
@@ -102,7 +102,7 @@ class Verification:
 
     @property
     def text(self) -> str:
-        """The table: by kind, by operator, then all that was not planned, not emitted, or not read."""
+        """The table by kind and by operator, then collectives not planned or not emitted, and lines not read."""
         lines = [self.summary]
         if self.by_kind:
             lines.append(f"  {'kind':<14}{'predicted':>12}{'emitted':>14}{'off':>9}")
@@ -121,24 +121,24 @@ class Verification:
         return "\n".join(lines)
 
     def _compiler_changes(self) -> list[str]:
-        """What the compiler added to the plan's own bytes: wider types, padding."""
+        """The compiler's changes to the bytes of the plan: other types, padding."""
         notes = []
         changed = [e for e in self.collectives if e.requested_bytes is not None]
         retyped = [e for e in changed if e.requested_dtype]
         other = [e for e in changed if not e.requested_dtype and "padded" not in e.form]
-        for words, some in (
+        for words, members in (
             ("widened by the compiler", [e for e in retyped if e.total > e.requested_total]),
             ("narrowed by the compiler", [e for e in retyped if e.total < e.requested_total]),
             ("padded by the compiler", [e for e in changed if not e.requested_dtype and "padded" in e.form]),
             ("all-reduced for a part", [e for e in other if e.total > e.requested_total]),
             ("only the part that is read was sent", [e for e in other if e.total < e.requested_total]),
         ):
-            more = sum(e.total - e.requested_total for e in some)
-            types = "/".join(sorted({e.requested_dtype for e in some if e.requested_dtype}))
+            more = sum(e.total - e.requested_total for e in members)
+            types = "/".join(sorted({e.requested_dtype for e in members if e.requested_dtype}))
             of = f" asked for in {types}" if types else ""
-            if some:
+            if members:
                 sign = "more" if more >= 0 else "less"
-                notes.append(f"{words}: {len(some)} collectives{of}, {abs(more):,.0f} B {sign} to move")
+                notes.append(f"{words}: {len(members)} collectives{of}, {abs(more):,.0f} B {sign} to move")
         return notes
 
     def __str__(self) -> str:
@@ -166,14 +166,12 @@ def _keep_end(text: str, width: int) -> str:
 
 
 def compare(predicted: Iterable[Predicted], program: EmittedProgram) -> Verification:
-    """Hold a compiled program against the collectives that a plan predicts.
+    """Compare a compiled program with the collectives that a plan predicts.
 
-    Args:
-      predicted: the plan's collectives. Those without bytes (groups of one device) are left out.
-      program: what `read` found in the compiled program.
+    Arguments:
 
-    Returns:
-      A `Verification`; its `str()` is the table.
+    - `predicted`: the plan's collectives; those without bytes (groups of one device) are left out.
+    - `program`: the compiled program, from `read_program`.
     """
     plan = [p if p.id is not None else dataclasses.replace(p, id=i) for i, p in enumerate(predicted)]
     plan = [p for p in plan if p.total]
@@ -191,7 +189,7 @@ def compare(predicted: Iterable[Predicted], program: EmittedProgram) -> Verifica
         e = sum(x.requested_total for x in found if x.kind == kind)
         if p or e:
             by_kind[kind] = (p, e)
-    # Edges of the compiler's own padding: only the notes count them.
+    # The edges of the compiler's own padding count in the notes only.
     unasked = [e for e in rest if not e.requested_total and not known.intersection(e.tags)]
     turns = sum(p.in_open_loop for r in rows for p in r.predicted)
     return Verification(
@@ -207,7 +205,7 @@ def verify_program(
     slices: int = 1,
     inputs: Sequence[str] | None = None,
 ) -> Verification:
-    """Read a compiled program and hold it against a plan, after checking that it is the plan's own.
+    """Read a compiled program and compare it with a plan, after checking that it is a program of that plan.
 
     >>> verify_program([], "HloModule jit_f, num_partitions=4", devices=8)
     Traceback (most recent call last):
@@ -216,16 +214,16 @@ def verify_program(
       where: program jit_f
       write instead: plan.verify(f.lower(...).compile()) with the function, mesh and arguments of the plan
 
-    Args:
-      predicted: the plan's collectives.
-      compiled: a compiled object, HLO text, or what `read` returned.
-      devices: devices of the plan's mesh; not checked when None.
-      slices: TPU slices among them: the text of a program counts the devices of one slice.
-      inputs: local shapes of the plan's flat arguments, as `hlo_shape` writes them. Arguments that the
-        compiler dropped because nothing reads them may be absent.
+    Arguments:
 
-    Raises:
-      PlanMismatchError: the program has another number of devices or other arguments.
+    - `predicted`: the plan's collectives.
+    - `compiled`: a compiled object, HLO text, or the result of `read_program`.
+    - `devices`: number of devices of the plan's mesh; not checked if None.
+    - `slices`: number of TPU slices: the text of a program counts the devices of one slice.
+    - `inputs`: local types of the plan's flat arguments, as `hlo_shape` writes them. Unused arguments, which the compiler
+      drops, may be absent.
+
+    Raises `PlanMismatchError` if the program has another number of devices or other arguments.
     """
     program = compiled if isinstance(compiled, EmittedProgram) else read_program(compiled)
     where = f"program {program.name}" if program.name else ""
@@ -237,11 +235,11 @@ def verify_program(
             fix=fix,
         )
     if inputs is not None:
-        rest = iter(inputs)
-        for k, given in enumerate(program.inputs):
-            if given not in rest:  # consumes up to the match: a subsequence test
+        remaining = iter(inputs)
+        for k, argument in enumerate(program.inputs):
+            if argument not in remaining:  # consumes up to the match: a test for a subsequence
                 raise PlanMismatchError(
-                    f"argument {k} of the compiled program is {given} on each device; the plan's arguments "
+                    f"argument {k} of the compiled program is {argument} on each device; the plan's arguments "
                     f"are {', '.join(inputs) or 'none'}",
                     where=where,
                     fix=fix,
@@ -250,7 +248,7 @@ def verify_program(
 
 
 def hlo_shape(shape: Sequence[int], dtype: Any) -> str:
-    """An array type as HLO writes it, for `verify_program`; PRNG keys become their words.
+    """An array type in HLO's notation; a PRNG key is written as its words.
 
     >>> import jax, jax.numpy as jnp
     >>> hlo_shape((4, 8), jnp.bfloat16), hlo_shape((), bool), hlo_shape((3,), jax.random.key(0).dtype)

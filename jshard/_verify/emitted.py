@@ -1,6 +1,6 @@
-"""What a compiled program moves: one `Emitted` per collective, their sum as an `EmittedProgram`.
+"""The collectives of a compiled program: one `Emitted` for each, together an `EmittedProgram`.
 
-Bytes are those one device receives over the wire, as in the planner's own cost model.
+Bytes are those that one device receives over the wire, as in the planner's cost model.
 
 >>> a = Emitted("all_gather", 96, group_size=4, groups="{{0,1,2,3}}", count=5, op_name="jshard.7/all_gather")
 >>> a.total, a.tags
@@ -19,7 +19,7 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
 
 
 def wire_bytes(kind: str, operand_bytes: float, group_size: int) -> float:
-    """Bytes a device receives in one collective of a group of n devices.
+    """Bytes that a device receives in one collective of a group of n devices.
 
     With b the bytes of the local operand: all_gather b(n-1), reduce_scatter b(n-1)/n, all_reduce twice
     that, all_to_all b(n-1)/n, permute b. Source: the ring algorithms, which meet the bandwidth bounds
@@ -43,12 +43,14 @@ def wire_bytes(kind: str, operand_bytes: float, group_size: int) -> float:
 class Emitted:
     """One collective of a compiled program.
 
-    `bytes` is what one device receives in one execution, `count` the executions (trips of the loops around
-    it), `shape` the local operands. `asked` is the bytes without the compiler's own additions, when it made
-    any: another type (`promoted` names the one asked for) or padding (`form` says so). `form` is how the
-    collective is written when that is not the plain one; `conditional`: a branch holds it. `turn`: a loop
-    whose trip count is not known holds it, and `count` is that of one turn. `plain` is the kind that is written where
-    `kind` is what it amounts to, and `plain_bytes` what that kind would ask for.
+    - `bytes`: what one device receives in one execution; `count`: executions (trips of the surrounding loops).
+    - `shape`: of the local operands.
+    - `requested_bytes`: bytes without the compiler's own additions, if it made any: another type (`requested_dtype` is
+      the one that the program requested) or padding (`form` says so).
+    - `form`: how the collective is written, if that is not the plain one.
+    - `conditional`: a branch contains it. `in_open_loop`: a loop of unknown trip count contains it, and `count` is for one
+      trip.
+    - `written_kind`: the kind that is written, if it amounts to another `kind`; `written_bytes`: the bytes of that kind.
     """
 
     kind: str
@@ -76,14 +78,14 @@ class Emitted:
 
     @property
     def requested_total(self) -> float:
-        """Bytes of all its executions as the program asked for them: what a plan predicts."""
+        """Bytes of all its executions as the program requested them: what a plan predicts."""
         return (self.bytes if self.requested_bytes is None else self.requested_bytes) * self.count
 
     def as_written(self) -> Emitted:
-        """The same as the kind that is written, for a program that asked for just that."""
-        asked = None if self.written_bytes == self.bytes else self.written_bytes
+        """The same collective as the kind that is written, for a program that requested that kind."""
+        requested = None if self.written_bytes == self.bytes else self.written_bytes
         return dataclasses.replace(
-            self, kind=self.written_kind, requested_bytes=asked, written_kind="", written_bytes=0.0
+            self, kind=self.written_kind, requested_bytes=requested, written_kind="", written_bytes=0.0
         )
 
     @property
@@ -106,13 +108,15 @@ class Emitted:
 
 @dataclasses.dataclass(frozen=True)
 class EmittedProgram:
-    """Everything the reader found.
+    """The collectives of a compiled program and its totals.
 
-    `flops` counts matrix products and convolutions of one device, loops times trips (XLA's own
-    `cost_analysis` counts a loop's body once on TPU). `peak_bytes` and `estimated_cycles` (TPU only) are the
-    compiler's. `unread` lists what could not be read; when it is not empty, totals are incomplete. `open_loops` are
-    loops that hold collectives and whose trip count is not known: they count as one turn, so totals are the least.
-    `partitions` is 0 when the text does not say.
+    - `flops`: of the matrix products and convolutions of one device, loops times trips (XLA's own `cost_analysis` counts
+      a loop's body once on TPU).
+    - `peak_bytes`, `estimated_cycles` (TPU only): the compiler's own figures.
+    - `unread`: lines that could not be read; if there are any, totals are incomplete.
+    - `partitions`: devices, 0 if the text does not say.
+    - `inputs`: local types of the arguments.
+    - `open_loops`: loops with collectives and unknown trip count: they count as one trip, so totals are lower bounds.
     """
 
     collectives: tuple[Emitted, ...]
@@ -128,12 +132,8 @@ class EmittedProgram:
     @property
     def by_kind(self) -> dict[str, float]:
         """Bytes on the wire per device, by kind; kinds without traffic are left out."""
-        return _bytes_by_kind(self.collectives, lambda e: e.total)
-
-    @property
-    def meant_by_kind(self) -> dict[str, float]:
-        """The same, without the compilers' own widening and padding."""
-        return _bytes_by_kind(self.collectives, lambda e: e.meant)
+        out = {k: sum(e.total for e in self.collectives if e.kind == k) for k in KINDS}
+        return {k: v for k, v in out.items() if v}
 
     @property
     def total(self) -> float:
@@ -147,7 +147,7 @@ class EmittedProgram:
 
     @property
     def at_least_prefix(self) -> str:
-        """What stands before a total: lines that were not read, and turns that nobody knows, would add to it."""
+        """The prefix of totals: unread lines and further trips of loops of unknown trip count would add to them."""
         return "at least " if self.unread or self.open_loops else ""
 
     def __str__(self) -> str:
@@ -159,8 +159,3 @@ class EmittedProgram:
         lines += [f"  counted once: {loop}" for loop in self.open_loops]
         lines += [f"  not read: {u}" for u in self.unread]
         return "\n".join(lines)
-
-
-def _bytes_by_kind(collectives, value) -> dict[str, float]:
-    out = {k: sum(value(e) for e in collectives if e.kind == k) for k in KINDS}
-    return {k: v for k, v in out.items() if v}

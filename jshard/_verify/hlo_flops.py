@@ -1,7 +1,7 @@
 """FLOPs and cycles of single instructions.
 
-Only matrix products and convolutions are counted: they are what a plan cuts, and all compilers keep them
-recognisable. XLA's own `cost_analysis` counts a loop's body once on TPU and nothing on GPU.
+Only matrix products and convolutions are counted: they dominate, and all compilers keep them recognizable. XLA's own
+`cost_analysis` counts a loop's body once on TPU and nothing on GPU.
 
 >>> from jshard._verify.hlo_parser import parse
 >>> c = parse('''
@@ -25,13 +25,13 @@ from jshard._verify.hlo_parser import Computation, Instruction, Shape
 
 
 def cycles(inst: Instruction) -> float:
-    """The TPU compiler's `estimated_cycles` of an instruction; 0 when it states none."""
+    """The TPU compiler's `estimated_cycles` of an instruction; 0 without the attribute."""
     m = re.search(r'"estimated_cycles":\s*"?(-?\d+)', inst.attrs)
     return max(0.0, float(m[1])) if m else 0.0
 
 
 def flops(inst: Instruction, computation: Computation) -> float:
-    """Multiplications and additions of a dot, a convolution, or a library call that stands for one."""
+    """Multiplications and additions of a dot, a convolution, or a library call for one."""
     if inst.opcode == "dot":
         lhs = _shape(inst, computation, 0)
         return _dot(inst, lhs, _ints(inst.attr("lhs_contracting_dims")))

@@ -1,8 +1,7 @@
 """HLO text as plain values: computations of instructions, with shapes, attributes and source lines.
 
-A compiled JAX program can print itself (`compiled.as_text()`). The text is the one form that all three
-compilers (CPU, TPU, GPU) share, so we read it line by line. Nothing here knows what a collective is. A
-line that cannot be read is kept in `unread` with its number, and reading goes on.
+The text of a compiled JAX program (`compiled.as_text()`) is the one form that all three compilers (CPU, TPU, GPU)
+share, so it is parsed line by line. A line that cannot be parsed is listed in `unread` with its number.
 
 >>> module = parse('''
 ... HloModule jit_f, num_partitions=8
@@ -29,7 +28,7 @@ _BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128, "bf16": 16,
 
 
 def element_bits(dtype: str) -> int | None:
-    """Bits of one element of an HLO element type, None for a name that is not known.
+    """Bits of one element of an HLO element type; None for unknown names.
 
     >>> element_bits("bf16"), element_bits("f8e4m3fn"), element_bits("s4"), element_bits("wat")
     (16, 8, 4, None)
@@ -42,7 +41,7 @@ def element_bits(dtype: str) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One array of an HLO type; a tuple type is read as the list of its leaves."""
+    """One array of an HLO type; a tuple type is parsed as the list of its leaves."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -54,7 +53,7 @@ class Shape:
 
     @property
     def bytes(self) -> int:
-        """Bytes, without the padding of tiled layouts; 0 for tokens and types not known."""
+        """Bytes, without the padding of tiled layouts; 0 for tokens and unknown types."""
         return -(-self.elements * (element_bits(self.dtype) or 0) // 8)
 
     def __str__(self) -> str:
@@ -85,8 +84,8 @@ class Instruction:
     literal: str = ""
 
     def attr(self, key: str) -> str | None:
-        """Raw text of one attribute, with its braces; None when it is absent."""
-        if f"{key}=" not in self.attrs:  # most lines, and much faster than the pattern
+        """Raw text of one attribute, with its braces; None if it is absent."""
+        if f"{key}=" not in self.attrs:  # true of most lines, and much faster than the pattern
             return None
         m = re.search(rf"(?:^|[,\s]){re.escape(key)}=", self.attrs)
         if m is None:
@@ -98,13 +97,13 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """The `op_name` of the metadata: JAX's name stack; empty when there is none."""
+        """The `op_name` of the metadata, JAX's name stack; empty if there is none."""
         m = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attrs)
         return m[1] if m else ""
 
     @property
     def called(self) -> tuple[str, ...]:
-        """Names of the computations it runs; reducers (`to_apply` of anything but `call`) are not listed."""
+        """Names of the computations that it runs, without reducers (`to_apply` of anything but `call`)."""
         out: list[str] = []
         for key in _CALLED_ATTRIBUTES + (("to_apply",) if self.opcode in ("call", "call-start") else ()):
             value = self.attr(key)
@@ -127,7 +126,7 @@ class Computation:
 
     @functools.cached_property
     def users(self) -> Mapping[str, tuple[Instruction, ...]]:
-        """Instructions that read each name."""
+        """The users of each instruction, by name."""
         out: dict[str, list[Instruction]] = {}
         for i in self.instructions:
             for o in dict.fromkeys(i.operands):
@@ -137,36 +136,38 @@ class Computation:
     @functools.cached_property
     def parameters(self) -> Mapping[int, Instruction]:
         """Parameters by number."""
-        mine = [i for i in self.instructions if i.opcode == "parameter" and i.literal.isdigit()]
-        return {int(i.literal): i for i in mine}
+        parameters = [i for i in self.instructions if i.opcode == "parameter" and i.literal.isdigit()]
+        return {int(i.literal): i for i in parameters}
 
     @functools.cached_property
     def root(self) -> Instruction | None:
-        """The result; the last instruction when none is marked."""
+        """The result; the last instruction if none is marked."""
         marked = [i for i in self.instructions if i.root]
         return (marked or list(self.instructions[-1:]) or [None])[-1]
 
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A parsed program. `unread` lists the lines that were skipped, each as `line N: text`."""
+    """A parsed program.
+
+    - `entry`: name of the entry computation.
+    - `partitions`, `replicas`: numbers of devices.
+    - `sources`: `file:line` of each stack frame.
+    - `tiled`: whether layouts are tiled, as those of TPU programs are.
+    - `unread`: the lines that were skipped, each as `line N: text`.
+    """
 
     name: str
-    header: str
     computations: Mapping[str, Computation]
     entry: str
     partitions: int
     replicas: int
     sources: Mapping[int, str]
+    tiled: bool
     unread: tuple[str, ...] = ()
 
-    @property
-    def tiled(self) -> bool:
-        """Whether layouts are tiled: a program for TPUs."""
-        return ":T(" in self.header
-
     def source(self, inst: Instruction) -> str:
-        """`file:line` of the user's code that an instruction came from; empty when not recorded."""
+        """`file:line` of the user's code behind an instruction; empty if not recorded."""
         m = re.search(r"stack_frame_id=(\d+)", inst.attrs)
         if m:
             return self.sources.get(int(m[1]), "")
@@ -185,7 +186,7 @@ _BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\]]')
 
 
 def _after_closing_bracket(text: str, start: int) -> int:
-    """Index just after the bracket that closes the one at `start`; -1 when nothing does."""
+    """The index after the bracket that closes the one at `start`; -1 if it is not closed."""
     closing: list[str] = []
     for m in _BRACKET.finditer(text, start):
         c = m[0]
@@ -239,7 +240,7 @@ def split_top(text: str) -> list[str]:
 
 
 def read_shapes(text: str) -> tuple[Shape, ...]:
-    """Leaves of an HLO type; a bounded dynamic dimension `<=n` counts as n.
+    """The leaves of an HLO type; a bounded dynamic dimension `<=n` counts as n.
 
     >>> [str(s) for s in read_shapes("((f32[8,2]{1,0:T(8,128)}, s32[]), /*index=1*/bf16[<=4])")]
     ['f32[8,2]', 's32[]', 'bf16[4]']
@@ -303,13 +304,9 @@ def _header_int(header: str, key: str) -> int:
 
 
 def parse(text: str) -> Module:
-    """Read the text of a compiled program.
+    """Parse the text of a compiled program, as `compiled.as_text()` returns it.
 
-    Args:
-      text: what `compiled.as_text()` returns. Any text is accepted; what cannot be read is listed.
-
-    Returns:
-      A `Module`. Without a computation, `entry` is empty and the first line is in `unread`.
+    Any text is accepted; lines that cannot be parsed are listed in `unread`. Without a computation, `entry` is empty.
     """
     header, entry, current, body = "", "", None, []
     computations: dict[str, Computation] = {}
@@ -346,18 +343,18 @@ def parse(text: str) -> Module:
     m = re.match(r"HloModule\s+([^\s,]+)", header)
     return Module(
         m[1] if m else "",
-        header,
         computations,
         entry or next(reversed(computations), ""),
         _header_int(header, "num_partitions"),
         _header_int(header, "replica_count"),
         _sources(sections),
+        ":T(" in header,
         tuple(unread),
     )
 
 
 def _joined_lines(text: str) -> Iterator[tuple[int, str]]:
-    """Lines with numbers. A literal that spans lines (a printed matrix) is joined to its first line."""
+    """Lines with numbers; a literal that spans several lines (a printed matrix) is joined to its first line."""
     held, at = "", 0
     for number, line in enumerate(text.splitlines(), 1):
         if held:

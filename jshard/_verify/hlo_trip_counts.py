@@ -1,4 +1,4 @@
-"""How often a loop runs: as the compiler wrote it, else from the comparison in its condition.
+"""Trip counts of loops: as the compiler annotates them, else from the comparison in the condition.
 
 >>> from jshard._verify.hlo_parser import parse
 >>> m = parse('''
@@ -38,7 +38,7 @@ _FORWARDING = ("copy", "bitcast", "convert", "reshape", "copy-done", "copy-start
 
 
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
-    """Trips of a `while` of `computation`, None when they are not a constant of the text."""
+    """The trip count of a `while` in `computation`; None if it is not a constant of the text."""
     known = re.search(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)', loop.attrs)
     if known:
         return int(known[1])
@@ -52,7 +52,7 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
     index, limit_index, limit, direction = test
     start = _initial_value(computation, loop, index)
     if limit is None and limit_index is not None and _is_loop_invariant(body, limit_index):
-        limit = _initial_value(computation, loop, limit_index)  # a bound that the loop only carries along
+        limit = _initial_value(computation, loop, limit_index)  # a bound that is loop-invariant
     step = _increment(module, body, index)
     if start is None or step is None or limit is None or not step:
         return None
@@ -62,7 +62,7 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
 
 
 def _comparison(module: Module, condition: Computation) -> tuple[int, int | None, int | None, str] | None:
-    """Carry index, limit (its own carry index, or its value) and direction of `i < limit`."""
+    """The carry index of i, the limit (its carry index, or its value) and the direction of `i < limit`."""
     root = condition.root
     assert root is not None
     while root.opcode in _FORWARDING and root.operands[0] in condition.by_name:
@@ -91,7 +91,7 @@ def _comparison(module: Module, condition: Computation) -> tuple[int, int | None
 def _operand_outside(
     inner: Computation, name: str, outer: Computation, call: Instruction
 ) -> Instruction | None:
-    """The instruction that a fusion's operand is, seen from outside; constants inside stay."""
+    """The instruction outside a fusion behind a name inside it; a constant inside is itself."""
     inst = inner.by_name.get(name)
     while inst is not None and inst.opcode in _FORWARDING and inst.operands:
         inst = inner.by_name.get(inst.operands[0])
@@ -108,7 +108,7 @@ def _constant(inst: Instruction | None) -> int | None:
 
 
 def _carry_index(computation: Computation, inst: Instruction | None) -> int | None:
-    """Which element of the loop's tuple an instruction reads, through copies."""
+    """The index of the element of the loop's tuple that an instruction reads, through copies."""
     while inst is not None and inst.opcode in _FORWARDING:
         source = computation.by_name.get(inst.operands[0]) if inst.operands else None
         if inst.opcode == "get-tuple-element" and source is not None and source.opcode == "parameter":
@@ -118,7 +118,7 @@ def _carry_index(computation: Computation, inst: Instruction | None) -> int | No
 
 
 def _initial_value(computation: Computation, loop: Instruction, index: int) -> int | None:
-    """First value of an element of the loop's tuple."""
+    """The initial value of an element of the loop's tuple."""
     init = computation.by_name.get(loop.operands[0])
     if init is None or init.opcode != "tuple" or index >= len(init.operands):
         return None
@@ -136,7 +136,7 @@ def _is_loop_invariant(body: Computation, index: int) -> bool:
 
 
 def _increment(module: Module, body: Computation, index: int) -> int | None:
-    """What one trip adds to the induction variable."""
+    """The increment of the induction variable in one trip."""
     root = body.root
     if root is None or root.opcode != "tuple" or index >= len(root.operands):
         return None

@@ -1,13 +1,13 @@
-"""Which emitted collective is which planned one: by number first, then by kind and bytes.
+"""Matching emitted collectives to predicted ones: by number first, then by kind and bytes.
 
-What carries the number of a prediction, or of several, is compared with those as a group. A collective that compilers
-rewrote is read as what it amounts to, unless the plan asked for just what is written: an all-reduce whose result is
-then sliced may be a reduce-scatter, or both as planned. What is in a loop whose turns only one side knows is compared
-turn by turn.
+An emitted collective with the numbers of several predictions is compared with all of them as a group. A collective that
+compilers rewrote counts as what it amounts to, unless the plan has the kind that is written: an all-reduce whose result
+is then sliced may be a reduce-scatter, or both as planned. Collectives in a loop whose trip count is known on one side
+only are compared trip by trip.
 
 >>> from jshard._verify.emitted import Emitted
->>> plan = [Predicted("all_reduce", ("x",), 64, "test", count=1, id=0, turn=True)]
->>> rows, extra = matched(plan, [Emitted("all_reduce", 64, 4, "", count=3, op_name="while/body/jshard.0/psum")])
+>>> plan = [Predicted("all_reduce", ("x",), 64, "test", count=1, id=0, in_open_loop=True)]
+>>> rows, extra = match_collectives(plan, [Emitted("all_reduce", 64, 4, "", count=3, op_name="while/body/jshard.0/psum")])
 >>> rows[0].bytes, rows[0].predicted[0].count, extra
 ((192, 192), 3, [])
 """
@@ -20,16 +20,16 @@ from collections.abc import Sequence
 from jshard._verify.emitted import KINDS, Emitted
 
 
-TOLERANCE = 0.02  # of the bytes of a kind: the issue's own definition of agreement
+TOLERANCE = 0.02  # of the bytes of a kind
 NEGLIGIBLE = 0.005  # of the program's bytes: less cannot spoil the verdict on a kind (the scalar of a loss)
 
 
 @dataclasses.dataclass(frozen=True)
 class Predicted:
-    """One collective of a plan: `bytes` received per device and execution, `count` executions.
+    """One collective of a plan: bytes received per device and execution, and the number of executions.
 
-    `id` is the number in its `jshard.<id>` scope; by default its place in the list given to `compare`. `turn`: it is
-    in a loop whose turns nobody knows, and `count` is that of one turn. `dtype` is the tensor's, where it is known.
+    `id` is the number in its `jshard.<id>` scope; by default its index in the list given to `compare`. `in_open_loop`: it
+    is in a loop of unknown trip count, and `count` is for one trip. `dtype` is that of the tensor, if known.
     """
 
     kind: str
@@ -54,7 +54,7 @@ class Predicted:
 
 @dataclasses.dataclass(frozen=True)
 class MatchedRow:
-    """Predicted collectives and the emitted ones with their numbers; several when they were combined."""
+    """Predicted collectives and the emitted ones matched to them; several if they were combined."""
 
     predicted: tuple[Predicted, ...]
     emitted: tuple[Emitted, ...]
@@ -73,15 +73,15 @@ class MatchedRow:
 def match_collectives(
     plan: Sequence[Predicted], emitted: Sequence[Emitted]
 ) -> tuple[list[MatchedRow], list[Emitted]]:
-    """Rows of predictions with what was emitted for them, and what was emitted for none."""
+    """Predicted collectives with those emitted for them, and the emitted ones without a prediction."""
     by_id: dict[int | None, list[Predicted]] = {}
     for p in plan:
         by_id.setdefault(p.id, []).append(p)
     tagged, untagged = [], []
     for e in emitted:
-        asked = [p for i in e.tags for p in by_id.get(i, ())]
-        if asked:
-            tagged.append(_as_requested(e, asked))
+        predictions = [p for i in e.tags for p in by_id.get(i, ())]
+        if predictions:
+            tagged.append(_as_requested(e, predictions))
         elif (
             e.requested_total
         ):  # what nobody asked for (edges of the compiler's padding) belongs to no row: the notes count it
@@ -90,12 +90,12 @@ def match_collectives(
     return [_with_equal_trips(r) for r in rows], extra
 
 
-def _as_requested(e: Emitted, asked: Sequence[Predicted]) -> Emitted:
-    """A collective in the kind and type that the plan asked for, where the compiler chose another that amounts to it."""
-    if e.written_kind and {p.kind for p in asked} == {e.written_kind}:
+def _as_requested(e: Emitted, predictions: Sequence[Predicted]) -> Emitted:
+    """A collective in the kind and type of its predictions, if the compiler chose another that amounts to the same."""
+    if e.written_kind and {p.kind for p in predictions} == {e.written_kind}:
         e = e.as_written()
-    # TPUs multiply float32 in bfloat16, and send only that of what nothing else reads.
-    narrow = e.shape.startswith(("bf16", "f16")) and {p.dtype for p in asked} == {"float32"}
+    # TPUs multiply float32 in bfloat16, and send only the bfloat16 of values that nothing else reads.
+    narrow = e.shape.startswith(("bf16", "f16")) and {p.dtype for p in predictions} == {"float32"}
     return (
         dataclasses.replace(e, requested_dtype="f32", requested_bytes=2 * e.bytes)
         if narrow and e.requested_bytes is None
@@ -104,25 +104,31 @@ def _as_requested(e: Emitted, asked: Sequence[Predicted]) -> Emitted:
 
 
 def _with_equal_trips(row: MatchedRow) -> MatchedRow:
-    """The row with as many turns on both sides, where only one side knows how many a loop makes."""
-    planned, made = {p.in_open_loop for p in row.predicted}, {e.in_open_loop for e in row.emitted}
-    if len(planned) != 1 or len(made) != 1 or planned == made:
+    """The row with the same trip count on both sides, if it is known on one side only."""
+    predicted_open = {p.in_open_loop for p in row.predicted}
+    emitted_open = {e.in_open_loop for e in row.emitted}
+    if len(predicted_open) != 1 or len(emitted_open) != 1 or predicted_open == emitted_open:
         return row
-    few, many = (row.predicted, row.emitted) if planned == {True} else (row.emitted, row.predicted)
-    turns = {m.count / f.count for f in few for m in many}
-    if len(turns) != 1 or min(turns) < 1 or min(turns) % 1:
+    counts = {p.count for p in row.predicted}, {e.count for e in row.emitted}
+    one_trip, all_trips = counts if predicted_open == {True} else counts[::-1]
+    trips = {all_ / one for one in one_trip for all_ in all_trips}
+    if len(trips) != 1 or min(trips) < 1 or min(trips) % 1:
         return row
-    k = int(min(turns))
-    more = tuple(dataclasses.replace(f, count=f.count * k, in_open_loop=False) for f in few)
-    return MatchedRow(more, row.emitted) if planned == {True} else MatchedRow(row.predicted, more)  # type: ignore[arg-type]
+    k = int(min(trips))
+    if predicted_open == {True}:
+        predicted = [dataclasses.replace(p, count=p.count * k, in_open_loop=False) for p in row.predicted]
+        return MatchedRow(tuple(predicted), row.emitted)
+    emitted = [dataclasses.replace(e, count=e.count * k, in_open_loop=False) for e in row.emitted]
+    return MatchedRow(row.predicted, tuple(emitted))
 
 
 def bytes_agree(predicted: float, emitted: float, slack: float = 0.0) -> bool:
+    """Whether two numbers of bytes differ by at most the tolerance, or by `slack` bytes."""
     return abs(predicted - emitted) <= max(TOLERANCE * max(predicted, emitted), slack)
 
 
 def _rows_by_number(plan: Sequence[Predicted], tagged: Sequence[Emitted]) -> list[MatchedRow]:
-    """One row per group of predictions that share an emitted collective, in the plan's order."""
+    """One row for each group of predictions that share an emitted collective, in the plan's order."""
     by_id: dict[int | None, list[Predicted]] = {}
     for p in plan:
         by_id.setdefault(p.id, []).append(p)
@@ -148,10 +154,10 @@ def _rows_by_number(plan: Sequence[Predicted], tagged: Sequence[Emitted]) -> lis
 def _match_by_bytes(
     rows: list[MatchedRow], untagged: Sequence[Emitted]
 ) -> tuple[list[MatchedRow], list[Emitted]]:
-    """Give collectives without a number to predictions of their kind that have none, or too little.
+    """Match collectives without a number to predictions of their kind that have none, or too few bytes.
 
-    First one to one by equal bytes; then, kind by kind, all that is left together when their sums agree: a
-    compiler that combines keeps the bytes. What still does not fit is extra.
+    First one to one by equal bytes; then, kind by kind, all that are left together if their sums agree: combining keeps
+    the bytes. The others are extra.
     """
     rows, left = list(rows), []
     for e in untagged:
@@ -177,7 +183,7 @@ def _match_by_bytes(
             if {p.kind for p in r.predicted} == {kind} and not r.agrees and r.bytes[1] < r.bytes[0]
         ]
         lack = sum(r.bytes[0] - r.bytes[1] for r in short)
-        if spare and short and bytes_agree(lack, sum(e.meant for e in spare)):
+        if spare and short and bytes_agree(lack, sum(e.requested_total for e in spare)):
             joint = MatchedRow(
                 tuple(p for r in short for p in r.predicted), (*(e for r in short for e in r.emitted), *spare)
             )

@@ -1,8 +1,8 @@
 """Collectives between TPU slices, which libtpu writes as a `send` and a `recv` with attributes.
 
-The text of a multi-slice program is that of one slice: `num_partitions` counts one slice, and what crosses
-the network is a host transfer whose attributes say which collective it is and between whom. A collective over
-both is split in levels: an all-reduce is reduce-scatter inside, all-reduce across, all-gather inside.
+The text of a multi-slice program is that of one slice: `num_partitions` counts the devices of one slice, and a
+collective between slices is a host transfer with its kind and devices as attributes. A collective within and between
+slices is split in levels: an all-reduce is a reduce-scatter inside, an all-reduce across, an all-gather inside.
 
 >>> from jshard._verify.hlo_parser import parse
 >>> m = parse('''
@@ -13,8 +13,8 @@ both is split in levels: an all-reduce is reduce-scatter inside, all-reduce acro
 ... frontend_attributes={_xla_megascale_target="{1,2,3,4}x{0:7}",_xla_megascale_transfer_type="ALL_REDUCE"}
 ... }'''.replace("true,\\n", "true, "))
 >>> main = m.computations["main"]
->>> transfer(main.by_name["send"], main)
-Transfer(kind='all_reduce', operand=32, size=4, slices=4, target='{1,2,3,4}x{0:7}')
+>>> parse_transfer(main.by_name["send"], main)
+MegascaleTransfer(kind='all_reduce', operand_bytes=32, group_size=4, num_slices=4, target='{1,2,3,4}x{0:7}')
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _KINDS = {
     "REDUCE_SCATTER": "reduce_scatter",
     "ALL_TO_ALL": "all_to_all",
 }
-_SLICE_STRIDE = 100_000  # a device's number in a target is its slice (from 1) times this, plus its place
+_SLICE_STRIDE = 100_000  # the number of a device in a target is its slice (from 1) times this, plus its index
 
 
 @dataclasses.dataclass(frozen=True)
 class MegascaleTransfer:
-    """One collective across slices: local bytes, devices of a group, slices that it names."""
+    """One collective between slices: kind, local bytes, devices of a group, slices, and its devices as written."""
 
     kind: str
     operand_bytes: int
@@ -46,13 +46,13 @@ class MegascaleTransfer:
 
 
 def transfer_type(inst: Instruction) -> str:
-    """libtpu's word for what a `send` or `recv` is part of; empty for other transfers."""
+    """The kind of collective that a `send` or `recv` is part of, in libtpu's words; empty for other transfers."""
     m = re.search(r'_xla_megascale_transfer_type="(\w+)"', inst.attrs)
     return m[1] if m else ""
 
 
 def parse_transfer(inst: Instruction, computation: Computation) -> MegascaleTransfer | None:
-    """What a `send` moves between slices; None when it is no such transfer or its operand is unknown."""
+    """The transfer of a `send` between slices; None for other sends or if its operand is not in the text."""
     word = transfer_type(inst)
     source = computation.by_name.get(inst.operands[0]) if inst.operands else None
     if not word or source is None:

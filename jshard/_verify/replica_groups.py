@@ -1,6 +1,6 @@
-"""Which devices talk to each other: replica groups in all the notations that XLA prints.
+"""Replica groups, the devices of each group of a collective, in all notations that XLA prints.
 
-Lists `{{0,1},{2,3}}`, iota `[2,4]<=[4,2]T(1,0)` (a transposed count, cut into rows), mesh
+Lists `{{0,1},{2,3}}`, iota `[2,4]<=[4,2]T(1,0)` (a transposed iota, split into rows), mesh
 `mesh['x'=2,'y'=4] {'y'}` (axes of a named mesh, the notation of the newest XLA), and empty for all.
 
 >>> read_groups("[4,2]<=[2,4]T(1,0)", 8)
@@ -23,17 +23,14 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def read_groups(text: str | None, devices: int) -> Groups:
-    """Groups of device numbers.
+    """One tuple of device numbers for each group.
 
-    Args:
-      text: the attribute's value; None or `{}` is one group of all devices.
-      devices: number of devices of the program, the meaning of an empty list.
+    Arguments:
 
-    Returns:
-      One tuple of device numbers per group.
+    - `text`: the attribute's value; None or `{}` is one group of all devices.
+    - `devices`: number of devices of the program.
 
-    Raises:
-      ValueError: the notation is not one of those above.
+    Raises `ValueError` if the notation is not one of those above.
     """
     text = (text or "{}").strip()
     if text in ("{}", "{{}}"):
@@ -57,9 +54,9 @@ def _ints(text: str) -> tuple[int, ...]:
 
 
 def _mesh_groups(text: str) -> Groups:
-    """Axes of a mesh, whole (`'x'`) or in part (`'x':(2)4`: after 2 major pieces, the next 4).
+    """Axes of a mesh, full (`'x'`) or split (`'x':(2)4`: the sub-axis of size 4 after major ones of product 2).
 
-    Device order other than counting is `mesh['x'=4], device_ids=([4,2]<=..)`: see XLA's
+    A device order other than 0, 1, ... is written as `mesh['x'=4], device_ids=([4,2]<=..)`: see XLA's
     `MeshAxesReplicaGroupList::ToString` and Shardy's sub-axis notation.
     """
     m = re.fullmatch(r"mesh\[([^\]]*)\]\s*(?:,?\s*device_ids=\((.*?)\)\s*)?,?\s*\{(.*)\}", text)
@@ -70,7 +67,7 @@ def _mesh_groups(text: str) -> Groups:
     ids = np.arange(math.prod(sizes))
     if m[2]:
         ids = np.asarray([v for g in read_groups(_expand_device_order(m[2]), ids.size) for v in g])
-    # Cut every axis where a sub-axis begins or ends, so that each wanted piece is an array dimension.
+    # Split every axis where a sub-axis begins or ends, so that each sub-axis is an array dimension.
     wanted = re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", m[3])
     dims: list[tuple[str, int, int]] = []
     for name, size in zip((n for n, _ in names), sizes, strict=True):
@@ -93,7 +90,7 @@ def _mesh_groups(text: str) -> Groups:
 
 
 def _expand_device_order(text: str) -> str:
-    """A device order `[2,4]T(1,0)` is short for `[8]<=[2,4]T(1,0)`."""
+    """The long form of a device order: `[2,4]T(1,0)` is short for `[8]<=[2,4]T(1,0)`."""
     if "<=" in text or text.startswith("{"):
         return text
     if text.startswith("["):
@@ -102,7 +99,7 @@ def _expand_device_order(text: str) -> str:
 
 
 def read_pairs(text: str | None) -> tuple[tuple[int, int], ...]:
-    """Source and target of each move of a collective-permute.
+    """Source and target of each pair of a collective-permute.
 
     >>> read_pairs("{{0,1},{1,0}}")
     ((0, 1), (1, 0))
@@ -111,21 +108,21 @@ def read_pairs(text: str | None) -> tuple[tuple[int, int], ...]:
 
 
 def largest_component(pairs: tuple[tuple[int, int], ...]) -> int:
-    """Most devices that are joined to each other by the moves: the size of the largest ring or chain.
+    """Devices in the largest connected component of the pairs: the longest ring or chain.
 
-    >>> cycle_size(((0, 1), (1, 0), (2, 3), (3, 2)))
+    >>> largest_component(((0, 1), (1, 0), (2, 3), (3, 2)))
     2
     """
-    home: dict[int, int] = {}
+    parent: dict[int, int] = {}
 
     def find(v: int) -> int:
-        while home.setdefault(v, v) != v:
-            v = home[v]
+        while parent.setdefault(v, v) != v:
+            v = parent[v]
         return v
 
     for a, b in pairs:
-        home[find(a)] = find(b)
+        parent[find(a)] = find(b)
     sizes: dict[int, int] = {}
-    for v in list(home):
+    for v in list(parent):
         sizes[find(v)] = sizes.get(find(v), 0) + 1
     return max(sizes.values(), default=1)

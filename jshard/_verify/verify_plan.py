@@ -15,7 +15,7 @@ from jshard._verify.match import Predicted
 
 
 def predicted_collectives(plan: PlanRecord) -> list[Predicted]:
-    """The collectives of a plan, numbered as the lowering names them; not those that the user wrote."""
+    """The collectives of a plan with their numbers, without those in the user's own `shard_map`."""
     return [
         Predicted(c.kind, tuple(c.axes), float(c.bytes), f"{c.operator}", c.count, c.id, c.turn, c.dtype)
         for c in plan.collectives
@@ -24,15 +24,15 @@ def predicted_collectives(plan: PlanRecord) -> list[Predicted]:
 
 
 def verify_plan(plan: PlanRecord, compiled: Any, *, slices: int = 1) -> Verification:
-    """Hold a compiled program against the plan that it should be.
+    """Compare a compiled program with its plan.
 
-    Args:
-      plan: a `Plan`.
-      compiled: `f.lower(...).compile()`, its text, or what `read` returned.
-      slices: TPU slices of the mesh.
+    Arguments:
 
-    Raises:
-      PlanMismatchError: the program has another number of devices or other arguments.
+    - `plan`: the plan.
+    - `compiled`: `f.lower(...).compile()`, its text, or the result of `read_program`.
+    - `slices`: number of TPU slices of the mesh.
+
+    Raises `PlanMismatchError` if the program has another number of devices or other arguments.
     """
     return verify_program(
         predicted_collectives(plan),
@@ -44,12 +44,12 @@ def verify_plan(plan: PlanRecord, compiled: Any, *, slices: int = 1) -> Verifica
 
 
 def local_input_types(plan: PlanRecord) -> list[str] | None:
-    """Types of the plan's flat arguments as one device holds them; None when one has no HLO type."""
+    """Types of the plan's flat arguments on one device; None if one of them has no HLO type."""
     out = []
     for row in plan.inputs:
         try:
             dtype = np.dtype(row.dtype)
         except TypeError:
-            return None  # keys and other extended types are stored by name only
+            return None  # keys and other extended types are recorded by name only
         out.append(hlo_shape(row.layout.local_shape(row.shape, plan.mesh), dtype))
     return out

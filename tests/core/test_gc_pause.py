@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import jshard
-from jshard._plan import planner
+from jshard._plan import level_search
 
 
 X = jax.ShapeDtypeStruct((8, 8), "float32")
@@ -26,8 +26,8 @@ def collector(request):
 
 def test_it_is_as_it_was_after_a_plan(collector, monkeypatch):
     seen = []
-    solve = planner.solve
-    monkeypatch.setattr(planner, "solve", lambda *a, **k: seen.append(gc.isenabled()) or solve(*a, **k))
+    solve = level_search.solve
+    monkeypatch.setattr(level_search, "solve", lambda *a, **k: seen.append(gc.isenabled()) or solve(*a, **k))
     jshard.shard(lambda x: x @ x, in_strategy=((2, 1),)).plan(X)
     assert seen and not any(seen) and gc.isenabled() is collector
 
@@ -43,7 +43,7 @@ def test_it_is_as_it_was_after_an_error(collector, monkeypatch, error):
     def stopped(*_, **__):
         raise error
 
-    monkeypatch.setattr(planner, "solve", stopped)
+    monkeypatch.setattr(level_search, "solve", stopped)
     with pytest.raises(error):
         jshard.shard(lambda x: jnp.sin(x) @ x, in_strategy=((2, 1),)).plan(X)
     assert gc.isenabled() is collector

@@ -17,6 +17,16 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
+from jshard._verify import EmittedProgram
+
+
+def requested_by_kind(program: EmittedProgram) -> dict[str, float]:
+    """Bytes per device of a compiled program by kind, without the compilers' own widening and padding."""
+    out: dict[str, float] = {}
+    for c in program.collectives:
+        out[c.kind] = out.get(c.kind, 0.0) + c.requested_total
+    return {kind: total for kind, total in out.items() if total}
+
 
 @dataclasses.dataclass(frozen=True)
 class Program:

@@ -206,7 +206,7 @@ def draw(program: Program, topology: Topology, rng: random.Random) -> Assignment
         busy = [
             k
             for k in every
-            if any(c.of(k).partial for c in (*s.operands, *s.results))
+            if any(c.layout(k).partial for c in (*s.operands, *s.results))
             or s.op is not None
             and internal_collectives(s.rule, s.candidates[k], topology.mesh, s.op.outs)
         ]

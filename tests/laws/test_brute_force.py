@@ -97,7 +97,7 @@ def written_out(seed: int, level: int) -> tuple[jshard.Plan, PlanningNetwork] | 
     program = build(jax.jit(fn).trace(*shapes).jaxpr, name="fn", input_names=["x", "w"])
     built = build_network(program, from_mesh(mesh), {}, level=level)
     if (
-        np.prod([float(built.cost_network.states(v)) for v in range(built.cost_network.size)]) > 2e6
+        np.prod([float(built.cost_network.num_states(v)) for v in range(built.cost_network.size)]) > 2e6
         or built.cost_network.size > 30
     ):
         return None

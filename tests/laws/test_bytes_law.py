@@ -73,7 +73,7 @@ def test_a_rule_that_states_something_else_than_it_sends_is_found() -> None:
         import dataclasses
 
         return dataclasses.replace(
-            entry.rule(op), own=(dataclasses.replace(real.internal[0], kind="all_gather"),)
+            entry.rule(op), internal=(dataclasses.replace(real.internal[0], kind="all_gather"),)
         )
 
     single = rules_bytes.in_dtype(case, "float32")

@@ -69,7 +69,7 @@ def random_network(seed: int, memory: bool = False, most: int = 7):
 
 
 def brute_force(network, allowed=lambda x: True) -> float:
-    every = itertools.product(*(range(network.states(v)) for v in range(network.size)))
+    every = itertools.product(*(range(network.num_states(v)) for v in range(network.size)))
     return min((evaluate(network, x) for x in every if allowed(x)), default=np.inf)
 
 

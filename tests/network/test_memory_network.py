@@ -18,7 +18,7 @@ from jshard._core.errors import ShardError
 from jshard._memory.live_intervals import live_intervals
 from jshard._network.build import PlanningNetwork
 from jshard._network.memory_network import memory_network
-from jshard._plan import planner
+from jshard._plan import level_search
 from jshard._schedule.peak import peak_bytes
 from jshard._schedule.schedule import assignment_of, schedule
 from jshard._search import CostNetwork, evaluate, peak, solve
@@ -34,7 +34,7 @@ def problem_of(fn, args, mesh=MESH, **options) -> PlanningNetwork:
     seen: list[PlanningNetwork] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            planner, "limited", lambda built, **kw: seen.append(built) or memory_network(built, **kw)
+            level_search, "memory_network", lambda built, **kw: seen.append(built) or memory_network(built, **kw)
         )
         jshard.shard(fn, mesh=mesh, hardware="tpu-v5e", level=1, **options).plan(*args)
     return seen[0]
@@ -64,13 +64,13 @@ def lean(problem: PlanningNetwork, x: np.ndarray) -> np.ndarray:
     times = live_intervals(program, problem.liveness, problem.donated, lower_bound=True)
     for t, variable in problem.relay_variable.items():
         maker, k = program.defs()[t]
-        made = problem.candidates[maker].results[k].of(int(x[maker]))
-        read = [problem.candidates[u].operands[i].of(int(x[u])) for u, i in program.uses()[t]]
+        made = problem.candidates[maker].results[k].layout(int(x[maker]))
+        read = [problem.candidates[u].operands[i].layout(int(x[u])) for u, i in program.uses()[t]]
         relay = problem.relays[t].layouts
         there = [lay for lay in dict.fromkeys((made, relay[int(x[variable])], *read)) if lay in relay]
         there.sort(key=lambda lay: -lay.pieces(mesh))
         kept = program.operators[maker].kind != "eqn" and maker not in donated
-        if kept or times.elsewhere(t) or not problem.liveness.held[t]:
+        if kept or times.counted_elsewhere(t) or not problem.liveness.held[t]:
             there.sort(key=lambda lay: lay != made)
         for lay in there:
             y = x.copy()

@@ -17,7 +17,7 @@ import jshard
 from jshard._api import shard
 from jshard._core.errors import SearchError
 from jshard._core.named_topology import TopologyMesh
-from jshard._plan import planner
+from jshard._plan import level_search
 from tests.helpers import training_steps
 
 
@@ -35,7 +35,7 @@ def dense(x, w):
 def text_of(fn, *args, error=jshard.ShardError, **options) -> str:
     with pytest.raises(error) as e:
         jshard.shard(fn, mesh=options.pop("mesh", machine()), **options).plan(*args)
-    return re.sub(r"(where: \w+ ).*?test_search_bad_input.py:\d+:\d+", r"\1HERE", str(e.value))
+    return re.sub(r"(where: \w+ ).*?test_pin_conflicts.py:\d+:\d+", r"\1HERE", str(e.value))
 
 
 @pytest.mark.parametrize("search", ["optimal", "propagation"])
@@ -141,7 +141,7 @@ def chain(x, *weights):
 @pytest.mark.parametrize("budget", [None, 70_000])
 def test_an_interrupted_search_gives_the_best_so_far_with_its_gap(budget, monkeypatch, caplog):
     """Ctrl-C at the first sign of an answer ends the search; the plan says so, is whole, and is kept."""
-    real, calls = planner.solve, []
+    real, calls = level_search.solve, []
 
     def interrupted(network, **options):
         def stop(stage, best, bound):
@@ -153,7 +153,7 @@ def test_an_interrupted_search_gives_the_best_so_far_with_its_gap(budget, monkey
 
     w = training_steps.gpt()
     fn, args = (training_steps.step(w), w.arguments()) if budget is None else (chain, [SQUARE] * 4)
-    monkeypatch.setattr(planner, "solve", interrupted)
+    monkeypatch.setattr(level_search, "solve", interrupted)
     f = jshard.shard(fn, mesh=machine(), memory_budget=budget)
     plan = f.plan(*args)
     assert calls and 0 < plan.cost.bound <= plan.cost.objective and plan.cost.gap >= 0
@@ -179,7 +179,7 @@ def test_an_interrupted_search_gives_the_best_so_far_with_its_gap(budget, monkey
 
 
 def test_an_interruption_before_any_answer_is_raised(monkeypatch):
-    real = planner.solve
+    real = level_search.solve
 
     def interrupted(network, **options):
         def stop(*_):
@@ -187,7 +187,7 @@ def test_an_interruption_before_any_answer_is_raised(monkeypatch):
 
         return real(network, **{**options, "on_progress": stop})
 
-    monkeypatch.setattr(planner, "solve", interrupted)
+    monkeypatch.setattr(level_search, "solve", interrupted)
     f = jshard.shard(chain, mesh=machine())
     with pytest.raises(KeyboardInterrupt):
         f.plan(*[SQUARE] * 4)

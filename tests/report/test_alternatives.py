@@ -109,7 +109,7 @@ def test_what_if_frees_pins_and_reports_the_change():
     assert free.cost.objective <= p.cost.objective and difference
     assert {a.path for a, _ in difference.tensors} >= {"w1", "w2"}
     text = str(difference)
-    assert "all_reduce over y: 1 -> 0 times, 12,288 -> 0 B" in text and "w1: (-, y)* -> " in text
+    assert "all_reduce over y: 1 -> 0 times, 12,288 -> 0 B" in text and "w1: (-, y) pinned -> " in text
     jax.tree.map(lambda s: s.spec, free.in_shardings)  # it still knows its mesh and trees
 
 

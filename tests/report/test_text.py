@@ -40,7 +40,7 @@ def test_every_operator_and_collective_is_in_one_group_and_in_the_order_once(nam
         assert sorted(found) == sorted(r.name for r in p.operators)
     for ids in (
         [i for g in operator_groups(p) for m in g.collectives for i in m.ids],
-        [e.xs for e in events(p) if hasattr(e, "id")],
+        [e.id for e in events(p) if hasattr(e, "id")],
     ):
         assert sorted(ids) == sorted(c.id for c in p.collectives)
     assert sum(g.seconds for g in operator_groups(p)) == pytest.approx(p.cost.compute + p.cost.communication)
@@ -58,7 +58,7 @@ def test_what_the_page_of_a_small_plan_says():
     text = str(plan("dense"))
     for expected in (
         "plan of dense_relu on x=4 x y=2 (8 x cpu), level 0: least communication and redundant compute",
-        "x*                                         float32[32,128]            (4, 2)         (x, y)",
+        "x (pinned)                                 float32[32,128]            (4, 2)         (x, y)",
         "all_reduce[y]           8x10 -> 8x10                    1 x, 320 B, 40.2 us",
         "all_reduce       over y                 1 times                320 B     40.2 us",
         "compute 272 ns (redundant 114 ns), communication 40.2 us, step 40.4 us",

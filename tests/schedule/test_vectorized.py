@@ -14,7 +14,7 @@ import pytest
 import jshard
 from jshard._core.layout import Layout
 from jshard._memory.liveness import liveness
-from jshard._plan import planner
+from jshard._plan import scheduled_solution
 from jshard._schedule import peak
 from jshard._schedule.schedule import Reshard, RunCall, RunOperator, Schedule, schedule
 
@@ -70,7 +70,7 @@ def choices_of(monkeypatch: pytest.MonkeyPatch, fn: Callable, args: tuple, **opt
         seen.append(schedule(choice))
         return seen[-1]
 
-    monkeypatch.setattr(planner, "schedule", spy)
+    monkeypatch.setattr(scheduled_solution, "schedule", spy)
     jshard.shard(fn, mesh=MESH, hardware="tpu-v5p", **options).plan(*args)
     assert seen
     return seen
@@ -95,13 +95,13 @@ def check(made: Schedule, donated: tuple[int, ...]) -> None:
     found, program = made.arrays, made.assignment.program
     assert found is not None
     assert not any(isinstance(x, RunCall) for x in made.actions)
-    assert len(made.actions) == found.count
+    assert len(made.actions) == found.num_actions
     moves = [(k, x) for k, x in enumerate(made.actions) if isinstance(x, Reshard)]
     assert [k for k, _ in moves] == found.move_at.tolist()
     for m, (_, x) in enumerate(moves):
-        assert (x.tensor, x.source_layouts) == (found.tensor[m], found.layouts[found.source[m]])
-        assert (x.target_layouts, x.use_op) == (found.layouts[found.target[m]], found.reader[m])
-        assert x.schedule == found.paths[found.path[m]]
+        assert (x.tensor, x.source) == (found.tensor[m], found.layouts[found.source[m]])
+        assert (x.target, x.reader) == (found.layouts[found.target[m]], found.reader[m])
+        assert x.steps == found.paths[found.path[m]]
     for k, x in enumerate(made.actions):
         if isinstance(x, RunOperator):
             assert found.run_at[x.op] == k
@@ -139,7 +139,7 @@ def test_moved_again_arrays_say_what_objects_say(seed: int, monkeypatch: pytest.
     assert again.arrays is not None and held.arrays is not None
     # Each copy is made at most once before the backward pass and once in it.
     for made, most in ((held, 1), (again, 2)):
-        moves = [(x.tensor, x.target_layouts) for x in made.actions if isinstance(x, Reshard)]
+        moves = [(x.tensor, x.target) for x in made.actions if isinstance(x, Reshard)]
         assert max(map(moves.count, moves)) <= most
     assert again.arrays.again.any() and not held.arrays.again.any()
 
@@ -183,7 +183,7 @@ def test_a_plan_without_inner_blocks_writes_no_objects(monkeypatch: pytest.Monke
 
 def test_what_is_moved_again_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values, with everything that the backward pass can move again moved again."""
-    monkeypatch.setattr(planner, "_WORTH", 10.0)
+    monkeypatch.setattr(scheduled_solution, "_REGATHER_PEAK_RATIO", 10.0)
 
     rng = np.random.default_rng(0)
     ws = [tuple(jnp.array(rng.normal(size=s) / 8, "float32") for s in ((64, 256), (256, 64)))] * 2

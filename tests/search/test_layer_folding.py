@@ -91,7 +91,7 @@ def test_folding_changes_no_answer_and_no_proof(seed, monkeypatch):
     net = layered(200, seed, states=5)
     quick = solve(net)
     assert any("folding" in step for step in quick.steps), quick.steps
-    monkeypatch.setattr(branch_and_bound, "fold", lambda graph: None)
+    monkeypatch.setattr(branch_and_bound, "fold_layers", lambda graph: None)
     plain = solve(net)
     for s in (quick, plain):
         assert s.optimal and evaluate(net, s.assignment) == pytest.approx(s.cost, rel=1e-12)

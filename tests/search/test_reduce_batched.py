@@ -90,7 +90,7 @@ def test_what_is_impossible_is_told_as_one_by_one(monkeypatch):
     ])  # fmt: skip
     with pytest.raises(Contradiction) as one:
         solve(network)
-    monkeypatch.setattr(importlib.import_module("jshard._search.solve"), "MANY", 0)
+    monkeypatch.setattr(importlib.import_module("jshard._search.solve"), "BATCHED_FROM", 0)
     with pytest.raises(Contradiction) as many:
         solve(network)
     assert str(one.value) == str(many.value)

@@ -35,10 +35,10 @@ def test_bound_goes_on_where_it_stood(seed):
         pytest.skip("reduced to nothing")
     chain = build_message_layout(graph)
     passed = trws(graph, chain, target=np.inf, deadline=np.inf, max_rounds=20)
-    every = np.sort(passed.slack)
+    every = np.sort(passed.reduced_costs)
     try:
         small, _, dropped = fix_by_reduced_cost(
-            graph, passed.slack_of(chain), float(every[len(every) * 3 // 4])
+            graph, passed.reduced_costs_by_variable(chain), float(every[len(every) * 3 // 4])
         )
     except Contradiction:
         pytest.skip("too few states have no answer")
@@ -90,7 +90,7 @@ def test_light_passes_prove_no_more_than_there_is(seed, monkeypatch):
     for v in graph.core:  # no state of the best answer is ruled out
         at = graph.tables.subset_positions(graph.states[v]).get(int(best.assignment[v]))
         if at is not None:
-            assert passed.slack_bound + passed.slack[where[v] + at] <= best.cost * (1 + 1e-12)
+            assert passed.reduced_cost_bound + passed.reduced_costs[where[v] + at] <= best.cost * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
@@ -140,7 +140,7 @@ def test_layers_are_walked_side_by_side_and_may_differ(monkeypatch):
     assert len(deep) == 10 and all(len(levels) == 1 for levels in deep.values())
     best = solve(network)
     assert best.cost == best.bound
-    monkeypatch.setattr("jshard._search.branch_and_bound.fold", lambda graph: None)
+    monkeypatch.setattr("jshard._search.branch_and_bound.fold_layers", lambda graph: None)
     assert solve(network).cost == best.cost
 
 

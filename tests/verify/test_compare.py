@@ -124,8 +124,10 @@ def test_a_rewritten_kind_shows_in_its_row() -> None:
 
 def test_padding_is_a_note() -> None:
     plan = [Predicted("reduce_scatter", ("x",), 100, "w")]
-    padded = emitted("reduce_scatter", 104, "jshard.0", asked=100, form="all-reduce + slice, padded by 4.0%")
-    edge = emitted("permute", 4, asked=0.0, form="edge of a padded reduce-scatter")
+    padded = emitted(
+        "reduce_scatter", 104, "jshard.0", requested_bytes=100, form="all-reduce + slice, padded by 4.0%"
+    )
+    edge = emitted("permute", 4, requested_bytes=0.0, form="edge of a padded reduce-scatter")
     v = compare(plan, program(padded, edge))
     assert v.ok and v.error == 0 and v.wire == 108 and not v.extra
     assert "padded by the compiler: 2 collectives, 8 B more to move" in str(v)

@@ -183,7 +183,7 @@ def _once(op: OpView) -> Rule:
         InternalCollective("all_reduce", compat.itemsize(a.dtype), k, all_axes=True)
         for k, a in enumerate(op.outs)
     ]
-    return dataclasses.replace(_whole(op), own=tuple(own))
+    return dataclasses.replace(_whole(op), internal=tuple(own))
 
 
 _EFFECTS = ("debug_callback", "debug_print", "io_callback")
