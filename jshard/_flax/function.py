@@ -185,7 +185,8 @@ class StatefulFunction:
         paths, result_tree = _user_paths((objects, result), self.request, count)
         state, result = _split_nodes((objects, result), self)
         leaves, tree = jax.tree.flatten(state)
-        donated = set(donated_leaves(self.request, *traced, _traced_names(self.request, count)))
+        args, kwargs = traced
+        donated = set(donated_leaves(self.request, args, kwargs, _traced_names(self.request, count)))
         numbers = [inputs.get(id(x)) for x in leaves]
         sources = tuple(None if i in donated else i for i in numbers)
         changed = [x for x, i in zip(leaves, sources, strict=True) if i is None]
