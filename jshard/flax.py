@@ -1,6 +1,6 @@
-"""Flax support: importing this gives every `nnx.Module` and `linen.Module` the method `.shard(...)`.
+"""Flax support: importing this adds the method `.shard(...)` to `nnx.Module` and `linen.Module`.
 
-MindSpore's `self.block1.shard(in_strategy=((1, 8),), parameter_plan={...})`, on the modules you have:
+The counterpart of MindSpore's `self.block1.shard(in_strategy=((1, 8),), parameter_plan={...})`:
 
 >>> import jax, jax.numpy as jnp
 >>> from flax import linen, nnx
@@ -12,12 +12,13 @@ MindSpore's `self.block1.shard(in_strategy=((1, 8),), parameter_plan={...})`, on
 >>> layer.apply(layer.init(jax.random.key(0), jnp.ones((2, 8))), jnp.ones((2, 8))).shape
 (2, 4)
 
-The functional form is `jshard.shard(module, ...)`; `plan_of` gives the plan of a sharded module. `init` makes
-parameters and optimizer state where a plan wants them, `place` moves those that exist.
+The functional form is `jshard.shard(module, ...)`; `plan_of` gives the plan of a sharded module. `init` creates
+parameters and optimizer state in the shardings of a plan, `place` moves existing ones.
 """
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 
@@ -55,12 +56,12 @@ def shard_module(module: Any, *args: Any, **kwargs: Any) -> Any:
     >>> shard_module(dense, in_strategy=((1, 1),)) is dense
     True
     """
-    return _side(module, "shard").shard_module(module, *args, **kwargs)
+    return _flax_api(module, "shard").shard_module(module, *args, **kwargs)
 
 
 @checked
 def plan_of(module: Any, *args: Any, **kwargs: Any) -> Plan:
-    """The plan of a sharded module for the arguments of its call; of a linen module, of its `apply`.
+    """The plan of a sharded module for the arguments of its call (for a linen module, of `apply`).
 
     >>> import jax
     >>> from flax import nnx
@@ -68,18 +69,19 @@ def plan_of(module: Any, *args: Any, **kwargs: Any) -> Plan:
     >>> plan_of(dense, jax.ShapeDtypeStruct((2, 8), "float32")).inputs[-1].path
     'inputs'
 
-    Raises `ShardError` if no module in it is sharded, or several are side by side.
+    Raises `ShardError` if no module in it is sharded, or several are, none inside the other.
     """
-    return _side(module, "jshard.flax.plan_of").plan_of(module, *args, **kwargs)
+    return _flax_api(module, "jshard.flax.plan_of").plan_of(module, *args, **kwargs)
 
 
 @checked
 def plans_of(module: Any, *args: Any, **kwargs: Any) -> dict[str, Plan]:
     """The plan of every sharded module of a model, by module path; arguments as for `plan_of`."""
-    return _side(module, "jshard.flax.plans_of").plans_of(module, *args, **kwargs)
+    return _flax_api(module, "jshard.flax.plans_of").plans_of(module, *args, **kwargs)
 
 
-def _side(module: Any, where: str) -> Any:
+def _flax_api(module: Any, where: str) -> ModuleType:
+    """`jshard._flax.nnx` or `jshard._flax.linen`, by the kind of module; `where`: for the error."""
     if isinstance(module, type) and issubclass(module, nnx.Module | linen.Module):
         name = module.__name__
         raise OnClassError(

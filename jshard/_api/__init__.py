@@ -1,1 +1,2 @@
-"""What users call: shard, op, plan, sweep, pareto."""
+"""Interface: `shard`, `op`, `Plan`, `sweep`, `pareto`. Input: a function, strategies and options. Output: a sharded
+function, its plans and executables."""

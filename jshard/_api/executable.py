@@ -1,8 +1,8 @@
-"""From a planned signature to a running program: compile it once, place what lies elsewhere, or write it inline.
+"""The program of a planned call: compiled for calls at top level, inlined into the trace of another transformation.
 
-A compiled program takes its arguments in the planned layouts. JAX itself brings there what is on the host or not
-committed to a device; what is committed elsewhere is moved first. Under another transformation (`jit`, `grad`,
-`scan`) nothing is compiled: the planned program is written into that trace, in the form JAX can differentiate.
+A compiled program takes its arguments in the planned layouts. JAX itself places arrays that are on the host or not
+committed to devices; an array committed to another sharding is moved first. Under `jit`, `grad` or `scan` nothing is
+compiled: the planned program is inlined into that trace, in a form that JAX can differentiate.
 
 >>> import jax.numpy as jnp, jshard
 >>> from jshard._api.prepare import prepare
@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -51,13 +51,13 @@ class Executable:
 
     def __init__(self, prepared: PlannedCall):
         self.prepared = prepared
-        self.notes: list[str] = []  # of derivatives that were taken from outside
+        self.notes: list[str] = []  # how backward passes were planned, for `Plan.steps`
         self._lock = threading.RLock()
         self._compiled: jax.stages.Compiled | None = None
 
     @property
     def plan(self) -> Plan:
-        """The plan, and what became of derivatives that were taken of it from outside."""
+        """The plan; its steps include notes on derivatives that were taken from outside."""
         plan = self.prepared.plan
         return (
             dataclasses.replace(plan, steps=(*plan.steps, *dict.fromkeys(self.notes))) if self.notes else plan
@@ -70,32 +70,32 @@ class Executable:
         return _lower(self.prepared)
 
     def compile(self) -> jax.stages.Compiled:
-        """The program compiled, once."""
+        """The compiled program, cached."""
         if self._compiled is None:
             with self._lock:
                 if self._compiled is None:
-                    self._compiled = self.lower().compile()  # kept only when whole
+                    self._compiled = self.lower().compile()
         return self._compiled
 
     @functools.cached_property
     def inlined(self) -> Any:
-        """The program for use inside another trace: flat arguments and captured arrays to flat results."""
+        """The program as a function for another trace: flat arguments and captured arrays -> flat results."""
         return _differentiable(self.prepared, self.notes)
 
-    def accepts_placement(self, lying: Placement) -> bool:
-        """Whether this is the plan of a call whose arguments lie so: of all that are not pinned, none is moved."""
-        prepared, cut = self.prepared, dict(lying.sharded)
+    def accepts_placement(self, placement: Placement) -> bool:
+        """Whether a call with arguments placed so would get this plan: it moves no argument that is not pinned."""
+        prepared, sharded = self.prepared, dict(placement.sharded)
         mesh = prepared.chosen.mesh
-        if lying.mesh is None:
+        if placement.mesh is None:
             if prepared.chosen.source == "arguments":
                 return False
-        elif not same_devices(lying.mesh, mesh):
+        elif not same_devices(placement.mesh, mesh):
             return False
-        if not prepared.committed <= cut.keys():
+        if not prepared.committed <= sharded.keys():
             return False
         return all(
             i in prepared.pinned or self._is_placed_as_planned(i, sharding, mesh)
-            for i, sharding in cut.items()
+            for i, sharding in sharded.items()
         )
 
     def _is_placed_as_planned(self, i: int, sharding: NamedSharding, mesh: Any) -> bool:
@@ -103,48 +103,47 @@ class Executable:
         return equivalent_axes(sharding, row.shape, mesh) == row.layout.dims
 
     def entry_moves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[EntryRow, ...]:
-        """The arguments that are moved before a call, and what that receives."""
-        left, left_kw = traced_arguments(self.prepared.request, args, kwargs)
-        plan, rows = self.prepared.plan, []
-        shardings = jax.tree.leaves(plan.in_shardings)
-        for x, row, target in zip(jax.tree.leaves((left, left_kw)), plan.inputs, shardings, strict=False):
-            given = committed_sharding(x) or (
-                x.sharding if isinstance(x, jax.Array) and not compat.is_tracer(x) else None
-            )
-            if given is None or not _needs_move(x, given, target):
+        """The arguments that are moved before a call, each with the bytes received per device."""
+        leaves = jax.tree.leaves(traced_arguments(self.prepared.request, args, kwargs))
+        plan = self.prepared.plan
+        rows = []
+        for x, row, target in zip(leaves, plan.inputs, jax.tree.leaves(plan.in_shardings), strict=False):
+            source = committed_sharding(x)
+            if source is None and isinstance(x, jax.Array) and not compat.is_tracer(x):
+                source = x.sharding
+            if source is None or not _needs_move(x, source, target):
                 continue
-            if (
-                isinstance(given, NamedSharding)
-                and equivalent_axes(given, row.shape, target.mesh) == row.layout.dims
-            ):
-                continue  # the same blocks on the same devices, told of another mesh
-            moved = max_received_bytes(given, target, row.shape, compat.itemsize(x.dtype))
-            rows.append(EntryRow(row.path, describe_sharding(given), str(row.layout), float(moved)))
+            named = isinstance(source, NamedSharding)
+            if named and equivalent_axes(source, row.shape, target.mesh) == row.layout.dims:
+                continue  # the same blocks on the same devices, on a mesh with other axes
+            received = max_received_bytes(source, target, row.shape, compat.itemsize(x.dtype))
+            rows.append(EntryRow(row.path, describe_sharding(source), str(row.layout), float(received)))
         return tuple(rows)
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Results of a call, and what JAX's dispatch needs to repeat it; None where it could not know better."""
+        """The results of a call, and the data with which JAX's dispatch repeats it; None if it must not."""
         if _has_no_devices(self.prepared) or not _devices_can_run(self.prepared.chosen.mesh):
             raise _cannot_run_error(self.prepared, "")
         compiled = self.compile()
-        left, left_kw = traced_arguments(self.prepared.request, args, kwargs)
-        left, left_kw, repeatable = _place_arguments(self.prepared, left, left_kw)
-        out, again = compat.call_and_fastpath_data(compiled, left, left_kw)
-        return _retype_for_explicit_mesh(self.prepared, out, again if repeatable else None)
+        traced = traced_arguments(self.prepared.request, args, kwargs)
+        placed, placed_kw, repeatable = _place_arguments(self.prepared, *traced)
+        out, fastpath = compat.call_and_fastpath_data(compiled, placed, placed_kw)
+        return _retype_for_explicit_mesh(self.prepared, out, fastpath if repeatable else None)
 
 
 def _has_no_devices(prepared: PlannedCall) -> bool:
-    """Whether the mesh is a description that no context fills with devices."""
-    mesh, here = prepared.chosen.mesh, compat.context_mesh()
+    """Whether the mesh is abstract and no mesh in context supplies devices."""
+    mesh, context = prepared.chosen.mesh, compat.context_mesh()
     if not isinstance(mesh, AbstractMesh):
         return False
-    if here is not None and here.size == mesh.size:
+    if context is not None and context.size == mesh.size:
         return False
-    return compat.at_top_level() or prepared.chosen.source != "arguments"  # in a trace they are on devices
+    # In a trace, an abstract mesh of the arguments' types stands for devices.
+    return compat.at_top_level() or prepared.chosen.source != "arguments"
 
 
 def _devices_can_run(mesh: Any) -> bool:
-    """Whether the devices of a mesh can run something; those that a compiler brings cannot."""
+    """Whether the devices of a mesh can run programs; those of an ahead-of-time compiler cannot."""
     if isinstance(mesh, AbstractMesh):
         return True
     device = mesh.devices.flat[0]
@@ -179,7 +178,7 @@ def _lower(prepared: PlannedCall) -> jax.stages.Lowered:
     constants = _captured_arrays(prepared)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        # A compiled call of its own: its arguments come in our shardings, a mesh in context says nothing of them.
+        # A separate computation: its arguments have the planned shardings, whatever mesh is in context.
         with compat.with_mesh(mesh):
             return _unflatten_results(prepared, body(*jax.tree.leaves((args, kwargs)), *constants))
 
@@ -190,76 +189,76 @@ def _lower(prepared: PlannedCall) -> jax.stages.Lowered:
         for a, s in zip(prepared.in_avals, shardings, strict=True)
     ]
     args, kwargs = jax.tree.unflatten(prepared.in_tree, shapes)
-    given, named = _donated_arguments(prepared)
+    donate_argnums, donate_argnames = _donated_arguments(prepared)
     rows = prepared.plan.outputs
     jitted = jax.jit(
         run,
         out_shardings=jax.tree.unflatten(
             prepared.out_tree, [NamedSharding(mesh, r.layout.spec) for r in rows]
         ),
-        donate_argnums=given or None,
-        donate_argnames=named or None,
+        donate_argnums=donate_argnums or None,
+        donate_argnames=donate_argnames or None,
     )
     return jitted.lower(*args, **kwargs)
 
 
 def _captured_arrays(prepared: PlannedCall) -> list[Any]:
-    """Captured arrays; those typed by a mesh with Explicit axes in their planned blocks, without that type."""
-    choice, mesh = prepared.schedule.assignment, prepared.chosen.mesh
-    program = choice.program
+    """The captured arrays; those with a sharding in their type are placed in their planned layout, untyped."""
+    assignment, mesh = prepared.schedule.assignment, prepared.chosen.mesh
+    program = assignment.program
     out = list(program.constants)
     for k, op in enumerate(program.inputs[len(prepared.in_avals) :]):
         if not compat.is_tracer(out[k]) and explicit_sharding(out[k]) is not None:
-            layout = choice.result_layout(program.operators[op].results[0])
+            layout = assignment.result_layout(program.operators[op].results[0])
             out[k] = jax.device_put(out[k], NamedSharding(mesh, layout.spec))
     return out
 
 
 def _unflatten_results(prepared: PlannedCall, leaves: Sequence[Any]) -> Any:
-    """The results as the function itself types them: blocks of a computation have lost weak types."""
+    """The results as a pytree, with the weak types of the function, which `shard_map` drops."""
     typed = [compat.weakly_typed(x) if w else x for x, w in zip(leaves, prepared.weak_typed, strict=True)]
     return jax.tree.unflatten(prepared.out_tree, typed)
 
 
 def _donated_arguments(prepared: PlannedCall) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Donated arguments by position and by keyword, static ones not counted."""
+    """Positions and keywords of the donated arguments, among the traced ones."""
     donated = set(prepared.donated)
-    numbered = jax.tree.unflatten(prepared.in_tree, range(len(prepared.in_avals)))
-    args, kwargs = numbered
-    given = tuple(i for i, a in enumerate(args) if donated.intersection(jax.tree.leaves(a)))
-    return given, tuple(n for n, a in kwargs.items() if donated.intersection(jax.tree.leaves(a)))
+    args, kwargs = jax.tree.unflatten(prepared.in_tree, range(len(prepared.in_avals)))
+    positions = tuple(i for i, a in enumerate(args) if donated.intersection(jax.tree.leaves(a)))
+    return positions, tuple(n for n, a in kwargs.items() if donated.intersection(jax.tree.leaves(a)))
 
 
 def _differentiable(prepared: PlannedCall, notes: list[str]) -> Any:
-    """The program as a function of flat arguments and captured arrays for use inside another trace.
+    """The program as a function of flat arguments and captured arrays, for use in another trace.
 
-    Its derivative is that of the program planned for training; `said` gets the reason where that could not be planned.
-    Compiled as a whole where JAX runs it eagerly.
+    Its derivative rule runs the schedule of `plan_for_gradient`, planned when JAX first differentiates it; `notes`
+    receives why the backward pass was not planned jointly. JAX compiles the function as a whole where it runs eagerly.
     """
     mesh, name = prepared.chosen.mesh, prepared.request.name
     body = spmd(prepared.schedule, mesh, vma=True, plan_rule=plan_derivative_rule)
-    trained: dict[tuple[int, ...], Any] = {}
+    forward_passes: dict[tuple[int, ...], Callable[..., Any]] = {}  # key: numbers of differentiated arguments
 
     def forward(*values: Any) -> tuple[Any, ...]:
         return tuple(body(*values))
 
-    def pushed(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-        moving = tuple(i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero))
-        if moving not in trained:
-            found = plan_for_gradient(prepared, moving)
-            notes.extend([found.note] if found.note else [])
-            trained[moving] = spmd(found.schedule, mesh, vma=True, plan_rule=plan_derivative_rule)
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        numbers = tuple(i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero))
+        if numbers not in forward_passes:
+            planned = plan_for_gradient(prepared, numbers)
+            notes.extend([planned.note] if planned.note else [])
+            forward_passes[numbers] = spmd(planned.schedule, mesh, vma=True, plan_rule=plan_derivative_rule)
 
-        def of_moving(*moved: Any) -> tuple[Any, ...]:
+        def of_differentiated(*differentiated: Any) -> tuple[Any, ...]:
             values = list(primals)
-            for i, x in zip(moving, moved, strict=True):
+            for i, x in zip(numbers, differentiated, strict=True):
                 values[i] = x
-            return tuple(trained[moving](*values))
+            return tuple(forward_passes[numbers](*values))
 
-        return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
+        return jax.jvp(of_differentiated, [primals[i] for i in numbers], [tangents[i] for i in numbers])
 
     forward.__name__ = forward.__qualname__ = name
-    if compat.has_effects(prepared.schedule.assignment.program.jaxpr):  # JAX lets none into rules
+    # JAX allows no effects in derivative rules.
+    if compat.has_effects(prepared.schedule.assignment.program.jaxpr):
 
         def watched(*values: Any) -> tuple[Any, ...]:
             return forward(
@@ -272,28 +271,28 @@ def _differentiable(prepared: PlannedCall, notes: list[str]) -> Any:
         watched.__name__ = watched.__qualname__ = name
         return jax.jit(watched)
     rule = jax.custom_jvp(forward)
-    rule.defjvp(pushed, symbolic_zeros=True)
+    rule.defjvp(jvp, symbolic_zeros=True)
     return jax.jit(rule)
 
 
 def _note_differentiation(x: Any, notes: list[str]) -> Any:
-    """The value itself; `said` is told where it is differentiated."""
+    """The identity; adds a note when it is differentiated."""
 
     @jax.custom_jvp
-    def same(x: Any) -> Any:
+    def identity(x: Any) -> Any:
         return x
 
-    @same.defjvp
+    @identity.defjvp
     def _(primals: Any, tangents: Any) -> Any:
         notes.append(planned_alone_note("", "JAX lets no effects into rules of derivatives"))
         return primals[0], tangents[0]
 
-    return same(x)
+    return identity(x)
 
 
-def inline(program: Executable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The planned program inside another trace, in the form JAX can differentiate."""
-    prepared = program.prepared
+def inline(executable: Executable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run the planned program in the current trace, in a form that JAX can differentiate."""
+    prepared = executable.prepared
     leaves = jax.tree.leaves(traced_arguments(prepared.request, args, kwargs))
     marked = [compat.mark_argument(x, prepared.request.name) for x in leaves]
     if _has_no_devices(prepared):
@@ -304,7 +303,7 @@ def inline(program: Executable, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
     def run(*values: Any) -> Any:
         with compat.with_mesh(mesh):
-            return program.inlined(*values)
+            return executable.inlined(*values)
 
     out: Any
     if explicit is None:
@@ -318,9 +317,10 @@ def inline(program: Executable, args: Sequence[Any], kwargs: Mapping[str, Any]) 
                 where=f"call of {name}",
                 fix=f"jshard.shard({name}, ..., mesh=...) with that mesh",
             )
-        choice = prepared.schedule.assignment
+        assignment = prepared.schedule.assignment
         specs = tuple(
-            user_spec(prepared.chosen, explicit, choice.operand_layout(i, 0)) for i in choice.program.outputs
+            user_spec(prepared.chosen, explicit, assignment.operand_layout(i, 0))
+            for i in assignment.program.outputs
         )
         with compat.with_mesh(explicit):
             out = jax.sharding.auto_axes(run, axes=explicit.axis_names, out_sharding=specs)(*values)
@@ -328,37 +328,39 @@ def inline(program: Executable, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def _explicit_mesh(values: Sequence[Any]) -> Any:
-    """The mesh with Explicit axes that is in context, or on which an argument is typed; None if neither."""
+    """The mesh with Explicit axes in context, else in the type of an argument; None if there is none."""
     meshes = [jax.sharding.get_abstract_mesh()]
     meshes += [getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None) for x in values]
     return next((m for m in meshes if m is not None and AxisType.Explicit in m.axis_types), None)
 
 
 def user_spec(chosen: ChosenMesh, mesh: Any, layout: Layout) -> PartitionSpec:
-    """A layout in the axes of the user's own mesh; a dimension that they cannot express is whole."""
+    """A layout in the axes of the user's mesh; a dimension that these cannot express is replicated."""
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
-    own = {n: parts for n, parts in chosen.axis_parts.items() if sizes.get(n) == chosen.axes.size(*parts)}
+    axis_parts = {
+        n: parts for n, parts in chosen.axis_parts.items() if sizes.get(n) == chosen.axes.size(*parts)
+    }
 
     def dimension(axes: tuple[str, ...]) -> tuple[str, ...]:
-        names, left = [], axes
-        while left:
-            name = next((n for n, parts in own.items() if left[: len(parts)] == parts), None)
+        names, remaining = [], axes
+        while remaining:
+            name = next((n for n, parts in axis_parts.items() if remaining[: len(parts)] == parts), None)
             if name is None:
                 return ()
             names.append(name)
-            left = left[len(own[name]) :]
+            remaining = remaining[len(axis_parts[name]) :]
         return tuple(names)
 
     return PartitionSpec(*(dimension(d) or None for d in layout.dims))
 
 
 def _retype_for_explicit_mesh(prepared: PlannedCall, out: Any, fastpath: Any) -> tuple[Any, Any]:
-    """Results as a context with Explicit axes wants them: on that mesh, in the same blocks where its axes allow."""
-    mesh, choice = jax.sharding.get_mesh(), prepared.schedule.assignment
+    """The results with types on the Explicit mesh in context, in their planned blocks where its axes allow."""
+    mesh, assignment = jax.sharding.get_mesh(), prepared.schedule.assignment
     if mesh.empty or _explicit_mesh(()) is None:
         return out, fastpath
     leaves, tree = jax.tree.flatten(out)
-    layouts = [choice.operand_layout(i, 0) for i in choice.program.outputs]
+    layouts = [assignment.operand_layout(i, 0) for i in assignment.program.outputs]
     wanted = [NamedSharding(mesh, user_spec(prepared.chosen, mesh, lay)) for lay in layouts]
     typed = jax.device_put(leaves, wanted)
     same = all(
@@ -367,7 +369,7 @@ def _retype_for_explicit_mesh(prepared: PlannedCall, out: Any, fastpath: Any) ->
         for x, y in zip(leaves, typed, strict=True)
     )
     if fastpath is not None:
-        # What stays where it is only gets other types, which is all that dispatch has to know.
+        # Without a move, only the types differ, and dispatch can set these itself.
         fastpath = (
             fastpath._replace(out_shardings=wanted, out_avals=[y.aval for y in typed]) if same else None
         )
@@ -375,18 +377,18 @@ def _retype_for_explicit_mesh(prepared: PlannedCall, out: Any, fastpath: Any) ->
 
 
 def _place_arguments(prepared: PlannedCall, args: tuple, kwargs: dict) -> tuple[tuple, dict, bool]:
-    """The arguments where the plan wants them, and whether JAX's own dispatch can do the same next time."""
+    """The arguments in the planned shardings, and whether JAX's dispatch can place them itself in later calls."""
     leaves, tree = jax.tree.flatten((args, kwargs))
     shardings = jax.tree.leaves(prepared.plan.in_shardings)
-    elsewhere = [i for i, (x, s) in enumerate(zip(leaves, shardings, strict=True)) if _is_misplaced(x, s)]
-    if not elsewhere:
+    misplaced = [i for i, (x, s) in enumerate(zip(leaves, shardings, strict=True)) if _is_misplaced(x, s)]
+    if not misplaced:
         return args, kwargs, True
-    for i in elsewhere:
+    for i in misplaced:
         _check_devices(prepared.request, leaves[i], shardings[i])
-    # It takes arrays on as many devices as the program has as they are, and brings others to their places.
-    repeatable = all(len(leaves[i].sharding.device_set) != shardings[i].num_devices for i in elsewhere)
-    moved = jax.device_put([leaves[i] for i in elsewhere], [shardings[i] for i in elsewhere])
-    for i, x in zip(elsewhere, moved, strict=True):
+    # Dispatch passes on arrays over as many devices as the program has, and places all others itself.
+    repeatable = all(len(leaves[i].sharding.device_set) != shardings[i].num_devices for i in misplaced)
+    moved = jax.device_put([leaves[i] for i in misplaced], [shardings[i] for i in misplaced])
+    for i, x in zip(misplaced, moved, strict=True):
         leaves[i] = x
     return (*jax.tree.unflatten(tree, leaves), repeatable)
 
@@ -396,7 +398,7 @@ def _is_misplaced(x: Any, sharding: NamedSharding) -> bool:
 
 
 def _needs_move(x: Any, sharding: Any, target: NamedSharding) -> bool:
-    """Whether an argument that lies as `given` is moved; what is on the host or not committed JAX itself places."""
+    """Whether an argument with this sharding must be moved; not if JAX places it itself (host, not committed)."""
     if not getattr(x, "committed", True) or sharding is target:
         return False
     if isinstance(getattr(sharding, "mesh", None), AbstractMesh) or isinstance(target.mesh, AbstractMesh):

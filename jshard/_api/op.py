@@ -1,4 +1,4 @@
-"""`op`: operator-level strategies inside a function, as MindSpore's `Primitive.shard`."""
+"""`op`: strategies of operators inside a function, like MindSpore's `Primitive.shard`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def op(
     reduction: tuple[str, ...] = (),
     sizes: dict[str, int] | None = None,
 ) -> Callable[..., Any]:
-    """`fn` with the operators that read its arguments pinned, for use inside a sharded function.
+    """Pin the operators that read the arguments of `fn`, for use inside a sharded function.
 
     >>> import jax.numpy as jnp, jshard
     >>> product = jshard.op(jnp.dot, in_strategy=((1, 1), None))
@@ -35,13 +35,13 @@ def op(
 
     Arguments:
 
-    - `fn`: any function of arrays; outside a sharded function it runs as it is.
-    - `in_strategy`: one entry per argument: `None`, pieces per dimension, or a `PartitionSpec`. It says how the
-        operators that read the argument directly take it, whatever layout the argument has before.
-    - `out_strategy`: one entry, or one per result: the layout in which the results are made.
-    - `rule`: the whole of `fn` is one operator with these factors, `"b q h d, b k h d, b k h d -> b q h d"`; it
-        runs on local blocks, so a kernel works inside. A factor that no result carries is kept whole unless
-        `reduction` names it: then the blocks' results are summed. `sizes` has the lengths inside groups `(a b)`.
+    - `fn`: any function of arrays; outside a sharded function it runs unchanged.
+    - `in_strategy`: one entry per argument: `None`, shards per dimension, or a `PartitionSpec`. It is the layout in which
+        the operators that read the argument take it; the argument itself may have another layout.
+    - `out_strategy`: one entry, or one per result: the layout in which the results are produced.
+    - `rule`: makes `fn` one operator with these factors, `"b q h d, b k h d, b k h d -> b q h d"`. It runs on the local
+        blocks, so it may contain a kernel. A factor that is in no result is not sharded, unless `reduction` names it:
+        then the results of the blocks are summed. `sizes`: lengths of the factors in groups such as `(a b)`.
 
     Raises `StrategyError` when an entry does not fit its argument.
     """

@@ -1,8 +1,8 @@
 """`pareto`: the time-memory frontier of a function's plans.
 
-The fastest plan and the plan of least memory are the two ends. Between them the same function is planned for
-speed under memory budgets: always inside the widest gap that is left, so that a few searches show the whole curve.
-What is slower and no smaller than another plan is left out.
+Its ends are the fastest plan and the plan of least memory. In between, the function is planned for speed under memory
+budgets, each in the middle of the widest remaining gap (on a logarithmic scale), so that a few searches show the whole
+curve. A plan that is slower and no smaller than another is left out.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from jshard._report.progress import progress
 from jshard._report.totals import step_seconds
 
 
-MIN_PEAK_RATIO = 1.02  # peaks nearer than this factor have nothing worth a search between them
+MIN_PEAK_RATIO = 1.02  # between peaks closer than this factor, no search is made
 
 
 @dataclasses.dataclass(frozen=True)
 class Frontier:
-    """Plans from the fastest to the smallest; none is beaten in both time and memory by another.
+    """Plans from the fastest to the smallest, none of them dominated in both time and memory.
 
-    `tried` says how many plans were made to find them.
+    `tried`: how many plans were made to find them.
     """
 
     name: str
@@ -94,10 +94,10 @@ def pareto(
 
     - `fn`: a function, or a sharded one, whose pins and mesh are kept.
     - `args`, `kwargs`: arrays or `ShapeDtypeStruct`s.
-    - `points`: number of plans to try, at least two; fewer are tried where nothing is left to find.
-    - `show_progress`: None shows a bar on a terminal and in Jupyter only.
+    - `points`: number of plans to try, at least two; fewer if no gap is left to search.
+    - `show_progress`: whether to show a progress bar; None: on a terminal and in Jupyter only.
 
-    Where not even the plan of least memory keeps to the memory budget, the error is that of planning.
+    Raises the error of planning if not even the plan of least memory keeps to the memory budget.
     """
     if not isinstance(points, int) or points < 2:
         raise ShardError(f"points={points!r} gives no frontier", where="pareto", fix="points=2 or more")
@@ -110,49 +110,49 @@ def pareto(
 def _frontier(
     request: ShardRequest, args: tuple, kwargs: dict[str, Any], points: int, show_progress: bool | None
 ) -> Frontier:
-    made: list[Plan] = []
+    plans: list[Plan] = []
     with progress(f"frontier of {request.name}", points, shown=show_progress) as show:
-        refused: SearchError | None = None
+        last_error: SearchError | None = None
         for level in (2, 1, 0)[:points]:
-            show(len(made), f"level {level}")
+            show(len(plans), f"level {level}")
             try:
-                made.append(plan_with_options(request, args, kwargs, level=level))
-            except SearchError as error:  # the budget of the chip
-                refused = error
-        if not made:
-            assert refused is not None
-            raise refused
-        searched: set[tuple[float, float]] = set()  # gaps between peaks that a search did not fill
-        while len(made) < points:
-            gap = _widest_gap(made, searched)
+                plans.append(plan_with_options(request, args, kwargs, level=level))
+            except SearchError as error:  # the chip's memory does not suffice
+                last_error = error
+        if not plans:
+            assert last_error is not None
+            raise last_error
+        searched: set[tuple[float, float]] = set()  # gaps between peaks in which a search found no plan
+        while len(plans) < points:
+            gap = _widest_gap(plans, searched)
             if gap is None:
                 break
             budget = int(math.sqrt(gap[0] * gap[1]))
-            show(len(made), f"under {format_bytes(budget)}")
+            show(len(plans), f"under {format_bytes(budget)}")
             try:
                 plan = plan_with_options(request, args, kwargs, level=2, memory_budget=budget)
-            except SearchError:  # nothing was found inside this budget; the smallest plan stands for it
+            except SearchError:  # no plan within this budget
                 searched.add(gap)
                 points -= 1
                 continue
             peak = plan.cost.peak_bytes
             if not gap[0] * 1.001 < peak < gap[1] / 1.001:
                 searched.add(gap)
-            made.append(plan)
-    return Frontier(request.name, _pareto_front(made), len(made))
+            plans.append(plan)
+    return Frontier(request.name, _pareto_front(plans), len(plans))
 
 
 def _pareto_front(plans: Iterable[Plan]) -> tuple[Plan, ...]:
-    """Those that no other beats in both time and memory, fastest first."""
-    kept: list[Plan] = []
+    """The plans that no other dominates in both time and memory, fastest first."""
+    frontier: list[Plan] = []
     for p in sorted(plans, key=lambda p: (step_seconds(p), p.cost.peak_bytes)):
-        if not kept or p.cost.peak_bytes < kept[-1].cost.peak_bytes:
-            kept.append(p)
-    return tuple(kept)
+        if not frontier or p.cost.peak_bytes < frontier[-1].cost.peak_bytes:
+            frontier.append(p)
+    return tuple(frontier)
 
 
 def _widest_gap(plans: list[Plan], searched: set[tuple[float, float]]) -> tuple[float, float] | None:
-    """The two neighbouring peaks of the frontier that are farthest apart; None when all are close or searched."""
+    """The neighbouring peaks of the frontier with the largest ratio; None if all are close or were searched."""
     peaks = sorted({p.cost.peak_bytes for p in _pareto_front(plans)})
     gaps = [
         g

@@ -1,7 +1,7 @@
 """`sweep`: one function planned over meshes, levels, chips and batch sizes, side by side.
 
-Every combination is one row. A combination that cannot be planned is a row too, with the reason: a sweep over
-machines is asked precisely because some of them are too small.
+Every combination is one row. A combination that cannot be planned is a row with the reason, because one purpose of a
+sweep over machines is to see which of them are too small.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SWEPT_OPTIONS = {
     "hardware": lambda v: hardware.get(v) if isinstance(v, str) else v,
     "device": lambda v: check_device(v) or v, "level": check_level, "memory_budget": parse_bytes, "search": check_search,
 }  # fmt: skip
-"""Options of `shard` that a sweep varies beside mesh and batch, and what checks a value."""
+"""Options of `shard` that a sweep varies, beside mesh and batch, with the function that checks a value."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,14 +53,14 @@ class Sweep:
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """The plans that were found."""
+        """The plans of all points that have one."""
         return tuple(p.plan for p in self.points if p.plan is not None)
 
     @property
     def fastest(self) -> PlanPoint | None:
         """The point of least step time (for one entry of the batch where batches differ); None without a plan."""
-        made = [p for p in self.points if p.plan is not None]
-        return min(made, key=lambda p: step_seconds(p.plan) / (p.setting("batch") or 1), default=None)  # type: ignore[arg-type]
+        planned = [p for p in self.points if p.plan is not None]
+        return min(planned, key=lambda p: step_seconds(p.plan) / (p.setting("batch") or 1), default=None)  # type: ignore[arg-type]
 
     def __len__(self) -> int:
         return len(self.points)
@@ -104,7 +104,7 @@ def sweep(
     show_progress: bool | None = None,
     **kwargs: Any,
 ) -> Sweep:
-    """Plan a function under every combination of the settings that are given as lists.
+    """Plan a function under every combination of settings.
 
     >>> import jax, jshard
     >>> f32 = lambda *shape: jax.ShapeDtypeStruct(shape, "float32")
@@ -116,86 +116,104 @@ def sweep(
 
     Arguments:
 
-    - `fn`: a function, or a sharded one, whose pins and options hold where nothing is swept.
-    - `args`, `kwargs`: arrays or `ShapeDtypeStruct`s. What is named as a setting here goes by position.
+    - `fn`: a function, or a sharded one, whose strategies and options are kept where they are not varied.
+    - `args`, `kwargs`: arrays or `ShapeDtypeStruct`s. An argument with the name of a setting is passed by position.
     - `mesh`: meshes or topologies, as a list or as a dict of names.
-    - `level`, `hardware`, `memory_budget`, `search`, `device`: values as `shard` takes them, one or a list.
+    - `level`, `hardware`, `memory_budget`, `search`, `device`: one value for `shard`, or a list.
     - `batch`: sizes of dimension 0: a dict from the name of an argument (or a tuple of names) to sizes, or a list for
-        the argument called `batch`. An argument that is a pytree has all its leaves resized.
-    - `show_progress`: None shows a bar on a terminal and in Jupyter only.
+        the argument named `batch`. In a pytree, all leaves are resized.
+    - `show_progress`: whether to show a progress bar; None: on a terminal and in Jupyter only.
 
     Returns a `Sweep`. A combination that cannot be planned is a row with the reason; only a wrong setting is an error.
     """
     sharded = fn if isinstance(fn, Sharded) else shard(fn)
-    given = {
+    settings = {
         "hardware": hardware, "device": device, "level": level, "memory_budget": memory_budget, "search": search
     }  # fmt: skip
     options = {
         name: [(v, SWEPT_OPTIONS[name](v)) for v in _as_list(values)]
-        for name, values in given.items()
+        for name, values in settings.items()
         if values is not None
     }
     sharded.check_arguments(args, kwargs, "sweep", tuple(inspect.signature(sweep).parameters)[2:-1])
     with sharded.as_array_function(args, kwargs) as (function, args, kwargs):
-        found = _points(function.request, args, kwargs, _meshes(mesh), options, batch, show_progress)
-    return Sweep(sharded.__name__, tuple(found))
+        points = _points(function.request, args, kwargs, _meshes(mesh), options, batch, show_progress)
+    return Sweep(sharded.__name__, tuple(points))
+
+
+@dataclasses.dataclass(frozen=True)
+class _NamedMesh:
+    """A mesh of the sweep, and its name in the table."""
+
+    name: str
+    mesh: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Combination:
+    """One point of the grid: None where a setting is not varied; option -> value as the user wrote it."""
+
+    mesh: _NamedMesh | None
+    labels: Mapping[str, Any]
+    batch: int | None
 
 
 def _points(
-    request: ShardRequest, args: tuple, kwargs: dict[str, Any], meshes: Sequence[tuple[str, Any]],
+    request: ShardRequest, args: tuple, kwargs: dict[str, Any], meshes: Sequence[_NamedMesh],
     options: Mapping[str, Sequence[tuple[Any, Any]]], batch: Any, show_progress: bool | None,
 ) -> list[PlanPoint]:  # fmt: skip
+    """A point for each combination; `options`: name -> (value as the user wrote it, checked value)."""
     batched, sizes = _parse_batch(request, batch, args, kwargs)
     total = max(len(meshes), 1) * max(len(sizes), 1)
     for values in options.values():
         total *= len(values)
-    found = []
+    points: list[PlanPoint] = []
     with progress(f"sweep of {request.name}", total, shown=show_progress) as show:
-        for where, values, size in itertools.product(
+        for mesh, values, size in itertools.product(
             meshes or [None], itertools.product(*options.values()), sizes or [None]
         ):
-            labels = {n: label for n, (label, _) in zip(options, values, strict=True)}
-            show(len(found), ", ".join(map(str, [where[0] if where else "", *labels.values(), size or ""])))
-            chosen = {n: value for n, (_, value) in zip(options, values, strict=True)}
-            asked = dataclasses.replace(
-                request, options=dataclasses.replace(request.options, **chosen), plan=None,
-                mesh=where[1] if where else request.mesh,
-            )  # fmt: skip
-            found.append(
-                _point(asked, where, labels, size, *_resize_batch(request, batched, size, args, kwargs))
+            at = _Combination(mesh, {n: label for n, (label, _) in zip(options, values, strict=True)}, size)
+            show(
+                len(points),
+                ", ".join(map(str, [mesh.name if mesh else "", *at.labels.values(), size or ""])),
             )
-    return found
+            chosen = {n: value for n, (_, value) in zip(options, values, strict=True)}
+            changed = dataclasses.replace(
+                request, options=dataclasses.replace(request.options, **chosen), plan=None,
+                mesh=mesh.mesh if mesh else request.mesh,
+            )  # fmt: skip
+            points.append(_point(changed, at, *_resize_batch(request, batched, size, args, kwargs)))
+    return points
 
 
 def plan_with_options(
     request: ShardRequest, args: Sequence[Any], kwargs: Mapping[str, Any], **options: Any
 ) -> Plan:
-    """The plan of a request under other options."""
-    asked = dataclasses.replace(request, options=dataclasses.replace(request.options, **options), plan=None)
-    return prepare(asked, args, kwargs).plan
+    """The plan of a request with other options."""
+    changed = dataclasses.replace(request, options=dataclasses.replace(request.options, **options), plan=None)
+    return prepare(changed, args, kwargs).plan
 
 
-def _point(
-    request: ShardRequest, where: Any, labels: Mapping[str, Any], size: int | None, args: tuple, kwargs: dict
-) -> PlanPoint:
+def _point(request: ShardRequest, at: _Combination, args: tuple, kwargs: dict) -> PlanPoint:
     plan, error = None, ""
     try:
         plan = prepare(request, args, kwargs).plan
     except ShardError as e:
         error = e.what
-    except Exception as e:  # the function itself may refuse a batch: a row like any other
+    except Exception as e:  # the user's function may fail for a batch size: a row like any other
         error = f"{type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else ''}".rstrip(": ")
-    about: dict[str, Any] = {"mesh": where[0] if where else plan and str(plan.mesh)}
-    links = where[1] if where else request.mesh
-    chip = plan.chip if plan else labels.get("hardware") or getattr(links, "chip", None)
-    about |= {"chip": chip, "devices": plan.mesh.total if plan else getattr(links, "devices", None)}
-    if not isinstance(about["devices"], int | None):
-        about["devices"] = about["devices"].size  # a jax Mesh has an array of them
-    about["level"] = request.options.level
-    about |= {n: v for n, v in labels.items() if n not in ("hardware", "level")}
-    if size is not None:
-        about["batch"] = size
-    return PlanPoint(tuple(about.items()), plan, error)
+    columns: dict[str, Any] = {"mesh": at.mesh.name if at.mesh else plan and str(plan.mesh)}
+    mesh = at.mesh.mesh if at.mesh else request.mesh
+    devices = plan.mesh.total if plan else getattr(mesh, "devices", None)
+    columns["chip"] = plan.chip if plan else at.labels.get("hardware") or getattr(mesh, "chip", None)
+    columns["devices"] = (
+        devices if isinstance(devices, int | None) else devices.size
+    )  # an array, of a JAX mesh
+    columns["level"] = request.options.level
+    columns |= {n: v for n, v in at.labels.items() if n not in ("hardware", "level")}
+    if at.batch is not None:
+        columns["batch"] = at.batch
+    return PlanPoint(tuple(columns.items()), plan, error)
 
 
 def _as_list(values: Any) -> list[Any]:
@@ -206,14 +224,13 @@ def _as_list(values: Any) -> list[Any]:
     return [values]
 
 
-def _meshes(mesh: Any) -> list[tuple[str, Any]]:
-    """Meshes with their names."""
+def _meshes(mesh: Any) -> list[_NamedMesh]:
     if mesh is None:
         return []
-    found = [*mesh.items()] if isinstance(mesh, Mapping) else [(None, m) for m in _as_list(mesh)]
-    for _, m in found:
+    named = [*mesh.items()] if isinstance(mesh, Mapping) else [(None, m) for m in _as_list(mesh)]
+    for _, m in named:
         check_mesh(m)
-    return [(_mesh_name(m) if name is None else str(name), m) for name, m in found]
+    return [_NamedMesh(_mesh_name(m) if name is None else str(name), m) for name, m in named]
 
 
 def _mesh_name(mesh: Any) -> str:
@@ -228,7 +245,7 @@ def _mesh_name(mesh: Any) -> str:
 def _parse_batch(
     request: ShardRequest, batch: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[str, ...], list[int]]:
-    """Names of the arguments whose dimension 0 is the batch, and its sizes."""
+    """Names of the arguments whose dimension 0 is the batch, and the batch sizes."""
     if batch is None:
         return (), []
     names = [*argument_names(request.fn, len(args)), *kwargs]
@@ -239,11 +256,11 @@ def _parse_batch(
                 where="sweep",
                 fix='one group, resized together: batch={("inputs", "labels"): [64, 128]}',
             )
-        [(who, sizes)] = batch.items()
+        [(key, sizes)] = batch.items()
     else:
-        who, sizes = "batch", batch
-    who = (who,) if isinstance(who, str) else tuple(who)
-    unknown = [w for w in who if w not in names]
+        key, sizes = "batch", batch
+    batched = (key,) if isinstance(key, str) else tuple(key)
+    unknown = [b for b in batched if b not in names]
     if unknown:
         raise ShardError(
             f"{request.name} has no argument {unknown[0]!r} whose dimension 0 is the batch",
@@ -256,13 +273,13 @@ def _parse_batch(
         raise ShardError(
             f"a batch of {wrong[0]!r}", where="sweep", fix="positive whole numbers: batch=[64, 128]"
         )
-    return who, sizes
+    return batched, sizes
 
 
 def _resize_batch(
     request: ShardRequest, batched: tuple[str, ...], size: int | None, args: tuple, kwargs: dict
 ) -> tuple[tuple, dict]:
-    """The arguments as shapes, those of the batch with another dimension 0."""
+    """The arguments, those of the batch as shapes with dimension 0 of another size."""
     if size is None:
         return args, kwargs
     names = argument_names(request.fn, len(args))

@@ -1,1 +1,2 @@
-"""Sharding of Flax modules: nnx and linen."""
+"""Flax. Input: nnx and linen modules, strategies. Output: sharded modules, their plans, and state in planned
+shardings."""

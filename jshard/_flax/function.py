@@ -1,11 +1,11 @@
-"""State of nnx among the arguments of a sharded function: carried as `nnx.jit` carries it.
+"""Sharded functions with state of `flax.nnx` among their arguments (`_api/state_library.py`), like `nnx.jit`.
 
-A train step takes a model and an optimizer, in a tuple, a dict or a train state, and changes both. JAX would see
-containers of arrays and drop the changes. So every graph node of nnx (modules, variables, optimizers, metrics,
-random streams) is split into its arrays before the call, the function of arrays is planned, and what changed is
-written into the objects after it: with nnx's own `split`, `merge` and update context, so that shared references, new
-attributes and objects made inside are what `nnx.jit` makes of them. What did not change is no result. Names are
-those of the arguments: `model.fc1.kernel`, `optimizer.opt_state.0.mu.fc1.kernel`.
+A train step takes a model and an optimizer, in a tuple, a dict or a train state, and changes both; JAX itself would
+drop the changes. So every graph node of nnx (modules, variables, optimizers, metrics, random streams) is split into its
+arrays before the call, the function of arrays is planned, and changes are written into the objects after the call. This
+uses nnx's own `split`, `merge` and update context, so shared references, new attributes and objects created inside
+behave as in `nnx.jit`. Arrays that did not change are no results. Paths are those of the arguments: `model.fc1.kernel`,
+`optimizer.opt_state.0.mu.fc1.kernel`.
 
 >>> import jax.numpy as jnp, optax
 >>> from flax import nnx
@@ -34,7 +34,7 @@ from flax import errors, nnx
 
 from jshard import _jaxcompat as compat
 from jshard._api.call_state import View, captured
-from jshard._api.shard_request import ShardRequest, traced_arguments
+from jshard._api.shard_request import ShardRequest, donated_leaves, traced_arguments
 from jshard._core.errors import ShardError
 from jshard._core.messages import type_with_article
 from jshard._flax import metadata as pins
@@ -43,18 +43,18 @@ from jshard._spec.tree_paths import argument_names, join, path_name
 
 
 def is_state(x: Any) -> bool:
-    """Whether an object is one that nnx carries: a module, a variable, an optimizer, random streams, a metric."""
+    """Whether an object is a graph node of nnx: a module, a variable, an optimizer, random streams, a metric."""
     return isinstance(x, nnx.Variable | nnx.Pytree) or nnx.graphlib.is_graph_node(x) and not compat.is_ref(x)
 
 
 def holds_state(tree: Any) -> bool:
-    """Whether anything in a pytree is carried by nnx."""
+    """Whether a pytree contains a graph node of nnx."""
     return any(map(is_state, jax.tree.leaves(tree, is_leaf=is_state)))
 
 
 @jax.tree_util.register_pytree_node_class
 class SplitNode:
-    """A graph node taken apart: its structure, and the arrays of its variables."""
+    """A graph node split into its structure and the arrays of its variables."""
 
     __slots__ = ("graph", "leaves")
 
@@ -71,10 +71,12 @@ class SplitNode:
 
 @dataclasses.dataclass(frozen=True)
 class _StateChange:
-    """What became of the arguments: `sources` has for each array of theirs the argument it still is, or None.
+    """How a call changed the state among its arguments.
 
-    `paths` are those of the arrays that changed, `shown` is the tree of the result as its user knows it. `same`:
-    nothing changed, and the result holds no graph node.
+    - `tree`: structure of the state after the call, split.
+    - `sources`: for each array of it, the number of the argument leaf that it still is; None if it changed.
+    - `paths`: of the changed arrays. `result_tree`: structure of the result as the user sees it.
+    - `unchanged`: nothing changed, and the result contains no graph node.
     """
 
     tree: Any
@@ -102,9 +104,9 @@ class _ResultAndState:
 
 
 class StatefulFunction:
-    """A sharded function some of whose arguments hold state of nnx.
+    """A sharded function with nnx state among its arguments; implements `_api/state_library.StatefulFunction`.
 
-    `make` turns a `Request` into the sharded function of arrays.
+    `make`: turns a request for a function of arrays into a sharded function.
     """
 
     def __init__(self, request: ShardRequest, make: Callable[[ShardRequest], Any]):
@@ -115,89 +117,92 @@ class StatefulFunction:
         )
 
     def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call the function, and write what it changed into the objects."""
+        """Call the function, and write changes into the objects among the arguments."""
         with self.split_arguments(args, kwargs) as (args, kwargs):
-            made = self.inner(*args, **kwargs)
+            out = self.inner(*args, **kwargs)
             if self.inner.calls_back and compat.at_top_level():
-                jax.block_until_ready(made)  # a callback that fails leaves everything as it was
-            after = made.after
+                jax.block_until_ready(out)  # if a host callback fails, the state must stay unchanged
+            after = out.after
             if after.unchanged:
-                return made.result
-            given = jax.tree.leaves(traced_arguments(self.request, args, kwargs))
-            new = iter(made.changed)
-            leaves = [next(new) if i is None else given[i] for i in after.sources]
+                return out.result
+            old = jax.tree.leaves(traced_arguments(self.request, args, kwargs))
+            new = iter(out.changed)
+            leaves = [next(new) if i is None else old[i] for i in after.sources]
             state = jax.tree.unflatten(after.tree, leaves)
-            return _merge_nodes((state, made.result), is_inner=False, ctxtag=self)[1]
+            return _merge_nodes((state, out.result), is_inner=False, ctxtag=self)[1]
 
     @contextlib.contextmanager
     def split_arguments(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Iterator[tuple[tuple, dict[str, Any]]]:
-        """The arguments of `inner`; within this context its trace and its results belong to the objects given."""
+        """Context with the arguments of `inner`, in which its trace and results are linked to the original objects."""
         with nnx.update_context(self):
             yield self._map_traced(lambda t: _split_nodes(t, self), args, kwargs)
 
     def _map_traced(
         self, change: Callable[[Any], Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
-        """The call with its arguments changed, but for the static ones."""
+        """All arguments, with `change` applied to the traced ones."""
         numbers, names = self.request.statics
-        left, left_kw = change(traced_arguments(self.request, args, kwargs))
-        given = iter(left)
-        whole = tuple(a if i in numbers else next(given) for i, a in enumerate(args))
-        return whole, {k: v if k in names else left_kw[k] for k, v in kwargs.items()}
+        changed, changed_kw = change(traced_arguments(self.request, args, kwargs))
+        next_changed = iter(changed)
+        merged = tuple(a if i in numbers else next(next_changed) for i, a in enumerate(args))
+        return merged, {k: v if k in names else changed_kw[k] for k, v in kwargs.items()}
 
     def _pure(self) -> Callable[..., Any]:
-        """The function of arrays."""
+        """The function of arrays: merges its arguments, calls the user's function, splits result and state."""
         request = self.request
 
-        def pure(*args: Any, **kwargs: Any) -> Any:
-            given = traced_arguments(request, args, kwargs)
-            inputs = {id(x): i for i, x in enumerate(jax.tree.leaves(given))}
-            before = jax.tree.leaves(given, is_leaf=_is_node)
-            whole, whole_kw = self._map_traced(
+        def pure(*args: Any, **kwargs: Any) -> _ResultAndState:
+            traced = traced_arguments(request, args, kwargs)
+            merged, merged_kw = self._map_traced(
                 lambda t: _merge_nodes(t, is_inner=True, ctxtag=self), args, kwargs
             )
             objects = jax.tree.map(
                 lambda x: x if is_state(x) else None,
-                traced_arguments(request, whole, whole_kw),
+                traced_arguments(request, merged, merged_kw),
                 is_leaf=is_state,
             )
             with contextlib.ExitStack() as stack:
                 for x in jax.tree.leaves(objects, is_leaf=is_state):
                     if isinstance(x, nnx.Pytree):
                         stack.enter_context(module_scopes(x))
-                result = request.fn(*whole, **whole_kw)
-            paths, shown = _user_paths((objects, result), request, len(args))
-            state, result = _split_nodes((objects, result), self)
-            leaves, tree = jax.tree.flatten(state)
-            lost = self._donated(given, len(args))
-            sources = tuple(None if (i := inputs.get(id(x))) in lost else i for x in leaves)
-            changed = [x for x, i in zip(leaves, sources, strict=True) if i is None]
-            nodes = [n.graph.with_no_outer_index() for n in jax.tree.leaves(state, is_leaf=_is_node)]
-            same = nodes == [n.graph for n in before if _is_node(n)] and not changed
-            same = same and not any(map(_is_node, jax.tree.leaves(result, is_leaf=_is_node)))
-            names = tuple(p for p, i in zip(paths, sources, strict=True) if i is None)
-            return _ResultAndState(result, changed, _StateChange(tree, sources, names, shown, same))
+                result = request.fn(*merged, **merged_kw)
+            return self._split_result(traced, objects, result, len(args))
 
         pure.__name__ = pure.__qualname__ = request.name
-        pure.__wrapped__ = request.fn  # type: ignore[attr-defined]  # its signature, and what it captures
+        pure.__wrapped__ = request.fn  # type: ignore[attr-defined]  # for its signature and its captured state
         return pure
 
-    def _donated(self, given: tuple[tuple, dict[str, Any]], count: int) -> set[int | None]:
-        """Arrays that are gone after the call, by their number: they come back as results, changed or not."""
-        numbers, call = self.request.statics[0], self.request.call
-        names = [n for i, n in enumerate(argument_names(self.request.fn, count)) if i not in numbers]
-        places = [i for i in range(count) if i not in numbers]
-        args, kwargs = jax.tree.unflatten(jax.tree.structure(given), range(len(jax.tree.leaves(given))))
-        out: set[int | None] = set()
-        for place, name, a in zip(places, names, args, strict=False):
-            if place in call.donate_argnums or name in call.donate_argnames:
-                out.update(jax.tree.leaves(a))
-        for name, a in kwargs.items():
-            if name in call.donate_argnames:
-                out.update(jax.tree.leaves(a))
-        return out
+    def _split_result(self, traced: Any, objects: Any, result: Any, count: int) -> _ResultAndState:
+        """The result of a call and the arrays that it changed.
+
+        `traced`: the split arguments, `objects`: their merged graph nodes, after the call; `count`: number of positional
+        arguments. A donated array counts as changed, since its buffer is gone after the call.
+        """
+        inputs = {id(x): i for i, x in enumerate(jax.tree.leaves(traced))}
+        before = [n.graph for n in jax.tree.leaves(traced, is_leaf=_is_node) if _is_node(n)]
+        paths, result_tree = _user_paths((objects, result), self.request, count)
+        state, result = _split_nodes((objects, result), self)
+        leaves, tree = jax.tree.flatten(state)
+        args, kwargs = traced
+        donated = set(donated_leaves(self.request, args, kwargs, _traced_names(self.request, count)))
+        numbers = [inputs.get(id(x)) for x in leaves]
+        sources = tuple(None if i in donated else i for i in numbers)
+        changed = [x for x, i in zip(leaves, sources, strict=True) if i is None]
+        nodes = [n.graph.with_no_outer_index() for n in jax.tree.leaves(state, is_leaf=_is_node)]
+        result_has_nodes = any(map(_is_node, jax.tree.leaves(result, is_leaf=_is_node)))
+        unchanged = nodes == before and not changed and not result_has_nodes
+        changed_paths = tuple(p for p, i in zip(paths, sources, strict=True) if i is None)
+        return _ResultAndState(
+            result, changed, _StateChange(tree, sources, changed_paths, result_tree, unchanged)
+        )
+
+
+def _traced_names(request: ShardRequest, count: int) -> tuple[str, ...]:
+    """Names of the positional parameters that are not static, for a call with `count` positional arguments."""
+    numbers = request.statics[0]
+    return tuple(n for i, n in enumerate(argument_names(request.fn, count)) if i not in numbers)
 
 
 def _is_node(x: Any) -> bool:
@@ -205,14 +210,14 @@ def _is_node(x: Any) -> bool:
 
 
 def _split_nodes(tree: Any, tag: Any) -> Any:
-    """A tree with its graph nodes taken apart."""
+    """A tree with its graph nodes split into `SplitNode`s."""
     return nnx.to_tree(
         tree, split_fn=lambda c, p, f, x: SplitNode(*c.flatten(x, with_paths=False)), ctxtag=tag
     )
 
 
 def _merge_nodes(tree: Any, *, is_inner: bool | None, ctxtag: Any) -> Any:
-    """A tree with its graph nodes put together, or into the objects that they come from."""
+    """A tree with its `SplitNode`s merged: into new objects, or inside an update context into their originals."""
     return nnx.from_tree(
         tree,
         merge_fn=lambda c, p, f, node: c.unflatten(node.graph, node.leaves),
@@ -224,15 +229,15 @@ def _merge_nodes(tree: Any, *, is_inner: bool | None, ctxtag: Any) -> Any:
 
 
 def _view_arguments(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Arguments with `nnx.State` in place of their taken apart nodes; the same leaves in the same order."""
+    """Arguments with `nnx.State` in place of split nodes; the same leaves in the same order."""
     leaves, treedef = jax.tree.flatten((args, kwargs))
-    whole = _merge_nodes(jax.tree.unflatten(treedef, range(len(leaves))), is_inner=None, ctxtag=None)
+    merged = _merge_nodes(jax.tree.unflatten(treedef, range(len(leaves))), is_inner=None, ctxtag=None)
     for build in (_nested_state, _flat_state):
-        numbered = nnx.to_tree(whole, split_fn=lambda c, p, f, x, build=build: build(c.flatten(x)[1]))
-        places, shape = jax.tree.flatten(numbered)
-        if places == list(range(len(leaves))):
+        numbered = nnx.to_tree(merged, split_fn=lambda c, p, f, x, build=build: build(c.flatten(x)[1]))
+        numbers, structure = jax.tree.flatten(numbered)
+        if numbers == list(range(len(leaves))):
             break
-    return jax.tree.unflatten(shape, leaves)
+    return jax.tree.unflatten(structure, leaves)
 
 
 def _view_results(out: _ResultAndState) -> tuple[Any, tuple[str, ...]]:
@@ -240,20 +245,19 @@ def _view_results(out: _ResultAndState) -> tuple[Any, tuple[str, ...]]:
 
 
 def _nested_state(flat: Any) -> Any:
-    """A flat state as a tree: of a bare variable it is the variable."""
+    """A flat state as a nested one; that of a single variable is the variable."""
     items = list(flat)
     return items[0][1] if items and items[0][0] == () else nnx.from_flat_state(items)
 
 
 def _flat_state(flat: Any) -> Any:
-    """The same with one level, where a state would sort its parts otherwise than the graph does."""
+    """A flat state as one ordered level, for graphs whose order differs from that of `nnx.State`."""
     return collections.OrderedDict((".".join(map(str, path)), x) for path, x in flat)
 
 
 def _user_paths(objects: tuple[Any, Any], request: ShardRequest, count: int) -> tuple[list[str], Any]:
-    """The path of every array of the arguments' state, and the tree of the result, as the user knows them."""
-    numbers = request.statics[0]
-    names = [n for i, n in enumerate(argument_names(request.fn, count)) if i not in numbers]
+    """The path of every array of the arguments' state, and the structure of the result, as the user sees them."""
+    names = _traced_names(request, count)
     (args, kwargs), result = nnx.to_tree(objects, split_fn=lambda c, p, f, x: _flat_state(c.flatten(x)[1]))
     paths = [
         join(name, path_name(path))
@@ -264,27 +268,27 @@ def _user_paths(objects: tuple[Any, Any], request: ShardRequest, count: int) -> 
 
 
 def explain_trace_error(error: Exception, fn: Any, name: str) -> Exception:
-    """The error for a graph node that a function captures and changes, in place of what nnx says of trace levels."""
+    """A `ShardError` in place of nnx's error on trace levels, if `fn` captures and changes a graph node."""
     if not isinstance(error, errors.TraceContextError | ValueError) or "trace level" not in str(error):
         return error
-    held = [(path, x) for path, x in captured(fn) if is_state(x)]
-    if not held:
+    state = [(path, x) for path, x in captured(fn) if is_state(x)]
+    if not state:
         return error
-    told = ", ".join(f"{p} ({type(v).__name__})" for p, v in held)
-    fix = f"it as an argument: {name}({', '.join(p for p, _ in held)}, ...)"
+    names = ", ".join(f"{p} ({type(v).__name__})" for p, v in state)
+    fix = f"it as an argument: {name}({', '.join(p for p, _ in state)}, ...)"
     if isinstance(fn, functools.partial):
         fix = (
             f"all as arguments: jshard.shard({getattr(fn.func, '__name__', 'function')}) instead of a partial"
         )
     return ShardError(
-        f"{name} changes state that is not among its arguments; it captures {told}",
-        where=f"{held[0][0]}, captured by {name}",
+        f"{name} changes state that is not among its arguments; it captures {names}",
+        where=f"{state[0][0]}, captured by {name}",
         fix=fix,
     )
 
 
 def refuse_bound_method(fn: Any) -> None:
-    """Refuse a method that is bound to a graph node, and a graph node that is called, as `nnx.jit` does."""
+    """Raise `ShardError` for a method bound to a graph node, or a callable graph node, as `nnx.jit` does."""
     owner = fn if is_state(fn) else getattr(fn, "__self__", None)
     if not is_state(owner):
         return

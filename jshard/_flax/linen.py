@@ -1,10 +1,10 @@
-"""`module.shard(...)` for `flax.linen`: a module of the same name and fields whose call is planned.
+"""`module.shard(...)` for `flax.linen`: a module of the same name and fields, with its call planned and run sharded.
 
-A linen module is cloned all the time (by `init`, `apply`, `bind`, every transformation), and a clone keeps only
-its class and fields. So the token that says how it is sharded is an attribute of a class: a subclass made for
-these options, with the name of the original, because names of parameters come from it. Its `__call__` takes the
-module's scope apart as `nn.remat` does (variables and random keys in, changed variables out), and hands that
-pure function to `jshard.shard`. Initialisation runs as before.
+Linen clones modules (in `init`, `apply`, `bind` and every transformation), and a clone keeps only class and fields. So
+the `ShardingToken` with the options is an attribute of a subclass made for these options; it has the name of the
+original class, because parameter names derive from it. Its `__call__` lifts the module's scope into a pure function
+(variables and random keys in, changed variables out), as `nn.remat` does, and passes that to `jshard.shard`.
+Initialisation is unchanged.
 
 >>> import jax, jax.numpy as jnp
 >>> from flax import linen as nn
@@ -78,7 +78,7 @@ def shard_module(
             fix="shard a function of the module instead: jshard.shard(lambda v, x: module.apply(v, x), ...)",
         )  # fmt: skip
     own = _sharded_subclass(cls, checked_options(name, cls.__call__, options))
-    if isinstance(module.parent, nn.Module):  # its parent has named it already: a copy would be another child
+    if isinstance(module.parent, nn.Module):  # already named by its parent; a copy would be another child
         object.__setattr__(module, "__class__", own)
         return module
     fields = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.init}
@@ -91,7 +91,7 @@ def token_of(module: Any) -> ShardingToken | None:
 
 
 def plans_of(module: Any, variables: Any, *args: Any, **kwargs: Any) -> dict[str, Plan]:
-    """The plan of every sharded module in a model, by module path; arguments as for `module.apply`, or shapes."""
+    """The plan of every sharded module of a model, by module path; arguments as for `module.apply`, or shapes."""
     if not isinstance(variables, Mapping):
         name = type(module).__name__
         raise ShardError(
@@ -118,7 +118,7 @@ def _unsharded_class(cls: type) -> type:
 
 
 def _sharded_subclass(cls: type, options: dict[str, Any]) -> type:
-    """The subclass for these options, made once: modules set up anew for every call find their plans again."""
+    """The subclass for these options, cached, so that modules made anew in every call share plans."""
     token = ShardingToken(cls.__name__, options)
     known = vars(cls).get(LINEN_SUBCLASSES)
     if known is None:
@@ -127,7 +127,7 @@ def _sharded_subclass(cls: type, options: dict[str, Any]) -> type:
     if token not in known:
         original = cls.__call__
 
-        # What linen marks on a method (that it is compact, that its state is managed) is kept by `wraps`.
+        # `wraps` copies linen's marks on the method (compact, state managed).
         @functools.wraps(original)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             if self.scope is None or self.is_initializing():
@@ -159,7 +159,7 @@ def _equal(self: Any, other: Any) -> bool:
 
 @dataclasses.dataclass
 class _RunningCall:
-    """What a trace of the pure function needs of the call that causes it; no plan may keep it."""
+    """The objects of a running call that a trace of its pure function uses; they must not outlive the call."""
 
     name: str
     make_scopes: Any
@@ -172,23 +172,23 @@ _RUNNING: contextvars.ContextVar[_RunningCall] = contextvars.ContextVar("run")
 
 def _call_sharded(token: ShardingToken, original: Any, module: Any, args: Any, kwargs: Any) -> Any:
     """One call of a sharded module that is bound to a scope."""
-    path, around = ".".join(module.scope.path), _RUNNING.get(None)
-    if around is not None:
+    path, outer = ".".join(module.scope.path), _RUNNING.get(None)
+    if outer is not None:
         raise NestedShardError(
-            f"{around.name} has the sharded module {path} ({token.name}) inside",
+            f"{outer.name} has the sharded module {path} ({token.name}) inside",
             where=f"{token.name}.shard",
-            fix=f"shard either {around.name} or {path}; pin {path} through parameter_plan of {around.name}",
+            fix=f"shard either {outer.name} or {path}; pin {path} through parameter_plan of {outer.name}",
         )
 
     def transform(body: Any) -> Any:
         def inner(make_scopes: Any, repack: Any, groups: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
-            outer = jax.tree.leaves(make_scopes(groups, rngs))
+            scopes = jax.tree.leaves(make_scopes(groups, rngs))
             call = ModuleCall.of(args, kwargs)
-            counters = [s.rng_counters for s in outer]
+            counters = [s.rng_counters for s in scopes]
             before = _rng_counts(counters)
             key = (
-                _fingerprint(module), call.key, before, tuple(hashable_key(s.mutable) for s in outer),
-                tuple(s.path for s in outer), tuple(hashable_key(s.flags) for s in outer),
+                _fingerprint(module), call.key, before, tuple(hashable_key(s.mutable) for s in scopes),
+                tuple(s.path for s in scopes), tuple(hashable_key(s.flags) for s in scopes),
             )  # fmt: skip
             own, *shared = _own_first(groups)
             keys, *shared_keys = _own_first(rngs)
@@ -214,34 +214,38 @@ def _call_sharded(token: ShardingToken, original: Any, module: Any, args: Any, k
 
 
 def _pure(call: ModuleCall, before: Any, count: int, after: dict[Any, Any]) -> Any:
-    """A scope's variables and random keys and the call's arguments to the result and the changed variables."""
+    """A function of the scope's variables, its random keys and the call's arguments.
+
+    `before`: counts of drawn random keys at its start; `count`: how many arguments precede those of the call; `after`:
+    output, shapes of the arguments -> counts of drawn keys at its end. Returns (result, changed variables).
+    """
 
     def pure(*args: Any, **kwargs: Any) -> Any:
-        now = _RUNNING.get()
+        running = _RUNNING.get()
         first, dynamic = args[:count], (args[count:], kwargs)
         groups, rngs = (_own_last(first[0], *first[2:3]),), (_own_last(first[1], *first[3:4]),)
-        inner = now.make_scopes(groups, rngs)
+        inner = running.make_scopes(groups, rngs)
         counters = [s.rng_counters for s in jax.tree.leaves(inner)]
         _set_rng_counts(counters, before)
         args, kwargs = call.with_dynamic(dynamic)
-        y = now.body(inner, *args, **kwargs)
+        y = running.body(inner, *args, **kwargs)
         after[ModuleCall.of(*dynamic).shapes] = _rng_counts(counters)
-        return y, now.repack(inner)
+        return y, running.repack(inner)
 
     return pure
 
 
 @contextlib.contextmanager
 def _running(run: _RunningCall) -> Iterator[None]:
-    kept = _RUNNING.set(run)
+    token = _RUNNING.set(run)
     try:
         yield
     finally:
-        _RUNNING.reset(kept)
+        _RUNNING.reset(token)
 
 
 def _own_first(groups: Any) -> list[Any]:
-    """The module's own part, then those of modules it shares; linen lists its own last."""
+    """The module's own part, then those of modules that it shares; linen has its own last."""
     return [groups[0][-1], *groups[0][:-1]]
 
 
@@ -250,14 +254,14 @@ def _own_last(own: Any, shared: Any = ()) -> tuple:
 
 
 def _rng_counts(counters: Any) -> Any:
-    """How many keys each scope has drawn, as a value: with the same counts a call draws the same keys."""
+    """How many random keys each scope has drawn, hashable: with equal counts, a call draws the same keys."""
     if isinstance(counters, Mapping):
         return tuple((k, _rng_counts(v)) for k, v in counters.items())
     return tuple(map(_rng_counts, counters)) if isinstance(counters, list) else counters
 
 
 def _set_rng_counts(counters: list[dict[Any, Any]], wanted: Any) -> None:
-    """Set counters to what `_counted` gave, in place: scopes hold them."""
+    """Set counters, in place, to a value of `_rng_counts`."""
     for own, items in zip(counters, wanted, strict=True):
         _set_rng_counts_of(own, items)
 
@@ -273,7 +277,7 @@ def _set_rng_counts_of(own: dict[Any, Any], items: Any) -> None:
 
 
 def _fingerprint(value: Any) -> Any:
-    """What a module's program depends on: class and fields, with those of the modules in them."""
+    """A key of all that a module's program depends on: class and fields, recursively."""
     if isinstance(value, nn.Module):
         fields = [f.name for f in dataclasses.fields(value) if f.name != "parent" and f.init]
         return type(value), tuple((n, _fingerprint(getattr(value, n))) for n in fields)
@@ -285,7 +289,7 @@ def _fingerprint(value: Any) -> Any:
 
 
 def install() -> None:
-    """Give every linen module the method `.shard`."""
+    """Add the method `.shard` to `linen.Module`."""
     if "shard" not in vars(nn.Module):
         nn.Module.shard = ShardMethod(shard_module)  # type: ignore[attr-defined]
         setattr(nn.Module, SHARD_MODULE, staticmethod(shard_module))

@@ -1,4 +1,4 @@
-"""Flax's partitioning metadata as pins: what variables and boxes answer when asked how they are cut.
+"""Partitioning metadata of Flax's variables and boxes as `PartitionSpec`s (`flax_protocol.HasPartitionSpec`).
 
 >>> import jax, jax.numpy as jnp
 >>> from flax import linen as nn
@@ -22,7 +22,7 @@ from jshard._spec.flax_protocol import PARTITION_SPEC
 
 
 def spec_of_box(box: linen.Partitioned) -> PartitionSpec | None:
-    """The mesh axes of a linen box: its own names, or logical names under its rules or those in context."""
+    """The mesh axes of a linen box: its names, or its logical names under its own rules or those in context."""
     if isinstance(box, linen.LogicallyPartitioned):
         rules = box.rules or linen.get_logical_axis_rules()
         return linen.spmd.logical_to_mesh_axes(box.names, rules) if rules else None
@@ -30,11 +30,11 @@ def spec_of_box(box: linen.Partitioned) -> PartitionSpec | None:
 
 
 def spec_of_variable(variable: Any) -> PartitionSpec | None:
-    """The mesh axes of an nnx variable, under its rules and those in context; None if it says nothing."""
+    """The mesh axes of an nnx variable under its own rules and those in context; None without metadata."""
     return get_var_pspec(variable) if variable.get_metadata().get("out_sharding") else None
 
 
 def install() -> None:
-    """Let variables and boxes answer."""
+    """Add the method to the classes."""
     setattr(linen.Partitioned, PARTITION_SPEC, spec_of_box)
     setattr(nnx.Variable, PARTITION_SPEC, spec_of_variable)

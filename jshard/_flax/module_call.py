@@ -1,7 +1,7 @@
-"""What the two kinds of Flax modules share: the token that says how a module is sharded, and its calls as data.
+"""Common to nnx and linen: the token with a module's options, and calls split into traced and static parts.
 
-A module is called with anything: arrays, flags (`train=True`), configurations. Arrays and numbers are traced, as
-`jax.jit` does; everything else is part of the program and chooses which planned function runs.
+Modules are called with arrays, flags (`train=True`), configurations. Arrays and numbers are traced, as in `jax.jit`;
+everything else is static: a planned function is made for each value.
 
 >>> call = ModuleCall.of((1.0, None), {"train": True})
 >>> call.statics, call.with_dynamic(call.dynamic()) == ((1.0, None), {"train": True})
@@ -33,7 +33,7 @@ from jshard._spec.tree_paths import Leaf
 
 
 class ShardingToken:
-    """How modules are sharded: the options, and one planned function for each program. Equal if the options are."""
+    """The options of a sharded module, and its planned functions by static part of the call; equal if the options are."""
 
     def __init__(self, name: str, options: dict[str, Any]):
         self.name, self.options = name, options
@@ -50,15 +50,15 @@ class ShardingToken:
         return hash(self._key)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardingToken:
-        return self  # a cloned module is sharded the same way
+        return self  # a cloned module shares the plans
 
     def __reduce__(self) -> Any:
-        return ShardingToken, (self.name, self.options)  # plans and compiled programs stay behind
+        return ShardingToken, (self.name, self.options)  # without plans and compiled programs
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ModuleCall:
-    """The arguments of a call, taken apart into what is traced and what is part of the program."""
+    """The arguments of a call: `arrays`, the traced leaves, and `statics`, (position among the leaves, value)."""
 
     tree: Any
     arrays: tuple[Any, ...]
@@ -66,42 +66,42 @@ class ModuleCall:
 
     @staticmethod
     def of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> ModuleCall:
-        """Take a call apart."""
+        """Split the arguments of a call."""
         leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)), is_leaf=is_state)
         statics = tuple((i, x) for i, x in enumerate(leaves) if not is_traced(x))
         return ModuleCall(tree, tuple(x for x in leaves if is_traced(x)), statics)
 
     @property
     def key(self) -> Any:
-        """Equal for calls that run the same program on arrays of any shape."""
+        """Equal for calls that run the same function of arrays."""
         return self.tree, tuple((i, type(x), hashable_key(x)) for i, x in self.statics)
 
     @property
     def shapes(self) -> Any:
-        """Shapes and dtypes of the arrays, the same inside and outside of a trace."""
+        """Shapes and dtypes of the arrays, equal inside and outside of a trace."""
         arrays = jax.tree.leaves(self.arrays)
         return tuple((getattr(x, "shape", ()), str(getattr(x, "dtype", type(x)))) for x in arrays)
 
     def dynamic(self) -> tuple[tuple, dict[str, Any]]:
-        """The call with None in place of what is part of the program."""
+        """The arguments with None in place of static leaves."""
         return self._fill(self.arrays, dict.fromkeys(i for i, _ in self.statics))
 
     def with_dynamic(self, dynamic: tuple[tuple, dict[str, Any]]) -> tuple[tuple, dict[str, Any]]:
-        """The call as it was, with the arrays of `dynamic`."""
+        """The arguments with the arrays of `dynamic`, a value of `dynamic()`."""
         return self.with_arrays(jax.tree.leaves(dynamic, is_leaf=is_state))
 
     def with_arrays(self, arrays: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
-        """The call with these arrays."""
+        """The arguments with these arrays."""
         return self._fill(arrays, dict(self.statics))
 
     def _fill(self, arrays: Sequence[Any], others: Mapping[int, Any]) -> tuple[tuple, dict[str, Any]]:
-        given = iter(arrays)
-        leaves = [others[i] if i in others else next(given) for i in range(self.tree.num_leaves)]
+        next_array = iter(arrays)
+        leaves = [others[i] if i in others else next(next_array) for i in range(self.tree.num_leaves)]
         return jax.tree.unflatten(self.tree, leaves)
 
 
 def is_traced(x: Any) -> bool:
-    """Whether an argument is an array, a number or state, which programs take as input; a bool is a flag."""
+    """Whether an argument is traced: an array, a number or state of nnx; a bool is static."""
     if isinstance(x, bool):
         return False
     return (
@@ -112,7 +112,7 @@ def is_traced(x: Any) -> bool:
 
 
 class ById:
-    """An object that cannot be hashed, equal to itself only."""
+    """A hashable key of an object that is not hashable: equal for the same object only."""
 
     def __init__(self, value: Any):
         self.value = value
@@ -125,10 +125,11 @@ class ById:
 
 
 def hashable_key(value: Any) -> Any:
-    """A hashable stand-in that is equal for equal values; functions made anew by the same code are equal.
+    """A hashable key, equal for equal values; functions are equal if their code and closures are.
 
     >>> make = lambda scale: lambda x: scale * x
-    >>> hashable_key(make(2)) == hashable_key(make(2)), hashable_key(make(2)) == hashable_key(make(3)), hashable_key({"a": [1]}) == hashable_key({"a": [1]})
+    >>> key = hashable_key
+    >>> key(make(2)) == key(make(2)), key(make(2)) == key(make(3)), key({"a": [1]}) == key({"a": [1]})
     (True, False, True)
     """
     if isinstance(value, Mapping):
@@ -140,7 +141,7 @@ def hashable_key(value: Any) -> Any:
     if isinstance(value, types.FunctionType):
         try:
             cells = tuple(hashable_key(c.cell_contents) for c in value.__closure__ or ())
-        except (ValueError, RecursionError):  # an empty cell, or a function that holds itself
+        except (ValueError, RecursionError):  # an empty cell, or a function that captures itself
             return value
         return value.__module__, value.__qualname__, value.__code__, hashable_key(value.__defaults__), cells
     try:
@@ -153,7 +154,7 @@ def hashable_key(value: Any) -> Any:
 def checked_options(
     name: str, original: Callable[..., Any], options: dict[str, Any], method: str = "__call__"
 ) -> dict[str, Any]:
-    """The options of `.shard` that are no defaults, refused now if no call could accept them."""
+    """The options of `.shard` that differ from the defaults, checked as far as possible without a call."""
     check_call(shard, (None,), options, f"{name}.shard")
     shard(
         lambda: None, **{k: v for k, v in options.items() if not k.endswith(("strategy", "parameter_plan"))}
@@ -193,9 +194,10 @@ def sharded_call(
     *,
     returns_pair: bool = False,
 ) -> Any:
-    """`pure` as a sharded function; it takes the arguments named `before` and then those of `original`.
+    """`pure` as a sharded function.
 
-    Parameters have their names in `before[0]`. `beside`: it gives (result, something else), not the result alone.
+    - `leading`: names of its first arguments, which precede those of `original`; the first holds the parameters.
+    - `returns_pair`: whether it returns (result, changed state); `out_strategy` is for the result.
     """
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     own = [
@@ -217,10 +219,10 @@ def sharded_call(
 
 
 def relative_names(plan: Any, leaves: Sequence[Leaf]) -> Any:
-    """A parameter plan with names as the module knows them.
+    """A parameter plan with names relative to the module.
 
-    MindSpore names parameters from the outermost cell: `self.block1.dense2.kernel`, given to block1. A name that
-    reaches no parameter is shortened from the front until it does; if it never does, it stays and is reported.
+    MindSpore names parameters from the outermost cell: `self.block1.dense2.kernel` in a plan for block1. A name that
+    matches no parameter is shortened from the front until it matches; if it never does, it is kept, and reported later.
 
     >>> relative_names({"self.block1.dense2.kernel": (8, 1)}, [Leaf("state.dense2.kernel", (8, 8), None, "state")])
     {'dense2.kernel': (8, 1)}
@@ -237,7 +239,7 @@ def relative_names(plan: Any, leaves: Sequence[Leaf]) -> Any:
 
 
 def _entries_by_name(in_strategy: Any, own: Sequence[inspect.Parameter], name: str) -> Any:
-    """Entries by the names of the call's arguments, so that what comes before them is not counted."""
+    """`in_strategy` as a dict by argument name, since the leading arguments of the pure function have no entries."""
     if in_strategy is None or isinstance(in_strategy, Mapping):
         return in_strategy
     count = len(in_strategy) if isinstance(in_strategy, tuple | list) else 0
@@ -268,22 +270,22 @@ def _single(entry: Any) -> Any:
 RECORDED_PLANS: contextvars.ContextVar[dict[str, Plan] | None] = contextvars.ContextVar(
     "record", default=None
 )
-"""Where the plans of sharded modules are noted while one asks for them, by module path."""
+"""Inside `record_plans`, the plans so far by module path; else None."""
 
 
 def record_plans(run: Callable[[], Any]) -> dict[str, Plan]:
-    """The plan of every sharded module that `run` calls, by path; nothing is computed."""
+    """The plans of all sharded modules that `run` calls, by module path."""
     plans: dict[str, Plan] = {}
-    kept = RECORDED_PLANS.set(plans)
+    token = RECORDED_PLANS.set(plans)
     try:
         run()
     finally:
-        RECORDED_PLANS.reset(kept)
+        RECORDED_PLANS.reset(token)
     return plans
 
 
 def outermost_plan(plans: Mapping[str, Plan], name: str) -> Plan:
-    """The plan of the outermost sharded module; an error when there is none or several side by side."""
+    """The plan of the outermost sharded module; `ShardError` if there is none, or several side by side."""
     if not plans:
         raise ShardError(
             f"this {name} is not sharded",
@@ -300,11 +302,11 @@ def outermost_plan(plans: Mapping[str, Plan], name: str) -> Plan:
 
 
 class OnClassError(ShardError, AttributeError):
-    """`.shard` was asked of a class; an AttributeError too, so that a field named `shard` has no default."""
+    """`.shard` was called on a class; also an AttributeError, so that a field named `shard` gets no default."""
 
 
 class ShardMethod:
-    """The method `.shard` of modules: seen on instances only, behind any attribute or field of that name."""
+    """Descriptor of the method `.shard`: on instances only; an attribute or field of that name takes precedence."""
 
     def __init__(self, function: Callable[..., Any]):
         self.function = function

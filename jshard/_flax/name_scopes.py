@@ -1,8 +1,10 @@
-"""While a program is traced, calls of nnx modules are named by their path, as linen names them itself.
+"""Name scopes for calls of nnx modules, by module path, while a program is traced; linen enters such scopes itself.
 
-The plan then lists every operator under its module, in gradients too: `Net/blocks.3.attn.q_proj`. A class's
-`__call__` gets a thin wrapper, once and for good, that does nothing unless this thread is naming; so several
-threads may trace at the same time.
+The plan then lists every operator under its module, also in gradients: `Net/blocks.3.attn.q_proj`.
+
+This replaces `__call__` of the module classes of the model, user classes included, once and for the life of the process
+(the original is the attribute `flax_protocol.SCOPED_CALL` of the wrapper). Outside of `module_scopes` the wrapper only
+calls the original. The scopes are in a context variable, so threads can trace at the same time.
 
 >>> import jax, jax.numpy as jnp
 >>> from flax import nnx
@@ -30,41 +32,43 @@ from jshard._spec.flax_protocol import SCOPED_CALL
 
 @dataclasses.dataclass(frozen=True)
 class _ScopeState:
-    """Paths of the modules that are known, by identity, and the path of the call that is running."""
+    """Scopes of the current context.
 
-    paths: Mapping[
-        int, tuple[tuple[str, ...], Any]
-    ]  # with the module, so that its identity is not used again
-    here: tuple[str, ...] | None
+    `paths`: `id` of a module -> (its path, the module itself, so that the `id` stays valid). `current`: path of the module
+    whose call is running, None outside of calls.
+    """
+
+    paths: Mapping[int, tuple[tuple[str, ...], Any]]
+    current: tuple[str, ...] | None
 
 
-_SCOPES: contextvars.ContextVar[_ScopeState | None] = contextvars.ContextVar("naming", default=None)
+_SCOPES: contextvars.ContextVar[_ScopeState | None] = contextvars.ContextVar("scopes", default=None)
 
 
 @contextlib.contextmanager
 def module_scopes(module: Any, inside: bool = False) -> Iterator[None]:
-    """Name the calls of a module and of those in it, in this thread; `inside`: the module's own has begun."""
-    around = _SCOPES.get()
-    paths = {**(around.paths if around is not None else {}), **_paths(module, ())}
-    here = () if inside else around.here if around is not None else None
-    kept = _SCOPES.set(_ScopeState(paths, here))
+    """Name the calls of a module and of its submodules; `inside`: whether the module's own call has begun."""
+    outer = _SCOPES.get()
+    paths = {**(outer.paths if outer is not None else {}), **_paths(module, ())}
+    current = () if inside else outer.current if outer is not None else None
+    token = _SCOPES.set(_ScopeState(paths, current))
     try:
         with jax.named_scope(type(module).__name__) if inside else contextlib.nullcontext():
             yield
     finally:
-        _SCOPES.reset(kept)
+        _SCOPES.reset(token)
 
 
 def _paths(module: Any, root: tuple[str, ...]) -> dict[int, tuple[tuple[str, ...], Any]]:
-    found = {}
+    out = {}
     for path, m in nnx.iter_modules(module):
-        found[id(m)] = ((*root, *map(str, path)), m)
+        out[id(m)] = ((*root, *map(str, path)), m)
         _wrap_call(type(m))
-    return found
+    return out
 
 
 def _wrap_call(cls: type) -> None:
-    """Let the `__call__` of a class say its name; done once, where the method is defined."""
+    """Replace `__call__`, in the class of the MRO that defines it, by a wrapper that enters the module's scope."""
     owner = next((c for c in cls.__mro__ if "__call__" in vars(c)), None)
     if owner is None or owner is object:
         return
@@ -74,25 +78,25 @@ def _wrap_call(cls: type) -> None:
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        now = _SCOPES.get()
-        if now is None:
+        scopes = _SCOPES.get()
+        if scopes is None:
             return method(self, *args, **kwargs)
-        if id(self) not in now.paths:  # a copy that a transformation made, known by its class
-            path, name = now.here or (), type(self).__name__
-            now = dataclasses.replace(now, paths={**now.paths, **_paths(self, path)})
-        elif (path := now.paths[id(self)][0]) == now.here:  # `super().__call__`
+        if id(self) not in scopes.paths:  # a copy made by a transformation: named by its class
+            path, name = scopes.current or (), type(self).__name__
+            scopes = dataclasses.replace(scopes, paths={**scopes.paths, **_paths(self, path)})
+        elif (path := scopes.paths[id(self)][0]) == scopes.current:  # `super().__call__`
             name = ""
         elif path == ():
             name = type(self).__name__
         else:
-            inside = now.here is not None and path[: len(now.here)] == now.here
-            name = ".".join(path[len(now.here or ()) :] if inside else path)
-        kept = _SCOPES.set(dataclasses.replace(now, here=path))
+            inside = scopes.current is not None and path[: len(scopes.current)] == scopes.current
+            name = ".".join(path[len(scopes.current or ()) :] if inside else path)
+        token = _SCOPES.set(dataclasses.replace(scopes, current=path))
         try:
             with jax.named_scope(name) if name else contextlib.nullcontext():
                 return method(self, *args, **kwargs)
         finally:
-            _SCOPES.reset(kept)
+            _SCOPES.reset(token)
 
     setattr(call, SCOPED_CALL, method)
     owner.__call__ = call

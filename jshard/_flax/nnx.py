@@ -1,9 +1,12 @@
-"""`module.shard(...)` for `flax.nnx`: the module stays itself, its call is planned and runs sharded.
+"""`module.shard(...)` for `flax.nnx`: the same module, with its call planned and run sharded.
 
-A small token on the instance says how it is sharded. It is a plain hashable object, so it is part of the graph
-definition and not of the state: `nnx.split`, checkpoints and optimizers see nothing new, and it survives
-`merge`, `nnx.jit` and `nnx.grad`. The class that defines `__call__` gets a thin wrapper, once, which looks for
-the token and otherwise calls the method as before.
+The module gets an attribute, a `ShardingToken` with the options. The token is a hashable object, so it is part of the
+graph definition and not of the state: it survives `nnx.merge`, `nnx.jit` and `nnx.grad`, and checkpoints and optimizers
+do not contain it.
+
+`.shard` also replaces `__call__` of the module's class (user classes included), once and for the life of the process,
+by a wrapper that runs instances with a token sharded and calls the original for all others; the original is the
+attribute `flax_protocol.SHARDABLE_CALL` of the wrapper.
 """
 
 from __future__ import annotations
@@ -74,23 +77,23 @@ _MODULE_PATHS: contextvars.ContextVar[dict[int, str]] = contextvars.ContextVar("
 
 
 def plans_of(module: Any, *args: Any, **kwargs: Any) -> dict[str, Plan]:
-    """The plan of every sharded module in a model, by module path; arguments as for the call, or shapes."""
+    """The plan of every sharded module of a model, by module path; arguments as for the call, or shapes."""
     check_call(type(module).__call__, (module, *args), kwargs, type(module).__name__)
     call = ModuleCall.of(args, kwargs)
-    held = [is_state(x) for x in call.arrays]
-    graph, state = nnx.split((module, [x for x, h in zip(call.arrays, held, strict=True) if h]))
+    stateful = [is_state(x) for x in call.arrays]
+    graph, state = nnx.split((module, [x for x, s in zip(call.arrays, stateful, strict=True) if s]))
 
     def run(state: Any, arrays: Any) -> Any:
         copy, objects = nnx.merge(graph, state)
-        given, others = iter(objects), iter(arrays)
-        kept = _MODULE_PATHS.set({id(m): ".".join(map(str, p)) for p, m in nnx.iter_modules(copy)})
+        next_object, next_array = iter(objects), iter(arrays)
+        token = _MODULE_PATHS.set({id(m): ".".join(map(str, p)) for p, m in nnx.iter_modules(copy)})
         try:
-            args, kwargs = call.with_arrays([next(given if h else others) for h in held])
+            args, kwargs = call.with_arrays([next(next_object if s else next_array) for s in stateful])
             copy(*args, **kwargs)
         finally:
-            _MODULE_PATHS.reset(kept)
+            _MODULE_PATHS.reset(token)
 
-    arrays = [x for x, h in zip(call.arrays, held, strict=True) if not h]
+    arrays = [x for x, s in zip(call.arrays, stateful, strict=True) if not s]
     return record_plans(lambda: jax.eval_shape(run, state, arrays))
 
 
@@ -115,7 +118,7 @@ def _refuse_nested(module: Any, name: str) -> None:
 
 
 def _wrap_call(cls: type) -> None:
-    """Let the `__call__` of a class look for the token; done once where the method is defined."""
+    """Replace `__call__`, in the class of the MRO that defines it, by a wrapper that honours tokens."""
     owner = next((c for c in cls.__mro__ if "__call__" in vars(c)), None)
     if owner is None or owner is object:
         raise ShardError(
@@ -152,11 +155,11 @@ def _call_sharded(token: ShardingToken, module: Any, method: Any, args: Any, kwa
 
 
 def _pure(token: ShardingToken, original: Any, call: ModuleCall) -> Any:
-    """The module as the argument `state`, then the arguments of its call."""
+    """The call as a function of the module, an argument named `state`, and the call's own arguments."""
 
     def pure(state: Any, *args: Any, **kwargs: Any) -> Any:
         _refuse_nested(state, token.name)
-        delattr(state, NNX_TOKEN)  # its own methods may come back here through `super().__call__`
+        delattr(state, NNX_TOKEN)  # `super().__call__` inside its methods must run unsharded
         args, kwargs = call.with_dynamic((args, kwargs))
         with module_scopes(state, inside=True):
             y = original(state, *args, **kwargs)
@@ -167,7 +170,7 @@ def _pure(token: ShardingToken, original: Any, call: ModuleCall) -> Any:
 
 
 def install() -> None:
-    """Give every nnx module the method `.shard`."""
+    """Add the method `.shard` to `nnx.Module`."""
     if "shard" not in vars(nnx.Module):
         nnx.Module.shard = ShardMethod(shard_module)  # type: ignore[attr-defined]
         setattr(nnx.Module, SHARD_MODULE, staticmethod(shard_module))

@@ -1,9 +1,9 @@
-"""Parameters where the plan wants them: made there (`init`), or put there (`place`).
+"""Parameters in the shardings of a plan: created there (`init`), or moved there (`place`).
 
-A plan names its arguments by path: `state.block1.dense1.kernel`. A parameter is found by its own path, with or
-without the argument's name, so the plan of a whole train step places a model, an optimizer, or both. State that
-is no argument of the plan lies as the parameter it belongs to: Adam's `opt_state.0.mu.block1.dense1.kernel` ends
-in that parameter's path and has its shape. Numbers such as step counters are on every device.
+A plan's arguments have paths: `state.block1.dense1.kernel`. A parameter is matched by its own path, with or without the
+argument's name, so the plan of a whole train step places a model, an optimizer, or both. State that is no argument of
+the plan gets the sharding of its parameter: Adam's `opt_state.0.mu.block1.dense1.kernel` ends in the parameter's path
+and has its shape. Scalars such as step counters are replicated.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jshard._spec.tree_paths import path_name, shape_of
 
 @checked
 def init(build: Callable[[], Any], plan: Plan) -> Any:
-    """Make a model, and optimizer state with it, directly in the shardings of a plan.
+    """Create a model, and optimizer state with it, directly in the shardings of a plan.
 
     >>> from flax import nnx
     >>> import jshard.flax
@@ -51,9 +51,10 @@ def init(build: Callable[[], Any], plan: Plan) -> Any:
             fix="init(lambda: Net(rngs=nnx.Rngs(0)), plan); place(model, plan) for a model that exists",
         )
     _check_plan(plan, "init")
-    name, made = getattr(build, "__name__", "build"), build.__init__ if isinstance(build, type) else build
+    name = getattr(build, "__name__", "build")
+    called = build.__init__ if isinstance(build, type) else build
     try:
-        check_call(made, (None,) if isinstance(build, type) else (), {}, name)
+        check_call(called, (None,) if isinstance(build, type) else (), {}, name)
     except ShardError as error:
         raise ShardError(
             f"init calls {name} without arguments, and {error.what}",
@@ -65,13 +66,13 @@ def init(build: Callable[[], Any], plan: Plan) -> Any:
         shapes = jax.eval_shape(build)
         return jax.jit(build, out_shardings=shardings_for(shapes, plan))()
     graph, shapes = nnx.split(abstract)
-    made = jax.jit(lambda: nnx.split(build())[1], out_shardings=shardings_for(shapes, plan))()
-    return nnx.merge(graph, made)
+    state = jax.jit(lambda: nnx.split(build())[1], out_shardings=shardings_for(shapes, plan))()
+    return nnx.merge(graph, state)
 
 
 @checked
 def place(tree: Any, plan: Plan) -> Any:
-    """Put a model that exists where a plan wants it.
+    """Move an existing model to the shardings of a plan.
 
     >>> from flax import nnx
     >>> import jshard.flax
@@ -104,7 +105,7 @@ def place(tree: Any, plan: Plan) -> Any:
 
 @checked
 def shardings_for(tree: Any, plan: Plan) -> Any:
-    """The plan's shardings for the leaves of a tree of parameters or optimizer state, as a tree like it.
+    """The plan's shardings for a pytree of parameters or optimizer state, as a pytree of the same structure.
 
     >>> shardings_for({}, None)
     {}
@@ -115,11 +116,11 @@ def shardings_for(tree: Any, plan: Plan) -> Any:
     if not leaves:
         return tree
     _check_plan(plan, "shardings_for")
-    mesh, known = _mesh(plan), _PlanIndex.of(plan)
+    mesh, index = _mesh(plan), _PlanIndex.of(plan)
     specs, missing = [], []
     for path, leaf in leaves:
         parts, shape = name_parts(path_name(path)), shape_of(leaf)
-        spec = known.spec_of(parts, shape)
+        spec = index.spec_of(parts, shape)
         if spec is None and (shape == () or _is_key(leaf)):
             spec = PartitionSpec()
         if spec is None:
@@ -127,21 +128,21 @@ def shardings_for(tree: Any, plan: Plan) -> Any:
         specs.append(NamedSharding(mesh, spec if spec is not None else PartitionSpec()))
     if missing:
         name, shape = missing[0]
-        there = [r.path for r in plan.inputs]
-        near = known.shapes_of(name_parts(name))
-        said = f"the plan has it as {near[0]}" if near else f"nearest in the plan: {suggest(name, there)}"
+        paths = [r.path for r in plan.inputs]
+        shapes = index.shapes_of(name_parts(name))
+        hint = f"the plan has it as {shapes[0]}" if shapes else f"nearest in the plan: {suggest(name, paths)}"
         raise PlanMismatchError(
             f"the plan of {plan.name} has no {name} of shape {shape}"
             + (f", nor {len(missing) - 1} more of the {len(leaves)} parameters" if len(missing) > 1 else ""),
             where=name,
-            fix=f"the plan of this model; {said}",
+            fix=f"the plan of this model; {hint}",
         )
     return jax.tree.unflatten(treedef, specs)
 
 
 @dataclasses.dataclass(frozen=True)
 class _PlanIndex:
-    """The arguments of a plan by path, whole and without the argument's name."""
+    """The arguments of a plan by path: `rows` has (shape, spec) under the full path and without the argument's name."""
 
     rows: dict[tuple[str, ...], list[tuple[tuple[int, ...], PartitionSpec]]]
 
@@ -149,17 +150,17 @@ class _PlanIndex:
     def of(plan: Plan) -> _PlanIndex:
         rows: dict[tuple[str, ...], list[Any]] = {}
         for r in plan.inputs:
-            whole = name_parts(r.path)
-            found = (tuple(r.shape), r.layout.spec)
-            inner = whole[1:]
+            path = name_parts(r.path)
+            row = (tuple(r.shape), r.layout.spec)
+            inner = path[1:]
             while inner[:1] == ("params",):
                 inner = inner[1:]
-            for name in dict.fromkeys((whole, whole[1:], inner)):
-                rows.setdefault(name, []).append(found)
+            for name in dict.fromkeys((path, path[1:], inner)):
+                rows.setdefault(name, []).append(row)
         return _PlanIndex(rows)
 
     def spec_of(self, parts: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec | None:
-        """How a parameter lies: that of the longest path of the plan that its own path ends in."""
+        """The spec of a parameter: that of the longest path in the plan that is a suffix of its own path."""
         for start in range(len(parts)):
             for have, spec in self.rows.get(parts[start:], ()):
                 if have == shape:
@@ -167,7 +168,7 @@ class _PlanIndex:
         return self.spec_by_suffix(parts, shape)
 
     def spec_by_suffix(self, parts: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec | None:
-        """How the nearest parameter of the plan lies whose path ends in this one: that of a part of a train state."""
+        """The spec of the shortest path in the plan that ends in this one: for a part of a train state."""
         ends = [
             (len(path), spec)
             for path in self.by_last_part.get(parts[-1:], ())
@@ -175,20 +176,20 @@ class _PlanIndex:
             for have, spec in self.rows[path]
             if have == shape
         ]
-        near = {spec for n, spec in ends if n == min(length for length, _ in ends)}
-        return near.pop() if len(near) == 1 else None
+        shortest = {spec for n, spec in ends if n == min(length for length, _ in ends)}
+        return shortest.pop() if len(shortest) == 1 else None
 
     @functools.cached_property
     def by_last_part(self) -> dict[tuple[str, ...], list[tuple[str, ...]]]:
-        """Paths by their last part."""
+        """The paths of `rows` by their last part."""
         out: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
         for path in self.rows:
             out.setdefault(path[-1:], []).append(path)
         return out
 
     def shapes_of(self, parts: tuple[str, ...]) -> list[tuple[int, ...]]:
-        found = (self.rows.get(parts[start:], ()) for start in range(len(parts)))
-        return [shape for rows in found for shape, _ in rows]
+        matches = (self.rows.get(parts[start:], ()) for start in range(len(parts)))
+        return [shape for rows in matches for shape, _ in rows]
 
 
 def _mesh(plan: Plan) -> Any:

@@ -22,8 +22,7 @@ from jshard._core.layout import MeshAxes
 from jshard._network.candidates import CandidateCache
 from jshard._program.graph import Program, operator_name
 from jshard._rules.rule import Rule
-from jshard._spec.entry import Pin
-from jshard._spec.entry import JointConstraint
+from jshard._spec.entry import JointConstraint, Pin
 
 
 def joint_cuts(

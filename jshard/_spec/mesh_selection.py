@@ -1,4 +1,4 @@
-"""Selection of the mesh: the user's, that in context, of a `NamedSharding` or of the arguments, or an inferred one.
+"""Mesh selection: the user's mesh, that in context, of a `NamedSharding` or of the arguments, or an inferred one.
 
 In each case the planner gets named axes such that every pinned cut is a product of axis sizes. An inferred mesh is
 built so (`mesh_factorization.fewest_axes`); in a user's mesh, an axis is split where a cut requires it: `data` of 8

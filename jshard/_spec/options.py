@@ -149,11 +149,11 @@ def parse_bytes(amount: Any, what: str = "memory_budget") -> int | None:
     ):
         raise ShardError(f"{what} is {describe_value(amount)}", where=what, fix=fix)
     if isinstance(amount, str):
-        found = re.fullmatch(r"\s*([+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z]*)\s*", amount)
-        unit = found[2].upper() if found else ""
-        if found is None or unit not in UNITS and unit + "B" not in UNITS:
+        match = re.fullmatch(r"\s*([+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z]*)\s*", amount)
+        unit = match[2].upper() if match else ""
+        if match is None or unit not in UNITS and unit + "B" not in UNITS:
             raise ShardError(f"{what}={amount!r} is not an amount of memory", where=what, fix=fix)
-        value = float(found[1]) * (UNITS[unit] if unit in UNITS else UNITS[unit + "B"])
+        value = float(match[1]) * (UNITS[unit] if unit in UNITS else UNITS[unit + "B"])
     else:
         value = amount
     if not math.isfinite(value):
@@ -182,9 +182,9 @@ def flax_entry_point(fn: Any) -> Callable | None:
     >>> flax_entry_point(lambda x: x) is None
     True
     """
-    found = getattr(type(fn), SHARD_MODULE, None)
-    if found is not None:
-        return found
+    shard_module = getattr(type(fn), SHARD_MODULE, None)
+    if shard_module is not None:
+        return shard_module
     library = next((c for c in type(fn).__mro__ if c.__name__ == "Module"), object).__module__
     if library.startswith(("flax.nnx.", "flax.linen.")):
         raise ShardError(

@@ -116,7 +116,9 @@ def test_calls_that_lie_alike_run_no_python(monkeypatch):
     f(x, w)
     seen = []
     real = shard.Sharded._executable_for_arrays
-    monkeypatch.setattr(shard.Sharded, "_found", lambda self, *a: seen.append(a) or real(self, *a))
+    monkeypatch.setattr(
+        shard.Sharded, "_executable_for_arrays", lambda self, *a: seen.append(a) or real(self, *a)
+    )
     for _ in range(5):
         f(x, w)
     assert not seen
