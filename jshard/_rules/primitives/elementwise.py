@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from jshard import _jaxcompat as compat
 from jshard._core.errors import RuleError
+from jshard._core.layout import ArrayType
 from jshard._rules.factors import Factors, is_float, linear_sets, summable
 from jshard._rules.registry import LocalContext, OpView, family
 from jshard._rules.rule import Dims, Rule
@@ -55,8 +56,8 @@ def pointwise_dims(op: OpView) -> Rule:
     shape = op.outs[0].shape
     dims = factors.dims(shape)
 
-    def of(aval: object) -> Dims:
-        s = aval.shape  # type: ignore[attr-defined]
+    def of(aval: ArrayType) -> Dims:
+        s = aval.shape
         if s == shape:
             return dims
         if s == ():

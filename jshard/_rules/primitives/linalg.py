@@ -18,6 +18,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jshard import _jaxcompat as compat
+from jshard._core.layout import ArrayType
 from jshard._rules.factors import Factors, linear_sets
 from jshard._rules.registry import LocalContext, OpView, block_index, family
 from jshard._rules.rule import Dims, Rule
@@ -54,7 +55,7 @@ def batched(op: OpView) -> Rule:
     batch = f.dims(op.ins[0].shape[: len(op.ins[0].shape) - ins[0]])
     blocked: list[int] = []
 
-    def dims(aval: Any, core: int) -> Dims:
+    def dims(aval: ArrayType, core: int) -> Dims:
         core_dims = f.dims(aval.shape[len(aval.shape) - core :])
         blocked.extend(k for d in core_dims for k in d)
         return (*batch, *core_dims)

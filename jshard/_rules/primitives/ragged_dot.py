@@ -17,6 +17,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jshard._core.layout import ArrayType
 from jshard._rules.factors import Factors, summable, unsharded_dims
 from jshard._rules.primitives.dot_general import contraction, one_factor_each
 from jshard._rules.registry import LocalContext, OpView, family
@@ -77,7 +78,7 @@ def scaled_dot(op: OpView) -> Rule:
     f = Factors()
     c = contraction(f, x.shape, w.shape, op.params["dimension_numbers"])
 
-    def scales(factors: Sequence[int], contracted: Sequence[int], aval: Any, scale: Any) -> Dims:
+    def scales(factors: Sequence[int], contracted: Sequence[int], aval: ArrayType, scale: ArrayType) -> Dims:
         return tuple(
             () if d in contracted or aval.shape[d] != scale.shape[d] else (k,) for d, k in enumerate(factors)
         )

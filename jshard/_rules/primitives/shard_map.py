@@ -16,6 +16,7 @@ import jax
 from jax import lax
 
 from jshard import _jaxcompat as compat
+from jshard._core.layout import ArrayType
 from jshard._program.user_shard_map import SHARD_MAP, USER_SHARD_MAP_SCOPE
 from jshard._rules.factors import Factors
 from jshard._rules.registry import LocalContext, OpView, family
@@ -62,7 +63,7 @@ def mapped(op: OpView) -> Rule:
     factor: dict[str, int] = {}
     blocked: list[int] = []
 
-    def dims(aval: Any, spec: Any) -> Dims:
+    def dims(aval: ArrayType, spec: Any) -> Dims:
         out = []
         for size, entry in zip(aval.shape, (*spec, *[None] * (len(aval.shape) - len(spec))), strict=True):
             axes = [a for a in _axes(entry) if sizes[a] > 1]
