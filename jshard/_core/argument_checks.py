@@ -61,12 +61,13 @@ def check_call(
     """
     try:
         signature = inspect.signature(fn)
+    except ValueError:  # built-in functions may have no signature
+        return
+    try:
         signature.bind(*args, **kwargs)
         return
     except TypeError as error:
         message = str(error)
-    except ValueError:  # built-in functions may have no signature
-        return
     raise _call_error(
         signature, args, kwargs, name, where or name, own_arguments, advice or {}, message
     ) from None

@@ -16,12 +16,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 from jax.sharding import PartitionSpec
 
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute"]
+
+
+class ArrayType(Protocol):
+    """Anything with a global shape and a dtype: abstract values of JAX, structs, arrays, tensors of a program."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> Any: ...
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jshard._core.errors import RuleError
+from jshard._core.layout import ArrayType
 from jshard._rules.registry import OpView
 from jshard._rules.rule import Dims, Rule
 
@@ -56,7 +57,7 @@ class Factors:
         return tuple(self._sizes)
 
 
-def unsharded_dims(aval: Any) -> Dims:
+def unsharded_dims(aval: ArrayType) -> Dims:
     """Dimensions of a tensor that is never sharded."""
     return ((),) * len(aval.shape)
 
@@ -66,7 +67,7 @@ def literal(op: OpView, i: int) -> Any:
     return op.literals[i] if i < len(op.literals) else None
 
 
-def summable(aval: Any) -> bool:
+def summable(aval: ArrayType) -> bool:
     """Whether partial sums of this element type can be summed by `psum`."""
     return _summable(aval.dtype)
 
@@ -94,7 +95,7 @@ def linear_sets(op: OpView, *sets: tuple[int, ...]) -> tuple[tuple[int, ...], ..
     return tuple(s for s in sets if s and all(literal(op, i) is None for i in s))
 
 
-def is_float(aval: Any) -> bool:
+def is_float(aval: ArrayType) -> bool:
     """Whether elements are real or complex floating point numbers."""
     return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
 
@@ -112,7 +113,9 @@ def validate(rule: Rule, op: OpView) -> None:
             raise RuleError(f"a linear set names operand {operand} of {len(op.ins)}", where=where)
 
 
-def _check_side(rule: Rule, op: OpView, side: str, dims: tuple[Dims, ...], avals: Sequence[Any]) -> None:
+def _check_side(
+    rule: Rule, op: OpView, side: str, dims: tuple[Dims, ...], avals: Sequence[ArrayType]
+) -> None:
     where = f"rule of {op.primitive!r}"
     if len(dims) != len(avals):
         raise RuleError(f"the rule has {len(dims)} {side}s, the operator {len(avals)}", where=where)

@@ -18,7 +18,7 @@ from jax import lax
 
 from jshard import _jaxcompat as compat
 from jshard._core.errors import RuleError
-from jshard._core.layout import Layout, MeshAxes
+from jshard._core.layout import ArrayType, Layout, MeshAxes
 from jshard._rules.rule import Candidate, Rule, operand_layouts, reduced_axes, result_layouts
 
 
@@ -32,8 +32,8 @@ class OpView:
 
     primitive: str
     params: Mapping[str, Any]
-    ins: tuple[Any, ...]
-    outs: tuple[Any, ...]
+    ins: tuple[ArrayType, ...]
+    outs: tuple[ArrayType, ...]
     literals: tuple[Any, ...] = ()
 
 
@@ -193,6 +193,6 @@ def opaque_rule(op: OpView, note: str) -> Rule:
     )
 
 
-def is_prng_key(aval: Any) -> bool:
+def is_prng_key(aval: ArrayType) -> bool:
     """Whether an abstract value is a typed PRNG key array."""
     return jax.numpy.issubdtype(aval.dtype, jax.dtypes.prng_key)

@@ -25,11 +25,10 @@ import functools
 import math
 import string
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
-from jshard._core.layout import CollectiveKind, Layout, MeshAxes
+from jshard._core.layout import ArrayType, CollectiveKind, Layout, MeshAxes
 from jshard._jaxcompat import itemsize
 
 
@@ -276,7 +275,7 @@ class SentCollective:
 
 
 def internal_collectives(
-    rule: Rule, c: Candidate, mesh: MeshAxes, results: Sequence[Any]
+    rule: Rule, c: Candidate, mesh: MeshAxes, results: Sequence[ArrayType]
 ) -> tuple[SentCollective, ...]:
     """The internal collectives of an operator under a candidate, in order.
 

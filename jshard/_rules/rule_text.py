@@ -33,6 +33,7 @@ from typing import Any
 
 from jshard._core.argument_checks import checked
 from jshard._core.errors import RuleError
+from jshard._core.layout import ArrayType
 from jshard._rules.factors import validate
 from jshard._rules.registry import REGISTRY, LocalFunction, OpView, RuleEntry
 from jshard._rules.rule import Rule
@@ -152,8 +153,8 @@ def _parse_tensor(text: str, part: str, offset: int) -> tuple[_Token, ...]:
 
 def parse_rule(
     text: str,
-    operands: Sequence[Any],
-    results: Sequence[Any],
+    operands: Sequence[ArrayType],
+    results: Sequence[ArrayType],
     *,
     reduction: Sequence[str] = (),
     blocked: Sequence[str] = (),
@@ -230,7 +231,9 @@ def _lengths(text: str, dimensions: Sequence[tuple[_Token, int]], sizes: Mapping
     return lengths
 
 
-def _check_ranks(e: RuleText, side: str, tensors: Sequence[Any], avals: Sequence[Any], at: int) -> None:
+def _check_ranks(
+    e: RuleText, side: str, tensors: Sequence[Sequence[_Token]], avals: Sequence[ArrayType], at: int
+) -> None:
     if len(tensors) != len(avals):
         what = f"the rule has {len(tensors)} {side}{'s' * (len(tensors) != 1)}, the function {len(avals)}"
         raise _text_error(what, e.text, at, f"one group of factors for each {side}, separated by commas")

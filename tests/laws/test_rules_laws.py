@@ -65,7 +65,7 @@ def test_candidates_equal_the_plain_operator(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gathers", "scatters", "randoms", "reductions", "arg_reductions", "iotas"])
 def test_blocks_are_typed_by_their_layout(name: str) -> None:
-    local = [c for c in _selection(name) if getattr(REGISTRY.get(c.op.primitive), "local", None)]
+    local = [c for c in _selection(name) if getattr(REGISTRY.get(c.op.primitive), "local_impl", None)]
     tried, wrong = validator.check(local, 4, limit=2, vma=True)
     assert not wrong, "\n".join(wrong)
     assert tried

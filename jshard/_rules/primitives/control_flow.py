@@ -13,8 +13,8 @@ save some microseconds.
 from __future__ import annotations
 
 import math
-from typing import Any
 
+from jshard._core.layout import ArrayType
 from jshard._jaxcompat import itemsize
 from jshard._rules.factors import linear_sets, unsharded_dims
 from jshard._rules.registry import OpView, family
@@ -59,7 +59,7 @@ def ys(op: OpView) -> Rule:
     return Rule(operands=(dims,), results=(((), *dims),), sizes=tuple(shape), linear=linear, work=0.0)
 
 
-def is_small_sum(aval: Any) -> bool:
+def is_small_sum(aval: ArrayType) -> bool:
     """Whether a stacked sum is so small that latency decides when to reduce it."""
     return math.prod(aval.shape) * itemsize(aval.dtype) <= SMALL_SUM_BYTES
 

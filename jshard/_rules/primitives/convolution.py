@@ -1,9 +1,9 @@
-"""Convolutions: batch and output features pass, input features are a reduction, space where windows fit.
+"""Convolutions: factors for batch and output features, a reduction over input features, space if windows are disjoint.
 
-Groups are the major factor of the feature dimension, `(g c)`, and of the kernel's, `(g o)`; with batch groups
-(gradients of grouped convolutions) the batch is `(g b)`. A spatial dimension passes in three cases, in all of
-which each window lies in one block: windows side by side (`(o k), k -> o`, patch embedding), the transpose of
-that (`i -> (i k)`, upsampling), and the gradient of its kernel (`(o k), o -> k`: positions are a reduction).
+Groups are the major factor of the feature dimension, `(g c)`, and of the kernel's, `(g o)`; with batch groups (gradients
+of grouped convolutions) the batch is `(g b)`. A spatial dimension may be sharded in three cases, in each of which every
+window is in one shard: adjacent windows (`(o k), k -> o`, patch embedding), their transpose (`i -> (i k)`, upsampling),
+and the gradient of the kernel (`(o k), o -> k`, with positions as a reduction).
 
 >>> from jax import ShapeDtypeStruct as S
 >>> from jax.lax import ConvDimensionNumbers as N
@@ -32,7 +32,7 @@ _HALO = "neighbouring windows overlap: a cut dimension would need its neighbours
 
 def _conv_local(ctx: LocalContext, x: Any, w: Any) -> Sequence[Any]:
     n = ctx.op.params["dimension_numbers"]
-    # A group factor is cut in step on every tensor that carries it: fewer groups of the same size.
+    # A sharded group factor is sharded on every tensor that carries it: fewer groups of the same size.
     feature, batch = ctx.op.params["feature_group_count"], ctx.op.params["batch_group_count"]
     if feature > 1:
         feature = feature * w.shape[n.rhs_spec[0]] // ctx.op.ins[1].shape[n.rhs_spec[0]]
@@ -58,7 +58,7 @@ def conv(op: OpView) -> Rule:
 
     feature_group = (f.new(groups),) if groups > 1 else ()
     batch_group = (f.new(batches),) if batches > 1 else ()
-    batch, features, inputs = f.new(y[n.out_spec[0]]), f.new(w[n.rhs_spec[0]] // (groups * batches)), 0
+    batch, features = f.new(y[n.out_spec[0]]), f.new(w[n.rhs_spec[0]] // (groups * batches))
     inputs = f.new(w[n.rhs_spec[1]])
     reduction.append(inputs)
     lhs[n.lhs_spec[0]] = (*batch_group, batch)
@@ -80,7 +80,7 @@ def conv(op: OpView) -> Rule:
         elif stride == rdil == 1 and ldil == w[k] and low == high == w[k] - 1 and y[o] == x[i] * w[k]:
             place, window = f.new(x[i]), f.new(w[k])
             blocked.append(window)
-            # The kernel runs backwards through the window: whole on every device, so no factor of its own.
+            # The kernel is reversed within the window, so it is replicated and has no factor.
             lhs[i], out[o] = (place,), (place, window)
         elif stride == ldil == 1 and rdil == y[o] and low == high == 0 and x[i] == w[k] * y[o]:
             place, window = f.new(w[k]), f.new(y[o])

@@ -1,8 +1,7 @@
-"""Operators that only place elements: a dimension of the result is the operand's, new, or repeated.
+"""Data movement: `broadcast_in_dim transpose squeeze rev tile stack unstack concatenate split pad iota`.
 
-`broadcast_in_dim transpose squeeze rev tile stack unstack concatenate split pad iota`.
-A dimension along which elements are rearranged stays whole, the others pass. Partial sums pass: these
-operators are linear.
+A dimension along which elements are rearranged is not sharded, the others are. These operators are linear, so partial
+sums pass.
 
 >>> from jax import ShapeDtypeStruct as S
 >>> p = {"shape": (2, 4), "broadcast_dimensions": (1,)}
@@ -33,7 +32,7 @@ def _broadcast_local(ctx: LocalContext, x: Any, *_: Any) -> Sequence[Any]:
 
 @rule("broadcast_in_dim", local=_broadcast_local)
 def broadcast_in_dim(op: OpView) -> Rule:
-    """Dimensions of the operand keep their factor; a dimension of size one that grows carries none."""
+    """Dimensions of the operand share the result's factor; a dimension of size one that grows has none."""
     f = Factors()
     out = f.dims(op.outs[0].shape)
     place = op.params["broadcast_dimensions"]
@@ -44,7 +43,7 @@ def broadcast_in_dim(op: OpView) -> Rule:
 
 @rule("transpose")
 def transpose(op: OpView) -> Rule:
-    """Dimensions change places."""
+    """A permutation of the dimensions."""
     f = Factors()
     dims = f.dims(op.ins[0].shape)
     out = tuple(dims[p] for p in op.params["permutation"])
@@ -57,13 +56,13 @@ def _squeeze_local(ctx: LocalContext, x: Any) -> Sequence[Any]:
 
 @rule("squeeze", local=_squeeze_local)
 def squeeze(op: OpView) -> Rule:
-    """Dimensions of size one disappear."""
-    gone = {d % len(op.ins[0].shape) for d in op.params["dimensions"]}
+    """Dimensions of size one are removed."""
+    removed = {d % len(op.ins[0].shape) for d in op.params["dimensions"]}
     f = Factors()
-    dims = tuple(() if i in gone else (f.new(s),) for i, s in enumerate(op.ins[0].shape))
+    dims = tuple(() if i in removed else (f.new(s),) for i, s in enumerate(op.ins[0].shape))
     return Rule(
         (dims,),
-        (tuple(d for i, d in enumerate(dims) if i not in gone),),
+        (tuple(d for i, d in enumerate(dims) if i not in removed),),
         f.sizes,
         linear=linear_sets(op, (0,)),
         work=0.0,
@@ -76,12 +75,12 @@ def _expand_dims_local(ctx: LocalContext, x: Any) -> Sequence[Any]:
 
 @rule("expand_dims", local=_expand_dims_local)
 def expand_dims(op: OpView) -> Rule:
-    """Dimensions of size one appear."""
-    new = {d % len(op.outs[0].shape) for d in op.params["dimensions"]}
+    """Dimensions of size one are added."""
+    added = {d % len(op.outs[0].shape) for d in op.params["dimensions"]}
     f = Factors()
-    out = tuple(() if i in new else (f.new(s),) for i, s in enumerate(op.outs[0].shape))
+    out = tuple(() if i in added else (f.new(s),) for i, s in enumerate(op.outs[0].shape))
     return Rule(
-        (tuple(d for i, d in enumerate(out) if i not in new),),
+        (tuple(d for i, d in enumerate(out) if i not in added),),
         (out,),
         f.sizes,
         linear=linear_sets(op, (0,)),
@@ -91,7 +90,7 @@ def expand_dims(op: OpView) -> Rule:
 
 @rule("rev")
 def rev(op: OpView) -> Rule:
-    """Reversed dimensions stay whole: block i would have to come from block n - 1 - i."""
+    """Reversed dimensions are not sharded: shard i would be a reversed shard n - 1 - i."""
     f = Factors()
     dims = f.dims(op.ins[0].shape)
     blocked = tuple(dims[d][0] for d in op.params["dimensions"])
@@ -110,7 +109,7 @@ def _tile_local(ctx: LocalContext, x: Any) -> Sequence[Any]:
 
 @rule("tile", local=_tile_local)
 def tile(op: OpView) -> Rule:
-    """A repeated dimension is `(repeat, old)`: its copies may lie on different devices."""
+    """A repeated dimension is `(repeat, old)`: its copies may be on different devices."""
     f = Factors()
     operand, out = [], []
     for size, reps in zip(op.ins[0].shape, op.params["reps"], strict=True):
@@ -122,7 +121,7 @@ def tile(op: OpView) -> Rule:
 
 @rule("stack")
 def stack(op: OpView) -> Rule:
-    """The new dimension stays whole."""
+    """The new dimension is not sharded."""
     f = Factors()
     axis = op.params["axis"] % len(op.outs[0].shape)
     dims = f.dims(op.ins[0].shape)
@@ -135,7 +134,7 @@ def stack(op: OpView) -> Rule:
 
 @rule("unstack")
 def unstack(op: OpView) -> Rule:
-    """The dimension that is taken apart stays whole."""
+    """The dimension that is removed is not sharded."""
     f = Factors()
     axis = op.params["axis"] % len(op.ins[0].shape)
     dims = tuple(() if i == axis else (f.new(s),) for i, s in enumerate(op.ins[0].shape))
@@ -145,7 +144,7 @@ def unstack(op: OpView) -> Rule:
 
 @rule("concatenate")
 def concatenate(op: OpView) -> Rule:
-    """The joined dimension stays whole: blocks of the result would mix operands."""
+    """The concatenated dimension is not sharded: shards of the result would mix operands."""
     f = Factors()
     axis = op.params["dimension"]
     out = tuple(() if i == axis else (f.new(s),) for i, s in enumerate(op.outs[0].shape))
@@ -157,7 +156,7 @@ def concatenate(op: OpView) -> Rule:
 
 @rule("split")
 def split(op: OpView) -> Rule:
-    """The split dimension stays whole."""
+    """The split dimension is not sharded."""
     f = Factors()
     axis = op.params["axis"]
     dims = tuple(() if i == axis else (f.new(s),) for i, s in enumerate(op.ins[0].shape))
@@ -167,7 +166,7 @@ def split(op: OpView) -> Rule:
 def _pad_local(ctx: LocalContext, x: Any, padding: Any) -> Sequence[Any]:
     partial = ctx.operand_layout(0).partial
     if partial and not ctx.operand_layout(1).partial:
-        # Of the addends only one may hold the padding.
+        # Only one addend may contain the padding.
         padding = jnp.where(block_index(partial, ctx.mesh) == 0, padding, jnp.zeros_like(padding))
         x, padding = to_common_vma([x, padding])
     return ctx.bind(x, padding.astype(x.dtype) if partial else padding)
@@ -175,7 +174,7 @@ def _pad_local(ctx: LocalContext, x: Any, padding: Any) -> Sequence[Any]:
 
 @rule("pad", local=_pad_local)
 def pad(op: OpView) -> Rule:
-    """Padded dimensions stay whole; of partial sums one device pads with the value, the others with zero."""
+    """Padded dimensions are not sharded; of partial sums one device pads with the value, the others with zero."""
     f = Factors()
     padded = [tuple(c) != (0, 0, 0) for c in op.params["padding_config"]]
     dims = tuple(() if p else (f.new(s),) for p, s in zip(padded, op.ins[0].shape, strict=True))
@@ -194,19 +193,19 @@ def _iota_local(ctx: LocalContext) -> Sequence[Any]:
 
 @rule("iota", local=_iota_local)
 def iota(op: OpView) -> Rule:
-    """Counts from the block's own offset."""
+    """Each shard starts at its offset."""
     f = Factors()
     return Rule((), (f.dims(op.outs[0].shape),), f.sizes, work=0.0)
 
 
 def _empty_local(ctx: LocalContext, *operands: Any) -> Sequence[Any]:
-    # The contents are undefined, so zeros are as good, and need no parameters that name a shape.
+    # The contents are undefined; `zeros` needs no parameters with a shape.
     out = ctx.op.outs[0]
     return [jnp.zeros(ctx.result_shape(), out.dtype)]
 
 
 @rule("empty", "empty2", local=_empty_local)
 def empty(op: OpView) -> Rule:
-    """Undefined contents: any cut is right."""
+    """Undefined contents: any sharding is correct."""
     f = Factors()
     return Rule(tuple(((),) * len(a.shape) for a in op.ins), (f.dims(op.outs[0].shape),), f.sizes, work=0.0)

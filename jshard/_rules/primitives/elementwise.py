@@ -1,8 +1,8 @@
 """Elementwise operators: every dimension is a factor shared by all operands and results.
 
-Operands of rank 0 beside larger ones (literals, `select_n` predicates, `clamp` bounds) carry nothing.
-The tables say through which operands a partial sum may pass: `(a1 + a2) + (b1 + b2)` may be added up later
-when both operands are partial, `(a1 + a2) * b` when one is.
+Scalar operands beside larger ones (literals, `select_n` predicates, `clamp` bounds) carry no factor. A table has the
+sets of operands through which partial sums pass: `(a1 + a2) + (b1 + b2)` if both operands are partial,
+`(a1 + a2) * b` if one is.
 
 >>> from jax import ShapeDtypeStruct as S
 >>> x = S((4, 8), "float32")
@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from jshard import _jaxcompat as compat
 from jshard._core.errors import RuleError
+from jshard._core.layout import ArrayType
 from jshard._rules.factors import Factors, is_float, linear_sets, summable
 from jshard._rules.registry import LocalContext, OpView, family
 from jshard._rules.rule import Dims, Rule
@@ -50,13 +51,13 @@ _FREE = {"copy", "copy_p", "stop_gradient", "name", "real", "imag", "zeros_like"
 
 
 def pointwise_dims(op: OpView) -> Rule:
-    """Dimensions of an elementwise operator: shared factors, none on scalars and on broadcast dimensions."""
+    """Dimensions of an elementwise operator: shared factors, none for scalars and broadcast dimensions."""
     factors = Factors()
     shape = op.outs[0].shape
     dims = factors.dims(shape)
 
-    def of(aval: object) -> Dims:
-        s = aval.shape  # type: ignore[attr-defined]
+    def of(aval: ArrayType) -> Dims:
+        s = aval.shape
         if s == shape:
             return dims
         if s == ():
@@ -86,7 +87,7 @@ _POINTWISE = """
 
 @rule(*_POINTWISE)
 def pointwise(op: OpView) -> Rule:
-    """Same position in, same position out; `_LINEAR` says which partial sums pass."""
+    """Partial sums pass as in `_LINEAR`."""
     sets = _LINEAR.get(op.primitive, ())
     if op.primitive == "integer_pow" and op.params["y"] == 1:
         sets = ((0,),)
@@ -96,8 +97,8 @@ def pointwise(op: OpView) -> Rule:
 
 
 def _error_function(ctx: LocalContext, x: Any) -> Sequence[Any]:
-    # JAX 0.12 writes the slope with a polynomial whose coefficients `shard_map` takes for typed otherwise than `x`,
-    # and refuses (jax.grad of jax.shard_map(jax.lax.erf, ...)). So where it is differentiated, the slope is ours.
+    # In JAX 0.12 `jax.grad` of `jax.shard_map(jax.lax.erf, ...)` raises: the derivative is a polynomial whose coefficients
+    # vary over other axes than `x`. So its derivative is defined here.
     if not compat.vma(x):
         return ctx.bind(x)
     slope = (-2.0 if ctx.op.primitive == "erfc" else 2.0) / math.sqrt(math.pi)
@@ -112,7 +113,7 @@ def _error_function(ctx: LocalContext, x: Any) -> Sequence[Any]:
 
 @rule("erf", "erfc", local=_error_function)
 def error_function(op: OpView) -> Rule:
-    """As the others; their derivatives are written out."""
+    """Elementwise, with a derivative of its own."""
     return _with(op, ())
 
 
@@ -124,13 +125,13 @@ def div(op: OpView) -> Rule:
 
 @rule("select_n")
 def select_n(op: OpView) -> Rule:
-    """All cases partial: the chosen ones add up, whichever the predicate picks."""
+    """Linear in all cases together, whatever the predicate."""
     return _with(op, (tuple(range(1, len(op.ins))),))
 
 
 @rule("convert_element_type")
 def convert_element_type(op: OpView) -> Rule:
-    """Partial sums pass a cast that loses nothing: float to a float at least as wide."""
+    """Partial sums pass a lossless cast, from a float type to one at least as wide."""
     a, b = op.ins[0].dtype, op.outs[0].dtype
     floats = is_float(op.ins[0]) and is_float(op.outs[0])
     widens = floats and summable(op.ins[0]) and summable(op.outs[0]) and jnp.promote_types(a, b) == b

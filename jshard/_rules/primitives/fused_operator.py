@@ -1,12 +1,12 @@
-"""Fused operators: a whole function that the search treats as one operator, by the rule its author writes.
+"""Fused operators: a function as one operator with the sharding rule of its author (`jshard.op(rule=...)`).
 
-`op(fn, rule="b q h d, b k h d, b k h d -> b q h d")` runs `fn` on local blocks, so a Pallas kernel or a library's
-attention works inside. The gradient is one operator too: it reads the operands and the cotangents, runs the
-vector-Jacobian product of `fn` on the blocks, and what a gradient does not carry is summed over the mesh.
+`op(fn, rule="b q h d, b k h d, b k h d -> b q h d")` runs `fn` on local shards, so `fn` may be a Pallas kernel or a
+library's attention. Its gradient is one operator too: the vector-Jacobian product of `fn` on shards of the operands and
+cotangents, in which factors that a gradient does not carry are reductions.
 
-A rule is a claim that cutting a factor leaves the numbers as they are. The claim is checked once, on small random
-arrays: a factor that fails (the `d` of the rule above, which the scores contract) is kept whole and noted, and a
-function that cannot run on small arrays is taken at its word.
+A rule claims that sharding a factor does not change the result. The claim is checked once, on small random arrays: a
+factor that fails (the `d` of the rule above, over which the scores are contracted) is blocked, with a note. The rule of
+a function that cannot run on small arrays is not checked.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jshard._rules.rule_text import RuleText, parse_rule, tokenize
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Fused:
-    """A function of arrays with its rule; `backward` says that this is the gradient of it."""
+    """A function of arrays with its rule, or the gradient of that function if `backward`."""
 
     fn: Callable[..., Any]
     name: str
@@ -42,19 +42,21 @@ class Fused:
     backward: bool = False
 
     def run(self, *arrays: Any) -> list[Any]:
-        """The function, or its gradient, on arrays: global ones or one device's blocks."""
+        """The function, or its gradient, on global arrays or on one device's shards."""
         if not self.backward:
             out = self.fn(*arrays)
             return list(out) if isinstance(out, tuple | list) else [out]
-        primals, given = arrays[: self.operands], iter(arrays[self.operands :])
+        primals, real_cotangents = arrays[: self.operands], iter(arrays[self.operands :])
         out, pull = jax.vjp(lambda *xs: tuple(dataclasses.replace(self, backward=False).run(*xs)), *primals)
-        cotangents = tuple(next(given) if _real(o) else np.zeros(o.shape, jax.dtypes.float0) for o in out)
-        return [g for g, x in zip(pull(cotangents), primals, strict=True) if _real(x)]
+        cotangents = tuple(
+            next(real_cotangents) if _is_inexact(o) else np.zeros(o.shape, jax.dtypes.float0) for o in out
+        )
+        return [g for g, x in zip(pull(cotangents), primals, strict=True) if _is_inexact(x)]
 
     def batched(self, arrays: Sequence[Any], dims: Sequence[int | None]) -> tuple[list[Any], Fused]:
-        """The operands and the operator under `vmap`: one more factor, first in every result.
+        """The operands and the operator under `vmap`: with a batch factor, first in every result.
 
-        A gradient has it in every operand too: which gradients are summed over it is for the caller to say.
+        All operands of a gradient have it too: JAX sums those gradients whose operand was not batched.
         """
         e = tokenize(self.text)
         size = next(x.shape[d] for x, d in zip(arrays, dims, strict=True) if d is not None)
@@ -67,8 +69,8 @@ class Fused:
             dims = [0] * len(arrays)
         ins = tuple(dims[: self.operands] if self.backward else dims)
         run = dataclasses.replace(self, backward=False).run
-        operands = ", ".join(_text(t, name, d) for t, d in zip(e.operands, ins, strict=True))
-        results = ", ".join(_text(t, name, 0) for t in e.results)
+        operands = ", ".join(_tensor_text(t, name, d) for t, d in zip(e.operands, ins, strict=True))
+        results = ", ".join(_tensor_text(t, name, 0) for t in e.results)
         mapped = jax.vmap(lambda *xs: tuple(run(*xs)), in_axes=ins)
         outs = tuple(jax.ShapeDtypeStruct((size, *o.shape), o.dtype) for o in self.results)
         return list(arrays), dataclasses.replace(
@@ -80,14 +82,14 @@ fused_p = compat.call_primitive("jshard_fused", lambda fused, *arrays: fused.run
 rule = family("fused")
 
 
-def on_blocks(ctx: LocalContext, *blocks: Any) -> Sequence[Any]:
-    """The function on one device's blocks."""
-    return ctx.op.params["fused"].run(*blocks)
+def _fused_local(ctx: LocalContext, *shards: Any) -> Sequence[Any]:
+    """The function on one device's shards."""
+    return ctx.op.params["fused"].run(*shards)
 
 
-@rule("jshard_fused", local=on_blocks)
+@rule("jshard_fused", local=_fused_local)
 def fused_rule(op: OpView) -> Rule:
-    """The author's rule; for a gradient, operands and cotangents to the operands' own factors."""
+    """The author's rule; for a gradient, from operands and cotangents to gradients with the operands' factors."""
     f: Fused = op.params["fused"]
     ins = op.ins[: f.operands] if f.backward else op.ins
     outs = f.results if f.backward else op.outs
@@ -97,12 +99,12 @@ def fused_rule(op: OpView) -> Rule:
     r = dataclasses.replace(r, note=f.note)
     if not f.backward:
         return r
-    cotangents = tuple(d for d, o in zip(r.results, outs, strict=True) if _real(o))
-    gradients = tuple(d for d, a in zip(r.operands, ins, strict=True) if _real(a))
-    # Whatever a gradient does not carry is summed: the same factor may be cut in one and summed in another.
-    free = tuple(k for k in range(len(r.sizes)) if k not in r.blocked)
+    cotangents = tuple(d for d, o in zip(r.results, outs, strict=True) if _is_inexact(o))
+    gradients = tuple(d for d, a in zip(r.operands, ins, strict=True) if _is_inexact(a))
+    # Every factor is a reduction of those gradients that do not carry it.
+    shardable = tuple(k for k in range(len(r.sizes)) if k not in r.blocked)
     return dataclasses.replace(
-        r, operands=(*r.operands, *cotangents), results=gradients, reduction=free, work=3 * r.work
+        r, operands=(*r.operands, *cotangents), results=gradients, reduction=shardable, work=3 * r.work
     )
 
 
@@ -110,15 +112,15 @@ def fused(
     fn: Callable[..., Any], name: str, text: str, *, reduction: Sequence[str] = (), sizes: Mapping[str, int] | None = None,
     work: float = 2.0,
 ) -> Callable[..., Any]:  # fmt: skip
-    """`fn` as one operator with a rule; a function of arrays, differentiable in reverse mode."""
+    """`fn` as one operator with a rule: a function of arrays, differentiable in reverse mode."""
     e = tokenize(text)
-    missing = [
+    not_in_results = [
         n for n in e.names if not any(n in t.names for r in e.results for t in r) and n not in reduction
     ]
-    base = Fused(fn, name, text, tuple(reduction), tuple(missing), dict(sizes or {}), work)
-    checked: list[Fused] = []
+    base = Fused(fn, name, text, tuple(reduction), tuple(not_in_results), dict(sizes or {}), work)
+    checked: list[Fused] = []  # at most one: the operator, checked at its first call
 
-    def spec(arrays: Sequence[Any]) -> Fused:
+    def checked_operator(arrays: Sequence[Any]) -> Fused:
         if not checked:
             check_rule_text(base, arrays)
             checked.append(_check_rule_numerically(base, e, arrays))
@@ -126,18 +128,18 @@ def fused(
 
     @jax.custom_vjp
     def call(*arrays: Any) -> tuple[Any, ...]:
-        return tuple(fused_p.bind(*arrays, fused=spec(arrays)))
+        return tuple(fused_p.bind(*arrays, fused=checked_operator(arrays)))
 
     def forward(*arrays: Any) -> tuple[tuple[Any, ...], Any]:
         return call(*arrays), arrays
 
     def backward(arrays: Any, cotangents: Any) -> tuple[Any, ...]:
-        f = spec(arrays)
+        f = checked_operator(arrays)
         outs = tuple(jax.ShapeDtypeStruct(o.shape, o.dtype) for o in jax.eval_shape(f.run, *arrays))
         b = dataclasses.replace(f, backward=True, operands=len(arrays), results=outs)
-        given = [c for c, o in zip(cotangents, outs, strict=True) if _real(o)]
-        grads = iter(fused_p.bind(*arrays, *given, fused=b))
-        return tuple(next(grads) if _real(x) else None for x in arrays)
+        inexact = [c for c, o in zip(cotangents, outs, strict=True) if _is_inexact(o)]
+        grads = iter(fused_p.bind(*arrays, *inexact, fused=b))
+        return tuple(next(grads) if _is_inexact(x) else None for x in arrays)
 
     call.defvjp(forward, backward)
 
@@ -150,7 +152,7 @@ def fused(
 
 
 def check_rule_text(f: Fused, arrays: Sequence[Any]) -> None:
-    """Raise the rule's error now, at the call, where the user's line is near."""
+    """Raise errors of the rule at the call, so that the traceback shows the user's line."""
     outs = jax.eval_shape(f.run, *arrays)
     parse_rule(
         f.text, arrays, outs, reduction=f.reduction, blocked=f.blocked, sizes=dict(f.sizes), work=f.work
@@ -158,7 +160,7 @@ def check_rule_text(f: Fused, arrays: Sequence[Any]) -> None:
 
 
 def _check_rule_numerically(f: Fused, e: RuleText, arrays: Sequence[Any]) -> Fused:
-    """The same operator with every factor blocked that a small experiment shows not to be free."""
+    """The operator with every factor blocked whose sharding changes the result on small random arrays."""
     length = dict.fromkeys(e.names, 4)
     rng = np.random.default_rng(0)
     try:
@@ -167,9 +169,9 @@ def _check_rule_numerically(f: Fused, e: RuleText, arrays: Sequence[Any]) -> Fus
                 _random(rng, _shape(tokens, length), a.dtype)
                 for tokens, a in zip(e.operands, arrays, strict=True)
             ]
-            whole = f.run(*small)
-            wrong = [n for n in e.names if n not in f.blocked and not _is_shardable(f, e, n, small, whole)]
-    except Exception:  # the function may need real sizes (a kernel's blocks): then its author's word counts
+            expected = f.run(*small)
+            wrong = [n for n in e.names if n not in f.blocked and not _is_shardable(f, e, n, small, expected)]
+    except Exception:  # the function may need larger sizes (a kernel's blocks): then the rule is not checked
         return f
     if not wrong:
         return f
@@ -178,15 +180,16 @@ def _check_rule_numerically(f: Fused, e: RuleText, arrays: Sequence[Any]) -> Fus
                                reduction=tuple(n for n in f.reduction if n not in wrong))  # fmt: skip
 
 
-def _is_shardable(f: Fused, e: RuleText, name: str, arrays: Sequence[Any], whole: Sequence[Any]) -> bool:
+def _is_shardable(f: Fused, e: RuleText, name: str, arrays: Sequence[Any], expected: Sequence[Any]) -> bool:
+    """Whether the function on halves along a factor gives halves of the result, or addends of it."""
     halves = []
     for part in (0, 1):
         cut = [_half(a, tokens, name, part) for a, tokens in zip(arrays, e.operands, strict=True)]
         halves.append(f.run(*cut))
-    for w, tokens, a, b in zip(whole, e.results, *halves, strict=True):
+    for w, tokens, a, b in zip(expected, e.results, *halves, strict=True):
         dims = [i for i, t in enumerate(tokens) if name in t.names]
         if dims and len(tokens[dims[0]].names) > 1:
-            continue  # inside a group the halves interleave; the rule's word counts
+            continue  # halves of a factor inside a group are not contiguous: not checked
         joined = jnp.concatenate([a, b], axis=dims[0]) if dims else a + b
         if joined.shape != w.shape or not np.allclose(joined, w, rtol=1e-2, atol=1e-3):
             return False
@@ -200,8 +203,8 @@ def _half(a: Any, tokens: Sequence[Any], name: str, part: int) -> Any:
     return a
 
 
-def _text(tokens: Sequence[Any], name: str, at: int | None) -> str:
-    """A tensor of a rule as text, with one more factor at a dimension."""
+def _tensor_text(tokens: Sequence[Any], name: str, at: int | None) -> str:
+    """A tensor of a rule text, with one more factor `name` at dimension `at`."""
     words = [f"({' '.join(t.names)})" if t.compound else " ".join(t.names) or "_" for t in tokens]
     return " ".join(words if at is None else [*words[:at], name, *words[at:]])
 
@@ -216,5 +219,5 @@ def _random(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> Any
     return jnp.asarray(rng.integers(0, 2, shape), dtype)
 
 
-def _real(a: Any) -> bool:
+def _is_inexact(a: Any) -> bool:
     return bool(jnp.issubdtype(a.dtype, np.inexact))

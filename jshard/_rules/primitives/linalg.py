@@ -1,6 +1,6 @@
-"""Batched linear algebra and Fourier transforms: batch dimensions pass, the matrix stays whole.
+"""Batched linear algebra and Fourier transforms: batch dimensions may be sharded, those of the matrix not.
 
-Of a triangular solve the right-hand sides pass too: each column is solved by itself.
+The right-hand sides of a triangular solve may be sharded too, since each column is solved by itself.
 
 >>> from jax import ShapeDtypeStruct as S
 >>> a, v = S((8, 4, 4), "float32"), S((8, 4), "float32")
@@ -11,12 +11,14 @@ a b c -> a d e, a f blocked: (1, 2, 3, 4, 5)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
 from jshard import _jaxcompat as compat
+from jshard._core.layout import ArrayType
 from jshard._rules.factors import Factors, linear_sets
 from jshard._rules.registry import LocalContext, OpView, block_index, family
 from jshard._rules.rule import Dims, Rule
@@ -47,29 +49,27 @@ _NOTE = "the matrix is needed whole"
 
 @rule(*_CORE)
 def batched(op: OpView) -> Rule:
-    """Batch dimensions in front of core dimensions, which are whole."""
+    """Batch dimensions in front of core dimensions, which are blocked."""
     ins, outs = _CORE[op.primitive]
     f = Factors()
     batch = f.dims(op.ins[0].shape[: len(op.ins[0].shape) - ins[0]])
     blocked: list[int] = []
 
-    def dims(aval: Any, core: int) -> Dims:
-        own = f.dims(aval.shape[len(aval.shape) - core :])
-        blocked.extend(k for d in own for k in d)
-        return (*batch, *own)
+    def dims(aval: ArrayType, core: int) -> Dims:
+        core_dims = f.dims(aval.shape[len(aval.shape) - core :])
+        blocked.extend(k for d in core_dims for k in d)
+        return (*batch, *core_dims)
 
     operands = tuple(dims(a, c) for a, c in zip(op.ins, ins, strict=True))
-    # Some results are optional (eigenvectors, pivots): the list is a prefix.
+    # The last results are optional (eigenvectors, pivots).
     results = tuple(dims(a, c) for a, c in zip(op.outs, outs, strict=False))
     return Rule(operands, results, f.sizes, blocked=tuple(blocked), work=_work(op, blocked, f), note=_NOTE)
 
 
 def _work(op: OpView, blocked: list[int], f: Factors) -> float:
-    """Per point, so that the whole is about 2 n**3 for each matrix, whatever factors its dimensions have."""
+    """Operations per point of the iteration space, so that their sum is about 2 n**3 per matrix."""
     core = [f.sizes[k] for k in blocked]
-    points = 1
-    for s in core:
-        points *= s
+    points = math.prod(core)
     side = max(core, default=1)
     return 2.0 * side**3 / points if points else 0.0
 
@@ -83,7 +83,7 @@ def _symmetric_local(ctx: LocalContext, a: Any, c: Any) -> Sequence[Any]:
 
 @rule("symmetric_product", local=_symmetric_local)
 def symmetric_product(op: OpView) -> Rule:
-    """`alpha a a^T + beta c`: columns of `a` are a reduction, of which one device adds `c`."""
+    """`alpha a a^T + beta c`: columns of `a` are a reduction; one device adds `c`."""
     f = Factors()
     *batch, rows, columns = f.dims(op.ins[0].shape)
     both = f.new(op.outs[0].shape[-1])
@@ -96,10 +96,10 @@ def symmetric_product(op: OpView) -> Rule:
 
 @rule("triangular_solve")
 def triangular_solve(op: OpView) -> Rule:
-    """Columns of the right-hand side (rows, when the matrix stands on the right) pass."""
+    """Columns of the right-hand side (rows, if the matrix is on the right) may be sharded."""
     f = Factors()
     batch = f.dims(op.ins[0].shape[:-2])
-    side, free = f.new(op.ins[0].shape[-1]), 0
+    side = f.new(op.ins[0].shape[-1])
     left = op.params["left_side"]
     free = f.new(op.ins[1].shape[-1 if left else -2])
     b = (*batch, (side,), (free,)) if left else (*batch, (free,), (side,))
@@ -116,7 +116,7 @@ def triangular_solve(op: OpView) -> Rule:
 
 @rule("tridiagonal_solve")
 def tridiagonal_solve(op: OpView) -> Rule:
-    """Columns of the right-hand side pass."""
+    """Columns of the right-hand side may be sharded."""
     f = Factors()
     *batch, m, n = f.dims(op.ins[3].shape)
     diagonal = (*batch, m)
@@ -127,15 +127,15 @@ def tridiagonal_solve(op: OpView) -> Rule:
 
 
 def _fft_local(ctx: LocalContext, x: Any) -> Sequence[Any]:
-    # Which memory layout a reduce-scatter after it asks for, XLA on CPU hands to the transform, which then fails. A
-    # derivative taken from outside is such a transform too, with operand and result exchanged.
+    # Row-major, since XLA on CPU otherwise propagates the memory layout of a later reduce-scatter to the transform, which
+    # then fails. The transform of a derivative taken from outside has operand and result exchanged.
     x = compat.row_major(x) if compat.check_vma_enabled() else x
     return [compat.row_major(y) for y in ctx.bind(x)]
 
 
 @rule("fft", local=_fft_local)
 def fft(op: OpView) -> Rule:
-    """Transformed dimensions stay whole; those before them pass."""
+    """Transformed dimensions are not sharded."""
     f = Factors()
     n = len(op.params["fft_lengths"])
     shape = op.outs[0].shape

@@ -1,13 +1,13 @@
 """Ragged and scaled contractions (mixture of experts, block-scaled floats).
 
-`ragged_dot_general` multiplies consecutive row groups of the left operand by one matrix each. Cutting the
-ragged rows gives every device a part of some groups, so its local function recomputes the group sizes: of
-each group, the rows that fall into the device's block.
+`ragged_dot_general` multiplies consecutive row groups of the left operand by one matrix each. If the ragged rows are
+sharded, each device has parts of some groups, so the local implementation recomputes the group sizes: of each group,
+the number of rows in the device's shard.
 
-    groups end at 3, 5, 8; a device with rows 4..8 sees 0, 1, 3 of them
+    groups end at 3, 5, 8; a device with rows 4..8 has group sizes 0, 1, 3
 
-The rows may be a free dimension (the forward pass) or the contracted one (the gradient of the matrices: a
-partial sum). Groups (experts) stay whole.
+The rows may be a free dimension (the forward pass) or the contracted one (the gradient of the matrices: a partial sum).
+Groups (experts) are not sharded.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jshard._rules.factors import Factors, summable
+from jshard._core.layout import ArrayType
+from jshard._rules.factors import Factors, summable, unsharded_dims
+from jshard._rules.primitives.dot_general import contraction, one_factor_each
 from jshard._rules.registry import LocalContext, OpView, family
-from jshard._rules.rule import Rule
+from jshard._rules.rule import Dims, Rule
 
 
 rule = family("ragged")
@@ -39,39 +41,30 @@ def _ragged_local(ctx: LocalContext, x: Any, w: Any, groups: Any) -> Sequence[An
 
 @rule("ragged_dot_general", local=_ragged_local)
 def ragged_dot(op: OpView) -> Rule:
-    """Batch, ragged, contracted and free dimensions, as in `dot_general`; groups stay whole."""
+    """Batch, ragged, contracted and free dimensions, as in `dot_general`; the group dimension has no factor."""
     n = op.params["ragged_dot_dimension_numbers"]
-    (lc, rc), (lb, rb) = n.dot_dimension_numbers
+    (lc, _), (lb, _) = n.dot_dimension_numbers
     (ragged,) = n.lhs_ragged_dimensions
     x, w, groups = op.ins
     f = Factors()
-    left: list[int] = [-1] * len(x.shape)
-    right: list[int] = [-1] * len(w.shape)
-    for a, b in [*zip(lb, rb, strict=True), *zip(lc, rc, strict=True)]:
-        left[a] = right[b] = f.new(x.shape[a])
-    free_left = [d for d in range(len(left)) if left[d] < 0]
-    for d in free_left:
-        left[d] = f.new(x.shape[d])
-    # The group dimension is whole, and its length is not a loop: each row meets one group.
-    free_right = [d for d in range(len(right)) if right[d] < 0 and d not in n.rhs_group_dimensions]
-    for d in free_right:
-        right[d] = f.new(w.shape[d])
-    out = [(left[d],) for d in lb] + [(left[d],) for d in free_left] + [(right[d],) for d in free_right]
+    # The group dimension is not a loop index: each row is multiplied by the matrix of one group.
+    c = contraction(f, x.shape, w.shape, n.dot_dimension_numbers, skipped_rhs=n.rhs_group_dimensions)
+    left, out = c.left, one_factor_each(c.out)
     if ragged in lc:
-        out = [(), *out]
+        out = ((), *out)
     blocked = [left[ragged]] if ragged in lb or len(groups.shape) > 1 else []
     if len(groups.shape) > 1:
-        blocked += [left[d] for d in (*lb, *free_left)]
+        blocked += [left[d] for d in (*lb, *c.free_left)]
     contracted = [left[d] for d in lc]
     if not summable(op.outs[0]):
         blocked, contracted = blocked + contracted, []
     return Rule(
         (
-            tuple((k,) for k in left),
-            tuple(() if k < 0 else (k,) for k in right),
-            ((),) * len(groups.shape),
+            one_factor_each(left),
+            one_factor_each(c.right),
+            unsharded_dims(groups),
         ),
-        (tuple(out),), f.sizes,
+        (out,), f.sizes,
         reduction=tuple(k for k in contracted if k not in blocked), blocked=tuple(dict.fromkeys(blocked)),
         work=2.0, note="groups stay whole",
     )  # fmt: skip
@@ -79,34 +72,22 @@ def ragged_dot(op: OpView) -> Rule:
 
 @rule("scaled_dot")
 def scaled_dot(op: OpView) -> Rule:
-    """Batch and free dimensions pass; blocks of the contracted dimensions share a scale and stay whole."""
-    (lc, rc), (lb, rb) = op.params["dimension_numbers"]
-    x, w = op.ins[0], op.ins[1]
+    """Batch and free dimensions may be sharded; blocks of contracted dimensions share a scale and are not."""
+    (lc, rc), _ = op.params["dimension_numbers"]
+    x, w, x_scale, w_scale = op.ins[:4]
     f = Factors()
-    left: list[int] = [-1] * len(x.shape)
-    right: list[int] = [-1] * len(w.shape)
-    for a, b in [*zip(lb, rb, strict=True), *zip(lc, rc, strict=True)]:
-        left[a] = right[b] = f.new(x.shape[a])
-    free_left = [d for d in range(len(left)) if left[d] < 0]
-    free_right = [d for d in range(len(right)) if right[d] < 0]
-    for d in free_left:
-        left[d] = f.new(x.shape[d])
-    for d in free_right:
-        right[d] = f.new(w.shape[d])
-    out = [left[d] for d in lb] + [left[d] for d in free_left] + [right[d] for d in free_right]
+    c = contraction(f, x.shape, w.shape, op.params["dimension_numbers"])
 
-    def scales(
-        side: list[int], contracted: Sequence[int], like: Any, scale: Any
-    ) -> tuple[tuple[int, ...], ...]:
+    def scales(factors: Sequence[int], contracted: Sequence[int], aval: ArrayType, scale: ArrayType) -> Dims:
         return tuple(
-            () if d in contracted or like.shape[d] != scale.shape[d] else (k,) for d, k in enumerate(side)
+            () if d in contracted or aval.shape[d] != scale.shape[d] else (k,) for d, k in enumerate(factors)
         )
 
     return Rule(
         (
-            tuple((k,) for k in left), tuple((k,) for k in right),
-            scales(left, lc, x, op.ins[2]), scales(right, rc, w, op.ins[3]),
+            one_factor_each(c.left), one_factor_each(c.right),
+            scales(c.left, lc, x, x_scale), scales(c.right, rc, w, w_scale),
         ),
-        (tuple((k,) for k in out),), f.sizes, blocked=tuple(left[d] for d in lc), work=2.0,
+        (one_factor_each(c.out),), f.sizes, blocked=tuple(c.left[d] for d in lc), work=2.0,
         note="contracted dimensions share scales",
     )  # fmt: skip

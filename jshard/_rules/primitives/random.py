@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jshard._core.layout import ArrayType
 from jshard._jaxcompat import threefry_2x32, to_common_vma
 from jshard._rules.factors import Factors, unsharded_dims
 from jshard._rules.registry import LocalContext, OpView, family
@@ -37,7 +38,7 @@ rule = family("random")
 _WORK = 100.0  # 20 rounds of add, rotate, xor on two words (Salmon et al., "Parallel random numbers", 2011)
 
 
-def _is_threefry(aval: Any) -> bool:
+def _is_threefry(aval: ArrayType) -> bool:
     return str(aval.dtype) == "key<fry>"
 
 
@@ -86,7 +87,7 @@ def _cipher(ctx: LocalContext, keys: Any) -> tuple[Any, Any]:
 
 
 def _is_cut(ctx: LocalContext) -> bool:
-    return any(ctx.result_layout(0).dims[ctx.op.ins[0].ndim :])
+    return any(ctx.result_layout(0).dims[len(ctx.op.ins[0].shape) :])
 
 
 def _bits_local(ctx: LocalContext, keys: Any) -> Sequence[Any]:

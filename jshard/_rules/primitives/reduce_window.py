@@ -1,7 +1,7 @@
-"""Window reductions and their gradients: dimensions without a window pass, side by side windows do.
+"""Window reductions and their gradients (pooling).
 
-Pooling in a ConvNet keeps batch and features free; windows side by side are `(o k) -> o`. Where windows
-overlap or are padded, a block would need its neighbours' edges, so the dimension stays whole.
+Dimensions without windows, such as batch and features, may be sharded; adjacent windows are `(o k) -> o`. If windows
+overlap or are padded, a shard would need a halo of its neighbours, so the dimension is not sharded.
 
 >>> from jax import ShapeDtypeStruct as S
 >>> p = dict(window_dimensions=(1, 2), window_strides=(1, 2), padding=((0, 0), (0, 0)))
@@ -24,7 +24,7 @@ _HALO = "neighbouring windows overlap: a cut dimension would need its neighbours
 def _dims(
     op: OpView, big: tuple[int, ...], small: tuple[int, ...]
 ) -> tuple[Factors, Dims, Dims, tuple[int, ...]]:
-    """Dimensions of the tensor with windows and of the one with a value for each, and the blocked factors."""
+    """Dimensions of the tensor with windows, of the one with a value per window, and the blocked factors."""
     p, f = op.params, Factors()
     ones = (1,) * len(big)
     base, dilation = p.get("base_dilation", ones), p.get("window_dilation", ones)
@@ -39,7 +39,7 @@ def _dims(
             many.append((place, *window))
             blocked += window
         else:
-            # The work is one step per window element.
+            # Factors without a dimension, so that the work counts every element of every window.
             place, window = f.new(n), (f.new(size),)
             blocked += [place, *window]
             one.append((place,))

@@ -1,8 +1,8 @@
 """Reductions: the reduced dimensions are reduction factors.
 
-A cut `reduce_sum` leaves a partial sum. The others have no "partial" layout, so their local functions finish
-the reduction at once: `pmax`, `pmin`, or, where no collective exists (product, bitwise), a gather of one
-value per device. `argmax` compares values first, then indices: two all-reduces. Each rule states what is sent.
+A sharded `reduce_sum` leaves a partial sum. The others have no partial layout: their local implementations finish the
+reduction at once by `pmax` or `pmin` or, where no collective exists (product, bitwise), by an all-gather of one value
+per device. `argmax` reduces values first, then indices: two all-reduces. Each rule lists its internal collectives.
 
 >>> from jax import ShapeDtypeStruct as S
 >>> print(reduce_sum(OpView("reduce_sum", {"axes": (1,)}, (S((4, 8), "float32"),), (S((4,), "float32"),))))
@@ -36,7 +36,7 @@ def _reduce_dims(op: OpView, axes: Sequence[int]) -> tuple[Factors, tuple[int, .
 
 @rule("reduce_sum")
 def reduce_sum(op: OpView) -> Rule:
-    """A cut dimension leaves a partial sum; partial sums pass."""
+    """Sharding a reduced dimension leaves a partial sum; partial sums pass."""
     f, reduced, dims, out = _reduce_dims(op, op.params["axes"])
     ok = summable(op.outs[0])
     return Rule(
@@ -47,26 +47,24 @@ def reduce_sum(op: OpView) -> Rule:
     )  # fmt: skip
 
 
-def _ordered(x: Any, take_max: bool) -> Any:
-    """Integers in the order of `x` in which NaN wins: collectives may drop NaN, the plain operators keep it.
+def _ordered_bits(x: Any, take_max: bool) -> Any:
+    """Integers with the order of floats `x`, in which NaN is the extremum: XLA's collectives may drop NaN.
 
-    The bits of an IEEE float, read as an integer, are ordered like the float once those of negative numbers
-    are flipped. Both zeros become one.
+    The bits of IEEE floats, read as integers, have the order of the floats once those of negative numbers are flipped.
+    Both zeros become the same integer.
     """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     nan = jnp.asarray(jnp.nan if take_max else -jnp.nan, x.dtype)
     x = jnp.where(x == 0, jnp.zeros_like(x), jnp.where(x != x, nan, x))
     integer = jnp.dtype(f"int{8 * x.dtype.itemsize}")
-    b = lax.bitcast_convert_type(x, integer)
-    b = jnp.where(
-        x != x, jnp.asarray(jnp.iinfo(integer).max if take_max else jnp.iinfo(integer).min, integer), b
-    )
-    return jnp.where((b < 0) & (x == x), b ^ jnp.iinfo(integer).max, b)
+    extremum = jnp.asarray(jnp.iinfo(integer).max if take_max else jnp.iinfo(integer).min, integer)
+    bits = jnp.where(x != x, extremum, lax.bitcast_convert_type(x, integer))
+    return jnp.where((bits < 0) & (x == x), bits ^ jnp.iinfo(integer).max, bits)
 
 
 def _unordered(key: Any, dtype: Any) -> Any:
-    """The inverse of `_ordered`."""
+    """The inverse of `_ordered_bits`."""
     if not jnp.issubdtype(dtype, jnp.floating):
         return key
     info = jnp.iinfo(key.dtype)
@@ -74,8 +72,8 @@ def _unordered(key: Any, dtype: Any) -> Any:
     return jnp.where((key == info.max) | (key == info.min), jnp.asarray(jnp.nan, dtype), x)
 
 
-def _extremum(ctx: LocalContext, x: Any) -> Sequence[Any]:
-    """Finish max or min across devices, differentiable as JAX's own (ties share the tangent equally)."""
+def _extremum_local(ctx: LocalContext, x: Any) -> Sequence[Any]:
+    """Finish max or min across devices; differentiable as in JAX, where ties share the tangent equally."""
     across = ctx.reduced_axes()
     if not across:
         return ctx.bind(x)
@@ -86,7 +84,7 @@ def _extremum(ctx: LocalContext, x: Any) -> Sequence[Any]:
     def value(x: Any) -> Any:
         (y,) = ctx.bind(x)
         with ctx.collective_scope(0):
-            best = collective(_ordered(y, take_max), across)
+            best = collective(_ordered_bits(y, take_max), across)
         return _unordered(best, y.dtype)
 
     if not is_float(ctx.op.ins[0]):
@@ -96,14 +94,15 @@ def _extremum(ctx: LocalContext, x: Any) -> Sequence[Any]:
     def jvp(primals: Any, tangents: Any) -> Any:
         (x,), (t,) = primals, tangents
         y = finish(x)
-        hit = (x == jnp.expand_dims(y, axes)).astype(t.dtype)
-        return y, lax.psum(jnp.sum(hit * t, axes), across) / lax.psum(jnp.sum(hit, axes), across)
+        is_extremum = (x == jnp.expand_dims(y, axes)).astype(t.dtype)
+        total = lax.psum(jnp.sum(is_extremum * t, axes), across)
+        return y, total / lax.psum(jnp.sum(is_extremum, axes), across)
 
     finish.defjvp(jvp)
     return [finish(x)]
 
 
-@rule("reduce_max", "reduce_min", local=_extremum)
+@rule("reduce_max", "reduce_min", local=_extremum_local)
 def reduce_extremum(op: OpView) -> Rule:
     """Finished by `pmax` or `pmin`; complex numbers have no such collective."""
     f, reduced, dims, out = _reduce_dims(op, op.params["axes"])
@@ -120,10 +119,10 @@ def _all_reduces(*dtypes: Any) -> tuple[InternalCollective, ...]:
     return tuple(InternalCollective("all_reduce", itemsize(d)) for d in dtypes)
 
 
-def _gathered(ctx: LocalContext, x: Any) -> Sequence[Any]:
-    """Reduce locally, gather one value per device, reduce again: works for every associative operator.
+def _gathered_local(ctx: LocalContext, x: Any) -> Sequence[Any]:
+    """Reduce locally, all-gather one value per device, reduce again: for any associative operator.
 
-    `any` and `all` of predicates have a collective: the largest and the smallest.
+    `any` and `all` of predicates use `pmax` and `pmin` instead.
     """
     across = ctx.reduced_axes()
     (y,) = ctx.bind(x)
@@ -143,9 +142,9 @@ def _is_test(op: OpView) -> bool:
     return op.outs[0].dtype == bool and op.primitive in ("reduce_and", "reduce_or")
 
 
-@rule("reduce_prod", "reduce_and", "reduce_or", "reduce_xor", local=_gathered)
+@rule("reduce_prod", "reduce_and", "reduce_or", "reduce_xor", local=_gathered_local)
 def reduce_gathered(op: OpView) -> Rule:
-    """Finished by a gather of one value per device, since no collective multiplies or combines bits of integers."""
+    """Finished by an all-gather of one value per device: no collective multiplies or combines bits of integers."""
     f, reduced, dims, out = _reduce_dims(op, op.params["axes"])
     sent = InternalCollective("all_reduce" if _is_test(op) else "all_gather", itemsize(op.outs[0].dtype))
     return Rule(
@@ -153,8 +152,8 @@ def reduce_gathered(op: OpView) -> Rule:
     )  # fmt: skip
 
 
-def _arg_extremum(ctx: LocalContext, x: Any) -> Sequence[Any]:
-    """The first index of the extremum over all devices: best value first, then the smallest index."""
+def _arg_extremum_local(ctx: LocalContext, x: Any) -> Sequence[Any]:
+    """The first index of the extremum over all devices: first the extremum, then the smallest index that has it."""
     across = ctx.reduced_axes()
     (index,) = ctx.bind(x)
     if not across:
@@ -162,7 +161,7 @@ def _arg_extremum(ctx: LocalContext, x: Any) -> Sequence[Any]:
     (axis,) = ctx.op.params["axes"]
     take_max = ctx.op.primitive == "argmax"
     value = jnp.squeeze(jnp.take_along_axis(x, jnp.expand_dims(index, axis), axis), axis)
-    key = _ordered(value, take_max)
+    key = _ordered_bits(value, take_max)
     with ctx.collective_scope(0):
         best = lax.pmax(key, across) if take_max else lax.pmin(key, across)
     index = index + jnp.asarray(ctx.operand_offset(0, axis), index.dtype)
@@ -172,9 +171,9 @@ def _arg_extremum(ctx: LocalContext, x: Any) -> Sequence[Any]:
         return [lax.pmin(index, across)]
 
 
-@rule("argmax", "argmin", local=_arg_extremum)
+@rule("argmax", "argmin", local=_arg_extremum_local)
 def arg_extremum(op: OpView) -> Rule:
-    """Finished by comparing each device's best value, then the global indices of those that have the best."""
+    """Finished by reducing the devices' extrema, then the global indices of those equal to the result."""
     f, reduced, dims, out = _reduce_dims(op, op.params["axes"])
     return Rule(
         (dims,), (out,), f.sizes, reduction=reduced, reducer=op.primitive.removeprefix("arg"),
@@ -184,7 +183,7 @@ def arg_extremum(op: OpView) -> Rule:
 
 @rule("reduce")
 def reduce(op: OpView) -> Rule:
-    """A user's reduction: nothing is known about its function, so reduced dimensions stay whole."""
+    """A reduction by a function of the user's: reduced dimensions are not sharded."""
     dimensions = op.params["dimensions"]
     n = len(op.ins) // 2
     f, reduced, dims, out = _reduce_dims(op, dimensions)
@@ -196,7 +195,7 @@ def reduce(op: OpView) -> Rule:
 
 @rule("cumsum", "cumlogsumexp", "cummax", "cummin", "cumprod")
 def cumulative(op: OpView) -> Rule:
-    """The scanned dimension stays whole; the others pass."""
+    """The scanned dimension is not sharded."""
     f = Factors()
     dims = f.dims(op.ins[0].shape)
     return Rule(
@@ -208,7 +207,7 @@ def cumulative(op: OpView) -> Rule:
 
 @rule("sort")
 def sort(op: OpView) -> Rule:
-    """All operands are sorted together along one dimension, which stays whole."""
+    """All operands are sorted together along one dimension, which is not sharded."""
     f = Factors()
     dims = f.dims(op.ins[0].shape)
     n = len(op.ins)
@@ -220,7 +219,7 @@ def sort(op: OpView) -> Rule:
 
 @rule("top_k", "approx_top_k")
 def top_k(op: OpView) -> Rule:
-    """The searched dimension stays whole; the others pass."""
+    """The searched dimension is not sharded."""
     axis = op.params["axis"] if "axis" in op.params else op.params.get("reduction_dimension", -1)
     axis %= len(op.ins[0].shape)
     f = Factors()
