@@ -50,7 +50,7 @@ from jshard._search.cost_network import (
     peak,
 )
 from jshard._search.cost_network_io import load, save
-from jshard._search.exact.reduce import Contradiction
+from jshard._search.exact.working_network import Contradiction
 from jshard._search.solve import solve
 
 

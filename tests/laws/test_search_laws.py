@@ -19,7 +19,8 @@ from jshard._search.exact.bucket_elimination import (
     elimination_order,
     reconstruct_component,
 )
-from jshard._search.exact.reduce import backtrack, reduce, working_network
+from jshard._search.exact.reduce import backtrack, reduce
+from jshard._search.exact.working_network import working_network
 
 
 def random_network(seed: int, memory: bool = False, most: int = 7):
