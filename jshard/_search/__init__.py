@@ -15,8 +15,8 @@ Exact reductions (`exact/`)
     eliminated: m(s, t) = min_a (c_vw(a, s) + c_v(a) + c_vu(a, t)), bucket elimination (Dechter 1999).
 
 Dual bound (`dual/`)
-    The linear relaxation over the local polytope (pairwise marginals y >= 0 that sum up to node marginals x, Schlesinger
-    1976, Werner 2007) has the dual
+    The linear relaxation over the local polytope (pairwise marginals y >= 0 that sum up to node marginals x,
+    Schlesinger 1976, Werner 2007) has the dual
 
         max_m  sum_v min_a c_v^m(a) + sum_vw min_ab c_vw^m(a, b),
         c_v^m(a) = c_v(a) + sum_w m_wv(a),      c_vw^m(a, b) = c_vw(a, b) - m_wv(a) - m_vw(b).
@@ -50,7 +50,7 @@ from jshard._search.cost_network import (
     peak,
 )
 from jshard._search.cost_network_io import load, save
-from jshard._search.exact.reduce import Contradiction
+from jshard._search.exact.working_network import Contradiction
 from jshard._search.solve import solve
 
 

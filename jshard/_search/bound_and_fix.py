@@ -24,7 +24,7 @@ from jshard._search.dual.message_layout import (
 )
 from jshard._search.dual.trws import DualBound, round_primal, trws
 from jshard._search.dual.warm_start import restore_messages, save_messages
-from jshard._search.exact.reduce import Contradiction, WorkingNetwork
+from jshard._search.exact.working_network import Contradiction, WorkingNetwork
 from jshard._search.primal.local_search import CoreProblem, core_problem, forest_search
 from jshard._search.search_state import TOLERANCE, Reductions, SearchState, reduce_and_eliminate
 

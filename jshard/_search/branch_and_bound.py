@@ -19,7 +19,7 @@ from jshard._search.bound_and_fix import BoundedCore, WarmStart, bound_and_fix, 
 from jshard._search.cost_network import Ints
 from jshard._search.dual.layer_folding import FoldedNetwork, fold_layers, unfold_messages
 from jshard._search.dual.message_layout import LayerPositions
-from jshard._search.exact.reduce import Contradiction, WorkingNetwork
+from jshard._search.exact.working_network import Contradiction, WorkingNetwork
 from jshard._search.primal.local_search import core_energy
 from jshard._search.search_state import Reductions, SearchState, reduce_and_eliminate
 

@@ -15,8 +15,9 @@ from jshard._search.exact.bucket_elimination import (
     eliminate_components,
     reconstruct_component,
 )
-from jshard._search.exact.reduce import WorkingNetwork, backtrack, reduce
+from jshard._search.exact.reduce import backtrack, reduce
 from jshard._search.exact.table_pool import NONE
+from jshard._search.exact.working_network import WorkingNetwork
 
 
 TOLERANCE = 1e-9  # relative gap that counts as closed

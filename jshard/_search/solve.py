@@ -17,9 +17,9 @@ from collections.abc import Callable
 from jshard._core.errors import SearchError
 from jshard._search.branch_and_bound import branch_and_bound
 from jshard._search.cost_network import CostNetwork, Solution, evaluate, peak
-from jshard._search.exact.reduce import Contradiction, WorkingNetwork, working_network
 from jshard._search.exact.reduce_batched import reduce_batched
 from jshard._search.exact.table_pool import TablePool, quantum
+from jshard._search.exact.working_network import Contradiction, WorkingNetwork, working_network
 from jshard._search.memory.lagrangian import solve_limited
 from jshard._search.memory.minimax_peak import solve_peak
 from jshard._search.search_state import TOLERANCE, SearchState

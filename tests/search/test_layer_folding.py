@@ -14,7 +14,7 @@ from jshard._search import branch_and_bound, evaluate, solve
 from jshard._search.cost_network import CostNetwork, build
 from jshard._search.dual.layer_folding import fold_layers
 from jshard._search.exact import bucket_elimination
-from jshard._search.exact.reduce import working_network
+from jshard._search.exact.working_network import working_network
 from jshard._search.search_state import reduce_and_eliminate
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from jshard._search import Contradiction, build, evaluate, solve
 from jshard._search.branch_and_bound import branch_and_bound
-from jshard._search.exact.reduce import working_network
 from jshard._search.exact.reduce_batched import reduce_batched
 from jshard._search.exact.table_pool import TablePool, quantum
+from jshard._search.exact.working_network import working_network
 from jshard._search.search_state import SearchState
 from tests.laws.test_search_laws import brute_force, random_network
 

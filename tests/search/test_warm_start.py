@@ -10,7 +10,8 @@ from jshard._search.dual.layer_folding import fold_layers
 from jshard._search.dual.message_layout import build_message_layout
 from jshard._search.dual.trws import trws, trws_pass
 from jshard._search.dual.warm_start import reparametrization_between, restore_messages, save_messages
-from jshard._search.exact.reduce import Contradiction, reduce, working_network
+from jshard._search.exact.reduce import reduce
+from jshard._search.exact.working_network import Contradiction, working_network
 from jshard._search.search_state import SearchState
 from jshard._search.solve import solve
 

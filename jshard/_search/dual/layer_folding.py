@@ -12,7 +12,7 @@ Example: a chain of forty equal variables. Three rounds of refinement tell the o
 
 >>> import numpy as np
 >>> from jshard._search.cost_network import build
->>> from jshard._search.exact.reduce import working_network
+>>> from jshard._search.exact.working_network import working_network
 >>> step = np.array([[0.0, 3.0], [2.0, 0.0]])
 >>> net = build([[0.0, 1.0]] * 40, [(i, i + 1, step) for i in range(39)])
 >>> folded = fold_layers(working_network(net))
@@ -29,8 +29,8 @@ import numpy as np
 from jshard._search.cost_network import Ints
 from jshard._search.dual.message_layout import LayerPositions, MessageLayout, peripheral_order
 from jshard._search.dual.warm_start import SavedMessages, align_states
-from jshard._search.exact.reduce import WorkingNetwork
 from jshard._search.exact.table_pool import NONE
+from jshard._search.exact.working_network import WorkingNetwork
 
 
 MIN_LAYERS = 12  # a core of fewer equal layers is not worth folding

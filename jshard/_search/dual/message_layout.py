@@ -9,7 +9,7 @@ Example: a path of 128 variables is two segments of 64, hence 64 waves of two va
 
 >>> import numpy as np
 >>> from jshard._search.cost_network import build
->>> from jshard._search.exact.reduce import working_network
+>>> from jshard._search.exact.working_network import working_network
 >>> step = np.array([[0.0, 3.0], [2.0, 0.0]])
 >>> net = build([[0.0, 1.0]] * 128, [(i, i + 1, step) for i in range(127)])
 >>> layout = build_message_layout(working_network(net))
@@ -35,7 +35,7 @@ from jshard._search.dual.edge_batches import (
     batch_edges,
     single_precision,
 )
-from jshard._search.exact.reduce import WorkingNetwork
+from jshard._search.exact.working_network import WorkingNetwork
 
 
 SEGMENT = (

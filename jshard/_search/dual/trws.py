@@ -25,7 +25,7 @@ import numpy as np
 
 from jshard._search.cost_network import Floats
 from jshard._search.dual.message_layout import MessageLayout
-from jshard._search.exact.reduce import WorkingNetwork
+from jshard._search.exact.working_network import WorkingNetwork
 
 
 # Of a round's step, by which the messages move on. 0.6 to 0.8 save half of the rounds or more, 0.9 oscillates.

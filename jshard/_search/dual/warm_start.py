@@ -23,7 +23,7 @@ import numpy as np
 
 from jshard._search.cost_network import Floats, Ints
 from jshard._search.dual.message_layout import MessageLayout
-from jshard._search.exact.reduce import WorkingNetwork
+from jshard._search.exact.working_network import WorkingNetwork
 
 
 SavedMessages = dict[tuple[int, int], tuple[Ints, Floats]]  # (receiver, sender) -> original states, message

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from jshard._search.cost_network import Floats, Ints
-from jshard._search.exact.reduce import WorkingNetwork, contradiction
 from jshard._search.exact.table_pool import NONE
+from jshard._search.exact.working_network import WorkingNetwork, contradiction
 
 
 TABLE_LIMIT = 5_000_000  # entries of the largest joint table

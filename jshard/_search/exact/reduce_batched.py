@@ -26,8 +26,8 @@ import numpy as np
 from jshard._core.row_codes import first_occurrence_codes, row_codes
 from jshard._search.cost_network import CostNetwork, Ints
 from jshard._search.exact.elimination_records import ArgminTables, EliminationRound
-from jshard._search.exact.reduce import WorkingNetwork, contradiction
 from jshard._search.exact.table_pool import NONE, TablePool
+from jshard._search.exact.working_network import WorkingNetwork, contradiction
 
 
 MIN_ROUND = 64  # variables of a round; fewer are left to be reduced one by one

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from jshard._search.cost_network import Floats, Ints, Memory
-from jshard._search.exact.reduce import WorkingNetwork
 from jshard._search.exact.table_pool import NONE
+from jshard._search.exact.working_network import WorkingNetwork
 
 
 def usage_range(memory: Memory) -> tuple[Floats, Floats]:

@@ -26,14 +26,16 @@ import numpy as np
 from jshard._core.errors import MemoryBudgetError
 from jshard._search.branch_and_bound import branch_and_bound
 from jshard._search.cost_network import CostNetwork, Floats, Ints, Memory
-from jshard._search.exact.reduce import Contradiction, WorkingNetwork, reduce, working_network
+from jshard._search.exact.reduce import reduce
 from jshard._search.exact.table_pool import TablePool
+from jshard._search.exact.working_network import Contradiction, WorkingNetwork, working_network
 from jshard._search.memory.budget_repair import (
     BudgetedCore,
     budgeted_core,
     priced_forest_search,
     repair_then_descend,
 )
+from jshard._search.memory.dual_ascent import DualAscent
 from jshard._search.memory.ilp import solve_small_core
 from jshard._search.memory.key_times import (
     CoreMemory,
@@ -175,57 +177,6 @@ def has_integral_costs(network: CostNetwork) -> bool:
     """Whether all finite costs are whole numbers (bounds may then be rounded up)."""
     finite = [table[np.isfinite(table)] for table in (*network.unary, *network.pairwise)]
     return all(bool((costs == np.round(costs)).all()) for costs in finite)
-
-
-class DualAscent:
-    """Prices that ascend the dual: Polyak steps with momentum, halved when they stop helping."""
-
-    PATIENCE = 4  # steps without a better bound, after which steps are halved
-    MOMENTUM = 0.7
-
-    def __init__(self, times: int, unit: float) -> None:
-        self.unit = unit  # bytes
-        self.best = self.prices = np.zeros(times)  # per byte at each key time
-        self.bound = -np.inf
-        self.step_scale = 1.0
-        self.direction = np.zeros(times)
-        self._without_gain = 0
-
-    def record(self, bound: float) -> None:
-        """Take note of the bound that the present prices prove."""
-        if bound > self.bound:
-            self.bound, self.best, self._without_gain = bound, self.prices, 0
-        else:
-            self._without_gain += 1
-
-    def step(self, bound: float, excess: Floats, goal: float) -> None:
-        """A Polyak step.
-
-        Arguments:
-            bound: what the present prices prove.
-            excess: bytes over the limit at each key time, in units: the subgradient.
-            goal: the best known cost.
-        """
-        if self._without_gain >= self.PATIENCE:
-            self.restart()
-        slope = np.where((self.prices <= 0) & (excess < 0), 0.0, excess)
-        self.direction = slope + self.MOMENTUM * self.direction
-        length = float(slope @ slope)
-        if length > 0 and goal > bound:
-            step = 0.5 * self.step_scale * (goal - bound) / length
-            self.prices = np.maximum(0.0, self.prices + step * self.direction / self.unit)
-
-    def restart(self) -> None:
-        """Return to the best prices, with steps of half the length and no momentum."""
-        self.step_scale, self._without_gain, self.prices = self.step_scale / 2, 0, self.best
-        self.direction = np.zeros_like(self.direction)
-
-    def escalate(self, bound: float, excess: Floats) -> None:
-        """While no answer is known: four times the prices, and a first price where the limit is exceeded."""
-        over = np.maximum(excess, 0.0)
-        length = float(over @ over)
-        first = (abs(bound) + 1.0) / length * over / self.unit if length > 0 else over
-        self.prices = np.maximum(4.0 * self.prices, first)
 
 
 # A price of the whole limit, over the penalty of a forbidden pair, at which costs do not count any more.

@@ -22,8 +22,8 @@ import numpy as np
 from jshard._core.errors import MemoryBudgetError
 from jshard._search.branch_and_bound import branch_and_bound
 from jshard._search.cost_network import CostNetwork, Floats, evaluate, peak
-from jshard._search.exact.reduce import working_network
 from jshard._search.exact.table_pool import TablePool
+from jshard._search.exact.working_network import working_network
 from jshard._search.memory.budget_repair import BudgetedCore, budgeted_core, repair_then_descend
 from jshard._search.memory.ilp import solve_small_core
 from jshard._search.memory.key_times import key_times_above, sum_over_intervals, usage_range

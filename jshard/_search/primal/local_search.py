@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jshard._search.cost_network import Floats
-from jshard._search.exact.reduce import WorkingNetwork
+from jshard._search.exact.working_network import WorkingNetwork
 
 
 @dataclass(frozen=True)
