@@ -1,11 +1,16 @@
-"""Which tensors take memory, and from when to when.
+"""HBM traffic under XLA-like fusion: which operands an operator reads from device memory, which results it writes.
 
-Time is the program's order: operator `i` runs at time `i`. A tensor lives from its making to its last use;
-an argument the whole time, unless it is donated. Not every value is stored: compilers fuse elementwise
-operators into their consumer, so the value of a light operator with one light consumer in the same loop body
-never reaches memory. What is stored is what the roofline counts as traffic and the peak as bytes.
+Used by the roofline (`_network/operator_cost.py`): the memory time of an operator is its traffic over the chip's
+bandwidth.
 
-The order of the program is an upper bound to what a compiler does: it may reorder to save memory.
+Model.  Compilers fuse an elementwise operator into its consumer, so a value with exactly one consumer never reaches
+memory if both operators are fusible and run equally often. Every other value is *stored*: written once, and read once
+by each consumer. A reduction fuses its operand, but its result starts a new kernel.
+
+Why `liveness.py` has another fusion model.  That one is about space: a cheap value with several consumers is
+duplicated into each of them and occupies no memory between them, however far apart they run. This one is about time:
+duplicating a value into n consumers replaces n reads of it by n reads of what it is computed from, so the bytes that
+pass through memory stay about the same, and it counts the value as written once and read n times.
 """
 
 from __future__ import annotations
@@ -18,24 +23,24 @@ import numpy as np
 
 from jshard._memory.in_place import in_place_updates, touched_operands
 from jshard._program.graph import Literal, Operator, Program
-from jshard._program.use_def import Bools
+from jshard._program.use_def import Bools, Ints
 
 
 PRODUCTS = frozenset("dot_general ragged_dot ragged_dot_general conv_general_dilated".split())
-# Operators that a compiler does not fuse into their neighbours: their operands and results are stored.
+# Operators that compilers do not fuse with their neighbours: their operands and results are stored.
 UNFUSIBLE = PRODUCTS | frozenset(
     "gather sort top_k fft cholesky "
     "triangular_solve eigh svd qr lu geqrf reduce_window reduce_window_sum reduce_window_max "
     "select_and_scatter_add dynamic_update_slice cumsum cumprod cummax cummin cumlogsumexp custom_linear_solve "
     "pallas_call shard_map pure_callback io_callback".split()
 )
-PARTIAL_READS = frozenset(("slice", "dynamic_slice", "gather"))  # read of their first operand what they give
-_FUSE_TRANSPOSE = frozenset(("dot_general", "conv_general_dilated"))  # write their result transposed as well
+PARTIAL_READS = frozenset(("slice", "dynamic_slice", "gather"))  # read as much of operand 0 as they return
+_FUSE_TRANSPOSE = frozenset(("dot_general", "conv_general_dilated"))  # can write their result transposed
 _REDUCTION_PREFIXES = ("reduce_", "argm")
 
 
 def is_unfusible(op: Operator) -> bool:
-    """Whether an operator stores its results and reads its operands from memory."""
+    """Whether an operator writes its results to memory and reads its operands from memory."""
     return op.kind != "eqn" or _is_unfusible_primitive(op.primitive)
 
 
@@ -46,56 +51,51 @@ def _is_unfusible_primitive(primitive: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HbmTraffic:
-    """For each tensor whether it is `stored`, and its half-open live interval in operator numbers.
+    """What a program moves through device memory.
 
-    `folded` are the transpositions that a product makes while it writes, `over` the updates that write over their
-    first operand (`in_place.py`).
+    - `stored`: (tensors,) whether the tensor is written to memory.
+    - `fused_transposes`: operators: transpositions of a product's result that the product itself writes.
+    - `in_place`: operators: updates that overwrite their first operand (`in_place.py`).
     """
 
     stored: Sequence[bool]
-    start: Sequence[int]
-    end: Sequence[int]
-    length: int
     fused_transposes: frozenset[int] = frozenset()
     in_place: frozenset[int] = frozenset()
 
 
 def hbm_traffic(program: Program, donated: Collection[int] = ()) -> HbmTraffic:
-    """Lifetimes of all tensors; `donated` are the flat indices of the donated arguments."""
-    a, n = program.use_def, len(program.operators)
-    given = frozenset(donated)
-    kept = np.zeros(n, dtype=bool)
-    kept[[i for k, i in enumerate(program.inputs) if k not in given]] = True
-    order, begin = a.uses_by_tensor
-    count = np.diff(begin)
-    light, reducing = ~unfusible_operators(program), a.primitive_starts_with(_REDUCTION_PREFIXES)
-    made = a.def_op >= 0
-    # Of those with one reader; what has none or several is looked at with the first there is.
-    one = order[np.minimum(begin[:-1], max(len(order) - 1, 0))] if len(order) else a.def_op * 0
-    user = a.use_op[one] if len(order) else a.def_op * 0
-    same = a.repeat[user] == a.repeat[a.def_op]
-    # A reduction reads what feeds it in one pass, but its own result starts a new kernel.
-    fused = (count == 1) & made & light[a.def_op] & light[user] & same & ~reducing[a.def_op]
-    last = a.def_op.copy()
-    last[count > 0] = 0
-    np.maximum.at(last, a.use_tensor, a.use_op)
-    returned = np.zeros(n, dtype=bool)
-    returned[list(program.outputs)] = True
-    last[(made & kept[a.def_op]) | (np.bincount(a.use_tensor, returned[a.use_op], len(a.def_op)) > 0)] = n - 1
-    # A carry's last operand is made inside the loop, after the boundary operator's own number.
-    end = np.maximum(last, a.def_op) + 1
-    ops = np.flatnonzero(a.has_primitive(_FUSE_TRANSPOSE))
-    t = a.result[a.result_begin[ops]]
-    t = t[(count[t] == 1) & same[t] & a.has_primitive(frozenset(("transpose",)))[user[t]]]
-    stored = ((count > 0) & ~fused).tolist()
-    over = in_place_updates(program, given, stored, light.tolist())
+    """The traffic of a program; `donated` are the flat indices of the donated arguments."""
+    a = program.use_def
+    num_uses = np.diff(a.uses_by_tensor[1])
+    fusible, reduction = ~unfusible_operators(program), a.primitive_starts_with(_REDUCTION_PREFIXES)
+    user = _first_users(program)
+    same_count = a.repeat[user] == a.repeat[a.def_op]
+    fusible_pair = (a.def_op >= 0) & fusible[a.def_op] & fusible[user] & same_count
+    fused = (num_uses == 1) & fusible_pair & ~reduction[a.def_op]
+    stored = ((num_uses > 0) & ~fused).tolist()
+
+    products = np.flatnonzero(a.has_primitive(_FUSE_TRANSPOSE))
+    written = a.result[a.result_begin[products]]
+    is_transpose = a.has_primitive(frozenset(("transpose",)))
+    written = written[(num_uses[written] == 1) & same_count[written] & is_transpose[user[written]]]
     return HbmTraffic(
-        stored, np.maximum(a.def_op, 0).tolist(), end.tolist(), n, frozenset(user[t].tolist()), over
+        stored,
+        frozenset(user[written].tolist()),
+        in_place_updates(program, donated, stored, fusible.tolist()),
     )
 
 
+def _first_users(program: Program) -> Ints:
+    """(tensors,) the first operator that reads each tensor; arbitrary for a tensor that no operator reads."""
+    a = program.use_def
+    order, begin = a.uses_by_tensor
+    if not len(order):
+        return np.zeros_like(a.def_op)
+    return a.use_op[order[np.minimum(begin[:-1], len(order) - 1)]]
+
+
 def unfusible_operators(program: Program) -> Bools:
-    """(operators,) whether each is heavy."""
+    """(operators,) whether each is unfusible."""
     a = program.use_def
     first = np.unique(a.primitive_id, return_index=True)[1].tolist()
     return np.array([is_unfusible(program.operators[i]) for i in first], dtype=bool)[a.primitive_id]
@@ -110,23 +110,17 @@ def stored_operands(op: Operator, traffic: HbmTraffic) -> tuple[int, ...]:
 def memory_accesses(op: Operator, traffic: HbmTraffic) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Indices of the operands that an operator reads from memory, and of the results that it writes there.
 
-    None of either for a transposition of a product that nobody else reads: the product itself writes its result
-    that way round. An update that writes over its first operand passes the bytes of the update through memory, an
-    index as often as they do (`in_place.touched`). A slice or lookup reads as many bytes as it gives, so its result
-    stands for its operand.
+    - A transposition that is fused into the product before it accesses nothing.
+    - An update in place moves the bytes of the update, an index as often as those pass (`in_place.touched_operands`).
+    - A slice or gather reads as many bytes of operand 0 as it returns, so its result (index 0) stands for the operand.
     """
     if op.id in traffic.fused_transposes:
         return (), ()
-    reads, writes = (
-        stored_operands(op, traffic),
-        tuple([i for i, r in enumerate(op.results) if traffic.stored[r]]),
-    )
+    reads = stored_operands(op, traffic)
     if op.id in traffic.in_place:
         return touched_operands(op, reads), ()
-    if (
-        op.primitive in PARTIAL_READS
-        and 0 in reads
-        and op.eqn.outvars[0].aval.size < op.eqn.invars[0].aval.size
-    ):
+    writes = tuple([i for i, r in enumerate(op.results) if traffic.stored[r]])
+    partial = op.primitive in PARTIAL_READS and 0 in reads
+    if partial and op.eqn.outvars[0].aval.size < op.eqn.invars[0].aval.size:
         return tuple([i for i in reads if i != 0]), (*writes, 0)
     return reads, writes

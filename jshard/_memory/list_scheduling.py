@@ -29,8 +29,9 @@ import numpy as np
 
 from jshard import _jaxcompat as compat
 from jshard._core.row_codes import concat_ranges
+from jshard._memory.fusion_traits import fusion_traits, is_duplicable
 from jshard._memory.hbm_traffic import PRODUCTS
-from jshard._memory.liveness import Liveness, fusion_traits, is_duplicable, liveness
+from jshard._memory.liveness import Liveness, liveness
 from jshard._program.graph import Block, Call, Literal, Operator, Program, operator_name
 from jshard._program.use_def import Bools, Floats
 

@@ -36,7 +36,7 @@ from jshard._schedule.schedule import Assignment
 def step_lower_bound(choice: Assignment, donated: Collection[int] = ()) -> StepLowerBound:
     """The needs of every product, and of the step; `donated` are flat indices of donated arguments."""
     charged: set[int] = set()
-    a, alike = choice.program.use_def, choice.alike[0]
+    a, alike = choice.program.use_def, choice.state_classes[0]
     order, begin = a.uses_by_tensor
     needs, known = [], {}
     for i in np.flatnonzero(a.has_primitive(frozenset(("dot_general",)))).tolist():

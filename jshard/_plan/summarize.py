@@ -137,7 +137,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 def _decision(choice: Assignment) -> Decision:
-    alike, some = choice.alike
+    alike, some = choice.state_classes
     axes = [None if (c := choice.candidate(i)) is None else c.axis_codes for i in some]
     candidates = tuple([axes[k] for k in alike.tolist()])
     endpoints = []

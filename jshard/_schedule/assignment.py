@@ -12,7 +12,7 @@ from jshard import _jaxcompat as compat
 from jshard._core.layout import Layout
 from jshard._core.row_codes import Ints, first_occurrence_codes, row_codes
 from jshard._core.topology import Topology
-from jshard._cost.resharding import ReshardStep as RedistributionStep, cheapest_steps as redistribution
+from jshard._cost.resharding import ReshardStep, cheapest_steps
 from jshard._network.allreduce_combining import combinable_sums
 from jshard._network.candidates import CandidateSet
 from jshard._program.graph import Program
@@ -72,7 +72,7 @@ class Assignment:
         return [(t, layouts[op][1][k]) for t, (op, k) in enumerate(self.producers)]
 
     @functools.cached_property
-    def alike(self) -> tuple[Ints, list[int]]:
+    def state_classes(self) -> tuple[Ints, list[int]]:
         """For each operator a number of its states and state, and one operator of each number."""
         which = np.unique(np.fromiter(map(id, self.states), np.int64, len(self.states)), return_inverse=True)[
             1
@@ -101,11 +101,11 @@ class Assignment:
         """How many sums go together with a tensor's, where it is more than one."""
         return combinable_sums(self.program, self.topology)
 
-    def reshard_steps(self, tensor: int, source: Layout, target: Layout) -> tuple[RedistributionStep, ...]:
+    def reshard_steps(self, tensor: int, source: Layout, target: Layout) -> tuple[ReshardStep, ...]:
         """The steps that bring a tensor from one layout to another."""
         t = self.program.tensors[tensor]
         together = self.combined_sums.get(tensor, 1)
-        return redistribution(source, target, t.shape, self.topology, t.itemsize, together)
+        return cheapest_steps(source, target, t.shape, self.topology, t.itemsize, together)
 
     def stored_layout(self, tensor: int) -> Layout:
         """The layout in which a tensor is kept for its readers."""

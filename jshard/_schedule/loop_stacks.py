@@ -15,7 +15,8 @@ import dataclasses
 
 from jshard._memory.in_place import updated_stacks
 from jshard._program.graph import Literal, Program
-from jshard._schedule.schedule import RunCall, RunOperator, Value
+from jshard._schedule.assignment import Value
+from jshard._schedule.writer import RunCall, RunOperator
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,157 +1,165 @@
-"""Bytes that a device holds while a flat schedule runs: what `peak.py` walks through, as running sums.
+"""Peak memory of a schedule without inner blocks, as running sums: the vectorised twin of `peak_reference.py`.
 
-Each value is held from the action that makes it to the last one that needs it, so the bytes that are live at an
-action are those made up to it less those let go before. Only who needs a value *through* readers that compute
-it again takes a walk, backwards over those readers.
+Each value is live from the action that makes it to the last one that needs it, so the bytes that are live at an action
+are those allocated up to it less those freed before. Only uses through fused readers take a walk, backwards over those
+readers (`_memory/liveness.propagate_last_use`). `tests/schedule/test_vectorized.py` compares the two.
 """
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 
-from jshard._memory.liveness import Liveness, propagate_last_use
+from jshard._memory.liveness import DirectUses, Liveness, propagate_last_use
 from jshard._memory.memory_layout import memory_layout
 from jshard._program.use_def import Bools, Floats, Ints
+from jshard._schedule.peak_profile import INTERMEDIATE, PeakProfile
 from jshard._schedule.vectorized import ScheduleArrays
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Held:
-    """Peak bytes, bytes live while each operator runs, and bytes by class at the peak."""
-
-    peak: float
-    curve: dict[int, float]
-    classes: dict[str, float]
-
-
-def peak_of_arrays(arrays: ScheduleArrays, liveness: Liveness, donated: frozenset[int]) -> Held:
-    """The peak of a flat schedule, its curve, and what is held then."""
+def peak_of_arrays(arrays: ScheduleArrays, liveness: Liveness, donated: frozenset[int]) -> PeakProfile:
+    """The peak of a schedule, its curve, and the peak by class; `donated` are flat indices of arguments."""
     program, a = arrays.assignment.program, arrays.assignment.program.use_def
-    n, traits = len(a.def_op), liveness.traits
-    held, written = np.array(liveness.materialized, dtype=bool), np.array(liveness.epilogue_bytes)
-    view = ~held[arrays.tensor] & arrays.only_slices
-    whole = a.nbytes / arrays.num_shards[arrays.result_layout]
-    size = np.concatenate([
-        np.where(held, whole, 0.0),
-        np.where(view, 0.0, a.nbytes[arrays.tensor] / arrays.num_shards[arrays.target]),
-    ])  # fmt: skip
-    made_at = np.concatenate([arrays.run_at[a.def_op], arrays.move_at])
-    given = np.array([k in donated for k in range(len(program.inputs))], dtype=bool)
+    materialized = np.array(liveness.materialized, dtype=bool)
+    fused_slice = ~materialized[arrays.tensor] & arrays.only_slices
     inputs = a.result[a.result_begin[np.array(program.inputs, dtype=np.int64)]]
-    size[inputs] = whole[inputs]
-    read_by_end = arrays.read_value[a.has_kind("output")[a.use_op]]
-    kept = np.zeros(len(size), dtype=bool)
-    kept[read_by_end] = kept[inputs[~given]] = True
-    last = _last_uses(arrays, liveness, view)
-    # What nobody needs goes at once, but an argument.
-    goes = np.where(last >= 0, last, np.where(made_at >= 0, made_at, arrays.num_actions))
-    goes[kept] = arrays.num_actions
-    run = np.flatnonzero(made_at >= 0)
-    made = np.bincount(made_at[run], size[run], arrays.num_actions)
-    gone = np.bincount(goes, size, arrays.num_actions + 1)[: arrays.num_actions]
-    begun = float(size[inputs].sum())
-    live = begun + np.cumsum(made) - (np.cumsum(gone) - gone)
-    extra = np.zeros(arrays.num_actions)
-    # A fluid value is written out to be moved.
-    out = (size[n:] > 0) & ~held[arrays.tensor] & (arrays.source_value < n)
-    extra[arrays.move_at[out]] = (a.nbytes[arrays.tensor] / arrays.num_shards[arrays.source])[out]
+    outputs = arrays.read_value[a.has_kind("output")[a.use_op]]
+    size = _value_bytes(arrays, materialized, fused_slice, inputs)
+
+    # When each value is allocated (-1: before the first action) and freed.
+    made_at = np.concatenate([arrays.run_at[a.def_op], arrays.reshard_at])
+    last_use = _last_uses(arrays, liveness, fused_slice)
+    kept = np.array([k not in donated for k in range(len(program.inputs))], dtype=bool)
+    outliving = np.zeros(len(size), dtype=bool)
+    outliving[outputs] = outliving[inputs[kept]] = True
+    # A value that is not needed is freed at once, but an argument.
+    freed_at = np.where(last_use >= 0, last_use, np.where(made_at >= 0, made_at, arrays.num_actions))
+    freed_at[outliving] = arrays.num_actions
+
+    made_later = np.flatnonzero(made_at >= 0)
+    allocated = _sum_by_action(made_at[made_later], size[made_later], arrays.num_actions)
+    freed = _sum_by_action(freed_at, size, arrays.num_actions + 1)[: arrays.num_actions]
+    at_start = float(size[inputs].sum())
+    live = at_start + np.cumsum(allocated) - (np.cumsum(freed) - freed)
+    dies = np.flatnonzero((last_use >= 0) & ~outliving)
+    dying = _sum_by_action(last_use[dies], size[dies], arrays.num_actions)
+    extra = _while_running(arrays, liveness, materialized, size, dying, allocated)
+
+    over_time = np.concatenate([[at_start], live + extra])
+    peak_at = int(over_time.argmax()) - 1
     ops = np.flatnonzero(arrays.run_at >= 0)
-    at = arrays.run_at[ops]
-    # What a product writes in its reader's place is there beside its operands.
-    extra[at] = np.bincount(a.def_op, written / arrays.num_shards[arrays.result_layout], len(arrays.run_at))[
-        ops
-    ]
-    # An elementwise result is written over an operand that nobody needs any more.
-    over = at[traits.may_alias_operand[ops]]
-    ending = np.flatnonzero((last >= 0) & ~kept)
-    dying = np.bincount(last[ending], size[ending], arrays.num_actions)
-    extra[over] = -np.minimum(dying, made)[over]
-    extra += _transposed_copy_bytes(arrays)
-    noted = np.concatenate([[begun], live + extra])
-    when = int(noted.argmax()) - 1
-    curve = dict(zip(ops.tolist(), np.maximum(0.0, noted[at + 1]).tolist(), strict=True))
-    there = np.flatnonzero((made_at <= when) & (goes >= when) & (size > 0))
-    there = there[np.argsort(made_at[there], kind="stable")]
-    return Held(float(noted.max()), curve, _bytes_by_class(arrays, there, size[there], read_by_end))
+    at_run = np.maximum(0.0, over_time[arrays.run_at[ops] + 1])
+    at_peak = np.flatnonzero((made_at <= peak_at) & (freed_at >= peak_at) & (size > 0))
+    at_peak = at_peak[np.argsort(made_at[at_peak], kind="stable")]
+    return PeakProfile.of(
+        float(over_time.max()),
+        dict(zip(ops.tolist(), at_run.tolist(), strict=True)),
+        _bytes_by_class(arrays, at_peak, size[at_peak], outputs),
+    )
+
+
+def _sum_by_action(actions: Ints, size: Floats, num_actions: int) -> Floats:
+    """(actions,) the sum of the sizes at each action."""
+    return np.bincount(actions, size, num_actions).astype(np.float64, copy=False)
+
+
+def _value_bytes(arrays: ScheduleArrays, materialized: Bools, fused_slice: Bools, inputs: Ints) -> Floats:
+    """(values,) bytes on a device; none for values that are recomputed where they are read."""
+    a = arrays.assignment.program.use_def
+    as_made = a.nbytes / arrays.num_shards[arrays.result_layout]
+    copies = a.nbytes[arrays.tensor] / arrays.num_shards[arrays.target]
+    size = np.concatenate([np.where(materialized, as_made, 0.0), np.where(fused_slice, 0.0, copies)])
+    size[inputs] = as_made[inputs]
+    return size
+
+
+def _while_running(
+    arrays: ScheduleArrays, liveness: Liveness, materialized: Bools, size: Floats, dying: Floats, allocated: Floats
+) -> Floats:  # fmt: skip
+    """(actions,) bytes that are live while an action runs, beside its operands and results.
+
+    - A fused value is materialized to be resharded.
+    - A product writes the result of its epilogue beside its operands.
+    - An operator that may alias an operand overwrites those that die there.
+    - Products read transposed copies of some operands.
+    """
+    a = arrays.assignment.program.use_def
+    extra = np.zeros(arrays.num_actions)
+    made_by_operator = arrays.source_value < len(a.def_op)
+    materialized_here = (size[len(a.def_op) :] > 0) & ~materialized[arrays.tensor] & made_by_operator
+    source_bytes = a.nbytes[arrays.tensor] / arrays.num_shards[arrays.source]
+    extra[arrays.reshard_at[materialized_here]] = source_bytes[materialized_here]
+
+    ops = np.flatnonzero(arrays.run_at >= 0)
+    epilogues = np.array(liveness.epilogue_bytes) / arrays.num_shards[arrays.result_layout]
+    extra[arrays.run_at[ops]] = np.bincount(a.def_op, epilogues, len(arrays.run_at))[ops]
+    aliasing = arrays.run_at[ops][liveness.traits.may_alias_operand[ops]]
+    extra[aliasing] = -np.minimum(dying, allocated)[aliasing]
+    return extra + _transposed_copy_bytes(arrays)
 
 
 def _transposed_copy_bytes(arrays: ScheduleArrays) -> Floats:
-    """(actions,) bytes of the copies that products read transposed, from when that is made on."""
+    """(actions,) bytes of the copies that products read transposed: from when they are made until the product runs."""
     program, a = arrays.assignment.program, arrays.assignment.program.use_def
-    n = len(a.def_op)
     out = np.zeros(arrays.num_actions)
     for op, k in memory_layout(program, arrays.assignment.topology.chip).transposed_operands:
         read = int(np.flatnonzero((a.use_op == op) & (a.use_operand == k))[0])
-        v, at = int(arrays.read_value[read]), int(arrays.run_at[op])
-        if v < n:
-            nbytes, made = (
-                a.nbytes[v] / arrays.num_shards[arrays.result_layout[v]],
-                int(arrays.run_at[a.def_op[v]]),
-            )
+        v, run_at = int(arrays.read_value[read]), int(arrays.run_at[op])
+        m = v - len(a.def_op)
+        if m < 0:
+            tensor, layout, made_at = v, arrays.result_layout[v], int(arrays.run_at[a.def_op[v]])
         else:
-            m = v - n
-            nbytes, made = (
-                a.nbytes[arrays.tensor[m]] / arrays.num_shards[arrays.target[m]],
-                int(arrays.move_at[m]),
-            )
-        out[made + 1 if made >= 0 else at : at + 1] += nbytes
+            tensor, layout, made_at = arrays.tensor[m], arrays.target[m], int(arrays.reshard_at[m])
+        out[made_at + 1 if made_at >= 0 else run_at : run_at + 1] += (
+            a.nbytes[tensor] / arrays.num_shards[layout]
+        )
     return out
 
 
-def _last_uses(arrays: ScheduleArrays, liveness: Liveness, view: Bools) -> Ints:
-    """(values,) the last action that needs each, -1 for none: a fluid reader needs it as long as its own readers."""
+def _last_uses(arrays: ScheduleArrays, liveness: Liveness, fused_slice: Bools) -> Ints:
+    """(values,) the last action that needs each, -1 for none."""
     a, traits = arrays.assignment.program.use_def, liveness.traits
-    n = len(a.def_op)
-    copied = np.array(liveness.duplicated_cast, dtype=bool)
-    last, through = np.full(n + len(arrays.tensor), -1), np.full(n + len(arrays.tensor), -1)
-    time = arrays.run_at[a.use_op]
-    # Of a copied value the readers that compute it again need only what it is made from; not once it was moved.
-    again = traits.fuses_operands[a.use_op] & copied[a.use_tensor] & (arrays.read_value < n)
-    np.maximum.at(through, arrays.read_value[again], time[again])
-    np.maximum.at(last, arrays.read_value[~again], time[~again])
-    np.maximum.at(last, arrays.source_value, arrays.move_at)
-    count = np.diff(a.result_begin)
-    stored = np.bincount(a.def_op, np.array(liveness.materialized, dtype=bool), len(arrays.run_at)) > 0
-    fluid = traits.duplicable & (count > 0) & ~stored & (arrays.run_at >= 0)
-    some = np.flatnonzero(
-        fluid | ((np.bincount(a.def_op, copied, len(arrays.run_at)) > 0) & (arrays.run_at >= 0))
-    )
-    views = [
-        (int(arrays.move_at[m]), int(arrays.source_value[m]), n + m) for m in np.flatnonzero(view).tolist()
+    n, operators = len(a.def_op), len(arrays.run_at)
+    casts = np.array(liveness.duplicated_cast, dtype=bool)
+    run_at = arrays.run_at[a.use_op]
+    # Readers that recompute a duplicated cast need only its source; a resharded copy of it cannot be recomputed.
+    recomputes = traits.fuses_operands[a.use_op] & casts[a.use_tensor] & (arrays.read_value < n)
+    last_read, last_recomputed = np.full(n + len(arrays.tensor), -1), np.full(n + len(arrays.tensor), -1)
+    np.maximum.at(last_recomputed, arrays.read_value[recomputes], run_at[recomputes])
+    np.maximum.at(last_read, arrays.read_value[~recomputes], run_at[~recomputes])
+    np.maximum.at(last_read, arrays.source_value, arrays.reshard_at)
+    has_results = np.diff(a.result_begin) > 0
+    stores = np.bincount(a.def_op, np.array(liveness.materialized, dtype=bool), operators) > 0
+    fused = traits.duplicable & has_results & ~stores & (arrays.run_at >= 0)
+    slices = [
+        (int(arrays.reshard_at[m]), int(arrays.source_value[m]), n + m)
+        for m in np.flatnonzero(fused_slice).tolist()
     ]
     return propagate_last_use(
         arrays.assignment.program,
-        some,
-        arrays.run_at,
-        fluid,
-        copied,
-        again,
-        arrays.read_value,
-        last,
-        through,
-        views,
+        DirectUses(
+            arrays.run_at, fused, casts, arrays.read_value, recomputes, last_read, last_recomputed, slices
+        ),
     )
 
 
-def _bytes_by_class(arrays: ScheduleArrays, values: Ints, size: Floats, results: Ints) -> dict[str, float]:
-    """Bytes of some values by what they are, in the order in which the values are made."""
+def _bytes_by_class(arrays: ScheduleArrays, values: Ints, size: Floats, outputs: Ints) -> dict[str, float]:
+    """Bytes of some values by class, in the order in which the values are made."""
     program, a = arrays.assignment.program, arrays.assignment.program.use_def
     n = len(a.def_op)
-    names = {"results": 0, "redistributed copies": 1, "captured arrays": 2, "intermediate values": 3}
-    moved, tensor = values >= n, np.concatenate([np.arange(n), arrays.tensor])[values]
-    maker = a.def_op[tensor]
-    ended = np.isin(values, results)
-    returned = np.isin(tensor, np.concatenate([np.arange(n), arrays.tensor])[results])
-    kind = np.where(moved, np.where(ended, 0, 1), np.where(returned, 0, 3))
-    kind[~moved & a.has_kind("const")[maker]] = 2
-    arguments = np.flatnonzero(~moved & a.has_kind("input")[maker])
+    names = {"results": 0, "redistributed copies": 1, "captured arrays": 2, INTERMEDIATE: 3}
+    tensor_of = np.concatenate([np.arange(n), arrays.tensor])
+    is_copy, tensor = values >= n, tensor_of[values]
+    def_op = a.def_op[tensor]
+    is_output = np.isin(values, outputs)
+    is_returned = np.isin(tensor, tensor_of[outputs])
+    kind = np.where(is_copy, np.where(is_output, 0, 1), np.where(is_returned, 0, 3))
+    kind[~is_copy & a.has_kind("const")[def_op]] = 2
+    arguments = np.flatnonzero(~is_copy & a.has_kind("input")[def_op])
     kind[arguments] = [
         names.setdefault("argument " + program.operators[i].name.split(".")[0], len(names))
-        for i in maker[arguments].tolist()
+        for i in def_op[arguments].tolist()
     ]
     total = np.bincount(kind, size, len(names))
     listed = list(names)
-    here, first = np.unique(kind, return_index=True)
-    return {listed[k]: float(total[k]) for k in here[np.argsort(first)].tolist()}
+    kinds, first = np.unique(kind, return_index=True)
+    return {listed[k]: float(total[k]) for k in kinds[np.argsort(first)].tolist()}

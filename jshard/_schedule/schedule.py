@@ -97,8 +97,8 @@ def _communicating_actions(arrays: ScheduleArrays) -> tuple[Reshard | RunOperato
         return t, layouts[arrays.result_layout[v] if made else arrays.target[v - len(tensors)]]
 
     out: dict[int, Reshard | RunOperator] = {}
-    for m in np.flatnonzero(arrays.first_collective[arrays.move_at] >= 0).tolist():
-        at, steps = int(arrays.move_at[m]), arrays.paths[arrays.path[m]]
+    for m in np.flatnonzero(arrays.first_collective[arrays.reshard_at] >= 0).tolist():
+        at, steps = int(arrays.reshard_at[m]), arrays.paths[arrays.path[m]]
         first = int(arrays.first_collective[at])
         cut = [s.kind == "slice" for s in steps]
         numbers = tuple([-1 if c else first + k - sum(cut[:k]) for k, c in enumerate(cut)])

@@ -1,0 +1,201 @@
+"""Copy variables: whether a tensor is resharded for a reader, as a variable of the cost network.
+
+A reader that needs another layout than the one a tensor has makes a copy, and whether there is one depends on two
+variables at once. Where a copy can be large beside its source, a *copy variable* stands between the two. Its states are
+the pairs (`CopyState`, L) for each layout L of one end of the edge. The edge to that end says which L it is; the edge
+to the other end lets SAME pass equal layouts only and charges the reshard to RESHARDED. So every assignment of the
+network without memory is exactly one assignment of the network with copy variables, at the same cost.
+
+What a copy variable holds, by the kind of edge ("stored" and "reader's" layout, see `_memory/live_intervals.py`):
+
+    source                         edge            live interval                                held in states
+    -----------------------------  --------------  -------------------------------------------  ------------------
+    product fused with epilogue    any             [t, t + 1) while it is resharded             RESHARDED: + even
+    other fused value              any             [t, t + 1): an even share is materialized    RESHARDED
+    materialized                   to relay        [stored, stored + 1)                         RESHARDED
+    materialized                   to reader       [resharded, live until)                      RESHARDED; the last
+                                                     reader's also SAME, once the source is dead
+    fused, or counted elsewhere    to reader       where `disjoint_intervals` gives the reader  RESHARDED
+    fused partial sum              to relay        [stored, last reshard) but those             RESHARDED
+    other, or counted elsewhere    to relay        [stored, last live until)                    RESHARDED
+
+t is the time point of the reshard. FUSED_SLICE never holds anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+
+import numpy as np
+
+from jshard._core.layout import Layout
+from jshard._memory.live_intervals import LiveIntervals, Use, disjoint_intervals
+from jshard._network.build import PlanningNetwork, ReshardEdge
+from jshard._network.reshard_edges import is_local_slice_of
+from jshard._program.use_def import Floats
+
+
+class CopyState(enum.IntEnum):
+    """What happens to the tensor on an edge."""
+
+    SAME = 0  # the reader takes the source as it is: equal layouts, no copy
+    RESHARDED = 1  # a copy is made
+    FUSED_SLICE = 2  # of a fused value, each device computes the slice that it needs: no copy is materialized
+
+
+@dataclasses.dataclass(frozen=True)
+class CopyStates:
+    """The states of a copy variable: state ``kind * len(layouts) + layout`` for each kind and layout."""
+
+    layouts: tuple[Layout, ...]
+    kinds: tuple[CopyState, ...]
+
+    def __len__(self) -> int:
+        return len(self.kinds) * len(self.layouts)
+
+    def bytes_by_state(self, blocks: Floats, also_same: bool) -> Floats:
+        """(states,) bytes that a copy variable holds; `blocks`: (layouts,) bytes of the copy in each layout.
+
+        Held where the tensor is resharded, `also_same` where it is not.
+        """
+        assert blocks.shape == (len(self.layouts),)
+        holding = {CopyState.RESHARDED, *([CopyState.SAME] if also_same else [])}
+        return np.concatenate([blocks * (kind in holding) for kind in self.kinds])
+
+
+@dataclasses.dataclass(frozen=True)
+class CopyVariable:
+    """The copy variable of an edge.
+
+    `fused`: the source is not materialized. `by_source`: its layouts are those of the source, else of the target; the
+    source of such an edge is a product that is fused with its epilogue and so is materialized only to be resharded, in
+    its own layout, as a partial sum too.
+    """
+
+    edge: ReshardEdge
+    fused: bool
+    by_source: bool
+
+    @property
+    def states(self) -> CopyStates:
+        """Its states."""
+        side = self.edge.source if self.by_source else self.edge.target
+        kinds = tuple(CopyState) if self.fused else (CopyState.SAME, CopyState.RESHARDED)
+        return CopyStates(tuple(side.layouts), kinds)
+
+    def tables(self, network: PlanningNetwork) -> tuple[Floats, Floats]:
+        """Seconds by (source's state, copy's state) and by (copy's state, target's state); inf: impossible.
+
+        One of the two says which layout the copy's state is, the other one which kind, and charges the reshard.
+        """
+        edge = self.edge
+        sources, targets = edge.source, edge.target
+        by_kind = self._seconds_by_kind(network)
+        side = sources if self.by_source else targets
+        fixes_layout = np.where(side.of_state[:, None] == np.arange(len(side.layouts))[None, :], 0.0, np.inf)
+        fixes_layout = np.hstack([fixes_layout] * len(by_kind))
+        if self.by_source:  # a row of the copy: a kind and a layout of the source
+            return fixes_layout, np.ascontiguousarray(np.vstack(by_kind)[:, targets.of_state])
+        return np.ascontiguousarray(np.hstack(by_kind)[sources.of_state]), np.ascontiguousarray(
+            fixes_layout.T
+        )
+
+    def _seconds_by_kind(self, network: PlanningNetwork) -> list[Floats]:
+        """For each kind the seconds by (layout of the source, layout of the target)."""
+        edge, tensor = self.edge, network.program.tensors[self.edge.tensor]
+        seconds = network.cost_tables.seconds(
+            edge.source, edge.target, tensor, edge.returned_sum, edge.combined_with
+        )
+        resharded = edge.count * seconds
+        sources, targets = edge.source.layouts, edge.target.layouts
+        same = np.array([[a == b for b in targets] for a in sources])
+        slice_ = ~same & np.array([[is_local_slice_of(b, a) for b in targets] for a in sources])
+        same_seconds = np.where(same, 0.0, np.inf)
+        if not self.fused:
+            return [same_seconds, np.where(same, np.inf, resharded)]
+        return [
+            same_seconds,
+            np.where(same | slice_, np.inf, resharded),
+            np.where(slice_, resharded, np.inf),
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class CopyInterval:
+    """Bytes of a copy from one time point to before another.
+
+    Each device holds its block of `nbytes` in the copy's layout, and `extra` bytes beside it, where the tensor is
+    resharded; `also_same` where it is not.
+    """
+
+    start: int
+    end: int
+    nbytes: float
+    extra: float = 0.0
+    also_same: bool = False
+
+
+def copy_intervals(
+    copy: CopyVariable, network: PlanningNetwork, live: LiveIntervals, devices: int
+) -> list[CopyInterval]:
+    """What a copy variable holds and when: the table of this module, row by row."""
+    edge, uses = copy.edge, live.uses[copy.edge.tensor]
+    nbytes = network.program.tensors[edge.tensor].nbytes
+    to_relay = edge.reader < 0
+    stored_at = min(use.stored_at for use in uses)
+    at = stored_at if to_relay else next(use.resharded_at for use in uses if use.reader == edge.reader)
+    # A value that is not stored is materialized to be resharded: at least an even share of it, at that time point.
+    # With a relay that is at the edge to the relay.
+    materialized_here = copy.fused and (to_relay or edge.tensor not in network.relays)
+    even_share = nbytes / devices if materialized_here else 0.0
+    if copy.by_source:
+        return [CopyInterval(at, at + 1, nbytes, even_share)]
+    intervals = [CopyInterval(at, at + 1, 0.0, even_share)] if even_share else []
+    if not copy.fused and not live.counted_elsewhere(edge.tensor):
+        return intervals + _of_stored_value(edge, nbytes, uses, live)
+    if not to_relay:
+        return intervals + [
+            CopyInterval(start, end, nbytes)
+            for reader, start, end in disjoint_intervals(uses, live.clock.begin)
+            if reader == edge.reader
+        ]
+    if copy.fused and any(layout.partial for layout in edge.source.layouts):
+        return intervals + _of_finished_sum(nbytes, uses, live)
+    return [*intervals, CopyInterval(stored_at, max(use.live_until for use in uses), nbytes)]
+
+
+def _of_stored_value(
+    edge: ReshardEdge, nbytes: float, uses: Sequence[Use], live: LiveIntervals
+) -> list[CopyInterval]:
+    """The copy of a materialized value, which is itself live until the last copy of it is made.
+
+    The reader that needs the value longest holds it from then on, resharded or as it is.
+    """
+    if edge.reader < 0:
+        stored_at = min(use.stored_at for use in uses)
+        return [CopyInterval(stored_at, stored_at + 1, nbytes)]
+    reading = [use for use in uses if not live.recomputes_cast(edge.tensor, use.reader)] or uses
+    own = next(use for use in uses if use.reader == edge.reader)
+    longest = max(reading, key=lambda use: (use.live_until, use.resharded_at))
+    source_dies = max(use.resharded_at for use in reading) + 1 if own is longest else own.live_until
+    source_dies = max(own.resharded_at, source_dies)
+    return [
+        CopyInterval(own.resharded_at, source_dies, nbytes),
+        CopyInterval(source_dies, own.live_until, nbytes, also_same=True),
+    ]
+
+
+def _of_finished_sum(nbytes: float, uses: Sequence[Use], live: LiveIntervals) -> list[CopyInterval]:
+    """The stored copy of a fused partial sum, between the uses of its readers.
+
+    A reader that needs the finished sum has it resharded from the stored copy or from the sum itself, and its block is
+    counted there.
+    """
+    at, last_reshard = min(use.stored_at for use in uses), max(use.resharded_at for use in uses)
+    intervals = []
+    for _, start, end in disjoint_intervals(uses, live.clock.begin):
+        intervals.append(CopyInterval(at, min(start, last_reshard), nbytes))
+        at = max(at, end)
+    return intervals

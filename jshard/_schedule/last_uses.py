@@ -1,0 +1,50 @@
+"""The last action of a list that needs each value, where fused operators need their operands as long as their readers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jshard._memory.fusion_traits import fuses_operands, is_duplicable
+from jshard._memory.liveness import Liveness
+from jshard._program.graph import Literal
+from jshard._schedule.assignment import Assignment, Value
+from jshard._schedule.writer import Action, Reshard, RunOperator
+
+
+def last_uses(actions: Sequence[Action], liveness: Liveness, assignment: Assignment) -> dict[Value, int]:
+    """Index of the last action that needs each value; the vectorised twin is `_memory/liveness.propagate_last_use`."""
+    last_read: dict[Value, int] = {}
+    last_recomputed: dict[Value, int] = {}  # of duplicated casts, the last reader that recomputes them
+    operators, values = assignment.program.operators, assignment.values
+    for i in range(len(actions) - 1, -1, -1):
+        a = actions[i]
+        until, recomputes = i, False
+        if isinstance(a, RunOperator):
+            op = operators[a.op]
+            results = [values[r] for r in op.results]
+            if results and is_duplicable(op) and not any([liveness.materialized[r] for r in op.results]):
+                until = max([i] + [last_read.get(v, i) for v in results])
+            casts = [v for v in results if liveness.duplicated_cast[v[0]]]
+            until = max([until] + [last_recomputed.get(v, i) for v in casts])
+            recomputes = fuses_operands(op)
+        elif isinstance(a, Reshard) and is_fused_slice(a, liveness):
+            until = max(i, last_read.get((a.tensor, a.target), i))
+        for v in values_read(a):
+            # A copy in another layout cannot be recomputed.
+            is_recomputed = recomputes and liveness.duplicated_cast[v[0]] and v == values[v[0]]
+            times = last_recomputed if is_recomputed else last_read
+            if times.get(v, i) <= until:
+                times[v] = until
+    return last_read
+
+
+def is_fused_slice(a: Reshard, liveness: Liveness) -> bool:
+    """Whether a reshard is a local slice of a fused value: it is computed where it is read, as the value itself is."""
+    return not liveness.materialized[a.tensor] and all(s.kind == "slice" for s in a.steps)
+
+
+def values_read(a: Action) -> list[Value]:
+    """The values that an action reads."""
+    if isinstance(a, Reshard):
+        return [(a.tensor, a.source)]
+    return [v for v in a.reads if not isinstance(v, Literal)]

@@ -1,0 +1,27 @@
+"""The memory of a schedule over time: its peak, the curve, and what the peak consists of."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+
+INTERMEDIATE = "intermediate values"
+
+
+@dataclasses.dataclass(frozen=True)
+class PeakProfile:
+    """`peak` bytes; `curve`: live bytes while each operator runs; `by_class`: (class, bytes) at the peak, largest first."""
+
+    peak: float
+    curve: dict[int, float]
+    by_class: tuple[tuple[str, float], ...]
+
+    @staticmethod
+    def of(peak: float, curve: dict[int, float], values: Mapping[str, float]) -> PeakProfile:
+        """A profile from the bytes of values by class; what an operator holds while it runs counts as intermediate."""
+        by_class = dict(values)
+        temporary = peak - sum(by_class.values())
+        if temporary > 0:
+            by_class[INTERMEDIATE] = by_class.get(INTERMEDIATE, 0.0) + temporary
+        return PeakProfile(peak, curve, tuple(sorted(by_class.items(), key=lambda item: -item[1])))

@@ -1,0 +1,263 @@
+"""Peak memory of a schedule, action by action: the reference for `peak_vectorized.py`, and the only one for programs
+with loops and branches.
+
+Every value (a tensor in a layout) is live from the action that makes it to the last one that needs it. Fused values are
+never in memory. Arguments are live throughout unless donated.
+
+When an action makes values, their buffers are allocated beside its operands; an operator that may alias an operand
+overwrites those that die. A fused value is materialized to be resharded, and a product writes the result of its
+epilogue beside its operands: bytes that are live only while the action runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from jshard._memory.fusion_traits import may_alias_operand
+from jshard._memory.in_place import is_update
+from jshard._memory.liveness import Liveness
+from jshard._memory.memory_layout import memory_layout
+from jshard._program.graph import Literal
+from jshard._schedule.assignment import Value
+from jshard._schedule.buffers import ActionScope, Buffer, BufferSizes
+from jshard._schedule.call_memory import branch_memory, loop_memory
+from jshard._schedule.last_uses import is_fused_slice, last_uses
+from jshard._schedule.peak_profile import INTERMEDIATE, PeakProfile
+from jshard._schedule.schedule import Schedule
+from jshard._schedule.writer import Action, Reshard, RunCall, RunOperator
+
+
+_Placed = list[tuple[Value, Buffer]]
+
+
+def peak_reference(schedule: Schedule, liveness: Liveness, donated: Collection[int] = ()) -> PeakProfile:
+    """The memory of any schedule; `donated` are the flat indices of the donated arguments."""
+    return _PeakWalk(schedule, liveness).profile(frozenset(donated))
+
+
+class _PeakWalk:
+    """Walks through a schedule action by action; used once."""
+
+    def __init__(self, schedule: Schedule, liveness: Liveness):
+        self.schedule, self.liveness, self.assignment = schedule, liveness, schedule.assignment
+        self.program, self.mesh = self.assignment.program, self.assignment.topology.mesh
+        self.sizes = BufferSizes(self.assignment, liveness)
+        self.curve: dict[int, float] = {}
+        self.changes: list[
+            tuple[Value, float, bool]
+        ] = []  # value, bytes more or less, whether a reshard makes it
+        self.peak_live, self.changes_before_peak = -1.0, 0
+        self.made_by_reshard: set[Value] = set()
+        self.outputs = {v for v in schedule.outputs if not isinstance(v, Literal)}
+        layout = memory_layout(self.program, self.assignment.topology.chip)
+        self.transposed_carries = layout.transposed_carries
+        self.transposed_operands: dict[int, list[int]] = {}
+        for op, k in layout.transposed_operands:
+            self.transposed_operands.setdefault(op, []).append(k)
+
+    def profile(self, donated: frozenset[int]) -> PeakProfile:
+        """Walk the whole schedule."""
+        buffers: dict[Value, Buffer] = {}
+        outliving = set(self.outputs)
+        for k, i in enumerate(self.program.inputs):
+            v = self.assignment.values[self.program.operators[i].results[0]]
+            buffers[v] = Buffer(self.sizes.nbytes(v))
+            self.changes.append((v, buffers[v].nbytes, False))
+            if k not in donated:
+                outliving.add(v)
+        peak = self.walk(self.schedule.actions, buffers, outliving, 0.0, {})
+        return PeakProfile.of(peak, self.curve, self.bytes_by_class())
+
+    def walk(
+        self, actions: Sequence[Action], buffers: dict[Value, Buffer], outliving: Collection[Value], base: float,
+        next_iteration: Mapping[Value, Buffer],
+    ) -> float:  # fmt: skip
+        """Peak of a list of actions above `base`, the bytes that callers hold; `buffers` are left as they end."""
+        last = last_uses(actions, self.liveness, self.assignment)
+        released: dict[int, list[Value]] = {}
+        for v, i in last.items():
+            released.setdefault(i, []).append(v)
+        live = sum(b.nbytes for b in buffers.values() if not b.owned_by_caller)
+        scope = ActionScope(buffers, outliving, last, base, next_iteration, live)
+        peak, copies = scope.live, self.transposed_copies(actions)
+        self.record_live(-1, base + scope.live)
+        for scope.action, a in enumerate(actions):
+            scope.dying = [v for v in released.get(scope.action, ()) if v in buffers and v not in outliving]
+            if isinstance(a, RunCall):
+                made, highest = self.run_call(a, scope)
+                peak = max(peak, highest)
+            else:
+                made, extra = (
+                    self.reshard(a, scope) if isinstance(a, Reshard) else self.run_operator(a, scope)
+                )
+                extra += copies.get(scope.action, 0.0)
+                peak = max(peak, scope.live + extra)
+                self.record_live(a.op if isinstance(a, RunOperator) else -1, base + scope.live + extra)
+            for v in [*released.get(scope.action, ()), *(v for v, _ in made if v not in last)]:
+                if v in buffers and v not in outliving:
+                    self.free(v, scope)
+        remaining = [(v, b) for v, b in buffers.items() if b.nbytes and not b.owned_by_caller]
+        self.changes.extend((v, -b.nbytes, False) for v, b in remaining)
+        return peak
+
+    # One method a kind of action. Each allocates what the action makes, and gives that and the bytes that are live
+    # beside it while the action runs; of a call, the most that was live.
+
+    def reshard(self, a: Reshard, scope: ActionScope) -> tuple[_Placed, float]:
+        source, target = (a.tensor, a.source), (a.tensor, a.target)
+        nbytes = 0.0 if is_fused_slice(a, self.liveness) else self.sizes.nbytes(target)
+        extra = 0.0
+        if nbytes and not self.liveness.materialized[a.tensor] and source not in self.made_by_reshard:
+            extra = self.sizes.nbytes(source)  # a fused value is materialized to be resharded
+        if target not in scope.buffers:
+            self.made_by_reshard.add(target)
+        made = [(target, scope.next_iteration_buffer(target, over_dying=False) or Buffer(nbytes))]
+        self.allocate(made, scope)
+        return made, extra
+
+    def run_operator(self, a: RunOperator, scope: ActionScope) -> tuple[_Placed, float]:
+        op = self.program.operators[a.op]
+        updated = a.reads[0] if a.reads and is_update(op.primitive) else None
+        overwritten = None
+        if updated in scope.dying and not isinstance(updated, Literal):
+            overwritten = scope.buffers.get(updated)
+        aliases = may_alias_operand(op)
+        made = []
+        for v in (self.assignment.values[t] for t in op.results):
+            if overwritten is not None and overwritten.owned_by_caller:
+                buffer = overwritten
+            else:
+                buffer = scope.next_iteration_buffer(v, over_dying=aliases)
+            made.append((v, buffer or Buffer(self.sizes.result_nbytes(v))))
+        allocated = self.allocate(made, scope)
+        if aliases:  # the results overwrite dying operands
+            dying = sum(scope.buffers[v].nbytes for v in scope.dying if not scope.buffers[v].owned_by_caller)
+            return made, -min(dying, allocated)
+        epilogue_bytes = self.liveness.epilogue_bytes
+        layouts = [self.assignment.result_layout(t) for t in op.results]
+        return made, sum(
+            epilogue_bytes[t] / layout.pieces(self.mesh)
+            for t, layout in zip(op.results, layouts, strict=True)
+        )
+
+    def run_call(self, a: RunCall, scope: ActionScope) -> tuple[_Placed, float]:
+        if not a.call.boundary:
+            return self.run_inlined(a, scope)
+        if a.call.kind == "cond":
+            memory = branch_memory(a, scope, self.sizes)
+        else:
+            memory = loop_memory(a, scope, self.sizes, self.transposed_carries)
+        for v, nbytes in memory.while_running:
+            self.record_change(v, nbytes)
+        base = scope.base + scope.live + sum(nbytes for _, nbytes in memory.while_running)
+        peaks = [
+            self.walk(
+                actions,
+                dict(body.lent),
+                {*body.outliving, *(v for v in returns if not isinstance(v, Literal))},
+                base,
+                body.next_iteration,
+            )
+            for actions, returns, body in zip(a.bodies, a.returns, memory.bodies, strict=True)
+        ]
+        highest = base - scope.base + max(peaks, default=0.0)
+        for v, nbytes in memory.while_running:
+            self.record_change(v, -nbytes)
+        for v in memory.overwritten:
+            self.free(v, scope)
+        self.allocate(memory.results, scope)
+        self.record_live(-1, scope.base + scope.live)
+        return memory.results, max(highest, scope.live)
+
+    def run_inlined(self, a: RunCall, scope: ActionScope) -> tuple[_Placed, float]:
+        """A call that compilers inline: its results are the values that its body makes."""
+        lent = {
+            v: scope.buffers[v] for v in a.entry[0] if v in scope.dying and scope.buffers[v].owned_by_caller
+        }
+        others = {id(b) for v, b in scope.buffers.items() if v not in lent}
+        next_iteration = {v: b for v, b in scope.next_iteration.items() if id(b) not in others}
+        returns = [v for v in a.returns[0] if not isinstance(v, Literal)]
+        inside = dict(lent)
+        peak = self.walk(a.bodies[0], inside, returns, scope.base + scope.live, next_iteration)
+        highest = scope.live + peak
+        results = [self.assignment.values[t] for t in a.call.results]
+        made = [(v, inside.get(v) or Buffer(self.sizes.result_nbytes(v))) for v in results]
+        self.allocate(made, scope)
+        self.record_live(-1, scope.base + scope.live)
+        return made, max(highest, scope.live)
+
+    def allocate(self, made: _Placed, scope: ActionScope) -> float:
+        """Add values that are not in memory yet; the bytes that they take."""
+        before = scope.live
+        for v, buffer in made:
+            if v not in scope.buffers:
+                scope.buffers[v] = buffer
+                if not buffer.owned_by_caller:
+                    scope.live += buffer.nbytes
+                    self.record_change(v, buffer.nbytes)
+        return scope.live - before
+
+    def free(self, v: Value, scope: ActionScope) -> None:
+        """Remove a value."""
+        buffer = scope.buffers.pop(v)
+        if not buffer.owned_by_caller:
+            scope.live -= buffer.nbytes
+            self.record_change(v, -buffer.nbytes)
+
+    def record_live(self, op: int, live: float) -> None:
+        """Record the live bytes at an action (`op`: the operator that runs, -1 for none)."""
+        if op >= 0:
+            self.curve[op] = max(self.curve.get(op, 0.0), live)
+        if live > self.peak_live:
+            self.peak_live, self.changes_before_peak = live, len(self.changes)
+
+    def record_change(self, v: Value, nbytes: float) -> None:
+        if nbytes:
+            self.changes.append((v, nbytes, nbytes > 0 and v in self.made_by_reshard))
+
+    def transposed_copies(self, actions: Sequence[Action]) -> dict[int, float]:
+        """Action -> bytes of the copies that products read transposed: from when they are made until the product runs."""
+        if not self.transposed_operands:
+            return {}
+        made_at = {v: i for i, a in enumerate(actions) for v in self.values_made_by(a)}
+        out: dict[int, float] = {}
+        for i, a in enumerate(actions):
+            if not isinstance(a, RunOperator):
+                continue
+            for v in (a.reads[k] for k in self.transposed_operands.get(a.op, ())):
+                if isinstance(v, Literal):
+                    continue
+                for j in range(made_at.get(v, i - 1) + 1, i + 1):
+                    out[j] = out.get(j, 0.0) + self.sizes.nbytes(v)
+        return out
+
+    def values_made_by(self, a: Action) -> list[Value]:
+        if isinstance(a, Reshard):
+            return [(a.tensor, a.target)]
+        results = self.program.operators[a.op].results if isinstance(a, RunOperator) else a.call.results
+        return [self.assignment.values[t] for t in results]
+
+    def bytes_by_class(self) -> dict[str, float]:
+        """Bytes by class at the peak."""
+        live: dict[Value, list[tuple[float, bool]]] = {}
+        for v, nbytes, by_reshard in self.changes[: self.changes_before_peak]:
+            if nbytes > 0:
+                live.setdefault(v, []).append((nbytes, by_reshard))
+            elif nbytes < 0:
+                live[v].pop()
+        out: dict[str, float] = {}
+        for v, parts in live.items():
+            for nbytes, by_reshard in parts:
+                kind = self.class_of(v, by_reshard)
+                out[kind] = out.get(kind, 0.0) + nbytes
+        return out
+
+    def class_of(self, v: Value, by_reshard: bool) -> str:
+        op = self.program.operators[self.assignment.producers[v[0]][0]]
+        if by_reshard:
+            return "results" if v in self.outputs else "redistributed copies"
+        if op.kind == "const":
+            return "captured arrays"
+        if op.kind == "input":
+            return "argument " + op.name.split(".")[0]
+        return "results" if v[0] in {w[0] for w in self.outputs} else INTERMEDIATE
