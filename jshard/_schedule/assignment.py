@@ -1,4 +1,4 @@
-"""One state for every operator and one layout for every relay: what the search decided, as layouts of values."""
+"""The assignment: one candidate for every operator and one stored layout for every shared tensor, the search's answer."""
 
 from __future__ import annotations
 
@@ -24,14 +24,19 @@ Value = tuple[int, Layout]  # a tensor in a layout
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Assignment:
-    """One state for every operator and one layout for every relay."""
+    """One candidate for every operator and one layout for every relay.
+
+    - `states`: (operators,) the candidates of each; `state`: (operators,) the chosen one.
+    - `relay`: tensor -> the layout in which it is stored for several readers.
+    - `regather`: the backward pass reshards again what the forward pass resharded, instead of keeping it live.
+    """
 
     program: Program
     topology: Topology
     states: tuple[CandidateSet, ...]
     state: tuple[int, ...]
     relay: Mapping[int, Layout]
-    regather: bool = False  # the backward pass moves again what the forward pass moved, instead of holding it
+    regather: bool = False
 
     @property
     def producers(self) -> Sequence[tuple[int, int]]:
@@ -40,7 +45,7 @@ class Assignment:
 
     @functools.cached_property
     def reshards_again(self) -> np.ndarray:
-        """(operators,) whether an operator reads none of the copies that operators before the backward pass had made."""
+        """(operators,) whether the operator reads none of the copies that were resharded before the backward pass."""
         ops = self.program.operators
         if not self.regather:
             return np.zeros(len(ops), dtype=bool)
@@ -54,15 +59,15 @@ class Assignment:
 
     @functools.cached_property
     def layouts(self) -> list[tuple[tuple[Layout, ...], tuple[Layout, ...]]]:
-        """For each operator the layouts of its operands and results; one object for all that are alike."""
-        state_classes: dict[tuple[int, int], tuple[tuple[Layout, ...], tuple[Layout, ...]]] = {}
+        """(operators,) the layouts of its operands and of its results; one object for equal (candidates, state)."""
+        memo: dict[tuple[int, int], tuple[tuple[Layout, ...], tuple[Layout, ...]]] = {}
         out = []
         for s, k in zip(self.states, self.state, strict=True):
-            found = state_classes.get((id(s), k))
-            if found is None:
-                found = tuple(c.layout(k) for c in s.operands), tuple(c.layout(k) for c in s.results)
-                state_classes[id(s), k] = found
-            out.append(found)
+            layouts = memo.get((id(s), k))
+            if layouts is None:
+                layouts = tuple(c.layout(k) for c in s.operands), tuple(c.layout(k) for c in s.results)
+                memo[id(s), k] = layouts
+            out.append(layouts)
         return out
 
     @functools.cached_property
@@ -73,14 +78,13 @@ class Assignment:
 
     @functools.cached_property
     def state_classes(self) -> tuple[Ints, list[int]]:
-        """For each operator a number of its states and state, and one operator of each number."""
-        which = np.unique(np.fromiter(map(id, self.states), np.int64, len(self.states)), return_inverse=True)[
-            1
-        ]
-        return first_occurrence_codes(row_codes(which, np.array(self.state, dtype=np.int64)))
+        """(operators,) number of each distinct (candidates, state), and one operator of each number."""
+        ids = np.fromiter(map(id, self.states), np.int64, len(self.states))
+        _, candidates = np.unique(ids, return_inverse=True)
+        return first_occurrence_codes(row_codes(candidates, np.array(self.state, dtype=np.int64)))
 
     def internal_collectives(self, op: int) -> tuple[SentCollective, ...]:
-        """The collectives that an operator writes itself."""
+        """The collectives that an operator emits itself."""
         s, candidate = self.states[op], self.candidate(op)
         if candidate is None or s.op is None or not s.rule.internal and s.rule.reducer == "sum":
             return ()
@@ -98,15 +102,15 @@ class Assignment:
 
     @functools.cached_property
     def combined_sums(self) -> Mapping[int, int]:
-        """How many sums go together with a tensor's, where it is more than one."""
+        """Tensor -> how many all-reduces are combined into one with its own, where it is more than one."""
         return combinable_sums(self.program, self.topology)
 
     def reshard_steps(self, tensor: int, source: Layout, target: Layout) -> tuple[ReshardStep, ...]:
         """The steps that bring a tensor from one layout to another."""
         t = self.program.tensors[tensor]
-        together = self.combined_sums.get(tensor, 1)
-        return cheapest_steps(source, target, t.shape, self.topology, t.itemsize, together)
+        combined_with = self.combined_sums.get(tensor, 1)
+        return cheapest_steps(source, target, t.shape, self.topology, t.itemsize, combined_with)
 
     def stored_layout(self, tensor: int) -> Layout:
-        """The layout in which a tensor is kept for its readers."""
+        """The layout in which a tensor is stored for its readers."""
         return self.relay.get(tensor) or self.result_layout(tensor)

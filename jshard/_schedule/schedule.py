@@ -1,11 +1,11 @@
-"""The schedule: the program with every redistribution spelled out, as data.
+"""The schedule: the program with every reshard spelled out, as data.
 
-A solution says how each operator is cut. The schedule says what then happens, in order: move a tensor from
-one layout to another by these steps; run an operator on blocks of these layouts; run a loop. The lowering
-executes it, the predicted collectives are read off it, `ir(local=True)` prints it. So the three cannot differ.
+An assignment says how each operator is sharded. The schedule says what then happens, in order: reshard a tensor from one
+layout to another by these steps; run an operator on blocks of these layouts; run a loop. The lowering executes it, the
+predicted collectives are derived from it, `ir(local=True)` prints it. So the three cannot differ.
 
-A value is named by its tensor and layout. Programs without loops and calls are written as arrays (`vectorized.py`), others,
-and what is lowered, as objects (`writer.py`).
+A value is a tensor in a layout. The schedule of a program without inner blocks is computed as arrays (`vectorized.py`);
+that of any other program, and of one that is lowered, as objects (`writer.py`).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from jshard._schedule.writer import (
 class Schedule:
     """The whole program: actions, and the values that are the results.
 
-    They are written when they are asked for: lowering does, a plan of a program without inner blocks does not. With
-    `calls`, those with a derivative rule of their own stay calls.
+    Both forms are computed when first used: lowering needs the objects, a plan of a program without inner blocks does
+    not. With `keep_calls`, calls with a derivative rule of their own stay calls.
     """
 
     assignment: Assignment
@@ -57,70 +57,78 @@ class Schedule:
     @property
     def actions(self) -> tuple[Action, ...]:
         """Everything that happens, in order."""
-        return self._written[0]
+        return self._written.actions
 
     @property
     def outputs(self) -> tuple[Value | Literal, ...]:
         """The results."""
-        return self._written[1]
+        return self._written.outputs
 
     @functools.cached_property
     def communicating(self) -> tuple[Reshard | RunOperator, ...]:
         """The actions that communicate, in order."""
-        return self._written[2] if self.arrays is None else _communicating_actions(self.arrays)
+        return self._written.communicating if self.arrays is None else _communicating_actions(self.arrays)
 
 
-def assignment_of(problem: PlanningNetwork, assignment: tuple[int, ...]) -> Assignment:
-    """Read a solution of the network as a choice."""
-    n = len(problem.program.operators)
-    relay = {t: problem.relays[t].layout(assignment[v]) for t, v in problem.relay_variable.items()}
-    return Assignment(problem.program, problem.topology, problem.candidates, tuple(assignment[:n]), relay)
+def assignment_of(network: PlanningNetwork, states: tuple[int, ...]) -> Assignment:
+    """The assignment that a solution of the cost network stands for; `states`: the state of each of its variables."""
+    n = len(network.program.operators)
+    relay = {t: network.relays[t].layout(states[v]) for t, v in network.relay_variable.items()}
+    return Assignment(network.program, network.topology, network.candidates, tuple(states[:n]), relay)
 
 
 def schedule(assignment: Assignment) -> Schedule:
-    """Every move of a choice, spelled out."""
-    made = Schedule(assignment)
-    _ = made.arrays or made.actions  # what cannot be moved is refused now
-    return made
+    """The schedule of an assignment.
+
+    Raises a `ShardError` where a tensor cannot be resharded as the assignment needs it.
+    """
+    out = Schedule(assignment)
+    _ = out.arrays or out.actions  # impossible reshards are errors now, not when the plan is used
+    return out
 
 
 def _communicating_actions(arrays: ScheduleArrays) -> tuple[Reshard | RunOperator, ...]:
-    """The moves and operators of a flat schedule that communicate, as objects."""
-    choice = arrays.assignment
-    program = choice.program
-    operators, tensors = program.operators, program.tensors
-    a, layouts = program.use_def, arrays.layouts
+    """The reshards and operators of a schedule that communicate, as objects."""
+    actions = {int(arrays.reshard_at[m]): _reshard_object(arrays, m) for m in _communicating_reshards(arrays)}
+    actions |= {int(arrays.run_at[op]): _run_object(arrays, op) for op in _communicating_operators(arrays)}
+    return tuple(actions[k] for k in sorted(actions))
 
-    def value(v: int) -> Value:
-        made = v < len(tensors)
-        t = v if made else int(arrays.tensor[v - len(tensors)])
-        return t, layouts[arrays.result_layout[v] if made else arrays.target[v - len(tensors)]]
 
-    out: dict[int, Reshard | RunOperator] = {}
-    for m in np.flatnonzero(arrays.first_collective[arrays.reshard_at] >= 0).tolist():
-        at, steps = int(arrays.reshard_at[m]), arrays.paths[arrays.path[m]]
-        first = int(arrays.first_collective[at])
-        cut = [s.kind == "slice" for s in steps]
-        numbers = tuple([-1 if c else first + k - sum(cut[:k]) for k, c in enumerate(cut)])
-        reader = int(arrays.reader[m])
-        out[at] = Reshard(
-            int(arrays.tensor[m]),
-            layouts[arrays.source[m]],
-            layouts[arrays.target[m]],
-            steps,
-            1.0,
-            reader,
-            numbers,
-            bool(arrays.regathered[m]),
-        )
-    runs = arrays.run_at >= 0
-    runs[runs] = arrays.first_collective[arrays.run_at[runs]] >= 0
-    for op in np.flatnonzero(runs).tolist():
-        at, begin = int(arrays.run_at[op]), int(a.use_begin[op])
-        first = int(arrays.first_collective[at])
-        values = iter(arrays.read_value[begin : int(a.use_begin[op + 1])].tolist())
-        reads = tuple([x if isinstance(x, Literal) else value(next(values)) for x in operators[op].operands])
-        out[at] = RunOperator(
-            op, reads, 1.0, tuple(range(first, first + len(choice.internal_collectives(op))))
-        )
-    return tuple(out[k] for k in sorted(out))
+def _communicating_reshards(arrays: ScheduleArrays) -> list[int]:
+    return np.flatnonzero(arrays.first_collective[arrays.reshard_at] >= 0).tolist()
+
+
+def _communicating_operators(arrays: ScheduleArrays) -> list[int]:
+    communicates = arrays.run_at >= 0
+    communicates[communicates] = arrays.first_collective[arrays.run_at[communicates]] >= 0
+    return np.flatnonzero(communicates).tolist()
+
+
+def _reshard_object(arrays: ScheduleArrays, m: int) -> Reshard | RunOperator:
+    """Reshard m as an object."""
+    steps, layouts = arrays.paths[arrays.path[m]], arrays.layouts
+    first = int(arrays.first_collective[arrays.reshard_at[m]])
+    is_slice = [s.kind == "slice" for s in steps]
+    ids = tuple([-1 if is_slice[k] else first + k - sum(is_slice[:k]) for k in range(len(steps))])
+    source, target = layouts[arrays.source[m]], layouts[arrays.target[m]]
+    reader, regathered = int(arrays.reader[m]), bool(arrays.regathered[m])
+    return Reshard(int(arrays.tensor[m]), source, target, steps, 1.0, reader, ids, regathered)
+
+
+def _run_object(arrays: ScheduleArrays, op: int) -> Reshard | RunOperator:
+    """The run of an operator as an object."""
+    assignment, a = arrays.assignment, arrays.assignment.program.use_def
+    first = int(arrays.first_collective[arrays.run_at[op]])
+    values = iter(arrays.read_value[int(a.use_begin[op]) : int(a.use_begin[op + 1])].tolist())
+    operands = assignment.program.operators[op].operands
+    reads = tuple([x if isinstance(x, Literal) else _value_object(arrays, next(values)) for x in operands])
+    ids = tuple(range(first, first + len(assignment.internal_collectives(op))))
+    return RunOperator(op, reads, 1.0, ids)
+
+
+def _value_object(arrays: ScheduleArrays, v: int) -> Value:
+    """A numbered value as (tensor, layout)."""
+    m = v - len(arrays.result_layout)
+    if m < 0:
+        return v, arrays.layouts[arrays.result_layout[v]]
+    return int(arrays.tensor[m]), arrays.layouts[arrays.target[m]]

@@ -15,7 +15,7 @@ import pytest
 import jshard
 from benchmarks import workloads
 from jshard._core.errors import ShardError
-from jshard._memory.live_intervals import live_intervals
+from jshard._memory.live_intervals import LowerBoundIntervals
 from jshard._network.build import PlanningNetwork
 from jshard._network.memory_network import memory_network
 from jshard._plan import planner
@@ -61,7 +61,7 @@ def lean(problem: PlanningNetwork, x: np.ndarray) -> np.ndarray:
     """
     x, program, mesh = x.copy(), problem.program, problem.topology.mesh
     donated = {program.inputs[k] for k in problem.donated}
-    times = live_intervals(program, problem.liveness, problem.donated, lower_bound=True)
+    live = LowerBoundIntervals(program, problem.liveness, problem.donated)
     for t, variable in problem.relay_variable.items():
         maker, k = program.defs()[t]
         made = problem.candidates[maker].results[k].layout(int(x[maker]))
@@ -70,7 +70,7 @@ def lean(problem: PlanningNetwork, x: np.ndarray) -> np.ndarray:
         there = [lay for lay in dict.fromkeys((made, relay[int(x[variable])], *read)) if lay in relay]
         there.sort(key=lambda lay: -lay.pieces(mesh))
         kept = program.operators[maker].kind != "eqn" and maker not in donated
-        if kept or times.counted_elsewhere(t) or not problem.liveness.held[t]:
+        if kept or live.counted_elsewhere(t) or not problem.liveness.materialized[t]:
             there.sort(key=lambda lay: lay != made)
         for lay in there:
             y = x.copy()

@@ -97,7 +97,7 @@ def check(made: Schedule, donated: tuple[int, ...]) -> None:
     assert not any(isinstance(x, RunCall) for x in made.actions)
     assert len(made.actions) == found.num_actions
     moves = [(k, x) for k, x in enumerate(made.actions) if isinstance(x, Reshard)]
-    assert [k for k, _ in moves] == found.move_at.tolist()
+    assert [k for k, _ in moves] == found.reshard_at.tolist()
     for m, (_, x) in enumerate(moves):
         assert (x.tensor, x.source) == (found.tensor[m], found.layouts[found.source[m]])
         assert (x.target, x.reader) == (found.layouts[found.target[m]], found.reader[m])
@@ -105,7 +105,7 @@ def check(made: Schedule, donated: tuple[int, ...]) -> None:
     for k, x in enumerate(made.actions):
         if isinstance(x, RunOperator):
             assert found.run_at[x.op] == k
-    written = made._written[2]
+    written = made._written.communicating
     assert [dataclasses.astuple(x) for x in made.communicating] == [dataclasses.astuple(x) for x in written]
     if made.assignment.regather:
         return  # who walks knows a value by its tensor and layout, and would hold it
@@ -141,7 +141,7 @@ def test_moved_again_arrays_say_what_objects_say(seed: int, monkeypatch: pytest.
     for made, most in ((held, 1), (again, 2)):
         moves = [(x.tensor, x.target) for x in made.actions if isinstance(x, Reshard)]
         assert max(map(moves.count, moves)) <= most
-    assert again.arrays.again.any() and not held.arrays.again.any()
+    assert again.arrays.regathered.any() and not held.arrays.regathered.any()
 
 
 def test_least_memory_moves_again() -> None:
