@@ -26,11 +26,12 @@ from jshard._schedule.schedule import Assignment, Reshard, RunOperator, Schedule
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ScheduleCost:
-    """Seconds a call of one device, and what they are made of.
+    """Seconds that one call takes on a device, by part.
 
-    `collectives` are (row, operator that it is for, -1 for several); `seconds` and `redundant` are of each equation
-    in all its runs; `price` is what the objective adds to time: for repeated products and for scattered results;
-    `unknown` are primitives without a rule.
+    - `collectives`: (row, operator that it is for, -1 for several).
+    - `seconds`, `redundant`: (equations,) of each in all its runs: all seconds, and those beyond an even share.
+    - `price`: seconds that the objective adds, for replicated products and for results returned reduce-scattered.
+    - `unknown`: primitives without a rule.
     """
 
     collectives: tuple[tuple[CollectiveRow, int], ...]
@@ -61,7 +62,7 @@ class ScheduleCost:
 
 
 def schedule_cost(made: Schedule, built: PlanningNetwork) -> ScheduleCost:
-    """The cost of a schedule of a problem's program."""
+    """The cost of a schedule; `built` is the network of its program."""
     rows = collective_rows(made, built.combined_with)
     rows += _user_collective_rows(made.assignment, built, 1 + max((row.id for row, _ in rows), default=-1))
     seconds, redundant, price, unknown = _operator_costs(made.assignment, built)
@@ -73,24 +74,26 @@ def schedule_cost(made: Schedule, built: PlanningNetwork) -> ScheduleCost:
 def _operator_costs(
     choice: Assignment, built: PlanningNetwork
 ) -> tuple[list[float], list[float], float, tuple[str, ...]]:
-    """Of each equation the seconds in all its runs and those beyond an even share; the price; primitives without a rule."""
+    """(equations,) seconds in all runs, and those beyond an even share; the price; primitives without a rule."""
     equations = np.flatnonzero(choice.program.use_def.has_kind("eqn"))
-    # Operators of one table in the network are alike in form, traffic and repeats.
+    # Operators that share a table of the network have equal avals, traffic and repeats.
     states = np.array(choice.state, dtype=np.int64)[equations]
-    alike, some = first_occurrence_codes(row_codes(built.cost_network.node_table[equations], states))
+    table_class, representatives = first_occurrence_codes(
+        row_codes(built.cost_network.node_table[equations], states)
+    )
     times, unknown = [], {}
-    for i in equations[some].tolist():
+    for i in equations[representatives].tolist():
         op, s = choice.program.operators[i], choice.states[i]
         t, k = built.operator_costs[int(built.cost_network.node_table[i])], choice.state[i]
         times.append([float(x[k]) * op.repeat for x in (t.compute, t.redundant, t.replication_price)])
         if s.rule.opaque:
             unknown[op.primitive] = None
-    seconds, redundant, price = np.array(times).reshape(-1, 3)[alike].T
+    seconds, redundant, price = np.array(times).reshape(-1, 3)[table_class].T
     return seconds.tolist(), redundant.tolist(), float(price.sum()), tuple(unknown)
 
 
 def _scattered_sum_price(made: Schedule, built: PlanningNetwork) -> float:
-    """The price of sums that are handed to the caller scattered."""
+    """The price of sums that are returned to the caller reduce-scattered."""
     total = 0.0
     for action in made.communicating:
         if not isinstance(action, RunOperator) and action.tensor in built.returned_sums:
@@ -120,11 +123,11 @@ def collective_rows(made: Schedule, combined_sums: Mapping[int, int]) -> list[tu
         tensor, lay = program.tensors[action.tensor], action.source
         reader = program.operators[action.reader] if action.reader >= 0 else None
         for step, number in zip(action.steps, action.collective_ids, strict=True):
-            held = tensor.nbytes / lay.pieces(topology.mesh)
+            local_bytes = tensor.nbytes / lay.pieces(topology.mesh)
             after = apply_step(step, lay)
             if step.kind != "slice":
                 sums = combined_sums.get(action.tensor, 1) if step.kind in REDUCING_KINDS else 1
-                c = collectives.collective(step.kind, step.axes, held, topology, sums)
+                c = collectives.collective(step.kind, step.axes, local_bytes, topology, sums)
                 before = _block(lay.local_shape(tensor.shape, topology.mesh))
                 local = f"{before} -> {_block(after.local_shape(tensor.shape, topology.mesh))}"
                 name = operator_name(reader) if reader is not None else f"readers of {tensor.name}"
@@ -140,15 +143,14 @@ def _user_collective_rows(
     out: list[tuple[CollectiveRow, int]] = []
     program = choice.program
     for i in np.flatnonzero(program.use_def.has_primitive(frozenset((SHARD_MAP,)))).tolist():
-        op, found = (
-            program.operators[i],
-            built.operator_costs[int(built.cost_network.node_table[i])].shard_map,
-        )
-        for own in found.collectives if found is not None else ():
+        op = program.operators[i]
+        cost = built.operator_costs[int(built.cost_network.node_table[i])].shard_map
+        for own in cost.collectives if cost is not None else ():
             c = own.collective
             row = CollectiveRow(
                 first + len(out), c.kind, tuple(c.axes), float(c.bytes), float(c.seconds), own.count * op.repeat,
-                operator_name(op), "", _block(own.block), i in program.in_unbounded_loops or own.per_iteration, own.dtype, own=True,
+                operator_name(op), "", _block(own.block), i in program.in_unbounded_loops or own.per_iteration,
+                own.dtype, own=True,
             )  # fmt: skip
             out.append((row, i))
     return out
