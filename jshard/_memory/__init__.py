@@ -1,1 +1,1 @@
-"""What is in device memory when: liveness, fusion, order; from the program alone."""
+"""Memory model: program -> fusion, liveness, live intervals, HBM traffic and order; no plan is needed."""

@@ -1,12 +1,12 @@
-"""The least that a program computes, and reads and writes in device memory, however it is compiled.
+"""Lower bounds on the work and the HBM traffic of a program, however it is compiled.
 
 A roofline of each operator counts what passes through memory between operators, which a better compiler may keep on
-chip. What no compiler avoids: arguments lie in memory when a call begins, results when it ends. So an argument counts
-once, as far as its elements are needed, and a result once, unless it may lie where a donated argument was.
+chip. What no compiler avoids: arguments are in memory when a call begins, results when it ends. So an argument counts
+once, as far as its elements are needed, and a result once, unless it may be in the buffer of a donated argument.
 
 What is needed is followed backwards from results, products and reductions, through what is computed element by element.
 Of a slice or a lookup nothing is counted, of an array that is updated what the updates leave; nor is anything that is
-read only in the branch of a `cond`, or in a `while` loop that may make no turn. Products count two operations for each
+read only in the branch of a `cond`, or in a `while` loop that may have no iteration. Products count two operations for each
 pair of elements that they multiply, convolutions without those that meet padding or dilation.
 
 >>> import jax, jax.numpy as jnp
@@ -15,10 +15,10 @@ pair of elements that they multiply, convolutions without those that meet paddin
 ...     return build(jax.make_jaxpr(f)(*args), name="f", input_names=[""] * len(args))
 >>> w, x = jnp.ones((64, 64)), jnp.ones((8, 64))
 >>> layer = traced(lambda w, x: jnp.tanh(x @ w), w, x)
->>> least_bytes(layer) == (64 * 64 + 8 * 64 + 8 * 64) * 4, sum(products(layer).values()) == 2 * 8 * 64 * 64
+>>> min_hbm_bytes(layer) == (64 * 64 + 8 * 64 + 8 * 64) * 4, sum(product_flops(layer).values()) == 2 * 8 * 64 * 64
 (True, True)
 >>> write = traced(lambda w: w.at[0].set(0), w)
->>> least_bytes(write), least_bytes(write, donated=[0]), least_bytes(traced(lambda w, i: w[i] * 2, w, 3))
+>>> min_hbm_bytes(write), min_hbm_bytes(write, donated=[0]), min_hbm_bytes(traced(lambda w, i: w[i] * 2, w, 3))
 (32512.0, 16128.0, 256.0)
 """
 
@@ -35,47 +35,47 @@ import numpy as np
 from jshard._program.graph import Literal, Operator, Program, calls_of
 
 
-# Boundary operators: their first result is their first operand in a body, in the first turn, or all turns' together.
+# Boundary operators: their first result is their first operand in a body, for the first iteration or for all.
 _FORWARDING = frozenset("scan_const scan_carry scan_sum scan_xs scan_ys".split())
-_FIRST_OPERAND_ONLY = _FORWARDING | {"update"}  # of which only the first operand counts
+_FIRST_OPERAND_ONLY = _FORWARDING | {"update"}  # only their first operand counts
 
 
 def min_hbm_bytes(program: Program, donated: Collection[int] = ()) -> float:
-    """Bytes that all devices together read of arguments and captured arrays, and write of results, at least.
+    """Least bytes that all devices together read of arguments and captured arrays, and write of results.
 
-    `donated` are flat indices of arguments whose memory results may take.
+    `donated` are flat indices of arguments whose buffers results may reuse.
     """
     needed = _needed_fractions(program)
     ops, total = program.operators, 0.0
     for i in program.inputs:
         t = ops[i].results[0]
         total += program.tensors[t].nbytes * needed[t]
-    room = Counter(_shape_and_dtype(program, ops[program.inputs[k]].results[0]) for k in donated)
+    reusable = Counter(_shape_and_dtype(program, ops[program.inputs[k]].results[0]) for k in donated)
     written = set()
     for i in program.outputs:
         t = ops[i].operands[0]
         if isinstance(t, Literal) or t in written:
             continue
         written.add(t)
-        form = _shape_and_dtype(program, t)
-        if room[form]:
-            room[form] -= 1
+        kind = _shape_and_dtype(program, t)
+        if reusable[kind]:
+            reusable[kind] -= 1
         elif _def_kind(program, t) not in ("input", "const"):
             total += program.tensors[t].nbytes
     return total
 
 
 def product_flops(program: Program) -> Mapping[int, float]:
-    """Operations of each matrix product and convolution that every call runs, in all its runs together."""
-    unsure = _conditional_operators(program)
+    """FLOPs of each matrix product and convolution that every call runs, in all its runs together."""
+    conditional = _conditional_operators(program)
     which = program.use_def.has_primitive(frozenset(("dot_general", "conv_general_dilated")))
-    ops = [program.operators[i] for i in np.flatnonzero(which).tolist() if i not in unsure]
+    ops = [program.operators[i] for i in np.flatnonzero(which).tolist() if i not in conditional]
     known: dict[int, float] = {}  # layers share their equations' avals, not the equations
     return {op.id: op.repeat * known.setdefault(id(op.eqn), _flops_of_product(op.eqn)) for op in ops}
 
 
 def _flops_of_product(eqn: Any) -> float:
-    """Operations of a product; a multiply-add is two."""
+    """FLOPs of a product; a multiply-add is two. Padding and dilation of a convolution do not count."""
     lhs, rhs, out = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
     p = eqn.params
     if eqn.primitive.name == "dot_general":
@@ -96,11 +96,11 @@ def _flops_of_product(eqn: Any) -> float:
 
 
 def _needed_fractions(program: Program) -> list[float]:
-    """For each tensor the share of its elements that operators which surely run need at least."""
-    unsure, consumers = _conditional_operators(program), program.uses()
+    """(tensors,) least fraction of its elements that operators need which every call runs."""
+    conditional, consumers = _conditional_operators(program), program.uses()
     needed = [0.0] * len(program.tensors)
     for op in reversed(program.operators):
-        if op.id in unsure:
+        if op.id in conditional:
             continue
         wanted = max([needed[r] for r in op.results], default=0.0)
         how = _operand_need(op.primitive) if op.kind == "eqn" else op.kind
@@ -125,7 +125,7 @@ def _needed_fractions(program: Program) -> list[float]:
 
 
 def _needed_fraction(op: Operator, operand: int, wanted: float, how: str, program: Program) -> float:
-    """The share of an operand that an operator needs of whose results a share is `wanted`."""
+    """The fraction of an operand that an operator needs, if the fraction `wanted` of its results is needed."""
     size = program.tensors[operand].size
     if how == "update":
         written = op.eqn.invars[1 if op.primitive == "dynamic_update_slice" else 2].aval.size
@@ -137,7 +137,7 @@ def _needed_fraction(op: Operator, operand: int, wanted: float, how: str, progra
 
 @functools.cache
 def _operand_need(primitive: str) -> str:
-    """What an operator needs of its operands: "all" of them, "each" element as its result, all but an "update", a "part"."""
+    """What an operator needs: "all" elements, "each" as far as its result is needed, all but the "update", or a "part"."""
     if primitive in ("slice", "dynamic_slice", "gather", "split"):
         return "part"
     if primitive.startswith(("dynamic_update_slice", "scatter")):
@@ -153,7 +153,7 @@ def _def_kind(program: Program, atom: Any) -> str:
 
 
 def _conditional_operators(program: Program) -> frozenset[int]:
-    """Operators that a call may not run: those in branches, and in loops whose turns are not known."""
+    """Operators that a call may skip: those in branches, and in loops of unknown trip count."""
     branches = [call for call in calls_of(program.body) if call.kind == "cond"]
     inside = [i for call in branches for ids in (call.inner_operators, *call.boundary.values()) for i in ids]
     return program.in_unbounded_loops.union(inside)

@@ -1,21 +1,20 @@
-"""The order in which a compiler runs a training step: what frees memory first.
+"""List scheduling: the order in which a compiler runs a training step, which frees memory first.
 
-Problem.  A traced step computes all gradients and then all updates, and in every layer the gradient of the weight
-before that of the input. Run so, every gradient is held to the end. No compiler does: an update is written over the
-old parameter as soon as nobody reads that any more, and so needs no room at all.
+Problem.  A traced step computes all gradients and then all updates, and in every layer the gradient of the weight before
+that of the input. Run so, every gradient is live until the end. No compiler does that: an update overwrites the old
+parameter as soon as that is dead, and so needs no memory at all.
 
-Idea.  What compilers do: of the operators that could run next, the one that frees most, or takes least. What is
-held is known without a plan (`liveness.py`), and how much by whole tensors, as if all were cut alike. Of what
-waits, only the first few are looked at, and updates; else a program would start with everything that is small. The
-new order is taken only if its peak, so counted, is clearly lower.
+Idea.  List scheduling with a look-ahead of 8 units: of the operators that are ready, run the one that frees most, or
+allocates least. What is materialized is known without a plan (`liveness.py`), and its size by whole tensors, as if all
+were sharded alike. Of the units that are ready only the first few are candidates, and updates; else a program would
+start with everything that is small. The new order is taken only if its peak, counted so, is clearly lower.
 
     w2's gradient, 16 MB | input's gradient, 2 MB | ... | w2 - gradient, over w2       traced: 16 MB more
     input's gradient, 2 MB | w2's gradient, w2 - gradient, over w2 | ...               run:     2 MB more
 
-The TPU compiler runs the MLP of `benchmarks/workloads.py` with 512 rows in the second order, and with 65,536 rows
-in the first, because there the gradient of the input is larger than that of the weight. Operators keep the names
-that they have in the traced program. Without donated arguments there is nothing to write over, and the order is
-left alone.
+The TPU compiler runs the MLP of `benchmarks/workloads.py` with 512 rows in the second order, and with 65,536 rows in the
+first, because there the gradient of the input is larger than that of the weight. Operators keep the names that they
+have in the traced program. Without donated arguments there is nothing to overwrite, and the order stays.
 """
 
 from __future__ import annotations
@@ -32,44 +31,48 @@ from jshard._core.row_codes import concat_ranges
 from jshard._memory.fusion_traits import fusion_traits, is_duplicable
 from jshard._memory.hbm_traffic import PRODUCTS
 from jshard._memory.liveness import Liveness, liveness
-from jshard._program.graph import Block, Call, Literal, Operator, Program, operator_name
+from jshard._program.graph import Block, Call, Literal, Operator, Program, Tensor, operator_name
 from jshard._program.use_def import Bools, Floats
 
 
-# Units from the first that waits on; how far compilers look is not known, and 4 to 16 do the same here.
-_LOOKAHEAD = 8
-_MAX_FANIN = 32  # tensors read for what is not in memory; the sum of all layers would read them all
+_LOOKAHEAD = (
+    8  # units, from the first that is not run; how far compilers look is not known, and 4 to 16 do the same
+)
+_MAX_FANIN = 32  # tensors read for a fused value; the sum of all layers would read them all
 _MIN_GAIN = 0.97  # of the traced order's peak: for less, the count is not exact enough
 
 
 def reorder_for_memory(program: Program, donated: Collection[int]) -> Program:
-    """The program in the order in which it holds least; itself where that is as it was traced.
+    """The program in the order with the lowest peak; itself if the traced order is about as good.
 
     `donated` are the flat indices of the donated arguments.
     """
     if not donated:
         return program
-    a, life = program.use_def, liveness(program, donated)
-    update, curve = _final_updates(program), live_bytes_curve(program, life)
-    # Gradients, which are held until their updates have read them.
-    users = np.bincount(a.use_tensor, minlength=len(a.def_op))
-    waits = (users > 0) & (np.bincount(a.use_tensor, ~update[a.use_op], len(a.def_op)) == 0)
-    waits &= ~a.has_kind("input", "const")[a.def_op]
-    waits &= np.array(life.materialized, dtype=bool) | (np.array(life.epilogue_bytes) > 0)
-    needed = np.array(life.last_use, dtype=np.int64)[waits]
-    waiting = np.cumsum(
-        np.bincount(a.def_op[waits], a.nbytes[waits], len(curve) + 1)
-        - np.bincount(needed + 1, a.nbytes[waits], len(curve) + 1)
-    )[:-1]
+    live = liveness(program, donated)
+    is_update, curve = _final_updates(program), live_bytes_curve(program, live)
     peak = float(curve.max())
-    if (curve - waiting).max() >= _MIN_GAIN * peak:
-        return program  # as much is held where no gradient waits for its update
-    other = with_body_order(program, _ListScheduler(program, life, donated, update).schedule())
+    if (curve - _waiting_gradients_curve(program, live, is_update)).max() >= _MIN_GAIN * peak:
+        return program  # as much is live where no gradient waits for its update
+    other = with_body_order(program, _ListScheduler(program, live, donated, is_update).schedule())
     return other if live_bytes_curve(other, liveness(other, donated)).max() < _MIN_GAIN * peak else program
 
 
+def _waiting_gradients_curve(program: Program, live: Liveness, is_update: Bools) -> Floats:
+    """(operators,) bytes of gradients: values that only updates read, from when they are made until then."""
+    a, n = program.use_def, len(program.operators)
+    num_uses = np.bincount(a.use_tensor, minlength=len(a.def_op))
+    other_uses = np.bincount(a.use_tensor, ~is_update[a.use_op], len(a.def_op))
+    in_memory = np.array(live.materialized, dtype=bool) | (np.array(live.epilogue_bytes) > 0)
+    waits = (num_uses > 0) & (other_uses == 0) & ~a.has_kind("input", "const")[a.def_op] & in_memory
+    last_use = np.array(live.last_use, dtype=np.int64)[waits]
+    made = np.bincount(a.def_op[waits], a.nbytes[waits], n + 1)
+    freed = np.bincount(last_use + 1, a.nbytes[waits], n + 1)
+    return np.cumsum(made - freed, dtype=np.float64)[:-1]
+
+
 def _final_updates(program: Program) -> Bools:
-    """Of each operator whether it is light, and after it only light ones come, outside loops and calls."""
+    """(operators,) whether it is duplicable, outside loops and calls, and leads to such operators and outputs only."""
     a = program.use_def
     steps = np.array([s for s in program.body.steps if isinstance(s, int)], dtype=np.int64)
     out = np.zeros(len(program.operators), dtype=bool)
@@ -83,7 +86,7 @@ def _final_updates(program: Program) -> Bools:
     ends[list(program.outputs)] = True
     new = np.flatnonzero(~out & ~ends)
     while len(new):
-        # What one of these reads is made by none.
+        # An operator whose result one of these reads is no update.
         makers = np.unique(a.def_op[a.use_tensor[concat_ranges(a.use_begin[new], a.use_begin[new + 1])]])
         new = makers[out[makers]]
         out[new] = False
@@ -91,7 +94,7 @@ def _final_updates(program: Program) -> Bools:
 
 
 def live_bytes_curve(program: Program, live: Liveness) -> Floats:
-    """Bytes live while each operator runs if no tensor is cut, or all are cut alike."""
+    """(operators,) bytes live while each runs, if no tensor is sharded, or all alike."""
     a, n = program.use_def, len(program.operators)
     held, written = np.array(live.materialized, dtype=bool), np.array(live.epilogue_bytes)
     needed = np.array(live.last_use, dtype=np.int64)
@@ -106,7 +109,7 @@ def live_bytes_curve(program: Program, live: Liveness) -> Floats:
 
 @dataclasses.dataclass(eq=False)
 class _FusedUnit:
-    """Steps that run together: the tensors in memory that they read, the bytes that they leave there."""
+    """Steps that run together: the materialized tensors that they read, the bytes of their results."""
 
     steps: list[int] = dataclasses.field(default_factory=list)
     reads: set[int] = dataclasses.field(default_factory=set)
@@ -115,20 +118,89 @@ class _FusedUnit:
     is_update: bool = False
 
 
-class _ListScheduler:
-    """Works out the order of a program's steps; used once.
+class _ReadyUnits:
+    """The units that have not run: which are ready, and how many bytes each frees if it runs next.
 
-    A step that leaves nothing in memory runs when somebody reads it. A product is one unit with what is written in
-    its place, such as the update that it alone feeds. Units are named by their last step.
+    `frees` only grows, so a heap of the ready updates that allocate nothing stays valid.
+    """
+
+    def __init__(self, units: dict[int, _FusedUnit], tensors: Sequence[Tensor], always_live: Collection[int]):
+        self.units, self.tensors, self.always_live = units, tensors, always_live
+        self.readers: dict[int, set[int]] = {}  # tensor -> units that read it and have not run
+        self.successors: dict[int, list[int]] = {}
+        for u, unit in units.items():
+            for t in unit.reads:
+                self.readers.setdefault(t, set()).add(u)
+            for w in unit.predecessors:
+                self.successors.setdefault(w, []).append(u)
+        self.num_waiting = {u: len(unit.predecessors) for u, unit in units.items()}
+        self.frees = {u: -unit.result_bytes for u, unit in units.items()}
+        self.free_updates: list[int] = []
+        for u in units:
+            self.push_if_free_update(u)
+        for t, readers in self.readers.items():
+            if len(readers) == 1:
+                self.count_last_reader(t)
+        # The units that have not run, as a doubly linked list; -1 and `end` are its ends.
+        self.end = max(units, default=-1) + 1
+        self.next = dict(itertools.pairwise([-1, *sorted(units), self.end]))
+        self.previous = {u: t for t, u in self.next.items()}
+
+    def push_if_free_update(self, u: int) -> None:
+        if self.units[u].is_update and not self.num_waiting[u] and self.frees[u] >= 0:
+            heapq.heappush(self.free_updates, u)
+
+    def count_last_reader(self, t: int) -> None:
+        """Tensor t has one reader left, which frees it."""
+        (u,) = self.readers[t]
+        if t not in self.always_live:
+            before = self.frees[u]
+            self.frees[u] += self.tensors[t].nbytes
+            if before < 0:
+                self.push_if_free_update(u)
+
+    def best(self) -> int:
+        """The unit to run next."""
+        best, u = -1, self.next[-1]
+        for _ in range(_LOOKAHEAD):
+            if u == self.end:
+                break
+            if not self.num_waiting[u] and (best < 0 or self.frees[u] > self.frees[best]):
+                best = u
+            u = self.next[u]
+        while self.free_updates and self.free_updates[0] not in self.previous:
+            heapq.heappop(self.free_updates)
+        if self.free_updates and self.frees[best] < 0:
+            best = heapq.heappop(self.free_updates)
+        return best
+
+    def run(self, unit: int) -> None:
+        """Remove a unit."""
+        before, after = self.previous.pop(unit), self.next.pop(unit)
+        self.next[before], self.previous[after] = after, before
+        for t in self.units[unit].reads:
+            self.readers[t].discard(unit)
+            if len(self.readers[t]) == 1:
+                self.count_last_reader(t)
+        for u in self.successors.get(unit, ()):
+            self.num_waiting[u] -= 1
+            self.push_if_free_update(u)
+
+
+class _ListScheduler:
+    """Schedules the steps of a program's body; used once.
+
+    A step whose results are fused runs in its readers. A product is one unit with its epilogue, such as the update that
+    only it feeds. Units are named by their last step.
     """
 
     def __init__(
-        self, program: Program, life: Liveness, donated: Collection[int], is_update: Sequence[bool] | Bools
+        self, program: Program, live: Liveness, donated: Collection[int], is_update: Sequence[bool] | Bools
     ):
-        self.program, self.life = program, life
+        self.program, self.live = program, live
         self.tensors, ops = program.tensors, program.operators
         self.body_steps = program.body.steps
-        self.update = [isinstance(s, int) and bool(is_update[s]) for s in self.body_steps]
+        self.is_update = [isinstance(s, int) and bool(is_update[s]) for s in self.body_steps]
         members = [[s] if isinstance(s, int) else _operators_of_call(s) for s in self.body_steps]
         step_of = {op: k for k, inside in enumerate(members) for op in inside}
         producers, consumers = program.defs(), program.uses()
@@ -147,7 +219,7 @@ class _ListScheduler:
         )
 
     def operands_from_outside(self, k: int, members: Sequence[int]) -> list[int]:
-        """Tensors that a step takes from before it."""
+        """Tensors that a step reads and other steps make."""
         step = self.body_steps[k]
         read = [a for i in members for a in self.program.operators[i].operands]
         read += () if isinstance(step, int) else step.operands
@@ -155,37 +227,42 @@ class _ListScheduler:
 
     def schedule(self) -> list[int]:
         """Numbers of the steps in the new order."""
-        light = [
+        units = self.fused_units()
+        return self.topological_order([k for end in self.list_schedule(units) for k in units[end].steps])
+
+    def fused_units(self) -> dict[int, _FusedUnit]:
+        """The units by their last step; steps whose results are fused belong to none."""
+        duplicable = [
             isinstance(s, int) and not self.effects[k] and is_duplicable(self.program.operators[s])
             for k, s in enumerate(self.body_steps)
         ]
-        last = self.last_step_of_unit(light)
-        alone = [True] * len(self.body_steps)
+        last = self.last_step_of_unit(duplicable)
+        single = [True] * len(self.body_steps)
         for k, end in enumerate(last):
             if k != end:
-                alone[k] = alone[end] = False
+                single[k] = single[end] = False
         units: dict[int, _FusedUnit] = {}
-        behind: dict[int, set[int]] = {}  # of what is not in memory: what it is computed from
-        effect = -1
+        sources: dict[int, set[int]] = {}  # of fused tensors, those from which they are recomputed
+        last_effect = -1
         for k, end in enumerate(last):
-            reads = set().union(*(behind.get(a, {a}) for a in self.operands[k]))
-            joins = light[k] and alone[k] and len(reads) <= _MAX_FANIN
-            if joins and not any(self.life.materialized[r] for r in self.results[k]):
-                behind.update(dict.fromkeys(self.results[k], reads))
+            reads = set().union(*(sources.get(a, {a}) for a in self.operands[k]))
+            fusible = duplicable[k] and single[k] and len(reads) <= _MAX_FANIN
+            if fusible and not any(self.live.materialized[r] for r in self.results[k]):
+                sources.update(dict.fromkeys(self.results[k], reads))
                 continue
-            unit = units.setdefault(end, _FusedUnit(is_update=self.update[end]))
+            unit = units.setdefault(end, _FusedUnit(is_update=self.is_update[end]))
             unit.steps.append(k)
             unit.reads |= reads
             if k == end:
                 unit.result_bytes = float(sum(self.tensors[r].nbytes for r in self.results[k]))
             if self.effects[k]:
-                unit.predecessors |= {effect}
-                effect = end
+                unit.predecessors |= {last_effect}
+                last_effect = end
         for end, unit in units.items():
             unit.reads.difference_update(*(self.results[k] for k in unit.steps))
             unit.predecessors |= {last[self.def_step[t]] for t in unit.reads if self.def_step[t] >= 0}
             unit.predecessors -= {end, -1}
-        return self.topological_order([k for end in self.list_schedule(units) for k in units[end].steps])
+        return units
 
     def last_step_of_unit(self, light: Sequence[bool]) -> list[int]:
         """For each step the last one of its unit."""
@@ -198,7 +275,7 @@ class _ListScheduler:
                 (r,), (u,) = self.results[chain[-1]], self.users[chain[-1]]
                 if u < 0 or not light[u] or len(self.results[u]) != 1 or last[u] != u or (u in chain):
                     break
-                absorbed = self.update[u] or not self.life.materialized[r]
+                absorbed = self.is_update[u] or not self.live.materialized[r]
                 if not absorbed or self.tensors[self.results[u][0]].nbytes > self.tensors[r].nbytes:
                     break
                 chain.append(u)
@@ -207,61 +284,14 @@ class _ListScheduler:
         return last
 
     def list_schedule(self, units: dict[int, _FusedUnit]) -> list[int]:
-        """Of the units that can run the one that frees most, and of those the first."""
-        readers: dict[int, set[int]] = {}
-        then: dict[int, list[int]] = {}
-        for end, unit in units.items():
-            for t in unit.reads:
-                readers.setdefault(t, set()).add(end)
-            for w in unit.predecessors:
-                then.setdefault(w, []).append(end)
-        waits = {end: len(unit.predecessors) for end, unit in units.items()}
-        frees = {end: -unit.result_bytes for end, unit in units.items()}
-        updates: list[int] = []  # a heap of those that can run and take nothing; what a unit frees only grows
-
-        def last(t: int) -> None:
-            """Nobody but one unit still reads a tensor."""
-            (u,) = readers[t]
-            if t not in self.always_live:
-                before, frees[u] = frees[u], frees[u] + self.tensors[t].nbytes
-                if before < 0 <= frees[u] and units[u].is_update and not waits[u]:
-                    heapq.heappush(updates, u)
-
-        for u, unit in units.items():
-            if unit.is_update and not waits[u] and frees[u] >= 0:
-                heapq.heappush(updates, u)
-        for t, some in readers.items():
-            if len(some) == 1:
-                last(t)
-        after = dict(
-            itertools.pairwise([-1, *sorted(units), len(self.body_steps)])
-        )  # a list that is cheap to take out of
-        before = {u: t for t, u in after.items()}
-        out: list[int] = []
-        while len(out) < len(units):
-            best, at = -1, after[-1]
-            for _ in range(_LOOKAHEAD):
-                if at == len(self.body_steps):
-                    break
-                if not waits[at] and (best < 0 or frees[at] > frees[best]):
-                    best = at
-                at = after[at]
-            while updates and updates[0] not in before:
-                heapq.heappop(updates)
-            if updates and frees[best] < 0:
-                best = heapq.heappop(updates)
-            a, b = before.pop(best), after.pop(best)
-            after[a], before[b] = b, a
-            out.append(best)
-            for t in units[best].reads:
-                readers[t].discard(best)
-                if len(readers[t]) == 1:
-                    last(t)
-            for u in then.get(best, ()):
-                waits[u] -= 1
-                if not waits[u] and units[u].is_update and frees[u] >= 0:
-                    heapq.heappush(updates, u)
-        return out
+        """The units in order: of those that are ready and within the look-ahead, the first that frees most."""
+        ready = _ReadyUnits(units, self.tensors, self.always_live)
+        order: list[int] = []
+        while len(order) < len(units):
+            unit = ready.best()
+            ready.run(unit)
+            order.append(unit)
+        return order
 
     def topological_order(self, order: Sequence[int]) -> list[int]:
         """All steps, each after what it reads."""

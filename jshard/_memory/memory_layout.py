@@ -1,19 +1,18 @@
-"""The order of dimensions in memory: arrays that are row-major, and products that read them transposed.
+"""Memory layouts: arrays that stay row-major, and products that read them transposed (XLA's minor-to-major order).
 
-Problem.  Arguments and results of a compiled program are row-major; in between the compiler chooses (XLA's
-minor-to-major). A product with batch dimensions reads an operand fastest where those are outermost. A key-value cache of
-shape (batch, length, heads, width) is multiplied head by head: where it is an argument, the product makes a transposed
-copy of it. Where it goes round a loop, the TPU compiler transposes it once before the loop and back after it, and while
-it does, both are there.
+Problem.  Arguments and results of a compiled program are row-major; in between the compiler chooses. A product with
+batch dimensions reads an operand fastest where those are outermost. A key-value cache of shape (batch, length, heads,
+width) is multiplied head by head: where it is an argument, the product makes a transposed copy of it. Where a loop
+carries it, the TPU compiler transposes it once before the loop and back after it, and meanwhile both are live.
 
 Idea.  Follow the arrays from the arguments through updates, loops, slices and casts to the products. An array that every
-product reads in its own order is kept row-major: compiled alone, an update of it may transpose it as well, for the sake
-of the few rows that it writes (`LocalContext.in_row_major`). Of the others a copy is counted: at the product, or while
-the loop runs.
+product reads in its own order is kept row-major: compiled alone, an update of it might transpose it as well, for the
+sake of the few rows that it writes (`LocalContext.in_row_major`). For each of the others a copy is counted: at the
+product, or while the loop runs.
 
-Seen on v5e with libtpu 0.0.42: a cache (32, 2, 8192, 128) in a `fori_loop`: 428 MB for 294 with one array transposed, 294
-and 14% fewer cycles a turn where it is kept row-major; (32, 8192, 2, 128): 428 MB transposed before the loop, 562 MB
-transposed in every turn.
+Seen on v5e with libtpu 0.0.42: a cache (32, 2, 8192, 128) in a `fori_loop`: 428 MB instead of 294 with one array
+transposed, 294 and 14% fewer cycles an iteration where it is kept row-major; (32, 8192, 2, 128): 428 MB transposed before
+the loop, 562 MB transposed in every iteration.
 """
 
 from __future__ import annotations
@@ -33,9 +32,11 @@ _BOUNDARIES = ("scan_const", "while_const", "scan_xs")
 
 @dataclasses.dataclass(frozen=True)
 class MemoryLayout:
-    """`row_major` are the updates whose arrays stay so; `copies` the (operator, operand) that are transposed for it.
+    """Where a compiled program departs from row-major arrays, and where it must not.
 
-    `transposed` are the carries (their boundary operators) that are in another order while their loop runs.
+    - `row_major_updates`: updates whose arrays stay row-major.
+    - `transposed_operands`: (operator, operand) that are copied transposed for a product.
+    - `transposed_carries`: boundary operators of carries that have another layout while their loop runs.
     """
 
     row_major_updates: frozenset[int]
@@ -45,7 +46,7 @@ class MemoryLayout:
 
 @dataclasses.dataclass(frozen=True)
 class _View:
-    """Which dimensions of an argument the dimensions of a tensor are, outermost first, and what it went through."""
+    """A tensor as part of an argument: the argument's dimension of each of its own, and the updates and carries between."""
 
     argument: int
     dims: tuple[int, ...]
@@ -54,17 +55,17 @@ class _View:
 
 
 def memory_layout(program: Program, chip: Chip) -> MemoryLayout:
-    """The orders that the compiler for a chip gives a program's arrays; kept with the program.
+    """The memory layouts that the compiler for a chip gives a program's arrays. Memoised.
 
-    That for TPUs transposes what goes round a loop once, others transpose in every turn what a product reads.
+    The TPU compiler transposes a loop's carry once, others transpose the operand of a product in every iteration.
     """
-    key = ("memory order", chip.name.startswith("tpu"))
+    key = ("memory layout", chip.name.startswith("tpu"))
     if key not in program.memo:
         program.memo[key] = _memory_layout(program, key[1])
     return program.memo[key]
 
 
-def _memory_layout(program: Program, once: bool) -> MemoryLayout:
+def _memory_layout(program: Program, transposes_carries: bool) -> MemoryLayout:
     views = _views(program)
     wrong: list[tuple[int, int, _View]] = []
     for i in np.flatnonzero(program.use_def.has_primitive(frozenset(("dot_general",)))).tolist():
@@ -73,22 +74,26 @@ def _memory_layout(program: Program, once: bool) -> MemoryLayout:
             view = None if isinstance(a, Literal) else views.get(a)
             if view is not None and not _batch_dims_outermost(op, k, view):
                 wrong.append((i, k, view))
-    # All that shares an array with one that is transposed is transposed with it.
-    others = {u for *_, view in wrong for u in view.updates}
-    whose = {view.argument for *_, view in wrong}
+    # An argument that one product reads transposed is not kept row-major for the others.
+    transposed_updates = {u for *_, view in wrong for u in view.updates}
+    transposed_arguments = {view.argument for *_, view in wrong}
     all_updates = {u: v.argument for v in views.values() for u in v.updates}
-    row_major = frozenset(u for u, arg in all_updates.items() if u not in others and arg not in whose)
-    transposed = frozenset(view.carries[0] for *_, view in wrong if view.carries and once)
+    row_major = frozenset(
+        u for u, arg in all_updates.items() if u not in transposed_updates and arg not in transposed_arguments
+    )
+    transposed = frozenset(view.carries[0] for *_, view in wrong if view.carries and transposes_carries)
     return MemoryLayout(
-        row_major, tuple((i, k) for i, k, view in wrong if not (view.carries and once)), transposed
+        row_major,
+        tuple((i, k) for i, k, view in wrong if not (view.carries and transposes_carries)),
+        transposed,
     )
 
 
 def _views(program: Program) -> dict[int, _View]:
-    """The tensors that are arguments, or parts of them as they lie."""
+    """The tensors that are arguments, or parts of them in the same memory layout."""
     views: dict[int, _View] = {}
     stacks = updated_stacks(program)
-    round_loops = {s.xs for s in stacks.values()}
+    carried = {s.xs for s in stacks.values()}
     for i in program.inputs:
         t = program.operators[i].results[0]
         if program.operators[i].kind == "input":
@@ -101,8 +106,8 @@ def _views(program: Program) -> dict[int, _View]:
         if op.kind in CARRY_KINDS:
             view = dataclasses.replace(view, carries=(*view.carries, op.id))
         elif op.kind == "scan_xs":
-            through = (*view.carries, op.id) if op.id in round_loops else view.carries
-            view = dataclasses.replace(view, dims=view.dims[1:], carries=through)
+            carries = (*view.carries, op.id) if op.id in carried else view.carries
+            view = dataclasses.replace(view, dims=view.dims[1:], carries=carries)
         elif op.kind == "scan_ys" and op.id in stacks:
             stack = program.operators[stacks[op.id].xs].operands[0]
             view = views.get(stack) if isinstance(stack, int) else None
@@ -118,18 +123,18 @@ def _views(program: Program) -> dict[int, _View]:
 
 
 def _view_after(op: Operator, view: _View, program: Program) -> _View | None:
-    """The view after a slice, a cast or a change of shape that moves nothing; None where dimensions are joined or split."""
+    """The view after a slice, a cast or a reshape that keeps the dimensions; None where it joins or splits some."""
     old = program.tensors[op.operands[0]].shape if isinstance(op.operands[0], int) else ()
     new = program.tensors[op.results[0]].shape
     if op.primitive == "transpose":
         return dataclasses.replace(view, dims=tuple(view.dims[d] for d in op.eqn.params["permutation"]))
     if old != new and op.primitive in ("squeeze", "reshape"):
         # Only dimensions of length one come and go.
-        kept = [(s, d) for s, d in zip(old, view.dims, strict=True) if s != 1]
-        if [s for s in new if s != 1] != [s for s, _ in kept]:
+        longer = [(s, d) for s, d in zip(old, view.dims, strict=True) if s != 1]
+        if [s for s in new if s != 1] != [s for s, _ in longer]:
             return None
-        left = iter(kept)
-        return dataclasses.replace(view, dims=tuple(next(left)[1] if s != 1 else -1 for s in new))
+        dims = iter(longer)
+        return dataclasses.replace(view, dims=tuple(next(dims)[1] if s != 1 else -1 for s in new))
     return view
 
 

@@ -1,6 +1,6 @@
-"""What one device does, in order, as plain rows: every operator, every step of every move, every loop and branch.
+"""The local program of one device as plain rows: every operator, every step of every reshard, every loop and branch.
 
-The schedule is what runs; these rows are read off it, and `plan.ir(local=True)` prints them. A value has one name: the
+The schedule is what runs; these rows are derived from it, and `plan.ir(local=True)` prints them. A value has one name: the
 tensor's own as it is made, the tensor's with a number for each copy that a step makes of it. A body sees the names of
 the values that enter it; a `remat` and a branch see those of what they are given.
 """
@@ -25,7 +25,7 @@ class _How(TypedDict):
 
 
 def local_rows(made: Schedule) -> tuple[LocalRow, ...]:
-    """The rows of a schedule; what the results are comes last."""
+    """The rows of a schedule; its results come last."""
     writer = _RowWriter(made)
     names = {v: writer.name(v) for v in writer.inputs()}
     writer.constants = {v: n for v, n in names.items() if writer.captured(v)}
@@ -111,7 +111,7 @@ class _RowWriter:
                 self.nested(a, names, depth)
 
     def operator(self, a: RunOperator, names: Names, depth: int) -> None:
-        """An operator, and what it sends itself."""
+        """An operator, and the collectives that it emits itself."""
         op, how = self.program.operators[a.op], _How(count=a.repeat, turn=a.unknown_trip_count)
         results = [self.assignment.values[t] for t in op.results]
         self.row("operator", operator_name(op), a.reads, results, names, depth, **how)
@@ -156,7 +156,7 @@ class _RowWriter:
         names[m.tensor, m.target] = name
 
     def nested(self, a: RunCall, names: Names, depth: int) -> None:
-        """A call: what enters, each body, what leaves."""
+        """A call: its operands, each body, its results."""
         call, ops = a.call, self.program.operators
         b = call.boundary
         enter = [i for role in ("test", "const", "carry", "xs") for i in b.get(role, ())]
@@ -186,7 +186,7 @@ class _RowWriter:
         self.leave(call, a, ends, names, depth)
 
     def leave(self, call: Call, a: RunCall, ends: Sequence[Names], names: Names, depth: int) -> None:
-        """The values that a call hands out, from those that its bodies end in."""
+        """The results of a call, from those of its bodies."""
         ops, b = self.program.operators, call.boundary
         if not b:
             for v in a.returns[0]:

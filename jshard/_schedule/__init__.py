@@ -1,1 +1,1 @@
-"""An assignment of the network -> explicit reshards and runs, their cost and peak memory."""
+"""Schedule: an assignment of the network -> explicit reshards and runs, and their peak memory."""

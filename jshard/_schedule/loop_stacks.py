@@ -1,12 +1,12 @@
-"""Stacks that go through a loop slice by slice and come out updated, as one buffer that goes round.
+"""Stacks that a loop slices and stacks again, updated: carried by the loop as one buffer.
 
-Problem.  A `scan` over layers takes a cache of all layers as slices and gives it back as slices. Compiled as written,
-that is two buffers and a copy of every slice: a decoder's step moves its whole cache to write one row a layer.
+Problem.  A `scan` over layers takes a cache of all layers as slices and returns it as slices. Compiled as written, that
+is two buffers and a copy of every slice: a decoder's step copies its whole cache to write one row a layer.
 
-Idea.  Where all that happens to a slice is updates of it (`_memory/in_place.py`), and the plan moves nothing between them,
-the stack goes round the loop whole. A turn updates its part of it in place, and reads the slice from there.
+Idea.  Where a slice is only updated (`_memory/in_place.py`), and the plan reshards nothing between the updates, the loop
+carries the whole stack. An iteration updates its part of it in place, and reads the slice from there.
 
-Only for compiled calls: the derivative of such a loop, taken from outside, would keep the whole stack for every turn.
+Only for compiled calls: the derivative of such a loop, taken from outside, would save the whole stack every iteration.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jshard._schedule.writer import RunCall, RunOperator
 
 @dataclasses.dataclass(frozen=True)
 class CarriedStack:
-    """The stack of one loop: number of its `xs` and `ys`, its value before, its slice in the body, its result."""
+    """A stack that a loop carries: index of its `xs` and `ys`, its value before, its slice in the body, its result."""
 
     xs: int
     ys: int
@@ -31,7 +31,7 @@ class CarriedStack:
 
 
 def carried_stacks(action: RunCall, program: Program, values: list[Value]) -> list[CarriedStack]:
-    """The stacks of a loop that go round it; `values` are the tensors as they are made."""
+    """The stacks that a loop carries; `values` are the tensors as they are made."""
     if action.call.kind != "scan":
         return []
     known, b = updated_stacks(program), action.call.boundary

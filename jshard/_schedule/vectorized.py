@@ -194,7 +194,8 @@ def _to_readers(assignment: Assignment, by: _Layouts) -> tuple[_Reshards, Ints]:
     reads = np.flatnonzero(neither)
     pair = a.use_tensor[reads] * len(by.layouts) + by.read[reads]
     in_backward = np.zeros(len(a.use_tensor), dtype=np.int64)
-    in_backward[reads] = _set_from_first(pair, assignment.reshards_again[a.use_op[reads]])
+    if assignment.regather:
+        in_backward[reads] = _set_from_first(pair, assignment.reshards_again[a.use_op[reads]])
     reads = reads[np.sort(np.unique(2 * pair + in_backward[reads], return_index=True)[1])]
     tensor = a.use_tensor[reads]
     made = _Reshards(
