@@ -15,7 +15,7 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.sharding import AbstractMesh
@@ -418,14 +418,18 @@ class Sharded:
 class _Bound(functools.partial):
     """A sharded function as a method of an object, with `plan` and `lower` bound to that object too."""
 
+    @property
+    def _sharded(self) -> Sharded:
+        return cast(Sharded, self.func)
+
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
-        return self.func.plan(*self.args, *args, **kwargs)
+        return self._sharded.plan(*self.args, *args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        return self.func.lower(*self.args, *args, **kwargs)
+        return self._sharded.lower(*self.args, *args, **kwargs)
 
     def clear_cache(self) -> None:
-        self.func.clear_cache()
+        self._sharded.clear_cache()
 
 
 def _parameters(fn: Any) -> Mapping[str, inspect.Parameter]:

@@ -248,7 +248,7 @@ def _reshard_tables(program: Program, edges: EdgeTable, tables: CostTables) -> I
     alike, representatives = edges.classes(program.use_def.aval_id)
     numbers = [
         tables.reshard_table(
-            e.source, e.target, program.tensors[e.tensor], e.count, returned_sum=e.returned_sum,
+            e.source, e.target, program.tensors[e.tensor], e.repeats, returned_sum=e.returned_sum,
             combined_with=e.combined_with, sharing=e.sharing, duplicates=e.duplicates,
         )
         for e in edges.rows(representatives)

@@ -108,7 +108,7 @@ class CopyVariable:
         seconds = network.cost_tables.seconds(
             edge.source, edge.target, tensor, edge.returned_sum, edge.combined_with
         )
-        resharded = edge.count * seconds
+        resharded = edge.repeats * seconds
         sources, targets = edge.source.layouts, edge.target.layouts
         same = np.array([[a == b for b in targets] for a in sources])
         slice_ = ~same & np.array([[is_local_slice_of(b, a) for b in targets] for a in sources])

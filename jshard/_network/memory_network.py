@@ -265,7 +265,7 @@ class _MemoryNetworkBuilder:
         """Put a new variable between the two ends of an edge; its number."""
         edge, tensor = copy.edge, self.program.tensors[copy.edge.tensor]
         key = (
-            "copy", id(edge.source), id(edge.target), tensor.shape, tensor.itemsize, edge.count, edge.returned_sum,
+            "copy", id(edge.source), id(edge.target), tensor.shape, tensor.itemsize, edge.repeats, edge.returned_sum,
             edge.combined_with, copy.by_source, copy.fused,
         )  # fmt: skip
         if key not in self.table_ids:

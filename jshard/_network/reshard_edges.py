@@ -87,7 +87,7 @@ class ReshardEdge(NamedTuple):
 
     - `edge`: row in the table, which is the number of the edge in the cost network.
     - `reader`: the operator that reads; -1 for a relay.
-    - `count`: how often the tensor is resharded in one call of the program.
+    - `repeats`: how often the tensor is resharded in one call of the program.
     - `returned_sum`: it is a sum that goes to results of free layout.
     - `combined_with`: how many sums share one latency with it.
     - `duplicates`: layouts of earlier operands of the reader that read the same tensor.
@@ -98,7 +98,7 @@ class ReshardEdge(NamedTuple):
     reader: int
     source: TensorLayouts
     target: TensorLayouts
-    count: float
+    repeats: float
     returned_sum: bool
     combined_with: int
     sharing: Sharing
@@ -119,7 +119,7 @@ class EdgeTable:
     target_layouts: Ints  # (edges,)
     reader: Ints  # (edges,) the operator that reads, -1 for a relay
     operand: Ints  # (edges,) which of its operands, -1 for a relay
-    count: Floats  # (edges,) how often in one call of the program
+    repeats: Floats  # (edges,) how often in one call of the program
     scope: Ints  # (edges,) the scope of the reader; of a relay that of its tensor
     original_available: (
         Bools  # (edges,) whether the tensor as produced is available in the scope of the reader
@@ -157,7 +157,7 @@ class EdgeTable:
         """Some rows as objects."""
         e = np.array(edges, dtype=np.int64)
         columns = (
-            e, self.tensor[e], self.reader[e], self.source_layouts[e], self.target_layouts[e], self.count[e],
+            e, self.tensor[e], self.reader[e], self.source_layouts[e], self.target_layouts[e], self.repeats[e],
             self.returned_sum[e], self.combined_with[e], self.sharing[e], self.scope_bit[e], self.num_sharers[e],
             self.readers_in_scope[e], self.duplicates[e],
         )  # fmt: skip
@@ -177,7 +177,7 @@ class EdgeTable:
                 self.source_layouts,
                 self.target_layouts,
                 aval_id[self.tensor],
-                np.unique(self.count, return_inverse=True)[1],
+                np.unique(self.repeats, return_inverse=True)[1],
                 self.returned_sum.astype(np.int64),
                 self.combined_with,
                 self.scope_bit + 1,
@@ -220,7 +220,7 @@ def build_edge_table(
         bit, in_scope = _sharing_scope_bits(reads.tensor, reads.scope, num_readers)
     else:
         bit, in_scope = np.full_like(reads.tensor, -1), np.ones_like(reads.tensor)
-    ratio = reads.count / a.result_repeat[reads.tensor]
+    ratio = reads.repeats / a.result_repeat[reads.tensor]
     sharing_scopes, sharing = _distinct_sharing_scopes(
         shared, reads.begin, bit, ratio, available, num_tensors
     )
@@ -254,7 +254,7 @@ def build_edge_table(
         target_layouts=column(relay_layouts[shared], reads.layouts),
         reader=column(none, reads.reader),
         operand=column(none, reads.operand),
-        count=column(a.result_repeat[shared], reads.count),
+        repeats=column(a.result_repeat[shared], reads.repeats),
         scope=column(scopes.def_scope[shared], reads.scope),
         original_available=column(none < 0, available),
         scope_bit=column(none, bit),
@@ -317,7 +317,7 @@ class _Reads(NamedTuple):
     reader: Ints
     operand: Ints
     layouts: Ints
-    count: Floats
+    repeats: Floats
     scope: Ints
     duplicates: list[tuple[int, ...]]
     begin: Ints

@@ -144,4 +144,4 @@ def _roofline(
     nbytes = sum(program.tensors[a].nbytes for i in reads if isinstance(a := op.operands[i], int))
     nbytes += sum(program.tensors[op.results[i]].nbytes for i in writes)
     dtype = view.outs[0].dtype if view.outs else "float32"
-    return roofline.roofline(_work(view, rule), nbytes, dtype, topology.chip)
+    return float(roofline.roofline(_work(view, rule), nbytes, dtype, topology.chip))

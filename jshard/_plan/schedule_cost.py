@@ -26,12 +26,11 @@ from jshard._schedule.schedule import Assignment, Reshard, RunOperator, Schedule
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ScheduleCost:
-    """Seconds that one call takes on a device, by part.
+    """Seconds a call of one device, and what they are made of.
 
-    - `collectives`: (row, operator that it is for, -1 for several).
-    - `seconds`, `redundant`: (equations,) of each in all its runs: all seconds, and those beyond an even share.
-    - `price`: seconds that the objective adds, for replicated products and for results returned reduce-scattered.
-    - `unknown`: primitives without a rule.
+    `collectives` are (row, operator that it is for, -1 for several); `seconds` and `redundant` are of each equation
+    in all its runs; `price` is what the objective adds to time: for repeated products and for scattered results;
+    `unknown` are primitives without a rule.
     """
 
     collectives: tuple[tuple[CollectiveRow, int], ...]
@@ -61,11 +60,11 @@ class ScheduleCost:
         return self.communication + (self.redundant_compute if level == 0 else self.compute) + self.price
 
 
-def schedule_cost(made: Schedule, built: PlanningNetwork) -> ScheduleCost:
-    """The cost of a schedule; `built` is the network of its program."""
-    rows = collective_rows(made, built.combined_with)
-    rows += _user_collective_rows(made.assignment, built, 1 + max((row.id for row, _ in rows), default=-1))
-    seconds, redundant, price, unknown = _operator_costs(made.assignment, built)
+def schedule_cost(made: Schedule, network: PlanningNetwork) -> ScheduleCost:
+    """The cost of a schedule of the network's program."""
+    rows = collective_rows(made, network.combined_with)
+    rows += _user_collective_rows(made.assignment, network, 1 + max((row.id for row, _ in rows), default=-1))
+    seconds, redundant, price, unknown = _operator_costs(made.assignment, network)
     return ScheduleCost(
         tuple(rows), tuple(seconds), tuple(redundant), price + _scattered_sum_price(made, network), unknown
     )
@@ -74,26 +73,26 @@ def schedule_cost(made: Schedule, built: PlanningNetwork) -> ScheduleCost:
 def _operator_costs(
     assignment: Assignment, network: PlanningNetwork
 ) -> tuple[list[float], list[float], float, tuple[str, ...]]:
-    """(equations,) seconds in all runs, and those beyond an even share; the price; primitives without a rule."""
-    equations = np.flatnonzero(choice.program.use_def.has_kind("eqn"))
-    # Operators that share a table of the network have equal avals, traffic and repeats.
-    states = np.array(choice.state, dtype=np.int64)[equations]
-    table_class, representatives = first_occurrence_codes(
-        row_codes(built.cost_network.node_table[equations], states)
+    """Of each equation the seconds in all its runs and those beyond an even share; the price; primitives without a rule."""
+    equations = np.flatnonzero(assignment.program.use_def.has_kind("eqn"))
+    # Operators of one table in the network are equal in class, traffic and repeats.
+    state = np.array(assignment.state, dtype=np.int64)[equations]
+    classes, representatives = first_occurrence_codes(
+        row_codes(network.cost_network.node_table[equations], state)
     )
-    times, unknown = [], {}
+    costs, unknown = [], {}
     for i in equations[representatives].tolist():
-        op, s = choice.program.operators[i], choice.states[i]
-        t, k = built.operator_costs[int(built.cost_network.node_table[i])], choice.state[i]
-        times.append([float(x[k]) * op.repeat for x in (t.compute, t.redundant, t.replication_price)])
+        op, s = assignment.program.operators[i], assignment.states[i]
+        t, k = network.operator_costs[int(network.cost_network.node_table[i])], assignment.state[i]
+        costs.append([float(x[k]) * op.repeat for x in (t.compute, t.redundant, t.replication_price)])
         if s.rule.opaque:
             unknown[op.primitive] = None
-    seconds, redundant, price = np.array(times).reshape(-1, 3)[table_class].T
+    seconds, redundant, price = np.array(costs).reshape(-1, 3)[classes].T
     return seconds.tolist(), redundant.tolist(), float(price.sum()), tuple(unknown)
 
 
-def _scattered_sum_price(made: Schedule, built: PlanningNetwork) -> float:
-    """The price of sums that are returned to the caller reduce-scattered."""
+def _scattered_sum_price(made: Schedule, network: PlanningNetwork) -> float:
+    """The price of sums that the caller gets reduce-scattered."""
     total = 0.0
     for action in made.communicating:
         if not isinstance(action, RunOperator) and action.tensor in network.returned_sums:
@@ -125,13 +124,13 @@ def collective_rows(made: Schedule, combined_sums: Mapping[int, int]) -> list[tu
         tensor, lay = program.tensors[action.tensor], action.source
         reader = program.operators[action.reader] if action.reader >= 0 else None
         for step, number in zip(action.steps, action.collective_ids, strict=True):
-            local_bytes = tensor.nbytes / lay.pieces(topology.mesh)
+            nbytes = tensor.nbytes / lay.pieces(topology.mesh)
             after = apply_step(step, lay)
             if step.kind != "slice":
                 sums = combined_sums.get(action.tensor, 1) if step.kind in REDUCING_KINDS else 1
-                c = collectives.collective(step.kind, step.axes, local_bytes, topology, sums)
-                before = _block(lay.local_shape(tensor.shape, topology.mesh))
-                local = f"{before} -> {_block(after.local_shape(tensor.shape, topology.mesh))}"
+                c = collectives.collective(step.kind, step.axes, nbytes, topology, sums)
+                before = _shape_text(lay.local_shape(tensor.shape, topology.mesh))
+                local = f"{before} -> {_shape_text(after.local_shape(tensor.shape, topology.mesh))}"
                 name = operator_name(reader) if reader is not None else f"readers of {tensor.name}"
                 out.append((_row(number, c, action, name, tensor, local), action.reader))
             lay = after
@@ -146,13 +145,13 @@ def _user_collective_rows(
     program = assignment.program
     for i in np.flatnonzero(program.use_def.has_primitive(frozenset((SHARD_MAP,)))).tolist():
         op = program.operators[i]
-        cost = built.operator_costs[int(built.cost_network.node_table[i])].shard_map
-        for own in cost.collectives if cost is not None else ():
-            c = own.collective
+        body = network.operator_costs[int(network.cost_network.node_table[i])].shard_map
+        for user in body.collectives if body is not None else ():
+            c = user.collective
             row = CollectiveRow(
-                first + len(out), c.kind, tuple(c.axes), float(c.bytes), float(c.seconds), own.count * op.repeat,
-                operator_name(op), "", _block(own.block), i in program.in_unbounded_loops or own.per_iteration,
-                own.dtype, own=True,
+                first + len(out), c.kind, tuple(c.axes), float(c.bytes), float(c.seconds), user.count * op.repeat,
+                operator_name(op), "", _shape_text(user.block),
+                i in program.in_unbounded_loops or user.per_iteration, user.dtype, own=True,
             )  # fmt: skip
             out.append((row, i))
     return out

@@ -178,16 +178,9 @@ def _operator_row(
     )
 
 
-@functools.lru_cache(maxsize=256)
-def dtype_name(dtype: Any) -> str:
-    """`str(dtype)`, which numpy composes anew each time."""
-    return str(dtype)
-
-
-def _decision(choice: Assignment) -> Decision:
-    alike, some = choice.state_classes
-    axes = [None if (c := choice.candidate(i)) is None else c.axis_codes for i in some]
-    candidates = tuple([axes[k] for k in alike.tolist()])
+def _decision(assignment: Assignment) -> Decision:
+    alike, representatives = assignment.state_classes
+    codes = [None if (c := assignment.candidate(i)) is None else c.axis_codes for i in representatives]
     endpoints = []
     for i in np.flatnonzero(np.array([c is None for c in codes], dtype=bool)[alike]).tolist():
         op = assignment.program.operators[i]

@@ -251,7 +251,13 @@ def test_tracebacks_show_the_user_not_us():
     with pytest.raises(TypeError) as caught:
         f(X)
     files = {os.path.basename(str(e.path)) for e in caught.traceback}
-    assert "test_calls.py" in files and not files & {"shard.py", "prepare.py", "trace_call.py", "executable.py", "trace.py"}
+    assert "test_calls.py" in files and not files & {
+        "shard.py",
+        "prepare.py",
+        "trace_call.py",
+        "executable.py",
+        "trace.py",
+    }
 
 
 def test_operators_of_op_name_the_user_s_line():

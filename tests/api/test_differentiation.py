@@ -54,7 +54,10 @@ def test_pins_hold_in_training():
     p = prepare(f._request, (params, x), {})
     for moving in ((0, 1), (0, 1, 2), (2,)):
         made = plan_for_gradient(p, moving).schedule.assignment
-        assert made.result_layout(made.program.operators[made.program.inputs[2]].results[0]).dims == (("x",), ())
+        assert made.result_layout(made.program.operators[made.program.inputs[2]].results[0]).dims == (
+            ("x",),
+            (),
+        )
 
 
 def test_operator_pins_hold_in_training():

@@ -45,7 +45,9 @@ def misses(g, monkeypatch):
     """The calls of `g` that JAX's dispatch did not serve alone."""
     seen = []
     real = shard.Sharded._executable
-    monkeypatch.setattr(shard.Sharded, "_executable", lambda self, a, k, *p: seen.append(a) or real(self, a, k))
+    monkeypatch.setattr(
+        shard.Sharded, "_executable", lambda self, a, k, *p: seen.append(a) or real(self, a, k)
+    )
     return seen
 
 

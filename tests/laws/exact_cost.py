@@ -69,7 +69,7 @@ def _seconds(problem: PlanningNetwork, edge: int) -> np.ndarray:
     (e,) = problem.tensor_edges.rows([edge])
     tensor = problem.program.tensors[e.tensor]
     seconds = problem.cost_tables.seconds(e.source, e.target, tensor, e.returned_sum, e.combined_with)
-    table = seconds[np.ix_(e.source.of_state, e.target.of_state)] * e.count
+    table = seconds[np.ix_(e.source.of_state, e.target.of_state)] * e.repeats
     return zero_duplicate_reads(table, e.target, e.duplicates)
 
 

@@ -13,7 +13,7 @@ import jshard
 from jshard._core import hardware as hardware
 from tests.helpers.cache_programs import ROWS, STEPS, WIDTH, Drawn, draw
 from tests.helpers.decode_step import decode
-from tests.network.test_memory_network import held_too_much, plans, problem_of
+from tests.helpers.memory_networks import network_of, random_plans, relative_excess
 
 
 MESH = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:8])
@@ -39,8 +39,8 @@ def test_sharded_equals_plain(seed, level):
 @pytest.mark.parametrize("seed", range(8200, 8205))
 def test_no_plan_holds_less_than_the_sure_network_counts(seed):
     drawn = draw(seed)
-    problem = problem_of(drawn.function, drawn.args, donate_argnums=drawn.donated or None)
-    assert max(held_too_much(problem, plans(problem.cost_network, 3, seed))) <= 1e-9
+    problem = network_of(drawn.function, drawn.args, donate_argnums=drawn.donated or None)
+    assert max(relative_excess(problem, random_plans(problem.cost_network, 3, seed))) <= 1e-9
 
 
 def generate(x, cache, steps=32):

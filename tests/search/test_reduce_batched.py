@@ -13,7 +13,7 @@ from jshard._search.exact.reduce_batched import reduce_batched
 from jshard._search.exact.table_pool import TablePool, quantum
 from jshard._search.exact.working_network import working_network
 from jshard._search.search_state import SearchState
-from tests.laws.test_search_laws import brute_force, random_network
+from tests.laws.random_networks import brute_force, random_network
 
 
 def layered(seed: int, layers: int, forbid: float = 0.2):
