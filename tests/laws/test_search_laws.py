@@ -19,57 +19,7 @@ from jshard._search.exact.bucket_elimination import (
 )
 from jshard._search.exact.reduce import backtrack, reduce
 from jshard._search.exact.working_network import working_network
-
-
-def random_network(seed: int, memory: bool = False, most: int = 7):
-    rng = np.random.default_rng(seed)
-    n = int(rng.integers(1, most))
-    sizes = rng.integers(1, 5, n)
-    whole = rng.random() < 0.5  # whole numbers make ties, fractions make rounding
-    forbid = rng.choice([0.0, 0.1, 0.3])
-
-    def table(*shape):
-        t = rng.integers(0, 6, shape).astype(float) if whole else rng.random(shape) * 7
-        t[rng.random(shape) < forbid] = np.inf
-        return t
-
-    edges = []
-    for _ in range(int(rng.integers(0, 2 * n + 1))):
-        i, j = (int(v) for v in rng.integers(0, n, 2))
-        edges.append((i, j, table(sizes[i], sizes[j])))
-    if not memory:
-        return build([table(k) for k in sizes], edges)
-    start = rng.integers(0, 5, n)
-    network = build(
-        [table(k) for k in sizes],
-        edges,
-        intervals=np.stack([start, start + rng.integers(0, 4, n)], axis=1),
-        usages=[rng.integers(0, 9, k).astype(float) for k in sizes],
-        limit=float(rng.integers(4, 25)),
-    )
-    assert network.memory is not None
-    # Some hold something else at another time, or besides.
-    held, more = network.memory, rng.integers(0, n, int(rng.integers(0, 3)))
-    start = rng.integers(0, 6, len(more))
-    return dataclasses.replace(
-        network,
-        memory=dataclasses.replace(
-            held,
-            intervals=np.concatenate(
-                [held.intervals, np.stack([start, start + rng.integers(0, 3, len(more))], 1)]
-            ),
-            usage_tables=(*held.usage_tables, *(rng.integers(0, 6, sizes[v]).astype(float) for v in more)),
-            interval_variable=np.concatenate([held.interval_variable, more]),
-            interval_table=np.concatenate(
-                [held.interval_table, len(held.usage_tables) + np.arange(len(more))]
-            ),
-        ),
-    )
-
-
-def brute_force(network, allowed=lambda x: True) -> float:
-    every = itertools.product(*(range(network.num_states(v)) for v in range(network.size)))
-    return min((evaluate(network, x) for x in every if allowed(x)), default=np.inf)
+from tests.laws.random_networks import brute_force, hard_core, layers, random_network
 
 
 @pytest.mark.parametrize("block", range(25))

@@ -183,7 +183,7 @@ def test_a_plan_without_inner_blocks_writes_no_objects(monkeypatch: pytest.Monke
 
 def test_what_is_moved_again_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values, with everything that the backward pass can move again moved again."""
-    monkeypatch.setattr(planner, "_REGATHER_PEAK_RATIO", 10.0)
+    monkeypatch.setattr(scheduled_solution, "_REGATHER_PEAK_RATIO", 10.0)
 
     rng = np.random.default_rng(0)
     ws = [tuple(jnp.array(rng.normal(size=s) / 8, "float32") for s in ((64, 256), (256, 64)))] * 2
