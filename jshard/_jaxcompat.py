@@ -18,7 +18,8 @@ from jax._src.core import trace_state_clean
 from jax._src.interpreters import pxla
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.state import AbstractRef
-from jax.interpreters import ad, batching, mlir, partial_eval
+from jax.interpreters import ad, batching, mlir, partial_eval, pxla as deprecated_pxla
+from jax.sharding import Mesh
 
 from jshard._core.errors import MeshError, NestedShardError, ShardError
 
@@ -490,3 +491,13 @@ def jax_option(name: str) -> Any:
 def with_mesh(mesh: Any) -> Any:
     """A context in which `mesh` (concrete or abstract) is the current abstract mesh."""
     return jax.sharding.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh))
+
+
+def entered_mesh() -> Mesh | None:
+    """The mesh of an enclosing `with mesh:`, None outside of one.
+
+    JAX has deprecated the statement, and reading its mesh through the public name warns: this is the value behind it.
+    """
+    _, resources = vars(deprecated_pxla).get("_deprecations", {}).get("thread_resources", (None, None))
+    entered = getattr(getattr(resources, "env", None), "physical_mesh", None)
+    return entered if isinstance(entered, Mesh) and not entered.empty else None

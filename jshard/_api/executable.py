@@ -34,7 +34,7 @@ from jshard._core.errors import MeshError
 from jshard._core.layout import Layout
 from jshard._lower.spmd import spmd
 from jshard._plan.derivative_rule import plan_derivative_rule
-from jshard._plan.records import EntryRow
+from jshard._plan.rows import EntryRow
 from jshard._spec.committed_shardings import (
     Placement,
     committed_sharding,

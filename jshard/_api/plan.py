@@ -21,9 +21,9 @@ from jshard._core.messages import type_with_article
 from jshard._core.topology import Topology
 from jshard._plan.planner import make_plan
 from jshard._plan.record import PlanRecord, record_from_json
-from jshard._plan.records import TensorRow
 from jshard._plan.replan import Replanner
 from jshard._plan.request import PlanRequest
+from jshard._plan.rows import TensorRow
 from jshard._program.graph import Program
 from jshard._report.alternatives import Why, rank_alternatives
 from jshard._report.chrome_trace import chrome_trace_json

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
 from jshard._cost.reshard_steps import apply_step
-from jshard._plan.records import LocalRow
+from jshard._plan.rows import LocalRow
 from jshard._program.graph import Call, Literal, operator_name
 from jshard._schedule.schedule import Action, Reshard, RunCall, RunOperator, Schedule, Value
 

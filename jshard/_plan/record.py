@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 from jshard._core.errors import PlanMismatchError
 from jshard._core.layout import Layout, MeshAxes
 from jshard._plan.lazy_rows import LazyTuple
-from jshard._plan.records import (
+from jshard._plan.rows import (
     CollectiveRow,
     Cost,
     Decision,

@@ -25,8 +25,8 @@ from jshard._core.topology import Topology
 from jshard._network.candidates import CandidateCache, enumerate_layouts
 from jshard._plan.planner import make_plan
 from jshard._plan.record import PlanRecord
-from jshard._plan.records import Alternative, Decision
 from jshard._plan.request import Force, Place, PlanRequest
+from jshard._plan.rows import Alternative, Decision
 from jshard._program.graph import Literal, Operator, Program, operator_name
 from jshard._spec.entry import Pin, parse_entry
 from jshard._spec.mesh_checks import check_axes_divide

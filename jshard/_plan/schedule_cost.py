@@ -18,7 +18,7 @@ from jshard._cost.reshard_steps import apply_step
 from jshard._cost.resharding import REDUCING_KINDS
 from jshard._network.build import PlanningNetwork
 from jshard._network.cost_tables import deferred_gather_seconds
-from jshard._plan.records import CollectiveRow
+from jshard._plan.rows import CollectiveRow
 from jshard._program.graph import Tensor, operator_name
 from jshard._program.user_shard_map import SHARD_MAP
 from jshard._schedule.schedule import Assignment, Reshard, RunOperator, Schedule

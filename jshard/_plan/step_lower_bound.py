@@ -29,7 +29,7 @@ from jshard._core.topology import Topology
 from jshard._cost import communication_bounds
 from jshard._cost.roofline import peak_flops
 from jshard._memory.least_traffic import min_hbm_bytes, product_flops
-from jshard._plan.records import ProductBound, StepLowerBound
+from jshard._plan.rows import ProductBound, StepLowerBound
 from jshard._program.graph import Operator, operator_name
 from jshard._schedule.schedule import Assignment
 

@@ -16,7 +16,7 @@ from jshard._core.layout import Layout
 from jshard._plan.lazy_rows import LazyTuple
 from jshard._plan.local_program import local_rows
 from jshard._plan.record import PlanRecord
-from jshard._plan.records import Cost, Decision, Memory, OperatorRow, TensorRow
+from jshard._plan.rows import Cost, Decision, Memory, OperatorRow, TensorRow
 from jshard._plan.scheduled_solution import ScheduledSolution
 from jshard._plan.step_lower_bound import step_lower_bound
 from jshard._program.fingerprint import dtype_name, fingerprint

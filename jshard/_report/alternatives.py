@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from jshard._core.errors import MemoryBudgetError, ShardError
-from jshard._plan.records import Alternative
+from jshard._plan.rows import Alternative
 from jshard._report.diff import nearly_equal, regression_text, relative_change
 from jshard._report.format_units import format_bytes, format_seconds
 

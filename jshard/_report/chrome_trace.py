@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from jshard._plan.records import OperatorRow
+from jshard._plan.rows import OperatorRow
 from jshard._report.timeline import events
 from jshard._report.totals import objective_text, optimality_text
 

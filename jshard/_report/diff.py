@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
-from jshard._plan.records import OperatorRow, TensorRow
+from jshard._plan.rows import OperatorRow, TensorRow
 from jshard._report.format_units import format_bytes, format_count, format_seconds
 from jshard._report.grouping import common_pattern, fold_paths
 from jshard._report.ir import format_strategy

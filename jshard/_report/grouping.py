@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jshard._plan.records import CollectiveRow, OperatorRow, TensorRow
+from jshard._plan.rows import CollectiveRow, OperatorRow, TensorRow
 from jshard._report.format_units import format_bytes, format_count, format_seconds
 from jshard._report.timeline import events
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from jshard._core.errors import ShardError
-from jshard._plan.records import CollectiveRow, LocalRow, OperatorRow
+from jshard._plan.rows import CollectiveRow, LocalRow, OperatorRow
 from jshard._report.format_units import format_count, format_tuple
 from jshard._report.timeline import events
 from jshard._report.totals import USER_OWN

@@ -10,7 +10,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from jshard._core.layout import Layout
-from jshard._plan.records import CollectiveRow, OperatorRow
+from jshard._plan.rows import CollectiveRow, OperatorRow
 from jshard._report.grouping import (
     CollectiveGroup,
     common_pattern,

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jshard._plan.records import TensorRow
+from jshard._plan.rows import TensorRow
 from jshard._report.format_units import (
     format_bytes,
     format_count,

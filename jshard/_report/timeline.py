@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from jshard._plan.records import CollectiveRow, OperatorRow
+from jshard._plan.rows import CollectiveRow, OperatorRow
 
 
 if TYPE_CHECKING:

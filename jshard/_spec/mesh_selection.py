@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.interpreters.pxla
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jshard import _jaxcompat as compat
 from jshard._core.errors import MeshError, StrategyError
 from jshard._core.layout import MeshAxes
 from jshard._core.messages import type_with_article
@@ -256,10 +256,7 @@ def _context_mesh() -> Mesh | AbstractMesh | None:
         except ValueError:  # inside `jit` only the abstract mesh is available
             return abstract
         return abstract if concrete.empty else concrete
-    # `with mesh:` is deprecated in JAX, and reading it through the public name warns: this is the value behind it.
-    _, resources = vars(jax.interpreters.pxla).get("_deprecations", {}).get("thread_resources", (None, None))
-    entered = getattr(getattr(resources, "env", None), "physical_mesh", None)
-    return entered if isinstance(entered, Mesh) and not entered.empty else None
+    return compat.entered_mesh()
 
 
 def _devices_of(device: str | None) -> list[Any]:

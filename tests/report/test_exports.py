@@ -13,7 +13,7 @@ import pytest
 
 import jshard
 from jshard._core.layout import MeshAxes
-from jshard._plan import records
+from jshard._plan import rows
 from jshard._plan.record import JSON_VERSION
 from jshard._report.chrome_trace import chrome_trace
 from jshard._report.operator_graph import operator_graph
@@ -22,9 +22,9 @@ from tests.helpers.report_plans import NAMES, plan
 
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "plan_json.md").read_text()
 OBJECTS = {
-    "Mesh": MeshAxes, "Tensor": records.TensorRow, "Operator": records.OperatorRow, "Collective": records.CollectiveRow,
-    "Cost": records.Cost, "Memory": records.Memory, "Physics": records.StepLowerBound,
-    "Need": records.ProductBound, "Decision": records.Decision, "Line": records.LocalRow,
+    "Mesh": MeshAxes, "Tensor": rows.TensorRow, "Operator": rows.OperatorRow, "Collective": rows.CollectiveRow,
+    "Cost": rows.Cost, "Memory": rows.Memory, "Physics": rows.StepLowerBound,
+    "Need": rows.ProductBound, "Decision": rows.Decision, "Line": rows.LocalRow,
 }  # fmt: skip
 
 

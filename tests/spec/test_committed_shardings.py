@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import jshard
-from jshard._plan.records import EntryRow
+from jshard._plan.rows import EntryRow
 from jshard._spec.committed_shardings import equivalent_axes, max_received_bytes
 
 
