@@ -100,37 +100,77 @@ def is_float(aval: ArrayType) -> bool:
     return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
 
 
-def validate(rule: Rule, op: OpView) -> None:
-    """Check that the rule's tensors, dimensions and factor sizes fit the operator.
+REDUCERS = ("sum", "max", "min", "prod", "and", "or", "xor")
 
-    Raises: `RuleError` for the first operand or result that does not fit.
+
+def validate(rule: Rule, op: OpView) -> None:
+    """Check that a rule is consistent, and that its tensors, dimensions and factor sizes fit the operator.
+
+    Raises: `RuleError` for the first thing that does not fit, with what to write instead.
     """
-    _check_side(rule, op, "operand", rule.operands, op.ins)
-    _check_side(rule, op, "result", rule.results, op.outs)
+    where = f"rule of {op.primitive!r}"
+    _check_factors(rule, where)
+    _check_side(rule, where, "operand", rule.operands, op.ins)
+    _check_side(rule, where, "result", rule.results, op.outs)
     for operand in {i for s in rule.linear for i in s}:
         if not 0 <= operand < len(op.ins):
-            where = f"rule of {op.primitive!r}"
-            raise RuleError(f"a linear set names operand {operand} of {len(op.ins)}", where=where)
+            raise RuleError(
+                f"a linear set names operand {operand} of {len(op.ins)}",
+                where=where,
+                fix=f"linear= with operands 0 to {len(op.ins) - 1}",
+            )
+
+
+def _check_factors(rule: Rule, where: str) -> None:
+    """Factors are numbers of entries of `sizes`; a blocked factor is no reduction; the reducer is a known one."""
+    count = len(rule.sizes)
+    used = {f for side in (rule.operands, rule.results) for tensor in side for dim in tensor for f in dim}
+    for what, factors in (("a tensor", used), ("reduction", rule.reduction), ("blocked", rule.blocked)):
+        for f in sorted(factors):
+            if not 0 <= f < count:
+                known = f"0 to {count - 1}" if count else "none, since sizes is empty"
+                raise RuleError(f"{what} names factor {f} of {count}", where=where, fix=f"factors {known}")
+    if both := sorted(set(rule.reduction) & set(rule.blocked)):
+        raise RuleError(
+            f"factor {both[0]} is both a reduction and blocked",
+            where=where,
+            fix="one of reduction= and blocked=",
+        )
+    if rule.reducer not in REDUCERS:
+        raise RuleError(
+            f"unknown reducer {rule.reducer!r}", where=where, fix=f"reducer= one of {', '.join(REDUCERS)}"
+        )
 
 
 def _check_side(
-    rule: Rule, op: OpView, side: str, dims: tuple[Dims, ...], avals: Sequence[ArrayType]
+    rule: Rule, where: str, side: str, dims: tuple[Dims, ...], avals: Sequence[ArrayType]
 ) -> None:
-    where = f"rule of {op.primitive!r}"
     if len(dims) != len(avals):
-        raise RuleError(f"the rule has {len(dims)} {side}s, the operator {len(avals)}", where=where)
+        raise RuleError(
+            f"the rule has {len(dims)} {side}s, the operator {len(avals)}",
+            where=where,
+            fix=f"{side}s= with one entry for each of the {len(avals)}",
+        )
     for i, (tensor, aval) in enumerate(zip(dims, avals, strict=True)):
         if len(tensor) != len(aval.shape):
             raise RuleError(
-                f"{side} {i} has {len(aval.shape)} dimensions, the rule {len(tensor)}", where=where
+                f"{side} {i} has {len(aval.shape)} dimensions, the rule {len(tensor)}",
+                where=where,
+                fix="a tuple of factors for each dimension, () for one that is never sharded",
             )
         seen: set[int] = set()
         for d, (factors, size) in enumerate(zip(tensor, aval.shape, strict=True)):
             if seen & set(factors) or len(set(factors)) != len(factors):
-                raise RuleError(f"{side} {i} carries a factor twice", where=where)
+                raise RuleError(
+                    f"{side} {i} carries a factor twice",
+                    where=where,
+                    fix="each factor in one dimension of a tensor",
+                )
             seen |= set(factors)
             product = math.prod([rule.sizes[f] for f in factors])
             if factors and product != size:
                 raise RuleError(
-                    f"{side} {i}, dimension {d}: factors multiply to {product}, not {size}", where=where
+                    f"{side} {i}, dimension {d}: factors multiply to {product}, not {size}",
+                    where=where,
+                    fix=f"factors whose sizes= multiply to {size}",
                 )

@@ -76,8 +76,9 @@ class Rule:
     - `sizes`: length of each factor.
     - `reduction`: reduction factors. Sharding one makes every result that does not carry it a partial sum
         (`reducer="sum"`), or the local implementation finishes the reduction by a collective of its own (`"max"`,
-        `"min"`, `"prod"`, `"and"`, `"or"`).
-    - `blocked`: factors that are never sharded (Shardy: need replication).
+        `"min"`, `"prod"`, `"and"`, `"or"`, `"xor"`).
+    - `blocked`: factors that are never sharded, none of them a reduction (Shardy: `need_replication`; its
+        `blocked_propagation` is something else).
     - `linear`: sets of operands in which the operator is jointly linear: if exactly those are partial sums along an
         axis that shards nothing else, the results are partial sums along it.
     - `work`: arithmetic operations per point of the iteration space (2: multiply-add, 0: data movement).

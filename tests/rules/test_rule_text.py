@@ -192,6 +192,15 @@ def test_a_rule_that_raises_replicates_and_says_so() -> None:
             Rule((((0,), (1,)),), (((0,), (1,)),), (4, 8), linear=((1,),)),
             "a linear set names operand 1 of 1",
         ),
+        (Rule((((0,), (7,)),), (((0,), (1,)),), (4, 8)), "a tensor names factor 7 of 2"),
+        (Rule((((0,), (-1,)),), (((0,), (1,)),), (4, 8)), "a tensor names factor -1 of 2"),
+        (Rule((((0,), (1,)),), (((0,), (1,)),), (4, 8), reduction=(9,)), "reduction names factor 9 of 2"),
+        (Rule((((0,), (1,)),), (((0,), (1,)),), (4, 8), blocked=(9,)), "blocked names factor 9 of 2"),
+        (
+            Rule((((0,), (1,)),), (((0,), ()),), (4, 8), reduction=(1,), blocked=(1,)),
+            "factor 1 is both a reduction and blocked",
+        ),
+        (Rule((((0,), (1,)),), (((0,), (1,)),), (4, 8), reducer="avg"), "unknown reducer 'avg'"),
     ],
 )
 def test_a_rule_that_does_not_fit_replicates_and_says_so(rule: Rule, note: str) -> None:
