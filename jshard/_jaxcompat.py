@@ -494,10 +494,7 @@ def with_mesh(mesh: Any) -> Any:
 
 
 def entered_mesh() -> Mesh | None:
-    """The mesh of an enclosing `with mesh:`, None outside of one.
-
-    JAX has deprecated the statement, and reading its mesh through the public name warns: this is the value behind it.
-    """
+    """The mesh of an enclosing `with mesh:`, None outside of one: the value behind the deprecated name, which warns."""
     _, resources = vars(deprecated_pxla).get("_deprecations", {}).get("thread_resources", (None, None))
     entered = getattr(getattr(resources, "env", None), "physical_mesh", None)
     return entered if isinstance(entered, Mesh) and not entered.empty else None

@@ -1,6 +1,6 @@
 """Updates in place: operators that overwrite their first operand, and so cost what they write and occupy no memory.
 
-Problem.  A decoder writes one row an iteration into a cache of gigabytes. ``dynamic_update_slice`` returns a new array,
+Problem.  A decoder writes one row an iteration into a cache of gigabytes. `dynamic_update_slice` returns a new array,
 but no compiler allocates one where the old array is dead: it writes the row into the old one's buffer. A loop's carry
 that is updated so is one buffer as well, from before the loop until after it.
 
@@ -9,8 +9,8 @@ argument's if it is donated, that of the result of an operator or a loop, and al
 belongs to the loop. "Later" is in program order, through operators that are recomputed in their readers; a branch that
 is not taken reads nothing, and what goes into the next iteration is read at the end of the iteration.
 
-Worked case.  ``c, y = f(c)`` in a loop, with ``d = c.at[i].set(row); y = d.sum()`` and d the next c: the update
-overwrites c. With ``y = c.sum()`` computed after it, c is still live and d is a copy.
+Worked case.  `c, y = f(c)` in a loop, with `d = c.at[i].set(row); y = d.sum()` and d the next c: the update
+overwrites c. With `y = c.sum()` computed after it, c is still live and d is a copy.
 """
 
 from __future__ import annotations

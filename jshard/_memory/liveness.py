@@ -23,7 +23,7 @@ bfloat16: of a GELU's eight intermediate values one is kept, of a softmax's the 
 Why `hbm_traffic.py` has another fusion model.  That one is about time and fuses a value into a single consumer only;
 duplicating a value into several consumers saves space, which counts here, but hardly any traffic, which counts there.
 
-Worked case.  ``h = x @ w + b; y = tanh(h) @ v`` and its gradient: h is materialized, ``x @ w`` and ``tanh(h)`` are not.
+Worked case.  `h = x @ w + b; y = tanh(h) @ v` and its gradient: h is materialized, `x @ w` and `tanh(h)` are not.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def _fuse_epilogues(
 
     Gives, for each such product's result, the operators of its epilogue. The result of the last of them is materialized
     instead: it is no larger, and all that the product is read for goes through it. One operator makes it, or several
-    whose results meet again, as in ``g * s(h) + g * h * ds(h)``, the gradient of a SiLU. Only where no unfusible
+    whose results meet again, as in `g * s(h) + g * h * ds(h)`, the gradient of a SiLU. Only where no unfusible
     operator runs in between: a product that waits for a later reader is itself in memory.
     """
     a, ops = program.use_def, program.operators

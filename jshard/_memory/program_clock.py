@@ -1,6 +1,6 @@
 """The time points of a program: when each operand is resharded and when each operator runs, before any plan is known.
 
-Time is a row of integer points. Operator i with n operands has 2 n + 1 of them, from ``begin[i]`` on: for operand k one
+Time is a row of integer points. Operator i with n operands has 2 n + 1 of them, from `begin[i]` on: for operand k one
 at which its tensor is resharded to its stored layout (2 k), one at which the stored tensor is resharded for this
 operator (2 k + 1); then one at which the operator runs.
 
@@ -9,7 +9,7 @@ operator (2 k + 1); then one at which the operator runs.
 
 A call that is one action of the schedule has its operands stored when it begins.
 
-Worked case.  Operators 0 (an argument), 1 (``tanh``, one operand), 2 (a product, two operands): they begin at 0, 1 and
+Worked case.  Operators 0 (an argument), 1 (`tanh`, one operand), 2 (a product, two operands): they begin at 0, 1 and
 4; the product's second operand is resharded at 7 and it runs at 8.
 """
 

@@ -1,7 +1,7 @@
 """Rematerialization flow: a lower bound on the bytes that values recomputed later keep live.
 
-Problem.  A stored value that ``tanh`` reads, whose result a product of the backward pass reads, is live until then:
-unless the result of ``tanh`` is materialized to be resharded, and is live instead. Which of the two happens is not
+Problem.  A stored value that `tanh` reads, whose result a product of the backward pass reads, is live until then:
+unless the result of `tanh` is materialized to be resharded, and is live instead. Which of the two happens is not
 visible at one variable of the cost network, and a bound may count only what every plan holds.
 
 Idea.  A cut argument. Somewhere on the chain from the stored value to its last reader a tensor is in memory, at least
@@ -9,7 +9,7 @@ one block a device. So a share of each stored value *flows* along its chain, as 
 capacity left. Flows always count; a tensor on the chain that is materialized counts less what flows through it. What is
 in memory cuts every chain, and no tensor carries more than its smallest block, so this never exceeds what a plan holds.
 
-Worked case.  ``h`` of 8 bytes, ``tanh(h)`` of 8 bytes, read by two products later; 4 devices: 2 bytes flow from h
+Worked case.  `h` of 8 bytes, `tanh(h)` of 8 bytes, read by two products later; 4 devices: 2 bytes flow from h
 through tanh(h). If that is gathered and kept, it holds 8 bytes: 2 that flow, and 6 more.
 """
 

@@ -47,7 +47,7 @@ class CopyState(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class CopyStates:
-    """The states of a copy variable: state ``kind * len(layouts) + layout`` for each kind and layout."""
+    """The states of a copy variable: state `kind * len(layouts) + layout` for each kind and layout."""
 
     layouts: tuple[Layout, ...]
     kinds: tuple[CopyState, ...]

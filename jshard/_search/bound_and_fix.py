@@ -41,7 +41,7 @@ WarmStart = Callable[[WorkingNetwork, MessageLayout], None]  # sets the messages
 def fix_by_reduced_cost(
     core: WorkingNetwork, reduced_costs: dict[int, Floats], most: float
 ) -> tuple[WorkingNetwork, list[int], int]:
-    """Remove the states of larger reduced cost than ``most``.
+    """Remove the states of larger reduced cost than `most`.
 
     Returns the restricted core, the variables whose tables changed, and the number of states removed.
     Raises `Contradiction` where that leaves no assignment.
@@ -66,10 +66,10 @@ def solve_restricted(
     most: float,
     work: float,
 ) -> WorkingNetwork | None:
-    """Solve a core with the states of reduced cost at most ``most`` alone, and offer the answer as the incumbent.
+    """Solve a core with the states of reduced cost at most `most` alone, and offer the answer as the incumbent.
 
     Returns what elimination left: an empty core where the problem is solved (its offset is the least cost), None where
-    it has no answer. ``work`` limits the entries of all joint tables.
+    it has no answer. `work` limits the entries of all joint tables.
     """
     try:
         restricted, changed, _ = fix_by_reduced_cost(core, reduced_costs, most)
@@ -193,12 +193,13 @@ def bound_and_fix(
     Messages survive the removal of states.
 
     Arguments:
-        search: receives better answers.
-        reductions: those that led to the core.
-        core: the core.
-        max_rounds: rounds of message passing at most, each time.
-        start: sets the first messages, from a similar core; None for zeros.
-        layers: the positions of variables in repeated layers, where there are any.
+
+    - `search`: receives better answers.
+    - `reductions`: those that led to the core.
+    - `core`: the core.
+    - `max_rounds`: rounds of message passing at most, each time.
+    - `start`: sets the first messages, from a similar core; None for zeros.
+    - `layers`: the positions of variables in repeated layers, where there are any.
     """
     # Rounds before the first restricted problems: a start from a similar core is worth more of them.
     first_rounds = 15 if start is None else 20

@@ -32,13 +32,14 @@ BRANCH_ROUNDS = 60  # of message passing per subproblem
 def branch_and_bound(
     search: SearchState, graph: WorkingNetwork, *, max_rounds: int = 400, may_branch: bool = True
 ) -> None:
-    """Solve a working network (which is reduced in place); the result is in ``search``.
+    """Solve a working network (which is reduced in place); the result is in `search`.
 
     Arguments:
-        search: receives answers and the bound.
-        graph: the network.
-        max_rounds: rounds of message passing at most.
-        may_branch: whether to branch where the bound stalls.
+
+    - `search`: receives answers and the bound.
+    - `graph`: the network.
+    - `max_rounds`: rounds of message passing at most.
+    - `may_branch`: whether to branch where the bound stalls.
     """
     variables, states = graph.original_size
     if not variables:

@@ -1,7 +1,7 @@
 """The pairwise cost network (factor graph, weighted constraint network): the search problem as plain arrays.
 
 Choose one state for every variable such that the sum of one unary cost per variable and one pairwise cost per edge is
-least; ``np.inf`` means forbidden. A model of 126 equal layers has tens of thousands of variables but only a few
+least; `np.inf` means forbidden. A model of 126 equal layers has tens of thousands of variables but only a few
 hundred distinct cost tables, so the distinct tables are kept in pools, and variables and edges hold indices into them.
 
 Example: two variables of two states with one unary table, and an edge that costs 3 when the states differ.
@@ -162,14 +162,15 @@ def build(
     usages: Sequence[ArrayLike] | None = None,
     limit: float | None = None,
 ) -> CostNetwork:
-    """A network from one unary table per variable and ``(i, j, table)`` edges; tables are interned.
+    """A network from one unary table per variable and `(i, j, table)` edges; tables are interned.
 
     Arguments:
-        unaries: (k,) costs by state, one table per variable.
-        edges: (i, j, (ki, kj) costs).
-        intervals: (V, 2) live interval of each variable; with ``usages`` only.
-        usages: (k,) bytes by state, one table per variable.
-        limit: bytes that may be live at any time; None for no limit.
+
+    - `unaries`: (k,) costs by state, one table per variable.
+    - `edges`: (i, j, (ki, kj) costs).
+    - `intervals`: (V, 2) live interval of each variable; with `usages` only.
+    - `usages`: (k,) bytes by state, one table per variable.
+    - `limit`: bytes that may be live at any time; None for no limit.
 
     Raises `ShardError` for tables that are empty, not numbers or of the wrong shape.
     """

@@ -1,4 +1,4 @@
-"""Cost networks as ``.npz`` files: the pools of tables end to end, their shapes, and the index arrays."""
+"""Cost networks as `.npz` files: the pools of tables end to end, their shapes, and the index arrays."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def save(network: CostNetwork, path: str | Path) -> None:
 
 
 def load(path: str | Path) -> CostNetwork:
-    """Read what :func:`save` wrote. Raises `ShardError` for a file of another version."""
+    """Read what `save` wrote. Raises `ShardError` for a file of another version."""
     with np.load(path, allow_pickle=False) as data:
         if int(data["version"]) != VERSION:
             raise ShardError(f"{path}: cost network of version {int(data['version'])}, expected {VERSION}")

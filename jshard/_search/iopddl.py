@@ -3,7 +3,7 @@
 A problem is JSON, gzipped or not: nodes with live intervals, costs and memory usages per strategy, edges with
 row-major pairwise costs, one usage limit. Entries of 1e17 and more mean "forbidden". Used by benchmarks and tests.
 
-Example: ``solve(read("B.json.gz", memory=False))`` proves 134 699.
+Example: `solve(read("B.json.gz", memory=False))` proves 134 699.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _costs(values: list) -> Floats:
 
 
 def read(path: str | Path, *, memory: bool = True) -> CostNetwork:
-    """The network of a contest file; ``memory=False`` leaves the usage limit out."""
+    """The network of a contest file; `memory=False` leaves the usage limit out."""
     raw = Path(path).read_bytes()
     if raw[:2] == b"\x1f\x8b":
         raw = gzip.decompress(raw)

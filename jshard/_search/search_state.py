@@ -90,10 +90,11 @@ def reduce_and_eliminate(
     """Reduce a network (in place), eliminate the components that stay within the limits, fork the core that is left.
 
     Arguments:
-        graph: the network.
-        start: the variables whose tables changed; None for all.
-        table_limit: entries of the largest joint table; None for the default.
-        work_limit: entries of all joint tables together; None for the default.
+
+    - `graph`: the network.
+    - `start`: the variables whose tables changed; None for all.
+    - `table_limit`: entries of the largest joint table; None for the default.
+    - `work_limit`: entries of all joint tables together; None for the default.
     """
     reduce(graph, start)
     done = eliminate_components(graph, table_limit, work_limit)

@@ -51,14 +51,15 @@ def solve(
     """The best assignment found, its cost and a proved lower bound.
 
     Arguments:
-        network: the network.
-        objective: ``"cost"``: least cost, within ``network.memory.limit`` where there is one. ``"peak"``: least peak
-            memory; ``Solution.cost`` and ``.bound`` are then the *peak* and its bound (``evaluate(network,
-            solution.assignment)`` gives the time cost), and a limit does not count.
-        gap: the relative gap that suffices.
-        seconds: time limit.
-        on_progress: called with the stage, the best cost and the bound after every stage.
-        break_ties_by_cost: of equal peaks look for one of low cost; without it the bound is there sooner.
+
+    - `network`: the network.
+    - `objective`: `"cost"`: least cost, within `network.memory.limit` where there is one. `"peak"`: least peak
+        memory; `Solution.cost` and `.bound` are then the *peak* and its bound (`evaluate(network,
+        solution.assignment)` gives the time cost), and a limit does not count.
+    - `gap`: the relative gap that suffices.
+    - `seconds`: time limit.
+    - `on_progress`: called with the stage, the best cost and the bound after every stage.
+    - `break_ties_by_cost`: of equal peaks look for one of low cost; without it the bound is there sooner.
 
     Raises `Contradiction` when no assignment has finite cost, `MemoryBudgetError` when nothing fits, `SearchError`
     when nothing was found in time. Ctrl-C returns the best answer so far, or is raised again when there is none.

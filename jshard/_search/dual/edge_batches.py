@@ -68,7 +68,7 @@ class FirstIndices:
 class EdgeBatch(abc.ABC):
     """Edges from one wave to later ones (in one direction) whose tables have one shape.
 
-    With ``edges_last`` the edges are the last axis, which is then the longer one.
+    With `edges_last` the edges are the last axis, which is then the longer one.
     """
 
     indices: EdgeIndices | FirstIndices
@@ -91,8 +91,9 @@ class EdgeBatch(abc.ABC):
         """Compute the messages and write them, normalised to minimum 0; returns the sum of the minima.
 
         Arguments:
-            share: every state's total, divided by the edges that share it.
-            messages: all message entries; the batch's own are replaced.
+
+        - `share`: every state's total, divided by the edges that share it.
+        - `messages`: all message entries; the batch's own are replaced.
         """
         indices = self.indices.expand()
         cost = share[indices.sender_states] - messages[indices.in_messages]
@@ -213,9 +214,10 @@ def batch_edges(edges: DirectedEdges, arrays: Sequence[Floats], num_waves: int) 
     """The batches of each wave.
 
     Arguments:
-        edges: the edges.
-        arrays: the tables by number.
-        num_waves: how many waves there are.
+
+    - `edges`: the edges.
+    - `arrays`: the tables by number.
+    - `num_waves`: how many waves there are.
     """
     of_shape: dict[tuple[int, int, int], list[int]] = {}
     for e, key in enumerate(zip(edges.wave.tolist(), edges.k.tolist(), edges.m.tolist(), strict=True)):

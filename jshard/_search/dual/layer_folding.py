@@ -66,10 +66,11 @@ def unfold_messages(
     """Set the messages of the whole core to those of the short one (in place).
 
     Arguments:
-        graph: the whole core.
-        layout: its messages are replaced.
-        folded: the short core.
-        saved: the short core's messages.
+
+    - `graph`: the whole core.
+    - `layout`: its messages are replaced.
+    - `folded`: the short core.
+    - `saved`: the short core's messages.
     """
     n = len(graph.unary)
     representative = np.arange(n)

@@ -175,8 +175,9 @@ def build_message_layout(graph: WorkingNetwork, layers: LayerPositions | None = 
     """The layout of a core's messages, all zero.
 
     Arguments:
-        graph: the working network.
-        layers: the positions of variables in repeated layers, where there are any.
+
+    - `graph`: the working network.
+    - `layers`: the positions of variables in repeated layers, where there are any.
     """
     variables, wave_of = variable_order(graph, layers)
     edges = _order_edges(graph, variables)

@@ -42,11 +42,12 @@ def trws_pass(
     """One pass over all variables; returns the bound that it proves, without the network's offset.
 
     Arguments:
-        layout: the messages, which are replaced.
-        backwards: the direction.
-        reduced_costs: (states,) filled with the states' reduced costs.
-        single_precision: use tables in single precision, in half the time: the messages are as good a start for the
-            next pass, but the result is a bound only up to rounding.
+
+    - `layout`: the messages, which are replaced.
+    - `backwards`: the direction.
+    - `reduced_costs`: (states,) filled with the states' reduced costs.
+    - `single_precision`: use tables in single precision, in half the time: the messages are as good a start for the
+        next pass, but the result is a bound only up to rounding.
     """
     direction = 1 if backwards else 0
     messages, first = layout.messages, layout.state_offsets
@@ -126,20 +127,21 @@ def trws(
     patience: float = 2e-3,
     on_round: Callable[[DualBound, bool], tuple[float, bool]] | None = None,
 ) -> DualBound:
-    """Passes forwards and backwards until the bound reaches ``target``, stalls, or time is up.
+    """Passes forwards and backwards until the bound reaches `target`, stalls, or time is up.
 
-    Stalled: ten rounds gained less than ``patience`` of the remaining gap although a primal step was made with more
+    Stalled: ten rounds gained less than `patience` of the remaining gap although a primal step was made with more
     effort; far from the end such effort is not worth the time.
 
     Arguments:
-        graph: the working network, for its offset.
-        layout: its messages, which are replaced.
-        target: the bound that suffices.
-        deadline: on the monotonic clock, in seconds.
-        max_rounds: rounds of two passes at most.
-        patience: share of the gap.
-        on_round: called every few rounds with the bound and whether it has stalled; may find a better answer, and
-            returns the new target and whether to stop.
+
+    - `graph`: the working network, for its offset.
+    - `layout`: its messages, which are replaced.
+    - `target`: the bound that suffices.
+    - `deadline`: on the monotonic clock, in seconds.
+    - `max_rounds`: rounds of two passes at most.
+    - `patience`: share of the gap.
+    - `on_round`: called every few rounds with the bound and whether it has stalled; may find a better answer, and
+        returns the new target and whether to stop.
     """
     dual = DualBound(-np.inf, np.zeros(len(layout.unary)), -np.inf, 0)
     history: list[float] = []

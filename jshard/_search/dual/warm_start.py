@@ -45,10 +45,11 @@ def restore_messages(
     """Set the messages of a layout to saved ones (in place); those of new edges stay zero.
 
     Arguments:
-        graph: the network of the layout.
-        layout: its messages are replaced.
-        saved: messages of an earlier network.
-        before: that network.
+
+    - `graph`: the network of the layout.
+    - `layout`: its messages are replaced.
+    - `saved`: messages of an earlier network.
+    - `before`: that network.
     """
     arrays, subsets = graph.tables.arrays, graph.tables.subsets.arrays
 
@@ -95,7 +96,7 @@ def _edge_messages(layout: MessageLayout) -> Iterator[tuple[tuple[int, slice], t
 
 
 def align_states(states: Ints, message: Floats, wanted: Ints) -> Floats:
-    """A message about ``states`` as one about ``wanted`` states; zero for states that it lacks."""
+    """A message about `states` as one about `wanted` states; zero for states that it lacks."""
     if wanted is states:
         return message
     at, known = _positions(states, wanted)

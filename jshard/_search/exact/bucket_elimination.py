@@ -74,10 +74,11 @@ def elimination_order(
     """The greedy order of a component, least joint table first; None when it exceeds the limits.
 
     Arguments:
-        graph: the working network.
-        part: the component's variables.
-        table_limit: entries of the largest joint table; None for `TABLE_LIMIT`.
-        work_limit: entries of all joint tables together; None for `WORK_LIMIT`.
+
+    - `graph`: the working network.
+    - `part`: the component's variables.
+    - `table_limit`: entries of the largest joint table; None for `TABLE_LIMIT`.
+    - `work_limit`: entries of all joint tables together; None for `WORK_LIMIT`.
     """
     table_limit = TABLE_LIMIT if table_limit is None else table_limit
     work_limit = WORK_LIMIT if work_limit is None else work_limit

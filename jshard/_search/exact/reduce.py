@@ -32,8 +32,9 @@ def reduce(graph: WorkingNetwork, start: Iterable[int] | None = None) -> Working
     """Apply all reductions until none applies (in place; returned for convenience).
 
     Arguments:
-        graph: the network.
-        start: the variables to look at first, those just changed; None for the whole core.
+
+    - `graph`: the network.
+    - `start`: the variables to look at first, those just changed; None for the whole core.
     """
     _Reducer(graph, graph.core if start is None else start).run()
     return graph

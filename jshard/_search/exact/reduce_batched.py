@@ -37,9 +37,10 @@ def reduce_batched(network: CostNetwork, tables: TablePool, min_round: int = MIN
     """The working network of a cost network after its first reductions.
 
     Arguments:
-        network: the network.
-        tables: the pool for its tables.
-        min_round: variables that a round changes at least.
+
+    - `network`: the network.
+    - `tables`: the pool for its tables.
+    - `min_round`: variables that a round changes at least.
 
     Raises `Contradiction` where no assignment has finite cost.
     """
@@ -63,8 +64,8 @@ def _map_rows(columns: tuple[Ints, ...], fn: Callable) -> Ints:
 class _BatchedReduction:
     """The network as arrays while rounds change it; used once.
 
-    Edges are sorted by ``code`` = low * n + high; ``table`` has the states of ``low`` as rows, ``transposed`` those of
-    ``high``.
+    Edges are sorted by `code` = low * n + high; `table` has the states of `low` as rows, `transposed` those of
+    `high`.
     """
 
     def __init__(self, network: CostNetwork, tables: TablePool):

@@ -9,7 +9,7 @@ periodic network has periodic tables.
 Example: an edge table [[3, 5], [4, 6]] is normalised to row minima [3, 4], then column minima [0, 2], and nothing is
 left: the edge was separable and its table moves into the unary tables.
 
-All tables are nonnegative after normalisation; ``inf`` is forbidden and never meets ``-inf``.
+All tables are nonnegative after normalisation; `inf` is forbidden and never meets `-inf`.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class TablePool:
         return known
 
     def compose_subsets(self, outer: int, inner: int) -> int:
-        """The subset ``outer[inner]``."""
+        """The subset `outer[inner]`."""
         key = (outer, inner)
         known = self._composition.get(key)
         if known is None:
@@ -286,9 +286,10 @@ class TablePool:
         such b are removed at once.
 
         Arguments:
-            u: the variable's unary table.
-            edges: its edges' tables, its states as rows; sorted and normalised (row minima 0, which makes every term
-                nonnegative).
+
+        - `u`: the variable's unary table.
+        - `edges`: its edges' tables, its states as rows; sorted and normalised (row minima 0, which makes every term
+            nonnegative).
         """
         key = (u, edges)
         known = self._undominated.get(key)

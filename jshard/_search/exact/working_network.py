@@ -24,7 +24,7 @@ from jshard._search.exact.table_pool import NONE, EdgeParts, TablePool, quantum
 
 
 class Contradiction(SearchError):
-    """No assignment has finite cost; ``variables`` says where the contradiction was met."""
+    """No assignment has finite cost; `variables` says where the contradiction was met."""
 
     variables: tuple[int, ...] = ()
 
@@ -45,7 +45,7 @@ def contradiction(variables: Iterable[int]) -> Contradiction:
 
 @dataclass
 class WorkingNetwork:
-    """The network while it is reduced. Variables keep their numbers; an eliminated one has ``unary`` NONE."""
+    """The network while it is reduced. Variables keep their numbers; an eliminated one has `unary` NONE."""
 
     tables: TablePool
     unary: list[int]
@@ -142,7 +142,7 @@ class WorkingNetwork:
                 self.add_unary(w, column_minima)
 
     def contract(self, v: int, w: int, function: int) -> None:
-        """Merge w into its neighbour v, whose state decides w's (``function``: w's state per state of v).
+        """Merge w into its neighbour v, whose state decides w's (`function`: w's state per state of v).
 
         The edges of w become edges of v.
         """

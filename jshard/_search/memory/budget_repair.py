@@ -268,13 +268,14 @@ def priced_forest_search(
     """Forest moves under prices from an assignment within the limit (in place); returns the cost reached.
 
     Arguments:
-        problem: the core with its memory and limit.
-        states: the start, by position; replaced by the result.
-        multipliers: price of a byte at each key time.
-        rng: picks the forests and the prices' scales.
-        deadline: on the monotonic clock, in seconds.
-        target: the cost that suffices.
-        moves: how many moves.
+
+    - `problem`: the core with its memory and limit.
+    - `states`: the start, by position; replaced by the result.
+    - `multipliers`: price of a byte at each key time.
+    - `rng`: picks the forests and the prices' scales.
+    - `deadline`: on the monotonic clock, in seconds.
+    - `target`: the cost that suffices.
+    - `moves`: how many moves.
     """
     core, memory = problem.core, problem.memory
     best = energy(core, states)

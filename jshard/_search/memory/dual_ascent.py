@@ -36,9 +36,10 @@ class DualAscent:
         """A Polyak step.
 
         Arguments:
-            bound: what the present prices prove.
-            excess: bytes over the limit at each key time, in units: the subgradient.
-            goal: the best known cost.
+
+        - `bound`: what the present prices prove.
+        - `excess`: bytes over the limit at each key time, in units: the subgradient.
+        - `goal`: the best known cost.
         """
         if self._without_gain >= self.PATIENCE:
             self.restart()

@@ -82,10 +82,11 @@ def solve_ilp(problem: BudgetedCore, gap: float, seconds: float, nodes: int = 1 
     """The core states of least cost within the limit, or of least peak when there is no limit.
 
     Arguments:
-        problem: the core with its memory and limit (inf for none).
-        gap: relative gap between answer and bound that suffices.
-        seconds: time limit.
-        nodes: branching nodes at most.
+
+    - `problem`: the core with its memory and limit (inf for none).
+    - `gap`: relative gap between answer and bound that suffices.
+    - `seconds`: time limit.
+    - `nodes`: branching nodes at most.
 
     The bound is inf where no states are within the limit.
     """

@@ -52,7 +52,7 @@ class KeyTimes:
 
 
 def key_times_above(memory: Memory, threshold: float) -> KeyTimes:
-    """The key times at which more bytes than ``threshold`` are conceivable."""
+    """The key times at which more bytes than `threshold` are conceivable."""
 
     def indices(times: Ints) -> KeyTimes:
         start = np.searchsorted(times, memory.intervals[:, 0])
@@ -87,8 +87,8 @@ def guard_memory(graph: WorkingNetwork, memory: Memory, clock: KeyTimes) -> None
 class CoreMemory:
     """Bytes of the core variables' states over the key times.
 
-    Intervals are flattened: interval m belongs to core position ``owner[m]``, is live over the key times
-    ``start[m]:end[m]``, and its bytes per state are ``amounts[offset[m] : offset[m + 1]]``.
+    Intervals are flattened: interval m belongs to core position `owner[m]`, is live over the key times
+    `start[m]:end[m]`, and its bytes per state are `amounts[offset[m] : offset[m + 1]]`.
     """
 
     owner: Ints

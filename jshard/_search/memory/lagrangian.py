@@ -66,10 +66,11 @@ def reduced_problem(
     """Reduce a network, preserving memory; states that cannot fit are forbidden.
 
     Arguments:
-        network: with a memory.
-        clock: the key times.
-        limit: bytes; None for no limit.
-        tables: the pool for its tables; None for one on the costs' quantum.
+
+    - `network`: with a memory.
+    - `clock`: the key times.
+    - `limit`: bytes; None for no limit.
+    - `tables`: the pool for its tables; None for one on the costs' quantum.
 
     Raises `MemoryBudgetError` where nothing fits, `Contradiction` where no assignment has finite cost.
     """
@@ -140,10 +141,11 @@ def solve_lagrangian(
     """Solve the core with every state charged for its bytes.
 
     Arguments:
-        problem: the core.
-        multipliers: price of a byte at each key time.
-        search: for its deadline.
-        max_rounds: rounds of message passing at most.
+
+    - `problem`: the core.
+    - `multipliers`: price of a byte at each key time.
+    - `search`: for its deadline.
+    - `max_rounds`: rounds of message passing at most.
     """
     core_network, memory = problem.core_network, problem.memory
     graph = core_network.fork(core_network.tables.copy())
@@ -199,15 +201,16 @@ def effort(variables: int) -> tuple[int, int]:
 
 
 def solve_limited(network: CostNetwork, search: SearchState, *, tie_break_only: bool = False) -> None:
-    """The least cost within the memory limit; the result is in ``search``.
+    """The least cost within the memory limit; the result is in `search`.
 
     First prices, then forest moves, as many of both as `effort` says. Between them, a small core that is left with a
     gap is given to an integer program.
 
     Arguments:
-        network: with a memory and a limit.
-        search: receives the answer and the bound.
-        tie_break_only: the costs only break ties: fewer rounds, and no integer program.
+
+    - `network`: with a memory and a limit.
+    - `search`: receives the answer and the bound.
+    - `tie_break_only`: the costs only break ties: fewer rounds, and no integer program.
 
     Raises `MemoryBudgetError` where nothing fits or nothing that fits was found.
     """
@@ -242,7 +245,7 @@ def solve_limited(network: CostNetwork, search: SearchState, *, tie_break_only: 
 
 
 class _LimitedSearch:
-    """The stages of `solve_limited` on a reduced problem; answers and bounds go to ``search``."""
+    """The stages of `solve_limited` on a reduced problem; answers and bounds go to `search`."""
 
     def __init__(
         self, search: SearchState, problem: ReducedProblem, limit: float, integral_costs: bool

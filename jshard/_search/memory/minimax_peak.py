@@ -58,8 +58,9 @@ def master_lp(profiles: list[Floats], times: list[int]) -> Floats:
     """The weights over some times that maximise the least weighted bytes of the answers so far.
 
     Arguments:
-        profiles: (T,) bytes at the key times of each answer.
-        times: indices into them.
+
+    - `profiles`: (T,) bytes at the key times of each answer.
+    - `times`: indices into them.
     """
     rows = np.array([profile[times] for profile in profiles])
     scale = rows.max()
@@ -81,12 +82,13 @@ def master_lp(profiles: list[Floats], times: list[int]) -> Floats:
 
 
 def cutting_plane_game(problem: ReducedProblem, search: SearchState, start: int) -> None:
-    """Solve the game between times and answers; ``search`` receives the peak and its bound.
+    """Solve the game between times and answers; `search` receives the peak and its bound.
 
     Arguments:
-        problem: a core without costs.
-        search: receives the answer and the bound.
-        start: the key time that the game starts with.
+
+    - `problem`: a core without costs.
+    - `search`: receives the answer and the bound.
+    - `start`: the key time that the game starts with.
     """
     memory = problem.memory
     budgeted = budgeted_core(problem.core, memory, np.inf)
@@ -120,7 +122,7 @@ def _lower_peak(
 ) -> list[int]:
     """Repair an answer below ever smaller limits: each repair that succeeds halves the way down to the bound.
 
-    Returns the last answer; ``search`` receives the best one.
+    Returns the last answer; `search` receives the best one.
     """
     best = list(states)
     while True:
@@ -141,12 +143,13 @@ def _lower_peak(
 
 
 def solve_peak(network: CostNetwork, search: SearchState, break_ties_by_cost: bool = True) -> None:
-    """The least peak; ``search`` receives the answer, with the peak as its cost, and the peak's bound.
+    """The least peak; `search` receives the answer, with the peak as its cost, and the peak's bound.
 
     Arguments:
-        network: with a memory; its limit does not count.
-        search: receives the result.
-        break_ties_by_cost: of assignments of one peak look for one of low cost.
+
+    - `network`: with a memory; its limit does not count.
+    - `search`: receives the result.
+    - `break_ties_by_cost`: of assignments of one peak look for one of low cost.
     """
     memory = network.memory
     assert memory is not None
@@ -203,7 +206,7 @@ def _break_ties(network: CostNetwork, search: SearchState) -> None:
 
 
 def min_cost_at_peak(network: CostNetwork, search: SearchState, limit: float | None = None) -> bool:
-    """The least cost found within a limit, by default the peak reached; whether there was an answer (in ``search``).
+    """The least cost found within a limit, by default the peak reached; whether there was an answer (in `search`).
 
     The peak is the objective; the cost only breaks ties and needs no proof, so the effort is bounded by counts.
     """

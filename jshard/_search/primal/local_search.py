@@ -84,7 +84,7 @@ def core_energy(graph: WorkingNetwork, states: dict[int, int]) -> float:
 
 
 def conditional_costs(core: CoreProblem, states: list[int], v: int, but: set[int] | None = None) -> Floats:
-    """The costs of v's states beside its neighbours' states, without the neighbours in ``but``."""
+    """The costs of v's states beside its neighbours' states, without the neighbours in `but`."""
     total = core.unary[v]
     for w, table in core.neighbours[v]:
         if but is None or w not in but:
@@ -114,7 +114,7 @@ def icm(core: CoreProblem, states: list[int]) -> None:
 def random_induced_forest(
     core: CoreProblem, rng: np.random.Generator, most: int = 1 << 30
 ) -> list[tuple[int, int]]:
-    """A random induced forest, maximal or of ``most`` variables: (variable, parent or -1), parents first."""
+    """A random induced forest, maximal or of `most` variables: (variable, parent or -1), parents first."""
     n = len(core.unary)
     order = rng.permutation(n).tolist()
     forest_neighbours = [0] * n  # neighbours in the current tree or any finished one
@@ -171,13 +171,14 @@ def forest_search(
     """ICM, then moves on random induced forests (in place); returns the cost reached.
 
     Arguments:
-        core: the problem.
-        states: the start, by position; replaced by the result.
-        rng: picks the forests.
-        target: the cost that suffices.
-        deadline: on the monotonic clock, in seconds.
-        moves: moves at most.
-        patience: moves without gain after which to stop.
+
+    - `core`: the problem.
+    - `states`: the start, by position; replaced by the result.
+    - `rng`: picks the forests.
+    - `target`: the cost that suffices.
+    - `deadline`: on the monotonic clock, in seconds.
+    - `moves`: moves at most.
+    - `patience`: moves without gain after which to stop.
     """
     icm(core, states)
     best = energy(core, states)
