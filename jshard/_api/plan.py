@@ -1,7 +1,8 @@
 """The public plan: a record of what was decided, rendered, verified, compared, saved and searched again.
 
 The data and its JSON form are `PlanRecord` (`_plan/record.py`), the texts are in `_report/`, the comparison with a
-compiled program in `_verify/`; this class gives users one object for them.
+compiled program in `_verify/`; this class gives users one object for them. Modules of reports are imported at their first
+use, which keeps `import jshard` light.
 """
 
 from __future__ import annotations
@@ -25,18 +26,12 @@ from jshard._plan.replan import Replanner
 from jshard._plan.request import PlanRequest
 from jshard._plan.rows import TensorRow
 from jshard._program.graph import Program
-from jshard._report.alternatives import Why, rank_alternatives
-from jshard._report.chrome_trace import chrome_trace_json
-from jshard._report.diff import Difference, compare_plans
-from jshard._report.html import html_fragment, html_page
-from jshard._report.ir import ir_listing
-from jshard._report.markdown import markdown_report
-from jshard._report.operator_graph import graphviz_dot
-from jshard._report.text import rich_report, text_report
 from jshard._schedule.schedule import Schedule
 
 
 if TYPE_CHECKING:
+    from jshard._report.alternatives import Why
+    from jshard._report.diff import Difference
     from jshard._verify import Verification
 
 
@@ -83,14 +78,20 @@ class Plan(PlanRecord):
         return jax.tree.unflatten(tree, leaves)
 
     def __str__(self) -> str:
+        from jshard._report.text import text_report
+
         return text_report(self)
 
     def __rich__(self) -> Any:
+        from jshard._report.text import rich_report
+
         return rich_report(self)
 
     @checked
     def ir(self, local: bool = False) -> str:
         """One line an operator with its `in_strategy`; `local=True`: per-device shapes and inserted collectives."""
+        from jshard._report.ir import ir_listing
+
         return ir_listing(self, local)
 
     @checked
@@ -109,19 +110,27 @@ class Plan(PlanRecord):
         return verify_plan(self, compiled)
 
     def _repr_html_(self) -> str:
+        from jshard._report.html import html_fragment
+
         return html_fragment(self)
 
     @checked
     def to_html(self, path: str | Path) -> None:
         """Write the report as one HTML page that works offline, in light and dark."""
+        from jshard._report.html import html_page
+
         Path(path).write_text(html_page(self), encoding="utf-8")
 
     def to_markdown(self) -> str:
         """The report as Markdown tables."""
+        from jshard._report.markdown import markdown_report
+
         return markdown_report(self)
 
     def to_dot(self) -> str:
         """The operator graph in Graphviz' language, alike operators folded."""
+        from jshard._report.operator_graph import graphviz_dot
+
         return graphviz_dot(self)
 
     @checked
@@ -129,6 +138,8 @@ class Plan(PlanRecord):
         """Write the predicted timeline of one device (or more) as a Chrome trace, for ui.perfetto.dev."""
         if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
             raise ShardError(f"devices={devices!r}", where="Plan.to_trace", fix="how many to draw: devices=2")
+        from jshard._report.chrome_trace import chrome_trace_json
+
         Path(path).write_text(chrome_trace_json(self, devices), encoding="utf-8")
 
     @checked
@@ -140,6 +151,8 @@ class Plan(PlanRecord):
                 where="Plan.diff",
                 fix="a Plan, as f.plan(*args) or jshard.Plan.load(path) gives it",
             )
+        from jshard._report.diff import compare_plans
+
         return compare_plans(self, other)
 
     @checked
@@ -165,6 +178,8 @@ class Plan(PlanRecord):
                 where="Plan.why",
                 fix=f"a name as plan.ir() shows it, such as {self.inputs[0].path if self.inputs else 'result'!r}",
             )
+        from jshard._report.alternatives import rank_alternatives
+
         return rank_alternatives(self, self._require_replanner("why"), name, on_progress)
 
     @checked
@@ -184,6 +199,8 @@ class Plan(PlanRecord):
         other = plan_of_record(
             replanner.run(), replanner, jax_mesh=self.jax_mesh, in_tree=self.in_tree, out_tree=self.out_tree
         )
+        from jshard._report.diff import compare_plans
+
         return other, compare_plans(self, other)
 
     def _require_replanner(self, method: str) -> Replanner:

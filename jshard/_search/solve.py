@@ -20,8 +20,6 @@ from jshard._search.cost_network import CostNetwork, Solution, evaluate, peak
 from jshard._search.exact.reduce_batched import reduce_batched
 from jshard._search.exact.table_pool import TablePool, quantum
 from jshard._search.exact.working_network import Contradiction, WorkingNetwork, working_network
-from jshard._search.memory.lagrangian import solve_limited
-from jshard._search.memory.minimax_peak import solve_peak
 from jshard._search.search_state import TOLERANCE, SearchState
 
 
@@ -82,8 +80,13 @@ def solve(
     memory = network.memory
     try:
         if objective == "peak" and memory is not None:
+            # Imported at first use: most plans search without memory, and `import jshard` stays light.
+            from jshard._search.memory.minimax_peak import solve_peak
+
             solve_peak(network, search, break_ties_by_cost)
         elif memory is not None and memory.limit is not None:
+            from jshard._search.memory.lagrangian import solve_limited
+
             solve_limited(network, search)
         else:
             branch_and_bound(search, _working_network(network))
