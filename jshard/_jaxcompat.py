@@ -18,7 +18,7 @@ from jax._src.core import trace_state_clean
 from jax._src.interpreters import pxla
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.state import AbstractRef
-from jax.interpreters import ad, batching, mlir, partial_eval, pxla as deprecated_pxla
+from jax.interpreters import ad, batching, mlir, partial_eval, pxla as public_pxla
 from jax.sharding import Mesh
 
 from jshard._core.errors import MeshError, NestedShardError, ShardError
@@ -495,6 +495,6 @@ def with_mesh(mesh: Any) -> Any:
 
 def entered_mesh() -> Mesh | None:
     """The mesh of an enclosing `with mesh:`, None outside of one: the value behind the deprecated name, which warns."""
-    _, resources = vars(deprecated_pxla).get("_deprecations", {}).get("thread_resources", (None, None))
+    _, resources = vars(public_pxla).get("_deprecations", {}).get("thread_resources", (None, None))
     entered = getattr(getattr(resources, "env", None), "physical_mesh", None)
     return entered if isinstance(entered, Mesh) and not entered.empty else None

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import sys
 import time
 from collections import Counter
@@ -47,7 +46,7 @@ def main() -> int:
     import jax
 
     from tests.laws.fuzz_judge import judge
-    from tests.laws.fuzz_programs import program
+    from tests.laws.fuzz_programs import numbered_program
 
     if args.explore:
         return explore(args.explore, args.high)
@@ -57,7 +56,7 @@ def main() -> int:
     for n in args.only or range(args.start, args.start + args.count):
         if str(n) in done and not args.only:
             continue
-        p = program(random.Random(args.seed * 1_000_003 + n), high=args.high)
+        p = numbered_program(args.seed, n, args.high)
         if args.show:
             print(p)
         verdict = judge(p)

@@ -45,11 +45,8 @@ class CallPins:
 
     def resolve(self, chosen: ChosenMesh, topology: Topology) -> tuple[list[PlacedPin], list[PlacedPin]]:
         """In the axes of a mesh: the pins, and those that keep arguments in their committed shardings."""
-        resolved = [
-            _drop_unit_axes(resolve_pin(p, chosen, s), topology)
-            for p, s in zip(self.pins, self.shapes, strict=True)
-        ]
-        pinned = [(*w, p) for w, p in zip(self.places, resolved, strict=True) if p is not None and not p.free]
+        resolved = [_resolve(p, chosen, s, topology) for p, s in zip(self.pins, self.shapes, strict=True)]
+        pinned = [(*w, p) for w, p in zip(self.places, resolved, strict=True) if p is not None]
         committed = []
         for i, (sharding, path) in self.committed.items():
             axes = equivalent_axes(sharding, self.shapes[i], chosen.mesh)
@@ -116,8 +113,8 @@ def program_pins(program: Program, chosen: ChosenMesh, topology: Topology) -> li
     """Pins that the user's code puts on operators, in the axes of a mesh."""
     out = []
     for op, side, k, pin in _operator_pins(program):
-        resolved = _drop_unit_axes(resolve_pin(pin, chosen, _pinned_shape(program, op, side, k)), topology)
-        if resolved is not None and not resolved.free:
+        resolved = _resolve(pin, chosen, _pinned_shape(program, op, side, k), topology)
+        if resolved is not None:
             out.append((op, side, k, resolved))
     return out
 
@@ -141,9 +138,15 @@ def _pinned_shape(program: Program, op: int, side: str, k: int) -> tuple[int, ..
     return program.tensors[atom].shape if isinstance(atom, int) else tuple(atom.aval.shape)
 
 
-def _drop_unit_axes(pin: Pin | None, topology: Topology) -> Pin | None:
+def _resolve(pin: Pin | None, chosen: ChosenMesh, shape: tuple[int, ...], topology: Topology) -> Pin | None:
+    """A pin in the axes of a mesh; None if it leaves its tensor free."""
+    resolved = resolve_pin(pin, chosen, shape)
+    return None if resolved is None or resolved.free else _drop_unit_axes(resolved, topology)
+
+
+def _drop_unit_axes(pin: Pin, topology: Topology) -> Pin:
     """A pin without mesh axes of size one, which the planner's topology does not have."""
-    if pin is None or pin.axes is None:
+    if pin.axes is None:
         return pin
     names = set(topology.mesh.names)
     axes = tuple(d if d is None else tuple(a for a in d if a in names) for d in pin.axes)

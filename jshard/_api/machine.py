@@ -11,11 +11,11 @@ import numpy as np
 
 from jshard import _jaxcompat as compat
 from jshard._api.shard_request import ShardRequest
-from jshard._core import hardware, topology as topologies
+from jshard._core import hardware, topology as device_topology
 from jshard._core.errors import MeshError, PlanMismatchError
 from jshard._core.named_topology import topology as named_topology
 from jshard._core.topology import Topology
-from jshard._program.user_shard_map import axes_of
+from jshard._program.user_shard_map import mesh_axes
 from jshard._spec.committed_shardings import Placement
 from jshard._spec.entry import JointConstraint, Pin
 from jshard._spec.mesh_selection import (
@@ -23,7 +23,7 @@ from jshard._spec.mesh_selection import (
     candidate_grids,
     candidate_meshes,
     choose_mesh,
-    device_count,
+    mesh_device_count,
 )
 
 
@@ -41,7 +41,7 @@ def requested_mesh(request: ShardRequest, argument_mesh: Any = None) -> Any:
     if request.mesh is not None or request.plan is None or compat.context_mesh() is not None:
         return request.mesh
     axes, devices = request.plan.mesh, jax.devices(request.options.device)
-    if argument_mesh is not None and axes_of(argument_mesh) == axes:
+    if argument_mesh is not None and mesh_axes(argument_mesh) == axes:
         return argument_mesh
     if len(devices) < axes.total:
         raise PlanMismatchError(
@@ -75,7 +75,7 @@ def auto_meshes(
                 fix=f'"auto:{len(local)}" or fewer, or a machine by name: "auto:v5e:4x4"',
             )
         return [(c, request) for c in candidate_meshes(device, pins, shapes, local[: int(name)], joint)]
-    count = topologies.device_count(*topologies.parse_name(name))
+    count = device_topology.named_device_count(name)
     machines = [named_topology(name, axes) for axes in candidate_grids(count, pins, shapes, joint)]
     return [
         (choose_mesh(m, device, pins, shapes, joint=joint), dataclasses.replace(request, mesh=m))
@@ -89,9 +89,9 @@ def num_devices(request: ShardRequest, placement: Placement) -> int:
     if isinstance(mesh, str) and mesh.partition(":")[0] == "auto":
         name = mesh.partition(":")[2]
         if name:
-            return int(name) if name.isdigit() else topologies.device_count(*topologies.parse_name(name))
+            return int(name) if name.isdigit() else device_topology.named_device_count(name)
     entries = (request.in_strategy, request.parameter_plan, request.out_strategy)
-    return device_count(placement.mesh if mesh is None else mesh, request.options.device, entries)
+    return mesh_device_count(placement.mesh if mesh is None else mesh, request.options.device, entries)
 
 
 def physical_topology(request: ShardRequest, chosen: ChosenMesh) -> Topology:
@@ -107,7 +107,7 @@ def physical_topology(request: ShardRequest, chosen: ChosenMesh) -> Topology:
         chip = hardware.get(mesh.chip)
     if chip is None and isinstance(chosen.mesh, jax.sharding.AbstractMesh):
         chip = hardware.for_device(jax.devices(request.options.device)[0])
-    return topologies.from_mesh(chosen.mesh, chip)
+    return device_topology.from_mesh(chosen.mesh, chip)
 
 
 def memory_budget(request: ShardRequest, topology: Topology) -> float | None:

@@ -21,7 +21,7 @@ from jshard._api.trace_call import (
     build_program,
     trace_on_shapes,
 )
-from jshard._core import topology as topologies
+from jshard._core import topology as device_topology
 from jshard._core.errors import SearchError
 from jshard._core.gc_pause import gc_paused
 from jshard._core.topology import Topology
@@ -119,7 +119,7 @@ def _plan_traced(
 
     def plan_on(chosen: ChosenMesh, request: ShardRequest = request) -> _Planned:
         check_meshes(program, chosen.axes)
-        topology = topologies.without_unit_axes(physical_topology(request, chosen))
+        topology = device_topology.without_unit_axes(physical_topology(request, chosen))
         pinned, committed = pins.resolve(chosen, topology)
         if request.plan is not None:
             return _Planned(request.plan, schedule_of_plan(program, topology, request.plan))

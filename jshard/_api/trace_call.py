@@ -24,7 +24,7 @@ from jshard._core.errors import NestedShardError, ShardError
 from jshard._memory.list_scheduling import reorder_for_memory
 from jshard._program.graph import Program
 from jshard._program.trace import build
-from jshard._program.user_shard_map import axes_of, check_meshes
+from jshard._program.user_shard_map import check_meshes, mesh_axes
 from jshard._spec.committed_shardings import Placement, placement
 from jshard._spec.tree_paths import Leaf, input_leaves, path_name
 
@@ -183,7 +183,7 @@ def build_program(
     program = reorder_for_memory(dataclasses.replace(program, explicit_mesh=explicit_mesh), donated)
     mesh = requested_mesh(request) if request.mesh is not None else compat.context_mesh()
     if hasattr(mesh, "axis_names"):
-        check_meshes(program, axes_of(mesh))
+        check_meshes(program, mesh_axes(mesh))
     outs = compat.open_jaxpr(traced.jaxpr)[0].outvars
     weak = tuple(bool(getattr(v.aval, "weak_type", False)) for v in outs)
     return TracedProgram(program, result, avals, tree, weak)

@@ -26,7 +26,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from jshard._core import aot_devices, topology as torus
+from jshard._core import aot_devices, topology as device_topology
 from jshard._core.argument_checks import checked
 from jshard._core.errors import MeshError
 from jshard._core.hardware import Chip
@@ -74,20 +74,20 @@ class TopologyMesh:
         return math.prod(self.axes.values())
 
     @functools.cached_property
-    def links(self) -> torus.Topology:
+    def links(self) -> device_topology.Topology:
         """The physical links of every mesh axis, for the planner's costs."""
         axes = MeshAxes(tuple(self.axes), tuple(self.axes.values()))
         if self.hardware.interconnect.startswith("torus"):
             # By coordinates: JAX does not always lay an axis along the torus (v5e: 4 devices are a 2 x 2 square),
             # and a plan must not depend on whether the compiler is installed.
             if self.compiles:
-                return torus.from_mesh(self.jax_mesh, self.hardware)
+                return device_topology.from_mesh(self.jax_mesh, self.hardware)
             stand_ins = aot_devices.fake_tpu_devices(self.hardware, self.physical, self.slices)
             if len(stand_ins) == axes.total:
                 placed = aot_devices.device_grid(stand_ins, axes.sizes, self.hardware, self.slices)
-                return torus.from_mesh(axes, self.hardware, device_grid=placed)
+                return device_topology.from_mesh(axes, self.hardware, device_grid=placed)
         physical = self.physical if self.hardware.interconnect != "shared" else None
-        return torus.from_mesh(axes, self.hardware, physical=physical, slices=self.slices)
+        return device_topology.from_mesh(axes, self.hardware, physical=physical, slices=self.slices)
 
     def __str__(self) -> str:
         slices = f" x {self.slices} slices" if self.slices > 1 else ""
@@ -133,7 +133,7 @@ def topology(
             where=where,
             fix='names and sizes: {"data": 4, "model": 8}',
         )
-    chip, physical = torus.parse_name(name)
+    chip, physical = device_topology.parse_name(name)
     if isinstance(num_slices, bool) or not isinstance(num_slices, int):
         raise MeshError(f"num_slices is {describe_value(num_slices)}", where=where, fix="num_slices=2")
     if num_slices < 1 or num_slices > 1 and not chip.interconnect.startswith("torus"):
@@ -142,7 +142,7 @@ def topology(
             where=where,
             fix="num_slices >= 1, on TPU; for GPUs islands x GPUs in the name",
         )
-    count = torus.device_count(chip, physical) * num_slices
+    count = device_topology.device_count(chip, physical) * num_slices
     names, sizes = tuple(axes), tuple(axes.values())
     if not names or any(not isinstance(s, int) or s < 1 for s in sizes) or math.prod(sizes) != count:
         shown = ", ".join(f"{n!r}: {s}" for n, s in axes.items())

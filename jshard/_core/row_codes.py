@@ -7,10 +7,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-
-Ints = NDArray[np.int64]
+from jshard._core.arrays import Ints
 
 
 def concat_ranges(begin: Ints, end: Ints) -> Ints:

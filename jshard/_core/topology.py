@@ -204,6 +204,15 @@ def device_count(chip: Chip, shape: Sequence[int]) -> int:
     return math.prod(shape) * chip.dies
 
 
+def named_device_count(name: str) -> int:
+    """JAX devices of a machine by name.
+
+    >>> named_device_count("v5e:4x8"), named_device_count("h100:2x8")
+    (32, 16)
+    """
+    return device_count(*parse_name(name))
+
+
 def from_mesh(
     mesh: Any,
     chip: Chip | None = None,

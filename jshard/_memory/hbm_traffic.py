@@ -21,9 +21,9 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from jshard._core.arrays import Bools, Ints
 from jshard._memory.in_place import in_place_updates, touched_operands
 from jshard._program.graph import Literal, Operator, Program
-from jshard._program.use_def import Bools, Ints
 
 
 PRODUCTS = frozenset("dot_general ragged_dot ragged_dot_general conv_general_dilated".split())

@@ -27,17 +27,16 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from jshard import _jaxcompat as compat
+from jshard._core.arrays import Bools, Floats
 from jshard._core.row_codes import concat_ranges
 from jshard._memory.fusion_traits import fusion_traits, is_duplicable
 from jshard._memory.hbm_traffic import PRODUCTS
 from jshard._memory.liveness import Liveness, liveness
 from jshard._program.graph import Block, Call, Literal, Operator, Program, Tensor, operator_name
-from jshard._program.use_def import Bools, Floats
 
 
-_LOOKAHEAD = (
-    8  # units, from the first that is not run; how far compilers look is not known, and 4 to 16 do the same
-)
+# Units, from the first that is not run; how far compilers look is not known, and 4 to 16 do the same.
+_LOOKAHEAD = 8
 _MAX_FANIN = 32  # tensors read for a fused value; the sum of all layers would read them all
 _MIN_GAIN = 0.97  # of the traced order's peak: for less, the count is not exact enough
 

@@ -19,8 +19,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from jshard._core.arrays import Floats
 from jshard._memory.live_intervals import LiveIntervals
-from jshard._program.use_def import Floats
 
 
 def remat_flow(

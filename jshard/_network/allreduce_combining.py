@@ -19,11 +19,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from jshard._core.row_codes import Ints, concat_ranges
+from jshard._core.arrays import Bools, Ints
+from jshard._core.row_codes import concat_ranges
 from jshard._core.topology import Topology
 from jshard._memory.hbm_traffic import unfusible_operators
 from jshard._program.graph import Operator, Program
-from jshard._program.use_def import Bools
 from jshard._rules.primitives.control_flow import is_small_sum
 
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from jshard._core.row_codes import Ints, first_occurrence_codes, row_codes
+from jshard._core.arrays import Ints
+from jshard._core.row_codes import first_occurrence_codes, row_codes
 from jshard._core.topology import Topology
 from jshard._memory.hbm_traffic import HbmTraffic, hbm_traffic
 from jshard._memory.liveness import Liveness, liveness
@@ -36,9 +37,8 @@ from jshard._program.graph import Program
 from jshard._search import CostNetwork
 
 
-MAX_SECOND_COPY_AXES = (
-    2  # mesh axes of size > 1, beyond which pairs of layouts are too many (`reshard_edges.py`)
-)
+MAX_SECOND_COPY_AXES = 2
+"""Mesh axes of size > 1 beyond which pairs of layouts are too many (`reshard_edges.py`)."""
 
 Pins = Mapping[int, Sequence[tuple[str, int, Any, LayoutTest]]]
 """Operator -> its pins: (side, index, key that identifies the pin, test of layouts)."""

@@ -30,11 +30,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jshard._core.arrays import Floats
 from jshard._core.layout import Layout
 from jshard._memory.live_intervals import LiveIntervals, Use, disjoint_intervals
 from jshard._network.build import PlanningNetwork, ReshardEdge
 from jshard._network.reshard_edges import is_local_slice_of
-from jshard._program.use_def import Floats
 
 
 class CopyState(enum.IntEnum):

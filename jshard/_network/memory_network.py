@@ -35,6 +35,7 @@ from collections.abc import Callable, Hashable
 
 import numpy as np
 
+from jshard._core.arrays import Floats
 from jshard._memory.hbm_traffic import is_unfusible
 from jshard._memory.in_place import CARRY_KINDS
 from jshard._memory.live_intervals import (
@@ -49,7 +50,6 @@ from jshard._network.build import PlanningNetwork, ReshardEdge
 from jshard._network.candidates import TensorLayouts
 from jshard._network.copy_variables import CopyInterval, CopyStates, CopyVariable, copy_intervals
 from jshard._program.graph import Operator
-from jshard._program.use_def import Floats
 from jshard._search import CostNetwork, Memory
 
 

@@ -25,7 +25,8 @@ from collections.abc import Collection
 
 import numpy as np
 
-from jshard._core.row_codes import Ints, first_occurrence_codes, row_codes
+from jshard._core.arrays import Ints
+from jshard._core.row_codes import first_occurrence_codes, row_codes
 from jshard._memory.hbm_traffic import PRODUCTS
 from jshard._network.candidates import CandidateCache
 from jshard._program.graph import Operator, Program

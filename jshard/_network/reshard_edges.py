@@ -33,11 +33,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jshard._core.arrays import Bools, Floats, Ints
 from jshard._core.layout import Layout
-from jshard._core.row_codes import Ints, first_occurrence_codes, row_codes
+from jshard._core.row_codes import first_occurrence_codes, row_codes
 from jshard._network.candidates import CandidateSet, TensorLayouts
 from jshard._program.graph import Program
-from jshard._program.use_def import Bools, Floats, UseDef
+from jshard._program.use_def import UseDef
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -121,9 +122,8 @@ class EdgeTable:
     operand: Ints  # (edges,) which of its operands, -1 for a relay
     repeats: Floats  # (edges,) how often in one call of the program
     scope: Ints  # (edges,) the scope of the reader; of a relay that of its tensor
-    original_available: (
-        Bools  # (edges,) whether the tensor as produced is available in the scope of the reader
-    )
+    # (edges,) whether the tensor as produced is available in the scope of the reader
+    original_available: Bools
     scope_bit: Ints  # (edges,) these four: see `Sharing`
     num_sharers: Ints
     readers_in_scope: Ints

@@ -26,10 +26,9 @@ from jshard._program.graph import Program, rule_boundaries
 from jshard._search import CostNetwork, Solution, solve
 
 
-_BUDGET_ROUNDS = (
-    4  # searches under a budget, each with the limit lowered by what the schedule before exceeded it
-)
-_OVERSHOOT = 1.05  # times the excess of that schedule
+# Searches under a budget, each with the limit lowered by _OVERSHOOT times what the schedule before exceeded it.
+_BUDGET_ROUNDS = 4
+_OVERSHOOT = 1.05
 
 
 class LevelSearch:

@@ -45,8 +45,8 @@ class OperatorRow:
 
     `strategy` has the pieces per dimension of each operand; `collectives` the numbers of the collectives that
     bring its operands into place or finish its result; `seconds` one device's compute in all its `repeat` runs;
-    `reads` and `writes` the names of its operands ("" for a literal) and results. `turn`: it is in a loop whose turns
-    nobody knows, and counts for one.
+    `reads` and `writes` the names of its operands ("" for a literal) and results. `turn`: it is in a loop whose trip
+    count is not known before it runs, and is counted for one turn.
     """
 
     name: str
@@ -74,8 +74,8 @@ class OperatorRow:
 class CollectiveRow:
     """A collective: bytes received by each device and seconds of one execution, and how many there are.
 
-    `turn`: it is in a loop whose turns nobody knows, and `count` is that of one turn. `dtype` is the tensor's. `own`: the
-    user wrote it, in a `jax.shard_map`; the plan counts it and changes nothing about it.
+    `turn`: it is in a loop whose trip count is not known before it runs, and `count` is that of one turn. `dtype` is the
+    tensor's. `own`: the user wrote it, in a `jax.shard_map`; the plan counts it and changes nothing about it.
     """
 
     id: int

@@ -20,8 +20,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jshard._core.arrays import Bools, Ints
 from jshard._program.operators import Block, Call, Operator
-from jshard._program.use_def import Bools, Ints, UseDef
+from jshard._program.use_def import UseDef
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -23,18 +23,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from jshard import _jaxcompat
-from jshard._core.row_codes import Ints as Ints
+from jshard._core.arrays import Bools, Floats, Ints
 from jshard._program.operators import Literal, Operator, Tensor
 
 
 BODY_ENTRY_KINDS = ("scan_const", "scan_carry", "scan_sum", "scan_xs", "while_const", "while_carry")
 """Boundary operators with a result that is defined in the body of a loop."""
-
-Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

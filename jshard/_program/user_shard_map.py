@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard._core.errors import ShardError
 from jshard._core.layout import MeshAxes
-from jshard._core.topology import mesh_axes as axes_of
+from jshard._core.topology import mesh_axes
 from jshard._program.graph import Program
 
 
@@ -33,7 +33,7 @@ def pins_of(eqn: Any, function: str, where: str) -> list[tuple[str, int, NamedSh
     if unmapped:
         raise ShardError(
             f"jax.shard_map over {', '.join(sorted(map(str, eqn.params['newly_manual_axes']))) or 'no axis'} of the "
-            f"mesh {axes_of(mesh)} inside the sharded function {function}",
+            f"mesh {mesh_axes(mesh)} inside the sharded function {function}",
             where=where,
             fix=f"axis_names of all axes of the mesh: {', '.join(map(str, unmapped))} would be left to the compiler, "
             "but a plan leaves none",
@@ -54,7 +54,7 @@ def check_meshes(program: Program, axes: MeshAxes) -> None:
     """Raise `ShardError` for a `shard_map` of the user's over another mesh than the plan's."""
     for i in np.flatnonzero(program.use_def.has_primitive(frozenset((SHARD_MAP,)))).tolist():
         op = program.operators[i]
-        user = axes_of(op.eqn.params["mesh"])
+        user = mesh_axes(op.eqn.params["mesh"])
         if user != axes:
             raise ShardError(
                 f"jax.shard_map over the mesh {user} inside the sharded function {program.name}, which is planned "

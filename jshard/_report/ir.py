@@ -110,9 +110,7 @@ def _body_frame(r: LocalRow) -> str:
         f"{_value(v)} : {format_type(d, s)}" for v, d, s in zip(r.reads, r.dtypes, r.shapes, strict=True)
     )
     if r.kind == "begin":
-        times = (
-            " of turns that nobody knows" if r.turn else f" x{format_count(r.count)}" if r.count != 1 else ""
-        )
+        times = " of unknown trip count" if r.turn else f" x{format_count(r.count)}" if r.count != 1 else ""
         return f"{r.operator}{times} {{"
     return f"branch on {values}" if r.kind == "branch on" else f"}} gives {values}".rstrip()
 

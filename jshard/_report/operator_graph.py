@@ -18,7 +18,7 @@ from jshard._report.grouping import (
     operator_groups,
     sum_collectives,
 )
-from jshard._report.timeline import program_index as place
+from jshard._report.timeline import program_index
 
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def _nodes(plan: PlanRecord) -> tuple[list[Node], dict[tuple[str, str], int]]:
     loops: dict[tuple, list[OperatorRow]] = {}
     for r in plan.boundaries:
         loops.setdefault((r.primitive, r.shapes, r.results, r.name if alone else ""), []).append(r)
-    for same in sorted([*parts, *map(tuple, loops.values())], key=lambda rows: place(rows[0])):
+    for same in sorted([*parts, *map(tuple, loops.values())], key=lambda rows: program_index(rows[0])):
         for r in same:
             member["operator", r.name] = len(nodes)
         first = same[0]

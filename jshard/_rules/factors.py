@@ -25,6 +25,10 @@ from jshard._rules.registry import OpView
 from jshard._rules.rule import Dims, Rule
 
 
+HALO = "neighbouring windows overlap: a cut dimension would need its neighbours' edges"
+"""Why a rule keeps the dimensions whole that its windows go over."""
+
+
 class Factors:
     """Numbers the factors of one rule, and records their `sizes`."""
 

@@ -191,8 +191,3 @@ def opaque_rule(op: OpView, note: str) -> Rule:
         note=note,
         opaque=True,
     )
-
-
-def is_prng_key(aval: ArrayType) -> bool:
-    """Whether an abstract value is a typed PRNG key array."""
-    return jax.numpy.issubdtype(aval.dtype, jax.dtypes.prng_key)

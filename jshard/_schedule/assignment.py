@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jshard import _jaxcompat as compat
+from jshard._core.arrays import Ints
 from jshard._core.layout import Layout
-from jshard._core.row_codes import Ints, first_occurrence_codes, row_codes
+from jshard._core.row_codes import first_occurrence_codes, row_codes
 from jshard._core.topology import Topology
 from jshard._cost.resharding import ReshardStep, cheapest_steps
 from jshard._network.allreduce_combining import combinable_sums

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from jshard._core.arrays import Bools, Floats, Ints
 from jshard._memory.liveness import DirectUses, Liveness, propagate_last_use
 from jshard._memory.memory_layout import memory_layout
-from jshard._program.use_def import Bools, Floats, Ints
 from jshard._schedule.peak_profile import INTERMEDIATE, PeakProfile
 from jshard._schedule.vectorized import ScheduleArrays
 

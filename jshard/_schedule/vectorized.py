@@ -8,7 +8,7 @@ before the first reader that does not take it as it is made, and from there to a
 reader that needs that one. So reshards are the first of equal (tensor, layout) pairs among the reads, and numpy finds
 them all at once. `tests/schedule/test_vectorized.py` compares the two.
 
-A *value* is a tensor in a layout: value t is tensor t as it is made, value ``tensors + m`` what the m-th reshard makes.
+A *value* is a tensor in a layout: value t is tensor t as it is made, value `tensors + m` what the m-th reshard makes.
 
 Worked case.  Tensor 0 is made in layout A, stored in B, and read by operators 1, 2 and 3 in layouts B, C and C: reads
 0, 1 and 2.
@@ -28,11 +28,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jshard._core.arrays import Bools, Floats, Ints
 from jshard._core.layout import Layout
 from jshard._core.row_codes import row_codes
 from jshard._cost.resharding import ReshardStep
 from jshard._program.graph import Program
-from jshard._program.use_def import Bools, Floats, Ints
 from jshard._schedule.assignment import Assignment
 
 

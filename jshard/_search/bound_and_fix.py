@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jshard._search.cost_network import Floats
+from jshard._core.arrays import Floats
 from jshard._search.dual.message_layout import (
     LayerPositions,
     MessageLayout,

@@ -15,8 +15,8 @@ import heapq
 
 import numpy as np
 
+from jshard._core.arrays import Ints
 from jshard._search.bound_and_fix import BoundedCore, WarmStart, bound_and_fix, solve_restricted
-from jshard._search.cost_network import Ints
 from jshard._search.dual.layer_folding import FoldedNetwork, fold_layers, unfold_messages
 from jshard._search.dual.message_layout import LayerPositions
 from jshard._search.exact.working_network import Contradiction, WorkingNetwork

@@ -19,12 +19,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from jshard._core.arrays import Floats, Ints
 from jshard._core.errors import ShardError
-from jshard._core.row_codes import Ints as Ints
 
 
 SMALL_ARRAY_BYTES = 2048  # up to here an array is looked up by its bytes, beyond by digests of them
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)

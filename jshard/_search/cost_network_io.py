@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
+from jshard._core.arrays import Floats
 from jshard._core.errors import ShardError
-from jshard._search.cost_network import CostNetwork, Floats, Memory, concat_tables
+from jshard._search.cost_network import CostNetwork, Memory, concat_tables
 
 
 VERSION = 2  # of the file's format

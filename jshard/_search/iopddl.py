@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jshard._search.cost_network import CostNetwork, Floats, build
+from jshard._core.arrays import Floats
+from jshard._search.cost_network import CostNetwork, build
 
 
 FORBIDDEN = 1e17

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jshard._search.cost_network import Ints
+from jshard._core.arrays import Ints
 from jshard._search.dual.warm_start import SavedMessages
 from jshard._search.exact.bucket_elimination import (
     EliminatedComponent,

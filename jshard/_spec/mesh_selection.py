@@ -121,10 +121,10 @@ def choose_mesh(
     return _split_axes(user_mesh, source, pins, shapes, joint, aligned)
 
 
-def device_count(mesh: Any, device: str | None, entries: Any = None) -> int:
+def mesh_device_count(mesh: Any, device: str | None, entries: Any = None) -> int:
     """How many devices the mesh of `choose_mesh` will have; `entries`: the strategies, as the user wrote them.
 
-    >>> device_count(AbstractMesh((2, 4), ("x", "y")), None)
+    >>> mesh_device_count(AbstractMesh((2, 4), ("x", "y")), None)
     8
     """
     check_device(device)

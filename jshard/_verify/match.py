@@ -84,7 +84,7 @@ def match_collectives(
             tagged.append(_as_requested(e, predictions))
         elif (
             e.requested_total
-        ):  # what nobody asked for (edges of the compiler's padding) belongs to no row: the notes count it
+        ):  # collectives of the compiler's own padding belong to no row: the notes count them
             untagged.append(e)
     rows, extra = _match_by_bytes(_rows_by_number(plan, tagged), untagged)
     return [_with_equal_trips(r) for r in rows], extra

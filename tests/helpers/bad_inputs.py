@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from jshard._core.errors import MeshError, ShardError, StrategyError
-from jshard._spec.mesh_selection import ChosenMesh, choose_mesh, device_count
+from jshard._spec.mesh_selection import ChosenMesh, choose_mesh, mesh_device_count
 from jshard._spec.options import check_call_options, check_function, check_options
 from jshard._spec.strategies import pins_for_inputs, pins_for_outputs, without_static
 from jshard._spec.tree_paths import argument_names, shape_of
@@ -94,7 +94,7 @@ def read(
     names = argument_names(call.fn, len(call.args))
     in_strategy = without_static(in_strategy, names, statics.static_argnames)
     dynamic = [n for n in names if n not in statics.static_argnames]
-    devices = device_count(mesh, device, (in_strategy, parameter_plan, out_strategy))
+    devices = mesh_device_count(mesh, device, (in_strategy, parameter_plan, out_strategy))
     pins = pins_for_inputs(
         call.args,
         call.kwargs,

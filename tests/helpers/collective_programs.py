@@ -51,7 +51,7 @@ def gathered_in_turn(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def until_small(x: jax.Array) -> jax.Array:
-    """A loop whose turns nobody knows, with a sum in its test and one in its body."""
+    """A loop whose trip count is not known, with a sum in its test and one in its body."""
     return lax.while_loop(
         lambda c: (c * c).sum() > 1e-3, lambda c: 0.5 * c / jnp.abs(c).sum(0, keepdims=True), x
     )

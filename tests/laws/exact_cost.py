@@ -14,11 +14,11 @@ import dataclasses
 
 import numpy as np
 
+from jshard._core.arrays import Bools, Floats, Ints
 from jshard._core.layout import Layout
-from jshard._core.row_codes import Ints, row_codes
+from jshard._core.row_codes import row_codes
 from jshard._network.build import PlanningNetwork
 from jshard._network.cost_tables import zero_duplicate_reads
-from jshard._program.use_def import Bools, Floats
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -304,6 +304,11 @@ def program(rng: random.Random, *, low: int = 5, high: int = 40) -> Fuzzed:
     )  # fmt: skip
 
 
+def numbered_program(seed: int, n: int, high: int = 40) -> Fuzzed:
+    """Program `n` of a seed: that of every sweep, so that a number in a report is enough to find it again."""
+    return program(random.Random(seed * 1_000_003 + n), high=high)
+
+
 @st.composite
 def programs(draw: Any, low: int = 5, high: int = 40) -> Fuzzed:
     """The hypothesis strategy: the same generator, with hypothesis as its source of choices."""

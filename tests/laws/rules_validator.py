@@ -213,7 +213,7 @@ def _run(case: Case, ctx: LocalContext, entry: Any, vma: bool) -> Callable[..., 
         ]
         if vma:
             union = frozenset().union(*(compat.vma(x) for x in operands if hasattr(x, "dtype")))
-            operands = [_vary(x, union) for x in operands]
+            operands = [compat.cast_vma(x, union) for x in operands]
         results = list(local(ctx, *operands)) if local is not None else ctx.bind(*operands)
         done = []
         for k, (y, lay) in enumerate(zip(results, outs, strict=True)):
@@ -222,10 +222,10 @@ def _run(case: Case, ctx: LocalContext, entry: Any, vma: bool) -> Callable[..., 
             if vma:
                 extra = compat.vma(y) - frozenset(lay.axes)
                 assert not extra, f"local result {k} varies over {set(extra)}, its layout is {lay}"
-                y = _vary(y, frozenset(lay.partial))
+                y = compat.cast_vma(y, frozenset(lay.partial))
             y = lax.psum(y, lay.partial) if lay.partial else y
             y = jnp.expand_dims(y, 0)
-            done.append(_vary(y, frozenset(axes.names)) if vma else y)
+            done.append(compat.cast_vma(y, frozenset(axes.names)) if vma else y)
         return done
 
     return body
@@ -237,12 +237,6 @@ def _block(x: Any, layout: Layout, axes: MeshAxes) -> Any:
         if names:
             x = lax.dynamic_slice_in_dim(x, block_index(names, axes) * shape[d], shape[d], d)
     return x
-
-
-def _vary(x: Any, axes: frozenset[str]) -> Any:
-    x = x if isinstance(x, jax.Array) else jnp.asarray(x)
-    missing = tuple(sorted(axes - compat.vma(x)))
-    return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def _addend(x: Any, partial: Sequence[str], axes: MeshAxes) -> Any:

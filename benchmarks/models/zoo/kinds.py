@@ -24,9 +24,8 @@ class Model:
     apply: Callable[[Any, Any, Any, bool], tuple[Any, Any]]
     loss: Callable[[Any, Any], Any]
     state: Any = ()
-    step: Callable[..., Any] | None = (
-        None  # the training step as users of its library write it, instead of ours
-    )
+    # The training step as users of its library write it, instead of ours.
+    step: Callable[..., Any] | None = None
 
 
 def cross_entropy(logits: Any, batch: Any) -> Any:

@@ -20,14 +20,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jshard._rules.factors import Factors, summable
+from jshard._rules.factors import HALO, Factors, summable
 from jshard._rules.registry import LocalContext, OpView, family
 from jshard._rules.rule import Rule
 
 
 rule = family("conv")
-
-_HALO = "neighbouring windows overlap: a cut dimension would need its neighbours' edges"
 
 
 def _conv_local(ctx: LocalContext, x: Any, w: Any) -> Sequence[Any]:
@@ -96,5 +94,5 @@ def conv(op: OpView) -> Rule:
         blocked, reduction = blocked + reduction, []
     return Rule(
         (tuple(lhs), tuple(rhs)), (tuple(out),), f.sizes,
-        reduction=tuple(reduction), blocked=tuple(blocked), work=2.0, note=_HALO if overlaps else "",
+        reduction=tuple(reduction), blocked=tuple(blocked), work=2.0, note=HALO if overlaps else "",
     )  # fmt: skip

@@ -11,14 +11,12 @@ a (b c) -> a b
 
 from __future__ import annotations
 
-from jshard._rules.factors import Factors, linear_sets
+from jshard._rules.factors import HALO, Factors, linear_sets
 from jshard._rules.registry import OpView, family
 from jshard._rules.rule import Dims, Rule
 
 
 rule = family("window")
-
-_HALO = "neighbouring windows overlap: a cut dimension would need its neighbours' edges"
 
 
 def _dims(
@@ -54,7 +52,7 @@ def reduce_window(op: OpView) -> Rule:
     n = len(op.outs)
     return Rule(
         (many,) * n + ((),) * (len(op.ins) - n), (one,) * n, f.sizes, blocked=blocked,
-        linear=linear_sets(op, (0,)) if op.primitive == "reduce_window_sum" else (), note=_HALO,
+        linear=linear_sets(op, (0,)) if op.primitive == "reduce_window_sum" else (), note=HALO,
     )  # fmt: skip
 
 
@@ -62,18 +60,18 @@ def reduce_window(op: OpView) -> Rule:
 def select_and_scatter_add(op: OpView) -> Rule:
     """`(source, operand) -> like operand`: each window's gradient goes to its chosen element."""
     f, many, one, blocked = _dims(op, op.ins[1].shape, op.ins[0].shape)
-    return Rule((one, many), (many,), f.sizes, blocked=blocked, linear=linear_sets(op, (0,)), note=_HALO)
+    return Rule((one, many), (many,), f.sizes, blocked=blocked, linear=linear_sets(op, (0,)), note=HALO)
 
 
 @rule("select_and_gather_add")
 def select_and_gather_add(op: OpView) -> Rule:
     """`(tangents, operand) -> one per window`: the tangent of each window's chosen element."""
     f, many, one, blocked = _dims(op, op.ins[1].shape, op.outs[0].shape)
-    return Rule((many, many), (one,), f.sizes, blocked=blocked, linear=linear_sets(op, (0,)), note=_HALO)
+    return Rule((many, many), (one,), f.sizes, blocked=blocked, linear=linear_sets(op, (0,)), note=HALO)
 
 
 @rule("select_and_scatter")
 def select_and_scatter(op: OpView) -> Rule:
     """`(operand, source, init) -> like operand`, by a function of the user's."""
     f, many, one, blocked = _dims(op, op.ins[0].shape, op.ins[1].shape)
-    return Rule((many, one, ()), (many,), f.sizes, blocked=blocked, note=_HALO)
+    return Rule((many, one, ()), (many,), f.sizes, blocked=blocked, note=HALO)

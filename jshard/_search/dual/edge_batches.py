@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from jshard._search.cost_network import Floats, Ints
+from jshard._core.arrays import Floats, Ints
 
 
 STACKED_TABLE_MAX = 4096  # entries of a table above which it is not stacked with others

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jshard._search.cost_network import Ints
+from jshard._core.arrays import Ints
 from jshard._search.dual.message_layout import LayerPositions, MessageLayout, peripheral_order
 from jshard._search.dual.warm_start import SavedMessages, align_states
 from jshard._search.exact.table_pool import NONE

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jshard._core.arrays import Floats, Ints
 from jshard._core.row_codes import concat_ranges
-from jshard._search.cost_network import Floats, Ints
 from jshard._search.dual.edge_batches import (
     LAZY_INDEX_FROM,
     DirectedEdges,
@@ -38,15 +38,14 @@ from jshard._search.dual.edge_batches import (
 from jshard._search.exact.working_network import WorkingNetwork
 
 
-SEGMENT = (
-    64  # variables of a segment: a longer one propagates further in a pass, shorter ones are more in parallel
-)
-LARGE_TABLES = (
-    2000  # mean entries of a table above which fewer passes count for more than more parallel waves
-)
-SINGLE_PRECISION_FROM = (
-    2_000_000  # entries of all edges' tables from which on most passes are in single precision
-)
+SEGMENT = 64
+"""Variables of a segment: a longer one propagates further in a pass, shorter ones are more in parallel."""
+
+LARGE_TABLES = 2000
+"""Mean entries of a table above which fewer passes count for more than more parallel waves."""
+
+SINGLE_PRECISION_FROM = 2_000_000
+"""Entries of all edges' tables from which on most passes are in single precision."""
 
 Waves = list[tuple[int, int]]
 # Variable -> (place within its layer, turn, layer): a wave holds the variables at one place of all layers, except that

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jshard._search.cost_network import Floats
+from jshard._core.arrays import Floats
 from jshard._search.dual.message_layout import MessageLayout
 from jshard._search.exact.working_network import WorkingNetwork
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jshard._search.cost_network import Floats, Ints
+from jshard._core.arrays import Floats, Ints
 from jshard._search.dual.message_layout import MessageLayout
 from jshard._search.exact.working_network import WorkingNetwork
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jshard._search.cost_network import Floats, Ints
+from jshard._core.arrays import Floats, Ints
 from jshard._search.exact.table_pool import NONE
 from jshard._search.exact.working_network import WorkingNetwork, contradiction
 
@@ -30,11 +30,10 @@ Factor = tuple[int, tuple[int, ...]]  # table number, its variables by rank in t
 
 @dataclass(frozen=True)
 class EliminationOrder:
-    """An elimination order of one component, and the entries of its joint tables."""
+    """An elimination order of one component; `work`: entries of all its joint tables together."""
 
     variables: tuple[int, ...]
     scopes: tuple[tuple[int, ...], ...]  # neighbours at the time of elimination
-    largest_table: float
     work: float
 
 
@@ -93,14 +92,14 @@ def elimination_order(
     heapq.heapify(heap)
     order: list[int] = []
     scopes: list[tuple[int, ...]] = []
-    largest = work = 0.0
+    work = 0.0
     while heap:
         least, v = heapq.heappop(heap)
         if entries.get(v) != least:  # outdated
             continue
         if least > table_limit or work + least > work_limit:
             return None
-        largest, work = max(largest, least), work + least
+        work += least
         del entries[v]
         scope = neighbours.pop(v)
         order.append(v)
@@ -113,7 +112,7 @@ def elimination_order(
             if updated != entries[w]:
                 entries[w] = updated
                 heapq.heappush(heap, (updated, w))
-    return EliminationOrder(tuple(order), tuple(scopes), largest, work)
+    return EliminationOrder(tuple(order), tuple(scopes), work)
 
 
 def eliminate_in_order(graph: WorkingNetwork, order: EliminationOrder) -> EliminatedComponent:

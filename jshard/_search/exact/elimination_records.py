@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jshard._core.arrays import Ints
 from jshard._core.row_codes import first_occurrence_codes, row_codes
-from jshard._search.cost_network import Ints
 from jshard._search.exact.table_pool import TablePool
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from jshard._search.cost_network import Ints
+from jshard._core.arrays import Ints
 from jshard._search.exact.elimination_records import backtrack_rounds, backtrack_stack
 from jshard._search.exact.table_pool import NONE
 from jshard._search.exact.working_network import WorkingNetwork

@@ -23,8 +23,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from jshard._core.arrays import Ints
 from jshard._core.row_codes import first_occurrence_codes, row_codes
-from jshard._search.cost_network import CostNetwork, Ints
+from jshard._search.cost_network import CostNetwork
 from jshard._search.exact.elimination_records import ArgminTables, EliminationRound
 from jshard._search.exact.table_pool import NONE, TablePool
 from jshard._search.exact.working_network import WorkingNetwork, contradiction

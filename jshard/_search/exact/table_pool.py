@@ -20,7 +20,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jshard._search.cost_network import ArrayPool, CostNetwork, Floats, Ints
+from jshard._core.arrays import Floats, Ints
+from jshard._search.cost_network import ArrayPool, CostNetwork
 
 
 ALL_PAIRS_STATES = 32  # states up to which dominance compares all pairs of states at once

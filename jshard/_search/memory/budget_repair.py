@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jshard._search.cost_network import Floats
+from jshard._core.arrays import Floats
 from jshard._search.memory.key_times import CoreMemory
 from jshard._search.primal.local_search import (
     CoreProblem,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jshard._search.cost_network import Floats
+from jshard._core.arrays import Floats
 
 
 class DualAscent:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jshard._search.cost_network import Floats, Ints
+from jshard._core.arrays import Floats, Ints
 from jshard._search.memory.budget_repair import BudgetedCore
 from jshard._search.search_state import SearchState
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jshard._search.cost_network import Floats, Ints, Memory
+from jshard._core.arrays import Floats, Ints
+from jshard._search.cost_network import Memory
 from jshard._search.exact.table_pool import NONE
 from jshard._search.exact.working_network import WorkingNetwork
 

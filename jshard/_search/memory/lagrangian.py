@@ -23,9 +23,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jshard._core.arrays import Floats, Ints
 from jshard._core.errors import MemoryBudgetError
 from jshard._search.branch_and_bound import branch_and_bound
-from jshard._search.cost_network import CostNetwork, Floats, Ints, Memory
+from jshard._search.cost_network import CostNetwork, Memory
 from jshard._search.exact.reduce import reduce
 from jshard._search.exact.table_pool import TablePool
 from jshard._search.exact.working_network import Contradiction, WorkingNetwork, working_network

@@ -19,9 +19,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from jshard._core.arrays import Floats
 from jshard._core.errors import MemoryBudgetError
 from jshard._search.branch_and_bound import branch_and_bound
-from jshard._search.cost_network import CostNetwork, Floats, evaluate, peak
+from jshard._search.cost_network import CostNetwork, evaluate, peak
 from jshard._search.exact.table_pool import TablePool
 from jshard._search.exact.working_network import working_network
 from jshard._search.memory.budget_repair import BudgetedCore, budgeted_core, repair_then_descend

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jshard._search.cost_network import Floats
+from jshard._core.arrays import Floats
 from jshard._search.exact.working_network import WorkingNetwork
 
 
