@@ -33,7 +33,6 @@ from jshard._api.call_pins import program_pins
 from jshard._api.prepare import PlannedCall
 from jshard._core.errors import SearchError
 from jshard._core.layout import Layout
-from jshard._plan.planner import make_plan
 from jshard._plan.replan import Replanner
 from jshard._plan.request import Force, PlanRequest
 from jshard._program.graph import Literal, Operator, Program
@@ -94,6 +93,8 @@ def plan_for_gradient(prepared: PlannedCall, differentiated: Sequence[int]) -> F
         return alone("no result is real")
     try:
         request = _joint_request(prepared, replanner, joint)
+        from jshard._plan.planner import make_plan  # at the first plan: it imports every search
+
         assignment = make_plan(joint.program, replanner.topology, request)[1].assignment
         ends, inside = _match_forward(program, joint.program, assignment)
     except SearchError as e:
@@ -110,6 +111,8 @@ def _schedule_forward(
     for forced in ((*ends, *inside), ends):
         request = dataclasses.replace(replanner.request, forced=forced)
         try:
+            from jshard._plan.planner import make_plan  # at the first plan: it imports every search
+
             schedule = make_plan(program, replanner.topology, request)[1]
         except SearchError as e:  # a derivative rule may allow layouts that the function's own body does not
             why = why or _first_line(e)

@@ -20,7 +20,6 @@ from jshard._core.argument_checks import checked
 from jshard._core.errors import ShardError
 from jshard._core.messages import type_with_article
 from jshard._core.topology import Topology
-from jshard._plan.planner import make_plan
 from jshard._plan.record import PlanRecord, record_from_json
 from jshard._plan.replan import Replanner
 from jshard._plan.request import PlanRequest
@@ -252,6 +251,8 @@ def plan_program(
     program: Program, topology: Topology, request: PlanRequest, on_progress: Callable[..., None] | None = None
 ) -> tuple[Plan, Schedule]:
     """Search a plan that can search again; returns it with the schedule it stands for."""
+    from jshard._plan.planner import make_plan  # at the first plan: it imports every search
+
     record, schedule = make_plan(program, topology, request, on_progress)
     # Without the captured arrays: a plan keeps none alive.
     bare = dataclasses.replace(program, constants=(), jaxpr=None)

@@ -23,7 +23,6 @@ from jshard._core.layout import Layout
 from jshard._core.messages import join_choices, suggest
 from jshard._core.topology import Topology
 from jshard._network.candidates import CandidateCache, enumerate_layouts
-from jshard._plan.planner import make_plan
 from jshard._plan.record import PlanRecord
 from jshard._plan.request import Force, Place, PlanRequest
 from jshard._plan.rows import Alternative, Decision
@@ -45,6 +44,8 @@ class Replanner:
 
     def run(self) -> PlanRecord:
         """Plan the request."""
+        from jshard._plan.planner import make_plan  # at the first plan: it imports every search
+
         return make_plan(self.program, self.topology, self.request)[0]
 
     def replan(self, forced: Mapping[str, Any]) -> PlanRecord:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jshard._core.layout import Layout
 from jshard._core.topology import Topology
-from jshard._network.build import Pins
 from jshard._network.candidates import LayoutTest
 from jshard._network.replication_price import REPLICATION_PRICE
 from jshard._spec.entry import Pin, satisfies
+
+
+if TYPE_CHECKING:
+    from jshard._network.build import Pins
 
 
 Place = tuple[int, str, int]

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jshard._network.build import PlanningNetwork
 from jshard._program.graph import Literal
 from jshard._schedule.assignment import Assignment as Assignment, Value as Value
 from jshard._schedule.vectorized import ScheduleArrays, schedule_arrays
@@ -27,6 +27,10 @@ from jshard._schedule.writer import (
     WrittenSchedule,
     write_schedule,
 )
+
+
+if TYPE_CHECKING:
+    from jshard._network.build import PlanningNetwork
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
