@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, TypeGuard, TypeVar, cast
 
 import jax
 import numpy as np
@@ -19,10 +19,27 @@ from jax._src.interpreters import pxla
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.state import AbstractRef
 from jax.interpreters import ad, batching, mlir, partial_eval, pxla as public_pxla
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh, Sharding
+from jax.typing import ArrayLike
 
 from jshard._core.errors import MeshError, NestedShardError, ShardError
+from jshard._core.jax_types import (
+    ArrayFunction,
+    ClosedJaxpr,
+    Function,
+    JaxMesh,
+    Jaxpr,
+    JaxprAtom,
+    JaxprEqn,
+    JaxprLiteral,
+    Params,
+    Primitive,
+    PyTree,
+)
+from jshard._core.layout import ArrayType
 
+
+T = TypeVar("T", bound=ArrayLike)
 
 ALL_TO_ALL_MIXES_LAYOUTS = jax.__version_info__ < (0, 11)
 """Whether XLA may assign different memory layouts to the parts of one all-to-all, which then fails to compile.
@@ -31,7 +48,7 @@ See `docs/jax_bugs.md`: seen on 0.10.2, not on 0.12.0.1, with arrays that have a
 """
 
 
-def all_gather_invariant(x: Any, axes: Any, *, axis: int) -> Any:
+def all_gather_invariant(x: jax.Array, axes: Sequence[str], *, axis: int) -> jax.Array:
     """All-gather whose result is typed invariant over `axes` (inside `shard_map` with `check_vma`)."""
     try:
         from jax._src.lax.parallel import all_gather_invariant as gather  # JAX 0.10
@@ -40,49 +57,53 @@ def all_gather_invariant(x: Any, axes: Any, *, axis: int) -> Any:
     return gather(x, axes, axis=axis, tiled=True)
 
 
-def open_jaxpr(j: Any) -> tuple[Any, Sequence[Any]]:
+def open_jaxpr(j: Jaxpr | ClosedJaxpr) -> tuple[Jaxpr, Sequence[jax.Array]]:
     """A jaxpr and its constants, whether closed (two classes on 0.10) or merged (one class from 0.11)."""
-    if hasattr(j, "jaxpr") and hasattr(j, "consts"):
-        return j.jaxpr, j.consts
-    return j, getattr(j, "consts", ())
+    return cast("Jaxpr", getattr(j, "jaxpr", j)), getattr(j, "consts", ())
 
 
-def is_jaxpr(value: Any) -> bool:
+def make_jaxpr(fn: ArrayFunction, *avals: ArrayType) -> ClosedJaxpr:
+    """The jaxpr of a function on arrays of some types."""
+    return cast("ClosedJaxpr", jax.make_jaxpr(fn)(*avals))
+
+
+def is_jaxpr(value: object) -> TypeGuard[Jaxpr | ClosedJaxpr]:
     """Whether a parameter of an equation is a jaxpr, open or closed."""
     return isinstance(value, jex.Jaxpr | getattr(jex, "ClosedJaxpr", jex.Jaxpr))
 
 
-def without_dead_code(jaxpr: Any) -> Any:
+def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
     """The jaxpr without dead equations; all inputs stay."""
-    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
+    live, *_ = partial_eval.dce_jaxpr(cast(Any, jaxpr), [True] * len(jaxpr.outvars), instantiate=True)
+    return cast("Jaxpr", live)
 
 
-def has_effects(jaxpr: Any) -> bool:
+def has_effects(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
     """Whether a jaxpr has effects: prints, callbacks, writes."""
     return bool(jaxpr.effects)
 
 
-def as_function(jaxpr: Any) -> Any:
+def as_function(jaxpr: Jaxpr | ClosedJaxpr) -> Callable[..., list[jax.Array]]:
     """A closed jaxpr as a function of its flat arguments."""
     return jex.jaxpr_as_fun(jaxpr)
 
 
-def captured_tracers(traced: Any) -> Sequence[Any]:
+def captured_tracers(traced: jax.stages.Traced) -> Sequence[core.Tracer]:
     """Tracers that a traced function closes over; they are the first inputs of its jaxpr."""
     return getattr(traced, "_consts", None) or ()
 
 
-def is_tracer(x: Any) -> bool:
+def is_tracer(x: object) -> TypeGuard[core.Tracer]:
     """Whether a value is a tracer."""
     return isinstance(x, core.Tracer)
 
 
-def is_ref(x: Any) -> bool:
+def is_ref(x: object) -> bool:
     """Whether a value is a mutable array (`jax.new_ref`)."""
     return isinstance(array_type(x), AbstractRef)
 
 
-def array_type(x: Any) -> Any:
+def array_type(x: object) -> ArrayType | None:
     """The type of an array or a number, None for anything else."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return x
@@ -98,12 +119,12 @@ ShardingTypeError = jex.ShardingTypeError
 VARIABLE = jex.Var
 
 
-def is_literal(v: Any) -> bool:
+def is_literal(v: object) -> TypeGuard[JaxprLiteral]:
     """Whether a jaxpr atom is a literal."""
     return isinstance(v, jex.Literal)
 
 
-def scan_split(params: Any) -> tuple[int, int]:
+def scan_split(params: Params) -> tuple[int, int]:
     """Number of constants and of carried values of a scan equation."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
@@ -111,18 +132,18 @@ def scan_split(params: Any) -> tuple[int, int]:
     return len(list(consts)), len(list(carry))
 
 
-def bind_params(eqn: Any, params: Any) -> dict[str, Any]:
+def bind_params(eqn: JaxprEqn, params: Params) -> Params:
     """An equation's parameters as arguments of `primitive.bind`."""
     return eqn.primitive.get_bind_params(dict(params))
 
 
-def name_stack(prefix: str, eqn: Any) -> str:
+def name_stack(prefix: str, eqn: JaxprEqn | None) -> str:
     """Name stack of an equation, after that of the enclosing calls."""
     own = str(eqn.source_info.name_stack) if eqn is not None else ""
     return "/".join(p for p in (prefix, own) if p)
 
 
-def module_path(prefix: str, eqn: Any) -> str:
+def module_path(prefix: str, eqn: JaxprEqn | None) -> str:
     """Name stack without the names of transformations: `transpose(jvp(Net))/blocks_0` -> `Net/blocks_0`."""
     parts = []
     for part in name_stack(prefix, eqn).split("/"):
@@ -133,69 +154,74 @@ def module_path(prefix: str, eqn: Any) -> str:
     return "/".join(parts)
 
 
-def is_backward(prefix: str, eqn: Any) -> bool:
+def is_backward(prefix: str, eqn: JaxprEqn | None) -> bool:
     """Whether an equation comes from a transposition (the backward pass)."""
     return "transpose(" in name_stack(prefix, eqn)
 
 
-def source_line(eqn: Any) -> str:
+def source_line(eqn: JaxprEqn | None) -> str:
     """`file.py:line (function)` of the user's frame, or an empty string."""
     if eqn is None:
         return ""
     return source_info_util.summarize(eqn.source_info)
 
 
-def eqn_context(eqn: Any, prefix: str = "") -> Any:
+def eqn_context(eqn: JaxprEqn, prefix: str = "") -> contextlib.AbstractContextManager[object]:
     """A context manager under which re-emitted primitives keep the equation's source line and names."""
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     return source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)
 
 
+def _key_type(dtype: Any) -> Any:
+    """The generator of a dtype of typed PRNG keys."""
+    return dtype._impl
+
+
 @functools.lru_cache(maxsize=256)
-def itemsize(dtype: Any) -> int:
+def itemsize(dtype: np.dtype) -> int:
     """Bytes of one element; typed PRNG keys count their key data."""
     if jax.numpy.issubdtype(dtype, jax.dtypes.prng_key):
-        return int(np.prod(dtype._impl.key_shape)) * 4
+        return int(np.prod(_key_type(dtype).key_shape)) * 4
     if dtype == jax.dtypes.float0:
         return 0
     return max(1, np.dtype(dtype).itemsize)
 
 
-def empty(shape: Sequence[int], dtype: Any) -> Any:
+def empty(shape: Sequence[int], dtype: np.dtype) -> jax.Array:
     """An array of size zero, of typed PRNG keys too."""
     if jax.numpy.issubdtype(dtype, jax.dtypes.prng_key):
-        data = jax.numpy.zeros((*shape, *dtype._impl.key_shape), "uint32")
-        return jax.random.wrap_key_data(data, impl=dtype._impl)
+        impl = _key_type(dtype)
+        return jax.random.wrap_key_data(jax.numpy.zeros((*shape, *impl.key_shape), "uint32"), impl=impl)
     return jax.numpy.zeros(shape, dtype)
 
 
-def weakly_typed(x: Any) -> Any:
+def weakly_typed(x: jax.Array) -> jax.Array:
     """`x` with a weak type, as results of Python scalars have: its dtype yields to others in promotion."""
     return jax.lax.convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None)
 
 
-def vma(x: Any) -> frozenset[str]:
+def vma(x: ArrayLike) -> frozenset[str]:
     """Mesh axes over which a value inside `shard_map` is typed as varying."""
     return vma_of_type(jax.typeof(x))
 
 
-def vma_of_type(aval: Any) -> frozenset[str]:
+def vma_of_type(aval: object) -> frozenset[str]:
     """Mesh axes over which values of a type are varying."""
     kinds = getattr(aval, "mat", None)  # JAX 0.12: one record for varying, unreduced and reduced axes
     return frozenset(kinds.varying if kinds is not None else getattr(aval, "vma", ()) or ())
 
 
-def cast_vma(x: Any, axes: Iterable[str]) -> Any:
+def cast_vma(x: T, axes: Iterable[str]) -> T | jax.Array:
     """A value inside `shard_map`, typed as varying over `axes` beside those it varies over already."""
     axes = frozenset(axes)
     if not axes:
         return x
-    x = x if isinstance(x, jax.Array) else jax.numpy.asarray(x)
-    missing = tuple(sorted(axes - vma(x)))
-    return jax.lax.pcast(x, missing, to="varying") if missing else x
+    array = x if isinstance(x, jax.Array) else jax.numpy.asarray(x)
+    missing = tuple(sorted(axes - vma(array)))
+    return jax.lax.pcast(array, missing, to="varying") if missing else array
 
 
-def to_common_vma(values: Sequence[Any]) -> list[Any]:
+def to_common_vma(values: Sequence[T]) -> list[T | jax.Array]:
     """Values typed as varying over the same mesh axes, as primitives require under `check_vma`."""
     axes = frozenset().union(*(vma(x) for x in values if hasattr(x, "dtype")))
     return [cast_vma(x, axes) for x in values]
@@ -206,24 +232,17 @@ def check_vma_enabled() -> bool:
     return bool(config._check_vma.value)
 
 
-def check_vma(on: bool) -> Any:
+def check_vma(on: bool) -> contextlib.AbstractContextManager[object]:
     """A context with `check_vma` on or off, to trace a body as it was traced before."""
     return config._check_vma(on)
 
 
-def run_jaxpr(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
+def run_jaxpr(jaxpr: Jaxpr, operands: Sequence[jax.Array]) -> list[jax.Array]:
     """The results of an open jaxpr without constants."""
-    return jex.eval_jaxpr(jaxpr, (), *operands)
+    return jex.eval_jaxpr(cast(Any, jaxpr), (), *operands)
 
 
-def row_major(x: Any) -> Any:
-    """An array constrained to the row-major memory layout, XLA's default."""
-    from jax.experimental.layout import Layout, with_layout_constraint
-
-    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim)))) if x.ndim > 1 else x
-
-
-def with_axes(aval: Any, axes: frozenset[str]) -> Any:
+def with_axes(aval: core.ShapedArray, axes: frozenset[str]) -> core.ShapedArray:
     """A type that varies over exactly these mesh axes."""
     return aval.update(manual_axis_type=jex.ManualAxisType(varying=axes))
 
@@ -234,7 +253,7 @@ retype_p.def_abstract_eval(lambda aval, *, axes, what: with_axes(aval, axes))
 mlir.register_lowering(retype_p, lambda ctx, x, **_: [x])
 
 
-def _no_derivative(primals: Any, tangents: Any, *, axes: Any, what: str) -> Any:
+def _no_derivative(primals: object, tangents: object, *, axes: frozenset[str], what: str) -> NoReturn:
     raise ShardError(
         "the derivative, taken from outside a sharded function, of a jax.shard_map(..., check_vma=False) inside it",
         where=what,
@@ -245,19 +264,22 @@ def _no_derivative(primals: Any, tangents: Any, *, axes: Any, what: str) -> Any:
 ad.primitive_jvps[retype_p] = _no_derivative
 
 
-def retyped(x: Any, axes: frozenset[str], what: str) -> Any:
+def retyped(x: jax.Array, axes: frozenset[str], what: str) -> jax.Array:
     """A value retyped as varying over exactly `axes`, without a check; not differentiable."""
     return retype_p.bind(x, axes=axes, what=what)
 
 
-def threefry_2x32(k0: Any, k1: Any, high: Any, low: Any) -> tuple[Any, Any]:
+def threefry_2x32(
+    k0: jax.Array, k1: jax.Array, high: jax.Array, low: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """The threefry block cipher on uint32 words: key words and counts broadcast against each other."""
     from jax.extend.random import threefry2x32_p
 
-    return tuple(threefry2x32_p.bind(k0, k1, high, low))
+    first, second = threefry2x32_p.bind(k0, k1, high, low)
+    return first, second
 
 
-def identity_primitive(name: str) -> Any:
+def identity_primitive(name: str) -> jex.Primitive:
     """A primitive that returns its operand; it compiles to nothing, tangents bypass it, `vmap` keeps it.
 
     A `pin` parameter with a method `batched(dim)` is replaced by its result under `vmap`.
@@ -269,7 +291,9 @@ def identity_primitive(name: str) -> Any:
     # The pin applies to the primal value only.
     ad.primitive_jvps[p] = lambda primals, tangents, **k: (p.bind(*primals, **k), tangents[0])
 
-    def batch(args: Any, dims: Any, **k: Any) -> Any:
+    def batch(
+        args: Sequence[jax.Array], dims: Sequence[int | None], **k: Any
+    ) -> tuple[jax.Array, int | None]:
         if hasattr(k.get("pin"), "batched"):
             k["pin"] = k["pin"].batched(dims[0])
         return p.bind(*args, **k), dims[0]
@@ -278,59 +302,28 @@ def identity_primitive(name: str) -> Any:
     return p
 
 
-def debug_callback_function(name: str, params: Any) -> Any:
+def debug_callback_function(name: str, params: Params) -> Callable[..., None]:
     """The host function of a `debug_callback` or `debug_print`."""
     from jax._src import debugging
 
     primitive = getattr(debugging, name + "_p")
 
-    def run(*values: Any) -> None:
+    def run(*values: jax.Array) -> None:
         primitive.impl(*values, **params)
 
     return run
 
 
-def identity_equation(primitive: Any, operand: Any, result: Any, like: Any) -> Any:
-    """An equation `result = primitive(operand)` with the source line and name stack of the equation `like`."""
-    return jex.new_jaxpr_eqn([operand], [result], primitive, {}, set(), like.source_info, like.ctx)
+def new_equation(
+    primitive: Primitive, operands: Sequence[JaxprAtom], results: Sequence[JaxprAtom], params: Params,
+    effects: Collection[object], like: JaxprEqn,
+) -> JaxprEqn:  # fmt: skip
+    """An equation `results = primitive(operands)` with the source line and name stack of the equation `like`."""
+    ends = list(operands), list(results)
+    return cast("JaxprEqn", jex.new_jaxpr_eqn(*ends, primitive, params, effects, like.source_info, like.ctx))
 
 
-def with_scalar_predicate(eqn: Any) -> Any:
-    """An equivalent `while` equation with a scalar condition; under `vmap` conditions are batched.
-
-    As in JAX's lowering: the loop runs while any element is true, and elements that are false keep their carry.
-    """
-    p = eqn.params
-    test, turn, nc = as_function(p["cond_jaxpr"]), as_function(p["body_jaxpr"]), p["cond_nconsts"]
-    shape = open_jaxpr(p["cond_jaxpr"])[0].outvars[0].aval.shape
-    if not shape:
-        return eqn
-    consts = [v.aval for v in eqn.invars[: nc + p["body_nconsts"]]]
-    carry = [v.aval for v in eqn.outvars]
-
-    def any_on(*args: Any) -> Any:
-        return jax.lax.reduce_or(test(*args)[0], axes=range(len(shape)))
-
-    def selected(*args: Any) -> list[Any]:
-        old = args[len(consts) :]
-        on = test(*args[:nc], *old)[0]
-        new = turn(*args[nc:])
-        grown = [jax.lax.broadcast_in_dim(on, o.shape, range(len(shape))) for o in old]
-        return [jax.lax.select(g, n, o) for g, n, o in zip(grown, new, old, strict=True)]
-
-    params = {
-        **p,
-        "cond_jaxpr": jax.make_jaxpr(any_on)(*consts[:nc], *carry),
-        "body_jaxpr": jax.make_jaxpr(selected)(*consts, *carry),
-        "body_nconsts": len(consts),
-    }
-    invars = [*eqn.invars[:nc], *eqn.invars]
-    return jex.new_jaxpr_eqn(
-        invars, eqn.outvars, eqn.primitive, params, eqn.effects, eqn.source_info, eqn.ctx
-    )
-
-
-def constraint_of(eqn: Any) -> Any:
+def constraint_of(eqn: JaxprEqn) -> Sharding | None:
     """The sharding of a `with_sharding_constraint` or `reshard` equation."""
     return eqn.params.get("sharding", eqn.params.get("dst_sharding"))
 
@@ -340,7 +333,7 @@ def at_top_level() -> bool:
     return trace_state_clean()
 
 
-def context_mesh() -> Any:
+def context_mesh() -> AbstractMesh | None:
     """The abstract mesh set by `jax.set_mesh`, or None."""
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty else mesh
@@ -359,7 +352,7 @@ ad.primitive_jvps[argument_marker_p] = lambda primals, tangents, **k: (
 )
 
 
-def _refuse_batching(args: Any, dims: Any, *, name: str) -> Any:
+def _refuse_batching(args: object, dims: object, *, name: str) -> NoReturn:
     raise NestedShardError(
         f"vmap of the sharded function {name}",
         where=f"jax.vmap({name})",
@@ -370,12 +363,12 @@ def _refuse_batching(args: Any, dims: Any, *, name: str) -> Any:
 batching.primitive_batchers[argument_marker_p] = _refuse_batching
 
 
-def mark_argument(x: Any, name: str) -> Any:
+def mark_argument(x: ArrayLike, name: str) -> jax.Array:
     """`x`, marked as an argument of the sharded function `name`: `vmap` and an outer `shard` then raise an error."""
     return argument_marker_p.bind(x, name=name)
 
 
-def _nothing_runs(ctx: Any, x: Any, *, what: str, where: str, fix: str) -> Any:
+def _nothing_runs(ctx: object, x: object, *, what: str, where: str, fix: str) -> NoReturn:
     raise MeshError(what, where=where, fix=fix)
 
 
@@ -386,24 +379,24 @@ mlir.register_lowering(described_p, _nothing_runs)
 ad.primitive_jvps[described_p] = lambda primals, tangents, **k: (described_p.bind(*primals, **k), tangents[0])
 
 
-def never_compiled(x: Any, error: ShardError) -> Any:
+def never_compiled(x: jax.Array, error: ShardError) -> jax.Array:
     """`x`, such that programs containing it can be traced for shapes, but raise the error when compiled."""
     return described_p.bind(x, what=error.what, where=error.where, fix=error.fix)
 
 
 @contextlib.contextmanager
-def without_mesh() -> Any:
+def without_mesh() -> Iterator[None]:
     """A context without a mesh, to trace on global shapes inside `shard_map`: without manual axes and their types."""
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())), check_vma(False):
         yield
 
 
-def context_of_trace(mesh: Any) -> Any:
+def context_of_trace(mesh: JaxMesh | None) -> contextlib.AbstractContextManager[object]:
     """The mesh context of the original trace: a mesh with Explicit axes, or none."""
     return without_mesh() if mesh is None else with_mesh(mesh)
 
 
-def call_primitive(name: str, run: Any) -> Any:
+def call_primitive(name: str, run: ArrayFunction) -> jex.Primitive:
     """A primitive with several results, evaluated, abstractly evaluated and compiled as `run(fused, *operands)`.
 
     Under `vmap`, `fused.batched(operands, dims)` returns the operands and the parameter of the batched call, whose
@@ -413,13 +406,15 @@ def call_primitive(name: str, run: Any) -> Any:
     p.multiple_results = True
     p.def_impl(lambda *xs, fused: run(fused, *xs))
 
-    def shapes(*avals: Any, fused: Any) -> Any:
+    def shapes(*avals: core.ShapedArray, fused: object) -> list[core.ShapedArray]:
         structs = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
         with without_mesh():
             outs = jax.eval_shape(lambda *xs: run(fused, *xs), *structs)
         return [core.ShapedArray(o.shape, o.dtype, weak_type=o.weak_type) for o in outs]
 
-    def batch(args: Any, dims: Any, *, fused: Any) -> Any:
+    def batch(
+        args: Sequence[jax.Array], dims: Sequence[int | None], *, fused: Any
+    ) -> tuple[Sequence[jax.Array], Sequence[int]]:
         grown, new = fused.batched(args, dims)
         out = p.bind(*grown, fused=new)
         return out, [0] * len(out)
@@ -430,7 +425,7 @@ def call_primitive(name: str, run: Any) -> Any:
     return p
 
 
-def multi_result_primitive(name: str) -> Any:
+def multi_result_primitive(name: str) -> jex.Primitive:
     """A new primitive with several results."""
     p = jex.Primitive(name)
     p.multiple_results = True
@@ -444,14 +439,16 @@ traceback_util.register_exclusion(_HERE)
 api_boundary = traceback_util.api_boundary
 
 
-def dispatcher(name: str, fn: Any, miss: Any, static_argnums: Any, static_argnames: Any) -> Any:
+def dispatcher(
+    name: str, fn: Function, miss: Function, static_argnums: Iterable[int], static_argnames: Iterable[str]
+) -> Function:
     """A callable with the C++ dispatch of `jax.jit`, and `miss` as its handler of cache misses.
 
     `miss(*args, **kwargs)` returns (results, fast-path data of `call_and_fastpath_data`, False). Under
     `jax.disable_jit`, `fn` runs instead.
     """
 
-    def plain(*args: Any, **kwargs: Any) -> Any:
+    def plain(*args: PyTree, **kwargs: PyTree) -> PyTree:
         return fn(*args, **kwargs)
 
     return _jax.pjit(
@@ -465,7 +462,9 @@ def clear_dispatch_cache(dispatch: Any) -> None:
     dispatch._clear_cache()
 
 
-def call_and_fastpath_data(compiled: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def call_and_fastpath_data(
+    compiled: jax.stages.Compiled, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
+) -> tuple[PyTree, object]:
     """Results of a compiled program, and its data for the C++ fast path; None if only Python can dispatch it."""
     executable = compiled._executable
     if getattr(getattr(executable, "unsafe_call", None), "ordered_effects", None):
@@ -477,7 +476,7 @@ def call_and_fastpath_data(compiled: Any, args: Any, kwargs: Any) -> tuple[Any, 
     return out, fastpath_data
 
 
-def trace_options() -> tuple[tuple[str, Any], ...]:
+def trace_options() -> tuple[tuple[str, object], ...]:
     """The JAX options that a trace depends on, as (name, value) of this thread."""
     both = zip(config.trace_context_names(), config.trace_context(), strict=True)
     return tuple((n, v) for n, v in both if n.startswith("jax_"))
@@ -488,9 +487,9 @@ def jax_option(name: str) -> Any:
     return getattr(jax.config, name)
 
 
-def with_mesh(mesh: Any) -> Any:
+def with_mesh(mesh: JaxMesh) -> contextlib.AbstractContextManager[object]:
     """A context in which `mesh` (concrete or abstract) is the current abstract mesh."""
-    return jax.sharding.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh))
+    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh)
 
 
 def entered_mesh() -> Mesh | None:

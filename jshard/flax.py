@@ -21,6 +21,8 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
+from jshard._core.jax_types import PyTree
+
 
 try:
     from flax import linen, nnx
@@ -48,7 +50,7 @@ _pins.install()
 
 
 @checked
-def shard_module(module: Any, *args: Any, **kwargs: Any) -> Any:
+def shard_module(module: Any, *args: PyTree, **kwargs: PyTree) -> PyTree:
     """`module.shard(...)` as a function, also for a class with an attribute of that name.
 
     >>> from flax import nnx
@@ -60,7 +62,7 @@ def shard_module(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @checked
-def plan_of(module: Any, *args: Any, **kwargs: Any) -> Plan:
+def plan_of(module: Any, *args: PyTree, **kwargs: PyTree) -> Plan:
     """The plan of a sharded module for the arguments of its call (for a linen module, of `apply`).
 
     >>> import jax
@@ -75,7 +77,7 @@ def plan_of(module: Any, *args: Any, **kwargs: Any) -> Plan:
 
 
 @checked
-def plans_of(module: Any, *args: Any, **kwargs: Any) -> dict[str, Plan]:
+def plans_of(module: Any, *args: PyTree, **kwargs: PyTree) -> dict[str, Plan]:
     """The plan of every sharded module of a model, by module path; arguments as for `plan_of`."""
     return _flax_api(module, "jshard.flax.plans_of").plans_of(module, *args, **kwargs)
 

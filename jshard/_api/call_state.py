@@ -34,6 +34,7 @@ import numpy as np
 
 from jshard import _jaxcompat as compat
 from jshard._core.errors import ArgumentError, ShardError
+from jshard._core.jax_types import Function, PyTree
 from jshard._core.messages import describe_value, type_with_article
 from jshard._spec.tree_paths import input_leaves
 
@@ -50,15 +51,15 @@ class View:
     - `results`: result of the function -> the user's result, whose leaves come first, and the paths of the other leaves.
     """
 
-    arguments: Callable[[tuple, dict[str, Any]], tuple[tuple, dict[str, Any]]] = lambda args, kwargs: (
+    arguments: Callable[[tuple, dict[str, Any]], tuple[tuple, dict[str, PyTree]]] = lambda args, kwargs: (
         args,
         kwargs,
     )
-    results: Callable[[Any], tuple[Any, tuple[str, ...]]] = lambda out: (out, ())
+    results: Callable[[PyTree], tuple[PyTree, tuple[str, ...]]] = lambda out: (out, ())
 
 
 def not_an_array(
-    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]
+    name: str, args: Sequence[PyTree], kwargs: Mapping[str, PyTree], names: Sequence[str]
 ) -> ArgumentError:
     """The error for the first leaf of a call that is no array in JAX."""
     leaves = jax.tree.leaves((tuple(args), dict(kwargs)))
@@ -68,7 +69,7 @@ def not_an_array(
     raise AssertionError("every leaf is an array")
 
 
-def _not_an_array_error(name: str, leaf: Any, path: str, argument: str) -> ArgumentError:
+def _not_an_array_error(name: str, leaf: object, path: str, argument: str) -> ArgumentError:
     where = f"call of {name}, argument {path}"
     cls = type(leaf).__name__
     if compat.is_ref(leaf):
@@ -107,7 +108,7 @@ def _not_an_array_error(name: str, leaf: Any, path: str, argument: str) -> Argum
     )
 
 
-def refuse_refs(constants: Sequence[Any], fn: Any, name: str) -> None:
+def refuse_refs(constants: Sequence[object], fn: Function, name: str) -> None:
     """Raise `ShardError` for a mutable array (`jax.Ref`) among the captured constants of a trace."""
     for ref in filter(compat.is_ref, constants):
         path = next((path for path, value in captured(fn) if value is ref), "ref")
@@ -118,7 +119,7 @@ def refuse_refs(constants: Sequence[Any], fn: Any, name: str) -> None:
         )
 
 
-def _hashable(value: Any) -> bool:
+def _hashable(value: object) -> bool:
     try:
         hash(value)
     except TypeError:
@@ -127,7 +128,7 @@ def _hashable(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def refuse_captured_writes(fn: Any, others: Sequence[tuple[str, Any]], name: str) -> Iterator[None]:
+def refuse_captured_writes(fn: Function, others: Sequence[tuple[str, object]], name: str) -> Iterator[None]:
     """Context of a trace of `fn`: raise `ShardError` if it writes traced values into captured objects, and undo that.
 
     `others`: further (path, object) pairs that it can reach, such as static arguments.
@@ -149,7 +150,7 @@ def refuse_captured_writes(fn: Any, others: Sequence[tuple[str, Any]], name: str
         )
 
 
-def captured(fn: Any) -> Iterator[tuple[str, Any]]:
+def captured(fn: Function) -> Iterator[tuple[str, object]]:
     """(name, object) of everything a function can reach beside its arguments: closures, defaults, globals.
 
     >>> scale, shift = [2.0], {"by": 1.0}
@@ -170,7 +171,7 @@ def captured(fn: Any) -> Iterator[tuple[str, Any]]:
                 yield path, value
 
 
-def _direct_references(fn: Any) -> Iterator[tuple[str, Any]]:
+def _direct_references(fn: Function) -> Iterator[tuple[str, object]]:
     if isinstance(fn, functools.partial):
         yield from ((f"argument {i} of the partial", a) for i, a in enumerate(fn.args))
         yield from fn.keywords.items()
@@ -206,10 +207,10 @@ class _Slot(NamedTuple):
     """
 
     parent: Any
-    label: Any
-    container: Any
+    label: object
+    container: object
     key: Any
-    value: Any
+    value: object
 
     @property
     def path(self) -> str:
@@ -238,23 +239,23 @@ class _Slot(NamedTuple):
         )
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: object) -> bool:
     return isinstance(value, jax.Array | np.ndarray)
 
 
-def _numeric(value: Any) -> bool:
+def _numeric(value: object) -> bool:
     return isinstance(value, jax.Array | np.ndarray | np.generic | int | float | complex)
 
 
-def _contains(root: Any, test: Callable[[Any], bool]) -> bool:
+def _contains(root: object, test: Callable[[object], bool]) -> bool:
     """Whether the test holds for an object or anything reachable from it."""
     return test(root) or any(test(s.value) for s in _slots([("", root)]))
 
 
-def _slots(roots: Sequence[tuple[str, Any]]) -> Iterator[_Slot]:
+def _slots(roots: Sequence[tuple[str, object]]) -> Iterator[_Slot]:
     """The slots of all objects reachable from `roots`, (path, object) pairs; objects of libraries are not searched."""
     seen: set[int] = set()
-    stack: list[tuple[Any, Any]] = list(roots)[::-1]
+    stack: list[tuple[Any, object]] = list(roots)[::-1]
     while stack and len(seen) < MAX_SEARCHED_OBJECTS:
         parent, container = stack.pop()
         if id(container) in seen:
@@ -279,7 +280,7 @@ _UNSEARCHED_LIBRARIES = frozenset(
 """Libraries whose objects hold no state that user code writes."""
 
 
-def _is_opaque(value: Any) -> bool:
+def _is_opaque(value: object) -> bool:
     """Whether a value is not searched; so for a proxy whose class cannot be read."""
     try:
         return isinstance(value, _OPAQUE_TYPES)
@@ -287,7 +288,7 @@ def _is_opaque(value: Any) -> bool:
         return True
 
 
-def _direct_slots(container: Any) -> Iterator[tuple[Any, Any, Any]]:
+def _direct_slots(container: object) -> Iterator[tuple[Any, Any, Any]]:
     """(label, key or None, value) of the direct contents of an object."""
     if _is_opaque(container):
         return
@@ -300,7 +301,7 @@ def _direct_slots(container: Any) -> Iterator[tuple[Any, Any, Any]]:
         yield from ((k, k, v) for k, v in list(_attributes(container).items()))
 
 
-def _attributes(value: Any) -> dict[str, Any]:
+def _attributes(value: object) -> dict[str, object]:
     """An object's own `__dict__`: no properties, and no call of a user's `__getattr__`."""
     try:
         own = object.__getattribute__(value, "__dict__")

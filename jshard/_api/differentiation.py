@@ -22,7 +22,7 @@ the search of the forward pass chooses their layouts.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -36,6 +36,7 @@ from jshard._core.layout import Layout
 from jshard._plan.replan import Replanner
 from jshard._plan.request import Force, PlanRequest
 from jshard._program.graph import Literal, Operator, Program
+from jshard._program.operators import Atom
 from jshard._program.trace import build
 from jshard._schedule.schedule import Assignment, Schedule
 
@@ -146,16 +147,17 @@ def _joint_program(
     shapes = [
         jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type, sharding=a.sharding) for a in avals
     ]
+    assert program.jaxpr is not None
     run = compat.as_function(program.jaxpr)
     results = [_result_aval(program, i) for i in program.outputs]
     with_cotangent = [k for k, r in enumerate(results) if jax.numpy.issubdtype(r.dtype, np.inexact)]
     if not with_cotangent:
         return None
 
-    def both_passes(*values: Any) -> Any:
+    def both_passes(*values: jax.Array) -> list[jax.Array]:
         arguments, cotangents = list(values[:n]), iter(values[n:])
 
-        def forward(*primals: Any) -> Any:
+        def forward(*primals: jax.Array) -> list[jax.Array]:
             for i, x in zip(differentiated, primals, strict=True):
                 arguments[i] = x
             return list(run(*arguments))
@@ -170,7 +172,7 @@ def _joint_program(
         return [*out, *gradients]
 
     with compat.context_of_trace(program.explicit_mesh):
-        closed = jax.make_jaxpr(both_passes)(*shapes, *(results[k] for k in with_cotangent))
+        closed = compat.make_jaxpr(both_passes, *shapes, *(results[k] for k in with_cotangent))
     names = [program.operators[i].name for i in program.inputs[:n]]
     names += [f"cotangent of {program.operators[program.outputs[k]].name}" for k in with_cotangent]
     outs = [program.operators[i].name for i in program.outputs]
@@ -222,9 +224,9 @@ def _pin_exactly(op: int, side: str, k: int, layout: Layout) -> Force:
     return op, side, k, f"as in training: {layout}", lambda other: other == layout
 
 
-def _forward_ops_by_kind(program: Program) -> dict[Any, list[Operator]]:
+def _forward_ops_by_kind(program: Program) -> dict[Hashable, list[Operator]]:
     """The operators of the forward pass in trace order, by primitive, shapes, source line and trip count."""
-    out: dict[Any, list[Operator]] = {}
+    out: dict[Hashable, list[Operator]] = {}
     for i in program.trace_order or range(len(program.operators)):
         op = program.operators[i]
         if op.kind == "eqn" and not compat.is_backward(op.prefix, op.eqn):
@@ -234,11 +236,11 @@ def _forward_ops_by_kind(program: Program) -> dict[Any, list[Operator]]:
     return out
 
 
-def _shape_and_dtype(program: Program, atom: Any) -> Any:
+def _shape_and_dtype(program: Program, atom: Atom) -> Hashable:
     return () if isinstance(atom, Literal) else (program.tensors[atom].shape, program.tensors[atom].dtype)
 
 
 def _result_aval(program: Program, output: int) -> jax.ShapeDtypeStruct:
     atom = program.operators[output].operands[0]
-    t: Any = atom.aval if isinstance(atom, Literal) else program.tensors[atom]
+    t = atom.aval if isinstance(atom, Literal) else program.tensors[atom]
     return jax.ShapeDtypeStruct(t.shape, t.dtype)

@@ -17,12 +17,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.custom_derivatives import SymbolicZero
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, Sharding
 
 from jshard import _jaxcompat as compat
 from jshard._api.differentiation import plan_for_gradient, planned_alone_note
@@ -31,6 +31,7 @@ from jshard._api.prepare import PlannedCall
 from jshard._api.shard_request import ShardRequest, traced_arguments
 from jshard._api.trace_call import explicit_sharding
 from jshard._core.errors import MeshError
+from jshard._core.jax_types import Function, JaxMesh, PyTree
 from jshard._core.layout import Layout
 from jshard._lower.spmd import spmd
 from jshard._plan.derivative_rule import plan_derivative_rule
@@ -78,7 +79,7 @@ class Executable:
         return self._compiled
 
     @functools.cached_property
-    def inlined(self) -> Any:
+    def inlined(self) -> Function:
         """The program as a function for another trace: flat arguments and captured arrays -> flat results."""
         return _differentiable(self.prepared, self.notes)
 
@@ -98,11 +99,11 @@ class Executable:
             for i, sharding in sharded.items()
         )
 
-    def _is_placed_as_planned(self, i: int, sharding: NamedSharding, mesh: Any) -> bool:
+    def _is_placed_as_planned(self, i: int, sharding: NamedSharding, mesh: JaxMesh) -> bool:
         row = self.prepared.plan.inputs[i]
         return equivalent_axes(sharding, row.shape, mesh) == row.layout.dims
 
-    def entry_moves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[EntryRow, ...]:
+    def entry_moves(self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> tuple[EntryRow, ...]:
         """The arguments that are moved before a call, each with the bytes received per device."""
         leaves = jax.tree.leaves(traced_arguments(self.prepared.request, args, kwargs))
         plan = self.prepared.plan
@@ -120,7 +121,7 @@ class Executable:
             rows.append(EntryRow(row.path, describe_sharding(source), str(row.layout), float(received)))
         return tuple(rows)
 
-    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    def run(self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> tuple[PyTree, object]:
         """The results of a call, and the data with which JAX's dispatch repeats it; None if it must not."""
         if _has_no_devices(self.prepared) or not _devices_can_run(self.prepared.chosen.mesh):
             raise _cannot_run_error(self.prepared, "")
@@ -142,7 +143,7 @@ def _has_no_devices(prepared: PlannedCall) -> bool:
     return compat.at_top_level() or prepared.chosen.source != "arguments"
 
 
-def _devices_can_run(mesh: Any) -> bool:
+def _devices_can_run(mesh: JaxMesh) -> bool:
     """Whether the devices of a mesh can run programs; those of an ahead-of-time compiler cannot."""
     if isinstance(mesh, AbstractMesh):
         return True
@@ -177,7 +178,7 @@ def _lower(prepared: PlannedCall) -> jax.stages.Lowered:
     body = spmd(prepared.schedule, mesh)
     constants = _captured_arrays(prepared)
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
         # A separate computation: its arguments have the planned shardings, whatever mesh is in context.
         with compat.with_mesh(mesh):
             return _unflatten_results(prepared, body(*jax.tree.leaves((args, kwargs)), *constants))
@@ -202,7 +203,7 @@ def _lower(prepared: PlannedCall) -> jax.stages.Lowered:
     return jitted.lower(*args, **kwargs)
 
 
-def _captured_arrays(prepared: PlannedCall) -> list[Any]:
+def _captured_arrays(prepared: PlannedCall) -> list[jax.Array]:
     """The captured arrays; those with a sharding in their type are placed in their planned layout, untyped."""
     assignment, mesh = prepared.schedule.assignment, prepared.chosen.mesh
     program = assignment.program
@@ -214,7 +215,7 @@ def _captured_arrays(prepared: PlannedCall) -> list[Any]:
     return out
 
 
-def _unflatten_results(prepared: PlannedCall, leaves: Sequence[Any]) -> Any:
+def _unflatten_results(prepared: PlannedCall, leaves: Sequence[jax.Array]) -> PyTree:
     """The results as a pytree, with the weak types of the function, which `shard_map` drops."""
     typed = [compat.weakly_typed(x) if w else x for x, w in zip(leaves, prepared.weak_typed, strict=True)]
     return jax.tree.unflatten(prepared.out_tree, typed)
@@ -228,7 +229,7 @@ def _donated_arguments(prepared: PlannedCall) -> tuple[tuple[int, ...], tuple[st
     return positions, tuple(n for n, a in kwargs.items() if donated.intersection(jax.tree.leaves(a)))
 
 
-def _differentiable(prepared: PlannedCall, notes: list[str]) -> Any:
+def _differentiable(prepared: PlannedCall, notes: list[str]) -> PyTree:
     """The program as a function of flat arguments and captured arrays, for use in another trace.
 
     Its derivative rule runs the schedule of `plan_for_gradient`, planned when JAX first differentiates it; `notes`
@@ -236,19 +237,19 @@ def _differentiable(prepared: PlannedCall, notes: list[str]) -> Any:
     """
     mesh, name = prepared.chosen.mesh, prepared.request.name
     body = spmd(prepared.schedule, mesh, vma=True, plan_rule=plan_derivative_rule)
-    forward_passes: dict[tuple[int, ...], Callable[..., Any]] = {}  # key: numbers of differentiated arguments
+    forward_passes: dict[tuple[int, ...], Function] = {}  # key: numbers of differentiated arguments
 
-    def forward(*values: Any) -> tuple[Any, ...]:
+    def forward(*values: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(body(*values))
 
-    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    def jvp(primals: Sequence[jax.Array], tangents: Sequence[jax.Array]) -> PyTree:
         numbers = tuple(i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero))
         if numbers not in forward_passes:
             planned = plan_for_gradient(prepared, numbers)
             notes.extend([planned.note] if planned.note else [])
             forward_passes[numbers] = spmd(planned.schedule, mesh, vma=True, plan_rule=plan_derivative_rule)
 
-        def of_differentiated(*differentiated: Any) -> tuple[Any, ...]:
+        def of_differentiated(*differentiated: jax.Array) -> tuple[jax.Array, ...]:
             values = list(primals)
             for i, x in zip(numbers, differentiated, strict=True):
                 values[i] = x
@@ -258,9 +259,10 @@ def _differentiable(prepared: PlannedCall, notes: list[str]) -> Any:
 
     forward.__name__ = forward.__qualname__ = name
     # JAX allows no effects in derivative rules.
-    if compat.has_effects(prepared.schedule.assignment.program.jaxpr):
+    jaxpr = prepared.schedule.assignment.program.jaxpr
+    if jaxpr is None or compat.has_effects(jaxpr):
 
-        def watched(*values: Any) -> tuple[Any, ...]:
+        def watched(*values: jax.Array) -> tuple[jax.Array, ...]:
             return forward(
                 *(
                     _note_differentiation(x, notes) if jax.numpy.issubdtype(x.dtype, jax.numpy.inexact) else x
@@ -275,22 +277,22 @@ def _differentiable(prepared: PlannedCall, notes: list[str]) -> Any:
     return jax.jit(rule)
 
 
-def _note_differentiation(x: Any, notes: list[str]) -> Any:
+def _note_differentiation(x: jax.Array, notes: list[str]) -> PyTree:
     """The identity; adds a note when it is differentiated."""
 
     @jax.custom_jvp
-    def identity(x: Any) -> Any:
+    def identity(x: jax.Array) -> jax.Array:
         return x
 
     @identity.defjvp
-    def _(primals: Any, tangents: Any) -> Any:
+    def _(primals: Sequence[jax.Array], tangents: Sequence[jax.Array]) -> PyTree:
         notes.append(planned_alone_note("", "JAX lets no effects into rules of derivatives"))
         return primals[0], tangents[0]
 
     return identity(x)
 
 
-def inline(executable: Executable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def inline(executable: Executable, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> PyTree:
     """Run the planned program in the current trace, in a form that JAX can differentiate."""
     prepared = executable.prepared
     leaves = jax.tree.leaves(traced_arguments(prepared.request, args, kwargs))
@@ -301,11 +303,11 @@ def inline(executable: Executable, args: Sequence[Any], kwargs: Mapping[str, Any
     values = (*marked, *prepared.schedule.assignment.program.constants)
     mesh, explicit = prepared.chosen.mesh, _explicit_mesh(values)
 
-    def run(*values: Any) -> Any:
+    def run(*values: jax.Array) -> PyTree:
         with compat.with_mesh(mesh):
             return executable.inlined(*values)
 
-    out: Any
+    out: PyTree
     if explicit is None:
         out = run(*values)
     else:
@@ -327,14 +329,14 @@ def inline(executable: Executable, args: Sequence[Any], kwargs: Mapping[str, Any
     return _unflatten_results(prepared, out)
 
 
-def _explicit_mesh(values: Sequence[Any]) -> Any:
+def _explicit_mesh(values: Sequence[object]) -> AbstractMesh | None:
     """The mesh with Explicit axes in context, else in the type of an argument; None if there is none."""
     meshes = [jax.sharding.get_abstract_mesh()]
     meshes += [getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None) for x in values]
     return next((m for m in meshes if m is not None and AxisType.Explicit in m.axis_types), None)
 
 
-def user_spec(chosen: ChosenMesh, mesh: Any, layout: Layout) -> PartitionSpec:
+def user_spec(chosen: ChosenMesh, mesh: JaxMesh, layout: Layout) -> PartitionSpec:
     """A layout in the axes of the user's mesh; a dimension that these cannot express is replicated."""
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
     axis_parts = {
@@ -354,7 +356,7 @@ def user_spec(chosen: ChosenMesh, mesh: Any, layout: Layout) -> PartitionSpec:
     return PartitionSpec(*(dimension(d) or None for d in layout.dims))
 
 
-def _retype_for_explicit_mesh(prepared: PlannedCall, out: Any, fastpath: Any) -> tuple[Any, Any]:
+def _retype_for_explicit_mesh(prepared: PlannedCall, out: PyTree, fastpath: Any) -> tuple[PyTree, object]:
     """The results with types on the Explicit mesh in context, in their planned blocks where its axes allow."""
     mesh, assignment = jax.sharding.get_mesh(), prepared.schedule.assignment
     if mesh.empty or _explicit_mesh(()) is None:
@@ -393,11 +395,11 @@ def _place_arguments(prepared: PlannedCall, args: tuple, kwargs: dict) -> tuple[
     return (*jax.tree.unflatten(tree, leaves), repeatable)
 
 
-def _is_misplaced(x: Any, sharding: NamedSharding) -> bool:
+def _is_misplaced(x: jax.Array, sharding: NamedSharding) -> bool:
     return isinstance(x, jax.Array) and _needs_move(x, x.sharding, sharding)
 
 
-def _needs_move(x: Any, sharding: Any, target: NamedSharding) -> bool:
+def _needs_move(x: jax.Array, sharding: Sharding, target: NamedSharding) -> bool:
     """Whether an argument with this sharding must be moved; not if JAX places it itself (host, not committed)."""
     if not getattr(x, "committed", True) or sharding is target:
         return False
@@ -409,7 +411,7 @@ def _needs_move(x: Any, sharding: Any, target: NamedSharding) -> bool:
     return not sharding.is_equivalent_to(target, x.ndim)
 
 
-def _check_devices(request: ShardRequest, x: Any, sharding: NamedSharding) -> None:
+def _check_devices(request: ShardRequest, x: jax.Array, sharding: NamedSharding) -> None:
     foreign = x.sharding.device_set - sharding.device_set
     if foreign:
         names = ", ".join(str(d) for d in sorted(foreign, key=lambda d: d.id)[:3])

@@ -13,6 +13,7 @@ from jshard import _jaxcompat as compat
 from jshard._api.shard_request import ShardRequest
 from jshard._core import hardware, topology as device_topology
 from jshard._core.errors import MeshError, PlanMismatchError
+from jshard._core.jax_types import JaxMesh
 from jshard._core.named_topology import topology as named_topology
 from jshard._core.topology import Topology
 from jshard._program.user_shard_map import mesh_axes
@@ -32,7 +33,7 @@ HBM_FRACTION = 0.9
 to fragmentation and to buffers that XLA adds."""
 
 
-def requested_mesh(request: ShardRequest, argument_mesh: Any = None) -> Any:
+def requested_mesh(request: ShardRequest, argument_mesh: JaxMesh | None = None) -> Any:
     """The mesh that the user gave, None if none.
 
     With `plan=` and no mesh, given or in context, it is the plan's mesh: `argument_mesh` if that has the plan's axes,
@@ -55,7 +56,7 @@ def requested_mesh(request: ShardRequest, argument_mesh: Any = None) -> Any:
 def auto_meshes(
     request: ShardRequest,
     pins: Sequence[Pin | None],
-    shapes: Sequence[Any],
+    shapes: Sequence[Sequence[int] | None],
     joint: Sequence[JointConstraint],
 ) -> list[tuple[ChosenMesh, ShardRequest]]:
     """The meshes that `mesh="auto"` compares, each with the request to plan on it.

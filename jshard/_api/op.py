@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
 from jshard._core.argument_checks import checked
 from jshard._core.errors import StrategyError
+from jshard._core.jax_types import Function, PyTree
 from jshard._program.pin_primitives import pin_operand, pin_result
 from jshard._rules.primitives.fused_operator import fused
-from jshard._spec.entry import parse_entry
+from jshard._spec.entry import Pin, parse_entry
 from jshard._spec.options import check_function
 
 
 @checked
 def op(
-    fn: Callable[..., Any],
-    in_strategy: Any = None,
-    out_strategy: Any = None,
+    fn: Function,
+    in_strategy: PyTree = None,
+    out_strategy: PyTree = None,
     rule: str | None = None,
     *,
     reduction: tuple[str, ...] = (),
     sizes: dict[str, int] | None = None,
-) -> Callable[..., Any]:
+) -> Function:
     """Pin the operators that read the arguments of `fn`, for use inside a sharded function.
 
     >>> import jax.numpy as jnp, jshard
@@ -51,7 +51,7 @@ def op(
         fn = functools.wraps(fn)(fused(fn, name, rule, reduction=tuple(reduction), sizes=sizes))
 
     @functools.wraps(fn)
-    def pinned(*args: Any, **kwargs: Any) -> Any:
+    def pinned(*args: PyTree, **kwargs: PyTree) -> PyTree:
         with jax.named_scope(name if name != "<lambda>" else "op"):
             out = fn(*_marked(args, in_strategy, f"in_strategy of op {name}", pin_operand), **kwargs)
             if out_strategy is None:
@@ -64,11 +64,11 @@ def op(
     return pinned
 
 
-def _wrapped(entries: Any) -> bool:
+def _wrapped(entries: object) -> bool:
     return isinstance(entries, tuple | list) and len(entries) == 1 and not isinstance(entries[0], int | None)
 
 
-def _marked(values: tuple, entries: Any, what: str, mark: Callable[[Any, Any], Any]) -> tuple:
+def _marked(values: tuple, entries: object, what: str, mark: Callable[[PyTree, Pin], jax.Array]) -> tuple:
     if entries is None:
         return values
     if not isinstance(entries, tuple | list) or len(entries) != len(values):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jshard._api.plan import Plan
@@ -18,6 +18,7 @@ from jshard._api.shard_request import ShardRequest
 from jshard._api.sweep import plan_with_options
 from jshard._core.argument_checks import checked
 from jshard._core.errors import SearchError, ShardError
+from jshard._core.jax_types import Function, PyTree
 from jshard._report import comparison_table as report, plots
 from jshard._report.comparison_table import PlanPoint
 from jshard._report.format_units import format_bytes
@@ -77,11 +78,11 @@ class Frontier:
 
 @checked
 def pareto(
-    fn: Callable[..., Any],
-    *args: Any,
+    fn: Function,
+    *args: PyTree,
     points: int = 12,
     show_progress: bool | None = None,
-    **kwargs: Any,
+    **kwargs: PyTree,
 ) -> Frontier:
     """Plans of a function for these arguments, from the fastest to the one of least memory.
 
@@ -108,7 +109,7 @@ def pareto(
 
 
 def _frontier(
-    request: ShardRequest, args: tuple, kwargs: dict[str, Any], points: int, show_progress: bool | None
+    request: ShardRequest, args: tuple, kwargs: dict[str, PyTree], points: int, show_progress: bool | None
 ) -> Frontier:
     plans: list[Plan] = []
     with progress(f"frontier of {request.name}", points, shown=show_progress) as show:

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 
 from jshard._core.argument_checks import checked
 from jshard._core.errors import ShardError
+from jshard._core.jax_types import JaxMesh, PyTree, PyTreeDef
 from jshard._core.messages import type_with_article
 from jshard._core.topology import Topology
 from jshard._plan.record import PlanRecord, record_from_json
@@ -51,22 +52,22 @@ class Plan(PlanRecord):
     """
 
     verification: Verification | None = dataclasses.field(default=None, compare=False, repr=False)
-    jax_mesh: Any = dataclasses.field(default=None, compare=False, repr=False)
-    in_tree: Any = dataclasses.field(default=None, compare=False, repr=False)
-    out_tree: Any = dataclasses.field(default=None, compare=False, repr=False)
+    jax_mesh: JaxMesh | None = dataclasses.field(default=None, compare=False, repr=False)
+    in_tree: PyTreeDef | None = dataclasses.field(default=None, compare=False, repr=False)
+    out_tree: PyTreeDef | None = dataclasses.field(default=None, compare=False, repr=False)
     search_again: Replanner | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
-    def in_shardings(self) -> Any:
+    def in_shardings(self) -> PyTree:
         """Shardings of the arguments: a pytree as `(args, kwargs)`, ready for `jax.device_put` and `jax.jit`."""
         return self._shardings(self.inputs, self.in_tree)
 
     @property
-    def out_shardings(self) -> Any:
+    def out_shardings(self) -> PyTree:
         """Shardings of the results, a pytree like the function's result."""
         return self._shardings(self.outputs, self.out_tree)
 
-    def _shardings(self, rows: tuple[TensorRow, ...], tree: Any) -> Any:
+    def _shardings(self, rows: tuple[TensorRow, ...], tree: PyTreeDef | None) -> PyTree:
         if self.jax_mesh is None or tree is None:
             raise ShardError(
                 "a plan read from a file has no mesh and no pytrees",
@@ -94,7 +95,7 @@ class Plan(PlanRecord):
         return ir_listing(self, local)
 
     @checked
-    def verify(self, compiled: Any) -> Verification:
+    def verify(self, compiled: jax.stages.Compiled | str) -> Verification:
         """What the compiler emitted against what the plan predicted; `compiled` is `f.lower(...).compile()`."""
         from jshard._verify.verify_plan import verify_plan  # here, so that `import jshard` stays light
 
@@ -182,7 +183,7 @@ class Plan(PlanRecord):
         return rank_alternatives(self, self._require_replanner("why"), name, on_progress)
 
     @checked
-    def what_if(self, **pins: Any) -> tuple[Plan, Difference]:
+    def what_if(self, **pins: PyTree) -> tuple[Plan, Difference]:
         """The plan with these pins beside the others (None frees one), and how it differs from this one.
 
         >>> import jax, jshard
@@ -233,7 +234,7 @@ class Plan(PlanRecord):
         return Plan.from_json(Path(path).read_text(encoding="utf-8"))
 
 
-def _is_compiled(program: Any) -> bool:
+def _is_compiled(program: object) -> bool:
     """Whether a value is a compiled program, or the text of one."""
     if isinstance(program, str):
         return program.lstrip().startswith("HloModule")

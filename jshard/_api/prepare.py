@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
+from jax import core
 from jax.sharding import AxisType
 
 from jshard import _jaxcompat as compat
@@ -24,6 +24,7 @@ from jshard._api.trace_call import (
 from jshard._core import topology as device_topology
 from jshard._core.errors import SearchError
 from jshard._core.gc_pause import gc_paused
+from jshard._core.jax_types import JaxMesh, PyTree, PyTreeDef
 from jshard._core.topology import Topology
 from jshard._plan.replay import schedule_of_plan
 from jshard._plan.request import PlanRequest
@@ -50,12 +51,12 @@ class PlannedCall:
     plan: Plan
     schedule: Schedule
     chosen: ChosenMesh
-    in_tree: Any
-    out_tree: Any
-    in_avals: tuple[Any, ...]
+    in_tree: PyTreeDef
+    out_tree: PyTreeDef
+    in_avals: tuple[core.ShapedArray, ...]
     weak_typed: tuple[bool, ...]
     donated: tuple[int, ...]
-    statics: tuple[Any, ...]
+    statics: tuple[object, ...]
     pinned: frozenset[int] = frozenset()
     committed: frozenset[int] = frozenset()
 
@@ -76,8 +77,8 @@ class _Planned:
 
 def prepare(
     request: ShardRequest,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree],
     on_progress: OnProgress = None,
 ) -> PlannedCall:
     """Trace and plan a call; raises `ShardError` for what cannot be planned."""
@@ -92,7 +93,7 @@ def prepare(
     return _plan_traced(request, call, traced, explicit_mesh, in_pins, statics, on_progress)
 
 
-def check_pins(request: ShardRequest, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def check_pins(request: ShardRequest, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> None:
     """Raise `StrategyError` for a wrong pin of an argument, without tracing the function."""
     pins_of_arguments(request, TracedArguments.of(request, args, kwargs), len(args))
 
@@ -102,9 +103,9 @@ def _plan_traced(
     request: ShardRequest,
     call: TracedArguments,
     jax_traced: jax.stages.Traced,
-    explicit_mesh: Any,
+    explicit_mesh: JaxMesh | None,
     in_pins: Sequence[Pin | None],
-    statics: tuple[Any, ...],
+    statics: tuple[object, ...],
     on_progress: OnProgress,
 ) -> PlannedCall:
     """The planned call of a traced function; `explicit_mesh`: the mesh with Explicit axes of the trace, if any."""

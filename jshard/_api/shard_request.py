@@ -20,6 +20,7 @@ import jax
 
 from jshard._api.call_state import View
 from jshard._api.plan import Plan
+from jshard._core.jax_types import Function, PyTree
 from jshard._spec.options import CallOptions, PlanOptions
 from jshard._spec.tree_paths import Leaf, argument_names
 
@@ -31,11 +32,11 @@ class ShardRequest:
     `view`: how the user sees the arguments and results of `fn`, where those differ (state of `flax.nnx`).
     """
 
-    fn: Callable[..., Any]
+    fn: Function
     name: str
-    in_strategy: Any
-    out_strategy: Any
-    parameter_plan: Any
+    in_strategy: PyTree
+    out_strategy: PyTree
+    parameter_plan: PyTree
     options: PlanOptions
     call: CallOptions
     mesh: Any
@@ -57,10 +58,10 @@ class ShardRequest:
 class DeferredParameterPlan:
     """A `parameter_plan` that is computed from the leaves of each call."""
 
-    resolve: Callable[[Sequence[Leaf]], Any]
+    resolve: Callable[[Sequence[Leaf]], PyTree]
 
 
-def static_positions(fn: Callable[..., Any], call: CallOptions) -> tuple[set[int], set[str]]:
+def static_positions(fn: Function, call: CallOptions) -> tuple[set[int], set[str]]:
     """Positions and names of the static arguments, each completed from the other by the signature of `fn`."""
     numbers, names = set(call.static_argnums), set(call.static_argnames)
     try:
@@ -75,8 +76,8 @@ def static_positions(fn: Callable[..., Any], call: CallOptions) -> tuple[set[int
 
 
 def traced_arguments(
-    request: ShardRequest, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    request: ShardRequest, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
+) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
     """Positional and keyword arguments without the static ones."""
     numbers, names = request.statics
     if not numbers and not names:
@@ -86,8 +87,8 @@ def traced_arguments(
 
 
 def named_traced_arguments(
-    request: ShardRequest, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any], tuple[str, ...]]:
+    request: ShardRequest, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
+) -> tuple[tuple[PyTree, ...], dict[str, PyTree], tuple[str, ...]]:
     """`traced_arguments`, and the names of the positional parameters that are not static."""
     numbers = request.statics[0]
     names = tuple(n for i, n in enumerate(argument_names(request.fn, len(args))) if i not in numbers)
@@ -95,8 +96,8 @@ def named_traced_arguments(
 
 
 def static_values(
-    request: ShardRequest, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[tuple[int | str, Any], ...]:
+    request: ShardRequest, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
+) -> tuple[tuple[int | str, object], ...]:
     """The static arguments of a call as (position or name, value)."""
     numbers, names = request.statics
     positional = tuple((i, a) for i, a in enumerate(args) if i in numbers)
@@ -104,7 +105,7 @@ def static_values(
 
 
 def donated_leaves(
-    request: ShardRequest, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]
+    request: ShardRequest, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], names: tuple[str, ...]
 ) -> tuple[int, ...]:
     """Indices of the donated leaves among those of the traced arguments `(args, kwargs)`, named `names`."""
     numbers, _ = request.statics

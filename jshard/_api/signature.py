@@ -16,11 +16,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import Sharding
 
 from jshard import _jaxcompat as compat
 from jshard._api.call_state import not_an_array
 from jshard._api.shard_request import ShardRequest, named_traced_arguments, static_values, traced_arguments
 from jshard._core.errors import ShardError
+from jshard._core.jax_types import PyTree, PyTreeDef
 from jshard._spec.committed_shardings import Placement, describe_sharding, placement
 
 
@@ -32,11 +34,11 @@ class Signature(NamedTuple):
     - `settings`: the JAX options that change a trace. `placement`: the shardings that arguments are committed to.
     """
 
-    tree: Any
-    avals: tuple[Any, ...]
-    statics: tuple[Any, ...]
-    context: Any
-    settings: tuple[tuple[str, Any], ...]
+    tree: PyTreeDef
+    avals: tuple[object, ...]
+    statics: tuple[tuple[int | str, object], ...]
+    context: object
+    settings: tuple[tuple[str, object], ...]
     placement: Placement = Placement()
 
     @property
@@ -45,7 +47,7 @@ class Signature(NamedTuple):
         return self._replace(placement=Placement())
 
 
-def signature(request: ShardRequest, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
+def signature(request: ShardRequest, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> Signature:
     """The signature of a call.
 
     Raises `ArgumentError` for a traced argument that is no array, `ShardError` for a static one that is not hashable.
@@ -64,7 +66,9 @@ def signature(request: ShardRequest, args: Sequence[Any], kwargs: Mapping[str, A
     return Signature(tree, avals, statics, context, compat.trace_options(), committed)
 
 
-def checked_statics(request: ShardRequest, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+def checked_statics(
+    request: ShardRequest, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
+) -> tuple[tuple[int | str, object], ...]:
     """The static arguments of a call as (position or name, value); `ShardError` for one that is not hashable."""
     numbers, names = request.statics
     statics = static_values(request, args, kwargs) if numbers or names else ()
@@ -112,7 +116,7 @@ def _differences(old: Signature, new: Signature) -> list[str]:
     return out + [f"option {n}: {settings.get(n)} -> {v}" for n, v in new.settings if settings.get(n) != v]
 
 
-def _aval(x: Any) -> Any:
+def _aval(x: PyTree) -> object:
     """(shape, dtype, weak type); None for anything that is no array in JAX."""
     if isinstance(x, jax.Array | jax.ShapeDtypeStruct):
         return x.shape, x.dtype, bool(getattr(x, "weak_type", False))
@@ -120,7 +124,7 @@ def _aval(x: Any) -> Any:
     return None if a is None or compat.is_ref(x) else (a.shape, a.dtype, bool(getattr(a, "weak_type", False)))
 
 
-def _describe_placement(sharding: Any) -> str:
+def _describe_placement(sharding: Sharding | None) -> str:
     return "anywhere" if sharding is None else describe_sharding(sharding)
 
 

@@ -10,9 +10,10 @@ import contextlib
 import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 from jshard._api.shard_request import ShardRequest
+from jshard._core.jax_types import Function, PyTree
 
 
 ArrayFunction = TypeVar("ArrayFunction", covariant=True)
@@ -27,13 +28,13 @@ class StatefulFunction(Protocol[ArrayFunction]):
         """The sharded function of arrays."""
         ...
 
-    def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def __call__(self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> PyTree:
         """Call the function and write changed state back into the objects among the arguments."""
         ...
 
     def split_arguments(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> contextlib.AbstractContextManager[tuple[tuple, dict[str, Any]]]:
+        self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
+    ) -> contextlib.AbstractContextManager[tuple[tuple, dict[str, PyTree]]]:
         """A context with the arguments of `inner`."""
         ...
 
@@ -44,7 +45,7 @@ Made = TypeVar("Made")
 class StateLibrary(Protocol):
     """A library whose objects hold arrays that a function may change in place."""
 
-    def holds_state(self, tree: Any) -> bool:
+    def holds_state(self, tree: PyTree) -> bool:
         """Whether a pytree has such an object in it."""
         ...
 
@@ -54,11 +55,11 @@ class StateLibrary(Protocol):
         """The function of `request`, with `make` turning a request over arrays into its `inner`."""
         ...
 
-    def explain_trace_error(self, error: Exception, fn: Any, name: str) -> Exception:
+    def explain_trace_error(self, error: Exception, fn: Function, name: str) -> Exception:
         """A `ShardError` in place of an error about captured state; any other error as it is."""
         ...
 
-    def refuse_bound_method(self, fn: Any) -> None:
+    def refuse_bound_method(self, fn: Function) -> None:
         """Raise `ShardError` for a method bound to a stateful object, and for such an object itself."""
         ...
 

@@ -7,17 +7,18 @@ is that of the argument: `bn.mean` of a result is `bn.mean` of the state, whatev
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import jax
 
+from jshard._core.jax_types import PyTreeDef
+from jshard._core.layout import ArrayType
 from jshard._program.graph import Program
 from jshard._spec.entry import Pin
 
 
 def find_state_ties(
-    program: Program, in_leaves: Sequence[Any], in_tree: Any, out_leaves: Sequence[Any], out_tree: Any,
-    donated: tuple[int, ...], out_pins: Sequence[Pin | None],
+    program: Program, in_leaves: Sequence[ArrayType], in_tree: PyTreeDef, out_leaves: Sequence[ArrayType],
+    out_tree: PyTreeDef, donated: tuple[int, ...], out_pins: Sequence[Pin | None],
 ) -> tuple[tuple[int, int], ...]:  # fmt: skip
     """(output operator, input operator) pairs that share a layout.
 
@@ -40,8 +41,8 @@ def find_state_ties(
 
 def _match_paths(
     program: Program,
-    in_leaves: Sequence[Any],
-    out_leaves: Sequence[Any],
+    in_leaves: Sequence[ArrayType],
+    out_leaves: Sequence[ArrayType],
     num_user_results: int,
     pairs: Sequence[tuple[int, int]],
     pinned: Collection[int],
@@ -70,7 +71,7 @@ def _match_paths(
     return more
 
 
-def _leaf_offsets(trees: Sequence[Any]) -> list[tuple[int, Any]]:
+def _leaf_offsets(trees: Sequence[PyTreeDef]) -> list[tuple[int, PyTreeDef]]:
     out, at = [], 0
     for t in trees:
         out.append((at, t))
@@ -79,10 +80,10 @@ def _leaf_offsets(trees: Sequence[Any]) -> list[tuple[int, Any]]:
 
 
 def match_state(
-    in_leaves: Sequence[Any],
-    out_leaves: Sequence[Any],
-    arguments: Sequence[tuple[int, Any]],
-    results: Sequence[tuple[int, Any]],
+    in_leaves: Sequence[ArrayType],
+    out_leaves: Sequence[ArrayType],
+    arguments: Sequence[tuple[int, PyTreeDef]],
+    results: Sequence[tuple[int, PyTreeDef]],
     donated: Collection[int],
     pinned: Collection[int],
 ) -> list[tuple[int, int]]:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,8 @@ from jshard._api.trace_call import abstract
 from jshard._core import hardware as hardware
 from jshard._core.argument_checks import checked
 from jshard._core.errors import ShardError
+from jshard._core.hardware import Chip
+from jshard._core.jax_types import Function, PyTree
 from jshard._core.layout import MeshAxes
 from jshard._report import comparison_table as report, plots
 from jshard._report.comparison_table import PlanPoint
@@ -31,6 +33,10 @@ from jshard._report.totals import step_seconds
 from jshard._spec.mesh_selection import check_mesh
 from jshard._spec.options import check_device, check_level, check_search, parse_bytes
 from jshard._spec.tree_paths import argument_names
+
+
+Batch = int | Sequence[int] | Mapping[str | tuple[str, ...], Sequence[int]] | None
+"""Batch sizes to try, of the first argument or of the named ones."""
 
 
 SWEPT_OPTIONS = {
@@ -92,17 +98,17 @@ class Sweep:
 
 @checked
 def sweep(
-    fn: Callable[..., Any],
-    *args: Any,
-    mesh: Any = None,
-    level: Any = None,
-    hardware: Any = None,
-    batch: Any = None,
-    memory_budget: Any = None,
-    search: Any = None,
-    device: Any = None,
+    fn: Function,
+    *args: PyTree,
+    mesh: object = None,
+    level: int | Sequence[int] | None = None,
+    hardware: Chip | str | Sequence[Chip | str] | None = None,
+    batch: Batch = None,
+    memory_budget: object = None,
+    search: str | Sequence[str] | None = None,
+    device: str | Sequence[str] | None = None,
     show_progress: bool | None = None,
-    **kwargs: Any,
+    **kwargs: PyTree,
 ) -> Sweep:
     """Plan a function under every combination of settings.
 
@@ -146,7 +152,7 @@ class _NamedMesh:
     """A mesh of the sweep, and its name in the table."""
 
     name: str
-    mesh: Any
+    mesh: object
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,13 +160,13 @@ class _Combination:
     """One point of the grid: None where a setting is not varied; option -> value as the user wrote it."""
 
     mesh: _NamedMesh | None
-    labels: Mapping[str, Any]
+    labels: Mapping[str, object]
     batch: int | None
 
 
 def _points(
-    request: ShardRequest, args: tuple, kwargs: dict[str, Any], meshes: Sequence[_NamedMesh],
-    options: Mapping[str, Sequence[tuple[Any, Any]]], batch: Any, show_progress: bool | None,
+    request: ShardRequest, args: tuple, kwargs: dict[str, PyTree], meshes: Sequence[_NamedMesh],
+    options: Mapping[str, Sequence[tuple[object, object]]], batch: Batch, show_progress: bool | None,
 ) -> list[PlanPoint]:  # fmt: skip
     """A point for each combination; `options`: name -> (value as the user wrote it, checked value)."""
     batched, sizes = _parse_batch(request, batch, args, kwargs)
@@ -187,7 +193,7 @@ def _points(
 
 
 def plan_with_options(
-    request: ShardRequest, args: Sequence[Any], kwargs: Mapping[str, Any], **options: Any
+    request: ShardRequest, args: Sequence[PyTree], kwargs: Mapping[str, PyTree], **options: object
 ) -> Plan:
     """The plan of a request with other options."""
     changed = dataclasses.replace(request, options=dataclasses.replace(request.options, **options), plan=None)
@@ -202,7 +208,7 @@ def _point(request: ShardRequest, at: _Combination, args: tuple, kwargs: dict) -
         error = e.what
     except Exception as e:  # the user's function may fail for a batch size: a row like any other
         error = f"{type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else ''}".rstrip(": ")
-    columns: dict[str, Any] = {"mesh": at.mesh.name if at.mesh else plan and str(plan.mesh)}
+    columns: dict[str, object] = {"mesh": at.mesh.name if at.mesh else plan and str(plan.mesh)}
     mesh = at.mesh.mesh if at.mesh else request.mesh
     devices = plan.mesh.total if plan else getattr(mesh, "devices", None)
     columns["chip"] = plan.chip if plan else at.labels.get("hardware") or getattr(mesh, "chip", None)
@@ -224,7 +230,7 @@ def _as_list(values: Any) -> list[Any]:
     return [values]
 
 
-def _meshes(mesh: Any) -> list[_NamedMesh]:
+def _meshes(mesh: object) -> list[_NamedMesh]:
     if mesh is None:
         return []
     named = [*mesh.items()] if isinstance(mesh, Mapping) else [(None, m) for m in _as_list(mesh)]
@@ -233,7 +239,7 @@ def _meshes(mesh: Any) -> list[_NamedMesh]:
     return [_NamedMesh(_mesh_name(m) if name is None else str(name), m) for name, m in named]
 
 
-def _mesh_name(mesh: Any) -> str:
+def _mesh_name(mesh: object) -> str:
     if isinstance(mesh, str):
         return mesh
     shape = getattr(getattr(mesh, "jax_mesh", mesh), "shape", None)
@@ -243,7 +249,10 @@ def _mesh_name(mesh: Any) -> str:
 
 
 def _parse_batch(
-    request: ShardRequest, batch: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    request: ShardRequest,
+    batch: Batch,
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree],
 ) -> tuple[tuple[str, ...], list[int]]:
     """Names of the arguments whose dimension 0 is the batch, and the batch sizes."""
     if batch is None:
@@ -290,7 +299,7 @@ def _resize_batch(
     )
 
 
-def _with_leading_size(x: Any, size: int) -> Any:
+def _with_leading_size(x: PyTree, size: int) -> PyTree:
     if not getattr(x, "shape", ()):
         return x
     return jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype, weak_type=getattr(x, "weak_type", False))

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 
 from jshard import _jaxcompat as compat
 from jshard._api.call_state import refuse_captured_writes, refuse_refs
 from jshard._api.machine import requested_mesh
 from jshard._api.shard_request import ShardRequest, named_traced_arguments, static_values, traced_arguments
 from jshard._core.errors import NestedShardError, ShardError
+from jshard._core.jax_types import Aval, JaxMesh, PyTree
 from jshard._memory.list_scheduling import reorder_for_memory
 from jshard._program.graph import Program
 from jshard._program.trace import build
@@ -37,15 +38,15 @@ class TracedArguments:
     sees. `placement`: the shardings that arrays are committed to.
     """
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: tuple[PyTree, ...]
+    kwargs: dict[str, PyTree]
     names: tuple[str, ...]
-    shapes: tuple[tuple, dict[str, Any]]
-    user_view: tuple[tuple, dict[str, Any]]
+    shapes: tuple[tuple, dict[str, PyTree]]
+    user_view: tuple[tuple, dict[str, PyTree]]
     placement: Placement
 
     @staticmethod
-    def of(request: ShardRequest, args: Sequence[Any], kwargs: Mapping[str, Any]) -> TracedArguments:
+    def of(request: ShardRequest, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> TracedArguments:
         traced, traced_kw, names = named_traced_arguments(request, args, kwargs)
         shapes = abstract(traced), abstract(traced_kw)
         no_mesh = request.mesh is None and compat.context_mesh() is None
@@ -67,18 +68,18 @@ class TracedProgram:
     """
 
     program: Program
-    result: Any
-    avals: list[Any]
-    tree: Any
+    result: PyTree
+    avals: list[Aval]
+    tree: PyTree
     weak_typed: tuple[bool, ...]
 
 
-def abstract(tree: Any) -> Any:
+def abstract(tree: PyTree) -> PyTree:
     """A pytree with arrays and numbers replaced by `ShapeDtypeStruct`s without shardings."""
     return jax.tree.map(_abstract, tree)
 
 
-def _abstract(x: Any) -> Any:
+def _abstract(x: PyTree) -> PyTree:
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
     if isinstance(x, jax.Array) or hasattr(x, "dtype") or isinstance(x, bool | int | float | complex):
@@ -89,7 +90,7 @@ def _abstract(x: Any) -> Any:
     return x
 
 
-def abstract_with_shardings(tree: Any) -> Any:
+def abstract_with_shardings(tree: PyTree) -> PyTree:
     """`abstract`, with the shardings that are part of the arrays' types (`explicit_sharding`)."""
     shapes = jax.tree.leaves(abstract(tree))
     leaves, structure = jax.tree.flatten(tree)
@@ -103,7 +104,7 @@ def abstract_with_shardings(tree: Any) -> Any:
     )  # fmt: skip
 
 
-def explicit_sharding(x: Any) -> Any:
+def explicit_sharding(x: PyTree) -> NamedSharding | None:
     """The sharding that is part of an array's type, on a mesh with Explicit axes; None if none is."""
     sharding = x.sharding if isinstance(x, jax.ShapeDtypeStruct) else getattr(jax.typeof(x), "sharding", None)
     kinds = getattr(getattr(sharding, "mesh", None), "axis_types", None) or ()
@@ -111,8 +112,8 @@ def explicit_sharding(x: Any) -> Any:
 
 
 def trace_on_shapes(
-    request: ShardRequest, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[jax.stages.Traced, Any]:
+    request: ShardRequest, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
+) -> tuple[jax.stages.Traced, PyTree]:
     """The traced function, and the Explicit mesh of its arguments' types if it cannot be traced without them.
 
     JAX types arrays by their sharding on a mesh with Explicit axes. The planner needs no such types, so the function
@@ -134,7 +135,10 @@ def trace_on_shapes(
 
 
 def _trace_with(
-    request: ShardRequest, args: Sequence[Any], kwargs: Mapping[str, Any], to_shapes: Callable[[Any], Any]
+    request: ShardRequest,
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree],
+    to_shapes: Callable[[PyTree], PyTree],
 ) -> jax.stages.Traced:
     numbers, names = request.statics
     shapes = [a if i in numbers else to_shapes(a) for i, a in enumerate(args)]
@@ -159,7 +163,7 @@ def build_program(
     request: ShardRequest,
     call: TracedArguments,
     traced: jax.stages.Traced,
-    explicit_mesh: Any,
+    explicit_mesh: JaxMesh | None,
     donated: tuple[int, ...],
 ) -> TracedProgram:
     """The dataflow program of a traced call, its operators in an order of low peak memory."""
@@ -182,7 +186,7 @@ def build_program(
     refuse_refs(program.constants, request.fn, request.name)
     program = reorder_for_memory(dataclasses.replace(program, explicit_mesh=explicit_mesh), donated)
     mesh = requested_mesh(request) if request.mesh is not None else compat.context_mesh()
-    if hasattr(mesh, "axis_names"):
+    if mesh is not None and hasattr(mesh, "axis_names"):
         check_meshes(program, mesh_axes(mesh))
     outs = compat.open_jaxpr(traced.jaxpr)[0].outvars
     weak = tuple(bool(getattr(v.aval, "weak_type", False)) for v in outs)

@@ -17,11 +17,12 @@ import numpy as np
 
 from jshard._core.errors import MeshError
 from jshard._core.hardware import Chip
+from jshard._core.jax_types import Device
 
 
 def compile_only_devices(
     chip: Chip, physical: tuple[int, ...], slices: int, where: str, *, required: bool
-) -> list[Any] | None:
+) -> list[Device] | None:
     """Devices to compile for; None if their compiler is not installed and not `required`.
 
     Raises: `MeshError` with `where` if it is required and missing, or if it does not start.
@@ -152,7 +153,7 @@ def fake_tpu_devices(chip: Chip, physical: Sequence[int], slices: int) -> list[F
     return [FakeTpuDevice(n, at, core, s, kind) for n, (at, core, s) in enumerate(places)]
 
 
-def device_grid(devices: list[Any], sizes: tuple[int, ...], chip: Chip, slices: int) -> np.ndarray:
+def device_grid(devices: Sequence[Device], sizes: tuple[int, ...], chip: Chip, slices: int) -> np.ndarray:
     """Devices as an array of shape `sizes`: TPU slices in JAX's order on a torus, all others in device order."""
     from jax.experimental import mesh_utils
 
@@ -163,7 +164,7 @@ def device_grid(devices: list[Any], sizes: tuple[int, ...], chip: Chip, slices: 
         across.append(math.gcd(size, left))
         left //= across[-1]
     inside = tuple(s // a for s, a in zip(sizes, across, strict=True))
-    groups: dict[int, list[Any]] = {}
+    groups: dict[int, list[Device]] = {}
     for d in devices:
         groups.setdefault(getattr(d, "slice_index", 0) or 0, []).append(d)
     if left != 1 or len(groups) != slices:

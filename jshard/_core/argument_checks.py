@@ -23,7 +23,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from jshard._core.errors import ArgumentError
 
@@ -48,7 +48,7 @@ def checked(fn: Callable[P, R]) -> Callable[P, R]:
 
 
 def check_call(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], name: str, *,
+    fn: Callable, args: Sequence[object], kwargs: Mapping[str, object], name: str, *,
     where: str = "", own_arguments: Sequence[str] = (), advice: Mapping[str, str] | None = None,
 ) -> None:  # fmt: skip
     """Raise an `ArgumentError` if a call does not fit the function's signature.
@@ -74,7 +74,7 @@ def check_call(
 
 
 def _call_error(
-    signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any], name: str, where: str,
+    signature: inspect.Signature, args: Sequence[object], kwargs: Mapping[str, object], name: str, where: str,
     own_arguments: Sequence[str], advice: Mapping[str, str], message: str,
 ) -> ArgumentError:  # fmt: skip
     """The error of a call that `signature.bind` refuses with `message`."""

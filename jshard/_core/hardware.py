@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from jshard._core.errors import MeshError
+from jshard._core.jax_types import Device
 
 
 Interconnect = Literal["torus2d", "torus3d", "switch", "shared"]
@@ -388,7 +389,7 @@ def register(chip: Chip) -> Chip:
     return chip
 
 
-def for_device(device: Any) -> Chip:
+def for_device(device: Device) -> Chip:
     """The chip of a `jax.Device`, by its `device_kind`; `cpu` when the kind is not in the table.
 
     >>> import jax

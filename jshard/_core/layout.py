@@ -16,8 +16,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
+import numpy as np
 from jax.sharding import PartitionSpec
 
 
@@ -30,7 +31,7 @@ class ArrayType(Protocol):
     @property
     def shape(self) -> tuple[int, ...]: ...
     @property
-    def dtype(self) -> Any: ...
+    def dtype(self) -> np.dtype: ...
 
 
 @dataclasses.dataclass(frozen=True)

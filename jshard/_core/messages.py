@@ -5,10 +5,9 @@ from __future__ import annotations
 import difflib
 import reprlib
 from collections.abc import Sequence
-from typing import Any
 
 
-def type_with_article(value: Any) -> str:
+def type_with_article(value: object) -> str:
     """The type of a value with its article: "an int", "a str"; None is just "None".
 
     >>> type_with_article(3), type_with_article("x"), type_with_article(None)
@@ -18,7 +17,7 @@ def type_with_article(value: Any) -> str:
     return "None" if value is None else f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
-def describe_value(value: Any) -> str:
+def describe_value(value: object) -> str:
     """A wrong value: its type, and its `repr`, shortened."""
     return "None" if value is None else f"{type_with_article(value)}, {reprlib.repr(value)}"
 
@@ -32,7 +31,7 @@ def count_of(n: int, one: str, many: str = "") -> str:
     return f"{n or 'no'} {one if n == 1 else many or one + 's'}"
 
 
-def join_choices(choices: Sequence[Any]) -> str:
+def join_choices(choices: Sequence[object]) -> str:
     """Choices as a list with "or": "1, 2 or 4"."""
     *head, last = map(str, choices)
     return f"{', '.join(head)} or {last}" if head else last

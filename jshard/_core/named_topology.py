@@ -22,7 +22,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
@@ -162,7 +161,7 @@ def topology(
     return TopologyMesh(name, chip, physical, num_slices, mesh, devices is not None)
 
 
-def _product_text(sizes: Sequence[Any]) -> str:
+def _product_text(sizes: Sequence[int]) -> str:
     whole = all(isinstance(s, int) for s in sizes)
     return str(math.prod(sizes)) if whole else "not whole numbers"
 

@@ -26,11 +26,13 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import numpy as np
 from jax.sharding import AbstractMesh
 
 from jshard._core import hardware as hardware
 from jshard._core.errors import MeshError
 from jshard._core.hardware import Chip
+from jshard._core.jax_types import JaxMesh
 from jshard._core.layout import MeshAxes
 
 
@@ -214,12 +216,12 @@ def named_device_count(name: str) -> int:
 
 
 def from_mesh(
-    mesh: Any,
+    mesh: JaxMesh | MeshAxes,
     chip: Chip | None = None,
     *,
     physical: Sequence[int] | None = None,
     slices: int = 1,
-    device_grid: Any = None,
+    device_grid: np.ndarray | None = None,
 ) -> Topology:
     """The topology of a mesh: from its devices' coordinates if they have any, else of an assumed shape.
 
@@ -277,7 +279,7 @@ def without_unit_axes(t: Topology) -> Topology:
     return dataclasses.replace(t, mesh=MeshAxes(names, sizes), links=tuple(t.links[i] for i in keep))
 
 
-def mesh_axes(mesh: Any) -> MeshAxes:
+def mesh_axes(mesh: JaxMesh) -> MeshAxes:
     """`MeshAxes` of a `jax.sharding.Mesh` or `AbstractMesh`."""
     return MeshAxes(tuple(mesh.axis_names), tuple(int(s) for s in mesh.shape.values()))
 
@@ -404,7 +406,7 @@ def _axis_link(parts: Sequence[_PhysicalPart], chip: Chip, shape: Sequence[int])
     return AxisLink(tuple(sorted(wires, key=lambda w: (WIRE_KINDS.index(w.kind), w.axis, w.stride))))
 
 
-def _links_from_coords(axes: MeshAxes, chip: Chip, devices: Any) -> tuple[tuple[AxisLink, ...], int]:
+def _links_from_coords(axes: MeshAxes, chip: Chip, devices: np.ndarray) -> tuple[tuple[AxisLink, ...], int]:
     """Links and number of slices from device coordinates: those that change along a mesh axis are its wires."""
 
     def place(d: Any) -> tuple[int, ...]:

@@ -17,16 +17,16 @@ Source: S. Williams, A. Waterman, D. Patterson, "Roofline", CACM 52(4), 2009.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import ml_dtypes  # noqa: F401  registers bfloat16, float8_e4m3fn, ... with numpy
 import numpy as np
+from jax.typing import DTypeLike
 from numpy.typing import ArrayLike
 
 from jshard._core.hardware import Chip
 
 
-def roofline(work: ArrayLike, nbytes: ArrayLike, dtype: Any, chip: Chip) -> np.ndarray:
+def roofline(work: ArrayLike, nbytes: ArrayLike, dtype: DTypeLike, chip: Chip) -> np.ndarray:
     """Seconds of `work` operations and `nbytes` bytes of memory traffic on one device, elementwise.
 
     Arguments:
@@ -39,7 +39,7 @@ def roofline(work: ArrayLike, nbytes: ArrayLike, dtype: Any, chip: Chip) -> np.n
     return np.maximum(np.divide(work, peak_flops(dtype, chip)), np.divide(nbytes, chip.hbm_bandwidth))
 
 
-def peak_flops(dtype: Any, chip: Chip) -> float:
+def peak_flops(dtype: DTypeLike, chip: Chip) -> float:
     """Peak operations per second of a chip's matrix units for a dtype.
 
     >>> from jshard._core import hardware
@@ -62,5 +62,5 @@ def peak_flops(dtype: Any, chip: Chip) -> float:
 
 
 @functools.lru_cache(maxsize=256)
-def _name(dtype: Any) -> str:
+def _name(dtype: DTypeLike) -> str:
     return np.dtype(dtype).name if not str(dtype).startswith("key<") else "uint32"

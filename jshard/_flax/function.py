@@ -26,7 +26,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,18 +36,19 @@ from jshard import _jaxcompat as compat
 from jshard._api.call_state import View, captured
 from jshard._api.shard_request import ShardRequest, donated_leaves, traced_arguments
 from jshard._core.errors import ShardError
+from jshard._core.jax_types import Function, PyTree
 from jshard._core.messages import type_with_article
 from jshard._flax import metadata as pins
 from jshard._flax.name_scopes import module_scopes
 from jshard._spec.tree_paths import argument_names, join, path_name
 
 
-def is_state(x: Any) -> bool:
+def is_state(x: object) -> bool:
     """Whether an object is a graph node of nnx: a module, a variable, an optimizer, random streams, a metric."""
     return isinstance(x, nnx.Variable | nnx.Pytree) or nnx.graphlib.is_graph_node(x) and not compat.is_ref(x)
 
 
-def holds_state(tree: Any) -> bool:
+def holds_state(tree: PyTree) -> bool:
     """Whether a pytree contains a graph node of nnx."""
     return any(map(is_state, jax.tree.leaves(tree, is_leaf=is_state)))
 
@@ -58,10 +59,10 @@ class SplitNode:
 
     __slots__ = ("graph", "leaves")
 
-    def __init__(self, graph: Any, leaves: Sequence[Any]):
+    def __init__(self, graph: Any, leaves: Sequence[jax.Array]):
         self.graph, self.leaves = graph, leaves
 
-    def tree_flatten(self) -> tuple[Sequence[Any], Any]:
+    def tree_flatten(self) -> tuple[Sequence[PyTree], Hashable]:
         return self.leaves, self.graph
 
     @classmethod
@@ -79,10 +80,10 @@ class _StateChange:
     - `unchanged`: nothing changed, and the result contains no graph node.
     """
 
-    tree: Any
+    tree: PyTree
     sources: tuple[int | None, ...]
     paths: tuple[str, ...]
-    result_tree: Any
+    result_tree: PyTree
     unchanged: bool
 
 
@@ -92,10 +93,10 @@ class _ResultAndState:
 
     __slots__ = ("after", "changed", "result")
 
-    def __init__(self, result: Any, changed: Sequence[Any], after: _StateChange):
+    def __init__(self, result: PyTree, changed: Sequence[jax.Array], after: _StateChange):
         self.result, self.changed, self.after = result, changed, after
 
-    def tree_flatten(self) -> tuple[Sequence[Any], Any]:
+    def tree_flatten(self) -> tuple[Sequence[PyTree], Hashable]:
         return (self.result, *self.changed), self.after
 
     @classmethod
@@ -116,7 +117,7 @@ class StatefulFunction:
             dataclasses.replace(request, fn=self._pure(), view=View(_view_arguments, _view_results))
         )
 
-    def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def __call__(self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> PyTree:
         """Call the function, and write changes into the objects among the arguments."""
         with self.split_arguments(args, kwargs) as (args, kwargs):
             out = self.inner(*args, **kwargs)
@@ -133,15 +134,15 @@ class StatefulFunction:
 
     @contextlib.contextmanager
     def split_arguments(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Iterator[tuple[tuple, dict[str, Any]]]:
+        self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
+    ) -> Iterator[tuple[tuple, dict[str, PyTree]]]:
         """Context with the arguments of `inner`, in which its trace and results are linked to the original objects."""
         with nnx.update_context(self):
             yield self._map_traced(lambda t: _split_nodes(t, self), args, kwargs)
 
     def _map_traced(
-        self, change: Callable[[Any], Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[tuple, dict[str, Any]]:
+        self, change: Callable[[PyTree], PyTree], args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
+    ) -> tuple[tuple, dict[str, PyTree]]:
         """All arguments, with `change` applied to the traced ones."""
         numbers, names = self.request.statics
         changed, changed_kw = change(traced_arguments(self.request, args, kwargs))
@@ -149,11 +150,11 @@ class StatefulFunction:
         merged = tuple(a if i in numbers else next(next_changed) for i, a in enumerate(args))
         return merged, {k: v if k in names else changed_kw[k] for k, v in kwargs.items()}
 
-    def _pure(self) -> Callable[..., Any]:
+    def _pure(self) -> Function:
         """The function of arrays: merges its arguments, calls the user's function, splits result and state."""
         request = self.request
 
-        def pure(*args: Any, **kwargs: Any) -> _ResultAndState:
+        def pure(*args: PyTree, **kwargs: PyTree) -> _ResultAndState:
             traced = traced_arguments(request, args, kwargs)
             merged, merged_kw = self._map_traced(
                 lambda t: _merge_nodes(t, is_inner=True, ctxtag=self), args, kwargs
@@ -174,7 +175,7 @@ class StatefulFunction:
         pure.__wrapped__ = request.fn  # type: ignore[attr-defined]  # for its signature and its captured state
         return pure
 
-    def _split_result(self, traced: Any, objects: Any, result: Any, count: int) -> _ResultAndState:
+    def _split_result(self, traced: PyTree, objects: PyTree, result: PyTree, count: int) -> _ResultAndState:
         """The result of a call and the arrays that it changed.
 
         `traced`: the split arguments, `objects`: their merged graph nodes, after the call; `count`: number of positional
@@ -205,18 +206,18 @@ def _traced_names(request: ShardRequest, count: int) -> tuple[str, ...]:
     return tuple(n for i, n in enumerate(argument_names(request.fn, count)) if i not in numbers)
 
 
-def _is_node(x: Any) -> bool:
+def _is_node(x: object) -> bool:
     return type(x) is SplitNode
 
 
-def _split_nodes(tree: Any, tag: Any) -> Any:
+def _split_nodes(tree: PyTree, tag: Any) -> PyTree:
     """A tree with its graph nodes split into `SplitNode`s."""
     return nnx.to_tree(
         tree, split_fn=lambda c, p, f, x: SplitNode(*c.flatten(x, with_paths=False)), ctxtag=tag
     )
 
 
-def _merge_nodes(tree: Any, *, is_inner: bool | None, ctxtag: Any) -> Any:
+def _merge_nodes(tree: PyTree, *, is_inner: bool | None, ctxtag: Any) -> PyTree:
     """A tree with its `SplitNode`s merged: into new objects, or inside an update context into their originals."""
     return nnx.from_tree(
         tree,
@@ -228,7 +229,7 @@ def _merge_nodes(tree: Any, *, is_inner: bool | None, ctxtag: Any) -> Any:
     )
 
 
-def _view_arguments(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def _view_arguments(args: tuple, kwargs: dict[str, PyTree]) -> tuple[tuple, dict[str, PyTree]]:
     """Arguments with `nnx.State` in place of split nodes; the same leaves in the same order."""
     leaves, treedef = jax.tree.flatten((args, kwargs))
     merged = _merge_nodes(jax.tree.unflatten(treedef, range(len(leaves))), is_inner=None, ctxtag=None)
@@ -240,22 +241,22 @@ def _view_arguments(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[st
     return jax.tree.unflatten(structure, leaves)
 
 
-def _view_results(out: _ResultAndState) -> tuple[Any, tuple[str, ...]]:
+def _view_results(out: _ResultAndState) -> tuple[PyTree, tuple[str, ...]]:
     return jax.tree.unflatten(out.after.result_tree, jax.tree.leaves(out.result)), out.after.paths
 
 
-def _nested_state(flat: Any) -> Any:
+def _nested_state(flat: PyTree) -> PyTree:
     """A flat state as a nested one; that of a single variable is the variable."""
     items = list(flat)
     return items[0][1] if items and items[0][0] == () else nnx.from_flat_state(items)
 
 
-def _flat_state(flat: Any) -> Any:
+def _flat_state(flat: PyTree) -> PyTree:
     """A flat state as one ordered level, for graphs whose order differs from that of `nnx.State`."""
     return collections.OrderedDict((".".join(map(str, path)), x) for path, x in flat)
 
 
-def _user_paths(objects: tuple[Any, Any], request: ShardRequest, count: int) -> tuple[list[str], Any]:
+def _user_paths(objects: tuple[PyTree, PyTree], request: ShardRequest, count: int) -> tuple[list[str], Any]:
     """The path of every array of the arguments' state, and the structure of the result, as the user sees them."""
     names = _traced_names(request, count)
     (args, kwargs), result = nnx.to_tree(objects, split_fn=lambda c, p, f, x: _flat_state(c.flatten(x)[1]))
@@ -267,7 +268,7 @@ def _user_paths(objects: tuple[Any, Any], request: ShardRequest, count: int) -> 
     return paths, jax.tree.structure(result)
 
 
-def explain_trace_error(error: Exception, fn: Any, name: str) -> Exception:
+def explain_trace_error(error: Exception, fn: Function, name: str) -> Exception:
     """A `ShardError` in place of nnx's error on trace levels, if `fn` captures and changes a graph node."""
     if not isinstance(error, errors.TraceContextError | ValueError) or "trace level" not in str(error):
         return error
@@ -287,7 +288,7 @@ def explain_trace_error(error: Exception, fn: Any, name: str) -> Exception:
     )
 
 
-def refuse_bound_method(fn: Any) -> None:
+def refuse_bound_method(fn: Function) -> None:
     """Raise `ShardError` for a method bound to a graph node, or a callable graph node, as `nnx.jit` does."""
     owner = fn if is_state(fn) else getattr(fn, "__self__", None)
     if not is_state(owner):

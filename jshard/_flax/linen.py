@@ -21,7 +21,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -31,6 +31,7 @@ from flax.linen import transforms
 
 from jshard._api.plan import Plan
 from jshard._core.errors import NestedShardError, ShardError
+from jshard._core.jax_types import PyTree
 from jshard._flax.module_call import (
     RECORDED_PLANS,
     ModuleCall,
@@ -47,12 +48,12 @@ from jshard._spec.flax_protocol import LINEN_SUBCLASSES, LINEN_TOKEN, SHARD_MODU
 
 def shard_module(
     module: Any,
-    in_strategy: Any = None,
-    out_strategy: Any = None,
-    parameter_plan: Any = None,
+    in_strategy: PyTree = None,
+    out_strategy: PyTree = None,
+    parameter_plan: PyTree = None,
     device: str | None = None,
     level: int = 0,
-    **options: Any,
+    **options: PyTree,
 ) -> Any:
     """Shard the call of a `linen.Module`: a module that behaves as the original and runs sharded.
 
@@ -90,7 +91,7 @@ def token_of(module: Any) -> ShardingToken | None:
     return vars(type(module)).get(LINEN_TOKEN)
 
 
-def plans_of(module: Any, variables: Any, *args: Any, **kwargs: Any) -> dict[str, Plan]:
+def plans_of(module: Any, variables: PyTree, *args: PyTree, **kwargs: PyTree) -> dict[str, Plan]:
     """The plan of every sharded module of a model, by module path; arguments as for `module.apply`, or shapes."""
     if not isinstance(variables, Mapping):
         name = type(module).__name__
@@ -101,14 +102,14 @@ def plans_of(module: Any, variables: Any, *args: Any, **kwargs: Any) -> dict[str
         )
     statics = ModuleCall.of(args, kwargs)
 
-    def run(variables: Any, dynamic: Any) -> Any:
+    def run(variables: PyTree, dynamic: PyTree) -> PyTree:
         args, kwargs = statics.with_dynamic(dynamic)
         return module.apply(variables, *args, **kwargs)
 
     return record_plans(lambda: jax.eval_shape(run, variables, statics.dynamic()))
 
 
-def plan_of(module: Any, variables: Any, *args: Any, **kwargs: Any) -> Plan:
+def plan_of(module: Any, variables: PyTree, *args: PyTree, **kwargs: PyTree) -> Plan:
     """The plan of a sharded module for these arguments of `module.apply`."""
     return outermost_plan(plans_of(module, variables, *args, **kwargs), type(module).__name__)
 
@@ -117,7 +118,7 @@ def _unsharded_class(cls: type) -> type:
     return cls.__bases__[0] if LINEN_TOKEN in vars(cls) else cls
 
 
-def _sharded_subclass(cls: type, options: dict[str, Any]) -> type:
+def _sharded_subclass(cls: type, options: dict[str, PyTree]) -> type:
     """The subclass for these options, cached, so that modules made anew in every call share plans."""
     token = ShardingToken(cls.__name__, options)
     known = vars(cls).get(LINEN_SUBCLASSES)
@@ -129,7 +130,7 @@ def _sharded_subclass(cls: type, options: dict[str, Any]) -> type:
 
         # `wraps` copies linen's marks on the method (compact, state managed).
         @functools.wraps(original)
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(self: Any, *args: PyTree, **kwargs: PyTree) -> PyTree:
             if self.scope is None or self.is_initializing():
                 return original(self, *args, **kwargs)
             return _call_sharded(token, original, self, args, kwargs)
@@ -149,11 +150,11 @@ def _reduce(module: Any) -> Any:
     return _unpickle, (_unsharded_class(type(module)), vars(type(module))[LINEN_TOKEN].options, fields)
 
 
-def _unpickle(cls: type, options: dict[str, Any], fields: dict[str, Any]) -> Any:
+def _unpickle(cls: type, options: dict[str, PyTree], fields: dict[str, object]) -> Any:
     return _sharded_subclass(cls, options)(**fields)
 
 
-def _equal(self: Any, other: Any) -> bool:
+def _equal(self: Any, other: object) -> bool:
     return _unsharded_class(type(self)).__eq__(self, other)  # type: ignore[operator]
 
 
@@ -170,7 +171,9 @@ class _RunningCall:
 _RUNNING: contextvars.ContextVar[_RunningCall] = contextvars.ContextVar("run")
 
 
-def _call_sharded(token: ShardingToken, original: Any, module: Any, args: Any, kwargs: Any) -> Any:
+def _call_sharded(
+    token: ShardingToken, original: Any, module: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+) -> PyTree:
     """One call of a sharded module that is bound to a scope."""
     path, outer = ".".join(module.scope.path), _RUNNING.get(None)
     if outer is not None:
@@ -181,7 +184,9 @@ def _call_sharded(token: ShardingToken, original: Any, module: Any, args: Any, k
         )
 
     def transform(body: Any) -> Any:
-        def inner(make_scopes: Any, repack: Any, groups: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+        def inner(
+            make_scopes: Any, repack: Any, groups: PyTree, rngs: PyTree, *args: PyTree, **kwargs: PyTree
+        ) -> PyTree:
             scopes = jax.tree.leaves(make_scopes(groups, rngs))
             call = ModuleCall.of(args, kwargs)
             counters = [s.rng_counters for s in scopes]
@@ -195,7 +200,7 @@ def _call_sharded(token: ShardingToken, original: Any, module: Any, args: Any, k
             first = [own, keys, *([tuple(shared), tuple(shared_keys)] if shared else [])]
             names = ["variables", "rngs", "shared", "shared_rngs"][: len(first)]
             if key not in token.functions:
-                after: dict[Any, Any] = {}
+                after: dict[Any, PyTree] = {}
                 pure = _pure(call, before, len(first), after)
                 token.functions[key] = sharded_call(token, pure, original, names, returns_pair=True), after
             function, after = token.functions[key]
@@ -213,14 +218,14 @@ def _call_sharded(token: ShardingToken, original: Any, module: Any, args: Any, k
     return transforms.decorator_lift_transform(transform, original)(module, *args, **kwargs)
 
 
-def _pure(call: ModuleCall, before: Any, count: int, after: dict[Any, Any]) -> Any:
+def _pure(call: ModuleCall, before: PyTree, count: int, after: dict[Any, PyTree]) -> Any:
     """A function of the scope's variables, its random keys and the call's arguments.
 
     `before`: counts of drawn random keys at its start; `count`: how many arguments precede those of the call; `after`:
     output, shapes of the arguments -> counts of drawn keys at its end. Returns (result, changed variables).
     """
 
-    def pure(*args: Any, **kwargs: Any) -> Any:
+    def pure(*args: PyTree, **kwargs: PyTree) -> PyTree:
         running = _RUNNING.get()
         first, dynamic = args[:count], (args[count:], kwargs)
         groups, rngs = (_own_last(first[0], *first[2:3]),), (_own_last(first[1], *first[3:4]),)
@@ -244,29 +249,29 @@ def _running(run: _RunningCall) -> Iterator[None]:
         _RUNNING.reset(token)
 
 
-def _own_first(groups: Any) -> list[Any]:
+def _own_first(groups: PyTree) -> list[PyTree]:
     """The module's own part, then those of modules that it shares; linen has its own last."""
     return [groups[0][-1], *groups[0][:-1]]
 
 
-def _own_last(own: Any, shared: Any = ()) -> tuple:
+def _own_last(own: PyTree, shared: PyTree = ()) -> tuple:
     return (*shared, own)
 
 
-def _rng_counts(counters: Any) -> Any:
+def _rng_counts(counters: PyTree) -> PyTree:
     """How many random keys each scope has drawn, hashable: with equal counts, a call draws the same keys."""
     if isinstance(counters, Mapping):
         return tuple((k, _rng_counts(v)) for k, v in counters.items())
     return tuple(map(_rng_counts, counters)) if isinstance(counters, list) else counters
 
 
-def _set_rng_counts(counters: list[dict[Any, Any]], wanted: Any) -> None:
+def _set_rng_counts(counters: list[dict[Any, PyTree]], wanted: PyTree) -> None:
     """Set counters, in place, to a value of `_rng_counts`."""
     for own, items in zip(counters, wanted, strict=True):
         _set_rng_counts_of(own, items)
 
 
-def _set_rng_counts_of(own: dict[Any, Any], items: Any) -> None:
+def _set_rng_counts_of(own: dict[Any, PyTree], items: PyTree) -> None:
     for key in [k for k in own if k not in dict(items)]:
         del own[key]
     for key, value in items:
@@ -276,7 +281,7 @@ def _set_rng_counts_of(own: dict[Any, Any], items: Any) -> None:
             own[key] = value
 
 
-def _fingerprint(value: Any) -> Any:
+def _fingerprint(value: object) -> Hashable:
     """A key of all that a module's program depends on: class and fields, recursively."""
     if isinstance(value, nn.Module):
         fields = [f.name for f in dataclasses.fields(value) if f.name != "parent" and f.init]

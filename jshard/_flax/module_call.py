@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from jshard._api.shard import shard
 from jshard._api.shard_request import DeferredParameterPlan
 from jshard._core.argument_checks import check_call
 from jshard._core.errors import ShardError, StrategyError
+from jshard._core.jax_types import Function, PyTree, PyTreeDef
 from jshard._core.messages import suggest
 from jshard._flax.function import is_state
 from jshard._spec.entry import format_entry, is_strategy, looks_like_strategy
@@ -35,9 +36,9 @@ from jshard._spec.tree_paths import Leaf
 class ShardingToken:
     """The options of a sharded module, and its planned functions by static part of the call; equal if the options are."""
 
-    def __init__(self, name: str, options: dict[str, Any]):
+    def __init__(self, name: str, options: dict[str, PyTree]):
         self.name, self.options = name, options
-        self.functions: dict[Any, Any] = {}
+        self.functions: dict[Hashable, Any] = {}
         self._key = (name, hashable_key(options))
 
     def __repr__(self) -> str:
@@ -49,10 +50,10 @@ class ShardingToken:
     def __hash__(self) -> int:
         return hash(self._key)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardingToken:
+    def __deepcopy__(self, memo: dict[int, object]) -> ShardingToken:
         return self  # a cloned module shares the plans
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple:
         return ShardingToken, (self.name, self.options)  # without plans and compiled programs
 
 
@@ -60,47 +61,49 @@ class ShardingToken:
 class ModuleCall:
     """The arguments of a call: `arrays`, the traced leaves, and `statics`, (position among the leaves, value)."""
 
-    tree: Any
-    arrays: tuple[Any, ...]
-    statics: tuple[tuple[int, Any], ...]
+    tree: PyTreeDef
+    arrays: tuple[jax.Array, ...]
+    statics: tuple[tuple[int, object], ...]
 
     @staticmethod
-    def of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> ModuleCall:
+    def of(args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> ModuleCall:
         """Split the arguments of a call."""
         leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)), is_leaf=is_state)
         statics = tuple((i, x) for i, x in enumerate(leaves) if not is_traced(x))
         return ModuleCall(tree, tuple(x for x in leaves if is_traced(x)), statics)
 
     @property
-    def key(self) -> Any:
+    def key(self) -> Hashable:
         """Equal for calls that run the same function of arrays."""
         return self.tree, tuple((i, type(x), hashable_key(x)) for i, x in self.statics)
 
     @property
-    def shapes(self) -> Any:
+    def shapes(self) -> PyTree:
         """Shapes and dtypes of the arrays, equal inside and outside of a trace."""
         arrays = jax.tree.leaves(self.arrays)
         return tuple((getattr(x, "shape", ()), str(getattr(x, "dtype", type(x)))) for x in arrays)
 
-    def dynamic(self) -> tuple[tuple, dict[str, Any]]:
+    def dynamic(self) -> tuple[tuple, dict[str, PyTree]]:
         """The arguments with None in place of static leaves."""
         return self._fill(self.arrays, dict.fromkeys(i for i, _ in self.statics))
 
-    def with_dynamic(self, dynamic: tuple[tuple, dict[str, Any]]) -> tuple[tuple, dict[str, Any]]:
+    def with_dynamic(self, dynamic: tuple[tuple, dict[str, PyTree]]) -> tuple[tuple, dict[str, PyTree]]:
         """The arguments with the arrays of `dynamic`, a value of `dynamic()`."""
         return self.with_arrays(jax.tree.leaves(dynamic, is_leaf=is_state))
 
-    def with_arrays(self, arrays: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
+    def with_arrays(self, arrays: Sequence[PyTree]) -> tuple[tuple, dict[str, PyTree]]:
         """The arguments with these arrays."""
         return self._fill(arrays, dict(self.statics))
 
-    def _fill(self, arrays: Sequence[Any], others: Mapping[int, Any]) -> tuple[tuple, dict[str, Any]]:
+    def _fill(
+        self, arrays: Sequence[PyTree], others: Mapping[int, object]
+    ) -> tuple[tuple, dict[str, PyTree]]:
         next_array = iter(arrays)
         leaves = [others[i] if i in others else next(next_array) for i in range(self.tree.num_leaves)]
         return jax.tree.unflatten(self.tree, leaves)
 
 
-def is_traced(x: Any) -> bool:
+def is_traced(x: object) -> bool:
     """Whether an argument is traced: an array, a number or state of nnx; a bool is static."""
     if isinstance(x, bool):
         return False
@@ -114,7 +117,7 @@ def is_traced(x: Any) -> bool:
 class ById:
     """A hashable key of an object that is not hashable: equal for the same object only."""
 
-    def __init__(self, value: Any):
+    def __init__(self, value: object):
         self.value = value
 
     def __eq__(self, other: object) -> bool:
@@ -124,7 +127,7 @@ class ById:
         return id(self.value)
 
 
-def hashable_key(value: Any) -> Any:
+def hashable_key(value: object) -> Hashable:
     """A hashable key, equal for equal values; functions are equal if their code and closures are.
 
     >>> make = lambda scale: lambda x: scale * x
@@ -152,8 +155,8 @@ def hashable_key(value: Any) -> Any:
 
 
 def checked_options(
-    name: str, original: Callable[..., Any], options: dict[str, Any], method: str = "__call__"
-) -> dict[str, Any]:
+    name: str, original: Function, options: dict[str, PyTree], method: str = "__call__"
+) -> dict[str, PyTree]:
     """The options of `.shard` that differ from the defaults, checked as far as possible without a call."""
     check_call(shard, (None,), options, f"{name}.shard")
     shard(
@@ -181,15 +184,15 @@ def checked_options(
     return base | {k: v for k, v in options.items() if v != defaults[k].default}
 
 
-def own_parameters(original: Callable[..., Any]) -> list[inspect.Parameter]:
+def own_parameters(original: Function) -> list[inspect.Parameter]:
     """Parameters of a method without `self`."""
     return list(inspect.signature(original).parameters.values())[1:]
 
 
 def sharded_call(
     token: ShardingToken,
-    pure: Callable[..., Any],
-    original: Callable[..., Any],
+    pure: Function,
+    original: Function,
     leading: Sequence[str],
     *,
     returns_pair: bool = False,
@@ -218,7 +221,7 @@ def sharded_call(
     return shard(pure, **options)
 
 
-def relative_names(plan: Any, leaves: Sequence[Leaf]) -> Any:
+def relative_names(plan: PyTree, leaves: Sequence[Leaf]) -> PyTree:
     """A parameter plan with names relative to the module.
 
     MindSpore names parameters from the outermost cell: `self.block1.dense2.kernel` in a plan for block1. A name that
@@ -238,7 +241,7 @@ def relative_names(plan: Any, leaves: Sequence[Leaf]) -> Any:
     return out
 
 
-def _entries_by_name(in_strategy: Any, own: Sequence[inspect.Parameter], name: str) -> Any:
+def _entries_by_name(in_strategy: PyTree, own: Sequence[inspect.Parameter], name: str) -> PyTree:
     """`in_strategy` as a dict by argument name, since the leading arguments of the pure function have no entries."""
     if in_strategy is None or isinstance(in_strategy, Mapping):
         return in_strategy
@@ -262,7 +265,7 @@ def _entries_by_name(in_strategy: Any, own: Sequence[inspect.Parameter], name: s
     return dict(zip(names, in_strategy, strict=False))
 
 
-def _single(entry: Any) -> Any:
+def _single(entry: PyTree) -> PyTree:
     wrapped = isinstance(entry, tuple) and len(entry) == 1 and not isinstance(entry[0], int)
     return entry[0] if wrapped else entry
 
@@ -273,7 +276,7 @@ RECORDED_PLANS: contextvars.ContextVar[dict[str, Plan] | None] = contextvars.Con
 """Inside `record_plans`, the plans so far by module path; else None."""
 
 
-def record_plans(run: Callable[[], Any]) -> dict[str, Plan]:
+def record_plans(run: Callable[[], object]) -> dict[str, Plan]:
     """The plans of all sharded modules that `run` calls, by module path."""
     plans: dict[str, Plan] = {}
     token = RECORDED_PLANS.set(plans)
@@ -308,7 +311,7 @@ class OnClassError(ShardError, AttributeError):
 class ShardMethod:
     """Descriptor of the method `.shard`: on instances only; an attribute or field of that name takes precedence."""
 
-    def __init__(self, function: Callable[..., Any]):
+    def __init__(self, function: Function):
         self.function = function
         self.__doc__ = function.__doc__
 

@@ -27,6 +27,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jshard._core.jax_types import PyTree
 from jshard._spec.flax_protocol import SCOPED_CALL
 
 
@@ -77,7 +78,7 @@ def _wrap_call(cls: type) -> None:
         return
 
     @functools.wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Any, *args: PyTree, **kwargs: PyTree) -> PyTree:
         scopes = _SCOPES.get()
         if scopes is None:
             return method(self, *args, **kwargs)

@@ -21,6 +21,7 @@ from flax import nnx
 from jshard._api.plan import Plan
 from jshard._core.argument_checks import check_call
 from jshard._core.errors import NestedShardError, ShardError
+from jshard._core.jax_types import PyTree
 from jshard._flax.function import is_state
 from jshard._flax.module_call import (
     RECORDED_PLANS,
@@ -38,9 +39,9 @@ from jshard._spec.flax_protocol import NNX_TOKEN, SHARD_MODULE, SHARDABLE_CALL
 
 def shard_module(
     module: Any,
-    in_strategy: Any = None,
-    out_strategy: Any = None,
-    parameter_plan: Any = None,
+    in_strategy: PyTree = None,
+    out_strategy: PyTree = None,
+    parameter_plan: PyTree = None,
     device: str | None = None,
     level: int = 0,
     **options: Any,
@@ -76,14 +77,14 @@ def token_of(module: Any) -> ShardingToken | None:
 _MODULE_PATHS: contextvars.ContextVar[dict[int, str]] = contextvars.ContextVar("root")
 
 
-def plans_of(module: Any, *args: Any, **kwargs: Any) -> dict[str, Plan]:
+def plans_of(module: Any, *args: PyTree, **kwargs: PyTree) -> dict[str, Plan]:
     """The plan of every sharded module of a model, by module path; arguments as for the call, or shapes."""
     check_call(type(module).__call__, (module, *args), kwargs, type(module).__name__)
     call = ModuleCall.of(args, kwargs)
     stateful = [is_state(x) for x in call.arrays]
     graph, state = nnx.split((module, [x for x, s in zip(call.arrays, stateful, strict=True) if s]))
 
-    def run(state: Any, arrays: Any) -> Any:
+    def run(state: PyTree, arrays: Any) -> Any:
         copy, objects = nnx.merge(graph, state)
         next_object, next_array = iter(objects), iter(arrays)
         token = _MODULE_PATHS.set({id(m): ".".join(map(str, p)) for p, m in nnx.iter_modules(copy)})
@@ -101,7 +102,7 @@ def _path_of(module: Any) -> str:
     return _MODULE_PATHS.get({}).get(id(module), type(module).__name__)
 
 
-def plan_of(module: Any, *args: Any, **kwargs: Any) -> Plan:
+def plan_of(module: Any, *args: PyTree, **kwargs: PyTree) -> Plan:
     """The plan of a sharded module for these arguments of its call."""
     return outermost_plan(plans_of(module, *args, **kwargs), type(module).__name__)
 
@@ -130,7 +131,7 @@ def _wrap_call(cls: type) -> None:
         return
 
     @functools.wraps(original)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Any, *args: PyTree, **kwargs: PyTree) -> PyTree:
         token = token_of(self)
         if token is None:
             return original(self, *args, **kwargs)
@@ -140,7 +141,9 @@ def _wrap_call(cls: type) -> None:
     owner.__call__ = call
 
 
-def _call_sharded(token: ShardingToken, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
+def _call_sharded(
+    token: ShardingToken, module: Any, method: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+) -> Any:
     call = ModuleCall.of(args, kwargs)
     if call.key not in token.functions:
         original = getattr(method, SHARDABLE_CALL, method)
@@ -157,7 +160,7 @@ def _call_sharded(token: ShardingToken, module: Any, method: Any, args: Any, kwa
 def _pure(token: ShardingToken, original: Any, call: ModuleCall) -> Any:
     """The call as a function of the module, an argument named `state`, and the call's own arguments."""
 
-    def pure(state: Any, *args: Any, **kwargs: Any) -> Any:
+    def pure(state: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
         _refuse_nested(state, token.name)
         delattr(state, NNX_TOKEN)  # `super().__call__` inside its methods must run unsharded
         args, kwargs = call.with_dynamic((args, kwargs))

@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jshard._api.plan import Plan
 from jshard._core.argument_checks import check_call, checked
 from jshard._core.errors import PlanMismatchError, ShardError
+from jshard._core.jax_types import PyTree
 from jshard._core.messages import suggest, type_with_article
 from jshard._flax.function import holds_state, is_state
 from jshard._spec.parameter_plan import name_parts
@@ -29,7 +30,7 @@ from jshard._spec.tree_paths import path_name, shape_of
 
 
 @checked
-def init(build: Callable[[], Any], plan: Plan) -> Any:
+def init(build: Callable[[], PyTree], plan: Plan) -> PyTree:
     """Create a model, and optimizer state with it, directly in the shardings of a plan.
 
     >>> from flax import nnx
@@ -71,7 +72,7 @@ def init(build: Callable[[], Any], plan: Plan) -> Any:
 
 
 @checked
-def place(tree: Any, plan: Plan) -> Any:
+def place(tree: PyTree, plan: Plan) -> PyTree:
     """Move an existing model to the shardings of a plan.
 
     >>> from flax import nnx
@@ -104,7 +105,7 @@ def place(tree: Any, plan: Plan) -> Any:
 
 
 @checked
-def shardings_for(tree: Any, plan: Plan) -> Any:
+def shardings_for(tree: PyTree, plan: Plan) -> PyTree:
     """The plan's shardings for a pytree of parameters or optimizer state, as a pytree of the same structure.
 
     >>> shardings_for({}, None)
@@ -192,7 +193,7 @@ class _PlanIndex:
         return [shape for rows in matches for shape, _ in rows]
 
 
-def _mesh(plan: Plan) -> Any:
+def _mesh(plan: Plan) -> Mesh:
     if plan.jax_mesh is not None:
         if not isinstance(plan.jax_mesh, Mesh):
             raise ShardError(
@@ -211,7 +212,7 @@ def _mesh(plan: Plan) -> Any:
     return Mesh(np.array(devices[: axes.total]).reshape(axes.sizes), axes.names)
 
 
-def _check_plan(plan: Any, function: str) -> None:
+def _check_plan(plan: object, function: str) -> None:
     if not isinstance(plan, Plan):
         raise ShardError(
             f"{function} takes a plan, not {type_with_article(plan)}",
@@ -220,5 +221,5 @@ def _check_plan(plan: Any, function: str) -> None:
         )
 
 
-def _is_key(leaf: Any) -> bool:
+def _is_key(leaf: object) -> bool:
     return jnp.issubdtype(getattr(leaf, "dtype", None) or float, jax.dtypes.prng_key)

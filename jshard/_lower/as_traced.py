@@ -15,18 +15,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import core
 from jax.interpreters import ad, batching, mlir
+from jax.typing import ArrayLike
 
 from jshard import _jaxcompat as compat
+from jshard._core.jax_types import JaxprEqn, PyTreeDef
+from jshard._core.layout import ArrayType
 
 
-def run_as_traced(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+def run_as_traced(eqn: JaxprEqn, operands: Sequence[ArrayLike]) -> list[jax.Array]:
     """Run an equation on whole operands inside `shard_map` and return its results.
 
     >>> closed = jax.make_jaxpr(jnp.sin)(1.0)
@@ -35,7 +37,7 @@ def run_as_traced(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """
     params = {k: None if k in ("sharding", "out_sharding") else v for k, v in eqn.params.items()}
 
-    def run(*arrays: Any) -> list[Any]:
+    def run(*arrays: jax.Array) -> list[jax.Array]:
         out = eqn.primitive.bind(*arrays, **compat.bind_params(eqn, params))
         return list(out) if eqn.primitive.multiple_results else [out]
 
@@ -48,9 +50,9 @@ class OutsideCall:
 
     def __init__(
         self,
-        run: Callable[..., list[Any]],
-        in_avals: Sequence[Any],
-        out_avals: Sequence[Any] | None = None,
+        run: Callable[..., list[jax.Array]],
+        in_avals: Sequence[jax.ShapeDtypeStruct],
+        out_avals: Sequence[jax.ShapeDtypeStruct] | None = None,
     ):
         self.run, self.in_avals = run, tuple(in_avals)
         self.out_avals = tuple(_result_structs(run, self.in_avals) if out_avals is None else out_avals)
@@ -61,10 +63,10 @@ class OutsideCall:
         `which` are the numbers of the operands to differentiate with respect to; the second call takes the residuals and
         the tangents of those operands.
         """
-        trees: list[Any] = []
+        trees: list[PyTreeDef] = []
 
-        def forward(*arrays: Any) -> list[Any]:
-            def of_differentiated(*values: Any) -> list[Any]:
+        def forward(*arrays: jax.Array) -> list[jax.Array]:
+            def of_differentiated(*values: jax.Array) -> list[jax.Array]:
                 operands = list(arrays)
                 for i, x in zip(which, values, strict=True):
                     operands[i] = x
@@ -80,7 +82,7 @@ class OutsideCall:
         first = OutsideCall(forward, self.in_avals)
         residuals = first.out_avals[len(self.out_avals) :]
 
-        def tangent(*arrays: Any) -> list[Any]:
+        def tangent(*arrays: jax.Array) -> list[jax.Array]:
             n = len(residuals)
             return list(jax.tree.unflatten(trees[0], arrays[:n])(*arrays[n:]))
 
@@ -96,8 +98,8 @@ class OutsideCall:
         others = [i for i in range(len(self.in_avals)) if i not in linear]
         n = len(others)
 
-        def transpose(*arrays: Any) -> list[Any]:
-            def of_linear(*values: Any) -> list[Any]:
+        def transpose(*arrays: jax.Array) -> list[jax.Array]:
+            def of_linear(*values: jax.Array) -> list[jax.Array]:
                 operand = dict(zip((*others, *linear), (*arrays[:n], *values), strict=True))
                 return [y for y in self.run(*(operand[i] for i in range(len(operand)))) if _is_inexact(y)]
 
@@ -117,17 +119,19 @@ class OutsideCall:
         return OutsideCall(jax.vmap(self.run, in_axes=dims, out_axes=0), list(map(_struct, avals)))
 
 
-def _result_structs(run: Callable[..., list[Any]], avals: Sequence[Any]) -> list[Any]:
+def _result_structs(
+    run: Callable[..., list[jax.Array]], avals: Sequence[ArrayType]
+) -> list[jax.ShapeDtypeStruct]:
     with compat.without_mesh():
         return [_struct(a) for a in jax.make_jaxpr(run)(*avals).out_avals]
 
 
-def _struct(aval: Any) -> jax.ShapeDtypeStruct:
+def _struct(aval: ArrayType) -> jax.ShapeDtypeStruct:
     """Shape, type and weak type, without a sharding."""
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)))
 
 
-def _is_inexact(x: Any) -> bool:
+def _is_inexact(x: ArrayType) -> bool:
     return bool(jnp.issubdtype(x.dtype, np.inexact))
 
 
@@ -135,13 +139,15 @@ as_traced_p = compat.multi_result_primitive("jshard_as_traced")
 """An `OutsideCall` as a primitive inside `shard_map`; its results vary over all axes that an operand varies over."""
 
 
-def _abstract_eval(*avals: Any, call: OutsideCall) -> Any:
+def _abstract_eval(*avals: core.ShapedArray, call: OutsideCall) -> list[core.ShapedArray]:
     axes = frozenset().union(*map(compat.vma_of_type, avals))
     outs = [core.ShapedArray(o.shape, o.dtype, weak_type=o.weak_type) for o in call.out_avals]
     return [compat.with_axes(o, axes) for o in outs] if axes else outs
 
 
-def _jvp(primals: Any, tangents: Any, *, call: OutsideCall) -> Any:
+def _jvp(
+    primals: Sequence[jax.Array], tangents: Sequence[jax.Array | ad.Zero], *, call: OutsideCall
+) -> tuple[Sequence[jax.Array], Sequence[jax.Array | ad.Zero]]:
     which = tuple(i for i, t in enumerate(tangents) if type(t) is not ad.Zero)
     forward, tangent = call.linearized(which)
     results = as_traced_p.bind(*primals, call=forward)
@@ -153,22 +159,28 @@ def _jvp(primals: Any, tangents: Any, *, call: OutsideCall) -> Any:
     ]
 
 
-def _transpose(cotangents: Any, *operands: Any, call: OutsideCall) -> Any:
+def _transpose(
+    cotangents: Sequence[jax.Array | ad.Zero], *operands: jax.Array | ad.UndefinedPrimal, call: OutsideCall
+) -> list[jax.Array | None]:
     linear = tuple(i for i, x in enumerate(operands) if ad.is_undefined_primal(x))
-    others = [x for x in operands if not ad.is_undefined_primal(x)]
+    others = [x for x in operands if not isinstance(x, ad.UndefinedPrimal)]
     inexact = [c for c, o in zip(cotangents, call.out_avals, strict=True) if _is_inexact(o)]
     values = compat.to_common_vma([*others, *map(ad.instantiate_zeros, inexact)])
     out = iter(as_traced_p.bind(*values, call=call.transposed(linear)))
     return [next(out) if i in linear else None for i in range(len(operands))]
 
 
-def _batch(args: Any, dims: Any, *, call: OutsideCall) -> Any:
+def _batch(
+    args: Sequence[jax.Array], dims: Sequence[int | None], *, call: OutsideCall
+) -> tuple[Sequence[jax.Array], list[int]]:
     size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
     out = as_traced_p.bind(*args, call=call.batched(tuple(dims), size))
     return out, [0] * len(out)
 
 
-def _lower(ctx: Any, *args: Any, call: OutsideCall) -> Any:
+def _lower(
+    ctx: mlir.LoweringRuleContext, *args: mlir.ir.Value, call: OutsideCall
+) -> Sequence[mlir.ir.Value | Sequence[mlir.ir.Value]]:
     with compat.without_mesh():
         plain = [core.ShapedArray(a.shape, a.dtype, weak_type=a.weak_type) for a in call.in_avals]
         return mlir.lower_fun(call.run)(ctx.replace(avals_in=plain), *args)

@@ -17,26 +17,38 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
+from jax.sharding import AbstractMesh, Mesh
 
 from jshard import _jaxcompat as compat
-from jshard._core.layout import Layout
+from jshard._core.jax_types import ArrayFunction, PyTree, PyTreeDef
+from jshard._core.layout import ArrayType, Layout
 from jshard._core.topology import Topology
 from jshard._program.graph import Call, Literal, Program
 from jshard._schedule.schedule import Assignment, Schedule
 
 
+T = TypeVar("T")
+
 PlanRule = Callable[
-    [Callable[..., Any], Sequence[Any], Sequence[Layout], Sequence[Layout], Topology, Any], Schedule
+    [
+        ArrayFunction,
+        Sequence[ArrayType],
+        Sequence[Layout],
+        Sequence[Layout],
+        Topology,
+        Mesh | AbstractMesh | None,
+    ],
+    Schedule,
 ]
 """(function, types of its arguments, their layouts, layouts of its first results, topology, mesh with Explicit axes in
 which the program was traced or None) -> schedule."""
 
-RunRule = Callable[[Schedule, Sequence[Any]], list[Any]]
+RunRule = Callable[[Schedule, Sequence[jax.Array]], list[jax.Array]]
 """Runs the schedule of a rule on local blocks."""
 
 
@@ -45,10 +57,10 @@ def rebuild_with_rule(
     assignment: Assignment,
     operand_layouts: Sequence[Layout],
     result_layouts: Sequence[Layout],
-    body: Callable[..., list[Any]],
+    body: Callable[..., list[jax.Array]],
     plan_rule: PlanRule,
     run_rule: RunRule,
-) -> Callable[..., Any]:
+) -> Callable[..., Sequence[jax.Array]]:
     """The call as a function of the local blocks of its tensor operands, with its derivative rule.
 
     Arguments:
@@ -61,7 +73,7 @@ def rebuild_with_rule(
     program, eqn = assignment.program, call.eqn
     tensors = [a for a in call.operands if not isinstance(a, Literal)]
 
-    def on_global_values(*values: Any) -> list[Any]:
+    def on_global_values(*values: jax.Array) -> list[jax.Array]:
         """The equation itself."""
         remaining = iter(values)
         operands = [a.value if isinstance(a, Literal) else next(remaining) for a in call.operands]
@@ -93,8 +105,8 @@ def rebuild_with_rule(
 class _Residuals:
     """What the forward pass of a vjp leaves for the backward pass, beside the arrays."""
 
-    pullback: Any  # the structure of `jax.vjp`'s function, whose leaves are the residual arrays
-    avals: list[Any]
+    pullback: PyTreeDef  # the structure of `jax.vjp`'s function, whose leaves are the residual arrays
+    avals: list[jax.ShapeDtypeStruct]
     layouts: list[Layout]
     perturbed: list[bool]  # the operands with respect to which the call is differentiated
 
@@ -103,46 +115,50 @@ class _Residuals:
 class _CustomCall:
     """A call with a derivative rule: `function` on global values, `body` on local blocks."""
 
-    function: Callable[..., list[Any]]
-    avals: list[Any]
+    function: Callable[..., list[jax.Array]]
+    avals: list[jax.ShapeDtypeStruct]
     differentiable: list[bool]
     operand_layouts: list[Layout]
     result_layouts: list[Layout]
-    body: Callable[..., list[Any]]
-    plan: Callable[[Callable[..., Any], Sequence[Any], Sequence[Layout], Sequence[Layout]], Schedule]
+    body: Callable[..., list[jax.Array]]
+    plan: Callable[[ArrayFunction, Sequence[ArrayType], Sequence[Layout], Sequence[Layout]], Schedule]
     run: RunRule
     symbolic_zeros: bool
-    explicit_mesh: Any
+    explicit_mesh: Mesh | AbstractMesh | None
 
-    def custom_jvp(self) -> Callable[..., Any]:
+    def custom_jvp(self) -> ArrayFunction:
         """The call as a `jax.custom_jvp`."""
         f = jax.custom_jvp(lambda *blocks: tuple(self.body(*blocks)))
         f.defjvp(self._jvp, symbolic_zeros=self.symbolic_zeros)
         return f
 
-    def custom_vjp(self) -> Callable[..., Any]:
+    def custom_vjp(self) -> ArrayFunction:
         """The call as a `jax.custom_vjp`."""
         f = jax.custom_vjp(lambda *blocks: tuple(self.body(*blocks)))
         left: list[_Residuals] = []  # by the forward pass, which JAX traces before the backward pass
 
-        def forward(*operands: Any) -> Any:
+        def forward(*operands: PyTree) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
             results, residual_arrays, residuals = self._forward(*operands)
             left[:] = [residuals]
             return results, residual_arrays
 
-        def backward(residual_arrays: Any, cotangents: Any) -> Any:
+        def backward(
+            residual_arrays: tuple[jax.Array, ...], cotangents: Sequence[jax.Array | SymbolicZero]
+        ) -> tuple[jax.Array | None, ...]:
             return self._backward(left[0], residual_arrays, cotangents)
 
         f.defvjp(forward, backward, symbolic_zeros=self.symbolic_zeros)
         return f
 
-    def _jvp(self, primals: Any, tangents: Any) -> Any:
+    def _jvp(
+        self, primals: Sequence[jax.Array], tangents: Sequence[jax.Array | SymbolicZero]
+    ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
         # Rules with symbolic zeros learn which operands are not perturbed, as the user's own does.
         perturbed = [
             m and not isinstance(t, SymbolicZero) for m, t in zip(self.differentiable, tangents, strict=True)
         ]
 
-        def pushforward(*values: Any) -> Any:
+        def pushforward(*values: jax.Array) -> list[jax.Array]:
             primals, tangents = values[: len(self.avals)], values[len(self.avals) :]
             function = self._of_perturbed(primals, perturbed)
             out, out_tangents = jax.jvp(function, tuple(_select(primals, perturbed)), tangents)
@@ -154,18 +170,21 @@ class _CustomCall:
             [*self.operand_layouts, *_select(self.operand_layouts, perturbed)],
             [*self.result_layouts, *self.result_layouts],
         )
-        out = self.run(schedule, [*primals, *_select(tangents, perturbed)])
+        perturbed_tangents = [
+            t for t, m in zip(tangents, perturbed, strict=True) if m and not isinstance(t, SymbolicZero)
+        ]
+        out = self.run(schedule, [*primals, *perturbed_tangents])
         n = len(self.result_layouts)
         return tuple(out[:n]), tuple(out[n:])
 
-    def _forward(self, *operands: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], _Residuals]:
+    def _forward(self, *operands: PyTree) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...], _Residuals]:
         perturbed, blocks = self.differentiable, operands
         if self.symbolic_zeros:
             perturbed = [m and bool(o.perturbed) for m, o in zip(perturbed, operands, strict=True)]
             blocks = tuple(o.value for o in operands)
-        structures: list[Any] = []
+        structures: list[PyTreeDef] = []
 
-        def forward(*values: Any) -> Any:
+        def forward(*values: jax.Array) -> list[jax.Array]:
             out, pullback = jax.vjp(self._of_perturbed(values, perturbed), *_select(values, perturbed))
             leaves, structure = jax.tree.flatten(pullback)
             structures[:] = [structure]
@@ -183,14 +202,19 @@ class _CustomCall:
         out = self.run(schedule, blocks)
         return tuple(out[:n]), tuple(out[n:]), residuals
 
-    def _backward(self, residuals: _Residuals, arrays: Any, cotangents: Any) -> tuple[Any, ...]:
+    def _backward(
+        self,
+        residuals: _Residuals,
+        arrays: Sequence[jax.Array],
+        cotangents: Sequence[jax.Array | SymbolicZero],
+    ) -> tuple[jax.Array | None, ...]:
         with compat.context_of_trace(self.explicit_mesh):
             results = [
                 jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jax.eval_shape(self.function, *self.avals)
             ]
         has_cotangent = [_is_inexact(r) for r in results]
 
-        def backward(*values: Any) -> Any:
+        def backward(*values: jax.Array) -> list[jax.Array]:
             pullback = jax.tree.unflatten(residuals.pullback, values[: len(residuals.avals)])
             remaining = iter(values[len(residuals.avals) :])
             results_with_flag = zip(results, has_cotangent, strict=True)
@@ -206,10 +230,10 @@ class _CustomCall:
         out = iter(self.run(schedule, [*arrays, *given_cotangents]))
         return tuple(next(out) if m else None for m in residuals.perturbed)
 
-    def _of_perturbed(self, values: Sequence[Any], perturbed: Sequence[bool]) -> Callable[..., Any]:
+    def _of_perturbed(self, values: Sequence[jax.Array], perturbed: Sequence[bool]) -> ArrayFunction:
         """The function of the perturbed operands alone, with the other values fixed."""
 
-        def function(*operands: Any) -> Any:
+        def function(*operands: jax.Array) -> Sequence[jax.Array]:
             remaining = iter(operands)
             return self.function(
                 *(next(remaining) if m else v for v, m in zip(values, perturbed, strict=True))
@@ -218,20 +242,20 @@ class _CustomCall:
         return function
 
 
-def _select(values: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
+def _select(values: Sequence[T], mask: Sequence[bool]) -> list[T]:
     return [v for v, m in zip(values, mask, strict=True) if m]
 
 
-def _output_struct(program: Program, output: int) -> Any:
+def _output_struct(program: Program, output: int) -> jax.ShapeDtypeStruct:
     a = program.operators[output].operands[0]
     return _struct(a.aval if isinstance(a, Literal) else program.tensors[a])
 
 
-def _struct(t: Any) -> jax.ShapeDtypeStruct:
+def _struct(t: ArrayType) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=bool(getattr(t, "weak_type", False)))
 
 
-def _instantiate_zero(x: Any) -> Any:
+def _instantiate_zero(x: jax.Array | SymbolicZero) -> jax.Array:
     """A cotangent as an array varying over the axes of its type, where it may be a symbolic zero."""
     if not isinstance(x, SymbolicZero):
         return x
@@ -239,9 +263,9 @@ def _instantiate_zero(x: Any) -> Any:
     return compat.cast_vma(jax.numpy.zeros(aval.shape, aval.dtype), compat.vma_of_type(aval))
 
 
-def _is_inexact(aval: Any) -> bool:
+def _is_inexact(aval: ArrayType) -> bool:
     return jax.numpy.issubdtype(aval.dtype, np.inexact)
 
 
-def _float0_zeros(aval: Any) -> Any:
+def _float0_zeros(aval: ArrayType) -> np.ndarray:
     return np.zeros(aval.shape, jax.dtypes.float0)

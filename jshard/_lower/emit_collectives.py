@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -36,7 +36,7 @@ from jshard._rules.registry import block_index
 
 
 def apply_reshard(
-    x: Any,
+    x: jax.Array,
     source: Layout,
     target: Layout,
     steps: Sequence[ReshardStep],
@@ -44,7 +44,7 @@ def apply_reshard(
     *,
     vma: bool,
     consumer_axes: frozenset[str] = frozenset(),
-) -> Any:
+) -> jax.Array:
     """Turn a local block in one layout into the local block in another; called inside `shard_map`.
 
     Arguments:
@@ -72,8 +72,8 @@ def apply_reshard(
 
 
 def _emit(
-    x: Any, layout: Layout, step: ReshardStep, mesh: MeshAxes, vma: bool, consumer_axes: frozenset[str]
-) -> Any:
+    x: jax.Array, layout: Layout, step: ReshardStep, mesh: MeshAxes, vma: bool, consumer_axes: frozenset[str]
+) -> jax.Array:
     """Run one step on a block in `layout`."""
     axes, src, dst = step.axes, step.src_dim, step.dst_dim
     if step.kind == "slice":
@@ -82,6 +82,7 @@ def _emit(
         size = x.shape[dst] // mesh.size(*axes)
         return lax.dynamic_slice_in_dim(x, block_index(axes, mesh) * size, size, dst)
     if step.kind == "all_gather":
+        assert src is not None
         return _all_gather(x, axes, src, vma, consumer_axes)
     if step.kind == "all_to_all":
         assert dst is not None and src is not None
@@ -99,7 +100,7 @@ def _emit(
     return lax.ppermute(x, axes, permute_pairs(layout, step, mesh))
 
 
-def _flat_all_to_all(x: Any, axes: tuple[str, ...], split: int, join: int, n: int) -> Any:
+def _flat_all_to_all(x: jax.Array, axes: tuple[str, ...], split: int, join: int, n: int) -> jax.Array:
     """An all-to-all of the flattened, concatenated parts: a vector has only one memory layout."""
     part = [*x.shape[:split], x.shape[split] // n, *x.shape[split + 1 :]]
     parts = jnp.moveaxis(x.reshape(*x.shape[:split], n, *part[split:]), split, 0)
@@ -108,7 +109,9 @@ def _flat_all_to_all(x: Any, axes: tuple[str, ...], split: int, join: int, n: in
     return joined.reshape(*part[:join], n * part[join], *part[join + 1 :])
 
 
-def _all_gather(x: Any, axes: tuple[str, ...], dim: Any, vma: bool, consumer_axes: frozenset[str]) -> Any:
+def _all_gather(
+    x: jax.Array, axes: tuple[str, ...], dim: int, vma: bool, consumer_axes: frozenset[str]
+) -> jax.Array:
     """Gather over `axes`; one collective has one kind of typing, so axes of both kinds take several."""
     if not vma or set(axes) <= consumer_axes:
         return lax.all_gather(x, axes, axis=dim, tiled=True)
@@ -163,7 +166,7 @@ def _block_indices(
     return blocks
 
 
-def _fix_unit_axes(x: Any, target: Layout, mesh: MeshAxes, consumer_axes: frozenset[str]) -> Any:
+def _fix_unit_axes(x: jax.Array, target: Layout, mesh: MeshAxes, consumer_axes: frozenset[str]) -> jax.Array:
     """Correct the type on axes of size one, which no step mentions: collectives over them cost nothing."""
     unit = {name for name, size in zip(mesh.names, mesh.sizes, strict=True) if size == 1}
     extra = tuple(

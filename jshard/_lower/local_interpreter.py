@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
 
 from jshard import _jaxcompat as compat
 from jshard._core.errors import ShardError
+from jshard._core.jax_types import PyTree
 from jshard._core.layout import Layout
 from jshard._cost.reshard_steps import apply_step
 from jshard._lower.as_traced import run_as_traced
@@ -20,14 +22,16 @@ from jshard._memory.in_place import is_update
 from jshard._memory.memory_layout import memory_layout
 from jshard._program.graph import Literal
 from jshard._program.user_shard_map import SHARD_MAP
-from jshard._rules.primitives.slicing import StackSlice, materialized
-from jshard._rules.registry import LocalContext, block_index, plan_scope
+from jshard._rules.registry import LocalContext, StackSlice, block_index, materialized, plan_scope
 from jshard._rules.rule import NONE
 from jshard._schedule.loop_stacks import CarriedStack, carried_stacks
 from jshard._schedule.schedule import Action, Reshard, RunCall, RunOperator, Schedule, Value
 
 
-Env = dict[Value, Any]
+T = TypeVar("T")
+
+Local = jax.Array | StackSlice
+Env = dict[Value, Local]
 """Local values by tensor and layout: arrays, or slices of the stacks that a loop carries whole."""
 
 # A user's `shard_map` takes values typed by its own specs, a solver by what its functions were traced with.
@@ -51,7 +55,9 @@ class LocalInterpreter:
         self.mesh = schedule.assignment.topology.mesh
         self.row_major_updates = memory_layout(self.program, self.assignment.topology.chip).row_major_updates
         self.constants: Env = {}  # captured arrays, which every body may read
-        self.trip_counter: Any = None  # trips so far, in a loop some of whose actions must not be hoisted
+        self.trip_counter: jax.Array | None = (
+            None  # trips so far, in a loop some of whose actions must not be hoisted
+        )
 
     def run_program(self, env: Env) -> None:
         """Run the whole program; `env` has the blocks of its arguments and captured arrays."""
@@ -61,7 +67,7 @@ class LocalInterpreter:
             if isinstance(action, Reshard) and self._is_constant(action.tensor):
                 self.constants[action.tensor, action.target] = env[action.tensor, action.target]
 
-    def as_array(self, value: Value | Literal, env: Env) -> Any:
+    def as_array(self, value: Value | Literal, env: Env) -> jax.Array:
         """A value as an array, literals included."""
         if isinstance(value, Literal):
             return jnp.asarray(value.value, value.aval.dtype)
@@ -116,13 +122,15 @@ class LocalInterpreter:
     def _operator(self, action: RunOperator, env: Env) -> None:
         op = self.program.operators[action.op]
         states = self.assignment.states[action.op]
-        operands = [v.value if isinstance(v, Literal) else materialized(env[v]) for v in action.reads]
+        operands: list[ArrayLike | Local] = [
+            v.value if isinstance(v, Literal) else materialized(env[v]) for v in action.reads
+        ]
         if action.loop_invariant:
             operands = self._tie_to_trip(operands)
         elif is_update(op.primitive) and not isinstance(action.reads[0], Literal):
             operands[0] = env[action.reads[0]]  # a slice of a stack is updated inside the stack
         if self.vma and op.primitive not in _CASTS_OWN_OPERANDS:
-            operands = compat.to_common_vma(operands)
+            operands = [*compat.to_common_vma([materialized(x) for x in operands])]
         results = self._bind_local(action, operands)
         for k, (tensor, x) in enumerate(zip(op.results, results, strict=True)):
             layout = states.results[k].layout(self.assignment.state[action.op])
@@ -135,14 +143,14 @@ class LocalInterpreter:
                 )
             env[tensor, layout] = x
 
-    def _bind_local(self, action: RunOperator, operands: Sequence[Any]) -> list[Any]:
+    def _bind_local(self, action: RunOperator, operands: Sequence[ArrayLike | Local]) -> Sequence[Local]:
         """The results of an operator: by its local function, as traced if it has no rule, else by its primitive."""
         op = self.program.operators[action.op]
         states, candidate = self.assignment.states[action.op], self.assignment.candidate(action.op)
         assert states.op is not None and candidate is not None and op.eqn is not None
         eqn, rule = op.eqn, states.rule
 
-        def bind(*operands: Any, **params: Any) -> list[Any]:
+        def bind(*operands: ArrayLike, **params: Any) -> list[jax.Array]:
             # Shardings of the traced program are those of whole arrays; the operands are one device's blocks.
             params = {k: None if k in ("sharding", "out_sharding") else v for k, v in params.items()}
             if self.vma:  # a local function may have made one of them differ between devices, by its position
@@ -165,10 +173,10 @@ class LocalInterpreter:
         local_impl = states.entry.local_impl if states.entry is not None else None
         with compat.eqn_context(eqn, op.prefix), plan_scope(number):
             if local_impl is not None:
-                return list(local_impl(context, *operands))
+                return local_impl(context, *operands)
             if rule.opaque and not eqn.effects:
-                return run_as_traced(eqn, operands)
-            return list(context.bind(*operands))
+                return run_as_traced(eqn, list(map(materialized, operands)))
+            return context.bind(*map(materialized, operands))
 
     # Calls that only alias: their operands are the values that enter the body, their results those that leave it.
 
@@ -202,7 +210,7 @@ class LocalInterpreter:
             for v in action.returns[0]
         ]
 
-        def body(*blocks: Any) -> list[Any]:
+        def body(*blocks: jax.Array) -> list[jax.Array]:
             block_of = dict(zip(tensors, blocks, strict=True))
             return self._body_arrays(action, 0, [block_of[t] for t, _ in action.entry[0]])
 
@@ -218,7 +226,7 @@ class LocalInterpreter:
         results = call(*(compat.cast_vma(array_of[t, layout_of[t]], layout_of[t].axes) for t in tensors))
         self._bind_results(action, list(results), env)
 
-    def _bind_results(self, action: RunCall, arrays: Sequence[Any], env: Env) -> None:
+    def _bind_results(self, action: RunCall, arrays: Sequence[jax.Array], env: Env) -> None:
         for value, x in zip(action.returns[0], arrays, strict=True):
             if not isinstance(value, Literal):
                 env[value] = x
@@ -237,7 +245,7 @@ class LocalInterpreter:
         sliced = {k: x for k, x in enumerate(xs) if k not in {s.xs for s in stacks}}
         initial_counter = self._initial_trip_counter(action)
 
-        def step(carry: Any, x: Any) -> Any:
+        def step(carry: PyTree, x: PyTree) -> PyTree:
             (values, arrays, counter), (index, slices) = carry, x
             parts = dict(zip(sliced, slices, strict=True))
             parts |= {s.xs: StackSlice(array, index) for s, array in zip(stacks, arrays, strict=True)}
@@ -269,15 +277,15 @@ class LocalInterpreter:
         test_consts, consts = operands[:num_test], operands[num_test : num_test + num_consts]
         init = self._carried(operands[num_test + num_consts :], boundary["carry"])
 
-        def body(state: Any) -> Any:
+        def body(state: tuple[Sequence[jax.Array], jax.Array | None]) -> PyTree:
             carry, counter = state
             results, counter = self._run_trip(action, 1, [*consts, *carry], counter)
             return tuple(self._carried(list(map(materialized, results)), boundary["carry"])), counter
 
-        def test(state: Any) -> Any:
+        def test(state: tuple[Sequence[jax.Array], jax.Array | None]) -> jax.Array:
             carry, counter = state
             (result,), _ = self._run_trip(action, 0, [*test_consts, *carry], counter)
-            return result
+            return materialized(result)
 
         final, counter = lax.while_loop(test, body, (tuple(init), self._initial_trip_counter(action)))
         self._leave_loop(counter)
@@ -289,8 +297,8 @@ class LocalInterpreter:
         if index.dtype == bool:
             index = index.astype("int32")
 
-        def branch(k: int) -> Callable[..., Any]:
-            def run(*arrays: Any) -> Any:
+        def branch(k: int) -> Callable[..., tuple[jax.Array, ...]]:
+            def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
                 outer = self.trip_counter  # a branch may tie values to the counter, and hands no new one on
                 results = self._body_arrays(action, k, arrays)
                 self.trip_counter = outer
@@ -301,29 +309,29 @@ class LocalInterpreter:
         results = lax.switch(index, [branch(k) for k in range(len(action.bodies))], *operands)
         self._bind_boundary_results(results, joins, env)
 
-    def _operand_arrays(self, action: RunCall, env: Env) -> list[Any]:
+    def _operand_arrays(self, action: RunCall, env: Env) -> list[jax.Array]:
         """The operands of a loop or branch."""
         operands = [self.as_array(v, env) for v in action.reads]
         return self._tie_to_trip(operands) if action.loop_invariant else operands
 
-    def _body_values(self, action: RunCall, k: int, arrays: Sequence[Any]) -> list[Any]:
+    def _body_values(self, action: RunCall, k: int, arrays: Sequence[Local]) -> list[Local]:
         """The results of body `k`: arrays, or slices of the stacks that a loop carries."""
         env = {**self.constants, **dict(zip(action.entry[k], arrays, strict=True))}
         for inner in action.bodies[k]:
             self._run_action(inner, env)
         return [self.as_array(v, env) if isinstance(v, Literal) else env[v] for v in action.returns[k]]
 
-    def _body_arrays(self, action: RunCall, k: int, arrays: Sequence[Any]) -> list[Any]:
+    def _body_arrays(self, action: RunCall, k: int, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         """The results of body `k` as arrays."""
         return [materialized(x) for x in self._body_values(action, k, arrays)]
 
-    def _bind_boundary_results(self, arrays: Sequence[Any], boundary: Sequence[int], env: Env) -> None:
+    def _bind_boundary_results(self, arrays: Sequence[jax.Array], boundary: Sequence[int], env: Env) -> None:
         """Results of a loop or branch are the last results of their boundary operators."""
         for x, i in zip(arrays, boundary, strict=True):
             tensor = self.program.operators[i].results[-1]
             env[tensor, self.assignment.result_layout(tensor)] = x
 
-    def _initial_carry(self, x: Any, boundary: int) -> Any:
+    def _initial_carry(self, x: jax.Array, boundary: int) -> jax.Array:
         """The initial value of a carry; of a partial sum only the first device along its axes has it, others zero."""
         layout = self.assignment.result_layout(self.program.operators[boundary].results[-1])
         before = self.assignment.operand_layout(boundary, 0).partial
@@ -333,7 +341,7 @@ class LocalInterpreter:
             x = jnp.where(block_index(axes, self.mesh) == 0, x, jnp.zeros_like(x))
         return self._carried([x], [boundary])[0]
 
-    def _carried(self, arrays: list[Any], boundary: Sequence[int]) -> list[Any]:
+    def _carried(self, arrays: list[jax.Array], boundary: Sequence[int]) -> list[jax.Array]:
         """Values that a loop carries or branches join, varying over exactly the axes of their layouts."""
         if not self.vma:
             return arrays
@@ -344,14 +352,14 @@ class LocalInterpreter:
     # Compilers hoist loop-invariant work out of loops, which a plan within a memory budget may not allow: the values it
     # depends on are tied to a counter of trips, by a barrier through which both pass.
 
-    def _tie_to_trip(self, values: Sequence[Any]) -> list[Any]:
+    def _tie_to_trip(self, values: Sequence[T]) -> list[T]:
         """Values that do not change from trip to trip, made to look as though they did."""
         if self.trip_counter is None:
             return list(values)
         *tied, self.trip_counter = lax.optimization_barrier((*values, self.trip_counter))
         return tied
 
-    def _initial_trip_counter(self, action: RunCall) -> Any:
+    def _initial_trip_counter(self, action: RunCall) -> jax.Array | None:
         """The counter of a loop with actions that must stay in it, else None (an empty pytree in the loop's carry).
 
         It continues that of the surrounding loop, which the actions must not leave either.
@@ -361,24 +369,31 @@ class LocalInterpreter:
         return jnp.zeros((), "int32") if self.trip_counter is None else self.trip_counter
 
     def _run_trip(
-        self, action: RunCall, k: int, arrays: Sequence[Any], counter: Any
-    ) -> tuple[list[Any], Any]:
+        self, action: RunCall, k: int, arrays: Sequence[Local], counter: jax.Array | None
+    ) -> tuple[list[Local], jax.Array | None]:
         """The results of body `k` for one trip of a loop, and the counter after it."""
         outer, self.trip_counter = self.trip_counter, counter
         results = self._body_values(action, k, arrays)
         counter, self.trip_counter = self.trip_counter, outer
         return results, None if counter is None else counter + 1
 
-    def _leave_loop(self, counter: Any) -> None:
+    def _leave_loop(self, counter: jax.Array | None) -> None:
         """After a loop, the surrounding one goes on with its counter."""
         if self.trip_counter is not None and counter is not None:
             self.trip_counter = counter
 
 
-def _split_stacks(ys: Sequence[Any], stacks: Sequence[CarriedStack]) -> tuple[tuple[Any, ...], list[Any]]:
+def _split_stacks(
+    ys: Sequence[Local], stacks: Sequence[CarriedStack]
+) -> tuple[tuple[jax.Array, ...], list[Local]]:
     """The arrays of the stacks that a loop carries, in the order of `stacks`, and its other `ys`."""
     carried = [s.ys for s in stacks]
-    return tuple(ys[j].stack for j in carried), [y for j, y in enumerate(ys) if j not in carried]
+    return tuple(_stack_of(ys[j]) for j in carried), [y for j, y in enumerate(ys) if j not in carried]
+
+
+def _stack_of(x: Local) -> jax.Array:
+    assert isinstance(x, StackSlice), "the stack that a loop carries is read and updated in slices only"
+    return x.stack
 
 
 def _must_stay_in_loop(action: Action) -> bool:

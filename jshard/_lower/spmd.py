@@ -10,22 +10,22 @@ There are two modes. `vma=False` is for compiled calls: values carry no types fo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jshard import _jaxcompat as compat
-from jshard._core.layout import Layout, MeshAxes
+from jshard._core.layout import ArrayType, Layout, MeshAxes
 from jshard._lower.custom_derivatives import PlanRule
 from jshard._lower.local_interpreter import Env, LocalInterpreter
 from jshard._schedule.schedule import Schedule
 
 
 def spmd(
-    schedule: Schedule, mesh: Any, *, vma: bool = False, plan_rule: PlanRule | None = None
-) -> Callable[..., list[Any]]:
+    schedule: Schedule, mesh: Mesh | AbstractMesh, *, vma: bool = False, plan_rule: PlanRule | None = None
+) -> Callable[..., list[jax.Array]]:
     """The program as a function of its flat arguments and captured arrays, returning its flat results.
 
     Arguments:
@@ -45,7 +45,7 @@ def spmd(
     nonempty = [k for k, a in enumerate(avals) if 0 not in a.shape]
     local = local_program(schedule, vma=vma, plan_rule=plan_rule)
 
-    def body(*blocks: Any) -> tuple[Any, ...]:
+    def body(*blocks: jax.Array) -> tuple[jax.Array, ...]:
         block_of = dict(zip(nonempty, blocks, strict=True))
         return local(
             *(
@@ -54,7 +54,7 @@ def spmd(
             )
         )
 
-    mapped: Callable[..., Any] = jax.shard_map(
+    mapped: Callable[..., tuple[jax.Array, ...]] = jax.shard_map(
         body,
         mesh=mesh,
         in_specs=tuple(in_layouts[k].spec for k in nonempty),
@@ -62,7 +62,7 @@ def spmd(
         check_vma=vma,
     )
 
-    def call(*arrays: Any) -> list[Any]:
+    def call(*arrays: jax.Array) -> list[jax.Array]:
         operands = [arrays[k] for k in nonempty]
         context = jax.sharding.get_abstract_mesh()
         if context.empty or AxisType.Explicit not in context.axis_types:
@@ -79,7 +79,7 @@ def spmd(
 
 def local_program(
     schedule: Schedule, *, vma: bool = False, plan_rule: PlanRule | None = None
-) -> Callable[..., tuple[Any, ...]]:
+) -> Callable[..., tuple[jax.Array, ...]]:
     """The program on one device's blocks of its arguments and captured arrays, for use inside `shard_map`.
 
     The arguments are those of `spmd`.
@@ -93,7 +93,7 @@ def local_program(
     in_values = [(t, assignment.result_layout(t)) for t in sources]
     schedule = schedule.with_calls if vma else schedule
 
-    def run_rule(rule: Schedule, blocks: Any) -> list[Any]:
+    def run_rule(rule: Schedule, blocks: Sequence[jax.Array]) -> list[jax.Array]:
         """Run the schedule of a derivative rule; its results vary over exactly the axes of their layouts."""
         results = local_program(rule, vma=vma, plan_rule=plan_rule)(
             *blocks, *rule.assignment.program.constants
@@ -103,7 +103,7 @@ def local_program(
 
     interpreter = LocalInterpreter(schedule, vma, plan_rule, run_rule)
 
-    def body(*blocks: Any) -> tuple[Any, ...]:
+    def body(*blocks: jax.Array) -> tuple[jax.Array, ...]:
         env: Env = dict(zip(in_values, blocks, strict=True))
         interpreter.run_program(env)
         return tuple(interpreter.as_array(v, env) for v in schedule.outputs)
@@ -111,7 +111,7 @@ def local_program(
     return body
 
 
-def _empty_block(aval: Any, layout: Layout, axes: MeshAxes, vma: bool) -> Any:
+def _empty_block(aval: ArrayType, layout: Layout, axes: MeshAxes, vma: bool) -> jax.Array:
     """A device's block of an array of size zero, typed as an operand of `shard_map` is."""
     x = compat.empty(layout.local_shape(aval.shape, axes), aval.dtype)
     return compat.cast_vma(x, layout.axes) if vma else x

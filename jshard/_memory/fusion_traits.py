@@ -36,7 +36,10 @@ def _is_one_hot_scatter(op: Operator) -> bool:
     """
     if not op.primitive.startswith("scatter"):
         return False
-    numbers, (into, _, updates) = op.eqn.params["dimension_numbers"], (v.aval for v in op.eqn.invars)
+    numbers, (into, _, updates) = (
+        op.equation.params["dimension_numbers"],
+        (v.aval for v in op.equation.invars),
+    )
     axes = numbers.scatter_dims_to_operand_dims
     one_per_row = len(axes) == 1 and updates.size * into.shape[axes[0]] == into.size
     return not numbers.update_window_dims and one_per_row

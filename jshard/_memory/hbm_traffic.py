@@ -121,6 +121,6 @@ def memory_accesses(op: Operator, traffic: HbmTraffic) -> tuple[tuple[int, ...],
         return touched_operands(op, reads), ()
     writes = tuple([i for i, r in enumerate(op.results) if traffic.stored[r]])
     partial = op.primitive in PARTIAL_READS and 0 in reads
-    if partial and op.eqn.outvars[0].aval.size < op.eqn.invars[0].aval.size:
+    if partial and op.equation.outvars[0].aval.size < op.equation.invars[0].aval.size:
         return tuple([i for i in reads if i != 0]), (*writes, 0)
     return reads, writes

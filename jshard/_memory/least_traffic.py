@@ -128,7 +128,7 @@ def _needed_fraction(op: Operator, operand: int, wanted: float, how: str, progra
     """The fraction of an operand that an operator needs, if the fraction `wanted` of its results is needed."""
     size = program.tensors[operand].size
     if how == "update":
-        written = op.eqn.invars[1 if op.primitive == "dynamic_update_slice" else 2].aval.size
+        written = op.equation.invars[1 if op.primitive == "dynamic_update_slice" else 2].aval.size
         return max(0.0, wanted - written / size) if size else 0.0
     if how == "each" and all(program.tensors[r].size != size for r in op.results):
         return 0.0

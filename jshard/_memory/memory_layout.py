@@ -127,7 +127,7 @@ def _view_after(op: Operator, view: _View, program: Program) -> _View | None:
     old = program.tensors[op.operands[0]].shape if isinstance(op.operands[0], int) else ()
     new = program.tensors[op.results[0]].shape
     if op.primitive == "transpose":
-        return dataclasses.replace(view, dims=tuple(view.dims[d] for d in op.eqn.params["permutation"]))
+        return dataclasses.replace(view, dims=tuple(view.dims[d] for d in op.equation.params["permutation"]))
     if old != new and op.primitive in ("squeeze", "reshape"):
         # Only dimensions of length one come and go.
         longer = [(s, d) for s, d in zip(old, view.dims, strict=True) if s != 1]
@@ -140,8 +140,8 @@ def _view_after(op: Operator, view: _View, program: Program) -> _View | None:
 
 def _batch_dims_outermost(op: Operator, operand: int, view: _View) -> bool:
     """Whether the batch dimensions of a product's operand are the outermost ones of the array that it is part of."""
-    _, batch = op.eqn.params["dimension_numbers"]
-    shape = op.eqn.invars[operand].aval.shape
+    _, batch = op.equation.params["dimension_numbers"]
+    shape = op.equation.invars[operand].aval.shape
     first = sorted(view.dims[d] for d in batch[operand] if shape[d] != 1)
     every = sorted(d for d, s in zip(view.dims, shape, strict=True) if s != 1)
     return first == every[: len(first)]

@@ -120,7 +120,7 @@ class CandidateCache:
         results = tuple([kind[r] for r in op.results])
         if op.kind != "eqn":
             return (op.kind, operands, results)
-        params: Any = tuple(op.eqn.params.items())
+        params: Any = tuple(op.equation.params.items())
         try:
             hash(params)
         except TypeError:
@@ -138,7 +138,7 @@ class CandidateCache:
         t = self.program.tensors
         view = OpView(
             op.primitive,
-            op.eqn.params if op.kind == "eqn" else {},
+            op.equation.params if op.kind == "eqn" else {},
             tuple(a.aval if isinstance(a, Literal) else t[a] for a in op.operands),
             tuple(t[r] for r in op.results),
             tuple(a.value if isinstance(a, Literal) else None for a in op.operands),

@@ -79,7 +79,7 @@ def _parameter_classes(program: Program) -> tuple[Ints, list[int]]:
     ids: dict[Any, int] = {}
     out, unhashable = [], []
     for op in program.operators:
-        params = op.eqn.params if op.kind == "eqn" else None
+        params = op.equation.params if op.kind == "eqn" else None
         try:
             out.append(ids.setdefault(tuple(params.items()), 1 + len(ids)) if params else 0)
         except TypeError:

@@ -129,7 +129,7 @@ def _collective(op: Operator, mesh: MeshAxes) -> tuple[CollectiveKind | None, tu
     name = op.primitive.removesuffix("_start")
     if name not in _KIND_OF_PRIMITIVE:
         return None, ()
-    params = op.eqn.params
+    params = op.equation.params
     axes = params.get("axes", params.get("axis_name", ()))
     axes = (axes,) if isinstance(axes, str) else tuple(a for a in axes if isinstance(a, str))
     # Axes of size one are not in `mesh`.

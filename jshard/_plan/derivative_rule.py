@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
-
-import jax
+from collections.abc import Sequence
 
 from jshard import _jaxcompat as compat
-from jshard._core.layout import Layout
+from jshard._core.jax_types import ArrayFunction, JaxMesh
+from jshard._core.layout import ArrayType, Layout
 from jshard._core.topology import Topology
 from jshard._plan.request import PlanRequest
 from jshard._program.trace import build
@@ -18,12 +16,12 @@ from jshard._spec.entry import Pin
 
 
 def plan_derivative_rule(
-    fn: Callable[..., Any],
-    avals: Sequence[Any],
+    fn: ArrayFunction,
+    avals: Sequence[ArrayType],
     operand_layouts: Sequence[Layout],
     result_layouts: Sequence[Layout],
     topology: Topology,
-    explicit_mesh: Any,
+    explicit_mesh: JaxMesh | None,
 ) -> Schedule:
     """Trace a derivative rule on global shapes and plan it.
 
@@ -35,7 +33,7 @@ def plan_derivative_rule(
     - `explicit_mesh`: the mesh with Explicit axes in which the program was traced, or None.
     """
     with compat.context_of_trace(explicit_mesh):
-        jaxpr = jax.make_jaxpr(fn)(*avals)
+        jaxpr = compat.make_jaxpr(fn, *avals)
     names = [f"value {i}" for i in range(len(avals))]
     program = dataclasses.replace(
         build(jaxpr, name="derivative rule", input_names=names), explicit_mesh=explicit_mesh

@@ -86,7 +86,7 @@ def step_lower_bound(choice: Assignment, donated: Collection[int] = ()) -> StepL
 
 def _peak_flops(op: Operator, topology: Topology) -> float:
     """The highest FLOP/s of a product of these types: a compiler may use the units of any of them."""
-    return max(peak_flops(v.aval.dtype, topology.chip) for v in (*op.eqn.invars, *op.eqn.outvars))
+    return max(peak_flops(v.aval.dtype, topology.chip) for v in (*op.equation.invars, *op.equation.outvars))
 
 
 def ingress_bandwidth(topology: Topology) -> float:
@@ -146,7 +146,7 @@ def _product_bound(
 
 def product_sizes(op: Operator, a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, int, int, int]:
     """Batch, rows, columns and contracted length of a product."""
-    (ka, kb), (ba, bb) = op.eqn.params["dimension_numbers"]
+    (ka, kb), (ba, bb) = op.equation.params["dimension_numbers"]
     batch, k = math.prod(a[i] for i in ba), math.prod(a[i] for i in ka)
     m = math.prod(s for i, s in enumerate(a) if i not in (*ba, *ka))
     n = math.prod(s for i, s in enumerate(b) if i not in (*bb, *kb))

@@ -6,20 +6,26 @@ Loops and branches are written by the functions of `loops.py`, which are passed 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, TypeVar
 
+import jax
 from jax.sharding import NamedSharding
 
 from jshard import _jaxcompat as compat
 from jshard._core.errors import NestedShardError
+from jshard._core.jax_types import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn
+from jshard._core.layout import ArrayType
 from jshard._program import pin_primitives
-from jshard._program.common_subexpressions import ValueNumbering, literal_value
+from jshard._program.common_subexpressions import LiteralValue, ValueNumbering, literal_value
 from jshard._program.graph import Program
 from jshard._program.loop_invariants import INLINED_CALLS, Path, body_of
 from jshard._program.operators import Atom, Block, Call, CallKind, Literal, Operator, OperatorKind, Tensor
+from jshard._program.scalar_predicate import with_scalar_predicate
 from jshard._program.user_shard_map import SHARD_MAP, pins_of
 
+
+T = TypeVar("T")
 
 KEPT_CALLS: Mapping[str, CallKind] = {
     "remat2": "remat",
@@ -31,8 +37,11 @@ KEPT_CALLS: Mapping[str, CallKind] = {
 
 Frame = dict[int, int]  # outer tensors that a loop's body reads -> the tensors of their values in the body
 
+# Variables of one jaxpr -> atoms, `_PinnedAtom`s, or None where the body of a loop does not read a constant.
+Env = dict[JaxprAtom, Any]
+
 # (builder, equation, environment, repeat, name stack) -> steps
-LoopWriter = Callable[["Builder", Any, dict[Any, Any], float, str], Sequence[int | Call]]
+LoopWriter = Callable[["Builder", JaxprEqn, Env, float, str], Sequence[int | Call]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,10 +49,13 @@ class _PinnedAtom:
     """An atom with a sharding constraint on the operators that read it directly."""
 
     atom: Atom
-    pin: Any
+    pin: object
 
 
-def _frozen(cls: Any, fields: dict[str, Any]) -> Any:
+A = TypeVar("A", bound=Atom | _PinnedAtom)
+
+
+def _frozen(cls: type[T], fields: dict[str, Any]) -> T:
     """An instance of a frozen dataclass; its own `__init__` sets field by field, which is a quarter of the walk."""
     instance = object.__new__(cls)
     object.__setattr__(instance, "__dict__", fields)
@@ -63,34 +75,34 @@ class Builder:
         self.entered = frozenset({*INLINED_CALLS, *KEPT_CALLS, *loops})  # primitives whose bodies are walked
         self.tensors: list[Tensor] = []
         self.operators: list[Operator] = []
-        self.constants: list[Any] = []
+        self.constants: list[jax.Array] = []
         self.const_ids: dict[int, int] = {}  # id of a captured array -> its tensor
         self.any_pinned = False  # whether an operand has been pinned so far
-        self.path: list[Any] = []  # positions of the enclosing calls and loops in their jaxprs
+        self.path: list[int | str] = []  # positions of the enclosing calls and loops in their jaxprs
         # Equations hoisted out of loops, by their path: depth of the loop they left, and their results there.
-        self.hoisted: dict[Path, tuple[int, Sequence[Any]]] = {}
+        self.hoisted: dict[Path, tuple[int, Sequence[Atom]]] = {}
         self.frames: list[Frame] = []  # one per enclosing loop
         self.captured: set[Atom] = set()  # tensors of captured arrays, which every body reads directly
         self.names: set[str] = set()  # of tensors
         self.value_numbering = ValueNumbering()
         self.literals: dict[
-            int, tuple[Literal, Any]
+            int, tuple[Literal, LiteralValue]
         ] = {}  # by id(); holds the literal, so that no id is reused
         self.repeats: dict[tuple[float, int], tuple[float, ...]] = {}
         self.input_ops: list[int] = []
-        self.pins: list[tuple[int, str, int, Any]] = []
+        self.pins: list[tuple[int, str, int, object]] = []
 
     def program(
         self,
-        closed: Any,
-        jaxpr: Any,
-        consts: Sequence[Any],
+        closed: Jaxpr | ClosedJaxpr,
+        jaxpr: Jaxpr,
+        consts: Sequence[jax.Array],
         input_names: list[str],
         output_names: list[str],
-        captured: list[Any],
+        captured: list[jax.Array],
     ) -> Program:
         """Walk a whole jaxpr; its first inputs are `captured`, the others the arguments."""
-        env: dict[Any, Atom] = {}
+        env: Env = {}
         invars = list(jaxpr.invars)[len(captured) :]
         input_names += [f"argument {i}" for i in range(len(input_names), len(invars))]
         for v, n in zip(invars, input_names, strict=False):
@@ -113,7 +125,7 @@ class Builder:
             tuple(self.constants), body, closed, tuple(self.pins),
         )  # fmt: skip
 
-    def tensor(self, aval: Any, name: str) -> int:
+    def tensor(self, aval: ArrayType, name: str) -> int:
         """A new tensor; its id."""
         i = len(self.tensors)
         weak = bool(getattr(aval, "weak_type", False))
@@ -126,7 +138,7 @@ class Builder:
 
     def op(
         self, kind: OperatorKind, primitive: str, operands: Sequence[Atom], results: Sequence[int], repeat: float,
-        *, operand_repeat: Sequence[float] | None = None, eqn: Any = None, prefix: str = "", name: str = "",
+        *, operand_repeat: Sequence[float] | None = None, eqn: JaxprEqn | None = None, prefix: str = "", name: str = "",
         boundary_repeat: tuple[float, ...] = (),
     ) -> int:  # fmt: skip
         """A new operator; its id. Arguments as in `Operator`."""
@@ -142,22 +154,22 @@ class Builder:
         self.operators.append(_frozen(Operator, fields))
         return i
 
-    def source(self, kind: OperatorKind, name: str, aval: Any) -> int:
+    def source(self, kind: OperatorKind, name: str, aval: ArrayType) -> int:
         """An argument or captured array; its tensor's id."""
         t = self.tensor(aval, name)
         self.input_ops.append(self.op(kind, kind, (), (t,), 1.0, name=name))
         return t
 
-    def read(self, v: Any, env: dict[Any, Atom]) -> Atom:
+    def read(self, v: JaxprAtom, env: Env) -> Atom:
         """The atom of a variable or literal, without its pin."""
         atom = Literal(v.val, v.aval) if compat.is_literal(v) else env[v]
         return atom.atom if isinstance(atom, _PinnedAtom) else atom
 
-    def read_pinned(self, v: Any, env: dict[Any, Any]) -> Any:
+    def read_pinned(self, v: JaxprAtom, env: Env) -> Atom | _PinnedAtom:
         """An operand of a call, with the pin of a `jshard.op` outside: it applies to the operators inside."""
         return env[v] if not compat.is_literal(v) and isinstance(env[v], _PinnedAtom) else self.read(v, env)
 
-    def pin_operands(self, op: int, eqn: Any, prefix: str, env: dict[Any, Any]) -> None:
+    def pin_operands(self, op: int, eqn: JaxprEqn, prefix: str, env: Env) -> None:
         """Record the pins on an operator's operands; those of the forward pass do not apply to the backward pass."""
         if compat.is_backward(prefix, eqn):
             return
@@ -165,7 +177,7 @@ class Builder:
             if not compat.is_literal(v) and isinstance(env[v], _PinnedAtom):
                 self.pins.append((op, "operand", k, env[v].pin))
 
-    def bind(self, variables: Sequence[Any], consts: Sequence[Any], env: dict[Any, Atom]) -> None:
+    def bind(self, variables: Sequence[JaxprAtom], consts: Sequence[jax.Array], env: Env) -> None:
         """Make inputs of captured arrays; an array captured by several inner jaxprs is one input."""
         for v, c in zip(variables, consts, strict=True):
             if id(c) not in self.const_ids:
@@ -176,7 +188,7 @@ class Builder:
             env[v] = self.const_ids[id(c)]
             self.captured.add(env[v])
 
-    def walk(self, jaxpr: Any, env: dict[Any, Any], repeat: float, prefix: str) -> list[int | Call]:
+    def walk(self, jaxpr: Jaxpr, env: Env, repeat: float, prefix: str) -> list[int | Call]:
         """The steps of an open jaxpr; values of its variables are added to `env`."""
         steps: list[int | Call] = []
         for k, eqn in enumerate(jaxpr.eqns):
@@ -191,14 +203,14 @@ class Builder:
                 steps += self.step(eqn, env, repeat, prefix)
         return steps
 
-    def step(self, eqn: Any, env: dict[Any, Any], repeat: float, prefix: str) -> Sequence[int | Call]:
+    def step(self, eqn: JaxprEqn, env: Env, repeat: float, prefix: str) -> Sequence[int | Call]:
         """The steps of one equation; its results are added to `env`."""
         name = eqn.primitive.name
         if name in self.entered:  # rare: tested first, in one look-up
             body, inner = body_of(eqn), compat.name_stack(prefix, eqn)
-            if name in INLINED_CALLS and hasattr(body, "eqns"):
+            if name in INLINED_CALLS and body is not None and hasattr(body, "eqns"):
                 return self.inline(eqn, body, env, repeat, inner)
-            if name in KEPT_CALLS and hasattr(body, "eqns"):
+            if name in KEPT_CALLS and body is not None and hasattr(body, "eqns"):
                 return [self.kept_call(eqn, body, env, repeat, inner)]
             if name in self.loops:
                 return self.loop(eqn, env, repeat, inner)
@@ -214,9 +226,9 @@ class Builder:
             return ()
         return self.equation(eqn, env, repeat, prefix)
 
-    def loop(self, eqn: Any, env: dict[Any, Any], repeat: float, prefix: str) -> Sequence[int | Call]:
+    def loop(self, eqn: JaxprEqn, env: Env, repeat: float, prefix: str) -> Sequence[int | Call]:
         """A loop or branch, unless value numbering finds an equal one."""
-        eqn = compat.with_scalar_predicate(eqn) if eqn.primitive.name == "while" else eqn
+        eqn = with_scalar_predicate(eqn) if eqn.primitive.name == "while" else eqn
         keys = self.value_keys(eqn, [self.read(v, env) for v in eqn.invars], env)
         equal, key = self.value_numbering.lookup(eqn, keys)
         if equal is not None:
@@ -226,7 +238,7 @@ class Builder:
         self.value_numbering.record(eqn, key, [env[v] for v in eqn.outvars])
         return steps
 
-    def equation(self, eqn: Any, env: dict[Any, Any], repeat: float, prefix: str) -> Sequence[int | Call]:
+    def equation(self, eqn: JaxprEqn, env: Env, repeat: float, prefix: str) -> Sequence[int | Call]:
         """An equation without a body: an operator, unless value numbering finds an equal one."""
         name = eqn.primitive.name
         # Most programs pin no operands: then the value of a variable is its entry in `env`.
@@ -262,13 +274,13 @@ class Builder:
         env.update(zip(eqn.outvars, results, strict=True))
         return steps
 
-    def in_current_body(self, depth: int, atoms: Sequence[Atom]) -> list[Any]:
+    def in_current_body(self, depth: int, atoms: Sequence[Atom]) -> list[Atom | None]:
         """Values defined inside `depth` loops, as tensors of the current body; None for those it does not read."""
         for frame in self.frames[depth:]:
             atoms = [a if isinstance(a, Literal) or a in self.captured else frame.get(a) for a in atoms]  # type: ignore[misc]
         return list(atoms)
 
-    def value_keys(self, eqn: Any, operands: Sequence[Atom], env: dict[Any, Any]) -> list[Any]:
+    def value_keys(self, eqn: JaxprEqn, operands: Sequence[Atom], env: Env) -> list[Hashable]:
         """The operands of an equation as keys for value numbering: literals by value, tensors with their pins."""
         if self.any_pinned:
             values = [None if compat.is_literal(v) else env.get(v) for v in eqn.invars]
@@ -278,7 +290,7 @@ class Builder:
             ]  # type: ignore[assignment]
         return [a if type(a) is int else self.literal(a) if isinstance(a, Literal) else a for a in operands]
 
-    def literal(self, a: Literal) -> Any:
+    def literal(self, a: Literal) -> LiteralValue:
         """The value of a literal as a key; many literals share one object."""
         key = id(a.value)
         if key not in self.literals:
@@ -286,14 +298,19 @@ class Builder:
         return self.literals[key][1]
 
     def enter(
-        self, body: Any, operands: Sequence[Atom], repeat: float, prefix: str, separate: bool = True
+        self,
+        body: Jaxpr | ClosedJaxpr,
+        operands: Sequence[Atom | _PinnedAtom | None],
+        repeat: float,
+        prefix: str,
+        separate: bool = True,
     ) -> Block:
         """Walk an inner jaxpr whose inputs are the caller's atoms.
 
         A `separate` body, such as a loop's, is not merged with equal operators outside it.
         """
         jaxpr, consts = compat.open_jaxpr(body)
-        env: dict[Any, Any] = dict(zip(jaxpr.invars, operands, strict=True))
+        env: Env = dict(zip(jaxpr.invars, operands, strict=True))
         self.bind(jaxpr.constvars, consts, env)
         outer = self.value_numbering
         if separate:
@@ -305,7 +322,7 @@ class Builder:
         return Block(inputs, tuple(self.read(v, env) for v in jaxpr.outvars), tuple(steps))
 
     def inline(
-        self, eqn: Any, body: Any, env: dict[Any, Atom], repeat: float, prefix: str
+        self, eqn: JaxprEqn, body: Jaxpr | ClosedJaxpr, env: Env, repeat: float, prefix: str
     ) -> Sequence[int | Call]:
         """A call without meaning of its own (`jit`): its body's steps, between pinned arguments and results."""
         operands, before = [self.read_pinned(v, env) for v in eqn.invars], []
@@ -321,26 +338,30 @@ class Builder:
         return [*before, *block.steps, *after]
 
     def with_requested_shardings(
-        self, shardings: Sequence[Any], atoms: Sequence[Any], variables: Sequence[Any], eqn: Any, repeat: float, prefix: str
-    ) -> tuple[list[Any], list[int]]:  # fmt: skip
+        self, shardings: Sequence[object], atoms: Sequence[A], variables: Sequence[JaxprAtom], eqn: JaxprEqn,
+        repeat: float, prefix: str,
+    ) -> tuple[list[A | int], list[int]]:  # fmt: skip
         """Values under `out_sharding=`, `jit(in_shardings=)` and the like: identities with pinned results, and their ids.
 
         The pin is on the identity, not on the operator before it, which may still give partial sums.
         """
-        out, steps = list(atoms), []
+        out: list[A | int] = list(atoms)
+        steps: list[int] = []
         if compat.is_backward(prefix, eqn):
             return out, steps
         for k, (sharding, a, v) in enumerate(zip(shardings, atoms, variables, strict=False)):
             if not isinstance(sharding, NamedSharding) or isinstance(a, Literal | _PinnedAtom):
                 continue
-            identity = compat.identity_equation(pin_primitives.out_sharding_p, v, v, eqn)
+            identity = compat.new_equation(pin_primitives.out_sharding_p, [v], [v], {}, set(), eqn)
             name, i = pin_primitives.OUT_SHARDING, len(self.operators)
-            out[k] = self.tensor(v.aval, f"{name}.{i}")
-            steps.append(self.op("eqn", name, [a], [out[k]], repeat, eqn=identity, prefix=prefix))
+            out[k] = copy = self.tensor(v.aval, f"{name}.{i}")
+            steps.append(self.op("eqn", name, [a], [copy], repeat, eqn=identity, prefix=prefix))
             self.pins.append((i, "result", 0, sharding))
         return out, steps
 
-    def kept_call(self, eqn: Any, body: Any, env: dict[Any, Atom], repeat: float, prefix: str) -> Call:
+    def kept_call(
+        self, eqn: JaxprEqn, body: Jaxpr | ClosedJaxpr, env: Env, repeat: float, prefix: str
+    ) -> Call:
         """A `remat`, or a function with custom derivative rules."""
         operands = tuple(self.read(v, env) for v in eqn.invars)
         block = self.enter(body, [self.read_pinned(v, env) for v in eqn.invars], repeat, prefix)
@@ -350,13 +371,15 @@ class Builder:
         results = tuple(a for a in block.outputs if not isinstance(a, Literal))
         return Call(KEPT_CALLS[eqn.primitive.name], eqn, operands, results, (block,), {}, prefix)
 
-    def unaliased_results(self, block: Block, eqn: Any, body: Any, repeat: float, prefix: str) -> Block:
+    def unaliased_results(
+        self, block: Block, eqn: JaxprEqn, body: Jaxpr | ClosedJaxpr, repeat: float, prefix: str
+    ) -> Block:
         """The body with an identity for each result that it only passes on: the derivative rule acts on a new tensor."""
-        taken: set[Atom] = set(block.inputs)
+        taken: set[Atom | None] = set(block.inputs)
         steps, outputs = list(block.steps), []
         for a, v, result in zip(block.outputs, compat.open_jaxpr(body)[0].outvars, eqn.outvars, strict=True):
             if isinstance(a, Literal) or a in taken or a in self.captured:
-                identity = compat.identity_equation(pin_primitives.own_result_p, v, result, eqn)
+                identity = compat.new_equation(pin_primitives.own_result_p, [v], [result], {}, set(), eqn)
                 name = pin_primitives.OWN_RESULT
                 copy = self.tensor(result.aval, f"{name}.{len(self.operators)}")
                 steps.append(self.op("eqn", name, [a], [copy], repeat, eqn=identity, prefix=prefix))
@@ -366,8 +389,8 @@ class Builder:
         return Block(block.inputs, tuple(outputs), tuple(steps))
 
     def boundary(
-        self, kind: OperatorKind, operands: Sequence[Atom], avals: Sequence[Any], names: Sequence[str], repeat: float,
-        operand_repeat: Sequence[float], eqn: Any, prefix: str, result_repeat: Sequence[float] = (),
+        self, kind: OperatorKind, operands: Sequence[Atom], avals: Sequence[ArrayType], names: Sequence[str], repeat: float,
+        operand_repeat: Sequence[float], eqn: JaxprEqn, prefix: str, result_repeat: Sequence[float] = (),
     ) -> tuple[int, tuple[int, ...]]:  # fmt: skip
         """A new boundary operator: its id and its results."""
         results = tuple(self.tensor(a, n) for a, n in zip(avals, names, strict=True))

@@ -23,11 +23,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Hashable, Sequence
-from typing import Any
 
 import numpy as np
+from jax.typing import ArrayLike
 
 from jshard import _jaxcompat as compat
+from jshard._core.jax_types import JaxprEqn, Params
+from jshard._core.layout import ArrayType
+from jshard._program.operators import Atom
 
 
 # Never merged: operators with effects or foreign code, placement constraints, and barriers.
@@ -48,6 +51,9 @@ _WITH_BODIES = frozenset((
 ))  # fmt: skip
 
 
+Key = tuple[Hashable, ...]  # the primitive and the operands
+
+
 @dataclasses.dataclass(frozen=True)
 class LiteralValue:
     """The value of a literal, for comparison."""
@@ -58,7 +64,7 @@ class LiteralValue:
     bits: bytes
 
 
-def literal_value(value: Any, aval: Any) -> LiteralValue:
+def literal_value(value: ArrayLike, aval: ArrayType) -> LiteralValue:
     """The value of a literal of a jaxpr, for comparison."""
     weak = bool(getattr(aval, "weak_type", False))
     return LiteralValue(str(aval.dtype), tuple(aval.shape), weak, np.asarray(value).tobytes())
@@ -69,10 +75,10 @@ class ValueNumbering:
 
     def __init__(self) -> None:
         self._first_equal: dict[Hashable, Hashable] = {}  # value -> the first value equal to it
-        self._operators: dict[Hashable, list[tuple[Any, Sequence[Any]]]] = {}
+        self._operators: dict[Hashable, list[tuple[Params, Sequence[Atom]]]] = {}
         self._constant: set[Hashable] = set()
 
-    def lookup(self, eqn: Any, operands: Sequence[Hashable]) -> tuple[Sequence[Any] | None, Hashable]:
+    def lookup(self, eqn: JaxprEqn, operands: Sequence[Hashable]) -> tuple[Sequence[Atom] | None, Key | None]:
         """The results of an equal operator, or None if this one must be added; and its key, for `record`.
 
         `operands` are tensor ids, `LiteralValue`s, or anything hashable that is equal if and only if operands are.
@@ -80,7 +86,7 @@ class ValueNumbering:
         name = eqn.primitive.name
         if eqn.effects or never_merged(name) or runs_custom_vjp(eqn):
             return None, None
-        key = (name, *[self._first_equal.get(o, o) for o in operands])
+        key: Key = (name, *[self._first_equal.get(o, o) for o in operands])
         for params, results in self._operators.get(key, ()):
             if _same(params, eqn.params):
                 if not results or results[0] in self._constant and not name.startswith(_EXPENSIVE):
@@ -88,7 +94,7 @@ class ValueNumbering:
                 return results, key
         return None, key
 
-    def record(self, eqn: Any, key: Any, results: Sequence[Any]) -> None:
+    def record(self, eqn: JaxprEqn, key: Key | None, results: Sequence[Atom]) -> None:
         """Record an operator that was added, under the key that `lookup` returned."""
         if key is None:
             return
@@ -108,7 +114,7 @@ def never_merged(name: str) -> bool:
     return name in _NEVER_MERGED or any(part in name for part in _NEVER_MERGED_PARTS)
 
 
-def runs_custom_vjp(eqn: Any) -> bool:
+def runs_custom_vjp(eqn: JaxprEqn) -> bool:
     """Whether an equation is a `jax.custom_vjp` function, or runs one.
 
     Such a rule need not be linear (gradient clipping is not): applied once to the sum of the cotangents of several
@@ -121,12 +127,12 @@ def runs_custom_vjp(eqn: Any) -> bool:
     return any(runs_custom_vjp(e) for j in inner if compat.is_jaxpr(j) for e in compat.open_jaxpr(j)[0].eqns)
 
 
-def _same(a: Any, b: Any) -> bool:
+def _same(a: Params, b: Params) -> bool:
     """Whether two equations have equal parameters; arrays count as different."""
     return a is b or a.keys() == b.keys() and all(_equal(a[k], b[k]) for k in a)
 
 
-def _equal(a: Any, b: Any) -> bool:
+def _equal(a: object, b: object) -> bool:
     if a is b:
         return True
     if isinstance(a, tuple) and isinstance(b, tuple):

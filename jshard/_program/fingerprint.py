@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from typing import Any
 
 import numpy as np
 
@@ -28,6 +27,6 @@ def fingerprint(program: Program) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def dtype_name(dtype: Any) -> str:
+def dtype_name(dtype: np.dtype) -> str:
     """`str(dtype)`, cached: numpy composes the name at each call."""
     return str(dtype)

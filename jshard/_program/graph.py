@@ -10,6 +10,9 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
+from jshard._core.jax_types import ClosedJaxpr, JaxMesh, Jaxpr
 from jshard._program.operators import (
     Atom as Atom,
     Block as Block,
@@ -45,12 +48,12 @@ class Program:
     operators: tuple[Operator, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    constants: tuple[Any, ...]
+    constants: tuple[jax.Array, ...]
     body: Block
-    jaxpr: Any
-    pins: tuple[tuple[int, str, int, Any], ...] = ()
+    jaxpr: Jaxpr | ClosedJaxpr | None  # None in plans, which keep neither arrays nor traces
+    pins: tuple[tuple[int, str, int, object], ...] = ()
     trace_order: tuple[int, ...] = ()
-    explicit_mesh: Any = None
+    explicit_mesh: JaxMesh | None = None
 
     def uses(self) -> Sequence[Sequence[tuple[int, int]]]:
         """For each tensor the (operator, operand index) pairs of its uses."""

@@ -15,15 +15,18 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+
+import jax
 
 from jshard import _jaxcompat as compat
+from jshard._core.jax_types import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn
 from jshard._program import pin_primitives
 from jshard._program.common_subexpressions import never_merged, runs_custom_vjp
-from jshard._program.operators import Literal
+from jshard._program.operators import Atom, Literal
+from jshard._program.scalar_predicate import with_scalar_predicate
 
 
-Path = tuple[Any, ...]  # positions of nested equations in their jaxprs, outermost first
+Path = tuple[int | str, ...]  # positions of nested equations in their jaxprs, outermost first
 INLINED_CALLS = frozenset(
     {"jit", "pjit", "closed_call", "call", "core_call", "eval_jaxpr", "custom_vmap_call"}
 )
@@ -33,7 +36,7 @@ BODY_PARAMS = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
 """Parameters that may hold the body of a call."""
 
 
-def body_of(eqn: Any) -> Any:
+def body_of(eqn: JaxprEqn) -> Jaxpr | ClosedJaxpr | None:
     """The body of a call, or None."""
     return next((eqn.params[k] for k in BODY_PARAMS if k in eqn.params), None)
 
@@ -43,21 +46,22 @@ class InnerBody:
     """A body of an equation: its path, open jaxpr and constants, and the outer variables of its first inputs."""
 
     path: Path
-    jaxpr: Any
-    consts: Sequence[Any]
-    inputs: Sequence[Any]
+    jaxpr: Jaxpr
+    consts: Sequence[jax.Array]
+    inputs: Sequence[JaxprAtom]
 
 
-def inner_bodies(eqn: Any, path: Path) -> tuple[list[InnerBody], Sequence[Any]]:
+def inner_bodies(eqn: JaxprEqn, path: Path) -> tuple[list[InnerBody], Sequence[JaxprAtom]]:
     """The bodies of an inlined call or a loop, with their invariant inputs; the equation's other operands."""
     name, p = eqn.primitive.name, eqn.params
-    if name in INLINED_CALLS and hasattr(body_of(eqn), "eqns"):
-        return [InnerBody(path, *compat.open_jaxpr(body_of(eqn)), eqn.invars)], ()
+    body = body_of(eqn) if name in INLINED_CALLS else None
+    if body is not None and hasattr(body, "eqns"):
+        return [InnerBody(path, *compat.open_jaxpr(body), eqn.invars)], ()
     if name == "scan":
         n = compat.scan_split(p)[0]
         return [InnerBody(path, *compat.open_jaxpr(p["jaxpr"]), eqn.invars[:n])], eqn.invars[n:]
     if name == "while":
-        p = compat.with_scalar_predicate(eqn).params
+        p = with_scalar_predicate(eqn).params
         n, m = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
         test = InnerBody((*path, "test"), *compat.open_jaxpr(p["cond_jaxpr"]), eqn.invars[:n])
         return [
@@ -68,13 +72,13 @@ def inner_bodies(eqn: Any, path: Path) -> tuple[list[InnerBody], Sequence[Any]]:
 
 
 # (equation, its path, its operands as atoms, name stack) -> results
-WriteEquation = Callable[[Any, Path, list[Any], str], Sequence[Any]]
+WriteEquation = Callable[[JaxprEqn, Path, list[Atom], str], Sequence[Atom]]
 
 
 def hoist(
-    jaxpr: Any, invariant: dict[Any, Any], path: Path, prefix: str, write: WriteEquation, bind: Callable[..., None],
-    done: Mapping[Path, Any],
-) -> dict[Path, Sequence[Any]]:  # fmt: skip
+    jaxpr: Jaxpr, invariant: dict[JaxprAtom, Atom], path: Path, prefix: str, write: WriteEquation, bind: Callable[..., None],
+    done: Mapping[Path, object],
+) -> dict[Path, Sequence[Atom]]:  # fmt: skip
     """Write the loop-invariant equations of a body before the loop; their paths and results.
 
     Arguments:
@@ -85,7 +89,7 @@ def hoist(
     - `bind`: `bind(variables, arrays, invariant)` makes atoms of captured arrays.
     - `done`: paths of the equations hoisted before, out of outer loops.
     """
-    hoisted: dict[Path, Sequence[Any]] = {}
+    hoisted: dict[Path, Sequence[Atom]] = {}
     for k, eqn in enumerate(jaxpr.eqns):
         eqn_path = (*path, k)
         if eqn_path in done:
@@ -110,7 +114,7 @@ def hoist(
     return hoisted
 
 
-def is_loop_invariant(eqn: Any, invariant: Mapping[Any, Any]) -> bool:
+def is_loop_invariant(eqn: JaxprEqn, invariant: Mapping[JaxprAtom, Atom]) -> bool:
     """Whether an equation can be hoisted out of a loop, given its loop-invariant variables."""
     name = eqn.primitive.name
     if eqn.effects or never_merged(name) or name in (pin_primitives.PIN_OPERAND, compat.ARGUMENT_MARKER):
@@ -121,24 +125,27 @@ def is_loop_invariant(eqn: Any, invariant: Mapping[Any, Any]) -> bool:
     return 0 < sum(map(_bytes, eqn.outvars)) <= operand_bytes
 
 
-def _bytes(v: Any) -> int:
+def _bytes(v: JaxprAtom) -> int:
     return math.prod(v.aval.shape) * compat.itemsize(v.aval.dtype) if hasattr(v.aval, "shape") else 0
 
 
-def _atom(v: Any, values: Mapping[Any, Any]) -> Any:
+def _atom(v: JaxprAtom, values: Mapping[JaxprAtom, Atom]) -> Atom:
     return Literal(v.val, v.aval) if compat.is_literal(v) else values[v]
 
 
 def still_read(
-    jaxpr: Any, outer: dict[Any, Any], path: Path, hoisted: Mapping[Path, Sequence[Any]]
-) -> dict[Any, None]:
+    jaxpr: Jaxpr,
+    outer: dict[JaxprAtom, Atom | None],
+    path: Path,
+    hoisted: Mapping[Path, Sequence[Atom | None]],
+) -> dict[Atom | None, None]:
     """The outer atoms that a loop's body reads after hoisting, in order.
 
     `outer` are the body's variables that are outer atoms, `hoisted` the results of hoisted equations by path.
     """
-    out: dict[Any, None] = {}
+    out: dict[Atom | None, None] = {}
 
-    def add_reads(variables: Sequence[Any]) -> None:
+    def add_reads(variables: Sequence[JaxprAtom]) -> None:
         out.update((outer[v], None) for v in variables if not compat.is_literal(v) and v in outer)
 
     for k, eqn in enumerate(jaxpr.eqns):

@@ -9,10 +9,11 @@ become several steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal as OneOf
+from typing import Literal as OneOf
 
 from jshard import _jaxcompat as compat
-from jshard._program.builder import Builder, Frame
+from jshard._core.jax_types import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn
+from jshard._program.builder import Builder, Env, Frame
 from jshard._program.loop_invariants import Path, hoist, still_read
 from jshard._program.operators import Atom, Block, Call, Literal
 from jshard._program.trip_counts import as_int, trip_count_of
@@ -21,7 +22,7 @@ from jshard._program.trip_counts import as_int, trip_count_of
 _ADDITIVE = frozenset(("add", "add_any", "sub", "scan_sum"))
 
 
-def scan(b: Builder, eqn: Any, env: dict[Any, Any], repeat: float, prefix: str) -> list[int | Call]:
+def scan(b: Builder, eqn: JaxprEqn, env: Env, repeat: float, prefix: str) -> list[int | Call]:
     """The steps of a scan: its hoisted equations, then the loop."""
     num_consts, num_carry = compat.scan_split(eqn.params)
     body, length = eqn.params["jaxpr"], max(1, int(eqn.params["length"]))
@@ -35,7 +36,7 @@ def scan(b: Builder, eqn: Any, env: dict[Any, Any], repeat: float, prefix: str) 
     steps: list[int | Call] = []
     outer = _hoist_invariants(b, body, consts, (), repeat, prefix, steps)
     const_ops, frame = _constants(b, "scan_const", outer, 0, eqn, repeat, prefix, inside)
-    inner: list[Any] = [_inner_constant(b, a, frame) for a in consts]
+    inner: list[Atom | None] = [_inner_constant(b, a, frame) for a in consts]
     body_avals = [v.aval for v in compat.open_jaxpr(body)[0].invars[num_consts:]]
 
     carry_ops, results = [], []
@@ -78,7 +79,7 @@ def scan(b: Builder, eqn: Any, env: dict[Any, Any], repeat: float, prefix: str) 
     ]  # fmt: skip
 
 
-def while_loop(b: Builder, eqn: Any, env: dict[Any, Any], repeat: float, prefix: str) -> list[int | Call]:
+def while_loop(b: Builder, eqn: JaxprEqn, env: Env, repeat: float, prefix: str) -> list[int | Call]:
     """The steps of a `while`: its hoisted equations, then the loop."""
     p = eqn.params
     n_test, n_body = p["cond_nconsts"], p["body_nconsts"]
@@ -132,7 +133,7 @@ def while_loop(b: Builder, eqn: Any, env: dict[Any, Any], repeat: float, prefix:
     ]  # fmt: skip
 
 
-def cond(b: Builder, eqn: Any, env: dict[Any, Any], repeat: float, prefix: str) -> list[int | Call]:
+def cond(b: Builder, eqn: JaxprEqn, env: Env, repeat: float, prefix: str) -> list[int | Call]:
     """The one step of a branch: its bodies, and a `cond_join` operator per result."""
     operands = [b.read(v, env) for v in eqn.invars]
     pred, _ = b.boundary(
@@ -153,15 +154,16 @@ def cond(b: Builder, eqn: Any, env: dict[Any, Any], repeat: float, prefix: str) 
 
 
 def _hoist_invariants(
-    b: Builder, body: Any, consts: Sequence[Atom], part: Path, repeat: float, prefix: str, steps: list[int | Call]
+    b: Builder, body: Jaxpr | ClosedJaxpr, consts: Sequence[Atom], part: Path, repeat: float, prefix: str,
+    steps: list[int | Call],
 ) -> list[int]:  # fmt: skip
     """Append a body's loop-invariant equations to the `steps` before the loop; the outer tensors it still reads."""
     jaxpr, arrays = compat.open_jaxpr(body)
     path = (*b.path, *part)
-    invariant: dict[Any, Any] = dict(zip(jaxpr.invars, consts, strict=False))
+    invariant: dict[JaxprAtom, Atom] = dict(zip(jaxpr.invars, consts, strict=False))
     b.bind(jaxpr.constvars, arrays, invariant)
 
-    def write(equation: Any, place: Path, operands: list[Any], stack: str) -> Sequence[Any]:
+    def write(equation: JaxprEqn, place: Path, operands: list[Atom], stack: str) -> Sequence[Atom]:
         values = {v: a for v, a in zip(equation.invars, operands, strict=True) if not compat.is_literal(v)}
         # Equations hoisted inside this one are recorded by its own path, not by that of the loop it leaves.
         outer_path, b.path = b.path, list(place)
@@ -173,12 +175,14 @@ def _hoist_invariants(
     b.hoisted.update({p: (len(b.frames), atoms) for p, atoms in hoisted.items()})
     values = {p: b.in_current_body(*entry) for p, entry in b.hoisted.items() if p[: len(path)] == path}
     return [
-        a for a in still_read(jaxpr, invariant, path, values) if isinstance(a, int) and a not in b.captured
+        a
+        for a in still_read(jaxpr, {**invariant}, path, values)
+        if isinstance(a, int) and a not in b.captured
     ]
 
 
 def _constants(
-    b: Builder, kind: OneOf["scan_const", "while_const"], outer: Sequence[int], first: int, eqn: Any, repeat: float,
+    b: Builder, kind: OneOf["scan_const", "while_const"], outer: Sequence[int], first: int, eqn: JaxprEqn, repeat: float,
     prefix: str, inside: float,
 ) -> tuple[list[int], Frame]:  # fmt: skip
     """Boundary operators for the outer tensors of a body that runs `inside` times, named from number `first`."""
@@ -193,13 +197,19 @@ def _constants(
     return ops, frame
 
 
-def _inner_constant(b: Builder, a: Atom, frame: Frame) -> Any:
+def _inner_constant(b: Builder, a: Atom, frame: Frame) -> Atom | None:
     """A constant of a loop as an atom of its body; None where the body does not read it."""
     return a if isinstance(a, Literal) or a in b.captured else frame.get(a)
 
 
 def _body(
-    b: Builder, body: Any, operands: Sequence[Any], repeat: float, prefix: str, frame: Frame, part: Path
+    b: Builder,
+    body: Jaxpr | ClosedJaxpr,
+    operands: Sequence[Atom | None],
+    repeat: float,
+    prefix: str,
+    frame: Frame,
+    part: Path,
 ) -> Block:
     """Walk a loop's body; `part` tells the condition and the body of a `while` apart."""
     b.frames.append(frame)
@@ -217,7 +227,7 @@ def _is_accumulator(b: Builder, carried: int, after: Atom, first: int) -> bool:
     into it.
     """
     defining = {t: op for op in b.operators[first:] for t in op.results}
-    visited: set[Any] = set()
+    visited: set[Atom] = set()
     pending = [after]
     while pending:
         atom = pending.pop()

@@ -16,9 +16,13 @@ import functools
 import math
 import typing
 from collections.abc import Iterator, Mapping
-from typing import Any
+
+import numpy as np
+from jax.typing import ArrayLike
 
 from jshard import _jaxcompat
+from jshard._core.jax_types import JaxprEqn
+from jshard._core.layout import ArrayType
 
 
 OperatorKind = typing.Literal[
@@ -36,7 +40,7 @@ class Tensor:
 
     id: int
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: np.dtype
     name: str
     weak_type: bool = False
 
@@ -65,8 +69,8 @@ class Tensor:
 class Literal:
     """A constant scalar of the jaxpr."""
 
-    value: Any
-    aval: Any
+    value: ArrayLike
+    aval: ArrayType
 
 
 Atom = int | Literal  # a tensor's id, or a literal
@@ -96,10 +100,16 @@ class Operator:
     results: tuple[int, ...]
     repeat: float
     operand_repeat: tuple[float, ...]
-    eqn: Any = None
+    eqn: JaxprEqn | None = None
     prefix: str = ""
     name: str = ""
     boundary_repeat: tuple[float, ...] = ()
+
+    @property
+    def equation(self) -> JaxprEqn:
+        """The equation of an operator of kind `"eqn"`."""
+        assert self.eqn is not None, f"{self.kind} {self.name} has no equation"
+        return self.eqn
 
     @property
     def result_repeat(self) -> tuple[float, ...]:
@@ -133,7 +143,7 @@ class Call:
     """
 
     kind: CallKind
-    eqn: Any
+    eqn: JaxprEqn
     operands: tuple[Atom, ...]
     results: tuple[int, ...]
     blocks: tuple[Block, ...]
@@ -163,7 +173,7 @@ class Call:
 class Block:
     """A body: input tensors, output atoms, and steps in program order (an operator's id, or a call)."""
 
-    inputs: tuple[int, ...]
+    inputs: tuple[int | None, ...]  # None for a constant of a loop that its body does not read
     outputs: tuple[Atom, ...]
     steps: tuple[int | Call, ...]
 

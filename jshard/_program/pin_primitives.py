@@ -8,11 +8,12 @@ Tangents and cotangents are not pinned: a constraint on the forward operator doe
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
 from jshard import _jaxcompat as compat
+from jshard._core.jax_types import JaxprEqn
 
 
 PIN_OPERAND = "jshard_pin_operand"
@@ -27,18 +28,18 @@ own_result_p = compat.identity_primitive(OWN_RESULT)
 out_sharding_p = compat.identity_primitive(OUT_SHARDING)
 
 
-def _constraint(eqn: Any) -> Any:
+def _constraint(eqn: JaxprEqn) -> Sharding | None:
     return compat.constraint_of(eqn)
 
 
-def _reshard(eqn: Any) -> Any:
+def _reshard(eqn: JaxprEqn) -> Sharding | None:
     return _over_explicit_axes(compat.constraint_of(eqn))
 
 
-def _over_explicit_axes(sharding: Any) -> Any:
+def _over_explicit_axes(sharding: Sharding | None) -> Sharding | None:
     """A sharding over Explicit mesh axes, its other dimensions unconstrained; None if no axis is Explicit."""
-    kinds = getattr(getattr(sharding, "mesh", None), "axis_types", None) or ()
-    if AxisType.Explicit not in kinds:
+    kinds = sharding.mesh.axis_types or () if isinstance(sharding, NamedSharding) else ()
+    if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in kinds:
         return None  # types under `auto_axes`
     if all(k == AxisType.Explicit for k in kinds):
         return sharding
@@ -46,7 +47,7 @@ def _over_explicit_axes(sharding: Any) -> Any:
     return NamedSharding(sharding.mesh, spec)
 
 
-RESULT_PIN_READERS: Mapping[str, Callable[[Any], Any]] = {
+RESULT_PIN_READERS: Mapping[str, Callable[[JaxprEqn], object]] = {
     PIN_RESULT: lambda eqn: eqn.params["pin"],
     "sharding_constraint": _constraint,
     "reshard": _reshard,
@@ -57,7 +58,7 @@ _ALWAYS_TYPED = frozenset(("broadcast_in_dim", "iota"))
 """Their `sharding` parameter is set even where the user asked for none; it then names no axis."""
 
 
-def requested_result_shardings(eqn: Any) -> tuple[Any, ...]:
+def requested_result_shardings(eqn: JaxprEqn) -> tuple[object, ...]:
     """The shardings of an equation's results under `out_sharding=`, `device_put` or `jit(out_shardings=)`; or empty."""
     name, params = eqn.primitive.name, eqn.params
     if name == "device_put":
@@ -72,11 +73,11 @@ def requested_result_shardings(eqn: Any) -> tuple[Any, ...]:
     return (_over_explicit_axes(sharding),)
 
 
-def pin_operand(x: Any, pin: Any) -> Any:
+def pin_operand(x: jax.Array, pin: object) -> jax.Array:
     """`x`, with a constraint on the operators that read it directly."""
     return pin_operand_p.bind(x, pin=pin)
 
 
-def pin_result(x: Any, pin: Any) -> Any:
+def pin_result(x: jax.Array, pin: object) -> jax.Array:
     """`x`, defined in the layout of `pin`."""
     return pin_result_p.bind(x, pin=pin)

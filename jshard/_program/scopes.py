@@ -90,7 +90,7 @@ class _ScopeNumbering:
 
     def call(self, call: Call, scope: int) -> None:
         if call.kind in ("custom_jvp", "custom_vjp"):
-            self.rule_inputs.update(call.blocks[0].inputs)
+            self.rule_inputs.update(t for t in call.blocks[0].inputs if t is not None)
         if not call.has_scope:
             self.block(call.blocks[0], scope)
             return

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+
+import jax
 
 from jshard import _jaxcompat as compat
 from jshard._core.gc_pause import gc_paused
+from jshard._core.jax_types import ClosedJaxpr, Jaxpr
 from jshard._program import loops
 from jshard._program.builder import KEPT_CALLS, Builder, LoopWriter
 from jshard._program.graph import Program
@@ -23,8 +25,8 @@ CALL_PRIMITIVES = frozenset({*INLINED_CALLS, *KEPT_CALLS, *_LOOPS})
 
 @gc_paused()
 def build(
-    jaxpr: Any, *, name: str, input_names: Sequence[str], output_names: Sequence[str] = (),
-    captured: Sequence[Any] = (),
+    jaxpr: Jaxpr | ClosedJaxpr, *, name: str, input_names: Sequence[str], output_names: Sequence[str] = (),
+    captured: Sequence[jax.Array] = (),
 ) -> Program:  # fmt: skip
     """Flatten a closed jaxpr into a `Program`.
 

@@ -14,17 +14,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
+from jax.typing import ArrayLike
 
 from jshard import _jaxcompat as compat
+from jshard._core.jax_types import Jaxpr, JaxprAtom, JaxprEqn
 
 
 _MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "ne": "ne"}
 
 
-def trip_count_of(eqn: Any, operands: Sequence[int | None]) -> int | None:
+def trip_count_of(eqn: JaxprEqn, operands: Sequence[int | None]) -> int | None:
     """Iterations of a `while` equation; None if its program does not determine them.
 
     `operands` are the values of its operands that are constant integers, None for the others.
@@ -48,28 +49,29 @@ def trip_count_of(eqn: Any, operands: Sequence[int | None]) -> int | None:
         last = outer.get(limit)
         if limit in carries and _is_unchanged(body, n_body, carries.index(limit)):
             last = start[carries.index(limit)]
-    if step is None or last is None or start[k] is None:
+    first = start[k]
+    if step is None or last is None or first is None:
         return None
-    return _count(start[k], step, last, relation)
+    return _count(first, step, last, relation)
 
 
-def literal_int(v: Any) -> int | None:
+def literal_int(v: JaxprAtom) -> int | None:
     """The value of an atom of a jaxpr that is a literal integer, else None."""
     return as_int(v.val) if compat.is_literal(v) else None
 
 
-def as_int(value: Any) -> int | None:
+def as_int(value: ArrayLike) -> int | None:
     """A scalar of integer type as an `int`; None for anything else."""
     integer = not np.ndim(value) and np.issubdtype(np.asarray(value).dtype, np.integer)
-    return int(value) if integer else None
+    return int(np.asarray(value)) if integer else None
 
 
-def _def_equation(jaxpr: Any, v: Any) -> Any:
+def _def_equation(jaxpr: Jaxpr, v: JaxprAtom) -> JaxprEqn | None:
     """The equation that defines a variable; None for literals and inputs."""
     return None if compat.is_literal(v) else next((e for e in jaxpr.eqns if v in e.outvars), None)
 
 
-def _step(body: Any, consts: int, k: int) -> int | None:
+def _step(body: Jaxpr, consts: int, k: int) -> int | None:
     """The constant that an iteration adds to carry `k`, or None."""
     e = _def_equation(body, body.outvars[k])
     if e is None or e.primitive.name not in ("add", "sub"):
@@ -82,7 +84,7 @@ def _step(body: Any, consts: int, k: int) -> int | None:
     return literal_int(a) if b is carried and e.primitive.name == "add" else None
 
 
-def _is_unchanged(body: Any, consts: int, k: int) -> bool:
+def _is_unchanged(body: Jaxpr, consts: int, k: int) -> bool:
     """Whether an iteration leaves carry `k` as it is."""
     return body.outvars[k] is body.invars[consts + k]
 

@@ -20,7 +20,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
@@ -28,6 +28,8 @@ from jshard import _jaxcompat
 from jshard._core.arrays import Bools, Floats, Ints
 from jshard._program.operators import Literal, Operator, Tensor
 
+
+T = TypeVar("T")
 
 BODY_ENTRY_KINDS = ("scan_const", "scan_carry", "scan_sum", "scan_xs", "while_const", "while_carry")
 """Boundary operators with a result that is defined in the body of a loop."""
@@ -49,7 +51,7 @@ class UseDef:
     def_op: Ints  # (T,) the operator that defines the tensor
     def_result: Ints  # (T,) the index among its results
     aval_id: Ints  # (T,) id of shape and dtype
-    aval_ids: dict[tuple[tuple[int, ...], Any], int]  # (shape, dtype) -> id
+    aval_ids: dict[tuple[tuple[int, ...], np.dtype], int]  # (shape, dtype) -> id
     primitive_id: Ints  # (O,) id of kind and primitive
     primitive_ids: dict[tuple[str, str], int]  # (kind, primitive) -> id
     repeat: Floats  # (O,) executions per call of the program
@@ -101,7 +103,11 @@ def use_def_of(operators: Sequence[Operator], tensors: Sequence[Tensor]) -> UseD
     use_tensor = np.fromiter([a if type(a) is int else -1 for a in atoms], np.int64, len(atoms))
     is_tensor = use_tensor >= 0
     at_literal = np.flatnonzero(~is_tensor)
-    literals = [atoms[i] for i in at_literal.tolist()], use_op[at_literal], operand[at_literal]
+    literals = (
+        [a for i in at_literal.tolist() if isinstance(a := atoms[i], Literal)],
+        use_op[at_literal],
+        operand[at_literal],
+    )
     if len(at_literal):
         begin = np.concatenate([[0], np.cumsum(is_tensor)])[begin]
         use_op, operand, use_tensor = use_op[is_tensor], operand[is_tensor], use_tensor[is_tensor]
@@ -111,7 +117,7 @@ def use_def_of(operators: Sequence[Operator], tensors: Sequence[Tensor]) -> UseD
     def_op, def_result = np.full(len(tensors), -1), np.zeros(len(tensors), dtype=np.int64)
     def_op[result], def_result[result] = defining, result_index
 
-    aval_ids: dict[tuple[tuple[int, ...], Any], int] = {}
+    aval_ids: dict[tuple[tuple[int, ...], np.dtype], int] = {}
     aval_id = [aval_ids.setdefault((t.shape, t.dtype), len(aval_ids)) for t in tensors]
     primitive_ids: dict[tuple[str, str], int] = {}
     primitive_id = [primitive_ids.setdefault((op.kind, op.primitive), len(primitive_ids)) for op in operators]
@@ -128,7 +134,7 @@ def use_def_of(operators: Sequence[Operator], tensors: Sequence[Tensor]) -> UseD
     )  # fmt: skip
 
 
-def _concatenated(lists: list[tuple]) -> tuple[Ints, Ints, Ints, list[Any]]:
+def _concatenated(lists: list[tuple[T, ...]]) -> tuple[Ints, Ints, Ints, list[T]]:
     """Lists end to end: where each begins; the list of each entry; its index in that list; the entries."""
     counts = np.fromiter(map(len, lists), np.int64, len(lists))
     begin = np.concatenate([[0], np.cumsum(counts)])

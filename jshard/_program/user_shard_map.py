@@ -7,12 +7,11 @@ are pins. A `shard_map` over another mesh, or over some of the axes, is an error
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard._core.errors import ShardError
+from jshard._core.jax_types import JaxprEqn
 from jshard._core.layout import MeshAxes
 from jshard._core.topology import mesh_axes
 from jshard._program.graph import Program
@@ -23,7 +22,7 @@ USER_SHARD_MAP_SCOPE = "jshard_own_map"
 """Name scope of the body: verification recognises the user's collectives by it in the HLO metadata."""
 
 
-def pins_of(eqn: Any, function: str, where: str) -> list[tuple[str, int, NamedSharding]]:
+def pins_of(eqn: JaxprEqn, function: str, where: str) -> list[tuple[str, int, NamedSharding]]:
     """(side, index, sharding) of every operand and result of a `shard_map` equation.
 
     Raises: `ShardError` if it does not map all axes of its mesh.
@@ -54,7 +53,7 @@ def check_meshes(program: Program, axes: MeshAxes) -> None:
     """Raise `ShardError` for a `shard_map` of the user's over another mesh than the plan's."""
     for i in np.flatnonzero(program.use_def.has_primitive(frozenset((SHARD_MAP,)))).tolist():
         op = program.operators[i]
-        user = mesh_axes(op.eqn.params["mesh"])
+        user = mesh_axes(op.equation.params["mesh"])
         if user != axes:
             raise ShardError(
                 f"jax.shard_map over the mesh {user} inside the sharded function {program.name}, which is planned "

@@ -13,11 +13,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jshard._core.errors import RuleError
 from jshard._core.layout import ArrayType
@@ -66,7 +66,7 @@ def unsharded_dims(aval: ArrayType) -> Dims:
     return ((),) * len(aval.shape)
 
 
-def literal(op: OpView, i: int) -> Any:
+def literal(op: OpView, i: int) -> ArrayLike | None:
     """Value of operand `i` if it is a literal, else None."""
     return op.literals[i] if i < len(op.literals) else None
 
@@ -77,7 +77,7 @@ def summable(aval: ArrayType) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _summable(dtype: Any) -> bool:
+def _summable(dtype: np.dtype) -> bool:
     if jax.numpy.issubdtype(dtype, jax.dtypes.extended) or dtype == jax.dtypes.float0:
         return False
     if not jnp.issubdtype(dtype, jnp.number):

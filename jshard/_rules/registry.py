@@ -10,16 +10,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
 
-from jshard import _jaxcompat as compat
 from jshard._core.errors import RuleError
+from jshard._core.jax_types import Index, Params
 from jshard._core.layout import ArrayType, Layout, MeshAxes
 from jshard._rules.rule import Candidate, Rule, operand_layouts, reduced_axes, result_layouts
+
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,10 +36,41 @@ class OpView:
     """
 
     primitive: str
-    params: Mapping[str, Any]
+    params: Params
     ins: tuple[ArrayType, ...]
     outs: tuple[ArrayType, ...]
-    literals: tuple[Any, ...] = ()
+    literals: tuple[ArrayLike | None, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StackSlice:
+    """One slice of a stacked array along its first dimension, read and updated in place."""
+
+    stack: jax.Array
+    index: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the slice."""
+        return tuple(self.stack.shape[1:])
+
+    def array(self) -> jax.Array:
+        """The slice as an array."""
+        return lax.dynamic_index_in_dim(self.stack, self.index, 0, keepdims=False)
+
+    def updated(
+        self, update: jax.Array, starts: Sequence[ArrayLike], row_major: Callable[[jax.Array], jax.Array]
+    ) -> StackSlice:
+        """The slice after an update at `starts`, which are in range; `row_major` constrains the stack's layout."""
+        at = (self.index, *(jnp.asarray(i, self.index.dtype) for i in starts))
+        return StackSlice(
+            row_major(lax.dynamic_update_slice(row_major(self.stack), update[None], at)), self.index
+        )
+
+
+def materialized(x: T | StackSlice) -> T | jax.Array:
+    """A value as an array, also if it is a slice of a stack."""
+    return x.array() if isinstance(x, StackSlice) else x
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,7 +81,7 @@ class LocalContext:
     rule: Rule
     candidate: Candidate
     mesh: MeshAxes
-    bind_plain: Callable[..., Any]  # (*operands, **params) -> list of results
+    bind_plain: Callable[..., list[jax.Array]]  # (*operands, **params) -> list of results
     differentiable_loop: bool = False  # inside a loop of a program that is differentiated from outside
     collective_ids: tuple[int, ...] = ()  # of the rule's internal collectives, in the plan
     row_major: bool = False  # whether the first operand is updated in place in row-major order
@@ -58,7 +94,7 @@ class LocalContext:
         """Local length of a factor."""
         return self.rule.sizes[factor] // self.mesh.size(*self.axes(factor))
 
-    def offset(self, factor: int) -> Any:
+    def offset(self, factor: int) -> Index:
         """Index of the first point of a factor on this device: a traced int32 scalar, or 0 if it is not sharded."""
         return block_index(self.axes(factor), self.mesh) * self.size(factor) if self.axes(factor) else 0
 
@@ -78,12 +114,12 @@ class LocalContext:
         """Local shape of result `i`."""
         return self.result_layout(i).local_shape(self.op.outs[i].shape, self.mesh)
 
-    def result_offset(self, i: int, dim: int) -> Any:
+    def result_offset(self, i: int, dim: int) -> Index:
         """Global index of the first element of this device's shard of result `i` along `dim`."""
         layout = self.result_layout(i)
         return block_index(layout.dims[dim], self.mesh) * self.result_shape(i)[dim] if layout.dims[dim] else 0
 
-    def operand_offset(self, i: int, dim: int) -> Any:
+    def operand_offset(self, i: int, dim: int) -> Index:
         """Global index of the first element of this device's shard of operand `i` along `dim`."""
         layout = self.operand_layout(i)
         if not layout.dims[dim]:
@@ -94,24 +130,31 @@ class LocalContext:
         """Mesh axes over which the local implementation must finish a reduction that is not a sum."""
         return reduced_axes(self.rule, self.candidate, self.mesh)
 
-    def keep_row_major(self, x: Any) -> Any:
+    def keep_row_major(self, x: jax.Array) -> jax.Array:
         """An array that is updated in place, constrained to the row-major memory layout.
 
         Without the constraint XLA may transpose it for the update and back: a copy each time.
         """
-        return compat.row_major(x) if self.row_major else x
+        return _row_major(x) if self.row_major else x
 
-    def collective_scope(self, k: int) -> Any:
+    def collective_scope(self, k: int) -> contextlib.AbstractContextManager[object]:
         """The name scope for internal collective `k`, by which verification finds it."""
         return plan_scope(self.collective_ids[k] if k < len(self.collective_ids) else -1)
 
-    def bind(self, *operands: Any, **changed: Any) -> Sequence[Any]:
+    def bind(self, *operands: ArrayLike, **changed: Any) -> list[jax.Array]:
         """The results of the primitive on local operands, with some parameters `changed`."""
         return self.bind_plain(*operands, **{**self.op.params, **changed})
 
 
+def _row_major(x: jax.Array) -> jax.Array:
+    """An array constrained to the row-major memory layout, XLA's default."""
+    from jax.experimental.layout import Layout, with_layout_constraint
+
+    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim)))) if x.ndim > 1 else x
+
+
 RuleFunction = Callable[[OpView], Rule]
-LocalFunction = Callable[..., Sequence[Any]]  # (ctx, *operands) -> local results
+LocalFunction = Callable[..., Sequence[jax.Array | StackSlice]]  # (ctx, *operands) -> local results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,14 +212,14 @@ def family(name: str) -> Callable[..., Callable[[RuleFunction], RuleFunction]]:
     return register
 
 
-def plan_scope(number: int) -> Any:
+def plan_scope(number: int) -> contextlib.AbstractContextManager[object]:
     """The name scope by which verification finds collective `number` of a plan in the HLO; none for -1."""
     return jax.named_scope(f"jshard.{number}") if number >= 0 else contextlib.nullcontext()
 
 
-def block_index(axes: Sequence[str], mesh: MeshAxes) -> Any:
+def block_index(axes: Sequence[str], mesh: MeshAxes) -> Index:
     """Index of this device's shard along a dimension sharded over `axes` (major first), inside `shard_map`."""
-    index: Any = 0
+    index: Index = 0
     for a in axes:
         index = index * mesh.size(a) + lax.axis_index(a)
     return index

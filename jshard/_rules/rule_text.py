@@ -29,10 +29,10 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from jshard._core.argument_checks import checked
 from jshard._core.errors import RuleError
+from jshard._core.jax_types import Params, Primitive
 from jshard._core.layout import ArrayType
 from jshard._rules.factors import validate
 from jshard._rules.registry import REGISTRY, LocalFunction, OpView, RuleEntry
@@ -45,7 +45,7 @@ _REDUCERS = ("sum", "max", "min", "prod", "and", "or")
 
 
 @dataclasses.dataclass(frozen=True)
-class _Token:
+class Token:
     """One dimension of the text: its factors' names (empty: never sharded) and its position."""
 
     names: tuple[str, ...]
@@ -58,8 +58,8 @@ class RuleText:
     """A parsed rule text: a list of tokens for each operand and result."""
 
     text: str
-    operands: tuple[tuple[_Token, ...], ...]
-    results: tuple[tuple[_Token, ...], ...]
+    operands: tuple[tuple[Token, ...], ...]
+    results: tuple[tuple[Token, ...], ...]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -91,7 +91,7 @@ def tokenize(text: str) -> RuleText:
     return RuleText(text, _parse_side(text, left, 0), _parse_side(text, right, arrows[0] + 2))
 
 
-def _parse_side(text: str, side: str, offset: int) -> tuple[tuple[_Token, ...], ...]:
+def _parse_side(text: str, side: str, offset: int) -> tuple[tuple[Token, ...], ...]:
     if not side.strip():
         return ()
     tensors, start = [], offset
@@ -101,8 +101,8 @@ def _parse_side(text: str, side: str, offset: int) -> tuple[tuple[_Token, ...], 
     return tuple(tensors)
 
 
-def _parse_tensor(text: str, part: str, offset: int) -> tuple[_Token, ...]:
-    tokens: list[_Token] = []
+def _parse_tensor(text: str, part: str, offset: int) -> tuple[Token, ...]:
+    tokens: list[Token] = []
     group: list[str] | None = None
     opened = 0
     for m in re.finditer(r"\(|\)|[^\s()]+", part):
@@ -120,11 +120,11 @@ def _parse_tensor(text: str, part: str, offset: int) -> tuple[_Token, ...]:
                 )
             if not group:
                 raise _text_error("the rule has an empty group", text, opened, 'a dimension never cut is "1"')
-            tokens.append(_Token(tuple(group), opened, True))
+            tokens.append(Token(tuple(group), opened, True))
             group = None
         elif word in ("1", "_"):
             if group is None:
-                tokens.append(_Token((), at, False))
+                tokens.append(Token((), at, False))
         elif not _NAME.match(word):
             raise _text_error(
                 f"{word!r} is not a factor",
@@ -135,7 +135,7 @@ def _parse_tensor(text: str, part: str, offset: int) -> tuple[_Token, ...]:
         elif group is not None:
             group.append(word)
         else:
-            tokens.append(_Token((word,), at, False))
+            tokens.append(Token((word,), at, False))
     if group is not None:
         raise _text_error(
             "the rule has a '(' without ')'", text, opened, 'close the group, as in "(a b) c -> a b c"'
@@ -194,7 +194,7 @@ def parse_rule(
     return _rule(e, lengths, tuple(reduction), tuple(blocked), reducer, work)
 
 
-def _lengths(text: str, dimensions: Sequence[tuple[_Token, int]], sizes: Mapping[str, int]) -> dict[str, int]:
+def _lengths(text: str, dimensions: Sequence[tuple[Token, int]], sizes: Mapping[str, int]) -> dict[str, int]:
     """The length of every factor, from the dimensions that carry it and the given `sizes`."""
     lengths = dict(sizes)
     groups = [(t, size) for t, size in dimensions if t.compound]
@@ -232,7 +232,7 @@ def _lengths(text: str, dimensions: Sequence[tuple[_Token, int]], sizes: Mapping
 
 
 def _check_ranks(
-    e: RuleText, side: str, tensors: Sequence[Sequence[_Token]], avals: Sequence[ArrayType], at: int
+    e: RuleText, side: str, tensors: Sequence[Sequence[Token]], avals: Sequence[ArrayType], at: int
 ) -> None:
     if len(tensors) != len(avals):
         what = f"the rule has {len(tensors)} {side}{'s' * (len(tensors) != 1)}, the function {len(avals)}"
@@ -275,7 +275,7 @@ def _rule(
                         f"a factor of an operand, or blocked=({n!r},) for a dimension the function makes",
                     )  # fmt: skip
 
-    def dims(tensor: Sequence[_Token]) -> tuple[tuple[int, ...], ...]:
+    def dims(tensor: Sequence[Token]) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(index[n] for n in t.names) for t in tensor)
 
     return Rule(
@@ -287,12 +287,12 @@ def _rule(
 
 @checked
 def register_rule(
-    primitive: Any,
+    primitive: str | Primitive,
     rule: str | Callable[[OpView], Rule],
     *,
     reduction: Sequence[str] = (),
     blocked: Sequence[str] = (),
-    sizes: Mapping[str, int] | Callable[[Mapping[str, Any]], Mapping[str, int]] | None = None,
+    sizes: Mapping[str, int] | Callable[[Params], Mapping[str, int]] | None = None,
     reducer: str = "sum",
     work: float = 1.0,
     local: LocalFunction | None = None,

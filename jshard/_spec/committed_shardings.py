@@ -23,13 +23,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, Sharding
 
 from jshard import _jaxcompat as compat
+from jshard._core.jax_types import Device, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Placement:
     sharded: tuple[tuple[int, NamedSharding], ...] = ()
 
 
-def placement(leaves: Sequence[Any], *, use_argument_mesh: bool = True) -> Placement:
+def placement(leaves: Sequence[PyTree], *, use_argument_mesh: bool = True) -> Placement:
     """The placement of the flat arguments of a call.
 
     `use_argument_mesh`: whether their mesh may become the plan's, if all are on the same devices.
@@ -56,7 +56,7 @@ def placement(leaves: Sequence[Any], *, use_argument_mesh: bool = True) -> Place
     return Placement(meshes[0] if use_argument_mesh and same_devices else None, sharded)
 
 
-def committed_sharding(x: Any) -> NamedSharding | None:
+def committed_sharding(x: object) -> NamedSharding | None:
     """The `NamedSharding` over several devices that an array (or a type) is committed to; else None."""
     if isinstance(x, jax.ShapeDtypeStruct):
         found = x.sharding
@@ -149,7 +149,7 @@ def describe_sharding(sharding: Sharding) -> str:
     return str(devices[0]) if len(devices) == 1 else f"{len(devices)} devices"
 
 
-def _device_set(mesh: Mesh | AbstractMesh) -> Any:
+def _device_set(mesh: Mesh | AbstractMesh) -> frozenset[Device]:
     """A key that is equal for meshes over the same devices."""
     return frozenset(mesh.devices.flat) if isinstance(mesh, Mesh) else mesh.size
 
@@ -193,7 +193,7 @@ def _unit_step(axis: int, grid: Sequence[int]) -> tuple[int, ...]:
 
 def _blocks(
     sharding: Sharding, shape: tuple[int, ...], places: bool
-) -> dict[Any, tuple[tuple[int, int], ...]]:
+) -> dict[Device | int, tuple[tuple[int, int], ...]]:
     """The block of each device (or of each flat mesh position, if `places`), as (start, end) of every dimension."""
     if isinstance(sharding, NamedSharding):
         pieces = _shards_per_dim(sharding, len(shape))

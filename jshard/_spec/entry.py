@@ -132,7 +132,7 @@ class JointConstraint:
     where: str = ""
 
 
-def is_strategy(entry: Any) -> bool:
+def is_strategy(entry: object) -> bool:
     """Whether a value is a strategy of one tensor: a tuple of ints, or of ints and None.
 
     >>> [is_strategy(e) for e in ((4, 2), (), (4, None), (None, None), ((4, 2),), [4, 2])]
@@ -145,12 +145,12 @@ def is_strategy(entry: Any) -> bool:
     )
 
 
-def looks_like_strategy(entry: Any) -> bool:
+def looks_like_strategy(entry: object) -> bool:
     """Whether a tuple was meant as a strategy, right or wrong: it contains numbers, strings or bools."""
     return type(entry) is tuple and any(isinstance(c, numbers.Number | str | np.generic) for c in entry)
 
 
-def is_entry(entry: Any) -> bool:
+def is_entry(entry: object) -> bool:
     """Whether a value is an entry for one tensor (or, as a prefix, for all leaves below), not a container."""
     return (
         entry is None
@@ -160,7 +160,7 @@ def is_entry(entry: Any) -> bool:
     )
 
 
-def parse_entry(entry: Any, shape: Sequence[int], where: str, devices: int | None = None) -> Pin | None:
+def parse_entry(entry: object, shape: Sequence[int], where: str, devices: int | None = None) -> Pin | None:
     """Parse one entry into a `Pin` for a tensor of `shape`; None stays None.
 
     Raises a `StrategyError` that names `where` for a wrong type, rank or cut. Whether cuts divide their dimensions is
@@ -352,7 +352,7 @@ def _parse_spec(spec: PartitionSpec, shape: tuple[int, ...], where: str) -> Pin:
     return Pin(tuple(1 if a == () else None for a in axes), tuple(axes) if used else None, where)
 
 
-def format_entry(entry: Any) -> str:
+def format_entry(entry: object) -> str:
     """An entry as the user writes it: `P('x', None)` for a spec, also inside tuples."""
     if isinstance(entry, PartitionSpec):
         parts = getattr(entry, "partitions", entry)  # iterating a spec with unreduced axes raises
@@ -363,7 +363,7 @@ def format_entry(entry: Any) -> str:
     return "NamedSharding(...)" if isinstance(entry, NamedSharding) else repr(entry)
 
 
-def _is_integer(value: Any) -> bool:
+def _is_integer(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool | np.bool_)
 
 

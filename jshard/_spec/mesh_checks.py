@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
@@ -26,7 +25,7 @@ PLATFORMS = {"cpu": ("cpu",), "gpu": ("gpu", "cuda", "rocm"), "tpu": ("tpu",)}
 """The values of `device`, and the platform names under which JAX reports such devices."""
 
 
-def check_device(device: Any) -> None:
+def check_device(device: object) -> None:
     """Raise a `MeshError` unless `device` is None, "cpu", "gpu" or "tpu"."""
     if device is None or (isinstance(device, str) and device in PLATFORMS):
         return
@@ -98,7 +97,7 @@ def check_user_mesh(mesh: Mesh | AbstractMesh, device: str | None) -> None:
 
 def check_device_counts(
     pins: Sequence[Pin | None],
-    shapes: Sequence[Any],
+    shapes: Sequence[Sequence[int] | None],
     count: int,
     joint: Sequence[JointConstraint] = (),
     free_devices: Sequence[int] = (),

@@ -18,7 +18,6 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -26,6 +25,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jshard import _jaxcompat as compat
 from jshard._core.errors import MeshError, StrategyError
+from jshard._core.jax_types import Device, JaxMesh
 from jshard._core.layout import MeshAxes
 from jshard._core.messages import type_with_article
 from jshard._spec import mesh_factorization
@@ -78,11 +78,11 @@ class ChosenMesh:
 
 
 def choose_mesh(
-    mesh: Any,
+    mesh: object,
     device: str | None,
     pins: Sequence[Pin | None],
     shapes: Sequence[Sequence[int] | None],
-    devices: Sequence[Any] | None = None,
+    devices: Sequence[Device] | None = None,
     joint: Sequence[JointConstraint] = (),
     *,
     argument_mesh: Mesh | AbstractMesh | None = None,
@@ -121,7 +121,7 @@ def choose_mesh(
     return _split_axes(user_mesh, source, pins, shapes, joint, aligned)
 
 
-def mesh_device_count(mesh: Any, device: str | None, entries: Any = None) -> int:
+def mesh_device_count(mesh: object, device: str | None, entries: object = None) -> int:
     """How many devices the mesh of `choose_mesh` will have; `entries`: the strategies, as the user wrote them.
 
     >>> mesh_device_count(AbstractMesh((2, 4), ("x", "y")), None)
@@ -132,7 +132,7 @@ def mesh_device_count(mesh: Any, device: str | None, entries: Any = None) -> int
     return len(_devices_of(device)) if user is None else user.size
 
 
-def _meshes_of_shardings(entries: Any) -> Iterator[Any]:
+def _meshes_of_shardings(entries: object) -> Iterator[JaxMesh]:
     """The meshes of the `NamedSharding`s in a pytree of entries."""
     if isinstance(entries, NamedSharding):
         yield entries.mesh
@@ -146,7 +146,7 @@ def candidate_meshes(
     device: str | None,
     pins: Sequence[Pin | None],
     shapes: Sequence[Sequence[int] | None],
-    devices: Sequence[Any] | None = None,
+    devices: Sequence[Device] | None = None,
     joint: Sequence[JointConstraint] = (),
 ) -> tuple[ChosenMesh, ...]:
     """The meshes that the pins allow on the devices, fewest axes first: those that `mesh="auto"` compares."""
@@ -215,13 +215,13 @@ def resolve_pin(pin: Pin | None, chosen: ChosenMesh, shape: Sequence[int] | None
     return Pin(cuts, axes, pin.where)
 
 
-def check_mesh(mesh: Any) -> None:
+def check_mesh(mesh: object) -> None:
     """Raise a `MeshError` unless `mesh` is a value that `shard` accepts."""
     if not (isinstance(mesh, str) and mesh.partition(":")[0] == "auto"):
         _mesh_and_source(mesh, ())
 
 
-def _mesh_and_source(mesh: Any, pins: Sequence[Pin | None]) -> tuple[Mesh | AbstractMesh | None, str]:
+def _mesh_and_source(mesh: object, pins: Sequence[Pin | None]) -> tuple[Mesh | AbstractMesh | None, str]:
     if mesh is not None and not (isinstance(mesh, str) and mesh == "auto"):
         for name in ("jax_mesh", "mesh"):
             if not isinstance(mesh, Mesh | AbstractMesh):
@@ -259,7 +259,7 @@ def _context_mesh() -> Mesh | AbstractMesh | None:
     return compat.entered_mesh()
 
 
-def _devices_of(device: str | None) -> list[Any]:
+def _devices_of(device: str | None) -> list[Device]:
     try:
         return list(jax.devices(device))
     except RuntimeError as error:
@@ -277,10 +277,10 @@ def _required_cuts(pins: Sequence[Pin | None], joint: Sequence[JointConstraint])
 
 
 def _infer_mesh(
-    devices: list[Any],
+    devices: list[Device],
     factorize: Callable[[int, list[tuple[int, ...]]], tuple[int, ...] | None],
     pins: Sequence[Pin | None],
-    shapes: Sequence[Any],
+    shapes: Sequence[Sequence[int] | None],
     joint: Sequence[JointConstraint],
 ) -> ChosenMesh:
     """A new mesh of the devices; `factorize(count, cuts)` gives its axis sizes."""
@@ -309,7 +309,7 @@ def _split_axes(
     user: Mesh | AbstractMesh,
     source: str,
     pins: Sequence[Pin | None],
-    shapes: Sequence[Any],
+    shapes: Sequence[Sequence[int] | None],
     joint: Sequence[JointConstraint],
     argument_shardings: Sequence[NamedSharding] = (),
 ) -> ChosenMesh:
@@ -379,6 +379,8 @@ def _with_axes(
     return AbstractMesh(sizes, names, axis_types=auto, abstract_device=user.abstract_device)
 
 
-def _resolve_pins(chosen: ChosenMesh, pins: Sequence[Pin | None], shapes: Sequence[Any]) -> ChosenMesh:
+def _resolve_pins(
+    chosen: ChosenMesh, pins: Sequence[Pin | None], shapes: Sequence[Sequence[int] | None]
+) -> ChosenMesh:
     resolved = tuple(resolve_pin(p, chosen, s) for p, s in zip(pins, shapes, strict=True))
     return dataclasses.replace(chosen, pins=resolved)

@@ -14,11 +14,11 @@ import dataclasses
 import itertools
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
 from jshard._core.errors import StrategyError
+from jshard._core.jax_types import Device
 from jshard._core.layout import MeshAxes
 from jshard._core.messages import suggest
 from jshard._spec.entry import Pin
@@ -113,7 +113,7 @@ def unknown_axis(pin: Pin, axis: str, known: Sequence[str]) -> StrategyError:
     )
 
 
-def _devices(mesh: Mesh | AbstractMesh) -> list[Any]:
+def _devices(mesh: Mesh | AbstractMesh) -> list[Device]:
     return list(mesh.devices.flat) if isinstance(mesh, Mesh) else []
 
 

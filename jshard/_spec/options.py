@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from jshard._core.errors import MeshError, ShardError
+from jshard._core.hardware import Chip
 from jshard._core.messages import describe_value, suggest, type_with_article
 from jshard._spec.flax_protocol import SHARD_MODULE
 from jshard._spec.mesh_checks import check_device
@@ -42,7 +43,7 @@ class PlanOptions:
     memory_budget: int | None = None
     search: str = "optimal"
     strict: bool = False
-    hardware: Any = None
+    hardware: Chip | str | None = None
     replication_price: float = 1000.0
 
 
@@ -58,12 +59,12 @@ class CallOptions:
 
 def check_options(
     *,
-    level: Any = 0,
-    device: Any = None,
-    memory_budget: Any = None,
-    search: Any = "optimal",
-    strict: Any = False,
-    hardware: Any = None,
+    level: object = 0,
+    device: str | None = None,
+    memory_budget: object = None,
+    search: object = "optimal",
+    strict: object = False,
+    hardware: object = None,
     replication_price: Any = 1000.0,
 ) -> PlanOptions:
     """The planning options; raises `ShardError` for the first wrong argument."""
@@ -95,7 +96,7 @@ def check_replication_price(price: Any) -> float:
     )
 
 
-def check_level(level: Any) -> int:
+def check_level(level: object) -> int:
     """0, 1 or 2.
 
     >>> check_level(3)
@@ -113,7 +114,7 @@ def check_level(level: Any) -> int:
     return int(level)
 
 
-def check_search(search: Any) -> str:
+def check_search(search: object) -> str:
     """ "optimal" or "propagation"."""
     if not isinstance(search, str):
         raise ShardError(
@@ -124,7 +125,7 @@ def check_search(search: Any) -> str:
     return search
 
 
-def check_hardware(hardware: Any) -> Any:
+def check_hardware(hardware: Any) -> Chip | str | None:
     """None, the name of a chip, or a chip; unknown names are an error of the table (`_core/hardware.py`)."""
     if hardware is None or isinstance(hardware, str) and hardware.strip():
         return hardware
@@ -139,7 +140,7 @@ def check_hardware(hardware: Any) -> Any:
     return hardware
 
 
-def parse_bytes(amount: Any, what: str = "memory_budget") -> int | None:
+def parse_bytes(amount: object, what: str = "memory_budget") -> int | None:
     """Bytes from an int, or from text such as "14GiB", "500 MB", "1.5e9"; None stays None."""
     fix = f'{what}=15_000_000_000, or text with a unit such as "14GiB" or "500MB"'
     if amount is None:
@@ -165,7 +166,7 @@ def parse_bytes(amount: Any, what: str = "memory_budget") -> int | None:
     return int(value)
 
 
-def check_function(fn: Any) -> Callable:
+def check_function(fn: object) -> Callable:
     """`fn` if it is callable."""
     if callable(fn):
         return fn
@@ -176,7 +177,7 @@ def check_function(fn: Any) -> Callable:
     )
 
 
-def flax_entry_point(fn: Any) -> Callable | None:
+def flax_entry_point(fn: object) -> Callable | None:
     """The function that shards a Flax module, which `jshard.flax` sets on the class; None if `fn` is no module.
 
     >>> flax_entry_point(lambda x: x) is None
@@ -197,10 +198,10 @@ def flax_entry_point(fn: Any) -> Callable | None:
 
 def check_call_options(
     *,
-    static_argnums: Any = None,
-    static_argnames: Any = None,
-    donate_argnums: Any = None,
-    donate_argnames: Any = None,
+    static_argnums: object = None,
+    static_argnames: object = None,
+    donate_argnums: object = None,
+    donate_argnames: object = None,
 ) -> CallOptions:
     """The call options, each an int or a sequence of ints, a name or a sequence of names.
 

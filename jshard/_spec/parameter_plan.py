@@ -18,7 +18,6 @@ import difflib
 import fnmatch
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from jshard._core.errors import StrategyError
 from jshard._core.messages import type_with_article
@@ -31,7 +30,7 @@ Parts = tuple[str, ...]
 
 def pins_by_name(
     leaves: Sequence[Leaf],
-    plan: Any,
+    plan: object,
     *,
     strict: bool = False,
     what: str = "parameter_plan",
@@ -110,7 +109,7 @@ def specificity(name: str) -> tuple[int, int, int]:
 
 
 def _most_specific(
-    claim: list[str], names: Mapping[str, Any], leaf: Leaf, what: str, devices: int | None
+    claim: list[str], names: Mapping[str, object], leaf: Leaf, what: str, devices: int | None
 ) -> Pin | None:
     if not claim:
         return None
@@ -154,8 +153,8 @@ def _nearest(name: str, paths: list[str], count: int = 3) -> str:
     return f"none is near; there are {', '.join(paths[:count])}" if paths else "the arguments hold no tensor"
 
 
-def flatten_plan(plan: Mapping, what: str, prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flatten_plan(plan: Mapping, what: str, prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
     for key, entry in plan.items():
         if not isinstance(key, str | int) or isinstance(key, bool):
             raise StrategyError(

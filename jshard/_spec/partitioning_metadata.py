@@ -9,22 +9,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
+from jshard._core.jax_types import PyTree
 from jshard._spec.entry import Pin, parse_entry
 from jshard._spec.flax_protocol import PARTITION_SPEC
-from jshard._spec.tree_paths import join, path_name, shape_of
+from jshard._spec.tree_paths import KeyPath, join, path_name, shape_of
 
 
 def with_metadata(
     pins: Sequence[Pin | None],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree],
     names: Sequence[str],
-    mesh: Any,
+    mesh: object,
 ) -> tuple[Pin | None, ...]:
     """The pins of a call, completed by metadata for leaves without a pin.
 
@@ -41,11 +41,11 @@ def with_metadata(
     return tuple(p if p is not None else m for p, m in itertools.zip_longest(pins, found))
 
 
-def _has_spec(node: Any) -> bool:
+def _has_spec(node: PyTree) -> bool:
     return hasattr(type(node), PARTITION_SPEC)
 
 
-def _pins_of(node: Any, name: str, path: Sequence[Any], axes: frozenset[str]) -> list[Pin | None]:
+def _pins_of(node: PyTree, name: str, path: KeyPath, axes: frozenset[str]) -> list[Pin | None]:
     if not _has_spec(node):
         return [None]
     leaves = jax.tree.leaves(node)
@@ -58,7 +58,7 @@ def _pins_of(node: Any, name: str, path: Sequence[Any], axes: frozenset[str]) ->
     ]
 
 
-def _drop_unknown_axes(dimension: Any, axes: frozenset[str]) -> Any:
+def _drop_unknown_axes(dimension: object, axes: frozenset[str]) -> object:
     several = dimension if isinstance(dimension, tuple | list) else (dimension,)
     if all(a is None or a in axes for a in several):
         return dimension

@@ -13,12 +13,12 @@ position. Leaves without an entry are left to the search.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard._core.errors import StrategyError
+from jshard._core.jax_types import PyTree
 from jshard._core.messages import (
     abbreviate,
     count_of,
@@ -37,6 +37,7 @@ from jshard._spec.entry import (
 )
 from jshard._spec.parameter_plan import pins_by_name
 from jshard._spec.tree_paths import (
+    KeyPath,
     dtype_of,
     input_leaves,
     is_leaf,
@@ -49,10 +50,10 @@ from jshard._spec.tree_paths import (
 
 
 def pins_for_inputs(
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    in_strategy: Any,
-    parameter_plan: Any = None,
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree],
+    in_strategy: PyTree,
+    parameter_plan: PyTree = None,
     *,
     names: Sequence[str],
     strict: bool = False,
@@ -83,7 +84,7 @@ def pins_for_inputs(
 
 
 def pins_for_outputs(
-    results: Any, out_strategy: Any, *, what: str = "out_strategy", devices: int | None = None
+    results: PyTree, out_strategy: PyTree, *, what: str = "out_strategy", devices: int | None = None
 ) -> tuple[Pin | None, ...]:
     """One `Pin` (or None) per leaf of the results, in flattening order.
 
@@ -124,12 +125,12 @@ def pins_for_outputs(
 
 
 def match_prefix(
-    entry: Any,
-    tree: Any,
+    entry: object,
+    tree: PyTree,
     written_at: str,
     kind: str,
     root: str,
-    keys: tuple[Any, ...] = (),
+    keys: KeyPath = (),
     devices: int | None = None,
 ) -> list[Pin | None]:
     """Pins of the leaves of `tree` under `entry`, a pytree prefix of entries.
@@ -164,8 +165,8 @@ def match_prefix(
 
 
 def _entries_of_children(
-    entry: Any, tree: Any, parts: list[tuple[Any, Any]], where: str
-) -> list[tuple[str, Any]]:
+    entry: object, tree: PyTree, parts: list[tuple[object, PyTree]], where: str
+) -> list[tuple[str, object]]:
     """For each child of a pytree node: its index in the container `entry`, as text, and its entry."""
     names = [key_name(key) for key, _ in parts]
     if isinstance(entry, Mapping):
@@ -194,8 +195,8 @@ def _entries_of_children(
 
 
 def without_static(
-    in_strategy: Any, names: Sequence[str], static: Sequence[str], *, what: str = "in_strategy"
-) -> Any:
+    in_strategy: PyTree, names: Sequence[str], static: Sequence[str], *, what: str = "in_strategy"
+) -> PyTree:
     """`in_strategy` without the entries of static arguments, which may be omitted or None.
 
     >>> without_static(((4, 2), None, None), ("x", "config", "w"), ("config",))
@@ -205,7 +206,7 @@ def without_static(
         return in_strategy
     if isinstance(in_strategy, Mapping):
         entries = {n: e for n, e in in_strategy.items() if n in static}
-        kept: Any = {n: e for n, e in in_strategy.items() if n not in static}
+        kept: PyTree = {n: e for n, e in in_strategy.items() if n not in static}
     elif isinstance(in_strategy, tuple | list) and not is_entry(in_strategy):
         if len(in_strategy) <= len(names) - len(static):
             return in_strategy
@@ -224,8 +225,8 @@ def without_static(
 
 
 def _entries_by_argument(
-    args: Sequence[Any], kwargs: Mapping[str, Any], in_strategy: Any, names: Sequence[str], what: str
-) -> dict[str, tuple[str, Any]]:
+    args: Sequence[PyTree], kwargs: Mapping[str, PyTree], in_strategy: PyTree, names: Sequence[str], what: str
+) -> dict[str, tuple[str, object]]:
     """Argument name -> (position in the user's strategy, entry)."""
     if in_strategy is None:
         return {}
@@ -268,7 +269,7 @@ def _entries_by_argument(
     return {n: (f"{what}[{i}]", e) for i, (n, e) in enumerate(zip(names, in_strategy, strict=False))}
 
 
-def _named_out_strategy(results: Any, name: str, what: str) -> tuple[Pin | None, ...]:
+def _named_out_strategy(results: PyTree, name: str, what: str) -> tuple[Pin | None, ...]:
     known = ("full_batch", "data_parallel")
     if name not in known:
         raise StrategyError(f"{what}={name!r} is not known", where=what, fix=suggest(name, known))
@@ -284,12 +285,12 @@ def _named_out_strategy(results: Any, name: str, what: str) -> tuple[Pin | None,
     return tuple(pins)
 
 
-def _is_inner_entry(entry: Any) -> bool:
+def _is_inner_entry(entry: object) -> bool:
     """Whether an element is an entry itself, so that its container is a list of entries and no strategy."""
     return isinstance(entry, PartitionSpec | NamedSharding | tuple | list)
 
 
-def _check_results(entries: Sequence[Any], count: int, what: str) -> None:
+def _check_results(entries: Sequence[object], count: int, what: str) -> None:
     if len(entries) != count:
         raise StrategyError(
             f"{what} has {count_of(len(entries), 'entry', 'entries')}, but the function returns "
@@ -309,6 +310,6 @@ def _merge_pins(a: Pin | None, b: Pin | None) -> Pin | None:
     )
 
 
-def _format_entries(entries: Sequence[Any], count: int) -> str:
+def _format_entries(entries: Sequence[object], count: int) -> str:
     texts = [format_entry(e) for e in list(entries)[:count]] + ["None"] * (count - len(entries))
     return f"({', '.join(texts)}{',' if len(texts) == 1 else ''})"

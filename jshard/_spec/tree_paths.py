@@ -19,9 +19,15 @@ import jax
 import numpy as np
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
+from jshard._core.jax_types import PyTree
+
 
 VARIABLE_FIELDS = ("value", "raw_value", "_value")
 """Attributes in which `flax.nnx` variables and `flax.linen` boxes hold their array (flax 0.12)."""
+
+
+KeyPath = tuple[Any, ...]
+"""The path of a node in a pytree, as JAX gives it: a key for each level."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +36,7 @@ class Leaf:
 
     path: str
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: np.dtype | None
     argument: str
 
     @property
@@ -50,7 +56,7 @@ def key_name(key: Any) -> str:
     return str(key).strip(".[]'\"")
 
 
-def path_name(keypath: Sequence[Any]) -> str:
+def path_name(keypath: KeyPath) -> str:
     """A JAX key path as a dotted name, without the array field of Flax variables.
 
     >>> path_name((DictKey("block1"), SequenceKey(0), GetAttrKey("kernel"), GetAttrKey("value")))
@@ -67,7 +73,9 @@ def join(*parts: str) -> str:
     return ".".join(p for p in parts if p)
 
 
-def input_leaves(args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]) -> tuple[Leaf, ...]:
+def input_leaves(
+    args: Sequence[PyTree], kwargs: Mapping[str, PyTree], names: Sequence[str]
+) -> tuple[Leaf, ...]:
     """The leaves of a call, in the order of `jax.tree.flatten((args, kwargs))`.
 
     `names` are the names of the positional arguments; at least as many as there are `args`.
@@ -100,12 +108,12 @@ def argument_names(fn: Callable, count: int) -> tuple[str, ...]:
     return tuple(names)
 
 
-def is_leaf(tree: Any) -> bool:
+def is_leaf(tree: PyTree) -> bool:
     """Whether a value is a leaf of a pytree (None is a node without leaves)."""
     return jax.tree_util.all_leaves([tree])
 
 
-def one_level(tree: Any) -> list[tuple[Any, Any]]:
+def one_level(tree: PyTree) -> list[tuple[object, PyTree]]:
     """The children of a pytree node as (key, child), in flattening order; empty for leaves and None.
 
     >>> [(key_name(k), child) for k, child in one_level({"b": 1, "a": (2, None)})]
@@ -117,13 +125,13 @@ def one_level(tree: Any) -> list[tuple[Any, Any]]:
     return [(path[0], child) for path, child in flat]
 
 
-def shape_of(leaf: Any) -> tuple[int, ...]:
+def shape_of(leaf: object) -> tuple[int, ...]:
     """Shape of an array or `ShapeDtypeStruct`; `()` for numbers and anything else (tracing refuses the latter)."""
     shape = getattr(leaf, "shape", None)
     return tuple(shape) if shape is not None else ()
 
 
-def dtype_of(leaf: Any) -> Any:
+def dtype_of(leaf: PyTree) -> np.dtype | None:
     """Dtype of an array or number in JAX; None for anything else."""
     if hasattr(leaf, "dtype"):
         return leaf.dtype

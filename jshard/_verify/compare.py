@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -199,7 +198,7 @@ def compare(predicted: Iterable[Predicted], program: EmittedProgram) -> Verifica
 
 def verify_program(
     predicted: Iterable[Predicted],
-    compiled: Any,
+    compiled: jax.stages.Compiled | str,
     *,
     devices: int | None = None,
     slices: int = 1,
@@ -247,7 +246,7 @@ def verify_program(
     return compare(predicted, program)
 
 
-def hlo_shape(shape: Sequence[int], dtype: Any) -> str:
+def hlo_shape(shape: Sequence[int], dtype: np.dtype) -> str:
     """An array type in HLO's notation; a PRNG key is written as its words.
 
     >>> import jax, jax.numpy as jnp

@@ -18,7 +18,8 @@ jit_f on 4 devices: 384 B per device
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+
+import jax
 
 from jshard._verify.collective_rewrites import is_continuation, recognize, split_combined, started_chains
 from jshard._verify.emitted import Emitted, EmittedProgram, wire_bytes
@@ -83,7 +84,7 @@ class _Accumulator:
     reached: set[str] = dataclasses.field(default_factory=set)  # names of the computations that run
 
 
-def read_program(program: Any) -> EmittedProgram:
+def read_program(program: jax.stages.Compiled | str) -> EmittedProgram:
     """The collectives, FLOPs and peak memory of a compiled program.
 
     Arguments:
@@ -113,7 +114,7 @@ def read_program(program: Any) -> EmittedProgram:
     )
 
 
-def _peak(compiled: Any) -> int | None:
+def _peak(compiled: jax.stages.Compiled) -> int | None:
     """Peak bytes by the compiler's own account; arguments + results + temporaries where it keeps none."""
     try:
         stats = compiled.memory_analysis()

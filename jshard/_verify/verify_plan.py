@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+import jax
 import numpy as np
 
 from jshard._plan.record import PlanRecord
@@ -23,7 +22,7 @@ def predicted_collectives(plan: PlanRecord) -> list[Predicted]:
     ]
 
 
-def verify_plan(plan: PlanRecord, compiled: Any, *, slices: int = 1) -> Verification:
+def verify_plan(plan: PlanRecord, compiled: jax.stages.Compiled | str, *, slices: int = 1) -> Verification:
     """Compare a compiled program with its plan.
 
     Arguments:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,17 +22,17 @@ from jshard._rules.rule import InternalCollective, Rule
 rule = family("other")
 
 
-def _callback_local(ctx: LocalContext, *operands: Any) -> Sequence[Any]:
+def _callback_local(ctx: LocalContext, *operands: jax.Array) -> Sequence[jax.Array]:
     """Call on the first device only; the others receive its results."""
     names = ctx.mesh.names
     if ctx.mesh.total == 1:
         return ctx.bind(*operands)
     outs = ctx.op.outs
 
-    def zeros() -> list[Any]:
+    def zeros() -> list[jax.Array]:
         return [jnp.zeros(a.shape, _sent_dtype(a.dtype)) for a in outs]
 
-    def call() -> list[Any]:
+    def call() -> list[jax.Array]:
         if _is_ordered_debug(ctx.op):
             _ordered_debug_callback(ctx, operands)
             return []
@@ -50,7 +49,7 @@ def _callback_local(ctx: LocalContext, *operands: Any) -> Sequence[Any]:
     return sums
 
 
-def _ordered_debug_callback(ctx: LocalContext, operands: Sequence[Any]) -> None:
+def _ordered_debug_callback(ctx: LocalContext, operands: Sequence[jax.Array]) -> None:
     """Call the host function of an ordered `jax.debug` callback, in order.
 
     JAX supports ordered debug callbacks on one device only, but an ordered `io_callback` on any number. It drops
@@ -70,7 +69,7 @@ def _is_ordered_debug(op: OpView) -> bool:
     return op.primitive != "io_callback" and bool(op.params.get("ordered") or effect.startswith("Ordered"))
 
 
-def _sent_dtype(dtype: Any) -> Any:
+def _sent_dtype(dtype: np.dtype) -> np.dtype:
     """The dtype in which a result is summed: predicates have no sum."""
     return np.dtype(np.uint8) if np.dtype(dtype) == np.bool_ else dtype
 

@@ -18,7 +18,8 @@ a b (c d), e b d -> a e c  (reduce b)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+
+import jax
 
 from jshard._rules.factors import HALO, Factors, summable
 from jshard._rules.registry import LocalContext, OpView, family
@@ -28,7 +29,7 @@ from jshard._rules.rule import Rule
 rule = family("conv")
 
 
-def _conv_local(ctx: LocalContext, x: Any, w: Any) -> Sequence[Any]:
+def _conv_local(ctx: LocalContext, x: jax.Array, w: jax.Array) -> Sequence[jax.Array]:
     n = ctx.op.params["dimension_numbers"]
     # A sharded group factor is sharded on every tensor that carries it: fewer groups of the same size.
     feature, batch = ctx.op.params["feature_group_count"], ctx.op.params["batch_group_count"]

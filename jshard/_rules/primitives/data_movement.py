@@ -12,8 +12,8 @@ a -> b a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -26,7 +26,7 @@ from jshard._rules.rule import Rule
 rule = family("move")
 
 
-def _broadcast_local(ctx: LocalContext, x: Any, *_: Any) -> Sequence[Any]:
+def _broadcast_local(ctx: LocalContext, x: jax.Array, *_: jax.Array) -> Sequence[jax.Array]:
     return ctx.bind(x, shape=ctx.result_shape())
 
 
@@ -50,7 +50,7 @@ def transpose(op: OpView) -> Rule:
     return Rule((dims,), (out,), f.sizes, linear=linear_sets(op, (0,)), work=0.0)
 
 
-def _squeeze_local(ctx: LocalContext, x: Any) -> Sequence[Any]:
+def _squeeze_local(ctx: LocalContext, x: jax.Array) -> Sequence[jax.Array]:
     return [lax.squeeze(x, ctx.op.params["dimensions"])]
 
 
@@ -69,7 +69,7 @@ def squeeze(op: OpView) -> Rule:
     )
 
 
-def _expand_dims_local(ctx: LocalContext, x: Any) -> Sequence[Any]:
+def _expand_dims_local(ctx: LocalContext, x: jax.Array) -> Sequence[jax.Array]:
     return [lax.expand_dims(x, ctx.op.params["dimensions"])]
 
 
@@ -100,7 +100,7 @@ def rev(op: OpView) -> Rule:
     )  # fmt: skip
 
 
-def _tile_local(ctx: LocalContext, x: Any) -> Sequence[Any]:
+def _tile_local(ctx: LocalContext, x: jax.Array) -> Sequence[jax.Array]:
     reps = tuple(
         o // s if s else r for o, s, r in zip(ctx.result_shape(), x.shape, ctx.op.params["reps"], strict=True)
     )
@@ -163,7 +163,7 @@ def split(op: OpView) -> Rule:
     return Rule((dims,), (dims,) * len(op.outs), f.sizes, linear=linear_sets(op, (0,)), work=0.0)
 
 
-def _pad_local(ctx: LocalContext, x: Any, padding: Any) -> Sequence[Any]:
+def _pad_local(ctx: LocalContext, x: jax.Array, padding: jax.Array) -> Sequence[jax.Array]:
     partial = ctx.operand_layout(0).partial
     if partial and not ctx.operand_layout(1).partial:
         # Only one addend may contain the padding.
@@ -184,7 +184,7 @@ def pad(op: OpView) -> Rule:
     )  # fmt: skip
 
 
-def _iota_local(ctx: LocalContext) -> Sequence[Any]:
+def _iota_local(ctx: LocalContext) -> Sequence[jax.Array]:
     shape, d, dtype = ctx.result_shape(), ctx.op.params["dimension"], ctx.op.params["dtype"]
     (block,) = ctx.bind(shape=shape)
     offset = ctx.result_offset(0, d)
@@ -198,7 +198,7 @@ def iota(op: OpView) -> Rule:
     return Rule((), (f.dims(op.outs[0].shape),), f.sizes, work=0.0)
 
 
-def _empty_local(ctx: LocalContext, *operands: Any) -> Sequence[Any]:
+def _empty_local(ctx: LocalContext, *operands: jax.Array) -> Sequence[jax.Array]:
     # The contents are undefined; `zeros` needs no parameters with a shape.
     out = ctx.op.outs[0]
     return [jnp.zeros(ctx.result_shape(), out.dtype)]

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+
+from jax import lax
 
 from jshard._rules.factors import Factors, summable
 from jshard._rules.registry import OpView, family
@@ -34,7 +35,7 @@ def contraction(
     f: Factors,
     lhs: Sequence[int],
     rhs: Sequence[int],
-    dimension_numbers: Any,
+    dimension_numbers: lax.DotDimensionNumbers,
     skipped_rhs: Sequence[int] = (),
 ) -> Contraction:
     """Number the factors of operands of shapes `lhs` and `rhs`: batch, contracted, free left, free right.

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +95,7 @@ def pointwise(op: OpView) -> Rule:
     return _with(op, sets, work)
 
 
-def _error_function(ctx: LocalContext, x: Any) -> Sequence[Any]:
+def _error_function(ctx: LocalContext, x: jax.Array) -> Sequence[jax.Array]:
     # In JAX 0.12 `jax.grad` of `jax.shard_map(jax.lax.erf, ...)` raises: the derivative is a polynomial whose coefficients
     # vary over other axes than `x`. So its derivative is defined here.
     if not compat.vma(x):
@@ -104,7 +103,7 @@ def _error_function(ctx: LocalContext, x: Any) -> Sequence[Any]:
     slope = (-2.0 if ctx.op.primitive == "erfc" else 2.0) / math.sqrt(math.pi)
 
     @jax.custom_jvp
-    def f(x: Any) -> Any:
+    def f(x: jax.Array) -> jax.Array:
         return ctx.bind(x)[0]
 
     f.defjvp(lambda p, t: (f(*p), t[0] * (slope * jnp.exp(-jnp.square(p[0])))))

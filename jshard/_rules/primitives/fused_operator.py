@@ -13,23 +13,25 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jshard import _jaxcompat as compat
+from jshard._core.jax_types import Function
+from jshard._core.layout import ArrayType
 from jshard._rules.registry import LocalContext, OpView, family
 from jshard._rules.rule import Rule
-from jshard._rules.rule_text import RuleText, parse_rule, tokenize
+from jshard._rules.rule_text import RuleText, Token, parse_rule, tokenize
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Fused:
     """A function of arrays with its rule, or the gradient of that function if `backward`."""
 
-    fn: Callable[..., Any]
+    fn: Function
     name: str
     text: str
     reduction: tuple[str, ...]
@@ -38,10 +40,10 @@ class Fused:
     work: float
     note: str = ""
     operands: int = 0
-    results: tuple[Any, ...] = ()
+    results: tuple[ArrayType, ...] = ()
     backward: bool = False
 
-    def run(self, *arrays: Any) -> list[Any]:
+    def run(self, *arrays: jax.Array) -> list[jax.Array]:
         """The function, or its gradient, on global arrays or on one device's shards."""
         if not self.backward:
             out = self.fn(*arrays)
@@ -53,7 +55,9 @@ class Fused:
         )
         return [g for g, x in zip(pull(cotangents), primals, strict=True) if _is_inexact(x)]
 
-    def batched(self, arrays: Sequence[Any], dims: Sequence[int | None]) -> tuple[list[Any], Fused]:
+    def batched(
+        self, arrays: Sequence[jax.Array], dims: Sequence[int | None]
+    ) -> tuple[list[jax.Array], Fused]:
         """The operands and the operator under `vmap`: with a batch factor, first in every result.
 
         All operands of a gradient have it too: JAX sums those gradients whose operand was not batched.
@@ -82,7 +86,7 @@ fused_p = compat.call_primitive("jshard_fused", lambda fused, *arrays: fused.run
 rule = family("fused")
 
 
-def _fused_local(ctx: LocalContext, *shards: Any) -> Sequence[Any]:
+def _fused_local(ctx: LocalContext, *shards: jax.Array) -> Sequence[jax.Array]:
     """The function on one device's shards."""
     return ctx.op.params["fused"].run(*shards)
 
@@ -109,9 +113,9 @@ def fused_rule(op: OpView) -> Rule:
 
 
 def fused(
-    fn: Callable[..., Any], name: str, text: str, *, reduction: Sequence[str] = (), sizes: Mapping[str, int] | None = None,
+    fn: Function, name: str, text: str, *, reduction: Sequence[str] = (), sizes: Mapping[str, int] | None = None,
     work: float = 2.0,
-) -> Callable[..., Any]:  # fmt: skip
+) -> Callable[..., jax.Array | tuple[jax.Array, ...]]:  # fmt: skip
     """`fn` as one operator with a rule: a function of arrays, differentiable in reverse mode."""
     e = tokenize(text)
     not_in_results = [
@@ -120,20 +124,22 @@ def fused(
     base = Fused(fn, name, text, tuple(reduction), tuple(not_in_results), dict(sizes or {}), work)
     checked: list[Fused] = []  # at most one: the operator, checked at its first call
 
-    def checked_operator(arrays: Sequence[Any]) -> Fused:
+    def checked_operator(arrays: Sequence[jax.Array]) -> Fused:
         if not checked:
             check_rule_text(base, arrays)
             checked.append(_check_rule_numerically(base, e, arrays))
         return checked[0]
 
     @jax.custom_vjp
-    def call(*arrays: Any) -> tuple[Any, ...]:
+    def call(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(fused_p.bind(*arrays, fused=checked_operator(arrays)))
 
-    def forward(*arrays: Any) -> tuple[tuple[Any, ...], Any]:
+    def forward(*arrays: jax.Array) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
         return call(*arrays), arrays
 
-    def backward(arrays: Any, cotangents: Any) -> tuple[Any, ...]:
+    def backward(
+        arrays: tuple[jax.Array, ...], cotangents: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array | None, ...]:
         f = checked_operator(arrays)
         outs = tuple(jax.ShapeDtypeStruct(o.shape, o.dtype) for o in jax.eval_shape(f.run, *arrays))
         b = dataclasses.replace(f, backward=True, operands=len(arrays), results=outs)
@@ -143,7 +149,7 @@ def fused(
 
     call.defvjp(forward, backward)
 
-    def run(*arrays: Any) -> Any:
+    def run(*arrays: ArrayLike) -> jax.Array | tuple[jax.Array, ...]:
         arrays = tuple(jnp.asarray(a) for a in arrays)
         out = call(*arrays)
         return out[0] if len(e.results) == 1 else out
@@ -151,7 +157,7 @@ def fused(
     return run
 
 
-def check_rule_text(f: Fused, arrays: Sequence[Any]) -> None:
+def check_rule_text(f: Fused, arrays: Sequence[jax.Array]) -> None:
     """Raise errors of the rule at the call, so that the traceback shows the user's line."""
     outs = jax.eval_shape(f.run, *arrays)
     parse_rule(
@@ -159,7 +165,7 @@ def check_rule_text(f: Fused, arrays: Sequence[Any]) -> None:
     )
 
 
-def _check_rule_numerically(f: Fused, e: RuleText, arrays: Sequence[Any]) -> Fused:
+def _check_rule_numerically(f: Fused, e: RuleText, arrays: Sequence[jax.Array]) -> Fused:
     """The operator with every factor blocked whose sharding changes the result on small random arrays."""
     length = dict.fromkeys(e.names, 4)
     rng = np.random.default_rng(0)
@@ -180,7 +186,9 @@ def _check_rule_numerically(f: Fused, e: RuleText, arrays: Sequence[Any]) -> Fus
                                reduction=tuple(n for n in f.reduction if n not in wrong))  # fmt: skip
 
 
-def _is_shardable(f: Fused, e: RuleText, name: str, arrays: Sequence[Any], expected: Sequence[Any]) -> bool:
+def _is_shardable(
+    f: Fused, e: RuleText, name: str, arrays: Sequence[jax.Array], expected: Sequence[jax.Array]
+) -> bool:
     """Whether the function on halves along a factor gives halves of the result, or addends of it."""
     halves = []
     for part in (0, 1):
@@ -196,28 +204,28 @@ def _is_shardable(f: Fused, e: RuleText, name: str, arrays: Sequence[Any], expec
     return True
 
 
-def _half(a: Any, tokens: Sequence[Any], name: str, part: int) -> Any:
+def _half(a: jax.Array, tokens: Sequence[Token], name: str, part: int) -> jax.Array:
     for i, t in enumerate(tokens):
         if t.names == (name,):
             a = jnp.split(a, 2, axis=i)[part]
     return a
 
 
-def _tensor_text(tokens: Sequence[Any], name: str, at: int | None) -> str:
+def _tensor_text(tokens: Sequence[Token], name: str, at: int | None) -> str:
     """A tensor of a rule text, with one more factor `name` at dimension `at`."""
     words = [f"({' '.join(t.names)})" if t.compound else " ".join(t.names) or "_" for t in tokens]
     return " ".join(words if at is None else [*words[:at], name, *words[at:]])
 
 
-def _shape(tokens: Sequence[Any], length: Mapping[str, int]) -> tuple[int, ...]:
+def _shape(tokens: Sequence[Token], length: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(int(np.prod([length[n] for n in t.names])) for t in tokens)
 
 
-def _random(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> Any:
+def _random(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
     if jnp.issubdtype(dtype, jnp.inexact):
         return jnp.asarray(rng.normal(size=shape), dtype)
     return jnp.asarray(rng.integers(0, 2, shape), dtype)
 
 
-def _is_inexact(a: Any) -> bool:
+def _is_inexact(a: ArrayType) -> bool:
     return bool(jnp.issubdtype(a.dtype, np.inexact))

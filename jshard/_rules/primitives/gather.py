@@ -17,11 +17,11 @@ a b, c () -> c b  (reduce a)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.lax import GatherScatterMode
+from jax.lax import GatherDimensionNumbers, GatherScatterMode
 
 from jshard._rules.factors import Factors, is_float, linear_sets, summable
 from jshard._rules.primitives.slicing import clamped
@@ -32,7 +32,7 @@ from jshard._rules.rule import Rule
 rule = family("gather")
 
 
-def _window_dims(n: Any, rank: int) -> list[int]:
+def _window_dims(n: GatherDimensionNumbers, rank: int) -> list[int]:
     """Operand dimensions that appear in the result, in order."""
     not_in_window = {*n.collapsed_slice_dims, *n.operand_batching_dims}
     return [d for d in range(rank) if d not in not_in_window]
@@ -78,7 +78,7 @@ def gather(op: OpView) -> Rule:
     )  # fmt: skip
 
 
-def _gather_local(ctx: LocalContext, x: Any, indices: Any) -> Sequence[Any]:
+def _gather_local(ctx: LocalContext, x: jax.Array, indices: jax.Array) -> Sequence[jax.Array]:
     n, sizes, mode = (ctx.op.params[k] for k in ("dimension_numbers", "slice_sizes", "mode"))
     whole = ctx.op.ins[0].shape
     cut = [ctx.operand_layout(0).dims[d] for d in range(x.ndim)]
@@ -93,7 +93,7 @@ def _gather_local(ctx: LocalContext, x: Any, indices: Any) -> Sequence[Any]:
         one = indices.size == len(n.start_index_map) and mode != GatherScatterMode.FILL_OR_DROP
         return [lax.optimization_barrier(y) if one and y.ndim else y]
 
-    mine: Any = True
+    mine: jax.Array | bool = True
     columns = []
     promised = mode not in (GatherScatterMode.FILL_OR_DROP, GatherScatterMode.CLIP)
     for c, d in enumerate(n.start_index_map):
@@ -121,7 +121,7 @@ def _gather_local(ctx: LocalContext, x: Any, indices: Any) -> Sequence[Any]:
     if mode != GatherScatterMode.FILL_OR_DROP:
         return [y]
     # Out of range of the whole dimension: the fill value, contributed by one device.
-    inside: Any = True
+    inside: jax.Array | bool = True
     for c, d in enumerate(n.start_index_map):
         index = indices[..., c]
         last = min(whole[d] - sizes[d], int(jnp.iinfo(index.dtype).max))

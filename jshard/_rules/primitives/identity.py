@@ -6,8 +6,8 @@ Elementwise in every dimension. Pins compile to nothing: the schedule reshards t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -20,7 +20,7 @@ rule = family("marks")
 other = family("other")
 
 
-def _pin_local(ctx: LocalContext, x: Any) -> Sequence[Any]:
+def _pin_local(ctx: LocalContext, x: jax.Array) -> Sequence[jax.Array]:
     """The shard itself; a Python number becomes an array."""
     return [x if hasattr(x, "shape") else jnp.asarray(x, ctx.op.outs[0].dtype)]
 
@@ -36,7 +36,7 @@ def pin(op: OpView) -> Rule:
     return Rule(operands=(dims,), results=(dims,), sizes=tuple(shape), work=0.0)
 
 
-def _identity_local(ctx: LocalContext, *operands: Any) -> Sequence[Any]:
+def _identity_local(ctx: LocalContext, *operands: jax.Array) -> Sequence[jax.Array]:
     return operands
 
 
@@ -73,7 +73,7 @@ def bitcast(op: OpView) -> Rule:
     return Rule((dims + ((),) * (len(ins) - n),), (dims + ((),) * (len(outs) - n),), f.sizes, work=0.0)
 
 
-def _unvmap_local(ctx: LocalContext, x: Any) -> Sequence[Any]:
+def _unvmap_local(ctx: LocalContext, x: jax.Array) -> Sequence[jax.Array]:
     (y,) = ctx.bind(x)
     across = ctx.reduced_axes()
     if not across:

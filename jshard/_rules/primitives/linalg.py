@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jshard import _jaxcompat as compat
@@ -74,7 +74,7 @@ def _work(op: OpView, blocked: list[int], f: Factors) -> float:
     return 2.0 * side**3 / points if points else 0.0
 
 
-def _symmetric_local(ctx: LocalContext, a: Any, c: Any) -> Sequence[Any]:
+def _symmetric_local(ctx: LocalContext, a: jax.Array, c: jax.Array) -> Sequence[jax.Array]:
     across = tuple(n for f in ctx.rule.reduction for n in ctx.axes(f))
     if across:
         c = jnp.where(block_index(across, ctx.mesh) == 0, c, jnp.zeros_like(c))
@@ -126,7 +126,7 @@ def tridiagonal_solve(op: OpView) -> Rule:
     )
 
 
-def _fft_local(ctx: LocalContext, x: Any) -> Sequence[Any]:
+def _fft_local(ctx: LocalContext, x: jax.Array) -> Sequence[jax.Array]:
     # Row-major, since XLA on CPU otherwise propagates the memory layout of a later reduce-scatter to the transform, which
     # then fails. The transform of a derivative taken from outside has operand and result exchanged.
     x = compat.row_major(x) if compat.check_vma_enabled() else x

@@ -8,9 +8,11 @@ call; if JAX differentiates the sharded function from outside, it is gathered wh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+
+import jax
 
 from jshard import _jaxcompat as compat
+from jshard._core.jax_types import ClosedJaxpr, Jaxpr
 from jshard._rules.factors import Factors, unsharded_dims
 from jshard._rules.primitives.opaque_operators import OPAQUE
 from jshard._rules.registry import LocalContext, OpView, family
@@ -20,7 +22,7 @@ from jshard._rules.rule import Rule
 rule = family("other")
 
 
-def _solver_of(op: OpView) -> tuple[Any, list[int]]:
+def _solver_of(op: OpView) -> tuple[Jaxpr | ClosedJaxpr, list[int]]:
     """The solver's jaxpr, and the indices of the operands that are its arguments."""
     lengths = op.params["const_lengths"]
     first = lengths.matvec + lengths.vecmat
@@ -28,7 +30,7 @@ def _solver_of(op: OpView) -> tuple[Any, list[int]]:
     return op.params["jaxprs"].solve, [*range(first, first + lengths.solve), *range(last, len(op.ins))]
 
 
-def _solve_local(ctx: LocalContext, *operands: Any) -> Sequence[Any]:
+def _solve_local(ctx: LocalContext, *operands: jax.Array) -> Sequence[jax.Array]:
     solve, read = _solver_of(ctx.op)
     if not compat.check_vma_enabled():
         return compat.as_function(solve)(*(operands[i] for i in read))

@@ -13,8 +13,8 @@ Groups (experts) are not sharded.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jshard._core.layout import ArrayType
@@ -27,7 +27,7 @@ from jshard._rules.rule import Dims, Rule
 rule = family("ragged")
 
 
-def _ragged_local(ctx: LocalContext, x: Any, w: Any, groups: Any) -> Sequence[Any]:
+def _ragged_local(ctx: LocalContext, x: jax.Array, w: jax.Array, groups: jax.Array) -> Sequence[jax.Array]:
     n = ctx.op.params["ragged_dot_dimension_numbers"]
     (d,) = n.lhs_ragged_dimensions
     if not ctx.operand_layout(0).dims[d] or groups.ndim != 1:

@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jshard._core.jax_types import Index
 from jshard._core.layout import ArrayType
 from jshard._jaxcompat import threefry_2x32, to_common_vma
 from jshard._rules.factors import Factors, unsharded_dims
@@ -43,8 +43,8 @@ def _is_threefry(aval: ArrayType) -> bool:
 
 
 def counts(
-    shape: Sequence[int], offsets: Sequence[Any], strides: Sequence[int], wide: bool
-) -> tuple[Any, Any]:
+    shape: Sequence[int], offsets: Sequence[Index], strides: Sequence[int], wide: bool
+) -> tuple[jax.Array, jax.Array]:
     """High and low 32-bit words of each element's position; the high words are zero unless `wide`."""
     high = low = jnp.zeros(tuple(shape), jnp.uint32)
     for d, (offset, stride) in enumerate(zip(offsets, strides, strict=True)):
@@ -59,7 +59,7 @@ def counts(
     return high, low
 
 
-def _times(index: Any, stride: int) -> tuple[Any, Any]:
+def _times(index: jax.Array, stride: int) -> tuple[jax.Array, jax.Array]:
     """`index * stride` (32 by 64 bits) as two 32-bit words, from products of 16-bit halves."""
     s_high, s_low = jnp.uint32((stride >> 32) & 0xFFFFFFFF), stride & 0xFFFFFFFF
     a1, a0 = index >> 16, index & jnp.uint32(0xFFFF)
@@ -69,7 +69,7 @@ def _times(index: Any, stride: int) -> tuple[Any, Any]:
     return a1 * b1 + (mid >> 16) + (mid2 >> 16) + index * s_high, index * jnp.uint32(s_low)
 
 
-def _cipher(ctx: LocalContext, keys: Any) -> tuple[Any, Any]:
+def _cipher(ctx: LocalContext, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Both words of the cipher for every element of this device's shard of the drawn shape."""
     whole = tuple(ctx.op.params["shape"])
     batch = keys.ndim
@@ -90,7 +90,7 @@ def _is_cut(ctx: LocalContext) -> bool:
     return any(ctx.result_layout(0).dims[len(ctx.op.ins[0].shape) :])
 
 
-def _bits_local(ctx: LocalContext, keys: Any) -> Sequence[Any]:
+def _bits_local(ctx: LocalContext, keys: jax.Array) -> Sequence[jax.Array]:
     if not _is_cut(ctx):
         return ctx.bind(keys)
     first, second = _cipher(ctx, keys)
@@ -100,7 +100,7 @@ def _bits_local(ctx: LocalContext, keys: Any) -> Sequence[Any]:
     return [(first ^ second).astype(dtype)]
 
 
-def _split_local(ctx: LocalContext, keys: Any) -> Sequence[Any]:
+def _split_local(ctx: LocalContext, keys: jax.Array) -> Sequence[jax.Array]:
     if not _is_cut(ctx):
         return ctx.bind(keys)
     first, second = _cipher(ctx, keys)

@@ -12,22 +12,22 @@ a b -> a  (reduce b)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jshard._jaxcompat import all_gather_invariant, itemsize
 from jshard._rules.factors import Factors, is_float, linear_sets, summable
 from jshard._rules.registry import LocalContext, OpView, family
-from jshard._rules.rule import InternalCollective, Rule
+from jshard._rules.rule import Dims, InternalCollective, Rule
 
 
 rule = family("reduce")
 
 
-def _reduce_dims(op: OpView, axes: Sequence[int]) -> tuple[Factors, tuple[int, ...], Any, Any]:
+def _reduce_dims(op: OpView, axes: Sequence[int]) -> tuple[Factors, tuple[int, ...], Dims, Dims]:
     f = Factors()
     dims = f.dims(op.ins[0].shape)
     reduced = tuple(dims[a][0] for a in axes)
@@ -47,7 +47,7 @@ def reduce_sum(op: OpView) -> Rule:
     )  # fmt: skip
 
 
-def _ordered_bits(x: Any, take_max: bool) -> Any:
+def _ordered_bits(x: jax.Array, take_max: bool) -> jax.Array:
     """Integers with the order of floats `x`, in which NaN is the extremum: XLA's collectives may drop NaN.
 
     The bits of IEEE floats, read as integers, have the order of the floats once those of negative numbers are flipped.
@@ -63,7 +63,7 @@ def _ordered_bits(x: Any, take_max: bool) -> Any:
     return jnp.where((bits < 0) & (x == x), bits ^ jnp.iinfo(integer).max, bits)
 
 
-def _unordered(key: Any, dtype: Any) -> Any:
+def _unordered(key: jax.Array, dtype: np.dtype) -> jax.Array:
     """The inverse of `_ordered_bits`."""
     if not jnp.issubdtype(dtype, jnp.floating):
         return key
@@ -72,7 +72,7 @@ def _unordered(key: Any, dtype: Any) -> Any:
     return jnp.where((key == info.max) | (key == info.min), jnp.asarray(jnp.nan, dtype), x)
 
 
-def _extremum_local(ctx: LocalContext, x: Any) -> Sequence[Any]:
+def _extremum_local(ctx: LocalContext, x: jax.Array) -> Sequence[jax.Array]:
     """Finish max or min across devices; differentiable as in JAX, where ties share the tangent equally."""
     across = ctx.reduced_axes()
     if not across:
@@ -81,7 +81,7 @@ def _extremum_local(ctx: LocalContext, x: Any) -> Sequence[Any]:
     collective = lax.pmax if take_max else lax.pmin
     axes = tuple(ctx.op.params["axes"])
 
-    def value(x: Any) -> Any:
+    def value(x: jax.Array) -> jax.Array:
         (y,) = ctx.bind(x)
         with ctx.collective_scope(0):
             best = collective(_ordered_bits(y, take_max), across)
@@ -91,7 +91,7 @@ def _extremum_local(ctx: LocalContext, x: Any) -> Sequence[Any]:
         return [value(x)]
     finish = jax.custom_jvp(value)
 
-    def jvp(primals: Any, tangents: Any) -> Any:
+    def jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
         (x,), (t,) = primals, tangents
         y = finish(x)
         is_extremum = (x == jnp.expand_dims(y, axes)).astype(t.dtype)
@@ -115,11 +115,11 @@ def reduce_extremum(op: OpView) -> Rule:
     )  # fmt: skip
 
 
-def _all_reduces(*dtypes: Any) -> tuple[InternalCollective, ...]:
+def _all_reduces(*dtypes: np.dtype) -> tuple[InternalCollective, ...]:
     return tuple(InternalCollective("all_reduce", itemsize(d)) for d in dtypes)
 
 
-def _gathered_local(ctx: LocalContext, x: Any) -> Sequence[Any]:
+def _gathered_local(ctx: LocalContext, x: jax.Array) -> Sequence[jax.Array]:
     """Reduce locally, all-gather one value per device, reduce again: for any associative operator.
 
     `any` and `all` of predicates use `pmax` and `pmin` instead.
@@ -152,7 +152,7 @@ def reduce_gathered(op: OpView) -> Rule:
     )  # fmt: skip
 
 
-def _arg_extremum_local(ctx: LocalContext, x: Any) -> Sequence[Any]:
+def _arg_extremum_local(ctx: LocalContext, x: jax.Array) -> Sequence[jax.Array]:
     """The first index of the extremum over all devices: first the extremum, then the smallest index that has it."""
     across = ctx.reduced_axes()
     (index,) = ctx.bind(x)

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
+import jax
 from jax import lax
 
 from jshard._rules.factors import Factors, linear_sets
@@ -86,7 +86,7 @@ def _dims(side: list[list[int]]) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, side))
 
 
-def _reshape_local(ctx: LocalContext, x: Any, *_: Any) -> Sequence[Any]:
+def _reshape_local(ctx: LocalContext, x: jax.Array, *_: jax.Array) -> Sequence[jax.Array]:
     order = ctx.op.params.get("dimensions")
     return [lax.reshape(x, ctx.result_shape(), order)]
 

@@ -16,15 +16,15 @@ a b, c (), c b -> a b  (reduce c)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.lax import GatherScatterMode
 
 from jshard._rules.factors import Factors, linear_sets, summable
-from jshard._rules.primitives.slicing import StackSlice, clamped
-from jshard._rules.registry import LocalContext, OpView, block_index, family
+from jshard._rules.primitives.slicing import clamped
+from jshard._rules.registry import LocalContext, OpView, StackSlice, block_index, family, materialized
 from jshard._rules.rule import Rule
 
 
@@ -35,15 +35,17 @@ _SUMS = ("scatter-add", "scatter-sub")
 _EXTREMA = {"scatter-max": "max", "scatter-min": "min"}
 
 
-def _scatter_local(ctx: LocalContext, x: Any, indices: Any, updates: Any) -> Sequence[Any]:
+def _scatter_local(
+    ctx: LocalContext, x: jax.Array | StackSlice, indices: jax.Array, updates: jax.Array
+) -> Sequence[jax.Array | StackSlice]:
     if isinstance(x, StackSlice):  # the whole slice is written back
         (y,) = _scatter_local(ctx, x.array(), indices, updates)
-        return [x.updated(y, (0,) * len(x.shape), ctx.keep_row_major)]
-    n, mode, x = ctx.op.params["dimension_numbers"], ctx.op.params["mode"], ctx.keep_row_major(x)
+        return [x.updated(materialized(y), (0,) * len(x.shape), ctx.keep_row_major)]
+    n, mode, into = ctx.op.params["dimension_numbers"], ctx.op.params["mode"], ctx.keep_row_major(x)
     sums = [f for f in ctx.rule.reduction if ctx.axes(f)]
     across = tuple(a for f in sums for a in ctx.axes(f))
     if across and ctx.rule.reducer == "sum":
-        x = jnp.where(block_index(across, ctx.mesh) == 0, x, jnp.zeros_like(x))
+        into = jnp.where(block_index(across, ctx.mesh) == 0, into, jnp.zeros_like(into))
     window = _covered(ctx.op)
     masked = [
         d for d in n.scatter_dims_to_operand_dims if ctx.operand_layout(0).dims[d] and d not in window
@@ -61,16 +63,16 @@ def _scatter_local(ctx: LocalContext, x: Any, indices: Any, updates: Any) -> Seq
             if d in masked:
                 index = index - ctx.operand_offset(0, d)
                 # Rows of other devices are out of range on either side, and dropped.
-                index = jnp.where((index < 0) | (index >= x.shape[d]), x.shape[d], index)
+                index = jnp.where((index < 0) | (index >= into.shape[d]), into.shape[d], index)
             columns.append(index)
         if indices.size == len(columns):
-            # XLA rewrites a single update as an update of a slice of `x`; if `x` is itself a slice, it merges the two
+            # XLA rewrites a single update as an update of a slice of `into`; if that is itself a slice, it merges the two
             # without the clamping of the inner one (jaxlib 0.10, not 0.12).
-            x = lax.optimization_barrier(x)
+            into = lax.optimization_barrier(into)
         wide = jnp.result_type(*columns)
         indices = jnp.stack([c.astype(wide) for c in columns], -1)
         result = ctx.bind(
-            x,
+            into,
             indices,
             updates,
             mode=GatherScatterMode.FILL_OR_DROP,
@@ -78,7 +80,7 @@ def _scatter_local(ctx: LocalContext, x: Any, indices: Any, updates: Any) -> Seq
             unique_indices=False,
         )
     else:
-        result = ctx.bind(x, indices, updates)
+        result = ctx.bind(into, indices, updates)
     if across and ctx.rule.reducer != "sum":
         collective = lax.pmax if ctx.rule.reducer == "max" else lax.pmin
         result = [collective(y, across) for y in result]

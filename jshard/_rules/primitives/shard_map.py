@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from jshard import _jaxcompat as compat
 from jshard._core.layout import ArrayType
@@ -23,11 +23,11 @@ from jshard._rules.registry import LocalContext, OpView, family
 from jshard._rules.rule import Dims, Rule
 
 
-def _axes(entry: Any) -> tuple[str, ...]:
+def _axes(entry: str | Sequence[str] | None) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def _local(ctx: LocalContext, *operands: Any) -> Sequence[Any]:
+def _local(ctx: LocalContext, *operands: jax.Array) -> Sequence[jax.Array]:
     p, where = ctx.op.params, f"the shard_map over {', '.join(map(str, ctx.op.params['mesh'].axis_names))}"
     body_typed, plan_typed = bool(p["check_vma"]), compat.check_vma_enabled()
     if plan_typed and not body_typed:
@@ -47,7 +47,7 @@ def _local(ctx: LocalContext, *operands: Any) -> Sequence[Any]:
     return [_without_unit_axes(x, axes) for x, axes in zip(results, layouts, strict=True)]
 
 
-def _without_unit_axes(x: Any, axes: frozenset[str]) -> Any:
+def _without_unit_axes(x: jax.Array, axes: frozenset[str]) -> jax.Array:
     """The value typed as varying over `axes` only: others are of size one, which the planner leaves out."""
     extra = tuple(sorted(compat.vma(x) - axes))
     if not extra:
@@ -63,7 +63,7 @@ def mapped(op: OpView) -> Rule:
     factor: dict[str, int] = {}
     blocked: list[int] = []
 
-    def dims(aval: ArrayType, spec: Any) -> Dims:
+    def dims(aval: ArrayType, spec: PartitionSpec) -> Dims:
         out = []
         for size, entry in zip(aval.shape, (*spec, *[None] * (len(aval.shape) - len(spec))), strict=True):
             axes = [a for a in _axes(entry) if sizes[a] > 1]

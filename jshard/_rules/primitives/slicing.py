@@ -12,22 +12,22 @@ a (b c) -> a b
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
 
 from jshard._rules.factors import Factors, linear_sets
-from jshard._rules.registry import LocalContext, OpView, family
+from jshard._rules.registry import LocalContext, OpView, StackSlice, family, materialized
 from jshard._rules.rule import Rule
 
 
 rule = family("slice")
 
 
-def _slice_local(ctx: LocalContext, x: Any) -> Sequence[Any]:
+def _slice_local(ctx: LocalContext, x: jax.Array) -> Sequence[jax.Array]:
     p = ctx.op.params
     strides = p["strides"] or (1,) * x.ndim
     cut = [bool(axes) for axes in ctx.operand_layout(0).dims]
@@ -62,7 +62,7 @@ def slice_(op: OpView) -> Rule:
     )  # fmt: skip
 
 
-def _dynamic_slice_local(ctx: LocalContext, x: Any, *starts: Any) -> Sequence[Any]:
+def _dynamic_slice_local(ctx: LocalContext, x: jax.Array, *starts: ArrayLike) -> Sequence[jax.Array]:
     # Not `lax.dynamic_slice`, which wraps negative starts around; the primitive clamps them.
     sizes = ctx.result_shape()
     return ctx.bind(x, *in_range(starts, x.shape, sizes), slice_sizes=sizes)
@@ -79,39 +79,12 @@ def dynamic_slice(op: OpView) -> Rule:
                 note="a sliced dimension shifts across blocks")  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class StackSlice:
-    """One slice of a stacked array along its first dimension, read and updated in place."""
-
-    stack: Any
-    index: Any
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the slice."""
-        return tuple(self.stack.shape[1:])
-
-    def array(self) -> Any:
-        """The slice as an array."""
-        return lax.dynamic_index_in_dim(self.stack, self.index, 0, keepdims=False)
-
-    def updated(self, update: Any, starts: Sequence[Any], row_major: Callable[[Any], Any]) -> StackSlice:
-        """The slice after an update at `starts`, which are in range; `row_major` constrains the stack's layout."""
-        at = (self.index, *(jnp.asarray(i, self.index.dtype) for i in starts))
-        return StackSlice(
-            row_major(lax.dynamic_update_slice(row_major(self.stack), update[None], at)), self.index
-        )
-
-
-def materialized(x: Any) -> Any:
-    """A value as an array, also if it is a slice of a stack."""
-    return x.array() if isinstance(x, StackSlice) else x
-
-
-def _update_local(ctx: LocalContext, x: Any, update: Any, *starts: Any) -> Sequence[Any]:
+def _update_local(
+    ctx: LocalContext, x: jax.Array | StackSlice, update: jax.Array, *starts: ArrayLike
+) -> Sequence[jax.Array | StackSlice]:
     stack_slice = x if isinstance(x, StackSlice) else None
-    x = x if stack_slice is not None else ctx.keep_row_major(x)
-    is_local: Any = None  # whether this device holds the updated position
+    x = x if isinstance(x, StackSlice) else ctx.keep_row_major(x)
+    is_local: jax.Array | None = None  # whether this device holds the updated position
     local_starts = []
     for d, start in enumerate(starts):
         if (
@@ -129,10 +102,10 @@ def _update_local(ctx: LocalContext, x: Any, update: Any, *starts: Any) -> Seque
         update = jnp.where(is_local, update, lax.dynamic_slice(materialized(x), local_starts, update.shape))
     if stack_slice is not None:
         return [stack_slice.updated(update, local_starts, ctx.keep_row_major)]
-    return [ctx.keep_row_major(ctx.bind(x, update, *local_starts)[0])]
+    return [ctx.keep_row_major(ctx.bind(materialized(x), update, *local_starts)[0])]
 
 
-def in_range(starts: Sequence[Any], shape: Sequence[int], sizes: Sequence[int]) -> list[Any]:
+def in_range(starts: Sequence[ArrayLike], shape: Sequence[int], sizes: Sequence[int]) -> list[jax.Array]:
     """Starts of a slice, clamped as XLA defines it.
 
     XLA merges a slice of a slice without the clamping of the inner one (openxla/xla#48024: jaxlib 0.10, not 0.12). A
@@ -142,7 +115,7 @@ def in_range(starts: Sequence[Any], shape: Sequence[int], sizes: Sequence[int]) 
     return [clamped(i, n - s).astype(jnp.result_type(i)) for i, n, s in clamps]
 
 
-def clamped(index: Any, last: int) -> Any:
+def clamped(index: ArrayLike, last: int) -> jax.Array:
     """Indices of any integer type clamped to `0..last`, as int32 (int64 beyond 2**31)."""
     index = jnp.asarray(index)
     index = jnp.clip(index, 0, min(last, int(jnp.iinfo(index.dtype).max)))
