@@ -135,7 +135,7 @@ class LocalContext:
 
         Without the constraint XLA may transpose it for the update and back: a copy each time.
         """
-        return _row_major(x) if self.row_major else x
+        return in_row_major(x) if self.row_major else x
 
     def collective_scope(self, k: int) -> contextlib.AbstractContextManager[object]:
         """The name scope for internal collective `k`, by which verification finds it."""
@@ -146,7 +146,7 @@ class LocalContext:
         return self.bind_plain(*operands, **{**self.op.params, **changed})
 
 
-def _row_major(x: jax.Array) -> jax.Array:
+def in_row_major(x: jax.Array) -> jax.Array:
     """An array constrained to the row-major memory layout, XLA's default."""
     from jax.experimental.layout import Layout, with_layout_constraint
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jshard import _jaxcompat as compat
 from jshard._core.layout import ArrayType
 from jshard._rules.factors import Factors, linear_sets
-from jshard._rules.registry import LocalContext, OpView, block_index, family
+from jshard._rules.registry import LocalContext, OpView, block_index, family, in_row_major
 from jshard._rules.rule import Dims, Rule
 
 
@@ -129,8 +129,8 @@ def tridiagonal_solve(op: OpView) -> Rule:
 def _fft_local(ctx: LocalContext, x: jax.Array) -> Sequence[jax.Array]:
     # Row-major, since XLA on CPU otherwise propagates the memory layout of a later reduce-scatter to the transform, which
     # then fails. The transform of a derivative taken from outside has operand and result exchanged.
-    x = compat.row_major(x) if compat.check_vma_enabled() else x
-    return [compat.row_major(y) for y in ctx.bind(x)]
+    x = in_row_major(x) if compat.check_vma_enabled() else x
+    return [in_row_major(y) for y in ctx.bind(x)]
 
 
 @rule("fft", local=_fft_local)
