@@ -5,7 +5,6 @@ compilers need there is listed in `named_topology.py`.
 """
 
 from __future__ import annotations
-from jax import core
 
 import dataclasses
 import importlib.util
