@@ -31,6 +31,7 @@ from jshard._schedule.schedule import Schedule
 if TYPE_CHECKING:
     from jshard._report.alternatives import Why
     from jshard._report.diff import Difference
+    from jshard._report.step_figures import StepFigures
     from jshard._verify import Verification
 
 
@@ -140,6 +141,40 @@ class Plan(PlanRecord):
         from jshard._report.chrome_trace import chrome_trace_json
 
         Path(path).write_text(chrome_trace_json(self, devices), encoding="utf-8")
+
+    @checked
+    def figures(
+        self, *, tokens: float | None = None, examples: float | None = None, price: float | None = None
+    ) -> StepFigures:
+        """Step seconds, model FLOPs utilization, tokens or examples a second, chip-hours and cost of the predicted step.
+
+        >>> import jax, jshard
+        >>> f32 = lambda *shape: jax.ShapeDtypeStruct(shape, "float32")
+        >>> mesh = jshard.topology("v5e:2x4", {"x": 2, "y": 4}, compiles=False)
+        >>> f = jshard.shard(lambda x, w: x @ w, in_strategy=((2, 4), (4, 1)), mesh=mesh)
+        >>> figures = f.plan(f32(8192, 4096), f32(4096, 4096)).figures(examples=8192, price=1.2)
+        >>> f"{figures.model_flops:.3g} FLOP at {figures.mfu:.0%} MFU, {figures.examples_per_second:.2g} examples/s"
+        '2.75e+11 FLOP at 14% MFU, 6.7e+06 examples/s'
+
+        Arguments:
+
+        - `tokens`, `examples`: how many are in the batch of one call.
+        - `price`: of one device for an hour, in any currency.
+        """
+        for name, value in (("tokens", tokens), ("examples", examples), ("price", price)):
+            ok = (
+                value is None or isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+            )
+            if not ok:
+                raise ShardError(
+                    f"{name}={value!r}",
+                    where="Plan.figures",
+                    fix="a price per device and hour: price=1.2" if name == "price"
+                    else f"how many a call processes: {name}=8 * 2048",
+                )  # fmt: skip
+        from jshard._report.step_figures import step_figures
+
+        return step_figures(self, tokens, examples, price)
 
     @checked
     def diff(self, other: Plan) -> Difference:

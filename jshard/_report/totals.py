@@ -55,7 +55,7 @@ def at_least_prefix(plan: PlanRecord) -> str:
 
 def step_seconds(plan: PlanRecord) -> float:
     """Predicted seconds of one call: compute and communication, one after the other."""
-    return plan.cost.compute + plan.cost.communication
+    return plan.step_seconds
 
 
 def received_bytes(plan: PlanRecord) -> float:
