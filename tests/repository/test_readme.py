@@ -1,4 +1,4 @@
-"""The README's code runs and prints what the README shows, on 8 devices.
+"""The README's code runs as pasted, on a machine with one device, and prints what the README shows.
 
 `make readme` (this file as a program) writes what the code prints today into the README.
 """
@@ -26,13 +26,9 @@ def blocks(readme: str) -> list[tuple[str, str | None]]:
 
 
 def printed(codes: list[str]) -> list[str]:
-    """What each block prints; they run one after the other in one fresh interpreter with 8 CPU devices."""
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(ROOT),
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-    }
+    """What each block prints; they run one after the other in one fresh interpreter, as on a machine with one device."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
+    environment["PYTHONPATH"] = str(ROOT)
     with tempfile.TemporaryDirectory() as folder:
         program = pathlib.Path(folder, "readme.py")  # plans name the file that a line stands in
         program.write_text("".join(f"{code}\nprint({MARK!r})\n" for code in codes))
