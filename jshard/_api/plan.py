@@ -30,12 +30,12 @@ from jshard._schedule.schedule import Schedule
 
 if TYPE_CHECKING:
     from jshard._report.alternatives import Why
-    from jshard._report.diff import Difference
+    from jshard._report.diff import Difference, WhatIf
     from jshard._report.step_figures import StepFigures
     from jshard._verify import Verification
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Plan(PlanRecord):
     """The answer for one function and one set of shapes.
 
@@ -76,6 +76,11 @@ class Plan(PlanRecord):
             )
         leaves = [NamedSharding(self.jax_mesh, r.layout.spec) for r in rows[: tree.num_leaves]]
         return jax.tree.unflatten(tree, leaves)
+
+    def __repr__(self) -> str:
+        from jshard._report.totals import summary_line
+
+        return f"<{summary_line(self)}>"
 
     def __str__(self) -> str:
         from jshard._report.text import text_report
@@ -201,7 +206,8 @@ class Plan(PlanRecord):
 
         Arguments:
 
-        - `name`: an argument or result by path or the end of it, or an operator or tensor as `ir()` names it.
+        - `name`: an argument or result by path or the end of it, an operator or tensor as `ir()` names it, or a file
+            and line such as `"model.py:26"`: the operator written there with the most FLOPs.
         - `on_progress`: called with (searches done, searches in all).
 
         Each alternative is a search of its own. A plan that was read from a file cannot search: a `ShardError`.
@@ -217,8 +223,10 @@ class Plan(PlanRecord):
         return rank_alternatives(self, self._require_replanner("why"), name, on_progress)
 
     @checked
-    def what_if(self, **pins: Any) -> tuple[Plan, Difference]:
+    def what_if(self, **pins: Any) -> WhatIf[Plan]:
         """The plan with these pins beside the others (None frees one), and how it differs from this one.
+
+        Both as one pair that prints the difference: `print(plan.what_if(x=(1, 1)))`.
 
         >>> import jax, jshard
         >>> plan = jshard.shard(lambda x: x * 2).plan(jax.ShapeDtypeStruct((8, 6), "float32"))
@@ -233,9 +241,9 @@ class Plan(PlanRecord):
         other = plan_of_record(
             replanner.run(), replanner, jax_mesh=self.jax_mesh, in_tree=self.in_tree, out_tree=self.out_tree
         )
-        from jshard._report.diff import compare_plans
+        from jshard._report.diff import WhatIf, compare_plans
 
-        return other, compare_plans(self, other)
+        return WhatIf(other, compare_plans(self, other))
 
     def _require_replanner(self, method: str) -> Replanner:
         if self.search_again is None:

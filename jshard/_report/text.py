@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from jshard._core.messages import short_source
 from jshard._plan.rows import TensorRow
 from jshard._report.format_units import (
     format_bytes,
@@ -25,7 +26,6 @@ from jshard._report.grouping import (
     operator_groups,
     results_placed_like_arguments,
 )
-from jshard._report.ir import short_source
 from jshard._report.optional_imports import require
 from jshard._report.step_figures import mfu_text
 from jshard._report.totals import (

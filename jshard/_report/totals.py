@@ -85,6 +85,22 @@ def optimality_text(plan: PlanRecord) -> str:
     return f"gap {100 * c.gap:.2g}%: cost {shown}, proved bound{among} {bound}"
 
 
+def summary_line(plan: PlanRecord) -> str:
+    """A plan in one line: function, machine, predicted step and proof."""
+    c = plan.cost
+    proof = (
+        "nothing proved"
+        if plan.search == "propagation"
+        else "optimal"
+        if c.optimal
+        else f"gap {100 * c.gap:.2g}%"
+    )
+    return (
+        f"Plan of {plan.name} on {plan.mesh} ({plan.chip}), level {plan.level}: "
+        f"step {at_least_prefix(plan)}{format_seconds(step_seconds(plan))}, peak {format_bytes(c.peak_bytes)}, {proof}"
+    )
+
+
 def lower_bound_text(plan: PlanRecord) -> str:
     """One sentence on the gap between the step and its lower bound for these placements."""
     bound, step = plan.physics, step_seconds(plan)
