@@ -13,7 +13,7 @@ PY := $(VENV)/bin/python
 program = $(wildcard benchmarks/*/$(subst -,_,$(1)).py)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-compilers test-models lint types format imports rules notebooks render readme lock clean distclean
+.PHONY: help setup demo test test-compilers test-models lint types format imports rules notebooks render readme release lock clean distclean
 
 help:  ## list the targets
 	@echo "make demo and make test need only Python 3.11+ and make; the rest is set up in $(VENV)."
@@ -75,8 +75,12 @@ render: setup  ## run every notebook and keep what its cells show in it
 	@for n in $(wildcard notebooks/*.ipynb); do $(PY) notebooks/run.py --write $$n || exit 1; done
 
 readme: setup  ## run the README's code and write what it prints into it
-	@echo "== readme: python tests/repository/test_readme.py"
-	@$(PY) tests/repository/test_readme.py
+	@echo "== readme: python tests/helpers/readme.py"
+	@$(PY) tests/helpers/readme.py
+
+release: setup  ## build the wheel, install it in a clean environment, run the README there
+	@echo "== release: .ci/release"
+	@sh .ci/release "$(PYTHON)" $(VENV)
 
 lock:  ## write requirements/*.txt anew from clean environments
 	@sh .ci/lock 3.11 0.10.2 0.12.8

@@ -3,7 +3,8 @@
 `python benchmarks/compilers/fidelity.py [--only WORKLOAD ...] [--on MACHINE ...] [--seconds 600]` plans every
 workload from the cut of its batch alone, compiles it, reads the compiled program and appends one line of JSON a run
 to `benchmarks/compilers/fidelity.jsonl`; `benchmarks/compilers/fidelity.md` is written anew from all lines after
-each. A run that is there already is left out (`--again` repeats it). Cheap compiles come first.
+each. A run that is there already is left out (`--again` repeats it, `--changed` if its plan moves other bytes or has
+another peak than the stored one). Cheap compiles come first.
 
 A process a run, since the compilers may abort it and take memory that they do not give back. The TPU and GPU
 compilers are found in the environment that `benchmarks/compilers/compilers.py` makes (or `COMPILERS_VENV`).
@@ -18,7 +19,7 @@ import pathlib
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -47,8 +48,11 @@ WITHIN, AT_MOST = 0.02, 0.10
 QUICK = {"exec_time_optimization_effort": -1.0}
 
 
-def run_one(name: str, machine: str, quick: bool = False) -> dict[str, Any]:
-    """Plan, compile and read one workload; the machine "cpu:8" gets the scaled-down sizes."""
+def run_one(name: str, machine: str, quick: bool = False, known: Sequence[float] = ()) -> dict[str, Any]:
+    """Plan, compile and read one workload; the machine "cpu:8" gets the scaled-down sizes.
+
+    `known`: bytes and peak of the stored plan, which is not compiled again if today's plan has the same.
+    """
     import jax
 
     import jshard
@@ -60,6 +64,8 @@ def run_one(name: str, machine: str, quick: bool = False) -> dict[str, Any]:
     f = jshard.shard(w.step, in_strategy=w.in_strategy(mesh.devices), level=2, mesh=mesh, donate_argnums=(0,))
     times, cpu = [time.perf_counter()], [time.process_time()]
     plan = f.plan(*w.args)
+    if known and same_plan(plan, *known):
+        return {"unchanged": True}
     times.append(time.perf_counter())
     lowered = f.lower(*w.args)
     times.append(time.perf_counter())
@@ -94,6 +100,14 @@ def run_one(name: str, machine: str, quick: bool = False) -> dict[str, Any]:
     }
 
 
+def same_plan(plan: Any, predicted: float, peak: float) -> bool:
+    """Whether a plan moves the bytes, and has the peak, of a stored one."""
+    from jshard._report.totals import received_bytes
+
+    today = (received_bytes(plan), plan.cost.peak_bytes)
+    return all(abs(a - b) <= 1e-9 * max(a, b) for a, b in zip(today, (predicted, peak), strict=True))
+
+
 def in_process(python: str, script: str, given: list[str], seconds: float) -> dict[str, Any]:
     """The line of JSON that a script prints in a process with a time limit; what it died of when it did."""
     flags = ENVIRONMENT["XLA_FLAGS"] + " --xla_force_host_platform_device_count=8"
@@ -122,6 +136,13 @@ def stored() -> dict[tuple[str, str], dict[str, Any]]:
     """The last result of each run."""
     lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
     return {(r["workload"], r["machine"]): r for r in map(json.loads, lines)}
+
+
+def known_plan(result: dict[str, Any] | None, *keys: str) -> list[str]:
+    """Options that name the bytes and the peak of a stored plan, for `--changed`."""
+    if result is None or any(k not in result for k in keys):
+        return []
+    return ["--known", *(repr(float(result[k])) for k in keys)]
 
 
 def measured(result: dict[str, Any] | None) -> bool:
@@ -188,6 +209,10 @@ def arguments(about: str | None, machines: Iterable[str], **one: Any) -> argpars
     parser.add_argument("--on", nargs="*", default=list(machines))
     parser.add_argument("--seconds", type=float, default=600.0, help="limit of one run")
     parser.add_argument("--again", action="store_true", help="repeat runs that are there already")
+    parser.add_argument(
+        "--changed", action="store_true", help="repeat those whose plan is not the stored one"
+    )
+    parser.add_argument("--known", nargs=2, type=float, default=(), metavar=("BYTES", "PEAK"))
     return parser
 
 
@@ -197,15 +222,20 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="TPU programs compiled with little effort")
     a = parser.parse_args()
     if a.one:
-        print(json.dumps(run_one(*a.one, quick=a.quick)))
+        print(json.dumps(run_one(*a.one, quick=a.quick, known=a.known)))
         return 0
     python = compilers_python()
     for name in a.only:
         for machine in a.on:
-            if measured(stored().get((name, machine))) and not a.again:
+            last = stored().get((name, machine))
+            if measured(last) and not (a.again or a.changed):
                 continue
+            known = known_plan(last, "predicted", "predicted_peak") if a.changed else []
             quick = ["--quick"] * (a.quick and machine.startswith("v"))
-            r = in_process(python, __file__, ["--one", name, machine, *quick], a.seconds)
+            r = in_process(python, __file__, ["--one", name, machine, *quick, *known], a.seconds)
+            if r.get("unchanged"):
+                print(name, machine, "the stored plan", flush=True)
+                continue
             r = {"workload": name, "machine": machine, **r}
             with RESULTS.open("a") as f:
                 f.write(json.dumps(r) + "\n")

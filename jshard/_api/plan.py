@@ -31,11 +31,12 @@ from jshard._schedule.schedule import Schedule
 
 if TYPE_CHECKING:
     from jshard._report.alternatives import Why
-    from jshard._report.diff import Difference
+    from jshard._report.diff import Difference, WhatIf
+    from jshard._report.step_figures import StepFigures
     from jshard._verify import Verification
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Plan(PlanRecord):
     """The answer for one function and one set of shapes.
 
@@ -76,6 +77,11 @@ class Plan(PlanRecord):
             )
         leaves = [NamedSharding(self.jax_mesh, r.layout.spec) for r in rows[: tree.num_leaves]]
         return jax.tree.unflatten(tree, leaves)
+
+    def __repr__(self) -> str:
+        from jshard._report.totals import summary_line
+
+        return f"<{summary_line(self)}>"
 
     def __str__(self) -> str:
         from jshard._report.text import text_report
@@ -143,6 +149,40 @@ class Plan(PlanRecord):
         Path(path).write_text(chrome_trace_json(self, devices), encoding="utf-8")
 
     @checked
+    def figures(
+        self, *, tokens: float | None = None, examples: float | None = None, price: float | None = None
+    ) -> StepFigures:
+        """Step seconds, model FLOPs utilization, tokens or examples a second, chip-hours and cost of the predicted step.
+
+        >>> import jax, jshard
+        >>> f32 = lambda *shape: jax.ShapeDtypeStruct(shape, "float32")
+        >>> mesh = jshard.topology("v5e:2x4", {"x": 2, "y": 4}, compiles=False)
+        >>> f = jshard.shard(lambda x, w: x @ w, in_strategy=((2, 4), (4, 1)), mesh=mesh)
+        >>> figures = f.plan(f32(8192, 4096), f32(4096, 4096)).figures(examples=8192, price=1.2)
+        >>> f"{figures.model_flops:.3g} FLOP at {figures.mfu:.0%} MFU, {figures.examples_per_second:.2g} examples/s"
+        '2.75e+11 FLOP at 14% MFU, 6.7e+06 examples/s'
+
+        Arguments:
+
+        - `tokens`, `examples`: how many are in the batch of one call.
+        - `price`: of one device for an hour, in any currency.
+        """
+        for name, value in (("tokens", tokens), ("examples", examples), ("price", price)):
+            ok = (
+                value is None or isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+            )
+            if not ok:
+                raise ShardError(
+                    f"{name}={value!r}",
+                    where="Plan.figures",
+                    fix="a price per device and hour: price=1.2" if name == "price"
+                    else f"how many a call processes: {name}=8 * 2048",
+                )  # fmt: skip
+        from jshard._report.step_figures import step_figures
+
+        return step_figures(self, tokens, examples, price)
+
+    @checked
     def diff(self, other: Plan) -> Difference:
         """What `other` does differently: layouts, strategies, traffic, cost; empty (and false) when nothing."""
         if not isinstance(other, Plan):
@@ -167,7 +207,8 @@ class Plan(PlanRecord):
 
         Arguments:
 
-        - `name`: an argument or result by path or the end of it, or an operator or tensor as `ir()` names it.
+        - `name`: an argument or result by path or the end of it, an operator or tensor as `ir()` names it, or a file
+            and line such as `"model.py:26"`: the operator written there with the most FLOPs.
         - `on_progress`: called with (searches done, searches in all).
 
         Each alternative is a search of its own. A plan that was read from a file cannot search: a `ShardError`.
@@ -183,8 +224,10 @@ class Plan(PlanRecord):
         return rank_alternatives(self, self._require_replanner("why"), name, on_progress)
 
     @checked
-    def what_if(self, **pins: PyTree) -> tuple[Plan, Difference]:
+    def what_if(self, **pins: PyTree) -> WhatIf[Plan]:
         """The plan with these pins beside the others (None frees one), and how it differs from this one.
+
+        Both as one pair that prints the difference: `print(plan.what_if(x=(1, 1)))`.
 
         >>> import jax, jshard
         >>> plan = jshard.shard(lambda x: x * 2).plan(jax.ShapeDtypeStruct((8, 6), "float32"))
@@ -199,9 +242,9 @@ class Plan(PlanRecord):
         other = plan_of_record(
             replanner.run(), replanner, jax_mesh=self.jax_mesh, in_tree=self.in_tree, out_tree=self.out_tree
         )
-        from jshard._report.diff import compare_plans
+        from jshard._report.diff import WhatIf, compare_plans
 
-        return other, compare_plans(self, other)
+        return WhatIf(other, compare_plans(self, other))
 
     def _require_replanner(self, method: str) -> Replanner:
         if self.search_again is None:

@@ -50,3 +50,13 @@ def suggest(name: str, known: Sequence[str], count: int = 3) -> str:
     """
     close = difflib.get_close_matches(name, known, n=count, cutoff=0.5) or list(known)[:8]
     return join_choices([repr(str(n)) for n in close]) if close else "nothing there"
+
+
+def short_source(source: str) -> str:
+    """File and line without folders, column and function.
+
+    >>> short_source("/home/me/net.py:12:4 (Net.__call__)"), short_source("")
+    ('net.py:12', '')
+    """
+    place = source.split(" ")[0].rsplit("/", 1)[-1].split(":")
+    return ":".join(place[:2])

@@ -35,6 +35,11 @@ import numpy as np
 from jshard._program.graph import Literal, Operator, Program, calls_of
 
 
+_PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
+# Primitives whose products are not operators of the program.
+_WITH_WORK_OF_THEIR_OWN = frozenset(
+    ("custom_partitioning", "pallas_call", "ragged_dot", "ragged_dot_general", "shard_map")
+)
 # Boundary operators: their first result is their first operand in a body, for the first iteration or for all.
 _FORWARDING = frozenset("scan_const scan_carry scan_sum scan_xs scan_ys".split())
 _FIRST_OPERAND_ONLY = _FORWARDING | {"update"}  # only their first operand counts
@@ -68,10 +73,19 @@ def min_hbm_bytes(program: Program, donated: Collection[int] = ()) -> float:
 def product_flops(program: Program) -> Mapping[int, float]:
     """FLOPs of each matrix product and convolution that every call runs, in all its runs together."""
     conditional = _conditional_operators(program)
-    which = program.use_def.has_primitive(frozenset(("dot_general", "conv_general_dilated")))
+    which = program.use_def.has_primitive(_PRODUCTS)
     ops = [program.operators[i] for i in np.flatnonzero(which).tolist() if i not in conditional]
     known: dict[int, float] = {}  # layers share their equations' avals, not the equations
     return {op.id: op.repeat * known.setdefault(id(op.eqn), _flops_of_product(op.eqn)) for op in ops}
+
+
+def is_every_product_counted(program: Program) -> bool:
+    """Whether `product_flops` has all products: none may be skipped by a call, or lies inside a kernel or `shard_map`."""
+    which = program.use_def.has_primitive(_PRODUCTS)
+    conditional = _conditional_operators(program)
+    if any(i in conditional for i in np.flatnonzero(which).tolist()):
+        return False
+    return not program.use_def.has_primitive(_WITH_WORK_OF_THEIR_OWN).any()
 
 
 def _flops_of_product(eqn: Any) -> float:

@@ -22,6 +22,7 @@ from jshard._plan.rows import (
     EntryRow,
     LocalRow,
     Memory,
+    ModelFlops,
     OperatorRow,
     ProductBound,
     StepLowerBound,
@@ -72,11 +73,25 @@ class PlanRecord:
     unknown: tuple[str, ...] = ()
     memory: Memory = Memory()
     physics: StepLowerBound = StepLowerBound()
+    model_flops: ModelFlops = ModelFlops()
     boundaries: Sequence[OperatorRow] = ()
     local: Sequence[LocalRow] = ()
     steps: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     entry: tuple[EntryRow, ...] = dataclasses.field(default=(), compare=False)
     verification: VerificationSummary | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted seconds of one call: compute at the chip's peak and communication, one after the other.
+
+        Left out: overlap of the two, launches of kernels, the host. It ranks plans, and is no measurement.
+        """
+        return self.cost.compute + self.cost.communication
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization at the predicted step: model FLOPs over what the devices could do in that time."""
+        return self.model_flops.peak_seconds / self.step_seconds if self.step_seconds > 0 else 0.0
 
     @property
     def bytes_by_kind(self) -> dict[str, float]:
@@ -143,6 +158,7 @@ def record_from_json(kind: type[Record], text: str) -> Record:
     data["cost"] = Cost(**_from_json_value(data["cost"]))
     data["decision"] = Decision(**_from_json_value(data["decision"]))
     data["unknown"] = tuple(data["unknown"])
+    data["model_flops"] = ModelFlops(**data.get("model_flops", {}))
     data["memory"] = Memory(**_from_json_value(data.get("memory", {})))
     least = _from_json_value(data.get("physics", {}))
     data["physics"] = StepLowerBound(

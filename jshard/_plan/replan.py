@@ -13,6 +13,7 @@ import dataclasses
 import fnmatch
 import itertools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,8 +21,9 @@ from jax.sharding import PartitionSpec
 
 from jshard._core.errors import ShardError
 from jshard._core.layout import Layout
-from jshard._core.messages import join_choices, suggest
+from jshard._core.messages import join_choices, short_source, suggest
 from jshard._core.topology import Topology
+from jshard._memory.least_traffic import product_flops
 from jshard._network.candidates import CandidateCache, enumerate_layouts
 from jshard._plan.record import PlanRecord
 from jshard._plan.request import Force, Place, PlanRequest
@@ -29,6 +31,9 @@ from jshard._plan.rows import Alternative, Decision
 from jshard._program.graph import Literal, Operator, Program, operator_name
 from jshard._spec.entry import Pin, parse_entry
 from jshard._spec.mesh_checks import check_axes_divide
+
+
+_SOURCE_LINE = re.compile(r".+\.\w+:\d+")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -92,7 +97,10 @@ class Replanner:
         return out
 
     def names_matching(self, pattern: str) -> list[str]:
-        """Names that equal a pattern, or end in it (one argument only), or match it; `*` stands for one part of a path."""
+        """Names that equal a pattern, or end in it (one argument only), or match it; `*` stands for one part of a path.
+
+        A file and line such as `"model.py:26"` is the operator written there with the most FLOPs, or the largest result.
+        """
         every = self.named_places()
         if pattern in every:
             return [pattern]
@@ -107,6 +115,8 @@ class Replanner:
             ]  # fmt: skip
             if matches:
                 return matches
+        if _SOURCE_LINE.fullmatch(pattern) and (written_there := self._operators_at(pattern)):
+            return written_there[:1]
         raise ShardError(
             f"{self.program.name} has no argument, result, tensor or operator {pattern!r}",
             where="Plan.why, Plan.what_if",
@@ -127,6 +137,17 @@ class Replanner:
         single = sorted((names[0].count("."), names[0]) for names in by_argument.values() if len(names) == 1)
         unique = single and (len(single) == 1 or single[0][0] < single[1][0])
         return [single[0][1]] if unique else []
+
+    def _operators_at(self, line: str) -> list[str]:
+        """Names of the operators written at a line, `"model.py:26"`: most FLOPs first, then largest results."""
+        flops = product_flops(self.program)
+        there = [
+            op for op in self.program.operators
+            if op.kind == "eqn" and short_source(op.source) == line.rsplit("/", 1)[-1]
+        ]  # fmt: skip
+        size = [sum(self.program.tensors[r].nbytes for r in op.results) for op in there]
+        order = sorted(range(len(there)), key=lambda k: (-flops.get(there[k].id, 0.0), -size[k]))
+        return [operator_name(there[k]) for k in order]
 
     def place_of(self, name: str) -> tuple[Place, tuple[int, ...] | None]:
         """Place of a name, and its shape; None for an operator."""

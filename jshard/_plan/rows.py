@@ -178,6 +178,22 @@ class ProductBound:
 
 
 @dataclasses.dataclass(frozen=True)
+class ModelFlops:
+    """FLOPs of the matrix products and convolutions of one call, over all devices; a multiply-add is two.
+
+    `flops` are those of the model, `recomputed` those that `jax.checkpoint` runs again. `peak_seconds` is what `flops`
+    take when every device does an even share of them at the chip's peak for their element types: over the seconds of a
+    step it is the model FLOPs utilization. `complete`: none is in a branch, in a loop of unknown trip count or in an
+    operator whose work is not known; if not, the figures are at least so large.
+    """
+
+    flops: float = 0.0
+    recomputed: float = 0.0
+    peak_seconds: float = 0.0
+    complete: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
 class StepLowerBound:
     """What no program with this plan's placements avoids: seconds a call, bytes received, by product.
 

@@ -27,8 +27,8 @@ import numpy as np
 
 from jshard._core.topology import Topology
 from jshard._cost import communication_bounds
-from jshard._cost.roofline import peak_flops
 from jshard._memory.least_traffic import min_hbm_bytes, product_flops
+from jshard._plan.model_flops import highest_peak_flops
 from jshard._plan.rows import ProductBound, StepLowerBound
 from jshard._program.graph import Operator, operator_name
 from jshard._schedule.schedule import Assignment
@@ -71,7 +71,7 @@ def step_lower_bound(choice: Assignment, donated: Collection[int] = ()) -> StepL
     total = sum(b.bytes * b.count for b in bounds)
     chip, devices = choice.topology.chip, choice.topology.mesh.total
     compute = sum(
-        work / _peak_flops(choice.program.operators[i], choice.topology)
+        work / highest_peak_flops(choice.program.operators[i], choice.topology)
         for i, work in product_flops(choice.program).items()
     )
     memory = min_hbm_bytes(choice.program, donated) / chip.hbm_bandwidth
@@ -82,11 +82,6 @@ def step_lower_bound(choice: Assignment, donated: Collection[int] = ()) -> StepL
     }
     limit = max(seconds, key=lambda k: seconds[k])
     return StepLowerBound(seconds[limit], total, tuple(bounds), limit)
-
-
-def _peak_flops(op: Operator, topology: Topology) -> float:
-    """The highest FLOP/s of a product of these types: a compiler may use the units of any of them."""
-    return max(peak_flops(v.aval.dtype, topology.chip) for v in (*op.equation.invars, *op.equation.outvars))
 
 
 def ingress_bandwidth(topology: Topology) -> float:

@@ -15,6 +15,7 @@ import numpy as np
 from jshard._core.layout import Layout
 from jshard._plan.lazy_rows import LazyTuple
 from jshard._plan.local_program import local_rows
+from jshard._plan.model_flops import model_flops
 from jshard._plan.record import PlanRecord
 from jshard._plan.rows import Cost, Decision, Memory, OperatorRow, TensorRow
 from jshard._plan.scheduled_solution import ScheduledSolution
@@ -68,6 +69,7 @@ def summarize(solution: ScheduledSolution, space: str = "") -> PlanRecord:
         local=LazyTuple(None, lambda: local_rows(Schedule(bare))),
         steps=solution.steps,
         physics=step_lower_bound(assignment, request.donated),
+        model_flops=model_flops(bare.program, topology),
     )
 
 

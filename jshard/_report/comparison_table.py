@@ -36,7 +36,7 @@ class PlanPoint(Generic[Record]):
     @property
     def row(self) -> dict[str, Any]:
         """Settings and figures by name, in seconds and bytes of one device and call; None without a plan."""
-        p = self.plan
+        p, batch = self.plan, self.setting("batch")
         row = dict(self.settings)
         row |= {
             "step_s": None if p is None else step_seconds(p),
@@ -44,6 +44,10 @@ class PlanPoint(Generic[Record]):
             "redundant_s": None if p is None else p.cost.redundant,
             "communication_s": None if p is None else p.cost.communication,
             "moved_bytes": None if p is None else received_bytes(p),
+            "mfu": None if p is None else p.mfu,
+            "model_flops": None if p is None else p.model_flops.flops,
+            "chip_hours": None if p is None else p.mesh.total * p.step_seconds / 3600,
+            "examples_per_second": None if p is None or not batch else batch / p.step_seconds,
             "peak_bytes": None if p is None else p.cost.peak_bytes,
             "gap": None if p is None or p.search == "propagation" else p.cost.gap,
             "error": self.error,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from jshard._plan.rows import OperatorRow, TensorRow
 from jshard._report.format_units import format_bytes, format_count, format_seconds
@@ -15,6 +15,8 @@ from jshard._report.totals import step_seconds, traffic
 
 if TYPE_CHECKING:
     from jshard._plan.record import PlanRecord
+
+Record = TypeVar("Record", bound="PlanRecord", covariant=True)
 
 
 MAX_LINES = 20  # of one list
@@ -83,6 +85,16 @@ class Difference:
         )
         lines += _bulleted("strategies", _operator_lines(self.operators))
         return "\n".join(line if len(line) <= 100 else line[:98] + ".." for line in lines)
+
+
+class WhatIf(NamedTuple, Generic[Record]):
+    """A plan with other pins, and how it differs from the plan that was asked; prints the difference."""
+
+    plan: Record
+    difference: Difference
+
+    def __str__(self) -> str:
+        return str(self.difference)
 
 
 def compare_plans(a: PlanRecord, b: PlanRecord) -> Difference:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from jshard._report.format_units import format_bytes, format_count, format_percent, format_seconds
 from jshard._report.grouping import OperatorGroup, fold_tensors, operator_groups
 from jshard._report.module_tree import Branch, module_tree
+from jshard._report.step_figures import mfu_text
 from jshard._report.svg import graph_svg, hue, memory_svg
 from jshard._report.text import Section, group_location, header_lines, sections
 from jshard._report.totals import (
@@ -105,6 +106,8 @@ def _summary(plan: PlanRecord) -> str:
     )
     # The head's further lines, whatever they say: what print(plan) proves stands here too.
     unknown = "".join(f"<p>{escape(line.strip())}</p>" for line in header_lines(plan)[2:])
+    if plan.chip != "cpu" and (utilization := mfu_text(plan)):
+        unknown += f"<p>{escape(utilization)}</p>"
     if plan.unknown:
         unknown += f'<p class="warn">replicated for want of a rule: {escape(", ".join(plan.unknown))}</p>'
     if plan.verification is not None:

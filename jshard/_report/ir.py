@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from jshard._core.errors import ShardError
+from jshard._core.messages import short_source
 from jshard._plan.rows import CollectiveRow, LocalRow, OperatorRow
 from jshard._report.format_units import format_count, format_tuple
 from jshard._report.timeline import events
@@ -134,16 +135,6 @@ def _line(r: OperatorRow, reads: Sequence[str], ins: Sequence, outs: Sequence) -
 def format_strategy(cuts: Sequence[Sequence[int]]) -> str:
     """Pieces per dimension of each operand, `((2, 1), (1, 4))`, as MindSpore writes it."""
     return "(" + ", ".join(map(format_tuple, cuts)) + ("," if len(cuts) == 1 else "") + ")"
-
-
-def short_source(source: str) -> str:
-    """File and line without folders, column and function.
-
-    >>> short_source("/home/me/net.py:12:4 (Net.__call__)"), short_source("")
-    ('net.py:12', '')
-    """
-    place = source.split(" ")[0].rsplit("/", 1)[-1].split(":")
-    return ":".join(place[:2])
 
 
 def format_type(dtype: str, shape: Sequence[int]) -> str:

@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from jshard._core.messages import short_source
 from jshard._plan.rows import TensorRow
 from jshard._report.format_units import (
     format_bytes,
@@ -25,8 +26,8 @@ from jshard._report.grouping import (
     operator_groups,
     results_placed_like_arguments,
 )
-from jshard._report.ir import short_source
 from jshard._report.optional_imports import require
+from jshard._report.step_figures import mfu_text
 from jshard._report.totals import (
     USER_OWN,
     at_least_prefix,
@@ -251,6 +252,8 @@ def footer_lines(plan: PlanRecord, width: int = WIDTH) -> list[str]:
     ]
     if at_least_prefix(plan):
         lines.append("  a loop whose turns are not known counts as one turn: totals are the least")
+    if plan.chip != "cpu" and (utilization := mfu_text(plan)):
+        lines.append(f"  {utilization}")
     budget = "" if plan.memory_budget is None else f" of {f['budget']} allowed"
     lines.append(f"  peak memory {f['peak']}{budget} a device, in program order")
     held = [f"{name} {format_bytes(b)}" for name, b in plan.memory.held]

@@ -55,7 +55,7 @@ def at_least_prefix(plan: PlanRecord) -> str:
 
 def step_seconds(plan: PlanRecord) -> float:
     """Predicted seconds of one call: compute and communication, one after the other."""
-    return plan.cost.compute + plan.cost.communication
+    return plan.step_seconds
 
 
 def received_bytes(plan: PlanRecord) -> float:
@@ -83,6 +83,22 @@ def optimality_text(plan: PlanRecord) -> str:
         return f"optimal: cost {shown} equals the proved bound{among}"
     bound = format_bytes(c.bound) if c.unit == "B" else format_seconds(c.bound)
     return f"gap {100 * c.gap:.2g}%: cost {shown}, proved bound{among} {bound}"
+
+
+def summary_line(plan: PlanRecord) -> str:
+    """A plan in one line: function, machine, predicted step and proof."""
+    c = plan.cost
+    proof = (
+        "nothing proved"
+        if plan.search == "propagation"
+        else "optimal"
+        if c.optimal
+        else f"gap {100 * c.gap:.2g}%"
+    )
+    return (
+        f"Plan of {plan.name} on {plan.mesh} ({plan.chip}), level {plan.level}: "
+        f"step {at_least_prefix(plan)}{format_seconds(step_seconds(plan))}, peak {format_bytes(c.peak_bytes)}, {proof}"
+    )
 
 
 def lower_bound_text(plan: PlanRecord) -> str:

@@ -40,6 +40,7 @@ ORDER = [
     "_api",
     "_flax",
     "__init__",
+    "__main__",
     "flax",
 ]
 

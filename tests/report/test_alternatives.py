@@ -7,6 +7,7 @@ import pytest
 
 import jshard
 from jshard._core.errors import MemoryBudgetError
+from jshard._core.messages import short_source
 from jshard._plan.replan import Replanner
 from tests.helpers.report_plans import f32, mesh, plan
 
@@ -54,6 +55,25 @@ def test_forcing_an_argument_is_what_in_strategy_does():
             assert own.plan(f32(32, 128), f32(128, 10), f32(10)).cost.objective == pytest.approx(
                 a.cost, rel=1e-12
             )
+
+
+def test_a_file_and_line_names_the_operator_written_there():
+    p = plan("dense")
+    product = next(r for r in p.operators if r.primitive == "dot_general")
+    line = short_source(product.source)
+    assert p.why(line) == p.why(product.name)
+    forced, _ = p.what_if(**{line: product.strategy})
+    assert forced.cost.objective == pytest.approx(p.cost.objective)
+    with pytest.raises(jshard.ShardError, match="has no argument, result, tensor or operator 'nowhere.py:1'"):
+        p.why("nowhere.py:1")
+
+
+def test_what_if_prints_the_difference_and_a_plan_is_one_line():
+    p = plan("dense")
+    found = p.what_if(w=None)
+    other, difference = found
+    assert str(found) == str(difference) and found.plan is other
+    assert repr(p).startswith(f"<Plan of {p.name} on ") and "\n" not in repr(p) and "optimal" in repr(p)
 
 
 def test_what_cannot_be_says_why():

@@ -23,7 +23,7 @@ from tests.helpers.report_plans import NAMES, plan
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "plan_json.md").read_text()
 OBJECTS = {
     "Mesh": MeshAxes, "Tensor": rows.TensorRow, "Operator": rows.OperatorRow, "Collective": rows.CollectiveRow,
-    "Cost": rows.Cost, "Memory": rows.Memory, "Physics": rows.StepLowerBound,
+    "Cost": rows.Cost, "Memory": rows.Memory, "Model FLOPs": rows.ModelFlops, "Physics": rows.StepLowerBound,
     "Need": rows.ProductBound, "Decision": rows.Decision, "Line": rows.LocalRow,
 }  # fmt: skip
 

@@ -1,62 +1,10 @@
-"""The README's code runs and prints what the README shows, on 8 devices.
-
-`make readme` (this file as a program) writes what the code prints today into the README.
-"""
+"""The README's code runs as pasted, on a machine with one device, and prints what the README shows."""
 
 from __future__ import annotations
 
-import os
-import pathlib
-import re
-import subprocess
-import sys
-import tempfile
-
 import pytest
 
-
-ROOT = pathlib.Path(__file__).parents[2]
-BLOCK = re.compile(r"```python\n(?P<code>.*?)```(\s*```text\n(?P<output>.*?)```)?", flags=re.DOTALL)
-MARK = "-- end of block --"
-
-
-def blocks(readme: str) -> list[tuple[str, str | None]]:
-    """Each Python block with the text block that follows it at once, if one does."""
-    return [(match["code"], match["output"]) for match in BLOCK.finditer(readme)]
-
-
-def printed(codes: list[str]) -> list[str]:
-    """What each block prints; they run one after the other in one fresh interpreter with 8 CPU devices."""
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(ROOT),
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        program = pathlib.Path(folder, "readme.py")  # plans name the file that a line stands in
-        program.write_text("".join(f"{code}\nprint({MARK!r})\n" for code in codes))
-        done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split(f"{MARK}\n")[:-1]
-
-
-def with_output(readme: str, outputs: list[str]) -> str:
-    """The README with each text block that follows a Python block replaced by what that one printed."""
-    rest = iter(outputs)
-
-    def fill(match: re.Match[str]) -> str:
-        got = "\n".join(lines(next(rest)))
-        if match["output"] is None:
-            return match[0]
-        return match[0][: match.start("output") - match.start()] + f"{got}\n```"
-
-    return BLOCK.sub(fill, readme)
-
-
-def lines(text: str) -> list[str]:
-    """Lines without blanks at their ends, which Markdown editors remove."""
-    return [line.rstrip() for line in text.strip().splitlines()]
+from tests.helpers.readme import ROOT, blocks, check, printed, with_output
 
 
 def test_blocks_are_found_with_their_output() -> None:
@@ -67,11 +15,7 @@ def test_blocks_are_found_with_their_output() -> None:
 
 
 def test_the_readme_prints_what_it_says() -> None:
-    found = blocks((ROOT / "README.md").read_text())
-    assert found and found[0][1] is not None, "the README opens with code and its output"
-    for (code, expected), got in zip(found, printed([code for code, _ in found]), strict=True):
-        if expected is not None:
-            assert lines(got) == lines(expected), code
+    check(ROOT / "README.md")
 
 
 def test_code_that_fails_is_found() -> None:
@@ -82,9 +26,3 @@ def test_code_that_fails_is_found() -> None:
 def test_the_output_is_written_after_its_block() -> None:
     readme = "```python\na\n```\n\n```text\nold\n```\nwords\n```python\nb\n```\n"
     assert with_output(readme, ["new\n", "unwanted\n"]) == readme.replace("old", "new")
-
-
-if __name__ == "__main__":
-    page = ROOT / "README.md"
-    readme = page.read_text()
-    page.write_text(with_output(readme, printed([code for code, _ in blocks(readme)])))
