@@ -11,6 +11,7 @@ from jax.sharding import AxisType
 
 from jshard import _jaxcompat as compat
 from jshard._api.call_pins import CallPins, PlacedPin, collect_pins, pins_of_arguments, pins_of_results
+from jshard._api.config_pins import call_rules
 from jshard._api.machine import auto_meshes, memory_budget, physical_topology, requested_mesh
 from jshard._api.plan import Plan, plan_program
 from jshard._api.shard_request import ShardRequest, donated_leaves, static_values
@@ -109,11 +110,14 @@ def _plan_traced(
 ) -> PlannedCall:
     """The planned call of a traced function; `explicit_mesh`: the mesh with Explicit axes of the trace, if any."""
     donated = donated_leaves(request, call.args, call.kwargs, call.names)
-    traced = build_program(request, call, jax_traced, explicit_mesh, donated)
+    rules = call_rules(request, call, jax_traced)
+    traced = build_program(request, call, jax_traced, explicit_mesh, donated, rules and rules.pin_of_name)
     program = traced.program
     in_tree, out_tree = jax.tree.structure(call.user_view), jax.tree.structure(traced.result)
     in_leaves = jax.tree.leaves(call.shapes)
     out_pins = pins_of_results(request, call, traced)
+    if rules is not None:
+        in_pins, out_pins = rules.complete(request, call, program, in_pins, out_pins)
     ties = find_state_ties(program, in_leaves, in_tree, traced.avals, out_tree, donated, out_pins)
     pins = collect_pins(request, call, traced, in_pins, out_pins)
 

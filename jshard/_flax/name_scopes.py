@@ -27,6 +27,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jshard._flax.module_outputs import mark_output
 from jshard._spec.flax_protocol import SCOPED_CALL
 
 
@@ -67,6 +68,20 @@ def _paths(module: Any, root: tuple[str, ...]) -> dict[int, tuple[tuple[str, ...
     return out
 
 
+def _original_path(copy: Any, scopes: _ScopeState) -> tuple[str, ...]:
+    """The path of the module of which a transformation made a copy: the one of its class, without indices of layers.
+
+    Where several modules could be it, the copy has the name of its class.
+    """
+    current = scopes.current or ()
+    below = {
+        tuple(p for p in path if not p.isdigit())
+        for path, m in scopes.paths.values()
+        if type(m) is type(copy) and len(path) > len(current) and path[: len(current)] == current
+    }
+    return below.pop() if len(below) == 1 else (*current, type(copy).__name__)
+
+
 def _wrap_call(cls: type) -> None:
     """Replace `__call__`, in the class of the MRO that defines it, by a wrapper that enters the module's scope."""
     owner = next((c for c in cls.__mro__ if "__call__" in vars(c)), None)
@@ -81,8 +96,10 @@ def _wrap_call(cls: type) -> None:
         scopes = _SCOPES.get()
         if scopes is None:
             return method(self, *args, **kwargs)
+        output = None
         if id(self) not in scopes.paths:  # a copy made by a transformation: named by its class
             path, name = scopes.current or (), type(self).__name__
+            output = _original_path(self, scopes)
             scopes = dataclasses.replace(scopes, paths={**scopes.paths, **_paths(self, path)})
         elif (path := scopes.paths[id(self)][0]) == scopes.current:  # `super().__call__`
             name = ""
@@ -94,7 +111,8 @@ def _wrap_call(cls: type) -> None:
         token = _SCOPES.set(dataclasses.replace(scopes, current=path))
         try:
             with jax.named_scope(name) if name else contextlib.nullcontext():
-                return method(self, *args, **kwargs)
+                y = method(self, *args, **kwargs)
+            return y if name == "" else mark_output(y, path if output is None else output)
         finally:
             _SCOPES.reset(token)
 

@@ -22,6 +22,22 @@ from jshard._spec.flax_protocol import SHARD_MODULE
 from jshard._spec.mesh_checks import check_device
 
 
+class DefaultInt(int):
+    """An int that is the default of an argument: the same number, given by a user, is another object."""
+
+
+class DefaultFloat(float):
+    """A float that is the default of an argument."""
+
+
+class DefaultStr(str):
+    """A string that is the default of an argument."""
+
+
+DEFAULT_LEVEL = DefaultInt(0)
+DEFAULT_SEARCH = DefaultStr("optimal")
+DEFAULT_REPLICATION_PRICE = DefaultFloat(1000.0)
+
 LEVELS = {0: "compute-to-communication ratio", 1: "memory", 2: "speed"}
 SEARCHES = ("optimal", "propagation")
 
@@ -68,7 +84,7 @@ def check_options(
 ) -> PlanOptions:
     """The planning options; raises `ShardError` for the first wrong argument."""
     check_device(device)
-    if not isinstance(strict, bool | np.bool_):
+    if not isinstance(strict, bool | np.bool_ | None):
         raise ShardError(
             f"strict is {describe_value(strict)}", where="strict", fix="strict=True or strict=False"
         )
@@ -121,7 +137,7 @@ def check_search(search: Any) -> str:
         )
     if search not in SEARCHES:
         raise ShardError(f"search={search!r} is not known", where="search", fix=suggest(search, SEARCHES))
-    return search
+    return str(search)
 
 
 def check_hardware(hardware: Any) -> Any:

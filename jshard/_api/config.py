@@ -1,0 +1,94 @@
+"""`Config`: shardings as a file, read, changed, checked against a model, and written."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jshard._config.record import ConfigRecord
+from jshard._core.argument_checks import checked
+
+
+if TYPE_CHECKING:
+    from jshard._config.match_report import MatchReport
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(ConfigRecord):
+    """The shardings of a model as rules from names to mesh axes; `shard(config=...)` takes it.
+
+    >>> import jax, jshard
+    >>> config = jshard.Config.of({"mesh": {"data": 2, "tensor": 2}, "inputs": {"x": ["data", None]}})
+    >>> config = config.override("parameters.fc.kernel=[null, tensor]")
+    >>> f32 = lambda *shape: jax.ShapeDtypeStruct(shape, "float32")
+    >>> call = lambda params, x: x @ params["fc"]["kernel"]
+    >>> plan = jshard.shard(call, config=config).plan({"fc": {"kernel": f32(8, 4)}}, f32(16, 8))
+    >>> [str(row.layout) for row in plan.inputs]
+    ['(-, tensor)', '(data, -)']
+
+    Made by `Config.of`, `Config.load`, the importers `from_...`, and `Plan.to_config`.
+    """
+
+    @staticmethod
+    @checked
+    def of(value: Any) -> Config:
+        """A configuration from a dict, YAML text, or the path of a file.
+
+        >>> Config.of("lm_head.kernel: [null, tensor]").torch[0].text
+        '[null, tensor]'
+        """
+        from jshard._config.source import read_config
+
+        return as_config(read_config(value))
+
+    @staticmethod
+    @checked
+    def load(path: str | os.PathLike[str]) -> Config:
+        """Read a YAML file."""
+        from jshard._config.sections import read_file
+
+        return as_config(read_file(Path(path)))
+
+    @checked
+    def override(self, *texts: str) -> Config:
+        """The configuration with parts replaced, as on a command line: `override("level=2", "mesh.fsdp=8")`."""
+        from jshard._config.source import override
+
+        return as_config(override(self, *texts))
+
+    def check(self, model: Any, *args: Any, **kwargs: Any) -> MatchReport:
+        """What of this configuration does not match a function or model, and the other way round; nothing is planned.
+
+        >>> import jax, jshard
+        >>> x = {"w": jax.ShapeDtypeStruct((4, 4), "float32")}
+        >>> report = Config.of({"mesh": {"x": 2}, "parameters": {"v": ["x", None]}}).check(lambda p: p["w"] * 2, x)
+        >>> report.ok, [p.kind for p in report.problems]
+        (False, ['unmatched'])
+
+        `model`: a function, with the arguments of its call; an nnx module, with those of its `__call__` or none; a linen
+        module, with its variables and those of its `__call__`; or a pytree of parameters. Arrays may be shapes.
+        """
+        from jshard._api.config_check import check
+
+        return check(self, model, args, kwargs)
+
+    def to_yaml(self) -> str:
+        """The configuration as YAML text; `Config.of` gives an equal one."""
+        from jshard._config.yaml_writer import to_yaml
+
+        return to_yaml(self)
+
+    @checked
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a YAML file."""
+        Path(path).write_text(self.to_yaml(), encoding="utf-8")
+
+    def __str__(self) -> str:
+        return self.to_yaml()
+
+
+def as_config(record: ConfigRecord) -> Config:
+    """The public configuration of a record."""
+    return Config(**{f.name: getattr(record, f.name) for f in dataclasses.fields(ConfigRecord)})
