@@ -136,7 +136,7 @@ def _find(index: PathIndex, section: str, rule: Rule, tensors: Sequence[TensorNa
     out: dict[int, Claim] = {}
     for name in expand(rule.name):
         for written, transposed in spellings(name) if section == "torch" else [(name, False)]:
-            found = _with_stacked(index, written, rule, tensors)
+            found = _with_stacked(index, written, rule, tensors, section == "torch")
             for i, stacked in found.items():
                 out.setdefault(i, Claim(section, rule, name, stacked, transposed))
             if found:
@@ -145,10 +145,14 @@ def _find(index: PathIndex, section: str, rule: Rule, tensors: Sequence[TensorNa
 
 
 def _with_stacked(
-    index: PathIndex, name: str, rule: Rule, tensors: Sequence[TensorName]
+    index: PathIndex, name: str, rule: Rule, tensors: Sequence[TensorName], numbers: bool
 ) -> dict[int, bool]:
-    """Numbers of the tensors that a name matches, and whether their layers are stacked."""
-    found = dict.fromkeys(index.find(name) or index.find_numbered(name), False)
+    """Numbers of the tensors that a name matches, and whether their layers are stacked.
+
+    `numbers`: whether `*` stands for a number only, as in torchprime.
+    """
+    written = index.find_layers(name) if numbers else index.find(name)
+    found = dict.fromkeys(written or index.find_numbered(name), False)
     stacked = index.find_stacked(name)
     for i in stacked:
         if i not in found and (isinstance(rule.entry, str) or len(tensors[i].shape) > len(rule.entry)):
@@ -235,7 +239,8 @@ def match_outputs(
 ) -> tuple[Mapping[int, list[tuple[str, Rule]]], list[tuple[str, Rule]]]:
     """Rules for outputs of modules and named values: by number of the value, and those that match none.
 
-    A rule without `[i]` is for every element of an output. The most specific rule wins.
+    A rule without `[i]` is for every element of an output. The most specific rule wins. `layers.*` is each of several
+    layers, or their stack; only where there is neither is it everything in `layers`.
     """
     index = PathIndex([v.parts for v in values])
     won: dict[int, list[tuple[str, Rule]]] = {}
@@ -248,10 +253,10 @@ def match_outputs(
                     found |= {i for i, v in enumerate(values) if not v.parts}
                 else:
                     found |= set(
-                        index.find_whole(written)
+                        index.find_layers(written)
                         or index.find_numbered(written)
                         or index.find_stacked(written)
-                        or index.find(written)
+                        or (index.find(written) if section != "torch" else ())
                     )
                 if found:
                     break

@@ -78,6 +78,11 @@ class PathIndex:
         """Numbers of the paths that a name matches as it is written."""
         return self._whole(name_parts(name))
 
+    def find_layers(self, name: str) -> list[int]:
+        """Numbers of the paths that a name matches where a part `*` is a number, as in torchprime."""
+        wanted = tuple("<number>" if p == "*" else p for p in name_parts(name))
+        return self._whole(wanted) or self._search(("**", *wanted), self._lines)
+
     def find_numbered(self, name: str) -> list[int]:
         """Numbers of the paths in which linen writes `layers_0` for `layers.0`."""
         wanted = name_parts(name)
@@ -107,7 +112,7 @@ class PathIndex:
 
 def is_glob(part: str) -> bool:
     """Whether a part of a name has wildcards."""
-    return "*" in part or "?" in part
+    return "*" in part or "?" in part or part == "<number>"
 
 
 def matches(name: str, path: Sequence[str]) -> bool:
@@ -138,4 +143,6 @@ def _regex(wanted: Parts) -> re.Pattern[str]:
 
 
 def _part_regex(part: str) -> str:
+    if part == "<number>":
+        return r"\d+"
     return "".join("[^.]*" if c == "*" else "[^.]" if c == "?" else re.escape(c) for c in part)

@@ -8,8 +8,9 @@ named scope.
 >>> from jshard._program.trace import build
 >>> f = lambda ws, x: jax.lax.scan(lambda x, w: (x @ w.T, None), x, ws)[0]
 >>> closed = jax.jit(f).trace(jnp.ones((3, 4, 4)), jnp.ones((2, 4))).jaxpr
->>> facts_of_arguments(build(closed, name="f", input_names=["ws", "x"]))
-{0: {'layer_axis': 0, 'contracted': (2,)}, 1: {'contracted': (1,)}}
+>>> facts = facts_of_arguments(build(closed, name="f", input_names=["ws", "x"]))
+>>> facts[0]["layer_axis"], facts[0]["contracted"], facts[1]["contracted"]
+(0, (2,), (1,))
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ def _facts(program: Program, tensor: int) -> dict[str, Any]:
             elif op.primitive == "dot_general":
                 contracting = op.eqn.params["dimension_numbers"][0][k]
                 facts.setdefault("contracted", tuple(sorted(dims[d] for d in contracting)))
+                other = op.operands[1 - k]
+                facts.setdefault("product_with", other if isinstance(other, int) else None)
                 continue
             elif op.primitive in _ENTERED:
                 following = op.results[:1]

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
@@ -18,45 +17,10 @@ from jshard._config.fitting import Problem, fit, problems_of
 from jshard._config.matching import Claim, Claims, is_catch_all, match, match_outputs
 from jshard._config.path_patterns import matches, without_numbers
 from jshard._config.record import DERIVED, ConfigRecord, Entry, Rule, entry_text
+from jshard._config.rows import Resolution as Resolution, Row as Row
+from jshard._config.slips import slips
 from jshard._config.tensors import TensorName
 from jshard._spec.parameter_plan import name_parts, nearest_names
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """A tensor with its entry: from a `rule`, from that of the parameter it mirrors (`of`), or without one.
-
-    `status`: "rule", "mirrors", "derived" or "replicated". `entry`: None where nothing is said.
-    """
-
-    tensor: TensorName
-    entry: Entry | None
-    status: str
-    section: str = ""
-    rule: Rule | None = None
-    of: str = ""
-
-    @property
-    def where(self) -> str:
-        """What the user wrote, for messages of the planner."""
-        name = self.tensor.path or "the model"
-        if self.rule is None:
-            return f"unlisted: replicated ({self.tensor.kind} {name})"
-        return f"{self.rule.where}: {self.section} {self.rule.key!r} ({self.tensor.kind} {name})"
-
-
-@dataclasses.dataclass(frozen=True)
-class Resolution:
-    """What a configuration says about one call: rows for arguments, inner values and results, and problems."""
-
-    rows: tuple[Row, ...]
-    inner: tuple[Row, ...] = ()
-    results: tuple[Row, ...] = ()
-    problems: tuple[Problem, ...] = ()
-
-    def entries(self) -> dict[str, Entry]:
-        """The entry of each tensor that has one, by path."""
-        return {r.tensor.key: r.entry for r in (*self.rows, *self.inner) if r.entry is not None}
 
 
 def resolve(
@@ -83,6 +47,9 @@ def resolve(
     if values is not None:
         won, missing = match_outputs(about_modules, values)
         unmatched += missing
+        first = {id(rules[0][1]) for rules in won.values()}
+        beaten = {id(r): (s, r, rules[0][1]) for rules in won.values() for s, r in rules[1:] if id(r) not in first}
+        problems += [_shadowed(*b) for b in beaten.values()]
         inner = _inner_rows(values, won, sizes, problems)
     result_rows: list[Row] = []
     if results is not None:
@@ -94,6 +61,7 @@ def resolve(
     problems += [_shadowed(*s) for s in claims.shadowed] + [_tie(*t) for t in claims.ties]
     problems += _double_regexes(record, tensors, claims)
     problems += _without_rule(record, rows, claims)
+    problems += slips(rows, inner)
     problems += _unused_axes(record, [*rows, *inner, *result_rows], sizes)
     once = tuple(dict.fromkeys(problems))
     return Resolution(tuple(rows), tuple(inner), tuple(result_rows), once)

@@ -27,7 +27,8 @@ class TensorName:
     - `argument`: name of the argument that holds it; empty for results and inner values.
     - `element`, `elements`: of a module's output (`ModuleOutput`). `kind`: "argument", "result", "module", "name", "scope".
     - `layer_axis`: the dimension over which a loop runs, where layers are stacked; None where that is not known.
-    - `contracted`: the dimensions over which the program's products sum it, where that is known.
+    - `contracted`: the dimensions over which the first product that reads it sums, where that is known; `product_with`:
+        the number of the product's other operand.
     """
 
     path: str
@@ -39,6 +40,7 @@ class TensorName:
     elements: int = 0
     layer_axis: int | None = None
     contracted: tuple[int, ...] | None = None
+    product_with: int | None = None
 
     @functools.cached_property
     def parts(self) -> tuple[str, ...]:

@@ -36,11 +36,13 @@ class _ScopeState:
     """Scopes of the current context.
 
     `paths`: `id` of a module -> (its path, the module itself, so that the `id` stays valid). `current`: path of the module
-    whose call is running, None outside of calls.
+    whose call is running, None outside of calls. `originals`: `id` of a copy that a transformation made -> the path of
+    its original, where that is known.
     """
 
     paths: Mapping[int, tuple[tuple[str, ...], Any]]
     current: tuple[str, ...] | None
+    originals: Mapping[int, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
 
 _SCOPES: contextvars.ContextVar[_ScopeState | None] = contextvars.ContextVar("scopes", default=None)
@@ -52,7 +54,8 @@ def module_scopes(module: Any, inside: bool = False) -> Iterator[None]:
     outer = _SCOPES.get()
     paths = {**(outer.paths if outer is not None else {}), **_paths(module, ())}
     current = () if inside else outer.current if outer is not None else None
-    token = _SCOPES.set(_ScopeState(paths, current))
+    originals = outer.originals if outer is not None else {}
+    token = _SCOPES.set(_ScopeState(paths, current, originals))
     try:
         with jax.named_scope(type(module).__name__) if inside else contextlib.nullcontext():
             yield
@@ -96,11 +99,14 @@ def _wrap_call(cls: type) -> None:
         scopes = _SCOPES.get()
         if scopes is None:
             return method(self, *args, **kwargs)
-        output = None
         if id(self) not in scopes.paths:  # a copy made by a transformation: named by its class
             path, name = scopes.current or (), type(self).__name__
-            output = _original_path(self, scopes)
-            scopes = dataclasses.replace(scopes, paths={**scopes.paths, **_paths(self, path)})
+            copies = {i: p for i, (p, _) in _paths(self, _original_path(self, scopes)).items()}
+            scopes = dataclasses.replace(
+                scopes,
+                paths={**scopes.paths, **_paths(self, path)},
+                originals={**scopes.originals, **copies},
+            )
         elif (path := scopes.paths[id(self)][0]) == scopes.current:  # `super().__call__`
             name = ""
         elif path == ():
@@ -112,7 +118,7 @@ def _wrap_call(cls: type) -> None:
         try:
             with jax.named_scope(name) if name else contextlib.nullcontext():
                 y = method(self, *args, **kwargs)
-            return y if name == "" else mark_output(y, path if output is None else output)
+            return y if name == "" else mark_output(y, scopes.originals.get(id(self), path))
         finally:
             _SCOPES.reset(token)
 
