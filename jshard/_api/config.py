@@ -92,3 +92,20 @@ class Config(ConfigRecord):
 def as_config(record: ConfigRecord) -> Config:
     """The public configuration of a record."""
     return Config(**{f.name: getattr(record, f.name) for f in dataclasses.fields(ConfigRecord)})
+
+
+def config_of_plan(plan: Any, machine: str = "") -> Config:
+    """The configuration of a plan (`Plan.to_config`)."""
+    from jshard._api.machine import HBM_FRACTION
+    from jshard._config.export import config_of_plan
+    from jshard._core import hardware
+    from jshard._core.layout import MeshAxes
+
+    mesh = plan.mesh
+    if plan.jax_mesh is not None:
+        mesh = MeshAxes(tuple(plan.jax_mesh.axis_names), tuple(plan.jax_mesh.axis_sizes))
+    try:
+        hbm = hardware.get(plan.chip).hbm_bytes
+    except ValueError:  # a chip that this process has not registered
+        hbm = None
+    return as_config(config_of_plan(plan, mesh, machine, None if hbm is None else HBM_FRACTION * hbm))

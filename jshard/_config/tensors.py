@@ -96,6 +96,11 @@ _MOMENTS = frozenset(
 """Names under which optimizers (optax, torch) keep tensors of the shape of a parameter."""
 
 
+def is_state(tensor: TensorName) -> bool:
+    """Whether a name of optimizers is in a tensor's path."""
+    return bool(_MOMENTS & set(tensor.parts[:-1]))
+
+
 def mirrors(tensors: Sequence[TensorName], parameters: Sequence[int]) -> dict[int, int]:
     """Optimizer state -> the parameter whose path it ends in and whose shape it has, by number.
 
