@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +74,68 @@ class Config(ConfigRecord):
         from jshard._api.config_check import check
 
         return check(self, model, args, kwargs)
+
+    @staticmethod
+    @checked
+    def from_regexes(rules: Any, mesh: Mapping[str, int] | None = None) -> Config:
+        """Pairs of a regular expression on paths with `/` and a spec, the first that matches (EasyLM, scalax)."""
+        from jshard._config.foreign_rules import from_regexes
+
+        return as_config(from_regexes(rules, mesh))
+
+    @staticmethod
+    @checked
+    def from_layout_map(layout_map: Any, mesh: Mapping[str, int] | None = None) -> Config:
+        """Keras' `LayoutMap`, or a dict of its regular expressions, of which only one may match."""
+        from jshard._config.foreign_rules import from_layout_map
+
+        return as_config(from_layout_map(layout_map, mesh))
+
+    @staticmethod
+    @checked
+    def from_logical_rules(
+        rules: Any, names: Any, mesh: Mapping[str, int] | None = None, reading: str = "linen"
+    ) -> Config:
+        """Logical axis rules (MaxText, Flax) for tensors with these logical axes.
+
+        >>> rules = [("embed", "fsdp"), ("mlp", "tensor")]
+        >>> [r.text for r in Config.from_logical_rules(rules, {"up.kernel": ("embed", "mlp")}).parameters]
+        ['[fsdp, tensor]']
+
+        - `rules`: pairs of a logical axis and mesh axes, or the text or dict of a MaxText configuration.
+        - `names`: logical axes by path, or variables with Flax' metadata. `mesh`: sizes of the axes; others are dropped.
+        - `reading`: "linen" (the first pair whose axes are free; MaxText) or "nnx" (the last pair). `notes` of the result
+            say where the two differ, which rules have no effect and which names no rule.
+        """
+        from jshard._config.import_logical import config_of_logical_rules
+
+        return as_config(config_of_logical_rules(rules, names, mesh, reading))
+
+    @staticmethod
+    @checked
+    def from_axis_mapping(
+        mapping: Mapping[str, Any], names: Any, mesh: Mapping[str, int] | None = None
+    ) -> Config:
+        """levanter's and haliax' mapping of logical axes to mesh axes, for tensors with these logical axes."""
+        from jshard._config.foreign_rules import from_axis_mapping, logical_names
+
+        return as_config(from_axis_mapping(mapping, logical_names(names), mesh))
+
+    @staticmethod
+    @checked
+    def from_metadata(tree: Any, mesh: Mapping[str, int] | None = None) -> Config:
+        """The mesh axes in Flax' partitioning metadata of boxed variables or of `nnx.state(model)`."""
+        from jshard._config.foreign_rules import from_metadata
+
+        return as_config(from_metadata(tree, mesh))
+
+    @staticmethod
+    @checked
+    def from_tunix(sharding: Any, mesh: Mapping[str, int] | None = None) -> Config:
+        """tunix' `ShardingConfig`, or a dict of its fields."""
+        from jshard._config.foreign_rules import from_tunix
+
+        return as_config(from_tunix(sharding, mesh))
 
     def to_yaml(self) -> str:
         """The configuration as YAML text; `Config.of` gives an equal one."""

@@ -12,15 +12,12 @@ on a name without a pair as if it were a mesh axis. The same list can mean diffe
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jshard._config.fewest_rules import fewest_rules
-from jshard._config.record import ConfigRecord, Entry, MeshSection
-from jshard._config.tensors import TensorName
+from jshard._config.record import Entry
 from jshard._core.errors import ShardError
-from jshard._core.messages import describe_value, suggest
+from jshard._core.messages import describe_value
 
 
 Pair = tuple[str, tuple[str, ...] | None]
@@ -51,18 +48,18 @@ def pairs_of(rules: Iterable[Any]) -> list[Pair]:
 def linen_entry(names: Names, rules: Sequence[Any], known: Iterable[str] | None = None) -> Entry:
     """The mesh axes of a tensor with these logical axes, as linen reads the rules.
 
-    `known`: the axes of the mesh; MaxText drops the others from a rule.
+    `known`: the axes of the mesh; the others count as axes of size 1: they take part in the choice and cut nothing.
     """
     result: list[tuple[str, ...] | None] = [None] * len(names)
     for name, axes in pairs_of(rules):
         if name not in names:
             continue
         at = names.index(name)
-        own = _known(axes, known)
+        own = axes or ()
         used = {a for d in result for a in d or ()}
         if result[at] is None and not used & set(own):
             result[at] = own
-    return tuple(d or () for d in result)
+    return tuple(_known(d, known) for d in result)
 
 
 def nnx_entry(names: Names, rules: Sequence[Any], known: Iterable[str] | None = None) -> Entry:
@@ -73,60 +70,6 @@ def nnx_entry(names: Names, rules: Sequence[Any], known: Iterable[str] | None = 
 
 def _known(axes: tuple[str, ...] | None, known: Iterable[str] | None) -> tuple[str, ...]:
     return tuple(a for a in axes or () if known is None or a in set(known))
-
-
-@dataclasses.dataclass(frozen=True)
-class LogicalReport:
-    """What reading a list of rules showed.
-
-    - `unknown`: logical axes of tensors without a rule. `unused`: rules whose logical axis no tensor has, or that never
-        take effect. `differs`: tensors for which nnx's reading gives another layout than linen's.
-    """
-
-    unknown: tuple[str, ...] = ()
-    unused: tuple[str, ...] = ()
-    differs: tuple[str, ...] = ()
-
-
-def config_of_rules(
-    rules: Sequence[Any],
-    names: Mapping[str, Sequence[str | None]],
-    mesh: Mapping[str, int] | None = None,
-    reading: str = "linen",
-) -> tuple[ConfigRecord, LogicalReport]:
-    """The configuration that a list of rules is for tensors with these logical axes, by path.
-
-    `reading`: "linen" or "nnx". Raises `ShardError` for another reading, or nnx's unknown names on a mesh.
-    """
-    if reading not in ("linen", "nnx"):
-        raise ShardError(f"reading={reading!r} is not known", where="reading", fix=suggest(reading, ["linen", "nnx"]))  # fmt: skip
-    pairs = pairs_of(rules)
-    read = linen_entry if reading == "linen" else nnx_entry
-    known = None if mesh is None else list(mesh)
-    logical = {path: tuple(own) for path, own in names.items()}
-    entries = {path: read(own, pairs, known) for path, own in logical.items()}
-    tensors = [TensorName(path, (1,) * len(own), "float32") for path, own in logical.items()]
-    found = fewest_rules(tensors, list(entries.values()))
-    ruled = {n for n, _ in pairs}
-    in_use = {n for own in logical.values() for n in own if n is not None}
-    report = LogicalReport(
-        tuple(sorted(in_use - ruled)),
-        tuple(_unused(pairs, logical, read, known)),
-        tuple(p for p, own in logical.items() if linen_entry(own, pairs, known) != nnx_entry(own, pairs, known)),
-    )
-    section = None if mesh is None else MeshSection(tuple(mesh.items()))
-    return ConfigRecord(parameters=found, mesh=section, unlisted="replicated"), report
-
-
-def _unused(pairs: Sequence[Pair], logical: Mapping[str, Names], read: Any, known: Any) -> list[str]:
-    """The rules without which every tensor has the same layout."""
-    distinct = set(logical.values())
-    out = []
-    for k, (name, axes) in enumerate(pairs):
-        others = [*pairs[:k], *pairs[k + 1 :]]
-        if all(read(own, others, known) == read(own, pairs, known) for own in distinct if name in own):
-            out.append(f"{name} -> {', '.join(axes or ()) or 'not cut'}")
-    return out
 
 
 def rules_of_entries(

@@ -119,6 +119,7 @@ class ConfigRecord:
         matches, "only" refuses two.
     - `optional`: globs of rules that may match nothing.
     - `unlisted`: what a parameter without a rule is: "derived" by the search, or "replicated".
+    - `notes`: what reading the rules of another library showed; not part of what the configuration says.
     - `strict`: whether what does not match is an error.
     """
 
@@ -135,6 +136,7 @@ class ConfigRecord:
     unlisted: str = "derived"
     strict: bool = True
     source: str = dataclasses.field(default="config", compare=False)
+    notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     @property
     def rules(self) -> tuple[tuple[str, Rule], ...]:

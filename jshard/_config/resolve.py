@@ -63,6 +63,7 @@ def resolve(
     problems += _without_rule(record, rows, claims)
     problems += slips(rows, inner)
     problems += _unused_axes(record, [*rows, *inner, *result_rows], sizes)
+    problems += [Problem("note", record.source, n, record.source, "nothing, if it is meant", error=False) for n in record.notes]
     once = tuple(dict.fromkeys(problems))
     return Resolution(tuple(rows), tuple(inner), tuple(result_rows), once)
 
