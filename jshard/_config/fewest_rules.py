@@ -57,7 +57,7 @@ def fewest_result_rules(tensors: Sequence[TensorName], entries: Sequence[Entry])
     """Rules of the section `outputs` under which each result has its entry."""
     rules = tuple(_braced(_by_class({t.parts: e for t, e in zip(tensors, entries, strict=True)})))
     won, _ = match_outputs([("outputs", r) for r in rules], tensors)
-    right = all(won.get(i) and won[i][0][1].entry == entries[i] for i in range(len(tensors)))
+    right = all(won.get(i) and won[i][0].rule.entry == entries[i] for i in range(len(tensors)))
     if right:
         return rules
     return tuple(Rule(t.path, e) for t, e in zip(tensors, entries, strict=True))

@@ -89,13 +89,23 @@ def _winner(t: TensorName, claims: Sequence[Claim], ties: list) -> Claim | None:
         return None
 
     def rank(c: Claim) -> tuple:
-        return c.section != "torch", not c.stacked, specificity(c.name)
+        return c.section != "torch", not c.stacked, rule_rank(c.rule, c.name)
 
     best = max(map(rank, claims))
     equal = tuple(c for c in claims if rank(c) == best)
     if len({(c.rule.entry, c.transposed) for c in equal}) > 1:
         ties.append((t, equal))
     return equal[0]
+
+
+def rule_rank(rule: Rule, name: str) -> tuple:
+    """Sort key, largest for the most specific; `name` is that of the rule's names which matched.
+
+    >>> q, qkv = Rule("attn.q", ()), Rule("attn.{q,k,v}", ())
+    >>> rule_rank(q, "attn.q") > rule_rank(qkv, "attn.q")
+    True
+    """
+    return specificity(name), "{" not in rule.name
 
 
 def _shadowed(
@@ -236,36 +246,43 @@ def is_catch_all(rule: Rule) -> bool:
 
 def match_outputs(
     rules: Iterable[tuple[str, Rule]], values: Sequence[TensorName]
-) -> tuple[Mapping[int, list[tuple[str, Rule]]], list[tuple[str, Rule]]]:
-    """Rules for outputs of modules and named values: by number of the value, and those that match none.
+) -> tuple[Mapping[int, list[Claim]], list[tuple[str, Rule]]]:
+    """Claims on outputs of modules and named values, best first, by number of the value; and rules that match none.
 
-    A rule without `[i]` is for every element of an output. The most specific rule wins. `layers.*` is each of several
+    Where a rule names an element of an output with `[i]`, rules without it do not apply. The most specific rule wins. `layers.*` is each of several
     layers, or their stack; only where there is neither is it everything in `layers`.
     """
     index = PathIndex([v.parts for v in values])
-    won: dict[int, list[tuple[str, Rule]]] = {}
-    unmatched: list[tuple[str, Rule]] = []
-    for section, rule in rules:
+    won: dict[int, list[Claim]] = {}
+    matched: set[int] = set()
+    every = list(rules)
+    for section, rule in every:
         found: set[int] = set()
         for name in expand(rule.name):
+            own: set[int] = set()
             for written, _ in spellings(name) if section == "torch" else [(name, False)]:
                 if not name_parts(written):
-                    found |= {i for i, v in enumerate(values) if not v.parts}
+                    own = {i for i, v in enumerate(values) if not v.parts}
                 else:
-                    found |= set(
+                    own = set(
                         index.find_layers(written)
                         or index.find_numbered(written)
                         or index.find_stacked(written)
                         or (index.find(written) if section != "torch" else ())
                     )
-                if found:
+                if own:
                     break
-        if rule.element is not None:
-            found = {i for i in found if values[i].elements > rule.element == values[i].element}
-        for i in found:
-            won.setdefault(i, []).append((section, rule))
-        if not found:
-            unmatched.append((section, rule))
-    for own in won.values():
-        own.sort(key=lambda sr: (sr[1].element is not None, sr[0] != "torch", specificity(sr[1].name)), reverse=True)  # fmt: skip
-    return won, unmatched
+            if rule.element is not None:
+                own = {i for i in own if values[i].elements > rule.element == values[i].element}
+            for i in own - found:
+                won.setdefault(i, []).append(Claim(section, rule, name))
+            found |= own
+    by_element = {values[i].path for i, cs in won.items() if any(c.rule.element is not None for c in cs)}
+    for i, claims in list(won.items()):
+        if values[i].path in by_element:
+            claims[:] = [c for c in claims if c.rule.element is not None]
+        claims.sort(key=lambda c: (c.section != "torch", rule_rank(c.rule, c.name)), reverse=True)
+        if not claims:
+            del won[i]
+        matched |= {id(c.rule) for c in claims}
+    return won, [(s, r) for s, r in every if id(r) not in matched]

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from jshard._config.fitting import Problem, fit, problems_of
-from jshard._config.matching import Claim, Claims, is_catch_all, match, match_outputs
+from jshard._config.matching import Claim, Claims, is_catch_all, match, match_outputs, rule_rank
 from jshard._config.path_patterns import matches, without_numbers
 from jshard._config.record import DERIVED, ConfigRecord, Entry, Rule, entry_text
 from jshard._config.rows import Resolution as Resolution, Row as Row
@@ -47,9 +47,9 @@ def resolve(
     if values is not None:
         won, missing = match_outputs(about_modules, values)
         unmatched += missing
-        first = {id(rules[0][1]) for rules in won.values()}
-        beaten = {id(r): (s, r, rules[0][1]) for rules in won.values() for s, r in rules[1:] if id(r) not in first}
-        problems += [_shadowed(*b) for b in beaten.values()]
+        first = {id(own[0].rule) for own in won.values()}
+        beaten = {id(c.rule): (c.section, c.rule, own[0].rule) for own in won.values() for c in own[1:]}
+        problems += [_shadowed(*b) for k, b in beaten.items() if k not in first]
         inner = _inner_rows(values, won, sizes, problems)
     result_rows: list[Row] = []
     if results is not None:
@@ -94,7 +94,7 @@ def _row(
 
 def _inner_rows(
     values: Sequence[TensorName],
-    won: Mapping[int, Sequence[tuple[str, Rule]]],
+    won: Mapping[int, Sequence[Claim]],
     sizes: Mapping[str, int] | None,
     problems: list[Problem],
 ) -> list[Row]:
@@ -102,7 +102,8 @@ def _inner_rows(
     for i, value in enumerate(values):
         if i not in won:
             continue
-        section, rule = won[i][0]
+        claim = won[i][0]
+        section, rule = claim.section, claim.rule
         if rule.element is None and value.elements > 1:
             problems.append(
                 Problem(
@@ -115,11 +116,11 @@ def _inner_rows(
                 )
             )
             continue
-        for (s, r), (s2, r2) in zip(won[i], won[i][1:], strict=False):
-            same = (r.element, s, len(r.name), r.name.count("*")) == (r2.element, s2, len(r2.name), r2.name.count("*"))  # fmt: skip
-            if same and r.entry != r2.entry:
-                problems.append(_tie(value, (Claim(s, r, r.name), Claim(s2, r2, r2.name))))
-        entry = fit(Claim(section, rule, rule.name), value)
+        for other in won[i][1:2]:
+            same = (section, rule_rank(rule, claim.name)) == (other.section, rule_rank(other.rule, other.name))
+            if same and rule.entry != other.rule.entry:
+                problems.append(_tie(value, (claim, other)))
+        entry = fit(claim, value)
         if isinstance(entry, Problem):
             problems.append(entry)
             continue

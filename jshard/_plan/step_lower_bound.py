@@ -30,7 +30,7 @@ from jshard._cost import communication_bounds
 from jshard._cost.roofline import peak_flops
 from jshard._memory.least_traffic import min_hbm_bytes, product_flops
 from jshard._plan.rows import ProductBound, StepLowerBound
-from jshard._program.graph import Operator, operator_name
+from jshard._program.graph import Operator, Program, operator_name
 from jshard._schedule.schedule import Assignment
 
 
@@ -82,6 +82,12 @@ def step_lower_bound(choice: Assignment, donated: Collection[int] = ()) -> StepL
     }
     limit = max(seconds, key=lambda k: seconds[k])
     return StepLowerBound(seconds[limit], total, tuple(bounds), limit)
+
+
+def product_seconds(program: Program, topology: Topology) -> float:
+    """Seconds of an even share of all matrix products at the chip's peak: the numerator of model FLOPs utilisation."""
+    work = product_flops(program).items()
+    return sum(w / _peak_flops(program.operators[i], topology) for i, w in work) / topology.mesh.total
 
 
 def _peak_flops(op: Operator, topology: Topology) -> float:

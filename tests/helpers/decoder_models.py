@@ -154,7 +154,7 @@ class Backbone(nnx.Module):
         self.scanned = s.scanned
         self.embed_tokens = nnx.Embed(s.vocab, s.width, rngs=rngs)
         if s.scanned:
-            self.layers = nnx.vmap(lambda r: Layer(s, r), in_axes=0, out_axes=0)(rngs.fork(split=s.layers))
+            self.layers = nnx.vmap(lambda r: Layer(s, r), in_axes=0, out_axes=0)(rngs.split(s.layers))
         else:
             self.layers = nnx.List([Layer(s, rngs) for _ in range(s.layers)])
         self.norm = nnx.RMSNorm(s.width, rngs=rngs)

@@ -73,10 +73,10 @@ EASYLM_LLAMA = (
 
 EASYLM_GPTJ = (
     ("transformer/wte/embedding", P("mp", "fsdp")), ("attn/(k_proj|q_proj|v_proj)/kernel", P("fsdp", "mp")),
-    ("attn/out_proj/kernel", P("mp", "fsdp")), ("attn/fc_in/kernel", P("fsdp", "mp")), ("attn/fc_in/bias", P("mp")),
-    ("attn/fc_out/kernel", P("mp", "fsdp")), ("attn/fc_out/bias", P(None)), ("ln_[0-9]+/bias", P(None)),
-    ("[0-9]+/ln_[0-9]+/scale", P(None)), ("ln_f/bias", P(None)), ("ln_f/scale", P(None)),
-    ("lm_head/kernel", P("fsdp", "mp")), ("lm_head/bias", P("mp")), (".*", P(None)),
+    ("attn/out_proj/kernel", P("mp", "fsdp")), ("mlp/fc_in/kernel", P("fsdp", "mp")), ("mlp/fc_in/bias", P("mp")),
+    ("mlp/fc_out/kernel", P("mp", "fsdp")), ("mlp/fc_out/bias", P()), ("ln_[0-9]+/bias", P()),
+    ("[0-9]+/ln_[0-9]+/scale", P()), ("ln_f/bias", P()), ("ln_f/scale", P()),
+    ("lm_head/kernel", P("fsdp", "mp")), ("lm_head/bias", P("mp")), (".*", P()),
 )  # fmt: skip
 
 
@@ -92,7 +92,7 @@ def easylm_llama(layers: int) -> dict[str, tuple[int, ...]]:
 
 
 def easylm_gptj(layers: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of EasyLM's GPT-J by path; its feed-forward block is named `mlp`, and the rules say `attn`."""
+    """Shapes of EasyLM's GPT-J by path."""
     out = {"transformer/wte/embedding": (64, 16), "lm_head/kernel": (16, 64), "lm_head/bias": (64,)}
     out |= {f"transformer/ln_f/{n}": (16,) for n in ("scale", "bias")}
     for i in range(layers):
