@@ -11,7 +11,6 @@ from jax.sharding import AxisType
 
 from jshard import _jaxcompat as compat
 from jshard._api.call_pins import CallPins, PlacedPin, collect_pins, pins_of_arguments, pins_of_results
-from jshard._api.config_pins import call_rules
 from jshard._api.machine import auto_meshes, memory_budget, physical_topology, requested_mesh
 from jshard._api.plan import Plan, plan_program
 from jshard._api.shard_request import ShardRequest, donated_leaves, static_values
@@ -110,7 +109,11 @@ def _plan_traced(
 ) -> PlannedCall:
     """The planned call of a traced function; `explicit_mesh`: the mesh with Explicit axes of the trace, if any."""
     donated = donated_leaves(request, call.args, call.kwargs, call.names)
-    rules = call_rules(request, call, jax_traced)
+    rules = None
+    if request.config is not None:
+        from jshard._api.config_pins import call_rules  # here, so that `import jshard` stays light
+
+        rules = call_rules(request, call, jax_traced)
     traced = build_program(request, call, jax_traced, explicit_mesh, donated, rules and rules.pin_of_name)
     program = traced.program
     in_tree, out_tree = jax.tree.structure(call.user_view), jax.tree.structure(traced.result)

@@ -56,7 +56,7 @@ def is_path(text: str) -> bool:
     >>> is_path("llama.yaml"), is_path("level: 2"), is_path("a: [x]\\nb: [y]")
     (True, False, False)
     """
-    one_line = "\n" not in text.strip()
+    one_line = "\n" not in text.strip() and ": " not in text
     return one_line and (text.strip().endswith((".yaml", ".yml")) or Path(text).is_file())
 
 

@@ -93,6 +93,10 @@ def _located(loader: Any, node: Any, source: str, above: tuple[int, ...]) -> Loc
     where = f"{source}:{node.start_mark.line + 1}"
     if id(node) in above:
         raise ShardError("a value contains itself", where=where, fix="the value written out")
+    if node.tag.startswith(("!", "tag:yaml.org,2002:python")):
+        raise ShardError(
+            f"the tag {node.tag} is not plain YAML", where=where, fix="numbers, strings, lists and maps"
+        )
     above = (*above, id(node))
     if node.id == "mapping":
         loader.flatten_mapping(node)
@@ -110,10 +114,6 @@ def _located(loader: Any, node: Any, source: str, above: tuple[int, ...]) -> Loc
         return Located(out, where)
     if node.id == "sequence":
         return Located([_located(loader, n, source, above) for n in node.value], where)
-    if node.tag.startswith("!") or node.tag.startswith("tag:yaml.org,2002:python"):
-        raise ShardError(
-            f"the tag {node.tag} is not plain YAML", where=where, fix="numbers, strings, lists and maps"
-        )
     return Located(loader.construct_object(node), where)
 
 

@@ -107,7 +107,7 @@ def spec(entry: str) -> P:
 
 @pytest.mark.parametrize("scanned", [False, True])
 def test_a_linen_model_by_a_file(scanned: bool) -> None:
-    small = Sizes(layers=2, width=16, hidden=32, vocab=32, scanned=scanned)
+    small = Sizes(layers=1 + scanned, width=16, hidden=32, vocab=32, scanned=scanned)
     model, tokens = LinenDecoder(small), tokens_of(vocab=32)
     variables = model.init(jax.random.key(0), tokens)
     config = jshard.Config.of(
