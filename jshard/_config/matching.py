@@ -146,7 +146,10 @@ def _find(index: PathIndex, section: str, rule: Rule, tensors: Sequence[TensorNa
     out: dict[int, Claim] = {}
     for name in expand(rule.name):
         for written, transposed in spellings(name) if section == "torch" else [(name, False)]:
-            found = _with_stacked(index, written, rule, tensors, section == "torch")
+            numbers = section == "torch"
+            if numbers and any("*" in p and p != "*" for p in name_parts(written)):
+                continue  # no glob in torchprime
+            found = _with_stacked(index, written, rule, tensors, numbers)
             for i, stacked in found.items():
                 out.setdefault(i, Claim(section, rule, name, stacked, transposed))
             if found:
@@ -188,6 +191,8 @@ def spellings(name: str) -> list[tuple[str, bool]]:
     [('model.layers.*.mlp', False), ('layers.*.mlp', False)]
     """
     parts = name_parts(name)
+    if not parts:
+        return [(name, False)]
     out: list[tuple[str, bool]] = []
     for start in range(max(1, len(parts) - 1)):
         rest = parts[start:]

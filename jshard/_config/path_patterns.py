@@ -81,11 +81,13 @@ class PathIndex:
     def find_layers(self, name: str) -> list[int]:
         """Numbers of the paths that a name matches where a part `*` is a number, as in torchprime."""
         wanted = tuple("<number>" if p == "*" else p for p in name_parts(name))
-        return self._whole(wanted) or self._search(("**", *wanted), self._lines)
+        return self._whole(wanted) or (self._search(("**", *wanted), self._lines) if wanted else [])
 
     def find_numbered(self, name: str) -> list[int]:
         """Numbers of the paths in which linen writes `layers_0` for `layers.0`."""
         wanted = name_parts(name)
+        if not wanted:
+            return []
         return self._search(wanted, self._split) or self._search(("**", *wanted), self._split)
 
     def find_stacked(self, name: str) -> list[int]:

@@ -118,7 +118,7 @@ def _wrap_call(cls: type) -> None:
         try:
             with jax.named_scope(name) if name else contextlib.nullcontext():
                 y = method(self, *args, **kwargs)
-            return y if name == "" else mark_output(y, scopes.originals.get(id(self), path))
+                return y if name == "" else mark_output(y, scopes.originals.get(id(self), path))
         finally:
             _SCOPES.reset(token)
 
