@@ -43,7 +43,9 @@ def audit(fn: Any, config: Any, *args: Any, each_rule: bool = False, **kwargs: A
 
     record = read_config(config)
     if "level" not in dict(record.options):
-        record = dataclasses.replace(record, options=tuple(sorted({**dict(record.options), "level": 2}.items())))
+        record = dataclasses.replace(
+            record, options=tuple(sorted({**dict(record.options), "level": 2}.items()))
+        )
     lenient = dataclasses.replace(record, strict=False)
     function, args, kwargs = callable_of(fn, args, dict(kwargs))
     if function is None:
@@ -59,7 +61,9 @@ def audit(fn: Any, config: Any, *args: Any, each_rule: bool = False, **kwargs: A
             return shard(function, config=own).plan(*args, **kwargs)
 
     report = check(lenient, function, args, kwargs)
-    quiet = dataclasses.replace(lenient, optional=("**", *lenient.optional))  # the report has what does not match
+    quiet = dataclasses.replace(
+        lenient, optional=("**", *lenient.optional)
+    )  # the report has what does not match
     file, search = planned(quiet), planned(_only_inputs(quiet))
     costs = []
     for section in ("parameters", "torch", "activations", "regexes") if each_rule else ():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -71,9 +72,8 @@ class Config(ConfigRecord):
         `model`: a function, with the arguments of its call; an nnx module, with those of its `__call__` or none; a linen
         module, with its variables and those of its `__call__`; or a pytree of parameters. Arrays may be shapes.
         """
-        from jshard._api.config_check import check
-
-        return check(self, model, args, kwargs)
+        # By name: checking traces functions, which is further on in the order of imports than this class.
+        return importlib.import_module("jshard._api.config_check").check(self, model, args, kwargs)
 
     @staticmethod
     @checked
@@ -159,10 +159,10 @@ def as_config(record: ConfigRecord) -> Config:
 
 def config_of_plan(plan: Any, machine: str = "") -> Config:
     """The configuration of a plan (`Plan.to_config`)."""
-    from jshard._api.machine import HBM_FRACTION
     from jshard._config.export import config_of_plan
     from jshard._core import hardware
     from jshard._core.layout import MeshAxes
+    from jshard._spec.options import HBM_FRACTION
 
     mesh = plan.mesh
     if plan.jax_mesh is not None:

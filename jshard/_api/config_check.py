@@ -65,7 +65,7 @@ def callable_of(model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, t
 
         return _with_signature(call, "model", model), (model, *args), kwargs
     if isinstance(model, Sharded):
-        return model.__wrapped__, args, kwargs
+        return model.request.fn, args, kwargs
     if callable(model):
         return model, args, kwargs
     if args or kwargs or not jax.tree.leaves(model):

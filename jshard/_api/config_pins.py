@@ -102,7 +102,8 @@ def mesh_sizes(request: ShardRequest, call: TracedArguments) -> dict[str, int] |
     mesh = mesh if mesh is not None else call.placement.mesh
     for name in ("jax_mesh", "mesh"):
         mesh = mesh if hasattr(mesh, "shape") else getattr(mesh, name, mesh)
-    return {str(n): int(s) for n, s in mesh.shape.items()} if hasattr(mesh, "shape") else None
+    shape = getattr(mesh, "shape", None)
+    return None if shape is None else {str(n): int(s) for n, s in shape.items()}
 
 
 def match_report(request: ShardRequest, args: Sequence[Any], kwargs: Mapping[str, Any]) -> MatchReport:

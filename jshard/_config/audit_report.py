@@ -99,7 +99,8 @@ class AuditReport:
         if self.rules:
             lines = ["rules by what freeing each saves"]
             for r in self.rules:
-                lines.append(f"  {r.rule:44} {format_seconds(max(r.seconds, 0.0)):>10} {_signed(r.bytes):>12}  {r.where}")  # fmt: skip
+                seconds = format_seconds(max(r.seconds, 0.0))
+                lines.append(f"  {r.rule:44} {seconds:>10} {_signed(r.bytes):>12}  {r.where}")
             out.append(("rules", lines))
         if self.whole:
             lines = [f"whole on every device: {format_bytes(self.whole_bytes)}"]
@@ -128,7 +129,8 @@ class AuditReport:
 
     def _repr_html_(self) -> str:
         figures = "".join(
-            f"<tr><td>{escape(n)}</td><td>{escape(a)}</td><td>{escape(b)}</td></tr>" for n, a, b in self._figures()
+            f"<tr><td>{escape(n)}</td><td>{escape(a)}</td><td>{escape(b)}</td></tr>"
+            for n, a, b in self._figures()
         )
         rest = "".join(
             f"<h2>{escape(rows[0])}</h2><ul>{''.join(f'<li>{escape(r.strip())}</li>' for r in rows[1:])}</ul>"

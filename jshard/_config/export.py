@@ -68,9 +68,11 @@ def _outputs(rows: Sequence[TensorRow], arguments: dict[str, Entry]) -> tuple[Ru
     entries: list[Entry] = []
     for row in rows:
         inner = row.path.partition(".")[2]
-        new_value = entry_of(row.layout) in by_end.get(row.path, ()) or inner and entry_of(
-            row.layout
-        ) in by_end.get(inner, ())
+        new_value = (
+            entry_of(row.layout) in by_end.get(row.path, ())
+            or inner
+            and entry_of(row.layout) in by_end.get(inner, ())
+        )
         if row.shape and not new_value and not row.layout.partial:
             results.append(TensorName(row.path, row.shape, row.dtype, kind="result"))
             entries.append(entry_of(row.layout))

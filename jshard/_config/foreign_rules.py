@@ -68,7 +68,9 @@ def from_names(
 
 
 def from_axis_mapping(
-    mapping: Mapping[str, Any], names: Mapping[str, Sequence[str | None]], mesh: Mapping[str, int] | None = None
+    mapping: Mapping[str, Any],
+    names: Mapping[str, Sequence[str | None]],
+    mesh: Mapping[str, int] | None = None,
 ) -> ConfigRecord:
     """levanter's and haliax' axis mapping: each logical axis has its mesh axes, one without is not cut.
 
@@ -116,7 +118,9 @@ def logical_names(tree: Any) -> dict[str, tuple[str | None, ...]]:
 
 
 def _has_names(node: Any) -> bool:
-    return hasattr(node, "get_metadata") or hasattr(type(node), "get_partition_spec") and hasattr(node, "names")
+    return (
+        hasattr(node, "get_metadata") or hasattr(type(node), "get_partition_spec") and hasattr(node, "names")
+    )
 
 
 def _names_of(node: Any) -> Any:
@@ -179,11 +183,16 @@ def from_tunix(sharding: Any, mesh: Mapping[str, int] | None = None) -> ConfigRe
                 raise ShardError(
                     f"{name!r} is no field that is known of tunix' models",
                     where="Config.from_tunix",
-                    fix=suggest(name, list(TUNIX_FIELDS)) + "; or Config.from_metadata(nnx.state(model)), which is exact",
+                    fix=suggest(name, list(TUNIX_FIELDS))
+                    + "; or Config.from_metadata(nnx.state(model)), which is exact",
                 )
             continue
         entry = parse_entry_of(locate([_axes_of(a) for a in axes], f"tunix {name}"))
         rules += [Rule(path, entry, f"tunix {name}") for path in TUNIX_FIELDS[name]]
     return ConfigRecord(
-        parameters=tuple(rules), mesh=mesh_section(mesh), optional=("**",), unlisted="replicated", source="tunix"
+        parameters=tuple(rules),
+        mesh=mesh_section(mesh),
+        optional=("**",),
+        unlisted="replicated",
+        source="tunix",
     )

@@ -32,7 +32,9 @@ def config_of_logical_rules(
     """The configuration of `Config.from_logical_rules`."""
     if reading not in READINGS:
         raise ShardError(
-            f"reading={reading!r} is not known", where="Config.from_logical_rules", fix=suggest(reading, list(READINGS))
+            f"reading={reading!r} is not known",
+            where="Config.from_logical_rules",
+            fix=suggest(reading, list(READINGS)),
         )
     if isinstance(rules, str | Mapping):
         rules, mesh = _maxtext(rules, mesh)
@@ -55,11 +57,15 @@ def _notes(pairs: Sequence[Pair], logical: Mapping[str, Names], reading: str, kn
         if all(read(own, others, known) == read(own, pairs, known) for own in distinct if name in own):
             unused.append(f"{name} -> {', '.join(axes or ()) or 'not cut'}")
     other = "nnx" if reading == "linen" else "linen"
-    differs = [p for p, own in logical.items() if read(own, pairs, known) != READINGS[other](own, pairs, known)]
+    differs = [
+        p for p, own in logical.items() if read(own, pairs, known) != READINGS[other](own, pairs, known)
+    ]
     how = "not cut" if reading == "linen" else "taken for mesh axes"
     notes = [f"logical axes without a rule, {how}: {abbreviate(unknown)}"] if unknown else []
     notes += [f"rules without effect: {abbreviate(unused)}"] if unused else []
-    return notes + ([f"{other} would read the rules otherwise for {abbreviate(differs, 4)}"] if differs else [])
+    return notes + (
+        [f"{other} would read the rules otherwise for {abbreviate(differs, 4)}"] if differs else []
+    )
 
 
 def _maxtext(value: Any, mesh: Mapping[str, int] | None) -> tuple[Any, Mapping[str, int] | None]:
@@ -67,7 +73,9 @@ def _maxtext(value: Any, mesh: Mapping[str, int] | None) -> tuple[Any, Mapping[s
     data = _plain(read_yaml(value, "MaxText")) if isinstance(value, str) else dict(value)
     if not isinstance(data, Mapping) or "logical_axis_rules" not in data:
         raise ShardError(
-            "there is no logical_axis_rules", where="Config.from_logical_rules", fix="the text of a MaxText base.yml"
+            "there is no logical_axis_rules",
+            where="Config.from_logical_rules",
+            fix="the text of a MaxText base.yml",
         )
     axes = data.get("mesh_axes")
     if mesh is None and axes:

@@ -35,7 +35,11 @@ def pairs_of(rules: Iterable[Any]) -> list[Pair]:
         pair = tuple(rule) if isinstance(rule, tuple | list) else ()
         axes = pair[1] if len(pair) == 2 else None
         listed = isinstance(axes, tuple | list) and all(isinstance(a, str) for a in axes)
-        if len(pair) != 2 or not isinstance(pair[0], str) or not (axes is None or isinstance(axes, str) or listed):
+        if (
+            len(pair) != 2
+            or not isinstance(pair[0], str)
+            or not (axes is None or isinstance(axes, str) or listed)
+        ):
             raise ShardError(
                 f"a rule is {describe_value(rule)}",
                 where="logical axis rules",
@@ -92,7 +96,9 @@ def rules_of_entries(
                 counts = wanted.setdefault(name, {})
                 counts[dim] = counts.get(dim, 0) + bytes_of.get(path, 1)
     pairs: list[Pair] = [
-        (n, axes) for n, counts in wanted.items() for axes in sorted(counts, key=lambda a: (-len(a), -counts[a]))
+        (n, axes)
+        for n, counts in wanted.items()
+        for axes in sorted(counts, key=lambda a: (-len(a), -counts[a]))
     ]
 
     def expressed(rules: Sequence[Pair]) -> int:
@@ -115,4 +121,3 @@ def rules_of_entries(
         if p not in names or isinstance(e, str) or linen_entry(tuple(names[p]), pairs) != e
     ]
     return pairs, missing
-

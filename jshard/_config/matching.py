@@ -173,11 +173,7 @@ def _with_stacked(
     if "**" in name:
         for i in found:
             entry, t = rule.entry, tensors[i]
-            if (
-                t.layer_axis is not None
-                and not isinstance(entry, str)
-                and len(entry) == len(t.shape) - 1
-            ):
+            if t.layer_axis is not None and not isinstance(entry, str) and len(entry) == len(t.shape) - 1:
                 found[i] = True
     return found
 
@@ -254,8 +250,8 @@ def match_outputs(
 ) -> tuple[Mapping[int, list[Claim]], list[tuple[str, Rule]]]:
     """Claims on outputs of modules and named values, best first, by number of the value; and rules that match none.
 
-    Where a rule names an element of an output with `[i]`, rules without it do not apply. The most specific rule wins. `layers.*` is each of several
-    layers, or their stack; only where there is neither is it everything in `layers`.
+    Where a rule names an element of an output with `[i]`, rules without it do not apply. The most specific rule wins.
+    `layers.*` is each of several layers, or their stack; only where there is neither is it everything in `layers`.
     """
     index = PathIndex([v.parts for v in values])
     won: dict[int, list[Claim]] = {}

@@ -138,7 +138,11 @@ def _sizes(node: Located | None) -> tuple[tuple[str, int], ...]:
     if not isinstance(node.value, Mapping):
         raise MeshError(f"mesh axes are {describe_value(node.value)}", where=node.where, fix=FORMS)
     for name, size in node.value.items():
-        if isinstance(size.value, bool) or not isinstance(size.value, int) or (size.value < 1 and size.value != -1):
+        if (
+            isinstance(size.value, bool)
+            or not isinstance(size.value, int)
+            or (size.value < 1 and size.value != -1)
+        ):
             raise MeshError(
                 f"the size of mesh axis {name!r} is {describe_value(size.value)}",
                 where=size.where,

@@ -45,6 +45,7 @@ def _facts(program: Program, tensor: int) -> dict[str, Any]:
     """Follow a tensor through what only converts, transposes or hands it on, up to the first product."""
     uses, operators = program.uses(), program.operators
     facts: dict[str, Any] = {}
+    eqn: Any
     queue = collections.deque([(tensor, tuple(range(program.tensors[tensor].ndim)))])
     seen = {tensor}
     while queue:
@@ -53,14 +54,14 @@ def _facts(program: Program, tensor: int) -> dict[str, Any]:
             op = operators[number]
             if op.eqn is not None and compat.is_backward(op.prefix, op.eqn):
                 continue
-            following, own = op.results, dims
+            following, own, eqn = op.results, dims, op.eqn
             if op.primitive == "scan_xs":
                 facts.setdefault("layer_axis", dims[0])
                 own = dims[1:]
             elif op.primitive == "transpose":
-                own = tuple(dims[d] for d in op.eqn.params["permutation"])
+                own = tuple(dims[d] for d in eqn.params["permutation"])
             elif op.primitive == "dot_general":
-                contracting = op.eqn.params["dimension_numbers"][0][k]
+                contracting = eqn.params["dimension_numbers"][0][k]
                 facts.setdefault("contracted", tuple(sorted(dims[d] for d in contracting)))
                 other = op.operands[1 - k]
                 facts.setdefault("product_with", other if isinstance(other, int) else None)
@@ -117,10 +118,9 @@ def pin_of_name(pins: dict[tuple[str, str, int], Any]) -> Callable[[Any], Any]:
         if eqn.primitive.name == "name":
             return pins.get(("name", str(eqn.params["name"]), 0))
         name = eqn.params["pin"]
-        pin = pins.get(("module", name.path, name.element))
+        pin: Any = pins.get(("module", name.path, name.element))
         for dim in name.added if pin is not None else ():
             pin = pin.batched(dim)
         return pin
 
     return find
-

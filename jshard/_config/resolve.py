@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from jshard._config.fitting import Problem, fit, problems_of
 from jshard._config.matching import Claim, Claims, is_catch_all, match, match_outputs, rule_rank
 from jshard._config.path_patterns import matches, without_numbers
-from jshard._config.record import DERIVED, ConfigRecord, Entry, Rule, entry_text
+from jshard._config.record import DERIVED, ConfigRecord, Rule, entry_text
 from jshard._config.rows import Resolution as Resolution, Row as Row
 from jshard._config.slips import slips
 from jshard._config.tensors import TensorName
@@ -63,7 +63,10 @@ def resolve(
     problems += _without_rule(record, rows, claims)
     problems += slips(rows, inner)
     problems += _unused_axes(record, [*rows, *inner, *result_rows], sizes)
-    problems += [Problem("note", record.source, n, record.source, "nothing, if it is meant", error=False) for n in record.notes]
+    problems += [
+        Problem("note", record.source, n, record.source, "nothing, if it is meant", error=False)
+        for n in record.notes
+    ]
     once = tuple(dict.fromkeys(problems))
     return Resolution(tuple(rows), tuple(inner), tuple(result_rows), once)
 
@@ -117,7 +120,10 @@ def _inner_rows(
             )
             continue
         for other in won[i][1:2]:
-            same = (section, rule_rank(rule, claim.name)) == (other.section, rule_rank(other.rule, other.name))
+            same = (section, rule_rank(rule, claim.name)) == (
+                other.section,
+                rule_rank(other.rule, other.name),
+            )
             if same and rule.entry != other.rule.entry:
                 problems.append(_tie(value, (claim, other)))
         entry = fit(claim, value)
@@ -150,7 +156,8 @@ def _unmatched(
             fix = f"[0] to [{count - 1}]" if count else f"{rule.name} without [{rule.element}]"
         elif name_parts(rule.name)[-1:] == ("weight",) and section != "torch":
             fix += "; names of torch, with [out, in] weights, go under torch:"
-        out.append(Problem("unmatched", rule.key, f"{rule.key!r} of {section} matches nothing", rule.where, fix))  # fmt: skip
+        what = f"{rule.key!r} of {section} matches nothing"
+        out.append(Problem("unmatched", rule.key, what, rule.where, fix))
     return out
 
 
@@ -176,9 +183,7 @@ def _tie(tensor: TensorName, claims: Sequence[Claim]) -> Problem:
     )
 
 
-def _double_regexes(
-    record: ConfigRecord, tensors: Sequence[TensorName], claims: Claims
-) -> list[Problem]:
+def _double_regexes(record: ConfigRecord, tensors: Sequence[TensorName], claims: Claims) -> list[Problem]:
     """Paths that two regular expressions match, where only one may (Keras' LayoutMap)."""
     if record.regex_match != "only":
         return []
@@ -186,7 +191,8 @@ def _double_regexes(
     for tensor, claim in zip(tensors, claims.of_tensor, strict=True):
         path = "/".join(tensor.inner)
         hits = [r for r in record.regexes if re.search(r.name, path)]
-        if claim is not None and claim.section == "regexes" and len(hits) > 1 and path not in [r.name for r in hits]:  # fmt: skip
+        exact = path in [r.name for r in hits]
+        if claim is not None and claim.section == "regexes" and len(hits) > 1 and not exact:
             out.append(_tie(tensor, [Claim("regexes", r, r.name) for r in hits[:2]]))
     return out
 
@@ -233,9 +239,7 @@ def _without_rule(record: ConfigRecord, rows: Sequence[Row], claims: Claims) -> 
     return out
 
 
-def _unused_axes(
-    record: ConfigRecord, rows: Sequence[Row], sizes: Mapping[str, int] | None
-) -> list[Problem]:
+def _unused_axes(record: ConfigRecord, rows: Sequence[Row], sizes: Mapping[str, int] | None) -> list[Problem]:
     """Axes of the mesh that no rule uses."""
     if not sizes or not rows or not record.rules:
         return []

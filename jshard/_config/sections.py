@@ -40,7 +40,9 @@ SETTINGS = ("mesh", "regexes", "regex_match", "optional", "unlisted", "strict", 
 TORCH_MESHES = ("ici_mesh", "dcn_mesh")
 KEYS = (*NAMED_SECTIONS, *SETTINGS, *OPTIONS)
 
-ENTRY_HELP = 'a list with one axis, list of axes, null (not cut) or "?" (derived) per dimension: [[data, fsdp], null]'
+ENTRY_HELP = (
+    'a list with one axis, list of axes, null (not cut) or "?" (derived) per dimension: [[data, fsdp], null]'
+)
 
 
 def parse(node: Located, source: str = "config", above: tuple[Path, ...] = ()) -> ConfigRecord:
@@ -271,7 +273,9 @@ def read_file(path: Path, above: tuple[Path, ...] = (), where: str = "") -> Conf
     if resolved in above:
         ring = " -> ".join(p.name for p in (*above[above.index(resolved) :], resolved))
         raise ShardError(
-            f"the file extends itself: {ring}", where=where, fix="extends: a file that does not extend this one"
+            f"the file extends itself: {ring}",
+            where=where,
+            fix="extends: a file that does not extend this one",
         )
     try:
         text = path.read_text(encoding="utf-8")

@@ -81,7 +81,9 @@ class TensorName:
         return f"{self.path}[{self.element}]" if self.elements > 1 else self.path
 
 
-def arguments(leaves: Sequence[Leaf], facts: Mapping[int, Mapping[str, Any]] | None = None) -> list[TensorName]:
+def arguments(
+    leaves: Sequence[Leaf], facts: Mapping[int, Mapping[str, Any]] | None = None
+) -> list[TensorName]:
     """The arrays of a call; `facts`: what the program says about some, fields of `TensorName` by number."""
     return [
         TensorName(leaf.path, leaf.shape, leaf.dtype, leaf.argument, **(facts or {}).get(i, {}))

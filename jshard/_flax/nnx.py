@@ -32,8 +32,8 @@ from jshard._flax.module_call import (
     record_plans,
     sharded_call,
 )
-from jshard._flax.name_scopes import module_scopes
 from jshard._flax.module_outputs import mark_output
+from jshard._flax.name_scopes import module_scopes
 from jshard._spec.flax_protocol import NNX_TOKEN, SHARD_MODULE, SHARDABLE_CALL
 from jshard._spec.options import DEFAULT_LEVEL
 

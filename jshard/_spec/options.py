@@ -34,6 +34,10 @@ class DefaultStr(str):
     """A string that is the default of an argument."""
 
 
+HBM_FRACTION = 0.9
+"""Part of a chip's memory that a plan may use unless the user sets `memory_budget`: the rest is left to the runtime,
+to fragmentation and to buffers that XLA adds."""
+
 DEFAULT_LEVEL = DefaultInt(0)
 DEFAULT_SEARCH = DefaultStr("optimal")
 DEFAULT_REPLICATION_PRICE = DefaultFloat(1000.0)

@@ -47,14 +47,17 @@ def test_maxtext_base_means_what_linen_computes() -> None:
     config = jshard.Config.from_logical_rules(rules.MAXTEXT_RULES, rules.MAXTEXT_NAMES, rules.MAXTEXT_MESH)
     ours = entries(config, {p: (8,) * len(n) for p, n in rules.MAXTEXT_NAMES.items()}, "state")
     for path, names in rules.MAXTEXT_NAMES.items():
-        theirs = nn.logical_to_mesh_axes(names, [(n, tuple(a) if isinstance(a, list) else a) for n, a in rules.MAXTEXT_RULES])
+        theirs = nn.logical_to_mesh_axes(
+            names, [(n, tuple(a) if isinstance(a, list) else a) for n, a in rules.MAXTEXT_RULES]
+        )
         assert ours[path] == padded(theirs, len(names)), path
     notes = "\n".join(config.notes)
     assert "nnx would read the rules otherwise" in notes and "rules without effect" in notes
 
 
 def test_the_text_of_a_maxtext_file() -> None:
-    text = "mesh_axes: [data, stage, fsdp, tensor]\nici_fsdp_parallelism: 4\ndcn_data_parallelism: 2\nici_pipeline_parallelism: 2\n"
+    text = "mesh_axes: [data, stage, fsdp, tensor]\nici_fsdp_parallelism: 4\ndcn_data_parallelism: 2\n"
+    text += "ici_pipeline_parallelism: 2\n"
     text += 'logical_axis_rules: [["embed", ["fsdp", "tensor"]], ["mlp", "tensor"], ["layers", "stage"]]\n'
     config = jshard.Config.from_logical_rules(text, {"w": ("layers", "mlp", "embed")})
     assert config.mesh.text == "{data: 2, stage: 2, fsdp: 4, tensor: 1}"
@@ -108,10 +111,15 @@ def match_partition_rules(pairs: Any, shapes: dict[str, tuple[int, ...]]) -> dic
     return out
 
 
-@pytest.mark.parametrize("pairs, shapes", [(rules.EASYLM_LLAMA, rules.easylm_llama(2)), (rules.EASYLM_GPTJ, rules.easylm_gptj(2))])  # fmt: skip
+@pytest.mark.parametrize(
+    "pairs, shapes",
+    [(rules.EASYLM_LLAMA, rules.easylm_llama(2)), (rules.EASYLM_GPTJ, rules.easylm_gptj(2))],
+)
 def test_easylm(pairs: Any, shapes: dict[str, tuple[int, ...]]) -> None:
     state = {f"params/{p}": s for p, s in shapes.items()}
-    state |= {f"opt_state/0/{m}/params/{p}": s for p, s in shapes.items() for m in ("mu", "nu")} | {"step": ()}
+    state |= {f"opt_state/0/{m}/params/{p}": s for p, s in shapes.items() for m in ("mu", "nu")} | {
+        "step": ()
+    }
     ours = entries(jshard.Config.from_regexes(pairs), state, "train_state")
     theirs = match_partition_rules(pairs, state)
     for path, shape in state.items():
@@ -126,7 +134,10 @@ def test_a_block_of_another_name_that_easylm_leaves_whole_is_named() -> None:
     found = resolve(config, tensors, sizes={"fsdp": 2, "mp": 2})
     caught = {p.name for p in found.problems if p.kind == "catch-all"}
     assert "p.transformer.h.0.feed_forward.fc_in.kernel" in caught
-    assert {p.name for p in found.problems if p.kind == "unmatched"} >= {"mlp/fc_in/kernel", "mlp/fc_out/kernel"}
+    assert {p.name for p in found.problems if p.kind == "unmatched"} >= {
+        "mlp/fc_in/kernel",
+        "mlp/fc_out/kernel",
+    }
 
 
 def layout_map_get(pairs: dict[str, Any], path: str) -> Any:
@@ -158,7 +169,10 @@ def test_two_expressions_of_keras_on_one_path_are_refused() -> None:
 # -- tunix, levanter ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fields, model", [(rules.TUNIX_LLAMA3, rules.tunix_llama3(2)), (rules.TUNIX_GEMMA, rules.tunix_gemma(2))])  # fmt: skip
+@pytest.mark.parametrize(
+    "fields, model",
+    [(rules.TUNIX_LLAMA3, rules.tunix_llama3(2)), (rules.TUNIX_GEMMA, rules.tunix_gemma(2))],
+)
 def test_tunix(fields: dict[str, Any], model: dict[str, tuple[str, tuple[int, ...]]]) -> None:
     ours = entries(jshard.Config.from_tunix(fields), {p: s for p, (_, s) in model.items()}, "model")
     for path, (field, shape) in model.items():

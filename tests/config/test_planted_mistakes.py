@@ -84,11 +84,16 @@ def test_a_cut_that_does_not_divide() -> None:
     report = jshard.Config.of(text()).check(tree, tokens_of())
     wrong = [p for p in report.problems if p.kind == "divides"]
     assert {p.name for p in wrong} == {"model.embed_tokens.embedding", "lm_head.kernel"}
-    assert "of size 66 in dimension 0, is not divided by 4, the size of tensor" in wrong[-1].what or wrong[0].what
+    assert (
+        "of size 66 in dimension 0, is not divided by 4, the size of tensor" in wrong[-1].what
+        or wrong[0].what
+    )
 
 
 def test_an_axis_that_no_rule_uses() -> None:
-    p = problems(text().replace("fsdp: 2", "fsdp: 2, expert: 1, idle: 1").replace("data: 2", "data: 1, spare: 2"))
+    p = problems(
+        text().replace("fsdp: 2", "fsdp: 2, expert: 1, idle: 1").replace("data: 2", "data: 1, spare: 2")
+    )
     assert p["unused axis"].name == "spare" and not p["unused axis"].error
 
 
@@ -102,7 +107,9 @@ def test_the_orientation_of_torch() -> None:
     config = text(**turned).replace("tokens: [data, null]", "tokens: [[data, fsdp], null]")
     p = problems(config)["orientation"]
     assert "tensor" in p.what and "[out, in]" in p.what and "torch:" in p.fix
-    assert "orientation" not in problems(text().replace("tokens: [data, null]", "tokens: [[data, fsdp], null]"))
+    assert "orientation" not in problems(
+        text().replace("tokens: [data, null]", "tokens: [[data, fsdp], null]")
+    )
 
 
 def test_the_experts_that_keras_leaves_whole() -> None:
@@ -122,7 +129,11 @@ def test_the_experts_that_keras_leaves_whole() -> None:
 
 
 def test_the_catch_all_of_easylm() -> None:
-    tree = {"params": {f"h.{i}": {"wq": {"kernel": jnp.zeros((8, 8))}, "new": jnp.zeros((8, 8))} for i in range(2)}}
+    tree = {
+        "params": {
+            f"h.{i}": {"wq": {"kernel": jnp.zeros((8, 8))}, "new": jnp.zeros((8, 8))} for i in range(2)
+        }
+    }
     config = MESH + 'regexes:\n  - ["wq/kernel", [fsdp, tensor]]\n  - [".*", null]\n'
     p = problems(config, tree)["catch-all"]
     assert "new" in p.name and "a rule that matches everything: 512 bytes" in p.what and p.where == "config:4"
@@ -132,12 +143,15 @@ def test_an_axis_named_twice() -> None:
     with pytest.raises(jshard.ShardError) as error:
         jshard.Config.of(text(**{"lm_head.kernel": "[tensor, [data, tensor]]"}))
     assert str(error.value) == (
-        "an entry names the axis 'tensor' 2 times\n  where: config:9\n  write instead: each mesh axis at most once in an entry"
+        "an entry names the axis 'tensor' 2 times\n  where: config:9\n"
+        "  write instead: each mesh axis at most once in an entry"
     )
 
 
 def test_warnings_in_place_of_errors() -> None:
-    config = jshard.Config.of({"mesh": {"x": 2}, "strict": False, "parameters": {"w": ["x", None], "v": [None]}})
+    config = jshard.Config.of(
+        {"mesh": {"x": 2}, "strict": False, "parameters": {"w": ["x", None], "v": [None]}}
+    )
     f32 = jax.ShapeDtypeStruct((4, 4), "float32")
     with pytest.warns(UserWarning, match="'v' of parameters matches nothing"):
         plan = jshard.shard(lambda p: p["w"] * 2, config=config).plan({"w": f32})

@@ -52,7 +52,11 @@ def test_text_dict_file_and_object_are_one(tmp_path: pathlib.Path) -> None:
         "parameters": {"w1": P(None, "tensor"), "w2": ["tensor", None]},
     }  # fmt: skip
     configs = [jshard.Config.of(v) for v in (BASE, as_dict, path, str(path))]
-    configs += [jshard.Config.load(path), jshard.Config.of(configs[0]), jshard.Config.of(configs[0].to_yaml())]
+    configs += [
+        jshard.Config.load(path),
+        jshard.Config.of(configs[0]),
+        jshard.Config.of(configs[0].to_yaml()),
+    ]
     assert all(c == configs[0] and hash(c) == hash(configs[0]) for c in configs)
     configs[0].save(tmp_path / "again.yaml")
     plans = [jshard.shard(f, config=c).plan(*args()) for c in (BASE, as_dict, path, tmp_path / "again.yaml")]
@@ -62,8 +66,14 @@ def test_text_dict_file_and_object_are_one(tmp_path: pathlib.Path) -> None:
 
 
 def test_arguments_win_over_the_file() -> None:
-    plan = jshard.shard(f, in_strategy={"x": (1, 4)}, parameter_plan={"w1": (4, 2)}, level=0, config=BASE).plan(*args())
-    assert plan.level == 0 and layouts(plan)["params.w1"] == "(tensor, data)" and layouts(plan)["x"] == "(-, tensor)"
+    plan = jshard.shard(
+        f, in_strategy={"x": (1, 4)}, parameter_plan={"w1": (4, 2)}, level=0, config=BASE
+    ).plan(*args())
+    assert (
+        plan.level == 0
+        and layouts(plan)["params.w1"] == "(tensor, data)"
+        and layouts(plan)["x"] == "(-, tensor)"
+    )
     mesh = jax.make_mesh((2, 4, 2), ("data", "tensor", "more"))
     assert jshard.shard(f, config=BASE, mesh=mesh).plan(*args()).mesh.names == ("data", "tensor", "more")
     decorated = jshard.shard(config=BASE)(f)
@@ -103,8 +113,12 @@ def test_overrides() -> None:
         "inputs.x=['?', 2]", "memory_budget=1GiB", "optional=[w9]", "unlisted=replicated",
     )  # fmt: skip
     assert got.parameters[0].text == "[[data, tensor], null]" and got.option("level") == 0
-    assert got.mesh.text == "{data: 2, tensor: 2, more: 2}" and not got.strict and got.unlisted == "replicated"
-    assert got.inputs[0].text == "['?', 2]" and got.option("memory_budget") == "1GiB" and got.optional == ("w9",)
+    assert (
+        got.mesh.text == "{data: 2, tensor: 2, more: 2}" and not got.strict and got.unlisted == "replicated"
+    )
+    assert (
+        got.inputs[0].text == "['?', 2]" and got.option("memory_budget") == "1GiB" and got.optional == ("w9",)
+    )
     assert got.override("strict=true", "unlisted=derived").strict and config == jshard.Config.of(BASE)
     assert layouts(jshard.shard(f, config=got).plan(*args()))["params.w1"] == "(data*tensor, -)"
 
@@ -127,21 +141,40 @@ def test_forms_of_meshes() -> None:
 
 
 def test_pieces_and_derived_dimensions() -> None:
-    config = {"mesh": {"a": 2, "b": 2}, "parameters": {"w1": [4, 1], "w2": ["?", "a"]}, "outputs": {"result": "full_batch"}}
+    config = {
+        "mesh": {"a": 2, "b": 2},
+        "parameters": {"w1": [4, 1], "w2": ["?", "a"]},
+        "outputs": {"result": "full_batch"},
+    }
     plan = jshard.shard(f, config=config).plan(*args())
     assert layouts(plan)["params.w1"] == "(a*b, -)" and layouts(plan)["params.w2"].endswith(", a)")
     assert str(plan.outputs[0].layout) == "(-, -)" and plan.outputs[0].pinned
 
 
 WRONG = [
-    ("[1, 2]", "a configuration is a map from sections to rules, not a list", "config:1", "parameters: {lm_head"),
+    (
+        "[1, 2]",
+        "a configuration is a map from sections to rules, not a list",
+        "config:1",
+        "parameters: {lm_head",
+    ),
     ("level: 7", "level=7 is not a level", "config:1", "0 (compute"),
     ("mesh: {a: 2}\nparamters: {w: [a]}", "'paramters' is no section", "config:2", "'parameters'"),
     ("parameters: {w: 3}", "an entry is an int, 3", "config:1", "[[data, fsdp], null]"),
     ("parameters: {w: data}", "an entry is a str, 'data'", "config:1", "here [data]"),
     ("parameters:\n  w: [2.5]", "a dimension is a float, 2.5", "config:2", "a list with one axis"),
-    ("parameters:\n  w: [a, 2]", "mixes numbers of pieces with mesh axes", "config:2", "[4, 1] or [data, null]"),
-    ("parameters:\n  w: [a]\n  w: [b]", "the name 'w' is there twice", "config:3 and config:2", "one of the two"),
+    (
+        "parameters:\n  w: [a, 2]",
+        "mixes numbers of pieces with mesh axes",
+        "config:2",
+        "[4, 1] or [data, null]",
+    ),
+    (
+        "parameters:\n  w: [a]\n  w: [b]",
+        "the name 'w' is there twice",
+        "config:3 and config:2",
+        "one of the two",
+    ),
     ("parameters:\n  **.w: [a]", "this is not YAML", "config:2", "stands in quotes"),
     ("a: !!python/object/apply:os.system ['true']", "is not plain YAML", "config:1", "numbers, strings"),
     ("a: &x [*x]", "a value contains itself", "config:1", "written out"),
@@ -234,4 +267,7 @@ except jshard.ShardError as error:
     print(error.fix)
 """
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert run.stdout.split("\n")[:2] == ["True", "pip install 'jshard[config]', or give the configuration as a dict"], run.stderr
+    assert run.stdout.split("\n")[:2] == [
+        "True",
+        "pip install 'jshard[config]', or give the configuration as a dict",
+    ], run.stderr

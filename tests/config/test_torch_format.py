@@ -22,18 +22,36 @@ LINES = {
     "llama": [
         ("lm_head.weight", "[tensor, fsdp]", "model.lm_head.kernel", "(fsdp, tensor)"),
         ("model.embed_tokens.weight", "[fsdp, null]", "model.model.embed_tokens.embedding", "(fsdp, -)"),
-        ("model.layers.*.self_attn.q_proj.weight", "[[tensor, data], fsdp]", "model.model.layers.0.self_attn.q_proj.kernel", "(fsdp, tensor*data)"),
-        ("model.layers.*.input_layernorm.weight", "[fsdp]", "model.model.layers.0.input_layernorm.scale", "(fsdp)"),
+        (
+            "model.layers.*.self_attn.q_proj.weight", "[[tensor, data], fsdp]",
+            "model.model.layers.0.self_attn.q_proj.kernel", "(fsdp, tensor*data)",
+        ),
+        (
+            "model.layers.*.input_layernorm.weight", "[fsdp]",
+            "model.model.layers.0.input_layernorm.scale", "(fsdp)",
+        ),
         ("lm_head", "[[data, fsdp], null, tensor]", "Decoder/lm_head", "(data*fsdp, -, tensor)"),
         ("model.layers.*", "[[data, fsdp], null, null]", "Decoder/model/layers.0", "(data*fsdp, -, -)"),
         ("''", "[[data, fsdp], null, null]", "Decoder", "(data*fsdp, -, -)"),
     ],
     "mixtral": [
-        ("model.layers.*.block_sparse_moe.experts.w1", "[null, null, fsdp]", "model.model.layers.0.block_sparse_moe.experts.w1", "(-, -, fsdp)"),
-        ("model.layers.*.block_sparse_moe.gate.weight", "[null, fsdp]", "model.model.layers.0.block_sparse_moe.gate.kernel", "(fsdp, -)"),
+        (
+            "model.layers.*.block_sparse_moe.experts.w1", "[null, null, fsdp]",
+            "model.model.layers.0.block_sparse_moe.experts.w1", "(-, -, fsdp)",
+        ),
+        (
+            "model.layers.*.block_sparse_moe.gate.weight", "[null, fsdp]",
+            "model.model.layers.0.block_sparse_moe.gate.kernel", "(fsdp, -)",
+        ),
         ("model.layers.*[0]", "[[data, fsdp], null, null]", "Decoder/model/layers.0", "(data*fsdp, -, -)"),
-        ("model.layers.*.block_sparse_moe[0]", "[data, null, tensor]", "Decoder/model/layers.0/block_sparse_moe", "(data, -, tensor)"),
-        ("model.layers.*.self_attn", "[data, tensor, null]", "Decoder/model/layers.0/self_attn", "(data, tensor, -)"),
+        (
+            "model.layers.*.block_sparse_moe[0]", "[data, null, tensor]",
+            "Decoder/model/layers.0/block_sparse_moe", "(data, -, tensor)",
+        ),
+        (
+            "model.layers.*.self_attn", "[data, tensor, null]",
+            "Decoder/model/layers.0/self_attn", "(data, tensor, -)",
+        ),
     ],
 }  # fmt: skip
 
@@ -72,7 +90,9 @@ def test_every_line_in_the_compiled_program(family: str, as_override: bool) -> N
 
 
 def test_the_compiled_program_has_the_shardings_of_parameters() -> None:
-    config = jshard.Config.of(MESH).override("lm_head.weight=[tensor, fsdp]", "model.layers.*.mlp.up_proj.weight=[tensor, null]")
+    config = jshard.Config.of(MESH).override(
+        "lm_head.weight=[tensor, fsdp]", "model.layers.*.mlp.up_proj.weight=[tensor, null]"
+    )
     model, tokens = small("llama"), tokens_of(vocab=32)
     compiled = jshard.shard(call, config=config).lower(model, tokens).compile()
     specs = [s.spec for s in jax.tree.leaves(compiled.input_shardings) if hasattr(s, "spec")]
@@ -80,7 +100,9 @@ def test_the_compiled_program_has_the_shardings_of_parameters() -> None:
 
 
 def test_a_name_and_its_elements_do_not_mix() -> None:
-    config = jshard.Config.of(MESH | {"model.layers.*": ["data", None, None], "model.layers.*[1]": ["data", None, None]})
+    config = jshard.Config.of(
+        MESH | {"model.layers.*": ["data", None, None], "model.layers.*[1]": ["data", None, None]}
+    )
     report = config.check(small("mixtral"), tokens_of(vocab=32))
     assert [(p.kind, p.name) for p in report.errors] == [("unmatched", "model.layers.*")]
     config = jshard.Config.of(MESH | {"model.layers.*": ["data", None, None]})
@@ -100,7 +122,11 @@ def test_meshes_of_torchprime() -> None:
     text = "lm_head.weight: [fsdp, null]\nici_mesh: {data: 1, fsdp: 4, tensor: 1}\ndcn_mesh: {data: 2, fsdp: 1}\n"
     config = jshard.Config.of(text)
     assert config.mesh.sizes == {"data": 2, "fsdp": 4, "tensor": 1}
-    assert config.override("ici_mesh.fsdp=2", "ici_mesh.tensor=2").mesh.sizes == {"data": 2, "fsdp": 2, "tensor": 2}
+    assert config.override("ici_mesh.fsdp=2", "ici_mesh.tensor=2").mesh.sizes == {
+        "data": 2,
+        "fsdp": 2,
+        "tensor": 2,
+    }
 
 
 def test_heads_that_flax_keeps_as_dimensions() -> None:
@@ -114,7 +140,9 @@ def test_heads_that_flax_keeps_as_dimensions() -> None:
             q = nn.DenseGeneral((4, 8), use_bias=False, name="q_proj")(x)
             return nn.DenseGeneral(16, axis=(-2, -1), use_bias=False, name="o_proj")(q)
 
-    config = jshard.Config.of(MESH | {"q_proj.weight": ["tensor", "fsdp"], "o_proj.weight": ["fsdp", "tensor"]})
+    config = jshard.Config.of(
+        MESH | {"q_proj.weight": ["tensor", "fsdp"], "o_proj.weight": ["fsdp", "tensor"]}
+    )
     x = jnp.ones((8, 16))
     variables = Block().init(jax.random.key(0), x)
     report = config.check(Block(), variables, x)

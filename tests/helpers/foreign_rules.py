@@ -29,7 +29,10 @@ _EMBED = [
 MAXTEXT_RULES: list[list[Any]] = [
     ["mlp", ["fsdp_transpose", "tensor", "tensor_sequence", "autoregressive"]],
     ["mlp_no_fsdp", ["tensor", "tensor_sequence", "autoregressive"]],
-    *[[n, "tensor tensor_transpose tensor_sequence autoregressive".split()] for n in ("vocab", "heads", "q_heads", "kv_heads")],
+    *[
+        [n, "tensor tensor_transpose tensor_sequence autoregressive".split()]
+        for n in ("vocab", "heads", "q_heads", "kv_heads")
+    ],
     *[["embed", [*e.split(), "expert"]] for e in _EMBED],
     *[["embed_no_exp", e.split()] for e in _EMBED],
     ["embed_tensor_transpose", ["tensor_transpose"]],
@@ -82,11 +85,18 @@ EASYLM_GPTJ = (
 
 def easylm_llama(layers: int) -> dict[str, tuple[int, ...]]:
     """Shapes of EasyLM's Llama by path."""
-    out = {"transformer/wte/embedding": (64, 16), "transformer/ln_f/kernel": (16,), "lm_head/kernel": (16, 64)}
+    out = {
+        "transformer/wte/embedding": (64, 16),
+        "transformer/ln_f/kernel": (16,),
+        "lm_head/kernel": (16, 64),
+    }
     for i in range(layers):
         at = f"transformer/h/{i}"
         out |= {f"{at}/attention/{n}/kernel": (16, 16) for n in ("wq", "wk", "wv", "wo")}
-        out |= {f"{at}/feed_forward/{n}/kernel": s for n, s in (("w1", (16, 32)), ("w2", (32, 16)), ("w3", (16, 32)))}
+        out |= {
+            f"{at}/feed_forward/{n}/kernel": s
+            for n, s in (("w1", (16, 32)), ("w2", (32, 16)), ("w3", (16, 32)))
+        }
         out |= {f"{at}/{n}/kernel": (16,) for n in ("attention_norm", "ffn_norm")}
     return out
 
@@ -98,7 +108,11 @@ def easylm_gptj(layers: int) -> dict[str, tuple[int, ...]]:
     for i in range(layers):
         at = f"transformer/h/{i}"
         out |= {f"{at}/attn/{n}/kernel": (16, 16) for n in ("q_proj", "k_proj", "v_proj", "out_proj")}
-        out |= {f"{at}/mlp/fc_in/kernel": (16, 64), f"{at}/mlp/fc_in/bias": (64,), f"{at}/mlp/fc_out/kernel": (64, 16)}
+        out |= {
+            f"{at}/mlp/fc_in/kernel": (16, 64),
+            f"{at}/mlp/fc_in/bias": (64,),
+            f"{at}/mlp/fc_out/kernel": (64, 16),
+        }
         out |= {f"{at}/mlp/fc_out/bias": (16,)} | {f"{at}/ln_1/{n}": (16,) for n in ("scale", "bias")}
     return out
 
@@ -128,7 +142,10 @@ def keras_decoder(layers: int, experts: int = 0) -> dict[str, tuple[int, ...]]:
     for i in range(layers):
         at = f"transformer_layer_{i}"
         out |= {f"{at}/self_attention/{n}/kernel": (16, 4, 8) for n in ("query", "key", "value")}
-        out |= {f"{at}/self_attention/attention_output/kernel": (4, 8, 16), f"{at}/self_attention_layernorm/scale": (16,)}
+        out |= {
+            f"{at}/self_attention/attention_output/kernel": (4, 8, 16),
+            f"{at}/self_attention_layernorm/scale": (16,),
+        }
         if experts:
             bank = f"{at}/experts/expert_feedforward"
             out |= {f"{bank}_gate_dense": (experts, 16, 64), f"{bank}_output_dense": (experts, 32, 16)}
@@ -167,7 +184,9 @@ def tunix_llama3(layers: int) -> dict[str, tuple[str, tuple[int, ...]]]:
         out[f"{at}.attn.o_proj.w"] = ("o_weight_nhd", (4, 8, 16))
         out |= {f"{at}.mlp.{n}_proj.kernel": ("ffw_weight_df", (16, 32)) for n in ("gate", "up")}
         out[f"{at}.mlp.down_proj.kernel"] = ("ffw_weight_fd", (32, 16))
-        out |= {f"{at}.{n}.w": ("rms_norm_weight", (16,)) for n in ("input_layernorm", "post_attention_layernorm")}
+        out |= {
+            f"{at}.{n}.w": ("rms_norm_weight", (16,)) for n in ("input_layernorm", "post_attention_layernorm")
+        }
     return out
 
 
