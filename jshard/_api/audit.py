@@ -14,7 +14,7 @@ from jshard._core.errors import ShardError
 if TYPE_CHECKING:
     from jshard._api.plan import Plan
     from jshard._config.audit_report import AuditReport, Figures, WholeTensor
-    from jshard._config.record import ConfigRecord
+    from jshard._config.config_record import ConfigRecord
 
 
 def audit(fn: Any, config: Any, *args: Any, each_rule: bool = False, **kwargs: Any) -> AuditReport:
@@ -123,9 +123,9 @@ def _figures(plan: Plan) -> Figures:
 def _whole(file: Plan, search: Plan) -> tuple[WholeTensor, ...]:
     """Arguments that the file's plan cuts nowhere, by class, the largest first."""
     from jshard._config.audit_report import WholeTensor
+    from jshard._config.config_record import entry_text
     from jshard._config.export import entry_of
     from jshard._config.path_patterns import without_numbers
-    from jshard._config.record import entry_text
     from jshard._spec.parameter_plan import name_parts
 
     searched: Mapping[str, Any] = {r.path: r for r in search.inputs}

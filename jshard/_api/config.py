@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jshard._config.record import ConfigRecord
+from jshard._config.config_record import ConfigRecord
 from jshard._core.argument_checks import checked
 
 

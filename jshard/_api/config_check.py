@@ -12,8 +12,8 @@ import jax
 from jshard._api.config_pins import match_report
 from jshard._api.shard import Sharded, shard
 from jshard._api.shard_request import ShardRequest
+from jshard._config.config_record import ConfigRecord
 from jshard._config.match_report import MatchReport
-from jshard._config.record import ConfigRecord
 from jshard._core.errors import ShardError
 from jshard._core.messages import type_with_article
 

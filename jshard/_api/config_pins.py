@@ -14,10 +14,10 @@ from jshard._api.call_pins import with_partitioning_metadata
 from jshard._api.machine import requested_mesh
 from jshard._api.shard_request import ShardRequest
 from jshard._api.trace_call import TracedArguments, build_program, trace_on_shapes
+from jshard._config.config_record import ConfigRecord
 from jshard._config.fitting import is_word, pin_of
 from jshard._config.match_report import MatchReport, enforce
 from jshard._config.program_facts import facts_of_arguments, named_values, pin_of_name
-from jshard._config.record import ConfigRecord
 from jshard._config.resolve import Resolution, Row, resolve
 from jshard._config.tensors import TensorName, arguments
 from jshard._program.graph import Program

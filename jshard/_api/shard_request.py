@@ -20,7 +20,7 @@ import jax
 
 from jshard._api.call_state import View
 from jshard._api.plan import Plan
-from jshard._config.record import ConfigRecord
+from jshard._config.config_record import ConfigRecord
 from jshard._spec.options import CallOptions, PlanOptions
 from jshard._spec.tree_paths import Leaf, argument_names
 

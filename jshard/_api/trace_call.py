@@ -19,7 +19,7 @@ from jax.sharding import AxisType
 from jshard import _jaxcompat as compat
 from jshard._api.call_state import refuse_captured_writes, refuse_refs
 from jshard._api.machine import requested_mesh
-from jshard._api.module_outputs import with_marked_outputs
+from jshard._api.named_outputs import with_marked_outputs
 from jshard._api.shard_request import ShardRequest, named_traced_arguments, static_values, traced_arguments
 from jshard._core.errors import NestedShardError, ShardError
 from jshard._memory.list_scheduling import reorder_for_memory

@@ -17,8 +17,8 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from jshard._config.config_record import ConfigRecord
 from jshard._config.mesh_section import build_mesh
-from jshard._config.record import ConfigRecord
 from jshard._config.source import read_config
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from jshard._config.config_record import ConfigRecord, Entry, MeshSection, Rule
 from jshard._config.fewest_rules import fewest_result_rules, fewest_rules
-from jshard._config.record import ConfigRecord, Entry, MeshSection, Rule
 from jshard._config.tensors import TensorName
 from jshard._core.layout import Layout, MeshAxes
 from jshard._plan.record import PlanRecord

@@ -7,11 +7,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jshard._config.config_record import Entry
 from jshard._config.export import entry_of, tensor_of
 from jshard._config.fewest_rules import fewest_rules
 from jshard._config.logical_rules import rules_of_entries
 from jshard._config.path_patterns import expand, specificity
-from jshard._config.record import Entry
 from jshard._config.tensors import TensorName
 from jshard._core.errors import ShardError
 from jshard._core.messages import suggest

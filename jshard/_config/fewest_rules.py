@@ -20,10 +20,10 @@ from __future__ import annotations
 import collections
 from collections.abc import Mapping, Sequence
 
+from jshard._config.config_record import ConfigRecord, Entry, Rule
 from jshard._config.fitting import Problem, fit
 from jshard._config.matching import match, match_outputs
 from jshard._config.path_patterns import without_numbers
-from jshard._config.record import ConfigRecord, Entry, Rule
 from jshard._config.tensors import TensorName, is_state, mirrors
 
 

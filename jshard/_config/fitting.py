@@ -18,8 +18,8 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
+from jshard._config.config_record import DERIVED, WHOLE, WORDS, Entry, Rule, entry_text
 from jshard._config.matching import Claim
-from jshard._config.record import DERIVED, WHOLE, WORDS, Entry, Rule, entry_text
 from jshard._config.tensors import TensorName
 from jshard._core.messages import count_of, suggest
 from jshard._spec.entry import Pin, parse_entry

@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
+from jshard._config.config_record import ConfigRecord, Entry, MeshSection, Rule
 from jshard._config.fewest_rules import fewest_rules
-from jshard._config.record import ConfigRecord, Entry, MeshSection, Rule
 from jshard._config.sections import parse_entry_of, parse_value
 from jshard._config.tensors import TensorName
 from jshard._config.yaml_reader import locate

@@ -15,9 +15,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jshard._config.config_record import ConfigRecord
 from jshard._config.foreign_rules import from_names, logical_names
 from jshard._config.logical_rules import Names, Pair, linen_entry, nnx_entry, pairs_of
-from jshard._config.record import ConfigRecord
 from jshard._config.yaml_reader import Located, read_yaml
 from jshard._core.errors import ShardError
 from jshard._core.messages import abbreviate, suggest

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jshard._config.record import Entry
+from jshard._config.config_record import Entry
 from jshard._core.errors import ShardError
 from jshard._core.messages import describe_value
 

@@ -16,8 +16,8 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from jshard._config.config_record import ConfigRecord, Rule
 from jshard._config.path_patterns import PathIndex, expand, is_glob, specificity
-from jshard._config.record import ConfigRecord, Rule
 from jshard._config.tensors import TensorName, mirrors
 from jshard._spec.parameter_plan import name_parts
 

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jshard._config.record import MeshSection
+from jshard._config.config_record import MeshSection
 from jshard._config.yaml_reader import Located
 from jshard._core.errors import MeshError
 from jshard._core.messages import describe_value, suggest

@@ -21,8 +21,8 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
+from jshard._config.config_record import DERIVED, WHOLE, WORDS, ConfigRecord, Dimension, Entry, Rule
 from jshard._config.mesh_section import parse_mesh
-from jshard._config.record import DERIVED, WHOLE, WORDS, ConfigRecord, Dimension, Entry, Rule
 from jshard._config.yaml_reader import Located, locate, read_yaml
 from jshard._core.errors import ShardError
 from jshard._core.messages import describe_value, suggest, type_with_article

@@ -4,7 +4,7 @@ Both rest on the traced products, not on names: the matrices that multiply one v
 up) are usually cut alike, and an axis that does not cut the batch usually cuts the outputs of the matrix that widens
 and the inputs of the one that narrows (Megatron; Shoeybi et al. 2019), so that one sum per pair is enough.
 
->>> from jshard._config.record import Rule
+>>> from jshard._config.config_record import Rule
 >>> def row(name, shape, *dims, reads=1):
 ...     t = TensorName(name, shape, "float32", "p", contracted=(0,), product_with=reads)
 ...     return Row(t, dims, "rule", "parameters", Rule(name, dims, "f.yaml:2"))
@@ -20,10 +20,10 @@ from __future__ import annotations
 import collections
 from collections.abc import Sequence
 
+from jshard._config.config_record import entry_text
 from jshard._config.fitting import Problem
 from jshard._config.path_patterns import without_numbers
-from jshard._config.record import entry_text
-from jshard._config.rows import Row
+from jshard._config.resolution import Row
 from jshard._config.tensors import TensorName as TensorName
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jshard._config.record import RULE_SECTIONS, ConfigRecord, MeshSection, Rule
+from jshard._config.config_record import RULE_SECTIONS, ConfigRecord, MeshSection, Rule
 from jshard._config.sections import (
     KEYS,
     NAMED_SECTIONS,

@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from jshard._config.record import ConfigRecord, Rule
+from jshard._config.config_record import ConfigRecord, Rule
 
 
 def to_yaml(record: ConfigRecord) -> str:

@@ -13,10 +13,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jshard
+from jshard._config.config_record import ConfigRecord
 from jshard._config.export_rules import regexes
 from jshard._config.fewest_rules import fewest_rules
 from jshard._config.path_patterns import without_numbers
-from jshard._config.record import ConfigRecord
 from jshard._config.resolve import resolve
 from jshard._config.tensors import TensorName
 

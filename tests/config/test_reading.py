@@ -256,7 +256,7 @@ sys.modules["yaml"] = None
 sys.modules["flax"] = None
 import jshard
 own = [m for m in sys.modules if m.startswith("jshard._config.")]
-assert own == ["jshard._config.record"], own
+assert own == ["jshard._config.config_record"], own
 config = jshard.Config.of({"mesh": {"x": 1}, "parameters": {"w": ["x", None]}})
 assert "w: [x, null]" in config.to_yaml()
 del sys.modules["flax"]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from jshard._config.config_record import Entry, Rule
 from jshard._config.fitting import Problem
-from jshard._config.record import Entry, Rule
 from jshard._config.tensors import TensorName
 
 
