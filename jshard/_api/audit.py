@@ -39,6 +39,7 @@ def audit(fn: Any, config: Any, *args: Any, each_rule: bool = False, **kwargs: A
     from jshard._api.config_check import callable_of, check
     from jshard._api.shard import shard
     from jshard._config.audit_report import AuditReport, RuleCost
+    from jshard._config.config_record import DERIVED
     from jshard._config.source import read_config
 
     record = read_config(config)
@@ -68,8 +69,10 @@ def audit(fn: Any, config: Any, *args: Any, each_rule: bool = False, **kwargs: A
     costs = []
     for section in ("parameters", "torch", "activations", "regexes") if each_rule else ():
         for rule in getattr(quiet, section):
-            rest = tuple(r for r in getattr(quiet, section) if r is not rule)
-            other = planned(dataclasses.replace(quiet, **{section: rest}))
+            freed = tuple(
+                dataclasses.replace(r, entry=DERIVED) if r is rule else r for r in getattr(quiet, section)
+            )
+            other = planned(dataclasses.replace(quiet, **{section: freed}))
             saved = _step(file) - _step(other), file.cost.peak_bytes - other.cost.peak_bytes
             costs.append(RuleCost(rule.key, rule.where, *saved))
     return AuditReport(
