@@ -116,7 +116,8 @@ def _shadowed(
     out: dict[int, tuple[str, Rule, Rule]] = {}
     for own, winner in zip(claims, winners, strict=True):
         for c in own:
-            if winner is not None and id(c.rule) not in won:
+            everything = c.section == "regexes" and is_catch_all(c.rule)
+            if winner is not None and id(c.rule) not in won and not everything:
                 out.setdefault(id(c.rule), (c.section, c.rule, winner.rule))
     return tuple(out.values())
 

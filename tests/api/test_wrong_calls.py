@@ -60,8 +60,8 @@ class Row:
 
 
 OPTIONS = (
-    "its arguments: in_strategy, out_strategy, parameter_plan, device, level, config, mesh, hardware, memory_budget, search, "
-    "plan, strict, static_argnums, static_argnames, donate_argnums, donate_argnames, replication_price"
+    "its arguments: in_strategy, out_strategy, parameter_plan, device, level, config, mesh, hardware, memory_budget, "
+    "search, plan, strict, static_argnums, static_argnames, donate_argnums, donate_argnames, replication_price"
 )
 NEAR = f"'in_strategy' or 'out_strategy' ({OPTIONS})"
 SWEEP = "(of sweep: mesh, level, hardware, batch, memory_budget, search, device, show_progress; of fn: x, w)"
