@@ -162,7 +162,7 @@ def page(rows: list[dict[str, Any]]) -> str:
         f"Written by `python -m benchmarks.quality.audit`: SGD steps in bfloat16 on {BATCH} x {LENGTH} tokens, no"
         " rematerialisation, no memory limit; full width, few layers. Predictions of the model, not measurements.",
         "",
-        "| rules | machine | layers | step: file, search | peak: file, search | whole on every device | named in the check |",
+        "| rules | machine | layers | step: file, search | peak: file, search | whole on every device | in the check |",
         "|---|---|---|---|---|---|---|",
     ]
     for r in rows:
