@@ -60,7 +60,8 @@ class CallPins:
 def pins_of_arguments(request: ShardRequest, call: TracedArguments, count: int) -> tuple[Pin | None, ...]:
     """One pin (or None) per argument leaf: `in_strategy` and `parameter_plan`, else partitioning metadata.
 
-    `count`: how many positional arguments the call has, static ones included.
+    `count`: how many positional arguments the call has, static ones included. With a configuration, metadata waits until
+    its rules are known (`config_pins.py`).
     """
     in_strategy = without_static(
         request.in_strategy, argument_names(request.fn, count), tuple(request.statics[1])
@@ -72,6 +73,13 @@ def pins_of_arguments(request: ShardRequest, call: TracedArguments, count: int) 
         *call.user_view, in_strategy, plan, names=call.names, strict=request.options.strict,
         devices=num_devices(request, call.placement),
     )  # fmt: skip
+    return pins if request.config is not None else with_partitioning_metadata(request, call, pins)
+
+
+def with_partitioning_metadata(
+    request: ShardRequest, call: TracedArguments, pins: Sequence[Pin | None]
+) -> tuple[Pin | None, ...]:
+    """The pins of arguments, completed by partitioning metadata."""
     mesh = request.mesh if request.mesh is not None else compat.context_mesh()
     return with_metadata(pins, *call.user_view, call.names, mesh)
 

@@ -26,11 +26,7 @@ from jshard._spec.mesh_selection import (
     choose_mesh,
     mesh_device_count,
 )
-
-
-HBM_FRACTION = 0.9
-"""Part of a chip's memory that a plan may use unless the user sets `memory_budget`: the rest is left to the runtime,
-to fragmentation and to buffers that XLA adds."""
+from jshard._spec.options import HBM_FRACTION
 
 
 def requested_mesh(request: ShardRequest, argument_mesh: JaxMesh | None = None) -> Any:

@@ -30,6 +30,7 @@ from jshard._schedule.schedule import Schedule
 
 
 if TYPE_CHECKING:
+    from jshard._api.config import Config
     from jshard._report.alternatives import Why
     from jshard._report.diff import Difference, WhatIf
     from jshard._report.step_figures import StepFigures
@@ -181,6 +182,45 @@ class Plan(PlanRecord):
         from jshard._report.step_figures import step_figures
 
         return step_figures(self, tokens, examples, price)
+
+    @checked
+    def to_config(self, machine: str = "") -> Config:
+        """The layouts of arguments and results as a configuration: the fewest rules that give exactly these.
+
+        >>> import jax, jax.numpy as jnp, jshard
+        >>> f = jshard.shard(lambda p, x: x @ p["w"], in_strategy={"x": (4, 1)})
+        >>> f32 = lambda *shape: jax.ShapeDtypeStruct(shape, "float32")
+        >>> print(f.plan({"w": f32(8, 4)}, f32(16, 8)).to_config().parameters[0].key)
+        w
+
+        `machine`: the name of a machine that is not attached, as for `jshard.topology`, which a plan does not know.
+        """
+        from jshard._api.config import config_of_plan
+
+        return config_of_plan(self, machine)
+
+    @checked
+    def to_rules(self, form: str, names: Any = None) -> str:
+        """The layouts of the arguments as rules of other libraries, as Python text.
+
+        >>> import jax, jshard
+        >>> plan = jshard.shard(lambda p: p["w"] * 2, in_strategy=({"w": (2, 1)},)).plan({"w": jax.numpy.ones((4, 4))})
+        >>> print(plan.to_rules("regexes"))
+        from jax.sharding import PartitionSpec as P
+        <BLANKLINE>
+        PARTITION_RULES = (
+            (r"(^|/)w$", P("x")),
+        )
+        <BLANKLINE>
+
+        - `form`: "regexes", of which the first that matches holds (EasyLM, scalax); "specs", a pytree of
+            `PartitionSpec`s; "logical", pairs of a logical axis and mesh axes (MaxText, Flax), with the tensors that no
+            such pairs give in comments.
+        - `names`: for "logical", the logical axes of each argument by path.
+        """
+        from jshard._config.export_rules import rules_text
+
+        return rules_text(self, form, names)
 
     @checked
     def diff(self, other: Plan) -> Difference:

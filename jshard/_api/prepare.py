@@ -110,11 +110,18 @@ def _plan_traced(
 ) -> PlannedCall:
     """The planned call of a traced function; `explicit_mesh`: the mesh with Explicit axes of the trace, if any."""
     donated = donated_leaves(request, call.args, call.kwargs, call.names)
-    traced = build_program(request, call, jax_traced, explicit_mesh, donated)
+    rules = None
+    if request.config is not None:
+        from jshard._api.config_pins import call_rules  # here, so that `import jshard` stays light
+
+        rules = call_rules(request, call, jax_traced)
+    traced = build_program(request, call, jax_traced, explicit_mesh, donated, rules and rules.pin_of_name)
     program = traced.program
     in_tree, out_tree = jax.tree.structure(call.user_view), jax.tree.structure(traced.result)
     in_leaves = jax.tree.leaves(call.shapes)
     out_pins = pins_of_results(request, call, traced)
+    if rules is not None:
+        in_pins, out_pins = rules.complete(request, call, program, in_pins, out_pins)
     ties = find_state_ties(program, in_leaves, in_tree, traced.avals, out_tree, donated, out_pins)
     pins = collect_pins(request, call, traced, in_pins, out_pins)
 

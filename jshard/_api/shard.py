@@ -31,7 +31,15 @@ from jshard._core.argument_checks import check_call, checked
 from jshard._core.errors import ArgumentError, MeshError, NestedShardError, ShardError
 from jshard._core.messages import describe_value
 from jshard._report.progress import progress, search_status
-from jshard._spec.options import check_call_options, check_function, check_options, flax_entry_point
+from jshard._spec.options import (
+    DEFAULT_LEVEL,
+    DEFAULT_REPLICATION_PRICE,
+    DEFAULT_SEARCH,
+    check_call_options,
+    check_function,
+    check_options,
+    flax_entry_point,
+)
 
 
 CALLBACK_PRIMITIVES = frozenset(("pure_callback", "io_callback", "debug_callback", "debug_print"))
@@ -46,19 +54,20 @@ def shard(
     out_strategy: Any = None,
     parameter_plan: Any = None,
     device: str | None = None,
-    level: int = 0,
+    level: int = DEFAULT_LEVEL,
     *,
+    config: Any = None,
     mesh: Any = None,
     hardware: Any = None,
     memory_budget: int | str | None = None,
-    search: str = "optimal",
+    search: str = DEFAULT_SEARCH,
     plan: Plan | None = None,
-    strict: bool = False,
+    strict: bool | None = None,
     static_argnums: Any = None,
     static_argnames: Any = None,
     donate_argnums: Any = None,
     donate_argnames: Any = None,
-    replication_price: float = 1000.0,
+    replication_price: float = DEFAULT_REPLICATION_PRICE,
 ) -> Any:
     """Plan a function from a few strategies and run it sharded.
 
@@ -79,6 +88,8 @@ def shard(
     - `device`: `"tpu"`, `"gpu"` or `"cpu"`; default: JAX's default backend.
     - `level`: what the search minimises: 0 communication and redundant compute, 1 peak memory (then step time, among
         the plans found at the least peak), 2 step time.
+    - `config`: a configuration, for what other arguments leave open: the path of a YAML file, YAML text, a dict or a
+        `Config`.
     - `mesh`: a `Mesh`, `AbstractMesh` or `topology(...)`; `"auto"` compares the meshes that the strategies allow on
         the local devices, `"auto:4"` on four of them, `"auto:v5e:4x4"` on a named machine; default: the mesh in
         context, else one inferred from the strategies.
@@ -86,7 +97,8 @@ def shard(
     - `memory_budget`: bytes per device, or text such as `"14GiB"`; default: 90% of the chip's memory, none on CPU.
     - `search`: `"optimal"` or `"propagation"` (MindSpore's algorithm).
     - `plan`: a `Plan` to use instead of searching.
-    - `strict`: whether names in `parameter_plan` that match nothing are an error instead of a warning.
+    - `strict`: whether names that match nothing are an error instead of a warning; default: those of a `config` are,
+        those of `parameter_plan` are not.
     - `static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames`: as in `jax.jit`.
     - `replication_price`: at levels 0 and 2, the factor on the seconds that devices spend on products which other
         devices compute as well; 0: they count no more than their time.
@@ -98,8 +110,10 @@ def shard(
         in_strategy=in_strategy, out_strategy=out_strategy, parameter_plan=parameter_plan, device=device, level=level,
         mesh=mesh, hardware=hardware, memory_budget=memory_budget, search=search, plan=plan, strict=strict,
         static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums,
-        donate_argnames=donate_argnames, replication_price=replication_price,
+        donate_argnames=donate_argnames, replication_price=replication_price, config=config,
     )  # fmt: skip
+    if config is not None and (fn is None or flax_entry_point(fn) is None):
+        return _shard_by_config(fn, options)
     plan_options = check_options(
         level=level,
         device=device,
@@ -139,6 +153,16 @@ def shard(
             fn, name, in_strategy, out_strategy, parameter_plan, plan_options, call_options, mesh, plan
         )
     )
+
+
+def _shard_by_config(fn: Callable[..., Any] | None, options: Mapping[str, Any]) -> Any:
+    """`shard` with a configuration: its options where the arguments are the defaults, its mesh, its rules."""
+    from jshard._config.apply import options_and_rules  # here, so that `import jshard` stays light
+
+    if fn is None:
+        return functools.partial(shard, **options)
+    own, record = options_and_rules(options, inspect.signature(shard))
+    return Sharded(dataclasses.replace(shard(fn, **own).request, config=record))
 
 
 class Sharded:

@@ -20,6 +20,7 @@ import jax
 
 from jshard._api.call_state import View
 from jshard._api.plan import Plan
+from jshard._config.config_record import ConfigRecord
 from jshard._core.jax_types import Function, PyTree
 from jshard._spec.options import CallOptions, PlanOptions
 from jshard._spec.tree_paths import Leaf, argument_names
@@ -29,6 +30,7 @@ from jshard._spec.tree_paths import Leaf, argument_names
 class ShardRequest:
     """The checked arguments of one `shard(...)`, valid for every call of the function.
 
+    `config`: the rules of a configuration, for what the other arguments leave open.
     `view`: how the user sees the arguments and results of `fn`, where those differ (state of `flax.nnx`).
     """
 
@@ -42,6 +44,7 @@ class ShardRequest:
     mesh: Any
     plan: Plan | None
     view: View = View()
+    config: ConfigRecord | None = None
 
     @functools.cached_property
     def statics(self) -> tuple[set[int], set[str]]:

@@ -19,6 +19,7 @@ from jax.sharding import AxisType, NamedSharding
 from jshard import _jaxcompat as compat
 from jshard._api.call_state import refuse_captured_writes, refuse_refs
 from jshard._api.machine import requested_mesh
+from jshard._api.named_outputs import with_marked_outputs
 from jshard._api.shard_request import ShardRequest, named_traced_arguments, static_values, traced_arguments
 from jshard._core.errors import NestedShardError, ShardError
 from jshard._core.jax_types import Aval, JaxMesh, PyTree
@@ -144,7 +145,7 @@ def _trace_with(
     shapes = [a if i in numbers else to_shapes(a) for i, a in enumerate(args)]
     shapes_kw = {k: v if k in names else to_shapes(v) for k, v in kwargs.items()}
     jitted: Any = jax.jit(
-        request.fn,
+        request.fn if request.config is None else with_marked_outputs(request.fn),
         static_argnums=tuple(sorted(numbers)) or None,
         static_argnames=tuple(sorted(names)) or None,
     )
@@ -165,6 +166,7 @@ def build_program(
     traced: jax.stages.Traced,
     explicit_mesh: JaxMesh | None,
     donated: tuple[int, ...],
+    pin_of_name: Callable[[Any], Any] | None = None,
 ) -> TracedProgram:
     """The dataflow program of a traced call, its operators in an order of low peak memory."""
     result, state = request.view.results(traced.out_info)
@@ -177,6 +179,7 @@ def build_program(
             input_names=[leaf.path for leaf in call.leaves],
             output_names=[*paths, *state],
             captured=compat.captured_tracers(traced),
+            pin_of_name=pin_of_name,
         )
     except ShardError as e:
         if not (isinstance(e, NestedShardError) or e.where == ""):

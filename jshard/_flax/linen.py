@@ -44,6 +44,7 @@ from jshard._flax.module_call import (
     sharded_call,
 )
 from jshard._spec.flax_protocol import LINEN_SUBCLASSES, LINEN_TOKEN, SHARD_MODULE
+from jshard._spec.options import DEFAULT_LEVEL
 
 
 def shard_module(
@@ -52,7 +53,7 @@ def shard_module(
     out_strategy: PyTree = None,
     parameter_plan: PyTree = None,
     device: str | None = None,
-    level: int = 0,
+    level: int = DEFAULT_LEVEL,
     **options: PyTree,
 ) -> Any:
     """Shard the call of a `linen.Module`: a module that behaves as the original and runs sharded.

@@ -181,7 +181,7 @@ def checked_options(
                 )  # fmt: skip
     defaults = inspect.signature(shard).parameters
     base = dict.fromkeys(("in_strategy", "out_strategy", "parameter_plan"))
-    return base | {k: v for k, v in options.items() if v != defaults[k].default}
+    return base | {k: v for k, v in options.items() if v is not defaults[k].default}
 
 
 def own_parameters(original: Function) -> list[inspect.Parameter]:

@@ -28,6 +28,7 @@ import jax
 from flax import nnx
 
 from jshard._core.jax_types import PyTree
+from jshard._flax.module_outputs import mark_output
 from jshard._spec.flax_protocol import SCOPED_CALL
 
 
@@ -36,11 +37,13 @@ class _ScopeState:
     """Scopes of the current context.
 
     `paths`: `id` of a module -> (its path, the module itself, so that the `id` stays valid). `current`: path of the module
-    whose call is running, None outside of calls.
+    whose call is running, None outside of calls. `originals`: `id` of a copy that a transformation made -> the path of
+    its original, where that is known.
     """
 
     paths: Mapping[int, tuple[tuple[str, ...], Any]]
     current: tuple[str, ...] | None
+    originals: Mapping[int, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
 
 _SCOPES: contextvars.ContextVar[_ScopeState | None] = contextvars.ContextVar("scopes", default=None)
@@ -52,7 +55,8 @@ def module_scopes(module: Any, inside: bool = False) -> Iterator[None]:
     outer = _SCOPES.get()
     paths = {**(outer.paths if outer is not None else {}), **_paths(module, ())}
     current = () if inside else outer.current if outer is not None else None
-    token = _SCOPES.set(_ScopeState(paths, current))
+    originals = outer.originals if outer is not None else {}
+    token = _SCOPES.set(_ScopeState(paths, current, originals))
     try:
         with jax.named_scope(type(module).__name__) if inside else contextlib.nullcontext():
             yield
@@ -66,6 +70,20 @@ def _paths(module: Any, root: tuple[str, ...]) -> dict[int, tuple[tuple[str, ...
         out[id(m)] = ((*root, *map(str, path)), m)
         _wrap_call(type(m))
     return out
+
+
+def _original_path(copy: Any, scopes: _ScopeState) -> tuple[str, ...]:
+    """The path of the module of which a transformation made a copy: the one of its class, without indices of layers.
+
+    Where several modules could be it, the copy has the name of its class.
+    """
+    current = scopes.current or ()
+    below = {
+        tuple(p for p in path if not p.isdigit())
+        for path, m in scopes.paths.values()
+        if type(m) is type(copy) and len(path) > len(current) and path[: len(current)] == current
+    }
+    return below.pop() if len(below) == 1 else (*current, type(copy).__name__)
 
 
 def _wrap_call(cls: type) -> None:
@@ -84,7 +102,12 @@ def _wrap_call(cls: type) -> None:
             return method(self, *args, **kwargs)
         if id(self) not in scopes.paths:  # a copy made by a transformation: named by its class
             path, name = scopes.current or (), type(self).__name__
-            scopes = dataclasses.replace(scopes, paths={**scopes.paths, **_paths(self, path)})
+            copies = {i: p for i, (p, _) in _paths(self, _original_path(self, scopes)).items()}
+            scopes = dataclasses.replace(
+                scopes,
+                paths={**scopes.paths, **_paths(self, path)},
+                originals={**scopes.originals, **copies},
+            )
         elif (path := scopes.paths[id(self)][0]) == scopes.current:  # `super().__call__`
             name = ""
         elif path == ():
@@ -95,7 +118,8 @@ def _wrap_call(cls: type) -> None:
         token = _SCOPES.set(dataclasses.replace(scopes, current=path))
         try:
             with jax.named_scope(name) if name else contextlib.nullcontext():
-                return method(self, *args, **kwargs)
+                y = method(self, *args, **kwargs)
+                return y if name == "" else mark_output(y, scopes.originals.get(id(self), path))
         finally:
             _SCOPES.reset(token)
 

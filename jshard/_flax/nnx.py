@@ -33,8 +33,10 @@ from jshard._flax.module_call import (
     record_plans,
     sharded_call,
 )
+from jshard._flax.module_outputs import mark_output
 from jshard._flax.name_scopes import module_scopes
 from jshard._spec.flax_protocol import NNX_TOKEN, SHARD_MODULE, SHARDABLE_CALL
+from jshard._spec.options import DEFAULT_LEVEL
 
 
 def shard_module(
@@ -43,7 +45,7 @@ def shard_module(
     out_strategy: PyTree = None,
     parameter_plan: PyTree = None,
     device: str | None = None,
-    level: int = 0,
+    level: int = DEFAULT_LEVEL,
     **options: Any,
 ) -> Any:
     """Shard the call of an `nnx.Module` and return the module itself.
@@ -165,7 +167,7 @@ def _pure(token: ShardingToken, original: Any, call: ModuleCall) -> Any:
         delattr(state, NNX_TOKEN)  # `super().__call__` inside its methods must run unsharded
         args, kwargs = call.with_dynamic((args, kwargs))
         with module_scopes(state, inside=True):
-            y = original(state, *args, **kwargs)
+            y = mark_output(original(state, *args, **kwargs), ())
         setattr(state, NNX_TOKEN, token)
         return y
 

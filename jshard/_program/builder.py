@@ -39,6 +39,8 @@ Frame = dict[int, int]  # outer tensors that a loop's body reads -> the tensors 
 
 # Variables of one jaxpr -> atoms, `_PinnedAtom`s, or None where the body of a loop does not read a constant.
 Env = dict[JaxprAtom, Any]
+# equation of a named value (a module's output, a `checkpoint_name`) -> the user's pin on it, or None
+PinOfName = Callable[[Any], Any]
 
 # (builder, equation, environment, repeat, name stack) -> steps
 LoopWriter = Callable[["Builder", JaxprEqn, Env, float, str], Sequence[int | Call]]
@@ -69,8 +71,9 @@ class Builder:
     per call of the program, `prefix` the name stack of the enclosing calls.
     """
 
-    def __init__(self, name: str, loops: Mapping[str, LoopWriter]):
+    def __init__(self, name: str, loops: Mapping[str, LoopWriter], pin_of_name: PinOfName | None = None):
         self.name = name
+        self.pin_of_name = pin_of_name
         self.loops = loops  # by primitive
         self.entered = frozenset({*INLINED_CALLS, *KEPT_CALLS, *loops})  # primitives whose bodies are walked
         self.tensors: list[Tensor] = []
@@ -224,7 +227,16 @@ class Builder:
             env[eqn.outvars[0]] = _PinnedAtom(self.read(eqn.invars[0], env), eqn.params["pin"])
             self.any_pinned = True
             return ()
+        if name == pin_primitives.MODULE_OUTPUT and self.pin_on_name(eqn, prefix) is None:
+            env[eqn.outvars[0]] = self.read_pinned(eqn.invars[0], env)
+            return ()
         return self.equation(eqn, env, repeat, prefix)
+
+    def pin_on_name(self, eqn: JaxprEqn, prefix: str) -> Any:
+        """The pin on a named value; None in the backward pass, which is left to the search."""
+        if self.pin_of_name is None or compat.is_backward(prefix, eqn):
+            return None
+        return self.pin_of_name(eqn)
 
     def loop(self, eqn: JaxprEqn, env: Env, repeat: float, prefix: str) -> Sequence[int | Call]:
         """A loop or branch, unless value numbering finds an equal one."""
@@ -259,6 +271,8 @@ class Builder:
         result_pin = pin_primitives.RESULT_PIN_READERS.get(name)
         pin = result_pin(eqn) if result_pin else None
         # A constraint is the user's in the backward pass too; a `reshard` there only restores a type.
+        if pin is None and name in pin_primitives.NAMED_VALUES:
+            pin = self.pin_on_name(eqn, prefix)
         if pin is not None and (name != "reshard" or not compat.is_backward(prefix, eqn)):
             self.pins.append((i, "result", 0, pin))
         results = [self.tensor(eqn.outvars[0].aval, f"{name}.{i}")] if eqn.outvars else []

@@ -114,10 +114,13 @@ def hoist(
     return hoisted
 
 
+NEVER_HOISTED = frozenset((pin_primitives.PIN_OPERAND, pin_primitives.MODULE_OUTPUT, compat.ARGUMENT_MARKER))
+
+
 def is_loop_invariant(eqn: JaxprEqn, invariant: Mapping[JaxprAtom, Atom]) -> bool:
     """Whether an equation can be hoisted out of a loop, given its loop-invariant variables."""
     name = eqn.primitive.name
-    if eqn.effects or never_merged(name) or name in (pin_primitives.PIN_OPERAND, compat.ARGUMENT_MARKER):
+    if eqn.effects or never_merged(name) or name in NEVER_HOISTED:
         return False
     if not all(compat.is_literal(v) or v in invariant for v in eqn.invars) or runs_custom_vjp(eqn):
         return False

@@ -7,6 +7,7 @@ Tangents and cotangents are not pinned: a constraint on the forward operator doe
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 
 import jax
@@ -21,11 +22,39 @@ PIN_RESULT = "jshard_pin_result"
 
 OWN_RESULT = "jshard_own_result"
 OUT_SHARDING = "out_sharding"
+MODULE_OUTPUT = "jshard_module_output"
 
 pin_operand_p = compat.identity_primitive(PIN_OPERAND)
 pin_result_p = compat.identity_primitive(PIN_RESULT)
 own_result_p = compat.identity_primitive(OWN_RESULT)
 out_sharding_p = compat.identity_primitive(OUT_SHARDING)
+NAMED_VALUES = frozenset((MODULE_OUTPUT, "name"))
+"""Identity primitives that name a value: an output of a module, and JAX's `checkpoint_name`."""
+
+module_output_p = compat.identity_primitive(MODULE_OUTPUT)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleOutput:
+    """An array in the output of the module at `path`.
+
+    - `element`: its number in an output of `elements` parts (a tuple or list); `elements` is 0 for a single array.
+    - `added`: its dimensions that `vmap` added, in order.
+    """
+
+    path: str
+    element: int = 0
+    elements: int = 0
+    added: tuple[int, ...] = ()
+
+    def batched(self, dim: int) -> ModuleOutput:
+        """The same output after `vmap`, which added dimension `dim`."""
+        return dataclasses.replace(self, added=(*self.added, dim))
+
+
+def mark_module_output(x: Any, name: ModuleOutput) -> Any:
+    """`x`, named as an output of a module; the name survives `jit`, `grad`, `vmap` and `scan`."""
+    return module_output_p.bind(x, pin=name)
 
 
 def _constraint(eqn: JaxprEqn) -> Sharding | None:

@@ -13,7 +13,7 @@ from jshard import _jaxcompat as compat
 from jshard._core.gc_pause import gc_paused
 from jshard._core.jax_types import ClosedJaxpr, Jaxpr
 from jshard._program import loops
-from jshard._program.builder import KEPT_CALLS, Builder, LoopWriter
+from jshard._program.builder import KEPT_CALLS, Builder, LoopWriter, PinOfName
 from jshard._program.graph import Program
 from jshard._program.loop_invariants import INLINED_CALLS
 
@@ -26,7 +26,7 @@ CALL_PRIMITIVES = frozenset({*INLINED_CALLS, *KEPT_CALLS, *_LOOPS})
 @gc_paused()
 def build(
     jaxpr: Jaxpr | ClosedJaxpr, *, name: str, input_names: Sequence[str], output_names: Sequence[str] = (),
-    captured: Sequence[jax.Array] = (),
+    captured: Sequence[jax.Array] = (), pin_of_name: PinOfName | None = None,
 ) -> Program:  # fmt: skip
     """Flatten a closed jaxpr into a `Program`.
 
@@ -34,9 +34,10 @@ def build(
 
     - `name`: of the function, for reports and errors.
     - `input_names`, `output_names`: paths of the flat arguments and results; missing ones are numbered.
+    - `pin_of_name`: the user's pins on named values, by the equations that name them.
     - `captured`: tracers that the function closes over: they are the first inputs of the jaxpr.
     """
     opened, consts = compat.open_jaxpr(jaxpr)
     opened = compat.without_dead_code(opened)
-    builder = Builder(name, _LOOPS)
+    builder = Builder(name, _LOOPS, pin_of_name)
     return builder.program(jaxpr, opened, consts, list(input_names), list(output_names), list(captured))

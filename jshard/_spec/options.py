@@ -23,6 +23,26 @@ from jshard._spec.flax_protocol import SHARD_MODULE
 from jshard._spec.mesh_checks import check_device
 
 
+class DefaultInt(int):
+    """An int that is the default of an argument: the same number, given by a user, is another object."""
+
+
+class DefaultFloat(float):
+    """A float that is the default of an argument."""
+
+
+class DefaultStr(str):
+    """A string that is the default of an argument."""
+
+
+HBM_FRACTION = 0.9
+"""Part of a chip's memory that a plan may use unless the user sets `memory_budget`: the rest is left to the runtime,
+to fragmentation and to buffers that XLA adds."""
+
+DEFAULT_LEVEL = DefaultInt(0)
+DEFAULT_SEARCH = DefaultStr("optimal")
+DEFAULT_REPLICATION_PRICE = DefaultFloat(1000.0)
+
 LEVELS = {0: "compute-to-communication ratio", 1: "memory", 2: "speed"}
 SEARCHES = ("optimal", "propagation")
 
@@ -69,7 +89,7 @@ def check_options(
 ) -> PlanOptions:
     """The planning options; raises `ShardError` for the first wrong argument."""
     check_device(device)
-    if not isinstance(strict, bool | np.bool_):
+    if not isinstance(strict, bool | np.bool_ | None):
         raise ShardError(
             f"strict is {describe_value(strict)}", where="strict", fix="strict=True or strict=False"
         )
@@ -122,7 +142,7 @@ def check_search(search: object) -> str:
         )
     if search not in SEARCHES:
         raise ShardError(f"search={search!r} is not known", where="search", fix=suggest(search, SEARCHES))
-    return search
+    return str(search)
 
 
 def check_hardware(hardware: Any) -> Chip | str | None:

@@ -133,7 +133,7 @@ def _most_specific(
 
 def _report_unmatched(missing: list[str], leaves: Sequence[Leaf], strict: bool, what: str) -> None:
     paths = list(dict.fromkeys(leaf.path for leaf in leaves))
-    lines = [f"{name!r} ({_nearest(name, paths)})" for name in missing]
+    lines = [f"{name!r} ({nearest_names(name, paths)})" for name in missing]
     said = f"{what} names no tensor of the arguments: " + "; ".join(lines)
     if strict:
         raise StrategyError(
@@ -142,7 +142,8 @@ def _report_unmatched(missing: list[str], leaves: Sequence[Leaf], strict: bool, 
     warnings.warn(said, UserWarning, stacklevel=2)
 
 
-def _nearest(name: str, paths: list[str], count: int = 3) -> str:
+def nearest_names(name: str, paths: Sequence[str], count: int = 3) -> str:
+    """The paths nearest to a name that matches none, for messages."""
     wanted = ".".join(p for p in name_parts(name) if p != "**")
     endings = {p: p for p in paths}
     for p in paths:  # also compare with paths without the argument

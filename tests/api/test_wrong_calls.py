@@ -60,8 +60,8 @@ class Row:
 
 
 OPTIONS = (
-    "its arguments: in_strategy, out_strategy, parameter_plan, device, level, mesh, hardware, memory_budget, search, "
-    "plan, strict, static_argnums, static_argnames, donate_argnums, donate_argnames, replication_price"
+    "its arguments: in_strategy, out_strategy, parameter_plan, device, level, config, mesh, hardware, memory_budget, "
+    "search, plan, strict, static_argnums, static_argnames, donate_argnums, donate_argnames, replication_price"
 )
 NEAR = f"'in_strategy' or 'out_strategy' ({OPTIONS})"
 SWEEP = "(of sweep: mesh, level, hardware, batch, memory_budget, search, device, show_progress; of fn: x, w)"
@@ -103,7 +103,7 @@ ROWS: tuple[Row, ...] = (
         "shard", NEAR),
     Row("shard by place", lambda: jshard.shard(fn, None, None, None, None, 0, DESCRIPTION),
         "shard takes 6 arguments by place, and was given 7", "shard",
-        "the others by name: mesh=, hardware=, memory_budget=, search=, plan=, strict=, static_argnums=, "
+        "the others by name: config=, mesh=, hardware=, memory_budget=, search=, plan=, strict=, static_argnums=, "
         "static_argnames=, donate_argnums=, donate_argnames=, replication_price="),
     Row("shard twice", lambda: jshard.shard(fn, None, in_strategy=None),
         "shard: multiple values for argument 'in_strategy'", "shard",

@@ -37,6 +37,7 @@ ORDER = [
     "_lower",
     "_verify",
     "_report",
+    "_config",
     "_api",
     "_flax",
     "__init__",

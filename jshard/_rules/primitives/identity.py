@@ -27,7 +27,7 @@ def _pin_local(ctx: LocalContext, x: jax.Array) -> Sequence[jax.Array]:
 
 @rule(
     "jshard_pin_result", "jshard_own_result", "sharding_constraint", "reshard", "layout_constraint", "out_sharding",
-    local=_pin_local,
+    "jshard_module_output", local=_pin_local,
 )  # fmt: skip
 def pin(op: OpView) -> Rule:
     """One factor per dimension."""

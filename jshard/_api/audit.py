@@ -1,0 +1,148 @@
+"""`audit`: what a configuration's layout costs beside the plan of the search."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from jshard._core.errors import ShardError
+
+
+if TYPE_CHECKING:
+    from jshard._api.plan import Plan
+    from jshard._config.audit_report import AuditReport, Figures, WholeTensor
+    from jshard._config.config_record import ConfigRecord
+
+
+def audit(fn: Any, config: Any, *args: Any, each_rule: bool = False, **kwargs: Any) -> AuditReport:
+    """Price a configuration: its plan beside the one that the search finds with the same inputs, mesh and options.
+
+    >>> import jax, jshard
+    >>> f32 = lambda *shape: jax.ShapeDtypeStruct(shape, "float32")
+    >>> config = {"mesh": {"x": 4}, "inputs": {"x": ["x", None]}, "parameters": {"w": ["x", None]}}
+    >>> report = jshard.audit(lambda p, x: x @ p["w"], config, {"w": f32(64, 64)}, f32(64, 64))
+    >>> report.slower > 1, report.file.communication > report.search.communication
+    (True, True)
+
+    Arguments:
+
+    - `fn`: a function, with the arguments of its call; or a module of Flax, as for `Config.check`. Arrays may be shapes.
+    - `config`: as for `shard`. What it leaves open the search decides in both plans; `level` is 2 unless it says another.
+    - `each_rule`: also plan without each rule in turn, to say what freeing it saves; one search per rule.
+
+    Returns the figures of both plans, what the file leaves whole on every device with its bytes, and cuts that look like
+    slips; as text (`print`) and HTML. Raises `ShardError` where the file cannot be planned.
+    """
+    from jshard._api.config_check import callable_of, check
+    from jshard._api.shard import shard
+    from jshard._config.audit_report import AuditReport, RuleCost
+    from jshard._config.config_record import DERIVED
+    from jshard._config.source import read_config
+
+    record = read_config(config)
+    if "level" not in dict(record.options):
+        record = dataclasses.replace(
+            record, options=tuple(sorted({**dict(record.options), "level": 2}.items()))
+        )
+    lenient = dataclasses.replace(record, strict=False)
+    function, args, kwargs = callable_of(fn, args, dict(kwargs))
+    if function is None:
+        raise ShardError(
+            "audit needs a call to price, and there are only parameters",
+            where="jshard.audit",
+            fix="audit(step, config, *args), or audit(module, config, x)",
+        )
+
+    def planned(own: ConfigRecord) -> Plan:
+        with warnings.catch_warnings():  # the report names what does not match
+            warnings.simplefilter("ignore", UserWarning)
+            return shard(function, config=own).plan(*args, **kwargs)
+
+    report = check(lenient, function, args, kwargs)
+    quiet = dataclasses.replace(
+        lenient, optional=("**", *lenient.optional)
+    )  # the report has what does not match
+    file, search = planned(quiet), planned(_only_inputs(quiet))
+    costs = []
+    for section in ("parameters", "torch", "activations", "regexes") if each_rule else ():
+        for rule in getattr(quiet, section):
+            freed = tuple(
+                dataclasses.replace(r, entry=DERIVED) if r is rule else r for r in getattr(quiet, section)
+            )
+            other = planned(dataclasses.replace(quiet, **{section: freed}))
+            saved = _step(file) - _step(other), file.cost.peak_bytes - other.cost.peak_bytes
+            costs.append(RuleCost(rule.key, rule.where, *saved))
+    return AuditReport(
+        record.source,
+        file.name,
+        str(file.mesh),
+        _figures(file),
+        _figures(search),
+        _whole(file, search),
+        tuple(sorted(report.problems, key=lambda p: not p.error)),
+        tuple(sorted(costs, key=lambda c: -c.seconds)),
+        _proof(search),
+    )
+
+
+def _only_inputs(record: ConfigRecord) -> ConfigRecord:
+    """The configuration without what it says about parameters, outputs and values inside."""
+    return dataclasses.replace(
+        record, parameters=(), torch=(), activations=(), regexes=(), outputs=(), unlisted="derived"
+    )
+
+
+def _step(plan: Plan) -> float:
+    return plan.cost.compute + plan.cost.communication
+
+
+def _proof(plan: Plan) -> str:
+    from jshard._report.totals import optimality_text
+
+    return optimality_text(plan)
+
+
+def _figures(plan: Plan) -> Figures:
+    from jshard._config.audit_report import Figures
+    from jshard._report.totals import received_bytes
+
+    step = _step(plan)
+    return Figures(
+        step,
+        plan.cost.compute,
+        plan.cost.communication,
+        plan.cost.peak_bytes,
+        received_bytes(plan),
+        plan.mfu if plan.model_flops.flops else None,
+    )
+
+
+def _whole(file: Plan, search: Plan) -> tuple[WholeTensor, ...]:
+    """Arguments that the file's plan cuts nowhere, by class, the largest first."""
+    from jshard._config.audit_report import WholeTensor
+    from jshard._config.config_record import entry_text
+    from jshard._config.export import entry_of
+    from jshard._config.path_patterns import without_numbers
+    from jshard._spec.parameter_plan import name_parts
+
+    searched: Mapping[str, Any] = {r.path: r for r in search.inputs}
+    classes: dict[tuple, list[Any]] = collections.defaultdict(list)
+    for row in file.inputs:
+        if row.shape and not any(row.layout.dims):
+            classes[without_numbers(name_parts(row.path))].append(row)
+    out = []
+    for rows in classes.values():
+        first = rows[0]
+        total = sum(_nbytes(r) for r in rows)
+        entry = entry_text(entry_of(searched[first.path].layout))
+        out.append(WholeTensor(first.path, first.shape, len(rows), total, entry))
+    return tuple(sorted(out, key=lambda w: -w.bytes))
+
+
+def _nbytes(row: Any) -> int:
+    from jshard._config.export import tensor_of
+
+    return tensor_of(row).nbytes

@@ -1,0 +1,174 @@
+"""`Config`: shardings as a file, read, changed, checked against a model, and written."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jshard._config.config_record import ConfigRecord
+from jshard._core.argument_checks import checked
+
+
+if TYPE_CHECKING:
+    from jshard._config.match_report import MatchReport
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(ConfigRecord):
+    """The shardings of a model as rules from names to mesh axes; `shard(config=...)` takes it.
+
+    >>> import jax, jshard
+    >>> config = jshard.Config.of({"mesh": {"data": 2, "tensor": 2}, "inputs": {"x": ["data", None]}})
+    >>> config = config.override("parameters.fc.kernel=[null, tensor]")
+    >>> f32 = lambda *shape: jax.ShapeDtypeStruct(shape, "float32")
+    >>> call = lambda params, x: x @ params["fc"]["kernel"]
+    >>> plan = jshard.shard(call, config=config).plan({"fc": {"kernel": f32(8, 4)}}, f32(16, 8))
+    >>> [str(row.layout) for row in plan.inputs]
+    ['(-, tensor)', '(data, -)']
+
+    Made by `Config.of`, `Config.load`, the importers `from_...`, and `Plan.to_config`.
+    """
+
+    @staticmethod
+    @checked
+    def of(value: Any) -> Config:
+        """A configuration from a dict, YAML text, or the path of a file.
+
+        >>> Config.of("lm_head.kernel: [null, tensor]").torch[0].text
+        '[null, tensor]'
+        """
+        from jshard._config.source import read_config
+
+        return as_config(read_config(value))
+
+    @staticmethod
+    @checked
+    def load(path: str | os.PathLike[str]) -> Config:
+        """Read a YAML file."""
+        from jshard._config.sections import read_file
+
+        return as_config(read_file(Path(path)))
+
+    @checked
+    def override(self, *texts: str) -> Config:
+        """The configuration with parts replaced, as on a command line: `override("level=2", "mesh.fsdp=8")`."""
+        from jshard._config.source import override
+
+        return as_config(override(self, *texts))
+
+    def check(self, model: Any, *args: Any, **kwargs: Any) -> MatchReport:
+        """What of this configuration does not match a function or model, and the other way round; nothing is planned.
+
+        >>> import jax, jshard
+        >>> x = {"w": jax.ShapeDtypeStruct((4, 4), "float32")}
+        >>> report = Config.of({"mesh": {"x": 2}, "parameters": {"v": ["x", None]}}).check(lambda p: p["w"] * 2, x)
+        >>> report.ok, [p.kind for p in report.problems]
+        (False, ['unmatched'])
+
+        `model`: a function, with the arguments of its call; an nnx module, with those of its `__call__` or none; a linen
+        module, with its variables and those of its `__call__`; or a pytree of parameters. Arrays may be shapes.
+        """
+        # By name: checking traces functions, which is further on in the order of imports than this class.
+        return importlib.import_module("jshard._api.config_check").check(self, model, args, kwargs)
+
+    @staticmethod
+    @checked
+    def from_regexes(rules: Any, mesh: Mapping[str, int] | None = None) -> Config:
+        """Pairs of a regular expression on paths with `/` and a spec, the first that matches (EasyLM, scalax)."""
+        from jshard._config.foreign_rules import from_regexes
+
+        return as_config(from_regexes(rules, mesh))
+
+    @staticmethod
+    @checked
+    def from_layout_map(layout_map: Any, mesh: Mapping[str, int] | None = None) -> Config:
+        """Keras' `LayoutMap`, or a dict of its regular expressions, of which only one may match."""
+        from jshard._config.foreign_rules import from_layout_map
+
+        return as_config(from_layout_map(layout_map, mesh))
+
+    @staticmethod
+    @checked
+    def from_logical_rules(
+        rules: Any, names: Any, mesh: Mapping[str, int] | None = None, reading: str = "linen"
+    ) -> Config:
+        """Logical axis rules (MaxText, Flax) for tensors with these logical axes.
+
+        >>> rules = [("embed", "fsdp"), ("mlp", "tensor")]
+        >>> [r.text for r in Config.from_logical_rules(rules, {"up.kernel": ("embed", "mlp")}).parameters]
+        ['[fsdp, tensor]']
+
+        - `rules`: pairs of a logical axis and mesh axes, or the text or dict of a MaxText configuration.
+        - `names`: logical axes by path, or variables with Flax' metadata. `mesh`: sizes of the axes; others are dropped.
+        - `reading`: "linen" (the first pair whose axes are free; MaxText) or "nnx" (the last pair). `notes` of the result
+            say where the two differ, which rules have no effect and which names no rule.
+        """
+        from jshard._config.import_logical import config_of_logical_rules
+
+        return as_config(config_of_logical_rules(rules, names, mesh, reading))
+
+    @staticmethod
+    @checked
+    def from_axis_mapping(
+        mapping: Mapping[str, Any], names: Any, mesh: Mapping[str, int] | None = None
+    ) -> Config:
+        """levanter's and haliax' mapping of logical axes to mesh axes, for tensors with these logical axes."""
+        from jshard._config.foreign_rules import from_axis_mapping, logical_names
+
+        return as_config(from_axis_mapping(mapping, logical_names(names), mesh))
+
+    @staticmethod
+    @checked
+    def from_metadata(tree: Any, mesh: Mapping[str, int] | None = None) -> Config:
+        """The mesh axes in Flax' partitioning metadata of boxed variables or of `nnx.state(model)`."""
+        from jshard._config.foreign_rules import from_metadata
+
+        return as_config(from_metadata(tree, mesh))
+
+    @staticmethod
+    @checked
+    def from_tunix(sharding: Any, mesh: Mapping[str, int] | None = None) -> Config:
+        """tunix' `ShardingConfig`, or a dict of its fields."""
+        from jshard._config.foreign_rules import from_tunix
+
+        return as_config(from_tunix(sharding, mesh))
+
+    def to_yaml(self) -> str:
+        """The configuration as YAML text; `Config.of` gives an equal one."""
+        from jshard._config.yaml_writer import to_yaml
+
+        return to_yaml(self)
+
+    @checked
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a YAML file."""
+        Path(path).write_text(self.to_yaml(), encoding="utf-8")
+
+    def __str__(self) -> str:
+        return self.to_yaml()
+
+
+def as_config(record: ConfigRecord) -> Config:
+    """The public configuration of a record."""
+    return Config(**{f.name: getattr(record, f.name) for f in dataclasses.fields(ConfigRecord)})
+
+
+def config_of_plan(plan: Any, machine: str = "") -> Config:
+    """The configuration of a plan (`Plan.to_config`)."""
+    from jshard._config.export import config_of_plan
+    from jshard._core import hardware
+    from jshard._core.layout import MeshAxes
+    from jshard._spec.options import HBM_FRACTION
+
+    mesh = plan.mesh
+    if plan.jax_mesh is not None:
+        mesh = MeshAxes(tuple(plan.jax_mesh.axis_names), tuple(plan.jax_mesh.axis_sizes))
+    try:
+        hbm = hardware.get(plan.chip).hbm_bytes
+    except ValueError:  # a chip that this process has not registered
+        hbm = None
+    return as_config(config_of_plan(plan, mesh, machine, None if hbm is None else HBM_FRACTION * hbm))

@@ -1,0 +1,77 @@
+"""`Config.check` on functions, modules and pytrees of parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jshard._api.config_pins import match_report
+from jshard._api.shard import Sharded, shard
+from jshard._api.shard_request import ShardRequest
+from jshard._config.config_record import ConfigRecord
+from jshard._config.match_report import MatchReport
+from jshard._core.errors import ShardError
+from jshard._core.messages import type_with_article
+
+
+def check(
+    record: ConfigRecord, model: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> MatchReport:
+    """The report of a configuration on a function, a module or a pytree, with the arguments of a call."""
+    function, args, kwargs = callable_of(model, tuple(args), dict(kwargs or {}))
+    if function is None:
+        record = dataclasses.replace(record, activations=(), outputs=(), inputs=())
+        function, args = (lambda model: 0), (model,)
+    sharded = shard(function, config=record)
+    with sharded.as_array_function(args, kwargs) as (own, arrays, arrays_kw):
+        request: ShardRequest = own.request
+        return match_report(request, arrays, arrays_kw)
+
+
+def _with_signature(function: Any, first: str, module: Any) -> Any:
+    """A function of `first` and the arguments of a module's call, under their names."""
+    own = list(inspect.signature(type(module).__call__).parameters.values())[1:]
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    function.__signature__ = inspect.Signature([inspect.Parameter(first, kind), *own])
+    function.__name__ = type(module).__name__
+    return function
+
+
+def callable_of(model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, tuple, dict[str, Any]]:
+    """A plain function and its arguments for what `Config.check` takes; None for parameters alone."""
+    module = next((c for c in type(model).__mro__ if c.__name__ == "Module"), object).__module__
+    if module.startswith("flax.linen."):
+        if not args:
+            raise ShardError(
+                f"{type(model).__name__} is a linen module, which holds no parameters",
+                where="Config.check",
+                fix="its variables, or their shapes, and the arguments of its call: check(module, variables, x)",
+            )
+
+        def apply(variables: Any, *args: Any, **kwargs: Any) -> Any:
+            return model.apply(variables, *args, **kwargs)
+
+        return _with_signature(apply, "variables", model), args, kwargs
+    if module.startswith("flax.nnx."):
+        if not args and not kwargs:
+            return None, (), {}
+
+        def call(model: Any, *args: Any, **kwargs: Any) -> Any:
+            return model(*args, **kwargs)
+
+        return _with_signature(call, "model", model), (model, *args), kwargs
+    if isinstance(model, Sharded):
+        return model.request.fn, args, kwargs
+    if callable(model):
+        return model, args, kwargs
+    if args or kwargs or not jax.tree.leaves(model):
+        raise ShardError(
+            f"check takes a function, a module or a pytree of arrays, not {type_with_article(model)}",
+            where="Config.check",
+            fix="config.check(step, *args), config.check(module, x) or config.check(params)",
+        )
+    return None, (), {}

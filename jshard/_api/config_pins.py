@@ -1,0 +1,134 @@
+"""The pins of a configuration for one call, for whatever other arguments of `shard` leave open; and its check."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jshard import _jaxcompat as compat
+from jshard._api.call_pins import with_partitioning_metadata
+from jshard._api.machine import requested_mesh
+from jshard._api.shard_request import ShardRequest
+from jshard._api.trace_call import TracedArguments, build_program, trace_on_shapes
+from jshard._config.config_record import ConfigRecord
+from jshard._config.fitting import is_word, pin_of
+from jshard._config.match_report import MatchReport, enforce
+from jshard._config.program_facts import facts_of_arguments, named_values, pin_of_name
+from jshard._config.resolve import Resolution, Row, resolve
+from jshard._config.tensors import TensorName, arguments
+from jshard._program.graph import Program
+from jshard._spec.entry import Pin
+from jshard._spec.strategies import pins_for_outputs
+from jshard._spec.tree_paths import path_name
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CallRules:
+    """The rules of a configuration on a traced call.
+
+    `values`: named values inside. `results`: the results as the user sees them. `sizes`: of the mesh axes, None where
+    the mesh is still to be chosen.
+    """
+
+    record: ConfigRecord
+    leaves: tuple[Any, ...]
+    values: tuple[TensorName, ...]
+    results: tuple[TensorName, ...]
+    sizes: Mapping[str, int] | None
+    without_facts: Resolution
+
+    @functools.cached_property
+    def pin_of_name(self) -> Callable[[Any], Any]:
+        """The function from the equation of a named value to its pin."""
+        pins = {}
+        for row in self.without_facts.inner:
+            pin = _pin(row)
+            if pin is not None:
+                pins[row.tensor.kind, row.tensor.path, row.tensor.element] = pin
+        return pin_of_name(pins)
+
+    def resolution(self, program: Program) -> Resolution:
+        """The entries and problems, with what the program says about its arguments."""
+        tensors = arguments(self.leaves, facts_of_arguments(program))
+        return resolve(self.record, tensors, self.values, self.results, self.sizes)
+
+    def complete(
+        self,
+        request: ShardRequest,
+        call: TracedArguments,
+        program: Program,
+        in_pins: Sequence[Pin | None],
+        out_pins: Sequence[Pin | None],
+    ) -> tuple[tuple[Pin | None, ...], tuple[Pin | None, ...]]:
+        """The pins of arguments and results, completed; raises `StrategyError` for what does not match."""
+        found = self.resolution(program)
+        enforce(self.record, found.problems, request.name)
+        rows = iter(found.rows)
+        of_leaves = [next(rows) if leaf.dtype is not None else None for leaf in self.leaves]
+        inputs = [
+            pin if pin is not None or row is None else _pin(row)
+            for pin, row in zip(in_pins, of_leaves, strict=True)
+        ]
+        outputs = list(out_pins)
+        by_path = {row.tensor.path: row for row in found.results}
+        for i, result in enumerate(self.results):
+            if outputs[i] is None and result.path in by_path:
+                outputs[i] = _result_pin(by_path[result.path])
+        return with_partitioning_metadata(request, call, inputs), tuple(outputs)
+
+
+def call_rules(
+    request: ShardRequest, call: TracedArguments, jax_traced: jax.stages.Traced
+) -> CallRules | None:
+    """The rules of a traced call; None without a configuration."""
+    record = request.config
+    if record is None:
+        return None
+    values = tuple(named_values(jax_traced.jaxpr))
+    results = _results(request.view.results(jax_traced.out_info)[0])
+    sizes = mesh_sizes(request, call)
+    found = resolve(record, arguments(call.leaves), values, results, sizes)
+    return CallRules(record, call.leaves, values, results, sizes, found)
+
+
+def mesh_sizes(request: ShardRequest, call: TracedArguments) -> dict[str, int] | None:
+    """Sizes of the axes of the mesh in use; None where it is still to be chosen."""
+    mesh = requested_mesh(request, call.placement.mesh)
+    mesh = mesh if mesh is not None else compat.context_mesh()
+    mesh = mesh if mesh is not None else call.placement.mesh
+    for name in ("jax_mesh", "mesh"):
+        mesh = mesh if hasattr(mesh, "shape") else getattr(mesh, name, mesh)
+    shape = getattr(mesh, "shape", None)
+    return None if shape is None else {str(n): int(s) for n, s in shape.items()}
+
+
+def match_report(request: ShardRequest, args: Sequence[Any], kwargs: Mapping[str, Any]) -> MatchReport:
+    """What the configuration of a request and a call have to say to each other; nothing is planned."""
+    call = TracedArguments.of(request, args, kwargs)
+    traced, explicit_mesh = trace_on_shapes(request, args, kwargs)
+    rules = call_rules(request, call, traced)
+    assert rules is not None
+    program = build_program(request, call, traced, explicit_mesh, (), rules.pin_of_name).program
+    return MatchReport.of(rules.record, rules.resolution(program), rules.sizes)
+
+
+def _results(result: Any) -> tuple[TensorName, ...]:
+    leaves = jax.tree_util.tree_flatten_with_path(result)[0]
+    return tuple(
+        TensorName(path_name(path) or "result", tuple(x.shape), x.dtype, kind="result") for path, x in leaves
+    )
+
+
+def _pin(row: Row) -> Pin | None:
+    return None if row.entry is None else pin_of(row.entry, row.tensor, row.where)
+
+
+def _result_pin(row: Row) -> Pin | None:
+    if row.entry is not None and is_word(row.entry):
+        shape = jax.ShapeDtypeStruct(row.tensor.shape, row.tensor.dtype)
+        return pins_for_outputs(shape, row.entry, what=row.where)[0]
+    return _pin(row)

@@ -1,0 +1,31 @@
+"""Tracing with the outputs of Flax modules named (`_flax/module_outputs.py`); the core does not import Flax.
+
+>>> with_marked_outputs(lambda x: x + 1)(1)
+2
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def with_marked_outputs(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A new function that is `fn` with the outputs of its modules named, so that JAX does not reuse a trace of `fn`."""
+
+    @functools.wraps(fn)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        with _marked_outputs():
+            return fn(*args, **kwargs)
+
+    return marked
+
+
+def _marked_outputs() -> contextlib.AbstractContextManager[Any]:
+    if "flax" not in sys.modules:
+        return contextlib.nullcontext()
+    return importlib.import_module("jshard._flax.module_outputs").marked_outputs()

@@ -1,0 +1,1 @@
+"""Configuration files. Input: YAML, dicts, rules of other libraries. Output: pins, reports of what does not match."""

@@ -1,0 +1,79 @@
+"""A plan as a configuration: its mesh, and the fewest rules under which every argument and result has its layout.
+
+Arguments that are arrays are `inputs`, arrays inside arguments `parameters`; scalars need no rule, nor does optimizer
+state that lies like its parameter, nor a result that replaces an argument and lies like it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jshard._config.config_record import ConfigRecord, Entry, MeshSection, Rule
+from jshard._config.fewest_rules import fewest_result_rules, fewest_rules
+from jshard._config.tensors import TensorName
+from jshard._core.layout import Layout, MeshAxes
+from jshard._plan.record import PlanRecord
+from jshard._plan.rows import TensorRow
+
+
+def config_of_plan(
+    plan: PlanRecord, mesh: MeshAxes, machine: str = "", default_budget: float | None = None
+) -> ConfigRecord:
+    """The configuration of a plan on a mesh with these axes.
+
+    `machine`: its name, for a mesh that is not attached. `default_budget`: the memory budget that `shard` would take.
+    """
+    tensors = [tensor_of(r) for r in plan.inputs]
+    entries = [entry_of(r.layout) for r in plan.inputs]
+    arrays = [i for i, t in enumerate(tensors) if t.shape and not t.inner]
+    inside = [i for i, t in enumerate(tensors) if t.shape and t.inner]
+    parameters = fewest_rules([tensors[i] for i in inside], [entries[i] for i in inside])
+    options: dict[str, object] = {"level": plan.level}
+    if plan.search != "optimal":
+        options["search"] = plan.search
+    if plan.memory_budget is not None and plan.memory_budget != default_budget:
+        options["memory_budget"] = int(plan.memory_budget)
+    axes = tuple(zip(mesh.names, mesh.sizes, strict=True))
+    return ConfigRecord(
+        parameters=parameters,
+        inputs=tuple(Rule(tensors[i].path, entries[i]) for i in arrays),
+        outputs=_outputs(plan.outputs, dict(zip([t.path for t in tensors], entries, strict=True))),
+        mesh=MeshSection(axes, machine=machine) if axes else None,
+        options=tuple(sorted(options.items())),
+        source=f"plan of {plan.name}",
+    )
+
+
+def tensor_of(row: TensorRow) -> TensorName:
+    """The row of an argument as a name for rules; the argument's name is the first part of its path."""
+    return TensorName(row.path, row.shape, row.dtype, row.path.partition(".")[0])
+
+
+def entry_of(layout: Layout) -> Entry:
+    """A layout as an entry: every dimension is said.
+
+    >>> entry_of(Layout((("data", "fsdp"), ())))
+    (('data', 'fsdp'), ())
+    """
+    return layout.dims
+
+
+def _outputs(rows: Sequence[TensorRow], arguments: dict[str, Entry]) -> tuple[Rule, ...]:
+    """Rules for results that are not the new values of arguments."""
+    by_end: dict[str, list[Entry]] = {}
+    for path, entry in arguments.items():
+        for end in (path, path.partition(".")[2]):
+            by_end.setdefault(end, []).append(entry)
+    results: list[TensorName] = []
+    entries: list[Entry] = []
+    for row in rows:
+        inner = row.path.partition(".")[2]
+        new_value = (
+            entry_of(row.layout) in by_end.get(row.path, ())
+            or inner
+            and entry_of(row.layout) in by_end.get(inner, ())
+        )
+        if row.shape and not new_value and not row.layout.partial:
+            results.append(TensorName(row.path, row.shape, row.dtype, kind="result"))
+            entries.append(entry_of(row.layout))
+    return fewest_result_rules(results, entries)

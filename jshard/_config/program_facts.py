@@ -1,0 +1,126 @@
+"""What the traced program says about the tensors that rules are about.
+
+Of an argument: the dimension over which a loop runs, where layers are stacked, and the dimensions over which the first
+product that reads it sums. Inside: the outputs of modules, the values of `checkpoint_name`, and those that leave a
+named scope.
+
+>>> import jax, jax.numpy as jnp
+>>> from jshard._program.trace import build
+>>> f = lambda ws, x: jax.lax.scan(lambda x, w: (x @ w.T, None), x, ws)[0]
+>>> closed = jax.jit(f).trace(jnp.ones((3, 4, 4)), jnp.ones((2, 4))).jaxpr
+>>> facts = facts_of_arguments(build(closed, name="f", input_names=["ws", "x"]))
+>>> facts[0]["layer_axis"], facts[0]["contracted"], facts[1]["contracted"]
+(0, (2,), (1,))
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jshard import _jaxcompat as compat
+from jshard._config.tensors import TensorName
+from jshard._program.graph import Program
+from jshard._program.pin_primitives import MODULE_OUTPUT
+
+
+_PASSED_ON = frozenset(
+    ("convert_element_type", "copy", "name", "reduce_precision", "optimization_barrier", MODULE_OUTPUT)
+)
+_ENTERED = frozenset(("scan_const", "scan_carry", "while_const", "while_carry"))
+
+
+def facts_of_arguments(program: Program) -> dict[int, dict[str, Any]]:
+    """By number of the argument: `layer_axis` and `contracted`, where the program says so."""
+    out: dict[int, dict[str, Any]] = {}
+    for i, op in enumerate(program.inputs):
+        facts = _facts(program, program.operators[op].results[0])
+        if facts:
+            out[i] = facts
+    return out
+
+
+def _facts(program: Program, tensor: int) -> dict[str, Any]:
+    """Follow a tensor through what only converts, transposes or hands it on, up to the first product."""
+    uses, operators = program.uses(), program.operators
+    facts: dict[str, Any] = {}
+    eqn: Any
+    queue = collections.deque([(tensor, tuple(range(program.tensors[tensor].ndim)))])
+    seen = {tensor}
+    while queue:
+        t, dims = queue.popleft()  # `dims`: for each dimension of the value, that of the argument
+        for number, k in uses[t]:
+            op = operators[number]
+            if op.eqn is not None and compat.is_backward(op.prefix, op.eqn):
+                continue
+            following, own, eqn = op.results, dims, op.eqn
+            if op.primitive == "scan_xs":
+                facts.setdefault("layer_axis", dims[0])
+                own = dims[1:]
+            elif op.primitive == "transpose":
+                own = tuple(dims[d] for d in eqn.params["permutation"])
+            elif op.primitive == "dot_general":
+                contracting = eqn.params["dimension_numbers"][0][k]
+                facts.setdefault("contracted", tuple(sorted(dims[d] for d in contracting)))
+                other = op.operands[1 - k]
+                facts.setdefault("product_with", other if isinstance(other, int) else None)
+                continue
+            elif op.primitive in _ENTERED:
+                following = op.results[:1]
+            elif op.primitive not in _PASSED_ON:
+                continue
+            for result in following:
+                if result not in seen and program.tensors[result].ndim == len(own):
+                    seen.add(result)
+                    queue.append((result, own))
+    return facts
+
+
+def named_values(jaxpr: Any) -> list[TensorName]:
+    """Every output of a module, `checkpoint_name` and named scope of the forward pass, each name once."""
+    found: dict[tuple[str, str, int], TensorName] = {}
+    for eqn, prefix in _equations(jaxpr, ""):
+        if compat.is_backward(prefix, eqn):
+            continue
+        if eqn.primitive.name == MODULE_OUTPUT:
+            name = eqn.params["pin"]
+            shape = list(eqn.outvars[0].aval.shape)
+            for dim in reversed(name.added):
+                del shape[dim]
+            value = TensorName(
+                name.path, tuple(shape), eqn.outvars[0].aval.dtype, kind="module", element=name.element,
+                elements=name.elements,
+            )  # fmt: skip
+        elif eqn.primitive.name == "name":
+            aval = eqn.outvars[0].aval
+            value = TensorName(str(eqn.params["name"]), tuple(aval.shape), aval.dtype, kind="name")
+        else:
+            continue
+        found.setdefault((value.kind, value.path, value.element), value)
+    return list(found.values())
+
+
+def _equations(jaxpr: Any, prefix: str) -> Iterator[tuple[Any, str]]:
+    """All equations with the name stacks of the calls around them."""
+    for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
+        yield eqn, prefix
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                if compat.is_jaxpr(inner):
+                    yield from _equations(inner, compat.name_stack(prefix, eqn))
+
+
+def pin_of_name(pins: dict[tuple[str, str, int], Any]) -> Callable[[Any], Any]:
+    """The function from the equation of a named value to its pin; `pins` by (kind, path, element)."""
+
+    def find(eqn: Any) -> Any:
+        if eqn.primitive.name == "name":
+            return pins.get(("name", str(eqn.params["name"]), 0))
+        name = eqn.params["pin"]
+        pin: Any = pins.get(("module", name.path, name.element))
+        for dim in name.added if pin is not None else ():
+            pin = pin.batched(dim)
+        return pin
+
+    return find

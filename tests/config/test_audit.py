@@ -1,0 +1,70 @@
+"""What a file costs beside the search: figures, what it leaves whole, slips."""
+
+from __future__ import annotations
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jshard
+
+
+F32 = jax.ShapeDtypeStruct
+
+
+def attention(p: dict, x: jax.Array) -> jax.Array:
+    q, k, v = (x @ p[n]["kernel"] for n in ("q", "k", "v"))
+    y = jax.nn.softmax(q @ k.T) @ v
+    return (y @ p["o"]["kernel"]).sum() + jnp.tanh(x @ p["expert"]).sum()
+
+
+PARAMETERS = {n: {"kernel": F32((256, 256), "float32")} for n in "qkvo"} | {
+    "expert": F32((256, 2048), "float32")
+}
+X = F32((512, 256), "float32")
+CONFIG = """
+mesh: {data: 2, tensor: 4}
+inputs: {x: [data, null]}
+unlisted: replicated
+parameters:
+  "q.kernel": [tensor, null]
+  "{k,v}.kernel": [null, tensor]
+  "o.kernel": [tensor, null]
+"""
+
+
+def test_an_audit_names_the_hole_and_the_slip(tmp_path: pathlib.Path) -> None:
+    report = jshard.audit(attention, CONFIG, PARAMETERS, X, each_rule=True)
+    assert report.file.step >= report.search.step and report.slower >= 1
+    assert report.search.mfu is not None and 0 < report.search.mfu <= 1
+    assert [w.path for w in report.whole] == ["p.expert"] and report.whole_bytes == 256 * 2048 * 4
+    assert {"cut otherwise", "without rule"} <= {p.kind for p in report.problems}
+    slip = next(p for p in report.problems if p.kind == "cut otherwise")
+    assert "p.q.kernel" in slip.what and slip.where == "config:6"
+    # Freeing a rule never makes the proved optimum slower.
+    assert len(report.rules) == 3 and all(r.seconds >= -1e-9 * report.file.step for r in report.rules)
+    assert [r.seconds for r in report.rules] == sorted((r.seconds for r in report.rules), reverse=True)
+    text = str(report)
+    assert (
+        "whole on every device: 2 MiB" in text
+        and "q.kernel" in text
+        and "times the step of the search" in text
+    )
+    report.to_html(tmp_path / "audit.html")
+    assert "p.expert" in (tmp_path / "audit.html").read_text()
+
+
+def test_an_audit_of_the_searchs_own_plan_costs_nothing() -> None:
+    plan = jshard.shard(
+        attention, config={"mesh": {"data": 2, "tensor": 4}, "inputs": {"x": ["data", None]}, "level": 2}
+    )
+    report = jshard.audit(attention, plan.plan(PARAMETERS, X).to_config(), PARAMETERS, X)
+    assert report.slower == pytest.approx(1.0, rel=1e-9) and not report.rules
+    assert not [p for p in report.problems if p.kind not in ("cut otherwise", "unused axis")]
+
+
+def test_parameters_alone_are_not_priced() -> None:
+    with pytest.raises(jshard.ShardError, match="there are only parameters"):
+        jshard.audit(PARAMETERS, CONFIG)
