@@ -118,8 +118,10 @@ def pin_of_name(pins: dict[tuple[str, str, int], Any]) -> Callable[[Any], Any]:
         if eqn.primitive.name == "name":
             return pins.get(("name", str(eqn.params["name"]), 0))
         name = eqn.params["pin"]
-        pin: Any = pins.get(("module", name.path, name.element))
-        for dim in name.added if pin is not None else ():
+        pin = pins.get(("module", name.path, name.element))
+        if pin is None:
+            return None
+        for dim in name.added:
             pin = pin.batched(dim)
         return pin
 
