@@ -68,6 +68,7 @@ def shard(
     donate_argnums: Any = None,
     donate_argnames: Any = None,
     replication_price: float = DEFAULT_REPLICATION_PRICE,
+    search_seconds: float | None = None,
 ) -> Any:
     """Plan a function from a few strategies and run it sharded.
 
@@ -102,6 +103,9 @@ def shard(
     - `static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames`: as in `jax.jit`.
     - `replication_price`: at levels 0 and 2, the factor on the seconds that devices spend on products which other
         devices compute as well; 0: they count no more than their time.
+    - `search_seconds`: how long the search may improve a plan, counted as the effort that one core of a server of 2026
+        makes in that time, so that every machine finds the same plan; the plan says its gap. The first plan within
+        the budget is looked for in any case. Default: until the plan is proved.
 
     Returns a `Sharded` callable, or a decorator without `fn`; a Flax module gives a sharded module. Raises `ShardError`
     for a wrong argument.
@@ -111,6 +115,7 @@ def shard(
         mesh=mesh, hardware=hardware, memory_budget=memory_budget, search=search, plan=plan, strict=strict,
         static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums,
         donate_argnames=donate_argnames, replication_price=replication_price, config=config,
+        search_seconds=search_seconds,
     )  # fmt: skip
     if config is not None and (fn is None or flax_entry_point(fn) is None):
         return _shard_by_config(fn, options)
@@ -122,6 +127,7 @@ def shard(
         strict=strict,
         hardware=hardware,
         replication_price=replication_price,
+        search_seconds=search_seconds,
     )
     call_options = check_call_options(
         static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums,

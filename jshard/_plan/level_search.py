@@ -23,12 +23,16 @@ from jshard._plan.request import PlanRequest, merged_pins, pins_by_operator
 from jshard._plan.schedule_cost import schedule_cost
 from jshard._plan.scheduled_solution import ROUNDING, ScheduledSolution, schedule_solution
 from jshard._program.graph import Program, rule_boundaries
-from jshard._search import CostNetwork, Solution, solve
+from jshard._search import LARGE_NETWORK, CostNetwork, Effort, Prices, Solution, solve
 
 
 # Searches under a budget, each with the limit lowered by _OVERSHOOT times what the schedule before exceeded it.
 _BUDGET_ROUNDS = 4
 _OVERSHOOT = 1.05
+_LARGE_GAP = 0.01  # relative, at which the search of a large network under a budget ends
+# Of a given effort, for the plan of least time that the search under a budget begins with.
+_SHARE_WITHOUT_BUDGET = 0.4
+_SLOWEST = 20.0  # times the seconds of a given effort, after which a search ends on any machine
 
 
 class LevelSearch:
@@ -44,6 +48,8 @@ class LevelSearch:
         self.program, self.topology, self.request = program, topology, request
         self.on_progress = on_progress
         self.pins, self.forced = pins_by_operator(request, topology, rule_boundaries(program))
+        self.effort = Effort.of_seconds(request.search_seconds)
+        self._known: list[ScheduledSolution] = []  # each with a bound that holds for every plan
 
     @property
     def every_pin(self) -> Pins:
@@ -67,6 +73,29 @@ class LevelSearch:
         )  # fmt: skip
 
     def run(self, network: PlanningNetwork) -> ScheduledSolution:
+        """Search by level. An interruption (Ctrl-C) gives the best plan known; it is raised again where none is."""
+        try:
+            return self._run(network)
+        except KeyboardInterrupt:
+            limit = self.request.memory_limit or math.inf
+            fitting = [s for s in self._known if s.peak <= limit]
+            if not fitting:
+                raise
+            best = min(fitting, key=lambda s: s.objective)
+            bound = max(s.bound for s in self._known)
+            return dataclasses.replace(best, bound=bound, steps=(*best.steps, "interrupted"))
+
+    def _known_plan(self, solution: ScheduledSolution) -> ScheduledSolution:
+        """Note a plan that an interruption may return, with a bound that holds for every plan."""
+        self._known.append(solution)
+        return solution
+
+    def _seconds(self, most: float) -> float:
+        """A time limit that an effort does not meet first."""
+        wanted = self.request.search_seconds
+        return most if wanted is None else max(most, _SLOWEST * wanted)
+
+    def _run(self, network: PlanningNetwork) -> ScheduledSolution:
         """Search by level. A plan of least time that keeps the budget is that of the budget too, with its proof."""
         limit = self.request.memory_limit
         if self.request.level == 1:
@@ -94,7 +123,13 @@ class LevelSearch:
         """
         s = self._solve_time(network)
         solution = schedule_solution(network, self.request, s.assignment, s.bound, s.steps)
-        if network.one_shared_copy or solution.interrupted or solution.cost <= s.cost * (1 + ROUNDING):
+        self._known_plan(solution)
+        if (
+            network.one_shared_copy
+            or solution.interrupted
+            or self.effort.exhausted
+            or solution.cost <= s.cost * (1 + ROUNDING)
+        ):
             return solution
         single = self.network(second_copies=False)
         s = self._solve_time(single)
@@ -106,7 +141,11 @@ class LevelSearch:
 
     def _solve_time(self, network: PlanningNetwork) -> Solution:
         r = self.request
-        return solve(network.cost_network, gap=r.gap, seconds=r.seconds, on_progress=self.on_progress)
+        effort = self.effort if r.memory_limit is None else self.effort.part(_SHARE_WITHOUT_BUDGET)
+        return solve(
+            network.cost_network, gap=r.gap, seconds=self._seconds(r.seconds), on_progress=self.on_progress,
+            effort=effort,
+        )  # fmt: skip
 
     def _with_unpriced_cost(self, solution: ScheduledSolution) -> ScheduledSolution:
         """The solution with the cost of a plan without the price of repeated products, where that is lower.
@@ -121,10 +160,20 @@ class LevelSearch:
             if program.operators[i].primitive in PRODUCTS
         )  # fmt: skip
         repeated = products * (self.topology.mesh.total - 1)
-        if not request.replication_price or solution.interrupted or cost.communication <= repeated:
+        if (
+            not request.replication_price
+            or solution.interrupted
+            or self.effort.exhausted
+            or cost.communication <= repeated
+        ):
             return solution
         network = self.network(replication_price=0.0)
-        s = solve(network.cost_network, gap=request.memory_gap, seconds=request.seconds)
+        s = solve(
+            network.cost_network,
+            gap=request.memory_gap,
+            seconds=self._seconds(request.seconds),
+            effort=self.effort,
+        )
         unpriced = schedule_solution(network, request, s.assignment, s.bound, ())
         fits = unpriced.peak <= (request.memory_limit or math.inf)
         if not fits or unpriced.cost >= solution.cost - cost.price:
@@ -136,22 +185,38 @@ class LevelSearch:
 
         The bound is that of the lower-bound memory network; the estimating one finds better schedules.
         """
+        r = self.request
+        # The memory networks do not count every copy; the plan of least time sometimes makes fewer.
+        fastest = solve(
+            network.cost_network, gap=r.memory_gap, seconds=self._seconds(r.memory_seconds),
+            effort=self.effort.part(_SHARE_WITHOUT_BUDGET),
+        )  # fmt: skip
+        plan = schedule_solution(network, r, fastest.assignment, 0.0, fastest.steps)
+        if r.level == 1:
+            self._known_plan(plan)
+        unlimited = fastest.cost, plan.peak
         found: list[ScheduledSolution] = []
         bounding = memory_network(network, lower_bound=True)
-        first = self._solve_peak(network, bounding, break_ties_by_cost=False)
+        large = bounding.size >= LARGE_NETWORK  # where ties cost little
+        first = self._solve_peak(network, bounding, unlimited, break_ties_by_cost=large)
         bound = first.bound
         found.append(first)
+        if r.level == 1:
+            self._known_plan(first)
         if not first.interrupted:
-            found.append(self._solve_peak(network, memory_network(network), break_ties_by_cost=True))
+            found.append(
+                self._solve_peak(network, memory_network(network), unlimited, break_ties_by_cost=True)
+            )
         steps = found[-1].steps
-        if not any(s.interrupted for s in found):
-            # The memory networks do not count every copy; the plan of least time sometimes makes fewer.
-            r = self.request
-            fastest = solve(network.cost_network, gap=r.memory_gap, seconds=r.memory_seconds)
-            found.append(schedule_solution(network, r, fastest.assignment, bound, fastest.steps))
+        found.append(plan)
+        if not large and not any(s.interrupted for s in found):
             found.remove(first)
             if first.peak < min(s.peak for s in found):
-                found.append(self._solve_peak(network, bounding, break_ties_by_cost=True))
+                found.append(self._solve_peak(network, bounding, unlimited, break_ties_by_cost=True))
+                if first.peak < min(
+                    s.peak for s in found
+                ):  # its schedule is not that of the plan with ties broken
+                    found.append(first)
         acceptable = min(s.peak for s in found) * (1 + self.request.memory_gap)
         if self.request.level != 1:  # every plan within the budget will do
             acceptable = max(acceptable, self.request.memory_limit or 0.0)
@@ -159,12 +224,17 @@ class LevelSearch:
         return dataclasses.replace(best, bound=bound, peak_bound=bound, steps=steps)
 
     def _solve_peak(
-        self, network: PlanningNetwork, memory: CostNetwork, break_ties_by_cost: bool
+        self,
+        network: PlanningNetwork,
+        memory: CostNetwork,
+        unlimited: tuple[float, float],
+        break_ties_by_cost: bool,
     ) -> ScheduledSolution:
         r = self.request
         s = solve(
-            memory, objective="peak", gap=r.gap, seconds=r.memory_seconds, on_progress=self.on_progress,
-            break_ties_by_cost=break_ties_by_cost,
+            memory, objective="peak", gap=r.gap, seconds=self._seconds(r.memory_seconds), on_progress=self.on_progress,
+            break_ties_by_cost=break_ties_by_cost, layers_repeat=True, unlimited=unlimited,
+            effort=self.effort,
         )  # fmt: skip
         return schedule_solution(network, r, s.assignment, s.bound, s.steps)
 
@@ -181,24 +251,28 @@ class LevelSearch:
         - `network`: with a single shared copy a tensor.
         - `fastest`: the plan of least time, which exceeds the budget.
         """
-        limit, gap = self.request.memory_limit, self.request.memory_gap
+        limit, gap = self.request.memory_limit, self._memory_gap(network.cost_network)
         assert limit is not None
-        bounding = self._solve_limited(memory_network(network, lower_bound=True), limit)
+        unlimited = fastest.cost, fastest.peak
+        bounding = self._solve_limited(memory_network(network, lower_bound=True), limit, unlimited)
         if bounding is None:
             return fastest
         bound = max(fastest.bound, bounding.bound)
 
         def scheduled(s: Solution, before: ScheduledSolution) -> ScheduledSolution:
-            return schedule_solution(network, self.request, s.assignment, bound, s.steps).after(before)
+            solution = schedule_solution(network, self.request, s.assignment, bound, s.steps)
+            return self._known_plan(solution.after(before))
 
         first = lowest = scheduled(bounding, fastest)
-        if first.interrupted or (first.peak <= limit and first.cost <= bound * (1 + gap)):
+        enough = self.effort.exhausted or first.cost <= bound * (1 + gap)
+        if first.interrupted or (first.peak <= limit and enough):
             return min((fastest, first), key=lambda s: (s.peak > limit, s.peak))
-        estimating, aim = memory_network(network), limit
+        estimating, aim, prices = memory_network(network), limit, bounding.prices
         for _ in range(_BUDGET_ROUNDS):
-            s = self._solve_limited(estimating, aim)
+            s = self._solve_limited(estimating, aim, unlimited, prices)
             if s is None:
                 break
+            prices = s.prices
             solution = scheduled(s, lowest)
             lowest = min((lowest, solution), key=lambda s: s.peak)
             if solution.peak <= limit:
@@ -206,12 +280,29 @@ class LevelSearch:
             aim -= _OVERSHOOT * (solution.peak - limit)
         return lowest
 
-    def _solve_limited(self, memory: CostNetwork, limit: float) -> Solution | None:
-        """The solution of a memory network under a limit in bytes; None where none was found."""
+    def _memory_gap(self, network: CostNetwork) -> float:
+        """The gap at which a search with memory ends: on a large network, one that is shown as a per cent."""
+        return (
+            max(self.request.memory_gap, _LARGE_GAP)
+            if network.size >= LARGE_NETWORK
+            else self.request.memory_gap
+        )
+
+    def _solve_limited(
+        self, memory: CostNetwork, limit: float, unlimited: tuple[float, float], prices: Prices | None = None
+    ) -> Solution | None:
+        """The solution of a memory network under a limit in bytes; None where none was found.
+
+        `unlimited` are seconds and peak of the fastest plan, `prices` those to begin with, of the other memory network.
+        """
         assert memory.memory is not None
         limited = dataclasses.replace(memory, memory=dataclasses.replace(memory.memory, limit=limit))
         r = self.request
         try:
-            return solve(limited, gap=r.memory_gap, seconds=r.memory_seconds, on_progress=self.on_progress)
+            return solve(
+                limited, gap=self._memory_gap(memory), seconds=self._seconds(r.memory_seconds),
+                on_progress=self.on_progress, layers_repeat=True, prices=prices, unlimited=unlimited,
+                effort=self.effort,
+            )  # fmt: skip
         except (MemoryBudgetError, SearchError):
             return None

@@ -36,6 +36,8 @@ class PlanRequest:
     - `seconds`, `gap`: when a search without memory ends; `gap` is relative.
     - `memory_seconds`, `memory_gap`: the same under a budget and for the least peak. There the work is counted, so
         that every machine finds the same plan; the seconds only end a search that takes far longer than it should.
+    - `search_seconds`: effort for all searches together, in the seconds that it takes on one core of 2026
+        (`_search/effort.py`); None for as much as the proof takes.
     - `forced`: what `Plan.why` requires beside the pins.
     - `pinned_results`: output operators that the user pinned, where `pins` has others: an output pinned by
         `Plan.what_if` changes no price.
@@ -52,6 +54,7 @@ class PlanRequest:
     replication_price: float = REPLICATION_PRICE
     memory_seconds: float = 240.0
     memory_gap: float = 0.005
+    search_seconds: float | None = None
     forced: tuple[Force, ...] = ()
     pinned_results: tuple[int, ...] | None = None
 

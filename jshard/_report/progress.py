@@ -96,15 +96,19 @@ def progress_line(title: str, done: int, total: int | None, text: str, past: flo
 
 
 def search_status(stage: str, best: float, bound: float) -> str:
-    """The stage of a search and its gap, once a solution is found.
+    """The stage of a search; its best solution, bound and gap, once there are any (seconds, bytes at level 1).
 
     >>> search_status("messages and blocks", 2.0, 1.6), search_status("reductions", float("inf"), float("-inf"))
-    ('messages and blocks, gap 25%', 'reductions')
+    ('messages and blocks: best 2, bound 1.6, gap 25%', 'reductions')
+    >>> search_status("prices on 1 times, round 1", float("inf"), 1.6)
+    'prices on 1 times, round 1: no plan yet, bound 1.6'
     """
     stage = stage.partition(":")[0]
-    if not math.isfinite(best) or bound <= 0:
+    if bound <= 0:
         return stage
-    return f"{stage}, gap {100 * max(best - bound, 0.0) / bound:.2g}%"
+    if not math.isfinite(best):
+        return f"{stage}: no plan yet, bound {bound:.4g}"
+    return f"{stage}: best {best:.4g}, bound {bound:.4g}, gap {100 * max(best - bound, 0.0) / bound:.2g}%"
 
 
 def _line_writer(stream: Any, shown: bool | None) -> Callable[[str], None] | None:

@@ -42,22 +42,28 @@ Memory (`memory/`)
 """
 
 from jshard._search.cost_network import (
+    LARGE_NETWORK,
     CostNetwork,
     Memory,
+    Prices,
     Solution,
     build,
     evaluate,
     peak,
 )
 from jshard._search.cost_network_io import load, save
+from jshard._search.effort import Effort
 from jshard._search.exact.working_network import Contradiction
 from jshard._search.solve import solve
 
 
 __all__ = [
+    "LARGE_NETWORK",
     "Contradiction",
     "CostNetwork",
+    "Effort",
     "Memory",
+    "Prices",
     "Solution",
     "build",
     "evaluate",

@@ -23,7 +23,7 @@ from jshard._search.dual.message_layout import (
     to_original_states,
 )
 from jshard._search.dual.trws import DualBound, round_primal, trws
-from jshard._search.dual.warm_start import restore_messages, save_messages
+from jshard._search.dual.warm_start import CoreMessages, save_messages
 from jshard._search.exact.working_network import Contradiction, WorkingNetwork
 from jshard._search.primal.local_search import CoreProblem, core_problem, forest_search
 from jshard._search.search_state import TOLERANCE, Reductions, SearchState, reduce_and_eliminate
@@ -138,7 +138,7 @@ class PrimalSteps:
         """Look for answers; returns the bound that would close the gap, and whether to stop passes now."""
         search, bound = self.search, dual.bound
         if not search.gap_closed(bound) and (stalled or self.always_round or search.incumbent_cost == np.inf):
-            self._round(bound, search.forest_moves if stalled else 0)
+            self._round(bound, search.forest_moves if stalled and not search.out_of_time else 0)
         share = self._share_left(dual)
         due = share > self.fix_share and (dual.rounds >= self.next_rounds or share <= self.next_share)
         if not search.gap_closed(bound) and (stalled or due):
@@ -202,10 +202,10 @@ def bound_and_fix(
     - `layers`: the positions of variables in repeated layers, where there are any.
     """
     # Rounds before the first restricted problems: a start from a similar core is worth more of them.
-    first_rounds = 15 if start is None else 20
+    first_rounds = 15 if start is None else 5 if search.similar else 20
     # A new layout costs as much as a dozen rounds on a short core, but as few of a whole one, whose layers share work.
     fix_share = 0.05 if search.for_warm_start else MAX_FIX_SHARE if layers else 0.1
-    always_round = start is None
+    always_round = start is None or search.similar is not None
     while True:
         if not core.core:
             search.update_incumbent(reductions, core.offset, np.zeros(search.num_variables, dtype=np.int64))
@@ -217,13 +217,19 @@ def bound_and_fix(
         fix_share = min(MAX_FIX_SHARE, max(fix_share, RESTRICTED_STATES * len(layout.variables) / total))
         steps = PrimalSteps(search, reductions, core, layout, always_round, fix_share, first_rounds)
         dual = trws(
-            core, layout, target=np.inf, deadline=search.deadline, max_rounds=max_rounds, on_round=steps
+            core,
+            layout,
+            target=np.inf,
+            deadline=search.deadline,
+            effort=search.effort,
+            max_rounds=max_rounds,
+            on_round=steps,
         )
         if not steps.fix_now and not search.gap_closed(steps.restricted_bound):
             steps(dual, stalled=True)
         bound = max(dual.bound, steps.restricted_bound)
-        if search.for_warm_start and search.saved_messages is None:
-            search.saved_messages = save_messages(core, layout)
+        if (search.for_warm_start or search.keeps_messages) and search.saved is None:
+            search.saved = CoreMessages(core, save_messages(core, layout))
         reduced_costs = dual.reduced_costs_by_variable(layout)
         if search.gap_closed(bound):
             return BoundedCore(reductions, None, bound, reduced_costs)
@@ -238,7 +244,7 @@ def bound_and_fix(
             reduction, rest = reduce_and_eliminate(restricted, changed)
         except Contradiction:  # nothing cheaper than the incumbent is left
             return BoundedCore(reductions, None, search.incumbent_cost, {})
-        start = functools.partial(restore_messages, saved=save_messages(core, layout), before=core)
+        start = CoreMessages(core, save_messages(core, layout)).restore
         reductions, core = (*reductions, reduction), rest
         first_rounds, fix_share, always_round = 20, 0.1, False
         search.report(f"fixing: {removed} of {total} states excluded, core {len(core.core)} variables")

@@ -44,6 +44,7 @@ def branch_and_bound(
     variables, states = graph.original_size
     if not variables:
         variables, states = len(graph.core), sum(len(graph.tables.arrays[graph.unary[v]]) for v in graph.core)
+    search.effort.spend(variables=search.num_variables)
     reduction, core = reduce_and_eliminate(graph)
     search.report(
         f"reductions: {variables} variables, {states} states -> core of "
@@ -53,6 +54,8 @@ def branch_and_bound(
     search.bound = core.offset
     solved = not core.core
     start, layers = solve_folded(search, (reduction,), core, max_rounds)
+    if start is None and search.similar is not None:
+        start = search.similar.restore
     bounded = bound_and_fix(search, (reduction,), core, max_rounds, start, layers)
     search.bound = min(bounded.bound, search.incumbent_cost)
     if not solved:
@@ -122,10 +125,17 @@ def solve_folded(
     if folded is None:
         return None, None
     inner = SearchState(
-        search.deadline, search.gap, lambda _: None, search.num_variables, for_warm_start=True
+        search.deadline,
+        search.gap,
+        lambda _: None,
+        search.num_variables,
+        for_warm_start=True,
+        similar=search.similar,
+        effort=search.effort,
     )
     try:
-        bound_and_fix(inner, (), folded.short, max_rounds)
+        start = None if search.similar is None else search.similar.restore
+        bound_and_fix(inner, (), folded.short, max_rounds, start)
     except Contradiction:
         return None, folded.layers
     if inner.assignment is not None:
@@ -136,9 +146,10 @@ def solve_folded(
         search.update_incumbent(reductions, core_energy(core, states), assignment)
         recombine_layers(search, reductions, core, folded, assignment)
     search.report(f"folding: {len(folded.short.core)} variables stand for {len(core.core)}")
-    if inner.saved_messages is None:
+    search.saved = inner.saved if search.keeps_messages else None
+    if inner.saved is None:
         return None, folded.layers
-    return functools.partial(unfold_messages, folded=folded, saved=inner.saved_messages), folded.layers
+    return functools.partial(unfold_messages, folded=folded, saved=inner.saved.messages), folded.layers
 
 
 def recombine_layers(

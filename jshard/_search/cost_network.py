@@ -24,6 +24,8 @@ from jshard._core.errors import ShardError
 
 
 SMALL_ARRAY_BYTES = 2048  # up to here an array is looked up by its bytes, beyond by digests of them
+# Variables from which on reductions are batched, and memory is searched by prices on few times alone.
+LARGE_NETWORK = 4000
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +70,14 @@ class CostNetwork:
 
 
 @dataclass(frozen=True, eq=False)
+class Prices:
+    """Prices on memory: the price of a byte at each of some ascending times."""
+
+    times: Ints  # (T,)
+    per_byte: Floats  # (T,) in the unit of costs
+
+
+@dataclass(frozen=True, eq=False)
 class Solution:
     """An assignment, its cost, and a proved lower bound on every assignment's cost."""
 
@@ -77,6 +87,7 @@ class Solution:
     peak: float | None  # bytes; None for a network without memory
     seconds: float
     steps: tuple[str, ...]  # one line of text per stage, for the report
+    prices: Prices | None = None  # those that prove the bound, where prices on few times were found
 
     @property
     def gap(self) -> float:

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jshard._core.arrays import Ints
-from jshard._search.dual.warm_start import SavedMessages
+from jshard._search.cost_network import Prices
+from jshard._search.dual.warm_start import CoreMessages
+from jshard._search.effort import Effort
 from jshard._search.exact.bucket_elimination import (
     EliminatedComponent,
     eliminate_components,
@@ -46,7 +48,14 @@ class SearchState:
     bound: float = -np.inf
     forest_moves: int = 20  # per rounding, where the bound has stalled
     for_warm_start: bool = False  # a short core: its messages are kept, and few states are worth a new layout
-    saved_messages: SavedMessages | None = None  # of the first core, where they are kept
+    keeps_messages: bool = False  # those of the first core or, where layers repeat, of the short one
+    saved: CoreMessages | None = None  # of the first core, where they are kept
+    similar: CoreMessages | None = None  # of a similar core, to begin with
+    unlimited: tuple[float, float] | None = (
+        None  # cost and peak of a good answer without a limit, where one is known
+    )
+    prices: Prices | None = None  # on memory: those to begin with, then those that prove the bound
+    effort: Effort = field(default_factory=Effort)
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(20250))
     core_assignment: Ints | None = None  # the incumbent's states of the last core
     reductions: Reductions = ()  # through which `core_assignment` is lifted when it is read
@@ -62,6 +71,11 @@ class SearchState:
     def assignment(self, assignment: Ints | None) -> None:
         self.core_assignment, self.reductions = assignment, ()
 
+    @property
+    def has_answer(self) -> bool:
+        """Whether there is an incumbent."""
+        return self.core_assignment is not None
+
     def update_incumbent(self, reductions: Reductions, cost: float, core_assignment: Ints) -> None:
         """Take over an answer of a core if it costs less than the incumbent."""
         if cost < self.incumbent_cost:
@@ -75,9 +89,14 @@ class SearchState:
         return self.incumbent_cost - bound <= allowed
 
     @property
-    def out_of_time(self) -> bool:
+    def is_late(self) -> bool:
         """Whether the deadline has passed."""
         return time.monotonic() > self.deadline
+
+    @property
+    def out_of_time(self) -> bool:
+        """Whether the deadline has passed, or the effort is spent."""
+        return self.effort.exhausted or time.monotonic() > self.deadline
 
 
 def reduce_and_eliminate(

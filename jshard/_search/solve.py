@@ -16,25 +16,13 @@ from collections.abc import Callable
 
 from jshard._core.errors import SearchError
 from jshard._search.branch_and_bound import branch_and_bound
-from jshard._search.cost_network import CostNetwork, Solution, evaluate, peak
-from jshard._search.exact.reduce_batched import reduce_batched
-from jshard._search.exact.table_pool import TablePool, quantum
-from jshard._search.exact.working_network import Contradiction, WorkingNetwork, working_network
+from jshard._search.cost_network import CostNetwork, Prices, Solution, evaluate, peak
+from jshard._search.effort import Effort
+from jshard._search.exact.reduce_batched import starting_network
 from jshard._search.search_state import TOLERANCE, SearchState
 
 
-BATCHED_FROM = 4000  # variables from which on batched reductions save time
 Progress = Callable[[str, float, float], None]  # stage, best cost, bound
-
-
-def _working_network(network: CostNetwork) -> WorkingNetwork:
-    """The working network, a large one after its first reductions."""
-    if network.size >= BATCHED_FROM:
-        try:
-            return reduce_batched(network, TablePool(quantum(network)))
-        except Contradiction:
-            pass  # reductions one by one tell where it was met
-    return working_network(network)
 
 
 def solve(
@@ -45,6 +33,10 @@ def solve(
     seconds: float = 60.0,
     on_progress: Progress | None = None,
     break_ties_by_cost: bool = True,
+    layers_repeat: bool = False,
+    prices: Prices | None = None,
+    unlimited: tuple[float, float] | None = None,
+    effort: Effort | None = None,
 ) -> Solution:
     """The best assignment found, its cost and a proved lower bound.
 
@@ -58,6 +50,10 @@ def solve(
     - `seconds`: time limit.
     - `on_progress`: called with the stage, the best cost and the bound after every stage.
     - `break_ties_by_cost`: of equal peaks look for one of low cost; without it the bound is there sooner.
+    - `layers_repeat`: look for prices on few times of a large network first (`memory.price_cuts`).
+    - `prices`: those to begin with, of a similar network.
+    - `unlimited`: cost and peak of a good answer without a limit, where one is known: first prices come from it.
+    - `effort`: ends what improves an answer when it is spent; None for no limit but the seconds.
 
     Raises `Contradiction` when no assignment has finite cost, `MemoryBudgetError` when nothing fits, `SearchError`
     when nothing was found in time. Ctrl-C returns the best answer so far, or is raised again when there is none.
@@ -76,20 +72,21 @@ def solve(
         if on_progress is not None:
             on_progress(text, incumbent, bound)
 
-    search = SearchState(begun + seconds, gap, report, network.size)
+    search = SearchState(begun + seconds, gap, report, network.size, prices=prices, unlimited=unlimited)
+    search.effort = effort or search.effort
     memory = network.memory
     try:
         if objective == "peak" and memory is not None:
             # Imported at first use: most plans search without memory, and `import jshard` stays light.
             from jshard._search.memory.minimax_peak import solve_peak
 
-            solve_peak(network, search, break_ties_by_cost)
+            solve_peak(network, search, break_ties_by_cost, layers_repeat)
         elif memory is not None and memory.limit is not None:
             from jshard._search.memory.lagrangian import solve_limited
 
-            solve_limited(network, search)
+            solve_limited(network, search, layers_repeat=layers_repeat)
         else:
-            branch_and_bound(search, _working_network(network))
+            branch_and_bound(search, starting_network(network))
     except KeyboardInterrupt:
         if search.assignment is None:
             raise
@@ -110,4 +107,4 @@ def solve(
     bound = min(search.bound, cost)
     if cost - bound <= TOLERANCE * abs(cost):
         bound = cost
-    return Solution(assignment, cost, bound, reached, time.monotonic() - begun, tuple(steps))
+    return Solution(assignment, cost, bound, reached, time.monotonic() - begun, tuple(steps), search.prices)

@@ -65,6 +65,7 @@ class PlanOptions:
     strict: bool = False
     hardware: Chip | str | None = None
     replication_price: float = 1000.0
+    search_seconds: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +87,7 @@ def check_options(
     strict: object = False,
     hardware: object = None,
     replication_price: Any = 1000.0,
+    search_seconds: Any = None,
 ) -> PlanOptions:
     """The planning options; raises `ShardError` for the first wrong argument."""
     check_device(device)
@@ -101,6 +103,7 @@ def check_options(
         bool(strict),
         check_hardware(hardware),
         check_replication_price(replication_price),
+        check_search_seconds(search_seconds),
     )
 
 
@@ -114,6 +117,29 @@ def check_replication_price(price: Any) -> float:
         where="replication_price",
         fix="what a second of repeated product work counts: 1000, or 0 for no price beside its time",
     )
+
+
+def check_search_seconds(seconds: Any) -> float | None:
+    """None, or a finite number above 0.
+
+    >>> check_search_seconds(0)
+    Traceback (most recent call last):
+    ...
+    jshard._core.errors.ShardError: search_seconds is 0, which leaves no search
+      where: search_seconds
+      write instead: seconds of search above 0, such as search_seconds=5; None: as long as the proof takes
+    """
+    if seconds is None:
+        return None
+    fix = "seconds of search above 0, such as search_seconds=5; None: as long as the proof takes"
+    number = isinstance(seconds, int | float | np.integer | np.floating) and not isinstance(seconds, bool)
+    if not number or not math.isfinite(seconds):
+        raise ShardError(f"search_seconds is {describe_value(seconds)}", where="search_seconds", fix=fix)
+    if seconds <= 0:
+        raise ShardError(
+            f"search_seconds is {seconds}, which leaves no search", where="search_seconds", fix=fix
+        )
+    return float(seconds)
 
 
 def check_level(level: object) -> int:

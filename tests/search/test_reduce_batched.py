@@ -91,7 +91,7 @@ def test_what_is_impossible_is_told_as_one_by_one(monkeypatch):
     ])  # fmt: skip
     with pytest.raises(Contradiction) as one:
         solve(network)
-    monkeypatch.setattr(importlib.import_module("jshard._search.solve"), "BATCHED_FROM", 0)
+    monkeypatch.setattr(importlib.import_module("jshard._search.exact.reduce_batched"), "LARGE_NETWORK", 0)
     with pytest.raises(Contradiction) as many:
         solve(network)
     assert str(one.value) == str(many.value)

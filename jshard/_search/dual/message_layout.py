@@ -107,10 +107,15 @@ class MessageLayout:
         return self.edges.state_offsets
 
     @functools.cached_property
+    def num_entries(self) -> int:
+        """The entries of all edges' tables."""
+        arrays = self.graph.tables.arrays
+        return sum(arrays[t].size for t in self.edges.table.tolist())
+
+    @property
     def has_many_entries(self) -> bool:
         """Whether the tables are so large that single precision saves time."""
-        arrays = self.graph.tables.arrays
-        return sum(arrays[t].size for t in self.edges.table.tolist()) > SINGLE_PRECISION_FROM
+        return self.num_entries > SINGLE_PRECISION_FROM
 
     @functools.cached_property
     def single_precision_batches(self) -> tuple[list[list[EdgeBatch]], list[list[EdgeBatch]]]:

@@ -25,6 +25,7 @@ import numpy as np
 
 from jshard._core.arrays import Floats
 from jshard._search.dual.message_layout import MessageLayout
+from jshard._search.effort import Effort
 from jshard._search.exact.working_network import WorkingNetwork
 
 
@@ -123,6 +124,7 @@ def trws(
     *,
     target: float,
     deadline: float,
+    effort: Effort | None = None,
     max_rounds: int = 400,
     patience: float = 2e-3,
     on_round: Callable[[DualBound, bool], tuple[float, bool]] | None = None,
@@ -138,6 +140,7 @@ def trws(
     - `layout`: its messages, which are replaced.
     - `target`: the bound that suffices.
     - `deadline`: on the monotonic clock, in seconds.
+    - `effort`: ends the passes when it is spent.
     - `max_rounds`: rounds of two passes at most.
     - `patience`: share of the gap.
     - `on_round`: called every few rounds with the bound and whether it has stalled; may find a better answer, and
@@ -155,7 +158,9 @@ def trws(
     while rounds < max_rounds:
         rounds += 1
         step_due = rounds >= first_step and (rounds == 2 or rounds % 5 == 0)
-        late = time.monotonic() > deadline
+        if effort is not None:
+            effort.spend(2.0 * layout.num_entries, len(layout.variables))
+        late = time.monotonic() > deadline or (effort is not None and effort.exhausted)
         single = in_single and not step_due and not late
         if rounds > 1:  # the first round adapts the start's messages: its step is no direction
             previous = extrapolate(layout.messages, previous)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -27,6 +28,18 @@ from jshard._search.exact.working_network import WorkingNetwork
 
 
 SavedMessages = dict[tuple[int, int], tuple[Ints, Floats]]  # (receiver, sender) -> original states, message
+
+
+@dataclass(frozen=True)
+class CoreMessages:
+    """The messages of a core, from which those of a similar one begin."""
+
+    core: WorkingNetwork
+    messages: SavedMessages
+
+    def restore(self, graph: WorkingNetwork, layout: MessageLayout) -> None:
+        """Set the messages of a layout of another core, in whose table pool this core's tables are (in place)."""
+        restore_messages(graph, layout, self.messages, self.core)
 
 
 def save_messages(graph: WorkingNetwork, layout: MessageLayout) -> SavedMessages:

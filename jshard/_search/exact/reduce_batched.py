@@ -25,13 +25,24 @@ import numpy as np
 
 from jshard._core.arrays import Ints
 from jshard._core.row_codes import first_occurrence_codes, row_codes
-from jshard._search.cost_network import CostNetwork
+from jshard._search.cost_network import LARGE_NETWORK, CostNetwork
 from jshard._search.exact.elimination_records import ArgminTables, EliminationRound
-from jshard._search.exact.table_pool import NONE, TablePool
-from jshard._search.exact.working_network import WorkingNetwork, contradiction
+from jshard._search.exact.table_pool import NONE, TablePool, quantum
+from jshard._search.exact.working_network import Contradiction, WorkingNetwork, contradiction, working_network
 
 
 MIN_ROUND = 64  # variables of a round; fewer are left to be reduced one by one
+
+
+def starting_network(network: CostNetwork, tables: TablePool | None = None) -> WorkingNetwork:
+    """The working network, a large one after its first reductions; `tables` is the pool for its tables."""
+    tables = tables or TablePool(quantum(network))
+    if network.size >= LARGE_NETWORK:
+        try:
+            return reduce_batched(network, tables)
+        except Contradiction:
+            pass  # reductions one by one tell where it was met
+    return working_network(network, tables)
 
 
 def reduce_batched(network: CostNetwork, tables: TablePool, min_round: int = MIN_ROUND) -> WorkingNetwork:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jshard._core.arrays import Floats
+from jshard._search.effort import Effort
 from jshard._search.memory.key_times import CoreMemory
 from jshard._search.primal.local_search import (
     CoreProblem,
@@ -33,6 +34,7 @@ from jshard._search.primal.local_search import (
 
 _JOINT_CHANGES = 4  # states that forbidding neighbours would have to follow: how many are tried
 _PRICE_SCALES = (0.0, 0.5, 0.8, 1.0, 1.0, 1.25, 2.0)  # of the prices in a forest move
+_MOVE = 5  # visits of every variable that a move is counted as
 _FOREST_SIZES = (10, 30, 100, 300, 1 << 30)
 
 Interval = tuple[int, int, Floats]  # start, end (key times), bytes per state
@@ -262,6 +264,7 @@ def priced_forest_search(
     rng: np.random.Generator,
     *,
     deadline: float,
+    effort: Effort,
     target: float,
     moves: int,
 ) -> float:
@@ -274,14 +277,16 @@ def priced_forest_search(
     - `multipliers`: price of a byte at each key time.
     - `rng`: picks the forests and the prices' scales.
     - `deadline`: on the monotonic clock, in seconds.
+    - `effort`: ends the moves when it is spent.
     - `target`: the cost that suffices.
     - `moves`: how many moves.
     """
     core, memory = problem.core, problem.memory
     best = energy(core, states)
     for _ in range(moves):
-        if time.monotonic() > deadline or best <= target:
+        if effort.exhausted or time.monotonic() > deadline or best <= target:
             break
+        effort.spend(variables=_MOVE * len(states))
         prices = memory.state_prices(multipliers * float(rng.choice(_PRICE_SCALES)))
         offsets = memory.state_offsets[:-1].tolist()
         unary = [u + prices[a : a + len(u)] for u, a in zip(core.unary, offsets, strict=True)]

@@ -19,6 +19,7 @@ the bound is 3 and the answer 6; the gap is what mixing states would save.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,10 +27,11 @@ import numpy as np
 from jshard._core.arrays import Floats, Ints
 from jshard._core.errors import MemoryBudgetError
 from jshard._search.branch_and_bound import branch_and_bound
-from jshard._search.cost_network import CostNetwork, Memory
+from jshard._search.cost_network import LARGE_NETWORK, CostNetwork, Memory
 from jshard._search.exact.reduce import reduce
 from jshard._search.exact.table_pool import TablePool
 from jshard._search.exact.working_network import Contradiction, WorkingNetwork, working_network
+from jshard._search.memory.answer_fusion import fused_network
 from jshard._search.memory.budget_repair import (
     BudgetedCore,
     budgeted_core,
@@ -47,6 +49,7 @@ from jshard._search.memory.key_times import (
     sum_over_intervals,
     usage_range,
 )
+from jshard._search.memory.price_cuts import PriceCuts
 from jshard._search.primal.local_search import CoreProblem, core_problem
 from jshard._search.search_state import Reduction, SearchState, reconstruct
 
@@ -156,7 +159,7 @@ def solve_lagrangian(
         price = prices[a:b]
         if price.any():
             graph.add_unary(v, graph.tables.quantized_table_id(price))
-    inner = SearchState(search.deadline, 1e-6, lambda _: None, search.num_variables)
+    inner = SearchState(search.deadline, 1e-6, lambda _: None, search.num_variables, effort=search.effort)
     branch_and_bound(inner, graph, max_rounds=max_rounds, may_branch=False)
     assignment = inner.assignment
     if assignment is None:
@@ -201,17 +204,62 @@ def effort(variables: int) -> tuple[int, int]:
     return int(np.clip(_PRICED_VARIABLES // n, 20, 400)), int(np.clip(_MOVED_VARIABLES // n, 30, 6000))
 
 
-def solve_limited(network: CostNetwork, search: SearchState, *, tie_break_only: bool = False) -> None:
+PRICE_CUTS_FROM = 1000  # variables from which on prices on few times come first
+_FUSION_PRICES, _FUSION_MOVES = (
+    20,
+    40,
+)  # rounds of prices, and of forest moves, for the states of some answers
+
+
+def fuse(network: CostNetwork, answers: Sequence[Ints], search: SearchState) -> Ints | None:
+    """An assignment within the limit of the states that some answers have; None where none was found.
+
+    `search` gives the bound, the gap that suffices, and the deadline.
+    """
+    fused = fused_network(network, answers)
+    memory = fused.network.memory
+    assert memory is not None and memory.limit is not None
+    inner = SearchState(
+        search.deadline,
+        search.gap,
+        lambda _: None,
+        fused.network.size,
+        bound=search.bound,
+        effort=search.effort,
+    )
+    clock = key_times_above(memory, memory.limit)
+    if not len(clock.times) or not len(fused.variables):
+        return None
+    try:
+        problem = reduced_problem(fused.network, clock, memory.limit)
+    except (MemoryBudgetError, Contradiction):
+        return None
+    limited = _LimitedSearch(inner, problem, memory.limit, integral_costs=False)
+    limited.ascend(_FUSION_PRICES)
+    if (
+        not inner.gap_closed(inner.bound)
+        and not limited.solve_integer_program()
+        and limited.states is not None
+    ):
+        limited.move_forests(limited.states, _FUSION_MOVES)
+    return None if inner.assignment is None else fused.lift(inner.assignment)
+
+
+def solve_limited(
+    network: CostNetwork, search: SearchState, *, tie_break_only: bool = False, layers_repeat: bool = False
+) -> None:
     """The least cost within the memory limit; the result is in `search`.
 
     First prices, then forest moves, as many of both as `effort` says. Between them, a small core that is left with a
-    gap is given to an integer program.
+    gap is given to an integer program. Where layers repeat, prices on few times come before, and are all for a large
+    network.
 
     Arguments:
 
     - `network`: with a memory and a limit.
     - `search`: receives the answer and the bound.
     - `tie_break_only`: the costs only break ties: fewer rounds, and no integer program.
+    - `layers_repeat`: whether layers are expected to.
 
     Raises `MemoryBudgetError` where nothing fits or nothing that fits was found.
     """
@@ -221,6 +269,12 @@ def solve_limited(network: CostNetwork, search: SearchState, *, tie_break_only: 
     if not len(clock.times):
         branch_and_bound(search, working_network(network))
         return
+    if layers_repeat and network.size >= PRICE_CUTS_FROM:
+        PriceCuts(network, search, memory.limit, lambda answers: fuse(network, answers, search)).run()
+        if search.gap_closed(search.bound) or (network.size >= LARGE_NETWORK and search.has_answer):
+            return
+        if network.size >= LARGE_NETWORK:
+            raise _nothing_found(memory.limit, "prices on the times that exceed it")
     problem = reduced_problem(network, clock, memory.limit)
     size = len(problem.core.variables)
     search.report(
@@ -233,16 +287,20 @@ def solve_limited(network: CostNetwork, search: SearchState, *, tie_break_only: 
     limited = _LimitedSearch(search, problem, memory.limit, has_integral_costs(network))
     limited.ascend(prices)
     solved = not tie_break_only and limited.solve_integer_program()
-    if limited.states is None and not search.out_of_time:
-        raise MemoryBudgetError(
-            f"no assignment within {memory.limit:.6g} bytes was found, and none is known to exist",
-            where=f"{len(clock.times)} key times",
-            fix="a larger limit; objective 'peak' tells the least",
-        )
+    if not search.has_answer and not search.is_late:
+        raise _nothing_found(memory.limit, f"{len(clock.times)} key times")
     # A program solved to HiGHS' tolerances leaves nothing to move for, though the bound is short by them.
     if limited.states is not None and not solved and not search.gap_closed(search.bound):
         limited.move_forests(limited.states, moves)
         search.report("priced blocks")
+
+
+def _nothing_found(limit: float, where: str) -> MemoryBudgetError:
+    return MemoryBudgetError(
+        f"no assignment within {limit:.6g} bytes was found, and none is known to exist",
+        where=where,
+        fix="a larger limit; objective 'peak' tells the least",
+    )
 
 
 class _LimitedSearch:
@@ -263,7 +321,7 @@ class _LimitedSearch:
         # Rounds of message passing per price: fewer on a large core. Counts and not seconds, so that two runs agree.
         max_rounds = int(np.clip(100_000 // max(1, len(self.problem.core.variables)), 20, 60))
         rounds = 0
-        while not search.out_of_time and rounds < max_prices:
+        while rounds < max_prices and not (search.is_late if self.states is None else search.out_of_time):
             answer = solve_lagrangian(self.problem, ascent.prices, search, max_rounds)
             rounds += 1
             bound = answer.bound + float(ascent.prices @ (memory.constant - self.limit))
@@ -310,6 +368,7 @@ class _LimitedSearch:
             self.ascent.best,
             search.rng,
             deadline=search.deadline,
+            effort=search.effort,
             target=search.bound,
             moves=moves,
         )

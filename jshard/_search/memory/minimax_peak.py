@@ -15,26 +15,38 @@ Example: two tensors live at different times, each 8 or 2 bytes, forbidden to be
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from jshard._core.arrays import Floats
+from jshard._core.arrays import Floats, Ints
 from jshard._core.errors import MemoryBudgetError
 from jshard._search.branch_and_bound import branch_and_bound
-from jshard._search.cost_network import CostNetwork, evaluate, peak
+from jshard._search.cost_network import (
+    LARGE_NETWORK,
+    CostNetwork,
+    Prices,
+    evaluate,
+    interval_bytes,
+    live_bytes,
+    peak,
+)
 from jshard._search.exact.table_pool import TablePool
 from jshard._search.exact.working_network import working_network
+from jshard._search.memory.answer_fusion import fused_network
 from jshard._search.memory.budget_repair import BudgetedCore, budgeted_core, repair_then_descend
 from jshard._search.memory.ilp import solve_small_core
 from jshard._search.memory.key_times import key_times_above, sum_over_intervals, usage_range
 from jshard._search.memory.lagrangian import (
+    PRICE_CUTS_FROM,
     ReducedProblem,
     lift_core,
     reduced_problem,
     solve_lagrangian,
     solve_limited,
 )
+from jshard._search.memory.price_cuts import PricedNetworks
 from jshard._search.primal.local_search import energy
 from jshard._search.search_state import SearchState
 
@@ -43,6 +55,12 @@ from jshard._search.search_state import SearchState
 _PEAK_GAP = 0.005
 _ROUNDS = 100  # of the game
 _MESSAGE_ROUNDS = 60  # of message passing per round
+_ROUNDS_ON_FEW_TIMES = 30  # of the game, for a large network
+_INNER_GAP = 0.2  # of the gap that suffices: how near its optimum a weighted network is solved
+_FUSED_ANSWERS = 4
+_SMALL_COST_GAP = 1e-3  # of a cost that only breaks ties
+_COST_GAP = 1e-2  # of a cost that only breaks ties, in a large network
+_SPEND_FOR_PEAK = 30.0  # the bytes of the peak cost so many times the network's cost
 _REPAIR_SHARE = 0.5  # of the way from the peak down to its bound that a repair aims at
 
 
@@ -143,7 +161,86 @@ def _lower_peak(
             return best
 
 
-def solve_peak(network: CostNetwork, search: SearchState, break_ties_by_cost: bool = True) -> None:
+def game_on_few_times(network: CostNetwork, search: SearchState, cost_gap: float) -> bool:
+    """The game between times and answers of a large network whose layers repeat, without reductions that keep memory.
+
+    While few times have weights, equal layers have equal tables (`price_cuts`). At the times without a weight an answer
+    would hold anything, so answers come from bytes at a price beside which costs hardly count; the bound comes from
+    bytes alone. The answers are combined in the end.
+
+    Arguments:
+
+    - `network`: with a memory.
+    - `search`: receives the answer and the bound.
+    - `cost_gap`: relative, of a cost that is near the least.
+
+    Returns whether the answer's cost is proved to be near the least at its peak.
+    """
+    memory = network.memory
+    assert memory is not None
+    least, _ = usage_range(memory)
+    lasting = memory.intervals[:, 0] < memory.intervals[:, 1]
+    first = int(memory.intervals[lasting, 0].min())
+    floor = live_bytes(memory, least)
+    search.bound = float(floor.max())
+    priced, bytes_alone = PricedNetworks(network), PricedNetworks(without_costs(network))
+    times, profiles, answers = [int(floor.argmax())], [], []
+    gap = max(search.gap, _PEAK_GAP)
+    cheapest = -np.inf  # no answer of the incumbent's peak costs less
+    cost = search.unlimited[0] if search.unlimited else 0.0
+    price = _SPEND_FOR_PEAK * cost / max(search.bound, 1.0)  # of a byte
+    for rounds in range(1, _ROUNDS_ON_FEW_TIMES + 1):
+        weights = master_lp(profiles, times) if profiles else np.ones(1)
+        order = np.argsort(times)
+        at, weights = np.array(times)[order] + first, weights[order]
+        search.bound = max(search.bound, bytes_alone.solve(at, weights, search, _INNER_GAP * gap)[1])
+        assignment, priced_bound = priced.solve(at, price * weights, search, _INNER_GAP * gap)
+        if assignment is None:
+            break
+        if not price:
+            price = _SPEND_FOR_PEAK * evaluate(network, assignment) / max(search.bound, 1.0)
+        profile = live_bytes(memory, interval_bytes(memory, assignment))
+        if profile.max() < search.incumbent_cost:
+            search.prices = Prices(at, price * weights)
+            cheapest = priced_bound - price * float(profile.max())
+        search.update_incumbent((), float(profile.max()), assignment)
+        search.report(f"least peak, round {rounds}: {len(times)} times in play")
+        if search.incumbent_cost <= search.bound * (1 + gap) or search.out_of_time:
+            break
+        known = any(np.array_equal(profile, other) for other in profiles)
+        worst = int(profile.argmax())
+        if worst in times and known:
+            break
+        times += [worst] * (worst not in times)
+        profiles.append(profile)
+        answers.append(assignment)
+    if search.incumbent_cost > search.bound * (1 + gap) and len(answers) > 1 and not search.out_of_time:
+        _fuse_for_peak(network, search, [search.assignment, *answers[-_FUSED_ANSWERS:]])
+        return False
+    return search.assignment is not None and evaluate(network, search.assignment) <= cheapest * (1 + cost_gap)
+
+
+def _fuse_for_peak(network: CostNetwork, search: SearchState, answers: Sequence[Ints | None]) -> None:
+    """The least peak among the assignments of the states that some answers have."""
+    fused = fused_network(network, [a for a in answers if a is not None])
+    if not len(fused.variables):
+        return
+    inner = SearchState(
+        search.deadline, max(search.gap, _PEAK_GAP), lambda _: None, fused.network.size, effort=search.effort
+    )
+    solve_peak(fused.network, inner, break_ties_by_cost=False)
+    if inner.assignment is not None:
+        assignment = fused.lift(inner.assignment)
+        search.update_incumbent((), peak(network, assignment), assignment)
+    search.report("answers combined")
+
+
+def solve_peak(
+    network: CostNetwork,
+    search: SearchState,
+    break_ties_by_cost: bool = True,
+    layers_repeat: bool = False,
+) -> None:
     """The least peak; `search` receives the answer, with the peak as its cost, and the peak's bound.
 
     Arguments:
@@ -151,11 +248,21 @@ def solve_peak(network: CostNetwork, search: SearchState, break_ties_by_cost: bo
     - `network`: with a memory; its limit does not count.
     - `search`: receives the result.
     - `break_ties_by_cost`: of assignments of one peak look for one of low cost.
+    - `layers_repeat`: whether layers are expected to.
     """
     memory = network.memory
     assert memory is not None
-    least, most = usage_range(memory)
     every = key_times_above(memory, -np.inf)
+    if layers_repeat and network.size >= PRICE_CUTS_FROM and len(every.times):
+        cost_gap = _COST_GAP if network.size >= LARGE_NETWORK else _SMALL_COST_GAP
+        cost_is_low = game_on_few_times(network, search, cost_gap)
+        closed = search.incumbent_cost <= search.bound * (1 + max(search.gap, _PEAK_GAP))
+        if closed or network.size >= LARGE_NETWORK:
+            if break_ties_by_cost and not cost_is_low and search.has_answer and not search.out_of_time:
+                min_cost_at_peak(network, search, layers_repeat=True)
+                search.report("least cost at this peak")
+            return
+    least, most = usage_range(memory)
     floor = sum_over_intervals(every.start, every.end, least, len(every.times))
     lowest = float(floor.max(initial=0.0))
     clock = key_times_above(memory, lowest)
@@ -170,7 +277,7 @@ def solve_peak(network: CostNetwork, search: SearchState, break_ties_by_cost: bo
         f"reductions that keep memory: {network.size} variables -> {len(problem.core.variables)}; "
         f"{len(clock.times)} key times can be the peak"
     )
-    search.bound = lowest
+    search.bound = max(search.bound, lowest)
     floor = sum_over_intervals(clock.start, clock.end, least, len(clock.times))
     cutting_plane_game(problem, search, int(floor.argmax()))
     _solve_integer_program(problem, search)
@@ -206,7 +313,9 @@ def _break_ties(network: CostNetwork, search: SearchState) -> None:
     search.report("least cost at this peak")
 
 
-def min_cost_at_peak(network: CostNetwork, search: SearchState, limit: float | None = None) -> bool:
+def min_cost_at_peak(
+    network: CostNetwork, search: SearchState, limit: float | None = None, layers_repeat: bool = False
+) -> bool:
     """The least cost found within a limit, by default the peak reached; whether there was an answer (in `search`).
 
     The peak is the objective; the cost only breaks ties and needs no proof, so the effort is bounded by counts.
@@ -217,12 +326,14 @@ def min_cost_at_peak(network: CostNetwork, search: SearchState, limit: float | N
     capped = replace(network, memory=replace(network.memory, limit=limit * (1 + 1e-9)))
     inner = SearchState(
         search.deadline,
-        max(search.gap, 1e-3),
+        max(search.gap, _COST_GAP if layers_repeat and network.size >= LARGE_NETWORK else _SMALL_COST_GAP),
         lambda text: search.report(f"{text} (time cost {inner.incumbent_cost:.6g}, bound {inner.bound:.6g})"),
         network.size,
+        prices=search.prices,
+        effort=search.effort,
     )
     try:
-        solve_limited(capped, inner, tie_break_only=True)
+        solve_limited(capped, inner, tie_break_only=True, layers_repeat=layers_repeat)
     except MemoryBudgetError:  # not found in the rounds given: keep what there is
         pass
     except KeyboardInterrupt:

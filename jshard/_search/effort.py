@@ -1,0 +1,49 @@
+"""Effort of a search, counted in table entries and not in seconds, so that every machine finds the same plan.
+
+A pass of messages costs its tables' entries, and each variable that is visited `PER_VARIABLE` more. One core of a
+server of 2026 goes through some `ENTRIES_PER_SECOND` (`benchmarks/planning/search.md`); the time to build networks
+and schedules is not counted.
+
+>>> effort = Effort.of_seconds(0.5)
+>>> effort.spend(entries=60e6)
+>>> effort.exhausted, effort.part(0.5).limit, Effort.of_seconds(None).exhausted
+(True, 0.0, False)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+ENTRIES_PER_SECOND = 1e8
+PER_VARIABLE = 1000  # entries
+
+
+@dataclass
+class Effort:
+    """What a search may spend, and has spent, in table entries; what a part of it spends counts here too."""
+
+    limit: float = math.inf
+    spent: float = 0.0
+    whole: Effort | None = None  # of which this is a part
+
+    @staticmethod
+    def of_seconds(seconds: float | None) -> Effort:
+        """The effort that takes some seconds on one core of 2026; None: no limit."""
+        return Effort() if seconds is None else Effort(seconds * ENTRIES_PER_SECOND)
+
+    def part(self, share: float) -> Effort:
+        """A part of what is left."""
+        return Effort(share * max(0.0, self.limit - self.spent), 0.0, self)
+
+    def spend(self, entries: float = 0.0, variables: int = 0) -> None:
+        """Count entries gone through and variables visited."""
+        self.spent += entries + PER_VARIABLE * variables
+        if self.whole is not None:
+            self.whole.spend(entries, variables)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether nothing is left."""
+        return self.spent >= self.limit

@@ -1,0 +1,289 @@
+"""A memory limit by prices on few times: cutting planes on the Lagrangian dual of a network whose layers repeat.
+
+For prices l_t >= 0 per byte at the times of a set A, and no price at any other time,
+
+    min over x of cost(x) + sum over t in A of l_t (bytes_t(x) - limit)
+
+is a lower bound on the least cost within the limit, and the inner problem is a cost network without memory: prices are
+in the unary tables. While A is small, equal layers have equal tables, so that reductions are shared, layers are folded
+and the whole network is solved as fast as without a limit. An answer x bounds this concave function of the prices from
+above by a plane that touches it where x was found. So the prices come from a linear program over the answers so far
+(Kelley 1960), drawn towards the best prices known (Ben-Ameur and Neto 2007). A time joins A where an answer exceeds
+the limit. Between answers of nearly equal priced cost the limit decides: `answer_fusion` combines them.
+
+Example: states (cost 0, 8 bytes) and (cost 6, 2 bytes), limit 5: the answers are the lines 3 l and 6 - 3 l, which
+meet at the price 1 and the bound 3.
+
+>>> from jshard._search.cost_network import build
+>>> net = build([[0.0, 6.0]], [], intervals=[[0, 1]], usages=[[8.0, 2.0]], limit=5.0)
+>>> cuts = [Cut(0.0, np.array([8.0]), np.array([0])), Cut(6.0, np.array([2.0]), np.array([1]))]
+>>> best_prices(cuts, np.array([0]), 5.0, 100.0)
+(array([1.]), 3.0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from jshard._core.arrays import Floats, Ints
+from jshard._search.branch_and_bound import branch_and_bound
+from jshard._search.cost_network import CostNetwork, Prices, evaluate, interval_bytes, live_bytes
+from jshard._search.dual.warm_start import CoreMessages
+from jshard._search.exact.reduce_batched import starting_network
+from jshard._search.exact.table_pool import TablePool, quantum
+from jshard._search.exact.working_network import WorkingNetwork
+from jshard._search.memory.key_times import usage_range
+from jshard._search.search_state import SearchState
+
+
+ROUNDS = 16  # priced networks solved
+MESSAGE_ROUNDS = 200  # of message passing for each
+INNER_GAP = 0.2  # of the gap that suffices: how near its optimum a priced network is solved
+CONVERGED = (
+    0.25  # of the gap that suffices: what better prices can add to the bound when they are not looked for
+)
+FIRST_SPEND = 1.0  # bytes at the limit cost so many times the network's cost, at first
+LARGEST_SPEND = 1e5
+JOINING = 4  # times that join at once
+FUSED_ANSWERS = 4
+COARSER = 16.0  # the tables' grid over the one that costs alone need
+
+
+@dataclass(frozen=True)
+class Cut:
+    """An answer: its cost, the bytes live at every time from the first start on, and its states."""
+
+    cost: float
+    profile: Floats
+    assignment: Ints
+
+
+Fuse = Callable[[Sequence[Ints]], Ints | None]  # from answers to one within the limit
+
+
+def priced_network(network: CostNetwork, times: Ints, prices: Floats) -> CostNetwork:
+    """The network without memory in which a byte has a price at each of some ascending times of its memory."""
+    memory = network.memory
+    assert memory is not None
+    total = np.concatenate([[0.0], np.cumsum(prices)])
+    start, end = np.searchsorted(times, memory.intervals.T)
+    per_byte = total[np.maximum(start, end)] - total[start]
+    charged: dict[int, list[tuple[int, float]]] = {}
+    lasting = np.flatnonzero(per_byte)
+    columns = memory.interval_variable[lasting], memory.interval_table[lasting], per_byte[lasting]
+    for v, table, price in zip(*[c.tolist() for c in columns], strict=True):
+        charged.setdefault(v, []).append((table, price))
+    unary, node_table = list(network.unary), network.node_table.copy()
+    known: dict[tuple, int] = {}
+    for v, usages in charged.items():
+        key = (int(node_table[v]), tuple(sorted(usages)))
+        if key not in known:
+            known[key] = len(unary)
+            unary.append(unary[key[0]] + sum(price * memory.usage_tables[table] for table, price in key[1]))
+        node_table[v] = known[key]
+    return replace(network, unary=tuple(unary), node_table=node_table, memory=None)
+
+
+def best_prices(cuts: Sequence[Cut], times: Ints, limit: float, spend: float) -> tuple[Floats, float]:
+    """The prices at some times that maximise the least priced cost of the answers, and that cost.
+
+    Arguments:
+
+    - `cuts`: the answers.
+    - `times`: indices into their profiles.
+    - `limit`: bytes.
+    - `spend`: the most that the limit's bytes may cost at these prices in all.
+    """
+    costs = np.array([c.cost for c in cuts])
+    excess = np.array([c.profile[times] / limit - 1.0 for c in cuts])  # (answers, times)
+    if len(times) == 1:
+        # The least of some lines is greatest at an end or where two of them meet.
+        slope = excess[:, 0]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            meet = (costs[:, None] - costs[None, :]) / (slope[None, :] - slope[:, None])
+        at = np.unique(np.append(meet[np.isfinite(meet) & (meet > 0) & (meet < spend)], [0.0, spend]))
+        values = (costs[:, None] + slope[:, None] * at[None, :]).min(axis=0)
+        k = int(values.argmax())
+        return at[k : k + 1] / limit, float(values[k])
+    from scipy.optimize import linprog  # here, so that `import jshard` stays light
+
+    n, scale = len(times), max(1e-300, float(np.abs(costs).max()))
+    # maximise z with z <= cost + spend_t * excess_t for every answer, sum of spend_t <= spend
+    result = linprog(
+        np.append(np.zeros(n), -1.0),
+        A_ub=np.vstack([np.hstack([-excess, np.ones((len(cuts), 1))]), np.append(np.ones(n), 0.0)[None]]),
+        b_ub=np.append(costs / scale, spend / scale),
+        bounds=[(0, None)] * n + [(None, None)],
+        method="highs",
+    )
+    if result.x is None:
+        return np.zeros(n), float(costs.min())
+    return np.maximum(result.x[:n], 0.0) * scale / limit, float(result.x[-1]) * scale
+
+
+class PricedNetworks:
+    """Solves a network under prices; tables and messages are shared from one solution to the next."""
+
+    def __init__(self, network: CostNetwork) -> None:
+        self.network = network
+        self.grid = COARSER * quantum(network)
+        self.tables = TablePool(self.grid)
+        self.similar: CoreMessages | None = None
+
+    def _graph(self, priced: CostNetwork) -> WorkingNetwork:
+        if quantum(priced) > self.grid:
+            self.grid = COARSER * quantum(priced)
+            self.tables, self.similar = TablePool(self.grid), None
+        return starting_network(priced, self.tables)
+
+    def solve(
+        self, times: Ints, prices: Floats, search: SearchState, gap: float
+    ) -> tuple[Ints | None, float]:
+        """The best assignment found and the bound, both with bytes charged for."""
+        graph = self._graph(priced_network(self.network, times, prices))
+        inner = SearchState(
+            search.deadline,
+            gap,
+            lambda _: None,
+            self.network.size,
+            keeps_messages=True,
+            similar=self.similar,
+            effort=search.effort,
+        )
+        branch_and_bound(inner, graph, max_rounds=MESSAGE_ROUNDS, may_branch=False)
+        self.similar = inner.saved or self.similar
+        return inner.assignment, inner.bound
+
+
+class PriceCuts:
+    """Cutting planes for one network and limit; answers and bounds go to `search`."""
+
+    def __init__(self, network: CostNetwork, search: SearchState, limit: float, fuse: Fuse) -> None:
+        assert network.memory is not None
+        self.network, self.memory, self.search, self.limit = network, network.memory, search, limit
+        self.fuse, self.solver = fuse, PricedNetworks(network)
+        lasting = self.memory.intervals[:, 0] < self.memory.intervals[:, 1]
+        self.first_time = int(self.memory.intervals[lasting, 0].min())
+        self.cuts: list[Cut] = []
+        # An answer that is known by its cost and peak alone; the peak is taken for the bytes at every time.
+        self.guessed = [
+            Cut(
+                cost,
+                np.full(int(self.memory.intervals[:, 1].max()) - self.first_time, peak),
+                np.zeros(0, dtype=np.int64),
+            )
+            for cost, peak in ((search.unlimited,) if search.unlimited else ())
+            if peak > limit
+        ]
+        self.best: Cut | None = None  # within the limit
+        self.prices: Prices | None = None  # of the best bound, times counted from the first
+        self.proved = -np.inf
+
+    def run(self) -> None:
+        """Ascend until the gap is closed or better prices would add nothing; `search.prices` are tried first."""
+        search = self.search
+        gap = max(search.gap, 1e-6)
+        times, prices, spend = self._begin()
+        for count in range(1, ROUNDS + 1):
+            cut = self._solve(times, prices)
+            if cut is None or search.is_late or (search.out_of_time and self.best is not None):
+                break
+            search.report(f"prices on {len(times)} times, round {count}")
+            if search.gap_closed(search.bound):
+                return
+            times = self._joined(times, cut.profile)
+            if self.best is None and (cut.profile[times] > self.limit).any():
+                spend = max(spend, 4.0 * self.limit * float(prices.sum()), FIRST_SPEND * self._scale())
+                if spend > LARGEST_SPEND * self._scale():
+                    break
+            prices, model = best_prices([*self.guessed, *self.cuts], times, self.limit, spend)
+            if model - self.proved <= CONVERGED * gap * abs(self.proved):
+                if self.best is not None:
+                    break
+                spend *= 4.0
+        self._fuse()
+
+    def _scale(self) -> float:
+        return max(min((c.cost for c in (*self.guessed, *self.cuts)), default=0.0), 1e-300)
+
+    def _begin(self) -> tuple[Ints, Floats, float]:
+        """The first times and prices, and the most that is spent on the limit's bytes.
+
+        Where the cost of good answers is known, as much is spent on the time that needs most memory in any case; else
+        the first answer is one without prices.
+        """
+        first, spend = self.search.prices, sum(FIRST_SPEND * c.cost for c in self.guessed)
+        if first is not None:
+            last = int(self.memory.intervals[:, 1].max())
+            known = (self.first_time <= first.times) & (first.times < last)
+            prices = first.per_byte[known]
+            return (
+                first.times[known] - self.first_time,
+                prices,
+                max(spend, 4.0 * self.limit * float(prices.sum())),
+            )
+        if spend:
+            floor = live_bytes(self.memory, usage_range(self.memory)[0])
+            return np.array([int(floor.argmax())]), np.array([spend / self.limit]), spend
+        return np.zeros(0, dtype=np.int64), np.zeros(0), 0.0
+
+    def _solve(self, times: Ints, prices: Floats) -> Cut | None:
+        """Solve under prices; the answer is the incumbent where it fits and costs less."""
+        search = self.search
+        assignment, bound = self.solver.solve(
+            times + self.first_time, prices, search, INNER_GAP * max(search.gap, 1e-6)
+        )
+        proved = bound - self.limit * float(prices.sum())
+        if proved > self.proved:
+            self.proved, self.prices = proved, Prices(times, prices)
+            search.prices = Prices(times + self.first_time, prices)
+            search.bound = min(max(search.bound, proved), search.incumbent_cost)
+        return None if assignment is None else self._keep(assignment)
+
+    def _keep(self, assignment: Ints) -> Cut:
+        """An answer as a cut; the incumbent where it fits and costs less."""
+        search = self.search
+        profile = live_bytes(self.memory, interval_bytes(self.memory, assignment))
+        cut = Cut(evaluate(self.network, assignment), profile, assignment)
+        self.cuts.append(cut)
+        if profile.max() <= self.limit and cut.cost < search.incumbent_cost:
+            self.best, search.incumbent_cost, search.assignment = cut, cut.cost, assignment
+            search.bound = min(search.bound, cut.cost)
+        return cut
+
+    def _joined(self, times: Ints, profile: Floats) -> Ints:
+        """The times and the fullest new ones of the stretches in which a profile exceeds the limit."""
+        over = profile > self.limit
+        begins = np.flatnonzero(np.diff(over, prepend=False) & over)
+        if not len(begins):
+            return times
+        ends = [*begins[1:].tolist(), len(over)]
+        fullest = [int(a + profile[a:b].argmax()) for a, b in zip(begins.tolist(), ends, strict=True)]
+        fullest.sort(key=lambda t: -profile[t])
+        if fullest[0] in times:  # the prices at known times come first
+            return times
+        return np.union1d(times, fullest[:JOINING])
+
+    def _fuse(self) -> None:
+        """Combine the answers of least priced cost."""
+        search = self.search
+        if len(self.cuts) < 2 or search.out_of_time or search.gap_closed(search.bound):
+            return
+        prices = self.prices or Prices(np.zeros(0, dtype=np.int64), np.zeros(0))
+
+        def priced_cost(cut: Cut) -> float:
+            return cut.cost + float(prices.per_byte @ (cut.profile[prices.times] - self.limit))
+
+        distinct = {c.assignment.tobytes(): c for c in self.cuts}
+        nearest = sorted(distinct.values(), key=priced_cost)[:FUSED_ANSWERS]
+        if self.best is not None and self.best.assignment.tobytes() not in [
+            c.assignment.tobytes() for c in nearest
+        ]:
+            nearest.append(self.best)
+        assignment = self.fuse([c.assignment for c in nearest])
+        if assignment is not None:
+            self._keep(assignment)
+        search.report("answers combined")

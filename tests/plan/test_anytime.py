@@ -1,0 +1,140 @@
+"""A search that ends early, by `search_seconds` or Ctrl-C, gives the best plan it had, with a bound that holds."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+import jshard
+from jshard._core.named_topology import TopologyMesh
+from jshard._plan import level_search
+from tests.helpers import training_steps
+
+
+def machine() -> TopologyMesh:
+    return jshard.topology("v5e:2x4", {"data": 2, "model": 4}, compiles=False)
+
+
+SQUARE = jax.ShapeDtypeStruct((64, 64), "float32")
+
+
+def chain(x, a, b, c):
+    return jax.nn.relu(jax.nn.relu(x @ a) @ b) @ c
+
+
+STEP = training_steps.gpt()
+PROGRAMS = {
+    "chain": (chain, (SQUARE,) * 4),
+    "gpt": (training_steps.step(STEP), STEP.arguments()),
+}
+
+
+def planned(name: str, **options):
+    fn, args = PROGRAMS[name]
+    return jshard.shard(fn, mesh=machine(), **options).plan(*args)
+
+
+def test_search_seconds_end_the_search_alike_on_every_run():
+    best = planned("gpt")
+    assert best.cost.optimal
+    for seconds in (1e-9, 0.01):
+        plan = planned("gpt", search_seconds=seconds)
+        assert plan.cost.bound <= best.cost.objective <= plan.cost.objective
+        assert plan.cost.gap >= 0
+        again = planned("gpt", search_seconds=seconds)
+        assert (again.cost, again.operators) == (plan.cost, plan.operators)
+    enough = planned("gpt", search_seconds=1e4)
+    assert (enough.cost, enough.operators) == (best.cost, best.operators)
+
+
+@pytest.mark.parametrize("share", [0.7, 0.9])
+def test_a_budget_is_kept_however_little_is_searched(share):
+    free = planned("chain")
+    budget = int(share * free.cost.peak_bytes)
+    best = planned("chain", memory_budget=budget)
+    for seconds in (1e-9, 0.05):
+        plan = planned("chain", memory_budget=budget, search_seconds=seconds)
+        assert plan.cost.peak_bytes <= budget
+        assert plan.cost.bound <= best.cost.objective * (1 + 1e-9)
+        assert plan.cost.objective >= free.cost.bound
+
+
+def test_a_least_peak_of_little_search_has_a_bound_that_holds():
+    best = planned("chain", level=1)
+    plan = planned("chain", level=1, search_seconds=1e-9)
+    assert 0 <= plan.cost.bound <= best.cost.objective * (1 + 1e-9)
+    assert plan.cost.objective >= best.cost.bound
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_an_interruption_at_any_time_gives_the_best_plan_within_the_budget(level, monkeypatch):
+    real = level_search.solve
+    free = planned("chain")
+    budget = int(0.7 * free.cost.peak_bytes) if level == 0 else None
+    options = dict(level=level, memory_budget=budget)
+    best = planned("chain", **options)
+    calls, at = 0, np.inf
+
+    def interrupted(network, **kwargs):
+        def stop(*_):
+            nonlocal calls
+            calls += 1
+            if calls == at:
+                raise KeyboardInterrupt
+
+        return real(network, **{**kwargs, "on_progress": stop})
+
+    monkeypatch.setattr(level_search, "solve", interrupted)
+    planned("chain", **options)
+    stages, given = calls, 0
+    assert stages >= 3
+    for stage in np.unique(np.linspace(1, stages, 7).astype(int)).tolist():
+        calls, at = 0, stage
+        try:
+            plan = planned("chain", **options)
+        except KeyboardInterrupt:
+            assert not given  # once a plan is known, one is given
+            continue
+        given += 1
+        assert budget is None or plan.cost.peak_bytes <= budget
+        assert plan.cost.bound <= best.cost.objective * (1 + 1e-9) <= plan.cost.objective * (1 + 2e-9)
+    assert given
+
+
+def test_an_interruption_between_two_searches_gives_the_plan_of_the_first(monkeypatch):
+    free = planned("chain")
+    real, made = level_search.memory_network, []
+
+    def network(*args, **kwargs):
+        made.append(args)
+        if len(made) == 2:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(level_search, "memory_network", network)
+    plan = planned("chain", level=1)
+    assert len(made) == 2 and plan.steps[-1] == "interrupted"
+    assert plan.cost.bound <= plan.cost.peak_bytes <= free.cost.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("seconds", "what"),
+    [
+        (0, "search_seconds is 0, which leaves no search"),
+        (-2.5, "search_seconds is -2.5, which leaves no search"),
+        (float("nan"), "search_seconds is a float, nan"),
+        (float("inf"), "search_seconds is a float, inf"),
+        ("5", "search_seconds is a str, '5'"),
+        (True, "search_seconds is a bool, True"),
+    ],
+)
+def test_wrong_search_seconds(seconds, what):
+    with pytest.raises(jshard.ShardError) as e:
+        jshard.shard(chain, mesh=machine(), search_seconds=seconds)
+    assert str(e.value).splitlines() == [
+        what,
+        "  where: search_seconds",
+        "  write instead: seconds of search above 0, such as search_seconds=5; None: as long as the proof takes",
+    ]
+    assert planned("chain", search_seconds=5).cost.optimal

@@ -1,0 +1,195 @@
+"""Prices on few times: what they prove holds, what they find fits, and repeated layers are searched to a small gap."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import itertools
+
+import numpy as np
+import pytest
+
+from jshard._core.errors import MemoryBudgetError
+from jshard._search import Contradiction, CostNetwork, Effort, build, evaluate, peak, solve
+from jshard._search.cost_network import interval_bytes, live_bytes
+from jshard._search.memory.answer_fusion import fused_network
+from jshard._search.memory.price_cuts import Cut, best_prices, priced_network
+from tests.laws.random_networks import brute_force, random_network
+
+
+@pytest.fixture
+def every_network_is_large(monkeypatch):
+    for module in ("lagrangian", "minimax_peak"):
+        for constant in ("LARGE_NETWORK", "PRICE_CUTS_FROM"):
+            name = f"jshard._search.memory.{module}"
+            monkeypatch.setattr(importlib.import_module(name), constant, 0)
+
+
+def deep(layers: int, seed: int, limit: float | None = None) -> CostNetwork:
+    """Layers of a block that is kept until the way back comes to its layer, as in training, and of one that is not.
+
+    State 0 is fast and large, state 2 small and slow; neighbours pay for the distance of their states.
+    """
+    rng = np.random.default_rng(seed)
+    distance = np.abs(np.subtract.outer(np.arange(3), np.arange(3))).astype(float)
+    costs = [np.sort(rng.uniform(0, 4, 3)) for _ in range(3)]
+    sizes = [np.sort(rng.uniform(1, 9, 3))[::-1] for _ in range(3)]
+    along, across = distance * rng.uniform(0.2, 1), distance * rng.uniform(0.2, 1)
+    unary, usages, intervals, edges = [], [], [], []
+    for k in range(layers):
+        v = 3 * k
+        back = 2 * layers - k
+        intervals += [[k, back + 1], [k, k + 1], [back, back + 1]]
+        unary += costs
+        usages += sizes
+        edges += [(v, v + 1, along), (v, v + 2, along), (v + 1, v + 2, across)]
+        if k:
+            edges += [(v - 3, v, across), (v - 2, v + 1, along), (v - 1, v + 2, along)]
+    return build(unary, edges, intervals=intervals, usages=usages, limit=limit)
+
+
+@pytest.mark.parametrize("block", range(2))
+def test_what_is_proved_holds_and_what_is_found_fits(block, every_network_is_large):
+    missed = total = 0
+    for seed in range(9000 + block * 40, 9040 + block * 40):
+        network = random_network(seed, memory=True, most=6)
+        limit = network.memory.limit
+        truth = brute_force(network, lambda x, n=network, m=limit: peak(n, x) <= m)
+        if truth == np.inf:
+            with pytest.raises((Contradiction, MemoryBudgetError)):
+                solve(network, layers_repeat=True)
+            continue
+        total += 1
+        try:
+            found = solve(network, layers_repeat=True)
+        except MemoryBudgetError:
+            missed += 1
+            continue
+        assert found.peak == peak(network, found.assignment) <= limit
+        assert found.cost == evaluate(network, found.assignment) >= truth - 1e-9
+        assert found.bound <= truth + 1e-9 * abs(truth), seed
+    assert total > 20 and missed <= 0.1 * total
+
+
+def test_with_what_comes_after_them_small_networks_are_solved_to_the_end(monkeypatch):
+    monkeypatch.setattr(importlib.import_module("jshard._search.memory.lagrangian"), "PRICE_CUTS_FROM", 0)
+    for seed in range(9200, 9220):
+        network = random_network(seed, memory=True, most=6)
+        limit = network.memory.limit
+        truth = brute_force(network, lambda x, n=network, m=limit: peak(n, x) <= m)
+        if truth < np.inf:
+            found = solve(network, layers_repeat=True)
+            assert found.cost == pytest.approx(truth, rel=1e-9), seed
+            assert peak(network, found.assignment) <= limit
+
+
+def test_least_peaks(every_network_is_large):
+    close = total = 0
+    for seed in range(9300, 9340):
+        network = random_network(seed, memory=True, most=6)
+        every = itertools.product(*(range(network.num_states(v)) for v in range(network.size)))
+        peaks = [peak(network, x) for x in every if evaluate(network, x) < np.inf]
+        if not peaks:
+            with pytest.raises(Contradiction):
+                solve(network, objective="peak", layers_repeat=True)
+            continue
+        found = solve(network, objective="peak", layers_repeat=True)
+        assert found.cost == found.peak >= min(peaks) - 1e-9
+        assert found.bound <= min(peaks) * (1 + 1e-9), seed
+        assert evaluate(network, found.assignment) < np.inf
+        total += 1
+        close += found.cost <= min(peaks) * 1.01
+    assert total > 20 and close >= 0.9 * total
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_priced_network_charges_for_the_bytes(seed):
+    rng = np.random.default_rng(seed)
+    network = random_network(700 + seed, memory=True)
+    times = np.unique(rng.integers(0, 9, 3))
+    prices = rng.random(len(times))
+    priced = priced_network(network, times, prices)
+    assert priced.memory is None
+    first = int(network.memory.intervals[:, 0].min())
+    for _ in range(20):
+        x = [int(rng.integers(network.num_states(v))) for v in range(network.size)]
+        profile = live_bytes(network.memory, interval_bytes(network.memory, x))
+        held = [profile[t - first] if 0 <= t - first < len(profile) else 0.0 for t in times.tolist()]
+        assert evaluate(priced, x) == pytest.approx(evaluate(network, x) + float(prices @ held), rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_best_prices_are_the_best_of_a_grid(seed):
+    rng = np.random.default_rng(seed)
+    cuts = [Cut(float(rng.uniform(1, 5)), rng.uniform(2, 12, 3), np.array([k])) for k in range(5)]
+
+    def value(prices, times):
+        return min(c.cost + float(prices @ (c.profile[times] - 6.0)) for c in cuts)
+
+    for times in (np.array([1]), np.array([0, 2])):
+        prices, best = best_prices(cuts, times, 6.0, 3.0)
+        assert value(prices, times) == pytest.approx(best)
+        assert (prices >= 0).all() and 6.0 * prices.sum() <= 3.0 * (1 + 1e-9)
+        grid = itertools.product(np.linspace(0, 0.5, 26), repeat=len(times))
+        assert best >= max(value(np.array(p), times) for p in grid if 6.0 * sum(p) <= 3.0) - 1e-9
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_fused_answers_cost_and_hold_what_they_did(seed):
+    rng = np.random.default_rng(seed)
+    network = random_network(400 + seed, memory=True, most=9)
+    answers = [
+        np.array([int(rng.integers(network.num_states(v))) for v in range(network.size)]) for _ in range(3)
+    ]
+    fused = fused_network(network, answers)
+    for x in answers:
+        pairs = zip(fused.variables.tolist(), fused.states, strict=True)
+        small = np.array([*(int(np.flatnonzero(s == x[v])[0]) for v, s in pairs), 0])
+        assert np.array_equal(fused.lift(small), x)
+        assert peak(fused.network, small) == pytest.approx(peak(network, x))
+        fixed = evaluate(network, answers[0]) - evaluate(
+            fused.network, [*(int(np.flatnonzero(s == answers[0][v])[0]) for v, s in
+                              zip(fused.variables.tolist(), fused.states, strict=True)), 0]
+        )  # fmt: skip
+        if np.isfinite(fixed):
+            assert evaluate(fused.network, small) + fixed == pytest.approx(evaluate(network, x))
+
+
+@pytest.mark.parametrize("seed", (11, 12))
+def test_repeated_layers_are_searched_to_a_small_gap(seed, every_network_is_large):
+    free = deep(90, seed)
+    fast = solve(free, gap=1e-6)
+    least = solve(free, objective="peak", layers_repeat=True)
+    assert least.gap <= 0.02
+    fast_peak = peak(free, fast.assignment)
+    for share in (0.1, 0.6):
+        limit = least.peak + share * (fast_peak - least.peak)
+        network = deep(90, seed, limit)
+        found = solve(network, gap=0.005, layers_repeat=True, unlimited=(fast.cost, fast_peak))
+        assert found.peak <= limit
+        assert fast.cost * (1 - 1e-6) <= found.cost
+        assert found.gap <= 0.02
+
+
+def test_a_spent_effort_ends_with_an_answer_that_fits(every_network_is_large):
+    fast = solve(deep(90, 14))
+    least = solve(deep(90, 14), objective="peak", layers_repeat=True)
+    network = deep(90, 14, 1.2 * least.peak)
+    bounds, costs = [], []
+    for entries in (0.0, 1e7, 1e12):
+        effort = Effort(entries)
+        found = solve(network, gap=0.001, layers_repeat=True, effort=effort, unlimited=(fast.cost, fast.peak))
+        assert found.peak <= network.memory.limit and effort.spent > 0
+        costs.append(found.cost)
+        bounds.append(found.bound)
+    assert max(bounds) <= min(costs)
+    assert costs[-1] == min(costs)
+
+
+def test_an_effort_ends_a_search_without_memory_too():
+    network = dataclasses.replace(deep(60, 15), memory=None)
+    best = solve(network)
+    found = solve(network, effort=Effort(0.0))
+    assert found.bound <= best.cost <= found.cost
+    again = solve(network, effort=Effort(0.0))
+    assert np.array_equal(found.assignment, again.assignment) and found.bound == again.bound
