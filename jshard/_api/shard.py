@@ -59,6 +59,7 @@ def shard(
     donate_argnums: Any = None,
     donate_argnames: Any = None,
     replication_price: float = 1000.0,
+    remat: str | None = None,
 ) -> Any:
     """Plan a function from a few strategies and run it sharded.
 
@@ -98,7 +99,7 @@ def shard(
         in_strategy=in_strategy, out_strategy=out_strategy, parameter_plan=parameter_plan, device=device, level=level,
         mesh=mesh, hardware=hardware, memory_budget=memory_budget, search=search, plan=plan, strict=strict,
         static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums,
-        donate_argnames=donate_argnames, replication_price=replication_price,
+        donate_argnames=donate_argnames, replication_price=replication_price, remat=remat,
     )  # fmt: skip
     plan_options = check_options(
         level=level,
@@ -108,6 +109,7 @@ def shard(
         strict=strict,
         hardware=hardware,
         replication_price=replication_price,
+        remat=remat,
     )
     call_options = check_call_options(
         static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums,

@@ -27,7 +27,7 @@ from jax import lax
 
 from jshard import _jaxcompat as compat
 from jshard._program.inlining import fresh, substituted
-from jshard._program.residuals import Region, Site, bodies_of, variables
+from jshard._program.residuals import Region, Site, variables
 
 
 Kept = Mapping[int, frozenset[Any]]
@@ -42,23 +42,21 @@ def is_recomputed(prefix: str, eqn: Any) -> bool:
     return f"{_MARK}(" in compat.name_stack(prefix, eqn)
 
 
-def recomputing(closed: Any, region: Region, kept: Kept, is_heavy: Callable[[Any], bool]) -> Any:
+def recomputing(closed: Any, region: Region, kept: Kept, weight: Callable[[Any], int]) -> Any:
     """The closed jaxpr of a region, with sites that keep only what is chosen.
 
-    `is_heavy`: whether running an equation again is more than elementwise work.
+    `weight` of an equation: 0 for elementwise work, 1 for reductions, 2 for what takes longer.
     """
-    return closed.replace(jaxpr=_rewritten(region, dict(kept), iter(range(len(region.all_sites))), is_heavy))
+    return closed.replace(jaxpr=_rewritten(region, dict(kept), iter(range(len(region.all_sites))), weight))
 
 
-def _rewritten(
-    region: Region, kept: Kept, numbers: Iterable[int], is_heavy: Callable[[Any], bool]
-) -> Any:
+def _rewritten(region: Region, kept: Kept, numbers: Iterable[int], weight: Callable[[Any], int]) -> Any:
     numbers = iter(numbers)
     own = {next(numbers): site for site in region.sites}
     replaced: dict[int, list[Any]] = {}
     for k in sorted(region.inner):
-        replaced[k] = [_with_body(region.jaxpr.eqns[k], region.inner[k], kept, numbers, is_heavy)]
-    late = list(region.late)
+        replaced[k] = [_with_body(region.jaxpr.eqns[k], region.inner[k], kept, numbers, weight)]
+    stacks: set[Any] = set()  # new stacked results
     body_choice: tuple[Site, frozenset[Any]] | None = None
     for number, site in own.items():
         if number not in kept:
@@ -67,21 +65,27 @@ def _rewritten(
             body_choice = site, kept[number]
         else:
             i, j = site.pair
-            replaced[i], replaced[j] = _moved_between_scans(region, site, kept[number], replaced)
+            replaced[i], replaced[j] = _moved_between_scans(region, site, kept[number])
+            stacks.update(
+                v for eqn in replaced[i] for v in eqn.outvars if v not in region.jaxpr.eqns[i].outvars
+            )
     eqns, is_late = [], []
     for k, eqn in enumerate(region.jaxpr.eqns):
         new = replaced.get(k, [eqn])
         eqns += new
-        is_late += [late[k]] * len(new)
+        is_late += [region.late[k]] * len(new)
     jaxpr = region.jaxpr.replace(eqns=eqns)
-    return jaxpr if body_choice is None else _with_segments(jaxpr, is_late, *body_choice, is_heavy)
+    if body_choice is None:
+        return jaxpr
+    site, values = body_choice
+    return _with_segments(jaxpr, is_late, {*values, *site.free, *stacks}, weight)
 
 
 def _with_body(
-    eqn: Any, inner: Region, kept: Kept, numbers: Iterable[int], is_heavy: Callable[[Any], bool]
+    eqn: Any, inner: Region, kept: Kept, numbers: Iterable[int], weight: Callable[[Any], int]
 ) -> Any:
     name = next(k for k in ("jaxpr", "body_jaxpr") if k in eqn.params)
-    body = eqn.params[name].replace(jaxpr=_rewritten(inner, kept, numbers, is_heavy))
+    body = eqn.params[name].replace(jaxpr=_rewritten(inner, kept, numbers, weight))
     return eqn.replace(params={**eqn.params, name: body})
 
 
@@ -136,33 +140,54 @@ class _Copies:
 class _Segment:
     begin: int  # in the late part
     end: int
-    eqns: list[Any]
 
 
-def _with_segments(
-    jaxpr: Any, late: Sequence[bool], site: Site, kept: frozenset[Any], is_heavy: Callable[[Any], bool]
-) -> Any:
-    """The body with its early part first, then its late part in segments."""
+def _with_segments(jaxpr: Any, late: Sequence[bool], there: set[Any], weight: Callable[[Any], int]) -> Any:
+    """The body with its early part first, then its late part in segments; `there` need not be made again."""
     early = [eqn for eqn, is_late in zip(jaxpr.eqns, late, strict=True) if not is_late]
-    copies = _Copies(early, {*kept, *site.free})
     late_eqns = [eqn for eqn, is_late in zip(jaxpr.eqns, late, strict=True) if is_late]
-    rows: list[list[Any]] = []  # for each late equation the copies before it, and itself
-    segments: list[_Segment] = []
-    last_read = 0
-    for k, eqn in enumerate(late_eqns):
-        again = copies.missing(variables(eqn.invars))
-        if again and (not segments or any(map(is_heavy, again))):
-            segments.append(_Segment(k, k + 1, []))
-        rows.append([*copies.write(again), eqn.replace(invars=substituted(eqn.invars, copies.copy_of))])
-        if segments and any(v in copies.copy_of for v in variables(eqn.invars)):
-            segments[-1].end = last_read = k + 1
+    segments = _segments(early, late_eqns, there, weight)
     if not segments:
         return jaxpr
-    for segment, following in zip(segments, [*segments[1:], None], strict=True):
+    # Outside segments compilers make elementwise values of kept ones again by themselves.
+    inside = {k for segment in segments for k in range(segment.begin, segment.end)}
+    copies = _Copies(early, there)
+    rows = []  # for each late equation the copies before it, and itself
+    for k, eqn in enumerate(late_eqns):
+        again = copies.write(copies.missing(variables(eqn.invars))) if k in inside else []
+        rows.append([*again, eqn.replace(invars=substituted(eqn.invars, copies.copy_of))])
+    return jaxpr.replace(eqns=[*early, *_as_calls(rows, segments, variables(jaxpr.outvars))])
+
+
+def _segments(
+    early: Sequence[Any], late: Sequence[Any], there: set[Any], weight: Callable[[Any], int]
+) -> list[_Segment]:
+    """The segments of the late part; none if only elementwise work would be done again."""
+    cheap = set(there)  # made from what is there by elementwise work alone
+    for eqn in early:
+        if not weight(eqn) and all(v in cheap for v in variables(eqn.invars)):
+            cheap.update(eqn.outvars)
+    made_early = {v for eqn in early for v in eqn.outvars}
+    entering = {v for eqn in early for v in variables(eqn.invars)} - made_early
+    copies = _Copies(early, cheap | entering)
+    segments: list[_Segment] = []
+    last_read = 0
+    for k, eqn in enumerate(late):
+        again = copies.missing(variables(eqn.invars))
+        if again and (not segments or any(weight(e) > 1 for e in again)):
+            segments.append(_Segment(k, k + 1))
+        copies.copy_of.update((v, v) for e in again for v in e.outvars)
+        read = variables(eqn.invars)
+        if segments and any(v in copies.copy_of for v in read):
+            segments[-1].end = last_read = k + 1
+        elif segments and compat.is_backward("", eqn) and any(v in made_early for v in read):
+            last_read = k + 1
+    following_ones = [*segments[1:], None] if segments else []
+    for segment, following in zip(segments, following_ones, strict=True):
         begin = following.begin if following is not None else last_read
         if begin - segment.end <= _LARGEST_GAP * (segment.end - segment.begin):
             segment.end = begin
-    return jaxpr.replace(eqns=[*early, *_as_calls(rows, segments, variables(jaxpr.outvars))])
+    return segments
 
 
 def _as_calls(
@@ -175,7 +200,12 @@ def _as_calls(
         parts.append((False, [e for row in rows[at : segment.begin] for e in row]))
         for eqn in (e for row in rows[segment.begin : segment.end] for e in row):
             inside = not eqn.effects
-            if not parts or parts[-1][0] != inside or not parts[-1][1] or (inside and eqn is rows[segment.begin][0]):
+            if (
+                not parts
+                or parts[-1][0] != inside
+                or not parts[-1][1]
+                or (inside and eqn is rows[segment.begin][0])
+            ):
                 parts.append((inside, []))
             parts[-1][1].append(eqn)
         at = segment.end
@@ -221,9 +251,7 @@ def _call(eqns: Sequence[Any], read_after: set[Any]) -> Any:
 # -- a pair of scans -------------------------------------------------------------------------------------------------
 
 
-def _moved_between_scans(
-    region: Region, site: Site, kept: frozenset[Any], replaced: Mapping[int, list[Any]]
-) -> tuple[list[Any], list[Any]]:
+def _moved_between_scans(region: Region, site: Site, kept: frozenset[Any]) -> tuple[list[Any], list[Any]]:
     """The two scans, with only `kept` stacked by the first and the rest computed again by the second."""
     i, j = site.pair
     first, second = region.jaxpr.eqns[i], region.jaxpr.eqns[j]

@@ -24,6 +24,7 @@ from jshard._spec.mesh_checks import check_device
 
 LEVELS = {0: "compute-to-communication ratio", 1: "memory", 2: "speed"}
 SEARCHES = ("optimal", "propagation")
+REMATS = ("auto", "policy")
 
 UNITS = {
     "": 1, "B": 1,
@@ -44,6 +45,7 @@ class PlanOptions:
     strict: bool = False
     hardware: Any = None
     replication_price: float = 1000.0
+    remat: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +67,7 @@ def check_options(
     strict: Any = False,
     hardware: Any = None,
     replication_price: Any = 1000.0,
+    remat: Any = None,
 ) -> PlanOptions:
     """The planning options; raises `ShardError` for the first wrong argument."""
     check_device(device)
@@ -80,6 +83,7 @@ def check_options(
         bool(strict),
         check_hardware(hardware),
         check_replication_price(replication_price),
+        check_remat(remat),
     )
 
 
@@ -122,6 +126,17 @@ def check_search(search: Any) -> str:
     if search not in SEARCHES:
         raise ShardError(f"search={search!r} is not known", where="search", fix=suggest(search, SEARCHES))
     return search
+
+
+def check_remat(remat: Any) -> str | None:
+    """None, "auto" or "policy"."""
+    if remat is None:
+        return None
+    if not isinstance(remat, str):
+        raise ShardError(f"remat is {describe_value(remat)}", where="remat", fix="None, 'auto' or 'policy'")
+    if remat not in REMATS:
+        raise ShardError(f"remat={remat!r} is not known", where="remat", fix=suggest(remat, REMATS))
+    return remat
 
 
 def check_hardware(hardware: Any) -> Any:

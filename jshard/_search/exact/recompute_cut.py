@@ -6,17 +6,18 @@ again, which costs seconds and makes the equation's operands needed late as well
 Idea.  Variables x_v (v is needed late) and y_e (e is run again), 1 on the source side of a cut:
 
     source -> x_v   infinite     v is needed by the late part itself
-    x_v -> y_e      price * bytes   v is needed and the equation e that makes it is not run again: v is kept
+    x_v -> y_e      price * bytes + its seconds   v is needed and the equation e that makes it is not run again: v is kept
     y_e -> x_u      infinite     e is run again and reads u
     y_e -> sink     seconds      e is run again
 
 Every price gives the optimum of "seconds + price * bytes", so these optima are the lower convex hull of all choices by
-(bytes, seconds); `recompute_hull` walks it. A chain of three values of 8 bytes each of whose equations takes 1 s:
+(bytes, seconds); `recompute_hull` walks it. A chain of three values of 8, 8 and 4
+bytes, each of whose equations takes 1 s:
 
->>> graph = RecomputeGraph(np.array([8., 8., 4.]), np.array([1., 1., 1.]), np.array([0, 1, 2]),
+>>> graph = RecomputeGraph(np.array([8., 8., 4.]), np.zeros(3), np.ones(3), np.array([0, 1, 2]),
 ...                        np.array([[1, 0], [2, 1]]), np.array([0, 1, 2]))
 >>> [(c.bytes, c.seconds) for c in recompute_hull([graph])]
-[(20.0, 0.0), (8.0, 2.0), (0.0, 3.0)]
+[(20.0, 0.0), (4.0, 2.0), (0.0, 3.0)]
 
 Sources: J.-C. Picard, "Maximal closure of a graph and applications to combinatorial problems", Management Science 22(11),
 1976. The same cut between the passes of a training step: functorch's min-cut partitioner.
@@ -40,7 +41,8 @@ _MAX_HULL = 24  # vertices looked for
 class RecomputeGraph:
     """Values and the equations that make them.
 
-    - `bytes`: (values,) what keeping each costs; 0 if it is there anyway.
+    - `bytes`: (values,) that keeping each takes.
+    - `keep_seconds`: (values,) that writing and reading each takes, if it is kept.
     - `seconds`: (equations,) what running each again costs; infinite if it cannot be.
     - `maker`: (values,) the equation that makes each; -1 for none, such as an argument.
     - `reads`: (reads, 2) pairs (equation, value that it reads).
@@ -48,6 +50,7 @@ class RecomputeGraph:
     """
 
     bytes: np.ndarray
+    keep_seconds: np.ndarray
     seconds: np.ndarray
     maker: np.ndarray
     reads: np.ndarray
@@ -103,14 +106,14 @@ def cheapest_choice(graphs: Sequence[RecomputeGraph], price: float) -> Recompute
         keep = needed & ~made_again
         kept.append(frozenset(np.flatnonzero(keep).tolist()))
         nbytes += float(graph.bytes[keep].sum())
-        seconds += float(graph.seconds[again].sum())
+        seconds += float(graph.seconds[again].sum() + graph.keep_seconds[keep].sum())
     return RecomputeChoice(tuple(kept), nbytes, seconds)
 
 
 def _minimum_cut(graph: RecomputeGraph, price: float) -> tuple[np.ndarray, np.ndarray]:
     """(values,) whether each is needed late and (equations,) whether each is run again, at the least cost."""
     n, m = len(graph.bytes), len(graph.seconds)
-    keep, run = price * graph.bytes, graph.seconds
+    keep, run = price * graph.bytes + graph.keep_seconds, graph.seconds
     finite = np.isfinite(run)
     # Of a value that costs more than running everything the excess does not matter.
     total = float(run[finite].sum()) + 1e-300
