@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -13,6 +14,7 @@ from jshard import _jaxcompat as compat
 from jshard._api.call_pins import CallPins, PlacedPin, collect_pins, pins_of_arguments, pins_of_results
 from jshard._api.machine import auto_meshes, memory_budget, physical_topology, requested_mesh
 from jshard._api.plan import Plan, plan_program
+from jshard._api.plan_recomputed import equivalent_policy, plan_recomputed, replayed, with_recomputation
 from jshard._api.shard_request import ShardRequest, donated_leaves, static_values
 from jshard._api.state_matching import find_state_ties
 from jshard._api.trace_call import (
@@ -21,10 +23,11 @@ from jshard._api.trace_call import (
     build_program,
     trace_on_shapes,
 )
-from jshard._core import topology as device_topology
+from jshard._core import hardware, topology as device_topology
 from jshard._core.errors import SearchError
 from jshard._core.gc_pause import gc_paused
 from jshard._core.jax_types import JaxMesh, PyTree, PyTreeDef
+from jshard._core.hardware import Chip
 from jshard._core.topology import Topology
 from jshard._plan.replay import schedule_of_plan
 from jshard._plan.request import PlanRequest
@@ -74,6 +77,15 @@ class _Planned:
             self, plan=dataclasses.replace(self.plan, steps=(*self.plan.steps, *steps))
         )
 
+    def with_budget(self, limit: float | None) -> _Planned:
+        """A plan that was searched without a budget, as one that is searched again with it."""
+        again = self.plan.search_again
+        if again is not None:
+            again = dataclasses.replace(again, request=dataclasses.replace(again.request, memory_limit=limit))
+        return dataclasses.replace(
+            self, plan=dataclasses.replace(self.plan, memory_budget=limit, search_again=again)
+        )
+
 
 def prepare(
     request: ShardRequest,
@@ -109,13 +121,65 @@ def _plan_traced(
     on_progress: OnProgress,
 ) -> PlannedCall:
     """The planned call of a traced function; `explicit_mesh`: the mesh with Explicit axes of the trace, if any."""
+    closed = jax_traced.jaxpr
+
+    def plan_jaxpr(jaxpr: Any = None, limited: bool = True) -> PlannedCall:
+        return _plan_jaxpr(
+            request, call, jax_traced, explicit_mesh, in_pins, statics, on_progress, jaxpr, limited
+        )
+
+    def chip_of(planned: PlannedCall) -> Chip:
+        return physical_topology(planned.request, planned.chosen).chip
+
+    if request.plan is not None and request.plan.kept is not None:
+        chip = hardware.get(request.plan.chip)
+        return plan_jaxpr(replayed(closed, request.plan, chip, request.name))
+    if request.options.remat is None or request.plan is not None:
+        return plan_jaxpr()
+    planned = plan_jaxpr(limited=False)
+    limit = planned.plan.memory_budget
+    if limit is not None and planned.plan.cost.peak_bytes > limit:
+        if _least_argument_bytes(planned) > limit:
+            return plan_jaxpr()  # which refuses: no choice of what is kept makes the arguments smaller
+        chip = chip_of(planned)
+        planned, kept, steps, bound = plan_recomputed(
+            closed, plan_jaxpr, lambda p: p.plan, chip, limit, planned.donated, planned
+        )
+        planned = dataclasses.replace(planned, plan=with_recomputation(planned.plan, kept, steps, bound))
+    if request.options.remat == "policy":
+        policy = equivalent_policy(closed, planned.plan, chip_of(planned))
+        steps = (*planned.plan.steps, *policy)
+        planned = dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, steps=steps))
+    return planned
+
+
+def _least_argument_bytes(planned: PlannedCall) -> float:
+    """Bytes of a device that the arguments need at least, cut over all devices."""
+    sizes = (math.prod(a.shape) * compat.itemsize(a.dtype) for a in planned.in_avals)
+    return sum(sizes) / planned.chosen.axes.total
+
+
+def _plan_jaxpr(
+    request: ShardRequest,
+    call: TracedArguments,
+    jax_traced: jax.stages.Traced,
+    explicit_mesh: Any,
+    in_pins: Sequence[Pin | None],
+    statics: tuple[Any, ...],
+    on_progress: OnProgress,
+    jaxpr: Any = None,
+    limited: bool = True,
+) -> PlannedCall:
+    """The planned call of a traced function, or of another jaxpr for it; `limited`: within the memory budget."""
     donated = donated_leaves(request, call.args, call.kwargs, call.names)
     rules = None
     if request.config is not None:
         from jshard._api.config_pins import call_rules  # here, so that `import jshard` stays light
 
         rules = call_rules(request, call, jax_traced)
-    traced = build_program(request, call, jax_traced, explicit_mesh, donated, rules and rules.pin_of_name)
+    traced = build_program(
+        request, call, jax_traced, explicit_mesh, donated, rules and rules.pin_of_name, jaxpr
+    )
     program = traced.program
     in_tree, out_tree = jax.tree.structure(call.user_view), jax.tree.structure(traced.result)
     in_leaves = jax.tree.leaves(call.shapes)
@@ -131,12 +195,13 @@ def _plan_traced(
         pinned, committed = pins.resolve(chosen, topology)
         if request.plan is not None:
             return _Planned(request.plan, schedule_of_plan(program, topology, request.plan))
-        options = request.options
+        options, limit = request.options, memory_budget(request, topology)
         plan_request = PlanRequest(
-            tuple(pinned), ties, donated, options.level, options.search, memory_budget(request, topology),
+            tuple(pinned), ties, donated, options.level, options.search, limit if limited else None,
             replication_price=options.replication_price, search_seconds=options.search_seconds,
         )  # fmt: skip
-        return _plan_with_committed(program, topology, plan_request, committed, on_progress)
+        planned = _plan_with_committed(program, topology, plan_request, committed, on_progress)
+        return planned if limited else planned.with_budget(limit)
 
     if request.tries_meshes:
         chosen, planned = _cheapest_mesh(auto_meshes(request, pins.pins, pins.shapes, pins.joint), plan_on)

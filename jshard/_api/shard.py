@@ -69,6 +69,7 @@ def shard(
     donate_argnames: Any = None,
     replication_price: float = DEFAULT_REPLICATION_PRICE,
     search_seconds: float | None = None,
+    remat: str | None = None,
 ) -> Any:
     """Plan a function from a few strategies and run it sharded.
 
@@ -115,7 +116,7 @@ def shard(
         mesh=mesh, hardware=hardware, memory_budget=memory_budget, search=search, plan=plan, strict=strict,
         static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums,
         donate_argnames=donate_argnames, replication_price=replication_price, config=config,
-        search_seconds=search_seconds,
+        search_seconds=search_seconds, remat=remat,
     )  # fmt: skip
     if config is not None and (fn is None or flax_entry_point(fn) is None):
         return _shard_by_config(fn, options)
@@ -128,6 +129,7 @@ def shard(
         hardware=hardware,
         replication_price=replication_price,
         search_seconds=search_seconds,
+        remat=remat,
     )
     call_options = check_call_options(
         static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums,

@@ -167,14 +167,18 @@ def build_program(
     explicit_mesh: JaxMesh | None,
     donated: tuple[int, ...],
     pin_of_name: Callable[[Any], Any] | None = None,
+    jaxpr: Any = None,
 ) -> TracedProgram:
-    """The dataflow program of a traced call, its operators in an order of low peak memory."""
+    """The dataflow program of a traced call, its operators in an order of low peak memory.
+
+    `jaxpr`: another jaxpr of the same function, in which values are computed again.
+    """
     result, state = request.view.results(traced.out_info)
     paths = [path_name(path) or "result" for path, _ in jax.tree_util.tree_flatten_with_path(result)[0]]
     avals, tree = jax.tree.flatten(traced.out_info)
     try:
         program = build(
-            traced.jaxpr,
+            traced.jaxpr if jaxpr is None else jaxpr,
             name=request.name,
             input_names=[leaf.path for leaf in call.leaves],
             output_names=[*paths, *state],
@@ -187,7 +191,9 @@ def build_program(
         line = source_line_of(traced.jaxpr, {compat.ARGUMENT_MARKER, "shard_map"}) or e.where
         raise type(e)(e.what, where=line, fix=e.fix) from None
     refuse_refs(program.constants, request.fn, request.name)
-    program = reorder_for_memory(dataclasses.replace(program, explicit_mesh=explicit_mesh), donated)
+    program = reorder_for_memory(
+        dataclasses.replace(program, explicit_mesh=explicit_mesh, has_recomputed=jaxpr is not None), donated
+    )
     mesh = requested_mesh(request) if request.mesh is not None else compat.context_mesh()
     if mesh is not None and hasattr(mesh, "axis_names"):
         check_meshes(program, mesh_axes(mesh))

@@ -47,7 +47,14 @@ class SearchError(ShardError):
 
 
 class MemoryBudgetError(SearchError):
-    """No plan fits the memory budget; the text names the least that any plan needs."""
+    """No plan fits the memory budget; the text names the least that any plan needs.
+
+    `least_found`: bytes of a device that the smallest plan found needs; `proved_least`: those that every plan needs, as
+    far as that is proved.
+    """
+
+    least_found: float = 0.0
+    proved_least: float = 0.0
 
 
 class NestedShardError(ShardError):

@@ -231,13 +231,20 @@ def _operator_tables(
     n = len(program.operators)
     is_priced = np.zeros(n, dtype=np.int64)
     is_priced[list(prices)] = 1
+    is_recomputed = np.zeros(n, dtype=np.int64)
+    is_recomputed[list(program.recomputed)] = 1
     alike, representatives = first_occurrence_codes(
         row_codes(
-            cost_classes(program, candidate_ids, tables.hbm_traffic), is_priced, singleton_classes(n, forced)
+            cost_classes(program, candidate_ids, tables.hbm_traffic),
+            is_priced,
+            is_recomputed,
+            singleton_classes(n, forced),
         )
     )
     numbers = [
-        tables.operator_table(program.operators[i], prices.get(i, 0.0), unforced.get(i))
+        tables.operator_table(
+            program.operators[i], prices.get(i, 0.0), unforced.get(i), i in program.recomputed
+        )
         for i in representatives
     ]
     return np.array(numbers, dtype=np.int64)[alike]

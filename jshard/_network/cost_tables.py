@@ -6,6 +6,7 @@ of thousands of edges has a few hundred tables.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,15 +52,26 @@ class CostTables:
         key = ("zero", n)
         return self._ids[key] if key in self._ids else self._add(self.unary, key, np.zeros(n))
 
-    def operator_table(self, op: Operator, price: float = 0.0, unforced: CandidateSet | None = None) -> int:
-        """What an operator costs by itself under each candidate, in all its runs; see `operator_cost`."""
+    def operator_table(
+        self,
+        op: Operator,
+        price: float = 0.0,
+        unforced: CandidateSet | None = None,
+        is_recomputed: bool = False,
+    ) -> int:
+        """What an operator costs by itself under each candidate, in all its runs; see `operator_cost`.
+
+        All compute of an operator that `is_recomputed` is redundant.
+        """
         candidates = self.candidates[op.id]
         if candidates.op is None or op.kind != "eqn":
             return self.zero_table(len(candidates))
         reads, writes = memory_accesses(op, self.hbm_traffic)
-        key = ("operator", id(candidates), reads, writes, op.repeat, price, id(unforced))
+        key = ("operator", id(candidates), reads, writes, op.repeat, price, id(unforced), is_recomputed)
         if key not in self._ids:
             cost = operator_cost(candidates, reads, writes, self.topology, price, unforced)
+            if is_recomputed:
+                cost = dataclasses.replace(cost, redundant=cost.compute)
             table = self._add(self.unary, key, cost.objective(self.level) * op.repeat)
             self.operator_costs[table] = cost
         return self._ids[key]

@@ -45,7 +45,9 @@ def make_plan(
     one_copy = request.level != 1 and solution.network.one_shared_copy
     record = summarize(solution, ONE_SHARED_COPY if one_copy else "")
     if request.memory_limit is not None and record.cost.peak_bytes > request.memory_limit:
-        raise _over_budget(record, request.memory_limit, solution.peak_bound)
+        error = _over_budget(record, request.memory_limit, solution.peak_bound)
+        error.least_found, error.proved_least = record.cost.peak_bytes, solution.peak_bound
+        raise error
     return record, solution.schedule
 
 

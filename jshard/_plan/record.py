@@ -76,6 +76,7 @@ class PlanRecord:
     model_flops: ModelFlops = ModelFlops()
     boundaries: Sequence[OperatorRow] = ()
     local: Sequence[LocalRow] = ()
+    kept: tuple[tuple[int, ...], ...] | None = None
     steps: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     entry: tuple[EntryRow, ...] = dataclasses.field(default=(), compare=False)
     verification: VerificationSummary | None = dataclasses.field(default=None, compare=False, repr=False)
@@ -161,6 +162,7 @@ def record_from_json(kind: type[Record], text: str) -> Record:
     data["model_flops"] = ModelFlops(**data.get("model_flops", {}))
     data["memory"] = Memory(**_from_json_value(data.get("memory", {})))
     least = _from_json_value(data.get("physics", {}))
+    data["kept"] = _from_json_value(data.get("kept"))
     data["physics"] = StepLowerBound(
         **{**least, "products": tuple(ProductBound(**n) for n in least.get("products", ()))}
     )

@@ -24,6 +24,7 @@ from jshard._program.operators import (
     operator_name as operator_name,
     operators_of as operators_of,
 )
+from jshard._program.recompute import is_recomputed
 from jshard._program.scopes import Scopes, scopes_of
 from jshard._program.use_def import UseDef, use_def_of
 
@@ -41,6 +42,7 @@ class Program:
     - `pins`: sharding constraints in the user's code: (operator, `"operand"` or `"result"`, index, the constraint).
     - `trace_order`: operator ids in trace order if the operators were reordered, else empty.
     - `explicit_mesh`: the mesh with Explicit axes under which the function was traced, or None.
+    - `has_recomputed`: whether some equations were written a second time, to compute values again (`recompute.py`).
     """
 
     name: str
@@ -54,6 +56,7 @@ class Program:
     pins: tuple[tuple[int, str, int, object], ...] = ()
     trace_order: tuple[int, ...] = ()
     explicit_mesh: JaxMesh | None = None
+    has_recomputed: bool = False
 
     def uses(self) -> Sequence[Sequence[tuple[int, int]]]:
         """For each tensor the (operator, operand index) pairs of its uses."""
@@ -79,6 +82,15 @@ class Program:
         loops = [call for call in calls_of(self.body) if call.trip_count is None]
         return frozenset(
             i for call in loops for ids in (call.inner_operators, *call.boundary.values()) for i in ids
+        )
+
+    @functools.cached_property
+    def recomputed(self) -> frozenset[int]:
+        """Operators that were written a second time."""
+        if not self.has_recomputed:
+            return frozenset()
+        return frozenset(
+            op.id for op in self.operators if op.kind == "eqn" and is_recomputed(op.prefix, op.eqn)
         )
 
     @functools.cached_property

@@ -45,6 +45,7 @@ DEFAULT_REPLICATION_PRICE = DefaultFloat(1000.0)
 
 LEVELS = {0: "compute-to-communication ratio", 1: "memory", 2: "speed"}
 SEARCHES = ("optimal", "propagation")
+REMATS = ("auto", "policy")
 
 UNITS = {
     "": 1, "B": 1,
@@ -65,7 +66,11 @@ class PlanOptions:
     strict: bool = False
     hardware: Chip | str | None = None
     replication_price: float = 1000.0
+<<<<<<< HEAD
     search_seconds: float | None = None
+=======
+    remat: str | None = None
+>>>>>>> h-remat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +92,11 @@ def check_options(
     strict: object = False,
     hardware: object = None,
     replication_price: Any = 1000.0,
+<<<<<<< HEAD
     search_seconds: Any = None,
+=======
+    remat: Any = None,
+>>>>>>> h-remat
 ) -> PlanOptions:
     """The planning options; raises `ShardError` for the first wrong argument."""
     check_device(device)
@@ -103,7 +112,11 @@ def check_options(
         bool(strict),
         check_hardware(hardware),
         check_replication_price(replication_price),
+<<<<<<< HEAD
         check_search_seconds(search_seconds),
+=======
+        check_remat(remat),
+>>>>>>> h-remat
     )
 
 
@@ -171,7 +184,22 @@ def check_search(search: object) -> str:
     return str(search)
 
 
+<<<<<<< HEAD
 def check_hardware(hardware: Any) -> Chip | str | None:
+=======
+def check_remat(remat: Any) -> str | None:
+    """None, "auto" or "policy"."""
+    if remat is None:
+        return None
+    if not isinstance(remat, str):
+        raise ShardError(f"remat is {describe_value(remat)}", where="remat", fix="None, 'auto' or 'policy'")
+    if remat not in REMATS:
+        raise ShardError(f"remat={remat!r} is not known", where="remat", fix=suggest(remat, REMATS))
+    return remat
+
+
+def check_hardware(hardware: Any) -> Any:
+>>>>>>> h-remat
     """None, the name of a chip, or a chip; unknown names are an error of the table (`_core/hardware.py`)."""
     if hardware is None or isinstance(hardware, str) and hardware.strip():
         return hardware

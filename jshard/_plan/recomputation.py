@@ -1,0 +1,344 @@
+"""Which values a program may compute again, and the choices among them that are worth planning.
+
+Problem.  A program of n values between its parts has 2^n choices of what is kept, each another program with a search of
+its own. Few of them can be best: of two choices the one with more bytes kept and more seconds run again is worse,
+however both are laid out, as long as all values and equations are partitioned alike.
+
+Idea.  Bytes and seconds are counted for an even share of all devices, elementwise work as fused into its readers. The
+minimum cuts of `recompute_cut.py` give the choices on the lower convex hull, from all kept to least kept; between two of
+them lie those that keep some of the values in which they differ, last layers first, whose values wait least long.
+Programs with few values have all their choices listed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from jshard import _jaxcompat as compat
+from jshard._core.hardware import Chip
+from jshard._cost import roofline
+from jshard._memory.fusion_traits import REDUCTION_PREFIXES
+from jshard._memory.hbm_traffic import PRODUCTS, UNFUSIBLE
+from jshard._memory.list_scheduling import live_bytes_curve
+from jshard._memory.liveness import liveness
+from jshard._program.recompute import recomputing
+from jshard._program.residuals import (
+    Region,
+    Site,
+    bodies_of,
+    find_sites,
+    may_run_again,
+    nbytes,
+    repetitions,
+    variables,
+)
+from jshard._program.trace import build
+from jshard._search.exact.recompute_cut import RecomputeGraph, recompute_hull
+
+
+_MAX_COMPARED = 64  # values of a pair of scans, of which the best to keep next is looked for
+_LOWER_PEAK = 0.99  # of the peak of a choice with fewer seconds: else it is not worth planning
+MAX_LISTED_VALUES = 5
+"""Programs with at most as many values between their parts have all choices of what to keep planned."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Choice:
+    """What a program keeps: of each site the variables.
+
+    `bytes` and `seconds` are those of values kept and equations run again, without any partitioning.
+    """
+
+    kept: tuple[frozenset[Any], ...]
+    bytes: float
+    seconds: float
+
+
+class Recomputation:
+    """The choices of one traced function.
+
+    `closed` is its jaxpr, `chip` the one whose times are taken, `donated` the flat indices of donated arguments.
+    """
+
+    def __init__(self, closed: Any, chip: Chip, donated: Collection[int] = ()):
+        self.closed, self.chip, self.donated = closed, chip, donated
+        self.region: Region = find_sites(closed)
+        self.sites: list[Site] = self.region.all_sites
+        self.graphs = [_graph(site, chip) for site in self.sites]
+
+    @property
+    def can_recompute(self) -> bool:
+        """Whether any value could be computed again."""
+        return any(len(values) for values in self.needed)
+
+    @property
+    def needed(self) -> list[list[Any]]:
+        """Of each site the values that the late part reads and that may be computed again."""
+        return [
+            [v for v in site.needed if (k := graph.index.get(v)) is not None and graph.is_recomputable(k)]
+            for site, graph in zip(self.sites, self.graphs, strict=True)
+        ]  # fmt: skip
+
+    def program(self, choice: Choice) -> Any:
+        """The closed jaxpr of a choice."""
+        return recomputing(self.closed, self.region, dict(enumerate(choice.kept)), recompute_weight)
+
+    def choice(self, kept: Sequence[frozenset[Any]]) -> Choice:
+        """The choice that keeps some values, with its bytes and seconds."""
+        size, seconds = 0.0, 0.0
+        for values, graph in zip(kept, self.graphs, strict=True):
+            late, _ = graph.needed_late(values)
+            size += float(graph.cut.bytes[late].sum())
+            seconds += graph.seconds_of(values)
+        return Choice(tuple(kept), size, seconds)
+
+    def hull(self) -> list[Choice]:
+        """The choices on the lower convex hull of bytes and seconds, from the least seconds to the least bytes.
+
+        What is computed again is in memory while it is read, which the hull does not count. Choices whose program, as
+        traced, has no lower peak than one of fewer seconds are left out.
+        """
+        found = recompute_hull([graph.cut for graph in self.graphs])
+        choices = [
+            Choice(
+                tuple(
+                    frozenset(graph.values[k] for k in values)
+                    for values, graph in zip(c.kept, self.graphs, strict=True)
+                ),
+                c.bytes,
+                c.seconds,
+            )
+            for c in found
+        ]
+        out, least = [], math.inf
+        for choice in choices:
+            peak = self.traced_peak(choice)
+            if peak < _LOWER_PEAK * least:
+                out.append(choice)
+                least = peak
+        return out
+
+    def everything(self) -> Choice:
+        """The choice that keeps all that is needed: the program as it was traced."""
+        return self.choice([frozenset(site.needed) for site in self.sites])
+
+    def traced_peak(self, choice: Choice) -> float:
+        """The largest sum of live bytes of a choice's program in traced order, nothing partitioned."""
+        program = build(self.program(choice), name="a choice", input_names=[])
+        return float(live_bytes_curve(program, liveness(program, self.donated)).max(initial=0.0))
+
+    def every_choice(self) -> list[Choice] | None:
+        """All choices among the values that the late part reads, the most kept first; None if they are many."""
+        needed = [(k, v) for k, values in enumerate(self.needed) for v in values]
+        if len(needed) > MAX_LISTED_VALUES:
+            return None
+        fixed = [
+            frozenset(site.needed) - frozenset(values)
+            for site, values in zip(self.sites, self.needed, strict=True)
+        ]
+        out = []
+        for size in range(len(needed), -1, -1):
+            for chosen in itertools.combinations(needed, size):
+                kept = [values | {v for site, v in chosen if site == k} for k, values in enumerate(fixed)]
+                out.append(self.choice(kept))
+        return out
+
+    def between(self, more: Choice, less: Choice) -> list[Choice]:
+        """Choices from `less` to `more`, each of which keeps one more value of those in which they differ.
+
+        Of a body the values made last come first, since they wait least long; of a pair of scans those that save most
+        seconds a byte, given what is kept before.
+        """
+        kept, out = list(less.kept), []
+        for k, graph in enumerate(self.graphs):
+            left = sorted(more.kept[k] - less.kept[k], key=lambda v: -graph.index[v])
+            while left:
+                v = left[0]
+                if self.sites[k].kind == "scan" and len(left) <= _MAX_COMPARED:
+                    v = min(left, key=lambda v: graph.seconds_a_byte(kept[k], v))
+                left.remove(v)
+                kept[k] = kept[k] | {v}
+                out.append(tuple(kept))
+        return [self.choice(kept) for kept in out[:-1]]
+
+    def numbers(self, choice: Choice) -> tuple[tuple[int, ...], ...]:
+        """A choice as numbers that are the same whenever the function is traced; `from_numbers` reads them."""
+        return tuple(
+            tuple(sorted(graph.index[v] for v in values if v in graph.index))
+            for values, graph in zip(choice.kept, self.graphs, strict=True)
+        )
+
+    def from_numbers(self, numbers: Sequence[Sequence[int]]) -> Choice | None:
+        """The choice of some numbers; None if they are of another program."""
+        if len(numbers) != len(self.graphs) or any(
+            not 0 <= k < len(graph.values) for ks, graph in zip(numbers, self.graphs, strict=True) for k in ks
+        ):
+            return None
+        kept = [
+            frozenset(graph.values[k] for k in ks) for ks, graph in zip(numbers, self.graphs, strict=True)
+        ]
+        return self.choice(kept)
+
+    def stays(self) -> list[str]:
+        """Names of the equations that are needed late and are never run again: effects, callbacks, loops without end."""
+        names: dict[str, None] = {}
+        for site, graph in zip(self.sites, self.graphs, strict=True):
+            for v in site.needed:
+                maker = graph.makers.get(v)
+                if maker is not None and not may_run_again(maker):
+                    names[f"{maker.primitive.name} {compat.source_line(maker)}".strip()] = None
+        return list(names)
+
+    def names_of(self, choice: Choice) -> list[str]:
+        """What is computed again, as "primitive dtype[shape] file:line", the most bytes first."""
+        size: dict[str, float] = {}
+        for site, graph, values in zip(self.sites, self.graphs, choice.kept, strict=True):
+            for v in site.needed:
+                if v not in values and v in graph.makers and v not in site.free:
+                    text = describe(v, graph.makers[v])
+                    size[text] = size.get(text, 0.0) + nbytes(v) * site.copies
+        return sorted(size, key=lambda text: -size[text])
+
+
+def describe(v: Any, eqn: Any) -> str:
+    """A value in one line: its equation, type and source line."""
+    line = compat.source_line(eqn).partition(" (")[0]
+    return f"{eqn.primitive.name} {v.aval.str_short(short_dtypes=True)} {line}".strip()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _SiteGraph:
+    """A site as arrays, its values in the order in which they are made, and the equations that make them."""
+
+    cut: RecomputeGraph
+    values: list[Any]
+    index: dict[Any, int]
+    makers: dict[Any, Any]
+
+    def seconds_a_byte(self, kept: frozenset[Any], value: Any) -> float:
+        """Seconds run again, added by keeping one more value, over its bytes: negative where that saves time."""
+
+        more = self.seconds_of(kept | {value}) - self.seconds_of(kept)
+        return more / max(1.0, float(self.cut.bytes[self.index[value]]))
+
+    def seconds_of(self, kept: frozenset[Any]) -> float:
+        """Seconds of what is run again and of what is written and read because it is kept."""
+        late, again = self.needed_late(kept)
+        return float(self.cut.seconds[again].sum() + self.cut.keep_seconds[late].sum())
+
+    def is_recomputable(self, value: int) -> bool:
+        """Whether a value may be computed again."""
+        maker = int(self.cut.maker[value])
+        return maker >= 0 and math.isfinite(self.cut.seconds[maker])
+
+    def needed_late(self, kept: frozenset[Any]) -> tuple[np.ndarray, np.ndarray]:
+        """Values that are kept and needed late, and equations that are run again, as numbers."""
+        late: set[int] = set()
+        again: set[int] = set()
+        stack = self.cut.needed.tolist()
+        reads: dict[int, list[int]] = {}
+        for e, v in self.cut.reads.tolist():
+            reads.setdefault(e, []).append(v)
+        seen = set()
+        while stack:
+            k = stack.pop()
+            if k in seen:
+                continue
+            seen.add(k)
+            e = int(self.cut.maker[k])
+            if self.values[k] in kept or e < 0 or not math.isfinite(self.cut.seconds[e]):
+                late.add(k)
+            elif e not in again:
+                again.add(e)
+                stack += reads.get(e, ())
+        return np.array(sorted(late), dtype=np.int64), np.array(sorted(again), dtype=np.int64)
+
+
+def _graph(site: Site, chip: Chip) -> _SiteGraph:
+    """The values that the late part may need, with what keeping each and running each equation again costs."""
+    makers = {v: eqn for eqn in site.eqns for v in eqn.outvars}
+    order = {v: k for k, v in enumerate(makers)}
+    reached: dict[Any, None] = {}
+    stack = list(site.needed)
+    while stack:
+        v = stack.pop()
+        if v in reached or v in site.free:
+            continue
+        reached[v] = None
+        if v in makers and may_run_again(makers[v]):
+            stack += variables(makers[v].invars)
+    values = sorted(reached, key=lambda v: order.get(v, -1))
+    index = {v: k for k, v in enumerate(values)}
+    eqn_number: dict[int, int] = {}
+    maker, seconds, reads = [], [], []
+    for v in values:
+        eqn = makers.get(v)
+        key = id(eqn) if eqn is not None else id(v)
+        if key not in eqn_number:
+            eqn_number[key] = len(seconds)
+            seconds.append(math.inf)
+            if eqn is not None and may_run_again(eqn):
+                seconds[-1] = equation_seconds(eqn, chip) * site.runs
+                reads += [(eqn_number[key], index[u]) for u in variables(eqn.invars) if u in index]
+        maker.append(eqn_number[key])
+    size = np.array([float(nbytes(v)) * site.copies for v in values])
+    # A fused value that is kept is written; that of a body is not, since compilers make it again where it is read.
+    fused = np.array([v in makers and not recompute_weight(makers[v]) for v in values], dtype=bool)
+    traffic = np.where(fused & (site.kind == "scan"), site.runs / site.copies / chip.hbm_bandwidth, 0.0)
+    cut = RecomputeGraph(
+        size,
+        traffic * size,
+        np.array(seconds, dtype=np.float64),
+        np.array(maker, dtype=np.int64),
+        np.array(reads, dtype=np.int64).reshape(-1, 2),
+        np.array([index[v] for v in site.needed if v in index], dtype=np.int64),
+    )
+    return _SiteGraph(cut, values, index, makers)
+
+
+def recompute_weight(eqn: Any) -> int:
+    """0 for elementwise work that compilers fuse into its readers, 1 for reductions, 2 for all else."""
+    name = eqn.primitive.name
+    if name.startswith(REDUCTION_PREFIXES):
+        return 1
+    if name in UNFUSIBLE or name.startswith(("scatter", "jshard_fused")) or name in ("scan", "while"):
+        return 2
+    return max((recompute_weight(e) for body in bodies_of(eqn) for e in body.eqns), default=0)
+
+
+def equation_seconds(eqn: Any, chip: Chip) -> float:
+    """Seconds of one run of an equation on one device, with elementwise work fused: only its arithmetic counts."""
+    inner = [sum(equation_seconds(e, chip) for e in body.eqns) for body in bodies_of(eqn)]
+    if inner:
+        return (repetitions(eqn) or 1) * (max(inner) if eqn.primitive.name == "cond" else sum(inner))
+    if not eqn.outvars or not hasattr(eqn.outvars[0].aval, "dtype"):
+        return 0.0
+    results = sum(nbytes(v) for v in eqn.outvars)
+    size = float(math.prod(eqn.outvars[0].aval.shape))
+    rate = roofline.peak_flops(eqn.outvars[0].aval.dtype, chip)
+    weight = recompute_weight(eqn)
+    if not weight:
+        return size / rate
+    moved = results + sum(nbytes(v) for v in variables(eqn.invars))
+    return max(_operations(eqn, size) / rate, moved / chip.hbm_bandwidth)
+
+
+def _operations(eqn: Any, size: float) -> float:
+    """Arithmetic operations of an equation with results of `size` elements."""
+    if eqn.primitive.name not in PRODUCTS:
+        return size
+    lhs, rhs = (v.aval for v in eqn.invars[:2])
+    numbers = eqn.params.get("dimension_numbers")
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), _ = numbers
+        return 2.0 * size * math.prod(lhs.shape[d] for d in contracted)
+    if eqn.primitive.name.startswith("ragged_dot"):
+        return 2.0 * size * lhs.shape[-1]
+    features = rhs.shape[numbers.rhs_spec[0]]
+    return 2.0 * size * math.prod(rhs.shape) / max(1, features)

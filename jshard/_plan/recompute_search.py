@@ -1,0 +1,174 @@
+"""The search over what is computed again, jointly with the layouts: choices of `recomputation.py`, planned and compared.
+
+Problem.  A budget may be met by other layouts, by computing values again, or by both, and what is best depends on both.
+
+Idea.  Where the plan of least time keeps the budget nothing is computed again. Else every choice is a program of its own.
+Programs with few values have all their choices planned within the budget. Others have those of the hull planned without
+a budget first, which is quick, to find by bisection the least that has to be computed again; then choices that keep more,
+between that one and the next, by bisection too; then the next ones within the budget, whose layouts may make up for it.
+
+Bound.  A plan of a choice costs no less than that choice's bound, with or without a budget. So the least of the bounds is
+one on all plans of all choices that were planned, and the plan says how many these are; over all choices where all were.
+
+Sources: T. Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; P. Jain et al., "Checkmate", MLSys 2020.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from jshard._core.errors import MemoryBudgetError, SearchError
+from jshard._plan.recomputation import Choice, Recomputation
+from jshard._plan.record import PlanRecord
+
+
+_TRIED_BETWEEN = 4  # choices planned between two neighbours of the hull
+_WITHIN_BUDGET = 2  # choices planned within the budget, that exceed it when planned without
+_WITHIN_REACH = 1.5  # times the budget: how far above it their peak may be
+
+Planned = TypeVar("Planned")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Trial(Generic[Planned]):
+    """One choice planned: None stands for the program as it was traced; `planned` is None where nothing fits."""
+
+    choice: Choice | None
+    planned: Planned | None
+    cost: float
+    bound: float
+    peak: float
+
+    def fits(self, limit: float) -> bool:
+        """Whether it is a plan within the limit, in bytes."""
+        return self.planned is not None and self.peak <= limit
+
+
+class RecomputeSearch(Generic[Planned]):
+    """One search; used once.
+
+    Arguments:
+
+    - `plan_of`: `plan_of(choice, limited)` plans the program of a choice, within the budget or without.
+    - `record_of`: the record of what `plan_of` returns.
+    - `limit`: the budget in bytes.
+    """
+
+    def __init__(
+        self,
+        recomputation: Recomputation,
+        plan_of: Callable[[Choice | None, bool], Planned],
+        record_of: Callable[[Planned], PlanRecord],
+        limit: float,
+    ):
+        self.recomputation, self.plan_of, self.record_of, self.limit = (
+            recomputation,
+            plan_of,
+            record_of,
+            limit,
+        )
+        self.trials: list[Trial[Planned]] = []
+        self.complete = False  # whether every choice was planned
+        self.refusal: MemoryBudgetError | None = None
+
+    def run(self, original: Planned) -> Trial[Planned] | None:
+        """The cheapest trial within the budget; None if there is none. `original` is planned without a budget."""
+        self.trials.append(self._trial(None, original))
+        choices = self.recomputation.every_choice()
+        if choices is not None:
+            self.complete = True
+            for choice in choices:
+                if self.plan(choice, limited=True).bound == 0.0:
+                    self.plan(choice, limited=False)
+        else:
+            self._search([self.recomputation.everything(), *self.recomputation.hull()])
+        fitting = [t for t in self.trials if t.fits(self.limit)]
+        return min(fitting, key=lambda t: (t.cost, t.peak), default=None)
+
+    @property
+    def bound(self) -> float:
+        """No plan of a choice that was planned costs less."""
+        bounds: dict[int, float] = {}
+        for t in self.trials:
+            key = id(t.choice)
+            bounds[key] = max(bounds.get(key, 0.0), t.bound)
+        return min(bounds.values())
+
+    def plan(self, choice: Choice | None, *, limited: bool) -> Trial[Planned]:
+        """Plan a choice and record it."""
+        try:
+            trial = self._trial(choice, self.plan_of(choice, limited))
+        except SearchError as error:
+            # Without a proof that nothing fits, the choice's bound is that of its plan without a budget.
+            impossible = not isinstance(error, MemoryBudgetError) or error.proved_least > self.limit
+            if isinstance(error, MemoryBudgetError) and (
+                self.refusal is None or error.least_found < self.refusal.least_found
+            ):
+                self.refusal = error
+            trial = Trial(choice, None, math.inf, math.inf if impossible else 0.0, math.inf)
+        self.trials.append(trial)
+        return trial
+
+    def _trial(self, choice: Choice | None, planned: Planned) -> Trial[Planned]:
+        record = self.record_of(planned)
+        c = record.cost
+        # At level 1 what is computed again is chosen by time, the plan's own peak by its search.
+        cost = c.compute + c.communication if record.level == 1 else c.objective
+        return Trial(choice, planned, cost, 0.0 if record.level == 1 else c.bound, c.peak_bytes)
+
+    def _search(self, hull: Sequence[Choice]) -> None:
+        tried: dict[int, Trial[Planned]] = {}
+
+        def without_budget(k: int) -> Trial[Planned]:
+            if k not in tried:
+                tried[k] = self.plan(hull[k], limited=False)
+            return tried[k]
+
+        if len(hull) < 2:
+            return
+        low, high = 0, len(hull) - 1  # all kept, which does not fit; the least that can be kept
+        tried[0] = self.trials[0]
+        if not without_budget(high).fits(self.limit):
+            self._within_budget(list(reversed(hull[1:])))
+            return
+        while high - low > 1:
+            middle = (low + high) // 2
+            if without_budget(middle).fits(self.limit):
+                high = middle
+            else:
+                low = middle
+        self._between(hull[low], hull[high])
+        best = min((t for t in self.trials if t.fits(self.limit)), key=lambda t: t.cost)
+        if best.choice is not None:
+            self._between(hull[0], best.choice)  # what is left of the budget
+        best = min(t.cost for t in self.trials if t.fits(self.limit))
+        promising = [
+            hull[k]
+            for k in range(low, 0, -1)
+            if without_budget(k).cost < best and without_budget(k).peak < _WITHIN_REACH * self.limit
+        ]
+        self._within_budget(promising)
+
+    def _between(self, more: Choice, less: Choice) -> None:
+        """Plan choices that keep some of what only `more` keeps, as much as fits: by bisection of their bytes."""
+        choices = self.recomputation.between(more, less)
+        low, high = -1, len(choices)  # positions of the last that fits and the first that does not
+        for _ in range(_TRIED_BETWEEN):
+            inside = choices[low + 1 : high]
+            if not inside:
+                break
+            least = choices[low].bytes if low >= 0 else less.bytes
+            most = choices[high].bytes if high < len(choices) else more.bytes
+            target = (least + most) / 2
+            k = min(range(low + 1, high), key=lambda k: abs(choices[k].bytes - target))
+            if self.plan(choices[k], limited=False).fits(self.limit):
+                low = k
+            else:
+                high = k
+
+    def _within_budget(self, choices: Sequence[Choice]) -> None:
+        for choice in choices[:_WITHIN_BUDGET]:
+            self.plan(choice, limited=True)

@@ -1,0 +1,67 @@
+"""Calls without a meaning of their own replaced by their equations, so that a jaxpr can be rewritten equation by equation.
+
+A `jit` inside a traced function is a call; of a differentiated one there are two, a forward and a backward call, and what
+the second reads of the first is seen only where both are written out. Calls that carry shardings stay calls.
+
+>>> import jax, jax.numpy as jnp
+>>> traced = jax.make_jaxpr(lambda x: jax.nn.silu(x) + 1)(jnp.ones(3))
+>>> [e.primitive.name for e in traced.eqns], [e.primitive.name for e in with_calls_inlined(traced.jaxpr).eqns]
+(['jit', 'add'], ['logistic', 'mul', 'add'])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.sharding import NamedSharding
+
+from jshard import _jaxcompat as compat
+from jshard._program.loop_invariants import INLINED_CALLS, body_of
+
+
+def with_calls_inlined(jaxpr: Any) -> Any:
+    """An open jaxpr in which every call of `INLINED_CALLS` without shardings and constants is written out."""
+    if not any(_is_inlined(eqn) for eqn in jaxpr.eqns):
+        return jaxpr
+    eqns: list[Any] = []
+    env: dict[Any, Any] = {}
+    _write(jaxpr, env, None, eqns)
+    return jaxpr.replace(eqns=eqns, outvars=substituted(jaxpr.outvars, env))
+
+
+def substituted(variables: Sequence[Any], env: dict[Any, Any]) -> list[Any]:
+    """The atoms of an equation with some variables replaced."""
+    return [v if compat.is_literal(v) else env.get(v, v) for v in variables]
+
+
+def fresh(variables: Sequence[Any]) -> list[Any]:
+    """New variables of the same types."""
+    return [compat.VARIABLE(v.aval) for v in variables]
+
+
+def _is_inlined(eqn: Any) -> bool:
+    if eqn.primitive.name not in INLINED_CALLS or not hasattr(body_of(eqn), "eqns"):
+        return False
+    shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
+    jaxpr, consts = compat.open_jaxpr(body_of(eqn))
+    return not (consts or jaxpr.constvars or any(isinstance(s, NamedSharding) for s in shardings))
+
+
+def _write(jaxpr: Any, env: dict[Any, Any], stack: Any, eqns: list[Any]) -> None:
+    """Append the equations of a body; `env` replaces its variables, `stack` is the name stack of the calls around it."""
+    for eqn in jaxpr.eqns:
+        operands, info = substituted(eqn.invars, env), eqn.source_info
+        if stack is not None:
+            info = info.replace(name_stack=stack + info.name_stack)
+        if _is_inlined(eqn):
+            body, _ = compat.open_jaxpr(body_of(eqn))
+            inner = dict(zip(body.invars, operands, strict=True))
+            _write(body, inner, info.name_stack, eqns)
+            env.update(zip(eqn.outvars, substituted(body.outvars, inner), strict=True))
+            continue
+        results = eqn.outvars
+        if stack is not None:  # a body may be called several times
+            results = fresh(eqn.outvars)
+            env.update(zip(eqn.outvars, results, strict=True))
+        eqns.append(eqn.replace(invars=operands, outvars=results, source_info=info))

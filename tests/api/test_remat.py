@@ -1,0 +1,108 @@
+"""`remat=` of `shard`: it acts where the budget needs it, runs, is saved and read, and keeps callbacks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+import jshard
+from tests.program.test_recompute import LOSSES, step_of
+
+
+OPTIONS: Any = dict(level=2, hardware="v5e", in_strategy=(None, (4, 1)))
+W, X = np.zeros((4, 32, 96), "float32"), np.zeros((2048, 32), "float32")
+
+
+def mesh() -> Any:
+    return jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+
+
+def sharded(name: str, **options: Any) -> Any:
+    return jshard.shard(step_of(LOSSES[name]), mesh=mesh(), **OPTIONS, **options)
+
+
+def free_peak(name: str) -> float:
+    return sharded(name, memory_budget="1TB").plan(W, X).cost.peak_bytes
+
+
+def test_nothing_is_computed_again_where_the_budget_does_not_need_it() -> None:
+    plain = sharded("scanned", memory_budget="1TB").plan(W, X)
+    auto = sharded("scanned", memory_budget="1TB", remat="auto").plan(W, X)
+    assert auto == plain and auto.kept is None
+    assert sharded("scanned", remat="auto", memory_budget="1TB").plan(W, X).memory_budget == 1e12
+
+
+@pytest.mark.parametrize("name", ["scanned", "unrolled", "dropout"])
+def test_a_budget_that_nothing_else_meets_is_met_and_the_numbers_are_equal(name: str) -> None:
+    limit = int(0.6 * free_peak(name))
+    with pytest.raises(jshard.ShardError, match="no plan fits"):
+        sharded(name, memory_budget=limit).plan(W, X)
+    f = sharded(name, memory_budget=limit, remat="auto")
+    plan = f.plan(W, X)
+    assert plan.kept is not None and plan.cost.peak_bytes <= limit == plan.memory_budget
+    assert any(step.startswith("remat: computed again") for step in plan.steps)
+    assert plan.cost.bound <= plan.cost.objective and "choices of what is kept" in plan.cost.space
+    rng = np.random.default_rng(1)
+    w, x = rng.normal(size=W.shape).astype("float32") / 6, rng.normal(size=X.shape).astype("float32")
+    for got, want in zip(f(w, x), step_of(LOSSES[name])(w, x), strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-3, atol=2e-3)
+
+
+def test_a_plan_is_saved_and_used_again(tmp_path: Any) -> None:
+    limit = int(0.6 * free_peak("scanned"))
+    plan = sharded("scanned", memory_budget=limit, remat="auto").plan(W, X)
+    plan.save(tmp_path / "plan.json")
+    read = jshard.Plan.load(tmp_path / "plan.json")
+    assert read == plan and read.kept == plan.kept
+    again = sharded("scanned", plan=read).plan(W, X)
+    assert again.kept == plan.kept and again.cost.peak_bytes == plan.cost.peak_bytes
+    with pytest.raises(jshard.ShardError, match="of another program"):
+        jshard.shard(step_of(LOSSES["branches"]), mesh=mesh(), plan=read).plan(W, X)
+
+
+def test_the_policy_names_what_to_save() -> None:
+    limit = int(0.6 * free_peak("scanned"))
+    steps = sharded("scanned", memory_budget=limit, remat="policy").plan(W, X).steps
+    (line,) = [s for s in steps if s.startswith("jax.checkpoint policy")]
+    assert "save_only_these_names" in line or "jax.checkpoint(layer)" in line
+    (line,) = [
+        s for s in sharded("scanned", memory_budget="1TB", remat="policy").plan(W, X).steps if "policy" in s
+    ]
+    assert line == "jax.checkpoint policy: none needed, nothing is computed again"
+
+
+def test_results_of_callbacks_are_kept_and_named() -> None:
+    shape = jax.ShapeDtypeStruct((2048, 96), "float32")
+
+    def loss(w: Any, x: Any) -> Any:
+        for v in w:
+            y = x @ v
+            scale = jax.pure_callback(np.cos, shape, jax.lax.stop_gradient(y), vmap_method="sequential")
+            x = x + (jnp.tanh(y) * scale) @ v.T
+        return (x**2).sum()
+
+    def plan(**options: Any) -> jshard.Plan:
+        return jshard.shard(step_of(loss), mesh=mesh(), **OPTIONS, **options).plan(W, X)
+
+    free = plan(memory_budget="1TB").cost.peak_bytes
+    steps = plan(memory_budget=int(0.93 * free), remat="auto").steps
+    assert any(s.startswith("remat: never run twice") and "pure_callback" in s for s in steps), steps
+
+
+def test_wrong_values_say_what_to_write() -> None:
+    with pytest.raises(jshard.ShardError, match="remat='full' is not known"):
+        jshard.shard(step_of(LOSSES["scanned"]), remat="full")
+    with pytest.raises(jshard.ShardError, match="remat is a bool, True"):
+        jshard.shard(step_of(LOSSES["scanned"]), remat=True)  # type: ignore[arg-type]
+
+
+def test_a_budget_below_the_arguments_is_refused() -> None:
+    with pytest.raises(
+        jshard.MemoryBudgetError if hasattr(jshard, "MemoryBudgetError") else jshard.ShardError
+    ):
+        sharded("scanned", memory_budget=1000, remat="auto").plan(W, X)
