@@ -12,6 +12,8 @@ jshard._core.errors.ShardError: a cut of 3 does not divide 32
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class ShardError(ValueError):
     """A request that cannot be fulfilled: `what` is wrong, `where`, and the `fix`, what to write instead."""
@@ -47,7 +49,14 @@ class SearchError(ShardError):
 
 
 class MemoryBudgetError(SearchError):
-    """No plan fits the memory budget; the text names the least that any plan needs."""
+    """No plan fits the memory budget; the text names the least that any plan needs.
+
+    `refusal`: what is known of the memory (`_plan/memory_refusal.py`), None where it was not looked into.
+    """
+
+    def __init__(self, what: str, *, where: str = "", fix: str = "", refusal: Any = None):
+        super().__init__(what, where=where, fix=fix)
+        self.refusal = refusal
 
 
 class NestedShardError(ShardError):

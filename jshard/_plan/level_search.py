@@ -24,11 +24,13 @@ from jshard._plan.schedule_cost import schedule_cost
 from jshard._plan.scheduled_solution import ROUNDING, ScheduledSolution, schedule_solution
 from jshard._program.graph import Program, rule_boundaries
 from jshard._search import CostNetwork, Solution, solve
+from jshard._search.memory.key_times import least_conceivable_peak
 
 
 _BUDGET_ROUNDS = (
     4  # searches under a budget, each with the limit lowered by what the schedule before exceeded it
 )
+_LEAST_PEAK_VARIABLES = 2_000  # up to which the least peak is looked for though it is proved not to fit
 _OVERSHOOT = 1.05  # times the excess of that schedule
 
 
@@ -79,6 +81,8 @@ class LevelSearch:
         solution = self.minimize_time_under_budget(network, fastest)
         if solution.peak <= limit:
             return solution
+        if solution.peak_bound > limit and network.cost_network.size > _LEAST_PEAK_VARIABLES:
+            return solution  # nothing fits, and the least peak of a large program takes long to find
         # Plans that fit may have to repeat products: that is priced in their cost, but not in this search.
         unpriced = self.network(replication_price=0.0, price_returned_sums=False, second_copies=False)
         smallest = self.minimize_peak(unpriced).after(solution)
@@ -184,7 +188,12 @@ class LevelSearch:
         """
         limit, gap = self.request.memory_limit, self.request.memory_gap
         assert limit is not None
-        bounding = self._solve_limited(memory_network(network, lower_bound=True), limit)
+        bounding_network = memory_network(network, lower_bound=True)
+        assert bounding_network.memory is not None
+        floor = least_conceivable_peak(bounding_network.memory)
+        if floor > limit:
+            return dataclasses.replace(fastest, peak_bound=floor)
+        bounding = self._solve_limited(bounding_network, limit)
         if bounding is None:
             return fastest
         bound = max(fastest.bound, bounding.bound)

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import NamedTuple
 
 
 INTERMEDIATE = "intermediate values"
+
+
+class HeldValue(NamedTuple):
+    """A value in memory at the peak: its tensor, bytes on a device, class as in `PeakProfile.by_class`."""
+
+    tensor: int
+    nbytes: float
+    kind: str
 
 
 @dataclasses.dataclass(frozen=True)
