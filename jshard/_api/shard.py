@@ -28,7 +28,13 @@ from jshard._api.shard_request import ShardRequest, traced_arguments
 from jshard._api.signature import Signature, checked_statics, explain_miss, signature
 from jshard._api.state_library import StatefulFunction, state_library
 from jshard._core.argument_checks import check_call, checked
-from jshard._core.errors import ArgumentError, MeshError, NestedShardError, ShardError
+from jshard._core.errors import (
+    ArgumentError,
+    MemoryBudgetError,
+    MeshError,
+    NestedShardError,
+    ShardError,
+)
 from jshard._core.messages import describe_value
 from jshard._report.progress import progress, search_status
 from jshard._spec.options import check_call_options, check_function, check_options, flax_entry_point
@@ -409,10 +415,16 @@ class Sharded:
 
     def _plan_call(self, args: Any, kwargs: Any, on_progress: Callable[..., None] | None) -> PlannedCall:
         """The plan of a call, with a progress bar of its own unless the caller has one."""
-        if on_progress is not None:
-            return prepare(self._request, args, kwargs, on_progress)
-        with progress(f"planning {self.__name__}", after=2.0) as show:
-            return prepare(self._request, args, kwargs, lambda *state: show(0, search_status(*state)))
+        try:
+            if on_progress is not None:
+                return prepare(self._request, args, kwargs, on_progress)
+            with progress(f"planning {self.__name__}", after=2.0) as show:
+                return prepare(self._request, args, kwargs, lambda *state: show(0, search_status(*state)))
+        except MemoryBudgetError as error:
+            from jshard._api.remedies import with_remedies  # here, so that `import jshard` stays light
+
+            refused = with_remedies(error, self._request, args, kwargs)
+        raise refused
 
 
 class _Bound(functools.partial):

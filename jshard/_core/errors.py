@@ -51,12 +51,21 @@ class SearchError(ShardError):
 class MemoryBudgetError(SearchError):
     """No plan fits the memory budget; the text names the least that any plan needs.
 
-    `refusal`: what is known of the memory (`_plan/memory_refusal.py`), None where it was not looked into.
+    `refusal`: what is known of the memory (`_plan/memory_refusal.py`), None where it was not looked into. `remedies`: the
+    rows of the table of what helps (`_report/refusal_text.py`).
     """
 
-    def __init__(self, what: str, *, where: str = "", fix: str = "", refusal: Any = None):
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str = "",
+        fix: str = "",
+        refusal: Any = None,
+        remedies: tuple[Any, ...] = (),
+    ):
         super().__init__(what, where=where, fix=fix)
-        self.refusal = refusal
+        self.refusal, self.remedies = refusal, remedies
 
 
 class NestedShardError(ShardError):

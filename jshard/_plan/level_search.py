@@ -30,7 +30,7 @@ from jshard._search.memory.key_times import least_conceivable_peak
 _BUDGET_ROUNDS = (
     4  # searches under a budget, each with the limit lowered by what the schedule before exceeded it
 )
-_LEAST_PEAK_VARIABLES = 2_000  # up to which the least peak is looked for though it is proved not to fit
+_LEAST_PEAK_VARIABLES = 100  # up to which the least peak is looked for though it is proved not to fit
 _OVERSHOOT = 1.05  # times the excess of that schedule
 
 
@@ -75,7 +75,7 @@ class LevelSearch:
         if self.request.level == 1:
             return self.minimize_peak(network)
         fastest = self.minimize_time(network)
-        if limit is None or fastest.peak <= limit:
+        if limit is None or fastest.peak <= limit or not self.request.search_in_budget:
             return self._with_unpriced_cost(fastest)
         network = self.network(second_copies=False)
         solution = self.minimize_time_under_budget(network, fastest)

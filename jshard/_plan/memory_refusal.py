@@ -17,7 +17,7 @@ from jshard._core.layout import MeshAxes
 from jshard._plan.scheduled_solution import ScheduledSolution
 from jshard._program.graph import Operator
 from jshard._schedule.checkpoint_estimate import CheckpointEstimate, checkpoint_estimate
-from jshard._schedule.peak import HeldValue, held_at_peak
+from jshard._schedule.peak import HeldValue, held_at_peak, peak_bytes
 from jshard._schedule.peak_profile import INTERMEDIATE
 
 
@@ -42,6 +42,7 @@ class MemoryRefusal:
     - `chip_bytes`: the memory of the chip, None where it is not known. `mesh`, `chip`: the machine.
     - `holders`: what is in memory at the peak, largest first.
     - `argument_bytes`: the least that the arguments take, however they are cut.
+    - `peak_if_donated`: that of the same plan if state that is passed from call to call were donated.
     - `step_seconds`: of the plan of that peak. `operators`: of the program.
     - `checkpoint`: what `jax.checkpoint` would leave, None where that is not known to help; `checkpoint_seconds`: the
         step with it.
@@ -55,6 +56,7 @@ class MemoryRefusal:
     chip: str
     holders: tuple[Holder, ...]
     argument_bytes: float
+    peak_if_donated: float
     step_seconds: float
     operators: int
     checkpoint: CheckpointEstimate | None = None
@@ -110,11 +112,19 @@ def memory_refusal(solution: ScheduledSolution, plan: PlanRecord, limit: float) 
             / float(network.candidates[i].results[0].num_shards(topology.mesh).max(initial=1.0))
             for i in program.inputs
         ),
+        peak_if_donated=_peak_if_donated(solution),
         step_seconds=seconds,
         operators=len(program.operators),
         checkpoint=estimate,
         checkpoint_seconds=0.0 if estimate is None else seconds + _seconds_again(solution, estimate),
     )
+
+
+def _peak_if_donated(solution: ScheduledSolution) -> float:
+    network, request = solution.network, solution.request
+    number = {op: k for k, op in enumerate(network.program.inputs)}
+    donated = {*request.donated, *(number[i] for _, i in request.ties if i in number)}
+    return min(solution.peak, peak_bytes(solution.schedule, network.liveness, tuple(donated)))
 
 
 def _seconds_again(solution: ScheduledSolution, estimate: CheckpointEstimate) -> float:
@@ -134,8 +144,8 @@ def _holders(held: tuple[HeldValue, ...], solution: ScheduledSolution) -> tuple[
     for tensor, nbytes, kind in held:
         op = producers[tensor][0]
         if op not in names:
-            names[op] = "" if kind.startswith("argument ") else place_of(program.operators[op])
-        key = kind, names[op]
+            names[op] = place_of(program.operators[op])
+        key = kind, "" if kind.startswith("argument ") else names[op]
         out[key] = out.get(key, 0.0) + nbytes
     missing = solution.peak - sum(out.values())
     if missing > 0:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from jshard._core.gc_pause import gc_paused
 from jshard._core.topology import Topology
 from jshard._network.pin_conflicts import explain_contradiction
-from jshard._plan.memory_refusal import refuse
 from jshard._plan.level_search import LevelSearch
 from jshard._plan.propagation import propagate
 from jshard._plan.record import PlanRecord
@@ -42,8 +41,11 @@ def make_plan(
     solution = _with_valid_bound(solution)
     one_copy = request.level != 1 and solution.network.one_shared_copy
     record = summarize(solution, ONE_SHARED_COPY if one_copy else "")
-    if request.memory_limit is not None and record.cost.peak_bytes > request.memory_limit:
-        raise refuse(solution, record, request.memory_limit)
+    limit = request.memory_limit if request.search_in_budget else None
+    if limit is not None and record.cost.peak_bytes > limit:
+        from jshard._plan.memory_refusal import refuse  # here, so that `import jshard` stays light
+
+        raise refuse(solution, record, limit)
     return record, solution.schedule
 
 

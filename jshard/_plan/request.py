@@ -33,6 +33,7 @@ class PlanRequest:
     - `seconds`, `gap`: when a search without memory ends; `gap` is relative.
     - `memory_seconds`, `memory_gap`: the same under a budget and for the least peak. There the work is counted, so
         that every machine finds the same plan; the seconds only end a search that takes far longer than it should.
+    - `search_in_budget`: False to return the plan of least time though it exceeds the limit.
     - `forced`: what `Plan.why` requires beside the pins.
     - `pinned_results`: output operators that the user pinned, where `pins` has others: an output pinned by
         `Plan.what_if` changes no price.
@@ -51,6 +52,7 @@ class PlanRequest:
     memory_gap: float = 0.005
     forced: tuple[Force, ...] = ()
     pinned_results: tuple[int, ...] | None = None
+    search_in_budget: bool = True
 
 
 def pins_by_operator(

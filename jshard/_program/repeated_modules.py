@@ -158,12 +158,7 @@ def _by_source(forward: Sequence[Operator]) -> dict[int, int]:
     n = max(weight, key=lambda n: (weight[n], n), default=0)
     if n < 2 or not weight[n]:
         return {}
-    return {
-        op: k * n // len(ids)
-        for ids in lines.values()
-        if len(ids) % n == 0
-        for k, op in enumerate(ids)
-    }
+    return {op: k * n // len(ids) for ids in lines.values() if len(ids) % n == 0 for k, op in enumerate(ids)}
 
 
 def _by_layer(found: Mapping[int, int]) -> list[list[int]]:

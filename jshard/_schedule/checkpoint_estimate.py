@@ -83,7 +83,9 @@ def _of_layers(
     layer = instance[a.def_op[tensors]]
     first_reader = np.full(len(tensors), len(instance))
     np.minimum.at(first_reader, arrays.read_value, a.use_op)
-    np.minimum.at(first_reader, arrays.source_value, np.where(arrays.reader >= 0, arrays.reader, len(instance)))
+    np.minimum.at(
+        first_reader, arrays.source_value, np.where(arrays.reader >= 0, arrays.reader, len(instance))
+    )
     layer[n:] = np.append(instance, -1)[first_reader[n:]]
     ends = np.full(layers.count, -1)
     inside = instance >= 0

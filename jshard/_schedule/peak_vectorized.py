@@ -62,7 +62,9 @@ def held_values(arrays: ScheduleArrays, liveness: Liveness, donated: frozenset[i
     ranges = live_ranges(arrays, liveness, donated)
     at_peak = ranges.at_peak
     kind, names = _classes(arrays, at_peak, ranges.outputs)
-    columns = zip(tensor_of(arrays)[at_peak].tolist(), ranges.size[at_peak].tolist(), kind.tolist(), strict=True)
+    columns = zip(
+        tensor_of(arrays)[at_peak].tolist(), ranges.size[at_peak].tolist(), kind.tolist(), strict=True
+    )
     return tuple([HeldValue(t, nbytes, names[k]) for t, nbytes, k in columns])
 
 
@@ -154,9 +156,7 @@ def _transposed_copy_bytes(arrays: ScheduleArrays) -> Floats:
     return out
 
 
-def last_uses_of_values(
-    arrays: ScheduleArrays, liveness: Liveness, among: Bools | None = None
-) -> Ints:
+def last_uses_of_values(arrays: ScheduleArrays, liveness: Liveness, among: Bools | None = None) -> Ints:
     """(values,) the last action that needs each, -1 for none; `among`: (operators,) the readers that count, all for None."""
     a, traits = arrays.assignment.program.use_def, liveness.traits
     n, operators = len(a.def_op), len(arrays.run_at)

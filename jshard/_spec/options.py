@@ -35,7 +35,11 @@ UNITS = {
 
 @dataclasses.dataclass(frozen=True)
 class PlanOptions:
-    """The checked arguments of `shard` that configure planning; `memory_budget` in bytes per device."""
+    """The checked arguments of `shard` that configure planning; `memory_budget` in bytes per device.
+
+    `search_in_budget`: False to plan for least time only, also where that plan exceeds the budget (for trials of
+    remedies; no argument of `shard`).
+    """
 
     level: int = 0
     device: str | None = None
@@ -44,6 +48,7 @@ class PlanOptions:
     strict: bool = False
     hardware: Any = None
     replication_price: float = 1000.0
+    search_in_budget: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
