@@ -19,6 +19,7 @@ from jshard._core.topology import Topology
 from jshard._memory.hbm_traffic import PRODUCTS
 from jshard._network.build import Pins, PlanningNetwork, build_network
 from jshard._network.memory_network import memory_network
+from jshard._plan.memory_ties import lower_peak_at_equal_cost
 from jshard._plan.request import PlanRequest, merged_pins, pins_by_operator
 from jshard._plan.schedule_cost import schedule_cost
 from jshard._plan.scheduled_solution import ROUNDING, ScheduledSolution, schedule_solution
@@ -74,7 +75,7 @@ class LevelSearch:
         limit = self.request.memory_limit
         if self.request.level == 1:
             return self.minimize_peak(network)
-        fastest = self.minimize_time(network)
+        fastest = lower_peak_at_equal_cost(self.minimize_time(network))
         if limit is None or fastest.peak <= limit or not self.request.search_in_budget:
             return self._with_unpriced_cost(fastest)
         network = self.network(second_copies=False)

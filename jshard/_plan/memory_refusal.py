@@ -17,7 +17,7 @@ from jshard._core.layout import MeshAxes
 from jshard._plan.scheduled_solution import ScheduledSolution
 from jshard._program.graph import Operator
 from jshard._schedule.checkpoint_estimate import CheckpointEstimate, checkpoint_estimate
-from jshard._schedule.peak import HeldValue, held_at_peak, peak_bytes
+from jshard._schedule.peak import HeldValue, peak_bytes
 from jshard._schedule.peak_profile import INTERMEDIATE
 
 
@@ -94,7 +94,7 @@ def memory_refusal(solution: ScheduledSolution, plan: PlanRecord, limit: float) 
     """What is known of the memory of a solution that exceeds the limit."""
     network, request, made = solution.network, solution.request, solution.schedule
     program, topology = network.program, network.topology
-    held = held_at_peak(made, network.liveness, request.donated)
+    held = solution.profile.held
     estimate = checkpoint_estimate(made, network.liveness, request.donated)
     seconds = plan.cost.compute + plan.cost.communication
     if estimate is not None and estimate.peak > _LEAST_SAVING * solution.peak:

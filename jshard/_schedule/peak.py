@@ -6,8 +6,8 @@ from collections.abc import Collection
 
 from jshard._memory.liveness import Liveness
 from jshard._schedule.peak_profile import HeldValue as HeldValue, PeakProfile as PeakProfile
-from jshard._schedule.peak_reference import held_values_reference, peak_reference as peak_reference
-from jshard._schedule.peak_vectorized import held_values, peak_of_arrays
+from jshard._schedule.peak_reference import peak_reference as peak_reference
+from jshard._schedule.peak_vectorized import peak_of_arrays
 from jshard._schedule.schedule import Schedule
 
 
@@ -21,12 +21,3 @@ def peak_profile(schedule: Schedule, liveness: Liveness, donated: Collection[int
     if schedule.arrays is None:
         return peak_reference(schedule, liveness, donated)
     return peak_of_arrays(schedule.arrays, liveness, frozenset(donated))
-
-
-def held_at_peak(
-    schedule: Schedule, liveness: Liveness, donated: Collection[int] = ()
-) -> tuple[HeldValue, ...]:
-    """The values in memory at the peak; what an operator holds beside them while it runs is not among them."""
-    if schedule.arrays is None:
-        return held_values_reference(schedule, liveness, donated)
-    return held_values(schedule.arrays, liveness, frozenset(donated))

@@ -43,15 +43,6 @@ def peak_reference(
     return _PeakWalk(schedule, liveness, share).profile(frozenset(donated))
 
 
-def held_values_reference(
-    schedule: Schedule, liveness: Liveness, donated: Collection[int] = ()
-) -> tuple[HeldValue, ...]:
-    """The values in memory at the peak of any schedule."""
-    walk = _PeakWalk(schedule, liveness)
-    walk.profile(frozenset(donated))
-    return walk.held()
-
-
 class _PeakWalk:
     """Walks through a schedule action by action; used once."""
 
@@ -83,7 +74,11 @@ class _PeakWalk:
             if k not in donated:
                 outliving.add(v)
         peak = self.walk(self.schedule.actions, buffers, outliving, 0.0, {})
-        return PeakProfile.of(peak, self.curve, self.bytes_by_class())
+        held = self.held()
+        by_class: dict[str, float] = {}
+        for value in held:
+            by_class[value.kind] = by_class.get(value.kind, 0.0) + value.nbytes
+        return PeakProfile.of(peak, self.curve, by_class, held)
 
     def walk(
         self, actions: Sequence[Action], buffers: dict[Value, Buffer], outliving: Collection[Value], base: float,
@@ -253,13 +248,6 @@ class _PeakWalk:
             return [(a.tensor, a.target)]
         results = self.program.operators[a.op].results if isinstance(a, RunOperator) else a.call.results
         return [self.assignment.values[t] for t in results]
-
-    def bytes_by_class(self) -> dict[str, float]:
-        """Bytes by class at the peak."""
-        out: dict[str, float] = {}
-        for value in self.held():
-            out[value.kind] = out.get(value.kind, 0.0) + value.nbytes
-        return out
 
     def held(self) -> tuple[HeldValue, ...]:
         """The values in memory at the peak."""

@@ -50,22 +50,15 @@ def peak_of_arrays(arrays: ScheduleArrays, liveness: Liveness, donated: frozense
     kind, names = _classes(arrays, at_peak, ranges.outputs)
     total = np.bincount(kind, ranges.size[at_peak], len(names))
     kinds, first = np.unique(kind, return_index=True)
+    columns = zip(
+        tensor_of(arrays)[at_peak].tolist(), ranges.size[at_peak].tolist(), kind.tolist(), strict=True
+    )
     return PeakProfile.of(
         float(ranges.over_time.max()),
         dict(zip(ops.tolist(), at_run.tolist(), strict=True)),
         {names[k]: float(total[k]) for k in kinds[np.argsort(first)].tolist()},
+        tuple([HeldValue(t, nbytes, names[k]) for t, nbytes, k in columns]),
     )
-
-
-def held_values(arrays: ScheduleArrays, liveness: Liveness, donated: frozenset[int]) -> tuple[HeldValue, ...]:
-    """The values in memory at the peak, in the order in which they are made."""
-    ranges = live_ranges(arrays, liveness, donated)
-    at_peak = ranges.at_peak
-    kind, names = _classes(arrays, at_peak, ranges.outputs)
-    columns = zip(
-        tensor_of(arrays)[at_peak].tolist(), ranges.size[at_peak].tolist(), kind.tolist(), strict=True
-    )
-    return tuple([HeldValue(t, nbytes, names[k]) for t, nbytes, k in columns])
 
 
 def live_ranges(arrays: ScheduleArrays, liveness: Liveness, donated: frozenset[int]) -> LiveRanges:

@@ -16,7 +16,7 @@ from jshard._core.errors import MemoryBudgetError
 from jshard._memory.liveness import liveness
 from jshard._report.format_units import format_bytes
 from jshard._schedule.checkpoint_estimate import checkpoint_estimate
-from jshard._schedule.peak import held_at_peak, peak_bytes
+from jshard._schedule.peak import peak_bytes, peak_profile
 
 
 def f32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -157,7 +157,7 @@ def test_what_is_held_at_the_peak_adds_up_to_it(case):
     step, args = case
     call = prepare(jshard.shard(step, mesh=on(2, 4), hardware="tpu-v5e")._request, args, {})
     life = liveness(call.schedule.assignment.program)
-    held = held_at_peak(call.schedule, life)
+    held = peak_profile(call.schedule, life).held
     by_kind = dict(call.plan.memory.held)
     for kind in {h.kind for h in held} - {"intermediate values"}:
         assert sum(h.nbytes for h in held if h.kind == kind) == pytest.approx(by_kind[kind])
