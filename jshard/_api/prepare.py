@@ -127,6 +127,7 @@ def _plan_traced(
         plan_request = PlanRequest(
             tuple(pinned), ties, donated, options.level, options.search, memory_budget(request, topology),
             replication_price=options.replication_price, search_in_budget=options.search_in_budget,
+            memory_slack=options.memory_slack,
         )  # fmt: skip
         return _plan_with_committed(program, topology, plan_request, committed, on_progress)
 

@@ -65,6 +65,7 @@ def shard(
     donate_argnums: Any = None,
     donate_argnames: Any = None,
     replication_price: float = 1000.0,
+    prefer: str | None = None,
 ) -> Any:
     """Plan a function from a few strategies and run it sharded.
 
@@ -96,6 +97,7 @@ def shard(
     - `static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames`: as in `jax.jit`.
     - `replication_price`: at levels 0 and 2, the factor on the seconds that devices spend on products which other
         devices compute as well; 0: they count no more than their time.
+    - `prefer`: `"memory:1%"` takes the plan of least peak memory found that costs at most 1% more than the cheapest.
 
     Returns a `Sharded` callable, or a decorator without `fn`; a Flax module gives a sharded module. Raises `ShardError`
     for a wrong argument.
@@ -104,7 +106,7 @@ def shard(
         in_strategy=in_strategy, out_strategy=out_strategy, parameter_plan=parameter_plan, device=device, level=level,
         mesh=mesh, hardware=hardware, memory_budget=memory_budget, search=search, plan=plan, strict=strict,
         static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums,
-        donate_argnames=donate_argnames, replication_price=replication_price,
+        donate_argnames=donate_argnames, replication_price=replication_price, prefer=prefer,
     )  # fmt: skip
     plan_options = check_options(
         level=level,
@@ -114,6 +116,7 @@ def shard(
         strict=strict,
         hardware=hardware,
         replication_price=replication_price,
+        prefer=prefer,
     )
     call_options = check_call_options(
         static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums,

@@ -19,6 +19,7 @@ from jshard._core.topology import Topology
 from jshard._memory.hbm_traffic import PRODUCTS
 from jshard._network.build import Pins, PlanningNetwork, build_network
 from jshard._network.memory_network import memory_network
+from jshard._plan.memory_preference import prefer_memory
 from jshard._plan.memory_ties import lower_peak_at_equal_cost
 from jshard._plan.request import PlanRequest, merged_pins, pins_by_operator
 from jshard._plan.schedule_cost import schedule_cost
@@ -76,6 +77,8 @@ class LevelSearch:
         if self.request.level == 1:
             return self.minimize_peak(network)
         fastest = lower_peak_at_equal_cost(self.minimize_time(network))
+        if self.request.memory_slack and not fastest.interrupted:
+            fastest = prefer_memory(fastest, lambda b: self._within(b, fastest), self.request.memory_slack)
         if limit is None or fastest.peak <= limit or not self.request.search_in_budget:
             return self._with_unpriced_cost(fastest)
         network = self.network(second_copies=False)
@@ -109,6 +112,12 @@ class LevelSearch:
             return solution
         optimal = abs(other.cost - other.bound) <= ROUNDING * min(other.cost, other.bound)
         return other if optimal else dataclasses.replace(other, network=network, bound=solution.bound)
+
+    def _within(self, budget: float, fastest: ScheduledSolution) -> ScheduledSolution:
+        """The cheapest plan found within another budget; one that exceeds it where none was found."""
+        request = dataclasses.replace(self.request, memory_limit=budget)
+        search = LevelSearch(self.program, self.topology, request, self.on_progress)
+        return search.minimize_time_under_budget(search.network(second_copies=False), fastest)
 
     def _solve_time(self, network: PlanningNetwork) -> Solution:
         r = self.request

@@ -34,6 +34,7 @@ class PlanRequest:
     - `memory_seconds`, `memory_gap`: the same under a budget and for the least peak. There the work is counted, so
         that every machine finds the same plan; the seconds only end a search that takes far longer than it should.
     - `search_in_budget`: False to return the plan of least time though it exceeds the limit.
+    - `memory_slack`: at levels 0 and 2, the share of the least cost that may be spent on a lower peak.
     - `forced`: what `Plan.why` requires beside the pins.
     - `pinned_results`: output operators that the user pinned, where `pins` has others: an output pinned by
         `Plan.what_if` changes no price.
@@ -53,6 +54,7 @@ class PlanRequest:
     forced: tuple[Force, ...] = ()
     pinned_results: tuple[int, ...] | None = None
     search_in_budget: bool = True
+    memory_slack: float = 0.0
 
 
 def pins_by_operator(

@@ -49,6 +49,7 @@ class PlanOptions:
     hardware: Any = None
     replication_price: float = 1000.0
     search_in_budget: bool = True
+    memory_slack: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +71,7 @@ def check_options(
     strict: Any = False,
     hardware: Any = None,
     replication_price: Any = 1000.0,
+    prefer: Any = None,
 ) -> PlanOptions:
     """The planning options; raises `ShardError` for the first wrong argument."""
     check_device(device)
@@ -85,6 +87,7 @@ def check_options(
         bool(strict),
         check_hardware(hardware),
         check_replication_price(replication_price),
+        memory_slack=check_prefer(prefer, level),
     )
 
 
@@ -98,6 +101,28 @@ def check_replication_price(price: Any) -> float:
         where="replication_price",
         fix="what a second of repeated product work counts: 1000, or 0 for no price beside its time",
     )
+
+
+def check_prefer(prefer: Any, level: Any = 0) -> float:
+    """The share of the least cost that may be spent on less memory; 0 for None.
+
+    >>> check_prefer("memory:1%"), check_prefer("memory: 2.5%"), check_prefer(None)
+    (0.01, 0.025, 0.0)
+    """
+    if prefer is None:
+        return 0.0
+    fix = 'prefer="memory:1%": the least peak memory for at most 1% more of what the level minimises'
+    match = re.fullmatch(r"memory:\s*(\d+(?:\.\d+)?)\s*%", prefer) if isinstance(prefer, str) else None
+    if match is None:
+        raise ShardError(f"prefer is {describe_value(prefer)}", where="prefer", fix=fix)
+    if level == 1:
+        raise ShardError(
+            "level=1 minimises memory already", where="prefer", fix="prefer=None, or level=0 or level=2"
+        )
+    share = float(match[1]) / 100
+    if not 0 < share <= 1:
+        raise ShardError(f"prefer={prefer!r} is not a share above 0% and up to 100%", where="prefer", fix=fix)
+    return share
 
 
 def check_level(level: Any) -> int:

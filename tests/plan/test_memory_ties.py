@@ -100,3 +100,24 @@ def test_values_are_those_of_the_function():
     x = arrays(8, 16)
     f = jshard.shard(megatron, mesh=mesh, level=2)
     np.testing.assert_allclose(f(params, x), megatron(params, x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("slack", [0.001, 100])
+def test_memory_may_be_preferred_for_a_share_of_the_time(slack):
+    """Weights that are whole for the least time are gathered one by one, where that may cost something."""
+
+    def forward(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return x
+
+    args = [f32(1024, 1024)] * 4, f32(4096, 1024)
+    options = dict(in_strategy=(None, (8, 1)), mesh=MESH, level=2, hardware="tpu-v5e")
+    free = jshard.shard(forward, **options).plan(*args)
+    plan = jshard.shard(forward, **options, prefer=f"memory:{slack}%").plan(*args)
+    assert plan.cost.objective <= free.cost.objective * (1 + slack / 100) * (1 + 1e-9)
+    assert plan.cost.peak_bytes <= free.cost.peak_bytes
+    assert plan.cost.bound <= free.cost.objective * (1 + 1e-9)
+    assert any("memory preferred" in s for s in plan.steps) == (slack == 100)
+    if slack == 100:
+        assert plan.cost.peak_bytes < 0.95 * free.cost.peak_bytes
