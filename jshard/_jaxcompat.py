@@ -159,11 +159,11 @@ def is_backward(prefix: str, eqn: JaxprEqn | None) -> bool:
     return "transpose(" in name_stack(prefix, eqn)
 
 
-def source_line(eqn: JaxprEqn | None) -> str:
-    """`file.py:line (function)` of the user's frame, or an empty string."""
+def source_line(eqn: JaxprEqn | None, frames: int = 1) -> str:
+    """`file.py:line (function)` of the user's innermost frames, one a line, the innermost last; or an empty string."""
     if eqn is None:
         return ""
-    return source_info_util.summarize(eqn.source_info)
+    return source_info_util.summarize(eqn.source_info, frames)
 
 
 def eqn_context(eqn: JaxprEqn, prefix: str = "") -> contextlib.AbstractContextManager[object]:

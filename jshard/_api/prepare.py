@@ -26,8 +26,8 @@ from jshard._api.trace_call import (
 from jshard._core import hardware, topology as device_topology
 from jshard._core.errors import SearchError
 from jshard._core.gc_pause import gc_paused
-from jshard._core.jax_types import JaxMesh, PyTree, PyTreeDef
 from jshard._core.hardware import Chip
+from jshard._core.jax_types import ClosedJaxpr, JaxMesh, PyTree, PyTreeDef
 from jshard._core.topology import Topology
 from jshard._plan.replay import schedule_of_plan
 from jshard._plan.request import PlanRequest
@@ -123,7 +123,7 @@ def _plan_traced(
     """The planned call of a traced function; `explicit_mesh`: the mesh with Explicit axes of the trace, if any."""
     closed = jax_traced.jaxpr
 
-    def plan_jaxpr(jaxpr: Any = None, limited: bool = True) -> PlannedCall:
+    def plan_jaxpr(jaxpr: ClosedJaxpr | None = None, limited: bool = True) -> PlannedCall:
         return _plan_jaxpr(
             request, call, jax_traced, explicit_mesh, in_pins, statics, on_progress, jaxpr, limited
         )
@@ -163,11 +163,11 @@ def _plan_jaxpr(
     request: ShardRequest,
     call: TracedArguments,
     jax_traced: jax.stages.Traced,
-    explicit_mesh: Any,
+    explicit_mesh: JaxMesh | None,
     in_pins: Sequence[Pin | None],
-    statics: tuple[Any, ...],
+    statics: tuple[object, ...],
     on_progress: OnProgress,
-    jaxpr: Any = None,
+    jaxpr: ClosedJaxpr | None = None,
     limited: bool = True,
 ) -> PlannedCall:
     """The planned call of a traced function, or of another jaxpr for it; `limited`: within the memory budget."""
@@ -199,6 +199,7 @@ def _plan_jaxpr(
         plan_request = PlanRequest(
             tuple(pinned), ties, donated, options.level, options.search, limit if limited else None,
             replication_price=options.replication_price, search_seconds=options.search_seconds,
+            search_in_budget=options.search_in_budget, memory_slack=options.memory_slack,
         )  # fmt: skip
         planned = _plan_with_committed(program, topology, plan_request, committed, on_progress)
         return planned if limited else planned.with_budget(limit)

@@ -28,7 +28,13 @@ from jshard._api.shard_request import ShardRequest, traced_arguments
 from jshard._api.signature import Signature, checked_statics, explain_miss, signature
 from jshard._api.state_library import StatefulFunction, state_library
 from jshard._core.argument_checks import check_call, checked
-from jshard._core.errors import ArgumentError, MeshError, NestedShardError, ShardError
+from jshard._core.errors import (
+    ArgumentError,
+    MemoryBudgetError,
+    MeshError,
+    NestedShardError,
+    ShardError,
+)
 from jshard._core.messages import describe_value
 from jshard._report.progress import progress, search_status
 from jshard._spec.options import (
@@ -70,6 +76,7 @@ def shard(
     replication_price: float = DEFAULT_REPLICATION_PRICE,
     search_seconds: float | None = None,
     remat: str | None = None,
+    prefer: str | None = None,
 ) -> Any:
     """Plan a function from a few strategies and run it sharded.
 
@@ -107,6 +114,7 @@ def shard(
     - `search_seconds`: how long the search may improve a plan, counted as the effort that one core of a server of 2026
         makes in that time, so that every machine finds the same plan; the plan says its gap. The first plan within
         the budget is looked for in any case. Default: until the plan is proved.
+    - `prefer`: `"memory:1%"` takes the plan of least peak memory found that costs at most 1% more than the cheapest.
 
     Returns a `Sharded` callable, or a decorator without `fn`; a Flax module gives a sharded module. Raises `ShardError`
     for a wrong argument.
@@ -116,7 +124,7 @@ def shard(
         mesh=mesh, hardware=hardware, memory_budget=memory_budget, search=search, plan=plan, strict=strict,
         static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums,
         donate_argnames=donate_argnames, replication_price=replication_price, config=config,
-        search_seconds=search_seconds, remat=remat,
+        search_seconds=search_seconds, remat=remat, prefer=prefer,
     )  # fmt: skip
     if config is not None and (fn is None or flax_entry_point(fn) is None):
         return _shard_by_config(fn, options)
@@ -130,6 +138,7 @@ def shard(
         replication_price=replication_price,
         search_seconds=search_seconds,
         remat=remat,
+        prefer=prefer,
     )
     call_options = check_call_options(
         static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums,
@@ -441,10 +450,16 @@ class Sharded:
 
     def _plan_call(self, args: Any, kwargs: Any, on_progress: Callable[..., None] | None) -> PlannedCall:
         """The plan of a call, with a progress bar of its own unless the caller has one."""
-        if on_progress is not None:
-            return prepare(self._request, args, kwargs, on_progress)
-        with progress(f"planning {self.__name__}", after=2.0) as show:
-            return prepare(self._request, args, kwargs, lambda *state: show(0, search_status(*state)))
+        try:
+            if on_progress is not None:
+                return prepare(self._request, args, kwargs, on_progress)
+            with progress(f"planning {self.__name__}", after=2.0) as show:
+                return prepare(self._request, args, kwargs, lambda *state: show(0, search_status(*state)))
+        except MemoryBudgetError as error:
+            from jshard._api.remedies import with_remedies  # here, so that `import jshard` stays light
+
+            refused = with_remedies(error, self._request, args, kwargs)
+        raise refused
 
 
 class _Bound(functools.partial):

@@ -12,6 +12,8 @@ jshard._core.errors.ShardError: a cut of 3 does not divide 32
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class ShardError(ValueError):
     """A request that cannot be fulfilled: `what` is wrong, `where`, and the `fix`, what to write instead."""
@@ -49,12 +51,23 @@ class SearchError(ShardError):
 class MemoryBudgetError(SearchError):
     """No plan fits the memory budget; the text names the least that any plan needs.
 
-    `least_found`: bytes of a device that the smallest plan found needs; `proved_least`: those that every plan needs, as
-    far as that is proved.
+    `least_found`: bytes of a device that the smallest plan found needs; `proved_least`: those that every plan needs, as far
+    as that is proved. `refusal`: what is known of the memory (`_plan/memory_refusal.py`), None where it was not looked into.
+    `remedies`: the rows of the table of what helps (`_report/refusal_text.py`).
     """
 
-    least_found: float = 0.0
-    proved_least: float = 0.0
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str = "",
+        fix: str = "",
+        refusal: Any = None,
+        remedies: tuple[Any, ...] = (),
+    ):
+        super().__init__(what, where=where, fix=fix)
+        self.refusal, self.remedies = refusal, remedies
+        self.least_found = self.proved_least = 0.0
 
 
 class NestedShardError(ShardError):

@@ -127,6 +127,10 @@ class JaxprEqn(Protocol):
     @property
     def ctx(self) -> Any: ...
 
+    def replace(self, **changes: Any) -> JaxprEqn:
+        """The equation with other fields."""
+        ...
+
 
 class Jaxpr(Protocol):
     """An open jaxpr."""
@@ -141,6 +145,10 @@ class Jaxpr(Protocol):
     def eqns(self) -> Sequence[JaxprEqn]: ...
     @property
     def effects(self) -> Collection[object]: ...
+
+    def replace(self, **changes: Any) -> Jaxpr:
+        """The jaxpr with other fields."""
+        ...
 
 
 class ClosedJaxpr(Protocol):

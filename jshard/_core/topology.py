@@ -197,6 +197,28 @@ def check_shape(chip: Chip, shape: tuple[int, ...], name: str) -> None:
         )
 
 
+def shape_of_size(chip: Chip, shape: Sequence[int], devices: int) -> tuple[int, ...] | None:
+    """A shape that the chip comes in with so many devices: the given one, its shortest axis doubled again and again.
+
+    >>> shape_of_size(hardware.get("v5e"), (4, 8), 128), shape_of_size(hardware.get("h100"), (2, 8), 64)
+    ((16, 8), (8, 8))
+    >>> shape_of_size(hardware.get("v5e"), (4, 8), 1024) is None
+    True
+    """
+    larger = list(shape)
+    while device_count(chip, larger) < devices:
+        # More islands, and no larger ones.
+        at = larger.index(min(larger)) if chip.interconnect.startswith("torus") else 0
+        larger[at] *= 2
+    if device_count(chip, larger) != devices:
+        return None
+    try:
+        check_shape(chip, tuple(larger), "x".join(map(str, larger)))
+    except MeshError:
+        return None
+    return tuple(larger)
+
+
 def device_count(chip: Chip, shape: Sequence[int]) -> int:
     """JAX devices of a physical shape: a 7x chip counts twice.
 

@@ -19,16 +19,20 @@ from jshard._core.topology import Topology
 from jshard._memory.hbm_traffic import PRODUCTS
 from jshard._network.build import Pins, PlanningNetwork, build_network
 from jshard._network.memory_network import memory_network
+from jshard._plan.memory_preference import prefer_memory
+from jshard._plan.memory_ties import lower_peak_at_equal_cost
 from jshard._plan.request import PlanRequest, merged_pins, pins_by_operator
 from jshard._plan.schedule_cost import schedule_cost
 from jshard._plan.scheduled_solution import ROUNDING, ScheduledSolution, schedule_solution
 from jshard._program.graph import Program, rule_boundaries
 from jshard._search import LARGE_NETWORK, CostNetwork, Effort, Prices, Solution, solve
+from jshard._search.memory.key_times import least_conceivable_peak
 
 
 # Searches under a budget, each with the limit lowered by _OVERSHOOT times what the schedule before exceeded it.
 _BUDGET_ROUNDS = 4
 _OVERSHOOT = 1.05
+_LEAST_PEAK_VARIABLES = 100  # up to which the least peak is looked for though it is proved not to fit
 _LARGE_GAP = 0.01  # relative, at which the search of a large network under a budget ends
 # Of a given effort, for the plan of least time that the search under a budget begins with.
 _SHARE_WITHOUT_BUDGET = 0.4
@@ -100,13 +104,17 @@ class LevelSearch:
         limit = self.request.memory_limit
         if self.request.level == 1:
             return self.minimize_peak(network)
-        fastest = self.minimize_time(network)
-        if limit is None or fastest.peak <= limit:
+        fastest = lower_peak_at_equal_cost(self.minimize_time(network))
+        if self.request.memory_slack and not fastest.interrupted:
+            fastest = prefer_memory(fastest, lambda b: self._within(b, fastest), self.request.memory_slack)
+        if limit is None or fastest.peak <= limit or not self.request.search_in_budget:
             return self._with_unpriced_cost(fastest)
         network = self.network(second_copies=False)
         solution = self.minimize_time_under_budget(network, fastest)
         if solution.peak <= limit:
             return solution
+        if solution.peak_bound > limit and network.cost_network.size > _LEAST_PEAK_VARIABLES:
+            return solution  # nothing fits, and the least peak of a large program takes long to find
         # Plans that fit may have to repeat products: that is priced in their cost, but not in this search.
         unpriced = self.network(replication_price=0.0, price_returned_sums=False, second_copies=False)
         smallest = self.minimize_peak(unpriced).after(solution)
@@ -138,6 +146,12 @@ class LevelSearch:
             return solution
         optimal = abs(other.cost - other.bound) <= ROUNDING * min(other.cost, other.bound)
         return other if optimal else dataclasses.replace(other, network=network, bound=solution.bound)
+
+    def _within(self, budget: float, fastest: ScheduledSolution) -> ScheduledSolution:
+        """The cheapest plan found within another budget; one that exceeds it where none was found."""
+        request = dataclasses.replace(self.request, memory_limit=budget)
+        search = LevelSearch(self.program, self.topology, request, self.on_progress)
+        return search.minimize_time_under_budget(search.network(second_copies=False), fastest)
 
     def _solve_time(self, network: PlanningNetwork) -> Solution:
         r = self.request
@@ -253,8 +267,13 @@ class LevelSearch:
         """
         limit, gap = self.request.memory_limit, self._memory_gap(network.cost_network)
         assert limit is not None
+        bounding_network = memory_network(network, lower_bound=True)
+        assert bounding_network.memory is not None
+        floor = least_conceivable_peak(bounding_network.memory)
+        if floor > limit:
+            return dataclasses.replace(fastest, peak_bound=floor)
         unlimited = fastest.cost, fastest.peak
-        bounding = self._solve_limited(memory_network(network, lower_bound=True), limit, unlimited)
+        bounding = self._solve_limited(bounding_network, limit, unlimited)
         if bounding is None:
             return fastest
         bound = max(fastest.bound, bounding.bound)

@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-import numpy as np
-
-from jshard._core.errors import MemoryBudgetError
 from jshard._core.gc_pause import gc_paused
 from jshard._core.topology import Topology
 from jshard._network.pin_conflicts import explain_contradiction
@@ -44,8 +41,11 @@ def make_plan(
     solution = _with_valid_bound(solution)
     one_copy = request.level != 1 and solution.network.one_shared_copy
     record = summarize(solution, ONE_SHARED_COPY if one_copy else "")
-    if request.memory_limit is not None and record.cost.peak_bytes > request.memory_limit:
-        error = _over_budget(record, request.memory_limit, solution.peak_bound)
+    limit = request.memory_limit if request.search_in_budget else None
+    if limit is not None and record.cost.peak_bytes > limit:
+        from jshard._plan.memory_refusal import refuse  # here, so that `import jshard` stays light
+
+        error = refuse(solution, record, limit)
         error.least_found, error.proved_least = record.cost.peak_bytes, solution.peak_bound
         raise error
     return record, solution.schedule
@@ -64,16 +64,3 @@ def _with_valid_bound(solution: ScheduledSolution) -> ScheduledSolution:
         note = f"the search's bound {bound:.6g} is above the schedule's cost {cost:.6g}: nothing is proved"
         return dataclasses.replace(solution, bound=0.0, steps=(*solution.steps, note))
     return solution
-
-
-def _over_budget(plan: PlanRecord, limit: float, bound: float) -> MemoryBudgetError:
-    """No plan keeps the budget of `limit` bytes; `bound` is a proved lower bound on the peak of every plan, or 0."""
-    largest = sorted(plan.inputs, key=lambda r: -int(np.prod(r.shape)) // r.layout.pieces(plan.mesh))[:3]
-    peak = plan.cost.peak_bytes
-    proof = f", and none needs less than {bound:,.0f}" if 0 < bound < peak * 0.999 else ""
-    return MemoryBudgetError(
-        f"no plan fits {limit:,.0f} bytes a device; the least found needs {peak:,.0f}{proof}",
-        where="memory_budget; most is held by "
-        + ", ".join(f"{r.path} {r.dtype}{list(r.shape)}" for r in largest),
-        fix=f"memory_budget={int(peak * 1.01)}, more devices, or smaller shapes",
-    )

@@ -38,6 +38,8 @@ class PlanRequest:
         that every machine finds the same plan; the seconds only end a search that takes far longer than it should.
     - `search_seconds`: effort for all searches together, in the seconds that it takes on one core of 2026
         (`_search/effort.py`); None for as much as the proof takes.
+    - `search_in_budget`: False to return the plan of least time though it exceeds the limit.
+    - `memory_slack`: at levels 0 and 2, the share of the least cost that may be spent on a lower peak.
     - `forced`: what `Plan.why` requires beside the pins.
     - `pinned_results`: output operators that the user pinned, where `pins` has others: an output pinned by
         `Plan.what_if` changes no price.
@@ -57,6 +59,8 @@ class PlanRequest:
     search_seconds: float | None = None
     forced: tuple[Force, ...] = ()
     pinned_results: tuple[int, ...] | None = None
+    search_in_budget: bool = True
+    memory_slack: float = 0.0
 
 
 def pins_by_operator(

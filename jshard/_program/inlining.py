@@ -41,10 +41,11 @@ def fresh(variables: Sequence[Any]) -> list[Any]:
 
 
 def _is_inlined(eqn: Any) -> bool:
-    if eqn.primitive.name not in INLINED_CALLS or not hasattr(body_of(eqn), "eqns"):
+    body = body_of(eqn)
+    if eqn.primitive.name not in INLINED_CALLS or body is None or not hasattr(body, "eqns"):
         return False
     shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
-    jaxpr, consts = compat.open_jaxpr(body_of(eqn))
+    jaxpr, consts = compat.open_jaxpr(body)
     return not (consts or jaxpr.constvars or any(isinstance(s, NamedSharding) for s in shardings))
 
 
@@ -54,8 +55,8 @@ def _write(jaxpr: Any, env: dict[Any, Any], stack: Any, eqns: list[Any]) -> None
         operands, info = substituted(eqn.invars, env), eqn.source_info
         if stack is not None:
             info = info.replace(name_stack=stack + info.name_stack)
-        if _is_inlined(eqn):
-            body, _ = compat.open_jaxpr(body_of(eqn))
+        if _is_inlined(eqn) and (called := body_of(eqn)) is not None:
+            body, _ = compat.open_jaxpr(called)
             inner = dict(zip(body.invars, operands, strict=True))
             _write(body, inner, info.name_stack, eqns)
             env.update(zip(eqn.outvars, substituted(body.outvars, inner), strict=True))

@@ -52,7 +52,7 @@ class ModuleOutput:
         return dataclasses.replace(self, added=(*self.added, dim))
 
 
-def mark_module_output(x: Any, name: ModuleOutput) -> Any:
+def mark_module_output(x: jax.Array, name: ModuleOutput) -> jax.Array:
     """`x`, named as an output of a module; the name survives `jit`, `grad`, `vmap` and `scan`."""
     return module_output_p.bind(x, pin=name)
 

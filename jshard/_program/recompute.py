@@ -329,7 +329,7 @@ def _scan(
         jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=bool(getattr(v.aval, "weak_type", False)))
         for v in operands
     ]
-    traced, consts = compat.open_jaxpr(jax.make_jaxpr(run)(*types))
+    traced, consts = compat.open_jaxpr(compat.make_jaxpr(run, *types))
     assert not consts, "a body without constants traces to an equation without constants"
     env = dict(zip(traced.invars, operands, strict=True))
     eqns = []

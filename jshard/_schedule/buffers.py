@@ -22,10 +22,10 @@ class Buffer:
 
 
 class BufferSizes:
-    """Bytes of values on a device."""
+    """Bytes of values on a device; `share`: tensor -> the part of it that is kept, for those not kept whole."""
 
-    def __init__(self, assignment: Assignment, liveness: Liveness):
-        self.assignment, self.liveness = assignment, liveness
+    def __init__(self, assignment: Assignment, liveness: Liveness, share: Mapping[int, float]):
+        self.assignment, self.liveness, self.share = assignment, liveness, share
         self._tensors, self._mesh = assignment.program.tensors, assignment.topology.mesh
         self._num_shards: dict[Layout, int] = {}
 
@@ -34,7 +34,7 @@ class BufferSizes:
         tensor, layout = value
         if layout not in self._num_shards:
             self._num_shards[layout] = layout.pieces(self._mesh)
-        return self._tensors[tensor].nbytes / self._num_shards[layout]
+        return self.share.get(tensor, 1.0) * self._tensors[tensor].nbytes / self._num_shards[layout]
 
     def result_nbytes(self, value: Value) -> float:
         """Bytes of a value as its operator makes it; none if it is recomputed where it is read."""

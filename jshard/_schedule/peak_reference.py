@@ -22,7 +22,7 @@ from jshard._schedule.assignment import Value
 from jshard._schedule.buffers import ActionScope, Buffer, BufferSizes
 from jshard._schedule.call_memory import branch_memory, loop_memory
 from jshard._schedule.last_uses import is_fused_slice, last_uses
-from jshard._schedule.peak_profile import INTERMEDIATE, PeakProfile
+from jshard._schedule.peak_profile import INTERMEDIATE, HeldValue, PeakProfile
 from jshard._schedule.schedule import Schedule
 from jshard._schedule.writer import Action, Reshard, RunCall, RunOperator
 
@@ -30,18 +30,26 @@ from jshard._schedule.writer import Action, Reshard, RunCall, RunOperator
 _Placed = list[tuple[Value, Buffer]]
 
 
-def peak_reference(schedule: Schedule, liveness: Liveness, donated: Collection[int] = ()) -> PeakProfile:
-    """The memory of any schedule; `donated` are the flat indices of the donated arguments."""
-    return _PeakWalk(schedule, liveness).profile(frozenset(donated))
+def peak_reference(
+    schedule: Schedule,
+    liveness: Liveness,
+    donated: Collection[int] = (),
+    share: Mapping[int, float] | None = None,
+) -> PeakProfile:
+    """The memory of any schedule.
+
+    `donated` are the flat indices of the donated arguments; `share`: tensor -> the part of it that is kept, if not all.
+    """
+    return _PeakWalk(schedule, liveness, share).profile(frozenset(donated))
 
 
 class _PeakWalk:
     """Walks through a schedule action by action; used once."""
 
-    def __init__(self, schedule: Schedule, liveness: Liveness):
+    def __init__(self, schedule: Schedule, liveness: Liveness, share: Mapping[int, float] | None = None):
         self.schedule, self.liveness, self.assignment = schedule, liveness, schedule.assignment
         self.program, self.mesh = self.assignment.program, self.assignment.topology.mesh
-        self.sizes = BufferSizes(self.assignment, liveness)
+        self.sizes = BufferSizes(self.assignment, liveness, share or {})
         self.curve: dict[int, float] = {}
         self.changes: list[
             tuple[Value, float, bool]
@@ -66,7 +74,11 @@ class _PeakWalk:
             if k not in donated:
                 outliving.add(v)
         peak = self.walk(self.schedule.actions, buffers, outliving, 0.0, {})
-        return PeakProfile.of(peak, self.curve, self.bytes_by_class())
+        held = self.held()
+        by_class: dict[str, float] = {}
+        for value in held:
+            by_class[value.kind] = by_class.get(value.kind, 0.0) + value.nbytes
+        return PeakProfile.of(peak, self.curve, by_class, held)
 
     def walk(
         self, actions: Sequence[Action], buffers: dict[Value, Buffer], outliving: Collection[Value], base: float,
@@ -237,20 +249,19 @@ class _PeakWalk:
         results = self.program.operators[a.op].results if isinstance(a, RunOperator) else a.call.results
         return [self.assignment.values[t] for t in results]
 
-    def bytes_by_class(self) -> dict[str, float]:
-        """Bytes by class at the peak."""
+    def held(self) -> tuple[HeldValue, ...]:
+        """The values in memory at the peak."""
         live: dict[Value, list[tuple[float, bool]]] = {}
         for v, nbytes, by_reshard in self.changes[: self.changes_before_peak]:
             if nbytes > 0:
                 live.setdefault(v, []).append((nbytes, by_reshard))
             elif nbytes < 0:
                 live[v].pop()
-        out: dict[str, float] = {}
-        for v, parts in live.items():
-            for nbytes, by_reshard in parts:
-                kind = self.class_of(v, by_reshard)
-                out[kind] = out.get(kind, 0.0) + nbytes
-        return out
+        return tuple(
+            HeldValue(v[0], nbytes, self.class_of(v, by_reshard))
+            for v, parts in live.items()
+            for nbytes, by_reshard in parts
+        )
 
     def class_of(self, v: Value, by_reshard: bool) -> str:
         op = self.program.operators[self.assignment.producers[v[0]][0]]

@@ -7,17 +7,62 @@ readers (`_memory/liveness.propagate_last_use`). `tests/schedule/test_vectorized
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from jshard._core.arrays import Bools, Floats, Ints
 from jshard._memory.liveness import DirectUses, Liveness, propagate_last_use
 from jshard._memory.memory_layout import memory_layout
-from jshard._schedule.peak_profile import INTERMEDIATE, PeakProfile
+from jshard._schedule.peak_profile import INTERMEDIATE, HeldValue, PeakProfile
 from jshard._schedule.vectorized import ScheduleArrays
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LiveRanges:
+    """When each value is in memory, and the bytes of all over time. Actions are numbered from 0; -1 is before the first.
+
+    - `size`: (values,) bytes on a device. `made_at`, `freed_at`: (values,) the first and the last action with the value.
+    - `outputs`: the values that the program returns.
+    - `over_time`: (actions + 1,) bytes of all, entry 0 before the first action.
+    """
+
+    size: Floats
+    made_at: Ints
+    freed_at: Ints
+    outputs: Ints
+    over_time: Floats
+
+    @property
+    def at_peak(self) -> Ints:
+        """The values in memory at the peak, in the order in which they are made."""
+        peak_at = int(self.over_time.argmax()) - 1
+        held = np.flatnonzero((self.made_at <= peak_at) & (self.freed_at >= peak_at) & (self.size > 0))
+        return held[np.argsort(self.made_at[held], kind="stable")]
 
 
 def peak_of_arrays(arrays: ScheduleArrays, liveness: Liveness, donated: frozenset[int]) -> PeakProfile:
     """The peak of a schedule, its curve, and the peak by class; `donated` are flat indices of arguments."""
+    ranges = live_ranges(arrays, liveness, donated)
+    ops = np.flatnonzero(arrays.run_at >= 0)
+    at_run = np.maximum(0.0, ranges.over_time[arrays.run_at[ops] + 1])
+    at_peak = ranges.at_peak
+    kind, names = _classes(arrays, at_peak, ranges.outputs)
+    total = np.bincount(kind, ranges.size[at_peak], len(names))
+    kinds, first = np.unique(kind, return_index=True)
+    columns = zip(
+        tensor_of(arrays)[at_peak].tolist(), ranges.size[at_peak].tolist(), kind.tolist(), strict=True
+    )
+    return PeakProfile.of(
+        float(ranges.over_time.max()),
+        dict(zip(ops.tolist(), at_run.tolist(), strict=True)),
+        {names[k]: float(total[k]) for k in kinds[np.argsort(first)].tolist()},
+        tuple([HeldValue(t, nbytes, names[k]) for t, nbytes, k in columns]),
+    )
+
+
+def live_ranges(arrays: ScheduleArrays, liveness: Liveness, donated: frozenset[int]) -> LiveRanges:
+    """When each value of a schedule is in memory; `donated` are flat indices of arguments."""
     program, a = arrays.assignment.program, arrays.assignment.program.use_def
     materialized = np.array(liveness.materialized, dtype=bool)
     fused_slice = ~materialized[arrays.tensor] & arrays.only_slices
@@ -27,7 +72,7 @@ def peak_of_arrays(arrays: ScheduleArrays, liveness: Liveness, donated: frozense
 
     # When each value is allocated (-1: before the first action) and freed.
     made_at = np.concatenate([arrays.run_at[a.def_op], arrays.reshard_at])
-    last_use = _last_uses(arrays, liveness, fused_slice)
+    last_use = last_uses_of_values(arrays, liveness)
     kept = np.array([k not in donated for k in range(len(program.inputs))], dtype=bool)
     outliving = np.zeros(len(size), dtype=bool)
     outliving[outputs] = outliving[inputs[kept]] = True
@@ -43,18 +88,7 @@ def peak_of_arrays(arrays: ScheduleArrays, liveness: Liveness, donated: frozense
     dies = np.flatnonzero((last_use >= 0) & ~outliving)
     dying = _sum_by_action(last_use[dies], size[dies], arrays.num_actions)
     extra = _while_running(arrays, liveness, materialized, size, dying, allocated)
-
-    over_time = np.concatenate([[at_start], live + extra])
-    peak_at = int(over_time.argmax()) - 1
-    ops = np.flatnonzero(arrays.run_at >= 0)
-    at_run = np.maximum(0.0, over_time[arrays.run_at[ops] + 1])
-    at_peak = np.flatnonzero((made_at <= peak_at) & (freed_at >= peak_at) & (size > 0))
-    at_peak = at_peak[np.argsort(made_at[at_peak], kind="stable")]
-    return PeakProfile.of(
-        float(over_time.max()),
-        dict(zip(ops.tolist(), at_run.tolist(), strict=True)),
-        _bytes_by_class(arrays, at_peak, size[at_peak], outputs),
-    )
+    return LiveRanges(size, made_at, freed_at, outputs, np.concatenate([[at_start], live + extra]))
 
 
 def _sum_by_action(actions: Ints, size: Floats, num_actions: int) -> Floats:
@@ -115,21 +149,26 @@ def _transposed_copy_bytes(arrays: ScheduleArrays) -> Floats:
     return out
 
 
-def _last_uses(arrays: ScheduleArrays, liveness: Liveness, fused_slice: Bools) -> Ints:
-    """(values,) the last action that needs each, -1 for none."""
+def last_uses_of_values(arrays: ScheduleArrays, liveness: Liveness, among: Bools | None = None) -> Ints:
+    """(values,) the last action that needs each, -1 for none; `among`: (operators,) the readers that count, all for None."""
     a, traits = arrays.assignment.program.use_def, liveness.traits
     n, operators = len(a.def_op), len(arrays.run_at)
     casts = np.array(liveness.duplicated_cast, dtype=bool)
+    counts = np.ones(operators, dtype=bool) if among is None else among
     run_at = arrays.run_at[a.use_op]
     # Readers that recompute a duplicated cast need only its source; a resharded copy of it cannot be recomputed.
     recomputes = traits.fuses_operands[a.use_op] & casts[a.use_tensor] & (arrays.read_value < n)
     last_read, last_recomputed = np.full(n + len(arrays.tensor), -1), np.full(n + len(arrays.tensor), -1)
-    np.maximum.at(last_recomputed, arrays.read_value[recomputes], run_at[recomputes])
-    np.maximum.at(last_read, arrays.read_value[~recomputes], run_at[~recomputes])
-    np.maximum.at(last_read, arrays.source_value, arrays.reshard_at)
+    read, recomputed = ~recomputes & counts[a.use_op], recomputes & counts[a.use_op]
+    np.maximum.at(last_recomputed, arrays.read_value[recomputed], run_at[recomputed])
+    np.maximum.at(last_read, arrays.read_value[read], run_at[read])
+    for_counted = (arrays.reader < 0) | counts[arrays.reader]
+    np.maximum.at(last_read, arrays.source_value[for_counted], arrays.reshard_at[for_counted])
     has_results = np.diff(a.result_begin) > 0
-    stores = np.bincount(a.def_op, np.array(liveness.materialized, dtype=bool), operators) > 0
-    fused = traits.duplicable & has_results & ~stores & (arrays.run_at >= 0)
+    materialized = np.array(liveness.materialized, dtype=bool)
+    stores = np.bincount(a.def_op, materialized, operators) > 0
+    fused = traits.duplicable & has_results & ~stores & (arrays.run_at >= 0) & counts
+    fused_slice = ~materialized[arrays.tensor] & arrays.only_slices & for_counted
     slices = [
         (int(arrays.reshard_at[m]), int(arrays.source_value[m]), n + m)
         for m in np.flatnonzero(fused_slice).tolist()
@@ -142,16 +181,21 @@ def _last_uses(arrays: ScheduleArrays, liveness: Liveness, fused_slice: Bools) -
     )
 
 
-def _bytes_by_class(arrays: ScheduleArrays, values: Ints, size: Floats, outputs: Ints) -> dict[str, float]:
-    """Bytes of some values by class, in the order in which the values are made."""
+def tensor_of(arrays: ScheduleArrays) -> Ints:
+    """(values,) the tensor of each value."""
+    return np.concatenate([np.arange(len(arrays.assignment.program.use_def.def_op)), arrays.tensor])
+
+
+def _classes(arrays: ScheduleArrays, values: Ints, outputs: Ints) -> tuple[Ints, list[str]]:
+    """The class of some values, as indices into the list of names."""
     program, a = arrays.assignment.program, arrays.assignment.program.use_def
     n = len(a.def_op)
     names = {"results": 0, "redistributed copies": 1, "captured arrays": 2, INTERMEDIATE: 3}
-    tensor_of = np.concatenate([np.arange(n), arrays.tensor])
-    is_copy, tensor = values >= n, tensor_of[values]
+    tensors = tensor_of(arrays)
+    is_copy, tensor = values >= n, tensors[values]
     def_op = a.def_op[tensor]
     is_output = np.isin(values, outputs)
-    is_returned = np.isin(tensor, tensor_of[outputs])
+    is_returned = np.isin(tensor, tensors[outputs])
     kind = np.where(is_copy, np.where(is_output, 0, 1), np.where(is_returned, 0, 3))
     kind[~is_copy & a.has_kind("const")[def_op]] = 2
     arguments = np.flatnonzero(~is_copy & a.has_kind("input")[def_op])
@@ -159,7 +203,4 @@ def _bytes_by_class(arrays: ScheduleArrays, values: Ints, size: Floats, outputs:
         names.setdefault("argument " + program.operators[i].name.split(".")[0], len(names))
         for i in def_op[arguments].tolist()
     ]
-    total = np.bincount(kind, size, len(names))
-    listed = list(names)
-    kinds, first = np.unique(kind, return_index=True)
-    return {listed[k]: float(total[k]) for k in kinds[np.argsort(first)].tolist()}
+    return kind, list(names)

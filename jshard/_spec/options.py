@@ -57,7 +57,11 @@ UNITS = {
 
 @dataclasses.dataclass(frozen=True)
 class PlanOptions:
-    """The checked arguments of `shard` that configure planning; `memory_budget` in bytes per device."""
+    """The checked arguments of `shard` that configure planning; `memory_budget` in bytes per device.
+
+    `search_in_budget`: False to plan for least time only, also where that plan exceeds the budget (for trials of
+    remedies; no argument of `shard`).
+    """
 
     level: int = 0
     device: str | None = None
@@ -66,11 +70,10 @@ class PlanOptions:
     strict: bool = False
     hardware: Chip | str | None = None
     replication_price: float = 1000.0
-<<<<<<< HEAD
     search_seconds: float | None = None
-=======
     remat: str | None = None
->>>>>>> h-remat
+    search_in_budget: bool = True
+    memory_slack: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,11 +95,9 @@ def check_options(
     strict: object = False,
     hardware: object = None,
     replication_price: Any = 1000.0,
-<<<<<<< HEAD
     search_seconds: Any = None,
-=======
     remat: Any = None,
->>>>>>> h-remat
+    prefer: Any = None,
 ) -> PlanOptions:
     """The planning options; raises `ShardError` for the first wrong argument."""
     check_device(device)
@@ -112,11 +113,9 @@ def check_options(
         bool(strict),
         check_hardware(hardware),
         check_replication_price(replication_price),
-<<<<<<< HEAD
         check_search_seconds(search_seconds),
-=======
         check_remat(remat),
->>>>>>> h-remat
+        memory_slack=check_prefer(prefer, level),
     )
 
 
@@ -155,6 +154,28 @@ def check_search_seconds(seconds: Any) -> float | None:
     return float(seconds)
 
 
+def check_prefer(prefer: Any, level: Any = 0) -> float:
+    """The share of the least cost that may be spent on less memory; 0 for None.
+
+    >>> check_prefer("memory:1%"), check_prefer("memory: 2.5%"), check_prefer(None)
+    (0.01, 0.025, 0.0)
+    """
+    if prefer is None:
+        return 0.0
+    fix = 'prefer="memory:1%": the least peak memory for at most 1% more of what the level minimises'
+    match = re.fullmatch(r"memory:\s*(\d+(?:\.\d+)?)\s*%", prefer) if isinstance(prefer, str) else None
+    if match is None:
+        raise ShardError(f"prefer is {describe_value(prefer)}", where="prefer", fix=fix)
+    if level == 1:
+        raise ShardError(
+            "level=1 minimises memory already", where="prefer", fix="prefer=None, or level=0 or level=2"
+        )
+    share = float(match[1]) / 100
+    if not 0 < share <= 1:
+        raise ShardError(f"prefer={prefer!r} is not a share above 0% and up to 100%", where="prefer", fix=fix)
+    return share
+
+
 def check_level(level: object) -> int:
     """0, 1 or 2.
 
@@ -184,9 +205,6 @@ def check_search(search: object) -> str:
     return str(search)
 
 
-<<<<<<< HEAD
-def check_hardware(hardware: Any) -> Chip | str | None:
-=======
 def check_remat(remat: Any) -> str | None:
     """None, "auto" or "policy"."""
     if remat is None:
@@ -198,8 +216,7 @@ def check_remat(remat: Any) -> str | None:
     return remat
 
 
-def check_hardware(hardware: Any) -> Any:
->>>>>>> h-remat
+def check_hardware(hardware: Any) -> Chip | str | None:
     """None, the name of a chip, or a chip; unknown names are an error of the table (`_core/hardware.py`)."""
     if hardware is None or isinstance(hardware, str) and hardware.strip():
         return hardware

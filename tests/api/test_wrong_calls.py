@@ -62,7 +62,7 @@ class Row:
 OPTIONS = (
     "its arguments: in_strategy, out_strategy, parameter_plan, device, level, config, mesh, hardware, memory_budget, "
     "search, plan, strict, static_argnums, static_argnames, donate_argnums, donate_argnames, replication_price, "
-    "search_seconds, remat"
+    "search_seconds, remat, prefer"
 )
 NEAR = f"'in_strategy' or 'out_strategy' ({OPTIONS})"
 SWEEP = "(of sweep: mesh, level, hardware, batch, memory_budget, search, device, show_progress; of fn: x, w)"
@@ -105,7 +105,7 @@ ROWS: tuple[Row, ...] = (
     Row("shard by place", lambda: jshard.shard(fn, None, None, None, None, 0, DESCRIPTION),
         "shard takes 6 arguments by place, and was given 7", "shard",
         "the others by name: config=, mesh=, hardware=, memory_budget=, search=, plan=, strict=, static_argnums=, "
-        "static_argnames=, donate_argnums=, donate_argnames=, replication_price=, search_seconds=, remat="),
+        "static_argnames=, donate_argnums=, donate_argnames=, replication_price=, search_seconds=, remat=, prefer="),
     Row("shard twice", lambda: jshard.shard(fn, None, in_strategy=None),
         "shard: multiple values for argument 'in_strategy'", "shard",
         OPTIONS.replace("in_strategy, ", "", 1)),

@@ -92,7 +92,7 @@ def test_memory_is_a_reason(monkeypatch):
         raise MemoryBudgetError("no plan fits 10 bytes a device; the least found needs 20")
 
     monkeypatch.setattr(Replanner, "run", refuse)
-    assert "unavailable: (1, 1) <- chosen (1, 2) (2, 1) and 3 more: memory: no plan fits 10 b" in str(
+    assert "unavailable: (2, 1) <- chosen (1, 1) (1, 2) and 3 more: memory: no plan fits 10 b" in str(
         plan("dense").why("w")
     )
 

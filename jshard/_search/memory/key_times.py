@@ -34,6 +34,18 @@ def sum_over_intervals(start: Ints, end: Ints, amount: Floats, times: int) -> Fl
     return np.cumsum(changes)[:times].astype(np.float64)
 
 
+def least_conceivable_peak(memory: Memory) -> float:
+    """Bytes that every assignment holds at some time: there, every interval with the least that it may have.
+
+    >>> two = Memory(np.array([[0, 2], [1, 3]]), (np.array([4.0, 8.0]),), np.array([0, 1]), np.array([0, 0]), None)
+    >>> least_conceivable_peak(two)
+    8.0
+    """
+    clock = key_times_above(memory, -np.inf)
+    least, _ = usage_range(memory)
+    return float(sum_over_intervals(clock.start, clock.end, least, len(clock.times)).max(initial=0.0))
+
+
 def key_times(memory: Memory) -> Ints:
     """The times at which the set of live intervals is inclusion-maximal, ascending."""
     start, end = memory.intervals[:, 0], memory.intervals[:, 1]

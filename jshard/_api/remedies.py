@@ -1,0 +1,295 @@
+"""What to do when no plan fits the memory: each remedy is tried, and its figures are those of the plan that it gives.
+
+A remedy is a function from what is known of a refusal to the lines of its table. Most plan the call again as it would be
+if one followed the advice: with donated arguments, a smaller batch, more devices, another mesh. The effort is limited by
+a count of operators, so that a refusal comes soon, and on every machine with the same text; what is not tried is named.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType
+
+from jshard._api.prepare import prepare
+from jshard._api.shard_request import ShardRequest
+from jshard._api.trace_call import abstract
+from jshard._core import topology as topologies
+from jshard._core.errors import MemoryBudgetError, ShardError
+from jshard._core.layout import MeshAxes
+from jshard._core.named_topology import TopologyMesh, topology as named_topology
+from jshard._plan.memory_refusal import MemoryRefusal, budget_advice
+from jshard._report.refusal_text import Remedy, refusal_error
+from jshard._schedule.peak_profile import INTERMEDIATE
+from jshard._spec.tree_paths import argument_names
+
+
+_OPERATORS = 25_000  # of all programs that are planned to try remedies; the first one is always tried
+_LEAST_PEAK_EFFORT = 8  # times that of a plan of least time
+_MORE_DEVICES = 64  # times as many at most
+
+
+def with_remedies(
+    error: MemoryBudgetError, request: ShardRequest, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> MemoryBudgetError:
+    """The error of a refused call, with a table of what helps."""
+    if not isinstance(error.refusal, MemoryRefusal):
+        return error
+    trials = Trials(request, args, kwargs, error.refusal)
+    found = [remedy for find in REMEDIES for remedy in find(trials)]
+    donated = trials.names_of(request.call.donate_argnums) + request.call.donate_argnames
+    return refusal_error(error, found, donated)
+
+
+@dataclasses.dataclass(eq=False)
+class Trials:
+    """The refused call, planned again with changes.
+
+    - `refusal`: what is known of it. `spent`: operators of the programs that were planned for trials.
+    """
+
+    request: ShardRequest
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    refusal: MemoryRefusal
+    spent: int = 0
+
+    def names_of(self, positions: Sequence[int]) -> tuple[str, ...]:
+        """The names of some positional arguments."""
+        names = argument_names(self.request.fn, len(self.args))
+        return tuple(names[i] for i in positions if i < len(names))
+
+    def plan(
+        self,
+        advice: str,
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        mesh: Any = None,
+        **changes: Any,
+    ) -> Remedy | None:
+        """The remedy of a changed call; None where it cannot be planned, or that would take too long.
+
+        Arguments:
+
+        - `advice`: what one would write.
+        - `args`, `kwargs`: other arguments, None for the same. `mesh`: another mesh.
+        - `changes`: other fields of the request.
+        """
+        retraced = args is not None or kwargs is not None
+        if not self.may_plan(retraced):
+            return None
+        self.spent += self._effort(retraced)
+        searched = self.request.options.level == 1
+        options = dataclasses.replace(self.request.options, search_in_budget=False)
+        if mesh is not None and options.hardware is None and not isinstance(mesh, TopologyMesh):
+            options = dataclasses.replace(options, hardware=self.refusal.chip)
+        changed = dataclasses.replace(
+            self.request,
+            options=options,
+            plan=None,
+            mesh=self.request.mesh if mesh is None else mesh,
+            **changes,
+        )
+        shapes = [abstract(a) for a in (self.args if args is None else args)]
+        named = {k: abstract(v) for k, v in (self.kwargs if kwargs is None else kwargs).items()}
+        try:
+            cost = prepare(changed, shapes, named).plan.cost
+        except Exception:  # the user's function or its pins may not take the change: then it is no remedy
+            return None
+        return Remedy(advice, cost.peak_bytes, cost.compute + cost.communication, searched=searched)
+
+    def may_plan(self, retraced: bool = False) -> bool:
+        """Whether the effort that is left suffices for one more plan; one of other shapes is traced again."""
+        return not self.spent or self.spent + self._effort(retraced) <= _OPERATORS
+
+    def _effort(self, retraced: bool) -> int:
+        per_plan = _LEAST_PEAK_EFFORT if self.request.options.level == 1 else 1
+        return self.refusal.operators * (per_plan + retraced)
+
+
+def donate(trials: Trials) -> Iterator[Remedy]:
+    """Donating the arguments whose buffers results can take over: those of equal structure, shapes and dtypes."""
+    request = trials.request
+    if trials.refusal.peak_if_donated >= trials.refusal.peak:
+        return
+    free = _replaceable(trials)
+    every = tuple(sorted({*request.call.donate_argnums, *free}))
+    if free:
+        call = dataclasses.replace(request.call, donate_argnums=every)
+        shown = f"({every[0]},)" if len(every) == 1 else str(every)
+        remedy = trials.plan(f"donate_argnums={shown}", call=call)
+        if remedy is not None and remedy.peak < trials.refusal.peak:
+            yield remedy
+
+
+def _replaceable(trials: Trials) -> list[int]:
+    """Positions of the arguments that are not donated, and that a result of the function can replace."""
+    request = trials.request
+    try:
+        result = jax.eval_shape(request.fn, *trials.args, **trials.kwargs)
+    except Exception:  # static arguments, or state: nothing is known of the results
+        return []
+    left = [_types(part) for part in (result if isinstance(result, tuple | list) else [result])]
+    out = []
+    for i, argument in enumerate(trials.args):
+        types = _types(argument)
+        if types[1] and types in left and i not in request.statics[0]:
+            left.remove(types)
+            if i not in request.call.donate_argnums:
+                out.append(i)
+    return out
+
+
+def _types(tree: Any) -> tuple[Any, tuple[Any, ...]]:
+    leaves, structure = jax.tree.flatten(abstract(tree))
+    return structure, tuple((getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves)
+
+
+def checkpoint(trials: Trials) -> Iterator[Remedy]:
+    """`jax.checkpoint` around the module that the program repeats, by an estimate: there is nothing to trace again."""
+    estimate = trials.refusal.checkpoint
+    if estimate is not None:
+        body = "the body of the scan in " if estimate.in_loop else ""
+        name = estimate.name or "the layers"
+        advice = f"jax.checkpoint around {body}{name} ({estimate.count} times)"
+        yield Remedy(advice, estimate.peak, trials.refusal.checkpoint_seconds, estimated=True)
+
+
+def smaller_batch(trials: Trials) -> Iterator[Remedy]:
+    """A batch of which a plan fits, for the arguments that are not state and have one leading size in common.
+
+    Activations shrink with the batch, gathered copies and state do not. Where there is no time to plan it, the figure
+    is that estimate.
+    """
+    refusal = trials.refusal
+    activations = sum(h.nbytes for h in refusal.holders if h.kind == INTERMEDIATE)
+    rest = refusal.peak - activations
+    for names, size in _batches(trials):
+        share = (refusal.limit - rest) / max(activations, 1.0)
+        sizes = [n for n in range(1, size) if size % n == 0]
+        fitting = [n for n in sizes if n <= size * share]
+        for smaller in fitting[-2:][::-1]:
+            advice = f"batch of {smaller} in place of {size} ({', '.join(names)})"
+            if not trials.may_plan(retraced=True):
+                yield Remedy(advice, rest + activations * smaller / size, 0.0, estimated=True, searched=False)
+                return
+            remedy = trials.plan(advice, *_resized(trials, names, smaller))
+            if remedy is None:
+                break
+            if remedy.peak <= refusal.limit or smaller == fitting[-2:][0]:
+                yield remedy
+                return
+
+
+def _batches(trials: Trials) -> list[tuple[tuple[str, ...], int]]:
+    """Names of arguments that may be a batch, with its size: all of one leading size together."""
+    numbers = trials.request.statics[0]
+    kept = {*trials.request.call.donate_argnums, *_replaceable(trials), *numbers}
+    names = argument_names(trials.request.fn, len(trials.args))
+    values = {n: a for i, (n, a) in enumerate(zip(names, trials.args, strict=False)) if i not in kept}
+    values |= {k: v for k, v in trials.kwargs.items() if k not in trials.request.call.donate_argnames}
+    by_size: dict[int, list[str]] = {}
+    for name, value in values.items():
+        sizes = {x.shape[0] if getattr(x, "ndim", 0) else 0 for x in jax.tree.leaves(abstract(value))}
+        if len(sizes) == 1 and (size := sizes.pop()) > 1:
+            by_size.setdefault(size, []).append(name)
+    return [(tuple(names), size) for size, names in by_size.items()]
+
+
+def _resized(trials: Trials, names: Sequence[str], size: int) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments, the leading size of some changed."""
+
+    def resize(value: Any) -> Any:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), abstract(value))
+
+    positional = argument_names(trials.request.fn, len(trials.args))
+    args = [resize(a) if n in names else a for n, a in zip(positional, trials.args, strict=False)]
+    return args, {k: resize(v) if k in names else v for k, v in trials.kwargs.items()}
+
+
+def more_devices(trials: Trials) -> Iterator[Remedy]:
+    """The next larger machine on which the plan may fit, its first mesh axis longer; one twice as large if it does not."""
+    refusal, mesh = trials.refusal, trials.refusal.mesh
+    least = max(1, math.ceil(math.log2(refusal.peak / refusal.limit)))
+    tried: Remedy | None = None
+    for doublings in (least, least + 1):
+        if 2**doublings > _MORE_DEVICES:
+            break
+        larger = _machine(trials.request.mesh, _longer(mesh, 2**doublings))
+        if larger is None:
+            break
+        advice = f"{mesh.total * 2**doublings} devices: {larger[0]}"
+        remedy = trials.plan(advice, mesh=larger[1])
+        if remedy is None:
+            break
+        tried = remedy
+        if remedy.peak <= refusal.limit:
+            break
+    if tried is not None:
+        yield tried
+
+
+def another_mesh(trials: Trials) -> Iterator[Remedy]:
+    """The same devices as another grid, where it is not proved that none of them fits."""
+    refusal, mesh = trials.refusal, trials.refusal.mesh
+    if refusal.bound > refusal.limit or len(mesh.sizes) < 2:
+        return
+    grids = [
+        MeshAxes(mesh.names, sizes)
+        for sizes in itertools.product(*[_divisors(mesh.total)] * len(mesh.sizes))
+        if math.prod(sizes) == mesh.total and sizes != mesh.sizes and min(sizes) > 1
+    ]
+    found: list[Remedy] = []
+    for grid in sorted(grids, key=lambda g: max(g.sizes))[:2]:
+        machine = _machine(trials.request.mesh, grid)
+        remedy = None if machine is None else trials.plan(machine[0], mesh=machine[1])
+        if remedy is not None and remedy.peak < refusal.peak:
+            found.append(remedy)
+    if found:
+        yield min(found, key=lambda r: r.peak)
+
+
+def larger_budget(trials: Trials) -> Iterator[Remedy]:
+    """A budget in which the plan that was found fits, if the chip has so much memory."""
+    budget = budget_advice(trials.refusal)
+    if budget is not None:
+        peak, seconds = trials.refusal.peak, trials.refusal.step_seconds
+        yield Remedy(f"memory_budget={budget}", peak, seconds, own_budget=True)
+
+
+REMEDIES: tuple[Callable[[Trials], Iterator[Remedy]], ...] = (
+    donate, checkpoint, more_devices, smaller_batch, another_mesh, larger_budget,
+)  # fmt: skip
+"""What is tried, in this order."""
+
+
+def _longer(mesh: MeshAxes, factor: int) -> MeshAxes:
+    return MeshAxes(mesh.names, (mesh.sizes[0] * factor, *mesh.sizes[1:]))
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _machine(mesh: Any, axes: MeshAxes) -> tuple[str, Any] | None:
+    """What to write for a grid of the machine's kind, and the mesh; None where there is no such machine."""
+    sizes = dict(zip(axes.names, axes.sizes, strict=True))
+    shown = "{" + ", ".join(f"{n!r}: {s}" for n, s in sizes.items()) + "}"
+    if not isinstance(mesh, TopologyMesh):
+        kinds = (AxisType.Auto,) * len(axes.names)
+        return f"mesh {axes}", AbstractMesh(axes.sizes, axes.names, axis_types=kinds)
+    shape = topologies.shape_of_size(mesh.hardware, mesh.physical, axes.total // mesh.slices)
+    if shape is None:
+        return None
+    name = f"{mesh.name.partition(':')[0]}:{'x'.join(map(str, shape))}"
+    slices = f", num_slices={mesh.slices}" if mesh.slices > 1 else ""
+    try:
+        larger = named_topology(name, sizes, num_slices=mesh.slices, compiles=False)
+    except ShardError:
+        return None
+    return f"topology({name!r}, {shown}{slices})", larger
