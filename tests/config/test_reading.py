@@ -86,7 +86,6 @@ def test_the_options_of_a_file_are_those_of_shard() -> None:
 
     own = {"fn", "in_strategy", "out_strategy", "parameter_plan", "mesh", "plan", "strict", "config"}
     assert set(OPTIONS) == set(inspect.signature(jshard.shard).parameters) - own
-    assert len(inspect.signature(jshard.shard).parameters) < 20
     text = BASE + "memory_budget: 1GiB\nhardware: tpu-v5e\nsearch: propagation\ndonate_argnames: [params]\n"
     plan = jshard.shard(f, config=text).plan(*args())
     assert plan.memory_budget == 2**30 and plan.chip == "tpu-v5e" and plan.search == "propagation"

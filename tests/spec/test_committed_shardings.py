@@ -77,7 +77,9 @@ def test_one_device_the_host_and_every_device_are_no_wish():
     everywhere, one = put(A, AUTO), jax.device_put(B, jax.devices()[3])
     plan = f.plan(everywhere, one)
     assert plan == free and not any(r.pinned for r in plan.inputs)
-    assert plan.entry[0] == EntryRow("w", "cpu:3", str(plan.inputs[1].layout), 16 * 16 * 4.0)
+    moved = {e.path: e for e in plan.entry}
+    received = 16 * 16 * 4.0 / plan.inputs[1].layout.pieces(plan.mesh)
+    assert moved["w"] == EntryRow("w", "cpu:3", str(plan.inputs[1].layout), received)
     with jax.set_mesh(AUTO):  # here every new array is whole on every device
         assert not any(r.pinned for r in jshard.shard(fn).plan(A + 0, jnp.ones((16, 16))).inputs)
     whole = jshard.shard(fn, ((8, 1), None), mesh=AUTO).plan(everywhere, B)
@@ -126,7 +128,7 @@ def test_calls_that_lie_alike_run_no_python(monkeypatch):
 
 def test_the_plan_depends_on_the_call_and_not_on_those_before():
     first, second = jshard.shard(fn, mesh=AUTO), jshard.shard(fn, mesh=AUTO)
-    x, w = put(A, AUTO, "d"), put(B, AUTO, None, "m")
+    x, w = put(A, AUTO, ("d", "m")), put(B, AUTO, ("d", "m"))  # no plan has a free argument so
     calls = [(x, w), (A, B), (x, B), (A, w)]
     plans = [first.plan(*c) for c in calls]
     again = [second.plan(*c) for c in calls[::-1]][::-1]
