@@ -8,7 +8,7 @@ Traceback (most recent call last):
 ...
 jshard._core.errors.ShardError: 'paramters' is no section of a configuration
   where: config
-  write instead: 'parameters' or 'static_argnames'
+  write instead: 'parameters', 'prefer' or 'static_argnames'
 """
 
 from __future__ import annotations
