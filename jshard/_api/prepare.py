@@ -14,7 +14,6 @@ from jshard import _jaxcompat as compat
 from jshard._api.call_pins import CallPins, PlacedPin, collect_pins, pins_of_arguments, pins_of_results
 from jshard._api.machine import auto_meshes, memory_budget, physical_topology, requested_mesh
 from jshard._api.plan import Plan, plan_program
-from jshard._api.plan_recomputed import equivalent_policy, plan_recomputed, replayed, with_recomputation
 from jshard._api.shard_request import ShardRequest, donated_leaves, static_values
 from jshard._api.state_matching import find_state_ties
 from jshard._api.trace_call import (
@@ -132,10 +131,14 @@ def _plan_traced(
         return physical_topology(planned.request, planned.chosen).chip
 
     if request.plan is not None and request.plan.kept is not None:
+        from jshard._api.plan_recomputed import replayed  # here, so that `import jshard` stays light
+
         chip = hardware.get(request.plan.chip)
         return plan_jaxpr(replayed(closed, request.plan, chip, request.name))
     if request.options.remat is None or request.plan is not None:
         return plan_jaxpr()
+    from jshard._api.plan_recomputed import equivalent_policy, plan_recomputed, with_recomputation
+
     planned = plan_jaxpr(limited=False)
     limit = planned.plan.memory_budget
     if limit is not None and planned.plan.cost.peak_bytes > limit:

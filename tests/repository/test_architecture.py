@@ -353,3 +353,20 @@ def test_flax_is_a_leaf() -> None:
     """`import jshard` alone leaves Flax unimported, in a fresh interpreter."""
     code = "import sys, jshard; sys.exit(any(m.split('.')[0] in ('flax', 'optax') for m in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_import_loads_no_search_and_no_optional_library() -> None:
+    """What plans, reads files or draws is imported at its first use: `import jshard` costs little beside `import jax`."""
+    heavy = (
+        "scipy",
+        "yaml",
+        "flax",
+        "matplotlib",
+        "pandas",
+        "rich",
+        "jshard._search.solve",
+        "jshard._network.build",
+    )
+    code = f"import jax, jshard, sys; print([m for m in {heavy!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"
