@@ -2,7 +2,8 @@
 
 The definition is that of PaLM (Chowdhery et al. 2022, appendix B): model FLOPs utilization (MFU) is the observed rate of
 model FLOPs over the peak rate of the devices, and what is rematerialized does not count. JAX names the scope of the
-recomputed forward part `rematted_computation`, by which its products are found.
+recomputed forward part `rematted_computation`, by which its products are found; what `remat="auto"` runs again, the
+program says itself.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def model_flops(program: Program, topology: Topology) -> ModelFlops:
     flops = recomputed = seconds = 0.0
     for i, work in product_flops(program).items():
         op = program.operators[i]
-        if RECOMPUTED_SCOPE in op.module.split("/"):
+        if i in program.recomputed or RECOMPUTED_SCOPE in op.module.split("/"):
             recomputed += work
             continue
         flops += work

@@ -181,10 +181,10 @@ class ProductBound:
 class ModelFlops:
     """FLOPs of the matrix products and convolutions of one call, over all devices; a multiply-add is two.
 
-    `flops` are those of the model, `recomputed` those that `jax.checkpoint` runs again. `peak_seconds` is what `flops`
-    take when every device does an even share of them at the chip's peak for their element types: over the seconds of a
-    step it is the model FLOPs utilization. `complete`: none is in a branch, in a loop of unknown trip count or in an
-    operator whose work is not known; if not, the figures are at least so large.
+    `flops` are those of the model, `recomputed` those that `jax.checkpoint` or `remat="auto"` runs again. `peak_seconds`
+    is what `flops` take when every device does an even share of them at the chip's peak for their element types: over
+    the seconds of a step it is the model FLOPs utilization. `complete`: none is in a branch, in a loop of unknown trip
+    count or in an operator whose work is not known; if not, the figures are at least so large.
     """
 
     flops: float = 0.0

@@ -53,6 +53,16 @@ def test_a_budget_that_nothing_else_meets_is_met_and_the_numbers_are_equal(name:
         np.testing.assert_allclose(got, want, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize(("name", "share"), [("scanned", 0.3), ("unrolled", 0.6)])
+def test_products_that_are_computed_again_are_no_model_flops(name: str, share: float) -> None:
+    free = sharded(name, memory_budget="1TB").plan(W, X)
+    limit = int(share * free.cost.peak_bytes)
+    again = sharded(name, memory_budget=limit, remat="auto").plan(W, X)
+    assert again.model_flops.recomputed > 0
+    assert again.model_flops.flops == free.model_flops.flops
+    assert again.mfu == pytest.approx(free.model_flops.peak_seconds / again.step_seconds)
+
+
 def test_a_plan_is_saved_and_used_again(tmp_path: Any) -> None:
     limit = int(0.6 * free_peak("scanned"))
     plan = sharded("scanned", memory_budget=limit, remat="auto").plan(W, X)
