@@ -23,7 +23,6 @@ from jshard._report import comparison_table as report, plots
 from jshard._report.comparison_table import PlanPoint
 from jshard._report.format_units import format_bytes
 from jshard._report.progress import progress
-from jshard._report.totals import step_seconds
 
 
 MIN_PEAK_RATIO = 1.02  # between peaks closer than this factor, no search is made
@@ -43,7 +42,7 @@ class Frontier:
     @property
     def points(self) -> tuple[tuple[float, float], ...]:
         """(step seconds, peak bytes a device) of each plan."""
-        return tuple((step_seconds(p), p.cost.peak_bytes) for p in self.plans)
+        return tuple((p.step_seconds, p.cost.peak_bytes) for p in self.plans)
 
     def __len__(self) -> int:
         return len(self.plans)
@@ -146,7 +145,7 @@ def _frontier(
 def _pareto_front(plans: Iterable[Plan]) -> tuple[Plan, ...]:
     """The plans that no other dominates in both time and memory, fastest first."""
     frontier: list[Plan] = []
-    for p in sorted(plans, key=lambda p: (step_seconds(p), p.cost.peak_bytes)):
+    for p in sorted(plans, key=lambda p: (p.step_seconds, p.cost.peak_bytes)):
         if not frontier or p.cost.peak_bytes < frontier[-1].cost.peak_bytes:
             frontier.append(p)
     return tuple(frontier)

@@ -29,7 +29,6 @@ from jshard._core.layout import MeshAxes
 from jshard._report import comparison_table as report, plots
 from jshard._report.comparison_table import PlanPoint
 from jshard._report.progress import progress
-from jshard._report.totals import step_seconds
 from jshard._spec.mesh_selection import check_mesh
 from jshard._spec.options import check_device, check_level, check_search, parse_bytes
 from jshard._spec.tree_paths import argument_names
@@ -66,7 +65,7 @@ class Sweep:
     def fastest(self) -> PlanPoint | None:
         """The point of least step time (for one entry of the batch where batches differ); None without a plan."""
         planned = [p for p in self.points if p.plan is not None]
-        return min(planned, key=lambda p: step_seconds(p.plan) / (p.setting("batch") or 1), default=None)  # type: ignore[arg-type]
+        return min(planned, key=lambda p: p.plan.step_seconds / (p.setting("batch") or 1), default=None)  # type: ignore[arg-type]
 
     def __len__(self) -> int:
         return len(self.points)

@@ -13,7 +13,8 @@ from typing import Any, Generic, TypeVar
 from jshard._plan.record import PlanRecord
 from jshard._report.format_units import format_bytes, format_seconds
 from jshard._report.optional_imports import require
-from jshard._report.totals import received_bytes, step_seconds
+from jshard._report.step_figures import step_figures
+from jshard._report.totals import received_bytes
 
 
 WIDTH = 100
@@ -36,27 +37,28 @@ class PlanPoint(Generic[Record]):
     @property
     def row(self) -> dict[str, Any]:
         """Settings and figures by name, in seconds and bytes of one device and call; None without a plan."""
-        p, batch = self.plan, self.setting("batch")
+        p = self.plan
+        figures = None if p is None else step_figures(p, examples=self.setting("batch"))
         row = dict(self.settings)
         row |= {
-            "step_s": None if p is None else step_seconds(p),
-            "compute_s": None if p is None else p.cost.compute,
-            "redundant_s": None if p is None else p.cost.redundant,
-            "communication_s": None if p is None else p.cost.communication,
-            "moved_bytes": None if p is None else received_bytes(p),
-            "mfu": None if p is None else p.mfu,
-            "model_flops": None if p is None else p.model_flops.flops,
-            "chip_hours": None if p is None else p.mesh.total * p.step_seconds / 3600,
-            "examples_per_second": None if p is None or not batch else batch / p.step_seconds,
-            "peak_bytes": None if p is None else p.cost.peak_bytes,
-            "gap": None if p is None or p.search == "propagation" else p.cost.gap,
+            "step_s": figures and figures.step_seconds,
+            "compute_s": p and p.cost.compute,
+            "redundant_s": p and p.cost.redundant,
+            "communication_s": p and p.cost.communication,
+            "moved_bytes": p and received_bytes(p),
+            "mfu": figures and figures.mfu,
+            "model_flops": figures and figures.model_flops,
+            "chip_hours": figures and figures.chip_hours,
+            "examples_per_second": figures and figures.examples_per_second,
+            "peak_bytes": p and p.cost.peak_bytes,
+            "gap": p.cost.gap if p is not None and p.search != "propagation" else None,
             "error": self.error,
         }
         return row
 
 
 FIGURE_COLUMNS = (
-    ("step", lambda p: format_seconds(step_seconds(p))), ("compute", lambda p: format_seconds(p.cost.compute)),
+    ("step", lambda p: format_seconds(p.step_seconds)), ("compute", lambda p: format_seconds(p.cost.compute)),
     ("comm.", lambda p: format_seconds(p.cost.communication)), ("moved", lambda p: format_bytes(received_bytes(p))),
     ("peak", lambda p: format_bytes(p.cost.peak_bytes)),
     ("gap", lambda p: "-" if p.search == "propagation" else "0" if p.cost.optimal else f"{100 * p.cost.gap:.2g}%"),
@@ -112,7 +114,7 @@ def cells(points: Sequence[PlanPoint]) -> list[tuple[list[str], str]]:
 def chip_seconds(p: PlanPoint) -> float:
     """Chip time of a call: devices times seconds, divided by the batch size if there is one."""
     assert p.plan is not None
-    return step_seconds(p.plan) * p.plan.mesh.total / (p.setting("batch") or 1)
+    return p.plan.step_seconds * p.plan.mesh.total / (p.setting("batch") or 1)
 
 
 def table(title: str, points: Sequence[PlanPoint]) -> str:
@@ -139,7 +141,7 @@ def html_table(title: str, points: Sequence[PlanPoint]) -> str:
     left = len(setting_columns(points))
     names = column_names(points)
     most = {
-        "step": max((step_seconds(p.plan) for p in points if p.plan), default=0.0),
+        "step": max((p.plan.step_seconds for p in points if p.plan), default=0.0),
         "peak": max((p.plan.cost.peak_bytes for p in points if p.plan), default=0.0),
     }
     body = []
@@ -179,7 +181,7 @@ def _needs_chip_time(points: Sequence[PlanPoint]) -> bool:
 def _bar(name: str, p: PlanPoint, most: dict[str, float]) -> str:
     if name not in most or p.plan is None or not most[name]:
         return ""
-    value = step_seconds(p.plan) if name == "step" else p.plan.cost.peak_bytes
+    value = p.plan.step_seconds if name == "step" else p.plan.cost.peak_bytes
     colour = "#3b76c4" if name == "step" else "#c4863b"
     return (
         f'<div style="height:4px;width:{100 * value / most[name]:.0f}%;background:{colour};'

@@ -10,7 +10,7 @@ from jshard._plan.rows import OperatorRow, TensorRow
 from jshard._report.format_units import format_bytes, format_count, format_seconds
 from jshard._report.grouping import common_pattern, fold_paths
 from jshard._report.ir import format_strategy
-from jshard._report.totals import step_seconds, traffic
+from jshard._report.totals import traffic
 
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def compare_plans(a: PlanRecord, b: PlanRecord) -> Difference:
             moved.append((f"{key[0]} over {key[1]}", *row))
     figures = (
         Figure("cost", a.cost.objective, b.cost.objective, a.cost.unit),
-        Figure("step", step_seconds(a), step_seconds(b), "s"),
+        Figure("step", a.step_seconds, b.step_seconds, "s"),
         Figure("communication", a.cost.communication, b.cost.communication, "s"),
         Figure("redundant compute", a.cost.redundant, b.cost.redundant, "s"),
         Figure("peak memory", a.cost.peak_bytes, b.cost.peak_bytes, "B"),

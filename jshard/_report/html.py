@@ -23,7 +23,6 @@ from jshard._report.totals import (
     formatted_totals,
     objective_text,
     optimality_text,
-    step_seconds,
     traffic,
 )
 
@@ -69,7 +68,7 @@ def html_fragment(plan: PlanRecord) -> str:
         _summary(plan),
         _details(
             "Modules",
-            f'<div class="tree">{_tree(module_tree(plan), step_seconds(plan) or 1.0, True)}</div>',
+            f'<div class="tree">{_tree(module_tree(plan), plan.step_seconds or 1.0, True)}</div>',
             True,
         ),
         _details(
@@ -93,7 +92,7 @@ def _details(title: str, body: str, open_: bool) -> str:
 def _summary(plan: PlanRecord) -> str:
     values = {**formatted_totals(plan), "moved": format_bytes(sum(c.total for c in plan.collectives))}
     raw = {
-        "step": step_seconds(plan), "compute": plan.cost.compute, "redundant": plan.cost.redundant,
+        "step": plan.step_seconds, "compute": plan.cost.compute, "redundant": plan.cost.redundant,
         "communication": plan.cost.communication, "moved": sum(c.total for c in plan.collectives),
         "peak": plan.cost.peak_bytes, "budget": plan.memory_budget,
     }  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 from jshard._report.comparison_table import PlanPoint, setting_columns
 from jshard._report.format_units import format_seconds
 from jshard._report.optional_imports import require
-from jshard._report.totals import received_bytes, step_seconds
+from jshard._report.totals import received_bytes
 
 
 SCALES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
@@ -22,7 +22,7 @@ def bars(title: str, points: Sequence[PlanPoint], where: str) -> Any:
     axes = figure.subplots(1, 3, sharey=True)
     names, at = point_labels(points), range(len(points))
     plans = [p.plan for p in points]
-    unit, word = _pick_unit([step_seconds(p) for p in plans if p], SCALES)
+    unit, word = _pick_unit([p.step_seconds for p in plans if p], SCALES)
     compute = [p.cost.compute / unit if p else 0 for p in plans]
     axes[0].barh(at, compute, color="#3b76c4", label="compute")
     axes[0].barh(
@@ -72,7 +72,7 @@ def point_labels(points: Sequence[PlanPoint]) -> list[str]:
     short = {"mesh": "", "chip": "", "search": ""}
     return [
         ", ".join(f"{short.get(n, n + ' ')}{p.setting(n)}" for n in names if p.setting(n) is not None)
-        or (format_seconds(step_seconds(p.plan)) if p.plan else "")
+        or (format_seconds(p.plan.step_seconds) if p.plan else "")
         for p in points
     ]  # fmt: skip
 

@@ -35,7 +35,6 @@ from jshard._report.totals import (
     lower_bound_text,
     objective_text,
     optimality_text,
-    step_seconds,
     traffic,
 )
 
@@ -159,7 +158,7 @@ def entry_section(plan: PlanRecord, max_rows: int = MAX_ROWS) -> Section:
 
 def operator_section(plan: PlanRecord, max_rows: int = MAX_ROWS) -> Section:
     """Operators that communicate or take time, folded; if there are too many, those that take most."""
-    step = step_seconds(plan) or 1.0
+    step = plan.step_seconds or 1.0
     least = MIN_COMPUTE_SHARE * plan.cost.compute
     listed = [g for g in operator_groups(plan) if g.collectives or g.compute > least]
     # Up to half of the lines are for operators that communicate, however little time they take.

@@ -53,11 +53,6 @@ def at_least_prefix(plan: PlanRecord) -> str:
     return "at least " if any(r.turn for r in plan.boundaries) else ""
 
 
-def step_seconds(plan: PlanRecord) -> float:
-    """Predicted seconds of one call: compute and communication, one after the other."""
-    return plan.step_seconds
-
-
 def received_bytes(plan: PlanRecord) -> float:
     """Bytes received by a device in one call."""
     return sum(c.total for c in plan.collectives)
@@ -97,13 +92,13 @@ def summary_line(plan: PlanRecord) -> str:
     )
     return (
         f"Plan of {plan.name} on {plan.mesh} ({plan.chip}), level {plan.level}: "
-        f"step {at_least_prefix(plan)}{format_seconds(step_seconds(plan))}, peak {format_bytes(c.peak_bytes)}, {proof}"
+        f"step {at_least_prefix(plan)}{format_seconds(plan.step_seconds)}, peak {format_bytes(c.peak_bytes)}, {proof}"
     )
 
 
 def lower_bound_text(plan: PlanRecord) -> str:
     """One sentence on the gap between the step and its lower bound for these placements."""
-    bound, step = plan.physics, step_seconds(plan)
+    bound, step = plan.physics, plan.step_seconds
     gap = format_percent(bound.space_gap(step))
     return (
         f"space gap {gap}: a step {format_seconds(step)}, physics {format_seconds(bound.seconds)} "
@@ -119,7 +114,7 @@ def formatted_totals(plan: PlanRecord) -> dict[str, str]:
         "compute": format_seconds(c.compute),
         "redundant": format_seconds(c.redundant),
         "communication": format_seconds(c.communication),
-        "step": format_seconds(step_seconds(plan)),
+        "step": format_seconds(plan.step_seconds),
         "moved": f"{received_bytes(plan):,.0f} B",
         "peak": format_bytes(c.peak_bytes),
         "budget": budget,

@@ -17,7 +17,6 @@ import jshard
 from jshard._api.pareto import Frontier, _pareto_front
 from jshard._plan.request import PlanRequest
 from jshard._report.progress import progress, progress_line
-from jshard._report.totals import step_seconds
 from tests.helpers.models import ffn
 from tests.helpers.report_plans import FFN, f32, mesh
 
@@ -54,7 +53,7 @@ def test_every_combination_is_a_row_with_the_plan_of_shard():
         own = jshard.shard(big, mesh=where, level=point.setting("level"))
         plan = own.plan(f32(point.setting("batch"), 8192), *BIG[1:])
         assert plan == point.plan and plan.chip == point.setting("chip")
-        assert point.row["step_s"] == step_seconds(plan) and point.row["peak_bytes"] == plan.cost.peak_bytes
+        assert point.row["step_s"] == plan.step_seconds and point.row["peak_bytes"] == plan.cost.peak_bytes
 
 
 def test_what_cannot_be_is_a_row_with_the_reason():
@@ -160,7 +159,7 @@ def test_a_frame_has_every_point():
     frame = found.to_pandas()
     assert len(frame) == len(found) and list(frame["error"]) == [p.error for p in found]
     first = frame.iloc[0]
-    assert first["step_s"] == step_seconds(found[0].plan) and first["mesh"] == "v5e:2x4 x=2 x y=4"
+    assert first["step_s"] == found[0].plan.step_seconds and first["mesh"] == "v5e:2x4 x=2 x y=4"
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="no matplotlib here")
@@ -198,7 +197,7 @@ def test_a_frontier_falls_and_fills_its_widest_gap(monkeypatch):
     # Nothing on the frontier is beaten by a plan of any level.
     for level in (0, 1, 2):
         p = jshard.shard(big, mesh=machines()[0], level=level).plan(*BIG)
-        assert any(t <= step_seconds(p) and b <= p.cost.peak_bytes for t, b in many.points)
+        assert any(t <= p.step_seconds and b <= p.cost.peak_bytes for t, b in many.points)
 
 
 def test_the_best_plans_beat_each_other_in_nothing():

@@ -20,7 +20,7 @@ from jshard._report.module_tree import Branch, module_tree
 from jshard._report.operator_graph import operator_graph
 from jshard._report.svg import graph_svg
 from jshard._report.text import header_lines
-from jshard._report.totals import formatted_totals, objective_text, step_seconds, traffic
+from jshard._report.totals import formatted_totals, objective_text, traffic
 from tests.helpers.report_plans import NAMES, plan
 
 
@@ -107,7 +107,7 @@ def test_totals_agree_in_every_form(name, tmp_path):
     assert sent == pytest.approx(sum(t.bytes for t in traffic(p))) == pytest.approx(sum(moved.values()))
 
     whole = module_tree(p)
-    assert whole.compute + whole.communication == pytest.approx(step_seconds(p))
+    assert whole.compute + whole.communication == pytest.approx(p.step_seconds)
     assert whole.operators == len(data["operators"])
     assert f"{format_seconds(whole.compute)} compute" in "".join(read.words)
 
