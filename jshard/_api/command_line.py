@@ -19,6 +19,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -74,7 +75,9 @@ def _parser() -> argparse.ArgumentParser:
 
     planning = command("plan", run_plan, "plan a function of a module and print the plan")
     planning.add_argument(
-        "function", metavar="MODULE:FUNCTION", help="such as train:step or package.train:step"
+        "function",
+        metavar="MODULE:FUNCTION",
+        help="such as train:step, package.train:step or scripts/train.py:step",
     )
     planning.add_argument(
         "--args",
@@ -92,7 +95,13 @@ def _parser() -> argparse.ArgumentParser:
     planning.add_argument("--level", type=int, choices=(0, 1, 2), default=None)
     planning.add_argument("--memory-budget", help="bytes, or text such as 14GiB")
     planning.add_argument("--search", choices=("optimal", "propagation"), default=None)
+    planning.add_argument(
+        "--config", metavar="FILE.yaml", help="shardings and options of a file; those given here win"
+    )
     planning.add_argument("--save", metavar="FILE", help="write the plan as JSON")
+    planning.add_argument(
+        "--save-config", metavar="FILE.yaml", help="write the plan's shardings as a file for --config"
+    )
     planning.add_argument("--html", metavar="FILE", help="write the report as a page")
 
     reporting = command("report", run_report, "print a saved plan")
@@ -120,6 +129,7 @@ def run_plan(options: argparse.Namespace) -> Any:
         "hardware": options.hardware,
         "memory_budget": options.memory_budget,
         "search": options.search,
+        "config": options.config,
         "mesh": None if options.mesh is None else parse_mesh(options.mesh, options.axes),
     }
     given = {k: v for k, v in named.items() if v is not None}
@@ -132,6 +142,8 @@ def run_plan(options: argparse.Namespace) -> Any:
     plan = (function if isinstance(function, Sharded) else shard(function, **given)).plan(*args)
     if options.save:
         plan.save(options.save)
+    if options.save_config:
+        plan.to_config().save(options.save_config)
     if options.html:
         plan.to_html(options.html)
     return plan.to_json() if options.json else plan
@@ -176,15 +188,28 @@ def load_plan(path: str) -> Plan:
         ) from None
 
 
+def _folder_and_module(name: str, where: str) -> tuple[str, str]:
+    """The folder to import from and the module's name, of a module's name or the path of its file."""
+    if not name.endswith(".py"):
+        return os.getcwd(), name
+    path = Path(name).resolve()
+    if not path.is_file():
+        raise ShardError(
+            f"there is no file {name!r}", where=where, fix="the path of a file from the current folder"
+        )
+    return str(path.parent), path.stem
+
+
 def load_object(name: str, what: str) -> Any:
-    """The object of `module:name`, imported from the current folder or from what is installed."""
+    """The object of `module:name` or `file.py:name`, imported from its folder or from what is installed."""
     module, colon, attribute = name.partition(":")
     where = "python -m jshard plan"
     if not colon or not module or not attribute:
         raise ShardError(
             f"{name!r} names no {what}", where=where, fix=f"MODULE:NAME, such as train:{attribute or 'step'}"
         )
-    if (folder := os.getcwd()) not in sys.path:
+    folder, module = _folder_and_module(module, where)
+    if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
         found: Any = importlib.import_module(module)

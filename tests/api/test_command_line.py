@@ -68,6 +68,25 @@ def test_plan_prints_and_saves_what_the_library_plans(folder, capsys):
     assert jshard.Plan.from_json(capsys.readouterr().out) == expected()
 
 
+def test_a_function_may_be_named_by_its_file(folder, capsys, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    named = f"{folder.name}/cli_model.py"
+    shapes = ["--args", f"{named}:arguments", "--json"]
+    assert main(["plan", f"{named}:dense", *PLAN[2:], *shapes]) == 0
+    assert jshard.Plan.from_json(capsys.readouterr().out) == expected()
+
+
+def test_shardings_are_read_from_a_file_and_written_to_one(folder, capsys):
+    shapes = ["--args", "cli_model:arguments", "--json"]
+    assert main([*PLAN, *shapes, "--save-config", "dense.yaml"]) == 0
+    first = jshard.Plan.from_json(capsys.readouterr().out)
+    machine = ["--mesh", "v5e:2x4", "--axes", "x=2,y=4"]
+    assert main(["plan", "cli_model:dense", *machine, *shapes, "--config", "dense.yaml"]) == 0
+    second = jshard.Plan.from_json(capsys.readouterr().out)
+    assert [row.layout for row in second.inputs] == [row.layout for row in first.inputs]
+    assert all(row.pinned for row in second.inputs)
+
+
 def test_a_sharded_function_keeps_its_options(folder, capsys):
     import cli_model
 
@@ -139,6 +158,8 @@ def test_shapes_and_meshes():
          "  write instead: MODULE:NAME, such as train:step\n"),
         (["plan", "no_such_module:f"], "error: there is no module 'no_such_module'\n  where: python -m jshard plan\n"
          "  write instead: a module of the current folder or an installed one\n"),
+        (["plan", "nowhere/model.py:f"], "error: there is no file 'nowhere/model.py'\n"
+         "  where: python -m jshard plan\n  write instead: the path of a file from the current folder\n"),
         (["plan", "cli_model:dens"], "error: cli_model has no 'dens'\n  where: python -m jshard plan\n"
          "  write instead: one of its names: "),
         (["plan", "cli_model:dense", "--args", "f33[2]"], "error: 'f33[2]' is no shape\n"
