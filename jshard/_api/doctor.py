@@ -6,7 +6,6 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import platform
-from typing import Any
 
 import jax
 
@@ -38,7 +37,7 @@ class Installation:
     missing: tuple[tuple[str, str], ...]
     problems: tuple[str, ...]
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """The same as nested dicts and lists, for JSON."""
         return {
             "python": self.python,

@@ -10,7 +10,6 @@ import dataclasses
 import importlib.util
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -101,13 +100,13 @@ def _tpu_name(chip: Chip, physical: Sequence[int]) -> str:
     return f"{generation}:{'x'.join(map(str, physical))}"
 
 
-def _tpu_options(chip: Chip, physical: Sequence[int], slices: int) -> dict[str, Any]:
+def _tpu_options(chip: Chip, physical: Sequence[int], slices: int) -> dict[str, object]:
     """libtpu's options besides the name of the topology, found by experiment (jax_facts.md section 6).
 
     A host has 2 x 2 x 1 chips by default and a shape must consist of whole hosts, so small shapes need smaller hosts.
     On v4 libtpu counts cores unless `megacore` joins the two of a chip, as on the real machines.
     """
-    options: dict[str, Any] = {}
+    options: dict[str, object] = {}
     padded = (*physical, 1)[:3] if len(physical) < 3 else tuple(physical)
     bounds = tuple(host if n % host == 0 else 1 for n, host in zip(padded, (2, 2, 1), strict=True))
     if bounds != (2, 2, 1):
