@@ -25,7 +25,6 @@ from jax.typing import ArrayLike
 from jshard._core.errors import MeshError, NestedShardError, ShardError
 from jshard._core.jax_types import (
     ArrayFunction,
-    Aval,
     ClosedJaxpr,
     Function,
     JaxMesh,
@@ -117,12 +116,7 @@ def array_type(x: object) -> ArrayType | None:
 
 ShardingTypeError = jex.ShardingTypeError
 
-VARIABLE = jex.Var
-
-
-def new_variable(aval: Aval) -> JaxprAtom:
-    """A variable of a type, that no jaxpr has yet."""
-    return cast("JaxprAtom", VARIABLE(cast("jex.AbstractValue", aval)))
+VARIABLE = cast("Callable[[ArrayType], JaxprAtom]", jex.Var)
 
 
 def is_literal(v: object) -> TypeGuard[JaxprLiteral]:
@@ -169,18 +163,14 @@ def source_line(eqn: JaxprEqn | None, frames: int = 1) -> str:
     """`file.py:line (function)` of the user's innermost frames, one a line, the innermost last; or an empty string."""
     if eqn is None:
         return ""
-    return source_info_util.summarize(_source_info(eqn), frames)
+    return source_info_util.summarize(cast("source_info_util.SourceInfo", eqn.source_info), frames)
 
 
 def eqn_context(eqn: JaxprEqn, prefix: str = "") -> contextlib.AbstractContextManager[object]:
     """A context manager under which re-emitted primitives keep the equation's source line and names."""
-    info = _source_info(eqn)
+    info = cast("source_info_util.SourceInfo", eqn.source_info)
     stack = source_info_util.current_name_stack() + info.name_stack
     return source_info_util.user_context(info.traceback, name_stack=stack)
-
-
-def _source_info(eqn: JaxprEqn) -> source_info_util.SourceInfo:
-    return cast("source_info_util.SourceInfo", eqn.source_info)
 
 
 def _key_type(dtype: Any) -> Any:

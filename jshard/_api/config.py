@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 from jshard._config.config_record import ConfigRecord, ConfigSource
 from jshard._core.argument_checks import checked
-from jshard._core.jax_types import PyTree
+from jshard._core.jax_types import JaxMesh, PyTree
 
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from jshard._api.plan import Plan
     from jshard._config.match_report import MatchReport
+    from jshard._plan.record import PlanRecord
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,16 +169,16 @@ def as_config(record: ConfigRecord) -> Config:
     return Config(**{f.name: getattr(record, f.name) for f in dataclasses.fields(ConfigRecord)})
 
 
-def config_of_plan(plan: Plan, machine: str = "") -> Config:
-    """The configuration of a plan (`Plan.to_config`)."""
+def config_of_plan(plan: PlanRecord, jax_mesh: JaxMesh | None = None, machine: str = "") -> Config:
+    """The configuration of a plan (`Plan.to_config`), on the mesh for which it was made."""
     from jshard._config.export import config_of_plan
     from jshard._core import hardware
     from jshard._core.layout import MeshAxes
     from jshard._spec.options import HBM_FRACTION
 
     mesh = plan.mesh
-    if plan.jax_mesh is not None:
-        mesh = MeshAxes(tuple(plan.jax_mesh.axis_names), tuple(plan.jax_mesh.axis_sizes))
+    if jax_mesh is not None:
+        mesh = MeshAxes(tuple(jax_mesh.axis_names), tuple(jax_mesh.axis_sizes))
     try:
         hbm = hardware.get(plan.chip).hbm_bytes
     except ValueError:  # a chip that this process has not registered

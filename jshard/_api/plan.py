@@ -197,7 +197,7 @@ class Plan(PlanRecord):
         """
         from jshard._api.config import config_of_plan
 
-        return config_of_plan(self, machine)
+        return config_of_plan(self, self.jax_mesh, machine)
 
     @checked
     def to_rules(self, form: str, names: Mapping[str, Sequence[str | None]] | None = None) -> str:

@@ -54,6 +54,9 @@ from jshard._spec.options import (
 
 CALLBACK_PRIMITIVES = frozenset(("pure_callback", "io_callback", "debug_callback", "debug_print"))
 
+_Kwargs = dict[str, PyTree]
+_Progress = Callable[..., None] | None
+
 _log = logging.getLogger("jshard")
 
 
@@ -277,11 +280,7 @@ class Sharded:
         return self._request
 
     def check_arguments(
-        self,
-        args: Sequence[PyTree],
-        kwargs: Mapping[str, PyTree],
-        where: str = "",
-        settings: tuple[str, ...] = (),
+        self, args: tuple, kwargs: _Kwargs, where: str = "", settings: tuple[str, ...] = ()
     ) -> None:
         """Raise `ArgumentError` for wrong names or a wrong number of arguments of the function.
 
@@ -361,9 +360,7 @@ class Sharded:
             checked_statics(self._request, args, kwargs)
             raise
 
-    def _stateful_function(
-        self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
-    ) -> StatefulFunction[Sharded] | None:
+    def _stateful_function(self, args: tuple, kwargs: _Kwargs) -> StatefulFunction[Sharded] | None:
         """This function with its state split off, if an argument holds state of `flax.nnx`."""
         library = state_library() if not self._is_array_function else None
         if library is None or not library.holds_state(traced_arguments(self._request, args, kwargs)):
@@ -376,9 +373,7 @@ class Sharded:
             return self._stateful
 
     @contextlib.contextmanager
-    def as_array_function(
-        self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
-    ) -> Iterator[tuple[Sharded, tuple, dict[str, PyTree]]]:
+    def as_array_function(self, args: tuple, kwargs: _Kwargs) -> Iterator[tuple[Sharded, tuple, _Kwargs]]:
         """The function that is planned for these arguments, and its arguments: arrays, with state split."""
         stateful = self._stateful_function(args, kwargs)
         with self._explaining_errors(args, kwargs), contextlib.ExitStack() as stack:
@@ -386,14 +381,12 @@ class Sharded:
                 args, kwargs = stack.enter_context(stateful.split_arguments(args, kwargs))
             yield (self if stateful is None else stateful.inner), tuple(args), dict(kwargs)
 
-    def _call_stateful(
-        self, stateful: StatefulFunction[Sharded], args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
-    ) -> PyTree:
+    def _call_stateful(self, stateful: StatefulFunction[Sharded], args: tuple, kwargs: _Kwargs) -> PyTree:
         with self._explaining_errors(args, kwargs):
             return stateful(args, kwargs)
 
     @contextlib.contextmanager
-    def _explaining_errors(self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> Iterator[None]:
+    def _explaining_errors(self, args: tuple, kwargs: _Kwargs) -> Iterator[None]:
         """Replace errors of a wrong call, or of captured state, by `ShardError`s that name the argument."""
         try:
             yield
@@ -408,20 +401,13 @@ class Sharded:
                 raise
             raise explained from None
 
-    def _executable(
-        self,
-        args: Sequence[PyTree],
-        kwargs: Mapping[str, PyTree],
-        on_progress: Callable[..., None] | None = None,
-    ) -> Executable:
+    def _executable(self, args: tuple, kwargs: _Kwargs, on_progress: _Progress = None) -> Executable:
         if not self._is_array_function:
             with self.as_array_function(args, kwargs) as (function, args, kwargs):
                 return function._executable_for_arrays(args, kwargs, on_progress)
         return self._executable_for_arrays(args, kwargs, on_progress)
 
-    def _executable_for_arrays(
-        self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree], on_progress: Callable[..., None] | None
-    ) -> Executable:
+    def _executable_for_arrays(self, args: tuple, kwargs: _Kwargs, on_progress: _Progress) -> Executable:
         """The cached executable of a call, planned if there is none; calls of one signature plan it once."""
         try:
             key = signature(self._request, args, kwargs)
@@ -465,9 +451,7 @@ class Sharded:
         same_shapes = self._executables_by_shapes.get(key.without_placement, ())
         return next((e for e in same_shapes if e.accepts_placement(key.placement)), None)
 
-    def _plan_call(
-        self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree], on_progress: Callable[..., None] | None
-    ) -> PlannedCall:
+    def _plan_call(self, args: tuple, kwargs: _Kwargs, on_progress: _Progress) -> PlannedCall:
         """The plan of a call, with a progress bar of its own unless the caller has one."""
         try:
             if on_progress is not None:

@@ -37,7 +37,7 @@ def substituted(variables: Sequence[JaxprAtom], env: dict[JaxprAtom, JaxprAtom])
 
 def fresh(variables: Sequence[JaxprAtom]) -> list[JaxprAtom]:
     """New variables of the same types."""
-    return [compat.new_variable(v.aval) for v in variables]
+    return [compat.VARIABLE(v.aval) for v in variables]
 
 
 def _is_inlined(eqn: JaxprEqn) -> bool:
