@@ -17,7 +17,8 @@ from jshard._config.config_record import ConfigRecord
 from jshard._config.fitting import is_word, pin_of
 from jshard._config.match_report import MatchReport, enforce
 from jshard._config.program_facts import facts_of_arguments, named_values, pin_of_name
-from jshard._config.resolve import Resolution, Row, resolve
+from jshard._config.resolution import Resolution, Row
+from jshard._config.resolve import resolve
 from jshard._config.tensors import TensorName, arguments
 from jshard._core.jax_types import JaxprEqn, PyTree
 from jshard._program.graph import Program

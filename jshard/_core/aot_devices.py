@@ -38,7 +38,7 @@ def compile_only_devices(
             fix=f"XLA_FLAGS=--xla_force_host_platform_device_count={count} before Python starts",
         )
     tpu = chip.interconnect.startswith("torus")
-    if not (_installed("libtpu") if tpu else _cuda_plugin()):
+    if not (installed("libtpu") if tpu else cuda_plugin_installed()):
         if not required:
             return None
         wheel = "libtpu" if tpu else "jax-cuda12-plugin jax-cuda12-pjrt"
@@ -84,15 +84,17 @@ def _startup_hint(error: str, tpu: bool) -> str:
     )
 
 
-def _installed(module: str) -> bool:
+def installed(module: str) -> bool:
+    """Whether a module could be imported."""
     try:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
         return False
 
 
-def _cuda_plugin() -> bool:
-    return any(_installed(f"jax_plugins.xla_cuda{v}") for v in (12, 13))
+def cuda_plugin_installed() -> bool:
+    """Whether JAX's CUDA plugin, which has the compiler for GPU, is there."""
+    return any(installed(f"jax_plugins.xla_cuda{v}") for v in (12, 13))
 
 
 def _tpu_name(chip: Chip, physical: Sequence[int]) -> str:

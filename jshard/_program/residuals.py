@@ -33,15 +33,8 @@ from jshard._program.trip_counts import trip_count_of
 
 
 _NEVER_AGAIN = (
-    "callback",
-    "debug_print",
-    "infeed",
-    "outfeed",
-    "rng_uniform",
-    "ffi",
-    "custom_call",
-    "jshard_boundary",
-)
+    "callback", "debug_print", "infeed", "outfeed", "rng_uniform", "ffi", "custom_call", "jshard_boundary",
+)  # fmt: skip
 _BODY_PARAMS = {"scan": "jaxpr", "while": "body_jaxpr", "jit": "jaxpr", "pjit": "jaxpr"}
 
 
