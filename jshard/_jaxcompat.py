@@ -74,7 +74,7 @@ def is_jaxpr(value: object) -> TypeGuard[Jaxpr | ClosedJaxpr]:
 
 def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
     """The jaxpr without dead equations; all inputs stay."""
-    live, *_ = partial_eval.dce_jaxpr(cast(Any, jaxpr), [True] * len(jaxpr.outvars), instantiate=True)
+    live, *_ = partial_eval.dce_jaxpr(cast("jex.Jaxpr", jaxpr), [True] * len(jaxpr.outvars), instantiate=True)
     return cast("Jaxpr", live)
 
 
@@ -116,7 +116,7 @@ def array_type(x: object) -> ArrayType | None:
 
 ShardingTypeError = jex.ShardingTypeError
 
-VARIABLE = jex.Var
+VARIABLE = cast("Callable[[ArrayType], JaxprAtom]", jex.Var)
 
 
 def is_literal(v: object) -> TypeGuard[JaxprLiteral]:
@@ -163,13 +163,14 @@ def source_line(eqn: JaxprEqn | None, frames: int = 1) -> str:
     """`file.py:line (function)` of the user's innermost frames, one a line, the innermost last; or an empty string."""
     if eqn is None:
         return ""
-    return source_info_util.summarize(eqn.source_info, frames)
+    return source_info_util.summarize(cast("source_info_util.SourceInfo", eqn.source_info), frames)
 
 
 def eqn_context(eqn: JaxprEqn, prefix: str = "") -> contextlib.AbstractContextManager[object]:
     """A context manager under which re-emitted primitives keep the equation's source line and names."""
-    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    return source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)
+    info = cast("source_info_util.SourceInfo", eqn.source_info)
+    stack = source_info_util.current_name_stack() + info.name_stack
+    return source_info_util.user_context(info.traceback, name_stack=stack)
 
 
 def _key_type(dtype: Any) -> Any:
@@ -239,7 +240,7 @@ def check_vma(on: bool) -> contextlib.AbstractContextManager[object]:
 
 def run_jaxpr(jaxpr: Jaxpr, operands: Sequence[jax.Array]) -> list[jax.Array]:
     """The results of an open jaxpr without constants."""
-    return jex.eval_jaxpr(cast(Any, jaxpr), (), *operands)
+    return jex.eval_jaxpr(cast("jex.Jaxpr", jaxpr), (), *operands)
 
 
 def with_axes(aval: core.ShapedArray, axes: frozenset[str]) -> core.ShapedArray:

@@ -19,7 +19,6 @@ parameters and optimizer state in the shardings of a plan, `place` moves existin
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
 
 from jshard._core.jax_types import PyTree
 
@@ -50,7 +49,7 @@ _pins.install()
 
 
 @checked
-def shard_module(module: Any, *args: PyTree, **kwargs: PyTree) -> PyTree:
+def shard_module(module: nnx.Module | linen.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
     """`module.shard(...)` as a function, also for a class with an attribute of that name.
 
     >>> from flax import nnx
@@ -62,7 +61,7 @@ def shard_module(module: Any, *args: PyTree, **kwargs: PyTree) -> PyTree:
 
 
 @checked
-def plan_of(module: Any, *args: PyTree, **kwargs: PyTree) -> Plan:
+def plan_of(module: nnx.Module | linen.Module, *args: PyTree, **kwargs: PyTree) -> Plan:
     """The plan of a sharded module for the arguments of its call (for a linen module, of `apply`).
 
     >>> import jax
@@ -77,12 +76,12 @@ def plan_of(module: Any, *args: PyTree, **kwargs: PyTree) -> Plan:
 
 
 @checked
-def plans_of(module: Any, *args: PyTree, **kwargs: PyTree) -> dict[str, Plan]:
+def plans_of(module: nnx.Module | linen.Module, *args: PyTree, **kwargs: PyTree) -> dict[str, Plan]:
     """The plan of every sharded module of a model, by module path; arguments as for `plan_of`."""
     return _flax_api(module, "jshard.flax.plans_of").plans_of(module, *args, **kwargs)
 
 
-def _flax_api(module: Any, where: str) -> ModuleType:
+def _flax_api(module: object, where: str) -> ModuleType:
     """`jshard._flax.nnx` or `jshard._flax.linen`, by the kind of module; `where`: for the error."""
     if isinstance(module, type) and issubclass(module, nnx.Module | linen.Module):
         name = module.__name__

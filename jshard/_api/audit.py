@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jshard._core.errors import ShardError
 
@@ -14,10 +14,14 @@ from jshard._core.errors import ShardError
 if TYPE_CHECKING:
     from jshard._api.plan import Plan
     from jshard._config.audit_report import AuditReport, Figures, WholeTensor
-    from jshard._config.config_record import ConfigRecord
+    from jshard._config.config_record import ConfigRecord, ConfigSource
+    from jshard._core.jax_types import Function, PyTree
+    from jshard._plan.record import TensorRow
 
 
-def audit(fn: Any, config: Any, *args: Any, each_rule: bool = False, **kwargs: Any) -> AuditReport:
+def audit(
+    fn: Function, config: ConfigSource, *args: PyTree, each_rule: bool = False, **kwargs: PyTree
+) -> AuditReport:
     """Price a configuration: its plan beside the one that the search finds with the same inputs, mesh and options.
 
     >>> import jax, jshard
@@ -45,7 +49,7 @@ def audit(fn: Any, config: Any, *args: Any, each_rule: bool = False, **kwargs: A
     record = read_config(config)
     if "level" not in dict(record.options):
         record = dataclasses.replace(
-            record, options=tuple(sorted({**dict(record.options), "level": 2}.items()))
+            record, options=tuple(sorted((*record.options, ("level", 2)), key=lambda option: option[0]))
         )
     lenient = dataclasses.replace(record, strict=False)
     function, args, kwargs = callable_of(fn, args, dict(kwargs))
@@ -128,8 +132,8 @@ def _whole(file: Plan, search: Plan) -> tuple[WholeTensor, ...]:
     from jshard._config.path_patterns import without_numbers
     from jshard._spec.parameter_plan import name_parts
 
-    searched: Mapping[str, Any] = {r.path: r for r in search.inputs}
-    classes: dict[tuple, list[Any]] = collections.defaultdict(list)
+    searched: Mapping[str, TensorRow] = {r.path: r for r in search.inputs}
+    classes: dict[tuple, list[TensorRow]] = collections.defaultdict(list)
     for row in file.inputs:
         if row.shape and not any(row.layout.dims):
             classes[without_numbers(name_parts(row.path))].append(row)
@@ -142,7 +146,7 @@ def _whole(file: Plan, search: Plan) -> tuple[WholeTensor, ...]:
     return tuple(sorted(out, key=lambda w: -w.bytes))
 
 
-def _nbytes(row: Any) -> int:
+def _nbytes(row: TensorRow) -> int:
     from jshard._config.export import tensor_of
 
     return tensor_of(row).nbytes

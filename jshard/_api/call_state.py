@@ -206,7 +206,7 @@ class _Slot(NamedTuple):
     same for writing; None if the container is immutable.
     """
 
-    parent: Any
+    parent: _Slot | str
     label: object
     container: object
     key: Any
@@ -255,7 +255,7 @@ def _contains(root: object, test: Callable[[object], bool]) -> bool:
 def _slots(roots: Sequence[tuple[str, object]]) -> Iterator[_Slot]:
     """The slots of all objects reachable from `roots`, (path, object) pairs; objects of libraries are not searched."""
     seen: set[int] = set()
-    stack: list[tuple[Any, object]] = list(roots)[::-1]
+    stack: list[tuple[_Slot | str, object]] = [*reversed(roots)]
     while stack and len(seen) < MAX_SEARCHED_OBJECTS:
         parent, container = stack.pop()
         if id(container) in seen:

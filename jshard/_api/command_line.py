@@ -29,8 +29,9 @@ from jshard._api.doctor import inspect_installation
 from jshard._api.plan import Plan
 from jshard._api.shard import Sharded, shard
 from jshard._core.errors import ShardError
+from jshard._core.jax_types import PyTree
 from jshard._core.messages import suggest
-from jshard._core.named_topology import topology
+from jshard._core.named_topology import MeshRequest, topology
 
 
 _SHORT_TYPES = {"f": "float", "bf": "bfloat", "s": "int", "i": "int", "u": "uint", "c": "complex"}
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def print_text(value: Any) -> None:
+def print_text(value: Plan | str) -> None:
     """Print a text as it is; a plan in colours on a terminal if rich is installed."""
     if not isinstance(value, str) and sys.stdout.isatty():
         try:
@@ -67,7 +68,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name: str, run: Callable[[argparse.Namespace], Any], text: str) -> argparse.ArgumentParser:
+    def command(
+        name: str, run: Callable[[argparse.Namespace], Plan | str], text: str
+    ) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         added.set_defaults(run=run)
         added.add_argument("--json", action="store_true", help="print JSON")
@@ -118,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run_plan(options: argparse.Namespace) -> Any:
+def run_plan(options: argparse.Namespace) -> Plan | str:
     """Plan the named function; the plan itself, or its JSON text."""
     function, args = load_object(options.function, "function"), example_arguments(options.args)
     named = {
@@ -149,7 +152,7 @@ def run_plan(options: argparse.Namespace) -> Any:
     return plan.to_json() if options.json else plan
 
 
-def run_report(options: argparse.Namespace) -> Any:
+def run_report(options: argparse.Namespace) -> Plan | str:
     """A saved plan in the form asked for."""
     plan = load_plan(options.plan)
     if options.html:
@@ -231,7 +234,7 @@ def load_object(name: str, what: str) -> Any:
     return found
 
 
-def example_arguments(texts: Sequence[str]) -> tuple[Any, ...]:
+def example_arguments(texts: Sequence[str]) -> tuple[PyTree, ...]:
     """The arguments of a call: a shape each, or objects by name; one callable makes a tuple of all of them."""
     values = [parse_shape(t) if "[" in t else load_object(t, "argument") for t in texts]
     if len(values) == 1 and callable(values[0]):
@@ -262,7 +265,7 @@ def parse_shape(text: str) -> jax.ShapeDtypeStruct:
     )
 
 
-def parse_mesh(text: str, axes: str | None) -> Any:
+def parse_mesh(text: str, axes: str | None) -> MeshRequest:
     """A mesh to plan for: of named axes, of a machine, or the text that `mesh=` of `shard` takes."""
     if "=" in text:
         sizes = parse_axes(text)
@@ -284,7 +287,7 @@ def parse_axes(text: str) -> dict[str, int]:
     return {name.strip(): int(size) for name, _, size in pairs}
 
 
-def _literal(text: str) -> Any:
+def _literal(text: str) -> object:
     """A Python literal; nothing is executed."""
     try:
         return ast.literal_eval(text)

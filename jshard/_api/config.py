@@ -5,16 +5,20 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from jshard._config.config_record import ConfigRecord
+from jshard._config.config_record import ConfigRecord, ConfigSource
 from jshard._core.argument_checks import checked
+from jshard._core.jax_types import JaxMesh, PyTree
 
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from jshard._config.match_report import MatchReport
+    from jshard._plan.record import PlanRecord
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +39,7 @@ class Config(ConfigRecord):
 
     @staticmethod
     @checked
-    def of(value: Any) -> Config:
+    def of(value: ConfigSource) -> Config:
         """A configuration from a dict, YAML text, or the path of a file.
 
         >>> Config.of("lm_head.kernel: [null, tensor]").torch[0].text
@@ -60,7 +64,7 @@ class Config(ConfigRecord):
 
         return as_config(override(self, *texts))
 
-    def check(self, model: Any, *args: Any, **kwargs: Any) -> MatchReport:
+    def check(self, model: PyTree, *args: PyTree, **kwargs: PyTree) -> MatchReport:
         """What of this configuration does not match a function or model, and the other way round; nothing is planned.
 
         >>> import jax, jshard
@@ -77,7 +81,7 @@ class Config(ConfigRecord):
 
     @staticmethod
     @checked
-    def from_regexes(rules: Any, mesh: Mapping[str, int] | None = None) -> Config:
+    def from_regexes(rules: Iterable[Sequence[object]], mesh: Mapping[str, int] | None = None) -> Config:
         """Pairs of a regular expression on paths with `/` and a spec, the first that matches (EasyLM, scalax)."""
         from jshard._config.foreign_rules import from_regexes
 
@@ -85,7 +89,7 @@ class Config(ConfigRecord):
 
     @staticmethod
     @checked
-    def from_layout_map(layout_map: Any, mesh: Mapping[str, int] | None = None) -> Config:
+    def from_layout_map(layout_map: Mapping[str, object], mesh: Mapping[str, int] | None = None) -> Config:
         """Keras' `LayoutMap`, or a dict of its regular expressions, of which only one may match."""
         from jshard._config.foreign_rules import from_layout_map
 
@@ -94,7 +98,10 @@ class Config(ConfigRecord):
     @staticmethod
     @checked
     def from_logical_rules(
-        rules: Any, names: Any, mesh: Mapping[str, int] | None = None, reading: str = "linen"
+        rules: str | Mapping[str, object] | Iterable[object],
+        names: PyTree,
+        mesh: Mapping[str, int] | None = None,
+        reading: str = "linen",
     ) -> Config:
         """Logical axis rules (MaxText, Flax) for tensors with these logical axes.
 
@@ -114,7 +121,9 @@ class Config(ConfigRecord):
     @staticmethod
     @checked
     def from_axis_mapping(
-        mapping: Mapping[str, Any], names: Any, mesh: Mapping[str, int] | None = None
+        mapping: Mapping[str, str | Sequence[str] | None],
+        names: PyTree,
+        mesh: Mapping[str, int] | None = None,
     ) -> Config:
         """levanter's and haliax' mapping of logical axes to mesh axes, for tensors with these logical axes."""
         from jshard._config.foreign_rules import from_axis_mapping, logical_names
@@ -123,7 +132,7 @@ class Config(ConfigRecord):
 
     @staticmethod
     @checked
-    def from_metadata(tree: Any, mesh: Mapping[str, int] | None = None) -> Config:
+    def from_metadata(tree: PyTree, mesh: Mapping[str, int] | None = None) -> Config:
         """The mesh axes in Flax' partitioning metadata of boxed variables or of `nnx.state(model)`."""
         from jshard._config.foreign_rules import from_metadata
 
@@ -131,7 +140,10 @@ class Config(ConfigRecord):
 
     @staticmethod
     @checked
-    def from_tunix(sharding: Any, mesh: Mapping[str, int] | None = None) -> Config:
+    def from_tunix(
+        sharding: Mapping[str, Sequence[str | None]] | DataclassInstance,
+        mesh: Mapping[str, int] | None = None,
+    ) -> Config:
         """tunix' `ShardingConfig`, or a dict of its fields."""
         from jshard._config.foreign_rules import from_tunix
 
@@ -157,16 +169,16 @@ def as_config(record: ConfigRecord) -> Config:
     return Config(**{f.name: getattr(record, f.name) for f in dataclasses.fields(ConfigRecord)})
 
 
-def config_of_plan(plan: Any, machine: str = "") -> Config:
-    """The configuration of a plan (`Plan.to_config`)."""
+def config_of_plan(plan: PlanRecord, jax_mesh: JaxMesh | None = None, machine: str = "") -> Config:
+    """The configuration of a plan (`Plan.to_config`), on the mesh for which it was made."""
     from jshard._config.export import config_of_plan
     from jshard._core import hardware
     from jshard._core.layout import MeshAxes
     from jshard._spec.options import HBM_FRACTION
 
     mesh = plan.mesh
-    if plan.jax_mesh is not None:
-        mesh = MeshAxes(tuple(plan.jax_mesh.axis_names), tuple(plan.jax_mesh.axis_sizes))
+    if jax_mesh is not None:
+        mesh = MeshAxes(tuple(jax_mesh.axis_names), tuple(jax_mesh.axis_sizes))
     try:
         hbm = hardware.get(plan.chip).hbm_bytes
     except ValueError:  # a chip that this process has not registered

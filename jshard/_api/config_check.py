@@ -15,11 +15,15 @@ from jshard._api.shard_request import ShardRequest
 from jshard._config.config_record import ConfigRecord
 from jshard._config.match_report import MatchReport
 from jshard._core.errors import ShardError
+from jshard._core.jax_types import Function, PyTree
 from jshard._core.messages import type_with_article
 
 
 def check(
-    record: ConfigRecord, model: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    record: ConfigRecord,
+    model: PyTree,
+    args: Sequence[PyTree] = (),
+    kwargs: Mapping[str, PyTree] | None = None,
 ) -> MatchReport:
     """The report of a configuration on a function, a module or a pytree, with the arguments of a call."""
     function, args, kwargs = callable_of(model, tuple(args), dict(kwargs or {}))
@@ -32,7 +36,7 @@ def check(
         return match_report(request, arrays, arrays_kw)
 
 
-def _with_signature(function: Any, first: str, module: Any) -> Any:
+def _with_signature(function: Any, first: str, module: object) -> Function:
     """A function of `first` and the arguments of a module's call, under their names."""
     own = list(inspect.signature(type(module).__call__).parameters.values())[1:]
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -41,7 +45,9 @@ def _with_signature(function: Any, first: str, module: Any) -> Any:
     return function
 
 
-def callable_of(model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, tuple, dict[str, Any]]:
+def callable_of(
+    model: PyTree, args: tuple, kwargs: dict[str, PyTree]
+) -> tuple[Function | None, tuple, dict[str, PyTree]]:
     """A plain function and its arguments for what `Config.check` takes; None for parameters alone."""
     module = next((c for c in type(model).__mro__ if c.__name__ == "Module"), object).__module__
     if module.startswith("flax.linen."):
@@ -52,7 +58,7 @@ def callable_of(model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, t
                 fix="its variables, or their shapes, and the arguments of its call: check(module, variables, x)",
             )
 
-        def apply(variables: Any, *args: Any, **kwargs: Any) -> Any:
+        def apply(variables: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
             return model.apply(variables, *args, **kwargs)
 
         return _with_signature(apply, "variables", model), args, kwargs
@@ -60,7 +66,7 @@ def callable_of(model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, t
         if not args and not kwargs:
             return None, (), {}
 
-        def call(model: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(model: Function, *args: PyTree, **kwargs: PyTree) -> PyTree:
             return model(*args, **kwargs)
 
         return _with_signature(call, "model", model), (model, *args), kwargs

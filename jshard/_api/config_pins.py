@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 
@@ -18,12 +17,14 @@ from jshard._config.config_record import ConfigRecord
 from jshard._config.fitting import is_word, pin_of
 from jshard._config.match_report import MatchReport, enforce
 from jshard._config.program_facts import facts_of_arguments, named_values, pin_of_name
-from jshard._config.resolve import Resolution, Row, resolve
+from jshard._config.resolution import Resolution, Row
+from jshard._config.resolve import resolve
 from jshard._config.tensors import TensorName, arguments
+from jshard._core.jax_types import JaxprEqn, PyTree
 from jshard._program.graph import Program
 from jshard._spec.entry import Pin
 from jshard._spec.strategies import pins_for_outputs
-from jshard._spec.tree_paths import path_name
+from jshard._spec.tree_paths import Leaf, path_name
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,14 +36,14 @@ class CallRules:
     """
 
     record: ConfigRecord
-    leaves: tuple[Any, ...]
+    leaves: tuple[Leaf, ...]
     values: tuple[TensorName, ...]
     results: tuple[TensorName, ...]
     sizes: Mapping[str, int] | None
     without_facts: Resolution
 
     @functools.cached_property
-    def pin_of_name(self) -> Callable[[Any], Any]:
+    def pin_of_name(self) -> Callable[[JaxprEqn], Pin | None]:
         """The function from the equation of a named value to its pin."""
         pins = {}
         for row in self.without_facts.inner:
@@ -106,7 +107,7 @@ def mesh_sizes(request: ShardRequest, call: TracedArguments) -> dict[str, int] |
     return None if shape is None else {str(n): int(s) for n, s in shape.items()}
 
 
-def match_report(request: ShardRequest, args: Sequence[Any], kwargs: Mapping[str, Any]) -> MatchReport:
+def match_report(request: ShardRequest, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> MatchReport:
     """What the configuration of a request and a call have to say to each other; nothing is planned."""
     call = TracedArguments.of(request, args, kwargs)
     traced, explicit_mesh = trace_on_shapes(request, args, kwargs)
@@ -116,7 +117,7 @@ def match_report(request: ShardRequest, args: Sequence[Any], kwargs: Mapping[str
     return MatchReport.of(rules.record, rules.resolution(program), rules.sizes)
 
 
-def _results(result: Any) -> tuple[TensorName, ...]:
+def _results(result: PyTree) -> tuple[TensorName, ...]:
     leaves = jax.tree_util.tree_flatten_with_path(result)[0]
     return tuple(
         TensorName(path_name(path) or "result", tuple(x.shape), x.dtype, kind="result") for path, x in leaves

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import importlib.util
 import platform
-from typing import Any
 
 import jax
 
+from jshard._core import aot_devices
+
 
 _LIBRARIES = ("jax", "jaxlib", "numpy", "scipy", "flax", "optax", "libtpu")
-_SUPPORTED_JAX = ((0, 10), (0, 13))  # as pyproject.toml has it
+SUPPORTED_JAX = ((0, 10), (0, 13))
+"""The first minor version of JAX that jshard supports, and the first one after them; as pyproject.toml has it."""
 _OPTIONAL = {
     "flax": "flax", "libtpu": "tpu", "matplotlib": "report", "pandas": "report", "rich": "report", "yaml": "report",
 }  # fmt: skip
 """Module -> the extra of jshard that installs it."""
-_CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Installation:
     missing: tuple[tuple[str, str], ...]
     problems: tuple[str, ...]
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """The same as nested dicts and lists, for JSON."""
         return {
             "python": self.python,
@@ -64,13 +64,13 @@ class Installation:
 def inspect_installation() -> Installation:
     """Look at what is installed; starts JAX's backend, changes nothing."""
     devices, problems = _devices()
-    if not _SUPPORTED_JAX[0] <= jax.__version_info__[:2] < _SUPPORTED_JAX[1]:
+    if not SUPPORTED_JAX[0] <= jax.__version_info__[:2] < SUPPORTED_JAX[1]:
         problems.append(
-            f"JAX {jax.__version__} is not one that jshard was tried with: pip install 'jax>=0.10,<0.13'"
+            f"JAX {jax.__version__} is not one that jshard was tried with: pip install '{jax_requirement()}'"
         )
-    cuda = any(importlib.util.find_spec(p) is not None for p in _CUDA_PLUGINS)
-    compilers = (("cpu", True), ("tpu", importlib.util.find_spec("libtpu") is not None), ("gpu", cuda))
-    missing = [(m, extra) for m, extra in _OPTIONAL.items() if importlib.util.find_spec(m) is None]
+    cuda = aot_devices.cuda_plugin_installed()
+    compilers = (("cpu", True), ("tpu", aot_devices.installed("libtpu")), ("gpu", cuda))
+    missing = [(m, extra) for m, extra in _OPTIONAL.items() if not aot_devices.installed(m)]
     if not cuda:
         missing.append(("jax-cuda12-plugin", "gpu"))
     return Installation(
@@ -81,6 +81,16 @@ def inspect_installation() -> Installation:
         missing=tuple((m, f"pip install 'jshard[{extra}]'") for m, extra in missing),
         problems=tuple(problems),
     )
+
+
+def jax_requirement() -> str:
+    """The versions of JAX that jshard supports, as pip writes them.
+
+    >>> jax_requirement()
+    'jax>=0.10,<0.13'
+    """
+    first, after = (".".join(map(str, v)) for v in SUPPORTED_JAX)
+    return f"jax>={first},<{after}"
 
 
 def _version(distribution: str) -> str | None:

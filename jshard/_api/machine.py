@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -14,7 +13,7 @@ from jshard._api.shard_request import ShardRequest
 from jshard._core import hardware, topology as device_topology
 from jshard._core.errors import MeshError, PlanMismatchError
 from jshard._core.jax_types import JaxMesh
-from jshard._core.named_topology import topology as named_topology
+from jshard._core.named_topology import MeshRequest, topology as named_topology
 from jshard._core.topology import Topology
 from jshard._program.user_shard_map import mesh_axes
 from jshard._spec.committed_shardings import Placement
@@ -29,7 +28,7 @@ from jshard._spec.mesh_selection import (
 from jshard._spec.options import HBM_FRACTION
 
 
-def requested_mesh(request: ShardRequest, argument_mesh: JaxMesh | None = None) -> Any:
+def requested_mesh(request: ShardRequest, argument_mesh: JaxMesh | None = None) -> MeshRequest | None:
     """The mesh that the user gave, None if none.
 
     With `plan=` and no mesh, given or in context, it is the plan's mesh: `argument_mesh` if that has the plan's axes,
@@ -60,6 +59,7 @@ def auto_meshes(
     They are factorizations of the local devices, of some of them (`"auto:4"`), or of a named machine
     (`"auto:v5e:4x4"`); `pins`, `shapes` and `joint` as for `choose_mesh`.
     """
+    assert isinstance(request.mesh, str)
     name, device = request.mesh.partition(":")[2], request.options.device
     if not name:
         return [(c, request) for c in candidate_meshes(device, pins, shapes, joint=joint)]
@@ -100,8 +100,9 @@ def physical_topology(request: ShardRequest, chosen: ChosenMesh) -> Topology:
     links = getattr(mesh, "links", None)
     if isinstance(links, Topology) and links.mesh == chosen.axes:
         return links if chip is None else dataclasses.replace(links, chip=chip)
-    if chip is None and isinstance(getattr(mesh, "chip", None), str):
-        chip = hardware.get(mesh.chip)
+    name = getattr(mesh, "chip", None)
+    if chip is None and isinstance(name, str):
+        chip = hardware.get(name)
     if chip is None and isinstance(chosen.mesh, jax.sharding.AbstractMesh):
         chip = hardware.for_device(jax.devices(request.options.device)[0])
     return device_topology.from_mesh(chosen.mesh, chip)

@@ -10,22 +10,22 @@ import contextlib
 import functools
 import importlib
 import sys
-from collections.abc import Callable
-from typing import Any
+
+from jshard._core.jax_types import Function, PyTree
 
 
-def with_marked_outputs(fn: Callable[..., Any]) -> Callable[..., Any]:
+def with_marked_outputs(fn: Function) -> Function:
     """A new function that is `fn` with the outputs of its modules named, so that JAX does not reuse a trace of `fn`."""
 
     @functools.wraps(fn)
-    def marked(*args: Any, **kwargs: Any) -> Any:
+    def marked(*args: PyTree, **kwargs: PyTree) -> PyTree:
         with _marked_outputs():
             return fn(*args, **kwargs)
 
     return marked
 
 
-def _marked_outputs() -> contextlib.AbstractContextManager[Any]:
+def _marked_outputs() -> contextlib.AbstractContextManager[object]:
     if "flax" not in sys.modules:
         return contextlib.nullcontext()
     return importlib.import_module("jshard._flax.module_outputs").marked_outputs()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -197,10 +197,10 @@ class Plan(PlanRecord):
         """
         from jshard._api.config import config_of_plan
 
-        return config_of_plan(self, machine)
+        return config_of_plan(self, self.jax_mesh, machine)
 
     @checked
-    def to_rules(self, form: str, names: Any = None) -> str:
+    def to_rules(self, form: str, names: Mapping[str, Sequence[str | None]] | None = None) -> str:
         """The layouts of the arguments as rules of other libraries, as Python text.
 
         >>> import jax, jshard

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from jshard._api.plan import Plan
 from jshard._core.errors import MemoryBudgetError, PlanMismatchError
 from jshard._core.hardware import Chip
+from jshard._core.jax_types import ClosedJaxpr
 from jshard._core.messages import count_of
 from jshard._plan.recomputation import Choice, Recomputation
 from jshard._plan.recompute_search import RecomputeSearch, Trial
@@ -25,8 +26,8 @@ Call = TypeVar("Call")  # a planned call
 
 
 def plan_recomputed(
-    closed: Any,
-    plan_jaxpr: Callable[[Any, bool], Call],
+    closed: ClosedJaxpr,
+    plan_jaxpr: Callable[[ClosedJaxpr | None, bool], Call],
     plan_in: Callable[[Call], Plan],
     chip: Chip,
     limit: float,
@@ -44,7 +45,7 @@ def plan_recomputed(
     - `limit`: the budget, in bytes a device, that `original`, planned without, exceeds.
     """
     recomputation = Recomputation(closed, chip, donated)
-    programs: dict[int, Any] = {}
+    programs: dict[int, ClosedJaxpr] = {}
 
     def plan_of(choice: Choice | None, limited: bool) -> Call:
         if choice is None:
@@ -73,7 +74,9 @@ def plan_recomputed(
     return best.planned, numbers, _steps(search, best), _bound(search, plan_in(best.planned))
 
 
-def _original_within_budget(search: RecomputeSearch[Call], plan_jaxpr: Callable[[Any, bool], Call]) -> Call:
+def _original_within_budget(
+    search: RecomputeSearch[Call], plan_jaxpr: Callable[[ClosedJaxpr | None, bool], Call]
+) -> Call:
     """The program as traced within the budget, or the refusal of the choice that keeps least."""
     try:
         return plan_jaxpr(None, True)
@@ -82,7 +85,7 @@ def _original_within_budget(search: RecomputeSearch[Call], plan_jaxpr: Callable[
         raise min(least, key=lambda e: e.least_found) from None
 
 
-def _bound(search: RecomputeSearch[Any], plan: Plan) -> tuple[float, str]:
+def _bound(search: RecomputeSearch[Call], plan: Plan) -> tuple[float, str]:
     if plan.level == 1:
         return plan.cost.bound, "the plans that compute the same values again"
     others = f" and {plan.cost.space}" if plan.cost.space else ""
@@ -95,7 +98,7 @@ def _bound(search: RecomputeSearch[Any], plan: Plan) -> tuple[float, str]:
     )
 
 
-def _steps(search: RecomputeSearch[Any], best: Trial[Any]) -> tuple[str, ...]:
+def _steps(search: RecomputeSearch[Call], best: Trial[Call]) -> tuple[str, ...]:
     """What was searched, and what is computed again."""
     recomputation = search.recomputation
     planned = len({id(t.choice) for t in search.trials})
@@ -113,7 +116,7 @@ def _steps(search: RecomputeSearch[Any], best: Trial[Any]) -> tuple[str, ...]:
     return tuple(steps)
 
 
-def replayed(closed: Any, plan: Plan, chip: Chip, name: str) -> Any:
+def replayed(closed: ClosedJaxpr, plan: Plan, chip: Chip, name: str) -> ClosedJaxpr:
     """The jaxpr of a saved plan that computes values again."""
     assert plan.kept is not None
     recomputation = Recomputation(closed, chip)
@@ -135,7 +138,7 @@ def with_recomputation(
     return dataclasses.replace(plan, kept=kept, steps=(*plan.steps, *steps), cost=cost)
 
 
-def equivalent_policy(closed: Any, plan: Plan, chip: Chip) -> tuple[str, ...]:
+def equivalent_policy(closed: ClosedJaxpr, plan: Plan, chip: Chip) -> tuple[str, ...]:
     """The steps of `remat="policy"`: the equivalent policy of `jax.checkpoint`."""
     if plan.kept is None:
         return ("jax.checkpoint policy: none needed, nothing is computed again",)

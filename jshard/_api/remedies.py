@@ -11,7 +11,6 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType
@@ -19,10 +18,11 @@ from jax.sharding import AbstractMesh, AxisType
 from jshard._api.prepare import prepare
 from jshard._api.shard_request import ShardRequest
 from jshard._api.trace_call import abstract
-from jshard._core import topology as topologies
+from jshard._core import topology as device_topology
 from jshard._core.errors import MemoryBudgetError, ShardError
+from jshard._core.jax_types import PyTree, PyTreeDef
 from jshard._core.layout import MeshAxes
-from jshard._core.named_topology import TopologyMesh, topology as named_topology
+from jshard._core.named_topology import MeshRequest, TopologyMesh, topology as named_topology
 from jshard._plan.memory_refusal import MemoryRefusal, budget_advice
 from jshard._report.refusal_text import Remedy, refusal_error
 from jshard._schedule.peak_profile import INTERMEDIATE
@@ -35,7 +35,7 @@ _MORE_DEVICES = 64  # times as many at most
 
 
 def with_remedies(
-    error: MemoryBudgetError, request: ShardRequest, args: Sequence[Any], kwargs: Mapping[str, Any]
+    error: MemoryBudgetError, request: ShardRequest, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
 ) -> MemoryBudgetError:
     """The error of a refused call, with a table of what helps."""
     if not isinstance(error.refusal, MemoryRefusal):
@@ -43,7 +43,7 @@ def with_remedies(
     trials = Trials(request, args, kwargs, error.refusal)
     found = [remedy for find in REMEDIES for remedy in find(trials)]
     donated = trials.names_of(request.call.donate_argnums) + request.call.donate_argnames
-    return refusal_error(error, found, donated)
+    return refusal_error(error, error.refusal, found, donated)
 
 
 @dataclasses.dataclass(eq=False)
@@ -54,8 +54,8 @@ class Trials:
     """
 
     request: ShardRequest
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
+    args: Sequence[PyTree]
+    kwargs: Mapping[str, PyTree]
     refusal: MemoryRefusal
     spent: int = 0
 
@@ -67,10 +67,10 @@ class Trials:
     def plan(
         self,
         advice: str,
-        args: Sequence[Any] | None = None,
-        kwargs: Mapping[str, Any] | None = None,
-        mesh: Any = None,
-        **changes: Any,
+        args: Sequence[PyTree] | None = None,
+        kwargs: Mapping[str, PyTree] | None = None,
+        mesh: MeshRequest | None = None,
+        **changes: object,
     ) -> Remedy | None:
         """The remedy of a changed call; None where it cannot be planned, or that would take too long.
 
@@ -145,7 +145,7 @@ def _replaceable(trials: Trials) -> list[int]:
     return out
 
 
-def _types(tree: Any) -> tuple[Any, tuple[Any, ...]]:
+def _types(tree: PyTree) -> tuple[PyTreeDef, tuple[object, ...]]:
     leaves, structure = jax.tree.flatten(abstract(tree))
     return structure, tuple((getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves)
 
@@ -201,10 +201,10 @@ def _batches(trials: Trials) -> list[tuple[tuple[str, ...], int]]:
     return [(tuple(names), size) for size, names in by_size.items()]
 
 
-def _resized(trials: Trials, names: Sequence[str], size: int) -> tuple[list[Any], dict[str, Any]]:
+def _resized(trials: Trials, names: Sequence[str], size: int) -> tuple[list[PyTree], dict[str, PyTree]]:
     """The arguments, the leading size of some changed."""
 
-    def resize(value: Any) -> Any:
+    def resize(value: PyTree) -> PyTree:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), abstract(value))
 
     positional = argument_names(trials.request.fn, len(trials.args))
@@ -276,14 +276,14 @@ def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def _machine(mesh: Any, axes: MeshAxes) -> tuple[str, Any] | None:
+def _machine(mesh: MeshRequest | None, axes: MeshAxes) -> tuple[str, MeshRequest] | None:
     """What to write for a grid of the machine's kind, and the mesh; None where there is no such machine."""
     sizes = dict(zip(axes.names, axes.sizes, strict=True))
     shown = "{" + ", ".join(f"{n!r}: {s}" for n, s in sizes.items()) + "}"
     if not isinstance(mesh, TopologyMesh):
         kinds = (AxisType.Auto,) * len(axes.names)
         return f"mesh {axes}", AbstractMesh(axes.sizes, axes.names, axis_types=kinds)
-    shape = topologies.shape_of_size(mesh.hardware, mesh.physical, axes.total // mesh.slices)
+    shape = device_topology.shape_of_size(mesh.hardware, mesh.physical, axes.total // mesh.slices)
     if shape is None:
         return None
     name = f"{mesh.name.partition(':')[0]}:{'x'.join(map(str, shape))}"

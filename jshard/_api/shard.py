@@ -14,7 +14,7 @@ import functools
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -27,6 +27,7 @@ from jshard._api.prepare import PlannedCall, check_pins, prepare
 from jshard._api.shard_request import ShardRequest, traced_arguments
 from jshard._api.signature import Signature, checked_statics, explain_miss, signature
 from jshard._api.state_library import StatefulFunction, state_library
+from jshard._config.config_record import ConfigSource
 from jshard._core.argument_checks import check_call, checked
 from jshard._core.errors import (
     ArgumentError,
@@ -35,7 +36,10 @@ from jshard._core.errors import (
     NestedShardError,
     ShardError,
 )
+from jshard._core.hardware import Chip
+from jshard._core.jax_types import Function, PyTree
 from jshard._core.messages import describe_value
+from jshard._core.named_topology import MeshRequest
 from jshard._report.progress import progress, search_status
 from jshard._spec.options import (
     DEFAULT_LEVEL,
@@ -50,29 +54,32 @@ from jshard._spec.options import (
 
 CALLBACK_PRIMITIVES = frozenset(("pure_callback", "io_callback", "debug_callback", "debug_print"))
 
+_Kwargs = dict[str, PyTree]
+_Progress = Callable[..., None] | None
+
 _log = logging.getLogger("jshard")
 
 
 @checked
 def shard(
-    fn: Callable[..., Any] | None = None,
-    in_strategy: Any = None,
-    out_strategy: Any = None,
-    parameter_plan: Any = None,
+    fn: Function | None = None,
+    in_strategy: PyTree = None,
+    out_strategy: PyTree = None,
+    parameter_plan: PyTree = None,
     device: str | None = None,
     level: int = DEFAULT_LEVEL,
     *,
-    config: Any = None,
-    mesh: Any = None,
-    hardware: Any = None,
+    config: ConfigSource | None = None,
+    mesh: MeshRequest | None = None,
+    hardware: Chip | str | None = None,
     memory_budget: int | str | None = None,
     search: str = DEFAULT_SEARCH,
     plan: Plan | None = None,
     strict: bool | None = None,
-    static_argnums: Any = None,
-    static_argnames: Any = None,
-    donate_argnums: Any = None,
-    donate_argnames: Any = None,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Iterable[str] | None = None,
     replication_price: float = DEFAULT_REPLICATION_PRICE,
     search_seconds: float | None = None,
     remat: str | None = None,
@@ -172,7 +179,7 @@ def shard(
     )
 
 
-def _shard_by_config(fn: Callable[..., Any] | None, options: Mapping[str, Any]) -> Any:
+def _shard_by_config(fn: Function | None, options: Mapping[str, Any]) -> Sharded | functools.partial:
     """`shard` with a configuration: its options where the arguments are the defaults, its mesh, its rules."""
     from jshard._config.apply import options_and_rules  # here, so that `import jshard` stays light
 
@@ -195,7 +202,7 @@ class Sharded:
 
     # `__call__` is a slot, not a method, so that Python calls JAX's C++ function directly.
     __slots__ = ("__call__", "__dict__", "__weakref__")
-    __call__: Callable[..., Any]
+    __call__: Function
 
     def __init__(self, request: ShardRequest, *, of_arrays: bool = False):
         """`of_arrays`: whether this is the `inner` function of a `StatefulFunction`, whose arguments hold no state."""
@@ -213,7 +220,7 @@ class Sharded:
         self._dispatch = compat.dispatcher(request.name, request.fn, self._on_cache_miss, *request.statics)
         self.__call__ = self._call_with_statics if any(request.statics) else self._dispatch
 
-    def plan(self, *args: Any, verify: bool | None = None, **kwargs: Any) -> Plan:
+    def plan(self, *args: PyTree, verify: bool | None = None, **kwargs: PyTree) -> Plan:
         """The plan for these arguments: arrays or `ShapeDtypeStruct`s; no device is needed.
 
         >>> import jax, jshard
@@ -254,7 +261,7 @@ class Sharded:
             verification = plan.verify(executable.compile())
         return dataclasses.replace(plan, verification=verification)
 
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+    def lower(self, *args: PyTree, **kwargs: PyTree) -> jax.stages.Lowered:
         """The planned program as a `jax.stages.Lowered`, ready for `.compile()`."""
         return self._executable(args, kwargs).lower()
 
@@ -273,7 +280,7 @@ class Sharded:
         return self._request
 
     def check_arguments(
-        self, args: Any, kwargs: Any, where: str = "", settings: tuple[str, ...] = ()
+        self, args: tuple, kwargs: _Kwargs, where: str = "", settings: tuple[str, ...] = ()
     ) -> None:
         """Raise `ArgumentError` for wrong names or a wrong number of arguments of the function.
 
@@ -296,11 +303,11 @@ class Sharded:
             advice=advice,
         )
 
-    def __get__(self, obj: Any, owner: type | None = None) -> Any:
+    def __get__(self, obj: object, owner: type | None = None) -> Sharded | _Bound:
         """Bind to an instance, as functions do."""
         return self if obj is None else _Bound(self, obj)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
+    def __deepcopy__(self, memo: dict[int, object]) -> Sharded:
         return self  # like functions
 
     def __copy__(self) -> Sharded:
@@ -310,7 +317,7 @@ class Sharded:
         return f"<sharded {self.__name__}{_signature_text(self._request.fn)}>"
 
     @compat.api_boundary
-    def _on_cache_miss(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
+    def _on_cache_miss(self, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, object, bool]:
         """Serve a call that JAX's C++ dispatch has not cached.
 
         Returns the results, the data with which dispatch repeats the call (None: it shall not), and whether to remove
@@ -335,7 +342,7 @@ class Sharded:
         return out, fastpath, False
 
     @compat.api_boundary
-    def _call_checking_for_state(self, *args: Any, **kwargs: Any) -> Any:
+    def _call_checking_for_state(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """`__call__` from the first call with state on."""
         stateful = self._stateful_function(args, kwargs)
         if stateful is not None:
@@ -345,7 +352,7 @@ class Sharded:
         return self._dispatch(*args, **kwargs)
 
     @compat.api_boundary
-    def _call_with_statics(self, *args: Any, **kwargs: Any) -> Any:
+    def _call_with_statics(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """A call with static arguments; dispatch hashes them, and its error for an unhashable one is replaced."""
         try:
             return self._dispatch(*args, **kwargs)
@@ -353,7 +360,7 @@ class Sharded:
             checked_statics(self._request, args, kwargs)
             raise
 
-    def _stateful_function(self, args: Any, kwargs: Any) -> StatefulFunction[Sharded] | None:
+    def _stateful_function(self, args: tuple, kwargs: _Kwargs) -> StatefulFunction[Sharded] | None:
         """This function with its state split off, if an argument holds state of `flax.nnx`."""
         library = state_library() if not self._is_array_function else None
         if library is None or not library.holds_state(traced_arguments(self._request, args, kwargs)):
@@ -366,7 +373,7 @@ class Sharded:
             return self._stateful
 
     @contextlib.contextmanager
-    def as_array_function(self, args: Any, kwargs: Any) -> Iterator[tuple[Sharded, tuple, dict[str, Any]]]:
+    def as_array_function(self, args: tuple, kwargs: _Kwargs) -> Iterator[tuple[Sharded, tuple, _Kwargs]]:
         """The function that is planned for these arguments, and its arguments: arrays, with state split."""
         stateful = self._stateful_function(args, kwargs)
         with self._explaining_errors(args, kwargs), contextlib.ExitStack() as stack:
@@ -374,12 +381,12 @@ class Sharded:
                 args, kwargs = stack.enter_context(stateful.split_arguments(args, kwargs))
             yield (self if stateful is None else stateful.inner), tuple(args), dict(kwargs)
 
-    def _call_stateful(self, stateful: StatefulFunction[Sharded], args: Any, kwargs: Any) -> Any:
+    def _call_stateful(self, stateful: StatefulFunction[Sharded], args: tuple, kwargs: _Kwargs) -> PyTree:
         with self._explaining_errors(args, kwargs):
             return stateful(args, kwargs)
 
     @contextlib.contextmanager
-    def _explaining_errors(self, args: Any, kwargs: Any) -> Iterator[None]:
+    def _explaining_errors(self, args: tuple, kwargs: _Kwargs) -> Iterator[None]:
         """Replace errors of a wrong call, or of captured state, by `ShardError`s that name the argument."""
         try:
             yield
@@ -394,17 +401,13 @@ class Sharded:
                 raise
             raise explained from None
 
-    def _executable(
-        self, args: Any, kwargs: Any, on_progress: Callable[..., None] | None = None
-    ) -> Executable:
+    def _executable(self, args: tuple, kwargs: _Kwargs, on_progress: _Progress = None) -> Executable:
         if not self._is_array_function:
             with self.as_array_function(args, kwargs) as (function, args, kwargs):
                 return function._executable_for_arrays(args, kwargs, on_progress)
         return self._executable_for_arrays(args, kwargs, on_progress)
 
-    def _executable_for_arrays(
-        self, args: Any, kwargs: Any, on_progress: Callable[..., None] | None
-    ) -> Executable:
+    def _executable_for_arrays(self, args: tuple, kwargs: _Kwargs, on_progress: _Progress) -> Executable:
         """The cached executable of a call, planned if there is none; calls of one signature plan it once."""
         try:
             key = signature(self._request, args, kwargs)
@@ -448,7 +451,7 @@ class Sharded:
         same_shapes = self._executables_by_shapes.get(key.without_placement, ())
         return next((e for e in same_shapes if e.accepts_placement(key.placement)), None)
 
-    def _plan_call(self, args: Any, kwargs: Any, on_progress: Callable[..., None] | None) -> PlannedCall:
+    def _plan_call(self, args: tuple, kwargs: _Kwargs, on_progress: _Progress) -> PlannedCall:
         """The plan of a call, with a progress bar of its own unless the caller has one."""
         try:
             if on_progress is not None:
@@ -469,24 +472,24 @@ class _Bound(functools.partial):
     def _sharded(self) -> Sharded:
         return cast(Sharded, self.func)
 
-    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+    def plan(self, *args: PyTree, **kwargs: PyTree) -> Plan:
         return self._sharded.plan(*self.args, *args, **kwargs)
 
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+    def lower(self, *args: PyTree, **kwargs: PyTree) -> jax.stages.Lowered:
         return self._sharded.lower(*self.args, *args, **kwargs)
 
     def clear_cache(self) -> None:
         self._sharded.clear_cache()
 
 
-def _parameters(fn: Any) -> Mapping[str, inspect.Parameter]:
+def _parameters(fn: Function) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(fn).parameters
     except (TypeError, ValueError):
         return {}
 
 
-def _signature_text(fn: Any) -> str:
+def _signature_text(fn: Function) -> str:
     try:
         return str(inspect.signature(fn))
     except (TypeError, ValueError):

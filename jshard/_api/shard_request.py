@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 
@@ -22,6 +21,7 @@ from jshard._api.call_state import View
 from jshard._api.plan import Plan
 from jshard._config.config_record import ConfigRecord
 from jshard._core.jax_types import Function, PyTree
+from jshard._core.named_topology import MeshRequest
 from jshard._spec.options import CallOptions, PlanOptions
 from jshard._spec.tree_paths import Leaf, argument_names
 
@@ -41,7 +41,7 @@ class ShardRequest:
     parameter_plan: PyTree
     options: PlanOptions
     call: CallOptions
-    mesh: Any
+    mesh: MeshRequest | None
     plan: Plan | None
     view: View = View()
     config: ConfigRecord | None = None

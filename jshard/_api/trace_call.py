@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from jshard import _jaxcompat as compat
 from jshard._api.call_state import refuse_captured_writes, refuse_refs
@@ -22,8 +22,9 @@ from jshard._api.machine import requested_mesh
 from jshard._api.named_outputs import with_marked_outputs
 from jshard._api.shard_request import ShardRequest, named_traced_arguments, static_values, traced_arguments
 from jshard._core.errors import NestedShardError, ShardError
-from jshard._core.jax_types import Aval, JaxMesh, PyTree
+from jshard._core.jax_types import Aval, ClosedJaxpr, JaxMesh, Jaxpr, PyTree
 from jshard._memory.list_scheduling import reorder_for_memory
+from jshard._program.builder import PinOfName
 from jshard._program.graph import Program
 from jshard._program.trace import build
 from jshard._program.user_shard_map import check_meshes, mesh_axes
@@ -166,8 +167,8 @@ def build_program(
     traced: jax.stages.Traced,
     explicit_mesh: JaxMesh | None,
     donated: tuple[int, ...],
-    pin_of_name: Callable[[Any], Any] | None = None,
-    jaxpr: Any = None,
+    pin_of_name: PinOfName | None = None,
+    jaxpr: ClosedJaxpr | None = None,
 ) -> TracedProgram:
     """The dataflow program of a traced call, its operators in an order of low peak memory.
 
@@ -195,21 +196,21 @@ def build_program(
         dataclasses.replace(program, explicit_mesh=explicit_mesh, has_recomputed=jaxpr is not None), donated
     )
     mesh = requested_mesh(request) if request.mesh is not None else compat.context_mesh()
-    if mesh is not None and hasattr(mesh, "axis_names"):
+    if isinstance(mesh, Mesh | AbstractMesh):
         check_meshes(program, mesh_axes(mesh))
     outs = compat.open_jaxpr(traced.jaxpr)[0].outvars
     weak = tuple(bool(getattr(v.aval, "weak_type", False)) for v in outs)
     return TracedProgram(program, result, avals, tree, weak)
 
 
-def source_line_of(jaxpr: Any, primitives: Container[str]) -> str | None:
+def source_line_of(jaxpr: Jaxpr | ClosedJaxpr, primitives: Container[str]) -> str | None:
     """The user's source line of the first equation of one of the `primitives`; None if there is no such equation.
 
     Frames of jshard and JAX are left out. A cached `jit` has kept no others, so the line of its caller is taken; ""
     if no frame is left.
     """
     libraries = (str(Path(__file__).parents[1]) + os.sep, os.path.dirname(jax.__file__) + os.sep)
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+    for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
         line = "" if eqn.primitive.name in primitives else None
         for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
             if line is None and (hasattr(inner, "eqns") or hasattr(inner, "jaxpr")):

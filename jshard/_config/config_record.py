@@ -12,7 +12,8 @@ decides. `WHOLE` stands for a tensor that is not cut at all, whatever its rank, 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import os
+from collections.abc import Mapping
 
 
 WHOLE = "whole"
@@ -131,7 +132,7 @@ class ConfigRecord:
     regexes: tuple[Rule, ...] = ()
     regex_match: str = "first"
     mesh: MeshSection | None = None
-    options: tuple[tuple[str, Any], ...] = ()
+    options: tuple[tuple[str, object], ...] = ()
     optional: tuple[str, ...] = ()
     unlisted: str = "derived"
     strict: bool = True
@@ -143,7 +144,7 @@ class ConfigRecord:
         """All rules as (section, rule), in the order of sections."""
         return tuple((s, r) for s in RULE_SECTIONS for r in getattr(self, s))
 
-    def option(self, name: str, default: Any = None) -> Any:
+    def option(self, name: str, default: object = None) -> object:
         """The value of an option of `shard`."""
         return dict(self.options).get(name, default)
 
@@ -151,3 +152,7 @@ class ConfigRecord:
         """The mesh axes that rules name, in order of appearance."""
         dims = (d for _, r in self.rules if not isinstance(r.entry, str) for d in r.entry)
         return tuple(dict.fromkeys(a for d in dims if isinstance(d, tuple) for a in d))
+
+
+ConfigSource = ConfigRecord | Mapping[str, object] | str | os.PathLike[str]
+"""What a configuration is read from: one that is read already, a dict, YAML text, or the path of a file."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from jshard._config.config_record import Entry
 from jshard._config.export import entry_of, tensor_of
@@ -19,6 +18,7 @@ from jshard._plan.record import PlanRecord
 from jshard._spec.parameter_plan import name_parts
 
 
+_SpecTree = dict[str, "_SpecTree | Entry"]
 FORMS = ("regexes", "specs", "logical")
 _IMPORT = "from jax.sharding import PartitionSpec as P\n\n"
 
@@ -31,12 +31,14 @@ def rules_text(plan: PlanRecord, form: str, names: Mapping[str, Sequence[str | N
         lines = [f"    (r{_quoted(regex)}, {spec_text(e)}),\n" for regex, e in regexes(tensors, entries)]
         return f"{_IMPORT}PARTITION_RULES = (\n{''.join(lines)})\n"
     if form == "specs":
-        tree: dict[str, Any] = {}
+        tree: _SpecTree = {}
         for t, entry in zip(tensors, entries, strict=True):
             node = tree
             *above, last = t.path.split(".")
             for part in above:
-                node = node.setdefault(part, {})
+                below = node.setdefault(part, {})
+                assert isinstance(below, dict), "a path to an array is no beginning of another one"
+                node = below
             node[last] = entry
         return f"{_IMPORT}SPECS = {_tree_text(tree, '')}\n"
     if form != "logical":
@@ -108,7 +110,7 @@ def _axes_text(axes: tuple[str, ...] | None) -> str:
     return f"({', '.join(map(_quoted, axes))})"
 
 
-def _tree_text(node: Any, indent: str) -> str:
+def _tree_text(node: _SpecTree | Entry, indent: str) -> str:
     if not isinstance(node, dict):
         return spec_text(node)
     inner = indent + "    "

@@ -14,11 +14,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from jshard._config.config_record import DERIVED, WHOLE, WORDS, Entry, Rule, entry_text
+from jshard._config.config_record import DERIVED, WHOLE, WORDS, Dimension, Entry, Rule, entry_text
 from jshard._config.matching import Claim
 from jshard._config.tensors import TensorName
 from jshard._core.messages import count_of, suggest
@@ -69,14 +68,14 @@ def fit(claim: Claim, tensor: TensorName) -> Entry | Problem:
         return _wrong_rank(rule, entry, tensor)
     if claim.stacked:
         axis = tensor.layer_axis or 0
-        uncut: Any = 1 if any(isinstance(d, int) for d in entry) else ()
+        uncut: Dimension = 1 if any(isinstance(d, int) for d in entry) else ()
         entry = (*entry[:axis], uncut, *entry[axis:])
     return entry
 
 
 def _transposed(entry: tuple, tensor: TensorName, rank: int) -> tuple | None:
     """An entry for torch's [out, in] as one for a Flax kernel, whose contracted dimensions are the inputs."""
-    if len(entry) == 1 or len(entry) < 2:
+    if len(entry) < 2:
         return entry
     shift = len(tensor.shape) - rank
     contracted = None
@@ -91,7 +90,7 @@ def _transposed(entry: tuple, tensor: TensorName, rank: int) -> tuple | None:
     if len(entry) != 2 or contracted is None or len(contracted) == rank or not contracted:
         return None
     # One matrix in torch, several dimensions in Flax: heads and their width. The major one has the cut.
-    dims: list[Any] = [()] * rank
+    dims: list[Dimension] = [()] * rank
     dims[contracted[0]] = into
     dims[min(d for d in range(rank) if d not in contracted)] = out
     return tuple(dims)
@@ -165,17 +164,10 @@ def pin_of(entry: Entry, tensor: TensorName, where: str) -> Pin | None:
     return None if pin is None or pin.free else pin
 
 
-def spec_of(entry: Entry) -> PartitionSpec | None:
-    """The `PartitionSpec` of an entry by axes; None for words and numbers of pieces."""
-    if isinstance(entry, str) or any(isinstance(d, int) for d in entry):
-        return PartitionSpec() if entry == WHOLE else None
-    return PartitionSpec(*(_spec_item(d) for d in entry))
-
-
-def _spec_item(dim: Any) -> Any:
+def _spec_item(dim: Dimension) -> object:
     if dim is None:
         return PartitionSpec.UNCONSTRAINED
-    return dim[0] if len(dim) == 1 else dim or None
+    return dim[0] if isinstance(dim, tuple) and len(dim) == 1 else dim or None
 
 
 def is_word(entry: Entry) -> bool:

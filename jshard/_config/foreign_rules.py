@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 
@@ -19,8 +19,13 @@ from jshard._config.sections import parse_entry_of, parse_value
 from jshard._config.tensors import TensorName
 from jshard._config.yaml_reader import locate
 from jshard._core.errors import ShardError
+from jshard._core.jax_types import PyTree
 from jshard._core.messages import describe_value, suggest
 from jshard._spec.tree_paths import path_name
+
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 def mesh_section(mesh: Mapping[str, int] | None) -> MeshSection | None:
@@ -29,7 +34,7 @@ def mesh_section(mesh: Mapping[str, int] | None) -> MeshSection | None:
 
 
 def from_regexes(
-    rules: Iterable[Any], mesh: Mapping[str, int] | None = None, match: str = "first"
+    rules: Iterable[Sequence[object]], mesh: Mapping[str, int] | None = None, match: str = "first"
 ) -> ConfigRecord:
     """Pairs of a regular expression and a `PartitionSpec`, a tuple or a list.
 
@@ -42,7 +47,7 @@ def from_regexes(
     return dataclasses.replace(config, mesh=mesh_section(mesh), unlisted="replicated")
 
 
-def from_layout_map(layout_map: Mapping[str, Any], mesh: Mapping[str, int] | None = None) -> ConfigRecord:
+def from_layout_map(layout_map: Mapping[str, object], mesh: Mapping[str, int] | None = None) -> ConfigRecord:
     """Keras' `LayoutMap`: an exact path, else the one regular expression that matches; two are an error, none is whole.
 
     Values are tuples of axes or `TensorLayout`s; `layout_map` is a dict or Keras' own object.
@@ -54,7 +59,7 @@ def from_layout_map(layout_map: Mapping[str, Any], mesh: Mapping[str, int] | Non
     return from_regexes(pairs, mesh, match="only")
 
 
-def _axes_of(value: Any) -> Any:
+def _axes_of(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -68,7 +73,7 @@ def from_names(
 
 
 def from_axis_mapping(
-    mapping: Mapping[str, Any],
+    mapping: Mapping[str, str | Sequence[str] | None],
     names: Mapping[str, Sequence[str | None]],
     mesh: Mapping[str, int] | None = None,
 ) -> ConfigRecord:
@@ -92,11 +97,11 @@ def from_axis_mapping(
     return from_names(entries, mesh, "axis mapping")
 
 
-def _axes(value: Any) -> tuple[str, ...]:
+def _axes(value: str | Sequence[str] | None) -> tuple[str, ...]:
     return () if value is None else (value,) if isinstance(value, str) else tuple(value)
 
 
-def logical_names(tree: Any) -> dict[str, tuple[str | None, ...]]:
+def logical_names(tree: PyTree) -> dict[str, tuple[str | None, ...]]:
     """The axis names that Flax' metadata gives the arrays of a pytree, by path.
 
     Boxes of linen (`nn.Partitioned`, `nn.LogicallyPartitioned`) have `names`, variables of nnx the metadata `sharding`,
@@ -117,13 +122,13 @@ def logical_names(tree: Any) -> dict[str, tuple[str | None, ...]]:
     return out
 
 
-def _has_names(node: Any) -> bool:
+def _has_names(node: object) -> bool:
     return (
         hasattr(node, "get_metadata") or hasattr(type(node), "get_partition_spec") and hasattr(node, "names")
     )
 
 
-def _names_of(node: Any) -> Any:
+def _names_of(node: PyTree) -> Sequence[str | None] | None:
     if hasattr(node, "get_metadata"):
         data = node.get_metadata()
         keys = ("sharding_names", "out_sharding", "sharding")
@@ -131,7 +136,7 @@ def _names_of(node: Any) -> Any:
     return getattr(node, "names", None)
 
 
-def from_metadata(tree: Any, mesh: Mapping[str, int] | None = None) -> ConfigRecord:
+def from_metadata(tree: PyTree, mesh: Mapping[str, int] | None = None) -> ConfigRecord:
     """The mesh axes that Flax' partitioning metadata gives the arrays of a pytree."""
     names = logical_names(tree)
     if not names:
@@ -166,7 +171,9 @@ TUNIX_FIELDS = {
 (google/tunix, tunix/models/{llama3,qwen3,gemma}/model.py)."""
 
 
-def from_tunix(sharding: Any, mesh: Mapping[str, int] | None = None) -> ConfigRecord:
+def from_tunix(
+    sharding: Mapping[str, Sequence[str | None]] | DataclassInstance, mesh: Mapping[str, int] | None = None
+) -> ConfigRecord:
     """tunix' `ShardingConfig`, or a dict of its fields; those of weights become rules, each for whichever model has them.
 
     >>> record = from_tunix({"emb_vd": ("tp", "fsdp"), "act_btd": ("fsdp", None, "tp")})

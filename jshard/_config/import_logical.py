@@ -12,7 +12,7 @@ nnx would read the rules otherwise for w
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jshard._config.config_record import ConfigRecord
@@ -20,6 +20,7 @@ from jshard._config.foreign_rules import from_names, logical_names
 from jshard._config.logical_rules import Names, Pair, linen_entry, nnx_entry, pairs_of
 from jshard._config.yaml_reader import Located, read_yaml
 from jshard._core.errors import ShardError
+from jshard._core.jax_types import PyTree
 from jshard._core.messages import abbreviate, suggest
 
 
@@ -27,7 +28,10 @@ READINGS = {"linen": linen_entry, "nnx": nnx_entry}
 
 
 def config_of_logical_rules(
-    rules: Any, names: Any, mesh: Mapping[str, int] | None, reading: str
+    rules: str | Mapping[str, object] | Iterable[object],
+    names: PyTree,
+    mesh: Mapping[str, int] | None,
+    reading: str,
 ) -> ConfigRecord:
     """The configuration of `Config.from_logical_rules`."""
     if reading not in READINGS:
@@ -46,7 +50,9 @@ def config_of_logical_rules(
     return dataclasses.replace(from_names(entries, mesh, "logical axis rules"), notes=tuple(notes))
 
 
-def _notes(pairs: Sequence[Pair], logical: Mapping[str, Names], reading: str, known: Any) -> list[str]:
+def _notes(
+    pairs: Sequence[Pair], logical: Mapping[str, Names], reading: str, known: Sequence[str] | None
+) -> list[str]:
     read = READINGS[reading]
     in_use = {n for own in logical.values() for n in own if n is not None}
     unknown = sorted(in_use - {n for n, _ in pairs})
@@ -68,7 +74,9 @@ def _notes(pairs: Sequence[Pair], logical: Mapping[str, Names], reading: str, kn
     )
 
 
-def _maxtext(value: Any, mesh: Mapping[str, int] | None) -> tuple[Any, Mapping[str, int] | None]:
+def _maxtext(
+    value: str | Mapping[Any, Any], mesh: Mapping[str, int] | None
+) -> tuple[Iterable[object], Mapping[str, int] | None]:
     """The rules of a MaxText configuration, and its mesh where all sizes are given."""
     data = _plain(read_yaml(value, "MaxText")) if isinstance(value, str) else dict(value)
     if not isinstance(data, Mapping) or "logical_axis_rules" not in data:

@@ -13,7 +13,6 @@ on a name without a pair as if it were a mesh axis. The same list can mean diffe
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from jshard._config.config_record import Entry
 from jshard._core.errors import ShardError
@@ -24,7 +23,7 @@ Pair = tuple[str, tuple[str, ...] | None]
 Names = tuple[str | None, ...]
 
 
-def pairs_of(rules: Iterable[Any]) -> list[Pair]:
+def pairs_of(rules: Iterable[object]) -> list[Pair]:
     """A list of rules as MaxText's YAML or Python have it; mesh axes are a name, a list, or nothing.
 
     >>> pairs_of([["batch", ["data", "fsdp"]], ["mlp", "tensor"], ["norm", []], ["heads", None]])
@@ -49,7 +48,7 @@ def pairs_of(rules: Iterable[Any]) -> list[Pair]:
     return out
 
 
-def linen_entry(names: Names, rules: Sequence[Any], known: Iterable[str] | None = None) -> Entry:
+def linen_entry(names: Names, rules: Sequence[object], known: Iterable[str] | None = None) -> Entry:
     """The mesh axes of a tensor with these logical axes, as linen reads the rules.
 
     `known`: the axes of the mesh; the others count as axes of size 1: they take part in the choice and cut nothing.
@@ -66,7 +65,7 @@ def linen_entry(names: Names, rules: Sequence[Any], known: Iterable[str] | None 
     return tuple(_known(d, known) for d in result)
 
 
-def nnx_entry(names: Names, rules: Sequence[Any], known: Iterable[str] | None = None) -> Entry:
+def nnx_entry(names: Names, rules: Sequence[object], known: Iterable[str] | None = None) -> Entry:
     """The mesh axes of a tensor with these logical axes, as nnx reads the rules."""
     last = {name: _known(axes, known) for name, axes in pairs_of(rules)}
     return tuple(() if n is None else last.get(n, (n,)) for n in names)

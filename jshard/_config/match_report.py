@@ -1,6 +1,8 @@
 """What a configuration and a function have to say to each other, both ways: as data and as a table.
 
 >>> from jshard._config.config_record import Rule
+>>> from jshard._config.resolve import resolve
+>>> from jshard._config.tensors import TensorName
 >>> record = ConfigRecord(parameters=(Rule("fc.w", (("x",), ()), "f.yaml:2"), Rule("haed.w", ((), ()), "f.yaml:3")))
 >>> tensors = [TensorName(f"params.{n}.w", (4, 4), "float32", "params") for n in ("fc", "head")]
 >>> report = MatchReport.of(record, resolve(record, tensors, sizes={"x": 2}), {"x": 2})
@@ -17,8 +19,7 @@ from collections.abc import Mapping, Sequence
 
 from jshard._config.config_record import ConfigRecord, entry_text
 from jshard._config.fitting import Problem
-from jshard._config.resolve import Resolution, Row, resolve as resolve
-from jshard._config.tensors import TensorName as TensorName
+from jshard._config.resolution import Resolution, Row
 from jshard._core.errors import StrategyError
 from jshard._core.messages import count_of
 

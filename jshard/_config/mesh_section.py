@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -23,8 +22,10 @@ from jax.sharding import Mesh
 from jshard._config.config_record import MeshSection
 from jshard._config.yaml_reader import Located
 from jshard._core.errors import MeshError
+from jshard._core.jax_types import Device
 from jshard._core.messages import describe_value, suggest
-from jshard._core.named_topology import topology
+from jshard._core.named_topology import MeshRequest, topology
+from jshard._core.topology import named_device_count
 
 
 FORMS = 'axes with sizes, {data: 2, fsdp: -1}; {machine: "v5p:4x4x4", axes: {...}}; {ici: {...}, dcn: {...}}; "auto"'
@@ -60,7 +61,7 @@ def parse_mesh(
     return MeshSection(_sizes(node), where=node.where)
 
 
-def build_mesh(section: MeshSection, device: str | None = None) -> Any:
+def build_mesh(section: MeshSection, device: str | None = None) -> MeshRequest:
     """The mesh of a section, over the first of the devices there are; or what `shard(mesh=)` takes in its place.
 
     >>> build_mesh(MeshSection((("data", 1), ("tensor", 2)))).shape["tensor"]
@@ -69,7 +70,7 @@ def build_mesh(section: MeshSection, device: str | None = None) -> Any:
     if section.machine and not section.axes:
         return section.machine
     if section.machine:
-        axes = _filled(section, _machine_devices(section))
+        axes = _filled(section, named_device_count(section.machine) * section.slices)
         return topology(section.machine, dict(axes.axes), num_slices=section.slices)
     devices = jax.devices(device)
     section = _filled(section, len(devices))
@@ -89,7 +90,7 @@ def build_mesh(section: MeshSection, device: str | None = None) -> Any:
     return Mesh(np.array(devices[:count]).reshape(tuple(sizes.values())), tuple(sizes))
 
 
-def _hybrid(section: MeshSection, devices: list[Any]) -> Mesh:
+def _hybrid(section: MeshSection, devices: Sequence[Device]) -> Mesh:
     """A mesh whose `dcn` factors are the major ones of their axes: slow links between slices, fast ones inside."""
     names, ici, dcn = section.names, dict(section.axes), dict(section.dcn)
     inner, outer = ([of.get(n, 1) for n in names] for of in (ici, dcn))
@@ -126,17 +127,12 @@ def _filled(section: MeshSection, devices: int) -> MeshSection:
     return dataclasses.replace(section, axes=filled(section.axes), dcn=filled(section.dcn))
 
 
-def _machine_devices(section: MeshSection) -> int:
-    from jshard._core import topology as torus
-
-    return torus.device_count(*torus.parse_name(section.machine)) * section.slices
-
-
 def _sizes(node: Located | None) -> tuple[tuple[str, int], ...]:
     if node is None or node.value is None:
         return ()
     if not isinstance(node.value, Mapping):
         raise MeshError(f"mesh axes are {describe_value(node.value)}", where=node.where, fix=FORMS)
+    sizes: list[tuple[str, int]] = []
     for name, size in node.value.items():
         if (
             isinstance(size.value, bool)
@@ -148,9 +144,10 @@ def _sizes(node: Located | None) -> tuple[tuple[str, int], ...]:
                 where=size.where,
                 fix="a positive number, or -1 for what is left",
             )
-    if [s.value for s in node.value.values()].count(-1) > 1:
+        sizes.append((name, size.value))
+    if [s for _, s in sizes].count(-1) > 1:
         raise MeshError("two mesh axes have the size -1", where=node.where, fix="-1 for one axis only")
-    return tuple((n, s.value) for n, s in node.value.items())
+    return tuple(sizes)
 
 
 def _only(keys: Mapping[str, Located], known: tuple[str, ...]) -> None:

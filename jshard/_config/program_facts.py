@@ -16,13 +16,15 @@ named scope.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
 
 from jshard import _jaxcompat as compat
-from jshard._config.tensors import TensorName
+from jshard._config.tensors import ProgramFacts, TensorName
+from jshard._core.jax_types import ClosedJaxpr, Jaxpr, JaxprEqn
 from jshard._program.graph import Program
 from jshard._program.pin_primitives import MODULE_OUTPUT
+from jshard._program.residuals import bodies_of
+from jshard._spec.entry import Pin
 
 
 _PASSED_ON = frozenset(
@@ -31,9 +33,9 @@ _PASSED_ON = frozenset(
 _ENTERED = frozenset(("scan_const", "scan_carry", "while_const", "while_carry"))
 
 
-def facts_of_arguments(program: Program) -> dict[int, dict[str, Any]]:
+def facts_of_arguments(program: Program) -> dict[int, ProgramFacts]:
     """By number of the argument: `layer_axis` and `contracted`, where the program says so."""
-    out: dict[int, dict[str, Any]] = {}
+    out: dict[int, ProgramFacts] = {}
     for i, op in enumerate(program.inputs):
         facts = _facts(program, program.operators[op].results[0])
         if facts:
@@ -41,11 +43,10 @@ def facts_of_arguments(program: Program) -> dict[int, dict[str, Any]]:
     return out
 
 
-def _facts(program: Program, tensor: int) -> dict[str, Any]:
+def _facts(program: Program, tensor: int) -> ProgramFacts:
     """Follow a tensor through what only converts, transposes or hands it on, up to the first product."""
     uses, operators = program.uses(), program.operators
-    facts: dict[str, Any] = {}
-    eqn: Any
+    facts = ProgramFacts()
     queue = collections.deque([(tensor, tuple(range(program.tensors[tensor].ndim)))])
     seen = {tensor}
     while queue:
@@ -54,14 +55,14 @@ def _facts(program: Program, tensor: int) -> dict[str, Any]:
             op = operators[number]
             if op.eqn is not None and compat.is_backward(op.prefix, op.eqn):
                 continue
-            following, own, eqn = op.results, dims, op.eqn
+            following, own = op.results, dims
             if op.primitive == "scan_xs":
                 facts.setdefault("layer_axis", dims[0])
                 own = dims[1:]
             elif op.primitive == "transpose":
-                own = tuple(dims[d] for d in eqn.params["permutation"])
+                own = tuple(dims[d] for d in op.equation.params["permutation"])
             elif op.primitive == "dot_general":
-                contracting = eqn.params["dimension_numbers"][0][k]
+                contracting = op.equation.params["dimension_numbers"][0][k]
                 facts.setdefault("contracted", tuple(sorted(dims[d] for d in contracting)))
                 other = op.operands[1 - k]
                 facts.setdefault("product_with", other if isinstance(other, int) else None)
@@ -77,7 +78,7 @@ def _facts(program: Program, tensor: int) -> dict[str, Any]:
     return facts
 
 
-def named_values(jaxpr: Any) -> list[TensorName]:
+def named_values(jaxpr: Jaxpr | ClosedJaxpr) -> list[TensorName]:
     """Every output of a module, `checkpoint_name` and named scope of the forward pass, each name once."""
     found: dict[tuple[str, str, int], TensorName] = {}
     for eqn, prefix in _equations(jaxpr, ""):
@@ -101,20 +102,18 @@ def named_values(jaxpr: Any) -> list[TensorName]:
     return list(found.values())
 
 
-def _equations(jaxpr: Any, prefix: str) -> Iterator[tuple[Any, str]]:
+def _equations(jaxpr: Jaxpr | ClosedJaxpr, prefix: str) -> Iterator[tuple[JaxprEqn, str]]:
     """All equations with the name stacks of the calls around them."""
     for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
         yield eqn, prefix
-        for value in eqn.params.values():
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                if compat.is_jaxpr(inner):
-                    yield from _equations(inner, compat.name_stack(prefix, eqn))
+        for body in bodies_of(eqn):
+            yield from _equations(body, compat.name_stack(prefix, eqn))
 
 
-def pin_of_name(pins: dict[tuple[str, str, int], Any]) -> Callable[[Any], Any]:
+def pin_of_name(pins: Mapping[tuple[str, str, int], Pin]) -> Callable[[JaxprEqn], Pin | None]:
     """The function from the equation of a named value to its pin; `pins` by (kind, path, element)."""
 
-    def find(eqn: Any) -> Any:
+    def find(eqn: JaxprEqn) -> Pin | None:
         if eqn.primitive.name == "name":
             return pins.get(("name", str(eqn.params["name"]), 0))
         name = eqn.params["pin"]

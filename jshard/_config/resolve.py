@@ -17,7 +17,7 @@ from jshard._config.config_record import DERIVED, ConfigRecord, Rule, entry_text
 from jshard._config.fitting import Problem, fit, problems_of
 from jshard._config.matching import Claim, Claims, is_catch_all, match, match_outputs, rule_rank
 from jshard._config.path_patterns import matches, without_numbers
-from jshard._config.resolution import Resolution as Resolution, Row as Row
+from jshard._config.resolution import Resolution, Row
 from jshard._config.slips import slips
 from jshard._config.tensors import TensorName
 from jshard._spec.parameter_plan import name_parts, nearest_names

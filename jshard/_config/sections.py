@@ -64,7 +64,7 @@ def parse(node: Located, source: str = "config", above: tuple[Path, ...] = ()) -
             raise ShardError(
                 f"{key!r} is no section of a configuration", where=value.where, fix=suggest(key, KEYS)
             )
-    fields: dict[str, Any] = {"source": source}
+    fields: dict[str, object] = {"source": source}
     for section in NAMED_SECTIONS:
         if section in sections:
             fields[section] = parse_rules(section, sections[section])
@@ -72,7 +72,7 @@ def parse(node: Located, source: str = "config", above: tuple[Path, ...] = ()) -
         fields["regexes"] = _parse_regexes(sections["regexes"])
     mesh = parse_mesh(sections.get("mesh"), sections.get("ici_mesh"), sections.get("dcn_mesh"))
     fields |= {"mesh": mesh} | _settings(sections)
-    return merge(base, ConfigRecord(**fields))
+    return merge(base, dataclasses.replace(ConfigRecord(), **fields))
 
 
 def is_flat(sections: Mapping[str, Located]) -> bool:
@@ -87,7 +87,8 @@ def _flat_record(sections: Mapping[str, Located], source: str) -> ConfigRecord:
     names = {k: v for k, v in sections.items() if k not in KEYS and k not in TORCH_MESHES}
     mesh = parse_mesh(sections.get("mesh"), sections.get("ici_mesh"), sections.get("dcn_mesh"))
     rules = parse_rules("torch", Located(names, source))
-    return ConfigRecord(torch=rules, mesh=mesh, source=source, **_settings(sections))
+    record = ConfigRecord(torch=rules, mesh=mesh, source=source)
+    return dataclasses.replace(record, **_settings(sections))
 
 
 def parse_rules(section: str, node: Located) -> tuple[Rule, ...]:
@@ -130,7 +131,7 @@ def parse_entry_of(node: Located, words: bool = False) -> Entry:
         value = node.value
     if value is None:
         return WHOLE
-    if value == DERIVED or words and value in WORDS:
+    if isinstance(value, str) and (value == DERIVED or words and value in WORDS):
         return value
     if not isinstance(value, list):
         raise ShardError(
@@ -168,8 +169,10 @@ def _parse_dimension(node: Located) -> Dimension:
         return (value,)
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
-    if isinstance(value, list) and all(isinstance(a.value, str) and a.value.strip() for a in value):
-        return tuple(a.value for a in value)
+    if isinstance(value, list):
+        axes = tuple(a.value for a in value if isinstance(a.value, str) and a.value.strip())
+        if len(axes) == len(value):
+            return axes
     shown = [v.value for v in value] if isinstance(value, list) else value
     raise ShardError(f"a dimension is {describe_value(shown)}", where=node.where, fix=ENTRY_HELP)
 
@@ -202,11 +205,11 @@ def _parse_regexes(node: Located) -> tuple[Rule, ...]:
     return tuple(rules)
 
 
-def _settings(sections: Mapping[str, Located]) -> dict[str, Any]:
-    out: dict[str, Any] = {}
+def _settings(sections: Mapping[str, Located]) -> dict[str, object]:
+    out: dict[str, object] = {}
     options = [(k, _option(k, v)) for k, v in sections.items() if k in OPTIONS]
     if options:
-        out["options"] = tuple(sorted(options))
+        out["options"] = tuple(sorted(options, key=lambda option: option[0]))
     if "optional" in sections:
         node = sections["optional"]
         names = [node] if isinstance(node.value, str) else node.value
@@ -236,18 +239,18 @@ def _settings(sections: Mapping[str, Located]) -> dict[str, Any]:
     return out
 
 
-def _option(name: str, node: Located) -> Any:
+def _option(name: str, node: Located) -> object:
     """The checked value of an option of `shard`; its errors have the place in the file."""
-    value = _plain(node)
+    value: dict[str, Any] = {name: _plain(node)}
     check = check_call_options if name.startswith(("static", "donate")) else check_options
     try:
-        check(**{name: value})
+        check(**value)
     except ShardError as error:
         raise type(error)(error.what, where=node.where, fix=error.fix) from None
-    return value
+    return value[name]
 
 
-def _plain(node: Located) -> Any:
+def _plain(node: Located) -> object:
     return tuple(map(_plain, node.value)) if isinstance(node.value, list) else node.value
 
 
@@ -300,7 +303,7 @@ def merge(base: ConfigRecord | None, own: ConfigRecord) -> ConfigRecord:
     if base is None:
         return own
     default = ConfigRecord()
-    fields: dict[str, Any] = {}
+    fields: dict[str, object] = {}
     for field in dataclasses.fields(ConfigRecord):
         theirs, mine = getattr(base, field.name), getattr(own, field.name)
         if field.name in (*NAMED_SECTIONS,):
@@ -311,9 +314,9 @@ def merge(base: ConfigRecord | None, own: ConfigRecord) -> ConfigRecord:
             fields[field.name] = tuple(dict.fromkeys((*mine, *theirs)))
         else:
             fields[field.name] = theirs if mine == getattr(default, field.name) else mine
-    return ConfigRecord(**{**fields, "source": own.source})
+    return dataclasses.replace(own, **{**fields, "source": own.source})
 
 
-def parse_value(value: Any, source: str, read: Callable[[str, str], Located] = read_yaml) -> ConfigRecord:
+def parse_value(value: object, source: str, read: Callable[[str, str], Located] = read_yaml) -> ConfigRecord:
     """The configuration of a dict, or of YAML text."""
     return parse(read(value, source) if isinstance(value, str) else locate(value, source), source)

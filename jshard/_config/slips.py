@@ -5,6 +5,7 @@ up) are usually cut alike, and an axis that does not cut the batch usually cuts 
 and the inputs of the one that narrows (Megatron; Shoeybi et al. 2019), so that one sum per pair is enough.
 
 >>> from jshard._config.config_record import Rule
+>>> from jshard._config.tensors import TensorName
 >>> def row(name, shape, *dims, reads=1):
 ...     t = TensorName(name, shape, "float32", "p", contracted=(0,), product_with=reads)
 ...     return Row(t, dims, "rule", "parameters", Rule(name, dims, "f.yaml:2"))
@@ -24,7 +25,6 @@ from jshard._config.config_record import entry_text
 from jshard._config.fitting import Problem
 from jshard._config.path_patterns import without_numbers
 from jshard._config.resolution import Row
-from jshard._config.tensors import TensorName as TensorName
 
 
 def slips(rows: Sequence[Row], inner: Sequence[Row]) -> list[Problem]:

@@ -12,7 +12,6 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from jshard._config.config_record import RULE_SECTIONS, ConfigRecord, MeshSection, Rule
 from jshard._config.sections import (
@@ -35,7 +34,7 @@ SETTINGS_WITH_DEFAULT = ("strict", "unlisted", "regex_match", "mesh")
 HELP = "the path of a YAML file, YAML text, a dict, or a jshard.Config"
 
 
-def read_config(value: Any, source: str = "config") -> ConfigRecord:
+def read_config(value: object, source: str = "config") -> ConfigRecord:
     """The configuration that a value stands for; a string is a path if it is one line that names a file."""
     if isinstance(value, ConfigRecord):
         return value
@@ -72,7 +71,7 @@ def override(record: ConfigRecord, *texts: str) -> ConfigRecord:
     return record
 
 
-def _override(record: ConfigRecord, text: Any) -> ConfigRecord:
+def _override(record: ConfigRecord, text: str) -> ConfigRecord:
     where = f"override {text!r}"
     if not isinstance(text, str) or not text.strip():
         raise ShardError(f"an override is {type_with_article(text)}", where="override", fix='text: "level=2"')

@@ -11,9 +11,10 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TypedDict
 
 import jax.numpy as jnp
+import numpy as np
 
 from jshard import _jaxcompat as compat
 from jshard._spec.parameter_plan import name_parts
@@ -33,7 +34,7 @@ class TensorName:
 
     path: str
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: np.dtype | str
     argument: str = ""
     kind: str = "argument"
     element: int = 0
@@ -81,12 +82,18 @@ class TensorName:
         return f"{self.path}[{self.element}]" if self.elements > 1 else self.path
 
 
-def arguments(
-    leaves: Sequence[Leaf], facts: Mapping[int, Mapping[str, Any]] | None = None
-) -> list[TensorName]:
-    """The arrays of a call; `facts`: what the program says about some, fields of `TensorName` by number."""
+class ProgramFacts(TypedDict, total=False):
+    """Fields of `TensorName` that only the program says."""
+
+    layer_axis: int
+    contracted: tuple[int, ...]
+    product_with: int | None
+
+
+def arguments(leaves: Sequence[Leaf], facts: Mapping[int, ProgramFacts] | None = None) -> list[TensorName]:
+    """The arrays of a call; `facts`: what the program says about some, by number."""
     return [
-        TensorName(leaf.path, leaf.shape, leaf.dtype, leaf.argument, **(facts or {}).get(i, {}))
+        TensorName(leaf.path, leaf.shape, leaf.dtype, leaf.argument, **(facts or {}).get(i, ProgramFacts()))
         for i, leaf in enumerate(leaves)
         if leaf.dtype is not None
     ]

@@ -18,11 +18,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from jshard._core.errors import ShardError
 from jshard._core.messages import type_with_article
 
+
+if TYPE_CHECKING:
+    import yaml
 
 QUOTES = 'YAML; a name that begins with * or { stands in quotes: "**.scale": [null]'
 
@@ -31,7 +35,7 @@ QUOTES = 'YAML; a name that begins with * or { stands in quotes: "**.scale": [nu
 class Located:
     """A value with the place where it stands: a dict of `Located`, a list of `Located`, or a plain value."""
 
-    value: Any
+    value: dict[str, Located] | list[Located] | object
     where: str
 
 
@@ -54,12 +58,7 @@ def read_yaml(text: str, source: str) -> Located:
         loader.dispose()
 
 
-def read_value(text: str, source: str) -> Located:
-    """One YAML value, as in `[null, tensor]`."""
-    return read_yaml(text, source)
-
-
-def locate(value: Any, where: str) -> Located:
+def locate(value: object, where: str) -> Located:
     """A Python value as `Located`, all of it at one place.
 
     >>> locate({"level": 2}, "config").value["level"]
@@ -77,7 +76,7 @@ def locate(value: Any, where: str) -> Located:
     return Located(value, where)
 
 
-def _yaml() -> Any:
+def _yaml() -> ModuleType:
     try:
         import yaml
     except ModuleNotFoundError:
@@ -89,7 +88,9 @@ def _yaml() -> Any:
     return yaml
 
 
-def _located(loader: Any, node: Any, source: str, above: tuple[int, ...]) -> Located:
+def _located(loader: yaml.SafeLoader, node: yaml.Node, source: str, above: tuple[int, ...]) -> Located:
+    from yaml import MappingNode, SequenceNode
+
     where = f"{source}:{node.start_mark.line + 1}"
     if id(node) in above:
         raise ShardError("a value contains itself", where=where, fix="the value written out")
@@ -98,7 +99,7 @@ def _located(loader: Any, node: Any, source: str, above: tuple[int, ...]) -> Loc
             f"the tag {node.tag} is not plain YAML", where=where, fix="numbers, strings, lists and maps"
         )
     above = (*above, id(node))
-    if node.id == "mapping":
+    if isinstance(node, MappingNode):
         loader.flatten_mapping(node)
         out: dict[str, Located] = {}
         for key_node, value_node in node.value:
@@ -112,13 +113,15 @@ def _located(loader: Any, node: Any, source: str, above: tuple[int, ...]) -> Loc
                 )
             out[key] = dataclasses.replace(_located(loader, value_node, source, above), where=at)
         return Located(out, where)
-    if node.id == "sequence":
+    if isinstance(node, SequenceNode):
         return Located([_located(loader, n, source, above) for n in node.value], where)
     return Located(loader.construct_object(node), where)
 
 
-def _key(loader: Any, node: Any, source: str) -> str:
+def _key(loader: yaml.SafeLoader, node: yaml.Node, source: str) -> str:
+    from yaml import ScalarNode
+
     where = f"{source}:{node.start_mark.line + 1}"
-    if node.id != "scalar":
+    if not isinstance(node, ScalarNode):
         raise ShardError("a key is a list or a map", where=where, fix=QUOTES)
     return str(node.value)

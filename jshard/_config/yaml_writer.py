@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from jshard._config.config_record import ConfigRecord, Rule
 
@@ -54,5 +53,5 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _plain(value: Any) -> str:
+def _plain(value: object) -> str:
     return json.dumps(value) if not isinstance(value, tuple) else json.dumps(list(value))

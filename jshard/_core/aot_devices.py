@@ -10,7 +10,6 @@ import dataclasses
 import importlib.util
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -39,7 +38,7 @@ def compile_only_devices(
             fix=f"XLA_FLAGS=--xla_force_host_platform_device_count={count} before Python starts",
         )
     tpu = chip.interconnect.startswith("torus")
-    if not (_installed("libtpu") if tpu else _cuda_plugin()):
+    if not (installed("libtpu") if tpu else cuda_plugin_installed()):
         if not required:
             return None
         wheel = "libtpu" if tpu else "jax-cuda12-plugin jax-cuda12-pjrt"
@@ -85,15 +84,17 @@ def _startup_hint(error: str, tpu: bool) -> str:
     )
 
 
-def _installed(module: str) -> bool:
+def installed(module: str) -> bool:
+    """Whether a module could be imported."""
     try:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
         return False
 
 
-def _cuda_plugin() -> bool:
-    return any(_installed(f"jax_plugins.xla_cuda{v}") for v in (12, 13))
+def cuda_plugin_installed() -> bool:
+    """Whether JAX's CUDA plugin, which has the compiler for GPU, is there."""
+    return any(installed(f"jax_plugins.xla_cuda{v}") for v in (12, 13))
 
 
 def _tpu_name(chip: Chip, physical: Sequence[int]) -> str:
@@ -101,13 +102,13 @@ def _tpu_name(chip: Chip, physical: Sequence[int]) -> str:
     return f"{generation}:{'x'.join(map(str, physical))}"
 
 
-def _tpu_options(chip: Chip, physical: Sequence[int], slices: int) -> dict[str, Any]:
+def _tpu_options(chip: Chip, physical: Sequence[int], slices: int) -> dict[str, object]:
     """libtpu's options besides the name of the topology, found by experiment (jax_facts.md section 6).
 
     A host has 2 x 2 x 1 chips by default and a shape must consist of whole hosts, so small shapes need smaller hosts.
     On v4 libtpu counts cores unless `megacore` joins the two of a chip, as on the real machines.
     """
-    options: dict[str, Any] = {}
+    options: dict[str, object] = {}
     padded = (*physical, 1)[:3] if len(physical) < 3 else tuple(physical)
     bounds = tuple(host if n % host == 0 else 1 for n, host in zip(padded, (2, 2, 1), strict=True))
     if bounds != (2, 2, 1):

@@ -12,8 +12,6 @@ jshard._core.errors.ShardError: a cut of 3 does not divide 32
 
 from __future__ import annotations
 
-from typing import Any
-
 
 class ShardError(ValueError):
     """A request that cannot be fulfilled: `what` is wrong, `where`, and the `fix`, what to write instead."""
@@ -62,8 +60,8 @@ class MemoryBudgetError(SearchError):
         *,
         where: str = "",
         fix: str = "",
-        refusal: Any = None,
-        remedies: tuple[Any, ...] = (),
+        refusal: object = None,
+        remedies: tuple[object, ...] = (),
     ):
         super().__init__(what, where=where, fix=fix)
         self.refusal, self.remedies = refusal, remedies

@@ -73,6 +73,33 @@ class PyTreeDef(Protocol):
         ...
 
 
+class NameStack(Protocol):
+    """The names of the scopes and transformations around an equation."""
+
+    def __init__(self) -> None: ...
+
+    def __add__(self, other: NameStack, /) -> NameStack:
+        """The names of an outer and of an inner stack."""
+        ...
+
+    def transform(self, name: str, /) -> NameStack:
+        """The stack inside a transformation."""
+        ...
+
+
+class SourceInfo(Protocol):
+    """Where an equation was written."""
+
+    @property
+    def name_stack(self) -> NameStack: ...
+    @property
+    def traceback(self) -> object: ...
+
+    def replace(self, *, name_stack: NameStack) -> SourceInfo:
+        """The same source line with another name stack."""
+        ...
+
+
 class Primitive(Protocol):
     """A primitive of JAX."""
 
@@ -93,6 +120,10 @@ class Aval(ArrayType, Protocol):
 
     @property
     def size(self) -> int: ...
+
+    def str_short(self, short_dtypes: bool = False) -> str:
+        """Dtype and shape in short: `f32[8,4]`."""
+        ...
 
 
 class JaxprAtom(Protocol):
@@ -123,11 +154,11 @@ class JaxprEqn(Protocol):
     @property
     def effects(self) -> Collection[object]: ...
     @property
-    def source_info(self) -> Any: ...
+    def source_info(self) -> SourceInfo: ...
     @property
-    def ctx(self) -> Any: ...
+    def ctx(self) -> object: ...
 
-    def replace(self, **changes: Any) -> JaxprEqn:
+    def replace(self, **changes: object) -> JaxprEqn:
         """The equation with other fields."""
         ...
 
@@ -146,7 +177,7 @@ class Jaxpr(Protocol):
     @property
     def effects(self) -> Collection[object]: ...
 
-    def replace(self, **changes: Any) -> Jaxpr:
+    def replace(self, **changes: object) -> Jaxpr:
         """The jaxpr with other fields."""
         ...
 
@@ -160,3 +191,7 @@ class ClosedJaxpr(Protocol):
     def consts(self) -> Sequence[jax.Array]: ...
     @property
     def effects(self) -> Collection[object]: ...
+
+    def replace(self, *, jaxpr: Jaxpr) -> ClosedJaxpr:
+        """The closed jaxpr of another body with the same constants."""
+        ...

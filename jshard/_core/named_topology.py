@@ -94,6 +94,10 @@ class TopologyMesh:
         return f"{self.name}{slices} ({self.chip}), {axes}: {'compiles' if self.compiles else 'plans only'}"
 
 
+MeshRequest = Mesh | AbstractMesh | TopologyMesh | str
+"""What `mesh=` of `shard` takes; a string is "auto", a number of devices or a machine after it: "auto:4"."""
+
+
 @checked
 def topology(
     name: str, axes: Mapping[str, int], *, num_slices: int = 1, compiles: bool | None = None

@@ -36,7 +36,7 @@ from jshard import _jaxcompat as compat
 from jshard._api.call_state import View, captured
 from jshard._api.shard_request import ShardRequest, donated_leaves, traced_arguments
 from jshard._core.errors import ShardError
-from jshard._core.jax_types import Function, PyTree
+from jshard._core.jax_types import Function, PyTree, PyTreeDef
 from jshard._core.messages import type_with_article
 from jshard._flax import metadata as pins
 from jshard._flax.name_scopes import module_scopes
@@ -59,14 +59,14 @@ class SplitNode:
 
     __slots__ = ("graph", "leaves")
 
-    def __init__(self, graph: Any, leaves: Sequence[jax.Array]):
+    def __init__(self, graph: Hashable, leaves: Sequence[jax.Array]):
         self.graph, self.leaves = graph, leaves
 
     def tree_flatten(self) -> tuple[Sequence[PyTree], Hashable]:
         return self.leaves, self.graph
 
     @classmethod
-    def tree_unflatten(cls, graph: Any, leaves: Any) -> SplitNode:
+    def tree_unflatten(cls, graph: Hashable, leaves: Sequence[jax.Array]) -> SplitNode:
         return cls(graph, list(leaves))
 
 
@@ -100,7 +100,7 @@ class _ResultAndState:
         return (self.result, *self.changed), self.after
 
     @classmethod
-    def tree_unflatten(cls, after: _StateChange, parts: Any) -> _ResultAndState:
+    def tree_unflatten(cls, after: _StateChange, parts: Sequence[PyTree]) -> _ResultAndState:
         return cls(parts[0], parts[1:], after)
 
 
@@ -210,14 +210,14 @@ def _is_node(x: object) -> bool:
     return type(x) is SplitNode
 
 
-def _split_nodes(tree: PyTree, tag: Any) -> PyTree:
+def _split_nodes(tree: PyTree, tag: Hashable) -> PyTree:
     """A tree with its graph nodes split into `SplitNode`s."""
     return nnx.to_tree(
         tree, split_fn=lambda c, p, f, x: SplitNode(*c.flatten(x, with_paths=False)), ctxtag=tag
     )
 
 
-def _merge_nodes(tree: PyTree, *, is_inner: bool | None, ctxtag: Any) -> PyTree:
+def _merge_nodes(tree: PyTree, *, is_inner: bool | None, ctxtag: Hashable) -> PyTree:
     """A tree with its `SplitNode`s merged: into new objects, or inside an update context into their originals."""
     return nnx.from_tree(
         tree,
@@ -256,7 +256,9 @@ def _flat_state(flat: PyTree) -> PyTree:
     return collections.OrderedDict((".".join(map(str, path)), x) for path, x in flat)
 
 
-def _user_paths(objects: tuple[PyTree, PyTree], request: ShardRequest, count: int) -> tuple[list[str], Any]:
+def _user_paths(
+    objects: tuple[PyTree, PyTree], request: ShardRequest, count: int
+) -> tuple[list[str], PyTreeDef]:
     """The path of every array of the arguments' state, and the structure of the result, as the user sees them."""
     names = _traced_names(request, count)
     (args, kwargs), result = nnx.to_tree(objects, split_fn=lambda c, p, f, x: _flat_state(c.flatten(x)[1]))

@@ -22,7 +22,6 @@ import contextvars
 import dataclasses
 import functools
 from collections.abc import Hashable, Iterator, Mapping
-from typing import Any
 
 import jax
 from flax import linen as nn
@@ -31,7 +30,7 @@ from flax.linen import transforms
 
 from jshard._api.plan import Plan
 from jshard._core.errors import NestedShardError, ShardError
-from jshard._core.jax_types import PyTree
+from jshard._core.jax_types import Function, PyTree
 from jshard._flax.module_call import (
     RECORDED_PLANS,
     ModuleCall,
@@ -48,14 +47,14 @@ from jshard._spec.options import DEFAULT_LEVEL
 
 
 def shard_module(
-    module: Any,
+    module: nn.Module,
     in_strategy: PyTree = None,
     out_strategy: PyTree = None,
     parameter_plan: PyTree = None,
     device: str | None = None,
     level: int = DEFAULT_LEVEL,
     **options: PyTree,
-) -> Any:
+) -> nn.Module:
     """Shard the call of a `linen.Module`: a module that behaves as the original and runs sharded.
 
     >>> from flax import linen as nn
@@ -87,12 +86,12 @@ def shard_module(
     return own(**fields)
 
 
-def token_of(module: Any) -> ShardingToken | None:
+def token_of(module: nn.Module) -> ShardingToken | None:
     """The token of a sharded module, or None."""
     return vars(type(module)).get(LINEN_TOKEN)
 
 
-def plans_of(module: Any, variables: PyTree, *args: PyTree, **kwargs: PyTree) -> dict[str, Plan]:
+def plans_of(module: nn.Module, variables: PyTree, *args: PyTree, **kwargs: PyTree) -> dict[str, Plan]:
     """The plan of every sharded module of a model, by module path; arguments as for `module.apply`, or shapes."""
     if not isinstance(variables, Mapping):
         name = type(module).__name__
@@ -110,7 +109,7 @@ def plans_of(module: Any, variables: PyTree, *args: PyTree, **kwargs: PyTree) ->
     return record_plans(lambda: jax.eval_shape(run, variables, statics.dynamic()))
 
 
-def plan_of(module: Any, variables: PyTree, *args: PyTree, **kwargs: PyTree) -> Plan:
+def plan_of(module: nn.Module, variables: PyTree, *args: PyTree, **kwargs: PyTree) -> Plan:
     """The plan of a sharded module for these arguments of `module.apply`."""
     return outermost_plan(plans_of(module, variables, *args, **kwargs), type(module).__name__)
 
@@ -131,7 +130,7 @@ def _sharded_subclass(cls: type, options: dict[str, PyTree]) -> type:
 
         # `wraps` copies linen's marks on the method (compact, state managed).
         @functools.wraps(original)
-        def call(self: Any, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        def call(self: nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
             if self.scope is None or self.is_initializing():
                 return original(self, *args, **kwargs)
             return _call_sharded(token, original, self, args, kwargs)
@@ -145,17 +144,17 @@ def _sharded_subclass(cls: type, options: dict[str, PyTree]) -> type:
     return known[token]
 
 
-def _reduce(module: Any) -> Any:
+def _reduce(module: nn.Module) -> tuple:
     fields = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.init}
     fields["parent"] = None
     return _unpickle, (_unsharded_class(type(module)), vars(type(module))[LINEN_TOKEN].options, fields)
 
 
-def _unpickle(cls: type, options: dict[str, PyTree], fields: dict[str, object]) -> Any:
+def _unpickle(cls: type, options: dict[str, PyTree], fields: dict[str, object]) -> nn.Module:
     return _sharded_subclass(cls, options)(**fields)
 
 
-def _equal(self: Any, other: object) -> bool:
+def _equal(self: nn.Module, other: object) -> bool:
     return _unsharded_class(type(self)).__eq__(self, other)  # type: ignore[operator]
 
 
@@ -164,18 +163,23 @@ class _RunningCall:
     """The objects of a running call that a trace of its pure function uses; they must not outlive the call."""
 
     name: str
-    make_scopes: Any
-    repack: Any
-    body: Any
+    make_scopes: Function
+    repack: Function
+    body: Function
 
 
 _RUNNING: contextvars.ContextVar[_RunningCall] = contextvars.ContextVar("run")
 
 
 def _call_sharded(
-    token: ShardingToken, original: Any, module: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+    token: ShardingToken,
+    original: Function,
+    module: nn.Module,
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
 ) -> PyTree:
     """One call of a sharded module that is bound to a scope."""
+    assert module.scope is not None
     path, outer = ".".join(module.scope.path), _RUNNING.get(None)
     if outer is not None:
         raise NestedShardError(
@@ -184,9 +188,14 @@ def _call_sharded(
             fix=f"shard either {outer.name} or {path}; pin {path} through parameter_plan of {outer.name}",
         )
 
-    def transform(body: Any) -> Any:
+    def transform(body: Function) -> Function:
         def inner(
-            make_scopes: Any, repack: Any, groups: PyTree, rngs: PyTree, *args: PyTree, **kwargs: PyTree
+            make_scopes: Function,
+            repack: Function,
+            groups: PyTree,
+            rngs: PyTree,
+            *args: PyTree,
+            **kwargs: PyTree,
         ) -> PyTree:
             scopes = jax.tree.leaves(make_scopes(groups, rngs))
             call = ModuleCall.of(args, kwargs)
@@ -201,7 +210,7 @@ def _call_sharded(
             first = [own, keys, *([tuple(shared), tuple(shared_keys)] if shared else [])]
             names = ["variables", "rngs", "shared", "shared_rngs"][: len(first)]
             if key not in token.functions:
-                after: dict[Any, PyTree] = {}
+                after: dict[Hashable, PyTree] = {}
                 pure = _pure(call, before, len(first), after)
                 token.functions[key] = sharded_call(token, pure, original, names, returns_pair=True), after
             function, after = token.functions[key]
@@ -219,7 +228,7 @@ def _call_sharded(
     return transforms.decorator_lift_transform(transform, original)(module, *args, **kwargs)
 
 
-def _pure(call: ModuleCall, before: PyTree, count: int, after: dict[Any, PyTree]) -> Any:
+def _pure(call: ModuleCall, before: PyTree, count: int, after: dict[Hashable, PyTree]) -> Function:
     """A function of the scope's variables, its random keys and the call's arguments.
 
     `before`: counts of drawn random keys at its start; `count`: how many arguments precede those of the call; `after`:
@@ -266,13 +275,13 @@ def _rng_counts(counters: PyTree) -> PyTree:
     return tuple(map(_rng_counts, counters)) if isinstance(counters, list) else counters
 
 
-def _set_rng_counts(counters: list[dict[Any, PyTree]], wanted: PyTree) -> None:
+def _set_rng_counts(counters: list[dict[Hashable, PyTree]], wanted: PyTree) -> None:
     """Set counters, in place, to a value of `_rng_counts`."""
     for own, items in zip(counters, wanted, strict=True):
         _set_rng_counts_of(own, items)
 
 
-def _set_rng_counts_of(own: dict[Any, PyTree], items: PyTree) -> None:
+def _set_rng_counts_of(own: dict[Hashable, PyTree], items: PyTree) -> None:
     for key in [k for k in own if k not in dict(items)]:
         del own[key]
     for key, value in items:

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 from jshard._api.plan import Plan
-from jshard._api.shard import shard
+from jshard._api.shard import Sharded, shard
 from jshard._api.shard_request import DeferredParameterPlan
 from jshard._core.argument_checks import check_call
 from jshard._core.errors import ShardError, StrategyError
@@ -196,7 +196,7 @@ def sharded_call(
     leading: Sequence[str],
     *,
     returns_pair: bool = False,
-) -> Any:
+) -> Sharded:
     """`pure` as a sharded function.
 
     - `leading`: names of its first arguments, which precede those of `original`; the first holds the parameters.
@@ -315,7 +315,7 @@ class ShardMethod:
         self.function = function
         self.__doc__ = function.__doc__
 
-    def __get__(self, module: Any, cls: type | None = None) -> Any:
+    def __get__(self, module: object, cls: type | None = None) -> Function:
         if module is None:
             name = cls.__name__ if cls is not None else "Module"
             raise OnClassError(

@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 from flax import linen as nn
 
+from jshard._core.jax_types import Function, PyTree
 from jshard._program.pin_primitives import ModuleOutput, mark_module_output
 
 
@@ -41,7 +41,7 @@ def marked_outputs() -> Iterator[None]:
         _ACTIVE.reset(token)
 
 
-def mark_output(y: Any, path: Sequence[str]) -> Any:
+def mark_output(y: PyTree, path: Sequence[str]) -> PyTree:
     """The output of the module at a path, its arrays named; unchanged outside of `marked_outputs`."""
     if not _ACTIVE.get():
         return y
@@ -53,10 +53,15 @@ def mark_output(y: Any, path: Sequence[str]) -> Any:
     )
 
 
-def _mark(x: Any, name: ModuleOutput) -> Any:
+def _mark(x: object, name: ModuleOutput) -> object:
     return mark_module_output(x, name) if isinstance(x, jax.Array) else x
 
 
-def _intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+def _intercept(
+    call: Function,
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree],
+    context: nn.module.InterceptorContext,
+) -> PyTree:
     y = call(*args, **kwargs)
     return mark_output(y, context.module.path) if context.method_name == "__call__" else y

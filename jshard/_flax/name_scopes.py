@@ -41,7 +41,7 @@ class _ScopeState:
     its original, where that is known.
     """
 
-    paths: Mapping[int, tuple[tuple[str, ...], Any]]
+    paths: Mapping[int, tuple[tuple[str, ...], nnx.Pytree]]
     current: tuple[str, ...] | None
     originals: Mapping[int, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
@@ -50,7 +50,7 @@ _SCOPES: contextvars.ContextVar[_ScopeState | None] = contextvars.ContextVar("sc
 
 
 @contextlib.contextmanager
-def module_scopes(module: Any, inside: bool = False) -> Iterator[None]:
+def module_scopes(module: nnx.Pytree, inside: bool = False) -> Iterator[None]:
     """Name the calls of a module and of its submodules; `inside`: whether the module's own call has begun."""
     outer = _SCOPES.get()
     paths = {**(outer.paths if outer is not None else {}), **_paths(module, ())}
@@ -64,7 +64,8 @@ def module_scopes(module: Any, inside: bool = False) -> Iterator[None]:
         _SCOPES.reset(token)
 
 
-def _paths(module: Any, root: tuple[str, ...]) -> dict[int, tuple[tuple[str, ...], Any]]:
+# Any: `iter_modules` takes every `nnx.Pytree`, its annotation says `nnx.Module`.
+def _paths(module: Any, root: tuple[str, ...]) -> dict[int, tuple[tuple[str, ...], nnx.Pytree]]:
     out = {}
     for path, m in nnx.iter_modules(module):
         out[id(m)] = ((*root, *map(str, path)), m)
@@ -72,7 +73,7 @@ def _paths(module: Any, root: tuple[str, ...]) -> dict[int, tuple[tuple[str, ...
     return out
 
 
-def _original_path(copy: Any, scopes: _ScopeState) -> tuple[str, ...]:
+def _original_path(copy: nnx.Pytree, scopes: _ScopeState) -> tuple[str, ...]:
     """The path of the module of which a transformation made a copy: the one of its class, without indices of layers.
 
     Where several modules could be it, the copy has the name of its class.
@@ -96,7 +97,7 @@ def _wrap_call(cls: type) -> None:
         return
 
     @functools.wraps(method)
-    def call(self: Any, *args: PyTree, **kwargs: PyTree) -> PyTree:
+    def call(self: nnx.Pytree, *args: PyTree, **kwargs: PyTree) -> PyTree:
         scopes = _SCOPES.get()
         if scopes is None:
             return method(self, *args, **kwargs)

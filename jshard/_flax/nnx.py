@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 from flax import nnx
@@ -21,7 +21,7 @@ from flax import nnx
 from jshard._api.plan import Plan
 from jshard._core.argument_checks import check_call
 from jshard._core.errors import NestedShardError, ShardError
-from jshard._core.jax_types import PyTree
+from jshard._core.jax_types import Function, PyTree
 from jshard._flax.function import is_state
 from jshard._flax.module_call import (
     RECORDED_PLANS,
@@ -40,14 +40,14 @@ from jshard._spec.options import DEFAULT_LEVEL
 
 
 def shard_module(
-    module: Any,
+    module: nnx.Module,
     in_strategy: PyTree = None,
     out_strategy: PyTree = None,
     parameter_plan: PyTree = None,
     device: str | None = None,
     level: int = DEFAULT_LEVEL,
-    **options: Any,
-) -> Any:
+    **options: PyTree,
+) -> nnx.Module:
     """Shard the call of an `nnx.Module` and return the module itself.
 
     >>> import jax.numpy as jnp
@@ -71,7 +71,7 @@ def shard_module(
     return module
 
 
-def token_of(module: Any) -> ShardingToken | None:
+def token_of(module: nnx.Module) -> ShardingToken | None:
     """The token of a sharded module, or None."""
     return vars(module).get(NNX_TOKEN)
 
@@ -79,14 +79,14 @@ def token_of(module: Any) -> ShardingToken | None:
 _MODULE_PATHS: contextvars.ContextVar[dict[int, str]] = contextvars.ContextVar("root")
 
 
-def plans_of(module: Any, *args: PyTree, **kwargs: PyTree) -> dict[str, Plan]:
+def plans_of(module: nnx.Module, *args: PyTree, **kwargs: PyTree) -> dict[str, Plan]:
     """The plan of every sharded module of a model, by module path; arguments as for the call, or shapes."""
     check_call(type(module).__call__, (module, *args), kwargs, type(module).__name__)
     call = ModuleCall.of(args, kwargs)
     stateful = [is_state(x) for x in call.arrays]
     graph, state = nnx.split((module, [x for x, s in zip(call.arrays, stateful, strict=True) if s]))
 
-    def run(state: PyTree, arrays: Any) -> Any:
+    def run(state: PyTree, arrays: Sequence[PyTree]) -> None:
         copy, objects = nnx.merge(graph, state)
         next_object, next_array = iter(objects), iter(arrays)
         token = _MODULE_PATHS.set({id(m): ".".join(map(str, p)) for p, m in nnx.iter_modules(copy)})
@@ -100,16 +100,16 @@ def plans_of(module: Any, *args: PyTree, **kwargs: PyTree) -> dict[str, Plan]:
     return record_plans(lambda: jax.eval_shape(run, state, arrays))
 
 
-def _path_of(module: Any) -> str:
+def _path_of(module: nnx.Module) -> str:
     return _MODULE_PATHS.get({}).get(id(module), type(module).__name__)
 
 
-def plan_of(module: Any, *args: PyTree, **kwargs: PyTree) -> Plan:
+def plan_of(module: nnx.Module, *args: PyTree, **kwargs: PyTree) -> Plan:
     """The plan of a sharded module for these arguments of its call."""
     return outermost_plan(plans_of(module, *args, **kwargs), type(module).__name__)
 
 
-def _refuse_nested(module: Any, name: str) -> None:
+def _refuse_nested(module: nnx.Module, name: str) -> None:
     for path, child in nnx.iter_modules(module):
         if path and token_of(child) is not None:
             where = ".".join(map(str, path))
@@ -133,7 +133,7 @@ def _wrap_call(cls: type) -> None:
         return
 
     @functools.wraps(original)
-    def call(self: Any, *args: PyTree, **kwargs: PyTree) -> PyTree:
+    def call(self: nnx.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
         token = token_of(self)
         if token is None:
             return original(self, *args, **kwargs)
@@ -144,8 +144,12 @@ def _wrap_call(cls: type) -> None:
 
 
 def _call_sharded(
-    token: ShardingToken, module: Any, method: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
-) -> Any:
+    token: ShardingToken,
+    module: nnx.Module,
+    method: Function,
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
+) -> PyTree:
     call = ModuleCall.of(args, kwargs)
     if call.key not in token.functions:
         original = getattr(method, SHARDABLE_CALL, method)
@@ -159,7 +163,7 @@ def _call_sharded(
     return function(module, *dynamic, **dynamic_kw)
 
 
-def _pure(token: ShardingToken, original: Any, call: ModuleCall) -> Any:
+def _pure(token: ShardingToken, original: Function, call: ModuleCall) -> Function:
     """The call as a function of the module, an argument named `state`, and the call's own arguments."""
 
     def pure(state: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:

@@ -28,10 +28,10 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping
-from typing import Any
 
 import numpy as np
 
+from jshard._core.jax_types import JaxprEqn
 from jshard._program.graph import Literal, Operator, Program, calls_of
 
 
@@ -76,7 +76,7 @@ def product_flops(program: Program) -> Mapping[int, float]:
     which = program.use_def.has_primitive(_PRODUCTS)
     ops = [program.operators[i] for i in np.flatnonzero(which).tolist() if i not in conditional]
     known: dict[int, float] = {}  # layers share their equations' avals, not the equations
-    return {op.id: op.repeat * known.setdefault(id(op.eqn), _flops_of_product(op.eqn)) for op in ops}
+    return {op.id: op.repeat * known.setdefault(id(op.eqn), _flops_of_product(op.equation)) for op in ops}
 
 
 def is_every_product_counted(program: Program) -> bool:
@@ -88,7 +88,7 @@ def is_every_product_counted(program: Program) -> bool:
     return not program.use_def.has_primitive(_WITH_WORK_OF_THEIR_OWN).any()
 
 
-def _flops_of_product(eqn: Any) -> float:
+def _flops_of_product(eqn: JaxprEqn) -> float:
     """FLOPs of a product; a multiply-add is two. Padding and dilation of a convolution do not count."""
     lhs, rhs, out = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
     p = eqn.params
@@ -161,9 +161,9 @@ def _operand_need(primitive: str) -> str:
     return "each"
 
 
-def _def_kind(program: Program, atom: Any) -> str:
+def _def_kind(program: Program, tensor: int) -> str:
     """The kind of the operator that makes a tensor."""
-    return program.operators[program.defs()[atom][0]].kind
+    return program.operators[program.defs()[tensor][0]].kind
 
 
 def _conditional_operators(program: Program) -> frozenset[int]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from jshard._core.topology import Topology
 from jshard._memory.hbm_traffic import HbmTraffic, hbm_traffic
 from jshard._memory.liveness import Liveness, liveness
 from jshard._network.allreduce_combining import SUM_PRIMITIVES, combinable_sums, tensors_reaching_only
-from jshard._network.candidates import CandidateCache, CandidateSet, LayoutTest
+from jshard._network.candidates import CandidateCache, CandidateSet, PinOfSide
 from jshard._network.cost_tables import CostTables
 from jshard._network.op_classes import (
     cost_classes,
@@ -40,7 +39,7 @@ from jshard._search import CostNetwork
 MAX_SECOND_COPY_AXES = 2
 """Mesh axes of size > 1 beyond which pairs of layouts are too many (`reshard_edges.py`)."""
 
-Pins = Mapping[int, Sequence[tuple[str, int, Any, LayoutTest]]]
+Pins = Mapping[int, Sequence[PinOfSide]]
 """Operator -> its pins: (side, index, key that identifies the pin, test of layouts)."""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,7 +65,7 @@ class CandidateSet:
 
 LayoutTest = Callable[[Layout], bool]
 
-PinOfSide = tuple[str, int, Any, LayoutTest]
+PinOfSide = tuple[str, int, Hashable, LayoutTest]
 """A pin of an operator: ("operand" or "result", index, key that identifies the pin, test of layouts)."""
 
 
@@ -83,12 +83,12 @@ class CandidateCache:
 
     def __init__(self, program: Program, mesh: MeshAxes):
         self.program, self.mesh = program, mesh
-        self._sets: dict[Any, CandidateSet] = {}
-        self._rules: dict[Any, tuple[OpView, Rule, RuleEntry | None]] = {}
+        self._sets: dict[Hashable, CandidateSet] = {}
+        self._rules: dict[Hashable, tuple[OpView, Rule, RuleEntry | None]] = {}
         self._by_rule: dict[Rule, _RuleCandidates] = {}
-        self._tensor_layouts: dict[Any, TensorLayouts] = {}
+        self._tensor_layouts: dict[Hashable, TensorLayouts] = {}
         # Shapes with dtypes by number: these are compared for every operator.
-        self._aval_ids: dict[Any, int] = dict(program.use_def.aval_ids)
+        self._aval_ids: dict[Hashable, int] = dict(program.use_def.aval_ids.items())
         self._aval_of_tensor = program.use_def.aval_id.tolist()
 
     def _interned(self, layouts: tuple[Layout, ...], of_state: np.ndarray) -> TensorLayouts:
@@ -97,7 +97,7 @@ class CandidateCache:
             (layouts, of_state.tobytes()), TensorLayouts(layouts, of_state)
         )
 
-    def _aval_id(self, aval: Any) -> int:
+    def _aval_id(self, aval: Hashable) -> int:
         return self._aval_ids.setdefault(aval, len(self._aval_ids))
 
     def candidates_of(self, op: Operator, pins: Sequence[PinOfSide] = ()) -> CandidateSet:
@@ -111,7 +111,7 @@ class CandidateCache:
             candidates = self._sets[key] = self._apply_pins(op, self._unpinned(op, class_key), pins)
         return candidates
 
-    def _class_key(self, op: Operator) -> Any:
+    def _class_key(self, op: Operator) -> Hashable:
         kind = self._aval_of_tensor
         operands = tuple([
             self._aval_id(("literal", a.aval.shape, a.aval.dtype)) if isinstance(a, Literal) else kind[a]
@@ -146,7 +146,7 @@ class CandidateCache:
         rule, entry = rules_for(view)
         return view, rule, entry
 
-    def _unpinned(self, op: Operator, class_key: Any) -> CandidateSet:
+    def _unpinned(self, op: Operator, class_key: Hashable) -> CandidateSet:
         key = (class_key, ())
         if key not in self._sets:
             view, rule, entry = self.rule_of(op)
@@ -268,7 +268,7 @@ def _allowed_cuts(tensor: TensorLayouts, mesh: MeshAxes) -> str:
     return ", ".join(map(str, cuts[:6])) + (" ..." if len(cuts) > 6 else "")
 
 
-def describe_pin(key: Any) -> str:
+def describe_pin(key: Hashable) -> str:
     """A pin as the user wrote it: pieces, else axes."""
     if isinstance(key, tuple) and len(key) == 2:
         return str(key[0] if key[1] is None else key[1])

@@ -7,8 +7,7 @@ of thousands of edges has a few hundred tables.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
@@ -37,12 +36,12 @@ class CostTables:
         self.unary: list[np.ndarray] = []
         self.pairwise: list[np.ndarray] = []
         self.operator_costs: dict[int, OperatorCost] = {}  # of one run, by number of the operator's table
-        self._ids: dict[Any, int] = {}
-        self._seconds: dict[Any, np.ndarray] = {}
+        self._ids: dict[Hashable, int] = {}
+        self._seconds: dict[Hashable, np.ndarray] = {}
         self._id_of_object: dict[int, int] = {}
         self._id_of_layouts: dict[tuple[Layout, ...], int] = {}
 
-    def _add(self, tables: list[np.ndarray], key: Any, table: np.ndarray) -> int:
+    def _add(self, tables: list[np.ndarray], key: Hashable, table: np.ndarray) -> int:
         self._ids[key] = len(tables)
         tables.append(table)
         return self._ids[key]

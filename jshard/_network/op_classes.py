@@ -9,8 +9,7 @@ dtypes, and equal parameters. Numpy compares them as rows of integers; what is b
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Hashable, Sequence
 
 import numpy as np
 
@@ -29,7 +28,7 @@ _MASKED = 2 * _MASK_BITS  # an operator with more operands or results has a clas
 def operator_classes(program: Program) -> Ints:
     """(operators,) a number that is equal only for operators that have the same candidates when nothing is pinned."""
     a, n = program.use_def, len(program.operators)
-    literal_ids: dict[Any, int] = {}
+    literal_ids: dict[Hashable, int] = {}
     first = len(a.aval_ids) + 1
     literal_avals = np.array(
         [literal_ids.setdefault((x.aval.shape, x.aval.dtype), first + len(literal_ids)) for x in a.literals],
@@ -49,7 +48,7 @@ def operator_classes(program: Program) -> Ints:
     wide[a.use_op[~use_fits]] = True
     wide[a.literal_op[~literal_fits]] = True
     by_op = _operands_of(program, wide, literal_avals)
-    wide_ids: dict[Any, int] = {}
+    wide_ids: dict[Hashable, int] = {}
     aval_of_tensor = a.aval_id.tolist()
     top = 1 + int(code.max(initial=0))
     for i, avals in by_op.items():
@@ -76,7 +75,7 @@ def _operands_of(program: Program, which: Bools, literal_avals: Ints) -> dict[in
 
 def _parameter_classes(program: Program) -> tuple[Ints, list[int]]:
     """Numbers for the parameters of equations, and the operators whose parameters are not hashable."""
-    ids: dict[Any, int] = {}
+    ids: dict[Hashable, int] = {}
     out, unhashable = [], []
     for op in program.operators:
         params = op.equation.params if op.kind == "eqn" else None

@@ -13,11 +13,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import cast
 
 import jax
 import numpy as np
 
+from jshard._core.jax_types import ClosedJaxpr
+from jshard._core.layout import ArrayType
 from jshard._core.topology import Topology
 from jshard._cost import collectives, roofline
 from jshard._network.candidates import CandidateSet
@@ -118,7 +120,7 @@ def _traced_work(op: OpView) -> float:
         return 0.0
     run = op.params["fused"].run
     ins = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)) for a in op.ins]
-    return operation_count(jax.make_jaxpr(run)(*ins))
+    return operation_count(cast("ClosedJaxpr", jax.make_jaxpr(run)(*ins)))
 
 
 def _shard_map_operator_cost(candidates: CandidateSet, op: OpView, topology: Topology) -> OperatorCost:
@@ -138,5 +140,5 @@ def _shard_map_operator_cost(candidates: CandidateSet, op: OpView, topology: Top
     )
 
 
-def _nbytes(aval: Any) -> float:
+def _nbytes(aval: ArrayType) -> float:
     return float(aval.nbytes) if isinstance(aval, Tensor) else 4.0

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
+from jshard._core.jax_types import ClosedJaxpr, Jaxpr
 from jshard._core.layout import MeshAxes
 from jshard._core.topology import Topology
 from jshard._cost import collectives, roofline
@@ -23,6 +23,7 @@ from jshard._cost.collectives import Collective, CollectiveKind
 from jshard._memory.hbm_traffic import hbm_traffic, memory_accesses
 from jshard._network.candidates import CandidateCache
 from jshard._program.graph import Literal, Operator, Program
+from jshard._program.operators import Tensor
 from jshard._program.trace import build
 from jshard._rules.registry import OpView
 from jshard._rules.rule import Rule
@@ -65,7 +66,7 @@ class ShardMapCost:
         return sum(c.collective.seconds * c.count for c in self.collectives)
 
 
-def shard_map_cost(jaxpr: Any, topology: Topology) -> ShardMapCost:
+def shard_map_cost(jaxpr: Jaxpr | ClosedJaxpr, topology: Topology) -> ShardMapCost:
     """What the body of a `shard_map` does, given its jaxpr on one device's blocks.
 
     >>> import jax, jax.numpy as jnp
@@ -93,8 +94,8 @@ def shard_map_cost(jaxpr: Any, topology: Topology) -> ShardMapCost:
             seconds += op.repeat * _roofline(op, program, cache, reads, writes, topology)
             continue
         for a in op.operands if axes else ():
-            aval: Any = a.aval if isinstance(a, Literal) else program.tensors[a]
-            nbytes = math.prod(aval.shape) * (4 if isinstance(a, Literal) else aval.itemsize)
+            aval = a.aval if isinstance(a, Literal) else program.tensors[a]
+            nbytes = math.prod(aval.shape) * (aval.itemsize if isinstance(aval, Tensor) else 4)
             sent = collectives.collective(kind, axes, nbytes, topology)
             user_collectives.append(
                 UserCollective(
@@ -104,7 +105,7 @@ def shard_map_cost(jaxpr: Any, topology: Topology) -> ShardMapCost:
     return ShardMapCost(seconds, tuple(user_collectives))
 
 
-def operation_count(closed: Any) -> float:
+def operation_count(closed: ClosedJaxpr) -> float:
     """Arithmetic operations of a traced function: a lower bound where it has operators without a rule.
 
     >>> import jax, jax.numpy as jnp

@@ -14,7 +14,7 @@ access; then it keeps the rows and drops what they were built from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 
@@ -41,7 +41,7 @@ class LazyTuple(Sequence[Row]):
     def __getitem__(self, index: Any) -> Any:
         return self.rows()[index]
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Row]:
         return iter(self.rows())
 
     def __eq__(self, other: object) -> bool:
@@ -49,10 +49,10 @@ class LazyTuple(Sequence[Row]):
             return other is self or self.rows() == other.rows()
         return self.rows() == other
 
-    def __add__(self, other: Any) -> tuple[Any, ...]:
+    def __add__(self, other: Iterable[Row]) -> tuple[Row, ...]:
         return (*self, *other)
 
-    def __radd__(self, other: Any) -> tuple[Any, ...]:
+    def __radd__(self, other: Iterable[Row]) -> tuple[Row, ...]:
         return (*other, *self)
 
     def __hash__(self) -> int:

@@ -130,9 +130,8 @@ class _Neighbourhoods:
         edges = list(dict.fromkeys(e for u in variables for e in self.edges_of(u).tolist()))
         base, states = self.network.cost_network, self.assignment
         inner: list[tuple[int, int, int]] = []
-        outer: list[
-            tuple[int, int, int, bool]
-        ] = []  # variable, table, state of the other, whether that has the rows
+        # Variable, table, state of the other, whether that has the rows.
+        outer: list[tuple[int, int, int, bool]] = []
         for e in edges:
             i, j = base.edges[e].tolist()
             table = int(base.edge_table[e])

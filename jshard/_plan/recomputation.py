@@ -16,12 +16,12 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import numpy as np
 
 from jshard import _jaxcompat as compat
 from jshard._core.hardware import Chip
+from jshard._core.jax_types import ClosedJaxpr, JaxprAtom, JaxprEqn
 from jshard._cost import roofline
 from jshard._memory.fusion_traits import REDUCTION_PREFIXES
 from jshard._memory.hbm_traffic import PRODUCTS, UNFUSIBLE
@@ -55,7 +55,7 @@ class Choice:
     `bytes` and `seconds` are those of values kept and equations run again, without any partitioning.
     """
 
-    kept: tuple[frozenset[Any], ...]
+    kept: tuple[frozenset[JaxprAtom], ...]
     bytes: float
     seconds: float
 
@@ -66,7 +66,7 @@ class Recomputation:
     `closed` is its jaxpr, `chip` the one whose times are taken, `donated` the flat indices of donated arguments.
     """
 
-    def __init__(self, closed: Any, chip: Chip, donated: Collection[int] = ()):
+    def __init__(self, closed: ClosedJaxpr, chip: Chip, donated: Collection[int] = ()):
         self.closed, self.chip, self.donated = closed, chip, donated
         self.region: Region = find_sites(closed)
         self.sites: list[Site] = self.region.all_sites
@@ -78,18 +78,18 @@ class Recomputation:
         return any(len(values) for values in self.needed)
 
     @property
-    def needed(self) -> list[list[Any]]:
+    def needed(self) -> list[list[JaxprAtom]]:
         """Of each site the values that the late part reads and that may be computed again."""
         return [
             [v for v in site.needed if (k := graph.index.get(v)) is not None and graph.is_recomputable(k)]
             for site, graph in zip(self.sites, self.graphs, strict=True)
         ]  # fmt: skip
 
-    def program(self, choice: Choice) -> Any:
+    def program(self, choice: Choice) -> ClosedJaxpr:
         """The closed jaxpr of a choice."""
         return recomputing(self.closed, self.region, dict(enumerate(choice.kept)), recompute_weight)
 
-    def choice(self, kept: Sequence[frozenset[Any]]) -> Choice:
+    def choice(self, kept: Sequence[frozenset[JaxprAtom]]) -> Choice:
         """The choice that keeps some values, with its bytes and seconds."""
         size, seconds = 0.0, 0.0
         for values, graph in zip(kept, self.graphs, strict=True):
@@ -206,7 +206,7 @@ class Recomputation:
         return sorted(size, key=lambda text: -size[text])
 
 
-def describe(v: Any, eqn: Any) -> str:
+def describe(v: JaxprAtom, eqn: JaxprEqn) -> str:
     """A value in one line: its equation, type and source line."""
     line = compat.source_line(eqn).partition(" (")[0]
     return f"{eqn.primitive.name} {v.aval.str_short(short_dtypes=True)} {line}".strip()
@@ -217,17 +217,17 @@ class _SiteGraph:
     """A site as arrays, its values in the order in which they are made, and the equations that make them."""
 
     cut: RecomputeGraph
-    values: list[Any]
-    index: dict[Any, int]
-    makers: dict[Any, Any]
+    values: list[JaxprAtom]
+    index: dict[JaxprAtom, int]
+    makers: dict[JaxprAtom, JaxprEqn]
 
-    def seconds_a_byte(self, kept: frozenset[Any], value: Any) -> float:
+    def seconds_a_byte(self, kept: frozenset[JaxprAtom], value: JaxprAtom) -> float:
         """Seconds run again, added by keeping one more value, over its bytes: negative where that saves time."""
 
         more = self.seconds_of(kept | {value}) - self.seconds_of(kept)
         return more / max(1.0, float(self.cut.bytes[self.index[value]]))
 
-    def seconds_of(self, kept: frozenset[Any]) -> float:
+    def seconds_of(self, kept: frozenset[JaxprAtom]) -> float:
         """Seconds of what is run again and of what is written and read because it is kept."""
         late, again = self.needed_late(kept)
         return float(self.cut.seconds[again].sum() + self.cut.keep_seconds[late].sum())
@@ -237,7 +237,7 @@ class _SiteGraph:
         maker = int(self.cut.maker[value])
         return maker >= 0 and math.isfinite(self.cut.seconds[maker])
 
-    def needed_late(self, kept: frozenset[Any]) -> tuple[np.ndarray, np.ndarray]:
+    def needed_late(self, kept: frozenset[JaxprAtom]) -> tuple[np.ndarray, np.ndarray]:
         """Values that are kept and needed late, and equations that are run again, as numbers."""
         late: set[int] = set()
         again: set[int] = set()
@@ -264,7 +264,7 @@ def _graph(site: Site, chip: Chip) -> _SiteGraph:
     """The values that the late part may need, with what keeping each and running each equation again costs."""
     makers = {v: eqn for eqn in site.eqns for v in eqn.outvars}
     order = {v: k for k, v in enumerate(makers)}
-    reached: dict[Any, None] = {}
+    reached: dict[JaxprAtom, None] = {}
     stack = list(site.needed)
     while stack:
         v = stack.pop()
@@ -302,7 +302,7 @@ def _graph(site: Site, chip: Chip) -> _SiteGraph:
     return _SiteGraph(cut, values, index, makers)
 
 
-def recompute_weight(eqn: Any) -> int:
+def recompute_weight(eqn: JaxprEqn) -> int:
     """0 for elementwise work that compilers fuse into its readers, 1 for reductions, 2 for all else."""
     name = eqn.primitive.name
     if name.startswith(REDUCTION_PREFIXES):
@@ -312,7 +312,7 @@ def recompute_weight(eqn: Any) -> int:
     return max((recompute_weight(e) for body in bodies_of(eqn) for e in body.eqns), default=0)
 
 
-def equation_seconds(eqn: Any, chip: Chip) -> float:
+def equation_seconds(eqn: JaxprEqn, chip: Chip) -> float:
     """Seconds of one run of an equation on one device, with elementwise work fused: only its arithmetic counts."""
     inner = [sum(equation_seconds(e, chip) for e in body.eqns) for body in bodies_of(eqn)]
     if inner:
@@ -329,16 +329,15 @@ def equation_seconds(eqn: Any, chip: Chip) -> float:
     return max(_operations(eqn, size) / rate, moved / chip.hbm_bandwidth)
 
 
-def _operations(eqn: Any, size: float) -> float:
+def _operations(eqn: JaxprEqn, size: float) -> float:
     """Arithmetic operations of an equation with results of `size` elements."""
     if eqn.primitive.name not in PRODUCTS:
         return size
     lhs, rhs = (v.aval for v in eqn.invars[:2])
-    numbers = eqn.params.get("dimension_numbers")
     if eqn.primitive.name == "dot_general":
-        (contracted, _), _ = numbers
+        (contracted, _), _ = eqn.params["dimension_numbers"]
         return 2.0 * size * math.prod(lhs.shape[d] for d in contracted)
     if eqn.primitive.name.startswith("ragged_dot"):
         return 2.0 * size * lhs.shape[-1]
-    features = rhs.shape[numbers.rhs_spec[0]]
+    features = rhs.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
     return 2.0 * size * math.prod(rhs.shape) / max(1, features)

@@ -169,7 +169,7 @@ def record_from_json(kind: type[Record], text: str) -> Record:
     return kind(**data)
 
 
-def _dumps(x: Any) -> str:
+def _dumps(x: object) -> str:
     return json.dumps(x, separators=(",", ":"))
 
 

@@ -14,7 +14,7 @@ import fnmatch
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -175,7 +175,7 @@ class Replanner:
     def _tensor_alternatives(self, place: Place, shape: tuple[int, ...]) -> list[Alternative]:
         mesh = self.topology.mesh
         pin = next((p for *at, p in self.request.pins if tuple(at) == place), None)
-        out: dict[Any, Alternative] = {}
+        out: dict[Hashable, Alternative] = {}
         for dim_of_axis in itertools.product(range(-1, len(shape)), repeat=len(mesh.names)):
             cuts = tuple(
                 math.prod(n for n, d in zip(mesh.sizes, dim_of_axis, strict=True) if d == k)
@@ -197,7 +197,7 @@ class Replanner:
         mesh = self.topology.mesh
         candidates = CandidateCache(self.program, mesh).candidates_of(op)
         pinned = {i: pin.cuts for at, side, i, pin in self.request.pins if at == op.id and side == "operand"}
-        out: dict[Any, Alternative] = {}
+        out: dict[Hashable, Alternative] = {}
         for k in range(len(candidates)):
             cuts = tuple(c.layout(k).cuts(mesh) for c in candidates.operands)
             excluded = any(_contradicts(pin, cuts[i]) for i, pin in pinned.items())

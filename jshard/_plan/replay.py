@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from jshard._core.errors import PlanMismatchError
 from jshard._core.topology import Topology
-from jshard._network.candidates import CandidateCache, LayoutTest
+from jshard._network.candidates import CandidateCache, PinOfSide
 from jshard._plan.record import PlanRecord
 from jshard._program.fingerprint import fingerprint
 from jshard._program.graph import Program
@@ -32,7 +30,7 @@ def schedule_of_plan(program: Program, topology: Topology, plan: PlanRecord) -> 
     cache, endpoints = CandidateCache(program, topology.mesh), dict(plan.decision.endpoints)
     candidates, state = [], []
     for op, codes in zip(program.operators, plan.decision.candidates, strict=True):
-        pins: list[tuple[str, int, Any, LayoutTest]] = []
+        pins: list[PinOfSide] = []
         if codes is None:
             layout, side = endpoints[op.id], "operand" if op.kind == "output" else "result"
             pins = [(side, 0, layout, lambda lay, want=layout: lay == want)]

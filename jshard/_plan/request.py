@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jshard._core.layout import Layout
 from jshard._core.topology import Topology
-from jshard._network.candidates import LayoutTest
+from jshard._network.candidates import LayoutTest, PinOfSide
 from jshard._network.replication_price import REPLICATION_PRICE
 from jshard._spec.entry import Pin, satisfies
 
@@ -70,12 +70,12 @@ def pins_by_operator(
 
     `no_partial_sums` are operands and results that may not be partial sums.
     """
-    pins: dict[int, list[tuple[str, int, Any, LayoutTest]]] = {}
+    pins: dict[int, list[PinOfSide]] = {}
     for op, side, k in no_partial_sums:
         pins.setdefault(op, []).append((side, k, "no partial sum", lambda layout: not layout.partial))
     for op, side, k, pin in request.pins:
         pins.setdefault(op, []).append((side, k, _key(pin, topology), _test(pin, topology)))
-    forced: dict[int, list[tuple[str, int, Any, LayoutTest]]] = {}
+    forced: dict[int, list[PinOfSide]] = {}
     for op, side, k, key, test in request.forced:
         forced.setdefault(op, []).append((side, k, key, test))
     return pins, forced

@@ -7,7 +7,7 @@ first use (`LazyTuple`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -107,7 +107,7 @@ def operator_rows(
     by_operator: dict[int, list[int]] = {}
     for number, op in collectives:
         by_operator.setdefault(op, []).append(number)
-    cache: dict[Any, _Tensors] = {}
+    cache: dict[Hashable, _Tensors] = {}
     times = [0.0] * len(operators) if seconds is None else seconds
     return tuple(
         [
@@ -154,7 +154,11 @@ def _tensors_of(assignment: Assignment, i: int) -> _Tensors:
 
 
 def _operator_row(
-    assignment: Assignment, i: int, collectives: tuple[int, ...], seconds: float, cache: dict[Any, _Tensors]
+    assignment: Assignment,
+    i: int,
+    collectives: tuple[int, ...],
+    seconds: float,
+    cache: dict[Hashable, _Tensors],
 ) -> OperatorRow:
     """The row of an operator; `cache` has the tensors of equations by candidate set and state."""
     op, candidates, k = assignment.program.operators[i], assignment.states[i], assignment.state[i]

@@ -40,7 +40,7 @@ Frame = dict[int, int]  # outer tensors that a loop's body reads -> the tensors 
 # Variables of one jaxpr -> atoms, `_PinnedAtom`s, or None where the body of a loop does not read a constant.
 Env = dict[JaxprAtom, Any]
 # equation of a named value (a module's output, a `checkpoint_name`) -> the user's pin on it, or None
-PinOfName = Callable[[Any], Any]
+PinOfName = Callable[[JaxprEqn], object]
 
 # (builder, equation, environment, repeat, name stack) -> steps
 LoopWriter = Callable[["Builder", JaxprEqn, Env, float, str], Sequence[int | Call]]
@@ -232,7 +232,7 @@ class Builder:
             return ()
         return self.equation(eqn, env, repeat, prefix)
 
-    def pin_on_name(self, eqn: JaxprEqn, prefix: str) -> Any:
+    def pin_on_name(self, eqn: JaxprEqn, prefix: str) -> object:
         """The pin on a named value; None in the backward pass, which is left to the search."""
         if self.pin_of_name is None or compat.is_backward(prefix, eqn):
             return None

@@ -12,35 +12,35 @@ the second reads of the first is seen only where both are written out. Calls tha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from jax.sharding import NamedSharding
 
 from jshard import _jaxcompat as compat
+from jshard._core.jax_types import Jaxpr, JaxprAtom, JaxprEqn, NameStack
 from jshard._program.loop_invariants import INLINED_CALLS, body_of
 
 
-def with_calls_inlined(jaxpr: Any) -> Any:
+def with_calls_inlined(jaxpr: Jaxpr) -> Jaxpr:
     """An open jaxpr in which every call of `INLINED_CALLS` without shardings and constants is written out."""
     if not any(_is_inlined(eqn) for eqn in jaxpr.eqns):
         return jaxpr
-    eqns: list[Any] = []
-    env: dict[Any, Any] = {}
+    eqns: list[JaxprEqn] = []
+    env: dict[JaxprAtom, JaxprAtom] = {}
     _write(jaxpr, env, None, eqns)
     return jaxpr.replace(eqns=eqns, outvars=substituted(jaxpr.outvars, env))
 
 
-def substituted(variables: Sequence[Any], env: dict[Any, Any]) -> list[Any]:
+def substituted(variables: Sequence[JaxprAtom], env: dict[JaxprAtom, JaxprAtom]) -> list[JaxprAtom]:
     """The atoms of an equation with some variables replaced."""
     return [v if compat.is_literal(v) else env.get(v, v) for v in variables]
 
 
-def fresh(variables: Sequence[Any]) -> list[Any]:
+def fresh(variables: Sequence[JaxprAtom]) -> list[JaxprAtom]:
     """New variables of the same types."""
     return [compat.VARIABLE(v.aval) for v in variables]
 
 
-def _is_inlined(eqn: Any) -> bool:
+def _is_inlined(eqn: JaxprEqn) -> bool:
     body = body_of(eqn)
     if eqn.primitive.name not in INLINED_CALLS or body is None or not hasattr(body, "eqns"):
         return False
@@ -49,7 +49,9 @@ def _is_inlined(eqn: Any) -> bool:
     return not (consts or jaxpr.constvars or any(isinstance(s, NamedSharding) for s in shardings))
 
 
-def _write(jaxpr: Any, env: dict[Any, Any], stack: Any, eqns: list[Any]) -> None:
+def _write(
+    jaxpr: Jaxpr, env: dict[JaxprAtom, JaxprAtom], stack: NameStack | None, eqns: list[JaxprEqn]
+) -> None:
     """Append the equations of a body; `env` replaces its variables, `stack` is the name stack of the calls around it."""
     for eqn in jaxpr.eqns:
         operands, info = substituted(eqn.invars, env), eqn.source_info

@@ -20,44 +20,45 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import jax
 from jax import lax
 
 from jshard import _jaxcompat as compat
+from jshard._core.jax_types import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn
 from jshard._program.inlining import fresh, substituted
 from jshard._program.residuals import Region, Site, variables
 
 
-Kept = Mapping[int, frozenset[Any]]
+Kept = Mapping[int, frozenset[JaxprAtom]]
 """For some sites, by their number in `Region.all_sites`, the variables that they keep; the others stay as they are."""
 
+Weight = Callable[[JaxprEqn], int]
+"""Of an equation: 0 for elementwise work, 1 for reductions, 2 for what takes longer."""
+
+_Arrays = tuple[jax.Array, ...]
 _MARK = "recompute"
 _LARGEST_GAP = 4  # a segment is extended to the next one if that begins within this many times its own length
 
 
-def is_recomputed(prefix: str, eqn: Any) -> bool:
+def is_recomputed(prefix: str, eqn: JaxprEqn | None) -> bool:
     """Whether an equation was written a second time by `recomputing`."""
     return f"{_MARK}(" in compat.name_stack(prefix, eqn)
 
 
-def recomputing(closed: Any, region: Region, kept: Kept, weight: Callable[[Any], int]) -> Any:
-    """The closed jaxpr of a region, with sites that keep only what is chosen.
-
-    `weight` of an equation: 0 for elementwise work, 1 for reductions, 2 for what takes longer.
-    """
+def recomputing(closed: ClosedJaxpr, region: Region, kept: Kept, weight: Weight) -> ClosedJaxpr:
+    """The closed jaxpr of a region, with sites that keep only what is chosen."""
     return closed.replace(jaxpr=_rewritten(region, dict(kept), iter(range(len(region.all_sites))), weight))
 
 
-def _rewritten(region: Region, kept: Kept, numbers: Iterable[int], weight: Callable[[Any], int]) -> Any:
+def _rewritten(region: Region, kept: Kept, numbers: Iterable[int], weight: Weight) -> Jaxpr:
     numbers = iter(numbers)
     own = {next(numbers): site for site in region.sites}
-    replaced: dict[int, list[Any]] = {}
+    replaced: dict[int, list[JaxprEqn]] = {}
     for k in sorted(region.inner):
         replaced[k] = [_with_body(region.jaxpr.eqns[k], region.inner[k], kept, numbers, weight)]
-    stacks: set[Any] = set()  # new stacked results
-    body_choice: tuple[Site, frozenset[Any]] | None = None
+    stacks: set[JaxprAtom] = set()  # new stacked results
+    body_choice: tuple[Site, frozenset[JaxprAtom]] | None = None
     for number, site in own.items():
         if number not in kept:
             continue
@@ -81,9 +82,7 @@ def _rewritten(region: Region, kept: Kept, numbers: Iterable[int], weight: Calla
     return _with_segments(jaxpr, is_late, {*values, *site.free, *stacks}, weight)
 
 
-def _with_body(
-    eqn: Any, inner: Region, kept: Kept, numbers: Iterable[int], weight: Callable[[Any], int]
-) -> Any:
+def _with_body(eqn: JaxprEqn, inner: Region, kept: Kept, numbers: Iterable[int], weight: Weight) -> JaxprEqn:
     name = next(k for k in ("jaxpr", "body_jaxpr") if k in eqn.params)
     body = eqn.params[name].replace(jaxpr=_rewritten(inner, kept, numbers, weight))
     return eqn.replace(params={**eqn.params, name: body})
@@ -95,14 +94,14 @@ def _with_body(
 class _Copies:
     """Second copies of equations, written on demand; `there` are the variables that need none."""
 
-    def __init__(self, eqns: Sequence[Any], there: Iterable[Any]):
+    def __init__(self, eqns: Sequence[JaxprEqn], there: Iterable[JaxprAtom]):
         self.maker = {v: eqn for eqn in eqns for v in eqn.outvars}
         self.there = set(there)
-        self.copy_of: dict[Any, Any] = {}
+        self.copy_of: dict[JaxprAtom, JaxprAtom] = {}
 
-    def missing(self, needed: Iterable[Any]) -> list[Any]:
+    def missing(self, needed: Iterable[JaxprAtom]) -> list[JaxprEqn]:
         """The equations to run again for some variables, in an order in which they can run."""
-        order: dict[int, Any] = {}
+        order: dict[int, JaxprEqn] = {}
         stack = [(v, False) for v in reversed(list(needed))]
         while stack:
             v, is_ready = stack.pop()
@@ -116,7 +115,7 @@ class _Copies:
                 stack += [(u, False) for u in reversed(variables(eqn.invars))]
         return list(order.values())
 
-    def write(self, eqns: Sequence[Any]) -> list[Any]:
+    def write(self, eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
         """The copies of some equations."""
         out = []
         for eqn in eqns:
@@ -142,7 +141,7 @@ class _Segment:
     end: int
 
 
-def _with_segments(jaxpr: Any, late: Sequence[bool], there: set[Any], weight: Callable[[Any], int]) -> Any:
+def _with_segments(jaxpr: Jaxpr, late: Sequence[bool], there: set[JaxprAtom], weight: Weight) -> Jaxpr:
     """The body with its early part first, then its late part in segments; `there` need not be made again."""
     early = [eqn for eqn, is_late in zip(jaxpr.eqns, late, strict=True) if not is_late]
     late_eqns = [eqn for eqn, is_late in zip(jaxpr.eqns, late, strict=True) if is_late]
@@ -160,7 +159,7 @@ def _with_segments(jaxpr: Any, late: Sequence[bool], there: set[Any], weight: Ca
 
 
 def _segments(
-    early: Sequence[Any], late: Sequence[Any], there: set[Any], weight: Callable[[Any], int]
+    early: Sequence[JaxprEqn], late: Sequence[JaxprEqn], there: set[JaxprAtom], weight: Weight
 ) -> list[_Segment]:
     """The segments of the late part; none if only elementwise work would be done again."""
     cheap = set(there)  # made from what is there by elementwise work alone
@@ -191,10 +190,10 @@ def _segments(
 
 
 def _as_calls(
-    rows: Sequence[Sequence[Any]], segments: Sequence[_Segment], results: Sequence[Any]
-) -> list[Any]:
+    rows: Sequence[Sequence[JaxprEqn]], segments: Sequence[_Segment], results: Sequence[JaxprAtom]
+) -> list[JaxprEqn]:
     """The late part with each segment as a call; equations with effects stay outside, and end a segment."""
-    parts: list[tuple[bool, list[Any]]] = []
+    parts: list[tuple[bool, list[JaxprEqn]]] = []
     at = 0
     for segment in segments:
         parts.append((False, [e for row in rows[at : segment.begin] for e in row]))
@@ -210,8 +209,8 @@ def _as_calls(
             parts[-1][1].append(eqn)
         at = segment.end
     parts.append((False, [e for row in rows[at:] for e in row]))
-    read_after: set[Any] = set(results)
-    out: list[list[Any]] = []
+    read_after: set[JaxprAtom] = set(results)
+    out: list[list[JaxprEqn]] = []
     for is_call, eqns in reversed(parts):
         if not eqns:
             continue
@@ -220,7 +219,7 @@ def _as_calls(
     return [eqn for part in reversed(out) for eqn in part]
 
 
-def _call(eqns: Sequence[Any], read_after: set[Any]) -> Any:
+def _call(eqns: Sequence[JaxprEqn], read_after: set[JaxprAtom]) -> JaxprEqn:
     """One `remat2` of some equations, of the kind that `jax.checkpoint` leaves in a backward pass."""
     made = dict.fromkeys(v for e in eqns for v in e.outvars)
     operands = list(dict.fromkeys(v for e in eqns for v in variables(e.invars) if v not in made))
@@ -251,11 +250,14 @@ def _call(eqns: Sequence[Any], read_after: set[Any]) -> Any:
 # -- a pair of scans -------------------------------------------------------------------------------------------------
 
 
-def _moved_between_scans(region: Region, site: Site, kept: frozenset[Any]) -> tuple[list[Any], list[Any]]:
+def _moved_between_scans(
+    region: Region, site: Site, kept: frozenset[JaxprAtom]
+) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
     """The two scans, with only `kept` stacked by the first and the rest computed again by the second."""
     i, j = site.pair
     first, second = region.jaxpr.eqns[i], region.jaxpr.eqns[j]
     body = site.body
+    assert body is not None, "a site of a pair of scans has the first one's body"
     (c1, n1), (c2, n2) = compat.scan_split(first.params), compat.scan_split(second.params)
     second_body, _ = compat.open_jaxpr(second.params["jaxpr"])
     operand = dict(zip(body.invars, first.invars, strict=True))
@@ -285,7 +287,7 @@ def _moved_between_scans(region: Region, site: Site, kept: frozenset[Any]) -> tu
     entered = dict(zip([*from_consts, *stacked, *from_slices], extra, strict=True))
     own_consts, from_first = extra[: len(from_consts)], extra[len(from_consts) :]
     moved = [e.replace(invars=substituted(e.invars, entered)) for e in moved]
-    value_of = {v: copies.copy_of.get(v, entered.get(v)) for v in site.needed}
+    value_of = {v: copies.copy_of[v] if v in copies.copy_of else entered[v] for v in site.needed}
     replaces = {inner[c2 + n2 + xs]: value_of[v] for v, (_, xs) in zip(site.needed, site.links, strict=True)}
     eqns = [e.replace(invars=substituted(e.invars, replaces)) for e in second_body.eqns]
     new_body = second_body.replace(
@@ -304,18 +306,18 @@ def _moved_between_scans(region: Region, site: Site, kept: frozenset[Any]) -> tu
 
 
 def _scan(
-    like: Any, body: Any, num_consts: int, num_carry: int, operands: Sequence[Any]
-) -> tuple[list[Any], list[Any]]:
+    like: JaxprEqn, body: Jaxpr, num_consts: int, num_carry: int, operands: Sequence[JaxprAtom]
+) -> tuple[list[JaxprEqn], list[JaxprAtom]]:
     """Equations that scan a body over some operands, and the variables of the results.
 
     Traced by `lax.scan`, whose parameters differ between versions of JAX.
     """
     p = like.params
 
-    def run(*args: Any) -> Any:
+    def run(*args: jax.Array) -> Sequence[jax.Array]:
         consts, carry = args[:num_consts], args[num_consts : num_consts + num_carry]
 
-        def step(carry: Any, xs: Any) -> Any:
+        def step(carry: _Arrays, xs: _Arrays) -> tuple[_Arrays, _Arrays]:
             out = compat.run_jaxpr(body, (*consts, *carry, *xs))
             return tuple(out[:num_carry]), tuple(out[num_carry:])
 

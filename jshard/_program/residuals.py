@@ -22,25 +22,19 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from jshard import _jaxcompat as compat
+from jshard._core.jax_types import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn
 from jshard._program.inlining import with_calls_inlined
 from jshard._program.trip_counts import trip_count_of
 
 
 _NEVER_AGAIN = (
-    "callback",
-    "debug_print",
-    "infeed",
-    "outfeed",
-    "rng_uniform",
-    "ffi",
-    "custom_call",
-    "jshard_boundary",
-)
+    "callback", "debug_print", "infeed", "outfeed", "rng_uniform", "ffi", "custom_call", "jshard_boundary",
+)  # fmt: skip
 _BODY_PARAMS = {"scan": "jaxpr", "while": "body_jaxpr", "jit": "jaxpr", "pjit": "jaxpr"}
 
 
@@ -58,21 +52,21 @@ class Site:
     """
 
     kind: Literal["body", "scan"]
-    eqns: tuple[Any, ...]
-    needed: tuple[Any, ...]
-    free: frozenset[Any]
+    eqns: tuple[JaxprEqn, ...]
+    needed: tuple[JaxprAtom, ...]
+    free: frozenset[JaxprAtom]
     copies: int = 1
     runs: float = 1.0
     pair: tuple[int, int] = (-1, -1)
     links: tuple[tuple[int, int], ...] = ()
-    body: Any = None
+    body: Jaxpr | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Region:
     """A body with its calls written out, whether each equation is late, its sites, and the bodies with sites inside it."""
 
-    jaxpr: Any
+    jaxpr: Jaxpr
     late: tuple[bool, ...]
     sites: tuple[Site, ...]
     inner: Mapping[int, Region]
@@ -83,7 +77,7 @@ class Region:
         return [*self.sites, *(s for k in sorted(self.inner) for s in self.inner[k].all_sites)]
 
 
-def find_sites(jaxpr: Any, *, prefix: str = "", runs: float = 1.0) -> Region:
+def find_sites(jaxpr: Jaxpr | ClosedJaxpr, *, prefix: str = "", runs: float = 1.0) -> Region:
     """The region of a jaxpr, open or closed.
 
     `prefix` is the name stack of the enclosing loops, `runs` how often the body runs.
@@ -112,7 +106,7 @@ def find_sites(jaxpr: Any, *, prefix: str = "", runs: float = 1.0) -> Region:
     return Region(flat, tuple(late), tuple(sites), inner)
 
 
-def repetitions(eqn: Any) -> int | None:
+def repetitions(eqn: JaxprEqn) -> int | None:
     """How often the body of a loop runs; 1 for all else, None where that is not known."""
     if eqn.primitive.name == "scan":
         return max(1, int(eqn.params["length"]))
@@ -122,7 +116,7 @@ def repetitions(eqn: Any) -> int | None:
     return 1
 
 
-def bodies_of(eqn: Any) -> Iterator[Any]:
+def bodies_of(eqn: JaxprEqn) -> Iterator[Jaxpr]:
     """The open jaxprs in an equation's parameters."""
     for value in eqn.params.values():
         for inner in value if isinstance(value, tuple | list) else (value,):
@@ -130,7 +124,7 @@ def bodies_of(eqn: Any) -> Iterator[Any]:
                 yield compat.open_jaxpr(inner)[0]
 
 
-def may_run_again(eqn: Any) -> bool:
+def may_run_again(eqn: JaxprEqn) -> bool:
     """Whether an equation may be run a second time: it has no effects, calls nothing back, and ends."""
     name = eqn.primitive.name
     if eqn.effects or any(part in name for part in _NEVER_AGAIN) or repetitions(eqn) is None:
@@ -138,22 +132,22 @@ def may_run_again(eqn: Any) -> bool:
     return all(may_run_again(e) for body in bodies_of(eqn) for e in body.eqns)
 
 
-def variables(atoms: Sequence[Any]) -> list[Any]:
+def variables(atoms: Sequence[JaxprAtom]) -> list[JaxprAtom]:
     """The atoms of an equation without its literals."""
     return [v for v in atoms if not compat.is_literal(v)]
 
 
-def nbytes(v: Any) -> int:
+def nbytes(v: JaxprAtom) -> int:
     """Bytes of a variable's values."""
     return math.prod(v.aval.shape) * compat.itemsize(v.aval.dtype) if hasattr(v.aval, "shape") else 0
 
 
-def _late_equations(jaxpr: Any, prefix: str) -> list[bool]:
+def _late_equations(jaxpr: Jaxpr, prefix: str) -> list[bool]:
     """For each equation whether it belongs to the late part."""
     transposed = [compat.is_backward(prefix, eqn) for eqn in jaxpr.eqns]
     if not any(transposed):
         transposed = _after_peak(jaxpr)
-    late_values: set[Any] = set()
+    late_values: set[JaxprAtom] = set()
     out = []
     for eqn, is_late in zip(jaxpr.eqns, transposed, strict=True):
         is_late = is_late or any(v in late_values for v in variables(eqn.invars))
@@ -163,7 +157,7 @@ def _late_equations(jaxpr: Any, prefix: str) -> list[bool]:
     return out
 
 
-def _after_peak(jaxpr: Any) -> list[bool]:
+def _after_peak(jaxpr: Jaxpr) -> list[bool]:
     """For each equation whether it comes after the one while which most bytes are live."""
     last = {v: k for k, eqn in enumerate(jaxpr.eqns) for v in variables(eqn.invars)}
     last.update(dict.fromkeys(variables(jaxpr.outvars), len(jaxpr.eqns)))
@@ -176,9 +170,9 @@ def _after_peak(jaxpr: Any) -> list[bool]:
     return [k > peak for k in range(len(jaxpr.eqns))]
 
 
-def _uses(jaxpr: Any) -> dict[Any, list[int]]:
+def _uses(jaxpr: Jaxpr) -> dict[JaxprAtom, list[int]]:
     """For each variable the equations that read it, once a read; -1 for a result."""
-    out: dict[Any, list[int]] = {}
+    out: dict[JaxprAtom, list[int]] = {}
     for k, eqn in enumerate(jaxpr.eqns):
         for v in variables(eqn.invars):
             out.setdefault(v, []).append(k)
@@ -187,14 +181,16 @@ def _uses(jaxpr: Any) -> dict[Any, list[int]]:
     return out
 
 
-def _num_carry(scan: Any) -> int:
+def _num_carry(scan: JaxprEqn) -> int:
     return compat.scan_split(scan.params)[1]
 
 
 _Pair = tuple[int, int, tuple[tuple[int, int], ...]]
 
 
-def _scan_pairs(jaxpr: Any, late: Sequence[bool], uses: Mapping[Any, Sequence[int]]) -> Iterator[_Pair]:
+def _scan_pairs(
+    jaxpr: Jaxpr, late: Sequence[bool], uses: Mapping[JaxprAtom, Sequence[int]]
+) -> Iterator[_Pair]:
     """(first, second, links) of scans of which the late second alone slices stacked results of the early first."""
     for i, first in enumerate(jaxpr.eqns):
         if late[i] or not _is_plain_scan(first):
@@ -215,14 +211,14 @@ def _scan_pairs(jaxpr: Any, late: Sequence[bool], uses: Mapping[Any, Sequence[in
             yield i, j, tuple(seconds[j])
 
 
-def _is_plain_scan(eqn: Any) -> bool:
+def _is_plain_scan(eqn: JaxprEqn) -> bool:
     if eqn.primitive.name != "scan" or eqn.effects:
         return False
     jaxpr, consts = compat.open_jaxpr(eqn.params["jaxpr"])
     return not (consts or jaxpr.constvars)
 
 
-def _body_site(jaxpr: Any, late: Sequence[bool], linked: set[Any], runs: float) -> Site:
+def _body_site(jaxpr: Jaxpr, late: Sequence[bool], linked: set[JaxprAtom], runs: float) -> Site:
     made = {v for eqn, is_late in zip(jaxpr.eqns, late, strict=True) if not is_late for v in eqn.outvars}
     early = tuple(eqn for eqn, is_late in zip(jaxpr.eqns, late, strict=True) if not is_late)
     read = [
@@ -234,8 +230,8 @@ def _body_site(jaxpr: Any, late: Sequence[bool], linked: set[Any], runs: float) 
 
 
 def _scan_site(
-    jaxpr: Any, free_outside: frozenset[Any], pair: _Pair, late: Sequence[bool], uses: Mapping[Any, Sequence[int]],
-    runs: float,
+    jaxpr: Jaxpr, free_outside: frozenset[JaxprAtom], pair: _Pair, late: Sequence[bool], 
+    uses: Mapping[JaxprAtom, Sequence[int]], runs: float,
 ) -> Site:  # fmt: skip
     i, j, links = pair
     first = jaxpr.eqns[i]
@@ -243,7 +239,7 @@ def _scan_site(
     num_consts, num_carry = compat.scan_split(first.params)
     length, first_xs = int(first.params["length"]), num_consts + num_carry
 
-    def in_memory(v: Any) -> bool:
+    def in_memory(v: JaxprAtom) -> bool:
         return compat.is_literal(v) or v in free_outside or any(k < 0 or late[k] for k in uses.get(v, ()))
 
     slices = zip(body.invars[first_xs:], first.invars[first_xs:], strict=True)

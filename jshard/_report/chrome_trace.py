@@ -7,7 +7,7 @@ its trips. All devices do the same, so one is enough; `devices` writes more.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jshard._plan.rows import OperatorRow
 from jshard._report.timeline import events
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from jshard._plan.record import PlanRecord
 
 
-def chrome_trace(plan: PlanRecord, devices: int = 1) -> dict[str, Any]:
+def chrome_trace(plan: PlanRecord, devices: int = 1) -> dict[str, object]:
     """The trace in Chrome's format: slices for operators and collectives, a counter for memory."""
-    out: list[dict[str, Any]] = []
+    out: list[dict[str, object]] = []
     live = dict(zip((r.name for r in plan.operators), plan.memory.curve, strict=False))
     for pid in range(devices):
         name = f"device {pid}" if devices > 1 else f"each of {plan.mesh.total} devices"
@@ -37,7 +37,7 @@ def chrome_trace(plan: PlanRecord, devices: int = 1) -> dict[str, Any]:
                     out.append({"name": "memory", "ph": "C", "ts": at, "pid": pid, "tid": 0, "args": counter})
                 if not e.seconds:
                     continue
-                args: dict[str, Any] = {
+                args: dict[str, object] = {
                     "operator": e.name, "module": e.module, "source": e.source, "strategy": str(e.strategy),
                     "results": " ".join(map(str, e.results)), "runs": e.repeat,
                 }  # fmt: skip
@@ -69,5 +69,5 @@ def chrome_trace_json(plan: PlanRecord, devices: int = 1) -> str:
     return json.dumps(chrome_trace(plan, devices), separators=(",", ":"))
 
 
-def _metadata_event(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+def _metadata_event(what: str, pid: int, tid: int, name: str) -> dict[str, object]:
     return {"name": what, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}

@@ -26,7 +26,7 @@ Record = TypeVar("Record", bound=PlanRecord, covariant=True)
 class PlanPoint(Generic[Record]):
     """One plan, or the error instead of one, with the names and values of the settings that led to it."""
 
-    settings: tuple[tuple[str, Any], ...]
+    settings: tuple[tuple[str, object], ...]
     plan: Record | None
     error: str = ""
 
@@ -35,7 +35,7 @@ class PlanPoint(Generic[Record]):
         return dict(self.settings).get(name)
 
     @property
-    def row(self) -> dict[str, Any]:
+    def row(self) -> dict[str, object]:
         """Settings and figures by name, in seconds and bytes of one device and call; None without a plan."""
         p = self.plan
         figures = None if p is None else step_figures(p, examples=self.setting("batch"))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jshard._plan.rows import CollectiveRow, OperatorRow, TensorRow
 from jshard._report.format_units import format_bytes, format_count, format_seconds
@@ -48,7 +48,7 @@ def _fold_part(
     paths: dict[tuple[Hashable, PathParts], list[int]], at: int, mergeable: Callable[[frozenset[str]], bool]
 ) -> dict[tuple[Hashable, PathParts], list[int]]:
     """Merge the paths that differ in part `at` alone, where that part is mergeable."""
-    merged: dict[Any, tuple[Hashable, PathParts, list[int]]] = {}
+    merged: dict[Hashable, tuple[Hashable, PathParts, list[int]]] = {}
     for (key, parts), numbers in paths.items():
         if at >= len(parts) or (at == 0 and not _all_digits(parts[0])) or not mergeable(parts[at]):
             merged[key, parts] = (key, parts, numbers)
@@ -171,11 +171,19 @@ def operator_groups(plan: PlanRecord) -> list[OperatorGroup]:
     """Every operator and every collective of a plan, each in exactly one group, in program order."""
     rows = {c.id: c for c in plan.collectives}
     claimed = {i for r in plan.operators for i in r.collectives}
-    same: dict[Any, list[OperatorRow | CollectiveRow]] = {}
+    same: dict[Hashable, list[OperatorRow | CollectiveRow]] = {}
     for e in events(plan):
         if isinstance(e, OperatorRow):
             own = tuple((rows[i].kind, rows[i].axes, rows[i].local) for i in e.collectives)
-            key: Any = (e.primitive, strip_numbers(e.module), e.source, e.strategy, e.results, e.shapes, own)
+            key: Hashable = (
+                e.primitive,
+                strip_numbers(e.module),
+                e.source,
+                e.strategy,
+                e.results,
+                e.shapes,
+                own,
+            )
         elif e.id in claimed:
             continue
         else:
@@ -201,7 +209,7 @@ def _group(members: Sequence[OperatorRow | CollectiveRow], rows: dict[int, Colle
 
 def sum_collectives(collectives: Iterable[CollectiveRow]) -> tuple[CollectiveGroup, ...]:
     """Collectives of equal kind, axes and block, summed up."""
-    by: dict[Any, list[CollectiveRow]] = {}
+    by: dict[tuple, list[CollectiveRow]] = {}
     for c in collectives:
         by.setdefault((c.kind, c.axes, c.local, c.own), []).append(c)
     return tuple(

@@ -42,10 +42,12 @@ class Remedy:
 
 
 def refusal_error(
-    error: MemoryBudgetError, remedies: Sequence[Remedy], donated: Sequence[str]
+    error: MemoryBudgetError, refusal: MemoryRefusal, remedies: Sequence[Remedy], donated: Sequence[str]
 ) -> MemoryBudgetError:
-    """The error with what holds the memory and what helps; `donated` are the names of donated arguments."""
-    refusal = error.refusal
+    """The error with what holds the memory and what helps; `refusal` is what is known of it.
+
+    `donated`: names of donated arguments.
+    """
     where = "\n    ".join(held_lines(refusal, donated))
     fix = remedy_lines(remedies, refusal.limit) or "more devices, or smaller shapes"
     return MemoryBudgetError(error.what, where=where, fix=fix, refusal=refusal, remedies=tuple(remedies))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -94,10 +94,10 @@ def check_options(
     search: object = "optimal",
     strict: object = False,
     hardware: object = None,
-    replication_price: Any = 1000.0,
-    search_seconds: Any = None,
-    remat: Any = None,
-    prefer: Any = None,
+    replication_price: object = 1000.0,
+    search_seconds: object = None,
+    remat: object = None,
+    prefer: object = None,
 ) -> PlanOptions:
     """The planning options; raises `ShardError` for the first wrong argument."""
     check_device(device)
@@ -119,11 +119,11 @@ def check_options(
     )
 
 
-def check_replication_price(price: Any) -> float:
+def check_replication_price(price: object) -> float:
     """A finite number, at least 0."""
-    number = isinstance(price, int | float | np.integer | np.floating) and not isinstance(price, bool)
-    if number and 0 <= price < math.inf:
-        return float(price)
+    if isinstance(price, int | float | np.integer | np.floating) and not isinstance(price, bool):
+        if 0 <= price < math.inf:
+            return float(price)
     raise ShardError(
         f"replication_price is {describe_value(price)}",
         where="replication_price",
@@ -131,7 +131,7 @@ def check_replication_price(price: Any) -> float:
     )
 
 
-def check_search_seconds(seconds: Any) -> float | None:
+def check_search_seconds(seconds: object) -> float | None:
     """None, or a finite number above 0.
 
     >>> check_search_seconds(0)
@@ -144,8 +144,11 @@ def check_search_seconds(seconds: Any) -> float | None:
     if seconds is None:
         return None
     fix = "seconds of search above 0, such as search_seconds=5; None: as long as the proof takes"
-    number = isinstance(seconds, int | float | np.integer | np.floating) and not isinstance(seconds, bool)
-    if not number or not math.isfinite(seconds):
+    if (
+        isinstance(seconds, bool)
+        or not isinstance(seconds, int | float | np.integer | np.floating)
+        or not math.isfinite(seconds)
+    ):
         raise ShardError(f"search_seconds is {describe_value(seconds)}", where="search_seconds", fix=fix)
     if seconds <= 0:
         raise ShardError(
@@ -154,7 +157,7 @@ def check_search_seconds(seconds: Any) -> float | None:
     return float(seconds)
 
 
-def check_prefer(prefer: Any, level: Any = 0) -> float:
+def check_prefer(prefer: object, level: object = 0) -> float:
     """The share of the least cost that may be spent on less memory; 0 for None.
 
     >>> check_prefer("memory:1%"), check_prefer("memory: 2.5%"), check_prefer(None)
@@ -205,7 +208,7 @@ def check_search(search: object) -> str:
     return str(search)
 
 
-def check_remat(remat: Any) -> str | None:
+def check_remat(remat: object) -> str | None:
     """None, "auto" or "policy"."""
     if remat is None:
         return None
@@ -317,7 +320,7 @@ def check_call_options(
     return options
 
 
-def _check_positions(value: Any, what: str) -> tuple[int, ...]:
+def _check_positions(value: object, what: str) -> tuple[int, ...]:
     values = (
         ()
         if value is None
@@ -325,6 +328,7 @@ def _check_positions(value: Any, what: str) -> tuple[int, ...]:
         if not isinstance(value, Sequence) or isinstance(value, str)
         else value
     )
+    out: list[int] = []
     for v in values:
         if isinstance(v, bool | np.bool_) or not isinstance(v, int | np.integer):
             raise ShardError(
@@ -332,12 +336,16 @@ def _check_positions(value: Any, what: str) -> tuple[int, ...]:
                 where=what,
                 fix=f"positions as ints: {what}=(0, 1)",
             )
-    return tuple(int(v) for v in values)
+        out.append(int(v))
+    return tuple(out)
 
 
-def _check_names(value: Any, what: str) -> tuple[str, ...]:
-    iterable = isinstance(value, Sequence | set | frozenset) and not isinstance(value, str | bytes)
-    values = () if value is None else value if iterable else (value,)
+def _check_names(value: object, what: str) -> tuple[str, ...]:
+    listed = isinstance(value, Sequence | set | frozenset) and not isinstance(value, str | bytes)
+    values: Iterable[object] = () if value is None else (value,)
+    if isinstance(value, Iterable) and listed:
+        values = value
+    out: list[str] = []
     for v in values:
         if not isinstance(v, str):
             raise ShardError(
@@ -345,4 +353,5 @@ def _check_names(value: Any, what: str) -> tuple[str, ...]:
                 where=what,
                 fix=f'names as strings: {what}=("cfg",)',
             )
-    return tuple(values)
+        out.append(v)
+    return tuple(out)

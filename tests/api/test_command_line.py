@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import pathlib
 import subprocess
 import sys
+import tomllib
 
 import jax
 import pytest
 
 import jshard
 from jshard._api.command_line import example_arguments, main, parse_mesh, parse_shape
+from jshard._api.doctor import jax_requirement
 
 
 MODULE = """
@@ -120,6 +123,11 @@ def test_doctor_tells_versions_and_devices(capsys):
     assert found["devices"] == {"cpu": jax.device_count()}
     assert main(["doctor"]) == 0
     assert f"jax {jax.__version__}" in capsys.readouterr().out
+
+
+def test_doctor_knows_the_versions_of_jax_that_the_package_requires():
+    project = tomllib.loads((pathlib.Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert jax_requirement() in project["dependencies"]
 
 
 def test_doctor_of_a_machine_with_one_device():

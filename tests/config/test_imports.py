@@ -15,7 +15,7 @@ from flax.core import spmd as core_spmd
 from jax.sharding import PartitionSpec as P
 
 import jshard
-from jshard._config.fitting import spec_of
+from jshard._config.config_record import WHOLE, Entry
 from jshard._config.foreign_rules import logical_names
 from jshard._config.resolve import resolve
 from jshard._config.tensors import TensorName
@@ -32,6 +32,13 @@ def entries(config: Any, shapes: dict[str, tuple[int, ...]], under: str = "param
         spec = spec_of(row.entry) if row.entry is not None else None
         out[path] = None if spec is None else padded(spec, len(row.tensor.shape))
     return out
+
+
+def spec_of(entry: Entry) -> P | None:
+    """The `PartitionSpec` of an entry by axes; None for words."""
+    if isinstance(entry, str):
+        return P() if entry == WHOLE else None
+    return P(*(P.UNCONSTRAINED if d is None else d or None for d in entry))
 
 
 def padded(spec: Any, rank: int) -> tuple:

@@ -20,7 +20,7 @@ from jshard._core.named_topology import topology
 @pytest.fixture
 def no_wheels(monkeypatch):
     """As on a machine without libtpu and without the CUDA plugin."""
-    monkeypatch.setattr(aot_devices, "_installed", lambda module: False)
+    monkeypatch.setattr(aot_devices, "installed", lambda module: False)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def fake_compiler(monkeypatch, answer) -> list[tuple]:
     module = types.SimpleNamespace(get_topology_desc=get_topology_desc)
     monkeypatch.setitem(sys.modules, "jax.experimental.topologies", module)
     monkeypatch.setattr("jax.experimental.topologies", module, raising=False)
-    monkeypatch.setattr(aot_devices, "_installed", lambda module: True)
+    monkeypatch.setattr(aot_devices, "installed", lambda module: True)
     return asked
 
 

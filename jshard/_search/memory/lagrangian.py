@@ -205,10 +205,8 @@ def effort(variables: int) -> tuple[int, int]:
 
 
 PRICE_CUTS_FROM = 1000  # variables from which on prices on few times come first
-_FUSION_PRICES, _FUSION_MOVES = (
-    20,
-    40,
-)  # rounds of prices, and of forest moves, for the states of some answers
+# Rounds of prices, and of forest moves, for the states of some answers.
+_FUSION_PRICES, _FUSION_MOVES = 20, 40
 
 
 def fuse(network: CostNetwork, answers: Sequence[Ints], search: SearchState) -> Ints | None:

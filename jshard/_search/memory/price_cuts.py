@@ -42,9 +42,8 @@ from jshard._search.search_state import SearchState
 ROUNDS = 16  # priced networks solved
 MESSAGE_ROUNDS = 200  # of message passing for each
 INNER_GAP = 0.2  # of the gap that suffices: how near its optimum a priced network is solved
-CONVERGED = (
-    0.25  # of the gap that suffices: what better prices can add to the bound when they are not looked for
-)
+# Of the gap that suffices: what better prices can add to the bound when they are not looked for.
+CONVERGED = 0.25
 FIRST_SPEND = 1.0  # bytes at the limit cost so many times the network's cost, at first
 LARGEST_SPEND = 1e5
 JOINING = 4  # times that join at once
