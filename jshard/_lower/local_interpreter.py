@@ -34,6 +34,8 @@ Local = jax.Array | StackSlice
 Env = dict[Value, Local]
 """Local values by tensor and layout: arrays, or slices of the stacks that a loop carries whole."""
 
+_PARTS = ("slice", "dynamic_slice")  # primitives that return a part of their first operand
+
 # A user's `shard_map` takes values typed by its own specs, a solver by what its functions were traced with.
 _CASTS_OWN_OPERANDS = (SHARD_MAP, "custom_linear_solve")
 
@@ -127,8 +129,10 @@ class LocalInterpreter:
         ]
         if action.loop_invariant:
             operands = self._tie_to_trip(operands)
-        elif is_update(op.primitive) and not isinstance(action.reads[0], Literal):
-            operands[0] = env[action.reads[0]]  # a slice of a stack is updated inside the stack
+        elif (is_update(op.primitive) or op.primitive in _PARTS) and not isinstance(action.reads[0], Literal):
+            operands[0] = env[
+                action.reads[0]
+            ]  # a slice of a stack is updated, or read in parts, inside the stack
         if self.vma and op.primitive not in _CASTS_OWN_OPERANDS:
             operands = [*compat.to_common_vma([materialized(x) for x in operands])]
         results = self._bind_local(action, operands)

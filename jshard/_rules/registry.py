@@ -58,6 +58,14 @@ class StackSlice:
         """The slice as an array."""
         return lax.dynamic_index_in_dim(self.stack, self.index, 0, keepdims=False)
 
+    def part(self, starts: Sequence[ArrayLike], sizes: Sequence[int]) -> jax.Array:
+        """A part of the slice, read from the stack; `starts` are in range.
+
+        A part of the slice as an array would be read from a copy of the whole slice where several parts are read.
+        """
+        at = (self.index, *(jnp.asarray(i, self.index.dtype) for i in starts))
+        return lax.dynamic_slice(self.stack, at, (1, *sizes)).reshape(tuple(sizes))
+
     def updated(
         self, update: jax.Array, starts: Sequence[ArrayLike], row_major: Callable[[jax.Array], jax.Array]
     ) -> StackSlice:

@@ -119,3 +119,25 @@ def test_a_70b_decode_that_fits_is_planned():
 def test_what_is_drawn_is_of_every_kind():
     sizes = {len(draw(seed).args[0]) for seed in range(20)}
     assert sizes == {1, 2, 3} and ROWS * STEPS * WIDTH == 8 * 16 * 32
+
+
+def test_keys_and_values_of_a_stacked_cache_are_read_apart():
+    """Not from a copy of both, which the TPU compiler made for whichever it did not read first."""
+
+    def layer(x, c):
+        c = lax.dynamic_update_slice(c, jnp.stack([x, x + 1])[:, :, None], (0, 0, 3, 0))
+        p = jax.nn.softmax(jnp.einsum("bd,bld->bl", x, c[0]))
+        return jnp.tanh(x + jnp.einsum("bl,bld->bd", p, lax.dynamic_index_in_dim(c, 1, keepdims=False))), c
+
+    f = jshard.shard(
+        lambda x, c: lax.scan(layer, x, c),
+        (P(("x", "y")), P(None, None, ("x", "y"))),
+        mesh=MESH,
+        donate_argnums=1,
+    )
+    x, cache = jnp.ones((8, 128)) / 64, jnp.ones((4, 2, 8, 512, 128)) / 64
+    want = jax.jit(lambda x, c: lax.scan(layer, x, c))(x, cache)
+    text = f.lower(x, cache).as_text()
+    assert "sizes = [1, 1, 1, 512, 128]" in text and "sizes = [1, 2, 1, 512, 128]" not in text
+    for a, b in zip(want, f(x, cache), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)

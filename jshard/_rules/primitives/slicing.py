@@ -27,12 +27,15 @@ from jshard._rules.rule import Rule
 rule = family("slice")
 
 
-def _slice_local(ctx: LocalContext, x: jax.Array) -> Sequence[jax.Array]:
+def _slice_local(ctx: LocalContext, x: jax.Array | StackSlice) -> Sequence[jax.Array]:
     p = ctx.op.params
-    strides = p["strides"] or (1,) * x.ndim
+    strides = p["strides"] or (1,) * len(x.shape)
     cut = [bool(axes) for axes in ctx.operand_layout(0).dims]
     limits = tuple(x.shape[d] if cut[d] else n for d, n in enumerate(p["limit_indices"]))
-    return [lax.slice(x, p["start_indices"], limits, strides)]
+    if isinstance(x, StackSlice) and set(strides) <= {1}:
+        sizes = [n - i for i, n in zip(p["start_indices"], limits, strict=True)]
+        return [x.part(p["start_indices"], sizes)]
+    return [lax.slice(materialized(x), p["start_indices"], limits, strides)]
 
 
 @rule("slice", local=_slice_local)
@@ -62,9 +65,13 @@ def slice_(op: OpView) -> Rule:
     )  # fmt: skip
 
 
-def _dynamic_slice_local(ctx: LocalContext, x: jax.Array, *starts: ArrayLike) -> Sequence[jax.Array]:
+def _dynamic_slice_local(
+    ctx: LocalContext, x: jax.Array | StackSlice, *starts: ArrayLike
+) -> Sequence[jax.Array]:
     # Not `lax.dynamic_slice`, which wraps negative starts around; the primitive clamps them.
     sizes = ctx.result_shape()
+    if isinstance(x, StackSlice):
+        return [x.part(in_range(starts, x.shape, sizes), sizes)]
     return ctx.bind(x, *in_range(starts, x.shape, sizes), slice_sizes=sizes)
 
 
