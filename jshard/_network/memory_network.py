@@ -210,14 +210,14 @@ class _MemoryNetworkBuilder:
 
     def add_flow(self, tensor: int, start: int) -> None:
         """What flows from a tensor to its last reader, after the uses that hold it whole."""
-        flow = self.flows.get(tensor, 0.0)
-        if not flow:
-            return
         def_op, last = self.program.defs()[tensor][0], self.liveness.last_use[tensor]
         states = len(self.network.candidates[def_op])
         # Where it ends, a result may overwrite it.
-        end = self.clock.begin[last + 1] - (self.live.in_place(last) is InPlace.COUNT_RESULTS)
-        self.add_interval(def_op, start, end, ("flow", states, flow), lambda: np.full(states, flow))
+        at_last = self.clock.begin[last + 1] - (self.live.in_place(last) is InPlace.COUNT_RESULTS)
+        for flow in self.flows.get(tensor, ()):
+            end, nbytes = at_last if flow.until is None else self.clock.begin[flow.until], flow.nbytes
+            key = ("flow", states, nbytes)
+            self.add_interval(def_op, start, end, key, lambda nbytes=nbytes: np.full(states, nbytes))
 
     def add_operand(self, tensor: int, reader: int, start: int, end: int) -> None:
         """What an operator reads of a tensor, each layout once."""

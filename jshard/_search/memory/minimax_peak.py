@@ -217,7 +217,34 @@ def game_on_few_times(network: CostNetwork, search: SearchState, cost_gap: float
     if search.incumbent_cost > search.bound * (1 + gap) and len(answers) > 1 and not search.out_of_time:
         _fuse_for_peak(network, search, [search.assignment, *answers[-_FUSED_ANSWERS:]])
         return False
-    return search.assignment is not None and evaluate(network, search.assignment) <= cheapest * (1 + cost_gap)
+    if search.assignment is None:
+        return False
+    low = evaluate(network, search.assignment) <= cheapest * (1 + cost_gap)
+    return low or _lower_cost_under_prices(network, search, priced, cost_gap)
+
+
+def _lower_cost_under_prices(
+    network: CostNetwork, search: SearchState, priced: PricedNetworks, cost_gap: float
+) -> bool:
+    """Solve once more under the prices of the incumbent, as nearly as its cost wants it; whether that is low then.
+
+    Bytes cost many times what the cost is: a small gap in both together leaves a larger one in the cost.
+    """
+    memory, prices = network.memory, search.prices
+    if prices is None or search.out_of_time or memory is None:
+        return False
+    bytes_at_peak = float(prices.per_byte.sum()) * search.incumbent_cost
+    own = evaluate(network, search.assignment)
+    gap = _INNER_GAP * cost_gap * own / max(own + bytes_at_peak, 1e-300)
+    assignment, bound = priced.solve(prices.times, prices.per_byte, search, gap)
+    if assignment is None:
+        return False
+    reached, cost = peak(network, assignment), evaluate(network, assignment)
+    if reached <= search.incumbent_cost and cost < own:
+        search.assignment, search.incumbent_cost, own = assignment, reached, cost
+        bytes_at_peak = float(prices.per_byte.sum()) * reached
+    search.report(f"least peak, cost {own:.6g}")
+    return own <= (bound - bytes_at_peak) * (1 + cost_gap)
 
 
 def _fuse_for_peak(network: CostNetwork, search: SearchState, answers: Sequence[Ints | None]) -> None:
