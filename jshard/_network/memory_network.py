@@ -35,7 +35,8 @@ from collections.abc import Callable, Hashable
 
 import numpy as np
 
-from jshard._core.arrays import Floats
+from jshard._core.arrays import Floats, Ints
+from jshard._core.row_codes import first_occurrence_codes, row_codes
 from jshard._memory.hbm_traffic import is_unfusible
 from jshard._memory.in_place import CARRY_KINDS
 from jshard._memory.live_intervals import (
@@ -62,6 +63,23 @@ def memory_network(network: PlanningNetwork, *, lower_bound: bool = False) -> Co
     intervals = LowerBoundIntervals if lower_bound else EstimatedIntervals
     live = intervals(network.program, network.liveness, network.donated)
     return _MemoryNetworkBuilder(network, live).build()
+
+
+def with_copies(memory: CostNetwork, states: Ints) -> Ints:
+    """The assignment of a memory network, given the states of the variables of the network without memory.
+
+    A copy variable stands between two of them, which leave one of its states possible.
+    """
+    n = len(states)
+    made, read = np.flatnonzero(memory.edges[:, 1] >= n), np.flatnonzero(memory.edges[:, 0] >= n)
+    made, read = made[np.argsort(memory.edges[made, 1])], read[np.argsort(memory.edges[read, 0])]
+    columns = (
+        memory.edge_table[made], states[memory.edges[made, 0]], memory.edge_table[read], states[memory.edges[read, 1]]
+    )  # fmt: skip
+    codes, distinct = first_occurrence_codes(row_codes(*columns))
+    rows = zip(*[c[distinct].tolist() for c in columns], strict=True)
+    best = [int((memory.pairwise[a][i] + memory.pairwise[b][:, j]).argmin()) for a, i, b, j in rows]
+    return np.concatenate([states, np.array(best, dtype=np.int64)[codes]])
 
 
 class _MemoryNetworkBuilder:
