@@ -37,6 +37,7 @@ _LEAST_PEAK_VARIABLES = 100  # up to which the least peak is looked for though i
 _LARGE_GAP = 0.01  # relative, at which the search of a large network under a budget ends
 # Of a given effort, for the plan of least time that the search under a budget begins with.
 _SHARE_WITHOUT_BUDGET = 0.4
+_SHARE_FOR_PLANS = 0.6  # of what is left then, for plans within the budget; the bound has the rest
 _SLOWEST = 20.0  # times the seconds of a given effort, after which a search ends on any machine
 
 
@@ -313,6 +314,7 @@ class LevelSearch:
         limit = self.request.memory_limit
         assert limit is not None
         aim, plans = limit, []
+        effort = self.effort.part(_SHARE_FOR_PLANS)
         s: Solution | None = None
 
         measured: dict[bytes, ScheduledSolution] = {}
@@ -326,7 +328,8 @@ class LevelSearch:
 
         for _ in range(_BUDGET_ROUNDS):
             following = self._solve_limited(
-                estimating, aim, (fastest.cost, fastest.peak), s and s.prices, s.answers if s else (), note_first_plan
+                estimating, aim, (fastest.cost, fastest.peak), s and s.prices, s.answers if s else (), note_first_plan,
+                effort=effort,
             )  # fmt: skip
             if following is None:
                 break
@@ -366,6 +369,7 @@ class LevelSearch:
         known: Sequence[Ints] = (),
         on_answer: Callable[[Ints], None] | None = None,
         bound_only: bool = False,
+        effort: Effort | None = None,
     ) -> Solution | None:
         """The solution of a memory network under a limit in bytes; None where none was found.
 
@@ -379,7 +383,7 @@ class LevelSearch:
             return solve(
                 limited, gap=self._memory_gap(memory), seconds=self._seconds(r.memory_seconds),
                 on_progress=self.on_progress, layers_repeat=True, prices=prices, known=known,
-                unlimited=unlimited, effort=self.effort, on_answer=on_answer,
+                unlimited=unlimited, effort=effort or self.effort, on_answer=on_answer,
                 bound_only=bound_only,
             )  # fmt: skip
         except (MemoryBudgetError, SearchError):
