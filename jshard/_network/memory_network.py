@@ -35,7 +35,8 @@ from collections.abc import Callable, Hashable
 
 import numpy as np
 
-from jshard._core.arrays import Floats
+from jshard._core.arrays import Floats, Ints
+from jshard._core.row_codes import first_occurrence_codes, row_codes
 from jshard._memory.hbm_traffic import is_unfusible
 from jshard._memory.in_place import CARRY_KINDS
 from jshard._memory.live_intervals import (
@@ -62,6 +63,23 @@ def memory_network(network: PlanningNetwork, *, lower_bound: bool = False) -> Co
     intervals = LowerBoundIntervals if lower_bound else EstimatedIntervals
     live = intervals(network.program, network.liveness, network.donated)
     return _MemoryNetworkBuilder(network, live).build()
+
+
+def with_copies(memory: CostNetwork, states: Ints) -> Ints:
+    """The assignment of a memory network, given the states of the variables of the network without memory.
+
+    A copy variable stands between two of them, which leave one of its states possible.
+    """
+    n = len(states)
+    made, read = np.flatnonzero(memory.edges[:, 1] >= n), np.flatnonzero(memory.edges[:, 0] >= n)
+    made, read = made[np.argsort(memory.edges[made, 1])], read[np.argsort(memory.edges[read, 0])]
+    columns = (
+        memory.edge_table[made], states[memory.edges[made, 0]], memory.edge_table[read], states[memory.edges[read, 1]]
+    )  # fmt: skip
+    codes, distinct = first_occurrence_codes(row_codes(*columns))
+    rows = zip(*[c[distinct].tolist() for c in columns], strict=True)
+    best = [int((memory.pairwise[a][i] + memory.pairwise[b][:, j]).argmin()) for a, i, b, j in rows]
+    return np.concatenate([states, np.array(best, dtype=np.int64)[codes]])
 
 
 class _MemoryNetworkBuilder:
@@ -210,14 +228,14 @@ class _MemoryNetworkBuilder:
 
     def add_flow(self, tensor: int, start: int) -> None:
         """What flows from a tensor to its last reader, after the uses that hold it whole."""
-        flow = self.flows.get(tensor, 0.0)
-        if not flow:
-            return
         def_op, last = self.program.defs()[tensor][0], self.liveness.last_use[tensor]
         states = len(self.network.candidates[def_op])
         # Where it ends, a result may overwrite it.
-        end = self.clock.begin[last + 1] - (self.live.in_place(last) is InPlace.COUNT_RESULTS)
-        self.add_interval(def_op, start, end, ("flow", states, flow), lambda: np.full(states, flow))
+        at_last = self.clock.begin[last + 1] - (self.live.in_place(last) is InPlace.COUNT_RESULTS)
+        for flow in self.flows.get(tensor, ()):
+            end, nbytes = at_last if flow.until is None else self.clock.begin[flow.until], flow.nbytes
+            key = ("flow", states, nbytes)
+            self.add_interval(def_op, start, end, key, lambda nbytes=nbytes: np.full(states, nbytes))
 
     def add_operand(self, tensor: int, reader: int, start: int, end: int) -> None:
         """What an operator reads of a tensor, each layout once."""

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from jshard._core.arrays import Ints
 from jshard._core.errors import MemoryBudgetError, SearchError
 from jshard._core.topology import Topology
 from jshard._memory.hbm_traffic import PRODUCTS
 from jshard._network.build import Pins, PlanningNetwork, build_network
-from jshard._network.memory_network import memory_network
+from jshard._network.memory_network import memory_network, with_copies
 from jshard._plan.memory_preference import prefer_memory
-from jshard._plan.memory_ties import lower_peak_at_equal_cost
+from jshard._plan.memory_ties import assignment_of_solution, lower_peak_at_equal_cost
 from jshard._plan.request import PlanRequest, merged_pins, pins_by_operator
 from jshard._plan.schedule_cost import schedule_cost
 from jshard._plan.scheduled_solution import ROUNDING, ScheduledSolution, schedule_solution
@@ -36,6 +37,7 @@ _LEAST_PEAK_VARIABLES = 100  # up to which the least peak is looked for though i
 _LARGE_GAP = 0.01  # relative, at which the search of a large network under a budget ends
 # Of a given effort, for the plan of least time that the search under a budget begins with.
 _SHARE_WITHOUT_BUDGET = 0.4
+_SHARE_FOR_PLANS = 0.6  # of what is left then, for plans within the budget; the bound has the rest
 _SLOWEST = 20.0  # times the seconds of a given effort, after which a search ends on any machine
 
 
@@ -151,6 +153,7 @@ class LevelSearch:
         """The cheapest plan found within another budget; one that exceeds it where none was found."""
         request = dataclasses.replace(self.request, memory_limit=budget)
         search = LevelSearch(self.program, self.topology, request, self.on_progress)
+        search.effort = self.effort
         return search.minimize_time_under_budget(search.network(second_copies=False), fastest)
 
     def _solve_time(self, network: PlanningNetwork) -> Solution:
@@ -212,7 +215,7 @@ class LevelSearch:
         found: list[ScheduledSolution] = []
         bounding = memory_network(network, lower_bound=True)
         large = bounding.size >= LARGE_NETWORK  # where ties cost little
-        first = self._solve_peak(network, bounding, unlimited, break_ties_by_cost=large)
+        first = self._solve_peak(network, bounding, unlimited, break_ties_by_cost=False)
         bound = first.bound
         found.append(first)
         if r.level == 1:
@@ -257,8 +260,8 @@ class LevelSearch:
     ) -> ScheduledSolution:
         """The cheapest plan within the budget, else the one of lowest peak that was found.
 
-        The lower-bound memory network bounds the time within the budget. The plan comes from the estimating one;
-        while its schedule exceeds the budget, the search is repeated with a limit lowered by the excess.
+        The plan comes from the estimating memory network; the lower-bound one bounds the time within the budget, and
+        what it finds is a plan too where its schedule is within the budget.
 
         Arguments:
 
@@ -267,37 +270,87 @@ class LevelSearch:
         """
         limit, gap = self.request.memory_limit, self._memory_gap(network.cost_network)
         assert limit is not None
-        bounding_network = memory_network(network, lower_bound=True)
-        assert bounding_network.memory is not None
-        floor = least_conceivable_peak(bounding_network.memory)
-        if floor > limit:
-            return dataclasses.replace(fastest, peak_bound=floor)
-        unlimited = fastest.cost, fastest.peak
-        bounding = self._solve_limited(bounding_network, limit, unlimited)
-        if bounding is None:
-            return fastest
-        bound = max(fastest.bound, bounding.bound)
+        estimating = memory_network(network)
+        assert estimating.memory is not None
+        bounding: CostNetwork | None = None
+        if least_conceivable_peak(estimating.memory) > limit:  # then it is likely that nothing fits
+            bounding = memory_network(network, lower_bound=True)
+            assert bounding.memory is not None
+            floor = least_conceivable_peak(bounding.memory)
+            if floor > limit:
+                return dataclasses.replace(fastest, peak_bound=floor)
+        plans, found = self._search_schedules(network, estimating, fastest)
+        best = _best_within(plans, limit)
+        near = best is not None and best.cost <= fastest.bound * (1 + gap)
+        if best is not None and (best.interrupted or (near and network.cost_network.size >= LARGE_NETWORK)):
+            return best
+        bounding = bounding or memory_network(network, lower_bound=True)
+        known = [*(found.answers if found else ()), *([] if best is None else [assignment_of_solution(best)])]
+        s = self._solve_limited(
+            bounding,
+            limit,
+            (fastest.cost, fastest.peak),
+            # What it proves holds for the network that estimates bytes.
+            prices=None if found is None or found.prices is None else found.prices.of_another_network(),
+            known=[with_copies(bounding, x[: network.cost_network.size]) for x in known],
+            bound_only=best is not None,
+        )
+        if s is None:
+            return best or min((fastest, *plans), key=lambda p: p.peak)
+        bound = max(fastest.bound, s.bound)
+        plans = [dataclasses.replace(p, bound=bound) for p in plans]
+        if best is None or s.cost < best.cost:
+            plans.append(self._scheduled(network, s, bound, plans[-1] if plans else fastest))
+        best = _best_within(plans, limit) or min((fastest, *plans), key=lambda p: p.peak)
+        return dataclasses.replace(best, bound=bound)
 
-        def scheduled(s: Solution, before: ScheduledSolution) -> ScheduledSolution:
-            solution = schedule_solution(network, self.request, s.assignment, bound, s.steps)
-            return self._known_plan(solution.after(before))
+    def _search_schedules(
+        self, network: PlanningNetwork, estimating: CostNetwork, fastest: ScheduledSolution
+    ) -> tuple[list[ScheduledSolution], Solution | None]:
+        """Plans by the memory network that estimates bytes, and its last solution.
 
-        first = lowest = scheduled(bounding, fastest)
-        enough = self.effort.exhausted or first.cost <= bound * (1 + gap)
-        if first.interrupted or (first.peak <= limit and enough):
-            return min((fastest, first), key=lambda s: (s.peak > limit, s.peak))
-        estimating, aim, prices = memory_network(network), limit, bounding.prices
+        While the schedule exceeds the budget the search goes on with a limit lowered by the excess.
+        """
+        limit = self.request.memory_limit
+        assert limit is not None
+        aim, plans = limit, []
+        effort = self.effort.part(_SHARE_FOR_PLANS)
+        s: Solution | None = None
+
+        measured: dict[bytes, ScheduledSolution] = {}
+
+        def note_first_plan(assignment: Ints) -> None:
+            if not any(p.peak <= limit for p in measured.values()):
+                plan = schedule_solution(network, self.request, assignment, fastest.bound, ())
+                measured[assignment.tobytes()] = plan
+                if plan.peak <= limit:
+                    plans.append(self._known_plan(plan.after(fastest)))
+
         for _ in range(_BUDGET_ROUNDS):
-            s = self._solve_limited(estimating, aim, unlimited, prices)
-            if s is None:
+            following = self._solve_limited(
+                estimating, aim, (fastest.cost, fastest.peak), s and s.prices, s.answers if s else (), note_first_plan,
+                effort=effort,
+            )  # fmt: skip
+            if following is None:
                 break
-            prices = s.prices
-            solution = scheduled(s, lowest)
-            lowest = min((lowest, solution), key=lambda s: s.peak)
-            if solution.peak <= limit:
-                return min((s for s in (first, solution) if s.peak <= limit), key=lambda s: s.cost)
-            aim -= _OVERSHOOT * (solution.peak - limit)
-        return lowest
+            s = following
+            plan = measured.get(s.assignment.tobytes())
+            if plan is None:
+                plan = self._scheduled(network, s, fastest.bound, fastest)
+            else:
+                plan = self._known_plan(dataclasses.replace(plan, steps=s.steps).after(fastest))
+            plans.append(plan)
+            if plan.peak <= limit or plan.interrupted:
+                break
+            aim -= _OVERSHOOT * (plan.peak - limit)
+        return plans, s
+
+    def _scheduled(
+        self, network: PlanningNetwork, s: Solution, bound: float, before: ScheduledSolution
+    ) -> ScheduledSolution:
+        """The schedule of a memory network's solution."""
+        solution = schedule_solution(network, self.request, s.assignment, bound, s.steps)
+        return self._known_plan(solution.after(before))
 
     def _memory_gap(self, network: CostNetwork) -> float:
         """The gap at which a search with memory ends: on a large network, one that is shown as a per cent."""
@@ -308,11 +361,20 @@ class LevelSearch:
         )
 
     def _solve_limited(
-        self, memory: CostNetwork, limit: float, unlimited: tuple[float, float], prices: Prices | None = None
+        self,
+        memory: CostNetwork,
+        limit: float,
+        unlimited: tuple[float, float],
+        prices: Prices | None = None,
+        known: Sequence[Ints] = (),
+        on_answer: Callable[[Ints], None] | None = None,
+        bound_only: bool = False,
+        effort: Effort | None = None,
     ) -> Solution | None:
         """The solution of a memory network under a limit in bytes; None where none was found.
 
-        `unlimited` are seconds and peak of the fastest plan, `prices` those to begin with, of the other memory network.
+        `unlimited` are seconds and peak of the fastest plan, `prices` those to begin with, and `known` assignments;
+        `on_answer` is called with every better one; `bound_only`: a known one is good.
         """
         assert memory.memory is not None
         limited = dataclasses.replace(memory, memory=dataclasses.replace(memory.memory, limit=limit))
@@ -320,8 +382,14 @@ class LevelSearch:
         try:
             return solve(
                 limited, gap=self._memory_gap(memory), seconds=self._seconds(r.memory_seconds),
-                on_progress=self.on_progress, layers_repeat=True, prices=prices, unlimited=unlimited,
-                effort=self.effort,
+                on_progress=self.on_progress, layers_repeat=True, prices=prices, known=known,
+                unlimited=unlimited, effort=effort or self.effort, on_answer=on_answer,
+                bound_only=bound_only,
             )  # fmt: skip
         except (MemoryBudgetError, SearchError):
             return None
+
+
+def _best_within(plans: Sequence[ScheduledSolution], limit: float) -> ScheduledSolution | None:
+    """The cheapest plan within a limit; None where there is none."""
+    return min((p for p in plans if p.peak <= limit), key=lambda p: p.cost, default=None)

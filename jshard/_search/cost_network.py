@@ -75,6 +75,13 @@ class Prices:
 
     times: Ints  # (T,)
     per_byte: Floats  # (T,) in the unit of costs
+    bound: float = (
+        -np.inf
+    )  # no assignment of the network that they are for costs less, with its bytes charged for
+
+    def of_another_network(self) -> Prices:
+        """The same prices, nothing known of what they prove."""
+        return Prices(self.times, self.per_byte)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +95,7 @@ class Solution:
     seconds: float
     steps: tuple[str, ...]  # one line of text per stage, for the report
     prices: Prices | None = None  # those that prove the bound, where prices on few times were found
+    answers: tuple[Ints, ...] = ()  # assignments found on the way, where prices on few times were looked for
 
     @property
     def gap(self) -> float:

@@ -55,6 +55,8 @@ class SearchState:
         None  # cost and peak of a good answer without a limit, where one is known
     )
     prices: Prices | None = None  # on memory: those to begin with, then those that prove the bound
+    known: tuple[Ints, ...] = ()  # assignments known before, then those found under prices
+    on_answer: Callable[[Ints], None] | None = None  # called with better assignments within a limit
     effort: Effort = field(default_factory=Effort)
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(20250))
     core_assignment: Ints | None = None  # the incumbent's states of the last core

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from jshard._core.arrays import Ints
 from jshard._core.errors import SearchError
 from jshard._search.branch_and_bound import branch_and_bound
 from jshard._search.cost_network import CostNetwork, Prices, Solution, evaluate, peak
@@ -35,8 +36,11 @@ def solve(
     break_ties_by_cost: bool = True,
     layers_repeat: bool = False,
     prices: Prices | None = None,
+    known: Sequence[Ints] = (),
     unlimited: tuple[float, float] | None = None,
     effort: Effort | None = None,
+    on_answer: Callable[[Ints], None] | None = None,
+    bound_only: bool = False,
 ) -> Solution:
     """The best assignment found, its cost and a proved lower bound.
 
@@ -51,8 +55,11 @@ def solve(
     - `on_progress`: called with the stage, the best cost and the bound after every stage.
     - `break_ties_by_cost`: of equal peaks look for one of low cost; without it the bound is there sooner.
     - `layers_repeat`: look for prices on few times of a large network first (`memory.price_cuts`).
-    - `prices`: those to begin with, of a similar network.
+    - `prices`: those to begin with, of a similar network; with their bound only where they are of this network.
+    - `known`: assignments, for prices on few times to begin with.
     - `unlimited`: cost and peak of a good answer without a limit, where one is known: first prices come from it.
+    - `on_answer`: called with every better assignment that prices on few times find within the limit.
+    - `bound_only`: under a limit, `known` has a good assignment: answers of prices on few times are not combined.
     - `effort`: ends what improves an answer when it is spent; None for no limit but the seconds.
 
     Raises `Contradiction` when no assignment has finite cost, `MemoryBudgetError` when nothing fits, `SearchError`
@@ -72,8 +79,10 @@ def solve(
         if on_progress is not None:
             on_progress(text, incumbent, bound)
 
-    search = SearchState(begun + seconds, gap, report, network.size, prices=prices, unlimited=unlimited)
-    search.effort = effort or search.effort
+    search = SearchState(
+        begun + seconds, gap, report, network.size, prices=prices, unlimited=unlimited, known=tuple(known)
+    )
+    search.effort, search.on_answer = effort or search.effort, on_answer
     memory = network.memory
     try:
         if objective == "peak" and memory is not None:
@@ -84,7 +93,7 @@ def solve(
         elif memory is not None and memory.limit is not None:
             from jshard._search.memory.lagrangian import solve_limited
 
-            solve_limited(network, search, layers_repeat=layers_repeat)
+            solve_limited(network, search, layers_repeat=layers_repeat, bound_only=bound_only)
         else:
             branch_and_bound(search, starting_network(network))
     except KeyboardInterrupt:
@@ -107,4 +116,6 @@ def solve(
     bound = min(search.bound, cost)
     if cost - bound <= TOLERANCE * abs(cost):
         bound = cost
-    return Solution(assignment, cost, bound, reached, time.monotonic() - begun, tuple(steps), search.prices)
+    return Solution(
+        assignment, cost, bound, reached, time.monotonic() - begun, tuple(steps), search.prices, search.known
+    )

@@ -49,7 +49,7 @@ from jshard._search.memory.key_times import (
     sum_over_intervals,
     usage_range,
 )
-from jshard._search.memory.price_cuts import PriceCuts
+from jshard._search.memory.price_cuts import ROUNDS, TIE_BREAK_ROUNDS, PriceCuts
 from jshard._search.primal.local_search import CoreProblem, core_problem
 from jshard._search.search_state import Reduction, SearchState, reconstruct
 
@@ -209,10 +209,12 @@ PRICE_CUTS_FROM = 1000  # variables from which on prices on few times come first
 _FUSION_PRICES, _FUSION_MOVES = 20, 40
 
 
-def fuse(network: CostNetwork, answers: Sequence[Ints], search: SearchState) -> Ints | None:
+def fuse(
+    network: CostNetwork, answers: Sequence[Ints], search: SearchState, bound: float = -np.inf
+) -> Ints | None:
     """An assignment within the limit of the states that some answers have; None where none was found.
 
-    `search` gives the bound, the gap that suffices, and the deadline.
+    `search` gives the gap that suffices and the deadline; no assignment costs less than `bound`.
     """
     fused = fused_network(network, answers)
     memory = fused.network.memory
@@ -222,7 +224,7 @@ def fuse(network: CostNetwork, answers: Sequence[Ints], search: SearchState) -> 
         search.gap,
         lambda _: None,
         fused.network.size,
-        bound=search.bound,
+        bound=bound,
         effort=search.effort,
     )
     clock = key_times_above(memory, memory.limit)
@@ -244,7 +246,12 @@ def fuse(network: CostNetwork, answers: Sequence[Ints], search: SearchState) -> 
 
 
 def solve_limited(
-    network: CostNetwork, search: SearchState, *, tie_break_only: bool = False, layers_repeat: bool = False
+    network: CostNetwork,
+    search: SearchState,
+    *,
+    tie_break_only: bool = False,
+    layers_repeat: bool = False,
+    bound_only: bool = False,
 ) -> None:
     """The least cost within the memory limit; the result is in `search`.
 
@@ -258,6 +265,7 @@ def solve_limited(
     - `search`: receives the answer and the bound.
     - `tie_break_only`: the costs only break ties: fewer rounds, and no integer program.
     - `layers_repeat`: whether layers are expected to.
+    - `bound_only`: `search.known` has a good answer: answers under prices are not combined.
 
     Raises `MemoryBudgetError` where nothing fits or nothing that fits was found.
     """
@@ -268,7 +276,12 @@ def solve_limited(
         branch_and_bound(search, working_network(network))
         return
     if layers_repeat and network.size >= PRICE_CUTS_FROM:
-        PriceCuts(network, search, memory.limit, lambda answers: fuse(network, answers, search)).run()
+        rounds = TIE_BREAK_ROUNDS if tie_break_only else ROUNDS
+
+        def combined(answers: Sequence[Ints]) -> Ints | None:
+            return None if bound_only else fuse(network, answers, search, search.bound)
+
+        PriceCuts(network, search, memory.limit, combined, rounds).run()
         if search.gap_closed(search.bound) or (network.size >= LARGE_NETWORK and search.has_answer):
             return
         if network.size >= LARGE_NETWORK:

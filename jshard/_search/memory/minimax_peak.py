@@ -41,6 +41,7 @@ from jshard._search.memory.key_times import key_times_above, sum_over_intervals,
 from jshard._search.memory.lagrangian import (
     PRICE_CUTS_FROM,
     ReducedProblem,
+    fuse,
     lift_core,
     reduced_problem,
     solve_lagrangian,
@@ -61,6 +62,7 @@ _FUSED_ANSWERS = 4
 _SMALL_COST_GAP = 1e-3  # of a cost that only breaks ties
 _COST_GAP = 1e-2  # of a cost that only breaks ties, in a large network
 _SPEND_FOR_PEAK = 30.0  # the bytes of the peak cost so many times the network's cost
+_NEAR_BOUND = 0.9  # of the gap: how near its bound a peak is looked for at first
 _REPAIR_SHARE = 0.5  # of the way from the peak down to its bound that a repair aims at
 
 
@@ -186,7 +188,6 @@ def game_on_few_times(network: CostNetwork, search: SearchState, cost_gap: float
     priced, bytes_alone = PricedNetworks(network), PricedNetworks(without_costs(network))
     times, profiles, answers = [int(floor.argmax())], [], []
     gap = max(search.gap, _PEAK_GAP)
-    cheapest = -np.inf  # no answer of the incumbent's peak costs less
     cost = search.unlimited[0] if search.unlimited else 0.0
     price = _SPEND_FOR_PEAK * cost / max(search.bound, 1.0)  # of a byte
     for rounds in range(1, _ROUNDS_ON_FEW_TIMES + 1):
@@ -199,13 +200,16 @@ def game_on_few_times(network: CostNetwork, search: SearchState, cost_gap: float
             break
         if not price:
             price = _SPEND_FOR_PEAK * evaluate(network, assignment) / max(search.bound, 1.0)
+        answers.append(assignment)
         profile = live_bytes(memory, interval_bytes(memory, assignment))
         if profile.max() < search.incumbent_cost:
-            search.prices = Prices(at, price * weights)
-            cheapest = priced_bound - price * float(profile.max())
+            search.prices = Prices(at, price * weights, priced_bound)
         search.update_incumbent((), float(profile.max()), assignment)
         search.report(f"least peak, round {rounds}: {len(times)} times in play")
         if search.incumbent_cost <= search.bound * (1 + gap) or search.out_of_time:
+            break
+        search.known = tuple(answers)
+        if len(answers) > 1 and _fuse_near_bound(network, search, answers[-_FUSED_ANSWERS:], gap):
             break
         known = any(np.array_equal(profile, other) for other in profiles)
         worst = int(profile.argmax())
@@ -213,11 +217,57 @@ def game_on_few_times(network: CostNetwork, search: SearchState, cost_gap: float
             break
         times += [worst] * (worst not in times)
         profiles.append(profile)
-        answers.append(assignment)
+    search.known = tuple(answers)
     if search.incumbent_cost > search.bound * (1 + gap) and len(answers) > 1 and not search.out_of_time:
         _fuse_for_peak(network, search, [search.assignment, *answers[-_FUSED_ANSWERS:]])
         return False
-    return search.assignment is not None and evaluate(network, search.assignment) <= cheapest * (1 + cost_gap)
+    return _cost_is_low(network, search, cost_gap) or _lower_cost_under_prices(
+        network, search, priced, cost_gap
+    )
+
+
+def _fuse_near_bound(network: CostNetwork, search: SearchState, answers: Sequence[Ints], gap: float) -> bool:
+    """The cheapest assignment of the states of some answers whose peak is within the gap of the bound, if there is one."""
+    assert network.memory is not None
+    limit = search.bound * (1 + _NEAR_BOUND * gap)
+    fused = fuse(replace(network, memory=replace(network.memory, limit=limit)), answers, search)
+    if fused is None:
+        return False
+    search.assignment, search.incumbent_cost = fused, peak(network, fused)
+    search.report("answers combined")
+    return True
+
+
+def _cost_is_low(network: CostNetwork, search: SearchState, cost_gap: float) -> bool:
+    """Whether the incumbent's cost is proved to be near the least at its peak."""
+    if search.assignment is None or search.prices is None:
+        return False
+    least = search.prices.bound - float(search.prices.per_byte.sum()) * search.incumbent_cost
+    return evaluate(network, search.assignment) <= least * (1 + cost_gap)
+
+
+def _lower_cost_under_prices(
+    network: CostNetwork, search: SearchState, priced: PricedNetworks, cost_gap: float
+) -> bool:
+    """Solve once more under the prices of the incumbent, as nearly as its cost wants it; whether that is low then.
+
+    Bytes cost many times what the cost is: a small gap in both together leaves a larger one in the cost.
+    """
+    memory, prices = network.memory, search.prices
+    if prices is None or search.out_of_time or memory is None:
+        return False
+    bytes_at_peak = float(prices.per_byte.sum()) * search.incumbent_cost
+    own = evaluate(network, search.assignment)
+    gap = _INNER_GAP * cost_gap * own / max(own + bytes_at_peak, 1e-300)
+    assignment, bound = priced.solve(prices.times, prices.per_byte, search, gap)
+    if assignment is None:
+        return False
+    reached, cost = peak(network, assignment), evaluate(network, assignment)
+    search.known, search.prices = (*search.known, assignment), replace(prices, bound=max(bound, prices.bound))
+    if reached <= search.incumbent_cost and cost < own:
+        search.assignment, search.incumbent_cost, own = assignment, reached, cost
+    search.report(f"least peak, cost {own:.6g}")
+    return _cost_is_low(network, search, cost_gap)
 
 
 def _fuse_for_peak(network: CostNetwork, search: SearchState, answers: Sequence[Ints | None]) -> None:
@@ -330,6 +380,7 @@ def min_cost_at_peak(
         lambda text: search.report(f"{text} (time cost {inner.incumbent_cost:.6g}, bound {inner.bound:.6g})"),
         network.size,
         prices=search.prices,
+        known=search.known,
         effort=search.effort,
     )
     try:

@@ -40,6 +40,7 @@ from jshard._search.search_state import SearchState
 
 
 ROUNDS = 16  # priced networks solved
+TIE_BREAK_ROUNDS = 6  # where the costs only break ties
 MESSAGE_ROUNDS = 200  # of message passing for each
 INNER_GAP = 0.2  # of the gap that suffices: how near its optimum a priced network is solved
 # Of the gap that suffices: what better prices can add to the bound when they are not looked for.
@@ -48,6 +49,7 @@ FIRST_SPEND = 1.0  # bytes at the limit cost so many times the network's cost, a
 LARGEST_SPEND = 1e5
 JOINING = 4  # times that join at once
 FUSED_ANSWERS = 4
+KNOWN_ANSWERS = 8  # that the search of a similar network begins with
 COARSER = 16.0  # the tables' grid over the one that costs alone need
 
 
@@ -160,10 +162,12 @@ class PricedNetworks:
 class PriceCuts:
     """Cutting planes for one network and limit; answers and bounds go to `search`."""
 
-    def __init__(self, network: CostNetwork, search: SearchState, limit: float, fuse: Fuse) -> None:
+    def __init__(
+        self, network: CostNetwork, search: SearchState, limit: float, fuse: Fuse, rounds: int = ROUNDS
+    ) -> None:
         assert network.memory is not None
         self.network, self.memory, self.search, self.limit = network, network.memory, search, limit
-        self.fuse, self.solver = fuse, PricedNetworks(network)
+        self.fuse, self.solver, self.rounds = fuse, PricedNetworks(network), rounds
         lasting = self.memory.intervals[:, 0] < self.memory.intervals[:, 1]
         self.first_time = int(self.memory.intervals[lasting, 0].min())
         self.cuts: list[Cut] = []
@@ -177,33 +181,68 @@ class PriceCuts:
             for cost, peak in ((search.unlimited,) if search.unlimited else ())
             if peak > limit
         ]
+        self.seen = 0  # of the answers, whose times have been looked at
+        self.fused: set[tuple[bytes, ...]] = set()  # answers that were combined
         self.best: Cut | None = None  # within the limit
         self.prices: Prices | None = None  # of the best bound, times counted from the first
         self.proved = -np.inf
 
     def run(self) -> None:
-        """Ascend until the gap is closed or better prices would add nothing; `search.prices` are tried first."""
+        """Ascend until the gap is closed or better prices would add nothing.
+
+        Known answers come first, then `search.prices`: those of this network bring a bound with them.
+        """
+        for assignment in self.search.known:
+            self._keep(assignment)
+        self._ascend()
+        distinct = {c.assignment.tobytes(): c.assignment for c in self.cuts}
+        self.search.known = tuple(distinct.values())[-KNOWN_ANSWERS:]
+
+    def _ascend(self) -> None:
         search = self.search
         gap = max(search.gap, 1e-6)
         times, prices, spend = self._begin()
-        for count in range(1, ROUNDS + 1):
+        given = search.prices
+        if given is not None and given.bound > -np.inf:
+            self._prove(given.bound, times, prices)
+            self._fuse()
+            if search.gap_closed(search.bound):
+                return
+            following = self._following(times, prices, spend, gap)
+            if following is None:
+                return
+            times, prices, spend = following
+        for count in range(1, self.rounds + 1):
             cut = self._solve(times, prices)
             if cut is None or search.is_late or (search.out_of_time and self.best is not None):
                 break
             search.report(f"prices on {len(times)} times, round {count}")
+            if not search.gap_closed(search.bound):
+                self._fuse()
             if search.gap_closed(search.bound):
                 return
+            following = self._following(times, prices, spend, gap)
+            if following is None:
+                break
+            times, prices, spend = following
+
+    def _following(
+        self, times: Ints, prices: Floats, spend: float, gap: float
+    ) -> tuple[Ints, Floats, float] | None:
+        """The next times and prices, and the most that is spent; None where they would add nothing."""
+        for cut in self.cuts[self.seen :]:
             times = self._joined(times, cut.profile)
-            if self.best is None and (cut.profile[times] > self.limit).any():
-                spend = max(spend, 4.0 * self.limit * float(prices.sum()), FIRST_SPEND * self._scale())
-                if spend > LARGEST_SPEND * self._scale():
-                    break
-            prices, model = best_prices([*self.guessed, *self.cuts], times, self.limit, spend)
-            if model - self.proved <= CONVERGED * gap * abs(self.proved):
-                if self.best is not None:
-                    break
-                spend *= 4.0
-        self._fuse()
+        last, self.seen = self.cuts[-1], len(self.cuts)
+        if self.best is None and (last.profile[times] > self.limit).any():
+            spend = max(spend, 4.0 * self.limit * float(prices.sum()), FIRST_SPEND * self._scale())
+            if spend > LARGEST_SPEND * self._scale():
+                return None
+        prices, model = best_prices([*self.guessed, *self.cuts], times, self.limit, spend)
+        if model - self.proved <= CONVERGED * gap * abs(self.proved):
+            if self.best is not None:
+                return None
+            spend *= 4.0
+        return times, prices, spend
 
     def _scale(self) -> float:
         return max(min((c.cost for c in (*self.guessed, *self.cuts)), default=0.0), 1e-300)
@@ -235,12 +274,17 @@ class PriceCuts:
         assignment, bound = self.solver.solve(
             times + self.first_time, prices, search, INNER_GAP * max(search.gap, 1e-6)
         )
+        self._prove(bound, times, prices)
+        return None if assignment is None else self._keep(assignment)
+
+    def _prove(self, bound: float, times: Ints, prices: Floats) -> None:
+        """Note that no assignment costs less than a bound, with its bytes charged for at some prices."""
+        search = self.search
         proved = bound - self.limit * float(prices.sum())
         if proved > self.proved:
             self.proved, self.prices = proved, Prices(times, prices)
-            search.prices = Prices(times + self.first_time, prices)
+            search.prices = Prices(times + self.first_time, prices, bound)
             search.bound = min(max(search.bound, proved), search.incumbent_cost)
-        return None if assignment is None else self._keep(assignment)
 
     def _keep(self, assignment: Ints) -> Cut:
         """An answer as a cut; the incumbent where it fits and costs less."""
@@ -251,6 +295,8 @@ class PriceCuts:
         if profile.max() <= self.limit and cut.cost < search.incumbent_cost:
             self.best, search.incumbent_cost, search.assignment = cut, cut.cost, assignment
             search.bound = min(search.bound, cut.cost)
+            if search.on_answer is not None:
+                search.on_answer(assignment)
         return cut
 
     def _joined(self, times: Ints, profile: Floats) -> Ints:
@@ -267,7 +313,7 @@ class PriceCuts:
         return np.union1d(times, fullest[:JOINING])
 
     def _fuse(self) -> None:
-        """Combine the answers of least priced cost."""
+        """Combine the answers of least priced cost, unless that was done."""
         search = self.search
         if len(self.cuts) < 2 or search.out_of_time or search.gap_closed(search.bound):
             return
@@ -278,10 +324,12 @@ class PriceCuts:
 
         distinct = {c.assignment.tobytes(): c for c in self.cuts}
         nearest = sorted(distinct.values(), key=priced_cost)[:FUSED_ANSWERS]
-        if self.best is not None and self.best.assignment.tobytes() not in [
-            c.assignment.tobytes() for c in nearest
-        ]:
+        if self.best is not None and all(c is not self.best for c in nearest):
             nearest.append(self.best)
+        key = tuple(sorted(c.assignment.tobytes() for c in nearest))
+        if len(nearest) < 2 or key in self.fused:
+            return
+        self.fused.add(key)
         assignment = self.fuse([c.assignment for c in nearest])
         if assignment is not None:
             self._keep(assignment)
