@@ -70,12 +70,16 @@ class JointCut:
     - `name`: for reports.
     - `operands`, `results`: per tensor the factor by which the axis shards it, `WHOLE`, or (results) `PARTIAL`.
     - `major`: along a dimension, its axes must come before those of other cuts.
+    - `alone`: no other cut of its factors is possible beside it.
+    - `pieces`: each of its shards divides into so many equal pieces.
     """
 
     name: str
     operands: tuple[int, ...]
     results: tuple[int, ...]
     major: bool = False
+    alone: bool = False
+    pieces: int = 1
 
     @property
     def factors(self) -> tuple[int, ...]:
@@ -207,10 +211,14 @@ def candidate_codes(rule: Rule, mesh: MeshAxes) -> np.ndarray:
         for m in majors:
             valid &= (shards[f] == 1) | (shards[m] == rule.sizes[m])
     for k, joint in enumerate(rule.joint):
-        for f in joint.factors if joint.major else ():
-            own = codes == joint_code(rule, k)
-            after_other = np.maximum.accumulate(cuts[f] & ~own, axis=1)
-            valid &= ~(own & after_other).any(axis=1)
+        own = codes == joint_code(rule, k)
+        for f in joint.factors:
+            used, other = own.any(axis=1), cuts[f] & ~own
+            if joint.major:
+                valid &= ~(own & np.maximum.accumulate(other, axis=1)).any(axis=1)
+            if joint.alone:
+                valid &= ~(used & other.any(axis=1))
+            valid &= ~used | (sizes[f] % (shards[f] * joint.pieces) == 0)
     return codes[valid]
 
 

@@ -35,7 +35,7 @@ def plain_attention(
         ours, theirs = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
         may = may & (ours[..., :, None] == theirs[..., None, :])[..., None, :, :]
     largest = jnp.where(may, s, -1e30).max(-1, keepdims=True)
-    p = jnp.where(may, jnp.exp(s - jax.lax.stop_gradient(largest)), 0)
+    p = jnp.where(may, jnp.exp(jnp.where(may, s - jax.lax.stop_gradient(largest), 0)), 0)
     total = p.sum(-1, keepdims=True)
     p = p / jnp.where(total > 0, total, 1)
     return jnp.einsum("...nts,...snh->...tnh", p.astype(v.dtype), v)
@@ -48,6 +48,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "window_both": {"window": (3, 6)},
     "mask": {"mask": (2, 1, 16, 16)},
     "padding": {"mask": (2, 1, 1, 16)},
+    "causal_padding": {"causal": True, "mask": (2, 1, 1, 16), "bias": (1, 4, 1, 16)},
     "bias": {"bias": (2, 4, 16, 16), "causal": True},
     "bias_heads": {"bias": (1, 4, 16, 16)},
     "bias_keys": {"bias": (1, 1, 1, 16)},

@@ -123,17 +123,19 @@ def allowed(spec: Attention, x: Operands, rows: jax.Array, columns: jax.Array) -
     return together
 
 
-def may_attend(spec: Attention, row: Index, rows: int, column: Index, columns: int) -> bool | jax.Array:
-    """Whether causality and window let any of some queries attend to any of some keys, consecutive both.
+def may_attend(
+    spec: Attention, rows: tuple[Index, Index], columns: tuple[Index, Index]
+) -> bool | jax.Array:
+    """Whether causality and window let any query between two positions attend to any key between two positions.
 
-    A `bool` where the positions are known.
+    Positions are the first and the last; the answer is a `bool` where all are known.
     """
     out: bool | jax.Array = True
     if spec.causal:
-        out = column <= row + (rows - 1)
+        out = columns[0] <= rows[1]
     if spec.window is not None:
         left, right = spec.window
-        out = out & (column + (columns - 1) >= row - left) & (column <= row + (rows - 1) + right)
+        out = out & (columns[1] >= rows[0] - left) & (columns[0] <= rows[1] + right)
     return out
 
 

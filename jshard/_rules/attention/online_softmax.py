@@ -69,7 +69,7 @@ def forward(spec: Attention, x: Operands, row: Index = 0, column: Index = 0) -> 
 
     Arguments:
 
-    - `row`, `column`: positions of the first query and of the first key.
+    - `row`, `column`: positions of the first query and of the first key, or of each of them.
     """
     b, t, k, g, _ = x.q.shape
     dtype = softmax_dtype(x.q.dtype)
@@ -160,8 +160,25 @@ def _masked(spec: Attention, x: Operands, at: _Block, row: Index, column: Index)
     if at.overlap:
         own = (rows >= at.first_row)[:, None] & (columns >= at.first_column)[None, :]
         s = jnp.where(own, s, -jnp.inf)
-    keep = allowed(spec, x, row + rows, column + columns)
+    keep = allowed(
+        spec, x, _positions(row, at.row, x.q.shape[1]), _positions(column, at.column, x.k.shape[1])
+    )
     return s if keep is None else jnp.where(keep, s, -jnp.inf)
+
+
+def _positions(first: Index, start: Index, size: int) -> jax.Array:
+    """Positions of `size` queries or keys from `start`, where those of all are `first` or begin with it."""
+    if isinstance(first, int) or first.ndim == 0:
+        return first + start + jnp.arange(size, dtype=np.int32)
+    return lax.dynamic_slice_in_dim(first, start, size, 0)
+
+
+def _ends(first: Index, start: Index, size: int) -> tuple[Index, Index]:
+    """The least and the greatest position of `size` queries or keys from `start`."""
+    if isinstance(first, int) or first.ndim == 0:
+        return first + start, first + start + (size - 1)
+    some = _positions(first, start, size)
+    return some.min(), some.max()
 
 
 def _added(total: jax.Array, x: jax.Array, start: Index, dim: int) -> jax.Array:
@@ -230,7 +247,7 @@ def _blocks(queries: int, keys: int) -> Iterator[_Block]:
 def _reaches(
     spec: Attention, row: Index, column: Index, at: _Block, rows: int, columns: int
 ) -> bool | jax.Array:
-    return may_attend(spec, row + at.row, rows, column + at.column, columns)
+    return may_attend(spec, _ends(row, at.row, rows), _ends(column, at.column, columns))
 
 
 def summed_delta(cotangent: jax.Array, out: jax.Array) -> jax.Array:

@@ -5,8 +5,13 @@ Forward, the parts are combined by their logsumexp. Backward, the gradients of a
 arrive where it belongs: n - 1 permutes each of keys, values and of their gradients. A block that causality or the window
 rules out costs no work, but the devices of a ring wait for each other.
 
-Source: H. Liu, M. Zaharia, P. Abbeel, "Ring attention with blockwise transformers for near-infinite context", ICLR 2024,
-arXiv 2310.01889.
+Under a causal mask the last device has nearly twice an even share of the work. In zigzag order each device has two
+pieces of the sequence, one from the front and its mirror image from the back, which are the same work for all: the
+operator exchanges halves before and after. Compilers skip blocks that no query may attend to.
+
+Sources: H. Liu, M. Zaharia, P. Abbeel, "Ring attention with blockwise transformers for near-infinite context", ICLR
+2024, arXiv 2310.01889; W. Brandon et al., "Striped attention", arXiv 2311.09431; the zigzag order is that of Llama 3's
+context parallelism (arXiv 2407.21783, section 3.3.2).
 """
 
 from __future__ import annotations
@@ -38,6 +43,7 @@ class Ring:
     - `row`: position of this device's first query.
     - `column`: position of the first key of the ring's first device.
     - `scope`: the name scope of the ring's k-th collective.
+    - `zigzag`: whether device i of n has the pieces i and 2n - 1 - i of 2n, instead of consecutive ones.
     """
 
     axes: tuple[str, ...]
@@ -45,6 +51,7 @@ class Ring:
     row: Index
     column: Index
     scope: Callable[[int], contextlib.AbstractContextManager[object]]
+    zigzag: bool = False
 
     @property
     def size(self) -> int:
@@ -62,6 +69,49 @@ class Ring:
             return lax.ppermute(x, self.axes, pairs)
 
 
+    def starts(self, turn: Index, size: int) -> list[tuple[Index, int]]:
+        """(start, length) of the pieces that this device has in a round, in the sequence of the ring."""
+        holder = self.holder(turn)
+        if not self.zigzag:
+            return [(holder * size, size)]
+        return [(holder * (size // 2), size // 2), ((2 * self.size - 1 - holder) * (size // 2), size // 2)]
+
+    def columns(self, turn: Index, size: int) -> Index:
+        """Positions of the keys of a round: of the first, or of each."""
+        pieces = self.starts(turn, size)
+        if not self.zigzag:
+            return self.column + pieces[0][0]
+        return jnp.concatenate([start + jnp.arange(n, dtype=np.int32) for start, n in pieces])
+
+    def rows(self, size: int) -> Index:
+        """Positions of this device's queries: of the first, or of each."""
+        return self.columns(0, size) if self.zigzag else self.row
+
+    def into_zigzag(self, x: jax.Array, dim: int, number: int) -> jax.Array:
+        """This device's pieces in zigzag order, of a tensor cut in order; collectives `number` and the next."""
+        even, odd = jnp.split(x, 2, dim)
+        even, odd = (self._exchange(h, number + k, k, False) for k, h in enumerate((even, odd)))
+        return jnp.concatenate(self._by_parity(even, odd), dim)
+
+    def out_of_zigzag(self, x: jax.Array, dim: int, number: int) -> jax.Array:
+        """The inverse of `into_zigzag`."""
+        front, back = jnp.split(x, 2, dim)
+        halves = self._by_parity(front, back)
+        return jnp.concatenate([self._exchange(h, number + k, k, True) for k, h in enumerate(halves)], dim)
+
+    def _by_parity(self, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Front and back piece from the even and odd one, and the other way round: they swap on odd devices."""
+        even = self.holder(0) % 2 == 0
+        return jnp.where(even, a, b), jnp.where(even, b, a)
+
+    def _exchange(self, x: jax.Array, number: int, parity: int, back: bool) -> jax.Array:
+        """Every device's even (odd) piece 2 i + parity, to the device that has it in zigzag order, or back."""
+        n = self.size
+        pairs = [(i, p if (p := 2 * i + parity) < n else 2 * n - 1 - p) for i in range(n)]
+        with self.scope(number):
+            return lax.ppermute(x, self.axes, [(b, a) for a, b in pairs] if back else pairs)
+
+
 def ring_forward(
     spec: Attention, arrays: Sequence[jax.Array], ring: Ring, kv_heads: jax.Array | None
 ) -> Part:
@@ -72,10 +122,52 @@ def ring_forward(
     - `arrays`: the primitive's operands on this device; of bias, mask and segments, all columns of the ring's keys.
     - `kv_heads`: as for `arranged`.
     """
+    if not ring.zigzag:
+        return _forward(spec, arrays, ring, kv_heads)
+    arrays, number = _inputs_into_zigzag(spec, arrays, ring, 2)
+    total = _forward(spec, arrays, ring, kv_heads)
+    out = ring.out_of_zigzag(total.out.astype(arrays[0].dtype), 3, number)
+    return Part(out, ring.out_of_zigzag(total.lse, 3, number + 2))
 
+
+def _inputs_into_zigzag(
+    spec: Attention, arrays: Sequence[jax.Array], ring: Ring, number: int
+) -> tuple[list[jax.Array], int]:
+    """Queries, keys, values and the queries' segments in zigzag order, and the number of the next collective."""
+    out = list(arrays)
+    for i in (0, 1, 2, *([len(out) - 2] if spec.has_segments else [])):
+        out[i] = ring.into_zigzag(out[i], out[i].ndim - (3 if i < 3 else 1), number)
+        number += 2
+    return out, number
+
+
+def _zigzag_backward(
+    spec: Attention,
+    arrays: Sequence[jax.Array],
+    results: Sequence[jax.Array],
+    ring: Ring,
+    kv_heads: jax.Array | None,
+    bias_gradient: bool,
+) -> list[jax.Array]:
+    arrays, number = _inputs_into_zigzag(spec, arrays, ring, 4)
+    moved = []
+    for x, dim in zip(results, (3, 1, 3), strict=True):
+        moved.append(ring.into_zigzag(x, x.ndim - dim, number))
+        number += 2
+    found = _backward(spec, arrays, moved, ring, kv_heads, bias_gradient)
+    for i in range(3):
+        g = found[i].astype(arrays[i].dtype)
+        found[i] = ring.out_of_zigzag(g, g.ndim - 3, number)
+        number += 2
+    return found
+
+
+def _forward(
+    spec: Attention, arrays: Sequence[jax.Array], ring: Ring, kv_heads: jax.Array | None
+) -> Part:
     def part(keys: Sequence[jax.Array], turn: Index) -> Part:
         x, column = _block(spec, arrays, keys, ring, turn, kv_heads)
-        return local_forward(spec, x, ring.row, column)
+        return local_forward(spec, x, ring.rows(x.q.shape[1]), column)
 
     def body(state: PyTree, turn: jax.Array) -> tuple[PyTree, None]:
         keys, total = state
@@ -109,6 +201,19 @@ def ring_backward(
     - `results`: of this device's queries the result (batch..., T, N, E), its logsumexp (batch..., N, T) over all keys
         of the ring (and of other devices, if keys are cut further), and the cotangent.
     """
+    if ring.zigzag:
+        return _zigzag_backward(spec, arrays, results, ring, kv_heads, bias_gradient)
+    return _backward(spec, arrays, results, ring, kv_heads, bias_gradient)
+
+
+def _backward(
+    spec: Attention,
+    arrays: Sequence[jax.Array],
+    results: Sequence[jax.Array],
+    ring: Ring,
+    kv_heads: jax.Array | None,
+    bias_gradient: bool,
+) -> list[jax.Array]:
     out, lse, cotangent = results
 
     def gradients(keys: Sequence[jax.Array], turn: Index) -> list[jax.Array]:
@@ -120,7 +225,7 @@ def ring_backward(
             lse.reshape(b, k, g, lse.shape[-1]),
             by_head(out, k),
             by_head(cotangent, k),
-            ring.row,
+            ring.rows(out.shape[-3]),
             column,
             bias_gradient=bias_gradient,
         )
@@ -131,10 +236,11 @@ def ring_backward(
         """The gradients of what stays on this device: queries, and the columns of the bias."""
         if not bias_gradient or found[1].shape[-1] == sums[1].shape[-1]:
             return [x + y for x, y in zip(sums, found, strict=True)]
-        bias, part = sums[1], found[1]
-        start = ring.holder(turn) * part.shape[-1]
-        old = lax.dynamic_slice_in_dim(bias, start, part.shape[-1], bias.ndim - 1)
-        return [sums[0] + found[0], lax.dynamic_update_slice_in_dim(bias, old + part, start, bias.ndim - 1)]
+        bias, at, last = sums[1], 0, sums[1].ndim - 1
+        for start, size in ring.starts(turn, found[1].shape[-1]):
+            new = lax.dynamic_slice_in_dim(bias, start, size, last) + found[1][..., at : at + size]
+            bias, at = lax.dynamic_update_slice_in_dim(bias, new, start, last), at + size
+        return [sums[0] + found[0], bias]
 
     def body(state: PyTree, turn: jax.Array) -> tuple[PyTree, None]:
         keys, travelling, staying = state
@@ -171,18 +277,19 @@ def _block(
     """The operands for the keys of a round, and the position of the first of them."""
     size = keys[0].shape[-3]
     others = _columns_of(spec, arrays, ring, turn, size)
-    return arranged(spec, (arrays[0], *keys, *others), kv_heads), ring.column + ring.holder(turn) * size
+    return arranged(spec, (arrays[0], *keys, *others), kv_heads), ring.columns(turn, size)
 
 
 def _columns_of(
     spec: Attention, arrays: Sequence[jax.Array], ring: Ring, turn: Index, size: int
 ) -> list[jax.Array]:
     """Bias, mask and segments, as far as they go with the keys of a round."""
-    start, out = ring.holder(turn) * size, list(arrays[3:])
+    pieces, out = ring.starts(turn, size), list(arrays[3:])
     by_column = [*range(spec.has_bias + spec.has_mask), *([len(out) - 1] if spec.has_segments else [])]
     for i in by_column:
         if out[i].shape[-1] > 1:
-            out[i] = lax.dynamic_slice_in_dim(out[i], start, size, out[i].ndim - 1)
+            cut = [lax.dynamic_slice_in_dim(out[i], a, n, out[i].ndim - 1) for a, n in pieces]
+            out[i] = cut[0] if len(cut) == 1 else jnp.concatenate(cut, -1)
     return out
 
 

@@ -6,6 +6,7 @@
 | queries ("t") | nothing: keys and values are whole, so they are gathered before |
 | "keys", queries whole (decoding) | two all-reduces of the logsumexp; the result is a partial sum, weighted by it |
 | "ring": queries and keys along one axis | keys and values n - 1 times to the next device, backward their gradients too |
+| "zigzag": the same, a causal mask's work spread evenly | and halves of all that has a position, before and after |
 
 Cutting the sequence outside and the heads inside is the second row with an all-to-all before and after, which the search
 finds as any other change of layout (Ulysses: S. A. Jacobs et al., arXiv 2309.14509). The backward pass has the same
@@ -15,6 +16,7 @@ cuts: with the logsumexp known, keys that are cut need no exchange but the sum o
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
@@ -66,6 +68,9 @@ class _Numbering:
         num_pairs = spec.has_bias + spec.has_mask
         self.pairs = tuple(self._pairs(a) for a in op.ins[3 : 3 + num_pairs])
         segments = ((self.t,), (self.s,)) if spec.has_segments else ()
+        rows = [a.shape[-2] for a in op.ins[3 : 3 + num_pairs]]
+        same_length = q.shape[-3] == k.shape[-3]
+        self.may_zigzag = spec.causal and spec.window is None and same_length and max(rows, default=1) == 1
         self.segments = tuple((*((b,) for b in self.batch), d) for d in segments)
 
     @property
@@ -105,7 +110,8 @@ class _Numbering:
             tuple(summed(d, self.t) if d not in (self.k, self.v) else self.s for d in results),
         )
         heads = [cut("heads", self.n, self.m, major=True)] if self.m != self.n else []
-        return (*heads, ring, cut("keys", self.s, major=True))
+        balanced = dataclasses.replace(ring, name="zigzag", alone=True, pieces=2)
+        return (*heads, ring, cut("keys", self.s, major=True), *([balanced] if self.may_zigzag else []))
 
 
 def _code(r: Rule, name: str) -> int:
@@ -177,8 +183,10 @@ def attention(op: OpView) -> Rule:
     f = _Numbering(op)
     ring, keys = (len(f.sizes) + (f.m != f.n) + k for k in (0, 1))
     lse = itemsize(op.outs[1].dtype)
-    sent = [InternalCollective("permute", itemsize(op.ins[i].dtype), operand=i, over=ring, ring=True) for i in (1, 2)]
+    sent = _rounds(op, ring, ())
     sent += [InternalCollective("all_reduce", lse, 1, over=keys)] * 2
+    if f.may_zigzag:
+        sent += _rounds(op, keys + 1, ()) + _halves(op, keys + 1, _permuted_inputs(op), (0, 1))
     return _rule(op, f, f.operands, (f.out, f.lse), forward_flops(op), sent)
 
 
@@ -210,17 +218,46 @@ def attention_backward(op: OpView) -> Rule:
     gradients = (f.q, f.k, f.v, *f.pairs[: op.params["bias_gradient"]])
     h, e = op.ins[0].shape[-1], op.ins[2].shape[-1]
     ring = len(f.sizes) + (f.m != f.n)
-    sum_size = itemsize(softmax_dtype(op.ins[0].dtype))
-    sent = [InternalCollective("permute", itemsize(op.ins[i].dtype), operand=i, over=ring, ring=True) for i in (1, 2)]
-    sent += [InternalCollective("permute", sum_size, i, over=ring, ring=True) for i in (1, 2)]
+    sent = _rounds(op, ring, (1, 2))
+    if f.may_zigzag:
+        last = len(op.ins)
+        inputs = (*_permuted_inputs(op), last - 3, last - 2, last - 1)
+        sent += _rounds(op, ring + 2, (1, 2)) + _halves(op, ring + 2, inputs, (0, 1, 2))
     flops = forward_flops(op) * (3 * h + 2 * e) / (h + e)
     r = _rule(op, f, (*f.operands, f.out, f.lse, f.out), gradients, flops, sent)
     return dataclasses.replace(r, reduction=(*f.batch, f.t, f.n))
 
 
+def _rounds(op: OpView, over: int, gradients: Sequence[int]) -> list[InternalCollective]:
+    """What goes round a ring: keys and values, and some gradients in the type of the softmax."""
+    sum_size = itemsize(softmax_dtype(op.ins[0].dtype))
+    out = [
+        InternalCollective("permute", itemsize(op.ins[i].dtype), operand=i, over=over, ring=True)
+        for i in (1, 2)
+    ]
+    return out + [InternalCollective("permute", sum_size, i, over=over, ring=True) for i in gradients]
+
+
+def _permuted_inputs(op: OpView) -> tuple[int, ...]:
+    """The operands that zigzag order permutes: those that carry positions, but the keys' segments."""
+    spec: Attention = op.params["spec"]
+    return (0, 1, 2, *([spec.num_operands - 2] if spec.has_segments else []))
+
+
+def _halves(
+    op: OpView, over: int, inputs: Sequence[int], results: Sequence[int]
+) -> list[InternalCollective]:
+    """Two halves of each operand and result that are exchanged for zigzag order."""
+    half = functools.partial(InternalCollective, "permute", over=over, fraction=0.5)
+    out = [half(itemsize(op.ins[i].dtype), operand=i) for i in inputs for _ in range(2)]
+    return out + [half(itemsize(op.outs[i].dtype), i) for i in results for _ in range(2)]
+
+
 def _ring(ctx: LocalContext) -> Ring | None:
     """The ring of a candidate, if it has one of several devices."""
-    axes = ctx.axes(_code(ctx.rule, "ring"))
+    axes, zigzag = ctx.axes(_code(ctx.rule, "ring")), ctx.axes(_code(ctx.rule, "zigzag"))
+    if ctx.mesh.size(*zigzag) > 1:
+        return Ring(zigzag, ctx.mesh, 0, 0, ctx.collective_scope, zigzag=True)
     if ctx.mesh.size(*axes) == 1:
         return None
     keys = ctx.axes(_code(ctx.rule, "keys"))  # major to the ring's
