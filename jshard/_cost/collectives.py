@@ -120,6 +120,33 @@ def coefficients(kind: CollectiveKind, axes: tuple[str, ...], topology: Topology
     return Coefficients(slope, volume, topology.chip.startup + alpha * (2 if kind == "all_reduce" else 1))
 
 
+def ring_step(axes: Sequence[str], local_bytes: float, topology: Topology) -> Collective:
+    """A permute in which each device along `axes` sends its operand to the next one, and the last to the first.
+
+    No link carries more than one operand in a direction: on a line the last device's goes back against the others.
+
+    >>> from jshard._core import hardware
+    >>> from jshard._core.layout import MeshAxes
+    >>> from jshard._core.topology import from_mesh
+    >>> t = from_mesh(MeshAxes(("x",), (16,)), hardware.get("v5e"))
+    >>> print(ring_step(("x",), 1e6, t))
+    permute[x] 1e+06 B 2.32e-05 s
+    """
+    tiers = _tiers(axes, topology)
+    if not tiers:
+        return Collective("permute", tuple(axes), 0.0, 0.0)
+    wires = [w for tier in tiers for w in tier]
+    if wires[0].kind == "shared":
+        return Collective(
+            "permute", tuple(axes), local_bytes, local_bytes / wires[0].bandwidth + wires[0].alpha
+        )
+    slope = max(1 / w.rate for w in wires)
+    hops = sum(w.alpha * (1 if w.kind != "ici" or w.wrap else w.size - 1) for w in wires)
+    return Collective(
+        "permute", tuple(axes), local_bytes, local_bytes * slope + topology.chip.startup + hops
+    )
+
+
 def _tiers(axes: Sequence[str], topology: Topology) -> list[list[Wire]]:
     """The wires below a group by kind, from near to far; parts of one torus axis, or of one switch, are merged."""
     merged: dict[tuple[str, int], Wire] = {}

@@ -22,12 +22,20 @@ from jshard._core.jax_types import ClosedJaxpr
 from jshard._core.layout import ArrayType
 from jshard._core.topology import Topology
 from jshard._cost import collectives, roofline
+from jshard._cost.collectives import Collective
 from jshard._network.candidates import CandidateSet
 from jshard._network.shard_map_cost import ShardMapCost, operation_count, shard_map_cost
 from jshard._program.graph import Tensor
 from jshard._program.user_shard_map import SHARD_MAP
 from jshard._rules.registry import OpView
-from jshard._rules.rule import internal_collectives, local_work
+from jshard._rules.rule import (
+    Candidate,
+    Rule,
+    SentCollective,
+    busiest_share,
+    internal_collectives,
+    local_work,
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -89,7 +97,8 @@ def operator_cost(
     # The function of `jshard.op(rule=...)` may compute more than its rule says.
     traced = max(1.0, _traced_work(op) / work if work else 1.0)
     local, work = local * traced, work * traced
-    seconds = np.maximum(local / rate, nbytes / chip.hbm_bandwidth)
+    busiest = local * busiest_share(rule, candidates.axis_codes, mesh) if rule.triangular else local
+    seconds = np.maximum(busiest / rate, nbytes / chip.hbm_bandwidth)
     even = max(work / mesh.total / rate, sum(size for size, _ in tensors) / mesh.total / chip.hbm_bandwidth)
     replication = np.zeros(n)
     if price:
@@ -108,9 +117,36 @@ def _internal_collective_seconds(candidates: CandidateSet, op: OpView, topology:
     if not candidates.rule.internal and candidates.rule.reducer == "sum":
         return out
     for k, c in enumerate(candidates.candidates):
-        sent = internal_collectives(candidates.rule, c, topology.mesh, op.outs) if c is not None else ()
-        for s in sent:
-            out[k] += collectives.collective(s.kind, s.axes, s.local_bytes, topology).seconds
+        if c is not None:
+            sent = costed_internal_collectives(candidates.rule, c, op, topology)
+            out[k] = sum(cost.seconds * one.count for one, cost in sent)
+    return out
+
+
+def costed_internal_collectives(
+    rule: Rule, c: Candidate, op: OpView, topology: Topology
+) -> list[tuple[SentCollective, Collective]]:
+    """The internal collectives of an operator under a candidate, each with its bytes and seconds of one run.
+
+    Those of a ring run while the operator computes on what arrived before: their seconds are those by which they take
+    longer than the products of one round. On a machine with one memory, copies run beside nothing.
+    """
+    mesh = topology.mesh
+    sent = internal_collectives(rule, c, mesh, op.outs, op.ins)
+    in_ring = sum(s.local_bytes for s in sent if s.ring)
+    codes = np.array([c.axis_codes], dtype=np.int64)
+    out = []
+    for s in sent:
+        if not s.ring:
+            out.append((s, collectives.collective(s.kind, s.axes, s.local_bytes, topology)))
+            continue
+        cost = collectives.ring_step(s.axes, s.local_bytes, topology)
+        if not any(w.kind == "shared" for a in s.axes for w in topology.link(a).wires) and in_ring:
+            rate = roofline.peak_flops(op.outs[0].dtype, topology.chip)
+            work = float((local_work(rule, codes, mesh) * busiest_share(rule, codes, mesh))[0])
+            hidden = work / (s.count + 1) / rate * s.local_bytes / in_ring
+            cost = dataclasses.replace(cost, seconds=max(0.0, cost.seconds - hidden))
+        out.append((s, cost))
     return out
 
 

@@ -124,7 +124,8 @@ class _RowWriter:
                     id=number,
                     depth=depth,
                     bytes=sent.local_bytes,
-                    **how,
+                    count=a.repeat * sent.count,
+                    turn=a.unknown_trip_count,
                 )
             )
 

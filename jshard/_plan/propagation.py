@@ -36,8 +36,9 @@ from jshard._cost.reshard_steps import apply_step
 from jshard._cost.resharding import bytes_table, cheapest_steps
 from jshard._network.build import PlanningNetwork
 from jshard._network.candidates import TensorLayouts
+from jshard._network.operator_cost import costed_internal_collectives
 from jshard._program.graph import Literal, Tensor
-from jshard._rules.rule import NONE, internal_collectives
+from jshard._rules.rule import NONE
 from jshard._search import Contradiction, solve
 
 
@@ -209,8 +210,8 @@ class _Propagation:
         s, mesh = self.problem.candidates[op], self.mesh
         total, c, topology = 0.0, s.candidates[k], self.problem.topology
         if c is not None and s.op is not None:
-            for sent in internal_collectives(s.rule, c, mesh, s.op.outs):
-                total += collective(sent.kind, sent.axes, sent.local_bytes, topology).bytes
+            for sent, cost in costed_internal_collectives(s.rule, c, s.op, topology):
+                total += cost.bytes * sent.count
         for r, choices in zip(self.program.operators[op].results, s.results, strict=True):
             lay = choices.layout(k)
             if mesh.size(*lay.partial) > 1:

@@ -18,6 +18,7 @@ from jshard._cost.reshard_steps import apply_step
 from jshard._cost.resharding import REDUCING_KINDS
 from jshard._network.build import PlanningNetwork
 from jshard._network.cost_tables import deferred_gather_seconds
+from jshard._network.operator_cost import costed_internal_collectives
 from jshard._plan.rows import CollectiveRow
 from jshard._program.graph import Tensor, operator_name
 from jshard._program.user_shard_map import SHARD_MAP
@@ -112,14 +113,19 @@ def collective_rows(made: Schedule, combined_sums: Mapping[int, int]) -> list[tu
     for action in made.communicating:
         if isinstance(action, RunOperator):
             op, s = program.operators[action.op], assignment.states[action.op]
-            for number, sent in zip(
-                action.collective_ids, assignment.internal_collectives(op.id), strict=True
-            ):
-                tensor = program.tensors[op.results[sent.result]]
-                lay = s.results[sent.result].layout(assignment.state[op.id])
-                c = collectives.collective(sent.kind, sent.axes, sent.local_bytes, topology)
+            candidate = assignment.candidate(action.op)
+            assert candidate is not None and s.op is not None
+            sent_costs = costed_internal_collectives(s.rule, candidate, s.op, topology)
+            for number, (sent, c) in zip(action.collective_ids, sent_costs, strict=True):
+                if sent.operand is None:
+                    of, lays = op.results[sent.result], s.results[sent.result]
+                else:
+                    of, lays = op.operands[sent.operand], s.operands[sent.operand]
+                assert isinstance(of, int), "a literal is a scalar, which no collective sends"
+                tensor, lay = program.tensors[of], lays.layout(assignment.state[op.id])
                 local = _shape_text(lay.local_shape(tensor.shape, topology.mesh))
-                out.append((_row(number, c, action, operator_name(op), tensor, local), op.id))
+                row = _row(number, c, action, operator_name(op), tensor, local)
+                out.append((dataclasses.replace(row, count=row.count * sent.count), op.id))
             continue
         tensor, lay = program.tensors[action.tensor], action.source
         reader = program.operators[action.reader] if action.reader >= 0 else None

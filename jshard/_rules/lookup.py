@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from jshard._rules.factors import validate
 from jshard._rules.primitives import (
+    attention,
     callbacks,
     control_flow,
     convolution,
@@ -40,6 +41,7 @@ from jshard._rules.rule import Rule
 
 # Importing a family registers its rules.
 FAMILIES = (
+    attention,
     callbacks,
     control_flow,
     convolution,

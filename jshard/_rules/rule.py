@@ -6,7 +6,8 @@ axes to factors), the layouts of operands and results, the work per device. Seve
 first, express reshapes: `(64,) -> (8, 8)` is `(a b) -> a b`.
 
 A candidate is one *axis code* per mesh axis: `f >= 0` if the axis shards factor `f`, `NONE` if the operator is
-replicated along it, `partial_code(k)` if the operands of linear set `k`, and with them the results, are partial sums.
+replicated along it, `partial_code(k)` if the operands of linear set `k`, and with them the results, are partial sums,
+`joint_code(rule, k)` if the axis cuts each tensor as joint cut `k` says.
 
 >>> r = Rule(operands=(((0,), (1,)), ((1,), (2,))), results=(((0,), (2,)),), sizes=(32, 128, 10),
 ...          reduction=(1,), work=2.0)
@@ -49,20 +50,66 @@ def partial_code(linear_set: int) -> int:
     return _PARTIAL - linear_set
 
 
+WHOLE = NONE
+"""In a `JointCut`: the axis does not cut this tensor."""
+
+PARTIAL = _PARTIAL
+"""In a `JointCut`: this result is a partial sum along the axis."""
+
+
+@dataclasses.dataclass(frozen=True)
+class JointCut:
+    """A way to run an operator along one mesh axis that is no cut of a single factor: what it means for each tensor.
+
+    Ring attention cuts the queries by their positions and the keys by theirs, along one axis. Such a cut is right only
+    with the exchange that the local implementation makes, which the rule states as `internal` collectives over the axes
+    of this cut. The device's share of the work is that of any other cut.
+
+    Arguments:
+
+    - `name`: for reports.
+    - `operands`, `results`: per tensor the factor by which the axis shards it, `WHOLE`, or (results) `PARTIAL`.
+    - `major`: along a dimension, its axes must come before those of other cuts.
+    - `alone`: no other cut of its factors is possible beside it.
+    - `pieces`: each of its shards divides into so many equal pieces.
+    """
+
+    name: str
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    major: bool = False
+    alone: bool = False
+    pieces: int = 1
+
+    @property
+    def factors(self) -> tuple[int, ...]:
+        """The factors that it cuts."""
+        return tuple(dict.fromkeys(f for f in self.operands + self.results if f >= 0))
+
+
 @dataclasses.dataclass(frozen=True)
 class InternalCollective:
-    """A collective inside an operator's local implementation, of one shard of result `result`.
+    """A collective inside an operator's local implementation, of one shard of a result or operand.
 
     Arguments:
 
     - `itemsize`: bytes of an element as it is sent.
+    - `result`: the result whose shard is sent, unless `operand` names an operand.
     - `all_axes`: whether it runs over all mesh axes instead of those that shard a reduction factor.
+    - `over`: the axis code (a factor, or a joint cut) of the axes that it runs over, instead of those.
+    - `fraction`: of the shard, as much is sent.
+    - `ring`: a permute to the next device, once for each of the others in the group; the local implementation computes
+        on what it holds meanwhile.
     """
 
     kind: CollectiveKind
     itemsize: float
     result: int = 0
     all_axes: bool = False
+    operand: int | None = None
+    over: int | None = None
+    fraction: float = 1.0
+    ring: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +133,9 @@ class Rule:
     - `opaque`: the operator is unknown: it runs replicated, and reports name it.
     - `internal`: the collectives of the local implementation, in order; by default one all-reduce of each result if
         the reducer is not a sum. Costs, predicted collectives and verification are all derived from this field.
+    - `joint`: cuts of several factors by one axis.
+    - `triangular`: axis codes of cuts after which the last device has nearly twice its share of the work, since the
+        iteration space is a triangle (a causal mask): `2 - 1/n` times of it on n devices.
     """
 
     operands: tuple[Dims, ...]
@@ -99,6 +149,8 @@ class Rule:
     note: str = ""
     opaque: bool = False
     internal: tuple[InternalCollective, ...] = ()
+    joint: tuple[JointCut, ...] = ()
+    triangular: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         order = list(dict.fromkeys(f for t in self.operands + self.results for d in t for f in d))
@@ -115,7 +167,14 @@ class Rule:
         text = ", ".join(map(tensor, self.operands)) + " -> " + ", ".join(map(tensor, self.results))
         if self.reduction:
             text += "  (reduce " + ", ".join(letters[f] for f in self.reduction if f in letters) + ")"
+        for cut in self.joint:
+            text += f"  ({cut.name}: " + " ".join(letters[f] for f in cut.factors) + ")"
         return text
+
+
+def joint_code(rule: Rule, cut: int) -> int:
+    """Axis code of a mesh axis along which the tensors are cut as joint cut `cut` of the rule says."""
+    return len(rule.sizes) + cut
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +184,7 @@ class Candidate:
     axis_codes: tuple[int, ...]
 
     def cut(self, factor: int, mesh: MeshAxes) -> tuple[str, ...]:
-        """Mesh axes that shard `factor`, major first."""
+        """Mesh axes with the code of a factor or joint cut, major first."""
         return tuple(n for n, f in zip(mesh.names, self.axis_codes, strict=True) if f == factor)
 
 
@@ -138,15 +197,28 @@ def candidate_codes(rule: Rule, mesh: MeshAxes) -> np.ndarray:
     """The axis codes of all candidates, `(candidates, mesh axes)`."""
     choices = [NONE] + [partial_code(k) for k in range(len(rule.linear))]
     choices += [f for f, s in enumerate(rule.sizes) if s > 1 and f not in rule.blocked]
+    choices += [joint_code(rule, k) for k in range(len(rule.joint))]
     codes = np.array(choices, dtype=np.int64)[_all_choices(len(choices), len(mesh.sizes))]
     factors, sizes = np.arange(len(rule.sizes)), np.array(rule.sizes, dtype=np.int64)
     # (factors, candidates)
-    shards = np.where(codes == factors[:, None, None], np.array(mesh.sizes, dtype=np.int64), 1).prod(axis=2)
+    cuts = codes == factors[:, None, None]  # (factors, candidates, mesh axes)
+    for k, joint in enumerate(rule.joint):
+        cuts[list(joint.factors)] |= codes == joint_code(rule, k)
+    shards = np.where(cuts, np.array(mesh.sizes, dtype=np.int64), 1).prod(axis=2)
     valid = (sizes[:, None] % shards == 0).all(axis=0)
     # A minor factor of a dimension may be sharded only if the factors before it are sharded to single points.
     for f, majors in _major_factors(rule):
         for m in majors:
             valid &= (shards[f] == 1) | (shards[m] == rule.sizes[m])
+    for k, joint in enumerate(rule.joint):
+        own = codes == joint_code(rule, k)
+        for f in joint.factors:
+            used, other = own.any(axis=1), cuts[f] & ~own
+            if joint.major:
+                valid &= ~(own & np.maximum.accumulate(other, axis=1)).any(axis=1)
+            if joint.alone:
+                valid &= ~(used & other.any(axis=1))
+            valid &= ~used | (sizes[f] % (shards[f] * joint.pieces) == 0)
     return codes[valid]
 
 
@@ -199,37 +271,55 @@ def layouts_of_candidates(
     """
     cache: dict[tuple, IndexedLayouts] = {}  # tensors of an elementwise operator have equal dimensions
 
-    def indexed(dims: Dims, partial: tuple[int, ...]) -> IndexedLayouts:
-        if (dims, partial) not in cache:
-            cache[dims, partial] = _indexed_layouts(rule, axis_codes, dims, partial, mesh)
-        return cache[dims, partial]
+    def indexed(dims: Dims, partial: tuple[int, ...], joint: tuple[int, ...]) -> IndexedLayouts:
+        if (dims, partial, joint) not in cache:
+            cache[dims, partial, joint] = _indexed_layouts(rule, axis_codes, dims, partial, joint, mesh)
+        return cache[dims, partial, joint]
 
     linear_sets = range(len(rule.linear))
     operands = tuple(
-        indexed(dims, tuple(partial_code(k) for k in linear_sets if i in rule.linear[k]))
+        indexed(
+            dims,
+            tuple(partial_code(k) for k in linear_sets if i in rule.linear[k]),
+            tuple(cut.operands[i] for cut in rule.joint),
+        )
         for i, dims in enumerate(rule.operands)
     )
     passed = tuple(map(partial_code, linear_sets))
     summed = rule.reduction if rule.reducer == "sum" else ()
     results = tuple(
-        indexed(dims, (*passed, *(f for f in summed if not any(f in d for d in dims))))
-        for dims in rule.results
+        indexed(
+            dims,
+            (*passed, *(f for f in summed if not any(f in d for d in dims))),
+            tuple(cut.results[i] for cut in rule.joint),
+        )
+        for i, dims in enumerate(rule.results)
     )
     return operands, results
 
 
 def _indexed_layouts(
-    rule: Rule, axis_codes: np.ndarray, dims: Dims, partial: tuple[int, ...], mesh: MeshAxes
+    rule: Rule,
+    axis_codes: np.ndarray,
+    dims: Dims,
+    partial: tuple[int, ...],
+    joint: tuple[int, ...],
+    mesh: MeshAxes,
 ) -> IndexedLayouts:
-    """Layouts of a tensor with these factors, to which the codes in `partial` give a partial sum."""
+    """Layouts of a tensor with these factors, to which the codes in `partial` give a partial sum.
+
+    `joint` has what each joint cut of the rule does to the tensor.
+    """
     lowest = partial_code(max(0, len(rule.linear) - 1))
     effect = np.full(
-        len(rule.sizes) - lowest, NONE, dtype=np.int64
+        joint_code(rule, len(joint)) - lowest, NONE, dtype=np.int64
     )  # by code - lowest: the code for this tensor
     for f in {f for d in dims for f in d}:
         effect[f - lowest] = f
     for code in partial:
         effect[code - lowest] = _PARTIAL
+    for k, code in enumerate(joint):
+        effect[joint_code(rule, k) - lowest] = code
     codes = effect[axis_codes - lowest]
     row_code = np.zeros(len(codes), dtype=np.int64)
     for k in range(codes.shape[1]):
@@ -267,26 +357,38 @@ def reduced_axes(rule: Rule, c: Candidate, mesh: MeshAxes) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class SentCollective:
-    """An internal collective under a candidate: over `axes`, of `local_bytes` per device, for result `result`."""
+    """An internal collective under a candidate: over `axes`, of `local_bytes` per device, of a result or operand.
+
+    `count`: how often it runs in one run of the operator; `ring`: to the next device, while the operator computes.
+    """
 
     kind: CollectiveKind
     axes: tuple[str, ...]
     local_bytes: float
     result: int
+    operand: int | None = None
+    count: int = 1
+    ring: bool = False
 
 
 def internal_collectives(
-    rule: Rule, c: Candidate, mesh: MeshAxes, results: Sequence[ArrayType]
+    rule: Rule,
+    c: Candidate,
+    mesh: MeshAxes,
+    results: Sequence[ArrayType],
+    operands: Sequence[ArrayType] = (),
 ) -> tuple[SentCollective, ...]:
     """The internal collectives of an operator under a candidate, in order.
 
-    `results` have the global `shape` and the `dtype` of each result.
+    `results` and `operands` have the global `shape` and the `dtype` of each; the latter are needed for a rule that sends
+    operands.
 
     >>> import numpy as np
     >>> r = Rule(operands=(((0,), (1,)),), results=(((0,),),), sizes=(8, 6), reduction=(1,), reducer="max")
     >>> mesh, y = MeshAxes(("x", "y"), (4, 2)), np.zeros(8, np.float32)
-    >>> internal_collectives(r, Candidate((0, 1)), mesh, [y]), internal_collectives(r, Candidate((0, NONE)), mesh, [y])
-    ((SentCollective(kind='all_reduce', axes=('y',), local_bytes=8.0, result=0),), ())
+    >>> (sent,) = internal_collectives(r, Candidate((0, 1)), mesh, [y])
+    >>> sent.kind, sent.axes, sent.local_bytes, internal_collectives(r, Candidate((0, NONE)), mesh, [y])
+    ('all_reduce', ('y',), 8.0, ())
     """
     reduced = reduced_axes(rule, c, mesh)
     internal = rule.internal
@@ -295,16 +397,29 @@ def internal_collectives(
             InternalCollective("all_reduce", itemsize(a.dtype), k) for k, a in enumerate(results)
         )
     out, layouts = [], result_layouts(rule, c, mesh) if internal else ()
+    operand_lays = operand_layouts(rule, c, mesh) if any(i.operand is not None for i in internal) else ()
     for one in internal:
-        axes = mesh.names if one.all_axes else reduced
-        if mesh.size(*axes) > 1:
-            nbytes = math.prod(results[one.result].shape) * one.itemsize
-            local_bytes = nbytes / layouts[one.result].pieces(mesh)
-            out.append(SentCollective(one.kind, tuple(axes), local_bytes, one.result))
+        axes = mesh.names if one.all_axes else reduced if one.over is None else c.cut(one.over, mesh)
+        n = mesh.size(*axes)
+        if n > 1:
+            k = one.operand
+            aval, layout = (
+                (results[one.result], layouts[one.result]) if k is None else (operands[k], operand_lays[k])
+            )
+            local_bytes = math.prod(aval.shape) * one.itemsize * one.fraction / layout.pieces(mesh)
+            sent = SentCollective(one.kind, tuple(axes), local_bytes, one.result, k)
+            out.append(dataclasses.replace(sent, count=n - 1, ring=True) if one.ring else sent)
     return tuple(out)
 
 
 def local_work(rule: Rule, axis_codes: np.ndarray, mesh: MeshAxes) -> np.ndarray:
-    """(candidates,) arithmetic operations of one device under candidates given by their axis codes."""
+    """(candidates,) arithmetic operations of one device under candidates given by their axis codes: an even share."""
     shards = np.where(axis_codes >= 0, np.array(mesh.sizes, dtype=np.int64), 1).prod(axis=1)
     return rule.work * math.prod(rule.sizes) / shards
+
+
+def busiest_share(rule: Rule, axis_codes: np.ndarray, mesh: MeshAxes) -> np.ndarray:
+    """(candidates,) the work of the busiest device over `local_work`: more than 1 where a triangle is cut."""
+    triangular = np.isin(axis_codes, rule.triangular)
+    n = np.where(triangular, np.array(mesh.sizes, dtype=np.int64), 1).prod(axis=1)
+    return 2 - 1 / n

@@ -89,7 +89,7 @@ class Assignment:
         s, candidate = self.states[op], self.candidate(op)
         if candidate is None or s.op is None or not s.rule.internal and s.rule.reducer == "sum":
             return ()
-        return internal_collectives(s.rule, candidate, self.topology.mesh, s.op.outs)
+        return internal_collectives(s.rule, candidate, self.topology.mesh, s.op.outs, s.op.ins)
 
     def operand_layout(self, op: int, operand: int) -> Layout:
         """The layout in which an operator reads an operand."""

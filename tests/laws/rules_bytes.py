@@ -208,7 +208,7 @@ def draw(program: Program, topology: Topology, rng: random.Random) -> Assignment
             for k in every
             if any(c.layout(k).partial for c in (*s.operands, *s.results))
             or s.op is not None
-            and internal_collectives(s.rule, s.candidates[k], topology.mesh, s.op.outs)
+            and internal_collectives(s.rule, s.candidates[k], topology.mesh, s.op.outs, s.op.ins)
         ]
         state.append(rng.choice(busy if busy and rng.random() < 0.5 else every))
     return Assignment(program, topology, states, tuple(state), {})

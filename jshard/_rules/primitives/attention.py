@@ -1,0 +1,285 @@
+"""Attention: its batch, its heads, its queries, its keys, or both sequences together may be cut.
+
+| cut | what moves inside the operator |
+|---|---|
+| batch; heads | nothing; if the axis is longer than there are key heads, these are whole and each device takes its own |
+| queries ("t") | nothing: keys and values are whole, so they are gathered before |
+| "keys", queries whole (decoding) | two all-reduces of the logsumexp; the result is a partial sum, weighted by it |
+| "ring": queries and keys along one axis | keys and values n - 1 times to the next device, backward their gradients too |
+| "zigzag": the same, a causal mask's work spread evenly | and halves of all that has a position, before and after |
+
+Cutting the sequence outside and the heads inside is the second row with an all-to-all before and after, which the search
+finds as any other change of layout (Ulysses: S. A. Jacobs et al., arXiv 2309.14509). The backward pass has the same
+cuts: with the logsumexp known, keys that are cut need no exchange but the sum of the queries' gradients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jshard._core.layout import ArrayType
+from jshard._jaxcompat import itemsize
+from jshard._rules.attention.blocks import arranged, arranged_back, as_result, by_head
+from jshard._rules.attention.definition import Attention, attended_pairs, softmax_dtype
+from jshard._rules.attention.kernels import local_backward, local_forward
+from jshard._rules.attention.online_softmax import Part
+from jshard._rules.attention.ring import Ring, ring_backward, ring_forward
+from jshard._rules.factors import Factors
+from jshard._rules.registry import LocalContext, OpView, block_index, family
+from jshard._rules.rule import PARTIAL, WHOLE, Dims, InternalCollective, JointCut, Rule
+
+
+rule = family("attention")
+
+_NOTE = "the size of a head is whole, and so are key heads that their query heads are not cut with"
+
+
+class _Numbering:
+    """The factors of an attention, and the dimensions of its operands and results."""
+
+    def __init__(self, op: OpView):
+        spec: Attention = op.params["spec"]
+        q, k, v = op.ins[:3]
+        f = Factors()
+        self.batch = tuple(f.new(n) for n in q.shape[:-3])
+        self.t, self.s = f.new(q.shape[-3]), f.new(k.shape[-3])
+        self.n = f.new(q.shape[-2])
+        self.m = self.n if q.shape[-2] == k.shape[-2] else f.new(k.shape[-2])
+        self.h, self.e = f.new(q.shape[-1]), f.new(v.shape[-1])
+        self.sizes = f.sizes
+        self.q, self.k, self.v, self.out, self.lse = (
+            (*((b,) for b in self.batch), *((d,) for d in dims))
+            for dims in (
+                (self.t, self.n, self.h),
+                (self.s, self.m, self.h),
+                (self.s, self.m, self.e),
+                (self.t, self.n, self.e),
+                (self.n, self.t),
+            )
+        )
+        num_pairs = spec.has_bias + spec.has_mask
+        self.pairs = tuple(self._pairs(a) for a in op.ins[3 : 3 + num_pairs])
+        segments = ((self.t,), (self.s,)) if spec.has_segments else ()
+        rows = [a.shape[-2] for a in op.ins[3 : 3 + num_pairs]]
+        same_length = q.shape[-3] == k.shape[-3]
+        self.may_zigzag = spec.causal and spec.window is None and same_length and max(rows, default=1) == 1
+        self.segments = tuple((*((b,) for b in self.batch), d) for d in segments)
+
+    @property
+    def operands(self) -> tuple[Dims, ...]:
+        """Those of the forward pass."""
+        return (self.q, self.k, self.v, *self.pairs, *self.segments)
+
+    def _pairs(self, aval: ArrayType) -> Dims:
+        """Dimensions of a bias or mask; one of length one is broadcast."""
+        full = (*self.batch, self.n, self.t, self.s)
+        return tuple((f,) if size > 1 else () for f, size in zip(full, aval.shape, strict=True))
+
+    def joint_cuts(self, results: Sequence[Dims], operands: Sequence[Dims]) -> tuple[JointCut, ...]:
+        """The cuts of several factors: heads with their key heads, both sequences, keys alone.
+
+        A result that does not carry the factor by which its addends are cut is a partial sum, but the logsumexp.
+        """
+
+        def carried(dims: Dims, *factors: int) -> int:
+            return next((f for f in factors if any(f in d for d in dims)), WHOLE)
+
+        def summed(dims: Dims, *factors: int) -> int:
+            own = carried(dims, *factors)
+            return PARTIAL if own == WHOLE and dims != self.lse else own
+
+        def cut(name: str, *factors: int, major: bool = False) -> JointCut:
+            return JointCut(
+                name,
+                tuple(carried(d, *factors) for d in operands),
+                tuple(summed(d, *factors) for d in results),
+                major,
+            )
+
+        ring = JointCut(
+            "ring",
+            tuple(carried(d, self.t) if d not in (self.k, self.v) else self.s for d in operands),
+            tuple(summed(d, self.t) if d not in (self.k, self.v) else self.s for d in results),
+        )
+        heads = [cut("heads", self.n, self.m, major=True)] if self.m != self.n else []
+        balanced = dataclasses.replace(ring, name="zigzag", alone=True, pieces=2)
+        return (*heads, ring, cut("keys", self.s, major=True), *([balanced] if self.may_zigzag else []))
+
+
+def _code(r: Rule, name: str) -> int:
+    """The axis code of a joint cut."""
+    return len(r.sizes) + next((k for k, cut in enumerate(r.joint) if cut.name == name), len(r.joint))
+
+
+def _rule(
+    op: OpView,
+    f: _Numbering,
+    operands: tuple[Dims, ...],
+    results: tuple[Dims, ...],
+    flops: float,
+    sent: Sequence[InternalCollective],
+) -> Rule:
+    spec: Attention = op.params["spec"]
+    joint = f.joint_cuts(results, operands)
+    blocked = tuple(dict.fromkeys((f.s, *([f.m] if f.m != f.n else []), f.h, f.e)))
+    base = Rule(
+        operands, results, f.sizes, blocked=blocked,
+        work=flops / math.prod(f.sizes) if math.prod(f.sizes) else 0.0,
+        note=_NOTE, internal=tuple(sent), joint=joint,
+    )  # fmt: skip
+    if not spec.causal or spec.window is not None:
+        return base
+    return dataclasses.replace(base, triangular=(f.t, _code(base, "ring"), _code(base, "keys")))
+
+
+def forward_flops(op: OpView) -> float:
+    """FLOPs of the two products of the forward pass: of the pairs that causality and window allow."""
+    spec: Attention = op.params["spec"]
+    q, k, v = (a.shape for a in op.ins[:3])
+    pairs = attended_pairs(q[-3], k[-3], causal=spec.causal, window=spec.window)
+    return 2.0 * math.prod(q[:-3]) * q[-2] * pairs * (q[-1] + v[-1])
+
+
+def _forward_local(ctx: LocalContext, *arrays: jax.Array) -> Sequence[jax.Array]:
+    spec, q = ctx.op.params["spec"], arrays[0]
+    ring, kv_heads = _ring(ctx), _kv_heads(ctx)
+    if ring is not None:
+        part = ring_forward(spec, arrays, ring, kv_heads)
+    else:
+        rows, columns = ctx.operand_offset(0, -3), ctx.operand_offset(1, -3)
+        part = local_forward(spec, arranged(spec, arrays, kv_heads), rows, columns)
+    keys = ctx.axes(_code(ctx.rule, "keys"))
+    if ctx.mesh.size(*keys) > 1:
+        part = _weighted(ctx, part, keys, first=0 if ring is None else 2)
+    batch = q.shape[:-3]
+    lse = part.lse.reshape(*batch, -1, part.lse.shape[-1])
+    return [as_result(part.out, batch).astype(q.dtype), lse]
+
+
+def _weighted(ctx: LocalContext, part: Part, axes: tuple[str, ...], first: int) -> Part:
+    """The device's addend of the result over all keys, and their logsumexp."""
+    with ctx.collective_scope(first):
+        largest = lax.pmax(part.lse, axes)
+    base = jnp.where(largest == -jnp.inf, jnp.zeros_like(largest), largest)
+    weight = jnp.exp(part.lse - base)
+    with ctx.collective_scope(first + 1):
+        total = lax.psum(weight, axes)
+    some = jnp.where(total > 0, total, 1)
+    lse = jnp.where(total > 0, base + jnp.log(some), -jnp.inf)
+    return Part(part.out * (weight / some)[..., None], lse)
+
+
+@rule("jshard_attention", local=_forward_local)
+def attention(op: OpView) -> Rule:
+    """The cuts of the forward pass; results are attention and its logsumexp."""
+    f = _Numbering(op)
+    ring, keys = (len(f.sizes) + (f.m != f.n) + k for k in (0, 1))
+    lse = itemsize(op.outs[1].dtype)
+    sent = _rounds(op, ring, ())
+    sent += [InternalCollective("all_reduce", lse, 1, over=keys)] * 2
+    if f.may_zigzag:
+        sent += _rounds(op, keys + 1, ()) + _halves(op, keys + 1, _permuted_inputs(op), (0, 1))
+    return _rule(op, f, f.operands, (f.out, f.lse), forward_flops(op), sent)
+
+
+def _backward_local(ctx: LocalContext, *arrays: jax.Array) -> Sequence[jax.Array]:
+    spec, bias_gradient = ctx.op.params["spec"], ctx.op.params["bias_gradient"]
+    inputs, results = arrays[: spec.num_operands], arrays[spec.num_operands :]
+    ring, kv_heads = _ring(ctx), _kv_heads(ctx)
+    if ring is not None:
+        found = ring_backward(spec, inputs, results, ring, kv_heads, bias_gradient=bias_gradient)
+    else:
+        x = arranged(spec, inputs, kv_heads)
+        b, _, k, g, _ = x.q.shape
+        out, lse, cotangent = results
+        gradients = local_backward(
+            spec, x, lse.reshape(b, k, g, lse.shape[-1]), by_head(out, k), by_head(cotangent, k),
+            ctx.operand_offset(0, -3), ctx.operand_offset(1, -3), bias_gradient=bias_gradient,
+        )  # fmt: skip
+        found = arranged_back(spec, gradients, inputs, kv_heads)
+    return [g.astype(x.dtype) for g, x in zip(found, inputs, strict=False)]
+
+
+@rule("jshard_attention_backward", local=_backward_local)
+def attention_backward(op: OpView) -> Rule:
+    """The same cuts; a gradient that does not carry a factor is a partial sum over its cut.
+
+    Five products: the logits again, the gradients of probabilities, values, queries and keys.
+    """
+    f = _Numbering(op)
+    gradients = (f.q, f.k, f.v, *f.pairs[: op.params["bias_gradient"]])
+    h, e = op.ins[0].shape[-1], op.ins[2].shape[-1]
+    ring = len(f.sizes) + (f.m != f.n)
+    sent = _rounds(op, ring, (1, 2))
+    if f.may_zigzag:
+        last = len(op.ins)
+        inputs = (*_permuted_inputs(op), last - 3, last - 2, last - 1)
+        sent += _rounds(op, ring + 2, (1, 2)) + _halves(op, ring + 2, inputs, (0, 1, 2))
+    flops = forward_flops(op) * (3 * h + 2 * e) / (h + e)
+    r = _rule(op, f, (*f.operands, f.out, f.lse, f.out), gradients, flops, sent)
+    return dataclasses.replace(r, reduction=(*f.batch, f.t, f.n))
+
+
+def _rounds(op: OpView, over: int, gradients: Sequence[int]) -> list[InternalCollective]:
+    """What goes round a ring: keys and values, and some gradients in the type of the softmax."""
+    sum_size = itemsize(softmax_dtype(op.ins[0].dtype))
+    out = [
+        InternalCollective("permute", itemsize(op.ins[i].dtype), operand=i, over=over, ring=True)
+        for i in (1, 2)
+    ]
+    return out + [InternalCollective("permute", sum_size, i, over=over, ring=True) for i in gradients]
+
+
+def _permuted_inputs(op: OpView) -> tuple[int, ...]:
+    """The operands that zigzag order permutes: those that carry positions, but the keys' segments."""
+    spec: Attention = op.params["spec"]
+    return (0, 1, 2, *([spec.num_operands - 2] if spec.has_segments else []))
+
+
+def _halves(
+    op: OpView, over: int, inputs: Sequence[int], results: Sequence[int]
+) -> list[InternalCollective]:
+    """Two halves of each operand and result that are exchanged for zigzag order."""
+    half = functools.partial(InternalCollective, "permute", over=over, fraction=0.5)
+    out = [half(itemsize(op.ins[i].dtype), operand=i) for i in inputs for _ in range(2)]
+    return out + [half(itemsize(op.outs[i].dtype), i) for i in results for _ in range(2)]
+
+
+def _ring(ctx: LocalContext) -> Ring | None:
+    """The ring of a candidate, if it has one of several devices."""
+    axes, zigzag = ctx.axes(_code(ctx.rule, "ring")), ctx.axes(_code(ctx.rule, "zigzag"))
+    if ctx.mesh.size(*zigzag) > 1:
+        return Ring(zigzag, ctx.mesh, 0, 0, ctx.collective_scope, zigzag=True)
+    if ctx.mesh.size(*axes) == 1:
+        return None
+    keys = ctx.axes(_code(ctx.rule, "keys"))  # major to the ring's
+    columns = ctx.op.ins[1].shape[-3] // ctx.mesh.size(*keys)
+    column = block_index(keys, ctx.mesh) * columns if keys else 0
+    return Ring(axes, ctx.mesh, ctx.operand_offset(0, -3), column, ctx.collective_scope)
+
+
+def _kv_heads(ctx: LocalContext) -> jax.Array | None:
+    """The key heads, of those on this device, that its query heads belong to; None for all.
+
+    They are fewer, or in MHA-like order, where query heads are cut and key heads are not.
+    """
+    n, k = ctx.op.ins[0].shape[-2], ctx.op.ins[1].shape[-2]
+    local_n, local_k = ctx.operand_shape(0)[-2], ctx.operand_shape(1)[-2]
+    group = n // k
+    if local_n == local_k * group:
+        return None
+    if local_n % group == 0:
+        heads = np.arange(local_n // group) * group  # whole groups
+    elif group % local_n == 0:
+        heads = np.zeros(1, dtype=np.int64)  # a part of one group
+    else:
+        heads = np.arange(local_n)  # parts of groups: a key head for each query head
+    return (ctx.operand_offset(0, -2) + heads) // group - ctx.operand_offset(1, -2)
