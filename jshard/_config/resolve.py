@@ -15,7 +15,15 @@ from collections.abc import Mapping, Sequence
 
 from jshard._config.config_record import DERIVED, ConfigRecord, Rule, entry_text
 from jshard._config.fitting import Problem, fit, problems_of
-from jshard._config.matching import Claim, Claims, is_catch_all, match, match_outputs, rule_rank
+from jshard._config.matching import (
+    Claim,
+    Claims,
+    is_catch_all,
+    match,
+    match_outputs,
+    regex_search,
+    rule_rank,
+)
 from jshard._config.path_patterns import matches, without_numbers
 from jshard._config.resolution import Resolution as Resolution, Row as Row
 from jshard._config.slips import slips
@@ -185,12 +193,13 @@ def _tie(tensor: TensorName, claims: Sequence[Claim]) -> Problem:
 
 def _double_regexes(record: ConfigRecord, tensors: Sequence[TensorName], claims: Claims) -> list[Problem]:
     """Paths that two regular expressions match, where only one may (Keras' LayoutMap)."""
-    if record.regex_match != "only":
+    if record.regex_match == "first":
         return []
+    compiled = [(r, regex_search(r, record.regex_match)) for r in record.regexes]
     out = []
     for tensor, claim in zip(tensors, claims.of_tensor, strict=True):
         path = "/".join(tensor.inner)
-        hits = [r for r in record.regexes if re.search(r.name, path)]
+        hits = [r for r, found in compiled if found(path)]
         exact = path in [r.name for r in hits]
         if claim is not None and claim.section == "regexes" and len(hits) > 1 and not exact:
             out.append(_tie(tensor, [Claim("regexes", r, r.name) for r in hits[:2]]))
