@@ -85,9 +85,7 @@ class Config(ConfigRecord):
 
     @staticmethod
     @checked
-    def from_layout_map(
-        layout_map: Any, mesh: Mapping[str, int] | None = None, full: bool = True
-    ) -> Config:
+    def from_layout_map(layout_map: Any, mesh: Mapping[str, int] | None = None, full: bool = True) -> Config:
         """Keras' `LayoutMap`, or a dict of its regular expressions, of which only one may match.
 
         `full`: whether an expression must match the whole path, as from Keras 3.14 on; before, it was searched in it.

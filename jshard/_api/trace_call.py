@@ -168,10 +168,11 @@ def build_program(
     donated: tuple[int, ...],
     pin_of_name: Callable[[Any], Any] | None = None,
     jaxpr: Any = None,
+    recomputed: bool = False,
 ) -> TracedProgram:
     """The dataflow program of a traced call, its operators in an order of low peak memory.
 
-    `jaxpr`: another jaxpr of the same function, in which values are computed again.
+    `jaxpr`: another jaxpr of the same function, in which values have more names, or are computed again if `recomputed`.
     """
     result, state = request.view.results(traced.out_info)
     paths = [path_name(path) or "result" for path, _ in jax.tree_util.tree_flatten_with_path(result)[0]]
@@ -192,7 +193,7 @@ def build_program(
         raise type(e)(e.what, where=line, fix=e.fix) from None
     refuse_refs(program.constants, request.fn, request.name)
     program = reorder_for_memory(
-        dataclasses.replace(program, explicit_mesh=explicit_mesh, has_recomputed=jaxpr is not None), donated
+        dataclasses.replace(program, explicit_mesh=explicit_mesh, has_recomputed=recomputed), donated
     )
     mesh = requested_mesh(request) if request.mesh is not None else compat.context_mesh()
     if mesh is not None and hasattr(mesh, "axis_names"):

@@ -37,20 +37,20 @@ def resolve(
     values: Sequence[TensorName] | None = None,
     results: Sequence[TensorName] | None = None,
     sizes: Mapping[str, int] | None = None,
+    scopes: Sequence[str] = (),
 ) -> Resolution:
     """Resolve all rules.
 
     - `tensors`: the arguments. `values`: named values inside, `results`: of the function; None where it was not traced,
         and rules about them are then left alone.
-    - `sizes`: of the mesh axes; None where no mesh is known.
+    - `sizes`: of the mesh axes; None where no mesh is known. `scopes`: paths of named scopes, for advice.
     """
     claims = match(record, tensors)
     problems: list[Problem] = []
     rows = [_row(record, t, c, claims, sizes, problems) for t, c in zip(tensors, claims.of_tensor, strict=True)]  # fmt: skip
     unmatched = list(claims.unmatched)
     inner: list[Row] = []
-    about_modules = [("activations", r) for r in record.activations]
-    about_modules += [(s, r) for s, r in unmatched if s == "torch"]
+    about_modules = _about_values(record, claims)
     unmatched = [(s, r) for s, r in unmatched if s != "torch"]
     if values is not None:
         won, missing = match_outputs(about_modules, values)
@@ -64,7 +64,7 @@ def resolve(
         won, missing = match_outputs([("outputs", r) for r in record.outputs], results)
         unmatched += missing
         result_rows = _inner_rows(results, won, sizes, problems)
-    known = [t.path for t in (*tensors, *(values or ()), *(results or ()))]
+    known = [t.path for t in (*tensors, *(values or ()), *(results or ()))] + list(scopes)
     problems = _unmatched(record, unmatched, known, values or ()) + problems
     problems += [_shadowed(*s) for s in claims.shadowed] + [_tie(*t) for t in claims.ties]
     problems += _double_regexes(record, tensors, claims)
@@ -77,6 +77,20 @@ def resolve(
     ]
     once = tuple(dict.fromkeys(problems))
     return Resolution(tuple(rows), tuple(inner), tuple(result_rows), once)
+
+
+def _about_values(record: ConfigRecord, claims: Claims) -> list[tuple[str, Rule]]:
+    """The rules about values inside: those of `activations`, and those of torchprime's form that no parameter has."""
+    torch = [(s, r) for s, r in claims.unmatched if s == "torch"]
+    return [("activations", r) for r in record.activations] + torch
+
+
+def unmatched_by_values(
+    record: ConfigRecord, tensors: Sequence[TensorName], values: Sequence[TensorName]
+) -> list[tuple[str, Rule]]:
+    """The rules about values inside that match none of these, as (section, rule)."""
+    about = _about_values(record, match(record, tensors))
+    return match_outputs(about, values)[1] if about else []
 
 
 def _row(
