@@ -345,7 +345,7 @@ def main() -> None:
             if not options.layers:
                 rows.append(row)
                 ROWS.write_text("".join(json.dumps(r) + "\n" for r in rows))
-                PAGE.write_text(page(rows))
+    PAGE.write_text(page(rows))
 
 
 if __name__ == "__main__":
