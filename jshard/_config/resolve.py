@@ -169,7 +169,7 @@ def _unmatched(
             continue
         if is_catch_all(rule) and section == "regexes":
             continue
-        elements = [v for v in values if rule.element is not None and matches(rule.name, v.parts)]
+        elements = [v for v in values if rule.element is not None and _ends_in(rule.name, v)]
         paths = sorted(set(filter(None, known)))
         wanted = re.sub(r"\{[^}]*\}", "", rule.name)
         fix = f"{nearest_names(wanted, paths)}; or list it under optional"
@@ -181,6 +181,10 @@ def _unmatched(
         what = f"{rule.key!r} of {section} matches nothing"
         out.append(Problem("unmatched", rule.key, what, rule.where, fix))
     return out
+
+
+def _ends_in(name: str, value: TensorName) -> bool:
+    return any(matches(name, value.parts[k:]) for k in range(len(value.parts)))
 
 
 def _shadowed(section: str, rule: Rule, by: Rule) -> Problem:
