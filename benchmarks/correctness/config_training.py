@@ -1,7 +1,8 @@
 """`python -m benchmarks.correctness.config_training`: every file of `examples/configs` trained 20 steps.
 
 Each on a small model of its family in nnx, and a Llama in linen, unrolled and scanned: losses beside plain training, the
-shardings of parameters and optimizer state as the file says. A sample is in `tests/config/test_example_configs.py`, whose
+shardings of parameters and optimizer state as the file says; values and gradients beside plain ones, unrolled and
+scanned, and the emitted collectives beside the planned ones. A sample is in `tests/config/test_example_configs.py`, whose
 assertions this runs. Needs eight CPU devices: `XLA_FLAGS=--xla_force_host_platform_device_count=8`.
 """
 
@@ -17,7 +18,10 @@ def main() -> None:
     for name in examples.FAMILIES:
         begin = time.process_time()
         examples.test_training_by_a_file_is_plain_training(name)
-        print(f"{name}: equal to plain training, {time.process_time() - begin:.0f} CPU seconds", flush=True)
+        for scanned in (False, True):
+            examples.test_values_and_gradients_by_a_file_are_the_plain_ones(name, scanned)
+        seconds = time.process_time() - begin
+        print(f"{name}: 20 losses, values, gradients equal; verified; {seconds:.0f} CPU seconds", flush=True)
     for scanned in (False, True):
         examples.test_a_linen_model_by_a_file(scanned)
         print(f"linen, {'scanned' if scanned else 'unrolled'}: equal to plain training", flush=True)

@@ -45,6 +45,7 @@ def audit(
     from jshard._config.audit_report import AuditReport, RuleCost
     from jshard._config.config_record import DERIVED
     from jshard._config.source import read_config
+    from jshard._report.totals import optimality_text
 
     record = read_config(config)
     if "level" not in dict(record.options):
@@ -77,7 +78,7 @@ def audit(
                 dataclasses.replace(r, entry=DERIVED) if r is rule else r for r in getattr(quiet, section)
             )
             other = planned(dataclasses.replace(quiet, **{section: freed}))
-            saved = _step(file) - _step(other), file.cost.peak_bytes - other.cost.peak_bytes
+            saved = file.step_seconds - other.step_seconds, file.cost.peak_bytes - other.cost.peak_bytes
             costs.append(RuleCost(rule.key, rule.where, *saved))
     return AuditReport(
         record.source,
@@ -88,7 +89,7 @@ def audit(
         _whole(file, search),
         tuple(sorted(report.problems, key=lambda p: not p.error)),
         tuple(sorted(costs, key=lambda c: -c.seconds)),
-        _proof(search),
+        optimality_text(search),
     )
 
 
@@ -99,23 +100,12 @@ def _only_inputs(record: ConfigRecord) -> ConfigRecord:
     )
 
 
-def _step(plan: Plan) -> float:
-    return plan.cost.compute + plan.cost.communication
-
-
-def _proof(plan: Plan) -> str:
-    from jshard._report.totals import optimality_text
-
-    return optimality_text(plan)
-
-
 def _figures(plan: Plan) -> Figures:
     from jshard._config.audit_report import Figures
     from jshard._report.totals import received_bytes
 
-    step = _step(plan)
     return Figures(
-        step,
+        plan.step_seconds,
         plan.cost.compute,
         plan.cost.communication,
         plan.cost.peak_bytes,

@@ -89,11 +89,16 @@ class Config(ConfigRecord):
 
     @staticmethod
     @checked
-    def from_layout_map(layout_map: Mapping[str, object], mesh: Mapping[str, int] | None = None) -> Config:
-        """Keras' `LayoutMap`, or a dict of its regular expressions, of which only one may match."""
+    def from_layout_map(
+        layout_map: Mapping[str, object], mesh: Mapping[str, int] | None = None, full: bool = True
+    ) -> Config:
+        """Keras' `LayoutMap`, or a dict of its regular expressions, of which only one may match.
+
+        `full`: whether an expression must match the whole path, as from Keras 3.14 on; before, it was searched in it.
+        """
         from jshard._config.foreign_rules import from_layout_map
 
-        return as_config(from_layout_map(layout_map, mesh))
+        return as_config(from_layout_map(layout_map, mesh, full))
 
     @staticmethod
     @checked
@@ -144,7 +149,7 @@ class Config(ConfigRecord):
         sharding: Mapping[str, Sequence[str | None]] | DataclassInstance,
         mesh: Mapping[str, int] | None = None,
     ) -> Config:
-        """tunix' `ShardingConfig`, or a dict of its fields."""
+        """tunix' `ShardingConfig`, a dict of its fields, or a `ModelConfig` that has one."""
         from jshard._config.foreign_rules import from_tunix
 
         return as_config(from_tunix(sharding, mesh))

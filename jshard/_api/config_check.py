@@ -32,7 +32,7 @@ def check(
         function, args = (lambda model: 0), (model,)
     sharded = shard(function, config=record)
     with sharded.as_array_function(args, kwargs) as (own, arrays, arrays_kw):
-        request: ShardRequest = own.request
+        request: ShardRequest = dataclasses.replace(own.request, config=record)
         return match_report(request, arrays, arrays_kw)
 
 

@@ -13,15 +13,17 @@ from jshard._api.call_pins import with_partitioning_metadata
 from jshard._api.machine import requested_mesh
 from jshard._api.shard_request import ShardRequest
 from jshard._api.trace_call import TracedArguments, build_program, trace_on_shapes
-from jshard._config.config_record import ConfigRecord
+from jshard._config.config_record import ConfigRecord, Entry
 from jshard._config.fitting import is_word, pin_of
 from jshard._config.match_report import MatchReport, enforce
+from jshard._config.matching import match_outputs
 from jshard._config.program_facts import facts_of_arguments, named_values, pin_of_name
 from jshard._config.resolution import Resolution, Row
-from jshard._config.resolve import resolve
+from jshard._config.resolve import resolve, unmatched_by_values
 from jshard._config.tensors import TensorName, arguments
-from jshard._core.jax_types import JaxprEqn, PyTree
+from jshard._core.jax_types import ClosedJaxpr, JaxprEqn, PyTree
 from jshard._program.graph import Program
+from jshard._program.scope_outputs import scope_outputs, with_scopes_marked
 from jshard._spec.entry import Pin
 from jshard._spec.strategies import pins_for_outputs
 from jshard._spec.tree_paths import Leaf, path_name
@@ -31,31 +33,45 @@ from jshard._spec.tree_paths import Leaf, path_name
 class CallRules:
     """The rules of a configuration on a traced call.
 
-    `values`: named values inside. `results`: the results as the user sees them. `sizes`: of the mesh axes, None where
-    the mesh is still to be chosen.
+    `jaxpr`: that of the call, in which the outputs of the scopes that rules name are marked. `values`: named values
+    inside. `results`: the results as the user sees them. `sizes`: of the mesh axes, None where the mesh is still to be
+    chosen. `scopes`: paths of named scopes, where a rule names what is none of the values.
     """
 
     record: ConfigRecord
+    jaxpr: ClosedJaxpr
     leaves: tuple[Leaf, ...]
     values: tuple[TensorName, ...]
     results: tuple[TensorName, ...]
     sizes: Mapping[str, int] | None
+    scopes: tuple[str, ...]
     without_facts: Resolution
 
     @functools.cached_property
     def pin_of_name(self) -> Callable[[JaxprEqn], Pin | None]:
-        """The function from the equation of a named value to its pin."""
+        """The function from the equation of a named value to its pin, whose axes are in the order of the mesh.
+
+        The layouts of values inside a program have them in that order.
+        """
         pins = {}
         for row in self.without_facts.inner:
-            pin = _pin(row)
+            pin = _pin(
+                row if row.entry is None else dataclasses.replace(row, entry=self._in_mesh_order(row.entry))
+            )
             if pin is not None:
                 pins[row.tensor.kind, row.tensor.path, row.tensor.element] = pin
         return pin_of_name(pins)
 
+    def _in_mesh_order(self, entry: Entry) -> Entry:
+        if self.sizes is None or isinstance(entry, str):
+            return entry
+        names = list(self.sizes)
+        return tuple(tuple(sorted(d, key=names.index)) if isinstance(d, tuple) else d for d in entry)
+
     def resolution(self, program: Program) -> Resolution:
         """The entries and problems, with what the program says about its arguments."""
         tensors = arguments(self.leaves, facts_of_arguments(program))
-        return resolve(self.record, tensors, self.values, self.results, self.sizes)
+        return resolve(self.record, tensors, self.values, self.results, self.sizes, self.scopes)
 
     def complete(
         self,
@@ -83,17 +99,35 @@ class CallRules:
 
 
 def call_rules(
-    request: ShardRequest, call: TracedArguments, jax_traced: jax.stages.Traced
-) -> CallRules | None:
-    """The rules of a traced call; None without a configuration."""
-    record = request.config
-    if record is None:
-        return None
-    values = tuple(named_values(jax_traced.jaxpr))
+    request: ShardRequest, record: ConfigRecord, call: TracedArguments, jax_traced: jax.stages.Traced
+) -> CallRules:
+    """The rules of a configuration on a traced call."""
+    jaxpr, scopes = _with_named_scopes(record, arguments(call.leaves), jax_traced.jaxpr)
+    values = tuple(named_values(jaxpr))
     results = _results(request.view.results(jax_traced.out_info)[0])
     sizes = mesh_sizes(request, call)
-    found = resolve(record, arguments(call.leaves), values, results, sizes)
-    return CallRules(record, call.leaves, values, results, sizes, found)
+    found = resolve(record, arguments(call.leaves), values, results, sizes, scopes)
+    return CallRules(record, jaxpr, call.leaves, values, results, sizes, scopes, found)
+
+
+def _with_named_scopes(
+    record: ConfigRecord, tensors: Sequence[TensorName], jaxpr: ClosedJaxpr
+) -> tuple[ClosedJaxpr, tuple[str, ...]]:
+    """The jaxpr with marks on the scopes that rules name which no module and no `checkpoint_name` has.
+
+    And the paths of all scopes, where there are such rules.
+    """
+    left = unmatched_by_values(record, tensors, named_values(jaxpr))
+    if not left:
+        return jaxpr, ()
+    scopes = [
+        TensorName(s.path, tuple(s.aval.shape), s.aval.dtype, "", "scope", s.element, s.elements)
+        for s in scope_outputs(jaxpr)
+    ]
+    whole = [(section, dataclasses.replace(rule, element=None)) for section, rule in left]
+    found, _ = match_outputs(whole, scopes)
+    paths = tuple(dict.fromkeys(s.path for s in scopes))
+    return with_scopes_marked(jaxpr, {scopes[i].path for i in found}), paths
 
 
 def mesh_sizes(request: ShardRequest, call: TracedArguments) -> dict[str, int] | None:
@@ -111,9 +145,9 @@ def match_report(request: ShardRequest, args: Sequence[PyTree], kwargs: Mapping[
     """What the configuration of a request and a call have to say to each other; nothing is planned."""
     call = TracedArguments.of(request, args, kwargs)
     traced, explicit_mesh = trace_on_shapes(request, args, kwargs)
-    rules = call_rules(request, call, traced)
-    assert rules is not None
-    program = build_program(request, call, traced, explicit_mesh, (), rules.pin_of_name).program
+    assert request.config is not None
+    rules = call_rules(request, request.config, call, traced)
+    program = build_program(request, call, traced, explicit_mesh, (), rules.pin_of_name, rules.jaxpr).program
     return MatchReport.of(rules.record, rules.resolution(program), rules.sizes)
 
 

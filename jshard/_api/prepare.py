@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import jax
 from jax import core
@@ -18,6 +19,7 @@ from jshard._api.shard_request import ShardRequest, donated_leaves, static_value
 from jshard._api.state_matching import find_state_ties
 from jshard._api.trace_call import (
     TracedArguments,
+    TracedProgram,
     abstract_with_shardings,
     build_program,
     trace_on_shapes,
@@ -35,6 +37,10 @@ from jshard._program.user_shard_map import check_meshes
 from jshard._schedule.schedule import Schedule
 from jshard._spec.entry import Pin
 from jshard._spec.mesh_selection import ChosenMesh, choose_mesh
+
+
+if TYPE_CHECKING:
+    from jshard._api.config_pins import CallRules
 
 
 OnProgress = Callable[..., None] | None
@@ -120,12 +126,20 @@ def _plan_traced(
     on_progress: OnProgress,
 ) -> PlannedCall:
     """The planned call of a traced function; `explicit_mesh`: the mesh with Explicit axes of the trace, if any."""
-    closed = jax_traced.jaxpr
+    closed, rules = jax_traced.jaxpr, None
+    if request.config is not None:
+        from jshard._api.config_pins import call_rules  # here, so that `import jshard` stays light
+
+        rules = call_rules(request, request.config, call, jax_traced)
+        closed = rules.jaxpr
 
     def plan_jaxpr(jaxpr: ClosedJaxpr | None = None, limited: bool = True) -> PlannedCall:
-        return _plan_jaxpr(
-            request, call, jax_traced, explicit_mesh, in_pins, statics, on_progress, jaxpr, limited
-        )
+        donated = donated_leaves(request, call.args, call.kwargs, call.names)
+        program = build_program(
+            request, call, jax_traced, explicit_mesh, donated, rules and rules.pin_of_name,
+            closed if jaxpr is None else jaxpr, recomputed=jaxpr is not None,
+        )  # fmt: skip
+        return _plan_program(request, call, program, donated, in_pins, statics, on_progress, rules, limited)
 
     def chip_of(planned: PlannedCall) -> Chip:
         return physical_topology(planned.request, planned.chosen).chip
@@ -162,27 +176,18 @@ def _least_argument_bytes(planned: PlannedCall) -> float:
     return sum(sizes) / planned.chosen.axes.total
 
 
-def _plan_jaxpr(
+def _plan_program(
     request: ShardRequest,
     call: TracedArguments,
-    jax_traced: jax.stages.Traced,
-    explicit_mesh: JaxMesh | None,
+    traced: TracedProgram,
+    donated: tuple[int, ...],
     in_pins: Sequence[Pin | None],
     statics: tuple[object, ...],
     on_progress: OnProgress,
-    jaxpr: ClosedJaxpr | None = None,
-    limited: bool = True,
+    rules: CallRules | None,
+    limited: bool,
 ) -> PlannedCall:
-    """The planned call of a traced function, or of another jaxpr for it; `limited`: within the memory budget."""
-    donated = donated_leaves(request, call.args, call.kwargs, call.names)
-    rules = None
-    if request.config is not None:
-        from jshard._api.config_pins import call_rules  # here, so that `import jshard` stays light
-
-        rules = call_rules(request, call, jax_traced)
-    traced = build_program(
-        request, call, jax_traced, explicit_mesh, donated, rules and rules.pin_of_name, jaxpr
-    )
+    """The planned call of a program; `rules`: of a configuration, `limited`: within the memory budget."""
     program = traced.program
     in_tree, out_tree = jax.tree.structure(call.user_view), jax.tree.structure(traced.result)
     in_leaves = jax.tree.leaves(call.shapes)

@@ -28,7 +28,7 @@ from jshard._api.shard_request import ShardRequest, traced_arguments
 from jshard._api.signature import Signature, checked_statics, explain_miss, signature
 from jshard._api.state_library import StatefulFunction, state_library
 from jshard._config.config_record import ConfigSource
-from jshard._core.argument_checks import check_call, checked
+from jshard._core.argument_checks import check_call, checked_with
 from jshard._core.errors import (
     ArgumentError,
     MemoryBudgetError,
@@ -42,6 +42,7 @@ from jshard._core.messages import describe_value
 from jshard._core.named_topology import MeshRequest
 from jshard._report.progress import progress, search_status
 from jshard._spec.options import (
+    CONFIG_ONLY_ADVICE,
     DEFAULT_LEVEL,
     DEFAULT_REPLICATION_PRICE,
     DEFAULT_SEARCH,
@@ -49,6 +50,7 @@ from jshard._spec.options import (
     check_function,
     check_options,
     flax_entry_point,
+    with_rare_options,
 )
 
 
@@ -60,7 +62,7 @@ _Progress = Callable[..., None] | None
 _log = logging.getLogger("jshard")
 
 
-@checked
+@checked_with(CONFIG_ONLY_ADVICE)
 def shard(
     fn: Function | None = None,
     in_strategy: PyTree = None,
@@ -81,9 +83,7 @@ def shard(
     donate_argnums: int | Sequence[int] | None = None,
     donate_argnames: str | Iterable[str] | None = None,
     replication_price: float = DEFAULT_REPLICATION_PRICE,
-    search_seconds: float | None = None,
     remat: str | None = None,
-    prefer: str | None = None,
 ) -> Any:
     """Plan a function from a few strategies and run it sharded.
 
@@ -105,7 +105,10 @@ def shard(
     - `level`: what the search minimises: 0 communication and redundant compute, 1 peak memory (then step time, among
         the plans found at the least peak), 2 step time.
     - `config`: a configuration, for what other arguments leave open: the path of a YAML file, YAML text, a dict or a
-        `Config`.
+        `Config`. Two options are there only. `search_seconds`: how long the search may improve a plan, counted as the
+        effort that one core of a server of 2026 makes in that time, so that every machine finds the same plan; the plan
+        says its gap; by default until the plan is proved. `prefer`: `"memory:1%"` takes the plan of least peak memory
+        found that costs at most 1% more than the cheapest.
     - `mesh`: a `Mesh`, `AbstractMesh` or `topology(...)`; `"auto"` compares the meshes that the strategies allow on
         the local devices, `"auto:4"` on four of them, `"auto:v5e:4x4"` on a named machine; default: the mesh in
         context, else one inferred from the strategies.
@@ -118,10 +121,6 @@ def shard(
     - `static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames`: as in `jax.jit`.
     - `replication_price`: at levels 0 and 2, the factor on the seconds that devices spend on products which other
         devices compute as well; 0: they count no more than their time.
-    - `search_seconds`: how long the search may improve a plan, counted as the effort that one core of a server of 2026
-        makes in that time, so that every machine finds the same plan; the plan says its gap. The first plan within
-        the budget is looked for in any case. Default: until the plan is proved.
-    - `prefer`: `"memory:1%"` takes the plan of least peak memory found that costs at most 1% more than the cheapest.
 
     Returns a `Sharded` callable, or a decorator without `fn`; a Flax module gives a sharded module. Raises `ShardError`
     for a wrong argument.
@@ -130,8 +129,7 @@ def shard(
         in_strategy=in_strategy, out_strategy=out_strategy, parameter_plan=parameter_plan, device=device, level=level,
         mesh=mesh, hardware=hardware, memory_budget=memory_budget, search=search, plan=plan, strict=strict,
         static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums,
-        donate_argnames=donate_argnames, replication_price=replication_price, config=config,
-        search_seconds=search_seconds, remat=remat, prefer=prefer,
+        donate_argnames=donate_argnames, replication_price=replication_price, config=config, remat=remat,
     )  # fmt: skip
     if config is not None and (fn is None or flax_entry_point(fn) is None):
         return _shard_by_config(fn, options)
@@ -143,9 +141,7 @@ def shard(
         strict=strict,
         hardware=hardware,
         replication_price=replication_price,
-        search_seconds=search_seconds,
         remat=remat,
-        prefer=prefer,
     )
     call_options = check_call_options(
         static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums,
@@ -185,8 +181,12 @@ def _shard_by_config(fn: Function | None, options: Mapping[str, Any]) -> Sharded
 
     if fn is None:
         return functools.partial(shard, **options)
-    own, record = options_and_rules(options, inspect.signature(shard))
-    return Sharded(dataclasses.replace(shard(fn, **own).request, config=record))
+    own, rare, record = options_and_rules(options, inspect.signature(shard))
+    request = shard(fn, **own).request
+    rules = record if record.rules else None
+    return Sharded(
+        dataclasses.replace(request, options=with_rare_options(request.options, rare), config=rules)
+    )
 
 
 class Sharded:
@@ -291,6 +291,7 @@ class Sharded:
         if not where:
             how = f"{{0}} where the function is sharded: jshard.shard({self.__name__}, {{0}}=...)"
         advice = {o: how.format(o) for o in options if o not in settings}
+        advice |= CONFIG_ONLY_ADVICE
         if where == "pareto":
             advice["level"] = "nothing: a frontier has the plans of every level"
         check_call(

@@ -169,10 +169,11 @@ def build_program(
     donated: tuple[int, ...],
     pin_of_name: PinOfName | None = None,
     jaxpr: ClosedJaxpr | None = None,
+    recomputed: bool = False,
 ) -> TracedProgram:
     """The dataflow program of a traced call, its operators in an order of low peak memory.
 
-    `jaxpr`: another jaxpr of the same function, in which values are computed again.
+    `jaxpr`: another jaxpr of the same function, in which values have more names, or are computed again if `recomputed`.
     """
     result, state = request.view.results(traced.out_info)
     paths = [path_name(path) or "result" for path, _ in jax.tree_util.tree_flatten_with_path(result)[0]]
@@ -193,7 +194,7 @@ def build_program(
         raise type(e)(e.what, where=line, fix=e.fix) from None
     refuse_refs(program.constants, request.fn, request.name)
     program = reorder_for_memory(
-        dataclasses.replace(program, explicit_mesh=explicit_mesh, has_recomputed=jaxpr is not None), donated
+        dataclasses.replace(program, explicit_mesh=explicit_mesh, has_recomputed=recomputed), donated
     )
     mesh = requested_mesh(request) if request.mesh is not None else compat.context_mesh()
     if isinstance(mesh, Mesh | AbstractMesh):

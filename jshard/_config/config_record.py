@@ -116,8 +116,8 @@ class ConfigRecord:
     - `parameters`, `inputs`, `outputs`: rules for arguments and results by path. `activations`: for outputs of modules,
         named scopes and `checkpoint_name`s.
     - `torch`: rules in torchprime's form, for parameters or outputs of modules, with torch's [out, in] weights.
-    - `regexes`: rules by regular expression on paths with `/`, in order; `regex_match` "first" takes the first that
-        matches, "only" refuses two.
+    - `regexes`: rules by regular expression on paths with `/`, in order; `regex_match` "first" takes the first that is
+        found in the path, "only" refuses two, "full" too, and matches the whole path.
     - `optional`: globs of rules that may match nothing.
     - `unlisted`: what a parameter without a rule is: "derived" by the search, or "replicated".
     - `notes`: what reading the rules of another library showed; not part of what the configuration says.

@@ -47,16 +47,19 @@ def from_regexes(
     return dataclasses.replace(config, mesh=mesh_section(mesh), unlisted="replicated")
 
 
-def from_layout_map(layout_map: Mapping[str, object], mesh: Mapping[str, int] | None = None) -> ConfigRecord:
+def from_layout_map(
+    layout_map: Mapping[str, object], mesh: Mapping[str, int] | None = None, full: bool = True
+) -> ConfigRecord:
     """Keras' `LayoutMap`: an exact path, else the one regular expression that matches; two are an error, none is whole.
 
-    Values are tuples of axes or `TensorLayout`s; `layout_map` is a dict or Keras' own object.
+    Values are tuples of axes or `TensorLayout`s; `layout_map` is a dict or Keras' own object. An expression matches the
+    whole path (`re.fullmatch`, from Keras 3.14 on), or is found in it (`re.search`, up to 3.13) if not `full`.
 
     >>> from_layout_map({"dense.kernel": (None, "model")}).regex_match
-    'only'
+    'full'
     """
     pairs = [(name, getattr(layout_map[name], "axes", layout_map[name])) for name in layout_map]
-    return from_regexes(pairs, mesh, match="only")
+    return from_regexes(pairs, mesh, match="full" if full else "only")
 
 
 def _axes_of(value: object) -> object:
@@ -174,15 +177,19 @@ TUNIX_FIELDS = {
 def from_tunix(
     sharding: Mapping[str, Sequence[str | None]] | DataclassInstance, mesh: Mapping[str, int] | None = None
 ) -> ConfigRecord:
-    """tunix' `ShardingConfig`, or a dict of its fields; those of weights become rules, each for whichever model has them.
+    """tunix' `ShardingConfig`, a dict of its fields, or a `ModelConfig`; those of weights become rules, each for whichever
+    model has them. With a `ModelConfig` of one head of keys and values, these are cut as Gemma cuts them then.
 
     >>> record = from_tunix({"emb_vd": ("tp", "fsdp"), "act_btd": ("fsdp", None, "tp")})
     >>> [(r.name, r.text) for r in record.parameters], record.optional
     ([('embedder.input_embedding', '[tp, fsdp]')], ('**',))
     """
-    fields = dict(sharding) if isinstance(sharding, Mapping) else {
-        f.name: getattr(sharding, f.name) for f in dataclasses.fields(sharding)
+    own = getattr(sharding, "shd_config", sharding)
+    fields = dict(own) if isinstance(own, Mapping) else {
+        f.name: getattr(own, f.name) for f in dataclasses.fields(own)
     }  # fmt: skip
+    if own is not sharding and sharding.num_kv_heads == 1 and "kv_weight_cndh" in fields:
+        fields["kv_weight_cndh"] = (None, None, "fsdp", None)  # a literal in tunix/models/gemma/model.py
     rules = []
     for name, axes in fields.items():
         if name not in TUNIX_FIELDS:
@@ -193,6 +200,8 @@ def from_tunix(
                     fix=suggest(name, list(TUNIX_FIELDS))
                     + "; or Config.from_metadata(nnx.state(model)), which is exact",
                 )
+            continue
+        if axes is None:
             continue
         entry = parse_entry_of(locate([_axes_of(a) for a in axes], f"tunix {name}"))
         rules += [Rule(path, entry, f"tunix {name}") for path in TUNIX_FIELDS[name]]

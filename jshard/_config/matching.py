@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from jshard._config.config_record import ConfigRecord, Rule
 from jshard._config.path_patterns import PathIndex, expand, is_glob, specificity
@@ -215,26 +215,37 @@ def _regex_claims(
     An expression that matches every path is for the arguments of which others match something: elsewhere there are no
     parameters.
     """
-    compiled = [(r, re.compile(r.name)) for r in record.regexes]
+    compiled = [(r, regex_search(r, record.regex_match)) for r in record.regexes]
     used: set[int] = set()
     wanted = [i for i, t in enumerate(tensors) if winners[i] is None and t.inner]
     parameters = {
         tensors[i].argument
         for i in wanted
-        for r, regex in compiled
-        if not is_catch_all(r) and regex.search("/".join(tensors[i].inner))
+        for r, found in compiled
+        if not is_catch_all(r) and found("/".join(tensors[i].inner))
     }
     for i in wanted:
         path = "/".join(tensors[i].inner)
-        hits = [(k, r) for k, (r, regex) in enumerate(compiled) if regex.search(path)]
+        hits = [(k, r) for k, (r, found) in enumerate(compiled) if found(path)]
         hits = [(k, r) for k, r in hits if not is_catch_all(r) or tensors[i].argument in parameters]
         used |= {k for k, _ in hits}
         own = [Claim("regexes", r, r.name) for _, r in hits]
         claims[i] += own
-        exact = [c for c in own if c.name == path] if record.regex_match == "only" else []
+        exact = [c for c in own if c.name == path] if record.regex_match != "first" else []
         if own:
             winners[i] = (exact or own)[0]
     return [("regexes", r) for k, (r, _) in enumerate(compiled) if k not in used]
+
+
+def regex_search(rule: Rule, how: str) -> Callable[[str], object]:
+    """The function from a path to whether the regular expression of a rule matches it, under a `regex_match`.
+
+    >>> rule = Rule("w.*kernel", ())
+    >>> [bool(regex_search(rule, how)("a/w/kernel")) for how in ("first", "only", "full")]
+    [True, True, False]
+    """
+    compiled = re.compile(rule.name)
+    return compiled.fullmatch if how == "full" else compiled.search
 
 
 def is_catch_all(rule: Rule) -> bool:

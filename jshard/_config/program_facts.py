@@ -2,7 +2,7 @@
 
 Of an argument: the dimension over which a loop runs, where layers are stacked, and the dimensions over which the first
 product that reads it sums. Inside: the outputs of modules, the values of `checkpoint_name`, and those that leave a
-named scope.
+named scope, where these are marked (`_program/scope_outputs.py`).
 
 >>> import jax, jax.numpy as jnp
 >>> from jshard._program.trace import build
@@ -79,7 +79,7 @@ def _facts(program: Program, tensor: int) -> ProgramFacts:
 
 
 def named_values(jaxpr: Jaxpr | ClosedJaxpr) -> list[TensorName]:
-    """Every output of a module, `checkpoint_name` and named scope of the forward pass, each name once."""
+    """Every output of a module, `checkpoint_name` and marked scope of the forward pass, each name once."""
     found: dict[tuple[str, str, int], TensorName] = {}
     for eqn, prefix in _equations(jaxpr, ""):
         if compat.is_backward(prefix, eqn):
@@ -90,7 +90,7 @@ def named_values(jaxpr: Jaxpr | ClosedJaxpr) -> list[TensorName]:
             for dim in reversed(name.added):
                 del shape[dim]
             value = TensorName(
-                name.path, tuple(shape), eqn.outvars[0].aval.dtype, kind="module", element=name.element,
+                name.path, tuple(shape), eqn.outvars[0].aval.dtype, kind=name.kind, element=name.element,
                 elements=name.elements,
             )  # fmt: skip
         elif eqn.primitive.name == "name":
@@ -117,7 +117,7 @@ def pin_of_name(pins: Mapping[tuple[str, str, int], Pin]) -> Callable[[JaxprEqn]
         if eqn.primitive.name == "name":
             return pins.get(("name", str(eqn.params["name"]), 0))
         name = eqn.params["pin"]
-        pin = pins.get(("module", name.path, name.element))
+        pin = pins.get((name.kind, name.path, name.element))
         if pin is None:
             return None
         for dim in name.added:

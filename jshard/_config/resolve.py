@@ -15,7 +15,15 @@ from collections.abc import Mapping, Sequence
 
 from jshard._config.config_record import DERIVED, ConfigRecord, Rule, entry_text
 from jshard._config.fitting import Problem, fit, problems_of
-from jshard._config.matching import Claim, Claims, is_catch_all, match, match_outputs, rule_rank
+from jshard._config.matching import (
+    Claim,
+    Claims,
+    is_catch_all,
+    match,
+    match_outputs,
+    regex_search,
+    rule_rank,
+)
 from jshard._config.path_patterns import matches, without_numbers
 from jshard._config.resolution import Resolution, Row
 from jshard._config.slips import slips
@@ -29,20 +37,20 @@ def resolve(
     values: Sequence[TensorName] | None = None,
     results: Sequence[TensorName] | None = None,
     sizes: Mapping[str, int] | None = None,
+    scopes: Sequence[str] = (),
 ) -> Resolution:
     """Resolve all rules.
 
     - `tensors`: the arguments. `values`: named values inside, `results`: of the function; None where it was not traced,
         and rules about them are then left alone.
-    - `sizes`: of the mesh axes; None where no mesh is known.
+    - `sizes`: of the mesh axes; None where no mesh is known. `scopes`: paths of named scopes, for advice.
     """
     claims = match(record, tensors)
     problems: list[Problem] = []
     rows = [_row(record, t, c, claims, sizes, problems) for t, c in zip(tensors, claims.of_tensor, strict=True)]  # fmt: skip
     unmatched = list(claims.unmatched)
     inner: list[Row] = []
-    about_modules = [("activations", r) for r in record.activations]
-    about_modules += [(s, r) for s, r in unmatched if s == "torch"]
+    about_modules = _about_values(record, claims)
     unmatched = [(s, r) for s, r in unmatched if s != "torch"]
     if values is not None:
         won, missing = match_outputs(about_modules, values)
@@ -56,7 +64,7 @@ def resolve(
         won, missing = match_outputs([("outputs", r) for r in record.outputs], results)
         unmatched += missing
         result_rows = _inner_rows(results, won, sizes, problems)
-    known = [t.path for t in (*tensors, *(values or ()), *(results or ()))]
+    known = [t.path for t in (*tensors, *(values or ()), *(results or ()))] + list(scopes)
     problems = _unmatched(record, unmatched, known, values or ()) + problems
     problems += [_shadowed(*s) for s in claims.shadowed] + [_tie(*t) for t in claims.ties]
     problems += _double_regexes(record, tensors, claims)
@@ -69,6 +77,20 @@ def resolve(
     ]
     once = tuple(dict.fromkeys(problems))
     return Resolution(tuple(rows), tuple(inner), tuple(result_rows), once)
+
+
+def _about_values(record: ConfigRecord, claims: Claims) -> list[tuple[str, Rule]]:
+    """The rules about values inside: those of `activations`, and those of torchprime's form that no parameter has."""
+    torch = [(s, r) for s, r in claims.unmatched if s == "torch"]
+    return [("activations", r) for r in record.activations] + torch
+
+
+def unmatched_by_values(
+    record: ConfigRecord, tensors: Sequence[TensorName], values: Sequence[TensorName]
+) -> list[tuple[str, Rule]]:
+    """The rules about values inside that match none of these, as (section, rule)."""
+    about = _about_values(record, match(record, tensors))
+    return match_outputs(about, values)[1] if about else []
 
 
 def _row(
@@ -147,7 +169,7 @@ def _unmatched(
             continue
         if is_catch_all(rule) and section == "regexes":
             continue
-        elements = [v for v in values if rule.element is not None and matches(rule.name, v.parts)]
+        elements = [v for v in values if rule.element is not None and _ends_in(rule.name, v)]
         paths = sorted(set(filter(None, known)))
         wanted = re.sub(r"\{[^}]*\}", "", rule.name)
         fix = f"{nearest_names(wanted, paths)}; or list it under optional"
@@ -159,6 +181,10 @@ def _unmatched(
         what = f"{rule.key!r} of {section} matches nothing"
         out.append(Problem("unmatched", rule.key, what, rule.where, fix))
     return out
+
+
+def _ends_in(name: str, value: TensorName) -> bool:
+    return any(matches(name, value.parts[k:]) for k in range(len(value.parts)))
 
 
 def _shadowed(section: str, rule: Rule, by: Rule) -> Problem:
@@ -185,12 +211,13 @@ def _tie(tensor: TensorName, claims: Sequence[Claim]) -> Problem:
 
 def _double_regexes(record: ConfigRecord, tensors: Sequence[TensorName], claims: Claims) -> list[Problem]:
     """Paths that two regular expressions match, where only one may (Keras' LayoutMap)."""
-    if record.regex_match != "only":
+    if record.regex_match == "first":
         return []
+    compiled = [(r, regex_search(r, record.regex_match)) for r in record.regexes]
     out = []
     for tensor, claim in zip(tensors, claims.of_tensor, strict=True):
         path = "/".join(tensor.inner)
-        hits = [r for r in record.regexes if re.search(r.name, path)]
+        hits = [r for r, found in compiled if found(path)]
         exact = path in [r.name for r in hits]
         if claim is not None and claim.section == "regexes" and len(hits) > 1 and not exact:
             out.append(_tie(tensor, [Claim("regexes", r, r.name) for r in hits[:2]]))

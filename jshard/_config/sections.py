@@ -220,7 +220,7 @@ def _settings(sections: Mapping[str, Located]) -> dict[str, object]:
                 fix='a list of names of rules that may match nothing: ["moe.**"]',
             )
         out["optional"] = tuple(n.value for n in names)
-    for key, choices in (("unlisted", ("derived", "replicated")), ("regex_match", ("first", "only"))):
+    for key, choices in (("unlisted", ("derived", "replicated")), ("regex_match", ("first", "only", "full"))):
         if key in sections:
             value = sections[key].value
             if value not in choices:

@@ -34,6 +34,19 @@ R = TypeVar("R")
 
 def checked(fn: Callable[P, R]) -> Callable[P, R]:
     """A decorator of public functions: calls that do not fit the signature raise `ArgumentError`."""
+    return checked_with({})(fn)
+
+
+def checked_with(advice: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """`checked` for a function with advice for keywords that it does not take."""
+
+    def decorate(fn: Callable[P, R]) -> Callable[P, R]:
+        return _checked(fn, advice)
+
+    return decorate
+
+
+def _checked(fn: Callable[P, R], advice: Mapping[str, str]) -> Callable[P, R]:
     name, signature = fn.__qualname__, inspect.signature(fn)
 
     @functools.wraps(fn)
@@ -41,7 +54,7 @@ def checked(fn: Callable[P, R]) -> Callable[P, R]:
         try:
             signature.bind(*args, **kwargs)
         except TypeError:
-            check_call(fn, args, kwargs, name)
+            check_call(fn, args, kwargs, name, advice=advice)
         return fn(*args, **kwargs)
 
     return call

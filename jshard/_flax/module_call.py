@@ -29,6 +29,7 @@ from jshard._core.jax_types import Function, PyTree, PyTreeDef
 from jshard._core.messages import suggest
 from jshard._flax.function import is_state
 from jshard._spec.entry import format_entry, is_strategy, looks_like_strategy
+from jshard._spec.options import CONFIG_ONLY_ADVICE
 from jshard._spec.parameter_plan import LeafIndex, flatten_plan, name_parts
 from jshard._spec.tree_paths import Leaf
 
@@ -158,7 +159,7 @@ def checked_options(
     name: str, original: Function, options: dict[str, PyTree], method: str = "__call__"
 ) -> dict[str, PyTree]:
     """The options of `.shard` that differ from the defaults, checked as far as possible without a call."""
-    check_call(shard, (None,), options, f"{name}.shard")
+    check_call(shard, (None,), options, f"{name}.shard", advice=CONFIG_ONLY_ADVICE)
     shard(
         lambda: None, **{k: v for k, v in options.items() if not k.endswith(("strategy", "parameter_plan"))}
     )

@@ -1,4 +1,4 @@
-"""Two goals: the plan of least peak whose cost is at most a share above the least (`shard(prefer="memory:1%")`).
+"""Two goals: the plan of least peak whose cost is at most a share above the least (`shard(config={"prefer": "memory:1%"})`).
 
 The peak is bisected: a plan of least cost is searched within a budget, and the next budget is below its peak where it was
 cheap enough, else between the two. The bound stays that on the least cost, so the gap says what the memory costs at most.

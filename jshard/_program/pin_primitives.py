@@ -29,14 +29,14 @@ pin_result_p = compat.identity_primitive(PIN_RESULT)
 own_result_p = compat.identity_primitive(OWN_RESULT)
 out_sharding_p = compat.identity_primitive(OUT_SHARDING)
 NAMED_VALUES = frozenset((MODULE_OUTPUT, "name"))
-"""Identity primitives that name a value: an output of a module, and JAX's `checkpoint_name`."""
+"""Identity primitives that name a value: an output of a module or scope, and JAX's `checkpoint_name`."""
 
 module_output_p = compat.identity_primitive(MODULE_OUTPUT)
 
 
 @dataclasses.dataclass(frozen=True)
 class ModuleOutput:
-    """An array in the output of the module at `path`.
+    """An array in the output of the module at `path`, or of the named scope where `kind` is "scope".
 
     - `element`: its number in an output of `elements` parts (a tuple or list); `elements` is 0 for a single array.
     - `added`: its dimensions that `vmap` added, in order.
@@ -46,6 +46,7 @@ class ModuleOutput:
     element: int = 0
     elements: int = 0
     added: tuple[int, ...] = ()
+    kind: str = "module"
 
     def batched(self, dim: int) -> ModuleOutput:
         """The same output after `vmap`, which added dimension `dim`."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -74,6 +74,28 @@ class PlanOptions:
     remat: str | None = None
     search_in_budget: bool = True
     memory_slack: float = 0.0
+
+
+CONFIG_ONLY = ("search_seconds", "prefer")
+"""Options that only a configuration holds."""
+
+CONFIG_ONLY_ADVICE = {
+    "search_seconds": 'config={"search_seconds": 5}: an option of the configuration',
+    "prefer": 'config={"prefer": "memory:1%"}: an option of the configuration',
+}
+
+
+def with_rare_options(options: PlanOptions, rare: Mapping[str, object]) -> PlanOptions:
+    """The options with those of `CONFIG_ONLY`, checked.
+
+    >>> with_rare_options(PlanOptions(), {"prefer": "memory:1%"}).memory_slack
+    0.01
+    """
+    return dataclasses.replace(
+        options,
+        search_seconds=check_search_seconds(rare.get("search_seconds")),
+        memory_slack=check_prefer(rare.get("prefer"), options.level),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,16 +161,13 @@ def check_search_seconds(seconds: object) -> float | None:
     ...
     jshard._core.errors.ShardError: search_seconds is 0, which leaves no search
       where: search_seconds
-      write instead: seconds of search above 0, such as search_seconds=5; None: as long as the proof takes
+      write instead: seconds of search above 0: config={"search_seconds": 5}; without it, as long as the proof takes
     """
     if seconds is None:
         return None
-    fix = "seconds of search above 0, such as search_seconds=5; None: as long as the proof takes"
-    if (
-        isinstance(seconds, bool)
-        or not isinstance(seconds, int | float | np.integer | np.floating)
-        or not math.isfinite(seconds)
-    ):
+    fix = 'seconds of search above 0: config={"search_seconds": 5}; without it, as long as the proof takes'
+    number = isinstance(seconds, int | float | np.integer | np.floating) and not isinstance(seconds, bool)
+    if not number or not math.isfinite(seconds):
         raise ShardError(f"search_seconds is {describe_value(seconds)}", where="search_seconds", fix=fix)
     if seconds <= 0:
         raise ShardError(
@@ -165,13 +184,13 @@ def check_prefer(prefer: object, level: object = 0) -> float:
     """
     if prefer is None:
         return 0.0
-    fix = 'prefer="memory:1%": the least peak memory for at most 1% more of what the level minimises'
+    fix = 'config={"prefer": "memory:1%"}: the least peak memory for at most 1% more of what the level minimises'
     match = re.fullmatch(r"memory:\s*(\d+(?:\.\d+)?)\s*%", prefer) if isinstance(prefer, str) else None
     if match is None:
         raise ShardError(f"prefer is {describe_value(prefer)}", where="prefer", fix=fix)
     if level == 1:
         raise ShardError(
-            "level=1 minimises memory already", where="prefer", fix="prefer=None, or level=0 or level=2"
+            "level=1 minimises memory already", where="prefer", fix="no prefer, or level=0 or level=2"
         )
     share = float(match[1]) / 100
     if not 0 < share <= 1:

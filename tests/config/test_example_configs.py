@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 from typing import Any
 
 import jax
@@ -99,6 +98,32 @@ def test_training_by_a_file_is_plain_training(name: str) -> None:
     assert step.plan(cut, cut_state, tokens).cost.gap < 0.05
 
 
+GRADIENTS = [
+    ("llama-fsdp-tp-cp", True),
+    ("deepseek-fsdp-tp", False),
+]  # all: benchmarks/correctness/config_training.py
+
+
+def value_and_gradients(model: nnx.Module, tokens: jax.Array) -> Any:
+    loss, grads = nnx.value_and_grad(lambda m: loss_of(m(tokens), tokens))(model)
+    return loss, nnx.state(grads)
+
+
+@pytest.mark.parametrize("name, scanned", GRADIENTS)
+def test_values_and_gradients_by_a_file_are_the_plain_ones(name: str, scanned: bool) -> None:
+    small = sizes(name, layers=1 + scanned, width=16, hidden=32, vocab=32, scanned=scanned)
+    model, tokens = Decoder(small, nnx.Rngs(0)), tokens_of(vocab=32)
+    sharded = jshard.shard(value_and_gradients, config=config_of(name))
+    loss, grads = sharded(model, tokens)
+    expected, plain = value_and_gradients(model, tokens)
+    np.testing.assert_allclose(loss, expected, rtol=2e-5)
+    ours, theirs = jax.tree.leaves(grads), jax.tree.leaves(plain)
+    assert len(ours) == len(jax.tree.leaves(nnx.state(model, nnx.Param)))
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * float(jnp.abs(b).max()) + 1e-9)
+    assert sharded.plan(model, tokens, verify=True).verification.ok
+
+
 def spec(entry: str) -> P:
     import yaml
 
@@ -106,7 +131,7 @@ def spec(entry: str) -> P:
 
 
 @pytest.mark.parametrize("scanned", [False])  # both: benchmarks/correctness/config_training.py
-def test_a_linen_model_by_a_file(scanned: bool) -> None:
+def test_a_linen_model_by_a_file(scanned: bool, steps: int = 20) -> None:
     small = Sizes(layers=1 + scanned, width=16, hidden=32, vocab=32, scanned=scanned)
     model, tokens = LinenDecoder(small), tokens_of(vocab=32)
     variables = model.init(jax.random.key(0), tokens)
@@ -134,7 +159,7 @@ def test_a_linen_model_by_a_file(scanned: bool) -> None:
 
     step, reference = jshard.shard(train, config=config), jax.jit(train)
     ours = theirs = (variables, tx.init(variables))
-    for i in range(20 if not scanned else 3):
+    for i in range(steps):
         tokens = tokens_of(vocab=32, seed=i)
         *ours, loss = step(*ours, tokens)
         *theirs, expected = reference(*theirs, tokens)
@@ -142,4 +167,8 @@ def test_a_linen_model_by_a_file(scanned: bool) -> None:
     kernel = ours[0]["params"]["layers" if scanned else "layers_0"]["o_proj"]["kernel"]
     assert kernel.sharding.spec == (P(None, "tensor", "fsdp") if scanned else P("tensor", "fsdp"))
     assert step.plan(*ours, tokens, verify=True).verification.ok
-    assert jnp.isfinite(loss) and pathlib.Path(FOLDER).is_dir()
+    assert jnp.isfinite(loss)
+    values = jax.value_and_grad(lambda variables, tokens: loss_of(model.apply(variables, tokens), tokens))
+    by_file = jshard.shard(values, config=config)(variables, tokens)
+    for a, b in zip(jax.tree.leaves(by_file), jax.tree.leaves(values(variables, tokens)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * float(jnp.abs(b).max()) + 1e-9)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
-import re
 from typing import Any
 
 import jax
@@ -109,33 +109,20 @@ def test_names_from_linen_boxes_and_nnx_variables() -> None:
 # -- regular expressions: EasyLM, Keras ---------------------------------------------------------------------
 
 
-def match_partition_rules(pairs: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-    """What EasyLM's function of this name documents: scalars whole, then the first expression found in the path."""
-    out = {}
-    for path, shape in shapes.items():
-        one = not shape or all(s == 1 for s in shape)
-        out[path] = P() if one else next(spec for regex, spec in pairs if re.search(regex, path))
-    return out
-
-
-@pytest.mark.parametrize(
-    "pairs, shapes",
-    [(rules.EASYLM_LLAMA, rules.easylm_llama(2)), (rules.EASYLM_GPTJ, rules.easylm_gptj(2))],
-)
-def test_easylm(pairs: Any, shapes: dict[str, tuple[int, ...]]) -> None:
-    state = {f"params/{p}": s for p, s in shapes.items()}
-    state |= {f"opt_state/0/{m}/params/{p}": s for p, s in shapes.items() for m in ("mu", "nu")} | {
-        "step": ()
-    }
-    ours = entries(jshard.Config.from_regexes(pairs), state, "train_state")
-    theirs = match_partition_rules(pairs, state)
-    for path, shape in state.items():
+@pytest.mark.parametrize("name", ["easylm_llama", "easylm_gptj"])
+def test_easylm(name: str) -> None:
+    theirs = rules.layouts(name)  # of parameters, and of the moments that AdamW keeps of them
+    ours = entries(
+        jshard.Config.from_regexes(rules.rules(name)), {p: s for p, (s, _) in theirs.items()}, "state"
+    )
+    assert sum(p.startswith("opt_state/1/0/mu/") for p in theirs) > 10
+    for path, (shape, spec) in theirs.items():
         if shape:
-            assert ours[path] == padded(theirs[path], len(shape)), path
+            assert ours[path] == padded(spec, len(shape)), path
 
 
 def test_a_block_of_another_name_that_easylm_leaves_whole_is_named() -> None:
-    shapes = {n.replace("/mlp/", "/feed_forward/"): s for n, s in rules.easylm_gptj(2).items()}
+    shapes = {n.replace("/mlp/", "/feed_forward/"): s for n, s in rules.parameters("easylm_gptj").items()}
     config = jshard.Config.from_regexes(rules.EASYLM_GPTJ, {"fsdp": 2, "mp": 2})
     tensors = [TensorName(f"p.{n}".replace("/", "."), s, "float32", "p") for n, s in shapes.items()]
     found = resolve(config, tensors, sizes={"fsdp": 2, "mp": 2})
@@ -147,43 +134,71 @@ def test_a_block_of_another_name_that_easylm_leaves_whole_is_named() -> None:
     }
 
 
-def layout_map_get(pairs: dict[str, Any], path: str) -> Any:
-    """What Keras' `LayoutMap.__getitem__` documents: the exact key, else the one expression found, else nothing."""
-    if path in pairs:
-        return pairs[path]
-    hits = [k for k in pairs if re.search(k, path)]
-    assert len(hits) < 2
-    return pairs[hits[0]] if hits else None
-
-
-@pytest.mark.parametrize("pairs, experts", [(rules.KERAS_LLAMA, 0), (rules.KERAS_QWEN3_MOE, 8)])
-def test_keras_layout_maps(pairs: dict[str, Any], experts: int) -> None:
-    shapes = rules.keras_decoder(2, experts)
-    config = jshard.Config.from_layout_map(pairs, {"batch": 2, "model": 4})
+@pytest.mark.parametrize("name", ["keras_llama", "keras_qwen3_moe", "keras_qwen3_moe_cut"])
+def test_keras_layout_maps(name: str) -> None:
+    theirs = rules.layouts(name)
+    shapes = {p: s for p, (s, _) in theirs.items()}
+    config = jshard.Config.from_layout_map(dict(rules.rules(name)), {"batch": 2, "model": 4})
     ours = entries(config, shapes, "variables")
-    for path, shape in shapes.items():
-        assert ours[path] == padded(layout_map_get(pairs, path), len(shape)), path
+    for path, (shape, spec) in theirs.items():
+        assert ours[path] == padded(spec, len(shape)), path
     again = jshard.Config.of(config.to_yaml())
     assert again == config and entries(again, shapes, "variables") == ours
 
 
+def test_the_experts_that_one_map_of_keras_leaves_whole_and_its_successor_cuts() -> None:
+    def whole(name: str) -> set[str]:
+        shapes = {p: s for p, (s, _) in rules.layouts(name).items()}
+        config = jshard.Config.from_layout_map(dict(rules.rules(name)), {"batch": 2, "model": 4})
+        tensors = [TensorName(f"v.{p}".replace("/", "."), s, "float32", "v") for p, s in shapes.items()]
+        found = resolve(config, tensors, sizes={"batch": 2, "model": 4})
+        return {p.name.rpartition(".")[2] for p in found.problems if p.kind == "without rule"}
+
+    experts = {"expert_feedforward_gate_dense", "expert_feedforward_output_dense"}
+    assert experts <= whole("keras_qwen3_moe") and not experts & whole("keras_qwen3_moe_cut")
+
+
+def test_the_whole_path_or_a_part_of_it() -> None:
+    """Keras 3.14 went over from `re.search` to `re.fullmatch`: the same map means less."""
+    pairs, shapes = {"dense.kernel": (None, "model")}, {"dense/kernel": (4, 4), "layer/dense/kernel": (4, 4)}
+    full = entries(jshard.Config.from_layout_map(pairs), shapes)
+    part = entries(jshard.Config.from_layout_map(pairs, full=False), shapes)
+    assert full == {"dense/kernel": (None, "model"), "layer/dense/kernel": (None, None)}
+    assert part == dict.fromkeys(shapes, (None, "model"))
+
+
 def test_two_expressions_of_keras_on_one_path_are_refused() -> None:
-    config = jshard.Config.from_layout_map({"dense.kernel": (None, "model"), "kernel": ("model", None)})
-    found = resolve(config, [TensorName("p.dense.kernel", (4, 4), "float32", "p")])
-    assert [p.kind for p in found.problems if p.refuses] == ["tie"]
+    pairs = {"dense.kernel": (None, "model"), ".*kernel": ("model", None)}
+    for full in (True, False):
+        config = jshard.Config.from_layout_map(pairs, full=full)
+        found = resolve(config, [TensorName("p.dense.kernel", (4, 4), "float32", "p")])
+        assert [p.kind for p in found.problems if p.refuses] == ["tie"]
 
 
 # -- tunix, levanter ----------------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass
+class TunixModelConfig:
+    """The two fields of tunix' `ModelConfig` that decide how weights are cut."""
+
+    shd_config: Any
+    num_kv_heads: int
+
+
 @pytest.mark.parametrize(
-    "fields, model",
-    [(rules.TUNIX_LLAMA3, rules.tunix_llama3(2)), (rules.TUNIX_GEMMA, rules.tunix_gemma(2))],
+    "name, kv_heads", [("tunix_llama3", 4), ("tunix_gemma", 4), ("tunix_gemma_one_kv_head", 1)]
 )
-def test_tunix(fields: dict[str, Any], model: dict[str, tuple[str, tuple[int, ...]]]) -> None:
-    ours = entries(jshard.Config.from_tunix(fields), {p: s for p, (_, s) in model.items()}, "model")
-    for path, (field, shape) in model.items():
-        assert ours[path] == padded(fields[field], len(shape)), path
+def test_tunix(name: str, kv_heads: int) -> None:
+    theirs = rules.layouts(name)
+    shapes = {p: s for p, (s, _) in theirs.items()}
+    configs = [jshard.Config.from_tunix(TunixModelConfig(rules.fields(name), kv_heads))]
+    if kv_heads > 1:
+        configs.append(jshard.Config.from_tunix(rules.fields(name)))
+    for config in configs:
+        ours = entries(config, shapes, "model")
+        for path, (shape, spec) in theirs.items():
+            assert ours[path] == padded(spec, len(shape)), path
     with pytest.raises(jshard.ShardError, match="'q_wieght' is no field"):
         jshard.Config.from_tunix({"q_wieght": ("tp",)})
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+import yaml
 from flax import nnx
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jshard
 from tests.helpers.decoder_models import SIZES, Decoder, tokens_of
@@ -89,14 +91,39 @@ def test_every_line_in_the_compiled_program(family: str, as_override: bool) -> N
     np.testing.assert_allclose(step(model, tokens), call(model, tokens), rtol=2e-5, atol=1e-6)
 
 
-def test_the_compiled_program_has_the_shardings_of_parameters() -> None:
-    config = jshard.Config.of(MESH).override(
-        "lm_head.weight=[tensor, fsdp]", "model.layers.*.mlp.up_proj.weight=[tensor, null]"
-    )
-    model, tokens = small("llama"), tokens_of(vocab=32)
-    compiled = jshard.shard(call, config=config).lower(model, tokens).compile()
-    specs = [s.spec for s in jax.tree.leaves(compiled.input_shardings) if hasattr(s, "spec")]
-    assert P("fsdp", "tensor") in specs and P(None, "tensor") in specs
+INSTRUCTION = re.compile(r'= \w+\[([\d,]*)\]\S* [\w-]+\(.*op_name="([^"]*)"')
+
+
+@pytest.mark.parametrize("family", LINES)
+def test_the_compiled_shardings_of_every_line(family: str) -> None:
+    """Parameters: the input shardings of the compiled program. Outputs of modules: the blocks that it computes.
+
+    A module's output is there with the shape of one device's block: as an instruction of the module or of the one around
+    it, into which it may be fused, or as the collective that brings it to the layout of the line.
+    """
+    config = jshard.Config.of("\n".join(f"{name}: {entry}" for name, entry, *_ in LINES[family]))
+    config = config.override("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
+    model, tokens = small(family), tokens_of(vocab=32)
+    step = jshard.shard(call, config=config)
+    plan, compiled = step.plan(model, tokens), step.lower(model, tokens).compile()
+    inputs = dict(zip((r.path for r in plan.inputs), jax.tree.leaves(compiled.input_shardings), strict=True))
+    blocks = [(m[1], m[2]) for m in INSTRUCTION.finditer(compiled.as_text())]
+    width = {"lm_head": 32, "": 32}
+    for name, entry, tensor, _ in LINES[family]:
+        dims = tuple(tuple(d) if isinstance(d, list) else d for d in yaml.safe_load(entry))
+        if tensor in inputs:
+            wanted = P(*(dims[::-1] if name.endswith(".weight") and "embed" not in name else dims))
+            rank = len(inputs[tensor].shard_shape((16,) * len(dims)))
+            assert inputs[tensor].is_equivalent_to(NamedSharding(inputs[tensor].mesh, wanted), rank), name
+            continue
+        shape = (8, 8, width.get(name.strip("'"), 16))
+        pieces = [2 ** len((d,) if isinstance(d, str) else d or ()) for d in dims]
+        b, n, w = (size // k for size, k in zip(shape, pieces, strict=True))
+        forms = {f"{b},{n},{w}", f"{b * n},{w}"}  # a product of matrices has batch and sequence as one
+        module = tensor.rpartition("/")[0] or tensor
+        assert any(
+            found in forms and (f"{module}/" in at or re.search(r"/jshard\.\d+/", at)) for found, at in blocks
+        ), (name, forms)
 
 
 def test_a_name_and_its_elements_do_not_mix() -> None:

@@ -132,7 +132,9 @@ CUT_FIX = "a positive int for each dimension, or None to leave it to the search"
 MESH_FIX = 'a jax.sharding.Mesh or AbstractMesh, jshard.topology(...), "auto" or None'
 DEVICE_FIX = "device='tpu', 'gpu' or 'cpu', or None for the default backend"
 LEVEL_FIX = "0 (compute-to-communication ratio), 1 (memory) or 2 (speed)"
-PREFER_FIX = 'prefer="memory:1%": the least peak memory for at most 1% more of what the level minimises'
+PREFER_FIX = (
+    'config={"prefer": "memory:1%"}: the least peak memory for at most 1% more of what the level minimises'
+)
 BUDGET_FIX = 'memory_budget=15_000_000_000, or text with a unit such as "14GiB" or "500MB"'
 OTHER_FIX = "a NamedSharding on the mesh in use, or a PartitionSpec of its axes"
 
@@ -446,14 +448,14 @@ ROWS: tuple[Row, ...] = (
         "memory_budget", BUDGET_FIX, error=ShardError),
     Row("budget without number", {"memory_budget": "GiB"}, "memory_budget='GiB' is not an amount of memory",
         "memory_budget", BUDGET_FIX, error=ShardError),
-    Row("preference without share", {"prefer": "memory"}, "prefer is a str, 'memory'", "prefer", PREFER_FIX,
+    Row("preference without share", {"config": {"prefer": "memory"}}, "prefer is a str, 'memory'", "config", PREFER_FIX,
         error=ShardError),
-    Row("preference of the wrong type", {"prefer": 0.01}, "prefer is a float, 0.01", "prefer", PREFER_FIX,
+    Row("preference of the wrong type", {"config": {"prefer": 0.01}}, "prefer is a float, 0.01", "config", PREFER_FIX,
         error=ShardError),
-    Row("preference of nothing", {"prefer": "memory:0%"}, "prefer='memory:0%' is not a share above 0% and up to 100%",
-        "prefer", PREFER_FIX, error=ShardError),
-    Row("preference at level 1", {"prefer": "memory:1%", "level": 1}, "level=1 minimises memory already", "prefer",
-        "prefer=None, or level=0 or level=2", error=ShardError),
+    Row("preference of nothing", {"config": {"prefer": "memory:0%"}},
+        "prefer='memory:0%' is not a share above 0% and up to 100%", "config", PREFER_FIX, error=ShardError),
+    Row("preference at level 1", {"config": {"prefer": "memory:1%"}, "level": 1}, "level=1 minimises memory already",
+        "prefer", "no prefer, or level=0 or level=2", error=ShardError),
     Row("budget zero", {"memory_budget": 0}, "memory_budget=0 is less than one byte", "memory_budget",
         BUDGET_FIX, error=ShardError),
     Row("budget negative", {"memory_budget": "-1GiB"}, "memory_budget='-1GiB' is less than one byte",

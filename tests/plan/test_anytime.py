@@ -39,12 +39,12 @@ def test_search_seconds_end_the_search_alike_on_every_run():
     best = planned("gpt")
     assert best.cost.optimal
     for seconds in (1e-9, 0.01):
-        plan = planned("gpt", search_seconds=seconds)
+        plan = planned("gpt", config={"search_seconds": seconds})
         assert plan.cost.bound <= best.cost.objective <= plan.cost.objective
         assert plan.cost.gap >= 0
-        again = planned("gpt", search_seconds=seconds)
+        again = planned("gpt", config={"search_seconds": seconds})
         assert (again.cost, again.operators) == (plan.cost, plan.operators)
-    enough = planned("gpt", search_seconds=1e4)
+    enough = planned("gpt", config={"search_seconds": 1e4})
     assert (enough.cost, enough.operators) == (best.cost, best.operators)
 
 
@@ -54,7 +54,7 @@ def test_a_budget_is_kept_however_little_is_searched(share):
     budget = int(share * free.cost.peak_bytes)
     best = planned("chain", memory_budget=budget)
     for seconds in (1e-9, 0.05):
-        plan = planned("chain", memory_budget=budget, search_seconds=seconds)
+        plan = planned("chain", memory_budget=budget, config={"search_seconds": seconds})
         assert plan.cost.peak_bytes <= budget
         assert plan.cost.bound <= best.cost.objective * (1 + 1e-9)
         assert plan.cost.objective >= free.cost.bound
@@ -62,7 +62,7 @@ def test_a_budget_is_kept_however_little_is_searched(share):
 
 def test_a_least_peak_of_little_search_has_a_bound_that_holds():
     best = planned("chain", level=1)
-    plan = planned("chain", level=1, search_seconds=1e-9)
+    plan = planned("chain", level=1, config={"search_seconds": 1e-9})
     assert 0 <= plan.cost.bound <= best.cost.objective * (1 + 1e-9)
     assert plan.cost.objective >= best.cost.bound
 
@@ -131,10 +131,10 @@ def test_an_interruption_between_two_searches_gives_the_plan_of_the_first(monkey
 )
 def test_wrong_search_seconds(seconds, what):
     with pytest.raises(jshard.ShardError) as e:
-        jshard.shard(chain, mesh=machine(), search_seconds=seconds)
+        jshard.shard(chain, mesh=machine(), config={"search_seconds": seconds})
     assert str(e.value).splitlines() == [
         what,
-        "  where: search_seconds",
-        "  write instead: seconds of search above 0, such as search_seconds=5; None: as long as the proof takes",
+        "  where: config",
+        '  write instead: seconds of search above 0: config={"search_seconds": 5}; without it, as long as the proof takes',
     ]
-    assert planned("chain", search_seconds=5).cost.optimal
+    assert planned("chain", config={"search_seconds": 5}).cost.optimal

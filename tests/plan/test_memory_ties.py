@@ -114,7 +114,7 @@ def test_memory_may_be_preferred_for_a_share_of_the_time(slack):
     args = [f32(1024, 1024)] * 4, f32(4096, 1024)
     options = dict(in_strategy=(None, (8, 1)), mesh=MESH, level=2, hardware="tpu-v5e")
     free = jshard.shard(forward, **options).plan(*args)
-    plan = jshard.shard(forward, **options, prefer=f"memory:{slack}%").plan(*args)
+    plan = jshard.shard(forward, **options, config={"prefer": f"memory:{slack}%"}).plan(*args)
     assert plan.cost.objective <= free.cost.objective * (1 + slack / 100) * (1 + 1e-9)
     assert plan.cost.peak_bytes <= free.cost.peak_bytes
     assert plan.cost.bound <= free.cost.objective * (1 + 1e-9)
