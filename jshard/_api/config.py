@@ -188,4 +188,6 @@ def config_of_plan(plan: PlanRecord, jax_mesh: JaxMesh | None = None, machine: s
         hbm = hardware.get(plan.chip).hbm_bytes
     except ValueError:  # a chip that this process has not registered
         hbm = None
-    return as_config(config_of_plan(plan, mesh, machine, None if hbm is None else HBM_FRACTION * hbm))
+    return as_config(
+        config_of_plan(plan, mesh, machine, None if hbm is None else HBM_FRACTION * hbm, plan.in_tree)
+    )

@@ -6,24 +6,28 @@ state that lies like its parameter, nor a result that replaces an argument and l
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from jshard._config.config_record import ConfigRecord, Entry, MeshSection, Rule
 from jshard._config.fewest_rules import fewest_result_rules, fewest_rules
 from jshard._config.tensors import TensorName
+from jshard._core.jax_types import PyTreeDef
 from jshard._core.layout import Layout, MeshAxes
 from jshard._plan.record import PlanRecord
 from jshard._plan.rows import TensorRow
 
 
 def config_of_plan(
-    plan: PlanRecord, mesh: MeshAxes, machine: str = "", default_budget: float | None = None
-) -> ConfigRecord:
+    plan: PlanRecord, mesh: MeshAxes, machine: str = "", default_budget: float | None = None,
+    in_tree: PyTreeDef | None = None,
+) -> ConfigRecord:  # fmt: skip
     """The configuration of a plan on a mesh with these axes.
 
     `machine`: its name, for a mesh that is not attached. `default_budget`: the memory budget that `shard` would take.
+    `in_tree`: the structure of the arguments, (by position, by name), where it is known.
     """
-    tensors = [tensor_of(r) for r in plan.inputs]
+    tensors = tensors_of(plan.inputs, in_tree)
     entries = [entry_of(r.layout) for r in plan.inputs]
     arrays = [i for i, t in enumerate(tensors) if t.shape and not t.inner]
     inside = [i for i, t in enumerate(tensors) if t.shape and t.inner]
@@ -42,6 +46,17 @@ def config_of_plan(
         options=tuple(sorted(options.items())),
         source=f"plan of {plan.name}",
     )
+
+
+def tensors_of(rows: Sequence[TensorRow], in_tree: PyTreeDef | None) -> list[TensorName]:
+    """The arguments of a plan as names for rules; one that is an array has no name inside, also in `*xs`."""
+    whole: list[bool] = []
+    for side in in_tree.children() if in_tree is not None else ():  # positional, by name
+        for argument in side.children():
+            whole += [argument.node_data() is None and argument.num_leaves == 1] * argument.num_leaves
+    whole = whole if len(whole) == len(rows) else [False] * len(rows)
+    tensors = zip(map(tensor_of, rows), whole, strict=True)
+    return [dataclasses.replace(t, argument=t.path) if array else t for t, array in tensors]
 
 
 def tensor_of(row: TensorRow) -> TensorName:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from jshard._config.config_record import ConfigRecord, Rule
 from jshard._config.path_patterns import PathIndex, expand, is_glob, specificity
-from jshard._config.tensors import TensorName, mirrors
+from jshard._config.tensors import TensorName, is_state, mirrors
 from jshard._spec.parameter_plan import name_parts
 
 
@@ -75,13 +75,31 @@ def match(record: ConfigRecord, tensors: Sequence[TensorName]) -> Claims:
     named = [i for i, c in enumerate(winners) if c is not None and c.section != "inputs"]
     unmatched += _regex_claims(record, tensors, winners, claims)
     with_rule = [i for i, c in enumerate(winners) if c is not None and c.section != "inputs"]
-    for i, parameter in mirrors(tensors, with_rule).items():
-        if winners[i] is None:
-            claim = winners[parameter]
-            assert claim is not None
-            winners[i] = dataclasses.replace(claim, of=tensors[parameter].path)
+    _follow_parameters(tensors, winners, claims, with_rule)
     listed = frozenset(tensors[i].argument for i in {*named, *with_rule} if tensors[i].inner)
     return Claims(tuple(winners), tuple(unmatched), _shadowed(claims, winners), tuple(ties), listed)
+
+
+def _follow_parameters(
+    tensors: Sequence[TensorName],
+    winners: list[Claim | None],
+    claims: Sequence[Sequence[Claim]],
+    with_rule: Sequence[int],
+) -> None:
+    """Give optimizer state the claim of its parameter, unless a rule is about the state and not about the parameter.
+
+    So `**.kernel` for all does not win over `attn.kernel` for the moments of that; and state of another shape (factored
+    moments) is not cut by a rule for its parameter.
+    """
+    parameters = [i for i in with_rule if not is_state(tensors[i])]
+    for i, parameter in mirrors(tensors, parameters, any_shape=True).items():
+        own, claim = winners[i], winners[parameter]
+        if own is not None and not any(c.rule is own.rule for c in claims[parameter]):
+            continue
+        same = tensors[i].shape == tensors[parameter].shape
+        winners[i] = (
+            dataclasses.replace(claim, of=tensors[parameter].path) if same and claim is not None else None
+        )
 
 
 def _winner(t: TensorName, claims: Sequence[Claim], ties: list) -> Claim | None:

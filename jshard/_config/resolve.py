@@ -167,7 +167,7 @@ def _unmatched(
     for section, rule in unmatched:
         if any(rule.name == o or matches(o, name_parts(rule.name)) for o in record.optional):
             continue
-        if is_catch_all(rule) and section == "regexes":
+        if section == "regexes" and is_catch_all(rule):
             continue
         elements = [v for v in values if rule.element is not None and _ends_in(rule.name, v)]
         paths = sorted(set(filter(None, known)))

@@ -100,7 +100,7 @@ def arguments(leaves: Sequence[Leaf], facts: Mapping[int, ProgramFacts] | None =
 
 
 _MOMENTS = frozenset(
-    "opt_state mu nu m v trace momentum velocity exp_avg exp_avg_sq ema acc_grads nu_hat sum_of_squares".split()
+    "opt_state mu nu m v v_row v_col trace momentum velocity exp_avg exp_avg_sq ema acc_grads nu_hat sum_of_squares".split()
 )
 """Names under which optimizers (optax, torch) keep tensors of the shape of a parameter."""
 
@@ -110,8 +110,10 @@ def is_state(tensor: TensorName) -> bool:
     return bool(_MOMENTS & set(tensor.parts[:-1]))
 
 
-def mirrors(tensors: Sequence[TensorName], parameters: Sequence[int]) -> dict[int, int]:
-    """Optimizer state -> the parameter whose path it ends in and whose shape it has, by number.
+def mirrors(
+    tensors: Sequence[TensorName], parameters: Sequence[int], any_shape: bool = False
+) -> dict[int, int]:
+    """Optimizer state -> the parameter whose path it ends in and whose shape it has (or `any_shape`), by number.
 
     >>> names = ["params.fc.w", "opt.0.mu.fc.w", "other.fc.b"]
     >>> mirrors([TensorName(n, (4,), "float32", n.split(".")[0]) for n in names], [0])
@@ -132,7 +134,7 @@ def mirrors(tensors: Sequence[TensorName], parameters: Sequence[int]) -> dict[in
             continue
         for start in range(len(t.parts)):
             end, before = t.parts[start:], t.parts[:start]
-            same = [k for k in by_end.get(end, ()) if tensors[k].shape == t.shape]
+            same = [k for k in by_end.get(end, ()) if any_shape or tensors[k].shape == t.shape]
             whole = [k for k in same if tensors[k].own == end and tensors[k].argument != t.argument]
             named = same if _MOMENTS & set(before) else []
             if whole or named:

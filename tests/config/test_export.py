@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jshard
+from benchmarks.correctness import config_round_trip
 from jshard._config.config_record import ConfigRecord
 from jshard._config.export_rules import regexes
 from jshard._config.fewest_rules import fewest_rules
@@ -205,3 +206,13 @@ def test_tensors_that_no_logical_rules_give_are_named() -> None:
     names = {"a": ("embed", "mlp"), "b": ("embed", "mlp")}
     pairs, missing = rules_of_entries(entries, names, {"a": 8, "b": 4})
     assert missing == ["b"] and pairs[0] == ("embed", ("x",))
+
+
+NAMES = [name for name, _ in config_round_trip.cases() if "level" in name or "linen" in name]
+
+
+@pytest.mark.parametrize("name", random.Random(18).sample(NAMES, 2))
+def test_a_plan_goes_through_its_file_and_back(name: str) -> None:
+    """A sample of `benchmarks/correctness/config_round_trip.py`, which asserts that the plans are the same."""
+    figures = config_round_trip.round_trip(dict(config_round_trip.cases())[name]())
+    assert 0 < figures["rules"] <= 1.5 * figures["layouts"]
