@@ -50,7 +50,7 @@ def both_passes(kind: str, **how: Any) -> list[validator.Case]:
     return [c for c in found if c.op.primitive.startswith("jshard_attention")]
 
 
-# Every candidate: `python benchmarks/correctness/attention.py`.
+# Every candidate of every kind: `python benchmarks/correctness/attention.py`.
 @pytest.mark.parametrize(
     ("kind", "devices", "kv_heads", "vma"),
     [("causal_padding", 4, 2, True), ("all", 8, 1, False), ("segments", 4, 4, False)],
