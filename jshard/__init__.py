@@ -1,8 +1,8 @@
 """jshard: plan how a JAX function is cut over many devices, prove how good the plan is, and run exactly that."""
 
+from jshard._api import ops as ops
 from jshard._api.audit import audit as audit
 from jshard._api.config import Config as Config
-from jshard._api import ops as ops
 from jshard._api.op import op as op
 from jshard._api.pareto import pareto as pareto
 from jshard._api.plan import Plan as Plan

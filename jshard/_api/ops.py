@@ -89,9 +89,7 @@ def attention(
 _WHERE = "jshard.ops.attention"
 
 
-def _check_shapes(
-    q: jax.Array, k: jax.Array, v: jax.Array, dtype: jnp.dtype, kv_groups: int | None
-) -> None:
+def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array, dtype: jnp.dtype, kv_groups: int | None) -> None:
     shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ShardError(
@@ -165,6 +163,8 @@ def _checked_window(window: tuple[int, int] | None) -> tuple[int, int] | None:
     sides = tuple(window)
     if len(sides) != 2 or any(not isinstance(w, int) or w < 0 for w in sides):
         raise ShardError(
-            f"window={window}", where=_WHERE, fix="(left, right), how many keys before and after, or one number"
+            f"window={window}",
+            where=_WHERE,
+            fix="(left, right), how many keys before and after, or one number",
         )
     return sides[0], sides[1]

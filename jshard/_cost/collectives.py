@@ -142,9 +142,7 @@ def ring_step(axes: Sequence[str], local_bytes: float, topology: Topology) -> Co
         )
     slope = max(1 / w.rate for w in wires)
     hops = sum(w.alpha * (1 if w.kind != "ici" or w.wrap else w.size - 1) for w in wires)
-    return Collective(
-        "permute", tuple(axes), local_bytes, local_bytes * slope + topology.chip.startup + hops
-    )
+    return Collective("permute", tuple(axes), local_bytes, local_bytes * slope + topology.chip.startup + hops)
 
 
 def _tiers(axes: Sequence[str], topology: Topology) -> list[list[Wire]]:

@@ -32,10 +32,11 @@ from collections.abc import Collection, Mapping
 import numpy as np
 
 from jshard._core.jax_types import JaxprEqn
+from jshard._memory.hbm_traffic import ATTENTION
 from jshard._program.graph import Literal, Operator, Program, calls_of
 
 
-_PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
+_PRODUCTS = frozenset(("dot_general", "conv_general_dilated")) | ATTENTION
 # Primitives whose products are not operators of the program.
 _WITH_WORK_OF_THEIR_OWN = frozenset(
     ("custom_partitioning", "pallas_call", "ragged_dot", "ragged_dot_general", "shard_map")
@@ -89,9 +90,13 @@ def is_every_product_counted(program: Program) -> bool:
 
 
 def _flops_of_product(eqn: JaxprEqn) -> float:
-    """FLOPs of a product; a multiply-add is two. Padding and dilation of a convolution do not count."""
+    """Model FLOPs of a product; a multiply-add is two. Padding and dilation of a convolution do not count."""
     lhs, rhs, out = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
     p = eqn.params
+    if eqn.primitive.name in ATTENTION:
+        # Twice the forward pass backward, as for any product: the logits that it computes again do not count.
+        forward = p["spec"].flops(*(v.aval.shape for v in eqn.invars[:3]))
+        return forward * (2 if eqn.primitive.name.endswith("backward") else 1)
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = p["dimension_numbers"]
         return 2.0 * out.size * math.prod(lhs.shape[d] for d in contracted)

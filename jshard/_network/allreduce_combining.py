@@ -27,7 +27,10 @@ from jshard._program.graph import Operator, Program
 from jshard._rules.primitives.control_flow import is_small_sum
 
 
-SUM_PRIMITIVES = ("dot_general", "conv_general_dilated", "reduce_sum", "jshard_fused")
+SUM_PRIMITIVES = (
+    "dot_general", "conv_general_dilated", "reduce_sum", "jshard_fused", "jshard_attention",
+    "jshard_attention_backward",
+)  # fmt: skip
 
 
 def combinable_sums(program: Program, topology: Topology) -> Mapping[int, int]:

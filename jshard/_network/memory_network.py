@@ -20,6 +20,7 @@ its source, and the operands of a fused reader until its own readers have run. T
     stored tensor                         relay      between the uses, to the last reshard       its block
     operand                               reader     `disjoint_intervals`                        the layouts it reads
     stored tensor (lower bound)           operator   until its last use                          its flow
+    workspace                             operator   while it runs                               `Rule.workspace`
     copy                                  copy       `copy_variables.copy_intervals`             its block less flows
 
 Lemma (`tests/network/test_memory_network.py`): for every assignment, the peak of the lower-bound network is at most
@@ -51,6 +52,7 @@ from jshard._network.build import PlanningNetwork, ReshardEdge
 from jshard._network.candidates import TensorLayouts
 from jshard._network.copy_variables import CopyInterval, CopyStates, CopyVariable, copy_intervals
 from jshard._program.graph import Operator
+from jshard._rules.rule import workspace_bytes
 from jshard._search import CostNetwork, Memory
 
 
@@ -111,6 +113,7 @@ class _MemoryNetworkBuilder:
         for op in self.program.operators:
             for k in range(len(op.results)):
                 self.add_result(op, k)
+            self.add_workspace(op)
         for t in range(len(self.program.tensors)):
             if self.liveness.materialized[t] and not self.live.counted_elsewhere(t) and self.live.uses[t]:
                 self.add_uses(t)
@@ -183,6 +186,16 @@ class _MemoryNetworkBuilder:
             self.add_block(op.id, live.allocation_point(t, started), end, layouts, nbytes)
         elif t in live.next_iteration and not self.is_lower_bound:
             self.add_partial_sum(op, k, started)
+
+    def add_workspace(self, op: Operator) -> None:
+        """What the local implementation of an operator has in memory while it runs."""
+        candidates = self.network.candidates[op.id]
+        if candidates.rule.workspace:
+            run, codes = self.clock.run_point(op.id), candidates.axis_codes
+            self.add_interval(
+                op.id, run, run + 1, ("workspace", id(candidates)),
+                lambda: workspace_bytes(candidates.rule, codes, self.mesh),
+            )  # fmt: skip
 
     def result_end(self, tensor: int, layouts: TensorLayouts) -> int:
         """Until when a materialized tensor is surely in the layout in which it is made."""

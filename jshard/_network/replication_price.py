@@ -27,7 +27,7 @@ import numpy as np
 
 from jshard._core.arrays import Ints
 from jshard._core.row_codes import first_occurrence_codes, row_codes
-from jshard._memory.hbm_traffic import PRODUCTS
+from jshard._memory.hbm_traffic import ALL_PRODUCTS
 from jshard._network.candidates import CandidateCache
 from jshard._program.graph import Operator, Program
 
@@ -42,7 +42,7 @@ _MAX_REDUNDANT_WORK = 0.05
 def priced_products(program: Program, cache: CandidateCache, operator_class: Ints) -> frozenset[int]:
     """Products and convolutions whose repetition has a price; `operator_class` is the number of each operator's class."""
     a = program.use_def
-    products = np.flatnonzero(a.has_primitive(PRODUCTS))
+    products = np.flatnonzero(a.has_primitive(ALL_PRODUCTS))
     repeat = np.unique(a.repeat[products], return_inverse=True)[1]
     classes, representatives = first_occurrence_codes(row_codes(operator_class[products], repeat))
     work = np.array([_work(program.operators[i], cache) for i in products[representatives].tolist()])[classes]

@@ -17,7 +17,7 @@ import numpy as np
 from jshard._core.arrays import Ints
 from jshard._core.errors import MemoryBudgetError, SearchError
 from jshard._core.topology import Topology
-from jshard._memory.hbm_traffic import PRODUCTS
+from jshard._memory.hbm_traffic import ALL_PRODUCTS
 from jshard._network.build import Pins, PlanningNetwork, build_network
 from jshard._network.memory_network import memory_network, with_copies
 from jshard._plan.memory_preference import prefer_memory
@@ -174,7 +174,7 @@ class LevelSearch:
         equations = np.flatnonzero(program.use_def.has_kind("eqn")).tolist()
         products = sum(
             float(s) for i, s in zip(equations, cost.seconds, strict=True)
-            if program.operators[i].primitive in PRODUCTS
+            if program.operators[i].primitive in ALL_PRODUCTS
         )  # fmt: skip
         repeated = products * (self.topology.mesh.total - 1)
         if (

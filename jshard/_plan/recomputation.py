@@ -24,7 +24,7 @@ from jshard._core.hardware import Chip
 from jshard._core.jax_types import ClosedJaxpr, JaxprAtom, JaxprEqn
 from jshard._cost import roofline
 from jshard._memory.fusion_traits import REDUCTION_PREFIXES
-from jshard._memory.hbm_traffic import PRODUCTS, UNFUSIBLE
+from jshard._memory.hbm_traffic import ATTENTION, PRODUCTS, UNFUSIBLE
 from jshard._memory.list_scheduling import live_bytes_curve
 from jshard._memory.liveness import liveness
 from jshard._program.recompute import recomputing
@@ -307,7 +307,11 @@ def recompute_weight(eqn: JaxprEqn) -> int:
     name = eqn.primitive.name
     if name.startswith(REDUCTION_PREFIXES):
         return 1
-    if name in UNFUSIBLE or name.startswith(("scatter", "jshard_fused")) or name in ("scan", "while"):
+    if (
+        name in UNFUSIBLE
+        or name.startswith(("scatter", "jshard_fused", *ATTENTION))
+        or name in ("scan", "while")
+    ):
         return 2
     return max((recompute_weight(e) for body in bodies_of(eqn) for e in body.eqns), default=0)
 
@@ -331,6 +335,10 @@ def equation_seconds(eqn: JaxprEqn, chip: Chip) -> float:
 
 def _operations(eqn: JaxprEqn, size: float) -> float:
     """Arithmetic operations of an equation with results of `size` elements."""
+    if eqn.primitive.name in ATTENTION:
+        return eqn.params["spec"].flops(
+            *(v.aval.shape for v in eqn.invars[:3]), backward=eqn.primitive.name.endswith("backward")
+        )
     if eqn.primitive.name not in PRODUCTS:
         return size
     lhs, rhs = (v.aval for v in eqn.invars[:2])

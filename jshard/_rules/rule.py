@@ -113,6 +113,24 @@ class InternalCollective:
 
 
 @dataclasses.dataclass(frozen=True)
+class Workspace:
+    """An array that a local implementation has in memory while it runs, beside its operands and results.
+
+    Arguments:
+
+    - `factors`: its dimensions, each of the local length of a factor.
+    - `itemsize`: bytes of an element; of several equal arrays, of all.
+    - `most`: per dimension the greatest length, 0 for none: loops over blocks have one block at a time.
+    - `over`: axis codes of cuts, with any of which it exists; always, if there are none.
+    """
+
+    factors: tuple[int, ...]
+    itemsize: float
+    most: tuple[int, ...] = ()
+    over: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class Rule:
     """Factors of an operator.
 
@@ -136,6 +154,7 @@ class Rule:
     - `joint`: cuts of several factors by one axis.
     - `triangular`: axis codes of cuts after which the last device has nearly twice its share of the work, since the
         iteration space is a triangle (a causal mask): `2 - 1/n` times of it on n devices.
+    - `workspace`: what the local implementation has in memory while it runs.
     """
 
     operands: tuple[Dims, ...]
@@ -151,6 +170,7 @@ class Rule:
     internal: tuple[InternalCollective, ...] = ()
     joint: tuple[JointCut, ...] = ()
     triangular: tuple[int, ...] = ()
+    workspace: tuple[Workspace, ...] = ()
 
     def __str__(self) -> str:
         order = list(dict.fromkeys(f for t in self.operands + self.results for d in t for f in d))
@@ -199,11 +219,7 @@ def candidate_codes(rule: Rule, mesh: MeshAxes) -> np.ndarray:
     choices += [f for f, s in enumerate(rule.sizes) if s > 1 and f not in rule.blocked]
     choices += [joint_code(rule, k) for k in range(len(rule.joint))]
     codes = np.array(choices, dtype=np.int64)[_all_choices(len(choices), len(mesh.sizes))]
-    factors, sizes = np.arange(len(rule.sizes)), np.array(rule.sizes, dtype=np.int64)
-    # (factors, candidates)
-    cuts = codes == factors[:, None, None]  # (factors, candidates, mesh axes)
-    for k, joint in enumerate(rule.joint):
-        cuts[list(joint.factors)] |= codes == joint_code(rule, k)
+    sizes, cuts = np.array(rule.sizes, dtype=np.int64), _cuts_of_factors(rule, codes)
     shards = np.where(cuts, np.array(mesh.sizes, dtype=np.int64), 1).prod(axis=2)
     valid = (sizes[:, None] % shards == 0).all(axis=0)
     # A minor factor of a dimension may be sharded only if the factors before it are sharded to single points.
@@ -220,6 +236,14 @@ def candidate_codes(rule: Rule, mesh: MeshAxes) -> np.ndarray:
                 valid &= ~(used & other.any(axis=1))
             valid &= ~used | (sizes[f] % (shards[f] * joint.pieces) == 0)
     return codes[valid]
+
+
+def _cuts_of_factors(rule: Rule, codes: np.ndarray) -> np.ndarray:
+    """(factors, candidates, mesh axes) whether the axis cuts the factor, by itself or in a joint cut."""
+    cuts = codes == np.arange(len(rule.sizes))[:, None, None]
+    for k, joint in enumerate(rule.joint):
+        cuts[list(joint.factors)] |= codes == joint_code(rule, k)
+    return cuts
 
 
 @functools.lru_cache(maxsize=256)
@@ -423,3 +447,20 @@ def busiest_share(rule: Rule, axis_codes: np.ndarray, mesh: MeshAxes) -> np.ndar
     triangular = np.isin(axis_codes, rule.triangular)
     n = np.where(triangular, np.array(mesh.sizes, dtype=np.int64), 1).prod(axis=1)
     return 2 - 1 / n
+
+
+def workspace_bytes(rule: Rule, axis_codes: np.ndarray, mesh: MeshAxes) -> np.ndarray:
+    """(candidates,) bytes on a device of all `workspace` arrays under candidates given by their axis codes."""
+    total = np.zeros(len(axis_codes))
+    if not rule.workspace:
+        return total
+    mesh_sizes = np.array(mesh.sizes, dtype=np.int64)
+    shards = np.where(_cuts_of_factors(rule, axis_codes), mesh_sizes, 1).prod(axis=2)
+    length = np.array(rule.sizes, dtype=np.int64)[:, None] / shards
+    for array in rule.workspace:
+        nbytes = np.full(len(axis_codes), float(array.itemsize))
+        for f, most in zip(array.factors, array.most or (0,) * len(array.factors), strict=True):
+            nbytes *= np.minimum(length[f], most) if most else length[f]
+        exists = (np.isin(axis_codes, array.over) & (mesh_sizes > 1)).any(axis=1) | (not array.over)
+        total += np.where(exists, nbytes, 0.0)
+    return total

@@ -17,7 +17,7 @@ from jshard._cost.resharding import ReshardStep, cheapest_steps
 from jshard._network.allreduce_combining import combinable_sums
 from jshard._network.candidates import CandidateSet
 from jshard._program.graph import Program
-from jshard._rules.rule import Candidate, SentCollective, internal_collectives
+from jshard._rules.rule import Candidate, SentCollective, internal_collectives, workspace_bytes
 
 
 Value = tuple[int, Layout]  # a tensor in a layout
@@ -90,6 +90,20 @@ class Assignment:
         if candidate is None or s.op is None or not s.rule.internal and s.rule.reducer == "sum":
             return ()
         return internal_collectives(s.rule, candidate, self.topology.mesh, s.op.outs, s.op.ins)
+
+    def workspace_bytes(self, op: int) -> float:
+        """Bytes that an operator's local implementation has in memory beside its operands and results."""
+        s, candidate = self.states[op], self.candidate(op)
+        if candidate is None or not s.rule.workspace:
+            return 0.0
+        return float(workspace_bytes(s.rule, np.array([candidate.axis_codes]), self.topology.mesh)[0])
+
+    @functools.cached_property
+    def workspaces(self) -> dict[int, float]:
+        """Operator -> bytes of its workspace, of those that have one."""
+        state_class, representatives = self.state_classes
+        sizes = np.array([self.workspace_bytes(op) for op in representatives])[state_class]
+        return {i: float(sizes[i]) for i in np.flatnonzero(sizes).tolist()}
 
     def operand_layout(self, op: int, operand: int) -> Layout:
         """The layout in which an operator reads an operand."""

@@ -147,7 +147,7 @@ class _PeakWalk:
             return made, -min(dying, allocated)
         epilogue_bytes = self.liveness.epilogue_bytes
         layouts = [self.assignment.result_layout(t) for t in op.results]
-        return made, sum(
+        return made, self.assignment.workspaces.get(a.op, 0.0) + sum(
             epilogue_bytes[t] / layout.pieces(self.mesh)
             for t, layout in zip(op.results, layouts, strict=True)
         )

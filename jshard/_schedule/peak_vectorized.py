@@ -115,6 +115,7 @@ def _while_running(
     - A product writes the result of its epilogue beside its operands.
     - An operator that may alias an operand overwrites those that die there.
     - Products read transposed copies of some operands.
+    - The local implementation of an operator may have a workspace.
     """
     a = arrays.assignment.program.use_def
     extra = np.zeros(arrays.num_actions)
@@ -128,6 +129,8 @@ def _while_running(
     extra[arrays.run_at[ops]] = np.bincount(a.def_op, epilogues, len(arrays.run_at))[ops]
     aliasing = arrays.run_at[ops][liveness.traits.may_alias_operand[ops]]
     extra[aliasing] = -np.minimum(dying, allocated)[aliasing]
+    for op, nbytes in arrays.assignment.workspaces.items():
+        extra[arrays.run_at[op]] += nbytes
     return extra + _transposed_copy_bytes(arrays)
 
 

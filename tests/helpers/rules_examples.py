@@ -476,3 +476,16 @@ def all_cases() -> Iterator[Any]:
             if case.key not in seen:
                 seen.add(case.key)
                 yield case
+
+
+@example
+def attention() -> tuple[Any, ...]:
+    import jshard
+
+    def fn(q: Any, k: Any, bias: Any) -> Any:
+        def loss(q: Any, k: Any, bias: Any) -> Any:
+            return (jshard.ops.attention(q, k, k, causal=True, bias=bias) ** 2).sum()
+
+        return jax.value_and_grad(loss, (0, 1, 2))(q, k, bias)
+
+    return fn, floats(2, 8, 4, 4), floats(2, 8, 2, 4, seed=1), floats(1, 4, 8, 8, seed=2)

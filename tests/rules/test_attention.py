@@ -11,12 +11,20 @@ import numpy as np
 import pytest
 
 import jshard
+from jshard import _jaxcompat as compat
 from jshard._core.layout import MeshAxes
+from jshard._core.topology import from_mesh, mesh_axes
+from jshard._lower.spmd import spmd
+from jshard._network.candidates import CandidateCache
+from jshard._plan.schedule_cost import collective_rows
+from jshard._program.trace import build
 from jshard._rules.lookup import rules_for
 from jshard._rules.registry import OpView
 from jshard._rules.rule import candidates, joint_code, operand_layouts
+from jshard._schedule.schedule import Assignment, schedule
+from jshard._verify import Predicted, compare, read_program
 from tests.helpers.attention_cases import operands, plain_attention
-from tests.laws import rules_validator as validator
+from tests.laws import rules_bytes, rules_validator as validator
 from tests.laws.law_costs import both_costs, close, random_assignments, searched
 
 
@@ -42,10 +50,10 @@ def both_passes(kind: str, **how: Any) -> list[validator.Case]:
     return [c for c in found if c.op.primitive.startswith("jshard_attention")]
 
 
-# Every candidate: `python benchmarks/correctness/attention.py`.
+# Every candidate of every kind: `python benchmarks/correctness/attention.py`.
 @pytest.mark.parametrize(
     ("kind", "devices", "kv_heads", "vma"),
-    [("causal", 4, 2, True), ("all", 8, 1, False), ("causal_padding", 4, 4, False), ("segments", 4, 2, False)],
+    [("causal_padding", 4, 2, True), ("all", 8, 1, False), ("segments", 4, 4, False)],
 )
 def test_candidates_equal_the_unsharded_operator(kind: str, devices: int, kv_heads: int, vma: bool) -> None:
     with jax.enable_x64(True):
@@ -72,12 +80,9 @@ SEQUENCE, HEADS = P(None, "y"), P(None, None, "y")
     ("kind", "shape", "specs", "kinds"),
     [
         ("causal", (2, 4), (SEQUENCE,) * 3, {"permute"}),
-        ("all", (2, 4), (SEQUENCE,) * 3, {"permute"}),
         ("window", (2, 8), (P(None, ("x", "y")),) * 3, {"permute"}),
-        ("causal_padding", (2, 8), (P(None, "y", "x"),) * 3, {"permute"}),
         ("all", (2, 4), (P(), SEQUENCE, SEQUENCE), {"all_reduce", "reduce_scatter"}),
         ("bias", (2, 4), (HEADS, P(), P()), set()),
-        ("segments", (2, 4), (P("x", None, "y"), P("x"), P("x")), set()),
     ],
 )
 def test_values_gradients_and_bytes(kind: str, shape: Any, specs: Any, kinds: set[str]) -> None:
@@ -90,10 +95,11 @@ def test_values_gradients_and_bytes(kind: str, shape: Any, specs: Any, kinds: se
         got = sharded(*arrays, cotangent)
         verified = plan.verify(sharded.lower(*arrays, cotangent).compile())
         out, pull = jax.vjp(lambda q, k, v: plain_attention(q, k, v, **static, **extra), *arrays)
+        want = [out, *pull(cotangent)]
     assert verified.ok, str(verified)
     used = {c.kind for c in plan.collectives if c.bytes}
     assert used <= kinds | {"all_gather", "reduce_scatter", "all_reduce"} and (kinds <= used or used & kinds)
-    for g, w in zip(got, (out, *pull(cotangent)), strict=True):
+    for g, w in zip(got, want, strict=True):
         np.testing.assert_allclose(g, w, rtol=0, atol=1e-12)
 
 
@@ -113,21 +119,89 @@ def test_narrow_types_go_round_the_ring(dtype: str) -> None:
         )
 
 
-def test_bytes_of_the_ring_are_those_of_the_formula() -> None:
-    """Keys and values of a device n - 1 times; backward, with their gradients in float32."""
-    b, t, n, k, h, devices = 1, 64, 4, 2, 8, 4
-    q, kv = (jax.ShapeDtypeStruct((b, t, heads, h), "bfloat16") for heads in (n, k))
-    sharded = jshard.shard(pinned({"window": (9, 9)}, {}, *(SEQUENCE,) * 3), mesh=mesh_of(1, devices))
-    plan = sharded.plan(q, kv, kv, q)
-    by_operator: dict[str, float] = {}
-    for c in plan.collectives:
-        assert c.kind == "permute" and c.count == devices - 1
-        by_operator[c.operator.split(".")[0]] = by_operator.get(c.operator.split(".")[0], 0) + c.bytes * c.count
-    block = b * t // devices * k * h
-    assert by_operator == {
-        "jshard_attention": (devices - 1) * 2 * block * 2,
-        "jshard_attention_backward": (devices - 1) * 2 * block * (2 + 4),
+def run_cut(case: validator.Case, shape: tuple[int, ...], cuts: tuple[str, ...]) -> list[Any]:
+    """One operator cut as named along each mesh axis: its planned collectives, after the checks of values and bytes."""
+    mesh = mesh_of(*shape)
+    closed = compat.make_jaxpr(lambda *xs: case.bind(*xs, **case.op.params), *case.values)
+    program = build(closed, name="f", input_names=[f"x{k}" for k in range(len(case.values))])
+    topology, cache = from_mesh(mesh), CandidateCache(program, mesh_axes(mesh))
+    (op,) = [o for o in program.operators if o.kind == "eqn"]
+    states = tuple(cache.candidates_of(o) for o in program.operators)
+    rule = states[op.id].rule
+    codes = tuple(
+        -1
+        if name == "whole"
+        else "btsn".index(name)
+        if name in "btn"
+        else len(rule.sizes) + names_of(rule).index(name)
+        for name in cuts
+    )
+    chosen = states[op.id].index_of(codes)
+    layouts = {a: c.layout(chosen) for a, c in zip(op.operands, states[op.id].operands, strict=True)}
+    layouts |= {
+        r: c.layout(chosen).without_partial() for r, c in zip(op.results, states[op.id].results, strict=True)
     }
+    state = []
+    for o, s in zip(program.operators, states, strict=True):
+        ends = s.results if o.kind == "input" else s.operands
+        tensor = (o.results if o.kind == "input" else o.operands)[0] if o.kind != "eqn" else None
+        state.append(
+            chosen if tensor is None else [ends[0].layout(k) for k in range(len(s))].index(layouts[tensor])
+        )
+    made = schedule(Assignment(program, topology, states, tuple(state), {}))
+    rows = [r for r, _ in collective_rows(made, {})]
+    given = [
+        jax.device_put(x, jax.NamedSharding(mesh, layouts[program.operators[i].results[0]].spec))
+        for x, i in zip(case.values, program.inputs, strict=True)
+    ]
+    compiled = jax.jit(spmd(made, mesh)).lower(*given).compile()
+    planned = [Predicted(r.kind, r.axes, r.bytes, r.operator, r.count, r.id) for r in rows]
+    text = rules_bytes.differs(compare(planned, read_program(compiled)))
+    assert not text, text
+    for got, want in zip(compiled(*given), case.bind(*case.values, **case.op.params), strict=True):
+        scale = np.abs(want, where=np.isfinite(want), out=np.ones(want.shape)).max()
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-12 * scale)
+    return rows
+
+
+def names_of(rule: Any) -> list[str]:
+    return [cut.name for cut in rule.joint]
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "cuts"),
+    [
+        ("all", (8,), ("ring",)),
+        ("causal_padding", (4,), ("zigzag",)),
+        ("segments", (2, 2), ("zigzag", "zigzag")),
+        ("window_both", (16,), ("ring",)),
+        ("bias_keys", (2, 4), ("keys", "ring")),
+        ("causal", (2, 4), ("heads", "zigzag")),
+        ("mask", (2, 4), ("ring", "n")),
+        ("all", (4, 2), ("t", "keys")),
+    ],
+)
+def test_both_passes_of_every_cut_send_what_is_planned(kind: str, shape: Any, cuts: Any) -> None:
+    with jax.enable_x64(True):
+        for case in both_passes(kind):
+            run_cut(case, shape, cuts)
+
+
+def test_bytes_of_ring_and_zigzag_are_those_of_the_formula() -> None:
+    """Keys and values of a device n - 1 times, backward with their gradients; zigzag: half of each tensor twice."""
+    n, itemsize = 4, 8
+    with jax.enable_x64(True):
+        forward, backward = both_passes("causal")
+        sent = {
+            (case is forward, cut): sum(r.bytes * r.count for r in run_cut(case, (n,), (cut,)))
+            for case in (forward, backward)
+            for cut in ("ring", "zigzag")
+        }
+    q, kv, lse = (math.prod(s) // n * itemsize for s in ((2, 16, 4, 8), (2, 16, 2, 8), (2, 4, 16)))
+    assert sent[True, "ring"] == (n - 1) * 2 * kv
+    assert sent[False, "ring"] == (n - 1) * 4 * kv
+    assert sent[True, "zigzag"] == (n - 1) * 2 * kv + (q + 2 * kv) + (q + lse)
+    assert sent[False, "zigzag"] == (n - 1) * 4 * kv + (3 * q + 2 * kv + lse) + (q + 2 * kv)
 
 
 def test_it_is_differentiated_from_outside() -> None:
@@ -156,7 +230,10 @@ def layer(batch: int, length: int, heads: int, kv_heads: int, size: int) -> tupl
         return (y.astype("float32") ** 2).mean()
 
     w, narrow = (jax.ShapeDtypeStruct((width, n * size), "bfloat16") for n in (heads, kv_heads))
-    return jax.value_and_grad(loss), ((w, narrow, narrow, w), jax.ShapeDtypeStruct((batch, length, width), "bfloat16"))
+    return jax.value_and_grad(loss), (
+        (w, narrow, narrow, w),
+        jax.ShapeDtypeStruct((batch, length, width), "bfloat16"),
+    )
 
 
 def cut_factors(plan: Any) -> list[tuple[str, ...]]:
@@ -166,7 +243,9 @@ def cut_factors(plan: Any) -> list[tuple[str, ...]]:
         if o.primitive.startswith("jshard_attention"):
             q, k = o.operands[:2]
             out.append(
-                tuple(n for n, d in (*zip("BTN", q.dims, strict=False), *zip("bSK", k.dims, strict=False)) if d)
+                tuple(
+                    n for n, d in (*zip("BTN", q.dims, strict=False), *zip("bSK", k.dims, strict=False)) if d
+                )
             )
     return out
 
@@ -237,7 +316,9 @@ def test_what_a_cut_does_not_divide_is_no_candidate() -> None:
     q, k = jax.ShapeDtypeStruct((2, 16, 6, 8), "float32"), jax.ShapeDtypeStruct((2, 12, 3, 8), "float32")
     closed = jax.make_jaxpr(lambda q, k: jshard.ops.attention(q, k, k))(q, k)
     (eqn,) = [e for e in _equations(closed.jaxpr) if e.primitive.name == "jshard_attention"]
-    op = OpView(eqn.primitive.name, eqn.params, *(tuple(v.aval for v in vs) for vs in (eqn.invars, eqn.outvars)))
+    op = OpView(
+        eqn.primitive.name, eqn.params, *(tuple(v.aval for v in vs) for vs in (eqn.invars, eqn.outvars))
+    )
     rule, _ = rules_for(op)
     names = [c.name for c in rule.joint]
     for axes in (MeshAxes(("x",), (8,)), MeshAxes(("x",), (2,)), MeshAxes(("x", "y"), (2, 2))):

@@ -11,6 +11,8 @@ dimension and the N query heads are K groups of G, so that a group shares one ke
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -41,6 +43,18 @@ class Attention:
     def num_operands(self) -> int:
         """Operands of the forward pass."""
         return 3 + self.has_bias + self.has_mask + 2 * self.has_segments
+
+    def flops(self, q: Sequence[int], k: Sequence[int], v: Sequence[int], *, backward: bool = False) -> float:
+        """FLOPs of the products, of the pairs that causality and window allow, for operands of these shapes.
+
+        Two forward; five backward: the logits again, the gradients of probabilities, values, queries and keys.
+
+        >>> Attention(1.0).flops((2, 16, 4, 8), (2, 16, 1, 8), (2, 16, 1, 8)) == 2 * 2 * 2 * 4 * 16 * 16 * 8
+        True
+        """
+        pairs = attended_pairs(q[-3], k[-3], causal=self.causal, window=self.window)
+        per_pair = 3 * q[-1] + 2 * v[-1] if backward else q[-1] + v[-1]
+        return 2.0 * math.prod(q[:-3]) * q[-2] * pairs * per_pair
 
 
 class Operands(NamedTuple):
@@ -123,9 +137,7 @@ def allowed(spec: Attention, x: Operands, rows: jax.Array, columns: jax.Array) -
     return together
 
 
-def may_attend(
-    spec: Attention, rows: tuple[Index, Index], columns: tuple[Index, Index]
-) -> bool | jax.Array:
+def may_attend(spec: Attention, rows: tuple[Index, Index], columns: tuple[Index, Index]) -> bool | jax.Array:
     """Whether causality and window let any query between two positions attend to any key between two positions.
 
     Positions are the first and the last; the answer is a `bool` where all are known.

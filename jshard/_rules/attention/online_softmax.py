@@ -128,7 +128,10 @@ def backward(
     """
     dtype = softmax_dtype(x.q.dtype)
     base = _finite(lse)
-    start = Gradients(*(None if y is None else jnp.zeros(y.shape, dtype) for y in (x.q, x.k, x.v, x.bias)))
+    start = Gradients(
+        *(jnp.zeros(y.shape, dtype) for y in (x.q, x.k, x.v)),
+        None if x.bias is None else jnp.zeros(x.bias.shape, dtype),
+    )
 
     def step(sums: Gradients, at: _Block, rows: int, columns: int) -> Gradients:
         part = x.rows(at.row, rows).keys(at.column, columns)
@@ -234,7 +237,7 @@ def _over_blocks(
     def body(state: PyTree, at: jax.Array) -> tuple[PyTree, None]:
         return one(state, _Block(at[0], at[1], at[2], at[3], overlap)), None
 
-    return lax.scan(body, state, table)[0]
+    return lax.scan(body, state, jnp.asarray(table))[0]
 
 
 def _blocks(queries: int, keys: int) -> Iterator[_Block]:
@@ -254,4 +257,3 @@ def summed_delta(cotangent: jax.Array, out: jax.Array) -> jax.Array:
     """The sum of cotangent times result over the value's dimension, in the type of the softmax."""
     dtype = softmax_dtype(out.dtype)
     return (cotangent.astype(dtype) * out.astype(dtype)).sum(-1)
-

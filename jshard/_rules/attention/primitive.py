@@ -24,7 +24,6 @@ from jshard._core.jax_types import PyTree
 from jshard._rules.attention.blocks import arranged, arranged_back, as_result, by_head
 from jshard._rules.attention.definition import Attention, softmax_dtype
 from jshard._rules.attention.kernels import local_backward, local_forward
-from jshard._rules.attention.online_softmax import summed_delta
 
 
 FORWARD, BACKWARD = "jshard_attention", "jshard_attention_backward"
@@ -93,9 +92,7 @@ def _forward_types(*avals: core.ShapedArray, spec: Attention) -> list[core.Shape
     ]
 
 
-def _backward_types(
-    *avals: core.ShapedArray, spec: Attention, bias_gradient: bool
-) -> list[core.ShapedArray]:
+def _backward_types(*avals: core.ShapedArray, spec: Attention, bias_gradient: bool) -> list[core.ShapedArray]:
     return [core.ShapedArray(a.shape, a.dtype) for a in avals[: 3 + bias_gradient]]
 
 

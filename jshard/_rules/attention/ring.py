@@ -68,7 +68,6 @@ class Ring:
         with self.scope(number):
             return lax.ppermute(x, self.axes, pairs)
 
-
     def starts(self, turn: Index, size: int) -> list[tuple[Index, int]]:
         """(start, length) of the pieces that this device has in a round, in the sequence of the ring."""
         holder = self.holder(turn)
@@ -162,9 +161,7 @@ def _zigzag_backward(
     return found
 
 
-def _forward(
-    spec: Attention, arrays: Sequence[jax.Array], ring: Ring, kv_heads: jax.Array | None
-) -> Part:
+def _forward(spec: Attention, arrays: Sequence[jax.Array], ring: Ring, kv_heads: jax.Array | None) -> Part:
     def part(keys: Sequence[jax.Array], turn: Index) -> Part:
         x, column = _block(spec, arrays, keys, ring, turn, kv_heads)
         return local_forward(spec, x, ring.rows(x.q.shape[1]), column)
@@ -179,7 +176,7 @@ def _forward(
     total = part(keys, 0)
     state = _uniform((following, total), (arrays, ring.row, ring.holder(0)))
     if ring.size > 2:
-        state, _ = lax.scan(body, state, np.arange(1, ring.size - 1, dtype=np.int32))
+        state, _ = lax.scan(body, state, jnp.arange(1, ring.size - 1, dtype=np.int32))
     keys, total = state
     return merged(total, part(keys, ring.size - 1))
 
@@ -229,7 +226,11 @@ def _backward(
             column,
             bias_gradient=bias_gradient,
         )
-        narrow = [*arrays[:1], *keys, *_columns_of(spec, arrays, ring, turn, keys[0].shape[-3])[:bias_gradient]]
+        narrow = [
+            *arrays[:1],
+            *keys,
+            *_columns_of(spec, arrays, ring, turn, keys[0].shape[-3])[:bias_gradient],
+        ]
         return arranged_back(spec, found, narrow, kv_heads)
 
     def add(sums: list[jax.Array], found: Sequence[jax.Array], turn: Index) -> list[jax.Array]:
@@ -246,19 +247,21 @@ def _backward(
         keys, travelling, staying = state
         following = [ring.send(x, i) for i, x in enumerate(keys)]
         dq, dk, dv, *dbias = gradients(keys, turn)
-        travelling = [ring.send(x + y, 2 + i) for i, (x, y) in enumerate(zip(travelling, (dk, dv), strict=True))]
+        travelling = [
+            ring.send(x + y, 2 + i) for i, (x, y) in enumerate(zip(travelling, (dk, dv), strict=True))
+        ]
         return (following, travelling, add(staying, [dq, *dbias], turn)), None
 
     keys = list(arrays[1:3])
     following = [ring.send(x, i) for i, x in enumerate(keys)]
-    dq, *own, dbias = [*gradients(keys, 0), None][: 4]
+    dq, *own, dbias = [*gradients(keys, 0), None][:4]
     staying = [jnp.zeros_like(dq)] + ([jnp.zeros(arrays[3].shape, dq.dtype)] if bias_gradient else [])
     staying = add(staying, [dq] + ([dbias] if dbias is not None else []), 0)
     # What a device finds for its own keys stays: the gradients of others set out from the next device.
     travelling = [jnp.zeros_like(x) for x in own]
     state = _uniform((following, travelling, staying), (arrays, results, ring.row, ring.holder(0)))
     if ring.size > 2:
-        state, _ = lax.scan(body, state, np.arange(1, ring.size - 1, dtype=np.int32))
+        state, _ = lax.scan(body, state, jnp.arange(1, ring.size - 1, dtype=np.int32))
     keys, travelling, staying = state
     dq, dk, dv, *rest = gradients(keys, ring.size - 1)
     arrived = [ring.send(x + y, 2 + i) for i, (x, y) in enumerate(zip(travelling, (dk, dv), strict=True))]

@@ -28,13 +28,13 @@ from jax import lax
 from jshard._core.layout import ArrayType
 from jshard._jaxcompat import itemsize
 from jshard._rules.attention.blocks import arranged, arranged_back, as_result, by_head
-from jshard._rules.attention.definition import Attention, attended_pairs, softmax_dtype
+from jshard._rules.attention.definition import Attention, softmax_dtype
 from jshard._rules.attention.kernels import local_backward, local_forward
-from jshard._rules.attention.online_softmax import Part
+from jshard._rules.attention.online_softmax import BLOCK, Part
 from jshard._rules.attention.ring import Ring, ring_backward, ring_forward
 from jshard._rules.factors import Factors
 from jshard._rules.registry import LocalContext, OpView, block_index, family
-from jshard._rules.rule import PARTIAL, WHOLE, Dims, InternalCollective, JointCut, Rule
+from jshard._rules.rule import PARTIAL, WHOLE, Dims, InternalCollective, JointCut, Rule, Workspace
 
 
 rule = family("attention")
@@ -129,7 +129,7 @@ def _rule(
 ) -> Rule:
     spec: Attention = op.params["spec"]
     joint = f.joint_cuts(results, operands)
-    blocked = tuple(dict.fromkeys((f.s, *([f.m] if f.m != f.n else []), f.h, f.e)))
+    blocked = (f.s, f.h, f.e) if f.m == f.n else (f.s, f.m, f.h, f.e)
     base = Rule(
         operands, results, f.sizes, blocked=blocked,
         work=flops / math.prod(f.sizes) if math.prod(f.sizes) else 0.0,
@@ -140,12 +140,9 @@ def _rule(
     return dataclasses.replace(base, triangular=(f.t, _code(base, "ring"), _code(base, "keys")))
 
 
-def forward_flops(op: OpView) -> float:
-    """FLOPs of the two products of the forward pass: of the pairs that causality and window allow."""
+def _flops(op: OpView, *, backward: bool = False) -> float:
     spec: Attention = op.params["spec"]
-    q, k, v = (a.shape for a in op.ins[:3])
-    pairs = attended_pairs(q[-3], k[-3], causal=spec.causal, window=spec.window)
-    return 2.0 * math.prod(q[:-3]) * q[-2] * pairs * (q[-1] + v[-1])
+    return spec.flops(*(a.shape for a in op.ins[:3]), backward=backward)
 
 
 def _forward_local(ctx: LocalContext, *arrays: jax.Array) -> Sequence[jax.Array]:
@@ -187,7 +184,9 @@ def attention(op: OpView) -> Rule:
     sent += [InternalCollective("all_reduce", lse, 1, over=keys)] * 2
     if f.may_zigzag:
         sent += _rounds(op, keys + 1, ()) + _halves(op, keys + 1, _permuted_inputs(op), (0, 1))
-    return _rule(op, f, f.operands, (f.out, f.lse), forward_flops(op), sent)
+    r = _rule(op, f, f.operands, (f.out, f.lse), _flops(op), sent)
+    weighted = Workspace((*f.batch, f.t, f.n, f.e), itemsize(op.outs[1].dtype))
+    return dataclasses.replace(r, workspace=(*_workspace(op, f, r), weighted))
 
 
 def _backward_local(ctx: LocalContext, *arrays: jax.Array) -> Sequence[jax.Array]:
@@ -216,16 +215,33 @@ def attention_backward(op: OpView) -> Rule:
     """
     f = _Numbering(op)
     gradients = (f.q, f.k, f.v, *f.pairs[: op.params["bias_gradient"]])
-    h, e = op.ins[0].shape[-1], op.ins[2].shape[-1]
     ring = len(f.sizes) + (f.m != f.n)
     sent = _rounds(op, ring, (1, 2))
     if f.may_zigzag:
         last = len(op.ins)
         inputs = (*_permuted_inputs(op), last - 3, last - 2, last - 1)
         sent += _rounds(op, ring + 2, (1, 2)) + _halves(op, ring + 2, inputs, (0, 1, 2))
-    flops = forward_flops(op) * (3 * h + 2 * e) / (h + e)
-    r = _rule(op, f, (*f.operands, f.out, f.lse, f.out), gradients, flops, sent)
-    return dataclasses.replace(r, reduction=(*f.batch, f.t, f.n))
+    r = _rule(op, f, (*f.operands, f.out, f.lse, f.out), gradients, _flops(op, backward=True), sent)
+    size = itemsize(softmax_dtype(op.ins[0].dtype))
+    keys, values = (*f.batch, f.s, f.m, f.h), (*f.batch, f.s, f.m, f.e)
+    sums = [Workspace(d, size) for d in ((*f.batch, f.t, f.n, f.h), keys, values)]
+    travelling = [Workspace(d, 2 * size, over=_rings(r)) for d in (keys, values)]
+    held = (*_workspace(op, f, r), *sums, *travelling)
+    return dataclasses.replace(r, reduction=(*f.batch, f.t, f.n), workspace=held)
+
+
+def _rings(r: Rule) -> tuple[int, ...]:
+    return tuple(_code(r, cut.name) for cut in r.joint if cut.name in ("ring", "zigzag"))
+
+
+def _workspace(op: OpView, f: _Numbering, r: Rule) -> tuple[Workspace, ...]:
+    """Logits and probabilities of one block; in a ring, the keys and values that are here and those that arrive."""
+    block = (*f.batch, f.n, f.t, f.s)
+    most = (*[0] * (len(f.batch) + 1), BLOCK, BLOCK)
+    moved = [
+        Workspace((*f.batch, f.s, f.m, d), 2 * itemsize(op.ins[1].dtype), over=_rings(r)) for d in (f.h, f.e)
+    ]
+    return (Workspace(block, 2 * itemsize(softmax_dtype(op.ins[0].dtype)), most), *moved)
 
 
 def _rounds(op: OpView, over: int, gradients: Sequence[int]) -> list[InternalCollective]:
@@ -244,9 +260,7 @@ def _permuted_inputs(op: OpView) -> tuple[int, ...]:
     return (0, 1, 2, *([spec.num_operands - 2] if spec.has_segments else []))
 
 
-def _halves(
-    op: OpView, over: int, inputs: Sequence[int], results: Sequence[int]
-) -> list[InternalCollective]:
+def _halves(op: OpView, over: int, inputs: Sequence[int], results: Sequence[int]) -> list[InternalCollective]:
     """Two halves of each operand and result that are exchanged for zigzag order."""
     half = functools.partial(InternalCollective, "permute", over=over, fraction=0.5)
     out = [half(itemsize(op.ins[i].dtype), operand=i) for i in inputs for _ in range(2)]
@@ -282,4 +296,4 @@ def _kv_heads(ctx: LocalContext) -> jax.Array | None:
         heads = np.zeros(1, dtype=np.int64)  # a part of one group
     else:
         heads = np.arange(local_n)  # parts of groups: a key head for each query head
-    return (ctx.operand_offset(0, -2) + heads) // group - ctx.operand_offset(1, -2)
+    return jnp.asarray((ctx.operand_offset(0, -2) + heads) // group - ctx.operand_offset(1, -2))
