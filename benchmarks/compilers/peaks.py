@@ -55,6 +55,8 @@ def one(name: str, machine: str, free: bool, quick: bool) -> dict:
     if dump := os.environ.get("PEAKS_DUMP"):
         pathlib.Path(dump).write_text(compiled.as_text())
     stats = compiled.memory_analysis()
+    if dump := os.environ.get("PEAKS_DUMP"):
+        pathlib.Path(dump + ".pb").write_bytes(stats.serialized_buffer_assignment_proto)
     own = stats.output_size_in_bytes - stats.alias_size_in_bytes
     parts = {"arguments": stats.argument_size_in_bytes, "results": own, "temporary": stats.temp_size_in_bytes}
     peak = {"compiled": sum(parts.values()), "heap_peak": stats.peak_memory_in_bytes}

@@ -175,7 +175,7 @@ def _cannot_run_error(prepared: PlannedCall, where: str) -> MeshError:
 
 def _lower(prepared: PlannedCall) -> jax.stages.Lowered:
     mesh = prepared.chosen.mesh
-    body = spmd(prepared.schedule, mesh)
+    body = spmd(prepared.schedule, mesh, donated=prepared.donated)
     constants = _captured_arrays(prepared)
 
     def run(*args: PyTree, **kwargs: PyTree) -> PyTree:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
@@ -34,6 +35,7 @@ Local = jax.Array | StackSlice
 Env = dict[Value, Local]
 """Local values by tensor and layout: arrays, or slices of the stacks that a loop carries whole."""
 
+_LARGE_RESULT = 8 * 2**20  # bytes; smaller collectives may be combined
 _PARTS = ("slice", "dynamic_slice")  # primitives that return a part of their first operand
 
 # A user's `shard_map` takes values typed by its own specs, a solver by what its functions were traced with.
@@ -48,9 +50,15 @@ class LocalInterpreter:
     - `schedule`: what to run; with the calls that have derivative rules kept when `vma`.
     - `vma`: whether values are typed by the mesh axes they vary over, for differentiation from outside.
     - `plan_rule`, `run_rule`: schedule a derivative rule and run its schedule; used with `vma` only.
+    - `gathered`: results that collectives make for the buffers of donated arguments (`donated_results.py`).
     """
 
-    def __init__(self, schedule: Schedule, vma: bool, plan_rule: PlanRule | None, run_rule: RunRule):
+    def __init__(
+        self, schedule: Schedule, vma: bool, plan_rule: PlanRule | None, run_rule: RunRule,
+        gathered: Collection[Value] = (),
+    ):  # fmt: skip
+        self.gathered = gathered
+        self.last_written: jax.Array | None = None
         self.schedule, self.vma = schedule, vma
         self.plan_rule, self.run_rule = plan_rule, run_rule
         self.assignment, self.program = schedule.assignment, schedule.assignment.program
@@ -63,6 +71,7 @@ class LocalInterpreter:
 
     def run_program(self, env: Env) -> None:
         """Run the whole program; `env` has the blocks of its arguments and captured arrays."""
+        self.last_written = None
         self.constants = {value: x for value, x in env.items() if self._is_constant(value[0])}
         for action in self.schedule.actions:
             self._run_action(action, env)
@@ -101,6 +110,10 @@ class LocalInterpreter:
             x, *_ = lax.optimization_barrier((x, *others))
         if action.loop_invariant:
             (x,) = self._tie_to_trip([x])
+        over_argument = (action.tensor, action.target) in self.gathered
+        if over_argument:
+            pieces = action.target.pieces(self.mesh)
+            x = self._after_last_written(x, self.program.tensors[action.tensor].nbytes / pieces)
         reader_axes = self._reader_axes(action)
         for step, number in zip(action.steps, action.collective_ids, strict=True):
             after = apply_step(step, layout)
@@ -109,7 +122,21 @@ class LocalInterpreter:
                     x, layout, after, (step,), self.mesh, vma=self.vma, consumer_axes=reader_axes
                 )
             layout = after
-        env[action.tensor, action.target] = x
+        env[action.tensor, action.target] = self._written(x) if over_argument else x
+
+    def _after_last_written(self, x: jax.Array, target_bytes: float) -> jax.Array:
+        """What a large result is gathered from, once the last such result is where it belongs."""
+        if self.last_written is not None and target_bytes >= _LARGE_RESULT:
+            x, _ = lax.optimization_barrier((x, self.last_written))
+        return x
+
+    def _written(self, x: jax.Array) -> jax.Array:
+        """An array as the result of an elementwise operator, which may write it over a donated argument."""
+        if not jnp.issubdtype(x.dtype, np.generic):  # keys
+            return x
+        x = jnp.where(lax.optimization_barrier(jnp.bool_(True)), x, jnp.zeros((), x.dtype))
+        self.last_written = x if x.nbytes >= _LARGE_RESULT else self.last_written
+        return x
 
     def _reader_axes(self, action: Reshard) -> frozenset[str]:
         """Axes over which the reader's blocks differ in any case, so that gathers for it need no invariant result."""

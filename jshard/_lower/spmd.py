@@ -10,7 +10,7 @@ There are two modes. `vma=False` is for compiled calls: values carry no types fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -20,12 +20,14 @@ from jshard import _jaxcompat as compat
 from jshard._core.layout import ArrayType, Layout, MeshAxes
 from jshard._lower.custom_derivatives import PlanRule
 from jshard._lower.local_interpreter import Env, LocalInterpreter
+from jshard._schedule.donated_results import gathered_over_arguments
 from jshard._schedule.schedule import Schedule
 
 
 def spmd(
-    schedule: Schedule, mesh: Mesh | AbstractMesh, *, vma: bool = False, plan_rule: PlanRule | None = None
-) -> Callable[..., list[jax.Array]]:
+    schedule: Schedule, mesh: Mesh | AbstractMesh, *, vma: bool = False, plan_rule: PlanRule | None = None,
+    donated: Collection[int] = (),
+) -> Callable[..., list[jax.Array]]:  # fmt: skip
     """The program as a function of its flat arguments and captured arrays, returning its flat results.
 
     Arguments:
@@ -34,6 +36,7 @@ def spmd(
     - `mesh`: the JAX mesh (Auto axes), concrete or abstract, whose axes the schedule's layouts name.
     - `vma`: whether the result may be differentiated from outside.
     - `plan_rule`: schedules the derivative rules of custom_jvp and custom_vjp calls; required with `vma`.
+    - `donated`: flat indices of the donated arguments, whose buffers results take over.
     """
     assignment = schedule.assignment
     program, axes = assignment.program, assignment.topology.mesh
@@ -43,7 +46,7 @@ def spmd(
     # XLA turns arrays of size zero into constants and refuses a manual computation that is left without an operand
     # ("expected at least one operand ... GlobalToLocalShape"). So these are made inside.
     nonempty = [k for k, a in enumerate(avals) if 0 not in a.shape]
-    local = local_program(schedule, vma=vma, plan_rule=plan_rule)
+    local = local_program(schedule, vma=vma, plan_rule=plan_rule, donated=donated)
 
     def body(*blocks: jax.Array) -> tuple[jax.Array, ...]:
         block_of = dict(zip(nonempty, blocks, strict=True))
@@ -78,7 +81,7 @@ def spmd(
 
 
 def local_program(
-    schedule: Schedule, *, vma: bool = False, plan_rule: PlanRule | None = None
+    schedule: Schedule, *, vma: bool = False, plan_rule: PlanRule | None = None, donated: Collection[int] = ()
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """The program on one device's blocks of its arguments and captured arrays, for use inside `shard_map`.
 
@@ -101,7 +104,8 @@ def local_program(
         layouts = [rule.assignment.operand_layout(i, 0) for i in rule.assignment.program.outputs]
         return [compat.cast_vma(x, layout.axes) for x, layout in zip(results, layouts, strict=True)]
 
-    interpreter = LocalInterpreter(schedule, vma, plan_rule, run_rule)
+    gathered = gathered_over_arguments(schedule, donated)
+    interpreter = LocalInterpreter(schedule, vma, plan_rule, run_rule, gathered)
 
     def body(*blocks: jax.Array) -> tuple[jax.Array, ...]:
         env: Env = dict(zip(in_values, blocks, strict=True))

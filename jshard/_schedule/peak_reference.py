@@ -21,6 +21,7 @@ from jshard._program.graph import Literal
 from jshard._schedule.assignment import Value
 from jshard._schedule.buffers import ActionScope, Buffer, BufferSizes
 from jshard._schedule.call_memory import branch_memory, loop_memory
+from jshard._schedule.donated_results import results_over_arguments
 from jshard._schedule.last_uses import is_fused_slice, last_uses
 from jshard._schedule.peak_profile import INTERMEDIATE, HeldValue, PeakProfile
 from jshard._schedule.schedule import Schedule
@@ -56,6 +57,7 @@ class _PeakWalk:
         ] = []  # value, bytes more or less, whether a reshard makes it
         self.peak_live, self.changes_before_peak = -1.0, 0
         self.made_by_reshard: set[Value] = set()
+        self.over_arguments: Collection[Value] = ()  # results in the buffers of donated arguments
         self.outputs = {v for v in schedule.outputs if not isinstance(v, Literal)}
         layout = memory_layout(self.program, self.assignment.topology.chip)
         self.transposed_carries = layout.transposed_carries
@@ -65,6 +67,7 @@ class _PeakWalk:
 
     def profile(self, donated: frozenset[int]) -> PeakProfile:
         """Walk the whole schedule."""
+        self.over_arguments = results_over_arguments(self.assignment, self.schedule.outputs, donated)
         buffers: dict[Value, Buffer] = {}
         outliving = set(self.outputs)
         for k, i in enumerate(self.program.inputs):
@@ -121,6 +124,8 @@ class _PeakWalk:
         extra = 0.0
         if nbytes and not self.liveness.materialized[a.tensor] and source not in self.made_by_reshard:
             extra = self.sizes.nbytes(source)  # a fused value is materialized to be resharded
+        if target in self.over_arguments and any(n >= 0 for n in a.collective_ids):
+            extra += nbytes  # the collective's own buffer, which is copied into the argument's
         if target not in scope.buffers:
             self.made_by_reshard.add(target)
         made = [(target, scope.next_iteration_buffer(target, over_dying=False) or Buffer(nbytes))]

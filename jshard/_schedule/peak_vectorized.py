@@ -14,6 +14,7 @@ import numpy as np
 from jshard._core.arrays import Bools, Floats, Ints
 from jshard._memory.liveness import DirectUses, Liveness, propagate_last_use
 from jshard._memory.memory_layout import memory_layout
+from jshard._schedule.donated_results import results_over_arguments
 from jshard._schedule.peak_profile import INTERMEDIATE, HeldValue, PeakProfile
 from jshard._schedule.vectorized import ScheduleArrays
 
@@ -88,7 +89,24 @@ def live_ranges(arrays: ScheduleArrays, liveness: Liveness, donated: frozenset[i
     dies = np.flatnonzero((last_use >= 0) & ~outliving)
     dying = _sum_by_action(last_use[dies], size[dies], arrays.num_actions)
     extra = _while_running(arrays, liveness, materialized, size, dying, allocated)
+    extra += _gathered_beside_arguments(arrays, outputs, size, donated)
     return LiveRanges(size, made_at, freed_at, outputs, np.concatenate([[at_start], live + extra]))
+
+
+def _gathered_beside_arguments(
+    arrays: ScheduleArrays, outputs: Ints, size: Floats, donated: frozenset[int]
+) -> Floats:
+    """(actions,) bytes of collectives' own buffers, which are copied into those of donated arguments."""
+    out = np.zeros(arrays.num_actions)
+    tensors, layout_of = tensor_of(arrays), np.concatenate([arrays.result_layout, arrays.target])
+    values = [(int(tensors[v]), arrays.layouts[layout_of[v]]) for v in outputs.tolist()]
+    number = dict(zip(values, outputs.tolist(), strict=True))
+    made_by_operators = len(arrays.result_layout)
+    for value in results_over_arguments(arrays.assignment, values, donated):
+        m = number[value] - made_by_operators
+        if m >= 0 and arrays.first_collective[arrays.reshard_at[m]] >= 0:
+            out[arrays.reshard_at[m]] += size[number[value]]
+    return out
 
 
 def _sum_by_action(actions: Ints, size: Floats, num_actions: int) -> Floats:
