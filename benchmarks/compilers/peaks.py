@@ -78,7 +78,7 @@ def spawn(name: str, machine: str, free: bool, quick: bool, seconds: float) -> d
     return {"name": name, "machine": machine, "within": not free} | row
 
 
-HEAD = """| program | budget, MB | planned, MB | compiled, MB | ratio | of the budget | heap peak, MB | plan, s | compile, s |
+HEAD = """| program | budget, MB | planned, MB | compiled, MB | ratio | of the budget | heap, MB | plan, s | compile, s |
 |---|---|---|---|---|---|---|---|---|"""
 
 

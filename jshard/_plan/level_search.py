@@ -31,7 +31,7 @@ from jshard._search.memory.key_times import least_conceivable_peak
 
 
 # Searches under a budget, each with the limit lowered by _OVERSHOOT times what the schedule before exceeded it.
-_BUDGET_ROUNDS = 4
+_BUDGET_ROUNDS = 6
 _OVERSHOOT = 1.05
 _LEAST_PEAK_VARIABLES = 100  # up to which the least peak is looked for though it is proved not to fit
 _LARGE_GAP = 0.01  # relative, at which the search of a large network under a budget ends
@@ -342,7 +342,8 @@ class LevelSearch:
             plans.append(plan)
             if plan.peak <= limit or plan.interrupted:
                 break
-            aim -= _OVERSHOOT * (plan.peak - limit)
+            # Below what the network counts of this plan, so that it is not found again.
+            aim = min(aim, s.peak or aim) - _OVERSHOOT * (plan.peak - limit)
         return plans, s
 
     def _scheduled(

@@ -7,15 +7,18 @@ import random
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from benchmarks import workloads
 from jshard._core.errors import ShardError
+from jshard._memory.live_intervals import LowerBoundIntervals
+from jshard._memory.remat_flow import remat_flow
 from jshard._network.build import PlanningNetwork
-from jshard._network.memory_network import memory_network
+from jshard._network.memory_network import memory_network, with_copies
 from jshard._schedule.peak import peak_bytes
 from jshard._schedule.schedule import assignment_of, schedule
-from jshard._search import solve
+from jshard._search import evaluate, solve
 from tests.helpers.memory_networks import (
     network_of,
     random_plans,
@@ -108,3 +111,43 @@ def test_what_a_loop_reads_is_held_until_it_ends():
     found = solve(network, objective="peak", seconds=20)
     made = schedule(assignment_of(problem, tuple(found.assignment[: problem.cost_network.size].tolist())))
     assert peak_bytes(made, problem.liveness, problem.donated) <= found.peak * 1.15
+
+
+def residual(params, x):
+    def loss(params, x):
+        for w in params:
+            x = x + jnp.tanh((x - x.mean(-1, keepdims=True)) @ w)
+        return jnp.sum(x**2)
+
+    return jax.grad(loss)(params, x)
+
+
+def test_every_layer_of_a_residual_stream_flows():
+    """The gradient of the stream joins the chains of all layers; each is cut in its own forward pass already."""
+    layers = 6
+    problem = network_of(residual, ([shape(256, 256)] * layers, shape(512, 256)))
+    live = LowerBoundIntervals(problem.program, problem.liveness, problem.donated)
+    stored = [
+        t for t, kept in enumerate(problem.liveness.materialized) if kept and not live.counted_elsewhere(t)
+    ]
+    flows, through = remat_flow(live, stored, problem.topology.mesh.total)
+    tensors = problem.program.tensors
+    share = 512 * 256 * 4 // problem.topology.mesh.total
+    streams = [
+        t for t, of in flows.items() if tensors[t].shape == (512, 256) and sum(f.nbytes for f in of) == share
+    ]
+    assert len(streams) >= layers - 2
+    assert all(through[t] <= tensors[t].nbytes // problem.topology.mesh.total for t in range(len(tensors)))
+    assert max(relative_excess(problem, random_plans(problem.cost_network, 10))) <= 1e-9
+
+
+@pytest.mark.parametrize("lower_bound", [False, True])
+def test_the_states_of_copies_follow_from_the_others(lower_bound):
+    problem = built("mlp-512")
+    memory, n = memory_network(problem, lower_bound=lower_bound), problem.cost_network.size
+    assert memory.size > n
+    for states in random_plans(problem.cost_network, 4):
+        whole = with_copies(memory, np.asarray(states))
+        assert evaluate(memory, whole) == pytest.approx(evaluate(problem.cost_network, states), rel=1e-12)
+    found = solve(memory).assignment
+    assert evaluate(memory, with_copies(memory, found[:n])) == evaluate(memory, found)

@@ -193,3 +193,33 @@ def test_an_effort_ends_a_search_without_memory_too():
     assert found.bound <= best.cost <= found.cost
     again = solve(network, effort=Effort(0.0))
     assert np.array_equal(found.assignment, again.assignment) and found.bound == again.bound
+
+
+def test_answers_and_prices_of_one_limit_start_the_search_of_another(every_network_is_large):
+    """Their bound holds for every limit, as far as the bytes charged for reach."""
+    seen = 0
+    for seed in range(9300, 9360):
+        network = random_network(seed, memory=True, most=6)
+        try:
+            found = solve(network, layers_repeat=True)
+        except (Contradiction, MemoryBudgetError):
+            continue
+        limit = 0.5 * (found.peak + network.memory.limit) if seed % 2 else 0.93 * found.peak
+        other = dataclasses.replace(network, memory=dataclasses.replace(network.memory, limit=limit))
+        truth = brute_force(other, lambda x, n=other, m=limit: peak(n, x) <= m)
+        try:
+            again = solve(other, layers_repeat=True, prices=found.prices, known=found.answers)
+        except (Contradiction, MemoryBudgetError):
+            continue
+        assert again.peak <= limit and again.cost >= truth - 1e-9
+        assert again.bound <= truth + 1e-9 * abs(truth), seed
+        seen += 1
+    assert seen > 20
+
+
+def test_better_answers_within_the_limit_are_told_of(every_network_is_large):
+    network, told = deep(8, 5, limit=60.0), []
+    found = solve(network, layers_repeat=True, on_answer=told.append)
+    costs = [evaluate(network, x) for x in told]
+    assert all(peak(network, x) <= 60.0 for x in told)
+    assert costs == sorted(costs, reverse=True) and costs[-1] == found.cost

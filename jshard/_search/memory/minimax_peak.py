@@ -253,8 +253,8 @@ def _lower_cost_under_prices(
 
     Bytes cost many times what the cost is: a small gap in both together leaves a larger one in the cost.
     """
-    memory, prices = network.memory, search.prices
-    if prices is None or search.out_of_time or memory is None:
+    prices = search.prices
+    if prices is None or search.out_of_time or search.assignment is None:
         return False
     bytes_at_peak = float(prices.per_byte.sum()) * search.incumbent_cost
     own = evaluate(network, search.assignment)

@@ -8,8 +8,9 @@ is a lower bound on the least cost within the limit, and the inner problem is a 
 in the unary tables. While A is small, equal layers have equal tables, so that reductions are shared, layers are folded
 and the whole network is solved as fast as without a limit. An answer x bounds this concave function of the prices from
 above by a plane that touches it where x was found. So the prices come from a linear program over the answers so far
-(Kelley 1960), drawn towards the best prices known (Ben-Ameur and Neto 2007). A time joins A where an answer exceeds
-the limit. Between answers of nearly equal priced cost the limit decides: `answer_fusion` combines them.
+(Kelley 1960). A time joins A where an answer exceeds the limit. Between answers of nearly equal priced cost the limit
+decides: `answer_fusion` combines them after every round. A plane is one for every limit, and so is the bound of a priced
+network with the bytes charged for: a search with another limit begins with both.
 
 Example: states (cost 0, 8 bytes) and (cost 6, 2 bytes), limit 5: the answers are the lines 3 l and 6 - 3 l, which
 meet at the price 1 and the bound 3.
