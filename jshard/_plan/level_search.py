@@ -21,6 +21,7 @@ from jshard._network.build import Pins, PlanningNetwork, build_network
 from jshard._network.memory_network import memory_network
 from jshard._plan.memory_preference import prefer_memory
 from jshard._plan.memory_ties import lower_peak_at_equal_cost
+from jshard._plan.ranked_search import cheapest_by_rank
 from jshard._plan.request import PlanRequest, merged_pins, pins_by_operator
 from jshard._plan.schedule_cost import schedule_cost
 from jshard._plan.scheduled_solution import ROUNDING, ScheduledSolution, schedule_solution
@@ -267,6 +268,9 @@ class LevelSearch:
         """
         limit, gap = self.request.memory_limit, self._memory_gap(network.cost_network)
         assert limit is not None
+        ranked = cheapest_by_rank(network, self.request, self.effort)
+        if ranked.finished and ranked.best is not None:
+            return self._known_plan(ranked.best.after(fastest))
         bounding_network = memory_network(network, lower_bound=True)
         assert bounding_network.memory is not None
         floor = least_conceivable_peak(bounding_network.memory)
@@ -276,7 +280,7 @@ class LevelSearch:
         bounding = self._solve_limited(bounding_network, limit, unlimited)
         if bounding is None:
             return fastest
-        bound = max(fastest.bound, bounding.bound)
+        bound = max(fastest.bound, bounding.bound, ranked.bound)
 
         def scheduled(s: Solution, before: ScheduledSolution) -> ScheduledSolution:
             solution = schedule_solution(network, self.request, s.assignment, bound, s.steps)

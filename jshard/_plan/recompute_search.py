@@ -80,7 +80,9 @@ class RecomputeSearch(Generic[Planned]):
         choices = self.recomputation.every_choice()
         if choices is not None:
             self.complete = True
-            for choice in choices:
+            # The first keeps everything: it is the program as it was traced, whose bound without a budget is known.
+            self.plan(None, limited=True)
+            for choice in choices[1:]:
                 if self.plan(choice, limited=True).bound == 0.0:
                     self.plan(choice, limited=False)
         else:

@@ -73,18 +73,20 @@ def every_program(closed: Any) -> list[Any]:
     return out
 
 
-def least_costs(closed: Any, topology: Topology, level: int) -> list[tuple[float, float]] | None:
-    """(cost, peak) of every assignment of every program; None where that is too much to write out."""
+def least_costs(
+    closed: Any, topology: Topology, level: int, most: int = 400
+) -> list[tuple[float, float]] | None:
+    """(cost, peak) of every assignment of every program; None where one has more than `most`."""
     out = []
     for number, jaxpr in enumerate(every_program(closed)):
         program = build(jaxpr, name="fn", input_names=["x", "w"])
         program = dataclasses.replace(program, has_recomputed=number > 0)
         built = build_network(program, topology, {}, level=level, second_copies=False)
         net = built.cost_network
-        if net.size > 26 or np.prod([float(net.num_states(v)) for v in range(net.size)]) > 3e5:
+        if net.size > 26 or np.prod([float(net.num_states(v)) for v in range(net.size)]) > 1e6:
             return None
         costs = every_cost(net)
-        if np.isfinite(costs).sum() > 400:
+        if np.isfinite(costs).sum() > most:
             return None
         peaks = every_peak(built, costs)
         for a in np.argwhere(np.isfinite(peaks)):
