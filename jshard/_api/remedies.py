@@ -98,10 +98,10 @@ class Trials:
         shapes = [abstract(a) for a in (self.args if args is None else args)]
         named = {k: abstract(v) for k, v in (self.kwargs if kwargs is None else kwargs).items()}
         try:
-            cost = prepare(changed, shapes, named).plan.cost
+            plan = prepare(changed, shapes, named).plan
         except Exception:  # the user's function or its pins may not take the change: then it is no remedy
             return None
-        return Remedy(advice, cost.peak_bytes, cost.compute + cost.communication, searched=searched)
+        return Remedy(advice, plan.cost.peak_bytes, plan.step_seconds, searched=searched)
 
     def may_plan(self, retraced: bool = False) -> bool:
         """Whether the effort that is left suffices for one more plan; one of other shapes is traced again."""

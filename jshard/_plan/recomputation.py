@@ -13,6 +13,7 @@ Programs with few values have all their choices listed.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Collection, Sequence
@@ -48,7 +49,7 @@ MAX_LISTED_VALUES = 5
 """Programs with at most as many values between their parts have all choices of what to keep planned."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class Choice:
     """What a program keeps: of each site the variables.
 
@@ -221,6 +222,14 @@ class _SiteGraph:
     index: dict[Any, int]
     makers: dict[Any, Any]
 
+    @functools.cached_property
+    def reads(self) -> dict[int, list[int]]:
+        """The values that each equation reads, as numbers."""
+        out: dict[int, list[int]] = {}
+        for e, v in self.cut.reads.tolist():
+            out.setdefault(e, []).append(v)
+        return out
+
     def seconds_a_byte(self, kept: frozenset[Any], value: Any) -> float:
         """Seconds run again, added by keeping one more value, over its bytes: negative where that saves time."""
 
@@ -242,9 +251,6 @@ class _SiteGraph:
         late: set[int] = set()
         again: set[int] = set()
         stack = self.cut.needed.tolist()
-        reads: dict[int, list[int]] = {}
-        for e, v in self.cut.reads.tolist():
-            reads.setdefault(e, []).append(v)
         seen = set()
         while stack:
             k = stack.pop()
@@ -256,7 +262,7 @@ class _SiteGraph:
                 late.add(k)
             elif e not in again:
                 again.add(e)
-                stack += reads.get(e, ())
+                stack += self.reads.get(e, ())
         return np.array(sorted(late), dtype=np.int64), np.array(sorted(again), dtype=np.int64)
 
 

@@ -93,11 +93,11 @@ def _with_body(
 
 
 class _Copies:
-    """Second copies of equations, written on demand; `there` are the variables that need none."""
+    """Second copies of equations, written on demand; `available` are the variables that need none."""
 
-    def __init__(self, eqns: Sequence[Any], there: Iterable[Any]):
+    def __init__(self, eqns: Sequence[Any], available: Iterable[Any]):
         self.maker = {v: eqn for eqn in eqns for v in eqn.outvars}
-        self.there = set(there)
+        self.available = set(available)
         self.copy_of: dict[Any, Any] = {}
 
     def missing(self, needed: Iterable[Any]) -> list[Any]:
@@ -106,7 +106,7 @@ class _Copies:
         stack = [(v, False) for v in reversed(list(needed))]
         while stack:
             v, is_ready = stack.pop()
-            if v in self.there or v in self.copy_of or v not in self.maker or id(self.maker[v]) in order:
+            if v in self.available or v in self.copy_of or v not in self.maker or id(self.maker[v]) in order:
                 continue
             eqn = self.maker[v]
             if is_ready:
@@ -128,7 +128,7 @@ class _Copies:
                 eqn.replace(invars=substituted(eqn.invars, self.copy_of), outvars=results, source_info=info)
             )
             for v, copy in zip(eqn.outvars, results, strict=True):
-                if v not in self.there:
+                if v not in self.available:
                     self.copy_of[v] = copy
         return out
 
@@ -142,16 +142,18 @@ class _Segment:
     end: int
 
 
-def _with_segments(jaxpr: Any, late: Sequence[bool], there: set[Any], weight: Callable[[Any], int]) -> Any:
-    """The body with its early part first, then its late part in segments; `there` need not be made again."""
+def _with_segments(
+    jaxpr: Any, late: Sequence[bool], available: set[Any], weight: Callable[[Any], int]
+) -> Any:
+    """The body with its early part first, then its late part in segments; `available` need not be made again."""
     early = [eqn for eqn, is_late in zip(jaxpr.eqns, late, strict=True) if not is_late]
     late_eqns = [eqn for eqn, is_late in zip(jaxpr.eqns, late, strict=True) if is_late]
-    segments = _segments(early, late_eqns, there, weight)
+    segments = _segments(early, late_eqns, available, weight)
     if not segments:
         return jaxpr
     # Outside segments compilers make elementwise values of kept ones again by themselves.
     inside = {k for segment in segments for k in range(segment.begin, segment.end)}
-    copies = _Copies(early, there)
+    copies = _Copies(early, available)
     rows = []  # for each late equation the copies before it, and itself
     for k, eqn in enumerate(late_eqns):
         again = copies.write(copies.missing(variables(eqn.invars))) if k in inside else []
@@ -160,10 +162,10 @@ def _with_segments(jaxpr: Any, late: Sequence[bool], there: set[Any], weight: Ca
 
 
 def _segments(
-    early: Sequence[Any], late: Sequence[Any], there: set[Any], weight: Callable[[Any], int]
+    early: Sequence[Any], late: Sequence[Any], available: set[Any], weight: Callable[[Any], int]
 ) -> list[_Segment]:
     """The segments of the late part; none if only elementwise work would be done again."""
-    cheap = set(there)  # made from what is there by elementwise work alone
+    cheap = set(available)  # made from these by elementwise work alone
     for eqn in early:
         if not weight(eqn) and all(v in cheap for v in variables(eqn.invars)):
             cheap.update(eqn.outvars)
@@ -211,21 +213,24 @@ def _as_calls(
         at = segment.end
     parts.append((False, [e for row in rows[at:] for e in row]))
     read_after: set[Any] = set(results)
+    template = jax.make_jaxpr(jax.checkpoint(lambda x: x * 1.0))(0.0).eqns[0]
     out: list[list[Any]] = []
     for is_call, eqns in reversed(parts):
         if not eqns:
             continue
-        out.append([_call(eqns, read_after)] if is_call else eqns)
+        out.append([_call(template, eqns, read_after)] if is_call else eqns)
         read_after.update(v for e in eqns for v in variables(e.invars))
     return [eqn for part in reversed(out) for eqn in part]
 
 
-def _call(eqns: Sequence[Any], read_after: set[Any]) -> Any:
-    """One `remat2` of some equations, of the kind that `jax.checkpoint` leaves in a backward pass."""
+def _call(template: Any, eqns: Sequence[Any], read_after: set[Any]) -> Any:
+    """One `remat2` of some equations, of the kind that `jax.checkpoint` leaves in a backward pass.
+
+    `template` is any equation of `jax.checkpoint`.
+    """
     made = dict.fromkeys(v for e in eqns for v in e.outvars)
     operands = list(dict.fromkeys(v for e in eqns for v in variables(e.invars) if v not in made))
     results = [v for v in made if v in read_after]
-    template = jax.make_jaxpr(jax.checkpoint(lambda x: x * 1.0))(0.0).eqns[0]
     inner_results = fresh(results)
     inner = {**dict(zip(results, inner_results, strict=True))}
     inner_operands = fresh(operands)
