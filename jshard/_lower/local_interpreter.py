@@ -18,6 +18,7 @@ from jshard._cost.reshard_steps import apply_step
 from jshard._lower.as_traced import run_as_traced
 from jshard._lower.custom_derivatives import PlanRule, RunRule, rebuild_with_rule
 from jshard._lower.emit_collectives import apply_reshard
+from jshard._lower.segment_barriers import SegmentBarriers
 from jshard._memory.in_place import is_update
 from jshard._memory.memory_layout import memory_layout
 from jshard._program.graph import Literal
@@ -55,6 +56,7 @@ class LocalInterpreter:
         self.mesh = schedule.assignment.topology.mesh
         self.row_major_updates = memory_layout(self.program, self.assignment.topology.chip).row_major_updates
         self.constants: Env = {}  # captured arrays, which every body may read
+        self.barriers = SegmentBarriers(self.assignment)
         self.trip_counter: jax.Array | None = (
             None  # trips so far, in a loop some of whose actions must not be hoisted
         )
@@ -192,7 +194,7 @@ class LocalInterpreter:
             results = f(*arrays)
         else:
             # As JAX lowers a differentiated remat: the barrier prevents common subexpressions with the forward pass.
-            arrays = list(lax.optimization_barrier(tuple(arrays)))
+            arrays = self.barriers.enter(action.call, arrays, env)
             results = self._body_arrays(action, 0, arrays)
         self._bind_results(action, results, env)
 

@@ -114,8 +114,11 @@ class LevelSearch:
         solution = self.minimize_time_under_budget(network, fastest)
         if solution.peak <= limit:
             return solution
-        if solution.peak_bound > limit and network.cost_network.size > _LEAST_PEAK_VARIABLES:
-            return solution  # nothing fits, and the least peak of a large program takes long to find
+        proved = solution.peak_bound > limit
+        if proved and (
+            network.cost_network.size > _LEAST_PEAK_VARIABLES or solution.peak <= solution.peak_bound
+        ):
+            return solution  # nothing fits; the least peak is found, or of a program where that takes long
         # Plans that fit may have to repeat products: that is priced in their cost, but not in this search.
         unpriced = self.network(replication_price=0.0, price_returned_sums=False, second_copies=False)
         smallest = self.minimize_peak(unpriced).after(solution)
