@@ -22,13 +22,17 @@ import gc
 import json
 import math
 import pstats
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+
+sys.path[:0] = [str(Path(__file__).parents[2])]
+
+from benchmarks.planning.row_process import ask, line  # noqa: E402
 
 
 BUDGETS = ("chip", "level1", "1.02", "1.1", "1.5")
@@ -273,24 +277,6 @@ def shown(name: str, value: Any) -> str:
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
-def line(values: dict[str, Any] | None = None) -> str:
-    return "  ".join((shown(n, values.get(n, "")) if values else n).rjust(w) for n, w in COLUMNS)
-
-
-def ask(model: str, grid: str, budget: str, limit: float | None, more: list[str]) -> dict[str, Any] | None:
-    """One row in a process of its own."""
-    command = [sys.executable, __file__, "--row", f"{model},{grid},{budget},{limit or ''}", *more]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=3600)
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines:
-        told = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        print(f"{model} {grid} {budget}: failed ({done.returncode}): {told}", flush=True)
-        return None
-    for text in lines[:-1]:
-        print(text)
-    return json.loads(lines[-1])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -309,7 +295,7 @@ def main() -> None:
         model, grid, budget, limit = given.row.split(",")
         print(json.dumps(row(model, grid, budget, float(limit) if limit else None, given.profile)))
         return
-    print(line(), flush=True)
+    print(line(COLUMNS, shown), flush=True)
     for model in given.model.split(","):
         for grid in given.mesh.split(","):
             least = given.least
@@ -320,7 +306,7 @@ def main() -> None:
                 if budget[0].isdigit() and least is None:
                     continue
                 limit = float(budget) * least if budget[0].isdigit() and least else None
-                values = ask(model, grid, budget, limit, more)
+                values = ask(__file__, (model, grid, budget, limit), more)
                 if values is None:
                     continue
                 if budget == "level1" and "peak" in values:
@@ -328,7 +314,7 @@ def main() -> None:
                 if "error" in values:
                     print(f"{model} {grid} {budget}: after {values['plan']:.1f} s: {values['error']}")
                 else:
-                    print(line(values), flush=True)
+                    print(line(COLUMNS, shown, values), flush=True)
                 if given.steps:
                     print("\n".join(values.get("steps", ())))
                 if given.json:

@@ -183,7 +183,6 @@ class LocalInterpreter:
     # Calls that only alias: their operands are the values that enter the body, their results those that leave it.
 
     def _remat(self, action: RunCall, env: Env) -> None:
-        arrays = [materialized(env[v]) for v in action.entry[0]]
         params = action.call.eqn.params
         if self.vma:
             f = jax.checkpoint(
@@ -191,11 +190,10 @@ class LocalInterpreter:
                 policy=params.get("policy"),
                 prevent_cse=params["prevent_cse"],
             )
-            results = f(*arrays)
+            results = f(*(materialized(env[v]) for v in action.entry[0]))
         else:
             # As JAX lowers a differentiated remat: the barrier prevents common subexpressions with the forward pass.
-            arrays = self.barriers.enter(action.call, arrays, env)
-            results = self._body_arrays(action, 0, arrays)
+            results = self._body_arrays(action, 0, self.barriers.enter(action, env))
         self._bind_results(action, results, env)
 
     def _custom_derivative(self, action: RunCall, env: Env) -> None:

@@ -8,21 +8,21 @@ time, they pile up: a GPT step of two layers planned at 0.90 of its free peak wa
 
 Idea.  Each segment that computes values again begins with an `optimization_barrier`. Through it also pass the values
 that are made before it and read after it, so that the segment begins when they are done. Only those that are in memory
-anyway: a value that is fused into its readers would be written for the barrier. The result of a collective passes
-one barrier later than what goes into it, so that it may run while a segment computes.
+anyway: a value that is fused into its readers would be written for the barrier, so one of the backward pass goes around
+it. The result of a collective passes one barrier later than what goes into it, so that it may run while a segment
+computes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import jax
 from jax import lax
 
+from jshard import _jaxcompat as compat
 from jshard._memory.liveness import liveness
 from jshard._program.operators import Call
 from jshard._rules.registry import StackSlice, materialized
-from jshard._schedule.schedule import Assignment, Value
+from jshard._schedule.schedule import Assignment, RunCall, Value
 
 
 Env = dict[Value, jax.Array | StackSlice]
@@ -37,14 +37,32 @@ class SegmentBarriers:
         self.passed: Env = {}
         self.communicated: Env = {}  # results of collectives that were there at the barrier before
 
-    def enter(self, call: Call, operands: Sequence[jax.Array], env: Env) -> list[jax.Array]:
+    def enter(self, action: RunCall, env: Env) -> list[jax.Array]:
         """The operands of a `remat` after its barrier; other values that pass it are replaced in the environment."""
-        inside = {id(x) for x in operands}
-        others = [v for v in self._finished(call, env) if id(env[v]) not in inside]
-        after = lax.optimization_barrier((*operands, *(materialized(env[v]) for v in others)))
-        env.update(zip(others, after[len(operands) :], strict=True))
-        self.passed.update((v, env[v]) for v in others)
-        return list(after[: len(operands)])
+        operands = action.entry[0]
+        around = {v for v in operands if self._is_fused(v)}
+        others = [v for v in self._finished(action.call, env) if v not in operands]
+        through = [*(v for v in operands if v not in around), *others]
+        after = dict(
+            zip(through, lax.optimization_barrier([materialized(env[v]) for v in through]), strict=True)
+        )
+        for v in others:
+            self.passed[v] = env[v] = after[v]
+        return [after[v] if v in after else materialized(env[v]) for v in operands]
+
+    def _is_fused(self, value: Value) -> bool:
+        """Whether a value of the backward pass is computed where it is read; behind a barrier it would be written.
+
+        Those of the forward pass go through it, else what is computed again from them would be found to be the same.
+        """
+        tensor = value[0]
+        op = self.program.operators[self.assignment.producers[tensor][0]]
+        is_late = op.kind == "eqn" and compat.is_backward(op.prefix, op.equation)
+        return (
+            is_late
+            and op.id not in self.program.recomputed
+            and not liveness(self.program).materialized[tensor]
+        )
 
     def _finished(self, call: Call, env: Env) -> list[Value]:
         """The values that have to be finished before a call that computes values again."""
