@@ -61,6 +61,7 @@ class Config:
     scan: bool = False
     remat: bool = True
     tied: bool = False
+    policy: str = "nothing_saveable"  # of `jax.checkpoint`
 
 
 LLAMA_8B = Config(32, 4096, 32, 8, 128, 14_336, 128_256, batch=64, length=4096)  # arXiv 2407.21783, table 3
@@ -119,7 +120,8 @@ def transformer(c: Config) -> tuple[Callable, tuple]:
     def loss(params: Any, batch: Any) -> Any:
         angle = jnp.arange(c.length)[:, None] / 5e5 ** (jnp.arange(c.head // 2) / (c.head // 2))
         cos, sin = jnp.cos(angle).astype(half), jnp.sin(angle).astype(half)
-        run = jax.checkpoint(block, static_argnums=(4,)) if c.remat else block
+        policy = getattr(jax.checkpoint_policies, c.policy)
+        run = jax.checkpoint(block, static_argnums=(4,), policy=policy) if c.remat else block
         x = params["embed"].astype(half)[batch[:, :-1]]
         if c.scan:
             x, _ = jax.lax.scan(lambda x, p: (run(p, x, cos, sin, 0), None), x, params["blocks"])

@@ -146,8 +146,12 @@ class RecomputeSearch(Generic[Planned]):
         low, high = 0, len(hull) - 1  # all kept, which does not fit; the least that can be kept
         tried[0] = self.trials[0]
         if not without_budget(high).fits(self.limit):
-            self._within_budget(list(reversed(hull[1:])))
-            return
+            # The peak of a partitioned program may fall where that of the traced one does not.
+            by_peak = sorted(range(high, 0, -1), key=lambda k: without_budget(k).peak)
+            if not without_budget(by_peak[0]).fits(self.limit):
+                self._within_budget([hull[k] for k in by_peak])
+                return
+            high = by_peak[0]
         while high - low > 1:
             middle = (low + high) // 2
             if without_budget(middle).fits(self.limit):
