@@ -21,6 +21,7 @@ from jshard._api.shard_request import ShardRequest
 from jshard._api.trace_call import abstract
 from jshard._core import topology as topologies
 from jshard._core.errors import MemoryBudgetError, ShardError
+from jshard._core.jax_types import PyTree
 from jshard._core.layout import MeshAxes
 from jshard._core.named_topology import TopologyMesh, topology as named_topology
 from jshard._plan.memory_refusal import MemoryRefusal, budget_advice
@@ -101,8 +102,8 @@ class Trials:
         self,
         advice: str,
         request: ShardRequest,
-        args: Sequence[Any] | None = None,
-        kwargs: Mapping[str, Any] | None = None,
+        args: Sequence[PyTree] | None = None,
+        kwargs: Mapping[str, PyTree] | None = None,
         searched: bool = True,
     ) -> Remedy | None:
         """The remedy of another request; None where it cannot be planned. `searched`: as in `Remedy`."""

@@ -55,6 +55,7 @@ def cheapest_by_rank(network: PlanningNetwork, request: PlanRequest, effort: Eff
     operators = len(network.program.operators)
     best: ScheduledSolution | None = None
     lowest: ScheduledSolution | None = None
+    number = -1
     for number, (cost, states) in enumerate(listed):
         if best is not None and cost > best.cost * (1 + ROUNDING):
             return _fitting(best, number)

@@ -26,6 +26,7 @@ import jax
 from jax import lax
 
 from jshard import _jaxcompat as compat
+from jshard._core.jax_types import JaxprEqn
 from jshard._program.inlining import fresh, substituted
 from jshard._program.residuals import Region, Site, variables
 
@@ -223,7 +224,7 @@ def _as_calls(
     return [eqn for part in reversed(out) for eqn in part]
 
 
-def _call(template: Any, eqns: Sequence[Any], read_after: set[Any]) -> Any:
+def _call(template: JaxprEqn, eqns: Sequence[JaxprEqn], read_after: set[Any]) -> JaxprEqn:
     """One `remat2` of some equations, of the kind that `jax.checkpoint` leaves in a backward pass.
 
     `template` is any equation of `jax.checkpoint`.
