@@ -22,13 +22,17 @@ import gc
 import json
 import math
 import pstats
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+
+sys.path[:0] = [str(Path(__file__).parents[2])]
+
+from benchmarks.planning.row_process import ask, line  # noqa: E402
 
 
 BUDGETS = ("chip", "level1", "1.02", "1.1", "1.5")
@@ -57,6 +61,7 @@ class Config:
     scan: bool = False
     remat: bool = True
     tied: bool = False
+    policy: str = "nothing_saveable"  # of `jax.checkpoint`
 
 
 LLAMA_8B = Config(32, 4096, 32, 8, 128, 14_336, 128_256, batch=64, length=4096)  # arXiv 2407.21783, table 3
@@ -115,7 +120,8 @@ def transformer(c: Config) -> tuple[Callable, tuple]:
     def loss(params: Any, batch: Any) -> Any:
         angle = jnp.arange(c.length)[:, None] / 5e5 ** (jnp.arange(c.head // 2) / (c.head // 2))
         cos, sin = jnp.cos(angle).astype(half), jnp.sin(angle).astype(half)
-        run = jax.checkpoint(block, static_argnums=(4,)) if c.remat else block
+        policy = getattr(jax.checkpoint_policies, c.policy)
+        run = jax.checkpoint(block, static_argnums=(4,), policy=policy) if c.remat else block
         x = params["embed"].astype(half)[batch[:, :-1]]
         if c.scan:
             x, _ = jax.lax.scan(lambda x, p: (run(p, x, cos, sin, 0), None), x, params["blocks"])
@@ -273,24 +279,6 @@ def shown(name: str, value: Any) -> str:
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
-def line(values: dict[str, Any] | None = None) -> str:
-    return "  ".join((shown(n, values.get(n, "")) if values else n).rjust(w) for n, w in COLUMNS)
-
-
-def ask(model: str, grid: str, budget: str, limit: float | None, more: list[str]) -> dict[str, Any] | None:
-    """One row in a process of its own."""
-    command = [sys.executable, __file__, "--row", f"{model},{grid},{budget},{limit or ''}", *more]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=3600)
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines:
-        told = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        print(f"{model} {grid} {budget}: failed ({done.returncode}): {told}", flush=True)
-        return None
-    for text in lines[:-1]:
-        print(text)
-    return json.loads(lines[-1])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -309,7 +297,7 @@ def main() -> None:
         model, grid, budget, limit = given.row.split(",")
         print(json.dumps(row(model, grid, budget, float(limit) if limit else None, given.profile)))
         return
-    print(line(), flush=True)
+    print(line(COLUMNS, shown), flush=True)
     for model in given.model.split(","):
         for grid in given.mesh.split(","):
             least = given.least
@@ -320,7 +308,7 @@ def main() -> None:
                 if budget[0].isdigit() and least is None:
                     continue
                 limit = float(budget) * least if budget[0].isdigit() and least else None
-                values = ask(model, grid, budget, limit, more)
+                values = ask(__file__, (model, grid, budget, limit), more)
                 if values is None:
                     continue
                 if budget == "level1" and "peak" in values:
@@ -328,7 +316,7 @@ def main() -> None:
                 if "error" in values:
                     print(f"{model} {grid} {budget}: after {values['plan']:.1f} s: {values['error']}")
                 else:
-                    print(line(values), flush=True)
+                    print(line(COLUMNS, shown, values), flush=True)
                 if given.steps:
                     print("\n".join(values.get("steps", ())))
                 if given.json:

@@ -26,13 +26,17 @@ import math
 import operator
 import platform
 import pstats
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+
+sys.path[:0] = [str(Path(__file__).parents[2])]
+
+from benchmarks.planning.row_process import ask, line  # noqa: E402
 
 
 LAYERS = ("4", "32", "126", "scan")
@@ -264,24 +268,6 @@ def shown(name: str, value: Any) -> str:
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
-def line(values: dict[str, Any] | None = None) -> str:
-    return "  ".join((shown(n, values[n]) if values else n).rjust(w) for n, w in COLUMNS)
-
-
-def ask(model: str, layers: str, grid: str, more: list[str]) -> dict[str, Any] | None:
-    """One row in a process of its own, so that its memory is its own."""
-    command = [sys.executable, __file__, "--row", f"{model},{layers},{grid}", *more]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=3600)
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines:
-        told = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        print(f"{model} {layers} {grid}: failed ({done.returncode}): {told}", flush=True)
-        return None
-    for text in lines[:-1]:
-        print(text)
-    return json.loads(lines[-1])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -317,13 +303,13 @@ def main() -> None:
     print(
         f"jax {jax.__version__}, python {platform.python_version()}, {platform.machine()}, level {given.level}"
     )
-    print(line(), flush=True)
+    print(line(COLUMNS, shown), flush=True)
     found = {}
     for key in rows:
         model, depth, mesh = key
-        values = found[key] = ask(model, depth, mesh, more)
+        values = found[key] = ask(__file__, (model, depth, mesh), more)
         if values:
-            print(line(values), flush=True)
+            print(line(COLUMNS, shown, values), flush=True)
             if given.steps:
                 print("\n".join(values["steps"]))
     deep = [(m, g) for m, n, g in rows if n == "126" and found[m, n, g] and found.get((m, "32", g))]

@@ -45,14 +45,14 @@ def plan_recomputed(
     - `limit`: the budget, in bytes a device, that `original`, planned without, exceeds.
     """
     recomputation = Recomputation(closed, chip, donated)
-    programs: dict[int, ClosedJaxpr] = {}
+    programs: dict[Choice, ClosedJaxpr] = {}
 
     def plan_of(choice: Choice | None, limited: bool) -> Call:
         if choice is None:
             return plan_jaxpr(None, limited)
-        if id(choice) not in programs:
-            programs[id(choice)] = recomputation.program(choice)
-        return plan_jaxpr(programs[id(choice)], limited)
+        if choice not in programs:
+            programs[choice] = recomputation.program(choice)
+        return plan_jaxpr(programs[choice], limited)
 
     if not recomputation.can_recompute:
         call = plan_jaxpr(None, True)
@@ -91,7 +91,7 @@ def _bound(search: RecomputeSearch[Call], plan: Plan) -> tuple[float, str]:
     others = f" and {plan.cost.space}" if plan.cost.space else ""
     if search.complete:
         return search.bound, plan.cost.space
-    planned = len({id(t.choice) for t in search.trials})
+    planned = search.choices_planned
     return (
         search.bound,
         f"the plans of the {count_of(planned, 'choice')} of what is kept that were tried{others}",
@@ -101,7 +101,7 @@ def _bound(search: RecomputeSearch[Call], plan: Plan) -> tuple[float, str]:
 def _steps(search: RecomputeSearch[Call], best: Trial[Call]) -> tuple[str, ...]:
     """What was searched, and what is computed again."""
     recomputation = search.recomputation
-    planned = len({id(t.choice) for t in search.trials})
+    planned = search.choices_planned
     steps = [
         f"remat: {count_of(planned, 'choice')} of what is kept {'were' if planned > 1 else 'was'} planned"
     ]

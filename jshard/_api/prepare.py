@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -107,7 +108,7 @@ def prepare(
     elif (context := compat.context_mesh()) is not None and AxisType.Explicit in context.axis_types:
         explicit_mesh = context
     statics = static_values(request, args, kwargs)
-    return _plan_traced(request, call, traced, explicit_mesh, in_pins, statics, on_progress)
+    return _plan_traced(_TracedCall(request, call, traced, explicit_mesh, in_pins, statics, on_progress))
 
 
 def check_pins(request: ShardRequest, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> None:
@@ -115,31 +116,46 @@ def check_pins(request: ShardRequest, args: Sequence[PyTree], kwargs: Mapping[st
     pins_of_arguments(request, TracedArguments.of(request, args, kwargs), len(args))
 
 
-@gc_paused()
-def _plan_traced(
-    request: ShardRequest,
-    call: TracedArguments,
-    jax_traced: jax.stages.Traced,
-    explicit_mesh: JaxMesh | None,
-    in_pins: Sequence[Pin | None],
-    statics: tuple[object, ...],
-    on_progress: OnProgress,
-) -> PlannedCall:
-    """The planned call of a traced function; `explicit_mesh`: the mesh with Explicit axes of the trace, if any."""
-    closed, rules = jax_traced.jaxpr, None
-    if request.config is not None:
+@dataclasses.dataclass(frozen=True, eq=False)
+class _TracedCall:
+    """What all plans of one call share: its arguments, its trace, and what the user says of them.
+
+    `explicit_mesh`: the mesh with Explicit axes of the trace, if any. `in_pins`: of the arguments.
+    """
+
+    request: ShardRequest
+    call: TracedArguments
+    jax_traced: jax.stages.Traced
+    explicit_mesh: JaxMesh | None
+    in_pins: Sequence[Pin | None]
+    statics: tuple[object, ...]
+    on_progress: OnProgress
+
+    @functools.cached_property
+    def donated(self) -> tuple[int, ...]:
+        """The flat indices of the donated arguments."""
+        return donated_leaves(self.request, self.call.args, self.call.kwargs, self.call.names)
+
+    @functools.cached_property
+    def rules(self) -> CallRules | None:
+        """The rules of the configuration; None without one."""
+        if self.request.config is None:
+            return None
         from jshard._api.config_pins import call_rules  # here, so that `import jshard` stays light
 
-        rules = call_rules(request, request.config, call, jax_traced)
-        closed = rules.jaxpr
+        return call_rules(self.request, self.request.config, self.call, self.jax_traced)
 
-    def plan_jaxpr(jaxpr: ClosedJaxpr | None = None, limited: bool = True) -> PlannedCall:
-        donated = donated_leaves(request, call.args, call.kwargs, call.names)
-        program = build_program(
-            request, call, jax_traced, explicit_mesh, donated, rules and rules.pin_of_name,
-            closed if jaxpr is None else jaxpr, recomputed=jaxpr is not None,
-        )  # fmt: skip
-        return _plan_program(request, call, program, donated, in_pins, statics, on_progress, rules, limited)
+    @functools.cached_property
+    def jaxpr(self) -> ClosedJaxpr:
+        """The traced function, with the named scopes marked that the configuration has rules for."""
+        return self.jax_traced.jaxpr if self.rules is None else self.rules.jaxpr
+
+
+@gc_paused()
+def _plan_traced(traced: _TracedCall) -> PlannedCall:
+    """The planned call of a traced function."""
+    request = traced.request
+    closed, plan_jaxpr = traced.jaxpr, functools.partial(_plan_jaxpr, traced)
 
     def chip_of(planned: PlannedCall) -> Chip:
         return physical_topology(planned.request, planned.chosen).chip
@@ -176,18 +192,13 @@ def _least_argument_bytes(planned: PlannedCall) -> float:
     return sum(sizes) / planned.chosen.axes.total
 
 
-def _plan_program(
-    request: ShardRequest,
-    call: TracedArguments,
-    traced: TracedProgram,
-    donated: tuple[int, ...],
-    in_pins: Sequence[Pin | None],
-    statics: tuple[object, ...],
-    on_progress: OnProgress,
-    rules: CallRules | None,
-    limited: bool,
-) -> PlannedCall:
-    """The planned call of a program; `rules`: of a configuration, `limited`: within the memory budget."""
+def _plan_jaxpr(of: _TracedCall, jaxpr: ClosedJaxpr | None = None, limited: bool = True) -> PlannedCall:
+    """The planned call of a traced function, or of another jaxpr for it; `limited`: within the memory budget."""
+    request, call, donated, rules, in_pins = of.request, of.call, of.donated, of.rules, of.in_pins
+    traced = build_program(
+        request, call, of.jax_traced, of.explicit_mesh, donated, rules and rules.pin_of_name,
+        of.jaxpr if jaxpr is None else jaxpr, recomputed=jaxpr is not None,
+    )  # fmt: skip
     program = traced.program
     in_tree, out_tree = jax.tree.structure(call.user_view), jax.tree.structure(traced.result)
     in_leaves = jax.tree.leaves(call.shapes)
@@ -209,7 +220,7 @@ def _plan_program(
             replication_price=options.replication_price, search_seconds=options.search_seconds,
             search_in_budget=options.search_in_budget, memory_slack=options.memory_slack,
         )  # fmt: skip
-        planned = _plan_with_committed(program, topology, plan_request, committed, on_progress)
+        planned = _plan_with_committed(program, topology, plan_request, committed, of.on_progress)
         return planned if limited else planned.with_budget(limit)
 
     if request.tries_meshes:
@@ -227,7 +238,7 @@ def _plan_program(
         tuple(in_leaves),
         traced.weak_typed,
         donated,
-        statics,
+        of.statics,
         frozenset(i for i, p in enumerate(in_pins) if p is not None and not p.free),
         planned.committed,
     )

@@ -20,7 +20,7 @@ from jshard._api.shard_request import ShardRequest
 from jshard._api.trace_call import abstract
 from jshard._core import topology as device_topology
 from jshard._core.errors import MemoryBudgetError, ShardError
-from jshard._core.jax_types import PyTree, PyTreeDef
+from jshard._core.jax_types import PyTree
 from jshard._core.layout import MeshAxes
 from jshard._core.named_topology import MeshRequest, TopologyMesh, topology as named_topology
 from jshard._plan.memory_refusal import MemoryRefusal, budget_advice
@@ -31,6 +31,7 @@ from jshard._spec.tree_paths import argument_names
 
 _OPERATORS = 25_000  # of all programs that are planned to try remedies; the first one is always tried
 _LEAST_PEAK_EFFORT = 8  # times that of a plan of least time
+_RECOMPUTE_EFFORT = 24  # the same: a dozen choices of what is computed again, some of them within the budget
 _MORE_DEVICES = 64  # times as many at most
 
 
@@ -84,7 +85,6 @@ class Trials:
         if not self.may_plan(retraced):
             return None
         self.spent += self._effort(retraced)
-        searched = self.request.options.level == 1
         options = dataclasses.replace(self.request.options, search_in_budget=False)
         if mesh is not None and options.hardware is None and not isinstance(mesh, TopologyMesh):
             options = dataclasses.replace(options, hardware=self.refusal.chip)
@@ -95,13 +95,24 @@ class Trials:
             mesh=self.request.mesh if mesh is None else mesh,
             **changes,
         )
+        return self.planned(advice, changed, args, kwargs, searched=options.level == 1)
+
+    def planned(
+        self,
+        advice: str,
+        request: ShardRequest,
+        args: Sequence[PyTree] | None = None,
+        kwargs: Mapping[str, PyTree] | None = None,
+        searched: bool = True,
+    ) -> Remedy | None:
+        """The remedy of another request; None where it cannot be planned. `searched`: as in `Remedy`."""
         shapes = [abstract(a) for a in (self.args if args is None else args)]
         named = {k: abstract(v) for k, v in (self.kwargs if kwargs is None else kwargs).items()}
         try:
-            cost = prepare(changed, shapes, named).plan.cost
+            plan = prepare(request, shapes, named).plan
         except Exception:  # the user's function or its pins may not take the change: then it is no remedy
             return None
-        return Remedy(advice, cost.peak_bytes, cost.compute + cost.communication, searched=searched)
+        return Remedy(advice, plan.cost.peak_bytes, plan.step_seconds, searched=searched)
 
     def may_plan(self, retraced: bool = False) -> bool:
         """Whether the effort that is left suffices for one more plan; one of other shapes is traced again."""
@@ -158,6 +169,24 @@ def checkpoint(trials: Trials) -> Iterator[Remedy]:
         name = estimate.name or "the layers"
         advice = f"jax.checkpoint around {body}{name} ({estimate.count} times)"
         yield Remedy(advice, estimate.peak, trials.refusal.checkpoint_seconds, estimated=True)
+
+
+def recompute(trials: Trials) -> Iterator[Remedy]:
+    """`remat="auto"`, planned as one would get it; for large programs the estimate of `jax.checkpoint`."""
+    request, refusal = trials.request, trials.refusal
+    if request.options.remat is not None or refusal.argument_bytes > refusal.limit:
+        return
+    advice, effort = 'remat="auto"', _RECOMPUTE_EFFORT * refusal.operators
+    if trials.spent + effort <= _OPERATORS:
+        trials.spent += effort
+        options = dataclasses.replace(request.options, remat="auto")
+        remedy = trials.planned(advice, dataclasses.replace(request, options=options))
+        if remedy is not None:
+            yield remedy
+    elif refusal.checkpoint is not None:
+        yield Remedy(
+            advice, refusal.checkpoint.peak, refusal.checkpoint_seconds, estimated=True, searched=False
+        )
 
 
 def smaller_batch(trials: Trials) -> Iterator[Remedy]:
@@ -263,7 +292,7 @@ def larger_budget(trials: Trials) -> Iterator[Remedy]:
 
 
 REMEDIES: tuple[Callable[[Trials], Iterator[Remedy]], ...] = (
-    donate, checkpoint, more_devices, smaller_batch, another_mesh, larger_budget,
+    donate, checkpoint, recompute, more_devices, smaller_batch, another_mesh, larger_budget,
 )  # fmt: skip
 """What is tried, in this order."""
 

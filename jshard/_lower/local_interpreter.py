@@ -19,6 +19,7 @@ from jshard._cost.reshard_steps import apply_step
 from jshard._lower.as_traced import run_as_traced
 from jshard._lower.custom_derivatives import PlanRule, RunRule, rebuild_with_rule
 from jshard._lower.emit_collectives import apply_reshard
+from jshard._lower.segment_barriers import SegmentBarriers
 from jshard._memory.in_place import is_update
 from jshard._memory.memory_layout import memory_layout
 from jshard._program.graph import Literal
@@ -65,6 +66,7 @@ class LocalInterpreter:
         self.mesh = schedule.assignment.topology.mesh
         self.row_major_updates = memory_layout(self.program, self.assignment.topology.chip).row_major_updates
         self.constants: Env = {}  # captured arrays, which every body may read
+        self.barriers = SegmentBarriers(self.assignment)
         self.trip_counter: jax.Array | None = (
             None  # trips so far, in a loop some of whose actions must not be hoisted
         )
@@ -212,7 +214,6 @@ class LocalInterpreter:
     # Calls that only alias: their operands are the values that enter the body, their results those that leave it.
 
     def _remat(self, action: RunCall, env: Env) -> None:
-        arrays = [materialized(env[v]) for v in action.entry[0]]
         params = action.call.eqn.params
         if self.vma:
             f = jax.checkpoint(
@@ -220,11 +221,10 @@ class LocalInterpreter:
                 policy=params.get("policy"),
                 prevent_cse=params["prevent_cse"],
             )
-            results = f(*arrays)
+            results = f(*(materialized(env[v]) for v in action.entry[0]))
         else:
             # As JAX lowers a differentiated remat: the barrier prevents common subexpressions with the forward pass.
-            arrays = list(lax.optimization_barrier(tuple(arrays)))
-            results = self._body_arrays(action, 0, arrays)
+            results = self._body_arrays(action, 0, self.barriers.enter(action, env))
         self._bind_results(action, results, env)
 
     def _custom_derivative(self, action: RunCall, env: Env) -> None:

@@ -22,6 +22,7 @@ from jshard._network.build import Pins, PlanningNetwork, build_network
 from jshard._network.memory_network import memory_network, with_copies
 from jshard._plan.memory_preference import prefer_memory
 from jshard._plan.memory_ties import assignment_of_solution, lower_peak_at_equal_cost
+from jshard._plan.ranked_search import cheapest_by_rank
 from jshard._plan.request import PlanRequest, merged_pins, pins_by_operator
 from jshard._plan.schedule_cost import schedule_cost
 from jshard._plan.scheduled_solution import ROUNDING, ScheduledSolution, schedule_solution
@@ -115,8 +116,11 @@ class LevelSearch:
         solution = self.minimize_time_under_budget(network, fastest)
         if solution.peak <= limit:
             return solution
-        if solution.peak_bound > limit and network.cost_network.size > _LEAST_PEAK_VARIABLES:
-            return solution  # nothing fits, and the least peak of a large program takes long to find
+        proved = solution.peak_bound > limit
+        if proved and (
+            network.cost_network.size > _LEAST_PEAK_VARIABLES or solution.peak <= solution.peak_bound
+        ):
+            return solution  # nothing fits; the least peak is found, or of a program where that takes long
         # Plans that fit may have to repeat products: that is priced in their cost, but not in this search.
         unpriced = self.network(replication_price=0.0, price_returned_sums=False, second_copies=False)
         smallest = self.minimize_peak(unpriced).after(solution)
@@ -270,6 +274,9 @@ class LevelSearch:
         """
         limit, gap = self.request.memory_limit, self._memory_gap(network.cost_network)
         assert limit is not None
+        ranked = cheapest_by_rank(network, self.request, self.effort)
+        if ranked.finished and ranked.best is not None:
+            return self._known_plan(ranked.best.after(fastest))
         estimating = memory_network(network)
         assert estimating.memory is not None
         bounding: CostNetwork | None = None
@@ -297,7 +304,7 @@ class LevelSearch:
         )
         if s is None:
             return best or min((fastest, *plans), key=lambda p: p.peak)
-        bound = max(fastest.bound, s.bound)
+        bound = max(fastest.bound, s.bound, ranked.bound)
         plans = [dataclasses.replace(p, bound=bound) for p in plans]
         if best is None or s.cost < best.cost:
             plans.append(self._scheduled(network, s, bound, plans[-1] if plans else fastest))

@@ -96,7 +96,7 @@ def memory_refusal(solution: ScheduledSolution, plan: PlanRecord, limit: float) 
     program, topology = network.program, network.topology
     held = solution.profile.held
     estimate = checkpoint_estimate(made, network.liveness, request.donated)
-    seconds = plan.cost.compute + plan.cost.communication
+    seconds = plan.step_seconds
     if estimate is not None and estimate.peak > _LEAST_SAVING * solution.peak:
         estimate = None
     return MemoryRefusal(

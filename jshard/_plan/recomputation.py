@@ -13,6 +13,7 @@ Programs with few values have all their choices listed.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Collection, Sequence
@@ -43,12 +44,13 @@ from jshard._search.exact.recompute_cut import RecomputeGraph, recompute_hull
 
 
 _MAX_COMPARED = 64  # values of a pair of scans, of which the best to keep next is looked for
+_MAX_SITES_ALONE = 4  # sites of a program, each of which may keep everything while the others do not
 _LOWER_PEAK = 0.99  # of the peak of a choice with fewer seconds: else it is not worth planning
 MAX_LISTED_VALUES = 5
 """Programs with at most as many values between their parts have all choices of what to keep planned."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class Choice:
     """What a program keeps: of each site the variables.
 
@@ -101,27 +103,33 @@ class Recomputation:
     def hull(self) -> list[Choice]:
         """The choices on the lower convex hull of bytes and seconds, from the least seconds to the least bytes.
 
-        What is computed again is in memory while it is read, which the hull does not count. Choices whose program, as
+        What is computed again is in memory while it is read, which the hull does not count. So the hulls in which one
+        site keeps all that is needed are there as well. Choices whose program, as
         traced, has no lower peak than one of fewer seconds are left out.
         """
-        found = recompute_hull([graph.cut for graph in self.graphs])
-        choices = [
-            Choice(
-                tuple(
-                    frozenset(graph.values[k] for k in values)
-                    for values, graph in zip(c.kept, self.graphs, strict=True)
-                ),
-                c.bytes,
-                c.seconds,
-            )
-            for c in found
-        ]
+        sites = range(len(self.sites))
+        choices = self._hull_of(sites)
+        if 1 < len(sites) <= _MAX_SITES_ALONE:
+            # What is read soon after it is made, as the logits are, had better stay while the rest is computed again.
+            for k in sites:
+                choices += self._hull_of([j for j in sites if j != k])
+        choices.sort(key=lambda c: (c.seconds, c.bytes))
         out, least = [], math.inf
         for choice in choices:
             peak = self.traced_peak(choice)
             if peak < _LOWER_PEAK * least:
                 out.append(choice)
                 least = peak
+        return out
+
+    def _hull_of(self, sites: Sequence[int]) -> list[Choice]:
+        """The hull of some sites; the others keep all that is needed."""
+        out = []
+        for found in recompute_hull([self.graphs[k].cut for k in sites]):
+            kept = [frozenset(site.needed) for site in self.sites]
+            for k, values in zip(sites, found.kept, strict=True):
+                kept[k] = frozenset(self.graphs[k].values[v] for v in values)
+            out.append(self.choice(kept))
         return out
 
     def everything(self) -> Choice:
@@ -221,6 +229,14 @@ class _SiteGraph:
     index: dict[JaxprAtom, int]
     makers: dict[JaxprAtom, JaxprEqn]
 
+    @functools.cached_property
+    def reads(self) -> dict[int, list[int]]:
+        """The values that each equation reads, as numbers."""
+        out: dict[int, list[int]] = {}
+        for e, v in self.cut.reads.tolist():
+            out.setdefault(e, []).append(v)
+        return out
+
     def seconds_a_byte(self, kept: frozenset[JaxprAtom], value: JaxprAtom) -> float:
         """Seconds run again, added by keeping one more value, over its bytes: negative where that saves time."""
 
@@ -242,9 +258,6 @@ class _SiteGraph:
         late: set[int] = set()
         again: set[int] = set()
         stack = self.cut.needed.tolist()
-        reads: dict[int, list[int]] = {}
-        for e, v in self.cut.reads.tolist():
-            reads.setdefault(e, []).append(v)
         seen = set()
         while stack:
             k = stack.pop()
@@ -256,7 +269,7 @@ class _SiteGraph:
                 late.add(k)
             elif e not in again:
                 again.add(e)
-                stack += reads.get(e, ())
+                stack += self.reads.get(e, ())
         return np.array(sorted(late), dtype=np.int64), np.array(sorted(again), dtype=np.int64)
 
 

@@ -71,6 +71,9 @@ class RecomputeSearch(Generic[Planned]):
             limit,
         )
         self.trials: list[Trial[Planned]] = []
+        self.planned: dict[
+            tuple[Choice | None, bool], Trial[Planned]
+        ] = {}  # by choice, within the budget or not
         self.complete = False  # whether every choice was planned
         self.refusal: MemoryBudgetError | None = None
 
@@ -80,7 +83,9 @@ class RecomputeSearch(Generic[Planned]):
         choices = self.recomputation.every_choice()
         if choices is not None:
             self.complete = True
-            for choice in choices:
+            # The first keeps everything: it is the program as it was traced, whose bound without a budget is known.
+            self.plan(None, limited=True)
+            for choice in choices[1:]:
                 if self.plan(choice, limited=True).bound == 0.0:
                     self.plan(choice, limited=False)
         else:
@@ -91,14 +96,23 @@ class RecomputeSearch(Generic[Planned]):
     @property
     def bound(self) -> float:
         """No plan of a choice that was planned costs less."""
-        bounds: dict[int, float] = {}
+        bounds: dict[Choice | None, float] = {}
         for t in self.trials:
-            key = id(t.choice)
-            bounds[key] = max(bounds.get(key, 0.0), t.bound)
+            bounds[t.choice] = max(bounds.get(t.choice, 0.0), t.bound)
         return min(bounds.values())
 
+    @property
+    def choices_planned(self) -> int:
+        """The number of different choices that were planned, the program as it was traced among them."""
+        return len({t.choice for t in self.trials})
+
     def plan(self, choice: Choice | None, *, limited: bool) -> Trial[Planned]:
-        """Plan a choice and record it."""
+        """Plan a choice and record it; one that was planned so before is not planned again."""
+        if (choice, limited) not in self.planned:
+            self.planned[choice, limited] = self._planned(choice, limited)
+        return self.planned[choice, limited]
+
+    def _planned(self, choice: Choice | None, limited: bool) -> Trial[Planned]:
         try:
             trial = self._trial(choice, self.plan_of(choice, limited))
         except SearchError as error:
@@ -116,7 +130,7 @@ class RecomputeSearch(Generic[Planned]):
         record = self.record_of(planned)
         c = record.cost
         # At level 1 what is computed again is chosen by time, the plan's own peak by its search.
-        cost = c.compute + c.communication if record.level == 1 else c.objective
+        cost = record.step_seconds if record.level == 1 else c.objective
         return Trial(choice, planned, cost, 0.0 if record.level == 1 else c.bound, c.peak_bytes)
 
     def _search(self, hull: Sequence[Choice]) -> None:
@@ -132,8 +146,12 @@ class RecomputeSearch(Generic[Planned]):
         low, high = 0, len(hull) - 1  # all kept, which does not fit; the least that can be kept
         tried[0] = self.trials[0]
         if not without_budget(high).fits(self.limit):
-            self._within_budget(list(reversed(hull[1:])))
-            return
+            # The peak of a partitioned program may fall where that of the traced one does not.
+            by_peak = sorted(range(high, 0, -1), key=lambda k: without_budget(k).peak)
+            if not without_budget(by_peak[0]).fits(self.limit):
+                self._within_budget([hull[k] for k in by_peak])
+                return
+            high = by_peak[0]
         while high - low > 1:
             middle = (low + high) // 2
             if without_budget(middle).fits(self.limit):

@@ -92,11 +92,11 @@ def _with_body(eqn: JaxprEqn, inner: Region, kept: Kept, numbers: Iterable[int],
 
 
 class _Copies:
-    """Second copies of equations, written on demand; `there` are the variables that need none."""
+    """Second copies of equations, written on demand; `available` are the variables that need none."""
 
-    def __init__(self, eqns: Sequence[JaxprEqn], there: Iterable[JaxprAtom]):
+    def __init__(self, eqns: Sequence[JaxprEqn], available: Iterable[JaxprAtom]):
         self.maker = {v: eqn for eqn in eqns for v in eqn.outvars}
-        self.there = set(there)
+        self.available = set(available)
         self.copy_of: dict[JaxprAtom, JaxprAtom] = {}
 
     def missing(self, needed: Iterable[JaxprAtom]) -> list[JaxprEqn]:
@@ -105,7 +105,7 @@ class _Copies:
         stack = [(v, False) for v in reversed(list(needed))]
         while stack:
             v, is_ready = stack.pop()
-            if v in self.there or v in self.copy_of or v not in self.maker or id(self.maker[v]) in order:
+            if v in self.available or v in self.copy_of or v not in self.maker or id(self.maker[v]) in order:
                 continue
             eqn = self.maker[v]
             if is_ready:
@@ -127,7 +127,7 @@ class _Copies:
                 eqn.replace(invars=substituted(eqn.invars, self.copy_of), outvars=results, source_info=info)
             )
             for v, copy in zip(eqn.outvars, results, strict=True):
-                if v not in self.there:
+                if v not in self.available:
                     self.copy_of[v] = copy
         return out
 
@@ -141,16 +141,16 @@ class _Segment:
     end: int
 
 
-def _with_segments(jaxpr: Jaxpr, late: Sequence[bool], there: set[JaxprAtom], weight: Weight) -> Jaxpr:
-    """The body with its early part first, then its late part in segments; `there` need not be made again."""
+def _with_segments(jaxpr: Jaxpr, late: Sequence[bool], available: set[JaxprAtom], weight: Weight) -> Jaxpr:
+    """The body with its early part first, then its late part in segments; `available` need not be made again."""
     early = [eqn for eqn, is_late in zip(jaxpr.eqns, late, strict=True) if not is_late]
     late_eqns = [eqn for eqn, is_late in zip(jaxpr.eqns, late, strict=True) if is_late]
-    segments = _segments(early, late_eqns, there, weight)
+    segments = _segments(early, late_eqns, available, weight)
     if not segments:
         return jaxpr
     # Outside segments compilers make elementwise values of kept ones again by themselves.
     inside = {k for segment in segments for k in range(segment.begin, segment.end)}
-    copies = _Copies(early, there)
+    copies = _Copies(early, available)
     rows = []  # for each late equation the copies before it, and itself
     for k, eqn in enumerate(late_eqns):
         again = copies.write(copies.missing(variables(eqn.invars))) if k in inside else []
@@ -159,10 +159,10 @@ def _with_segments(jaxpr: Jaxpr, late: Sequence[bool], there: set[JaxprAtom], we
 
 
 def _segments(
-    early: Sequence[JaxprEqn], late: Sequence[JaxprEqn], there: set[JaxprAtom], weight: Weight
+    early: Sequence[JaxprEqn], late: Sequence[JaxprEqn], available: set[JaxprAtom], weight: Weight
 ) -> list[_Segment]:
     """The segments of the late part; none if only elementwise work would be done again."""
-    cheap = set(there)  # made from what is there by elementwise work alone
+    cheap = set(available)  # made from these by elementwise work alone
     for eqn in early:
         if not weight(eqn) and all(v in cheap for v in variables(eqn.invars)):
             cheap.update(eqn.outvars)
@@ -210,21 +210,24 @@ def _as_calls(
         at = segment.end
     parts.append((False, [e for row in rows[at:] for e in row]))
     read_after: set[JaxprAtom] = set(results)
+    template = jax.make_jaxpr(jax.checkpoint(lambda x: x * 1.0))(0.0).eqns[0]
     out: list[list[JaxprEqn]] = []
     for is_call, eqns in reversed(parts):
         if not eqns:
             continue
-        out.append([_call(eqns, read_after)] if is_call else eqns)
+        out.append([_call(template, eqns, read_after)] if is_call else eqns)
         read_after.update(v for e in eqns for v in variables(e.invars))
     return [eqn for part in reversed(out) for eqn in part]
 
 
-def _call(eqns: Sequence[JaxprEqn], read_after: set[JaxprAtom]) -> JaxprEqn:
-    """One `remat2` of some equations, of the kind that `jax.checkpoint` leaves in a backward pass."""
+def _call(template: JaxprEqn, eqns: Sequence[JaxprEqn], read_after: set[JaxprAtom]) -> JaxprEqn:
+    """One `remat2` of some equations, of the kind that `jax.checkpoint` leaves in a backward pass.
+
+    `template` is any equation of `jax.checkpoint`.
+    """
     made = dict.fromkeys(v for e in eqns for v in e.outvars)
     operands = list(dict.fromkeys(v for e in eqns for v in variables(e.invars) if v not in made))
     results = [v for v in made if v in read_after]
-    template = jax.make_jaxpr(jax.checkpoint(lambda x: x * 1.0))(0.0).eqns[0]
     inner_results = fresh(results)
     inner = {**dict(zip(results, inner_results, strict=True))}
     inner_operands = fresh(operands)

@@ -2,8 +2,9 @@
 
 Programs are small and run forth and back, as a training step does: values of the first half are read in reverse order by
 the second. Each subset of the values between the halves is written out as a program of its own, and of that the cost and
-the peak of every assignment. The search of layouts under a budget is not exact on each, so the answer is compared with
-what it finds for each of these programs alone, and the bound with the enumeration.
+the peak of every assignment: the answer is compared with the least of them all, as `benchmarks/correctness/recompute.py`
+does for more programs. Larger programs, whose layouts are too many to write out, are compared with what is found for
+each of their choices alone.
 """
 
 from __future__ import annotations
@@ -73,18 +74,20 @@ def every_program(closed: Any) -> list[Any]:
     return out
 
 
-def least_costs(closed: Any, topology: Topology, level: int) -> list[tuple[float, float]] | None:
-    """(cost, peak) of every assignment of every program; None where that is too much to write out."""
+def least_costs(
+    closed: Any, topology: Topology, level: int, most: int = 400
+) -> list[tuple[float, float]] | None:
+    """(cost, peak) of every assignment of every program; None where one has more than `most`."""
     out = []
     for number, jaxpr in enumerate(every_program(closed)):
         program = build(jaxpr, name="fn", input_names=["x", "w"])
         program = dataclasses.replace(program, has_recomputed=number > 0)
         built = build_network(program, topology, {}, level=level, second_copies=False)
         net = built.cost_network
-        if net.size > 26 or np.prod([float(net.num_states(v)) for v in range(net.size)]) > 3e5:
+        if net.size > 26 or np.prod([float(net.num_states(v)) for v in range(net.size)]) > 1e6:
             return None
         costs = every_cost(net)
-        if np.isfinite(costs).sum() > 400:
+        if np.isfinite(costs).sum() > most:
             return None
         peaks = every_peak(built, costs)
         for a in np.argwhere(np.isfinite(peaks)):
@@ -93,26 +96,21 @@ def least_costs(closed: Any, topology: Topology, level: int) -> list[tuple[float
     return out
 
 
-@pytest.mark.parametrize("level, seed", [(0, 94), (2, 72), (2, 79)])
-def test_the_bound_holds_for_every_choice_with_every_layout(level: int, seed: int) -> None:
+@pytest.mark.parametrize("level, seed", [(0, 94), (2, 72), (0, 2012)])
+def test_the_plan_is_the_least_of_every_choice_with_every_layout(level: int, seed: int) -> None:
     fn, shapes = there_and_back(seed)
     every = least_costs(jax.jit(fn).trace(*shapes).jaxpr, from_mesh(mesh(), CHIP), level)
     assert every is not None
-    lowest, highest = min(peak for _, peak in every), max(peak for _, peak in every)
-    budgets = found = 0
-    for share in (0.3, 0.6, 0.9):
-        limit = int(lowest + share * (highest - lowest))
+    options: Any = dict(mesh=mesh(), level=level, hardware=CHIP)
+    free = jshard.shard(fn, memory_budget="1TB", **options).plan(*shapes).cost.peak_bytes
+    lowest = min(peak for _, peak in every)
+    assert lowest < free
+    for share in (0.0, 0.5, 0.9):
+        limit = int(lowest + share * (free - lowest)) + 1
         least = min(cost for cost, peak in every if peak <= limit)
-        options: Any = dict(mesh=mesh(), level=level, hardware=CHIP, memory_budget=limit)
-        budgets += 1
-        try:
-            plan = jshard.shard(fn, remat="auto", **options).plan(*shapes)
-        except jshard.ShardError:
-            continue
-        found += 1
-        assert plan.cost.bound <= least * (1 + 1e-9) and plan.cost.objective >= least * (1 - 1e-9)
-        assert plan.cost.peak_bytes <= limit and not plan.cost.space
-    assert found >= 1, budgets
+        plan = jshard.shard(fn, remat="auto", memory_budget=limit, **options).plan(*shapes)
+        assert plan.cost.objective == pytest.approx(least, rel=1e-9)
+        assert plan.cost.bound <= least * (1 + 1e-9) and plan.cost.peak_bytes <= limit
 
 
 @pytest.mark.parametrize("seed", [0, 2, 3, 4])
