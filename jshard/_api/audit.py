@@ -79,8 +79,8 @@ def audit(fn: Any, config: Any, *args: Any, each_rule: bool = False, **kwargs: A
         record.source,
         file.name,
         str(file.mesh),
-        _figures(file),
-        _figures(search),
+        figures(file),
+        figures(search),
         _whole(file, search),
         tuple(sorted(report.problems, key=lambda p: not p.error)),
         tuple(sorted(costs, key=lambda c: -c.seconds)),
@@ -105,7 +105,8 @@ def _proof(plan: Plan) -> str:
     return optimality_text(plan)
 
 
-def _figures(plan: Plan) -> Figures:
+def figures(plan: Plan) -> Figures:
+    """A plan in the figures of a report."""
     from jshard._config.audit_report import Figures
     from jshard._report.totals import received_bytes
 

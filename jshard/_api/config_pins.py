@@ -14,13 +14,16 @@ from jshard._api.call_pins import with_partitioning_metadata
 from jshard._api.machine import requested_mesh
 from jshard._api.shard_request import ShardRequest
 from jshard._api.trace_call import TracedArguments, build_program, trace_on_shapes
-from jshard._config.config_record import ConfigRecord
+from jshard._config.config_record import ConfigRecord, Rule
 from jshard._config.fitting import is_word, pin_of
 from jshard._config.match_report import MatchReport, enforce
-from jshard._config.program_facts import facts_of_arguments, named_values, pin_of_name
+from jshard._config.program_facts import facts_of_arguments, named_values as values_with_names, pin_of_name
 from jshard._config.resolve import Resolution, Row, resolve
 from jshard._config.tensors import TensorName, arguments
 from jshard._program.graph import Program
+from jshard._recipes.named_values import named_values
+from jshard._recipes.recipe_pins import RecipePins, recipe_pins
+from jshard._recipes.structure import Structure
 from jshard._spec.entry import Pin
 from jshard._spec.strategies import pins_for_outputs
 from jshard._spec.tree_paths import path_name
@@ -54,7 +57,46 @@ class CallRules:
     def resolution(self, program: Program) -> Resolution:
         """The entries and problems, with what the program says about its arguments."""
         tensors = arguments(self.leaves, facts_of_arguments(program))
-        return resolve(self.record, tensors, self.values, self.results, self.sizes)
+        record = self.record
+        if not (record.recipe or record.products or record.gradients):
+            return resolve(record, tensors, self.values, self.results, self.sizes)
+        inside = named_values(structure_of(program)).names
+        found = resolve(record, tensors, self.values, self.results, self.sizes, inside)
+        pins = self.recipe(program)
+        if pins is None:
+            return found
+        numbers = [i for i, leaf in enumerate(self.leaves) if leaf.dtype is not None]
+        rows = []
+        for i, row in zip(numbers, found.rows, strict=True):
+            entry = pins.arguments.get(i) if row.rule is None and row.entry is None else None
+            if entry is not None:
+                said = Rule(record.recipe, entry, f"recipe {record.recipe}")
+                row = Row(row.tensor, entry, "recipe", "argument", said)
+            rows.append(row)
+        return dataclasses.replace(found, rows=tuple(rows))
+
+    def recipe(self, program: Program) -> RecipePins | None:
+        """What the recipe says about the program; None without one. Raises `RecipeError` where it does not apply."""
+        return (
+            recipe_pins(self.record.recipe, structure_of(program), self.sizes) if self.record.recipe else None
+        )
+
+    def inner_pins(self, program: Program) -> tuple[tuple[int, str, int, Pin], ...]:
+        """Pins on outputs of products and on gradients: of rules, and of the recipe where no rule says anything."""
+        record = self.record
+        if not (record.recipe or record.products or record.gradients):
+            return ()
+        values, pins = named_values(structure_of(program)), dict[tuple[int, int], Pin | None]()
+        for row in self.resolution(program).inner:
+            for place in values.places.get((row.section, row.tensor.path), ()):
+                if place not in pins:
+                    pins[place] = _pin(row)
+        said = self.recipe(program)
+        for value in (*said.products, *said.gradients) if said is not None else ():
+            if value.place not in pins:
+                tensor = TensorName(value.name, value.shape, "float32")
+                pins[value.place] = pin_of(value.entry, tensor, f"recipe {record.recipe} ({value.name})")
+        return tuple((op, "result", k, pin) for (op, k), pin in pins.items() if pin is not None)
 
     def complete(
         self,
@@ -81,6 +123,11 @@ class CallRules:
         return with_partitioning_metadata(request, call, inputs), tuple(outputs)
 
 
+def structure_of(program: Program) -> Structure:
+    """The structure of a program, found once."""
+    return program.memo.get("structure") or program.memo.setdefault("structure", Structure(program))
+
+
 def call_rules(
     request: ShardRequest, call: TracedArguments, jax_traced: jax.stages.Traced
 ) -> CallRules | None:
@@ -88,7 +135,7 @@ def call_rules(
     record = request.config
     if record is None:
         return None
-    values = tuple(named_values(jax_traced.jaxpr))
+    values = tuple(values_with_names(jax_traced.jaxpr))
     results = _results(request.view.results(jax_traced.out_info)[0])
     sizes = mesh_sizes(request, call)
     found = resolve(record, arguments(call.leaves), values, results, sizes)

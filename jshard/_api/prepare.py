@@ -189,6 +189,10 @@ def _plan_jaxpr(
     out_pins = pins_of_results(request, call, traced)
     if rules is not None:
         in_pins, out_pins = rules.complete(request, call, program, in_pins, out_pins)
+        inner = rules.inner_pins(program)
+        if inner:
+            program = dataclasses.replace(program, pins=(*program.pins, *inner))
+            traced = dataclasses.replace(traced, program=program)
     ties = find_state_ties(program, in_leaves, in_tree, traced.avals, out_tree, donated, out_pins)
     pins = collect_pins(request, call, traced, in_pins, out_pins)
 
