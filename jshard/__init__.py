@@ -5,6 +5,7 @@ from jshard._api.config import Config as Config
 from jshard._api.op import op as op
 from jshard._api.pareto import pareto as pareto
 from jshard._api.plan import Plan as Plan
+from jshard._api.policy import Policy as Policy
 from jshard._api.recipes import recipes as recipes
 from jshard._api.shard import Sharded as Sharded, shard as shard
 from jshard._api.sweep import sweep as sweep

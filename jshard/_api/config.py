@@ -188,6 +188,20 @@ def as_config(record: ConfigRecord) -> Config:
     return Config(**{f.name: getattr(record, f.name) for f in dataclasses.fields(ConfigRecord)})
 
 
+def merged_config(*configs: object) -> Config | None:
+    """Configurations on top of each other, the last above all; None without any.
+
+    >>> merged_config({"level": 1, "mesh": {"x": 2}}, "fsdp").recipe, merged_config() is None
+    ('fsdp', True)
+    """
+    from jshard._config.sections import merge
+
+    record: ConfigRecord | None = None
+    for config in configs:
+        record = merge(record, Config.of(config))
+    return None if record is None else as_config(record)
+
+
 def config_of_plan(plan: Any, machine: str = "") -> Config:
     """The configuration of a plan (`Plan.to_config`)."""
     from jshard._config.export import config_of_plan

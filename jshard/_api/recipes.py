@@ -33,8 +33,8 @@ def recipes(
     >>> table = jshard.recipes(
     ...     lambda p, x: jax.nn.relu(x @ p["up"]) @ p["down"], params, f32(128, 64), names=["megatron", "expert"],
     ...     config={"mesh": {"data": 2, "model": 2}})
-    >>> table["megatron"].applies, table["expert"].reason.splitlines()[0]
-    (True, 'there are no experts: no product whose weight and activation share a dimension that neither sums over (looked at 2 products)')
+    >>> table["megatron"].applies, table["expert"].reason[:20]
+    (True, 'there are no experts')
 
     Arguments:
 

@@ -365,7 +365,7 @@ class _Resolver:
             self._refuse(
                 "vocab",
                 f"a vocabulary of {abbreviate(list(map(str, sizes)))} is not divided by {n}",
-                f"a vocabulary padded to {abbreviate(padded)} (jshard.pad_vocabulary in a Policy)",
+                f"a vocabulary padded to {abbreviate(padded)} (jshard.flax.pad_vocabulary)",
             )
 
     def _check_expert(self) -> None:
