@@ -44,6 +44,7 @@ from jshard._flax.module_call import OnClassError
 from jshard._flax.optimize import Optimized as Optimized, optimize as optimize
 from jshard._flax.placement import init as init, place as place, shardings_for as shardings_for
 from jshard._flax.replacements import (
+    BlockOrder as BlockOrder,
     Padding as Padding,
     pad_vocabulary as pad_vocabulary,
     replace_method as replace_method,

@@ -146,3 +146,53 @@ def pad_vocabulary(
 def _padded(x: jax.Array, dim: int, size: int) -> jax.Array:
     width = [(0, size - n if d == dim else 0) for d, n in enumerate(x.shape)]
     return jnp.pad(x, width)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockOrder:
+    """The columns of a fused product (queries, keys and values side by side) in the order of devices' blocks.
+
+    A cut of `[q | k | v]` gives a device some of the queries only; in block order, `[q0 | k0 | v0 | q1 | ...]`, it gives
+    each its part of all three. `sizes`: of the fused parts; `blocks`: the number of devices, which divides them.
+
+    >>> order = BlockOrder((4, 2), 2)
+    >>> order.apply(jnp.array([0, 1, 2, 3, 10, 11])).tolist()
+    [0, 1, 10, 2, 3, 11]
+    >>> [x.tolist() for x in order.split(jnp.array([0, 1, 10, 2, 3, 11]))]
+    [[0, 1, 2, 3], [10, 11]]
+    """
+
+    sizes: tuple[int, ...]
+    blocks: int
+
+    def __post_init__(self) -> None:
+        if any(size % self.blocks for size in self.sizes):
+            raise ShardError(
+                f"{self.blocks} blocks do not divide the fused parts {self.sizes}",
+                where="BlockOrder",
+                fix="blocks that divide the heads of each part",
+            )
+
+    def apply(self, x: jax.Array) -> jax.Array:
+        """The last dimension, parts side by side, in block order."""
+        parts, start = [], 0
+        for size in self.sizes:
+            part = jax.lax.slice_in_dim(x, start, start + size, axis=x.ndim - 1)
+            parts.append(part.reshape(*x.shape[:-1], self.blocks, size // self.blocks))
+            start += size
+        return jnp.concatenate(parts, axis=-1).reshape(x.shape)
+
+    def split(self, y: jax.Array) -> tuple[jax.Array, ...]:
+        """The parts of a result whose last dimension is in block order; a cut into `blocks` stays where it is."""
+        of_blocks = y.reshape(*y.shape[:-1], self.blocks, y.shape[-1] // self.blocks)
+        out, start = [], 0
+        for size in self.sizes:
+            stop = start + size // self.blocks
+            part = jax.lax.slice_in_dim(of_blocks, start, stop, axis=y.ndim)
+            out.append(part.reshape(*y.shape[:-1], size))
+            start = stop
+        return tuple(out)
+
+    def undo(self, x: jax.Array) -> jax.Array:
+        """The last dimension with parts side by side again."""
+        return jnp.concatenate(self.split(x), axis=-1)

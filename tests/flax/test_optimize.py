@@ -12,6 +12,7 @@ from flax import linen, nnx
 
 import jshard.flax
 from jshard import _jaxcompat as compat
+from jshard._api import policy as policies
 from jshard._api.policy import find_policy, qualified_name
 from jshard._core.errors import ShardError
 from tests.helpers.import_graph import ROOT
@@ -73,10 +74,10 @@ TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, WORDS, (8, 6)), "int32
 
 @pytest.fixture
 def registry():
-    before = dict(jshard._api.policy._REGISTRY)
+    before = dict(policies._REGISTRY)
     yield
-    jshard._api.policy._REGISTRY.clear()
-    jshard._api.policy._REGISTRY.update(before)
+    policies._REGISTRY.clear()
+    policies._REGISTRY.update(before)
 
 
 def page_code() -> str:
