@@ -6,6 +6,8 @@ from jshard._api.config import Config as Config
 from jshard._api.op import op as op
 from jshard._api.pareto import pareto as pareto
 from jshard._api.plan import Plan as Plan
+from jshard._api.policy import Policy as Policy
+from jshard._api.recipes import recipes as recipes
 from jshard._api.shard import Sharded as Sharded, shard as shard
 from jshard._api.sweep import sweep as sweep
 from jshard._core import hardware as hardware  # noqa: F401  the public name of the chip table

@@ -13,7 +13,8 @@ The counterpart of MindSpore's `self.block1.shard(in_strategy=((1, 8),), paramet
 (2, 4)
 
 The functional form is `jshard.shard(module, ...)`; `plan_of` gives the plan of a sharded module. `init` creates
-parameters and optimizer state in the shardings of a plan, `place` moves existing ones.
+parameters and optimizer state in the shardings of a plan, `place` moves existing ones. `optimize` does all of it with the
+`jshard.Policy` of a model, for which `pad_vocabulary` and `replace_method` change the model.
 """
 
 from __future__ import annotations
@@ -39,7 +40,14 @@ from jshard._core.errors import ShardError
 from jshard._core.messages import type_with_article
 from jshard._flax import linen as _linen, metadata as _pins, nnx as _nnx
 from jshard._flax.module_call import OnClassError
+from jshard._flax.optimize import Optimized as Optimized, optimize as optimize
 from jshard._flax.placement import init as init, place as place, shardings_for as shardings_for
+from jshard._flax.replacements import (
+    BlockOrder as BlockOrder,
+    Padding as Padding,
+    pad_vocabulary as pad_vocabulary,
+    replace_method as replace_method,
+)
 from jshard._spec.tree_paths import path_name as path_name
 
 

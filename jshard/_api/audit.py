@@ -84,8 +84,8 @@ def audit(
         record.source,
         file.name,
         str(file.mesh),
-        _figures(file),
-        _figures(search),
+        figures(file),
+        figures(search),
         _whole(file, search),
         tuple(sorted(report.problems, key=lambda p: not p.error)),
         tuple(sorted(costs, key=lambda c: -c.seconds)),
@@ -100,7 +100,8 @@ def _only_inputs(record: ConfigRecord) -> ConfigRecord:
     )
 
 
-def _figures(plan: Plan) -> Figures:
+def figures(plan: Plan) -> Figures:
+    """A plan in the figures of a report."""
     from jshard._config.audit_report import Figures
     from jshard._report.totals import received_bytes
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from jshard._config.config_record import ConfigRecord, ConfigSource
 from jshard._core.argument_checks import checked
-from jshard._core.jax_types import JaxMesh, PyTree
+from jshard._core.jax_types import Function, JaxMesh, PyTree
 
 
 if TYPE_CHECKING:
@@ -78,6 +78,36 @@ class Config(ConfigRecord):
         """
         # By name: checking traces functions, which is further on in the order of imports than this class.
         return importlib.import_module("jshard._api.config_check").check(self, model, args, kwargs)
+
+    @staticmethod
+    def from_recipe(
+        recipe: str, fn: Function, *args: PyTree, mesh: object = None, **kwargs: PyTree
+    ) -> Config:
+        """The layouts of a recipe for one function and call, as rules to read, edit and save.
+
+        >>> import jax, jshard
+        >>> f32 = lambda *shape: jax.ShapeDtypeStruct(shape, "float32")
+        >>> params = {"up": f32(64, 256), "down": f32(256, 64)}
+        >>> mesh = jshard.topology("v5e:2x2", {"data": 2, "model": 2}, compiles=False)
+        >>> f = lambda p, x: jax.nn.relu(x @ p["up"]) @ p["down"]
+        >>> print(jshard.Config.from_recipe("megatron", f, params, f32(128, 64), mesh=mesh))
+        mesh: {data: 2, model: 2}
+        parameters:
+          down: [model, null]
+          up: [null, model]
+        inputs:
+          x: [data, '?']
+        products:
+          up: [data, model]
+          down: [data, null]
+        <BLANKLINE>
+
+        `recipe`: a name or sum of `jshard.recipes`. `products` are the complete outputs of the products with a parameter
+        (`wk @ wq`: of the outputs of two), `gradients` those of its gradient. Raises `RecipeError` where it does not apply.
+        """
+        # By name, as in `check`.
+        module = importlib.import_module("jshard._api.recipes")
+        return as_config(module.config_of_recipe(recipe, fn, args, kwargs, mesh))
 
     @staticmethod
     @checked
@@ -172,6 +202,20 @@ class Config(ConfigRecord):
 def as_config(record: ConfigRecord) -> Config:
     """The public configuration of a record."""
     return Config(**{f.name: getattr(record, f.name) for f in dataclasses.fields(ConfigRecord)})
+
+
+def merged_config(*configs: object) -> Config | None:
+    """Configurations on top of each other, the last above all; None without any.
+
+    >>> merged_config({"level": 1, "mesh": {"x": 2}}, "fsdp").recipe, merged_config() is None
+    ('fsdp', True)
+    """
+    from jshard._config.sections import merge
+
+    record: ConfigRecord | None = None
+    for config in configs:
+        record = merge(record, Config.of(config))
+    return None if record is None else as_config(record)
 
 
 def config_of_plan(plan: PlanRecord, jax_mesh: JaxMesh | None = None, machine: str = "") -> Config:

@@ -13,17 +13,20 @@ from jshard._api.call_pins import with_partitioning_metadata
 from jshard._api.machine import requested_mesh
 from jshard._api.shard_request import ShardRequest
 from jshard._api.trace_call import TracedArguments, build_program, trace_on_shapes
-from jshard._config.config_record import ConfigRecord, Entry
+from jshard._config.config_record import ConfigRecord, Entry, Rule
 from jshard._config.fitting import is_word, pin_of
 from jshard._config.match_report import MatchReport, enforce
 from jshard._config.matching import match_outputs
-from jshard._config.program_facts import facts_of_arguments, named_values, pin_of_name
+from jshard._config.program_facts import facts_of_arguments, named_values as values_with_names, pin_of_name
 from jshard._config.resolution import Resolution, Row
 from jshard._config.resolve import resolve, unmatched_by_values
 from jshard._config.tensors import TensorName, arguments
 from jshard._core.jax_types import ClosedJaxpr, JaxprEqn, PyTree
 from jshard._program.graph import Program
 from jshard._program.scope_outputs import scope_outputs, with_scopes_marked
+from jshard._recipes.named_values import named_values
+from jshard._recipes.recipe_pins import RecipePins, recipe_pins
+from jshard._recipes.structure import Structure
 from jshard._spec.entry import Pin
 from jshard._spec.strategies import pins_for_outputs
 from jshard._spec.tree_paths import Leaf, path_name
@@ -71,7 +74,46 @@ class CallRules:
     def resolution(self, program: Program) -> Resolution:
         """The entries and problems, with what the program says about its arguments."""
         tensors = arguments(self.leaves, facts_of_arguments(program))
-        return resolve(self.record, tensors, self.values, self.results, self.sizes, self.scopes)
+        record = self.record
+        if not (record.recipe or record.products or record.gradients):
+            return resolve(record, tensors, self.values, self.results, self.sizes, self.scopes)
+        inside = named_values(structure_of(program)).names
+        found = resolve(record, tensors, self.values, self.results, self.sizes, self.scopes, inside)
+        pins = self.recipe(program)
+        if pins is None:
+            return found
+        numbers = [i for i, leaf in enumerate(self.leaves) if leaf.dtype is not None]
+        rows = []
+        for i, row in zip(numbers, found.rows, strict=True):
+            entry = pins.arguments.get(i) if row.rule is None and row.entry is None else None
+            if entry is not None:
+                said = Rule(record.recipe, entry, f"recipe {record.recipe}")
+                row = Row(row.tensor, entry, "recipe", "argument", said)
+            rows.append(row)
+        return dataclasses.replace(found, rows=tuple(rows))
+
+    def recipe(self, program: Program) -> RecipePins | None:
+        """What the recipe says about the program; None without one. Raises `RecipeError` where it does not apply."""
+        return (
+            recipe_pins(self.record.recipe, structure_of(program), self.sizes) if self.record.recipe else None
+        )
+
+    def inner_pins(self, program: Program) -> tuple[tuple[int, str, int, Pin], ...]:
+        """Pins on outputs of products and on gradients: of rules, and of the recipe where no rule says anything."""
+        record = self.record
+        if not (record.recipe or record.products or record.gradients):
+            return ()
+        values, pins = named_values(structure_of(program)), dict[tuple[int, int], Pin | None]()
+        for row in self.resolution(program).inner:
+            for place in values.places.get((row.section, row.tensor.path), ()):
+                if place not in pins:
+                    pins[place] = _pin(row)
+        said = self.recipe(program)
+        for value in (*said.products, *said.gradients) if said is not None else ():
+            if value.place not in pins:
+                tensor = TensorName(value.name, value.shape, "float32")
+                pins[value.place] = pin_of(value.entry, tensor, f"recipe {record.recipe} ({value.name})")
+        return tuple((op, "result", k, pin) for (op, k), pin in pins.items() if pin is not None)
 
     def complete(
         self,
@@ -98,12 +140,17 @@ class CallRules:
         return with_partitioning_metadata(request, call, inputs), tuple(outputs)
 
 
+def structure_of(program: Program) -> Structure:
+    """The structure of a program, found once."""
+    return program.memo.get("structure") or program.memo.setdefault("structure", Structure(program))
+
+
 def call_rules(
     request: ShardRequest, record: ConfigRecord, call: TracedArguments, jax_traced: jax.stages.Traced
 ) -> CallRules:
     """The rules of a configuration on a traced call."""
     jaxpr, scopes = _with_named_scopes(record, arguments(call.leaves), jax_traced.jaxpr)
-    values = tuple(named_values(jaxpr))
+    values = tuple(values_with_names(jaxpr))
     results = _results(request.view.results(jax_traced.out_info)[0])
     sizes = mesh_sizes(request, call)
     found = resolve(record, arguments(call.leaves), values, results, sizes, scopes)
@@ -117,7 +164,7 @@ def _with_named_scopes(
 
     And the paths of all scopes, where there are such rules.
     """
-    left = unmatched_by_values(record, tensors, named_values(jaxpr))
+    left = unmatched_by_values(record, tensors, values_with_names(jaxpr))
     if not left:
         return jaxpr, ()
     scopes = [

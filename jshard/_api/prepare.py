@@ -20,7 +20,6 @@ from jshard._api.shard_request import ShardRequest, donated_leaves, static_value
 from jshard._api.state_matching import find_state_ties
 from jshard._api.trace_call import (
     TracedArguments,
-    TracedProgram,
     abstract_with_shardings,
     build_program,
     trace_on_shapes,
@@ -205,6 +204,10 @@ def _plan_jaxpr(of: _TracedCall, jaxpr: ClosedJaxpr | None = None, limited: bool
     out_pins = pins_of_results(request, call, traced)
     if rules is not None:
         in_pins, out_pins = rules.complete(request, call, program, in_pins, out_pins)
+        inner = rules.inner_pins(program)
+        if inner:
+            program = dataclasses.replace(program, pins=(*program.pins, *inner))
+            traced = dataclasses.replace(traced, program=program)
     ties = find_state_ties(program, in_leaves, in_tree, traced.avals, out_tree, donated, out_pins)
     pins = collect_pins(request, call, traced, in_pins, out_pins)
 

@@ -20,7 +20,7 @@ from jshard._api.shard_request import ShardRequest
 from jshard._api.trace_call import abstract
 from jshard._core import topology as device_topology
 from jshard._core.errors import MemoryBudgetError, ShardError
-from jshard._core.jax_types import PyTree
+from jshard._core.jax_types import PyTree, PyTreeDef
 from jshard._core.layout import MeshAxes
 from jshard._core.named_topology import MeshRequest, TopologyMesh, topology as named_topology
 from jshard._plan.memory_refusal import MemoryRefusal, budget_advice

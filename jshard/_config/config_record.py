@@ -24,7 +24,16 @@ WORDS = ("full_batch", "data_parallel")
 Dimension = tuple[str, ...] | int | None
 Entry = tuple[Dimension, ...] | str
 
-RULE_SECTIONS = ("parameters", "activations", "inputs", "outputs", "torch", "regexes")
+RULE_SECTIONS = (
+    "parameters",
+    "activations",
+    "inputs",
+    "outputs",
+    "torch",
+    "products",
+    "gradients",
+    "regexes",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +125,8 @@ class ConfigRecord:
     - `parameters`, `inputs`, `outputs`: rules for arguments and results by path. `activations`: for outputs of modules,
         named scopes and `checkpoint_name`s.
     - `torch`: rules in torchprime's form, for parameters or outputs of modules, with torch's [out, in] weights.
+    - `products`: rules for the complete outputs of products, by the path of the parameter; `gradients`: for its gradient.
+    - `recipe`: layouts by name, `fsdp+megatron`, for what no rule says.
     - `regexes`: rules by regular expression on paths with `/`, in order; `regex_match` "first" takes the first that is
         found in the path, "only" refuses two, "full" too, and matches the whole path.
     - `optional`: globs of rules that may match nothing.
@@ -129,12 +140,15 @@ class ConfigRecord:
     inputs: tuple[Rule, ...] = ()
     outputs: tuple[Rule, ...] = ()
     torch: tuple[Rule, ...] = ()
+    products: tuple[Rule, ...] = ()
+    gradients: tuple[Rule, ...] = ()
     regexes: tuple[Rule, ...] = ()
     regex_match: str = "first"
     mesh: MeshSection | None = None
     options: tuple[tuple[str, object], ...] = ()
     optional: tuple[str, ...] = ()
     unlisted: str = "derived"
+    recipe: str = ""
     strict: bool = True
     source: str = dataclasses.field(default="config", compare=False)
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)

@@ -38,12 +38,14 @@ def resolve(
     results: Sequence[TensorName] | None = None,
     sizes: Mapping[str, int] | None = None,
     scopes: Sequence[str] = (),
+    inside: Mapping[str, Sequence[TensorName]] | None = None,
 ) -> Resolution:
     """Resolve all rules.
 
     - `tensors`: the arguments. `values`: named values inside, `results`: of the function; None where it was not traced,
         and rules about them are then left alone.
     - `sizes`: of the mesh axes; None where no mesh is known. `scopes`: paths of named scopes, for advice.
+    - `inside`: by section (`products`, `gradients`) the values that its rules are about; None leaves them alone.
     """
     claims = match(record, tensors)
     problems: list[Problem] = []
@@ -64,7 +66,12 @@ def resolve(
         won, missing = match_outputs([("outputs", r) for r in record.outputs], results)
         unmatched += missing
         result_rows = _inner_rows(results, won, sizes, problems)
-    known = [t.path for t in (*tensors, *(values or ()), *(results or ()))] + list(scopes)
+    for section, own in (inside or {}).items():
+        won, missing = match_outputs([(section, r) for r in getattr(record, section)], own)
+        unmatched += missing
+        inner += _inner_rows(own, won, sizes, problems)
+    named = [t for own in (inside or {}).values() for t in own]
+    known = [t.path for t in (*tensors, *(values or ()), *(results or ()), *named)] + list(scopes)
     problems = _unmatched(record, unmatched, known, values or ()) + problems
     problems += [_shadowed(*s) for s in claims.shadowed] + [_tie(*t) for t in claims.ties]
     problems += _double_regexes(record, tensors, claims)

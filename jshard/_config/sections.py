@@ -35,8 +35,8 @@ OPTIONS = (
 )  # fmt: skip
 """The arguments of `shard` that a configuration may hold, beside strategies and the mesh."""
 
-NAMED_SECTIONS = ("parameters", "activations", "inputs", "outputs", "torch")
-SETTINGS = ("mesh", "regexes", "regex_match", "optional", "unlisted", "strict", "extends")
+NAMED_SECTIONS = ("parameters", "activations", "inputs", "outputs", "torch", "products", "gradients")
+SETTINGS = ("mesh", "recipe", "regexes", "regex_match", "optional", "unlisted", "strict", "extends")
 TORCH_MESHES = ("ici_mesh", "dcn_mesh")
 KEYS = (*NAMED_SECTIONS, *SETTINGS, *OPTIONS)
 
@@ -49,6 +49,8 @@ def parse(node: Located, source: str = "config", above: tuple[Path, ...] = ()) -
     """The configuration of a document; `above` are the files that extend it. Raises `ShardError` with the place."""
     if node.value is None:
         return ConfigRecord(source=source)
+    if isinstance(node.value, str) and re.fullmatch(r"[\w+(), -]+", node.value):
+        return ConfigRecord(recipe=node.value, source=source)
     if not isinstance(node.value, Mapping):
         raise ShardError(
             f"a configuration is a map from sections to rules, not {type_with_article(node.value)}",
@@ -220,6 +222,15 @@ def _settings(sections: Mapping[str, Located]) -> dict[str, object]:
                 fix='a list of names of rules that may match nothing: ["moe.**"]',
             )
         out["optional"] = tuple(n.value for n in names)
+    if "recipe" in sections:
+        node = sections["recipe"]
+        if not isinstance(node.value, str) or not node.value.strip():
+            raise ShardError(
+                f"recipe is {describe_value(node.value)}",
+                where=node.where,
+                fix='the name of a recipe, or a sum: "fsdp+megatron"',
+            )
+        out["recipe"] = node.value
     for key, choices in (("unlisted", ("derived", "replicated")), ("regex_match", ("first", "only", "full"))):
         if key in sections:
             value = sections[key].value

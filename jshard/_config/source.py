@@ -29,9 +29,9 @@ from jshard._core.errors import ShardError
 from jshard._core.messages import suggest, type_with_article
 
 
-SETTINGS_WITH_DEFAULT = ("strict", "unlisted", "regex_match", "mesh")
+SETTINGS_WITH_DEFAULT = ("strict", "unlisted", "recipe", "regex_match", "mesh")
 
-HELP = "the path of a YAML file, YAML text, a dict, or a jshard.Config"
+HELP = "the path of a YAML file, YAML text, a dict, the name of a recipe, or a jshard.Config"
 
 
 def read_config(value: object, source: str = "config") -> ConfigRecord:

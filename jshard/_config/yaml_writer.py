@@ -19,7 +19,8 @@ from jshard._config.config_record import ConfigRecord, Rule
 def to_yaml(record: ConfigRecord) -> str:
     """The text; reading it gives an equal configuration."""
     lines = [f"mesh: {record.mesh.text}"] if record.mesh is not None else []
-    for section in ("parameters", "activations", "inputs", "outputs", "torch"):
+    lines += [f"recipe: {record.recipe}"] if record.recipe else []
+    for section in ("parameters", "activations", "inputs", "outputs", "torch", "products", "gradients"):
         lines += _rules(section, getattr(record, section))
     if record.regexes:
         lines.append("regexes:")

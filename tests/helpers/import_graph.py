@@ -38,6 +38,7 @@ ORDER = [
     "_verify",
     "_report",
     "_config",
+    "_recipes",
     "_api",
     "_flax",
     "__init__",

@@ -39,9 +39,9 @@ SOURCES = sorted(
 GRAPH = read_import_graph()
 
 ROOT_FILES = {"__init__", "__main__", "_jaxcompat", "flax"}
-# 18 and 70 without the command line and configuration files.
-MAX_PARTS = 20
-MAX_IMPORTS_BETWEEN_PARTS = 79
+# 18 and 70 without the command line and configuration files, 20 and 79 without recipes.
+MAX_PARTS = 21
+MAX_IMPORTS_BETWEEN_PARTS = 87
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
 MAX_PUBLIC_NAMES = 15

@@ -26,6 +26,8 @@ class Model:
     state: Any = ()
     # The training step as users of its library write it, instead of ours.
     step: Callable[..., Any] | None = None
+    # Parameters anew, as a function that can be traced.
+    create: Callable[[], Any] | None = None
 
 
 def cross_entropy(logits: Any, batch: Any) -> Any:

@@ -47,7 +47,12 @@ def _apply(module: Any, *names: str, output: str = "logits", train_word: str = "
 def _causal(kind: str, config: Any, train_word: str = "train") -> Model:
     module = getattr(hf, kind)(config, seed=0, input_shape=(1, LENGTH))
     batch = {"input_ids": _tokens(), "labels": _tokens(1)}
-    return Model(module.params, batch, _apply(module, "input_ids", train_word=train_word), cross_entropy)
+    apply = _apply(module, "input_ids", train_word=train_word)
+
+    def create():
+        return module.init_weights(jax.random.key(0), (1, LENGTH))
+
+    return Model(module.params, batch, apply, cross_entropy, create=create)
 
 
 def llama() -> Model:

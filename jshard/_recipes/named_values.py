@@ -1,0 +1,90 @@
+"""Outputs of products and gradients under the names by which rules find them, and rules made from a recipe's pins."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from jshard._config.config_record import ConfigRecord, Entry, Rule
+from jshard._config.fewest_rules import fewest_result_rules, fewest_rules
+from jshard._config.tensors import TensorName
+from jshard._recipes.gradients import gradients_of
+from jshard._recipes.recipe_pins import RecipePins, ValueEntry
+from jshard._recipes.structure import Structure
+
+
+Place = tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class NamedValues:
+    """The values of a program that the sections `products` and `gradients` are about.
+
+    `names`: by section; `places`: (operator, result) by section and path; a path may stand for several values.
+    """
+
+    names: Mapping[str, Sequence[TensorName]]
+    places: Mapping[tuple[str, str], Sequence[Place]]
+    path_of: Mapping[str, str]
+
+
+def named_values(s: Structure) -> NamedValues:
+    """The named products and gradients of a program; a weight is named without its argument where that is unambiguous."""
+    short = _short_names(s)
+    found = [("products", _renamed(p.name, short), p.place) for p in s.products]
+    found += [
+        ("gradients", _renamed(s.name(n), short), place) for n, place in sorted(gradients_of(s).items())
+    ]
+    names: dict[str, dict[str, TensorName]] = {"products": {}, "gradients": {}}
+    places: dict[tuple[str, str], list[Place]] = {}
+    for section, path, place in found:
+        t = s.program.tensors[s.program.operators[place[0]].results[place[1]]]
+        names[section].setdefault(path, TensorName(path, t.shape, t.dtype, kind=section[:-1]))
+        places.setdefault((section, path), []).append(place)
+    return NamedValues({k: tuple(v.values()) for k, v in names.items()}, places, short)
+
+
+def _short_names(s: Structure) -> dict[str, str]:
+    own: dict[str, list[str]] = {}
+    for n in range(len(s.program.inputs)):
+        path = s.name(n)
+        t = s.program.tensors[s.argument(n)]
+        name = TensorName(path, t.shape, t.dtype, path.partition(".")[0])
+        own.setdefault(".".join(name.own) or path, []).append(path)
+    return {paths[0]: short for short, paths in own.items() if len(paths) == 1}
+
+
+def _renamed(name: str, short: Mapping[str, str]) -> str:
+    def one(part: str) -> str:
+        path, colon, rest = part.partition(":")
+        return short.get(path, path) + colon + rest
+
+    return " @ ".join(map(one, name.split(" @ ")))
+
+
+def record_of(pins: RecipePins, s: Structure) -> ConfigRecord:
+    """A recipe's pins as rules: the fewest that say the same of every tensor."""
+    program, short = s.program, _short_names(s)
+
+    def tensor(n: int) -> TensorName:
+        path, t = s.name(n), program.tensors[s.argument(n)]
+        return TensorName(path, t.shape, t.dtype, path.partition(".")[0])
+
+    inside = {n: e for n, e in pins.arguments.items() if tensor(n).inner and n not in s.data}
+    arrays = {n: e for n, e in pins.arguments.items() if n not in inside}
+
+    def rules(section: str, values: Sequence[ValueEntry]) -> tuple[Rule, ...]:
+        entries: dict[str, tuple[TensorName, Entry]] = {}
+        for v in values:
+            path = _renamed(v.name, short)
+            entries.setdefault(path, (TensorName(path, v.shape, "float32", kind=section[:-1]), v.entry))
+        return fewest_result_rules([t for t, _ in entries.values()], [e for _, e in entries.values()])
+
+    return ConfigRecord(
+        parameters=fewest_rules([tensor(n) for n in inside], list(inside.values())),
+        inputs=tuple(Rule(s.name(n), e) for n, e in arrays.items()),
+        source=f"recipe {pins.recipe!r}",
+        notes=pins.notes,
+        products=rules("products", pins.products),
+        gradients=rules("gradients", pins.gradients),
+    )

@@ -1,0 +1,155 @@
+"""Names of recipes, sums of them, and the mesh axes that each part cuts over.
+
+>>> parse_recipe("fsdp+megatron")
+(Part(name='fsdp', axes=()), Part(name='megatron', axes=()))
+>>> axes_of(parse_recipe("fsdp+megatron"), {"data": 2, "model": 4})
+Axes(batch=('data',), spread=('data',), tensor=('model',), sequence=(), expert=())
+>>> axes_of(parse_recipe("fsdp+expert"), {"x": 2, "y": 4})
+Axes(batch=('x', 'y'), spread=('x', 'y'), tensor=(), sequence=(), expert=('y',))
+>>> axes_of(parse_recipe("fsdp(x)+megatron(y)"), {"x": 2, "y": 4}).tensor
+('y',)
+>>> parse_recipe("megatorn")
+Traceback (most recent call last):
+...
+jshard._core.errors.ShardError: there is no recipe 'megatorn'
+  where: recipe 'megatorn'
+  write instead: 'megatron'
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+
+from jshard._core.errors import ShardError
+from jshard._core.messages import suggest
+
+
+RECIPES: Mapping[str, str] = {
+    "data": "the batch cut, weights whole",
+    "zero1": "data, with the optimizer's state cut",
+    "zero2": "zero1, with the gradients cut",
+    "fsdp": "zero2, with the weights cut and gathered where they are read (ZeRO-3)",
+    "megatron": "inner features and heads cut: products by columns, then by rows; vocabulary cut",
+    "sequence": "what layers hand on cut by tokens",
+    "ulysses": "tokens cut outside of attention, heads inside",
+    "ring": "tokens cut, keys and values passed round",
+    "vocab": "tables, the last product and its scores cut by vocabulary",
+    "expert": "experts cut",
+}
+"""The recipes with what each says."""
+
+SUMS = (
+    "fsdp+megatron",
+    "megatron+sequence",
+    "fsdp+megatron+sequence",
+    "fsdp+vocab",
+    "fsdp+expert",
+    "fsdp+ulysses",
+)
+"""Sums that `jshard.recipes` lists beside the single ones."""
+
+_SPREADING = frozenset(("data", "zero1", "zero2", "fsdp"))
+_TENSOR_NAMES = ("tensor", "model", "tp", "mp")
+_SEQUENCE_NAMES = ("sequence", "seq", "context", "sp", "cp")
+_EXPERT_NAMES = ("expert", "experts", "ep")
+_SPREAD_NAMES = ("fsdp", "zero")
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One recipe of a sum, with the mesh axes written behind it; without any they follow from the mesh."""
+
+    name: str
+    axes: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """The mesh axes for each role; empty where the recipe does not cut it."""
+
+    batch: tuple[str, ...] = ()
+    spread: tuple[str, ...] = ()
+    tensor: tuple[str, ...] = ()
+    sequence: tuple[str, ...] = ()
+    expert: tuple[str, ...] = ()
+
+
+def parse_recipe(text: str) -> tuple[Part, ...]:
+    """The parts of a sum: `fsdp+megatron`, or with axes `fsdp(x)+megatron(y, z)`."""
+    parts = []
+    for term in re.findall(r"[^+(]+(?:\([^)]*\))?|[^+]+", text.replace(" ", "")):
+        found = re.fullmatch(r"([A-Za-z_0-9]+)(?:\(([\w,\-]*)\))?", term)
+        name = found[1] if found else term
+        if found is None or name not in RECIPES:
+            raise ShardError(
+                f"there is no recipe {name!r}", where=f"recipe {text!r}", fix=suggest(name, tuple(RECIPES))
+            )
+        parts.append(Part(name, tuple(filter(None, (found[2] or "").split(",")))))
+    names = [p.name for p in parts]
+    if not parts or len(set(names)) < len(names):
+        raise ShardError(
+            f"a recipe names {'nothing' if not parts else 'a part twice'}",
+            where=f"recipe {text!r}",
+            fix="a sum of " + ", ".join(RECIPES),
+        )
+    spreading = [n for n in names if n in _SPREADING and n != "data"]
+    if len(spreading) > 1:
+        raise ShardError(
+            f"{spreading[0]} and {spreading[1]} say two things of the optimizer's state",
+            where=f"recipe {text!r}",
+            fix="one of them",
+        )
+    return tuple(parts)
+
+
+def axes_of(parts: Sequence[Part], sizes: Mapping[str, int]) -> Axes:
+    """The axes of each role on a mesh with these sizes.
+
+    An axis that is named for a role has it (`tensor` or `model`, `sequence`, `expert`, `fsdp`); else tensors, sequences
+    and experts are cut over the last axis. The batch is cut over all axes but those of tensors and sequences.
+    """
+    by_name = {p.name: p for p in parts}
+    for p in parts:
+        for axis in p.axes:
+            if axis not in sizes:
+                raise ShardError(
+                    f"the mesh has no axis {axis!r}",
+                    where=f"recipe {p.name}({axis})",
+                    fix=suggest(axis, tuple(sizes)),
+                )
+    names = tuple(sizes)
+
+    def axes(recipe: str, known: Sequence[str], otherwise: tuple[str, ...]) -> tuple[str, ...]:
+        if recipe not in by_name:
+            return ()
+        return by_name[recipe].axes or tuple(a for a in names if a in known)[:1] or otherwise
+
+    tensor = axes("megatron", _TENSOR_NAMES, names[-1:])
+    if "megatron" not in by_name:
+        tensor = axes("vocab", _TENSOR_NAMES, names[-1:])
+    elif "vocab" in by_name and by_name["vocab"].axes not in ((), tensor):
+        raise ShardError(
+            "megatron cuts the vocabulary over its own axes",
+            where="recipe vocab",
+            fix="megatron without vocab",
+        )
+    sequence = ()
+    for recipe in ("sequence", "ulysses", "ring"):
+        sequence = sequence or axes(recipe, _SEQUENCE_NAMES, tensor or names[-1:])
+    expert = axes("expert", _EXPERT_NAMES, names[-1:])
+    computing = {*sequence, *(tensor if "megatron" in by_name else ())}
+    rest = tuple(a for a in names if a not in computing)
+    said = tuple(dict.fromkeys(a for p in parts if p.name in _SPREADING for a in p.axes))
+    spreads = _SPREADING & set(by_name) - {"data"}
+    if (_SPREADING & set(by_name)) and not (said or rest):
+        raise ShardError(
+            f"{'+'.join(by_name)} needs a mesh of two axes, this one has {', '.join(names)}",
+            where=f"recipe {'+'.join(by_name)}",
+            fix="mesh={'data': 2, 'model': 4} in place of one axis",
+        )
+    batch = by_name["data"].axes if "data" in by_name and by_name["data"].axes else rest
+    batch = tuple(a for a in names if a in {*batch, *said})
+    spread = said or tuple(a for a in rest if a in _SPREAD_NAMES) or rest if spreads else ()
+    return Axes(batch, spread, tensor, sequence, expert)
