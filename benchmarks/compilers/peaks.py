@@ -5,7 +5,9 @@ peak, the first that has a plan, and compiled in a process of its own. The compi
 HBM: arguments, results that are no donated argument's, and temporaries (`memory_analysis()`).
 
     python benchmarks/compilers/peaks.py decode-list gpt      # these rows
-    python benchmarks/compilers/peaks.py --page               # the page from the rows kept
+    python benchmarks/compilers/peaks.py --free experts       # without a budget
+
+`PEAKS_DUMP` names a file for the compiled program.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import time
 
 
 ROOT = pathlib.Path(__file__).parents[2]
-ROWS, PAGE = pathlib.Path(__file__).with_suffix(".jsonl"), pathlib.Path(__file__).with_suffix(".md")
+ROWS = pathlib.Path(__file__).with_suffix(".jsonl")
 SHARES = (0.9, 0.95, 0.98, 1.0)
 
 
@@ -34,13 +36,11 @@ def one(name: str, machine: str, free: bool, quick: bool) -> dict:
     case = CASES[name]()
     options = {"mesh": mesh, "donate_argnums": case.donated}
     begun = time.monotonic()
-    row: dict = {"free": 0.0, "budget": None}
-    if not os.environ.get("PEAKS_BUDGET"):
-        f = jshard.shard(case.step, case.in_strategy, **options)
-        plan = f.plan(*case.args)
-        row["free"] = plan.cost.peak_bytes
+    f = jshard.shard(case.step, case.in_strategy, **options)
+    plan = f.plan(*case.args)
+    row: dict = {"free": plan.cost.peak_bytes, "budget": None}
     for share in () if free else SHARES:
-        budget = int(os.environ.get("PEAKS_BUDGET", row["free"] * share))
+        budget = int(row["free"] * share)
         try:
             f = jshard.shard(case.step, case.in_strategy, memory_budget=budget, **options)
             plan = f.plan(*case.args)
@@ -55,8 +55,6 @@ def one(name: str, machine: str, free: bool, quick: bool) -> dict:
     if dump := os.environ.get("PEAKS_DUMP"):
         pathlib.Path(dump).write_text(compiled.as_text())
     stats = compiled.memory_analysis()
-    if dump := os.environ.get("PEAKS_DUMP"):
-        pathlib.Path(dump + ".pb").write_bytes(stats.serialized_buffer_assignment_proto)
     own = stats.output_size_in_bytes - stats.alias_size_in_bytes
     parts = {"arguments": stats.argument_size_in_bytes, "results": own, "temporary": stats.temp_size_in_bytes}
     peak = {"compiled": sum(parts.values()), "heap_peak": stats.peak_memory_in_bytes}
@@ -78,7 +76,7 @@ def spawn(name: str, machine: str, free: bool, quick: bool, seconds: float) -> d
     return {"name": name, "machine": machine, "within": not free} | row
 
 
-HEAD = """| program | budget, MB | planned, MB | compiled, MB | ratio | of the budget | heap, MB | plan, s | compile, s |
+HEAD = """| program | budget, MB | planned, MB | compiled, MB | ratio | of budget | heap peak, MB | plan, s | compile, s |
 |---|---|---|---|---|---|---|---|---|"""
 
 

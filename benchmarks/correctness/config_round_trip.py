@@ -84,7 +84,9 @@ def _linen(scanned: bool) -> Case:
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
 
     def step(variables: Any, state: Any, tokens: jax.Array) -> Any:
-        loss, grads = jax.value_and_grad(lambda v: loss_of(model.apply(v, tokens), tokens))(variables)
+        loss, grads = jax.value_and_grad(lambda v: loss_of(jnp.asarray(model.apply(v, tokens)), tokens))(
+            variables
+        )
         updates, state = tx.update(grads, state)
         return optax.apply_updates(variables, updates), state, loss
 

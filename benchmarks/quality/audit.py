@@ -157,7 +157,9 @@ def _under(at: str, **names: str) -> dict[str, str]:
     return {role: f"{at}/{name}" for role, name in names.items()}
 
 
-LLAMA_8B = dict(vocab=128256, width=4096, hidden=14336, layers=32, heads=32, kv_heads=8, head_width=128)
+LLAMA_8B: dict[str, Any] = dict(
+    vocab=128256, width=4096, hidden=14336, layers=32, heads=32, kv_heads=8, head_width=128
+)
 EASYLM_LLAMA = Model(
     {"embed": "transformer/wte/embedding", "last": "transformer/ln_f/kernel", "head": "lm_head/kernel"}
     | _under("transformer/h/{i}/attention", q="wq/kernel", k="wk/kernel", v="wv/kernel", o="wo/kernel")

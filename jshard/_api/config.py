@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from jshard._config.config_record import ConfigRecord, ConfigSource
 from jshard._core.argument_checks import checked
-from jshard._core.jax_types import Function, JaxMesh, PyTree
+from jshard._core.jax_types import Function, JaxMesh, PyTree, PyTreeDef
+from jshard._core.named_topology import MeshRequest
 
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class Config(ConfigRecord):
 
     @staticmethod
     def from_recipe(
-        recipe: str, fn: Function, *args: PyTree, mesh: object = None, **kwargs: PyTree
+        recipe: str, fn: Function, *args: PyTree, mesh: MeshRequest | None = None, **kwargs: PyTree
     ) -> Config:
         """The layouts of a recipe for one function and call, as rules to read, edit and save.
 
@@ -204,7 +205,7 @@ def as_config(record: ConfigRecord) -> Config:
     return Config(**{f.name: getattr(record, f.name) for f in dataclasses.fields(ConfigRecord)})
 
 
-def merged_config(*configs: object) -> Config | None:
+def merged_config(*configs: ConfigSource) -> Config | None:
     """Configurations on top of each other, the last above all; None without any.
 
     >>> merged_config({"level": 1, "mesh": {"x": 2}}, "fsdp").recipe, merged_config() is None
@@ -218,8 +219,10 @@ def merged_config(*configs: object) -> Config | None:
     return None if record is None else as_config(record)
 
 
-def config_of_plan(plan: PlanRecord, jax_mesh: JaxMesh | None = None, machine: str = "") -> Config:
-    """The configuration of a plan (`Plan.to_config`), on the mesh for which it was made."""
+def config_of_plan(
+    plan: PlanRecord, jax_mesh: JaxMesh | None = None, machine: str = "", in_tree: PyTreeDef | None = None
+) -> Config:
+    """The configuration of a plan (`Plan.to_config`), on the mesh for which it was made; `in_tree` of its arguments."""
     from jshard._config.export import config_of_plan
     from jshard._core import hardware
     from jshard._core.layout import MeshAxes
@@ -233,5 +236,5 @@ def config_of_plan(plan: PlanRecord, jax_mesh: JaxMesh | None = None, machine: s
     except ValueError:  # a chip that this process has not registered
         hbm = None
     return as_config(
-        config_of_plan(plan, mesh, machine, None if hbm is None else HBM_FRACTION * hbm, plan.in_tree)
+        config_of_plan(plan, mesh, machine, None if hbm is None else HBM_FRACTION * hbm, in_tree)
     )

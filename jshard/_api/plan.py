@@ -197,7 +197,7 @@ class Plan(PlanRecord):
         """
         from jshard._api.config import config_of_plan
 
-        return config_of_plan(self, self.jax_mesh, machine)
+        return config_of_plan(self, self.jax_mesh, machine, self.in_tree)
 
     @checked
     def to_rules(self, form: str, names: Mapping[str, Sequence[str | None]] | None = None) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from jshard._core.errors import ShardError
 from jshard._core.jax_types import Function, PyTree
+from jshard._core.named_topology import MeshRequest
 
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 def recipes(
     fn: Function,
     *args: PyTree,
-    mesh: object = None,
+    mesh: MeshRequest | None = None,
     config: object = None,
     names: Sequence[str] | None = None,
     **kwargs: PyTree,
@@ -103,7 +104,11 @@ def _row(name: str, record: ConfigRecord, planned: Function) -> RecipeRow:
 
 
 def config_of_recipe(
-    recipe: str, fn: Function, args: Sequence[PyTree], kwargs: Mapping[str, PyTree], mesh: object = None
+    recipe: str,
+    fn: Function,
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree],
+    mesh: MeshRequest | None = None,
 ) -> ConfigRecord:
     """The rules of a recipe for one call (`Config.from_recipe`)."""
     from jshard._api.config_check import callable_of
@@ -125,8 +130,8 @@ def config_of_recipe(
         request = own.request
         call = TracedArguments.of(request, arrays, arrays_kw)
         traced, explicit_mesh = trace_on_shapes(request, arrays, arrays_kw)
-        rules = call_rules(request, call, traced)
-        assert rules is not None
+        assert request.config is not None
+        rules = call_rules(request, request.config, call, traced)
         program = build_program(request, call, traced, explicit_mesh, (), rules.pin_of_name).program
         pins = rules.recipe(program)
         assert pins is not None

@@ -188,7 +188,7 @@ def from_tunix(
     fields = dict(own) if isinstance(own, Mapping) else {
         f.name: getattr(own, f.name) for f in dataclasses.fields(own)
     }  # fmt: skip
-    if own is not sharding and sharding.num_kv_heads == 1 and "kv_weight_cndh" in fields:
+    if own is not sharding and getattr(sharding, "num_kv_heads", None) == 1 and "kv_weight_cndh" in fields:
         fields["kv_weight_cndh"] = (None, None, "fsdp", None)  # a literal in tunix/models/gemma/model.py
     rules = []
     for name, axes in fields.items():

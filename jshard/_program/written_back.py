@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -81,7 +82,7 @@ def _rewritten_param(value: object) -> object:
     rewritten = with_updates_in_place(opened)
     if rewritten is opened:
         return value
-    return rewritten if opened is value else value.replace(jaxpr=rewritten)
+    return rewritten if opened is value else cast("Jaxpr", value).replace(jaxpr=rewritten)
 
 
 def _has_update(jaxpr: Jaxpr) -> bool:

@@ -166,8 +166,11 @@ def check_search_seconds(seconds: object) -> float | None:
     if seconds is None:
         return None
     fix = 'seconds of search above 0: config={"search_seconds": 5}; without it, as long as the proof takes'
-    number = isinstance(seconds, int | float | np.integer | np.floating) and not isinstance(seconds, bool)
-    if not number or not math.isfinite(seconds):
+    if (
+        isinstance(seconds, bool)
+        or not isinstance(seconds, int | float | np.integer | np.floating)
+        or not math.isfinite(seconds)
+    ):
         raise ShardError(f"search_seconds is {describe_value(seconds)}", where="search_seconds", fix=fix)
     if seconds <= 0:
         raise ShardError(

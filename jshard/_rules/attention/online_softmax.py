@@ -129,7 +129,9 @@ def backward(
     dtype = softmax_dtype(x.q.dtype)
     base = _finite(lse)
     start = Gradients(
-        *(jnp.zeros(y.shape, dtype) for y in (x.q, x.k, x.v)),
+        jnp.zeros(x.q.shape, dtype),
+        jnp.zeros(x.k.shape, dtype),
+        jnp.zeros(x.v.shape, dtype),
         None if x.bias is None else jnp.zeros(x.bias.shape, dtype),
     )
 
