@@ -9,7 +9,6 @@ and for biases, masks and sizes of which the kernel has no blocks, the online so
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from jshard import _jaxcompat as compat
-from jshard._core.jax_types import Index
+from jshard._core.jax_types import Function, Index
 from jshard._rules.attention.definition import Attention, Operands
 from jshard._rules.attention.online_softmax import Gradients, Part, backward, forward, summed_delta
 
@@ -125,9 +124,7 @@ def _mask_value() -> float:
     return float(splash_attention_kernel.DEFAULT_MASK_VALUE)
 
 
-def _splash(
-    spec: Attention, x: Operands, *, save_residuals: bool, interpret: bool
-) -> Callable[..., jax.Array]:
+def _splash(spec: Attention, x: Operands, *, save_residuals: bool, interpret: bool) -> Function:
     """The kernel for one example: (N, T, H), (K, S, H), (K, S, H) and segments."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
