@@ -59,7 +59,7 @@ def plans() -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--limit", type=int, default=1000, help="candidates of each case")
     parser.add_argument("--plans", action="store_true", help="only the table of plans")
     options = parser.parse_args()

@@ -354,7 +354,7 @@ def parse(text: str) -> Module:
 
 
 def _joined_lines(text: str) -> Iterator[tuple[int, str]]:
-    """Lines with numbers; a literal that spans several lines (a printed matrix) is joined to its first line."""
+    """Lines with numbers; what spans several (a printed matrix, a kernel's metadata) is joined to its first line."""
     held, at = "", 0
     for number, line in enumerate(text.splitlines(), 1):
         if held:
@@ -362,7 +362,7 @@ def _joined_lines(text: str) -> Iterator[tuple[int, str]]:
             if line.strip() == "}" or _open_brackets(held) <= 0:
                 yield at, held
                 held = ""
-        elif " constant(" in line and _open_brackets(line) > 0:
+        elif (" constant(" in line or "kernel_metadata={" in line) and _open_brackets(line) > 0:
             held, at = line, number
         else:
             yield number, line

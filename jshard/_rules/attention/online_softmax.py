@@ -128,12 +128,8 @@ def backward(
     """
     dtype = softmax_dtype(x.q.dtype)
     base = _finite(lse)
-    start = Gradients(
-        jnp.zeros(x.q.shape, dtype),
-        jnp.zeros(x.k.shape, dtype),
-        jnp.zeros(x.v.shape, dtype),
-        None if x.bias is None else jnp.zeros(x.bias.shape, dtype),
-    )
+    dq, dk, dv = (jnp.zeros(y.shape, dtype) for y in (x.q, x.k, x.v))
+    start = Gradients(dq, dk, dv, None if x.bias is None else jnp.zeros(x.bias.shape, dtype))
 
     def step(sums: Gradients, at: _Block, rows: int, columns: int) -> Gradients:
         part = x.rows(at.row, rows).keys(at.column, columns)
