@@ -92,7 +92,10 @@ def _follow_parameters(
     moments) is not cut by a rule for its parameter.
     """
     parameters = [i for i in with_rule if not is_state(tensors[i])]
-    for i, parameter in mirrors(tensors, parameters, any_shape=True).items():
+    state = mirrors(tensors, parameters, any_shape=True)
+    # Parameters may have names that optimizers use too, such as `v`.
+    others = [i for i in with_rule if is_state(tensors[i]) and i not in state]
+    for i, parameter in (mirrors(tensors, others, any_shape=True) | state).items():
         own, claim = winners[i], winners[parameter]
         if own is not None and not any(c.rule is own.rule for c in claims[parameter]):
             continue

@@ -104,6 +104,9 @@ _MOMENTS = frozenset(
 )
 """Names under which optimizers (optax, torch) keep tensors of the shape of a parameter."""
 
+_CONTAINERS = frozenset("params parameters param weights model variables".split())
+"""Names under which a state keeps all parameters."""
+
 
 def is_state(tensor: TensorName) -> bool:
     """Whether a name of optimizers is in a tensor's path."""
@@ -120,8 +123,21 @@ def mirrors(
     {1: 0}
 
     A tensor counts as state if it is in another argument than the parameter and the whole path of the parameter below
-    its argument is the end of its own, or if a name of optimizers is in front of the common part.
+    its argument is the end of its own, or if a name of optimizers is in front of the common part. What the common part
+    leaves out of the parameter's path is then that of all parameters (`state.params`): a value projection `att.v.kernel`
+    or a head `mu.kernel` is no state of a `head.kernel`.
     """
+    plain = [t for t in tensors if not is_state(t)]
+
+    def is_root(parameter: TensorName, end: tuple[str, ...], before: tuple[str, ...]) -> bool:
+        left_out = parameter.own[: len(parameter.own) - len(end)]
+        if not left_out or left_out[-1] in _CONTAINERS or left_out[-1].isdecimal():
+            return True
+        own = [t for t in plain if t.argument == parameter.argument]
+        below = sum(t.own[: len(left_out)] == left_out for t in own)
+        siblings = parameter.parts[: len(parameter.parts) - len(end)][:-1] == before[:-1]
+        return not siblings and 2 * below > len(own)
+
     by_end: dict[tuple[str, ...], list[int]] = {}
     for i in parameters:
         path = tensors[i].own
@@ -136,7 +152,7 @@ def mirrors(
             end, before = t.parts[start:], t.parts[:start]
             same = [k for k in by_end.get(end, ()) if any_shape or tensors[k].shape == t.shape]
             whole = [k for k in same if tensors[k].own == end and tensors[k].argument != t.argument]
-            named = same if _MOMENTS & set(before) else []
+            named = [k for k in same if is_root(tensors[k], end, before)] if _MOMENTS & set(before) else []
             if whole or named:
                 out[i] = (whole or named)[0]
                 break

@@ -15,9 +15,10 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
 
+from jshard._config.source import read_config
 from jshard._core.errors import MeshError, ShardError, StrategyError
 from jshard._spec.mesh_selection import ChosenMesh, choose_mesh, mesh_device_count
-from jshard._spec.options import check_call_options, check_function, check_options
+from jshard._spec.options import check_call_options, check_function, check_options, with_rare_options
 from jshard._spec.strategies import pins_for_inputs, pins_for_outputs, without_static
 from jshard._spec.tree_paths import argument_names, shape_of
 
@@ -80,11 +81,14 @@ def read(
     static_argnames=None,
     donate_argnums=None,
     donate_argnames=None,
+    config=None,
     **options: Any,
 ) -> ChosenMesh:
     """What the doors do with the arguments of `shard`, up to the mesh."""
     check_function(call.fn)
     checked = check_options(device=device, **options)
+    if config is not None:
+        checked = with_rare_options(checked, dict(read_config(config).options))
     statics = check_call_options(
         static_argnums=static_argnums,
         static_argnames=static_argnames,

@@ -11,8 +11,9 @@ from hypothesis import given, strategies as st
 
 import jshard
 from benchmarks import workloads
+from jshard._memory.hbm_traffic import ALL_PRODUCTS
 from jshard._network.candidates import CandidateCache
-from jshard._network.replication_price import PRODUCTS, unpriced_work
+from jshard._network.replication_price import unpriced_work
 
 
 MESH = {"x": 2, "y": 4}
@@ -27,7 +28,7 @@ def over_ideal(plan: jshard.Plan) -> float:
     program = plan.search_again.program
     interner, whole, here = CandidateCache(program, plan.mesh), 0.0, 0.0
     for op, axes in zip(program.operators, plan.decision.candidates, strict=True):
-        if op.primitive in PRODUCTS:
+        if op.primitive in ALL_PRODUCTS:
             rule = interner.rule_of(op)[1]
             work = rule.work * math.prod(rule.sizes) * op.repeat
             whole += work
