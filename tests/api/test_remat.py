@@ -147,8 +147,8 @@ def mixed_loss(ws: Any, x: Any) -> Any:
     return (y.astype("float32") ** 2).mean() + means.sum()
 
 
-@pytest.mark.parametrize("rows", [3, 1030])
-def test_mixed_types_and_random_bits_on_two_axes(rows: int) -> None:
+def test_mixed_types_and_random_bits_on_two_axes() -> None:
+    rows = 1030
     grid = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     rng = np.random.default_rng(rows)
     w = (rng.normal(size=(4, 24, 40)) / 6).astype("float32")
@@ -157,11 +157,7 @@ def test_mixed_types_and_random_bits_on_two_axes(rows: int) -> None:
     step = step_of(mixed_loss)
     free = jshard.shard(step, memory_budget="1TB", **options).plan(w, x).cost.peak_bytes
     f = jshard.shard(step, memory_budget=int(0.97 * free), remat="auto", **options)
-    try:
-        plan = f.plan(w, x)
-    except jshard.ShardError:
-        assert rows == 3, "of many rows there is something to compute again"
-        return
+    plan = f.plan(w, x)
     assert plan.cost.peak_bytes <= 0.97 * free
     for got, want in zip(f(w, x), jax.jit(step)(w, x), strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-2, atol=2e-2)
