@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 
 from jshard._config.config_record import ConfigRecord, ConfigSource
 from jshard._core.argument_checks import checked
+from jshard._core.errors import ShardError
 from jshard._core.jax_types import Function, JaxMesh, PyTree, PyTreeDef
+from jshard._core.messages import type_with_article
 from jshard._core.named_topology import MeshRequest
 
 
@@ -37,6 +39,14 @@ class Config(ConfigRecord):
 
     Made by `Config.of`, `Config.load`, the importers `from_...`, and `Plan.to_config`.
     """
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.parameters, tuple):
+            raise ShardError(
+                f"Config is called with {type_with_article(self.parameters)}",
+                where="Config",
+                fix='Config.of(...) of a dict or YAML text, or Config.load("rules.yaml")',
+            )
 
     @staticmethod
     @checked

@@ -273,3 +273,10 @@ except jshard.ShardError as error:
         "True",
         "pip install 'jshard[config]', or give the configuration as a dict",
     ], run.stderr
+
+
+def test_the_constructor_names_the_reader():
+    with pytest.raises(jshard.ShardError) as caught:
+        jshard.Config({"parameters": {"w": ["x", None]}})
+    assert (caught.value.what, caught.value.where) == ("Config is called with a dict", "Config")
+    assert caught.value.fix == 'Config.of(...) of a dict or YAML text, or Config.load("rules.yaml")'
