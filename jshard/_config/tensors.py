@@ -109,8 +109,12 @@ _CONTAINERS = frozenset("params parameters param weights model variables".split(
 
 
 def is_state(tensor: TensorName) -> bool:
-    """Whether a name of optimizers is in a tensor's path."""
-    return bool(_MOMENTS & set(tensor.parts[:-1]))
+    """Whether a name of optimizers is in a tensor's path; an argument named `m` or `v` may be anything."""
+    return bool(_MOMENTS & set(_containers(tensor.parts[:-1])))
+
+
+def _containers(before: tuple[str, ...]) -> tuple[str, ...]:
+    return before[1:] if before[:1] in (("m",), ("v",)) else before
 
 
 def mirrors(
@@ -152,7 +156,11 @@ def mirrors(
             end, before = t.parts[start:], t.parts[:start]
             same = [k for k in by_end.get(end, ()) if any_shape or tensors[k].shape == t.shape]
             whole = [k for k in same if tensors[k].own == end and tensors[k].argument != t.argument]
-            named = [k for k in same if is_root(tensors[k], end, before)] if _MOMENTS & set(before) else []
+            named = (
+                [k for k in same if is_root(tensors[k], end, before)]
+                if _MOMENTS & set(_containers(before))
+                else []
+            )
             if whole or named:
                 out[i] = (whole or named)[0]
                 break

@@ -6,7 +6,7 @@ import pytest
 
 from jshard._config.matching import match
 from jshard._config.source import read_config
-from jshard._config.tensors import TensorName, mirrors
+from jshard._config.tensors import TensorName, is_state, mirrors
 
 
 def tensors(*paths: str) -> list[TensorName]:
@@ -19,6 +19,7 @@ def tensors(*paths: str) -> list[TensorName]:
         (["p.q.kernel", "p.k.kernel", "p.v.kernel", "p.head.kernel"], [0, 1, 3], {}),
         (["p.layers.0.att.v.kernel", "p.layers.0.att.k.kernel", "p.head.kernel"], [1, 2], {}),
         (["p.mu.kernel", "p.dec.kernel"], [1], {}),
+        (["m.fc.w", "o.opt_state.0.mu.fc.w", "v.fc.w"], [0], {1: 0, 2: 0}),
         (["s.params.fc.w", "s.opt_state.0.mu.fc.w", "s.params.mu.w"], [0, 2], {1: 0}),
         (["s.0.fc.w", "s.1.0.nu.fc.w"], [0], {1: 0}),
         (["s.net.fc.w", "s.opt.0.nu.fc.w"], [0], {1: 0}),
@@ -37,3 +38,12 @@ def test_a_value_projection_keeps_its_own_rule_and_gives_it_to_its_moments():
     assert rules == [
         None, ("k.kernel", ""), ("v.kernel", ""), ("k.kernel", "p.k.kernel"), ("v.kernel", "p.v.kernel")
     ]  # fmt: skip
+
+
+def test_a_model_named_m_is_no_state():
+    assert [is_state(t) for t in tensors("m.fc.w", "v.fc.w", "nu.fc.w", "o.mu.fc.w")] == [
+        False,
+        False,
+        True,
+        True,
+    ]
