@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
@@ -131,16 +132,18 @@ def mirrors(
     leaves out of the parameter's path is then that of all parameters (`state.params`): a value projection `att.v.kernel`
     or a head `mu.kernel` is no state of a `head.kernel`.
     """
-    plain = [t for t in tensors if not is_state(t)]
+    below: collections.Counter[tuple[str, tuple[str, ...]]] = collections.Counter()  # tensors under a part of a path
+    for t in tensors:
+        if not is_state(t):
+            below.update((t.argument, t.own[:depth]) for depth in range(len(t.own)))
 
     def is_root(parameter: TensorName, end: tuple[str, ...], before: tuple[str, ...]) -> bool:
         left_out = parameter.own[: len(parameter.own) - len(end)]
         if not left_out or left_out[-1] in _CONTAINERS or left_out[-1].isdecimal():
             return True
-        own = [t for t in plain if t.argument == parameter.argument]
-        below = sum(t.own[: len(left_out)] == left_out for t in own)
         siblings = parameter.parts[: len(parameter.parts) - len(end)][:-1] == before[:-1]
-        return not siblings and 2 * below > len(own)
+        argument = parameter.argument
+        return not siblings and 2 * below[argument, left_out] > below[argument, ()]
 
     by_end: dict[tuple[str, ...], list[int]] = {}
     for i in parameters:
