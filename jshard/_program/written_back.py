@@ -37,6 +37,7 @@ from jax import lax
 from jshard import _jaxcompat as compat
 from jshard._core.jax_types import ArrayFunction, Jaxpr, JaxprAtom, JaxprEqn
 from jshard._program.inlining import substituted, with_calls_inlined
+from jshard._program.loop_invariants import INLINED_CALLS, body_of
 
 
 _UPDATE, _SLICE = "dynamic_update_slice", "dynamic_slice"
@@ -92,8 +93,9 @@ def _has_update(jaxpr: Jaxpr) -> bool:
     while pending:
         for eqn in pending.pop().eqns:
             names.add(eqn.primitive.name)
-            if eqn.primitive.name in ("jit", "pjit", "closed_call"):
-                pending.append(compat.open_jaxpr(eqn.params["jaxpr"])[0])
+            body = body_of(eqn) if eqn.primitive.name in INLINED_CALLS else None
+            if body is not None:
+                pending.append(compat.open_jaxpr(body)[0])
     return {_UPDATE, _SLICE} <= names
 
 
