@@ -132,7 +132,9 @@ def mirrors(
     leaves out of the parameter's path is then that of all parameters (`state.params`): a value projection `att.v.kernel`
     or a head `mu.kernel` is no state of a `head.kernel`.
     """
-    below: collections.Counter[tuple[str, tuple[str, ...]]] = collections.Counter()  # tensors under a part of a path
+    below: collections.Counter[tuple[str, tuple[str, ...]]] = (
+        collections.Counter()
+    )  # tensors under a part of a path
     for t in tensors:
         if not is_state(t):
             below.update((t.argument, t.own[:depth]) for depth in range(len(t.own)))
