@@ -93,18 +93,24 @@ class CallRules:
         return dataclasses.replace(found, rows=tuple(rows))
 
     def recipe(self, program: Program) -> RecipePins | None:
-        """What the recipe says about the program; None without one. Raises `RecipeError` where it does not apply."""
-        return (
-            recipe_pins(self.record.recipe, structure_of(program), self.sizes) if self.record.recipe else None
-        )
+        """What the recipe says about the program, found once; None without one.
 
-    def inner_pins(self, program: Program) -> tuple[tuple[int, str, int, Pin], ...]:
-        """Pins on outputs of products and on gradients: of rules, and of the recipe where no rule says anything."""
+        Raises `RecipeError` where it does not apply.
+        """
+        if not self.record.recipe:
+            return None
+        key = "recipe", self.record.recipe
+        if key not in program.memo:
+            program.memo[key] = recipe_pins(self.record.recipe, structure_of(program), self.sizes)
+        return program.memo[key]
+
+    def inner_pins(self, program: Program, found: Resolution) -> tuple[tuple[int, str, int, Pin], ...]:
+        """Pins on outputs of products and on gradients: of the rules found, and of the recipe where there are none."""
         record = self.record
         if not (record.recipe or record.products or record.gradients):
             return ()
         values, pins = named_values(structure_of(program)), dict[tuple[int, int], Pin | None]()
-        for row in self.resolution(program).inner:
+        for row in found.inner:
             for place in values.places.get((row.section, row.tensor.path), ()):
                 if place not in pins:
                     pins[place] = _pin(row)
@@ -119,12 +125,11 @@ class CallRules:
         self,
         request: ShardRequest,
         call: TracedArguments,
-        program: Program,
+        found: Resolution,
         in_pins: Sequence[Pin | None],
         out_pins: Sequence[Pin | None],
     ) -> tuple[tuple[Pin | None, ...], tuple[Pin | None, ...]]:
-        """The pins of arguments and results, completed; raises `StrategyError` for what does not match."""
-        found = self.resolution(program)
+        """The pins of arguments and results, completed by a `resolution`; raises `StrategyError` for what does not match."""
         enforce(self.record, found.problems, request.name)
         rows = iter(found.rows)
         of_leaves = [next(rows) if leaf.dtype is not None else None for leaf in self.leaves]
@@ -142,7 +147,9 @@ class CallRules:
 
 def structure_of(program: Program) -> Structure:
     """The structure of a program, found once."""
-    return program.memo.get("structure") or program.memo.setdefault("structure", Structure(program))
+    if "structure" not in program.memo:
+        program.memo["structure"] = Structure(program)
+    return program.memo["structure"]
 
 
 def call_rules(

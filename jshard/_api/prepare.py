@@ -203,8 +203,9 @@ def _plan_jaxpr(of: _TracedCall, jaxpr: ClosedJaxpr | None = None, limited: bool
     in_leaves = jax.tree.leaves(call.shapes)
     out_pins = pins_of_results(request, call, traced)
     if rules is not None:
-        in_pins, out_pins = rules.complete(request, call, program, in_pins, out_pins)
-        inner = rules.inner_pins(program)
+        found = rules.resolution(program)
+        in_pins, out_pins = rules.complete(request, call, found, in_pins, out_pins)
+        inner = rules.inner_pins(program, found)
         if inner:
             program = dataclasses.replace(program, pins=(*program.pins, *inner))
             traced = dataclasses.replace(traced, program=program)

@@ -8,8 +8,10 @@ Idea.  A maximum weight independent set: dimensions that share a weight exclude 
 that have it. A dimension that a normalisation goes over counts half, for every such reduction would need a sum over
 devices. Solved exactly as an integer program by HiGHS; among equals, the dimensions earlier in the program.
 
->>> chosen(["ab", "bc", "cd"], {"a": 0.0, "b": 10.0, "c": 10.0, "d": 0.0}), chosen(["xy", "yz"], {"x": 1, "y": 1.5, "z": 1})
-(('b',), ('x', 'z'))
+>>> max_weight_independent_set(["ab", "bc", "cd"], {"a": 0.0, "b": 10.0, "c": 10.0, "d": 0.0})
+('b',)
+>>> max_weight_independent_set(["xy", "yz"], {"x": 1, "y": 1.5, "z": 1})
+('x', 'z')
 """
 
 from __future__ import annotations
@@ -24,14 +26,14 @@ import numpy as np
 T = TypeVar("T")
 
 
-def chosen(together: Iterable[Iterable[T]], worth: Mapping[T, float]) -> tuple[T, ...]:
-    """The members of most worth of which no two are together; `together`: groups of which one may be taken."""
-    names = [n for n, w in worth.items() if w > 0]
+def max_weight_independent_set(cliques: Iterable[Iterable[T]], weights: Mapping[T, float]) -> tuple[T, ...]:
+    """The nodes of most weight of which no two are in one of the cliques."""
+    names = [n for n, w in weights.items() if w > 0]
     number = {n: i for i, n in enumerate(names)}
     pairs = {
         (a, b)
-        for group in together
-        for a, b in itertools.combinations(sorted({number[n] for n in group if n in number}), 2)
+        for clique in cliques
+        for a, b in itertools.combinations(sorted({number[n] for n in clique if n in number}), 2)
     }
     if not pairs:
         return tuple(names)
@@ -41,7 +43,7 @@ def chosen(together: Iterable[Iterable[T]], worth: Mapping[T, float]) -> tuple[T
     rows = np.repeat(np.arange(len(pairs)), 2)
     columns = np.array(sorted(pairs)).ravel()
     matrix = coo_array((np.ones(len(rows)), (rows, columns)), shape=(len(pairs), len(names)))
-    value = np.array([worth[n] for n in names]) / max(worth.values())
+    value = np.array([weights[n] for n in names]) / max(weights.values())
     value += 1e-6 * (1 - np.arange(len(names)) / (2 * len(names)))
     found = milp(
         -value,

@@ -3,9 +3,9 @@
 >>> parse_recipe("fsdp+megatron")
 (Part(name='fsdp', axes=()), Part(name='megatron', axes=()))
 >>> axes_of(parse_recipe("fsdp+megatron"), {"data": 2, "model": 4})
-Axes(batch=('data',), spread=('data',), tensor=('model',), sequence=(), expert=())
+Axes(batch=('data',), zero=('data',), tensor=('model',), sequence=(), expert=())
 >>> axes_of(parse_recipe("fsdp+expert"), {"x": 2, "y": 4})
-Axes(batch=('x', 'y'), spread=('x', 'y'), tensor=(), sequence=(), expert=('y',))
+Axes(batch=('x', 'y'), zero=('x', 'y'), tensor=(), sequence=(), expert=('y',))
 >>> axes_of(parse_recipe("fsdp(x)+megatron(y)"), {"x": 2, "y": 4}).tensor
 ('y',)
 >>> parse_recipe("megatorn")
@@ -32,7 +32,7 @@ RECIPES: Mapping[str, str] = {
     "zero2": "zero1, with the gradients cut",
     "fsdp": "zero2, with the weights cut and gathered where they are read (ZeRO-3)",
     "megatron": "inner features and heads cut: products by columns, then by rows; vocabulary cut",
-    "sequence": "what layers hand on cut by tokens",
+    "sequence": "the residual stream cut by tokens",
     "ulysses": "tokens cut outside of attention, heads inside",
     "ring": "tokens cut, keys and values passed round",
     "vocab": "tables, the last product and its scores cut by vocabulary",
@@ -50,11 +50,11 @@ SUMS = (
 )
 """Sums that `jshard.recipes` lists beside the single ones."""
 
-_SPREADING = frozenset(("data", "zero1", "zero2", "fsdp"))
+_DATA_PARALLEL = frozenset(("data", "zero1", "zero2", "fsdp"))
 _TENSOR_NAMES = ("tensor", "model", "tp", "mp")
 _SEQUENCE_NAMES = ("sequence", "seq", "context", "sp", "cp")
 _EXPERT_NAMES = ("expert", "experts", "ep")
-_SPREAD_NAMES = ("fsdp", "zero")
+_ZERO_NAMES = ("fsdp", "zero")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,10 +67,10 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """The mesh axes for each role; empty where the recipe does not cut it."""
+    """The mesh axes for each role; empty where the recipe does not cut it. `zero`: of state, gradients or weights (ZeRO)."""
 
     batch: tuple[str, ...] = ()
-    spread: tuple[str, ...] = ()
+    zero: tuple[str, ...] = ()
     tensor: tuple[str, ...] = ()
     sequence: tuple[str, ...] = ()
     expert: tuple[str, ...] = ()
@@ -94,10 +94,10 @@ def parse_recipe(text: str) -> tuple[Part, ...]:
             where=f"recipe {text!r}",
             fix="a sum of " + ", ".join(RECIPES),
         )
-    spreading = [n for n in names if n in _SPREADING and n != "data"]
-    if len(spreading) > 1:
+    stages = [n for n in names if n in _DATA_PARALLEL and n != "data"]  # of ZeRO
+    if len(stages) > 1:
         raise ShardError(
-            f"{spreading[0]} and {spreading[1]} say two things of the optimizer's state",
+            f"{stages[0]} and {stages[1]} say two things of the optimizer's state",
             where=f"recipe {text!r}",
             fix="one of them",
         )
@@ -141,9 +141,9 @@ def axes_of(parts: Sequence[Part], sizes: Mapping[str, int]) -> Axes:
     expert = axes("expert", _EXPERT_NAMES, names[-1:])
     computing = {*sequence, *(tensor if "megatron" in by_name else ())}
     rest = tuple(a for a in names if a not in computing)
-    said = tuple(dict.fromkeys(a for p in parts if p.name in _SPREADING for a in p.axes))
-    spreads = _SPREADING & set(by_name) - {"data"}
-    if (_SPREADING & set(by_name)) and not (said or rest):
+    said = tuple(dict.fromkeys(a for p in parts if p.name in _DATA_PARALLEL for a in p.axes))
+    has_zero = bool(_DATA_PARALLEL & set(by_name) - {"data"})
+    if (_DATA_PARALLEL & set(by_name)) and not (said or rest):
         raise ShardError(
             f"{'+'.join(by_name)} needs a mesh of two axes, this one has {', '.join(names)}",
             where=f"recipe {'+'.join(by_name)}",
@@ -151,5 +151,5 @@ def axes_of(parts: Sequence[Part], sizes: Mapping[str, int]) -> Axes:
         )
     batch = by_name["data"].axes if "data" in by_name and by_name["data"].axes else rest
     batch = tuple(a for a in names if a in {*batch, *said})
-    spread = said or tuple(a for a in rest if a in _SPREAD_NAMES) or rest if spreads else ()
-    return Axes(batch, spread, tensor, sequence, expert)
+    zero = said or tuple(a for a in rest if a in _ZERO_NAMES) or rest if has_zero else ()
+    return Axes(batch, zero, tensor, sequence, expert)

@@ -11,7 +11,7 @@ from jshard._config.config_record import Entry
 from jshard._core.errors import ShardError
 from jshard._core.messages import abbreviate, count_of
 from jshard._program.graph import Program
-from jshard._recipes.column_row import chosen
+from jshard._recipes.column_row import max_weight_independent_set
 from jshard._recipes.gradients import gradients_of
 from jshard._recipes.recipe_names import Axes, axes_of, parse_recipe
 from jshard._recipes.structure import Structure
@@ -132,7 +132,9 @@ class _Resolver:
             c for c in self._divided(s, s.inner) if not any({c} <= g and g & self.vocabulary for g in groups)
         ]
         return frozenset(
-            chosen(groups, {c: s.covered(c) * (0.5 if c in normalised else 1.0) for c in candidates})
+            max_weight_independent_set(
+                groups, {c: s.covered(c) * (0.5 if c in normalised else 1.0) for c in candidates}
+            )
         )
 
     @functools.cached_property
@@ -153,11 +155,7 @@ class _Resolver:
         """Shapes and dimensions of the weights that have the experts in common with an activation."""
         s = self.s.cut(self.pieces(self.axes.expert))
         own = [w.product.weights for w in s.weight_dims if self.experts & {*w.shared}]
-        return frozenset(self._kind(n) for weights in own for n in weights)
-
-    def _kind(self, number: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        t = self.s.argument(number)
-        return self.s.program.tensors[t].shape, self.s.classes.of(t)
+        return frozenset(self.s.kind(n) for weights in own for n in weights)
 
     def _divided(self, s: Structure, classes: Sequence[int]) -> list[int]:
         members = s.classes.members(classes)
@@ -208,10 +206,10 @@ class _Resolver:
         dims = self._assign(self.s.argument(number), ((s, frozenset((s.batch,)), self.batch),))
         return tuple(d or None for d in dims)
 
-    def weight(self, number: int, spread: bool) -> Entry:
-        """The entry of a weight, its gradient or its moments; `spread`: also cut over the axes of ZeRO."""
+    def weight(self, number: int, fully_sharded: bool) -> Entry:
+        """The entry of a weight, its gradient or its moments; `fully_sharded`: also cut over the axes of ZeRO."""
         t = self.s.argument(number)
-        experts = self.experts if self._kind(number) in self._of_experts else frozenset()
+        experts = self.experts if self.s.kind(number) in self._of_experts else frozenset()
         dims = self._assign(
             t,
             (
@@ -220,9 +218,9 @@ class _Resolver:
             ),
         )
         shape, stacked = self.s.program.tensors[t].shape, self.s.stacked
-        free = tuple(a for a in self.axes.spread if not any(a in d for d in dims))
+        free = tuple(a for a in self.axes.zero if not any(a in d for d in dims))
         own = self.s.classes.of(t)
-        for d in sorted(range(len(dims)), key=lambda d: -shape[d]) if spread and free else ():
+        for d in sorted(range(len(dims)), key=lambda d: -shape[d]) if fully_sharded and free else ():
             if not dims[d] and own[d] not in stacked and shape[d] % self.pieces(free) == 0:
                 dims[d] = free
                 break
@@ -244,9 +242,7 @@ class _Resolver:
             "expert": self.axes.expert,
             "sequence": self.axes.sequence,
             "ulysses": self.axes.sequence,
-        }.get(
-            part, self.axes.tensor if part in ("megatron", "vocab") else self.axes.spread or self.axes.batch
-        )
+        }.get(part, self.axes.tensor if part in ("megatron", "vocab") else self.axes.zero or self.axes.batch)
         over = " x ".join(f"{a}={self.sizes[a]}" for a in axes)
         raise RecipeError(
             f"the recipe {part!r} does not apply: {what}",
@@ -262,8 +258,8 @@ class _Resolver:
                 f"{count_of(len(self.s.program.operators), 'operator')}",
                 "a function that calls the model on a batch",
             )
-        for part, check in _CHECKS.items():
-            if part in self.parts:
+        for part, checks in _CHECKS.items():
+            for check in checks if part in self.parts else ():
                 check(self)
 
     def _check_batch(self) -> None:
@@ -279,7 +275,7 @@ class _Resolver:
                 "a batch that the data axes divide, or axes: data(x)",
             )
 
-    def _check_spread(self) -> None:
+    def _check_fully_sharded(self) -> None:
         part = next(p for p in ("fsdp", "zero1", "zero2") if p in self.parts)
         over = self.s.weights if part == "fsdp" else frozenset(self.s.state)
         if not over:
@@ -292,7 +288,7 @@ class _Resolver:
         if all(self.weight(n, True) == self.weight(n, False) for n in over):
             self._refuse(
                 part,
-                f"none of {count_of(len(over), 'tensor')} has a free dimension that {self.pieces(self.axes.spread)} divides",
+                f"none of {count_of(len(over), 'tensor')} has a free dimension that {self.pieces(self.axes.zero)} divides",
                 "fewer devices on that axis, or data",
             )
 
@@ -405,15 +401,16 @@ class _Resolver:
         return out
 
 
-_CHECKS: Mapping[str, Callable[[_Resolver], None]] = {
-    "data": _Resolver._check_batch,
-    "zero1": lambda r: (r._check_batch(), r._check_spread())[0],
-    "zero2": lambda r: (r._check_batch(), r._check_spread())[0],
-    "fsdp": lambda r: (r._check_batch(), r._check_spread())[0],
-    "megatron": _Resolver._check_megatron,
-    "sequence": _Resolver._check_sequence,
-    "ulysses": lambda r: (r._check_sequence(), r._check_ulysses())[0],
-    "ring": _Resolver._check_ring,
-    "vocab": _Resolver._check_vocab,
-    "expert": _Resolver._check_expert,
+_CHECKS: Mapping[str, tuple[Callable[[_Resolver], None], ...]] = {
+    "data": (_Resolver._check_batch,),
+    "zero1": (_Resolver._check_batch, _Resolver._check_fully_sharded),
+    "zero2": (_Resolver._check_batch, _Resolver._check_fully_sharded),
+    "fsdp": (_Resolver._check_batch, _Resolver._check_fully_sharded),
+    "megatron": (_Resolver._check_megatron,),
+    "sequence": (_Resolver._check_sequence,),
+    "ulysses": (_Resolver._check_sequence, _Resolver._check_ulysses),
+    "ring": (_Resolver._check_ring,),
+    "vocab": (_Resolver._check_vocab,),
+    "expert": (_Resolver._check_expert,),
 }
+"""What is checked for each recipe, in this order."""

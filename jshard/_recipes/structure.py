@@ -7,7 +7,7 @@ All from the program: no name of a parameter or class is looked at.
   shape and dimensions of a weight (moments of optimizers);
 - sequence: the dimension of most products with weights that is neither the batch's nor a weight's;
 - inner: made by one product with a weight and summed over by another (hidden features, heads), so that a cut needs one
-  sum at the end; not what the layers hand on (`lax.scan` carries, embeddings, arguments);
+  sum at the end; not the residual stream (`lax.scan` carries, embeddings, arguments);
 - vocabulary: what look-ups by data index, or what a softmax over the output of a product goes over;
 - experts: a dimension that weights and activations share in a product.
 """
@@ -58,9 +58,12 @@ class Structure:
 
     def cut(self, pieces: int) -> Structure:
         """The same model's structure for cuts into `pieces`."""
-        return self.whole if pieces == 1 else self.whole._cuts.setdefault(
-            pieces, Structure(self.program, pieces, self.whole)
-        )  # fmt: skip
+        whole = self.whole
+        if pieces == 1:
+            return whole
+        if pieces not in whole._cuts:
+            whole._cuts[pieces] = Structure(self.program, pieces, whole)
+        return whole._cuts[pieces]
 
     @functools.cached_property
     def _cuts(self) -> dict[int, Structure]:
@@ -140,11 +143,12 @@ class Structure:
         """By number of an argument that is neither: a weight of the same shape and dimensions."""
         if self.whole is not self:
             return self.whole.state
-        kinds = {self._kind(n): n for n in sorted(self.weights, reverse=True)}
+        kinds = {self.kind(n): n for n in sorted(self.weights, reverse=True)}
         others = [n for n in range(len(self.program.inputs)) if n not in self.weights | self.data]
-        return {n: kinds[self._kind(n)] for n in others if self._kind(n)[0] and self._kind(n) in kinds}
+        return {n: kinds[self.kind(n)] for n in others if self.kind(n)[0] and self.kind(n) in kinds}
 
-    def _kind(self, number: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def kind(self, number: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shape and classes of the dimensions of an argument."""
         t = self.argument(number)
         return self.program.tensors[t].shape, self.classes.of(t)
 
@@ -239,12 +243,12 @@ class Structure:
         made = {c for w in self.weight_dims for c in w.out}
         summed = {c for w in self.weight_dims for c in w.into}
         scored = self.reduced_by(_SOFTMAX) & made - summed - set(self.experts)
-        sizes = {self._size(c) for c in index}
+        table_sizes = set(self.sizes(index).values())
         returned = {
             c for i in self.program.outputs for a in self.program.operators[i].operands
             if not isinstance(a, Literal) and self.has_batch(a) for c in self.classes.of(a)
         }  # fmt: skip
-        same_size = {c for c in returned & made - summed if self._size(c) in sizes}
+        same_size = {c for c, size in self.sizes(returned & made - summed).items() if size in table_sizes}
         return tuple(sorted((set(index) | scored | same_size) - {self.batch}))
 
     def reduced_by(self, primitives: Iterable[str]) -> set[int]:
@@ -262,8 +266,8 @@ class Structure:
         return out
 
     @functools.cached_property
-    def handed_on(self) -> set[int]:
-        """Classes of what goes from layer to layer: features of tables and data arguments, and carries of loops."""
+    def residual_stream(self) -> set[int]:
+        """Classes of the residual stream: features of tables and data arguments, and carries of loops."""
         out = set(self.looked_up[1])
         for n in self.data:
             out |= set(self.classes.of(self.argument(n)))
@@ -277,7 +281,7 @@ class Structure:
         """Classes that one product with a weight makes and another sums over, in program order."""
         made = {c for w in self.weight_dims for c in w.out}
         summed = {c for w in self.weight_dims for c in w.into}
-        others = {self.batch, self.sequence, *self.experts, *self.vocabulary} | self.handed_on
+        others = {self.batch, self.sequence, *self.experts, *self.vocabulary} | self.residual_stream
         return tuple(sorted((made & summed) - others))
 
     @functools.cached_property
@@ -294,10 +298,6 @@ class Structure:
             for op in self.program.operators
             if op.kind == "scan_xs" and not isinstance(op.operands[0], Literal)
         }
-
-    def _size(self, c: int) -> int:
-        """The smallest size of a dimension of a class."""
-        return min(self.program.tensors[t].shape[d] for t, d in self.classes.members([c])[c])
 
     def sizes(self, classes: Iterable[int]) -> dict[int, int]:
         """The smallest size of a dimension of each class: the pieces into which it can be cut at most."""
