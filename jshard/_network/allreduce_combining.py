@@ -22,15 +22,12 @@ import numpy as np
 from jshard._core.arrays import Bools, Ints
 from jshard._core.row_codes import concat_ranges
 from jshard._core.topology import Topology
-from jshard._memory.hbm_traffic import unfusible_operators
+from jshard._memory.hbm_traffic import ATTENTION, unfusible_operators
 from jshard._program.graph import Operator, Program
 from jshard._rules.primitives.control_flow import is_small_sum
 
 
-SUM_PRIMITIVES = (
-    "dot_general", "conv_general_dilated", "reduce_sum", "jshard_fused", "jshard_attention",
-    "jshard_attention_backward",
-)  # fmt: skip
+SUM_PRIMITIVES = ("dot_general", "conv_general_dilated", "reduce_sum", "jshard_fused", *sorted(ATTENTION))
 
 
 def combinable_sums(program: Program, topology: Topology) -> Mapping[int, int]:

@@ -322,8 +322,9 @@ def recompute_weight(eqn: JaxprEqn) -> int:
         return 1
     if (
         name in UNFUSIBLE
-        or name.startswith(("scatter", "jshard_fused", *ATTENTION))
+        or name in ATTENTION
         or name in ("scan", "while")
+        or name.startswith(("scatter", "jshard_fused"))
     ):
         return 2
     return max((recompute_weight(e) for body in bodies_of(eqn) for e in body.eqns), default=0)

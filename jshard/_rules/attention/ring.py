@@ -1,6 +1,6 @@
 """Ring attention: both sequences are cut along the same mesh axes, and keys and values pass from device to device.
 
-In each of n rounds a device computes on the block of keys that it holds, while it sends that block to the next device.
+In each of n steps a device computes on the block of keys that it holds, while it sends that block to the next device.
 Forward, the parts are combined by their logsumexp. Backward, the gradients of a block of keys travel behind it, and
 arrive where it belongs: n - 1 permutes each of keys, values and of their gradients. A block that causality or the window
 rules out costs no work, but the devices of a ring wait for each other.
@@ -58,9 +58,9 @@ class Ring:
         """Number of devices."""
         return self.mesh.size(*self.axes)
 
-    def holder(self, turn: Index) -> Index:
-        """The device whose block of keys this device has in a round."""
-        return (block_index(self.axes, self.mesh) - turn) % self.size
+    def holder(self, step: Index) -> Index:
+        """The device whose block of keys this device has in a step."""
+        return (block_index(self.axes, self.mesh) - step) % self.size
 
     def send(self, x: jax.Array, number: int) -> jax.Array:
         """What the device before sent, where this one sends `x` to the next; as collective `number` of the operator."""
@@ -68,16 +68,16 @@ class Ring:
         with self.scope(number):
             return lax.ppermute(x, self.axes, pairs)
 
-    def starts(self, turn: Index, size: int) -> list[tuple[Index, int]]:
-        """(start, length) of the pieces that this device has in a round, in the sequence of the ring."""
-        holder = self.holder(turn)
+    def starts(self, step: Index, size: int) -> list[tuple[Index, int]]:
+        """(start, length) of the pieces that this device has in a step, in the sequence of the ring."""
+        holder = self.holder(step)
         if not self.zigzag:
             return [(holder * size, size)]
         return [(holder * (size // 2), size // 2), ((2 * self.size - 1 - holder) * (size // 2), size // 2)]
 
-    def columns(self, turn: Index, size: int) -> Index:
-        """Positions of the keys of a round: of the first, or of each."""
-        pieces = self.starts(turn, size)
+    def columns(self, step: Index, size: int) -> Index:
+        """Positions of the keys of a step: of the first, or of each."""
+        pieces = self.starts(step, size)
         if not self.zigzag:
             return self.column + pieces[0][0]
         return jnp.concatenate([start + jnp.arange(n, dtype=np.int32) for start, n in pieces])
@@ -140,36 +140,15 @@ def _inputs_into_zigzag(
     return out, number
 
 
-def _zigzag_backward(
-    spec: Attention,
-    arrays: Sequence[jax.Array],
-    results: Sequence[jax.Array],
-    ring: Ring,
-    kv_heads: jax.Array | None,
-    bias_gradient: bool,
-) -> list[jax.Array]:
-    arrays, number = _inputs_into_zigzag(spec, arrays, ring, 4)
-    moved = []
-    for x, dim in zip(results, (3, 1, 3), strict=True):
-        moved.append(ring.into_zigzag(x, x.ndim - dim, number))
-        number += 2
-    found = _backward(spec, arrays, moved, ring, kv_heads, bias_gradient)
-    for i in range(3):
-        g = found[i].astype(arrays[i].dtype)
-        found[i] = ring.out_of_zigzag(g, g.ndim - 3, number)
-        number += 2
-    return found
-
-
 def _forward(spec: Attention, arrays: Sequence[jax.Array], ring: Ring, kv_heads: jax.Array | None) -> Part:
-    def part(keys: Sequence[jax.Array], turn: Index) -> Part:
-        x, column = _block(spec, arrays, keys, ring, turn, kv_heads)
+    def part(keys: Sequence[jax.Array], step: Index) -> Part:
+        x, column = _block(spec, arrays, keys, ring, step, kv_heads)
         return local_forward(spec, x, ring.rows(x.q.shape[1]), column)
 
-    def body(state: PyTree, turn: jax.Array) -> tuple[PyTree, None]:
+    def body(state: PyTree, step: jax.Array) -> tuple[PyTree, None]:
         keys, total = state
         following = [ring.send(x, i) for i, x in enumerate(keys)]
-        return (following, merged(total, part(keys, turn))), None
+        return (following, merged(total, part(keys, step))), None
 
     keys = list(arrays[1:3])
     following = [ring.send(x, i) for i, x in enumerate(keys)]
@@ -198,9 +177,19 @@ def ring_backward(
     - `results`: of this device's queries the result (batch..., T, N, E), its logsumexp (batch..., N, T) over all keys
         of the ring (and of other devices, if keys are cut further), and the cotangent.
     """
-    if ring.zigzag:
-        return _zigzag_backward(spec, arrays, results, ring, kv_heads, bias_gradient)
-    return _backward(spec, arrays, results, ring, kv_heads, bias_gradient)
+    if not ring.zigzag:
+        return _backward(spec, arrays, results, ring, kv_heads, bias_gradient)
+    arrays, number = _inputs_into_zigzag(spec, arrays, ring, 4)
+    moved = []
+    for x, dim in zip(results, (3, 1, 3), strict=True):
+        moved.append(ring.into_zigzag(x, x.ndim - dim, number))
+        number += 2
+    found = _backward(spec, arrays, moved, ring, kv_heads, bias_gradient)
+    for i in range(3):
+        g = found[i].astype(arrays[i].dtype)
+        found[i] = ring.out_of_zigzag(g, g.ndim - 3, number)
+        number += 2
+    return found
 
 
 def _backward(
@@ -213,8 +202,8 @@ def _backward(
 ) -> list[jax.Array]:
     out, lse, cotangent = results
 
-    def gradients(keys: Sequence[jax.Array], turn: Index) -> list[jax.Array]:
-        x, column = _block(spec, arrays, keys, ring, turn, kv_heads)
+    def gradients(keys: Sequence[jax.Array], step: Index) -> list[jax.Array]:
+        x, column = _block(spec, arrays, keys, ring, step, kv_heads)
         b, _, k, g, _ = x.q.shape
         found = local_backward(
             spec,
@@ -229,28 +218,28 @@ def _backward(
         narrow = [
             *arrays[:1],
             *keys,
-            *_columns_of(spec, arrays, ring, turn, keys[0].shape[-3])[:bias_gradient],
+            *_columns_of(spec, arrays, ring, step, keys[0].shape[-3])[:bias_gradient],
         ]
         return arranged_back(spec, found, narrow, kv_heads)
 
-    def add(sums: list[jax.Array], found: Sequence[jax.Array], turn: Index) -> list[jax.Array]:
+    def add(sums: list[jax.Array], found: Sequence[jax.Array], step: Index) -> list[jax.Array]:
         """The gradients of what stays on this device: queries, and the columns of the bias."""
         if not bias_gradient or found[1].shape[-1] == sums[1].shape[-1]:
             return [x + y for x, y in zip(sums, found, strict=True)]
         bias, at, last = sums[1], 0, sums[1].ndim - 1
-        for start, size in ring.starts(turn, found[1].shape[-1]):
+        for start, size in ring.starts(step, found[1].shape[-1]):
             new = lax.dynamic_slice_in_dim(bias, start, size, last) + found[1][..., at : at + size]
             bias, at = lax.dynamic_update_slice_in_dim(bias, new, start, last), at + size
         return [sums[0] + found[0], bias]
 
-    def body(state: PyTree, turn: jax.Array) -> tuple[PyTree, None]:
+    def body(state: PyTree, step: jax.Array) -> tuple[PyTree, None]:
         keys, travelling, staying = state
         following = [ring.send(x, i) for i, x in enumerate(keys)]
-        dq, dk, dv, *dbias = gradients(keys, turn)
+        dq, dk, dv, *dbias = gradients(keys, step)
         travelling = [
             ring.send(x + y, 2 + i) for i, (x, y) in enumerate(zip(travelling, (dk, dv), strict=True))
         ]
-        return (following, travelling, add(staying, [dq, *dbias], turn)), None
+        return (following, travelling, add(staying, [dq, *dbias], step)), None
 
     keys = list(arrays[1:3])
     following = [ring.send(x, i) for i, x in enumerate(keys)]
@@ -274,20 +263,20 @@ def _block(
     arrays: Sequence[jax.Array],
     keys: Sequence[jax.Array],
     ring: Ring,
-    turn: Index,
+    step: Index,
     kv_heads: jax.Array | None,
 ) -> tuple[Operands, Index]:
-    """The operands for the keys of a round, and the position of the first of them."""
+    """The operands for the keys of a step, and the position of the first of them."""
     size = keys[0].shape[-3]
-    others = _columns_of(spec, arrays, ring, turn, size)
-    return arranged(spec, (arrays[0], *keys, *others), kv_heads), ring.columns(turn, size)
+    others = _columns_of(spec, arrays, ring, step, size)
+    return arranged(spec, (arrays[0], *keys, *others), kv_heads), ring.columns(step, size)
 
 
 def _columns_of(
-    spec: Attention, arrays: Sequence[jax.Array], ring: Ring, turn: Index, size: int
+    spec: Attention, arrays: Sequence[jax.Array], ring: Ring, step: Index, size: int
 ) -> list[jax.Array]:
-    """Bias, mask and segments, as far as they go with the keys of a round."""
-    pieces, out = ring.starts(turn, size), list(arrays[3:])
+    """Bias, mask and segments, as far as they go with the keys of a step."""
+    pieces, out = ring.starts(step, size), list(arrays[3:])
     by_column = [*range(spec.has_bias + spec.has_mask), *([len(out) - 1] if spec.has_segments else [])]
     for i in by_column:
         if out[i].shape[-1] > 1:

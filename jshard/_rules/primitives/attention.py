@@ -34,7 +34,7 @@ from jshard._rules.attention.online_softmax import BLOCK, Part
 from jshard._rules.attention.ring import Ring, ring_backward, ring_forward
 from jshard._rules.factors import Factors
 from jshard._rules.registry import LocalContext, OpView, block_index, family
-from jshard._rules.rule import PARTIAL, WHOLE, Dims, InternalCollective, JointCut, Rule, Workspace
+from jshard._rules.rule import PARTIAL, WHOLE, Dims, InternalCollective, JointCut, Rule, Workspace, joint_code
 
 
 rule = family("attention")
@@ -115,8 +115,8 @@ class _Numbering:
 
 
 def _code(r: Rule, name: str) -> int:
-    """The axis code of a joint cut."""
-    return len(r.sizes) + next((k for k, cut in enumerate(r.joint) if cut.name == name), len(r.joint))
+    """The axis code of a joint cut; one that no candidate has where the rule lacks the cut."""
+    return joint_code(r, next((k for k, cut in enumerate(r.joint) if cut.name == name), len(r.joint)))
 
 
 def _rule(
@@ -125,15 +125,15 @@ def _rule(
     operands: tuple[Dims, ...],
     results: tuple[Dims, ...],
     flops: float,
-    sent: Sequence[InternalCollective],
 ) -> Rule:
+    """The rule without what it sends and holds."""
     spec: Attention = op.params["spec"]
     joint = f.joint_cuts(results, operands)
     blocked = (f.s, f.h, f.e) if f.m == f.n else (f.s, f.m, f.h, f.e)
     base = Rule(
         operands, results, f.sizes, blocked=blocked,
         work=flops / math.prod(f.sizes) if math.prod(f.sizes) else 0.0,
-        note=_NOTE, internal=tuple(sent), joint=joint,
+        note=_NOTE, joint=joint,
     )  # fmt: skip
     if not spec.causal or spec.window is not None:
         return base
@@ -178,15 +178,15 @@ def _weighted(ctx: LocalContext, part: Part, axes: tuple[str, ...], first: int) 
 def attention(op: OpView) -> Rule:
     """The cuts of the forward pass; results are attention and its logsumexp."""
     f = _Numbering(op)
-    ring, keys = (len(f.sizes) + (f.m != f.n) + k for k in (0, 1))
+    r = _rule(op, f, f.operands, (f.out, f.lse), _flops(op))
     lse = itemsize(op.outs[1].dtype)
-    sent = _rounds(op, ring, ())
-    sent += [InternalCollective("all_reduce", lse, 1, over=keys)] * 2
+    sent = _rounds(op, _code(r, "ring"), ())
+    sent += [InternalCollective("all_reduce", lse, 1, over=_code(r, "keys"))] * 2
     if f.may_zigzag:
-        sent += _rounds(op, keys + 1, ()) + _halves(op, keys + 1, _permuted_inputs(op), (0, 1))
-    r = _rule(op, f, f.operands, (f.out, f.lse), _flops(op), sent)
-    weighted = Workspace((*f.batch, f.t, f.n, f.e), itemsize(op.outs[1].dtype))
-    return dataclasses.replace(r, workspace=(*_workspace(op, f, r), weighted))
+        over = _code(r, "zigzag")
+        sent += _rounds(op, over, ()) + _halves(op, over, _permuted_inputs(op), (0, 1))
+    weighted = Workspace((*f.batch, f.t, f.n, f.e), lse)
+    return dataclasses.replace(r, internal=tuple(sent), workspace=(*_workspace(op, f, r), weighted))
 
 
 def _backward_local(ctx: LocalContext, *arrays: jax.Array) -> Sequence[jax.Array]:
@@ -215,19 +215,18 @@ def attention_backward(op: OpView) -> Rule:
     """
     f = _Numbering(op)
     gradients = (f.q, f.k, f.v, *f.pairs[: op.params["bias_gradient"]])
-    ring = len(f.sizes) + (f.m != f.n)
-    sent = _rounds(op, ring, (1, 2))
+    r = _rule(op, f, (*f.operands, f.out, f.lse, f.out), gradients, _flops(op, backward=True))
+    sent = _rounds(op, _code(r, "ring"), (1, 2))
     if f.may_zigzag:
-        last = len(op.ins)
+        last, over = len(op.ins), _code(r, "zigzag")
         inputs = (*_permuted_inputs(op), last - 3, last - 2, last - 1)
-        sent += _rounds(op, ring + 2, (1, 2)) + _halves(op, ring + 2, inputs, (0, 1, 2))
-    r = _rule(op, f, (*f.operands, f.out, f.lse, f.out), gradients, _flops(op, backward=True), sent)
+        sent += _rounds(op, over, (1, 2)) + _halves(op, over, inputs, (0, 1, 2))
     size = itemsize(softmax_dtype(op.ins[0].dtype))
     keys, values = (*f.batch, f.s, f.m, f.h), (*f.batch, f.s, f.m, f.e)
     sums = [Workspace(d, size) for d in ((*f.batch, f.t, f.n, f.h), keys, values)]
     travelling = [Workspace(d, 2 * size, over=_rings(r)) for d in (keys, values)]
     held = (*_workspace(op, f, r), *sums, *travelling)
-    return dataclasses.replace(r, reduction=(*f.batch, f.t, f.n), workspace=held)
+    return dataclasses.replace(r, internal=tuple(sent), reduction=(*f.batch, f.t, f.n), workspace=held)
 
 
 def _rings(r: Rule) -> tuple[int, ...]:

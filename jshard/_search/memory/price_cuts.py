@@ -202,30 +202,30 @@ class PriceCuts:
     def _ascend(self) -> None:
         search = self.search
         gap = max(search.gap, 1e-6)
-        times, prices, spend = self._begin()
+        at = self._begin()
         given = search.prices
         if given is not None and given.bound > -np.inf:
+            times, prices, _ = at
             self._prove(given.bound, times, prices)
-            self._fuse()
-            if search.gap_closed(search.bound):
-                return
-            following = self._following(times, prices, spend, gap)
-            if following is None:
-                return
-            times, prices, spend = following
+            at = self._next(*at, gap)
         for count in range(1, self.rounds + 1):
+            if at is None:
+                return
+            times, prices, _ = at
             cut = self._solve(times, prices)
             if cut is None or search.is_late or (search.out_of_time and self.best is not None):
-                break
-            search.report(f"prices on {len(times)} times, round {count}")
-            if not search.gap_closed(search.bound):
-                self._fuse()
-            if search.gap_closed(search.bound):
                 return
-            following = self._following(times, prices, spend, gap)
-            if following is None:
-                break
-            times, prices, spend = following
+            search.report(f"prices on {len(times)} times, round {count}")
+            at = self._next(*at, gap)
+
+    def _next(
+        self, times: Ints, prices: Floats, spend: float, gap: float
+    ) -> tuple[Ints, Floats, float] | None:
+        """The next times and prices, and the most that is spent; None where the gap is closed or they add nothing."""
+        self._fuse()
+        return (
+            None if self.search.gap_closed(self.search.bound) else self._following(times, prices, spend, gap)
+        )
 
     def _following(
         self, times: Ints, prices: Floats, spend: float, gap: float
