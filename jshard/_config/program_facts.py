@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterator, Mapping
 from jshard import _jaxcompat as compat
 from jshard._config.tensors import ProgramFacts, TensorName
 from jshard._core.jax_types import ClosedJaxpr, Jaxpr, JaxprEqn
+from jshard._program.equation_bodies import bodies_of
 from jshard._program.graph import Program
 from jshard._program.pin_primitives import MODULE_OUTPUT
-from jshard._program.residuals import bodies_of
 from jshard._spec.entry import Pin
 
 

@@ -28,11 +28,11 @@ from jshard._memory.fusion_traits import REDUCTION_PREFIXES
 from jshard._memory.hbm_traffic import ATTENTION, PRODUCTS, UNFUSIBLE
 from jshard._memory.list_scheduling import live_bytes_curve
 from jshard._memory.liveness import liveness
+from jshard._program.equation_bodies import bodies_of
 from jshard._program.recompute import recomputing
 from jshard._program.residuals import (
     Region,
     Site,
-    bodies_of,
     find_sites,
     may_run_again,
     nbytes,

@@ -28,6 +28,7 @@ import numpy as np
 
 from jshard import _jaxcompat as compat
 from jshard._core.jax_types import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn
+from jshard._program.equation_bodies import bodies_of
 from jshard._program.inlining import with_calls_inlined
 from jshard._program.trip_counts import trip_count_of
 
@@ -114,14 +115,6 @@ def repetitions(eqn: JaxprEqn) -> int | None:
         values = [v.val if compat.is_literal(v) else None for v in eqn.invars]
         return trip_count_of(eqn, [int(v) if isinstance(v, int | np.integer) else None for v in values])
     return 1
-
-
-def bodies_of(eqn: JaxprEqn) -> Iterator[Jaxpr]:
-    """The open jaxprs in an equation's parameters."""
-    for value in eqn.params.values():
-        for inner in value if isinstance(value, tuple | list) else (value,):
-            if compat.is_jaxpr(inner):
-                yield compat.open_jaxpr(inner)[0]
 
 
 def may_run_again(eqn: JaxprEqn) -> bool:

@@ -28,10 +28,10 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Collection, Iterator, Mapping
-from typing import cast
 
 from jshard import _jaxcompat as compat
 from jshard._core.jax_types import Aval, ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn
+from jshard._program.equation_bodies import Place, numbered_bodies, with_bodies
 from jshard._program.inlining import fresh, substituted
 from jshard._program.pin_primitives import MODULE_OUTPUT, ModuleOutput, module_output_p
 
@@ -119,16 +119,8 @@ def _bodies(
     yield body
     for k, own in enumerate(jaxpr.eqns):
         stack = compat.name_stack(prefix, own)
-        for name, i, inner in _inner(own):
-            yield from _bodies(compat.open_jaxpr(inner)[0], (*route, (k, name, i)), stack, body, own)
-
-
-def _inner(eqn: JaxprEqn) -> Iterator[tuple[str, int, Jaxpr | ClosedJaxpr]]:
-    """The jaxprs among the parameters of an equation, with the parameter's name and the position in it, or -1."""
-    for name, value in eqn.params.items():
-        for i, inner in enumerate(value) if isinstance(value, tuple | list) else [(-1, value)]:
-            if compat.is_jaxpr(inner):
-                yield name, i, inner
+        for place, inner in numbered_bodies(own):
+            yield from _bodies(inner, (*route, (k, *place)), stack, body, own)
 
 
 def _modules(bodies: list[_Body]) -> dict[Scope, str]:
@@ -206,7 +198,13 @@ def _marked(jaxpr: Jaxpr, route: Route, marks: Marks) -> Jaxpr:
     eqns: list[JaxprEqn] = []
     env: dict[JaxprAtom, JaxprAtom] = {}
     for k, eqn in enumerate(jaxpr.eqns):
-        eqn = eqn.replace(invars=substituted(eqn.invars, env), params=_with_bodies(eqn, k, route, marks))
+
+        def marked_body(place: Place, body: Jaxpr, k: int = k) -> Jaxpr:
+            own = (*route, (k, *place))
+            return _marked(body, own, marks) if any(r[: len(own)] == own for r, _ in marks) else body
+
+        eqn = with_bodies(eqn, marked_body)
+        eqn = eqn.replace(invars=substituted(eqn.invars, env))
         eqns.append(eqn)
         for v in eqn.outvars:
             if (found := marks.get((route, v))) is not None:
@@ -216,21 +214,3 @@ def _marked(jaxpr: Jaxpr, route: Route, marks: Marks) -> Jaxpr:
                     compat.new_equation(module_output_p, [v], [env[v]], {"pin": name}, frozenset(), eqn)
                 )
     return jaxpr.replace(eqns=eqns, outvars=substituted(jaxpr.outvars, env))
-
-
-def _with_bodies(eqn: JaxprEqn, k: int, route: Route, marks: Marks) -> dict[str, object]:
-    """The parameters of an equation with marks in their jaxprs."""
-    params: dict[str, object] = dict(eqn.params)
-    for name, i, inner in _inner(eqn):
-        own = (*route, (k, name, i))
-        if not any(r[: len(own)] == own for r, _ in marks):
-            continue
-        opened, _ = compat.open_jaxpr(inner)
-        marked = _marked(opened, own, marks)
-        changed = marked if inner is opened else cast("ClosedJaxpr", inner).replace(jaxpr=marked)
-        value = params[name]
-        if i < 0:
-            params[name] = changed
-        elif isinstance(value, tuple | list):
-            params[name] = type(value)(changed if j == i else old for j, old in enumerate(value))
-    return params

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
-from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -36,12 +35,14 @@ from jax import lax
 
 from jshard import _jaxcompat as compat
 from jshard._core.jax_types import ArrayFunction, Jaxpr, JaxprAtom, JaxprEqn
+from jshard._program.equation_bodies import with_bodies
 from jshard._program.inlining import substituted, with_calls_inlined
 from jshard._program.loop_invariants import INLINED_CALLS, body_of
 
 
 _UPDATE, _SLICE = "dynamic_update_slice", "dynamic_slice"
 _RESHAPES = ("broadcast_in_dim", "reshape", "squeeze")
+_WITH_BODIES = frozenset(("scan", "while", "cond", "jit", "pjit", "closed_call", "remat2"))
 
 
 def with_updates_in_place(jaxpr: Jaxpr) -> Jaxpr:
@@ -60,30 +61,15 @@ def with_updates_in_place(jaxpr: Jaxpr) -> Jaxpr:
 
 def _with_inner_bodies(jaxpr: Jaxpr) -> Jaxpr:
     """A jaxpr whose equations have rewritten bodies; the same one if nothing changes."""
-    eqns = [_with_rewritten_params(eqn) for eqn in jaxpr.eqns]
+    eqns = [
+        with_bodies(eqn, lambda _, body: with_updates_in_place(body))
+        if eqn.primitive.name in _WITH_BODIES
+        else eqn
+        for eqn in jaxpr.eqns
+    ]
     if all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True)):
         return jaxpr
     return jaxpr.replace(eqns=eqns)
-
-
-def _with_rewritten_params(eqn: JaxprEqn) -> JaxprEqn:
-    if eqn.primitive.name not in ("scan", "while", "cond", "jit", "pjit", "closed_call", "remat2"):
-        return eqn
-    params = {k: _rewritten_param(v) for k, v in eqn.params.items()}
-    return eqn if all(params[k] is eqn.params[k] for k in params) else eqn.replace(params=params)
-
-
-def _rewritten_param(value: object) -> object:
-    if isinstance(value, tuple) and value and all(map(compat.is_jaxpr, value)):
-        bodies = tuple(map(_rewritten_param, value))
-        return value if all(a is b for a, b in zip(bodies, value, strict=True)) else bodies
-    if not compat.is_jaxpr(value):
-        return value
-    opened, _ = compat.open_jaxpr(value)
-    rewritten = with_updates_in_place(opened)
-    if rewritten is opened:
-        return value
-    return rewritten if opened is value else cast("Jaxpr", value).replace(jaxpr=rewritten)
 
 
 def _has_update(jaxpr: Jaxpr) -> bool:

@@ -1,0 +1,57 @@
+"""The jaxprs among an equation's parameters: bodies of loops, branches and calls, to be read or replaced.
+
+>>> import jax
+>>> eqn = jax.make_jaxpr(lambda x: jax.lax.cond(x > 0, lambda y: y + 1, lambda y: y * 2, x))(1.0).eqns[-1]
+>>> [(place, [e.primitive.name for e in body.eqns]) for place, body in numbered_bodies(eqn)]
+[(('branches', 0), ['mul']), (('branches', 1), ['add'])]
+>>> with_bodies(eqn, lambda place, body: body) is eqn
+True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import cast
+
+from jshard import _jaxcompat as compat
+from jshard._core.jax_types import ClosedJaxpr, Jaxpr, JaxprEqn
+
+
+Place = tuple[str, int]
+"""A parameter of an equation, and the position in it; -1 where the parameter is the jaxpr."""
+
+
+def numbered_bodies(eqn: JaxprEqn) -> Iterator[tuple[Place, Jaxpr]]:
+    """The open jaxprs in an equation's parameters, with their places."""
+    for name, value in eqn.params.items():
+        for i, inner in enumerate(value) if isinstance(value, tuple | list) else [(-1, value)]:
+            if compat.is_jaxpr(inner):
+                yield (name, i), compat.open_jaxpr(inner)[0]
+
+
+def bodies_of(eqn: JaxprEqn) -> Iterator[Jaxpr]:
+    """The open jaxprs in an equation's parameters."""
+    return (body for _, body in numbered_bodies(eqn))
+
+
+def with_bodies(eqn: JaxprEqn, rewrite: Callable[[Place, Jaxpr], Jaxpr]) -> JaxprEqn:
+    """An equation with rewritten open jaxprs, closed ones with their constants; the same if `rewrite` changes none."""
+    params: dict[str, object] = dict(eqn.params)
+    changed = False
+    for (name, i), body in numbered_bodies(eqn):
+        new = rewrite((name, i), body)
+        if new is body:
+            continue
+        changed, value = True, params[name]
+        if isinstance(value, tuple | list):
+            parts = [_replaced(old, new) if j == i else old for j, old in enumerate(value)]
+            params[name] = type(value)(parts)
+        else:
+            params[name] = _replaced(value, new)
+    return eqn.replace(params=params) if changed else eqn
+
+
+def _replaced(old: object, new: Jaxpr) -> object:
+    """A jaxpr, open or closed, with another body."""
+    opened, _ = compat.open_jaxpr(old)
+    return new if opened is old else cast("ClosedJaxpr", old).replace(jaxpr=new)
