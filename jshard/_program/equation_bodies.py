@@ -53,5 +53,5 @@ def with_bodies(eqn: JaxprEqn, rewrite: Callable[[Place, Jaxpr], Jaxpr]) -> Jaxp
 
 def _replaced(old: object, new: Jaxpr) -> object:
     """A jaxpr, open or closed, with another body."""
-    opened, _ = compat.open_jaxpr(old)
-    return new if opened is old else cast("ClosedJaxpr", old).replace(jaxpr=new)
+    closed = cast("ClosedJaxpr", old)
+    return new if compat.open_jaxpr(closed)[0] is closed else closed.replace(jaxpr=new)
