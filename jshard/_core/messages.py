@@ -22,6 +22,14 @@ def describe_value(value: object) -> str:
     return "None" if value is None else f"{type_with_article(value)}, {reprlib.repr(value)}"
 
 
+def format_seconds(s: float) -> str:
+    """Seconds with a fitting unit."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if s >= scale:
+            return f"{s / scale:.3g} {unit}"
+    return "0" if not s else f"{s * 1e9:.3g} ns" if s >= 1e-10 else "<0.1 ns"
+
+
 def count_of(n: int, one: str, many: str = "") -> str:
     """A number with its noun; the plural adds an "s" unless `many` is given.
 

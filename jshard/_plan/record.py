@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from jshard._core.errors import PlanMismatchError
 from jshard._core.layout import Layout, MeshAxes
+from jshard._plan.compiled_timeline import CompiledTimeline
 from jshard._plan.lazy_rows import LazyTuple
 from jshard._plan.rows import (
     CollectiveRow,
@@ -44,6 +45,11 @@ class VerificationSummary(Protocol):
     @property
     def summary(self) -> str:
         """The result in one line."""
+        ...
+
+    @property
+    def timeline(self) -> CompiledTimeline | None:
+        """What the compiled program computes, moves and waits for; None where its compiler does not tell."""
         ...
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+from jshard._plan.compiled_timeline import CompiledTimeline
 from jshard._plan.rows import OperatorRow
 from jshard._report.timeline import events
 from jshard._report.totals import objective_text, optimality_text
@@ -54,6 +55,9 @@ def chrome_trace(plan: PlanRecord, devices: int = 1) -> dict[str, object]:
                  "args": args}
             )  # fmt: skip
             at += duration
+    timeline = plan.verification.timeline if plan.verification is not None else None
+    if timeline is not None:
+        out += compiled_events(timeline, devices)
     about = {
         "plan": plan.name,
         "mesh": str(plan.mesh),
@@ -62,6 +66,26 @@ def chrome_trace(plan: PlanRecord, devices: int = 1) -> dict[str, object]:
         "proof": optimality_text(plan),
     }
     return {"traceEvents": out, "displayTimeUnit": "ns", "otherData": about}
+
+
+def compiled_events(timeline: CompiledTimeline, pid: int) -> list[dict[str, object]]:
+    """The schedule of the compiled program as one more process of two threads."""
+    out = [
+        _metadata_event("process_name", pid, 0, "compiled program"),
+        _metadata_event("thread_name", pid, 1, "compute"),
+        _metadata_event("thread_name", pid, 2, "communication"),
+    ]
+    for i in timeline.intervals:
+        moved = i.stream == "communication"
+        args: dict[str, object] = {"instruction": i.name, "line": i.line}
+        if moved:
+            args |= {"for": i.operator, "planned_us": i.planned * 1e6, "exposed_us": i.exposed * 1e6,
+                     "asynchronous": i.asynchronous}  # fmt: skip
+        out.append(
+            {"name": i.kind if moved else i.name, "cat": i.stream, "ph": "X", "ts": i.start * 1e6, "dur": i.seconds * 1e6,
+             "pid": pid, "tid": 2 if moved else 1, "args": args}
+        )  # fmt: skip
+    return out
 
 
 def chrome_trace_json(plan: PlanRecord, devices: int = 1) -> str:

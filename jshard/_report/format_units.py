@@ -8,13 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-
-def format_seconds(s: float) -> str:
-    """Seconds with a fitting unit."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if s >= scale:
-            return f"{s / scale:.3g} {unit}"
-    return "0" if not s else f"{s * 1e9:.3g} ns" if s >= 1e-10 else "<0.1 ns"
+from jshard._core.messages import format_seconds as format_seconds
 
 
 def format_bytes(b: float) -> str:

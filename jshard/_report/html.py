@@ -16,7 +16,7 @@ from jshard._report.format_units import format_bytes, format_count, format_perce
 from jshard._report.grouping import OperatorGroup, fold_tensors, operator_groups
 from jshard._report.module_tree import Branch, module_tree
 from jshard._report.step_figures import mfu_text
-from jshard._report.svg import graph_svg, hue, memory_svg
+from jshard._report.svg import graph_svg, hue, memory_svg, timeline_svg
 from jshard._report.text import Section, group_location, header_lines, sections
 from jshard._report.totals import (
     at_least_prefix,
@@ -78,6 +78,7 @@ def html_fragment(plan: PlanRecord) -> str:
         ),
         _details("Which device holds what", '<div class="devices"></div>', True),
         _details("Traffic", _traffic(plan), True),
+        _compiled_timeline(plan),
         _details("Memory over the program", _memory(plan), True),
         _details("Tables", "".join(tables), False),
         f'<script type="application/json" class="data">{data}</script><script>{script}</script></div>',
@@ -197,6 +198,15 @@ def _traffic(plan: PlanRecord) -> str:
     )
     titles = "".join(f"<th>{t}</th>" for t in ("collective", "axes", "times", "bytes a device", "time", ""))
     return f"<table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _compiled_timeline(plan: PlanRecord) -> str:
+    timeline = plan.verification.timeline if plan.verification is not None else None
+    if timeline is None:
+        return ""
+    notes = "".join(f'<p class="warn">not scheduled: {escape(u)}</p>' for u in timeline.unread)
+    text = f"<p>{escape(timeline.summary)}; above compute, below communication, solid where compute waits for it</p>"
+    return _details("Timeline of the compiled program", timeline_svg(timeline) + text + notes, True)
 
 
 def _memory(plan: PlanRecord) -> str:

@@ -266,6 +266,8 @@ def footer_lines(plan: PlanRecord, width: int = WIDTH) -> list[str]:
             lines += _wrapped(f"  {step}", width)
     if plan.verification is not None:
         lines.append(f"  compiled program: {plan.verification.summary}")
+        if plan.verification.timeline is not None:
+            lines += _wrapped(f"  {plan.verification.timeline.summary}", width)
     return lines
 
 

@@ -120,19 +120,20 @@ def started_chains(module: Module) -> frozenset[str]:
     for computation in module.computations.values():
         for inst in computation.instructions:
             if inst.opcode == "custom-call" and '"AsyncCollectiveStart"' in inst.attrs:
-                out |= {_chain_id(computation.by_name.get(o)) for o in inst.operands}
+                out |= {chain_id(computation.by_name.get(o)) for o in inst.operands}
     return frozenset(out - {""})
 
 
 def is_continuation(computation: Computation, inst: Instruction, chains: frozenset[str]) -> bool:
     """Whether a collective only goes on with, or ends, what another fusion of its chain started."""
-    if _chain_id(inst) not in chains:
+    if chain_id(inst) not in chains:
         return False
     users = computation.users.get(inst.name, ())
     return not any('"AsyncCollectiveStart"' in u.attrs for u in users if u.opcode == "custom-call")
 
 
-def _chain_id(inst: Instruction | None) -> str:
+def chain_id(inst: Instruction | None) -> str:
+    """The number of the TPU async-collective chain that a collective belongs to; empty without one."""
     m = re.search(r'chain_id="(\d+)"', inst.attrs) if inst is not None else None
     return m[1] if m else ""
 

@@ -32,6 +32,8 @@ import jax
 import numpy as np
 
 from jshard._core.errors import PlanMismatchError
+from jshard._core.messages import format_seconds
+from jshard._plan.compiled_timeline import CompiledTimeline
 from jshard._program.user_shard_map import USER_SHARD_MAP_SCOPE
 from jshard._verify.emitted import KINDS, Emitted, EmittedProgram
 from jshard._verify.match import NEGLIGIBLE, MatchedRow, Predicted, bytes_agree, match_collectives
@@ -45,7 +47,8 @@ class Verification:
     `by_kind` has predicted and emitted bytes per device, as the program requested them: if the compiler changed the type
     of a collective (CPU widens bfloat16) or padded one (TPU), that is a note and not a disagreement; `wire` includes
     these bytes. `own` are the collectives in the user's own `jax.shard_map` inside the sharded function, which no plan
-    predicts; `unrequested` are the compiler's additions.
+    predicts; `unrequested` are the compiler's additions. `timeline` says which collectives the program waits for; None
+    for programs of a CPU, which hide none.
     """
 
     rows: tuple[MatchedRow, ...]
@@ -56,6 +59,7 @@ class Verification:
     own: tuple[Emitted, ...] = ()
     unrequested: tuple[Emitted, ...] = ()
     predicted_in_open_loops: int = 0  # predicted collectives in loops of unknown trip count
+    timeline: CompiledTimeline | None = None
 
     @property
     def collectives(self) -> tuple[Emitted, ...]:
@@ -117,6 +121,7 @@ class Verification:
         lines += [f"  counted once: {loop}" for loop in self.program.open_loops]
         lines += [f"  not read: {u}" for u in self.program.unread]
         lines += [f"  {note}" for note in self._compiler_changes()]
+        lines += timeline_lines(self.timeline) if self.timeline is not None else []
         return "\n".join(lines)
 
     def _compiler_changes(self) -> list[str]:
@@ -158,6 +163,28 @@ def _row_text(row: MatchedRow) -> str:
         f"  {_keep_end(name, 32):<33}{_keep_end('+'.join(kinds), 15):<16}{_keep_end(','.join(axes), 8):<9}"
         f"{predicted:>13,.0f}{emitted:>14,.0f}{note}"
     )
+
+
+def timeline_lines(timeline: CompiledTimeline, most: int = 12) -> list[str]:
+    """The totals of a timeline and its collectives, the longest exposed ones first."""
+    lines = [f"  {timeline.summary}"]
+    by: dict[tuple[str, str, bool], list[float]] = {}
+    for i in timeline.collectives:
+        row = by.setdefault((i.operator, i.kind, i.asynchronous), [0.0, 0.0, 0.0])
+        row[:] = row[0] + i.planned, row[1] + i.seconds, row[2] + i.exposed
+    if by:
+        lines.append(f"  {'operator':<33}{'kind':<16}{'':<7}{'planned':>11}{'emitted':>11}{'exposed':>11}")
+    ranked = sorted(by.items(), key=lambda r: -r[1][2])
+    for (operator, kind, asynchronous), figures in ranked[:most]:
+        shown = "".join(f"{format_seconds(s):>11}" for s in figures)
+        lines.append(
+            f"  {_keep_end(operator, 32):<33}{kind:<16}{'async' if asynchronous else 'sync':<7}{shown}"
+        )
+    if ranked[most:]:
+        rest = [sum(r[1][k] for r in ranked[most:]) for k in range(3)]
+        shown = "".join(f"{format_seconds(s):>11}" for s in rest)
+        lines.append(f"  {f'and {len(ranked) - most} more':<33}{'':<23}{shown}")
+    return lines + [f"  not scheduled: {u}" for u in timeline.unread]
 
 
 def _keep_end(text: str, width: int) -> str:

@@ -14,6 +14,8 @@ from __future__ import annotations
 import dataclasses
 import re
 
+from jshard._verify.scheduled_steps import ProgramSchedule
+
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
 
@@ -117,6 +119,7 @@ class EmittedProgram:
     - `partitions`: devices, 0 if the text does not say.
     - `inputs`: local types of the arguments.
     - `open_loops`: loops with collectives and unknown trip count: they count as one trip, so totals are lower bounds.
+    - `schedule`: the order in which instructions run; None if there is no text of a program.
     """
 
     collectives: tuple[Emitted, ...]
@@ -128,6 +131,7 @@ class EmittedProgram:
     inputs: tuple[str, ...] = ()
     name: str = ""
     open_loops: tuple[str, ...] = ()
+    schedule: ProgramSchedule | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
     def by_kind(self) -> dict[str, float]:

@@ -154,6 +154,7 @@ class Module:
     - `partitions`, `replicas`: numbers of devices.
     - `sources`: `file:line` of each stack frame.
     - `tiled`: whether layouts are tiled, as those of TPU programs are.
+    - `scheduled`: whether the instructions are in the order in which they run.
     - `unread`: the lines that were skipped, each as `line N: text`.
     """
 
@@ -165,6 +166,7 @@ class Module:
     sources: Mapping[int, str]
     tiled: bool
     unread: tuple[str, ...] = ()
+    scheduled: bool = False
 
     def source(self, inst: Instruction) -> str:
         """`file:line` of the user's code behind an instruction; empty if not recorded."""
@@ -350,6 +352,7 @@ def parse(text: str) -> Module:
         _sources(sections),
         ":T(" in header,
         tuple(unread),
+        "is_scheduled=true" in header,
     )
 
 

@@ -30,6 +30,7 @@ from jshard._verify.hlo_trip_counts import trip_count
 from jshard._verify.megascale_transfers import MegascaleTransfer, parse_transfer
 from jshard._verify.replica_groups import largest_component, read_groups, read_pairs
 from jshard._verify.requested_dtype import op_names, requested_dtype
+from jshard._verify.scheduled_steps import read_schedule
 
 
 _KINDS = {
@@ -111,6 +112,7 @@ def read_program(program: jax.stages.Compiled | str) -> EmittedProgram:
         inputs=inputs,
         name=module.name,
         open_loops=tuple(out.open_loops),
+        schedule=read_schedule(module) if entry is not None else None,
     )
 
 

@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 
 from jshard._plan.record import PlanRecord
 from jshard._verify.compare import Verification, hlo_shape, verify_program
+from jshard._verify.exposed_communication import compiled_timeline
 from jshard._verify.match import Predicted
 
 
@@ -33,13 +36,15 @@ def verify_plan(plan: PlanRecord, compiled: jax.stages.Compiled | str, *, slices
 
     Raises `PlanMismatchError` if the program has another number of devices or other arguments.
     """
-    return verify_program(
+    found = verify_program(
         predicted_collectives(plan),
         compiled,
         devices=plan.mesh.total,
         slices=slices,
         inputs=local_input_types(plan),
     )
+    rows = {c.id: c for c in plan.collectives}
+    return dataclasses.replace(found, timeline=compiled_timeline(rows, plan.chip, found))
 
 
 def local_input_types(plan: PlanRecord) -> list[str] | None:
