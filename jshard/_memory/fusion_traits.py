@@ -19,12 +19,12 @@ from jshard._program.graph import Operator, Program
 REDUCTION_PREFIXES = ("reduce_", "argm", "cum")
 # Unfusible operators whose kernels can compute their operands on the fly.
 _FUSES_OPERANDS = PRODUCTS | {"dynamic_update_slice"}
-_NEVER_DUPLICATED = (*REDUCTION_PREFIXES, "random_", "threefry", "rng_")
+NEVER_DUPLICATED = (*REDUCTION_PREFIXES, "random_", "threefry", "rng_")
 
 
 def is_duplicable(op: Operator) -> bool:
     """Whether an operator is recomputed inside each of its readers instead of being materialized."""
-    if op.kind != "eqn" or op.primitive.startswith(_NEVER_DUPLICATED):
+    if op.kind != "eqn" or op.primitive.startswith(NEVER_DUPLICATED):
         return False
     return not is_unfusible(op) or _is_one_hot_scatter(op)
 

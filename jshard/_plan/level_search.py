@@ -274,9 +274,6 @@ class LevelSearch:
         """
         limit, gap = self.request.memory_limit, self._memory_gap(network.cost_network)
         assert limit is not None
-        ranked = cheapest_by_rank(network, self.request, self.effort)
-        if ranked.finished and ranked.best is not None:
-            return self._known_plan(ranked.best.after(fastest))
         estimating = memory_network(network)
         assert estimating.memory is not None
         bounding: CostNetwork | None = None
@@ -286,6 +283,9 @@ class LevelSearch:
             floor = least_conceivable_peak(bounding.memory)
             if floor > limit:
                 return dataclasses.replace(fastest, peak_bound=floor)
+        ranked = cheapest_by_rank(network, self.request, self.effort)
+        if ranked.finished and ranked.best is not None:
+            return self._known_plan(ranked.best.after(fastest))
         plans, found = self._search_schedules(network, estimating, fastest)
         best = _best_within(plans, limit)
         near = best is not None and best.cost <= fastest.bound * (1 + gap)

@@ -24,7 +24,7 @@ from jshard import _jaxcompat as compat
 from jshard._core.hardware import Chip
 from jshard._core.jax_types import ClosedJaxpr, JaxprAtom, JaxprEqn
 from jshard._cost import roofline
-from jshard._memory.fusion_traits import REDUCTION_PREFIXES
+from jshard._memory.fusion_traits import NEVER_DUPLICATED, REDUCTION_PREFIXES
 from jshard._memory.hbm_traffic import ATTENTION, PRODUCTS, UNFUSIBLE
 from jshard._memory.list_scheduling import live_bytes_curve
 from jshard._memory.liveness import liveness
@@ -39,13 +39,14 @@ from jshard._program.residuals import (
     repetitions,
     variables,
 )
+from jshard._program.sunk_constants import with_constants_sunk
 from jshard._program.trace import build
 from jshard._search.exact.recompute_cut import RecomputeGraph, recompute_hull
 
 
 _MAX_COMPARED = 64  # values of a pair of scans, of which the best to keep next is looked for
 _MAX_SITES_ALONE = 4  # sites of a program, each of which may keep everything while the others do not
-_LOWER_PEAK = 0.99  # of the peak of a choice with fewer seconds: else it is not worth planning
+_LOWER = 0.99  # of the bytes or the peak of each choice with fewer seconds: else it is not worth planning
 MAX_LISTED_VALUES = 5
 """Programs with at most as many values between their parts have all choices of what to keep planned."""
 
@@ -69,15 +70,19 @@ class Recomputation:
     """
 
     def __init__(self, closed: ClosedJaxpr, chip: Chip, donated: Collection[int] = ()):
-        self.closed, self.chip, self.donated = closed, chip, donated
-        self.region: Region = find_sites(closed)
+        sunk = with_constants_sunk(closed.jaxpr, is_cheap)
+        self.rewrites_loops = sunk is not closed.jaxpr
+        """Whether every choice differs from the program as it was traced: its loops make large constants themselves."""
+        self.closed, self.chip, self.donated = closed.replace(jaxpr=sunk), chip, donated
+        self.region: Region = find_sites(self.closed)
         self.sites: list[Site] = self.region.all_sites
         self.graphs = [_graph(site, chip) for site in self.sites]
+        self._peaks: dict[Choice, float] = {}
 
     @property
     def can_recompute(self) -> bool:
         """Whether any value could be computed again."""
-        return any(len(values) for values in self.needed)
+        return self.rewrites_loops or any(len(values) for values in self.needed)
 
     @property
     def needed(self) -> list[list[JaxprAtom]]:
@@ -104,8 +109,8 @@ class Recomputation:
         """The choices on the lower convex hull of bytes and seconds, from the least seconds to the least bytes.
 
         What is computed again is in memory while it is read, which the hull does not count. So the hulls in which one
-        site keeps all that is needed are there as well. Choices whose program, as
-        traced, has no lower peak than one of fewer seconds are left out.
+        site keeps all that is needed are there as well. Left out are choices for which there is one of fewer seconds
+        with as few bytes kept and as low a peak, as traced; so the one of least bytes stays.
         """
         sites = range(len(self.sites))
         choices = self._hull_of(sites)
@@ -114,12 +119,11 @@ class Recomputation:
             for k in sites:
                 choices += self._hull_of([j for j in sites if j != k])
         choices.sort(key=lambda c: (c.seconds, c.bytes))
-        out, least = [], math.inf
+        out: list[Choice] = []
         for choice in choices:
-            peak = self.traced_peak(choice)
-            if peak < _LOWER_PEAK * least:
+            low = self.traced_peak(choice) / _LOWER
+            if not any(c.bytes <= choice.bytes / _LOWER and self.traced_peak(c) <= low for c in out):
                 out.append(choice)
-                least = peak
         return out
 
     def _hull_of(self, sites: Sequence[int]) -> list[Choice]:
@@ -138,8 +142,11 @@ class Recomputation:
 
     def traced_peak(self, choice: Choice) -> float:
         """The largest sum of live bytes of a choice's program in traced order, nothing partitioned."""
-        program = build(self.program(choice), name="a choice", input_names=[])
-        return float(live_bytes_curve(program, liveness(program, self.donated)).max(initial=0.0))
+        if choice not in self._peaks:
+            program = build(self.program(choice), name="a choice", input_names=[])
+            curve = live_bytes_curve(program, liveness(program, self.donated))
+            self._peaks[choice] = float(curve.max(initial=0.0))
+        return self._peaks[choice]
 
     def every_choice(self) -> list[Choice] | None:
         """All choices among the values that the late part reads, the most kept first; None if they are many."""
@@ -328,6 +335,14 @@ def recompute_weight(eqn: JaxprEqn) -> int:
     ):
         return 2
     return max((recompute_weight(e) for body in bodies_of(eqn) for e in body.eqns), default=0)
+
+
+def is_cheap(eqn: JaxprEqn) -> bool:
+    """Whether an equation fuses into all its readers and costs next to nothing there."""
+    name = eqn.primitive.name
+    return not (
+        recompute_weight(eqn) or name.startswith(NEVER_DUPLICATED) or any(True for _ in bodies_of(eqn))
+    )
 
 
 def equation_seconds(eqn: JaxprEqn, chip: Chip) -> float:

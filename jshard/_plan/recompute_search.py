@@ -27,6 +27,7 @@ from jshard._plan.record import PlanRecord
 
 _TRIED_BETWEEN = 4  # choices planned between two neighbours of the hull
 _WITHIN_BUDGET = 2  # choices planned within the budget, that exceed it when planned without
+_TRIED_FREE = 8  # choices of the hull planned without a budget to find one that fits
 _WITHIN_REACH = 1.5  # times the budget: how far above it their peak may be
 
 Planned = TypeVar("Planned")
@@ -83,13 +84,14 @@ class RecomputeSearch(Generic[Planned]):
         choices = self.recomputation.every_choice()
         if choices is not None:
             self.complete = True
-            # The first keeps everything: it is the program as it was traced, whose bound without a budget is known.
             self.plan(None, limited=True)
-            for choice in choices[1:]:
+            # Of the program as it was traced the bound without a budget is known; mostly it is the first choice.
+            for choice in choices if self.recomputation.rewrites_loops else choices[1:]:
                 if self.plan(choice, limited=True).bound == 0.0:
                     self.plan(choice, limited=False)
         else:
-            self._search([self.recomputation.everything(), *self.recomputation.hull()])
+            everything = [self.recomputation.everything()] if self.recomputation.rewrites_loops else []
+            self._search([None, *everything, *self.recomputation.hull()])
         fitting = [t for t in self.trials if t.fits(self.limit)]
         return min(fitting, key=lambda t: (t.cost, t.peak), default=None)
 
@@ -133,25 +135,19 @@ class RecomputeSearch(Generic[Planned]):
         cost = record.step_seconds if record.level == 1 else c.objective
         return Trial(choice, planned, cost, 0.0 if record.level == 1 else c.bound, c.peak_bytes)
 
-    def _search(self, hull: Sequence[Choice]) -> None:
-        tried: dict[int, Trial[Planned]] = {}
+    def _search(self, hull: Sequence[Choice | None]) -> None:
+        """Plan some of the hull; its first is the program as it was traced, which does not fit."""
 
         def without_budget(k: int) -> Trial[Planned]:
-            if k not in tried:
-                tried[k] = self.plan(hull[k], limited=False)
-            return tried[k]
+            return self.plan(hull[k], limited=False)
 
         if len(hull) < 2:
             return
-        low, high = 0, len(hull) - 1  # all kept, which does not fit; the least that can be kept
-        tried[0] = self.trials[0]
-        if not without_budget(high).fits(self.limit):
-            # The peak of a partitioned program may fall where that of the traced one does not.
-            by_peak = sorted(range(high, 0, -1), key=lambda k: without_budget(k).peak)
-            if not without_budget(by_peak[0]).fits(self.limit):
-                self._within_budget([hull[k] for k in by_peak])
-                return
-            high = by_peak[0]
+        self.planned[None, False] = self.trials[0]
+        low, high = 0, self._first_that_fits(hull)
+        if high == 0:
+            self._within_budget(self._lowest_peaks(hull))
+            return
         while high - low > 1:
             middle = (low + high) // 2
             if without_budget(middle).fits(self.limit):
@@ -161,7 +157,7 @@ class RecomputeSearch(Generic[Planned]):
         self._between(hull[low], hull[high])
         best = min((t for t in self.trials if t.fits(self.limit)), key=lambda t: t.cost)
         if best.choice is not None:
-            self._between(hull[0], best.choice)  # what is left of the budget
+            self._between(None, best.choice)  # what is left of the budget
         best = min(t.cost for t in self.trials if t.fits(self.limit))
         promising = [
             hull[k]
@@ -170,8 +166,28 @@ class RecomputeSearch(Generic[Planned]):
         ]
         self._within_budget(promising)
 
-    def _between(self, more: Choice, less: Choice) -> None:
+    def _first_that_fits(self, hull: Sequence[Choice | None]) -> int:
+        """A position of the hull that fits without a budget, lower peaks as traced first; 0 where none does.
+
+        The peak of a partitioned program may fall where that of the traced one does not.
+        """
+        tried = self._by_traced_peak(range(1, len(hull)), hull)[:_TRIED_FREE]
+        return next((k for k in tried if self.plan(hull[k], limited=False).fits(self.limit)), 0)
+
+    def _lowest_peaks(self, hull: Sequence[Choice | None]) -> list[Choice | None]:
+        """The choices of a hull that were planned without a budget, by their peaks as traced and as planned in turn."""
+        tried = [k for k in range(1, len(hull)) if (hull[k], False) in self.planned]
+        as_planned = sorted(tried, key=lambda k: self.planned[hull[k], False].peak)
+        pairs = zip(self._by_traced_peak(tried, hull), as_planned, strict=True)
+        return [hull[k] for k in dict.fromkeys(k for pair in pairs for k in pair)]
+
+    def _by_traced_peak(self, positions: Sequence[int], hull: Sequence[Choice | None]) -> list[int]:
+        peaks = {k: self.recomputation.traced_peak(c) for k in positions if (c := hull[k]) is not None}
+        return sorted(peaks, key=lambda k: (peaks[k], -k))
+
+    def _between(self, more: Choice | None, less: Choice | None) -> None:
         """Plan choices that keep some of what only `more` keeps, as much as fits: by bisection of their bytes."""
+        more, less = more or self.recomputation.everything(), less or self.recomputation.everything()
         choices = self.recomputation.between(more, less)
         low, high = -1, len(choices)  # positions of the last that fits and the first that does not
         for _ in range(_TRIED_BETWEEN):
@@ -187,6 +203,6 @@ class RecomputeSearch(Generic[Planned]):
             else:
                 high = k
 
-    def _within_budget(self, choices: Sequence[Choice]) -> None:
+    def _within_budget(self, choices: Sequence[Choice | None]) -> None:
         for choice in choices[:_WITHIN_BUDGET]:
             self.plan(choice, limited=True)

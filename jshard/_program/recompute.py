@@ -22,12 +22,12 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
-from jax import lax
 
 from jshard import _jaxcompat as compat
 from jshard._core.jax_types import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn
 from jshard._program.inlining import fresh, substituted
 from jshard._program.residuals import Region, Site, variables
+from jshard._program.traced_scan import traced_scan
 
 
 Kept = Mapping[int, frozenset[JaxprAtom]]
@@ -36,7 +36,6 @@ Kept = Mapping[int, frozenset[JaxprAtom]]
 Weight = Callable[[JaxprEqn], int]
 """Of an equation: 0 for elementwise work, 1 for reductions, 2 for what takes longer."""
 
-_Arrays = tuple[jax.Array, ...]
 _MARK = "recompute"
 _LARGEST_GAP = 4  # a segment is extended to the next one if that begins within this many times its own length
 
@@ -278,7 +277,7 @@ def _moved_between_scans(
     linked_ys, linked_xs = {ys for ys, _ in site.links}, {xs for _, xs in site.links}
     other_ys = [k for k in range(len(first.outvars) - n1) if k not in linked_ys]
     first_out = [*body.outvars[:n1], *(body.outvars[n1 + k] for k in other_ys), *stacked]
-    first_eqns, first_results = _scan(first, body.replace(outvars=first_out), c1, n1, first.invars)
+    first_eqns, first_results = traced_scan(first, body.replace(outvars=first_out), c1, n1, first.invars)
     known = [*first.outvars[:n1], *(first.outvars[n1 + k] for k in other_ys)]
     renamed = dict(zip(first_results, known, strict=False))
     stacks = first_results[len(known) :]
@@ -302,43 +301,7 @@ def _moved_between_scans(
         *second.invars[:c2], *(operand[v] for v in from_consts), *second.invars[c2 : c2 + n2],
         *(second.invars[c2 + n2 + k] for k in other_xs), *stacks, *(operand[v] for v in from_slices),
     ]  # fmt: skip
-    second_eqns, second_results = _scan(second, new_body, c2 + len(from_consts), n2, operands)
+    second_eqns, second_results = traced_scan(second, new_body, c2 + len(from_consts), n2, operands)
     renamed = dict(zip(second_results, second.outvars, strict=True))
     second_eqns = [e.replace(outvars=[renamed.get(v, v) for v in e.outvars]) for e in second_eqns]
     return first_eqns, second_eqns
-
-
-def _scan(
-    like: JaxprEqn, body: Jaxpr, num_consts: int, num_carry: int, operands: Sequence[JaxprAtom]
-) -> tuple[list[JaxprEqn], list[JaxprAtom]]:
-    """Equations that scan a body over some operands, and the variables of the results.
-
-    Traced by `lax.scan`, whose parameters differ between versions of JAX.
-    """
-    p = like.params
-
-    def run(*args: jax.Array) -> Sequence[jax.Array]:
-        consts, carry = args[:num_consts], args[num_consts : num_consts + num_carry]
-
-        def step(carry: _Arrays, xs: _Arrays) -> tuple[_Arrays, _Arrays]:
-            out = compat.run_jaxpr(body, (*consts, *carry, *xs))
-            return tuple(out[:num_carry]), tuple(out[num_carry:])
-
-        carry, ys = lax.scan(
-            step, carry, args[num_consts + num_carry :], length=int(p["length"]), reverse=p["reverse"],
-            unroll=p["unroll"],
-        )  # fmt: skip
-        return (*carry, *ys)
-
-    types = [
-        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=bool(getattr(v.aval, "weak_type", False)))
-        for v in operands
-    ]
-    traced, consts = compat.open_jaxpr(compat.make_jaxpr(run, *types))
-    assert not consts, "a body without constants traces to an equation without constants"
-    env = dict(zip(traced.invars, operands, strict=True))
-    eqns = []
-    for eqn in traced.eqns:
-        info = like.source_info if eqn.primitive.name == "scan" else eqn.source_info
-        eqns.append(eqn.replace(invars=substituted(eqn.invars, env), source_info=info))
-    return eqns, substituted(traced.outvars, env)

@@ -30,6 +30,7 @@ from jshard import _jaxcompat as compat
 from jshard._core.jax_types import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn
 from jshard._program.equation_bodies import bodies_of
 from jshard._program.inlining import with_calls_inlined
+from jshard._program.traced_scan import is_plain_scan
 from jshard._program.trip_counts import trip_count_of
 
 
@@ -186,7 +187,7 @@ def _scan_pairs(
 ) -> Iterator[_Pair]:
     """(first, second, links) of scans of which the late second alone slices stacked results of the early first."""
     for i, first in enumerate(jaxpr.eqns):
-        if late[i] or not _is_plain_scan(first):
+        if late[i] or not is_plain_scan(first):
             continue
         seconds: dict[int, list[tuple[int, int]]] = {}
         for ys, v in enumerate(first.outvars[_num_carry(first) :]):
@@ -194,7 +195,7 @@ def _scan_pairs(
             if len(readers) != 1 or readers[0] < 0 or not late[readers[0]]:
                 continue
             second = jaxpr.eqns[readers[0]]
-            if not _is_plain_scan(second) or second.params["length"] != first.params["length"]:
+            if not is_plain_scan(second) or second.params["length"] != first.params["length"]:
                 continue
             xs = second.invars.index(v) - sum(compat.scan_split(second.params))
             if xs >= 0:
@@ -202,13 +203,6 @@ def _scan_pairs(
         if seconds:  # a scan has one transposition; with several, the one with most links
             j = max(seconds, key=lambda k: len(seconds[k]))
             yield i, j, tuple(seconds[j])
-
-
-def _is_plain_scan(eqn: JaxprEqn) -> bool:
-    if eqn.primitive.name != "scan" or eqn.effects:
-        return False
-    jaxpr, consts = compat.open_jaxpr(eqn.params["jaxpr"])
-    return not (consts or jaxpr.constvars)
 
 
 def _body_site(jaxpr: Jaxpr, late: Sequence[bool], linked: set[JaxprAtom], runs: float) -> Site:
