@@ -70,10 +70,12 @@ class Recomputation:
     """
 
     def __init__(self, closed: ClosedJaxpr, chip: Chip, donated: Collection[int] = ()):
-        sunk = with_constants_sunk(closed.jaxpr, is_cheap)
-        self.rewrites_loops = sunk is not closed.jaxpr
+        opened, _ = compat.open_jaxpr(closed)
+        sunk = with_constants_sunk(opened, is_cheap)
+        self.rewrites_loops = sunk is not opened
         """Whether every choice differs from the program as it was traced: its loops make large constants themselves."""
-        self.closed, self.chip, self.donated = closed.replace(jaxpr=sunk), chip, donated
+        self.closed = closed.replace(jaxpr=sunk) if self.rewrites_loops else closed
+        self.chip, self.donated = chip, donated
         self.region: Region = find_sites(self.closed)
         self.sites: list[Site] = self.region.all_sites
         self.graphs = [_graph(site, chip) for site in self.sites]
