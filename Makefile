@@ -13,7 +13,7 @@ PY := $(VENV)/bin/python
 program = $(wildcard benchmarks/*/$(subst -,_,$(1)).py)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-compilers test-models lint types format imports rules notebooks render readme release lock clean distclean
+.PHONY: help setup demo test test-compilers test-models lint types format imports rules notebooks render pages readme docs release lock clean distclean
 
 help:  ## list the targets
 	@echo "make demo and make test need only Python 3.11+ and make; the rest is set up in $(VENV)."
@@ -74,6 +74,17 @@ render: setup  ## run every notebook and keep what its cells show in it
 	@echo "== render: $(words $(wildcard notebooks/*.ipynb)) found"
 	@for n in $(wildcard notebooks/*.ipynb); do $(PY) notebooks/run.py --write $$n || exit 1; done
 
+docs:  ## build the documentation in build/docs, without warnings, in an environment of its own
+	@test -n "$(PYTHON)"
+	@sh .ci/venv .venv-docs "$(PYTHON)" requirements/docs.txt
+	@echo "== docs: sphinx-build -W, $(words $(wildcard docs/*.md docs/*/*.md)) pages and $(words $(wildcard notebooks/*.ipynb)) notebooks"
+	@.venv-docs/bin/python -m sphinx -W --keep-going -q -b html -d build/doctrees docs build/docs
+	@echo "== docs: open build/docs/index.html"
+
+pages: setup  ## run the code of the pages in docs/ and write what it prints into them
+	@echo "== pages: python -m tests.helpers.pages"
+	@$(PY) -m tests.helpers.pages
+
 readme: setup  ## run the README's code and write what it prints into it
 	@echo "== readme: python tests/helpers/readme.py"
 	@$(PY) tests/helpers/readme.py
@@ -85,6 +96,7 @@ release: setup  ## build the wheel, install it in a clean environment, run the R
 lock:  ## write requirements/*.txt anew from clean environments
 	@sh .ci/lock 3.11 0.10.2 0.12.8
 	@sh .ci/lock 3.12 0.12.0.1 0.12.12
+	@sh .ci/lock 3.11 0.10.2 0.12.8 docs
 
 clean:  ## remove caches and build results
 	@echo "== clean"
@@ -92,4 +104,4 @@ clean:  ## remove caches and build results
 	@find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 distclean: clean  ## clean, and remove the virtual environments
-	@rm -rf .venv .venv312 .venv-models
+	@rm -rf .venv .venv312 .venv-models .venv-docs

@@ -44,8 +44,8 @@ def recipes(
     - `names`: the recipes and sums to price; default: all recipes and the usual sums.
 
     Returns a table (text and HTML). The recipes are `data`, `zero1`, `zero2`, `fsdp`, `megatron`, `sequence`, `ulysses`,
-    `ring`, `vocab`, `expert`; a sum is written `fsdp+megatron`, its mesh axes `fsdp(x)+megatron(y)`. `shard(fn,
-    config={"recipe": "fsdp+megatron"})` runs one, and `Config.from_recipe` gives its pins as a file.
+    `ring`, `vocab`, `expert`; a sum is written `fsdp+megatron`, its mesh axes `fsdp(x)+megatron(y)`.
+    `shard(fn, config={"recipe": "fsdp+megatron"})` runs one, and `Config.from_recipe` gives its pins as a file.
     """
     from jshard._api.config_check import callable_of
     from jshard._api.shard import shard

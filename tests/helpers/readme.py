@@ -23,14 +23,21 @@ def blocks(readme: str) -> list[tuple[str, str | None]]:
     return [(match["code"], match["output"]) for match in BLOCK.finditer(readme)]
 
 
-def printed(codes: list[str]) -> list[str]:
-    """What each block prints; they run one after the other in one fresh interpreter, as on a machine with one device."""
+def fresh_environment() -> dict[str, str]:
+    """The environment without settings of JAX and XLA, as on a machine with one device."""
     environment = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
     environment["PYTHONPATH"] = str(ROOT) if (ROOT / "jshard").exists() else ""  # else the installed wheel's
+    return environment
+
+
+def printed(codes: list[str]) -> list[str]:
+    """What each block prints; they run one after the other in one fresh interpreter, as on a machine with one device."""
     with tempfile.TemporaryDirectory() as folder:
         program = pathlib.Path(folder, "readme.py")  # plans name the file that a line stands in
         program.write_text("".join(f"{code}\nprint({MARK!r})\n" for code in codes))
-        done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, program], env=fresh_environment(), capture_output=True, text=True
+        )
     assert done.returncode == 0, done.stderr
     return done.stdout.split(f"{MARK}\n")[:-1]
 
