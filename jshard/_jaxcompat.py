@@ -13,7 +13,7 @@ import numpy as np
 from jax import core
 
 # Not from jax.extend, which imports Pallas: 18 ms.
-from jax._src import config, core as jex, source_info_util, traceback_util, tree_util
+from jax._src import config, core as jex, distributed, source_info_util, traceback_util, tree_util
 from jax._src.core import trace_state_clean
 from jax._src.interpreters import pxla
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
@@ -276,8 +276,7 @@ def threefry_2x32(
     """The threefry block cipher on uint32 words: key words and counts broadcast against each other."""
     from jax.extend.random import threefry2x32_p
 
-    first, second = threefry2x32_p.bind(k0, k1, high, low)
-    return first, second
+    return tuple(threefry2x32_p.bind(k0, k1, high, low))
 
 
 def identity_primitive(name: str) -> jex.Primitive:
@@ -308,11 +307,7 @@ def debug_callback_function(name: str, params: Params) -> Callable[..., None]:
     from jax._src import debugging
 
     primitive = getattr(debugging, name + "_p")
-
-    def run(*values: jax.Array) -> None:
-        primitive.impl(*values, **params)
-
-    return run
+    return lambda *values: primitive.impl(*values, **params)
 
 
 def new_equation(
@@ -498,3 +493,8 @@ def entered_mesh() -> Mesh | None:
     _, resources = vars(public_pxla).get("_deprecations", {}).get("thread_resources", (None, None))
     entered = getattr(getattr(resources, "env", None), "physical_mesh", None)
     return entered if isinstance(entered, Mesh) and not entered.empty else None
+
+
+def coordination_client() -> object:
+    """The client of the coordination service that `jax.distributed.initialize` started; None without it."""
+    return distributed.global_state.client

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -47,11 +48,18 @@ from jshard._spec.committed_shardings import (
 from jshard._spec.mesh_selection import ChosenMesh
 
 
-class Executable:
-    """One planned signature, compiled when it is first run."""
+_log = logging.getLogger("jshard")
 
-    def __init__(self, prepared: PlannedCall):
+
+class Executable:
+    """One planned signature, compiled when it is first run.
+
+    `is_common`: whether its plan is known to be that of all processes of the program.
+    """
+
+    def __init__(self, prepared: PlannedCall, *, is_common: bool = False):
         self.prepared = prepared
+        self.is_common = is_common or compat.coordination_client() is None
         self.notes: list[str] = []  # how backward passes were planned, for `Plan.steps`
         self._lock = threading.RLock()
         self._compiled: jax.stages.Compiled | None = None
@@ -77,6 +85,16 @@ class Executable:
                 if self._compiled is None:
                     self._compiled = self.lower().compile()
         return self._compiled
+
+    def warn_if_interrupted(self) -> None:
+        """Log that the plan is what an interrupted search had."""
+        plan, name = self.prepared.plan, self.prepared.request.name
+        if any("interrupted" in s for s in plan.steps):
+            _log.warning(
+                "%s: the search was interrupted; the best plan it had (gap %.2g%%) is used from now on, "
+                "until %s.clear_cache()",
+                name, 100 * plan.cost.gap, name,
+            )  # fmt: skip
 
     @functools.cached_property
     def inlined(self) -> Function:

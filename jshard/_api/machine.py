@@ -12,7 +12,7 @@ from jshard import _jaxcompat as compat
 from jshard._api.shard_request import ShardRequest
 from jshard._core import hardware, topology as device_topology
 from jshard._core.errors import MeshError, PlanMismatchError
-from jshard._core.jax_types import JaxMesh
+from jshard._core.jax_types import Device, JaxMesh
 from jshard._core.named_topology import MeshRequest, topology as named_topology
 from jshard._core.topology import Topology
 from jshard._program.user_shard_map import mesh_axes
@@ -24,6 +24,7 @@ from jshard._spec.mesh_selection import (
     candidate_meshes,
     choose_mesh,
     mesh_device_count,
+    mesh_devices,
 )
 from jshard._spec.options import HBM_FRACTION
 
@@ -89,6 +90,20 @@ def num_devices(request: ShardRequest, placement: Placement) -> int:
             return int(name) if name.isdigit() else device_topology.named_device_count(name)
     entries = (request.in_strategy, request.parameter_plan, request.out_strategy)
     return mesh_device_count(placement.mesh if mesh is None else mesh, request.options.device, entries)
+
+
+def planned_devices(request: ShardRequest, placement: Placement) -> list[Device]:
+    """The devices that a call will be planned for, if they are here to run it, known before a mesh is chosen."""
+    mesh, device = requested_mesh(request, placement.mesh), request.options.device
+    if isinstance(mesh, str):
+        name = mesh.partition(":")[2]
+        return jax.devices(device)[: int(name) if name else None] if name.isdigit() or not name else []
+    entries = (request.in_strategy, request.parameter_plan, request.out_strategy)
+    devices = mesh_devices(mesh, device, entries, placement.mesh)
+    try:
+        return devices if devices and devices[0] in jax.devices(devices[0].platform) else []
+    except RuntimeError:  # of an ahead-of-time compiler
+        return []
 
 
 def physical_topology(request: ShardRequest, chosen: ChosenMesh) -> Topology:

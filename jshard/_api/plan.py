@@ -338,6 +338,11 @@ def plan_program(
     from jshard._plan.planner import make_plan  # at the first plan: it imports every search
 
     record, schedule = make_plan(program, topology, request, on_progress)
+    return planned_again(plan_of_record(record), program, topology, request), schedule
+
+
+def planned_again(plan: Plan, program: Program, topology: Topology, request: PlanRequest) -> Plan:
+    """A plan of this request for a program, as one that can search again."""
     # Without the captured arrays: a plan keeps none alive.
     bare = dataclasses.replace(program, constants=(), jaxpr=None)
-    return plan_of_record(record, Replanner(bare, topology, request)), schedule
+    return dataclasses.replace(plan, search_again=Replanner(bare, topology, request))

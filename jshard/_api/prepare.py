@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 from jshard import _jaxcompat as compat
 from jshard._api.call_pins import CallPins, PlacedPin, collect_pins, pins_of_arguments, pins_of_results
 from jshard._api.machine import auto_meshes, memory_budget, physical_topology, requested_mesh
-from jshard._api.plan import Plan, plan_program
+from jshard._api.plan import Plan, plan_program, planned_again
 from jshard._api.shard_request import ShardRequest, donated_leaves, static_values
 from jshard._api.state_matching import find_state_ties
 from jshard._api.trace_call import (
@@ -29,6 +29,7 @@ from jshard._core.errors import SearchError
 from jshard._core.gc_pause import gc_paused
 from jshard._core.hardware import Chip
 from jshard._core.jax_types import ClosedJaxpr, JaxMesh, PyTree, PyTreeDef
+from jshard._core.layout import MeshAxes
 from jshard._core.topology import Topology
 from jshard._plan.replay import schedule_of_plan
 from jshard._plan.request import PlanRequest
@@ -99,6 +100,16 @@ def prepare(
     on_progress: OnProgress = None,
 ) -> PlannedCall:
     """Trace and plan a call; raises `ShardError` for what cannot be planned."""
+    return plan_traced(trace_call(request, args, kwargs, on_progress))
+
+
+def trace_call(
+    request: ShardRequest,
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree],
+    on_progress: OnProgress = None,
+) -> TracedCall:
+    """A call, traced, with what the user says of its arguments."""
     call = TracedArguments.of(request, args, kwargs)
     in_pins = pins_of_arguments(request, call, len(args))
     traced, explicit_mesh = trace_on_shapes(request, args, kwargs)
@@ -107,7 +118,7 @@ def prepare(
     elif (context := compat.context_mesh()) is not None and AxisType.Explicit in context.axis_types:
         explicit_mesh = context
     statics = static_values(request, args, kwargs)
-    return _plan_traced(_TracedCall(request, call, traced, explicit_mesh, in_pins, statics, on_progress))
+    return TracedCall(request, call, traced, explicit_mesh, in_pins, statics, on_progress)
 
 
 def check_pins(request: ShardRequest, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> None:
@@ -116,10 +127,20 @@ def check_pins(request: ShardRequest, args: Sequence[PyTree], kwargs: Mapping[st
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _TracedCall:
+class FoundPlan:
+    """A plan of the same call that another process found: its axes with those of size one, what stays as it lies."""
+
+    plan: Plan
+    axes: MeshAxes
+    committed: frozenset[int]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TracedCall:
     """What all plans of one call share: its arguments, its trace, and what the user says of them.
 
-    `explicit_mesh`: the mesh with Explicit axes of the trace, if any. `in_pins`: of the arguments.
+    `explicit_mesh`: the mesh with Explicit axes of the trace, if any. `in_pins`: of the arguments. `found`: the plan to
+    take instead of a search.
     """
 
     request: ShardRequest
@@ -129,6 +150,12 @@ class _TracedCall:
     in_pins: Sequence[Pin | None]
     statics: tuple[object, ...]
     on_progress: OnProgress
+    found: FoundPlan | None = None
+
+    @property
+    def given_plan(self) -> Plan | None:
+        """The plan that the user gave, or that another process found."""
+        return self.request.plan if self.found is None else self.found.plan
 
     @functools.cached_property
     def donated(self) -> tuple[int, ...]:
@@ -151,20 +178,19 @@ class _TracedCall:
 
 
 @gc_paused()
-def _plan_traced(traced: _TracedCall) -> PlannedCall:
+def plan_traced(traced: TracedCall) -> PlannedCall:
     """The planned call of a traced function."""
-    request = traced.request
+    request, given = traced.request, traced.given_plan
     closed, plan_jaxpr = traced.jaxpr, functools.partial(_plan_jaxpr, traced)
 
     def chip_of(planned: PlannedCall) -> Chip:
         return physical_topology(planned.request, planned.chosen).chip
 
-    if request.plan is not None and request.plan.kept is not None:
+    if given is not None and given.kept is not None:
         from jshard._api.plan_recomputed import replayed  # here, so that `import jshard` stays light
 
-        chip = hardware.get(request.plan.chip)
-        return plan_jaxpr(replayed(closed, request.plan, chip, request.name))
-    if request.options.remat is None or request.plan is not None:
+        return plan_jaxpr(replayed(closed, given, hardware.get(given.chip), request.name))
+    if request.options.remat is None or given is not None:
         return plan_jaxpr()
     from jshard._api.plan_recomputed import equivalent_policy, plan_recomputed, with_recomputation
 
@@ -191,7 +217,7 @@ def _least_argument_bytes(planned: PlannedCall) -> float:
     return sum(sizes) / planned.chosen.axes.total
 
 
-def _plan_jaxpr(of: _TracedCall, jaxpr: ClosedJaxpr | None = None, limited: bool = True) -> PlannedCall:
+def _plan_jaxpr(of: TracedCall, jaxpr: ClosedJaxpr | None = None, limited: bool = True) -> PlannedCall:
     """The planned call of a traced function, or of another jaxpr for it; `limited`: within the memory budget."""
     request, call, donated, rules, in_pins = of.request, of.call, of.donated, of.rules, of.in_pins
     traced = build_program(
@@ -218,17 +244,25 @@ def _plan_jaxpr(of: _TracedCall, jaxpr: ClosedJaxpr | None = None, limited: bool
         pinned, committed = pins.resolve(chosen, topology)
         if request.plan is not None:
             return _Planned(request.plan, schedule_of_plan(program, topology, request.plan))
+        found = of.found
         options, limit = request.options, memory_budget(request, topology)
         plan_request = PlanRequest(
             tuple(pinned), ties, donated, options.level, options.search, limit if limited else None,
             replication_price=options.replication_price, search_seconds=options.search_seconds,
             search_in_budget=options.search_in_budget, memory_slack=options.memory_slack,
         )  # fmt: skip
+        if found is not None:
+            kept = [c for c in committed if program.inputs.index(c[0]) in found.committed]
+            plan = planned_again(found.plan, program, topology, plan_request.with_pins(kept))
+            return _Planned(plan, schedule_of_plan(program, topology, plan), found.committed)
         planned = _plan_with_committed(program, topology, plan_request, committed, of.on_progress)
         return planned if limited else planned.with_budget(limit)
 
     if request.tries_meshes:
-        chosen, planned = _cheapest_mesh(auto_meshes(request, pins.pins, pins.shapes, pins.joint), plan_on)
+        meshes = auto_meshes(request, pins.pins, pins.shapes, pins.joint)
+        if of.found is not None:
+            meshes = [m for m in meshes if m[0].axes == of.found.axes]
+        chosen, planned = _cheapest_mesh(meshes, plan_on)
     else:
         chosen = _choose_mesh(request, call, pins)
         planned = plan_on(chosen)
@@ -274,8 +308,7 @@ def _plan_with_committed(
     names = [program.operators[op].name for op, *_ in committed]
     first = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     try:
-        with_committed = dataclasses.replace(request, pins=(*request.pins, *committed))
-        plan, schedule = plan_program(program, topology, with_committed, on_progress)
+        plan, schedule = plan_program(program, topology, request.with_pins(committed), on_progress)
     except SearchError as error:
         planned = _Planned(*plan_program(program, topology, request, on_progress))
         return planned.with_steps(f"not as they lie: {first}, since {error.what}")

@@ -15,20 +15,23 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh
 
 from jshard import _jaxcompat as compat
+from jshard._api.bound_method import BoundMethod
 from jshard._api.executable import Executable, inline
+from jshard._api.local_batch import LocalBatches
 from jshard._api.plan import Plan
+from jshard._api.plan_together import plan_together, report_failure
 from jshard._api.prepare import PlannedCall, check_pins, prepare
 from jshard._api.shard_request import ShardRequest, traced_arguments
 from jshard._api.signature import Signature, checked_statics, explain_miss, signature
 from jshard._api.state_library import StatefulFunction, state_library
 from jshard._config.config_record import ConfigSource
-from jshard._core.argument_checks import check_call, checked_with
+from jshard._core.argument_checks import check_call, checked_with, parameters_of, signature_text
 from jshard._core.errors import (
     ArgumentError,
     MemoryBudgetError,
@@ -105,10 +108,11 @@ def shard(
     - `level`: what the search minimises: 0 communication and redundant compute, 1 peak memory (then step time, among
         the plans found at the least peak), 2 step time.
     - `config`: a configuration, for what other arguments leave open: the path of a YAML file, YAML text, a dict or a
-        `Config`. Two options are there only. `search_seconds`: how long the search may improve a plan, counted as the
+        `Config`. These options are there only. `search_seconds`: how long the search may improve a plan, counted as the
         effort that one core of a server of 2026 makes in that time, so that every machine finds the same plan; the plan
         says its gap; by default until the plan is proved. `prefer`: `"memory:1%"` takes the plan of least peak memory
-        found that costs at most 1% more than the cheapest.
+        found that costs at most 1% more than the cheapest. `local_batch`,
+        `check_host_arrays`, `process_seconds`: for several processes (docs/several_processes.md).
     - `mesh`: a `Mesh`, `AbstractMesh` or `topology(...)`; `"auto"` compares the meshes that the strategies allow on
         the local devices, `"auto:4"` on four of them, `"auto:v5e:4x4"` on a named machine; default: the mesh in
         context, else one inferred from the strategies.
@@ -219,6 +223,9 @@ class Sharded:
         self.calls_back = False  # whether a planned program has host callbacks
         self._dispatch = compat.dispatcher(request.name, request.fn, self._on_cache_miss, *request.statics)
         self.__call__ = self._call_with_statics if any(request.statics) else self._dispatch
+        self._local = LocalBatches(request, () if of_arrays else request.options.local_batch)
+        if self._local.names:
+            self.__call__ = self._call_with_local_batch
 
     def plan(self, *args: PyTree, verify: bool | None = None, **kwargs: PyTree) -> Plan:
         """The plan for these arguments: arrays or `ShapeDtypeStruct`s; no device is needed.
@@ -232,7 +239,7 @@ class Sharded:
         emitted; a function with an argument `verify` of its own receives it instead. Planning that takes longer than
         2 s shows its progress on a terminal.
         """
-        if verify is not None and "verify" in _parameters(self._request.fn):
+        if verify is not None and "verify" in parameters_of(self._request.fn):
             kwargs["verify"], verify = verify, None
         if not isinstance(verify, bool | None):
             raise ShardError(
@@ -240,10 +247,11 @@ class Sharded:
                 where=f"{self.__name__}.plan",
                 fix="verify=True or verify=False",
             )
+        args, kwargs = self._local.shapes(args, kwargs)
         with progress(f"planning {self.__name__}", after=2.0) as show:
             with self.as_array_function(args, kwargs) as (function, arrays, arrays_kw):
                 executable = function._executable_for_arrays(
-                    arrays, arrays_kw, lambda *state: show(0, search_status(*state))
+                    arrays, arrays_kw, lambda *state: show(0, search_status(*state)), runs=False
                 )
                 moves = executable.entry_moves(arrays, arrays_kw)
             plan = executable.plan
@@ -263,7 +271,7 @@ class Sharded:
 
     def lower(self, *args: PyTree, **kwargs: PyTree) -> jax.stages.Lowered:
         """The planned program as a `jax.stages.Lowered`, ready for `.compile()`."""
-        return self._executable(args, kwargs).lower()
+        return self._executable(*self._local.shapes(args, kwargs)).lower()
 
     def clear_cache(self) -> None:
         """Drop all plans and compiled programs."""
@@ -304,9 +312,9 @@ class Sharded:
             advice=advice,
         )
 
-    def __get__(self, obj: object, owner: type | None = None) -> Sharded | _Bound:
+    def __get__(self, obj: object, owner: type | None = None) -> Sharded | BoundMethod:
         """Bind to an instance, as functions do."""
-        return self if obj is None else _Bound(self, obj)
+        return self if obj is None else BoundMethod(self, obj)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Sharded:
         return self  # like functions
@@ -315,7 +323,7 @@ class Sharded:
         return self
 
     def __repr__(self) -> str:
-        return f"<sharded {self.__name__}{_signature_text(self._request.fn)}>"
+        return f"<sharded {self.__name__}{signature_text(self._request.fn)}>"
 
     @compat.api_boundary
     def _on_cache_miss(self, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, object, bool]:
@@ -327,7 +335,8 @@ class Sharded:
         try:
             stateful = self._stateful_function(args, kwargs)
             if stateful is not None:
-                self.__call__ = self._call_checking_for_state  # dispatch cannot cache calls with state
+                if not self._local.names:  # which has its own `__call__`
+                    self.__call__ = self._call_checking_for_state  # dispatch cannot cache calls with state
                 return self._call_stateful(stateful, args, kwargs), None, False
             executable = self._executable(args, kwargs)
             if not compat.at_top_level():
@@ -351,6 +360,13 @@ class Sharded:
         if any(self._request.statics):
             return self._call_with_statics(*args, **kwargs)
         return self._dispatch(*args, **kwargs)
+
+    @compat.api_boundary
+    def _call_with_local_batch(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        """A call whose batches are rows of this process: arrays over all processes take their place."""
+        if compat.at_top_level():
+            args, kwargs = self._local.arrays(args, kwargs, lambda *shapes: self._executable(*shapes).plan)
+        return self._call_checking_for_state(*args, **kwargs)
 
     @compat.api_boundary
     def _call_with_statics(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -408,41 +424,46 @@ class Sharded:
                 return function._executable_for_arrays(args, kwargs, on_progress)
         return self._executable_for_arrays(args, kwargs, on_progress)
 
-    def _executable_for_arrays(self, args: tuple, kwargs: _Kwargs, on_progress: _Progress) -> Executable:
-        """The cached executable of a call, planned if there is none; calls of one signature plan it once."""
+    def _executable_for_arrays(
+        self, args: tuple, kwargs: _Kwargs, on_progress: _Progress, *, runs: bool = True
+    ) -> Executable:
+        """The cached executable of a call, planned if there is none; calls of one signature plan it once.
+
+        `runs`: it is to run, so its plan must be the one of all processes.
+        """
         try:
             key = signature(self._request, args, kwargs)
-        except ArgumentError:
+        except ArgumentError as error:
+            if runs:
+                report_failure(self._request, args, kwargs, error)
             check_pins(self._request, args, kwargs)  # an error in a strategy is reported first
             raise
         cached = self._cached(key)
-        if cached is not None:
+        if cached is not None and (cached.is_common or not runs):
             return cached
         with self._lock:
             planning = self._planning.setdefault(key.without_placement, threading.RLock())
         with planning:
             cached = self._cached(key)
-            if cached is not None:
+            if cached is not None and (cached.is_common or not runs):
                 return cached
-            if self._executables and compat.jax_option("jax_log_compiles"):
+            if self._executables and cached is None and compat.jax_option("jax_log_compiles"):
                 reason = explain_miss(key, list(self._executables))
                 _log.warning("%s is planned anew; changed: %s", self.__name__, reason)
             # Stored only now: a search that is interrupted without a result leaves no entry.
-            executable = self._executables[key] = Executable(self._plan_call(args, kwargs, on_progress))
+            known = None if cached is None else cached.prepared
+            prepared = self._plan_call(args, kwargs, on_progress, runs, known)
+            if cached is not None and prepared is known:
+                cached.is_common = True
+                return cached
+            executable = self._executables[key] = Executable(prepared, is_common=runs)
             same_shapes = self._executables_by_shapes.get(key.without_placement, ())
-            self._executables_by_shapes[key.without_placement] = (*same_shapes, executable)
+            others = tuple(e for e in same_shapes if e is not cached)
+            self._executables_by_shapes[key.without_placement] = (*others, executable)
             program = executable.prepared.schedule.assignment.program
             self.calls_back |= any(name in CALLBACK_PRIMITIVES for _, name in program.use_def.primitive_ids)
-            self._warn_if_interrupted(executable.prepared.plan)
+            executable.warn_if_interrupted()
         return executable
-
-    def _warn_if_interrupted(self, plan: Plan) -> None:
-        if any("interrupted" in s for s in plan.steps):
-            _log.warning(
-                "%s: the search was interrupted; the best plan it had (gap %.2g%%) is used from now on, "
-                "until %s.clear_cache()",
-                self.__name__, 100 * plan.cost.gap, self.__name__,
-            )  # fmt: skip
 
     def _cached(self, key: Signature) -> Executable | None:
         """The executable of a signature, or one for the same shapes that moves no unpinned argument of this call."""
@@ -452,46 +473,18 @@ class Sharded:
         same_shapes = self._executables_by_shapes.get(key.without_placement, ())
         return next((e for e in same_shapes if e.accepts_placement(key.placement)), None)
 
-    def _plan_call(self, args: tuple, kwargs: _Kwargs, on_progress: _Progress) -> PlannedCall:
+    def _plan_call(
+        self, args: tuple, kwargs: _Kwargs, on_progress: _Progress, runs: bool, known: PlannedCall | None
+    ) -> PlannedCall:
         """The plan of a call, with a progress bar of its own unless the caller has one."""
+        plan = functools.partial(plan_together, known=known) if runs else prepare
         try:
             if on_progress is not None:
-                return prepare(self._request, args, kwargs, on_progress)
+                return plan(self._request, args, kwargs, on_progress)
             with progress(f"planning {self.__name__}", after=2.0) as show:
-                return prepare(self._request, args, kwargs, lambda *state: show(0, search_status(*state)))
+                return plan(self._request, args, kwargs, lambda *state: show(0, search_status(*state)))
         except MemoryBudgetError as error:
             from jshard._api.remedies import with_remedies  # here, so that `import jshard` stays light
 
             refused = with_remedies(error, self._request, args, kwargs)
         raise refused
-
-
-class _Bound(functools.partial):
-    """A sharded function as a method of an object, with `plan` and `lower` bound to that object too."""
-
-    @property
-    def _sharded(self) -> Sharded:
-        return cast(Sharded, self.func)
-
-    def plan(self, *args: PyTree, **kwargs: PyTree) -> Plan:
-        return self._sharded.plan(*self.args, *args, **kwargs)
-
-    def lower(self, *args: PyTree, **kwargs: PyTree) -> jax.stages.Lowered:
-        return self._sharded.lower(*self.args, *args, **kwargs)
-
-    def clear_cache(self) -> None:
-        self._sharded.clear_cache()
-
-
-def _parameters(fn: Function) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(fn).parameters
-    except (TypeError, ValueError):
-        return {}
-
-
-def _signature_text(fn: Function) -> str:
-    try:
-        return str(inspect.signature(fn))
-    except (TypeError, ValueError):
-        return "(...)"

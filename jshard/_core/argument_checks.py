@@ -128,3 +128,19 @@ def _call_error(
             fix=f"{name}({', '.join(required)}{optional})",
         )
     return ArgumentError(f"{name}: {message}", where=where, fix=listed)
+
+
+def parameters_of(fn: Callable) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a function by name; none where Python does not know them."""
+    try:
+        return inspect.signature(fn).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+def signature_text(fn: Callable) -> str:
+    """The signature of a function as text."""
+    try:
+        return str(inspect.signature(fn))
+    except (TypeError, ValueError):
+        return "(...)"

@@ -72,5 +72,9 @@ class NestedShardError(ShardError):
     """A sharded function inside a sharded function, or under `vmap`."""
 
 
+class ProcessError(ShardError):
+    """Processes of one program that differ, or do not answer: in what they call, trace, plan or are given."""
+
+
 class PlanMismatchError(ShardError):
     """A saved plan, or a compiled program, that belongs to another program, mesh or version."""

@@ -62,6 +62,10 @@ class PlanRequest:
     search_in_budget: bool = True
     memory_slack: float = 0.0
 
+    def with_pins(self, more: Sequence[tuple[int, str, int, Pin]]) -> PlanRequest:
+        """The request with more pins."""
+        return dataclasses.replace(self, pins=(*self.pins, *more))
+
 
 def pins_by_operator(
     request: PlanRequest, topology: Topology, no_partial_sums: Collection[Place]

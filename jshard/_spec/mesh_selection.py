@@ -128,8 +128,28 @@ def mesh_device_count(mesh: object, device: str | None, entries: object = None) 
     8
     """
     check_device(device)
-    user, _ = _mesh_and_source(mesh, [Pin((), None, "", m) for m in _meshes_of_shardings(entries)])
+    user = _user_mesh(mesh, entries)
     return len(_devices_of(device)) if user is None else user.size
+
+
+def mesh_devices(
+    mesh: object, device: str | None, entries: object, argument_mesh: Mesh | AbstractMesh | None
+) -> list[Device]:
+    """The devices of the mesh that `choose_mesh` will choose; none for a mesh that is only a description.
+
+    >>> len(mesh_devices(None, None, None, None)), mesh_devices(AbstractMesh((2,), ("x",)), None, None, None)
+    (16, [])
+    """
+    check_device(device)
+    user = _user_mesh(mesh, entries) or (argument_mesh if mesh is None else None)
+    if user is None:
+        return _devices_of(device)
+    return list(user.devices.flat) if isinstance(user, Mesh) else []
+
+
+def _user_mesh(mesh: object, entries: object) -> Mesh | AbstractMesh | None:
+    """The mesh that was given, that in context, or that of a `NamedSharding` among the entries."""
+    return _mesh_and_source(mesh, [Pin((), None, "", m) for m in _meshes_of_shardings(entries)])[0]
 
 
 def _meshes_of_shardings(entries: object) -> Iterator[JaxMesh]:

@@ -74,14 +74,20 @@ class PlanOptions:
     remat: str | None = None
     search_in_budget: bool = True
     memory_slack: float = 0.0
+    local_batch: tuple[str, ...] = ()
+    check_host_arrays: bool = True
+    process_seconds: float | None = None
 
 
-CONFIG_ONLY = ("search_seconds", "prefer")
+CONFIG_ONLY = ("search_seconds", "prefer", "local_batch", "check_host_arrays", "process_seconds")
 """Options that only a configuration holds."""
 
 CONFIG_ONLY_ADVICE = {
     "search_seconds": 'config={"search_seconds": 5}: an option of the configuration',
     "prefer": 'config={"prefer": "memory:1%"}: an option of the configuration',
+    "local_batch": 'config={"local_batch": ["batch"]}: an option of the configuration',
+    "check_host_arrays": 'config={"check_host_arrays": False}: an option of the configuration',
+    "process_seconds": 'config={"process_seconds": 60}: an option of the configuration',
 }
 
 
@@ -95,6 +101,9 @@ def with_rare_options(options: PlanOptions, rare: Mapping[str, object]) -> PlanO
         options,
         search_seconds=check_search_seconds(rare.get("search_seconds")),
         memory_slack=check_prefer(rare.get("prefer"), options.level),
+        local_batch=_check_names(rare.get("local_batch"), "local_batch"),
+        check_host_arrays=check_flag(rare.get("check_host_arrays", True), "check_host_arrays"),
+        process_seconds=check_process_seconds(rare.get("process_seconds")),
     )
 
 
@@ -120,6 +129,9 @@ def check_options(
     search_seconds: object = None,
     remat: object = None,
     prefer: object = None,
+    local_batch: object = None,
+    check_host_arrays: object = True,
+    process_seconds: object = None,
 ) -> PlanOptions:
     """The planning options; raises `ShardError` for the first wrong argument."""
     check_device(device)
@@ -138,6 +150,30 @@ def check_options(
         check_search_seconds(search_seconds),
         check_remat(remat),
         memory_slack=check_prefer(prefer, level),
+        local_batch=_check_names(local_batch, "local_batch"),
+        check_host_arrays=check_flag(check_host_arrays, "check_host_arrays"),
+        process_seconds=check_process_seconds(process_seconds),
+    )
+
+
+def check_flag(value: object, what: str) -> bool:
+    """True or False."""
+    if not isinstance(value, bool | np.bool_):
+        raise ShardError(f"{what} is {describe_value(value)}", where=what, fix=f"{what}: true or false")
+    return bool(value)
+
+
+def check_process_seconds(seconds: object) -> float | None:
+    """None, or a finite number above 0."""
+    if seconds is None:
+        return None
+    if isinstance(seconds, int | float | np.integer | np.floating) and not isinstance(seconds, bool):
+        if 0 < seconds < math.inf:
+            return float(seconds)
+    raise ShardError(
+        f"process_seconds is {describe_value(seconds)}",
+        where="process_seconds",
+        fix='how long a process waits for the same call of the others: config={"process_seconds": 300}',
     )
 
 
