@@ -17,6 +17,7 @@ compared when the function is called.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -180,7 +181,12 @@ def _compare(exchange: Exchange, facts: Callable[[], dict[str, list[str]]]) -> N
     if own is not None:
         _report(exchange, "facts", mine["error"])
         raise own
-    verdict = json.loads(exchange.collect("facts", json.dumps(mine), decide, seconds=group.seconds))
+    try:
+        verdict = json.loads(exchange.collect("facts", json.dumps(mine), decide, seconds=group.seconds))
+    except ProcessError as late:  # those that come later shall not wait for this one
+        with contextlib.suppress(ProcessError):
+            _report(exchange, "facts", f"ProcessError: {late}")
+        raise
     if "errors" in verdict:
         raise _failure(exchange, verdict["errors"])
     if verdict:
@@ -215,7 +221,7 @@ def _difference(exchange: Exchange, topic: str, process: int, lines: Sequence[st
         "trace": f"processes {group.leader} and {process} traced different programs for {exchange.about}",
     }.get(topic, f"processes {group.leader} and {process} call {exchange.about} with different {topic}")
     return ProcessError(
-        f"{what}\n    process {group.leader}: {one}\n    process {process}: {other}",
+        f"{what}\n    process {group.leader}: {one.strip()}\n    process {process}: {other.strip()}",
         where=f"call of {exchange.about}, plan {exchange.number}, {topic}, line {at + 1}",
         fix=_ADVICE[topic],
     )

@@ -20,6 +20,7 @@ numbers, counted by the service, so the first of one process meets the first of 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import time
@@ -38,8 +39,8 @@ from jshard._core.messages import count_of
 DEFAULT_SECONDS = 300.0
 """How long a process waits for the others to make the same call: as long as `jax.distributed.initialize` does."""
 
-_POLL_SECONDS = 10.0
-_LOG_AFTER = 30.0
+_POLL_SECONDS = 5.0
+_LOG_AFTER = 4.0
 _log = logging.getLogger("jshard")
 
 
@@ -134,8 +135,11 @@ class Exchange:
         return verdict
 
     def report(self, topic: str, text: str) -> None:
-        """Give this process's text of a topic without waiting for the others, or the verdict where it decides."""
-        self._set(f"{topic}/{'verdict' if self.group.is_leader else self.group.me}", text)
+        """Give this process's text of a topic, again if need be, and do not wait; the verdict where it decides."""
+        key = f"{topic}/{'verdict' if self.group.is_leader else self.group.me}"
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self.group.client.key_value_delete(self._path(key))
+        self._set(key, text)
 
     def _path(self, key: str) -> str:
         return f"{self.folder}/{self.number}/{key}"

@@ -477,7 +477,8 @@ class Sharded:
         self, args: tuple, kwargs: _Kwargs, on_progress: _Progress, runs: bool, known: PlannedCall | None
     ) -> PlannedCall:
         """The plan of a call, with a progress bar of its own unless the caller has one."""
-        plan = functools.partial(plan_together, known=known) if runs else prepare
+        together = runs and compat.coordination_client() is not None
+        plan = functools.partial(plan_together, known=known) if together else prepare
         try:
             if on_progress is not None:
                 return plan(self._request, args, kwargs, on_progress)

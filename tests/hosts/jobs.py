@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
 import hashlib
+import os
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, PartitionSpec as P
 
 import jshard
+from jshard._api import plan_together
 
 
 def digest(x: Any) -> str:
     """A hash of an array of all processes."""
-    from jax.experimental import multihost_utils
-
-    whole = x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True)
-    return hashlib.sha256(np.ascontiguousarray(np.asarray(whole)).tobytes()).hexdigest()[:12]
+    return hashlib.sha256(np.ascontiguousarray(gathered(x)).tobytes()).hexdigest()[:12]
 
 
 def two_layers(p: Any, x: Any) -> Any:
@@ -42,17 +49,10 @@ def same_plan_and_results(level: int) -> Any:
     again, after = f(p, x), exchanges()
     f(p, x)
     plan = f.plan(p, x, verify=True)
-    error = float(np.abs(np.asarray(digest_array(y)) - two_layers(p, x)).max())
     same = digest(y) == digest(again)
     ok = plan.verification is not None and plan.verification.ok
-    return [hashlib.sha256(plan.to_json().encode()).hexdigest(), digest(y), error < 1e-4, same, ok, after - before,
+    return [text_digest(plan.to_json()), digest(y), close(y, two_layers(p, x)), same, ok, after - before,
             exchanges() - after]  # fmt: skip
-
-
-def digest_array(x: Any) -> np.ndarray:
-    from jax.experimental import multihost_utils
-
-    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
 def exchanges() -> int:
@@ -62,3 +62,211 @@ def exchanges() -> int:
     client: Any = compat.coordination_client()
     group = "-".join(map(str, range(jax.process_count())))
     return int(client.key_value_increment(f"jshard/{group}/count/{jax.process_index()}", 0))
+
+
+def die(where: str, process: int = 1) -> Any:
+    """One process ends by `os._exit` while it plans, or between two steps; the others go on."""
+    dies = jax.process_index() == process
+
+    def step(x: Any) -> Any:
+        if dies and where == "planning":
+            os._exit(3)
+        return jnp.sin(x) @ x
+
+    f = jshard.shard(step, in_strategy=((8 if jax.device_count() == 8 else jax.device_count(), 1),))
+    x = batch(16)
+    y = f(x)
+    jax.block_until_ready(y)
+    if dies:
+        os._exit(3)
+    return digest(f(x))
+
+
+FAULTS = (
+    "none", "shapes", "dtype", "name", "trace", "literal", "option", "host values", "raises in trace", "raises in search",
+    "wrong call", "other version", "calls late",
+)  # fmt: skip
+
+
+def fault(kind: str, process: int = 1) -> Any:
+    """A call in which one process differs; the seconds until this process has its error are in it."""
+    differs = jax.process_index() == process
+    x: Any = batch(24 if differs and kind == "shapes" else 16)
+    if differs and kind == "dtype":
+        x = x.astype(np.int32)
+    if differs and kind == "host values":
+        x = batch(16, seed=2)
+    if differs and kind == "wrong call":
+        x = "text"
+    axis = 1 if differs and kind == "trace" else 0
+    scale = float(differs) + 1.0 if kind == "literal" else 1.0
+
+    def step(x: Any) -> Any:
+        if differs and kind == "raises in trace":
+            raise OSError("no file here")
+        return jnp.cumsum(x @ x.T, axis=axis) * scale
+
+    if differs and kind == "name":
+        step.__name__ = "evaluate"
+    config = {"process_seconds": 1.0} if kind == "calls late" else {}
+    level = 2 if differs and kind == "option" else 0
+    f = jshard.shard(step, in_strategy=((8, 1),), level=level, config=config)
+    begun = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        if differs and kind == "raises in search":
+            stack.enter_context(replaced(plan_together, "plan_traced", fail))
+        if differs and kind == "other version":
+            stack.enter_context(replaced(plan_together, "VERSION", "0.0.9"))
+        if differs and kind == "calls late":
+            time.sleep(2.0)
+        try:
+            return [digest(f(x)), "", time.monotonic() - begun]
+        except Exception as error:
+            return [type(error).__name__, str(error), time.monotonic() - begun]
+
+
+def fail(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("the search met a bug")
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute with another value for a while, in this process."""
+    old = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, old)
+
+
+def other_plan(seconds: float = 0.0) -> Any:
+    """Process 1 is slow and finds another plan; both must run that of process 0."""
+    original = plan_together.plan_traced
+
+    def slow_and_different(traced: Any) -> Any:
+        if jax.process_index() == 0 or traced.found is not None:
+            return original(traced)
+        time.sleep(seconds)
+        request = dataclasses.replace(
+            traced.request, options=dataclasses.replace(traced.request.options, search="propagation")
+        )
+        planned = original(dataclasses.replace(traced, request=request))
+        return planned
+
+    f = jshard.shard(two_layers, in_strategy=(None, (None, 2)), level=2)
+    p, x = parameters(), batch()
+    with replaced(plan_together, "plan_traced", slow_and_different):
+        y = f(p, x)
+    plan = f.plan(p, x)
+    alternatives = len(plan.why(plan.inputs[0].path).alternatives)
+    return [text_digest(plan.to_json()), digest(y), close(y, two_layers(p, x)), plan.search, alternatives > 0,
+            plan.steps[-1]]  # fmt: skip
+
+
+def searched_by_one(level: int, budget: int | None, mesh: str | None = None) -> Any:
+    """A search with memory: process 1 must not search at all."""
+    original = plan_together.plan_traced
+
+    def plan(traced: Any) -> Any:
+        assert jax.process_index() == 0 or traced.found is not None, "process 1 searches"
+        return original(traced)
+
+    f = jshard.shard(two_layers, level=level, memory_budget=budget, mesh=mesh)
+    p, x = parameters(), batch()
+    with replaced(plan_together, "plan_traced", plan):
+        y = f(p, x)
+    before = exchanges()
+    f(p, x)
+    found = f.plan(p, x)
+    return [text_digest(found.to_json()), digest(y), close(y, two_layers(p, x)), exchanges() - before]
+
+
+def planned_first(process: int) -> Any:
+    """One process plans alone before all call: nothing waits, and the plan is one."""
+    f = jshard.shard(two_layers, in_strategy=(None, (4, 2)))
+    p, x = parameters(), batch()
+    if jax.process_index() == process:
+        f.plan(p, x)
+    y = f(p, x)
+    return [text_digest(f.plan(p, x).to_json()), digest(y)]
+
+
+def under_transformations() -> Any:
+    """Inlined into `jit`, differentiated and scanned."""
+    f = jshard.shard(two_layers, in_strategy=(None, (8, 1)))
+    p, x = parameters(), batch()
+
+    def loss(p: Any, x: Any) -> Any:
+        return jnp.mean(f(p, x) ** 2)
+
+    def plain(p: Any, x: Any) -> Any:
+        return jnp.mean(two_layers(p, x) ** 2)
+
+    value, gradient = jax.jit(jax.value_and_grad(loss))(p, x)
+    wanted = jax.grad(plain)(p, x)
+    ok = all(close(a, b) for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(wanted), strict=True))
+    return [digest(value), ok]
+
+
+def containers() -> Any:
+    """Arguments and results of every kind of container, donated and static ones."""
+
+    @functools.partial(
+        jshard.shard,
+        in_strategy={"state": {"w": (2, 4)}},
+        static_argnames=("kind",),
+        donate_argnames=("state",),
+    )
+    def step(state: Any, pair: Any, *, scale: Any, kind: str) -> Any:
+        new = {"w": state["w"] * scale + pair[0] @ pair[1], "n": state["n"] + 1}
+        return new, (pair[1].sum(), [jnp.ones(3) if kind == "ones" else jnp.zeros(3)], None)
+
+    state = {"w": jnp.ones((8, 8)), "n": jnp.int32(0)}
+    for _ in range(3):
+        state, rest = step(state, (batch(8, 4), batch(4, 8)), scale=np.float32(0.5), kind="ones")
+    wanted = np.ones((8, 8), "f")
+    for _ in range(3):
+        wanted = wanted * 0.5 + batch(8, 4) @ batch(4, 8)
+    return [
+        digest(state["w"]),
+        close(state["w"], wanted),
+        int(state["n"]),
+        digest(rest[1][0]),
+        rest[2] is None,
+    ]
+
+
+def meshes() -> Any:
+    """Two meshes in one program, one of them over the devices of process 0 alone."""
+    devices = np.array(jax.devices())
+    whole = jax.make_mesh((4, 2), ("a", "b"))
+    mine = Mesh(devices[: jax.local_device_count()], ("x",))
+    p, x = parameters(), batch()
+    f = jshard.shard(two_layers, mesh=whole, in_strategy=(None, P("a")))
+    g = jshard.shard(two_layers, mesh=mine, in_strategy=(None, P("x")))
+    h = jshard.shard(
+        two_layers, mesh=Mesh(devices[::-1][:8].reshape(2, 4), ("u", "v")), in_strategy=(None, P("v"))
+    )
+    out = [digest(f(p, x)), digest(h(p, x))]
+    try:
+        found = close(g(p, x), two_layers(p, x))
+    except jshard.ShardError as error:
+        found = str(error)
+    return [out, found, close(f(p, x), two_layers(p, x)), len(f.plan(p, x).mesh.names)]
+
+
+def close(x: Any, wanted: Any) -> bool:
+    """Whether an array of all processes has these values."""
+    return bool(np.allclose(gathered(x), np.asarray(wanted), rtol=1e-4, atol=1e-4))
+
+
+def gathered(x: Any) -> np.ndarray:
+    """The whole array, on this host."""
+    if not isinstance(x, jax.Array) or x.is_fully_addressable:
+        return np.asarray(x)
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+
+
+def text_digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

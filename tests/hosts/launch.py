@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -27,6 +28,7 @@ class Processes:
         self.processes: list[subprocess.Popen[str]] = []
         self.lines: list[queue.Queue[str | None]] = []
         self.logs: list[list[str]] = []
+        self.threads: list[threading.Thread] = []
         for p in range(count):
             command = [sys.executable, "-m", "tests.hosts.worker", *map(str, (port, count, p, devices[p]))]
             environment = os.environ | {"PYTHONHASHSEED": str(p + 1), "PYTHONPATH": str(ROOT)}
@@ -37,8 +39,9 @@ class Processes:
             self.processes.append(process)
             self.lines.append(queue.Queue())
             self.logs.append([])
-            threading.Thread(target=self._read, args=(p,), daemon=True).start()
-            threading.Thread(target=self._read_log, args=(p,), daemon=True).start()
+            for read in (self._read, self._read_log):
+                self.threads.append(threading.Thread(target=read, args=(p,), daemon=True))
+                self.threads[-1].start()
 
     def _read(self, p: int) -> None:
         out = self.processes[p].stdout
@@ -84,7 +87,8 @@ class Processes:
     def stop(self) -> None:
         """End the processes."""
         for process in self.processes:
-            if process.stdin is not None and process.poll() is None:
+            with contextlib.suppress(BrokenPipeError):
+                assert process.stdin is not None
                 process.stdin.close()
         for process in self.processes:
             try:
@@ -92,3 +96,9 @@ class Processes:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        for thread in self.threads:
+            thread.join()
+        for process in self.processes:
+            assert process.stdout is not None and process.stderr is not None
+            process.stdout.close()
+            process.stderr.close()
