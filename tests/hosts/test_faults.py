@@ -79,5 +79,5 @@ def test_a_process_that_dies_ends_the_others(where: str) -> None:
         log = "".join(processes.logs[0])
         assert "process 0 waits for process 1 to plan step" in log
         assert "another task died" in log
-    else:  # in a collective, gloo sees the closed connection
-        assert "Connection closed by peer" in str(survivor) or "another task died" in str(survivor)
+    else:  # in a collective, gloo sees the connection closed
+        assert "by peer" in str(survivor) or "another task died" in str(survivor)
