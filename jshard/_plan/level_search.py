@@ -28,6 +28,7 @@ from jshard._plan.schedule_cost import schedule_cost
 from jshard._plan.scheduled_solution import ROUNDING, ScheduledSolution, schedule_solution
 from jshard._program.graph import Program, rule_boundaries
 from jshard._search import LARGE_NETWORK, CostNetwork, Effort, Prices, Solution, solve
+from jshard._search.effort import ENTRIES_PER_SECOND
 from jshard._search.memory.key_times import least_conceivable_peak
 
 
@@ -39,6 +40,9 @@ _LARGE_GAP = 0.01  # relative, at which the search of a large network under a bu
 # Of a given effort, for the plan of least time that the search under a budget begins with.
 _SHARE_WITHOUT_BUDGET = 0.4
 _SHARE_FOR_PLANS = 0.6  # of what is left then, for plans within the budget; the bound has the rest
+# Of a preference for memory: times the effort of the fastest plan for each budget, and a second; rounds of each; its gap
+# as a share of what may be spent.
+_PREFERENCE_EFFORT, _PREFERENCE_ROUNDS, _PREFERENCE_GAP = 1.0, 3, 0.25
 _SLOWEST = 20.0  # times the seconds of a given effort, after which a search ends on any machine
 
 
@@ -109,7 +113,7 @@ class LevelSearch:
             return self.minimize_peak(network)
         fastest = lower_peak_at_equal_cost(self.minimize_time(network))
         if self.request.memory_slack and not fastest.interrupted:
-            fastest = prefer_memory(fastest, lambda b: self._within(b, fastest), self.request.memory_slack)
+            fastest = self._prefer_memory(fastest)
         if limit is None or fastest.peak <= limit or not self.request.search_in_budget:
             return self._with_unpriced_cost(fastest)
         network = self.network(second_copies=False)
@@ -153,12 +157,23 @@ class LevelSearch:
         optimal = abs(other.cost - other.bound) <= ROUNDING * min(other.cost, other.bound)
         return other if optimal else dataclasses.replace(other, network=network, bound=solution.bound)
 
-    def _within(self, budget: float, fastest: ScheduledSolution) -> ScheduledSolution:
-        """The cheapest plan found within another budget; one that exceeds it where none was found."""
-        request = dataclasses.replace(self.request, memory_limit=budget)
-        search = LevelSearch(self.program, self.topology, request, self.on_progress)
-        search.effort = self.effort
-        return search.minimize_time_under_budget(search.network(second_copies=False), fastest)
+    def _prefer_memory(self, fastest: ScheduledSolution) -> ScheduledSolution:
+        """The plan of lowest peak found that costs little more than the fastest; each budget is searched for as long."""
+        slack, network = self.request.memory_slack, self.network(second_copies=False)
+        estimating, bounding = memory_network(network), memory_network(network, lower_bound=True)
+        assert bounding.memory is not None
+        each = _PREFERENCE_EFFORT * self.effort.spent + ENTRIES_PER_SECOND
+
+        def plans_within(budget: float, most: float) -> list[ScheduledSolution]:
+            if self.effort.exhausted:
+                return []
+            gap = max(self.request.memory_gap, _PREFERENCE_GAP * slack)
+            request = dataclasses.replace(self.request, memory_limit=budget, memory_gap=gap)
+            search = LevelSearch(self.program, self.topology, request, self.on_progress)
+            search.effort = Effort(min(each, self.effort.limit - self.effort.spent), whole=self.effort)
+            return search._search_schedules(network, estimating, fastest, most, rounds=_PREFERENCE_ROUNDS)[0]
+
+        return prefer_memory(fastest, least_conceivable_peak(bounding.memory), plans_within, slack)
 
     def _solve_time(self, network: PlanningNetwork) -> Solution:
         r = self.request
@@ -312,11 +327,17 @@ class LevelSearch:
         return dataclasses.replace(best, bound=bound)
 
     def _search_schedules(
-        self, network: PlanningNetwork, estimating: CostNetwork, fastest: ScheduledSolution
+        self,
+        network: PlanningNetwork,
+        estimating: CostNetwork,
+        fastest: ScheduledSolution,
+        most: float = math.inf,
+        rounds: int = _BUDGET_ROUNDS,
     ) -> tuple[list[ScheduledSolution], Solution | None]:
         """Plans by the memory network that estimates bytes, and its last solution.
 
-        While the schedule exceeds the budget the search goes on with a limit lowered by the excess.
+        While the schedule exceeds the budget the search goes on with a limit lowered by the excess, `rounds` times at
+        most. A cost above `most` is of no use.
         """
         limit = self.request.memory_limit
         assert limit is not None
@@ -333,10 +354,10 @@ class LevelSearch:
                 if plan.peak <= limit:
                     plans.append(self._known_plan(plan.after(fastest)))
 
-        for _ in range(_BUDGET_ROUNDS):
+        for _ in range(rounds):
             following = self._solve_limited(
                 estimating, aim, (fastest.cost, fastest.peak), s and s.prices, s.answers if s else (), note_first_plan,
-                effort=effort,
+                effort=effort, most=most,
             )  # fmt: skip
             if following is None:
                 break
@@ -378,11 +399,12 @@ class LevelSearch:
         on_answer: Callable[[Ints], None] | None = None,
         bound_only: bool = False,
         effort: Effort | None = None,
+        most: float = math.inf,
     ) -> Solution | None:
         """The solution of a memory network under a limit in bytes; None where none was found.
 
         `unlimited` are seconds and peak of the fastest plan, `prices` those to begin with, and `known` assignments;
-        `on_answer` is called with every better one; `bound_only`: a known one is good.
+        `on_answer` is called with every better one; `bound_only`: a known one is good; `most`: no cost above is of use.
         """
         assert memory.memory is not None
         limited = dataclasses.replace(memory, memory=dataclasses.replace(memory.memory, limit=limit))
@@ -392,7 +414,7 @@ class LevelSearch:
                 limited, gap=self._memory_gap(memory), seconds=self._seconds(r.memory_seconds),
                 on_progress=self.on_progress, layers_repeat=True, prices=prices, known=known,
                 unlimited=unlimited, effort=effort or self.effort, on_answer=on_answer,
-                bound_only=bound_only,
+                bound_only=bound_only, most=most,
             )  # fmt: skip
         except (MemoryBudgetError, SearchError):
             return None

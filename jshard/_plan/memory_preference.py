@@ -1,13 +1,14 @@
 """Two goals: the plan of least peak whose cost is at most a share above the least (`shard(config={"prefer": "memory:1%"})`).
 
-The peak is bisected: a plan of least cost is searched within a budget, and the next budget is below its peak where it was
-cheap enough, else between the two. The bound stays that on the least cost, so the gap says what the memory costs at most.
+The peak is bisected between what every plan holds and that of the fastest: a plan within a budget is searched until one
+is cheap enough or none can be, and the next budget is below its peak where it was, else between the two. The bound
+stays that on the least cost, so the gap says what the memory costs at most.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from jshard._plan.scheduled_solution import ROUNDING, ScheduledSolution
 
@@ -17,25 +18,31 @@ _NARROW = 0.02  # of the peak: budgets nearer to each other are not told apart
 
 
 def prefer_memory(
-    fastest: ScheduledSolution, plan_within: Callable[[float], ScheduledSolution], slack: float
+    fastest: ScheduledSolution,
+    floor: float,
+    plans_within: Callable[[float, float], Sequence[ScheduledSolution]],
+    slack: float,
 ) -> ScheduledSolution:
     """The plan of lowest peak found whose cost is at most `1 + slack` times that of the fastest.
 
-    `plan_within` gives the cheapest plan found within a budget in bytes; one that exceeds the budget where none was.
+    Arguments:
+
+    - `floor`: bytes that every plan holds.
+    - `plans_within`: `plans_within(budget, most)` gives plans that were found for a budget in bytes, some of which may
+        exceed it; a cost above `most` is of no use.
     """
     allowed = fastest.cost * (1 + slack) * (1 + ROUNDING)
-    best, low = fastest, 0.0
+    best, low = fastest, floor
     for _ in range(_BUDGETS):
         if best.peak - low <= _NARROW * best.peak:
             break
         limit = (low + best.peak) / 2
-        other = plan_within(limit)
-        if other.interrupted:
+        plans = plans_within(limit, allowed)
+        best = min((p for p in (best, *plans) if p.cost <= allowed), key=lambda p: (p.peak, p.cost))
+        if any(p.interrupted for p in plans):
             break
-        if other.cost <= allowed and other.peak < best.peak:
-            best = other
         if best.peak > limit:
-            low = max(limit, min(other.peak_bound, best.peak))
+            low = limit
     if best is fastest:
         return fastest
     peaks = f"peak {fastest.peak:,.0f} -> {best.peak:,.0f} bytes"

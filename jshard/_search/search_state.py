@@ -56,6 +56,7 @@ class SearchState:
     )
     prices: Prices | None = None  # on memory: those to begin with, then those that prove the bound
     known: tuple[Ints, ...] = ()  # assignments known before, then those found under prices
+    most: float = np.inf  # under a limit: an answer of higher cost is of no use
     on_answer: Callable[[Ints], None] | None = None  # called with better assignments within a limit
     effort: Effort = field(default_factory=Effort)
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(20250))
@@ -89,6 +90,11 @@ class SearchState:
             return False
         allowed = max(self.gap * abs(bound), TOLERANCE * abs(self.incumbent_cost))
         return self.incumbent_cost - bound <= allowed
+
+    @property
+    def useless(self) -> bool:
+        """Whether no assignment is cheap enough to be of use."""
+        return self.bound > self.most
 
     @property
     def is_late(self) -> bool:

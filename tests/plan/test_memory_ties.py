@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import jax
@@ -12,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 import jshard
 from jshard._plan import level_search
+from jshard._plan.memory_preference import prefer_memory
 from jshard._plan.scheduled_solution import ScheduledSolution
 from tests.laws import fuzz_programs
 from tests.laws.law_costs import training
@@ -121,3 +123,33 @@ def test_memory_may_be_preferred_for_a_share_of_the_time(slack):
     assert any("memory preferred" in s for s in plan.steps) == (slack == 100)
     if slack == 100:
         assert plan.cost.peak_bytes < 0.95 * free.cost.peak_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Tried:
+    """What a preference for memory needs of a solution."""
+
+    cost: float
+    peak: float
+    bound: float = 0.0
+    network: str = "of a budget"
+    steps: tuple[str, ...] = ()
+    interrupted: bool = False
+
+
+@pytest.mark.parametrize("slack", [0.0, 0.01, 0.3])
+def test_the_least_peak_that_is_cheap_enough_is_found_by_budgets_above_what_every_plan_holds(slack):
+    fastest = Tried(1.0, 100.0, bound=1.0, network="fastest")
+    frontier = [fastest, Tried(1.005, 83.0), Tried(1.2, 61.0), Tried(1.9, 40.0)]
+    budgets = []
+
+    def plans_within(budget, most):
+        budgets.append(budget)
+        assert most == pytest.approx(1 + slack)
+        return [p for p in frontier if p.peak <= budget][:1]
+
+    best = prefer_memory(fastest, 38.0, plans_within, slack)
+    least = min((p for p in frontier if p.cost <= 1 + slack), key=lambda p: p.peak)
+    assert (best.peak, best.cost, best.bound, best.network) == (least.peak, least.cost, 1.0, "fastest")
+    assert 0 < len(budgets) <= 5 and min(budgets) > 38.0
+    assert prefer_memory(fastest, 99.0, plans_within, slack) is fastest  # nothing to gain

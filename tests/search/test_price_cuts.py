@@ -223,3 +223,21 @@ def test_better_answers_within_the_limit_are_told_of(every_network_is_large):
     costs = [evaluate(network, x) for x in told]
     assert all(peak(network, x) <= 60.0 for x in told)
     assert costs == sorted(costs, reverse=True) and costs[-1] == found.cost
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_cost_that_is_of_no_use_ends_the_search(large, request):
+    """What no answer can cost is proved by prices; one that may is searched to the same answer as before."""
+    if large:
+        request.getfixturevalue("every_network_is_large")
+    network = deep(4, 31)
+    free = peak(network, solve(network).assignment)
+    limited = deep(4, 31, 0.75 * free)
+    whole = solve(limited, layers_repeat=large)
+    assert solve(limited, layers_repeat=large, most=1.01 * whole.cost).cost == pytest.approx(whole.cost)
+    few = Effort()
+    with pytest.raises(MemoryBudgetError):
+        solve(limited, layers_repeat=large, most=0.5 * (solve(network).cost + whole.bound), effort=few)
+    every = Effort()
+    solve(limited, layers_repeat=large, effort=every)
+    assert few.spent <= every.spent

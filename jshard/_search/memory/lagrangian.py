@@ -282,6 +282,8 @@ def solve_limited(
             return None if bound_only else fuse(network, answers, search, search.bound)
 
         PriceCuts(network, search, memory.limit, combined, rounds).run()
+        if search.useless:
+            raise _nothing_found(memory.limit, "prices on the times that exceed it")
         if search.gap_closed(search.bound) or (network.size >= LARGE_NETWORK and search.has_answer):
             return
         if network.size >= LARGE_NETWORK:
@@ -297,6 +299,8 @@ def solve_limited(
         prices, moves = int(np.clip(prices // 2, 8, 40)), min(moves, 120)
     limited = _LimitedSearch(search, problem, memory.limit, has_integral_costs(network))
     limited.ascend(prices)
+    if search.useless:
+        raise _nothing_found(memory.limit, f"{len(clock.times)} key times")
     solved = not tie_break_only and limited.solve_integer_program()
     if not search.has_answer and not search.is_late:
         raise _nothing_found(memory.limit, f"{len(clock.times)} key times")
@@ -343,7 +347,7 @@ class _LimitedSearch:
                 continue
             excess = (memory.live_bytes(answer.states) - self.limit) / ascent.unit
             self._improve(list(answer.states))
-            if search.gap_closed(search.bound):
+            if search.useless or search.gap_closed(search.bound):
                 break
             if self.states is None and self._only_bytes_count():
                 break  # they have been all that counts for a while, and nothing was found that fits

@@ -213,7 +213,12 @@ class PriceCuts:
                 return
             times, prices, _ = at
             cut = self._solve(times, prices)
-            if cut is None or search.is_late or (search.out_of_time and self.best is not None):
+            if (
+                cut is None
+                or search.useless
+                or search.is_late
+                or (search.out_of_time and self.best is not None)
+            ):
                 return
             search.report(f"prices on {len(times)} times, round {count}")
             at = self._next(*at, gap)
