@@ -13,7 +13,7 @@ PY := $(VENV)/bin/python
 program = $(wildcard benchmarks/*/$(subst -,_,$(1)).py)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-compilers test-models lint types format imports rules notebooks render pages readme docs release lock clean distclean
+.PHONY: help setup demo demo-hosts test test-compilers test-models lint types format imports rules notebooks render pages readme docs release lock clean distclean
 
 help:  ## list the targets
 	@echo "make demo and make test need only Python 3.11+ and make; the rest is set up in $(VENV)."
@@ -27,6 +27,10 @@ setup:  ## the virtual environment, pinned by requirements/
 demo: setup  ## plan and run three networks on 8 virtual CPU devices (under 4 minutes)
 	@echo "== demo: python -m demo"
 	@$(PY) -m demo
+
+demo-hosts: setup  ## train the demo's GPT in two processes of four virtual CPU devices
+	@echo "== demo-hosts: examples/several_processes.py, twice"
+	@sh examples/two_processes.sh $(PY)
 
 test: setup  ## every test and every documented example, in JOBS processes
 	@echo "== test: pytest, $(JOBS) processes"

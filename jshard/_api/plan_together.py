@@ -26,6 +26,7 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
+from jax.sharding import Mesh
 
 from jshard import _jaxcompat as compat
 from jshard._api.machine import planned_devices
@@ -99,6 +100,38 @@ def _report(exchange: Exchange, topic: str, error: str) -> None:
     """Give the others the error of this process: as the verdict where it decides."""
     group = exchange.group
     exchange.report(topic, json.dumps({"errors": {group.me: error}} if group.is_leader else {"error": error}))
+
+
+def common_plan(plan: Plan, about: str) -> Plan:
+    """A plan that arrays are placed by: that of the first process, where the processes of its mesh found different ones.
+
+    `about`: the function that places arrays, for messages.
+    """
+    mesh = plan.jax_mesh
+    if compat.coordination_client() is None or not isinstance(mesh, Mesh):
+        return plan
+    group = process_group(list(mesh.devices.flat), about, None)
+    if group is None:
+        return plan
+    text = plan.to_json()
+
+    def decide(texts: Mapping[int, str]) -> str:
+        return "" if len(set(texts.values())) == 1 else text
+
+    verdict = group.next_exchange(about).collect("plan", _digest([text]), decide, seconds=group.seconds)
+    if not verdict or verdict == text:
+        return plan
+    other = Plan.from_json(verdict)
+    if (other.fingerprint, other.mesh) != (plan.fingerprint, plan.mesh):
+        raise ProcessError(
+            f"processes {group.leader} and {group.me} give {about} plans of different programs or meshes: "
+            f"{other.name} on {other.mesh}, {plan.name} on {plan.mesh}",
+            where=about,
+            fix="the plan of one function, on one mesh, in every process",
+        )
+    return dataclasses.replace(
+        other, jax_mesh=mesh, in_tree=plan.in_tree, out_tree=plan.out_tree, search_again=plan.search_again
+    )
 
 
 def group_of(

@@ -24,6 +24,7 @@ import contextlib
 import dataclasses
 import logging
 import time
+import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, cast
@@ -208,6 +209,34 @@ def process_group(devices: Sequence[Device], about: str, seconds: float | None) 
         return None
     chosen = DEFAULT_SECONDS if seconds is None else seconds
     return ProcessGroup(cast(CoordinationClient, client), processes, me, chosen)
+
+
+_CLUSTER_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "MEGASCALE_NUM_SLICES")
+"""Environment variables with the number of processes, or of slices: of Open MPI, MPICH, Slurm's srun and GKE."""
+
+
+def cluster_of(environment: Mapping[str, str]) -> str:
+    """The variable that names several processes, as `NAME=value`; "" if none does.
+
+    >>> cluster_of({"SLURM_STEP_NUM_TASKS": "8"}), cluster_of({"TPU_WORKER_HOSTNAMES": "a,b"}), cluster_of({})
+    ('SLURM_STEP_NUM_TASKS=8', 'TPU_WORKER_HOSTNAMES=a,b', '')
+    """
+    for name in _CLUSTER_SIZES:
+        if (value := environment.get(name, "")).isdigit() and int(value) > 1:
+            return f"{name}={value}"
+    hosts = environment.get("TPU_WORKER_HOSTNAMES", "")
+    return f"TPU_WORKER_HOSTNAMES={hosts}" if "," in hosts else ""
+
+
+def warn_if_not_initialized(about: str, environment: Mapping[str, str]) -> None:
+    """Warn where a cluster started several processes and JAX knows this one only."""
+    cluster = cluster_of(environment)
+    if cluster and compat.coordination_client() is None and jax.process_count() == 1:
+        warnings.warn(
+            f"{about} is planned for the devices of this process alone, and {cluster} names more: "
+            "jax.distributed.initialize() before anything else that uses JAX joins them",
+            stacklevel=2,
+        )
 
 
 def _list(numbers: Sequence[int]) -> str:

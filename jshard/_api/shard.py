@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import inspect
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ from jshard._api.local_batch import LocalBatches
 from jshard._api.plan import Plan
 from jshard._api.plan_together import plan_together, report_failure
 from jshard._api.prepare import PlannedCall, check_pins, prepare
+from jshard._api.process_group import warn_if_not_initialized
 from jshard._api.shard_request import ShardRequest, traced_arguments
 from jshard._api.signature import Signature, checked_statics, explain_miss, signature
 from jshard._api.state_library import StatefulFunction, state_library
@@ -478,6 +480,8 @@ class Sharded:
     ) -> PlannedCall:
         """The plan of a call, with a progress bar of its own unless the caller has one."""
         together = runs and compat.coordination_client() is not None
+        if runs and not together:
+            warn_if_not_initialized(self.__name__, os.environ)
         plan = functools.partial(plan_together, known=known) if together else prepare
         try:
             if on_progress is not None:

@@ -20,6 +20,7 @@ from flax import linen, nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard._api.plan import Plan
+from jshard._api.plan_together import common_plan
 from jshard._core.argument_checks import check_call, checked
 from jshard._core.errors import PlanMismatchError, ShardError
 from jshard._core.jax_types import PyTree
@@ -62,7 +63,7 @@ def init(build: Callable[[], PyTree], plan: Plan) -> PyTree:
             where="jshard.flax.init",
             fix=f"init(lambda: {error.fix.replace('<lambda>', 'build')}, plan)",
         ) from None
-    abstract = nnx.eval_shape(build)
+    plan, abstract = common_plan(plan, "jshard.flax.init"), nnx.eval_shape(build)
     if not holds_state(abstract):
         shapes = jax.eval_shape(build)
         return jax.jit(build, out_shardings=shardings_for(shapes, plan))()
@@ -93,6 +94,7 @@ def place(tree: PyTree, plan: Plan) -> PyTree:
             where="jshard.flax.place",
             fix="the variables of a linen module: place(module.init(key, x), plan); or an nnx module",
         )
+    plan = common_plan(plan, "jshard.flax.place")
     parts, outer = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, nnx.State) or is_state(x))
     arrays = jax.tree.unflatten(outer, [nnx.split(x)[1] if is_state(x) else x for x in parts])
     placed = outer.flatten_up_to(jax.device_put(arrays, shardings_for(arrays, plan)))

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import hashlib
 import os
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +20,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 import jshard
 from jshard._api import plan_together
+from jshard._core.errors import ProcessError
 
 
 def digest(x: Any) -> str:
@@ -270,3 +272,129 @@ def gathered(x: Any) -> np.ndarray:
 
 def text_digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def rows_here(whole: np.ndarray) -> np.ndarray:
+    """This process's rows of a batch."""
+    parts, me = jax.process_count(), jax.process_index()
+    rows = len(whole) // parts
+    return whole[me * rows : (me + 1) * rows]
+
+
+def batch_network(p: Any, batch: Any) -> Any:
+    return two_layers(p, batch["x"]) + batch["offset"]
+
+
+def local_batches(cut: tuple[int, int]) -> Any:
+    """Local rows in, the same results as of the whole batch."""
+    f = jshard.shard(
+        batch_network,
+        in_strategy={"batch": {"x": tuple(cut), "offset": None}},
+        config={"local_batch": ["batch"]},
+    )
+    p, x = parameters(), batch()
+    given = {"x": rows_here(x), "offset": np.float32(2.0)}
+    right = close(f(p, given), two_layers(p, x) + 2.0)
+    after = exchanges()
+    other = {"x": jnp.asarray(rows_here(batch(seed=5))), "offset": np.float32(1.0)}
+    right_again = close(f(p, other), two_layers(p, batch(seed=5)) + 1.0)
+    shapes = {r.path: list(r.shape) for r in f.plan(p, given).inputs}
+    return [right, right_again, exchanges() - after, shapes["batch.x"]]
+
+
+def wrong_local_batches() -> Any:
+    """Batches of different sizes, and a name that no argument has."""
+    rows = 16 if jax.process_index() == 0 else 12
+    f = jshard.shard(batch_network, config={"local_batch": "batch"})
+    found = []
+    for function, x in (
+        (f, batch(rows)),
+        (jshard.shard(batch_network, config={"local_batch": ["btch"]}), batch()),
+    ):
+        try:
+            found.append(digest(function(parameters(), {"x": x, "offset": np.float32(0)})))
+        except jshard.ShardError as error:
+            found.append(str(error))
+    return found
+
+
+def arrays_of_all_processes() -> Any:
+    """Arguments from `make_array_from_process_local_data`, in the planned sharding and in another."""
+    x, p = batch(), parameters()
+    mesh = jax.make_mesh((8,), ("d",))
+    f = jshard.shard(two_layers, mesh=mesh, in_strategy=(None, P("d")))
+    out = []
+    for spec in (P("d"), P()):
+        sharding = jax.sharding.NamedSharding(mesh, spec)
+        given = jax.make_array_from_process_local_data(sharding, rows_here(x) if spec else x, x.shape)
+        out.append(close(f(p, given), two_layers(p, x)))
+    y = f(p, given)
+    return [*out, [len(y.addressable_shards), y.is_fully_addressable]]
+
+
+def unchecked_host_arrays() -> Any:
+    """The check of values on the host is switched off: what differs is the user's to know."""
+    f = jshard.shard(two_layers, in_strategy=(None, (8, 1)), config={"check_host_arrays": False})
+    y = f(parameters(), batch(seed=jax.process_index()))
+    whole = np.concatenate([two_layers(parameters(), batch(seed=p))[16 * p : 16 * p + 16] for p in (0, 1)])
+    return close(y, whole)
+
+
+def train(**arguments: Any) -> Any:
+    """Training of an nnx model; see `tests/hosts/training.py`."""
+    from tests.hosts import training
+
+    return training.train(**arguments)
+
+
+def cached_program(folder: str) -> Any:
+    """JAX's persistent cache of compiled programs: two results, and whether a second compilation added nothing."""
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    out, files = [], []
+    for _ in range(2):
+        f = jshard.shard(two_layers, in_strategy=(None, (2, 4)))
+        out.append(close(f(parameters(), batch()), two_layers(parameters(), batch())))
+        multihost_utils.sync_global_devices("compiled")
+        files.append(len([name for name in os.listdir(folder) if "two_layers" in name]))
+    jax.config.update("jax_compilation_cache_dir", None)
+    return [*out, files[0] == files[1] > 0]
+
+
+def fuzzed(seed: int, numbers: list[int], high: int = 40) -> Any:
+    """Random programs, planned and run in all processes: number -> (plan, results); process 1 is slowed."""
+    from tests.laws.fuzz_programs import axis_names, numbered_program
+
+    found: dict[str, Any] = {}
+    original = plan_together.plan_traced
+
+    def slowed(traced: Any) -> Any:
+        time.sleep(0.05 * jax.process_index())
+        return original(traced)
+
+    with replaced(plan_together, "plan_traced", slowed):
+        for n in numbers:
+            program = numbered_program(seed, n, high)
+            size = int(np.prod(program.mesh))
+            if size == 1:
+                continue
+            # Over some of the devices of every process.
+            devices = np.array(jax.devices())[:: jax.device_count() // size][:size]
+            mesh = Mesh(devices.reshape(program.mesh), axis_names(program.mesh))
+            with jax.enable_x64(program.x64):
+                try:
+                    f = jshard.shard(
+                        program.function(plain=False, mesh=mesh), program.in_strategy, program.out_strategy,
+                        parameter_plan=program.parameter_plan or None, mesh=mesh, level=program.level,
+                        search=program.search,
+                    )  # fmt: skip
+                    out = f(*program.arguments())
+                    plan = f.plan(*program.arguments())
+                    found[str(n)] = [text_digest(plan.to_json()), [digest(y) for y in jax.tree.leaves(out)]]
+                except Exception as error:
+                    # Where one process searches for all, the others quote its error.
+                    text = f"{type(error).__name__}: {error}"
+                    quoted = re.search(r"process 0: (.*)", text) if isinstance(error, ProcessError) else None
+                    found[str(n)] = ["refused", (quoted[1] if quoted else text).splitlines()[0]]
+    return found
