@@ -156,22 +156,33 @@ def fake_tpu_devices(chip: Chip, physical: Sequence[int], slices: int) -> list[F
 
 def device_grid(devices: Sequence[Device], sizes: tuple[int, ...], chip: Chip, slices: int) -> np.ndarray:
     """Devices as an array of shape `sizes`: TPU slices in JAX's order on a torus, all others in device order."""
-    from jax.experimental import mesh_utils
-
     if not chip.interconnect.startswith("torus"):
         return np.asarray(devices, dtype=object).reshape(sizes)
-    left, across = slices, []
-    for size in sizes:  # the major axes span slices
-        across.append(math.gcd(size, left))
-        left //= across[-1]
-    inside = tuple(s // a for s, a in zip(sizes, across, strict=True))
+    return hybrid_grid(devices, sizes, slices)
+
+
+def hybrid_grid(devices: Sequence[Device], sizes: tuple[int, ...], slices: int) -> np.ndarray:
+    """Devices of several slices as an array of shape `sizes`, whose major axes span the slices.
+
+    The grid of `mesh_utils.create_hybrid_device_mesh` with the factors that `axes_across` gives. In device order where
+    the sizes have no such factors, or the slices differ in size.
+
+    >>> from jshard._core import hardware
+    >>> grid = hybrid_grid(fake_tpu_devices(hardware.get("v5e"), (2, 2), 2), (4, 2), 2)
+    >>> [[d.slice_index for d in row] for row in grid]
+    [[0, 0], [0, 0], [1, 1], [1, 1]]
+    """
+    from jax.experimental import mesh_utils
+
+    across = axes_across(sizes, slices)
     groups: dict[int, list[Device]] = {}
     for d in devices:
         groups.setdefault(getattr(d, "slice_index", 0) or 0, []).append(d)
-    if left != 1 or len(groups) != slices:
+    if across is None or len(groups) != slices or len({len(g) for g in groups.values()}) != 1:
         return np.asarray(devices, dtype=object).reshape(sizes)
+    inside = tuple(s // a for s, a in zip(sizes, across, strict=True))
     grids = []
-    for group in groups.values():
+    for _, group in sorted(groups.items()):
         try:
             grids.append(mesh_utils.create_device_mesh(inside, group, allow_split_physical_axes=True))
         except (NotImplementedError, ValueError):  # no assignment for this shape: device order
@@ -181,6 +192,19 @@ def device_grid(devices: Sequence[Device], sizes: tuple[int, ...], chip: Chip, s
         blocks[index] = grid
     order = [d for k in range(len(sizes)) for d in (k, k + len(sizes))]
     return blocks.transpose(order).reshape(sizes)
+
+
+def axes_across(sizes: Sequence[int], slices: int) -> tuple[int, ...] | None:
+    """The factor of each mesh axis between slices, taken from the major axes first; None if there are none.
+
+    >>> axes_across((4, 2), 2), axes_across((2, 8), 4), axes_across((3, 3), 2)
+    ((2, 1), (2, 2), None)
+    """
+    left, across = slices, []
+    for size in sizes:
+        across.append(math.gcd(size, left))
+        left //= across[-1]
+    return tuple(across) if left == 1 else None
 
 
 # Cores, FPUs per core, shared memory per core, L2, GHz, capability, memory, name; from the specs of XLA's own

@@ -119,7 +119,8 @@ def topology(
     - `name`: chip and shape: `"v5e:4x8"` and `"v5p:4x4x8"` in chips along the torus, `"h100:4x8"` in islands x
         GPUs, `"cpu:8"`. On v4 a device is a chip, on 7x a chip is two devices.
     - `axes`: axis names and sizes, major first; their product is the number of devices.
-    - `num_slices`: TPU slices joined by the network; the major mesh axes span them.
+    - `num_slices`: TPU slices, or GPU islands, joined by the network; the major mesh axes span them: `"h100:8"` with
+        four is `"h100:4x8"`.
     - `compiles`: True for a mesh to compile for, an error without the compiler's wheel; False for an abstract
         mesh; None for the first if the wheel is installed, else the second.
 
@@ -139,12 +140,15 @@ def topology(
     chip, physical = device_topology.parse_name(name)
     if isinstance(num_slices, bool) or not isinstance(num_slices, int):
         raise MeshError(f"num_slices is {describe_value(num_slices)}", where=where, fix="num_slices=2")
-    if num_slices < 1 or num_slices > 1 and not chip.interconnect.startswith("torus"):
+    if num_slices < 1 or num_slices > 1 and chip.interconnect == "shared":
         raise MeshError(
             f"{num_slices} slices of {chip.name}",
             where=where,
-            fix="num_slices >= 1, on TPU; for GPUs islands x GPUs in the name",
+            fix="num_slices >= 1, on TPU and GPU",
         )
+    if num_slices > 1 and chip.interconnect == "switch":  # a slice is as many islands as the name says
+        physical, num_slices = (num_slices * math.prod(physical[:-1]), physical[-1]), 1
+        name = f"{name.partition(':')[0]}:{'x'.join(map(str, physical))}"
     count = device_topology.device_count(chip, physical) * num_slices
     names, sizes = tuple(axes), tuple(axes.values())
     if not names or any(not isinstance(s, int) or s < 1 for s in sizes) or math.prod(sizes) != count:

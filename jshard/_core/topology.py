@@ -278,6 +278,9 @@ def from_mesh(
         return Topology(axes, chip, tuple(AxisLink((Wire("shared", n, w, chip.alpha),)) for n in axes.sizes))
     if chip.interconnect == "switch":
         island = physical[-1] if physical else chip.node_size
+        domains = None if devices is None or physical is not None else link_domains(devices)
+        if domains is not None:
+            return Topology(axes, chip, _links_from_domains(axes, chip, domains), len(np.unique(domains)))
         return Topology(axes, chip, _switch_links(axes, chip, island), slices=-(-axes.total // island))
     if devices is not None and physical is None and getattr(devices.flat[0], "coords", None) is not None:
         links, slices = _links_from_coords(axes, chip, devices)
@@ -344,6 +347,31 @@ def _switch_links(axes: MeshAxes, chip: Chip, island: int) -> tuple[AxisLink, ..
         links.append(_axis_link(parts, chip, ()))
         stride *= n
     return tuple(reversed(links))
+
+
+def link_domains(devices: np.ndarray) -> np.ndarray | None:
+    """The NVLink domain, or TPU slice, of each device of a mesh: its `slice_index`, else its process.
+
+    None where all devices have the same, or JAX knows none. `jax.distributed.initialize` sets `slice_index` on GPU.
+    """
+    for name in ("slice_index", "process_index"):
+        found = [getattr(d, name, None) for d in devices.flat]
+        if None not in found and len(set(found)) > 1:
+            return np.array(found, dtype=np.int64).reshape(devices.shape)
+    return None
+
+
+def _links_from_domains(axes: MeshAxes, chip: Chip, domains: np.ndarray) -> tuple[AxisLink, ...]:
+    """Links of GPUs: an axis is on NVLink as far as its devices are in one domain, else on the network."""
+    links = []
+    for m, n in enumerate(axes.sizes):
+        line = domains[tuple(slice(None) if i == m else 0 for i in range(domains.ndim))]
+        count = len(np.unique(line))
+        inside = n // count if n % count == 0 else 1  # domains of unequal shares: all members count as apart
+        parts = [_PhysicalPart(_ISLAND, inside, inside, 1)] if inside > 1 or n == 1 else []
+        parts += [_PhysicalPart(_NETWORK, n // inside, n // inside, 1)] if n > inside else []
+        links.append(_axis_link(parts, chip, ()))
+    return tuple(links)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from jshard._core.messages import short_source
 from jshard._plan.rows import TensorRow
+from jshard._report.crossing import crossing_text
 from jshard._report.format_units import (
     format_bytes,
     format_count,
@@ -249,6 +250,8 @@ def footer_lines(plan: PlanRecord, width: int = WIDTH) -> list[str]:
         f"  {at_least_prefix(plan)}compute {f['compute']} (redundant {f['redundant']}), "
         f"communication {f['communication']}, step {f['step']}"
     ]
+    if text := crossing_text(plan):
+        lines += _wrapped(f"  {text}", width)
     if at_least_prefix(plan):
         lines.append("  a loop whose turns are not known counts as one turn: totals are the least")
     if plan.chip != "cpu" and (utilization := mfu_text(plan)):

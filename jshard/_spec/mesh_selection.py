@@ -24,6 +24,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jshard import _jaxcompat as compat
+from jshard._core.aot_devices import hybrid_grid
 from jshard._core.errors import MeshError, StrategyError
 from jshard._core.jax_types import Device, JaxMesh
 from jshard._core.layout import MeshAxes
@@ -174,6 +175,8 @@ def candidate_meshes(
     used = list(devices) if devices is not None else _devices_of(device)
     check_device_counts(pins, shapes, len(used), joint)
     grids = _grids_to_try(len(used), pins, joint)
+    if _slices(used) > 1:  # the major axes span the slices, so their order counts
+        grids = [p for g in grids for p in sorted(set(itertools.permutations(g)))]
     return tuple(
         _infer_mesh(used, lambda count, cuts, sizes=sizes: sizes, pins, shapes, joint) for sizes in grids
     )
@@ -290,6 +293,11 @@ def _devices_of(device: str | None) -> list[Device]:
         ) from error
 
 
+def _slices(devices: Sequence[Device]) -> int:
+    """Number of TPU slices or NVLink domains, as far as JAX knows them; 1 for other devices."""
+    return len({getattr(d, "slice_index", None) for d in devices})
+
+
 def _required_cuts(pins: Sequence[Pin | None], joint: Sequence[JointConstraint]) -> list[tuple[int, ...]]:
     """Cuts that the mesh must express; not those of specs, and not "all devices", which every mesh expresses."""
     own = [tuple(c for c in p.cuts if c is not None) for p in pins if p is not None and p.axes is None]
@@ -316,9 +324,13 @@ def _infer_mesh(
     sizes = factorize(len(devices), _required_cuts(pins, joint)) or (1,)
     names = tuple(AXIS_NAMES[i] if i < len(AXIS_NAMES) else f"x{i}" for i in range(len(sizes)))
     auto = (AxisType.Auto,) * len(sizes)
+    slices = _slices(devices)
     try:
         # On TPU, neighbours on the mesh are then neighbours on the torus.
-        mesh = jax.make_mesh(sizes, names, axis_types=auto, devices=devices)
+        if slices > 1:
+            mesh = Mesh(hybrid_grid(devices, sizes, slices), names, axis_types=auto)
+        else:
+            mesh = jax.make_mesh(sizes, names, axis_types=auto, devices=devices)
     except (NotImplementedError, ValueError):
         mesh = Mesh(np.asarray(devices, dtype=object).reshape(sizes), names, axis_types=auto)
     chosen = ChosenMesh(mesh, MeshAxes(names, sizes), None, "inferred", {n: (n,) for n in names})

@@ -10,11 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
 
-from jshard._core import aot_devices, hardware
+import jshard
+from jshard._core import aot_devices, hardware, topology as device_topology
 from jshard._core.errors import MeshError
 from jshard._core.named_topology import topology
+from jshard._report.crossing import crossing
+from jshard._spec.mesh_selection import candidate_meshes
 
 
 @pytest.fixture
@@ -49,6 +53,63 @@ def test_slices_are_the_slow_major_axis(no_wheels) -> None:
     assert t.devices == 16 and t.slices == 2
     assert [link.kind for link in t.links.links] == ["network", "ici"]
     assert str(t).startswith("v5e:2x4 x 2 slices (tpu-v5e)")
+
+
+def test_slices_of_gpus_are_islands(no_wheels) -> None:
+    axes = {"data": 8, "model": 4}
+    assert topology("h100:8", axes, num_slices=4) == topology("h100:4x8", axes)
+    assert topology("h100:2x8", axes, num_slices=2).links == topology("h100:4x8", axes).links
+
+
+@pytest.mark.parametrize("sizes", [(2, 16), (4, 8), (8, 4), (16, 2), (2, 4, 4), (32,)])
+def test_hybrid_grids_are_those_of_jax(sizes) -> None:
+    devices = aot_devices.fake_tpu_devices(hardware.get("v5e"), (4, 4), 2)
+    across = aot_devices.axes_across(sizes, 2)
+    inside = [s // a for s, a in zip(sizes, across, strict=True)]
+    wanted = mesh_utils.create_hybrid_device_mesh(inside, across, devices, allow_split_physical_axes=True)
+    assert np.array_equal(aot_devices.hybrid_grid(devices[::-1], sizes, 2), wanted)
+
+
+def test_inferred_meshes_span_slices_by_their_major_axes() -> None:
+    devices = aot_devices.fake_tpu_devices(hardware.get("v5e"), (2, 4), 2)
+    grids = [m.mesh.devices for m in candidate_meshes(None, (), (), devices)]
+    assert {g.shape for g in grids} >= {(2, 8), (8, 2), (4, 4)}
+    for grid in grids:
+        half = grid.reshape(2, -1)
+        assert [{d.slice_index for d in part} for part in half] == [{0}, {1}]
+
+
+def test_gpus_of_several_hosts_have_nvlink_inside_each() -> None:
+    def gpu(i: int, slice_index: int | None) -> object:
+        where = {} if slice_index is None else {"slice_index": slice_index}
+        return types.SimpleNamespace(
+            id=i, platform="gpu", device_kind="NVIDIA H100 80GB HBM3", process_index=i // 4, **where
+        )
+
+    def links(slice_of, *shape: int) -> list[list[tuple[str, int]]]:
+        grid = np.array([gpu(i, slice_of(i)) for i in range(16)]).reshape(shape)
+        sizes = {n: s for n, s in zip("abc", shape, strict=False)}
+        mesh = types.SimpleNamespace(devices=grid, axis_names=tuple(sizes), shape=sizes)
+        return [[(w.kind, w.size) for w in link.wires] for link in device_topology.from_mesh(mesh).links]
+
+    by_host = links(lambda i: None, 4, 4)  # four hosts of four
+    assert by_host == [[("network", 4)], [("nvlink", 4)]]
+    by_domain = links(lambda i: i // 8, 2, 8)  # two hosts to an NVLink domain
+    assert by_domain == [[("network", 2)], [("nvlink", 8)]]
+    assert links(lambda i: i // 8, 4, 4) == [[("nvlink", 2), ("network", 2)], [("nvlink", 4)]]
+
+
+def test_reports_say_what_crosses_slices() -> None:
+    mesh = topology("v5e:2x2", {"data": 2, "model": 4}, num_slices=2, compiles=False)
+    f = jshard.shard(lambda x, w: (x @ w).sum(0), mesh=mesh, in_strategy=((2, 1), (1, 4)))
+    plan = f.plan(jax.ShapeDtypeStruct((64, 64), "float32"), jax.ShapeDtypeStruct((64, 64), "float32"))
+    found = crossing(plan, plan.search_again.topology)
+    sums = [c for c in plan.collectives if "data" in c.axes]
+    assert sums and found.axes == (("data", 2),)
+    assert found.bytes == pytest.approx(sum(c.total for c in sums)) and found.seconds > 0
+    assert "between slices (data 2)" in str(plan)
+    one = jshard.shard(lambda x: x.sum(), mesh=topology("v5e:2x4", {"data": 8}, compiles=False))
+    assert "between slices" not in str(one.plan(jax.ShapeDtypeStruct((64, 64), "float32")))
 
 
 def test_cpu_devices_are_real_and_compile() -> None:
@@ -128,17 +189,16 @@ SHAPES_3D = "one of 1x1x1, 1x1x2, 1x2x2, 2x2x2, 2x2x4, 2x4x4, or three multiples
             "axes whose sizes multiply to 32, such as {'x': 32}",
         ),
         (
-            "h100:4x8",
-            {"x": 64},
+            "cpu:8",
+            {"x": 16},
             {"num_slices": 2},
-            "2 slices of gpu-h100\n  where: topology 'h100:4x8'\n"
-            "  write instead: num_slices >= 1, on TPU; for GPUs islands x GPUs in the name",
+            "2 slices of cpu\n  where: topology 'cpu:8'\n  write instead: num_slices >= 1, on TPU and GPU",
         ),
         (
             "v5e:4x8",
             {"x": 32},
             {"num_slices": 0},
-            f"0 slices of tpu-v5e{WHERE}num_slices >= 1, on TPU; for GPUs islands x GPUs in the name",
+            f"0 slices of tpu-v5e{WHERE}num_slices >= 1, on TPU and GPU",
         ),
         (
             "v5e:4x8",
