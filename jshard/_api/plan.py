@@ -31,6 +31,7 @@ from jshard._schedule.schedule import Schedule
 
 if TYPE_CHECKING:
     from jshard._api.config import Config
+    from jshard._batch.batch_report import BatchReport
     from jshard._report.alternatives import Why
     from jshard._report.diff import Difference, WhatIf
     from jshard._report.step_figures import StepFigures
@@ -58,6 +59,28 @@ class Plan(PlanRecord):
     in_tree: PyTreeDef | None = dataclasses.field(default=None, compare=False, repr=False)
     out_tree: PyTreeDef | None = dataclasses.field(default=None, compare=False, repr=False)
     search_again: Replanner | None = dataclasses.field(default=None, compare=False, repr=False)
+    batch_of: Callable[[], BatchReport] | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    @property
+    def batch(self) -> BatchReport:
+        """What every value is with respect to the batch: per example, shared, a sum over examples, or coupled.
+
+        >>> import jax, jshard
+        >>> x, w = jax.ShapeDtypeStruct((8, 4), "float32"), jax.ShapeDtypeStruct((4, 2), "float32")
+        >>> print(jshard.shard(lambda x, w: (x @ w).sum()).plan(x, w).batch)
+        batch of <lambda>: 8 examples, dimension 0 of x
+          arguments: 1 per example, 1 shared; values: 1 per example, 0 shared, 1 sum over examples
+          coupled: none
+          results
+            result        f32[]      sum over examples
+        """
+        if self.batch_of is None:
+            raise ShardError(
+                "a plan read from a file has no program",
+                where="Plan.batch",
+                fix="the batch of a plan that shard made: f.plan(*args).batch",
+            )
+        return self.batch_of()
 
     @property
     def in_shardings(self) -> PyTree:
@@ -280,8 +303,9 @@ class Plan(PlanRecord):
         """
         replanner = self._require_replanner("what_if").with_pins(pins)
         other = plan_of_record(
-            replanner.run(), replanner, jax_mesh=self.jax_mesh, in_tree=self.in_tree, out_tree=self.out_tree
-        )
+            replanner.run(), replanner, jax_mesh=self.jax_mesh, in_tree=self.in_tree, out_tree=self.out_tree,
+            kept=self.kept, microbatches=self.microbatches, batch_of=self.batch_of,
+        )  # fmt: skip
         from jshard._report.diff import WhatIf, compare_plans
 
         return WhatIf(other, compare_plans(self, other))

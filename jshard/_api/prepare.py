@@ -41,7 +41,9 @@ from jshard._spec.mesh_selection import ChosenMesh, choose_mesh
 
 
 if TYPE_CHECKING:
+    from jshard._api.batch_of_call import BatchOfCall
     from jshard._api.config_pins import CallRules
+    from jshard._batch.batch_report import BatchReport
 
 
 OnProgress = Callable[..., None] | None
@@ -140,7 +142,7 @@ class TracedCall:
     """What all plans of one call share: its arguments, its trace, and what the user says of them.
 
     `explicit_mesh`: the mesh with Explicit axes of the trace, if any. `in_pins`: of the arguments. `found`: the plan to
-    take instead of a search.
+    take instead of a search. `in_pieces`: the program in loops over pieces of the batch.
     """
 
     request: ShardRequest
@@ -151,6 +153,7 @@ class TracedCall:
     statics: tuple[object, ...]
     on_progress: OnProgress
     found: FoundPlan | None = None
+    in_pieces: ClosedJaxpr | None = None
 
     @property
     def given_plan(self) -> Plan | None:
@@ -174,12 +177,60 @@ class TracedCall:
     @functools.cached_property
     def jaxpr(self) -> ClosedJaxpr:
         """The traced function, with the named scopes marked that the configuration has rules for."""
+        if self.in_pieces is not None:
+            return self.in_pieces
         return self.jax_traced.jaxpr if self.rules is None else self.rules.jaxpr
+
+    @functools.cached_property
+    def read_batch(self) -> Callable[[], BatchOfCall]:
+        """Finds the batch of the call's arguments; holds no argument, since plans keep it."""
+        names = tuple(leaf.path for leaf in self.call.leaves)
+        captured = tuple(compat.captured_tracers(self.jax_traced))
+        return functools.partial(_batch_of_call, self.jaxpr, self.request.name, names, captured)
 
 
 @gc_paused()
 def plan_traced(traced: TracedCall) -> PlannedCall:
-    """The planned call of a traced function."""
+    """The planned call of a traced function, in pieces of its batch if the request says so."""
+    request, given = traced.request, traced.given_plan
+    count = request.options.microbatches if given is None else given.microbatches
+    batch = functools.lru_cache(traced.read_batch)
+
+    def plan_in(pieces: int) -> PlannedCall:
+        if pieces == 1:
+            planned = _plan_with_remat(traced)
+        else:
+            looped = batch().in_microbatches(pieces, request.name)
+            planned = _plan_with_remat(dataclasses.replace(traced, in_pieces=looped))
+        report = functools.partial(_batch_report, traced.read_batch, request.name, pieces)
+        return dataclasses.replace(
+            planned, plan=dataclasses.replace(planned.plan, microbatches=pieces, batch_of=report)
+        )
+
+    if count is None or isinstance(count, int):
+        return plan_in(count or 1)
+    from jshard._api.batch_of_call import fewest_microbatches  # here, so that `import jshard` stays light
+
+    planned, steps = fewest_microbatches(batch(), plan_in, lambda p: p.plan)
+    return dataclasses.replace(
+        planned, plan=dataclasses.replace(planned.plan, steps=(*planned.plan.steps, *steps))
+    )
+
+
+def _batch_of_call(
+    jaxpr: ClosedJaxpr, name: str, names: tuple[str, ...], captured: tuple[jax.Array, ...]
+) -> BatchOfCall:
+    from jshard._api.batch_of_call import batch_of_call  # here, so that `import jshard` stays light
+
+    return batch_of_call(jaxpr, name, names, captured)
+
+
+def _batch_report(read_batch: Callable[[], BatchOfCall], name: str, pieces: int) -> BatchReport:
+    return read_batch().report(name, pieces)
+
+
+def _plan_with_remat(traced: TracedCall) -> PlannedCall:
+    """The planned call of a traced function whose values may be computed again."""
     request, given = traced.request, traced.given_plan
     closed, plan_jaxpr = traced.jaxpr, functools.partial(_plan_jaxpr, traced)
 

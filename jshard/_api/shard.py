@@ -49,7 +49,6 @@ from jshard._report.progress import progress, search_status
 from jshard._spec.options import (
     CONFIG_ONLY_ADVICE,
     DEFAULT_LEVEL,
-    DEFAULT_REPLICATION_PRICE,
     DEFAULT_SEARCH,
     check_call_options,
     check_function,
@@ -87,8 +86,8 @@ def shard(
     static_argnames: str | Iterable[str] | None = None,
     donate_argnums: int | Sequence[int] | None = None,
     donate_argnames: str | Iterable[str] | None = None,
-    replication_price: float = DEFAULT_REPLICATION_PRICE,
     remat: str | None = None,
+    microbatches: int | str | None = None,
 ) -> Any:
     """Plan a function from a few strategies and run it sharded.
 
@@ -125,8 +124,10 @@ def shard(
     - `strict`: whether names that match nothing are an error instead of a warning; default: those of a `config` are,
         those of `parameter_plan` are not.
     - `static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames`: as in `jax.jit`.
-    - `replication_price`: at levels 0 and 2, the factor on the seconds that devices spend on products which other
-        devices compute as well; 0: they count no more than their time.
+    - `remat`: "auto" computes values again where the budget needs it, "policy" also prints the `jax.checkpoint` policy.
+        `config={"replication_price": 0}` counts the products that several devices compute no more than their time.
+    - `microbatches`: into how many pieces the batch is cut, over which the step runs in a loop that adds up the sums over
+        examples (gradients) and changes no result; "auto": the least number that fits the memory budget.
 
     Returns a `Sharded` callable, or a decorator without `fn`; a Flax module gives a sharded module. Raises `ShardError`
     for a wrong argument.
@@ -135,7 +136,7 @@ def shard(
         in_strategy=in_strategy, out_strategy=out_strategy, parameter_plan=parameter_plan, device=device, level=level,
         mesh=mesh, hardware=hardware, memory_budget=memory_budget, search=search, plan=plan, strict=strict,
         static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums,
-        donate_argnames=donate_argnames, replication_price=replication_price, config=config, remat=remat,
+        donate_argnames=donate_argnames, config=config, remat=remat, microbatches=microbatches,
     )  # fmt: skip
     if config is not None and (fn is None or flax_entry_point(fn) is None):
         return _shard_by_config(fn, options)
@@ -146,8 +147,8 @@ def shard(
         search=search,
         strict=strict,
         hardware=hardware,
-        replication_price=replication_price,
         remat=remat,
+        microbatches=microbatches,
     )
     call_options = check_call_options(
         static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums,

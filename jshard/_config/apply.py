@@ -22,7 +22,7 @@ from typing import Any
 from jshard._config.config_record import ConfigRecord
 from jshard._config.mesh_section import build_mesh
 from jshard._config.source import read_config
-from jshard._spec.options import CONFIG_ONLY
+from jshard._spec.options import CONFIG_ONLY_ADVICE
 
 
 def options_and_rules(
@@ -34,7 +34,7 @@ def options_and_rules(
     """
     record = read_config(options["config"])
     out = {k: v for k, v in options.items() if k != "config"}
-    rare = {k: v for k, v in record.options if k in CONFIG_ONLY}
+    rare = {k: v for k, v in record.options if k in CONFIG_ONLY_ADVICE}
     for name, value in record.options:
         if name not in rare and out[name] is signature.parameters[name].default:
             out[name] = value

@@ -30,6 +30,7 @@ from jshard._spec.options import check_call_options, check_options
 
 
 OPTIONS = (
+    "microbatches",
     "device", "level", "hardware", "memory_budget", "search", "static_argnums", "static_argnames", "donate_argnums",
     "donate_argnames", "replication_price", "search_seconds", "remat", "prefer", "local_batch",
     "check_host_arrays", "process_seconds",

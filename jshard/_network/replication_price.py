@@ -6,7 +6,7 @@ devices: the model grows, its plan is kept, and every copy costs energy.
 
 Idea.  A price in the objective of levels 0 and 2, beside the seconds that repeated work takes: each second of a product's
 work beyond the least that its dimensions and pins allow is charged `REPLICATION_PRICE` seconds. It is part of what is
-searched, bounded, compared and printed, and `shard(replication_price=0)` removes it. The smallest products have no
+searched, bounded, compared and printed, and `config={"replication_price": 0}` removes it. The smallest products have no
 price, as long as they together add at most a twentieth to the work of a device when each device computes all of them: a
 router, an adapter's inner products. With the price, the work of all plans in `benchmarks/` is at most 1.05 of an even
 share, also of models so small that all their work takes less time than one collective.

@@ -76,6 +76,7 @@ class PlanRecord:
     cost: Cost
     decision: Decision
     memory_budget: float | None = None
+    microbatches: int = 1
     unknown: tuple[str, ...] = ()
     memory: Memory = Memory()
     physics: StepLowerBound = StepLowerBound()

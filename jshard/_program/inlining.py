@@ -16,17 +16,20 @@ from collections.abc import Sequence
 from jax.sharding import NamedSharding
 
 from jshard import _jaxcompat as compat
-from jshard._core.jax_types import Jaxpr, JaxprAtom, JaxprEqn, NameStack
+from jshard._core.jax_types import Jaxpr, JaxprAtom, JaxprEqn, SourceInfo
 from jshard._program.loop_invariants import INLINED_CALLS, body_of
 
 
-def with_calls_inlined(jaxpr: Jaxpr) -> Jaxpr:
-    """An open jaxpr in which every call of `INLINED_CALLS` without shardings and constants is written out."""
+def with_calls_inlined(jaxpr: Jaxpr, lines: bool = False) -> Jaxpr:
+    """An open jaxpr in which every call of `INLINED_CALLS` without shardings and constants is written out.
+
+    `lines`: equations that have no source line of the user's get that of the call; a cached `jit` has kept none.
+    """
     if not any(_is_inlined(eqn) for eqn in jaxpr.eqns):
         return jaxpr
     eqns: list[JaxprEqn] = []
     env: dict[JaxprAtom, JaxprAtom] = {}
-    _write(jaxpr, env, None, eqns)
+    _write(jaxpr, env, None, eqns, lines)
     return jaxpr.replace(eqns=eqns, outvars=substituted(jaxpr.outvars, env))
 
 
@@ -50,21 +53,26 @@ def _is_inlined(eqn: JaxprEqn) -> bool:
 
 
 def _write(
-    jaxpr: Jaxpr, env: dict[JaxprAtom, JaxprAtom], stack: NameStack | None, eqns: list[JaxprEqn]
+    jaxpr: Jaxpr,
+    env: dict[JaxprAtom, JaxprAtom],
+    caller: SourceInfo | None,
+    eqns: list[JaxprEqn],
+    lines: bool,
 ) -> None:
-    """Append the equations of a body; `env` replaces its variables, `stack` is the name stack of the calls around it."""
+    """Append the equations of a body; `env` replaces its variables, `caller` is where it is called, if it is."""
     for eqn in jaxpr.eqns:
         operands, info = substituted(eqn.invars, env), eqn.source_info
-        if stack is not None:
-            info = info.replace(name_stack=stack + info.name_stack)
+        if caller is not None:
+            source = caller if lines and not compat.source_line(eqn) else info
+            info = source.replace(name_stack=caller.name_stack + info.name_stack)
         if _is_inlined(eqn) and (called := body_of(eqn)) is not None:
             body, _ = compat.open_jaxpr(called)
             inner = dict(zip(body.invars, operands, strict=True))
-            _write(body, inner, info.name_stack, eqns)
+            _write(body, inner, info, eqns, lines)
             env.update(zip(eqn.outvars, substituted(body.outvars, inner), strict=True))
             continue
         results = eqn.outvars
-        if stack is not None:  # a body may be called several times
+        if caller is not None:  # a body may be called several times
             results = fresh(eqn.outvars)
             env.update(zip(eqn.outvars, results, strict=True))
         eqns.append(eqn.replace(invars=operands, outvars=results, source_info=info))

@@ -97,6 +97,8 @@ def header_lines(plan: PlanRecord) -> list[str]:
         f"  {optimality_text(plan)}; {len(plan.operators)} operators"
         + (", by propagation" if plan.search == "propagation" else ""),
     ]
+    if plan.microbatches > 1:
+        lines.append(f"  in {plan.microbatches} microbatches, one after the other")
     if plan.cost.unpriced:
         lines.append(f"  with products repeated: {format_seconds(plan.cost.unpriced)} (replication_price=0)")
     return lines + ([f"  {lower_bound_text(plan)}"] if plan.physics.bytes else [])

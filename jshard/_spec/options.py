@@ -72,6 +72,7 @@ class PlanOptions:
     replication_price: float = 1000.0
     search_seconds: float | None = None
     remat: str | None = None
+    microbatches: int | str | None = None
     search_in_budget: bool = True
     memory_slack: float = 0.0
     local_batch: tuple[str, ...] = ()
@@ -83,6 +84,7 @@ CONFIG_ONLY = ("search_seconds", "prefer", "local_batch", "check_host_arrays", "
 """Options that only a configuration holds."""
 
 CONFIG_ONLY_ADVICE = {
+    "replication_price": 'config={"replication_price": 0}: an option of the configuration',
     "search_seconds": 'config={"search_seconds": 5}: an option of the configuration',
     "prefer": 'config={"prefer": "memory:1%"}: an option of the configuration',
     "local_batch": 'config={"local_batch": ["batch"]}: an option of the configuration',
@@ -99,6 +101,7 @@ def with_rare_options(options: PlanOptions, rare: Mapping[str, object]) -> PlanO
     """
     return dataclasses.replace(
         options,
+        replication_price=check_replication_price(rare.get("replication_price", DEFAULT_REPLICATION_PRICE)),
         search_seconds=check_search_seconds(rare.get("search_seconds")),
         memory_slack=check_prefer(rare.get("prefer"), options.level),
         local_batch=_check_names(rare.get("local_batch"), "local_batch"),
@@ -128,6 +131,7 @@ def check_options(
     replication_price: object = 1000.0,
     search_seconds: object = None,
     remat: object = None,
+    microbatches: object = None,
     prefer: object = None,
     local_batch: object = None,
     check_host_arrays: object = True,
@@ -149,6 +153,7 @@ def check_options(
         check_replication_price(replication_price),
         check_search_seconds(search_seconds),
         check_remat(remat),
+        check_microbatches(microbatches),
         memory_slack=check_prefer(prefer, level),
         local_batch=_check_names(local_batch, "local_batch"),
         check_host_arrays=check_flag(check_host_arrays, "check_host_arrays"),
@@ -275,6 +280,28 @@ def check_remat(remat: object) -> str | None:
     if remat not in REMATS:
         raise ShardError(f"remat={remat!r} is not known", where="remat", fix=suggest(remat, REMATS))
     return remat
+
+
+def check_microbatches(microbatches: object) -> int | str | None:
+    """None, "auto" or a number of pieces, at least 1.
+
+    >>> check_microbatches(0)
+    Traceback (most recent call last):
+    ...
+    jshard._core.errors.ShardError: microbatches is 0, which leaves no batch
+      where: microbatches
+      write instead: microbatches=8, or "auto" for the least number that fits the memory budget
+    """
+    if microbatches is None or isinstance(microbatches, str) and microbatches == "auto":
+        return microbatches
+    fix = 'microbatches=8, or "auto" for the least number that fits the memory budget'
+    if isinstance(microbatches, bool) or not isinstance(microbatches, int | np.integer):
+        raise ShardError(f"microbatches is {describe_value(microbatches)}", where="microbatches", fix=fix)
+    if microbatches < 1:
+        raise ShardError(
+            f"microbatches is {microbatches}, which leaves no batch", where="microbatches", fix=fix
+        )
+    return int(microbatches)
 
 
 def check_hardware(hardware: Any) -> Chip | str | None:

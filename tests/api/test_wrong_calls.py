@@ -61,8 +61,8 @@ class Row:
 
 OPTIONS = (
     "its arguments: in_strategy, out_strategy, parameter_plan, device, level, config, mesh, hardware, memory_budget, "
-    "search, plan, strict, static_argnums, static_argnames, donate_argnums, donate_argnames, replication_price, "
-    "remat"
+    "search, plan, strict, static_argnums, static_argnames, donate_argnums, donate_argnames, remat, "
+    "microbatches"
 )
 NEAR = f"'in_strategy' or 'out_strategy' ({OPTIONS})"
 SWEEP = "(of sweep: mesh, level, hardware, batch, memory_budget, search, device, show_progress; of fn: x, w)"
@@ -105,7 +105,7 @@ ROWS: tuple[Row, ...] = (
     Row("shard by place", lambda: jshard.shard(fn, None, None, None, None, 0, DESCRIPTION),
         "shard takes 6 arguments by place, and was given 7", "shard",
         "the others by name: config=, mesh=, hardware=, memory_budget=, search=, plan=, strict=, static_argnums=, "
-        "static_argnames=, donate_argnums=, donate_argnames=, replication_price=, remat="),
+        "static_argnames=, donate_argnums=, donate_argnames=, remat=, microbatches="),
     Row("preference as an argument", lambda: jshard.shard(fn, prefer="memory:1%"), "shard takes no argument 'prefer'",
         "shard", 'config={"prefer": "memory:1%"}: an option of the configuration'),
     Row("preference of a module", lambda: linear().shard(prefer="memory:1%"), "Linear.shard takes no argument 'prefer'",

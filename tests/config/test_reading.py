@@ -87,8 +87,8 @@ def test_the_options_of_a_file_are_those_of_shard() -> None:
 
     own = {"fn", "in_strategy", "out_strategy", "parameter_plan", "mesh", "plan", "strict", "config"}
     parameters = set(inspect.signature(jshard.shard).parameters)
-    assert set(OPTIONS) == parameters - own | set(CONFIG_ONLY)
-    assert len(parameters) < 20 and set(CONFIG_ONLY_ADVICE) == set(CONFIG_ONLY)
+    assert set(OPTIONS) == parameters - own | set(CONFIG_ONLY_ADVICE)
+    assert len(parameters) < 20 and set(CONFIG_ONLY_ADVICE) >= set(CONFIG_ONLY)
     text = BASE + "memory_budget: 1GiB\nhardware: tpu-v5e\nsearch: propagation\ndonate_argnames: [params]\n"
     plan = jshard.shard(f, config=text).plan(*args())
     assert plan.memory_budget == 2**30 and plan.chip == "tpu-v5e" and plan.search == "propagation"

@@ -30,6 +30,7 @@ ORDER = [
     "_search",
     "_program",
     "_rules",
+    "_batch",
     "_memory",
     "_network",
     "_schedule",

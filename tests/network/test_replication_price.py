@@ -95,7 +95,7 @@ FFN = [jax.ShapeDtypeStruct((64, 64), "float32")] * 3
 @pytest.mark.parametrize("level", [0, 2])
 @pytest.mark.parametrize("price", [0, 1000])
 def test_propagation_never_beats_a_plan_called_optimal(level, price):
-    options = dict(level=level, mesh=machine(axes={"x": 8}), replication_price=price)
+    options = dict(level=level, mesh=machine(axes={"x": 8}), config={"replication_price": price})
     best = jshard.shard(small_ffn, **options).plan(*FFN)
     other = jshard.shard(small_ffn, search="propagation", **options).plan(*FFN)
     assert best.cost.optimal and best.cost.objective <= other.cost.objective
@@ -105,7 +105,7 @@ def test_propagation_never_beats_a_plan_called_optimal(level, price):
 
 def test_without_a_price_the_quickest_plan_repeats_small_products_and_with_it_the_plan_says_what_that_costs():
     cut, quick = (
-        jshard.shard(small_ffn, mesh=machine(axes={"x": 8}), replication_price=price).plan(*FFN)
+        jshard.shard(small_ffn, mesh=machine(axes={"x": 8}), config={"replication_price": price}).plan(*FFN)
         for price in (1000, 0)
     )
     assert over_ideal(cut) == 1 and over_ideal(quick) == 4.5

@@ -1,0 +1,75 @@
+"""What a value is with respect to the batch: per example, shared by all examples, or a sum over them.
+
+>>> per_example(0), per_example(0, inner=16), SHARED, SUM
+(BatchClass(kind='per example', dim=0, inner=1), BatchClass(kind='per example', dim=0, inner=16), \
+BatchClass(kind='shared', dim=-1, inner=1), BatchClass(kind='sum', dim=-1, inner=1))
+>>> print(per_example(0, inner=16), SHARED, SUM, sep="; ")
+per example (dimension 0, 16 of each); shared; sum over examples
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from jshard import _jaxcompat as compat
+from jshard._core.jax_types import JaxprEqn
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchClass:
+    """The class of one value.
+
+    - `dim`: of a value per example, the dimension with the examples, each with `inner` consecutive elements: after
+        `(batch, sequence, d) -> (batch * sequence, d)` dimension 0 has `sequence` elements of each example.
+    """
+
+    kind: Literal["shared", "per example", "sum"]
+    dim: int = -1
+    inner: int = 1
+
+    def __str__(self) -> str:
+        if self.kind != "per example":
+            return "shared" if self.kind == "shared" else "sum over examples"
+        return f"per example (dimension {self.dim}{f', {self.inner} of each' if self.inner > 1 else ''})"
+
+    @property
+    def is_example(self) -> bool:
+        """Whether the value has elements of its own for each example."""
+        return self.kind == "per example"
+
+    def moved(self, by: int) -> BatchClass:
+        """The class of the value with `by` more (fewer) dimensions before the others."""
+        return dataclasses.replace(self, dim=self.dim + by) if self.is_example else self
+
+
+SHARED = BatchClass("shared")
+"""The same for all examples: weights, constants, results of finished sums."""
+
+SUM = BatchClass("sum")
+"""A sum over examples: of a piece of the batch, one addend of it."""
+
+
+def per_example(dim: int, inner: int = 1) -> BatchClass:
+    """The class of a value with the examples along `dim`."""
+    return BatchClass("per example", dim, inner)
+
+
+class CoupledError(Exception):
+    """Signals that an operator has no result for a piece of the batch alone; handled inside this package.
+
+    `eqn` is the operator, `why` the reason.
+    """
+
+    def __init__(self, eqn: JaxprEqn, why: str):
+        super().__init__(why)
+        self.eqn, self.why = eqn, why
+
+    def __str__(self) -> str:
+        return f"{described(self.eqn)}: {self.why}"
+
+
+def described(eqn: JaxprEqn) -> str:
+    """An operator by its primitive, result type and source line."""
+    kind = eqn.outvars[0].aval.str_short(short_dtypes=True) if eqn.outvars else ""
+    return " ".join(p for p in (eqn.primitive.name, kind, compat.source_line(eqn).partition(" (")[0]) if p)
