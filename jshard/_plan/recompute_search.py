@@ -158,13 +158,21 @@ class RecomputeSearch(Generic[Planned]):
         best = min((t for t in self.trials if t.fits(self.limit)), key=lambda t: t.cost)
         if best.choice is not None:
             self._between(None, best.choice)  # what is left of the budget
+        self._within_budget(self._promising(hull, low))
+
+    def _promising(self, hull: Sequence[Choice | None], last: int) -> list[Choice | None]:
+        """The choices up to the last that exceeds the budget, that one first, which layouts within it may make up for."""
         best = min(t.cost for t in self.trials if t.fits(self.limit))
-        promising = [
-            hull[k]
-            for k in range(low, 0, -1)
-            if without_budget(k).cost < best and without_budget(k).peak < _WITHIN_REACH * self.limit
-        ]
-        self._within_budget(promising)
+        out: list[Choice | None] = []
+        for k in range(last, 0, -1):
+            if len(out) == _WITHIN_BUDGET:
+                break
+            trial = self.plan(hull[k], limited=False)
+            if trial.peak >= _WITHIN_REACH * self.limit:
+                break  # those before it keep more
+            if trial.cost < best:
+                out.append(hull[k])
+        return out
 
     def _first_that_fits(self, hull: Sequence[Choice | None]) -> int:
         """A position of the hull that fits without a budget, lower peaks as traced first; 0 where none does.
