@@ -25,6 +25,7 @@ import contextlib
 import dataclasses
 import dis
 import functools
+import re
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -41,6 +42,10 @@ from jshard._spec.tree_paths import input_leaves
 
 MAX_SEARCHED_OBJECTS = 50_000
 """Limit of the search for captured state, in objects; a function that captures more is searched only so far."""
+
+
+SHAPE_TEXT = re.compile(r"([a-z]+\d*)\[([\d,\s]*)\]")
+"""A shape as text, such as "f32[8,128]"."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -97,7 +102,9 @@ def _not_an_array_error(name: str, leaf: object, path: str, argument: str) -> Ar
             where=where,
             fix=f"{fix}, with what changes as a result; or its arrays as arguments",
         )
-    if path == argument and _hashable(leaf):
+    if isinstance(leaf, str) and (shape := SHAPE_TEXT.fullmatch(leaf.strip())):
+        fix = f"an array, or its shape: {_shape_advice(shape[2], shape[1])}"
+    elif path == argument and _hashable(leaf):
         fix = f"static_argnames={argument!r}, which makes it part of the program"
     else:
         fix = f"only arrays and numbers inside {argument}; what is part of the program goes into a static argument"
@@ -106,6 +113,37 @@ def _not_an_array_error(name: str, leaf: object, path: str, argument: str) -> Ar
         where=where,
         fix=fix,
     )
+
+
+def refuse_shapes(name: str, args: Sequence[PyTree], error: Exception) -> None:
+    """Raise `ArgumentError` where a call failed and an argument is a shape, as text or as a tuple of ints.
+
+    `error`: of the call. A wrong strategy is wrong for want of arrays only if all arguments are shapes.
+    """
+    if not isinstance(error, TypeError) and not (isinstance(error, ShardError) and all(map(_is_shape, args))):
+        return
+    for i, value in enumerate(args):
+        if _is_shape(value):
+            text = SHAPE_TEXT.fullmatch(value.strip()) if isinstance(value, str) else None
+            shape, dtype = (text[2], text[1]) if text else (", ".join(map(str, value)), "float32")
+            raise ArgumentError(
+                f"argument {i} is {describe_value(value)}, a shape and not an array",
+                where=f"call of {name}",
+                fix=_shape_advice(shape, dtype),
+            )
+
+
+def _is_shape(value: object) -> bool:
+    if isinstance(value, str):
+        return SHAPE_TEXT.fullmatch(value.strip()) is not None
+    return isinstance(value, tuple | list) and len(value) > 0 and all(type(n) is int for n in value)
+
+
+def _shape_advice(shape: str, dtype: str) -> str:
+    sizes = tuple(int(n) for n in shape.split(",") if n.strip())
+    short = {"f": "float", "bf": "bfloat", "s": "int", "i": "int", "u": "uint"}
+    letters = dtype.rstrip("0123456789")
+    return f'jax.ShapeDtypeStruct({sizes}, "{short.get(letters, letters)}{dtype[len(letters) :]}")'
 
 
 def refuse_refs(constants: Sequence[object], fn: Function, name: str) -> None:

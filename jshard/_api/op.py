@@ -6,13 +6,14 @@ import functools
 from collections.abc import Callable
 
 import jax
+from jax.sharding import PartitionSpec
 
 from jshard._core.argument_checks import checked
 from jshard._core.errors import StrategyError
 from jshard._core.jax_types import Function, PyTree
 from jshard._program.pin_primitives import pin_operand, pin_result
 from jshard._rules.primitives.fused_operator import fused
-from jshard._spec.entry import Pin, parse_entry
+from jshard._spec.entry import Pin, format_entry, looks_like_strategy, parse_entry
 from jshard._spec.options import check_function
 
 
@@ -45,7 +46,7 @@ def op(
 
     Raises `StrategyError` when an entry does not fit its argument.
     """
-    check_function(fn)
+    check_function(fn, "op")
     name = getattr(fn, "__name__", type(fn).__name__)
     if rule is not None:
         fn = functools.wraps(fn)(fused(fn, name, rule, reduction=tuple(reduction), sizes=sizes))
@@ -71,6 +72,12 @@ def _wrapped(entries: object) -> bool:
 def _marked(values: tuple, entries: object, what: str, mark: Callable[[PyTree, Pin], jax.Array]) -> tuple:
     if entries is None:
         return values
+    if looks_like_strategy(entries) or isinstance(entries, PartitionSpec):
+        raise StrategyError(
+            f"{what} is one entry, {format_entry(entries)}, not one entry per argument",
+            where=what,
+            fix=f"one entry per argument: ({', '.join([format_entry(entries), *['None'] * (len(values) - 1)])},)",
+        )
     if not isinstance(entries, tuple | list) or len(entries) != len(values):
         count = len(entries) if isinstance(entries, tuple | list) else 1
         raise StrategyError(

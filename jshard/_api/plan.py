@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import NamedSharding
 
+from jshard._config.config_record import ConfigRecord
 from jshard._core.argument_checks import checked
 from jshard._core.errors import ShardError
 from jshard._core.jax_types import JaxMesh, PyTree, PyTreeDef
@@ -149,7 +150,7 @@ class Plan(PlanRecord):
         """Write the report as one HTML page that works offline, in light and dark."""
         from jshard._report.html import html_page
 
-        Path(path).write_text(html_page(self), encoding="utf-8")
+        _write(path, html_page(self), "Plan.to_html")
 
     def to_markdown(self) -> str:
         """The report as Markdown tables."""
@@ -170,7 +171,7 @@ class Plan(PlanRecord):
             raise ShardError(f"devices={devices!r}", where="Plan.to_trace", fix="how many to draw: devices=2")
         from jshard._report.chrome_trace import chrome_trace_json
 
-        Path(path).write_text(chrome_trace_json(self, devices), encoding="utf-8")
+        _write(path, chrome_trace_json(self, devices), "Plan.to_trace")
 
     @checked
     def figures(
@@ -328,7 +329,7 @@ class Plan(PlanRecord):
     @checked
     def save(self, path: str | Path) -> None:
         """Write the plan to a JSON file."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        _write(path, self.to_json(), "Plan.save")
 
     @staticmethod
     @checked
@@ -338,7 +339,38 @@ class Plan(PlanRecord):
             raise ShardError(
                 f"load takes a path, not {type_with_article(path)}", where="Plan.load", fix="Plan.load(path)"
             )
-        return Plan.from_json(Path(path).read_text(encoding="utf-8"))
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            here = sorted(str(p) for p in Path(path).parent.glob("*.json"))[:3]
+            fix = "the path of a file that plan.save(path) wrote" + (
+                f"; there: {', '.join(here)}" if here else ""
+            )
+            reason = getattr(error, "strerror", None) or "it is no text"
+            raise ShardError(f"{path} cannot be read: {reason}", where="Plan.load", fix=fix) from None
+        return Plan.from_json(text)
+
+
+def _write(path: str | Path, text: str, where: str) -> None:
+    """Write a text to a file; a `ShardError` where that cannot be."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ShardError(
+            f"{path} cannot be written: {error.strerror}", where=where, fix="a file in a folder that exists"
+        ) from None
+
+
+def check_plan(plan: object) -> None:
+    """Raise `ShardError` for a value of `plan=` that is neither a plan nor None."""
+    if plan is None or isinstance(plan, Plan):
+        return
+    fix = "a Plan, as f.plan(*args) or jshard.Plan.load(path) gives it"
+    if isinstance(plan, ConfigRecord | dict):
+        fix = f"config=..., for a configuration; here {fix}"
+    elif isinstance(plan, str | os.PathLike):
+        fix = f"plan=jshard.Plan.load({str(plan)!r})"
+    raise ShardError(f"plan is a {type(plan).__name__}", where="plan", fix=fix)
 
 
 def _is_compiled(program: object) -> bool:

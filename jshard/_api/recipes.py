@@ -64,6 +64,10 @@ def recipes(
             where="jshard.recipes",
             fix="jshard.recipes(step, *args), or jshard.recipes(module, x)",
         )
+    if isinstance(names, str):
+        raise ShardError(
+            f"names is a str, {names!r}", where="jshard.recipes", fix=f"a list: names=[{names!r}]"
+        )
     for name in names or ():
         parse_recipe(name)
 

@@ -23,9 +23,10 @@ from jax.sharding import AbstractMesh
 
 from jshard import _jaxcompat as compat
 from jshard._api.bound_method import BoundMethod
+from jshard._api.call_state import refuse_shapes
 from jshard._api.executable import Executable, inline
 from jshard._api.local_batch import LocalBatches
-from jshard._api.plan import Plan
+from jshard._api.plan import Plan, check_plan
 from jshard._api.plan_together import plan_together, report_failure
 from jshard._api.prepare import PlannedCall, check_pins, prepare
 from jshard._api.process_group import warn_if_not_initialized
@@ -154,12 +155,7 @@ def shard(
         static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums,
         donate_argnames=donate_argnames,
     )  # fmt: skip
-    if plan is not None and not isinstance(plan, Plan):
-        raise ShardError(
-            f"plan is a {type(plan).__name__}",
-            where="plan",
-            fix="a Plan, as f.plan(*args) or jshard.Plan.load(path) gives it",
-        )
+    check_plan(plan)
     if fn is None:
         return functools.partial(shard, **options)
     shard_module = flax_entry_point(fn)
@@ -313,6 +309,7 @@ class Sharded:
             where=where or f"call of {self.__name__}",
             own_arguments=settings,
             advice=advice,
+            form=f"jshard.{where}({{}}, {{}})" if where else "{}({})",
         )
 
     def __get__(self, obj: object, owner: type | None = None) -> Sharded | BoundMethod:
@@ -413,6 +410,7 @@ class Sharded:
         except Exception as error:
             if isinstance(error, TypeError):
                 self.check_arguments(args, kwargs)
+            refuse_shapes(self.__name__, args, error)
             library = state_library()
             if library is None:
                 raise

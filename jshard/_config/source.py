@@ -46,7 +46,10 @@ def read_config(value: object, source: str = "config") -> ConfigRecord:
         return parse_value(value, source)
     if isinstance(value, Mapping):
         return parse_value(value, source)
-    raise ShardError(f"config is {type_with_article(value)}", where="config", fix=HELP)
+    fix = HELP
+    if hasattr(value, "to_config"):  # a Plan
+        fix = "plan=..., which runs that plan; or config=plan.to_config(), its layouts as rules"
+    raise ShardError(f"config is {type_with_article(value)}", where="config", fix=fix)
 
 
 def is_path(text: str) -> bool:

@@ -62,7 +62,7 @@ def _checked(fn: Callable[P, R], advice: Mapping[str, str]) -> Callable[P, R]:
 
 def check_call(
     fn: Callable, args: Sequence[object], kwargs: Mapping[str, object], name: str, *,
-    where: str = "", own_arguments: Sequence[str] = (), advice: Mapping[str, str] | None = None,
+    where: str = "", own_arguments: Sequence[str] = (), advice: Mapping[str, str] | None = None, form: str = "{}({})",
 ) -> None:  # fmt: skip
     """Raise an `ArgumentError` if a call does not fit the function's signature.
 
@@ -71,6 +71,7 @@ def check_call(
     - `fn`, `args`, `kwargs`, `name`: the function, its arguments, and its name in the error.
     - `where`: the function that the user called, if it forwards the call; `own_arguments` are its own keywords.
     - `advice`: for keywords of other functions, what to write instead.
+    - `form`: a whole call, from the name and the arguments that it needs.
     """
     try:
         signature = inspect.signature(fn)
@@ -82,13 +83,13 @@ def check_call(
     except TypeError as error:
         message = str(error)
     raise _call_error(
-        signature, args, kwargs, name, where or name, own_arguments, advice or {}, message
+        signature, args, kwargs, name, where or name, own_arguments, advice or {}, message, form
     ) from None
 
 
 def _call_error(
     signature: inspect.Signature, args: Sequence[object], kwargs: Mapping[str, object], name: str, where: str,
-    own_arguments: Sequence[str], advice: Mapping[str, str], message: str,
+    own_arguments: Sequence[str], advice: Mapping[str, str], message: str, form: str,
 ) -> ArgumentError:  # fmt: skip
     """The error of a call that `signature.bind` refuses with `message`."""
     parameters = {n: p for n, p in signature.parameters.items() if n != "self"}
@@ -125,7 +126,7 @@ def _call_error(
         return ArgumentError(
             f"{name} is called without {', '.join(missing)}",
             where=where,
-            fix=f"{name}({', '.join(required)}{optional})",
+            fix=form.format(name, ", ".join(required) + optional),
         )
     return ArgumentError(f"{name}: {message}", where=where, fix=listed)
 

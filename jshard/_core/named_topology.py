@@ -22,6 +22,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
@@ -56,6 +57,15 @@ class TopologyMesh:
     slices: int
     jax_mesh: Mesh | AbstractMesh
     compiles: bool
+
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        """A machine is no function: raises a `MeshError` that says where it goes."""
+        raise MeshError(
+            f"{self.name} is a machine, not a function",
+            where="call of jshard.topology(...)",
+            fix="jshard.shard(fn, mesh=machine), "
+            "jshard.sweep(fn, *args, mesh=[machine]); jax.set_mesh(machine.jax_mesh) as a context",
+        )
 
     @property
     def axes(self) -> dict[str, int]:

@@ -11,6 +11,21 @@ from jshard._program.graph import Program
 from jshard._schedule.schedule import Assignment, Schedule, schedule
 
 
+def _refuse_other_shapes(program: Program, plan: PlanRecord) -> None:
+    """Raise `PlanMismatchError` for the first argument whose shape or dtype is not the plan's."""
+    tensors = [program.tensors[program.operators[i].results[0]] for i in program.inputs]
+    for row, tensor in zip(plan.inputs, tensors, strict=False):  # captured arrays come last
+        was, now = f"{row.dtype}{list(row.shape)}", f"{tensor.dtype}{list(tensor.shape)}"
+        if was != now:
+            raise PlanMismatchError(
+                f"the plan is for {row.path} {was}, this call has {now}".replace(", ", ",").replace(
+                    ",this", ", this"
+                ),
+                where=f"plan= of {program.name}",
+                fix=f"a plan of these shapes: {program.name}.plan(*args), or the plan that was saved for them",
+            )
+
+
 def schedule_of_plan(program: Program, topology: Topology, plan: PlanRecord) -> Schedule:
     """The schedule of a saved plan for the same program; anything else is refused with what differs."""
     if plan.mesh != topology.mesh:
@@ -21,6 +36,7 @@ def schedule_of_plan(program: Program, topology: Topology, plan: PlanRecord) -> 
         )
     if plan.fingerprint != fingerprint(program):
         equations = sum(op.kind == "eqn" for op in program.operators)
+        _refuse_other_shapes(program, plan)
         raise PlanMismatchError(
             f"the plan is of another program: {plan.name} with {len(plan.operators)} operators, "
             f"this one is {program.name} with {equations}",

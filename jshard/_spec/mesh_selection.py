@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
@@ -258,7 +259,7 @@ def _mesh_and_source(mesh: object, pins: Sequence[Pin | None]) -> tuple[Mesh | A
             raise MeshError(
                 shown,
                 where="mesh",
-                fix='a jax.sharding.Mesh or AbstractMesh, jshard.topology(...), "auto" or None',
+                fix=_mesh_advice(mesh),
             )
         return mesh, "given"
     if mesh is None:
@@ -269,6 +270,27 @@ def _mesh_and_source(mesh: object, pins: Sequence[Pin | None]) -> tuple[Mesh | A
         if pin is not None and pin.mesh is not None:
             return pin.mesh, "named sharding"
     return None, "inferred"
+
+
+def _mesh_advice(mesh: object) -> str:
+    """What to write in place of a value that is no mesh, from what it seems to be: a grid, devices, a machine's name."""
+    if isinstance(mesh, str) and re.fullmatch(r"[A-Za-z]\w*:\d+(x\d+)*", mesh):
+        return f'mesh="auto:{mesh}", whose axes are chosen, or mesh=jshard.topology("{mesh}", {{axis: size}})'
+    sizes = (
+        list(mesh.values())
+        if isinstance(mesh, Mapping)
+        else list(mesh)
+        if isinstance(mesh, tuple | list)
+        else []
+    )
+    if sizes and all(isinstance(n, int) and not isinstance(n, bool) for n in sizes):
+        names = tuple(mesh) if isinstance(mesh, Mapping) else tuple("xyzuvw"[: len(sizes)])
+        return f"a mesh of that grid: mesh=jax.make_mesh({tuple(sizes)}, {names})"
+    if sizes and all(hasattr(d, "device_kind") for d in sizes):
+        return f'a mesh of them: mesh=jax.make_mesh(({len(sizes)},), ("x",), devices=...)'
+    if getattr(mesh, "__name__", "") == "topology":
+        return 'a call of it: mesh=jshard.topology("v5e:2x4", {"x": 2, "y": 4})'
+    return 'a jax.sharding.Mesh or AbstractMesh, jshard.topology(...), "auto" or None'
 
 
 def _context_mesh() -> Mesh | AbstractMesh | None:

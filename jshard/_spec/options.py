@@ -44,6 +44,7 @@ DEFAULT_SEARCH = DefaultStr("optimal")
 DEFAULT_REPLICATION_PRICE = DefaultFloat(1000.0)
 
 LEVELS = {0: "compute-to-communication ratio", 1: "memory", 2: "speed"}
+LEVEL_WORDS = {0: ("communication", "ratio"), 1: ("memory",), 2: ("speed", "time")}
 SEARCHES = ("optimal", "propagation")
 REMATS = ("auto", "policy")
 
@@ -253,6 +254,11 @@ def check_level(level: object) -> int:
       write instead: 0 (compute-to-communication ratio), 1 (memory) or 2 (speed)
     """
     fix = "0 (compute-to-communication ratio), 1 (memory) or 2 (speed)"
+    named = [n for n, words in LEVEL_WORDS.items() if isinstance(level, str) and level.lower() in words]
+    if named:
+        raise ShardError(
+            f"level is {describe_value(level)}", where="level", fix=f"level={named[0]} ({LEVELS[named[0]]})"
+        )
     if isinstance(level, bool | np.bool_) or not isinstance(level, int | np.integer):
         raise ShardError(f"level is {describe_value(level)}", where="level", fix=fix)
     if int(level) not in LEVELS:
@@ -345,15 +351,14 @@ def parse_bytes(amount: object, what: str = "memory_budget") -> int | None:
     return int(value)
 
 
-def check_function(fn: object) -> Callable:
-    """`fn` if it is callable."""
+def check_function(fn: object, caller: str = "shard") -> Callable:
+    """`fn` if it is callable; `caller` is the function that it was given to."""
     if callable(fn):
         return fn
-    raise ShardError(
-        f"shard takes a function, not {type_with_article(fn)}",
-        where="fn",
-        fix="jshard.shard(f, in_strategy=...), or @jshard.shard(in_strategy=...) above the function",
-    )
+    fix = f"jshard.{caller}(f, in_strategy=...)"
+    if caller == "shard":
+        fix += ", or @jshard.shard(in_strategy=...) above the function"
+    raise ShardError(f"{caller} takes a function, not {type_with_article(fn)}", where="fn", fix=fix)
 
 
 def flax_entry_point(fn: object) -> Callable | None:

@@ -12,6 +12,7 @@ position. Leaves without an entry are left to the search.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -47,6 +48,11 @@ from jshard._spec.tree_paths import (
     path_name,
     shape_of,
 )
+
+
+NAMED_OUT_STRATEGIES = ("full_batch", "data_parallel")
+CUTS_AS_TEXT = re.compile(r"\(?\s*(\d+(?:\s*,\s*\d+)*)\s*,?\s*\)?")
+"""A strategy as text, such as "4,2" or "(4, 2)"."""
 
 
 def pins_for_inputs(
@@ -102,6 +108,14 @@ def pins_for_outputs(
         return (None,) * len(jax.tree.leaves(results))
     if isinstance(out_strategy, str):
         return _named_out_strategy(results, out_strategy, what)
+    if isinstance(out_strategy, tuple | list):
+        for word in out_strategy:
+            if isinstance(word, str) and word in NAMED_OUT_STRATEGIES:
+                raise StrategyError(
+                    f"{word!r} is about all results, and stands in a {type(out_strategy).__name__}",
+                    where=what,
+                    fix=f"{what}={word!r}, or one entry per result",
+                )
     if is_leaf(results):
         if isinstance(out_strategy, tuple | list) and any(map(_is_inner_entry, out_strategy)):
             _check_results(out_strategy, 1, what)
@@ -238,6 +252,11 @@ def _entries_by_argument(
                     f"no argument is named {name!r}", where=what, fix=suggest(str(name), given)
                 )
         return {n: (f"{what}[{n!r}]", e) for n, e in in_strategy.items()}
+    if isinstance(in_strategy, tuple | list):
+        for i, entry in enumerate(in_strategy):
+            if isinstance(entry, str) and (cuts := CUTS_AS_TEXT.fullmatch(entry.strip())):
+                pieces = tuple(map(int, cuts[1].split(",")))
+                raise StrategyError(f"{entry!r} is a str", where=f"{what}[{i}]", fix=f"a tuple, {pieces!r}")
     bare = isinstance(in_strategy, PartitionSpec | NamedSharding)
     if bare or (is_strategy(in_strategy) and len(in_strategy) > 0) or looks_like_strategy(in_strategy):
         raise StrategyError(
@@ -270,7 +289,7 @@ def _entries_by_argument(
 
 
 def _named_out_strategy(results: PyTree, name: str, what: str) -> tuple[Pin | None, ...]:
-    known = ("full_batch", "data_parallel")
+    known = NAMED_OUT_STRATEGIES
     if name not in known:
         raise StrategyError(f"{what}={name!r} is not known", where=what, fix=suggest(name, known))
     pins = []

@@ -66,7 +66,6 @@ OPTIONS = (
 )
 NEAR = f"'in_strategy' or 'out_strategy' ({OPTIONS})"
 SWEEP = "(of sweep: mesh, level, hardware, batch, memory_budget, search, device, show_progress; of fn: x, w)"
-MESHES = 'a jax.sharding.Mesh or AbstractMesh, jshard.topology(...), "auto" or None'
 COMPILED = "plan.verify(f.lower(*args).compile()), or f.plan(*args, verify=True)"
 PLAN = "a Plan, as f.plan(*args) or jshard.Plan.load(path) gives it"
 PLAN_OF = "jshard.flax.plan_of(module, x), or f.plan(...) of a function from jshard.shard"
@@ -133,10 +132,12 @@ ROWS: tuple[Row, ...] = (
     Row("sweep's pins", lambda: jshard.sweep(fn, X, X, in_strategy=((8, 1), None)),
         "neither sweep nor fn takes an argument 'in_strategy'", "sweep",
         "jshard.sweep(jshard.shard(fn, in_strategy=...), ...)"),
-    Row("sweep without an argument", lambda: jshard.sweep(fn, X), "fn is called without w", "sweep", "fn(x, w)"),
-    Row("sweep of no mesh", lambda: jshard.sweep(fn, X, X, mesh=[(4, 2)]), "mesh is a tuple", "mesh", MESHES, MeshError),
+    Row("sweep without an argument", lambda: jshard.sweep(fn, X), "fn is called without w", "sweep",
+        "jshard.sweep(fn, x, w)"),
+    Row("sweep of no mesh", lambda: jshard.sweep(fn, X, X, mesh=[(4, 2)]), "mesh is a tuple", "mesh",
+        "a mesh of that grid: mesh=jax.make_mesh((4, 2), ('x', 'y'))", MeshError),
     Row("sweep of a machine's name", lambda: jshard.sweep(fn, X, X, mesh="v5e:2x4"), "mesh='v5e:2x4' is not known",
-        "mesh", MESHES, MeshError),
+        "mesh", 'mesh="auto:v5e:2x4", whose axes are chosen, or mesh=jshard.topology("v5e:2x4", {axis: size})', MeshError),
     Row("pareto of a level", lambda: jshard.pareto(fn, X, X, level=2),
         "neither pareto nor fn takes an argument 'level'", "pareto",
         "nothing: a frontier has the plans of every level"),

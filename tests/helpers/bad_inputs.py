@@ -415,7 +415,7 @@ ROWS: tuple[Row, ...] = (
         "two names, equally specific, pin one tensor to (4, 1) and to (1, 4)",
         "parameter_plan['*s.w1'] and parameter_plan['p*.w1'] (argument params.w1)",
         "the full name: parameter_plan['params.w1']", call=TWO),
-    Row("mesh of the wrong type", {"mesh": (4, 2)}, "mesh is a tuple", "mesh", MESH_FIX, error=MeshError),
+    Row("mesh of the wrong type", {"mesh": 7}, "mesh is an int", "mesh", MESH_FIX, error=MeshError),
     Row("mesh a string", {"mesh": "best"}, "mesh='best' is not known", "mesh", MESH_FIX, error=MeshError),
     Row("empty mesh", lambda: {"mesh": AbstractMesh((), ())}, "the mesh is empty", "mesh",
         "a mesh with at least one axis", error=MeshError),
