@@ -13,7 +13,7 @@ PY := $(VENV)/bin/python
 program = $(wildcard benchmarks/*/$(subst -,_,$(1)).py)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-hosts test test-compilers test-models lint types format imports rules notebooks render pages readme docs release lock clean distclean
+.PHONY: help setup demo demo-hosts test test-compilers test-models lint types format imports rules notebooks render pages counts readme docs release lock clean distclean
 
 help:  ## list the targets
 	@echo "make demo and make test need only Python 3.11+ and make; the rest is set up in $(VENV)."
@@ -88,6 +88,10 @@ docs:  ## build the documentation in build/docs, without warnings, in an environ
 pages: setup  ## run the code of the pages in docs/ and write what it prints into them
 	@echo "== pages: python -m tests.helpers.pages"
 	@$(PY) -m tests.helpers.pages
+
+counts: setup  ## write the counts of search effort that tests compare (with VENV=.venv312 for the other JAX)
+	@echo "== counts: python -m tests.helpers.search_counts"
+	@$(PY) -m tests.helpers.search_counts
 
 readme: setup  ## run the README's code and write what it prints into it
 	@echo "== readme: python tests/helpers/readme.py"
