@@ -44,6 +44,11 @@ from jshard._schedule.schedule import Assignment, Schedule
 NOTE_PREFIX = "differentiated from outside"
 """First words of the steps of a plan that report how the backward pass was planned."""
 
+WITHOUT_PADDING = (
+    f"{NOTE_PREFIX}: both passes run without the padding of this plan, whose program has no derivative rules"
+)
+"""The note for a call whose own program pads dimensions."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ForwardSchedule:

@@ -26,7 +26,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, Sharding
 
 from jshard import _jaxcompat as compat
-from jshard._api.differentiation import plan_for_gradient, planned_alone_note
+from jshard._api.differentiation import WITHOUT_PADDING, plan_for_gradient, planned_alone_note
 from jshard._api.plan import Plan
 from jshard._api.prepare import PlannedCall
 from jshard._api.shard_request import ShardRequest, traced_arguments
@@ -263,9 +263,13 @@ def _differentiable(prepared: PlannedCall, notes: list[str]) -> PyTree:
     def jvp(primals: Sequence[jax.Array], tangents: Sequence[jax.Array]) -> PyTree:
         numbers = tuple(i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero))
         if numbers not in forward_passes:
-            planned = plan_for_gradient(prepared, numbers)
+            of = prepared if prepared.unpadded is None else prepared.unpadded()
+            planned = plan_for_gradient(of, numbers)
+            notes.extend([WITHOUT_PADDING] if of is not prepared else [])
             notes.extend([planned.note] if planned.note else [])
-            forward_passes[numbers] = spmd(planned.schedule, mesh, vma=True, plan_rule=plan_derivative_rule)
+            forward_passes[numbers] = spmd(
+                planned.schedule, of.chosen.mesh, vma=True, plan_rule=plan_derivative_rule
+            )
 
         def of_differentiated(*differentiated: jax.Array) -> tuple[jax.Array, ...]:
             values = list(primals)

@@ -25,7 +25,7 @@ from jshard._api.trace_call import (
     trace_on_shapes,
 )
 from jshard._core import hardware, topology as device_topology
-from jshard._core.errors import SearchError
+from jshard._core.errors import MemoryBudgetError, SearchError
 from jshard._core.gc_pause import gc_paused
 from jshard._core.hardware import Chip
 from jshard._core.jax_types import ClosedJaxpr, JaxMesh, PyTree, PyTreeDef
@@ -56,6 +56,7 @@ class PlannedCall:
     `in_tree`, `in_avals`: pytree structure and avals of the traced arguments; `out_tree`: of all results.
     `weak_typed`: which results have a weak type. `donated`: numbers of the donated leaves. `pinned`: of the arguments
     that the user pinned. `committed`: of the unpinned arguments that are planned in their committed sharding.
+    `unpadded`: the call as it is differentiated from outside, where the program of this one pads dimensions.
     """
 
     request: ShardRequest
@@ -70,6 +71,7 @@ class PlannedCall:
     statics: tuple[object, ...]
     pinned: frozenset[int] = frozenset()
     committed: frozenset[int] = frozenset()
+    unpadded: Callable[[], PlannedCall] | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -232,33 +234,103 @@ def _batch_report(read_batch: Callable[[], BatchOfCall], name: str, pieces: int)
 def _plan_with_remat(traced: TracedCall) -> PlannedCall:
     """The planned call of a traced function whose values may be computed again."""
     request, given = traced.request, traced.given_plan
-    closed, plan_jaxpr = traced.jaxpr, functools.partial(_plan_jaxpr, traced)
 
     def chip_of(planned: PlannedCall) -> Chip:
         return physical_topology(planned.request, planned.chosen).chip
 
-    if given is not None and given.kept is not None:
-        from jshard._api.plan_recomputed import replayed  # here, so that `import jshard` stays light
-
-        return plan_jaxpr(replayed(closed, given, hardware.get(given.chip), request.name))
-    if request.options.remat is None or given is not None:
-        return plan_jaxpr()
+    if given is not None:
+        return _plan_again(traced, given)
+    with_remat = request.options.remat is not None
+    planned, jaxpr = _plan_with_padding(traced, limited=not with_remat)
+    if not with_remat:
+        return planned
     from jshard._api.plan_recomputed import equivalent_policy, plan_recomputed, with_recomputation
 
-    planned = plan_jaxpr(limited=False)
-    limit = planned.plan.memory_budget
+    closed, limit = traced.jaxpr if jaxpr is None else jaxpr, planned.plan.memory_budget
+
+    def plan_jaxpr(recomputed: ClosedJaxpr | None, limited: bool = True) -> PlannedCall:
+        return _plan_jaxpr(
+            traced, jaxpr if recomputed is None else recomputed, limited, recomputed is not None
+        )
+
     if limit is not None and planned.plan.cost.peak_bytes > limit:
         if _least_argument_bytes(planned) > limit:
-            return plan_jaxpr()  # which refuses: no choice of what is kept makes the arguments smaller
+            return _plan_jaxpr(traced)  # which refuses: no choice of what is kept makes the arguments smaller
+        padding, unpadded = planned.plan.padding, planned.unpadded
         chip = chip_of(planned)
         planned, kept, steps, bound = plan_recomputed(
             closed, plan_jaxpr, lambda p: p.plan, chip, limit, planned.donated, planned
         )
-        planned = dataclasses.replace(planned, plan=with_recomputation(planned.plan, kept, steps, bound))
+        plan = dataclasses.replace(with_recomputation(planned.plan, kept, steps, bound), padding=padding)
+        planned = dataclasses.replace(planned, plan=plan, unpadded=unpadded)
     if request.options.remat == "policy":
         policy = equivalent_policy(closed, planned.plan, chip_of(planned))
         steps = (*planned.plan.steps, *policy)
         planned = dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, steps=steps))
+    return planned
+
+
+def _plan_again(traced: TracedCall, plan: Plan) -> PlannedCall:
+    """The call of a plan that the user gave: its program pads and computes again what the plan's did."""
+    jaxpr: ClosedJaxpr | None = None
+    if plan.padding:
+        from jshard._api.plan_padded import padded_as_planned  # here, so that `import jshard` stays light
+
+        jaxpr = padded_as_planned(traced.jaxpr, plan)
+    if plan.kept is not None:
+        from jshard._api.plan_recomputed import replayed
+
+        closed = traced.jaxpr if jaxpr is None else jaxpr
+        jaxpr = replayed(closed, plan, hardware.get(plan.chip), traced.request.name)
+    planned = _plan_jaxpr(traced, jaxpr, recomputed=plan.kept is not None)
+    if not plan.padding:
+        return planned
+    afresh = dataclasses.replace(traced, request=dataclasses.replace(traced.request, plan=None), found=None)
+    return dataclasses.replace(planned, unpadded=lambda: _plan_jaxpr(afresh))
+
+
+def _plan_with_padding(traced: TracedCall, limited: bool) -> tuple[PlannedCall, ClosedJaxpr | None]:
+    """The better of the plans with and without padding; with the padded jaxpr, if that is the one."""
+    planned, refusal, options = None, None, traced.request.options
+    try:
+        reference = planned = _plan_jaxpr(traced, limited=limited)
+    except MemoryBudgetError as error:
+        if not options.pad:  # a refusal comes at once: no second search unless the user asks for padding
+            raise
+        refusal = error
+        reference = _plan_jaxpr(traced, limited=False)
+    can_pad = options.pad is not False and traced.explicit_mesh is None and options.search == "optimal"
+    if not can_pad or compat.has_effects(traced.jaxpr):
+        return _or_raise(planned, refusal), None
+    from jshard._api.plan_padded import plan_padded, with_padding  # here, so that `import jshard` stays light
+
+    calls: dict[int, PlannedCall] = {}
+
+    def plan_jaxpr(jaxpr: ClosedJaxpr) -> tuple[Plan, Schedule]:
+        call = _plan_jaxpr(traced, jaxpr, limited)
+        calls[id(call.schedule)] = call
+        return call.plan, call.schedule
+
+    original = None if planned is None else planned.plan
+    program = reference.schedule.assignment.program
+    best, bound = plan_padded(
+        traced.jaxpr, program, reference.chosen.axes, original, plan_jaxpr, bool(options.pad)
+    )
+    if best is None:
+        planned = _or_raise(planned, refusal)
+        if bound == planned.plan.cost.bound:
+            return planned, None
+        cost = dataclasses.replace(planned.plan.cost, bound=bound)
+        return dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, cost=cost)), None
+    call = calls[id(best.schedule)]
+    plan = with_padding(call.plan, best.sizes, bound)
+    return dataclasses.replace(call, plan=plan, unpadded=lambda: reference), best.jaxpr
+
+
+def _or_raise(planned: PlannedCall | None, refusal: MemoryBudgetError | None) -> PlannedCall:
+    if planned is None:
+        assert refusal is not None
+        raise refusal
     return planned
 
 
@@ -268,12 +340,17 @@ def _least_argument_bytes(planned: PlannedCall) -> float:
     return sum(sizes) / planned.chosen.axes.total
 
 
-def _plan_jaxpr(of: TracedCall, jaxpr: ClosedJaxpr | None = None, limited: bool = True) -> PlannedCall:
-    """The planned call of a traced function, or of another jaxpr for it; `limited`: within the memory budget."""
+def _plan_jaxpr(
+    of: TracedCall, jaxpr: ClosedJaxpr | None = None, limited: bool = True, recomputed: bool = False
+) -> PlannedCall:
+    """The planned call of a traced function, or of another jaxpr for it.
+
+    `limited`: within the memory budget. `recomputed`: whether the other jaxpr computes values again.
+    """
     request, call, donated, rules, in_pins = of.request, of.call, of.donated, of.rules, of.in_pins
     traced = build_program(
         request, call, of.jax_traced, of.explicit_mesh, donated, rules and rules.pin_of_name,
-        of.jaxpr if jaxpr is None else jaxpr, recomputed=jaxpr is not None,
+        of.jaxpr if jaxpr is None else jaxpr, recomputed=recomputed,
     )  # fmt: skip
     program = traced.program
     in_tree, out_tree = jax.tree.structure(call.user_view), jax.tree.structure(traced.result)

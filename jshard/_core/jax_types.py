@@ -121,6 +121,10 @@ class Aval(ArrayType, Protocol):
     @property
     def size(self) -> int: ...
 
+    def update(self, *, shape: tuple[int, ...]) -> Aval:
+        """The type of an array of another shape."""
+        ...
+
     def str_short(self, short_dtypes: bool = False) -> str:
         """Dtype and shape in short: `f32[8,4]`."""
         ...

@@ -24,6 +24,7 @@ import numpy as np
 from jshard._core.arrays import Bools, Ints
 from jshard._memory.in_place import in_place_updates, touched_operands
 from jshard._program.graph import Literal, Operator, Program
+from jshard._program.tail_primitives import MASK_TAIL, PAD_TAIL
 
 
 ATTENTION = frozenset(("jshard_attention", "jshard_attention_backward"))
@@ -38,7 +39,9 @@ UNFUSIBLE = PRODUCTS | frozenset(
     "select_and_scatter_add dynamic_update_slice cumsum cumprod cummax cummin cumlogsumexp custom_linear_solve "
     "pallas_call shard_map pure_callback io_callback".split()
 )
-PARTIAL_READS = frozenset(("slice", "dynamic_slice", "gather"))  # read as much of operand 0 as they return
+PARTIAL_READS = frozenset(
+    ("slice", "dynamic_slice", "gather", PAD_TAIL)
+)  # read as much of operand 0 as they return
 _FUSE_TRANSPOSE = frozenset(("dot_general", "conv_general_dilated"))  # can write their result transposed
 _REDUCTION_PREFIXES = ("reduce_", "argm")
 
@@ -115,16 +118,24 @@ def memory_accesses(op: Operator, traffic: HbmTraffic) -> tuple[tuple[int, ...],
     """Indices of the operands that an operator reads from memory, and of the results that it writes there.
 
     - A transposition that is fused into the product before it accesses nothing.
+    - Padding that is masked before a product or the like reads it is masked in that reader, which reads as many bytes.
     - An update in place moves the bytes of the update, an index as often as those pass (`in_place.touched_operands`).
     - A slice or gather reads as many bytes of operand 0 as it returns, so its result (index 0) stands for the operand.
     """
     if op.id in traffic.fused_transposes:
         return (), ()
     reads = stored_operands(op, traffic)
+    if op.primitive == MASK_TAIL and traffic.stored[op.results[0]] and stored_operands(op, traffic):
+        return (), ()
     if op.id in traffic.in_place:
         return touched_operands(op, reads), ()
     writes = tuple([i for i, r in enumerate(op.results) if traffic.stored[r]])
     partial = op.primitive in PARTIAL_READS and 0 in reads
+    if op.primitive == PAD_TAIL and partial:
+        return (), (
+            *writes,
+            0,
+        )  # a device reads its block of the operand, whose length is that of the result's
     if partial and op.equation.outvars[0].aval.size < op.equation.invars[0].aval.size:
         return tuple([i for i in reads if i != 0]), (*writes, 0)
     return reads, writes

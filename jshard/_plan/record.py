@@ -60,7 +60,8 @@ class PlanRecord:
     `boundaries` are the operators at which values enter, circulate in and leave loops and branches: they compute
     nothing, and one layout holds on both sides. `verification` is the result of `f.plan(..., verify=True)`, `physics`
     the lower bound on a step with these placements. `entry` lists the arguments that `f.plan` was given with another
-    placement than the plan's: they are moved before every such call.
+    placement than the plan's: they are moved before every such call. `padding` has a row (true size, number, padded size)
+    for each class of dimensions that the program pads (`_plan/padding_classes.py`).
     """
 
     name: str
@@ -84,6 +85,7 @@ class PlanRecord:
     boundaries: Sequence[OperatorRow] = ()
     local: Sequence[LocalRow] = ()
     kept: tuple[tuple[int, ...], ...] | None = None
+    padding: tuple[tuple[int, int, int], ...] = ()
     steps: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     entry: tuple[EntryRow, ...] = dataclasses.field(default=(), compare=False)
     verification: VerificationSummary | None = dataclasses.field(default=None, compare=False, repr=False)
@@ -170,6 +172,7 @@ def record_from_json(kind: type[Record], text: str) -> Record:
     data["memory"] = Memory(**_from_json_value(data.get("memory", {})))
     least = _from_json_value(data.get("physics", {}))
     data["kept"] = _from_json_value(data.get("kept"))
+    data["padding"] = _from_json_value(data.get("padding", ()))
     data["physics"] = StepLowerBound(
         **{**least, "products": tuple(ProductBound(**n) for n in least.get("products", ()))}
     )

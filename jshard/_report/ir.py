@@ -74,8 +74,10 @@ def _local(plan: PlanRecord) -> Iterator[str]:
                 yield f"return {out.path} = {_value(value)} : {format_type(out.dtype, shape)} {out.layout}"
         elif r.kind in ("begin", "end", "branch on"):
             yield indent + _body_frame(r)
-        else:
+        elif r.reads:
             yield f"{indent}  {_reshard_step(r)}"
+        else:
+            yield f"{indent}  # {r.kind}[{'*'.join(r.axes)}] of {r.operator}'s own"
 
 
 def _user_own(c: CollectiveRow) -> str:

@@ -34,6 +34,7 @@ from jshard._rules.primitives import (
     scatter,
     shard_map,
     slicing,
+    tails,
 )
 from jshard._rules.registry import REGISTRY, OpView, RuleEntry, opaque_rule
 from jshard._rules.rule import Rule
@@ -62,6 +63,7 @@ FAMILIES = (
     slicing,
     linear_solve,
     reduce_window,
+    tails,
 )
 
 

@@ -79,9 +79,10 @@ class PlanOptions:
     local_batch: tuple[str, ...] = ()
     check_host_arrays: bool = True
     process_seconds: float | None = None
+    pad: bool | None = None
 
 
-CONFIG_ONLY = ("search_seconds", "prefer", "local_batch", "check_host_arrays", "process_seconds")
+CONFIG_ONLY = ("search_seconds", "prefer", "local_batch", "check_host_arrays", "process_seconds", "pad")
 """Options that only a configuration holds."""
 
 CONFIG_ONLY_ADVICE = {
@@ -91,6 +92,7 @@ CONFIG_ONLY_ADVICE = {
     "local_batch": 'config={"local_batch": ["batch"]}: an option of the configuration',
     "check_host_arrays": 'config={"check_host_arrays": False}: an option of the configuration',
     "process_seconds": 'config={"process_seconds": 60}: an option of the configuration',
+    "pad": 'config={"pad": True}: an option of the configuration',
 }
 
 
@@ -108,6 +110,7 @@ def with_rare_options(options: PlanOptions, rare: Mapping[str, object]) -> PlanO
         local_batch=_check_names(rare.get("local_batch"), "local_batch"),
         check_host_arrays=check_flag(rare.get("check_host_arrays", True), "check_host_arrays"),
         process_seconds=check_process_seconds(rare.get("process_seconds")),
+        pad=check_pad(rare.get("pad")),
     )
 
 
@@ -134,6 +137,7 @@ def check_options(
     remat: object = None,
     microbatches: object = None,
     prefer: object = None,
+    pad: object = None,
     local_batch: object = None,
     check_host_arrays: object = True,
     process_seconds: object = None,
@@ -159,6 +163,7 @@ def check_options(
         local_batch=_check_names(local_batch, "local_batch"),
         check_host_arrays=check_flag(check_host_arrays, "check_host_arrays"),
         process_seconds=check_process_seconds(process_seconds),
+        pad=check_pad(pad),
     )
 
 
@@ -241,6 +246,25 @@ def check_prefer(prefer: object, level: object = 0) -> float:
     if not 0 < share <= 1:
         raise ShardError(f"prefer={prefer!r} is not a share above 0% and up to 100%", where="prefer", fix=fix)
     return share
+
+
+def check_pad(pad: object) -> bool | None:
+    """None, or whether dimensions may be padded.
+
+    >>> check_pad("no")
+    Traceback (most recent call last):
+    ...
+    jshard._core.errors.ShardError: pad is a str, 'no'
+      where: pad
+      write instead: config={"pad": False} to pad nothing, True to pad small tensors too; without it, large ones only
+    """
+    if pad is None or isinstance(pad, bool | np.bool_):
+        return None if pad is None else bool(pad)
+    raise ShardError(
+        f"pad is {describe_value(pad)}",
+        where="pad",
+        fix='config={"pad": False} to pad nothing, True to pad small tensors too; without it, large ones only',
+    )
 
 
 def check_level(level: object) -> int:

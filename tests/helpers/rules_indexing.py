@@ -164,3 +164,18 @@ def one_update() -> tuple[Any, ...]:
         return [(x.at[jnp.array([i])].set(u), x.at[jnp.array([i])].add(u)) for i in (0, 3, 5)]
 
     return fn, floats(6, 4), floats(1, 4)
+
+
+@example
+def tails() -> tuple[Any, ...]:
+    from jshard._program.tail_primitives import mask_tail, pad_tail
+
+    def fn(x: Any, i: Any) -> Any:
+        return (
+            pad_tail(x, 0, 8),
+            pad_tail(x, 1, 16),
+            mask_tail(pad_tail(x, 0, 8), 0, 7, -1.5),
+            mask_tail(i, 0, 3, 0),
+        )
+
+    return fn, floats(7, 4), ints(8)

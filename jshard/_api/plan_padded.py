@@ -1,0 +1,130 @@
+"""A call planned with dimensions of its program padded, where no cut divides them and that makes the plan better.
+
+The program as traced is planned first: it is what the padded one has to beat, and where nothing is communicated and
+nothing repeated there is nothing to win. A program whose large dimensions all divide is planned once, as ever.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from jshard._api.plan import Plan
+from jshard._core.errors import SearchError
+from jshard._core.jax_types import ClosedJaxpr
+from jshard._core.layout import MeshAxes
+from jshard._plan.padded_program import Sizes, padded_program
+from jshard._plan.padding_classes import PaddingClasses
+from jshard._plan.padding_search import (
+    LEAST_BYTES,
+    LEAST_GAIN,
+    MOST_WASTE,
+    cut_sizes,
+    large_sizes,
+    padded_sizes,
+)
+from jshard._plan.record import PlanRecord
+from jshard._program.graph import Program
+from jshard._schedule.schedule import Schedule
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PaddedCall:
+    """A plan of a padded program: its plan and schedule, and the program with the sizes that it pads."""
+
+    plan: Plan
+    schedule: Schedule
+    jaxpr: ClosedJaxpr
+    sizes: Sizes
+
+
+def plan_padded(
+    closed: ClosedJaxpr,
+    program: Program,
+    mesh: MeshAxes,
+    original: Plan | None,
+    plan_jaxpr: Callable[[ClosedJaxpr], tuple[Plan, Schedule]],
+    small_too: bool = False,
+) -> tuple[PaddedCall | None, float]:
+    """The best plan of a padded program, None where that of the program as traced is as good; and the least bound of all.
+
+    Arguments:
+
+    - `program`: what is built of `closed`.
+    - `original`: the plan of the program as traced; None if none fits the budget.
+    - `plan_jaxpr`: plans another jaxpr of the function.
+    - `small_too`: dimensions of small tensors are padded as well, with whatever waste.
+    """
+    bound = original.cost.bound if original is not None else 0.0
+    if mesh.total < 2 or (original is not None and not _may_gain(original)):
+        return None, bound
+    least_bytes, most_waste = (0, 1.0) if small_too else (LEAST_BYTES, MOST_WASTE)
+    lengths = large_sizes(program, least_bytes)
+    sizes, classes = padded_sizes(closed, lengths, mesh, least_bytes, most_waste)
+    if classes is None:
+        return None, bound
+    trials: list[PaddedCall] = []
+    while sizes:
+        try:
+            trials.append(_trial(closed, sizes, classes, plan_jaxpr))
+        except SearchError:
+            break
+        cut = cut_sizes(trials[-1].schedule)
+        fewer = {key: size for key, size in sizes.items() if size in cut}
+        if len(fewer) == len(sizes):
+            break
+        sizes = fewer
+    if not trials:
+        return None, bound
+    plans = [t.plan for t in trials] + ([original] if original is not None else [])
+    bound = min(p.cost.bound for p in plans)
+    best = min(trials, key=lambda t: _rank(t.plan))
+    if original is not None and _rank(original) <= _rank(best.plan):
+        return None, bound
+    return best, bound
+
+
+def _trial(
+    closed: ClosedJaxpr,
+    sizes: Sizes,
+    classes: PaddingClasses,
+    plan_jaxpr: Callable[[ClosedJaxpr], tuple[Plan, Schedule]],
+) -> PaddedCall:
+    jaxpr = padded_program(closed, sizes, classes)
+    return PaddedCall(*plan_jaxpr(jaxpr), jaxpr, sizes)
+
+
+def _may_gain(plan: Plan) -> bool:
+    """Whether more cuts could make a plan better: it communicates, repeats work, or is about memory."""
+    lost = plan.cost.communication + plan.cost.redundant
+    return plan.level == 1 or lost > LEAST_GAIN * plan.step_seconds
+
+
+def _rank(plan: Plan) -> tuple[float, float]:
+    return plan.cost.objective, plan.step_seconds
+
+
+def with_padding(plan: Plan, sizes: Sizes, bound: float) -> Plan:
+    """The plan with what it pads, and a bound on the plans of the programs with and without padding."""
+    rows = tuple((n, k, padded) for (n, k), padded in sorted(sizes.items()))
+    cost = dataclasses.replace(plan.cost, bound=min(bound, plan.cost.objective))
+    return dataclasses.replace(plan, padding=rows, steps=(*plan.steps, *padding_steps(rows)), cost=cost)
+
+
+def padding_steps(rows: tuple[tuple[int, int, int], ...]) -> tuple[str, ...]:
+    """One line for each size that is padded.
+
+    >>> padding_steps(((197, 0, 200), (197, 2, 200), (50257, 0, 50272)))
+    ('padded: 197 to 200 (1.5% padding)', 'padded: 50,257 to 50,272 (0.03% padding)')
+    """
+    return tuple(
+        f"padded: {n:,} to {padded:,} ({100 * (padded - n) / n:.2g}% padding)"
+        for n, padded in dict.fromkeys((n, padded) for n, _, padded in rows)
+    )
+
+
+def padded_as_planned(closed: ClosedJaxpr, plan: PlanRecord) -> ClosedJaxpr:
+    """The program of a saved plan: with the same dimensions padded."""
+    if not plan.padding:
+        return closed
+    return padded_program(closed, {(n, k): padded for n, k, padded in plan.padding})

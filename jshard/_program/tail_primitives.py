@@ -1,0 +1,77 @@
+"""Padding at the end of a dimension, as primitives: `pad_tail` appends zeros, `mask_tail` writes over what was appended.
+
+A dimension whose size no cut divides is padded to one that divides (`_plan/padded_program.py`). The two are primitives
+of their own, and not JAX's `pad` and `select_n`, so that each has a sharding rule which keeps the padded dimension cut.
+
+>>> import jax.numpy as jnp
+>>> pad_tail(jnp.arange(1, 4), 0, 5).tolist()
+[1, 2, 3, 0, 0]
+>>> mask_tail(jnp.arange(5), 0, 3, -1).tolist()
+[0, 1, 2, -1, -1]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import core, lax
+from jax.interpreters import mlir
+
+from jshard import _jaxcompat as compat
+from jshard._core.jax_types import Index
+
+
+PAD_TAIL, MASK_TAIL = "pad_tail", "mask_tail"
+
+pad_tail_p = compat.multi_result_primitive(PAD_TAIL)
+mask_tail_p = compat.multi_result_primitive(MASK_TAIL)
+
+
+def pad_tail(x: jax.Array, dim: int, size: int) -> jax.Array:
+    """`x` with zeros appended along `dim`, to length `size`."""
+    return pad_tail_p.bind(x, dim=dim, size=size)[0]
+
+
+def mask_tail(x: jax.Array, dim: int, length: int, value: bool | int | float) -> jax.Array:
+    """`x` with every element from position `length` of `dim` on replaced by `value`."""
+    return mask_tail_p.bind(x, dim=dim, length=length, value=value)[0]
+
+
+def run_pad(x: jax.Array, *, dim: int, size: int) -> list[jax.Array]:
+    """`pad_tail` on one device."""
+    padding = [(0, size - x.shape[dim] if d == dim else 0, 0) for d in range(x.ndim)]
+    return [lax.pad(x, jnp.zeros((), x.dtype), padding)]
+
+
+def run_mask(
+    x: jax.Array, *, dim: int, length: int, value: bool | int | float, offset: Index = 0
+) -> list[jax.Array]:
+    """`mask_tail` on one device, on a block that begins at position `offset` of the dimension."""
+    position = lax.broadcasted_iota(jnp.int32, x.shape, dim)
+    return [jnp.where(position < jnp.int32(length) - offset, x, jnp.full((), value, x.dtype))]
+
+
+def _padded_type(x: core.ShapedArray, *, dim: int, size: int) -> list[core.ShapedArray]:
+    return [x.update(shape=(*x.shape[:dim], size, *x.shape[dim + 1 :]))]
+
+
+def _masked_type(
+    x: core.ShapedArray, *, dim: int, length: int, value: bool | int | float
+) -> list[core.ShapedArray]:
+    return [x]
+
+
+def _define() -> None:
+    kinds: tuple[tuple[Callable[..., list[jax.Array]], Callable[..., list[core.ShapedArray]], tuple], ...] = (
+        (run_pad, _padded_type, ("dim", "size")),
+        (run_mask, _masked_type, ("dim", "length", "value")),
+    )
+    for p, (run, types, names) in zip((pad_tail_p, mask_tail_p), kinds, strict=True):
+        p.def_impl(jax.jit(run, static_argnames=names))
+        p.def_abstract_eval(types)
+        mlir.register_lowering(p, mlir.lower_fun(run, multiple_results=True))
+
+
+_define()

@@ -1,0 +1,239 @@
+"""What padding at the end of a dimension means for each operator.
+
+A size that a cut does not divide is padded to one that divides. Elementwise work ignores what stands in the padding; a
+reduction needs the neutral element there; an index must not reach it. `padded_factors` says so for each factor of a rule,
+and leaves out the factors that cannot be padded: the sizes in a reshape that joins or splits the dimension, sorts,
+random bits, windows, and all operators whose function is the user's.
+
+>>> from jax import ShapeDtypeStruct as S
+>>> from jshard._rules.lookup import rules_for
+>>> op = OpView("reduce_max", {"axes": (1,)}, (S((4, 7), "float32"),), (S((4,), "float32"),))
+>>> for factor, padding in padded_factors(op, rules_for(op)[0]).items():
+...     print(op.ins[0].shape[factor], padding)
+4 PaddedFactor(masks=(), index=None)
+7 PaddedFactor(masks=((0, -inf),), index=None)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.lax import GatherScatterMode
+
+from jshard._core.jax_types import Params
+from jshard._program.pin_primitives import PIN_OPERAND
+from jshard._program.tail_primitives import MASK_TAIL
+from jshard._rules.registry import REGISTRY, OpView
+from jshard._rules.rule import Dims, Rule
+
+
+Scalar = bool | int | float
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexLimit:
+    """Indices that must stay below the true size of a dimension.
+
+    - `operand`: of the indices; `column`: along their last dimension, None where they are one scalar.
+    - `dropped`: what is out of range is dropped, or reads a fill value; else it stands for the last position.
+    """
+
+    operand: int
+    column: int | None
+    dropped: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class PaddedFactor:
+    """What padding of one factor needs.
+
+    `masks`: (operand, value) pairs: the operand must have the value in the padding. `index`: the limit of an index.
+    """
+
+    masks: tuple[tuple[int, Scalar], ...] = ()
+    index: IndexLimit | None = None
+
+
+IGNORED = PaddedFactor()
+
+# Dimensions with a factor of their own keep their place; blocked factors aside, the padding moves along.
+_MOVES = frozenset(
+    "broadcast_in_dim transpose squeeze expand_dims reshape rev tile stack unstack concatenate split pad iota slice "
+    "dynamic_slice optimization_barrier sort top_k pad_tail".split()
+)
+_REDUCTIONS = {
+    "reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min", "reduce_prod": "prod", "reduce_and": "and",
+    "reduce_or": "or", "reduce_xor": "or", "argmax": "max", "argmin": "min",
+}  # fmt: skip
+_CUMULATIVE = {
+    "cumsum": "sum",
+    "cumprod": "prod",
+    "cummax": "max",
+    "cummin": "min",
+    "cumlogsumexp": "max",
+}
+_SCATTERS = {
+    "scatter-add": "sum", "scatter-sub": "sum", "scatter-mul": "prod", "scatter-max": "max", "scatter-min": "min",
+    "scatter": "",
+}  # fmt: skip
+_KEEPS_ZERO = frozenset(
+    "neg copy copy_p convert_element_type transpose broadcast_in_dim reshape squeeze expand_dims real imag abs sign "
+    "stop_gradient name reduce_precision slice add add_any sub mul concatenate tanh sin sqrt square max min pad_tail "
+    "jshard_pin_result jshard_pin_operand jshard_own_result sharding_constraint jshard_module_output".split()
+)
+
+
+def neutral(reducer: str, dtype: np.dtype) -> Scalar | None:
+    """The neutral element of a reduction on a dtype; None if it has none."""
+    if reducer in ("sum", "or"):
+        return False if dtype == np.bool_ else 0
+    if reducer == "prod":
+        return 1
+    if reducer == "and":
+        return True if dtype == np.bool_ else -1 if jnp.issubdtype(dtype, jnp.signedinteger) else _last(dtype)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return None
+    sign = -1 if reducer == "max" else 1
+    if dtype == np.bool_:
+        return sign > 0
+    if jnp.issubdtype(dtype, jnp.floating):
+        has_infinity = bool(jnp.isinf(jnp.asarray(math.inf, dtype)))
+        return sign * math.inf if has_infinity else sign * float(jnp.finfo(dtype).max)
+    return _last(dtype) if sign > 0 else int(jnp.iinfo(dtype).min)
+
+
+def _last(dtype: np.dtype) -> int:
+    return int(jnp.iinfo(dtype).max)
+
+
+def padded_factors(op: OpView, rule: Rule) -> Mapping[int, PaddedFactor]:
+    """For each factor that may be padded what this needs. A factor that shares a dimension with another is never padded."""
+    if rule.opaque or any(jax.numpy.issubdtype(a.dtype, jax.dtypes.extended) for a in (*op.ins, *op.outs)):
+        return {}
+    meaning = _meaning(op)
+    if meaning is None:
+        return {}
+    alone = _alone(rule)
+    found = {f: meaning(op, rule, f) for f in sorted(alone) if rule.sizes[f] > 1}
+    return {f: m for f, m in found.items() if m is not None}
+
+
+def _alone(rule: Rule) -> set[int]:
+    tensors: Sequence[Dims] = (*rule.operands, *rule.results)
+    shared = {f for t in tensors for d in t if len(d) > 1 for f in d}
+    return {f for t in tensors for d in t for f in d} - shared
+
+
+def _meaning(op: OpView) -> Callable[[OpView, Rule, int], PaddedFactor | None] | None:
+    name, entry = op.primitive, REGISTRY.get(op.primitive)
+    if name in _MOVES or name in (PIN_OPERAND, MASK_TAIL):
+        return _moved
+    if name in _REDUCTIONS:
+        return _reduced
+    if name in _CUMULATIVE:
+        return _accumulated
+    if name in _SCATTERS:
+        return _scattered
+    own = {"dot_general": _contracted, "gather": _gathered, "dynamic_update_slice": _updated}
+    own["conv_general_dilated"] = _convolved
+    if name in own:
+        return own[name]
+    return _moved if entry is not None and entry.family in ("elementwise", "marks") else None
+
+
+def _moved(op: OpView, rule: Rule, f: int) -> PaddedFactor | None:
+    return None if f in rule.blocked else IGNORED
+
+
+def _reduced(op: OpView, rule: Rule, f: int) -> PaddedFactor | None:
+    if any((f,) == d for t in rule.results for d in t):
+        return IGNORED
+    value = neutral(_REDUCTIONS[op.primitive], op.ins[0].dtype)
+    return None if value is None else PaddedFactor(masks=((0, value),))
+
+
+def _accumulated(op: OpView, rule: Rule, f: int) -> PaddedFactor | None:
+    if rule.operands[0][op.params["axis"]] != (f,) or not op.params["reverse"]:
+        return IGNORED
+    value = neutral(_CUMULATIVE[op.primitive], op.ins[0].dtype)
+    return None if value is None else PaddedFactor(masks=((0, value),))
+
+
+def _contracted(op: OpView, rule: Rule, f: int) -> PaddedFactor | None:
+    if any((f,) == d for d in rule.results[0]):
+        return IGNORED
+    return PaddedFactor(masks=((0, 0), (1, 0)))
+
+
+def _convolved(op: OpView, rule: Rule, f: int) -> PaddedFactor | None:
+    # Batch and features only: the other dimensions are windows.
+    n, p = op.params["dimension_numbers"], op.params
+    if p["feature_group_count"] != 1 or p["batch_group_count"] != 1:
+        return None
+    if (f,) in (rule.operands[0][n.lhs_spec[0]], rule.operands[1][n.rhs_spec[0]]):
+        return IGNORED
+    return PaddedFactor(masks=((0, 0), (1, 0))) if (f,) == rule.operands[0][n.lhs_spec[1]] else None
+
+
+def _gathered(op: OpView, rule: Rule, f: int) -> PaddedFactor | None:
+    dims = rule.operands[0]
+    if f not in rule.reduction:
+        return IGNORED
+    d = dims.index((f,))
+    column = op.params["dimension_numbers"].start_index_map.index(d)
+    fills = op.params["mode"] == GatherScatterMode.FILL_OR_DROP
+    return PaddedFactor(index=IndexLimit(1, column, dropped=fills))
+
+
+def _scattered(op: OpView, rule: Rule, f: int) -> PaddedFactor | None:
+    into, updates = rule.operands[0], rule.operands[2]
+    if (f,) not in into:  # one of the updates' own dimensions: what is added must change nothing
+        reducer = _SCATTERS[op.primitive]
+        value = neutral(reducer, op.ins[2].dtype) if reducer else None
+        return None if value is None else PaddedFactor(masks=((2, value),))
+    if (f,) in updates:
+        return IGNORED
+    d = into.index((f,))
+    column = op.params["dimension_numbers"].scatter_dims_to_operand_dims.index(d)
+    return PaddedFactor(index=IndexLimit(1, column, dropped=op.params["mode"] != GatherScatterMode.CLIP))
+
+
+def _updated(op: OpView, rule: Rule, f: int) -> PaddedFactor | None:
+    if (f,) in rule.operands[1]:
+        return IGNORED
+    return PaddedFactor(index=IndexLimit(2 + rule.operands[0].index((f,)), None, dropped=False))
+
+
+def keeps_zero(op: OpView, zero: Sequence[bool]) -> bool:
+    """Whether the padding of a result is zero; `zero`: for each operand, whether its own is (scalars: never)."""
+    if op.primitive not in _KEEPS_ZERO or not any(zero):
+        return False
+    if op.primitive == "mul":
+        scalars = [x for x in op.literals if x is not None]
+        return all(zero) or (len(scalars) == 1 and bool(np.isfinite(np.asarray(scalars[0], np.complex128))))
+    return all(zero)
+
+
+def padded_params(op: OpView, ins: Sequence[Sequence[int]], outs: Sequence[Sequence[int]]) -> Params:
+    """The parameters of an operator whose operands and results have these shapes, after padding."""
+    name, p = op.primitive, dict(op.params)
+    if name in ("broadcast_in_dim", "iota"):
+        p["shape"] = tuple(outs[0])
+    elif name == "reshape":
+        p["new_sizes"] = tuple(outs[0])
+    elif name == "slice":
+        limits = zip(p["limit_indices"], op.ins[0].shape, ins[0], strict=True)
+        p["limit_indices"] = tuple(new if limit == old else limit for limit, old, new in limits)
+    elif name == "dynamic_slice":
+        p["slice_sizes"] = tuple(outs[0])
+    elif name == "gather":
+        sizes = zip(p["slice_sizes"], op.ins[0].shape, ins[0], strict=True)
+        p["slice_sizes"] = tuple(new if size == old != 1 else size for size, old, new in sizes)
+    elif name == "pad_tail":
+        p["size"] = outs[0][p["dim"]]
+    return p

@@ -1,0 +1,142 @@
+"""Laws of padding: a padded program computes what the program computes, on one device and on several.
+
+A seeded sample; `benchmarks/correctness/padding.py` runs all operators, sizes and numbers of devices.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jshard
+from jshard import _jaxcompat as compat
+from jshard._plan.padded_program import padded_program
+from jshard._plan.padding_classes import PaddingClasses
+from tests.helpers.rules_examples import EXAMPLES
+from tests.laws.padding_judge import PROGRAMS, judge
+from tests.laws.rules_validator import cases
+
+
+SEED = 20
+
+
+@pytest.fixture
+def _float64():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.mark.parametrize("name", ["reductions", "dots", "gathers", "scatters"])
+def test_operators_ignore_what_stands_in_the_padding(name: str) -> None:
+    fn, *args = EXAMPLES[name]()
+    found = cases(fn, *args)
+    verdicts = [judge(case) for case in random.Random(SEED).sample(found, min(3, len(found)))]
+    assert sum(v.tried for v in verdicts) > 0
+    assert [w for v in verdicts for w in v.wrong] == []
+
+
+def padded_everywhere(fn, args, multiple: int, size: int):
+    closed = jax.make_jaxpr(fn)(*args)
+    classes = PaddingClasses(closed, frozenset([size]))
+    sizes = {(c.size, c.number): -(-c.size // multiple) * multiple for c in classes.all()}
+    assert sizes
+    return compat.as_function(padded_program(closed, sizes, classes))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_values_and_gradients_of_a_padded_program(name: str, _float64: None) -> None:
+    n = random.Random(f"{SEED} {name}").choice([7, 13])
+    fn, *args = PROGRAMS[name](n)
+    step = jax.value_and_grad(fn, tuple(range(len(args))))
+    want = jax.tree.leaves(step(*args))
+    got = padded_everywhere(step, args, 8, n)(*args)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
+
+
+def training_step(w, e, ids):
+    def loss(w, e):
+        return -jnp.mean(jax.nn.log_softmax(jnp.tanh(e[ids] @ w) @ e.T)[:, 0])
+
+    value, (gw, ge) = jax.value_and_grad(loss, (0, 1))(w, e)
+    return value, w - 0.1 * gw, e - 0.1 * ge
+
+
+def eight_devices():
+    return jax.make_mesh((8,), ("x",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:8])
+
+
+def test_a_padded_training_step_emits_what_is_planned() -> None:
+    rng = np.random.default_rng(SEED)
+    w, e = rng.normal(size=(8, 8)).astype("float32"), rng.normal(size=(515, 8)).astype("float32")
+    args = (w, e, rng.integers(0, 515, 64))
+    step = jshard.shard(padded_everywhere(training_step, args, 8, 515), mesh=eight_devices(), level=1)
+    verification = step.plan(*args, verify=True).verification
+    assert verification is not None and verification.ok
+    for a, b in zip(step(*args), training_step(*args), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_plan_with_padding_is_saved_and_read(tmp_path: pathlib.Path) -> None:
+    def f(w, x):
+        return jnp.sum(jnp.tanh(x @ w)), w * 2
+
+    rng = np.random.default_rng(SEED)
+    w, x = rng.normal(size=(8, 515)).astype("float32"), rng.normal(size=(64, 8)).astype("float32")
+    step = jshard.shard(f, mesh=eight_devices(), level=1, config={"pad": True}, in_strategy=(None, (1, 1)))
+    plan = step.plan(w, x)
+    assert [(n, padded) for n, _, padded in plan.padding] == [(515, 520)]
+    assert "padded: 515 to 520 (0.97% padding)" in plan.steps
+    assert [row.shape for row in plan.outputs] == [(), (8, 515)]
+    plan.save(tmp_path / "plan.json")
+    again = jshard.shard(f, plan=jshard.Plan.load(tmp_path / "plan.json"), mesh=plan.jax_mesh)
+    for run in (step, again):
+        for a, b in zip(run(w, x), f(w, x), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_a_padded_function_keeps_its_derivative_rules() -> None:
+    @jax.custom_jvp
+    def twice(x):
+        return x * 1.0
+
+    twice.defjvp(lambda p, t: (twice(*p), 2.0 * t[0]))
+
+    def f(w, x):
+        return jnp.sum(twice(x @ w))
+
+    w, x = jnp.ones((8, 515)), jnp.ones((64, 8))
+    sharded = jshard.shard(f, mesh=eight_devices(), level=1, config={"pad": True}, in_strategy=(None, (1, 1)))
+    assert sharded.plan(w, x).padding
+    np.testing.assert_allclose(jax.grad(sharded)(w, x), jax.grad(f)(w, x))
+
+
+def head(w, x, labels):
+    logp = jax.nn.log_softmax((x @ w).astype(jnp.float32))
+    return -jnp.mean(jnp.take_along_axis(logp, labels[:, None], 1))
+
+
+def planned(words: int, **options):
+    shapes = [((512, words), jnp.bfloat16), ((64, 512), jnp.bfloat16), ((64,), jnp.int32)]
+    mesh = jshard.topology("v5e:4x4", {"x": 4, "y": 4}, compiles=False)
+    args = [jax.ShapeDtypeStruct(*s) for s in shapes]
+    return jshard.shard(head, mesh=mesh, level=2, **options).plan(*args)
+
+
+def test_a_vocabulary_that_does_not_divide_is_padded() -> None:
+    whole, padded = planned(50257, config={"pad": False}), planned(50257)
+    assert whole.padding == () and padded.padding == ((50257, 0, 50272),)
+    assert padded.cost.objective < 0.8 * whole.cost.objective
+    assert planned(50304).padding == ()
+
+
+def test_the_option_is_checked() -> None:
+    fix = 'config={"pad": False} to pad nothing, True to pad small tensors too; without it, large ones only'
+    with pytest.raises(jshard.ShardError, match="pad is a str, 'yes'") as caught:
+        jshard.shard(head, config={"pad": "yes"})
+    assert caught.value.fix == fix
