@@ -145,6 +145,36 @@ def ring_step(axes: Sequence[str], local_bytes: float, topology: Topology) -> Co
     return Collective("permute", tuple(axes), local_bytes, local_bytes * slope + topology.chip.startup + hops)
 
 
+def shift(axes: Sequence[str], distance: int, local_bytes: float, topology: Topology) -> Collective:
+    """A permute in which each device along `axes` sends its operand to the one `distance` on, and the last ones do not.
+
+    On a torus, messages of so many devices cross a link. Along several wires the messages of the ends of the inner ones
+    go back along them: around a ring, else past all devices of the line.
+
+    >>> from jshard._core import hardware
+    >>> from jshard._core.layout import MeshAxes
+    >>> from jshard._core.topology import from_mesh
+    >>> t = from_mesh(MeshAxes(("x",), (16,)), hardware.get("v5e"))
+    >>> print(shift(("x",), 1, 1e6, t), "|", shift(("x",), 2, 1e6, t))
+    permute[x] 1e+06 B 2.54e-05 s | permute[x] 1e+06 B 4.86e-05 s
+    """
+    wires = [w for tier in _tiers(axes[::-1], topology) for w in tier]  # minor axes first
+    if not wires:
+        return Collective("permute", tuple(axes), 0.0, 0.0)
+    if wires[0].kind == "shared":
+        return Collective(
+            "permute", tuple(axes), local_bytes, local_bytes / wires[0].bandwidth + wires[0].alpha
+        )
+    slope, alpha, inner = 0.0, 0.0, 1
+    for k, w in enumerate(wires):
+        hops = min(-(-distance // inner), w.size - 1)
+        steps = hops if k == len(wires) - 1 or w.wrap else w.size - 1
+        slope = max(slope, (hops if w.kind == "ici" else 1) / w.rate)
+        alpha += w.alpha * (steps if w.kind == "ici" else 1)
+        inner *= w.size
+    return Collective("permute", tuple(axes), local_bytes, local_bytes * slope + topology.chip.startup + alpha)
+
+
 def _tiers(axes: Sequence[str], topology: Topology) -> list[list[Wire]]:
     """The wires below a group by kind, from near to far; parts of one torus axis, or of one switch, are merged."""
     merged: dict[tuple[str, int], Wire] = {}

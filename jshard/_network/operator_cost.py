@@ -97,7 +97,8 @@ def operator_cost(
     # The function of `jshard.op(rule=...)` may compute more than its rule says.
     traced = max(1.0, _traced_work(op) / work if work else 1.0)
     local, work = local * traced, work * traced
-    busiest = local * busiest_share(rule, candidates.axis_codes, mesh) if rule.triangular else local
+    uneven = rule.triangular or any(cut.repeated for cut in rule.joint)
+    busiest = local * busiest_share(rule, candidates.axis_codes, mesh) if uneven else local
     seconds = np.maximum(busiest / rate, nbytes / chip.hbm_bandwidth)
     even = max(work / mesh.total / rate, sum(size for size, _ in tensors) / mesh.total / chip.hbm_bandwidth)
     replication = np.zeros(n)
@@ -137,6 +138,9 @@ def costed_internal_collectives(
     codes = np.array([c.axis_codes], dtype=np.int64)
     out = []
     for s in sent:
+        if s.hop is not None:
+            out.append((s, collectives.shift(s.axes, abs(s.hop), s.local_bytes, topology)))
+            continue
         if not s.ring:
             out.append((s, collectives.collective(s.kind, s.axes, s.local_bytes, topology)))
             continue

@@ -31,6 +31,7 @@ import numpy as np
 
 from jshard._core.layout import ArrayType, CollectiveKind, Layout, MeshAxes
 from jshard._jaxcompat import itemsize
+from jshard._rules.block_reads import BlockReads, exchange
 
 
 NONE = -1
@@ -72,6 +73,7 @@ class JointCut:
     - `major`: along a dimension, its axes must come before those of other cuts.
     - `alone`: no other cut of its factors is possible beside it.
     - `pieces`: each of its shards divides into so many equal pieces.
+    - `repeated`: (factor, points) a device computes so many points of a factor beside its share, at the edges of blocks.
     """
 
     name: str
@@ -80,6 +82,7 @@ class JointCut:
     major: bool = False
     alone: bool = False
     pieces: int = 1
+    repeated: tuple[int, int] | None = None
 
     @property
     def factors(self) -> tuple[int, ...]:
@@ -100,6 +103,8 @@ class InternalCollective:
     - `fraction`: of the shard, as much is sent.
     - `ring`: a permute to the next device, once for each of the others in the group; the local implementation computes
         on what it holds meanwhile.
+    - `reads`: the permutes that bring an operand's interval of dimension `dim` to each block (`block_reads.py`): one for
+        each piece. Of an operand with several, the later ones send what the earlier ones brought, too.
     """
 
     kind: CollectiveKind
@@ -110,6 +115,8 @@ class InternalCollective:
     over: int | None = None
     fraction: float = 1.0
     ring: bool = False
+    reads: BlockReads | None = None
+    dim: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,12 +129,14 @@ class Workspace:
     - `itemsize`: bytes of an element; of several equal arrays, of all.
     - `most`: per dimension the greatest length, 0 for none: loops over blocks have one block at a time.
     - `over`: axis codes of cuts, with any of which it exists; always, if there are none.
+    - `more`: per dimension, points beside the local length: edges of neighbours.
     """
 
     factors: tuple[int, ...]
     itemsize: float
     most: tuple[int, ...] = ()
     over: tuple[int, ...] = ()
+    more: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -383,7 +392,8 @@ def reduced_axes(rule: Rule, c: Candidate, mesh: MeshAxes) -> tuple[str, ...]:
 class SentCollective:
     """An internal collective under a candidate: over `axes`, of `local_bytes` per device, of a result or operand.
 
-    `count`: how often it runs in one run of the operator; `ring`: to the next device, while the operator computes.
+    `count`: how often it runs in one run of the operator; `ring`: to the next device, while the operator computes; `hop`:
+    a permute to the device at this distance, where there is one.
     """
 
     kind: CollectiveKind
@@ -393,6 +403,7 @@ class SentCollective:
     operand: int | None = None
     count: int = 1
     ring: bool = False
+    hop: int | None = None
 
 
 def internal_collectives(
@@ -422,11 +433,17 @@ def internal_collectives(
         )
     out, layouts = [], result_layouts(rule, c, mesh) if internal else ()
     operand_lays = operand_layouts(rule, c, mesh) if any(i.operand is not None for i in internal) else ()
+    extended: dict[int, list[int]] = {}  # operand -> local shape with the edges that arrived
     for one in internal:
         axes = mesh.names if one.all_axes else reduced if one.over is None else c.cut(one.over, mesh)
         n = mesh.size(*axes)
         if n > 1:
             k = one.operand
+            if one.reads is not None:
+                assert k is not None, "an exchange is of an operand"
+                shape = extended.setdefault(k, list(operand_lays[k].local_shape(operands[k].shape, mesh)))
+                out += _exchanged(one, tuple(axes), n, shape)
+                continue
             aval, layout = (
                 (results[one.result], layouts[one.result]) if k is None else (operands[k], operand_lays[k])
             )
@@ -436,6 +453,19 @@ def internal_collectives(
     return tuple(out)
 
 
+def _exchanged(
+    one: InternalCollective, axes: tuple[str, ...], n: int, shape: list[int]
+) -> list[SentCollective]:
+    """The permutes of an exchange; `shape` is that of the operand's block, and becomes that of what is read."""
+    assert one.reads is not None
+    e = exchange(one.reads, n)
+    row = float(one.itemsize) * math.prod(shape[: one.dim] + shape[one.dim + 1 :])
+    shape[one.dim] = e.length
+    return [
+        SentCollective(one.kind, axes, row * p.rows, one.result, one.operand, hop=p.hop) for p in e.pieces if p.pairs
+    ]
+
+
 def local_work(rule: Rule, axis_codes: np.ndarray, mesh: MeshAxes) -> np.ndarray:
     """(candidates,) arithmetic operations of one device under candidates given by their axis codes: an even share."""
     shards = np.where(axis_codes >= 0, np.array(mesh.sizes, dtype=np.int64), 1).prod(axis=1)
@@ -443,10 +473,20 @@ def local_work(rule: Rule, axis_codes: np.ndarray, mesh: MeshAxes) -> np.ndarray
 
 
 def busiest_share(rule: Rule, axis_codes: np.ndarray, mesh: MeshAxes) -> np.ndarray:
-    """(candidates,) the work of the busiest device over `local_work`: more than 1 where a triangle is cut."""
+    """(candidates,) the work of the busiest device over `local_work`.
+
+    More than 1 where a triangle is cut, and where devices repeat what is at the edges of blocks.
+    """
+    mesh_sizes = np.array(mesh.sizes, dtype=np.int64)
     triangular = np.isin(axis_codes, rule.triangular)
-    n = np.where(triangular, np.array(mesh.sizes, dtype=np.int64), 1).prod(axis=1)
-    return 2 - 1 / n
+    n = np.where(triangular, mesh_sizes, 1).prod(axis=1)
+    share = 2 - 1 / n
+    for k, cut in enumerate(rule.joint):
+        if cut.repeated is not None:
+            factor, points = cut.repeated
+            n = np.where(axis_codes == joint_code(rule, k), mesh_sizes, 1).prod(axis=1)
+            share = share * np.where(n > 1, 1 + points * n / rule.sizes[factor], 1.0)
+    return share
 
 
 def workspace_bytes(rule: Rule, axis_codes: np.ndarray, mesh: MeshAxes) -> np.ndarray:
@@ -459,8 +499,9 @@ def workspace_bytes(rule: Rule, axis_codes: np.ndarray, mesh: MeshAxes) -> np.nd
     length = np.array(rule.sizes, dtype=np.int64)[:, None] / shards
     for array in rule.workspace:
         nbytes = np.full(len(axis_codes), float(array.itemsize))
-        for f, most in zip(array.factors, array.most or (0,) * len(array.factors), strict=True):
-            nbytes *= np.minimum(length[f], most) if most else length[f]
+        none = (0,) * len(array.factors)
+        for f, most, more in zip(array.factors, array.most or none, array.more or none, strict=True):
+            nbytes *= (np.minimum(length[f], most) if most else length[f]) + more
         exists = (np.isin(axis_codes, array.over) & (mesh_sizes > 1)).any(axis=1) | (not array.over)
         total += np.where(exists, nbytes, 0.0)
     return total

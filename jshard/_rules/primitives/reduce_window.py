@@ -1,35 +1,64 @@
 """Window reductions and their gradients (pooling).
 
-Dimensions without windows, such as batch and features, may be sharded; adjacent windows are `(o k) -> o`. If windows
-overlap or are padded, a shard would need a halo of its neighbours, so the dimension is not sharded.
+Dimensions without windows, such as batch and features, may be sharded; adjacent windows are `(o k) -> o`. Dimensions
+with other windows are cut with a halo: the edges that a block's windows read are exchanged. In the gradient of a maximum
+each device repeats the windows at its edges, whose gradients go to two blocks.
 
 >>> from jax import ShapeDtypeStruct as S
 >>> p = dict(window_dimensions=(1, 2), window_strides=(1, 2), padding=((0, 0), (0, 0)))
 >>> print(reduce_window(OpView("reduce_window_max", p, (S((4, 8), "float32"),), (S((4, 4), "float32"),))))
 a (b c) -> a b
+>>> p = dict(window_dimensions=(1, 3), window_strides=(1, 1), padding=((0, 0), (1, 1)))
+>>> print(reduce_window(OpView("reduce_window_max", p, (S((4, 8), "float32"),), (S((4, 8), "float32"),))))
+a b -> a b  (halo: b)
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+from jshard._rules.block_reads import ReadsOfWindows, WindowReads
 from jshard._rules.factors import HALO, Factors, linear_sets
-from jshard._rules.registry import OpView, family
-from jshard._rules.rule import Dims, Rule
+from jshard._rules.halo import Halo, local_windows, with_halos
+from jshard._rules.neighbour_exchange import at_device, with_neighbours
+from jshard._rules.registry import LocalContext, OpView, block_index, family
+from jshard._rules.rule import WHOLE, Dims, JointCut, Rule
 
 
 rule = family("window")
 
 
-def _dims(
-    op: OpView, big: tuple[int, ...], small: tuple[int, ...]
-) -> tuple[Factors, Dims, Dims, tuple[int, ...]]:
-    """Dimensions of the tensor with windows, of the one with a value per window, and the blocked factors."""
-    p, f = op.params, Factors()
-    ones = (1,) * len(big)
-    base, dilation = p.get("base_dilation", ones), p.get("window_dilation", ones)
-    many, one, blocked = [], [], []
+@dataclasses.dataclass(frozen=True)
+class _Windows:
+    """The factors of a window operator.
+
+    - `many`, `one`: dimensions of the tensor with windows, and of the one with a value per window.
+    - `overlapping`: (dimension, its factor in `many`, its factor in `one`) of windows that a halo allows to cut.
+    - `work`: operations per point, since some factors are no loop indices of their own.
+    """
+
+    sizes: tuple[int, ...]
+    many: Dims
+    one: Dims
+    blocked: tuple[int, ...]
+    overlapping: tuple[tuple[int, int, int], ...]
+    work: float
+
+
+def _windows(op: OpView, big: tuple[int, ...], small: tuple[int, ...]) -> _Windows:
+    """The factors, given the shape of the tensor with windows and of the one with a value per window."""
+    f = Factors()
+    many, one, blocked, overlapping, work = [], [], [], [], 1.0
     for d, (m, n) in enumerate(zip(big, small, strict=True)):
-        size, stride = p["window_dimensions"][d], p["window_strides"][d]
-        plain = tuple(p["padding"][d]) == (0, 0) and base[d] == dilation[d] == 1
+        size, stride, padding, base, dilation = _window(op, d)
+        plain = padding == (0, 0) and base == dilation == 1
         if plain and size == stride and m == n * size and n > 0:
             place = f.new(n)
             one.append((place,))
@@ -37,41 +66,155 @@ def _dims(
             many.append((place, *window))
             blocked += window
         else:
-            # Factors without a dimension, so that the work counts every element of every window.
-            place, window = f.new(n), (f.new(size),)
-            blocked += [place, *window]
+            # A factor without a dimension, so that the work counts every element of every window.
+            place, window = f.new(n), f.new(size)
+            position = place
+            if m != n:
+                position, work = f.new(m), work / max(1, m)
+            blocked += list(dict.fromkeys((place, window, position)))
             one.append((place,))
-            many.append(())
-    return f, tuple(many), tuple(one), tuple(blocked)
+            many.append((position,))
+            if min(m, n) > 0:
+                overlapping.append((d, position, place))
+    return _Windows(f.sizes, tuple(many), tuple(one), tuple(blocked), tuple(overlapping), work)
 
 
-@rule("reduce_window_sum", "reduce_window_max", "reduce_window_min", "reduce_window")
-def reduce_window(op: OpView) -> Rule:
-    """One result per window; `reduce_window` takes several operands and their initial scalars."""
-    f, many, one, blocked = _dims(op, op.ins[0].shape, op.outs[0].shape)
-    n = len(op.outs)
-    return Rule(
-        (many,) * n + ((),) * (len(op.ins) - n), (one,) * n, f.sizes, blocked=blocked,
-        linear=linear_sets(op, (0,)) if op.primitive == "reduce_window_sum" else (), note=HALO,
+def _window(op: OpView, d: int) -> tuple[int, int, tuple[int, int], int, int]:
+    """Size, stride, padding, base dilation and window dilation along a dimension."""
+    p = op.params
+    base, dilation = p.get("base_dilation"), p.get("window_dilation")
+    return (
+        p["window_dimensions"][d], p["window_strides"][d], tuple(p["padding"][d]),
+        base[d] if base else 1, dilation[d] if dilation else 1,
     )  # fmt: skip
 
 
-@rule("select_and_scatter_add")
+def _reads(op: OpView, d: int, size: int, places: int) -> WindowReads:
+    """What the windows of blocks of the result read."""
+    window, stride, (low, _), base, dilation = _window(op, d)
+    return WindowReads(size, places, stride, low, (window - 1) * dilation, base)
+
+
+def _with_halos(op: OpView, r: Rule, w: _Windows, windowed: tuple[int, ...]) -> Rule:
+    """The rule with a halo for each dimension with overlapping windows, of the operands `windowed`."""
+    halos = []
+    for d, position, place in w.overlapping:
+        _, _, padding, base, _ = _window(op, d)
+        if op.primitive == "reduce_window" and (padding != (0, 0) or base != 1):
+            continue  # what the user's function makes of elements outside the tensor is the compiler's choice
+        reads = _reads(op, d, op.ins[windowed[0]].shape[d], op.outs[0].shape[d])
+        carried = tuple(position if i in windowed else WHOLE for i in range(len(op.ins)))
+        cut = JointCut("halo", carried, (place,) * len(op.outs))
+        halos.append(Halo(cut, tuple((i, d, reads) for i in windowed)))
+    return with_halos(r, op.ins, halos)
+
+
+def _identity(op: OpView) -> float | int | None:
+    """What outside the tensor changes no maximum or minimum; None for sums, which zeros do not change."""
+    takes_max = op.primitive == "reduce_window_max" or "ge" in str(op.params.get("select_prim", ""))
+    takes_min = op.primitive == "reduce_window_min" or "le" in str(op.params.get("select_prim", ""))
+    if not (takes_max or takes_min):
+        return None
+    dtype = op.ins[-1].dtype
+    if dtype == bool:
+        return bool(takes_min)
+    if jnp.issubdtype(dtype, jnp.floating):
+        return float("-inf" if takes_max else "inf")
+    return int(jnp.iinfo(dtype).min if takes_max else jnp.iinfo(dtype).max)
+
+
+def _reduce_local(ctx: LocalContext, *operands: jax.Array) -> Sequence[jax.Array]:
+    """The windows of this device's block, applied to what they read; no padding is left along a cut."""
+    if not ctx.rule.internal:
+        return ctx.bind(*operands)
+    op, n = ctx.op, len(ctx.op.outs)
+    fills: list[ArrayLike | None] = [_identity(op)] * n
+    if op.primitive == "select_and_gather_add":
+        n, fills = 2, [None, _identity(op)]
+    blocks = with_neighbours(ctx, operands, fills)
+    ones = (1,) * len(op.ins[0].shape)
+    padding, base = list(op.params["padding"]), list(op.params.get("base_dilation") or ones)
+    for one in ctx.rule.internal:
+        assert one.over is not None and one.operand is not None and isinstance(one.reads, WindowReads)
+        axes, k = ctx.axes(one.over), one.operand
+        if ctx.mesh.size(*axes) > 1:
+            fill = fills[k] if fills[k] is not None else 0
+            blocks[k], padding[one.dim], base[one.dim] = local_windows(
+                blocks[k], one.dim, one.reads, axes, ctx.mesh, fill
+            )
+    changed: dict[str, object] = {"padding": tuple(padding)}
+    if "base_dilation" in op.params:
+        changed["base_dilation"] = tuple(base)
+    return ctx.bind(*blocks[:n], *operands[n:], **changed)
+
+
+@rule("reduce_window_sum", "reduce_window_max", "reduce_window_min", "reduce_window", local=_reduce_local)
+def reduce_window(op: OpView) -> Rule:
+    """One result per window; `reduce_window` takes several operands and their initial scalars."""
+    w = _windows(op, op.ins[0].shape, op.outs[0].shape)
+    n = len(op.outs)
+    r = Rule(
+        (w.many,) * n + ((),) * (len(op.ins) - n), (w.one,) * n, w.sizes, blocked=w.blocked, work=w.work,
+        linear=linear_sets(op, (0,)) if op.primitive == "reduce_window_sum" else (), note=HALO,
+    )  # fmt: skip
+    return _with_halos(op, r, w, tuple(range(n)))
+
+
+def _scatter_local(ctx: LocalContext, source: jax.Array, operand: jax.Array) -> Sequence[jax.Array]:
+    """All windows that reach into this device's block, then the gradients of the block alone."""
+    if not ctx.rule.internal:
+        return ctx.bind(source, operand)
+    source, operand = with_neighbours(ctx, [source, operand], [None, _identity(ctx.op)])
+    padding = list(ctx.op.params["padding"])
+    cuts = []
+    for one in ctx.rule.internal:
+        assert one.over is not None and one.reads is not None
+        axes = ctx.axes(one.over)
+        if one.operand == 1 and ctx.mesh.size(*axes) > 1:
+            padding[one.dim] = (0, 0)
+            cuts.append((one.dim, one.reads, axes))
+    (found,) = ctx.bind(source, operand, padding=tuple(padding))
+    for dim, reads, axes in cuts:
+        n = ctx.mesh.size(*axes)
+        block = ctx.op.ins[1].shape[dim] // n
+        starts = (block * np.arange(n) - reads.starts(n)).tolist()
+        start = at_device(starts, block_index(axes, ctx.mesh))
+        found = lax.dynamic_slice_in_dim(found, start, block, dim)
+    return [found]
+
+
+@rule("select_and_scatter_add", local=_scatter_local)
 def select_and_scatter_add(op: OpView) -> Rule:
     """`(source, operand) -> like operand`: each window's gradient goes to its chosen element."""
-    f, many, one, blocked = _dims(op, op.ins[1].shape, op.ins[0].shape)
-    return Rule((one, many), (many,), f.sizes, blocked=blocked, linear=linear_sets(op, (0,)), note=HALO)
+    w = _windows(op, op.ins[1].shape, op.ins[0].shape)
+    r = Rule(
+        (w.one, w.many), (w.many,), w.sizes, blocked=w.blocked, work=w.work, linear=linear_sets(op, (0,)), note=HALO
+    )
+    halos = []
+    for d, position, place in w.overlapping:
+        size, stride, (low, _), _, _ = _window(op, d)
+        windows = WindowReads(
+            op.ins[0].shape[d], op.ins[1].shape[d], 1, size - 1 - low, size - 1, base=stride
+        )
+        reads = ReadsOfWindows(op.ins[1].shape[d], windows, stride, low, size - 1)
+        repeated = (place, max(0, windows.length(2) - windows.size // 2))
+        cut = JointCut("halo", (place, position), (position,), repeated=repeated)
+        halos.append(Halo(cut, ((0, d, windows), (1, d, reads))))
+    return with_halos(r, op.ins, halos)
 
 
-@rule("select_and_gather_add")
+@rule("select_and_gather_add", local=_reduce_local)
 def select_and_gather_add(op: OpView) -> Rule:
     """`(tangents, operand) -> one per window`: the tangent of each window's chosen element."""
-    f, many, one, blocked = _dims(op, op.ins[1].shape, op.outs[0].shape)
-    return Rule((many, many), (one,), f.sizes, blocked=blocked, linear=linear_sets(op, (0,)), note=HALO)
+    w = _windows(op, op.ins[1].shape, op.outs[0].shape)
+    r = Rule(
+        (w.many, w.many), (w.one,), w.sizes, blocked=w.blocked, work=w.work, linear=linear_sets(op, (0,)), note=HALO
+    )
+    return _with_halos(op, r, w, (0, 1))
 
 
 @rule("select_and_scatter")
 def select_and_scatter(op: OpView) -> Rule:
     """`(operand, source, init) -> like operand`, by a function of the user's."""
-    f, many, one, blocked = _dims(op, op.ins[0].shape, op.ins[1].shape)
-    return Rule((many, one, ()), (many,), f.sizes, blocked=blocked, note=HALO)
+    w = _windows(op, op.ins[0].shape, op.ins[1].shape)
+    return Rule((w.many, w.one, ()), (w.many,), w.sizes, blocked=w.blocked, work=w.work, note=HALO)
