@@ -67,13 +67,14 @@ class LocalInterpreter:
         self.row_major_updates = memory_layout(self.program, self.assignment.topology.chip).row_major_updates
         self.constants: Env = {}  # captured arrays, which every body may read
         self.barriers = SegmentBarriers(self.assignment)
+        self.exchanged: set[Value] = set()  # values of which an operator before has exchanged edges
         self.trip_counter: jax.Array | None = (
             None  # trips so far, in a loop some of whose actions must not be hoisted
         )
 
     def run_program(self, env: Env) -> None:
         """Run the whole program; `env` has the blocks of its arguments and captured arrays."""
-        self.last_written = None
+        self.last_written, self.exchanged = None, set()
         self.constants = {value: x for value, x in env.items() if self._is_constant(value[0])}
         for action in self.schedule.actions:
             self._run_action(action, env)
@@ -162,6 +163,7 @@ class LocalInterpreter:
             operands[0] = env[
                 action.reads[0]
             ]  # a slice of a stack is updated, or read in parts, inside the stack
+        operands = self._exchanged_anew(action, operands)
         if self.vma and op.primitive not in _CASTS_OWN_OPERANDS:
             operands = [*compat.to_common_vma([materialized(x) for x in operands])]
         results = self._bind_local(action, operands)
@@ -175,6 +177,26 @@ class LocalInterpreter:
                     fix="correct the rule or its local function; the operator's layouts are " + str(layout),
                 )
             env[tensor, layout] = x
+
+    def _exchanged_anew(
+        self, action: RunOperator, operands: list[ArrayLike | Local]
+    ) -> list[ArrayLike | Local]:
+        """Operands whose edges the operator exchanges, behind a barrier if another exchanged those of the same value.
+
+        Compilers would merge the permutes, which the plan counts for each operator.
+        """
+        rule = self.assignment.states[action.op].rule
+        if self.vma or not action.collective_ids:
+            return operands
+        for k in sorted({one.operand for one in rule.internal if one.reads is not None and one.operand is not None}):
+            value = action.reads[k]
+            if isinstance(value, Literal):
+                continue
+            if value in self.exchanged:
+                x, *_ = lax.optimization_barrier(tuple(map(materialized, (operands[k], *operands))))
+                operands[k] = x
+            self.exchanged.add(value)
+        return operands
 
     def _bind_local(self, action: RunOperator, operands: Sequence[ArrayLike | Local]) -> Sequence[Local]:
         """The results of an operator: by its local function, as traced if it has no rule, else by its primitive."""

@@ -35,6 +35,7 @@ from jshard._rules.rule import (
     busiest_share,
     internal_collectives,
     local_work,
+    workspace_bytes,
 )
 
 
@@ -100,6 +101,9 @@ def operator_cost(
     uneven = rule.triangular or any(cut.repeated for cut in rule.joint)
     busiest = local * busiest_share(rule, candidates.axis_codes, mesh) if uneven else local
     seconds = np.maximum(busiest / rate, nbytes / chip.hbm_bandwidth)
+    if any(one.reads for one in rule.internal):  # blocks are copied, with the edges that arrive
+        copied = workspace_bytes(rule, candidates.axis_codes, mesh)
+        seconds += 2 * copied / chip.hbm_bandwidth
     even = max(work / mesh.total / rate, sum(size for size, _ in tensors) / mesh.total / chip.hbm_bandwidth)
     replication = np.zeros(n)
     if price:

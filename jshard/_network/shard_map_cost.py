@@ -96,7 +96,12 @@ def shard_map_cost(jaxpr: Jaxpr | ClosedJaxpr, topology: Topology) -> ShardMapCo
         for a in op.operands if axes else ():
             aval = a.aval if isinstance(a, Literal) else program.tensors[a]
             nbytes = math.prod(aval.shape) * (aval.itemsize if isinstance(aval, Tensor) else 4)
-            sent = collectives.collective(kind, axes, nbytes, topology)
+            distance = _distance(op, topology.mesh.size(*axes)) if kind == "permute" else None
+            sent = (
+                collectives.collective(kind, axes, nbytes, topology)
+                if distance is None
+                else collectives.shift(axes, distance, nbytes, topology)
+            )
             user_collectives.append(
                 UserCollective(
                     sent, op.repeat, tuple(aval.shape), str(aval.dtype), op.id in program.in_unbounded_loops
@@ -135,6 +140,13 @@ def _collective(op: Operator, mesh: MeshAxes) -> tuple[CollectiveKind | None, tu
     axes = (axes,) if isinstance(axes, str) else tuple(a for a in axes if isinstance(a, str))
     # Axes of size one are not in `mesh`.
     return _KIND_OF_PRIMITIVE[name], tuple(a for a in mesh.names if a in axes)
+
+
+def _distance(op: Operator, n: int) -> int | None:
+    """How far a permute over n devices sends, the same for all and without going round; None for others."""
+    pairs = op.equation.params.get("perm", ())
+    distances = {int(j) - int(i) for i, j in pairs}
+    return abs(distances.pop()) if len(distances) == 1 and 0 < len(pairs) < n else None
 
 
 def _roofline(
