@@ -172,7 +172,9 @@ def shift(axes: Sequence[str], distance: int, local_bytes: float, topology: Topo
         slope = max(slope, (hops if w.kind == "ici" else 1) / w.rate)
         alpha += w.alpha * (steps if w.kind == "ici" else 1)
         inner *= w.size
-    return Collective("permute", tuple(axes), local_bytes, local_bytes * slope + topology.chip.startup + alpha)
+    return Collective(
+        "permute", tuple(axes), local_bytes, local_bytes * slope + topology.chip.startup + alpha
+    )
 
 
 def _tiers(axes: Sequence[str], topology: Topology) -> list[list[Wire]]:

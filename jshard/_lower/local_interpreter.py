@@ -188,7 +188,9 @@ class LocalInterpreter:
         rule = self.assignment.states[action.op].rule
         if self.vma or not action.collective_ids:
             return operands
-        for k in sorted({one.operand for one in rule.internal if one.reads is not None and one.operand is not None}):
+        for k in sorted(
+            {one.operand for one in rule.internal if one.reads is not None and one.operand is not None}
+        ):
             value = action.reads[k]
             if isinstance(value, Literal):
                 continue

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from jshard._core.jax_types import ClosedJaxpr
-from jshard._core.layout import ArrayType
+from jshard._core.layout import ArrayType, MeshAxes
 from jshard._core.topology import Topology
 from jshard._cost import collectives, roofline
 from jshard._cost.collectives import Collective
@@ -31,12 +31,11 @@ from jshard._rules.registry import OpView
 from jshard._rules.rule import (
     Candidate,
     Rule,
-    SentCollective,
     busiest_share,
-    internal_collectives,
     local_work,
     workspace_bytes,
 )
+from jshard._rules.sent_collectives import SentCollective, internal_collectives
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -101,9 +100,7 @@ def operator_cost(
     uneven = rule.triangular or any(cut.repeated for cut in rule.joint)
     busiest = local * busiest_share(rule, candidates.axis_codes, mesh) if uneven else local
     seconds = np.maximum(busiest / rate, nbytes / chip.hbm_bandwidth)
-    if any(one.reads for one in rule.internal):  # blocks are copied, with the edges that arrive
-        copied = workspace_bytes(rule, candidates.axis_codes, mesh)
-        seconds += 2 * copied / chip.hbm_bandwidth
+    seconds += _copied_bytes(candidates, mesh) / chip.hbm_bandwidth
     even = max(work / mesh.total / rate, sum(size for size, _ in tensors) / mesh.total / chip.hbm_bandwidth)
     replication = np.zeros(n)
     if price:
@@ -115,6 +112,17 @@ def operator_cost(
         internal_collectives=_internal_collective_seconds(candidates, op, topology),
         replication_price=replication,
     )
+
+
+def _copied_bytes(candidates: CandidateSet, mesh: MeshAxes) -> np.ndarray:
+    """Bytes read and written to put blocks and the edges that arrive together, once for each dimension."""
+    rule, codes = candidates.rule, candidates.axis_codes
+    cuts = {one.over for one in rule.internal if one.reads is not None}
+    if not cuts:
+        return np.zeros(len(candidates))
+    longer = np.array(mesh.sizes, dtype=np.int64) > 1
+    times = sum(((codes == over) & longer).any(axis=1).astype(np.int64) for over in cuts)
+    return 2 * workspace_bytes(rule, codes, mesh) * times
 
 
 def _internal_collective_seconds(candidates: CandidateSet, op: OpView, topology: Topology) -> np.ndarray:

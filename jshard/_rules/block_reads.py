@@ -6,7 +6,7 @@ device holds: its own block and edges of its neighbours' (a halo). The same is t
 Idea.  The interval is static for each block, so the whole exchange is: which device sends which rows to which. Where the
 intervals lie alike in all blocks, neighbours at each distance exchange one edge; a window wider than a block takes
 several. Otherwise rows lie at positions that depend on the device, and distances with disjoint devices share a permute.
-Costs (`rule.internal_collectives`) and local implementations (`neighbour_exchange.py`) both read the same `Exchange`.
+Costs (`sent_collectives.py`) and local implementations (`neighbour_exchange.py`) both read the same `Exchange`.
 
 Worked case.  A window of 3 points with padding 1 over 16 rows on 4 devices: block j reads rows 4 j - 1 to 4 j + 4.
 
@@ -148,9 +148,7 @@ def exchange(reads: BlockReads, n: int) -> Exchange:
     block, starts, length = reads.size // n, reads.starts(n), reads.length(n)
     relative = starts - block * np.arange(n)
     aligned = bool((relative == relative[0]).all())
-    pieces = (
-        _aligned(int(relative[0]), length, block, n) if aligned else _unaligned(starts, length, block, n)
-    )
+    pieces = _aligned(int(relative[0]), length, block, n) if aligned else _unaligned(starts, length, block, n)
     return Exchange(block, length, tuple(starts.tolist()), aligned, pieces)
 
 

@@ -10,7 +10,8 @@ adds to a rule the cuts, the permutes that they send (`block_reads.py`) and the 
 >>> print(found)
 a -> a  (halo: a)
 >>> from jshard._core.layout import MeshAxes
->>> from jshard._rules.rule import Candidate, internal_collectives
+>>> from jshard._rules.rule import Candidate
+>>> from jshard._rules.sent_collectives import internal_collectives
 >>> sent = internal_collectives(found, Candidate((joint_code(found, 0),)), MeshAxes(("x",), (4,)), [x], [x])
 >>> [(s.kind, s.hop, s.local_bytes) for s in sent]
 [('permute', -1, 4.0), ('permute', 1, 4.0)]

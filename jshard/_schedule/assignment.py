@@ -17,7 +17,8 @@ from jshard._cost.resharding import ReshardStep, cheapest_steps
 from jshard._network.allreduce_combining import combinable_sums
 from jshard._network.candidates import CandidateSet
 from jshard._program.graph import Program
-from jshard._rules.rule import Candidate, SentCollective, internal_collectives, workspace_bytes
+from jshard._rules.rule import Candidate, workspace_bytes
+from jshard._rules.sent_collectives import SentCollective, internal_collectives
 
 
 Value = tuple[int, Layout]  # a tensor in a layout

@@ -28,7 +28,7 @@ from jshard._network.candidates import CandidateCache
 from jshard._plan.schedule_cost import collective_rows
 from jshard._program.graph import Literal, Program
 from jshard._program.trace import build
-from jshard._rules.rule import internal_collectives
+from jshard._rules.sent_collectives import internal_collectives
 from jshard._schedule.schedule import Assignment, schedule
 from jshard._verify import Predicted, Verification, compare, read_program
 from tests.laws.rules_validator import _QUICK, MESHES, Case

@@ -17,7 +17,8 @@ import jshard
 from jshard._core.layout import MeshAxes
 from jshard._rules.lookup import rules_for
 from jshard._rules.registry import REGISTRY, OpView
-from jshard._rules.rule import Candidate, internal_collectives
+from jshard._rules.rule import Candidate
+from jshard._rules.sent_collectives import internal_collectives
 from tests.helpers import rules_examples
 from tests.helpers.collective_programs import PROGRAMS
 from tests.laws import rules_bytes, rules_validator

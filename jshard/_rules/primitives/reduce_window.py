@@ -116,7 +116,7 @@ def _identity(op: OpView) -> float | int | None:
     if not (takes_max or takes_min):
         return None
     dtype = op.ins[-1].dtype
-    if dtype == bool:
+    if jnp.issubdtype(dtype, jnp.bool_):
         return bool(takes_min)
     if jnp.issubdtype(dtype, jnp.floating):
         return float("-inf" if takes_max else "inf")
@@ -132,13 +132,15 @@ def _reduce_local(ctx: LocalContext, *operands: jax.Array) -> Sequence[jax.Array
     if op.primitive == "select_and_gather_add":
         n, fills = 2, [None, _identity(op)]
     blocks = with_neighbours(ctx, operands, fills)
-    ones = (1,) * len(op.ins[0].shape)
-    padding, base = list(op.params["padding"]), list(op.params.get("base_dilation") or ones)
+    ndim = len(op.ins[0].shape)
+    padding = [_window(op, d)[2] for d in range(ndim)]
+    base = [_window(op, d)[3] for d in range(ndim)]
     for one in ctx.rule.internal:
         assert one.over is not None and one.operand is not None and isinstance(one.reads, WindowReads)
         axes, k = ctx.axes(one.over), one.operand
         if ctx.mesh.size(*axes) > 1:
-            fill = fills[k] if fills[k] is not None else 0
+            between = fills[k]
+            fill = 0 if between is None else between
             blocks[k], padding[one.dim], base[one.dim] = local_windows(
                 blocks[k], one.dim, one.reads, axes, ctx.mesh, fill
             )
@@ -188,7 +190,13 @@ def select_and_scatter_add(op: OpView) -> Rule:
     """`(source, operand) -> like operand`: each window's gradient goes to its chosen element."""
     w = _windows(op, op.ins[1].shape, op.ins[0].shape)
     r = Rule(
-        (w.one, w.many), (w.many,), w.sizes, blocked=w.blocked, work=w.work, linear=linear_sets(op, (0,)), note=HALO
+        (w.one, w.many),
+        (w.many,),
+        w.sizes,
+        blocked=w.blocked,
+        work=w.work,
+        linear=linear_sets(op, (0,)),
+        note=HALO,
     )
     halos = []
     for d, position, place in w.overlapping:
@@ -208,7 +216,13 @@ def select_and_gather_add(op: OpView) -> Rule:
     """`(tangents, operand) -> one per window`: the tangent of each window's chosen element."""
     w = _windows(op, op.ins[1].shape, op.outs[0].shape)
     r = Rule(
-        (w.many, w.many), (w.one,), w.sizes, blocked=w.blocked, work=w.work, linear=linear_sets(op, (0,)), note=HALO
+        (w.many, w.many),
+        (w.one,),
+        w.sizes,
+        blocked=w.blocked,
+        work=w.work,
+        linear=linear_sets(op, (0,)),
+        note=HALO,
     )
     return _with_halos(op, r, w, (0, 1))
 
