@@ -117,12 +117,14 @@ def operator_cost(
 def _copied_bytes(candidates: CandidateSet, mesh: MeshAxes) -> np.ndarray:
     """Bytes read and written to put blocks and the edges that arrive together, once for each dimension."""
     rule, codes = candidates.rule, candidates.axis_codes
-    cuts = {one.over for one in rule.internal if one.reads is not None}
+    cuts = {one.over: one.added for one in rule.internal if one.reads is not None}
     if not cuts:
         return np.zeros(len(candidates))
     longer = np.array(mesh.sizes, dtype=np.int64) > 1
-    times = sum(((codes == over) & longer).any(axis=1).astype(np.int64) for over in cuts)
-    return 2 * workspace_bytes(rule, codes, mesh) * times
+    used = {over: ((codes == over) & longer).any(axis=1) for over in cuts}
+    times = np.sum([u.astype(np.int64) for u in used.values()], axis=0)
+    alone = (times == 1) & np.any([used[over] & added for over, added in cuts.items()], axis=0)
+    return 2 * workspace_bytes(rule, codes, mesh) * np.where(alone, 0, times)
 
 
 def _internal_collective_seconds(candidates: CandidateSet, op: OpView, topology: Topology) -> np.ndarray:

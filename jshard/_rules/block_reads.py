@@ -82,6 +82,24 @@ class WindowReads:
         """(n,) positions before the first element that each block reads, less than `base`."""
         return self.base * self.starts(n) - self._first(n)
 
+    @property
+    def regular(self) -> bool:
+        """Whether the intervals lie alike in all blocks, however many there are."""
+        return self.size * self.base == self.points * self.stride
+
+    def reading(self, n: int, piece: Piece) -> range:
+        """The points of a block that read a piece of its interval, where the intervals lie alike."""
+        first = int(self.phases(n)[0]) + self.base * piece.places[0]
+        last = first + self.base * (piece.rows - 1)
+        return range(
+            max(0, -((self.span - first) // self.stride)),
+            min(self.points // n - 1, last // self.stride) + 1,
+        )
+
+    def edge_points(self, n: int) -> int:
+        """Points of a block that read what others send, counted once for each piece."""
+        return sum(len(self.reading(n, p)) for p in exchange(self, n).pieces if p.pairs)
+
     def _first(self, n: int) -> np.ndarray:
         return self.stride * (self.points // n) * np.arange(n, dtype=np.int64) - self.low
 

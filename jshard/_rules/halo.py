@@ -41,6 +41,7 @@ class Halo:
 
     cut: JointCut
     reads: tuple[tuple[int, int, BlockReads], ...]
+    added: bool = False  # `InternalCollective.added`
 
 
 def with_halos(rule: Rule, operands: Sequence[ArrayType], halos: Sequence[Halo]) -> Rule:
@@ -49,7 +50,15 @@ def with_halos(rule: Rule, operands: Sequence[ArrayType], halos: Sequence[Halo])
     first = len(rule.joint)
     codes = [joint_code(rule, first + i) for i in range(len(halos))]
     sent = [
-        InternalCollective("permute", itemsize(operands[k].dtype), operand=k, over=code, reads=reads, dim=dim)
+        InternalCollective(
+            "permute",
+            itemsize(operands[k].dtype),
+            operand=k,
+            over=code,
+            reads=reads,
+            dim=dim,
+            added=halo.added,
+        )
         for code, halo in zip(codes, halos, strict=True)
         for k, dim, reads in halo.reads
     ]

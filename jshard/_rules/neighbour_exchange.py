@@ -69,9 +69,18 @@ def read_interval(
     - `axes`: mesh axes that cut the dimension, major first.
     - `scope`: the name scope of the k-th permute.
     """
-    n = mesh.size(*axes)
-    e = exchange(reads, n)
-    device = block_index(axes, mesh)
+    e, device = exchange(reads, mesh.size(*axes)), block_index(axes, mesh)
+    arrived = received_pieces(x, dim, reads, axes, mesh, scope)
+    if e.aligned:
+        return arrived[0] if len(arrived) == 1 else jnp.concatenate(compat.to_common_vma(arrived), dim)
+    return _placed(arrived, dim, e, device)
+
+
+def received_pieces(
+    x: jax.Array, dim: int, reads: BlockReads, axes: Sequence[str], mesh: MeshAxes, scope: Scope
+) -> list[jax.Array]:
+    """The pieces of the exchange, as they arrive at this device; its own rows among them."""
+    e, device = exchange(reads, mesh.size(*axes)), block_index(axes, mesh)
     arrived, number = [], 0
     for piece in e.pieces:
         part = _rows(x, dim, piece, device)
@@ -80,9 +89,7 @@ def read_interval(
                 part = lax.ppermute(part, tuple(axes), piece.pairs)
             number += 1
         arrived.append(part)
-    if e.aligned:
-        return arrived[0] if len(arrived) == 1 else jnp.concatenate(compat.to_common_vma(arrived), dim)
-    return _placed(arrived, dim, e, device)
+    return arrived
 
 
 def _rows(x: jax.Array, dim: int, piece: Piece, device: Index) -> jax.Array:

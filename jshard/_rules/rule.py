@@ -72,6 +72,7 @@ class JointCut:
     - `major`: along a dimension, its axes must come before those of other cuts.
     - `alone`: no other cut of its factors is possible beside it.
     - `pieces`: each of its shards divides into so many equal pieces.
+    - `least`: each of its shards has at least so many points.
     - `repeated`: (factor, points) a device computes so many points of a factor beside its share, at the edges of blocks.
     """
 
@@ -81,6 +82,7 @@ class JointCut:
     major: bool = False
     alone: bool = False
     pieces: int = 1
+    least: int = 1
     repeated: tuple[int, int] | None = None
 
     @property
@@ -104,6 +106,9 @@ class InternalCollective:
         on what it holds meanwhile.
     - `reads`: the permutes that bring an operand's interval of dimension `dim` to each block (`block_reads.py`): one for
         each piece. Of an operand with several, the later ones send what the earlier ones brought, too.
+    - `added`: where it is the only exchange of the operand, what its edges contribute to the result is computed apart and
+        added; otherwise block and edges are copied together.
+    - `rows`: of the shard's dimension `dim`, so many points are sent.
     """
 
     kind: CollectiveKind
@@ -116,6 +121,8 @@ class InternalCollective:
     ring: bool = False
     reads: BlockReads | None = None
     dim: int = 0
+    added: bool = False
+    rows: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,7 +249,9 @@ def candidate_codes(rule: Rule, mesh: MeshAxes) -> np.ndarray:
                 valid &= ~(own & np.maximum.accumulate(other, axis=1)).any(axis=1)
             if joint.alone:
                 valid &= ~(used & other.any(axis=1))
-            valid &= ~used | (sizes[f] % (shards[f] * joint.pieces) == 0)
+            valid &= ~used | (sizes[f] % (shards[f] * joint.pieces) == 0) & (
+                sizes[f] >= shards[f] * joint.least
+            )
     return codes[valid]
 
 

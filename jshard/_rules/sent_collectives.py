@@ -80,6 +80,8 @@ def internal_collectives(
                 (results[one.result], layouts[one.result]) if k is None else (operands[k], operand_lays[k])
             )
             local_bytes = math.prod(aval.shape) * one.itemsize * one.fraction / layout.pieces(mesh)
+            if one.rows is not None:
+                local_bytes *= one.rows / layout.local_shape(aval.shape, mesh)[one.dim]
             sent = SentCollective(one.kind, tuple(axes), local_bytes, one.result, k)
             out.append(dataclasses.replace(sent, count=n - 1, ring=True) if one.ring else sent)
     return tuple(out)

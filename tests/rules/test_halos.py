@@ -113,9 +113,29 @@ def _windows(seed: int, count: int) -> list[validator.Case]:
     return list(found.values())
 
 
+def _regular(seed: int, count: int) -> list[validator.Case]:
+    """Convolutions whose intervals lie alike in all blocks, also shifted far: what edges contribute is added."""
+    r, found = random.Random(seed), {}
+    while len(found) < count:
+        window, stride, base = r.choice([2, 3, 4, 9]), r.choice([1, 1, 2]), r.choice([1, 1, 2])
+        places, dilation, low = r.choice([8, 16]), r.choice([1, 1, 2]), r.randint(-4, 12)
+        size = places * stride // base
+        if places * stride % base or size % 8:
+            continue
+        high = (places - 1) * stride + (window - 1) * dilation - (size - 1) * base - low
+        run = functools.partial(
+            _gradients, window_strides=(stride, 1), padding=[(low, high), (1, 1)], lhs_dilation=(base, 1),
+            rhs_dilation=(dilation, 1),
+        )  # fmt: skip
+        x, w = examples.floats(2, 2, size, 3, seed=len(found)), examples.floats(2, 2, window, 3, seed=1)
+        some = validator.cases(run, x, w)
+        found |= {c.key: c for c in some if c.op.primitive == "conv_general_dilated"}
+    return list(found.values())
+
+
 @pytest.mark.parametrize("devices, seed, vma", [(2, 0, False), (8, 1, False), (4, 2, True)])
 def test_windows_of_blocks_are_those_of_the_whole(devices: int, seed: int, vma: bool) -> None:
-    for cases in (_convolutions(seed, 7), _windows(seed, 9)):
+    for cases in (_convolutions(seed, 4), _regular(seed, 4), _windows(seed, 7)):
         tried, wrong = validator.check(cases, devices, limit=2, seed=seed, vma=vma)
         assert not wrong, "\n".join(wrong[:3])
         assert tried >= len(cases)

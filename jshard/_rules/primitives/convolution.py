@@ -21,16 +21,20 @@ a b (c d), e b d -> a e c  (reduce b)
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
-from jshard._rules.block_reads import WindowReads
+from jshard._jaxcompat import to_common_vma
+from jshard._rules.block_reads import WindowReads, exchange
 from jshard._rules.factors import HALO, Factors, summable
 from jshard._rules.halo import Halo, local_windows, with_halos
-from jshard._rules.neighbour_exchange import with_neighbours
+from jshard._rules.neighbour_exchange import received_pieces, with_neighbours
 from jshard._rules.registry import LocalContext, OpView, family
-from jshard._rules.rule import PARTIAL, WHOLE, JointCut, Rule
+from jshard._rules.rule import PARTIAL, WHOLE, InternalCollective, JointCut, Rule
 
 
 rule = family("conv")
@@ -48,6 +52,11 @@ def _conv_local(ctx: LocalContext, x: jax.Array, w: jax.Array) -> Sequence[jax.A
         batch = max(1, batch * w.shape[n.rhs_spec[0]] // ctx.op.ins[1].shape[n.rhs_spec[0]])
     if not ctx.rule.internal:
         return ctx.bind(x, w, feature_group_count=feature, batch_group_count=batch)
+    cuts = [
+        one for one in ctx.rule.internal if one.over is not None and ctx.mesh.size(*ctx.axes(one.over)) > 1
+    ]
+    if len(cuts) == 1 and cuts[0].added and _has_own_rows(ctx, cuts[0]):
+        return [_sum_over_pieces(ctx, x, w, cuts[0], feature, batch)]
     (x,) = with_neighbours(ctx, [x])
     padding, dilation = list(ctx.op.params["padding"]), list(ctx.op.params["lhs_dilation"])
     for one in ctx.rule.internal:
@@ -60,6 +69,52 @@ def _conv_local(ctx: LocalContext, x: jax.Array, w: jax.Array) -> Sequence[jax.A
         x, w, feature_group_count=feature, batch_group_count=batch, padding=tuple(padding),
         lhs_dilation=tuple(dilation),
     )  # fmt: skip
+
+
+def _has_own_rows(ctx: LocalContext, one: InternalCollective) -> bool:
+    """Whether a block's windows read rows of the block itself."""
+    assert one.over is not None and one.reads is not None
+    return any(p.hop == 0 for p in exchange(one.reads, ctx.mesh.size(*ctx.axes(one.over))).pieces)
+
+
+def _sum_over_pieces(
+    ctx: LocalContext, x: jax.Array, w: jax.Array, one: InternalCollective, feature: int, batch: int
+) -> jax.Array:
+    """The convolution of the block, with what each edge contributes added: a convolution is linear.
+
+    The block is not copied together with its edges, and is convolved while they travel.
+    """
+    assert one.over is not None and isinstance(one.reads, WindowReads)
+    reads, axes, n = one.reads, ctx.axes(one.over), ctx.op.params["dimension_numbers"]
+    s, shards = n.lhs_spec[2:].index(one.dim), ctx.mesh.size(*axes)
+    contracted = ctx.rule.joint[one.over - len(ctx.rule.sizes)].results == (PARTIAL,)
+    e, phase = exchange(reads, shards), int(reads.phases(shards)[0])
+    parts = received_pieces(x, one.dim, reads, axes, ctx.mesh, ctx.collective_scope)
+    total: jax.Array | None = None
+    for piece, part in sorted(zip(e.pieces, parts, strict=True), key=lambda p: p[0].hop != 0):
+        points = reads.reading(shards, piece) if piece.hop else range(reads.points // shards)
+        if piece.hop is None or not points:
+            continue
+        low = phase + reads.base * piece.places[0] - reads.stride * points[0]
+        high = reads.stride * (len(points) - 1) + reads.span - low - reads.base * (piece.rows - 1)
+        padding = list(ctx.op.params["padding"])
+        padding[s] = (low, high)
+        kernel = w
+        if contracted:
+            kernel = lax.slice_in_dim(w, points[0], points[-1] + 1, axis=n.rhs_spec[2 + s])
+        (y,) = ctx.bind(
+            part, kernel, padding=tuple(padding), feature_group_count=feature, batch_group_count=batch
+        )
+        if total is None:
+            total = y
+            continue
+        if not contracted:
+            config = [(0, 0, 0)] * y.ndim
+            config[n.out_spec[2 + s]] = (points[0], reads.points // shards - points[-1] - 1, 0)
+            y = lax.pad(y, jnp.zeros((), y.dtype), config)
+        total = jnp.add(*to_common_vma([total, y]))
+    assert total is not None, "a block reads rows of its own"
+    return total
 
 
 def _halo(op: OpView, s: int, factors: tuple[int, int, int]) -> Halo | None:
@@ -82,7 +137,11 @@ def _halo(op: OpView, s: int, factors: tuple[int, int, int]) -> Halo | None:
         cut = JointCut("halo", factors[:2], (PARTIAL,))
     else:
         return None
-    return Halo(cut, ((0, dim, reads),))
+    if not reads.regular:
+        return Halo(cut, ((0, dim, reads),))
+    factor = factors[2] if window <= places else factors[1]
+    cut = dataclasses.replace(cut, repeated=(factor, reads.edge_points(2)))
+    return Halo(cut, ((0, dim, reads),), added=True)
 
 
 @rule("conv_general_dilated", local=_conv_local)

@@ -193,18 +193,6 @@ def reduce(op: OpView) -> Rule:
     )  # fmt: skip
 
 
-@rule("cumsum", "cumlogsumexp", "cummax", "cummin", "cumprod")
-def cumulative(op: OpView) -> Rule:
-    """The scanned dimension is not sharded."""
-    f = Factors()
-    dims = f.dims(op.ins[0].shape)
-    return Rule(
-        (dims,), (dims,), f.sizes, blocked=dims[op.params["axis"]],
-        linear=linear_sets(op, (0,)) if op.primitive == "cumsum" else (),
-        note="each element depends on all before it",
-    )  # fmt: skip
-
-
 @rule("sort")
 def sort(op: OpView) -> Rule:
     """All operands are sorted together along one dimension, which is not sharded."""
@@ -215,20 +203,3 @@ def sort(op: OpView) -> Rule:
         (dims,) * n, (dims,) * n, f.sizes, blocked=dims[op.params["dimension"]],
         note="sorting compares elements along the whole dimension",
     )  # fmt: skip
-
-
-@rule("top_k", "approx_top_k")
-def top_k(op: OpView) -> Rule:
-    """The searched dimension is not sharded."""
-    axis = op.params["axis"] if "axis" in op.params else op.params.get("reduction_dimension", -1)
-    axis %= len(op.ins[0].shape)
-    f = Factors()
-    dims = f.dims(op.ins[0].shape)
-    out = tuple(() if i == axis else d for i, d in enumerate(dims))
-    return Rule(
-        (dims,),
-        (out, out),
-        f.sizes,
-        blocked=dims[axis],
-        note="top_k compares elements along the whole dimension",
-    )
