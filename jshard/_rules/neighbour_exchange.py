@@ -77,16 +77,29 @@ def read_interval(
 
 
 def received_pieces(
-    x: jax.Array, dim: int, reads: BlockReads, axes: Sequence[str], mesh: MeshAxes, scope: Scope
+    x: jax.Array,
+    dim: int,
+    reads: BlockReads,
+    axes: Sequence[str],
+    mesh: MeshAxes,
+    scope: Scope,
+    reverse: int | None = None,
 ) -> list[jax.Array]:
-    """The pieces of the exchange, as they arrive at this device; its own rows among them."""
+    """The pieces of the exchange, as they arrive at this device; its own rows among them.
+
+    Arguments:
+
+    - `reverse`: a dimension in whose reverse order rows travel, so that compilers find no equal permute to merge with:
+        the plan counts each.
+    """
     e, device = exchange(reads, mesh.size(*axes)), block_index(axes, mesh)
     arrived, number = [], 0
     for piece in e.pieces:
         part = _rows(x, dim, piece, device)
         if piece.pairs:
+            turned = () if reverse is None else (reverse,)
             with scope(number):
-                part = lax.ppermute(part, tuple(axes), piece.pairs)
+                part = lax.rev(lax.ppermute(lax.rev(part, turned), tuple(axes), piece.pairs), turned)
             number += 1
         arrived.append(part)
     return arrived
