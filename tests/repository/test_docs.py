@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pathlib
 import re
+import tomllib
 
 import pytest
 
+import jshard
 from tests.helpers.import_graph import ORDER, ROOT
 
 
@@ -58,3 +60,13 @@ def test_a_wrong_row_is_found() -> None:
 def test_contributing_gives_the_order_of_the_folders() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text().split("wherever the import stands:")[1].split("\n\n")[1]
     assert re.findall(r"`(\w+)`", text) == [p for p in ORDER if p not in ("__init__", "__main__", "flax")]
+
+
+def test_a_wheel_gets_its_version_from_the_one_place_that_has_it() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["project"]["dynamic"] == ["version"]
+    source = (ROOT / project["tool"]["hatch"]["version"]["path"]).read_text()
+    found = re.search(
+        r"^(?:__version__|VERSION) *= *[\"'](.+?)[\"']", source, flags=re.MULTILINE
+    )  # as hatchling reads it
+    assert found and found[1] == jshard.__version__
