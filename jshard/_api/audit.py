@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from jshard._core.errors import ShardError
@@ -13,6 +13,7 @@ from jshard._core.errors import ShardError
 
 if TYPE_CHECKING:
     from jshard._api.plan import Plan
+    from jshard._api.shard import Sharded
     from jshard._config.audit_report import AuditReport, Figures, WholeTensor
     from jshard._config.config_record import ConfigRecord, ConfigSource
     from jshard._core.jax_types import Function, PyTree
@@ -47,11 +48,7 @@ def audit(
     from jshard._config.source import read_config
     from jshard._report.totals import optimality_text
 
-    record = read_config(config)
-    if "level" not in dict(record.options):
-        record = dataclasses.replace(
-            record, options=tuple(sorted((*record.options, ("level", 2)), key=lambda option: option[0]))
-        )
+    record = read_config(config).with_default("level", 2)
     lenient = dataclasses.replace(record, strict=False)
     function, args, kwargs = callable_of(fn, args, dict(kwargs))
     if function is None:
@@ -62,14 +59,12 @@ def audit(
         )
 
     def planned(own: ConfigRecord) -> Plan:
-        with warnings.catch_warnings():  # the report names what does not match
-            warnings.simplefilter("ignore", UserWarning)
-            return shard(function, config=own).plan(*args, **kwargs)
+        return plan_without_warnings(shard(function, config=own), args, kwargs)
 
     report = check(lenient, function, args, kwargs)
     quiet = dataclasses.replace(
         lenient, optional=("**", *lenient.optional)
-    )  # the report has what does not match
+    )  # the report says what fails to match
     file, search = planned(quiet), planned(_only_inputs(quiet))
     costs = []
     for section in ("parameters", "torch", "activations", "regexes") if each_rule else ():
@@ -91,6 +86,13 @@ def audit(
         tuple(sorted(costs, key=lambda c: -c.seconds)),
         optimality_text(search),
     )
+
+
+def plan_without_warnings(f: Sharded, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> Plan:
+    """A plan whose warnings a report repeats."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return f.plan(*args, **kwargs)
 
 
 def _only_inputs(record: ConfigRecord) -> ConfigRecord:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -47,6 +46,7 @@ def recipes(
     `ring`, `vocab`, `expert`; a sum is written `fsdp+megatron`, its mesh axes `fsdp(x)+megatron(y)`.
     `shard(fn, config={"recipe": "fsdp+megatron"})` runs one, and `Config.from_recipe` gives its pins as a file.
     """
+    from jshard._api.audit import figures, plan_without_warnings
     from jshard._api.config_check import callable_of
     from jshard._api.shard import shard
     from jshard._config.source import read_config
@@ -55,8 +55,7 @@ def recipes(
     from jshard._report.totals import optimality_text
 
     record = read_config(config if config is not None else {})
-    options = tuple(sorted({"level": 2, **dict(record.options)}.items()))
-    record = dataclasses.replace(record, options=options, recipe="", strict=False, optional=("**",))
+    record = dataclasses.replace(record.with_default("level", 2), recipe="", strict=False, optional=("**",))
     function, args, kwargs = callable_of(fn, args, dict(kwargs))
     if function is None:
         raise ShardError(
@@ -72,9 +71,7 @@ def recipes(
         parse_recipe(name)
 
     def planned(own: ConfigRecord) -> Plan:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            return shard(function, config=own, mesh=mesh).plan(*args, **kwargs)
+        return plan_without_warnings(shard(function, config=own, mesh=mesh), args, kwargs)
 
     search = planned(record)
     rows: dict[str, RecipeRow] = {}
@@ -83,8 +80,6 @@ def recipes(
         if names is None and failed:
             continue  # its part has the reason
         rows[name] = _row(name, record, planned)
-    from jshard._api.audit import figures
-
     return RecipeTable(
         search.name,
         str(search.mesh),
@@ -103,7 +98,7 @@ def _row(name: str, record: ConfigRecord, planned: Function) -> RecipeRow:
     try:
         plan = planned(dataclasses.replace(record, recipe=name))
     except RecipeError as error:
-        return RecipeRow(name, None, reason=error.what.partition("does not apply: ")[2])
+        return RecipeRow(name, None, reason=error.reason)
     return RecipeRow(name, figures(plan), plan.cost.gap)
 
 

@@ -162,6 +162,11 @@ class ConfigRecord:
         """The value of an option of `shard`."""
         return dict(self.options).get(name, default)
 
+    def with_default(self, name: str, value: object) -> ConfigRecord:
+        """The configuration with an option of `shard` where it has none."""
+        options = tuple(sorted({name: value, **dict(self.options)}.items()))
+        return dataclasses.replace(self, options=options)
+
     def axes_in_rules(self) -> tuple[str, ...]:
         """The mesh axes that rules name, in order of appearance."""
         dims = (d for _, r in self.rules if not isinstance(r.entry, str) for d in r.entry)

@@ -61,7 +61,7 @@ def tensors_of(rows: Sequence[TensorRow], in_tree: PyTreeDef | None) -> list[Ten
 
 def tensor_of(row: TensorRow) -> TensorName:
     """The row of an argument as a name for rules; the argument's name is the first part of its path."""
-    return TensorName(row.path, row.shape, row.dtype, row.path.partition(".")[0])
+    return TensorName.of_argument(row.path, row.shape, row.dtype)
 
 
 def entry_of(layout: Layout) -> Entry:

@@ -44,6 +44,11 @@ class TensorName:
     contracted: tuple[int, ...] | None = None
     product_with: int | None = None
 
+    @classmethod
+    def of_argument(cls, path: str, shape: tuple[int, ...], dtype: np.dtype | str) -> TensorName:
+        """A tensor whose path begins with the name of its argument."""
+        return cls(path, shape, dtype, path.partition(".")[0])
+
     @functools.cached_property
     def parts(self) -> tuple[str, ...]:
         """The path in parts."""
@@ -111,10 +116,11 @@ _CONTAINERS = frozenset("params parameters param weights model variables".split(
 
 def is_state(tensor: TensorName) -> bool:
     """Whether a name of optimizers is in a tensor's path; an argument named `m` or `v` may be anything."""
-    return bool(_MOMENTS & set(_containers(tensor.parts[:-1])))
+    return bool(_MOMENTS & set(_parts_in_front(tensor.parts[:-1])))
 
 
-def _containers(before: tuple[str, ...]) -> tuple[str, ...]:
+def _parts_in_front(before: tuple[str, ...]) -> tuple[str, ...]:
+    """The parts of a path in front of a name, without an argument called `m` or `v`."""
     return before[1:] if before[:1] in (("m",), ("v",)) else before
 
 
@@ -132,9 +138,10 @@ def mirrors(
     leaves out of the parameter's path is then that of all parameters (`state.params`): a value projection `att.v.kernel`
     or a head `mu.kernel` is no state of a `head.kernel`.
     """
-    below: collections.Counter[tuple[str, tuple[str, ...]]] = (
-        collections.Counter()
-    )  # tensors under a part of a path
+    if not parameters:
+        return {}
+    # How many tensors there are under a part of a path.
+    below: collections.Counter[tuple[str, tuple[str, ...]]] = collections.Counter()
     for t in tensors:
         if not is_state(t):
             below.update((t.argument, t.own[:depth]) for depth in range(len(t.own)))
@@ -163,7 +170,7 @@ def mirrors(
             whole = [k for k in same if tensors[k].own == end and tensors[k].argument != t.argument]
             named = (
                 [k for k in same if is_root(tensors[k], end, before)]
-                if _MOMENTS & set(_containers(before))
+                if _MOMENTS & set(_parts_in_front(before))
                 else []
             )
             if whole or named:

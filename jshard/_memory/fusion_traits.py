@@ -11,9 +11,10 @@ import dataclasses
 import numpy as np
 
 from jshard._core.arrays import Bools
-from jshard._memory.hbm_traffic import PRODUCTS, is_unfusible
+from jshard._memory.hbm_traffic import is_unfusible
 from jshard._memory.in_place import is_update
 from jshard._program.graph import Operator, Program
+from jshard._program.operators import PRODUCTS
 
 
 REDUCTION_PREFIXES = ("reduce_", "argm", "cum")

@@ -24,13 +24,13 @@ import numpy as np
 from jshard._core.arrays import Bools, Ints
 from jshard._memory.in_place import in_place_updates, touched_operands
 from jshard._program.graph import Literal, Operator, Program
+from jshard._program.operators import PRODUCTS
 from jshard._program.tail_primitives import MASK_TAIL, PAD_TAIL
 
 
 ATTENTION = frozenset(("jshard_attention", "jshard_attention_backward"))
 """Attention and its gradient: two and five products in one operator."""
 
-PRODUCTS = frozenset("dot_general ragged_dot ragged_dot_general conv_general_dilated".split())
 ALL_PRODUCTS = PRODUCTS | ATTENTION
 # Operators that compilers do not fuse with their neighbours: their operands and results are stored.
 UNFUSIBLE = PRODUCTS | frozenset(

@@ -30,9 +30,9 @@ from jshard import _jaxcompat as compat
 from jshard._core.arrays import Bools, Floats
 from jshard._core.row_codes import concat_ranges
 from jshard._memory.fusion_traits import fusion_traits, is_duplicable
-from jshard._memory.hbm_traffic import PRODUCTS
 from jshard._memory.liveness import Liveness, liveness
 from jshard._program.graph import Block, Call, Literal, Operator, Program, Tensor, operator_name
+from jshard._program.operators import PRODUCTS
 
 
 # Units, from the first that is not run; how far compilers look is not known, and 4 to 16 do the same.

@@ -36,9 +36,10 @@ import numpy as np
 
 from jshard._core.arrays import Bools, Ints
 from jshard._memory.fusion_traits import REDUCTION_PREFIXES, FusionTraits, fusion_traits
-from jshard._memory.hbm_traffic import PRODUCTS, unfusible_operators
+from jshard._memory.hbm_traffic import unfusible_operators
 from jshard._memory.in_place import in_place_updates
 from jshard._program.graph import Block, Literal, Operator, Program, calls_of
+from jshard._program.operators import PRODUCTS
 
 
 _EXPENSIVE = frozenset("exp exp2 expm1 log log1p pow erf".split())

@@ -31,6 +31,9 @@ OperatorKind = typing.Literal[
 ]  # fmt: skip
 """An argument, a captured array, a result, an equation; the others are boundary operators of loops and branches."""
 
+PRODUCTS = frozenset("dot_general ragged_dot ragged_dot_general conv_general_dilated".split())
+"""Primitives of matrix products and convolutions."""
+
 CallKind = typing.Literal["remat", "custom_jvp", "custom_vjp", "scan", "while", "cond"]
 
 

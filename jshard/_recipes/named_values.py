@@ -44,13 +44,16 @@ def named_values(s: Structure) -> NamedValues:
     return NamedValues({k: tuple(v.values()) for k, v in names.items()}, places, short)
 
 
+def _argument(s: Structure, number: int) -> TensorName:
+    t = s.program.tensors[s.argument(number)]
+    return TensorName.of_argument(s.name(number), t.shape, t.dtype)
+
+
 def _short_names(s: Structure) -> dict[str, str]:
     own: dict[str, list[str]] = {}
     for n in range(len(s.program.inputs)):
-        path = s.name(n)
-        t = s.program.tensors[s.argument(n)]
-        name = TensorName(path, t.shape, t.dtype, path.partition(".")[0])
-        own.setdefault(".".join(name.own) or path, []).append(path)
+        name = _argument(s, n)
+        own.setdefault(".".join(name.own) or name.path, []).append(name.path)
     return {paths[0]: short for short, paths in own.items() if len(paths) == 1}
 
 
@@ -64,13 +67,8 @@ def _renamed(name: str, short: Mapping[str, str]) -> str:
 
 def record_of(pins: RecipePins, s: Structure) -> ConfigRecord:
     """A recipe's pins as rules: the fewest that say the same of every tensor."""
-    program, short = s.program, _short_names(s)
-
-    def tensor(n: int) -> TensorName:
-        path, t = s.name(n), program.tensors[s.argument(n)]
-        return TensorName(path, t.shape, t.dtype, path.partition(".")[0])
-
-    inside = {n: e for n, e in pins.arguments.items() if tensor(n).inner and n not in s.data}
+    short = _short_names(s)
+    inside = {n: e for n, e in pins.arguments.items() if _argument(s, n).inner and n not in s.data}
     arrays = {n: e for n, e in pins.arguments.items() if n not in inside}
 
     def rules(section: str, values: Sequence[ValueEntry]) -> tuple[Rule, ...]:
@@ -81,7 +79,7 @@ def record_of(pins: RecipePins, s: Structure) -> ConfigRecord:
         return fewest_result_rules([t for t, _ in entries.values()], [e for _, e in entries.values()])
 
     return ConfigRecord(
-        parameters=fewest_rules([tensor(n) for n in inside], list(inside.values())),
+        parameters=fewest_rules([_argument(s, n) for n in inside], list(inside.values())),
         inputs=tuple(Rule(s.name(n), e) for n, e in arrays.items()),
         source=f"recipe {pins.recipe!r}",
         notes=pins.notes,

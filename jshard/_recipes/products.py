@@ -22,9 +22,9 @@ import dataclasses
 
 from jshard import _jaxcompat as compat
 from jshard._program.graph import Literal, Operator, Program
+from jshard._program.operators import PRODUCTS
 
 
-PRODUCTS = frozenset(("dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot"))
 LOOKUP = "gather"
 _COMPLETED_BY = frozenset(
     ("add", "add_any", "sub", "neg", "convert_element_type", "copy", "name", "jshard_module_output",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from jshard._config.config_record import Entry
 from jshard._core.errors import ShardError
@@ -21,7 +21,11 @@ Sizes = Mapping[str, int]
 
 
 class RecipeError(ShardError):
-    """A recipe that does not apply to a program: what was looked for, and where it failed."""
+    """A recipe that does not apply to a program; `reason`: what was looked for, and where it failed."""
+
+    def __init__(self, part: str, reason: str, *, where: str, fix: str):
+        super().__init__(f"the recipe {part!r} does not apply: {reason}", where=where, fix=fix)
+        self.reason = reason
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,6 +161,10 @@ class _Resolver:
         own = [w.product.weights for w in s.weight_dims if self.experts & {*w.shared}]
         return frozenset(self.s.kind(n) for weights in own for n in weights)
 
+    def _sizes(self, classes: Iterable[int]) -> list[int]:
+        """The distinct sizes of dimensions, ascending."""
+        return sorted(set(self.s.sizes(classes).values()))
+
     def _divided(self, s: Structure, classes: Sequence[int]) -> list[int]:
         members = s.classes.members(classes)
         n = s.classes.pieces
@@ -237,7 +245,7 @@ class _Resolver:
 
     # -- whether it applies ---------------------------------------------------------------------------------
 
-    def _refuse(self, part: str, what: str, fix: str) -> None:
+    def _refuse(self, part: str, reason: str, fix: str) -> None:
         axes = {
             "expert": self.axes.expert,
             "sequence": self.axes.sequence,
@@ -245,7 +253,8 @@ class _Resolver:
         }.get(part, self.axes.tensor if part in ("megatron", "vocab") else self.axes.zero or self.axes.batch)
         over = " x ".join(f"{a}={self.sizes[a]}" for a in axes)
         raise RecipeError(
-            f"the recipe {part!r} does not apply: {what}",
+            part,
+            reason,
             where=f"recipe {self.recipe!r} for {self.s.program.name}, {part} over {over or 'no axis'}",
             fix=fix,
         )
@@ -329,12 +338,10 @@ class _Resolver:
         if not self.s.of_activations:
             self._refuse("ulysses", "there is no attention: no product of two activations", "sequence")
         if not self._divided(self.s.cut(n), self.s.cut(n).heads):
-            sizes = sorted(set(self.s.sizes(self.s.heads).values()))
-            heads = f"{abbreviate(list(map(str, sizes)))} heads are not divided by {n}"
             self._refuse(
                 "ulysses",
-                heads
-                if sizes
+                f"{_texts(self._sizes(self.s.heads))} heads are not divided by {n}"
+                if self.s.heads
                 else "no dimension is one of heads: shared by two activations, and "
                 "made and summed over by products with weights",
                 "sequence, or an axis that divides the heads",
@@ -356,12 +363,12 @@ class _Resolver:
                 "megatron or fsdp",
             )
         if not self.vocabulary:
-            n, sizes = self.pieces(self.axes.tensor), sorted(set(self.s.sizes(found).values()))
-            padded = [str(-(-size // n) * n) for size in sizes]
+            n, sizes = self.pieces(self.axes.tensor), self._sizes(found)
+            padded = [-(-size // n) * n for size in sizes]
             self._refuse(
                 "vocab",
-                f"a vocabulary of {abbreviate(list(map(str, sizes)))} is not divided by {n}",
-                f"a vocabulary padded to {abbreviate(padded)} (jshard.flax.pad_vocabulary)",
+                f"a vocabulary of {_texts(sizes)} is not divided by {n}",
+                f"a vocabulary padded to {_texts(padded)} (jshard.flax.pad_vocabulary)",
             )
 
     def _check_expert(self) -> None:
@@ -375,10 +382,9 @@ class _Resolver:
             )
         if not self.experts:
             n = self.pieces(self.axes.expert)
-            sizes = sorted(set(self.s.sizes(found).values()))
             self._refuse(
                 "expert",
-                f"{abbreviate(list(map(str, sizes)))} experts are not divided by {n}",
+                f"{_texts(self._sizes(found))} experts are not divided by {n}",
                 "another axis",
             )
 
@@ -387,18 +393,20 @@ class _Resolver:
         if self.batch != self.axes.batch:
             out.append(f"the batch is cut over {', '.join(self.batch) or 'no axis'} only, which divide it")
         if "megatron" in self.parts:
-            heads = self.s.sizes(self.s.heads)
             n = self.pieces(self.axes.tensor)
-            left = sorted({size for size in heads.values() if size % n})
+            left = [size for size in self._sizes(self.s.heads) if size % n]
             if left:
-                out.append(f"{abbreviate(list(map(str, left)))} heads are not divided by {n}: left whole")
+                out.append(f"{_texts(left)} heads are not divided by {n}: left whole")
         if self.axes.tensor:
-            left = sorted(
-                {z for z in self.s.sizes(self.s.vocabulary).values() if z % self.pieces(self.axes.tensor)}
-            )
+            n = self.pieces(self.axes.tensor)
+            left = [size for size in self._sizes(self.s.vocabulary) if size % n]
             if left:
-                out.append(f"a vocabulary of {abbreviate(list(map(str, left)))} is left whole")
+                out.append(f"a vocabulary of {_texts(left)} is left whole")
         return out
+
+
+def _texts(sizes: Sequence[int]) -> str:
+    return abbreviate(list(map(str, sizes)))
 
 
 _CHECKS: Mapping[str, tuple[Callable[[_Resolver], None], ...]] = {

@@ -23,8 +23,9 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from jshard._program.graph import Literal, Operator, Program
+from jshard._program.operators import PRODUCTS
 from jshard._recipes.dimension_classes import DimensionClasses, ProgramRules
-from jshard._recipes.products import LOOKUP, PRODUCTS, Origins, Product, is_forward, origins, products_of
+from jshard._recipes.products import LOOKUP, Origins, Product, is_forward, origins, products_of
 
 
 _SOFTMAX = frozenset(("reduce_max", "argmax"))
