@@ -72,9 +72,8 @@ class RecomputeSearch(Generic[Planned]):
             limit,
         )
         self.trials: list[Trial[Planned]] = []
-        self.planned: dict[
-            tuple[Choice | None, bool], Trial[Planned]
-        ] = {}  # by choice, within the budget or not
+        # By choice, within the budget or not.
+        self.planned: dict[tuple[Choice | None, bool], Trial[Planned]] = {}
         self.complete = False  # whether every choice was planned
         self.refusal: MemoryBudgetError | None = None
 
