@@ -275,7 +275,7 @@ def left(mesh: MeshAxes, a: Layout, b: Layout, value: np.ndarray) -> np.ndarray:
     return value.reshape(mesh.size(*b.partial), *value.shape[len(b.partial) :])
 
 
-RUNS = [("2x4", None, False), ("2x4", None, True), ("2x2x2", 40, True), ("3x2", 20, True)]
+RUNS = [("2x4", 60, False), ("2x4", 60, True), ("2x2x2", 40, True), ("3x2", 20, True)]
 
 
 @pytest.mark.parametrize(("name", "count", "vma"), RUNS)

@@ -15,7 +15,7 @@ from tests.laws.fuzz_judge import Verdict, judge
 from tests.laws.fuzz_programs import Fuzzed, Value, program
 
 
-COUNT = 120  # what fits in a minute on one quiet core; the compilers take most of it
+COUNT = 72  # what fits in half a minute on one quiet core; the compilers take most of it
 FIRST = 0 if jax.__version_info__ < (0, 11) else COUNT  # each supported JAX judges programs of its own
 
 

@@ -70,7 +70,7 @@ def test_no_plan_of_a_step_holds_less_than_the_sure_network_counts(name):
 def test_no_plan_of_a_random_program_holds_less_than_the_sure_network_counts():
     """Loops, branches, custom rules, donated arguments: whatever `fuzz_programs.py` draws."""
     seen = 0
-    for seed in range(0, 60, 2):
+    for seed in range(0, 60, 5):
         drawn = program(random.Random(seed), high=25)
         mesh, args = mesh_of(drawn.mesh), drawn.arguments()
         donated = tuple(i for i in range(len(args)) if (seed + i) % 2)
@@ -81,7 +81,7 @@ def test_no_plan_of_a_random_program_holds_less_than_the_sure_network_counts():
                 continue  # what constraints in the program ask for cannot be
             assert max(relative_excess(problem, random_plans(problem.cost_network, 3, seed))) <= 1e-9, seed
             seen += 1
-    assert seen >= 25
+    assert seen >= 10
 
 
 @pytest.mark.parametrize("name", [*STEPS, "mlp-512"])
@@ -124,7 +124,7 @@ def residual(params, x):
 
 def test_every_layer_of_a_residual_stream_flows():
     """The gradient of the stream joins the chains of all layers; each is cut in its own forward pass already."""
-    layers = 6
+    layers = 4
     problem = network_of(residual, ([shape(256, 256)] * layers, shape(512, 256)))
     live = LowerBoundIntervals(problem.program, problem.liveness, problem.donated)
     stored = [
@@ -138,7 +138,7 @@ def test_every_layer_of_a_residual_stream_flows():
     ]
     assert len(streams) >= layers - 2
     assert all(through[t] <= tensors[t].nbytes // problem.topology.mesh.total for t in range(len(tensors)))
-    assert max(relative_excess(problem, random_plans(problem.cost_network, 10))) <= 1e-9
+    assert max(relative_excess(problem, random_plans(problem.cost_network, 4))) <= 1e-9
 
 
 @pytest.mark.parametrize("lower_bound", [False, True])

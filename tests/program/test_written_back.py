@@ -61,13 +61,13 @@ def drawn(seed):
 
 def test_values_of_random_parts():
     count = 0
-    for seed in range(0, 60, 3):
+    for seed in range(0, 60, 6):
         f, args = drawn(seed)
         g, changed = rewritten(f, *args)
         for a, b in zip(jax.tree.leaves(f(*args)), g(*args), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-6)
         count += changed
-    assert count >= 13  # in the others the part is the array
+    assert count >= 6  # in the others the part is the array
 
 
 def layers(cache, x, loop):

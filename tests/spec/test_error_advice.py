@@ -63,7 +63,7 @@ def test_any_cuts_of_loop_indices_can_be_pinned():
     """Whatever cuts of an operator's indices have a product that divides the devices, as pins of its operands."""
     rng = random.Random(3)
     split = 0
-    for _ in range(40):
+    for _ in range(14):
         spec = rng.choice(EINSUMS)
         ins, _, out = spec.partition("->")
         first, second = ins.split(",")
@@ -94,7 +94,7 @@ def test_any_cuts_of_loop_indices_can_be_pinned():
         np.testing.assert_allclose(got, jnp.sin(jnp.einsum(spec, x, y)), rtol=1e-3, atol=1e-3)
         split += len(sharded.plan(x, y).mesh.sizes) > len(sizes)
         del out
-    assert split >= 5
+    assert split >= 2
 
 
 def test_a_spec_beside_a_count():
