@@ -22,6 +22,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from jshard._core.collective_curves import CollectiveCurve
 from jshard._core.errors import MeshError
 from jshard._core.jax_types import Device
 
@@ -49,6 +50,7 @@ class Chip:
     - `max_slice`: the largest torus, in chips along each axis; empty where there is none.
     - `dies`: JAX devices on one chip, and `die_bandwidth` the bytes/s of the link between them.
     - `clock`: cycles/s of a TPU core, in which its compiler writes estimates; 0 for others.
+    - `curves`: measured times of collectives by size; those take the place of the latencies and bandwidths above.
     - `sources`: for each field, where the number comes from.
     """
 
@@ -72,6 +74,7 @@ class Chip:
     dies: int = 1
     die_bandwidth: float = 0.0
     clock: float = 0.0
+    curves: tuple[CollectiveCurve, ...] = ()
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     def __str__(self) -> str:
@@ -354,7 +357,8 @@ def get(name: str) -> Chip:
 
     Arguments:
 
-    - `name`: chip name; an unknown one raises `MeshError` with the nearest names.
+    - `name`: chip name; an unknown one raises `MeshError` with the nearest names. Or the path of a file that
+        `jshard.calibrate(save=...)` wrote, which ends in `.json`.
     """
     if not isinstance(name, str):
         raise MeshError(
@@ -362,6 +366,10 @@ def get(name: str) -> Chip:
         )
     if name in _TABLE:
         return _TABLE[name]
+    if name.endswith(".json"):
+        from jshard._core.saved_chip import load_chip  # here: it imports this module
+
+        return load_chip(name)
     key = _key(name)
     by_key = {_key(n): n for n in _TABLE} | _ALIASES
     if key in by_key:
