@@ -178,26 +178,19 @@ def fitted_chip(
     for (what, dtype, group, strided), rows in _by_quantity([Sample(m, m.seconds) for m in found]).items():
         sizes, seconds = [r.measured.task.size for r in rows], [r.measured.seconds for r in rows]
         label = f"{what} of {dtype}" if group == 1 else f"{what} over {group}{' strided' if strided else ''}"
-        if group == 1:
-            rate = statistics.median(
-                s / t for s, t in zip(sizes[1:] or sizes, seconds[1:] or seconds, strict=True)
-            )
-            error = _root_mean_square(
-                [s / rate / t - 1 for s, t in zip(sizes[1:] or sizes, seconds[1:] or seconds, strict=True)]
-            )
-            field = {"memory": "hbm_bandwidth", "float32": "f32_flops", "bfloat16": "bf16_flops"}[
-                "memory" if what == "memory" else dtype
-            ]
-        else:
+        if group > 1:
             knots, error = fit_curve(sizes, seconds)
-            field, rate = "curves", 0.0
+            kind = cast("CollectiveKind", what)
+            curve = CollectiveCurve(kind, group, knots, _reach(base, group, strided, devices), strided)
+            curves += [curve] * (error <= MAX_RESIDUAL)
+        else:
+            rates = [s / t for s, t in zip(sizes, seconds, strict=True)][1 if len(sizes) > 1 else 0 :]
+            rate = statistics.median(rates)  # without the smallest, which is mostly its start
+            error = _root_mean_square([r / rate - 1 for r in rates])
+            field = {"float32": "f32_flops", "bfloat16": "bf16_flops"}[dtype]
+            figures |= {"hbm_bandwidth" if what == "memory" else field: rate} if error <= MAX_RESIDUAL else {}
         if error > MAX_RESIDUAL:
             kept.append(f"{label}: measurements differ from their fit by {error:.0%}; is the machine busy?")
-        elif field == "curves":
-            kind = cast("CollectiveKind", what)
-            curves.append(CollectiveCurve(kind, group, knots, _reach(base, group, strided, devices), strided))
-        else:
-            figures[field] = rate
     source = f"measured {date} [M]"
     sources = {**base.sources, **dict.fromkeys((*figures, "curves"), source)}
     chip = dataclasses.replace(

@@ -38,15 +38,17 @@ class CollectiveCurve:
 
     def piece(self, nbytes: float) -> tuple[float, float]:
         """(seconds per byte, latency) of the piece in which an operand of so many bytes is."""
+        first = self.knots[0]
         at = bisect.bisect_left(self.knots, nbytes, key=lambda k: k[0])
         if at == 0:
-            return 0.0, self.knots[0][1]
-        (a, s), (b, t) = self.knots[at - 1 : at + 1] if at < len(self.knots) else self._last()
+            return 0.0, first[1]
+        (a, s), (b, t) = self._before(min(at, len(self.knots) - 1))
         slope = (t - s) / (b - a)
         return slope, s - slope * a
 
-    def _last(self) -> Sequence[tuple[float, float]]:
-        return self.knots[-2:] if len(self.knots) > 1 else ((0.0, self.knots[0][1]), self.knots[0])
+    def _before(self, at: int) -> tuple[tuple[float, float], tuple[float, float]]:
+        """The piece that ends in a knot; of a single knot the line from the origin through it."""
+        return ((0.0, 0.0), self.knots[0]) if at < 1 else (self.knots[at - 1], self.knots[at])
 
     def seconds(self, nbytes: float) -> float:
         """Seconds for an operand of so many bytes."""
