@@ -17,10 +17,11 @@ from typing import Protocol
 
 import jax
 
-from jshard._api.plan import Plan
 from jshard._core.errors import PlanMismatchError, ShardError
 from jshard._core.jax_types import PyTree
 from jshard._core.messages import format_seconds, type_with_article
+from jshard._plan.record import PlanRecord
+from jshard._verify.verify_plan import verify_plan
 
 
 RUNS = 9
@@ -31,7 +32,7 @@ BUSY = 0.25  # quartiles of the calls that are further from the median say that 
 class PlannedFunction(Protocol):
     """What `measure` needs of a function made by `shard`."""
 
-    def plan(self, *args: PyTree, **kwargs: PyTree) -> Plan:
+    def plan(self, *args: PyTree, **kwargs: PyTree) -> PlanRecord:
         """The plan of a call."""
         ...
 
@@ -101,7 +102,11 @@ class Measurement:
 
 
 def measure_plan(
-    plan: Plan, f: PlannedFunction, args: Sequence[PyTree], kwargs: Mapping[str, PyTree], runs: int = RUNS
+    plan: PlanRecord,
+    f: PlannedFunction,
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree],
+    runs: int = RUNS,
 ) -> Measurement:
     """Run a planned function and compare; `f` must plan these arguments as `plan`."""
     if not all(hasattr(f, name) for name in ("plan", "lower")):
@@ -117,11 +122,12 @@ def measure_plan(
             where="Plan.measure",
             fix="f.plan(*args).measure(f, *args), or jshard.shard(fn, plan=plan)",
         )
-    call = _repeatable_call(own, f, args, kwargs)
+    compiled = f.lower(*args, **kwargs).compile()
+    call = _repeatable_call(compiled, f, args, kwargs)
     for _ in range(2):
         call()
     seconds = sorted(call() for _ in range(runs))
-    names = _instructions(plan, f, args, kwargs)
+    names = _instructions(plan, compiled)
     profile = _profile(call, set(names.values())) if names else {}
     middle, quarter = statistics.median(seconds), len(seconds) // 4
     return Measurement(
@@ -139,14 +145,13 @@ def measure_plan(
 
 
 def _repeatable_call(
-    plan: Plan, f: PlannedFunction, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
+    compiled: jax.stages.Compiled, f: PlannedFunction, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
 ) -> Callable[[], float]:
     """A function that calls `f` and says how long that took; donated arguments are copied before."""
     given, named = tuple(args), dict(kwargs)
-    if jax.tree.structure((given, named)) == jax.tree.structure(
-        plan.in_shardings
-    ):  # without static arguments
-        given, named = jax.device_put((given, named), plan.in_shardings)
+    shardings = compiled.input_shardings
+    if jax.tree.structure((given, named)) == jax.tree.structure(shardings):  # where no argument is static
+        given, named = jax.device_put((given, named), shardings)
 
     def copies() -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
         copied = jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, (given, named))
@@ -166,13 +171,11 @@ def _repeatable_call(
     return call
 
 
-def _instructions(
-    plan: Plan, f: PlannedFunction, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
-) -> dict[int, str]:
+def _instructions(plan: PlanRecord, compiled: jax.stages.Compiled) -> dict[int, str]:
     """The instruction of the compiled program that stands for each collective of the plan."""
     if not plan.collectives:
         return {}
-    found = plan.verify(f.lower(*args, **kwargs).compile())
+    found = verify_plan(plan, compiled)
     return {
         p.id: row.emitted[0].name
         for row in found.rows
@@ -215,7 +218,7 @@ def _least_waits(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def _rows(
-    plan: Plan, names: Mapping[int, str], profile: Mapping[str, float]
+    plan: PlanRecord, names: Mapping[int, str], profile: Mapping[str, float]
 ) -> tuple[MeasuredCollective, ...]:
     """Predicted and measured seconds by kind and axes; an instruction of several collectives counts once."""
     out: dict[tuple[str, str], list[float]] = {}

@@ -357,8 +357,7 @@ def get(name: str) -> Chip:
 
     Arguments:
 
-    - `name`: chip name; an unknown one raises `MeshError` with the nearest names. Or the path of a file that
-        `jshard.calibrate(save=...)` wrote, which ends in `.json`.
+    - `name`: chip name; an unknown one raises `MeshError` with the nearest names.
     """
     if not isinstance(name, str):
         raise MeshError(
@@ -366,10 +365,6 @@ def get(name: str) -> Chip:
         )
     if name in _TABLE:
         return _TABLE[name]
-    if name.endswith(".json"):
-        from jshard._core.saved_chip import load_chip  # here: it imports this module
-
-        return load_chip(name)
     key = _key(name)
     by_key = {_key(n): n for n in _TABLE} | _ALIASES
     if key in by_key:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from jshard._core.collective_curves import CollectiveCurve
 from jshard._core.errors import MeshError
-from jshard._core.hardware import Chip, register
+from jshard._core.hardware import Chip, get, register
 
 
 FORM = 1
@@ -73,3 +73,8 @@ def load_chip(path: str | os.PathLike[str]) -> Chip:
             fix="a file that jshard.calibrate(save=...) wrote",
         ) from None
     return register(chip_from_json(text, where))
+
+
+def named_chip(name: str) -> Chip:
+    """The chip that `hardware=` of `shard` names: one of the table, or the path of a file that ends in `.json`."""
+    return load_chip(name) if name.endswith(".json") else get(name)

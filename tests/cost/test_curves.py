@@ -17,7 +17,7 @@ from jshard._core import hardware
 from jshard._core.collective_curves import CollectiveCurve, nearest_curve
 from jshard._core.errors import MeshError
 from jshard._core.layout import Layout, MeshAxes
-from jshard._core.saved_chip import chip_from_json, chip_to_json, load_chip
+from jshard._core.saved_chip import chip_from_json, chip_to_json, load_chip, named_chip
 from jshard._core.topology import from_mesh
 from jshard._cost import resharding
 from jshard._cost.collectives import collective
@@ -117,7 +117,7 @@ def test_a_chip_is_read_back_equal(tmp_path) -> None:
     chip = measured_chip(5)
     path = tmp_path / "my-cluster.json"
     path.write_text(chip_to_json(chip, {"date": "2026-11-23"}))
-    assert load_chip(path) == chip == jshard.hardware.get(chip.name) == jshard.hardware.get(str(path))
+    assert load_chip(path) == chip == jshard.hardware.get(chip.name) == named_chip(str(path))
     f = jshard.shard(lambda x: x.sum(), in_strategy=((8,),), hardware=str(path))
     assert f.plan(jnp.ones(16)).chip == chip.name
 
@@ -143,5 +143,5 @@ def test_a_file_that_is_not_one_is_an_error(change, said) -> None:
 
 def test_a_file_that_is_missing_is_an_error() -> None:
     with pytest.raises(MeshError, match="cannot be read") as error:
-        jshard.hardware.get("nowhere/my-cluster.json")
+        jshard.shard(lambda x: x * 2, hardware="nowhere/my-cluster.json").plan(jnp.ones(8))
     assert "calibrate(save=" in str(error.value)
