@@ -1,7 +1,8 @@
 """`jshard.calibrate`: products, memory traffic and collectives measured on the devices at hand, as a chip of the table.
 
 What is measured replaces the figures of the table's chip that the devices are closest to; each quantity is fitted, and
-its residuals are printed. Where they are too large (a busy machine), that figure of the table stays.
+its residuals are printed. Where they are too large (a busy machine), that figure of the table stays, unless it is a
+stand-in itself.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from jshard._report.progress import progress
 
 
 MAX_RESIDUAL = 0.5  # a fit that is off by more, in the root mean square, does not replace the table's figure
+_PEAKS = {"float32": "f32_flops", "bfloat16": "bf16_flops"}
 LARGEST = {
     "shared": 4e6,
     "switch": 2.7e8,
@@ -59,14 +61,14 @@ class Calibration:
     """A measured chip with the measurements that it rests on.
 
     - `chip`: in the hardware table, under its name.
-    - `samples`: every measurement; `kept`: what the table's figure was kept for, and why.
+    - `samples`: every measurement; `notes`: what was too far off its fit, and whose figure is used.
     - `date`, `versions`, `devices`: when, with what and on what it was measured, in `seconds`.
     """
 
     chip: Chip
     base: str
     samples: tuple[Sample, ...]
-    kept: tuple[str, ...]
+    notes: tuple[str, ...]
     date: str
     versions: tuple[tuple[str, str], ...]
     devices: str
@@ -94,7 +96,7 @@ class Calibration:
                 f"{format_seconds(last.seconds):>12}{rate:>13}{off:>10.0%}"
             )
         lines.append(f"  residuals: {self.residual:.0%} in the median, the largest of each row beside it")
-        return "\n".join(lines + [f"  the table's figure is kept: {k}" for k in self.kept])
+        return "\n".join(lines + [f"  {note}" for note in self.notes])
 
     def save(self, path: str | Path) -> None:
         """Write the chip to a JSON file that `hardware=` of `shard` takes."""
@@ -103,7 +105,7 @@ class Calibration:
             for s in self.samples
         ]
         about = {"date": self.date, "versions": dict(self.versions), "devices": self.devices}
-        text = chip_to_json(self.chip, {**about, "kept": self.kept, "samples": samples})
+        text = chip_to_json(self.chip, {**about, "notes": self.notes, "samples": samples})
         Path(path).write_text(text, encoding="utf-8")
 
     def _repr_html_(self) -> str:
@@ -149,7 +151,7 @@ def calibrate(
         for k, task in enumerate(todo):
             show(k, task.what)
             found.append(measure(task, given, RUNS if task.group > 1 else 2 * RUNS))
-    chip, kept = fitted_chip(
+    chip, notes = fitted_chip(
         base, found, name or f"{base.name}-{now:%Y%m%d-%H%M%S}", f"{now:%Y-%m-%d %H:%M}", len(given)
     )
     samples = tuple(Sample(m, predicted_seconds(chip, m.task, len(given))) for m in found)
@@ -157,7 +159,7 @@ def calibrate(
         hardware.register(chip),
         base.name,
         samples,
-        kept,
+        notes,
         f"{now:%Y-%m-%d %H:%M}",
         (("jax", jax.__version__), ("numpy", np.__version__)),
         f"{len(given)} x {given[0].device_kind}",
@@ -171,26 +173,32 @@ def calibrate(
 def fitted_chip(
     base: Chip, found: Sequence[Measured], name: str, date: str, devices: int
 ) -> tuple[Chip, tuple[str, ...]]:
-    """The chip that the measurements give, and what the table's figures were kept for."""
+    """The chip that the measurements give, and notes on quantities that their fits do not describe."""
     figures: dict[str, float] = {}
-    kept: list[str] = []
+    notes: list[str] = []
     curves: list[CollectiveCurve] = []
     for (what, dtype, group, strided), rows in _by_quantity([Sample(m, m.seconds) for m in found]).items():
         sizes, seconds = [r.measured.task.size for r in rows], [r.measured.seconds for r in rows]
         label = f"{what} of {dtype}" if group == 1 else f"{what} over {group}{' strided' if strided else ''}"
+        field = "curves" if group > 1 else "hbm_bandwidth" if what == "memory" else _PEAKS[dtype]
+        knots, rate = (), 0.0
         if group > 1:
             knots, error = fit_curve(sizes, seconds)
-            kind = cast("CollectiveKind", what)
-            curve = CollectiveCurve(kind, group, knots, _reach(base, group, strided, devices), strided)
-            curves += [curve] * (error <= MAX_RESIDUAL)
         else:
             rates = [s / t for s, t in zip(sizes, seconds, strict=True)][1 if len(sizes) > 1 else 0 :]
             rate = statistics.median(rates)  # without the smallest, which is mostly its start
             error = _root_mean_square([r / rate - 1 for r in rates])
-            field = {"float32": "f32_flops", "bfloat16": "bf16_flops"}[dtype]
-            figures |= {"hbm_bandwidth" if what == "memory" else field: rate} if error <= MAX_RESIDUAL else {}
         if error > MAX_RESIDUAL:
-            kept.append(f"{label}: measurements differ from their fit by {error:.0%}; is the machine busy?")
+            keep = "[stand-in]" not in base.sources.get(field, "")
+            what_now = "the table's figure stays" if keep else "used all the same, the table has a stand-in"
+            notes.append(f"{label}: off its fit by {error:.0%}, is the machine busy? {what_now}")
+            if keep:
+                continue
+        if group > 1:
+            kind = cast("CollectiveKind", what)
+            curves.append(CollectiveCurve(kind, group, knots, _reach(base, group, strided, devices), strided))
+        else:
+            figures[field] = rate
     source = f"measured {date} [M]"
     sources = {**base.sources, **dict.fromkeys((*figures, "curves"), source)}
     chip = dataclasses.replace(
@@ -202,7 +210,7 @@ def fitted_chip(
         bf16_flops=figures.get("bf16_flops", base.bf16_flops),
         hbm_bandwidth=figures.get("hbm_bandwidth", base.hbm_bandwidth),
     )
-    return chip, tuple(kept)
+    return chip, tuple(notes)
 
 
 def _reach(base: Chip, group: int, strided: bool, devices: int) -> str:

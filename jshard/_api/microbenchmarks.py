@@ -61,7 +61,7 @@ def tasks(devices: int, largest: float) -> Iterator[Task]:
     for dtype in ("float32", "bfloat16"):
         for side in (128, 256, 512):
             yield Task("product", dtype, 2.0 * side**3, side)
-    for megabytes in (1, 4, 16):
+    for megabytes in (1, 2, 4, 8):
         elements = megabytes * 2**18
         yield Task("memory", "float32", 8.0 * elements, elements)
     for group in [n for n in range(2, devices + 1) if devices % n == 0]:

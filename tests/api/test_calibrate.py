@@ -37,8 +37,8 @@ def made_up(noise: float, seed: int = 0) -> list[Measured]:
 
 def test_a_quiet_machine_gives_its_own_figures() -> None:
     found = made_up(0.0)
-    chip, kept = fitted_chip(CPU, found, "quiet", "2026-11-23", 4)
-    assert not kept and chip.f32_flops == pytest.approx(3e9) and chip.hbm_bandwidth == pytest.approx(5e9)
+    chip, notes = fitted_chip(CPU, found, "quiet", "2026-11-23", 4)
+    assert not notes and chip.f32_flops == pytest.approx(3e9) and chip.hbm_bandwidth == pytest.approx(5e9)
     assert len(chip.curves) == 5 * 3  # groups of two, of two strided, of four
     for m in found:
         assert predicted_seconds(chip, m.task, 4) == pytest.approx(m.seconds, rel=0.02)
@@ -46,15 +46,19 @@ def test_a_quiet_machine_gives_its_own_figures() -> None:
 
 
 def test_a_busy_machine_keeps_the_table_and_says_so() -> None:
-    found = made_up(2.5, seed=3)
-    chip, kept = fitted_chip(CPU, found, "busy", "2026-11-23", 4)
-    assert kept and all("is the machine busy?" in k for k in kept)
+    found, h100 = made_up(2.5, seed=3), jshard.hardware.get("h100")
+    chip, notes = fitted_chip(h100, found, "busy", "2026-11-23", 4)
+    assert notes and all("is the machine busy? the table's figure stays" in n for n in notes)
     assert len(chip.curves) < 15
-    said = " ".join(kept)
-    assert ("product of float32" in said) == (chip.f32_flops == CPU.f32_flops)
+    assert ("product of float32" in " ".join(notes)) == (chip.f32_flops == h100.f32_flops)
     samples = tuple(Sample(m, predicted_seconds(chip, m.task, 4)) for m in found)
-    text = str(Calibration(chip, "cpu", samples, kept, "2026-11-23", (), "4 x cpu", 1.0))
-    assert "the table's figure is kept" in text and "busy" in text
+    text = str(Calibration(chip, "gpu-h100", samples, notes, "2026-11-23", (), "4 x H100", 1.0))
+    assert "the table's figure stays" in text and "busy" in text
+
+
+def test_a_measurement_is_better_than_a_stand_in() -> None:
+    chip, notes = fitted_chip(CPU, made_up(2.5, seed=3), "busy", "2026-11-23", 4)
+    assert notes and chip.f32_flops != CPU.f32_flops and chip.hbm_bandwidth != CPU.hbm_bandwidth
 
 
 @pytest.mark.parametrize("kind", KINDS)
