@@ -1,14 +1,16 @@
 """Predicted and measured steps of programs on the devices at hand, before and after `jshard.calibrate`.
 
 `python benchmarks/runtime/calibration.py` calibrates the machine, measures the programs below on it with
-`plan.measure`, and writes `benchmarks/runtime/calibration-<chip>.md` and the chip beside it as JSON. Without a GPU it runs
-on eight virtual CPU devices; on a machine with GPUs (JAX with CUDA, `pip install '.[gpu]'`) it takes those, one or
-several: the same command, some minutes, nothing else to set. Sizes grow with the device (`--scale`).
+`plan.measure`, appends a line of JSON to `benchmarks/runtime/calibration.jsonl` and writes `calibration.md` anew with the
+last run on each kind of devices. Without a GPU it runs on eight virtual CPU devices; on a machine with GPUs (JAX with
+CUDA, `pip install '.[gpu]'`) it takes those, one or several: the same command, some minutes, nothing else to set. Sizes
+grow with the device (`--scale`); `--save my-cluster.json` keeps the chip.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import pathlib
 import statistics
@@ -28,6 +30,7 @@ import jshard  # noqa: E402
 
 
 HERE = pathlib.Path(__file__).parent
+RESULTS, TABLE = HERE / "calibration.jsonl", HERE / "calibration.md"
 
 
 class Program(NamedTuple):
@@ -102,30 +105,38 @@ def rank_correlation(a: list[float], b: list[float]) -> float:
     return float(np.corrcoef(*ranks)[0, 1])
 
 
-def table(found: jshard.Plan | Any, rows: list[tuple[str, Any, Any]]) -> str:
-    """The Markdown page."""
-    lines = [
-        f"# Predicted and measured steps on {found.devices}",
-        "",
-        "Written by `python benchmarks/runtime/calibration.py`. Each program is planned at level 2 from the cut of its",
-        "arguments, with the table's chip and with the calibrated one, and run as planned (`plan.measure`).",
-        "",
-    ]
-    for what, k in (("the table's chip", 1), ("the calibrated chip", 2)):
-        errors = [abs(r[k].error) for r in rows]
-        order = rank_correlation([r[k].predicted for r in rows], [r[k].measured for r in rows])
+def section(run: dict[str, Any]) -> list[str]:
+    """The lines about one run."""
+    rows = run["rows"]
+    lines = [f"## {run['devices']}, {run['date']}", ""]
+    for what, key in (("the table's chip", "before"), ("the calibrated chip", "after")):
+        errors = [abs(r[key] / r["measured"] - 1) for r in rows]
+        order = rank_correlation([r[key] for r in rows], [r["measured"] for r in rows])
         lines.append(f"- {what}: median error {statistics.median(errors):.0%}, rank correlation {order:.2f}")
     lines += [
         "",
-        "| program | measured | table's chip | error | calibrated | error | quartiles |",
+        "| program | measured | quartiles | table's chip | error | calibrated | error |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name, before, after in rows:
-        ms = [f"{1e3 * s:.3g} ms" for s in (after.measured, before.predicted, after.predicted)]
-        lines.append(
-            f"| {name} | {ms[0]} | {ms[1]} | {before.error:+.0%} | {ms[2]} | {after.error:+.0%} | {after.spread:.0%} |"
+    for r in rows:
+        figures = "".join(
+            f"| {1e3 * r[k]:.3g} ms | {r[k] / r['measured'] - 1:+.0%} " for k in ("before", "after")
         )
-    return "\n".join([*lines, "", "## The calibration", "", "```", str(found), "```", ""])
+        lines.append(f"| {r['name']} | {1e3 * r['measured']:.3g} ms | {r['spread']:.0%} {figures}|")
+    return [*lines, "", "```", run["calibration"], "```", ""]
+
+
+def write_page() -> None:
+    """The Markdown page, of the last run on each kind of devices."""
+    runs = {r["devices"]: r for r in map(json.loads, RESULTS.read_text().splitlines())}
+    lines = [
+        "# Predicted and measured steps",
+        "",
+        "Written by `make bench-calibration`. Each program is planned at level 2 from the cut of its arguments, with the",
+        "table's chip and with the calibrated one, and run as planned (`plan.measure`: the median of its calls).",
+        "",
+    ]
+    TABLE.write_text("\n".join([*lines, *(line for r in runs.values() for line in section(r))]))
 
 
 def main() -> int:
@@ -135,18 +146,31 @@ def main() -> int:
         "--scale", type=int, default=0, help="rows of the programs; default: by the kind of device"
     )
     parser.add_argument("--programs", type=int, default=12, help="measure so many of them")
+    parser.add_argument("--save", help="a file for the calibrated chip")
     a = parser.parse_args()
     devices = jax.devices()
     scale = a.scale or (1 if devices[0].platform == "cpu" else 64)
     base = jshard.hardware.for_device(devices[0]).name
-    found = jshard.calibrate(devices, save=HERE / f"calibration-{base}.json", name=f"{base}-here")
+    found = jshard.calibrate(devices, save=a.save, name=f"{base}-here")
     print(found, flush=True)
     rows = []
     for p in programs(len(devices), scale)[: a.programs]:
         before, after = measured(p, len(devices), None), measured(p, len(devices), found.chip.name)
-        rows.append((p.name, before, after))
-        print(p.name, before.error, after, flush=True)
-    (HERE / f"calibration-{base}.md").write_text(table(found, rows))
+        print(p.name, after, flush=True)
+        rows.append(
+            {"name": p.name, "before": before.predicted, "after": after.predicted, "measured": after.measured,
+             "spread": after.spread}
+        )  # fmt: skip
+    run = {
+        "devices": found.devices,
+        "date": found.date,
+        "jax": jax.__version__,
+        "calibration": str(found),
+        "rows": rows,
+    }
+    with RESULTS.open("a") as f:
+        f.write(json.dumps(run) + "\n")
+    write_page()
     return 0
 
 
