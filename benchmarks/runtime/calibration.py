@@ -49,7 +49,7 @@ def mlp(w1: Any, w2: Any, x: Any) -> Any:
 
 def training_step(w1: Any, w2: Any, x: Any) -> Any:
     """One step of gradient descent of `mlp`."""
-    g = jax.grad(lambda w: (mlp(*w, x) ** 2).mean())((w1, w2))
+    g = jax.grad(lambda w: (mlp(w[0], w[1], x) ** 2).mean())((w1, w2))
     return w1 - 0.1 * g[0], w2 - 0.1 * g[1]
 
 
@@ -101,8 +101,8 @@ def measured(p: Program, n: int, hardware: str | None) -> Any:
 
 def rank_correlation(a: list[float], b: list[float]) -> float:
     """Spearman's coefficient."""
-    ranks = [np.argsort(np.argsort(v)) for v in (a, b)]
-    return float(np.corrcoef(*ranks)[0, 1])
+    ranks = [np.argsort(np.argsort(np.array(v))).astype(float) for v in (a, b)]
+    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
 
 
 def section(run: dict[str, Any]) -> list[str]:
