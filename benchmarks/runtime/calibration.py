@@ -133,7 +133,8 @@ def write_page() -> None:
         "# Predicted and measured steps",
         "",
         "Written by `make bench-calibration`. Each program is planned at level 2 from the cut of its arguments, with the",
-        "table's chip and with the calibrated one, and run as planned (`plan.measure`: the median of its calls).",
+        "table's chip and with the calibrated one, and run as planned (`plan.measure`: the median of its calls). The two",
+        "cores of the CPU runs here were shared with other work, of which there was more or less at different times.",
         "",
     ]
     TABLE.write_text("\n".join([*lines, *(line for r in runs.values() for line in section(r))]))
