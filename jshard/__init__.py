@@ -2,6 +2,7 @@
 
 from jshard._api import ops as ops
 from jshard._api.audit import audit as audit
+from jshard._api.calibrate import calibrate as calibrate
 from jshard._api.config import Config as Config
 from jshard._api.op import op as op
 from jshard._api.pareto import pareto as pareto

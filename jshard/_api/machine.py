@@ -14,6 +14,7 @@ from jshard._core import hardware, topology as device_topology
 from jshard._core.errors import MeshError, PlanMismatchError
 from jshard._core.jax_types import Device, JaxMesh
 from jshard._core.named_topology import MeshRequest, topology as named_topology
+from jshard._core.saved_chip import named_chip
 from jshard._core.topology import Topology
 from jshard._program.user_shard_map import mesh_axes
 from jshard._spec.committed_shardings import Placement
@@ -111,7 +112,7 @@ def physical_topology(request: ShardRequest, chosen: ChosenMesh) -> Topology:
     mesh = request.mesh
     chip = request.options.hardware
     if isinstance(chip, str):
-        chip = hardware.get(chip)
+        chip = named_chip(chip)
     links = getattr(mesh, "links", None)
     if isinstance(links, Topology) and links.mesh == chosen.axes:
         return links if chip is None else dataclasses.replace(links, chip=chip)

@@ -119,7 +119,7 @@ def shard(
     - `mesh`: a `Mesh`, `AbstractMesh` or `topology(...)`; `"auto"` compares the meshes that the strategies allow on
         the local devices, `"auto:4"` on four of them, `"auto:v5e:4x4"` on a named machine; default: the mesh in
         context, else one inferred from the strategies.
-    - `hardware`: a chip's name; default: the chip of the mesh.
+    - `hardware`: a chip's name, or the file of a measured one, `"my-cluster.json"`; default: the chip of the mesh.
     - `memory_budget`: bytes per device, or text such as `"14GiB"`; default: 90% of the chip's memory, none on CPU.
     - `search`: `"optimal"` or `"propagation"` (MindSpore's algorithm).
     - `plan`: a `Plan` to use instead of searching.

@@ -22,8 +22,10 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from jshard._core.collective_curves import CollectiveCurve
 from jshard._core.errors import MeshError
 from jshard._core.jax_types import Device
+from jshard._core.switch_curves import switch_curves
 
 
 Interconnect = Literal["torus2d", "torus3d", "switch", "shared"]
@@ -49,6 +51,7 @@ class Chip:
     - `max_slice`: the largest torus, in chips along each axis; empty where there is none.
     - `dies`: JAX devices on one chip, and `die_bandwidth` the bytes/s of the link between them.
     - `clock`: cycles/s of a TPU core, in which its compiler writes estimates; 0 for others.
+    - `curves`: measured times of collectives by size; those take the place of the latencies and bandwidths above.
     - `sources`: for each field, where the number comes from.
     """
 
@@ -72,6 +75,7 @@ class Chip:
     dies: int = 1
     die_bandwidth: float = 0.0
     clock: float = 0.0
+    curves: tuple[CollectiveCurve, ...] = ()
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     def __str__(self) -> str:
@@ -123,10 +127,19 @@ def _gpu(name: str, sheet: str, **figures: Any) -> Chip:
         "alpha": "NCCL ring step over NVLink, LL 0.6 us (autoparallel's port of NCCL tuning.cc) [S]",
         "startup": "NCCL ring base latency, LL 6.6 us (same) [S]",
         "nic_alpha": "NCCL ring step over the network, LL 2.7 us (same) [S]",
+        "curves": "all-reduces of eight GPUs in Galvatron's profiles [S]; bytes scaled by the links' bandwidth [derived]",
     }
     extra = figures.pop("sources", {})
+    # The published points are an A100's.
+    curves = switch_curves(figures["links"] * figures["link_bandwidth"] / 3e11)
     common: dict[str, Any] = dict(
-        efficiency=0.82, alpha=0.6e-6, startup=6.6e-6, interconnect="switch", node_size=8, nic_alpha=2.7e-6
+        curves=curves,
+        efficiency=0.82,
+        alpha=0.6e-6,
+        startup=6.6e-6,
+        interconnect="switch",
+        node_size=8,
+        nic_alpha=2.7e-6,
     )
     return Chip(name=name, sources=sources | extra, **{**common, **figures})
 

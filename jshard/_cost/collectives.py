@@ -2,7 +2,8 @@
 
 The time of a collective is linear in the bytes, as in the alpha-beta model of Hockney (Parallel Computing 20, 1994): a
 slope from the links' bandwidth and a latency from the steps. So a collective over given axes is three numbers
-(`Coefficients`), and a reshard is a sum of them.
+(`Coefficients`), and a reshard is a sum of them. Where a chip has measured times (`Chip.curves`), they are linear in
+pieces: slope and latency depend on the size.
 
 >>> from jshard._core import hardware
 >>> from jshard._core.layout import MeshAxes
@@ -36,6 +37,7 @@ import functools
 import math
 from collections.abc import Sequence
 
+from jshard._core.collective_curves import CollectiveCurve, nearest_curve
 from jshard._core.layout import CollectiveKind
 from jshard._core.topology import WIRE_KINDS, Topology, Wire
 
@@ -60,11 +62,31 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Coefficients:
-    """A collective as a linear function of the bytes of a device's operand."""
+    """A collective as a linear function of the bytes of a device's operand.
+
+    With a measured `curve` it is one for operands of each size (`at`); `slope` and `alpha` are those of large ones. The
+    curve is of operands `scale` times as large, where it was measured in groups of another size. Where it is that of the
+    nearer links only, the farther ones make each byte take `least_slope` at least, and add `more_alpha`: the slower of
+    both decides, since they are pipelined.
+    """
 
     slope: float  # seconds per byte
     volume: float  # bytes received per byte
     alpha: float  # latency in seconds
+    curve: CollectiveCurve | None = None
+    scale: float = 1.0
+    least_slope: float = 0.0
+    more_alpha: float = 0.0
+
+    def at(self, local_bytes: float) -> tuple[float, float]:
+        """Slope and latency for an operand of so many bytes."""
+        if self.curve is None:
+            return self.slope, self.alpha
+        slope, alpha = self.curve.piece(local_bytes * self.scale)
+        slope, least = slope * self.scale, self.curve.knots[0][1]
+        if self.least_slope * local_bytes + least > slope * local_bytes + alpha:
+            slope, alpha = self.least_slope, least
+        return slope, alpha + self.more_alpha
 
 
 def collective(
@@ -85,7 +107,8 @@ def collective(
     all_gather[x] 1.5e+07 B 0.000194 s
     """
     c = coefficients(kind, tuple(sorted(axes, key=topology.mesh.names.index)), topology)
-    return Collective(kind, tuple(axes), local_bytes * c.volume, local_bytes * c.slope + c.alpha / combined)
+    slope, alpha = c.at(local_bytes * combined)
+    return Collective(kind, tuple(axes), local_bytes * c.volume, local_bytes * slope + alpha / combined)
 
 
 @functools.lru_cache(maxsize=65536)
@@ -94,14 +117,11 @@ def coefficients(kind: CollectiveKind, axes: tuple[str, ...], topology: Topology
     n = topology.mesh.size(*axes)
     if n == 1:
         return Coefficients(0.0, 0.0, 0.0)
-    volume = {
-        "all_gather": n - 1.0,
-        "reduce_scatter": (n - 1) / n,
-        "all_reduce": 2 * (n - 1) / n,
-        "all_to_all": (n - 1) / n,
-        "permute": 1.0,
-    }[kind]
+    volume = received_per_byte(kind, n)
     tiers = _tiers(axes, topology)
+    curve = _measured(kind, axes, tiers[-1], topology)
+    if curve is not None:
+        return _of_curve(kind, n, curve)
     if tiers[0][0].kind == "shared":  # one memory: time is proportional to the bytes received, one latency
         return Coefficients(volume / tiers[0][0].bandwidth, volume, tiers[0][0].alpha)
     if kind in ("all_to_all", "permute"):
@@ -116,8 +136,60 @@ def coefficients(kind: CollectiveKind, axes: tuple[str, ...], topology: Topology
             per_full_byte = max(per_full_byte, (size - 1) / (size * _receive_bandwidth(tier) * inside))
             inside *= size
         slope = per_full_byte * {"all_gather": n, "reduce_scatter": 1, "all_reduce": 2}[kind]
+    twice = 2 if kind == "all_reduce" else 1
+    if (
+        len(tiers) > 1
+    ):  # of the near links a measurement, of the far ones none: they are used one after the other
+        near = _measured(kind, axes, tiers[0], topology)
+        if near is not None:
+            found = _of_curve(kind, math.prod(w.size for w in tiers[0]), near)
+            beyond = twice * sum(_latency_steps(kind, w) * w.alpha for tier in tiers[1:] for w in tier)
+            # A device's operand is the same near and far, but for a gather, which is larger after the near links.
+            return dataclasses.replace(
+                found,
+                slope=max(found.slope, slope),
+                alpha=(found.alpha if found.slope > slope else near.knots[0][1]) + beyond,
+                volume=volume,
+                least_slope=slope,
+                more_alpha=beyond,
+            )
     alpha = sum(_latency_steps(kind, w) * w.alpha for tier in tiers for w in tier)
-    return Coefficients(slope, volume, topology.chip.startup + alpha * (2 if kind == "all_reduce" else 1))
+    return Coefficients(slope, volume, topology.chip.startup + alpha * twice)
+
+
+def _of_curve(kind: CollectiveKind, group: int, curve: CollectiveCurve) -> Coefficients:
+    """The coefficients of a collective in groups of one size from a curve of another: equal for equal bytes received."""
+    volume = received_per_byte(kind, group)
+    scale = volume / received_per_byte(kind, curve.group)
+    slope, alpha = curve.piece(math.inf)
+    return Coefficients(slope * scale, volume, alpha, curve, scale)
+
+
+def received_per_byte(kind: CollectiveKind, group: int) -> float:
+    """Bytes that a device receives for each byte of its operand.
+
+    >>> received_per_byte("all_gather", 8), received_per_byte("all_reduce", 8)
+    (7.0, 1.75)
+    """
+    return {
+        "all_gather": group - 1.0,
+        "reduce_scatter": (group - 1) / group,
+        "all_reduce": 2 * (group - 1) / group,
+        "all_to_all": (group - 1) / group,
+        "permute": 1.0,
+    }[kind]
+
+
+def _measured(
+    kind: CollectiveKind, axes: Sequence[str], tier: Sequence[Wire], topology: Topology
+) -> CollectiveCurve | None:
+    """The chip's measured times that fit a collective on such links best; None if it has none."""
+    if not topology.chip.curves:
+        return None
+    names = [n for n, size in zip(topology.mesh.names, topology.mesh.sizes, strict=True) if size > 1]
+    wide = [a for a in axes if a in names]
+    neighbours = set(wide) == set(names[len(names) - len(wide) :])
+    return nearest_curve(topology.chip.curves, kind, topology.mesh.size(*axes), tier[0].kind, not neighbours)
 
 
 def ring_step(axes: Sequence[str], local_bytes: float, topology: Topology) -> Collective:
@@ -136,6 +208,9 @@ def ring_step(axes: Sequence[str], local_bytes: float, topology: Topology) -> Co
     if not tiers:
         return Collective("permute", tuple(axes), 0.0, 0.0)
     wires = [w for tier in tiers for w in tier]
+    curve = _measured("permute", axes, tiers[-1], topology)
+    if curve is not None:
+        return Collective("permute", tuple(axes), local_bytes, curve.seconds(local_bytes))
     if wires[0].kind == "shared":
         return Collective(
             "permute", tuple(axes), local_bytes, local_bytes / wires[0].bandwidth + wires[0].alpha

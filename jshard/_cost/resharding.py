@@ -38,7 +38,7 @@ import numpy as np
 from jshard._core.errors import SearchError
 from jshard._core.layout import Layout, MeshAxes
 from jshard._core.topology import Topology
-from jshard._cost.collectives import Collective, coefficients
+from jshard._cost.collectives import Coefficients, Collective, coefficients
 from jshard._cost.reshard_steps import Dims, ReshardStep, apply_step, successor_steps, successors
 
 
@@ -115,7 +115,8 @@ def reshard_cost(
         if s.kind != "slice":
             c = coefficients(s.kind, _in_mesh_order(s.axes, topology.mesh), topology)
             local_bytes = nbytes / layout.pieces(topology.mesh)
-            out.append(Collective(s.kind, s.axes, local_bytes * c.volume, local_bytes * c.slope + c.alpha))
+            slope, alpha = c.at(local_bytes)
+            out.append(Collective(s.kind, s.axes, local_bytes * c.volume, local_bytes * slope + alpha))
         layout = apply_step(s, layout)
     return sum((c.seconds for c in out), 0.0), sum((c.bytes for c in out), 0.0), tuple(out)
 
@@ -195,6 +196,8 @@ class _LayoutGraph:
     preference: np.ndarray  # (edges,) breaks ties between paths of equal cost
     # (4, edges): seconds and bytes received per byte of the whole tensor; latency of other collectives, and of sums.
     coefficients: np.ndarray
+    # Edges whose time was measured by size: the collective, the pieces of the tensor before it, the edges, is a sum.
+    measured: tuple[tuple[Coefficients, int, np.ndarray, bool], ...]
     # ids of a tensor's own layouts, by the order of its dimensions in the graph; -1 for those not in it
     id_cache: dict[tuple[int, ...], dict[Layout, int]] = dataclasses.field(default_factory=dict)
 
@@ -212,6 +215,7 @@ class _Paths:
     """Shortest paths of a graph under one weight per edge; `trees` of the sources so far."""
 
     graph: _LayoutGraph
+    coefficients: np.ndarray  # (4, edges): those of the graph, for this number of bytes
     weight: np.ndarray  # (edges,)
     trees: dict[int, _PathTree] = dataclasses.field(default_factory=dict)
 
@@ -219,7 +223,8 @@ class _Paths:
 @functools.lru_cache(maxsize=1024)
 def _paths_of(graph: _LayoutGraph, scale: Scale) -> _Paths:
     """The shortest paths for a number of bytes and of combined sums."""
-    slope, _, latency, sum_latency = graph.coefficients
+    coefficients = _coefficients_at(graph, scale)
+    slope, _, latency, sum_latency = coefficients
     if scale is None:
         seconds = slope
     else:
@@ -228,7 +233,18 @@ def _paths_of(graph: _LayoutGraph, scale: Scale) -> _Paths:
     largest = float(seconds.max(initial=0.0)) or 1.0
     # The tie break is far below the largest edge; the reported cost of a path does not contain it.
     epsilon = 1e-6 if scale is None else 1e-13
-    return _Paths(graph, seconds / largest + epsilon * graph.preference)
+    return _Paths(graph, coefficients, seconds / largest + epsilon * graph.preference)
+
+
+def _coefficients_at(graph: _LayoutGraph, scale: Scale) -> np.ndarray:
+    """The coefficients of a graph's edges for a tensor of so many bytes."""
+    if scale is None or not graph.measured:
+        return graph.coefficients
+    (nbytes, combined), out = scale, graph.coefficients.copy()
+    for collective, shards, edges, is_sum in graph.measured:
+        slope, alpha = collective.at(nbytes / shards * (combined if is_sum else 1))
+        out[0, edges], out[3 if is_sum else 2, edges] = slope / shards, alpha
+    return out
 
 
 @functools.lru_cache(maxsize=65536)
@@ -265,7 +281,9 @@ def _layout_graph(topology: Topology, gcds: tuple[int, ...]) -> _LayoutGraph:
     by_value = {(a.dims, a.partial): i for i, a in enumerate(layouts)}
     # source * n + target -> slope, volume, latency, latency of sums, size of the group; of parallel edges the least
     edges: dict[int, tuple[float, float, float, float, int]] = {}
+    by_curve: dict[int, tuple[Coefficients, int, bool]] = {}  # of those that were measured by size
     collectives: dict[tuple[str, tuple[str, ...]], tuple[float, float, float, float]] = {}
+    measured: dict[tuple[str, tuple[str, ...]], Coefficients] = {}
     for i, a in enumerate(layouts):
         shards = a.pieces(mesh)
         for kind, axes, _, _, dims, partial in successors(a, mesh, gcds):
@@ -273,6 +291,7 @@ def _layout_graph(topology: Topology, gcds: tuple[int, ...]) -> _LayoutGraph:
             if kind != "slice":
                 if (kind, axes) not in collectives:
                     c = coefficients(kind, _in_mesh_order(axes, mesh), topology)
+                    measured[kind, axes] = c
                     latencies = (0.0, c.alpha) if kind in REDUCING_KINDS else (c.alpha, 0.0)
                     collectives[kind, axes] = (c.slope, c.volume, *latencies)
                 slope, volume, latency, sum_latency = collectives[kind, axes]
@@ -280,6 +299,9 @@ def _layout_graph(topology: Topology, gcds: tuple[int, ...]) -> _LayoutGraph:
             key = i * n + by_value[dims, partial]
             if key not in edges or edge < edges[key]:
                 edges[key] = edge
+                by_curve.pop(key, None)
+                if kind != "slice" and measured[kind, axes].curve is not None:
+                    by_curve[key] = measured[kind, axes], shards, kind in REDUCING_KINDS
     keys = np.array(sorted(edges), dtype=np.int64)
     columns = np.array([edges[k] for k in keys.tolist()], dtype=float).reshape(-1, 5)
     # Ties: fewer collectives, then smaller groups, then fewer slices, then the rank of the edge.
@@ -288,8 +310,23 @@ def _layout_graph(topology: Topology, gcds: tuple[int, ...]) -> _LayoutGraph:
     by_target = np.lexsort((keys // n, keys % n))
     keys, preference, columns = keys[by_target], preference[by_target], columns[by_target, :4]
     targets, target_begin = np.unique(keys % n, return_index=True)
+    alike: dict[tuple[Coefficients, int, bool], list[int]] = {}
+    for at, key in enumerate(keys.tolist()):
+        if key in by_curve:
+            alike.setdefault(by_curve[key], []).append(at)
+    curves = tuple((c, shards, np.array(at), is_sum) for (c, shards, is_sum), at in alike.items())
     return _LayoutGraph(
-        mesh, gcds, layouts, ids, keys // n, keys % n, targets, target_begin, preference, columns.T.copy()
+        mesh,
+        gcds,
+        layouts,
+        ids,
+        keys // n,
+        keys % n,
+        targets,
+        target_begin,
+        preference,
+        columns.T.copy(),
+        curves,
     )
 
 
@@ -389,7 +426,7 @@ def _add_sources(paths: _Paths, sources: Sequence[int]) -> None:
     for begin in range(0, len(new), batch):
         roots = np.array(new[begin : begin + batch])
         distance, over_edge = _bellman_ford(paths, roots)
-        last_edge, totals = _path_totals(paths.graph, roots, distance, over_edge)
+        last_edge, totals = _path_totals(paths, roots, distance, over_edge)
         for column, source in enumerate(roots.tolist()):
             paths.trees[source] = _PathTree(
                 last_edge[:, column].copy(), np.ascontiguousarray(totals[:, :, column])
@@ -413,9 +450,10 @@ def _bellman_ford(paths: _Paths, roots: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def _path_totals(
-    graph: _LayoutGraph, roots: np.ndarray, distance: np.ndarray, over_edge: np.ndarray
+    paths: _Paths, roots: np.ndarray, distance: np.ndarray, over_edge: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """(layouts, roots) last edge of each shortest path; (4, layouts, roots) its coefficients, summed edge by edge."""
+    graph = paths.graph
     n = len(graph.layouts)
     last_edge = np.full((n, len(roots)), -1, dtype=np.int32)
     tight, column = np.nonzero((over_edge == distance[graph.target]) & np.isfinite(over_edge))
@@ -426,7 +464,7 @@ def _path_totals(
     node = layout  # all paths are followed back at once; those that reach their root drop out
     while len(layout):
         edge = last_edge[node, column]
-        totals[:, layout, column] += graph.coefficients[:, edge]
+        totals[:, layout, column] += paths.coefficients[:, edge]
         node = graph.source[edge]
         on_path = node != roots[column]
         layout, column, node = layout[on_path], column[on_path], node[on_path]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from jshard._plan.record import PlanRecord
 
 
-LEFT_OUT = "overlap of compute and communication, launches of kernels, input pipeline and host are not in it"
+LEFT_OUT = "launches of kernels, input pipeline and host are not in it"
 """What a predicted step does not count."""
 
 
@@ -24,7 +24,9 @@ LEFT_OUT = "overlap of compute and communication, launches of kernels, input pip
 class StepFigures:
     """Figures of one predicted step on all devices of a plan.
 
-    - `step_seconds`: compute at the chip's peak and communication, one after the other.
+    - `step_seconds`: compute at the chip's peak and communication, one after the other; `fastest_seconds`: the longer of
+      the two, which a step takes where the other hides under it altogether. What compilers do is in between.
+    - `compiled_seconds`: by the schedule of the compiled program, if the plan was verified and its compiler tells.
     - `model_flops`: of one step on all devices, in FLOPs, without recomputation; `recomputed_flops` beside them.
     - `mfu`: model FLOPs utilization, 0 to 1; None where neither FLOPs nor seconds are known (`is_lower_bound`).
     - `tokens_per_second`, `examples_per_second`: None unless the number of each in a step was given.
@@ -44,12 +46,20 @@ class StepFigures:
     cost: float | None = None
     is_complete: bool = True
     is_lower_bound: bool = False
+    fastest_seconds: float = 0.0
+    compiled_seconds: float | None = None
 
     def __str__(self) -> str:
         least = "at least " if self.is_lower_bound else ""
         flops = least or ("" if self.is_complete else "at least ")
+        step = f"{least}{format_seconds(self.step_seconds)}"
+        if self.fastest_seconds < self.step_seconds:
+            step = f"{least}{format_seconds(self.fastest_seconds)} to {format_seconds(self.step_seconds)}"
+            step += ", as far as collectives hide"
+        if self.compiled_seconds is not None:
+            step += f"; {format_seconds(self.compiled_seconds)} by the compiled schedule"
         lines = [
-            f"step {least}{format_seconds(self.step_seconds)}: {LEFT_OUT}",
+            f"step {step}: {LEFT_OUT}",
             f"model FLOPs {flops}{format_flops(self.model_flops)}, "
             + ("MFU not known" if self.mfu is None else f"MFU {flops}{format_percent(self.mfu)}")
             + (f"; recomputed {format_flops(self.recomputed_flops)} more" if self.recomputed_flops else ""),
@@ -69,6 +79,7 @@ def step_figures(
 ) -> StepFigures:
     """The figures of a plan; `tokens` and `examples` of one call, `price` of one device for an hour."""
     seconds = plan.step_seconds
+    timeline = plan.verification.timeline if plan.verification is not None else None
     hours = plan.mesh.total * seconds / 3600
 
     def per_second(n: float | None) -> float | None:
@@ -86,6 +97,8 @@ def step_figures(
         cost=None if price is None else hours * price,
         is_complete=plan.model_flops.complete,
         is_lower_bound=bool(at_least_prefix(plan)),
+        fastest_seconds=max(plan.cost.compute, plan.cost.communication),
+        compiled_seconds=None if timeline is None else timeline.step,
     )
 
 

@@ -11,6 +11,7 @@ from jax import lax
 
 import jshard
 from jshard._core import hardware
+from jshard._core.messages import format_seconds
 from jshard._plan.rows import ModelFlops
 
 
@@ -66,7 +67,7 @@ def test_rates_hours_and_price():
     assert found.examples_per_second == pytest.approx(8192 / plan.step_seconds)
     assert found.chip_hours == pytest.approx(8 * plan.step_seconds / 3600)
     assert found.cost == pytest.approx(found.chip_hours * 1.2)
-    assert "overlap of compute and communication" in str(found)
+    assert "launches of kernels" in str(found)
     assert plan.figures().cost is None and plan.figures().tokens_per_second is None
 
 
@@ -78,6 +79,20 @@ def test_bytes_and_seconds_by_axes_are_those_of_the_plan():
     rows = plan.figures().by_axes
     assert sum(size for _, size, _ in rows) == pytest.approx(sum(c.total for c in plan.collectives))
     assert sum(s for *_, s in rows) == pytest.approx(plan.cost.communication)
+
+
+def test_a_step_is_between_the_longer_of_both_and_their_sum():
+    mesh = jshard.topology("v5e:2x4", {"x": 2, "y": 4}, compiles=False)
+    plan = jshard.shard(lambda x, w: x @ w, in_strategy=((2, 4), (4, 1)), mesh=mesh).plan(
+        f32(2048, 512), f32(512, 1024)
+    )
+    found = plan.figures()
+    assert plan.cost.compute > 0 and plan.cost.communication > 0
+    assert found.fastest_seconds == max(plan.cost.compute, plan.cost.communication) < found.step_seconds
+    ends = format_seconds(found.fastest_seconds), format_seconds(found.step_seconds)
+    assert f"step {ends[0]} to {ends[1]}, as far as collectives hide" in str(found)
+    alone = jshard.shard(lambda x: x * 2, in_strategy=((8,),), mesh=mesh).plan(f32(64)).figures()
+    assert alone.fastest_seconds == alone.step_seconds and " to " not in str(alone).splitlines()[0]
 
 
 def test_what_is_not_counted_is_at_least():

@@ -99,6 +99,9 @@ def test_every_form_of_a_plan_shows_the_timeline(plan: jshard.Plan) -> None:
     verified = dataclasses.replace(plan, verification=plan.verify(PROGRAM.replace("SYNC", "false")))
     t = verified.verification.timeline
     assert t.summary in " ".join(str(verified).split())
+    assert verified.figures().compiled_seconds == t.step and "by the compiled schedule" in str(
+        verified.figures()
+    )
     page = html_page(verified)
     assert 'class="timeline"' in page and 'class="exposed"' in page and t.summary in page
     trace = chrome_trace(verified)["traceEvents"]
