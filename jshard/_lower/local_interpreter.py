@@ -160,9 +160,8 @@ class LocalInterpreter:
         if action.loop_invariant:
             operands = self._tie_to_trip(operands)
         elif (is_update(op.primitive) or op.primitive in _PARTS) and not isinstance(action.reads[0], Literal):
-            operands[0] = env[
-                action.reads[0]
-            ]  # a slice of a stack is updated, or read in parts, inside the stack
+            # A slice of a stack is updated, or read in parts, inside the stack.
+            operands[0] = env[action.reads[0]]
         operands = self._exchanged_anew(action, operands)
         if self.vma and op.primitive not in _CASTS_OWN_OPERANDS:
             operands = [*compat.to_common_vma([materialized(x) for x in operands])]
