@@ -82,22 +82,26 @@ class PlanOptions:
     pad: bool | None = None
 
 
-CONFIG_ONLY = ("search_seconds", "prefer", "local_batch", "check_host_arrays", "process_seconds", "pad")
-"""Options that only a configuration holds."""
+_CONFIG_ONLY = {
+    "replication_price": "0",
+    "search_seconds": "5",
+    "prefer": '"memory:1%"',
+    "local_batch": '["batch"]',
+    "check_host_arrays": "False",
+    "process_seconds": "60",
+    "pad": "True",
+}
+"""Options that only a configuration holds, each with an example of a value."""
 
 CONFIG_ONLY_ADVICE = {
-    "replication_price": 'config={"replication_price": 0}: an option of the configuration',
-    "search_seconds": 'config={"search_seconds": 5}: an option of the configuration',
-    "prefer": 'config={"prefer": "memory:1%"}: an option of the configuration',
-    "local_batch": 'config={"local_batch": ["batch"]}: an option of the configuration',
-    "check_host_arrays": 'config={"check_host_arrays": False}: an option of the configuration',
-    "process_seconds": 'config={"process_seconds": 60}: an option of the configuration',
-    "pad": 'config={"pad": True}: an option of the configuration',
+    name: f'config={{"{name}": {value}}}: an option of the configuration'
+    for name, value in _CONFIG_ONLY.items()
 }
+"""What to write in place of a keyword of `shard` that only a configuration holds."""
 
 
 def with_rare_options(options: PlanOptions, rare: Mapping[str, object]) -> PlanOptions:
-    """The options with those of `CONFIG_ONLY`, checked.
+    """The options with those of `CONFIG_ONLY_ADVICE`, checked.
 
     >>> with_rare_options(PlanOptions(), {"prefer": "memory:1%"}).memory_slack
     0.01
