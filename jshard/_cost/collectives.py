@@ -137,9 +137,8 @@ def coefficients(kind: CollectiveKind, axes: tuple[str, ...], topology: Topology
             inside *= size
         slope = per_full_byte * {"all_gather": n, "reduce_scatter": 1, "all_reduce": 2}[kind]
     twice = 2 if kind == "all_reduce" else 1
-    if (
-        len(tiers) > 1
-    ):  # of the near links a measurement, of the far ones none: they are used one after the other
+    if len(tiers) > 1:
+        # Of the near links there may be a measurement, of the far ones none: they are used one after the other.
         near = _measured(kind, axes, tiers[0], topology)
         if near is not None:
             found = _of_curve(kind, math.prod(w.size for w in tiers[0]), near)
@@ -231,7 +230,7 @@ def shift(axes: Sequence[str], distance: int, local_bytes: float, topology: Topo
     >>> from jshard._core.topology import from_mesh
     >>> t = from_mesh(MeshAxes(("x",), (16,)), hardware.get("v5e"))
     >>> print(shift(("x",), 1, 1e6, t), "|", shift(("x",), 2, 1e6, t))
-    permute[x] 1e+06 B 2.54e-05 s | permute[x] 1e+06 B 4.86e-05 s
+    permute[x] 1e+06 B 3.34e-05 s | permute[x] 1e+06 B 5.78e-05 s
     """
     wires = [w for tier in _tiers(axes[::-1], topology) for w in tier]  # minor axes first
     if not wires:

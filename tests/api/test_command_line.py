@@ -175,8 +175,7 @@ def test_shapes_and_meshes():
         (["plan", "cli_model:dense", "--mesh", "x=four"], "error: 'x=four' names no axes\n  where: python -m jshard plan\n"
          "  write instead: data=4,model=8\n"),
         (["report", "nowhere.json"], "error: nowhere.json cannot be read: No such file or directory\n"
-         "  where: python -m jshard\n"
-         "  write instead: a file that plan.save(path), or python -m jshard plan ... --save FILE, wrote\n"),
+         "  where: Plan.load\n  write instead: the path of a file that plan.save(path) wrote\n"),
         (["report", "cli_model.py"], "error: this is no plan\n  where: Plan.load\n"
          "  write instead: a file that plan.save(path) wrote, or plan.to_json()\n"),
     ],

@@ -93,16 +93,19 @@ def same(a, b) -> None:
 def test_the_policy_of_the_docs(registry, capsys):
     """25 lines: padding, a replaced attention, a recipe, and checkpoints of the plain model, bit for bit."""
     code = page_code().replace("__main__.Tiny", qualified_name(Tiny))
-    policy = code[code.index("class TinyPolicy") : code.index("jshard.Policy.register")]
-    assert sum(1 for line in policy.splitlines() if line.strip()) <= 25
-    names = {"jshard": jshard, "jax": jax, "nnx": nnx, "Tiny": Tiny, "tokens": TOKENS, "mesh": MESH}
-    exec(compile(code, "recipes.md", "exec"), names)
-    done, plain = names["done"], Tiny(nnx.Rngs(0))
+    begin, registration = code.index("class TinyPolicy"), code.index("jshard.Policy.register")
+    assert sum(1 for line in code[begin:registration].splitlines() if line.strip()) <= 25
+    names = {"jshard": jshard, "jax": jax, "jnp": jnp, "nnx": nnx}
+    exec(compile(code[begin : code.index("\n", registration)], "recipes.md", "exec"), names)
+    done, plain = jshard.flax.optimize(Tiny(nnx.Rngs(0)), TOKENS, mesh=MESH), Tiny(nnx.Rngs(0))
+    print(done)
+    scores, read = done.model(TOKENS), Tiny(nnx.Rngs(1))
+    nnx.update(read, jax.device_get(done.state()))
     first = f"Tiny: TinyPolicy, registered for {qualified_name(Tiny)}; layout: fsdp+megatron\n"
     assert capsys.readouterr().out.startswith(first)
-    assert names["scores"].shape == (*TOKENS.shape, 56)
-    np.testing.assert_allclose(names["scores"][..., :WORDS], plain(TOKENS), atol=2e-6)
-    assert float(jax.nn.softmax(names["scores"])[..., WORDS:].max()) == 0.0
+    assert scores.shape == (*TOKENS.shape, 56)
+    np.testing.assert_allclose(scores[..., :WORDS], plain(TOKENS), atol=2e-6)
+    assert float(jax.nn.softmax(scores)[..., WORDS:].max()) == 0.0
     layouts = {r.path: str(r.layout) for r in done.plan.inputs}
     assert (
         layouts["state.embed.embedding"] == "(model, data)"
@@ -111,8 +114,8 @@ def test_the_policy_of_the_docs(registry, capsys):
     assert layouts["state.blocks.0.o.kernel"] == "(model, data)"
     assert done.model.head.kernel[...].sharding.shard_shape((32, 56)) == (16, 14)
     same(done.state(), nnx.state(plain))  # saved as the plain model has it
-    same(nnx.state(names["plain"]), nnx.state(plain))
-    np.testing.assert_array_equal(names["plain"](TOKENS), plain(TOKENS))
+    same(nnx.state(read), nnx.state(plain))
+    np.testing.assert_array_equal(read(TOKENS), plain(TOKENS))
 
 
 def test_losses_and_gradients_of_a_padded_tied_model():

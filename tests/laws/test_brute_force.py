@@ -72,7 +72,7 @@ def test_no_plan_has_a_peak_below_the_bound_and_few_have_one_below_the_answer():
         seen += 1
         exact += plan.cost.peak_bytes <= least
         cheap += plan.cost.communication + plan.cost.compute <= cheapest * (1 + 1e-9) + 1e-18
-    assert seen >= 22, seen
+    assert seen >= 18, seen
     assert exact >= 0.9 * seen and cheap >= 0.9 * seen, (seen, exact, cheap)
 
 

@@ -75,7 +75,7 @@ def every_program(closed: Any) -> list[Any]:
 
 
 def least_costs(
-    closed: Any, topology: Topology, level: int, most: int = 400
+    closed: Any, topology: Topology, level: int, most: int = 900
 ) -> list[tuple[float, float]] | None:
     """(cost, peak) of every assignment of every program; None where one has more than `most`."""
     out = []
