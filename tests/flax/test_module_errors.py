@@ -138,7 +138,8 @@ ROWS = {
         linen_nested, NestedShardError, NESTED.format("LinenNet", "LinenBlock", "block1", "LinenBlock.shard"),
     ),
     "a plan for another model": (
-        lambda: block().shard(plan=other_plan())(X), PlanMismatchError, "the plan is for state.bias float32[8], this call has float32[32]\n  where: plan= of Block\n",
+        lambda: block().shard(plan=other_plan())(X), PlanMismatchError,
+        "the plan is for state.bias float32[8], this call has float32[32]\n  where: plan= of Block\n",
     ),
     "no call": (lambda: Silent().shard(), ShardError, NO_CALL.format("Silent")),
     "no call, linen": (lambda: LinenSilent().shard(), ShardError, NO_CALL.format("LinenSilent")),
