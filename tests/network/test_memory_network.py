@@ -124,7 +124,7 @@ def residual(params, x):
 
 def test_every_layer_of_a_residual_stream_flows():
     """The gradient of the stream joins the chains of all layers; each is cut in its own forward pass already."""
-    layers = 4
+    layers = 6
     problem = network_of(residual, ([shape(256, 256)] * layers, shape(512, 256)))
     live = LowerBoundIntervals(problem.program, problem.liveness, problem.donated)
     stored = [
