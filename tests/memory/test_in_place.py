@@ -32,8 +32,11 @@ def test_sharded_equals_plain(seed, level):
     cut = P("x", None, "y") if drawn.args[0][0].ndim == 3 else P(None, "x", None, "y")
     f = jshard.shard(drawn.function, ([cut] * len(drawn.args[0]), P("x"), None), mesh=MESH, level=level)
     want, got = jax.jit(drawn.function)(*arguments(drawn)), f(*arguments(drawn))
-    for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4 * float(jnp.abs(a).max()))  # loops that amplify
+    # Loops amplify: what a few last digits of the arguments change is the rounding that may be seen.
+    near = jax.jit(drawn.function)(*jax.tree.map(lambda a: a * (1 + 1e-6), arguments(drawn)))
+    for a, b, c in zip(*map(jax.tree.leaves, (want, got, near)), strict=True):
+        allowed = 1e-4 * jnp.abs(a).max() + 10 * jnp.abs(a - c).max()
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=float(allowed))
 
 
 @pytest.mark.parametrize("seed", range(8200, 8205))
