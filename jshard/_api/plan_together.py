@@ -31,13 +31,22 @@ from jax.sharding import Mesh
 from jshard import _jaxcompat as compat
 from jshard._api.machine import planned_devices
 from jshard._api.plan import Plan
-from jshard._api.prepare import FoundPlan, OnProgress, PlannedCall, TracedCall, plan_traced, trace_call
+from jshard._api.prepare import (
+    FoundPlan,
+    OnProgress,
+    PlannedCall,
+    TracedCall,
+    plan_traced,
+    prepare,
+    trace_call,
+)
 from jshard._api.process_group import Exchange, ProcessGroup, process_group
 from jshard._api.shard_request import ShardRequest, traced_arguments
 from jshard._core import hardware
 from jshard._core.errors import ProcessError
 from jshard._core.jax_types import Device, PyTree
 from jshard._core.layout import MeshAxes
+from jshard._core.saved_chip import named_chip
 from jshard._core.version import VERSION
 from jshard._program.jaxpr_text import array_text, jaxpr_lines
 from jshard._spec.committed_shardings import describe_sharding, placement
@@ -75,7 +84,7 @@ def plan_together(
     if group is None:
         if known is not None:
             return known
-        return plan_traced(trace_call(request, args, kwargs, on_progress))
+        return prepare(request, args, kwargs, on_progress)
     exchange = group.next_exchange(request.name)
     traced: list[TracedCall] = []
 
@@ -200,8 +209,7 @@ def _compare(exchange: Exchange, facts: Callable[[], dict[str, list[str]]]) -> N
         own, mine = error, {"error": f"{type(error).__name__}: {error}"}
 
     def decide(texts: Mapping[int, str]) -> str:
-        given = {p: json.loads(t) for p, t in texts.items()}
-        failed = {p: g["error"] for p, g in given.items() if "error" in g}
+        given, failed = _given_and_failed(texts)
         if failed:
             return json.dumps({"errors": failed})
         first = given[group.leader]
@@ -224,6 +232,12 @@ def _compare(exchange: Exchange, facts: Callable[[], dict[str, list[str]]]) -> N
         raise _failure(exchange, verdict["errors"])
     if verdict:
         raise _difference(exchange, verdict["topic"], verdict["process"], lines[verdict["topic"]])
+
+
+def _given_and_failed(texts: Mapping[int, str]) -> tuple[dict[int, dict[str, str]], dict[int, str]]:
+    """What each process gave, and the errors of those that failed."""
+    given = {process: json.loads(text) for process, text in texts.items()}
+    return given, {process: g["error"] for process, g in given.items() if "error" in g}
 
 
 def _failure(exchange: Exchange, errors: Mapping[str, str]) -> ProcessError:
@@ -277,8 +291,7 @@ def _one_plan(
         own, mine = error, {"error": f"{type(error).__name__}: {error}"}
 
     def decide(texts: Mapping[int, str]) -> str:
-        given = {p: json.loads(t) for p, t in texts.items()}
-        failed = {p: g["error"] for p, g in given.items() if "error" in g}
+        given, failed = _given_and_failed(texts)
         if failed or planned is None:
             return json.dumps({"errors": failed})
         other = [p for p in group.others if given[p] != mine]
@@ -306,7 +319,7 @@ def _may_end_by_the_clock(request: ShardRequest, device: Device) -> bool:
     if request.options.level == 1 or request.options.memory_budget is not None:
         return True
     chip = request.options.hardware
-    chip = hardware.get(chip) if isinstance(chip, str) else chip or hardware.for_device(device)
+    chip = named_chip(chip) if isinstance(chip, str) else chip or hardware.for_device(device)
     return chip.hbm_bytes is not None
 
 

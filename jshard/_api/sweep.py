@@ -20,12 +20,12 @@ from jshard._api.prepare import prepare
 from jshard._api.shard import Sharded, shard
 from jshard._api.shard_request import ShardRequest
 from jshard._api.trace_call import abstract
-from jshard._core import hardware as hardware
 from jshard._core.argument_checks import checked
 from jshard._core.errors import ShardError
 from jshard._core.hardware import Chip
 from jshard._core.jax_types import Function, PyTree
 from jshard._core.layout import MeshAxes
+from jshard._core.saved_chip import named_chip
 from jshard._report import comparison_table as report, plots
 from jshard._report.comparison_table import PlanPoint
 from jshard._report.progress import progress
@@ -39,7 +39,7 @@ Batch = int | Sequence[int] | Mapping[str | tuple[str, ...], Sequence[int]] | No
 
 
 SWEPT_OPTIONS = {
-    "hardware": lambda v: hardware.get(v) if isinstance(v, str) else v,
+    "hardware": lambda v: named_chip(v) if isinstance(v, str) else v,
     "device": lambda v: check_device(v) or v, "level": check_level, "memory_budget": parse_bytes, "search": check_search,
 }  # fmt: skip
 """Options of `shard` that a sweep varies, beside mesh and batch, with the function that checks a value."""
@@ -211,9 +211,8 @@ def _point(request: ShardRequest, at: _Combination, args: tuple, kwargs: dict) -
     mesh = at.mesh.mesh if at.mesh else request.mesh
     devices = plan.mesh.total if plan else getattr(mesh, "devices", None)
     columns["chip"] = plan.chip if plan else at.labels.get("hardware") or getattr(mesh, "chip", None)
-    columns["devices"] = (
-        devices if isinstance(devices, int | None) else devices.size
-    )  # an array, of a JAX mesh
+    # An array, of a JAX mesh.
+    columns["devices"] = devices if isinstance(devices, int | None) else devices.size
     columns["level"] = request.options.level
     columns |= {n: v for n, v in at.labels.items() if n not in ("hardware", "level")}
     if at.batch is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import io
@@ -15,6 +16,7 @@ import pytest
 
 import jshard
 from jshard._api.pareto import Frontier, _pareto_front
+from jshard._core.saved_chip import chip_to_json
 from jshard._plan.request import PlanRequest
 from jshard._report.progress import progress, progress_line
 from tests.helpers.models import ffn
@@ -103,6 +105,13 @@ def test_chips_are_swept_on_one_mesh():
     )
     assert [p.setting("chip") for p in found] == ["tpu-v5e", "tpu-v5p", "tpu-v6e"]
     assert len({p.row["step_s"] for p in found}) == 3
+
+
+def test_a_swept_chip_may_be_a_file(tmp_path):
+    saved = dataclasses.replace(jshard.hardware.get("v5e"), name="swept-v5e", bf16_flops=1e14)
+    (tmp_path / "chip.json").write_text(chip_to_json(saved, {"date": "2026-11-23"}))
+    found = jshard.sweep(big, *BIG, mesh=machines()[0], hardware=["v5e", str(tmp_path / "chip.json")])
+    assert [p.setting("chip") for p in found] == ["tpu-v5e", "swept-v5e"]
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ def other_plan(seconds: float = 0.0) -> Any:
             plan.steps[-1]]  # fmt: skip
 
 
-def searched_by_one(level: int, budget: int | None, mesh: str | None = None) -> Any:
+def searched_by_one(level: int, budget: int | None, mesh: str | None = None, chip: str | None = None) -> Any:
     """A search with memory: process 1 must not search at all."""
     original = plan_together.plan_traced
 
@@ -174,7 +174,7 @@ def searched_by_one(level: int, budget: int | None, mesh: str | None = None) -> 
         assert jax.process_index() == 0 or traced.found is not None, "process 1 searches"
         return original(traced)
 
-    f = jshard.shard(two_layers, level=level, memory_budget=budget, mesh=mesh)
+    f = jshard.shard(two_layers, level=level, memory_budget=budget, mesh=mesh, hardware=chip)
     p, x = parameters(), batch()
     with replaced(plan_together, "plan_traced", plan):
         y = f(p, x)

@@ -72,9 +72,8 @@ def test_a_process_that_dies_ends_the_others(where: str) -> None:
         assert processes.result(1, seconds=90)["ended"] == 3
     finally:
         processes.stop()
-    if (
-        where == "planning"
-    ):  # JAX ends the process when heartbeats are missing, and the log has what it waited for
+    # JAX ends the process when heartbeats are missing, and the log has what it waited for.
+    if where == "planning":
         assert survivor["ended"] != 0
         log = "".join(processes.logs[0])
         assert "process 0 waits for process 1 to plan step" in log

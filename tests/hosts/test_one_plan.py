@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
 import pytest
 
+import jshard
+from jshard._core.saved_chip import chip_to_json
 from tests.hosts.launch import Processes
 
 
@@ -39,6 +44,14 @@ def test_searches_with_memory_run_in_process_0_only(
     one, other = two.values("searched_by_one", level=level, budget=budget, mesh=mesh)
     assert one == other
     assert one[2:] == [True, 0]
+
+
+def test_a_chip_with_memory_may_be_a_file(two: Processes, tmp_path: Path) -> None:
+    saved = dataclasses.replace(jshard.hardware.get("v5e"), name="measured-v5e")
+    (tmp_path / "chip.json").write_text(chip_to_json(saved, {"date": "2026-11-23"}))
+    chip = str(tmp_path / "chip.json")
+    one, other = two.values("searched_by_one", level=0, budget=None, chip=chip)
+    assert one == other and one[2:] == [True, 0]
 
 
 @pytest.mark.parametrize("process", [0, 1])
