@@ -17,22 +17,18 @@ random bits, windows, and all operators whose function is the user's.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.lax import GatherScatterMode
 
 from jshard._core.jax_types import Params
 from jshard._program.pin_primitives import PIN_OPERAND
 from jshard._program.tail_primitives import MASK_TAIL
+from jshard._rules.neutral_element import Scalar, neutral_element
 from jshard._rules.registry import REGISTRY, OpView
 from jshard._rules.rule import Dims, Rule
-
-
-Scalar = bool | int | float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,29 +84,6 @@ _KEEPS_ZERO = frozenset(
 )
 
 
-def neutral(reducer: str, dtype: np.dtype) -> Scalar | None:
-    """The neutral element of a reduction on a dtype; None if it has none."""
-    if reducer in ("sum", "or"):
-        return False if dtype == np.bool_ else 0
-    if reducer == "prod":
-        return 1
-    if reducer == "and":
-        return True if dtype == np.bool_ else -1 if jnp.issubdtype(dtype, jnp.signedinteger) else _last(dtype)
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        return None
-    sign = -1 if reducer == "max" else 1
-    if dtype == np.bool_:
-        return sign > 0
-    if jnp.issubdtype(dtype, jnp.floating):
-        has_infinity = bool(jnp.isinf(jnp.asarray(math.inf, dtype)))
-        return sign * math.inf if has_infinity else sign * float(jnp.finfo(dtype).max)
-    return _last(dtype) if sign > 0 else int(jnp.iinfo(dtype).min)
-
-
-def _last(dtype: np.dtype) -> int:
-    return int(jnp.iinfo(dtype).max)
-
-
 def padded_factors(op: OpView, rule: Rule) -> Mapping[int, PaddedFactor]:
     """For each factor that may be padded what this needs. A factor that shares a dimension with another is never padded."""
     if rule.opaque or any(jax.numpy.issubdtype(a.dtype, jax.dtypes.extended) for a in (*op.ins, *op.outs)):
@@ -153,14 +126,14 @@ def _moved(op: OpView, rule: Rule, f: int) -> PaddedFactor | None:
 def _reduced(op: OpView, rule: Rule, f: int) -> PaddedFactor | None:
     if any((f,) == d for t in rule.results for d in t):
         return IGNORED
-    value = neutral(_REDUCTIONS[op.primitive], op.ins[0].dtype)
+    value = neutral_element(_REDUCTIONS[op.primitive], op.ins[0].dtype)
     return None if value is None else PaddedFactor(masks=((0, value),))
 
 
 def _accumulated(op: OpView, rule: Rule, f: int) -> PaddedFactor | None:
     if rule.operands[0][op.params["axis"]] != (f,) or not op.params["reverse"]:
         return IGNORED
-    value = neutral(_CUMULATIVE[op.primitive], op.ins[0].dtype)
+    value = neutral_element(_CUMULATIVE[op.primitive], op.ins[0].dtype)
     return None if value is None else PaddedFactor(masks=((0, value),))
 
 
@@ -194,7 +167,7 @@ def _scattered(op: OpView, rule: Rule, f: int) -> PaddedFactor | None:
     into, updates = rule.operands[0], rule.operands[2]
     if (f,) not in into:  # one of the updates' own dimensions: what is added must change nothing
         reducer = _SCATTERS[op.primitive]
-        value = neutral(reducer, op.ins[2].dtype) if reducer else None
+        value = neutral_element(reducer, op.ins[2].dtype) if reducer else None
         return None if value is None else PaddedFactor(masks=((2, value),))
     if (f,) in updates:
         return IGNORED

@@ -24,6 +24,7 @@ from jax.typing import ArrayLike
 from jshard._core.layout import ArrayType
 from jshard._jaxcompat import all_gather_invariant, itemsize, to_common_vma
 from jshard._rules.factors import Factors, linear_sets
+from jshard._rules.neutral_element import neutral_element
 from jshard._rules.registry import LocalContext, OpView, block_index, family
 from jshard._rules.rule import WHOLE, InternalCollective, JointCut, Rule, joint_code
 
@@ -33,16 +34,14 @@ rule = family("cumulative")
 _COMBINE = {
     "cumsum": lax.add, "cumprod": lax.mul, "cummax": lax.max, "cummin": lax.min, "cumlogsumexp": jnp.logaddexp,
 }  # fmt: skip
+_REDUCER = {"cumsum": "sum", "cumprod": "prod", "cummax": "max", "cummin": "min", "cumlogsumexp": "max"}
 
 
 def _neutral(primitive: str, dtype: np.dtype) -> ArrayLike:
-    """The element that combining with changes nothing."""
-    if primitive in ("cumsum", "cumprod"):
-        return 0 if primitive == "cumsum" else 1
-    lowest = primitive in ("cummax", "cumlogsumexp")
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return float("-inf" if lowest else "inf")
-    return int(jnp.iinfo(dtype).min if lowest else jnp.iinfo(dtype).max)
+    """The element that combining with changes nothing; for the order of complex numbers, that of the real parts."""
+    reducer = _REDUCER[primitive]
+    value = neutral_element(reducer, dtype)
+    return value if value is not None else float("-inf" if reducer == "max" else "inf")
 
 
 def _cumulative_local(ctx: LocalContext, x: jax.Array) -> Sequence[jax.Array]:

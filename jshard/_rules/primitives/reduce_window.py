@@ -19,7 +19,6 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
@@ -28,6 +27,7 @@ from jshard._rules.block_reads import ReadsOfWindows, WindowReads
 from jshard._rules.factors import HALO, Factors, linear_sets
 from jshard._rules.halo import Halo, local_windows, with_halos
 from jshard._rules.neighbour_exchange import at_device, with_neighbours
+from jshard._rules.neutral_element import Scalar, neutral_element
 from jshard._rules.registry import LocalContext, OpView, block_index, family
 from jshard._rules.rule import WHOLE, Dims, JointCut, Rule
 
@@ -50,6 +50,14 @@ class _Windows:
     blocked: tuple[int, ...]
     overlapping: tuple[tuple[int, int, int], ...]
     work: float
+
+    def rule(
+        self, operands: tuple[Dims, ...], results: tuple[Dims, ...], linear: tuple[tuple[int, ...], ...] = ()
+    ) -> Rule:
+        """The rule of operands and results with these factors, without halos."""
+        return Rule(
+            operands, results, self.sizes, blocked=self.blocked, work=self.work, linear=linear, note=HALO
+        )
 
 
 def _windows(op: OpView, big: tuple[int, ...], small: tuple[int, ...]) -> _Windows:
@@ -109,18 +117,15 @@ def _with_halos(op: OpView, r: Rule, w: _Windows, windowed: tuple[int, ...]) -> 
     return with_halos(r, op.ins, halos)
 
 
-def _identity(op: OpView) -> float | int | None:
+def _identity(op: OpView) -> Scalar | None:
     """What outside the tensor changes no maximum or minimum; None for sums, which zeros do not change."""
     takes_max = op.primitive == "reduce_window_max" or "ge" in str(op.params.get("select_prim", ""))
     takes_min = op.primitive == "reduce_window_min" or "le" in str(op.params.get("select_prim", ""))
     if not (takes_max or takes_min):
         return None
-    dtype = op.ins[-1].dtype
-    if jnp.issubdtype(dtype, jnp.bool_):
-        return bool(takes_min)
-    if jnp.issubdtype(dtype, jnp.floating):
-        return float("-inf" if takes_max else "inf")
-    return int(jnp.iinfo(dtype).min if takes_max else jnp.iinfo(dtype).max)
+    value = neutral_element("max" if takes_max else "min", op.ins[-1].dtype)
+    assert value is not None, "complex numbers have no order in window reductions"
+    return value
 
 
 def _reduce_local(ctx: LocalContext, *operands: jax.Array) -> Sequence[jax.Array]:
@@ -155,10 +160,8 @@ def reduce_window(op: OpView) -> Rule:
     """One result per window; `reduce_window` takes several operands and their initial scalars."""
     w = _windows(op, op.ins[0].shape, op.outs[0].shape)
     n = len(op.outs)
-    r = Rule(
-        (w.many,) * n + ((),) * (len(op.ins) - n), (w.one,) * n, w.sizes, blocked=w.blocked, work=w.work,
-        linear=linear_sets(op, (0,)) if op.primitive == "reduce_window_sum" else (), note=HALO,
-    )  # fmt: skip
+    linear = linear_sets(op, (0,)) if op.primitive == "reduce_window_sum" else ()
+    r = w.rule((w.many,) * n + ((),) * (len(op.ins) - n), (w.one,) * n, linear)
     return _with_halos(op, r, w, tuple(range(n)))
 
 
@@ -189,15 +192,7 @@ def _scatter_local(ctx: LocalContext, source: jax.Array, operand: jax.Array) -> 
 def select_and_scatter_add(op: OpView) -> Rule:
     """`(source, operand) -> like operand`: each window's gradient goes to its chosen element."""
     w = _windows(op, op.ins[1].shape, op.ins[0].shape)
-    r = Rule(
-        (w.one, w.many),
-        (w.many,),
-        w.sizes,
-        blocked=w.blocked,
-        work=w.work,
-        linear=linear_sets(op, (0,)),
-        note=HALO,
-    )
+    r = w.rule((w.one, w.many), (w.many,), linear_sets(op, (0,)))
     halos = []
     for d, position, place in w.overlapping:
         size, stride, (low, _), _, _ = _window(op, d)
@@ -215,15 +210,7 @@ def select_and_scatter_add(op: OpView) -> Rule:
 def select_and_gather_add(op: OpView) -> Rule:
     """`(tangents, operand) -> one per window`: the tangent of each window's chosen element."""
     w = _windows(op, op.ins[1].shape, op.outs[0].shape)
-    r = Rule(
-        (w.many, w.many),
-        (w.one,),
-        w.sizes,
-        blocked=w.blocked,
-        work=w.work,
-        linear=linear_sets(op, (0,)),
-        note=HALO,
-    )
+    r = w.rule((w.many, w.many), (w.one,), linear_sets(op, (0,)))
     return _with_halos(op, r, w, (0, 1))
 
 
@@ -231,4 +218,4 @@ def select_and_gather_add(op: OpView) -> Rule:
 def select_and_scatter(op: OpView) -> Rule:
     """`(operand, source, init) -> like operand`, by a function of the user's."""
     w = _windows(op, op.ins[0].shape, op.ins[1].shape)
-    return Rule((w.many, w.one, ()), (w.many,), w.sizes, blocked=w.blocked, work=w.work, note=HALO)
+    return w.rule((w.many, w.one, ()), (w.many,))

@@ -1,0 +1,43 @@
+"""Neutral elements: what may stand beside the values of a reduction without changing it.
+
+>>> import numpy as np
+>>> neutral_element("max", np.dtype("float32")), neutral_element("min", np.dtype("int8"))
+(-inf, 127)
+>>> neutral_element("max", np.dtype(jnp.float8_e4m3fn)), neutral_element("max", np.dtype(jnp.bfloat16))
+(-448.0, -inf)
+>>> neutral_element("and", np.dtype("bool")), neutral_element("sum", np.dtype("bfloat16"))
+(True, 0)
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+
+
+Scalar = bool | int | float
+
+
+def neutral_element(reducer: str, dtype: np.dtype) -> Scalar | None:
+    """The neutral element of `sum`, `prod`, `and`, `or`, `max`, `min` on a dtype; None for the order of complex numbers."""
+    if reducer in ("sum", "or"):
+        return False if dtype == np.bool_ else 0
+    if reducer == "prod":
+        return 1
+    if reducer == "and":
+        return True if dtype == np.bool_ else -1 if jnp.issubdtype(dtype, jnp.signedinteger) else _last(dtype)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return None
+    sign = -1 if reducer == "max" else 1
+    if dtype == np.bool_:
+        return sign > 0
+    if jnp.issubdtype(dtype, jnp.floating):
+        has_infinity = float(np.asarray(math.inf).astype(dtype)) == math.inf
+        return sign * math.inf if has_infinity else sign * float(jnp.finfo(dtype).max)
+    return _last(dtype) if sign > 0 else int(jnp.iinfo(dtype).min)
+
+
+def _last(dtype: np.dtype) -> int:
+    return int(jnp.iinfo(dtype).max)
