@@ -16,7 +16,7 @@ from jshard._batch.operator_cut import OperatorCut, operator_cut, slice_cut
 from jshard._batch.piece_operator import check_positions
 from jshard._core.jax_types import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn
 from jshard._program.inlining import with_calls_inlined
-from jshard._program.loop_invariants import INLINED_CALLS, body_of
+from jshard._program.loop_invariants import CALLS_WITH_BODY, body_of
 
 
 Classes = Mapping[JaxprAtom, BatchClass]
@@ -25,8 +25,7 @@ Need = tuple[JaxprAtom, BatchClass]
 
 CutOf = Callable[[int], OperatorCut | None]
 
-_CALLS = frozenset((*INLINED_CALLS, "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"))
-WITH_BODIES = frozenset((*_CALLS, "scan", "while", "cond"))
+WITH_BODIES = frozenset((*CALLS_WITH_BODY, "scan", "while", "cond"))
 """Primitives whose bodies are analysed."""
 
 

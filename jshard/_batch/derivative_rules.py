@@ -15,6 +15,7 @@ import numpy as np
 from jshard import _jaxcompat as compat
 from jshard._batch.batch_class import SHARED, SUM, BatchClass
 from jshard._batch.body_classes import Analysis, Body, BodyCut
+from jshard._batch.piece_operator import run_whole
 from jshard._core.jax_types import ArrayFunction, Aval, JaxprEqn, PyTreeDef
 
 
@@ -63,8 +64,7 @@ class RuledCall:
         """The equation on whole values, some of them replaced."""
         changed = iter(differentiated)
         operands = [next(changed) if m else x for m, x in zip(self.has_tangent, values, strict=True)]
-        out = self.eqn.primitive.bind(*operands, **compat.bind_params(self.eqn, self.eqn.params))
-        return list(out) if self.eqn.primitive.multiple_results else [out]
+        return run_whole(self.eqn, operands)
 
     def _body(
         self, f: ArrayFunction, avals: Sequence[jax.ShapeDtypeStruct], classes: Sequence[BatchClass],

@@ -25,11 +25,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jshard import _jaxcompat as compat
 from jshard._batch.batch_class import SHARED, SUM, BatchClass, CoupledError, per_example
 from jshard._core.jax_types import JaxprEqn
 from jshard._rules.lookup import rules_for
-from jshard._rules.registry import OpView, RuleEntry
+from jshard._rules.registry import OpView, RuleEntry, op_view
 from jshard._rules.rule import NONE, Dims, Rule
 
 
@@ -56,17 +55,6 @@ class OperatorCut:
     view: OpView | None = None
     rule: Rule | None = None
     entry: RuleEntry | None = None
-
-
-def op_view(eqn: JaxprEqn) -> OpView:
-    """An equation as its rule sees it."""
-    return OpView(
-        eqn.primitive.name,
-        eqn.params,
-        tuple(v.aval for v in eqn.invars),
-        tuple(v.aval for v in eqn.outvars),
-        tuple(v.val if compat.is_literal(v) else None for v in eqn.invars),
-    )
 
 
 def operator_cut(eqn: JaxprEqn, classes: Sequence[BatchClass], examples: int) -> OperatorCut:

@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from jshard import _jaxcompat as compat
 from jshard._batch.batch_class import SUM, BatchClass, CoupledError
 from jshard._batch.operator_cut import OperatorCut
-from jshard._core.jax_types import Aval, Index, JaxprEqn
+from jshard._core.jax_types import Aval, Index, JaxprEqn, Params
 from jshard._core.layout import MeshAxes
 from jshard._rules.registry import LocalContext
 from jshard._rules.rule import Candidate
@@ -61,16 +61,20 @@ def binder(eqn: JaxprEqn) -> Callable[..., list[jax.Array]]:
 
     def bind(*operands: ArrayLike, **params: object) -> list[jax.Array]:
         # Shardings of results are those of the whole batch.
-        params = {k: None if k in ("sharding", "out_sharding") else v for k, v in params.items()}
-        out = eqn.primitive.bind(*operands, **compat.bind_params(eqn, params))
-        return list(out) if eqn.primitive.multiple_results else [out]
+        return _bound(
+            eqn, operands, {k: None if k in ("sharding", "out_sharding") else v for k, v in params.items()}
+        )
 
     return bind
 
 
 def run_whole(eqn: JaxprEqn, operands: Sequence[jax.Array]) -> list[jax.Array]:
     """An equation as it was traced."""
-    out = eqn.primitive.bind(*operands, **compat.bind_params(eqn, eqn.params))
+    return _bound(eqn, operands, eqn.params)
+
+
+def _bound(eqn: JaxprEqn, operands: Sequence[ArrayLike], params: Params) -> list[jax.Array]:
+    out = eqn.primitive.bind(*operands, **compat.bind_params(eqn, params))
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
@@ -87,10 +91,8 @@ def run_cut(
     try:
         context = PieceContext(cut.view, cut.rule, Candidate((cut.factor,)), mesh, bind)
         return [jnp.asarray(y) for y in local(context, *operands)]
-    except (
-        _PositionError,
-        NameError,
-    ):  # JAX raises NameError for the position on an axis that is not one of a mesh
+    # JAX raises NameError for the position on an axis that is not one of a mesh.
+    except (_PositionError, NameError):
         raise CoupledError(eqn, "its result depends on the positions of the examples") from None
 
 

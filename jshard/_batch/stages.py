@@ -20,10 +20,11 @@ from collections.abc import Mapping, Sequence
 from jshard import _jaxcompat as compat
 from jshard._batch.batch_class import SHARED, SUM, BatchClass, CoupledError
 from jshard._batch.body_classes import Analysis, class_in
-from jshard._batch.operator_cut import OperatorCut, op_view
+from jshard._batch.operator_cut import OperatorCut
 from jshard._core.jax_types import Jaxpr, JaxprAtom, JaxprEqn
 from jshard._program.equation_bodies import bodies_of
 from jshard._rules.lookup import rules_for
+from jshard._rules.registry import op_view
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Literal, Protocol
 
@@ -50,6 +51,17 @@ class MeshAxes:
         """Product of the sizes of the named axes; 1 for none."""
         return math.prod(self.sizes[self.names.index(n)] for n in names)
 
+    @property
+    def piece_counts(self) -> list[int]:
+        """The numbers of pieces that some of the axes make, ascending.
+
+        >>> MeshAxes(("x", "y", "z"), (2, 4, 1)).piece_counts
+        [2, 4, 8]
+        """
+        sizes = [s for s in self.sizes if s > 1]
+        some = (c for k in range(1, len(sizes) + 1) for c in itertools.combinations(sizes, k))
+        return sorted({math.prod(c) for c in some})
+
     def __str__(self) -> str:
         return " x ".join(f"{n}={s}" for n, s in zip(self.names, self.sizes, strict=True)) or "1 device"
 
@@ -70,10 +82,8 @@ class Layout:
             return value
 
     def __reduce__(self) -> tuple:
-        return Layout, (
-            self.dims,
-            self.partial,
-        )  # without the cached hash: strings hash differently in another process
+        # Without the cached hash: strings hash differently in another process.
+        return Layout, (self.dims, self.partial)
 
     @staticmethod
     def replicated(ndim: int) -> Layout:

@@ -37,13 +37,14 @@ from jshard._plan.padding_classes import (
     PaddingClasses,
     inner_bodies,
     shape_of,
-    view_of,
 )
 from jshard._program.equation_bodies import with_bodies
 from jshard._program.inlining import fresh, substituted
 from jshard._program.loop_invariants import body_of
 from jshard._program.tail_primitives import mask_tail_p, pad_tail_p
-from jshard._rules.padding import IndexLimit, Scalar, keeps_zero, padded_params
+from jshard._rules.neutral_element import Scalar
+from jshard._rules.padding import IndexLimit, keeps_zero, padded_params
+from jshard._rules.registry import op_view
 
 
 Sizes = Mapping[tuple[int, int], int]
@@ -212,7 +213,7 @@ class _Writer:
             compat.VARIABLE(_with_shape(v.aval, tuple(dims.get(d, s) for d, s in enumerate(v.aval.shape))))
             for v, dims in zip(eqn.outvars, out_dims, strict=True)
         ]
-        view = view_of(eqn)
+        view = op_view(eqn)
         params = padded_params(view, [shape_of(v) for v in operands], [shape_of(v) for v in results])
         self.eqns.append(eqn.replace(invars=operands, outvars=results, params=params))
         for k, (v, atom) in enumerate(zip(eqn.outvars, results, strict=True)):

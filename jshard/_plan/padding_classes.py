@@ -10,8 +10,8 @@ branch. At all other operators a class ends: there the true size is restored.
 >>> import jax, jax.numpy as jnp
 >>> closed = jax.make_jaxpr(lambda x, w: jnp.sum(x @ w, 1))(jnp.ones((4, 6)), jnp.ones((6, 7)))
 >>> classes = PaddingClasses(closed, frozenset([7]))
->>> [(c.size, c.largest_bytes, c.in_product) for c in classes.all()]
-[(7, 168, True)]
+>>> [(c.size, c.largest_bytes) for c in classes.all()]
+[(7, 168)]
 """
 
 from __future__ import annotations
@@ -23,19 +23,15 @@ from collections.abc import Hashable, Iterable, Sequence
 
 from jshard import _jaxcompat as compat
 from jshard._core.jax_types import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn
-from jshard._memory.hbm_traffic import PRODUCTS
-from jshard._program.loop_invariants import INLINED_CALLS, body_of
+from jshard._program.loop_invariants import CALLS_WITH_BODY, body_of
 from jshard._program.pin_primitives import PIN_OPERAND, PIN_RESULT
 from jshard._rules.lookup import rules_for
 from jshard._rules.padding import PaddedFactor, padded_factors
-from jshard._rules.registry import OpView
+from jshard._rules.registry import op_view
 
 
 Place = tuple[JaxprAtom, int]
 """A variable and one of its dimensions."""
-
-CALLS = frozenset({*INLINED_CALLS, "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"})
-"""Calls whose body has the operands and results of the call."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,13 +54,11 @@ class PaddingClass:
 
     - `size`: their true size; `number`: among the classes of this size, in the order in which the program reaches them.
     - `largest_bytes`: of the largest tensor with such a dimension.
-    - `in_product`: whether it is a dimension of a matrix product or convolution.
     """
 
     size: int
     number: int
     largest_bytes: int = 0
-    in_product: bool = False
 
 
 class PaddingClasses:
@@ -74,7 +68,6 @@ class PaddingClasses:
         self.sizes = sizes
         self._parent: dict[Place, Place] = {}
         self._factors: dict[Hashable, tuple[EquationFactor, ...]] = {}
-        self._in_product: list[Place] = []
         self._walked: set[int] = set()
         self._bodies: list[Jaxpr] = []  # kept, so that no id is reused
         self._walk(compat.open_jaxpr(closed)[0])
@@ -100,7 +93,7 @@ class PaddingClasses:
         return self._factors[key]
 
     def _look_up(self, eqn: JaxprEqn) -> tuple[EquationFactor, ...]:
-        op = view_of(eqn)
+        op = op_view(eqn)
         # Pins of operands are read when the program is built; they are identities as those of results are.
         rule, _ = rules_for(
             dataclasses.replace(op, primitive=PIN_RESULT) if op.primitive == PIN_OPERAND else op
@@ -153,8 +146,6 @@ class PaddingClasses:
             places += [(eqn.outvars[i], d) for i, d in factor.results]
             for place in places:
                 self._unite(places[0], place)
-            if eqn.primitive.name in PRODUCTS:
-                self._in_product += places[:1]
 
     def _bind(self, outer: JaxprAtom, inner: JaxprAtom, shift: int) -> None:
         if compat.is_literal(outer) or compat.is_literal(inner):
@@ -174,8 +165,6 @@ class PaddingClasses:
                 count[size] += 1
             of = classes[root]
             of.largest_bytes = max(of.largest_bytes, math.prod(v.aval.shape) * compat.itemsize(v.aval.dtype))
-        for place in self._in_product:
-            classes[self._root(place)].in_product = True
         return classes
 
 
@@ -193,7 +182,7 @@ class BoundBody:
 def inner_bodies(eqn: JaxprEqn) -> list[BoundBody]:
     """The bodies of a call, loop or branch; none for all other equations."""
     name, p = eqn.primitive.name, eqn.params
-    if name in CALLS:
+    if name in CALLS_WITH_BODY:
         called = body_of(eqn)
         return [] if called is None or not hasattr(called, "eqns") else [_whole(eqn, called, eqn.invars)]
     if name == "cond":
@@ -237,13 +226,6 @@ def _unshifted(
 def shape_of(v: JaxprAtom) -> tuple[int, ...]:
     """The shape of a variable or literal; () for what is no array."""
     return tuple(getattr(v.aval, "shape", ()))
-
-
-def view_of(eqn: JaxprEqn) -> OpView:
-    """An equation as rule functions see it."""
-    literals = tuple(v.val if compat.is_literal(v) else None for v in eqn.invars)
-    ins, outs = tuple(v.aval for v in eqn.invars), tuple(v.aval for v in eqn.outvars)
-    return OpView(eqn.primitive.name, eqn.params, ins, outs, literals)
 
 
 def _key(eqn: JaxprEqn) -> Hashable:

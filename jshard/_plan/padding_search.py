@@ -14,7 +14,6 @@ costs next to nothing.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Collection
 
@@ -36,22 +35,9 @@ LEAST_GAIN = 0.01
 """Padding is tried where communication and repeated work take more than this share of a step."""
 
 
-def cuts_of(mesh: MeshAxes) -> list[int]:
-    """The numbers of pieces that some mesh axes make, largest first.
-
-    >>> cuts_of(MeshAxes(("x", "y"), (2, 4)))
-    [8, 4, 2]
-    """
-    sizes = [s for s in mesh.sizes if s > 1]
-    products = {
-        math.prod(some) for k in range(1, len(sizes) + 1) for some in itertools.combinations(sizes, k)
-    }
-    return sorted(products, reverse=True)
-
-
 def padded_size(size: int, mesh: MeshAxes, most_waste: float = MOST_WASTE) -> int | None:
     """The size that a dimension is padded to; None if it divides, or if no cut leaves so little waste."""
-    for pieces in cuts_of(mesh):
+    for pieces in reversed(mesh.piece_counts):
         if size % pieces == 0:
             return None
         padded = -(-size // pieces) * pieces

@@ -204,11 +204,8 @@ class Replanner:
             reason = "pinned by jshard.op or a constraint" if excluded else ""
             out.setdefault(cuts, Alternative(cuts, reason=reason))
         rule = candidates.rule
-        pieces = sorted({
-            math.prod(sizes) for n in range(len(mesh.sizes)) for sizes in itertools.combinations(mesh.sizes, n + 1)
-        })  # fmt: skip
         for f, size in enumerate(rule.sizes):
-            for p in pieces:
+            for p in mesh.piece_counts:
                 cuts = tuple(tuple(p if f in d else 1 for d in dims) for dims in rule.operands)
                 if size <= 1 or cuts in out or not any(p in c for c in cuts):
                     continue

@@ -19,8 +19,9 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jshard._core.errors import RuleError
-from jshard._core.jax_types import Index, Params
+from jshard._core.jax_types import Index, JaxprEqn, Params
 from jshard._core.layout import ArrayType, Layout, MeshAxes
+from jshard._jaxcompat import is_literal
 from jshard._rules.rule import Candidate, Rule, operand_layouts, reduced_axes, result_layouts
 
 
@@ -40,6 +41,13 @@ class OpView:
     ins: tuple[ArrayType, ...]
     outs: tuple[ArrayType, ...]
     literals: tuple[ArrayLike | None, ...] = ()
+
+
+def op_view(eqn: JaxprEqn) -> OpView:
+    """An equation as its rule function sees it."""
+    literals = tuple(v.val if is_literal(v) else None for v in eqn.invars)
+    ins, outs = tuple(v.aval for v in eqn.invars), tuple(v.aval for v in eqn.outvars)
+    return OpView(eqn.primitive.name, eqn.params, ins, outs, literals)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
