@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
 
 from jshard._api.plan import Plan
 from jshard._core.errors import SearchError
 from jshard._core.jax_types import ClosedJaxpr
 from jshard._core.layout import MeshAxes
 from jshard._plan.padded_program import Sizes, padded_program
-from jshard._plan.padding_classes import PaddingClasses
 from jshard._plan.padding_search import (
     LEAST_BYTES,
     LEAST_GAIN,
@@ -28,12 +28,23 @@ from jshard._program.graph import Program
 from jshard._schedule.schedule import Schedule
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class PaddedCall:
-    """A plan of a padded program: its plan and schedule, and the program with the sizes that it pads."""
+class Planned(Protocol):
+    """What is planned, with its plan and schedule."""
 
-    plan: Plan
-    schedule: Schedule
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def schedule(self) -> Schedule: ...
+
+
+T = TypeVar("T", bound=Planned)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Padded(Generic[T]):
+    """A padded program, planned, with the sizes that it pads."""
+
+    planned: T
     jaxpr: ClosedJaxpr
     sizes: Sizes
 
@@ -43,9 +54,9 @@ def plan_padded(
     program: Program,
     mesh: MeshAxes,
     original: Plan | None,
-    plan_jaxpr: Callable[[ClosedJaxpr], tuple[Plan, Schedule]],
+    plan_jaxpr: Callable[[ClosedJaxpr], T],
     small_too: bool = False,
-) -> tuple[PaddedCall | None, float]:
+) -> tuple[Padded[T] | None, float]:
     """The best plan of a padded program, None where that of the program as traced is as good; and the least bound of all.
 
     Arguments:
@@ -63,35 +74,26 @@ def plan_padded(
     sizes, classes = padded_sizes(closed, lengths, mesh, least_bytes, most_waste)
     if classes is None:
         return None, bound
-    trials: list[PaddedCall] = []
+    trials: list[Padded[T]] = []
     while sizes:
         try:
-            trials.append(_trial(closed, sizes, classes, plan_jaxpr))
+            jaxpr = padded_program(closed, sizes, classes)
+            trials.append(Padded(plan_jaxpr(jaxpr), jaxpr, sizes))
         except SearchError:
             break
-        cut = cut_sizes(trials[-1].schedule)
+        cut = cut_sizes(trials[-1].planned.schedule)
         fewer = {key: size for key, size in sizes.items() if size in cut}
         if len(fewer) == len(sizes):
             break
         sizes = fewer
     if not trials:
         return None, bound
-    plans = [t.plan for t in trials] + ([original] if original is not None else [])
+    plans = [t.planned.plan for t in trials] + ([original] if original is not None else [])
     bound = min(p.cost.bound for p in plans)
-    best = min(trials, key=lambda t: _rank(t.plan))
-    if original is not None and _rank(original) <= _rank(best.plan):
+    best = min(trials, key=lambda t: _rank(t.planned.plan))
+    if original is not None and _rank(original) <= _rank(best.planned.plan):
         return None, bound
     return best, bound
-
-
-def _trial(
-    closed: ClosedJaxpr,
-    sizes: Sizes,
-    classes: PaddingClasses,
-    plan_jaxpr: Callable[[ClosedJaxpr], tuple[Plan, Schedule]],
-) -> PaddedCall:
-    jaxpr = padded_program(closed, sizes, classes)
-    return PaddedCall(*plan_jaxpr(jaxpr), jaxpr, sizes)
 
 
 def _may_gain(plan: Plan) -> bool:

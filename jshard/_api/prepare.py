@@ -304,12 +304,8 @@ def _plan_with_padding(traced: TracedCall, limited: bool) -> tuple[PlannedCall, 
         return _or_raise(planned, refusal), None
     from jshard._api.plan_padded import plan_padded, with_padding  # here, so that `import jshard` stays light
 
-    calls: dict[int, PlannedCall] = {}
-
-    def plan_jaxpr(jaxpr: ClosedJaxpr) -> tuple[Plan, Schedule]:
-        call = _plan_jaxpr(traced, jaxpr, limited)
-        calls[id(call.schedule)] = call
-        return call.plan, call.schedule
+    def plan_jaxpr(jaxpr: ClosedJaxpr) -> PlannedCall:
+        return _plan_jaxpr(traced, jaxpr, limited)
 
     original = None if planned is None else planned.plan
     program = reference.schedule.assignment.program
@@ -322,9 +318,8 @@ def _plan_with_padding(traced: TracedCall, limited: bool) -> tuple[PlannedCall, 
             return planned, None
         cost = dataclasses.replace(planned.plan.cost, bound=bound)
         return dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, cost=cost)), None
-    call = calls[id(best.schedule)]
-    plan = with_padding(call.plan, best.sizes, bound)
-    return dataclasses.replace(call, plan=plan, unpadded=lambda: reference), best.jaxpr
+    plan = with_padding(best.planned.plan, best.sizes, bound)
+    return dataclasses.replace(best.planned, plan=plan, unpadded=lambda: reference), best.jaxpr
 
 
 def _or_raise(planned: PlannedCall | None, refusal: MemoryBudgetError | None) -> PlannedCall:

@@ -39,6 +39,18 @@ def element_bits(dtype: str) -> int | None:
     return int(m[1]) if m else None
 
 
+COLLECTIVE_KINDS: Mapping[str, str] = {
+    "all-gather": "all_gather",
+    "reduce-scatter": "reduce_scatter",
+    "all-reduce": "all_reduce",
+    "all-to-all": "all_to_all",
+    "ragged-all-to-all": "all_to_all",
+    "collective-permute": "permute",
+    "collective-broadcast": "permute",
+}
+"""Opcodes of collectives, without `-start`, and the kind that a plan counts them as."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Shape:
     """One array of an HLO type; a tuple type is parsed as the list of its leaves."""

@@ -25,23 +25,12 @@ from jshard._verify.collective_rewrites import is_continuation, recognize, split
 from jshard._verify.emitted import Emitted, EmittedProgram, wire_bytes
 from jshard._verify.hlo_dataflow import Frame
 from jshard._verify.hlo_flops import cycles, flops
-from jshard._verify.hlo_parser import Computation, Instruction, Module, Shape, parse
+from jshard._verify.hlo_parser import COLLECTIVE_KINDS, Computation, Instruction, Module, Shape, parse
 from jshard._verify.hlo_trip_counts import trip_count
 from jshard._verify.megascale_transfers import MegascaleTransfer, parse_transfer
 from jshard._verify.replica_groups import largest_component, read_groups, read_pairs
 from jshard._verify.requested_dtype import op_names, requested_dtype
 from jshard._verify.scheduled_steps import read_schedule
-
-
-_KINDS = {
-    "all-gather": "all_gather",
-    "reduce-scatter": "reduce_scatter",
-    "all-reduce": "all_reduce",
-    "all-to-all": "all_to_all",
-    "ragged-all-to-all": "all_to_all",
-    "collective-permute": "permute",
-    "collective-broadcast": "permute",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +127,7 @@ def _walk(context: _WalkContext, out: _Accumulator, fused: bool = False) -> None
         out.flops += context.executions * flops(inst, computation)
         if not fused:
             out.cycles += context.executions * cycles(inst)
-        if inst.opcode.removesuffix("-start") in _KINDS:
+        if inst.opcode.removesuffix("-start") in COLLECTIVE_KINDS:
             _read_collective(context, inst, out)
         elif inst.opcode.endswith("-done") or inst.opcode == "async-update":
             continue  # its start was read
@@ -184,7 +173,7 @@ def _unreached_collectives(module: Module, reached: set[str]) -> list[str]:
         for name, computation in module.computations.items()
         if name not in reached
         for inst in computation.instructions
-        if inst.opcode.removesuffix("-start") in _KINDS
+        if inst.opcode.removesuffix("-start") in COLLECTIVE_KINDS
     ]
 
 
@@ -213,7 +202,7 @@ def _read_collective(context: _WalkContext, inst: Instruction, out: _Accumulator
         return  # a group of one device moves nothing
     for indices in split_combined(frame, inst, size):
         shapes = tuple(s for k in indices if k < len(operands) for s in operands[k])
-        out.collectives.append(_emitted(context, inst, _KINDS[opcode], size, text, shapes, indices))
+        out.collectives.append(_emitted(context, inst, COLLECTIVE_KINDS[opcode], size, text, shapes, indices))
 
 
 def _group(inst: Instruction, opcode: str, devices: int) -> tuple[str, int]:

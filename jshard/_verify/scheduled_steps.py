@@ -32,22 +32,13 @@ from typing import Literal
 
 from jshard._verify.collective_rewrites import chain_id, is_continuation, started_chains
 from jshard._verify.hlo_flops import cycles, flops
-from jshard._verify.hlo_parser import Computation, Instruction, Module
+from jshard._verify.hlo_parser import COLLECTIVE_KINDS, Computation, Instruction, Module
 from jshard._verify.hlo_trip_counts import trip_count
 from jshard._verify.memory_traffic import accessed_bytes
 
 
 StepKind = Literal["compute", "collective", "fused", "start", "done", "loop"]
 
-COLLECTIVE_OPCODES = (
-    "all-gather",
-    "reduce-scatter",
-    "all-reduce",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
 _FREE = frozenset(
     (
         "parameter",
@@ -154,7 +145,7 @@ class _Reader:
             return [
                 s for c in inner if c is not None and c.name not in callers for s in self.steps(c, callers)
             ]
-        if opcode in COLLECTIVE_OPCODES:
+        if opcode in COLLECTIVE_KINDS:
             return [ScheduledStep("collective", inst.name, inst.line, collectives=(inst.line,))]
         if opcode.endswith("-done") and opcode not in _FREE:
             return self._done(inst, starts)
@@ -190,7 +181,7 @@ class _Reader:
         self, inst: Instruction, lines: tuple[int, ...], starts: dict[str, str]
     ) -> list[ScheduledStep]:
         lines = lines or (inst.line,)
-        if not any(inst.opcode.startswith(c) for c in COLLECTIVE_OPCODES) and inst.opcode != "send":
+        if not any(inst.opcode.startswith(c) for c in COLLECTIVE_KINDS) and inst.opcode != "send":
             lines = self._collectives(inst)
         if not lines:
             return []  # other asynchronous work, a copy in a computation of its own
@@ -239,8 +230,7 @@ class _Reader:
             i.line
             for c in self._inner(inst)
             for i in c.instructions
-            if i.opcode.removesuffix("-start") in COLLECTIVE_OPCODES
-            and not is_continuation(c, i, self.chains)
+            if i.opcode.removesuffix("-start") in COLLECTIVE_KINDS and not is_continuation(c, i, self.chains)
         )
 
     def _chain(self, inst: Instruction) -> tuple[str, bool]:
