@@ -66,12 +66,12 @@ class Config:
 
 LLAMA_8B = Config(32, 4096, 32, 8, 128, 14_336, 128_256, batch=64, length=4096)  # arXiv 2407.21783, table 3
 LLAMA_70B = Config(80, 8192, 64, 8, 128, 28_672, 128_256, batch=512)
+# google-deepmind/gemma, gm.nn.Gemma3_27B.
 GEMMA_27B = Config(
     62, 5376, 32, 16, 128, 21_504, 262_144, batch=256, query_norm=True, window_every=6, tied=True
-)  # google-deepmind/gemma, gm.nn.Gemma3_27B
-QWEN_8B = Config(
-    36, 4096, 32, 8, 128, 12_288, 151_936, batch=128, query_norm=True
-)  # Qwen/Qwen3-8B, config.json
+)
+# Qwen/Qwen3-8B, config.json.
+QWEN_8B = Config(36, 4096, 32, 8, 128, 12_288, 151_936, batch=128, query_norm=True)
 MODELS: dict[str, Config] = {
     "llama-8b": LLAMA_8B,
     "llama-8b-scan": dataclasses.replace(LLAMA_8B, scan=True),

@@ -62,9 +62,8 @@ def audit(
         return plan_without_warnings(shard(function, config=own), args, kwargs)
 
     report = check(lenient, function, args, kwargs)
-    quiet = dataclasses.replace(
-        lenient, optional=("**", *lenient.optional)
-    )  # the report says what fails to match
+    # The report says what fails to match.
+    quiet = dataclasses.replace(lenient, optional=("**", *lenient.optional))
     file, search = planned(quiet), planned(_only_inputs(quiet))
     costs = []
     for section in ("parameters", "torch", "activations", "regexes") if each_rule else ():

@@ -37,10 +37,8 @@ from jshard._report.progress import progress
 
 MAX_RESIDUAL = 0.5  # a fit that is off by more, in the root mean square, does not replace the table's figure
 _PEAKS = {"float32": "f32_flops", "bfloat16": "bf16_flops"}
-LARGEST = {
-    "shared": 4e6,
-    "switch": 2.7e8,
-}  # bytes received by a device in the largest collective; 3.4e7 on a torus
+LARGEST = {"shared": 4e6, "switch": 2.7e8}
+"""Bytes that a device receives in the largest collective, by interconnect; 3.4e7 on a torus."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -193,9 +193,8 @@ def _profile(call: Callable[[], float], names: set[str]) -> dict[str, float]:
                     call()
             files = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
             planes = [p for name in files for p in jax.profiler.ProfileData.from_file(name).planes]
-        except (
-            Exception
-        ):  # a profiler that is in use, or that a backend lacks, raises its own kinds of errors
+        # A profiler that is in use, or that a backend lacks, raises its own kinds of errors.
+        except Exception:
             return {}
         spans: dict[str, list[tuple[float, float]]] = {}
         for plane in planes:

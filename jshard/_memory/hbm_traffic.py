@@ -39,9 +39,8 @@ UNFUSIBLE = PRODUCTS | frozenset(
     "select_and_scatter_add dynamic_update_slice cumsum cumprod cummax cummin cumlogsumexp custom_linear_solve "
     "pallas_call shard_map pure_callback io_callback".split()
 )
-PARTIAL_READS = frozenset(
-    ("slice", "dynamic_slice", "gather", PAD_TAIL)
-)  # read as much of operand 0 as they return
+# Read as much of operand 0 as they return.
+PARTIAL_READS = frozenset(("slice", "dynamic_slice", "gather", PAD_TAIL))
 _FUSE_TRANSPOSE = frozenset(("dot_general", "conv_general_dilated"))  # can write their result transposed
 _REDUCTION_PREFIXES = ("reduce_", "argm")
 
@@ -132,10 +131,8 @@ def memory_accesses(op: Operator, traffic: HbmTraffic) -> tuple[tuple[int, ...],
     writes = tuple([i for i, r in enumerate(op.results) if traffic.stored[r]])
     partial = op.primitive in PARTIAL_READS and 0 in reads
     if op.primitive == PAD_TAIL and partial:
-        return (), (
-            *writes,
-            0,
-        )  # a device reads its block of the operand, whose length is that of the result's
+        # A device reads its block of the operand, whose length is that of the result's.
+        return (), (*writes, 0)
     if partial and op.equation.outvars[0].aval.size < op.equation.invars[0].aval.size:
         return tuple([i for i in reads if i != 0]), (*writes, 0)
     return reads, writes

@@ -275,9 +275,8 @@ def _allocation_point(clock: ProgramClock, tensor: int, started: int) -> int:
     if tensor not in clock.allocated_at:
         return started
     stack = updated_stacks(clock.program).get(clock.program.defs()[tensor][0])
-    if (
-        stack is not None
-    ):  # it shares the buffer of the stack that the loop updates, which is counted until then
+    # It shares the buffer of the stack that the loop updates, which is counted until then.
+    if stack is not None:
         return clock.begin[clock.loop_spans[stack.xs][1] + 1]
     return clock.allocated_at[tensor]
 

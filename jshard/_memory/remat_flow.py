@@ -43,9 +43,8 @@ def remat_flow(
 ) -> tuple[dict[int, tuple[Flow, ...]], Floats]:
     """The flows from each of some stored tensors, and (tensors,) the bytes that flow through each other one."""
     tensors = intervals.program.tensors
-    capacity = np.array(
-        [t.nbytes // devices for t in tensors], dtype=np.float64
-    )  # whole bytes: sums are exact
+    # Whole bytes: sums are exact.
+    capacity = np.array([t.nbytes // devices for t in tensors], dtype=np.float64)
     through = np.zeros(len(tensors))
     out: dict[int, tuple[Flow, ...]] = {}
 

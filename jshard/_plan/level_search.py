@@ -249,9 +249,8 @@ class LevelSearch:
             found.remove(first)
             if first.peak < min(s.peak for s in found):
                 found.append(self._solve_peak(network, bounding, unlimited, break_ties_by_cost=True))
-                if first.peak < min(
-                    s.peak for s in found
-                ):  # its schedule is not that of the plan with ties broken
+                # Its schedule is not that of the plan with ties broken.
+                if first.peak < min(s.peak for s in found):
                     found.append(first)
         acceptable = min(s.peak for s in found) * (1 + self.request.memory_gap)
         if self.request.level != 1:  # every plan within the budget will do

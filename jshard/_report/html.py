@@ -37,13 +37,8 @@ FIGURE_NAMES = {
     "step": "predicted step", "compute": "compute", "redundant": "of it redundant", "communication": "communication",
     "moved": "received by a device", "peak": "peak memory", "budget": "memory budget",
 }  # fmt: skip
-LOWER_BOUND_FIGURES = (
-    "step",
-    "compute",
-    "redundant",
-    "communication",
-    "moved",
-)  # of these a loop of unknown turns makes least values
+# Of these a loop of unknown turns makes least values.
+LOWER_BOUND_FIGURES = ("step", "compute", "redundant", "communication", "moved")
 
 
 def html_page(plan: PlanRecord) -> str:

@@ -133,9 +133,8 @@ def timeline_svg(timeline: CompiledTimeline) -> str:
         f'<svg class="timeline" viewBox="0 0 {wide} {2 * lane + 12}" preserveAspectRatio="none" role="img" '
         'aria-label="timeline of the compiled program">'
     ]
-    shortest = (
-        timeline.step / wide / 2
-    )  # of a pixel, half; shorter ones together would be one block of colour
+    # Of a pixel, half; shorter ones together would be one block of colour.
+    shortest = timeline.step / wide / 2
     for i in timeline.intervals:
         if i.seconds < shortest:
             continue

@@ -352,9 +352,8 @@ def _indexed_layouts(
     `joint` has what each joint cut of the rule does to the tensor.
     """
     lowest = partial_code(max(0, len(rule.linear) - 1))
-    effect = np.full(
-        joint_code(rule, len(joint)) - lowest, NONE, dtype=np.int64
-    )  # by code - lowest: the code for this tensor
+    # By code - lowest: the code for this tensor.
+    effect = np.full(joint_code(rule, len(joint)) - lowest, NONE, dtype=np.int64)
     for f in {f for d in dims for f in d}:
         effect[f - lowest] = f
     for code in partial:

@@ -75,9 +75,8 @@ class Prices:
 
     times: Ints  # (T,)
     per_byte: Floats  # (T,) in the unit of costs
-    bound: float = (
-        -np.inf
-    )  # no assignment of the network that they are for costs less, with its bytes charged for
+    # No assignment of the network that they are for costs less, with its bytes charged for.
+    bound: float = -np.inf
 
     def of_another_network(self) -> Prices:
         """The same prices, nothing known of what they prove."""

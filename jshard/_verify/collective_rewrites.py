@@ -84,9 +84,8 @@ def recognize(
         if _is_only_sliced(frame, inst, size, indices):
             unpadded = _unpadded_fraction(frame, operands)
             form = "all-reduce + slice" + (f", padded by {1 / unpadded - 1:.1%}" if unpadded != 1 else "")
-            if (
-                frame.call is not None and frame.call.opcode == "fusion"
-            ):  # TPU runs both as one reduce-scatter
+            # TPU runs both as one reduce-scatter.
+            if frame.call is not None and frame.call.opcode == "fusion":
                 return RecognizedCollective("reduce_scatter", operand_bytes, form, unpadded)
             return RecognizedCollective("reduce_scatter", operand_bytes, form, unpadded / 2, "all_reduce")
         if operands and all(_is_own_block_in_zeros(frame, o, size) for o in operands):

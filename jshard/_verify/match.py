@@ -82,9 +82,8 @@ def match_collectives(
         predictions = [p for i in e.tags for p in by_id.get(i, ())]
         if predictions:
             tagged.append(_as_requested(e, predictions))
-        elif (
-            e.requested_total
-        ):  # collectives of the compiler's own padding belong to no row: the notes count them
+        # Collectives of the compiler's own padding belong to no row: the notes count them.
+        elif e.requested_total:
             untagged.append(e)
     rows, extra = _match_by_bytes(_rows_by_number(plan, tagged), untagged)
     return [_with_equal_trips(r) for r in rows], extra

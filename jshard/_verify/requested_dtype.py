@@ -42,9 +42,8 @@ def requested_dtype(
         return "", 1.0
     (wide,) = emitted
     origins = [_converted_from(frame, inst, k) for k in indices]
-    promoted = "promoted" in (
-        inst.attr("to_apply") or ""
-    )  # the reducer's name after XLA's AllReducePromotion
+    # The reducer's name after XLA's AllReducePromotion.
+    promoted = "promoted" in (inst.attr("to_apply") or "")
     if len(set(origins)) == 1:
         narrow = _narrower_dtype(frame.module, wide, origins[0], _dtypes_read_as(frame, inst, inst), promoted)
         return narrow, (element_bits(wide) or 1) / (element_bits(narrow or wide) or 1)

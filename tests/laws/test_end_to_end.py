@@ -277,9 +277,8 @@ def test_meshes_given_and_in_context(kind):
     given = jshard.shard(lambda x, w: x @ w, (P("x", "y"), None), mesh=user)
     assert given.plan(X, W).mesh.names == ("x", "y")
     equal(given(X, W), want)
-    equal(
-        given(jax.device_put(X, NamedSharding(user, P("y"))), W), want
-    )  # placed elsewhere, after the first call
+    # Placed elsewhere, after the first call.
+    equal(given(jax.device_put(X, NamedSharding(user, P("y"))), W), want)
     found = jshard.shard(lambda x, w: x @ w, (P("x"), None))
     with jax.set_mesh(user):
         equal(found(X, W), want)

@@ -33,9 +33,8 @@ def test_limited_cost(block):
         assert found.peak == peak(network, found.assignment)
         assert found.cost == evaluate(network, found.assignment) >= truth - 1e-9
         assert found.bound <= truth + 1e-9 * abs(truth), seed
-        assert found.bound >= found.cost - 1e-5 * abs(found.cost), (
-            seed
-        )  # small networks are solved to the end
+        # Small networks are solved to the end.
+        assert found.bound >= found.cost - 1e-5 * abs(found.cost), seed
     assert exact == total
 
 

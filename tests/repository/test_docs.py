@@ -66,7 +66,6 @@ def test_a_wheel_gets_its_version_from_the_one_place_that_has_it() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["project"]["dynamic"] == ["version"]
     source = (ROOT / project["tool"]["hatch"]["version"]["path"]).read_text()
-    found = re.search(
-        r"^(?:__version__|VERSION) *= *[\"'](.+?)[\"']", source, flags=re.MULTILINE
-    )  # as hatchling reads it
+    # As hatchling reads it.
+    found = re.search(r"^(?:__version__|VERSION) *= *[\"'](.+?)[\"']", source, flags=re.MULTILINE)
     assert found and found[1] == jshard.__version__

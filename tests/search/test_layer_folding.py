@@ -84,9 +84,8 @@ def test_layers_that_differ_are_not_folded():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_folding_changes_no_answer_and_no_proof(seed, monkeypatch):
-    monkeypatch.setattr(
-        bucket_elimination, "TABLE_LIMIT", 1000
-    )  # or elimination finishes it before there is a core
+    # Or elimination finishes it before there is a core.
+    monkeypatch.setattr(bucket_elimination, "TABLE_LIMIT", 1000)
     net = layered(200, seed, states=5)
     quick = solve(net)
     assert any("folding" in step for step in quick.steps), quick.steps

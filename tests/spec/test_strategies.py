@@ -54,9 +54,8 @@ def test_forms_of_one_entry():
     assert parse_entry(P(("x", "y"), P.UNCONSTRAINED), (8, 8), "w") == Pin(
         (None, None), (("x", "y"), None), "w"
     )
-    assert parse_entry((3,), (0,), "w") == Pin(
-        (3,), None, "w"
-    )  # a dimension of no elements is cut by anything
+    # A dimension of no elements is cut by anything.
+    assert parse_entry((3,), (0,), "w") == Pin((3,), None, "w")
 
 
 def test_spec_without_axes_is_the_strategy_of_ones():
@@ -71,9 +70,8 @@ def test_spec_without_axes_is_the_strategy_of_ones():
 def test_a_strategy_is_taken_exactly_when_it_divides(pairs):
     shape, cuts = tuple(s for s, _ in pairs), tuple(c for _, c in pairs)
     devices = math.prod(cuts)
-    assert parse_entry(cuts, shape, "w") == Pin(
-        cuts, None, "w"
-    )  # how many devices there are is not known yet
+    # How many devices there are is not known yet.
+    assert parse_entry(cuts, shape, "w") == Pin(cuts, None, "w")
     if all(s % c == 0 for s, c in pairs):
         pin = parse_entry(cuts, shape, "w", devices)
         assert pin == Pin(cuts, None, "w")

@@ -94,9 +94,8 @@ def _update_local(
     is_local: jax.Array | None = None  # whether this device holds the updated position
     local_starts = []
     for d, start in enumerate(starts):
-        if (
-            not ctx.operand_layout(0).dims[d] or ctx.operand_layout(1).dims[d]
-        ):  # not sharded, or covered in full
+        # Not sharded, or covered in full.
+        if not ctx.operand_layout(0).dims[d] or ctx.operand_layout(1).dims[d]:
             local_starts += in_range([start], x.shape[d : d + 1], update.shape[d : d + 1])
             continue
         length = x.shape[d]

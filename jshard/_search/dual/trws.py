@@ -152,9 +152,8 @@ def trws(
     in_single = layout.has_many_entries
     previous: Floats | None = None  # the messages a round ago
     highest = -np.inf
-    first_step = (
-        10 if in_single and not layout.messages.any() else 2
-    )  # from zero messages an answer takes more rounds
+    # From zero messages an answer takes more rounds.
+    first_step = 10 if in_single and not layout.messages.any() else 2
     while rounds < max_rounds:
         rounds += 1
         step_due = rounds >= first_step and (rounds == 2 or rounds % 5 == 0)
