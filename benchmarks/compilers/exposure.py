@@ -62,7 +62,8 @@ def run_one(name: str, machine: str) -> dict[str, Any]:
 def write_table(results: dict[tuple[str, str], dict[str, Any]]) -> str:
     """The Markdown table of all results."""
     good = {k: r for k, r in results.items() if "failed" not in r}
-    near = sum(r["communication"] - r["exposed"] <= 0.25 * r["plan_communication"] for r in good.values())
+    near = sum(_hidden(r) <= 0.25 * r["plan_communication"] for r in good.values())
+    missed = [f"{n} on {m}" for (n, m), r in good.items() if _hidden(r) > 0.25 * r["plan_communication"]]
     compute = sum(abs(r["plan_compute"] / r["compute"] - 1) <= 0.15 for r in good.values())
     lines = [
         "# Exposed communication",
@@ -76,6 +77,13 @@ def write_table(results: dict[tuple[str, str], dict[str, Any]]) -> str:
         "",
         "A plan's step counts all communication as exposed. That is within 25% of its communication in "
         f"{near} of {len(good)} runs.",
+        "The others:",
+        f"{', '.join(missed)}.",
+        "On v5e what hides are gathers of weights, the only kind that its compiler starts early in these two: one of",
+        "mlp-64k's two, whose product comes second, and the layers' of gpt, from the second on. Reduce-scatters of",
+        "gradients, all-reduces and all-to-alls stand in the schedule as synchronous, and so do gathers in front of short",
+        "products (mlp-512, moe) and of scanned layers (gpt-scan). Which ones hide on h100 was not looked at.",
+        "",
         f"The plan's compute is within 15% of the compiled program's in {compute} of {len(good)} runs.",
         "",
         "| workload | machine | compute: plan | compiled | communication: plan | emitted | exposed | hidden | async |",
@@ -96,6 +104,11 @@ def write_table(results: dict[tuple[str, str], dict[str, Any]]) -> str:
             f"| {name} | {machine} | {' | '.join(ms)} | {hidden:.0%} | {r['asynchronous']} of {r['collectives']} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def _hidden(r: dict[str, Any]) -> float:
+    """Seconds of a run's communication beside which something is computed."""
+    return r["communication"] - r["exposed"]
 
 
 def stored() -> dict[tuple[str, str], dict[str, Any]]:

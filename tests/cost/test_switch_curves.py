@@ -27,11 +27,12 @@ def test_the_published_points_of_eight_gpus() -> None:
     assert 100e9 < 58e6 / collective("all_reduce", ("x",), 58e6, h100).seconds < 200e9
 
 
-def test_a_point_that_is_left_out_is_met_by_the_others() -> None:
+@pytest.mark.parametrize(("left_out", "off"), [(2**20, -0.59), (2**24, -0.28), (2**28, -0.08), (2**30, 0.10)])
+def test_a_point_that_is_left_out_is_met_by_the_others(left_out, off) -> None:
+    """As far as docs/modelled.md says."""
     curve = next(c for c in hardware.get("a100").curves if c.kind == "all_reduce")
-    for left_out in (2**24, 2**28):
-        others = dataclasses.replace(curve, knots=tuple(k for k in curve.knots if k[0] != left_out))
-        assert others.seconds(left_out) == pytest.approx(NCCL[left_out], rel=0.35)
+    others = dataclasses.replace(curve, knots=tuple(k for k in curve.knots if k[0] != left_out))
+    assert others.seconds(left_out) / NCCL[left_out] - 1 == pytest.approx(off, abs=0.01)
 
 
 @pytest.mark.parametrize("kind", KINDS)
