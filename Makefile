@@ -1,10 +1,12 @@
 # Every target sets up `.venv` by itself: from the lock file of the Python it finds, again when the lock changes.
 #   make PYTHON=/path/to/python3 ...   another Python;   make JOBS=8 test   more test processes
+#   make CASES=even test   of the cases of parametrised tests below the public functions every second one
 
 PYTHON ?= $(shell sh .ci/find-python)
 VENV ?= .venv
 JOBS ?= 2
 LIMIT ?= 2
+CASES ?= all
 export PYTHONPATH := $(CURDIR)
 # The programs of benchmarks/: those that run by themselves.
 BENCHMARKS = $(sort $(shell grep -l __main__ benchmarks/*/*.py))
@@ -33,8 +35,8 @@ demo-hosts: setup  ## train the demo's GPT in two processes of four virtual CPU 
 	@sh examples/two_processes.sh $(PY)
 
 test: setup  ## every test and every documented example, in JOBS processes
-	@echo "== test: pytest, $(JOBS) processes"
-	@$(PY) -m pytest -q -n $(JOBS) --dist worksteal --durations=15
+	@echo "== test: pytest, $(JOBS) processes, $(CASES) cases"
+	@$(PY) -m pytest -q -n $(JOBS) --dist worksteal --durations=15 --cases $(CASES)
 
 lint: setup  ## ruff: rules and formatting
 	@echo "== lint: ruff check, ruff format --check"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 
 
 DEVICES = 16
@@ -23,6 +24,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
+import pytest  # noqa: E402
 
 
 jax.config.update("jax_platforms", "cpu")
@@ -30,6 +32,37 @@ jax.config.update("jax_platforms", "cpu")
 # The same examples every time, on a machine of any speed: a failure seen once is seen again.
 hypothesis.settings.register_profile("jshard", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("jshard")
+
+
+# Folders whose parametrised tests may run on every second case: what they test lies below the public functions.
+_SWEPT = frozenset(
+    "batch cost laws lower memory network plan program recipes rules schedule search spec verify".split()
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--cases even` and `--cases odd`: every second case of the parametrised tests below the public functions.
+
+    Continuous integration runs one half on each pair of Python and JAX: all functions on both, all cases once.
+    """
+    parser.addoption("--cases", choices=("all", "even", "odd"), default="all")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the other half of the cases."""
+    half = config.getoption("--cases")
+    if half == "all":
+        return
+    swept = [i for i in items if i.path.parent.name in _SWEPT and hasattr(i, "callspec")]
+    functions = [i.nodeid.partition("[")[0] for i in swept]
+    count, number = Counter(functions), Counter[str]()
+    other: set[pytest.Item] = set()
+    for item, function in zip(swept, functions, strict=True):
+        if number[function] % 2 == (half == "even") and count[function] > 1:
+            other.add(item)
+        number[function] += 1
+    config.hook.pytest_deselected(items=[i for i in items if i in other])
+    items[:] = [i for i in items if i not in other]
 
 
 def pytest_report_header() -> str:
