@@ -119,7 +119,7 @@ class CandidateCache:
         ])  # fmt: skip
         results = tuple([kind[r] for r in op.results])
         if op.kind != "eqn":
-            return (op.kind, operands, results)
+            return (op.primitive, operands, results)
         params: Any = tuple(op.equation.params.items())
         try:
             hash(params)

@@ -8,6 +8,7 @@ become several steps.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Literal as OneOf
 
@@ -20,6 +21,21 @@ from jshard._program.trip_counts import as_int, trip_count_of
 
 
 _ADDITIVE = frozenset(("add", "add_any", "sub", "scan_sum"))
+_PASSING = frozenset(
+    (
+        "zero_unless",
+        "convert_element_type",
+        "transpose",
+        "reshape",
+        "squeeze",
+        "broadcast_in_dim",
+        "neg",
+        "copy",
+    )
+)  # linear operators of one sum, through which the walk from a total to its addends goes
+
+SUMMED_STACK = "scan_summed_ys"
+"""The primitive of a `scan_ys` whose results an outer loop only adds up."""
 
 
 def scan(b: Builder, eqn: JaxprEqn, env: Env, repeat: float, prefix: str) -> list[int | Call]:
@@ -62,6 +78,8 @@ def scan(b: Builder, eqn: JaxprEqn, env: Env, repeat: float, prefix: str) -> lis
     for i, a in zip(carry_ops, block.outputs[:num_carry], strict=True):
         sums = _is_accumulator(b, b.operators[i].results[0], a, first_inner)
         b.set_loop_value(i, a, "scan_sum" if sums else None)
+        if sums:
+            _mark_summed_stacks(b, a, first_inner)
     ys_ops = []
     for k, a in enumerate(block.outputs[num_carry:]):
         aval = eqn.outvars[num_carry + k].aval
@@ -239,3 +257,25 @@ def _is_accumulator(b: Builder, carried: int, after: Atom, first: int) -> bool:
                 return True
             pending += addends
     return False
+
+
+def _mark_summed_stacks(b: Builder, after: Atom, first: int) -> None:
+    """Mark the stacked results of inner loops that an iteration only adds to a carry, `after` it.
+
+    Such a stack lives for one iteration, so it may stay a partial sum where the carry does, however large it is.
+    """
+    defining = {t: op for op in b.operators[first:] for t in op.results}
+    visited: set[Atom] = set()
+    pending = [after]
+    while pending:
+        atom = pending.pop()
+        op = None if isinstance(atom, Literal) or atom in visited else defining.get(atom)
+        visited.add(atom)
+        if op is None:
+            continue
+        if op.kind == "scan_ys":
+            b.operators[op.id] = dataclasses.replace(op, primitive=SUMMED_STACK)
+        elif op.primitive in _ADDITIVE:
+            pending += op.operands[:1] if op.primitive in ("sub", "scan_sum") else op.operands
+        elif op.primitive in _PASSING:
+            pending += op.operands[:1]

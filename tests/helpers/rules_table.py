@@ -36,8 +36,8 @@ def _because(reason: str, names: str) -> dict[str, str]:
 NO_EXAMPLE: dict[str, str] = {
     **_because(
         "the planner's own",
-        "cond_join scan_carry scan_sum scan_const scan_xs scan_ys while_carry while_const predicate jshard_fused "
-        "jshard_own_result jshard_pin_result jshard_module_output",
+        "cond_join scan_carry scan_sum scan_const scan_xs scan_ys scan_summed_ys while_carry while_const predicate "
+        "jshard_fused jshard_own_result jshard_pin_result jshard_module_output",
     ),
     **_because(
         "a pin of the user's: see tests/program/test_pin_primitives.py, tests/spec/test_committed_shardings.py",

@@ -7,7 +7,7 @@ A carry that only accumulates (the gradient of a weight that every iteration rea
 sum until the loop ends: one all-reduce instead of one per iteration. The first device of an axis then starts from the
 initial value, the others from zero. Small stacked sums (gradients of biases and scales) may stay partial too, which saves
 latency. Large ones are reduced per iteration, since otherwise each device would hold unreduced gradients of all layers to
-save some microseconds.
+save some microseconds; but what a loop around adds up (the layers of a stage, in each tick of a pipeline) lives one turn.
 """
 
 from __future__ import annotations
@@ -57,6 +57,13 @@ def ys(op: OpView) -> Rule:
     dims = tuple((k,) for k in range(len(shape)))
     linear = linear_sets(op, (0,)) if is_small_sum(op.ins[0]) else ()
     return Rule(operands=(dims,), results=(((), *dims),), sizes=tuple(shape), linear=linear, work=0.0)
+
+
+@rule("scan_summed_ys")
+def summed_ys(op: OpView) -> Rule:
+    """As `ys`; it may stay a partial sum, since the loop around it only adds it up."""
+    r = ys(op)
+    return Rule(r.operands, r.results, r.sizes, linear=linear_sets(op, (0,)), work=0.0)
 
 
 def is_small_sum(aval: ArrayType) -> bool:
