@@ -193,8 +193,10 @@ class TracedCall:
 
 @gc_paused()
 def plan_traced(traced: TracedCall) -> PlannedCall:
-    """The planned call of a traced function, in pieces of its batch if the request says so."""
+    """The planned call of a traced function, in pieces of its batch or in a pipeline if the request says so."""
     request, given = traced.request, traced.given_plan
+    if (request.options.pipeline if given is None else given.pipeline) is not None:
+        return _in_pipeline(traced)
     count = request.options.microbatches if given is None else given.microbatches
     batch = functools.lru_cache(traced.read_batch)
 
@@ -217,6 +219,22 @@ def plan_traced(traced: TracedCall) -> PlannedCall:
     return dataclasses.replace(
         planned, plan=dataclasses.replace(planned.plan, steps=(*planned.plan.steps, *steps))
     )
+
+
+def _in_pipeline(traced: TracedCall) -> PlannedCall:
+    """The planned call of a traced function in the pipeline of its request, or of the plan that it was given."""
+    from jshard._api.pipeline_of_call import PipelinedCall  # here, so that `import jshard` stays light
+
+    return PipelinedCall(
+        traced.request,
+        traced.call.placement.mesh,
+        traced.read_batch,
+        lambda jaxpr: _plan_with_remat(
+            traced if jaxpr is None else dataclasses.replace(traced, in_pieces=jaxpr)
+        ),
+        lambda call: call.plan,
+        lambda call, plan: dataclasses.replace(call, plan=plan),
+    ).planned(None if traced.given_plan is None else traced.given_plan.pipeline)
 
 
 def _batch_of_call(

@@ -114,7 +114,9 @@ def shard(
         effort that one core of a server of 2026 makes in that time, so that every machine finds the same plan; the plan
         says its gap; by default until the plan is proved. `prefer`: `"memory:1%"` takes the plan of least peak memory
         found that costs at most 1% more than the cheapest. `pad`: dimensions of large tensors whose sizes no cut divides
-        are padded where that makes the plan better; `False` never pads, `True` pads small tensors too. `local_batch`,
+        are padded where that makes the plan better; `False` never pads, `True` pads small tensors too. `pipeline`: loops
+        over stacked layers run in stages over a mesh axis, `{"axis": "stage", "microbatches": 16, "rounds": 2}`; "auto"
+        compares such pipelines with none (docs/howto/pipelines.md). `local_batch`,
         `check_host_arrays`, `process_seconds`: for several processes (docs/several_processes.md).
     - `mesh`: a `Mesh`, `AbstractMesh` or `topology(...)`; `"auto"` compares the meshes that the strategies allow on
         the local devices, `"auto:4"` on four of them, `"auto:v5e:4x4"` on a named machine; default: the mesh in

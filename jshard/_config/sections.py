@@ -33,7 +33,7 @@ OPTIONS = (
     "microbatches",
     "device", "level", "hardware", "memory_budget", "search", "static_argnums", "static_argnames", "donate_argnums",
     "donate_argnames", "replication_price", "search_seconds", "remat", "prefer", "local_batch",
-    "check_host_arrays", "process_seconds", "pad",
+    "check_host_arrays", "process_seconds", "pad", "pipeline",
 )  # fmt: skip
 """The arguments of `shard` that a configuration may hold, beside strategies and the mesh."""
 
@@ -264,6 +264,8 @@ def _option(name: str, node: Located) -> object:
 
 
 def _plain(node: Located) -> object:
+    if isinstance(node.value, Mapping):
+        return {k: _plain(v) for k, v in node.value.items()}
     return tuple(map(_plain, node.value)) if isinstance(node.value, list) else node.value
 
 

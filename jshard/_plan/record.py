@@ -25,6 +25,7 @@ from jshard._plan.rows import (
     Memory,
     ModelFlops,
     OperatorRow,
+    PipelineRow,
     ProductBound,
     StepLowerBound,
     TensorRow,
@@ -78,6 +79,7 @@ class PlanRecord:
     decision: Decision
     memory_budget: float | None = None
     microbatches: int = 1
+    pipeline: PipelineRow | None = None
     unknown: tuple[str, ...] = ()
     memory: Memory = Memory()
     physics: StepLowerBound = StepLowerBound()
@@ -172,6 +174,8 @@ def record_from_json(kind: type[Record], text: str) -> Record:
     data["memory"] = Memory(**_from_json_value(data.get("memory", {})))
     least = _from_json_value(data.get("physics", {}))
     data["kept"] = _from_json_value(data.get("kept"))
+    if data.get("pipeline") is not None:
+        data["pipeline"] = PipelineRow(**_from_json_value(data["pipeline"]))
     data["padding"] = _from_json_value(data.get("padding", ()))
     data["physics"] = StepLowerBound(
         **{**least, "products": tuple(ProductBound(**n) for n in least.get("products", ()))}

@@ -27,6 +27,34 @@ class TensorRow:
 
 
 @dataclasses.dataclass(frozen=True)
+class PipelineRow:
+    """A plan's pipeline: the mesh axis of its stages, their number, microbatches, rounds; layers of each of its loops.
+
+    `uneven`: whether the layers need not divide into stages and rounds.
+
+    >>> PipelineRow("stage", stages=4, microbatches=8, rounds=2, layers=(24, 24)).ticks
+    19
+    """
+
+    axis: str
+    stages: int
+    microbatches: int
+    rounds: int = 1
+    uneven: bool = False
+    layers: tuple[int, ...] = ()
+
+    @property
+    def ticks(self) -> int:
+        """Ticks of each loop: `rounds * microbatches + stages - 1`."""
+        return self.rounds * self.microbatches + self.stages - 1
+
+    @property
+    def bubble(self) -> float:
+        """Share of the ticks in which a device works on nothing of use."""
+        return (self.stages - 1) / self.ticks
+
+
+@dataclasses.dataclass(frozen=True)
 class EntryRow:
     """An argument that is moved before a call: where it lies, where the plan has it, bytes that a device receives.
 

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jshard._core.messages import short_source
+from jshard._core.messages import count_of, short_source
 from jshard._plan.rows import TensorRow
 from jshard._report.crossing import crossing_text
 from jshard._report.format_units import (
@@ -99,6 +99,12 @@ def header_lines(plan: PlanRecord) -> list[str]:
     ]
     if plan.microbatches > 1:
         lines.append(f"  in {plan.microbatches} microbatches, one after the other")
+    if plan.pipeline is not None:
+        p = plan.pipeline
+        lines.append(
+            f"  in a pipeline of {p.stages} stages over {p.axis}: {p.microbatches} microbatches, "
+            f"{count_of(p.rounds, 'round')}, {p.ticks} ticks a loop, {p.bubble:.0%} of them idle"
+        )
     if plan.cost.unpriced:
         lines.append(f"  with products repeated: {format_seconds(plan.cost.unpriced)} (replication_price=0)")
     return lines + ([f"  {lower_bound_text(plan)}"] if plan.physics.bytes else [])

@@ -143,10 +143,21 @@ def mesh_devices(
     (16, [])
     """
     check_device(device)
-    user = _user_mesh(mesh, entries) or (argument_mesh if mesh is None else None)
+    user = mesh_before_pins(mesh, entries, argument_mesh)
     if user is None:
         return _devices_of(device)
     return list(user.devices.flat) if isinstance(user, Mesh) else []
+
+
+def mesh_before_pins(
+    mesh: object, entries: object, argument_mesh: Mesh | AbstractMesh | None
+) -> Mesh | AbstractMesh | None:
+    """The mesh of `choose_mesh` with the user's axes; None where it will be inferred from the pins.
+
+    >>> mesh_before_pins(AbstractMesh((2,), ("x",)), None, None).axis_names, mesh_before_pins(None, None, None)
+    (('x',), None)
+    """
+    return _user_mesh(mesh, entries) or (argument_mesh if mesh is None else None)
 
 
 def _user_mesh(mesh: object, entries: object) -> Mesh | AbstractMesh | None:

@@ -21,6 +21,7 @@ from jshard._core.hardware import Chip
 from jshard._core.messages import describe_value, suggest, type_with_article
 from jshard._spec.flax_protocol import SHARD_MODULE
 from jshard._spec.mesh_checks import check_device
+from jshard._spec.pipeline_option import PipelineOption, check_pipeline
 
 
 class DefaultInt(int):
@@ -80,6 +81,7 @@ class PlanOptions:
     check_host_arrays: bool = True
     process_seconds: float | None = None
     pad: bool | None = None
+    pipeline: PipelineOption | str | None = None
 
 
 _CONFIG_ONLY = {
@@ -90,6 +92,7 @@ _CONFIG_ONLY = {
     "check_host_arrays": "False",
     "process_seconds": "60",
     "pad": "True",
+    "pipeline": '{"axis": "stage", "microbatches": 16}',
 }
 """Options that only a configuration holds, each with an example of a value."""
 
@@ -115,6 +118,7 @@ def with_rare_options(options: PlanOptions, rare: Mapping[str, object]) -> PlanO
         check_host_arrays=check_flag(rare.get("check_host_arrays", True), "check_host_arrays"),
         process_seconds=check_process_seconds(rare.get("process_seconds")),
         pad=check_pad(rare.get("pad")),
+        pipeline=check_pipeline(rare.get("pipeline")),
     )
 
 
@@ -142,6 +146,7 @@ def check_options(
     microbatches: object = None,
     prefer: object = None,
     pad: object = None,
+    pipeline: object = None,
     local_batch: object = None,
     check_host_arrays: object = True,
     process_seconds: object = None,
@@ -168,6 +173,7 @@ def check_options(
         check_host_arrays=check_flag(check_host_arrays, "check_host_arrays"),
         process_seconds=check_process_seconds(process_seconds),
         pad=check_pad(pad),
+        pipeline=check_pipeline(pipeline),
     )
 
 

@@ -179,3 +179,14 @@ def tails() -> tuple[Any, ...]:
         )
 
     return fn, floats(7, 4), ints(8)
+
+
+@example
+def stages() -> tuple[Any, ...]:
+    from jshard._program.stage_shift import stage_shift, zero_unless
+
+    def fn(x: Any, i: Any, kept: Any) -> Any:
+        shifted = stage_shift(x, 1), stage_shift(x, -1, wrap=True), stage_shift(i, 1, wrap=True)
+        return (*shifted, zero_unless(x, kept), zero_unless(i, kept[:, None] == (i > 3)))
+
+    return fn, floats(8, 4), ints(8, 4), jnp.arange(8) % 3 == 0

@@ -1,0 +1,199 @@
+"""A loop over layers in three parts: what precedes the pipeline, the pipeline itself, what follows it.
+
+Problem.  A loop over layers carries more than its values per example: counters of random keys, sums of auxiliary losses,
+gradients of weights that every layer reads. A pipeline works on one piece of the batch in each layer at a time, so only
+what is per example may pass from stage to stage.
+
+Method.  The body's values are classified (`body_classes.py`), its carries until nothing changes. A carry of shared values
+is computed by a loop of its own *before* the pipeline (`early`), from shared values alone. A carry of sums over examples,
+and all that is computed from sums and is not linear in them, is computed by a loop *after* the pipeline (`late`), from the
+finished sums of each layer. What is left carries values per example from layer to layer. Where that reads a sum over
+examples, the layer couples the examples (batch statistics), and the pipeline is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jshard import _jaxcompat as compat
+from jshard._batch.batch_class import SHARED, SUM, BatchClass, CoupledError
+from jshard._batch.body_classes import Analysis, Step, class_in, joined, steps_for
+from jshard._batch.operator_cut import OperatorCut
+from jshard._core.jax_types import Jaxpr, JaxprAtom, JaxprEqn
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LoopParts:
+    """A loop over layers, its body classified.
+
+    - `jaxpr`: the body; `layers`: its length; `reverse`: whether it begins with the last layer.
+    - `constants`: captured arrays. `consts`, `carries`, `slices`: the body's inputs; `carried`, `stacked`: its results.
+    - `fixed`: carries that no layer changes. `moving`: those per example that pass from stage to stage. `early`: shared
+        ones that the body changes. `late`: those computed after the pipeline. All by number.
+    - `classes`: of the body's values; those of `late` equations are shared.
+    - `cuts`: of the equations of the pipeline, by position; `late_eqns`: positions of those after it.
+    - `crossing`: sums that `late` equations read.
+    - `steps`: what runs on a piece of the batch in a layer.
+    """
+
+    jaxpr: Jaxpr
+    layers: int
+    reverse: bool
+    operands: tuple[BatchClass, ...]
+    constants: Mapping[JaxprAtom, jax.Array]
+    consts: tuple[JaxprAtom, ...]
+    carries: tuple[JaxprAtom, ...]
+    slices: tuple[JaxprAtom, ...]
+    carried: tuple[JaxprAtom, ...]
+    stacked: tuple[JaxprAtom, ...]
+    fixed: tuple[int, ...]
+    moving: tuple[int, ...]
+    early: tuple[int, ...]
+    late: tuple[int, ...]
+    classes: Mapping[JaxprAtom, BatchClass]
+    cuts: Mapping[int, OperatorCut]
+    late_eqns: frozenset[int]
+    late_values: frozenset[JaxprAtom]
+    crossing: tuple[JaxprAtom, ...]
+    steps: tuple[Step, ...]
+    read: frozenset[JaxprAtom]
+
+    @property
+    def targets(self) -> tuple[tuple[JaxprAtom, BatchClass], ...]:
+        """What a layer of the pipeline computes: the carries that move, then results per example, then sums."""
+        examples = [v for v in self.stacked if self.kind(v) == "per example"]
+        moved = [(self.carried[j], self.classes[self.carries[j]]) for j in self.moving]
+        return (
+            *moved,
+            *((v, self.classes[v]) for v in dict.fromkeys(examples)),
+            *((v, SUM) for v in self.sums),
+        )
+
+    @property
+    def examples(self) -> tuple[JaxprAtom, ...]:
+        """Results per example, stacked over layers, each once."""
+        return tuple(dict.fromkeys(v for v in self.stacked if self.kind(v) == "per example"))
+
+    @property
+    def sums(self) -> tuple[JaxprAtom, ...]:
+        """Sums over examples that are results, stacked over layers, or cross to the late part; each once."""
+        stacked = [v for v in self.stacked if self.kind(v) == "sum"]
+        return tuple(dict.fromkeys((*stacked, *self.crossing)))
+
+    def kind(self, v: JaxprAtom) -> str:
+        """`"late"`, or the kind of the value's class."""
+        is_late = not compat.is_literal(v) and v in self.late_values
+        return "late" if is_late else class_in(self.classes, v).kind
+
+    def results(self) -> tuple[BatchClass, ...]:
+        """The classes of the loop's results, finished."""
+        carried = [self.classes[v] if j in self.moving or j in self.fixed else SHARED
+                   for j, v in enumerate(self.carries)]  # fmt: skip
+        stacked = [class_in(self.classes, v) for v in self.stacked]
+        return (*carried, *(c.moved(1) if c.is_example else SHARED for c in stacked))
+
+
+def loop_parts(eqn: JaxprEqn, operands: Sequence[BatchClass], analysis: Analysis) -> LoopParts:
+    """A scan over layers in parts; `operands` are the classes of its operands, none of them a sum.
+
+    Raises `CoupledError` where a layer couples the examples.
+    """
+    jaxpr, consts = analysis.open(eqn.params["jaxpr"])
+    n_consts, n_carry = compat.scan_split(eqn.params)
+    first = n_consts + n_carry
+    if any(c.is_example and c.dim == 0 for c in operands[first:]):
+        raise CoupledError(eqn, "the loop goes over the examples")
+    carry = list(operands[n_consts:first])
+    carries, carried = jaxpr.invars[n_consts:first], jaxpr.outvars[:n_carry]
+    late: set[int] = set()
+    while True:
+        walk = _Walk(jaxpr, (*operands[:n_consts], *carry, *(c.moved(-1) for c in operands[first:])),
+                     [carries[j] for j in sorted(late)], analysis)  # fmt: skip
+        after = list(carry)
+        for j, v in enumerate(carried):
+            c = class_in(walk.classes, v)
+            if c == SUM or j in late or not compat.is_literal(v) and v in walk.late:
+                if carry[j].is_example:
+                    raise CoupledError(
+                        walk.maker(v, eqn), "a sum over all examples enters what passes from layer to layer"
+                    )
+                late.add(j)
+            else:
+                after[j] = joined(eqn, carry[j], c)
+        if after == carry and {carries[j] for j in late} <= walk.late:
+            break
+        carry = after
+    parts = _parts(eqn, jaxpr, operands, walk, late)
+    constants = {v: jnp.asarray(x) for v, x in zip(jaxpr.constvars, consts, strict=True)}
+    steps, needs = steps_for(jaxpr, walk.classes, parts.targets, analysis, walk.cuts.get)
+    return dataclasses.replace(parts, constants=constants, steps=tuple(steps), read=frozenset(needs))
+
+
+def _parts(
+    eqn: JaxprEqn, jaxpr: Jaxpr, operands: Sequence[BatchClass], walk: _Walk, late: set[int]
+) -> LoopParts:
+    """The parts, without the steps of the pipeline."""
+    n_consts, n_carry = compat.scan_split(eqn.params)
+    first = n_consts + n_carry
+    carries, carried = tuple(jaxpr.invars[n_consts:first]), tuple(jaxpr.outvars[:n_carry])
+    fixed = tuple(j for j in range(n_carry) if carried[j] is carries[j] and j not in late)
+    others = [j for j in range(n_carry) if j not in fixed and j not in late]
+    return LoopParts(
+        jaxpr, int(eqn.params["length"]), bool(eqn.params["reverse"]), tuple(operands), {},
+        tuple(jaxpr.invars[:n_consts]), carries, tuple(jaxpr.invars[first:]), carried, tuple(jaxpr.outvars[n_carry:]),
+        fixed,
+        tuple(j for j in others if walk.classes[carries[j]].is_example),
+        tuple(j for j in others if not walk.classes[carries[j]].is_example),
+        tuple(sorted(late)), walk.classes, walk.cuts, frozenset(walk.late_eqns), frozenset(walk.late),
+        walk.crossing(), (), frozenset(),
+    )  # fmt: skip
+
+
+class _Walk:
+    """The body's equations in order: their cuts, or after the pipeline."""
+
+    def __init__(
+        self, jaxpr: Jaxpr, inputs: Sequence[BatchClass], late: Iterable[JaxprAtom], analysis: Analysis
+    ):
+        self.jaxpr = jaxpr
+        self.classes: dict[JaxprAtom, BatchClass] = dict.fromkeys(jaxpr.constvars, SHARED)
+        self.classes.update(zip(jaxpr.invars, inputs, strict=True))
+        self.late = set(late)
+        self.late_eqns: set[int] = set()
+        self.cuts: dict[int, OperatorCut] = {}
+        for k, eqn in enumerate(jaxpr.eqns):
+            self._add(k, eqn, analysis)
+
+    def _add(self, k: int, eqn: JaxprEqn, analysis: Analysis) -> None:
+        classes = [class_in(self.classes, v) for v in eqn.invars]
+        reads_late = any(v in self.late for v in eqn.invars if not compat.is_literal(v))
+        if reads_late and any(c.is_example for c in classes):
+            raise CoupledError(eqn, "it combines a sum over all examples with values per example")
+        if not reads_late:
+            try:
+                cut = analysis.cut(eqn, classes)
+            except CoupledError:
+                if any(c.is_example for c in classes) or eqn.effects:
+                    raise
+            else:
+                self.cuts[k] = cut
+                self.classes.update(zip(eqn.outvars, cut.results, strict=True))
+                return
+        if eqn.effects:
+            raise CoupledError(eqn, "it has effects, and reads a sum over examples")
+        self.late_eqns.add(k)
+        self.late.update(eqn.outvars)
+        self.classes.update(dict.fromkeys(eqn.outvars, SHARED))
+
+    def maker(self, v: JaxprAtom, loop: JaxprEqn) -> JaxprEqn:
+        """The equation that makes a value; the loop itself for an input of its body."""
+        return next((e for e in self.jaxpr.eqns if v in e.outvars), loop)
+
+    def crossing(self) -> tuple[JaxprAtom, ...]:
+        """The sums that late equations read."""
+        read = [v for k in sorted(self.late_eqns) for v in self.jaxpr.eqns[k].invars]
+        return tuple(dict.fromkeys(v for v in read if class_in(self.classes, v) == SUM))

@@ -1,0 +1,270 @@
+"""A program whose loops over layers run as pipelines: the layers are dealt to stages, the batch goes through in pieces.
+
+Problem.  Layers too large for a device, or devices on both sides of a slow link, want each group of devices to hold some of
+the layers and to pass only activations on. Written by hand, that changes the model's code, and its backward pass follows
+from whatever autodiff makes of it.
+
+Idea.  The pipeline is made from the traced program, after differentiation: every loop over stacked layers whose carry is
+per example, forward or backward, becomes a loop over ticks (`tick_loop.py`), and the rest stays as it was. Values,
+gradients and random bits are those of the whole batch. How the program lies on the devices is left to the search, but for
+the stages, which are cut over the axis of the pipeline.
+
+>>> import jax, jax.numpy as jnp
+>>> from jax.extend.core import jaxpr_as_fun
+>>> from jshard._batch.batch_class import SHARED, per_example
+>>> def loss(w, x):
+...     return jnp.mean(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0] ** 2)
+>>> w, x = jnp.ones((4, 3, 3)) / 3, jnp.arange(24.0).reshape(8, 3) / 24
+>>> closed = jax.make_jaxpr(jax.value_and_grad(loss))(w, x)
+>>> staged = in_pipeline(closed, (SHARED, per_example(0)), 8, PipelineShape(("stage",), 2, 4))
+>>> [e.params["length"] for e in staged.closed.jaxpr.eqns if e.primitive.name == "scan"]
+[5, 5]
+>>> value, gradient = jax.jit(jaxpr_as_fun(staged.closed))(w, x)
+>>> wanted = jax.value_and_grad(loss)(w, x)
+>>> bool(jnp.allclose(value, wanted[0])), bool(jnp.allclose(gradient, wanted[1]))
+(True, True)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jshard import _jaxcompat as compat
+from jshard._batch.batch_class import SHARED, SUM, BatchClass, CoupledError, described
+from jshard._batch.body_classes import Analysis, class_in
+from jshard._batch.loop_parts import LoopParts, loop_parts
+from jshard._batch.outside_pipeline import run_early, run_late
+from jshard._batch.piece_operator import run_whole
+from jshard._batch.pipeline_shape import PipelineShape
+from jshard._batch.tick_loop import CutStages, TickLoop, Ticks
+from jshard._core.errors import ShardError
+from jshard._core.jax_types import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn
+from jshard._program.equation_bodies import bodies_of
+from jshard._program.inlining import with_calls_inlined
+from jshard._program.pin_primitives import PIN_OPERAND, PIN_RESULT
+
+
+WholeValue = Callable[[JaxprAtom], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pipelined:
+    """A program with pipelines; `layers`: the number of layers of each of its loops."""
+
+    closed: ClosedJaxpr
+    layers: tuple[int, ...]
+
+
+def in_pipeline(
+    closed: ClosedJaxpr, inputs: Sequence[BatchClass], examples: int, shape: PipelineShape,
+    cut_stages: CutStages | None = None,
+) -> Pipelined:  # fmt: skip
+    """The program with its loops over layers as pipelines; `inputs` are the classes of its arguments.
+
+    `cut_stages`: constrains a value so that dimension 0, the stages, is cut over their axis.
+
+    Raises `ShardError` if there is no such loop, or one that couples the examples or does not divide into the stages.
+    """
+    opened, consts = compat.open_jaxpr(closed)
+    jaxpr = compat.without_dead_code(with_calls_inlined(opened, lines=True))
+    analysis = Analysis(examples, shape.microbatches)
+    loops = _layer_loops(jaxpr, inputs, analysis)
+    for k, parts in loops.items():
+        _check_layers(jaxpr.eqns[k], parts, shape)
+        _check_axes(parts.jaxpr, shape)
+
+    def run(*arguments: jax.Array) -> list[jax.Array]:
+        values: dict[JaxprAtom, jax.Array | Ticks] = dict(zip(jaxpr.constvars, consts, strict=True))
+        values.update(zip(jaxpr.invars, arguments, strict=True))
+
+        def whole(v: JaxprAtom) -> jax.Array:
+            if compat.is_literal(v):
+                return v.val  # type: ignore[return-value]
+            x = values[v]
+            if isinstance(x, Ticks):
+                x = values[v] = x.whole()
+            return x
+
+        for k, eqn in enumerate(jaxpr.eqns):
+            with compat.eqn_context(eqn):
+                if k in loops:
+                    own = {
+                        v: x
+                        for v in eqn.invars
+                        if not compat.is_literal(v) and isinstance(x := values[v], Ticks)
+                    }
+                    loop = TickLoop(loops[k], shape, analysis, cut_stages or (lambda x: x))
+                    results = _run_loop(eqn, loop, own, whole)
+                else:
+                    results = run_whole(eqn, list(map(whole, eqn.invars)))
+                values.update(zip(eqn.outvars, results, strict=True))
+        return [jnp.asarray(whole(v)) for v in jaxpr.outvars]
+
+    types = [
+        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=bool(getattr(v.aval, "weak_type", False)))
+        for v in jaxpr.invars
+    ]
+    return Pipelined(compat.make_jaxpr(run, *types), tuple(p.layers for p in loops.values()))
+
+
+def _layer_loops(jaxpr: Jaxpr, inputs: Sequence[BatchClass], analysis: Analysis) -> dict[int, LoopParts]:
+    """The loops over layers by position, from the classes of the values before them."""
+    classes: dict[JaxprAtom, BatchClass] = dict.fromkeys(jaxpr.constvars, SHARED)
+    classes.update(zip(jaxpr.invars, inputs, strict=True))
+    loops: dict[int, LoopParts] = {}
+    for k, eqn in enumerate(jaxpr.eqns):
+        operands = [class_in(classes, v) for v in eqn.invars]
+        parts = _parts_if_layers(eqn, operands, analysis)
+        if parts is not None:
+            loops[k] = parts
+        results = _classes_after(eqn, operands, analysis) if parts is None else parts.results()
+        classes.update(zip(eqn.outvars, results, strict=True))
+    if loops:
+        return loops
+    raise ShardError(
+        "no loop over layers passes values per example from layer to layer",
+        where="pipeline",
+        fix="a scan over stacked layers (jax.lax.scan, nnx.scan or linen.scan) with the activations as carry, outside "
+        "jax.checkpoint and other loops; or no pipeline",
+    )
+
+
+def _classes_after(eqn: JaxprEqn, operands: Sequence[BatchClass], analysis: Analysis) -> Sequence[BatchClass]:
+    """The classes of the results of an equation outside the loops; finished sums and coupled values are shared."""
+    try:
+        results = analysis.cut(eqn, operands).results
+    except CoupledError:
+        return [SHARED] * len(eqn.outvars)
+    return [SHARED if c == SUM else c for c in results]
+
+
+def _parts_if_layers(eqn: JaxprEqn, operands: Sequence[BatchClass], analysis: Analysis) -> LoopParts | None:
+    """The parts of a loop that carries values per example and reads a slice of shared floats in every iteration.
+
+    None for other equations. Raises `ShardError` if the values with which the loop begins are per example, and the body
+    couples the examples.
+    """
+    if eqn.primitive.name != "scan":
+        return None
+    n_consts, n_carry = compat.scan_split(eqn.params)
+    first = n_consts + n_carry
+    stacked = zip(eqn.invars[first:], operands[first:], strict=True)
+    if not any(c == SHARED and jnp.issubdtype(v.aval.dtype, jnp.inexact) for v, c in stacked):
+        return None
+    if not any(c.is_example for c in operands):
+        return None
+    try:
+        parts = loop_parts(eqn, operands, analysis)
+    except CoupledError as error:
+        if not any(c.is_example for c in operands[n_consts:first]):
+            return None
+        raise ShardError(
+            "a loop over layers couples the examples of the batch, so that no microbatch passes alone",
+            where=str(error),
+            fix="no pipeline, or compute what couples the examples outside the loop (batch statistics kept fixed, LayerNorm "
+            "or GroupNorm for BatchNorm, sums over the batch returned by the layers and combined after the loop)",
+        ) from None
+    return parts if parts.moving else None
+
+
+def _check_layers(eqn: JaxprEqn, parts: LoopParts, shape: PipelineShape) -> None:
+    """Raise `ShardError` if the layers do not divide into stages and rounds, or pass keys on."""
+    for j in parts.moving:
+        if jnp.issubdtype(parts.carries[j].aval.dtype, jax.dtypes.extended):
+            raise ShardError(
+                "keys of random numbers per example pass from layer to layer",
+                where=described(eqn),
+                fix="one key for all examples, or a key for each layer, as an input of the loop",
+            )
+    each, n = shape.stages * shape.rounds, parts.layers
+    rounds = f" in {shape.rounds} rounds" if shape.rounds > 1 else ""
+    if n < each:
+        raise ShardError(
+            f"{n} layers are fewer than the {shape.stages} stages{rounds}",
+            where=described(eqn),
+            fix="an axis of fewer devices, or fewer rounds",
+        )
+    if n % each and not shape.uneven:
+        added = shape.padded(n) - n
+        raise ShardError(
+            f"{shape.stages} stages{rounds} do not divide {n} layers",
+            where=described(eqn),
+            fix=f'"uneven": True in the pipeline, which adds {added} layers that do nothing, or a multiple of {each} layers',
+        )
+
+
+def _check_axes(body: Jaxpr, shape: PipelineShape) -> None:
+    """Raise `ShardError` if a constraint inside a layer names the axis of the stages."""
+    for eqn in body.eqns:
+        used = _pinned_axes(eqn).intersection(shape.axes)
+        if used:
+            axis = repr(used.pop())
+            raise ShardError(
+                f"axis {axis} is used twice: by the stages of the pipeline, and by a constraint inside a layer",
+                where=described(eqn),
+                fix=f"a constraint without {axis}, or another axis for the pipeline",
+            )
+        for inner in bodies_of(eqn):
+            _check_axes(inner, shape)
+
+
+def _pinned_axes(eqn: JaxprEqn) -> set[str]:
+    """The mesh axes that a constraint names."""
+    if eqn.primitive.name in (PIN_OPERAND, PIN_RESULT):
+        return {a for axes in getattr(eqn.params["pin"], "axes", None) or () for a in axes or ()}
+    sharding = compat.constraint_of(eqn) if eqn.primitive.name in ("sharding_constraint", "reshard") else None
+    if not isinstance(sharding, NamedSharding):
+        return set()
+    entries = [d for d in sharding.spec if d is not None and d is not PartitionSpec.UNCONSTRAINED]
+    return {a for d in entries for a in (d if isinstance(d, tuple) else (d,))}
+
+
+def _run_loop(
+    eqn: JaxprEqn, loop: TickLoop, own: Mapping[JaxprAtom, Ticks], whole: WholeValue
+) -> list[jax.Array | Ticks]:
+    """The results of a loop over layers, those per example of each layer as ticks wrote them."""
+    parts = loop.parts
+    outer = dict(zip((*parts.consts, *parts.carries, *parts.slices), eqn.invars, strict=True))
+    initial = {v: jnp.asarray(whole(outer[v]), v.aval.dtype) for v in parts.carries}
+    shared = dict(parts.constants)
+    shared.update((v, jnp.asarray(whole(outer[v]))) for v in parts.consts)
+    shared.update((parts.carries[j], initial[parts.carries[j]]) for j in parts.fixed)
+    ticks: dict[JaxprAtom, jax.Array] = {}
+    stacks: dict[JaxprAtom, jax.Array] = {}
+    for v in parts.slices:
+        found = own.get(outer[v])
+        if found is not None and found.fits(loop.shape, parts.layers, parts.classes[v]):
+            ticks[v] = found.array
+        else:
+            stacks[v] = whole(outer[v])
+    early = run_early(parts, shared, stacks, initial)
+    main = {v: x for v, x in {**stacks, **early.entering}.items() if v in parts.read}
+    moved, examples, sums = loop.run(
+        {v: x for v, x in shared.items() if v in parts.read}, main,
+        {v: x for v, x in ticks.items() if v in parts.read}, [initial[parts.carries[j]] for j in parts.moving],
+    )  # fmt: skip
+    late = run_late(
+        parts, shared, {**stacks, **early.entering}, dict(zip(parts.sums, sums, strict=True)), initial
+    )
+    final: dict[int, jax.Array | Ticks] = dict(zip(parts.moving, moved, strict=True))
+    final.update((j, initial[parts.carries[j]]) for j in parts.fixed)
+    final.update(early.final)
+    final.update(late.final)
+    stacked: dict[JaxprAtom, jax.Array | Ticks] = dict(zip(parts.sums, sums, strict=True))
+    stacked.update(zip(parts.examples, examples, strict=True))
+    stacked.update(early.stacked)
+    stacked.update(late.stacked)
+    literals = {k: v for k, v in enumerate(parts.stacked) if compat.is_literal(v)}
+    filled = {
+        k: jnp.full((parts.layers, *v.aval.shape), v.val, v.aval.dtype)  # type: ignore[attr-defined]
+        for k, v in literals.items()
+    }
+    return [
+        *(final[j] for j in range(len(parts.carries))),
+        *(filled[k] if k in filled else stacked[v] for k, v in enumerate(parts.stacked)),
+    ]

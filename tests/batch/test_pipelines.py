@@ -1,0 +1,237 @@
+"""Programs in pipelines: values, gradients, state and random bits as without, in float64; what is refused, by its text."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import jshard
+from jshard import _jaxcompat as compat
+from jshard._batch.batch_class import SHARED, per_example
+from jshard._batch.pipeline_shape import PipelineShape
+from jshard._batch.pipelines import in_pipeline
+from tests.batch.test_microbatches import BATCH, largest_error, normal
+from tests.helpers.pipeline_models import (
+    experts,
+    experts_arguments,
+    gpt,
+    gpt_arguments,
+    mlp,
+    mlp_arguments,
+    momentum_step,
+)
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Any:
+    with jax.enable_x64(True):
+        yield
+
+
+Case = tuple[Callable, Callable, int, PipelineShape]
+
+
+def shape(stages: int, microbatches: int, rounds: int = 1, uneven: bool = False) -> PipelineShape:
+    return PipelineShape(("stage",), stages, microbatches, rounds, uneven)
+
+
+CASES: list[Case] = [  # more in benchmarks/correctness/pipeline_laws.py
+    (mlp, mlp_arguments, 7, shape(2, 4, 2, uneven=True)),
+    (gpt(True), gpt_arguments, 6, shape(2, 4, 3)),
+    (experts(0.7), experts_arguments, 4, shape(4, 2)),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0].__qualname__.partition('.')[0]}-{c[2]}-{c[3]}")
+def test_values_and_gradients_are_those_of_the_program(case: Case) -> None:
+    loss, arguments, layers, pipeline = case
+    f, args = jax.value_and_grad(loss), arguments(layers)
+    wanted = jax.jit(f)(*args)
+    classes = [*[SHARED] * len(jax.tree.leaves(args[0])), per_example(0)]
+    staged = in_pipeline(jax.make_jaxpr(f)(*args), classes, BATCH, pipeline)
+    assert staged.layers == (layers, layers)  # forward and backward
+    loops = [
+        e.params["length"] for e in compat.open_jaxpr(staged.closed)[0].eqns if e.primitive.name == "scan"
+    ]
+    assert loops.count(pipeline.ticks) == 2
+    found = jax.jit(compat.as_function(staged.closed))(*jax.tree.leaves(args))
+    assert largest_error(found, wanted) < 1e-12
+
+
+def test_what_idle_stages_compute_changes_nothing() -> None:
+    """A layer that is added where stages do not divide repeats the last one, which may give NaN: it is dropped."""
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        def layer(h: jax.Array, one: jax.Array) -> tuple[jax.Array, jax.Array]:
+            h = jnp.log(1 + h @ one)
+            return h, jnp.sum(h)
+
+        h, sums = lax.scan(layer, x, w)
+        return jnp.mean(h**2) + jnp.sum(sums) / 100
+
+    w = jnp.stack([jnp.eye(4), -jnp.eye(4) / 9, 5 * jnp.eye(4)])
+    x = jax.random.uniform(jax.random.key(1), (BATCH, 4))
+    assert bool(jnp.isnan(loss(jnp.concatenate([w, w[-1:]]), x)))
+    f = jax.value_and_grad(loss)
+    wanted = jax.jit(f)(w, x)
+    staged = in_pipeline(jax.make_jaxpr(f)(w, x), [SHARED, per_example(0)], BATCH, shape(2, 4, uneven=True))
+    assert largest_error(jax.jit(compat.as_function(staged.closed))(w, x), wanted) < 1e-12
+
+
+def mesh_of(*sizes: int, names: tuple[str, ...] = ("stage", "data")) -> jax.sharding.Mesh:
+    return jax.make_mesh(sizes, names, axis_types=(jax.sharding.AxisType.Auto,) * len(sizes))
+
+
+def pipelined(f: Callable, mesh: jax.sharding.Mesh, **pipeline: Any) -> jshard.Sharded:
+    return jshard.shard(f, mesh=mesh, level=2, config={"pipeline": {"axis": "stage", **pipeline}})
+
+
+def test_a_sharded_step() -> None:
+    loss, arguments, layers, sizes, microbatches, rounds = mlp, mlp_arguments, 8, (4, 2), 8, 1
+    w, x = arguments(layers)
+    state = jax.tree.map(jnp.zeros_like, w)
+    x = jnp.concatenate([x] * 2)[:32]
+    f, mesh = momentum_step(loss), mesh_of(*sizes)
+    f_pipelined = pipelined(f, mesh, microbatches=microbatches, rounds=rounds)
+    plan = f_pipelined.plan(w, state, x, verify=True)
+    assert plan.verification is not None and plan.verification.ok and plan.pipeline is not None
+    ticks = rounds * microbatches + sizes[0] - 1
+    assert plan.pipeline.ticks == ticks and plan.pipeline.layers == (layers, layers)
+    shifts = [c for c in plan.collectives if c.operator.startswith("stage_shift")]
+    assert sum(c.count for c in shifts) == 2 * ticks and all(c.kind == "permute" for c in shifts)
+    others = [c for c in plan.collectives if not c.operator.startswith("stage_shift")]
+    assert all(c.count == 1 for c in others)  # weights' gradients are reduced once a step, not once a tick
+    assert f"in a pipeline of {sizes[0]} stages over stage: {microbatches} microbatches" in str(plan)
+    assert largest_error(f_pipelined(w, state, x), jax.jit(f)(w, state, x)) < 1e-12
+    stacked = [i for i in plan.inputs if "kernel" in i.path or "bias" in i.path]
+    assert len(stacked) == 4 and all(i.layout.dims[0] == ("stage",) for i in stacked)
+    again = jshard.shard(f, plan=jshard.Plan.from_json(plan.to_json()), mesh=mesh)
+    assert again.plan(w, state, x).pipeline == plan.pipeline
+    assert largest_error(again(w, state, x), jax.jit(f)(w, state, x)) < 1e-12
+
+
+def normed(w: jax.Array, x: jax.Array) -> jax.Array:
+    def layer(h: jax.Array, one: jax.Array) -> tuple[jax.Array, None]:
+        h = h @ one
+        return jnp.tanh(h - h.mean(0)), None  # of the batch
+
+    return jnp.mean(lax.scan(layer, x, w)[0] ** 2)
+
+
+def plain(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.mean(lax.scan(lambda h, one: (jnp.tanh(h @ one), None), x, w)[0] ** 2)
+
+
+def unrolled(w: jax.Array, x: jax.Array) -> jax.Array:
+    for one in w:
+        x = jnp.tanh(x @ one)
+    return jnp.mean(x**2)
+
+
+def constrained(w: jax.Array, x: jax.Array) -> jax.Array:
+    on = NamedSharding(mesh_of(2, 4), P("stage"))
+    return plain(w, x) + jnp.mean(
+        lax.scan(lambda h, one: (lax.with_sharding_constraint(h @ one, on), None), x, w)[0]
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrong:
+    """A wrong request, and what the error says."""
+
+    what: str
+    fix: str
+    pipeline: Any = None
+    loss: Callable = plain
+    where: str = ""
+    options: Any = None
+    sizes: tuple[int, int] = (2, 4)
+
+
+GOOD = {"axis": "stage", "microbatches": 4}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Wrong("pipeline is a str, 'stage'", '"auto" to compare', "stage"),
+        Wrong("'stages' is no key of a pipeline", "axis", {**GOOD, "stages": 2}),
+        Wrong("pipeline has no 'microbatches'", '"microbatches": 16', {"axis": "stage"}),
+        Wrong("microbatches of the pipeline is 1", "at least 2", {**GOOD, "microbatches": 1}),
+        Wrong("rounds of the pipeline is a float, 2.0", "at least 1", {**GOOD, "rounds": 2.0}),
+        Wrong("uneven is a str, 'yes'", '"uneven": True', {**GOOD, "uneven": "yes"}),
+        Wrong("the axis of the pipeline is an int, 1", "the name of one axis", {**GOOD, "axis": 1}),
+        Wrong("'model' is no axis of the mesh", "'stage', 'data'", {**GOOD, "axis": "model"}),
+        Wrong("has one device, so one stage", "two devices or more", GOOD, sizes=(1, 8)),
+        Wrong("5 microbatches do not divide the batch of 24", "2, 3, 4, 6, 8", {**GOOD, "microbatches": 5}),
+        Wrong("4 stages do not divide 6 layers", '"uneven": True in the pipeline, which adds 2', GOOD, sizes=(4, 2)),
+        Wrong("6 layers are fewer than the 8 stages", "an axis of fewer devices", GOOD, sizes=(8, 1)),
+        Wrong("2 microbatches in 3 rounds are fewer than the 4 stages", '"microbatches": 4 or more',
+              {**GOOD, "microbatches": 2, "rounds": 3}, sizes=(4, 2)),
+        Wrong("a loop over layers couples the examples", "LayerNorm", GOOD, normed, where="test_pipelines.py:"),
+        Wrong("no loop over layers passes values per example", "jax.lax.scan", GOOD, unrolled),
+        Wrong("axis 'stage' is used twice", "another axis", GOOD, constrained),
+        Wrong("a pipeline runs in microbatches of its own", "no microbatches=", GOOD, options={"microbatches": 2}),
+    ],
+    ids=lambda w: w.what.replace(" ", "-"),
+)  # fmt: skip
+def test_wrong_requests(wrong: Wrong) -> None:
+    w, x = normal(1, 6, 4, 4), normal(2, BATCH, 4)
+    with pytest.raises(jshard.ShardError) as error:
+        jshard.shard(
+            jax.value_and_grad(wrong.loss), mesh=mesh_of(*wrong.sizes), config={"pipeline": wrong.pipeline},
+            **(wrong.options or {}),
+        ).plan(w, x)  # fmt: skip
+    assert (
+        wrong.what in error.value.what and wrong.fix in error.value.fix and wrong.where in error.value.where
+    )
+
+
+def test_without_a_mesh_and_under_vmap() -> None:
+    w, x = normal(1, 6, 4, 4), normal(2, BATCH, 4)
+    with pytest.raises(jshard.ShardError, match="a pipeline needs a mesh with an axis for its stages"):
+        jshard.shard(plain, config={"pipeline": GOOD}).plan(w, x)
+    f = jshard.shard(plain, mesh=mesh_of(2, 4), config={"pipeline": GOOD})
+    with pytest.raises(jshard.ShardError, match="vmap of the sharded function plain"):
+        jax.vmap(f, in_axes=(None, 0))(w, x[None])
+
+
+def test_the_cheapest_of_pipelines_and_none() -> None:
+    w, x = normal(1, 4, 4, 4), normal(2, BATCH, 4)
+    f = jshard.shard(jax.value_and_grad(plain), mesh=mesh_of(2, 1), level=2, config={"pipeline": "auto"})
+    plan = f.plan(w, x)
+    tried = [s for s in plan.steps if "of the ticks idle" in s]
+    assert [s.partition(":")[0] for s in sorted(tried)] == [
+        "no pipeline",
+        "pipeline over stage, 4 microbatches, 1 round",
+        "pipeline over stage, 8 microbatches, 1 round",
+        "pipeline over stage, 8 microbatches, 2 rounds",
+    ]
+    steps = [float(s.partition("step ")[2].split()[0]) for s in tried]
+    assert steps == sorted(steps) and abs(plan.step_seconds / steps[0] - 1) < 1e-3
+    assert plan.cost.bound <= plan.cost.objective and "3 pipelines tried" in plan.cost.space
+
+
+def test_keys_per_example_do_not_pass_on() -> None:
+    def f(w: jax.Array, x: jax.Array) -> jax.Array:
+        def layer(carry: Any, one: jax.Array) -> tuple[Any, None]:
+            h, keys = carry
+            keys = jax.vmap(jax.random.split)(keys)[:, 0]
+            return (h @ one + jax.vmap(jax.random.normal)(keys)[:, None], keys), None
+
+        keys = jax.vmap(jax.random.key)(jnp.arange(BATCH) + x[:, 0].astype(int))
+        return jnp.mean(lax.scan(layer, (x, keys), w)[0][0])
+
+    with pytest.raises(
+        jshard.ShardError, match="keys of random numbers per example pass from layer to layer"
+    ):
+        jshard.shard(f, mesh=mesh_of(2, 4), config={"pipeline": GOOD}).plan(
+            normal(1, 6, 4, 4), normal(2, BATCH, 4)
+        )
