@@ -39,6 +39,7 @@ from jshard._core.argument_checks import checked
 from jshard._core.errors import ShardError
 from jshard._core.messages import type_with_article
 from jshard._flax import linen as _linen, metadata as _pins, nnx as _nnx
+from jshard._flax.fused import fuse as fuse
 from jshard._flax.module_call import OnClassError
 from jshard._flax.optimize import Optimized as Optimized, optimize as optimize
 from jshard._flax.placement import init as init, place as place, shardings_for as shardings_for

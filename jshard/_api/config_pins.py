@@ -109,17 +109,19 @@ class CallRules:
         record = self.record
         if not (record.recipe or record.products or record.gradients):
             return ()
-        values, pins = named_values(structure_of(program)), dict[tuple[int, int], Pin | None]()
+        values, pins = named_values(structure_of(program)), dict[tuple[int, str, int], Pin | None]()
         for row in found.inner:
             for place in values.places.get((row.section, row.tensor.path), ()):
                 if place not in pins:
                     pins[place] = _pin(row)
         said = self.recipe(program)
         for value in (*said.products, *said.gradients) if said is not None else ():
-            if value.place not in pins:
+            op, number = value.place
+            if (op, value.side, number) not in pins:
                 tensor = TensorName(value.name, value.shape, "float32")
-                pins[value.place] = pin_of(value.entry, tensor, f"recipe {record.recipe} ({value.name})")
-        return tuple((op, "result", k, pin) for (op, k), pin in pins.items() if pin is not None)
+                pin = pin_of(value.entry, tensor, f"recipe {record.recipe} ({value.name})")
+                pins[op, value.side, number] = pin
+        return tuple((*place, pin) for place, pin in pins.items() if pin is not None)
 
     def complete(
         self,

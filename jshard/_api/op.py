@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -26,6 +27,7 @@ def op(
     *,
     reduction: tuple[str, ...] = (),
     sizes: dict[str, int] | None = None,
+    work: float | None = None,
 ) -> Function:
     """Pin the operators that read the arguments of `fn`, for use inside a sharded function.
 
@@ -43,13 +45,22 @@ def op(
     - `rule`: makes `fn` one operator with these factors, `"b q h d, b k h d, b k h d -> b q h d"`. It runs on the local
         blocks, so it may contain a kernel. A factor that is in no result is not sharded, unless `reduction` names it:
         then the results of the blocks are summed. `sizes`: lengths of the factors in groups such as `(a b)`.
+    - `work`: FLOPs of `fn` for each point of the product of all factors, for plans and for the FLOPs of the model. The
+        attention above has two products, 4; a kernel that skips what causality masks, 2. Default: 2, or what `fn` traces
+        to if that is more.
 
     Raises `StrategyError` when an entry does not fit its argument.
     """
     check_function(fn, "op")
+    if isinstance(work, bool | str) or work is not None and not 0 <= work < math.inf:
+        raise StrategyError(
+            f"work is {work!r}",
+            where="jshard.op",
+            fix="FLOPs for each point of the factors, such as work=2.0",
+        )
     name = getattr(fn, "__name__", type(fn).__name__)
     if rule is not None:
-        fn = functools.wraps(fn)(fused(fn, name, rule, reduction=tuple(reduction), sizes=sizes))
+        fn = functools.wraps(fn)(fused(fn, name, rule, reduction=tuple(reduction), sizes=sizes, work=work))
 
     @functools.wraps(fn)
     def pinned(*args: PyTree, **kwargs: PyTree) -> PyTree:

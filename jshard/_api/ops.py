@@ -1,4 +1,4 @@
-"""Operators with a sharding rule of their own, for which JAX has several equations: attention.
+"""Functions for which JAX has several equations, fused: attention, norms, and a product with an activation before it.
 
 >>> import jax, jax.numpy as jnp, jshard
 >>> q = jax.random.normal(jax.random.key(0), (2, 16, 4, 8))     # batch, sequence, heads, size of a head
@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from jshard._api import fused_ops
 from jshard._core.errors import ShardError
 
 
@@ -85,6 +86,9 @@ def attention(
     )  # fmt: skip
     return attend(spec, *operands)
 
+
+layer_norm, rms_norm = fused_ops.layer_norm, fused_ops.rms_norm
+activated_product = fused_ops.activated_product
 
 _WHERE = "jshard.ops.attention"
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ClassVar, TypeVar
 
 from jshard._core.errors import ShardError
-from jshard._core.jax_types import PyTree
+from jshard._core.jax_types import Function, PyTree
 from jshard._core.messages import describe_value
 
 
@@ -34,6 +34,9 @@ class Policy:
 
     models: ClassVar[tuple[str, ...]] = ()
     """Qualified names of the classes that this policy is for; empty: any."""
+
+    fused: ClassVar[Mapping[str, Mapping[str, Function]]] = {}
+    """What `optimize(fused=...)` replaces by name, `{"attention": {"module.Class.method": lambda original, *args: ...}}`."""
 
     def matches(self, model: PyTree) -> bool:
         """Whether the policy is for a model: by default, whether its class or one that it derives from is in `models`."""

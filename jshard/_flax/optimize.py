@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 from flax import linen, nnx
@@ -15,6 +15,7 @@ from jshard._core.errors import ShardError
 from jshard._core.jax_types import PyTree
 from jshard._core.messages import type_with_article
 from jshard._flax import linen as _linen, nnx as _nnx
+from jshard._flax.fused import fuse
 from jshard._flax.placement import init, place, shardings_for
 
 
@@ -51,6 +52,7 @@ def optimize(
     mesh: PyTree = None,
     config: PyTree = None,
     rngs: PyTree = None,
+    fused: Sequence[str] = (),
     **kwargs: PyTree,
 ) -> Optimized:
     """Shard a model: its policy found, the model prepared, planned, and placed or created in its shardings.
@@ -71,11 +73,19 @@ def optimize(
         holds all of it; or a linen module with `rngs`, as for its `init`, whose variables are created likewise.
     - `args`, `kwargs`: arguments of its call, arrays or shapes, for the plan.
     - `policy`: a `jshard.Policy`, its class or place; default: the registered one, else the search decides.
+    - `fused`: names of what is replaced by fused functions that keep less for gradients, `("attention", "norm")` and what
+        the policy's `fused` adds; of nnx modules, after the policy's `prepare`.
     - `mesh`: as for `shard`. `config`: options of `shard` as a configuration, below what the policy's layout says.
 
     Returns the sharded model with its plan. Raises `ShardError` where a policy is not for this model.
     """
     if isinstance(model, linen.Module):
+        if fused:
+            raise ShardError(
+                f"fused={tuple(fused)!r} for a linen module, whose inner modules exist only while it is called",
+                where="jshard.flax.optimize",
+                fix="jshard.ops.attention or jshard.ops.layer_norm in the module itself (attention_fn=), or an nnx module",
+            )
         return _optimize_linen(model, args, kwargs, find_policy(model, policy), mesh, config, rngs)
     exists = isinstance(model, nnx.Module)
     if not exists and (isinstance(model, type) or not callable(model)):
@@ -94,9 +104,9 @@ def optimize(
     found = find_policy(shapes, policy)
 
     def build() -> nnx.Module:
-        return _prepared(found, model())
+        return _prepared(found, model(), fused)
 
-    prepared = _prepared(found, model) if exists else nnx.eval_shape(build)
+    prepared = _prepared(found, model, fused) if exists else nnx.eval_shape(build)
     layout = found.policy.layout(prepared, mesh)
     options = _options(layout, config, mesh)
     plan = _nnx.plan_of(_nnx.shard_module(prepared, **options), *args, **kwargs)
@@ -136,7 +146,7 @@ def _optimize_linen(
     return Optimized(sharded, plan, found, _layout_text(layout), made(*zeros))
 
 
-def _prepared(found: FoundPolicy, model: PyTree) -> PyTree:
+def _prepared(found: FoundPolicy, model: PyTree, fused: Sequence[str] = ()) -> PyTree:
     prepared = found.policy.prepare(model)
     if prepared is None:
         raise ShardError(
@@ -144,6 +154,8 @@ def _prepared(found: FoundPolicy, model: PyTree) -> PyTree:
             where="prepare",
             fix="return model, changed or as it is",
         )
+    if fused:
+        fuse(prepared, fused, found.policy.fused)
     return prepared
 
 

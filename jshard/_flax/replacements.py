@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import types
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -51,7 +52,7 @@ def replace_method(module: nnx.Module, name: str, new: Callable[..., PyTree]) ->
 
     @functools.wraps(before)
     def method(self: nnx.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        return new(functools.partial(before, self), *args, **kwargs)
+        return new(types.MethodType(before, self), *args, **kwargs)
 
     body = {name: method, "__module__": cls.__module__, "__doc__": cls.__doc__}
     object.__setattr__(module, "__class__", type(cls.__name__, (cls,), body))

@@ -36,7 +36,8 @@ from jshard._memory.hbm_traffic import ATTENTION
 from jshard._program.graph import Literal, Operator, Program, calls_of
 
 
-_PRODUCTS = frozenset(("dot_general", "conv_general_dilated")) | ATTENTION
+_FUSED = "jshard_fused"
+_PRODUCTS = frozenset(("dot_general", "conv_general_dilated", _FUSED)) | ATTENTION
 # Primitives whose products are not operators of the program.
 _WITH_WORK_OF_THEIR_OWN = frozenset(
     ("custom_partitioning", "pallas_call", "ragged_dot", "ragged_dot_general", "shard_map")
@@ -72,12 +73,13 @@ def min_hbm_bytes(program: Program, donated: Collection[int] = ()) -> float:
 
 
 def product_flops(program: Program) -> Mapping[int, float]:
-    """FLOPs of each matrix product and convolution that every call runs, in all its runs together."""
+    """FLOPs of each product, convolution and kernel that states them which every call runs, in all its runs together."""
     conditional = _conditional_operators(program)
     which = program.use_def.has_primitive(_PRODUCTS)
     ops = [program.operators[i] for i in np.flatnonzero(which).tolist() if i not in conditional]
     known: dict[int, float] = {}  # layers share their equations' avals, not the equations
-    return {op.id: op.repeat * known.setdefault(id(op.eqn), _flops_of_product(op.equation)) for op in ops}
+    flops = {op.id: op.repeat * known.setdefault(id(op.eqn), _flops_of_product(op.equation)) for op in ops}
+    return {i: f for i, f in flops.items() if f or program.operators[i].primitive != _FUSED}
 
 
 def is_every_product_counted(program: Program) -> bool:
@@ -91,8 +93,10 @@ def is_every_product_counted(program: Program) -> bool:
 
 def _flops_of_product(eqn: JaxprEqn) -> float:
     """Model FLOPs of a product; a multiply-add is two. Padding and dilation of a convolution do not count."""
-    lhs, rhs, out = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
     p = eqn.params
+    if eqn.primitive.name == _FUSED:
+        return p["fused"].flops([v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]) or 0.0
+    lhs, rhs, out = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
     if eqn.primitive.name in ATTENTION:
         # Twice the forward pass backward, as for any product: the logits that it computes again do not count.
         forward = p["spec"].flops(*(v.aval.shape for v in eqn.invars[:3]))

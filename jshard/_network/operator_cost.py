@@ -169,8 +169,8 @@ def costed_internal_collectives(
 
 
 def _traced_work(op: OpView) -> float:
-    """Arithmetic operations of the function inside an operator of `jshard.op(rule=...)`; 0 for other operators."""
-    if op.primitive != "jshard_fused":
+    """Arithmetic operations of the function inside an operator of `jshard.op(rule=...)`; 0 for others and where stated."""
+    if op.primitive != "jshard_fused" or op.params["fused"].stated:
         return 0.0
     run = op.params["fused"].run
     ins = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)) for a in op.ins]

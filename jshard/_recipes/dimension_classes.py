@@ -5,7 +5,9 @@ carry under other names and positions.
 
 Idea.  The rule of an operator says which dimensions of its operands and results carry one factor. Dimensions that carry
 it as their major factor are cut together, so they are joined by union-find over all operators; a factor that `pieces`
-does not divide joins nothing. With `pieces=1` the classes are those of the model's structure, divisible or not.
+does not divide joins nothing. A cut of several factors by one axis (`JointCut`) that sends and sums nothing, such as that
+of query heads with the heads of their keys, joins those. With `pieces=1` the classes are those of the model's
+structure, divisible or not.
 
 >>> import jax, jax.numpy as jnp
 >>> from jshard._program.trace import build
@@ -25,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from jshard._core.layout import MeshAxes
 from jshard._network.candidates import CandidateCache
 from jshard._program.graph import Literal, Operator, Program
-from jshard._rules.rule import Rule
+from jshard._rules.rule import PARTIAL, Rule, joint_code
 
 
 _ENDPOINTS = frozenset(("input", "const", "output"))
@@ -51,6 +53,14 @@ def operand_and_result_dims(op: Operator, rule: Rule) -> Iterator[tuple[int, int
                 yield from ((atom, d, f) for d, f in enumerate(factors))
 
 
+def _joint_without_communication(rule: Rule) -> Iterator[frozenset[int]]:
+    """The factors of each joint cut along which every tensor is cut or whole, and nothing is sent."""
+    sent = {c.over for c in rule.internal}
+    for k, cut in enumerate(rule.joint):
+        if joint_code(rule, k) not in sent and PARTIAL not in cut.results:
+            yield frozenset(cut.factors)
+
+
 class DimensionClasses:
     """Classes of dimensions that are cut together into `pieces`."""
 
@@ -71,10 +81,23 @@ class DimensionClasses:
         for tensor, dim, factors in operand_and_result_dims(op, rule):
             if not factors or factors[0] in rule.blocked or rule.sizes[factors[0]] % self.pieces:
                 continue
-            node = self._find(self._first[tensor] + dim)
-            other = self._find(node_of.setdefault(factors[0], node))
-            # The earliest dimension stands for its class, so that classes are in program order.
-            self._parent[max(node, other)] = min(node, other)
+            node = self._first[tensor] + dim
+            self._union(node, node_of.setdefault(factors[0], node))
+        for own in _joint_without_communication(rule):
+            if any(rule.sizes[f] % self.pieces for f in own):
+                continue
+            nodes = [
+                self._first[tensor] + dim
+                for tensor, dim, factors in operand_and_result_dims(op, rule)
+                if factors and factors[0] in own
+            ]
+            for node in nodes:
+                self._union(node, nodes[0])
+
+    def _union(self, a: int, b: int) -> None:
+        a, b = self._find(a), self._find(b)
+        # The earliest dimension stands for its class, so that classes are in program order.
+        self._parent[max(a, b)] = min(a, b)
 
     def _find(self, node: int) -> int:
         parent = self._parent

@@ -3,7 +3,8 @@
 A value inside a function has no name in general, but the product that makes it has: `params.up` is the product with that
 weight, `params.wq @ params.wk` the one of the outputs of two others (attention scores). The output of a product is
 complete after the casts and additions that follow it (bias, residual), where nothing else reads the addends: a cut
-there leaves the additions their partial sums.
+there leaves the additions their partial sums. Attention as one operator (`jshard.ops.attention`) is a product of three
+activations, `wq @ wk @ wv`, as its second product is where it is written as two.
 
 >>> import jax, jax.numpy as jnp
 >>> from jshard._program.trace import build
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Mapping, Sequence
 
 from jshard import _jaxcompat as compat
 from jshard._program.graph import Literal, Operator, Program
@@ -26,6 +28,9 @@ from jshard._program.operators import PRODUCTS
 
 
 LOOKUP = "gather"
+ATTENTION = "jshard_attention"
+CONTRACTIONS = PRODUCTS | {ATTENTION}
+"""Primitives that sum products of their operands."""
 _COMPLETED_BY = frozenset(
     ("add", "add_any", "sub", "neg", "convert_element_type", "copy", "name", "jshard_module_output",
      "jshard_pin_result", "sharding_constraint")
@@ -37,7 +42,7 @@ class Product:
     """A product or table look-up of the forward pass.
 
     - `op`: its operator. `name`: by the weights it reads. `weights`: numbers of the arguments behind the operand `side`;
-        empty, and None, for a product of two activations.
+        empty, and None, for a product of activations.
     - `place`: (operator, result) where the output is complete; `result`: that tensor.
     """
 
@@ -86,23 +91,25 @@ def products_of(program: Program, behind: Origins) -> list[Product]:
     name_of_op: dict[int, str] = {}
     out = []
     for op in program.operators:
-        if op.primitive not in PRODUCTS and op.primitive != LOOKUP or not is_forward(op):
+        if op.primitive not in CONTRACTIONS and op.primitive != LOOKUP or not is_forward(op):
             continue
-        sides = [None if isinstance(a, Literal) else behind.of[a] for a in op.operands[:2]]
+        multiplied = op.operands[: 3 if op.primitive == ATTENTION else 2]
+        sides = [None if isinstance(a, Literal) else behind.of[a] for a in multiplied]
         if op.primitive == LOOKUP:
             if not sides[0] or sides[1] is not None:
                 continue
             sides = [sides[0], None]
         if all(s is not None for s in sides):
             continue  # of weights alone, such as merged adapters
-        side = next((k for k, s in enumerate(sides) if s), None)
+        # Attention has no dimension of a weight in its result, also where its keys or queries are learned.
+        side = next((k for k, s in enumerate(sides) if s), None) if op.primitive != ATTENTION else None
         behind_side = None if side is None else sides[side]
-        weights = _largest_first(program, behind_side or frozenset())
+        weights = largest_first(program, behind_side or frozenset())
         if weights:
             name = program.operators[program.inputs[weights[0]]].name
             name = f"{name}:lookup" if op.primitive == LOOKUP else name
         else:
-            name = " @ ".join(filter(None, (_nearest(program, a, name_of_op) for a in op.operands[:2])))
+            name = product_name(program, multiplied, name_of_op)
         name_of_op[op.id] = name
         place = _completed(program, op)
         result = program.operators[place[0]].results[place[1]]
@@ -110,14 +117,21 @@ def products_of(program: Program, behind: Origins) -> list[Product]:
     return out
 
 
-def _largest_first(program: Program, weights: frozenset[int]) -> tuple[int, ...]:
+def product_name(program: Program, atoms: Sequence[int | Literal], name_of_op: Mapping[int, str]) -> str:
+    """The name of a product of activations: of the products that they come from."""
+    return " @ ".join(filter(None, (_nearest(program, a, name_of_op) for a in atoms)))
+
+
+def largest_first(program: Program, weights: frozenset[int]) -> tuple[int, ...]:
+    """Numbers of arguments by their size."""
+
     def size(number: int) -> int:
         return program.tensors[program.operators[program.inputs[number]].results[0]].size
 
     return tuple(sorted(weights, key=lambda n: (-size(n), n)))
 
 
-def _nearest(program: Program, atom: int | Literal, name_of_op: dict[int, str]) -> str:
+def _nearest(program: Program, atom: int | Literal, name_of_op: Mapping[int, str]) -> str:
     """The name of the product from which a value is computed by the fewest other operators; the argument's without one."""
     if isinstance(atom, Literal):
         return ""

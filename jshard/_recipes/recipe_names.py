@@ -47,6 +47,7 @@ SUMS = (
     "fsdp+vocab",
     "fsdp+expert",
     "fsdp+ulysses",
+    "fsdp+ring",
 )
 """Sums that `jshard.recipes` lists beside the single ones."""
 
@@ -100,6 +101,10 @@ def parse_recipe(text: str) -> tuple[Part, ...]:
             f"{stages[0]} and {stages[1]} say two things of the optimizer's state",
             where=f"recipe {text!r}",
             fix="one of them",
+        )
+    if {"ulysses", "ring"} <= set(names):
+        raise ShardError(
+            "ulysses cuts attention by heads, ring by positions", where=f"recipe {text!r}", fix="one of them"
         )
     return tuple(parts)
 

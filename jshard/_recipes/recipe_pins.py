@@ -11,8 +11,10 @@ from jshard._config.config_record import Entry
 from jshard._core.errors import ShardError
 from jshard._core.messages import abbreviate, count_of
 from jshard._program.graph import Program
+from jshard._recipes.attention_operands import attention_operands
 from jshard._recipes.column_row import max_weight_independent_set
 from jshard._recipes.gradients import gradients_of
+from jshard._recipes.products import is_forward
 from jshard._recipes.recipe_names import Axes, axes_of, parse_recipe
 from jshard._recipes.structure import Structure
 
@@ -30,12 +32,16 @@ class RecipeError(ShardError):
 
 @dataclasses.dataclass(frozen=True)
 class ValueEntry:
-    """The entry of a value inside the program, named by the weight whose product or gradient it is."""
+    """The entry of a value inside the program, named by the weight whose product or gradient it is.
+
+    `place`: (operator, number of the result), or of the operand if that is the `side`.
+    """
 
     name: str
     place: tuple[int, int]
     shape: tuple[int, ...]
     entry: Entry
+    side: str = "result"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,9 +97,8 @@ class _Resolver:
             shape = self.s.program.tensors[p.result].shape
             entry = self.activation(p.result, p.op in inside, p.op in self._routers)
             products.setdefault(p.place, ValueEntry(p.name, p.place, shape, entry))
-        return RecipePins(
-            self.recipe, arguments, tuple(products.values()), self._gradients(), tuple(self._notes())
-        )
+        values = (*products.values(), *self._in_attention)
+        return RecipePins(self.recipe, arguments, values, self._gradients(), tuple(self._notes()))
 
     # -- roles ----------------------------------------------------------------------------------------------
 
@@ -234,6 +239,21 @@ class _Resolver:
                 break
         return tuple(dims)
 
+    @functools.cached_property
+    def _in_attention(self) -> tuple[ValueEntry, ...]:
+        """Queries and keys of attention operators: with `ring` cut by positions, if these are the sequence's; with
+        `ulysses` by heads."""
+        by_heads = "ulysses" in self.parts
+        if not by_heads and "ring" not in self.parts:
+            return ()
+        out = []
+        for a in attention_operands(self.s):
+            if by_heads or a.positions == (self.s.sequence, self.s.sequence):
+                shape = self.s.program.tensors[a.tensor].shape
+                entry = self.activation(a.tensor, by_heads)
+                out.append(ValueEntry(a.name, (a.op, a.operand), shape, entry, "operand"))
+        return tuple(out)
+
     def _gradients(self) -> tuple[ValueEntry, ...]:
         if not self.parts & {"zero1", "zero2"}:
             return ()
@@ -250,6 +270,7 @@ class _Resolver:
             "expert": self.axes.expert,
             "sequence": self.axes.sequence,
             "ulysses": self.axes.sequence,
+            "ring": self.axes.sequence,
         }.get(part, self.axes.tensor if part in ("megatron", "vocab") else self.axes.zero or self.axes.batch)
         over = " x ".join(f"{a}={self.sizes[a]}" for a in axes)
         raise RecipeError(
@@ -320,7 +341,7 @@ class _Resolver:
         return abbreviate(names, 2)
 
     def _check_sequence(self) -> None:
-        part = next(p for p in ("sequence", "ulysses") if p in self.parts)
+        part = next(p for p in ("sequence", "ulysses", "ring") if p in self.parts)
         place = self.s.sequence_place
         if place is None:
             self._refuse(
@@ -347,12 +368,35 @@ class _Resolver:
                 "sequence, or an axis that divides the heads",
             )
 
+    def _check_attention_operator(self) -> None:
+        if not attention_operands(self.s):
+            self._refuse(
+                "ring",
+                "keys and values are passed round by an attention operator, and this program has none",
+                "jshard.ops.attention in place of the products of the attention; sequence and ulysses work on these",
+            )
+
     def _check_ring(self) -> None:
-        self._refuse(
-            "ring",
-            "keys and values are passed round by an attention operator, and this program has none",
-            "jshard.ops.attention in place of the products of the attention; sequence and ulysses work on these",
-        )
+        if any(v.entry[-3] != self.axes.sequence for v in self._in_attention):
+            self._refuse(
+                "ring",
+                f"{' and '.join(sorted(self.parts - {'ring'}))} cuts attention over {', '.join(self.axes.sequence)}, on "
+                "which positions would be cut",
+                "an axis of its own: megatron(a)+ring(b)",
+            )
+        if not self._in_attention:
+            found = attention_operands(self.s)
+            lengths = [
+                f"{self.s.program.tensors[q.tensor].shape[-3]} x {self.s.program.tensors[k.tensor].shape[-3]}"
+                for q, k in zip(found[::2], found[1::2], strict=True)
+                if is_forward(self.s.program.operators[q.op])
+            ]
+            self._refuse(
+                "ring",
+                f"no attention has the sequence of the activations as its queries and as its keys: of "
+                f"{count_of(len(lengths), 'attention operator')} (queries x keys) {abbreviate(sorted(set(lengths)))}",
+                "sequence, which cuts the queries and gathers the keys",
+            )
 
     def _check_vocab(self) -> None:
         found = self.s.vocabulary
@@ -417,7 +461,7 @@ _CHECKS: Mapping[str, tuple[Callable[[_Resolver], None], ...]] = {
     "megatron": (_Resolver._check_megatron,),
     "sequence": (_Resolver._check_sequence,),
     "ulysses": (_Resolver._check_sequence, _Resolver._check_ulysses),
-    "ring": (_Resolver._check_ring,),
+    "ring": (_Resolver._check_attention_operator, _Resolver._check_sequence, _Resolver._check_ring),
     "vocab": (_Resolver._check_vocab,),
     "expert": (_Resolver._check_expert,),
 }

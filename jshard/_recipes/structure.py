@@ -23,9 +23,17 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from jshard._program.graph import Literal, Operator, Program
-from jshard._program.operators import PRODUCTS
 from jshard._recipes.dimension_classes import DimensionClasses, ProgramRules
-from jshard._recipes.products import LOOKUP, Origins, Product, is_forward, origins, products_of
+from jshard._recipes.products import (
+    ATTENTION,
+    CONTRACTIONS,
+    LOOKUP,
+    Origins,
+    Product,
+    is_forward,
+    origins,
+    products_of,
+)
 
 
 _SOFTMAX = frozenset(("reduce_max", "argmax"))
@@ -81,7 +89,7 @@ class Structure:
             return self.whole.batch_place
         free: collections.Counter[int] = collections.Counter()
         for op in self.program.operators:
-            if op.primitive in PRODUCTS and is_forward(op):
+            if op.primitive in CONTRACTIONS and is_forward(op):
                 summed = {c for d in self._factors(op)[1] for c in d}
                 kept = {c for t in op.results for c in self.classes.of(t)}
                 free.update({c: 1 for c in kept - summed})
@@ -185,13 +193,17 @@ class Structure:
 
     @functools.cached_property
     def of_activations(self) -> list[tuple[Product, tuple[int, ...]]]:
-        """Products of two activations (attention), with the dimensions that both have and the result keeps."""
+        """Products of activations (attention), with the dimensions that they share and the result keeps."""
         out = []
         for p in self.products:
             op = self.program.operators[p.op]
-            if p.side is None and op.primitive in PRODUCTS:
-                kept, _ = self._factors(op)
-                shared = set(kept[0]) & set(kept[1])
+            if p.side is None and op.primitive in CONTRACTIONS:
+                if op.primitive == ATTENTION:  # not positions, which queries and keys may have in common
+                    own = self.classes.of(op.results[0])
+                    shared = {*own[:-3], own[-2]}
+                else:
+                    kept, _ = self._factors(op)
+                    shared = set(kept[0]) & set(kept[1])
                 out.append((p, tuple(c for c in shared if c != self.batch)))
         return out
 

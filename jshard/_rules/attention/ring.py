@@ -177,6 +177,8 @@ def ring_backward(
     - `results`: of this device's queries the result (batch..., T, N, E), its logsumexp (batch..., N, T) over all keys
         of the ring (and of other devices, if keys are cut further), and the cotangent.
     """
+    # Behind a barrier: XLA would take the forward pass's equal permutes, and hold what arrived until here.
+    arrays, results = lax.optimization_barrier((list(arrays), list(results)))
     if not ring.zigzag:
         return _backward(spec, arrays, results, ring, kv_heads, bias_gradient)
     arrays, number = _inputs_into_zigzag(spec, arrays, ring, 4)

@@ -12,6 +12,7 @@ a function that cannot run on small arrays is not checked.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -29,7 +30,10 @@ from jshard._rules.rule_text import RuleText, Token, parse_rule, tokenize
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Fused:
-    """A function of arrays with its rule, or the gradient of that function if `backward`."""
+    """A function of arrays with its rule, or the gradient of that function if `backward`.
+
+    `work`: FLOPs for each point of the factors; `stated`: by its author, so that what the function traces to is not counted.
+    """
 
     fn: Function
     name: str
@@ -42,6 +46,17 @@ class Fused:
     operands: int = 0
     results: tuple[ArrayType, ...] = ()
     backward: bool = False
+    stated: bool = False
+
+    def flops(self, avals: Sequence[ArrayType], results: Sequence[ArrayType]) -> float | None:
+        """Model FLOPs of a call, as for any product twice as many backward; None where no one stated them."""
+        if not self.stated:
+            return None
+        ins, outs = (avals[: self.operands], self.results) if self.backward else (avals, results)
+        r = parse_rule(
+            self.text, ins, outs, reduction=self.reduction, blocked=self.blocked, sizes=dict(self.sizes)
+        )
+        return (2 if self.backward else 1) * self.work * math.prod(r.sizes)
 
     def run(self, *arrays: jax.Array) -> list[jax.Array]:
         """The function, or its gradient, on global arrays or on one device's shards."""
@@ -114,14 +129,17 @@ def fused_rule(op: OpView) -> Rule:
 
 def fused(
     fn: Function, name: str, text: str, *, reduction: Sequence[str] = (), sizes: Mapping[str, int] | None = None,
-    work: float = 2.0,
+    work: float | None = None,
 ) -> Callable[..., jax.Array | tuple[jax.Array, ...]]:  # fmt: skip
     """`fn` as one operator with a rule: a function of arrays, differentiable in reverse mode."""
     e = tokenize(text)
     not_in_results = [
         n for n in e.names if not any(n in t.names for r in e.results for t in r) and n not in reduction
     ]
-    base = Fused(fn, name, text, tuple(reduction), tuple(not_in_results), dict(sizes or {}), work)
+    base = Fused(
+        fn, name, text, tuple(reduction), tuple(not_in_results), dict(sizes or {}),
+        2.0 if work is None else float(work), stated=work is not None,
+    )  # fmt: skip
     checked: list[Fused] = []  # at most one: the operator, checked at its first call
 
     def checked_operator(arrays: Sequence[jax.Array]) -> Fused:
