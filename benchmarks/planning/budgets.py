@@ -4,10 +4,12 @@ python benchmarks/planning/budgets.py                                   # every 
 python benchmarks/planning/budgets.py --model llama-8b --mesh 4x8       # some rows
 python benchmarks/planning/budgets.py --model gpt-32 --budget 1.02      # 1.02 times the least peak found
 python benchmarks/planning/budgets.py --model llama-8b --profile        # where the time goes, function by function
+python benchmarks/planning/budgets.py --search-seconds 5                # every budget with so much effort of search
 
 Training steps (forward, backward, AdamW) of full-size models on TPUs v5e, known by shapes only. `-scan` is a scan
 over the layers, everything else is unrolled; layers are rematerialised by `jax.checkpoint` but in GPT. Budgets: `chip`
 is the default, 90% of the chip; a number is times the least peak that level 1 finds; `level1` is that search itself.
+`make bench-search` ends with these rows.
 Times are CPU seconds of a process, `first` is the share of the planning time after which a plan within the budget
 was known, `ratio` is planning over tracing.
 """
@@ -215,8 +217,10 @@ class FirstPlan:
         return watched
 
 
-def row(model: str, grid: str, budget: str, limit: float | None, profile: bool) -> dict[str, Any]:
-    """Trace and plan one program in this process."""
+def row(
+    model: str, grid: str, budget: str, limit: float | None, profile: bool, effort: float | None = None
+) -> dict[str, Any]:
+    """Trace and plan one program in this process; `effort`: seconds of search, as `search_seconds` counts them."""
     import jshard
 
     donate: Any = dict(donate_argnums=(0, 1))
@@ -241,6 +245,8 @@ def row(model: str, grid: str, budget: str, limit: float | None, profile: bool) 
         if budget == "level1"
         else {"memory_budget": limit and int(limit)}
     )
+    if effort is not None:
+        options["config"] = {"search_seconds": effort}
     sharded = jshard.shard(fn, mesh=mesh_of(model, grid), hardware="tpu-v5e", **options, **donate)
     profiler = cProfile.Profile()
     gc.collect()
@@ -287,16 +293,26 @@ def main() -> None:
     parser.add_argument("--mesh", default=",".join(MESHES))
     parser.add_argument("--budget", default=",".join(BUDGETS))
     parser.add_argument("--least", type=float, help="the least peak in bytes, where it is known")
+    parser.add_argument(
+        "--search-seconds", type=float, help="effort of every search but that for the least peak"
+    )
     parser.add_argument("--profile", action="store_true", help="where the time goes, by function")
     parser.add_argument("--steps", action="store_true", help="what the search did")
     parser.add_argument("--json", type=Path, help="append rows to this file")
     parser.add_argument("--row", help=argparse.SUPPRESS)
     given = parser.parse_args()
     more = ["--profile"] * given.profile
+    effort = [f"--search-seconds={given.search_seconds}"] * (given.search_seconds is not None)
     if given.row:
         model, grid, budget, limit = given.row.split(",")
-        print(json.dumps(row(model, grid, budget, float(limit) if limit else None, given.profile)))
+        limit = float(limit) if limit else None
+        print(json.dumps(row(model, grid, budget, limit, given.profile, given.search_seconds)))
         return
+    rows(given, more, effort)
+
+
+def rows(given: argparse.Namespace, more: list[str], effort: list[str]) -> None:
+    """Ask for every row, and print it."""
     print(line(COLUMNS, shown), flush=True)
     for model in given.model.split(","):
         for grid in given.mesh.split(","):
@@ -308,7 +324,9 @@ def main() -> None:
                 if budget[0].isdigit() and least is None:
                     continue
                 limit = float(budget) * least if budget[0].isdigit() and least else None
-                values = ask(__file__, (model, grid, budget, limit), more)
+                values = ask(
+                    __file__, (model, grid, budget, limit), [*more, *effort] if budget != "level1" else more
+                )
                 if values is None:
                     continue
                 if budget == "level1" and "peak" in values:

@@ -11,6 +11,7 @@ The program is a whole training step (forward, backward, AdamW), known by shapes
 Times are CPU seconds of this process, so that a busy machine changes them little: `trace` is the least of
 three traces of the function by `jax.jit`, `plan` everything that `f.plan` does after its own trace, the first
 time in a fresh process (`again`: the second time). `memory` is the peak above what the traced program holds.
+Without a choice of rows those of `budgets.py`, at the memory limit, follow.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import math
 import operator
 import platform
 import pstats
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -321,6 +323,8 @@ def main() -> None:
             f"network and search {(a['network'] + a['search']) / (b['network'] + b['search']):.2f}, "
             f"all after the program is built {whole[0] / whole[1]:.2f}"
         )
+    if len(sys.argv) == 1:
+        subprocess.run([sys.executable, str(Path(__file__).with_name("budgets.py"))], check=True)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,10 @@ from jshard._batch.microbatches import in_microbatches
 from jshard._core.errors import MemoryBudgetError, ShardError
 from jshard._core.jax_types import ClosedJaxpr
 from jshard._core.messages import count_of
+from jshard._plan.memory_refusal import MemoryRefusal
 from jshard._program.trace import build
 from jshard._recipes.structure import Structure
+from jshard._schedule.peak_profile import INTERMEDIATE
 
 
 _BINDING = 0.8  # share of the budget from which on a plan may have been made slower by it
@@ -99,34 +101,84 @@ def fewest_microbatches(
 ) -> tuple[Call, tuple[str, ...]]:
     """The call in the fewest pieces that fit the memory budget, or in more where that is cheaper; and the plan's steps.
 
+    After a refusal the number is next that would fit if the values of a step shrank with a piece, then the one before
+    the least that fits, until one is refused: with more pieces a device holds less.
+
     Raises the refusal of least memory if none fits.
     """
-    refused: list[tuple[int, MemoryBudgetError]] = []
-    best: tuple[int, Call] | None = None
+    counts = batch.counts or (1,)
+    refused: dict[int, MemoryBudgetError] = {}
+    calls: dict[int, Call] = {}
     why_not = ""
-    for count in batch.counts or (1,):
+
+    def fits(k: int) -> bool:
+        if k not in calls and k not in refused:
+            try:
+                calls[k] = plan_in(counts[k])
+            except MemoryBudgetError as error:
+                refused[k] = error
+        return k in calls
+
+    last = len(counts)  # the position from which on no number can be planned
+    k: int | None = 0
+    while k is not None:
         try:
-            call = plan_in(count)
-        except MemoryBudgetError as error:
-            refused.append((count, error))
-            continue
+            if fits(k):
+                k = k - 1 if k - 1 >= 0 and k - 1 not in refused else None
+            elif calls:
+                break
+            else:
+                k = _next_position(
+                    counts, k, _excess(refused[k]), [n for n in range(last) if n not in refused]
+                )
         except ShardError as error:
-            if count == 1:
+            if counts[k] == 1:
                 raise
+            last, why_not = k, f": {error.what} ({error.where})"
+            k = max((n for n in range(last) if n not in refused), default=None) if not calls else None
+    tried = ", ".join(str(counts[k]) for k in sorted(refused))
+    if not calls:
+        raise _refusal(
+            [refused[k] for k in sorted(refused)], f"microbatches={tried} exceed the budget too{why_not}"
+        )
+    k = min(calls)
+    while k + 1 < last:
+        plan = plan_of(calls[k])
+        if plan.memory_budget is None or plan.cost.peak_bytes < _BINDING * plan.memory_budget:
+            break
+        try:
+            if not fits(k + 1) or plan_of(calls[k + 1]).cost.objective >= plan.cost.objective:
+                break
+        except ShardError as error:
             why_not = f": {error.what} ({error.where})"
             break
-        cost = plan_of(call).cost
-        if best is not None and cost.objective >= plan_of(best[1]).cost.objective:
-            break
-        best = count, call
-        limit = plan_of(call).memory_budget
-        if limit is None or cost.peak_bytes < _BINDING * limit:
-            break
-    tried = ", ".join(str(k) for k, _ in refused)
-    if best is None:
-        raise _refusal([e for _, e in refused], f"microbatches={tried} exceed the budget too{why_not}")
-    step = f"microbatches: {count_of(best[0], 'piece')} of {max(1, batch.examples // best[0])} examples"
-    return best[1], (step + (f", since {tried} exceed the budget" if tried else "") + why_not,)
+        k += 1
+    step = f"microbatches: {count_of(counts[k], 'piece')} of {max(1, batch.examples // counts[k])} examples"
+    return calls[k], (step + (f", since {tried} exceed the budget" if tried else "") + why_not,)
+
+
+def _next_position(counts: Sequence[int], k: int, excess: float, left: Sequence[int]) -> int | None:
+    """The position to try after a refused one whose values take `excess` times their room: where they would fit.
+
+    Of the positions left the largest where none is that far; None if none is left.
+
+    >>> [_next_position((1, 2, 4, 8, 16, 32), *at) for at in ((0, 14.0, [1, 2, 3, 4, 5]), (5, 1.5, [1, 2, 3]))]
+    [4, 3]
+    """
+    above = [n for n in left if n > k]
+    if not above:
+        return max(left, default=None)
+    return next((n for n in above if counts[n] >= excess * counts[k]), above[-1])
+
+
+def _excess(error: MemoryBudgetError) -> float:
+    """What the values of a step hold, over the room that the rest leaves them; 0 where that is not known, or no room."""
+    refusal = error.refusal
+    if not isinstance(refusal, MemoryRefusal):
+        return 0.0
+    held = sum(h.nbytes for h in refusal.holders if h.kind == INTERMEDIATE)
+    room = refusal.limit - (refusal.peak - held)
+    return held / room if room > 0 else 0.0
 
 
 def _refusal(errors: Sequence[MemoryBudgetError], tried: str) -> MemoryBudgetError:

@@ -25,7 +25,12 @@ from jshard._plan.memory_ties import assignment_of_solution, lower_peak_at_equal
 from jshard._plan.ranked_search import cheapest_by_rank
 from jshard._plan.request import PlanRequest, merged_pins, pins_by_operator
 from jshard._plan.schedule_cost import schedule_cost
-from jshard._plan.scheduled_solution import ROUNDING, ScheduledSolution, schedule_solution
+from jshard._plan.scheduled_solution import (
+    ROUNDING,
+    ScheduledSolution,
+    regathered_within,
+    schedule_solution,
+)
 from jshard._program.graph import Program, rule_boundaries
 from jshard._search import LARGE_NETWORK, CostNetwork, Effort, Prices, Solution, solve
 from jshard._search.effort import ENTRIES_PER_SECOND
@@ -35,10 +40,15 @@ from jshard._search.memory.key_times import least_conceivable_peak
 # Searches under a budget, each with the limit lowered by _OVERSHOOT times what the schedule before exceeded it.
 _BUDGET_ROUNDS = 6
 _OVERSHOOT = 1.05
+_NEARLY = 0.98  # of the bytes that the network counts of a plan: no limit between the two is tried
 _LEAST_PEAK_VARIABLES = 100  # up to which the least peak is looked for though it is proved not to fit
+_BOUNDED_AT_FIRST = (
+    1000  # variables below which the least peak is bounded as soon as a schedule exceeds the budget
+)
 _LARGE_GAP = 0.01  # relative, at which the search of a large network under a budget ends
 # Of a given effort, for the plan of least time that the search under a budget begins with.
 _SHARE_WITHOUT_BUDGET = 0.4
+_SHARE_FOR_BOUND = 0.25  # of what is left, for a bound on the least peak
 _SHARE_FOR_PLANS = 0.6  # of what is left then, for plans within the budget; the bound has the rest
 # Of a preference for memory: times the effort of the fastest plan for each budget, and a second; rounds of each; its gap
 # as a share of what may be spent.
@@ -122,13 +132,18 @@ class LevelSearch:
             return solution
         proved = solution.peak_bound > limit
         if proved and (
-            network.cost_network.size > _LEAST_PEAK_VARIABLES or solution.peak <= solution.peak_bound
+            not self.request.names_least_peak
+            or network.cost_network.size > _LEAST_PEAK_VARIABLES
+            or solution.peak <= solution.peak_bound
         ):
             return solution  # nothing fits; the least peak is found, or of a program where that takes long
         # Plans that fit may have to repeat products: that is priced in their cost, but not in this search.
         unpriced = self.network(replication_price=0.0, price_returned_sums=False, second_copies=False)
         smallest = self.minimize_peak(unpriced).after(solution)
-        if solution.peak < smallest.peak:
+        fitting = _fitting_or_lowest((smallest, solution), limit)
+        if fitting.peak <= limit:
+            smallest = fitting
+        elif solution.peak < smallest.peak:
             smallest = dataclasses.replace(solution, peak_bound=smallest.peak_bound)
         cost = schedule_cost(smallest.schedule, network)
         return dataclasses.replace(smallest, network=network, schedule_cost=cost, bound=solution.bound)
@@ -291,7 +306,10 @@ class LevelSearch:
         estimating = memory_network(network)
         assert estimating.memory is not None
         bounding: CostNetwork | None = None
-        if least_conceivable_peak(estimating.memory) > limit:  # then it is likely that nothing fits
+        floor = 0.0  # bytes that every plan holds, as far as that is known
+        large = network.cost_network.size >= LARGE_NETWORK
+        # On a large network, whose second memory network takes time, only where it is likely that nothing fits.
+        if not large or least_conceivable_peak(estimating.memory) > limit:
             bounding = memory_network(network, lower_bound=True)
             assert bounding.memory is not None
             floor = least_conceivable_peak(bounding.memory)
@@ -300,10 +318,23 @@ class LevelSearch:
         ranked = cheapest_by_rank(network, self.request, self.effort)
         if ranked.finished and ranked.best is not None:
             return self._known_plan(ranked.best.after(fastest))
-        plans, found = self._search_schedules(network, estimating, fastest)
+
+        def may_fit() -> bool:
+            nonlocal floor
+            if bounding is not None and bounding.size < _BOUNDED_AT_FIRST:
+                floor = max(floor, self._least_peak_bound(bounding, (fastest.cost, fastest.peak)))
+            return floor <= limit
+
+        plans, found = self._search_schedules(network, estimating, fastest, may_fit=may_fit)
+        if ranked.best is not None:
+            plans.append(
+                self._known_plan(dataclasses.replace(ranked.best, bound=fastest.bound).after(fastest))
+            )
         best = _best_within(plans, limit)
+        if floor > limit:
+            return dataclasses.replace(min((fastest, *plans), key=lambda p: p.peak), peak_bound=floor)
         near = best is not None and best.cost <= fastest.bound * (1 + gap)
-        if best is not None and (best.interrupted or (near and network.cost_network.size >= LARGE_NETWORK)):
+        if best is not None and (best.interrupted or (near and large)):
             return best
         bounding = bounding or memory_network(network, lower_bound=True)
         known = [*(found.answers if found else ()), *([] if best is None else [assignment_of_solution(best)])]
@@ -317,12 +348,12 @@ class LevelSearch:
             bound_only=best is not None,
         )
         if s is None:
-            return best or min((fastest, *plans), key=lambda p: p.peak)
+            return best or _fitting_or_lowest((fastest, *plans), limit)
         bound = max(fastest.bound, s.bound, ranked.bound)
         plans = [dataclasses.replace(p, bound=bound) for p in plans]
         if best is None or s.cost < best.cost:
             plans.append(self._scheduled(network, s, bound, plans[-1] if plans else fastest))
-        best = _best_within(plans, limit) or min((fastest, *plans), key=lambda p: p.peak)
+        best = _best_within(plans, limit) or _fitting_or_lowest((fastest, *plans), limit)
         return dataclasses.replace(best, bound=bound)
 
     def _search_schedules(
@@ -332,11 +363,13 @@ class LevelSearch:
         fastest: ScheduledSolution,
         most: float = math.inf,
         rounds: int = _BUDGET_ROUNDS,
+        may_fit: Callable[[], bool] = lambda: True,
     ) -> tuple[list[ScheduledSolution], Solution | None]:
         """Plans by the memory network that estimates bytes, and its last solution.
 
         While the schedule exceeds the budget the search goes on with a limit lowered by the excess, `rounds` times at
-        most. A cost above `most` is of no use.
+        most. A cost above `most` is of no use. `may_fit`: whether it is not proved that nothing fits, which the first
+        schedule above the budget is reason to look into.
         """
         limit = self.request.memory_limit
         assert limit is not None
@@ -359,7 +392,10 @@ class LevelSearch:
                 effort=effort, most=most,
             )  # fmt: skip
             if following is None:
-                break
+                if s is None or s.peak is None or aim >= _NEARLY * s.peak:
+                    break
+                aim = (aim + s.peak) / 2  # too low: schedules exceed what is counted by different amounts
+                continue
             s = following
             plan = measured.get(s.assignment.tobytes())
             if plan is None:
@@ -367,11 +403,25 @@ class LevelSearch:
             else:
                 plan = self._known_plan(dataclasses.replace(plan, steps=s.steps).after(fastest))
             plans.append(plan)
-            if plan.peak <= limit or plan.interrupted:
+            if plan.peak <= limit or plan.interrupted or (len(plans) == 1 and not may_fit()):
                 break
             # Below what the network counts of this plan, so that it is not found again.
             aim = min(aim, s.peak or aim) - _OVERSHOOT * (plan.peak - limit)
         return plans, s
+
+    def _least_peak_bound(self, bounding: CostNetwork, unlimited: tuple[float, float]) -> float:
+        """Bytes that every plan holds at its peak, as far as a search without ties broken proves it; 0 for none."""
+        r = self.request
+        if self.effort.exhausted:
+            return 0.0
+        try:
+            return solve(
+                bounding, objective="peak", gap=r.gap, seconds=self._seconds(r.memory_seconds),
+                on_progress=self.on_progress, break_ties_by_cost=False, layers_repeat=True, unlimited=unlimited,
+                effort=self.effort.part(_SHARE_FOR_BOUND),
+            ).bound  # fmt: skip
+        except SearchError:  # not in time
+            return 0.0
 
     def _scheduled(
         self, network: PlanningNetwork, s: Solution, bound: float, before: ScheduledSolution
@@ -417,6 +467,12 @@ class LevelSearch:
             )  # fmt: skip
         except (MemoryBudgetError, SearchError):
             return None
+
+
+def _fitting_or_lowest(plans: Sequence[ScheduledSolution], limit: float) -> ScheduledSolution:
+    """Of plans that exceed a limit the cheapest that keeps it by repeating collectives, else that of lowest peak."""
+    regathered = [r for p in plans if (r := regathered_within(p, limit)) is not None]
+    return _best_within(regathered, limit) or min(plans, key=lambda p: p.peak)
 
 
 def _best_within(plans: Sequence[ScheduledSolution], limit: float) -> ScheduledSolution | None:

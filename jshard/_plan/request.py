@@ -39,6 +39,7 @@ class PlanRequest:
     - `search_seconds`: effort for all searches together, in the seconds that it takes on one core of 2026
         (`_search/effort.py`); None for as much as the proof takes.
     - `search_in_budget`: False to return the plan of least time though it exceeds the limit.
+    - `names_least_peak`: False where a refusal that is proved need not name the least peak: other programs are planned.
     - `memory_slack`: at levels 0 and 2, the share of the least cost that may be spent on a lower peak.
     - `forced`: what `Plan.why` requires beside the pins.
     - `pinned_results`: output operators that the user pinned, where `pins` has others: an output pinned by
@@ -61,6 +62,7 @@ class PlanRequest:
     pinned_results: tuple[int, ...] | None = None
     search_in_budget: bool = True
     memory_slack: float = 0.0
+    names_least_peak: bool = True
 
     def with_pins(self, more: Sequence[tuple[int, str, int, Pin]]) -> PlanRequest:
         """The request with more pins."""

@@ -9,6 +9,7 @@ exceeds its budget.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -114,22 +115,33 @@ def _with_ties_broken(solution: ScheduledSolution, assignment: np.ndarray) -> Sc
 
 
 def _with_regathering(solution: ScheduledSolution) -> ScheduledSolution:
-    """The solution with collectives repeated in the backward pass, where that lowers a peak that is too high.
+    """The solution with collectives repeated in the backward pass, where that lowers a peak that is too high."""
+    target = 0.0 if solution.request.level == 1 else solution.request.memory_limit
+    if target is None or solution.peak <= target:
+        return solution
+    return _regathered(solution, _REGATHER_PEAK_RATIO * solution.peak) or solution
+
+
+def regathered_within(solution: ScheduledSolution, limit: float) -> ScheduledSolution | None:
+    """The solution with collectives repeated in the backward pass, where only that keeps a limit in bytes; else None."""
+    return _regathered(solution, math.nextafter(limit, math.inf))
+
+
+def _regathered(solution: ScheduledSolution, below: float) -> ScheduledSolution | None:
+    """The solution with collectives repeated in the backward pass if its peak is below so many bytes, else None.
 
     Not on CPU, whose compiler merges two equal collectives, nor for programs with loops, whose bodies reshard for
     themselves.
     """
     network, request, made = solution.network, solution.request, solution.schedule
-    target = 0.0 if request.level == 1 else request.memory_limit
-    possible = network.topology.chip.name != "cpu" and made.arrays is not None
-    if not possible or target is None or solution.peak <= target:
-        return solution
+    if network.topology.chip.name == "cpu" or made.arrays is None or made.assignment.regather:
+        return None
     regathering = schedule(dataclasses.replace(made.assignment, regather=True))
     profile = _with_prefetched_gather(
         regathering, peak_profile(regathering, network.liveness, request.donated)
     )
-    if profile.peak >= _REGATHER_PEAK_RATIO * solution.peak:
-        return solution
+    if profile.peak >= below:
+        return None
     cost = schedule_cost(regathering, network)
     return dataclasses.replace(solution, schedule=regathering, schedule_cost=cost, profile=profile)
 

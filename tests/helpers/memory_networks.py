@@ -22,15 +22,20 @@ from jshard._search import CostNetwork, evaluate, peak, solve
 MESH = jax.sharding.AbstractMesh((2, 4), ("x", "y"))
 
 
+class _Built(Exception):
+    """Ends planning where the network is there."""
+
+
 def network_of(fn, args, mesh=MESH, **options) -> PlanningNetwork:
     """The problem that planning a function poses at level 1."""
     seen: list[PlanningNetwork] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            level_search,
-            "memory_network",
-            lambda built, **kw: seen.append(built) or memory_network(built, **kw),
-        )
+
+    def noted(built: PlanningNetwork, **_: bool) -> CostNetwork:
+        seen.append(built)
+        raise _Built
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(_Built):
+        patch.setattr(level_search, "memory_network", noted)
         jshard.shard(fn, mesh=mesh, hardware="tpu-v5e", level=1, **options).plan(*args)
     return seen[0]
 

@@ -55,6 +55,7 @@ from jshard._search.search_state import SearchState
 # A peak this near its bound is not lowered further: the plan would pay in time for bytes that make no difference.
 _PEAK_GAP = 0.005
 _ROUNDS = 100  # of the game
+_PATIENCE = 25  # of them without a lower peak or a better bound, after which it ends
 _MESSAGE_ROUNDS = 60  # of message passing per round
 _ROUNDS_ON_FEW_TIMES = 30  # of the game, for a large network
 _INNER_GAP = 0.2  # of the gap that suffices: how near its optimum a weighted network is solved
@@ -115,6 +116,7 @@ def cutting_plane_game(problem: ReducedProblem, search: SearchState, start: int)
     budgeted = budgeted_core(problem.core, memory, np.inf)
     times: list[int] = [start]
     profiles: list[Floats] = []
+    reached, gained = (np.inf, -np.inf), 0  # the peak and its bound, and the round of the last gain
     for rounds in range(1, _ROUNDS + 1):
         weights = np.zeros(memory.num_times)
         weights[times] = master_lp(profiles, times) if profiles else 1.0
@@ -124,7 +126,9 @@ def cutting_plane_game(problem: ReducedProblem, search: SearchState, start: int)
             break
         profile = memory.live_bytes(answer.states)
         best = _lower_peak(problem, budgeted, search, answer.states)
-        if search.gap_closed(search.bound) or search.out_of_time:
+        if search.incumbent_cost < reached[0] or search.bound > reached[1]:
+            reached, gained = (search.incumbent_cost, search.bound), rounds
+        if search.gap_closed(search.bound) or search.out_of_time or rounds - gained >= _PATIENCE:
             break
         worst = (int(profile.argmax()), int(memory.live_bytes(best).argmax()))
         joining = [t for t in worst if t not in times]

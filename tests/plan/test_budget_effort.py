@@ -1,0 +1,165 @@
+"""What a budget costs to keep or to refuse: schedules that are not made, programs that are not planned, last resorts."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jshard
+from jshard._api import batch_of_call
+from jshard._core.errors import MemoryBudgetError, ShardError
+from jshard._plan import level_search, ranked_search
+from jshard._plan.request import PlanRequest
+from jshard._plan.scheduled_solution import regathered_within, schedule_solution
+from jshard._search import Effort, solve
+from tests.helpers.memory_networks import MESH, network_of, random_plans
+from tests.schedule.test_vectorized import descent
+
+
+SMALL = jax.sharding.AbstractMesh((2, 2), ("x", "y"))
+
+
+def f32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, "float32")
+
+
+def forward(params, x):
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return x
+
+
+def test_a_list_of_plans_schedules_only_what_may_hold_less(monkeypatch):
+    """What is found is what scheduling every plan of the list finds, or lower where that ends before."""
+    monkeypatch.setattr(ranked_search, "_OPERATORS_SCHEDULED", 600)
+    finished, made, schedules, least = [], [], ranked_search.schedule_solution, ranked_search._least_peak
+    monkeypatch.setattr(
+        ranked_search, "schedule_solution", lambda *a, **k: made.append(1) or schedules(*a, **k)
+    )
+    for rows, share in ((96, 0.5), (96, 0.95), (1024, 0.95), (4096, 0.7)):
+        network = network_of(forward, ([f32(256, 256)], f32(rows, 256)), SMALL, in_strategy=(None, (4, 1)))
+        free = schedules(network, PlanRequest((), level=0), solve(network.cost_network).assignment, 0.0, ())
+        request = PlanRequest((), level=0, memory_limit=share * free.peak)
+        made.clear()
+        monkeypatch.setattr(ranked_search, "_least_peak", least)
+        pruned, few = ranked_search.cheapest_by_rank(network, request, Effort()), len(made)
+        monkeypatch.setattr(ranked_search, "_least_peak", lambda *_: 0.0)
+        full = ranked_search.cheapest_by_rank(network, request, Effort())
+        assert pruned.best is not None and full.best is not None and few <= len(made) - few
+        assert pruned.best.peak <= full.best.peak
+        if full.finished:
+            assert (pruned.best.cost, pruned.best.peak) == (full.best.cost, full.best.peak)
+        finished.append(full.finished)
+    assert any(finished)
+
+
+def test_a_budget_below_the_fastest_plan_of_a_forward_pass():
+    """Found, proved the cheapest, at both levels; before, 2,500 schedules were made and proved nothing."""
+    args = [f32(1024, 1024)] * 3, f32(4096, 1024)
+    for level in (0, 2):
+        options: Any = dict(mesh=MESH, hardware="tpu-v5e", level=level, in_strategy=(None, (8, 1)))
+        free = jshard.shard(forward, **options).plan(*args)
+        plan = jshard.shard(forward, **options, memory_budget=int(0.64 * free.cost.peak_bytes)).plan(*args)
+        assert plan.cost.optimal and plan.cost.peak_bytes <= 0.64 * free.cost.peak_bytes
+        assert plan.cost.objective > free.cost.objective
+
+
+def test_collectives_are_repeated_within_a_limit_or_not_at_all():
+    cut = [((8, 1), (8, 1))] * 2  # weights that both passes gather
+    args, mesh = (
+        ([(f32(1024, 4096), f32(4096, 1024))] * 2, f32(4096, 1024)),
+        jax.sharding.AbstractMesh((8,), ("x",)),
+    )
+    options: Any = dict(in_strategy=(cut, (8, 1)), out_strategy=cut, donate_argnums=(0,))
+    network = network_of(descent, args, mesh, **options)
+    request = PlanRequest((), level=0, donated=network.donated)
+    for states in random_plans(network.cost_network, 3):
+        kept = schedule_solution(network, request, states, 0.0, ())
+        again = regathered_within(kept, 2 * kept.peak)
+        assert again is not None and again.schedule.assignment.regather
+        exact = regathered_within(kept, again.peak)
+        assert exact is not None and exact.peak == again.peak <= 2 * kept.peak
+        assert regathered_within(kept, np.nextafter(again.peak, 0)) is None
+        assert regathered_within(again, kept.peak) is None  # once is enough
+
+
+@dataclasses.dataclass(frozen=True)
+class Solved:
+    """What the choice among plans that exceed a budget needs of one, `least`: its peak with collectives repeated."""
+
+    peak: float
+    cost: float
+    least: float
+
+
+def test_of_plans_above_a_budget_those_that_can_keep_it(monkeypatch):
+    def regathered(plan: Solved, limit: float) -> Solved | None:
+        return dataclasses.replace(plan, peak=plan.least, cost=2 * plan.cost) if plan.least <= limit else None
+
+    monkeypatch.setattr(level_search, "regathered_within", regathered)
+    plans: Any = [
+        Solved(12.0, 1.0, 11.0),
+        Solved(13.0, 3.0, 9.0),
+        Solved(14.0, 2.0, 9.9),
+        Solved(11.0, 9.0, 10.5),
+    ]
+    chosen: Any = level_search._fitting_or_lowest(plans, 10.0)
+    assert (chosen.peak, chosen.cost) == (9.9, 4.0)
+    chosen = level_search._fitting_or_lowest(plans, 8.0)
+    assert chosen is plans[3]
+
+
+def microbatches(counts, needs, limit=10.0, fails_from=1 << 30):
+    """The number that is chosen and those that were tried, for a step of some needs by number of pieces."""
+    tried = []
+
+    def plan_in(count):
+        tried.append(count)
+        if count >= fails_from:
+            raise ShardError("cannot be cut", where="there")
+        peak, cost = needs(count)
+        if peak > limit:
+            raise MemoryBudgetError("too much", refusal=None)
+        return SimpleNamespace(
+            count=count, memory_budget=limit, cost=SimpleNamespace(peak_bytes=peak, objective=cost)
+        )
+
+    batch: Any = SimpleNamespace(counts=counts, examples=counts[-1])
+    call, steps = batch_of_call.fewest_microbatches(batch, plan_in, lambda plan: plan)
+    return call.count, tried, steps[0]
+
+
+def test_fewest_microbatches_are_looked_for_where_they_should_fit(monkeypatch):
+    counts = (1, 2, 4, 8, 16, 32, 64)
+
+    def needs(count):
+        return 2 + 200 / count, 1.0 + count / 64
+
+    for factor, tries in ((25.0, [1, 32, 16]), (13.0, [1, 16, 32]), (50.0, [1, 64, 32, 16])):
+        monkeypatch.setattr(batch_of_call, "_excess", lambda error, factor=factor: factor)
+        chosen, tried, text = microbatches(counts, needs)
+        assert chosen == 32 and [t for t in tried if t <= 32] == [t for t in tries if t <= 32]
+        assert "since 1, 16 exceed the budget" in text
+    monkeypatch.setattr(batch_of_call, "_excess", lambda error: 0.0)
+    assert microbatches(counts, needs)[1][:6] == [1, 2, 4, 8, 16, 32]
+
+
+def test_the_last_piece_need_not_be_the_one_that_fits(monkeypatch):
+    """Fewer examples than devices are cut less: the most pieces may hold more."""
+
+    def needs(count):
+        return (12.0, 2.0) if count == 8 else (3 + 20 / count, 1.0)
+
+    monkeypatch.setattr(batch_of_call, "_excess", lambda error: 100.0)
+    assert microbatches((1, 2, 4, 8), needs)[0] == 4
+    monkeypatch.setattr(batch_of_call, "_excess", lambda error: 0.0)
+    chosen, _, text = microbatches((1, 2, 4, 8), needs, fails_from=8)
+    assert chosen == 4 and "since 1, 2 exceed the budget" in text
+    with pytest.raises(ShardError, match="exceed the budget too: cannot be cut"):
+        microbatches((1, 2, 4, 8), lambda count: (11.0, 1.0), fails_from=8)
