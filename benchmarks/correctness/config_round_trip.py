@@ -55,7 +55,7 @@ def cases() -> Iterator[tuple[str, Callable[[], Case]]]:
     for name, (model, config, mesh) in audit.cases().items():
         if name.startswith(LARGE):
             yield f"{name}, {model.layers} layers", functools.partial(_published, model, config, mesh)
-    for name in ("gpt2", "bert", "t5"):
+    for name in ("gpt2", "bert", "mistral"):
         yield f"zoo {name}", functools.partial(_zoo, name)
 
 
