@@ -20,6 +20,7 @@ from jshard._plan.rows import (
     CollectiveRow,
     Cost,
     Decision,
+    LiveRow,
     EntryRow,
     LocalRow,
     Memory,
@@ -62,7 +63,8 @@ class PlanRecord:
     nothing, and one layout holds on both sides. `verification` is the result of `f.plan(..., verify=True)`, `physics`
     the lower bound on a step with these placements. `entry` lists the arguments that `f.plan` was given with another
     placement than the plan's: they are moved before every such call. `padding` has a row (true size, number, padded size)
-    for each class of dimensions that the program pads (`_plan/padding_classes.py`).
+    for each class of dimensions that the program pads (`_plan/padding_classes.py`). `live` says when each tensor is in
+    memory; a plan read from a file has none.
     """
 
     name: str
@@ -91,6 +93,7 @@ class PlanRecord:
     steps: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     entry: tuple[EntryRow, ...] = dataclasses.field(default=(), compare=False)
     verification: VerificationSummary | None = dataclasses.field(default=None, compare=False, repr=False)
+    live: Sequence[LiveRow] = dataclasses.field(default=(), compare=False, repr=False)
 
     @property
     def step_seconds(self) -> float:

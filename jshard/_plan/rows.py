@@ -74,7 +74,9 @@ class OperatorRow:
     `strategy` has the pieces per dimension of each operand; `collectives` the numbers of the collectives that
     bring its operands into place or finish its result; `seconds` one device's compute in all its `repeat` runs;
     `reads` and `writes` the names of its operands ("" for a literal) and results. `turn`: it is in a loop whose trip
-    count is not known before it runs, and is counted for one turn.
+    count is not known before it runs, and is counted for one turn. `backward`: differentiation made it by transposition.
+    `redundant` is the part of `seconds` beyond an even share; `calls` are the user's functions that were running when it was
+    traced, the outermost first, each with the line of its call, `"block:115"`.
     """
 
     name: str
@@ -96,6 +98,9 @@ class OperatorRow:
     operand_dtypes: tuple[str, ...] = ()
     result_dtypes: tuple[str, ...] = ()
     turn: bool = False
+    backward: bool = False
+    redundant: float = 0.0
+    calls: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,6 +198,20 @@ class Memory:
 
     curve: tuple[float, ...] = ()
     held: tuple[tuple[str, float], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class LiveRow:
+    """A tensor in the memory of a device: bytes, class as in `Memory.held`, and the operators that run meanwhile.
+
+    `first` and `last` are numbers of operators, indices into `Memory.curve`.
+    """
+
+    tensor: str
+    kind: str
+    bytes: float
+    first: int
+    last: int
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,16 +13,23 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jshard._core.layout import Layout
+from jshard._jaxcompat import call_path, is_backward
+from jshard._memory.liveness import liveness
 from jshard._plan.lazy_rows import LazyTuple
 from jshard._plan.local_program import local_rows
 from jshard._plan.model_flops import model_flops
 from jshard._plan.record import PlanRecord
-from jshard._plan.rows import Cost, Decision, Memory, OperatorRow, TensorRow
+from jshard._plan.rows import Cost, Decision, LiveRow, Memory, OperatorRow, TensorRow
 from jshard._plan.scheduled_solution import ScheduledSolution
 from jshard._plan.step_lower_bound import step_lower_bound
 from jshard._program.fingerprint import dtype_name, fingerprint
 from jshard._program.graph import Literal, Program, operator_name
+from jshard._schedule.live_values import live_intervals
 from jshard._schedule.schedule import Assignment, Schedule
+
+
+TRACER = "trace_call.py"
+"""The file (`_api/`) in which functions are traced: what runs outside of it is not part of the program."""
 
 
 def summarize(solution: ScheduledSolution, space: str = "") -> PlanRecord:
@@ -46,7 +53,7 @@ def summarize(solution: ScheduledSolution, space: str = "") -> PlanRecord:
         inputs=inputs,
         outputs=outputs,
         operators=LazyTuple(
-            len(equations), lambda: operator_rows(bare, equations, collectives, costs.seconds)
+            len(equations), lambda: operator_rows(bare, equations, collectives, costs.seconds, costs.redundant)
         ),
         collectives=tuple(row for row, _ in costs.collectives),
         cost=Cost(
@@ -67,6 +74,7 @@ def summarize(solution: ScheduledSolution, space: str = "") -> PlanRecord:
         memory=Memory(tuple([float(profile.curve.get(i, 0.0)) for i in equations]), profile.by_class),
         boundaries=LazyTuple(len(boundaries), lambda: operator_rows(bare, boundaries, collectives)),
         local=LazyTuple(None, lambda: local_rows(Schedule(bare))),
+        live=LazyTuple(None, lambda: live_rows(bare, equations, request.donated)),
         steps=solution.steps,
         physics=step_lower_bound(assignment, request.donated),
         model_flops=model_flops(bare.program, topology),
@@ -96,25 +104,36 @@ def operator_rows(
     operators: Sequence[int],
     collectives: Sequence[tuple[int, int]],
     seconds: Sequence[float] | None = None,
+    redundant: Sequence[float] | None = None,
 ) -> tuple[OperatorRow, ...]:
     """Rows of some operators.
 
     Arguments:
 
     - `collectives`: (number of a collective, operator that it is for).
-    - `seconds`: of each of the operators, in all its runs; None for 0.
+    - `seconds`, `redundant`: of each of the operators, in all its runs; None for 0.
     """
     by_operator: dict[int, list[int]] = {}
     for number, op in collectives:
         by_operator.setdefault(op, []).append(number)
     cache: dict[Hashable, _Tensors] = {}
     times = [0.0] * len(operators) if seconds is None else seconds
+    beyond = [0.0] * len(operators) if redundant is None else redundant
     return tuple(
         [
-            _operator_row(assignment, i, tuple(by_operator.get(i, ())), t, cache)
-            for i, t in zip(operators, times, strict=True)
+            _operator_row(assignment, i, tuple(by_operator.get(i, ())), (t, more), cache)
+            for i, t, more in zip(operators, times, beyond, strict=True)
         ]
     )
+
+
+def live_rows(
+    assignment: Assignment, operators: Sequence[int], donated: Sequence[int]
+) -> tuple[LiveRow, ...]:
+    """When each tensor is in memory, by positions in `operators`; `donated` are flat indices of arguments."""
+    program = assignment.program
+    found = live_intervals(Schedule(assignment), liveness(program, donated), donated, operators)
+    return tuple([LiveRow(program.tensors[i.tensor].name, i.kind, i.nbytes, i.first, i.last) for i in found])
 
 
 def _tensor_row(program: Program, op: int, layout: Layout, pinned: bool) -> TensorRow:
@@ -157,10 +176,10 @@ def _operator_row(
     assignment: Assignment,
     i: int,
     collectives: tuple[int, ...],
-    seconds: float,
+    seconds: tuple[float, float],
     cache: dict[Hashable, _Tensors],
 ) -> OperatorRow:
-    """The row of an operator; `cache` has the tensors of equations by candidate set and state."""
+    """The row of an operator with its seconds and the redundant ones of them; `cache` has the tensors of equations by candidate set and state."""
     op, candidates, k = assignment.program.operators[i], assignment.states[i], assignment.state[i]
     tensors = assignment.program.tensors
     key = (id(candidates), k) if op.kind == "eqn" else (id(candidates), k, i)
@@ -175,11 +194,14 @@ def _operator_row(
         dtype=shared.result_dtypes[0] if op.results else "",
         collectives=collectives,
         repeat=op.repeat,
-        seconds=seconds,
+        seconds=seconds[0],
         note=candidates.rule.note,
         reads=tuple(["" if isinstance(a, Literal) else tensors[a].name for a in op.operands]),
         writes=tuple([tensors[r].name for r in op.results]),
         turn=i in assignment.program.in_unbounded_loops,
+        backward=op.eqn is not None and is_backward(op.prefix, op.eqn),
+        redundant=seconds[1],
+        calls=call_path(op.eqn, TRACER),
         **shared._asdict(),
     )
 

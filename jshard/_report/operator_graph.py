@@ -7,6 +7,7 @@ becomes an edge back (or to itself). Collectives are on the edges whose tensors 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from jshard._core.layout import Layout
@@ -62,6 +63,20 @@ def operator_graph(plan: PlanRecord) -> OperatorGraph:
     """The folded graph."""
     nodes, member = _nodes(plan)
     keep = _shown_nodes(plan, nodes, member)
+    links = linked(plan, member)
+    edges = _contract_hidden(links, keep, len(nodes))
+    order = sorted(keep)
+    number = {old: new for new, old in enumerate(order)}
+    return OperatorGraph(
+        tuple(nodes[i] for i in order),
+        tuple(Edge(number[a], number[b], sum_collectives(moved)) for (a, b), moved in edges.items()),
+    )
+
+
+def linked(
+    plan: PlanRecord, member: Mapping[tuple[str, str], int]
+) -> dict[tuple[int, int], dict[int, CollectiveRow]]:
+    """(source, target) -> the collectives between them, by number; `member` is the node of each row by kind and name."""
     maker: dict[str, int] = {r.path: member["input", r.path] for r in plan.inputs}
     every = (*plan.operators, *plan.boundaries)
     for r in every:
@@ -96,13 +111,7 @@ def operator_graph(plan: PlanRecord) -> OperatorGraph:
     for r in plan.outputs:
         if r.tensor in maker:
             links.setdefault((maker[r.tensor], member["output", r.path]), {})
-    edges = _contract_hidden(links, keep, len(nodes))
-    order = sorted(keep)
-    number = {old: new for new, old in enumerate(order)}
-    return OperatorGraph(
-        tuple(nodes[i] for i in order),
-        tuple(Edge(number[a], number[b], sum_collectives(moved)) for (a, b), moved in edges.items()),
-    )
+    return links
 
 
 def _nodes(plan: PlanRecord) -> tuple[list[Node], dict[tuple[str, str], int]]:

@@ -41,10 +41,10 @@ def peak_reference(
 
     `donated` are the flat indices of the donated arguments; `share`: tensor -> the part of it that is kept, if not all.
     """
-    return _PeakWalk(schedule, liveness, share).profile(frozenset(donated))
+    return PeakWalk(schedule, liveness, share).profile(frozenset(donated))
 
 
-class _PeakWalk:
+class PeakWalk:
     """Walks through a schedule action by action; used once."""
 
     def __init__(self, schedule: Schedule, liveness: Liveness, share: Mapping[int, float] | None = None):

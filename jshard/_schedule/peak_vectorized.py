@@ -48,7 +48,7 @@ def peak_of_arrays(arrays: ScheduleArrays, liveness: Liveness, donated: frozense
     ops = np.flatnonzero(arrays.run_at >= 0)
     at_run = np.maximum(0.0, ranges.over_time[arrays.run_at[ops] + 1])
     at_peak = ranges.at_peak
-    kind, names = _classes(arrays, at_peak, ranges.outputs)
+    kind, names = classes_of_values(arrays, at_peak, ranges.outputs)
     total = np.bincount(kind, ranges.size[at_peak], len(names))
     kinds, first = np.unique(kind, return_index=True)
     columns = zip(
@@ -207,7 +207,7 @@ def tensor_of(arrays: ScheduleArrays) -> Ints:
     return np.concatenate([np.arange(len(arrays.assignment.program.use_def.def_op)), arrays.tensor])
 
 
-def _classes(arrays: ScheduleArrays, values: Ints, outputs: Ints) -> tuple[Ints, list[str]]:
+def classes_of_values(arrays: ScheduleArrays, values: Ints, outputs: Ints) -> tuple[Ints, list[str]]:
     """The class of some values, as indices into the list of names."""
     program, a = arrays.assignment.program, arrays.assignment.program.use_def
     n = len(a.def_op)
