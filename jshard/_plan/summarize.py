@@ -53,7 +53,8 @@ def summarize(solution: ScheduledSolution, space: str = "") -> PlanRecord:
         inputs=inputs,
         outputs=outputs,
         operators=LazyTuple(
-            len(equations), lambda: operator_rows(bare, equations, collectives, costs.seconds, costs.redundant)
+            len(equations),
+            lambda: operator_rows(bare, equations, collectives, costs.seconds, costs.redundant),
         ),
         collectives=tuple(row for row, _ in costs.collectives),
         cost=Cost(
@@ -179,7 +180,10 @@ def _operator_row(
     seconds: tuple[float, float],
     cache: dict[Hashable, _Tensors],
 ) -> OperatorRow:
-    """The row of an operator with its seconds and the redundant ones of them; `cache` has the tensors of equations by candidate set and state."""
+    """The row of an operator; `seconds`: all, and the redundant ones of them.
+
+    `cache` has the tensors of equations by candidate set and state.
+    """
     op, candidates, k = assignment.program.operators[i], assignment.states[i], assignment.state[i]
     tensors = assignment.program.tensors
     key = (id(candidates), k) if op.kind == "eqn" else (id(candidates), k, i)

@@ -79,7 +79,9 @@ class _RecordingWalk(PeakWalk):
 
     def intervals(self, operators: Sequence[int]) -> list[LiveInterval]:
         """The intervals of every value that was in memory at some operator; `operators` run in this order."""
-        ran = sorted((self.changes_before[op], k) for k, op in enumerate(operators) if op in self.changes_before)
+        ran = sorted(
+            (self.changes_before[op], k) for k, op in enumerate(operators) if op in self.changes_before
+        )
         counts, positions = [n for n, _ in ran], [k for _, k in ran]
         begun: dict[Value, list[tuple[int, float, bool]]] = {}
         out: list[LiveInterval] = []

@@ -103,7 +103,7 @@ def test_every_form_of_a_plan_shows_the_timeline(plan: jshard.Plan) -> None:
         verified.figures()
     )
     page = html_page(verified)
-    assert 'class="timeline"' in page and 'class="exposed"' in page and t.summary in page
+    assert 'class="compiled"' in page and 'class="exposed"' in page and t.summary in page
     trace = chrome_trace(verified)["traceEvents"]
     own = [e for e in trace if e["ph"] == "X" and e["pid"] == 1]
     by = {c: sum(e["dur"] for e in own if e["cat"] == c) * 1e-6 for c in ("compute", "communication")}
@@ -112,7 +112,7 @@ def test_every_form_of_a_plan_shows_the_timeline(plan: jshard.Plan) -> None:
     relu = next(e for e in own if e["name"] == "relu")
     assert gather["ts"] == relu["ts"] == 0.0  # side by side
     json.dumps(trace)
-    assert 'class="timeline"' not in html_page(plan)
+    assert 'class="compiled"' not in html_page(plan)
 
 
 @pytest.mark.parametrize(
