@@ -166,28 +166,6 @@ def source_line(eqn: JaxprEqn | None, frames: int = 1) -> str:
     return source_info_util.summarize(cast("source_info_util.SourceInfo", eqn.source_info), frames)
 
 
-def call_path(eqn: JaxprEqn | None, tracer: str) -> tuple[str, ...]:
-    """The user's functions that were running when an equation was traced, the outermost first, each `name:line`.
-
-    `line` is where its caller calls it, 0 for the outermost. Frames outside of that in the file `tracer`, in which jshard
-    starts to trace, belong to the program that plans; functions of JAX and of jshard are left out.
-    """
-    traceback = None if eqn is None else cast("source_info_util.SourceInfo", eqn.source_info).traceback
-    if traceback is None:
-        return ()
-    frames, last = [], 0
-    for code, position in zip(*traceback.raw_frames(), strict=True):
-        if code.co_filename.endswith(tracer):
-            break
-        if source_info_util.is_user_filename(code.co_filename):
-            frames.append(source_info_util.raw_frame_to_frame(code, position))
-    path = []
-    for f in reversed(frames):
-        path.append(f"{f.function_name.rsplit('.', 1)[-1]}:{last}")
-        last = f.start_line
-    return tuple(path)
-
-
 def eqn_context(eqn: JaxprEqn, prefix: str = "") -> contextlib.AbstractContextManager[object]:
     """A context manager under which re-emitted primitives keep the equation's source line and names."""
     info = cast("source_info_util.SourceInfo", eqn.source_info)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jshard._core.layout import Layout
-from jshard._jaxcompat import call_path, is_backward
+from jshard._jaxcompat import is_backward
 from jshard._memory.liveness import liveness
 from jshard._plan.lazy_rows import LazyTuple
 from jshard._plan.local_program import local_rows
@@ -22,6 +22,7 @@ from jshard._plan.record import PlanRecord
 from jshard._plan.rows import Cost, Decision, LiveRow, Memory, OperatorRow, TensorRow
 from jshard._plan.scheduled_solution import ScheduledSolution
 from jshard._plan.step_lower_bound import step_lower_bound
+from jshard._program.call_path import call_path
 from jshard._program.fingerprint import dtype_name, fingerprint
 from jshard._program.graph import Literal, Program, operator_name
 from jshard._schedule.live_values import live_intervals
