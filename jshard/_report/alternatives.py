@@ -14,6 +14,7 @@ from jshard._core.errors import MemoryBudgetError, ShardError
 from jshard._plan.rows import Alternative
 from jshard._report.diff import nearly_equal, regression_text, relative_change
 from jshard._report.format_units import format_bytes, format_seconds
+from jshard._report.text_width import clip, text_width
 
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class Why:
     alternatives: tuple[Alternative, ...]
 
     def __str__(self) -> str:
-        show = format_bytes if self.unit == "B" else format_seconds
+        show, width_of_text = format_bytes if self.unit == "B" else format_seconds, text_width()
         each = "pieces of each operand" if self.kind == "operator" else "pieces per dimension"
         lines = [f"why {self.name} ({each}; cost of the whole plan, {show(self.cost)} now)"]
         possible = [a for a in self.alternatives if a.cost is not None]
@@ -42,7 +43,7 @@ class Why:
             same = nearly_equal(self.cost, a.cost)
             words = "<- chosen" if a.chosen else "equally good" if same else a.worse
             line = f"  {str(a.cuts):<{width}} {show(a.cost):>8} {relative_change(self.cost, a.cost):>8}  "
-            while len(line) + len(words) > 100 and ", " in words:
+            while len(line) + len(words) > width_of_text and ", " in words:
                 words = words.rpartition(", ")[0]
             lines.append(line + words.strip())
         reasons: dict[str, list[str]] = {}
@@ -52,7 +53,7 @@ class Why:
         for reason, cuts in reasons.items():
             more = f" and {len(cuts) - 3} more" if len(cuts) > 3 else ""
             lines.append(f"  unavailable: {' '.join(cuts[:3])}{more}: {reason}")
-        return "\n".join(line.rstrip() if len(line) <= 100 else line[:98] + ".." for line in lines)
+        return "\n".join(clip(line.rstrip(), width_of_text) for line in lines)
 
 
 def rank_alternatives(

@@ -14,10 +14,9 @@ from jshard._plan.record import PlanRecord
 from jshard._report.format_units import format_bytes, format_seconds
 from jshard._report.optional_imports import require
 from jshard._report.step_figures import step_figures
+from jshard._report.text_width import clip, text_width
 from jshard._report.totals import received_bytes
 
-
-WIDTH = 100
 
 Record = TypeVar("Record", bound=PlanRecord, covariant=True)
 
@@ -118,7 +117,7 @@ def chip_seconds(p: PlanPoint) -> float:
 
 
 def table(title: str, points: Sequence[PlanPoint]) -> str:
-    """Title and rows as text of at most 100 columns; longer lines are clipped."""
+    """Title and rows as text of at most 100 columns, or those of the terminal; longer lines are clipped."""
     names, rows = column_names(points), cells(points)
     widths = [
         max([len(name)] + [len(row[k]) for row, _ in rows if k < len(row)]) for k, name in enumerate(names)
@@ -133,7 +132,8 @@ def table(title: str, points: Sequence[PlanPoint]) -> str:
             c.ljust(w) if k < left else c.rjust(w) for k, (c, w) in enumerate(zip(row, widths, strict=False))
         )
         lines.append("  " + f"{line} {error and 'no plan: ' + error}".rstrip())
-    return "\n".join(line if len(line) <= WIDTH else line[: WIDTH - 2] + ".." for line in lines)
+    width = text_width()
+    return "\n".join(clip(line, width) for line in lines)
 
 
 def html_table(title: str, points: Sequence[PlanPoint]) -> str:

@@ -10,6 +10,7 @@ from jshard._plan.rows import OperatorRow, TensorRow
 from jshard._report.format_units import format_bytes, format_count, format_seconds
 from jshard._report.grouping import common_pattern, fold_paths
 from jshard._report.ir import format_strategy
+from jshard._report.text_width import clip, text_width
 from jshard._report.totals import traffic
 
 
@@ -84,7 +85,7 @@ class Difference:
             "layouts", [_tensor_line(p, *self.tensors[n[0]], len(n)) for p, n in fold_paths(keys)]
         )
         lines += _bulleted("strategies", _operator_lines(self.operators))
-        return "\n".join(line if len(line) <= 100 else line[:98] + ".." for line in lines)
+        return "\n".join(clip(line, text_width()) for line in lines)
 
 
 class WhatIf(NamedTuple, Generic[Record]):

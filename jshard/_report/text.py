@@ -1,4 +1,4 @@
-"""`print(plan)`: the plan on one page, at most 100 columns wide, repeated layers folded.
+"""`print(plan)`: the plan on one page, at most 100 columns wide or as wide as the terminal, repeated layers folded.
 
 The header states the objective and the proof; then come arguments and results, the operators that communicate or take
 time, and the totals. The page consists of sections, tables of plain cells, which Markdown and HTML render too.
@@ -29,6 +29,7 @@ from jshard._report.grouping import (
 )
 from jshard._report.optional_imports import require
 from jshard._report.step_figures import mfu_text
+from jshard._report.text_width import WIDTH, clip, text_width
 from jshard._report.totals import (
     USER_OWN,
     at_least_prefix,
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from jshard._plan.record import PlanRecord
 
 
-WIDTH = 100
 MAX_ROWS = 24  # lines of one table; a last line sums up the rest
 LAST_CELL_WIDTH = 40  # columns for the last cell of an operator's line
 MAX_NAME_WIDTH = 30  # columns for the name of an operator or collective
@@ -66,13 +66,14 @@ class Section:
     omitted: str = ""
 
 
-def text_report(plan: PlanRecord) -> str:
-    """The whole report."""
+def text_report(plan: PlanRecord, width: int | None = None) -> str:
+    """The whole report; `width` in columns, that of the terminal for None."""
+    width = text_width() if width is None else width
     header = [
-        part for line in header_lines(plan) for part in textwrap.wrap(line, WIDTH, subsequent_indent=" " * 6)
+        part for line in header_lines(plan) for part in textwrap.wrap(line, width, subsequent_indent=" " * 6)
     ]
-    tables = [line for section in sections(plan) for line in _table(section)]
-    clipped = [_clip(line, WIDTH).rstrip() for line in (*tables, *footer_lines(plan))]
+    tables = [line for section in sections(plan) for line in _table(section, width)]
+    clipped = [clip(line, width).rstrip() for line in (*tables, *footer_lines(plan, width))]
     return "\n".join((*header, *clipped))
 
 
@@ -282,8 +283,8 @@ def footer_lines(plan: PlanRecord, width: int = WIDTH) -> list[str]:
     return lines
 
 
-def _table(s: Section) -> list[str]:
-    lines, s = [s.title], _fit_columns(s)
+def _table(s: Section, width_of_text: int) -> list[str]:
+    lines, s = [s.title], _fit_columns(s, width_of_text)
     for row in s.rows:
         line, end = "", 1
         for k, (cell, width) in enumerate(zip(row, s.widths, strict=True)):
@@ -292,13 +293,13 @@ def _table(s: Section) -> list[str]:
                 line = line.ljust(end - len(cell)) + cell
                 continue
             # A cell without a right neighbour may extend over the free columns.
-            room = width if width and any(row[k + 1 : k + 2]) else WIDTH
-            line = line.ljust(start) + _clip(cell, room)
+            room = width if width and any(row[k + 1 : k + 2]) else width_of_text
+            line = line.ljust(start) + clip(cell, room)
         lines.append(line)
     return lines + ([f"  ... and {s.omitted}"] if s.omitted else [])
 
 
-def _fit_columns(s: Section) -> Section:
+def _fit_columns(s: Section, width: int) -> Section:
     """The section with columns as wide as their cells, if the default widths would clip one.
 
     A table that is still too wide loses the column of cuts, which the layouts beside it repeat by mesh axes.
@@ -311,7 +312,7 @@ def _fit_columns(s: Section) -> Section:
 
     usual = [abs(w) for w in s.widths]
     wide = natural(s.rows)
-    usual[-1] = WIDTH - 1 - sum(w + 1 for w in usual[:-1])
+    usual[-1] = width - 1 - sum(w + 1 for w in usual[:-1])
     if "cut" not in s.columns:
         longest = min(max((len(r[0]) for r in s.rows), default=0), MAX_NAME_WIDTH)
         if longest <= usual[0] or len(usual) < 3:
@@ -321,17 +322,13 @@ def _fit_columns(s: Section) -> Section:
         return dataclasses.replace(s, widths=(longest, second, *s.widths[2:]))
     if all(n <= u for n, u in zip(wide, usual, strict=True)):
         return s
-    if 1 + sum(n + 1 for n in wide) > WIDTH:
+    if 1 + sum(n + 1 for n in wide) > width:
         at = s.columns.index("cut")
         rows = tuple(r[:at] + r[at + 1 :] for r in s.rows)
         columns, wide = s.columns[:at] + s.columns[at + 1 :], wide[:at] + wide[at + 1 :]
         s = dataclasses.replace(s, columns=columns, rows=rows)
-    wide[0] -= max(0, 1 + sum(n + 1 for n in wide) - WIDTH)
+    wide[0] -= max(0, 1 + sum(n + 1 for n in wide) - width)
     return dataclasses.replace(s, widths=(*wide[:-1], 0))
-
-
-def _clip(line: str, width: int) -> str:
-    return line if len(line) <= width else line[: width - 2] + ".."
 
 
 def _wrapped(line: str, width: int) -> list[str]:
