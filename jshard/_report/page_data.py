@@ -41,7 +41,7 @@ class Limits:
 
 
 PAGE = Limits(events=20_000, points=4_000, live=8_000, tensors=400)
-NOTEBOOK = Limits(events=800, points=400, live=300, tensors=60, numbers=5, details=1)
+NOTEBOOK = Limits(events=400, points=200, live=120, tensors=40, numbers=3, details=1)
 """Less, so that a stored cell stays small."""
 
 
