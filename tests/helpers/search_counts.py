@@ -1,4 +1,4 @@
-"""How much work the search does for a dozen small programs, in counts that no clock moves, and what it finds.
+"""How much work the search does for some small programs, in counts that no clock moves, and what it finds.
 
 `make counts` (this file as a program) writes `tests/search/search_counts.json` for the version of JAX that runs;
 `tests/search/test_search_counts.py` compares. A count that rises is a slower search, one that falls a faster one: both are
@@ -106,6 +106,12 @@ PROGRAMS: dict[str, Callable[[], jshard.Plan]] = {
     "mlp of 4 layers": planned(mlp_step, layers(4), f32(4096, 512), **BATCH),
     "mlp of 4 layers, one axis, level 2": planned(mlp_step, layers(4), f32(4096, 512), level=2, mesh=machine(x=8)),
     "scan of 8 layers": planned(scanned_step, STACKED, f32(4096, 512), level=2, **BATCH),
+    "scan of 8 layers, level 0": planned(scanned_step, STACKED, f32(4096, 512), **BATCH),
+    "mlp of 1 layer": planned(mlp_step, layers(1), f32(4096, 512), **BATCH),
+    # Without a budget the step holds 27 MiB, at least 23 by level 1.
+    "mlp of 2 layers, budget of 26 MiB": planned(mlp_step, layers(2), f32(4096, 512), memory_budget="26MiB", **BATCH),
+    "mlp of 2 layers, budget of 25 MiB": planned(mlp_step, layers(2), f32(4096, 512), memory_budget="25MiB", **BATCH),
+    "ffn, three axes, level 1": planned(ffn, *FFN, mesh=machine(x=2, y=2, z=2), level=1),
 }  # fmt: skip
 
 
