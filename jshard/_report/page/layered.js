@@ -41,6 +41,14 @@ function rowsOf(nodes, forward) {
   forward.forEach(([a, b]) => { if (a !== b) out[a].push(b); });
   const byOrder = nodes.map((_, i) => i).sort((a, b) => nodes[a].order - nodes[b].order || a - b);
   for (const a of byOrder) if (!nodes[a].late) for (const b of out[a]) row[b] = Math.max(row[b], row[a] + 1);
+  // What has at least as many readers as operands stands just above its first reader: fewer and shorter long lines.
+  const ins = nodes.map(() => 0);
+  out.forEach(bs => bs.forEach(b => { ins[b]++; }));
+  for (const a of byOrder.reverse()) {
+    const readers = out[a].filter(b => !nodes[b].pin);
+    if (nodes[a].pin || nodes[a].late || !readers.length || readers.length < out[a].length || readers.length < ins[a]) continue;
+    row[a] = Math.max(row[a], Math.min(...readers.map(b => row[b])) - 1);
+  }
   // What nobody hands anything to may stand lower: an argument stands just above its first reader.
   for (const a of byOrder) if (nodes[a].late && out[a].length) row[a] = Math.min(...out[a].map(b => row[b])) - 1;
   const inner = nodes.map((v, i) => v.pin ? [] : [row[i]]).flat();
