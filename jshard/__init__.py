@@ -14,6 +14,7 @@ from jshard._api.sweep import sweep as sweep
 from jshard._core import hardware as hardware  # noqa: F401  the public name of the chip table
 from jshard._core.errors import ShardError as ShardError
 from jshard._core.named_topology import topology as topology
+from jshard._core.padded_array import PaddedArray as PaddedArray
 from jshard._core.version import VERSION
 from jshard._rules.rule_text import register_rule as register_rule
 

@@ -63,13 +63,13 @@ def programs(sizes: list[int], devices: list[int]) -> tuple[list[str], list[str]
     import numpy as np
 
     import jshard
-    from tests.laws.padding_judge import PROGRAMS
+    from tests.laws.padding_judge import PROGRAMS, step_of
 
     lines, wrong = [], []
     for name, make in PROGRAMS.items():
         for n in sizes:
             fn, *args = make(n)
-            step = jax.value_and_grad(fn, tuple(range(len(args))))
+            step = step_of(fn, args)
             want = jax.tree.leaves(step(*args))
             for k in devices:
                 mesh = jax.make_mesh((k,), ("x",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:k])

@@ -71,7 +71,7 @@ def pins_of_arguments(request: ShardRequest, call: TracedArguments, count: int) 
         plan = plan.resolve(call.leaves)
     pins = pins_for_inputs(
         *call.user_view, in_strategy, plan, names=call.names, strict=request.options.strict,
-        devices=num_devices(request, call.placement),
+        devices=_devices_to_divide(request, call),
     )  # fmt: skip
     return pins if request.config is not None else with_partitioning_metadata(request, call, pins)
 
@@ -91,9 +91,14 @@ def pins_of_results(
     tree = jax.tree.structure(traced.result)
     shapes = [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in traced.avals[: tree.num_leaves]]
     pins = pins_for_outputs(
-        jax.tree.unflatten(tree, shapes), request.out_strategy, devices=num_devices(request, call.placement)
+        jax.tree.unflatten(tree, shapes), request.out_strategy, devices=_devices_to_divide(request, call)
     )
     return pins + (None,) * (len(traced.avals) - len(pins))
+
+
+def _devices_to_divide(request: ShardRequest, call: TracedArguments) -> int | None:
+    """The number of devices, for messages on cuts that do not divide; None where they may pad (`padded_pins.py`)."""
+    return None if request.options.pad is True else num_devices(request, call.placement)
 
 
 def collect_pins(
@@ -114,7 +119,10 @@ def collect_pins(
     free = {i for i, p in enumerate(in_pins) if (p is None or p.free) and request.plan is None}
     committed = {i: (s, call.leaves[i].path) for i, s in call.placement.sharded if i in free}
     joint = joint_cuts(program, inner, len(in_pins) + len(out_pins))
-    return CallPins(places, [*in_pins, *out_pins, *(p for *_, p in inner)], shapes, committed, joint)
+    pins = [*in_pins, *out_pins, *(p for *_, p in inner)]
+    if request.options.pad is True:
+        pins = [p and dataclasses.replace(p, pads=True) for p in pins]
+    return CallPins(places, pins, shapes, committed, joint)
 
 
 def program_pins(program: Program, chosen: ChosenMesh, topology: Topology) -> list[PlacedPin]:

@@ -7,7 +7,7 @@ nothing repeated there is nothing to win. A program whose large dimensions all d
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from jshard._api.plan import Plan
@@ -15,6 +15,7 @@ from jshard._core.errors import SearchError
 from jshard._core.jax_types import ClosedJaxpr
 from jshard._core.layout import MeshAxes
 from jshard._plan.padded_program import Sizes, padded_program
+from jshard._plan.padding_classes import PaddingClasses
 from jshard._plan.padding_search import (
     LEAST_BYTES,
     LEAST_GAIN,
@@ -23,8 +24,10 @@ from jshard._plan.padding_search import (
     large_sizes,
     padded_sizes,
 )
+from jshard._plan.padding_trials import PaddingTrials
 from jshard._plan.record import PlanRecord
 from jshard._program.graph import Program
+from jshard._report.format_units import format_bytes, format_seconds
 from jshard._schedule.schedule import Schedule
 
 
@@ -56,8 +59,9 @@ def plan_padded(
     original: Plan | None,
     plan_jaxpr: Callable[[ClosedJaxpr], T],
     small_too: bool = False,
-) -> tuple[Padded[T] | None, float]:
-    """The best plan of a padded program, None where that of the program as traced is as good; and the least bound of all.
+    required: Sizes | None = None,
+) -> tuple[Padded[T] | None, float, PaddingTrials]:
+    """The best plan of a padded program, None where that of the program as traced is as good; the least bound; the trials.
 
     Arguments:
 
@@ -65,35 +69,64 @@ def plan_padded(
     - `original`: the plan of the program as traced; None if none fits the budget.
     - `plan_jaxpr`: plans another jaxpr of the function.
     - `small_too`: dimensions of small tensors are padded as well, with whatever waste.
+    - `required`: what pins pad: the program as traced is no answer then, and `SearchError` is raised if this has no plan.
     """
+    required = required or {}
     bound = original.cost.bound if original is not None else 0.0
-    if mesh.total < 2 or (original is not None and not _may_gain(original)):
-        return None, bound
+    if not required and (mesh.total < 2 or (original is not None and not _may_gain(original))):
+        return None, bound, PaddingTrials(skipped="next to nothing is sent or computed twice")
     least_bytes, most_waste = (0, 1.0) if small_too else (LEAST_BYTES, MOST_WASTE)
     lengths = large_sizes(program, least_bytes)
     sizes, classes = padded_sizes(closed, lengths, mesh, least_bytes, most_waste)
+    if required:
+        sizes = {**sizes, **required}
+        classes = PaddingClasses(closed, frozenset(n for n, _ in sizes))
     if classes is None:
-        return None, bound
+        return None, bound, PaddingTrials(small_too=small_too)
     trials: list[Padded[T]] = []
     while sizes:
         try:
             jaxpr = padded_program(closed, sizes, classes)
             trials.append(Padded(plan_jaxpr(jaxpr), jaxpr, sizes))
         except SearchError:
-            break
+            if not required or trials:
+                break
+            if len(sizes) == len(required):
+                raise
+            sizes = required
+            continue
         cut = cut_sizes(trials[-1].planned.schedule)
-        fewer = {key: size for key, size in sizes.items() if size in cut}
+        fewer = {key: size for key, size in sizes.items() if size in cut or key in required}
         if len(fewer) == len(sizes):
             break
         sizes = fewer
+    notes = PaddingTrials(_costs_of(trials), small_too=small_too)
     if not trials:
-        return None, bound
+        return None, bound, notes
     plans = [t.planned.plan for t in trials] + ([original] if original is not None else [])
     bound = min(p.cost.bound for p in plans)
     best = min(trials, key=lambda t: _rank(t.planned.plan))
     if original is not None and _rank(original) <= _rank(best.planned.plan):
-        return None, bound
-    return best, bound
+        return None, bound, notes
+    return best, bound, notes
+
+
+def _costs_of(trials: Sequence[Padded[T]]) -> dict[int, str]:
+    """For each true size that was padded, the least cost of a plan in which it was, as text."""
+    out: dict[int, str] = {}
+    for t in sorted(trials, key=lambda t: t.planned.plan.cost.objective):
+        cost = t.planned.plan.cost
+        show = format_bytes if cost.unit == "B" else format_seconds
+        for (n, _), m in t.sizes.items():
+            out.setdefault(n, f"to {m:,}: the whole plan costs {show(cost.objective)}")
+    return out
+
+
+def with_trials(plan: Plan, trials: PaddingTrials, bound: float) -> Plan:
+    """The plan with a bound on those with and without padding; its `why` says what is known of padding."""
+    again = plan.search_again and dataclasses.replace(plan.search_again, padding=trials)
+    cost = dataclasses.replace(plan.cost, bound=min(bound, plan.cost.objective))
+    return dataclasses.replace(plan, cost=cost, search_again=again)
 
 
 def _may_gain(plan: Plan) -> bool:
@@ -106,11 +139,10 @@ def _rank(plan: Plan) -> tuple[float, float]:
     return plan.cost.objective, plan.step_seconds
 
 
-def with_padding(plan: Plan, sizes: Sizes, bound: float) -> Plan:
-    """The plan with what it pads, and a bound on the plans of the programs with and without padding."""
+def with_padding(plan: Plan, sizes: Sizes) -> Plan:
+    """The plan with what it pads."""
     rows = tuple((n, k, padded) for (n, k), padded in sorted(sizes.items()))
-    cost = dataclasses.replace(plan.cost, bound=min(bound, plan.cost.objective))
-    return dataclasses.replace(plan, padding=rows, steps=(*plan.steps, *padding_steps(rows)), cost=cost)
+    return dataclasses.replace(plan, padding=rows, steps=(*plan.steps, *padding_steps(rows)))
 
 
 def padding_steps(rows: tuple[tuple[int, int, int], ...]) -> tuple[str, ...]:

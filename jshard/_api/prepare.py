@@ -43,6 +43,7 @@ from jshard._spec.mesh_selection import ChosenMesh, choose_mesh
 if TYPE_CHECKING:
     from jshard._api.batch_of_call import BatchOfCall
     from jshard._api.config_pins import CallRules
+    from jshard._api.padded_pins import UnevenCut
     from jshard._batch.batch_report import BatchReport
 
 
@@ -56,7 +57,8 @@ class PlannedCall:
     `in_tree`, `in_avals`: pytree structure and avals of the traced arguments; `out_tree`: of all results.
     `weak_typed`: which results have a weak type. `donated`: numbers of the donated leaves. `pinned`: of the arguments
     that the user pinned. `committed`: of the unpinned arguments that are planned in their committed sharding.
-    `unpadded`: the call as it is differentiated from outside, where the program of this one pads dimensions.
+    `unpadded`: the call as it is differentiated from outside, where the program of this one pads dimensions. `uneven`:
+    cuts of the user's pins that do not divide, which a plan of the program as traced leaves open.
     """
 
     request: ShardRequest
@@ -72,6 +74,7 @@ class PlannedCall:
     pinned: frozenset[int] = frozenset()
     committed: frozenset[int] = frozenset()
     unpadded: Callable[[], PlannedCall] | None = None
+    uneven: tuple[UnevenCut, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -313,30 +316,37 @@ def _plan_with_padding(traced: TracedCall, limited: bool) -> tuple[PlannedCall, 
     try:
         reference = planned = _plan_jaxpr(traced, limited=limited)
     except MemoryBudgetError as error:
-        if not options.pad:  # a refusal comes at once: no second search unless the user asks for padding
+        if options.pad is not True:  # a refusal comes at once: no second search unless the user asks for it
             raise
         refusal = error
         reference = _plan_jaxpr(traced, limited=False)
     can_pad = options.pad is not False and traced.explicit_mesh is None and options.search == "optimal"
+    from jshard._api.padded_pins import (  # here, so that `import jshard` stays light
+        refuse_uneven,
+        required_sizes,
+    )
+
     if not can_pad or compat.has_effects(traced.jaxpr):
+        refuse_uneven(reference.uneven)
         return _or_raise(planned, refusal), None
-    from jshard._api.plan_padded import plan_padded, with_padding  # here, so that `import jshard` stays light
+    from jshard._api.padded_at_rest import sizes_at_rest
+    from jshard._api.plan_padded import plan_padded, with_padding, with_trials
 
     def plan_jaxpr(jaxpr: ClosedJaxpr) -> PlannedCall:
         return _plan_jaxpr(traced, jaxpr, limited)
 
-    original = None if planned is None else planned.plan
+    at_rest = sizes_at_rest(traced.jaxpr, (traced.call.args, traced.call.kwargs))
+    required = {**required_sizes(traced.jaxpr, reference.uneven, reference.chosen.axes), **at_rest}
+    original = None if planned is None or required else planned.plan
     program = reference.schedule.assignment.program
-    best, bound = plan_padded(
-        traced.jaxpr, program, reference.chosen.axes, original, plan_jaxpr, bool(options.pad)
+    best, bound, trials = plan_padded(
+        traced.jaxpr, program, reference.chosen.axes, original, plan_jaxpr, options.pad is True, required
     )
     if best is None:
         planned = _or_raise(planned, refusal)
-        if bound == planned.plan.cost.bound:
-            return planned, None
-        cost = dataclasses.replace(planned.plan.cost, bound=bound)
-        return dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, cost=cost)), None
-    plan = with_padding(best.planned.plan, best.sizes, bound)
+        plan = with_trials(planned.plan, trials, bound)
+        return dataclasses.replace(planned, plan=plan), None
+    plan = with_trials(with_padding(best.planned.plan, best.sizes), trials, bound)
     return dataclasses.replace(best.planned, plan=plan, unpadded=lambda: reference), best.jaxpr
 
 
@@ -383,6 +393,10 @@ def _plan_jaxpr(
         check_meshes(program, chosen.axes)
         topology = device_topology.without_unit_axes(physical_topology(request, chosen))
         pinned, committed = pins.resolve(chosen, topology)
+        if request.options.pad is True:
+            from jshard._api.padded_pins import pins_in_padded  # here, so that `import jshard` stays light
+
+            pinned = pins_in_padded(program, pinned, jaxpr is not None)
         if request.plan is not None:
             return _Planned(request.plan, schedule_of_plan(program, topology, request.plan))
         found = of.found
@@ -408,6 +422,12 @@ def _plan_jaxpr(
     else:
         chosen = _choose_mesh(request, call, pins)
         planned = plan_on(chosen)
+    uneven: tuple[UnevenCut, ...] = ()
+    if jaxpr is None and request.options.pad is True and of.given_plan is None:
+        from jshard._api.padded_pins import uneven_cuts
+
+        pinned, _ = pins.resolve(chosen, physical_topology(request, chosen))
+        uneven = uneven_cuts(of.jaxpr, program, pinned)
     return PlannedCall(
         request,
         dataclasses.replace(planned.plan, jax_mesh=chosen.mesh, in_tree=in_tree, out_tree=out_tree),
@@ -421,6 +441,7 @@ def _plan_jaxpr(
         of.statics,
         frozenset(i for i, p in enumerate(in_pins) if p is not None and not p.free),
         planned.committed,
+        uneven=uneven,
     )
 
 

@@ -25,7 +25,7 @@ from jshard import _jaxcompat as compat
 from jshard._api.bound_method import BoundMethod
 from jshard._api.call_state import refuse_shapes
 from jshard._api.executable import Executable, inline
-from jshard._api.local_batch import LocalBatches
+from jshard._api.padded_at_rest import call_arguments, place
 from jshard._api.plan import Plan, check_plan
 from jshard._api.plan_together import plan_together, report_failure
 from jshard._api.prepare import PlannedCall, check_pins, prepare
@@ -114,10 +114,10 @@ def shard(
         effort that one core of a server of 2026 makes in that time, so that every machine finds the same plan; the plan
         says its gap; by default until the plan is proved. `prefer`: `"memory:1%"` takes the plan of least peak memory
         found that costs at most 1% more than the cheapest. `pad`: dimensions of large tensors whose sizes no cut divides
-        are padded where that makes the plan better; `False` never pads, `True` pads small tensors too. `pipeline`: loops
-        over stacked layers run in stages over a mesh axis, `{"axis": "stage", "microbatches": 16, "rounds": 2}`; "auto"
-        compares such pipelines with none (docs/howto/pipelines.md). `local_batch`,
-        `check_host_arrays`, `process_seconds`: for several processes (docs/several_processes.md).
+        are padded where that makes the plan better; `False` never pads, `True` pads small tensors and what pinned cuts do
+        not divide too, paths pad arguments at rest (`PaddedArray`). `pipeline`: loops over stacked layers run in stages over
+        a mesh axis, `{"axis": "stage", "microbatches": 16}`; "auto" compares them with none (docs/howto/pipelines.md).
+        `local_batch`, `check_host_arrays`, `process_seconds`: for several processes (docs/several_processes.md).
     - `mesh`: a `Mesh`, `AbstractMesh` or `topology(...)`; `"auto"` compares the meshes that the strategies allow on
         the local devices, `"auto:4"` on four of them, `"auto:v5e:4x4"` on a named machine; default: the mesh in
         context, else one inferred from the strategies.
@@ -209,6 +209,7 @@ class Sharded:
     # `__call__` is a slot, not a method, so that Python calls JAX's C++ function directly.
     __slots__ = ("__call__", "__dict__", "__weakref__")
     __call__: Function
+    place = place  # `padded_at_rest.place`, with this function as `step`
 
     def __init__(self, request: ShardRequest, *, of_arrays: bool = False):
         """`of_arrays`: whether this is the `inner` function of a `StatefulFunction`, whose arguments hold no state."""
@@ -225,8 +226,8 @@ class Sharded:
         self.calls_back = False  # whether a planned program has host callbacks
         self._dispatch = compat.dispatcher(request.name, request.fn, self._on_cache_miss, *request.statics)
         self.__call__ = self._call_with_statics if any(request.statics) else self._dispatch
-        self._local = LocalBatches(request, () if of_arrays else request.options.local_batch)
-        if self._local.names:
+        self.call_arguments = call_arguments(request, of_arrays)
+        if self.call_arguments.names:
             self.__call__ = self._call_with_local_batch
 
     def plan(self, *args: PyTree, verify: bool | None = None, **kwargs: PyTree) -> Plan:
@@ -249,7 +250,7 @@ class Sharded:
                 where=f"{self.__name__}.plan",
                 fix="verify=True or verify=False",
             )
-        args, kwargs = self._local.shapes(args, kwargs)
+        args, kwargs = self.call_arguments.shapes(args, kwargs)
         with progress(f"planning {self.__name__}", after=2.0) as show:
             with self.as_array_function(args, kwargs) as (function, arrays, arrays_kw):
                 executable = function._executable_for_arrays(
@@ -273,7 +274,7 @@ class Sharded:
 
     def lower(self, *args: PyTree, **kwargs: PyTree) -> jax.stages.Lowered:
         """The planned program as a `jax.stages.Lowered`, ready for `.compile()`."""
-        return self._executable(*self._local.shapes(args, kwargs)).lower()
+        return self._executable(*self.call_arguments.shapes(args, kwargs)).lower()
 
     def clear_cache(self) -> None:
         """Drop all plans and compiled programs."""
@@ -338,7 +339,7 @@ class Sharded:
         try:
             stateful = self._stateful_function(args, kwargs)
             if stateful is not None:
-                if not self._local.names:  # which has its own `__call__`
+                if not self.call_arguments.names:  # which has its own `__call__`
                     self.__call__ = self._call_checking_for_state  # dispatch cannot cache calls with state
                 return self._call_stateful(stateful, args, kwargs), None, False
             executable = self._executable(args, kwargs)
@@ -368,7 +369,9 @@ class Sharded:
     def _call_with_local_batch(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """A call whose batches are rows of this process: arrays over all processes take their place."""
         if compat.at_top_level():
-            args, kwargs = self._local.arrays(args, kwargs, lambda *shapes: self._executable(*shapes).plan)
+            args, kwargs = self.call_arguments.arrays(
+                args, kwargs, lambda *shapes: self._executable(*shapes).plan
+            )
         return self._call_checking_for_state(*args, **kwargs)
 
     @compat.api_boundary

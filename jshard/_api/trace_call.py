@@ -23,6 +23,7 @@ from jshard._api.named_outputs import with_marked_outputs
 from jshard._api.shard_request import ShardRequest, named_traced_arguments, static_values, traced_arguments
 from jshard._core.errors import NestedShardError, ShardError
 from jshard._core.jax_types import Aval, ClosedJaxpr, JaxMesh, Jaxpr, PyTree
+from jshard._core.padded_array import holds_padded
 from jshard._memory.list_scheduling import reorder_for_memory
 from jshard._program.builder import PinOfName
 from jshard._program.graph import Program
@@ -143,10 +144,15 @@ def _trace_with(
     to_shapes: Callable[[PyTree], PyTree],
 ) -> jax.stages.Traced:
     numbers, names = request.statics
+    fn = request.fn if request.config is None else with_marked_outputs(request.fn)
+    if holds_padded(traced_arguments(request, args, kwargs)):
+        from jshard._api.padded_at_rest import on_true_sizes  # here, so that `import jshard` stays light
+
+        fn = on_true_sizes(fn)
     shapes = [a if i in numbers else to_shapes(a) for i, a in enumerate(args)]
     shapes_kw = {k: v if k in names else to_shapes(v) for k, v in kwargs.items()}
     jitted: Any = jax.jit(
-        request.fn if request.config is None else with_marked_outputs(request.fn),
+        fn,
         static_argnums=tuple(sorted(numbers)) or None,
         static_argnames=tuple(sorted(names)) or None,
     )

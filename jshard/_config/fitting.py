@@ -111,9 +111,17 @@ def _wrong_rank(rule: Rule, entry: tuple, tensor: TensorName) -> Problem:
 
 
 def problems_of(
-    entry: Entry, tensor: TensorName, sizes: Mapping[str, int] | None, where: str, name: str = ""
+    entry: Entry,
+    tensor: TensorName,
+    sizes: Mapping[str, int] | None,
+    where: str,
+    name: str = "",
+    pads: object = False,
 ) -> list[Problem]:
-    """Axes that the mesh lacks, and cuts that do not divide; `sizes` of the mesh axes, None where none is known."""
+    """Axes that the mesh lacks, and cuts that do not divide; `sizes` of the mesh axes, None where none is known.
+
+    `pads`: the option `pad`, under which such a cut is no problem.
+    """
     out: list[Problem] = []
     if isinstance(entry, str):
         return out
@@ -132,7 +140,7 @@ def problems_of(
                     )
                 )
             pieces *= (sizes or {}).get(axis, 1)
-        if tensor.shape[d] % pieces:
+        if tensor.shape[d] % pieces and not pads:
             axes = " and ".join(dim) if isinstance(dim, tuple) else "the number of pieces"
             out.append(
                 Problem(
@@ -141,7 +149,8 @@ def problems_of(
                     f"{tensor.key}, of size {tensor.shape[d]} in dimension {d}, is not divided by {pieces}, the size of "
                     f"{axes}",
                     where,
-                    'null, "?" or other axes there',
+                    'null, "?" or other axes there'
+                    + (", or pad: true to pad it" if pieces <= tensor.shape[d] else ""),
                     refuses=True,
                 )
             )

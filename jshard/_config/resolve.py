@@ -60,16 +60,16 @@ def resolve(
         first = {id(own[0].rule) for own in won.values()}
         beaten = {id(c.rule): (c.section, c.rule, own[0].rule) for own in won.values() for c in own[1:]}
         problems += [_shadowed(*b) for k, b in beaten.items() if k not in first]
-        inner = _inner_rows(values, won, sizes, problems)
+        inner = _inner_rows(values, won, sizes, problems, record.option("pad") is True)
     result_rows: list[Row] = []
     if results is not None:
         won, missing = match_outputs([("outputs", r) for r in record.outputs], results)
         unmatched += missing
-        result_rows = _inner_rows(results, won, sizes, problems)
+        result_rows = _inner_rows(results, won, sizes, problems, record.option("pad") is True)
     for section, own in (inside or {}).items():
         won, missing = match_outputs([(section, r) for r in getattr(record, section)], own)
         unmatched += missing
-        inner += _inner_rows(own, won, sizes, problems)
+        inner += _inner_rows(own, won, sizes, problems, record.option("pad") is True)
     named = [t for own in (inside or {}).values() for t in own]
     known = [t.path for t in (*tensors, *(values or ()), *(results or ()), *named)] + list(scopes)
     problems = _unmatched(record, unmatched, known, values or ()) + problems
@@ -119,7 +119,9 @@ def _row(
         problems.append(entry)
         return Row(tensor, None, "rule", claim.section, claim.rule)
     if not claim.of:
-        problems += problems_of(entry, tensor, sizes, claim.rule.where, claim.rule.key)
+        problems += problems_of(
+            entry, tensor, sizes, claim.rule.where, claim.rule.key, pads=record.option("pad") is True
+        )
     status = "mirrors" if claim.of else "derived" if entry == DERIVED else "rule"
     return Row(tensor, entry, status, claim.section, claim.rule, claim.of)
 
@@ -129,6 +131,7 @@ def _inner_rows(
     won: Mapping[int, Sequence[Claim]],
     sizes: Mapping[str, int] | None,
     problems: list[Problem],
+    pads: object,
 ) -> list[Row]:
     rows = []
     for i, value in enumerate(values):
@@ -159,7 +162,7 @@ def _inner_rows(
         if isinstance(entry, Problem):
             problems.append(entry)
             continue
-        problems += problems_of(entry, value, sizes, rule.where, rule.key)
+        problems += problems_of(entry, value, sizes, rule.where, rule.key, pads=pads)
         rows.append(Row(value, entry, "rule", section, rule))
     return rows
 

@@ -24,10 +24,11 @@ one to differentiate.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jshard import _jaxcompat as compat
@@ -91,6 +92,9 @@ class _Writer:
         self.bodies: dict[int, Jaxpr] = {}  # by the id of the old one
         self.changes: dict[int, bool] = {}
         self.eqns: list[JaxprEqn] = []
+        self.arguments: Sequence[JaxprAtom] = ()  # of the outermost body
+        self.results: Sequence[JaxprAtom] = ()
+        self.written: dict[Hashable, JaxprAtom] = {}  # masks and limits of the body that is being written
 
     def padded(self, v: JaxprAtom, dim: int) -> int | None:
         """The new size of a dimension of the old program's variable; None where it keeps its own."""
@@ -117,6 +121,9 @@ class _Writer:
         if id(jaxpr) in self.bodies:
             return self.bodies[id(jaxpr)]
         outer, self.eqns = self.eqns, []
+        outer_written, self.written = self.written, {}
+        if outermost:
+            self.arguments, self.results = jaxpr.invars, jaxpr.outvars
         env: _Env = {v: _plain(v) for v in jaxpr.constvars}
         invars = []
         for v in jaxpr.invars:
@@ -131,7 +138,7 @@ class _Writer:
             dims = frozenset() if outermost else self.natural(v)
             outvars.append(v if compat.is_literal(v) else self.form(v, dims, env, last))
         new = jaxpr.replace(invars=invars, outvars=outvars, eqns=self.eqns)
-        self.eqns = outer
+        self.eqns, self.written = outer, outer_written
         self.bodies[id(jaxpr)] = new
         return new
 
@@ -184,6 +191,8 @@ class _Writer:
 
     def leaf(self, eqn: JaxprEqn, env: _Env, copied: bool) -> None:
         """One equation, on padded operands along the factors that may be padded."""
+        if self.at_boundary(eqn, env):
+            return
         active = [(f, n) for f in self.classes.factors(eqn) if (n := self.size_of(eqn, f)) is not None]
         in_dims: list[dict[int, int]] = [{} for _ in eqn.invars]
         out_dims: list[dict[int, int]] = [{} for _ in eqn.outvars]
@@ -226,6 +235,34 @@ class _Writer:
             ]
             env[v] = _Value({dims: atom}, dims, dict.fromkeys(zero, 0))
 
+    def at_boundary(self, eqn: JaxprEqn, env: _Env) -> bool:
+        """Whether an equation crops an argument, or grows a result, that has at rest the padding of its class.
+
+        It is left out then; what is in the padding of an argument is not known, that of a result is zero.
+        """
+        if is_crop(eqn, self.arguments):
+            whole, v = eqn.invars[0], eqn.outvars[0]
+            dims = _longer(shape_of(whole), shape_of(v))
+            if not dims or any(self.padded(v, d) != shape_of(whole)[d] for d in dims):
+                return False
+            env[v] = _Value({dims: env[whole].forms[frozenset()]}, dims, {})
+            return True
+        if eqn.primitive.name != "pad" or not any(eqn.outvars[0] is r for r in self.results):
+            return False
+        v, (part, of) = eqn.outvars[0], eqn.invars
+        tails = all(low == 0 and step == 0 and high >= 0 for low, high, step in eqn.params["padding_config"])
+        if not tails or part not in env or not compat.is_literal(of) or bool(np.any(of.val)):
+            return False
+        dims = _longer(shape_of(v), shape_of(part))
+        if any(self.padded(part, d) != shape_of(v)[d] for d in dims):
+            return False
+        atom = self.form(part, dims, env, eqn)
+        for d in sorted(dims):
+            if env[part].known(d) != 0:
+                atom = self.masked(atom, d, shape_of(part)[d], 0, eqn)
+        env[v] = _Value({frozenset(): atom}, frozenset(), {})
+        return True
+
     def size_of(self, eqn: JaxprEqn, factor: EquationFactor) -> int | None:
         """The new size of a factor of an equation; None where it keeps its own."""
         places = [(eqn.outvars[i], d) for i, d in factor.results] + [
@@ -248,9 +285,12 @@ class _Writer:
         limit = f.padding.index
         if limit is not None:
             length = next(shape_of(eqn.invars[i])[d] for i, d in f.operands)
-            fixed = limited(operands[limit.operand].aval, limit, length, size)
-            if fixed is not None:
-                (operands[limit.operand],) = self.traced(fixed, [operands[limit.operand]], eqn)
+            index = operands[limit.operand]
+            fixed = limited(index.aval, limit, length, size)
+            key = index, limit.column, limit.dropped, length, size
+            if fixed is not None and key not in self.written:
+                (self.written[key],) = self.traced(fixed, [index], eqn)
+            operands[limit.operand] = self.written.get(key, index)
         return operands
 
     # -- forms ---------------------------------------------------------------------------------------------------
@@ -278,7 +318,10 @@ class _Writer:
 
     def masked(self, atom: JaxprAtom, dim: int, length: int, value: Scalar, like: JaxprEqn) -> JaxprAtom:
         """A padded value with another one in the padding."""
-        return self.bound(mask_tail_p, atom, like, dim=dim, length=length, value=value)
+        key = atom, dim, length, type(value), value
+        if key not in self.written:
+            self.written[key] = self.bound(mask_tail_p, atom, like, dim=dim, length=length, value=value)
+        return self.written[key]
 
     def bound(self, primitive, atom: JaxprAtom, like: JaxprEqn, **params: Scalar) -> JaxprAtom:
         """The result of one of the primitives of padding."""
@@ -306,6 +349,18 @@ class _Writer:
             )
             env.update(zip(eqn.outvars, results, strict=True))
         return substituted(opened.outvars, env)
+
+
+def is_crop(eqn: JaxprEqn, arguments: Sequence[JaxprAtom]) -> bool:
+    """Whether an equation takes the beginning of an argument along some dimensions."""
+    if eqn.primitive.name != "slice" or not any(eqn.invars[0] is v for v in arguments):
+        return False
+    return not any(eqn.params["start_indices"]) and set(eqn.params["strides"] or (1,)) == {1}
+
+
+def _longer(shape: Sequence[int], other: Sequence[int]) -> _Dims:
+    """The dimensions in which the first shape is longer."""
+    return frozenset(d for d, (n, m) in enumerate(zip(shape, other, strict=True)) if n > m)
 
 
 def _plain(v: JaxprAtom) -> _Value:

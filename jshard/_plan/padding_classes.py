@@ -54,11 +54,13 @@ class PaddingClass:
 
     - `size`: their true size; `number`: among the classes of this size, in the order in which the program reaches them.
     - `largest_bytes`: of the largest tensor with such a dimension.
+    - `carried`: whether any operator computes with it padded.
     """
 
     size: int
     number: int
     largest_bytes: int = 0
+    carried: bool = False
 
 
 class PaddingClasses:
@@ -68,6 +70,7 @@ class PaddingClasses:
         self.sizes = sizes
         self._parent: dict[Place, Place] = {}
         self._factors: dict[Hashable, tuple[EquationFactor, ...]] = {}
+        self._carried: list[Place] = []
         self._walked: set[int] = set()
         self._bodies: list[Jaxpr] = []  # kept, so that no id is reused
         self._walk(compat.open_jaxpr(closed)[0])
@@ -146,6 +149,7 @@ class PaddingClasses:
             places += [(eqn.outvars[i], d) for i, d in factor.results]
             for place in places:
                 self._unite(places[0], place)
+            self._carried += places[:1]
 
     def _bind(self, outer: JaxprAtom, inner: JaxprAtom, shift: int) -> None:
         if compat.is_literal(outer) or compat.is_literal(inner):
@@ -165,6 +169,8 @@ class PaddingClasses:
                 count[size] += 1
             of = classes[root]
             of.largest_bytes = max(of.largest_bytes, math.prod(v.aval.shape) * compat.itemsize(v.aval.dtype))
+        for place in self._carried:
+            classes[self._root(place)].carried = True
         return classes
 
 

@@ -25,6 +25,7 @@ from jshard._core.messages import join_choices, short_source, suggest
 from jshard._core.topology import Topology
 from jshard._memory.least_traffic import product_flops
 from jshard._network.candidates import CandidateCache, enumerate_layouts
+from jshard._plan.padding_trials import PaddingTrials
 from jshard._plan.record import PlanRecord
 from jshard._plan.request import Force, Place, PlanRequest
 from jshard._plan.rows import Alternative, Decision
@@ -32,6 +33,12 @@ from jshard._program.graph import Literal, Operator, Program, operator_name
 from jshard._spec.entry import Pin, parse_entry
 from jshard._spec.mesh_checks import check_axes_divide
 
+
+NOTHING_TRIED = PaddingTrials(
+    skipped='with config={"pad": False}, host callbacks, Explicit axes or search="propagation" nothing is'
+)
+PADDING_NOTE = "; padding: "
+"""Stands between the reason why a cut is impossible and what is known of padding."""
 
 _SOURCE_LINE = re.compile(r".+\.\w+:\d+")
 
@@ -43,6 +50,7 @@ class Replanner:
     program: Program
     topology: Topology
     request: PlanRequest
+    padding: PaddingTrials = NOTHING_TRIED
 
     def __repr__(self) -> str:
         return f"Replanner({self.program.name})"
@@ -186,7 +194,7 @@ class Replanner:
             ]
             reason = ""
             if undivided:
-                reason = _does_not_divide(undivided[0], shape[undivided[0]], cuts[undivided[0]])
+                reason = self._does_not_divide(undivided[0], shape[undivided[0]], cuts[undivided[0]])
             elif pin is not None and _contradicts(pin.cuts, cuts):
                 reason = f"pinned as {pin}"
             out.setdefault(cuts, Alternative(cuts, reason=reason))
@@ -213,11 +221,16 @@ class Replanner:
                     reason = rule.note or "the operator needs this dimension whole"
                 elif size % p:
                     operand, dim = next((i, d) for i, c in enumerate(cuts) for d, q in enumerate(c) if q == p)
-                    reason = f"operand {operand}: " + _does_not_divide(dim, size, p)
+                    reason = f"operand {operand}: " + self._does_not_divide(dim, size, p)
                 else:
                     continue
                 out.setdefault(cuts, Alternative(cuts, reason=reason))
         return list(out.values())
+
+    def _does_not_divide(self, dim: int, size: int, cut: int) -> str:
+        nbytes = max((t.nbytes for t in self.program.tensors if size in t.shape), default=0)
+        note = self.padding.note(size, nbytes, self.topology.mesh)
+        return f"{cut} does not divide dimension {dim}, of size {size}{PADDING_NOTE}{note}"
 
     def _forced_operands(self, op: Operator, name: str, entry: Any) -> list[Force]:
         """What forces the operands of an operator into the pieces of a strategy; nothing for None."""
@@ -258,7 +271,7 @@ class Replanner:
                 fix="one of " + ", ".join(map(repr, mesh.names)),
             )
         cuts = tuple(None if d is None else mesh.size(*d) for d in axes)
-        check_axes_divide(pin, cuts, shape, dict(zip(mesh.names, mesh.sizes, strict=True)))
+        check_axes_divide(pin, cuts, shape, dict(zip(mesh.names, mesh.sizes, strict=True)), can_pad=False)
         return Pin(cuts, pin.axes, pin.where)
 
     def _check_cuts(self, pin: Pin, shape: Sequence[int]) -> None:
@@ -285,7 +298,3 @@ class Replanner:
 def _contradicts(pin: Sequence[int | None], cuts: Sequence[int]) -> bool:
     """Whether pinned pieces differ from those of a layout; None leaves a dimension free, 0 takes every device."""
     return any(p not in (None, c, 0) for p, c in zip(pin, cuts, strict=True))
-
-
-def _does_not_divide(dim: int, size: int, cut: int) -> str:
-    return f"{cut} does not divide dimension {dim}, of size {size}"

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from jshard._core.errors import MemoryBudgetError, ShardError
+from jshard._plan.replan import PADDING_NOTE
 from jshard._plan.rows import Alternative
 from jshard._report.diff import nearly_equal, regression_text, relative_change
 from jshard._report.format_units import format_bytes, format_seconds
@@ -52,7 +53,9 @@ class Why:
                 reasons.setdefault(a.reason, []).append(str(a.cuts) + (" <- chosen" if a.chosen else ""))
         for reason, cuts in reasons.items():
             more = f" and {len(cuts) - 3} more" if len(cuts) > 3 else ""
-            lines.append(f"  unavailable: {' '.join(cuts[:3])}{more}: {reason}")
+            said, _, note = reason.partition(PADDING_NOTE)
+            lines.append(f"  unavailable: {' '.join(cuts[:3])}{more}: {said}")
+            lines += [f"    padding {note}"] if note else []
         return "\n".join(clip(line.rstrip(), width_of_text) for line in lines)
 
 

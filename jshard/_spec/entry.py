@@ -43,6 +43,7 @@ class Pin:
     - `mesh`: the mesh of a `NamedSharding`, until the pin is resolved on the chosen mesh.
     - `all_devices_dim`: the dimension that is sharded over all devices ("data_parallel"), until it is resolved; its
         entry in `cuts` is None.
+    - `pads`: whether a dimension that a cut does not divide is padded; else such a cut is an error.
     """
 
     cuts: tuple[int | None, ...]
@@ -50,6 +51,7 @@ class Pin:
     where: str
     mesh: Mesh | AbstractMesh | None = None
     all_devices_dim: int | None = None
+    pads: bool = dataclasses.field(default=False, repr=False)
 
     def same_constraint(self, other: Pin) -> bool:
         """Whether both pins constrain a tensor in the same way, wherever they were written."""
@@ -198,8 +200,12 @@ def parse_entry(entry: object, shape: Sequence[int], where: str, devices: int | 
     return _parse_cuts(entry, shape, where, devices)
 
 
-def check_divides(cuts: Sequence[int | None], shape: Sequence[int], where: str, devices: int) -> None:
+def check_divides(
+    cuts: Sequence[int | None], shape: Sequence[int], where: str, devices: int, pads: bool = False
+) -> None:
     """Raise a `StrategyError` if a cut does not divide its dimension, with cuts that a mesh of `devices` allows.
+
+    With `pads`, only if it makes more pieces than the dimension has elements.
 
     >>> check_divides((8, 2), (10, 4), "argument x", devices=8)
     Traceback (most recent call last):
@@ -208,14 +214,47 @@ def check_divides(cuts: Sequence[int | None], shape: Sequence[int], where: str, 
       where: argument x
       write instead: 1 or 2 pieces there, or None to leave the dimension to the search
     """
+    made = math.prod(c or 1 for c in cuts)
     for dim, (cut, size) in enumerate(zip(cuts, shape, strict=True)):
-        if cut and size % cut:
-            raise StrategyError(
-                f"a cut of {cut} does not divide dimension {dim}, of size {size}",
-                where=where,
-                fix=f"{format_pieces(possible_cuts(cuts, shape, dim, devices))} there, or None to leave the "
-                "dimension to the search",
-            )
+        if not cut or size % cut == 0:
+            continue
+        if pads:
+            check_not_all_padding(cut, size, dim, where, devices)
+            continue
+        raise StrategyError(
+            f"a cut of {cut} does not divide dimension {dim}, of size {size}",
+            where=where,
+            fix=f"{format_pieces(possible_cuts(cuts, shape, dim, devices))} there, or None to leave the "
+            f"dimension to the search{pad_advice(cut, size) if devices % made == 0 else ''}",
+        )
+
+
+def check_not_all_padding(cut: int, size: int, dim: int, where: str, devices: int) -> None:
+    """Raise a `StrategyError` for a cut that makes more pieces than the dimension has elements, which padding cannot fill.
+
+    >>> check_not_all_padding(8, 7, 0, "argument x", devices=8)
+    Traceback (most recent call last):
+    ...
+    jshard._core.errors.StrategyError: a cut of 8 is larger than dimension 0, of size 7: some pieces would be padding only
+      where: argument x
+      write instead: 1, 2 or 4 pieces there, or None to leave the dimension to the search
+    """
+    if size and cut > size:
+        fewer = [n for n in divisors(devices) if n <= size]
+        raise StrategyError(
+            f"a cut of {cut} is larger than dimension {dim}, of size {size}: some pieces would be padding only",
+            where=where,
+            fix=f"{format_pieces(fewer)} there, or None to leave the dimension to the search",
+        )
+
+
+def pad_advice(cut: int, size: int) -> str:
+    """The end of an advice that names the option under which a cut that does not divide is legal; "" where none would be.
+
+    >>> pad_advice(8, 10), pad_advice(8, 7)
+    (', or config={"pad": True} to pad it to 16', '')
+    """
+    return f', or config={{"pad": True}} to pad it to {-(-size // cut) * cut}' if cut <= size else ""
 
 
 def possible_cuts(

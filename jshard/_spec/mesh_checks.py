@@ -15,8 +15,10 @@ from jshard._spec.entry import (
     JointConstraint,
     Pin,
     check_divides,
+    check_not_all_padding,
     format_pieces,
     nearest_strategy,
+    pad_advice,
     possible_cuts,
 )
 
@@ -46,14 +48,22 @@ def check_device(device: object) -> None:
 
 
 def check_axes_divide(
-    pin: Pin, cuts: Sequence[int | None], shape: Sequence[int], sizes: Mapping[str, int]
+    pin: Pin,
+    cuts: Sequence[int | None],
+    shape: Sequence[int],
+    sizes: Mapping[str, int],
+    can_pad: bool = True,
 ) -> None:
     """Raise a `StrategyError` if the axes of a spec do not divide their dimension, with axes that do.
 
     - `cuts`: shards per dimension under the spec. `sizes`: of the axes that the spec may use.
+    - `can_pad`: whether the option `pad` would make the spec legal.
     """
     for dim, (cut, size) in enumerate(zip(cuts, shape, strict=True)):
         if not cut or size % cut == 0:
+            continue
+        if pin.pads:
+            check_not_all_padding(cut, size, dim, pin.where, math.prod(sizes.values()))
             continue
         own = (pin.axes or ())[dim] or ()
         others = {a for d, named in enumerate(pin.axes or ()) if d != dim for a in named or ()}
@@ -68,7 +78,8 @@ def check_axes_divide(
             f"a cut of {cut}, by mesh {'axis' if len(own) == 1 else 'axes'} {' and '.join(map(repr, own))}, does not "
             f"divide dimension {dim}, of size {size}",
             where=pin.where,
-            fix=f"{join_choices([*offered, None])} there, or P.UNCONSTRAINED to leave it to the search",
+            fix=f"{join_choices([*offered, None])} there, or P.UNCONSTRAINED to leave it to the search"
+            f"{pad_advice(cut, size) if can_pad else ''}",
         )
 
 
@@ -127,7 +138,7 @@ def check_device_counts(
 
 def _check_count_of(pin: Pin, shape: Sequence[int] | None, count: int, devices: str) -> None:
     if shape is not None:
-        check_divides(pin.cuts, shape, pin.where, count)
+        check_divides(pin.cuts, shape, pin.where, count, pin.pads)
     made = math.prod(c or 1 for c in pin.cuts_on(count))
     such = f"cuts whose product divides {count}, such as {nearest_strategy(pin.cuts, shape, count)!r}"
     if made > count:

@@ -237,17 +237,17 @@ def resolve_pin(pin: Pin | None, chosen: ChosenMesh, shape: Sequence[int] | None
         cuts = pin.cuts_on(chosen.axes.total)
     if shape is not None:
         dim = pin.all_devices_dim
-        if dim is not None and shape[dim] % chosen.axes.total:
+        if dim is not None and shape[dim] % chosen.axes.total and not pin.pads:
             raise StrategyError(
                 f"{chosen.axes.total} devices do not divide dimension {dim}, of size {shape[dim]}",
                 where=pin.where,
                 fix="'full_batch', or one entry per result",
             )
         if axes is None:
-            check_divides(cuts, tuple(shape), pin.where, chosen.axes.total)
+            check_divides(cuts, tuple(shape), pin.where, chosen.axes.total, pin.pads)
         else:
             check_axes_divide(pin, cuts, tuple(shape), sizes)
-    return Pin(cuts, axes, pin.where)
+    return Pin(cuts, axes, pin.where, pads=pin.pads)
 
 
 def check_mesh(mesh: object) -> None:

@@ -80,7 +80,7 @@ class PlanOptions:
     local_batch: tuple[str, ...] = ()
     check_host_arrays: bool = True
     process_seconds: float | None = None
-    pad: bool | None = None
+    pad: bool | tuple[str, ...] | None = None
     pipeline: PipelineOption | str | None = None
 
 
@@ -258,22 +258,27 @@ def check_prefer(prefer: object, level: object = 0) -> float:
     return share
 
 
-def check_pad(pad: object) -> bool | None:
-    """None, or whether dimensions may be padded.
+def check_pad(pad: object) -> bool | tuple[str, ...] | None:
+    """None, whether dimensions may be padded, or the paths of arguments that are padded at rest.
+
+    >>> check_pad(["params.**"])
+    ('params.**',)
 
     >>> check_pad("no")
     Traceback (most recent call last):
     ...
     jshard._core.errors.ShardError: pad is a str, 'no'
       where: pad
-      write instead: config={"pad": False} to pad nothing, True to pad small tensors too; without it, large ones only
+      write instead: config={"pad": False} to pad nothing, True to pad small tensors too, paths to pad arguments at rest
     """
     if pad is None or isinstance(pad, bool | np.bool_):
         return None if pad is None else bool(pad)
+    if isinstance(pad, tuple | list) and pad and all(isinstance(p, str) and p for p in pad):
+        return tuple(pad)
     raise ShardError(
         f"pad is {describe_value(pad)}",
         where="pad",
-        fix='config={"pad": False} to pad nothing, True to pad small tensors too; without it, large ones only',
+        fix='config={"pad": False} to pad nothing, True to pad small tensors too, paths to pad arguments at rest',
     )
 
 

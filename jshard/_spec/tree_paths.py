@@ -20,6 +20,7 @@ import numpy as np
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 from jshard._core.jax_types import PyTree
+from jshard._core.padded_array import PADDED_FIELD
 
 
 VARIABLE_FIELDS = ("value", "raw_value", "_value")
@@ -63,6 +64,8 @@ def path_name(keypath: KeyPath) -> str:
     'block1.0.kernel'
     """
     keys = tuple(keypath)
+    if keys and isinstance(keys[-1], GetAttrKey) and keys[-1].name == PADDED_FIELD:
+        keys = keys[:-1]
     if keys and isinstance(keys[-1], GetAttrKey) and keys[-1].name in VARIABLE_FIELDS:
         keys = keys[:-1]
     return join(*map(key_name, keys))

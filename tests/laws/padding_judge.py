@@ -119,8 +119,8 @@ def _x(*shape: int, seed: int = 0) -> np.ndarray:
     return _RANDOM(seed + sum(shape)).normal(size=shape)
 
 
-def _ids(high: int, *shape: int) -> np.ndarray:
-    return _RANDOM(high).integers(-1, high + 2, shape).astype(np.int32)
+def _ids(high: int, *shape: int, seed: int = 0) -> np.ndarray:
+    return _RANDOM(high + seed).integers(-1, high + 2, shape).astype(np.int32)
 
 
 def head(n: int) -> tuple[Any, ...]:
@@ -135,8 +135,11 @@ def head(n: int) -> tuple[Any, ...]:
 
 def embedding(n: int) -> tuple[Any, ...]:
     """A table of n rows, with ids out of range."""
-    ids = _ids(n, 16)
-    return lambda t: jnp.sum(jnp.sin(t[ids])) + jnp.sum(t.at[ids].get(mode="fill", fill_value=2.0)), _x(n, 8)
+
+    def f(t: Any, ids: Any) -> Any:
+        return jnp.sum(jnp.sin(t[ids])) + jnp.sum(t.at[ids].get(mode="fill", fill_value=2.0))
+
+    return f, _x(n, 8), _ids(n, 16)
 
 
 def attention(n: int) -> tuple[Any, ...]:
@@ -164,27 +167,25 @@ def normalised(n: int) -> tuple[Any, ...]:
 
 def messages(n: int) -> tuple[Any, ...]:
     """Message passing over n edges: gather, segment sum, maximum, and a softmax by segment."""
-    src, dst = _ids(16, n) % 16, _ids(16, n) % 16
 
-    def f(h: Any, e: Any) -> Any:
+    def f(h: Any, e: Any, src: Any, dst: Any) -> Any:
         m = h[src] * e[:, None]
         top = jax.ops.segment_max(e, dst, 16)
         p = jnp.exp(e - top[dst])
         p = p / jax.ops.segment_sum(p, dst, 16)[dst]
         return jnp.sum(jax.ops.segment_sum(m * p[:, None], dst, 16) ** 2)
 
-    return f, _x(16, 8), _x(n)
+    return f, _x(16, 8), _x(n), _ids(16, n) % 16, _ids(16, n, seed=1) % 16
 
 
 def nodes(n: int) -> tuple[Any, ...]:
     """Message passing between n nodes."""
-    src, dst = _ids(n, 32), _ids(n, 32)
 
-    def f(h: Any, w: Any) -> Any:
+    def f(h: Any, w: Any, src: Any, dst: Any) -> Any:
         y = jnp.zeros_like(h).at[dst].add((h @ w)[jnp.clip(src, 0, n - 1)], mode="drop")
         return jnp.sum(jax.nn.relu(y) ** 2)
 
-    return f, _x(n, 8), _x(8, 8)
+    return f, _x(n, 8), _x(8, 8), _ids(n, 32), _ids(n, 32, seed=1)
 
 
 def recurrent(n: int) -> tuple[Any, ...]:
@@ -232,6 +233,11 @@ PROGRAMS: Mapping[str, Callable[[int], tuple[Any, ...]]] = {
     f.__name__: f
     for f in (head, embedding, attention, normalised, messages, nodes, recurrent, adam, statistics)
 }
+
+
+def step_of(fn: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any]:
+    """The value and the gradients by all arguments that are no indices."""
+    return jax.value_and_grad(fn, tuple(i for i, x in enumerate(args) if x.dtype.kind == "f"))
 
 
 def refusals(cases: Sequence[Case]) -> Counter[str]:

@@ -18,7 +18,7 @@ from jshard import _jaxcompat as compat
 from jshard._plan.padded_program import padded_program
 from jshard._plan.padding_classes import PaddingClasses
 from tests.helpers.rules_examples import EXAMPLES
-from tests.laws.padding_judge import PROGRAMS, judge
+from tests.laws.padding_judge import PROGRAMS, judge, step_of
 from tests.laws.rules_validator import cases
 
 
@@ -52,7 +52,7 @@ def padded_everywhere(fn, args, multiple: int, size: int):
 def test_values_and_gradients_of_a_padded_program(name: str, _float64: None) -> None:
     n = random.Random(f"{SEED} {name}").choice([7, 13])
     fn, *args = PROGRAMS[name](n)
-    step = jax.value_and_grad(fn, tuple(range(len(args))))
+    step = step_of(fn, args)
     want = jax.tree.leaves(step(*args))
     got = padded_everywhere(step, args, 8, n)(*args)
     for a, b in zip(got, want, strict=True):
@@ -136,7 +136,9 @@ def test_a_vocabulary_that_does_not_divide_is_padded() -> None:
 
 
 def test_the_option_is_checked() -> None:
-    fix = 'config={"pad": False} to pad nothing, True to pad small tensors too; without it, large ones only'
+    fix = (
+        'config={"pad": False} to pad nothing, True to pad small tensors too, paths to pad arguments at rest'
+    )
     with pytest.raises(jshard.ShardError, match="pad is a str, 'yes'") as caught:
         jshard.shard(head, config={"pad": "yes"})
     assert caught.value.fix == fix

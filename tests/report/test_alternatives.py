@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import pytest
 
@@ -85,6 +87,24 @@ def test_what_cannot_be_says_why():
         "pinned by jshard.op or a constraint"
     }
     assert "((2, 1), (1, 4))" in str(pinned)
+
+
+def test_padding_that_was_tried_has_its_cost_and_other_padding_a_reason():
+    def why(words, **config):
+        mesh = jax.make_mesh((8,), ("x",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:8])
+        step = jshard.shard(lambda w, x: jax.nn.logsumexp(x @ w), mesh=mesh, level=2, config=config)
+        p = step.plan(*(jax.ShapeDtypeStruct(s, "float32") for s in ((512, words), (64, 512))))
+        return p, str(p.why("w"))
+
+    p, text = why(1025)
+    tried = re.search(r"padding to 1,032: the whole plan costs ([\d.]+) us", text)
+    assert p.padding == () and tried is not None and float(tried[1]) > 1e6 * p.cost.objective
+    for words, config, reason in (
+        (1025, {"pad": False}, 'with config={"pad": False}, host callbacks, Explicit axes or'),
+        (101, {}, 'its tensors are small; config={"pad": True} tries them too'),
+        (13, {}, "it would add more than 12.5%"),
+    ):
+        assert f"padding not tried: {reason}" in why(words, **config)[1]
 
 
 def test_memory_is_a_reason(monkeypatch):

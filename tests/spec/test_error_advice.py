@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -196,7 +197,19 @@ def test_axes_that_are_offered_are_taken():
         except StrategyError as e:
             dim = int(re.search(r"dimension (\d+)", e.what)[1])  # pyright: ignore[reportOptionalSubscript]
             text, _, last = e.fix.partition(", or P.UNCONSTRAINED")
+            last, _, pad = last.partition(", or config=")
             assert last == " to leave it to the search"
+            cut = math.prod(mesh.shape[a] for a in ([axes[0]], axes[1:])[dim])
+            assert pad == (
+                "" if cut > shape[dim] else f'{{"pad": True}} to pad it to {-(-shape[dim] // cut) * cut}'
+            )
+            if pad:
+                pin = parse_entry(P(*spec), shape, "x")
+                assert pin is not None
+                try:
+                    choose_mesh(mesh, None, [dataclasses.replace(pin, pads=True)], [shape])
+                except StrategyError as other:
+                    assert f"dimension {dim}" not in other.what
             names = [eval(n) for n in re.findall(r"\([^)]*\)|'[a-z]'|None", text.removesuffix(" there"))]
             assert None in names
             for instead in [*names, P.UNCONSTRAINED]:

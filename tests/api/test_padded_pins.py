@@ -1,0 +1,156 @@
+"""Pins whose cuts do not divide: legal with `pad`, an error that names it without."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jshard
+from jshard._core.errors import StrategyError
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def mesh_of(*sizes: int):
+    names = tuple("xyz"[: len(sizes)])
+    devices = jax.devices()[: int(np.prod(sizes))]
+    return jax.make_mesh(sizes, names, (jax.sharding.AxisType.Auto,) * len(sizes), devices=devices)
+
+
+def head(w: Any, x: Any) -> Any:
+    return jax.nn.log_softmax(x @ w), w * 2
+
+
+def arguments() -> tuple[Any, Any]:
+    rng = np.random.default_rng(13)
+    return rng.normal(size=(6, 13)), rng.normal(size=(4, 6))
+
+
+product = jshard.op(jnp.dot, in_strategy=(None, (1, 8)), out_strategy=(1, 8))
+
+PINS: dict[str, dict[str, Any]] = {
+    "strategy": {"in_strategy": ((1, 8), None)},
+    "spec": {"in_strategy": (P(None, "x"), None)},
+    "parameter plan": {"parameter_plan": {"w": (1, 8)}},
+    "results": {"out_strategy": ((1, 8), P(None, "x"))},
+    "argument and result": {"in_strategy": ((1, 8), None), "out_strategy": (P(None, "x"), None)},
+    "configuration": {"config": {"pad": True, "parameters": {"w": [None, "x"]}}},
+}
+
+
+@pytest.mark.parametrize("kind", PINS)
+def test_a_pinned_cut_that_does_not_divide_pads(kind: str) -> None:
+    args, options = arguments(), {"config": {"pad": True}, **PINS[kind]}
+    step = jshard.shard(head, mesh=mesh_of(8), **options)
+    plan = step.plan(*args, verify=True)
+    assert plan.padding == ((13, 0, 16),)
+    assert plan.verification is not None and plan.verification.ok
+    for got, want in zip(step(*args), head(*args), strict=True):
+        assert got.shape == want.shape
+        np.testing.assert_allclose(got, want, rtol=1e-12)
+
+    def loss(fn):
+        return jax.grad(lambda w, x: sum(jnp.sum(jnp.sin(y)) for y in fn(w, x)), (0, 1))(*args)
+
+    for got, want in zip(loss(step), loss(head), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-12)
+
+
+def test_pins_of_operators_and_scopes_pad() -> None:
+    def f(w: Any, x: Any) -> Any:
+        with jax.named_scope("block"):
+            y = jnp.tanh(jax.jit(product)(x, w))
+        return jnp.sum(y, 1)
+
+    args = arguments()
+    for config in ({"pad": True}, {"pad": True, "activations": {"block": [None, "x"]}}):
+        step = jshard.shard(f, mesh=mesh_of(8), config=config)
+        assert step.plan(*args).padding == ((13, 0, 16),)
+        np.testing.assert_allclose(step(*args), f(*args), rtol=1e-12)
+
+
+def test_pins_of_several_cuts_pad_to_a_size_that_all_divide() -> None:
+    args = arguments()
+    strategies = {"in_strategy": (P(None, "y"), None), "out_strategy": (P(None, "x"), None)}
+    step = jshard.shard(head, mesh=mesh_of(4, 3), config={"pad": True}, **strategies)
+    assert step.plan(*args).padding == ((13, 0, 24),)
+    np.testing.assert_allclose(step(*args)[0], head(*args)[0], rtol=1e-12)
+
+
+def test_the_plan_holds_the_pin_for_the_padded_value() -> None:
+    step = jshard.shard(head, mesh=mesh_of(8), config={"pad": True}, in_strategy=((1, 8), None))
+    row = next(r for r in step.plan(*arguments()).operators if r.primitive == "pad_tail")
+    assert [str(layout) for layout in row.results] == ["(-, x)"]
+
+
+def test_a_plan_with_padded_pins_is_saved_and_read(tmp_path: pathlib.Path) -> None:
+    args = arguments()
+    step = jshard.shard(head, mesh=mesh_of(8), config={"pad": True}, in_strategy=((1, 8), None))
+    step.plan(*args).save(tmp_path / "plan.json")
+    again = jshard.shard(head, plan=jshard.Plan.load(tmp_path / "plan.json"), mesh=mesh_of(8))
+    np.testing.assert_allclose(again(*args)[0], head(*args)[0], rtol=1e-12)
+
+
+def refusal(fn: Any, *args: Any, **options: Any) -> StrategyError:
+    with pytest.raises(StrategyError) as caught:
+        jshard.shard(fn, mesh=mesh_of(8), **options).plan(*args)
+    return caught.value
+
+
+def test_without_pad_the_error_names_it() -> None:
+    args = arguments()
+    error = refusal(head, *args, in_strategy=((1, 8), None))
+    assert error.what == "a cut of 8 does not divide dimension 1, of size 13"
+    assert error.fix.endswith(', or config={"pad": True} to pad it to 16')
+    error = refusal(head, *args, out_strategy=(None, P(None, "x")))
+    assert error.fix.endswith(', or config={"pad": True} to pad it to 16')
+    error = refusal(head, *args, config={"parameters": {"w": [None, "x"]}})
+    assert error.fix == 'null, "?" or other axes there, or pad: true to pad it'
+
+
+def test_a_cut_larger_than_the_size() -> None:
+    error = refusal(jnp.tanh, np.ones(7), in_strategy=((8,),), config={"pad": True})
+    assert error.what == "a cut of 8 is larger than dimension 0, of size 7: some pieces would be padding only"
+    assert error.fix == "1, 2 or 4 pieces there, or None to leave the dimension to the search"
+    assert (
+        jshard.shard(jnp.tanh, mesh=mesh_of(8), in_strategy=((4,),), config={"pad": True})
+        .plan(np.ones(7))
+        .padding
+    )
+    assert "pad" not in refusal(jnp.tanh, np.ones(7), in_strategy=((8,),)).fix
+
+
+def test_an_operator_without_a_padded_form_is_named() -> None:
+    error = refusal(lambda x: jnp.sort(x) * 2, np.ones(13), in_strategy=((8,),), config={"pad": True})
+    assert error.what.startswith("a cut of 8 would pad dimension 0, of size 13, and sort")
+    assert error.what.endswith("has no padded form")
+    assert error.fix == "1 piece there, or an array of 16 that the function itself masks"
+    error = refusal(lambda x: x, np.ones(13), in_strategy=((8,),), config={"pad": True})
+    assert error.what == "a cut of 8 would pad dimension 0, of size 13, with which nothing is computed"
+
+
+def test_a_shard_map_sees_no_padding() -> None:
+    def f(x: Any) -> Any:
+        return jax.shard_map(jnp.tanh, mesh=mesh_of(8), in_specs=P(), out_specs=P())(x)
+
+    error = refusal(f, np.ones(13), in_strategy=((8,),), config={"pad": True})
+    assert "shard_map" in error.what
+    assert error.fix == "1 piece there, and in_specs or out_specs with None for dimension 0"
+    jshard.shard(f, mesh=mesh_of(8), in_strategy=((1,),), config={"pad": True}).plan(np.ones(13))
+
+
+def test_a_search_that_does_not_pad_refuses_the_pin() -> None:
+    error = refusal(
+        head, *arguments(), in_strategy=((1, 8), None), search="propagation", config={"pad": True}
+    )
+    assert "this call is not padded" in error.what
