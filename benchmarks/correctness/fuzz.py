@@ -1,6 +1,7 @@
 """Thousands of random programs, sharded against unsharded: values, gradients, requested shardings, warnings.
 
     python benchmarks/correctness/fuzz.py [--count 3000] [--seed 0] [--state fuzz.json] [--only NUMBER ...] [--show]
+    python benchmarks/correctness/fuzz.py --odd              # sizes that no mesh divides, padded
     python benchmarks/correctness/fuzz.py --explore 200      # hypothesis draws the programs, and makes a failure small
 
 Program `n` of seed `s` is the same on every machine, so a number is a report: `--only n` runs it again, and
@@ -41,12 +42,15 @@ def main() -> int:
     parser.add_argument("--high", type=int, default=40)
     parser.add_argument("--explore", type=int, metavar="COUNT")
     parser.add_argument("--show", action="store_true")
+    parser.add_argument(
+        "--odd", action="store_true", help="sizes that no mesh divides, with config={'pad': True}"
+    )
     args = parser.parse_args()
 
     import jax
 
     from tests.laws.fuzz_judge import judge
-    from tests.laws.fuzz_programs import numbered_program
+    from tests.laws.fuzz_programs import ODD_SIZES, SIZES, numbered_program
 
     if args.explore:
         return explore(args.explore, args.high)
@@ -56,10 +60,10 @@ def main() -> int:
     for n in args.only or range(args.start, args.start + args.count):
         if str(n) in done and not args.only:
             continue
-        p = numbered_program(args.seed, n, args.high)
+        p = numbered_program(args.seed, n, args.high, ODD_SIZES if args.odd else SIZES)
         if args.show:
             print(p)
-        verdict = judge(p)
+        verdict = judge(p, {"pad": True} if args.odd else None)
         done[str(n)] = verdict.kind
         if verdict.failed:
             failed.append(n)

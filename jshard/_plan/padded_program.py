@@ -206,9 +206,8 @@ class _Writer:
         ]
         if not active:
             outvars = fresh(eqn.outvars) if copied else list(eqn.outvars)
-            if copied or any(a is not b for a, b in zip(operands, eqn.invars, strict=True)):
-                eqn = eqn.replace(invars=operands, outvars=outvars)
-            self.eqns.append(eqn)
+            changed = copied or any(a is not b for a, b in zip(operands, eqn.invars, strict=True))
+            self.eqns.append(eqn.replace(invars=operands, outvars=outvars) if changed else eqn)
             for old, atom in zip(eqn.outvars, outvars, strict=True):
                 env[old] = _Value({frozenset(): atom}, frozenset(), {})
             return

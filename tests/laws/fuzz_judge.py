@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -44,12 +44,12 @@ def mesh_of(sizes: Sequence[int]) -> Any:
     return jax.make_mesh(tuple(sizes), axis_names(sizes), axis_types=kinds, devices=jax.devices()[:n])
 
 
-def judge(p: Fuzzed) -> Verdict:
-    """Run a program plain and sharded, and compare."""
+def judge(p: Fuzzed, config: Mapping[str, Any] | None = None) -> Verdict:
+    """Run a program plain and sharded, and compare; `config`: options of `shard` that only a configuration holds."""
     with jax.enable_x64(p.x64), warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         try:
-            verdict = _judge(p)
+            verdict = _judge(p, config)
         except Exception:
             return Verdict("error", traceback.format_exc(limit=-12))
     told = [str(w.message) for w in heard]
@@ -72,7 +72,7 @@ def _loss(fn: Any, moving: Sequence[int]) -> Any:
     return jax.value_and_grad(loss, has_aux=True)
 
 
-def _judge(p: Fuzzed) -> Verdict:
+def _judge(p: Fuzzed, config: Mapping[str, Any] | None) -> Verdict:
     mesh = mesh_of(p.mesh)
     args = p.arguments()
     moving = [i for i, v in enumerate(p.inputs) if v.real]
@@ -87,6 +87,7 @@ def _judge(p: Fuzzed) -> Verdict:
         return Verdict("invalid", str(e))
     program = p.function(plain=False, mesh=mesh)
     options: Any = dict(parameter_plan=p.parameter_plan or None, mesh=mesh, level=p.level, search=p.search)
+    options |= {"config": config} if config else {}
     sharded = jshard.shard(program, p.in_strategy, p.out_strategy, **options)
     try:
         if p.mode == "direct":

@@ -29,6 +29,7 @@ from tests.laws.fuzz_statements import BLOCKS, PLAIN, PRELUDE
 
 MESHES = ((8,), (8,), (4, 2), (2, 4), (2, 2, 2), (2, 2), (4,), (2,), (6,), (3, 2), (1, 8))
 SIZES = (1, 2, 3, 4, 4, 4, 6, 8, 8, 8, 12, 16)
+ODD_SIZES = (1, 3, 5, 7, 7, 9, 11, 13, 13, 15, 8)
 MOST_ELEMENTS = 1536
 DTYPES = ("float32", "float64", "int32", "int64", "uint32", "bool")
 
@@ -163,8 +164,10 @@ class Scope:
 class Drawer:
     """The source of choices for one program; every method takes its randomness from `rng`."""
 
-    def __init__(self, rng: random.Random, mesh: tuple[int, ...], dtype: str, budget: int):
-        self.rng, self.mesh, self.dtype, self.left = rng, mesh, dtype, budget
+    def __init__(
+        self, rng: random.Random, mesh: tuple[int, ...], dtype: str, budget: int, sizes: Sequence[int]
+    ):
+        self.rng, self.mesh, self.dtype, self.left, self.sizes = rng, mesh, dtype, budget, sizes
         self.count = 0
         self.space = namespace(True)
 
@@ -187,7 +190,7 @@ class Drawer:
 
     def shape(self, rank: int) -> tuple[int, ...]:
         """A random shape."""
-        return tuple(self.choice(SIZES) for _ in range(rank))
+        return tuple(self.choice(self.sizes) for _ in range(rank))
 
     def shapes(self, scope: Scope, lines: Sequence[str], expression: str) -> tuple[list[Any], int] | None:
         """Shapes of an expression and its number of equations; None when JAX refuses it."""
@@ -270,11 +273,11 @@ def count_equations(jaxpr: Any) -> int:
     return total
 
 
-def program(rng: random.Random, *, low: int = 5, high: int = 40) -> Fuzzed:
+def program(rng: random.Random, *, low: int = 5, high: int = 40, sizes: Sequence[int] = SIZES) -> Fuzzed:
     """A program of about `low` to `high` operators."""
     mesh = MESHES[rng.randrange(len(MESHES))]
     x64 = rng.random() < 0.3
-    draw = Drawer(rng, mesh, "float64" if x64 else "float32", rng.randint(low + 3, high))
+    draw = Drawer(rng, mesh, "float64" if x64 else "float32", rng.randint(low + 3, high), sizes)
     inputs = [
         Value(f"x{i}", draw.shape(draw.between(0 if i else 1, 3)), draw.dtype)
         for i in range(draw.between(1, 3))
@@ -304,9 +307,9 @@ def program(rng: random.Random, *, low: int = 5, high: int = 40) -> Fuzzed:
     )  # fmt: skip
 
 
-def numbered_program(seed: int, n: int, high: int = 40) -> Fuzzed:
+def numbered_program(seed: int, n: int, high: int = 40, sizes: Sequence[int] = SIZES) -> Fuzzed:
     """Program `n` of a seed: that of every sweep, so that a number in a report is enough to find it again."""
-    return program(random.Random(seed * 1_000_003 + n), high=high)
+    return program(random.Random(seed * 1_000_003 + n), high=high, sizes=sizes)
 
 
 @st.composite

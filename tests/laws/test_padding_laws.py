@@ -116,6 +116,16 @@ def test_a_padded_function_keeps_its_derivative_rules() -> None:
     np.testing.assert_allclose(jax.grad(sharded)(w, x), jax.grad(f)(w, x))
 
 
+def test_a_derivative_rule_around_operators_that_are_not_padded(_float64: None) -> None:
+    @jax.custom_vjp
+    def f(x):
+        return jnp.tanh(x) * jnp.sum(jnp.sort(x, 0)[0] * 2.0)
+
+    f.defvjp(lambda x: (f(x), x), lambda x, g: (g * jnp.cos(x),))
+    x = np.random.default_rng(SEED).normal(size=(13, 3))
+    np.testing.assert_allclose(padded_everywhere(f, (x,), 8, 13)(x)[0], f(x), rtol=1e-12)
+
+
 def head(w, x, labels):
     logp = jax.nn.log_softmax((x @ w).astype(jnp.float32))
     return -jnp.mean(jnp.take_along_axis(logp, labels[:, None], 1))
