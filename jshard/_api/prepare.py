@@ -329,7 +329,7 @@ def _plan_with_padding(traced: TracedCall, limited: bool) -> tuple[PlannedCall, 
     if not can_pad or compat.has_effects(traced.jaxpr):
         refuse_uneven(reference.uneven)
         return _or_raise(planned, refusal), None
-    from jshard._api.padded_at_rest import sizes_at_rest
+    from jshard._api.padded_trace import sizes_at_rest
     from jshard._api.plan_padded import plan_padded, with_padding, with_trials
 
     def plan_jaxpr(jaxpr: ClosedJaxpr) -> PlannedCall:
@@ -370,6 +370,11 @@ def _plan_jaxpr(
 
     `limited`: within the memory budget. `recomputed`: whether the other jaxpr computes values again.
     """
+    from jshard._api.padded_pins import (  # here, so that `import jshard` stays light
+        pins_in_padded,
+        uneven_cuts,
+    )
+
     request, call, donated, rules, in_pins = of.request, of.call, of.donated, of.rules, of.in_pins
     traced = build_program(
         request, call, of.jax_traced, of.explicit_mesh, donated, rules and rules.pin_of_name,
@@ -393,10 +398,7 @@ def _plan_jaxpr(
         check_meshes(program, chosen.axes)
         topology = device_topology.without_unit_axes(physical_topology(request, chosen))
         pinned, committed = pins.resolve(chosen, topology)
-        if request.options.pad is True:
-            from jshard._api.padded_pins import pins_in_padded  # here, so that `import jshard` stays light
-
-            pinned = pins_in_padded(program, pinned, jaxpr is not None)
+        pinned = pins_in_padded(program, pinned, jaxpr is not None)
         if request.plan is not None:
             return _Planned(request.plan, schedule_of_plan(program, topology, request.plan))
         found = of.found
@@ -424,10 +426,7 @@ def _plan_jaxpr(
         planned = plan_on(chosen)
     uneven: tuple[UnevenCut, ...] = ()
     if jaxpr is None and request.options.pad is True and of.given_plan is None:
-        from jshard._api.padded_pins import uneven_cuts
-
-        pinned, _ = pins.resolve(chosen, physical_topology(request, chosen))
-        uneven = uneven_cuts(of.jaxpr, program, pinned)
+        uneven = uneven_cuts(of.jaxpr, program, pins.resolve(chosen, physical_topology(request, chosen))[0])
     return PlannedCall(
         request,
         dataclasses.replace(planned.plan, jax_mesh=chosen.mesh, in_tree=in_tree, out_tree=out_tree),

@@ -146,7 +146,7 @@ def _trace_with(
     numbers, names = request.statics
     fn = request.fn if request.config is None else with_marked_outputs(request.fn)
     if holds_padded(traced_arguments(request, args, kwargs)):
-        from jshard._api.padded_at_rest import on_true_sizes  # here, so that `import jshard` stays light
+        from jshard._api.padded_trace import on_true_sizes  # here, so that `import jshard` stays light
 
         fn = on_true_sizes(fn)
     shapes = [a if i in numbers else to_shapes(a) for i, a in enumerate(args)]
