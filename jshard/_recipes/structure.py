@@ -145,6 +145,8 @@ class Structure:
 
     def _is_float(self, number: int) -> bool:
         dtype = self.program.tensors[self.argument(number)].dtype
+        if not isinstance(dtype, np.dtype):
+            return False  # keys of random bits
         return dtype.kind in "fcV" or dtype == np.int8 or "float" in dtype.name
 
     @functools.cached_property

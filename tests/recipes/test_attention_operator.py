@@ -185,3 +185,15 @@ def test_the_advice_is_right():
     assert recipe_pins("sequence", of_program(fn, *args), SIZES).products
     with pytest.raises(jshard.ShardError, match="ulysses cuts attention by heads, ring by positions"):
         recipe_pins("ulysses+ring", s, SIZES)
+
+
+def test_a_key_of_random_bits_is_no_weight():
+    p, tokens = problem()
+
+    def step(p, tokens, key):
+        kept = jax.random.bernoulli(key, 0.9, p["wo"].shape)
+        return jax.grad(OPERATOR)(p | {"wo": jnp.where(kept, p["wo"], 0)}, tokens)
+
+    s = of_program(step, p, tokens, jax.random.key(0))
+    said = {s.name(n): e for n, e in recipe_pins("fsdp+megatron", s, SIZES).arguments.items()}
+    assert "key" not in said and said["p.wo"] == (("model",), ("data",))
