@@ -25,9 +25,19 @@ from benchmarks.models import models  # noqa: E402
 RESULTS, PAGE = HERE / "recipes.json", HERE / "recipes.md"
 FAMILIES = (
     "Llama", "GPT2", "BERT", "ViT", "Whisper", "Mistral", "Gemma", "Bloom", "OPT", "GPT-J", "GPT-Neo", "CLIP", "BART",
-    "ResNet",
+    "ResNet", "Swin-like", "SAM-like",
 )  # fmt: skip
-COLUMNS = ("fsdp", "megatron", "fsdp+megatron", "megatron+sequence", "ulysses", "vocab", "lazy", "search")
+COLUMNS = (
+    "fsdp",
+    "megatron",
+    "fsdp+megatron",
+    "megatron+sequence",
+    "ulysses",
+    "vocab",
+    "lazy",
+    "fused",
+    "search",
+)
 TOLERANCE = 1e-5
 
 INTRO = """# Recipes on models that none of us wrote
@@ -37,7 +47,10 @@ width of 64 in float32, on 8 CPU devices as data 2 x model 4, by each recipe and
 compares them with the plain run. A cell: the largest difference of any leaf, relative to the leaf's largest value; then
 what the plan costs at level 0 over the search's (which pins the batch only); `not as planned` where the compiled
 collectives are not the planned ones. `lazy`: parameters created in the shardings of `fsdp+megatron` from shapes alone,
-against the plain initialisation (at the same random numbers), and the share of them that a device holds.
+against the plain initialisation (at the same random numbers), and the share of them that a device holds. `fused`: by
+`fsdp+megatron` with attention as one operator and fused norms, against the plain model as it is written.
+The last two models are our own, since no installed library has windows of images; they run in any environment with
+`MODELS_PYTHON`.
 At these sizes the plans are made for a chip without latency, as in `benchmarks/models/models.md`.
 
 """

@@ -28,6 +28,8 @@ class Model:
     step: Callable[..., Any] | None = None
     # Parameters anew, as a function that can be traced.
     create: Callable[[], Any] | None = None
+    # The same model with attention as one operator and fused norms.
+    fused: Callable[[], Model] | None = None
 
 
 def cross_entropy(logits: Any, batch: Any) -> Any:

@@ -20,6 +20,7 @@ from jshard import hardware
 
 
 COLUMNS = ("megatron", "fsdp+megatron", "megatron+sequence", "ulysses", "vocab", "fsdp", "search")
+FUSED = "fsdp+megatron"
 SHAPE = {"data": 2, "model": 4}
 
 
@@ -88,6 +89,9 @@ def main(name: str) -> None:
     for column in COLUMNS:
         out[column] = cell(column, step, args, wanted, mesh)
         print("RESULT " + json.dumps(out), flush=True)
+    out["fused"] = {"reason": "its library has no place for another attention"}
+    if model.fused is not None:
+        out["fused"] = cell(FUSED, *loss_and_gradients(model.fused()), wanted, mesh)
     out["lazy"] = lazily(model, step, args, mesh)
     print("RESULT " + json.dumps(out), flush=True)
 
