@@ -46,8 +46,8 @@ def rms_norm(x: ArrayLike, scale: ArrayLike | None = None, *, epsilon: float = 1
     """Normalization by the root mean square of the last dimension: x / sqrt(mean(x^2) + epsilon) * scale.
 
     >>> import jax.numpy as jnp
-    >>> rms_norm(jnp.array([[3.0, 4.0]]), epsilon=0.0).round(3).tolist()
-    [[0.849, 1.131]]
+    >>> [round(float(y), 3) for y in rms_norm(jnp.array([3.0, 4.0]), epsilon=0.0)]
+    [0.849, 1.131]
 
     Arguments and types as for `layer_norm`.
     """

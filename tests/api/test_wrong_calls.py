@@ -116,7 +116,7 @@ ROWS: tuple[Row, ...] = (
         "shard: multiple values for argument 'in_strategy'", "shard",
         OPTIONS.replace("in_strategy, ", "", 1)),
     Row("strategy of op", lambda: jshard.op(jnp.dot, strategy=1), "op takes no argument 'strategy'", "op",
-        "'in_strategy' or 'out_strategy' (its arguments: in_strategy, out_strategy, rule, reduction, sizes)"),
+        "'in_strategy' or 'out_strategy' (its arguments: in_strategy, out_strategy, rule, reduction, sizes, work)"),
     Row("topology's axes misspelt", lambda: jshard.topology("v5e:2x4", axis={"x": 8}),
         "topology takes no argument 'axis'", "topology", "'axes' (its arguments: axes, num_slices, compiles)"),
     Row("topology without axes", lambda: jshard.topology("v5e:2x4"), "topology is called without axes", "topology",
