@@ -38,6 +38,7 @@ from jshard._plan.padding_classes import (
     PaddingClasses,
     inner_bodies,
     shape_of,
+    stacked_from,
 )
 from jshard._program.equation_bodies import with_bodies
 from jshard._program.inlining import fresh, substituted
@@ -169,9 +170,16 @@ class _Writer:
     def call(self, eqn: JaxprEqn, env: _Env, copied: bool) -> None:
         """A call, loop or branch around its new bodies."""
         new = with_bodies(eqn, lambda _, jaxpr: self.body(jaxpr) if self.needs(jaxpr) else jaxpr)
-        entering = {id(outer): self.natural(outer) for b in inner_bodies(eqn) for outer, _, _ in b.bound}
-        invars = [self.form(v, entering.get(id(v), frozenset()), env, eqn) for v in eqn.invars]
-        dims = [entering.get(id(v), frozenset()) for v in eqn.outvars]
+        entering = {id(outer) for b in inner_bodies(eqn) for outer, _, _ in b.bound}
+        stacked, stacked_results = stacked_from(eqn)
+
+        def dims_of(v: JaxprAtom, is_stacked: bool) -> _Dims:
+            if id(v) not in entering:
+                return frozenset()
+            return self.natural(v) - {0} if is_stacked else self.natural(v)  # the trip count is what it was
+
+        invars = [self.form(v, dims_of(v, i >= stacked), env, eqn) for i, v in enumerate(eqn.invars)]
+        dims = [dims_of(v, i >= stacked_results) for i, v in enumerate(eqn.outvars)]
         outvars = [self.new(v, d) if d or copied else v for v, d in zip(eqn.outvars, dims, strict=True)]
         self.eqns.append(new.replace(invars=invars, outvars=outvars))
         for v, d, atom in zip(eqn.outvars, dims, outvars, strict=True):

@@ -217,6 +217,14 @@ def inner_bodies(eqn: JaxprEqn) -> list[BoundBody]:
     return []
 
 
+def stacked_from(eqn: JaxprEqn) -> tuple[int, int]:
+    """The first operand and the first result of a scan that have a dimension for its turns; past the last for all others."""
+    if eqn.primitive.name != "scan":
+        return len(eqn.invars), len(eqn.outvars)
+    consts, carried = compat.scan_split(eqn.params)
+    return consts + carried, carried
+
+
 def _whole(eqn: JaxprEqn, called: Jaxpr | ClosedJaxpr, operands: Sequence[JaxprAtom]) -> BoundBody:
     body = compat.open_jaxpr(called)[0]
     pairs = [*zip(operands, body.invars, strict=True), *zip(eqn.outvars, body.outvars, strict=True)]

@@ -126,6 +126,22 @@ def test_a_derivative_rule_around_operators_that_are_not_padded(_float64: None) 
     np.testing.assert_allclose(padded_everywhere(f, (x,), 8, 13)(x)[0], f(x), rtol=1e-12)
 
 
+@pytest.mark.parametrize("layers, width", [(7, 7), (7, 8), (8, 7)])
+def test_a_scan_over_stacked_layers_keeps_its_length(layers: int, width: int, _float64: None) -> None:
+    def step(w, x):
+        def loss(w):
+            y, states = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), h), x, w)
+            return jnp.sum(y**2) + jnp.sum(jnp.cos(states) * 2)
+
+        value, g = jax.value_and_grad(loss)(w)
+        return value, w - 0.1 * g, jnp.sum(w, 0)
+
+    rng = np.random.default_rng(SEED)
+    args = rng.normal(size=(layers, width, width)), rng.normal(size=(4, width))
+    for got, want in zip(padded_everywhere(step, args, 8, 7)(*args), step(*args), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-12)
+
+
 def head(w, x, labels):
     logp = jax.nn.log_softmax((x @ w).astype(jnp.float32))
     return -jnp.mean(jnp.take_along_axis(logp, labels[:, None], 1))
