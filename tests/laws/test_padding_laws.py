@@ -142,6 +142,15 @@ def test_a_scan_over_stacked_layers_keeps_its_length(layers: int, width: int, _f
         np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-12)
 
 
+def test_an_update_at_a_literal_index(_float64: None) -> None:
+    def f(x, y):
+        x = jax.lax.dynamic_update_slice(x, y[:1], (11, 0))
+        return jax.lax.dynamic_update_slice(x, y[:1] + 1, (12, 0))
+
+    x, y = (np.random.default_rng(k).normal(size=(n, 3)) for k, n in ((0, 13), (1, 2)))
+    np.testing.assert_allclose(padded_everywhere(f, (x, y), 8, 13)(x, y)[0], f(x, y))
+
+
 def head(w, x, labels):
     logp = jax.nn.log_softmax((x @ w).astype(jnp.float32))
     return -jnp.mean(jnp.take_along_axis(logp, labels[:, None], 1))
