@@ -294,13 +294,8 @@ class _Writer:
             length = next(shape_of(eqn.invars[i])[d] for i, d in f.operands)
             index = operands[limit.operand]
             fixed = limited(index.aval, limit, length, size)
-            key = (
-                id(index),
-                limit.column,
-                limit.dropped,
-                length,
-                size,
-            )  # of variables and literals of this body
+            # By identity: a literal has no hash, and variables and literals of this body outlive the dictionary.
+            key = id(index), limit.column, limit.dropped, length, size
             if fixed is not None and key not in self.written:
                 (self.written[key],) = self.traced(fixed, [index], eqn)
             operands[limit.operand] = self.written.get(key, index)
