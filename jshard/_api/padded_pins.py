@@ -20,6 +20,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from jshard import _jaxcompat as compat
+from jshard._api.call_pins import PlacedPin
 from jshard._core.errors import StrategyError
 from jshard._core.jax_types import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn
 from jshard._core.layout import MeshAxes
@@ -29,10 +30,6 @@ from jshard._plan.padding_search import MOST_WASTE
 from jshard._program.graph import Literal, Program
 from jshard._program.tail_primitives import PAD_TAIL
 from jshard._spec.entry import Pin
-
-
-PlacedPin = tuple[int, str, int, Pin]
-"""A pin and its place: (operator, "operand" or "result", index, pin)."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -210,12 +207,8 @@ def _padded_places(program: Program, op: int, side: str, k: int) -> Iterator[tup
     if program.operators[cropped].primitive == "slice":
         before = program.operators[cropped].operands[0]
         if not isinstance(before, Literal):
-            yield (*_defined(program, before),)
-
-
-def _defined(program: Program, tensor: int) -> tuple[int, str, int]:
-    op, k = program.defs()[tensor]
-    return op, "result", k
+            op, k = program.defs()[before]
+            yield op, "result", k
 
 
 def _shape(program: Program, op: int, side: str, k: int) -> tuple[int, ...]:

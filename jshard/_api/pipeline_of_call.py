@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -14,7 +13,6 @@ from jshard._api.machine import requested_mesh
 from jshard._api.pipeline_choice import cheapest_pipeline, choices
 from jshard._api.plan import Plan
 from jshard._api.shard_request import ShardRequest
-from jshard._batch.batch_report import BatchReport
 from jshard._batch.pipeline_shape import PipelineShape
 from jshard._batch.pipelines import in_pipeline
 from jshard._core.errors import ShardError
@@ -71,10 +69,8 @@ class PipelinedCall(Generic[Call]):
 
     def planned_with(self, option: PipelineOption | None) -> Call:
         """The planned call in one pipeline, or in none."""
-        report = functools.partial(_batch_report, self.read_batch, self.request.name)
         if option is None:
-            call = self.plan_program(None)
-            return self.with_plan(call, dataclasses.replace(self.plan_of(call), batch_of=report))
+            return self.plan_program(None)
         batch = self.read_batch()
         shape = _shape(_mesh(self.request, self.argument_mesh), option, self.request.name)
         _check_batch(batch, option, self.request.name)
@@ -88,11 +84,7 @@ class PipelinedCall(Generic[Call]):
         row = PipelineRow(
             option.axis, shape.stages, option.microbatches, option.rounds, option.uneven, staged.layers
         )
-        return self.with_plan(call, dataclasses.replace(self.plan_of(call), pipeline=row, batch_of=report))
-
-
-def _batch_report(read_batch: Callable[[], BatchOfCall], name: str) -> BatchReport:
-    return read_batch().report(name, 1)
+        return self.with_plan(call, dataclasses.replace(self.plan_of(call), pipeline=row))
 
 
 def _mesh(request: ShardRequest, argument_mesh: JaxMesh | None) -> MeshAxes:

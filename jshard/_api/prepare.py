@@ -76,6 +76,10 @@ class PlannedCall:
     unpadded: Callable[[], PlannedCall] | None = None
     uneven: tuple[UnevenCut, ...] = ()
 
+    def with_plan(self, **changes: object) -> PlannedCall:
+        """The call with fields of its plan replaced."""
+        return dataclasses.replace(self, plan=dataclasses.replace(self.plan, **changes))
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Planned:
@@ -210,34 +214,30 @@ def plan_traced(traced: TracedCall) -> PlannedCall:
             looped = batch().in_microbatches(pieces, request.name)
             planned = _plan_with_remat(dataclasses.replace(traced, in_pieces=looped))
         report = functools.partial(_batch_report, traced.read_batch, request.name, pieces)
-        return dataclasses.replace(
-            planned, plan=dataclasses.replace(planned.plan, microbatches=pieces, batch_of=report)
-        )
+        return planned.with_plan(microbatches=pieces, batch_of=report)
 
     if count is None or isinstance(count, int):
         return plan_in(count or 1)
     from jshard._api.batch_of_call import fewest_microbatches  # here, so that `import jshard` stays light
 
-    planned, steps = fewest_microbatches(batch(), plan_in, lambda p: p.plan)
-    return dataclasses.replace(
-        planned, plan=dataclasses.replace(planned.plan, steps=(*planned.plan.steps, *steps))
-    )
+    planned, steps = fewest_microbatches(batch(), plan_in, lambda planned: planned.plan)
+    return planned.with_plan(steps=(*planned.plan.steps, *steps))
 
 
 def _in_pipeline(traced: TracedCall) -> PlannedCall:
     """The planned call of a traced function in the pipeline of its request, or of the plan that it was given."""
     from jshard._api.pipeline_of_call import PipelinedCall  # here, so that `import jshard` stays light
 
-    return PipelinedCall(
+    planned = PipelinedCall(
         traced.request,
         traced.call.placement.mesh,
         traced.read_batch,
-        lambda jaxpr: _plan_with_remat(
-            traced if jaxpr is None else dataclasses.replace(traced, in_pieces=jaxpr)
-        ),
+        lambda jaxpr: _plan_with_remat(dataclasses.replace(traced, in_pieces=jaxpr)),
         lambda call: call.plan,
         lambda call, plan: dataclasses.replace(call, plan=plan),
     ).planned(None if traced.given_plan is None else traced.given_plan.pipeline)
+    report = functools.partial(_batch_report, traced.read_batch, traced.request.name, 1)
+    return planned.with_plan(batch_of=report)
 
 
 def _batch_of_call(
@@ -286,8 +286,7 @@ def _plan_with_remat(traced: TracedCall) -> PlannedCall:
         planned = dataclasses.replace(planned, plan=plan, unpadded=unpadded)
     if request.options.remat == "policy":
         policy = equivalent_policy(closed, planned.plan, chip_of(planned))
-        steps = (*planned.plan.steps, *policy)
-        planned = dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, steps=steps))
+        planned = planned.with_plan(steps=(*planned.plan.steps, *policy))
     return planned
 
 

@@ -65,11 +65,10 @@ class LoopParts:
     @property
     def targets(self) -> tuple[tuple[JaxprAtom, BatchClass], ...]:
         """What a layer of the pipeline computes: the carries that move, then results per example, then sums."""
-        examples = [v for v in self.stacked if self.kind(v) == "per example"]
         moved = [(self.carried[j], self.classes[self.carries[j]]) for j in self.moving]
         return (
             *moved,
-            *((v, self.classes[v]) for v in dict.fromkeys(examples)),
+            *((v, self.classes[v]) for v in self.examples),
             *((v, SUM) for v in self.sums),
         )
 

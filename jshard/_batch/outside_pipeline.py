@@ -39,21 +39,23 @@ class Outside:
 
 def run_early(parts: LoopParts, shared: Values, stacks: Values, initial: Values) -> Outside:
     """The carries and results of shared values, which the pipeline reads."""
-    eqns = _shared_equations(parts)
-    wanted = [
-        v for v in dict.fromkeys(parts.stacked) if not compat.is_literal(v) and parts.kind(v) == "shared"
-    ]
-    final, entering = _carried(parts, parts.early, eqns, shared, stacks, initial)
-    each = _of_all_layers(parts, eqns, shared, {**stacks, **entering}, wanted)
-    return Outside(final, dict(zip(wanted, each, strict=True)), entering)
+    return _run_outside(parts, "shared", parts.early, _shared_equations(parts), shared, stacks, initial)
 
 
 def run_late(parts: LoopParts, shared: Values, stacks: Values, sums: Values, initial: Values) -> Outside:
     """The carries and results that are computed from finished sums."""
     eqns = _shared_equations(parts) | parts.late_eqns
-    wanted = [v for v in dict.fromkeys(parts.stacked) if parts.kind(v) == "late"]
-    stacks = {**stacks, **sums}
-    final, entering = _carried(parts, parts.late, eqns, shared, stacks, initial)
+    return _run_outside(parts, "late", parts.late, eqns, shared, {**stacks, **sums}, initial)
+
+
+def _run_outside(
+    parts: LoopParts, kind: str, numbers: Sequence[int], eqns: frozenset[int], shared: Values, stacks: Values,
+    initial: Values,
+) -> Outside:  # fmt: skip
+    """The carries of some numbers, and the results of a kind, by some equations of the body."""
+    results = dict.fromkeys(v for v in parts.stacked if not compat.is_literal(v))
+    wanted = [v for v in results if parts.kind(v) == kind]
+    final, entering = _carried(parts, numbers, eqns, shared, stacks, initial)
     each = _of_all_layers(parts, eqns, shared, {**stacks, **entering}, wanted)
     return Outside(final, dict(zip(wanted, each, strict=True)), entering)
 

@@ -9,30 +9,23 @@ become several steps.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Literal as OneOf
 
 from jshard import _jaxcompat as compat
 from jshard._core.jax_types import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn
 from jshard._program.builder import Builder, Env, Frame
 from jshard._program.loop_invariants import Path, hoist, still_read
-from jshard._program.operators import Atom, Block, Call, Literal
+from jshard._program.operators import Atom, Block, Call, Literal, Operator
 from jshard._program.trip_counts import as_int, trip_count_of
 
 
 _ADDITIVE = frozenset(("add", "add_any", "sub", "scan_sum"))
+# Linear operators of one sum, through which the walk from a total to its addends goes.
 _PASSING = frozenset(
-    (
-        "zero_unless",
-        "convert_element_type",
-        "transpose",
-        "reshape",
-        "squeeze",
-        "broadcast_in_dim",
-        "neg",
-        "copy",
-    )
-)  # linear operators of one sum, through which the walk from a total to its addends goes
+    "zero_unless convert_element_type transpose reshape squeeze broadcast_in_dim neg copy".split()
+)
 
 SUMMED_STACK = "scan_summed_ys"
 """The primitive of a `scan_ys` whose results an outer loop only adds up."""
@@ -238,11 +231,12 @@ def _body(
     return block
 
 
-def _is_accumulator(b: Builder, carried: int, after: Atom, first: int) -> bool:
-    """Whether an iteration only adds to a carry, which may then stay a partial sum until the loop ends.
+def _addends(
+    b: Builder, after: Atom, first: int, passing: frozenset[str] = frozenset()
+) -> Iterator[tuple[Atom, Operator | None]]:
+    """The value `after` an iteration, then what it adds up, each with the operator that defines it in the iteration.
 
-    Walks from the value `after` an iteration through additions of the operators from `first` on, to the value `carried`
-    into it.
+    Walks through additions of the operators from `first` on, and through the primitives `passing`.
     """
     defining = {t: op for op in b.operators[first:] for t in op.results}
     visited: set[Atom] = set()
@@ -251,12 +245,21 @@ def _is_accumulator(b: Builder, carried: int, after: Atom, first: int) -> bool:
         atom = pending.pop()
         op = None if isinstance(atom, Literal) or atom in visited else defining.get(atom)
         visited.add(atom)
-        if op is not None and op.primitive in _ADDITIVE:
-            addends = op.operands[:1] if op.primitive in ("sub", "scan_sum") else op.operands
-            if carried in addends:
-                return True
-            pending += addends
-    return False
+        yield atom, op
+        if op is None:
+            continue
+        if op.primitive in ("sub", "scan_sum") or op.primitive in passing:
+            pending += op.operands[:1]
+        elif op.primitive in _ADDITIVE:
+            pending += op.operands
+
+
+def _is_accumulator(b: Builder, carried: int, after: Atom, first: int) -> bool:
+    """Whether an iteration only adds to a carry, which may then stay a partial sum until the loop ends.
+
+    `carried` is its value before the iteration, `after` that behind it; `first`: of the iteration's operators.
+    """
+    return any(atom == carried for atom, _ in itertools.islice(_addends(b, after, first), 1, None))
 
 
 def _mark_summed_stacks(b: Builder, after: Atom, first: int) -> None:
@@ -264,18 +267,6 @@ def _mark_summed_stacks(b: Builder, after: Atom, first: int) -> None:
 
     Such a stack lives for one iteration, so it may stay a partial sum where the carry does, however large it is.
     """
-    defining = {t: op for op in b.operators[first:] for t in op.results}
-    visited: set[Atom] = set()
-    pending = [after]
-    while pending:
-        atom = pending.pop()
-        op = None if isinstance(atom, Literal) or atom in visited else defining.get(atom)
-        visited.add(atom)
-        if op is None:
-            continue
-        if op.kind == "scan_ys":
+    for _, op in _addends(b, after, first, _PASSING):
+        if op is not None and op.kind == "scan_ys":
             b.operators[op.id] = dataclasses.replace(op, primitive=SUMMED_STACK)
-        elif op.primitive in _ADDITIVE:
-            pending += op.operands[:1] if op.primitive in ("sub", "scan_sum") else op.operands
-        elif op.primitive in _PASSING:
-            pending += op.operands[:1]
