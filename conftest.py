@@ -36,7 +36,7 @@ hypothesis.settings.load_profile("jshard")
 
 # Folders whose parametrised tests may run on every second case: what they test lies below the public functions.
 _SWEPT = frozenset(
-    "batch cost laws lower memory network plan program recipes rules schedule search spec verify".split()
+    "batch config cost laws lower network plan program rules schedule search spec verify".split()
 )
 
 

@@ -12,12 +12,12 @@ from jshard._api.plan import Plan
 from jshard._batch.batch_class import SHARED, BatchClass, per_example
 from jshard._batch.batch_report import BatchReport, batch_report
 from jshard._batch.microbatches import in_microbatches
+from jshard._config.recipes.structure import Structure
 from jshard._core.errors import MemoryBudgetError, ShardError
 from jshard._core.jax_types import ClosedJaxpr
 from jshard._core.messages import count_of
 from jshard._plan.memory_refusal import MemoryRefusal
 from jshard._program.trace import build
-from jshard._recipes.structure import Structure
 from jshard._schedule.peak_profile import INTERMEDIATE
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from jshard import _jaxcompat as compat
 from jshard._api.machine import num_devices
 from jshard._api.shard_request import DeferredParameterPlan, ShardRequest
 from jshard._api.trace_call import TracedArguments, TracedProgram
+from jshard._core import jaxcompat as compat
 from jshard._core.topology import Topology
 from jshard._plan.operator_pins import joint_cuts
 from jshard._plan.request import Place

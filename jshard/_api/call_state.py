@@ -1,7 +1,7 @@
 """Mutable state around a sharded function: what it captures, and which objects cannot be arguments.
 
 JAX traces arrays in pytrees. An object that holds arrays and is no pytree is either supported by its library (Flax's
-nnx, `_flax/function.py`: split into arrays before the call, written back after it), or refused with its path: what a
+nnx, `flax/_function.py`: split into arrays before the call, written back after it), or refused with its path: what a
 traced function writes to it would be lost silently.
 
 >>> state = {"total": jax.numpy.zeros(())}
@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._core.errors import ArgumentError, ShardError
 from jshard._core.jax_types import Function, PyTree
 from jshard._core.messages import describe_value, type_with_article

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
-from jshard import _jaxcompat as compat
 from jshard._api.call_pins import with_partitioning_metadata
 from jshard._api.machine import requested_mesh
 from jshard._api.shard_request import ShardRequest
@@ -18,15 +17,16 @@ from jshard._config.fitting import is_word, pin_of
 from jshard._config.match_report import MatchReport, enforce
 from jshard._config.matching import match_outputs
 from jshard._config.program_facts import facts_of_arguments, named_values as values_with_names, pin_of_name
+from jshard._config.recipes.named_values import named_values
+from jshard._config.recipes.recipe_pins import RecipePins, recipe_pins
+from jshard._config.recipes.structure import Structure
 from jshard._config.resolution import Resolution, Row
 from jshard._config.resolve import resolve, unmatched_by_values
 from jshard._config.tensors import TensorName, arguments
+from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import ClosedJaxpr, JaxprEqn, PyTree
 from jshard._program.graph import Program
 from jshard._program.scope_outputs import scope_outputs, with_scopes_marked
-from jshard._recipes.named_values import named_values
-from jshard._recipes.recipe_pins import RecipePins, recipe_pins
-from jshard._recipes.structure import Structure
 from jshard._spec.entry import Pin
 from jshard._spec.strategies import pins_for_outputs
 from jshard._spec.tree_paths import Leaf, path_name

@@ -28,9 +28,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jshard import _jaxcompat as compat
 from jshard._api.call_pins import program_pins
 from jshard._api.prepare import PlannedCall
+from jshard._core import jaxcompat as compat
 from jshard._core.errors import SearchError
 from jshard._core.layout import Layout
 from jshard._plan.replan import Replanner

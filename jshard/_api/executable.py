@@ -25,12 +25,12 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, Sharding
 
-from jshard import _jaxcompat as compat
 from jshard._api.differentiation import WITHOUT_PADDING, plan_for_gradient, planned_alone_note
 from jshard._api.plan import Plan
 from jshard._api.prepare import PlannedCall
 from jshard._api.shard_request import ShardRequest, traced_arguments
 from jshard._api.trace_call import explicit_sharding
+from jshard._core import jaxcompat as compat
 from jshard._core.errors import MeshError
 from jshard._core.jax_types import Function, JaxMesh, PyTree
 from jshard._core.layout import Layout

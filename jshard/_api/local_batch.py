@@ -22,10 +22,10 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jshard import _jaxcompat as compat
 from jshard._api.plan import Plan
 from jshard._api.plan_together import group_of
 from jshard._api.shard_request import ShardRequest
+from jshard._core import jaxcompat as compat
 from jshard._core.errors import ArgumentError
 from jshard._core.jax_types import PyTree
 from jshard._core.messages import suggest

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from jshard import _jaxcompat as compat
 from jshard._api.shard_request import ShardRequest
-from jshard._core import hardware, topology as device_topology
+from jshard._core import hardware, jaxcompat as compat, topology as device_topology
 from jshard._core.errors import MeshError, PlanMismatchError
 from jshard._core.jax_types import Device, JaxMesh
 from jshard._core.named_topology import MeshRequest, topology as named_topology

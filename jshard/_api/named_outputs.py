@@ -1,4 +1,4 @@
-"""Tracing with the outputs of Flax modules named (`_flax/module_outputs.py`); the core does not import Flax.
+"""Tracing with the outputs of Flax modules named (`flax/_module_outputs.py`); the core does not import Flax.
 
 >>> with_marked_outputs(lambda x: x + 1)(1)
 2
@@ -28,4 +28,4 @@ def with_marked_outputs(fn: Function) -> Function:
 def _marked_outputs() -> contextlib.AbstractContextManager[object]:
     if "flax" not in sys.modules:
         return contextlib.nullcontext()
-    return importlib.import_module("jshard._flax.module_outputs").marked_outputs()
+    return importlib.import_module("jshard.flax._module_outputs").marked_outputs()

@@ -14,12 +14,12 @@ from typing import Protocol
 
 import jax
 
-from jshard import _jaxcompat as compat
 from jshard._api.local_batch import LocalBatches
 from jshard._api.machine import requested_mesh
 from jshard._api.plan import Plan
 from jshard._api.shard_request import ShardRequest, named_traced_arguments
 from jshard._api.state_library import state_library
+from jshard._core import jaxcompat as compat
 from jshard._core.errors import ShardError
 from jshard._core.jax_types import PyTree
 from jshard._core.layout import MeshAxes

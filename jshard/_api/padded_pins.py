@@ -19,8 +19,8 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
-from jshard import _jaxcompat as compat
 from jshard._api.call_pins import PlacedPin
+from jshard._core import jaxcompat as compat
 from jshard._core.errors import StrategyError
 from jshard._core.jax_types import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn
 from jshard._core.layout import MeshAxes

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import ClosedJaxpr, Function, PyTree
 from jshard._core.padded_array import PaddedArray, holds_padded, is_padded
 from jshard._plan.padded_program import Sizes, is_crop

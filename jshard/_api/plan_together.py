@@ -28,7 +28,6 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 from jax.sharding import Mesh
 
-from jshard import _jaxcompat as compat
 from jshard._api.machine import planned_devices
 from jshard._api.plan import Plan
 from jshard._api.prepare import (
@@ -42,7 +41,7 @@ from jshard._api.prepare import (
 )
 from jshard._api.process_group import Exchange, ProcessGroup, process_group
 from jshard._api.shard_request import ShardRequest, traced_arguments
-from jshard._core import hardware
+from jshard._core import hardware, jaxcompat as compat
 from jshard._core.errors import ProcessError
 from jshard._core.jax_types import Device, PyTree
 from jshard._core.layout import MeshAxes

@@ -12,7 +12,6 @@ import jax
 from jax import core
 from jax.sharding import AxisType
 
-from jshard import _jaxcompat as compat
 from jshard._api.call_pins import CallPins, PlacedPin, collect_pins, pins_of_arguments, pins_of_results
 from jshard._api.machine import auto_meshes, memory_budget, physical_topology, requested_mesh
 from jshard._api.plan import Plan, plan_program, planned_again
@@ -24,7 +23,7 @@ from jshard._api.trace_call import (
     build_program,
     trace_on_shapes,
 )
-from jshard._core import hardware, topology as device_topology
+from jshard._core import hardware, jaxcompat as compat, topology as device_topology
 from jshard._core.errors import MemoryBudgetError, SearchError
 from jshard._core.gc_pause import gc_paused
 from jshard._core.hardware import Chip

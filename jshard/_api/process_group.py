@@ -31,7 +31,7 @@ from typing import Protocol, cast
 
 import jax
 
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._core.errors import MeshError, ProcessError
 from jshard._core.jax_types import Device
 from jshard._core.messages import count_of

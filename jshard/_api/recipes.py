@@ -14,7 +14,7 @@ from jshard._core.named_topology import MeshRequest
 if TYPE_CHECKING:
     from jshard._api.plan import Plan
     from jshard._config.config_record import ConfigRecord
-    from jshard._recipes.recipe_table import RecipeRow, RecipeTable
+    from jshard._config.recipes.recipe_table import RecipeRow, RecipeTable
 
 
 def recipes(
@@ -49,9 +49,9 @@ def recipes(
     from jshard._api.audit import figures, plan_without_warnings
     from jshard._api.config_check import callable_of
     from jshard._api.shard import shard
+    from jshard._config.recipes.recipe_names import RECIPES, SUMS, parse_recipe
+    from jshard._config.recipes.recipe_table import RecipeTable
     from jshard._config.source import read_config
-    from jshard._recipes.recipe_names import RECIPES, SUMS, parse_recipe
-    from jshard._recipes.recipe_table import RecipeTable
     from jshard._report.totals import optimality_text
 
     record = read_config(config if config is not None else {})
@@ -92,8 +92,8 @@ def recipes(
 
 def _row(name: str, record: ConfigRecord, planned: Function) -> RecipeRow:
     from jshard._api.audit import figures
-    from jshard._recipes.recipe_pins import RecipeError
-    from jshard._recipes.recipe_table import RecipeRow
+    from jshard._config.recipes.recipe_pins import RecipeError
+    from jshard._config.recipes.recipe_table import RecipeRow
 
     try:
         plan = planned(dataclasses.replace(record, recipe=name))
@@ -115,7 +115,7 @@ def config_of_recipe(
     from jshard._api.shard import shard
     from jshard._api.trace_call import TracedArguments, build_program, trace_on_shapes
     from jshard._config.config_record import ConfigRecord, MeshSection
-    from jshard._recipes.named_values import record_of
+    from jshard._config.recipes.named_values import record_of
 
     function, args, kwargs = callable_of(fn, tuple(args), dict(kwargs))
     if function is None:

@@ -21,7 +21,6 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh
 
-from jshard import _jaxcompat as compat
 from jshard._api.bound_method import BoundMethod
 from jshard._api.call_state import refuse_shapes
 from jshard._api.executable import Executable, inline
@@ -34,6 +33,7 @@ from jshard._api.shard_request import ShardRequest, traced_arguments
 from jshard._api.signature import Signature, checked_statics, explain_miss, signature
 from jshard._api.state_library import StatefulFunction, state_library
 from jshard._config.config_record import ConfigSource
+from jshard._core import jaxcompat as compat
 from jshard._core.argument_checks import check_call, checked_with, parameters_of, signature_text
 from jshard._core.errors import (
     ArgumentError,

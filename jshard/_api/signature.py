@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Sharding
 
-from jshard import _jaxcompat as compat
 from jshard._api.call_state import not_an_array
 from jshard._api.shard_request import ShardRequest, named_traced_arguments, static_values, traced_arguments
+from jshard._core import jaxcompat as compat
 from jshard._core.errors import ShardError
 from jshard._core.jax_types import PyTree, PyTreeDef
 from jshard._spec.committed_shardings import Placement, describe_sharding, placement

@@ -1,7 +1,7 @@
-"""State of `flax.nnx` among the arguments of a sharded function: the interface that `jshard/_flax/function.py` has.
+"""State of `flax.nnx` among the arguments of a sharded function: the interface that `jshard/flax/_function.py` has.
 
 The core does not import Flax. Once a program has imported `flax.nnx`, arguments may hold its modules; then
-`jshard._flax.function` is loaded by name.
+`jshard.flax._function` is loaded by name.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class StateLibrary(Protocol):
 
 
 def state_library() -> StateLibrary | None:
-    """`jshard._flax.function`; None while `flax.nnx` is not imported, when no argument can hold its state."""
+    """`jshard.flax._function`; None while `flax.nnx` is not imported, when no argument can hold its state."""
     if "flax.nnx" not in sys.modules:
         return None
-    return cast(StateLibrary, importlib.import_module("jshard._flax.function"))
+    return cast(StateLibrary, importlib.import_module("jshard.flax._function"))

@@ -16,17 +16,17 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from jshard import _jaxcompat as compat
 from jshard._api.call_state import refuse_captured_writes, refuse_refs
 from jshard._api.machine import requested_mesh
 from jshard._api.named_outputs import with_marked_outputs
 from jshard._api.shard_request import ShardRequest, named_traced_arguments, static_values, traced_arguments
+from jshard._core import jaxcompat as compat
 from jshard._core.errors import NestedShardError, ShardError
 from jshard._core.jax_types import Aval, ClosedJaxpr, JaxMesh, Jaxpr, PyTree
 from jshard._core.padded_array import holds_padded
-from jshard._memory.list_scheduling import reorder_for_memory
 from jshard._program.builder import PinOfName
 from jshard._program.graph import Program
+from jshard._program.memory.list_scheduling import reorder_for_memory
 from jshard._program.trace import build
 from jshard._program.user_shard_map import check_meshes, mesh_axes
 from jshard._spec.committed_shardings import Placement, placement

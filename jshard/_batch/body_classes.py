@@ -10,10 +10,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from jshard import _jaxcompat as compat
 from jshard._batch.batch_class import SHARED, BatchClass, CoupledError
 from jshard._batch.operator_cut import OperatorCut, operator_cut, slice_cut
 from jshard._batch.piece_operator import check_positions
+from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn
 from jshard._program.inlining import with_calls_inlined
 from jshard._program.loop_invariants import CALLS_WITH_BODY, body_of

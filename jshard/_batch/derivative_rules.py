@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jshard import _jaxcompat as compat
 from jshard._batch.batch_class import SHARED, SUM, BatchClass
 from jshard._batch.body_classes import Analysis, Body, BodyCut
 from jshard._batch.piece_operator import run_whole
+from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import ArrayFunction, Aval, JaxprEqn, PyTreeDef
 
 

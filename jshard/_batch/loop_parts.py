@@ -19,10 +19,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
-from jshard import _jaxcompat as compat
 from jshard._batch.batch_class import SHARED, SUM, BatchClass, CoupledError
 from jshard._batch.body_classes import Analysis, Step, class_in, joined, steps_for
 from jshard._batch.operator_cut import OperatorCut
+from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import Jaxpr, JaxprAtom, JaxprEqn
 
 

@@ -31,12 +31,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jshard import _jaxcompat as compat
 from jshard._batch.batch_class import SUM, BatchClass, described
 from jshard._batch.body_classes import Analysis, Step, steps_for
 from jshard._batch.piece_operator import run_whole
 from jshard._batch.pieces import Pieces, assembled
 from jshard._batch.stages import Stages, stages, work_of
+from jshard._core import jaxcompat as compat
 from jshard._core.errors import ShardError
 from jshard._core.jax_types import ClosedJaxpr, JaxprAtom
 from jshard._program.inlining import with_calls_inlined

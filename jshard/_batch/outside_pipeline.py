@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard import _jaxcompat as compat
 from jshard._batch.batch_class import SHARED
 from jshard._batch.body_classes import class_in
 from jshard._batch.loop_parts import LoopParts
 from jshard._batch.piece_operator import run_whole
+from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import JaxprAtom
 
 

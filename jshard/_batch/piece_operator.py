@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jshard import _jaxcompat as compat
 from jshard._batch.batch_class import SUM, BatchClass, CoupledError
 from jshard._batch.operator_cut import OperatorCut
+from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import Aval, Index, JaxprEqn, Params
 from jshard._core.layout import MeshAxes
 from jshard._rules.registry import LocalContext

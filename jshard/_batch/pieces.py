@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard import _jaxcompat as compat
 from jshard._batch.batch_class import SHARED, SUM, BatchClass
 from jshard._batch.body_classes import Analysis, Body, BodyCut, Classes, Step, steps_for
 from jshard._batch.derivative_rules import RuledCall
 from jshard._batch.operator_cut import DRAWS
 from jshard._batch.piece_operator import AXIS, PieceContext, binder, run_cut
+from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import JaxprAtom, JaxprEqn, Params
 from jshard._core.layout import MeshAxes
 from jshard._rules.lookup import rules_for

@@ -34,7 +34,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jshard import _jaxcompat as compat
 from jshard._batch.batch_class import SHARED, SUM, BatchClass, CoupledError, described
 from jshard._batch.body_classes import Analysis, class_in
 from jshard._batch.loop_parts import LoopParts, loop_parts
@@ -42,6 +41,7 @@ from jshard._batch.outside_pipeline import run_early, run_late
 from jshard._batch.piece_operator import run_whole
 from jshard._batch.pipeline_shape import PipelineShape
 from jshard._batch.tick_loop import CutStages, TickLoop, Ticks
+from jshard._core import jaxcompat as compat
 from jshard._core.errors import ShardError
 from jshard._core.jax_types import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn
 from jshard._program.equation_bodies import bodies_of

@@ -17,10 +17,10 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from jshard import _jaxcompat as compat
 from jshard._batch.batch_class import SHARED, SUM, BatchClass, CoupledError
 from jshard._batch.body_classes import Analysis, class_in
 from jshard._batch.operator_cut import OperatorCut
+from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import Jaxpr, JaxprAtom, JaxprEqn
 from jshard._program.equation_bodies import bodies_of
 from jshard._rules.lookup import rules_for

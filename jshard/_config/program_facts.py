@@ -18,8 +18,8 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Iterator, Mapping
 
-from jshard import _jaxcompat as compat
 from jshard._config.tensors import ProgramFacts, TensorName
+from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import ClosedJaxpr, Jaxpr, JaxprEqn
 from jshard._program.equation_bodies import bodies_of
 from jshard._program.graph import Program

@@ -17,7 +17,7 @@ from typing import TypedDict
 import jax.numpy as jnp
 import numpy as np
 
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._spec.parameter_plan import name_parts
 from jshard._spec.tree_paths import Leaf
 

@@ -23,7 +23,7 @@ from jax import core
 from jax.interpreters import ad, batching, mlir
 from jax.typing import ArrayLike
 
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import JaxprEqn, PyTreeDef
 from jshard._core.layout import ArrayType
 

@@ -24,7 +24,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AbstractMesh, Mesh
 
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import ArrayFunction, PyTree, PyTreeDef
 from jshard._core.layout import ArrayType, Layout
 from jshard._core.topology import Topology

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._core.layout import Layout, MeshAxes
 from jshard._cost.reshard_steps import ReshardStep, apply_step
 from jshard._cost.resharding import without_unit_axes

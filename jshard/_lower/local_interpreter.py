@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._core.errors import ShardError
 from jshard._core.jax_types import PyTree
 from jshard._core.layout import Layout
@@ -20,9 +20,9 @@ from jshard._lower.as_traced import run_as_traced
 from jshard._lower.custom_derivatives import PlanRule, RunRule, rebuild_with_rule
 from jshard._lower.emit_collectives import apply_reshard
 from jshard._lower.segment_barriers import SegmentBarriers
-from jshard._memory.in_place import is_update
-from jshard._memory.memory_layout import memory_layout
 from jshard._program.graph import Literal
+from jshard._program.memory.in_place import is_update
+from jshard._program.memory.memory_layout import memory_layout
 from jshard._program.user_shard_map import SHARD_MAP
 from jshard._rules.registry import LocalContext, StackSlice, block_index, materialized, plan_scope
 from jshard._rules.rule import NONE

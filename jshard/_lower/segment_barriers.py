@@ -18,8 +18,8 @@ from __future__ import annotations
 import jax
 from jax import lax
 
-from jshard import _jaxcompat as compat
-from jshard._memory.liveness import liveness
+from jshard._core import jaxcompat as compat
+from jshard._program.memory.liveness import liveness
 from jshard._program.operators import Call
 from jshard._rules.registry import StackSlice, materialized
 from jshard._schedule.schedule import Assignment, RunCall, Value

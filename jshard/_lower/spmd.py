@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._core.layout import ArrayType, Layout, MeshAxes
 from jshard._lower.custom_derivatives import PlanRule
 from jshard._lower.local_interpreter import Env, LocalInterpreter

@@ -17,8 +17,6 @@ import numpy as np
 from jshard._core.arrays import Ints
 from jshard._core.row_codes import first_occurrence_codes, row_codes
 from jshard._core.topology import Topology
-from jshard._memory.hbm_traffic import HbmTraffic, hbm_traffic
-from jshard._memory.liveness import Liveness, liveness
 from jshard._network.allreduce_combining import SUM_PRIMITIVES, combinable_sums, tensors_reaching_only
 from jshard._network.candidates import CandidateCache, CandidateSet, PinOfSide
 from jshard._network.cost_tables import CostTables
@@ -33,6 +31,8 @@ from jshard._network.operator_cost import OperatorCost
 from jshard._network.replication_price import REPLICATION_PRICE, priced_products
 from jshard._network.reshard_edges import EdgeTable, Relay, ReshardEdge, build_edge_table
 from jshard._program.graph import Program
+from jshard._program.memory.hbm_traffic import HbmTraffic, hbm_traffic
+from jshard._program.memory.liveness import Liveness, liveness
 from jshard._search import CostNetwork
 
 

@@ -6,7 +6,7 @@ the pairs (`CopyState`, L) for each layout L of one end of the edge. The edge to
 to the other end lets SAME pass equal layouts only and charges the reshard to RESHARDED. So every assignment of the
 network without memory is exactly one assignment of the network with copy variables, at the same cost.
 
-What a copy variable holds, by the kind of edge ("stored" and "reader's" layout, see `_memory/live_intervals.py`):
+What a copy variable holds, by the kind of edge ("stored" and "reader's" layout, see `_program/memory/live_intervals.py`):
 
     source                         edge            live interval                                held in states
     -----------------------------  --------------  -------------------------------------------  ------------------
@@ -32,9 +32,9 @@ import numpy as np
 
 from jshard._core.arrays import Floats
 from jshard._core.layout import Layout
-from jshard._memory.live_intervals import LiveIntervals, Use, disjoint_intervals
 from jshard._network.build import PlanningNetwork, ReshardEdge
 from jshard._network.reshard_edges import is_local_slice_of
+from jshard._program.memory.live_intervals import LiveIntervals, Use, disjoint_intervals
 
 
 class CopyState(enum.IntEnum):

@@ -14,11 +14,11 @@ import numpy as np
 from jshard._core.layout import Layout
 from jshard._core.topology import Topology
 from jshard._cost import resharding
-from jshard._memory.hbm_traffic import HbmTraffic, memory_accesses
 from jshard._network.candidates import CandidateSet, TensorLayouts
 from jshard._network.operator_cost import OperatorCost, operator_cost
 from jshard._network.reshard_edges import NOT_SHARED, Relay, Sharing, SharingScopes, is_local_slice_of
 from jshard._program.graph import Operator, Tensor
+from jshard._program.memory.hbm_traffic import HbmTraffic, memory_accesses
 
 
 class CostTables:

@@ -38,20 +38,20 @@ import numpy as np
 
 from jshard._core.arrays import Floats, Ints
 from jshard._core.row_codes import first_occurrence_codes, row_codes
-from jshard._memory.hbm_traffic import is_unfusible
-from jshard._memory.in_place import CARRY_KINDS
-from jshard._memory.live_intervals import (
+from jshard._network.build import PlanningNetwork, ReshardEdge
+from jshard._network.candidates import TensorLayouts
+from jshard._network.copy_variables import CopyInterval, CopyStates, CopyVariable, copy_intervals
+from jshard._program.graph import Operator
+from jshard._program.memory.hbm_traffic import is_unfusible
+from jshard._program.memory.in_place import CARRY_KINDS
+from jshard._program.memory.live_intervals import (
     EstimatedIntervals,
     InPlace,
     LiveIntervals,
     LowerBoundIntervals,
     disjoint_intervals,
 )
-from jshard._memory.remat_flow import remat_flow
-from jshard._network.build import PlanningNetwork, ReshardEdge
-from jshard._network.candidates import TensorLayouts
-from jshard._network.copy_variables import CopyInterval, CopyStates, CopyVariable, copy_intervals
-from jshard._program.graph import Operator
+from jshard._program.memory.remat_flow import remat_flow
 from jshard._rules.rule import workspace_bytes
 from jshard._search import CostNetwork, Memory
 

@@ -15,9 +15,9 @@ import numpy as np
 
 from jshard._core.arrays import Bools, Ints
 from jshard._core.row_codes import first_occurrence_codes, row_codes
-from jshard._memory.hbm_traffic import HbmTraffic
 from jshard._network.candidates import CandidateSet
 from jshard._program.graph import Program
+from jshard._program.memory.hbm_traffic import HbmTraffic
 
 
 _MAX_OPERANDS = 4  # operators with more operands, or with several results, are compared one by one

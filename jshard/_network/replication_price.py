@@ -27,9 +27,9 @@ import numpy as np
 
 from jshard._core.arrays import Ints
 from jshard._core.row_codes import first_occurrence_codes, row_codes
-from jshard._memory.hbm_traffic import ALL_PRODUCTS
 from jshard._network.candidates import CandidateCache
 from jshard._program.graph import Operator, Program
+from jshard._program.memory.hbm_traffic import ALL_PRODUCTS
 
 
 REPLICATION_PRICE = 1000.0

@@ -20,9 +20,9 @@ from jshard._core.layout import MeshAxes
 from jshard._core.topology import Topology
 from jshard._cost import collectives, roofline
 from jshard._cost.collectives import Collective, CollectiveKind
-from jshard._memory.hbm_traffic import hbm_traffic, memory_accesses
 from jshard._network.candidates import CandidateCache
 from jshard._program.graph import Literal, Operator, Program
+from jshard._program.memory.hbm_traffic import hbm_traffic, memory_accesses
 from jshard._program.operators import Tensor
 from jshard._program.trace import build
 from jshard._rules.registry import OpView

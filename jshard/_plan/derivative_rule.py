@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import ArrayFunction, JaxMesh
 from jshard._core.layout import ArrayType, Layout
 from jshard._core.topology import Topology

@@ -17,7 +17,6 @@ import numpy as np
 from jshard._core.arrays import Ints
 from jshard._core.errors import MemoryBudgetError, SearchError
 from jshard._core.topology import Topology
-from jshard._memory.hbm_traffic import ALL_PRODUCTS
 from jshard._network.build import Pins, PlanningNetwork, build_network
 from jshard._network.memory_network import memory_network, with_copies
 from jshard._plan.memory_preference import prefer_memory
@@ -32,6 +31,7 @@ from jshard._plan.scheduled_solution import (
     schedule_solution,
 )
 from jshard._program.graph import Program, rule_boundaries
+from jshard._program.memory.hbm_traffic import ALL_PRODUCTS
 from jshard._search import LARGE_NETWORK, CostNetwork, Effort, Prices, Solution, solve
 from jshard._search.effort import ENTRIES_PER_SECOND
 from jshard._search.memory.key_times import least_conceivable_peak

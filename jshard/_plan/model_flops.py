@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from jshard._core.topology import Topology
 from jshard._cost.roofline import peak_flops
-from jshard._memory.least_traffic import is_every_product_counted, product_flops
 from jshard._plan.rows import ModelFlops
 from jshard._program.graph import Operator, Program
+from jshard._program.memory.least_traffic import is_every_product_counted, product_flops
 
 
 RECOMPUTED_SCOPE = "rematted_computation"

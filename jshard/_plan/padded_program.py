@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import Aval, ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn
 from jshard._plan.padding_classes import (
     EquationFactor,

@@ -21,7 +21,7 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn
 from jshard._program.loop_invariants import CALLS_WITH_BODY, body_of
 from jshard._program.pin_primitives import PIN_OPERAND, PIN_RESULT

@@ -20,15 +20,15 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._core.hardware import Chip
 from jshard._core.jax_types import ClosedJaxpr, JaxprAtom, JaxprEqn
 from jshard._cost import roofline
-from jshard._memory.fusion_traits import NEVER_DUPLICATED, REDUCTION_PREFIXES
-from jshard._memory.hbm_traffic import ATTENTION, UNFUSIBLE
-from jshard._memory.list_scheduling import live_bytes_curve
-from jshard._memory.liveness import liveness
 from jshard._program.equation_bodies import bodies_of
+from jshard._program.memory.fusion_traits import NEVER_DUPLICATED, REDUCTION_PREFIXES
+from jshard._program.memory.hbm_traffic import ATTENTION, UNFUSIBLE
+from jshard._program.memory.list_scheduling import live_bytes_curve
+from jshard._program.memory.liveness import liveness
 from jshard._program.operators import PRODUCTS
 from jshard._program.recompute import recomputing
 from jshard._program.residuals import (

@@ -23,13 +23,13 @@ from jshard._core.errors import ShardError
 from jshard._core.layout import Layout
 from jshard._core.messages import join_choices, short_source, suggest
 from jshard._core.topology import Topology
-from jshard._memory.least_traffic import product_flops
 from jshard._network.candidates import CandidateCache, enumerate_layouts
 from jshard._plan.padding_trials import PaddingTrials
 from jshard._plan.record import PlanRecord
 from jshard._plan.request import Force, Place, PlanRequest
 from jshard._plan.rows import Alternative, Decision
 from jshard._program.graph import Literal, Operator, Program, operator_name
+from jshard._program.memory.least_traffic import product_flops
 from jshard._spec.entry import Pin, parse_entry
 from jshard._spec.mesh_checks import check_axes_divide
 

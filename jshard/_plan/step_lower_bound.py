@@ -1,9 +1,9 @@
 """A lower bound on a step for every program with a plan's placements: bytes per matrix product, seconds for the step.
 
 The seconds are the largest of three that a program may overlap: an even share of all products at the chip's peak, an
-even share of reading arguments and writing results once (`_memory/least_traffic.py`), and the bytes that the products
-must receive, over all links at once. The programs are those in which all devices do the same (SPMD) and every product is
-computed once.
+even share of reading arguments and writing results once (`_program/memory/least_traffic.py`), and the bytes that the
+products must receive, over all links at once. The programs are those in which all devices do the same (SPMD) and every
+product is computed once.
 
 A plan decides where operands are produced and how much of a product's arrays each device holds. Given that, a device
 with an even share of the product must access a minimum of elements of the three arrays
@@ -27,10 +27,10 @@ import numpy as np
 
 from jshard._core.topology import Topology
 from jshard._cost import communication_bounds
-from jshard._memory.least_traffic import min_hbm_bytes, product_flops
 from jshard._plan.model_flops import highest_peak_flops
 from jshard._plan.rows import ProductBound, StepLowerBound
 from jshard._program.graph import Operator, operator_name
+from jshard._program.memory.least_traffic import min_hbm_bytes, product_flops
 from jshard._schedule.schedule import Assignment
 
 

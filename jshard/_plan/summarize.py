@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jshard._core.jaxcompat import is_backward
 from jshard._core.layout import Layout
-from jshard._jaxcompat import is_backward
-from jshard._memory.liveness import liveness
 from jshard._plan.lazy_rows import LazyTuple
 from jshard._plan.local_program import local_rows
 from jshard._plan.model_flops import model_flops
@@ -25,6 +24,7 @@ from jshard._plan.step_lower_bound import step_lower_bound
 from jshard._program.call_path import call_path
 from jshard._program.fingerprint import dtype_name, fingerprint
 from jshard._program.graph import Literal, Program, operator_name
+from jshard._program.memory.liveness import liveness
 from jshard._schedule.live_values import live_intervals
 from jshard._schedule.schedule import Assignment, Schedule
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import NamedSharding
 
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._core.errors import NestedShardError
 from jshard._core.jax_types import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn
 from jshard._core.layout import ArrayType

@@ -27,7 +27,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 from jax.typing import ArrayLike
 
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import JaxprEqn, Params
 from jshard._core.layout import ArrayType
 from jshard._program.operators import Atom

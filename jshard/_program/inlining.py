@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from jax.sharding import NamedSharding
 
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import Jaxpr, JaxprAtom, JaxprEqn, SourceInfo
 from jshard._program.loop_invariants import INLINED_CALLS, body_of
 

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import ClosedJaxpr, Jaxpr, JaxprAtom
 from jshard._core.layout import ArrayType
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn
 from jshard._program import pin_primitives
 from jshard._program.common_subexpressions import never_merged, runs_custom_vjp

@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Literal as OneOf
 
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn
 from jshard._program.builder import Builder, Env, Frame
 from jshard._program.loop_invariants import Path, hoist, still_read

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from jax.typing import ArrayLike
 
-from jshard import _jaxcompat
+from jshard._core import jaxcompat
 from jshard._core.jax_types import JaxprEqn
 from jshard._core.layout import ArrayType
 
@@ -60,7 +60,7 @@ class Tensor:
     @property
     def itemsize(self) -> int:
         """Bytes of one element."""
-        return _jaxcompat.itemsize(self.dtype)
+        return jaxcompat.itemsize(self.dtype)
 
     @functools.cached_property
     def nbytes(self) -> int:
@@ -125,12 +125,12 @@ class Operator:
     @property
     def module(self) -> str:
         """Module path or named scope at tracing time, such as `blocks.3/attn`; empty without one."""
-        return _jaxcompat.module_path(self.prefix, self.eqn)
+        return jaxcompat.module_path(self.prefix, self.eqn)
 
     @property
     def source(self) -> str:
         """`file.py:line` of the user's code, or an empty string."""
-        return _jaxcompat.source_line(self.eqn)
+        return jaxcompat.source_line(self.eqn)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

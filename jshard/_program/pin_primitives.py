@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import JaxprEqn
 
 

@@ -32,7 +32,7 @@ import dataclasses
 import re
 from collections.abc import Hashable, Mapping, Sequence
 
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._program.graph import Call, Literal, Operator, Program, calls_of
 
 

@@ -26,7 +26,7 @@ from typing import Literal
 
 import numpy as np
 
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn
 from jshard._program.equation_bodies import bodies_of
 from jshard._program.inlining import with_calls_inlined

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import jax
 
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import JaxprEqn
 
 

@@ -29,7 +29,7 @@ import dataclasses
 import functools
 from collections.abc import Collection, Iterator, Mapping
 
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import Aval, ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn
 from jshard._program.equation_bodies import Place, numbered_bodies, with_bodies
 from jshard._program.inlining import fresh, substituted

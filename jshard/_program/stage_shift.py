@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import core, lax
 from jax.interpreters import mlir
 
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 
 
 STAGE_SHIFT, ZERO_UNLESS = "stage_shift", "zero_unless"

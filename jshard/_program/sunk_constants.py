@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import Jaxpr, JaxprAtom, JaxprEqn
 from jshard._program.equation_bodies import with_bodies
 from jshard._program.inlining import fresh, substituted, with_calls_inlined

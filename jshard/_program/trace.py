@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._core.gc_pause import gc_paused
 from jshard._core.jax_types import ClosedJaxpr, Jaxpr
 from jshard._program import loops

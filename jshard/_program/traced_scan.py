@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 from jax import lax
 
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import Jaxpr, JaxprAtom, JaxprEqn
 from jshard._program.inlining import substituted
 

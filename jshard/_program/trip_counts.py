@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 from jax.typing import ArrayLike
 
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import Jaxpr, JaxprAtom, JaxprEqn
 
 

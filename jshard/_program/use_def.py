@@ -24,7 +24,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from jshard import _jaxcompat
+from jshard._core import jaxcompat
 from jshard._core.arrays import Bools, Floats, Ints
 from jshard._program.operators import Literal, Operator, Tensor
 
@@ -69,7 +69,7 @@ class UseDef:
     def aval_nbytes(self) -> Floats:
         """Bytes of a tensor by `aval_id`."""
         return np.array(
-            [_jaxcompat.itemsize(dtype) * math.prod(shape) for shape, dtype in self.aval_ids],
+            [jaxcompat.itemsize(dtype) * math.prod(shape) for shape, dtype in self.aval_ids],
             dtype=np.float64,
         )
 

@@ -5,7 +5,7 @@ writes the part back: `c = cache[i]; c = update(c, row); cache = update(cache, c
 a copy: every layer's cache is read and written once more in every step, to change one row.
 
 Idea.  If the part is written back where it was taken, updating it there is the same: `cache = update(cache, row, (i,
-at))`, and the part is read from the array. The array is then only ever updated in place (`_memory/in_place.py`), and
+at))`, and the part is read from the array. The array is then only ever updated in place (`_program/memory/in_place.py`), and
 its parts are read by the products themselves.
 
 Worked case.  `d = c[i]; e = d.at[j].set(x)` by slices; `c' = c with e at i`; products read e: the update is one of c at
@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import ArrayFunction, Jaxpr, JaxprAtom, JaxprEqn
 from jshard._program.equation_bodies import with_bodies
 from jshard._program.inlining import substituted, with_calls_inlined

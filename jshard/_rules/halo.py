@@ -27,8 +27,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
+from jshard._core.jaxcompat import itemsize
 from jshard._core.layout import ArrayType, MeshAxes
-from jshard._jaxcompat import itemsize
 from jshard._rules.block_reads import BlockReads, WindowReads
 from jshard._rules.neighbour_exchange import at_device
 from jshard._rules.registry import block_index

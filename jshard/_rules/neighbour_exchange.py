@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import Index
 from jshard._core.layout import MeshAxes
 from jshard._rules.block_reads import BlockReads, Exchange, Piece, exchange

@@ -20,8 +20,8 @@ from jax.typing import ArrayLike
 
 from jshard._core.errors import RuleError
 from jshard._core.jax_types import Index, JaxprEqn, Params
+from jshard._core.jaxcompat import is_literal
 from jshard._core.layout import ArrayType, Layout, MeshAxes
-from jshard._jaxcompat import is_literal
 from jshard._rules.rule import Candidate, Rule, operand_layouts, reduced_axes, result_layouts
 
 

@@ -6,8 +6,8 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from jshard._core.jaxcompat import itemsize
 from jshard._core.layout import ArrayType, CollectiveKind, MeshAxes
-from jshard._jaxcompat import itemsize
 from jshard._rules.block_reads import exchange
 from jshard._rules.rule import (
     Candidate,

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._core.arrays import Ints
 from jshard._core.layout import Layout
 from jshard._core.row_codes import first_occurrence_codes, row_codes

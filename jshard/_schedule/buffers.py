@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Mapping
 
 from jshard._core.layout import Layout
-from jshard._memory.liveness import Liveness
+from jshard._program.memory.liveness import Liveness
 from jshard._schedule.assignment import Assignment, Value
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
-from jshard._memory.in_place import is_update
 from jshard._program.graph import Literal
+from jshard._program.memory.in_place import is_update
 from jshard._schedule.assignment import Assignment, Value
 from jshard._schedule.buffers import ActionScope, Buffer, BufferSizes
 from jshard._schedule.last_uses import last_uses
@@ -57,7 +57,7 @@ class _Carry:
 def loop_memory(
     action: RunCall, scope: ActionScope, sizes: BufferSizes, transposed_carries: Collection[int]
 ) -> CallMemory:
-    """How a loop uses memory; `transposed_carries` are boundary operators (`_memory/memory_layout.py`)."""
+    """How a loop uses memory; `transposed_carries` are boundary operators (`_program/memory/memory_layout.py`)."""
     assignment = sizes.assignment
     stacks = carried_stacks(action, assignment.program, assignment.values)
     carries = _carries(action, stacks, assignment)

@@ -24,7 +24,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from jshard._memory.liveness import Liveness
+from jshard._program.memory.liveness import Liveness
 from jshard._program.repeated_modules import (
     RepeatedModules,
     ResidualStacks,

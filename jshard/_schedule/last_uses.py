@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jshard._memory.fusion_traits import fuses_operands, is_duplicable
-from jshard._memory.liveness import Liveness
 from jshard._program.graph import Literal
+from jshard._program.memory.fusion_traits import fuses_operands, is_duplicable
+from jshard._program.memory.liveness import Liveness
 from jshard._schedule.assignment import Assignment, Value
 from jshard._schedule.writer import Action, Reshard, RunOperator
 
 
 def last_uses(actions: Sequence[Action], liveness: Liveness, assignment: Assignment) -> dict[Value, int]:
-    """Index of the last action that needs each value; the vectorised twin is `_memory/liveness.propagate_last_use`."""
+    """Index of the last action that needs each value; the vectorised twin is `propagate_last_use` of `_program/memory`."""
     last_read: dict[Value, int] = {}
     last_recomputed: dict[Value, int] = {}  # of duplicated casts, the last reader that recomputes them
     operators, values = assignment.program.operators, assignment.values

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jshard._memory.liveness import Liveness
+from jshard._program.memory.liveness import Liveness
 from jshard._schedule.assignment import Value
 from jshard._schedule.peak_reference import PeakWalk
 from jshard._schedule.peak_vectorized import classes_of_values, live_ranges, tensor_of

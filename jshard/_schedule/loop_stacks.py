@@ -3,8 +3,8 @@
 Problem.  A `scan` over layers takes a cache of all layers as slices and returns it as slices. Compiled as written, that
 is two buffers and a copy of every slice: a decoder's step copies its whole cache to write one row a layer.
 
-Idea.  Where a slice is only updated (`_memory/in_place.py`), and the plan reshards nothing between the updates, the loop
-carries the whole stack. An iteration updates its part of it in place, and reads the slice from there.
+Idea.  Where a slice is only updated (`_program/memory/in_place.py`), and the plan reshards nothing between the updates, the
+loop carries the whole stack. An iteration updates its part of it in place, and reads the slice from there.
 
 Only for compiled calls: the derivative of such a loop, taken from outside, would save the whole stack every iteration.
 """
@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from jshard._memory.in_place import updated_stacks
 from jshard._program.graph import Literal, Program
+from jshard._program.memory.in_place import updated_stacks
 from jshard._schedule.assignment import Value
 from jshard._schedule.writer import RunCall, RunOperator
 

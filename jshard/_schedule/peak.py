@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from jshard._memory.liveness import Liveness
+from jshard._program.memory.liveness import Liveness
 from jshard._schedule.peak_profile import HeldValue as HeldValue, PeakProfile as PeakProfile
 from jshard._schedule.peak_reference import peak_reference as peak_reference
 from jshard._schedule.peak_vectorized import peak_of_arrays

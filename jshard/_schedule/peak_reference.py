@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from jshard._memory.fusion_traits import may_alias_operand
-from jshard._memory.in_place import is_update
-from jshard._memory.liveness import Liveness
-from jshard._memory.memory_layout import memory_layout
 from jshard._program.graph import Literal
+from jshard._program.memory.fusion_traits import may_alias_operand
+from jshard._program.memory.in_place import is_update
+from jshard._program.memory.liveness import Liveness
+from jshard._program.memory.memory_layout import memory_layout
 from jshard._schedule.assignment import Value
 from jshard._schedule.buffers import ActionScope, Buffer, BufferSizes
 from jshard._schedule.call_memory import branch_memory, loop_memory

@@ -2,7 +2,7 @@
 
 Each value is live from the action that makes it to the last one that needs it, so the bytes that are live at an action
 are those allocated up to it less those freed before. Only uses through fused readers take a walk, backwards over those
-readers (`_memory/liveness.propagate_last_use`). `tests/schedule/test_vectorized.py` compares the two.
+readers (`_program/memory/liveness.propagate_last_use`). `tests/schedule/test_vectorized.py` compares the two.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import dataclasses
 import numpy as np
 
 from jshard._core.arrays import Bools, Floats, Ints
-from jshard._memory.liveness import DirectUses, Liveness, propagate_last_use
-from jshard._memory.memory_layout import memory_layout
+from jshard._program.memory.liveness import DirectUses, Liveness, propagate_last_use
+from jshard._program.memory.memory_layout import memory_layout
 from jshard._schedule.donated_results import results_over_arguments
 from jshard._schedule.peak_profile import INTERMEDIATE, HeldValue, PeakProfile
 from jshard._schedule.vectorized import ScheduleArrays

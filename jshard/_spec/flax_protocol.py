@@ -1,6 +1,6 @@
 """The attributes by which the package and Flax's classes find each other, all in one place.
 
-`jshard/_flax/` sets them; the core reads the first two and imports nothing of Flax.
+`jshard/flax/` sets them; the core reads the first two and imports nothing of Flax.
 """
 
 from __future__ import annotations

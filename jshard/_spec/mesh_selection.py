@@ -24,7 +24,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._core.aot_devices import hybrid_grid
 from jshard._core.errors import MeshError, StrategyError
 from jshard._core.jax_types import Device, JaxMesh

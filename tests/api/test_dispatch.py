@@ -148,7 +148,7 @@ def test_planning_does_not_hold_up_other_signatures(monkeypatch):
         "jshard._plan.level_search.solve",
         "jshard._api.executable.spmd",
         "jax.stages.Lowered.compile",
-        "jshard._jaxcompat.call_and_fastpath_data",
+        "jshard._core.jaxcompat.call_and_fastpath_data",
     ],
 )
 def test_interrupted(where, monkeypatch):

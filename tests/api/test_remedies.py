@@ -13,7 +13,7 @@ import jshard
 from jshard._api import remedies
 from jshard._api.prepare import prepare
 from jshard._core.errors import MemoryBudgetError
-from jshard._memory.liveness import liveness
+from jshard._program.memory.liveness import liveness
 from jshard._report.format_units import format_bytes
 from jshard._schedule.checkpoint_estimate import checkpoint_estimate
 from jshard._schedule.peak import peak_bytes, peak_profile

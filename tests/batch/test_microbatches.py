@@ -14,9 +14,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jshard
-from jshard import _jaxcompat as compat
 from jshard._batch.batch_class import SHARED, per_example
 from jshard._batch.microbatches import in_microbatches
+from jshard._core import jaxcompat as compat
 
 
 BATCH = 24

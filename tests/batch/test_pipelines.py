@@ -13,10 +13,10 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jshard
-from jshard import _jaxcompat as compat
 from jshard._batch.batch_class import SHARED, per_example
 from jshard._batch.pipeline_shape import PipelineShape
 from jshard._batch.pipelines import in_pipeline
+from jshard._core import jaxcompat as compat
 from tests.batch.test_microbatches import BATCH, largest_error, normal
 from tests.helpers.pipeline_models import (
     experts,

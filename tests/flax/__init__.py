@@ -1,1 +1,1 @@
-"""Tests of `jshard/flax.py` and `jshard/_flax`."""
+"""Tests of `jshard/flax`."""

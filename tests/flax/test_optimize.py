@@ -11,9 +11,9 @@ import pytest
 from flax import linen, nnx
 
 import jshard.flax
-from jshard import _jaxcompat as compat
 from jshard._api import policy as policies
 from jshard._api.policy import find_policy, qualified_name
+from jshard._core import jaxcompat as compat
 from jshard._core.errors import ShardError
 from tests.helpers.import_graph import ROOT
 

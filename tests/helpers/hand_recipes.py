@@ -8,8 +8,8 @@ import jax
 
 from benchmarks import workloads
 from benchmarks.quality.quality import HAND, Hand
+from jshard._config.recipes.structure import Structure
 from jshard._program.trace import build
-from jshard._recipes.structure import Structure
 from jshard._spec.tree_paths import argument_names, input_leaves
 
 

@@ -1,7 +1,7 @@
 """The import graph of `jshard`: `make imports` prints it, `tests/repository/test_architecture.py` asserts its shape.
 
 Every import statement counts, also inside a function and under `TYPE_CHECKING`. A *part* is what stands directly below
-`jshard/`: a folder, or one of the files `__init__.py`, `flax.py`, `_jaxcompat.py`.
+`jshard/`: a folder, or one of the files `__init__.py`, `__main__.py`.
 
 >>> graph = import_graph({"jshard._a.f": "from jshard import _b", "jshard._b": "import jshard._a.f"})
 >>> graph["jshard._a.f"], cycles(graph)
@@ -24,14 +24,12 @@ Graph = dict[str, set[str]]
 # A part may import the parts above it in this list, and no others.
 ORDER = [
     "_core",
-    "_jaxcompat",
     "_spec",
     "_cost",
     "_search",
     "_program",
     "_rules",
     "_batch",
-    "_memory",
     "_network",
     "_schedule",
     "_plan",
@@ -39,9 +37,7 @@ ORDER = [
     "_verify",
     "_report",
     "_config",
-    "_recipes",
     "_api",
-    "_flax",
     "__init__",
     "__main__",
     "flax",

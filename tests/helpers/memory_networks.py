@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import jshard
-from jshard._memory.live_intervals import LowerBoundIntervals
 from jshard._network.build import PlanningNetwork
 from jshard._network.memory_network import memory_network
 from jshard._plan import level_search
+from jshard._program.memory.live_intervals import LowerBoundIntervals
 from jshard._schedule.peak import peak_bytes
 from jshard._schedule.schedule import assignment_of, schedule
 from jshard._search import CostNetwork, evaluate, peak, solve

@@ -430,7 +430,7 @@ def odd_ones() -> tuple[Any, ...]:
     def fn(x: Any, a: Any, k: Any) -> Any:
         from jax.ad_checkpoint import checkpoint_name
 
-        from jshard._jaxcompat import threefry_2x32
+        from jshard._core.jaxcompat import threefry_2x32
 
         s = a @ a.T + 4 * jnp.eye(4)
         b = [

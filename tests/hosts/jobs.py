@@ -59,7 +59,7 @@ def same_plan_and_results(level: int) -> Any:
 
 def exchanges() -> int:
     """How many exchanges this process has begun."""
-    from jshard import _jaxcompat as compat
+    from jshard._core import jaxcompat as compat
 
     client: Any = compat.coordination_client()
     group = "-".join(map(str, range(jax.process_count())))

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jshard._memory.liveness import liveness
 from jshard._network.build import PlanningNetwork
+from jshard._program.memory.liveness import liveness
 from jshard._schedule.peak import peak_bytes
 from jshard._schedule.schedule import assignment_of, schedule
 from jshard._search import CostNetwork

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._plan.padded_program import padded_program
 from jshard._plan.padding_classes import PaddingClasses
 from tests.laws.rules_validator import Case

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._core.errors import ShardError
 from jshard._core.topology import Topology, from_mesh
 from jshard._lower.spmd import spmd

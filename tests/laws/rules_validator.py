@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._core.layout import Layout, MeshAxes
 from jshard._rules.lookup import rules_for
 from jshard._rules.registry import LocalContext, OpView, block_index

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import jshard
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._plan.padded_program import padded_program
 from jshard._plan.padding_classes import PaddingClasses
 from tests.helpers.rules_examples import EXAMPLES

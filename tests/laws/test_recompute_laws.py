@@ -21,8 +21,7 @@ import pytest
 from jax.sharding import AxisType
 
 import jshard
-from jshard import _jaxcompat as compat
-from jshard._core import hardware
+from jshard._core import hardware, jaxcompat as compat
 from jshard._core.topology import Topology, from_mesh
 from jshard._network.build import build_network
 from jshard._plan.recomputation import recompute_weight

@@ -12,10 +12,10 @@ import pytest
 
 from benchmarks import workloads
 from jshard._core.errors import ShardError
-from jshard._memory.live_intervals import LowerBoundIntervals
-from jshard._memory.remat_flow import remat_flow
 from jshard._network.build import PlanningNetwork
 from jshard._network.memory_network import memory_network, with_copies
+from jshard._program.memory.live_intervals import LowerBoundIntervals
+from jshard._program.memory.remat_flow import remat_flow
 from jshard._schedule.peak import peak_bytes
 from jshard._schedule.schedule import assignment_of, schedule
 from jshard._search import evaluate, solve

@@ -11,9 +11,9 @@ from hypothesis import given, strategies as st
 
 import jshard
 from benchmarks import workloads
-from jshard._memory.hbm_traffic import ALL_PRODUCTS
 from jshard._network.candidates import CandidateCache
 from jshard._network.replication_price import unpriced_work
+from jshard._program.memory.hbm_traffic import ALL_PRODUCTS
 
 
 MESH = {"x": 2, "y": 4}

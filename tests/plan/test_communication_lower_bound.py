@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 import jshard
 from jshard._core import hardware as hardware
 from jshard._core.named_topology import TopologyMesh
-from jshard._memory.least_traffic import min_hbm_bytes, product_flops
 from jshard._plan.step_lower_bound import even_share_footprint
+from jshard._program.memory.least_traffic import min_hbm_bytes, product_flops
 from jshard._program.trace import build
 from tests.helpers.decode_step import decode
 from tests.helpers.models import Config, gpt_step

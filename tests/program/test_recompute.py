@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._plan.recomputation import recompute_weight
 from jshard._program.recompute import is_recomputed, recomputing
 from jshard._program.residuals import find_sites, may_run_again

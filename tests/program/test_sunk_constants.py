@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import AxisType
 
 import jshard
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._plan.recomputation import is_cheap
 from jshard._program.sunk_constants import with_constants_sunk
 

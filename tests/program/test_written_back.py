@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 
 import jshard
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._program.written_back import with_updates_in_place
 
 

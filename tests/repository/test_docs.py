@@ -59,7 +59,7 @@ def test_a_wrong_row_is_found() -> None:
 
 def test_contributing_gives_the_order_of_the_folders() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text().split("wherever the import stands:")[1].split("\n\n")[1]
-    assert re.findall(r"`(\w+)`", text) == [p for p in ORDER if p not in ("__init__", "__main__", "flax")]
+    assert re.findall(r"`(\w+)`", text) == [p for p in ORDER if p not in ("__init__", "__main__")]
 
 
 def test_a_wheel_gets_its_version_from_the_one_place_that_has_it() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jshard
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._core.layout import MeshAxes
 from jshard._core.topology import from_mesh, mesh_axes
 from jshard._lower.spmd import spmd

@@ -13,8 +13,8 @@ import pytest
 
 import jshard
 from jshard._core.layout import Layout
-from jshard._memory.liveness import liveness
 from jshard._plan import scheduled_solution
+from jshard._program.memory.liveness import liveness
 from jshard._schedule import peak
 from jshard._schedule.schedule import Reshard, RunCall, RunOperator, Schedule, schedule
 

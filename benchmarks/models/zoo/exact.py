@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._program.trace import CALL_PRIMITIVES
 from jshard._rules.lookup import REGISTRY
 from jshard._rules.primitives.opaque_operators import OPAQUE

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import Function, Index
 from jshard._rules.attention.definition import Attention, Operands
 from jshard._rules.attention.online_softmax import Gradients, Part, backward, forward, summed_delta

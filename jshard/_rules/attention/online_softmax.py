@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import Index, PyTree
 from jshard._rules.attention.definition import Attention, Operands, allowed, logits, may_attend, softmax_dtype
 

@@ -19,7 +19,7 @@ from jax import core
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.interpreters import batching, mlir
 
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import PyTree
 from jshard._rules.attention.blocks import arranged, arranged_back, as_result, by_head
 from jshard._rules.attention.definition import Attention, softmax_dtype

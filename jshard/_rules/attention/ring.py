@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import Index, PyTree
 from jshard._core.layout import MeshAxes
 from jshard._rules.attention.blocks import arranged, arranged_back, by_head

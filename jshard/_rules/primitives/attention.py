@@ -25,8 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jshard._core.jaxcompat import itemsize
 from jshard._core.layout import ArrayType
-from jshard._jaxcompat import itemsize
 from jshard._rules.attention.blocks import arranged, arranged_back, as_result, by_head
 from jshard._rules.attention.definition import Attention, softmax_dtype
 from jshard._rules.attention.kernels import local_backward, local_forward

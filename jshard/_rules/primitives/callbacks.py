@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._rules.primitives.opaque_operators import OPAQUE
 from jshard._rules.registry import LocalContext, OpView, block_index, family, opaque_rule
 from jshard._rules.rule import InternalCollective, Rule

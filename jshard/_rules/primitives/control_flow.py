@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 
+from jshard._core.jaxcompat import itemsize
 from jshard._core.layout import ArrayType
-from jshard._jaxcompat import itemsize
 from jshard._rules.factors import linear_sets, unsharded_dims
 from jshard._rules.registry import OpView, family
 from jshard._rules.rule import Rule

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard._jaxcompat import to_common_vma
+from jshard._core.jaxcompat import to_common_vma
 from jshard._rules.block_reads import WindowReads, exchange
 from jshard._rules.factors import HALO, Factors, summable
 from jshard._rules.halo import Halo, local_windows, with_halos

@@ -21,8 +21,8 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
+from jshard._core.jaxcompat import all_gather_invariant, itemsize, to_common_vma
 from jshard._core.layout import ArrayType
-from jshard._jaxcompat import all_gather_invariant, itemsize, to_common_vma
 from jshard._rules.factors import Factors, linear_sets
 from jshard._rules.neutral_element import neutral_element
 from jshard._rules.registry import LocalContext, OpView, block_index, family

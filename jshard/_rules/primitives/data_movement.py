@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard._jaxcompat import to_common_vma
+from jshard._core.jaxcompat import to_common_vma
 from jshard._rules.factors import Factors, linear_sets
 from jshard._rules.registry import LocalContext, OpView, block_index, family
 from jshard._rules.rule import Rule

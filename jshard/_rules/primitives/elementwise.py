@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._core.errors import RuleError
 from jshard._core.layout import ArrayType
 from jshard._rules.factors import Factors, is_float, linear_sets, summable

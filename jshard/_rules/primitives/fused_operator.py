@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import Function
 from jshard._core.layout import ArrayType
 from jshard._rules.registry import LocalContext, OpView, family

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._core.layout import ArrayType
 from jshard._rules.factors import Factors, linear_sets
 from jshard._rules.registry import LocalContext, OpView, block_index, family, in_row_major

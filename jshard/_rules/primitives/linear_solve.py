@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import jax
 
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import ClosedJaxpr, Jaxpr
 from jshard._rules.factors import Factors, unsharded_dims
 from jshard._rules.primitives.opaque_operators import OPAQUE

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard._jaxcompat import itemsize, to_common_vma
+from jshard._core.jaxcompat import itemsize, to_common_vma
 from jshard._program.stage_shift import STAGE_SHIFT, ZERO_UNLESS, run_zero_unless
 from jshard._rules.factors import Factors, linear_sets
 from jshard._rules.registry import LocalContext, OpView, family

@@ -26,8 +26,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jshard._core.jax_types import Index
+from jshard._core.jaxcompat import threefry_2x32, to_common_vma
 from jshard._core.layout import ArrayType
-from jshard._jaxcompat import threefry_2x32, to_common_vma
 from jshard._rules.factors import Factors, unsharded_dims
 from jshard._rules.registry import LocalContext, OpView, family
 from jshard._rules.rule import Rule

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jshard._jaxcompat import all_gather_invariant, itemsize
+from jshard._core.jaxcompat import all_gather_invariant, itemsize
 from jshard._rules.factors import Factors, is_float, linear_sets, summable
 from jshard._rules.registry import LocalContext, OpView, family
 from jshard._rules.rule import Dims, InternalCollective, Rule

@@ -15,7 +15,7 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jshard import _jaxcompat as compat
+from jshard._core import jaxcompat as compat
 from jshard._core.layout import ArrayType
 from jshard._program.user_shard_map import SHARD_MAP, USER_SHARD_MAP_SCOPE
 from jshard._rules.factors import Factors

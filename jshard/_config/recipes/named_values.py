@@ -1,0 +1,103 @@
+"""Outputs of products and gradients under the names by which rules find them, and rules made from a recipe's pins."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from jshard._config.config_record import ConfigRecord, Entry, Rule
+from jshard._config.fewest_rules import fewest_result_rules, fewest_rules
+from jshard._config.recipes.attention_operands import attention_operands
+from jshard._config.recipes.gradients import gradients_of
+from jshard._config.recipes.recipe_pins import RecipePins, ValueEntry
+from jshard._config.recipes.structure import Structure
+from jshard._config.tensors import TensorName
+
+
+Place = tuple[int, str, int]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class NamedValues:
+    """The values of a program that the sections `products` and `gradients` are about.
+
+    `names`: by section; `places`: by section and path, (operator, "result" or "operand", number); a path may
+    stand for several values.
+    """
+
+    names: Mapping[str, Sequence[TensorName]]
+    places: Mapping[tuple[str, str], Sequence[Place]]
+    path_of: Mapping[str, str]
+
+
+def named_values(s: Structure) -> NamedValues:
+    """The named products and gradients of a program; a weight is named without its argument where that is unambiguous."""
+    short = _short_names(s)
+    found = [("products", p.name, (p.place[0], "result", p.place[1])) for p in s.products]
+    found += [("products", a.name, (a.op, "operand", a.operand)) for a in attention_operands(s)]
+    found += [("gradients", s.name(n), (i, "result", k)) for n, (i, k) in sorted(gradients_of(s).items())]
+    names: dict[str, dict[str, TensorName]] = {"products": {}, "gradients": {}}
+    places: dict[tuple[str, str], list[Place]] = {}
+    for section, name, place in found:
+        path, t = _renamed(name, short), s.program.tensors[_tensor(s, place)]
+        names[section].setdefault(path, TensorName(path, t.shape, t.dtype, kind=section[:-1]))
+        places.setdefault((section, path), []).append(place)
+    return NamedValues({k: tuple(v.values()) for k, v in names.items()}, places, short)
+
+
+def _tensor(s: Structure, place: Place) -> int:
+    op, side, number = place
+    tensor = getattr(s.program.operators[op], f"{side}s")[number]
+    return tensor
+
+
+def _argument(s: Structure, number: int) -> TensorName:
+    t = s.program.tensors[s.argument(number)]
+    return TensorName.of_argument(s.name(number), t.shape, t.dtype)
+
+
+def _short_names(s: Structure) -> dict[str, str]:
+    own: dict[str, list[str]] = {}
+    for n in range(len(s.program.inputs)):
+        name = _argument(s, n)
+        own.setdefault(".".join(name.own) or name.path, []).append(name.path)
+    return {paths[0]: short for short, paths in own.items() if len(paths) == 1}
+
+
+def _renamed(name: str, short: Mapping[str, str]) -> str:
+    def one(part: str) -> str:
+        path, colon, rest = part.partition(":")
+        return short.get(path, path) + colon + rest
+
+    return " @ ".join(map(one, name.split(" @ ")))
+
+
+def record_of(pins: RecipePins, s: Structure) -> ConfigRecord:
+    """A recipe's pins as rules: the fewest that say the same of every tensor."""
+    short = _short_names(s)
+    inside = {n: e for n, e in pins.arguments.items() if _argument(s, n).inner and n not in s.data}
+    arrays = {n: e for n, e in pins.arguments.items() if n not in inside}
+
+    def rules(section: str, values: Sequence[ValueEntry]) -> tuple[Rule, ...]:
+        entries: dict[str, tuple[TensorName, Entry]] = {}
+        for v in values:
+            path = _renamed(v.name, short)
+            entries.setdefault(path, (TensorName(path, v.shape, "float32", kind=section[:-1]), v.entry))
+        return fewest_result_rules([t for t, _ in entries.values()], [e for _, e in entries.values()])
+
+    said = {v.name for v in pins.products}
+    left_open = {
+        a.name: ValueEntry(
+            a.name, (a.op, a.operand), s.program.tensors[a.tensor].shape, (None,) * 4, "operand"
+        )
+        for a in attention_operands(s)
+        if a.name not in said
+    }
+    return ConfigRecord(
+        parameters=fewest_rules([_argument(s, n) for n in inside], list(inside.values())),
+        inputs=tuple(Rule(s.name(n), e) for n, e in arrays.items()),
+        source=f"recipe {pins.recipe!r}",
+        notes=pins.notes,
+        products=rules("products", (*pins.products, *left_open.values())),
+        gradients=rules("gradients", pins.gradients),
+    )

@@ -1,0 +1,269 @@
+"""Recipes against hand annotations, as pins, as a file; none is cheaper than the search; what runs equals the plain run."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jshard
+from benchmarks import workloads
+from jshard._config.recipes.recipe_names import RECIPES, SUMS, parse_recipe
+from jshard._config.recipes.recipe_pins import RecipeError, recipe_pins
+from jshard._config.recipes.structure import Structure
+from tests.helpers.hand_recipes import PAIRS, RECIPE_OF, SIZES, by_hand, structure
+
+
+of_workload = functools.cache(structure)
+
+
+def machine(**axes: int):
+    return jshard.topology("v5e:2x4", axes or SIZES, compiles=False)
+
+
+@pytest.mark.parametrize("workload, hand", [p for p in PAIRS if p[0] != "gpt"], ids=lambda x: x)
+def test_a_recipe_says_what_the_hand_annotation_says(workload, hand):
+    s = of_workload(workload)
+    marked, pins = by_hand(workload, hand), recipe_pins(RECIPE_OF[hand], s, SIZES)
+    own = {s.name(n): e for n, e in pins.arguments.items()}
+    both = {k: (spec, own[k]) for k, spec in marked.state.items() if spec and k in own}
+    assert len(both) > 1
+    if (workload, hand) == ("moe", "fsdp-megatron"):
+        # The hand annotation takes the router for a gated MLP's `gate`, by its name.
+        assert both.pop("params.gate") == ((("x",), ("y",)), (("x",), ()))
+    assert {k: a for k, (a, _) in both.items()} == {k: b for k, (_, b) in both.items()}
+    outputs: dict[tuple[int, ...], set] = {}
+    for v in pins.products:
+        outputs.setdefault(v.shape, set()).add(v.entry)
+    compared = [(dims, outputs[shape]) for (_, shape), dims in marked.activations.items() if shape in outputs]
+    assert all(dims in said for dims, said in compared)
+
+
+EVERY = (*RECIPES, *SUMS)
+
+
+SOME = {
+    "lm-head": (5, None),
+    "moe": (6, None),
+    "gpt-scan": (3, ("zero2", "megatron+sequence", "fsdp+ulysses", "expert")),
+}
+
+
+@pytest.mark.parametrize("workload", SOME)
+def test_no_recipe_costs_less_than_the_search(workload):
+    w = workloads.get(workload, small=True, devices=8)
+    apply, names = SOME[workload]
+    table = jshard.recipes(w.step, *w.args, mesh=machine(), names=names)
+    assert len(table.applying) >= apply
+    steps = [row.figures.step for row in table.applying if row.figures is not None]
+    assert min(steps) >= table.search.step * (1 - 1e-9) and steps == sorted(steps)
+    for row in table:
+        assert row.applies or row.reason
+    text, html = str(table), table._repr_html_()
+    for row in table:
+        assert row.recipe in text and f">{row.recipe}<" in html
+
+
+FILES = {"zero1": "lora", "zero2": "lora", "ulysses": "vit"}
+
+
+@pytest.mark.parametrize("recipe", [*FILES, "fsdp+megatron+sequence"])
+def test_the_file_of_a_recipe_says_the_same(recipe, tmp_path):
+    w = workloads.get("gpt-scan" if "+" in recipe else FILES[recipe], small=True, devices=8)
+    config = jshard.Config.from_recipe(recipe, w.step, *w.args, mesh=machine())
+    config.save(tmp_path / "recipe.yaml")
+    read = jshard.Config.load(tmp_path / "recipe.yaml")
+    assert read == config and not read.recipe
+    a = jshard.shard(w.step, config=read.override("level=2"), mesh=machine()).plan(*w.args)
+    b = jshard.shard(w.step, config={"recipe": recipe, "level": 2}, mesh=machine()).plan(*w.args)
+    assert a.cost.objective == b.cost.objective
+    assert [str(r.layout) for r in a.inputs] == [str(r.layout) for r in b.inputs]
+
+
+def test_an_own_rule_overrides_the_recipe():
+    w = workloads.get("mlp-512", small=True, devices=8)
+    config = {
+        "recipe": "megatron",
+        "parameters": {"w1": [None, None]},
+        "products": {"w1": [["x", "y"], None]},
+    }
+    plan = jshard.shard(w.step, config=config, mesh=machine()).plan(*w.args)
+    assert [str(r.layout) for r in plan.inputs] == ["(-, -)", "(y, -)", "(x, -)"]
+
+
+@pytest.mark.parametrize("recipe", ["vocab", "fsdp+vocab", "megatron"])
+def test_the_scores_of_a_cut_vocabulary_are_not_gathered(recipe):
+    """The loss and its gradient are computed from each device's part of the scores: only values per row go round."""
+    rows, tokens, d, vocabulary = 32, 64, 16, 4096
+    f32 = functools.partial(jax.ShapeDtypeStruct, dtype="float32")
+    p = {"embed": f32((vocabulary, d)), "head": f32((d, vocabulary))}
+
+    def loss(p, tokens, targets):
+        return workloads.cross_entropy(p["embed"][tokens] @ p["head"], targets)
+
+    batch = [jax.ShapeDtypeStruct((rows, tokens), "int32")] * 2
+    config = {"recipe": recipe, "level": 2}
+    plan = jshard.shard(jax.value_and_grad(loss), config=config, mesh=machine()).plan(p, *batch)
+    assert [r.layout.dims[d][0] for d, r in enumerate(plan.inputs[:2])] == ["y", "y"]
+    scores = rows * tokens * vocabulary * 4
+    weights = 2 * vocabulary * d * 4
+    assert sum(plan.bytes_by_kind.values()) < 0.01 * scores + 4 * weights < 0.1 * scores
+
+
+def test_what_a_recipe_plans_runs_and_equals_the_plain_run():
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    w = workloads.get("lm-head", small=True, devices=8)
+    rng = np.random.default_rng(3)
+    state = jax.tree.map(lambda s: jnp.asarray(rng.normal(size=s.shape) * 0.1, "float32"), w.state)
+    batch = [jnp.asarray(rng.integers(0, 1024, b.shape), b.dtype) for b in w.batch]
+    wanted = w.step(state, *batch)
+    for recipe in ("fsdp+vocab", "megatron+sequence"):
+        f = jshard.shard(w.step, config=recipe, mesh=mesh)
+        got = f(state, *batch)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+        assert f.plan(state, *batch, verify=True).verification.ok
+
+
+# -- other forms of models ------------------------------------------------------------------------------------
+
+
+def mlp(p, x):
+    return ((jax.nn.gelu(x @ p["up"] + p["b"]) @ p["down"]) ** 2).mean()
+
+
+PARAMS = {"up": (6, 16), "b": (16,), "down": (16, 6)}
+
+
+def entries(recipe, fn, *args, **sizes):
+    config = jshard.Config.from_recipe(recipe, fn, *args, mesh=machine(**sizes))
+    return {r.key: r.text for r in (*config.parameters, *config.inputs)}
+
+
+def test_vmapped_models_with_transposed_weights():
+    """As equinox writes it: weights are [out, in], the batch is added by vmap."""
+    p = {"up": jnp.ones((16, 6)), "down": jnp.ones((6, 16))}
+
+    def call(p, x):
+        return jax.vmap(lambda v: p["down"] @ jax.nn.relu(p["up"] @ v))(x)
+
+    said = entries("megatron", call, p, jnp.ones((8, 6)))
+    assert said == {"up": "[y, null]", "down": "[null, y]", "x": "[x, '?']"}
+
+
+def test_value_and_grad_and_any_argument_order():
+    p = {k: jnp.ones(s) for k, s in PARAMS.items()}
+    said = entries("fsdp", lambda x, p: jax.value_and_grad(mlp)(p, x), jnp.ones((16, 6)), p)
+    assert said == {"x": "[[x, y], '?']", "up": "[null, [x, y]]", "b": "[[x, y]]", "down": "[[x, y], null]"}
+
+
+def test_a_chain_is_cut_at_every_other_product():
+    p = [jnp.ones((8, 8)) for _ in range(4)]
+
+    def call(p, x):
+        for w in p:
+            x = jax.nn.relu(x @ w)
+        return x
+
+    config = jshard.Config.from_recipe("megatron", call, p, jnp.ones((16, 8)), mesh=machine())
+    assert {r.key: r.text for r in config.parameters} == {"*": "[null, y]", "{1,3}": "[y, null]"}
+
+
+ATTENTION = {"q": (16, 24), "k": (16, 8), "v": (16, 8), "o": (24, 16)}
+
+
+def attention(p, x, heads=6, kv=2):
+    """Attention with fewer heads of keys and values, which are repeated."""
+    b, t, _ = x.shape
+    q, k, v = ((x @ p[n]).reshape(b, t, h, 4) for n, h in (("q", heads), ("k", kv), ("v", kv)))
+    k, v = (jnp.repeat(a, heads // kv, axis=2) for a in (k, v))
+    scores = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+    return jnp.einsum("bhqk,bkhd->bqhd", scores, v).reshape(b, t, heads * 4) @ p["o"]
+
+
+def test_heads_of_keys_and_values_fewer_than_the_axis_are_replicated():
+    p = {n: jnp.asarray(np.random.default_rng(0).normal(size=s), "float32") for n, s in ATTENTION.items()}
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(4, 6, 16)), "float32")
+    mesh = jax.make_mesh((2, 3), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    f = jshard.shard(attention, config="megatron", mesh=mesh)
+    plan = f.plan(p, x)
+    assert {r.path: str(r.layout) for r in plan.inputs} == {
+        "p.q": "(-, model)", "p.k": "(-, -)", "p.v": "(-, -)", "p.o": "(model, -)", "x": "(data, -, -)",
+    }  # fmt: skip
+    np.testing.assert_allclose(f(p, x), attention(p, x), rtol=2e-5, atol=2e-5)
+
+
+def test_heads_that_do_not_divide_are_left_whole_and_said():
+    program = of_program(attention, {n: jnp.ones(s) for n, s in ATTENTION.items()}, jnp.ones((4, 8, 16)))
+    with pytest.raises(
+        RecipeError, match=r"no dimension between two products is divided by 4: 2 of p.k, p.o"
+    ):
+        recipe_pins("megatron", program, SIZES)
+    with pytest.raises(RecipeError, match=r"2 heads are not divided by 4"):
+        recipe_pins("ulysses", program, SIZES)
+
+
+def of_program(fn, *args) -> Structure:
+    from jshard._program.trace import build
+    from jshard._spec.tree_paths import argument_names, input_leaves
+
+    leaves = input_leaves(args, {}, argument_names(fn, len(args)))
+    return Structure(
+        build(jax.jit(fn).trace(*args).jaxpr, name="f", input_names=[leaf.path for leaf in leaves])
+    )
+
+
+# -- what does not apply --------------------------------------------------------------------------------------
+
+
+REFUSED = {
+    "expert": "there are no experts: no product whose weight and activation share a dimension",
+    "sequence": "the activations have no dimension beside batch and features",
+    "ulysses": "the activations have no dimension beside batch and features",
+    "vocab": "no table is indexed by data, and no softmax goes over the output",
+    "zero1": "there is no state of an optimizer",
+    "ring": "keys and values are passed round by an attention operator",
+}
+
+
+@pytest.mark.parametrize("recipe", REFUSED)
+def test_a_recipe_that_does_not_apply_says_what_was_looked_for(recipe):
+    p = {k: jnp.ones(s) for k, s in PARAMS.items()}
+    with pytest.raises(jshard.ShardError, match=REFUSED[recipe]) as error:
+        jshard.shard(mlp, config={"recipe": recipe}, mesh=machine()).plan(p, jnp.ones((16, 6)))
+    assert error.value.fix
+
+
+@pytest.mark.parametrize(
+    "recipe, text",
+    [
+        ("megatorn", "there is no recipe 'megatorn'"),
+        ("fsdp+zero1", "fsdp and zero1 say two things"),
+        ("fsdp+fsdp", "names a part twice"),
+        ("fsdp(q)", "the mesh has no axis 'q'"),
+        ("data", "the batch, dimension 0 of x, has size 3, which 2 does not divide"),
+    ],
+)
+def test_wrong_recipes(recipe, text):
+    p = {k: jnp.ones(s) for k, s in PARAMS.items()}
+    with pytest.raises(jshard.ShardError, match=text):
+        jshard.shard(mlp, config=recipe, mesh=machine()).plan(p, jnp.ones((3, 6)))
+
+
+def test_a_recipe_needs_a_mesh():
+    p = {k: jnp.ones(s) for k, s in PARAMS.items()}
+    with pytest.raises(jshard.ShardError, match="a recipe cuts over the axes of a mesh, and there is none"):
+        jshard.shard(mlp, config="fsdp").plan(p, jnp.ones((16, 6)))
+
+
+def test_a_function_without_a_model():
+    with pytest.raises(RecipeError, match="no product of a weight"):
+        jshard.shard(lambda x: x + 1, config="data", mesh=machine()).plan(jnp.ones((8, 8)))
+
+
+def test_every_name_parses():
+    for name in EVERY:
+        assert [p.name for p in parse_recipe(name)] == name.split("+")

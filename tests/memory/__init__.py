@@ -1,1 +1,0 @@
-"""Tests of `jshard/_memory`: liveness, aliasing, the order of operators."""

@@ -1,0 +1,130 @@
+"""Liveness: which values are in memory until when, on programs of a few operators."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+import jshard
+from jshard._program.memory.liveness import liveness
+from jshard._program.trace import build
+
+
+SQUARE = jax.ShapeDtypeStruct((8, 8), "float32")
+
+
+def held(fn) -> dict[str, bool]:
+    """Whether each result of an equation is held, by the operator that makes it."""
+    program = build(jax.jit(fn).trace(SQUARE, SQUARE).jaxpr, name="fn", input_names=["x", "w"])
+    life = liveness(program)
+    made = (op for op in program.operators if op.kind == "eqn")
+    return {f"{op.primitive}.{k}": life.materialized[op.results[0]] for k, op in enumerate(made)}
+
+
+def test_a_product_is_written_by_the_light_operator_that_follows():
+    assert held(lambda x, w: (x @ w + w) @ w) == {
+        "dot_general.0": False,
+        "add.1": True,
+        "dot_general.2": True,
+    }
+
+
+def test_a_product_whose_reader_comes_later_is_itself_in_memory():
+    """Of the two products the first waits for the second, so that both are there at once."""
+
+    def sum_of_two(x, w):
+        return jnp.sin(x @ w + w @ x)
+
+    assert held(sum_of_two) == {
+        "dot_general.0": True, "dot_general.1": False, "add.2": False, "sin.3": True
+    }  # fmt: skip
+
+
+def test_a_product_writes_what_several_light_operators_make_of_it_and_join():
+    """As the gradient of a SiLU, ``g * s(h) + g * h * ds(h)``; not where another product reads it too."""
+
+    def joined(x, w):
+        g = x @ w
+        return (g * w + jnp.sin(g) * 2.0) @ w
+
+    def left(x, w):
+        g = x @ w
+        return (g * jnp.sin(g)) @ w + g
+
+    def summed(x, w):
+        g = x @ w
+        return (g * g.sum()) @ w
+
+    assert held(joined) == {
+        "dot_general.0": False, "mul.1": False, "sin.2": False, "mul.3": False, "add.4": True, "dot_general.5": True,
+    }  # fmt: skip
+    assert held(left)["dot_general.0"] and not held(left)["mul.2"]
+    assert held(summed)["dot_general.0"] and not held(summed)["mul.2"]
+
+
+def test_what_is_joined_is_written_over_an_operand_that_ends_there():
+    """``h`` is read by nobody after it, though it is read twice and through another operator."""
+
+    def written(fn) -> list[float]:
+        program = build(jax.jit(fn).trace(SQUARE, SQUARE).jaxpr, name="fn", input_names=["x", "w"])
+        life = liveness(program)
+        return [
+            life.epilogue_bytes[op.results[0]] for op in program.operators if op.primitive == "dot_general"
+        ]
+
+    def ends(x, w):
+        h = jnp.sin(x) @ w
+        s = jnp.sin(h)
+        g = h @ w
+        return (g * s + jnp.sin(g) * s) @ w
+
+    def goes_on(x, w):
+        h = jnp.sin(x) @ w
+        s = jnp.sin(h)
+        g = h @ w
+        return (g * s + jnp.sin(g) * s) @ w @ h
+
+    assert written(ends) == [0, 0, 0] and written(goes_on)[:2] == [0, 256]
+
+
+def test_what_a_product_writes_for_its_reader_is_there_beside_its_operands():
+    """The sum of a product and a bias takes room while the product reads; over a residual that ends it takes none."""
+
+    def two(x, w):
+        h = jnp.sin(x) @ w  # held: what comes next is no light operator
+        return (h @ w + 1.0) @ w
+
+    def residual(x, w):
+        h = jnp.sin(x) @ w
+        return (h @ w + h) @ w
+
+    def written(fn) -> list[float]:
+        program = build(jax.jit(fn).trace(SQUARE, SQUARE).jaxpr, name="fn", input_names=["x", "w"])
+        life = liveness(program)
+        return [
+            life.epilogue_bytes[op.results[0]] for op in program.operators if op.primitive == "dot_general"
+        ]
+
+    assert written(two) == [0, 256, 0] and written(residual) == [0, 0, 0]
+
+
+def test_a_cast_that_was_moved_is_held_until_its_last_reader():
+    """As made it would be computed again from the product; its copy in another layout cannot be."""
+
+    def step(x, w, v, i):
+        z = (x @ w).astype("float32")
+        picked = jnp.take_along_axis(z, i, 1)
+        return picked, jshard.op(jnp.matmul, ((1, 8), (8, 1)))(jshard.op(jnp.exp, ((1, 8),))(z), v)
+
+    shapes = [
+        jax.ShapeDtypeStruct((1024, 256), "bfloat16"),
+        jax.ShapeDtypeStruct((256, 1024), "bfloat16"),
+        jax.ShapeDtypeStruct((1024, 16), "float32"),
+        jax.ShapeDtypeStruct((1024, 1), "int32"),
+    ]
+    mesh = jshard.topology("v5e:2x4", {"x": 8}, compiles=False)
+    plan = jshard.shard(step, ((8, 1), (1, 1), (8, 1), (8, 1)), mesh=mesh).plan(*shapes)
+    assert [op.primitive for op in plan.operators][-1] == "dot_general"
+    arguments = 1024 * 256 * 2 / 8 + 256 * 1024 * 2 + 1024 * 16 * 4 / 8 + 1024 * 4 / 8
+    results = 1024 * 4 / 8 + 1024 * 16 * 4
+    assert plan.memory.curve[-1] == arguments + results + 1024 * 1024 * 4 / 8
