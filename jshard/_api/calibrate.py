@@ -14,12 +14,11 @@ import time
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import jax
 import numpy as np
 
-from jshard._api.microbenchmarks import RUNS, Measured, Task, measure, tasks
 from jshard._core import hardware
 from jshard._core.argument_checks import checked
 from jshard._core.collective_curves import CollectiveCurve
@@ -31,8 +30,11 @@ from jshard._core.messages import describe_value, format_seconds
 from jshard._core.saved_chip import chip_to_json
 from jshard._core.topology import from_mesh
 from jshard._cost.collectives import collective
-from jshard._cost.curve_fit import fit_curve
 from jshard._report.progress import progress
+
+
+if TYPE_CHECKING:
+    from jshard._api.microbenchmarks import Measured, Task
 
 
 MAX_RESIDUAL = 0.5
@@ -140,6 +142,8 @@ def calibrate(
 
     Raises `MeshError` for objects that are no devices, and for a name that another chip has.
     """
+    from jshard._api.microbenchmarks import RUNS, measure, tasks  # here, so that `import jshard` stays light
+
     given = list(jax.devices() if devices is None else devices)
     if not given or not all(hasattr(d, "device_kind") for d in given):
         raise MeshError(
@@ -177,6 +181,8 @@ def fitted_chip(
     base: Chip, found: Sequence[Measured], name: str, date: str, devices: int
 ) -> tuple[Chip, tuple[str, ...]]:
     """The chip that the measurements give, and notes on quantities that their fits do not describe."""
+    from jshard._cost.curve_fit import fit_curve  # here, so that `import jshard` stays light
+
     figures: dict[str, float] = {}
     notes: list[str] = []
     curves: list[CollectiveCurve] = []

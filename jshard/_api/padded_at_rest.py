@@ -25,7 +25,6 @@ from jshard._core.jax_types import PyTree
 from jshard._core.layout import MeshAxes
 from jshard._core.messages import abbreviate
 from jshard._core.padded_array import PaddedArray, is_padded
-from jshard._plan.padding_search import padded_size
 from jshard._spec.committed_shardings import placement
 from jshard._spec.parameter_plan import LeafIndex
 from jshard._spec.tree_paths import dtype_of, input_leaves
@@ -109,6 +108,8 @@ def _padded(x: PyTree, mesh: MeshAxes) -> PyTree:
     """An array with every dimension padded that no cut of the mesh divides."""
     if isinstance(x, PaddedArray) or dtype_of(x) is None or not hasattr(x, "shape"):
         return x
+    from jshard._plan.padding_search import padded_size  # here, so that `import jshard` stays light
+
     wide = tuple(padded_size(n, mesh) or n for n in x.shape)
     return x if wide == tuple(x.shape) else PaddedArray.of(x, wide)
 

@@ -23,6 +23,10 @@ from jax import lax
 from jshard._core.jax_types import Index
 
 
+BLOCK = 512
+"""Queries and keys of a block: its logits are (B, N, 512, 512)."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Attention:
     """The parameters of one attention, and which of its optional operands it has.

@@ -22,11 +22,15 @@ from jax import lax
 
 from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import Index, PyTree
-from jshard._rules.attention.definition import Attention, Operands, allowed, logits, may_attend, softmax_dtype
-
-
-BLOCK = 512
-"""Queries and keys of a block: its logits are (B, N, 512, 512)."""
+from jshard._rules.attention.definition import (
+    BLOCK,
+    Attention,
+    Operands,
+    allowed,
+    logits,
+    may_attend,
+    softmax_dtype,
+)
 
 
 class Part(NamedTuple):

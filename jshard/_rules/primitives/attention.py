@@ -19,6 +19,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -27,14 +28,15 @@ from jax import lax
 
 from jshard._core.jaxcompat import itemsize
 from jshard._core.layout import ArrayType
-from jshard._rules.attention.blocks import arranged, arranged_back, as_result, by_head
-from jshard._rules.attention.definition import Attention, softmax_dtype
-from jshard._rules.attention.kernels import local_backward, local_forward
-from jshard._rules.attention.online_softmax import BLOCK, Part
-from jshard._rules.attention.ring import Ring, ring_backward, ring_forward
+from jshard._rules.attention.definition import BLOCK, Attention, softmax_dtype
 from jshard._rules.factors import Factors
 from jshard._rules.registry import LocalContext, OpView, block_index, family
 from jshard._rules.rule import PARTIAL, WHOLE, Dims, InternalCollective, JointCut, Rule, Workspace, joint_code
+
+
+if TYPE_CHECKING:
+    from jshard._rules.attention.online_softmax import Part
+    from jshard._rules.attention.ring import Ring
 
 
 rule = family("attention")
@@ -146,6 +148,11 @@ def _flops(op: OpView, *, backward: bool = False) -> float:
 
 
 def _forward_local(ctx: LocalContext, *arrays: jax.Array) -> Sequence[jax.Array]:
+    # Here, so that `import jshard` stays light.
+    from jshard._rules.attention.blocks import arranged, as_result
+    from jshard._rules.attention.kernels import local_forward
+    from jshard._rules.attention.ring import ring_forward
+
     spec, q = ctx.op.params["spec"], arrays[0]
     ring, kv_heads = _ring(ctx), _kv_heads(ctx)
     if ring is not None:
@@ -171,7 +178,7 @@ def _weighted(ctx: LocalContext, part: Part, axes: tuple[str, ...], first: int) 
         total = lax.psum(weight, axes)
     some = jnp.where(total > 0, total, 1)
     lse = jnp.where(total > 0, base + jnp.log(some), -jnp.inf)
-    return Part(part.out * (weight / some)[..., None], lse)
+    return type(part)(part.out * (weight / some)[..., None], lse)
 
 
 @rule("jshard_attention", local=_forward_local)
@@ -190,6 +197,11 @@ def attention(op: OpView) -> Rule:
 
 
 def _backward_local(ctx: LocalContext, *arrays: jax.Array) -> Sequence[jax.Array]:
+    # Here, so that `import jshard` stays light.
+    from jshard._rules.attention.blocks import arranged, arranged_back, by_head
+    from jshard._rules.attention.kernels import local_backward
+    from jshard._rules.attention.ring import ring_backward
+
     spec, bias_gradient = ctx.op.params["spec"], ctx.op.params["bias_gradient"]
     inputs, results = arrays[: spec.num_operands], arrays[spec.num_operands :]
     ring, kv_heads = _ring(ctx), _kv_heads(ctx)
@@ -268,6 +280,8 @@ def _halves(op: OpView, over: int, inputs: Sequence[int], results: Sequence[int]
 
 def _ring(ctx: LocalContext) -> Ring | None:
     """The ring of a candidate, if it has one of several devices."""
+    from jshard._rules.attention.ring import Ring  # here, so that `import jshard` stays light
+
     axes, zigzag = ctx.axes(_code(ctx.rule, "ring")), ctx.axes(_code(ctx.rule, "zigzag"))
     if ctx.mesh.size(*zigzag) > 1:
         return Ring(zigzag, ctx.mesh, 0, 0, ctx.collective_scope, zigzag=True)
