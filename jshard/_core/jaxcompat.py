@@ -429,9 +429,9 @@ def multi_result_primitive(name: str) -> jex.Primitive:
 
 
 # Like other JAX libraries: frames of this package are left out of source lines and tracebacks.
-_HERE = os.path.dirname(__file__)
-source_info_util.register_exclusion(_HERE)
-traceback_util.register_exclusion(_HERE)
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+source_info_util.register_exclusion(_PACKAGE)
+traceback_util.register_exclusion(_PACKAGE)
 api_boundary = traceback_util.api_boundary
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import jshard
 from jshard._config.recipes.recipe_pins import RecipeError, recipe_pins
-from tests.recipes.test_recipe_pins import of_program
+from tests.config.test_recipe_pins import of_program
 
 
 MESH = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
