@@ -41,6 +41,7 @@ from jshard._core.messages import type_with_article
 from jshard._spec.tree_paths import path_name as path_name
 from jshard.flax import _linen, _metadata as _pins, _nnx
 from jshard.flax._fused import fuse as fuse
+from jshard.flax._fused_functions import fuse_function as fuse_function
 from jshard.flax._module_call import OnClassError
 from jshard.flax._optimize import Optimized as Optimized, optimize as optimize
 from jshard.flax._placement import init as init, place as place, shardings_for as shardings_for

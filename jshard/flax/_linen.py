@@ -86,6 +86,14 @@ def shard_module(
     return own(**fields)
 
 
+def with_fusion(module: nn.Module, fusion: PyTree) -> nn.Module:
+    """A sharded module in whose call functions are replaced by fused ones; parameters and their names stay."""
+    token = token_of(module)
+    assert token is not None
+    own = _sharded_subclass(_unsharded_class(type(module)), token.options, fusion)
+    return own(**{f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.init})
+
+
 def token_of(module: nn.Module) -> ShardingToken | None:
     """The token of a sharded module, or None."""
     return vars(type(module)).get(LINEN_TOKEN)
@@ -118,9 +126,9 @@ def _unsharded_class(cls: type) -> type:
     return cls.__bases__[0] if LINEN_TOKEN in vars(cls) else cls
 
 
-def _sharded_subclass(cls: type, options: dict[str, PyTree]) -> type:
+def _sharded_subclass(cls: type, options: dict[str, PyTree], fusion: PyTree = None) -> type:
     """The subclass for these options, cached, so that modules made anew in every call share plans."""
-    token = ShardingToken(cls.__name__, options)
+    token = ShardingToken(cls.__name__, options, fusion)
     known = vars(cls).get(LINEN_SUBCLASSES)
     if known is None:
         known = {}
@@ -147,11 +155,14 @@ def _sharded_subclass(cls: type, options: dict[str, PyTree]) -> type:
 def _reduce(module: nn.Module) -> tuple:
     fields = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.init}
     fields["parent"] = None
-    return _unpickle, (_unsharded_class(type(module)), vars(type(module))[LINEN_TOKEN].options, fields)
+    token = vars(type(module))[LINEN_TOKEN]
+    return _unpickle, (_unsharded_class(type(module)), token.options, fields, token.fusion)
 
 
-def _unpickle(cls: type, options: dict[str, PyTree], fields: dict[str, object]) -> nn.Module:
-    return _sharded_subclass(cls, options)(**fields)
+def _unpickle(
+    cls: type, options: dict[str, PyTree], fields: dict[str, object], fusion: PyTree = None
+) -> nn.Module:
+    return _sharded_subclass(cls, options, fusion)(**fields)
 
 
 def _equal(self: nn.Module, other: object) -> bool:
@@ -212,6 +223,7 @@ def _call_sharded(
             if key not in token.functions:
                 after: dict[Hashable, PyTree] = {}
                 pure = _pure(call, before, len(first), after)
+                pure = pure if token.fusion is None else token.fusion.around(pure)
                 token.functions[key] = sharded_call(token, pure, original, names, returns_pair=True), after
             function, after = token.functions[key]
             dynamic, dynamic_kw = call.dynamic()

@@ -35,12 +35,15 @@ from jshard.flax._function import is_state
 
 
 class ShardingToken:
-    """The options of a sharded module, and its planned functions by static part of the call; equal if the options are."""
+    """The options of a sharded module, and its planned functions by static part of the call; equal if the options are.
 
-    def __init__(self, name: str, options: dict[str, PyTree]):
-        self.name, self.options = name, options
+    `fusion`: what is replaced by fused functions while it is traced, with a method `around`; or None.
+    """
+
+    def __init__(self, name: str, options: dict[str, PyTree], fusion: PyTree = None):
+        self.name, self.options, self.fusion = name, options, fusion
         self.functions: dict[Hashable, Any] = {}
-        self._key = (name, hashable_key(options))
+        self._key = (name, hashable_key(options), fusion)
 
     def __repr__(self) -> str:
         return f"<sharded {self.name}>"
@@ -55,7 +58,7 @@ class ShardingToken:
         return self  # a cloned module shares the plans
 
     def __reduce__(self) -> tuple:
-        return ShardingToken, (self.name, self.options)  # without plans and compiled programs
+        return ShardingToken, (self.name, self.options, self.fusion)  # without plans and compiled programs
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -16,6 +16,7 @@ from jshard._core.jax_types import PyTree
 from jshard._core.messages import type_with_article
 from jshard.flax import _linen, _nnx
 from jshard.flax._fused import fuse
+from jshard.flax._fused_functions import Fusion
 from jshard.flax._placement import init, place, shardings_for
 
 
@@ -74,19 +75,13 @@ def optimize(
     - `args`, `kwargs`: arguments of its call, arrays or shapes, for the plan.
     - `policy`: a `jshard.Policy`, its class or place; default: the registered one, else the search decides.
     - `fused`: names of what is replaced by fused functions that keep less for gradients, `("attention", "norm")` and what
-        the policy's `fused` adds; of nnx modules, after the policy's `prepare`.
+        the policy's `fused` adds, after the policy's `prepare`: as `fuse` for nnx, as `fuse_function` for linen.
     - `mesh`: as for `shard`. `config`: options of `shard` as a configuration, below what the policy's layout says.
 
     Returns the sharded model with its plan. Raises `ShardError` where a policy is not for this model.
     """
     if isinstance(model, linen.Module):
-        if fused:
-            raise ShardError(
-                f"fused={tuple(fused)!r} for a linen module, whose inner modules exist only while it is called",
-                where="jshard.flax.optimize",
-                fix="jshard.ops.attention or jshard.ops.layer_norm in the module itself (attention_fn=), or an nnx module",
-            )
-        return _optimize_linen(model, args, kwargs, find_policy(model, policy), mesh, config, rngs)
+        return _optimize_linen(model, args, kwargs, find_policy(model, policy), mesh, config, rngs, fused)
     exists = isinstance(model, nnx.Module)
     if not exists and (isinstance(model, type) or not callable(model)):
         raise ShardError(
@@ -125,6 +120,7 @@ def _optimize_linen(
     mesh: PyTree,
     config: PyTree,
     rngs: PyTree,
+    fused: Sequence[str],
 ) -> Optimized:
     if rngs is None:
         raise ShardError(
@@ -135,12 +131,17 @@ def _optimize_linen(
     prepared = _prepared(found, model)
     layout = found.policy.layout(prepared, mesh)
     sharded = _linen.shard_module(prepared, **_options(layout, config, mesh))
+    if fused:
+        sharded = _linen.with_fusion(sharded, Fusion.of(fused, found.policy.fused))
 
     def create(*args: PyTree, **kwargs: PyTree) -> PyTree:
         return prepared.init(rngs, *args, **kwargs)
 
     shapes = jax.eval_shape(create, *args, **kwargs)
     plan = _linen.plan_of(sharded, shapes, *args, **kwargs)
+    token = _linen.token_of(sharded)
+    if token is not None and token.fusion is not None:
+        token.fusion.check(type(model).__name__)
     zeros = jax.tree.map(lambda s: jax.numpy.zeros(s.shape, s.dtype), (args, kwargs))
     made = jax.jit(lambda a, k: create(*a, **k), out_shardings=shardings_for(shapes, plan))
     return Optimized(sharded, plan, found, _layout_text(layout), made(*zeros))

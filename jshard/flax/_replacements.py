@@ -39,16 +39,7 @@ def replace_method(module: nnx.Module, name: str, new: Callable[..., PyTree]) ->
         raise ShardError(
             f"{cls.__name__} has no method {name!r}", where="replace_method", fix=suggest(name, methods)
         )
-    wanted, own = (list(inspect.signature(f).parameters.values())[1:] for f in (before, new))
-    names, required = [p.name for p in wanted], [p.name for p in wanted if p.default is p.empty]
-    fits = [p.name for p in own] == names[: len(own)] and len(own) >= len(required)
-    if not fits and not any(p.kind is p.VAR_POSITIONAL for p in own):
-        raise ShardError(
-            f"the replacement of {cls.__name__}.{name} takes ({', '.join(p.name for p in own)}), "
-            f"the method ({', '.join(names)})",
-            where="replace_method",
-            fix=f"lambda original, {', '.join(required)}: ...",
-        )
+    check_same_signature(f"{cls.__name__}.{name}", before, new)
 
     @functools.wraps(before)
     def method(self: nnx.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -56,6 +47,20 @@ def replace_method(module: nnx.Module, name: str, new: Callable[..., PyTree]) ->
 
     body = {name: method, "__module__": cls.__module__, "__doc__": cls.__doc__}
     object.__setattr__(module, "__class__", type(cls.__name__, (cls,), body))
+
+
+def check_same_signature(name: str, before: Callable[..., PyTree], new: Callable[..., PyTree]) -> None:
+    """Refuse a replacement that takes other arguments than the method, after `original`."""
+    wanted, own = (list(inspect.signature(f).parameters.values())[1:] for f in (before, new))
+    names, required = [p.name for p in wanted], [p.name for p in wanted if p.default is p.empty]
+    fits = [p.name for p in own] == names[: len(own)] and len(own) >= len(required)
+    if not fits and not any(p.kind is p.VAR_POSITIONAL for p in own):
+        raise ShardError(
+            f"the replacement of {name} takes ({', '.join(p.name for p in own)}), "
+            f"the method ({', '.join(names)})",
+            where="replace_method",
+            fix=f"lambda original, {', '.join(required)}: ...",
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen, nnx
+from flax import nnx
 
 import jshard.flax
 from jshard._api.policy import qualified_name
@@ -134,9 +134,3 @@ def test_a_replacement_of_another_signature_is_refused():
     own = {"activation": {f"{qualified_name(Layer)}.mlp": lambda original, x, y: x}}
     with pytest.raises(ShardError, match=r"the replacement of Layer.mlp takes \(x, y\), the method \(x\)"):
         jshard.flax.fuse(made(), ("activation",), own)
-
-
-def test_linen_modules_are_refused_with_the_place():
-    with pytest.raises(ShardError, match="whose inner modules exist only while it is called") as error:
-        jshard.flax.optimize(linen.LayerNorm(), X, rngs=jax.random.key(0), fused=("norm",))
-    assert "jshard.ops.layer_norm" in str(error.value)

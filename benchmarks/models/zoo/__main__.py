@@ -40,7 +40,7 @@ CHIP = dataclasses.replace(hardware.get("cpu"), name="cpu-tiny", alpha=0.0, nic_
 def models() -> dict[str, Any]:
     """Every model by name, as functions that make it; a library that is missing takes its models with it."""
     out: dict[str, Any] = {}
-    for name in ("texts", "images", "others", "solvers", "windows"):
+    for name in ("texts", "images", "others", "solvers", "windows", "decoders"):
         try:
             out |= importlib.import_module(f"benchmarks.models.zoo.{name}").MODELS
         except ModuleNotFoundError as missing:

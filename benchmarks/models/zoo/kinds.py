@@ -28,8 +28,8 @@ class Model:
     step: Callable[..., Any] | None = None
     # Parameters anew, as a function that can be traced.
     create: Callable[[], Any] | None = None
-    # The same model with attention as one operator and fused norms.
-    fused: Callable[[], Model] | None = None
+    # The same model with attention as one operator, or fused norms, by name; with no names, what that is compared with.
+    fused: Callable[[tuple[str, ...]], Model] | None = None
 
 
 def cross_entropy(logits: Any, batch: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.models.zoo.recipes MODEL`: loss and gradients of a model under recipes and under the search.
+"""`python -m benchmarks.models.zoo.recipes MODEL [COLUMN ...]`: loss and gradients of a model under recipes and the search.
 
 Prints one JSON object: by column the largest error against the plain run, whether the compiled collectives are the
 planned ones, and the step over that of the search; or why a recipe does not apply.
@@ -6,6 +6,8 @@ planned ones, and the step over that of the search; or why a recipe does not app
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import json
 import sys
 from typing import Any
@@ -14,14 +16,19 @@ import jax
 import numpy as np
 
 import jshard
-from benchmarks.models.zoo.__main__ import CHIP, error, models
+from benchmarks.models.zoo import decoders, windows
+from benchmarks.models.zoo.__main__ import CHIP, error
 from benchmarks.models.zoo.kinds import Model
 from jshard import hardware
 
 
-COLUMNS = ("megatron", "fsdp+megatron", "megatron+sequence", "ulysses", "vocab", "fsdp", "search")
-FUSED = "fsdp+megatron"
-SHAPE = {"data": 2, "model": 4}
+RECIPES = ("megatron", "fsdp+megatron", "megatron+sequence", "ulysses", "vocab", "fsdp", "expert")
+FUSED = {"fused attention": ("attention",), "fused norm": ("norm",)}
+COLUMNS = (*RECIPES, "search", *FUSED, "lazy")
+SHAPE, OF_IMAGES = {"data": 2, "model": 4}, {"data": 4, "model": 2}
+
+
+OWN = {**decoders.MODELS, **windows.MODELS}
 
 
 def loss_and_gradients(model: Model) -> tuple[Any, tuple[Any, ...]]:
@@ -39,7 +46,9 @@ def loss_and_gradients(model: Model) -> tuple[Any, tuple[Any, ...]]:
 def cell(column: str, step: Any, args: tuple[Any, ...], wanted: Any, mesh: Any) -> dict[str, Any]:
     """One column: error, whether what is emitted is what is planned, objective; or the reason."""
     config: dict[str, Any] = {"level": 0, "hardware": CHIP.name, "strict": False}
-    if column == "search":
+    if column in FUSED:
+        config["recipe"] = "fsdp+megatron"
+    elif column == "search":
         config["inputs"] = {f"batch.{k}": ["data"] + ["?"] * (np.ndim(v) - 1) for k, v in args[-1].items()}
     else:
         config["recipe"] = column
@@ -76,25 +85,37 @@ def lazily(model: Model, step: Any, args: tuple[Any, ...], mesh: Any) -> dict[st
     return {"error": worst, "at": at, "share": held / sum(x.nbytes for x in jax.tree.leaves(created))}
 
 
-def main(name: str) -> None:
-    """Print the figures of one model."""
+def fused(column: str, model: Model, mesh: Any) -> dict[str, Any]:
+    """By `fsdp+megatron`, with functions replaced by name, against the model without."""
+    if model.fused is None:
+        return {"reason": "it has no attention or norm of features"}
+    plain = model.fused(())
+    step, args = loss_and_gradients(plain)
+    wanted = jax.jit(step)(*args)
+    replaced, args = loss_and_gradients(dataclasses.replace(model.fused(FUSED[column]), params=plain.params))
+    return cell(column, replaced, args, wanted, mesh)
+
+
+def main(name: str, columns: tuple[str, ...]) -> None:
+    """Print the figures of one model, column by column, so that what is found before a fault stays."""
     hardware.register(CHIP)
-    model = models()[name]()
+    texts = importlib.import_module("benchmarks.models.zoo.texts") if name not in OWN else None
+    model = OWN[name]() if texts is None else texts.model_of(name)
     step, args = loss_and_gradients(model)
     wanted = jax.jit(step)(*args)
-    mesh = jax.make_mesh(
-        tuple(SHAPE.values()), tuple(SHAPE), axis_types=(jax.sharding.AxisType.Auto,) * len(SHAPE)
-    )
+    shape = OF_IMAGES if name in ("ViT", "BEiT", "CLIP") else SHAPE
+    kinds = (jax.sharding.AxisType.Auto,) * len(shape)
+    mesh = jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=kinds)
     out: dict[str, Any] = {"model": name}
-    for column in COLUMNS:
-        out[column] = cell(column, step, args, wanted, mesh)
+    for column in columns or COLUMNS:
+        if column == "lazy":
+            out[column] = lazily(model, step, args, mesh)
+        elif column in FUSED:
+            out[column] = fused(column, model, mesh)
+        else:
+            out[column] = cell(column, step, args, wanted, mesh)
         print("RESULT " + json.dumps(out), flush=True)
-    out["fused"] = {"reason": "its library has no place for another attention"}
-    if model.fused is not None:
-        out["fused"] = cell(FUSED, *loss_and_gradients(model.fused()), wanted, mesh)
-    out["lazy"] = lazily(model, step, args, mesh)
-    print("RESULT " + json.dumps(out), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], tuple(sys.argv[2:]))

@@ -1,6 +1,6 @@
 """Attention in windows of an image, our own: like Swin (shifted windows) and like SAM's encoder (relative positions).
 
-No installed library has them for JAX. `fused` makes attention one operator and norms fused functions.
+No installed library has them for JAX. `fused` makes attention one operator, or norms fused functions, by name.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from benchmarks.models.zoo.kinds import Model, cross_entropy
 BATCH, SIZE, PATCH, WIDTH, HEADS, WINDOW, CLASSES = 8, 32, 2, 32, 4, 4, 8
 
 
-def _norm(x: Any, p: Any, fused: bool) -> Any:
-    if fused:
+def _norm(x: Any, p: Any, fused: tuple[str, ...]) -> Any:
+    if "norm" in fused:
         return jshard.ops.layer_norm(x, p["scale"], p["bias"], epsilon=1e-5)
     centred = x - x.mean(-1, keepdims=True)
     return centred * jax.lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * p["scale"] + p["bias"]
 
 
-def _attention(q: Any, k: Any, v: Any, bias: Any, fused: bool) -> Any:
+def _attention(q: Any, k: Any, v: Any, bias: Any, fused: tuple[str, ...]) -> Any:
     """Attention of (batch, positions, heads, size) with a bias (batch or 1, heads, positions, positions)."""
-    if fused:
+    if "attention" in fused:
         return jshard.ops.attention(q, k, v, bias=bias)
     scores = jnp.einsum("btnh,bsnh->bnts", q, k) * q.shape[-1] ** -0.5 + bias
     return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v)
@@ -84,7 +84,7 @@ class _Parameters:
         }  # fmt: skip
 
 
-def _block(p: Any, x: Any, attend: Any, fused: bool) -> Any:
+def _block(p: Any, x: Any, attend: Any, fused: tuple[str, ...]) -> Any:
     """A layer on (batch, rows, columns, width); `attend(q, k, v)` takes and gives that shape with heads."""
     y = _norm(x, p["norm"], fused)
     x = x + attend(*(y @ p[n] for n in "qkv")) @ p["out"]
@@ -95,7 +95,7 @@ def _by_head(x: Any) -> Any:
     return x.reshape(*x.shape[:-1], HEADS, -1)
 
 
-def swin(fused: bool = False) -> Model:
+def swin(fused: tuple[str, ...] = ()) -> Model:
     """Two stages of two layers, the second of each with shifted windows; patches merged between them."""
 
     def create() -> Any:
@@ -138,10 +138,10 @@ def swin(fused: bool = False) -> Model:
 
     rng = np.random.default_rng(1)
     batch = {"images": _images(rng), "labels": rng.integers(0, CLASSES, BATCH).astype(np.int32)}
-    return Model(params, batch, apply, cross_entropy, fused=lambda: swin(True), create=create)
+    return Model(params, batch, apply, cross_entropy, fused=swin, create=create)
 
 
-def sam(fused: bool = False) -> Model:
+def sam(fused: tuple[str, ...] = ()) -> Model:
     """A layer in windows and a global one, with relative positions by rows and columns; a neck of two convolutions."""
     rows, size = SIZE // PATCH // 2, WIDTH // HEADS
 
@@ -194,7 +194,7 @@ def sam(fused: bool = False) -> Model:
     rng = np.random.default_rng(2)
     masks = rng.integers(0, 2, (BATCH, rows, rows)).astype(np.float32)
     batch = {"images": _images(rng), "masks": masks}
-    return Model(params, batch, apply, loss, fused=lambda: sam(True), create=create)
+    return Model(params, batch, apply, loss, fused=sam, create=create)
 
 
 def _images(rng: np.random.Generator) -> np.ndarray:
