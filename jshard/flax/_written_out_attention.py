@@ -60,7 +60,7 @@ def _attention(graph: Graph, outer: Made, side: int) -> Replacement | None:
     traced = _probabilities(graph, outer.inputs[side])
     if traced is None:
         return None
-    softmax_of, axes = traced
+    softmax_of, axes, factors = traced
     rank = len(axes)
     key = rank - 1
     contracting, batches = outer.eqn.params["dimension_numbers"]
@@ -81,29 +81,68 @@ def _attention(graph: Graph, outer: Made, side: int) -> Replacement | None:
     dims = {**dict(zip(batch, batches[1 - side], strict=True)), key: contracting[1 - side][0], -1: rest[0]}
     of_values = [dims[a] for a in (*order, key, -1)]
     (q, of_q), (k, of_k) = operands
-    given = (q, k, values, *(v for v, *_ in scores.added), *(v for v, *_ in scores.masks))
+    given = (
+        q,
+        k,
+        values,
+        *(v for v, *_ in scores.added),
+        *(v for v, *_ in scores.masks),
+        *(v for v, _ in factors),
+    )
     labels = (*order, *rows, key)
     features = (*free, key) if side == 0 else (key, *free)  # the values' features stand where the keys did
     out = [labels.index(a) for a in (*batch, *features)]
-    run = functools.partial(
-        _run, scores, (of_q, of_k, of_values), labels, len(order), out, outer.outputs[0].aval
-    )
-    return given, run
+    run = functools.partial(_run, scores, (of_q, of_k, of_values), labels, len(order))
+    aval, of_factors = outer.outputs[0].aval, [dims for _, dims in factors]
+
+    def scaled(*given: PyTree) -> jax.Array:
+        count = len(given) - len(factors)
+        y = run(*given[:count])
+        for x, dims in zip(given[count:], of_factors, strict=True):
+            x = jnp.transpose(x, sorted(range(len(dims)), key=lambda i: labels.index(dims[i])))
+            y = y * jnp.expand_dims(x, [i for i, a in enumerate((*labels[:-1], -1)) if a not in dims])
+        return jnp.transpose(y, out).astype(aval.dtype)
+
+    return given, scaled
 
 
-def _probabilities(graph: Graph, value: Value) -> tuple[Value, tuple[int, ...]] | None:
-    """What a value is the softmax of, over its last dimension, and which of its dimensions each of the value's is."""
-    axes = list(range(value.aval.ndim))
+def _probabilities(
+    graph: Graph, value: Value
+) -> tuple[Value, tuple[int, ...], list[tuple[Value, list[int]]]] | None:
+    """What a value is the softmax of, over its last dimension, and which of its dimensions each of the value's is.
+
+    The third result are factors of the probabilities, such as a mask of heads, with the dimensions that they have.
+    """
+    axes, factors = list(range(value.aval.ndim)), list[tuple[Value, list[int]]]()
     while (made := value.made_by) is not None and graph.uses[value] == 1:
-        name = made.eqn.primitive.name
+        name, k = made.eqn.primitive.name, 0
+        order: list[int] = list(range(value.aval.ndim))
         if name == "transpose":
-            axes = [made.eqn.params["permutation"][a] for a in axes]
+            order = list(made.eqn.params["permutation"])
+        elif name == "dot_general":
+            contracting, batches = made.eqn.params["dimension_numbers"]
+            k = int(made.inputs[1].aval.ndim == value.aval.ndim)
+            if (
+                contracting[0]
+                or made.inputs[1 - k].aval.ndim != len(batches[0])
+                or made.inputs[k].aval.ndim != len(order)
+            ):
+                return None
+            order = [*batches[k], *(i for i in order if i not in batches[k])]
+            of_factor = [i for _, i in sorted(zip(batches[1 - k], batches[k], strict=True))]
+            factors = [(v, [order[d] for d in dims]) for v, dims in factors] + [
+                (made.inputs[1 - k], of_factor)
+            ]
+            axes, value = [order[a] for a in axes], made.inputs[k]
+            continue
         elif name == "div":
             top = _softmax(made)
-            return None if top is None else (top, tuple(axes))
+            used = any(value.aval.ndim - 1 in dims for _, dims in factors)
+            return None if top is None or used else (top, tuple(axes), factors)
         elif name != "convert_element_type":
             return None
-        value = made.inputs[0]
+        axes, value = [order[a] for a in axes], made.inputs[0]
+        factors = [(v, [order[d] for d in dims]) for v, dims in factors]
     return None
 
 
@@ -234,8 +273,6 @@ def _run(
     orders: tuple[list[int], ...],
     labels: tuple[int, ...],
     batch: int,
-    out: list[int],
-    aval: PyTree,
     *given: PyTree,
 ) -> jax.Array:
     """The attention of a graph, as one operator.
@@ -243,7 +280,9 @@ def _run(
     Arguments:
 
     - `orders`: of the dimensions of q, k, v: batch, heads that share keys, sequence, features.
-    - `labels`: those of the scores in this order, of which `batch` are batch; `out`: the order of the result.
+    - `labels`: those of the scores in this order, of which `batch` are batch.
+
+    The result has the order of the labels, with the features of the values in place of keys.
     """
     q, k, v = (jnp.transpose(x, order) for x, order in zip(given[:3], orders, strict=True))
     rest = list(given[3:])
@@ -274,7 +313,7 @@ def _run(
     y = ops.attention(*(jnp.swapaxes(x, -2, -3) for x in (q, k, v)), scale=scores.scale, bias=bias)
     y = jnp.swapaxes(y, -2, -3)
     y = y.reshape(*split, *y.shape[-2:]) if grouped else y
-    return jnp.transpose(y[0] if batch == 0 else y, out).astype(aval.dtype)
+    return y[0] if batch == 0 else y
 
 
 def _heads_together(bias: jax.Array, heads: tuple[int, ...]) -> jax.Array:

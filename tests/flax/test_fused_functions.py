@@ -47,6 +47,13 @@ def grouped(q, k, v, b, m):
     return jnp.einsum("bkgts,bske->btkge", jax.nn.softmax(s), v[:, :, :2])
 
 
+def heads_masked(q, k, v, b, m):
+    p = dot_product_attention_weights(q, k, mask=m, deterministic=True)
+    p = jnp.einsum("...hqk,h->...hqk", p, b[0, :, 0, 0])
+    p = jnp.einsum("bhqk,qb->bhqk", p, b[:, 0, :, 0].T)
+    return jnp.einsum("...hqk,...khd->...qhd", p, v)
+
+
 def no_heads(q, k, v, b, m):
     return jax.nn.softmax(q[0, :, 0] @ k[0, :, 0].T + b[0, 0]) @ v[0, :, 0]
 
@@ -58,7 +65,7 @@ def in_a_loop(q, k, v, b, m):
     return jax.lax.scan(layer, q, None, length=2)[0]
 
 
-@pytest.mark.parametrize("fn", [of_flax, by_hand, low_bias, grouped, no_heads, in_a_loop])
+@pytest.mark.parametrize("fn", [of_flax, by_hand, low_bias, grouped, heads_masked, no_heads, in_a_loop])
 def test_attention_written_out_is_one_operator_with_the_same_values_and_gradients(fn):
     with jax.enable_x64(True):
         *x, m = arrays()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 
+from benchmarks.models import recipes
 from tests.helpers.import_graph import ROOT
 
 
@@ -44,3 +46,9 @@ def test_the_index_names_every_program_and_page() -> None:
 def test_pages_lie_beside_their_programs() -> None:
     pages = (ROOT / "benchmarks").glob("*/*.md")
     assert not [p for p in pages if not p.with_suffix(".py").exists()]
+
+
+def test_the_table_of_recipes_in_the_documentation_is_that_of_its_rows() -> None:
+    rows = json.loads(recipes.RESULTS.read_text())
+    assert recipes.PAGE.read_text() == recipes.page(rows)
+    assert {r["model"] for r in rows} <= set(recipes.FAMILIES)

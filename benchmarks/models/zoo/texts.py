@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -175,7 +176,15 @@ def albert(**config: Any) -> Model:
 
 
 def t5(**config: Any) -> Model:
-    """Encoder and decoder with relative positions as a bias, no scale of the scores."""
+    """Encoder and decoder with relative positions as a bias, no scale of the scores.
+
+    Its code gives `jnp.clip` an argument that JAX no longer has; it sees a `jnp` whose `clip` takes it.
+    """
+    from transformers.models.t5 import modeling_flax_t5
+
+    modeling_flax_t5.jnp = types.SimpleNamespace(
+        **{**vars(jnp), "clip": lambda x, a_max: jnp.minimum(x, a_max)}
+    )
     module = hf.FlaxT5ForConditionalGeneration(hf.T5Config(
         vocab_size=WORDS, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, decoder_start_token_id=0,
         **config), seed=0, input_shape=(1, LENGTH))  # fmt: skip
