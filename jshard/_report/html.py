@@ -6,8 +6,10 @@ and devices from `page_data`, and show the operators behind a number. The sectio
 
 from __future__ import annotations
 
+import base64
 import importlib.resources
 import json
+import zlib
 from collections.abc import Iterable
 from html import escape
 from typing import TYPE_CHECKING
@@ -69,8 +71,9 @@ def assets(names: Iterable[str]) -> str:
 
 
 def _report(plan: PlanRecord, limits: Limits) -> str:
-    script = "(function () {\n" + assets(SCRIPTS) + "\n})();"
-    data = json.dumps(page_data(plan, limits), separators=(",", ":")).replace("<", "\\u003c")
+    script = "(async function () {\n" + assets(SCRIPTS) + "\n})();"
+    data = json.dumps(page_data(plan, limits), separators=(",", ":"))
+    embedded = _json_script(data) if limits is PAGE else _deflated_script(data)
     by_title = {s.title: s for s in sections(plan, MAX_ROWS if limits is PAGE else 24)}
     tables = [_table(s) for t, s in by_title.items() if not t.startswith("per device")]
     behind = _Behind(plan)
@@ -89,9 +92,20 @@ def _report(plan: PlanRecord, limits: Limits) -> str:
         _details("Tables", f'<div class="tables">{"".join(tables)}</div>', False),
         _help(),
         '<aside class="panel" hidden role="dialog" aria-label="details"></aside>',
-        f'<script type="application/json" class="data">{data}</script><script>{script}</script></div>',
+        f"{embedded}<script>{script}</script></div>",
     ]
     return "".join(parts)
+
+
+def _json_script(data: str) -> str:
+    escaped = data.replace("<", "\\u003c")
+    return f'<script type="application/json" class="data">{escaped}</script>'
+
+
+def _deflated_script(data: str) -> str:
+    """The data in a fifth of the characters, for notebooks, which keep every cell's output: zlib's format in base64."""
+    packed = base64.b64encode(zlib.compress(data.encode(), 9)).decode()
+    return f'<script type="text/plain" class="data" data-encoding="deflate">{packed}</script>'
 
 
 _TOP = (

@@ -25,12 +25,14 @@ def tour(
     """
     prelude = """<script>
       const errors = []; addEventListener("error", e => errors.push(e.message + " " + e.lineno));
+      addEventListener("unhandledrejection", e => errors.push(String(e.reason && e.reason.stack)));
     </script>"""
-    after = f"""<script>addEventListener("load", () => {{
+    after = f"""<script>addEventListener("load", async () => {{
       const said = {{}}, root = document.querySelector(".jshard");
       const find = q => root.querySelector(q), all = q => Array.from(root.querySelectorAll(q));
       const press = (key, e, more) => e.dispatchEvent(new KeyboardEvent("keydown", {{key, bubbles: true, ...more}}));
       const click = e => e.dispatchEvent(new MouseEvent("click", {{bubbles: true}}));
+      while (!root.dataset.drawn && !errors.length) await new Promise(later => setTimeout(later, 5));
       try {{ {script} }} catch (e) {{ errors.push(String(e) + e.stack); }}
       said.errors = errors;
       document.title = JSON.stringify(said);

@@ -67,7 +67,7 @@ def test_a_large_network_is_a_small_page_without_addresses():
 
 @pytest.mark.parametrize("name", ["dense", "tall126", "gpt"])
 def test_a_cell_of_a_notebook_is_small(name):
-    assert len(html_fragment(plan(name)).encode()) < 200_000
+    assert len(html_fragment(plan(name)).encode()) < 120_000
 
 
 def test_headline_figures_agree_and_each_has_a_sentence():

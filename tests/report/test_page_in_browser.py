@@ -10,7 +10,7 @@ import json
 import pytest
 
 from jshard._report.format_units import format_bytes
-from jshard._report.html import html_page
+from jshard._report.html import html_fragment, html_page
 from jshard._report.page_data import page_data
 from jshard._report.totals import formatted_totals, traffic
 from tests.helpers.browser import CHROMIUM, NODE, run_node, tour
@@ -101,6 +101,14 @@ def test_modules_open_where_they_stand_and_nothing_is_wider_than_the_window(widt
     assert {k: v for k, v in said["cards"].items() if k in values} == {
         k: v for k, v in values.items() if k != "budget"
     }
+
+
+@needs_browser
+def test_the_cell_of_a_notebook_reads_its_compressed_data(tmp_path):
+    p = plan("gpt")
+    cell = f"<html><head></head><body><main>{html_fragment(p)}</main></body></html>"
+    said = tour(tmp_path, cell, OPENING)
+    assert said["opened"] and said["visible"] and said["closed"]
 
 
 USING = """

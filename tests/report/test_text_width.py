@@ -64,7 +64,7 @@ CELLS = (
     "import jax\nfrom tests.helpers.report_plans import mesh, sharded\nimport jshard\nf, args = sharded('gpt')\n"
     "jshard.sweep(f, *args, level=[0, 2], mesh=[mesh(2, 4), mesh(8)])",
     "plan = f.plan(*args)\nplan.what_if(**{'params.embed': (8, 1)})",
-    "f, args = sharded('ffn')\nf.plan(*args)",
+    "plan",
 )
 
 

@@ -4,7 +4,8 @@
 const here = document.currentScript && document.currentScript.closest(".jshard");
 const root = here || Array.from(document.querySelectorAll(".jshard:not([data-ready])")).pop();
 root.dataset.ready = "1";
-const page = { root, data: JSON.parse(root.querySelector("script.data").textContent) };
+const stored = root.querySelector("script.data");
+const page = { root, data: stored.dataset.encoding ? await inflated(stored.textContent) : JSON.parse(stored.textContent) };
 page.panel = panelView(page);
 page.graph = graphView(page);
 page.time = timeView(page);
@@ -54,3 +55,4 @@ const whole = root.parentElement === document.body;
   e.preventDefault();
   e.stopPropagation();
 });
+root.dataset.drawn = "1";

@@ -58,3 +58,10 @@ function shortened(text, most) {
 
 const HUES = [210, 35, 130, 275, 0, 175, 55, 320, 95, 240];
 const hue = n => n < HUES.length ? HUES[n] : (n * 47) % 360;
+
+// JSON of data in base64 that zlib compressed.
+async function inflated(text) {
+  const bytes = Uint8Array.from(atob(text), c => c.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+  return JSON.parse(await new Response(stream).text());
+}
