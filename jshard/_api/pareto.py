@@ -10,9 +10,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
-from jshard._api.plan import Plan
+from jshard._api.plan import Plan, write_file
 from jshard._api.shard import Sharded, shard
 from jshard._api.shard_request import ShardRequest
 from jshard._api.sweep import plan_with_options
@@ -55,6 +56,10 @@ class Frontier:
 
     def _repr_html_(self) -> str:
         return report.html_table(self._title, self._rows)
+
+    def to_html(self, path: str | Path) -> None:
+        """Write the table as one self-contained page."""
+        write_file(path, report.html_page(self._title, self._rows), "Frontier.to_html")
 
     def to_pandas(self) -> Any:
         """One row a plan as a `pandas.DataFrame`."""

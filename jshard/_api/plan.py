@@ -151,7 +151,7 @@ class Plan(PlanRecord):
         """Write the report as one HTML page that works offline, in light and dark."""
         from jshard._report.html import html_page
 
-        _write(path, html_page(self), "Plan.to_html")
+        write_file(path, html_page(self), "Plan.to_html")
 
     def to_markdown(self) -> str:
         """The report as Markdown tables."""
@@ -172,7 +172,7 @@ class Plan(PlanRecord):
             raise ShardError(f"devices={devices!r}", where="Plan.to_trace", fix="how many to draw: devices=2")
         from jshard._report.chrome_trace import chrome_trace_json
 
-        _write(path, chrome_trace_json(self, devices), "Plan.to_trace")
+        write_file(path, chrome_trace_json(self, devices), "Plan.to_trace")
 
     @checked
     def figures(
@@ -350,7 +350,7 @@ class Plan(PlanRecord):
     @checked
     def save(self, path: str | Path) -> None:
         """Write the plan to a JSON file."""
-        _write(path, self.to_json(), "Plan.save")
+        write_file(path, self.to_json(), "Plan.save")
 
     @staticmethod
     @checked
@@ -372,7 +372,7 @@ class Plan(PlanRecord):
         return Plan.from_json(text)
 
 
-def _write(path: str | Path, text: str, where: str) -> None:
+def write_file(path: str | Path, text: str, where: str) -> None:
     """Write a text to a file; a `ShardError` where that cannot be."""
     try:
         Path(path).write_text(text, encoding="utf-8")

@@ -11,11 +11,13 @@ import functools
 import inspect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh, Mesh
 
-from jshard._api.plan import Plan
+from jshard._api.plan import Plan, write_file
 from jshard._api.prepare import prepare
 from jshard._api.shard import Sharded, shard
 from jshard._api.shard_request import ShardRequest
@@ -81,6 +83,10 @@ class Sweep:
 
     def _repr_html_(self) -> str:
         return report.html_table(self._title, self.points)
+
+    def to_html(self, path: str | Path) -> None:
+        """Write the table as one self-contained page."""
+        write_file(path, report.html_page(self._title, self.points), "Sweep.to_html")
 
     @property
     def _title(self) -> str:
@@ -199,6 +205,16 @@ def plan_with_options(
     return prepare(changed, args, kwargs).plan
 
 
+def _device_count(mesh: object) -> int | None:
+    """Devices of a mesh of JAX, concrete or abstract, or of a topology; None where it is inferred."""
+    devices = (
+        getattr(mesh, "size", None)
+        if isinstance(mesh, Mesh | AbstractMesh)
+        else getattr(mesh, "devices", None)
+    )
+    return devices if isinstance(devices, int) else None
+
+
 def _point(request: ShardRequest, at: _Combination, args: tuple, kwargs: dict) -> PlanPoint:
     plan, error = None, ""
     try:
@@ -209,10 +225,9 @@ def _point(request: ShardRequest, at: _Combination, args: tuple, kwargs: dict) -
         error = f"{type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else ''}".rstrip(": ")
     columns: dict[str, object] = {"mesh": at.mesh.name if at.mesh else plan and str(plan.mesh)}
     mesh = at.mesh.mesh if at.mesh else request.mesh
-    devices = plan.mesh.total if plan else getattr(mesh, "devices", None)
+    devices = plan.mesh.total if plan else _device_count(mesh)
     columns["chip"] = plan.chip if plan else at.labels.get("hardware") or getattr(mesh, "chip", None)
-    # An array, of a JAX mesh.
-    columns["devices"] = devices if isinstance(devices, int | None) else devices.size
+    columns["devices"] = devices
     columns["level"] = request.options.level
     columns |= {n: v for n, v in at.labels.items() if n not in ("hardware", "level")}
     if at.batch is not None:

@@ -64,6 +64,25 @@ FIGURE_COLUMNS = (
 )  # fmt: skip
 
 
+MEANINGS = (
+    ("step", "predicted seconds of a call: compute, then collectives, nothing overlaps"),
+    ("compute", "operators at the chip's speed"),
+    ("comm.", "all collectives"),
+    ("moved", "bytes that a device receives in a call"),
+    ("peak", "memory of a device where the step holds most"),
+    ("gap", "(cost - proved bound) / bound; 0 is optimal, - has no bound"),
+    ("chip time", "step x devices, for one entry of the batch where batches differ"),
+)
+"""What the columns of figures are."""
+TABLE_STYLE = (
+    ".jshard-table { font: 14px/1.5 system-ui, sans-serif; overflow-x: auto; padding: 4px; } "
+    ".jshard-table table { border-collapse: collapse; margin: 8px 0; } "
+    ".jshard-table th, .jshard-table td { padding: 3px 12px; border-bottom: 1px solid #8884; white-space: nowrap; "
+    "font-variant-numeric: tabular-nums; } .jshard-table .wide { white-space: normal; } "
+    ".jshard-table small { opacity: 0.75; }"
+)
+
+
 def varying_settings(points: Sequence[PlanPoint]) -> list[str]:
     """Settings that differ between points."""
     names = dict.fromkeys(name for p in points for name, _ in p.settings)
@@ -152,18 +171,29 @@ def html_table(title: str, points: Sequence[PlanPoint]) -> str:
         ]
         if error:
             tds.append(
-                f'<td colspan="{len(names) - left}" style="text-align:left">no plan: {escape(error)}</td>'
+                f'<td class="wide" colspan="{len(names) - left}" style="text-align:left">no plan: {escape(error)}</td>'
             )
         body.append(f"<tr>{''.join(tds)}</tr>")
+    meanings = {name: text for name, text in MEANINGS if name in names}
     head = "".join(
-        f'<th style="text-align:{"left" if k < left else "right"}">{escape(n)}</th>'
+        f'<th style="text-align:{"left" if k < left else "right"}" title="{meanings.get(n, "setting")}">{escape(n)}</th>'
         for k, n in enumerate(names)
     )
     shared = shared_settings_text(points)
     note = f" <small>{escape(shared)}</small>" if shared else ""
     return (
-        f"<div><b>{escape(title)}</b>{note}"
-        f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
+        f'<div class="jshard-table"><style>{TABLE_STYLE}</style><b>{escape(title)}</b>{note}'
+        f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
+        f"<small>{'; '.join(f'<b>{n}</b> {text}' for n, text in meanings.items())}</small></div>"
+    )
+
+
+def html_page(title: str, points: Sequence[PlanPoint]) -> str:
+    """The table as a document of its own, light or dark as the reader's system is."""
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="color-scheme" content="light dark">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title></head><body>{html_table(title, points)}</body></html>\n"
     )
 
 

@@ -140,6 +140,28 @@ def test_what_is_the_same_stands_in_the_title_and_what_varies_in_columns():
     assert names.split() == ["level", "step", "compute", "comm.", "moved", "peak", "gap"] and len(rows) == 2
     page = found._repr_html_()
     assert page.count("<tr>") == 3 and "v5e:2x4" in page
+    assert all(f"<b>{name}</b>" in page for name in names.split()[1:])  # each column of figures is explained
+
+
+@pytest.mark.parametrize(
+    "make", [jax.sharding.AbstractMesh, lambda sizes, names: jax.make_mesh(sizes, names)]
+)
+def test_a_mesh_on_which_nothing_fits_is_a_row_with_its_devices(make):
+    found = jshard.sweep(big, *BIG, mesh={"m": make((2, 4), ("x", "y"))}, memory_budget=["1 KiB"], level=1)
+    assert found[0].plan is None and found[0].setting("devices") == 8 and "no plan fits" in found[0].error
+
+
+def test_a_sweep_is_a_page_of_its_own(tmp_path):
+    found = jshard.sweep(big, *BIG, mesh=machines()[0], level=[1, 2])
+    found.to_html(tmp_path / "sweep.html")
+    page = (tmp_path / "sweep.html").read_text()
+    assert (
+        page.startswith("<!doctype html>") and found._repr_html_() in page and "<title>2 plans of big" in page
+    )
+    with pytest.raises(
+        jshard.ShardError, match=r"(?s)nowhere/a.html cannot be written.*a file in a folder that exists"
+    ):
+        found.to_html("nowhere/a.html")
 
 
 def test_chips_and_devices_that_the_mesh_tells_have_no_column():

@@ -9,8 +9,9 @@ function devicesView(page) {
   place.append(el("label", {}, "tensor ", pick), said, grid, note);
   // Rows by the major axes, columns by the minor ones, as near to a square as the axes allow.
   let columns = 1, k = names.length;
-  while (k > 0 && (columns === 1 || columns * columns < total)) columns *= sizes[--k];
-  if (columns > 64) columns = 64;
+  const most = total > 256 ? 64 : 24;
+  while (k > 0 && (columns === 1 || columns * columns < total && columns * sizes[k - 1] <= most)) columns *= sizes[--k];
+  if (columns > most) columns = total > 256 ? 64 : 16;
   const coordinate = (device, axis) => {
     let rest = device;
     for (let j = names.length - 1; j > axis; j--) rest = Math.floor(rest / sizes[j]);

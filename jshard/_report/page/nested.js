@@ -92,6 +92,7 @@ function levels(model, open, hideLight) {
     who.forEach(w => es.get(key).who.add(w));
   };
   of("");
+  const pills = new Map();
   for (const [a, b, moved] of edges) {
     const A = chains[a], B = chains[b], who = [a, b];
     let d = 0;
@@ -118,10 +119,27 @@ function levels(model, open, hideLight) {
       continue;
     }
     const pill = "c" + ids.join(",") + ":" + seenA;
-    put(C, pill, { order: orderOf(A[d]) + 0.5, collectives: ids });
-    join(C, A[d], pill, out, null, who);
-    join(C, pill, B[d], null, into, who);
+    if (!pills.has(pill)) pills.set(pill, { C, ids, from: A[d], out, to: [] });
+    pills.get(pill).to.push([B[d], into, who]);
   }
+  // Collectives of one kind over the same axes, from one box to the same boxes, are one pill.
+  const merged = new Map();
+  pills.forEach((p, key) => {
+    const kinds = Array.from(new Set(p.ids.map(c => data.collectives[c][0] + data.collectives[c][1]))).sort();
+    const ends = Array.from(new Set(p.to.map(([to, into]) => to + " " + into))).sort();
+    const group = [p.C, p.from, p.out, kinds, ends].join("|");
+    if (!merged.has(group)) merged.set(group, { key, ...p, ids: [], to: [] });
+    const m = merged.get(group);
+    m.ids = Array.from(new Set(m.ids.concat(p.ids))).sort((x, y) => x - y);
+    m.to.push(...p.to);
+  });
+  merged.forEach(p => {
+    put(p.C, p.key, { order: orderOf(p.from) + 0.5, collectives: p.ids });
+    for (const [to, into, who] of p.to) {
+      join(p.C, p.from, p.key, p.out, null, who);
+      join(p.C, p.key, to, null, into, who);
+    }
+  });
   return level;
 }
 
@@ -159,8 +177,9 @@ function measured(model, open, level, e) {
   if (e.collectives) {
     const cs = e.collectives.map(c => data.collectives[c]);
     const name = Array.from(new Set(cs.map(c => c[0] + "[" + c[1] + "]"))).slice(0, 2).join(", ");
+    const number = cs.reduce((n, c) => n + c[10], 0);
     const amount = bytes(cs.reduce((s, c) => s + c[4], 0)) + ", " + seconds(cs.reduce((s, c) => s + c[5], 0));
-    const label = shortened(name, 44) + "  " + amount;
+    const label = shortened(name, 44) + (number > 1 ? " x" + number : "") + "  " + amount;
     return { kind: "collective", label, sub: "", w: wide(label), h: 22, order: e.order, collectives: e.collectives };
   }
   const i = +e.key.slice(1);
