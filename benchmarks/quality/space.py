@@ -264,7 +264,8 @@ def main() -> None:
                 lines.append(row("convolutions by hand", by_hand(machine.jax_mesh, shape[1]), args, machine))
                 print(lines[-1], flush=True)
     if not given.only and not given.devices:
-        PAGE.write_text("# Cuts along space and time\n\n" + _FOOT + "\n".join(lines) + "\n")
+        made = f"Written on {time.strftime('%Y-%m-%d')} with JAX {jax.__version__}.\n\n"
+        PAGE.write_text("# Cuts along space and time\n\n" + _FOOT + made + "\n".join(lines) + "\n")
 
 
 _FOOT = """Written by `benchmarks/quality/space.py`: training steps in bfloat16, predicted for v5e at level 2, images of
