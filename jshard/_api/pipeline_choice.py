@@ -17,7 +17,8 @@ from typing import TypeVar
 from jshard._api.plan import Plan
 from jshard._core.errors import MemoryBudgetError, ShardError
 from jshard._core.layout import MeshAxes
-from jshard._core.messages import count_of
+from jshard._core.messages import count_of, format_seconds
+from jshard._report.format_units import format_bytes
 from jshard._spec.pipeline_option import PipelineOption
 
 
@@ -26,7 +27,7 @@ Call = TypeVar("Call")
 _MULTIPLES = (8, 4, 2, 1)
 _MOST_COUNTS = 2
 """Microbatches that are tried on an axis of S stages: the two most of 8 S, 4 S, 2 S and S that divide the batch; and the
-most of them in two rounds. With 8 S an eighth of the ticks is idle or less."""
+most of them in two rounds. With 8 S an eighth of the ticks is idle or less. Stages need not divide the layers."""
 
 
 def choices(axes: MeshAxes, batch: tuple[int, ...]) -> Iterator[PipelineOption]:
@@ -37,8 +38,8 @@ def choices(axes: MeshAxes, batch: tuple[int, ...]) -> Iterator[PipelineOption]:
     """
     for axis, stages in zip(axes.names, axes.sizes, strict=True):
         counts = [k * stages for k in _MULTIPLES if k * stages in batch and stages > 1][:_MOST_COUNTS]
-        yield from (PipelineOption(axis, m) for m in counts)
-        yield from (PipelineOption(axis, m, rounds=2) for m in counts[:1])
+        yield from (PipelineOption(axis, m, uneven=True) for m in counts)
+        yield from (PipelineOption(axis, m, rounds=2, uneven=True) for m in counts[:1])
 
 
 def cheapest_pipeline(
@@ -99,8 +100,8 @@ def _row(plan: Plan) -> str:
     p = plan.pipeline
     name = _name(None if p is None else PipelineOption(p.axis, p.microbatches, p.rounds))
     idle = 0.0 if p is None else p.bubble
-    received = sum(plan.bytes_by_kind.values())
+    received = format_bytes(sum(plan.bytes_by_kind.values()))
     return (
-        f"{name}: {idle:.0%} of the ticks idle, step {plan.step_seconds:.4g} s, received {received:.4g} B, "
-        f"peak {plan.cost.peak_bytes:.4g} B"
+        f"{name}: {idle:.0%} of the ticks idle, step {format_seconds(plan.step_seconds)}, received {received}, "
+        f"peak {format_bytes(plan.cost.peak_bytes)}"
     )

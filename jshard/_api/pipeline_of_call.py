@@ -20,7 +20,7 @@ from jshard._core.jax_types import ClosedJaxpr, JaxMesh
 from jshard._core.layout import MeshAxes
 from jshard._core.topology import mesh_axes
 from jshard._plan.rows import PipelineRow
-from jshard._program.pin_primitives import pin_result
+from jshard._program.pin_primitives import pin_operand, pin_result
 from jshard._spec.entry import Pin
 from jshard._spec.mesh_selection import mesh_before_pins
 from jshard._spec.pipeline_option import EXAMPLE, PipelineOption
@@ -77,7 +77,8 @@ class PipelinedCall(Generic[Call]):
 
         def cut_stages(x: jax.Array) -> jax.Array:
             rest = (None,) * (x.ndim - 1)
-            return pin_result(x, Pin((None, *rest), ((option.axis,), *rest), "pipeline"))
+            pin = Pin((None, *rest), ((option.axis,), *rest), "pipeline")
+            return pin_operand(pin_result(x, pin), pin)
 
         staged = in_pipeline(batch.closed, batch.inputs, batch.examples, shape, cut_stages)
         call = self.plan_program(staged.closed)

@@ -226,7 +226,7 @@ class TickLoop:
     ) -> tuple[Arrays, Arrays]:  # fmt: skip
         """What every stage works on: what the stage before has passed on, and new microbatches at the entry."""
         shape, back = self.shape, self.parts.reverse
-        shifted = [stage_shift(x, -1 if back else 1, wrap=shape.rounds > 1) for x in state]
+        shifted = [stage_shift(self.cut_stages(x), -1 if back else 1, wrap=shape.rounds > 1) for x in state]
         position, _ = self._position(t, self.entry)
         piece = lax.rem(position, jnp.int32(shape.microbatches))
         if shape.rounds == 1:

@@ -28,6 +28,7 @@ from jshard._report.grouping import (
     results_placed_like_arguments,
 )
 from jshard._report.optional_imports import require
+from jshard._report.pipeline_schedules import layers_of, schedules, ticks_of
 from jshard._report.step_figures import mfu_text
 from jshard._report.text_width import WIDTH, clip, text_width
 from jshard._report.totals import (
@@ -124,6 +125,7 @@ def sections(plan: PlanRecord, max_rows: int = MAX_ROWS) -> list[Section]:
         entry_section(plan, max_rows),
         operator_section(plan, max_rows),
         traffic_section(plan),
+        *pipeline_sections(plan, max_rows),
     ]
     return [s for s in every if s.rows]
 
@@ -189,6 +191,30 @@ def operator_section(plan: PlanRecord, max_rows: int = MAX_ROWS) -> Section:
         (25, 25, -5, 0),
         omitted if len(kept) < len(listed) else "",
     )
+
+
+def pipeline_sections(plan: PlanRecord, max_rows: int = MAX_ROWS) -> list[Section]:
+    """The stages of the plan's pipeline, if it has one: layers, ticks, peak; and other schedules of it by formula."""
+    p = plan.pipeline
+    if p is None:
+        return []
+    peak = format_bytes(plan.cost.peak_bytes)
+    stages = [(str(s), layers_of(p, s), peak, ticks_of(p, s)) for s in range(min(p.stages, max_rows))]
+    others = [
+        (s.name, format_percent(s.idle), f"{s.in_flight:g} of {p.microbatches}", "this plan" if s.runs else "not run")
+        for s in schedules(p)
+    ]  # fmt: skip
+    more = f"{p.stages - max_rows} more stages" if p.stages > max_rows else ""
+    return [
+        Section(
+            "stages (layers, peak of a device, microbatch in each tick of a forward loop; backward loops in reverse)",
+            ("stage", "layers", "peak", "ticks"), tuple(stages), (7, 22, 12, 0), more,
+        ),
+        Section(
+            "schedules of as many stages and microbatches (all but the plan's by formula, equal stages)",
+            ("schedule", "idle", "held", "run"), tuple(others), (30, -6, -14, 0),
+        ),
+    ]  # fmt: skip
 
 
 def _that_fit(candidates: Sequence[OperatorGroup], lines: int) -> set[int]:

@@ -214,9 +214,41 @@ def test_the_cheapest_of_pipelines_and_none() -> None:
         "pipeline over stage, 8 microbatches, 1 round",
         "pipeline over stage, 8 microbatches, 2 rounds",
     ]
-    steps = [float(s.partition("step ")[2].split()[0]) for s in tried]
-    assert steps == sorted(steps) and abs(plan.step_seconds / steps[0] - 1) < 1e-3
+    units = {"s": 1, "ms": 1e-3, "us": 1e-6}
+    words = [s.partition("step ")[2].replace(",", "").split() for s in tried]
+    steps = [float(number) * units[unit] for number, unit, *_ in words]
+    assert steps == sorted(steps) and abs(plan.step_seconds / steps[0] - 1) < 1e-2
     assert plan.cost.bound <= plan.cost.objective and "3 pipelines tried" in plan.cost.space
+
+
+def test_stages_that_do_not_divide_the_layers_are_compared_too() -> None:
+    w, x = normal(1, 5, 4, 4), normal(2, BATCH, 4)
+    f = jshard.shard(jax.value_and_grad(plain), mesh=mesh_of(4, 1), level=2, config={"pipeline": "auto"})
+    assert len([s for s in f.plan(w, x).steps if s.startswith("pipeline") and "idle" in s]) == 2
+
+
+def test_two_stages_pass_values_on_by_permutes_whatever_else_is_cut() -> None:
+    """With two stages a gather of the other's row would cost as much: the stages' values are read cut, so it is none."""
+    w, x = normal(1, 4, 16, 16) / 4, normal(2, 32, 16)
+    f = pipelined(
+        jax.value_and_grad(plain), mesh_of(2, 2, 2, names=("stage", "data", "model")), microbatches=16
+    )
+    plan = f.plan(w, x, verify=True)
+    assert plan.verification is not None and plan.verification.ok
+    over_stage = [c for c in plan.collectives if "stage" in c.axes and c.count > 1]
+    assert {c.kind for c in over_stage} == {"permute"} and sum(c.count for c in over_stage) == 2 * 17
+
+
+def test_the_report_shows_stages_ticks_and_other_schedules() -> None:
+    w, x = normal(1, 7, 4, 4), normal(2, BATCH, 4)
+    f = pipelined(jax.value_and_grad(plain), mesh_of(4, 2), microbatches=4, uneven=True)
+    lines = [" ".join(line.split()) for line in str(f.plan(w, x)).splitlines()]
+    layers, ticks = ("0-1", "2-3", "4-5", "6"), ("0123...", ".0123..", "..0123.", "...0123")
+    for stage in range(4):
+        (line,) = [line for line in lines if line.endswith(" " + ticks[stage])]
+        assert line.startswith(f"{stage} {layers[stage]} ")
+    assert "GPipe 43% 4 of 4 this plan" in lines and "1F1B 43% 4 of 4 not run" in lines
+    assert "zero bubble (ZB-H1) 20% 4 of 4 not run" in lines
 
 
 def test_keys_per_example_do_not_pass_on() -> None:

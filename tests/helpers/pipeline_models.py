@@ -60,7 +60,8 @@ def llama(remat: bool) -> Callable[..., jax.Array]:
             mask = place[:, None, None, :, None] >= place[:, None, None, None, :]
             out = jnp.einsum("bgnts,bsgd->btgnd", jax.nn.softmax(jnp.where(mask, scores, -1e30)), v)
             h = h + out.reshape(batch, length, -1) @ one["o"]
-            return h + (jax.nn.silu(h @ one["up"]) * (h @ one["gate"])) @ one["down"], None
+            x = norm(h, one["g"])
+            return h + (jax.nn.silu(x @ one["up"]) * (x @ one["gate"])) @ one["down"], None
 
         h, _ = lax.scan(jax.checkpoint(layer) if remat else layer, w["embedding"][tokens], w["layers"])
         logits = jax.nn.log_softmax(h @ w["embedding"].T)

@@ -1,0 +1,172 @@
+"""Pipelines compiled by libtpu and by XLA for GPU, without a device: permutes, other collectives, peak memory.
+
+    python benchmarks/compilers/pipelines.py                 # every machine, in the compilers' environment
+    python benchmarks/compilers/pipelines.py --only v5e:4x8
+
+A step of SGD with momentum of a residual network of gated layers in a scan with `jax.checkpoint`, bf16, weights and
+momentum donated. For every pipeline: permutes of the stages, planned, emitted and 2 (R M + S - 1); other collectives
+that run more than once a step (a reduction of weight gradients must not); bytes, planned and emitted; peak, planned and
+compiled, the larger of arguments, own results and temporaries, and of the peak that `memory_analysis()` states;
+weights of a device times stages over all weights. Rows are kept in `pipelines.jsonl`, from which `pipelines.md` is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.compilers.compilers import ENVIRONMENT, environment  # noqa: E402
+
+
+ROWS = Path(__file__).with_suffix(".jsonl")
+PAGE = Path(__file__).with_suffix(".md")
+MACHINES = {  # topology, axes, slices
+    "v5e:4x8": ("v5e:4x8", {"stage": 4, "data": 8}, 1),
+    "two slices of v5e:4x4": ("v5e:4x4", {"stage": 2, "data": 16}, 2),
+    "h100:2x8": ("h100:8", {"stage": 2, "data": 8}, 2),
+}
+SHAPES = ((4, 1), (16, 1), (4, 2), (16, 2))  # microbatches, rounds
+LAYERS, BATCH, WIDTH, HIDDEN = 16, 65536, 1024, 4096
+
+
+def step(params: Any, momentum: Any, x: Any) -> Any:
+    """One step: (new parameters, new momentum, loss)."""
+    import jax
+    import jax.numpy as jnp
+    from jax import lax
+
+    def layer(h: Any, w: Any) -> Any:
+        y = h / jnp.sqrt(jnp.mean(h.astype(jnp.float32) ** 2, -1, keepdims=True) + 1e-6).astype(h.dtype)
+        return h + (jax.nn.silu(y @ w["gate"]) * (y @ w["up"])) @ w["down"], None
+
+    def loss(w: Any) -> Any:
+        return jnp.mean(lax.scan(jax.checkpoint(layer), x, w)[0].astype(jnp.float32) ** 2)
+
+    value, gradients = jax.value_and_grad(loss)(params)
+    momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, gradients)
+    return jax.tree.map(lambda p, m: p - 0.01 * m, params, momentum), momentum, value
+
+
+def shapes() -> tuple[Any, Any, Any]:
+    """Types of the arguments of `step`."""
+    import jax
+    import jax.numpy as jnp
+
+    def array(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    w = {n: array(LAYERS, WIDTH, HIDDEN) for n in ("gate", "up")} | {"down": array(LAYERS, HIDDEN, WIDTH)}
+    return w, w, array(BATCH, WIDTH)
+
+
+def row(machine: str, microbatches: int, rounds: int) -> dict[str, Any]:
+    """One pipeline, planned and compiled; bytes are those of a device."""
+    import jax
+    import numpy as np
+
+    import jshard
+    from jshard._verify.verify_plan import verify_plan
+
+    name, axes, slices = MACHINES[machine]
+    topology = jshard.topology(name, axes, num_slices=slices, compiles=True)
+    pipeline = {"axis": "stage", "microbatches": microbatches, "rounds": rounds}
+    f = jshard.shard(
+        step, mesh=topology, level=2, donate_argnums=(0, 1), config={"pipeline": pipeline},
+        in_strategy={"x": jax.sharding.PartitionSpec("data")},
+    )  # fmt: skip
+    plan = f.plan(*shapes())
+    compiled = f.lower(*shapes()).compile()
+    found = verify_plan(plan, compiled, slices=slices)
+    shifts = [c for c in plan.collectives if c.operator.startswith("stage_shift")]
+    ids = {c.id for c in shifts}
+    others = [c for c in plan.collectives if c.count > 1 and c not in shifts]
+    repeated = ", ".join(f"{c.kind} of {c.local} {c.count:.0f} x" for c in others)
+    emitted = sum(e.count for r in found.rows if any(p.id in ids for p in r.predicted) for e in r.emitted)
+    stats = compiled.memory_analysis()
+    peak = (
+        stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+        + stats.temp_size_in_bytes
+    )  # fmt: skip
+    stages = axes["stage"]
+    held = sum(
+        int(np.prod(i.layout.local_shape(i.shape, plan.mesh))) for i in plan.inputs if "params" in i.path
+    )
+    whole = sum(int(np.prod(i.shape)) for i in plan.inputs if "params" in i.path)
+    return {
+        "machine": machine, "microbatches": microbatches, "rounds": rounds,
+        "formula": 2 * (rounds * microbatches + stages - 1), "planned_permutes": sum(c.count for c in shifts),
+        "emitted_permutes": emitted, "repeated": repeated, "verified": found.ok,
+        "planned_bytes": found.predicted, "emitted_bytes": found.emitted, "planned_peak": plan.cost.peak_bytes,
+        "compiled_peak": peak, "heap_peak": stats.peak_memory_in_bytes, "weights": held * stages / whole,
+    }  # fmt: skip
+
+
+def page(rows: list[dict[str, Any]]) -> str:
+    """The rows as a page."""
+    lines = [
+        "# Pipelines compiled for TPU and GPU", "",
+        "`python benchmarks/compilers/pipelines.py`, compiled without a device. Permutes of the stages: planned / emitted / "
+        "2 (R M + S - 1). Others: planned runs of other collectives inside loops. Weights: bytes of a device times stages, "
+        "of all weights: 1 if they are cut over the stages only, less if over other axes too. Peaks in MB of a device.", "",
+        "| machine | M | R | permutes | others | planned B | emitted B | equal | planned peak | compiled | / | weights |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for r in rows:
+        if "failed" in r:
+            lines.append(
+                f"| {r['machine']} | {r['microbatches']} | {r['rounds']} | {r['failed']} |" + " |" * 8
+            )
+            continue
+        lines.append(
+            f"| {r['machine']} | {r['microbatches']} | {r['rounds']} "
+            f"| {r['planned_permutes']:.0f} / {r['emitted_permutes']:.0f} / {r['formula']} | {r['repeated'] or 'none'} "
+            f"| {r['planned_bytes']:,.0f} | {r['emitted_bytes']:,.0f} | {'yes' if r['verified'] else 'no'} "
+            f"| {r['planned_peak'] / 1e6:,.1f} | {max(r['compiled_peak'], r['heap_peak']) / 1e6:,.1f} "
+            f"| {r['planned_peak'] / max(r['compiled_peak'], r['heap_peak']):.3f} | {r['weights']:.3f} |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    """Run the rows in the compilers' environment, one process each, and write the page."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="")
+    parser.add_argument("--one", help="a row as JSON; runs here")
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(row(*json.loads(args.one))))
+        return
+    where = Path(os.environ.get("COMPILERS_VENV", ROOT / f".venv-compilers-3.{sys.version_info[1]}"))
+    python = where / "bin" / "python" if "COMPILERS_VENV" in os.environ else environment(where)
+    kept = [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
+    for one in [(machine, *shape) for machine in MACHINES if args.only in machine for shape in SHAPES]:
+        run = subprocess.run(
+            [str(python), __file__, "--one", json.dumps(one)], cwd=ROOT, text=True, capture_output=True,
+            env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        found = [line for line in run.stdout.splitlines() if line.startswith("{")]
+        new = (
+            json.loads(found[-1])
+            if found
+            else {"failed": (run.stderr.splitlines() or ["no output"])[-1][:200]}
+        )
+        new = {"machine": one[0], "microbatches": one[1], "rounds": one[2]} | new
+        kept = [r for r in kept if (r["machine"], r["microbatches"], r["rounds"]) != one] + [new]
+        ROWS.write_text("".join(json.dumps(r) + "\n" for r in kept))
+        PAGE.write_text(page(kept))
+        print(new, flush=True)
+
+
+if __name__ == "__main__":
+    main()
