@@ -53,7 +53,8 @@ by each recipe and by the search from the batch's cut, and compares them with th
 - Qwen2, Qwen3, Mixtral, Qwen3-MoE, Swin-like and SAM-like are our own, since no installed library has them for JAX; the
   others are those of transformers. At these sizes the plans are made for a chip without latency.
 - `not as planned` in Bloom and GPT-J: fewer bytes than planned. Their layers compute the same bias from the same mask; that
-  XLA merges what the plan moves once a layer is likely, not confirmed. ResNet's batch statistics lose digits in float32; float64 was not tried here.
+  XLA merges what the plan moves once a layer is likely, not confirmed. ResNet's batch statistics lose digits in float32;
+  float64 was not tried here.
 
 """
 
