@@ -54,6 +54,8 @@ def attention(
         float32 at least.
     - `causal`: query i attends to keys up to i.
     - `mask`, `bias`: boolean (true: may attend) and added to the logits; (batch..., N, T, S), each dimension may be one.
+        Pairs that must not attend belong into `mask`: a query whose biases are all below -1e5 has wrong derivatives,
+        since the backward pass keeps only the logsumexp of its logits, in which smaller terms are lost to rounding.
     - `scale`: of the logits, by default 1 / sqrt(H).
     - `segment_ids`: integers (batch..., T), or a pair of them for queries and keys (batch..., S): only equal ones attend.
     - `window`: (left, right), or one for both: query i attends to keys i - left to i + right.
