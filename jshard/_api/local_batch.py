@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard._api.plan import Plan
 from jshard._api.plan_together import group_of
@@ -163,7 +163,7 @@ class LocalBatch:
                 local.shape,
                 sharding.spec,
             )
-            local, first = np.asarray(_all_rows(local)), 0
+            local, first = _all_rows(local, sharding), 0
 
         def block(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
@@ -189,10 +189,16 @@ def needs_own_rows_only(sharding: NamedSharding, shape: tuple[int, ...], process
     return True
 
 
-def _all_rows(local: np.ndarray) -> np.ndarray:
-    from jax.experimental import multihost_utils
+def _all_rows(local: np.ndarray, sharding: NamedSharding) -> np.ndarray:
+    """The rows of all processes of a sharding, through one device of each: they may have different numbers of devices.
 
-    return multihost_utils.process_allgather(local, tiled=True)
+    `multihost_utils.process_allgather` reshapes the devices into as many for every process of the program.
+    """
+    devices = {d.process_index: d for d in sorted(sharding.device_set, key=lambda d: -d.id)}
+    mesh = Mesh(np.array([devices[p] for p in sorted(devices)]), ("process",))
+    rows = jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec("process")), local)
+    whole = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))(rows)
+    return np.asarray(whole.addressable_data(0))
 
 
 def _is_local(x: PyTree) -> bool:

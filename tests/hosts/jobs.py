@@ -318,6 +318,34 @@ def wrong_local_batches() -> Any:
     return found
 
 
+def unequal_devices() -> Any:
+    """Six devices, 4 + 2: (plan, whether all levels and meshes are right, local batches, a gradient from outside)."""
+    p, x, size = parameters(24), batch(36, 24), jax.device_count()
+    devices = np.array(jax.devices())
+    wanted = two_layers(p, x)
+    functions = [jshard.shard(two_layers, in_strategy=(None, (size, 1)), level=level) for level in (0, 1, 2)]
+    functions.append(jshard.shard(two_layers, mesh="auto", memory_budget=10**9))
+    for mesh in (jax.make_mesh((2, 3), ("a", "b")), Mesh(devices[[0, 1, 4, 5]].reshape(2, 2), ("a", "b"))):
+        functions.append(jshard.shard(two_layers, mesh=mesh, in_strategy=(None, P("a"))))
+    right = [close(f(p, x), wanted) for f in functions]
+    plans = text_digest("".join(f.plan(p, x).to_json() for f in functions))
+    f = jshard.shard(
+        batch_network,
+        in_strategy={"batch": {"x": (size, 1), "offset": None}},
+        config={"local_batch": ["batch"]},
+    )
+    local = close(f(p, {"x": rows_here(x), "offset": np.float32(2.0)}), wanted + 2.0)
+    me = jax.process_index()
+    try:  # rows by devices: parts of different sizes
+        refused = digest(f(p, {"x": np.split(x, [24])[me], "offset": np.float32(2.0)}))
+    except jshard.ShardError as error:
+        refused = str(error)
+    loss = functools.partial(lambda f, p: jnp.mean(f(p, x) ** 2), functions[0])
+    plain = functools.partial(lambda f, p: jnp.mean(f(p, x) ** 2), two_layers)
+    pairs = zip(jax.tree.leaves(jax.grad(loss)(p)), jax.tree.leaves(jax.grad(plain)(p)), strict=True)
+    return [plans, right, local, refused, all(close(a, b) for a, b in pairs)]
+
+
 def arrays_of_all_processes() -> Any:
     """Arguments from `make_array_from_process_local_data`, in the planned sharding and in another."""
     x, p = batch(), parameters()

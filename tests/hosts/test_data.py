@@ -59,3 +59,18 @@ def test_random_programs_are_planned_and_run_alike(two: Processes) -> None:
     one, other = two.values("fuzzed", seed=5, numbers=[0, 1, 2, 3, 4, 5], high=12)
     assert one == other
     assert sum(isinstance(results, list) for _, results in one.values()) >= 4
+
+
+def test_processes_with_four_and_two_devices() -> None:
+    processes = Processes(2, [4, 2])
+    try:
+        assert [processes.result(p)["value"] for p in (0, 1)] == [[6, 0], [6, 1]]
+        one, other = processes.values("unequal_devices")
+    finally:
+        processes.stop()
+    assert one == other
+    _, right, local, refused, gradient = one
+    assert right == [True] * 6 and local and gradient
+    assert "processes 0 and 1 call batch_network with different arguments" in refused
+    assert 'batches of one size with config={"local_batch": ["batch"]}' in refused
+    assert any("is gathered on every host" in line for line in processes.logs[0])
