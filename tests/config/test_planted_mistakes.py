@@ -158,3 +158,16 @@ def test_warnings_in_place_of_errors() -> None:
     assert str(plan.inputs[0].layout) == "(x, -)"
     with pytest.raises(jshard.ShardError, match="matches nothing"):
         jshard.shard(lambda p: p["w"] * 2, config=config, strict=True).plan({"w": f32})
+
+
+def test_a_report_prints_problems_and_tensors() -> None:
+    wrong = jshard.Config.of(text(**{"lm_head.kernel": "", "lm_haed.kernel": "[fsdp, tensor]"}))
+    report = wrong.check(model(), tokens_of())
+    head, *lines = str(report).splitlines()
+    assert head.startswith("config on data=2 x fsdp=2 x tensor=4: 1 error,")
+    assert lines[0] == "errors" and lines[1].startswith("  unmatched: ")
+    assert lines[2].startswith("    where: config:10; write instead: ")
+    assert lines[4].startswith("  without rule: model.lm_head.kernel has no rule")
+    [head] = [line for line in lines if line.startswith("  model.lm_head.kernel ")]
+    assert head.split()[1:] == ["float32[32,64]", "?", "8,192", "derived"]
+    assert [p for p in report.problems if not p.error] == list(report.warnings)
