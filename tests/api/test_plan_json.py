@@ -9,6 +9,7 @@ import jax
 import pytest
 
 import jshard
+from jshard._core.errors import PlanMismatchError
 from tests.helpers.report_plans import NAMES, plan, sharded
 
 
@@ -73,3 +74,33 @@ def test_a_plan_keeps_no_arrays_alive():
     p = jshard.shard(lambda x: x @ captured, ((8, 1),)).plan(jax.ShapeDtypeStruct((8, 8), "float32"))
     assert p.search_again is not None and p.search_again.program.constants == ()
     assert p.why("x").alternatives
+
+
+def test_a_saved_plan_brings_its_mesh_and_says_when_devices_are_missing():
+    """Without `mesh=` a plan runs on its own axes over the first devices, if there are so many."""
+    n = jax.device_count()
+
+    def f(x, w):
+        return x @ w
+
+    x = jax.numpy.ones((8, 8))
+    small = jshard.shard(
+        f,
+        (jax.sharding.PartitionSpec("a"), None),
+        mesh=jax.make_mesh((2,), ("a",), devices=jax.devices()[:2]),
+    )
+    saved = jshard.Plan.from_json(small.plan(x, x).to_json())
+    result = jshard.shard(f, plan=saved)(x, x)
+    assert (result == x @ x).all() and len(result.sharding.device_set) == 2
+    large = jshard.shard(
+        f,
+        (jax.sharding.PartitionSpec("a"), None),
+        mesh=jshard.topology("v5e:16x16", {"a": 256}, compiles=False),
+    )
+    with pytest.raises(PlanMismatchError) as e:
+        jshard.shard(f, plan=large.plan(jax.numpy.ones((256, 8)), x))(jax.numpy.ones((256, 8)), x)
+    assert str(e.value) == (
+        f"the plan was made for 256 devices (a=256), there are {n}\n"
+        "  where: plan= of f\n"
+        "  write instead: give mesh= the machine that the plan is for, or plan again"
+    )
