@@ -89,7 +89,7 @@ def batch_report(
         if examples > 1
         else 1
     )
-    plan, _ = staged(closed, inputs, examples, pieces)
+    plan, *_ = staged(closed, inputs, examples, pieces)
     arguments = plan.jaxpr.invars[len(plan.jaxpr.invars) - len(names) :]
     rows = [
         BatchRow(n, v.aval.str_short(short_dtypes=True), plan.classes[v])

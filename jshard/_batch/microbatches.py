@@ -25,6 +25,7 @@ loop only adds to its carry, a plan may leave the sums unreduced over devices un
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,8 @@ from jax import lax
 
 from jshard._batch.batch_class import SUM, BatchClass, described
 from jshard._batch.body_classes import Analysis, Step, steps_for
-from jshard._batch.piece_operator import run_whole
+from jshard._batch.divided_loops import with_loops_divided
+from jshard._batch.piece_operator import run_whole, shape_of
 from jshard._batch.pieces import Pieces, assembled
 from jshard._batch.stages import Stages, stages, work_of
 from jshard._core import jaxcompat as compat
@@ -48,13 +50,12 @@ _MOST_REPEATED = 0.5
 
 def staged(
     closed: ClosedJaxpr, inputs: Sequence[BatchClass], examples: int, count: int
-) -> tuple[Stages, Analysis]:
-    """A program's values classified, and what runs in which loop."""
-    opened, _ = compat.open_jaxpr(closed)
+) -> tuple[Stages, Analysis, Sequence[Any]]:
+    """A program's values classified, and what runs in which loop; the values of its constants."""
     analysis = Analysis(examples, count)
-    return stages(
-        compat.without_dead_code(with_calls_inlined(opened, lines=True)), inputs, analysis
-    ), analysis
+    opened, consts = compat.open_jaxpr(with_loops_divided(closed, inputs, analysis))
+    jaxpr = compat.without_dead_code(with_calls_inlined(opened, lines=True))
+    return stages(jaxpr, inputs, analysis), analysis, consts
 
 
 def in_microbatches(
@@ -64,10 +65,10 @@ def in_microbatches(
 
     Raises `ShardError` where too little of it is per example.
     """
-    plan, analysis = staged(closed, inputs, examples, count)
+    plan, analysis, consts = staged(closed, inputs, examples, count)
     loops = [_loop_steps(plan, analysis, k) for k in range(plan.loops)]
     _check_work(plan, loops)
-    jaxpr, (_, consts) = plan.jaxpr, compat.open_jaxpr(closed)
+    jaxpr = plan.jaxpr
 
     def run(*arguments: jax.Array) -> list[jax.Array]:
         outer: dict[JaxprAtom, jax.Array] = dict(zip(jaxpr.constvars, consts, strict=True))
@@ -87,12 +88,7 @@ def in_microbatches(
                 outer.update(_run_loop(plan, analysis, count, k, loops[k], outer))
         return [jnp.asarray(whole(v)) for v in jaxpr.outvars]
 
-    return compat.make_jaxpr(run, *(_shape_of(v) for v in jaxpr.invars))
-
-
-def _shape_of(v: JaxprAtom) -> jax.ShapeDtypeStruct:
-    aval = v.aval
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)))
+    return compat.make_jaxpr(run, *map(shape_of, jaxpr.invars))
 
 
 def _loop_steps(plan: Stages, analysis: Analysis, k: int) -> list[Step]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from jshard._core.jax_types import JaxprAtom
 
 
 Values = Mapping[JaxprAtom, jax.Array]
+Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -46,6 +48,32 @@ def run_late(parts: LoopParts, shared: Values, stacks: Values, sums: Values, ini
     """The carries and results that are computed from finished sums."""
     eqns = _shared_equations(parts) | parts.late_eqns
     return _run_outside(parts, "late", parts.late, eqns, shared, {**stacks, **sums}, initial)
+
+
+def results_of_loop(
+    parts: LoopParts, initial: Mapping[JaxprAtom, Result], outside: Sequence[Outside], moved: Sequence[Result],
+    examples: Sequence[Result], sums: Sequence[Result],
+) -> list[jax.Array | Result]:  # fmt: skip
+    """The results of the whole loop from those of its parts: carries after the last layer, then stacks over layers.
+
+    `initial`: carries before the first layer; `moved`, `examples`, `sums`: as `parts` names them, of the loop between.
+    """
+    final: dict[int, jax.Array | Result] = dict(zip(parts.moving, moved, strict=True))
+    final.update((j, initial[parts.carries[j]]) for j in parts.fixed)
+    stacked: dict[JaxprAtom, jax.Array | Result] = dict(zip(parts.sums, sums, strict=True))
+    stacked.update(zip(parts.examples, examples, strict=True))
+    for part in outside:
+        final.update(part.final)
+        stacked.update(part.stacked)
+    filled = {
+        k: jnp.full((parts.layers, *v.aval.shape), v.val, v.aval.dtype)  # type: ignore[attr-defined]
+        for k, v in enumerate(parts.stacked)
+        if compat.is_literal(v)
+    }
+    return [
+        *(final[j] for j in range(len(parts.carries))),
+        *(filled[k] if k in filled else stacked[v] for k, v in enumerate(parts.stacked)),
+    ]
 
 
 def _run_outside(
@@ -77,14 +105,14 @@ def _carried(
     if not numbers:
         return {}, {}
     carries, after = [parts.carries[j] for j in numbers], [parts.carried[j] for j in numbers]
-    positions, read = _needed(parts, eqns, after, {*shared, *stacks, *carries})
+    positions, read = needed(parts, eqns, after, {*shared, *stacks, *carries})
     names = [v for v in stacks if v in read]
 
     def layer(
         carry: tuple[jax.Array, ...], slices: tuple[jax.Array, ...]
     ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
         known = {**shared, **dict(zip(names, slices, strict=True)), **dict(zip(carries, carry, strict=True))}
-        return tuple(_run(parts, positions, known, after)), carry
+        return tuple(run_equations(parts, positions, known, after)), carry
 
     last, each = lax.scan(
         layer, tuple(initial[v] for v in carries), tuple(stacks[v] for v in names), length=parts.layers,
@@ -99,17 +127,17 @@ def _of_all_layers(
     """Values of every layer, stacked."""
     if not wanted:
         return []
-    positions, read = _needed(parts, eqns, wanted, {*shared, *stacks})
+    positions, read = needed(parts, eqns, wanted, {*shared, *stacks})
     names = [v for v in stacks if v in read]
 
     def layer(slices: tuple[jax.Array, ...]) -> list[jax.Array]:
-        return _run(parts, positions, {**shared, **dict(zip(names, slices, strict=True))}, wanted)
+        return run_equations(parts, positions, {**shared, **dict(zip(names, slices, strict=True))}, wanted)
 
     run: Callable[[tuple[jax.Array, ...]], list[jax.Array]] = jax.vmap(layer, axis_size=parts.layers)
     return run(tuple(stacks[v] for v in names))
 
 
-def _needed(
+def needed(
     parts: LoopParts, eqns: frozenset[int], wanted: Sequence[JaxprAtom], known: set[JaxprAtom]
 ) -> tuple[list[int], set[JaxprAtom]]:
     """The equations, of `eqns`, that some values need, in order; and what is read."""
@@ -123,7 +151,7 @@ def _needed(
     return positions[::-1], read
 
 
-def _run(
+def run_equations(
     parts: LoopParts, positions: Sequence[int], known: Values, wanted: Sequence[JaxprAtom]
 ) -> list[jax.Array]:
     """Equations of the body on whole values."""

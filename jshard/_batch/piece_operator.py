@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from jshard._batch.batch_class import SUM, BatchClass, CoupledError
 from jshard._batch.operator_cut import OperatorCut
 from jshard._core import jaxcompat as compat
-from jshard._core.jax_types import Aval, Index, JaxprEqn, Params
+from jshard._core.jax_types import Aval, Index, JaxprAtom, JaxprEqn, Params
 from jshard._core.layout import MeshAxes
 from jshard._rules.registry import LocalContext
 from jshard._rules.rule import Candidate
@@ -106,6 +106,12 @@ def check_positions(eqn: JaxprEqn, cut: OperatorCut, count: int) -> None:
     for v, c, y in zip(eqn.outvars, cut.results, found, strict=True):
         if tuple(y.shape) != piece_type(v.aval, c, count).shape:
             raise CoupledError(eqn, "it has no result for a piece of the batch")
+
+
+def shape_of(v: JaxprAtom) -> jax.ShapeDtypeStruct:
+    """The type of a variable, on which a program is traced again."""
+    aval = v.aval
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)))
 
 
 def piece_type(aval: Aval, c: BatchClass, count: int) -> jax.ShapeDtypeStruct:

@@ -37,8 +37,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jshard._batch.batch_class import SHARED, SUM, BatchClass, CoupledError, described
 from jshard._batch.body_classes import Analysis, class_in
 from jshard._batch.loop_parts import LoopParts, loop_parts
-from jshard._batch.outside_pipeline import run_early, run_late
-from jshard._batch.piece_operator import run_whole
+from jshard._batch.outside_pipeline import results_of_loop, run_early, run_late
+from jshard._batch.piece_operator import run_whole, shape_of
 from jshard._batch.pipeline_shape import PipelineShape
 from jshard._batch.tick_loop import CutStages, TickLoop, Ticks
 from jshard._core import jaxcompat as compat
@@ -105,11 +105,9 @@ def in_pipeline(
                 values.update(zip(eqn.outvars, results, strict=True))
         return [jnp.asarray(whole(v)) for v in jaxpr.outvars]
 
-    types = [
-        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=bool(getattr(v.aval, "weak_type", False)))
-        for v in jaxpr.invars
-    ]
-    return Pipelined(compat.make_jaxpr(run, *types), tuple(p.layers for p in loops.values()))
+    return Pipelined(
+        compat.make_jaxpr(run, *map(shape_of, jaxpr.invars)), tuple(p.layers for p in loops.values())
+    )
 
 
 def _layer_loops(jaxpr: Jaxpr, inputs: Sequence[BatchClass], analysis: Analysis) -> dict[int, LoopParts]:
@@ -251,20 +249,4 @@ def _run_loop(
     late = run_late(
         parts, shared, {**stacks, **early.entering}, dict(zip(parts.sums, sums, strict=True)), initial
     )
-    final: dict[int, jax.Array | Ticks] = dict(zip(parts.moving, moved, strict=True))
-    final.update((j, initial[parts.carries[j]]) for j in parts.fixed)
-    final.update(early.final)
-    final.update(late.final)
-    stacked: dict[JaxprAtom, jax.Array | Ticks] = dict(zip(parts.sums, sums, strict=True))
-    stacked.update(zip(parts.examples, examples, strict=True))
-    stacked.update(early.stacked)
-    stacked.update(late.stacked)
-    literals = {k: v for k, v in enumerate(parts.stacked) if compat.is_literal(v)}
-    filled = {
-        k: jnp.full((parts.layers, *v.aval.shape), v.val, v.aval.dtype)  # type: ignore[attr-defined]
-        for k, v in literals.items()
-    }
-    return [
-        *(final[j] for j in range(len(parts.carries))),
-        *(filled[k] if k in filled else stacked[v] for k, v in enumerate(parts.stacked)),
-    ]
+    return results_of_loop(parts, initial, (early, late), moved, examples, sums)

@@ -1,0 +1,155 @@
+"""Steps as they are written with Flax and Optax, in microbatches and in pipelines: the same results, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jshard
+from jshard._core import jaxcompat as compat
+from tests.batch.test_microbatches import BATCH, decoder_arguments, largest_error, looped, normal
+from tests.batch.test_pipelines import mesh_of, plain
+from tests.helpers.pipeline_models import experts, experts_arguments
+
+
+WIDTH, LAYERS = 6, 4
+PIPELINE = {"axis": "stage", "microbatches": 4}
+FORMS: list[Any] = [
+    pytest.param({"microbatches": 4}, id="microbatches"),
+    pytest.param({"config": {"pipeline": PIPELINE}}, id="pipeline"),
+]
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Any:
+    with jax.enable_x64(True):
+        yield
+
+
+class LinenBlock(nn.Module):
+    """A residual layer."""
+
+    @nn.compact
+    def __call__(self, h: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return h + jnp.tanh(
+            nn.Dense(WIDTH, param_dtype=jnp.float64, name="dense")(nn.LayerNorm(param_dtype=jnp.float64)(h))
+        ), None
+
+
+class LinenStack(nn.Module):
+    """Residual layers by `nn.scan`, with or without `nn.remat`."""
+
+    remat: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        block = nn.remat(LinenBlock, prevent_cse=False) if self.remat else LinenBlock
+        scanned = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS)
+        return scanned(name="layers")(x, None)[0]
+
+
+def linen_loss(remat: bool) -> tuple[Callable, Any]:
+    model = LinenStack(remat)
+    params = model.init(jax.random.key(1), jnp.zeros((2, WIDTH)))
+    return lambda w, x: jnp.mean((model.apply(w, x) - 1) ** 2), params
+
+
+class NnxBlock(nnx.Module):
+    """A residual layer."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.dense = nnx.Linear(WIDTH, WIDTH, param_dtype=jnp.float64, rngs=rngs)
+
+    def __call__(self, h: jax.Array) -> jax.Array:
+        return h + jnp.tanh(self.dense(h))
+
+
+def nnx_loss(remat: bool) -> tuple[Callable, Any]:
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def blocks(key: jax.Array) -> NnxBlock:
+        return NnxBlock(nnx.Rngs(key))
+
+    graph, state = nnx.split(blocks(jax.random.split(jax.random.key(2), LAYERS)))
+
+    def loss(w: Any, x: jax.Array) -> jax.Array:
+        def run(h: jax.Array, block: NnxBlock) -> jax.Array:
+            return block(h)
+
+        layer = nnx.remat(run) if remat else run
+        h = nnx.scan(layer, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, nnx.merge(graph, w))
+        return jnp.mean((h - 1) ** 2)
+
+    return loss, state
+
+
+@pytest.mark.parametrize("options", FORMS)
+@pytest.mark.parametrize(("make", "remat"), [(linen_loss, True), (nnx_loss, False)])
+def test_layers_of_flax(make: Callable, remat: bool, options: dict[str, Any]) -> None:
+    loss, w = make(remat)
+    x, f = normal(1, BATCH, WIDTH), jax.value_and_grad(loss)
+    sharded = jshard.shard(f, mesh=mesh_of(2, 1), level=0, **options)
+    assert largest_error(sharded(w, x), jax.jit(f)(w, x)) < 1e-12
+    plan = sharded.plan(w, x)
+    assert plan.microbatches == 4 or plan.pipeline is not None and plan.pipeline.layers == (LAYERS, LAYERS)
+
+
+def weighted_loss(w: Any, tokens: jax.Array, weights: jax.Array) -> jax.Array:
+    """A loss that divides by the number of tokens that count, of the whole batch."""
+    h = jnp.tanh(w["embedding"][tokens] @ w["layers"][0])
+    each = jnp.take_along_axis(jax.nn.log_softmax(h @ w["embedding"].T), tokens[..., None], -1)[..., 0]
+    return -jnp.sum(each * weights) / jnp.sum(weights)
+
+
+def test_outer_gradient_and_token_weights() -> None:
+    """Weights differ between the microbatches, so a mean of their means would be wrong."""
+    w, tokens = decoder_arguments()
+    weights = (jnp.arange(BATCH * 5).reshape(BATCH, 5) < 70) * jnp.arange(5.0)
+    f = jshard.shard(weighted_loss, mesh=mesh_of(2, 1), level=0, microbatches=4)
+    found = jax.jit(jax.value_and_grad(f))(w, tokens, weights)
+    assert largest_error(found, jax.jit(jax.value_and_grad(weighted_loss))(w, tokens, weights)) < 1e-12
+
+
+def test_outer_gradient_of_a_pipeline() -> None:
+    w, x = normal(6, LAYERS, WIDTH, WIDTH) / 3, normal(1, BATCH, WIDTH)
+    f = jshard.shard(plain, mesh=mesh_of(2, 1), level=0, config={"pipeline": PIPELINE})
+    assert largest_error(jax.value_and_grad(f)(w, x), jax.jit(jax.value_and_grad(plain))(w, x)) < 1e-12
+
+
+def test_optax_multi_steps_outside() -> None:
+    """Optax accumulates over calls, jshard over pieces of each call's batch."""
+    loss, w = linen_loss(False)
+    optimizer = optax.MultiSteps(optax.adam(1e-2), every_k_schedule=2)
+
+    def step(w: Any, state: Any, x: jax.Array) -> tuple[Any, Any, jax.Array]:
+        value, gradient = jax.value_and_grad(loss)(w, x)
+        updates, state = optimizer.update(gradient, state, w)
+        return optax.apply_updates(w, updates), state, value
+
+    sharded = jshard.shard(step, mesh=mesh_of(2, 1), level=0, microbatches=4)
+    found = wanted = (w, optimizer.init(w))
+    for i in range(2):
+        x = normal(10 + i, BATCH, WIDTH)
+        found, wanted = sharded(*found[:2], x), jax.jit(step)(*wanted[:2], x)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)  # Adam divides by roots of squares
+    assert not bool(
+        jnp.all(found[0]["params"]["layers"]["dense"]["kernel"] == w["params"]["layers"]["dense"]["kernel"])
+    )
+
+
+@pytest.mark.parametrize(("rate", "count"), [(0.0, 8), (0.7, 2)])
+def test_an_auxiliary_loss_that_layers_carry(rate: float, count: int) -> None:
+    """Of every layer a product of two sums over the batch: the loop is divided, and experts run in pieces."""
+    f, args = jax.value_and_grad(experts(rate)), experts_arguments(3)
+    new, found = looped(f, args, [False] * 3 + [True], count)
+    assert largest_error(found, jax.jit(f)(*args)) < 1e-12
+    loops = [e for e in compat.open_jaxpr(new)[0].eqns if e.primitive.name == "scan"]
+    assert [e.params["length"] for e in loops].count(count) == 2  # the loads first, then all else
