@@ -23,6 +23,8 @@ sys.path[:0] = [str(Path(__file__).parents[2])]
 # Cuts that work on slices and that no rule offers, each with its reason.
 REASONED = {
     "optimization_barrier": "a mesh axis cuts one factor: operands with dimensions of equal length are cut together",
+    "jshard_attention": "the size of a head of the values: all devices would compute the same scores",
+    "jshard_attention_backward": "the size of a head of the values: all devices would compute the same scores",
 }
 
 PAGE = """# Every rule on trial
