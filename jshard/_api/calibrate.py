@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, cast
 import jax
 import numpy as np
 
+from jshard._api.plan import check_writable, write_file
 from jshard._core import hardware
 from jshard._core.argument_checks import checked
 from jshard._core.collective_curves import CollectiveCurve
@@ -111,7 +112,7 @@ class Calibration:
         ]
         about = {"date": self.date, "versions": dict(self.versions), "devices": self.devices}
         text = chip_to_json(self.chip, {**about, "notes": self.notes, "samples": samples})
-        Path(path).write_text(text, encoding="utf-8")
+        write_file(path, text, "Calibration.save")
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(str(self))}</pre>{picture(self)}"
@@ -149,6 +150,8 @@ def calibrate(
         raise MeshError(
             f"devices is {describe_value(devices)}", where="calibrate", fix="some of jax.devices()"
         )
+    if save is not None:  # before the minutes of measuring
+        check_writable(save, "calibrate(save=...)")
     base = hardware.for_device(given[0])
     now = datetime.datetime.now()
     begin = time.perf_counter()

@@ -236,7 +236,7 @@ def load_object(name: str, what: str) -> Any:
 
 def example_arguments(texts: Sequence[str]) -> tuple[PyTree, ...]:
     """The arguments of a call: a shape each, or objects by name; one callable makes a tuple of all of them."""
-    values = [parse_shape(t) if "[" in t else load_object(t, "argument") for t in texts]
+    values = [load_object(t, "argument") if ":" in t and "[" not in t else parse_shape(t) for t in texts]
     if len(values) == 1 and callable(values[0]):
         made = values[0]()
         return made if isinstance(made, tuple) else (made,)
@@ -261,7 +261,7 @@ def parse_shape(text: str) -> jax.ShapeDtypeStruct:
     raise ShardError(
         f"{text!r} is no shape",
         where="python -m jshard plan --args",
-        fix='type and sizes: "f32[8,128]", "int32[]"',
+        fix='type and sizes: "f32[8,128]", "int32[]"; or MODULE:NAME of a value or of a function that makes the arguments',
     )
 
 
@@ -272,6 +272,12 @@ def parse_mesh(text: str, axes: str | None) -> MeshRequest:
         return jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
     if axes is not None:
         return topology(text, parse_axes(axes), compiles=False)
+    if re.fullmatch(r"\d+(x\d+)+", text):
+        raise ShardError(
+            f"{text!r} names no chip and no axes", where="python -m jshard plan --mesh",
+            fix=f"a machine, v5e:{text}, or names of the axes, "
+            + ",".join(f"{name}={size}" for name, size in zip("xyzuvw", text.split("x"), strict=False)),
+        )  # fmt: skip
     return text if text.startswith("auto") else f"auto:{text}"
 
 

@@ -15,7 +15,7 @@ from jshard._core.jax_types import Function, PyTree
 from jshard._program.pin_primitives import pin_operand, pin_result
 from jshard._rules.primitives.fused_operator import fused
 from jshard._spec.entry import Pin, format_entry, looks_like_strategy, parse_entry
-from jshard._spec.options import check_function
+from jshard._spec.function_argument import check_function
 
 
 @checked

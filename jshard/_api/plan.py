@@ -382,6 +382,16 @@ def write_file(path: str | Path, text: str, where: str) -> None:
         ) from None
 
 
+def check_writable(path: str | Path, where: str) -> None:
+    """A `ShardError` for a file that `write_file` could not write, known before what it shall hold."""
+    target = Path(path)
+    if target.is_dir() or not os.access(target if target.exists() else target.parent, os.W_OK):
+        reason = "it is a folder" if target.is_dir() else "there is no such folder, or it is not writable"
+        raise ShardError(
+            f"{path} cannot be written: {reason}", where=where, fix="a file in a folder that exists"
+        )
+
+
 def check_plan(plan: object) -> None:
     """Raise `ShardError` for a value of `plan=` that is neither a plan nor None."""
     if plan is None or isinstance(plan, Plan):

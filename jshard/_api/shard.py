@@ -41,20 +41,20 @@ from jshard._core.errors import (
     MeshError,
     NestedShardError,
     ShardError,
+    StrategyError,
 )
 from jshard._core.hardware import Chip
 from jshard._core.jax_types import Function, PyTree
 from jshard._core.messages import describe_value
 from jshard._core.named_topology import MeshRequest
 from jshard._report.progress import progress, search_status
+from jshard._spec.function_argument import check_function, flax_entry_point
 from jshard._spec.options import (
-    CONFIG_ONLY_ADVICE,
     DEFAULT_LEVEL,
     DEFAULT_SEARCH,
+    KEYWORD_ADVICE,
     check_call_options,
-    check_function,
     check_options,
-    flax_entry_point,
     with_rare_options,
 )
 
@@ -67,7 +67,7 @@ _Progress = Callable[..., None] | None
 _log = logging.getLogger("jshard")
 
 
-@checked_with(CONFIG_ONLY_ADVICE)
+@checked_with(KEYWORD_ADVICE)
 def shard(
     fn: Function | None = None,
     in_strategy: PyTree = None,
@@ -170,7 +170,7 @@ def shard(
             where=f"shard({fn.__name__})",
             fix=f"shard the plain function: jshard.shard({fn.__name__}.__wrapped__, ...)",
         )
-    check_function(fn)
+    check_function(fn, call=call_options)
     if (library := state_library()) is not None:
         library.refuse_bound_method(fn)
     name = getattr(fn, "__name__", type(fn).__name__)
@@ -302,7 +302,7 @@ class Sharded:
         if not where:
             how = f"{{0}} where the function is sharded: jshard.shard({self.__name__}, {{0}}=...)"
         advice = {o: how.format(o) for o in options if o not in settings}
-        advice |= CONFIG_ONLY_ADVICE
+        advice |= KEYWORD_ADVICE
         if where == "pareto":
             advice["level"] = "nothing: a frontier has the plans of every level"
         check_call(
@@ -414,7 +414,7 @@ class Sharded:
         try:
             yield
         except Exception as error:
-            if isinstance(error, TypeError):
+            if isinstance(error, TypeError | StrategyError):
                 self.check_arguments(args, kwargs)
             refuse_shapes(self.__name__, args, error)
             library = state_library()

@@ -107,7 +107,7 @@ def _call_error(
         if own_arguments:
             who = f"neither {where} nor {name} takes an argument"
             listed = f"of {where}: {', '.join(own_arguments)}; of {name}: {', '.join(by_name)}"
-        close = difflib.get_close_matches(key, [*own_arguments, *by_name], n=2, cutoff=0.5)
+        close = difflib.get_close_matches(key, [*own_arguments, *by_name], n=2, cutoff=0.6)
         fix = advice.get(key) or (f"{' or '.join(map(repr, close))} ({listed})" if close else listed)
         return ArgumentError(f"{who} {key!r}", where=where, fix=fix)
     if count > len(positional) and inspect.Parameter.VAR_POSITIONAL not in kinds:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,6 @@ import numpy as np
 from jshard._core.errors import MeshError, ShardError
 from jshard._core.hardware import Chip
 from jshard._core.messages import describe_value, suggest, type_with_article
-from jshard._spec.flax_protocol import SHARD_MODULE
 from jshard._spec.mesh_checks import check_device
 from jshard._spec.pipeline_option import PipelineOption, check_pipeline
 
@@ -101,6 +100,14 @@ CONFIG_ONLY_ADVICE = {
     for name, value in _CONFIG_ONLY.items()
 }
 """What to write in place of a keyword of `shard` that only a configuration holds."""
+
+KEYWORD_ADVICE = {
+    **CONFIG_ONLY_ADVICE,
+    "recipe": 'config="fsdp+megatron", or config={"recipe": "fsdp+megatron"}',
+    **{f"in_{word}": "in_strategy=..., which takes PartitionSpecs too" for word in ("shardings", "specs")},
+    **{f"out_{word}": "out_strategy=..., which takes PartitionSpecs too" for word in ("shardings", "specs")},
+}
+"""The same for these, a recipe, and the keywords of `jax.jit` and `jax.shard_map`."""
 
 
 def with_rare_options(options: PlanOptions, rare: Mapping[str, object]) -> PlanOptions:
@@ -388,35 +395,6 @@ def parse_bytes(amount: object, what: str = "memory_budget") -> int | None:
     if value < 1:
         raise ShardError(f"{what}={amount!r} is less than one byte", where=what, fix=fix)
     return int(value)
-
-
-def check_function(fn: object, caller: str = "shard") -> Callable:
-    """`fn` if it is callable; `caller` is the function that it was given to."""
-    if callable(fn):
-        return fn
-    fix = f"jshard.{caller}(f, in_strategy=...)"
-    if caller == "shard":
-        fix += ", or @jshard.shard(in_strategy=...) above the function"
-    raise ShardError(f"{caller} takes a function, not {type_with_article(fn)}", where="fn", fix=fix)
-
-
-def flax_entry_point(fn: object) -> Callable | None:
-    """The function that shards a Flax module, which `jshard.flax` sets on the class; None if `fn` is no module.
-
-    >>> flax_entry_point(lambda x: x) is None
-    True
-    """
-    shard_module = getattr(type(fn), SHARD_MODULE, None)
-    if shard_module is not None:
-        return shard_module
-    library = next((c for c in type(fn).__mro__ if c.__name__ == "Module"), object).__module__
-    if library.startswith(("flax.nnx.", "flax.linen.")):
-        raise ShardError(
-            f"{type(fn).__name__} is a Flax module",
-            where="fn",
-            fix="import jshard.flax first; then jshard.shard(module, ...) and module.shard(...) work",
-        )
-    return None
 
 
 def check_call_options(

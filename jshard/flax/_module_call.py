@@ -28,7 +28,7 @@ from jshard._core.errors import ShardError, StrategyError
 from jshard._core.jax_types import Function, PyTree, PyTreeDef
 from jshard._core.messages import suggest
 from jshard._spec.entry import format_entry, is_strategy, looks_like_strategy
-from jshard._spec.options import CONFIG_ONLY_ADVICE
+from jshard._spec.options import KEYWORD_ADVICE
 from jshard._spec.parameter_plan import LeafIndex, flatten_plan, name_parts
 from jshard._spec.tree_paths import Leaf
 from jshard.flax._function import is_state
@@ -162,7 +162,7 @@ def checked_options(
     name: str, original: Function, options: dict[str, PyTree], method: str = "__call__"
 ) -> dict[str, PyTree]:
     """The options of `.shard` that differ from the defaults, checked as far as possible without a call."""
-    check_call(shard, (None,), options, f"{name}.shard", advice=CONFIG_ONLY_ADVICE)
+    check_call(shard, (None,), options, f"{name}.shard", advice=KEYWORD_ADVICE)
     shard(
         lambda: None, **{k: v for k, v in options.items() if not k.endswith(("strategy", "parameter_plan"))}
     )

@@ -1,4 +1,4 @@
-"""Thirty mistakes that come naturally: each is answered with what is wrong, where, and what to write, which then works.
+"""Mistakes that come naturally: each is answered with what is wrong, where, and what to write, which then works.
 
 `instead` is the call that the advice leads to.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -17,9 +16,22 @@ import numpy as np
 import pytest
 
 import jshard
+import jshard.flax
+from jshard._api.command_line import example_arguments, parse_mesh
 
 
 S = functools.partial(jax.ShapeDtypeStruct, dtype="float32")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Layer:
+    """A class that a newcomer gives to `shard`."""
+
+    x: Any
+
+    def double(self):
+        return self.x * 2
 
 
 def dense(x, w, b):
@@ -33,7 +45,6 @@ def product(x, w):
 SHAPES = (S((32, 128)), S((128, 16)), S((16,)))
 ARRAYS = tuple(np.ones(s.shape, "float32") for s in SHAPES)
 PIN = ((4, 2), None, None)
-OPTIONS = ", ".join(list(inspect.signature(jshard.shard).parameters)[1:])
 OF_SWEEP = (
     "of sweep: mesh, level, hardware, batch, memory_budget, search, device, show_progress; of dense: x, w, b"
 )
@@ -141,7 +152,7 @@ MISTAKES = (
       "'full_batch' is about all results, and stands in a tuple", "out_strategy",
       "out_strategy='full_batch', or one entry per result", lambda: with_options(out_strategy="full_batch")),
     M("in_shardings", lambda: jshard.shard(dense, in_shardings=PIN), "shard takes no argument 'in_shardings'", "shard",
-      f"'in_strategy' (its arguments: {OPTIONS})", lambda: with_options(in_strategy=PIN)),
+      "in_strategy=..., which takes PartitionSpecs too", lambda: with_options(in_strategy=(jax.P(), None, None))),
     M("sharded twice", lambda: jshard.shard(sharded()), "dense is sharded already", "shard(dense)",
       "shard the plain function: jshard.shard(dense.__wrapped__, ...)",
       lambda: jshard.shard(sharded().__wrapped__, in_strategy=PIN)),
@@ -203,6 +214,54 @@ MISTAKES = (
       "vmap of the sharded function dense", "jax.vmap(dense)",
       "put vmap inside: jshard.shard(jax.vmap(f), ...) instead of jax.vmap(jshard.shard(f, ...)) for f = dense",
       lambda: jshard.shard(jax.vmap(dense, (0, None, None))).plan(S((2, 32, 128)), *SHAPES[1:])),
+    M("recipe as a keyword", lambda: jshard.shard(dense, recipe="fsdp"), "shard takes no argument 'recipe'", "shard",
+      'config="fsdp+megatron", or config={"recipe": "fsdp+megatron"}', lambda: with_options(config="data", mesh=eight())),
+    M("pipeline as a keyword", lambda: jshard.shard(dense, pipeline="auto"), "shard takes no argument 'pipeline'",
+      "shard", 'config={"pipeline": {"axis": "stage", "microbatches": 16}}: an option of the configuration',
+      lambda: with_options(config={"pipeline": "auto"}, mesh=eight())),
+    M("donated argument that is not there", lambda: jshard.shard(dense, donate_argnums=5),
+      "donate_argnums names position 5, and dense takes 3 by position", "donate_argnums of dense",
+      "one of 0 (x), 1 (w), 2 (b)", lambda: with_options(donate_argnums=0)),
+    M("static argument that is not there", lambda: jshard.shard(dense, static_argnames="mode"),
+      "static_argnames names 'mode', which dense does not take", "static_argnames of dense",
+      "one of its arguments: 'x', 'w' or 'b'", lambda: jshard.shard(dense, donate_argnames="x")),
+    M("a class as the function", lambda: jshard.shard(Layer), "shard takes a function, not the class Layer", "fn",
+      "a function that uses it: jshard.shard(lambda *args: Layer(*args), ...)",
+      lambda: jshard.shard(lambda x: Layer(x).double()).plan(SHAPES[0])),
+    M("an argument too many", lambda: sharded().plan(*SHAPES, SHAPES[2]),
+      "dense takes 3 arguments by place, and was given 4", "call of dense", "its arguments: x, w, b",
+      lambda: sharded().plan(*SHAPES)),
+    M("one entry for one argument", lambda: jshard.shard(jnp.sin, (4, 2)).plan(SHAPES[0]),
+      "in_strategy is one entry, (4, 2), not one entry per argument", "in_strategy", "in_strategy=((4, 2),)",
+      lambda: jshard.shard(jnp.sin, ((4, 2),)).plan(SHAPES[0])),
+    M("a cut that does not divide", lambda: jshard.shard(jnp.sin, ((8,),)).plan(S((30,))),
+      "a cut of 8 does not divide dimension 0, of size 30", "in_strategy[0] (argument x)",
+      "1 or 2 pieces there, or None to leave the dimension to the search, or config={\"pad\": True} to pad it to 32",
+      lambda: jshard.shard(jnp.sin, ((8,),), config={"pad": True}).plan(S((30,)))),
+    M("a search that is not known", lambda: with_options(search="fast"), "search='fast' is not known", "search",
+      "'optimal' or 'propagation'", lambda: with_options(search="propagation")),
+    M("an index of a device", lambda: with_options(device="cuda:0"), "device='cuda:0' is not known", "device",
+      "device='tpu', 'gpu' or 'cpu', or None for the default backend", lambda: with_options(device="cpu")),
+    M("microbatches that do not divide", lambda: with_options(microbatches=3),
+      "3 does not divide the batch of 16, dimension 1 of w and dimension 0 of b", "microbatches=3 of dense",
+      "microbatches= one of 1, 2, 4, 8, 16", lambda: with_options(microbatches=2)),
+    M("a mesh axis twice", lambda: with_options(in_strategy=(jax.P("x", "x"), None, None), mesh=eight()),
+      "spec P('x', 'x') uses axis 'x' 2 times", "in_strategy[0] (argument x)", "each mesh axis at most once in a spec",
+      lambda: with_options(in_strategy=(jax.P("x"), None, None), mesh=eight())),
+    M("a plan given to place as the function", lambda: jshard.flax.place({"w": ARRAYS[1]}, sharded()),
+      "place takes a plan, not a Sharded", "jshard.flax.place",
+      "jshard.flax.plan_of(module, x), or f.plan(...) of a function from jshard.shard",
+      lambda: jshard.flax.place({"w": ARRAYS[1]}, jshard.shard(lambda p: p["w"] * 2).plan({"w": SHAPES[1]}))),
+    M("a calibration without a folder", lambda: jshard.calibrate(save="/no/such/chip.json"),
+      "/no/such/chip.json cannot be written: there is no such folder, or it is not writable", "calibrate(save=...)",
+      "a file in a folder that exists", lambda: None),
+    M("a grid for the command line", lambda: parse_mesh("4x8", None), "'4x8' names no chip and no axes",
+      "python -m jshard plan --mesh", "a machine, v5e:4x8, or names of the axes, x=4,y=8",
+      lambda: (parse_mesh("v5e:4x8", None), parse_mesh("x=4,y=8", None))),
+    M("a shape without a type for the command line", lambda: example_arguments(["8x8"]), "'8x8' is no shape",
+      "python -m jshard plan --args",
+      'type and sizes: "f32[8,128]", "int32[]"; or MODULE:NAME of a value or of a function that makes the arguments',
+      lambda: example_arguments(["f32[8,8]"])),
 )
 # fmt: on
 
@@ -216,8 +275,8 @@ def test_a_natural_mistake_is_answered(mistake: Mistake) -> None:
     mistake.instead()
 
 
-def test_there_are_thirty() -> None:
-    assert len({m.name for m in MISTAKES}) == len(MISTAKES) >= 30
+def test_every_mistake_has_a_name_of_its_own() -> None:
+    assert len({m.name for m in MISTAKES}) == len(MISTAKES) >= 45
 
 
 def test_what_looks_like_a_mistake_and_is_none() -> None:
