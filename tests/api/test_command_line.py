@@ -171,7 +171,8 @@ def test_shapes_and_meshes():
         (["plan", "cli_model:dens"], "error: cli_model has no 'dens'\n  where: python -m jshard plan\n"
          "  write instead: one of its names: "),
         (["plan", "cli_model:dense", "--args", "f33[2]"], "error: 'f33[2]' is no shape\n"
-         "  where: python -m jshard plan --args\n  write instead: type and sizes: \"f32[8,128]\", \"int32[]\"\n"),
+         "  where: python -m jshard plan --args\n  write instead: type and sizes: \"f32[8,128]\", \"int32[]\"; "
+         "or MODULE:NAME of a value or of a function that makes the arguments\n"),
         (["plan", "cli_model:dense", "--mesh", "x=four"], "error: 'x=four' names no axes\n  where: python -m jshard plan\n"
          "  write instead: data=4,model=8\n"),
         (["report", "nowhere.json"], "error: nowhere.json cannot be read: No such file or directory\n"

@@ -17,9 +17,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jshard._config.source import read_config
 from jshard._core.errors import MeshError, ShardError, StrategyError
-from jshard._spec.function_argument import check_call_options, check_function
+from jshard._spec.function_argument import check_function
 from jshard._spec.mesh_selection import ChosenMesh, choose_mesh, mesh_device_count
-from jshard._spec.options import check_options, with_rare_options
+from jshard._spec.options import check_call_options, check_options, with_rare_options
 from jshard._spec.strategies import pins_for_inputs, pins_for_outputs, without_static
 from jshard._spec.tree_paths import argument_names, shape_of
 
