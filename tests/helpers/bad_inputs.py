@@ -1,7 +1,6 @@
 """Wrong strategies, meshes and options, each with the exact text of its error.
 
-Every row is a call of `shard` as data: the arguments of `shard`, the function and what it is called with, so
-that the same rows go through `_spec` alone (`read`) and through the public functions.
+Every row is a call of `shard` as data, so that it goes through `_spec` alone (`read`) and the public functions.
 """
 
 from __future__ import annotations
