@@ -36,7 +36,7 @@ def attention(
     """Attention, softmax(scale q k^T + bias) v, without an array of all pairs; equal to `jax.nn.dot_product_attention`.
 
     Inside a sharded function it is one operator. Its batch and its heads may be cut, and nothing moves; so may the
-    queries, with whole keys; the keys, as in decoding, with parts combined by their logsumexp; or both sequences along
+    queries, with whole keys; the keys, as in decoding, with parts combined by their sums; or both sequences along
     one mesh axis: keys and values then pass from device to device (ring attention). Cutting the sequence outside and
     the heads inside, by all-to-alls (Ulysses), follows from the first. The search prices all with the rest of the
     program.
@@ -54,8 +54,7 @@ def attention(
         float32 at least.
     - `causal`: query i attends to keys up to i.
     - `mask`, `bias`: boolean (true: may attend) and added to the logits; (batch..., N, T, S), each dimension may be one.
-        Pairs that must not attend belong into `mask`: a query whose biases are all below -1e5 has wrong derivatives,
-        since the backward pass keeps only the logsumexp of its logits, in which smaller terms are lost to rounding.
+        Biases may be as low as the type's minimum; pairs that must not attend are better in `mask`.
     - `scale`: of the logits, by default 1 / sqrt(H).
     - `segment_ids`: integers (batch..., T), or a pair of them for queries and keys (batch..., S): only equal ones attend.
     - `window`: (left, right), or one for both: query i attends to keys i - left to i + right.

@@ -34,7 +34,8 @@ def plain_attention(
     if segment_ids is not None:
         ours, theirs = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
         may = may & (ours[..., :, None] == theirs[..., None, :])[..., None, :, :]
-    largest = jnp.where(may, s, -1e30).max(-1, keepdims=True)
+    largest = jnp.where(may, s, -jnp.inf).max(-1, keepdims=True)
+    largest = jnp.where(jnp.isfinite(largest), largest, 0)
     p = jnp.where(may, jnp.exp(jnp.where(may, s - jax.lax.stop_gradient(largest), 0)), 0)
     total = p.sum(-1, keepdims=True)
     p = p / jnp.where(total > 0, total, 1)

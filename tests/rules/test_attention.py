@@ -200,8 +200,8 @@ def test_bytes_of_ring_and_zigzag_are_those_of_the_formula() -> None:
     q, kv, lse = (math.prod(s) // n * itemsize for s in ((2, 16, 4, 8), (2, 16, 2, 8), (2, 4, 16)))
     assert sent[True, "ring"] == (n - 1) * 2 * kv
     assert sent[False, "ring"] == (n - 1) * 4 * kv
-    assert sent[True, "zigzag"] == (n - 1) * 2 * kv + (q + 2 * kv) + (q + lse)
-    assert sent[False, "zigzag"] == (n - 1) * 4 * kv + (3 * q + 2 * kv + lse) + (q + 2 * kv)
+    assert sent[True, "zigzag"] == (n - 1) * 2 * kv + (q + 2 * kv) + (q + 2 * lse)
+    assert sent[False, "zigzag"] == (n - 1) * 4 * kv + (3 * q + 2 * kv + 2 * lse) + (q + 2 * kv)
 
 
 def test_it_is_differentiated_from_outside() -> None:

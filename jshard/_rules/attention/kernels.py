@@ -2,7 +2,8 @@
 
 On TPUs, attention whose positions are known when it is compiled (no ring, no cut of queries or keys) runs as JAX's
 splash attention, a Pallas kernel that skips blocks which causality or the window rule out. Its backward kernels read
-the logsumexp that its own forward kernel made, which runs again for them; in one program XLA merges the two. Elsewhere,
+the logsumexp that its own forward kernel made, which runs again for them; in one program XLA merges the two. Without a
+bias, the logsumexp of logits of usual size keeps the digits of both its terms. Elsewhere,
 and for biases, masks and sizes of which the kernel has no blocks, the online softmax runs.
 """
 
@@ -39,7 +40,8 @@ def local_forward(spec: Attention, x: Operands, row: Index = 0, column: Index = 
 def local_backward(
     spec: Attention,
     x: Operands,
-    lse: jax.Array,
+    largest: jax.Array,
+    total: jax.Array,
     out: jax.Array,
     cotangent: jax.Array,
     row: Index = 0,
@@ -47,19 +49,24 @@ def local_backward(
     *,
     bias_gradient: bool = True,
 ) -> Gradients:
-    """The gradients of these queries and keys; `out`, `lse` and `cotangent` are over all keys."""
+    """The gradients of these queries and keys; all but `x` are over all keys."""
 
-    def loop(x: Operands, lse: jax.Array, out: jax.Array, cotangent: jax.Array) -> Gradients:
-        found = backward(spec, x, lse, cotangent, summed_delta(cotangent, out), row, column)
+    def loop(
+        x: Operands, largest: jax.Array, total: jax.Array, out: jax.Array, cotangent: jax.Array
+    ) -> Gradients:
+        delta = summed_delta(cotangent, out)
+        found = backward(spec, x, largest, total, cotangent, delta, row, column)
         return found if bias_gradient else found._replace(bias=None)
 
     if not splash_takes(spec, x, row, column):
-        return loop(x, lse, out, cotangent)
+        return loop(x, largest, total, out, cotangent)
 
-    def kernel(x: Operands, lse: jax.Array, out: jax.Array, cotangent: jax.Array) -> Gradients:
-        return splash_backward(spec, x, lse, cotangent)
+    def kernel(
+        x: Operands, largest: jax.Array, total: jax.Array, out: jax.Array, cotangent: jax.Array
+    ) -> Gradients:
+        return splash_backward(spec, x, total > 0, cotangent)
 
-    return lax.platform_dependent(x, lse, out, cotangent, tpu=kernel, default=loop)
+    return lax.platform_dependent(x, largest, total, out, cotangent, tpu=kernel, default=loop)
 
 
 def splash_takes(spec: Attention, x: Operands, row: Index, column: Index) -> bool:
@@ -75,23 +82,27 @@ def splash_takes(spec: Attention, x: Operands, row: Index, column: Index) -> boo
 
 
 def splash_forward(spec: Attention, x: Operands, *, interpret: bool = False) -> Part:
-    """`forward`, by the kernel."""
+    """`forward`, by the kernel, with the logsumexp as the largest logit and one as the sum."""
     run = _splash(spec, x, save_residuals=True, interpret=interpret)
     out, (lse,) = jax.vmap(run)(*_heads_first(spec, x), _segment_ids(x))
     b, t, k, g, _ = x.q.shape
     lse = lse.reshape(b, k, g, t).astype(jnp.float32)
     reaches = lse > 0.5 * _mask_value()
     out = out.reshape(b, k, g, t, -1).astype(jnp.float32)
-    return Part(jnp.where(reaches[..., None], out, 0), jnp.where(reaches, lse, -jnp.inf))
+    return Part(
+        jnp.where(reaches[..., None], out, 0),
+        jnp.where(reaches, lse, -jnp.inf),
+        reaches.astype(jnp.float32),
+    )
 
 
 def splash_backward(
-    spec: Attention, x: Operands, lse: jax.Array, cotangent: jax.Array, *, interpret: bool = False
+    spec: Attention, x: Operands, reaches: jax.Array, cotangent: jax.Array, *, interpret: bool = False
 ) -> Gradients:
-    """`backward`, by the kernel; `lse` only tells which queries attend to any key."""
+    """`backward`, by the kernel; `reaches` (B, K, G, T): which queries attend to any key."""
     run, segments = _splash(spec, x, save_residuals=False, interpret=interpret), _segment_ids(x)
     (b, t, k, g, h), s = x.q.shape, x.k.shape[1]
-    given = jnp.where((lse == -jnp.inf)[..., None], 0, cotangent).astype(x.q.dtype)
+    given = jnp.where(reaches[..., None], cotangent, 0).astype(x.q.dtype)
     _, pull = jax.vjp(lambda q, k, v: jax.vmap(run)(q, k, v, segments), *_heads_first(spec, x))
     dq, dk, dv = (y.astype(jnp.float32) for y in pull(given.reshape(b, k * g, t, h)))
     return Gradients(

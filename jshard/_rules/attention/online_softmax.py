@@ -1,13 +1,14 @@
 """Attention by an online softmax: block by block, so that the logits of all pairs are never in memory at once.
 
 Forward, a query keeps the largest logit m so far, the sum l of exp(logit - m), and the values weighted by it; a block
-that raises m scales both down. Backward, the probabilities of a block are computed again from the logarithm of the sum.
+that raises m scales both down. Backward, the probabilities of a block are computed again from m and l. Their logsumexp,
+m + log l, would not do: where a bias moves all logits of a query to -1e6, say, log l is lost in its rounding.
 
 Sources: M. Milakov, N. Gimelshein, "Online normalizer calculation for softmax", arXiv 1805.02867; T. Dao et al.,
-"FlashAttention", NeurIPS 2022, arXiv 2205.14135, algorithms 1 and 4. Combining parts of the keys by their logsumexp is
+"FlashAttention", NeurIPS 2022, arXiv 2205.14135, algorithms 1 and 4. Combining parts of the keys by their sums is
 what H. Liu et al., "Ring attention with blockwise transformers", ICLR 2024, arXiv 2310.01889, and Flash-Decoding do.
 
-A query without any key to attend to gives zeros, and its logsumexp is minus infinity.
+A query without any key to attend to gives zeros; its largest logit is minus infinity, and its sum zero.
 """
 
 from __future__ import annotations
@@ -34,10 +35,14 @@ from jshard._rules.attention.definition import (
 
 
 class Part(NamedTuple):
-    """Attention to some of the keys: `out` (B, K, G, T, E), and the logsumexp `lse` (B, K, G, T) of their logits."""
+    """Attention to some of the keys, `out` (B, K, G, T, E), and what its softmax divides by.
+
+    `largest` (B, K, G, T) of their logits, and the sum `total` (B, K, G, T) of exp(logit - largest).
+    """
 
     out: jax.Array
-    lse: jax.Array
+    largest: jax.Array
+    total: jax.Array
 
 
 class Gradients(NamedTuple):
@@ -98,25 +103,29 @@ def forward(spec: Attention, x: Operands, row: Index = 0, column: Index = 0) -> 
         )
 
     running = _over_blocks(spec, x, row, column, running, step)
-    some = running.total > 0
-    lse = jnp.where(some, _finite(running.largest) + jnp.log(jnp.where(some, running.total, 1)), -jnp.inf)
-    return Part(running.weighted / jnp.where(some, running.total, 1)[..., None], lse)
+    return Part(running.weighted / _nonzero(running.total)[..., None], running.largest, running.total)
 
 
 def merged(a: Part, b: Part) -> Part:
     """Attention to the keys of two parts together."""
-    lse = jnp.logaddexp(a.lse, b.lse)
-    base = _finite(lse)
-    return Part(
-        a.out * jnp.exp(a.lse - base)[..., None] + b.out * jnp.exp(b.lse - base)[..., None],
-        lse,
-    )
+    largest = jnp.maximum(a.largest, b.largest)
+    of_a, of_b = weight(a, largest), weight(b, largest)
+    total = of_a + of_b
+    some = _nonzero(total)
+    out = a.out * (of_a / some)[..., None] + b.out * (of_b / some)[..., None]
+    return Part(out, largest, total)
+
+
+def weight(part: Part, largest: jax.Array) -> jax.Array:
+    """The sum of exp(logit - largest) over the keys of a part, where `largest` is of more keys."""
+    return part.total * jnp.exp(part.largest - _finite(largest))
 
 
 def backward(
     spec: Attention,
     x: Operands,
-    lse: jax.Array,
+    largest: jax.Array,
+    total: jax.Array,
     cotangent: jax.Array,
     delta: jax.Array,
     row: Index = 0,
@@ -126,31 +135,31 @@ def backward(
 
     Arguments:
 
-    - `lse`: (B, K, G, T) logsumexp over all keys.
+    - `largest`, `total`: (B, K, G, T) over all keys, as in `Part`.
     - `cotangent`: (B, K, G, T, E) of the result.
     - `delta`: (B, K, G, T) the sum of cotangent times result over E.
     """
     dtype = softmax_dtype(x.q.dtype)
-    base = _finite(lse)
+    base, inverse = _finite(largest), 1 / _nonzero(total)
     dq, dk, dv = (jnp.zeros(y.shape, dtype) for y in (x.q, x.k, x.v))
     start = Gradients(dq, dk, dv, None if x.bias is None else jnp.zeros(x.bias.shape, dtype))
 
     def step(sums: Gradients, at: _Block, rows: int, columns: int) -> Gradients:
         part = x.rows(at.row, rows).keys(at.column, columns)
-        some = [lax.dynamic_slice_in_dim(y, at.row, rows, 3) for y in (base, cotangent, delta)]
-        p = jnp.exp(_masked(spec, part, at, row, column) - some[0][..., None])
+        some = [lax.dynamic_slice_in_dim(y, at.row, rows, 3) for y in (base, inverse, cotangent, delta)]
+        p = jnp.exp(_masked(spec, part, at, row, column) - some[0][..., None]) * some[1][..., None]
         narrow = x.q.dtype
 
         def product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
             return jnp.einsum(equation, a.astype(narrow), b.astype(narrow), preferred_element_type=dtype)
 
-        dp = product("bkgte,bske->bkgts", some[1], part.v)
-        ds = p * (dp - some[2][..., None])
+        dp = product("bkgte,bske->bkgts", some[2], part.v)
+        ds = p * (dp - some[3][..., None])
         scaled = ds * jnp.asarray(spec.scale, dtype)
         return Gradients(
             _added(sums.q, product("bkgts,bskh->btkgh", scaled, part.k), at.row, 1),
             _added(sums.k, product("bkgts,btkgh->bskh", scaled, part.q), at.column, 1),
-            _added(sums.v, product("bkgts,bkgte->bske", p, some[1]), at.column, 1),
+            _added(sums.v, product("bkgts,bkgte->bske", p, some[2]), at.column, 1),
             None if sums.bias is None else _added_to_bias(sums.bias, ds, at),
         )
 
@@ -202,6 +211,10 @@ def _added_to_bias(total: jax.Array, ds: jax.Array, at: _Block) -> jax.Array:
 
 def _finite(x: jax.Array) -> jax.Array:
     return jnp.where(x == -jnp.inf, jnp.zeros_like(x), x)
+
+
+def _nonzero(total: jax.Array) -> jax.Array:
+    return jnp.where(total > 0, total, jnp.ones_like(total))
 
 
 Step = Callable[..., PyTree]  # (state, block, rows, columns) -> state

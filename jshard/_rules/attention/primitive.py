@@ -1,11 +1,11 @@
-"""The primitives of attention: forward, with the logsumexp that the backward pass reads, and backward.
+"""The primitives of attention: forward, with what the backward pass reads of its softmax, and backward.
 
-`attend(spec, operands)` is differentiable in reverse mode: the forward pass keeps its result and one number a query and
-head; the backward pass is a primitive of its own, which computes probabilities again block by block. So a sharding rule
-covers both, and no array of all pairs is made in either.
+`attend(spec, operands)` is differentiable in reverse mode: the forward pass keeps its result and two numbers a query
+and head, the largest logit and the sum of exp(logit - largest); the backward pass is a primitive of its own, which
+computes probabilities again block by block. So a sharding rule covers both, and no array of all pairs is made in either.
 
 Operands: queries, keys, values, then, as `spec` says, bias, mask, segments of queries and of keys. The backward pass
-takes them, the result, the logsumexp and the cotangent, and gives the gradients of queries, keys, values and bias.
+takes them, the results and the cotangent, and gives the gradients of queries, keys, values and bias.
 """
 
 from __future__ import annotations
@@ -40,18 +40,20 @@ def attend(spec: Attention, *operands: jax.Array) -> jax.Array:
 
 def _attend_forward(spec: Attention, *operands: CustomVJPPrimal) -> tuple[jax.Array, PyTree]:
     values = tuple(x.value for x in operands)
-    out, lse = forward_p.bind(*values, spec=spec)
+    out, *softmax = forward_p.bind(*values, spec=spec)
     # A constant bias has no gradient, which would be as large as itself.
-    return out, (values, out, lse, spec.has_bias and bool(operands[3].perturbed))
+    return out, (values, out, softmax, spec.has_bias and bool(operands[3].perturbed))
 
 
 def _attend_backward(
     spec: Attention, residuals: PyTree, cotangent: jax.Array | SymbolicZero
 ) -> tuple[jax.Array | None, ...]:
-    operands, out, lse, bias_gradient = residuals
+    operands, out, softmax, bias_gradient = residuals
     if isinstance(cotangent, SymbolicZero):
         return (None,) * len(operands)
-    gradients = backward_p.bind(*operands, out, lse, cotangent, spec=spec, bias_gradient=bool(bias_gradient))
+    gradients = backward_p.bind(
+        *operands, out, *softmax, cotangent, spec=spec, bias_gradient=bool(bias_gradient)
+    )
     return (*gradients, *[None] * (len(operands) - len(gradients)))
 
 
@@ -59,22 +61,22 @@ attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
 
 
 def run_forward(*operands: jax.Array, spec: Attention) -> list[jax.Array]:
-    """The result and the logsumexp (batch..., N, T), on one device."""
+    """The result, the largest logit and the sum (batch..., N, T), on one device."""
     x, batch = arranged(spec, operands), operands[0].shape[:-3]
     part = local_forward(spec, x)
-    lse = part.lse.reshape(*batch, -1, part.lse.shape[-1])
-    return [as_result(part.out, batch).astype(operands[0].dtype), lse]
+    out = as_result(part.out, batch).astype(operands[0].dtype)
+    return [out, *(y.reshape(*batch, -1, y.shape[-1]) for y in (part.largest, part.total))]
 
 
 def run_backward(*operands: jax.Array, spec: Attention, bias_gradient: bool) -> list[jax.Array]:
     """The gradients of queries, keys, values and, if wanted, the bias, on one device."""
-    inputs, (out, lse, cotangent) = operands[: spec.num_operands], operands[spec.num_operands :]
+    inputs, (out, *softmax, cotangent) = operands[: spec.num_operands], operands[spec.num_operands :]
     x = arranged(spec, inputs)
     heads = x.k.shape[2]
     gradients = local_backward(
         spec,
         x,
-        lse.reshape(*x.q.shape[:1], *x.q.shape[2:4], -1),
+        *(y.reshape(*x.q.shape[:1], *x.q.shape[2:4], -1) for y in softmax),
         by_head(out, heads),
         by_head(cotangent, heads),
         bias_gradient=bias_gradient,
@@ -88,7 +90,7 @@ def _forward_types(*avals: core.ShapedArray, spec: Attention) -> list[core.Shape
     *batch, t, n, _ = q.shape
     return [
         core.ShapedArray((*batch, t, n, v.shape[-1]), q.dtype),
-        core.ShapedArray((*batch, n, t), softmax_dtype(q.dtype)),
+        *[core.ShapedArray((*batch, n, t), softmax_dtype(q.dtype))] * 2,
     ]
 
 

@@ -1,8 +1,8 @@
 """Ring attention: both sequences are cut along the same mesh axes, and keys and values pass from device to device.
 
 In each of n steps a device computes on the block of keys that it holds, while it sends that block to the next device.
-Forward, the parts are combined by their logsumexp. Backward, the gradients of a block of keys travel behind it, and
-arrive where it belongs: n - 1 permutes each of keys, values and of their gradients. A block that causality or the window
+Forward, the parts are combined by their sums. Backward, the gradients of a block of keys travel behind it, and arrive
+where it belongs: n - 1 permutes each of keys, values and of their gradients. A block that causality or the window
 rules out costs no work, but the devices of a ring wait for each other.
 
 Under a causal mask the last device has nearly twice an even share of the work. In zigzag order each device has two
@@ -126,7 +126,8 @@ def ring_forward(
     arrays, number = _inputs_into_zigzag(spec, arrays, ring, 2)
     total = _forward(spec, arrays, ring, kv_heads)
     out = ring.out_of_zigzag(total.out.astype(arrays[0].dtype), 3, number)
-    return Part(out, ring.out_of_zigzag(total.lse, 3, number + 2))
+    largest = ring.out_of_zigzag(total.largest, 3, number + 2)
+    return Part(out, largest, ring.out_of_zigzag(total.total, 3, number + 4))
 
 
 def _inputs_into_zigzag(
@@ -174,8 +175,8 @@ def ring_backward(
     Arguments:
 
     - `arrays`, `kv_heads`: as for `ring_forward`.
-    - `results`: of this device's queries the result (batch..., T, N, E), its logsumexp (batch..., N, T) over all keys
-        of the ring (and of other devices, if keys are cut further), and the cotangent.
+    - `results`: of this device's queries the result (batch..., T, N, E), largest logit and sum (batch..., N, T) over all
+        keys of the ring (and of other devices, if keys are cut further), and the cotangent.
     """
     # Behind a barrier: XLA would take the forward pass's equal permutes, and hold what arrived until here.
     arrays, results = lax.optimization_barrier((list(arrays), list(results)))
@@ -183,7 +184,7 @@ def ring_backward(
         return _backward(spec, arrays, results, ring, kv_heads, bias_gradient)
     arrays, number = _inputs_into_zigzag(spec, arrays, ring, 4)
     moved = []
-    for x, dim in zip(results, (3, 1, 3), strict=True):
+    for x, dim in zip(results, (3, 1, 1, 3), strict=True):
         moved.append(ring.into_zigzag(x, x.ndim - dim, number))
         number += 2
     found = _backward(spec, arrays, moved, ring, kv_heads, bias_gradient)
@@ -202,7 +203,7 @@ def _backward(
     kv_heads: jax.Array | None,
     bias_gradient: bool,
 ) -> list[jax.Array]:
-    out, lse, cotangent = results
+    out, largest, total, cotangent = results
 
     def gradients(keys: Sequence[jax.Array], step: Index) -> list[jax.Array]:
         x, column = _block(spec, arrays, keys, ring, step, kv_heads)
@@ -210,7 +211,7 @@ def _backward(
         found = local_backward(
             spec,
             x,
-            lse.reshape(b, k, g, lse.shape[-1]),
+            *(y.reshape(b, k, g, y.shape[-1]) for y in (largest, total)),
             by_head(out, k),
             by_head(cotangent, k),
             ring.rows(out.shape[-3]),

@@ -4,13 +4,13 @@
 |---|---|
 | batch; heads | nothing; if the axis is longer than there are key heads, these are whole and each device takes its own |
 | queries ("t") | nothing: keys and values are whole, so they are gathered before |
-| "keys", queries whole (decoding) | two all-reduces of the logsumexp; the result is a partial sum, weighted by it |
+| "keys", queries whole (decoding) | two all-reduces, of largest logit and sum; the result is a partial sum |
 | "ring": queries and keys along one axis | keys and values n - 1 times to the next device, backward their gradients too |
 | "zigzag": the same, a causal mask's work spread evenly | and halves of all that has a position, before and after |
 
 Cutting the sequence outside and the heads inside is the second row with an all-to-all before and after, which the search
 finds as any other change of layout (Ulysses: S. A. Jacobs et al., arXiv 2309.14509). The backward pass has the same
-cuts: with the logsumexp known, keys that are cut need no exchange but the sum of the queries' gradients.
+cuts: with these known, keys that are cut need no exchange but the sum of the queries' gradients.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Numbering:
         self.m = self.n if q.shape[-2] == k.shape[-2] else f.new(k.shape[-2])
         self.h, self.e = f.new(q.shape[-1]), f.new(v.shape[-1])
         self.sizes = f.sizes
-        self.q, self.k, self.v, self.out, self.lse = (
+        self.q, self.k, self.v, self.out, self.softmax = (
             (*((b,) for b in self.batch), *((d,) for d in dims))
             for dims in (
                 (self.t, self.n, self.h),
@@ -88,7 +88,7 @@ class _Numbering:
     def joint_cuts(self, results: Sequence[Dims], operands: Sequence[Dims]) -> tuple[JointCut, ...]:
         """The cuts of several factors: heads with their key heads, both sequences, keys alone.
 
-        A result that does not carry the factor by which its addends are cut is a partial sum, but the logsumexp.
+        A result that does not carry the factor by which its addends are cut is a partial sum, but not those of the softmax.
         """
 
         def carried(dims: Dims, *factors: int) -> int:
@@ -96,7 +96,7 @@ class _Numbering:
 
         def summed(dims: Dims, *factors: int) -> int:
             own = carried(dims, *factors)
-            return PARTIAL if own == WHOLE and dims != self.lse else own
+            return PARTIAL if own == WHOLE and dims != self.softmax else own
 
         def cut(name: str, *factors: int, major: bool = False) -> JointCut:
             return JointCut(
@@ -164,35 +164,35 @@ def _forward_local(ctx: LocalContext, *arrays: jax.Array) -> Sequence[jax.Array]
     if ctx.mesh.size(*keys) > 1:
         part = _weighted(ctx, part, keys, first=0 if ring is None else 2)
     batch = q.shape[:-3]
-    lse = part.lse.reshape(*batch, -1, part.lse.shape[-1])
-    return [as_result(part.out, batch).astype(q.dtype), lse]
+    softmax = (y.reshape(*batch, -1, y.shape[-1]) for y in (part.largest, part.total))
+    return [as_result(part.out, batch).astype(q.dtype), *softmax]
 
 
 def _weighted(ctx: LocalContext, part: Part, axes: tuple[str, ...], first: int) -> Part:
-    """The device's addend of the result over all keys, and their logsumexp."""
+    """The device's addend of the result over all keys, with their largest logit and sum."""
+    from jshard._rules.attention.online_softmax import weight  # here, so that `import jshard` stays light
+
     with ctx.collective_scope(first):
-        largest = lax.pmax(part.lse, axes)
-    base = jnp.where(largest == -jnp.inf, jnp.zeros_like(largest), largest)
-    weight = jnp.exp(part.lse - base)
+        largest = lax.pmax(part.largest, axes)
+    own = weight(part, largest)
     with ctx.collective_scope(first + 1):
-        total = lax.psum(weight, axes)
-    some = jnp.where(total > 0, total, 1)
-    lse = jnp.where(total > 0, base + jnp.log(some), -jnp.inf)
-    return type(part)(part.out * (weight / some)[..., None], lse)
+        total = lax.psum(own, axes)
+    share = own / jnp.where(total > 0, total, jnp.ones_like(total))
+    return type(part)(part.out * share[..., None], largest, total)
 
 
 @rule("jshard_attention", local=_forward_local)
 def attention(op: OpView) -> Rule:
-    """The cuts of the forward pass; results are attention and its logsumexp."""
+    """The cuts of the forward pass; results are attention, the largest logit and the sum of its softmax."""
     f = _Numbering(op)
-    r = _rule(op, f, f.operands, (f.out, f.lse), _flops(op))
-    lse = itemsize(op.outs[1].dtype)
+    r = _rule(op, f, f.operands, (f.out, f.softmax, f.softmax), _flops(op))
+    size = itemsize(op.outs[1].dtype)
     sent = _rounds(op, _code(r, "ring"), ())
-    sent += [InternalCollective("all_reduce", lse, 1, over=_code(r, "keys"))] * 2
+    sent += [InternalCollective("all_reduce", size, 1, over=_code(r, "keys"))] * 2
     if f.may_zigzag:
         over = _code(r, "zigzag")
-        sent += _rounds(op, over, ()) + _halves(op, over, _permuted_inputs(op), (0, 1))
-    weighted = Workspace((*f.batch, f.t, f.n, f.e), lse)
+        sent += _rounds(op, over, ()) + _halves(op, over, _permuted_inputs(op), (0, 1, 2))
+    weighted = Workspace((*f.batch, f.t, f.n, f.e), size)
     return dataclasses.replace(r, internal=tuple(sent), workspace=(*_workspace(op, f, r), weighted))
 
 
@@ -210,9 +210,10 @@ def _backward_local(ctx: LocalContext, *arrays: jax.Array) -> Sequence[jax.Array
     else:
         x = arranged(spec, inputs, kv_heads)
         b, _, k, g, _ = x.q.shape
-        out, lse, cotangent = results
+        out, largest, total, cotangent = results
+        softmax = (y.reshape(b, k, g, y.shape[-1]) for y in (largest, total))
         gradients = local_backward(
-            spec, x, lse.reshape(b, k, g, lse.shape[-1]), by_head(out, k), by_head(cotangent, k),
+            spec, x, *softmax, by_head(out, k), by_head(cotangent, k),
             ctx.operand_offset(0, -3), ctx.operand_offset(1, -3), bias_gradient=bias_gradient,
         )  # fmt: skip
         found = arranged_back(spec, gradients, inputs, kv_heads)
@@ -227,11 +228,11 @@ def attention_backward(op: OpView) -> Rule:
     """
     f = _Numbering(op)
     gradients = (f.q, f.k, f.v, *f.pairs[: op.params["bias_gradient"]])
-    r = _rule(op, f, (*f.operands, f.out, f.lse, f.out), gradients, _flops(op, backward=True))
+    r = _rule(op, f, (*f.operands, f.out, f.softmax, f.softmax, f.out), gradients, _flops(op, backward=True))
     sent = _rounds(op, _code(r, "ring"), (1, 2))
     if f.may_zigzag:
         last, over = len(op.ins), _code(r, "zigzag")
-        inputs = (*_permuted_inputs(op), last - 3, last - 2, last - 1)
+        inputs = (*_permuted_inputs(op), *range(last - 4, last))
         sent += _rounds(op, over, (1, 2)) + _halves(op, over, inputs, (0, 1, 2))
     size = itemsize(softmax_dtype(op.ins[0].dtype))
     keys, values = (*f.batch, f.s, f.m, f.h), (*f.batch, f.s, f.m, f.e)
