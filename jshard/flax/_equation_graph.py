@@ -57,7 +57,10 @@ Replacement = tuple[tuple[Value, ...], Callable[..., PyTree]]
 
 @dataclasses.dataclass(eq=False)
 class Graph:
-    """Inputs, equations in their order, and outputs; `uses`: by how many operands and outputs a value is used."""
+    """Inputs, equations in their order, and outputs.
+
+    `uses`: by how many operands and outputs a value is used, without operands of equations that nobody needs.
+    """
 
     inputs: list[Value]
     made: list[Made]
@@ -71,7 +74,8 @@ class Graph:
         inputs = [Value(v.aval) for v in opened.invars]
         graph = Graph(inputs, [], [], Counter())
         graph.outputs = graph._enter(opened, consts, inputs, ())
-        graph.uses.update(v for m in graph.made for v in m.inputs)
+        needed = graph._needed({})
+        graph.uses.update(v for m in graph.made if needed[m] for v in m.inputs)
         graph.uses.update(graph.outputs)
         return graph
 

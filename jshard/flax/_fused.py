@@ -105,15 +105,18 @@ def dot_product_attention(query: jax.Array, key: jax.Array, value: jax.Array, **
         return nnx.dot_product_attention(query, key, value, **options)
     if (dtype := options.get("dtype")) is not None:
         query, key, value = (x.astype(dtype) for x in (query, key, value))
-    mask, bias = options.get("mask"), options.get("bias")
-    return ops.attention(
-        query,
-        key,
-        value,
-        causal=bool(options.get("is_causal", False)),
-        mask=None if mask is None else mask.astype(bool),
-        bias=bias,
-    )
+    mask, bias, causal = options.get("mask"), options.get("bias"), bool(options.get("is_causal", False))
+    if mask is None:
+        return ops.attention(query, key, value, causal=causal, bias=bias)
+    mask = mask.astype(bool).reshape((1,) * (query.ndim - mask.ndim) + mask.shape)
+    out = ops.attention(query, key, value, causal=causal, mask=mask, bias=bias)
+    if causal:
+        pairs = (*mask.shape[:-2], query.shape[-3], key.shape[-3])
+        mask = jnp.tril(jnp.broadcast_to(mask, pairs))
+    # Flax gives equal weights to all keys where a query may attend to none; the operator gives zeros.
+    some = jnp.swapaxes(mask.any(-1), -1, -2)[..., None]
+    mean = value.mean(-3, keepdims=True, dtype=jnp.promote_types(value.dtype, jnp.float32))
+    return jnp.where(some, out, jnp.repeat(mean, query.shape[-2] // value.shape[-2], -2).astype(out.dtype))
 
 
 # -- norms ----------------------------------------------------------------------------------------------------

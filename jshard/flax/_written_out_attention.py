@@ -302,7 +302,9 @@ def _run(
         bias = functools.reduce(jnp.add, above if bias is None else [bias, *above])
     if bias is not None:
         bias = bias.reshape((1,) * (len(labels) - bias.ndim) + bias.shape)
-        q, bias = _without_lost_rows(q, bias, none)
+    if none is not None:
+        # Where all pairs are masked, scores are not asked: probabilities are equal, and depend on no query.
+        q = jnp.where(none, jnp.zeros((), q.dtype), q)
     if batch == 0:
         q, k, v = q[None], k[None], v[None]
         bias = None if bias is None else bias[None]
@@ -322,18 +324,6 @@ def _heads_together(bias: jax.Array, heads: tuple[int, ...]) -> jax.Array:
     if both != (1, 1):
         bias = jnp.broadcast_to(bias, (*lead, *heads, *pairs))
     return bias.reshape(*lead, -1, *pairs)
-
-
-def _without_lost_rows(q: jax.Array, bias: jax.Array, none: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Queries and biases whose rows are not far below zero, so that the logarithm of a row's sum keeps its digits.
-
-    A row of biases may be shifted. Beside one below -100 / eps scores vanish in rounding, and where all pairs are masked
-    (`none`) they are not asked: probabilities are equal there, and depend on no query.
-    """
-    top = jax.lax.stop_gradient(bias.max(-1, keepdims=True))
-    lost = top < -100 / float(jnp.finfo(bias.dtype).eps)
-    lost = lost if none is None else lost | none
-    return jnp.where(lost, jnp.zeros((), q.dtype), q), bias - jnp.where(lost | (top < _LOWEST), top, 0)
 
 
 def _pairs(x: jax.Array, axes: tuple[int, ...], labels: tuple[int, ...]) -> jax.Array:

@@ -11,6 +11,7 @@ from flax import nnx
 import jshard.flax
 from jshard._api.policy import qualified_name
 from jshard._core.errors import ShardError
+from jshard.flax._fused import dot_product_attention
 from tests.flax.test_optimize import MESH, TOKENS, Tiny
 
 
@@ -70,6 +71,20 @@ def test_values_and_gradients_are_those_of_the_original(norm, kv_heads, mask):
     assert jax.tree.structure(da) == jax.tree.structure(db)
     for x, y in zip(jax.tree.leaves(da), jax.tree.leaves(db), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6 * float(jnp.abs(x).max()) + 1e-8)
+
+
+@pytest.mark.parametrize("causal, shape", [(False, (2, 1, 1, 6)), (True, (2, 4, 6, 6))])
+def test_queries_without_keys_get_equal_weights(causal, shape):
+    rng = np.random.default_rng(4)
+    x = [jnp.asarray(rng.normal(size=(2, 6, 4, 3)), jnp.float32) for _ in range(3)]
+    mask = jnp.asarray(rng.random(shape) > 0.4).at[..., 0].set(False).at[:1].set(False)
+
+    def of(attend):
+        return jax.value_and_grad(lambda x: (attend(*x, mask=mask, is_causal=causal) ** 2).sum())(x)
+
+    wanted, got = of(nnx.dot_product_attention), of(dot_product_attention)
+    for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(got), strict=True):
+        np.testing.assert_allclose(b, a, rtol=0, atol=2e-6 * float(abs(a).max()))
 
 
 def test_half_precision_keeps_its_types():

@@ -240,3 +240,30 @@ def test_a_replacement_of_another_signature_is_refused():
         ShardError, match=r"the replacement of Squared.__call__ takes \(y\), the method \(x\)"
     ):
         jshard.flax.fuse_function(model.apply, ("norm",), own)(variables, X)
+
+
+class Weighing(linen.Module):
+    """Attention that also gives its probabilities, which nobody asks for."""
+
+    @linen.compact
+    def __call__(self, x):
+        q, k, v = (linen.DenseGeneral((4, 8), name=n)(x) for n in "qkv")
+        p = dot_product_attention_weights(q, k, deterministic=True)
+        return jnp.einsum("...hqk,...khd->...qhd", p, v), p
+
+
+class Residual(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return x + Weighing()(x)[0].reshape(x.shape)
+
+
+def test_probabilities_that_a_module_gives_and_nobody_asks_for_are_no_hindrance():
+    """The planner marks the results of modules, also those that are not used."""
+    model, x = Residual(), jnp.ones((8, 6, 32))
+    variables = model.init(jax.random.key(0), x)
+    fused = jshard.flax.fuse_function(model.apply, ("attention",))
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharded = jshard.shard(fused, mesh=mesh, config="data", hardware="v5e")
+    assert "jshard_attention" in {o.primitive for o in sharded.plan(variables, x).operators}
+    np.testing.assert_allclose(sharded(variables, x), model.apply(variables, x), atol=1e-5)

@@ -70,13 +70,15 @@ def run_forward(*operands: jax.Array, spec: Attention) -> list[jax.Array]:
 
 def run_backward(*operands: jax.Array, spec: Attention, bias_gradient: bool) -> list[jax.Array]:
     """The gradients of queries, keys, values and, if wanted, the bias, on one device."""
-    inputs, (out, *softmax, cotangent) = operands[: spec.num_operands], operands[spec.num_operands :]
+    inputs, (out, largest, total, cotangent) = operands[: spec.num_operands], operands[spec.num_operands :]
     x = arranged(spec, inputs)
     heads = x.k.shape[2]
+    largest, total = (y.reshape(*x.q.shape[:1], *x.q.shape[2:4], -1) for y in (largest, total))
     gradients = local_backward(
         spec,
         x,
-        *(y.reshape(*x.q.shape[:1], *x.q.shape[2:4], -1) for y in softmax),
+        largest,
+        total,
         by_head(out, heads),
         by_head(cotangent, heads),
         bias_gradient=bias_gradient,

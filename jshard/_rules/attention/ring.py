@@ -203,15 +203,17 @@ def _backward(
     kv_heads: jax.Array | None,
     bias_gradient: bool,
 ) -> list[jax.Array]:
-    out, largest, total, cotangent = results
+    out, cotangent = results[0], results[-1]
 
     def gradients(keys: Sequence[jax.Array], step: Index) -> list[jax.Array]:
         x, column = _block(spec, arrays, keys, ring, step, kv_heads)
         b, _, k, g, _ = x.q.shape
+        largest, total = (y.reshape(b, k, g, y.shape[-1]) for y in results[1:3])
         found = local_backward(
             spec,
             x,
-            *(y.reshape(b, k, g, y.shape[-1]) for y in (largest, total)),
+            largest,
+            total,
             by_head(out, k),
             by_head(cotangent, k),
             ring.rows(out.shape[-3]),

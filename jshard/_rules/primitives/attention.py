@@ -211,9 +211,9 @@ def _backward_local(ctx: LocalContext, *arrays: jax.Array) -> Sequence[jax.Array
         x = arranged(spec, inputs, kv_heads)
         b, _, k, g, _ = x.q.shape
         out, largest, total, cotangent = results
-        softmax = (y.reshape(b, k, g, y.shape[-1]) for y in (largest, total))
+        largest, total = (y.reshape(b, k, g, y.shape[-1]) for y in (largest, total))
         gradients = local_backward(
-            spec, x, *softmax, by_head(out, k), by_head(cotangent, k),
+            spec, x, largest, total, by_head(out, k), by_head(cotangent, k),
             ctx.operand_offset(0, -3), ctx.operand_offset(1, -3), bias_gradient=bias_gradient,
         )  # fmt: skip
         found = arranged_back(spec, gradients, inputs, kv_heads)
