@@ -107,6 +107,7 @@ PROGRAMS: dict[str, Callable[[], jshard.Plan]] = {
     "mlp of 4 layers, one axis, level 2": planned(mlp_step, layers(4), f32(4096, 512), level=2, mesh=machine(x=8)),
     "scan of 8 layers": planned(scanned_step, STACKED, f32(4096, 512), level=2, **BATCH),
     "scan of 8 layers, level 0": planned(scanned_step, STACKED, f32(4096, 512), **BATCH),
+    "scan of 8 layers, level 1": planned(scanned_step, STACKED, f32(4096, 512), level=1, **BATCH),
     "mlp of 1 layer": planned(mlp_step, layers(1), f32(4096, 512), **BATCH),
     # Without a budget the step holds 27 MiB, at least 23 by level 1.
     "mlp of 2 layers, budget of 26 MiB": planned(mlp_step, layers(2), f32(4096, 512), memory_budget="26MiB", **BATCH),
