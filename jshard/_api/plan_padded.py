@@ -100,11 +100,16 @@ def plan_padded(
         if len(fewer) == len(sizes):
             break
         sizes = fewer
-    notes = PaddingTrials(_costs_of(trials), small_too=small_too)
+    unproved = any(not _has_bound(t.planned.plan) for t in trials)
+    notes = PaddingTrials(_costs_of(trials), small_too=small_too, unproved=unproved)
     if not trials:
         return None, bound, notes
     plans = [t.planned.plan for t in trials] + ([original] if original is not None else [])
-    bound = min(p.cost.bound for p in plans)
+    if original is None or _has_bound(
+        original
+    ):  # else the bound of plans with and without padding is that: none
+        plans = [p for p in plans if _has_bound(p)]
+    bound = min((p.cost.bound for p in plans), default=0.0)
     best = min(trials, key=lambda t: _rank(t.planned.plan))
     if original is not None and _rank(original) <= _rank(best.planned.plan):
         return None, bound, notes
@@ -123,9 +128,15 @@ def _costs_of(trials: Sequence[Padded[T]]) -> dict[int, str]:
 
 
 def with_trials(plan: Plan, trials: PaddingTrials, bound: float) -> Plan:
-    """The plan with a bound on those with and without padding; its `why` says what is known of padding."""
+    """The plan with a bound on those with and without padding; its `why` says what is known of padding.
+
+    Where no bound is known of a padded program, the bound is one on plans without padding, and the plan says so.
+    """
     again = plan.search_again and dataclasses.replace(plan.search_again, padding=trials)
-    cost = dataclasses.replace(plan.cost, bound=min(bound, plan.cost.objective))
+    space = (
+        f"{plan.cost.space or 'plans'} without padding" if trials.unproved and bound > 0 else plan.cost.space
+    )
+    cost = dataclasses.replace(plan.cost, bound=min(bound, plan.cost.objective), space=space)
     return dataclasses.replace(plan, cost=cost, search_again=again)
 
 
@@ -133,6 +144,11 @@ def _may_gain(plan: Plan) -> bool:
     """Whether more cuts could make a plan better: it communicates, repeats work, or is about memory."""
     lost = plan.cost.communication + plan.cost.redundant
     return plan.level == 1 or lost > LEAST_GAIN * plan.step_seconds
+
+
+def _has_bound(plan: Plan) -> bool:
+    """Whether a search proved anything of the plan's program; `_with_valid_bound` of the planner drops a wrong bound."""
+    return plan.cost.bound > 0 or plan.cost.objective <= 0
 
 
 def _rank(plan: Plan) -> tuple[float, float]:

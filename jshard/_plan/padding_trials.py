@@ -13,7 +13,8 @@ class PaddingTrials:
     """What is known of padding the dimensions of a program.
 
     `tried`: by true size, the padded size and the cost of the whole plan, as text. `skipped`: why none was tried, "" if any
-    was. `small_too`: whether small tensors were tried, with whatever waste.
+    was. `small_too`: whether small tensors were tried, with whatever waste. `unproved`: of some padded program no bound is
+    known.
 
     >>> trials, mesh = PaddingTrials({197: "to 200: the whole plan costs 1.2 ms"}), MeshAxes(("x",), (8,))
     >>> trials.note(197, 1 << 21, mesh), trials.note(9, 1 << 21, mesh)
@@ -23,6 +24,7 @@ class PaddingTrials:
     tried: Mapping[int, str] = dataclasses.field(default_factory=dict)
     skipped: str = ""
     small_too: bool = False
+    unproved: bool = False
 
     def note(self, size: int, nbytes: int, mesh: MeshAxes) -> str:
         """What padding a size would cost, or why it was not tried; `nbytes` of the largest tensor that has it."""

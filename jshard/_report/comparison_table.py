@@ -15,7 +15,7 @@ from jshard._report.format_units import format_bytes, format_seconds
 from jshard._report.optional_imports import require
 from jshard._report.step_figures import step_figures
 from jshard._report.text_width import clip, text_width
-from jshard._report.totals import received_bytes
+from jshard._report.totals import gap_text, received_bytes
 
 
 Record = TypeVar("Record", bound=PlanRecord, covariant=True)
@@ -60,7 +60,7 @@ FIGURE_COLUMNS = (
     ("step", lambda p: format_seconds(p.step_seconds)), ("compute", lambda p: format_seconds(p.cost.compute)),
     ("comm.", lambda p: format_seconds(p.cost.communication)), ("moved", lambda p: format_bytes(received_bytes(p))),
     ("peak", lambda p: format_bytes(p.cost.peak_bytes)),
-    ("gap", lambda p: "-" if p.search == "propagation" else "0" if p.cost.optimal else f"{100 * p.cost.gap:.2g}%"),
+    ("gap", lambda p: {"nothing proved": "-", "optimal": "0"}.get(gap_text(p), gap_text(p).removeprefix("gap "))),
 )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from jshard._report.format_units import format_bytes, format_percent, format_seconds
-from jshard._report.totals import formatted_totals, received_bytes
+from jshard._report.totals import formatted_totals, gap_text, received_bytes
 
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def figure_sentences(plan: PlanRecord) -> list[Figure]:
             )
         )
     found.append(Figure("cost", "cost", c.objective, show(c.objective), _cost_sentence(plan)))
-    if plan.search != "propagation":
+    if gap_text(plan) != "nothing proved":
         about = f"no plan of {c.space} costs less" if c.space else "no plan of the search space costs less"
         gap = "equal to the cost" if c.optimal else f"{100 * c.gap:.2g}% below the cost"
         found.append(Figure("bound", "proved bound", c.bound, show(c.bound), f"{about}; {gap}"))

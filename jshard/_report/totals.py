@@ -76,23 +76,25 @@ def optimality_text(plan: PlanRecord) -> str:
     among = f" of {c.space}" if c.space else ""
     if c.optimal:
         return f"optimal: cost {shown} equals the proved bound{among}"
+    if c.bound <= 0:
+        return f"cost {shown}, nothing proved"
     bound = format_bytes(c.bound) if c.unit == "B" else format_seconds(c.bound)
-    return f"gap {100 * c.gap:.2g}%: cost {shown}, proved bound{among} {bound}"
+    return f"{gap_text(plan)}: cost {shown}, proved bound{among} {bound}"
+
+
+def gap_text(plan: PlanRecord) -> str:
+    """How far a plan is from the proved bound, in a word or two."""
+    if plan.search == "propagation" or plan.cost.bound <= 0 < plan.cost.objective:
+        return "nothing proved"
+    return "optimal" if plan.cost.optimal else f"gap {100 * plan.cost.gap:.2g}%"
 
 
 def summary_line(plan: PlanRecord) -> str:
     """A plan in one line: function, machine, predicted step and proof."""
-    c = plan.cost
-    proof = (
-        "nothing proved"
-        if plan.search == "propagation"
-        else "optimal"
-        if c.optimal
-        else f"gap {100 * c.gap:.2g}%"
-    )
     return (
         f"Plan of {plan.name} on {plan.mesh} ({plan.chip}), level {plan.level}: "
-        f"step {at_least_prefix(plan)}{format_seconds(plan.step_seconds)}, peak {format_bytes(c.peak_bytes)}, {proof}"
+        f"step {at_least_prefix(plan)}{format_seconds(plan.step_seconds)}, "
+        f"peak {format_bytes(plan.cost.peak_bytes)}, {gap_text(plan)}"
     )
 
 

@@ -1,0 +1,58 @@
+"""What a plan claims where nothing could be proved of a padded program, or of the program as traced."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh
+
+import jshard
+from jshard._plan import planner
+
+
+SHAPES = (
+    *(jax.ShapeDtypeStruct((1024, 50_257), "float32"),) * 2,
+    jax.ShapeDtypeStruct((4096, 1024), "float32"),
+)
+
+
+def step(w, m, x):
+    """One step with momentum; the vocabulary does not divide."""
+    g = jax.grad(lambda w: jax.nn.logsumexp(x @ w, -1).mean())(w)
+    m = 0.9 * m + g
+    return w - 0.1 * m - 0.01 * w, m
+
+
+def plan(monkeypatch: pytest.MonkeyPatch, proved: tuple[bool, ...], **options) -> jshard.Plan:
+    """The plan where a bound is known of some programs only: as traced, then padded."""
+    real, calls = planner._with_valid_bound, iter(proved)
+
+    def some(solution):
+        return real(solution) if next(calls, proved[-1]) else dataclasses.replace(solution, bound=0.0)
+
+    monkeypatch.setattr(planner, "_with_valid_bound", some)
+    mesh = AbstractMesh((2, 4), ("x", "y"))
+    return jshard.shard(step, mesh=mesh, hardware="tpu-v5p", donate_argnums=(0, 1), **options).plan(*SHAPES)
+
+
+def test_a_bound_on_plans_without_padding_is_called_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as m:
+        unpadded = plan(m, (True,), config={"pad": False})
+    with monkeypatch.context() as m:
+        both = plan(m, (True,))
+    with monkeypatch.context() as m:
+        found = plan(m, (True, False))
+    assert both.padding and both.cost.space == ""
+    assert found.cost.space == "plans without padding" and "of plans without padding" in str(found)
+    assert found.cost.bound == min(unpadded.cost.bound, found.cost.objective) > 0
+
+
+def test_a_plan_of_which_nothing_is_proved_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = plan(monkeypatch, (False,))
+    assert found.cost.bound == 0 and found.cost.space == ""
+    for text in (str(found), repr(found)):
+        assert "nothing proved" in text and "inf" not in text and "optimal" not in text
+    assert jnp.isinf(found.cost.gap)
