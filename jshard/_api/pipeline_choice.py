@@ -5,13 +5,15 @@ gradients. Which is better depends on the links of each axis, on the layers and 
 
 Idea.  Each choice is another program, planned under the same objective with a proof of its own. The idle ticks are part
 of the loops that are planned, so they are in a plan's compute; level 0, which counts only what is beyond an even share of
-a program's own compute, is compared with that share added. The least of the bounds is the bound of the answer.
+a program's own compute, is compared with that share added. The least of the bounds is the bound of the answer. Once a plan
+is known, the search of another pipeline ends when a bound on all its plans is not below that plan's cost.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from jshard._api.plan import Plan
@@ -42,22 +44,40 @@ def choices(axes: MeshAxes, batch: tuple[int, ...]) -> Iterator[PipelineOption]:
         yield from (PipelineOption(axis, m, rounds=2, uneven=True) for m in counts[:1])
 
 
+@dataclasses.dataclass(frozen=True)
+class _Outbid:
+    """A pipeline of which every plan costs at least `bound`, seconds with the even share of the compute."""
+
+    option: PipelineOption | None
+    bound: float
+
+
 def cheapest_pipeline(
-    options: Iterator[PipelineOption], planned_with: Callable[[PipelineOption | None], Call],
+    options: Iterable[tuple[PipelineOption, float]],
+    planned_with: Callable[[PipelineOption | None, float], Call],
     plan_of: Callable[[Call], Plan], with_plan: Callable[[Call, Plan], Call],
 ) -> Call:  # fmt: skip
     """The cheapest of the plans with these pipelines and of that without one (`None`); its steps list them all.
 
-    Arguments: how a call is planned, how its plan is read and replaced.
+    Pipelines with fewer idle ticks are planned first, so that the others' searches end at their first bounds.
+
+    Arguments: pipelines, each with its idle share of the ticks; how a call is planned where a plan of some cost is known;
+    how its plan is read and replaced.
 
     Raises the refusal of the plan without a pipeline if none fits the memory budget.
     """
+    from jshard._plan.useful_cost import NoBetterPlan  # here, so that `import jshard` stays light
+
     planned: list[Call] = []
+    outbid: list[_Outbid] = []
     refused: list[str] = []
     over_budget: MemoryBudgetError | None = None
-    for option in (None, *options):
+    for option in (None, *(o for o, _ in sorted(options, key=lambda o: o[1]))):
+        most = min((_cost(plan_of(call)) for call in planned), default=math.inf)
         try:
-            planned.append(planned_with(option))
+            planned.append(planned_with(option, most))
+        except NoBetterPlan as found:
+            outbid.append(_Outbid(option, found.bound))
         except MemoryBudgetError as error:
             over_budget = over_budget or error
             refused.append(f"{_name(option)}: exceeds the budget")
@@ -70,11 +90,15 @@ def cheapest_pipeline(
         raise over_budget
     best = min(planned, key=lambda call: _cost(plan_of(call)))
     plan, plans = plan_of(best), sorted(map(plan_of, planned), key=_cost)
-    bound = min(p.cost.bound + _beside(p) for p in plans) - _beside(plan)
-    tried = count_of(len(plans) + len(refused) - 1, "pipeline")
+    bound = min((*(p.cost.bound + _beside(p) for p in plans), *(o.bound for o in outbid))) - _beside(plan)
+    tried = count_of(len(plans) + len(outbid) + len(refused) - 1, "pipeline")
     space = plan.cost.space or f"plans with no pipeline or one of the {tried} tried"
     cost = dataclasses.replace(plan.cost, bound=min(plan.cost.bound, bound), space=space)
-    steps = (*plan.steps, *map(_row, plans), *dict.fromkeys(refused))
+    ended = [
+        f"{_name(o.option)}: at least {format_seconds(o.bound)}, so its search ended"
+        for o in sorted(outbid, key=lambda o: o.bound)
+    ]
+    steps = (*plan.steps, *map(_row, plans), *ended, *dict.fromkeys(refused))
     return with_plan(best, dataclasses.replace(plan, cost=cost, steps=steps))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -35,14 +36,14 @@ class PipelinedCall(Generic[Call]):
 
     - `argument_mesh`: the mesh that the arguments are committed to, if any.
     - `read_batch`: finds the batch of the call.
-    - `plan_program`: plans the call with another program, or (None) with its own; `plan_of` reads its plan, `with_plan`
-        replaces it.
+    - `plan_program`: plans the call with another program, or (None) with its own, where a plan of some cost is known;
+        `plan_of` reads its plan, `with_plan` replaces it.
     """
 
     request: ShardRequest
     argument_mesh: JaxMesh | None
     read_batch: Callable[[], BatchOfCall]
-    plan_program: Callable[[ClosedJaxpr | None], Call]
+    plan_program: Callable[[ClosedJaxpr | None, float], Call]
     plan_of: Callable[[Call], Plan]
     with_plan: Callable[[Call, Plan], Call]
 
@@ -64,13 +65,29 @@ class PipelinedCall(Generic[Call]):
             )
         if isinstance(options.pipeline, PipelineOption):
             return self.planned_with(options.pipeline)
-        tried = choices(_mesh(self.request, self.argument_mesh), self.read_batch().counts)
-        return cheapest_pipeline(tried, self.planned_with, self.plan_of, self.with_plan)
+        axes = _mesh(self.request, self.argument_mesh)
+        idle = [
+            (c, PipelineShape((c.axis,), axes.size(c.axis), c.microbatches, c.rounds).bubble)
+            for c in choices(axes, self.read_batch().counts)
+        ]
+        return cheapest_pipeline(idle, self.planned_with, self.plan_of, self.with_plan)
 
-    def planned_with(self, option: PipelineOption | None) -> Call:
-        """The planned call in one pipeline, or in none."""
+    def planned_with(self, option: PipelineOption | None, most: float = math.inf) -> Call:
+        """The planned call in one pipeline, or in none.
+
+        `most`: the cost of a plan that is known. Raises `NoBetterPlan` where it is found that no plan costs less; of one
+        program alone, since recomputation and padding compare programs of their own.
+        """
+        options = self.request.options
+        if (
+            options.level == 1
+            or options.remat is not None
+            or options.pad is True
+            or self.request.tries_meshes
+        ):
+            most = math.inf
         if option is None:
-            return self.plan_program(None)
+            return self.plan_program(None, most)
         batch = self.read_batch()
         shape = _shape(_mesh(self.request, self.argument_mesh), option, self.request.name)
         _check_batch(batch, option, self.request.name)
@@ -81,7 +98,7 @@ class PipelinedCall(Generic[Call]):
             return pin_operand(pin_result(x, pin), pin)
 
         staged = in_pipeline(batch.closed, batch.inputs, batch.examples, shape, cut_stages)
-        call = self.plan_program(staged.closed)
+        call = self.plan_program(staged.closed, most)
         row = PipelineRow(
             option.axis, shape.stages, option.microbatches, option.rounds, option.uneven, staged.layers
         )

@@ -150,7 +150,8 @@ class TracedCall:
     """What all plans of one call share: its arguments, its trace, and what the user says of them.
 
     `explicit_mesh`: the mesh with Explicit axes of the trace, if any. `in_pins`: of the arguments. `found`: the plan to
-    take instead of a search. `in_pieces`: the program in loops over pieces of the batch.
+    take instead of a search. `in_pieces`: the program in loops over pieces of the batch. `most`: the cost of a plan
+    that is known.
     """
 
     request: ShardRequest
@@ -162,6 +163,7 @@ class TracedCall:
     on_progress: OnProgress
     found: FoundPlan | None = None
     in_pieces: ClosedJaxpr | None = None
+    most: float = math.inf
 
     @property
     def given_plan(self) -> Plan | None:
@@ -231,7 +233,7 @@ def _in_pipeline(traced: TracedCall) -> PlannedCall:
         traced.request,
         traced.call.placement.mesh,
         traced.read_batch,
-        lambda jaxpr: _plan_with_remat(dataclasses.replace(traced, in_pieces=jaxpr)),
+        lambda jaxpr, most: _plan_with_remat(dataclasses.replace(traced, in_pieces=jaxpr, most=most)),
         lambda call: call.plan,
         lambda call, plan: dataclasses.replace(call, plan=plan),
     ).planned(None if traced.given_plan is None else traced.given_plan.pipeline)
@@ -405,7 +407,7 @@ def _plan_jaxpr(
             tuple(pinned), ties, donated, options.level, options.search, limit if limited else None,
             replication_price=options.replication_price, search_seconds=options.search_seconds,
             search_in_budget=options.search_in_budget, memory_slack=options.memory_slack,
-            names_least_peak=not recomputed,
+            names_least_peak=not recomputed, most=of.most,
         )  # fmt: skip
         if found is not None:
             kept = [c for c in committed if program.inputs.index(c[0]) in found.committed]

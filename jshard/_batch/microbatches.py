@@ -25,7 +25,6 @@ loop only adds to its carry, a plan may leave the sums unreduced over devices un
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +49,7 @@ _MOST_REPEATED = 0.5
 
 def staged(
     closed: ClosedJaxpr, inputs: Sequence[BatchClass], examples: int, count: int
-) -> tuple[Stages, Analysis, Sequence[Any]]:
+) -> tuple[Stages, Analysis, Sequence[jax.Array]]:
     """A program's values classified, and what runs in which loop; the values of its constants."""
     analysis = Analysis(examples, count)
     opened, consts = compat.open_jaxpr(with_loops_divided(closed, inputs, analysis))

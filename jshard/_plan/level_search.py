@@ -30,6 +30,7 @@ from jshard._plan.scheduled_solution import (
     regathered_within,
     schedule_solution,
 )
+from jshard._plan.useful_cost import NoBetterPlan, check_useful, even_share, least_conceivable_cost
 from jshard._program.graph import Program, rule_boundaries
 from jshard._program.memory.hbm_traffic import ALL_PRODUCTS
 from jshard._search import LARGE_NETWORK, CostNetwork, Effort, Prices, Solution, solve
@@ -121,7 +122,10 @@ class LevelSearch:
         limit = self.request.memory_limit
         if self.request.level == 1:
             return self.minimize_peak(network)
-        fastest = lower_peak_at_equal_cost(self.minimize_time(network))
+        self._check_useful(network, least_conceivable_cost(network.cost_network))
+        fastest = self.minimize_time(network)
+        self._check_useful(network, fastest.bound)
+        fastest = lower_peak_at_equal_cost(fastest)
         if self.request.memory_slack and not fastest.interrupted:
             fastest = self._prefer_memory(fastest)
         if limit is None or fastest.peak <= limit or not self.request.search_in_budget:
@@ -147,6 +151,12 @@ class LevelSearch:
             smallest = dataclasses.replace(solution, peak_bound=smallest.peak_bound)
         cost = schedule_cost(smallest.schedule, network)
         return dataclasses.replace(smallest, network=network, schedule_cost=cost, bound=solution.bound)
+
+    def _check_useful(self, network: PlanningNetwork, bound: float) -> None:
+        """Raise `NoBetterPlan` if a plan that is known costs no more than this bound on all plans."""
+        most = self.request.most
+        if most < math.inf:
+            check_useful(bound, most, even_share(network) if self.request.level == 0 else 0.0)
 
     def minimize_time(self, network: PlanningNetwork) -> ScheduledSolution:
         """The plan of least time without a budget.
@@ -325,7 +335,10 @@ class LevelSearch:
                 floor = max(floor, self._least_peak_bound(bounding, (fastest.cost, fastest.peak)))
             return floor <= limit
 
-        plans, found = self._search_schedules(network, estimating, fastest, may_fit=may_fit)
+        most = self.request.most - (even_share(network) if self.request.level == 0 else 0.0)
+        plans, found = self._search_schedules(network, estimating, fastest, most, may_fit=may_fit)
+        if not plans and most < math.inf:
+            raise NoBetterPlan(fastest.bound + self.request.most - most)
         if ranked.best is not None:
             plans.append(
                 self._known_plan(dataclasses.replace(ranked.best, bound=fastest.bound).after(fastest))

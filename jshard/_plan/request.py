@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,8 @@ class PlanRequest:
     - `forced`: what `Plan.why` requires beside the pins.
     - `pinned_results`: output operators that the user pinned, where `pins` has others: an output pinned by
         `Plan.what_if` changes no price.
+    - `most`: at levels 0 and 2, the cost of a plan that is known: searches that cannot find a cheaper one end
+        (`useful_cost.py`).
     """
 
     pins: tuple[tuple[int, str, int, Pin], ...]
@@ -63,6 +66,7 @@ class PlanRequest:
     search_in_budget: bool = True
     memory_slack: float = 0.0
     names_least_peak: bool = True
+    most: float = math.inf
 
     def with_pins(self, more: Sequence[tuple[int, str, int, Pin]]) -> PlanRequest:
         """The request with more pins."""
