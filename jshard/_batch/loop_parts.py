@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jshard._batch.batch_class import SHARED, SUM, BatchClass, CoupledError
 from jshard._batch.body_classes import Analysis, Step, class_in, joined, steps_for
 from jshard._batch.operator_cut import OperatorCut
+from jshard._batch.shared_results import with_shared_results_outside
 from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import Jaxpr, JaxprAtom, JaxprEqn
 
@@ -106,6 +107,24 @@ def loop_parts(eqn: JaxprEqn, operands: Sequence[BatchClass], analysis: Analysis
     first = n_consts + n_carry
     if any(c.is_example and c.dim == 0 for c in operands[first:]):
         raise CoupledError(eqn, "the loop goes over the examples")
+    while True:
+        walk, late = _walked(eqn, jaxpr, operands, analysis)
+        outside = with_shared_results_outside(jaxpr, walk.cuts)
+        if outside is jaxpr:
+            break
+        jaxpr = outside
+    parts = _parts(eqn, jaxpr, operands, walk, late)
+    constants = {v: jnp.asarray(x) for v, x in zip(jaxpr.constvars, consts, strict=True)}
+    steps, needs = steps_for(jaxpr, walk.classes, parts.targets, analysis, walk.cuts.get)
+    return dataclasses.replace(parts, constants=constants, steps=tuple(steps), read=frozenset(needs))
+
+
+def _walked(
+    eqn: JaxprEqn, jaxpr: Jaxpr, operands: Sequence[BatchClass], analysis: Analysis
+) -> tuple[_Walk, set[int]]:
+    """The body's values classified, and the numbers of the carries that are computed from finished sums."""
+    n_consts, n_carry = compat.scan_split(eqn.params)
+    first = n_consts + n_carry
     carry = list(operands[n_consts:first])
     carries, carried = jaxpr.invars[n_consts:first], jaxpr.outvars[:n_carry]
     late: set[int] = set()
@@ -124,12 +143,8 @@ def loop_parts(eqn: JaxprEqn, operands: Sequence[BatchClass], analysis: Analysis
             else:
                 after[j] = joined(eqn, carry[j], c)
         if after == carry and {carries[j] for j in late} <= walk.late:
-            break
+            return walk, late
         carry = after
-    parts = _parts(eqn, jaxpr, operands, walk, late)
-    constants = {v: jnp.asarray(x) for v, x in zip(jaxpr.constvars, consts, strict=True)}
-    steps, needs = steps_for(jaxpr, walk.classes, parts.targets, analysis, walk.cuts.get)
-    return dataclasses.replace(parts, constants=constants, steps=tuple(steps), read=frozenset(needs))
 
 
 def _parts(
