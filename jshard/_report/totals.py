@@ -74,6 +74,8 @@ def optimality_text(plan: PlanRecord) -> str:
     if plan.search == "propagation":
         return f"cost {shown}, nothing proved"
     among = f" of {c.space}" if c.space else ""
+    # Other sets of padded sizes may give a better plan: what bounds the cost are the programs that were planned.
+    among += ", for the padded sizes tried" if plan.padding else ""
     if c.optimal:
         return f"optimal: cost {shown} equals the proved bound{among}"
     if c.bound <= 0:

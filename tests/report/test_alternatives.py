@@ -107,6 +107,18 @@ def test_padding_that_was_tried_has_its_cost_and_other_padding_a_reason():
         assert f"padding not tried: {reason}" in why(words, **config)[1]
 
 
+def test_a_padded_plan_says_that_its_bound_is_of_the_sizes_tried():
+    mesh = jax.make_mesh((8,), ("x",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:8])
+    args = [jax.ShapeDtypeStruct(s, "float32") for s in ((512, 50257), (4097, 512))]
+    texts = []
+    for pad in (True, False):
+        step = jshard.shard(lambda w, x: jax.nn.softmax(x @ w).max(1), mesh=mesh, config={"pad": pad})
+        p = step.plan(*args)
+        texts.append((bool(p.padding), str(p)))
+    assert texts[0][0] and ", for the padded sizes tried" in texts[0][1]
+    assert not texts[1][0] and "padded sizes" not in texts[1][1]
+
+
 def test_memory_is_a_reason(monkeypatch):
     def refuse(self):
         raise MemoryBudgetError("no plan fits 10 bytes a device; the least found needs 20")
