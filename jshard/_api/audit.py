@@ -35,14 +35,15 @@ def audit(
     Arguments:
 
     - `fn`: a function, with the arguments of its call; or a module of Flax, as for `Config.check`. Arrays may be shapes.
+      The mesh, machine, budget, static and donated arguments of a sharded function hold where the configuration is silent.
     - `config`: as for `shard`. What it leaves open the search decides in both plans; `level` is 2 unless it says another.
     - `each_rule`: also plan without each rule in turn, to say what freeing it saves; one search per rule.
 
     Returns the figures of both plans, what the file leaves whole on every device with its bytes, and cuts that look like
     slips; as text (`print`) and HTML. Raises `ShardError` where the file cannot be planned.
     """
-    from jshard._api.config_check import callable_of, check
-    from jshard._api.shard import shard
+    from jshard._api.config_check import callable_of, check, settings_of
+    from jshard._api.shard import Sharded, shard
     from jshard._config.audit_report import AuditReport, RuleCost
     from jshard._config.config_record import DERIVED
     from jshard._config.source import read_config
@@ -58,10 +59,12 @@ def audit(
             fix="audit(step, config, *args), or audit(module, config, x)",
         )
 
-    def planned(own: ConfigRecord) -> Plan:
-        return plan_without_warnings(shard(function, config=own), args, kwargs)
+    settings, lenient = settings_of(fn, lenient)
 
-    report = check(lenient, function, args, kwargs)
+    def planned(own: ConfigRecord) -> Plan:
+        return plan_without_warnings(shard(function, config=own, **settings), args, kwargs)
+
+    report = check(lenient, fn if isinstance(fn, Sharded) else function, args, kwargs)
     # The report says what fails to match.
     quiet = dataclasses.replace(lenient, optional=("**", *lenient.optional))
     file, search = planned(quiet), planned(_only_inputs(quiet))

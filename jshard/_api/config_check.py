@@ -17,6 +17,15 @@ from jshard._config.match_report import MatchReport
 from jshard._core.errors import ShardError
 from jshard._core.jax_types import Function, PyTree
 from jshard._core.messages import type_with_article
+from jshard._core.named_topology import MeshRequest
+from jshard._spec.options import CONFIG_ONLY_ADVICE, CallOptions, PlanOptions
+
+
+_OF_A_ROW = {
+    "level",
+    "search",
+    "search_in_budget",
+}  # what compared plans have alike, whatever the function says
 
 
 def check(
@@ -30,10 +39,40 @@ def check(
     if function is None:
         record = dataclasses.replace(record, activations=(), outputs=(), inputs=())
         function, args = (lambda model: 0), (model,)
-    sharded = shard(function, config=record)
-    with sharded.as_array_function(args, kwargs) as (own, arrays, arrays_kw):
-        request: ShardRequest = dataclasses.replace(own.request, config=record)
+    own, record = settings_of(model, record)
+    sharded = shard(function, config=record, **own)
+    with sharded.as_array_function(args, kwargs) as (of_arrays, arrays, arrays_kw):
+        request: ShardRequest = dataclasses.replace(of_arrays.request, config=record)
         return match_report(request, arrays, arrays_kw)
+
+
+def settings_of(
+    model: PyTree, record: ConfigRecord, mesh: MeshRequest | None = None
+) -> tuple[dict[str, Any], ConfigRecord]:
+    """What a sharded function says and a configuration leaves open: arguments of `shard`, and the completed configuration.
+
+    That is its mesh (without `mesh`), machine, budget, static and donated arguments; not its strategies, level and
+    search.
+
+    >>> import jshard
+    >>> f = jshard.shard(lambda x, n: x * n, hardware="v5p", static_argnums=1)
+    >>> sorted(settings_of(f, ConfigRecord())[0])
+    ['hardware', 'mesh', 'static_argnums']
+    """
+    if not isinstance(model, Sharded):
+        return {"mesh": mesh}, record
+    request, named = model.request, dict(record.options)
+    out: dict[str, Any] = {"mesh": request.mesh if mesh is None and record.mesh is None else mesh}
+    for group, default in ((request.options, PlanOptions()), (request.call, CallOptions())):
+        for field in dataclasses.fields(group):
+            value = getattr(group, field.name)
+            if field.name in named or field.name in _OF_A_ROW or value == getattr(default, field.name):
+                continue
+            if field.name in CONFIG_ONLY_ADVICE:
+                record = record.with_default(field.name, value)
+            else:
+                out[field.name] = value
+    return out, record
 
 
 def _with_signature(function: Any, first: str, module: object) -> Function:

@@ -9,6 +9,7 @@ import platform
 import jax
 
 from jshard._core import aot_devices
+from jshard._core.text_width import wrapped
 
 
 _LIBRARIES = ("jax", "jaxlib", "numpy", "scipy", "flax", "optax", "libtpu")
@@ -58,7 +59,7 @@ class Installation:
         ]
         lines += [f"not installed: {name} ({fix})" for name, fix in self.missing]
         lines += [f"problem: {p}" for p in self.problems] or ["no problem found"]
-        return "\n".join(lines)
+        return wrapped(lines)
 
 
 def inspect_installation() -> Installation:

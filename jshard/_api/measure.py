@@ -20,6 +20,7 @@ import jax
 from jshard._core.errors import PlanMismatchError, ShardError
 from jshard._core.jax_types import PyTree
 from jshard._core.messages import format_seconds, type_with_article
+from jshard._core.text_width import wrapped
 from jshard._plan.record import PlanRecord
 from jshard._verify.verify_plan import verify_plan
 
@@ -98,7 +99,7 @@ class Measurement:
             )
         if self.collectives and not self.profiled:
             lines.append("  JAX's profiler names no instructions here: only the whole call is measured")
-        return "\n".join(lines)
+        return wrapped(lines)
 
 
 def measure_plan(

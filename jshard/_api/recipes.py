@@ -39,6 +39,7 @@ def recipes(
     Arguments:
 
     - `fn`: a function, with the arguments of its call; or a module of Flax, as for `Config.check`. Arrays may be shapes.
+      Of a sharded function its mesh, machine, budget, static and donated arguments hold, its strategies do not.
     - `mesh`, `config`: as for `shard`; what the configuration pins holds in every row. `level` is 2 unless it says another.
     - `names`: the recipes and sums to price; default: all recipes and the usual sums.
 
@@ -47,7 +48,7 @@ def recipes(
     `shard(fn, config={"recipe": "fsdp+megatron"})` runs one, and `Config.from_recipe` gives its pins as a file.
     """
     from jshard._api.audit import figures, plan_without_warnings
-    from jshard._api.config_check import callable_of
+    from jshard._api.config_check import callable_of, settings_of
     from jshard._api.shard import shard
     from jshard._config.recipes.recipe_names import RECIPES, SUMS, parse_recipe
     from jshard._config.recipes.recipe_table import RecipeTable
@@ -70,8 +71,10 @@ def recipes(
     for name in names or ():
         parse_recipe(name)
 
+    settings, record = settings_of(fn, record, mesh)
+
     def planned(own: ConfigRecord) -> Plan:
-        return plan_without_warnings(shard(function, config=own, mesh=mesh), args, kwargs)
+        return plan_without_warnings(shard(function, config=own, **settings), args, kwargs)
 
     search = planned(record)
     rows: dict[str, RecipeRow] = {}
@@ -110,7 +113,7 @@ def config_of_recipe(
     mesh: MeshRequest | None = None,
 ) -> ConfigRecord:
     """The rules of a recipe for one call (`Config.from_recipe`)."""
-    from jshard._api.config_check import callable_of
+    from jshard._api.config_check import callable_of, settings_of
     from jshard._api.config_pins import call_rules, structure_of
     from jshard._api.shard import shard
     from jshard._api.trace_call import TracedArguments, build_program, trace_on_shapes
@@ -124,7 +127,8 @@ def config_of_recipe(
             where="Config.from_recipe",
             fix="Config.from_recipe(recipe, step, *args), or a module with the arguments of its call",
         )
-    sharded = shard(function, config=ConfigRecord(recipe=recipe), mesh=mesh)
+    settings, record = settings_of(fn, ConfigRecord(recipe=recipe), mesh)
+    sharded = shard(function, config=record, **settings)
     with sharded.as_array_function(args, kwargs) as (own, arrays, arrays_kw):
         request = own.request
         call = TracedArguments.of(request, arrays, arrays_kw)

@@ -10,6 +10,7 @@ from jshard._batch.batch_class import BatchClass, described
 from jshard._batch.body_classes import class_in
 from jshard._batch.microbatches import staged
 from jshard._core.jax_types import ClosedJaxpr
+from jshard._core.text_width import wrapped
 
 
 _MAX_LISTED = 12  # results and coupled operators that are printed
@@ -67,7 +68,7 @@ class BatchReport:
         if len(self.results) > _MAX_LISTED:
             rest = _counts(self.results[_MAX_LISTED:], ("per example", "shared", "sum"))
             lines.append(f"    and {len(self.results) - _MAX_LISTED} more: {rest}")
-        return "\n".join(lines)
+        return wrapped(lines)
 
 
 def _counts(rows: Sequence[BatchRow], kinds: Sequence[str]) -> str:

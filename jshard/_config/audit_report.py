@@ -13,6 +13,7 @@ from html import escape
 from pathlib import Path
 
 from jshard._config.fitting import Problem
+from jshard._core.text_width import wrapped
 from jshard._report.format_units import format_bytes, format_percent, format_seconds
 
 
@@ -80,7 +81,7 @@ class AuditReport:
         return sum(w.bytes for w in self.whole)
 
     def __str__(self) -> str:
-        return "\n".join([self._headline(), *(line for _, rows in self._tables() for line in rows)])
+        return wrapped([self._headline(), *(line for _, rows in self._tables() for line in rows)])
 
     def _headline(self) -> str:
         memory = self.file.peak_bytes / self.search.peak_bytes if self.search.peak_bytes else 1.0

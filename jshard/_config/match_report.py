@@ -22,6 +22,7 @@ from jshard._config.fitting import Problem
 from jshard._config.resolution import Resolution, Row
 from jshard._core.errors import StrategyError
 from jshard._core.messages import count_of
+from jshard._core.text_width import wrapped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +102,7 @@ class MatchReport:
             by = f"mirrors {t.of}" if t.of else f"{t.rule} {t.where}".strip() or t.status
             shown = f"{t.dtype}{list(t.shape)}".replace(" ", "")
             lines.append(f"  {name:44} {shown:22} {t.entry or '?':26} {t.device_bytes:>14,}  {by}")
-        return "\n".join(lines)
+        return wrapped(lines)
 
     def _summary(self) -> str:
         ruled = sum(t.status in ("rule", "mirrors") for t in self.tensors)

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from jshard._core.errors import MemoryBudgetError, ShardError
+from jshard._core.text_width import clip, text_width
 from jshard._plan.replan import PADDING_NOTE
 from jshard._plan.rows import Alternative
 from jshard._report.diff import nearly_equal, regression_text, relative_change
 from jshard._report.format_units import format_bytes, format_seconds
-from jshard._report.text_width import clip, text_width
 
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any, Generic, TypeVar
 
+from jshard._core.text_width import clip, text_width
 from jshard._plan.record import PlanRecord
 from jshard._report.format_units import format_bytes, format_seconds
 from jshard._report.optional_imports import require
 from jshard._report.step_figures import step_figures
-from jshard._report.text_width import clip, text_width
 from jshard._report.totals import gap_text, received_bytes
 
 

@@ -6,11 +6,11 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
+from jshard._core.text_width import clip, text_width, wrapped
 from jshard._plan.rows import OperatorRow, TensorRow
 from jshard._report.format_units import format_bytes, format_count, format_seconds
 from jshard._report.grouping import common_pattern, fold_paths
 from jshard._report.ir import format_strategy
-from jshard._report.text_width import clip, text_width
 from jshard._report.totals import traffic
 
 
@@ -76,7 +76,7 @@ class Difference:
 
     def __str__(self) -> str:
         if not self:
-            return f"the two plans of {self.name} are the same"
+            return wrapped([f"the two plans of {self.name} are the same"])
         lines = [f"two plans of {self.name}", *(f"  {h}" for h in self.headings)]
         lines += (f"  {f}" for f in self.figures)
         lines += _bulleted("collectives", [_traffic_line(*t) for t in self.traffic])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from jshard._core.text_width import wrapped
 from jshard._report.format_units import format_percent, format_seconds
 from jshard._report.totals import Traffic, at_least_prefix, traffic
 
@@ -71,7 +72,7 @@ class StepFigures:
         price = "" if self.cost is None else f", costs {self.cost:.4g}"
         lines.append(f"{least}{self.chip_hours:.3g} chip-hours{price}")
         lines += [f"over {axes}: {size:,.0f} B, {format_seconds(s)}" for axes, size, s in self.by_axes]
-        return "\n".join(lines)
+        return wrapped(lines)
 
 
 def step_figures(

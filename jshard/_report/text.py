@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jshard._core.messages import count_of, short_source
+from jshard._core.text_width import WIDTH, clip, text_width
 from jshard._plan.rows import TensorRow
 from jshard._report.crossing import crossing_text
 from jshard._report.format_units import (
@@ -30,7 +31,6 @@ from jshard._report.grouping import (
 from jshard._report.optional_imports import require
 from jshard._report.pipeline_schedules import layers_of, schedules, ticks_of
 from jshard._report.step_figures import mfu_text
-from jshard._report.text_width import WIDTH, clip, text_width
 from jshard._report.totals import (
     USER_OWN,
     at_least_prefix,

@@ -33,6 +33,7 @@ import numpy as np
 
 from jshard._core.errors import PlanMismatchError
 from jshard._core.messages import format_seconds
+from jshard._core.text_width import wrapped
 from jshard._plan.compiled_timeline import CompiledTimeline
 from jshard._program.user_shard_map import USER_SHARD_MAP_SCOPE
 from jshard._verify.emitted import KINDS, Emitted, EmittedProgram
@@ -113,7 +114,7 @@ class Verification:
             off = f"{(e - p) / p:.1%}" if p else "new"
             lines.append(f"  {kind:<14}{p:>12,.0f}{e:>14,.0f}{off:>9}")
         if self.rows:
-            lines.append(f"  {'operator':<33}{'kind':<16}{'axes':<9}{'predicted':>13}{'emitted':>14}")
+            lines.append(f"  {'operator':<28}{'kind':<15}{'axes':<9}{'predicted':>12}{'emitted':>13}")
         lines += [_row_text(row) for row in self.rows]
         lines += [f"  not planned: {e}" for e in self.extra]
         lines += [f"  the user's own: {e}" for e in self.own]
@@ -122,7 +123,7 @@ class Verification:
         lines += [f"  not read: {u}" for u in self.program.unread]
         lines += [f"  {note}" for note in self._compiler_changes()]
         lines += timeline_lines(self.timeline) if self.timeline is not None else []
-        return "\n".join(lines)
+        return wrapped(lines)
 
     def _compiler_changes(self) -> list[str]:
         """The compiler's changes to the bytes of the plan: other types, padding."""
@@ -160,8 +161,8 @@ def _row_text(row: MatchedRow) -> str:
     if len(row.predicted) > 1:
         note += f"  ({len(row.predicted)} planned, {len(row.emitted)} emitted)"
     return (
-        f"  {_keep_end(name, 32):<33}{_keep_end('+'.join(kinds), 15):<16}{_keep_end(','.join(axes), 8):<9}"
-        f"{predicted:>13,.0f}{emitted:>14,.0f}{note}"
+        f"  {_keep_end(name, 27):<28}{_keep_end('+'.join(kinds), 14):<15}{_keep_end(','.join(axes), 8):<9}"
+        f"{predicted:>12,.0f}{emitted:>13,.0f}{note}"
     )
 
 
@@ -173,17 +174,17 @@ def timeline_lines(timeline: CompiledTimeline, most: int = 12) -> list[str]:
         row = by.setdefault((i.operator, i.kind, i.asynchronous), [0.0, 0.0, 0.0])
         row[:] = row[0] + i.planned, row[1] + i.seconds, row[2] + i.exposed
     if by:
-        lines.append(f"  {'operator':<33}{'kind':<16}{'':<7}{'planned':>11}{'emitted':>11}{'exposed':>11}")
+        lines.append(f"  {'operator':<27}{'kind':<15}{'':<6}{'planned':>10}{'emitted':>10}{'exposed':>10}")
     ranked = sorted(by.items(), key=lambda r: -r[1][2])
     for (operator, kind, asynchronous), figures in ranked[:most]:
-        shown = "".join(f"{format_seconds(s):>11}" for s in figures)
+        shown = "".join(f"{format_seconds(s):>10}" for s in figures)
         lines.append(
-            f"  {_keep_end(operator, 32):<33}{kind:<16}{'async' if asynchronous else 'sync':<7}{shown}"
+            f"  {_keep_end(operator, 26):<27}{kind:<15}{'async' if asynchronous else 'sync':<6}{shown}"
         )
     if ranked[most:]:
         rest = [sum(r[1][k] for r in ranked[most:]) for k in range(3)]
-        shown = "".join(f"{format_seconds(s):>11}" for s in rest)
-        lines.append(f"  {f'and {len(ranked) - most} more':<33}{'':<23}{shown}")
+        shown = "".join(f"{format_seconds(s):>10}" for s in rest)
+        lines.append(f"  {f'and {len(ranked) - most} more':<27}{'':<21}{shown}")
     return lines + [f"  not scheduled: {u}" for u in timeline.unread]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 
 import jax
@@ -68,3 +69,32 @@ def test_an_audit_of_the_searchs_own_plan_costs_nothing() -> None:
 def test_parameters_alone_are_not_priced() -> None:
     with pytest.raises(jshard.ShardError, match="there are only parameters"):
         jshard.audit(PARAMETERS, CONFIG)
+
+
+def test_the_mesh_and_the_arguments_of_a_sharded_function_hold():
+    """`recipes`, `audit`, `Config.check` and `from_recipe` of what `shard` gave: its mesh, machine and static arguments."""
+
+    def step(p, x, layers):
+        for _ in range(layers):
+            x = jax.nn.relu(x @ p["up"]) @ p["down"]
+        return x.mean()
+
+    f32 = functools.partial(jax.ShapeDtypeStruct, dtype="float32")
+    args = {"up": f32((64, 256)), "down": f32((256, 64))}, f32((128, 64)), 2
+    sharded = jshard.shard(
+        step,
+        mesh=jax.sharding.AbstractMesh((2, 4), ("data", "model")),
+        hardware="v5p",
+        static_argnames=("layers",),
+    )
+    table = jshard.recipes(sharded, *args, names=["megatron"])
+    assert table.mesh == str(sharded.plan(*args).mesh) == "data=2 x model=4" and table["megatron"].applies
+    assert table.search.step == pytest.approx(jshard.shard(
+        step, mesh=jax.sharding.AbstractMesh((2, 4), ("data", "model")), hardware="v5p", static_argnames="layers", level=2
+    ).plan(*args).step_seconds)  # fmt: skip
+    config = jshard.Config.from_recipe("megatron", sharded, *args)
+    assert config.check(sharded, *args).ok
+    report = jshard.audit(sharded, {"parameters": {"up": [None, "model"]}}, *args)
+    assert report.mesh == "data=2 x model=4" and report.slower >= 1
+    with pytest.raises(jshard.ShardError, match="there is none"):
+        jshard.recipes(jshard.shard(step, static_argnames="layers"), *args, names=["megatron"])

@@ -10,10 +10,13 @@ import pathlib
 import sys
 from unittest import mock
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import jshard
-from jshard._report.text_width import text_width
+from jshard._api.doctor import inspect_installation
+from jshard._core.text_width import text_width
 from tests.helpers.report_plans import NAMES, plan, sharded
 
 
@@ -85,3 +88,30 @@ def test_a_stored_notebook_with_a_sweep_a_what_if_and_a_plan_is_small(tmp_path):
     stored = json.loads(path.read_text())["cells"]
     assert all(c["outputs"] for c in stored)
     assert len(path.read_bytes()) < 200_000
+
+
+def test_no_row_of_what_else_is_printed_wraps():
+    """A function and mesh axes with long names, on a terminal of eighty columns."""
+
+    def feed_forward_network_of_a_transformer_block_with_residual(parameters, activations_of_the_batch):
+        hidden = jax.nn.relu(activations_of_the_batch @ parameters["up_projection_kernel"])
+        return (activations_of_the_batch + hidden @ parameters["down_projection_kernel"]).mean()
+
+    f = feed_forward_network_of_a_transformer_block_with_residual
+    kernels = {
+        "up_projection_kernel": jnp.ones((64, 512)) / 64,
+        "down_projection_kernel": jnp.ones((512, 64)) / 64,
+    }
+    args = kernels, jnp.ones((32, 64))
+    axes = ("data_parallel_outer", "fully_sharded_inner", "tensor_model_parallel")
+    mesh = jax.make_mesh((2, 2, 2), axes, axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    sharded = jshard.shard(f, mesh=mesh, level=2)
+    p = sharded.plan(*args, verify=True)
+    config = p.to_config()
+    forms = (
+        p, p.verification, p.figures(), p.batch, p.diff(p), p.measure(sharded, *args), jshard.recipes(sharded, *args),
+        config.check(sharded, *args), jshard.audit(sharded, config, *args), inspect_installation(),
+    )  # fmt: skip
+    for form in forms:
+        lines = on_terminal(form)
+        assert lines and max(map(len, lines)) <= 80, type(form)

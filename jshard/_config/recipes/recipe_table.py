@@ -21,6 +21,7 @@ from html import escape
 from jshard._config.audit_report import Figures
 from jshard._core.errors import ShardError
 from jshard._core.messages import suggest
+from jshard._core.text_width import wrapped
 from jshard._report.format_units import format_bytes, format_seconds
 
 
@@ -71,7 +72,7 @@ class RecipeTable:
         lines += ["  " + _line(cells) for cells in self._cells()]
         refused = [r for r in self.rows if not r.applies]
         lines += ["  do not apply"] * bool(refused) + [f"    {r.recipe}: {r.reason}" for r in refused]
-        return "\n".join([*lines, f"  the search: {self.proof}"])
+        return wrapped([*lines, f"  the search: {self.proof}"])
 
     def _title(self) -> str:
         return f"recipes for {self.name} on {self.mesh}, beside the plan of the search with nothing pinned"
