@@ -33,6 +33,7 @@ from jshard._api.prepare import PlannedCall
 from jshard._core import jaxcompat as compat
 from jshard._core.errors import SearchError
 from jshard._core.layout import Layout
+from jshard._plan.record import PlanRecord
 from jshard._plan.replan import Replanner
 from jshard._plan.request import Force, PlanRequest
 from jshard._program.graph import Literal, Operator, Program
@@ -54,11 +55,27 @@ WITHOUT_PADDING = (
 class ForwardSchedule:
     """The schedule of a forward pass under differentiation.
 
-    `note`: for the plan's steps, why the two passes could not be planned (fully) together; "" if they were.
+    `note`: for the plan's steps, why the two passes could not be planned (fully) together; "" if they were. `record`:
+    the plan that the schedule stands for; None for that of the forward pass alone.
     """
 
     schedule: Schedule
     note: str = ""
+    record: PlanRecord | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TracedGradient:
+    """A planned forward pass under differentiation, before its search.
+
+    `of`: the differentiated arguments, as " (w, b)". `joint`: both passes as one program; None where they are not planned
+    together, for the reason `why`.
+    """
+
+    prepared: PlannedCall
+    of: str
+    joint: _JointProgram | None
+    why: str = ""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -76,11 +93,16 @@ class _JointProgram:
 
 def plan_for_gradient(prepared: PlannedCall, differentiated: Sequence[int]) -> ForwardSchedule:
     """The schedule of the forward pass if the flat arguments `differentiated`, by number, have tangents."""
-    replanner, program = prepared.plan.search_again, prepared.schedule.assignment.program
-    of = _argument_list(program, differentiated)
+    return plan_traced_gradient(trace_gradient(prepared, differentiated))
 
-    def alone(why: str) -> ForwardSchedule:
-        return ForwardSchedule(prepared.schedule, planned_alone_note(of, why))
+
+def trace_gradient(prepared: PlannedCall, differentiated: Sequence[int]) -> TracedGradient:
+    """Both passes as one program, if the flat arguments `differentiated`, by number, have tangents."""
+    replanner, program = prepared.plan.search_again, prepared.schedule.assignment.program
+    of = argument_list(program, differentiated)
+
+    def alone(why: str) -> TracedGradient:
+        return TracedGradient(prepared, of, None, why)
 
     differentiated = [i for i in differentiated if i < len(prepared.in_avals)]
     if prepared.request.plan is not None or replanner is None:
@@ -95,17 +117,25 @@ def plan_for_gradient(prepared: PlannedCall, differentiated: Sequence[int]) -> F
         joint = _joint_program(program, prepared.in_avals, differentiated)
     except Exception as e:  # no derivative, as of `while`: the user's own `jax.grad` reports it
         return alone(f"JAX gives no pull-back of it: {type(e).__name__}: {_first_line(e)}")
-    if joint is None:
-        return alone("no result is real")
+    return alone("no result is real") if joint is None else TracedGradient(prepared, of, joint)
+
+
+def plan_traced_gradient(traced: TracedGradient) -> ForwardSchedule:
+    """The schedule of the forward pass in the plan of both passes, or that of the forward pass alone."""
+    prepared, joint = traced.prepared, traced.joint
+    replanner = prepared.plan.search_again
+    if joint is None or replanner is None:
+        return ForwardSchedule(prepared.schedule, planned_alone_note(traced.of, traced.why))
     try:
         request = _joint_request(prepared, replanner, joint)
         from jshard._plan.planner import make_plan  # at the first plan: it imports every search
 
         assignment = make_plan(joint.program, replanner.topology, request)[1].assignment
-        ends, inside = _match_forward(program, joint.program, assignment)
+        ends, inside = _match_forward(prepared.schedule.assignment.program, joint.program, assignment)
     except SearchError as e:
-        return alone(f"no plan of both together: {_first_line(e)}")
-    return _schedule_forward(prepared, replanner, of, ends, inside)
+        why = f"no plan of both together: {_first_line(e)}"
+        return ForwardSchedule(prepared.schedule, planned_alone_note(traced.of, why))
+    return _schedule_forward(prepared, replanner, traced.of, ends, inside)
 
 
 def _schedule_forward(
@@ -119,12 +149,12 @@ def _schedule_forward(
         try:
             from jshard._plan.planner import make_plan  # at the first plan: it imports every search
 
-            schedule = make_plan(program, replanner.topology, request)[1]
+            record, schedule = make_plan(program, replanner.topology, request)
         except SearchError as e:  # a derivative rule may allow layouts that the function's own body does not
             why = why or _first_line(e)
             continue
         note = f"{NOTE_PREFIX}{of}: of the plan of both passes only arguments and results are kept: {why}"
-        return ForwardSchedule(schedule, note if why else "")
+        return ForwardSchedule(schedule, note if why else "", record)
     why = f"the forward pass cannot lie as in the plan of both: {why}"
     return ForwardSchedule(prepared.schedule, planned_alone_note(of, why))
 
@@ -134,7 +164,8 @@ def planned_alone_note(of: str, why: str) -> str:
     return f"{NOTE_PREFIX}{of}: the forward pass was planned alone, and the backward pass follows it: {why}"
 
 
-def _argument_list(program: Program, numbers: Sequence[int]) -> str:
+def argument_list(program: Program, numbers: Sequence[int]) -> str:
+    """The differentiated arguments of a program, by number, as " (w, b)"; "" for none."""
     paths = [program.operators[i].name for i in program.inputs]
     names = ", ".join(paths[i] for i in numbers[:3])
     return f" ({names}{', ...' if len(numbers) > 3 else ''})" if numbers else ""

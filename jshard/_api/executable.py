@@ -25,7 +25,8 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, Sharding
 
-from jshard._api.differentiation import WITHOUT_PADDING, plan_for_gradient, planned_alone_note
+from jshard._api.differentiation import WITHOUT_PADDING, planned_alone_note
+from jshard._api.gradient_together import gradient_together
 from jshard._api.plan import Plan
 from jshard._api.prepare import PlannedCall
 from jshard._api.shard_request import ShardRequest, traced_arguments
@@ -250,7 +251,7 @@ def _donated_arguments(prepared: PlannedCall) -> tuple[tuple[int, ...], tuple[st
 def _differentiable(prepared: PlannedCall, notes: list[str]) -> PyTree:
     """The program as a function of flat arguments and captured arrays, for use in another trace.
 
-    Its derivative rule runs the schedule of `plan_for_gradient`, planned when JAX first differentiates it; `notes`
+    Its derivative rule runs the schedule of `gradient_together`, planned when JAX first differentiates it; `notes`
     receives why the backward pass was not planned jointly. JAX compiles the function as a whole where it runs eagerly.
     """
     mesh, name = prepared.chosen.mesh, prepared.request.name
@@ -263,8 +264,7 @@ def _differentiable(prepared: PlannedCall, notes: list[str]) -> PyTree:
     def jvp(primals: Sequence[jax.Array], tangents: Sequence[jax.Array]) -> PyTree:
         numbers = tuple(i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero))
         if numbers not in forward_passes:
-            of = prepared if prepared.unpadded is None else prepared.unpadded()
-            planned = plan_for_gradient(of, numbers)
+            of, planned = gradient_together(prepared, numbers)
             notes.extend([WITHOUT_PADDING] if of is not prepared else [])
             notes.extend([planned.note] if planned.note else [])
             forward_passes[numbers] = spmd(

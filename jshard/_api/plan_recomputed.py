@@ -7,10 +7,14 @@ always run once: the plan's steps name those whose results are kept for that rea
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from jax import core
+
 from jshard._api.plan import Plan
+from jshard._core import jaxcompat as compat
 from jshard._core.errors import MemoryBudgetError, PlanMismatchError
 from jshard._core.hardware import Chip
 from jshard._core.jax_types import ClosedJaxpr
@@ -23,6 +27,11 @@ from jshard._plan.remat_policy import policy_text
 _MAX_NAMED = 6  # values named in the steps
 
 Call = TypeVar("Call")  # a planned call
+
+
+def least_argument_bytes(avals: Sequence[core.ShapedArray], devices: int) -> float:
+    """Bytes of a device that arguments need at least, cut over all devices."""
+    return sum(math.prod(a.shape) * compat.itemsize(a.dtype) for a in avals) / devices
 
 
 def plan_recomputed(

@@ -19,11 +19,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
 import platform
 from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, TypeVar
 
 import jax
 from jax.sharding import Mesh
@@ -52,6 +54,7 @@ from jshard._spec.committed_shardings import describe_sharding, placement
 
 
 _log = logging.getLogger("jshard")
+T = TypeVar("T")
 
 _ADVICE = {
     "versions": "the same versions of Python, JAX and jshard in every process",
@@ -91,8 +94,15 @@ def plan_together(
         traced.append(trace_call(request, args, kwargs, on_progress))
         return _facts(traced[0], devices)
 
-    _compare(exchange, facts)
-    return _one_plan(exchange, traced[0], devices, known)
+    compare_facts(exchange, facts)
+    return agree(
+        exchange,
+        functools.partial(plan_traced, traced[0]),
+        Sent(found_text, lambda planned: planned.plan.steps),
+        functools.partial(_taken_from_leader, traced[0], exchange),
+        alone=may_end_by_the_clock(request, devices[0]),
+        known=known,
+    )
 
 
 def report_failure(
@@ -165,13 +175,8 @@ def _facts(traced: TracedCall, devices: Sequence[Device]) -> dict[str, list[str]
         arguments.append(f"{leaf.path}: {aval.dtype}[{','.join(map(str, aval.shape))}]{lies}")
         if request.options.check_host_arrays and (text := _host_value(x)) is not None:
             values.append(f"{leaf.path}: {text}")
-    numbers = [n for d in devices for n in (d.process_index, d.id)]
     return {
-        "versions": [f"Python {platform.python_version()}", f"jax {jax.__version__}", f"jshard {VERSION}"],
-        "devices": [
-            f"{jax.device_count()} devices in {jax.process_count()} processes",
-            f"mesh of {len(devices)} devices {hashlib.sha256(repr(numbers).encode()).hexdigest()[:8]}",
-        ],
+        **facts_of_process(devices),
         "function": [request.name],
         "arguments": arguments,
         "options": [
@@ -181,6 +186,18 @@ def _facts(traced: TracedCall, devices: Sequence[Device]) -> dict[str, list[str]
         ],
         "trace": list(jaxpr_lines(traced.jaxpr)),
         "host values": values,
+    }
+
+
+def facts_of_process(devices: Sequence[Device]) -> dict[str, list[str]]:
+    """The versions and the devices of a mesh, which must be equal in all its processes, as lines by topic."""
+    numbers = [n for d in devices for n in (d.process_index, d.id)]
+    return {
+        "versions": [f"Python {platform.python_version()}", f"jax {jax.__version__}", f"jshard {VERSION}"],
+        "devices": [
+            f"{jax.device_count()} devices in {jax.process_count()} processes",
+            f"mesh of {len(devices)} devices {hashlib.sha256(repr(numbers).encode()).hexdigest()[:8]}",
+        ],
     }
 
 
@@ -196,8 +213,13 @@ def _host_value(x: PyTree) -> str | None:
     return array_text(x)
 
 
-def _compare(exchange: Exchange, facts: Callable[[], dict[str, list[str]]]) -> None:
-    """Raise where the facts of the processes differ, in all of them, or where one of them has an error."""
+def compare_facts(
+    exchange: Exchange, facts: Callable[[], dict[str, list[str]]], about: str = "facts"
+) -> None:
+    """Raise where the facts of the processes differ, in all of them, or where one of them has an error.
+
+    `about`: the key of this comparison, one of its exchange.
+    """
     group = exchange.group
     lines: dict[str, list[str]] = {}
     own: BaseException | None = None
@@ -213,19 +235,19 @@ def _compare(exchange: Exchange, facts: Callable[[], dict[str, list[str]]]) -> N
             return json.dumps({"errors": failed})
         first = given[group.leader]
         for topic in _ADVICE:
-            other = [p for p in group.others if given[p][topic] != first[topic]]
+            other = [p for p in group.others if given[p].get(topic) != first.get(topic)]
             if other:
                 return json.dumps({"topic": topic, "process": other[0]})
         return json.dumps({})
 
     if own is not None:
-        _report(exchange, "facts", mine["error"])
+        _report(exchange, about, mine["error"])
         raise own
     try:
-        verdict = json.loads(exchange.collect("facts", json.dumps(mine), decide, seconds=group.seconds))
+        verdict = json.loads(exchange.collect(about, json.dumps(mine), decide, seconds=group.seconds))
     except ProcessError as late:  # those that come later shall not wait for this one
         with contextlib.suppress(ProcessError):
-            _report(exchange, "facts", f"ProcessError: {late}")
+            _report(exchange, about, f"ProcessError: {late}")
         raise
     if "errors" in verdict:
         raise _failure(exchange, verdict["errors"])
@@ -273,47 +295,72 @@ def _difference(exchange: Exchange, topic: str, process: int, lines: Sequence[st
     )
 
 
-def _one_plan(
-    exchange: Exchange, traced: TracedCall, devices: Sequence[Device], known: PlannedCall | None
-) -> PlannedCall:
-    """The plan of the leader in all processes; each searches its own first where that cannot end by the clock."""
+@dataclasses.dataclass(frozen=True)
+class Sent(Generic[T]):
+    """What processes tell each other of a result: a text, equal for equal results, and remarks, which are not compared."""
+
+    text: Callable[[T], str]
+    remarks: Callable[[T], Sequence[str]]
+
+
+def agree(
+    exchange: Exchange,
+    find: Callable[[], T],
+    sent: Sent[T],
+    take: Callable[[str, Sequence[str]], T],
+    *,
+    alone: bool,
+    known: T | None = None,
+    about: str = "plan",
+) -> T:
+    """The leader's result of a search in all processes.
+
+    `take`: the leader's result, from its text and remarks. `alone`: the leader alone searches; otherwise each finds its
+    own first, and takes the leader's where they differ. `known`: this process's result, where it has one already.
+    `about`: the key of this agreement, one of its exchange.
+    """
     group = exchange.group
-    searches = group.is_leader or not _may_end_by_the_clock(traced.request, devices[0])
     own: BaseException | None = None
-    planned, mine = known, {}
+    result, mine = known, {}
     try:
-        if planned is None and searches:
-            planned = plan_traced(traced)
-        if planned is not None:
-            mine = {"plan": _digest([_found_text(planned)])}
+        if result is None and (group.is_leader or not alone):
+            result = find()
+        if result is not None:
+            mine = {"plan": _digest([sent.text(result)])}
     except BaseException as error:
         own, mine = error, {"error": f"{type(error).__name__}: {error}"}
 
     def decide(texts: Mapping[int, str]) -> str:
         given, failed = _given_and_failed(texts)
-        if failed or planned is None:
+        if failed or result is None:
             return json.dumps({"errors": failed})
         other = [p for p in group.others if given[p] != mine]
-        return json.dumps({"found": _found_text(planned), "steps": planned.plan.steps} if other else {})
+        return json.dumps({"text": sent.text(result), "remarks": list(sent.remarks(result))} if other else {})
 
     if own is not None:
-        _report(exchange, "plan", mine["error"])
+        _report(exchange, about, mine["error"])
         raise own
-    verdict = json.loads(exchange.collect("plan", json.dumps(mine), decide))
+    verdict = json.loads(exchange.collect(about, json.dumps(mine), decide))
     if "errors" in verdict:
         raise _failure(exchange, verdict["errors"])
-    if planned is not None and (not verdict or _found_text(planned) == verdict["found"]):
-        return planned
-    if planned is not None:
+    if result is not None and (not verdict or sent.text(result) == verdict["text"]):
+        return result
+    if result is not None:
         _log.warning(
             "process %d found another plan of %s than process %d, and takes that of process %d",
             group.me, exchange.about, group.leader, group.leader,
         )  # fmt: skip
-    found = _found_of_text(verdict["found"], (*verdict["steps"], f"searched by process {group.leader}"))
+    return take(verdict["text"], verdict["remarks"])
+
+
+def _taken_from_leader(
+    traced: TracedCall, exchange: Exchange, text: str, steps: Sequence[str]
+) -> PlannedCall:
+    found = found_of_text(text, (*steps, f"searched by process {exchange.group.leader}"))
     return plan_traced(dataclasses.replace(traced, found=found))
 
 
-def _may_end_by_the_clock(request: ShardRequest, device: Device) -> bool:
+def may_end_by_the_clock(request: ShardRequest, device: Device) -> bool:
     """Whether a search has memory to keep to or to minimise: its integer programs end after some seconds."""
     if request.options.level == 1 or request.options.memory_budget is not None:
         return True
@@ -322,13 +369,14 @@ def _may_end_by_the_clock(request: ShardRequest, device: Device) -> bool:
     return chip.hbm_bytes is not None
 
 
-def _found_text(planned: PlannedCall) -> str:
+def found_text(planned: PlannedCall) -> str:
     """A plan as text that is equal for equal plans: JSON, with what else is needed to run it."""
     axes = planned.chosen.axes
     return json.dumps([list(axes.names), list(axes.sizes), sorted(planned.committed), planned.plan.to_json()])
 
 
-def _found_of_text(text: str, steps: Sequence[str]) -> FoundPlan:
+def found_of_text(text: str, steps: Sequence[str]) -> FoundPlan:
+    """The plan of `found_text`, with its steps."""
     names, sizes, committed, plan = json.loads(text)
     record = dataclasses.replace(Plan.from_json(plan), steps=tuple(steps))
     return FoundPlan(record, MeshAxes(tuple(names), tuple(sizes)), frozenset(committed))

@@ -56,8 +56,8 @@ class PlannedCall:
     `in_tree`, `in_avals`: pytree structure and avals of the traced arguments; `out_tree`: of all results.
     `weak_typed`: which results have a weak type. `donated`: numbers of the donated leaves. `pinned`: of the arguments
     that the user pinned. `committed`: of the unpinned arguments that are planned in their committed sharding.
-    `unpadded`: the call as it is differentiated from outside, where the program of this one pads dimensions. `uneven`:
-    cuts of the user's pins that do not divide, which a plan of the program as traced leaves open.
+    `unpadded`: the call as it is differentiated from outside, where the program of this one pads dimensions; it may take
+    the plan of another process. `uneven`: cuts of pins that do not divide, which a plan as traced leaves open.
     """
 
     request: ShardRequest
@@ -72,7 +72,7 @@ class PlannedCall:
     statics: tuple[object, ...]
     pinned: frozenset[int] = frozenset()
     committed: frozenset[int] = frozenset()
-    unpadded: Callable[[], PlannedCall] | None = None
+    unpadded: Callable[[FoundPlan | None], PlannedCall] | None = None
     uneven: tuple[UnevenCut, ...] = ()
 
     def with_plan(self, **changes: object) -> PlannedCall:
@@ -266,7 +266,7 @@ def _plan_with_remat(traced: TracedCall) -> PlannedCall:
     planned, jaxpr = _plan_with_padding(traced, limited=not with_remat)
     if not with_remat:
         return planned
-    from jshard._api.plan_recomputed import equivalent_policy, plan_recomputed, with_recomputation
+    from jshard._api import plan_recomputed as again  # here, so that `import jshard` stays light
 
     closed, limit = traced.jaxpr if jaxpr is None else jaxpr, planned.plan.memory_budget
 
@@ -276,17 +276,17 @@ def _plan_with_remat(traced: TracedCall) -> PlannedCall:
         )
 
     if limit is not None and planned.plan.cost.peak_bytes > limit:
-        if _least_argument_bytes(planned) > limit:
+        if again.least_argument_bytes(planned.in_avals, planned.chosen.axes.total) > limit:
             return _plan_jaxpr(traced)  # which refuses: no choice of what is kept makes the arguments smaller
         padding, unpadded = planned.plan.padding, planned.unpadded
-        chip = chip_of(planned)
-        planned, kept, steps, bound = plan_recomputed(
-            closed, plan_jaxpr, lambda p: p.plan, chip, limit, planned.donated, planned
+        planned, kept, steps, bound = again.plan_recomputed(
+            closed, plan_jaxpr, lambda p: p.plan, chip_of(planned), limit, planned.donated, planned
         )
-        plan = dataclasses.replace(with_recomputation(planned.plan, kept, steps, bound), padding=padding)
+        plan = again.with_recomputation(planned.plan, kept, steps, bound)
+        plan = dataclasses.replace(plan, padding=padding)
         planned = dataclasses.replace(planned, plan=plan, unpadded=unpadded)
     if request.options.remat == "policy":
-        policy = equivalent_policy(closed, planned.plan, chip_of(planned))
+        policy = again.equivalent_policy(closed, planned.plan, chip_of(planned))
         planned = planned.with_plan(steps=(*planned.plan.steps, *policy))
     return planned
 
@@ -306,8 +306,14 @@ def _plan_again(traced: TracedCall, plan: Plan) -> PlannedCall:
     planned = _plan_jaxpr(traced, jaxpr, recomputed=plan.kept is not None)
     if not plan.padding:
         return planned
-    afresh = dataclasses.replace(traced, request=dataclasses.replace(traced.request, plan=None), found=None)
-    return dataclasses.replace(planned, unpadded=lambda: _plan_jaxpr(afresh))
+    afresh = dataclasses.replace(traced, request=traced.request.without_plan(planned.chosen.mesh))
+    context = compat.context_mesh()  # of this call: JAX differentiates in that of the planned program
+
+    def unpadded(found: FoundPlan | None) -> PlannedCall:
+        with compat.context_of_trace(context):
+            return _plan_jaxpr(dataclasses.replace(afresh, found=found))
+
+    return dataclasses.replace(planned, unpadded=unpadded)
 
 
 def _plan_with_padding(traced: TracedCall, limited: bool) -> tuple[PlannedCall, ClosedJaxpr | None]:
@@ -347,7 +353,7 @@ def _plan_with_padding(traced: TracedCall, limited: bool) -> tuple[PlannedCall, 
         plan = with_trials(planned.plan, trials, bound)
         return dataclasses.replace(planned, plan=plan), None
     plan = with_trials(with_padding(best.planned.plan, best.sizes), trials, bound)
-    return dataclasses.replace(best.planned, plan=plan, unpadded=lambda: reference), best.jaxpr
+    return dataclasses.replace(best.planned, plan=plan, unpadded=lambda _: reference), best.jaxpr
 
 
 def _or_raise(planned: PlannedCall | None, refusal: MemoryBudgetError | None) -> PlannedCall:
@@ -355,12 +361,6 @@ def _or_raise(planned: PlannedCall | None, refusal: MemoryBudgetError | None) ->
         assert refusal is not None
         raise refusal
     return planned
-
-
-def _least_argument_bytes(planned: PlannedCall) -> float:
-    """Bytes of a device that the arguments need at least, cut over all devices."""
-    sizes = (math.prod(a.shape) * compat.itemsize(a.dtype) for a in planned.in_avals)
-    return sum(sizes) / planned.chosen.axes.total
 
 
 def _plan_jaxpr(

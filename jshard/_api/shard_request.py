@@ -56,6 +56,12 @@ class ShardRequest:
         """Whether the mesh is chosen by planning on several: `mesh="auto"`, `"auto:4"`, `"auto:v5e:4x4"`."""
         return isinstance(self.mesh, str) and self.mesh.partition(":")[0] == "auto"
 
+    def without_plan(self, mesh: MeshRequest) -> ShardRequest:
+        """The request without `plan=`; `mesh`: that of the plan, where the plan alone says it."""
+        if self.plan is None:
+            return self
+        return dataclasses.replace(self, plan=None, mesh=mesh if self.mesh is None else self.mesh)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DeferredParameterPlan:

@@ -77,6 +77,18 @@ def test_a_plan_given_is_kept():
     assert sum(collectives(compiled).values()) > 7 / 8 * 4 * (256 * 512 * 2)
 
 
+def test_a_padded_plan_is_differentiated_on_its_own_devices():
+    def mean_square(w, x):
+        return jnp.mean((x @ w) ** 2)
+
+    rng = np.random.default_rng(7)
+    w, x = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((18, 18), (36, 18)))
+    plan = jshard.shard(mean_square, mesh=MESH, in_strategy=(None, (8, 1)), config={"pad": True}).plan(w, x)
+    assert plan.padding
+    f = jshard.shard(mean_square, plan=plan)
+    np.testing.assert_allclose(jax.jit(jax.grad(f))(w, x), jax.grad(mean_square)(w, x), rtol=1e-5)
+
+
 def test_what_has_no_pull_back_is_planned_forward():
     f = jshard.shard(lambda x: jax.lax.while_loop(lambda c: c[0, 0] < 9, lambda c: c * 2, x), mesh=MESH)
     x = jnp.ones((8, 8))

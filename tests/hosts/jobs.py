@@ -375,6 +375,13 @@ def train(**arguments: Any) -> Any:
     return training.train(**arguments)
 
 
+def gradient(what: str, **arguments: Any) -> Any:
+    """A function that is differentiated from outside; see `tests/hosts/gradients.py`."""
+    from tests.hosts import gradients
+
+    return getattr(gradients, what)(**arguments)
+
+
 def cached_program(folder: str) -> Any:
     """JAX's persistent cache of compiled programs: two results, and whether a second compilation added nothing."""
     jax.config.update("jax_compilation_cache_dir", folder)
