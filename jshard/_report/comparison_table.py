@@ -77,7 +77,7 @@ MEANINGS = (
 TABLE_STYLE = (
     ".jshard-table { font: 14px/1.5 system-ui, sans-serif; overflow-x: auto; padding: 4px; } "
     ".jshard-table table { border-collapse: collapse; margin: 8px 0; } "
-    ".jshard-table th, .jshard-table td { padding: 3px 12px; border-bottom: 1px solid #8884; white-space: nowrap; "
+    ".jshard-table th, .jshard-table td { padding: 3px 9px; border-bottom: 1px solid #8884; white-space: nowrap; "
     "font-variant-numeric: tabular-nums; } .jshard-table .wide { white-space: normal; } "
     ".jshard-table small { opacity: 0.75; }"
 )
