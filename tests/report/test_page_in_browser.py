@@ -22,11 +22,12 @@ needs_node = pytest.mark.skipif(not NODE, reason="no Node.js here")
 
 CHECK = """
 const data = JSON.parse(DATA);
-const model = graphModel(data), out = {overlaps: [], crossed: [], outside: [], boxes: []};
+const model = graphModel(data), out = {overlaps: [], crossed: [], outside: [], boxes: [], widths: []};
 for (const open of [new Set(), new Set(model.modules.map((_, i) => i))]) {
-  for (const hide of [true, false]) {
-    const found = layoutAll(model, open, hide);
+  for (const [hide, most] of [[true, undefined], [false, undefined], [true, 600], [false, 600]]) {
+    const found = layoutAll(model, open, hide, most);
     out.boxes.push(found.boxes.length);
+    out.widths.push(found.w);
     const plain = found.boxes.filter(b => !b.open);
     for (const a of found.boxes) {
       if (a.x < -1 || a.y < -1 || a.x + a.w > found.w + 1 || a.y + a.h > found.h + 1) out.outside.push(a.label);
@@ -58,6 +59,10 @@ def test_nothing_overlaps_and_no_line_passes_through_a_box(name, tmp_path):
     found = run_node(script, "units.js", "layered.js", "nested.js")
     assert not found["overlaps"] and not found["crossed"] and not found["outside"]
     assert max(found["boxes"]) > 3
+    free, narrow = found["widths"][:2], found["widths"][2:4]  # with all modules closed
+    assert all(n <= max(600, f) for f, n in zip(free, narrow, strict=True))
+    if name == "budget":  # no row is wider by itself
+        assert min(free) > 700 and max(narrow) <= 600
 
 
 @needs_node

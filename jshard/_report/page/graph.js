@@ -17,7 +17,7 @@ function graphView(page) {
   };
 
   function draw() {
-    found = layoutAll(model, open, hideLight);
+    found = layoutAll(model, open, hideLight, size()[0] / LEAST_SCALE);
     svg.replaceChildren(svgEl("defs", {}, arrow("jshard-arrow"), arrow("jshard-moved")));
     const behind = svgEl("g"), lines = svgEl("g"), front = svgEl("g");
     for (const b of found.boxes) {
@@ -213,7 +213,7 @@ function graphView(page) {
   draw();
   fitAll();
   let seen = size()[0];
-  if (window.ResizeObserver) new ResizeObserver(() => { if (size()[0] !== seen) { seen = size()[0]; fitAll(); } }).observe(svg);
+  if (window.ResizeObserver) new ResizeObserver(() => { if (size()[0] !== seen) { seen = size()[0]; draw(); fitAll(); } }).observe(svg);
   return view_;
 }
 

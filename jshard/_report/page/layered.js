@@ -7,8 +7,9 @@ const GAP_X = 20, GAP_Y = 34, DUMMY = 12;
 
 // nodes: {w, h, order, pin: "top" | "bottom" | undefined, late: place just above the first reader}
 // edges: {a, b, ax, bx}: numbers of nodes, and where the line begins and ends, from the left of the node (default: middle)
+// most: the width within which rows move together as far as their nodes allow, if there is such
 // Returns {x, y: of each node, w, h, routes: of each edge its points from a to b}.
-function layered(nodes, edges) {
+function layered(nodes, edges, most) {
   const n = nodes.length;
   const forward = edges.map(e => nodes[e.a].order <= nodes[e.b].order ? [e.a, e.b] : [e.b, e.a]);
   const row = rowsOf(nodes, forward);
@@ -19,6 +20,7 @@ function layered(nodes, edges) {
   cells.forEach(c => rows[c.row].push(c));
   orderRows(rows);
   placeRows(rows);
+  if (most) narrow(rows, cells, most);
   const top = [], bottom = [];
   let y = 0;
   rows.forEach((cs, r) => {
@@ -117,21 +119,33 @@ function placeRows(rows) {
   }
 }
 
-// The positions nearest to what is wanted, in order and apart: pool adjacent violators.
-function fit(cs) {
+// Where rows together are wider than what is seen: all positions nearer to the middle in one proportion, and inside,
+// but for rows that are too wide by themselves.
+function narrow(rows, cells, most) {
+  const left = Math.min(...cells.map(c => c.x - c.w / 2)), right = Math.max(...cells.map(c => c.x + c.w / 2));
+  if (right - left <= most) return;
+  const wanted = new Map(cells.map(c => [c, (c.x - (left + right) / 2) * most / (right - left)]));
+  for (const cs of rows) fit(cs, c => wanted.get(c), most / 2);
+}
+
+// The positions nearest to what is wanted, in order and apart, between -half and half: pool adjacent violators.
+function fit(cs, wanted = wantedX, half = Infinity) {
   const pools = [];
   let offset = 0;
   cs.forEach((c, i) => {
     if (i) offset += (cs[i - 1].w + c.w) / 2 + (cs[i - 1].node < 0 && c.node < 0 ? 4 : GAP_X);
     c.offset = offset;
-    pools.push({ sum: c.weight * (wantedX(c) - offset), weight: c.weight, cells: [c] });
+    pools.push({ sum: c.weight * (wanted(c) - offset), weight: c.weight, cells: [c] });
     while (pools.length > 1) {
       const b = pools[pools.length - 1], a = pools[pools.length - 2];
       if (a.sum / a.weight <= b.sum / b.weight) break;
       pools.splice(-2, 2, { sum: a.sum + b.sum, weight: a.weight + b.weight, cells: a.cells.concat(b.cells) });
     }
   });
-  for (const p of pools) for (const c of p.cells) c.x = p.sum / p.weight + c.offset;
+  if (!cs.length) return;
+  const least = cs[0].w / 2 - half, greatest = half - cs[cs.length - 1].w / 2 - offset;
+  const inside = x => least > greatest ? (least + greatest) / 2 : Math.min(Math.max(x, least), greatest);
+  for (const p of pools) for (const c of p.cells) c.x = inside(p.sum / p.weight) + c.offset;
 }
 
 // Rows between which many lines run aslant are further apart.

@@ -144,7 +144,7 @@ function levels(model, open, hideLight) {
 }
 
 // Sizes and positions of one level and all inside: {w, h, boxes: [...], lines: [...]} in its own coordinates.
-function layoutLevel(model, open, level, container) {
+function layoutLevel(model, open, level, container, most) {
   const here = level.get(container) || { elements: new Map(), edges: new Map(), next: [] };
   const elements = Array.from(here.elements.values()), number = new Map(elements.map((e, i) => [e.key, i]));
   const sized = elements.map(e => measured(model, open, level, e));
@@ -154,7 +154,7 @@ function layoutLevel(model, open, level, container) {
     const a = number.get(e.from), b = number.get(e.to);
     return { a, b, ax: portAt(a, e.fromPort), bx: portAt(b, e.toPort) };
   });
-  const found = layered(sized, edges);
+  const found = layered(sized, edges, most);
   const boxes = [], lines = [], ports = new Map();
   elements.forEach((e, i) => {
     const x = found.x[i], y = found.y[i];
@@ -202,8 +202,8 @@ function measured(model, open, level, e) {
 }
 
 // All boxes and lines in one coordinate system, outer ones first.
-function layoutAll(model, open, hideLight) {
-  const top = layoutLevel(model, open, levels(model, open, hideLight), "");
+function layoutAll(model, open, hideLight, most) {
+  const top = layoutLevel(model, open, levels(model, open, hideLight), "", most - 2 * PAD);
   const boxes = [], lines = [], next = [];
   const flatten = (part, dx, dy, depth, box) => {
     for (const b of part.boxes) boxes.push({ ...b, x: b.x + dx, y: b.y + dy, depth });
