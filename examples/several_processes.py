@@ -20,6 +20,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import jax  # noqa: E402
 
+import jshard  # noqa: E402
+from demo import chargpt  # noqa: E402
+
 
 STEPS = 30
 
@@ -33,15 +36,8 @@ def initialize(arguments: list[str]) -> None:
     jax.distributed.initialize(address, int(count), int(index))
 
 
-def main() -> None:
-    """Plan, train and report in process 0."""
-    initialize(sys.argv[1:])
-
-    import jshard
-    import jshard.flax
-    from demo import chargpt
-
-    config = chargpt.Config()
+def train(config: chargpt.Config, steps: int) -> list[float]:
+    """The losses of some steps of training in all processes; process 0 prints its plan, and the loss of every tenth step."""
     step = jshard.shard(
         chargpt.train_step(config),
         in_strategy={"batch": (jax.device_count(), 1)},
@@ -60,12 +56,16 @@ def main() -> None:
         print(repr(step.plan(params, state, next(data))), flush=True)
     else:
         next(data)
-    for i, batch in enumerate(itertools.islice(data, STEPS)):
+    losses = []
+    for i, batch in enumerate(itertools.islice(data, steps)):
         params, state, loss = step(params, state, batch)
+        losses.append(loss)
         if first and (i % 10 == 9 or i == 0):
             print(f"step {i + 1:3}  loss {float(loss):.6f}", flush=True)
-    jax.distributed.shutdown()
+    return [float(loss) for loss in losses]
 
 
 if __name__ == "__main__":
-    main()
+    initialize(sys.argv[1:])
+    train(chargpt.Config(), STEPS)
+    jax.distributed.shutdown()

@@ -24,6 +24,7 @@ import hashlib
 import json
 import logging
 import platform
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
@@ -69,6 +70,10 @@ _ADVICE = {
     "jax.make_array_from_process_local_data; config={'check_host_arrays': False} switches the check off",
 }
 """What must be equal, in the order in which it is compared, and what to write where it is not."""
+_ROWS_HERE = "rows here, with those of the others "
+_SAME_ROWS = (
+    "as many rows in every process: drop the last batch where it is smaller, or add rows that count nothing"
+)
 
 
 def plan_together(
@@ -172,7 +177,8 @@ def _facts(traced: TracedCall, devices: Sequence[Device]) -> dict[str, list[str]
     arguments, values = [], []
     for i, (leaf, x, aval) in enumerate(zip(call.leaves, leaves, jax.tree.leaves(call.shapes), strict=True)):
         lies = f", {describe_sharding(sharded[i])}" if i in sharded else ""
-        arguments.append(f"{leaf.path}: {aval.dtype}[{','.join(map(str, aval.shape))}]{lies}")
+        rows = _rows_here(request, leaf.path, x, devices)
+        arguments.append(f"{leaf.path}: {rows}{aval.dtype}[{','.join(map(str, aval.shape))}]{lies}")
         if request.options.check_host_arrays and (text := _host_value(x)) is not None:
             values.append(f"{leaf.path}: {text}")
     return {
@@ -187,6 +193,14 @@ def _facts(traced: TracedCall, devices: Sequence[Device]) -> dict[str, list[str]
         "trace": list(jaxpr_lines(traced.jaxpr)),
         "host values": values,
     }
+
+
+def _rows_here(request: ShardRequest, path: str, x: PyTree, devices: Sequence[Device]) -> str:
+    """What an argument of a local batch has in this process; "" for others. A type stands for the whole batch."""
+    is_batch = (
+        isinstance(x, jax.ShapeDtypeStruct) and re.split(r"[.\[]", path)[0] in request.options.local_batch
+    )
+    return f"{x.shape[0] // len({d.process_index for d in devices})} {_ROWS_HERE}" if is_batch else ""
 
 
 def facts_of_process(devices: Sequence[Device]) -> dict[str, list[str]]:
@@ -291,7 +305,7 @@ def _difference(exchange: Exchange, topic: str, process: int, lines: Sequence[st
     return ProcessError(
         f"{what}\n    process {group.leader}: {one.strip()}\n    process {process}: {other.strip()}",
         where=f"call of {exchange.about}, plan {exchange.number}, {topic}, line {at + 1}",
-        fix=_ADVICE[topic],
+        fix=_SAME_ROWS if topic == "arguments" and _ROWS_HERE in one + other else _ADVICE[topic],
     )
 
 

@@ -211,30 +211,57 @@ def process_group(devices: Sequence[Device], about: str, seconds: float | None) 
     return ProcessGroup(cast(CoordinationClient, client), processes, me, chosen)
 
 
-_CLUSTER_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "MEGASCALE_NUM_SLICES")
-"""Environment variables with the number of processes, or of slices: of Open MPI, MPICH, Slurm's srun and GKE."""
+_INITIALIZE = "jax.distributed.initialize()"
+_INITIALIZE_BY_MPI = 'jax.distributed.initialize(cluster_detection_method="mpi4py")'
+_COUNTS = {
+    "SLURM_STEP_NUM_TASKS": _INITIALIZE,
+    "OMPI_COMM_WORLD_SIZE": _INITIALIZE,
+    "PMI_SIZE": _INITIALIZE_BY_MPI,
+    "MEGASCALE_NUM_SLICES": _INITIALIZE,
+}
+"""Environment variables with the number of processes, or of slices: of Slurm's srun, Open MPI, MPICH, multislice TPUs; with
+the call that joins these processes."""
+_LISTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
+"""Environment variables with the hosts of a slice, in GKE."""
 
 
-def cluster_of(environment: Mapping[str, str]) -> str:
-    """The variable that names several processes, as `NAME=value`; "" if none does.
+def cluster_of(environment: Mapping[str, str]) -> tuple[str, str]:
+    """The variable that tells of several processes, as `NAME=value`, and the call that joins them; "" for none.
 
-    >>> cluster_of({"SLURM_STEP_NUM_TASKS": "8"}), cluster_of({"TPU_WORKER_HOSTNAMES": "a,b"}), cluster_of({})
-    ('SLURM_STEP_NUM_TASKS=8', 'TPU_WORKER_HOSTNAMES=a,b', '')
+    What JAX reads is in `jax/_src/clusters`. Open MPI 5 has no `OMPI_MCA_orte_hnp_uri`, by which JAX knows Open MPI; of the
+    pods of an indexed Kubernetes job, the first cannot tell from its environment that there are others.
+
+    >>> cluster_of({"SLURM_STEP_NUM_TASKS": "8"})
+    ('SLURM_STEP_NUM_TASKS=8', 'jax.distributed.initialize()')
+    >>> cluster_of({"OMPI_COMM_WORLD_SIZE": "2"})[1]
+    'jax.distributed.initialize(cluster_detection_method="mpi4py")'
+    >>> cluster_of({"TPU_WORKER_HOSTNAMES": "a,b"})[0], cluster_of({"SLURM_STEP_NUM_TASKS": "1"})
+    ('TPU_WORKER_HOSTNAMES=a,b', ('', ''))
     """
-    for name in _CLUSTER_SIZES:
-        if (value := environment.get(name, "")).isdigit() and int(value) > 1:
-            return f"{name}={value}"
-    hosts = environment.get("TPU_WORKER_HOSTNAMES", "")
-    return f"TPU_WORKER_HOSTNAMES={hosts}" if "," in hosts else ""
+    for name, call in _COUNTS.items():
+        if _number(environment.get(name)) > 1:
+            is_open_mpi_5 = name.startswith("OMPI") and "OMPI_MCA_orte_hnp_uri" not in environment
+            return f"{name}={environment[name]}", _INITIALIZE_BY_MPI if is_open_mpi_5 else call
+    for name in _LISTS:
+        if "," in environment.get(name, ""):
+            return f"{name}={environment[name]}", _INITIALIZE
+    index = environment.get("JOB_COMPLETION_INDEX")
+    if "KUBERNETES_SERVICE_HOST" in environment and _number(index) > 0:
+        return f"JOB_COMPLETION_INDEX={index}", _INITIALIZE
+    return "", ""
+
+
+def _number(text: str | None) -> int:
+    return int(text) if text is not None and text.isdigit() else 0
 
 
 def warn_if_not_initialized(about: str, environment: Mapping[str, str]) -> None:
     """Warn where a cluster started several processes and JAX knows this one only."""
-    cluster = cluster_of(environment)
+    cluster, call = cluster_of(environment)
     if cluster and compat.coordination_client() is None and jax.process_count() == 1:
         warnings.warn(
-            f"{about} is planned for the devices of this process alone, and {cluster} names more: "
-            "jax.distributed.initialize() before anything else that uses JAX joins them",
+            f"{about} is planned for the devices of this process alone, and {cluster} says that there are more "
+            f"processes: {call} before anything else that uses JAX joins them",
             stacklevel=2,
         )
 

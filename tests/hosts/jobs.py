@@ -375,6 +375,14 @@ def train(**arguments: Any) -> Any:
     return training.train(**arguments)
 
 
+def demo(steps: int, **config: Any) -> Any:
+    """The example of several processes, on a small model: its losses."""
+    from demo import chargpt
+    from examples import several_processes
+
+    return several_processes.train(chargpt.Config(**config), steps)
+
+
 def gradient(what: str, **arguments: Any) -> Any:
     """A function that is differentiated from outside; see `tests/hosts/gradients.py`."""
     from tests.hosts import gradients

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
 
 import numpy as np
@@ -25,10 +26,24 @@ def test_local_batches_of_four_processes(four: Processes) -> None:
 
 def test_local_batches_of_different_sizes_and_wrong_names(two: Processes) -> None:
     for sizes, name in two.values("wrong_local_batches"):
-        assert "process 0: batch.x: float32[32,16]" in sizes
-        assert "process 1: batch.x: float32[24,16]" in sizes
-        assert "local_batch" in sizes
-        assert "local_batch names 'btch'" in name and "'batch'" in name
+        what, where, fix = sizes.rsplit("\n", 2)
+        assert what == (
+            "processes 0 and 1 call batch_network with different arguments\n"
+            "    process 0: batch.x: 16 rows here, with those of the others float32[32,16]\n"
+            "    process 1: batch.x: 12 rows here, with those of the others float32[24,16]"
+        )
+        assert where.startswith("  where: call of batch_network, plan ") and where.endswith(
+            ", arguments, line 4"
+        )
+        assert fix == (
+            "  write instead: as many rows in every process: drop the last batch where it is smaller, or add rows "
+            "that count nothing"
+        )
+        assert name == (
+            "local_batch names 'btch', and batch_network is called without such an argument\n"
+            "  where: local_batch of batch_network\n"
+            "  write instead: 'batch'"
+        )
 
 
 def test_arrays_of_all_processes_are_arguments_and_results(two: Processes) -> None:
@@ -37,6 +52,14 @@ def test_arrays_of_all_processes_are_arguments_and_results(two: Processes) -> No
 
 def test_the_check_of_host_values_can_be_switched_off(two: Processes) -> None:
     assert two.values("unchecked_host_arrays") == [True, True]
+
+
+def test_the_demo_trains(two: Processes) -> None:
+    sizes = {"layers": 1, "width": 32, "heads": 2, "context": 8, "batch": 16, "learning_rate": 1e-2}
+    one, other = two.values("demo", steps=4, **sizes)
+    assert one == other
+    assert abs(one[0] - math.log(128)) < 0.2  # nothing is learned yet: all characters are about as likely
+    assert one[3] < one[0] - 0.1
 
 
 def test_training_goes_on_in_one_process_and_again_in_two(two: Processes, tmp_path: pathlib.Path) -> None:
@@ -72,5 +95,5 @@ def test_processes_with_four_and_two_devices() -> None:
     _, right, local, refused, gradient = one
     assert right == [True] * 6 and local and gradient
     assert "processes 0 and 1 call batch_network with different arguments" in refused
-    assert 'batches of one size with config={"local_batch": ["batch"]}' in refused
+    assert "write instead: as many rows in every process" in refused
     assert any("is gathered on every host" in line for line in processes.logs[0])
