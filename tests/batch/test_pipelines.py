@@ -284,3 +284,23 @@ def test_keys_per_example_do_not_pass_on() -> None:
         jshard.shard(f, mesh=mesh_of(2, 4), config={"pipeline": GOOD}).plan(
             normal(1, 6, 4, 4), normal(2, BATCH, 4)
         )
+
+
+def test_carries_without_examples_of_checkpointed_layers() -> None:
+    """The next key, which a checkpointed layer returns beside the activations, and its part of the loss."""
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        @jax.checkpoint
+        def layer(carry: tuple[jax.Array, ...], one: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
+            h, key, decay = carry
+            key, own = jax.random.split(key)
+            kept = jax.random.bernoulli(own, 0.7, (h.shape[1],))
+            return (jnp.where(kept, jnp.tanh(h @ one), 0.0), key, decay + jnp.sum(one**2)), None
+
+        (h, _, decay), _ = lax.scan(layer, (x, jax.random.key(3), jnp.zeros(())), w)
+        return jnp.mean(h**2) + 0.1 * decay
+
+    f, w, x = jax.value_and_grad(loss), normal(1, 6, 4, 4), normal(2, BATCH, 4)
+    staged = in_pipeline(jax.make_jaxpr(f)(w, x), [SHARED, per_example(0)], BATCH, shape(2, 4))
+    found = jax.jit(compat.as_function(staged.closed))(w, x)
+    assert staged.layers == (6, 6) and largest_error(found, jax.jit(f)(w, x)) < 1e-12
