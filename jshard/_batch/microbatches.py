@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jshard._batch.batch_class import SUM, BatchClass, described
+from jshard._batch.batch_class import SUM, BatchClass, checkpoint_advice, described
 from jshard._batch.body_classes import Analysis, Step, steps_for
 from jshard._batch.divided_loops import with_loops_divided
 from jshard._batch.piece_operator import run_whole, shape_of
@@ -152,7 +152,7 @@ def _check_work(plan: Stages, loops: Sequence[Sequence[Step]]) -> None:
         ),
         where="; ".join(names[:3]) + more,
         fix="no microbatches=, or compute what couples the examples outside the step (batch statistics kept fixed, "
-        "LayerNorm or GroupNorm for BatchNorm)",
+        "LayerNorm or GroupNorm for BatchNorm)" + checkpoint_advice(plan.jaxpr.eqns[k] for k in plan.coupled),
     )
 
 

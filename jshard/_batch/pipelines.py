@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jshard._batch.batch_class import SHARED, SUM, BatchClass, CoupledError, described
+from jshard._batch.batch_class import SHARED, SUM, BatchClass, CoupledError, checkpoint_advice, described
 from jshard._batch.body_classes import Analysis, class_in
 from jshard._batch.loop_parts import LoopParts, loop_parts
 from jshard._batch.outside_pipeline import results_of_loop, run_early, run_late
@@ -165,7 +165,8 @@ def _parts_if_layers(eqn: JaxprEqn, operands: Sequence[BatchClass], analysis: An
             "a loop over layers couples the examples of the batch, so that no microbatch passes alone",
             where=str(error),
             fix="no pipeline, or compute what couples the examples outside the loop (batch statistics kept fixed, LayerNorm "
-            "or GroupNorm for BatchNorm, sums over the batch returned by the layers and combined after the loop)",
+            "or GroupNorm for BatchNorm, sums over the batch returned by the layers and combined after the loop)"
+            + checkpoint_advice([eqn]),
         ) from None
     return parts if parts.moving else None
 

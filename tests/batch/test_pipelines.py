@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.ad_checkpoint
 import jax.numpy as jnp
 import pytest
 from jax import lax
@@ -304,3 +305,41 @@ def test_carries_without_examples_of_checkpointed_layers() -> None:
     staged = in_pipeline(jax.make_jaxpr(f)(w, x), [SHARED, per_example(0)], BATCH, shape(2, 4))
     found = jax.jit(compat.as_function(staged.closed))(w, x)
     assert staged.layers == (6, 6) and largest_error(found, jax.jit(f)(w, x)) < 1e-12
+
+
+def test_sums_over_the_batch_of_a_checkpointed_layer() -> None:
+    """Computed again in the backward pass they couple the examples; saved, as the error says, they do not."""
+
+    def loss_of(checkpoint: Callable, saved: Callable) -> Callable:
+        def loss(w: Any, x: jax.Array) -> jax.Array:
+            def layer(carry: Any, one: Any) -> tuple[Any, None]:
+                h, balance = carry
+                gates = jax.nn.softmax(h @ one["router"])
+                h = h + jnp.einsum("bk,bf,kfd->bd", gates, h, one["experts"])
+                load = saved(jnp.mean(gates, 0))
+                return (h, balance + jnp.sum(load**2)), None
+
+            (h, balance), _ = lax.scan(checkpoint(layer), (x @ w["in"], jnp.zeros(())), w["layers"])
+            return jnp.mean(h**2) + 0.01 * balance
+
+        return jax.value_and_grad(loss)
+
+    names = jax.checkpoint_policies.save_only_these_names("sums")
+    named = loss_of(
+        lambda layer: jax.checkpoint(layer, policy=names),
+        lambda load: jax.ad_checkpoint.checkpoint_name(load, "sums"),
+    )
+    again, args = loss_of(jax.checkpoint, lambda load: load), experts_arguments(4)
+    wanted = jax.jit(named)(*args)
+    for options in (
+        {"config": {"pipeline": {"axis": "stage", "microbatches": 4}}},
+        {"config": {"microbatches": 4}},
+    ):
+        with pytest.raises(jshard.ShardError) as error:
+            jshard.shard(again, mesh=mesh_of(2, 2), **options).plan(*args)
+        assert str(error.value).endswith(
+            "; sums over the batch in a layer under jax.checkpoint are saved, not computed again: "
+            's = jax.ad_checkpoint.checkpoint_name(s, "sums") in the layer, after "import jax.ad_checkpoint", and '
+            'jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names("sums"))'
+        )
+        assert largest_error(jshard.shard(named, mesh=mesh_of(2, 2), **options)(*args), wanted) < 1e-12
