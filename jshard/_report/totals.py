@@ -93,10 +93,13 @@ def gap_text(plan: PlanRecord) -> str:
 
 def summary_line(plan: PlanRecord) -> str:
     """A plan in one line: function, machine, predicted step and proof."""
+    proof = gap_text(plan)
+    if plan.padding and proof != "nothing proved":
+        proof += " for the padded sizes tried"
     return (
         f"Plan of {plan.name} on {plan.mesh} ({plan.chip}), level {plan.level}: "
         f"step {at_least_prefix(plan)}{format_seconds(plan.step_seconds)}, "
-        f"peak {format_bytes(plan.cost.peak_bytes)}, {gap_text(plan)}"
+        f"peak {format_bytes(plan.cost.peak_bytes)}, {proof}"
     )
 
 

@@ -114,9 +114,10 @@ def test_a_padded_plan_says_that_its_bound_is_of_the_sizes_tried():
     for pad in (True, False):
         step = jshard.shard(lambda w, x: jax.nn.softmax(x @ w).max(1), mesh=mesh, config={"pad": pad})
         p = step.plan(*args)
-        texts.append((bool(p.padding), str(p)))
+        texts.append((bool(p.padding), str(p), repr(p)))
     assert texts[0][0] and ", for the padded sizes tried" in texts[0][1]
-    assert not texts[1][0] and "padded sizes" not in texts[1][1]
+    assert texts[0][2].endswith(", optimal for the padded sizes tried>")
+    assert not texts[1][0] and "padded sizes" not in texts[1][1] and texts[1][2].endswith(", optimal>")
 
 
 def test_memory_is_a_reason(monkeypatch):
