@@ -127,8 +127,9 @@ def _layer_loops(jaxpr: Jaxpr, inputs: Sequence[BatchClass], analysis: Analysis)
     raise ShardError(
         "no loop over layers passes values per example from layer to layer",
         where="pipeline",
-        fix="a scan over stacked layers (jax.lax.scan, nnx.scan or linen.scan) with the activations as carry, outside "
-        "jax.checkpoint and other loops; or no pipeline",
+        fix="a scan over stacked layers with the activations as carry, outside jax.checkpoint and other loops (nnx.scan, "
+        "linen.scan, or in place of `for w in layers: h = layer(w, h)` stacked = jax.tree.map(lambda *w: jnp.stack(w), "
+        "*layers), h, _ = jax.lax.scan(lambda h, w: (layer(w, h), None), h, stacked)); or no pipeline",
     )
 
 

@@ -343,3 +343,30 @@ def test_sums_over_the_batch_of_a_checkpointed_layer() -> None:
             'jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names("sums"))'
         )
         assert largest_error(jshard.shard(named, mesh=mesh_of(2, 2), **options)(*args), wanted) < 1e-12
+
+
+def test_the_scan_that_the_error_of_a_python_loop_names_runs_in_a_pipeline() -> None:
+    layers = [{"up": normal(k, 4, 8), "down": normal(k + 9, 8, 4)} for k in range(4)]
+    x, mesh = normal(1, BATCH, 4), mesh_of(2, 2)
+
+    def layer(w: Any, h: jax.Array) -> jax.Array:
+        return h + jnp.tanh(h @ w["up"]) @ w["down"]
+
+    def python_loop(layers: Any, h: jax.Array) -> jax.Array:
+        for w in layers:
+            h = layer(w, h)
+        return jnp.mean(h**2)
+
+    def scanned(layers: Any, h: jax.Array) -> jax.Array:
+        stacked = jax.tree.map(lambda *w: jnp.stack(w), *layers)
+        h, _ = jax.lax.scan(lambda h, w: (layer(w, h), None), h, stacked)
+        return jnp.mean(h**2)
+
+    with pytest.raises(jshard.ShardError) as error:
+        pipelined(jax.value_and_grad(python_loop), mesh, microbatches=4).plan(layers, x)
+    for part in ("stacked = jax.tree.map(lambda *w: jnp.stack(w), *layers)",
+                 "h, _ = jax.lax.scan(lambda h, w: (layer(w, h), None), h, stacked)"):  # fmt: skip
+        assert part in error.value.fix
+    f = pipelined(jax.value_and_grad(scanned), mesh, microbatches=4)
+    assert f.plan(layers, x).pipeline is not None
+    assert largest_error(f(layers, x), jax.jit(jax.value_and_grad(python_loop))(layers, x)) < 1e-12
