@@ -141,14 +141,17 @@ def coefficients(kind: CollectiveKind, axes: tuple[str, ...], topology: Topology
         # Of the near links there may be a measurement, of the far ones none: they are used one after the other.
         near = _measured(kind, axes, tiers[0], topology)
         if near is not None:
-            found = _of_curve(kind, math.prod(w.size for w in tiers[0]), near)
+            group = math.prod(w.size for w in tiers[0])
+            found = _of_curve(kind, group, near)
+            # A gather goes over the far links first: what it has of them is the operand of the near ones.
+            grown = n // group if kind == "all_gather" else 1
             beyond = twice * sum(_latency_steps(kind, w) * w.alpha for tier in tiers[1:] for w in tier)
-            # A device's operand is the same near and far, but for a gather, which is larger after the near links.
             return dataclasses.replace(
                 found,
-                slope=max(found.slope, slope),
-                alpha=(found.alpha if found.slope > slope else near.knots[0][1]) + beyond,
+                slope=max(found.slope * grown, slope),
+                alpha=(found.alpha if found.slope * grown > slope else near.knots[0][1]) + beyond,
                 volume=volume,
+                scale=found.scale * grown,
                 least_slope=slope,
                 more_alpha=beyond,
             )

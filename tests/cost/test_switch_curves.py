@@ -48,6 +48,18 @@ def test_gpus_that_are_farther_apart_take_longer(kind, name) -> None:
     assert all(a <= b * (1 + 1e-9) for a, b in itertools.pairwise(times))
 
 
+@pytest.mark.parametrize("name", ("a100", "h100", "h200", "b200"))
+def test_a_gather_over_hosts_takes_as_long_as_the_sum_that_it_undoes(name) -> None:
+    """What a device has of its own host after the far links is gathered by the near ones, for a part of any size."""
+    t = from_mesh(MeshAxes(("nodes", "gpus"), (4, 8)), hardware.get(name))
+    for whole in np.geomspace(1e4, 1e9, 20):
+        gather = collective("all_gather", ("nodes", "gpus"), whole / 32, t).seconds
+        assert gather >= collective("all_gather", ("gpus",), whole / 8, t).seconds
+        assert gather == pytest.approx(
+            collective("reduce_scatter", ("nodes", "gpus"), whole, t).seconds, rel=1e-6
+        )
+
+
 def test_groups_that_share_the_network_cards_of_a_host_share_their_bandwidth() -> None:
     """One group over two hosts has all cards; of groups with one GPU a host, eight run at once."""
     chip = hardware.get("a100")
