@@ -62,8 +62,9 @@ def run_one(name: str, machine: str) -> dict[str, Any]:
 def write_table(results: dict[tuple[str, str], dict[str, Any]]) -> str:
     """The Markdown table of all results."""
     good = {k: r for k, r in results.items() if "failed" not in r}
-    near = sum(_hidden(r) <= 0.25 * r["plan_communication"] for r in good.values())
-    missed = [f"{n} on {m}" for (n, m), r in good.items() if _hidden(r) > 0.25 * r["plan_communication"]]
+    near = {k for k, r in good.items() if _error(r) <= 0.25}
+    tpu = [k for k in results if k[1].startswith("v")]
+    missed = [f"{n} on {m}" for n, m in good if (n, m) not in near]
     compute = sum(abs(r["plan_compute"] / r["compute"] - 1) <= 0.15 for r in good.values())
     lines = [
         "# Exposed communication",
@@ -75,14 +76,19 @@ def write_table(results: dict[tuple[str, str], dict[str, Any]]) -> str:
         "Compute is the TPU compiler's `estimated_cycles` over the clock; on GPUs, whose compiler writes none, the roofline",
         "of each instruction.",
         "",
-        "A plan's step counts all communication as exposed. That is within 25% of its communication in "
-        f"{near} of {len(good)} runs.",
-        "The others:",
-        f"{', '.join(missed)}.",
+        "A plan's step counts all communication as exposed. The difference between the plan's communication and what",
+        "the compiled program waits for is at most a quarter of the compiled program's communication in "
+        f"{len(near)} of {len(results)} runs,",
+        f"{sum(k in near for k in tpu)} of {len(tpu)} on TPUs. The others:",
+        f"{', '.join([*missed, *(f'{n} on {m} (not compiled)' for n, m in results if (n, m) not in good)])}.",
         "On v5e what hides are gathers of weights, the only kind that its compiler starts early in these two: one of",
         "mlp-64k's two, whose product comes second, and the layers' of gpt, from the second on. Reduce-scatters of",
         "gradients, all-reduces and all-to-alls stand in the schedule as synchronous, and so do gathers in front of short",
         "products (mlp-512, moe) and of scanned layers (gpt-scan). Which ones hide on h100 was not looked at.",
+        "On v5p libtpu 0.0.42.1 compiles every gather over devices of all three dimensions of the torus to an all-reduce",
+        "of twice the seconds, at 0.5 to 256 MB and with mesh axes of 8 x 8 and 4 x 4 x 4 alike; over one or two dimensions",
+        "it is a gather. The plan prices the gather: mlp-512, llama and gpt-scan wait there for up to twice of what was",
+        "planned.",
         "",
         f"The plan's compute is within 15% of the compiled program's in {compute} of {len(good)} runs.",
         "",
@@ -106,9 +112,9 @@ def write_table(results: dict[tuple[str, str], dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _hidden(r: dict[str, Any]) -> float:
-    """Seconds of a run's communication beside which something is computed."""
-    return r["communication"] - r["exposed"]
+def _error(r: dict[str, Any]) -> float:
+    """Planned less exposed seconds of communication, as a part of those of the compiled program."""
+    return abs(r["plan_communication"] - r["exposed"]) / r["communication"] if r["communication"] else 0.0
 
 
 def stored() -> dict[tuple[str, str], dict[str, Any]]:
