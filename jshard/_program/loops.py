@@ -150,7 +150,13 @@ def cond(b: Builder, eqn: JaxprEqn, env: Env, repeat: float, prefix: str) -> lis
     pred, _ = b.boundary(
         "predicate", [operands[0]], [eqn.invars[0].aval], ["branch index"], repeat, [repeat], eqn, prefix
     )
-    blocks = [b.enter(branch, operands[1:], repeat, prefix) for branch in eqn.params["branches"]]
+    blocks = []
+    for k, branch in enumerate(eqn.params["branches"]):
+        b.path.append(
+            f"branch {k}"
+        )  # what is hoisted in one branch is known by its place, which another has too
+        blocks.append(b.enter(branch, operands[1:], repeat, prefix))
+        b.path.pop()
     joins, results = [], []
     for k, v in enumerate(eqn.outvars):
         ends = [block.outputs[k] for block in blocks]

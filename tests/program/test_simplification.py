@@ -182,6 +182,19 @@ def test_a_loop_whose_every_value_is_constant():
     assert v is not None and v.ok, str(v)
 
 
+@pytest.mark.parametrize("other", [jax.nn.relu, lambda a: lax.fori_loop(0, 2, lambda i, c: a * 3 + c, a)])
+def test_what_leaves_a_loop_of_one_branch_stays_out_of_the_others(other):
+    def f(x, y):
+        def loop(a):  # x * 0.5 leaves it
+            return lax.scan(lambda c, r: (x * 0.5 + c, r), a, y)[0]
+
+        return lax.cond(y[0] > 0, lambda a: other(x), loop, x)
+
+    x = jnp.arange(8.0)
+    for y in (jnp.ones(8), -jnp.ones(8)):
+        np.testing.assert_allclose(jshard.shard(f, mesh=LINE, level=2)(x, y), f(x, y))
+
+
 # -- turns that a program says --------------------------------------------------------------------------------
 
 
