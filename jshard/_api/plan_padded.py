@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from jshard._api.plan import Plan
+from jshard._config.recipes.recipe_pins import RecipeError
 from jshard._core.errors import SearchError
 from jshard._core.jax_types import ClosedJaxpr
 from jshard._core.layout import MeshAxes
@@ -84,10 +85,18 @@ def plan_padded(
     if classes is None:
         return None, bound, PaddingTrials(small_too=small_too)
     trials: list[Padded[T]] = []
+    skipped = ""
     while sizes:
         try:
             jaxpr = padded_program(closed, sizes, classes)
             trials.append(Padded(plan_jaxpr(jaxpr), jaxpr, sizes))
+        except (
+            RecipeError
+        ):  # what it looks for is not in the padded program, where a padded batch has no argument
+            if required:
+                raise
+            skipped = "" if trials else "the recipe does not apply to the padded program"
+            break
         except SearchError:
             if not required or trials:
                 break
@@ -101,7 +110,7 @@ def plan_padded(
             break
         sizes = fewer
     unproved = any(not _has_bound(t.planned.plan) for t in trials)
-    notes = PaddingTrials(_costs_of(trials), small_too=small_too, unproved=unproved)
+    notes = PaddingTrials(_costs_of(trials), skipped, small_too, unproved)
     if not trials:
         return None, bound, notes
     plans = [t.planned.plan for t in trials] + ([original] if original is not None else [])

@@ -253,6 +253,52 @@ def test_wrong_recipes(recipe, text):
         jshard.shard(mlp, config=recipe, mesh=machine()).plan(p, jnp.ones((3, 6)))
 
 
+def test_a_batch_that_does_not_divide_and_what_to_write_instead():
+    keys = jax.random.split(jax.random.key(0), 4)
+    p = {k: jax.random.normal(key, s) for (k, s), key in zip(PARAMS.items(), keys, strict=False)}
+    x, mesh = jnp.ones((3, 6)), {"data": 2, "model": 4}
+    with pytest.raises(RecipeError) as error:
+        jshard.shard(mlp, config={"recipe": "fsdp(data)+megatron(model)", "mesh": mesh, "pad": True}).plan(
+            p, x
+        )
+    assert str(error.value) == (
+        "the recipe 'fsdp' does not apply: the batch, dimension 0 of x, has size 3, which 2 does not divide (recipes do not "
+        "pad it)\n  where: recipe 'fsdp(data)+megatron(model)' for mlp, fsdp over data=2\n  write instead: a batch of 4, or "
+        "'megatron' alone, or in place of the recipe a cut of that argument with config={\"pad\": True}"
+    )
+    plain = mlp(p, x)
+    for config, strategy in (("megatron", None), ({"pad": True}, {"x": (2, 1)})):
+        config = {"mesh": mesh} | ({"recipe": config} if isinstance(config, str) else config)
+        np.testing.assert_allclose(
+            jshard.shard(mlp, config=config, in_strategy=strategy)(p, x), plain, rtol=1e-5
+        )
+    jshard.shard(mlp, config={"recipe": "fsdp(data)+megatron(model)", "mesh": mesh})(p, jnp.ones((4, 6)))
+
+
+@pytest.mark.parametrize("recipe", ["megatron", "vocab"])
+def test_a_recipe_that_a_padded_batch_does_not_have_is_planned_without_that_padding(recipe):
+    k = jax.random.key(0)
+    p = {
+        "table": jax.random.normal(k, (512, 32)),
+        "up": jax.random.normal(k, (32, 64)) / 6,
+        "down": jax.random.normal(k, (64, 32)) / 8,
+    }
+    tokens = jax.random.randint(k, (13, 17), 0, 512)
+
+    def loss(p, tokens):
+        h = p["table"][tokens]
+        h = h + jax.nn.gelu(h @ p["up"]) @ p["down"]
+        logits = jax.nn.log_softmax(h @ p["table"].T)
+        return -jnp.take_along_axis(logits[:, :-1], tokens[:, 1:, None], -1).mean()
+
+    config = {"mesh": {"data": 2, "model": 4}, "recipe": recipe, "pad": True}
+    f = jshard.shard(jax.value_and_grad(loss), config=config, level=2)
+    for got, plain in zip(
+        jax.tree.leaves(f(p, tokens)), jax.tree.leaves(jax.value_and_grad(loss)(p, tokens)), strict=True
+    ):
+        np.testing.assert_allclose(got, plain, rtol=1e-4, atol=1e-5)
+
+
 def test_a_recipe_needs_a_mesh():
     p = {k: jnp.ones(s) for k, s in PARAMS.items()}
     with pytest.raises(jshard.ShardError, match="a recipe cuts over the axes of a mesh, and there is none"):

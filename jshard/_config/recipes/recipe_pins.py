@@ -298,11 +298,18 @@ class _Resolver:
         if self.axes.batch and not self.batch:
             name = self.s.name(place[0])
             size = self.s.program.tensors[self.s.argument(place[0])].shape[place[1]]
+            pieces = self.pieces(self.axes.batch[:1])
+            fix = f"a batch of {-(-size // pieces) * pieces}"
+            inside = [
+                p for p in ("megatron", "sequence", "vocab", "expert", "ulysses", "ring") if p in self.parts
+            ]
+            if inside:
+                fix += f", or {'+'.join(inside)!r} alone"
             self._refuse(
                 next(p for p in ("data", "zero1", "zero2", "fsdp") if p in self.parts),
-                f"the batch, dimension {place[1]} of {name}, has size {size}, which "
-                f"{self.pieces(self.axes.batch[:1])} does not divide",
-                "a batch that the data axes divide, or axes: data(x)",
+                f"the batch, dimension {place[1]} of {name}, has size {size}, which {pieces} does not divide "
+                "(recipes do not pad it)",
+                f'{fix}, or in place of the recipe a cut of that argument with config={{"pad": True}}',
             )
 
     def _check_fully_sharded(self) -> None:
