@@ -21,6 +21,7 @@ from jshard._network.build import Pins, PlanningNetwork, build_network
 from jshard._network.memory_network import memory_network, with_copies
 from jshard._plan.memory_preference import prefer_memory
 from jshard._plan.memory_ties import assignment_of_solution, lower_peak_at_equal_cost
+from jshard._plan.peak_descent import descend_peak
 from jshard._plan.ranked_search import cheapest_by_rank
 from jshard._plan.request import PlanRequest, merged_pins, pins_by_operator
 from jshard._plan.schedule_cost import schedule_cost
@@ -260,7 +261,7 @@ class LevelSearch:
         bounding = memory_network(network, lower_bound=True)
         large = bounding.size >= LARGE_NETWORK  # where ties cost little
         first = self._solve_peak(network, bounding, unlimited, break_ties_by_cost=False)
-        bound = first.bound
+        bound = math.ceil(first.bound * (1 - ROUNDING))  # peaks are whole bytes
         found.append(first)
         if r.level == 1:
             self._known_plan(first)
@@ -281,7 +282,8 @@ class LevelSearch:
         if self.request.level != 1:  # every plan within the budget will do
             acceptable = max(acceptable, self.request.memory_limit or 0.0)
         best = min((s for s in found if s.peak <= acceptable), key=lambda s: (s.cost, s.peak))
-        return dataclasses.replace(best, bound=bound, peak_bound=bound, steps=steps)
+        best = dataclasses.replace(best, bound=bound, peak_bound=bound, steps=steps)
+        return descend_peak(best, bounding, self.effort) if r.level == 1 else best
 
     def _solve_peak(
         self,

@@ -69,7 +69,7 @@ def cheapest_by_rank(network: PlanningNetwork, request: PlanRequest, effort: Eff
             return _fitting(best, number)
         if spent:
             return RankedSearch(lowest, cost, finished=False)
-        needed = lowest is None or _least_peak(bounding, states) < lowest.peak
+        needed = lowest is None or least_peak(bounding, states) < lowest.peak
         share = operators * (1.0 if needed else _COUNTED)
         done += share
         effort.spend(entries=_ENTRIES * share)
@@ -88,7 +88,7 @@ def cheapest_by_rank(network: PlanningNetwork, request: PlanRequest, effort: Eff
     return RankedSearch(dataclasses.replace(lowest, peak_bound=lowest.peak, steps=(step,)), math.inf, True)
 
 
-def _least_peak(bounding: CostNetwork, states: Ints) -> float:
+def least_peak(bounding: CostNetwork, states: Ints) -> float:
     """Bytes that every schedule of an assignment holds at its peak."""
     return peak(bounding, with_copies(bounding, states))
 

@@ -1,0 +1,54 @@
+"""Level 1 on small programs: changes of single operators that lower the peak of the schedule."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import jshard
+from jshard._plan import level_search
+
+
+ARGUMENTS = [
+    jax.ShapeDtypeStruct(*t) for t in (((16, 24), "int8"), ((24,), "float32"), ((10, 16), "float32"))
+]
+
+
+def quantized_gram(w, s, x, gram=None):
+    """Products of int8: the partial sum of the second one is larger than its operands gathered."""
+    y = lax.dot(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), preferred_element_type=jnp.float32) * s
+    q = jnp.clip(jnp.round(y / jnp.abs(y).max(-1, keepdims=True) * 127), -127, 127).astype(jnp.int8)
+    return (gram or _gram)(q, q), y.astype(jnp.float16)
+
+
+def _gram(a, b):
+    return lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
+
+
+def pinned_gram(w, s, x):
+    """The same with the operands of the second product gathered."""
+    return quantized_gram(w, s, x, jshard.op(_gram, in_strategy=((1, 1), (1, 1))))
+
+
+def plan_of(function):
+    """The plan of least peak on eight devices."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]), ("x",))
+    return jshard.shard(function, in_strategy=((1, 8), None, None), level=1, mesh=mesh).plan(*ARGUMENTS)
+
+
+def test_the_peak_is_lower_than_without(monkeypatch):
+    after = plan_of(quantized_gram)
+    monkeypatch.setattr(level_search, "descend_peak", lambda solution, *_: solution)
+    before = plan_of(quantized_gram)
+    assert after.cost.bound <= after.cost.objective < before.cost.objective
+
+
+def test_no_operator_pinned_otherwise_holds_less():
+    """The gathered operands, written as a pin, were the better plan: they are found without."""
+    free, pinned = plan_of(quantized_gram), plan_of(pinned_gram)
+    assert free.cost.objective <= pinned.cost.objective
+
+
+def test_bounds_on_a_peak_are_whole_bytes():
+    pinned = plan_of(pinned_gram)
+    assert pinned.cost.bound == round(pinned.cost.bound)
