@@ -33,7 +33,7 @@ import numpy as np
 from jshard._core.arrays import Floats
 from jshard._core.layout import Layout
 from jshard._network.build import PlanningNetwork, ReshardEdge
-from jshard._network.reshard_edges import is_local_slice_of
+from jshard._network.layout_pairs import equal_layouts, slices
 from jshard._program.memory.live_intervals import LiveIntervals, Use, disjoint_intervals
 
 
@@ -110,8 +110,8 @@ class CopyVariable:
         )
         resharded = edge.repeats * seconds
         sources, targets = edge.source.layouts, edge.target.layouts
-        same = np.array([[a == b for b in targets] for a in sources])
-        slice_ = ~same & np.array([[is_local_slice_of(b, a) for b in targets] for a in sources])
+        same = equal_layouts(sources, targets)
+        slice_ = ~same & slices(sources, targets)
         same_seconds = np.where(same, 0.0, np.inf)
         if not self.fused:
             return [same_seconds, np.where(same, np.inf, resharded)]

@@ -15,8 +15,9 @@ from jshard._core.layout import Layout
 from jshard._core.topology import Topology
 from jshard._cost import resharding
 from jshard._network.candidates import CandidateSet, TensorLayouts
+from jshard._network.layout_pairs import equal_layouts, slices
 from jshard._network.operator_cost import OperatorCost, operator_cost
-from jshard._network.reshard_edges import NOT_SHARED, Relay, Sharing, SharingScopes, is_local_slice_of
+from jshard._network.reshard_edges import NOT_SHARED, Relay, Sharing, SharingScopes
 from jshard._program.graph import Operator, Tensor
 from jshard._program.memory.hbm_traffic import HbmTraffic, memory_accesses
 
@@ -175,7 +176,7 @@ def _second_copy_seconds(
     """
     paired = relay.second_copy >= 0
     once = np.where(paired, within[relay.of_state, relay.second_copy], 0.0)
-    equal = np.array([[a == b for b in relay.layouts] for a in produced.layouts])
+    equal = equal_layouts(produced.layouts, relay.layouts)
     as_produced = paired & equal[np.ix_(produced.of_state, relay.second_copy)]
     out = np.zeros(as_produced.shape)
     for k, (ratio, available) in enumerate(scopes):
@@ -191,11 +192,11 @@ def _split_among_sharers(
 
     Only copies of which the stored layout is no local slice are shared: others are paid in full.
     """
-    shareable = np.array([[not is_local_slice_of(k, x) for x in target.layouts] for k in relay.layouts])
+    shareable = ~slices(target.layouts, relay.layouts).T
     shareable = shareable[np.ix_(relay.of_state, target.of_state)]
     if sharing.scope_bit < 0:  # a scope beyond the first `MAX_SHARING_SCOPES`
         return np.where(shareable, table / sharing.readers_in_scope, table)
-    equal = np.array([[p == x for x in target.layouts] for p in relay.layouts])
+    equal = equal_layouts(relay.layouts, target.layouts)
     paired = (relay.second_copy >= 0)[:, None]
     has_copy = (relay.second_copy_scopes >> sharing.scope_bit & 1 > 0)[:, None]
     sharers = np.where(has_copy, max(1, sharing.num_readers - 2), sharing.readers_in_scope)

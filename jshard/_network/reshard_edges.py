@@ -37,6 +37,7 @@ from jshard._core.arrays import Bools, Floats, Ints
 from jshard._core.layout import Layout
 from jshard._core.row_codes import first_occurrence_codes, row_codes
 from jshard._network.candidates import CandidateSet, TensorLayouts
+from jshard._network.layout_pairs import is_local_slice_of
 from jshard._program.graph import Program
 from jshard._program.use_def import UseDef
 
@@ -468,9 +469,3 @@ def build_relay(
             if not is_local_slice_of(a, stored[p]) and not is_local_slice_of(stored[p], a)
         ]  # fmt: skip
     return Relay(stored, *np.array(states, dtype=np.int64).T.copy())
-
-
-@functools.lru_cache(maxsize=65536)
-def is_local_slice_of(a: Layout, b: Layout) -> bool:
-    """Whether each device can slice layout `a` out of its own shard in layout `b`."""
-    return a.partial == b.partial and all(x[: len(y)] == y for x, y in zip(a.dims, b.dims, strict=True))

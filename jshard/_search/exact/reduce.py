@@ -109,7 +109,12 @@ class _Reducer:
                 graph.add_unary(w, message)
                 self._mark_changed(w)
             elif len(edges) == 2 and free:
-                self.degree_two.append(v)  # it will be eliminated: no need to look at its states
+                # It will be eliminated: no need to look at its states. What is cheap to eliminate goes first: the
+                # readers of a copy have more states than the layouts in which it may be.
+                if any(map(tables.decides, edges.values())):
+                    self.degree_two.appendleft(v)
+                else:
+                    self.degree_two.append(v)
             elif not not_functional.issuperset(edges.values()) and self._contract(v):
                 pass
             elif not self.in_dominance[v]:

@@ -194,7 +194,7 @@ class _BatchedReduction:
     def eliminate(self, max_degree: int) -> int:
         """One round: eliminate an independent set of variables of at most this degree (1 or 2); returns its size."""
         tables = self.tables
-        chosen, degree = self._independent_set(max_degree)
+        chosen, degree = self._independent_set(max_degree, self._cheap())
         gone = np.flatnonzero(chosen)
         # Their edges, sorted by eliminated variable v and neighbour w, seen from either end.
         a, b = np.flatnonzero(chosen[self.low]), np.flatnonzero(chosen[self.high])
@@ -220,13 +220,26 @@ class _BatchedReduction:
         self.add_edges(neighbours[two, 0], neighbours[two, 1], products)
         return len(gone)
 
-    def _independent_set(self, max_degree: int) -> tuple[np.ndarray, Ints]:
-        """(mask, degree of all variables): greedily in ascending order, of the variables of at most this degree."""
+    def _cheap(self) -> np.ndarray:
+        """The mask of the variables that an edge's other end decides, but for few states (`TablePool.decides`)."""
+        cheap = np.zeros(self.n, dtype=bool)
+        for end, tables in ((self.low, self.table), (self.high, self.transposed)):
+            cheap[end[_map_rows((tables,), self.tables.decides).astype(bool)]] = True
+        return cheap
+
+    def _independent_set(self, max_degree: int, first_of_all: np.ndarray) -> tuple[np.ndarray, Ints]:
+        """(mask, degree of all variables): greedily, of the variables of at most this degree.
+
+        In ascending order, but for a mask of those that come first of all.
+        """
+        rank = np.argsort(np.argsort(~first_of_all, kind="stable"))
         low, high = self.low, self.high
         degree = np.bincount(low, minlength=self.n) + np.bincount(high, minlength=self.n)
         chosen = (degree <= max_degree) & (self.unary != NONE)
         both = chosen[low] & chosen[high]
         left, right = low[both], high[both]  # conflicts not resolved yet
+        swap = rank[left] > rank[right]
+        left, right = np.where(swap, right, left), np.where(swap, left, right)
         undecided = chosen.copy()
         while len(left):
             first = undecided.copy()  # no undecided neighbour of a smaller number: chosen

@@ -26,6 +26,8 @@ from jshard._search.cost_network import ArrayPool, CostNetwork
 
 ALL_PAIRS_STATES = 32  # states up to which dominance compares all pairs of states at once
 PRODUCT_ENTRIES = 20_000  # joint entries up to which a min-plus product is one broadcast operation
+SPARSE_ENTRIES = 20_000  # of a table below which its share of finite entries does not matter
+SPARSE_SHARE = 0.25  # finite entries of every column at most, where a product looks at those alone
 DIFFERENCE_ENTRIES = 1_000_000  # differences of table rows computed at once
 NONE = -1  # "no table": zero, or nothing to do
 
@@ -77,6 +79,7 @@ class TablePool:
         self._composition: dict[tuple[int, int], int] = {}
         self._positions: dict[int, dict[int, int]] = {}
         self._functional: dict[int, int] = {}
+        self._decides: dict[int, bool] = {}
         self._projection: dict[tuple[int, int], int] = {}
         self._product: dict[tuple[int, int, int], int] = {}
         self._undominated: dict[tuple, int] = {}
@@ -239,15 +242,20 @@ class TablePool:
             self.num_products += 1
             a = self.arrays[left] + self.arrays[u]
             b = self.arrays[right]
-            if a.size * b.shape[1] <= PRODUCT_ENTRIES:
-                out = (a[:, :, None] + b[None]).min(axis=1)
-            else:
-                out = a[:, 0, None] + b[0]
-                work = np.empty_like(out)
-                for x in range(1, len(b)):
-                    np.add(a[:, x, None], b[x], out=work)
-                    np.minimum(out, work, out=out)
-            known = self._product[key] = self.table_id(out)
+            known = self._product[key] = self.table_id(_min_plus(a, b))
+        return known
+
+    def decides(self, e: int) -> bool:
+        """Whether each column of an edge table allows few of its rows: products over the rows are then cheap.
+
+        Small tables are not asked, whose products cost little in any order.
+        """
+        known = self._decides.get(e)
+        if known is None:
+            table = self.arrays[e]
+            most = SPARSE_SHARE * len(table)
+            known = table.size > SPARSE_ENTRIES and int(np.isfinite(table).sum(axis=0).max()) <= most
+            self._decides[e] = known
         return known
 
     def memory_guard(self, amounts: Floats) -> int:
@@ -371,3 +379,41 @@ class TablePool:
             return NONE
         earlier = np.tri(len(dominates), k=-1, dtype=bool).T
         return self.subsets(np.flatnonzero(~(dominates & (~dominates.T | earlier)).any(axis=0)))
+
+
+def _min_plus(a: Floats, b: Floats) -> Floats:
+    """min over x of a[i, x] + b[x, j].
+
+    Where the columns of `b` or the rows of `a` allow few x each (copies of a tensor: each decides a layout), only those
+    are looked at.
+
+    >>> inf = np.inf
+    >>> _min_plus(np.array([[1.0, 5.0], [2.0, inf]]), np.array([[0.0, inf], [3.0, 1.0]])).tolist()
+    [[1.0, 6.0], [2.0, inf]]
+    """
+    if a.size * b.shape[1] <= PRODUCT_ENTRIES:
+        return (a[:, :, None] + b[None]).min(axis=1)
+    few = SPARSE_SHARE * len(b)
+    if 2 * np.count_nonzero(np.isinf(b)) > b.size and np.isfinite(b).sum(axis=0).max() <= few:
+        return _min_plus_few(a, b)
+    if 2 * np.count_nonzero(np.isinf(a)) > a.size and np.isfinite(a).sum(axis=1).max() <= few:
+        return _min_plus_few(b.T, a.T).T
+    out = a[:, 0, None] + b[0]
+    work = np.empty_like(out)
+    for x in range(1, len(b)):
+        np.add(a[:, x, None], b[x], out=work)
+        np.minimum(out, work, out=out)
+    return out
+
+
+def _min_plus_few(a: Floats, b: Floats) -> Floats:
+    """The same where the columns of `b` have few finite entries."""
+    finite = np.isfinite(b)
+    most = max(1, int(finite.sum(axis=0).max()))
+    rows = np.argsort(~finite, axis=0, kind="stable")[:most]  # (most, columns): those of finite entries first
+    entries = np.take_along_axis(b, rows, axis=0)
+    by_row = np.ascontiguousarray(a.T)
+    out = np.full((b.shape[1], len(a)), np.inf)
+    for x, cost in zip(rows, entries, strict=True):
+        np.minimum(out, by_row[x] + cost[:, None], out=out)
+    return out.T
