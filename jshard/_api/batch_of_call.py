@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -12,6 +13,7 @@ from jshard._api.plan import Plan
 from jshard._batch.batch_class import SHARED, BatchClass, per_example
 from jshard._batch.batch_report import BatchReport, batch_report
 from jshard._batch.microbatches import in_microbatches
+from jshard._batch.pipelines import LoopsOverLayers, with_loops_over_layers
 from jshard._config.recipes.structure import Structure
 from jshard._core.errors import MemoryBudgetError, ShardError
 from jshard._core.jax_types import ClosedJaxpr
@@ -56,6 +58,12 @@ class BatchOfCall:
                 fix=f"microbatches= one of {allowed}",
             )
         return in_microbatches(self.closed, self.inputs, self.examples, count)
+
+    @functools.cached_property
+    def in_loops(self) -> LoopsOverLayers:
+        """The program with its layers in loops; raises `ShardError` if it has no layers that pass on the batch."""
+        pieces = next((k for k in self.counts if k > 1), 1)
+        return with_loops_over_layers(self.closed, self.inputs, self.examples, pieces)
 
     @property
     def counts(self) -> tuple[int, ...]:

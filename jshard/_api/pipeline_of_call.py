@@ -97,10 +97,17 @@ class PipelinedCall(Generic[Call]):
             pin = Pin((None, *rest), ((option.axis,), *rest), "pipeline")
             return pin_operand(pin_result(x, pin), pin)
 
-        staged = in_pipeline(batch.closed, batch.inputs, batch.examples, shape, cut_stages)
+        layers = batch.in_loops
+        staged = in_pipeline(layers, batch.inputs, batch.examples, shape, cut_stages)
         call = self.plan_program(staged.closed, most)
         row = PipelineRow(
-            option.axis, shape.stages, option.microbatches, option.rounds, option.uneven, staged.layers
+            option.axis,
+            shape.stages,
+            option.microbatches,
+            option.rounds,
+            option.uneven,
+            staged.layers,
+            layers.unrolled,
         )
         return self.with_plan(call, dataclasses.replace(self.plan_of(call), pipeline=row))
 

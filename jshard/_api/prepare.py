@@ -232,7 +232,7 @@ def _in_pipeline(traced: TracedCall) -> PlannedCall:
     planned = PipelinedCall(
         traced.request,
         traced.call.placement.mesh,
-        traced.read_batch,
+        functools.lru_cache(traced.read_batch),
         lambda jaxpr, most: _plan_with_remat(dataclasses.replace(traced, in_pieces=jaxpr, most=most)),
         lambda call: call.plan,
         lambda call, plan: dataclasses.replace(call, plan=plan),

@@ -4,7 +4,8 @@ Problem.  Layers too large for a device, or devices on both sides of a slow link
 the layers and to pass only activations on. Written by hand, that changes the model's code, and its backward pass follows
 from whatever autodiff makes of it.
 
-Idea.  The pipeline is made from the traced program, after differentiation: every loop over stacked layers whose carry is
+Idea.  The pipeline is made from the traced program, after differentiation. Layers that a Python loop has unrolled are first
+written as loops over stacked layers (`stacked_layers.py`). Every loop over stacked layers whose carry is
 per example, forward or backward, becomes a loop over ticks (`tick_loop.py`), and the rest stays as it was. Values,
 gradients and random bits are those of the whole batch. How the program lies on the devices is left to the search, but for
 the stages, which are cut over the axis of the pipeline.
@@ -16,7 +17,8 @@ the stages, which are cut over the axis of the pipeline.
 ...     return jnp.mean(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0] ** 2)
 >>> w, x = jnp.ones((4, 3, 3)) / 3, jnp.arange(24.0).reshape(8, 3) / 24
 >>> closed = jax.make_jaxpr(jax.value_and_grad(loss))(w, x)
->>> staged = in_pipeline(closed, (SHARED, per_example(0)), 8, PipelineShape(("stage",), 2, 4))
+>>> classes = SHARED, per_example(0)
+>>> staged = in_pipeline(with_loops_over_layers(closed, classes, 8, 4), classes, 8, PipelineShape(("stage",), 2, 4))
 >>> [e.params["length"] for e in staged.closed.jaxpr.eqns if e.primitive.name == "scan"]
 [5, 5]
 >>> value, gradient = jax.jit(jaxpr_as_fun(staged.closed))(w, x)
@@ -40,6 +42,7 @@ from jshard._batch.loop_parts import LoopParts, loop_parts
 from jshard._batch.outside_pipeline import results_of_loop, run_early, run_late
 from jshard._batch.piece_operator import run_whole, shape_of
 from jshard._batch.pipeline_shape import PipelineShape
+from jshard._batch.stacked_layers import stack_layers
 from jshard._batch.tick_loop import CutStages, TickLoop, Ticks
 from jshard._core import jaxcompat as compat
 from jshard._core.errors import ShardError
@@ -60,20 +63,57 @@ class Pipelined:
     layers: tuple[int, ...]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class LoopsOverLayers:
+    """A program with its layers in loops, its calls inlined; `unrolled`: whether the loops were made for it."""
+
+    closed: ClosedJaxpr
+    unrolled: bool
+
+
+def with_loops_over_layers(
+    closed: ClosedJaxpr, inputs: Sequence[BatchClass], examples: int, pieces: int
+) -> LoopsOverLayers:
+    """The program, with loops where its layers are unrolled; `pieces`: of the batch, any number that divides it.
+
+    Raises `ShardError` if there are no layers that pass on values per example.
+    """
+    opened, consts = compat.open_jaxpr(closed)
+    jaxpr = compat.without_dead_code(with_calls_inlined(opened, lines=True))
+    analysis = Analysis(examples, pieces)
+    loops, classes = _layer_loops(jaxpr, inputs, analysis)
+    if loops:
+        return LoopsOverLayers(closed, unrolled=False)
+    stacked = stack_layers(jaxpr, consts, lambda v: class_in(classes, v).is_example)
+    if stacked.closed is not None:
+        again = compat.without_dead_code(compat.open_jaxpr(stacked.closed)[0])
+        if _layer_loops(again, inputs, analysis)[0]:
+            return LoopsOverLayers(stacked.closed, unrolled=True)
+    raise ShardError(
+        "no loop over layers passes values per example from layer to layer, and no layers outside loops are alike"
+        if not stacked.why_not
+        else "the layers, which are not in a loop, do not follow each other as in one",
+        where=stacked.why_not or "pipeline",
+        fix="layers one after the other in a Python loop or a scan, outside jax.checkpoint and other loops, that are alike: "
+        "the same operators on the same shapes, of the activations that the layer before returns, of parameters of their "
+        "own and of values that are the same for all layers; or no pipeline",
+    )
+
+
 def in_pipeline(
-    closed: ClosedJaxpr, inputs: Sequence[BatchClass], examples: int, shape: PipelineShape,
+    layers: LoopsOverLayers, inputs: Sequence[BatchClass], examples: int, shape: PipelineShape,
     cut_stages: CutStages | None = None,
 ) -> Pipelined:  # fmt: skip
     """The program with its loops over layers as pipelines; `inputs` are the classes of its arguments.
 
     `cut_stages`: constrains a value so that dimension 0, the stages, is cut over their axis.
 
-    Raises `ShardError` if there is no such loop, or one that couples the examples or does not divide into the stages.
+    Raises `ShardError` if a loop couples the examples or does not divide into the stages.
     """
-    opened, consts = compat.open_jaxpr(closed)
+    opened, consts = compat.open_jaxpr(layers.closed)
     jaxpr = compat.without_dead_code(with_calls_inlined(opened, lines=True))
     analysis = Analysis(examples, shape.microbatches)
-    loops = _layer_loops(jaxpr, inputs, analysis)
+    loops, _ = _layer_loops(jaxpr, inputs, analysis)
     for k, parts in loops.items():
         _check_layers(jaxpr.eqns[k], parts, shape)
         _check_axes(parts.jaxpr, shape)
@@ -110,8 +150,10 @@ def in_pipeline(
     )
 
 
-def _layer_loops(jaxpr: Jaxpr, inputs: Sequence[BatchClass], analysis: Analysis) -> dict[int, LoopParts]:
-    """The loops over layers by position, from the classes of the values before them."""
+def _layer_loops(
+    jaxpr: Jaxpr, inputs: Sequence[BatchClass], analysis: Analysis
+) -> tuple[dict[int, LoopParts], Mapping[JaxprAtom, BatchClass]]:
+    """The loops over layers by position, from the classes of the values before them; and the classes."""
     classes: dict[JaxprAtom, BatchClass] = dict.fromkeys(jaxpr.constvars, SHARED)
     classes.update(zip(jaxpr.invars, inputs, strict=True))
     loops: dict[int, LoopParts] = {}
@@ -122,15 +164,7 @@ def _layer_loops(jaxpr: Jaxpr, inputs: Sequence[BatchClass], analysis: Analysis)
             loops[k] = parts
         results = _classes_after(eqn, operands, analysis) if parts is None else parts.results()
         classes.update(zip(eqn.outvars, results, strict=True))
-    if loops:
-        return loops
-    raise ShardError(
-        "no loop over layers passes values per example from layer to layer",
-        where="pipeline",
-        fix="a scan over stacked layers with the activations as carry, outside jax.checkpoint and other loops (nnx.scan, "
-        "linen.scan, or in place of `for w in layers: h = layer(w, h)` stacked = jax.tree.map(lambda *w: jnp.stack(w), "
-        "*layers), h, _ = jax.lax.scan(lambda h, w: (layer(w, h), None), h, stacked)); or no pipeline",
-    )
+    return loops, classes
 
 
 def _classes_after(eqn: JaxprEqn, operands: Sequence[BatchClass], analysis: Analysis) -> Sequence[BatchClass]:

@@ -30,7 +30,8 @@ class TensorRow:
 class PipelineRow:
     """A plan's pipeline: the mesh axis of its stages, their number, microbatches, rounds; layers of each of its loops.
 
-    `uneven`: whether the layers need not divide into stages and rounds.
+    `uneven`: whether the layers need not divide into stages and rounds. `unrolled`: whether the program has no loop over
+    the layers, so that what each has of its own is stacked for the pipeline.
 
     >>> PipelineRow("stage", stages=4, microbatches=8, rounds=2, layers=(24, 24)).ticks
     19
@@ -42,6 +43,7 @@ class PipelineRow:
     rounds: int = 1
     uneven: bool = False
     layers: tuple[int, ...] = ()
+    unrolled: bool = False
 
     @property
     def ticks(self) -> int:

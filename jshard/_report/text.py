@@ -107,6 +107,10 @@ def header_lines(plan: PlanRecord) -> list[str]:
             f"  in a pipeline of {p.stages} stages over {p.axis}: {p.microbatches} microbatches, "
             f"{count_of(p.rounds, 'round')}, {p.ticks} ticks a loop, {p.bubble:.0%} of them idle"
         )
+        if p.unrolled:
+            lines.append(
+                "  unrolled layers are stacked for it: what a layer has of its own moves to its stage, once a call"
+            )
     if plan.cost.unpriced:
         lines.append(f"  with products repeated: {format_seconds(plan.cost.unpriced)} (replication_price=0)")
     return lines + ([f"  {lower_bound_text(plan)}"] if plan.physics.bytes else [])

@@ -14,9 +14,9 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jshard
-from jshard._batch.batch_class import SHARED, per_example
+from jshard._batch.batch_class import SHARED, BatchClass, per_example
 from jshard._batch.pipeline_shape import PipelineShape
-from jshard._batch.pipelines import in_pipeline
+from jshard._batch.pipelines import Pipelined, in_pipeline, with_loops_over_layers
 from jshard._core import jaxcompat as compat
 from tests.batch.test_microbatches import BATCH, largest_error, normal
 from tests.helpers.pipeline_models import (
@@ -43,6 +43,11 @@ def shape(stages: int, microbatches: int, rounds: int = 1, uneven: bool = False)
     return PipelineShape(("stage",), stages, microbatches, rounds, uneven)
 
 
+def staged_of(f: Callable, args: tuple, classes: list[BatchClass], pipeline: PipelineShape) -> Pipelined:
+    layers = with_loops_over_layers(jax.make_jaxpr(f)(*args), classes, BATCH, pipeline.microbatches)
+    return in_pipeline(layers, classes, BATCH, pipeline)
+
+
 CASES: list[Case] = [  # more in benchmarks/correctness/pipeline_laws.py
     (mlp, mlp_arguments, 7, shape(2, 4, 2, uneven=True)),
     (gpt(True), gpt_arguments, 6, shape(2, 4, 3)),
@@ -56,7 +61,7 @@ def test_values_and_gradients_are_those_of_the_program(case: Case) -> None:
     f, args = jax.value_and_grad(loss), arguments(layers)
     wanted = jax.jit(f)(*args)
     classes = [*[SHARED] * len(jax.tree.leaves(args[0])), per_example(0)]
-    staged = in_pipeline(jax.make_jaxpr(f)(*args), classes, BATCH, pipeline)
+    staged = staged_of(f, args, classes, pipeline)
     assert staged.layers == (layers, layers)  # forward and backward
     loops = [
         e.params["length"] for e in compat.open_jaxpr(staged.closed)[0].eqns if e.primitive.name == "scan"
@@ -82,7 +87,7 @@ def test_what_idle_stages_compute_changes_nothing() -> None:
     assert bool(jnp.isnan(loss(jnp.concatenate([w, w[-1:]]), x)))
     f = jax.value_and_grad(loss)
     wanted = jax.jit(f)(w, x)
-    staged = in_pipeline(jax.make_jaxpr(f)(w, x), [SHARED, per_example(0)], BATCH, shape(2, 4, uneven=True))
+    staged = staged_of(f, (w, x), [SHARED, per_example(0)], shape(2, 4, uneven=True))
     assert largest_error(jax.jit(compat.as_function(staged.closed))(w, x), wanted) < 1e-12
 
 
@@ -130,10 +135,8 @@ def plain(w: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.mean(lax.scan(lambda h, one: (jnp.tanh(h @ one), None), x, w)[0] ** 2)
 
 
-def unrolled(w: jax.Array, x: jax.Array) -> jax.Array:
-    for one in w:
-        x = jnp.tanh(x @ one)
-    return jnp.mean(x**2)
+def without_layers(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.mean(jnp.tanh(x @ w[0]) ** 2)
 
 
 def constrained(w: jax.Array, x: jax.Array) -> jax.Array:
@@ -177,7 +180,7 @@ GOOD = {"axis": "stage", "microbatches": 4}
         Wrong("2 microbatches in 3 rounds are fewer than the 4 stages", '"microbatches": 4 or more',
               {**GOOD, "microbatches": 2, "rounds": 3}, sizes=(4, 2)),
         Wrong("a loop over layers couples the examples", "LayerNorm", GOOD, normed, where="test_pipelines.py:"),
-        Wrong("no loop over layers passes values per example", "jax.lax.scan", GOOD, unrolled),
+        Wrong("no loop over layers passes values per example", "a Python loop or a scan", GOOD, without_layers),
         Wrong("axis 'stage' is used twice", "another axis", GOOD, constrained),
         Wrong("a pipeline runs in microbatches of its own", "no microbatches=", GOOD, options={"microbatches": 2}),
     ],
@@ -302,7 +305,7 @@ def test_carries_without_examples_of_checkpointed_layers() -> None:
         return jnp.mean(h**2) + 0.1 * decay
 
     f, w, x = jax.value_and_grad(loss), normal(1, 6, 4, 4), normal(2, BATCH, 4)
-    staged = in_pipeline(jax.make_jaxpr(f)(w, x), [SHARED, per_example(0)], BATCH, shape(2, 4))
+    staged = staged_of(f, (w, x), [SHARED, per_example(0)], shape(2, 4))
     found = jax.jit(compat.as_function(staged.closed))(w, x)
     assert staged.layers == (6, 6) and largest_error(found, jax.jit(f)(w, x)) < 1e-12
 
@@ -343,30 +346,3 @@ def test_sums_over_the_batch_of_a_checkpointed_layer() -> None:
             'jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names("sums"))'
         )
         assert largest_error(jshard.shard(named, mesh=mesh_of(2, 2), **options)(*args), wanted) < 1e-12
-
-
-def test_the_scan_that_the_error_of_a_python_loop_names_runs_in_a_pipeline() -> None:
-    layers = [{"up": normal(k, 4, 8), "down": normal(k + 9, 8, 4)} for k in range(4)]
-    x, mesh = normal(1, BATCH, 4), mesh_of(2, 2)
-
-    def layer(w: Any, h: jax.Array) -> jax.Array:
-        return h + jnp.tanh(h @ w["up"]) @ w["down"]
-
-    def python_loop(layers: Any, h: jax.Array) -> jax.Array:
-        for w in layers:
-            h = layer(w, h)
-        return jnp.mean(h**2)
-
-    def scanned(layers: Any, h: jax.Array) -> jax.Array:
-        stacked = jax.tree.map(lambda *w: jnp.stack(w), *layers)
-        h, _ = jax.lax.scan(lambda h, w: (layer(w, h), None), h, stacked)
-        return jnp.mean(h**2)
-
-    with pytest.raises(jshard.ShardError) as error:
-        pipelined(jax.value_and_grad(python_loop), mesh, microbatches=4).plan(layers, x)
-    for part in ("stacked = jax.tree.map(lambda *w: jnp.stack(w), *layers)",
-                 "h, _ = jax.lax.scan(lambda h, w: (layer(w, h), None), h, stacked)"):  # fmt: skip
-        assert part in error.value.fix
-    f = pipelined(jax.value_and_grad(scanned), mesh, microbatches=4)
-    assert f.plan(layers, x).pipeline is not None
-    assert largest_error(f(layers, x), jax.jit(jax.value_and_grad(python_loop))(layers, x)) < 1e-12
