@@ -33,6 +33,7 @@ from jshard._core.topology import Topology
 from jshard._plan.replay import schedule_of_plan
 from jshard._plan.request import PlanRequest
 from jshard._program.graph import Program
+from jshard._program.shift_patterns import closed_with_shifts
 from jshard._program.user_shard_map import check_meshes
 from jshard._schedule.schedule import Schedule
 from jshard._spec.entry import Pin
@@ -186,10 +187,10 @@ class TracedCall:
 
     @functools.cached_property
     def jaxpr(self) -> ClosedJaxpr:
-        """The traced function, with the named scopes marked that the configuration has rules for."""
+        """The traced function, with the named scopes marked that the configuration has rules for, and shifts as operators."""
         if self.in_pieces is not None:
             return self.in_pieces
-        return self.jax_traced.jaxpr if self.rules is None else self.rules.jaxpr
+        return closed_with_shifts(self.jax_traced.jaxpr if self.rules is None else self.rules.jaxpr)
 
     @functools.cached_property
     def read_batch(self) -> Callable[[], BatchOfCall]:
@@ -370,10 +371,7 @@ def _plan_jaxpr(
 
     `limited`: within the memory budget. `recomputed`: whether the other jaxpr computes values again.
     """
-    from jshard._api.padded_pins import (  # here, so that `import jshard` stays light
-        pins_in_padded,
-        uneven_cuts,
-    )
+    from jshard._api.padded_pins import pins_in_padded, uneven_cuts  # here, so that `import jshard` stays light
 
     request, call, donated, rules, in_pins = of.request, of.call, of.donated, of.rules, of.in_pins
     traced = build_program(

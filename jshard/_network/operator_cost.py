@@ -152,6 +152,13 @@ def costed_internal_collectives(
     codes = np.array([c.axis_codes], dtype=np.int64)
     out = []
     for s in sent:
+        if s.circular:
+            around = abs(s.hop or 0) % mesh.size(*s.axes)
+            if around in (1, mesh.size(*s.axes) - 1):
+                out.append((s, collectives.ring_step(s.axes, s.local_bytes, topology)))
+            else:
+                out.append((s, collectives.collective(s.kind, s.axes, s.local_bytes, topology)))
+            continue
         if s.hop is not None:
             out.append((s, collectives.shift(s.axes, abs(s.hop), s.local_bytes, topology)))
             continue

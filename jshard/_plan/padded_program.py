@@ -40,6 +40,7 @@ from jshard._plan.padding_classes import (
     shape_of,
     stacked_from,
 )
+from jshard._plan.padded_shifts import Move, moved_dims, run_moved
 from jshard._program.equation_bodies import with_bodies
 from jshard._program.inlining import fresh, substituted
 from jshard._program.loop_invariants import body_of
@@ -209,9 +210,17 @@ class _Writer:
                 in_dims[i][d] = n
             for i, d in f.results:
                 out_dims[i][d] = n
+        moves = moved_dims(eqn, self.padded)
+        for move in moves:
+            for side, v in ((in_dims, eqn.invars[0]), (out_dims, eqn.outvars[0])):
+                if (n := self.padded(v, move.dim)) is not None:
+                    side[0][move.dim] = n
         operands = [
             self.form(v, frozenset(dims), env, eqn) for v, dims in zip(eqn.invars, in_dims, strict=True)
         ]
+        if moves:
+            self.moved(eqn, moves, operands, frozenset(out_dims[0]), env)
+            return
         if not active:
             outvars = fresh(eqn.outvars) if copied else list(eqn.outvars)
             changed = copied or any(a is not b for a, b in zip(operands, eqn.invars, strict=True))
@@ -241,6 +250,17 @@ class _Writer:
                 if i == k and keeps_zero(view, _zeros(eqn, f, tails))
             ]
             env[v] = _Value({dims: atom}, dims, dict.fromkeys(zero, 0))
+
+    def moved(
+        self, eqn: JaxprEqn, moves: Sequence[Move], operands: Sequence[JaxprAtom], dims: _Dims, env: _Env
+    ) -> None:
+        """A slice or padding that moves elements along padded dimensions; `dims` of its result are padded."""
+        x, *fill = operands
+        for move in moves:
+            if move.mask is not None and env[eqn.invars[0]].known(move.dim) != move.mask:
+                x = self.masked(x, move.dim, shape_of(eqn.invars[0])[move.dim], move.mask, eqn)
+        (result,) = self.traced(run_moved(eqn, moves, shape_of(x)), [x, *fill], eqn)
+        env[eqn.outvars[0]] = _Value({dims: result}, dims, {})
 
     def at_boundary(self, eqn: JaxprEqn, env: _Env) -> bool:
         """Whether an equation crops an argument, or grows a result, that has at rest the padding of its class.

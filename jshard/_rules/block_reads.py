@@ -124,13 +124,34 @@ class ReadsOfWindows:
 
 
 @dataclasses.dataclass(frozen=True)
+class RolledReads:
+    """Reads of a dimension rolled by `by` positions, from 1 to `size - 1`: point `o` reads position `o - by` modulo `size`.
+
+    >>> [(p.hop, p.rows, p.pairs) for p in exchange(RolledReads(size=16, by=1), 4).pieces]
+    [(-1, 1, ((3, 0), (0, 1), (1, 2), (2, 3))), (0, 3, ())]
+    """
+
+    size: int
+    by: int
+
+    def starts(self, n: int) -> np.ndarray:
+        """(n,) first position of each block's interval, in the direction in which rows have the shorter way."""
+        back = self.by if 2 * self.by <= self.size else self.by - self.size
+        return self.size // n * np.arange(n, dtype=np.int64) - back
+
+    def length(self, n: int) -> int:
+        """Length of a block."""
+        return self.size // n
+
+
+@dataclasses.dataclass(frozen=True)
 class Piece:
     """Rows that devices send to others at once, or keep (`pairs` is empty, `hop` 0), or that nobody has (`hop` None).
 
     - `pairs`: (source, target) devices.
     - `rows`: number of rows, the same for all.
     - `begins`: per source, the first row of its block; `places`: per target, where they go in what it reads.
-    - `hop`: source minus target, where that is the same for all pairs.
+    - `hop`: source minus target, where that is the same for all pairs (modulo the number of devices, if it is `circular`).
     """
 
     pairs: tuple[tuple[int, int], ...]
@@ -166,17 +187,21 @@ def exchange(reads: BlockReads, n: int) -> Exchange:
     block, starts, length = reads.size // n, reads.starts(n), reads.length(n)
     relative = starts - block * np.arange(n)
     aligned = bool((relative == relative[0]).all())
-    pieces = _aligned(int(relative[0]), length, block, n) if aligned else _unaligned(starts, length, block, n)
+    circular = isinstance(reads, RolledReads)
+    if aligned:
+        pieces = _aligned(int(relative[0]), length, block, n, circular)
+    else:
+        pieces = _unaligned(starts, length, block, n)
     return Exchange(block, length, tuple(starts.tolist()), aligned, pieces)
 
 
-def _aligned(first: int, length: int, block: int, n: int) -> tuple[Piece, ...]:
-    """The pieces by distance, where device j reads `length` rows from `j * block + first` on."""
+def _aligned(first: int, length: int, block: int, n: int, circular: bool) -> tuple[Piece, ...]:
+    """The pieces by distance, where device j reads `length` rows from `j * block + first` on; `circular`: modulo n."""
     out = []
     for hop in range(first // block, (first + length - 1) // block + 1):
         begin, place = max(first - hop * block, 0), max(hop * block - first, 0)
         rows = min(first + length - hop * block, block) - begin
-        pairs = tuple((j + hop, j) for j in range(n) if 0 <= j + hop < n)
+        pairs = tuple(((j + hop) % n, j) for j in range(n) if circular or 0 <= j + hop < n)
         sent = pairs if hop else ()
         out.append(Piece(sent, rows, (begin,) * n, (place,) * n, hop if pairs else None))
     return tuple(out)

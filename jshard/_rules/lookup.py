@@ -35,6 +35,7 @@ from jshard._rules.primitives import (
     reshape,
     scatter,
     shard_map,
+    shifts,
     slicing,
     tails,
 )
@@ -64,6 +65,7 @@ FAMILIES = (
     reshape,
     random,
     scatter,
+    shifts,
     slicing,
     linear_solve,
     reduce_window,

@@ -120,7 +120,8 @@ def _meaning(op: OpView) -> Callable[[OpView, Rule, int], PaddedFactor | None] |
 
 
 def _moved(op: OpView, rule: Rule, f: int) -> PaddedFactor | None:
-    return None if f in rule.blocked else IGNORED
+    grown = op.primitive == "pad" and not any((f,) == d for d in rule.operands[0])  # its length is a parameter
+    return None if f in rule.blocked or grown else IGNORED
 
 
 def _reduced(op: OpView, rule: Rule, f: int) -> PaddedFactor | None:

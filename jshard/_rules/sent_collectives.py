@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from jshard._core.jaxcompat import itemsize
 from jshard._core.layout import ArrayType, CollectiveKind, MeshAxes
-from jshard._rules.block_reads import exchange
+from jshard._rules.block_reads import RolledReads, exchange
 from jshard._rules.rule import (
     Candidate,
     InternalCollective,
@@ -24,7 +24,7 @@ class SentCollective:
     """An internal collective under a candidate: over `axes`, of `local_bytes` per device, of a result or operand.
 
     `count`: how often it runs in one run of the operator; `ring`: to the next device, while the operator computes; `hop`:
-    a permute to the device at this distance, where there is one.
+    a permute to the device at this distance, where there is one; `circular`: and from the last devices to the first.
     """
 
     kind: CollectiveKind
@@ -35,6 +35,7 @@ class SentCollective:
     count: int = 1
     ring: bool = False
     hop: int | None = None
+    circular: bool = False
 
 
 def internal_collectives(
@@ -95,8 +96,9 @@ def _exchanged(
     e = exchange(one.reads, n)
     row = float(one.itemsize) * math.prod(shape[: one.dim] + shape[one.dim + 1 :])
     shape[one.dim] = e.length
+    circular = isinstance(one.reads, RolledReads)
     return [
-        SentCollective(one.kind, axes, row * p.rows, one.result, one.operand, hop=p.hop)
+        SentCollective(one.kind, axes, row * p.rows, one.result, one.operand, hop=p.hop, circular=circular)
         for p in e.pieces
         if p.pairs
     ]

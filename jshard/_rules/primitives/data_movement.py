@@ -1,4 +1,4 @@
-"""Data movement: `broadcast_in_dim transpose squeeze rev tile stack unstack concatenate split pad iota`.
+"""Data movement: `broadcast_in_dim transpose squeeze tile stack unstack concatenate split iota`.
 
 A dimension along which elements are rearranged is not sharded, the others are. These operators are linear, so partial
 sums pass.
@@ -17,9 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard._core.jaxcompat import to_common_vma
 from jshard._rules.factors import Factors, linear_sets
-from jshard._rules.registry import LocalContext, OpView, block_index, family
+from jshard._rules.registry import LocalContext, OpView, family
 from jshard._rules.rule import Rule
 
 
@@ -88,18 +87,6 @@ def expand_dims(op: OpView) -> Rule:
     )
 
 
-@rule("rev")
-def rev(op: OpView) -> Rule:
-    """Reversed dimensions are not sharded: shard i would be a reversed shard n - 1 - i."""
-    f = Factors()
-    dims = f.dims(op.ins[0].shape)
-    blocked = tuple(dims[d][0] for d in op.params["dimensions"])
-    return Rule(
-        (dims,), (dims,), f.sizes, blocked=blocked, linear=linear_sets(op, (0,)), work=0.0,
-        note="a reversed dimension changes blocks",
-    )  # fmt: skip
-
-
 def _tile_local(ctx: LocalContext, x: jax.Array) -> Sequence[jax.Array]:
     reps = tuple(
         o // s if s else r for o, s, r in zip(ctx.result_shape(), x.shape, ctx.op.params["reps"], strict=True)
@@ -161,27 +148,6 @@ def split(op: OpView) -> Rule:
     axis = op.params["axis"]
     dims = tuple(() if i == axis else (f.new(s),) for i, s in enumerate(op.ins[0].shape))
     return Rule((dims,), (dims,) * len(op.outs), f.sizes, linear=linear_sets(op, (0,)), work=0.0)
-
-
-def _pad_local(ctx: LocalContext, x: jax.Array, padding: jax.Array) -> Sequence[jax.Array]:
-    partial = ctx.operand_layout(0).partial
-    if partial and not ctx.operand_layout(1).partial:
-        # Only one addend may contain the padding.
-        padding = jnp.where(block_index(partial, ctx.mesh) == 0, padding, jnp.zeros_like(padding))
-        x, padding = to_common_vma([x, padding])
-    return ctx.bind(x, padding.astype(x.dtype) if partial else padding)
-
-
-@rule("pad", local=_pad_local)
-def pad(op: OpView) -> Rule:
-    """Padded dimensions are not sharded; of partial sums one device pads with the value, the others with zero."""
-    f = Factors()
-    padded = [tuple(c) != (0, 0, 0) for c in op.params["padding_config"]]
-    dims = tuple(() if p else (f.new(s),) for p, s in zip(padded, op.ins[0].shape, strict=True))
-    return Rule(
-        (dims, ()), (dims,), f.sizes, linear=linear_sets(op, (0,), (0, 1)), work=0.0,
-        note="padded dimensions shift across blocks",
-    )  # fmt: skip
 
 
 def _iota_local(ctx: LocalContext) -> Sequence[jax.Array]:

@@ -1,0 +1,92 @@
+"""Slices and paddings along a dimension that is padded at its end: the same shift between the padded lengths.
+
+`x[1:]` of 16 rows has 15, which no cut divides; padded to 16 it is x moved by one row, `pad(x, low=-1, high=1)`, whose rule
+sends the edges of blocks. What stands in the padding of a result is not known; what a padding at the end would show of an
+operand's own padding is overwritten first.
+
+>>> import jax, jax.numpy as jnp
+>>> (eqn,) = jax.make_jaxpr(lambda x: x[1:])(jnp.ones(16)).eqns
+>>> moved_dims(eqn, lambda v, d: 16 if v.aval.shape[d] == 15 else None)
+(Move(dim=0, low=-1, high=1, mask=None),)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+from jax import lax
+
+from jshard._core import jaxcompat as compat
+from jshard._core.jax_types import JaxprAtom, JaxprEqn
+from jshard._rules.neutral_element import Scalar
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """A dimension of a slice or padding between padded lengths: as a padding by `low` and `high`.
+
+    `mask`: what the operand must hold in its padding; None where that does not show.
+    """
+
+    dim: int
+    low: int
+    high: int
+    mask: Scalar | None = None
+
+
+def moved_dims(eqn: JaxprEqn, padded: Callable[[JaxprAtom, int], int | None]) -> tuple[Move, ...]:
+    """The dimensions along which a slice or padding moves elements and its operand or result is padded.
+
+    Arguments:
+
+    - `padded`: the padded length of a variable's dimension; None where it keeps its own.
+    """
+    if eqn.primitive.name not in ("slice", "pad"):
+        return ()
+    x, out, found = eqn.invars[0], eqn.outvars[0], []
+    for d, (n, m) in enumerate(zip(x.aval.shape, out.aval.shape, strict=True)):
+        long_n, long_m = padded(x, d), padded(out, d)
+        low = _low(eqn, d)
+        if low is None or (long_n is None and long_m is None) or (low == 0 and n == m):
+            continue
+        mask: Scalar | None = None
+        if m - n - low > 0 and long_n is not None:  # the end of the operand shows, and behind it the padding's value
+            if not compat.is_literal(eqn.invars[1]):
+                continue
+            mask = np.asarray(eqn.invars[1].val).item()
+        found.append(Move(d, low, (long_m or m) - (long_n or n) - low, mask))
+    return tuple(found)
+
+
+def _low(eqn: JaxprEqn, d: int) -> int | None:
+    """The position of the first element in the result; None where elements do not stay neighbours."""
+    if eqn.primitive.name == "pad":
+        low, _, between = eqn.params["padding_config"][d]
+        return None if between else int(low)
+    strides = eqn.params["strides"]
+    return None if strides and strides[d] != 1 else -int(eqn.params["start_indices"][d])
+
+
+def run_moved(
+    eqn: JaxprEqn, moves: Sequence[Move], shape: Sequence[int]
+) -> Callable[..., list[jax.Array]]:
+    """The equation on a padded operand, as a function of its operands; `shape`: of the operand."""
+    by_dim = {move.dim: (move.low, move.high, 0) for move in moves}
+    if eqn.primitive.name == "pad":
+        config = [by_dim.get(d, tuple(map(int, c))) for d, c in enumerate(eqn.params["padding_config"])]
+        return lambda x, fill: [lax.pad(x, fill, config)]
+    p, old = eqn.params, eqn.invars[0].aval.shape
+    starts = [0 if d in by_dim else i for d, i in enumerate(p["start_indices"])]
+    limits = [
+        new if d in by_dim or limit == n else limit
+        for d, (limit, n, new) in enumerate(zip(p["limit_indices"], old, shape, strict=True))
+    ]
+    config = [by_dim.get(d, (0, 0, 0)) for d in range(len(old))]
+
+    def run(x: jax.Array) -> list[jax.Array]:
+        return [lax.pad(lax.slice(x, starts, limits, p["strides"]), np.zeros((), x.dtype), config)]
+
+    return run

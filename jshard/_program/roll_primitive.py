@@ -1,0 +1,70 @@
+"""`roll` as one operator: what `jnp.roll` traces to, two slices and a concatenation, would be moved twice where it is cut.
+
+A dimension that is cut is rolled by one permute of as many rows as it is rolled by (`_rules/primitives/shifts.py`).
+`shift_patterns.py` finds rolls in a traced program. The operator is linear, its transpose is the roll back.
+
+>>> import jax.numpy as jnp
+>>> roll(jnp.arange(5), 0, 2).tolist()
+[3, 4, 0, 1, 2]
+>>> jax.grad(lambda x: (roll(x, 0, 1) * jnp.arange(3.0)).sum())(jnp.ones(3)).tolist()
+[1.0, 2.0, 0.0]
+"""
+
+from __future__ import annotations
+
+import jax
+from jax import core, lax
+from jax.interpreters import ad, batching, mlir
+
+from jshard._core import jaxcompat as compat
+
+
+ROLL = "roll"
+
+roll_p = compat.multi_result_primitive(ROLL)
+
+
+def roll(x: jax.Array, dim: int, by: int) -> jax.Array:
+    """`x` with element i of dimension `dim` at position i + `by` modulo its length; `by` is from 1 to length - 1."""
+    return roll_p.bind(x, dim=dim, by=by)[0]
+
+
+def run_roll(x: jax.Array, *, dim: int, by: int) -> list[jax.Array]:
+    """`roll` on one device."""
+    n = x.shape[dim]
+    parts = lax.slice_in_dim(x, n - by, n, axis=dim), lax.slice_in_dim(x, 0, n - by, axis=dim)
+    return [lax.concatenate(parts, dim)]
+
+
+def _type(x: core.ShapedArray, *, dim: int, by: int) -> list[core.ShapedArray]:
+    return [x]
+
+
+def _back(cotangents: list, x: object, *, dim: int, by: int) -> list:
+    (ct,) = cotangents
+    if isinstance(ct, ad.Zero):
+        return [ad.Zero(x.aval)]  # pyright: ignore[reportAttributeAccessIssue]
+    return [roll(ct, dim, ct.shape[dim] - by)]
+
+
+def _tangents(primals: list, tangents: list, *, dim: int, by: int) -> tuple[list, list]:
+    (x,), (t,) = primals, tangents
+    out = roll_p.bind(x, dim=dim, by=by)
+    return out, [ad.Zero(x.aval.to_tangent_aval()) if isinstance(t, ad.Zero) else roll(t, dim, by)]
+
+
+def _batched(args: list, dims: list, *, dim: int, by: int) -> tuple[list, list]:
+    (x,), (d,) = args, dims
+    return roll_p.bind(x, dim=dim if dim < d else dim + 1, by=by), [d]
+
+
+def _define() -> None:
+    roll_p.def_impl(jax.jit(run_roll, static_argnames=("dim", "by")))
+    roll_p.def_abstract_eval(_type)
+    mlir.register_lowering(roll_p, mlir.lower_fun(run_roll, multiple_results=True))
+    ad.primitive_jvps[roll_p] = _tangents
+    ad.primitive_transposes[roll_p] = _back
+    batching.primitive_batchers[roll_p] = _batched
+
+
+_define()
