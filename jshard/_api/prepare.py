@@ -187,7 +187,7 @@ class TracedCall:
 
     @functools.cached_property
     def jaxpr(self) -> ClosedJaxpr:
-        """The traced function, with the named scopes marked that the configuration has rules for, and shifts as operators."""
+        """The traced function, with the named scopes marked of the configuration's rules, and shifts as operators."""
         if self.in_pieces is not None:
             return self.in_pieces
         return closed_with_shifts(self.jax_traced.jaxpr if self.rules is None else self.rules.jaxpr)
@@ -371,7 +371,7 @@ def _plan_jaxpr(
 
     `limited`: within the memory budget. `recomputed`: whether the other jaxpr computes values again.
     """
-    from jshard._api.padded_pins import pins_in_padded, uneven_cuts  # here, so that `import jshard` stays light
+    from jshard._api.padded_pins import pins_in_padded, uneven_cuts  # here: `import jshard` stays light
 
     request, call, donated, rules, in_pins = of.request, of.call, of.donated, of.rules, of.in_pins
     traced = build_program(

@@ -33,6 +33,7 @@ from jax import lax
 
 from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import Aval, ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn
+from jshard._plan.padded_shifts import Move, moved_dims, run_joined, run_moved
 from jshard._plan.padding_classes import (
     EquationFactor,
     PaddingClasses,
@@ -40,7 +41,6 @@ from jshard._plan.padding_classes import (
     shape_of,
     stacked_from,
 )
-from jshard._plan.padded_shifts import Move, moved_dims, run_moved
 from jshard._program.equation_bodies import with_bodies
 from jshard._program.inlining import fresh, substituted
 from jshard._program.loop_invariants import body_of
@@ -210,7 +210,12 @@ class _Writer:
                 in_dims[i][d] = n
             for i, d in f.results:
                 out_dims[i][d] = n
-        moves = moved_dims(eqn, self.padded)
+        moves, joined = moved_dims(eqn, self.padded), run_joined(eqn, self.padded)
+        if joined is not None:
+            d = eqn.params["dimension"]
+            for dims, v in zip((*in_dims, *out_dims), (*eqn.invars, *eqn.outvars), strict=True):
+                if (n := self.padded(v, d)) is not None:
+                    dims[d] = n
         for move in moves:
             for side, v in ((in_dims, eqn.invars[0]), (out_dims, eqn.outvars[0])):
                 if (n := self.padded(v, move.dim)) is not None:
@@ -218,6 +223,10 @@ class _Writer:
         operands = [
             self.form(v, frozenset(dims), env, eqn) for v, dims in zip(eqn.invars, in_dims, strict=True)
         ]
+        if joined is not None:
+            (result,) = self.traced(joined, operands, eqn)
+            env[eqn.outvars[0]] = _Value({frozenset(out_dims[0]): result}, frozenset(out_dims[0]), {})
+            return
         if moves:
             self.moved(eqn, moves, operands, frozenset(out_dims[0]), env)
             return

@@ -16,12 +16,18 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import JaxprAtom, JaxprEqn
+from jshard._program.shift_patterns import spliced
+from jshard._program.shifted_pieces import Group, kept_most, padding_config
 from jshard._rules.neutral_element import Scalar
+
+
+_MOST_JOINED = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +43,16 @@ class Move:
     mask: Scalar | None = None
 
 
+def shifted_dims(eqn: JaxprEqn) -> tuple[int, ...]:
+    """The dimensions along which a slice, padding or concatenation moves elements, or drops some."""
+    if eqn.primitive.name == "concatenate":
+        return (eqn.params["dimension"],)
+    if eqn.primitive.name not in ("slice", "pad"):
+        return ()
+    sizes = enumerate(zip(eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, strict=True))
+    return tuple(d for d, (n, m) in sizes if (low := _low(eqn, d)) is not None and (low != 0 or n != m))
+
+
 def moved_dims(eqn: JaxprEqn, padded: Callable[[JaxprAtom, int], int | None]) -> tuple[Move, ...]:
     """The dimensions along which a slice or padding moves elements and its operand or result is padded.
 
@@ -44,16 +60,19 @@ def moved_dims(eqn: JaxprEqn, padded: Callable[[JaxprAtom, int], int | None]) ->
 
     - `padded`: the padded length of a variable's dimension; None where it keeps its own.
     """
-    if eqn.primitive.name not in ("slice", "pad"):
+    if eqn.primitive.name == "concatenate":
         return ()
-    x, out, found = eqn.invars[0], eqn.outvars[0], []
-    for d, (n, m) in enumerate(zip(x.aval.shape, out.aval.shape, strict=True)):
-        long_n, long_m = padded(x, d), padded(out, d)
+    found = []
+    for d in shifted_dims(eqn):
+        x, out = eqn.invars[0], eqn.outvars[0]
+        (n, m), (long_n, long_m) = (x.aval.shape[d], out.aval.shape[d]), (padded(x, d), padded(out, d))
         low = _low(eqn, d)
-        if low is None or (long_n is None and long_m is None) or (low == 0 and n == m):
+        if low is None or (long_n is None and long_m is None):
             continue
         mask: Scalar | None = None
-        if m - n - low > 0 and long_n is not None:  # the end of the operand shows, and behind it the padding's value
+        if (
+            m - n - low > 0 and long_n is not None
+        ):  # the end of the operand shows, and behind it the padding's value
             if not compat.is_literal(eqn.invars[1]):
                 continue
             mask = np.asarray(eqn.invars[1].val).item()
@@ -70,23 +89,53 @@ def _low(eqn: JaxprEqn, d: int) -> int | None:
     return None if strides and strides[d] != 1 else -int(eqn.params["start_indices"][d])
 
 
-def run_moved(
-    eqn: JaxprEqn, moves: Sequence[Move], shape: Sequence[int]
-) -> Callable[..., list[jax.Array]]:
+def run_moved(eqn: JaxprEqn, moves: Sequence[Move], shape: Sequence[int]) -> Callable[..., list[jax.Array]]:
     """The equation on a padded operand, as a function of its operands; `shape`: of the operand."""
     by_dim = {move.dim: (move.low, move.high, 0) for move in moves}
     if eqn.primitive.name == "pad":
-        config = [by_dim.get(d, tuple(map(int, c))) for d, c in enumerate(eqn.params["padding_config"])]
+        config = [by_dim.get(d, c) for d, c in enumerate(padding_config(eqn.params))]
         return lambda x, fill: [lax.pad(x, fill, config)]
-    p, old = eqn.params, eqn.invars[0].aval.shape
+    p, old, kept = eqn.params, eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    # Few positions stay a slice: by its rule the device adds them that has them.
+    few = {
+        m.dim
+        for m in moves
+        if shape[m.dim] + m.low + m.high == kept[m.dim] and not kept_most(kept[m.dim], old[m.dim])
+    }
+    by_dim = {d: c for d, c in by_dim.items() if d not in few}
     starts = [0 if d in by_dim else i for d, i in enumerate(p["start_indices"])]
     limits = [
-        new if d in by_dim or limit == n else limit
+        new if d in by_dim or (limit == n and d not in few) else limit
         for d, (limit, n, new) in enumerate(zip(p["limit_indices"], old, shape, strict=True))
     ]
     config = [by_dim.get(d, (0, 0, 0)) for d in range(len(old))]
 
     def run(x: jax.Array) -> list[jax.Array]:
         return [lax.pad(lax.slice(x, starts, limits, p["strides"]), np.zeros((), x.dtype), config)]
+
+    return run
+
+
+def run_joined(
+    eqn: JaxprEqn, padded: Callable[[JaxprAtom, int], int | None]
+) -> Callable[..., list[jax.Array]] | None:
+    """A concatenation of which an operand or the result is padded, as a function of its operands; None for all others.
+
+    Each operand is moved to its place, and the positions say which is read where.
+    """
+    if eqn.primitive.name != "concatenate" or any(map(compat.is_literal, eqn.invars)):
+        return None
+    d, out, at, groups = eqn.params["dimension"], eqn.outvars[0], 0, []
+    long = [padded(v, d) for v in (*eqn.invars, out)]
+    if not any(long) or len(eqn.invars) > _MOST_JOINED or not jnp.issubdtype(out.aval.dtype, np.generic):
+        return None
+    for v, size in zip(eqn.invars, long, strict=False):
+        groups.append(Group(v, size or v.aval.shape[d], at, at + v.aval.shape[d]))
+        at += v.aval.shape[d]
+
+    def run(*arrays: jax.Array) -> list[jax.Array]:
+        shape = list(arrays[0].shape)
+        shape[d] = long[-1] or out.aval.shape[d]
+        return [spliced(arrays, groups, d, tuple(shape))]
 
     return run

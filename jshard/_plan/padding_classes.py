@@ -4,8 +4,8 @@ Problem.  A vocabulary of 50,257 is a dimension of an embedding, of logits, of t
 state. If one of them is padded, the operators between them want the others padded by as much.
 
 Idea.  Union-find over the (variable, dimension) pairs of a jaxpr: two are in one class where an operator carries them as
-one factor that may be padded (`_rules/padding.py`), and where a variable enters or leaves the body of a call, loop or
-branch. At all other operators a class ends: there the true size is restored.
+one factor that may be padded (`_rules/padding.py`), where it is shifted (`padded_shifts.py`), and where a variable enters
+or leaves the body of a call, loop or branch. At all other operators a class ends: there the true size is restored.
 
 >>> import jax, jax.numpy as jnp
 >>> closed = jax.make_jaxpr(lambda x, w: jnp.sum(x @ w, 1))(jnp.ones((4, 6)), jnp.ones((6, 7)))
@@ -23,6 +23,7 @@ from collections.abc import Hashable, Iterable, Sequence
 
 from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn
+from jshard._plan.padded_shifts import shifted_dims
 from jshard._program.loop_invariants import CALLS_WITH_BODY, body_of
 from jshard._program.pin_primitives import PIN_OPERAND, PIN_RESULT
 from jshard._rules.lookup import rules_for
@@ -150,6 +151,13 @@ class PaddingClasses:
             for place in places:
                 self._unite(places[0], place)
             self._carried += places[:1]
+        for d in shifted_dims(eqn):
+            ends = [(v, d) for v in (*eqn.invars, *eqn.outvars) if d < len(shape_of(v))]
+            ends = [place for place in ends if not compat.is_literal(place[0])]
+            ends = [place for place in ends if shape_of(place[0])[d] in self.sizes]
+            self._carried += [self._root(place) for place in ends]
+            if len(ends) == 2 and shape_of(ends[0][0])[d] == shape_of(ends[1][0])[d]:
+                self._unite(*ends)
 
     def _bind(self, outer: JaxprAtom, inner: JaxprAtom, shift: int) -> None:
         if compat.is_literal(outer) or compat.is_literal(inner):

@@ -4,7 +4,8 @@ Problem.  `jnp.roll(x, 1)` is traced to a slice of one row, a slice of all other
 `pad(x[:, :-1])`. Rules see one operator at a time, and of a slice of n - 1 rows no cut divides: each such dimension would
 be gathered and cut again, to move one row.
 
-Idea.  Along one dimension a value is described by its pieces: intervals of other values, or of a constant (`pieces.py`).
+Idea.  Along one dimension a value is described by its pieces: intervals of other values, or of a constant
+(`shifted_pieces.py`).
 Slices crop such a description, paddings and concatenations lengthen it. Where a value of length n amounts to most of another
 one of length n, moved, it is computed from that: by `roll`, or by one `pad` with a low padding as long as the high one is
 negative, whose rule moves only the edges (`_rules/primitives/shifts.py`); what else is in it is selected by position.
@@ -21,7 +22,6 @@ of strided slices, shifts and interleavings, and its gradient consist of operato
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -34,8 +34,17 @@ from jshard._core.jax_types import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn
 from jshard._program.equation_bodies import with_bodies
 from jshard._program.inlining import fresh, substituted, with_calls_inlined
 from jshard._program.loop_invariants import INLINED_CALLS, body_of
-from jshard._program.pieces import Group, Pieces, Segment, grouped, is_roll, kept_most, overlaid
 from jshard._program.roll_primitive import roll
+from jshard._program.shifted_pieces import (
+    Group,
+    Pieces,
+    Segment,
+    grouped,
+    is_roll,
+    kept_most,
+    overlaid,
+    padding_config,
+)
 
 
 _WITH_BODIES = frozenset(("scan", "while", "cond", "jit", "pjit", "closed_call", "remat2", "checkpoint"))
@@ -89,7 +98,9 @@ def _may_shift(jaxpr: Jaxpr) -> bool:
     while pending:
         for eqn in pending.pop().eqns:
             name = eqn.primitive.name
-            if name in ("concatenate", "pad") or (name == "slice" and set(eqn.params["strides"] or (1,)) != {1}):
+            if name in ("concatenate", "pad") or (
+                name == "slice" and set(eqn.params["strides"] or (1,)) != {1}
+            ):
                 return True
             body = body_of(eqn) if name in INLINED_CALLS else None
             if body is not None:
@@ -168,20 +179,34 @@ class _Writer:
         self.replace(eqn, kept)
 
     def split(self, eqn: JaxprEqn) -> None:
-        """Each result of a split crops its operand."""
-        d, at = eqn.params["axis"], 0
-        for v, size in zip(eqn.outvars, eqn.params["sizes"], strict=True):
-            self.pieces[v] = self.along(eqn.invars[0], d).cropped(at, at + int(size))
-            at += int(size)
-        self.eqns.append(eqn)
+        """Each result of a split crops its operand; where one is most of it, they are slices."""
+        (x,), d, at = eqn.invars, eqn.params["axis"], 0
+        n, sizes = _shape(x)[d], [int(size) for size in eqn.params["sizes"]]
+        apart = n >= _LEAST and len(sizes) > 1 and any(kept_most(size, n) for size in sizes)
+        for v, size in zip(eqn.outvars, sizes, strict=True):
+            pieces = self.along(x, d).cropped(at, at + size)
+            if apart:
+                first, last = at, at + size
+                part = self.traced(lambda a: lax.slice_in_dim(a, first, last, axis=d), [x], eqn)  # noqa: B023
+                self.env[v], v = part, part
+                self.changed = True
+            self.pieces[v] = pieces
+            at += size
+        if not apart:
+            self.eqns.append(eqn)
 
     def pad(self, eqn: JaxprEqn) -> None:
         """A padding along one dimension adds pieces of its value, or crops; one between elements is split in two."""
         x, fill = eqn.invars
-        config = [tuple(int(k) for k in c) for c in eqn.params["padding_config"]]
+        config = padding_config(eqn.params)
         for d, (low, high, between) in enumerate(config):
             k, n = between + 1, _shape(x)[d]
-            if between and min(low, high) >= 0 and low + high > between and _shape(eqn.outvars[0])[d] % k == 0:
+            if (
+                between
+                and min(low, high) >= 0
+                and low + high > between
+                and _shape(eqn.outvars[0])[d] % k == 0
+            ):
                 if n < _LEAST or not kept_most(n, _shape(eqn.outvars[0])[d] // k):
                     continue
                 self.interleaved(eqn, d, config)
@@ -198,7 +223,7 @@ class _Writer:
         else:
             self.eqns.append(eqn)
 
-    def interleaved(self, eqn: JaxprEqn, d: int, config: list[tuple[int, ...]]) -> None:
+    def interleaved(self, eqn: JaxprEqn, d: int, config: list[tuple[int, int, int]]) -> None:
         """A padding between elements and by whole strides at the ends."""
         x, fill = eqn.invars
         low, _, between = config[d]
@@ -280,19 +305,19 @@ class _Writer:
         if not all(s.size == n for s in whole) and not any(kept_most(s.length, n - constant) for s in whole):
             return None
         groups = grouped(pieces)
-        if len(groups) > _MOST_GROUPS or _is_that(eqn, groups, n):
+        if len(groups) > _MOST_GROUPS or _is_that(eqn, groups):
             return None
         shape = (*_shape(v)[:d], n, *_shape(v)[d + 1 :])
         operands: list[JaxprAtom] = []
         for g in groups:
             operands += [g.source] if g.fill is None else [g.source, g.fill]
-        out = self.traced(lambda *arrays: _spliced(arrays, groups, d, shape), operands, eqn)
+        out = self.traced(lambda *arrays: spliced(arrays, groups, d, shape), operands, eqn)
         return out
 
     def resampled(self, pieces: Pieces, eqn: JaxprEqn) -> Pieces:
-        """The pieces with single elements of values of k n or n / k elements taken from others of n, to which they go locally.
+        """The pieces with single elements of values of k n or n / k elements taken from values of n elements.
 
-        Every k-th element of a longer value has it, or a shorter one with zeros between its elements.
+        These are every k-th element of a longer one, or a shorter one with zeros between its elements: blocks suffice.
         """
         d, n, at, out = pieces.dim, pieces.length, 0, []
         for s in pieces.segments:
@@ -305,10 +330,14 @@ class _Writer:
                     starts, limits, strides = zip(*config, strict=True)
                     y = self.traced(lambda a: lax.slice(a, starts, limits, strides), [x], eqn)  # noqa: B023
                     s = Segment(y, n, place, 1)
-                elif n % s.size == 0 and s.size > 1 and 0 <= (r := at - s.start * (n // s.size)) < n // s.size:
+                elif (
+                    n % s.size == 0 and s.size > 1 and 0 <= (r := at - s.start * (n // s.size)) < n // s.size
+                ):
                     k, x = n // s.size, s.source
                     if k <= _MOST_STRIDE:
-                        config = [(r, k - 1 - r, k - 1) if i == d else (0, 0, 0) for i in range(len(_shape(x)))]
+                        config = [
+                            (r, k - 1 - r, k - 1) if i == d else (0, 0, 0) for i in range(len(_shape(x)))
+                        ]
                         y = self.traced(lambda a: lax.pad(a, np.zeros((), a.dtype), config), [x], eqn)  # noqa: B023
                         s = Segment(y, n, at, 1)
             at += s.length
@@ -327,7 +356,7 @@ class _Writer:
     ) -> JaxprAtom:
         """The result of a function, as equations."""
         avals = [jax.ShapeDtypeStruct(_shape(v), v.aval.dtype) for v in operands]
-        opened, consts = compat.open_jaxpr(compat.make_jaxpr(fn, *avals))
+        opened, consts = compat.open_jaxpr(compat.make_jaxpr(lambda *xs: [fn(*xs)], *avals))
         assert not consts
         env = dict(zip(opened.invars, operands, strict=True))
         for eqn in opened.eqns:
@@ -338,7 +367,9 @@ class _Writer:
         return substituted(opened.outvars, env)[0]
 
 
-def _spliced(arrays: Sequence[jax.Array], groups: Sequence[Group], d: int, shape: tuple[int, ...]) -> jax.Array:
+def spliced(
+    arrays: Sequence[jax.Array], groups: Sequence[Group], d: int, shape: tuple[int, ...]
+) -> jax.Array:
     """The groups along a dimension, each a shift of its array or a constant, selected by position."""
     rest, parts = iter(arrays), []
     for g in groups:
@@ -358,12 +389,9 @@ def _spliced(arrays: Sequence[jax.Array], groups: Sequence[Group], d: int, shape
     return out
 
 
-def _is_that(eqn: JaxprEqn, groups: Sequence[Group], n: int) -> bool:
+def _is_that(eqn: JaxprEqn, groups: Sequence[Group]) -> bool:
     """Whether an equation is the padding that its groups would be computed by."""
-    if eqn.primitive.name != "pad" or len(groups) != 1:
-        return False
-    (g,) = groups
-    return g.source is eqn.invars[0] and g.size is not None and math.prod(_shape(eqn.outvars[0])) > 0
+    return eqn.primitive.name == "pad" and len(groups) == 1 and groups[0].source is eqn.invars[0]
 
 
 def _is_extended(eqn: JaxprEqn) -> bool:

@@ -120,7 +120,9 @@ def _meaning(op: OpView) -> Callable[[OpView, Rule, int], PaddedFactor | None] |
 
 
 def _moved(op: OpView, rule: Rule, f: int) -> PaddedFactor | None:
-    grown = op.primitive == "pad" and not any((f,) == d for d in rule.operands[0])  # its length is a parameter
+    grown = op.primitive == "pad" and not any(
+        (f,) == d for d in rule.operands[0]
+    )  # its length is a parameter
     return None if f in rule.blocked or grown else IGNORED
 
 

@@ -26,6 +26,7 @@ from jax import lax
 
 from jshard._core.jaxcompat import itemsize, to_common_vma
 from jshard._program.roll_primitive import ROLL, run_roll
+from jshard._program.shifted_pieces import padding_config
 from jshard._rules.block_reads import RolledReads, WindowReads
 from jshard._rules.factors import Factors, linear_sets
 from jshard._rules.halo import Halo, with_halos
@@ -102,7 +103,7 @@ def _pad_local(ctx: LocalContext, x: jax.Array, padding: jax.Array) -> Sequence[
         padding = jnp.where(block_index(partial, ctx.mesh) == 0, padding, jnp.zeros_like(padding))
     x, padding = to_common_vma([x, padding])
     padding = padding.astype(x.dtype) if partial else padding
-    config = [tuple(int(k) for k in c) for c in ctx.op.params["padding_config"]]
+    config = padding_config(ctx.op.params)
     before, after = ctx.operand_layout(0).dims, ctx.result_layout(0).dims
     cut = [ctx.mesh.size(*axes) > 1 for axes in after]
     exchanged = {one.dim for one in ctx.rule.internal if one.over is not None and ctx.axes(one.over)}

@@ -16,20 +16,27 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from jshard._rules.factors import Factors, linear_sets
+from jshard._rules.factors import Factors, linear_sets, summable
 from jshard._rules.registry import LocalContext, OpView, StackSlice, family, materialized
-from jshard._rules.rule import Rule
+from jshard._rules.rule import PARTIAL, JointCut, Rule
 
 
 rule = family("slice")
 
 
+_LEAST_DROPPED = 16
+"""A slice of at most one in so many positions of a cut dimension is a sum over the devices, of which one has it."""
+
+
 def _slice_local(ctx: LocalContext, x: jax.Array | StackSlice) -> Sequence[jax.Array]:
     p = ctx.op.params
     strides = p["strides"] or (1,) * len(x.shape)
+    if any(c >= len(ctx.rule.sizes) for c in ctx.candidate.axis_codes):
+        return [_slice_of_owner(ctx, materialized(x), strides)]
     cut = [bool(axes) for axes in ctx.operand_layout(0).dims]
     limits = tuple(x.shape[d] if cut[d] else n for d, n in enumerate(p["limit_indices"]))
     if isinstance(x, StackSlice) and set(strides) <= {1}:
@@ -38,13 +45,35 @@ def _slice_local(ctx: LocalContext, x: jax.Array | StackSlice) -> Sequence[jax.A
     return [lax.slice(materialized(x), p["start_indices"], limits, strides)]
 
 
+def _slice_of_owner(ctx: LocalContext, x: jax.Array, strides: Sequence[int]) -> jax.Array:
+    """What this device has of a slice of few positions along cut dimensions, zeros where others have it."""
+    p, starts, limits = ctx.op.params, [], []
+    for d, (start, limit) in enumerate(zip(p["start_indices"], p["limit_indices"], strict=True)):
+        n, m = ctx.op.ins[0].shape[d], limit - start
+        if not ctx.operand_layout(0).dims[d] or m == n or strides[d] != 1:
+            starts.append(start)
+            limits.append(x.shape[d] if ctx.operand_layout(0).dims[d] else limit)
+            continue
+        around = lax.pad(
+            x, np.zeros((), x.dtype), [(m, m, 0) if k == d else (0, 0, 0) for k in range(x.ndim)]
+        )
+        first = jnp.clip(start + m - jnp.asarray(ctx.operand_offset(0, d), jnp.int32), 0, x.shape[d] + m)
+        x = lax.dynamic_slice_in_dim(around, first, m, d)
+        starts.append(0)
+        limits.append(m)
+    return lax.slice(x, starts, limits, strides)
+
+
 @rule("slice", local=_slice_local)
 def slice_(op: OpView) -> Rule:
-    """A shared factor for dimensions covered in full; `(o k) -> o` for one element per stride; none for others."""
+    """A shared factor for dimensions covered in full; `(o k) -> o` for one element per stride; none for others.
+
+    A few positions of a cut dimension are a partial sum: the device that has them adds them to the others' zeros.
+    """
     p = op.params
     strides = p["strides"] or (1,) * len(op.ins[0].shape)
     f = Factors()
-    operand, out, blocked = [], [], []
+    operand, out, blocked, few = [], [], [], []
     for size, n, start, stride in zip(
         op.ins[0].shape, op.outs[0].shape, p["start_indices"], strides, strict=True
     ):
@@ -56,12 +85,18 @@ def slice_(op: OpView) -> Rule:
             blocked.append(k)
             operand.append((o, k))
             out.append((o,))
+        elif stride == 1 and 0 < n * _LEAST_DROPPED <= size and summable(op.outs[0]):
+            few.append(f.new(size))
+            operand.append((few[-1],))
+            out.append(())
         else:
             operand.append(())
             out.append(())
+    blocked += few
     return Rule(
         (tuple(operand),), (tuple(out),), f.sizes, blocked=tuple(blocked), linear=linear_sets(op, (0,)), work=0.0,
         note="a sliced dimension shifts across blocks",
+        joint=tuple(JointCut("owner", (k,), (PARTIAL,), alone=True) for k in few),
     )  # fmt: skip
 
 

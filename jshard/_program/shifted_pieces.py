@@ -13,14 +13,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+
+import numpy as np
+
+from jshard._core.jax_types import JaxprAtom, Params
+from jshard._core.jaxcompat import is_literal
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Segment:
     """Positions `start` to `start + length` of a value of length `size`; of a scalar, which has none, copies."""
 
-    source: Any  # a variable of a jaxpr, or a literal
+    source: JaxprAtom
     size: int | None
     start: int
     length: int
@@ -32,13 +36,10 @@ class Segment:
         return self.size is None and other.size is None and _literal(self.source) == _literal(other.source)
 
 
-def _literal(v: Any) -> Hashable:
+def _literal(v: JaxprAtom) -> Hashable:
     """The value of a literal; of a variable itself."""
-    value = getattr(v, "val", v)
-    try:
-        return value.item() if hasattr(value, "item") else value
-    except ValueError:
-        return id(v)
+    value = np.asarray(v.val) if is_literal(v) else None
+    return (id(v),) if value is None or value.ndim else value.item()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -64,7 +65,7 @@ class Pieces:
             at += s.length
         return Pieces(self.dim, tuple(out))
 
-    def between(self, fill: Any, before: int, after: int) -> Pieces:
+    def between(self, fill: JaxprAtom, before: int, after: int) -> Pieces:
         """It with so many copies of a scalar before and after it."""
         sides = [Pieces(self.dim, (Segment(fill, None, 0, n),) if n else ()) for n in (before, after)]
         return Pieces.joined(self.dim, [sides[0], self, sides[1]])
@@ -92,11 +93,12 @@ def is_roll(pieces: Pieces) -> int | None:
     if len(pieces.segments) != 2:
         return None
     a, b = pieces.segments
-    whole = a.size == pieces.length and a.is_of(b)
-    return a.length if whole and a.start + a.length == a.size and b.start == 0 and a.length < a.size else None
+    n = pieces.length
+    whole = a.size == n and a.is_of(b)
+    return a.length if whole and a.start + a.length == n and b.start == 0 and a.length < n else None
 
 
-def overlaid(a: Pieces, b: Pieces, is_zero: Callable[[Any], bool]) -> Pieces | None:
+def overlaid(a: Pieces, b: Pieces, is_zero: Callable[[JaxprAtom], bool]) -> Pieces | None:
     """The sum of two values, each zero where the other is not; None if they are not so."""
     if a.dim != b.dim or a.length != b.length:
         return None
@@ -127,11 +129,11 @@ class Group:
     `size`: None for copies of the scalar `source`.
     """
 
-    source: Any
+    source: JaxprAtom
     size: int | None
     low: int
     end: int
-    fill: Any = None
+    fill: JaxprAtom | None = None
 
 
 def grouped(pieces: Pieces) -> list[Group]:
@@ -139,12 +141,17 @@ def grouped(pieces: Pieces) -> list[Group]:
     segments, out, at = list(pieces.segments), [], 0
     taken = [False] * len(segments)
     ends = _ends(pieces)
-    fills: dict[int, Any] = {}
+    fills: dict[int, JaxprAtom] = {}
     for k, s in enumerate(segments):
         if s.size is None:
             continue
         for beside, edge in ((k - 1, s.start == 0), (k + 1, s.start + s.length == s.size)):
-            if not edge or not 0 <= beside < len(segments) or segments[beside].size is not None or taken[beside]:
+            if (
+                not edge
+                or not 0 <= beside < len(segments)
+                or segments[beside].size is not None
+                or taken[beside]
+            ):
                 continue
             if k in fills and not segments[beside].is_of(Segment(fills[k], None, 0, 0)):
                 continue
@@ -162,3 +169,8 @@ def grouped(pieces: Pieces) -> list[Group]:
 
 def _covers(group: Group, segment: Segment) -> bool:
     return group.source is segment.source and segment.start + segment.length == segment.size
+
+
+def padding_config(params: Params) -> list[tuple[int, int, int]]:
+    """The low, high and inner padding of each dimension, of a `pad`."""
+    return [(int(low), int(high), int(between)) for low, high, between in params["padding_config"]]
