@@ -405,7 +405,7 @@ def _plan_jaxpr(
             tuple(pinned), ties, donated, options.level, options.search, limit if limited else None,
             replication_price=options.replication_price, search_seconds=options.search_seconds,
             search_in_budget=options.search_in_budget, memory_slack=options.memory_slack,
-            names_least_peak=not recomputed, most=of.most,
+            names_least_peak=not recomputed, most=of.most, overlap=options.overlap,
         )  # fmt: skip
         if found is not None:
             kept = [c for c in committed if program.inputs.index(c[0]) in found.committed]

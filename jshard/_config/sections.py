@@ -33,7 +33,7 @@ OPTIONS = (
     "microbatches",
     "device", "level", "hardware", "memory_budget", "search", "static_argnums", "static_argnames", "donate_argnums",
     "donate_argnames", "replication_price", "search_seconds", "remat", "prefer", "local_batch",
-    "check_host_arrays", "process_seconds", "pad", "pipeline",
+    "check_host_arrays", "process_seconds", "pad", "pipeline", "overlap",
 )  # fmt: skip
 """The arguments of `shard` that a configuration may hold, beside strategies and the mesh."""
 

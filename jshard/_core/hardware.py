@@ -25,6 +25,7 @@ from typing import Any, Literal
 from jshard._core.collective_curves import CollectiveCurve
 from jshard._core.errors import MeshError
 from jshard._core.jax_types import Device
+from jshard._core.layout import CollectiveKind
 from jshard._core.switch_curves import switch_curves
 
 
@@ -51,6 +52,10 @@ class Chip:
     - `max_slice`: the largest torus, in chips along each axis; empty where there is none.
     - `dies`: JAX devices on one chip, and `die_bandwidth` the bytes/s of the link between them.
     - `clock`: cycles/s of a TPU core, in which its compiler writes estimates; 0 for others.
+    - `async_kinds`: kinds of collectives that its compiler starts before their results are needed, so that products hide
+        them. `combine_bytes`: up to which it sends several of them as one.
+    - `all_reduced_kinds`: kinds that its compiler makes an all-reduce of over a whole torus of three axes (of a gather only
+        where they are rings).
     - `curves`: measured times of collectives by size; those take the place of the latencies and bandwidths above.
     - `sources`: for each field, where the number comes from.
     """
@@ -76,6 +81,9 @@ class Chip:
     die_bandwidth: float = 0.0
     clock: float = 0.0
     curves: tuple[CollectiveCurve, ...] = ()
+    async_kinds: tuple[CollectiveKind, ...] = ()
+    combine_bytes: float = 0.0
+    all_reduced_kinds: tuple[CollectiveKind, ...] = ()
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     def __str__(self) -> str:
@@ -92,6 +100,9 @@ _F32_TPU = "JAX's default precision multiplies float32 in one bfloat16 pass on T
 _CLOCK = (
     "bf16_flops over the FLOPs of all matrix units in a cycle (128 x 128 units on v4 to v5p, 256 x 256 after); of these "
     "the TPU compiler estimates 70 to 90% for a product of 8192 x 8192 x 8192 [M]"
+)
+_ALL_REDUCED = (
+    "libtpu 0.0.42.1: both on 4 x 4 x 4; on 2 x 2 x 2 and 2 x 2 x 4, without rings, reduce-scatters alone [M]"
 )
 _NIC_ALPHA = "[stand-in] NCCL's network step (LL); no figure for the data-centre network is published"
 
@@ -127,6 +138,8 @@ def _gpu(name: str, sheet: str, **figures: Any) -> Chip:
         "alpha": "NCCL ring step over NVLink, LL 0.6 us (autoparallel's port of NCCL tuning.cc) [S]",
         "startup": "NCCL ring base latency, LL 6.6 us (same) [S]",
         "nic_alpha": "NCCL ring step over the network, LL 2.7 us (same) [S]",
+        "async_kinds": "XLA's schedules of six training steps for eight H100 (benchmarks/compilers/exposure.md) [M]",
+        "combine_bytes": "the thresholds of XLA's combiners (xla/service/collective_utils.h) [S]",
         "curves": "all-reduces of eight GPUs in Galvatron's profiles [S]; bytes scaled by the links' bandwidth [derived]",
     }
     extra = figures.pop("sources", {})
@@ -134,6 +147,8 @@ def _gpu(name: str, sheet: str, **figures: Any) -> Chip:
     curves = switch_curves(figures["links"] * figures["link_bandwidth"] / 3e11)
     common: dict[str, Any] = dict(
         curves=curves,
+        async_kinds=("all_gather", "reduce_scatter", "all_reduce", "all_to_all"),
+        combine_bytes=30.0 * 2**20 + 7,
         efficiency=0.82,
         alpha=0.6e-6,
         startup=6.6e-6,
@@ -161,10 +176,14 @@ _BUILT_IN = (
         link_bandwidth=4.5e10,
         interconnect="torus3d",
         max_slice=(16, 16, 16),
+        all_reduced_kinds=("all_gather", "reduce_scatter"),
         clock=1.05e9,
         node_size=4,
         nic_bandwidth=25e9 / 4,
-        sources={"nic_bandwidth": f"{_BOOK} tpus.md: 25 GB/s for a host of four chips [S]"},
+        sources={
+            "all_reduced_kinds": _ALL_REDUCED,
+            "nic_bandwidth": f"{_BOOK} tpus.md: 25 GB/s for a host of four chips [S]",
+        },
     ),
     _tpu(
         "tpu-v5e",
@@ -182,7 +201,9 @@ _BUILT_IN = (
         clock=1.5e9,
         node_size=8,
         nic_bandwidth=25e9 / 8,
+        async_kinds=("all_gather",),
         sources={
+            "async_kinds": "libtpu 0.0.42.1's schedules of ten training steps (benchmarks/compilers/exposure.md) [M]",
             "link_bandwidth": "docs.cloud.google.com/tpu/docs/v5e: 400 GB/s per chip, both ways, 4 links [S]",
             "nic_bandwidth": "docs.cloud.google.com/tpu/docs/v5e: 2 x 100 Gb/s for a host of eight chips [S]",
         },
@@ -200,10 +221,12 @@ _BUILT_IN = (
         link_bandwidth=1e11,
         interconnect="torus3d",
         max_slice=(16, 20, 28),
+        all_reduced_kinds=("all_gather", "reduce_scatter"),
         clock=1.75e9,
         node_size=4,
         nic_bandwidth=50e9 / 8,
         sources={
+            "all_reduced_kinds": _ALL_REDUCED,
             "hbm_bandwidth": "docs.cloud.google.com/tpu/docs/v5p [S]; jax's own table says 2.46e12",
             "hbm_bytes": "docs.cloud.google.com/tpu/docs/v5p: 95 GiB usable of 96 [S]",
             "link_bandwidth": "docs.cloud.google.com/tpu/docs/v5p: 1200 GB/s, both ways, 6 links [S]",

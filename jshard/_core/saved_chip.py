@@ -56,7 +56,8 @@ def chip_from_json(text: str, where: str) -> Chip:
             CollectiveCurve(**{**c, "knots": tuple((float(b), float(s)) for b, s in c["knots"])})
             for c in fields.pop("curves", ())
         )
-        return Chip(**{**fields, "max_slice": tuple(fields.get("max_slice", ()))}, curves=curves)
+        lists = ("max_slice", "async_kinds", "all_reduced_kinds")
+        return Chip(**{**fields, **{k: tuple(fields.get(k, ())) for k in lists}}, curves=curves)
     except (TypeError, KeyError, ValueError) as error:
         raise MeshError(f"a chip without all its figures: {error}", where=where, fix=again) from None
 

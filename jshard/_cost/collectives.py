@@ -26,6 +26,9 @@ bytes/s (hardware.md section 2, after jax-ml/scaling-book sharding.md):
 An all-to-all reorders blocks before and after, each time with a read and a write of memory; the TPU compiler emits
 copies for that, which take longer than the transfer on a small torus.
 
+On TPU v4 and v5p the compiler makes an all-reduce of a gather or a reduce-scatter over all three axes of a torus, in twice
+the seconds: they are priced as that (`Chip.all_reduced_kinds`), and take several steps over fewer axes where that is faster.
+
 Several torus axes work at once: their bandwidths add up. In a hierarchy (dies, torus or NVLink, network) the slowest
 tier decides, since tiers can be pipelined.
 """
@@ -137,6 +140,8 @@ def coefficients(kind: CollectiveKind, axes: tuple[str, ...], topology: Topology
             inside *= size
         slope = per_full_byte * {"all_gather": n, "reduce_scatter": 1, "all_reduce": 2}[kind]
     twice = 2 if kind == "all_reduce" else 1
+    if kind in topology.chip.all_reduced_kinds and _is_whole_torus(tiers, rings=kind == "all_gather"):
+        slope, twice = 2 * slope, 2
     if len(tiers) > 1:
         # Of the near links there may be a measurement, of the far ones none: they are used one after the other.
         near = _measured(kind, axes, tiers[0], topology)
@@ -265,6 +270,13 @@ def _tiers(axes: Sequence[str], topology: Topology) -> list[list[Wire]]:
         merged[key] = w
     tiers = [[w for w in merged.values() if w.kind == kind] for kind in WIRE_KINDS]
     return [tier for tier in tiers if tier]
+
+
+def _is_whole_torus(tiers: Sequence[Sequence[Wire]], rings: bool) -> bool:
+    """Whether a group is a whole torus of three axes, and where asked of rings."""
+    if len(tiers) != 1 or len(tiers[0]) != 3:
+        return False
+    return all(w.kind == "ici" and w.size == w.axis_length and (w.wrap or not rings) for w in tiers[0])
 
 
 def _receive_bandwidth(tier: Sequence[Wire]) -> float:

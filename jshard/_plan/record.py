@@ -97,10 +97,15 @@ class PlanRecord:
 
     @property
     def step_seconds(self) -> float:
-        """Predicted seconds of one call: compute at the chip's peak and communication, one after the other.
+        """Predicted seconds of one call: compute at the chip's peak, and the communication that no product hides.
 
-        Left out: overlap of the two, launches of kernels, the host. It ranks plans, and is no measurement.
+        Left out: launches of kernels, the host. It ranks plans, and is no measurement.
         """
+        return self.cost.compute + self.cost.exposed
+
+    @property
+    def serial_seconds(self) -> float:
+        """The same with compute and all communication one after the other."""
         return self.cost.compute + self.cost.communication
 
     @property

@@ -45,6 +45,7 @@ class PlanRequest:
     - `forced`: what `Plan.why` requires beside the pins.
     - `pinned_results`: output operators that the user pinned, where `pins` has others: an output pinned by
         `Plan.what_if` changes no price.
+    - `overlap`: whether communication that products hide is left out of the step.
     - `most`: at levels 0 and 2, the cost of a plan that is known: searches that cannot find a cheaper one end
         (`useful_cost.py`).
     """
@@ -67,6 +68,7 @@ class PlanRequest:
     memory_slack: float = 0.0
     names_least_peak: bool = True
     most: float = math.inf
+    overlap: bool = True
 
     def with_pins(self, more: Sequence[tuple[int, str, int, Pin]]) -> PlanRequest:
         """The request with more pins."""

@@ -110,7 +110,8 @@ class CollectiveRow:
     """A collective: bytes received by each device and seconds of one execution, and how many there are.
 
     `turn`: it is in a loop whose trip count is not known before it runs, and `count` is that of one turn. `dtype` is the
-    tensor's. `own`: the user wrote it, in a `jax.shard_map`; the plan counts it and changes nothing about it.
+    tensor's. `own`: the user wrote it, in a `jax.shard_map`; the plan counts it and changes nothing about it. `hidden` are
+    the seconds of one execution for which products run beside it and nothing waits.
     """
 
     id: int
@@ -125,6 +126,7 @@ class CollectiveRow:
     turn: bool = False
     dtype: str = ""
     own: bool = False
+    hidden: float = 0.0
 
     @property
     def total(self) -> float:
@@ -167,7 +169,8 @@ class Cost:
     beyond an even share, `communication` all collectives. `price` is what the objective counts beside them: for
     products that are repeated and sums that are handed to the caller in pieces. `unpriced` is what a plan costs that
     may repeat products for nothing but their time, where that was searched and is less; else 0. `space` says what plans
-    the bound is about, where it is not all of them.
+    the bound is about, where it is not all of them. `hidden` is the part of `communication` beside which products run, so
+    that nothing waits for it.
     """
 
     objective: float
@@ -180,6 +183,12 @@ class Cost:
     price: float = 0.0
     unpriced: float = 0.0
     space: str = ""
+    hidden: float = 0.0
+
+    @property
+    def exposed(self) -> float:
+        """Seconds for which a device waits for collectives."""
+        return self.communication - self.hidden
 
     @property
     def gap(self) -> float:

@@ -9,13 +9,16 @@ exceeds its budget.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from jshard._network.build import PlanningNetwork
+from jshard._plan.overlap import with_hidden_seconds
 from jshard._plan.request import PlanRequest
+from jshard._plan.rows import CollectiveRow
 from jshard._plan.schedule_cost import ScheduleCost, schedule_cost
 from jshard._plan.tie_breaking import break_ties
 from jshard._schedule.peak import PeakProfile, peak_profile
@@ -61,6 +64,21 @@ class ScheduledSolution:
     def objective(self) -> float:
         """What the level minimises: bytes at level 1, else seconds."""
         return self.peak if self.request.level == 1 else self.cost
+
+    @functools.cached_property
+    def collectives(self) -> tuple[tuple[CollectiveRow, int], ...]:
+        """The collectives of the schedule, each with the seconds that hide, and the operator that each is for."""
+        costs, made = self.schedule_cost, self.schedule
+        if not self.request.overlap:
+            return costs.collectives
+        equations = np.flatnonzero(made.assignment.program.use_def.has_kind("eqn")).tolist()
+        seconds = dict(zip(equations, costs.seconds, strict=True))
+        return with_hidden_seconds(costs.collectives, made, seconds, self.profile, self.request.memory_limit)
+
+    @property
+    def hidden(self) -> float:
+        """Seconds of communication beside which products run."""
+        return sum(row.hidden * row.count for row, _ in self.collectives)
 
     @property
     def interrupted(self) -> bool:

@@ -41,7 +41,7 @@ def summarize(solution: ScheduledSolution, space: str = "") -> PlanRecord:
     boundaries = np.flatnonzero(~program.use_def.has_kind("eqn", "input", "const", "output")).tolist()
     # A plan keeps no captured array alive.
     bare = dataclasses.replace(assignment, program=dataclasses.replace(program, constants=(), jaxpr=None))
-    collectives = [(row.id, op) for row, op in costs.collectives]
+    collectives = [(row.id, op) for row, op in solution.collectives]
     profile = solution.profile
     inputs, outputs = _endpoint_rows(assignment, {(op, side, k) for op, side, k, _ in request.pins})
     return PlanRecord(
@@ -57,7 +57,7 @@ def summarize(solution: ScheduledSolution, space: str = "") -> PlanRecord:
             len(equations),
             lambda: operator_rows(bare, equations, collectives, costs.seconds, costs.redundant),
         ),
-        collectives=tuple(row for row, _ in costs.collectives),
+        collectives=tuple(row for row, _ in solution.collectives),
         cost=Cost(
             objective=float(solution.objective),
             bound=float(solution.bound),
@@ -69,6 +69,7 @@ def summarize(solution: ScheduledSolution, space: str = "") -> PlanRecord:
             price=costs.price,
             unpriced=solution.unpriced,
             space=space,
+            hidden=solution.hidden,
         ),
         decision=_decision(assignment),
         memory_budget=request.memory_limit,

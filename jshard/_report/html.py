@@ -77,7 +77,7 @@ def _report(plan: PlanRecord, limits: Limits) -> str:
     by_title = {s.title: s for s in sections(plan, MAX_ROWS if limits is PAGE else 24)}
     tables = [_table(s) for t, s in by_title.items() if not t.startswith("per device")]
     behind = _Behind(plan)
-    tree = _tree(module_tree(plan), plan.step_seconds or 1.0, behind, True) if limits is PAGE else ""
+    tree = _tree(module_tree(plan), plan.serial_seconds or 1.0, behind, True) if limits is PAGE else ""
     parts = [
         f'<div class="jshard" tabindex="-1"><style>{assets(STYLES)}</style>',
         _summary(plan),

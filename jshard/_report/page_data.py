@@ -86,7 +86,7 @@ def page_data(plan: PlanRecord, limits: Limits = PAGE) -> dict[str, object]:
     return {
         "name": plan.name, "chip": plan.chip, "level": plan.level,
         "axes": [list(plan.mesh.names), list(plan.mesh.sizes)],
-        "step": plan.step_seconds, "peak": plan.cost.peak_bytes, "budget": plan.memory_budget,
+        "step": plan.serial_seconds, "peak": plan.cost.peak_bytes, "budget": plan.memory_budget,
         "modules": [[m.name, m.parent, m.count] for m in modules],
         "nodes": _nodes(nodes, module_of, group_of, limits),
         "collectives": collectives,
@@ -141,7 +141,7 @@ def _operators(
         own = sorted({group_of[i] for x in rows for i in x.collectives})
         light = (
             not own
-            and seconds < MIN_SHARE * plan.step_seconds
+            and seconds < MIN_SHARE * plan.serial_seconds
             and not any(moved & set(x.writes) for x in rows)
         )
         layout = str(r.results[0]) if r.results else ""
@@ -216,8 +216,8 @@ def _events(plan: PlanRecord, nodes: Nodes, group_of: dict[int, int], most: int)
         elif e.seconds:
             every.append((e.seconds * e.count, -1 - group_of[e.id]))
     shortest = 0.0
-    while len(out := _merged(every, shortest)) > most and shortest < 0.02 * plan.step_seconds:
-        shortest = 2 * shortest or plan.step_seconds / (8 * most)
+    while len(out := _merged(every, shortest)) > most and shortest < 0.02 * plan.serial_seconds:
+        shortest = 2 * shortest or plan.serial_seconds / (8 * most)
     return out
 
 

@@ -36,18 +36,20 @@ class Figure(NamedTuple):
 
 
 def figure_sentences(plan: PlanRecord) -> list[Figure]:
-    """The headline figures; they agree: step = compute + communication, and the cost is the sum that its sentence says."""
+    """The headline figures; they agree: step = compute + communication - hidden, the cost the sum that its sentence says."""
     c, text = plan.cost, formatted_totals(plan)
-    share = format_percent(c.communication / plan.step_seconds if plan.step_seconds else 0.0)
+    share = format_percent(c.communication / plan.serial_seconds if plan.serial_seconds else 0.0)
     show = format_bytes if c.unit == "B" else format_seconds
+    both = f"compute {text['compute']} and communication {text['communication']}"
+    hidden = f", {format_seconds(c.hidden)} of it hidden by products" if c.hidden else ", one after the other"
     found = [
         Figure("step", "predicted step", plan.step_seconds, text["step"],
-               f"compute {text['compute']} and communication {text['communication']}, one after the other"),
+               both + hidden),
         Figure("compute", "compute", c.compute, text["compute"], "operators of one device at the chip's speed"),
         Figure("redundant", "of it redundant", c.redundant, text["redundant"],
                "beyond an even share of the work over all devices"),
         Figure("communication", "communication", c.communication, text["communication"],
-               f"all collectives, {share} of the step"),
+               f"all collectives, {share} of the step" + " if none hides" * bool(c.hidden)),
         Figure("moved", "received by a device", received_bytes(plan), format_bytes(received_bytes(plan)),
                "in all collectives of a call"),
         Figure("peak", "peak memory", c.peak_bytes, text["peak"], "of one device, where the step holds most"),

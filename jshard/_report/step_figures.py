@@ -25,8 +25,9 @@ LEFT_OUT = "launches of kernels, input pipeline and host are not in it"
 class StepFigures:
     """Figures of one predicted step on all devices of a plan.
 
-    - `step_seconds`: compute at the chip's peak and communication, one after the other; `fastest_seconds`: the longer of
-      the two, which a step takes where the other hides under it altogether. What compilers do is in between.
+    - `step_seconds`: compute at the chip's peak, and the communication that no product hides as its compiler schedules
+      it. `fastest_seconds`: the longer of compute and communication, which a step takes where the other hides under it
+      altogether; `slowest_seconds`: both one after the other.
     - `compiled_seconds`: by the schedule of the compiled program, if the plan was verified and its compiler tells.
     - `model_flops`: of one step on all devices, in FLOPs, without recomputation; `recomputed_flops` beside them.
     - `mfu`: model FLOPs utilization, 0 to 1; None where neither FLOPs nor seconds are known (`is_lower_bound`).
@@ -48,14 +49,19 @@ class StepFigures:
     is_complete: bool = True
     is_lower_bound: bool = False
     fastest_seconds: float = 0.0
+    slowest_seconds: float = 0.0
     compiled_seconds: float | None = None
 
     def __str__(self) -> str:
         least = "at least " if self.is_lower_bound else ""
         flops = least or ("" if self.is_complete else "at least ")
         step = f"{least}{format_seconds(self.step_seconds)}"
-        if self.fastest_seconds < self.step_seconds:
-            step = f"{least}{format_seconds(self.fastest_seconds)} to {format_seconds(self.step_seconds)}"
+        if self.fastest_seconds < self.slowest_seconds:
+            span = f"{format_seconds(self.fastest_seconds)} to {format_seconds(self.slowest_seconds)}"
+            if self.step_seconds < self.slowest_seconds:
+                step += f", of {span}"
+            else:
+                step = least + span
             step += ", as far as collectives hide"
         if self.compiled_seconds is not None:
             step += f"; {format_seconds(self.compiled_seconds)} by the compiled schedule"
@@ -99,6 +105,7 @@ def step_figures(
         is_complete=plan.model_flops.complete,
         is_lower_bound=bool(at_least_prefix(plan)),
         fastest_seconds=max(plan.cost.compute, plan.cost.communication),
+        slowest_seconds=plan.serial_seconds,
         compiled_seconds=None if timeline is None else timeline.step,
     )
 
@@ -118,8 +125,11 @@ def mfu_text(plan: PlanRecord) -> str:
     if not work.flops or at_least_prefix(plan):
         return ""
     least = "" if work.complete else "at least "
+    alone = "" if plan.cost.hidden else " if nothing overlaps"
     again = f", {format_flops(work.recomputed)} more recomputed" if work.recomputed else ""
-    return f"model FLOPs {least}{format_flops(work.flops)}{again}: MFU {least}{format_percent(plan.mfu)} if nothing overlaps"
+    return (
+        f"model FLOPs {least}{format_flops(work.flops)}{again}: MFU {least}{format_percent(plan.mfu)}{alone}"
+    )
 
 
 def format_flops(flops: float) -> str:

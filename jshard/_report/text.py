@@ -35,6 +35,7 @@ from jshard._report.totals import (
     USER_OWN,
     at_least_prefix,
     formatted_totals,
+    hidden_text,
     lower_bound_text,
     objective_text,
     optimality_text,
@@ -174,7 +175,7 @@ def entry_section(plan: PlanRecord, max_rows: int = MAX_ROWS) -> Section:
 
 def operator_section(plan: PlanRecord, max_rows: int = MAX_ROWS) -> Section:
     """Operators that communicate or take time, folded; if there are too many, those that take most."""
-    step = plan.step_seconds or 1.0
+    step = plan.serial_seconds or 1.0
     least = MIN_COMPUTE_SHARE * plan.cost.compute
     listed = [g for g in operator_groups(plan) if g.collectives or g.compute > least]
     # Up to half of the lines are for operators that communicate, however little time they take.
@@ -287,7 +288,7 @@ def footer_lines(plan: PlanRecord, width: int = WIDTH) -> list[str]:
     f = formatted_totals(plan)
     lines = [
         f"  {at_least_prefix(plan)}compute {f['compute']} (redundant {f['redundant']}), "
-        f"communication {f['communication']}, step {f['step']}"
+        f"communication {f['communication']}{hidden_text(plan)}, step {f['step']}"
     ]
     if text := crossing_text(plan):
         lines += _wrapped(f"  {text}", width)

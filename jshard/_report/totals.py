@@ -113,6 +113,11 @@ def lower_bound_text(plan: PlanRecord) -> str:
     )
 
 
+def hidden_text(plan: PlanRecord) -> str:
+    """What of the communication hides, in brackets; empty where nothing does."""
+    return f" ({format_seconds(plan.cost.hidden)} of it hidden)" if plan.cost.hidden else ""
+
+
 def formatted_totals(plan: PlanRecord) -> dict[str, str]:
     """The totals of a plan as all reports show them, by name."""
     c = plan.cost

@@ -93,12 +93,14 @@ def schedule(assignment: Assignment) -> Schedule:
 
 def _communicating_actions(arrays: ScheduleArrays) -> tuple[Reshard | RunOperator, ...]:
     """The reshards and operators of a schedule that communicate, as objects."""
-    actions = {int(arrays.reshard_at[m]): _reshard_object(arrays, m) for m in _communicating_reshards(arrays)}
+    actions: dict[int, Reshard | RunOperator] = {}
+    actions |= {int(arrays.reshard_at[m]): reshard_object(arrays, m) for m in communicating_reshards(arrays)}
     actions |= {int(arrays.run_at[op]): _run_object(arrays, op) for op in _communicating_operators(arrays)}
     return tuple(actions[k] for k in sorted(actions))
 
 
-def _communicating_reshards(arrays: ScheduleArrays) -> list[int]:
+def communicating_reshards(arrays: ScheduleArrays) -> list[int]:
+    """The reshards that communicate, in order."""
     return np.flatnonzero(arrays.first_collective[arrays.reshard_at] >= 0).tolist()
 
 
@@ -108,7 +110,7 @@ def _communicating_operators(arrays: ScheduleArrays) -> list[int]:
     return np.flatnonzero(communicates).tolist()
 
 
-def _reshard_object(arrays: ScheduleArrays, m: int) -> Reshard | RunOperator:
+def reshard_object(arrays: ScheduleArrays, m: int) -> Reshard:
     """Reshard m as an object."""
     steps, layouts = arrays.paths[arrays.path[m]], arrays.layouts
     first = int(arrays.first_collective[arrays.reshard_at[m]])

@@ -81,6 +81,7 @@ class PlanOptions:
     process_seconds: float | None = None
     pad: bool | tuple[str, ...] | None = None
     pipeline: PipelineOption | str | None = None
+    overlap: bool = True
 
 
 _CONFIG_ONLY = {
@@ -92,6 +93,7 @@ _CONFIG_ONLY = {
     "process_seconds": "60",
     "pad": "True",
     "pipeline": '{"axis": "stage", "microbatches": 16}',
+    "overlap": "False",
 }
 """Options that only a configuration holds, each with an example of a value."""
 
@@ -126,6 +128,7 @@ def with_rare_options(options: PlanOptions, rare: Mapping[str, object]) -> PlanO
         process_seconds=check_process_seconds(rare.get("process_seconds")),
         pad=check_pad(rare.get("pad")),
         pipeline=check_pipeline(rare.get("pipeline")),
+        overlap=check_flag(rare.get("overlap", True), "overlap"),
     )
 
 
@@ -157,6 +160,7 @@ def check_options(
     local_batch: object = None,
     check_host_arrays: object = True,
     process_seconds: object = None,
+    overlap: object = True,
 ) -> PlanOptions:
     """The planning options; raises `ShardError` for the first wrong argument."""
     check_device(device)
@@ -181,6 +185,7 @@ def check_options(
         process_seconds=check_process_seconds(process_seconds),
         pad=check_pad(pad),
         pipeline=check_pipeline(pipeline),
+        overlap=check_flag(overlap, "overlap"),
     )
 
 

@@ -89,8 +89,18 @@ def _row_times(rows: Mapping[int, CollectiveRow], row: MatchedRow, chip: Chip) -
             times.append(CollectiveTime(_link_seconds(e, chip), e.kind, name))
             continue
         own = (e.bytes if e.requested_bytes is None else e.requested_bytes) / requested
-        times.append(CollectiveTime(e.bytes * planned / row.bytes[0], e.kind, name, own * planned))
+        times.append(
+            CollectiveTime(_priced_bytes(e, chip) * planned / row.bytes[0], e.kind, name, own * planned)
+        )
     return times
+
+
+def _priced_bytes(e: Emitted, chip: Chip) -> float:
+    """Bytes on the wire; those requested where the plan's seconds are those of the all-reduce that was made of it."""
+    is_all_reduced = e.kind in chip.all_reduced_kinds and not e.requested_dtype and "padded" not in e.form
+    if is_all_reduced and e.requested_bytes is not None:
+        return min(e.bytes, e.requested_bytes)
+    return e.bytes
 
 
 def _joined(one: CollectiveTime | None, other: CollectiveTime) -> CollectiveTime:
