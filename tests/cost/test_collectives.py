@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -110,9 +111,27 @@ def test_the_books_h100_bandwidths():
     assert 256 / coefficients("all_gather", ("x",), many).slope == pytest.approx(413e9 * 0.82, rel=0.01)
 
 
+@pytest.mark.parametrize("chip", ["v4", "v5p"])
+def test_over_a_whole_torus_of_three_axes_gathers_and_scatters_are_all_reduces(chip):
+    rings, lines = (from_mesh(mesh(a=k, b=k, c=k), hardware.get(chip)) for k in (4, 2))
+    assert rings.link("a").wrap and not lines.link("a").wrap
+    for t, twice in ((rings, ("all_gather", "reduce_scatter")), (lines, ("reduce_scatter",))):
+        n = t.mesh.total
+        whole, plain = (
+            tuple("abc"),
+            dataclasses.replace(t, chip=dataclasses.replace(t.chip, all_reduced_kinds=())),
+        )
+        for kind in ("all_gather", "reduce_scatter"):
+            all_reduce = collective("all_reduce", whole, 1e6 * (n if kind == "all_gather" else 1), t)
+            found, alone = collective(kind, whole, 1e6, t), collective(kind, whole, 1e6, plain)
+            assert found.seconds == pytest.approx(all_reduce.seconds if kind in twice else alone.seconds)
+            assert found.bytes == alone.bytes == all_reduce.bytes / 2
+            assert collective(kind, ("a", "b"), 1e6, t) == collective(kind, ("a", "b"), 1e6, plain)
+
+
 @pytest.mark.parametrize("chip", CHIPS)
 def test_laws(chip):
-    t = from_mesh(mesh(a=2, b=4, c=8), hardware.get(chip))
+    t = from_mesh(mesh(a=2, b=4, c=8), dataclasses.replace(hardware.get(chip), all_reduced_kinds=()))
     groups = [g for r in (1, 2, 3) for g in itertools.combinations("abc", r)]
     for g in groups:
         ag, rs, ar, aa, pp = (coefficients(k, g, t) for k in KINDS)
