@@ -36,7 +36,7 @@ def least_argument_bytes(avals: Sequence[core.ShapedArray], devices: int) -> flo
 
 def plan_recomputed(
     closed: ClosedJaxpr,
-    plan_jaxpr: Callable[[ClosedJaxpr | None, bool], Call],
+    plan_jaxpr: Callable[[ClosedJaxpr | None, bool, float], Call],
     plan_in: Callable[[Call], Plan],
     chip: Chip,
     limit: float,
@@ -48,7 +48,8 @@ def plan_recomputed(
     Arguments:
 
     - `closed`: the traced jaxpr.
-    - `plan_jaxpr`: `plan_jaxpr(jaxpr, limited)` plans a jaxpr within the budget, or without.
+    - `plan_jaxpr`: `plan_jaxpr(jaxpr, limited, most)` plans a jaxpr within the budget, or without; `most`: of no use is a
+        plan that costs as much.
     - `plan_in`: the plan of what it returns.
     - `donated`: flat indices of the donated arguments.
     - `limit`: the budget, in bytes a device, that `original`, planned without, exceeds.
@@ -56,15 +57,15 @@ def plan_recomputed(
     recomputation = Recomputation(closed, chip, donated)
     programs: dict[Choice, ClosedJaxpr] = {}
 
-    def plan_of(choice: Choice | None, limited: bool) -> Call:
+    def plan_of(choice: Choice | None, limited: bool, most: float) -> Call:
         if choice is None:
-            return plan_jaxpr(None, limited)
+            return plan_jaxpr(None, limited, most)
         if choice not in programs:
             programs[choice] = recomputation.program(choice)
-        return plan_jaxpr(programs[choice], limited)
+        return plan_jaxpr(programs[choice], limited, most)
 
     if not recomputation.can_recompute:
-        call = plan_jaxpr(None, True)
+        call = plan_jaxpr(None, True, math.inf)
         cost = plan_in(call).cost
         return (
             call,
@@ -84,11 +85,11 @@ def plan_recomputed(
 
 
 def _original_within_budget(
-    search: RecomputeSearch[Call], plan_jaxpr: Callable[[ClosedJaxpr | None, bool], Call]
+    search: RecomputeSearch[Call], plan_jaxpr: Callable[[ClosedJaxpr | None, bool, float], Call]
 ) -> Call:
     """The program as traced within the budget, or the refusal of the choice that keeps least."""
     try:
-        return plan_jaxpr(None, True)
+        return plan_jaxpr(None, True, math.inf)
     except MemoryBudgetError as error:
         least = [e for e in (search.refusal, error) if e is not None]
         raise min(least, key=lambda e: e.least_found) from None

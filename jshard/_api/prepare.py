@@ -19,6 +19,7 @@ from jshard._api.shard_request import ShardRequest, donated_leaves, static_value
 from jshard._api.state_matching import find_state_ties
 from jshard._api.trace_call import (
     TracedArguments,
+    TracedProgram,
     abstract_with_shardings,
     build_program,
     trace_on_shapes,
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
 
 
 OnProgress = Callable[..., None] | None
+BuiltPrograms = dict[tuple[object, ...], tuple[ClosedJaxpr, TracedProgram]]
+"""Programs by jaxpr, with the jaxpr."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -109,9 +112,14 @@ def prepare(
     args: Sequence[PyTree],
     kwargs: Mapping[str, PyTree],
     on_progress: OnProgress = None,
+    programs: BuiltPrograms | None = None,
 ) -> PlannedCall:
-    """Trace and plan a call; raises `ShardError` for what cannot be planned."""
-    return plan_traced(trace_call(request, args, kwargs, on_progress))
+    """Trace and plan a call; raises `ShardError` for what cannot be planned.
+
+    `programs`: built for the same function and shapes, on other meshes say; this call takes them, and adds its own.
+    """
+    traced = trace_call(request, args, kwargs, on_progress)
+    return plan_traced(traced if programs is None else dataclasses.replace(traced, programs=programs))
 
 
 def trace_call(
@@ -152,7 +160,7 @@ class TracedCall:
 
     `explicit_mesh`: the mesh with Explicit axes of the trace, if any. `in_pins`: of the arguments. `found`: the plan to
     take instead of a search. `in_pieces`: the program in loops over pieces of the batch. `most`: the cost of a plan
-    that is known.
+    that is known. `programs`: those built so far of jaxprs of this trace.
     """
 
     request: ShardRequest
@@ -165,6 +173,7 @@ class TracedCall:
     found: FoundPlan | None = None
     in_pieces: ClosedJaxpr | None = None
     most: float = math.inf
+    programs: BuiltPrograms = dataclasses.field(default_factory=dict, repr=False)
 
     @property
     def given_plan(self) -> Plan | None:
@@ -191,6 +200,19 @@ class TracedCall:
         if self.in_pieces is not None:
             return self.in_pieces
         return closed_with_shifts(self.jax_traced.jaxpr if self.rules is None else self.rules.jaxpr)
+
+    def program_of(self, jaxpr: ClosedJaxpr | None, recomputed: bool) -> TracedProgram:
+        """The program of the traced function, or of another jaxpr for it, which may compute values again."""
+        closed = self.jaxpr if jaxpr is None else jaxpr
+        key = id(closed), recomputed, self.donated
+        if key not in self.programs:
+            rules = self.rules
+            made = build_program(
+                self.request, self.call, self.jax_traced, self.explicit_mesh, self.donated,
+                rules and rules.pin_of_name, closed, recomputed=recomputed,
+            )  # fmt: skip
+            self.programs[key] = closed, made
+        return self.programs[key][1]
 
     @functools.cached_property
     def read_batch(self) -> Callable[[], BatchOfCall]:
@@ -271,10 +293,9 @@ def _plan_with_remat(traced: TracedCall) -> PlannedCall:
 
     closed, limit = traced.jaxpr if jaxpr is None else jaxpr, planned.plan.memory_budget
 
-    def plan_jaxpr(recomputed: ClosedJaxpr | None, limited: bool = True) -> PlannedCall:
-        return _plan_jaxpr(
-            traced, jaxpr if recomputed is None else recomputed, limited, recomputed is not None
-        )
+    def plan_jaxpr(recomputed: ClosedJaxpr | None, limited: bool, most: float) -> PlannedCall:
+        of = traced if most >= traced.most else dataclasses.replace(traced, most=most)
+        return _plan_jaxpr(of, jaxpr if recomputed is None else recomputed, limited, recomputed is not None)
 
     if limit is not None and planned.plan.cost.peak_bytes > limit:
         if again.least_argument_bytes(planned.in_avals, planned.chosen.axes.total) > limit:
@@ -374,10 +395,7 @@ def _plan_jaxpr(
     from jshard._api.padded_pins import pins_in_padded, uneven_cuts  # here: `import jshard` stays light
 
     request, call, donated, rules, in_pins = of.request, of.call, of.donated, of.rules, of.in_pins
-    traced = build_program(
-        request, call, of.jax_traced, of.explicit_mesh, donated, rules and rules.pin_of_name,
-        of.jaxpr if jaxpr is None else jaxpr, recomputed=recomputed,
-    )  # fmt: skip
+    traced = of.program_of(jaxpr, recomputed)
     program = traced.program
     in_tree, out_tree = jax.tree.structure(call.user_view), jax.tree.structure(traced.result)
     in_leaves = jax.tree.leaves(call.shapes)

@@ -15,33 +15,39 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from jshard._api.prepare import prepare
+from jshard._api.prepare import BuiltPrograms, prepare, trace_call
 from jshard._api.shard_request import ShardRequest
 from jshard._api.trace_call import abstract
-from jshard._core import topology as device_topology
+from jshard._core import hardware, topology as device_topology
 from jshard._core.errors import MemoryBudgetError, ShardError
 from jshard._core.jax_types import PyTree, PyTreeDef
 from jshard._core.layout import MeshAxes
 from jshard._core.named_topology import MeshRequest, TopologyMesh, topology as named_topology
 from jshard._plan.memory_refusal import MemoryRefusal, budget_advice
+from jshard._plan.recomputation import Recomputation
+from jshard._plan.recompute_peaks import PeakPrediction
 from jshard._report.refusal_text import Remedy, refusal_error
-from jshard._schedule.peak_profile import INTERMEDIATE
+from jshard._schedule.peak_profile import COPIES, INTERMEDIATE
 from jshard._spec.tree_paths import argument_names
 
 
-_OPERATORS = 25_000  # of all programs that are planned to try remedies; the first one is always tried
+_OPERATORS = 45_000  # of all programs that are planned to try remedies; the first one is always tried
 _LEAST_PEAK_EFFORT = 8  # times that of a plan of least time
-_RECOMPUTE_EFFORT = 24  # the same: a dozen choices of what is computed again, some of them within the budget
+_RECOMPUTE_EFFORT = 10  # the same: a few choices of what is computed again, some of them within the budget
 _MORE_DEVICES = 64  # times as many at most
 
 
 def with_remedies(
-    error: MemoryBudgetError, request: ShardRequest, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
+    error: MemoryBudgetError,
+    request: ShardRequest,
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree],
+    programs: BuiltPrograms | None = None,
 ) -> MemoryBudgetError:
-    """The error of a refused call, with a table of what helps."""
+    """The error of a refused call, with a table of what helps; `programs`: built for the call as it was refused."""
     if not isinstance(error.refusal, MemoryRefusal):
         return error
-    trials = Trials(request, args, kwargs, error.refusal)
+    trials = Trials(request, args, kwargs, error.refusal, {} if programs is None else programs)
     found = [remedy for find in REMEDIES for remedy in find(trials)]
     donated = trials.names_of(request.call.donate_argnums) + request.call.donate_argnames
     return refusal_error(error, error.refusal, found, donated)
@@ -51,13 +57,15 @@ def with_remedies(
 class Trials:
     """The refused call, planned again with changes.
 
-    - `refusal`: what is known of it. `spent`: operators of the programs that were planned for trials.
+    - `refusal`: what is known of it. `programs`: built for the same arguments.
+    - `spent`: operators of the programs that were planned for trials.
     """
 
     request: ShardRequest
     args: Sequence[PyTree]
     kwargs: Mapping[str, PyTree]
     refusal: MemoryRefusal
+    programs: BuiltPrograms
     spent: int = 0
 
     def names_of(self, positions: Sequence[int]) -> tuple[str, ...]:
@@ -106,10 +114,11 @@ class Trials:
         searched: bool = True,
     ) -> Remedy | None:
         """The remedy of another request; None where it cannot be planned. `searched`: as in `Remedy`."""
+        retraced = args is not None or kwargs is not None
         shapes = [abstract(a) for a in (self.args if args is None else args)]
         named = {k: abstract(v) for k, v in (self.kwargs if kwargs is None else kwargs).items()}
         try:
-            plan = prepare(request, shapes, named).plan
+            plan = prepare(request, shapes, named, programs=None if retraced else self.programs).plan
         except Exception:  # the user's function or its pins may not take the change: then it is no remedy
             return None
         return Remedy(advice, plan.cost.peak_bytes, plan.step_seconds, searched=searched)
@@ -172,7 +181,7 @@ def checkpoint(trials: Trials) -> Iterator[Remedy]:
 
 
 def recompute(trials: Trials) -> Iterator[Remedy]:
-    """`remat="auto"`, planned as one would get it; for large programs the estimate of `jax.checkpoint`."""
+    """`remat="auto"`, planned as one would get it; for large programs its first choice, by an estimate."""
     request, refusal = trials.request, trials.refusal
     if request.options.remat is not None or refusal.argument_bytes > refusal.limit:
         return
@@ -181,12 +190,26 @@ def recompute(trials: Trials) -> Iterator[Remedy]:
         trials.spent += effort
         options = dataclasses.replace(request.options, remat="auto")
         remedy = trials.planned(advice, dataclasses.replace(request, options=options))
-        if remedy is not None:
-            yield remedy
-    elif refusal.checkpoint is not None:
-        yield Remedy(
-            advice, refusal.checkpoint.peak, refusal.checkpoint_seconds, estimated=True, searched=False
-        )
+    else:
+        remedy = _recompute_estimate(trials, advice)
+    if remedy is not None:
+        yield remedy
+
+
+def _recompute_estimate(trials: Trials, advice: str) -> Remedy | None:
+    """The choice that the search would plan first, with its predicted peak and the seconds that it runs again."""
+    refusal = trials.refusal
+    traced = trace_call(trials.request, trials.args, trials.kwargs)
+    recomputation = Recomputation(traced.jaxpr, hardware.get(refusal.chip), traced.donated)
+    if not recomputation.can_recompute:
+        return None
+    prediction = PeakPrediction(recomputation, refusal.limit, None, refusal.peak)
+    hull = prediction.hull()
+    choice = next((hull[k - 1] for k in prediction.fitting([None, *hull])), None)
+    if choice is None:
+        return None
+    more = max(0.0, choice.seconds - recomputation.everything().seconds) / refusal.mesh.total
+    return Remedy(advice, prediction.of(choice), refusal.step_seconds + more, estimated=True)
 
 
 def smaller_batch(trials: Trials) -> Iterator[Remedy]:
@@ -196,16 +219,18 @@ def smaller_batch(trials: Trials) -> Iterator[Remedy]:
     is that estimate.
     """
     refusal = trials.refusal
-    activations = sum(h.nbytes for h in refusal.holders if h.kind == INTERMEDIATE)
-    rest = refusal.peak - activations
+    growing = sum(h.nbytes for h in refusal.holders if h.kind == INTERMEDIATE)
+    if refusal.peak - growing >= refusal.limit:  # with other layouts copies may be smaller too
+        growing += sum(h.nbytes for h in refusal.holders if h.kind == COPIES)
+    rest = refusal.peak - growing
     for names, size in _batches(trials):
-        share = (refusal.limit - rest) / max(activations, 1.0)
+        share = (refusal.limit - rest) / max(growing, 1.0)
         sizes = [n for n in range(1, size) if size % n == 0]
         fitting = [n for n in sizes if n <= size * share]
         for smaller in fitting[-2:][::-1]:
             advice = f"batch of {smaller} in place of {size} ({', '.join(names)})"
             if not trials.may_plan(retraced=True):
-                yield Remedy(advice, rest + activations * smaller / size, 0.0, estimated=True, searched=False)
+                yield Remedy(advice, rest + growing * smaller / size, 0.0, estimated=True, searched=False)
                 return
             remedy = trials.plan(advice, *_resized(trials, names, smaller))
             if remedy is None:

@@ -27,7 +27,7 @@ from jshard._api.executable import Executable, inline
 from jshard._api.padded_at_rest import call_arguments, place
 from jshard._api.plan import Plan, check_plan
 from jshard._api.plan_together import plan_together, report_failure
-from jshard._api.prepare import PlannedCall, check_pins, prepare
+from jshard._api.prepare import BuiltPrograms, PlannedCall, check_pins, prepare
 from jshard._api.process_group import warn_if_not_initialized
 from jshard._api.shard_request import ShardRequest, traced_arguments
 from jshard._api.signature import Signature, checked_statics, explain_miss, signature
@@ -487,7 +487,11 @@ class Sharded:
         together = runs and compat.coordination_client() is not None
         if runs and not together:
             warn_if_not_initialized(self.__name__, os.environ)
-        plan = functools.partial(plan_together, known=known) if together else prepare
+        programs: BuiltPrograms = {}
+        plan = (
+            functools.partial(plan_together, known=known) if together
+            else functools.partial(prepare, programs=programs)
+        )  # fmt: skip
         try:
             if on_progress is not None:
                 return plan(self._request, args, kwargs, on_progress)
@@ -496,5 +500,5 @@ class Sharded:
         except MemoryBudgetError as error:
             from jshard._api.remedies import with_remedies  # here, so that `import jshard` stays light
 
-            refused = with_remedies(error, self._request, args, kwargs)
+            refused = with_remedies(error, self._request, args, kwargs, programs)
         raise refused

@@ -52,6 +52,10 @@ MAX_LISTED_VALUES = 5
 """Programs with at most as many values between their parts have all choices of what to keep planned."""
 
 
+Kept = tuple[frozenset[JaxprAtom], ...]
+"""Of each site the variables that are kept."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Choice:
     """What a program keeps: of each site the variables.
@@ -59,7 +63,7 @@ class Choice:
     `bytes` and `seconds` are those of values kept and equations run again, without any partitioning.
     """
 
-    kept: tuple[frozenset[JaxprAtom], ...]
+    kept: Kept
     bytes: float
     seconds: float
 
@@ -108,12 +112,13 @@ class Recomputation:
             seconds += graph.seconds_of(values)
         return Choice(tuple(kept), size, seconds)
 
-    def hull(self) -> list[Choice]:
+    def hull(self, most_bytes: float = math.inf) -> list[Choice]:
         """The choices on the lower convex hull of bytes and seconds, from the least seconds to the least bytes.
 
         What is computed again is in memory while it is read, which the hull does not count. So the hulls in which one
         site keeps all that is needed are there as well. Left out are choices for which there is one of fewer seconds
-        with as few bytes kept and as low a peak, as traced; so the one of least bytes stays.
+        with as few bytes kept and as low a peak, as traced; so the one of least bytes stays. Left out are also those that keep
+        more than `most_bytes`.
         """
         sites = range(len(self.sites))
         choices = self._hull_of(sites)
@@ -121,11 +126,11 @@ class Recomputation:
             # What is read soon after it is made, as the logits are, had better stay while the rest is computed again.
             for k in sites:
                 choices += self._hull_of([j for j in sites if j != k])
-        choices.sort(key=lambda c: (c.seconds, c.bytes))
+        choices = sorted((c for c in choices if c.bytes <= most_bytes), key=lambda c: (c.seconds, c.bytes))
         out: list[Choice] = []
         for choice in choices:
-            low = self.traced_peak(choice) / _LOWER
-            if not any(c.bytes <= choice.bytes / _LOWER and self.traced_peak(c) <= low for c in out):
+            fewer = [c for c in out if c.bytes <= choice.bytes / _LOWER]  # mostly none: peaks as traced take time
+            if not fewer or min(map(self.traced_peak, fewer)) > self.traced_peak(choice) / _LOWER:
                 out.append(choice)
         return out
 
@@ -167,8 +172,8 @@ class Recomputation:
                 out.append(self.choice(kept))
         return out
 
-    def between(self, more: Choice, less: Choice) -> list[Choice]:
-        """Choices from `less` to `more`, each of which keeps one more value of those in which they differ.
+    def between(self, more: Choice, less: Choice) -> list[Kept]:
+        """What is kept by choices from `less` to `more`, each one more value of those in which they differ.
 
         Of a body the values made last come first, since they wait least long; of a pair of scans those that save most
         seconds a byte, given what is kept before.
@@ -183,7 +188,7 @@ class Recomputation:
                 left.remove(v)
                 kept[k] = kept[k] | {v}
                 out.append(tuple(kept))
-        return [self.choice(kept) for kept in out[:-1]]
+        return out[:-1]
 
     def numbers(self, choice: Choice) -> tuple[tuple[int, ...], ...]:
         """A choice as numbers that are the same whenever the function is traced; `from_numbers` reads them."""

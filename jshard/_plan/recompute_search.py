@@ -3,9 +3,11 @@
 Problem.  A budget may be met by other layouts, by computing values again, or by both, and what is best depends on both.
 
 Idea.  Where the plan of least time keeps the budget nothing is computed again. Else every choice is a program of its own.
-Programs with few values have all their choices planned within the budget. Others have those of the hull planned without
-a budget first, which is quick, to find by bisection the least that has to be computed again; then choices that keep more,
-between that one and the next, by bisection too; then the next ones within the budget, whose layouts may make up for it.
+Programs with few values have all their choices planned within the budget. Of others peaks are predicted
+(`recompute_peaks.py`): the choice of the hull with the fewest seconds that is predicted to fit is planned without a budget,
+which is quick; then the one that keeps most between it and the next, and between it and the program as it was traced; then
+the next ones within the budget, whose layouts may make up for it. A search ends where its bound is not below the cost of a
+plan that fits.
 
 Bound.  A plan of a choice costs no less than that choice's bound, with or without a budget. So the least of the bounds is
 one on all plans of all choices that were planned, and the plan says how many these are; over all choices where all were.
@@ -22,13 +24,14 @@ from typing import Generic, TypeVar
 
 from jshard._core.errors import MemoryBudgetError, SearchError
 from jshard._plan.recomputation import Choice, Recomputation
+from jshard._plan.recompute_peaks import WITHIN_REACH, PeakPrediction
 from jshard._plan.record import PlanRecord
+from jshard._plan.useful_cost import NoBetterPlan
 
 
-_TRIED_BETWEEN = 4  # choices planned between two neighbours of the hull
+_TRIED_BETWEEN = 2  # choices planned between two neighbours of the hull
 _WITHIN_BUDGET = 2  # choices planned within the budget, that exceed it when planned without
 _TRIED_FREE = 8  # choices of the hull planned without a budget to find one that fits
-_WITHIN_REACH = 1.5  # times the budget: how far above it their peak may be
 
 Planned = TypeVar("Planned")
 
@@ -53,7 +56,8 @@ class RecomputeSearch(Generic[Planned]):
 
     Arguments:
 
-    - `plan_of`: `plan_of(choice, limited)` plans the program of a choice, within the budget or without.
+    - `plan_of`: `plan_of(choice, limited, most)` plans the program of a choice, within the budget or without; it may
+        raise `NoBetterPlan` where no plan costs less than `most`, at level 0 with the even share of the compute.
     - `record_of`: the record of what `plan_of` returns.
     - `limit`: the budget in bytes.
     """
@@ -61,7 +65,7 @@ class RecomputeSearch(Generic[Planned]):
     def __init__(
         self,
         recomputation: Recomputation,
-        plan_of: Callable[[Choice | None, bool], Planned],
+        plan_of: Callable[[Choice | None, bool, float], Planned],
         record_of: Callable[[Planned], PlanRecord],
         limit: float,
     ):
@@ -89,8 +93,8 @@ class RecomputeSearch(Generic[Planned]):
                 if self.plan(choice, limited=True).bound == 0.0:
                     self.plan(choice, limited=False)
         else:
-            everything = [self.recomputation.everything()] if self.recomputation.rewrites_loops else []
-            self._search([None, *everything, *self.recomputation.hull()])
+            first = self.planned[None, False] = self.trials[0]
+            self._search(PeakPrediction(self.recomputation, self.limit, None, first.peak))
         fitting = [t for t in self.trials if t.fits(self.limit)]
         return min(fitting, key=lambda t: (t.cost, t.peak), default=None)
 
@@ -114,8 +118,13 @@ class RecomputeSearch(Generic[Planned]):
         return self.planned[choice, limited]
 
     def _planned(self, choice: Choice | None, limited: bool) -> Trial[Planned]:
+        beside, least = self._cheapest()
+        most = least + beside if limited and not self.complete else math.inf
         try:
-            trial = self._trial(choice, self.plan_of(choice, limited))
+            trial = self._trial(choice, self.plan_of(choice, limited, most))
+        except NoBetterPlan as found:
+            trial = Trial(choice, None, math.inf, found.bound - beside, math.inf)
+            impossible = True
         except SearchError as error:
             # Without a proof that nothing fits, the choice's bound is that of its plan without a budget.
             impossible = not isinstance(error, MemoryBudgetError) or error.proved_least > self.limit
@@ -124,8 +133,24 @@ class RecomputeSearch(Generic[Planned]):
             ):
                 self.refusal = error
             trial = Trial(choice, None, math.inf, math.inf if impossible else 0.0, math.inf)
-        self.trials.append(trial)
+        else:
+            impossible = False
+        if trial.planned is not None or impossible:  # else nothing is known of the plans of this choice
+            self.trials.append(trial)
         return trial
+
+    def _cheapest(self) -> tuple[float, float]:
+        """(what plans of all choices cost beside the objective, the least cost of one within the budget)."""
+        fitting = [t for t in self.trials if t.fits(self.limit) and t.planned is not None]
+        if not fitting:
+            return 0.0, math.inf
+        best = min(fitting, key=lambda t: t.cost)
+        assert best.planned is not None
+        record = self.record_of(best.planned)
+        if record.level == 1:
+            return 0.0, math.inf
+        # What is computed again counts as redundant.
+        return (record.cost.compute - record.cost.redundant if record.level == 0 else 0.0), best.cost
 
     def _trial(self, choice: Choice | None, planned: Planned) -> Trial[Planned]:
         record = self.record_of(planned)
@@ -134,52 +159,57 @@ class RecomputeSearch(Generic[Planned]):
         cost = record.step_seconds if record.level == 1 else c.objective
         return Trial(choice, planned, cost, 0.0 if record.level == 1 else c.bound, c.peak_bytes)
 
-    def _search(self, hull: Sequence[Choice | None]) -> None:
+    def _search(self, prediction: PeakPrediction) -> None:
         """Plan some of the hull; its first is the program as it was traced, which does not fit."""
-
-        def without_budget(k: int) -> Trial[Planned]:
-            return self.plan(hull[k], limited=False)
-
+        everything = [self.recomputation.everything()] if self.recomputation.rewrites_loops else []
+        hull = [None, *everything, *prediction.hull()]
         if len(hull) < 2:
             return
-        self.planned[None, False] = self.trials[0]
-        low, high = 0, self._first_that_fits(hull)
+        high = self._first_that_fits(hull, prediction)
         if high == 0:
             self._within_budget(self._lowest_peaks(hull))
             return
-        while high - low > 1:
-            middle = (low + high) // 2
-            if without_budget(middle).fits(self.limit):
-                high = middle
-            else:
-                low = middle
-        self._between(hull[low], hull[high])
+        self._between(hull[high - 1], hull[high], prediction)
         best = min((t for t in self.trials if t.fits(self.limit)), key=lambda t: t.cost)
         if best.choice is not None:
-            self._between(None, best.choice)  # what is left of the budget
-        self._within_budget(self._promising(hull, low))
+            self._between(None, best.choice, prediction)  # what is left of the budget
+        self._within_budget(self._promising(hull, high - 1, prediction))
 
-    def _promising(self, hull: Sequence[Choice | None], last: int) -> list[Choice | None]:
+    def _promising(
+        self, hull: Sequence[Choice | None], last: int, prediction: PeakPrediction
+    ) -> list[Choice | None]:
         """The choices up to the last that exceeds the budget, that one first, which layouts within it may make up for."""
-        best = min(t.cost for t in self.trials if t.fits(self.limit))
         out: list[Choice | None] = []
+        least = min(t.cost for t in self.trials if t.fits(self.limit))
         for k in range(last, 0, -1):
-            if len(out) == _WITHIN_BUDGET:
-                break
-            trial = self.plan(hull[k], limited=False)
-            if trial.peak >= _WITHIN_REACH * self.limit:
+            trial = self.planned.get((hull[k], False))
+            peak = prediction.of(hull[k]) if trial is None else trial.peak
+            if len(out) == _WITHIN_BUDGET or peak >= WITHIN_REACH * self.limit:
                 break  # those before it keep more
-            if trial.cost < best:
+            if trial is None or trial.cost < least:
                 out.append(hull[k])
         return out
 
-    def _first_that_fits(self, hull: Sequence[Choice | None]) -> int:
-        """A position of the hull that fits without a budget, lower peaks as traced first; 0 where none does.
+    def _first_that_fits(self, hull: Sequence[Choice | None], prediction: PeakPrediction) -> int:
+        """A position of the hull that fits without a budget: the first that is predicted to; 0 where none does.
 
-        The peak of a partitioned program may fall where that of the traced one does not.
+        If none does so, lower peaks as traced first: the peak of a partitioned program may fall where that of the traced
+        one does not.
         """
-        tried = self._by_traced_peak(range(1, len(hull)), hull)[:_TRIED_FREE]
-        return next((k for k in tried if self.plan(hull[k], limited=False).fits(self.limit)), 0)
+        for tried, k in enumerate(prediction.fitting(hull)):
+            if tried == _TRIED_FREE:
+                return 0
+            trial = self.plan(hull[k], limited=False)
+            if trial.fits(self.limit):
+                return k
+            self._correct(prediction, trial)
+        left = [k for k in range(1, len(hull)) if (hull[k], False) not in self.planned]
+        tried_last = self._by_traced_peak(left, hull)[: _TRIED_FREE - (len(hull) - 1 - len(left))]
+        return next((k for k in tried_last if self.plan(hull[k], limited=False).fits(self.limit)), 0)
+
+    def _correct(self, prediction: PeakPrediction, trial: Trial[Planned]) -> None:
+        if trial.planned is not None:
+            prediction.correct(trial.choice, trial.peak)
 
     def _lowest_peaks(self, hull: Sequence[Choice | None]) -> list[Choice | None]:
         """The choices of a hull that were planned without a budget, by their peaks as traced and as planned in turn."""
@@ -192,23 +222,23 @@ class RecomputeSearch(Generic[Planned]):
         peaks = {k: self.recomputation.traced_peak(c) for k in positions if (c := hull[k]) is not None}
         return sorted(peaks, key=lambda k: (peaks[k], -k))
 
-    def _between(self, more: Choice | None, less: Choice | None) -> None:
-        """Plan choices that keep some of what only `more` keeps, as much as fits: by bisection of their bytes."""
-        more, less = more or self.recomputation.everything(), less or self.recomputation.everything()
-        choices = self.recomputation.between(more, less)
-        low, high = -1, len(choices)  # positions of the last that fits and the first that does not
+    def _between(self, more: Choice | None, less: Choice | None, prediction: PeakPrediction) -> None:
+        """Plan choices that keep some of what only `more` keeps, as much as is predicted to fit."""
+        if less is None:
+            return
+        kept = self.recomputation.between(more or self.recomputation.everything(), less)
+        low, high = -1, len(kept)  # positions of the last that fits and the first that does not
+        self._correct(prediction, self.planned[less, False])
         for _ in range(_TRIED_BETWEEN):
-            inside = choices[low + 1 : high]
-            if not inside:
+            choice = prediction.last_between(kept, low, high, less)
+            if choice is None:
                 break
-            least = choices[low].bytes if low >= 0 else less.bytes
-            most = choices[high].bytes if high < len(choices) else more.bytes
-            target = (least + most) / 2
-            k = min(range(low + 1, high), key=lambda k: abs(choices[k].bytes - target))
-            if self.plan(choices[k], limited=False).fits(self.limit):
-                low = k
+            trial = self.plan(choice, limited=False)
+            if trial.fits(self.limit):
+                low, less = kept.index(choice.kept), choice
             else:
-                high = k
+                high = kept.index(choice.kept)
+            self._correct(prediction, trial)
 
     def _within_budget(self, choices: Sequence[Choice | None]) -> None:
         for choice in choices[:_WITHIN_BUDGET]:

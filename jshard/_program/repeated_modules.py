@@ -37,6 +37,7 @@ from jshard._program.graph import Call, Literal, Operator, Program, calls_of
 
 
 _FRAMES = 40  # of the stack in which common functions are looked for
+_NEARLY_MOST = 0.9  # of the repeated equations: so many that are repeated more often are the layers
 _MIN_SHARE = 0.4  # of the forward equations that must be repeated for the repetition to count as layers
 
 
@@ -155,8 +156,9 @@ def _by_source(forward: Sequence[Operator]) -> dict[int, int]:
     counts = collections.Counter(len(ids) for ids in lines.values())
     for n in counts:
         weight[n] = sum(k * number for k, number in counts.items() if n > 1 and k % n == 0)
-    n = max(weight, key=lambda n: (weight[n], n), default=0)
-    if n < 2 or not weight[n]:
+    most = max(weight.values(), default=0)
+    n = max((n for n, w in weight.items() if n > 1 and w and w >= _NEARLY_MOST * most), default=0)
+    if not n:
         return {}
     return {op: k * n // len(ids) for ids in lines.values() if len(ids) % n == 0 for k, op in enumerate(ids)}
 

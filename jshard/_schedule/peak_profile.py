@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 
-INTERMEDIATE = "intermediate values"
+INTERMEDIATE, COPIES = "intermediate values", "redistributed copies"
 
 
 class HeldValue(NamedTuple):

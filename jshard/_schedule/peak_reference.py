@@ -23,7 +23,7 @@ from jshard._schedule.buffers import ActionScope, Buffer, BufferSizes
 from jshard._schedule.call_memory import branch_memory, loop_memory
 from jshard._schedule.donated_results import results_over_arguments
 from jshard._schedule.last_uses import is_fused_slice, last_uses
-from jshard._schedule.peak_profile import INTERMEDIATE, HeldValue, PeakProfile
+from jshard._schedule.peak_profile import COPIES, INTERMEDIATE, HeldValue, PeakProfile
 from jshard._schedule.schedule import Schedule
 from jshard._schedule.writer import Action, Reshard, RunCall, RunOperator
 
@@ -271,7 +271,7 @@ class PeakWalk:
     def class_of(self, v: Value, by_reshard: bool) -> str:
         op = self.program.operators[self.assignment.producers[v[0]][0]]
         if by_reshard:
-            return "results" if v in self.outputs else "redistributed copies"
+            return "results" if v in self.outputs else COPIES
         if op.kind == "const":
             return "captured arrays"
         if op.kind == "input":

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 import jshard
-from jshard._api import remedies
+from jshard._api import prepare as prepare_module, remedies
 from jshard._api.prepare import prepare
 from jshard._core.errors import MemoryBudgetError
 from jshard._program.memory.liveness import liveness
@@ -201,3 +201,29 @@ def test_what_takes_too_long_is_not_tried(monkeypatch):
     assert len(tried) <= 1
     batch = row(error, "^batch of ")
     assert batch.estimated and "about " + format_bytes(batch.peak) in str(error)
+
+
+def test_recomputation_of_a_large_program_is_estimated_by_its_first_choice(monkeypatch):
+    step, args = DEEP
+    free = jshard.shard(step, mesh=on(2, 4), hardware="tpu-v5e", donate_argnums=(0, 1)).plan(*args)
+    budget = int(free.cost.peak_bytes * 0.6)
+    monkeypatch.setattr(remedies, "_OPERATORS", 0)
+    error = refused(step, args, budget, donate_argnums=(0, 1))
+    advised = row(error, '^remat="auto"$')
+    assert advised.estimated and advised.peak <= budget
+    plan = jshard.shard(
+        step, mesh=on(2, 4), hardware="tpu-v5e", memory_budget=budget, donate_argnums=(0, 1), remat="auto"
+    ).plan(*args)
+    assert plan.cost.peak_bytes <= budget and advised.peak == pytest.approx(plan.cost.peak_bytes, rel=0.3)
+    assert advised.seconds == pytest.approx(plan.step_seconds, rel=0.3)
+
+
+def test_the_program_of_a_refused_call_is_built_once_for_all_meshes(monkeypatch):
+    built = []
+    build = prepare_module.build_program
+    monkeypatch.setattr(prepare_module, "build_program", lambda *a, **k: built.append(1) or build(*a, **k))
+    step, args = DEEP
+    error = refused(step, args, "8MB", donate_argnums=(0, 1))
+    devices = row(error, r"^\d+ devices: mesh x=")
+    smaller = [r for r in error.remedies if r.advice.startswith("batch of")]
+    assert not devices.estimated and len(built) <= 1 + 2 * len(smaller)
