@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from jshard._api.machine import num_devices
+from jshard._api.machine import num_devices, requested_mesh
 from jshard._api.shard_request import DeferredParameterPlan, ShardRequest
 from jshard._api.trace_call import TracedArguments, TracedProgram
 from jshard._core import jaxcompat as compat
@@ -19,7 +19,7 @@ from jshard._plan.request import Place
 from jshard._program.graph import Program
 from jshard._spec.committed_shardings import equivalent_axes
 from jshard._spec.entry import JointConstraint, Pin, parse_entry
-from jshard._spec.mesh_selection import ChosenMesh, resolve_pin
+from jshard._spec.mesh_selection import ChosenMesh, choose_mesh, resolve_pin
 from jshard._spec.partitioning_metadata import with_metadata
 from jshard._spec.strategies import pins_for_inputs, pins_for_outputs, without_static
 from jshard._spec.tree_paths import argument_names
@@ -167,3 +167,17 @@ def _drop_unit_axes(pin: Pin, topology: Topology) -> Pin:
     names = set(topology.mesh.names)
     axes = tuple(d if d is None else tuple(a for a in d if a in names) for d in pin.axes)
     return dataclasses.replace(pin, axes=axes)
+
+
+def mesh_of_call(request: ShardRequest, call: TracedArguments, pins: CallPins) -> ChosenMesh:
+    """The mesh of a call: the user's, that of the arguments, or one for the pins."""
+    argument_mesh = call.placement.mesh
+    return choose_mesh(
+        requested_mesh(request, argument_mesh),
+        request.options.device,
+        pins.pins,
+        pins.shapes,
+        joint=pins.joint,
+        argument_mesh=argument_mesh,
+        argument_shardings=[s for s, _ in pins.committed.values()],
+    )

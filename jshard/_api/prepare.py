@@ -12,12 +12,13 @@ import jax
 from jax import core
 from jax.sharding import AxisType
 
-from jshard._api.call_pins import CallPins, PlacedPin, collect_pins, pins_of_arguments, pins_of_results
-from jshard._api.machine import auto_meshes, memory_budget, physical_topology, requested_mesh
+from jshard._api.call_pins import PlacedPin, collect_pins, mesh_of_call, pins_of_arguments, pins_of_results
+from jshard._api.machine import auto_meshes, memory_budget, physical_topology
 from jshard._api.plan import Plan, plan_program, planned_again
 from jshard._api.shard_request import ShardRequest, donated_leaves, static_values
 from jshard._api.state_matching import find_state_ties
 from jshard._api.trace_call import (
+    BuiltPrograms,
     TracedArguments,
     TracedProgram,
     abstract_with_shardings,
@@ -38,7 +39,7 @@ from jshard._program.shift_patterns import closed_with_shifts
 from jshard._program.user_shard_map import check_meshes
 from jshard._schedule.schedule import Schedule
 from jshard._spec.entry import Pin
-from jshard._spec.mesh_selection import ChosenMesh, choose_mesh
+from jshard._spec.mesh_selection import ChosenMesh
 
 
 if TYPE_CHECKING:
@@ -49,8 +50,6 @@ if TYPE_CHECKING:
 
 
 OnProgress = Callable[..., None] | None
-BuiltPrograms = dict[tuple[object, ...], tuple[ClosedJaxpr, TracedProgram]]
-"""Programs by jaxpr, with the jaxpr."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -206,12 +205,9 @@ class TracedCall:
         closed = self.jaxpr if jaxpr is None else jaxpr
         key = id(closed), recomputed, self.donated
         if key not in self.programs:
-            rules = self.rules
-            made = build_program(
-                self.request, self.call, self.jax_traced, self.explicit_mesh, self.donated,
-                rules and rules.pin_of_name, closed, recomputed=recomputed,
-            )  # fmt: skip
-            self.programs[key] = closed, made
+            pin_of_name = self.rules and self.rules.pin_of_name
+            facts = self.call, self.jax_traced, self.explicit_mesh, self.donated, pin_of_name
+            self.programs[key] = closed, build_program(self.request, *facts, closed, recomputed=recomputed)
         return self.programs[key][1]
 
     @functools.cached_property
@@ -438,7 +434,7 @@ def _plan_jaxpr(
             meshes = [m for m in meshes if m[0].axes == of.found.axes]
         chosen, planned = _cheapest_mesh(meshes, plan_on)
     else:
-        chosen = _choose_mesh(request, call, pins)
+        chosen = mesh_of_call(request, call, pins)
         planned = plan_on(chosen)
     uneven: tuple[UnevenCut, ...] = ()
     if jaxpr is None and request.options.pad is True and of.given_plan is None:
@@ -457,19 +453,6 @@ def _plan_jaxpr(
         frozenset(i for i, p in enumerate(in_pins) if p is not None and not p.free),
         planned.committed,
         uneven=uneven,
-    )
-
-
-def _choose_mesh(request: ShardRequest, call: TracedArguments, pins: CallPins) -> ChosenMesh:
-    argument_mesh = call.placement.mesh
-    return choose_mesh(
-        requested_mesh(request, argument_mesh),
-        request.options.device,
-        pins.pins,
-        pins.shapes,
-        joint=pins.joint,
-        argument_mesh=argument_mesh,
-        argument_shardings=[s for s, _ in pins.committed.values()],
     )
 
 

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from jshard._api.prepare import BuiltPrograms, prepare, trace_call
+from jshard._api.prepare import prepare, trace_call
 from jshard._api.shard_request import ShardRequest
-from jshard._api.trace_call import abstract
+from jshard._api.trace_call import BuiltPrograms, abstract
 from jshard._core import hardware, topology as device_topology
 from jshard._core.errors import MemoryBudgetError, ShardError
 from jshard._core.jax_types import PyTree, PyTreeDef

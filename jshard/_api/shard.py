@@ -27,7 +27,7 @@ from jshard._api.executable import Executable, inline
 from jshard._api.padded_at_rest import call_arguments, place
 from jshard._api.plan import Plan, check_plan
 from jshard._api.plan_together import plan_together, report_failure
-from jshard._api.prepare import BuiltPrograms, PlannedCall, check_pins, prepare
+from jshard._api.prepare import PlannedCall, check_pins, prepare
 from jshard._api.process_group import warn_if_not_initialized
 from jshard._api.shard_request import ShardRequest, traced_arguments
 from jshard._api.signature import Signature, checked_statics, explain_miss, signature
@@ -487,11 +487,9 @@ class Sharded:
         together = runs and compat.coordination_client() is not None
         if runs and not together:
             warn_if_not_initialized(self.__name__, os.environ)
-        programs: BuiltPrograms = {}
-        plan = (
-            functools.partial(plan_together, known=known) if together
-            else functools.partial(prepare, programs=programs)
-        )  # fmt: skip
+        programs = {}
+        alone = functools.partial(prepare, programs=programs)
+        plan = functools.partial(plan_together, known=known) if together else alone
         try:
             if on_progress is not None:
                 return plan(self._request, args, kwargs, on_progress)

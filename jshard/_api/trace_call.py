@@ -77,6 +77,10 @@ class TracedProgram:
     weak_typed: tuple[bool, ...]
 
 
+BuiltPrograms = dict[tuple[object, ...], tuple[ClosedJaxpr, TracedProgram]]
+"""Programs of one traced call by jaxpr, with the jaxpr."""
+
+
 def abstract(tree: PyTree) -> PyTree:
     """A pytree with arrays and numbers replaced by `ShapeDtypeStruct`s without shardings."""
     return jax.tree.map(_abstract, tree)

@@ -117,8 +117,8 @@ class Recomputation:
 
         What is computed again is in memory while it is read, which the hull does not count. So the hulls in which one
         site keeps all that is needed are there as well. Left out are choices for which there is one of fewer seconds
-        with as few bytes kept and as low a peak, as traced; so the one of least bytes stays. Left out are also those that keep
-        more than `most_bytes`.
+        with as few bytes kept and as low a peak, as traced; so the one of least bytes stays. Left out are those above
+        `most_bytes` as well.
         """
         sites = range(len(self.sites))
         choices = self._hull_of(sites)
@@ -129,7 +129,9 @@ class Recomputation:
         choices = sorted((c for c in choices if c.bytes <= most_bytes), key=lambda c: (c.seconds, c.bytes))
         out: list[Choice] = []
         for choice in choices:
-            fewer = [c for c in out if c.bytes <= choice.bytes / _LOWER]  # mostly none: peaks as traced take time
+            fewer = [
+                c for c in out if c.bytes <= choice.bytes / _LOWER
+            ]  # mostly none: peaks as traced take time
             if not fewer or min(map(self.traced_peak, fewer)) > self.traced_peak(choice) / _LOWER:
                 out.append(choice)
         return out

@@ -1,10 +1,10 @@
 """Peaks of choices of what is kept, predicted without a search.
 
-Problem.  To plan a choice takes a search, of a large program seconds; most choices are planned only to see whether they fit.
+Problem.  To plan a choice takes a search, of a large program seconds; most were planned only to see whether they fit.
 
-Idea.  The largest sum of live bytes of a choice's program as traced, nothing partitioned, takes no search. The peak of a plan
-is close to a fixed share of it, one over the devices or a little more. Each plan corrects that share for the choices that
-keep about as much.
+Idea.  The largest sum of live bytes of a choice's program as traced, nothing partitioned, takes no search. The peak of a
+plan is close to a fixed share of it, one over the devices or a little more. Each plan corrects that share for the choices
+that keep about as much.
 """
 
 from __future__ import annotations
