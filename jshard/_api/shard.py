@@ -445,8 +445,7 @@ class Sharded:
                 report_failure(self._request, args, kwargs, error)
             check_pins(self._request, args, kwargs)  # an error in a strategy is reported first
             raise
-        cached = self._cached(key)
-        if cached is not None and (cached.is_common or not runs):
+        if (cached := self._cached(key)) is not None and (cached.is_common or not runs):
             return cached
         with self._lock:
             planning = self._planning.setdefault(key.without_placement, threading.RLock())
@@ -474,8 +473,7 @@ class Sharded:
 
     def _cached(self, key: Signature) -> Executable | None:
         """The executable of a signature, or one for the same shapes that moves no unpinned argument of this call."""
-        cached = self._executables.get(key)
-        if cached is not None:
+        if (cached := self._executables.get(key)) is not None:
             return cached
         same_shapes = self._executables_by_shapes.get(key.without_placement, ())
         return next((e for e in same_shapes if e.accepts_placement(key.placement)), None)
