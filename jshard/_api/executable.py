@@ -35,6 +35,7 @@ from jshard._core import jaxcompat as compat
 from jshard._core.errors import MeshError
 from jshard._core.jax_types import Function, JaxMesh, PyTree
 from jshard._core.layout import Layout
+from jshard._core.marker_primitives import mark_argument, never_compiled
 from jshard._lower.spmd import spmd
 from jshard._plan.derivative_rule import plan_derivative_rule
 from jshard._plan.rows import EntryRow
@@ -318,10 +319,10 @@ def inline(executable: Executable, args: Sequence[PyTree], kwargs: Mapping[str, 
     """Run the planned program in the current trace, in a form that JAX can differentiate."""
     prepared = executable.prepared
     leaves = jax.tree.leaves(traced_arguments(prepared.request, args, kwargs))
-    marked = [compat.mark_argument(x, prepared.request.name) for x in leaves]
+    marked = [mark_argument(x, prepared.request.name) for x in leaves]
     if _has_no_devices(prepared):
         error = _cannot_run_error(prepared, "")
-        marked = [compat.never_compiled(x, error) for x in marked]
+        marked = [never_compiled(x, error) for x in marked]
     values = (*marked, *prepared.schedule.assignment.program.constants)
     mesh, explicit = prepared.chosen.mesh, _explicit_mesh(values)
 

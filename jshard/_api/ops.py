@@ -39,7 +39,7 @@ def attention(
     queries, with whole keys; the keys, as in decoding, with parts combined by their sums; or both sequences along
     one mesh axis: keys and values then pass from device to device (ring attention). Cutting the sequence outside and
     the heads inside, by all-to-alls (Ulysses), follows from the first. The search prices all with the rest of the
-    program.
+    program. On TPUs and NVIDIA's GPUs a kernel computes the blocks where it can, which a plan says.
 
     >>> import jax
     >>> x = jax.random.normal(jax.random.key(0), (1, 64, 2, 8))

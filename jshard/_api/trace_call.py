@@ -23,6 +23,7 @@ from jshard._api.shard_request import ShardRequest, named_traced_arguments, stat
 from jshard._core import jaxcompat as compat
 from jshard._core.errors import NestedShardError, ShardError
 from jshard._core.jax_types import Aval, ClosedJaxpr, JaxMesh, Jaxpr, PyTree
+from jshard._core.marker_primitives import ARGUMENT_MARKER
 from jshard._core.padded_array import holds_padded
 from jshard._program.builder import PinOfName
 from jshard._program.graph import Program
@@ -200,7 +201,7 @@ def build_program(
     except ShardError as e:
         if not (isinstance(e, NestedShardError) or e.where == ""):
             raise
-        line = source_line_of(traced.jaxpr, {compat.ARGUMENT_MARKER, "shard_map"}) or e.where
+        line = source_line_of(traced.jaxpr, {ARGUMENT_MARKER, "shard_map"}) or e.where
         raise type(e)(e.what, where=line, fix=e.fix) from None
     refuse_refs(program.constants, request.fn, request.name)
     program = reorder_for_memory(

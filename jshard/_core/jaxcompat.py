@@ -22,7 +22,7 @@ from jax.interpreters import ad, batching, mlir, partial_eval, pxla as public_px
 from jax.sharding import AbstractMesh, Mesh, Sharding
 from jax.typing import ArrayLike
 
-from jshard._core.errors import MeshError, NestedShardError, ShardError
+from jshard._core.errors import ShardError
 from jshard._core.jax_types import (
     ArrayFunction,
     ClosedJaxpr,
@@ -335,51 +335,6 @@ def context_mesh() -> AbstractMesh | None:
     return None if mesh.empty else mesh
 
 
-ARGUMENT_MARKER = "jshard_boundary"
-
-argument_marker_p = jex.Primitive(ARGUMENT_MARKER)
-argument_marker_p.def_impl(lambda x, **_: x)
-argument_marker_p.def_abstract_eval(lambda x, **_: x)
-mlir.register_lowering(argument_marker_p, lambda ctx, x, **_: [x])
-# Tangents bypass it, so that derivatives of a sharded function carry no marker.
-ad.primitive_jvps[argument_marker_p] = lambda primals, tangents, **k: (
-    argument_marker_p.bind(*primals, **k),
-    tangents[0],
-)
-
-
-def _refuse_batching(args: object, dims: object, *, name: str) -> NoReturn:
-    raise NestedShardError(
-        f"vmap of the sharded function {name}",
-        where=f"jax.vmap({name})",
-        fix=f"put vmap inside: jshard.shard(jax.vmap(f), ...) instead of jax.vmap(jshard.shard(f, ...)) for f = {name}",
-    )
-
-
-batching.primitive_batchers[argument_marker_p] = _refuse_batching
-
-
-def mark_argument(x: ArrayLike, name: str) -> jax.Array:
-    """`x`, marked as an argument of the sharded function `name`: `vmap` and an outer `shard` then raise an error."""
-    return argument_marker_p.bind(x, name=name)
-
-
-def _nothing_runs(ctx: object, x: object, *, what: str, where: str, fix: str) -> NoReturn:
-    raise MeshError(what, where=where, fix=fix)
-
-
-described_p = jex.Primitive("jshard_described")
-described_p.def_impl(lambda x, *, what, where, fix: _nothing_runs(None, x, what=what, where=where, fix=fix))
-described_p.def_abstract_eval(lambda x, **_: x)
-mlir.register_lowering(described_p, _nothing_runs)
-ad.primitive_jvps[described_p] = lambda primals, tangents, **k: (described_p.bind(*primals, **k), tangents[0])
-
-
-def never_compiled(x: jax.Array, error: ShardError) -> jax.Array:
-    """`x`, such that programs containing it can be traced for shapes, but raise the error when compiled."""
-    return described_p.bind(x, what=error.what, where=error.where, fix=error.fix)
-
-
 @contextlib.contextmanager
 def without_mesh() -> Iterator[None]:
     """A context without a mesh, to trace on global shapes inside `shard_map`: without manual axes and their types."""
@@ -498,3 +453,39 @@ def entered_mesh() -> Mesh | None:
 def coordination_client() -> object:
     """The client of the coordination service that `jax.distributed.initialize` started; None without it."""
     return distributed.global_state.client
+
+
+def is_partitioned(context: mlir.LoweringRuleContext) -> bool:
+    """Whether XLA partitions what is being lowered over several devices, outside of any `shard_map` over all axes."""
+    axes: Any = context.module_context.axis_context
+    if hasattr(axes, "manual_axes"):
+        return set(axes.manual_axes) != set(axes.mesh.axis_names)
+    return getattr(axes, "num_devices", 1) > 1
+
+
+def splash_backward(
+    kernel: Any, operands: Sequence[jax.Array], segments: object, out: jax.Array, logsumexp: jax.Array,
+    cotangent: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """The backward kernels of splash attention alone, of results and logsumexp that may be over more keys than these."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as module
+
+    residuals = (*operands, segments, None, out, logsumexp, kernel.dq_mask_info, kernel.dkv_mask_info)
+    return module._splash_attention_bwd(**kernel.kwargs, res=residuals, do=cotangent)[3:6]
+
+
+def cudnn_attention(*operands: jax.Array, scale: float, causal: bool) -> list[jax.Array]:
+    """cuDNN's attention: (result, logsumexp) of q, k, v (B, T, N, H); the gradients, if given these and a cotangent too.
+
+    `jax.nn.dot_product_attention` runs the same primitives, but has no way to say a logsumexp over more keys than these.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    mask = cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
+    how = {"scale": scale, "seed": 42, "dropout_rate": 0.0, "variadic_args": (False, False), "mask_type": mask,
+           "layout": cudnn.AttentionLayout.BTNH.value, "sliding_window_length": None}  # fmt: skip
+    how |= {} if jax.__version_info__ < (0, 11) else {"score_mod_name": None, "score_mod_jaxpr": None}
+    given = [*operands[:3], *[jax.numpy.zeros(0, operands[0].dtype)] * 7, *operands[3:]]
+    if len(operands) > 3:
+        return cudnn._dot_product_attention_bwd_p.bind(*given, **how)
+    return cudnn._dot_product_attention_fwd_p.bind(*given, **how, is_training=True)

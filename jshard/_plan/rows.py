@@ -78,7 +78,8 @@ class OperatorRow:
     `reads` and `writes` the names of its operands ("" for a literal) and results. `turn`: it is in a loop whose trip
     count is not known before it runs, and is counted for one turn. `backward`: differentiation made it by transposition.
     `redundant` is the part of `seconds` beyond an even share; `calls` are the user's functions that were running when it was
-    traced, the outermost first, each with the line of its call, `"block:115"`.
+    traced, the outermost first, each with the line of its call, `"block:115"`; `kernel` is what computes it on an
+    accelerator, where there is a choice, and after a colon what keeps the accelerator's kernel from it.
     """
 
     name: str
@@ -103,6 +104,7 @@ class OperatorRow:
     backward: bool = False
     redundant: float = 0.0
     calls: tuple[str, ...] = ()
+    kernel: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

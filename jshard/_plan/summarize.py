@@ -208,8 +208,18 @@ def _operator_row(
         backward=op.eqn is not None and is_backward(op.prefix, op.eqn),
         redundant=seconds[1],
         calls=call_path(op.eqn, TRACER),
+        kernel=_kernel(assignment, i),
         **shared._asdict(),
     )
+
+
+def _kernel(assignment: Assignment, i: int) -> str:
+    """What computes an operator on an accelerator, if its primitive has a choice."""
+    states, candidate = assignment.states[i], assignment.candidate(i)
+    if states.op is None or candidate is None or states.entry is None or states.entry.kernel is None:
+        return ""
+    platform = assignment.topology.chip.name.partition("-")[0]
+    return states.entry.kernel(states.op, states.rule, candidate, assignment.topology.mesh, platform)
 
 
 def _decision(assignment: Assignment) -> Decision:

@@ -16,6 +16,7 @@ from jshard._core import jaxcompat as compat
 from jshard._core.errors import NestedShardError
 from jshard._core.jax_types import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn
 from jshard._core.layout import ArrayType
+from jshard._core.marker_primitives import ARGUMENT_MARKER
 from jshard._program import pin_primitives
 from jshard._program.common_subexpressions import LiteralValue, ValueNumbering, literal_value
 from jshard._program.graph import Program
@@ -217,7 +218,7 @@ class Builder:
                 return [self.kept_call(eqn, body, env, repeat, inner)]
             if name in self.loops:
                 return self.loop(eqn, env, repeat, inner)
-        if name == compat.ARGUMENT_MARKER:
+        if name == ARGUMENT_MARKER:
             raise NestedShardError(
                 f"the sharded function {eqn.params['name']} is called inside the sharded function {self.name}",
                 where=f"{compat.module_path(prefix, eqn)} {compat.source_line(eqn)}".strip(),

@@ -20,6 +20,7 @@ import jax
 
 from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn
+from jshard._core.marker_primitives import ARGUMENT_MARKER
 from jshard._program import pin_primitives
 from jshard._program.common_subexpressions import never_merged, runs_custom_vjp
 from jshard._program.operators import Atom, Literal
@@ -117,7 +118,7 @@ def hoist(
     return hoisted
 
 
-NEVER_HOISTED = frozenset((pin_primitives.PIN_OPERAND, pin_primitives.MODULE_OUTPUT, compat.ARGUMENT_MARKER))
+NEVER_HOISTED = frozenset((pin_primitives.PIN_OPERAND, pin_primitives.MODULE_OUTPUT, ARGUMENT_MARKER))
 
 
 def is_loop_invariant(eqn: JaxprEqn, invariant: Mapping[JaxprAtom, Atom]) -> bool:

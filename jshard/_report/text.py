@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -129,6 +130,7 @@ def sections(plan: PlanRecord, max_rows: int = MAX_ROWS) -> list[Section]:
         tensor_section("results", others, plan, container_rows, max_rows),
         entry_section(plan, max_rows),
         operator_section(plan, max_rows),
+        kernel_section(plan),
         traffic_section(plan),
         *pipeline_sections(plan, max_rows),
     ]
@@ -196,6 +198,13 @@ def operator_section(plan: PlanRecord, max_rows: int = MAX_ROWS) -> Section:
         (25, 25, -5, 0),
         omitted if len(kept) < len(listed) else "",
     )
+
+
+def kernel_section(plan: PlanRecord) -> Section:
+    """What computes the operators for which accelerators have kernels, and what keeps a kernel from some of them."""
+    found = Counter((o.primitive, o.kernel) for o in plan.operators if o.kernel)
+    rows = [(f"{name} x{n}" if n > 1 else name, kernel) for (name, kernel), n in found.items()]
+    return Section("kernels of the accelerator", ("operator", "kernel, or why not"), tuple(rows), (32, 0))
 
 
 def pipeline_sections(plan: PlanRecord, max_rows: int = MAX_ROWS) -> list[Section]:

@@ -171,15 +171,22 @@ def in_row_major(x: jax.Array) -> jax.Array:
 
 RuleFunction = Callable[[OpView], Rule]
 LocalFunction = Callable[..., Sequence[jax.Array | StackSlice]]  # (ctx, *operands) -> local results
+KernelFunction = Callable[
+    [OpView, Rule, Candidate, MeshAxes, str], str
+]  # (..., "tpu" or "gpu") -> what computes it
 
 
 @dataclasses.dataclass(frozen=True)
 class RuleEntry:
-    """A registered primitive: its family (a file of `primitives/`, or "user"), rule, and local implementation if any."""
+    """A registered primitive: its family (a file of `primitives/`, or "user"), rule, and local implementation if any.
+
+    `kernel` says which kernel of an accelerator the local implementation uses for a candidate.
+    """
 
     family: str
     rule: RuleFunction
     local_impl: LocalFunction | None = None
+    kernel: KernelFunction | None = None
 
 
 class Registry:
@@ -217,10 +224,10 @@ def family(name: str) -> Callable[..., Callable[[RuleFunction], RuleFunction]]:
     """A decorator factory for one family of rules: `rule = family("reduce"); @rule("reduce_sum", ...)`."""
 
     def register(
-        *primitives: str, local: LocalFunction | None = None
+        *primitives: str, local: LocalFunction | None = None, kernel: KernelFunction | None = None
     ) -> Callable[[RuleFunction], RuleFunction]:
         def decorate(f: RuleFunction) -> RuleFunction:
-            REGISTRY.add(primitives, RuleEntry(name, f, local))
+            REGISTRY.add(primitives, RuleEntry(name, f, local, kernel))
             return f
 
         return decorate

@@ -1,15 +1,17 @@
 """Attention on one device's blocks: by the online softmax of this package, or by the kernel of an accelerator.
 
-On TPUs, attention whose positions are known when it is compiled (no ring, no cut of queries or keys) runs as JAX's
-splash attention, a Pallas kernel that skips blocks which causality or the window rule out. Its backward kernels read
-the logsumexp that its own forward kernel made, which runs again for them; in one program XLA merges the two. Without a
-bias, the logsumexp of logits of usual size keeps the digits of both its terms. Elsewhere,
-and for biases, masks and sizes of which the kernel has no blocks, the online softmax runs.
+On TPUs JAX's splash attention runs, on NVIDIA's GPUs cuDNN's attention, where these have what is asked for and where the
+positions of queries and keys begin together or do not matter. Queries that begin later than the keys (their sequence is
+cut, the keys are whole) go over blocks of keys, of which one is on the diagonal of the causal mask. Elsewhere the online
+softmax runs. A program is traced with both, and keeps the one of the platform that it is compiled for.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,139 +19,163 @@ import numpy as np
 from jax import lax
 
 from jshard._core import jaxcompat as compat
-from jshard._core.jax_types import Function, Index
+from jshard._core.jax_types import Index
+from jshard._rules.attention.cudnn import cudnn_backward, cudnn_forward, cudnn_lacks
 from jshard._rules.attention.definition import Attention, Operands
-from jshard._rules.attention.online_softmax import Gradients, Part, backward, forward, summed_delta
+from jshard._rules.attention.online_softmax import (
+    Gradients,
+    Part,
+    backward,
+    forward,
+    merged,
+    no_gradients,
+    no_part,
+    summed_delta,
+)
+from jshard._rules.attention.splash import splash_backward, splash_forward, splash_lacks
 
 
-_LANES = 128  # of a TPU's vector unit: heads and sequences are multiples of it
-_BLOCKS = (512, 256, 128)
+class Softmax(NamedTuple):
+    """What the backward pass knows of its queries, over all keys: (B, K, G, T), the last two (B, K, G, T, E)."""
+
+    largest: jax.Array
+    total: jax.Array
+    out: jax.Array
+    cotangent: jax.Array
+
+    def rows(self, start: int, size: int) -> Softmax:
+        """The same for `size` queries from `start`."""
+        return Softmax(*(lax.slice_in_dim(y, start, start + size, axis=3) for y in self))
 
 
-def local_forward(spec: Attention, x: Operands, row: Index = 0, column: Index = 0) -> Part:
-    """Attention of one device's queries to one device's keys, which begin at positions `row` and `column`."""
-    if not splash_takes(spec, x, row, column):
-        return forward(spec, x, row, column)
-    return lax.platform_dependent(
-        x,
-        tpu=functools.partial(splash_forward, spec),
-        default=functools.partial(forward, spec),
-    )
+class Kernel(NamedTuple):
+    """A kernel's passes: `forward(spec, x)`, and `backward(spec, x, logsumexp, out, cotangent)` over perhaps more keys."""
+
+    platform: str
+    forward: Callable[[Attention, Operands], Part]
+    backward: Callable[[Attention, Operands, jax.Array, jax.Array, jax.Array], Gradients]
+
+
+SPLASH = Kernel("tpu", splash_forward, splash_backward)
+CUDNN = Kernel("cuda", cudnn_forward, cudnn_backward)
+
+
+def local_forward(
+    spec: Attention, x: Operands, row: Index = 0, column: Index = 0, *, kernels: bool = True
+) -> Part:
+    """Attention of one device's queries to one device's keys, which begin at positions `row` and `column`.
+
+    `kernels`: whether the program is one device's, so that kernels may be in it.
+    """
+    default = functools.partial(forward, spec, row=row, column=column)
+    if not kernels:
+        run = {}
+    elif aligned(spec, row, column):
+        run = {k.platform: functools.partial(k.forward, spec) for k in kernels_for(spec, x)}
+    elif _later_rows(spec, x, column):
+        blocks = kernels_for(spec, x.keys(0, x.q.shape[1]))
+        run = {k.platform: functools.partial(_forward_by_blocks, k, spec, row=row) for k in blocks}
+    else:
+        run = {}
+    return lax.platform_dependent(x, **run, default=default) if run else default(x)
 
 
 def local_backward(
     spec: Attention,
     x: Operands,
-    largest: jax.Array,
-    total: jax.Array,
-    out: jax.Array,
-    cotangent: jax.Array,
+    softmax: Softmax,
     row: Index = 0,
     column: Index = 0,
     *,
     bias_gradient: bool = True,
+    kernels: bool = True,
 ) -> Gradients:
-    """The gradients of these queries and keys; all but `x` are over all keys."""
+    """The gradients of these queries and keys; `softmax` is over all keys, `kernels` as for `local_forward`."""
 
-    def loop(
-        x: Operands, largest: jax.Array, total: jax.Array, out: jax.Array, cotangent: jax.Array
-    ) -> Gradients:
-        delta = summed_delta(cotangent, out)
-        found = backward(spec, x, largest, total, cotangent, delta, row, column)
+    def default(x: Operands, softmax: Softmax) -> Gradients:
+        largest, total, out, cotangent = softmax
+        found = backward(spec, x, largest, total, cotangent, summed_delta(cotangent, out), row, column)
         return found if bias_gradient else found._replace(bias=None)
 
-    if not splash_takes(spec, x, row, column):
-        return loop(x, largest, total, out, cotangent)
-
-    def kernel(
-        x: Operands, largest: jax.Array, total: jax.Array, out: jax.Array, cotangent: jax.Array
-    ) -> Gradients:
-        return splash_backward(spec, x, total > 0, cotangent)
-
-    return lax.platform_dependent(x, largest, total, out, cotangent, tpu=kernel, default=loop)
-
-
-def splash_takes(spec: Attention, x: Operands, row: Index, column: Index) -> bool:
-    """Whether splash attention computes this: positions from zero, no bias, no mask, whole tiles."""
-    sizes = (x.q.shape[1], x.k.shape[1], x.q.shape[-1])
-    return (
-        isinstance(row, int) and isinstance(column, int) and row == column == 0
-        and not spec.has_bias and not spec.has_mask
-        and x.q.dtype in (jnp.bfloat16, np.float32) and x.q.shape[-1] == x.v.shape[-1]
-        and all(n % _LANES == 0 for n in sizes)
-        and not compat.check_vma_enabled()  # whose types kernels do not have
-    )  # fmt: skip
+    if not kernels:
+        run = {}
+    elif aligned(spec, row, column):
+        run = {k.platform: functools.partial(_kernel_backward, k, spec) for k in kernels_for(spec, x)}
+    elif _later_rows(spec, x, column):
+        blocks = kernels_for(spec, x.keys(0, x.q.shape[1]))
+        run = {k.platform: functools.partial(_backward_by_blocks, k, spec, row=row) for k in blocks}
+    else:
+        run = {}
+    return lax.platform_dependent(x, softmax, **run, default=default) if run else default(x, softmax)
 
 
-def splash_forward(spec: Attention, x: Operands, *, interpret: bool = False) -> Part:
-    """`forward`, by the kernel, with the logsumexp as the largest logit and one as the sum."""
-    run = _splash(spec, x, save_residuals=True, interpret=interpret)
-    out, (lse,) = jax.vmap(run)(*_heads_first(spec, x), _segment_ids(x))
-    b, t, k, g, _ = x.q.shape
-    lse = lse.reshape(b, k, g, t).astype(jnp.float32)
-    reaches = lse > 0.5 * _mask_value()
-    out = out.reshape(b, k, g, t, -1).astype(jnp.float32)
-    return Part(
-        jnp.where(reaches[..., None], out, 0),
-        jnp.where(reaches, lse, -jnp.inf),
-        reaches.astype(jnp.float32),
-    )
+def aligned(spec: Attention, row: Index, column: Index) -> bool:
+    """Whether queries and keys begin at one position, as far as is known when the program is traced, or it is all one."""
+    if not spec.causal and spec.window is None:
+        return True
+    return isinstance(row, int) and isinstance(column, int) and row == column
 
 
-def splash_backward(
-    spec: Attention, x: Operands, reaches: jax.Array, cotangent: jax.Array, *, interpret: bool = False
-) -> Gradients:
-    """`backward`, by the kernel; `reaches` (B, K, G, T): which queries attend to any key."""
-    run, segments = _splash(spec, x, save_residuals=False, interpret=interpret), _segment_ids(x)
-    (b, t, k, g, h), s = x.q.shape, x.k.shape[1]
-    given = jnp.where(reaches[..., None], cotangent, 0).astype(x.q.dtype)
-    _, pull = jax.vjp(lambda q, k, v: jax.vmap(run)(q, k, v, segments), *_heads_first(spec, x))
-    dq, dk, dv = (y.astype(jnp.float32) for y in pull(given.reshape(b, k * g, t, h)))
-    return Gradients(
-        dq.reshape(b, k, g, t, h).transpose(0, 3, 1, 2, 4) * spec.scale,
-        dk.reshape(b, k, s, h).transpose(0, 2, 1, 3),
-        dv.reshape(b, k, s, h).transpose(0, 2, 1, 3),
-        None,
-    )
-
-
-def _heads_first(spec: Attention, x: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Scaled queries (B, N, T, H), keys and values (B, K, S, H)."""
+def kernels_for(spec: Attention, x: Operands) -> list[Kernel]:
+    """The kernels that compute this, if queries and keys begin at one position."""
+    if compat.check_vma_enabled():  # whose types kernels do not have
+        return []
     b, t, k, g, h = x.q.shape
-    q = (x.q * jnp.asarray(spec.scale, x.q.dtype)).transpose(0, 2, 3, 1, 4).reshape(b, k * g, t, h)
-    return q, x.k.transpose(0, 2, 1, 3), x.v.transpose(0, 2, 1, 3)
+    q = jax.ShapeDtypeStruct((b, t, k * g, h), x.q.dtype)
+    lacks = ((SPLASH, splash_lacks(spec, q, x.k)), (CUDNN, cudnn_lacks(spec, q, x.k, x.v)))
+    return [kernel for kernel, what in lacks if not what]
 
 
-def _segment_ids(x: Operands) -> tuple[jax.Array, jax.Array] | None:
-    if x.q_segments is None or x.k_segments is None:
-        return None
-    from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
-
-    return SegmentIds(x.q_segments.astype(np.int32), x.k_segments.astype(np.int32))
+def _later_rows(spec: Attention, x: Operands, column: Index) -> bool:
+    """Whether keys from the sequence's begin can be taken in blocks as long as these queries, which are one such block."""
+    several = isinstance(column, int) and column == 0 and x.k.shape[1] % x.q.shape[1] == 0
+    return several and spec.causal and spec.window is None
 
 
-def _mask_value() -> float:
-    """What the kernel gives logits that are masked."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+def _kernel_backward(kernel: Kernel, spec: Attention, x: Operands, softmax: Softmax) -> Gradients:
+    """Of a query without any key the kernel gets a logsumexp of zero and a cotangent of zero."""
+    reaches = softmax.total > 0
+    logsumexp = jnp.where(reaches, softmax.largest + jnp.log(jnp.where(reaches, softmax.total, 1)), 0)
+    given = jnp.where(reaches[..., None], softmax.cotangent, 0)
+    return kernel.backward(spec, x, logsumexp, softmax.out, given)
 
-    return float(splash_attention_kernel.DEFAULT_MASK_VALUE)
+
+def _forward_by_blocks(kernel: Kernel, spec: Attention, x: Operands, *, row: Index) -> Part:
+    size, whole = x.q.shape[1], dataclasses.replace(spec, causal=False)
+    own = row // size
+
+    def body(total: Part, block: jax.Array) -> tuple[Part, None]:
+        keys = x.keys(block * size, size)
+        found = lax.switch(
+            jnp.clip(own - block + 1, 0, 2),
+            [no_part, functools.partial(kernel.forward, spec), functools.partial(kernel.forward, whole)],
+            keys,
+        )
+        return merged(total, found), None
+
+    return lax.scan(body, no_part(x), jnp.arange(x.k.shape[1] // size, dtype=np.int32))[0]
 
 
-def _splash(spec: Attention, x: Operands, *, save_residuals: bool, interpret: bool) -> Function:
-    """The kernel for one example: (N, T, H), (K, S, H), (K, S, H) and segments."""
-    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+def _backward_by_blocks(
+    kernel: Kernel, spec: Attention, x: Operands, softmax: Softmax, *, row: Index
+) -> Gradients:
+    size, whole = x.q.shape[1], dataclasses.replace(spec, causal=False)
+    own = row // size
 
-    (_, t, k, g, _), s = x.q.shape, x.k.shape[1]
-    mask: splash.Mask = splash.CausalMask((t, s)) if spec.causal else splash.FullMask((t, s))
-    if spec.window is not None:
-        local = splash.LocalMask((t, s), spec.window, 0)
-        mask = mask & local if spec.causal else local
-    rows, columns = (next(n for n in _BLOCKS if size % n == 0) for size in (t, s))
-    blocks = splash.BlockSizes(
-        block_q=rows, block_kv=columns, block_q_dkv=rows, block_kv_dkv=columns, block_q_dq=rows, block_kv_dq=columns
-    )  # fmt: skip
-    kernel = splash.make_splash_mha(
-        splash.MultiHeadMask([mask] * (k * g)), block_sizes=blocks, save_residuals=save_residuals,
-        head_shards=1, q_seq_shards=1, interpret=interpret,
-    )  # fmt: skip
-    return lambda q, k, v, segments: kernel(q, k, v, segment_ids=segments)
+    def body(dq: jax.Array, block: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        keys = x.keys(block * size, size)
+        found = lax.switch(
+            jnp.clip(own - block + 1, 0, 2),
+            [
+                lambda x, softmax: no_gradients(x),
+                functools.partial(_kernel_backward, kernel, spec),
+                functools.partial(_kernel_backward, kernel, whole),
+            ],
+            keys,
+            softmax,
+        )
+        return dq + found.q, (found.k, found.v)
+
+    dq, keys = lax.scan(body, no_gradients(x).q, jnp.arange(x.k.shape[1] // size, dtype=np.int32))
+    dk, dv = (jnp.moveaxis(y, 0, 1).reshape(y.shape[1], -1, *y.shape[3:]) for y in keys)
+    return Gradients(dq, dk, dv, None)

@@ -80,12 +80,8 @@ def forward(spec: Attention, x: Operands, row: Index = 0, column: Index = 0) -> 
 
     - `row`, `column`: positions of the first query and of the first key, or of each of them.
     """
-    b, t, k, g, _ = x.q.shape
-    dtype = softmax_dtype(x.q.dtype)
-    heads = (b, k, g, t)
-    running = _Running(
-        jnp.full(heads, -jnp.inf, dtype), jnp.zeros(heads, dtype), jnp.zeros((*heads, x.v.shape[-1]), dtype)
-    )
+    nothing, dtype = no_part(x), softmax_dtype(x.q.dtype)
+    running = _Running(nothing.largest, nothing.total, nothing.out)
 
     def step(running: _Running, at: _Block, rows: int, columns: int) -> _Running:
         part = x.rows(at.row, rows).keys(at.column, columns)
@@ -104,6 +100,21 @@ def forward(spec: Attention, x: Operands, row: Index = 0, column: Index = 0) -> 
 
     running = _over_blocks(spec, x, row, column, running, step)
     return Part(running.weighted / _nonzero(running.total)[..., None], running.largest, running.total)
+
+
+def no_part(x: Operands) -> Part:
+    """What attention of these queries to no keys is."""
+    b, t, k, g, _ = x.q.shape
+    dtype, heads = softmax_dtype(x.q.dtype), (b, k, g, t)
+    largest = jnp.full(heads, -jnp.inf, dtype)
+    return Part(jnp.zeros((*heads, x.v.shape[-1]), dtype), largest, jnp.zeros(heads, dtype))
+
+
+def no_gradients(x: Operands) -> Gradients:
+    """Gradients of zero."""
+    dtype = softmax_dtype(x.q.dtype)
+    dq, dk, dv = (jnp.zeros(y.shape, dtype) for y in (x.q, x.k, x.v))
+    return Gradients(dq, dk, dv, None if x.bias is None else jnp.zeros(x.bias.shape, dtype))
 
 
 def merged(a: Part, b: Part) -> Part:
@@ -141,8 +152,6 @@ def backward(
     """
     dtype = softmax_dtype(x.q.dtype)
     base, inverse = _finite(largest), 1 / _nonzero(total)
-    dq, dk, dv = (jnp.zeros(y.shape, dtype) for y in (x.q, x.k, x.v))
-    start = Gradients(dq, dk, dv, None if x.bias is None else jnp.zeros(x.bias.shape, dtype))
 
     def step(sums: Gradients, at: _Block, rows: int, columns: int) -> Gradients:
         part = x.rows(at.row, rows).keys(at.column, columns)
@@ -163,7 +172,7 @@ def backward(
             None if sums.bias is None else _added_to_bias(sums.bias, ds, at),
         )
 
-    return _over_blocks(spec, x, row, column, start, step)
+    return _over_blocks(spec, x, row, column, no_gradients(x), step)
 
 
 def _masked(spec: Attention, x: Operands, at: _Block, row: Index, column: Index) -> jax.Array:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import PyTree
 from jshard._rules.attention.blocks import arranged, arranged_back, as_result, by_head
 from jshard._rules.attention.definition import Attention, softmax_dtype
-from jshard._rules.attention.kernels import local_backward, local_forward
+from jshard._rules.attention.kernels import Softmax, local_backward, local_forward
 
 
 FORWARD, BACKWARD = "jshard_attention", "jshard_attention_backward"
@@ -60,31 +61,36 @@ def _attend_backward(
 attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
 
 
-def run_forward(*operands: jax.Array, spec: Attention) -> list[jax.Array]:
+def run_forward(*operands: jax.Array, spec: Attention, kernels: bool) -> list[jax.Array]:
     """The result, the largest logit and the sum (batch..., N, T), on one device."""
     x, batch = arranged(spec, operands), operands[0].shape[:-3]
-    part = local_forward(spec, x)
+    part = local_forward(spec, x, kernels=kernels)
     out = as_result(part.out, batch).astype(operands[0].dtype)
     return [out, *(y.reshape(*batch, -1, y.shape[-1]) for y in (part.largest, part.total))]
 
 
-def run_backward(*operands: jax.Array, spec: Attention, bias_gradient: bool) -> list[jax.Array]:
+def run_backward(
+    *operands: jax.Array, spec: Attention, bias_gradient: bool, kernels: bool
+) -> list[jax.Array]:
     """The gradients of queries, keys, values and, if wanted, the bias, on one device."""
     inputs, (out, largest, total, cotangent) = operands[: spec.num_operands], operands[spec.num_operands :]
     x = arranged(spec, inputs)
     heads = x.k.shape[2]
     largest, total = (y.reshape(*x.q.shape[:1], *x.q.shape[2:4], -1) for y in (largest, total))
-    gradients = local_backward(
-        spec,
-        x,
-        largest,
-        total,
-        by_head(out, heads),
-        by_head(cotangent, heads),
-        bias_gradient=bias_gradient,
-    )
+    softmax = Softmax(largest, total, by_head(out, heads), by_head(cotangent, heads))
+    gradients = local_backward(spec, x, softmax, bias_gradient=bias_gradient, kernels=kernels)
     back = arranged_back(spec, gradients, inputs)
     return [g.astype(a.dtype) for g, a in zip(back, inputs, strict=False)]
+
+
+def _lowered(
+    run: Callable[..., list[jax.Array]], context: mlir.LoweringRuleContext, *operands: Any, **params: Any
+) -> Any:
+    """One device's program; kernels cannot be partitioned by XLA, and are left out where it would have to."""
+    kernels = not compat.is_partitioned(context)
+    return mlir.lower_fun(functools.partial(run, kernels=kernels), multiple_results=True)(
+        context, *operands, **params
+    )
 
 
 def _forward_types(*avals: core.ShapedArray, spec: Attention) -> list[core.ShapedArray]:
@@ -135,7 +141,7 @@ for _p, _run, _types, _batch, _params in (
     (forward_p, run_forward, _forward_types, _batch_forward, ("spec",)),
     (backward_p, run_backward, _backward_types, _batch_backward, ("spec", "bias_gradient")),
 ):
-    _p.def_impl(jax.jit(_run, static_argnames=_params))
+    _p.def_impl(jax.jit(_p.bind, static_argnames=_params))
     _p.def_abstract_eval(_types)
     batching.primitive_batchers[_p] = _batch
-    mlir.register_lowering(_p, mlir.lower_fun(_run, multiple_results=True))
+    mlir.register_lowering(_p, functools.partial(_lowered, _run))

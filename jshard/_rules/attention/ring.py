@@ -25,13 +25,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import Index, PyTree
 from jshard._core.layout import MeshAxes
 from jshard._rules.attention.blocks import arranged, arranged_back, by_head
 from jshard._rules.attention.definition import Attention, Operands
-from jshard._rules.attention.kernels import local_backward, local_forward
-from jshard._rules.attention.online_softmax import Part, merged
+from jshard._rules.attention.kernels import Softmax, local_backward, local_forward
+from jshard._rules.attention.online_softmax import Gradients, Part, merged
+from jshard._rules.attention.ring_steps import step_backward, step_forward, uniform
 from jshard._rules.registry import block_index
 
 
@@ -44,6 +44,7 @@ class Ring:
     - `column`: position of the first key of the ring's first device.
     - `scope`: the name scope of the ring's k-th collective.
     - `zigzag`: whether device i of n has the pieces i and 2n - 1 - i of 2n, instead of consecutive ones.
+    - `equal_positions`: whether a device's queries and its own keys have the same positions.
     """
 
     axes: tuple[str, ...]
@@ -52,6 +53,7 @@ class Ring:
     column: Index
     scope: Callable[[int], contextlib.AbstractContextManager[object]]
     zigzag: bool = False
+    equal_positions: bool = False
 
     @property
     def size(self) -> int:
@@ -61,6 +63,18 @@ class Ring:
     def holder(self, step: Index) -> Index:
         """The device whose block of keys this device has in a step."""
         return (block_index(self.axes, self.mesh) - step) % self.size
+
+    def is_earlier(self, step: Index) -> jax.Array:
+        """Whether the keys of a step come before all of this device's queries, but not its own keys."""
+        return jnp.asarray(self.holder(step) < self.holder(0))
+
+    def own(self, step: Index) -> bool:
+        """Whether the keys of a step are known to be this device's own."""
+        return isinstance(step, int) and step == 0
+
+    def knows_masks(self, spec: Attention) -> bool:
+        """Whether the mask of each step is one of those of `ring_steps`."""
+        return spec.causal and spec.window is None and self.equal_positions
 
     def send(self, x: jax.Array, number: int) -> jax.Array:
         """What the device before sent, where this one sends `x` to the next; as collective `number` of the operator."""
@@ -144,7 +158,11 @@ def _inputs_into_zigzag(
 def _forward(spec: Attention, arrays: Sequence[jax.Array], ring: Ring, kv_heads: jax.Array | None) -> Part:
     def part(keys: Sequence[jax.Array], step: Index) -> Part:
         x, column = _block(spec, arrays, keys, ring, step, kv_heads)
-        return local_forward(spec, x, ring.rows(x.q.shape[1]), column)
+        if not ring.knows_masks(spec):
+            return local_forward(spec, x, ring.rows(x.q.shape[1]), column)
+        if ring.own(step):
+            return local_forward(spec, x)
+        return step_forward(spec, x, ring.is_earlier(step), zigzag=ring.zigzag)
 
     def body(state: PyTree, step: jax.Array) -> tuple[PyTree, None]:
         keys, total = state
@@ -154,7 +172,7 @@ def _forward(spec: Attention, arrays: Sequence[jax.Array], ring: Ring, kv_heads:
     keys = list(arrays[1:3])
     following = [ring.send(x, i) for i, x in enumerate(keys)]
     total = part(keys, 0)
-    state = _uniform((following, total), (arrays, ring.row, ring.holder(0)))
+    state = uniform((following, total), (arrays, ring.row, ring.holder(0)))
     if ring.size > 2:
         state, _ = lax.scan(body, state, jnp.arange(1, ring.size - 1, dtype=np.int32))
     keys, total = state
@@ -205,21 +223,20 @@ def _backward(
 ) -> list[jax.Array]:
     out, cotangent = results[0], results[-1]
 
+    def of_step(x: Operands, softmax: Softmax, column: Index, step: Index) -> Gradients:
+        how = {"bias_gradient": bias_gradient}
+        if not ring.knows_masks(spec):
+            return local_backward(spec, x, softmax, ring.rows(out.shape[-3]), column, **how)
+        if ring.own(step):
+            return local_backward(spec, x, softmax, **how)
+        return step_backward(spec, x, softmax, ring.is_earlier(step), zigzag=ring.zigzag, **how)
+
     def gradients(keys: Sequence[jax.Array], step: Index) -> list[jax.Array]:
         x, column = _block(spec, arrays, keys, ring, step, kv_heads)
         b, _, k, g, _ = x.q.shape
         largest, total = (y.reshape(b, k, g, y.shape[-1]) for y in results[1:3])
-        found = local_backward(
-            spec,
-            x,
-            largest,
-            total,
-            by_head(out, k),
-            by_head(cotangent, k),
-            ring.rows(out.shape[-3]),
-            column,
-            bias_gradient=bias_gradient,
-        )
+        softmax = Softmax(largest, total, by_head(out, k), by_head(cotangent, k))
+        found = of_step(x, softmax, column, step)
         narrow = [
             *arrays[:1],
             *keys,
@@ -253,7 +270,7 @@ def _backward(
     staying = add(staying, [dq] + ([dbias] if dbias is not None else []), 0)
     # What a device finds for its own keys stays: the gradients of others set out from the next device.
     travelling = [jnp.zeros_like(x) for x in own]
-    state = _uniform((following, travelling, staying), (arrays, results, ring.row, ring.holder(0)))
+    state = uniform((following, travelling, staying), (arrays, results, ring.row, ring.holder(0)))
     if ring.size > 2:
         state, _ = lax.scan(body, state, jnp.arange(1, ring.size - 1, dtype=np.int32))
     keys, travelling, staying = state
@@ -288,9 +305,3 @@ def _columns_of(
             cut = [lax.dynamic_slice_in_dim(out[i], a, n, out[i].ndim - 1) for a, n in pieces]
             out[i] = cut[0] if len(cut) == 1 else jnp.concatenate(cut, -1)
     return out
-
-
-def _uniform(state: PyTree, others: PyTree) -> PyTree:
-    """A loop's state typed as varying over all axes over which anything in the loop varies."""
-    leaves, tree = jax.tree.flatten(state)
-    return jax.tree.unflatten(tree, compat.to_common_vma([*leaves, *jax.tree.leaves(others)])[: len(leaves)])

@@ -27,11 +27,22 @@ import numpy as np
 from jax import lax
 
 from jshard._core.jaxcompat import itemsize
-from jshard._core.layout import ArrayType
+from jshard._core.layout import ArrayType, MeshAxes
 from jshard._rules.attention.definition import BLOCK, Attention, softmax_dtype
 from jshard._rules.factors import Factors
 from jshard._rules.registry import LocalContext, OpView, block_index, family
-from jshard._rules.rule import PARTIAL, WHOLE, Dims, InternalCollective, JointCut, Rule, Workspace, joint_code
+from jshard._rules.rule import (
+    PARTIAL,
+    WHOLE,
+    Candidate,
+    Dims,
+    InternalCollective,
+    JointCut,
+    Rule,
+    Workspace,
+    joint_code,
+    operand_layouts,
+)
 
 
 if TYPE_CHECKING:
@@ -181,7 +192,18 @@ def _weighted(ctx: LocalContext, part: Part, axes: tuple[str, ...], first: int) 
     return type(part)(part.out * share[..., None], largest, total)
 
 
-@rule("jshard_attention", local=_forward_local)
+def _kernel(op: OpView, r: Rule, candidate: Candidate, mesh: MeshAxes, platform: str) -> str:
+    """What computes a candidate's blocks."""
+    from jshard._rules.attention.kernel_choice import kernel_of  # here, so that `import jshard` stays light
+
+    layouts = operand_layouts(r, candidate, mesh)
+    cut = [layouts[i].dims[-3] for i in (0, 1)]
+    pieces = mesh.size(*cut[0]), mesh.size(*cut[1])
+    zigzag = mesh.size(*candidate.cut(_code(r, "zigzag"), mesh)) > 1
+    return kernel_of(op.params["spec"], op.ins, pieces, platform, same=cut[0] == cut[1], zigzag=zigzag)
+
+
+@rule("jshard_attention", local=_forward_local, kernel=_kernel)
 def attention(op: OpView) -> Rule:
     """The cuts of the forward pass; results are attention, the largest logit and the sum of its softmax."""
     f = _Numbering(op)
@@ -199,7 +221,7 @@ def attention(op: OpView) -> Rule:
 def _backward_local(ctx: LocalContext, *arrays: jax.Array) -> Sequence[jax.Array]:
     # Here, so that `import jshard` stays light.
     from jshard._rules.attention.blocks import arranged, arranged_back, by_head
-    from jshard._rules.attention.kernels import local_backward
+    from jshard._rules.attention.kernels import Softmax, local_backward
     from jshard._rules.attention.ring import ring_backward
 
     spec, bias_gradient = ctx.op.params["spec"], ctx.op.params["bias_gradient"]
@@ -212,15 +234,14 @@ def _backward_local(ctx: LocalContext, *arrays: jax.Array) -> Sequence[jax.Array
         b, _, k, g, _ = x.q.shape
         out, largest, total, cotangent = results
         largest, total = (y.reshape(b, k, g, y.shape[-1]) for y in (largest, total))
-        gradients = local_backward(
-            spec, x, largest, total, by_head(out, k), by_head(cotangent, k),
-            ctx.operand_offset(0, -3), ctx.operand_offset(1, -3), bias_gradient=bias_gradient,
-        )  # fmt: skip
+        softmax = Softmax(largest, total, by_head(out, k), by_head(cotangent, k))
+        rows, columns = ctx.operand_offset(0, -3), ctx.operand_offset(1, -3)
+        gradients = local_backward(spec, x, softmax, rows, columns, bias_gradient=bias_gradient)
         found = arranged_back(spec, gradients, inputs, kv_heads)
     return [g.astype(x.dtype) for g, x in zip(found, inputs, strict=False)]
 
 
-@rule("jshard_attention_backward", local=_backward_local)
+@rule("jshard_attention_backward", local=_backward_local, kernel=_kernel)
 def attention_backward(op: OpView) -> Rule:
     """The same cuts; a gradient that does not carry a factor is a partial sum over its cut.
 
@@ -285,13 +306,17 @@ def _ring(ctx: LocalContext) -> Ring | None:
 
     axes, zigzag = ctx.axes(_code(ctx.rule, "ring")), ctx.axes(_code(ctx.rule, "zigzag"))
     if ctx.mesh.size(*zigzag) > 1:
-        return Ring(zigzag, ctx.mesh, 0, 0, ctx.collective_scope, zigzag=True)
+        return Ring(zigzag, ctx.mesh, 0, 0, ctx.collective_scope, zigzag=True, equal_positions=True)
     if ctx.mesh.size(*axes) == 1:
         return None
     keys = ctx.axes(_code(ctx.rule, "keys"))  # major to the ring's
     columns = ctx.op.ins[1].shape[-3] // ctx.mesh.size(*keys)
     column = block_index(keys, ctx.mesh) * columns if keys else 0
-    return Ring(axes, ctx.mesh, ctx.operand_offset(0, -3), column, ctx.collective_scope)
+    lengths = {(ctx.op.ins[i].shape[-3], ctx.operand_shape(i)[-3]) for i in (0, 1)}
+    equal = len(lengths) == 1 and ctx.mesh.size(*keys) == 1
+    return Ring(
+        axes, ctx.mesh, ctx.operand_offset(0, -3), column, ctx.collective_scope, equal_positions=equal
+    )
 
 
 def _kv_heads(ctx: LocalContext) -> jax.Array | None:
