@@ -470,7 +470,7 @@ def splash_backward(
     """The backward kernels of splash attention alone, of results and logsumexp that may be over more keys than these."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as module
 
-    residuals = (*operands, segments, None, out, logsumexp, kernel.dq_mask_info, kernel.dkv_mask_info)
+    residuals: Any = (*operands, segments, None, out, logsumexp, kernel.dq_mask_info, kernel.dkv_mask_info)
     return module._splash_attention_bwd(**kernel.kwargs, res=residuals, do=cotangent)[3:6]
 
 

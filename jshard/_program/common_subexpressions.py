@@ -4,7 +4,8 @@ XLA merges equal operators (the mean of `x.var()` and that of `x.mean()`, a weig
 the collectives that a plan would count for each. So an operator with the primitive, parameters and operands of an
 earlier one is not added again: it gets the earlier one's results. Operators on constants alone, such as masks and
 positions, are an exception: each is added, so that every user may have its own sharding without a reshard. They get
-equal value numbers all the same, so that expensive operators on them are merged.
+equal value numbers all the same, so that expensive operators on them are merged, and then what is made of those: a copy
+would move what XLA moves once (a mask beside a cumulative sum of positions, in each layer).
 
 Source: J. Cocke and J. T. Schwartz, "Programming languages and their compilers", 1970 (value numbering); XLA's `HloCSE`.
 
@@ -77,6 +78,7 @@ class ValueNumbering:
         self._first_equal: dict[Hashable, Hashable] = {}  # value -> the first value equal to it
         self._operators: dict[Hashable, list[tuple[Params, Sequence[Atom]]]] = {}
         self._constant: set[Hashable] = set()
+        self._shared: set[Hashable] = set()  # constants that are merged, by the first equal value
 
     def lookup(self, eqn: JaxprEqn, operands: Sequence[Hashable]) -> tuple[Sequence[Atom] | None, Key | None]:
         """The results of an equal operator, or None if this one must be added; and its key, for `record`.
@@ -89,7 +91,7 @@ class ValueNumbering:
         key: Key = (name, *[self._first_equal.get(o, o) for o in operands])
         for params, results in self._operators.get(key, ()):
             if _same(params, eqn.params):
-                if not results or results[0] in self._constant and not name.startswith(_EXPENSIVE):
+                if not results or results[0] in self._constant and results[0] not in self._shared:
                     return None, key
                 return results, key
         return None, key
@@ -106,6 +108,8 @@ class ValueNumbering:
         same_key.append((eqn.params, results))
         if all([type(o) is LiteralValue or o in self._constant for o in key[1:]]):
             self._constant.update(results)
+            if eqn.primitive.name.startswith(_EXPENSIVE) or any([o in self._shared for o in key[1:]]):
+                self._shared.update(results)
 
 
 @functools.cache

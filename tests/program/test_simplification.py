@@ -57,6 +57,19 @@ def test_constants_are_written_where_they_are_read_and_what_is_made_of_them_once
     assert found["iota"] == 6 and found["reshape"] == 1
 
 
+def test_what_is_made_of_merged_constants_is_merged():
+    """As in models whose layers make one mask again each, from a cumulative sum of constant positions."""
+
+    def f(x):
+        positions = lambda: jnp.cumsum(jnp.ones(8))[:, None]  # noqa: E731
+        mask = lambda: jnp.where(positions() > jnp.arange(4.0), 0.0, -1.0) * positions()  # noqa: E731
+        return jnp.sin(x + mask()) + mask()
+
+    found = primitives(traced(f, X))
+    assert (found["cumsum"], found["gt"], found["select_n"], found["mul"]) == (1, 1, 1, 1)
+    assert found["iota"] == 2
+
+
 def test_what_is_kept_apart_on_purpose_stays_apart():
     def f(x):
         a, b = lax.optimization_barrier(x), lax.optimization_barrier(x)

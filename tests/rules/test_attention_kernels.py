@@ -213,7 +213,7 @@ def test_a_plan_says_which_kernel_computes(
 ) -> None:
     x = jax.ShapeDtypeStruct((1, 4096, 4, 64), "bfloat16")
     ids = jnp.zeros((1, 4096), np.int32)
-    static = {k: ids if k == "segment_ids" else v for k, v in how.items()}
+    static: dict[str, Any] = {k: ids if k == "segment_ids" else v for k, v in how.items()}
     fn = jshard.op(lambda q, k, v: jshard.ops.attention(q, k, v, **static), in_strategy=specs)
     mesh = jshard.topology(machine, {"x": axes}, compiles=False)
     plan = jshard.shard(fn, mesh=mesh).plan(x, x, x)

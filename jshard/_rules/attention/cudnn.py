@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jshard._core import jaxcompat as compat
+from jshard._core.layout import ArrayType
 from jshard._rules.attention.definition import Attention, Operands
 from jshard._rules.attention.online_softmax import Gradients, Part
 
@@ -20,7 +21,7 @@ from jshard._rules.attention.online_softmax import Gradients, Part
 _LONGEST_HEAD, _SHORTEST = 128, 128
 
 
-def cudnn_lacks(spec: Attention, q: jax.Array, k: jax.Array, v: jax.Array) -> str:
+def cudnn_lacks(spec: Attention, q: ArrayType, k: ArrayType, v: ArrayType) -> str:
     """What of this attention cuDNN's kernel has not, for operands in the shapes of the primitive; "" if nothing."""
     for has, what in ((spec.has_bias, "a bias"), (spec.has_mask, "a mask"), (spec.has_segments, "segments")):
         if has:

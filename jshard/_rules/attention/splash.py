@@ -15,6 +15,7 @@ import numpy as np
 
 from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import Function
+from jshard._core.layout import ArrayType
 from jshard._rules.attention.definition import Attention, Operands
 from jshard._rules.attention.online_softmax import Gradients, Part
 
@@ -23,7 +24,7 @@ _LANES = 128  # of a TPU's vector unit: sequences are multiples of it
 _BLOCKS = (512, 256, 128)
 
 
-def splash_lacks(spec: Attention, q: jax.Array, k: jax.Array) -> str:
+def splash_lacks(spec: Attention, q: ArrayType, k: ArrayType) -> str:
     """What of this attention splash attention has not, for queries (..., T, N, H) and keys (..., S, K, H); "" if nothing."""
     if spec.has_bias or spec.has_mask:
         return "a bias" if spec.has_bias else "a mask"
