@@ -457,10 +457,9 @@ def coordination_client() -> object:
 
 def is_partitioned(context: mlir.LoweringRuleContext) -> bool:
     """Whether XLA partitions what is being lowered over several devices, outside of any `shard_map` over all axes."""
-    axes: Any = context.module_context.axis_context
-    if hasattr(axes, "manual_axes"):
-        return set(axes.manual_axes) != set(axes.mesh.axis_names)
-    return getattr(axes, "num_devices", 1) > 1
+    axes = context.module_context.axis_context
+    manual, mesh = getattr(axes, "manual_axes", None), getattr(axes, "mesh", None)
+    return getattr(axes, "num_devices", 1) > 1 if mesh is None else manual != frozenset(mesh.axis_names)
 
 
 def splash_backward(
@@ -470,8 +469,8 @@ def splash_backward(
     """The backward kernels of splash attention alone, of results and logsumexp that may be over more keys than these."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as module
 
-    residuals: Any = (*operands, segments, None, out, logsumexp, kernel.dq_mask_info, kernel.dkv_mask_info)
-    return module._splash_attention_bwd(**kernel.kwargs, res=residuals, do=cotangent)[3:6]
+    residuals = (*operands, segments, None, out, logsumexp, kernel.dq_mask_info, kernel.dkv_mask_info)
+    return module._splash_attention_bwd(**{**kernel.kwargs, "res": residuals, "do": cotangent})[3:6]
 
 
 def cudnn_attention(*operands: jax.Array, scale: float, causal: bool) -> list[jax.Array]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -84,8 +83,11 @@ def run_backward(
 
 
 def _lowered(
-    run: Callable[..., list[jax.Array]], context: mlir.LoweringRuleContext, *operands: Any, **params: Any
-) -> Any:
+    run: Callable[..., list[jax.Array]],
+    context: mlir.LoweringRuleContext,
+    *operands: object,
+    **params: object,
+) -> PyTree:
     """One device's program; kernels cannot be partitioned by XLA, and are left out where it would have to."""
     kernels = not compat.is_partitioned(context)
     return mlir.lower_fun(functools.partial(run, kernels=kernels), multiple_results=True)(
