@@ -2,6 +2,7 @@
 
     python benchmarks/correctness/fuzz.py [--count 3000] [--seed 0] [--state fuzz.json] [--only NUMBER ...] [--show]
     python benchmarks/correctness/fuzz.py --odd              # sizes that no mesh divides, padded
+    python benchmarks/correctness/fuzz.py --shifts           # rolls, shifts, prefixes; such sizes and others, padded
     python benchmarks/correctness/fuzz.py --explore 200      # hypothesis draws the programs, and makes a failure small
 
 Program `n` of seed `s` is the same on every machine, so a number is a report: `--only n` runs it again, and
@@ -45,13 +46,15 @@ def main() -> int:
     parser.add_argument(
         "--odd", action="store_true", help="sizes that no mesh divides, with config={'pad': True}"
     )
+    parser.add_argument("--shifts", action="store_true", help="programs of shifts, with config={'pad': True}")
     args = parser.parse_args()
 
     import jax
 
     from tests.laws.fuzz_judge import judge
-    from tests.laws.fuzz_programs import ODD_SIZES, SIZES, numbered_program
+    from tests.laws.fuzz_programs import ODD_SIZES, SHIFTED_SIZES, SIZES, numbered_program
 
+    sizes = SHIFTED_SIZES if args.shifts else ODD_SIZES if args.odd else SIZES
     if args.explore:
         return explore(args.explore, args.high)
     done: dict[str, str] = json.loads(args.state.read_text()) if args.state and args.state.exists() else {}
@@ -60,10 +63,10 @@ def main() -> int:
     for n in args.only or range(args.start, args.start + args.count):
         if str(n) in done and not args.only:
             continue
-        p = numbered_program(args.seed, n, args.high, ODD_SIZES if args.odd else SIZES)
+        p = numbered_program(args.seed, n, args.high, sizes)
         if args.show:
             print(p)
-        verdict = judge(p, {"pad": True} if args.odd else None)
+        verdict = judge(p, {"pad": True} if args.odd or args.shifts else None)
         done[str(n)] = verdict.kind
         if verdict.failed:
             failed.append(n)

@@ -152,12 +152,64 @@ def mamba2(w: Weights, x: Any, heads: int = 16, head: int = 64, states: int = 12
     return x + y.reshape(batch, length, heads * head) @ w(heads * head, features)
 
 
+def rg_lru(w: Weights, x: Any, width: int = 1024) -> Any:
+    """A block like Griffin's: a causal window of four, and a real-gated linear recurrence (arXiv 2402.19427)."""
+    features = x.shape[-1]
+    gate, y = jax.nn.gelu(x @ w(features, width)), x @ w(features, width)
+    kernel, padded = w(4, width), jnp.pad(y, ((0, 0), (3, 0), (0, 0)))
+    y = sum(padded[:, k : k + x.shape[1]] * kernel[k] for k in range(4))
+    forget, enter = jax.nn.sigmoid(y * w(width) + w(width)), jax.nn.sigmoid(y * w(width) + w(width))
+    decay = jnp.exp(-8 * forget * jax.nn.softplus(w(width)))
+    entering = jnp.sqrt(1 - decay**2 + 1e-6) * enter * y
+
+    def combine(a: Any, b: Any) -> Any:
+        return a[0] * b[0], b[0] * a[1] + b[1]
+
+    state = lax.associative_scan(combine, (decay, entering), axis=1)[1]
+    return x + (gate * state) @ w(width, features)
+
+
+def rwkv(w: Weights, x: Any, width: int = 1024) -> Any:
+    """A channel-mixing block like RWKV's: each token mixed with the one before (arXiv 2305.13048)."""
+    features = x.shape[-1]
+    before = jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0)))
+    mixed = [x * m + before * (1 - m) for m in (w(features), w(features))]
+    key = jnp.square(jax.nn.relu(mixed[0] @ w(features, 4 * width)))
+    return x + jax.nn.sigmoid(mixed[1] @ w(features, features)) * (key @ w(4 * width, features))
+
+
+def next_token(w: Weights, x: Any, vocabulary: int = 50257) -> Any:
+    """A head with GPT-2's vocabulary, whose loss compares each position with the next one."""
+    embedding = w(vocabulary, x.shape[-1])
+    logits = x[:, :-1] @ embedding.T
+    targets = jnp.clip(jnp.abs(x[:, 1:, 0] * 1000).astype("int32"), 0, vocabulary - 1)
+    own = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
+    return jax.nn.logsumexp(logits.astype(jnp.promote_types(x.dtype, "float32")), -1) - own
+
+
+def vit(w: Weights, x: Any, heads: int = 4) -> Any:
+    """Two layers of a vision transformer: a class token before the patches, so 197 tokens for 14 x 14."""
+    b, t, features = *x.shape[:2], x.shape[2]
+    y = jnp.concatenate([jnp.broadcast_to(w(1, 1, features), (b, 1, features)), x], 1) + w(t + 1, features)
+    for _ in range(2):
+        z = norm(w, y, (2,))
+        q, k, v = ((z @ w(features, features)).reshape(b, t + 1, heads, -1) for _ in range(3))
+        y = y + jax.nn.dot_product_attention(q, k, v).reshape(b, t + 1, features) @ w(features, features)
+        z = norm(w, y, (2,))
+        y = y + jax.nn.gelu(z @ w(features, 4 * features)) @ w(4 * features, features)
+    return y[:, 0] @ w(features, 1000)
+
+
 NETWORKS: dict[str, tuple[Network, tuple[int, ...], tuple[int, ...]]] = {
     "convolutions": (convolutions, (2, 4096, 4096, 3), (2, 32, 32, 3)),
     "unet": (unet, (2, 4096, 4096, 3), (2, 64, 64, 3)),
     "resnet50": (resnet50, (2, 4096, 4096, 3), (2, 64, 64, 3)),
     "convnext": (convnext, (2, 4096, 4096, 3), (2, 64, 64, 3)),
     "mamba2": (mamba2, (1, 65536, 1024), (1, 1024, 16)),
+    "rg_lru": (rg_lru, (1, 65536, 1024), (1, 256, 16)),
+    "rwkv": (rwkv, (1, 65536, 1024), (1, 256, 16)),
+    "next_token": (next_token, (2, 8192, 768), (2, 129, 16)),
+    "vit": (vit, (8, 196, 768), (2, 48, 16)),
 }
 """Network, shape of its input, and a small one for `--check`."""
 

@@ -148,6 +148,7 @@ class _Writer:
 
     def slice(self, eqn: JaxprEqn) -> None:
         """A slice along one dimension crops its operand; one with a stride is split in an aligned one and a shift."""
+        eqn = self.of_whole(eqn)
         (x,), p = eqn.invars, eqn.params
         strides = p["strides"] or (1,) * len(_shape(x))
         sizes = list(zip(_shape(x), p["start_indices"], p["limit_indices"], strides, strict=True))
@@ -165,6 +166,21 @@ class _Writer:
             self.described(eqn, self.along(x, d).cropped(int(sizes[d][1]), int(sizes[d][2])))
         else:
             self.eqns.append(eqn)
+
+    def of_whole(self, eqn: JaxprEqn) -> JaxprEqn:
+        """A slice with a stride of what is itself an interval of another value, as one of that."""
+        (x,), p = eqn.invars, eqn.params
+        known = None if compat.is_literal(x) else self.pieces.get(x)
+        if known is None or len(known.segments) != 1 or not p["strides"] or p["strides"][known.dim] == 1:
+            return eqn
+        (s,), d = known.segments, known.dim
+        if s.size is None:
+            return eqn
+        self.changed = True
+        moved = {
+            k: (*p[k][:d], p[k][d] + s.start, *p[k][d + 1 :]) for k in ("start_indices", "limit_indices")
+        }
+        return eqn.replace(invars=[s.source], params={**p, **moved})
 
     def strided(self, eqn: JaxprEqn, d: int, start: int, stride: int, m: int) -> None:
         """A slice with a stride of which whole strides are left out at an end."""

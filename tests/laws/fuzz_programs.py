@@ -24,12 +24,15 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jshard
+from tests.laws.fuzz_shifts import shifted
 from tests.laws.fuzz_statements import BLOCKS, PLAIN, PRELUDE
 
 
 MESHES = ((8,), (8,), (4, 2), (2, 4), (2, 2, 2), (2, 2), (4,), (2,), (6,), (3, 2), (1, 8))
 SIZES = (1, 2, 3, 4, 4, 4, 6, 8, 8, 8, 12, 16)
 ODD_SIZES = (1, 3, 5, 7, 7, 9, 11, 13, 13, 15, 8)
+SHIFTED_SIZES = (1, 3, 8, 9, 13, 15, 16, 16, 24, 32)
+"""Sizes of the programs in which one statement in three is a shift."""
 MOST_ELEMENTS = 1536
 DTYPES = ("float32", "float64", "int32", "int64", "uint32", "bool")
 
@@ -243,6 +246,9 @@ class Drawer:
         for _ in range(statements):
             if self.left <= 0:
                 return
+            if self.sizes is SHIFTED_SIZES and self.chance(0.35):
+                shifted(self, scope)
+                continue
             nested = scope.depth < 3 and self.chance(0.3 if scope.depth == 0 else 0.15)
             weights, makers = zip(*(BLOCKS if nested else PLAIN), strict=True)
             (maker,) = self.rng.choices(makers, weights)

@@ -107,3 +107,19 @@ def test_a_shift_sends_one_row() -> None:
         "all_reduce",
     }
     assert planned(lambda x: lax.rev(x, (1,))) == [("permute", 4096 * row)]
+
+
+def test_an_associative_scan_is_cut_along_time() -> None:
+    """Forward and backward: edges of its levels are sent, and at a short level the little that is left."""
+    machine = jshard.topology("v5e:4x4", {"t": 16})
+    x = jax.ShapeDtypeStruct((1, 65536, 1024), jnp.float32)
+
+    def scan(x: Any) -> Any:
+        combine = lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1])  # noqa: E731
+        return lax.associative_scan(combine, (jax.nn.sigmoid(x), x), axis=1)[1]
+
+    block, cut = 65536 // 16 * 1024 * 4, (1, 16, 1)
+    for f, most in ((scan, 0.1), (jax.grad(lambda x: (scan(x) ** 2).sum()), 0.2)):
+        plan = jshard.shard(f, mesh=machine, in_strategy=(cut,), out_strategy=cut).plan(x)
+        assert sum(c.bytes * c.count for c in plan.collectives) < most * block
+        assert plan.cost.optimal
