@@ -26,6 +26,7 @@ from jax.lax import GatherScatterMode
 from jshard._core.jax_types import Params
 from jshard._program.pin_primitives import PIN_OPERAND
 from jshard._program.tail_primitives import MASK_TAIL
+from jshard._rules.attention.padded import attention_masks, attention_params
 from jshard._rules.neutral_element import Scalar, neutral_element
 from jshard._rules.registry import REGISTRY, OpView
 from jshard._rules.rule import Dims, Rule
@@ -77,6 +78,7 @@ _SCATTERS = {
     "scatter-add": "sum", "scatter-sub": "sum", "scatter-mul": "prod", "scatter-max": "max", "scatter-min": "min",
     "scatter": "",
 }  # fmt: skip
+_ATTENTION = ("jshard_attention", "jshard_attention_backward")
 _KEEPS_ZERO = frozenset(
     "neg copy copy_p convert_element_type transpose broadcast_in_dim reshape squeeze expand_dims real imag abs sign "
     "stop_gradient name reduce_precision slice add add_any sub mul concatenate tanh sin sqrt square max min pad_tail "
@@ -114,6 +116,7 @@ def _meaning(op: OpView) -> Callable[[OpView, Rule, int], PaddedFactor | None] |
         return _scattered
     own = {"dot_general": _contracted, "gather": _gathered, "dynamic_update_slice": _updated}
     own["conv_general_dilated"] = _convolved
+    own |= dict.fromkeys(_ATTENTION, _attended)
     if name in own:
         return own[name]
     return _moved if entry is not None and entry.family in ("elementwise", "marks") else None
@@ -154,6 +157,11 @@ def _convolved(op: OpView, rule: Rule, f: int) -> PaddedFactor | None:
     if (f,) in (rule.operands[0][n.lhs_spec[0]], rule.operands[1][n.rhs_spec[0]]):
         return IGNORED
     return PaddedFactor(masks=((0, 0), (1, 0))) if (f,) == rule.operands[0][n.lhs_spec[1]] else None
+
+
+def _attended(op: OpView, rule: Rule, f: int) -> PaddedFactor | None:
+    masks = attention_masks(op, rule, f)
+    return None if masks is None else PaddedFactor(masks=masks)
 
 
 def _gathered(op: OpView, rule: Rule, f: int) -> PaddedFactor | None:
@@ -212,4 +220,6 @@ def padded_params(op: OpView, ins: Sequence[Sequence[int]], outs: Sequence[Seque
         p["slice_sizes"] = tuple(new if size == old != 1 else size for size, old, new in sizes)
     elif name == "pad_tail":
         p["size"] = outs[0][p["dim"]]
+    elif name in _ATTENTION:
+        p = dict(attention_params(op, ins[1][-3]))
     return p

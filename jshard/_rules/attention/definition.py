@@ -34,6 +34,7 @@ class Attention:
     - `scale`: of the logits.
     - `causal`: query i attends to keys up to i.
     - `window`: (left, right): query i attends to keys i - left to i + right.
+    - `num_keys`: keys from this position on are padding, and are not attended to; None if there is none.
     """
 
     scale: float
@@ -42,6 +43,12 @@ class Attention:
     has_bias: bool = False
     has_mask: bool = False
     has_segments: bool = False
+    num_keys: int | None = None
+
+    @property
+    def shift_invariant(self) -> bool:
+        """Whether only the distance of a query and a key matters, not their positions."""
+        return self.num_keys is None
 
     @property
     def num_operands(self) -> int:
@@ -126,6 +133,8 @@ def allowed(spec: Attention, x: Operands, rows: jax.Array, columns: jax.Array) -
     """
     out: list[jax.Array] = []
     distance = columns[None, :] - rows[:, None]
+    if spec.num_keys is not None:
+        out.append((columns < spec.num_keys)[None, None, None, None])
     if spec.causal:
         out.append((distance <= 0)[None, None, None])
     if spec.window is not None:
@@ -147,8 +156,10 @@ def may_attend(spec: Attention, rows: tuple[Index, Index], columns: tuple[Index,
     Positions are the first and the last; the answer is a `bool` where all are known.
     """
     out: bool | jax.Array = True
+    if spec.num_keys is not None:
+        out = columns[0] < spec.num_keys
     if spec.causal:
-        out = columns[0] <= rows[1]
+        out = out & (columns[0] <= rows[1])
     if spec.window is not None:
         left, right = spec.window
         out = out & (columns[1] >= rows[0] - left) & (columns[0] <= rows[1] + right)

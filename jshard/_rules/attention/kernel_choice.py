@@ -60,6 +60,8 @@ def _lacks(
     same: bool,
     zigzag: bool,
 ) -> str:
+    if not spec.shift_invariant:
+        return "keys that are padding"
     q, k, v = operands[:3]
     queries, keys = q.shape[-3] // pieces[0], k.shape[-3] // pieces[1]
 

@@ -111,6 +111,8 @@ def local_backward(
 
 def aligned(spec: Attention, row: Index, column: Index) -> bool:
     """Whether queries and keys begin at one position, as far as is known when the program is traced, or it is all one."""
+    if not spec.shift_invariant:
+        return False
     if not spec.causal and spec.window is None:
         return True
     return isinstance(row, int) and isinstance(column, int) and row == column
@@ -129,7 +131,7 @@ def kernels_for(spec: Attention, x: Operands) -> list[Kernel]:
 def _later_rows(spec: Attention, x: Operands, column: Index) -> bool:
     """Whether keys from the sequence's begin can be taken in blocks as long as these queries, which are one such block."""
     several = isinstance(column, int) and column == 0 and x.k.shape[1] % x.q.shape[1] == 0
-    return several and spec.causal and spec.window is None
+    return several and spec.causal and spec.window is None and spec.shift_invariant
 
 
 def _kernel_backward(kernel: Kernel, spec: Attention, x: Operands, softmax: Softmax) -> Gradients:

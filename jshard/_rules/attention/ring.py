@@ -74,7 +74,7 @@ class Ring:
 
     def knows_masks(self, spec: Attention) -> bool:
         """Whether the mask of each step is one of those of `ring_steps`."""
-        return spec.causal and spec.window is None and self.equal_positions
+        return spec.causal and spec.window is None and spec.shift_invariant and self.equal_positions
 
     def send(self, x: jax.Array, number: int) -> jax.Array:
         """What the device before sent, where this one sends `x` to the next; as collective `number` of the operator."""
