@@ -52,7 +52,9 @@ def gated(layers: int, d: int, f: int) -> tuple[Callable, Any, Any]:
     return loss, w, array(65536, d)
 
 
-def llama(layers: int, d: int, f: int, heads: int, kv: int, batch: int) -> tuple[Callable, Any, Any]:
+def llama(
+    layers: int, d: int, f: int, heads: int, kv: int, batch: int, checkpoint: bool = True
+) -> tuple[Callable, Any, Any]:
     """A decoder with grouped-query attention on 4,096 tokens, without rotated positions: (loss, weights, tokens)."""
     size, vocabulary = d // heads, 128256
 
@@ -69,7 +71,7 @@ def llama(layers: int, d: int, f: int, heads: int, kv: int, batch: int) -> tuple
         return h + (jax.nn.silu(x @ p["gate"]) * (x @ p["up"])) @ p["down"], None
 
     def loss(w: Any, tokens: Any) -> jax.Array:
-        h, _ = lax.scan(jax.checkpoint(layer), w["embedding"][tokens], w["layers"])
+        h, _ = lax.scan(jax.checkpoint(layer) if checkpoint else layer, w["embedding"][tokens], w["layers"])
         logits = jax.nn.log_softmax((h @ w["head"]).astype(jnp.float32))
         return -jnp.mean(jnp.take_along_axis(logits, jnp.roll(tokens, -1, 1)[..., None], -1))
 

@@ -45,6 +45,40 @@ class Schedule:
     runs: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class StageTick:
+    """What a stage works on in a tick of a loop: a microbatch in a round, and its layers by number."""
+
+    stage: int
+    tick: int
+    microbatch: int
+    layers: str
+
+
+def stage_ticks(p: PipelineRow, loop: int) -> list[StageTick]:
+    """The busy ticks of each stage in one of the pipeline's loops, by number; the second half of them are backward loops.
+
+    Backward loops go through the ticks in reverse.
+
+    >>> row = PipelineRow("stage", 2, 3, layers=(4, 4))
+    >>> [(t.stage, t.tick, t.microbatch, t.layers) for t in stage_ticks(row, 0)][2:4]
+    [(0, 2, 2, '0-1'), (1, 1, 0, '2-3')]
+    >>> [(t.stage, t.tick, t.microbatch, t.layers) for t in stage_ticks(row, 1)][2:4]
+    [(0, 1, 2, '0-1'), (1, 2, 0, '2-3')]
+    """
+    backward = 2 * loop >= len(p.layers) > 1
+    one = dataclasses.replace(p, layers=(p.layers[loop],))
+    out = []
+    for s in range(p.stages):
+        rounds = layers_of(one, s).split(", ")
+        for position in range(p.rounds * p.microbatches):
+            tick, r = position + s, position // p.microbatches
+            at = p.ticks - 1 - tick if backward else tick
+            held = rounds[r] if r < len(rounds) else "none"
+            out.append(StageTick(s, at, position % p.microbatches, held))
+    return out
+
+
 def schedules(p: PipelineRow) -> list[Schedule]:
     """The plan's schedule, and others of as many stages and microbatches."""
     s, m, v = p.stages, p.microbatches, max(2, p.rounds)

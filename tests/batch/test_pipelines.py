@@ -18,6 +18,7 @@ from jshard._batch.batch_class import SHARED, BatchClass, per_example
 from jshard._batch.pipeline_shape import PipelineShape
 from jshard._batch.pipelines import Pipelined, in_pipeline, with_loops_over_layers
 from jshard._core import jaxcompat as compat
+from jshard._report.chrome_trace import chrome_trace
 from tests.batch.test_microbatches import BATCH, largest_error, normal
 from tests.helpers.pipeline_models import (
     experts,
@@ -270,6 +271,25 @@ def test_the_report_shows_stages_ticks_and_other_schedules() -> None:
         assert line.startswith(f"{stage} {layers[stage]} ")
     assert "GPipe 43% 4 of 4 this plan" in lines and "1F1B 43% 4 of 4 not run" in lines
     assert "zero bubble (ZB-H1) 20% 4 of 4 not run" in lines
+
+
+def test_the_trace_has_the_ticks_of_each_stage() -> None:
+    w, x = normal(1, 7, 4, 4), normal(2, BATCH, 4)
+    plan = pipelined(jax.value_and_grad(plain), mesh_of(4, 2), microbatches=4, uneven=True).plan(w, x)
+    ticks = [e for e in chrome_trace(plan)["traceEvents"] if e.get("cat") == "tick"]
+    assert len(ticks) == 2 * 4 * 4  # loops, stages, microbatches
+    for loop in (0, 1):
+        for stage in range(4):
+            own = [e for e in ticks if e["args"]["loop"] == loop and e["tid"] == stage + 1]
+            order = sorted(own, key=lambda e: e["ts"])
+            assert [e["args"]["tick"] for e in order] == [
+                t + (stage if loop == 0 else 3 - stage) for t in range(4)
+            ]
+            numbers = [e["name"] for e in order]
+            assert numbers == [f"microbatch {m}" for m in (range(4) if loop == 0 else range(3, -1, -1))]
+    assert {e["args"]["layers"] for e in ticks if e["tid"] == 4} == {"6"}
+    begins = [min(e["ts"] for e in ticks if e["args"]["loop"] == n) for n in (0, 1)]
+    assert begins[1] >= max(e["ts"] + e["dur"] for e in ticks if e["args"]["loop"] == 0) - 1e-6 > begins[0]
 
 
 def test_keys_per_example_do_not_pass_on() -> None:
