@@ -126,7 +126,7 @@ def row(name: str, which: str) -> dict[str, Any]:
     config = {"pipeline": "auto" if which == "auto" else pipeline}
     f = jshard.shard(
         step, mesh=mesh, level=2, donate_argnums=(0, 1, 2), config=config, memory_budget=10**15,
-        **({"in_strategy": pins} if pins else {}),
+        in_strategy=pins or None,
     )  # fmt: skip
     begin = time.process_time()
     plan = f.plan(w, state, state, tokens)
