@@ -219,7 +219,7 @@ def find_layers(
                 found.append(layers)
                 begin, end = layers.begin, layers.end
         regions[:0] = [(low, begin), (end, high)]
-    return sorted(found, key=lambda layers: layers.begin), errors
+    return _completed(eqns, codes, sorted(found, key=lambda layers: layers.begin)), errors
 
 
 def _passes(eqns: Sequence[JaxprEqn], layers: AlikeLayers, passes_on: Callable[[JaxprAtom], bool]) -> bool:
@@ -337,26 +337,56 @@ def _with_ends(
     """The rows with one more before and after where most equations of a layer are there."""
     layers = _in_part(eqns, rows)
     rows = list(layers.rows)
-    low, high = region
-    begin, end = layers.begin, layers.end
-    row, after = _matched(eqns, codes, layers, end, high, rows[-1])
-    if _enough(row):
+    row = _row_after(eqns, codes, layers, region[1])
+    if _share(row) >= _LEAST_SHARE:
         rows.append(row)
-    best: Row = ()
-    for start in range(max(low, begin - len(rows[0])), begin):
+    row = _row_before(eqns, codes, layers, region[0])
+    return [row, *rows] if _share(row) >= _LEAST_SHARE else rows
+
+
+def _row_after(eqns: Sequence[JaxprEqn], codes: np.ndarray, layers: AlikeLayers, high: int) -> Row:
+    """What of a layer follows the layers, before position `high`."""
+    return _matched(eqns, codes, layers, layers.end, high, layers.rows[-1])[0]
+
+
+def _row_before(eqns: Sequence[JaxprEqn], codes: np.ndarray, layers: AlikeLayers, low: int) -> Row:
+    """What of a layer leads to the layers, from position `low` on; of several the one that lacks least."""
+    begin, size = layers.begin, len(layers.rows[0])
+    best: Row = (None,) * size
+    for start in range(max(low, begin - size), begin):
         row, after = _matched(eqns, codes, layers, start, begin, None)
-        if (
-            after == begin
-            and _enough(row)
-            and _leads_to(eqns, layers, row)
-            and row.count(None) < (best or (None,) * len(row)).count(None)
-        ):
+        if after == begin and row.count(None) < best.count(None) and _leads_to(eqns, layers, row):
             best = row
-    return [best, *rows] if best else rows
+    return best
 
 
-def _enough(row: Row) -> bool:
-    return len(row) - row.count(None) >= max(1, _LEAST_SHARE * len(row))
+def _share(row: Row) -> float:
+    return 1 - row.count(None) / len(row)
+
+
+def _completed(
+    eqns: Sequence[JaxprEqn], codes: np.ndarray, found: Sequence[AlikeLayers]
+) -> list[AlikeLayers]:
+    """The sequences; those with one layer less than others, with what there is of it.
+
+    The first layer of a backward pass whose data needs no gradient may lack most of its equations.
+    """
+    most = max((len(layers.rows) for layers in found), default=0)
+    out = list[AlikeLayers]()
+    for k, layers in enumerate(found):
+        out.append(layers)
+        if len(layers.rows) != most - 1:
+            continue
+        after = _row_after(eqns, codes, layers, found[k + 1].begin if k + 1 < len(found) else len(eqns))
+        before = _row_before(eqns, codes, layers, found[k - 1].end if k else 0)
+        for row, rows in ((after, [*layers.rows, after]), (before, [before, *layers.rows])):
+            if row.count(None) < len(row):
+                try:
+                    out[-1] = as_loop(eqns, rows)
+                    break
+                except NotALoopError:
+                    pass  # it stays outside
+    return out
 
 
 def _matched(

@@ -33,6 +33,7 @@ CASES: list[tuple[Callable[[int], models.Model], int, tuple[int, int]]] = [
     (lambda n: models.gpt(n, remat=True, keys="folded in"), 3, (3, 3)),
     (models.llama, 2, (2, 2)),
     (models.of_data, 4, (4, 4)),
+    (models.gated, 4, (4, 4)),
     (models.alternating, 6, (3, 3)),
     (models.with_constants, 4, (4, 4)),
     (models.with_custom_rules, 4, (4, 4)),

@@ -148,6 +148,19 @@ def of_data(layers: int) -> Model:
     return _plain(lambda k, w, x: jnp.tanh(x @ w), layers)
 
 
+def gated(layers: int) -> Model:
+    """Gated layers on the data: of the first one the backward pass has less than half."""
+
+    def loss(ws: Any, x: jax.Array) -> jax.Array:
+        for one in ws:
+            y = _norm(x, jnp.ones(8))
+            x = x + (jax.nn.silu(y @ one[0]) * (y @ one[1])) @ one[2]
+        return jnp.mean(x**2)
+
+    ws = [[normal(3 * k + n, 8, 8) / 3 for n in range(3)] for k in range(layers)]
+    return loss, (ws, normal(500, BATCH, 8))
+
+
 def alternating(layers: int) -> Model:
     """Two kinds of layers in turn, so that a repeated part has one of each."""
     return _plain(lambda k, w, x: x + (jnp.tanh(x @ w) if k % 2 else jnp.sin(x @ w) * w[0]), layers)
