@@ -15,6 +15,8 @@ figure of the compiler's.
 - `ring-T`: the same by the recipe `ring`. On 16 devices, which 8 heads do not divide, the search gathers keys and values for
   8,192 tokens since that is faster (1.40 against 4.37 ms planned), and a limit of memory or this recipe keeps them cut: then
   a device's memory is 27.3 MB, for weights and their gradients, and 55.3 kB a token of its own, so it falls as 1 / devices.
+- Since 24 November 2026 the blocks of a ring are splash attention's kernels too, of which the last column counts the calls in
+  the compiled program. The compiler's cycles do not contain kernels, so compiled seconds of `layer-T` are without attention.
 """
 
 from __future__ import annotations
@@ -107,6 +109,7 @@ def one(name: str, devices: int, compiles: bool) -> dict[str, Any]:
     return row | {
         "planned_bytes": checked.predicted, "emitted_bytes": checked.emitted, "verified": checked.ok,
         "compiled_peak": found["off_chip"], "seconds": found["by_links"],
+        "kernels": compiled.as_text().count('custom_call_target="tpu_custom_call"'),
         "compile_seconds": round(time.monotonic() - begun - planned, 1),
     }  # fmt: skip
 
@@ -147,13 +150,14 @@ def page(rows: dict[tuple[str, int], dict[str, Any]]) -> str:
         if any((name, n) in rows for n in (1, 4, 8)):
             out.append(f"| {name} | " + " | ".join(cells(name, n) for n in (1, 4, 8)) + " |")
     heads = "tokens", "devices", "queries", "received, MB", "compiled", "memory, GB", "compiled, off chip"
-    out += ["", f"| {' | '.join(heads)} | times devices, over one device's | planned, ms |", "|---" * 9 + "|"]
+    last = "times devices, over one device's | planned, ms | kernels"
+    out += ["", f"| {' | '.join(heads)} | {last} |", "|---" * 10 + "|"]
     for name, n in MEMORY:
         row = rows.get((name, n))
         if row is None:
             continue
         if "failed" in row:
-            out.append(f"| {name} | {n} | {row['failed'][:60]} | | | | | | |")
+            out.append(f"| {name} | {n} | {row['failed'][:60]} | | | | | | | |")
             continue
         whole = rows.get((name.replace("ring", "attention"), 1), {}).get("planned_peak")
         share = f"{row['planned_peak'] * n / whole:.2f}" if whole else ""
@@ -162,7 +166,7 @@ def page(rows: dict[tuple[str, int], dict[str, Any]]) -> str:
         out.append(
             f"| {name} | {n} | {row['queries']} | {row['planned_bytes'] / 1e6:,.1f} | "
             f"{'' if emitted is None else f'{emitted / 1e6:,.1f}{note}'} | {row['planned_peak'] / 1e9:.3f} | "
-            f"{'' if peak is None else f'{peak / 1e9:.3f}'} | {share} | {1e3 * row['step']:.2f} |"
+            f"{'' if peak is None else f'{peak / 1e9:.3f}'} | {share} | {1e3 * row['step']:.2f} | {row.get('kernels', '')} |"
         )
     return "\n".join([*out, ""])
 
