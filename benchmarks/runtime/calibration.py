@@ -4,7 +4,8 @@
 `plan.measure`, appends a line of JSON to `benchmarks/runtime/calibration.jsonl` and writes `calibration.md` anew with the
 last run on each kind of devices. Without a GPU it runs on eight virtual CPU devices; on a machine with GPUs (JAX with
 CUDA, `pip install '.[gpu]'`) it takes those, one or several: the same command, some minutes, nothing else to set. Sizes
-grow with the device (`--scale`); `--save my-cluster.json` keeps the chip.
+grow with the device (`--scale`); `--save my-cluster.json` keeps the chip. A program that cannot be cut over so many
+devices, or does not fit on them, is named and left out.
 """
 
 from __future__ import annotations
@@ -99,6 +100,20 @@ def measured(p: Program, n: int, hardware: str | None) -> Any:
     return f.plan(*args).measure(f, *args)
 
 
+def row(p: Program, n: int, calibrated: str) -> dict[str, Any] | None:
+    """Predicted and measured seconds of a program; None, and why is printed, where it cannot be measured here."""
+    try:
+        before, after = measured(p, n, None), measured(p, n, calibrated)
+    except Exception as error:  # of whatever the runtime raises where memory is short
+        print(f"{p.name}: not measured: {type(error).__name__}: {str(error).splitlines()[:1]}", flush=True)
+        return None
+    print(p.name, after, flush=True)
+    return {
+        "name": p.name, "before": before.predicted, "after": after.predicted, "measured": after.measured,
+        "spread": after.spread,
+    }  # fmt: skip
+
+
 def rank_correlation(a: list[float], b: list[float]) -> float:
     """Spearman's coefficient."""
     ranks = [np.argsort(np.argsort(np.array(v))).astype(float) for v in (a, b)]
@@ -109,6 +124,8 @@ def section(run: dict[str, Any]) -> list[str]:
     """The lines about one run."""
     rows = run["rows"]
     lines = [f"## {run['devices']}, {run['date']}", ""]
+    if len(rows) < 2:
+        return [*lines, f"{len(rows)} of the programs measured.", "", "```", run["calibration"], "```", ""]
     for what, key in (("the table's chip", "before"), ("the calibrated chip", "after")):
         errors = [abs(r[key] / r["measured"] - 1) for r in rows]
         order = rank_correlation([r[key] for r in rows], [r["measured"] for r in rows])
@@ -154,14 +171,8 @@ def main() -> int:
     base = jshard.hardware.for_device(devices[0]).name
     found = jshard.calibrate(devices, save=a.save, name=f"{base}-here")
     print(found, flush=True)
-    rows = []
-    for p in programs(len(devices), scale)[: a.programs]:
-        before, after = measured(p, len(devices), None), measured(p, len(devices), found.chip.name)
-        print(p.name, after, flush=True)
-        rows.append(
-            {"name": p.name, "before": before.predicted, "after": after.predicted, "measured": after.measured,
-             "spread": after.spread}
-        )  # fmt: skip
+    chosen = programs(len(devices), scale)[: a.programs]
+    rows = [r for p in chosen if (r := row(p, len(devices), found.chip.name)) is not None]
     run = {
         "devices": found.devices,
         "date": found.date,
