@@ -34,6 +34,7 @@ RESTRICTED_TABLE = 200_000  # entries of a joint table of a restricted problem
 RESTRICTED_WORK = 2_000_000  # entries of all its joint tables
 MIN_FIXED_SHARE = 0.02  # of the states, below which fixing has stalled
 MAX_FIX_SHARE = 0.3  # of the states left, above which others are not removed yet
+SETTLED = 0.01  # of the gap: what the bound gains in a step when it is the answer that leaves the gap
 
 WarmStart = Callable[[WorkingNetwork, MessageLayout], None]  # sets the messages of a layout
 
@@ -128,6 +129,7 @@ class PrimalSteps:
     next_share: float = 0.0  # or share of states left
     fix_now: bool = False  # few enough states are left
     restricted_bound: float = -np.inf  # proved by restricted problems
+    last_bound: float = -np.inf  # at the step before
 
     @functools.cached_property
     def problem(self) -> CoreProblem:
@@ -137,10 +139,16 @@ class PrimalSteps:
     def __call__(self, dual: DualBound, stalled: bool) -> tuple[float, bool]:
         """Look for answers; returns the bound that would close the gap, and whether to stop passes now."""
         search, bound = self.search, dual.bound
-        if not search.gap_closed(bound) and (stalled or self.always_round or search.incumbent_cost == np.inf):
+        # Far below a poor answer, the bound is near its limit long before the passes end: the answer is what is missing.
+        settled = bound - self.last_bound <= SETTLED * (search.incumbent_cost - bound) < np.inf
+        self.last_bound = bound
+        if not search.gap_closed(bound) and (
+            stalled or settled or self.always_round or search.incumbent_cost == np.inf
+        ):
             self._round(bound, search.forest_moves if stalled and not search.out_of_time else 0)
         share = self._share_left(dual)
-        due = share > self.fix_share and (dual.rounds >= self.next_rounds or share <= self.next_share)
+        due = settled or dual.rounds >= self.next_rounds or share <= self.next_share
+        due = due and share > self.fix_share
         if not search.gap_closed(bound) and (stalled or due):
             reduced_costs = dual.reduced_costs_by_variable(self.layout)
             proved = solve_restricted_neighbourhoods(
