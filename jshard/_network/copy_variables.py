@@ -15,8 +15,9 @@ What a copy variable holds, by the kind of edge ("stored" and "reader's" layout,
     materialized                   to relay        [stored, stored + 1)                         RESHARDED
     materialized                   to reader       [resharded, live until)                      RESHARDED; the last
                                                      reader's also SAME, once the source is dead
+    fused, estimate                to reader       [resharded, live until)                      RESHARDED
     fused, or counted elsewhere    to reader       where `disjoint_intervals` gives the reader  RESHARDED
-    fused partial sum              to relay        [stored, last reshard) but those             RESHARDED
+    fused partial sum, lower bound to relay        [stored, last reshard) but those             RESHARDED
     other, or counted elsewhere    to relay        [stored, last live until)                    RESHARDED
 
 t is the time point of the reshard. FUSED_SLICE never holds anything.
@@ -34,7 +35,12 @@ from jshard._core.arrays import Floats
 from jshard._core.layout import Layout
 from jshard._network.build import PlanningNetwork, ReshardEdge
 from jshard._network.layout_pairs import equal_layouts, slices
-from jshard._program.memory.live_intervals import LiveIntervals, Use, disjoint_intervals
+from jshard._program.memory.live_intervals import (
+    LiveIntervals,
+    LowerBoundIntervals,
+    Use,
+    disjoint_intervals,
+)
 
 
 class CopyState(enum.IntEnum):
@@ -155,13 +161,17 @@ def copy_intervals(
     intervals = [CopyInterval(at, at + 1, 0.0, even_share)] if even_share else []
     if not copy.fused and not live.counted_elsewhere(edge.tensor):
         return intervals + _of_stored_value(edge, nbytes, uses, live)
+    own = next((use for use in uses if use.reader == edge.reader), None)
+    if own is not None and copy.fused and not isinstance(live, LowerBoundIntervals):
+        return [*intervals, CopyInterval(own.resharded_at, own.live_until, nbytes)]
     if not to_relay:
         return intervals + [
             CopyInterval(start, end, nbytes)
             for reader, start, end in disjoint_intervals(uses, live.clock.begin)
             if reader == edge.reader
         ]
-    if copy.fused and any(layout.partial for layout in edge.source.layouts):
+    finished = copy.fused and any(layout.partial for layout in edge.source.layouts)
+    if finished and isinstance(live, LowerBoundIntervals):
         return intervals + _of_finished_sum(nbytes, uses, live)
     return [*intervals, CopyInterval(stored_at, max(use.live_until for use in uses), nbytes)]
 
@@ -188,10 +198,11 @@ def _of_stored_value(
 
 
 def _of_finished_sum(nbytes: float, uses: Sequence[Use], live: LiveIntervals) -> list[CopyInterval]:
-    """The stored copy of a fused partial sum, between the uses of its readers.
+    """The stored copy of a fused partial sum, between the uses of its readers, in the lower bound.
 
     A reader that needs the finished sum has it resharded from the stored copy or from the sum itself, and its block is
-    counted there.
+    counted there. In most plans readers take the stored copy as it is, which the estimate counts: none of them then
+    holds a block of its own.
     """
     at, last_reshard = min(use.stored_at for use in uses), max(use.resharded_at for use in uses)
     intervals = []

@@ -18,7 +18,7 @@ from jshard._program.memory.live_intervals import LowerBoundIntervals
 from jshard._program.memory.remat_flow import remat_flow
 from jshard._schedule.peak import peak_bytes
 from jshard._schedule.schedule import assignment_of, schedule
-from jshard._search import evaluate, solve
+from jshard._search import evaluate, peak, solve
 from tests.helpers.memory_networks import (
     network_of,
     random_plans,
@@ -102,6 +102,31 @@ def test_the_other_network_counts_what_the_schedule_of_its_answer_holds():
     found = solve(memory_network(problem), objective="peak", gap=0.02, seconds=20)
     made = schedule(assignment_of(problem, tuple(found.assignment[: problem.cost_network.size].tolist())))
     assert found.cost == pytest.approx(peak_bytes(made, problem.liveness, problem.donated), rel=0.05)
+
+
+def normed(layers, x):
+    def norm(x, scale):
+        y = x - x.mean(-1, keepdims=True)
+        return y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + 1e-5) * scale
+
+    def loss(layers):
+        stream = x
+        for scale, up, down in layers:
+            stream = stream + jnp.tanh(norm(stream, scale) @ up) @ down
+        return (stream * stream).mean()
+
+    return jax.grad(loss)(layers)
+
+
+def test_copies_of_what_is_computed_again_count_until_then():
+    """A fused reader that the backward pass computes again keeps the copy that it reads; each reader its own."""
+    layers = [(shape(64), shape(64, 64), shape(64, 64))] * 3
+    problem = network_of(normed, (layers, shape(8192, 64)), mesh=jax.sharding.AbstractMesh((4,), ("x",)))
+    estimate = memory_network(problem)
+    for states in random_plans(problem.cost_network, 12):
+        made = schedule(assignment_of(problem, tuple(states.tolist())))
+        held = peak_bytes(made, problem.liveness, problem.donated)
+        assert peak(estimate, with_copies(estimate, np.asarray(states))) >= held
 
 
 def test_what_a_loop_reads_is_held_until_it_ends():
