@@ -38,7 +38,7 @@ def forward(params, x):
 def test_a_list_of_plans_schedules_only_what_may_hold_less(monkeypatch):
     """What is found is what scheduling every plan of the list finds, or lower where that ends before."""
     monkeypatch.setattr(ranked_search, "_OPERATORS_SCHEDULED", 600)
-    finished, made, schedules, least = [], [], ranked_search.schedule_solution, ranked_search._least_peak
+    finished, made, schedules, least = [], [], ranked_search.schedule_solution, ranked_search.least_peak
     monkeypatch.setattr(
         ranked_search, "schedule_solution", lambda *a, **k: made.append(1) or schedules(*a, **k)
     )
@@ -47,9 +47,9 @@ def test_a_list_of_plans_schedules_only_what_may_hold_less(monkeypatch):
         free = schedules(network, PlanRequest((), level=0), solve(network.cost_network).assignment, 0.0, ())
         request = PlanRequest((), level=0, memory_limit=share * free.peak)
         made.clear()
-        monkeypatch.setattr(ranked_search, "_least_peak", least)
+        monkeypatch.setattr(ranked_search, "least_peak", least)
         pruned, few = ranked_search.cheapest_by_rank(network, request, Effort()), len(made)
-        monkeypatch.setattr(ranked_search, "_least_peak", lambda *_: 0.0)
+        monkeypatch.setattr(ranked_search, "least_peak", lambda *_: 0.0)
         full = ranked_search.cheapest_by_rank(network, request, Effort())
         assert pruned.best is not None and full.best is not None and few <= len(made) - few
         assert pruned.best.peak <= full.best.peak
