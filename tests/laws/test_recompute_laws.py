@@ -74,7 +74,7 @@ def every_program(closed: Any) -> list[Any]:
 
 
 def least_costs(
-    closed: Any, topology: Topology, level: int, most: int = 900
+    closed: Any, topology: Topology, level: int, most: int = 4000
 ) -> list[tuple[float, float]] | None:
     """(cost, peak) of every assignment of every program; None where one has more than `most`."""
     out = []
