@@ -171,7 +171,7 @@ def write_table(results: dict[str, dict[str, Any]]) -> str:
         "",
         f"Written by `make bench-compute`: seconds of compute on a device of {MACHINE}, planned, and the TPU compiler's",
         "`estimated_cycles` over the clock, with no device. Training steps are in [exposure.md](exposure.md).",
-        "Compiled on 24 November 2026; the two decode steps of 64 rows as plans whose communication is within 3% of today's.",
+        "Compiled on 24 November 2026; the two decode steps of 64 rows as plans with communication within 3% of today's.",
         "",
         "| program | plan | compiled | ratio |",
         "|---|---|---|---|",

@@ -15,8 +15,8 @@ figure of the compiler's.
 - `ring-T`: the same by the recipe `ring`. On 16 devices, which 8 heads do not divide, the search gathers keys and values for
   8,192 tokens since that is faster (1.40 against 4.37 ms planned), and a limit of memory or this recipe keeps them cut: then
   a device's memory is 27.3 MB, for weights and their gradients, and 55.3 kB a token of its own, so it falls as 1 / devices.
-- Since 24 November 2026 the blocks of a ring are splash attention's kernels too, of which the last column counts the calls in
-  the compiled program. The compiler's cycles do not contain kernels, so compiled seconds of `layer-T` are without attention.
+- Since 24 November 2026 the blocks of a ring are splash attention's kernels too; the last column counts their calls in the
+  compiled program. The compiler's cycles do not contain kernels, so compiled seconds of `layer-T` are without attention.
 """
 
 from __future__ import annotations
