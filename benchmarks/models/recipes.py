@@ -52,10 +52,6 @@ by each recipe and by the search from the batch's cut, and compares them with th
   a policy names them.
 - Qwen2, Qwen3, Mixtral, Qwen3-MoE, Swin-like and SAM-like are our own, since no installed library has them for JAX; the
   others are those of transformers. At these sizes the plans are made for a chip without latency.
-- `not as planned` in GPT-J and Bloom: fewer bytes than planned. In GPT-J the second layer computes the positions and the
-  causal mask of the first once more from constants; the plan keeps both, since each may be cut otherwise, and counts their
-  gathers, of which those of the second layer (192 and 3,072 bytes) are not emitted. In Bloom an exchange of 3,072 bytes of
-  the second layer is not emitted.
 - ResNet's batch statistics lose digits in float32: in float64 the same columns differ by 2.4e-14 (search), 2.6e-14 (`fsdp`)
   and 1.1e-13 (`megatron`, `fsdp+megatron`), by a run apart from this table.
 - The rows are of several runs.
