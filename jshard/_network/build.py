@@ -31,7 +31,7 @@ from jshard._network.operator_cost import OperatorCost
 from jshard._network.replication_price import REPLICATION_PRICE, priced_products
 from jshard._network.reshard_edges import EdgeTable, Relay, ReshardEdge, build_edge_table
 from jshard._program.graph import Program
-from jshard._program.memory.hbm_traffic import HbmTraffic, hbm_traffic
+from jshard._program.memory.kernels import Kernels, kernels
 from jshard._program.memory.liveness import Liveness, liveness
 from jshard._search import CostNetwork
 
@@ -62,7 +62,7 @@ class PlanningNetwork:
     candidates: tuple[CandidateSet, ...]
     relays: Mapping[int, Relay]
     relay_variable: Mapping[int, int]
-    hbm_traffic: HbmTraffic
+    kernels: Kernels
     cost_network: CostNetwork
     tensor_edges: EdgeTable
     cost_tables: CostTables
@@ -128,15 +128,15 @@ def build_network(
 
     The network is without memory, which `memory_network.py` adds where a level or a budget needs it.
     """
-    cache, traffic, forced = (
+    cache, found, forced = (
         CandidateCache(program, topology.mesh),
-        hbm_traffic(program, donated),
+        kernels(program, donated, into_products=topology.chip.units.fuses),
         forced or {},
     )
     classes = operator_classes(program)
     ids, distinct = _candidate_ids(program, cache, classes, _with_ties(pins, forced, ties), {*pins, *forced})
     candidates = tuple([distinct[k] for k in ids.tolist()])
-    tables = CostTables(topology, level, traffic, candidates)
+    tables = CostTables(topology, level, found, candidates)
     priced = priced_products(program, cache, classes) if replication_price and level != 1 else frozenset()
     unforced = {i: cache.candidates_of(program.operators[i], pins.get(i, ())) for i in forced if i in priced}
     operator_tables = _operator_tables(
@@ -175,7 +175,7 @@ def build_network(
         candidates=candidates,
         relays=relays,
         relay_variable=dict(zip(relays, range(n, n + len(relays)), strict=True)),
-        hbm_traffic=traffic,
+        kernels=found,
         cost_network=network,
         tensor_edges=edges,
         cost_tables=tables,
@@ -234,7 +234,7 @@ def _operator_tables(
     is_recomputed[list(program.recomputed)] = 1
     alike, representatives = first_occurrence_codes(
         row_codes(
-            cost_classes(program, candidate_ids, tables.hbm_traffic),
+            cost_classes(program, candidate_ids, tables.kernels),
             is_priced,
             is_recomputed,
             singleton_classes(n, forced),

@@ -19,7 +19,7 @@ from jshard._network.layout_pairs import equal_layouts, slices
 from jshard._network.operator_cost import OperatorCost, operator_cost
 from jshard._network.reshard_edges import NOT_SHARED, Relay, Sharing, SharingScopes
 from jshard._program.graph import Operator, Tensor
-from jshard._program.memory.hbm_traffic import HbmTraffic, memory_accesses
+from jshard._program.memory.kernels import Kernels
 
 
 class CostTables:
@@ -29,11 +29,9 @@ class CostTables:
     network keeps them alive.
     """
 
-    def __init__(
-        self, topology: Topology, level: int, hbm_traffic: HbmTraffic, candidates: Sequence[CandidateSet]
-    ):
+    def __init__(self, topology: Topology, level: int, kernels: Kernels, candidates: Sequence[CandidateSet]):
         self.topology, self.level = topology, level
-        self.hbm_traffic, self.candidates = hbm_traffic, candidates  # `candidates`: by operator
+        self.kernels, self.candidates = kernels, candidates  # `candidates`: by operator
         self.unary: list[np.ndarray] = []
         self.pairwise: list[np.ndarray] = []
         self.operator_costs: dict[int, OperatorCost] = {}  # of one run, by number of the operator's table
@@ -66,10 +64,21 @@ class CostTables:
         candidates = self.candidates[op.id]
         if candidates.op is None or op.kind != "eqn":
             return self.zero_table(len(candidates))
-        reads, writes = memory_accesses(op, self.hbm_traffic)
-        key = ("operator", id(candidates), reads, writes, op.repeat, price, id(unforced), is_recomputed)
+        parts, unfused = self.kernels.parts[op.id], self.kernels.unfused.get(op.id, ())
+        launched = self.kernels.launched[op.id]
+        key = (
+            "operator",
+            id(candidates),
+            parts,
+            unfused,
+            launched,
+            op.repeat,
+            price,
+            id(unforced),
+            is_recomputed,
+        )
         if key not in self._ids:
-            cost = operator_cost(candidates, reads, writes, self.topology, price, unforced)
+            cost = operator_cost(candidates, parts, unfused, launched, self.topology, price, unforced)
             if is_recomputed:
                 cost = dataclasses.replace(cost, redundant=cost.compute)
             table = self._add(self.unary, key, cost.objective(self.level) * op.repeat)

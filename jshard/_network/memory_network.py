@@ -42,7 +42,6 @@ from jshard._network.build import PlanningNetwork, ReshardEdge
 from jshard._network.candidates import TensorLayouts
 from jshard._network.copy_variables import CopyInterval, CopyStates, CopyVariable, copy_intervals
 from jshard._program.graph import Operator
-from jshard._program.memory.hbm_traffic import is_unfusible
 from jshard._program.memory.in_place import CARRY_KINDS
 from jshard._program.memory.live_intervals import (
     EstimatedIntervals,
@@ -52,6 +51,7 @@ from jshard._program.memory.live_intervals import (
     disjoint_intervals,
 )
 from jshard._program.memory.remat_flow import remat_flow
+from jshard._program.memory.unfusible import is_unfusible
 from jshard._rules.rule import workspace_bytes
 from jshard._search import CostNetwork, Memory
 

@@ -33,7 +33,7 @@ import numpy as np
 
 from jshard._core.jax_types import JaxprEqn
 from jshard._program.graph import Literal, Operator, Program, calls_of
-from jshard._program.memory.hbm_traffic import ATTENTION
+from jshard._program.memory.unfusible import ATTENTION
 
 
 _FUSED = "jshard_fused"

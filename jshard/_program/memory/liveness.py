@@ -37,8 +37,8 @@ import numpy as np
 from jshard._core.arrays import Bools, Ints
 from jshard._program.graph import Block, Literal, Operator, Program, calls_of
 from jshard._program.memory.fusion_traits import REDUCTION_PREFIXES, FusionTraits, fusion_traits
-from jshard._program.memory.hbm_traffic import unfusible_operators
 from jshard._program.memory.in_place import in_place_updates
+from jshard._program.memory.unfusible import unfusible_operators
 from jshard._program.operators import PRODUCTS
 
 
