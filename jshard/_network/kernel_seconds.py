@@ -34,8 +34,9 @@ def product_rate(op: OpView, chip: Chip) -> float:
     >>> from jax import ShapeDtypeStruct as S
     >>> from jshard._core import hardware
     >>> x, w = S((8, 8), "int8"), S((8, 8), "bfloat16")
-    >>> product_rate(OpView("dot_general", {}, (x, w), (w,)), hardware.get("v5e"))
-    197000000000000.0
+    >>> chip = hardware.get("v5e")
+    >>> product_rate(OpView("dot_general", {}, (x, w), (w,)), chip) == chip.units.efficiency * chip.bf16_flops
+    True
     """
     if op.primitive not in PRODUCTS:
         return roofline.peak_flops(op.outs[0].dtype if op.outs else np.dtype("float32"), chip)
@@ -56,20 +57,25 @@ def padding_of_product(
     op: OpView, rule: Rule, axis_codes: Ints, mesh: MeshAxes, units: ComputeUnits
 ) -> Floats:
     """(candidates,) the work of a device's product with its sizes padded to tiles, over its work without."""
-    n = len(axis_codes)
     if op.primitive != "dot_general" or units.tile == 1:
-        return np.ones(n)
-    (contracted, _), (batch, _) = op.params["dimension_numbers"]
-    left, right = rule.operands[0], rule.operands[1]
-    shared = {f for d in (*contracted, *batch) for f in left[d]}
-    k = _local_size([f for d in contracted for f in left[d]], rule, axis_codes, mesh)
-    rows = _local_size([f for d in left for f in d if f not in shared], rule, axis_codes, mesh)
-    columns = _local_size([f for d in right for f in d if f not in shared], rule, axis_codes, mesh)
+        return np.ones(len(axis_codes))
+    k, rows, columns = _block_sizes(op, rule, axis_codes, mesh)
     best = np.minimum(
         _padded(rows, units.sublanes) * _padded(columns, units.tile),
         _padded(rows, units.tile) * _padded(columns, units.sublanes),
     )
     return best * _padded(k, units.tile)
+
+
+def _block_sizes(op: OpView, rule: Rule, axis_codes: Ints, mesh: MeshAxes) -> tuple[Floats, Floats, Floats]:
+    """(candidates,) each: contracted length, rows and columns of a device's product."""
+    (contracted, _), (batch, _) = op.params["dimension_numbers"]
+    left, right = rule.operands[0], rule.operands[1]
+    summed = [f for d in contracted for f in left[d]]
+    shared = {*summed, *(f for d in batch for f in left[d])}
+    rows, columns = ([f for d in dims for f in d if f not in shared] for dims in (left, right))
+    k, m, n = (_local_size(factors, rule, axis_codes, mesh) for factors in (summed, rows, columns))
+    return k, m, n
 
 
 def _local_size(factors: Sequence[int], rule: Rule, axis_codes: Ints, mesh: MeshAxes) -> Floats:
@@ -94,10 +100,17 @@ def arithmetic_seconds(
     if op.primitive != "dot_general" or units.vector is None:
         return seconds
     padded = seconds * padding_of_product(op, rule, axis_codes, mesh, units)
-    return np.minimum(padded, work * units.vector.simple / REGISTER / units.vector.clock)
+    cycles = units.vector.simple * work
+    k, rows, columns = _block_sizes(op, rule, axis_codes, mesh)
+    # A matrix times a vector is a kernel of the vector unit that sums over the matrix.
+    summed = (np.minimum(rows, columns) <= 1) & (k > 1)
+    seconds = np.where(summed, units.vector.least * work / 2, np.inf) / REGISTER / units.vector.clock
+    return np.where(summed, seconds, np.minimum(padded, cycles / REGISTER / units.vector.clock))
 
 
-def kernel_parts_seconds(parts: Parts, candidates: CandidateSet, mesh: MeshAxes, chip: Chip) -> Floats:
+def kernel_parts_seconds(
+    parts: Parts, candidates: CandidateSet, mesh: MeshAxes, chip: Chip, primitive: str = ""
+) -> Floats:
     """(candidates,) seconds of one device for what a kernel moves, or for its vector work if that is longer."""
     nbytes, work = np.zeros(len(candidates)), [np.zeros(len(candidates)) for _ in range(5)]
     for p in parts:
@@ -106,14 +119,14 @@ def kernel_parts_seconds(parts: Parts, candidates: CandidateSet, mesh: MeshAxes,
         for total, one in zip(work, _elements(p.work), strict=True):
             if one:
                 total += one / shards
-    return _longer(nbytes, work, chip)
+    return _longer(nbytes, work, chip, primitive)
 
 
-def parts_seconds_in_all(parts: Parts, chip: Chip, devices: int = 1) -> float:
+def parts_seconds_in_all(parts: Parts, chip: Chip, primitive: str = "", devices: int = 1) -> float:
     """Seconds of an even share of a kernel's parts."""
     nbytes = sum(p.nbytes for p in parts) / devices
     work = [np.array(sum(x) / devices) for x in zip(*(_elements(p.work) for p in parts), strict=True)]
-    return float(_longer(np.array(nbytes), work, chip)) if parts else 0.0
+    return float(_longer(np.array(nbytes), work, chip, primitive)) if parts else 0.0
 
 
 def partial_sum_seconds(parts: Parts, candidates: CandidateSet, mesh: MeshAxes, chip: Chip) -> Floats:
@@ -131,6 +144,7 @@ def _elements(w: VectorWork) -> tuple[float, ...]:
     return (w.simple, w.transcendental, w.arrays, w.loop, w.reduced)
 
 
-def _longer(nbytes: Floats, work: Sequence[Floats], chip: Chip) -> Floats:
-    moved = nbytes / chip.hbm_bandwidth
-    return moved if chip.units.vector is None else np.maximum(moved, chip.units.vector.seconds(*work))
+def _longer(nbytes: Floats, work: Sequence[Floats], chip: Chip, primitive: str) -> Floats:
+    units = chip.units
+    moved = nbytes / (chip.hbm_bandwidth * (units.streamed if primitive in PRODUCTS else 1.0))
+    return moved if units.vector is None else np.maximum(moved, units.vector.seconds(*work))

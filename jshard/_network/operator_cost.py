@@ -103,14 +103,14 @@ def operator_cost(
     uneven = rule.triangular or any(cut.repeated for cut in rule.joint)
     busiest = local * busiest_share(rule, candidates.axis_codes, mesh) if uneven else local
     arithmetic = arithmetic_seconds(op, rule, busiest, candidates.axis_codes, mesh, chip)
-    seconds = np.maximum(arithmetic, kernel_parts_seconds(parts, candidates, mesh, chip))
+    seconds = np.maximum(arithmetic, kernel_parts_seconds(parts, candidates, mesh, chip, op.primitive))
     seconds += partial_sum_seconds(unfused, candidates, mesh, chip)
     seconds += _copied_bytes(candidates, mesh) / chip.hbm_bandwidth
     whole = np.full((1, len(mesh.names)), NONE, dtype=np.int64)
     even_work = np.array([work / mesh.total])
     even = max(
         float(arithmetic_seconds(op, rule, even_work, whole, mesh, chip)[0]),
-        parts_seconds_in_all(parts, chip, mesh.total),
+        parts_seconds_in_all(parts, chip, op.primitive, mesh.total),
     )
     replication = np.zeros(n)
     if price:

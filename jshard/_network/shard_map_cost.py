@@ -98,7 +98,7 @@ def shard_map_cost(jaxpr: Jaxpr | ClosedJaxpr, topology: Topology) -> ShardMapCo
             work = np.array([_work(view, rule)])
             codes = np.zeros((1, 0), dtype=np.int64)
             arithmetic = arithmetic_seconds(view, rule, work, codes, MeshAxes((), ()), topology.chip)
-            moved = parts_seconds_in_all(found.parts[op.id], topology.chip)
+            moved = parts_seconds_in_all(found.parts[op.id], topology.chip, op.primitive)
             seconds += op.repeat * (
                 max(float(arithmetic[0]), moved) + (units.launch if found.launched[op.id] else 0.0)
             )

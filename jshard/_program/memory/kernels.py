@@ -9,7 +9,8 @@ with a materialized result is the *root* of a kernel: it reads, once each, the m
 operands are computed, and writes its results. Three refinements, read off the TPU compiler's fusions:
 
 - What is computed from a product's result and needs nothing that is computed later runs in the product's kernel: an
-  epilogue, the maxima of logits. So do the operands of a product. Kernels of GPUs' libraries do neither, but for casts.
+  epilogue, the maxima of logits; but no update of an argument, whose gradient is first summed over devices. So do the
+  operands of a product. Kernels of GPUs' libraries do neither, but for casts.
 - Kernels over equally many elements that share an operand are one kernel with several results (the three results of an
   Adam update; the gradient's two sums of a layer norm), unless one needs what the other reduces.
 - A view of a value (a reshape) is no kernel.
@@ -170,7 +171,8 @@ class _Reads:
         self.fusion, self.op = fusion, op
         self.through = fusion.live.traits.fuses_operands[op.id]
         self.leaves: dict[int, float] = {}  # tensor: part of it that is read
-        self.product = -1  # whose result passes in registers
+        self.product = -1  # whose result passes in registers, through operand `entered`
+        self.entered = 0
         self.by_operand: dict[int, tuple[dict[int, float], VectorWork]] = {}
         self._seen: set[int] = set()
 
@@ -192,7 +194,7 @@ class _Reads:
             if (f.stored[t] and not recomputed) or maker.kind != "eqn" or len(self._seen) > _MOST_MEMBERS:
                 leaves[t] = part
             elif maker.primitive in PRODUCTS:
-                self.product = maker.id
+                self.product, self.entered = maker.id, operand
             else:
                 work += f.work_of(maker, part)
                 stack += f.sources(maker, part)
@@ -207,8 +209,10 @@ class _Fusion:
         self.program, self.live, self.stored, self.into_products = program, live, stored, into_products
         self.def_op = program.use_def.def_op.tolist()
         self.parts: list[list[KernelPart]] = [[] for _ in program.operators]
+        self.written = list(stored)
         self.launched = [False] * len(program.operators)
         self.unfused: dict[int, list[KernelPart]] = {}
+        self.product_of: dict[int, int] = {}  # tensor made in a product's kernel: the product
         self.kernel_of_leaf: dict[int, _Kernel] = {}
         self.kernel_of_result: dict[int, _Kernel] = {}
         self.padded: dict[tuple[int, ...], float] = {}
@@ -277,6 +281,8 @@ class _Fusion:
                 self.add(op.id, True, 0, tensors[op.results[0]].nbytes)
             else:
                 self.add(op.id, False, k, self.nbytes(leaves), work)
+        if op.primitive in PRODUCTS:
+            self.product_of.update(dict.fromkeys(op.results, op.id))
         for k, r in enumerate(op.results):
             if self.stored[r]:
                 self.add(op.id, True, k, tensors[r].nbytes)
@@ -289,20 +295,42 @@ class _Fusion:
         if op.primitive in _VIEWS and all(w == VectorWork() for _, w in reads.by_operand.values()):
             return
         reduces = op.primitive.startswith(REDUCTION_PREFIXES)
+        size = max(self.program.tensors[r].size for r in op.results)
+        if not reduces and any(
+            self.is_argument(t) and self.program.tensors[t].size >= size for t in reads.leaves
+        ):
+            self.store_product(reads)
+            self.loop_kernel(op, reads, reduces)
+            return
         host = reads.product if reads.product >= 0 else self.product_before(op, reads)
         if host >= 0:
             self.into_product(op, host, reads, reduces)
         else:
             self.loop_kernel(op, reads, reduces)
 
+    def is_argument(self, tensor: int) -> bool:
+        return self.program.operators[self.def_op[tensor]].kind == "input"
+
+    def store_product(self, reads: _Reads) -> None:
+        """Let a product whose result would pass in registers write it, and the root read it."""
+        if reads.product < 0:
+            return
+        produced = self.program.operators[reads.product].results[0]
+        if not self.written[produced]:
+            self.written[produced] = True
+            self.add(reads.product, True, 0, self.program.tensors[produced].nbytes)
+        reads.by_operand[reads.entered][0][produced] = 1.0
+        reads.leaves[produced] = 1.0
+
     def product_before(self, op: Operator, reads: _Reads) -> int:
         """The product in whose kernel a root runs, since all else that it needs is there before; -1 for none."""
         if not self.into_products:
             return -1
-        makers = [self.def_op[t] for t in reads.leaves]
-        last = self.program.operators[max(makers, default=-1)] if makers else None
-        ready = last is not None and last.primitive in PRODUCTS and last.repeat == op.repeat
-        return last.id if ready and last is not None else -1
+        last = max(
+            [self.product_of[t] if t in self.product_of else self.def_op[t] for t in reads.leaves], default=-1
+        )
+        product = self.program.operators[last]
+        return last if last >= 0 and product.primitive in PRODUCTS and product.repeat == op.repeat else -1
 
     def own_work(self, op: Operator, reads: _Reads, reduces: bool) -> tuple[VectorWork, float]:
         """What a root and the operators in its kernel compute, and the elements of its loop."""
@@ -318,10 +346,12 @@ class _Fusion:
         """Charge a root to the product whose kernel it is in; where that has a partial sum, to a kernel of its own."""
         work, size = self.own_work(op, reads, reduces)
         produced = self.program.operators[host].results[0]
-        others = self.nbytes({t: p for t, p in reads.leaves.items() if t != produced})
+        others = self.nbytes({t: p for t, p in reads.leaves.items() if self.product_of.get(t) != host})
         written = sum(self.program.tensors[r].nbytes for r in op.results if self.stored[r])
         if reduces:
             work += VectorWork(reduced=size)
+        else:
+            self.product_of.update(dict.fromkeys(op.results, host))
         self.add(host, True, 0, others + written, work)
         arrays = 2 * size if not reduces else size
         passed = self.program.tensors[produced].nbytes * (1 if self.stored[produced] else 2)

@@ -20,8 +20,7 @@ loops, arguments, and values that leave a loop or the program. Four refinements:
 These rules were read off the buffer assignments of the TPU compiler (v5e) for GPT training steps in float32 and
 bfloat16: of a GELU's eight intermediate values one is kept, of a softmax's the exponential alone.
 
-Why `hbm_traffic.py` has another fusion model.  That one is about time and fuses a value into a single consumer only;
-duplicating a value into several consumers saves space, which counts here, but hardly any traffic, which counts there.
+The model of time (`kernels.py`) groups operators by the same values.
 
 Worked case.  `h = x @ w + b; y = tanh(h) @ v` and its gradient: h is materialized, `x @ w` and `tanh(h)` are not.
 """
