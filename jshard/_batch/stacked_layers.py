@@ -16,7 +16,7 @@ as the gradient that updates one parameter, is a slice of a stack. Each equation
 ...     return jnp.sum(x)
 >>> ws, x = [jnp.eye(2) / (k + 1) for k in range(4)], jnp.ones((3, 2))
 >>> closed = jax.make_jaxpr(jax.grad(loss))(ws, x)
->>> stacked = with_layers_stacked(closed, lambda v: True)
+>>> stacked = with_layers_stacked(closed, lambda v: v.aval.shape == x.shape)
 >>> [(e.params["length"], e.params["reverse"]) for e in stacked.closed.jaxpr.eqns if e.primitive.name == "scan"]
 [(4, False), (4, True)]
 >>> wanted = jax.grad(loss)(ws, x)

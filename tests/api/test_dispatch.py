@@ -77,7 +77,7 @@ def test_a_failed_first_call_does_not_slow_later_ones(monkeypatch):
     g = jshard.shard(f, ((4, 2), None))
     x, w = normal(8, 8), normal(8, 8)
     with monkeypatch.context() as m:
-        m.setattr("jshard._api.shard.prepare", lambda *a: 1 / 0)
+        m.setattr("jshard._api.shard.prepare", lambda *a, **k: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             g(x, w)
     g(x, w), g(x, w)
@@ -89,7 +89,7 @@ def test_a_failed_first_call_does_not_slow_later_ones(monkeypatch):
 def test_threads_plan_once(monkeypatch):
     planned = []
     real = prepare.prepare
-    monkeypatch.setattr(shard, "prepare", lambda r, a, k, *p: planned.append(a[0].shape) or real(r, a, k))
+    monkeypatch.setattr(shard, "prepare", lambda r, a, k, *p, **o: planned.append(a[0].shape) or real(r, a, k))
     f, _ = counted()
     g = jshard.shard(f, ((2, 1), None))
     w = normal(4, 4)
@@ -121,7 +121,7 @@ def test_planning_does_not_hold_up_other_signatures(monkeypatch):
     go, began = threading.Event(), threading.Event()
     real = prepare.prepare
 
-    def slow(r, a, k, *progress):
+    def slow(r, a, k, *progress, **programs):
         if a[0].shape == (4, 4):
             began.set()
             assert go.wait(60)
