@@ -9,7 +9,8 @@ body of the call, so that no two layers are alike. As an operand it is what each
 ...         x = jax.checkpoint(lambda x: jnp.sin(x) * (i + 1.0))(x)
 ...     return x
 >>> eqns = jax.make_jaxpr(f)(jnp.ones(2)).eqns
->>> [float(e.invars[0].val) for e in with_literals_lifted(eqns)], len({str(e.params["jaxpr"]) for e in with_literals_lifted(eqns)})
+>>> lifted = with_literals_lifted(eqns)
+>>> [float(e.invars[0].val) for e in lifted], len({str(e.params["jaxpr"]) for e in lifted})
 ([1.0, 2.0, 3.0], 1)
 """
 

@@ -89,7 +89,9 @@ def test_a_failed_first_call_does_not_slow_later_ones(monkeypatch):
 def test_threads_plan_once(monkeypatch):
     planned = []
     real = prepare.prepare
-    monkeypatch.setattr(shard, "prepare", lambda r, a, k, *p, **o: planned.append(a[0].shape) or real(r, a, k))
+    monkeypatch.setattr(
+        shard, "prepare", lambda r, a, k, *p, **o: planned.append(a[0].shape) or real(r, a, k)
+    )
     f, _ = counted()
     g = jshard.shard(f, ((2, 1), None))
     w = normal(4, 4)

@@ -126,7 +126,9 @@ def test_copies_of_what_is_computed_again_count_until_then():
     for states in random_plans(problem.cost_network, 60):
         made = schedule(assignment_of(problem, tuple(states.tolist())))
         held = peak_bytes(made, problem.liveness, problem.donated)
-        assert peak(estimate, with_copies(estimate, np.asarray(states))) >= 0.9 * held  # an estimate, no bound
+        assert (
+            peak(estimate, with_copies(estimate, np.asarray(states))) >= 0.9 * held
+        )  # an estimate, no bound
 
 
 def test_what_a_loop_reads_is_held_until_it_ends():
