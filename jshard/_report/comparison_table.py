@@ -65,7 +65,7 @@ FIGURE_COLUMNS = (
 
 
 MEANINGS = (
-    ("step", "predicted seconds of a call: compute, then collectives, nothing overlaps"),
+    ("step", "predicted seconds of a call: compute, and the collectives that do not hide under products"),
     ("compute", "operators at the chip's speed"),
     ("comm.", "all collectives"),
     ("moved", "bytes that a device receives in a call"),
