@@ -261,7 +261,7 @@ class LevelSearch:
         bounding = memory_network(network, lower_bound=True)
         large = bounding.size >= LARGE_NETWORK  # where ties cost little
         first = self._solve_peak(network, bounding, unlimited, break_ties_by_cost=False)
-        bound = math.ceil(first.bound * (1 - ROUNDING))  # peaks are whole bytes
+        bound = first.bound
         found.append(first)
         if r.level == 1:
             self._known_plan(first)
@@ -282,6 +282,8 @@ class LevelSearch:
         if self.request.level != 1:  # every plan within the budget will do
             acceptable = max(acceptable, self.request.memory_limit or 0.0)
         best = min((s for s in found if s.peak <= acceptable), key=lambda s: (s.cost, s.peak))
+        if all(float(s.peak).is_integer() for s in found):  # then those of all plans are whole bytes
+            bound = float(math.ceil(bound * (1 - ROUNDING)))
         best = dataclasses.replace(best, bound=bound, peak_bound=bound, steps=steps)
         return descend_peak(best, bounding, self.effort) if r.level == 1 else best
 

@@ -19,15 +19,12 @@ import numpy as np
 
 from jshard._core.arrays import Ints
 from jshard._plan.memory_ties import assignment_of_solution
-from jshard._plan.ranked_search import least_peak
+from jshard._plan.ranked_search import COUNTED, ENTRIES, OPERATORS_SCHEDULED, least_peak
 from jshard._plan.scheduled_solution import ROUNDING, ScheduledSolution, schedule_solution
 from jshard._search import CostNetwork, Effort
 
 
 _OPERATORS = 400  # of a program at most: on larger ones the estimate is near, and schedules take long
-_OPERATORS_SCHEDULED = 25_000  # of all schedules together
-_COUNTED = 0.1  # of a schedule: what it takes to count the bytes of an assignment in the lower-bound network
-_ENTRIES = 10_000  # of effort, for an operator of a schedule
 _RADIUS = 2  # edges around an operator, whose variables follow it
 
 
@@ -48,16 +45,16 @@ def descend_peak(solution: ScheduledSolution, bounding: CostNetwork, effort: Eff
     while improved and solution.peak > solution.bound * (1 + ROUNDING):
         improved = False
         for states in _changes(solution):
-            if effort.exhausted or done >= _OPERATORS_SCHEDULED:
+            if effort.exhausted or done >= OPERATORS_SCHEDULED:
                 return solution
             key = states.tobytes()
             if key in tried:
                 continue
             tried.add(key)
             lower = least_peak(bounding, states) < solution.peak * (1 - ROUNDING)
-            share = operators * (_COUNTED + (1.0 if lower else 0.0))
+            share = operators * (COUNTED + (1.0 if lower else 0.0))
             done += share
-            effort.spend(entries=_ENTRIES * share)
+            effort.spend(entries=ENTRIES * share)
             if not lower:
                 continue
             other = schedule_solution(network, solution.request, states, solution.bound, solution.steps)
@@ -129,4 +126,5 @@ class _Costs:
                 best = int(costs.argmin())
                 if costs[best] < costs[changed[u]]:
                     changed[u] = best
-        return changed if np.isfinite(self.given(v, changed)[s]) else None
+        possible = all(np.isfinite(self.given(u, changed)[changed[u]]) for u in seen)
+        return changed if possible else None

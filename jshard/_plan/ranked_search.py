@@ -28,9 +28,9 @@ from jshard._search.exact.ranked_assignments import assignments_by_cost
 
 
 _VARIABLES = 100  # of a network at most: larger ones have too many assignments of about the same cost
-_OPERATORS_SCHEDULED = 25_000  # of all schedules together
-_COUNTED = 0.1  # of a schedule: what it takes to count the bytes of an assignment in the lower-bound network
-_ENTRIES = 10_000  # of effort, for an operator of a schedule
+OPERATORS_SCHEDULED = 25_000  # of all schedules together
+COUNTED = 0.1  # of a schedule: what it takes to count the bytes of an assignment in the lower-bound network
+ENTRIES = 10_000  # of effort, for an operator of a schedule
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -64,15 +64,15 @@ def cheapest_by_rank(network: PlanningNetwork, request: PlanRequest, effort: Eff
     lowest: ScheduledSolution | None = None
     number, done = -1, 0.0
     for number, (cost, states) in enumerate(listed):
-        spent = done >= _OPERATORS_SCHEDULED or effort.exhausted
+        spent = done >= OPERATORS_SCHEDULED or effort.exhausted
         if best is not None and (spent or cost > best.cost * (1 + ROUNDING)):
             return _fitting(best, number)
         if spent:
             return RankedSearch(lowest, cost, finished=False)
         needed = lowest is None or least_peak(bounding, states) < lowest.peak
-        share = operators * (1.0 if needed else _COUNTED)
+        share = operators * (1.0 if needed else COUNTED)
         done += share
-        effort.spend(entries=_ENTRIES * share)
+        effort.spend(entries=ENTRIES * share)
         if not needed:
             continue
         solution = schedule_solution(network, request, states, 0.0, (), may_break_ties=False)

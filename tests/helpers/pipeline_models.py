@@ -70,17 +70,15 @@ def llama(remat: bool) -> Callable[..., jax.Array]:
     return loss
 
 
+def llama_shapes(d: int, f: int) -> dict[str, tuple[int, int]]:
+    """Weights of a layer with two heads of keys and values for four of queries."""
+    attention = {"q": (d, 16), "k": (d, 8), "v": (d, 8), "o": (16, d)}
+    return attention | {"up": (d, f), "gate": (d, f), "down": (f, d)}
+
+
 def llama_arguments(layers: int) -> tuple[Any, jax.Array]:
     d, f = 16, 12
-    shapes = {
-        "q": (d, 16),
-        "k": (d, 8),
-        "v": (d, 8),
-        "o": (16, d),
-        "up": (d, f),
-        "gate": (d, f),
-        "down": (f, d),
-    }
+    shapes = llama_shapes(d, f)
     stacked = {n: normal(i, layers, *s) / 4 for i, (n, s) in enumerate(shapes.items())}
     stacked["g"] = jnp.ones((layers, d))
     tokens = jax.random.randint(jax.random.key(3), (BATCH, 4), 0, 11)

@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 
 from tests.batch.test_microbatches import BATCH, clipped, normal
+from tests.helpers.pipeline_models import llama_shapes
 
 
 Model = tuple[Callable[..., jax.Array], tuple[Any, jax.Array]]
@@ -117,16 +118,7 @@ def llama(layers: int, remat: bool = False) -> Model:
         logits = jax.nn.log_softmax(_norm(h, w["g"]) @ w["embedding"].T)
         return -jnp.mean(jnp.take_along_axis(logits, jnp.roll(tokens, -1, 1)[..., None], -1))
 
-    shapes = {
-        "q": (d, 16),
-        "k": (d, 8),
-        "v": (d, 8),
-        "o": (16, d),
-        "up": (d, f),
-        "gate": (d, f),
-        "down": (f, d),
-    }
-    shapes |= {"g1": (d,), "g2": (d,)}
+    shapes = {**llama_shapes(d, f), "g1": (d,), "g2": (d,)}
     ws = [{n: normal(20 * k + i, *s) / 4 for i, (n, s) in enumerate(shapes.items())} for k in range(layers)]
     tokens = jax.random.randint(jax.random.key(3), (BATCH, 4), 0, 11)
     return loss, ({"embedding": normal(900, 11, d), "layers": ws, "g": normal(901, d)}, tokens)

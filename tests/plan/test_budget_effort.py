@@ -37,7 +37,7 @@ def forward(params, x):
 
 def test_a_list_of_plans_schedules_only_what_may_hold_less(monkeypatch):
     """What is found is what scheduling every plan of the list finds, or lower where that ends before."""
-    monkeypatch.setattr(ranked_search, "_OPERATORS_SCHEDULED", 600)
+    monkeypatch.setattr(ranked_search, "OPERATORS_SCHEDULED", 600)
     finished, made, schedules, least = [], [], ranked_search.schedule_solution, ranked_search.least_peak
     monkeypatch.setattr(
         ranked_search, "schedule_solution", lambda *a, **k: made.append(1) or schedules(*a, **k)
