@@ -1,7 +1,8 @@
 """A call planned with dimensions of its program padded, where no cut divides them and that makes the plan better.
 
 The program as traced is planned first: it is what the padded one has to beat, and where nothing is communicated and
-nothing repeated there is nothing to win. A program whose large dimensions all divide is planned once, as ever.
+nothing repeated, or next to nothing touches the dimensions, there is nothing to win. A program whose large dimensions
+all divide is planned once, as ever.
 """
 
 from __future__ import annotations
@@ -14,17 +15,19 @@ from jshard._api.plan import Plan
 from jshard._config.recipes.recipe_pins import RecipeError
 from jshard._core.errors import SearchError
 from jshard._core.jax_types import ClosedJaxpr
-from jshard._core.layout import MeshAxes
+from jshard._core.topology import Topology
 from jshard._plan.padded_program import Sizes, padded_program
 from jshard._plan.padding_classes import PaddingClasses
 from jshard._plan.padding_search import (
     LEAST_BYTES,
     LEAST_GAIN,
+    LEAST_STAKE,
     MOST_WASTE,
     cut_sizes,
     large_sizes,
     padded_sizes,
 )
+from jshard._plan.padding_stake import padding_stake
 from jshard._plan.padding_trials import PaddingTrials
 from jshard._plan.record import PlanRecord
 from jshard._program.graph import Program
@@ -56,7 +59,7 @@ class Padded(Generic[T]):
 def plan_padded(
     closed: ClosedJaxpr,
     program: Program,
-    mesh: MeshAxes,
+    topology: Topology,
     original: Plan | None,
     plan_jaxpr: Callable[[ClosedJaxpr], T],
     small_too: bool = False,
@@ -72,7 +75,7 @@ def plan_padded(
     - `small_too`: dimensions of small tensors are padded as well, with whatever waste.
     - `required`: what pins pad: the program as traced is no answer then, and `SearchError` is raised if this has no plan.
     """
-    required = required or {}
+    required, mesh = required or {}, topology.mesh
     bound = original.cost.bound if original is not None else 0.0
     if not required and (mesh.total < 2 or (original is not None and not _may_gain(original))):
         return None, bound, PaddingTrials(skipped="next to nothing is sent or computed twice")
@@ -84,6 +87,13 @@ def plan_padded(
         classes = PaddingClasses(closed, frozenset(n for n, _ in sizes))
     if classes is None:
         return None, bound, PaddingTrials(small_too=small_too)
+    if original is not None and not required and not small_too:
+        stake = padding_stake(program, topology, {n for n, _ in sizes})
+        if stake.seconds < LEAST_STAKE * original.step_seconds and (
+            stake.nbytes < LEAST_STAKE * original.cost.peak_bytes
+        ):
+            skipped = f"what touches it takes less than {LEAST_STAKE:.1%} of the step"
+            return None, bound, PaddingTrials(skipped=skipped, unproved=True)
     trials: list[Padded[T]] = []
     skipped = ""
     while sizes:
