@@ -35,7 +35,7 @@ def both(x, y):
 
 PROGRAMS = {
     "vocabulary": (vocabulary, (f32(512, 8191), f32(4096, 512)), {8191}),
-    "sequence": (sequence, (f32(4, 8191, 512), f32(512, 512)), {8191}),
+    "sequence": (sequence, (f32(1, 8191, 512), f32(512, 512)), {8191}),
     "both": (both, (f32(4093, 2039), f32(4093, 2039)), {4093, 2039}),
 }
 
