@@ -15,7 +15,6 @@ from jshard._api.plan import Plan
 from jshard._config.recipes.recipe_pins import RecipeError
 from jshard._core.errors import SearchError
 from jshard._core.jax_types import ClosedJaxpr
-from jshard._core.topology import Topology
 from jshard._plan.padded_program import Sizes, padded_program
 from jshard._plan.padding_classes import PaddingClasses
 from jshard._plan.padding_search import (
@@ -30,9 +29,8 @@ from jshard._plan.padding_search import (
 from jshard._plan.padding_stake import padding_stake
 from jshard._plan.padding_trials import PaddingTrials
 from jshard._plan.record import PlanRecord
-from jshard._program.graph import Program
 from jshard._report.format_units import format_bytes, format_seconds
-from jshard._schedule.schedule import Schedule
+from jshard._schedule.schedule import Assignment, Schedule
 
 
 class Planned(Protocol):
@@ -58,8 +56,7 @@ class Padded(Generic[T]):
 
 def plan_padded(
     closed: ClosedJaxpr,
-    program: Program,
-    topology: Topology,
+    assignment: Assignment,
     original: Plan | None,
     plan_jaxpr: Callable[[ClosedJaxpr], T],
     small_too: bool = False,
@@ -69,13 +66,14 @@ def plan_padded(
 
     Arguments:
 
-    - `program`: what is built of `closed`.
+    - `assignment`: of a plan of `closed`.
     - `original`: the plan of the program as traced; None if none fits the budget.
     - `plan_jaxpr`: plans another jaxpr of the function.
     - `small_too`: dimensions of small tensors are padded as well, with whatever waste.
     - `required`: what pins pad: the program as traced is no answer then, and `SearchError` is raised if this has no plan.
     """
-    required, mesh = required or {}, topology.mesh
+    required, program, topology = required or {}, assignment.program, assignment.topology
+    mesh = topology.mesh
     bound = original.cost.bound if original is not None else 0.0
     if not required and (mesh.total < 2 or (original is not None and not _may_gain(original))):
         return None, bound, PaddingTrials(skipped="next to nothing is sent or computed twice")

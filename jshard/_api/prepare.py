@@ -362,15 +362,8 @@ def _plan_with_padding(traced: TracedCall, limited: bool) -> tuple[PlannedCall, 
     at_rest = sizes_at_rest(traced.jaxpr, (traced.call.args, traced.call.kwargs))
     required = {**required_sizes(traced.jaxpr, reference.uneven, reference.chosen.axes), **at_rest}
     original = None if planned is None or required else planned.plan
-    assignment = reference.schedule.assignment
     best, bound, trials = plan_padded(
-        traced.jaxpr,
-        assignment.program,
-        assignment.topology,
-        original,
-        plan_jaxpr,
-        options.pad is True,
-        required,
+        traced.jaxpr, reference.schedule.assignment, original, plan_jaxpr, options.pad is True, required
     )
     if best is None:
         planned = _or_raise(planned, refusal)

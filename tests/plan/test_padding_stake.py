@@ -68,9 +68,9 @@ def test_next_to_nothing_is_not_tried() -> None:
 
         return jax.grad(loss)(w)
 
-    w = dict(embed=f32(4096, 512), up=f32(512, 2048), down=f32(2048, 512))
+    w = dict(embed=f32(32_768, 4096), up=f32(4096, 16_384), down=f32(16_384, 4096))
     tokens = jax.ShapeDtypeStruct((128, 2049), "int32")
-    options = dict(mesh=AbstractMesh((2, 4), ("x", "y")), hardware="tpu-v5e", memory_budget="1TB")
+    options = dict(mesh=AbstractMesh((4, 8), ("x", "y")), hardware="tpu-v5e", memory_budget="1TB")
     plan = jshard.shard(step, **options).plan(w, tokens)
     assert not plan.padding and plan.cost.space == "plans without padding"
     tried = jshard.shard(step, config={"pad": True}, **options).plan(w, tokens)
