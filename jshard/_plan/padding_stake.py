@@ -5,8 +5,8 @@ divides. To plan the padded program as well takes as long as the program itself,
 
 Idea.  Any plan of the padded program is one of the program as traced where all operators that touch the dimension run on
 whole tensors, gathered before them: their results are then cut without communication. So padding gains at most the
-seconds of those gathers and of those operators on one device, and at a peak the bytes of all tensors with the dimension and of
-what one operator reads and writes.
+seconds of those gathers and of those operators on one device, and at a peak the bytes of all tensors with the dimension
+and of what one operator reads and writes.
 
 >>> import jax, jax.numpy as jnp
 >>> from jshard._core import hardware, topology
