@@ -24,7 +24,7 @@ from jshard._program.graph import Literal
 from jshard._program.memory.in_place import is_update
 from jshard._program.memory.memory_layout import memory_layout
 from jshard._program.user_shard_map import SHARD_MAP
-from jshard._rules.registry import LocalContext, StackSlice, block_index, materialized, plan_scope
+from jshard._rules.registry import Edges, LocalContext, StackSlice, block_index, materialized, plan_scope
 from jshard._rules.rule import NONE
 from jshard._schedule.loop_stacks import CarriedStack, carried_stacks
 from jshard._schedule.schedule import Action, Reshard, RunCall, RunOperator, Schedule, Value
@@ -68,13 +68,16 @@ class LocalInterpreter:
         self.constants: Env = {}  # captured arrays, which every body may read
         self.barriers = SegmentBarriers(self.assignment)
         self.exchanged: set[Value] = set()  # values of which an operator before has exchanged edges
+        # By (operator, operand) the edges that arrived, of operands whose edges others use.
+        self.edges: dict[tuple[int, int], Edges] = {}
+        self.keeps_edges = {(kept.op, kept.operand) for kept in self.assignment.kept_edges}
         self.trip_counter: jax.Array | None = (
             None  # trips so far, in a loop some of whose actions must not be hoisted
         )
 
     def run_program(self, env: Env) -> None:
         """Run the whole program; `env` has the blocks of its arguments and captured arrays."""
-        self.last_written, self.exchanged = None, set()
+        self.last_written, self.exchanged, self.edges = None, set(), {}
         self.constants = {value: x for value, x in env.items() if self._is_constant(value[0])}
         for action in self.schedule.actions:
             self._run_action(action, env)
@@ -214,6 +217,7 @@ class LocalInterpreter:
             out = eqn.primitive.bind(*operands, **compat.bind_params(eqn, params))
             return list(out) if eqn.primitive.multiple_results else [out]
 
+        edges = {} if self.vma else self._edges(action.op)
         context = LocalContext(
             states.op,
             rule,
@@ -223,6 +227,7 @@ class LocalInterpreter:
             differentiable_loop=self.vma and op.repeat > 1,
             collective_ids=action.collective_ids,
             row_major=op.id in self.row_major_updates,
+            edges=edges,
         )
         # The collectives inside a user's function cannot be named one by one: all carry the first number.
         number = action.collective_ids[0] if action.collective_ids and not rule.internal else -1
@@ -233,6 +238,15 @@ class LocalInterpreter:
             if rule.opaque and not eqn.effects:
                 return run_as_traced(eqn, list(map(materialized, operands)))
             return context.bind(*map(materialized, operands))
+
+    def _edges(self, op: int) -> dict[int, Edges]:
+        """By operand the edges that another operator has exchanged for this one, or none yet, for it to keep."""
+        for k in range(len(self.program.operators[op].operands)):
+            if (op, k) in self.keeps_edges:
+                self.edges[op, k] = {}  # a body may be traced twice
+        kept = {k: edges for (i, k), edges in self.edges.items() if i == op}
+        received = self.assignment.received_edges.get(op, {})
+        return kept | {k: self.edges[pair.first, pair.first_operand] for k, pair in received.items()}
 
     # Calls that only alias: their operands are the values that enter the body, their results those that leave it.
 

@@ -30,6 +30,7 @@ from jshard._network.op_classes import (
 from jshard._network.operator_cost import OperatorCost
 from jshard._network.replication_price import REPLICATION_PRICE, priced_products
 from jshard._network.reshard_edges import EdgeTable, Relay, ReshardEdge, build_edge_table
+from jshard._network.shared_exchanges import SharedExchange, shared_exchanges
 from jshard._program.graph import Program
 from jshard._program.memory.hbm_traffic import HbmTraffic, hbm_traffic
 from jshard._program.memory.liveness import Liveness, liveness
@@ -48,12 +49,13 @@ class PlanningNetwork:
     """A program as a cost network, and what each variable of it means.
 
     Variable v is operator v, or from `len(program.operators)` on the relay of a tensor (`relay_variable`). The edges of
-    the cost network are those of `tensor_edges`, row by row, then those of ties.
+    the cost network are those of `tensor_edges`, row by row, then those of ties, then those of `shared_exchanges`.
 
     - `returned_sums`: sums that go to results of free layout.
     - `combined_with`: how many sums share one latency with a tensor's, where it is more than one.
     - `one_shared_copy`: whether the cost is one of plans with a single shared copy a tensor.
     - `donated`: flat indices of donated arguments.
+    - `shared_exchanges`: operators that may use the edges that others have exchanged.
     """
 
     program: Program
@@ -70,6 +72,7 @@ class PlanningNetwork:
     combined_with: Mapping[int, int]
     one_shared_copy: bool
     donated: tuple[int, ...]
+    shared_exchanges: tuple[SharedExchange, ...] = ()
 
     def __post_init__(self) -> None:
         rows, edges = self.tensor_edges, self.cost_network.edges
@@ -136,11 +139,13 @@ def build_network(
     classes = operator_classes(program)
     ids, distinct = _candidate_ids(program, cache, classes, _with_ties(pins, forced, ties), {*pins, *forced})
     candidates = tuple([distinct[k] for k in ids.tolist()])
-    tables = CostTables(topology, level, traffic, candidates)
+    # Where memory is all that counts, no edges are kept.
+    shared = shared_exchanges(program, candidates) if level != 1 else ()
+    tables = CostTables(topology, level, traffic, candidates, shared)
     priced = priced_products(program, cache, classes) if replication_price and level != 1 else frozenset()
     unforced = {i: cache.candidates_of(program.operators[i], pins.get(i, ())) for i in forced if i in priced}
     operator_tables = _operator_tables(
-        program, tables, ids, {i: replication_price for i in priced}, unforced, forced
+        program, tables, ids, {i: replication_price for i in priced}, unforced, {*forced, *(p.op for p in shared)}
     )
     if pinned_results is None:
         pinned_results = {
@@ -159,13 +164,14 @@ def build_network(
     tie_tables = [
         tables.equality_table(candidates[out].operands[0], candidates[inp].results[0]) for out, inp in ties
     ]
-    tie_ends = np.array(ties, dtype=np.int64).reshape(-1, 2)
+    more_tables = [*tie_tables, *(tables.shared_exchange_table(p, program.operators[p.op].repeat) for p in shared)]
+    more_ends = np.array([*ties, *((p.first, p.op) for p in shared)], dtype=np.int64).reshape(-1, 2)
     network = CostNetwork(
         unary=tuple(tables.unary),
         pairwise=tuple(tables.pairwise),
         node_table=np.concatenate([operator_tables, np.array(relay_tables, dtype=np.int64)]),
-        edges=np.concatenate([np.stack([edges.source_variable, edges.target_variable], axis=1), tie_ends]),
-        edge_table=np.concatenate([edge_tables, np.array(tie_tables, dtype=np.int64)]),
+        edges=np.concatenate([np.stack([edges.source_variable, edges.target_variable], axis=1), more_ends]),
+        edge_table=np.concatenate([edge_tables, np.array(more_tables, dtype=np.int64)]),
     )
     n = len(program.operators)
     return PlanningNetwork(
@@ -183,6 +189,7 @@ def build_network(
         combined_with=combined,
         one_shared_copy=not pairs and max(map(len, edges.readers_of_tensor), default=0) > 2,
         donated=tuple(donated),
+        shared_exchanges=shared,
     )
 
 
@@ -218,7 +225,7 @@ def _operator_tables(
     candidate_ids: Ints,
     prices: Mapping[int, float],
     unforced: Mapping[int, CandidateSet],
-    forced: Collection[int],
+    alone: Collection[int],
 ) -> Ints:
     """(operators,) the number of each operator's own table.
 
@@ -226,6 +233,7 @@ def _operator_tables(
 
     - `prices`: of products whose repetition is charged.
     - `unforced`: of forced products the candidates that the user's pins allow.
+    - `alone`: operators whose tables are built one by one.
     """
     n = len(program.operators)
     is_priced = np.zeros(n, dtype=np.int64)
@@ -237,7 +245,7 @@ def _operator_tables(
             cost_classes(program, candidate_ids, tables.hbm_traffic),
             is_priced,
             is_recomputed,
-            singleton_classes(n, forced),
+            singleton_classes(n, alone),
         )
     )
     numbers = [

@@ -18,6 +18,7 @@ from jshard._network.candidates import CandidateSet, TensorLayouts
 from jshard._network.layout_pairs import equal_layouts, slices
 from jshard._network.operator_cost import OperatorCost, operator_cost
 from jshard._network.reshard_edges import NOT_SHARED, Relay, Sharing, SharingScopes
+from jshard._network.shared_exchanges import SharedExchange, exchange_seconds, shared_exchange_table
 from jshard._program.graph import Operator, Tensor
 from jshard._program.memory.hbm_traffic import HbmTraffic, memory_accesses
 
@@ -30,10 +31,18 @@ class CostTables:
     """
 
     def __init__(
-        self, topology: Topology, level: int, hbm_traffic: HbmTraffic, candidates: Sequence[CandidateSet]
+        self,
+        topology: Topology,
+        level: int,
+        hbm_traffic: HbmTraffic,
+        candidates: Sequence[CandidateSet],
+        shared_exchanges: Sequence[SharedExchange] = (),
     ):
         self.topology, self.level = topology, level
         self.hbm_traffic, self.candidates = hbm_traffic, candidates  # `candidates`: by operator
+        self.shared_operands: dict[int, list[int]] = {}  # of operators whose exchanges are tables of pairs
+        for pair in shared_exchanges:
+            self.shared_operands.setdefault(pair.op, []).append(pair.operand)
         self.unary: list[np.ndarray] = []
         self.pairwise: list[np.ndarray] = []
         self.operator_costs: dict[int, OperatorCost] = {}  # of one run, by number of the operator's table
@@ -67,11 +76,15 @@ class CostTables:
         if candidates.op is None or op.kind != "eqn":
             return self.zero_table(len(candidates))
         reads, writes = memory_accesses(op, self.hbm_traffic)
-        key = ("operator", id(candidates), reads, writes, op.repeat, price, id(unforced), is_recomputed)
+        shared = tuple(self.shared_operands.get(op.id, ()))
+        key = ("operator", id(candidates), reads, writes, op.repeat, price, id(unforced), is_recomputed, shared)
         if key not in self._ids:
             cost = operator_cost(candidates, reads, writes, self.topology, price, unforced)
             if is_recomputed:
                 cost = dataclasses.replace(cost, redundant=cost.compute)
+            for k in shared:
+                own = cost.internal_collectives - exchange_seconds(candidates, k, self.topology)
+                cost = dataclasses.replace(cost, internal_collectives=own)
             table = self._add(self.unary, key, cost.objective(self.level) * op.repeat)
             self.operator_costs[table] = cost
         return self._ids[key]
@@ -146,6 +159,15 @@ class CostTables:
                 layouts.layouts, len(self._id_of_layouts)
             )
         return self._id_of_object[id(layouts)]
+
+    def shared_exchange_table(self, pair: SharedExchange, repeat: float) -> int:
+        """What the later operator of a pair sends in `repeat` runs, zero where the first has sent the same."""
+        first, later = self.candidates[pair.first], self.candidates[pair.op]
+        key = ("shared", id(first), id(later), pair.operand, pair.first_operand, repeat)
+        if key not in self._ids:
+            table = shared_exchange_table(pair, self.candidates, self.topology)
+            self._add(self.pairwise, key, table * repeat)
+        return self._ids[key]
 
     def equality_table(self, a: TensorLayouts, b: TensorLayouts) -> int:
         """Zero where two layouts are equal, infinite elsewhere."""

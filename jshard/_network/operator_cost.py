@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import cast
 
 import jax
@@ -139,15 +139,15 @@ def _internal_collective_seconds(candidates: CandidateSet, op: OpView, topology:
 
 
 def costed_internal_collectives(
-    rule: Rule, c: Candidate, op: OpView, topology: Topology
+    rule: Rule, c: Candidate, op: OpView, topology: Topology, received: Collection[int] = ()
 ) -> list[tuple[SentCollective, Collective]]:
     """The internal collectives of an operator under a candidate, each with its bytes and seconds of one run.
 
     Those of a ring run while the operator computes on what arrived before: their seconds are those by which they take
-    longer than the products of one round. On a machine with one memory, copies run beside nothing.
+    longer than the products of one round. Of operands in `received` nothing is sent. On a machine with one memory, copies run beside nothing.
     """
     mesh = topology.mesh
-    sent = internal_collectives(rule, c, mesh, op.outs, op.ins)
+    sent = internal_collectives(rule, c, mesh, op.outs, op.ins, received)
     in_ring = sum(s.local_bytes for s in sent if s.ring)
     codes = np.array([c.axis_codes], dtype=np.int64)
     out = []

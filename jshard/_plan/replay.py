@@ -5,6 +5,7 @@ from __future__ import annotations
 from jshard._core.errors import PlanMismatchError
 from jshard._core.topology import Topology
 from jshard._network.candidates import CandidateCache, PinOfSide
+from jshard._network.shared_exchanges import shared_exchanges
 from jshard._plan.record import PlanRecord
 from jshard._program.fingerprint import fingerprint
 from jshard._program.graph import Program
@@ -54,6 +55,7 @@ def schedule_of_plan(program: Program, topology: Topology, plan: PlanRecord) -> 
         candidates.append(s)
         state.append(0 if codes is None else s.index_of(codes))
     relays = dict(plan.decision.relays)
+    shared = shared_exchanges(program, candidates) if plan.level != 1 else ()
     return schedule(
-        Assignment(program, topology, tuple(candidates), tuple(state), relays, plan.decision.regather)
+        Assignment(program, topology, tuple(candidates), tuple(state), relays, plan.decision.regather, shared)
     )

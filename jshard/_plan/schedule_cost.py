@@ -115,7 +115,8 @@ def collective_rows(made: Schedule, combined_sums: Mapping[int, int]) -> list[tu
             op, s = program.operators[action.op], assignment.states[action.op]
             candidate = assignment.candidate(action.op)
             assert candidate is not None and s.op is not None
-            sent_costs = costed_internal_collectives(s.rule, candidate, s.op, topology)
+            received = assignment.received_edges.get(op.id, {})
+            sent_costs = costed_internal_collectives(s.rule, candidate, s.op, topology, received)
             for number, (sent, c) in zip(action.collective_ids, sent_costs, strict=True):
                 if sent.operand is None:
                     of, lays = op.results[sent.result], s.results[sent.result]

@@ -28,7 +28,7 @@ from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import Index
 from jshard._core.layout import MeshAxes
 from jshard._rules.block_reads import BlockReads, Exchange, Piece, exchange
-from jshard._rules.registry import LocalContext, block_index
+from jshard._rules.registry import Edges, LocalContext, block_index
 
 
 Scope = Callable[[int], contextlib.AbstractContextManager[object]]
@@ -50,17 +50,32 @@ def with_neighbours(
         if ctx.mesh.size(*axes) == 1:
             continue
         first, k = number, one.operand
+        edges = ctx.edges.get(k)
+        known = edges is not None and any(dim == one.dim for dim, _ in edges)
         x = read_interval(
-            out[k], one.dim, one.reads, axes, ctx.mesh, lambda i, first=first: ctx.collective_scope(first + i)
+            out[k],
+            one.dim,
+            one.reads,
+            axes,
+            ctx.mesh,
+            lambda i, first=first: ctx.collective_scope(first + i),
+            edges,
         )
         fill = fills[k] if k < len(fills) else None
         out[k] = x if fill is None else masked(x, one.dim, one.reads, axes, ctx.mesh, fill)
-        number += sum(bool(p.pairs) for p in exchange(one.reads, ctx.mesh.size(*axes)).pieces)
+        sent = exchange(one.reads, ctx.mesh.size(*axes)).pieces
+        number += 0 if known else sum(bool(p.pairs) for p in sent)
     return out
 
 
 def read_interval(
-    x: jax.Array, dim: int, reads: BlockReads, axes: Sequence[str], mesh: MeshAxes, scope: Scope
+    x: jax.Array,
+    dim: int,
+    reads: BlockReads,
+    axes: Sequence[str],
+    mesh: MeshAxes,
+    scope: Scope,
+    edges: Edges | None = None,
 ) -> jax.Array:
     """The interval of a dimension that this device reads, given its block of it; zeros outside the tensor.
 
@@ -68,9 +83,10 @@ def read_interval(
 
     - `axes`: mesh axes that cut the dimension, major first.
     - `scope`: the name scope of the k-th permute.
+    - `edges`: what has arrived before, or where to put what arrives.
     """
     e, device = exchange(reads, mesh.size(*axes)), block_index(axes, mesh)
-    arrived = received_pieces(x, dim, reads, axes, mesh, scope)
+    arrived = received_pieces(x, dim, reads, axes, mesh, scope, edges)
     if e.aligned:
         return arrived[0] if len(arrived) == 1 else jnp.concatenate(compat.to_common_vma(arrived), dim)
     return _placed(arrived, dim, e, device)
@@ -83,24 +99,31 @@ def received_pieces(
     axes: Sequence[str],
     mesh: MeshAxes,
     scope: Scope,
+    edges: Edges | None = None,
     reverse: int | None = None,
 ) -> list[jax.Array]:
     """The pieces of the exchange, as they arrive at this device; its own rows among them.
 
     Arguments:
 
+    - `edges`: what has arrived before, or where to put what arrives.
     - `reverse`: a dimension in whose reverse order rows travel, so that compilers find no equal permute to merge with:
         the plan counts each.
     """
     e, device = exchange(reads, mesh.size(*axes)), block_index(axes, mesh)
     arrived, number = [], 0
-    for piece in e.pieces:
+    for k, piece in enumerate(e.pieces):
+        if edges is not None and (dim, k) in edges:
+            arrived.append(edges[dim, k])
+            continue
         part = _rows(x, dim, piece, device)
         if piece.pairs:
             turned = () if reverse is None else (reverse,)
             with scope(number):
                 part = lax.rev(lax.ppermute(lax.rev(part, turned), tuple(axes), piece.pairs), turned)
             number += 1
+            if edges is not None:
+                edges[dim, k] = part
         arrived.append(part)
     return arrived
 

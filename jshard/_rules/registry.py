@@ -89,6 +89,10 @@ def materialized(x: T | StackSlice) -> T | jax.Array:
     return x.array() if isinstance(x, StackSlice) else x
 
 
+Edges = dict[tuple[int, int], jax.Array]
+"""What arrived of an operand's edges: (dimension, number of the piece of the exchange) -> the rows."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class LocalContext:
     """Shapes and offsets of this device's shards, and the primitive itself, for a local implementation."""
@@ -101,6 +105,8 @@ class LocalContext:
     differentiable_loop: bool = False  # inside a loop of a program that is differentiated from outside
     collective_ids: tuple[int, ...] = ()  # of the rule's internal collectives, in the plan
     row_major: bool = False  # whether the first operand is updated in place in row-major order
+    # By operand the edges that arrived, or where to put them, if another operator uses them too.
+    edges: Mapping[int, Edges] = dataclasses.field(default_factory=dict)
 
     def axes(self, factor: int) -> tuple[str, ...]:
         """Mesh axes that shard a factor, major first."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from jshard._core.jaxcompat import itemsize
 from jshard._core.layout import ArrayType, CollectiveKind, MeshAxes
@@ -44,11 +44,12 @@ def internal_collectives(
     mesh: MeshAxes,
     results: Sequence[ArrayType],
     operands: Sequence[ArrayType] = (),
+    received: Collection[int] = (),
 ) -> tuple[SentCollective, ...]:
     """The internal collectives of an operator under a candidate, in order.
 
     `results` and `operands` have the global `shape` and the `dtype` of each; the latter are needed for a rule that sends
-    operands.
+    operands. Of operands in `received` nothing is sent: another operator has exchanged their edges.
 
     >>> import numpy as np
     >>> from jshard._rules.rule import NONE
@@ -85,7 +86,7 @@ def internal_collectives(
                 local_bytes *= one.rows / layout.local_shape(aval.shape, mesh)[one.dim]
             sent = SentCollective(one.kind, tuple(axes), local_bytes, one.result, k)
             out.append(dataclasses.replace(sent, count=n - 1, ring=True) if one.ring else sent)
-    return tuple(out)
+    return tuple(s for s in out if s.operand not in received or s.operand is None)
 
 
 def _exchanged(

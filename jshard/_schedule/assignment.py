@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,12 +17,22 @@ from jshard._core.topology import Topology
 from jshard._cost.resharding import ReshardStep, cheapest_steps
 from jshard._network.allreduce_combining import combinable_sums
 from jshard._network.candidates import CandidateSet
+from jshard._network.shared_exchanges import SharedExchange, exchange_in_state
 from jshard._program.graph import Program
 from jshard._rules.rule import Candidate, workspace_bytes
 from jshard._rules.sent_collectives import SentCollective, internal_collectives
 
 
 Value = tuple[int, Layout]  # a tensor in a layout
+
+
+class KeptEdges(NamedTuple):
+    """Edges of an operator's operand: `nbytes` that stay in memory until operator `until` has run."""
+
+    op: int
+    operand: int
+    until: int
+    nbytes: float
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,6 +42,7 @@ class Assignment:
     - `states`: (operators,) the candidates of each; `state`: (operators,) the chosen one.
     - `relay`: tensor -> the layout in which it is stored for several readers.
     - `regather`: the backward pass reshards again what the forward pass resharded, instead of keeping it live.
+    - `shared_exchanges`: operators that may use edges that others have exchanged.
     """
 
     program: Program
@@ -39,6 +51,7 @@ class Assignment:
     state: tuple[int, ...]
     relay: Mapping[int, Layout]
     regather: bool = False
+    shared_exchanges: tuple[SharedExchange, ...] = ()
 
     @property
     def producers(self) -> Sequence[tuple[int, int]]:
@@ -85,12 +98,42 @@ class Assignment:
         _, candidates = np.unique(ids, return_inverse=True)
         return first_occurrence_codes(row_codes(candidates, np.array(self.state, dtype=np.int64)))
 
-    def internal_collectives(self, op: int) -> tuple[SentCollective, ...]:
-        """The collectives that an operator emits itself."""
+    def internal_collectives(
+        self, op: int, received: Collection[int] | None = None
+    ) -> tuple[SentCollective, ...]:
+        """The collectives that an operator emits itself; `received`: operands whose edges others have exchanged, if known."""
         s, candidate = self.states[op], self.candidate(op)
         if candidate is None or s.op is None or not s.rule.internal and s.rule.reducer == "sum":
             return ()
-        return internal_collectives(s.rule, candidate, self.topology.mesh, s.op.outs, s.op.ins)
+        received = self.received_edges.get(op, {}) if received is None else received
+        return internal_collectives(s.rule, candidate, self.topology.mesh, s.op.outs, s.op.ins, received)
+
+    @functools.cached_property
+    def received_edges(self) -> Mapping[int, Mapping[int, SharedExchange]]:
+        """Operator -> operand -> the exchange by another operator whose edges it uses."""
+        out: dict[int, dict[int, SharedExchange]] = {}
+        mesh = self.topology.mesh
+        for pair in self.shared_exchanges:
+            read = exchange_in_state(self.states[pair.op], pair.operand, self.state[pair.op], mesh)
+            sent = exchange_in_state(
+                self.states[pair.first], pair.first_operand, self.state[pair.first], mesh
+            )
+            if read is not None and read == sent:
+                out.setdefault(pair.op, {})[pair.operand] = pair
+        return out
+
+    @functools.cached_property
+    def kept_edges(self) -> tuple[KeptEdges, ...]:
+        """Edges that stay in memory from the operator that exchanged them to the last that uses them."""
+        last: dict[tuple[int, int], int] = {}
+        for of_op in self.received_edges.values():
+            for pair in of_op.values():
+                key = (pair.first, pair.first_operand)
+                last[key] = max(pair.op, last.get(key, -1))
+        return tuple(
+            KeptEdges(op, k, until, sum(s.local_bytes for s in self.internal_collectives(op) if s.operand == k))
+            for (op, k), until in last.items()
+        )
 
     def workspace_bytes(self, op: int) -> float:
         """Bytes that an operator's local implementation has in memory beside its operands and results."""

@@ -58,6 +58,11 @@ class PeakWalk:
         self.peak_live, self.changes_before_peak = -1.0, 0
         self.made_by_reshard: set[Value] = set()
         self.over_arguments: Collection[Value] = ()  # results in the buffers of donated arguments
+        # Edges that wait for another operator; the two operators count theirs as workspace.
+        self.edges: tuple[dict[int, float], dict[int, float]] = ({}, {})
+        for kept in self.assignment.kept_edges:
+            for at, op in zip(self.edges, (kept.op, kept.until), strict=True):
+                at[op] = at.get(op, 0.0) + kept.nbytes
         self.outputs = {v for v in schedule.outputs if not isinstance(v, Literal)}
         layout = memory_layout(self.program, self.assignment.topology.chip)
         self.transposed_carries = layout.transposed_carries
@@ -95,8 +100,11 @@ class PeakWalk:
         live = sum(b.nbytes for b in buffers.values() if not b.owned_by_caller)
         scope = ActionScope(buffers, outliving, last, base, next_iteration, live)
         peak, copies = scope.live, self.transposed_copies(actions)
+        edges_after, edges_until = self.edges
         self.record_live(-1, base + scope.live)
         for scope.action, a in enumerate(actions):
+            if isinstance(a, RunOperator):
+                scope.live -= edges_until.get(a.op, 0.0)
             scope.dying = [v for v in released.get(scope.action, ()) if v in buffers and v not in outliving]
             if isinstance(a, RunCall):
                 made, highest = self.run_call(a, scope)
@@ -108,6 +116,7 @@ class PeakWalk:
                 extra += copies.get(scope.action, 0.0)
                 peak = max(peak, scope.live + extra)
                 self.record_live(a.op if isinstance(a, RunOperator) else -1, base + scope.live + extra)
+                scope.live += edges_after.get(a.op, 0.0) if isinstance(a, RunOperator) else 0.0
             for v in [*released.get(scope.action, ()), *(v for v, _ in made if v not in last)]:
                 if v in buffers and v not in outliving:
                     self.free(v, scope)

@@ -89,7 +89,7 @@ def live_ranges(arrays: ScheduleArrays, liveness: Liveness, donated: frozenset[i
     dies = np.flatnonzero((last_use >= 0) & ~outliving)
     dying = _sum_by_action(last_use[dies], size[dies], arrays.num_actions)
     extra = _while_running(arrays, liveness, materialized, size, dying, allocated)
-    extra += _gathered_beside_arguments(arrays, outputs, size, donated)
+    extra += _gathered_beside_arguments(arrays, outputs, size, donated) + _kept_edges(arrays)
     return LiveRanges(size, made_at, freed_at, outputs, np.concatenate([[at_start], live + extra]))
 
 
@@ -106,6 +106,14 @@ def _gathered_beside_arguments(
         m = number[value] - made_by_operators
         if m >= 0 and arrays.first_collective[arrays.reshard_at[m]] >= 0:
             out[arrays.reshard_at[m]] += size[number[value]]
+    return out
+
+
+def _kept_edges(arrays: ScheduleArrays) -> Floats:
+    """(actions,) bytes of edges that wait for another operator; the two operators count theirs as workspace."""
+    out = np.zeros(arrays.num_actions)
+    for kept in arrays.assignment.kept_edges:
+        out[arrays.run_at[kept.op] + 1 : arrays.run_at[kept.until]] += kept.nbytes
     return out
 
 

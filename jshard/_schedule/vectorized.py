@@ -269,5 +269,8 @@ def _paths(
 def _internal_collective_counts(assignment: Assignment) -> Ints:
     """(operators,) how many collectives each operator emits itself."""
     state_class, representatives = assignment.state_classes
-    counts = [len(assignment.internal_collectives(op)) for op in representatives]
-    return np.array(counts, dtype=np.int64)[state_class]
+    alone = [len(assignment.internal_collectives(op, {})) for op in representatives]
+    counts = np.array(alone, dtype=np.int64)[state_class]
+    for op in assignment.received_edges:
+        counts[op] = len(assignment.internal_collectives(op))
+    return counts

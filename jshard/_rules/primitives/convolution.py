@@ -89,10 +89,11 @@ def _sum_over_pieces(
     s, shards = n.lhs_spec[2:].index(one.dim), ctx.mesh.size(*axes)
     contracted = ctx.rule.joint[one.over - len(ctx.rule.sizes)].results == (PARTIAL,)
     e, phase = exchange(reads, shards), int(reads.phases(shards)[0])
-    # The forward pass has exchanged the same edges.
+    # The forward pass has exchanged the same edges; where its are not used, none must look alike.
     others = [d for d in range(x.ndim) if d != one.dim and x.shape[d] > 1]
-    reverse = others[-1] if contracted and others else None
-    parts = received_pieces(x, one.dim, reads, axes, ctx.mesh, ctx.collective_scope, reverse)
+    edges = ctx.edges.get(0)
+    reverse = others[-1] if contracted and others and edges is None else None
+    parts = received_pieces(x, one.dim, reads, axes, ctx.mesh, ctx.collective_scope, edges, reverse)
     total: jax.Array | None = None
     for piece, part in sorted(zip(e.pieces, parts, strict=True), key=lambda p: p[0].hop != 0):
         points = reads.reading(shards, piece) if piece.hop else range(reads.points // shards)
