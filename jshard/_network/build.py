@@ -145,7 +145,12 @@ def build_network(
     priced = priced_products(program, cache, classes) if replication_price and level != 1 else frozenset()
     unforced = {i: cache.candidates_of(program.operators[i], pins.get(i, ())) for i in forced if i in priced}
     operator_tables = _operator_tables(
-        program, tables, ids, {i: replication_price for i in priced}, unforced, {*forced, *(p.op for p in shared)}
+        program,
+        tables,
+        ids,
+        {i: replication_price for i in priced},
+        unforced,
+        {*forced, *(p.op for p in shared)},
     )
     if pinned_results is None:
         pinned_results = {
@@ -164,7 +169,10 @@ def build_network(
     tie_tables = [
         tables.equality_table(candidates[out].operands[0], candidates[inp].results[0]) for out, inp in ties
     ]
-    more_tables = [*tie_tables, *(tables.shared_exchange_table(p, program.operators[p.op].repeat) for p in shared)]
+    more_tables = [
+        *tie_tables,
+        *(tables.shared_exchange_table(p, program.operators[p.op].repeat) for p in shared),
+    ]
     more_ends = np.array([*ties, *((p.first, p.op) for p in shared)], dtype=np.int64).reshape(-1, 2)
     network = CostNetwork(
         unary=tuple(tables.unary),

@@ -77,7 +77,17 @@ class CostTables:
             return self.zero_table(len(candidates))
         reads, writes = memory_accesses(op, self.hbm_traffic)
         shared = tuple(self.shared_operands.get(op.id, ()))
-        key = ("operator", id(candidates), reads, writes, op.repeat, price, id(unforced), is_recomputed, shared)
+        key = (
+            "operator",
+            id(candidates),
+            reads,
+            writes,
+            op.repeat,
+            price,
+            id(unforced),
+            is_recomputed,
+            shared,
+        )
         if key not in self._ids:
             cost = operator_cost(candidates, reads, writes, self.topology, price, unforced)
             if is_recomputed:

@@ -131,7 +131,9 @@ class Assignment:
                 key = (pair.first, pair.first_operand)
                 last[key] = max(pair.op, last.get(key, -1))
         return tuple(
-            KeptEdges(op, k, until, sum(s.local_bytes for s in self.internal_collectives(op) if s.operand == k))
+            KeptEdges(
+                op, k, until, sum(s.local_bytes for s in self.internal_collectives(op) if s.operand == k)
+            )
             for (op, k), until in last.items()
         )
 

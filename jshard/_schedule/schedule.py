@@ -78,7 +78,14 @@ def assignment_of(network: PlanningNetwork, states: tuple[int, ...]) -> Assignme
     """The assignment that a solution of the cost network stands for; `states`: the state of each of its variables."""
     n = len(network.program.operators)
     relay = {t: network.relays[t].layout(states[v]) for t, v in network.relay_variable.items()}
-    return Assignment(network.program, network.topology, network.candidates, tuple(states[:n]), relay, shared_exchanges=network.shared_exchanges)
+    return Assignment(
+        network.program,
+        network.topology,
+        network.candidates,
+        tuple(states[:n]),
+        relay,
+        shared_exchanges=network.shared_exchanges,
+    )
 
 
 def schedule(assignment: Assignment) -> Schedule:

@@ -149,7 +149,8 @@ def _unlike(want: np.ndarray, got: np.ndarray, close: float) -> str:
     if np.allclose(want, got, rtol=close, atol=close * scale, equal_nan=True):
         return ""
     off = np.abs(want - got)
-    return f"largest difference {np.nanmax(off):.3g} of {scale:.3g}, in {int((off > close * scale).sum())} of {want.size}"
+    largest = float(np.max(off[np.isfinite(off)], initial=0.0))
+    return f"largest difference {largest:.3g} of {scale:.3g}, in {int((~(off <= close * scale)).sum())} of {want.size}"
 
 
 def _unstable(plain: Any, split: Any, args: Sequence[Any], close: float) -> bool:

@@ -51,12 +51,31 @@ def descent(ws: Any, x: Any) -> Any:
     return jax.tree.map(lambda w, g: w - 0.1 * g, ws, jax.grad(residual)(ws, x))
 
 
+def convolutions(ws: Any, x: Any) -> Any:
+    def loss(ws: Any) -> Any:
+        y = x
+        for w in ws:
+            y = jnp.tanh(
+                jax.lax.conv_general_dilated(y, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            )
+        return (y * y).mean()
+
+    return jax.tree.map(lambda w, g: w - 0.1 * g, ws, jax.grad(loss)(ws))
+
+
 W = [(jax.ShapeDtypeStruct((512, 512), "float32"), jax.ShapeDtypeStruct((512,), "float32"))] * 3
 H = [jax.ShapeDtypeStruct((256, 256), "bfloat16")] * 3
 CASES: dict[str, tuple[Callable, tuple]] = {
     "mlp": (mlp, (W, jax.ShapeDtypeStruct((4096, 512), "float32"))),
     "step": (step, (W, jax.ShapeDtypeStruct((4096, 512), "float32"))),
     "attention": (attention, (H, jax.ShapeDtypeStruct((1024, 256), "bfloat16"))),
+    "convolutions": (
+        convolutions,
+        (
+            [jax.ShapeDtypeStruct((3, 3, 8, 8), "float32")] * 3,
+            jax.ShapeDtypeStruct((1, 1024, 1024, 8), "float32"),
+        ),
+    ),
     "constant": (constant, (jax.ShapeDtypeStruct((256, 512), "float32"),)),
 }
 MESH = jax.sharding.AbstractMesh((2, 4), ("x", "y"))
