@@ -144,7 +144,8 @@ def costed_internal_collectives(
     """The internal collectives of an operator under a candidate, each with its bytes and seconds of one run.
 
     Those of a ring run while the operator computes on what arrived before: their seconds are those by which they take
-    longer than the products of one round. Of operands in `received` nothing is sent. On a machine with one memory, copies run beside nothing.
+    longer than the products of one round. On a machine with one memory, copies run beside nothing. Of operands in
+    `received` nothing is sent.
     """
     mesh = topology.mesh
     sent = internal_collectives(rule, c, mesh, op.outs, op.ins, received)

@@ -4,9 +4,9 @@ Problem.  A convolution cut along space gets its neighbours' edges, and the grad
 same tensor. What arrived for the first serves the second, if it is kept until then: a few rows a block. In a network of
 convolutions this is a third of all that is sent.
 
-Idea.  Of the operators that read a tensor in one scope (`_program/scopes.py`) with equal windows (`BlockReads`), the first is
-the one that sends. A later one sends nothing in the states in which both read the tensor in one layout and exchange along the
-same dimensions: its exchange is a table between the two variables, zero there.
+Idea.  Of the operators that read a tensor in one scope (`_program/scopes.py`) with equal windows (`BlockReads`), the
+first is the one that sends. A later one sends nothing in the states in which both read the tensor in one layout and
+exchange along the same dimensions: its exchange is a table between the two variables, zero there.
 
 Of several later ones each is compared with the first alone, so the cost of a plan is still a sum over pairs: it counts what
 its schedule sends (`Assignment.kept_edges`).

@@ -101,7 +101,7 @@ class Assignment:
     def internal_collectives(
         self, op: int, received: Collection[int] | None = None
     ) -> tuple[SentCollective, ...]:
-        """The collectives that an operator emits itself; `received`: operands whose edges others have exchanged, if known."""
+        """The collectives that an operator emits itself; `received`: operands whose edges others exchange, if known."""
         s, candidate = self.states[op], self.candidate(op)
         if candidate is None or s.op is None or not s.rule.internal and s.rule.reducer == "sum":
             return ()
