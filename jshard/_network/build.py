@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
@@ -181,14 +182,13 @@ def build_network(
         edges=np.concatenate([np.stack([edges.source_variable, edges.target_variable], axis=1), more_ends]),
         edge_table=np.concatenate([edge_tables, np.array(more_tables, dtype=np.int64)]),
     )
-    n = len(program.operators)
     return PlanningNetwork(
         program=program,
         topology=topology,
         level=level,
         candidates=candidates,
         relays=relays,
-        relay_variable=dict(zip(relays, range(n, n + len(relays)), strict=True)),
+        relay_variable=dict(zip(relays, itertools.count(len(program.operators)), strict=False)),
         hbm_traffic=traffic,
         cost_network=network,
         tensor_edges=edges,
