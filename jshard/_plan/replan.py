@@ -23,7 +23,7 @@ from jshard._core.errors import ShardError
 from jshard._core.layout import Layout
 from jshard._core.messages import join_choices, short_source, suggest
 from jshard._core.topology import Topology
-from jshard._network.candidates import CandidateCache, enumerate_layouts
+from jshard._network.candidates import CandidateCache, CandidateSet, enumerate_layouts
 from jshard._plan.padding_trials import PaddingTrials
 from jshard._plan.record import PlanRecord
 from jshard._plan.request import Force, Place, PlanRequest
@@ -210,15 +210,18 @@ class Replanner:
             cuts = tuple(c.layout(k).cuts(mesh) for c in candidates.operands)
             excluded = any(_contradicts(pin, cuts[i]) for i, pin in pinned.items())
             reason = "pinned by jshard.op or a constraint" if excluded else ""
-            out.setdefault(cuts, Alternative(cuts, reason=reason))
+            out.setdefault(cuts, Alternative(cuts, reason=reason, how=_exchanges(candidates, k)))
         rule = candidates.rule
         for f, size in enumerate(rule.sizes):
             for p in mesh.piece_counts:
                 cuts = tuple(tuple(p if f in d else 1 for d in dims) for dims in rule.operands)
                 if size <= 1 or cuts in out or not any(p in c for c in cuts):
                     continue
-                if f in rule.blocked:
+                exchanges = [cut.name for cut in rule.joint if f in cut.factors]
+                if f in rule.blocked and not (exchanges and size % p):
                     reason = rule.note or "the operator needs this dimension whole"
+                    if exchanges:
+                        reason += f"; {exchanges[0]}: not in {p} blocks of {size // p}"
                 elif size % p:
                     operand, dim = next((i, d) for i, c in enumerate(cuts) for d, q in enumerate(c) if q == p)
                     reason = f"operand {operand}: " + self._does_not_divide(dim, size, p)
@@ -298,3 +301,13 @@ class Replanner:
 def _contradicts(pin: Sequence[int | None], cuts: Sequence[int]) -> bool:
     """Whether pinned pieces differ from those of a layout; None leaves a dimension free, 0 takes every device."""
     return any(p not in (None, c, 0) for p, c in zip(pin, cuts, strict=True))
+
+
+def _exchanges(candidates: CandidateSet, state: int) -> str:
+    """The names of the joint cuts of a state, such as "halo"."""
+    c, rule = candidates.candidates[state], candidates.rule
+    if c is None:
+        return ""
+    return ", ".join(
+        dict.fromkeys(rule.joint[k - len(rule.sizes)].name for k in c.axis_codes if k >= len(rule.sizes))
+    )

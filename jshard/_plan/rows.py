@@ -293,7 +293,8 @@ class Alternative:
     """One way to cut a tensor (pieces per dimension) or an operator (the same for each operand).
 
     `cost` is that of the whole plan when this is forced, in the plan's own unit; None with a `reason` where it
-    cannot be. `chosen` is what the plan does; `worse` says what a forced plan spends more on.
+    cannot be. `chosen` is what the plan does; `worse` says what a forced plan spends more on. `how` names the cuts that take
+    an exchange: "halo", "roll", "prefix", "merge" and others.
     """
 
     cuts: tuple
@@ -301,3 +302,4 @@ class Alternative:
     chosen: bool = False
     reason: str = ""
     worse: str = ""
+    how: str = ""

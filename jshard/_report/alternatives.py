@@ -43,6 +43,7 @@ class Why:
             assert a.cost is not None
             same = nearly_equal(self.cost, a.cost)
             words = "<- chosen" if a.chosen else "equally good" if same else a.worse
+            words = f"by {a.how}; {words}" if a.how else words
             line = f"  {str(a.cuts):<{width}} {show(a.cost):>8} {relative_change(self.cost, a.cost):>8}  "
             while len(line) + len(words) > width_of_text and ", " in words:
                 words = words.rpartition(", ")[0]

@@ -29,6 +29,7 @@ from jshard._report.grouping import (
     operator_groups,
     results_placed_like_arguments,
 )
+from jshard._report.left_whole import left_whole_lines
 from jshard._report.optional_imports import require
 from jshard._report.pipeline_schedules import layers_of, schedules, ticks_of
 from jshard._report.step_figures import mfu_text
@@ -115,6 +116,7 @@ def header_lines(plan: PlanRecord) -> list[str]:
             )
     if plan.cost.unpriced:
         lines.append(f"  with products repeated: {format_seconds(plan.cost.unpriced)} (replication_price=0)")
+    lines += [f"  {line}" for line in left_whole_lines(plan)]
     return lines + ([f"  {lower_bound_text(plan)}"] if plan.physics.bytes else [])
 
 
