@@ -61,7 +61,7 @@ def checkpoint_estimate(
     `donated` are the flat indices of the donated arguments.
     """
     program, arrays = schedule.assignment.program, schedule.arrays
-    if arrays is None:
+    if arrays is None or len(arrays.held_value):
         loops = residual_stacks(program)
         return _of_loops(schedule, liveness, donated, loops) if loops else None
     layers = repeated_modules(program)

@@ -16,6 +16,7 @@ def last_uses(actions: Sequence[Action], liveness: Liveness, assignment: Assignm
     last_read: dict[Value, int] = {}
     last_recomputed: dict[Value, int] = {}  # of duplicated casts, the last reader that recomputes them
     operators, values = assignment.program.operators, assignment.values
+    made = {t for a in actions if isinstance(a, RunOperator) for t in operators[a.op].results}
     for i in range(len(actions) - 1, -1, -1):
         a = actions[i]
         until, recomputes = i, False
@@ -30,8 +31,10 @@ def last_uses(actions: Sequence[Action], liveness: Liveness, assignment: Assignm
         elif isinstance(a, Reshard) and is_fused_slice(a, liveness):
             until = max(i, last_read.get((a.tensor, a.target), i))
         for v in values_read(a):
-            # A copy in another layout cannot be recomputed.
-            is_recomputed = recomputes and liveness.duplicated_cast[v[0]] and v == values[v[0]]
+            # A copy in another layout cannot be recomputed, nor what was made outside of the list.
+            is_recomputed = (
+                recomputes and liveness.duplicated_cast[v[0]] and v == values[v[0]] and v[0] in made
+            )
             times = last_recomputed if is_recomputed else last_read
             if times.get(v, i) <= until:
                 times[v] = until

@@ -86,11 +86,11 @@ def _inlined(actions: Sequence[Action]) -> Iterator[Action]:
 
 
 def _items_of_arrays(arrays: ScheduleArrays) -> Iterator[_Item]:
-    """The actions of a program without inner blocks; values are the numbers of `vectorized.py`."""
+    """The actions of a program without loops and branches; values are the numbers of `vectorized.py`."""
     use_def = arrays.assignment.program.use_def
     begin, result_begin = use_def.use_begin.tolist(), use_def.result_begin.tolist()
     result, read, tensors = use_def.result.tolist(), arrays.read_value.tolist(), len(arrays.result_layout)
-    at: list[int] = [0] * arrays.num_actions  # the operator at each position, -1 - m for reshard m
+    at: list[int | None] = [None] * arrays.num_actions  # the operator at each position, -1 - m for reshard m
     for op, place in enumerate(arrays.run_at.tolist()):
         if place >= 0:
             at[place] = op
@@ -98,6 +98,8 @@ def _items_of_arrays(arrays: ScheduleArrays) -> Iterator[_Item]:
         at[place] = -1 - m
     communicating, sources = set(communicating_reshards(arrays)), arrays.source_value.tolist()
     for k in at:
+        if k is None:  # a call ends
+            continue
         if k >= 0:
             yield _Item(k, read[begin[k] : begin[k + 1]], result[result_begin[k] : result_begin[k + 1]])
         else:

@@ -206,8 +206,7 @@ class PeakWalk:
         inside = dict(lent)
         peak = self.walk(a.bodies[0], inside, returns, scope.base + scope.live, next_iteration)
         highest = scope.live + peak
-        results = [self.assignment.values[t] for t in a.call.results]
-        made = [(v, inside.get(v) or Buffer(self.sizes.result_nbytes(v))) for v in results]
+        made = [(v, inside.get(v) or Buffer(self.sizes.result_nbytes(v))) for v in returns]
         self.allocate(made, scope)
         self.record_live(-1, scope.base + scope.live)
         return made, max(highest, scope.live)
@@ -260,6 +259,8 @@ class PeakWalk:
     def values_made_by(self, a: Action) -> list[Value]:
         if isinstance(a, Reshard):
             return [(a.tensor, a.target)]
+        if isinstance(a, RunCall) and not a.call.boundary:
+            return [v for v in a.returns[0] if not isinstance(v, Literal)]
         results = self.program.operators[a.op].results if isinstance(a, RunOperator) else a.call.results
         return [self.assignment.values[t] for t in results]
 

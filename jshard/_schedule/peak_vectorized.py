@@ -1,4 +1,4 @@
-"""Peak memory of a schedule without inner blocks, as running sums: the vectorised twin of `peak_reference.py`.
+"""Peak memory of a schedule without loops and branches, as running sums: the vectorised twin of `peak_reference.py`.
 
 Each value is live from the action that makes it to the last one that needs it, so the bytes that are live at an action
 are those allocated up to it less those freed before. Only uses through fused readers take a walk, backwards over those
@@ -187,12 +187,15 @@ def last_uses_of_values(arrays: ScheduleArrays, liveness: Liveness, among: Bools
     run_at = arrays.run_at[a.use_op]
     # Readers that recompute a duplicated cast need only its source; a resharded copy of it cannot be recomputed.
     recomputes = traits.fuses_operands[a.use_op] & casts[a.use_tensor] & (arrays.read_value < n)
+    scopes = arrays.assignment.program.scopes
+    recomputes &= scopes.use_scope == scopes.def_scope[a.use_tensor]  # none does so over the bounds of a call
     last_read, last_recomputed = np.full(n + len(arrays.tensor), -1), np.full(n + len(arrays.tensor), -1)
     read, recomputed = ~recomputes & counts[a.use_op], recomputes & counts[a.use_op]
     np.maximum.at(last_recomputed, arrays.read_value[recomputed], run_at[recomputed])
     np.maximum.at(last_read, arrays.read_value[read], run_at[read])
     for_counted = (arrays.reader < 0) | counts[arrays.reader]
     np.maximum.at(last_read, arrays.source_value[for_counted], arrays.reshard_at[for_counted])
+    np.maximum.at(last_read, arrays.held_value, arrays.held_until)
     has_results = np.diff(a.result_begin) > 0
     materialized = np.array(liveness.materialized, dtype=bool)
     stores = np.bincount(a.def_op, materialized, operators) > 0

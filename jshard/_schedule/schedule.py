@@ -4,8 +4,8 @@ An assignment says how each operator is sharded. The schedule says what then hap
 layout to another by these steps; run an operator on blocks of these layouts; run a loop. The lowering executes it, the
 predicted collectives are derived from it, `ir(local=True)` prints it. So the three cannot differ.
 
-A value is a tensor in a layout. The schedule of a program without inner blocks is computed as arrays (`vectorized.py`);
-that of any other program, and of one that is lowered, as objects (`writer.py`).
+A value is a tensor in a layout. The schedule of a program without loops and branches is computed as arrays
+(`vectorized.py`); that of any other program, and of one that is lowered, as objects (`writer.py`).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 class Schedule:
     """The whole program: actions, and the values that are the results.
 
-    Both forms are computed when first used: lowering needs the objects, a plan of a program without inner blocks does
-    not. With `keep_calls`, calls with a derivative rule of their own stay calls.
+    Both forms are computed when first used: lowering needs the objects, a plan of a program without loops and branches
+    does not. With `keep_calls`, calls with a derivative rule of their own stay calls.
     """
 
     assignment: Assignment
@@ -51,7 +51,9 @@ class Schedule:
 
     @functools.cached_property
     def arrays(self) -> ScheduleArrays | None:
-        """The same as arrays; None where the program has inner blocks."""
+        """The same as arrays; None where the program has loops or branches, or calls that stay calls."""
+        if self.keep_calls and not all(isinstance(step, int) for step in self.assignment.program.body.steps):
+            return None
         return schedule_arrays(self.assignment)
 
     @functools.cached_property

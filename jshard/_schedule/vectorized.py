@@ -1,12 +1,15 @@
-"""The schedule of a program without inner blocks as arrays, computed by numpy: the vectorised twin of `writer.py`.
+"""The schedule of a program without loops and branches as arrays, by numpy: the vectorised twin of `writer.py`.
 
 Problem.  Fifty thousand operators make a hundred thousand objects of a schedule. Lowering needs them; a plan needs the
 few that communicate, and what is in memory when.
 
-Idea.  In a program without inner blocks the writer's rules are simple. A tensor is resharded to its stored layout just
+Idea.  In a program without loops and branches the writer's rules are simple. A tensor is resharded to its stored layout just
 before the first reader that does not take it as it is made, and from there to any other layout just before the first
 reader that needs that one. So reshards are the first of equal (tensor, layout) pairs among the reads, and numpy finds
 them all at once. `tests/schedule/test_vectorized.py` compares the two.
+
+Copies that are made in a call that is recomputed (`inlined_calls.py`) serve that call alone: the pairs are triples with its
+scope. Such a call takes tensors as they are stored, and gives those that it makes as they are stored.
 
 A *value* is a tensor in a layout: value t is tensor t as it is made, value `tensors + m` what the m-th reshard makes.
 
@@ -34,6 +37,7 @@ from jshard._core.row_codes import row_codes
 from jshard._cost.resharding import ReshardStep
 from jshard._program.graph import Program
 from jshard._schedule.assignment import Assignment
+from jshard._schedule.inlined_calls import InlinedCalls, inlined_calls
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -59,7 +63,9 @@ class ScheduleArrays:
     reshard_at: Ints  # (reshards,) its position among the actions
     run_at: Ints  # (operators,) the same; -1 for arguments and results, which are no actions
     first_collective: Ints  # (actions,) number of the first collective, -1 for none
-    num_actions: int
+    num_actions: int  # reshards, operators, and one for the end of each call
+    held_value: Ints  # (n,) what calls take and give
+    held_until: Ints  # (n,) the action until which it is in memory: the end of the call
 
     @functools.cached_property
     def only_slices(self) -> Bools:
@@ -68,23 +74,27 @@ class ScheduleArrays:
 
 
 def schedule_arrays(assignment: Assignment) -> ScheduleArrays | None:
-    """The schedule of an assignment as arrays; None for a program with inner blocks."""
+    """The schedule of an assignment as arrays; None for a program with loops or branches."""
     program = assignment.program
-    runs = _operators_in_order(program)
-    if runs is None:
+    calls = inlined_calls(program)
+    if calls is None:
         return None
     a, by = program.use_def, _layouts(assignment)
-    to_readers, in_backward = _to_readers(assignment, by)
-    unordered = _concatenate(_to_stored_layouts(program, by), to_readers)
-    order, reshard_at, run_at = _order_actions(program, runs, unordered)
+    keys = _Keys.of(calls, len(a.use_op))
+    to_readers, in_backward = _to_readers(assignment, by, keys)
+    unordered = _concatenate(_to_stored_layouts(program, by, calls, keys), to_readers)
+    order, reshard_at, run_at, end_at = _order_actions(program, calls, unordered, keys)
     reshards = _Reshards(*(getattr(unordered, f.name)[order] for f in dataclasses.fields(unordered)))
 
     path, paths, path_collectives = _paths(assignment, list(by.layouts), reshards)
-    collectives = np.zeros(len(reshard_at) + len(runs), dtype=np.int64)
+    num_actions = len(reshard_at) + len(calls.runs) + len(calls.first) - 1
+    collectives = np.zeros(num_actions, dtype=np.int64)
     collectives[reshard_at] = path_collectives[path]
-    collectives[run_at[runs]] = _internal_collective_counts(assignment)[runs]
+    collectives[run_at[calls.runs]] = _internal_collective_counts(assignment)[calls.runs]
     mesh = assignment.topology.mesh
-    before_backward = np.zeros_like(reshards.tensor)
+    values = _Values(program, by, reshards)
+    zeros = np.zeros_like(reshards.tensor)
+    held_scope, held_tensor, held_layout = _held_by_calls(program, by, calls)
     return ScheduleArrays(
         assignment=assignment,
         layouts=tuple(by.layouts),
@@ -93,26 +103,19 @@ def schedule_arrays(assignment: Assignment) -> ScheduleArrays | None:
         tensor=reshards.tensor,
         source=reshards.source,
         target=reshards.target,
-        source_value=_values(reshards, by, reshards.tensor, reshards.source, before_backward),
+        source_value=values.of(reshards.tensor, reshards.source, reshards.scope, zeros),
         reader=reshards.reader,
         regathered=reshards.regathered > 0,
         path=path,
         paths=paths,
-        read_value=_values(reshards, by, a.use_tensor, by.read, in_backward),
+        read_value=values.of(a.use_tensor, by.read, program.scopes.use_scope, in_backward),
         reshard_at=reshard_at,
         run_at=run_at,
         first_collective=np.where(collectives > 0, np.cumsum(collectives) - collectives, -1),
-        num_actions=len(collectives),
+        num_actions=num_actions,
+        held_value=values.of(held_tensor, held_layout, held_scope, np.zeros_like(held_tensor)),
+        held_until=end_at[held_scope],
     )
-
-
-def _operators_in_order(program: Program) -> Ints | None:
-    """The operators that run, if the program is a straight line and they are numbered in that order; else None."""
-    if not all([type(step) is int for step in program.body.steps]):
-        return None
-    runs = np.array(program.body.steps, dtype=np.int64)
-    outputs = np.array(program.outputs, dtype=np.int64)
-    return runs if (np.diff(np.concatenate([runs, outputs])) > 0).all() else None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -151,14 +154,54 @@ def _layouts(assignment: Assignment) -> _Layouts:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Reshards:
-    """Reshards, (reshards,) each. `read`: the first read that needs it, -1 for before the first operator."""
+    """Reshards, (reshards,) each. `key`: its place in the program, as `_Keys` has it."""
 
     tensor: Ints
     source: Ints
     target: Ints
     reader: Ints
     regathered: Ints
-    read: Ints
+    scope: Ints
+    key: Ints
+
+
+@dataclasses.dataclass(frozen=True)
+class _Keys:
+    """Numbers that order what happens at one operator: calls begin, its operands are resharded, it runs, calls end.
+
+    `width`: numbers for each of the four. A call around another begins before it and ends after it.
+    """
+
+    width: int
+    depths: int
+    each: int  # numbers for each depth
+
+    @staticmethod
+    def of(calls: InlinedCalls, uses: int) -> _Keys:
+        each = 1 + int(max(calls.enters[:, 2].max(initial=0), calls.leaves[:, 2].max(initial=0)) + 1)
+        depths = 1 + int(calls.depth.max(initial=0))
+        return _Keys(max(2 * uses + 2, depths * each), depths, each)
+
+    def begin(self, first: Ints, depth: Ints, number: Ints) -> Ints:
+        """The operand of a call is stored before it begins."""
+        return self._at(first, 0, depth * self.each + number)
+
+    def read(self, op: Ints, use: Ints, for_reader: Ints | int) -> Ints:
+        """A use is stored, then resharded for its reader."""
+        return self._at(op, 1, 2 * use + for_reader)
+
+    def run(self, op: Ints) -> Ints:
+        """An operator runs."""
+        return self._at(op, 2, np.zeros_like(op))
+
+    def end(self, last: Ints, depth: Ints, number: Ints | int) -> Ints:
+        """The result of a call is stored as it ends; number -1: it ends."""
+        return self._at(
+            last, 3, (self.depths - 1 - depth) * self.each + np.where(number < 0, self.each - 1, number)
+        )
+
+    def _at(self, op: Ints, phase: int, number: Ints) -> Ints:
+        return (4 * op + phase) * self.width + number
 
 
 def _concatenate(*parts: _Reshards) -> _Reshards:
@@ -166,42 +209,72 @@ def _concatenate(*parts: _Reshards) -> _Reshards:
     return _Reshards(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
 
-def _to_stored_layouts(program: Program, by: _Layouts) -> _Reshards:
+def _to_stored_layouts(program: Program, by: _Layouts, calls: InlinedCalls, keys: _Keys) -> _Reshards:
     """Step 2: one reshard for each tensor that some reader does not take as it is made, to its stored layout.
 
-    Captured constants are stored before anything runs; any other tensor before the first such read.
+    Captured constants are stored before anything runs. Any other tensor in the scope where it is made: before the first
+    such read, before a call begins whose operators read it, or at the end of a call that gives it.
     """
-    a = program.use_def
-    constants = np.flatnonzero(a.has_kind("const")[a.def_op] & (by.stored != by.result))
-    resharded = np.flatnonzero(by.read != by.result[a.use_tensor])
-    stored_elsewhere = resharded[by.stored[a.use_tensor[resharded]] != by.result[a.use_tensor[resharded]]]
-    tensors, first = np.unique(a.use_tensor[stored_elsewhere], return_index=True)
-    others = ~np.isin(tensors, constants)
-    tensor = np.concatenate([constants, tensors[others]])
-    read = np.concatenate([np.full(len(constants), -1), stored_elsewhere[first[others]]])
-    several, never = np.full(len(tensor), -1), np.zeros(len(tensor), dtype=np.int64)
-    return _Reshards(tensor, by.result[tensor], by.stored[tensor], several, never, read)
+    a, scopes = program.use_def, program.scopes
+    moves = by.stored != by.result
+    constants = np.flatnonzero(scopes.is_captured & moves)
+    moves = moves & ~scopes.is_captured
+    reads = np.flatnonzero(
+        moves[a.use_tensor]
+        & (by.read != by.result[a.use_tensor])
+        & (scopes.use_scope == scopes.def_scope[a.use_tensor])
+    )
+    scope, tensor, number = calls.enters.T
+    enters = moves[tensor] & calls.is_read & (scopes.def_scope[tensor] == calls.enters_from)
+    of_entry = keys.begin(calls.first[scope], calls.depth[scope], number)[enters]
+    inner, given, place = calls.leaves.T
+    leaves = moves[given] & (scopes.def_scope[given] == inner)
+    of_result = keys.end(calls.last[inner], calls.depth[inner], place)[leaves]
+    events = np.concatenate([a.use_tensor[reads], tensor[enters], given[leaves]])
+    key = np.concatenate([keys.read(a.use_op[reads], reads, 0), of_entry, of_result])
+    order = np.argsort(key, kind="stable")
+    others, first = np.unique(events[order], return_index=True)
+    stored = np.concatenate([constants, others])
+    before_all = np.arange(len(constants)) - len(constants)
+    several, never = np.full(len(stored), -1), np.zeros(len(stored), dtype=np.int64)
+    return _Reshards(
+        stored, by.result[stored], by.stored[stored], several, never, scopes.def_scope[stored],
+        np.concatenate([before_all, key[order][first]]),
+    )  # fmt: skip
 
 
-def _to_readers(assignment: Assignment, by: _Layouts) -> tuple[_Reshards, Ints]:
-    """Step 3: one reshard from the stored layout for each layout in which a tensor is read otherwise.
+def _to_readers(assignment: Assignment, by: _Layouts, keys: _Keys) -> tuple[_Reshards, Ints]:
+    """Step 3: one reshard from the stored layout for each scope and layout in which a tensor is read otherwise.
 
     Also (reads,) 1 where the read takes a copy that the backward pass makes for itself: from its first reader on, in
     each (tensor, layout), if the assignment reshards again.
     """
-    a = assignment.program.use_def
-    neither = (by.read != by.result[a.use_tensor]) & (by.read != by.stored[a.use_tensor])
-    reads = np.flatnonzero(neither)
-    pair = a.use_tensor[reads] * len(by.layouts) + by.read[reads]
+    a, scopes = assignment.program.use_def, assignment.program.scopes
+    result, stored = by.result[a.use_tensor], by.stored[a.use_tensor]
+    as_made = (by.read == result) & _sees_result(assignment.program, a.use_tensor, scopes.use_scope)
+    reads = np.flatnonzero(~as_made & (by.read != stored))
+    pair = _codes(by, a.use_tensor[reads], by.read[reads], scopes.use_scope[reads])
     in_backward = np.zeros(len(a.use_tensor), dtype=np.int64)
     if assignment.regather:
-        in_backward[reads] = _set_from_first(pair, assignment.reshards_again[a.use_op[reads]])
+        again = assignment.reshards_again[a.use_op[reads]] & (by.read[reads] != result[reads])
+        in_backward[reads] = _set_from_first(pair, again)
     reads = reads[np.sort(np.unique(2 * pair + in_backward[reads], return_index=True)[1])]
     tensor = a.use_tensor[reads]
     made = _Reshards(
-        tensor, by.stored[tensor], by.read[reads], a.use_op[reads], in_backward[reads], reads
+        tensor, by.stored[tensor], by.read[reads], a.use_op[reads], in_backward[reads], scopes.use_scope[reads],
+        keys.read(a.use_op[reads], reads, 1),
     )  # fmt: skip
     return made, in_backward
+
+
+def _sees_result(program: Program, tensor: Ints, scope: Ints) -> Bools:
+    """Whether tensors are seen in some scopes as they are made: captured ones everywhere, others where they are made."""
+    scopes = program.scopes
+    return scopes.is_captured[tensor] | (scopes.def_scope[tensor] == scope)
+
+
+def _codes(by: _Layouts, tensor: Ints, layout: Ints, scope: Ints) -> Ints:
+    return (scope * len(by.result) + tensor) * len(by.layouts) + layout
 
 
 def _set_from_first(group: Ints, flag: Bools) -> Ints:
@@ -218,34 +291,54 @@ def _set_from_first(group: Ints, flag: Bools) -> Ints:
     return out
 
 
-_RUN, _STORE, _RESHARD = 0, 1, 2  # actions at one read: the operator whose reads end before it runs first
-
-
-def _order_actions(program: Program, runs: Ints, reshards: _Reshards) -> tuple[Ints, Ints, Ints]:
-    """Step 4: the reshards in order, (reshards in order,) their positions, and (operators,) the operators' positions."""
-    m = len(reshards.tensor)
-    at_read = np.concatenate([reshards.read, program.use_def.use_begin[runs + 1]])
-    kind = np.concatenate([np.where(reshards.reader < 0, _STORE, _RESHARD), np.full(len(runs), _RUN)])
-    order = np.argsort(3 * at_read + kind, kind="stable")
+def _order_actions(
+    program: Program, calls: InlinedCalls, reshards: _Reshards, keys: _Keys
+) -> tuple[Ints, Ints, Ints, Ints]:
+    """Step 4: the reshards in order, (reshards in order,) their positions, (operators,) those of the operators, and
+    (scopes,) those of the ends of calls."""
+    m, n = len(reshards.tensor), len(calls.runs)
+    ends = keys.end(calls.last, calls.depth, -1)[1:]
+    order = np.argsort(np.concatenate([reshards.key, keys.run(calls.runs), ends]), kind="stable")
     position = np.empty(len(order), dtype=np.int64)
     position[order] = np.arange(len(order))
     reshard_order = np.argsort(position[:m])
     run_at = np.full(len(program.operators), -1)
-    run_at[runs] = position[m:]
-    return reshard_order, position[:m][reshard_order], run_at
+    run_at[calls.runs] = position[m : m + n]
+    end_at = np.concatenate([[len(order)], position[m + n :]])
+    return reshard_order, position[:m][reshard_order], run_at, end_at
 
 
-def _values(reshards: _Reshards, by: _Layouts, tensor: Ints, layout: Ints, regathered: Ints) -> Ints:
+def _held_by_calls(program: Program, by: _Layouts, calls: InlinedCalls) -> tuple[Ints, Ints, Ints]:
+    """(n,) scopes of calls, tensors that they take and give, and the layouts of those there."""
+    scope, tensor = np.concatenate([calls.enters[:, :2], calls.leaves[:, :2]]).T
+    around = np.concatenate([calls.enters_from, calls.leaves[:, 0]])
+    unread = np.concatenate([~calls.is_read, np.zeros(len(calls.leaves), dtype=bool)])
+    as_made = unread & _sees_result(program, tensor, around)
+    return scope, tensor, np.where(as_made, by.result[tensor], by.stored[tensor])
+
+
+class _Values:
     """Step 5: the values of tensors in layouts: as they are made, or as the reshard that makes them."""
-    codes = 2 * (reshards.tensor * len(by.layouts) + reshards.target) + reshards.regathered
-    by_code = np.argsort(codes)
-    value = tensor.copy()
-    copies = np.flatnonzero(layout != by.result[tensor])
-    wanted = 2 * (tensor[copies] * len(by.layouts) + layout[copies]) + regathered[copies]
-    reshard = by_code[np.searchsorted(codes[by_code], wanted)]
-    assert np.array_equal(codes[reshard], wanted), "a value is read that no reshard makes"
-    value[copies] = len(by.result) + reshard
-    return value
+
+    def __init__(self, program: Program, by: _Layouts, reshards: _Reshards) -> None:
+        self.program, self.by = program, by
+        self.codes = 2 * _codes(by, reshards.tensor, reshards.target, reshards.scope) + reshards.regathered
+        self.by_code = np.argsort(self.codes)
+
+    def of(self, tensor: Ints, layout: Ints, scope: Ints, regathered: Ints) -> Ints:
+        """The values of tensors in layouts, as scopes see them."""
+        by, def_scope = self.by, self.program.scopes.def_scope
+        value = tensor.copy()
+        stored = layout == by.stored[tensor]
+        as_made = (layout == by.result[tensor]) & (stored | _sees_result(self.program, tensor, scope))
+        copies = np.flatnonzero(~as_made)
+        made_in = np.where(stored, def_scope[tensor], scope)[copies]
+        wanted = 2 * _codes(by, tensor[copies], layout[copies], made_in) + regathered[copies]
+        at = np.minimum(np.searchsorted(self.codes[self.by_code], wanted), max(len(self.codes) - 1, 0))
+        reshard = self.by_code[at] if len(copies) else copies
+        assert np.array_equal(self.codes[reshard], wanted), "a value is read that no reshard makes"
+        value[copies] = len(by.result) + reshard
+        return value
 
 
 def _paths(

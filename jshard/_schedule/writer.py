@@ -111,6 +111,7 @@ class _Scope:
     - `values`: each value to itself, so that a value that is read many times is one object.
     - `loop_invariants`: in a loop, the tensors that are the same in every iteration.
     - `entry_layouts`: of an aliasing call, the layouts in which its operands enter.
+    - `regathered`: what the backward pass has resharded for itself.
     """
 
     values: dict[Value, Value]
@@ -120,6 +121,7 @@ class _Scope:
     loop_invariants: set[int] = dataclasses.field(default_factory=set)
     in_loop: bool = False
     entry_layouts: dict[int, Layout] = dataclasses.field(default_factory=dict)
+    regathered: set[Value] = dataclasses.field(default_factory=set)
 
     def is_loop_invariant(self, tensors: Sequence[int]) -> bool:
         """Whether what is computed from some tensors is the same in every iteration of the loop around."""
@@ -136,7 +138,6 @@ class _ScheduleWriter:
         self.num_collectives = 0
         self.constants: dict[Value, Value] = {}
         self.read_inside: dict[int, frozenset[int]] = {}  # by call, the tensors that its bodies read
-        self.regathered: set[Value] = set()  # what the backward pass has resharded for itself
 
     def add_result(self, scope: _Scope, tensor: int) -> None:
         value = self.assignment.values[tensor]
@@ -146,9 +147,10 @@ class _ScheduleWriter:
         """A tensor in a layout, resharded unless the scope has it."""
         value = (tensor, target)
         in_backward = reader >= 0 and bool(self.assignment.reshards_again[reader])
-        regathered = in_backward and value not in self.regathered and source != target
+        own = source != target != self.assignment.result_layout(tensor)
+        regathered = in_backward and own and value not in scope.regathered
         if regathered:
-            self.regathered.add(value)
+            scope.regathered.add(value)
         if regathered or value not in scope.values:
             steps = self.assignment.reshard_steps(tensor, source, target)
             ids = tuple(-1 if s.kind == "slice" else self.next_collective_id() for s in steps)
@@ -181,7 +183,7 @@ class _ScheduleWriter:
         stored = self.assignment.stored_layout(tensor)
         original = target in (stored, self.assignment.result_layout(tensor))
         reusable = original or not self.assignment.reshards_again[reader]
-        if existing is not None and (reusable or (tensor, target) in self.regathered):
+        if existing is not None and (reusable or (tensor, target) in scope.regathered):
             return existing
         if (tensor, stored) not in scope.values and tensor in scope.entry_layouts:
             stored = scope.entry_layouts[tensor]
