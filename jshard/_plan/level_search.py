@@ -28,7 +28,8 @@ from jshard._plan.schedule_cost import schedule_cost
 from jshard._plan.scheduled_solution import (
     ROUNDING,
     ScheduledSolution,
-    regathered_within,
+    best_within,
+    fitting_or_lowest,
     schedule_solution,
 )
 from jshard._plan.useful_cost import NoBetterPlan, check_useful, even_share, least_conceivable_cost
@@ -145,7 +146,7 @@ class LevelSearch:
         # Plans that fit may have to repeat products: that is priced in their cost, but not in this search.
         unpriced = self.network(replication_price=0.0, price_returned_sums=False, second_copies=False)
         smallest = self.minimize_peak(unpriced).after(solution)
-        fitting = _fitting_or_lowest((smallest, solution), limit)
+        fitting = fitting_or_lowest((smallest, solution), limit)
         if fitting.peak <= limit:
             smallest = fitting
         elif solution.peak < smallest.peak:
@@ -245,7 +246,8 @@ class LevelSearch:
     def minimize_peak(self, network: PlanningNetwork) -> ScheduledSolution:
         """The plan of least peak among the schedules of several searches; a faster one if its peak is as low.
 
-        The bound is that of the lower-bound memory network; the estimating one finds better schedules.
+        The bound is that of the lower-bound memory network; the estimating one finds better schedules, and of a large
+        program, whose searches take long, prices that may prove enough.
         """
         r = self.request
         # The memory networks do not count every copy; the plan of least time sometimes makes fewer.
@@ -257,27 +259,37 @@ class LevelSearch:
         if r.level == 1:
             self._known_plan(plan)
         unlimited = fastest.cost, plan.peak
-        found: list[ScheduledSolution] = []
         bounding = memory_network(network, lower_bound=True)
-        large = bounding.size >= LARGE_NETWORK  # where ties cost little
-        first = self._solve_peak(network, bounding, unlimited, break_ties_by_cost=False)
-        bound = first.bound
-        found.append(first)
-        if r.level == 1:
-            self._known_plan(first)
-        if not first.interrupted:
-            found.append(
-                self._solve_peak(network, memory_network(network), unlimited, break_ties_by_cost=True)
-            )
-        steps = found[-1].steps
-        found.append(plan)
-        if not large and not any(s.interrupted for s in found):
-            found.remove(first)
-            if first.peak < min(s.peak for s in found):
-                found.append(self._solve_peak(network, bounding, unlimited, break_ties_by_cost=True))
-                # Its schedule is not that of the plan with ties broken.
+        large = bounding.size >= LARGE_NETWORK  # where ties cost little, and each search of a network much
+        found, bound, near, steps = [plan], 0.0, False, plan.steps
+        if large:
+            from jshard._search.memory.minimax_peak import (
+                bound_at_prices,
+            )  # here: `import jshard` stays light
+
+            estimated, prices = self._solve_peak(network, memory_network(network), unlimited, True)
+            found.append(estimated)
+            bound = 0.0 if prices is None else bound_at_prices(bounding, prices, self.effort)
+            if r.level == 1:
+                self._known_plan(dataclasses.replace(estimated, bound=bound))
+            near = estimated.interrupted or min(s.peak for s in found) <= bound * (1 + _LARGE_GAP)
+            steps = estimated.steps
+        if not near:
+            first, _ = self._solve_peak(network, bounding, unlimited, break_ties_by_cost=False)
+            bound = max(bound, first.bound)
+            found.append(first)
+            if r.level == 1:
+                self._known_plan(first)
+            if not large and not first.interrupted:
+                found.append(self._solve_peak(network, memory_network(network), unlimited, True)[0])
+            steps = steps if large else found[-1].steps
+            if not large and not any(s.interrupted for s in found):
+                found.remove(first)
                 if first.peak < min(s.peak for s in found):
-                    found.append(first)
+                    found.append(self._solve_peak(network, bounding, unlimited, True)[0])
+                    # Its schedule is not that of the plan with ties broken.
+                    if first.peak < min(s.peak for s in found):
+                        found.append(first)
         acceptable = min(s.peak for s in found) * (1 + self.request.memory_gap)
         if self.request.level != 1:  # every plan within the budget will do
             acceptable = max(acceptable, self.request.memory_limit or 0.0)
@@ -293,14 +305,15 @@ class LevelSearch:
         memory: CostNetwork,
         unlimited: tuple[float, float],
         break_ties_by_cost: bool,
-    ) -> ScheduledSolution:
+    ) -> tuple[ScheduledSolution, Prices | None]:
+        """A plan of low peak by a memory network, with the prices that prove it."""
         r = self.request
         s = solve(
             memory, objective="peak", gap=r.gap, seconds=self._seconds(r.memory_seconds), on_progress=self.on_progress,
             break_ties_by_cost=break_ties_by_cost, layers_repeat=True, unlimited=unlimited,
             effort=self.effort,
         )  # fmt: skip
-        return schedule_solution(network, r, s.assignment, s.bound, s.steps)
+        return schedule_solution(network, r, s.assignment, s.bound, s.steps), s.prices
 
     def minimize_time_under_budget(
         self, network: PlanningNetwork, fastest: ScheduledSolution
@@ -347,7 +360,7 @@ class LevelSearch:
             plans.append(
                 self._known_plan(dataclasses.replace(ranked.best, bound=fastest.bound).after(fastest))
             )
-        best = _best_within(plans, limit)
+        best = best_within(plans, limit)
         if floor > limit:
             return dataclasses.replace(min((fastest, *plans), key=lambda p: p.peak), peak_bound=floor)
         near = best is not None and best.cost <= fastest.bound * (1 + gap)
@@ -365,12 +378,12 @@ class LevelSearch:
             bound_only=best is not None,
         )
         if s is None:
-            return best or _fitting_or_lowest((fastest, *plans), limit)
+            return best or fitting_or_lowest((fastest, *plans), limit)
         bound = max(fastest.bound, s.bound, ranked.bound)
         plans = [dataclasses.replace(p, bound=bound) for p in plans]
         if best is None or s.cost < best.cost:
             plans.append(self._scheduled(network, s, bound, plans[-1] if plans else fastest))
-        best = _best_within(plans, limit) or _fitting_or_lowest((fastest, *plans), limit)
+        best = best_within(plans, limit) or fitting_or_lowest((fastest, *plans), limit)
         return dataclasses.replace(best, bound=bound)
 
     def _search_schedules(
@@ -484,14 +497,3 @@ class LevelSearch:
             )  # fmt: skip
         except (MemoryBudgetError, SearchError):
             return None
-
-
-def _fitting_or_lowest(plans: Sequence[ScheduledSolution], limit: float) -> ScheduledSolution:
-    """Of plans that exceed a limit the cheapest that keeps it by repeating collectives, else that of lowest peak."""
-    regathered = [r for p in plans if (r := regathered_within(p, limit)) is not None]
-    return _best_within(regathered, limit) or min(plans, key=lambda p: p.peak)
-
-
-def _best_within(plans: Sequence[ScheduledSolution], limit: float) -> ScheduledSolution | None:
-    """The cheapest plan within a limit; None where there is none."""
-    return min((p for p in plans if p.peak <= limit), key=lambda p: p.cost, default=None)

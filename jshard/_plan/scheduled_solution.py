@@ -175,3 +175,14 @@ def _with_prefetched_gather(made: Schedule, profile: PeakProfile) -> PeakProfile
         peak=profile.peak + largest,
         by_class=(*profile.by_class, ("copies under way", largest)),
     )
+
+
+def fitting_or_lowest(plans: Sequence[ScheduledSolution], limit: float) -> ScheduledSolution:
+    """Of plans that exceed a limit the cheapest that keeps it by repeating collectives, else that of lowest peak."""
+    regathered = [r for p in plans if (r := regathered_within(p, limit)) is not None]
+    return best_within(regathered, limit) or min(plans, key=lambda p: p.peak)
+
+
+def best_within(plans: Sequence[ScheduledSolution], limit: float) -> ScheduledSolution | None:
+    """The cheapest plan within a limit; None where there is none."""
+    return min((p for p in plans if p.peak <= limit), key=lambda p: p.cost, default=None)

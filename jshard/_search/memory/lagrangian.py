@@ -49,7 +49,7 @@ from jshard._search.memory.key_times import (
     sum_over_intervals,
     usage_range,
 )
-from jshard._search.memory.price_cuts import ROUNDS, TIE_BREAK_ROUNDS, PriceCuts
+from jshard._search.memory.price_cuts import ROUNDS, TIE_BREAK_ROUNDS, TIE_BREAK_ROUNDS_IF_LARGE, PriceCuts
 from jshard._search.primal.local_search import CoreProblem, core_problem
 from jshard._search.search_state import Reduction, SearchState, reconstruct
 
@@ -276,17 +276,19 @@ def solve_limited(
         branch_and_bound(search, working_network(network))
         return
     if layers_repeat and network.size >= PRICE_CUTS_FROM:
-        rounds = TIE_BREAK_ROUNDS if tie_break_only else ROUNDS
+        large = network.size >= LARGE_NETWORK
+        rounds = (TIE_BREAK_ROUNDS_IF_LARGE if large else TIE_BREAK_ROUNDS) if tie_break_only else ROUNDS
 
         def combined(answers: Sequence[Ints]) -> Ints | None:
-            return None if bound_only else fuse(network, answers, search, search.bound)
+            combines = not bound_only and not (tie_break_only and large)
+            return fuse(network, answers, search, search.bound) if combines else None
 
         PriceCuts(network, search, memory.limit, combined, rounds).run()
         if search.useless:
             raise _nothing_found(memory.limit, "prices on the times that exceed it")
-        if search.gap_closed(search.bound) or (network.size >= LARGE_NETWORK and search.has_answer):
+        if search.gap_closed(search.bound) or (large and search.has_answer):
             return
-        if network.size >= LARGE_NETWORK:
+        if large:
             raise _nothing_found(memory.limit, "prices on the times that exceed it")
     problem = reduced_problem(network, clock, memory.limit)
     size = len(problem.core.variables)

@@ -32,6 +32,7 @@ from jshard._search.cost_network import (
     live_bytes,
     peak,
 )
+from jshard._search.effort import Effort
 from jshard._search.exact.table_pool import TablePool
 from jshard._search.exact.working_network import working_network
 from jshard._search.memory.answer_fusion import fused_network
@@ -58,10 +59,13 @@ _ROUNDS = 100  # of the game
 _PATIENCE = 25  # of them without a lower peak or a better bound, after which it ends
 _MESSAGE_ROUNDS = 60  # of message passing per round
 _ROUNDS_ON_FEW_TIMES = 30  # of the game, for a large network
+_PATIENCE_ON_FEW_TIMES = 2  # of them in which the gap does not shrink by a tenth, after which it ends
+_SHRINKS = 0.9  # of the gap before, to which it has to shrink
 _INNER_GAP = 0.2  # of the gap that suffices: how near its optimum a weighted network is solved
 _FUSED_ANSWERS = 4
 _SMALL_COST_GAP = 1e-3  # of a cost that only breaks ties
 _COST_GAP = 1e-2  # of a cost that only breaks ties, in a large network
+_NEAR_COST = 0.1  # of such a cost: how near its bound it is not lowered by searches of its own
 _SPEND_FOR_PEAK = 30.0  # the bytes of the peak cost so many times the network's cost
 _NEAR_BOUND = 0.9  # of the gap: how near its bound a peak is looked for at first
 _REPAIR_SHARE = 0.5  # of the way from the peak down to its bound that a repair aims at
@@ -194,6 +198,7 @@ def game_on_few_times(network: CostNetwork, search: SearchState, cost_gap: float
     gap = max(search.gap, _PEAK_GAP)
     cost = search.unlimited[0] if search.unlimited else 0.0
     price = _SPEND_FOR_PEAK * cost / max(search.bound, 1.0)  # of a byte
+    widest, gained = np.inf, 0  # the gap, and the round in which it shrank last
     for rounds in range(1, _ROUNDS_ON_FEW_TIMES + 1):
         weights = master_lp(profiles, times) if profiles else np.ones(1)
         order = np.argsort(times)
@@ -212,6 +217,10 @@ def game_on_few_times(network: CostNetwork, search: SearchState, cost_gap: float
         search.report(f"least peak, round {rounds}: {len(times)} times in play")
         if search.incumbent_cost <= search.bound * (1 + gap) or search.out_of_time:
             break
+        if search.incumbent_cost - search.bound < _SHRINKS * widest:
+            widest, gained = search.incumbent_cost - search.bound, rounds
+        elif rounds - gained >= _PATIENCE_ON_FEW_TIMES:
+            break
         search.known = tuple(answers)
         if len(answers) > 1 and _fuse_near_bound(network, search, answers[-_FUSED_ANSWERS:], gap):
             break
@@ -228,6 +237,27 @@ def game_on_few_times(network: CostNetwork, search: SearchState, cost_gap: float
     return _cost_is_low(network, search, cost_gap) or _lower_cost_under_prices(
         network, search, priced, cost_gap
     )
+
+
+def bound_at_prices(network: CostNetwork, prices: Prices, effort: Effort | None = None) -> float:
+    """Bytes that every assignment holds at its peak, as the weights prove it that prices of a similar network have.
+
+    Arguments:
+
+    - `network`: with a memory.
+    - `prices`: at times of the same clock.
+    - `effort`: ends the search when it is spent.
+    """
+    memory = network.memory
+    assert memory is not None
+    floor = float(live_bytes(memory, usage_range(memory)[0]).max())
+    total = float(prices.per_byte.sum())
+    if not total:
+        return floor
+    search = SearchState(np.inf, 0.0, lambda _: None, network.size)
+    search.effort = effort or search.effort
+    solver = PricedNetworks(without_costs(network))
+    return max(floor, solver.solve(prices.times, prices.per_byte / total, search, _INNER_GAP * _PEAK_GAP)[1])
 
 
 def _fuse_near_bound(network: CostNetwork, search: SearchState, answers: Sequence[Ints], gap: float) -> bool:
@@ -312,6 +342,9 @@ def solve_peak(
         cost_is_low = game_on_few_times(network, search, cost_gap)
         closed = search.incumbent_cost <= search.bound * (1 + max(search.gap, _PEAK_GAP))
         if closed or network.size >= LARGE_NETWORK:
+            cost_is_low = cost_is_low or (
+                network.size >= LARGE_NETWORK and _cost_is_low(network, search, _NEAR_COST)
+            )
             if break_ties_by_cost and not cost_is_low and search.has_answer and not search.out_of_time:
                 min_cost_at_peak(network, search, layers_repeat=True)
                 search.report("least cost at this peak")
@@ -385,6 +418,7 @@ def min_cost_at_peak(
         network.size,
         prices=search.prices,
         known=search.known,
+        unlimited=search.unlimited,
         effort=search.effort,
     )
     try:

@@ -42,6 +42,7 @@ from jshard._search.search_state import SearchState
 
 ROUNDS = 16  # priced networks solved
 TIE_BREAK_ROUNDS = 6  # where the costs only break ties
+TIE_BREAK_ROUNDS_IF_LARGE = 2  # ... of a large network, whose answers are not combined then
 MESSAGE_ROUNDS = 200  # of message passing for each
 INNER_GAP = 0.2  # of the gap that suffices: how near its optimum a priced network is solved
 # Of the gap that suffices: what better prices can add to the bound when they are not looked for.
