@@ -14,7 +14,7 @@ import pytest
 import jshard
 from jshard._api import batch_of_call
 from jshard._core.errors import MemoryBudgetError, ShardError
-from jshard._plan import level_search, ranked_search
+from jshard._plan import ranked_search, scheduled_solution
 from jshard._plan.request import PlanRequest
 from jshard._plan.scheduled_solution import regathered_within, schedule_solution
 from jshard._search import Effort, solve
@@ -102,16 +102,16 @@ def test_of_plans_above_a_budget_those_that_can_keep_it(monkeypatch):
     def regathered(plan: Solved, limit: float) -> Solved | None:
         return dataclasses.replace(plan, peak=plan.least, cost=2 * plan.cost) if plan.least <= limit else None
 
-    monkeypatch.setattr(level_search, "regathered_within", regathered)
+    monkeypatch.setattr(scheduled_solution, "regathered_within", regathered)
     plans: Any = [
         Solved(12.0, 1.0, 11.0),
         Solved(13.0, 3.0, 9.0),
         Solved(14.0, 2.0, 9.9),
         Solved(11.0, 9.0, 10.5),
     ]
-    chosen: Any = level_search._fitting_or_lowest(plans, 10.0)
+    chosen: Any = scheduled_solution.fitting_or_lowest(plans, 10.0)
     assert (chosen.peak, chosen.cost) == (9.9, 4.0)
-    chosen = level_search._fitting_or_lowest(plans, 8.0)
+    chosen = scheduled_solution.fitting_or_lowest(plans, 8.0)
     assert chosen is plans[3]
 
 
