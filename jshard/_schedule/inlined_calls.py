@@ -27,13 +27,14 @@ from jshard._program.graph import Block, Literal, Program
 class InlinedCalls:
     """Scopes, 0 the program itself, in the order in which they begin.
 
+    - `runs`: the operators that run, in order.
     - `first`, `last`: (scopes,) the first and the last operator that runs inside; `depth`: (scopes,) calls around it.
     - `enters`: (n, 3) scope, tensor and its number among the operands; `is_read`: (n,) whether any operator inside reads
       it. `enters_from`: (n,) the scope around.
     - `leaves`: (n, 3) scope, tensor and its number among the results.
     """
 
-    runs: Ints  # the operators that run, in order
+    runs: Ints
     first: Ints
     last: Ints
     depth: Ints
@@ -59,14 +60,9 @@ def _inlined_calls(program: Program) -> InlinedCalls | None:
     if not (np.diff(np.concatenate([runs, outputs])) > 0).all():
         return None
     enters = np.array(walk.enters, dtype=np.int64).reshape(-1, 5)
-    return InlinedCalls(
-        runs,
-        *(np.array(column, dtype=np.int64) for column in (walk.first, walk.last, walk.depth)),
-        enters[:, :3],
-        enters[:, 3] > 0,
-        enters[:, 4],
-        np.array(walk.leaves, dtype=np.int64).reshape(-1, 3),
-    )
+    first, last, depth = (np.array(column, dtype=np.int64) for column in (walk.first, walk.last, walk.depth))
+    leaves = np.array(walk.leaves, dtype=np.int64).reshape(-1, 3)
+    return InlinedCalls(runs, first, last, depth, enters[:, :3], enters[:, 3] > 0, enters[:, 4], leaves)
 
 
 class _Walk:
