@@ -24,7 +24,7 @@ from jshard._batch.loop_parts import LoopParts
 from jshard._batch.pieces import Pieces, Values, assembled
 from jshard._batch.pipeline_shape import PipelineShape
 from jshard._core.jax_types import JaxprAtom
-from jshard._program.stage_shift import stage_shift, zero_unless
+from jshard._program.stage_shift import add_to_round, stage_shift, zero_unless
 
 
 Arrays = tuple[jax.Array, ...]
@@ -144,9 +144,6 @@ class TickLoop:
             number: jax.Array, state: Arrays, stacks: Arrays, own: Arrays
         ) -> tuple[Arrays, Arrays, Arrays]:
             position, _ = self._position(t, number)
-            if shape.rounds > 1:
-                r = lax.div(position, jnp.int32(shape.microbatches))
-                stacks = tuple(lax.dynamic_index_in_dim(x, r, 0, keepdims=False) for x in stacks)
             first = (
                 lax.div(position, jnp.int32(shape.microbatches)) * shape.stages + number
             ) * self.layers_each
@@ -156,9 +153,12 @@ class TickLoop:
                 dict(zip(own_names, own, strict=True)),
             )  # fmt: skip
 
-        at = 1 if shape.rounds == 1 else 2
-        return jax.vmap(stage, in_axes=(0, 0, at, 1), out_axes=(0, 1, 1))(
-            jnp.arange(shape.stages, dtype=jnp.int32), state, tuple(staged.values()), tuple(pieces.values())
+        numbers, stacks = jnp.arange(shape.stages, dtype=jnp.int32), tuple(staged.values())
+        if shape.rounds > 1:
+            rounds = lax.div(self._position(t, numbers)[0], jnp.int32(shape.microbatches))
+            stacks = tuple(_of_rounds(x, rounds) for x in stacks)
+        return jax.vmap(stage, in_axes=(0, 0, 1, 1), out_axes=(0, 1, 1))(
+            numbers, state, stacks, tuple(pieces.values())
         )
 
     def _position(self, t: jax.Array, stage: jax.Array | int) -> tuple[jax.Array, jax.Array]:
@@ -271,25 +271,35 @@ class TickLoop:
         return jnp.zeros((*rounds, self.layers_each, shape.stages, *v.aval.shape), sum_dtype(v.aval.dtype))
 
     def _added(self, total: jax.Array, addend: jax.Array, t: jax.Array) -> jax.Array:
-        """A total with the addends of a tick: those of layers that exist, of stages that work, in their round."""
+        """A total with the addends of a tick: those of stages that work, in their round, whose part is updated in place."""
         shape, addend = self.shape, addend.astype(total.dtype)
         stages = jnp.arange(shape.stages, dtype=jnp.int32)
         position, works = self._position(t, stages)
-        rounds = lax.div(position, jnp.int32(shape.microbatches))
-        kept = jnp.broadcast_to(works, (self.layers_each, shape.stages))
-        if shape.padded(self.parts.layers) != self.parts.layers:
-            first = (rounds * shape.stages + stages) * self.layers_each
-            kept &= first + jnp.arange(self.layers_each, dtype=jnp.int32)[:, None] < self.parts.layers
-        if shape.rounds > 1:
-            kept = kept & (rounds == jnp.arange(shape.rounds, dtype=jnp.int32)[:, None])[:, None]
-            addend = jnp.broadcast_to(addend, (shape.rounds, *addend.shape))
-        return total + zero_unless(addend, kept)
+        if shape.rounds == 1:
+            return total + zero_unless(addend, jnp.broadcast_to(works, addend.shape[:2]))
+        none = jnp.int32(shape.rounds)  # out of range: dropped
+        at = jnp.where(works, lax.div(position, jnp.int32(shape.microbatches)), none)
+        return add_to_round(total, addend, at)
 
     def _finished(self, total: jax.Array, v: JaxprAtom) -> jax.Array:
         """The sum of every layer."""
         split = total[None] if self.shape.rounds == 1 else total
         by_layer = jnp.swapaxes(split, 1, 2)  # (rounds, stages, layers of a stage, ...)
         return by_layer.reshape((-1, *by_layer.shape[3:]))[: self.parts.layers].astype(v.aval.dtype)
+
+
+def _of_rounds(x: jax.Array, rounds: jax.Array) -> jax.Array:
+    """(layers, stages, ...) of `x` (rounds, layers, stages, ...): each stage's in its round, (stages,).
+
+    >>> _of_rounds(jnp.arange(8).reshape(2, 2, 2), jnp.array([1, 0])).tolist()
+    [[4, 1], [6, 3]]
+    """
+    layers, rest = x.shape[1], x.shape[3:]
+    numbers = lax.GatherDimensionNumbers(
+        offset_dims=(0, *range(2, x.ndim - 1)), collapsed_slice_dims=(0,), start_index_map=(0,),
+        operand_batching_dims=(2,), start_indices_batching_dims=(0,),
+    )  # fmt: skip
+    return lax.gather(x, rounds[:, None], numbers, (1, layers, 1, *rest), mode="clip")
 
 
 def sum_dtype(dtype: jax.typing.DTypeLike) -> jax.typing.DTypeLike:

@@ -23,6 +23,7 @@ from jshard._program.graph import Program
 from jshard._program.loop_invariants import INLINED_CALLS, Path, body_of
 from jshard._program.operators import Atom, Block, Call, CallKind, Literal, Operator, OperatorKind, Tensor
 from jshard._program.scalar_predicate import with_scalar_predicate
+from jshard._program.stage_shift import STAGE_SHIFT
 from jshard._program.user_shard_map import SHARD_MAP, pins_of
 
 
@@ -174,8 +175,11 @@ class Builder:
         return env[v] if not compat.is_literal(v) and isinstance(env[v], _PinnedAtom) else self.read(v, env)
 
     def pin_operands(self, op: int, eqn: JaxprEqn, prefix: str, env: Env) -> None:
-        """Record the pins on an operator's operands; those of the forward pass do not apply to the backward pass."""
-        if compat.is_backward(prefix, eqn):
+        """Record the pins on an operator's operands; those of the forward pass do not apply to the backward pass.
+
+        The stages of a pipeline, which is made after differentiation, are pinned in both.
+        """
+        if compat.is_backward(prefix, eqn) and eqn.primitive.name != STAGE_SHIFT:
             return
         for k, v in enumerate(eqn.invars):
             if not compat.is_literal(v) and isinstance(env[v], _PinnedAtom):

@@ -18,6 +18,7 @@ from jshard._core.jax_types import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn
 from jshard._program.builder import Builder, Env, Frame
 from jshard._program.loop_invariants import Path, hoist, still_read
 from jshard._program.operators import Atom, Block, Call, Literal, Operator
+from jshard._program.stage_shift import ADD_TO_ROUND
 from jshard._program.trip_counts import as_int, trip_count_of
 
 
@@ -242,7 +243,7 @@ def _addends(
 ) -> Iterator[tuple[Atom, Operator | None]]:
     """The value `after` an iteration, then what it adds up, each with the operator that defines it in the iteration.
 
-    Walks through additions of the operators from `first` on, and through the primitives `passing`.
+    Walks through additions, whole and to parts, of the operators from `first` on, and through the primitives `passing`.
     """
     defining = {t: op for op in b.operators[first:] for t in op.results}
     visited: set[Atom] = set()
@@ -256,6 +257,8 @@ def _addends(
             continue
         if op.primitive in ("sub", "scan_sum") or op.primitive in passing:
             pending += op.operands[:1]
+        elif op.primitive == ADD_TO_ROUND:
+            pending += op.operands[:2]
         elif op.primitive in _ADDITIVE:
             pending += op.operands
 

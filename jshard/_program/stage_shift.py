@@ -1,13 +1,16 @@
-"""What a pipeline needs beside JAX's operators: `stage_shift` passes values on, `zero_unless` drops those of idle stages.
+"""What a pipeline needs beside JAX's operators: to pass values on, to drop those of idle stages, to add to a round's sums.
 
 A pipeline's stages are dimension 0 of its values. Once that dimension is cut over the axis of the stages, the shift is one
 permute (`_rules/primitives/pipeline_shift.py`); a slice and a concatenation in its place would each need an exchange.
 `zero_unless` is linear in its operand, which a select beside zeros is not by its rule: sums over the batch stay partial
-sums over the mesh until the pipeline ends.
+sums over the mesh until the pipeline ends. `add_to_round` adds a tick's sums to those of the round that each stage is in:
+an update in place, of one round's sums, where an addition would go through those of all rounds.
 
 >>> import jax.numpy as jnp
 >>> stage_shift(jnp.arange(1, 5), 1).tolist(), stage_shift(jnp.arange(1, 5), -1, wrap=True).tolist()
 ([0, 1, 2, 3], [2, 3, 4, 1])
+>>> add_to_round(jnp.zeros((2, 1, 3)), jnp.array([[5.0, 6.0, 7.0]]), jnp.array([1, 0, 2])).tolist()
+[[[0.0, 6.0, 0.0]], [[5.0, 0.0, 0.0]]]
 >>> zero_unless(jnp.array([[1.0, 2.0], [jnp.inf, jnp.nan]]), jnp.array([True, False])).tolist()
 [[1.0, 2.0], [0.0, 0.0]]
 """
@@ -22,10 +25,11 @@ from jax.interpreters import mlir
 from jshard._core import jaxcompat as compat
 
 
-STAGE_SHIFT, ZERO_UNLESS = "stage_shift", "zero_unless"
+STAGE_SHIFT, ZERO_UNLESS, ADD_TO_ROUND = "stage_shift", "zero_unless", "add_to_round"
 
 stage_shift_p = compat.multi_result_primitive(STAGE_SHIFT)
 zero_unless_p = compat.multi_result_primitive(ZERO_UNLESS)
+add_to_round_p = compat.multi_result_primitive(ADD_TO_ROUND)
 
 
 def stage_shift(x: jax.Array, by: int, wrap: bool = False) -> jax.Array:
@@ -39,6 +43,14 @@ def stage_shift(x: jax.Array, by: int, wrap: bool = False) -> jax.Array:
 def zero_unless(x: jax.Array, kept: jax.Array) -> jax.Array:
     """`x` where `kept`, a bool for each element of its first dimensions, is true, and zeros elsewhere."""
     return zero_unless_p.bind(x, kept)[0]
+
+
+def add_to_round(sums: jax.Array, addend: jax.Array, rounds: jax.Array) -> jax.Array:
+    """`sums` (rounds, layers, stages, ...) with `addend` (layers, stages, ...) added to the round of each stage, (stages,).
+
+    A stage whose round is out of range adds nothing.
+    """
+    return add_to_round_p.bind(sums, addend, rounds)[0]
 
 
 def run_stage_shift(x: jax.Array, *, by: int, wrap: bool) -> list[jax.Array]:
@@ -59,7 +71,20 @@ def run_zero_unless(x: jax.Array, kept: jax.Array) -> list[jax.Array]:
     return [jnp.where(kept.reshape(*kept.shape, *(1,) * (x.ndim - kept.ndim)), x, jnp.zeros_like(x))]
 
 
-def _type_of_first(x: core.ShapedArray, kept: core.ShapedArray) -> list[core.ShapedArray]:
+def run_add_to_round(sums: jax.Array, addend: jax.Array, rounds: jax.Array) -> list[jax.Array]:
+    """`add_to_round` on one device."""
+    works = (rounds >= 0) & (rounds < sums.shape[0])
+    (addend,) = run_zero_unless(addend, jnp.broadcast_to(works, addend.shape[:2]))
+    for stage in range(sums.shape[2]):
+        zero = jnp.zeros((), rounds.dtype)
+        starts = (rounds[stage], zero, jnp.full_like(zero, stage), *(zero,) * (sums.ndim - 3))
+        sizes = (1, sums.shape[1], 1, *sums.shape[3:])
+        new = lax.dynamic_slice(sums, starts, sizes) + addend[None, :, stage : stage + 1]
+        sums = lax.dynamic_update_slice(sums, new, starts)
+    return [sums]
+
+
+def _type_of_first(x: core.ShapedArray, *_: core.ShapedArray) -> list[core.ShapedArray]:
     return [x]
 
 
@@ -67,6 +92,9 @@ def _define() -> None:
     zero_unless_p.def_impl(jax.jit(run_zero_unless))
     zero_unless_p.def_abstract_eval(_type_of_first)
     mlir.register_lowering(zero_unless_p, mlir.lower_fun(run_zero_unless, multiple_results=True))
+    add_to_round_p.def_impl(jax.jit(run_add_to_round))
+    add_to_round_p.def_abstract_eval(_type_of_first)
+    mlir.register_lowering(add_to_round_p, mlir.lower_fun(run_add_to_round, multiple_results=True))
     stage_shift_p.def_impl(jax.jit(run_stage_shift, static_argnames=("by", "wrap")))
     stage_shift_p.def_abstract_eval(_same_type)
     mlir.register_lowering(stage_shift_p, mlir.lower_fun(run_stage_shift, multiple_results=True))

@@ -100,6 +100,30 @@ def pipelined(f: Callable, mesh: jax.sharding.Mesh, **pipeline: Any) -> jshard.S
     return jshard.shard(f, mesh=mesh, level=2, config={"pipeline": {"axis": "stage", **pipeline}})
 
 
+def test_sums_of_rounds_stay_partial_until_the_loop_ends() -> None:
+    """Slow memory beside fast links, two stages: additions to one round's sums are in place, and not to all rounds'."""
+    topology = jshard.topology("v5e:4x4", {"stage": 2, "data": 16}, num_slices=2)
+    w, x = (
+        jax.ShapeDtypeStruct((8, 1024, 4096), jnp.bfloat16),
+        jax.ShapeDtypeStruct((65536, 1024), jnp.bfloat16),
+    )
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        layer = jax.checkpoint(lambda h, one: (h + jnp.tanh(h @ one) @ one.T, None))
+        return jnp.mean(lax.scan(layer, x, w)[0].astype(jnp.float32) ** 2)
+
+    f = jshard.shard(
+        jax.value_and_grad(loss), (None, P("data")), mesh=topology, level=2,
+        config={"pipeline": {"axis": "stage", "microbatches": 8, "rounds": 2}},
+    )  # fmt: skip
+    plan = f.plan(w, x)
+    (added,) = [o for o in plan.operators if o.primitive == "add_to_round"]
+    assert added.operands[0] == added.results[0] and added.operands[0].partial == ("data",)
+    repeated = [c for c in plan.collectives if c.count > 1]
+    assert all(c.kind == "permute" and c.operator.startswith("stage_shift") for c in repeated)
+    assert sum(c.count for c in repeated) == 2 * plan.pipeline.ticks
+
+
 def test_a_sharded_step() -> None:
     loss, arguments, layers, sizes, microbatches, rounds = mlp, mlp_arguments, 8, (4, 2), 8, 1
     w, x = arguments(layers)
@@ -212,7 +236,7 @@ def test_the_cheapest_of_pipelines_and_none() -> None:
     """Two slices, many layers: a pipeline. The answer is that of planning each alone, most searches end at a bound."""
     w, x = (
         jax.ShapeDtypeStruct((32, 4096, 4096), jnp.bfloat16),
-        jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16),
+        jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16),
     )
     topology = jshard.topology("v5e:2x2", {"slice": 2, "data": 4}, num_slices=2)
 

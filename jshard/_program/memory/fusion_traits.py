@@ -27,7 +27,7 @@ def is_duplicable(op: Operator) -> bool:
     """Whether an operator is recomputed inside each of its readers instead of being materialized."""
     if op.kind != "eqn" or op.primitive.startswith(NEVER_DUPLICATED):
         return False
-    return not is_unfusible(op) or _is_one_hot_scatter(op)
+    return not (is_unfusible(op) or is_update(op.primitive)) or _is_one_hot_scatter(op)
 
 
 def _is_one_hot_scatter(op: Operator) -> bool:

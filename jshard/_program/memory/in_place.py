@@ -19,6 +19,7 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from jshard._program.graph import Atom, Block, Call, Literal, Operator, Program, calls_of, operators_of
+from jshard._program.stage_shift import ADD_TO_ROUND
 
 
 CARRY_KINDS = ("scan_carry", "scan_sum", "while_carry")
@@ -31,7 +32,12 @@ def is_update(primitive: str) -> bool:
     >>> is_update("dynamic_update_slice"), is_update("scatter-add"), is_update("add")
     (True, True, False)
     """
-    return primitive == "dynamic_update_slice" or primitive.startswith("scatter")
+    return primitive in ("dynamic_update_slice", ADD_TO_ROUND) or primitive.startswith("scatter")
+
+
+def update_operand(primitive: str) -> int:
+    """Number of the operand that has the new elements of an update."""
+    return 2 if primitive.startswith("scatter") else 1
 
 
 def in_place_updates(
@@ -229,6 +235,6 @@ def touched_operands(op: Operator, reads: Sequence[int]) -> tuple[int, ...]:
     `reads` are the operands that are in memory: indices and update are read, as many bytes as the update has are
     written, and read before if they are combined with the old ones.
     """
-    update = 1 if op.primitive == "dynamic_update_slice" else 2
+    update = update_operand(op.primitive)
     combines = op.primitive not in ("dynamic_update_slice", "scatter")
     return (*(i for i in reads if i != 0), update, *([update] * combines))

@@ -34,6 +34,7 @@ import numpy as np
 from jshard._core.jax_types import JaxprEqn
 from jshard._program.graph import Literal, Operator, Program, calls_of
 from jshard._program.memory.hbm_traffic import ATTENTION
+from jshard._program.memory.in_place import is_update, update_operand
 
 
 _FUSED = "jshard_fused"
@@ -151,7 +152,7 @@ def _needed_fraction(op: Operator, operand: int, wanted: float, how: str, progra
     """The fraction of an operand that an operator needs, if the fraction `wanted` of its results is needed."""
     size = program.tensors[operand].size
     if how == "update":
-        written = op.equation.invars[1 if op.primitive == "dynamic_update_slice" else 2].aval.size
+        written = op.equation.invars[update_operand(op.primitive)].aval.size
         return max(0.0, wanted - written / size) if size else 0.0
     if how == "each" and all(program.tensors[r].size != size for r in op.results):
         return 0.0
@@ -163,7 +164,7 @@ def _operand_need(primitive: str) -> str:
     """What an operator needs: "all" elements, "each" as far as its result is needed, all but the "update", or a "part"."""
     if primitive in ("slice", "dynamic_slice", "gather", "split"):
         return "part"
-    if primitive.startswith(("dynamic_update_slice", "scatter")):
+    if is_update(primitive):
         return "update"
     if primitive.startswith(("dot_general", "conv_general", "argm", "cum", "sort", "reduce_")):
         return "all" if primitive != "reduce_precision" else "each"

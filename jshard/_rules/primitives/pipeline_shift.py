@@ -17,9 +17,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from jshard._core.jaxcompat import itemsize, to_common_vma
-from jshard._program.stage_shift import STAGE_SHIFT, ZERO_UNLESS, run_zero_unless
+from jshard._program.stage_shift import (
+    ADD_TO_ROUND,
+    STAGE_SHIFT,
+    ZERO_UNLESS,
+    run_add_to_round,
+    run_zero_unless,
+)
 from jshard._rules.factors import Factors, linear_sets
-from jshard._rules.registry import LocalContext, OpView, family
+from jshard._rules.registry import LocalContext, OpView, StackSlice, family, materialized
 from jshard._rules.rule import InternalCollective, JointCut, Rule, joint_code
 
 
@@ -74,3 +80,24 @@ def zero_unless(op: OpView) -> Rule:
     return Rule(
         (dims, dims[: len(op.ins[1].shape)]), (dims,), f.sizes, linear=linear_sets(op, (0,)), work=1.0
     )
+
+
+def _add_to_round_local(
+    ctx: LocalContext, sums: jax.Array | StackSlice, addend: jax.Array, rounds: jax.Array
+) -> Sequence[jax.Array | StackSlice]:
+    if isinstance(sums, StackSlice):  # the whole slice is written back
+        (y,) = _add_to_round_local(ctx, sums.array(), addend, rounds)
+        return [sums.updated(materialized(y), (0,) * len(sums.shape), ctx.keep_row_major)]
+    (y,) = run_add_to_round(*to_common_vma([ctx.keep_row_major(sums), addend, rounds]))
+    return [ctx.keep_row_major(y)]
+
+
+@rule(ADD_TO_ROUND, local=_add_to_round_local)
+def add_to_round(op: OpView) -> Rule:
+    """Linear in the sums and the addend; a round is chosen on each device, so that the rounds are not cut."""
+    f = Factors()
+    dims = f.dims(op.ins[0].shape)
+    return Rule(
+        (dims, dims[1:], dims[2:3]), (dims,), f.sizes, blocked=dims[0], linear=linear_sets(op, (0, 1)), work=0.0,
+        note="each stage adds to the sums of its round",
+    )  # fmt: skip
