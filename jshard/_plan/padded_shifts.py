@@ -1,8 +1,9 @@
-"""Slices and paddings along a dimension that is padded at its end: the same shift between the padded lengths.
+"""Slices, paddings and reversals along a dimension that is padded at its end: a shift between the padded lengths.
 
 `x[1:]` of 16 rows has 15, which no cut divides; padded to 16 it is x moved by one row, `pad(x, low=-1, high=1)`, whose rule
 sends the edges of blocks. What stands in the padding of a result is not known; what a padding at the end would show of an
-operand's own padding is overwritten first.
+operand's own padding is overwritten first. A padded dimension that is
+reversed begins with its padding, and is moved to the front.
 
 >>> import jax, jax.numpy as jnp
 >>> (eqn,) = jax.make_jaxpr(lambda x: x[1:])(jnp.ones(16)).eqns
@@ -32,7 +33,7 @@ _MOST_JOINED = 4
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """A dimension of a slice or padding between padded lengths: as a padding by `low` and `high`.
+    """A dimension of a slice, padding or reversal between padded lengths: as a padding by `low` and `high`.
 
     `mask`: what the operand must hold in its padding; None where that does not show.
     """
@@ -44,9 +45,11 @@ class Move:
 
 
 def shifted_dims(eqn: JaxprEqn) -> tuple[int, ...]:
-    """The dimensions along which a slice, padding or concatenation moves elements, or drops some."""
+    """The dimensions along which a slice, padding, concatenation or reversal moves elements, or drops some."""
     if eqn.primitive.name == "concatenate":
         return (eqn.params["dimension"],)
+    if eqn.primitive.name == "rev":
+        return tuple(eqn.params["dimensions"])
     if eqn.primitive.name not in ("slice", "pad"):
         return ()
     sizes = enumerate(zip(eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, strict=True))
@@ -66,8 +69,14 @@ def moved_dims(eqn: JaxprEqn, padded: Callable[[JaxprAtom, int], int | None]) ->
     for d in shifted_dims(eqn):
         x, out = eqn.invars[0], eqn.outvars[0]
         (n, m), (long_n, long_m) = (x.aval.shape[d], out.aval.shape[d]), (padded(x, d), padded(out, d))
+        if long_n is None and long_m is None:
+            continue
+        if eqn.primitive.name == "rev":
+            low = n - (long_n or n)
+            found.append(Move(d, low, (long_m or m) - n))
+            continue
         low = _low(eqn, d)
-        if low is None or (long_n is None and long_m is None):
+        if low is None:
             continue
         mask: Scalar | None = None
         if (
@@ -92,6 +101,9 @@ def _low(eqn: JaxprEqn, d: int) -> int | None:
 def run_moved(eqn: JaxprEqn, moves: Sequence[Move], shape: Sequence[int]) -> Callable[..., list[jax.Array]]:
     """The equation on a padded operand, as a function of its operands; `shape`: of the operand."""
     by_dim = {move.dim: (move.low, move.high, 0) for move in moves}
+    if eqn.primitive.name == "rev":
+        dims, config = eqn.params["dimensions"], [by_dim.get(d, (0, 0, 0)) for d in range(len(shape))]
+        return lambda x: [lax.pad(lax.rev(x, dims), np.zeros((), x.dtype), config)]
     if eqn.primitive.name == "pad":
         config = [by_dim.get(d, c) for d, c in enumerate(padding_config(eqn.params))]
         return lambda x, fill: [lax.pad(x, fill, config)]

@@ -79,7 +79,8 @@ class OperatorRow:
     count is not known before it runs, and is counted for one turn. `backward`: differentiation made it by transposition.
     `redundant` is the part of `seconds` beyond an even share; `calls` are the user's functions that were running when it was
     traced, the outermost first, each with the line of its call, `"block:115"`; `kernel` is what computes it on an
-    accelerator, where there is a choice, and after a colon what keeps the accelerator's kernel from it.
+    accelerator, where there is a choice, and after a colon what keeps the accelerator's kernel from it. `limit`: why its
+    rule has no cut into more pieces than these, where devices repeat work; "" where it has.
     """
 
     name: str
@@ -105,6 +106,7 @@ class OperatorRow:
     redundant: float = 0.0
     calls: tuple[str, ...] = ()
     kernel: str = ""
+    limit: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

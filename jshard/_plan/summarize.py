@@ -25,6 +25,7 @@ from jshard._program.call_path import call_path
 from jshard._program.fingerprint import dtype_name, fingerprint
 from jshard._program.graph import Literal, Program, operator_name
 from jshard._program.memory.liveness import liveness
+from jshard._rules.rule import NONE, candidate_codes
 from jshard._schedule.live_values import live_intervals
 from jshard._schedule.schedule import Assignment, Schedule
 
@@ -209,8 +210,31 @@ def _operator_row(
         redundant=seconds[1],
         calls=call_path(op.eqn, TRACER),
         kernel=_kernel(assignment, i),
+        limit=_limit(assignment, i) if seconds[1] > 0 or collectives else "",
         **shared._asdict(),
     )
+
+
+def _limit(assignment: Assignment, i: int) -> str:
+    """Why no candidate of an operator cuts it into more pieces than the chosen one; "" where one does."""
+    mesh, states, candidate = assignment.topology.mesh, assignment.states[i], assignment.candidate(i)
+    if candidate is None or states.op is None or states.rule.opaque:
+        return ""
+    sizes = np.array(mesh.sizes, dtype=np.int64)
+
+    def pieces(codes: np.ndarray) -> np.ndarray:
+        return np.where(codes != NONE, sizes, 1).prod(axis=1)
+
+    chosen = int(pieces(np.array([candidate.axis_codes], dtype=np.int64))[0])
+    if chosen == mesh.total or pieces(states.axis_codes).max() > chosen:
+        return ""
+    rule = states.rule
+    if pieces(candidate_codes(rule, mesh)).max() > chosen:
+        return ""  # a pin allows no more
+    exchanged = {f for cut in rule.joint for f in cut.factors}
+    if rule.note and any(rule.sizes[f] > 1 and f not in exchanged for f in rule.blocked):
+        return rule.note
+    return "no cut divides its sizes"
 
 
 def _kernel(assignment: Assignment, i: int) -> str:

@@ -3,15 +3,14 @@
 Problem.  "Optimal" is said of what rules allow. A sort along the only long dimension is gathered to every device, and a
 report that lists it among fifty operators hides that the step is this sort.
 
-Idea.  An operator whose rule excludes some cut says why (`Rule.note`). Where a plan runs it on fewer pieces than there are
-devices, what that costs is its redundant compute and the collectives that bring its operands together. Above a twentieth of
-the step the headline says so.
+Idea.  Where a plan runs an operator on fewer pieces than there are devices and its rule has no cut into more, the row
+says why (`OperatorRow.limit`). What that costs is its redundant compute and the collectives that bring its operands
+together. Above a twentieth of the step the headline says so.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import TYPE_CHECKING
 
 from jshard._report.format_units import format_percent, format_seconds
@@ -44,12 +43,9 @@ def left_whole(plan: PlanRecord) -> list[LeftWhole]:
     gathered = {c.id: c.seconds * c.count for c in plan.collectives if c.kind in _GATHERS}
     found: dict[tuple[str, str], list[tuple[OperatorRow, float]]] = {}
     for row in plan.operators:
-        if (
-            row.note
-            and _pieces(row, dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))) < plan.mesh.total
-        ):
+        if row.limit:
             cost = row.redundant + sum(gathered.get(k, 0.0) for k in row.collectives)
-            found.setdefault((row.primitive, row.note), []).append((row, cost))
+            found.setdefault((row.primitive, row.limit), []).append((row, cost))
     out = []
     for (primitive, reason), rows in found.items():
         example, _ = max(rows, key=lambda r: r[1])
@@ -58,16 +54,10 @@ def left_whole(plan: PlanRecord) -> list[LeftWhole]:
     return sorted((x for x in out if x.seconds > 0 and x.seconds >= least), key=lambda x: -x.seconds)
 
 
-def _pieces(row: OperatorRow, sizes: dict[str, int]) -> int:
-    """How many devices do different work: those along the axes that cut some operand or result, or of which it has sums."""
-    axes = {a for layout in (*row.operands, *row.results) for d in (*layout.dims, layout.partial) for a in d}
-    return math.prod(sizes[a] for a in axes)
-
-
 def left_whole_lines(plan: PlanRecord) -> list[str]:
     """A line for each of the dearest three, with the reason and the share of the step."""
     return [
-        f"kept whole by its rule: {x.example}{f' and {x.count - 1} more' if x.count > 1 else ''} ({x.reason}), "
+        f"kept whole: {x.example}{f' and {x.count - 1} more' if x.count > 1 else ''} ({x.reason}), "
         f"{format_seconds(x.seconds)} of copies and repeated work, "
         f"{format_percent(x.seconds / plan.step_seconds)} of the step"
         for x in left_whole(plan)[:3]

@@ -229,9 +229,20 @@ def statistics(n: int) -> tuple[Any, ...]:
     return f, _x(n, 8), _x(8, 8)
 
 
+def both_ends(n: int) -> tuple[Any, ...]:
+    """Prefixes from both ends, and each element beside its mirror image."""
+
+    def f(x: Any, w: Any) -> Any:
+        h = jnp.tanh(x @ w)
+        backward = jnp.flip(jnp.cumsum(jnp.flip(h, 0), 0), 0)
+        return (jnp.cumsum(h, 0) * backward * jnp.flip(x, (0, 1))).sum() + jnp.flip(h, 0)[0].sum()
+
+    return f, _x(n, 6), _x(6, 6)
+
+
 PROGRAMS: Mapping[str, Callable[[int], tuple[Any, ...]]] = {
     f.__name__: f
-    for f in (head, embedding, attention, normalised, messages, nodes, recurrent, adam, statistics)
+    for f in (head, embedding, attention, normalised, messages, nodes, recurrent, adam, statistics, both_ends)
 }
 
 

@@ -28,7 +28,7 @@ def test_a_sort_along_the_only_dimension_is_named_with_its_cost() -> None:
     gathered = sum(c.seconds for c in plan.collectives if c.id in row.collectives)
     assert found.seconds == pytest.approx(row.redundant + gathered) and found.count == 1
     assert re.search(
-        r"kept whole by its rule: sort\.\d+ \(sorting compares elements along the whole dimension\), .* of copies "
+        r"kept whole: sort\.\d+ \(sorting compares elements along the whole dimension\), .* of copies "
         r"and repeated work, \d+% of the step",
         " ".join(str(plan).split()),
     )
@@ -37,9 +37,23 @@ def test_a_sort_along_the_only_dimension_is_named_with_its_cost() -> None:
 def test_what_is_cut_or_cheap_is_not_named() -> None:
     assert not left_whole(planned(lambda x: jnp.sort(x, 1), (512, 4096)))  # the other dimension is cut
     assert not left_whole(planned(lambda x: jnp.cumsum(x), (1 << 22,)))  # a prefix of blocks
+    mirrored = planned(lambda x: jnp.flip(jnp.cumsum(jnp.flip(x * 2))), (1 << 22,))
+    assert mirrored.cost.redundant > 0 and not left_whole(mirrored)  # whole, since that is faster
     plan = planned(lambda x, w: (x @ w).sum() + jnp.sort(x[0])[0], (8192, 4096), (4096, 4096))
     assert not left_whole(plan) and "kept whole" not in str(plan)
     assert 0 < LEAST_SHARE < 1
+
+
+def test_sizes_that_no_cut_divides_are_a_reason_and_pins_are_none() -> None:
+    f = jshard.shard(
+        lambda x: jnp.tanh(x) * 2, mesh=jshard.topology("v5e:2x4", {"x": 8}), level=2, config={"pad": False}
+    )
+    (found,) = left_whole(f.plan(jax.ShapeDtypeStruct(((1 << 22) + 1,), "float32")))[:1]
+    assert found.reason == "no cut divides its sizes"
+    pinned = jshard.shard(
+        lambda x: jnp.tanh(x) * 2, (None,), mesh=jshard.topology("v5e:2x4", {"x": 8}), level=2
+    )
+    assert not left_whole(pinned.plan(jax.ShapeDtypeStruct((1 << 22,), "float32")))
 
 
 def _conv(x: Any, w: Any) -> Any:

@@ -62,7 +62,12 @@ def _next(x: Any) -> Any:
     return ((jnp.sin(x[:, :-1]) - x[:, 1:]) ** 2).mean()
 
 
-@pytest.mark.parametrize("f", [_shifts, _next])
+def _both_ends(x: Any) -> Any:
+    """Each position beside its mirror image, and sums of what comes after."""
+    return jnp.sin(jnp.flip(x, 1)) * x + jnp.flip(jnp.cumsum(jnp.flip(x, 1), 1), 1) / x.shape[1]
+
+
+@pytest.mark.parametrize("f", [_shifts, _next, _both_ends])
 @pytest.mark.parametrize("devices, n", [(2, 514), (8, 512), (4, 1001)])
 def test_programs_cut_along_time(f: Any, devices: int, n: int) -> None:
     """Float64 values and gradients, inside and outside; planned bytes are emitted, and there are no others than edges."""
