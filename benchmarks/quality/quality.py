@@ -67,6 +67,9 @@ HAND: dict[str, tuple[str, ...]] = {
 }
 COLUMN = ("wq", "wk", "wv", "up", "gate", "w1", "b1", "head")
 ROW = ("wo", "down", "w2", "a2")
+# The router of experts, a `gate` of another kind than that of a gated MLP: whole on tensor-parallel devices, as in
+# Megatron-LM (moe/router.py: a plain parameter), torchtitan ("moe.router.gate": NoParallel()) and MaxText (("embed", None)).
+ROUTER = {"moe": "gate"}
 
 
 class Hand:
@@ -103,7 +106,7 @@ class Hand:
             dims[0] = "y"
         elif len(dims) > 1 and name in ("embed", "head"):
             dims[0 if name == "embed" else -1] = self.vocab
-        elif len(dims) > 1 and self.tensor and name in COLUMN + ROW:
+        elif len(dims) > 1 and self.tensor and name in COLUMN + ROW and name != ROUTER.get(self.workload):
             dims[-1 if name in COLUMN else -2] = self.tensor
         used = {a for d in dims if d for a in ([d] if isinstance(d, str) else d)}
         free = tuple(a for a in self.fsdp or () if a not in used)
