@@ -92,7 +92,7 @@ class Config(ConfigRecord):
 
     @staticmethod
     def from_recipe(
-        recipe: str, fn: Function, *args: PyTree, mesh: MeshRequest | None = None, **kwargs: PyTree
+        recipe: str, fn: Function, *args: PyTree, mesh: MeshRequest | Mapping[str, int] | None = None, **kwargs: PyTree
     ) -> Config:
         """The layouts of a recipe for one function and call, as rules to read, edit and save.
 
@@ -113,7 +113,8 @@ class Config(ConfigRecord):
           down: [data, null]
         <BLANKLINE>
 
-        `recipe`: a name or sum of `jshard.recipes`. `products` are the complete outputs of the products with a parameter
+        `recipe`: a name or sum of `jshard.recipes`; `mesh`: as for `shard`, or the sizes of its axes, `{"data": 2, "model": 2}`;
+        default: that of a sharded function. `products` are the complete outputs of the products with a parameter
         (`wk @ wq`: of the outputs of two), `gradients` those of its gradient. Raises `RecipeError` where it does not apply.
         """
         # By name, as in `check`.

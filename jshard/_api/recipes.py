@@ -110,15 +110,16 @@ def config_of_recipe(
     fn: Function,
     args: Sequence[PyTree],
     kwargs: Mapping[str, PyTree],
-    mesh: MeshRequest | None = None,
+    mesh: MeshRequest | Mapping[str, int] | None = None,
 ) -> ConfigRecord:
     """The rules of a recipe for one call (`Config.from_recipe`)."""
     from jshard._api.config_check import callable_of, settings_of
     from jshard._api.config_pins import call_rules, structure_of
     from jshard._api.shard import shard
     from jshard._api.trace_call import TracedArguments, build_program, trace_on_shapes
-    from jshard._config.config_record import ConfigRecord, MeshSection
+    from jshard._config.config_record import MeshSection
     from jshard._config.recipes.named_values import record_of
+    from jshard._config.source import read_config
 
     function, args, kwargs = callable_of(fn, tuple(args), dict(kwargs))
     if function is None:
@@ -127,7 +128,10 @@ def config_of_recipe(
             where="Config.from_recipe",
             fix="Config.from_recipe(recipe, step, *args), or a module with the arguments of its call",
         )
-    settings, record = settings_of(fn, ConfigRecord(recipe=recipe), mesh)
+    by_sizes = {"mesh": mesh} if isinstance(mesh, Mapping) else {}
+    settings, record = settings_of(
+        fn, read_config({"recipe": recipe, **by_sizes}), None if isinstance(mesh, Mapping) else mesh
+    )
     sharded = shard(function, config=record, **settings)
     with sharded.as_array_function(args, kwargs) as (own, arrays, arrays_kw):
         request = own.request

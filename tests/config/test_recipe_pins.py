@@ -80,6 +80,16 @@ def test_the_file_of_a_recipe_says_the_same(recipe, tmp_path):
     assert [str(r.layout) for r in a.inputs] == [str(r.layout) for r in b.inputs]
 
 
+def test_the_mesh_of_a_file_may_be_given_by_the_sizes_of_its_axes():
+    p, sizes = {k: jnp.ones(s) for k, s in PARAMS.items()}, {"x": 2, "y": 4}
+    config = jshard.Config.from_recipe("fsdp+megatron", mlp, p, jnp.ones((16, 6)), mesh=sizes)
+    assert config == jshard.Config.from_recipe("fsdp+megatron", mlp, p, jnp.ones((16, 6)), mesh=machine())
+    of_a_sharded_function = jshard.shard(mlp, config={"mesh": {"z": 8}})
+    assert config == jshard.Config.from_recipe(
+        "fsdp+megatron", of_a_sharded_function, p, jnp.ones((16, 6)), mesh=sizes
+    )
+
+
 def test_an_own_rule_overrides_the_recipe():
     w = workloads.get("mlp-512", small=True, devices=8)
     config = {
