@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, TypeVar
 
 from jshard._core.errors import ShardError
 from jshard._core.jax_types import Function, PyTree
-from jshard._core.messages import describe_value
+from jshard._core.messages import describe_value, suggest
 
 
 class Policy:
@@ -40,7 +41,7 @@ class Policy:
 
     def matches(self, model: PyTree) -> bool:
         """Whether the policy is for a model: by default, whether its class or one that it derives from is in `models`."""
-        return not self.models or any(qualified_name(c) in self.models for c in type(model).__mro__)
+        return not self.models or any(_distance(key, type(model).__mro__) is not None for key in self.models)
 
     def prepare(self, model: PyTree) -> PyTree:
         """The model as it is to be planned: a vocabulary padded, methods replaced. By default as it is."""
@@ -58,7 +59,8 @@ class Policy:
     def register(key: str | Callable[[PyTree], bool], policy: type[Policy] | str) -> type[Policy] | str:
         """Find `policy` for models of the class of this qualified name (and of classes that derive from it).
 
-        - `key`: a qualified name such as `mylibrary.models.Transformer`, or a function of a model that says whether.
+        - `key`: a qualified name such as `mylibrary.models.Transformer`, also one by which a package exports the class, or a
+            function of a model that says whether.
         - `policy`: a class, or its place `mylibrary.policies:Transformer`, imported when a model has it.
 
         Raises `ShardError` for a key that is taken or of another kind.
@@ -132,11 +134,11 @@ def find_policy(model: PyTree, policy: Policy | type[Policy] | str | None = None
                 fix=f"models = ({own!r},) in {type(made).__name__}, or policy=None",
             )
         return FoundPolicy(made, f"{type(made).__name__}, as given")
-    names = [qualified_name(c) for c in type(model).__mro__]
     found: list[tuple[int, str | Callable[[PyTree], bool]]] = []
     for key in _REGISTRY:
         if isinstance(key, str):
-            found += [(names.index(key), key)] if key in names else []
+            distance = _distance(key, type(model).__mro__)
+            found += [] if distance is None else [(distance, key)]
         elif key(model):
             found.append((0, key))
     nearest = [key for distance, key in found if distance == min(d for d, _ in found)]
@@ -145,12 +147,58 @@ def find_policy(model: PyTree, policy: Policy | type[Policy] | str | None = None
         raise ShardError(
             f"{len(nearest)} policies match {own} equally: {both}",
             where="jshard.flax.optimize",
-            fix=f"policy={_name(_REGISTRY[nearest[0]])}, or another key",
+            fix=f"policy={_shown(_REGISTRY[nearest[0]])}, or another key",
         )
     if not nearest:
+        _refuse_keys_without_class(type(model))
         return FoundPolicy(Policy(), "no policy: the search decides")
     made = _made(_REGISTRY[nearest[0]])
     return FoundPolicy(made, f"{type(made).__name__}, registered for {_name(nearest[0])}")
+
+
+def _shown(policy: type[Policy] | str) -> str:
+    return repr(policy) if isinstance(policy, str) else policy.__qualname__
+
+
+def _distance(key: str, classes: Sequence[type]) -> int | None:
+    """How far up the class of a key is among those that a model's class derives from; None if it is none of them.
+
+    The key is the qualified name of the class, or another by which a module that is loaded has it.
+    """
+    names = [qualified_name(c) for c in classes]
+    if key in names:
+        return names.index(key)
+    _, exported = _loaded(key)
+    return next((i for i, c in enumerate(classes) if c is exported), None)
+
+
+def _loaded(key: str) -> tuple[str, object]:
+    """The loaded module that a dotted name begins with ('' if none), and what the rest is there; nothing is imported."""
+    parts = key.split(".")
+    for n in range(len(parts) - 1, 0, -1):
+        module = ".".join(parts[:n])
+        if module in sys.modules:
+            found: object = sys.modules[module]
+            for part in parts[n:]:
+                found = getattr(found, part, None)
+            return module, found
+    return "", None
+
+
+def _refuse_keys_without_class(cls: type) -> None:
+    """A key that names no class of a module in which the model's class, or one that it derives from, is defined."""
+    own = {c.__module__ for c in cls.__mro__}
+    for key in _REGISTRY:
+        if not isinstance(key, str) or "<locals>" in key:
+            continue
+        module, found = _loaded(key)
+        if found is None and module in own:
+            names = [qualified_name(c) for c in cls.__mro__ if c.__module__ == module]
+            raise ShardError(
+                f"the key {key!r} of {_name(_REGISTRY[key])} matches nothing: {module} has no such class",
+                where="jshard.flax.optimize",
+                fix=f"Policy.forget({key!r}) and {suggest(key, names)} as the key",
+            )
 
 
 def _made(policy: Policy | type[Policy] | str) -> Policy:

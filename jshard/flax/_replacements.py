@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import linen, nnx
 
 from jshard._core.errors import ShardError
 from jshard._core.jax_types import PyTree
@@ -112,6 +112,14 @@ def pad_vocabulary(
     - `paths`: those to pad; default: all with exactly one dimension of this size. One that is left out although it has
         such a dimension, as a copy of tied weights has, is refused by name.
     """
+    padded = -(-size // multiple) * multiple
+    if isinstance(model, linen.Module):
+        raise ShardError(
+            f"{type(model).__name__} is a linen module, which holds no parameters to pad",
+            where="pad_vocabulary",
+            fix=f"in prepare, a clone of the size that its field has: model.clone(vocabulary={padded}); for restore, the paths of "
+            f'its parameters with their dimensions: jshard.flax.Padding({size}, {padded}, {{"params.embed.embedding": 0}})',
+        )
     found: dict[str, tuple[nnx.Variable, int]] = {}
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         shape = getattr(variable, "shape", ())
@@ -144,7 +152,7 @@ def pad_vocabulary(
             where="pad_vocabulary",
             fix="the size of the vocabulary",
         )
-    padding = Padding(size, -(-size // multiple) * multiple, {n: found[n][1] for n in wanted})
+    padding = Padding(size, padded, {n: found[n][1] for n in wanted})
     nnx.update(model, padding.pad(nnx.state(model)))
     return padding
 

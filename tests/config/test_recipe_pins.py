@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -304,6 +305,34 @@ def test_a_recipe_that_a_padded_batch_does_not_have_is_planned_without_that_padd
         jax.tree.leaves(f(p, tokens)), jax.tree.leaves(jax.value_and_grad(loss)(p, tokens)), strict=True
     ):
         np.testing.assert_allclose(got, plain, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "recipe, mesh, text",
+    [
+        ("fsdp+megatron", {"a": 8}, "fsdp.megatron needs a mesh of two axes, this one has a"),
+        ("fsdp+megatron(a,b)", {"a": 3, "b": 2}, "leaves no axis of the mesh for the batch: a, b all cut"),
+    ],
+)
+def test_a_sum_that_needs_another_axis_and_what_to_write_instead(recipe, mesh, text):
+    p, x = {k: jnp.ones(s) for k, s in PARAMS.items()}, jnp.ones((24, 6))
+    with pytest.raises(jshard.ShardError, match=text) as error:
+        jshard.shard(mlp, config={"recipe": recipe, "mesh": mesh}).plan(p, x)
+    fix = error.value.fix
+    config = {"recipe": recipe, "mesh": mesh}
+    if fix.startswith("config="):
+        config |= json.loads(fix.removeprefix("config=").split(" in place")[0])
+    else:
+        config |= {"recipe": fix.split("as in ")[1]}
+    np.testing.assert_allclose(jshard.shard(mlp, config=config)(p, x), mlp(p, x), rtol=1e-5)
+
+
+def test_a_sum_of_two_axes_on_a_prime_number_of_devices():
+    with pytest.raises(jshard.ShardError, match="needs a mesh of two axes") as error:
+        jshard.shard(mlp, config={"recipe": "fsdp+megatron", "mesh": {"a": 7}}).plan(
+            {k: jnp.ones(s) for k, s in PARAMS.items()}, jnp.ones((14, 6))
+        )
+    assert "for which 7 is no product; or one of the parts" in str(error.value)
 
 
 def test_a_recipe_needs_a_mesh():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -199,6 +201,68 @@ def test_a_linen_module():
     np.testing.assert_allclose(done.model.apply(done.state(), x), wanted, atol=1e-6)
 
 
+class Words(linen.Module):
+    words: int = WORDS
+
+    def attend(self, q, k):
+        return jax.nn.softmax(jnp.einsum("btd,bsd->bts", q, k)) @ k
+
+    @linen.compact
+    def __call__(self, tokens):
+        table = linen.Embed(self.words, 32, name="embed")
+        x = linen.RMSNorm(name="norm")(table(tokens))
+        x = x + self.attend(linen.Dense(32, name="q")(x), linen.Dense(32, name="k")(x))
+        return table.attend(x)
+
+
+def attend_by_operator(original, q, k):
+    return jshard.ops.attention(q[:, :, None], k[:, :, None], k[:, :, None], scale=1.0)[:, :, 0]
+
+
+class WordsPolicy(jshard.Policy):
+    """A linen module has its padded size as a field, and no parameters that could be padded beforehand."""
+
+    def __init__(self):
+        self.padding = jshard.flax.Padding(WORDS, 56, {"params.embed.embedding": 0})
+        mask = lambda original, tokens: self.padding.mask(original(tokens))  # noqa: E731
+        name = qualified_name(Words)
+        self.fused = {"attention": {f"{name}.attend": attend_by_operator}, "scores": {f"{name}.__call__": mask}}
+
+    def prepare(self, model):
+        return model.clone(words=56)
+
+    def layout(self, model, mesh):
+        return "fsdp+megatron"
+
+    def restore(self, state):
+        return self.padding.crop(state)
+
+
+def test_a_linen_module_with_a_padded_vocabulary_and_fused_functions():
+    """Losses and gradients equal the plain module's; its checkpoints are read and written bit for bit."""
+    fused = ("attention", "norm", "scores")
+    done = jshard.flax.optimize(
+        Words(), TOKENS, policy=WordsPolicy, mesh=MESH, rngs=jax.random.key(0), fused=fused
+    )
+    assert done.variables["params"]["embed"]["embedding"].shape == (56, 32)
+    plain = Words().init(jax.random.key(7), TOKENS)  # a checkpoint of the plain module
+    padded = done.policy.padding.pad(plain)
+    same(done.policy.restore(padded), plain)
+
+    def loss(apply, variables):
+        scores = jax.nn.log_softmax(apply(variables, TOKENS))
+        return -jnp.take_along_axis(scores, TOKENS[..., None], -1).mean()
+
+    a, da = jax.value_and_grad(lambda v: loss(Words().apply, v))(plain)
+    b, db = jax.value_and_grad(lambda v: loss(done.model.apply, v))(padded)
+    np.testing.assert_allclose(a, b, rtol=1e-6)
+    for x, y in zip(jax.tree.leaves(da), jax.tree.leaves(done.policy.restore(db)), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-6)
+    with pytest.raises(ShardError, match="Words is a linen module, which holds no parameters to pad") as error:
+        jshard.flax.pad_vocabulary(Words(), WORDS, 8)
+    assert "jshard.flax.Padding(50, 56, {" in error.value.fix
+
+
 # -- the registry --------------------------------------------------------------------------------------------
 
 
@@ -224,10 +288,51 @@ def test_the_nearest_class_wins(registry):
 
 
 def test_two_policies_that_match_equally_are_refused(registry):
+    def predicate(model):
+        return isinstance(model, Tiny)
+
     jshard.Policy.register(qualified_name(Tiny), First)
-    jshard.Policy.register(lambda model: isinstance(model, Tiny), Second)
-    with pytest.raises(ShardError, match=r"2 policies match .*Tiny equally: First .* and Second"):
+    jshard.Policy.register(predicate, Second)
+    with pytest.raises(ShardError, match=r"2 policies match .*Tiny equally: First .* and Second") as error:
         jshard.flax.optimize(Tiny(nnx.Rngs(0)), TOKENS, mesh=MESH)
+    assert error.value.fix == "policy=First, or another key"
+    assert find_policy(Tiny(nnx.Rngs(0)), First).how == "First, as given"
+    jshard.Policy.forget(qualified_name(Tiny))
+    jshard.Policy.forget(predicate)
+    jshard.Policy.register(qualified_name(Tiny), f"{__name__}:First")
+    jshard.Policy.register(predicate, Second)
+    with pytest.raises(ShardError, match="2 policies match") as error:
+        find_policy(Tiny(nnx.Rngs(0)))
+    place = error.value.fix.removeprefix("policy='").split("'")[0]
+    assert type(find_policy(Tiny(nnx.Rngs(0)), place).policy) is First
+
+
+def test_a_key_that_names_no_class_of_the_models_module_is_refused(registry):
+    key = f"{__name__}.Tinny"
+    jshard.Policy.register(key, First)
+    with pytest.raises(ShardError, match="the key .*Tinny' of First matches nothing") as error:
+        jshard.flax.optimize(Tiny(nnx.Rngs(0)), TOKENS, mesh=MESH)
+    assert error.value.fix == f"Policy.forget({key!r}) and {qualified_name(Tiny)!r} as the key"
+    jshard.Policy.forget(key)
+    jshard.Policy.register(qualified_name(Tiny), First)
+    assert type(find_policy(Tiny(nnx.Rngs(0))).policy) is First
+    jshard.Policy.register("some.other.library.Tinny", Second)  # of a library that is not loaded: says nothing here
+    assert "no policy" in find_policy(Tied(nnx.Rngs(0))).how
+
+
+def test_a_class_has_its_policy_by_the_name_by_which_a_package_exports_it(registry, monkeypatch):
+    package = types.ModuleType("a_package")
+    package.Model = Tiny
+    monkeypatch.setitem(sys.modules, "a_package", package)
+    jshard.Policy.register("a_package.Model", First)
+    assert type(find_policy(Derived(nnx.Rngs(0))).policy) is First
+
+    class Named(jshard.Policy):
+        models = ("a_package.Model",)
+
+    assert find_policy(Derived(nnx.Rngs(0)), Named).how == "Named, as given"
+    with pytest.raises(ShardError, match="Named matches nothing here: it is for a_package.Model"):
+        find_policy(Tied(nnx.Rngs(0)), Named)
 
 
 def test_a_policy_for_other_models_is_refused():

@@ -19,8 +19,9 @@ jshard._core.errors.ShardError: there is no recipe 'megatorn'
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from jshard._core.errors import ShardError
 from jshard._core.messages import suggest
@@ -109,6 +110,20 @@ def parse_recipe(text: str) -> tuple[Part, ...]:
     return tuple(parts)
 
 
+def _two_axes(devices: int) -> str:
+    """What to write for a mesh of two axes on so many devices."""
+    rows = next((n for n in (2, *range(3, devices, 2)) if devices % n == 0 and devices > n), None)
+    if rows is None:
+        return f"a mesh of two axes, for which {devices} is no product; or one of the parts"
+    return f'config={{"mesh": {{"data": {rows}, "model": {devices // rows}}}}} in place of the mesh'
+
+
+def _with_axes(parts: Iterable[str], names: Sequence[str]) -> str:
+    """The sum with its batch on the first axis and the other parts on the last."""
+    axis = {name: names[0] if name in _DATA_PARALLEL else names[-1] for name in parts}
+    return "+".join(f"{name}({axis[name]})" for name in axis)
+
+
 def axes_of(parts: Sequence[Part], sizes: Mapping[str, int]) -> Axes:
     """The axes of each role on a mesh with these sizes.
 
@@ -149,10 +164,17 @@ def axes_of(parts: Sequence[Part], sizes: Mapping[str, int]) -> Axes:
     said = tuple(dict.fromkeys(a for p in parts if p.name in _DATA_PARALLEL for a in p.axes))
     has_zero = bool(_DATA_PARALLEL & set(by_name) - {"data"})
     if (_DATA_PARALLEL & set(by_name)) and not (said or rest):
+        recipe = "+".join(by_name)
+        if len(names) > 1:
+            raise ShardError(
+                f"{recipe} leaves no axis of the mesh for the batch: {', '.join(names)} all cut tensors or tokens",
+                where=f"recipe {recipe}",
+                fix=f"fewer axes behind the other parts, as in {_with_axes(by_name, names)}",
+            )
         raise ShardError(
-            f"{'+'.join(by_name)} needs a mesh of two axes, this one has {', '.join(names)}",
-            where=f"recipe {'+'.join(by_name)}",
-            fix="mesh={'data': 2, 'model': 4} in place of one axis",
+            f"{recipe} needs a mesh of two axes, this one has {', '.join(names)}",
+            where=f"recipe {recipe}",
+            fix=_two_axes(math.prod(sizes.values())),
         )
     batch = by_name["data"].axes if "data" in by_name and by_name["data"].axes else rest
     batch = tuple(a for a in names if a in {*batch, *said})
