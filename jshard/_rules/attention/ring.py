@@ -45,6 +45,7 @@ class Ring:
     - `scope`: the name scope of the ring's k-th collective.
     - `zigzag`: whether device i of n has the pieces i and 2n - 1 - i of 2n, instead of consecutive ones.
     - `equal_positions`: whether a device's queries and its own keys have the same positions.
+    - `forth`: whether the next device is the one of the next number, or of the number before.
     """
 
     axes: tuple[str, ...]
@@ -54,6 +55,7 @@ class Ring:
     scope: Callable[[int], contextlib.AbstractContextManager[object]]
     zigzag: bool = False
     equal_positions: bool = False
+    forth: bool = True
 
     @property
     def size(self) -> int:
@@ -62,7 +64,8 @@ class Ring:
 
     def holder(self, step: Index) -> Index:
         """The device whose block of keys this device has in a step."""
-        return (block_index(self.axes, self.mesh) - step) % self.size
+        back = -step if self.forth else step
+        return (block_index(self.axes, self.mesh) + back) % self.size
 
     def is_earlier(self, step: Index) -> jax.Array:
         """Whether the keys of a step come before all of this device's queries, but not its own keys."""
@@ -78,7 +81,7 @@ class Ring:
 
     def send(self, x: jax.Array, number: int) -> jax.Array:
         """What the device before sent, where this one sends `x` to the next; as collective `number` of the operator."""
-        pairs = [(i, (i + 1) % self.size) for i in range(self.size)]
+        pairs = [(i, (i + (1 if self.forth else -1)) % self.size) for i in range(self.size)]
         with self.scope(number):
             return lax.ppermute(x, self.axes, pairs)
 
@@ -196,7 +199,9 @@ def ring_backward(
     - `results`: of this device's queries the result (batch..., T, N, E), largest logit and sum (batch..., N, T) over all
         keys of the ring (and of other devices, if keys are cut further), and the cotangent.
     """
-    # Behind a barrier: XLA would take the forward pass's equal permutes, and hold what arrived until here.
+    # XLA would take the forward pass's equal permutes, and hold what arrived until here. So blocks pass the other way round;
+    # what is equal all the same (two devices, the zigzag order) is behind a barrier, which CPUs of JAX 0.10 do not heed.
+    ring = dataclasses.replace(ring, forth=not ring.forth)
     arrays, results = lax.optimization_barrier((list(arrays), list(results)))
     if not ring.zigzag:
         return _backward(spec, arrays, results, ring, kv_heads, bias_gradient)
