@@ -83,7 +83,7 @@ class Ring:
         """What the device before sent, where this one sends `x` to the next; as collective `number` of the operator."""
         pairs = [(i, (i + (1 if self.forth else -1)) % self.size) for i in range(self.size)]
         with self.scope(number):
-            return lax.ppermute(x, self.axes, pairs)
+            return lax.ppermute(x, self.axes, self._listed(pairs))
 
     def starts(self, step: Index, size: int) -> list[tuple[Index, int]]:
         """(start, length) of the pieces that this device has in a step, in the sequence of the ring."""
@@ -125,7 +125,11 @@ class Ring:
         n = self.size
         pairs = [(i, p if (p := 2 * i + parity) < n else 2 * n - 1 - p) for i in range(n)]
         with self.scope(number):
-            return lax.ppermute(x, self.axes, [(b, a) for a, b in pairs] if back else pairs)
+            return lax.ppermute(x, self.axes, self._listed([(b, a) for a, b in pairs] if back else pairs))
+
+    def _listed(self, pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Pairs of a permute in an order that differs between the passes, since compilers merge equal permutes."""
+        return pairs if self.forth else pairs[::-1]
 
 
 def ring_forward(
@@ -199,8 +203,8 @@ def ring_backward(
     - `results`: of this device's queries the result (batch..., T, N, E), largest logit and sum (batch..., N, T) over all
         keys of the ring (and of other devices, if keys are cut further), and the cotangent.
     """
-    # XLA would take the forward pass's equal permutes, and hold what arrived until here. So blocks pass the other way round;
-    # what is equal all the same (two devices, the zigzag order) is behind a barrier, which CPUs of JAX 0.10 do not heed.
+    # XLA would take the forward pass's equal permutes, and hold what arrived until here. So blocks pass the other way round,
+    # and behind a barrier, which the compiler for CPUs of JAX 0.10 removes before it merges.
     ring = dataclasses.replace(ring, forth=not ring.forth)
     arrays, results = lax.optimization_barrier((list(arrays), list(results)))
     if not ring.zigzag:
