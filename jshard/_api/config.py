@@ -92,7 +92,11 @@ class Config(ConfigRecord):
 
     @staticmethod
     def from_recipe(
-        recipe: str, fn: Function, *args: PyTree, mesh: MeshRequest | Mapping[str, int] | None = None, **kwargs: PyTree
+        recipe: str,
+        fn: Function,
+        *args: PyTree,
+        mesh: MeshRequest | Mapping[str, int] | None = None,
+        **kwargs: PyTree,
     ) -> Config:
         """The layouts of a recipe for one function and call, as rules to read, edit and save.
 

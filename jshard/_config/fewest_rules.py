@@ -30,8 +30,10 @@ from jshard._config.tensors import TensorName, is_state, mirrors
 Parts = tuple[str, ...]
 
 
-def fewest_rules(tensors: Sequence[TensorName], entries: Sequence[Entry]) -> tuple[Rule, ...]:
-    """Rules of the section `parameters` under which each tensor has its entry.
+def fewest_rules(
+    tensors: Sequence[TensorName], entries: Sequence[Entry], others: Sequence[TensorName] = ()
+) -> tuple[Rule, ...]:
+    """Rules of the section `parameters` under which each tensor has its entry, and `others` are left open.
 
     Tensors of one path below several arguments (moments that are arguments of their own) follow the first of them.
     """
@@ -41,6 +43,7 @@ def fewest_rules(tensors: Sequence[TensorName], entries: Sequence[Entry]) -> tup
     own = {path: entries[i] for path, i in first.items() if path}
     own = _without_mirrors(own, tensors, entries, first)
     rules = _joined(_by_class(own))
+    tensors, entries = (*tensors, *others), (*entries, *((None,) * len(t.shape) for t in others))
     for names in (lambda t: t.own, lambda t: t.parts):
         wrong = _wrong(rules, tensors, entries)
         if not wrong:
@@ -149,7 +152,7 @@ def _braced(rules: Sequence[Rule]) -> list[Rule]:
             return left
         most = max(several, key=lambda s: s[0])[1]
         same, (entry, k, rest) = groups[most], most
-        choices = "{" + ",".join(_split(r.name)[k] for r in same) + "}"
+        choices = "{" + ",".join(dict.fromkeys(_split(r.name)[k] for r in same)) + "}"
         joint = Rule(".".join(choices if p == "\0" else p for p in rest), entry)
         left = [r for r in left if r not in same] + [joint]
 
@@ -172,7 +175,7 @@ def _wrong(rules: Sequence[Rule], tensors: Sequence[TensorName], entries: Sequen
     tied = {t.path for t, _ in claims.ties}
     out = []
     for i, (t, claim, entry) in enumerate(zip(tensors, claims.of_tensor, entries, strict=True)):
-        got = None if claim is None else fit(claim, t)
+        got = (None,) * len(t.shape) if claim is None else fit(claim, t)
         if isinstance(got, Problem) or got != entry or t.path in tied:
             out.append(i)
     return out

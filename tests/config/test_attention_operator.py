@@ -86,16 +86,7 @@ def test_what_runs_equals_the_plain_run(recipe):
     step = jax.value_and_grad(OPERATOR)
     f = jshard.shard(step, config=recipe, mesh=MESH)
     verified = f.plan(*args, verify=True).verification
-    assert verified is not None
-    if jax.__version_info__ < (0, 11):
-        # XLA for CPU drops barriers first: the backward ring's first permutes are the forward ring's.
-        others = [row for row in verified.rows if not row.agrees]
-        assert all(
-            p.operator.startswith("jshard_attention_backward") for row in others for p in row.predicted
-        )
-        assert all(row.bytes[1] < row.bytes[0] for row in others) and not verified.unrequested
-    else:
-        assert verified.ok, str(verified)
+    assert verified is not None and verified.ok, str(verified)
     plan = f.plan(*args)
     plain = jax.value_and_grad(WRITTEN_OUT)(*args)
     for a, b in zip(jax.tree.leaves(f(*args)), jax.tree.leaves(plain), strict=True):
@@ -110,6 +101,33 @@ def test_what_runs_equals_the_plain_run(recipe):
         assert set(positions) == {"model"} and rings
     elif "ulysses" in recipe:
         assert set(positions) == {"-"} and "all_to_all" in {c.kind for c in plan.collectives}
+
+
+@pytest.mark.parametrize(
+    "recipe, sizes", [("ring(data)", (2, 4)), ("ring(model)", (2, 4)), ("ring(model)", (2, 2))]
+)
+def test_permutes_of_a_checkpointed_ring_are_not_merged(recipe, sizes):
+    """The backward ring follows the recomputed forward ring of the same keys: compilers must not take its permutes."""
+
+    def layers(p, x):
+        def layer(x, w):
+            q, k, v = (x @ w[n] for n in range(3))
+            heads = ((a.reshape(*x.shape[:2], 2, 8)) for a in (q, k, v))
+            return x + jshard.ops.attention(*heads, causal=True).reshape(x.shape) @ w[3], None
+
+        return (jax.lax.scan(jax.checkpoint(layer), x, p)[0] ** 2).sum()
+
+    rng = np.random.default_rng(0)
+    p, x = (jnp.asarray(rng.normal(size=s) * 0.3, "float32") for s in ((2, 4, 16, 16), (2, 32, 16)))
+    f = jshard.shard(
+        jax.value_and_grad(layers),
+        config={"recipe": recipe, "mesh": dict(zip(("data", "model"), sizes, strict=True))},
+    )
+    verified = f.plan(p, x, verify=True).verification
+    assert verified is not None and verified.ok, str(verified)
+    assert any(c.kind == "permute" for c in f.plan(p, x).collectives)
+    for a, b in zip(jax.tree.leaves(f(p, x)), jax.tree.leaves(jax.value_and_grad(layers)(p, x)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
 def test_no_recipe_costs_less_than_the_search():

@@ -91,6 +91,28 @@ def test_the_mesh_of_a_file_may_be_given_by_the_sizes_of_its_axes():
     )
 
 
+def test_the_rules_of_a_file_say_nothing_of_what_the_recipe_leaves_open():
+    """Of a scalar that is named as vectors are, and of an argument that the model does not read."""
+
+    def loss(p, x):
+        h = jax.nn.gelu(x @ p["a"]["w"] + p["a"]["scale"]) @ p["b"]["w"] + p["b"]["scale"]
+        return ((h * jnp.exp(p["c"]["scale"])) ** 2).mean()
+
+    shapes = {"a": {"w": (8, 16), "scale": (16,)}, "b": {"w": (16, 8), "scale": (8,)}, "c": {"scale": ()}}
+    p = jax.tree.map(jnp.ones, shapes | {"d": {"w": (8, 8)}}, is_leaf=lambda x: isinstance(x, tuple))
+    f, sizes = jax.value_and_grad(loss), {"x": 2, "y": 4}
+    for recipe in ("data", "fsdp", "megatron"):
+        config = jshard.Config.from_recipe(recipe, f, p, jnp.ones((8, 8)), mesh=sizes)
+        a, b = (
+            jshard.shard(f, config=c).plan(p, jnp.ones((8, 8)))
+            for c in (config, {"recipe": recipe, "mesh": sizes})
+        )
+        assert [str(r.layout) for r in a.inputs] == [str(r.layout) for r in b.inputs]
+    assert (
+        "d.w: ['?', '?']" in jshard.Config.from_recipe("data", f, p, jnp.ones((8, 8)), mesh=sizes).to_yaml()
+    )
+
+
 def test_an_own_rule_overrides_the_recipe():
     w = workloads.get("mlp-512", small=True, devices=8)
     config = {

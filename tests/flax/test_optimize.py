@@ -226,7 +226,10 @@ class WordsPolicy(jshard.Policy):
         self.padding = jshard.flax.Padding(WORDS, 56, {"params.embed.embedding": 0})
         mask = lambda original, tokens: self.padding.mask(original(tokens))  # noqa: E731
         name = qualified_name(Words)
-        self.fused = {"attention": {f"{name}.attend": attend_by_operator}, "scores": {f"{name}.__call__": mask}}
+        self.fused = {
+            "attention": {f"{name}.attend": attend_by_operator},
+            "scores": {f"{name}.__call__": mask},
+        }
 
     def prepare(self, model):
         return model.clone(words=56)
@@ -258,7 +261,9 @@ def test_a_linen_module_with_a_padded_vocabulary_and_fused_functions():
     np.testing.assert_allclose(a, b, rtol=1e-6)
     for x, y in zip(jax.tree.leaves(da), jax.tree.leaves(done.policy.restore(db)), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-6)
-    with pytest.raises(ShardError, match="Words is a linen module, which holds no parameters to pad") as error:
+    with pytest.raises(
+        ShardError, match="Words is a linen module, which holds no parameters to pad"
+    ) as error:
         jshard.flax.pad_vocabulary(Words(), WORDS, 8)
     assert "jshard.flax.Padding(50, 56, {" in error.value.fix
 
@@ -316,7 +321,9 @@ def test_a_key_that_names_no_class_of_the_models_module_is_refused(registry):
     jshard.Policy.forget(key)
     jshard.Policy.register(qualified_name(Tiny), First)
     assert type(find_policy(Tiny(nnx.Rngs(0))).policy) is First
-    jshard.Policy.register("some.other.library.Tinny", Second)  # of a library that is not loaded: says nothing here
+    jshard.Policy.register(
+        "some.other.library.Tinny", Second
+    )  # of a library that is not loaded: says nothing here
     assert "no policy" in find_policy(Tied(nnx.Rngs(0))).how
 
 

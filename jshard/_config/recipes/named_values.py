@@ -77,6 +77,8 @@ def record_of(pins: RecipePins, s: Structure) -> ConfigRecord:
     short = _short_names(s)
     inside = {n: e for n, e in pins.arguments.items() if _argument(s, n).inner and n not in s.data}
     arrays = {n: e for n, e in pins.arguments.items() if n not in inside}
+    unnamed = [_argument(s, n) for n in range(len(s.program.inputs)) if n not in pins.arguments]
+    left_alone = [t for t in unnamed if t.inner]
 
     def rules(section: str, values: Sequence[ValueEntry]) -> tuple[Rule, ...]:
         entries: dict[str, tuple[TensorName, Entry]] = {}
@@ -94,7 +96,7 @@ def record_of(pins: RecipePins, s: Structure) -> ConfigRecord:
         if a.name not in said
     }
     return ConfigRecord(
-        parameters=fewest_rules([_argument(s, n) for n in inside], list(inside.values())),
+        parameters=fewest_rules([_argument(s, n) for n in inside], list(inside.values()), left_alone),
         inputs=tuple(Rule(s.name(n), e) for n, e in arrays.items()),
         source=f"recipe {pins.recipe!r}",
         notes=pins.notes,
