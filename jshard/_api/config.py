@@ -117,7 +117,7 @@ class Config(ConfigRecord):
           down: [data, null]
         <BLANKLINE>
 
-        `recipe`: a name or sum of `jshard.recipes`; `mesh`: as for `shard`, or the sizes of its axes, `{"data": 2, "model": 2}`;
+        `recipe`: a name or sum of `jshard.recipes`; `mesh`: as for `shard`, or the sizes of its axes, `{"data": 2}`;
         default: that of a sharded function. `products` are the complete outputs of the products with a parameter
         (`wk @ wq`: of the outputs of two), `gradients` those of its gradient. Raises `RecipeError` where it does not apply.
         """

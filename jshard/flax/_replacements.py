@@ -117,8 +117,8 @@ def pad_vocabulary(
         raise ShardError(
             f"{type(model).__name__} is a linen module, which holds no parameters to pad",
             where="pad_vocabulary",
-            fix=f"in prepare, a clone of the size that its field has: model.clone(vocabulary={padded}); for restore, the paths of "
-            f'its parameters with their dimensions: jshard.flax.Padding({size}, {padded}, {{"params.embed.embedding": 0}})',
+            fix=f"in prepare, a clone with its field padded, such as model.clone(vocabulary={padded}); for restore, "
+            f'the dimension of each parameter by its path: Padding({size}, {padded}, {{"params.embed.embedding": 0}})',
         )
     found: dict[str, tuple[nnx.Variable, int]] = {}
     for path, variable in nnx.to_flat_state(nnx.state(model)):

@@ -265,7 +265,7 @@ def test_a_linen_module_with_a_padded_vocabulary_and_fused_functions():
         ShardError, match="Words is a linen module, which holds no parameters to pad"
     ) as error:
         jshard.flax.pad_vocabulary(Words(), WORDS, 8)
-    assert "jshard.flax.Padding(50, 56, {" in error.value.fix
+    assert "Padding(50, 56, {" in error.value.fix
 
 
 # -- the registry --------------------------------------------------------------------------------------------
