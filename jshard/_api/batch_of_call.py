@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import jax
@@ -20,6 +20,7 @@ from jshard._core.jax_types import ClosedJaxpr
 from jshard._core.messages import count_of
 from jshard._plan.memory_refusal import MemoryRefusal
 from jshard._program.trace import build
+from jshard._report.format_units import format_bytes, format_percent
 from jshard._schedule.peak_profile import INTERMEDIATE
 
 
@@ -110,7 +111,8 @@ def fewest_microbatches(
     """The call in the fewest pieces that fit the memory budget, or in more where that is cheaper; and the plan's steps.
 
     After a refusal the number is next that would fit if the values of a step shrank with a piece, then the one before
-    the least that fits, until one is refused: with more pieces a device holds less.
+    the least that fits, until one is refused: with more pieces a device holds less. The steps say of each number that was
+    tried by how many bytes it exceeds the budget, or what it costs more.
 
     Raises the refusal of least memory if none fits.
     """
@@ -162,7 +164,28 @@ def fewest_microbatches(
             break
         k += 1
     step = f"microbatches: {count_of(counts[k], 'piece')} of {max(1, batch.examples // counts[k])} examples"
-    return calls[k], (step + (f", since {tried} exceed the budget" if tried else "") + why_not,)
+    step += (f", since {tried} exceed the budget" if tried else "") + why_not
+    others = {counts[n]: plan_of(calls[n]) for n in calls if n != k}
+    return calls[k], (step, *_tried({counts[n]: refused[n] for n in refused}, others, plan_of(calls[k])))
+
+
+def _tried(
+    refused: Mapping[int, MemoryBudgetError], fitting: Mapping[int, Plan], chosen: Plan
+) -> tuple[str, ...]:
+    """A line for every other number of pieces that was tried: by how much it is refused, or that it is dearer."""
+    lines = {}
+    for count, error in refused.items():
+        if not isinstance(error.refusal, MemoryRefusal):
+            continue
+        limit, over = error.refusal.limit, error.refusal.peak - error.refusal.limit
+        line = f"refused, the least peak found is {format_bytes(over)} above {format_bytes(limit)}"
+        if error.refusal.bound > limit:
+            line += f", none is less than {format_bytes(error.refusal.bound - limit)} above it"
+        lines[count] = line
+    for count, plan in fitting.items():
+        by = plan.cost.objective / chosen.cost.objective - 1 if chosen.cost.objective else 0.0
+        lines[count] = f"fit, peak {format_bytes(plan.cost.peak_bytes)}, at {format_percent(by)} more cost"
+    return tuple(f"microbatches: {count_of(count, 'piece')} {lines[count]}" for count in sorted(lines))
 
 
 def _next_position(counts: Sequence[int], k: int, excess: float, left: Sequence[int]) -> int | None:

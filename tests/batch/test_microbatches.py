@@ -17,6 +17,9 @@ import jshard
 from jshard._batch.batch_class import SHARED, per_example
 from jshard._batch.microbatches import in_microbatches
 from jshard._core import jaxcompat as compat
+from jshard._core.errors import MemoryBudgetError
+from jshard._plan.memory_refusal import MemoryRefusal
+from jshard._report.format_units import format_bytes
 
 
 BATCH = 24
@@ -278,6 +281,15 @@ def test_the_fewest_that_fit() -> None:
         whole.microbatches == 1 < plan.microbatches and plan.cost.peak_bytes <= budget < whole.cost.peak_bytes
     )
     assert any("exceed the budget" in s for s in plan.steps)
+    said = [s for s in plan.steps if s.startswith("microbatches: ")]
+    before = plan.microbatches // 2
+    (refused,) = [s for s in said if s.startswith(f"microbatches: {before} piece")]
+    with pytest.raises(MemoryBudgetError) as error:
+        plan_of(microbatches=before, memory_budget=budget)
+    refusal = error.value.refusal
+    assert isinstance(refusal, MemoryRefusal)
+    over = format_bytes(refusal.peak - budget)
+    assert f"refused, the least peak found is {over} above {format_bytes(budget)}" in refused
 
 
 def test_a_budget_that_no_number_fits() -> None:
