@@ -1,6 +1,7 @@
 """Padding: every operator with hostile padding, and programs of sizes that do not divide on 2, 4 and 8 devices.
 
     python benchmarks/correctness/padding.py [--sizes 7 13 50] [--devices 2 4 8] [--page padding.md] [--no-operators]
+    python benchmarks/correctness/padding.py --impossible    # the page of dimensions that stay whole: runs nothing, a minute
 
 Operators: each dimension that may be padded is padded, with NaN or other values in the padding before the operator reads
 it, and the results are compared with the plain operator's. Programs: value and gradients in float64, planned with
@@ -15,11 +16,24 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get("XLA_FLAGS", "")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path[:0] = [str(Path(__file__).parents[2])]
+
+IMPOSSIBLE = """# Cuts that do not divide and stay impossible
+
+`python benchmarks/correctness/padding.py --impossible` goes through the operators of `tests/helpers/rules_examples.py`,
+the examples on which every rule is tried, and lists those with a dimension that is not padded: there the true size is
+restored, so a cut that does not divide it is impossible. A number is that of
+dimensions in the examples, out of all of the primitive's. With `plan.why(tensor)` a plan says so of its own dimensions. {date}
+
+| primitive | dimensions | reason |
+|---|---|---|
+{rows}
+"""
 
 PAGE = """# Padding on trial
 
@@ -55,6 +69,54 @@ def operators() -> tuple[int, list[str], Counter[str], Counter[str]]:
         refused[case.op.primitive] += verdict.refused
         padded[case.op.primitive] += verdict.tried
     return tried, wrong, refused, padded
+
+
+def impossible() -> str:
+    """The rows of the page: primitive, dimensions that are not padded of all, and why."""
+    from jshard._rules.lookup import rules_for
+    from jshard._rules.padding import padded_factors
+    from tests.helpers.rules_examples import all_cases
+
+    found: dict[tuple[str, str], int] = Counter()
+    total: Counter[str] = Counter()
+    for case in all_cases():
+        op, rule = case.op, rules_for(case.op)[0]
+        padded = padded_factors(op, rule)
+        alone = {d[0] for t in (*rule.operands, *rule.results) for d in t if len(d) == 1}
+        joined = {f for t in (*rule.operands, *rule.results) for d in t if len(d) > 1 for f in d}
+        places = sum(n > 1 for a in (*op.ins, *op.outs) for n in a.shape) if rule.opaque else 0
+        total[op.primitive] += places or sum(n > 1 for n in rule.sizes)
+        if rule.opaque:
+            found[op.primitive, rule.note or "it has no rule"] += places
+            continue
+        for f, size in enumerate(rule.sizes):
+            if (
+                size > 1
+                and f not in padded
+                and not (op.primitive in SHIFTED and f in rule.blocked and f in alone)
+            ):
+                found[op.primitive, _reason(op.primitive, f, rule, joined)] += 1
+    return "\n".join(f"| `{p}` | {n} of {total[p]} | {why} |" for (p, why), n in sorted(found.items()) if n)
+
+
+SHIFTED = ("slice", "pad", "rev", "concatenate")
+"""Primitives along whose dimensions elements move: padded as shifts (`jshard/_plan/padded_shifts.py`)."""
+
+
+def _reason(primitive: str, factor: int, rule: Any, joined: set[int]) -> str:
+    from jshard._rules.padding import has_meaning
+
+    if factor in joined:
+        return (
+            "the dimension is the product of several: padding at its end is padding in the last of them only"
+        )
+    if primitive.startswith("random_"):
+        return rule.note or "the numbers that are drawn depend on the shape"
+    if not has_meaning(primitive):
+        return rule.note or "what padding means for it is not stated"
+    if factor in rule.blocked:
+        return rule.note or "the operator needs the whole dimension"
+    return "the operator has no neutral element for it, or elements that padding would change"
 
 
 def programs(sizes: list[int], devices: list[int]) -> tuple[list[str], list[str]]:
@@ -95,10 +157,17 @@ def main() -> int:
     parser.add_argument("--devices", nargs="*", type=int, default=[2, 4, 8])
     parser.add_argument("--page", type=Path)
     parser.add_argument("--no-operators", action="store_true")
+    parser.add_argument("--impossible", action="store_true")
     options = parser.parse_args()
 
     import jax
 
+    if options.impossible:
+        text = IMPOSSIBLE.format(
+            date=f"Written on {time.strftime('%Y-%m-%d')}, JAX {jax.__version__}.", rows=impossible()
+        )
+        (options.page or Path(__file__).with_suffix(".md")).write_text(text)
+        return 0
     start = time.perf_counter()
     tried, wrong, refused, padded = (0, [], Counter(), Counter()) if options.no_operators else operators()
     jax.config.update("jax_enable_x64", True)

@@ -90,12 +90,21 @@ def padded_factors(op: OpView, rule: Rule) -> Mapping[int, PaddedFactor]:
     """For each factor that may be padded what this needs. A factor that shares a dimension with another is never padded."""
     if rule.opaque or any(jax.numpy.issubdtype(a.dtype, jax.dtypes.extended) for a in (*op.ins, *op.outs)):
         return {}
-    meaning = _meaning(op)
+    meaning = _meaning_of(op.primitive)
     if meaning is None:
         return {}
     alone = _alone(rule)
     found = {f: meaning(op, rule, f) for f in sorted(alone) if rule.sizes[f] > 1}
     return {f: m for f, m in found.items() if m is not None}
+
+
+def has_meaning(primitive: str) -> bool:
+    """Whether it is stated for a primitive what padding means.
+
+    >>> has_meaning("reduce_max"), has_meaning("fft")
+    (True, False)
+    """
+    return _meaning_of(primitive) is not None
 
 
 def _alone(rule: Rule) -> set[int]:
@@ -104,8 +113,8 @@ def _alone(rule: Rule) -> set[int]:
     return {f for t in tensors for d in t for f in d} - shared
 
 
-def _meaning(op: OpView) -> Callable[[OpView, Rule, int], PaddedFactor | None] | None:
-    name, entry = op.primitive, REGISTRY.get(op.primitive)
+def _meaning_of(name: str) -> Callable[[OpView, Rule, int], PaddedFactor | None] | None:
+    entry = REGISTRY.get(name)
     if name in _MOVES or name in (PIN_OPERAND, MASK_TAIL):
         return _moved
     if name in _REDUCTIONS:
