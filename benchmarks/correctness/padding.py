@@ -28,7 +28,8 @@ IMPOSSIBLE = """# Cuts that do not divide and stay impossible
 `python benchmarks/correctness/padding.py --impossible` goes through the operators of `tests/helpers/rules_examples.py`,
 the examples on which every rule is tried, and lists those with a dimension that is not padded: there the true size is
 restored, so a cut that does not divide it is impossible. A number is that of
-dimensions in the examples, out of all of the primitive's. With `plan.why(tensor)` a plan says so of its own dimensions. {date}
+dimensions in the examples, out of all of the primitive's. With `plan.why(tensor)` a plan says so of its own dimensions.
+{date}
 
 | primitive | dimensions | reason |
 |---|---|---|
