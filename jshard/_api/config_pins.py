@@ -111,7 +111,7 @@ class CallRules:
             return ()
         values, pins = named_values(structure_of(program)), dict[tuple[int, str, int], Pin | None]()
         for row in found.inner:
-            for place in values.places.get((row.section, row.tensor.path), ()):
+            for place in values.places.get((row.section, row.tensor.path, row.tensor.element), ()):
                 if place not in pins:
                     pins[place] = _pin(row)
         said = self.recipe(program)

@@ -139,7 +139,7 @@ def _inner_rows(
             continue
         claim = won[i][0]
         section, rule = claim.section, claim.rule
-        if rule.element is None and value.elements > 1:
+        if rule.element is None and value.elements > 1 and value.kind != "product":
             problems.append(
                 Problem(
                     "element",

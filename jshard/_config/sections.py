@@ -115,11 +115,15 @@ def parse_rules(section: str, node: Located) -> tuple[Rule, ...]:
     return tuple(rules)
 
 
+_WITH_ELEMENTS = ("torch", "activations", "products")
+"""Sections in which `name[0]` is an element of a module's output, or one of several products with one weight."""
+
+
 def parse_rule(section: str, key: str, value: Located) -> Rule:
     """One rule: `layers.*[0]` is the name `layers.*` with the element 0."""
     if not key.strip() and section not in ("torch", "activations"):
         raise ShardError("a rule has an empty name", where=value.where, fix="the path of a tensor")
-    indexed = re.fullmatch(r"(.*)\[(\d+)\]", key) if section in ("torch", "activations") else None
+    indexed = re.fullmatch(r"(.*)\[(\d+)\]", key) if section in _WITH_ELEMENTS else None
     entry = parse_entry_of(value, words=section == "outputs")
     if indexed:
         return Rule(indexed[1], entry, value.where, int(indexed[2]))

@@ -91,6 +91,44 @@ def test_the_mesh_of_a_file_may_be_given_by_the_sizes_of_its_axes():
     )
 
 
+def test_each_use_of_a_weight_has_its_own_line_in_a_file(tmp_path):
+    """An encoder and a decoder look up one table, and the recipe cuts the tokens of the encoder only."""
+
+    def loss(p, source, target):
+        x, y = p["embed"][source], p["embed"][target]
+        x = x + jax.nn.gelu(x @ p["up"]) @ p["down"]
+        scores = jax.nn.softmax(jnp.einsum("btd,bsd->bts", y, x))
+        y = y + jnp.einsum("bts,bsd->btd", scores, x)
+        return (jax.nn.log_softmax(y @ p["embed"].T) ** 2).mean()
+
+    rng = np.random.default_rng(4)
+    p = {
+        n: jnp.asarray(rng.normal(size=s), "float32")
+        for n, s in {"embed": (64, 16), "up": (16, 32), "down": (32, 16)}.items()
+    }
+    source, target = (jnp.asarray(rng.integers(0, 64, (4, n)), "int32") for n in (16, 8))
+    f, sizes = jax.value_and_grad(loss), {"x": 2, "y": 4}
+    config = jshard.Config.from_recipe("megatron+sequence", f, p, source, target, mesh=sizes)
+    assert {r.key: r.text for r in config.products if r.key.startswith("embed:lookup[")} == {
+        "embed:lookup[0]": "[x, y, null]",
+        "embed:lookup[1]": "[x, null, null]",
+    }
+    config.save(tmp_path / "recipe.json")
+    read = jshard.Config.load(tmp_path / "recipe.json")
+    assert read == config and config.check(f, p, source, target).ok
+    a, b = (
+        jshard.shard(f, config=c).plan(p, source, target)
+        for c in (read, {"recipe": "megatron+sequence", "mesh": sizes})
+    )
+    assert a.cost.objective == b.cost.objective
+    both = {"mesh": sizes, "products": {"embed:lookup": ["x", None, None]}}  # without a number: each of them
+    assert jshard.Config.of(both).check(f, p, source, target).ok
+    with pytest.raises(jshard.ShardError, match=r"'embed:lookup\[2\]' of products matches nothing"):
+        jshard.shard(f, config=both | {"products": {"embed:lookup[2]": ["x", None, None]}}).plan(
+            p, source, target
+        )
+
+
 def test_the_rules_of_a_file_say_nothing_of_what_the_recipe_leaves_open():
     """Of a scalar that is named as vectors are, and of an argument that the model does not read."""
 

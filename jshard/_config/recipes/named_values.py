@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from jshard._config.config_record import ConfigRecord, Entry, Rule
+from jshard._config.config_record import ConfigRecord, Rule
 from jshard._config.fewest_rules import fewest_result_rules, fewest_rules
 from jshard._config.recipes.attention_operands import attention_operands
 from jshard._config.recipes.gradients import gradients_of
@@ -21,12 +21,13 @@ Place = tuple[int, str, int]
 class NamedValues:
     """The values of a program that the sections `products` and `gradients` are about.
 
-    `names`: by section; `places`: by section and path, (operator, "result" or "operand", number); a path may
-    stand for several values.
+    `names`: by section; of several products with one weight, such as look-ups in a table that an encoder and a decoder
+    share, each is an element: `embed:lookup[1]`. `places`: by section, path and element, (operator, "result" or "operand",
+    number); others that have a path in common (of both passes) are one value.
     """
 
     names: Mapping[str, Sequence[TensorName]]
-    places: Mapping[tuple[str, str], Sequence[Place]]
+    places: Mapping[tuple[str, str, int], Sequence[Place]]
     path_of: Mapping[str, str]
 
 
@@ -36,13 +37,23 @@ def named_values(s: Structure) -> NamedValues:
     found = [("products", p.name, (p.place[0], "result", p.place[1])) for p in s.products]
     found += [("products", a.name, (a.op, "operand", a.operand)) for a in attention_operands(s)]
     found += [("gradients", s.name(n), (i, "result", k)) for n, (i, k) in sorted(gradients_of(s).items())]
-    names: dict[str, dict[str, TensorName]] = {"products": {}, "gradients": {}}
-    places: dict[tuple[str, str], list[Place]] = {}
+    names: dict[str, list[TensorName]] = {"products": [], "gradients": []}
+    places: dict[tuple[str, str, int], list[Place]] = {}
+    of_path: dict[tuple[str, str], list[Place]] = {}
     for section, name, place in found:
-        path, t = _renamed(name, short), s.program.tensors[_tensor(s, place)]
-        names[section].setdefault(path, TensorName(path, t.shape, t.dtype, kind=section[:-1]))
-        places.setdefault((section, path), []).append(place)
-    return NamedValues({k: tuple(v.values()) for k, v in names.items()}, places, short)
+        own = of_path.setdefault((section, _renamed(name, short)), [])
+        if place not in own:
+            own.append(place)
+    for (section, path), own in of_path.items():
+        several = section == "products" and all(side == "result" for _, side, _ in own) and len(own) > 1
+        for k, group in enumerate([[p] for p in own] if several else [own]):
+            t = s.program.tensors[_tensor(s, group[0])]
+            count = len(own) if several else 0
+            names[section].append(
+                TensorName(path, t.shape, t.dtype, kind=section[:-1], element=k, elements=count)
+            )
+            places[section, path, k] = group
+    return NamedValues({k: tuple(v) for k, v in names.items()}, places, short)
 
 
 def _tensor(s: Structure, place: Place) -> int:
@@ -81,11 +92,18 @@ def record_of(pins: RecipePins, s: Structure) -> ConfigRecord:
     left_alone = [t for t in unnamed if t.inner]
 
     def rules(section: str, values: Sequence[ValueEntry]) -> tuple[Rule, ...]:
-        entries: dict[str, tuple[TensorName, Entry]] = {}
+        by_path: dict[str, dict[tuple[int, int], ValueEntry]] = {}
         for v in values:
-            path = _renamed(v.name, short)
-            entries.setdefault(path, (TensorName(path, v.shape, "float32", kind=section[:-1]), v.entry))
-        return fewest_result_rules([t for t, _ in entries.values()], [e for _, e in entries.values()])
+            by_path.setdefault(_renamed(v.name, short), {}).setdefault(v.place, v)
+        alike: dict[str, ValueEntry] = {}
+        apart: list[Rule] = []
+        for path, own in by_path.items():
+            if len({v.entry for v in own.values()}) == 1 or any(v.side == "operand" for v in own.values()):
+                alike[path] = next(iter(own.values()))
+            else:
+                apart += [Rule(path, v.entry, element=k) for k, v in enumerate(own.values())]
+        tensors = [TensorName(path, v.shape, "float32", kind=section[:-1]) for path, v in alike.items()]
+        return (*fewest_result_rules(tensors, [v.entry for v in alike.values()]), *apart)
 
     said = {v.name for v in pins.products}
     left_open = {
