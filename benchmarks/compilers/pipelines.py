@@ -1,13 +1,14 @@
 """Pipelines compiled by libtpu and by XLA for GPU, without a device: permutes, other collectives, peak memory.
 
     python benchmarks/compilers/pipelines.py                 # every machine, in the compilers' environment
-    python benchmarks/compilers/pipelines.py --only v5e:4x8
+    python benchmarks/compilers/pipelines.py --only v5e:4x8 --width 4096
 
 A step of SGD with momentum of a residual network of gated layers in a scan with `jax.checkpoint`, bf16, weights and
 momentum donated. For every pipeline: permutes of the stages, planned, emitted and 2 (R M + S - 1); other collectives
 that run more than once a step (a reduction of weight gradients must not); bytes, planned and emitted; peak, planned and
-compiled, the larger of arguments, own results and temporaries, and of the peak that `memory_analysis()` states;
-weights of a device times stages over all weights. Rows are kept in `pipelines.jsonl`, from which `pipelines.md` is written.
+compiled, both as `memory_analysis()` states it: what is allocated (arguments, own results, temporaries with the gaps
+between them), and the peak of what is in use; weights of a device times stages over all weights. Rows are kept in
+`pipelines.jsonl`, from which `pipelines.md` is written.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ MACHINES = {  # topology, axes, slices
     "h100:2x8": ("h100:8", {"stage": 2, "data": 8}, 2),
 }
 SHAPES = ((4, 1), (16, 1), (4, 2), (16, 2))  # microbatches, rounds
-LAYERS, BATCH, WIDTH, HIDDEN = 16, 65536, 1024, 4096
+LAYERS, BATCH = 16, 65536
+SIZES = {1024: 4096, 4096: 14336}  # width, hidden
 
 
 def step(params: Any, momentum: Any, x: Any) -> Any:
@@ -56,7 +58,7 @@ def step(params: Any, momentum: Any, x: Any) -> Any:
     return jax.tree.map(lambda p, m: p - 0.01 * m, params, momentum), momentum, value
 
 
-def shapes() -> tuple[Any, Any, Any]:
+def shapes(width: int = 1024) -> tuple[Any, Any, Any]:
     """Types of the arguments of `step`."""
     import jax
     import jax.numpy as jnp
@@ -64,11 +66,12 @@ def shapes() -> tuple[Any, Any, Any]:
     def array(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
-    w = {n: array(LAYERS, WIDTH, HIDDEN) for n in ("gate", "up")} | {"down": array(LAYERS, HIDDEN, WIDTH)}
-    return w, w, array(BATCH, WIDTH)
+    hidden = SIZES[width]
+    w = {n: array(LAYERS, width, hidden) for n in ("gate", "up")} | {"down": array(LAYERS, hidden, width)}
+    return w, w, array(BATCH, width)
 
 
-def row(machine: str, microbatches: int, rounds: int) -> dict[str, Any]:
+def row(machine: str, microbatches: int, rounds: int, width: int = 1024) -> dict[str, Any]:
     """One pipeline, planned and compiled; bytes are those of a device."""
     import jax
     import numpy as np
@@ -83,8 +86,8 @@ def row(machine: str, microbatches: int, rounds: int) -> dict[str, Any]:
         step, mesh=topology, level=2, donate_argnums=(0, 1), config={"pipeline": pipeline},
         in_strategy={"x": jax.sharding.PartitionSpec("data")},
     )  # fmt: skip
-    plan = f.plan(*shapes())
-    compiled = f.lower(*shapes()).compile()
+    plan = f.plan(*shapes(width))
+    compiled = f.lower(*shapes(width)).compile()
     found = verify_plan(plan, compiled, slices=slices)
     shifts = [c for c in plan.collectives if c.operator.startswith("stage_shift")]
     ids = {c.id for c in shifts}
@@ -102,7 +105,7 @@ def row(machine: str, microbatches: int, rounds: int) -> dict[str, Any]:
     )
     whole = sum(int(np.prod(i.shape)) for i in plan.inputs if "params" in i.path)
     return {
-        "machine": machine, "microbatches": microbatches, "rounds": rounds,
+        "machine": machine, "microbatches": microbatches, "rounds": rounds, "width": width,
         "formula": 2 * (rounds * microbatches + stages - 1), "planned_permutes": sum(c.count for c in shifts),
         "emitted_permutes": emitted, "repeated": repeated, "verified": found.ok,
         "planned_bytes": found.predicted, "emitted_bytes": found.emitted, "planned_peak": plan.cost.peak_bytes,
@@ -116,22 +119,27 @@ def page(rows: list[dict[str, Any]]) -> str:
         "# Pipelines compiled for TPU and GPU", "",
         "`python benchmarks/compilers/pipelines.py`, compiled without a device. Permutes of the stages: planned / emitted / "
         "2 (R M + S - 1). Others: planned runs of other collectives inside loops. Weights: bytes of a device times stages, "
-        "of all weights: 1 if they are cut over the stages only, less if over other axes too. Peaks in MB of a device.", "",
-        "| machine | M | R | permutes | others | planned B | emitted B | equal | planned peak | compiled | / | weights |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "of all weights: 1 if they are cut over the stages only, less if over other axes too. Peaks in MB of a device: "
+        "`allocated` has the gaps between temporaries, `in use` is the peak that the compiler states; the plan over each.",
+        "",
+        "| machine | width | M | R | permutes | others | planned B | emitted B | equal | planned peak | allocated | / "
+        "| in use | / | weights |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for r in rows:
         if "failed" in r:
             lines.append(
-                f"| {r['machine']} | {r['microbatches']} | {r['rounds']} | {r['failed']} |" + " |" * 8
+                f"| {r['machine']} | {r['width']} | {r['microbatches']} | {r['rounds']} | {r['failed']} |"
+                + " |" * 10
             )
             continue
         lines.append(
-            f"| {r['machine']} | {r['microbatches']} | {r['rounds']} "
+            f"| {r['machine']} | {r['width']} | {r['microbatches']} | {r['rounds']} "
             f"| {r['planned_permutes']:.0f} / {r['emitted_permutes']:.0f} / {r['formula']} | {r['repeated'] or 'none'} "
             f"| {r['planned_bytes']:,.0f} | {r['emitted_bytes']:,.0f} | {'yes' if r['verified'] else 'no'} "
-            f"| {r['planned_peak'] / 1e6:,.1f} | {max(r['compiled_peak'], r['heap_peak']) / 1e6:,.1f} "
-            f"| {r['planned_peak'] / max(r['compiled_peak'], r['heap_peak']):.3f} | {r['weights']:.3f} |"
+            f"| {r['planned_peak'] / 1e6:,.1f} | {r['compiled_peak'] / 1e6:,.1f} "
+            f"| {r['planned_peak'] / r['compiled_peak']:.3f} | {r['heap_peak'] / 1e6:,.1f} "
+            f"| {r['planned_peak'] / r['heap_peak']:.3f} | {r['weights']:.3f} |"
         )
     return "\n".join([*lines, ""])
 
@@ -142,6 +150,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="")
+    parser.add_argument("--width", type=int, default=1024, choices=SIZES)
     parser.add_argument("--one", help="a row as JSON; runs here")
     args = parser.parse_args()
     if args.one:
@@ -150,7 +159,9 @@ def main() -> None:
     where = Path(os.environ.get("COMPILERS_VENV", ROOT / f".venv-compilers-3.{sys.version_info[1]}"))
     python = where / "bin" / "python" if "COMPILERS_VENV" in os.environ else environment(where)
     kept = [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
-    for one in [(machine, *shape) for machine in MACHINES if args.only in machine for shape in SHAPES]:
+    for one in [
+        (machine, *shape, args.width) for machine in MACHINES if args.only in machine for shape in SHAPES
+    ]:
         run = subprocess.run(
             [str(python), __file__, "--one", json.dumps(one)], cwd=ROOT, text=True, capture_output=True,
             env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)},
@@ -161,8 +172,8 @@ def main() -> None:
             if found
             else {"failed": (run.stderr.splitlines() or ["no output"])[-1][:200]}
         )
-        new = {"machine": one[0], "microbatches": one[1], "rounds": one[2]} | new
-        kept = [r for r in kept if (r["machine"], r["microbatches"], r["rounds"]) != one] + [new]
+        new = dict(zip(("machine", "microbatches", "rounds", "width"), one, strict=True)) | new
+        kept = [r for r in kept if (r["machine"], r["microbatches"], r["rounds"], r["width"]) != one] + [new]
         ROWS.write_text("".join(json.dumps(r) + "\n" for r in kept))
         PAGE.write_text(page(kept))
         print(new, flush=True)
