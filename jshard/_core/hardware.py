@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from jshard._core.collective_curves import CollectiveCurve
+from jshard._core.compute_units import NO_UNITS, ComputeUnits, tpu_units
 from jshard._core.errors import MeshError
 from jshard._core.jax_types import Device
 from jshard._core.layout import CollectiveKind
@@ -56,6 +57,7 @@ class Chip:
         them. `combine_bytes`: up to which it sends several of them as one.
     - `all_reduced_kinds`: kinds that its compiler makes an all-reduce of over a whole torus of three axes (of a gather only
         where they are rings).
+    - `units`: tiles, passes and vector unit: how far kernels stay below the peak.
     - `curves`: measured times of collectives by size; those take the place of the latencies and bandwidths above.
     - `sources`: for each field, where the number comes from.
     """
@@ -80,6 +82,7 @@ class Chip:
     dies: int = 1
     die_bandwidth: float = 0.0
     clock: float = 0.0
+    units: ComputeUnits = NO_UNITS
     curves: tuple[CollectiveCurve, ...] = ()
     async_kinds: tuple[CollectiveKind, ...] = ()
     combine_bytes: float = 0.0
@@ -104,6 +107,7 @@ _CLOCK = (
 _ALL_REDUCED = (
     "libtpu 0.0.42.1: both on 4 x 4 x 4; on 2 x 2 x 2 and 2 x 2 x 4, without rings, reduce-scatters alone [M]"
 )
+_UNITS = "fitted to the compiler's cycles for kernels on v5e (`compute_units.py`) [M]; others by their clock"
 _NIC_ALPHA = "[stand-in] NCCL's network step (LL); no figure for the data-centre network is published"
 
 
@@ -120,9 +124,14 @@ def _tpu(name: str, doc: str, *, node_size: int, **figures: Any) -> Chip:
         "startup": f"{_BOOK} sharding.md: a tiny all-gather over 4 chips took 8 us, 3 us predicted [S]",
         "nic_alpha": _NIC_ALPHA,
         "clock": _CLOCK,
+        "units": _UNITS,
     }
     extra = figures.pop("sources", {})
-    common: dict[str, Any] = dict(efficiency=0.82, alpha=1e-6, startup=5e-6, nic_alpha=2.7e-6)
+    units = tpu_units(
+        figures["clock"],
+        **{k: figures.pop(k) for k in ("tile", "cores", "product_efficiency") if k in figures},
+    )
+    common: dict[str, Any] = dict(units=units, efficiency=0.82, alpha=1e-6, startup=5e-6, nic_alpha=2.7e-6)
     return Chip(name=name, node_size=node_size, sources=sources | extra, **{**common, **figures})
 
 
@@ -133,6 +142,7 @@ def _gpu(name: str, sheet: str, **figures: Any) -> Chip:
     sources |= dict.fromkeys(("links", "link_bandwidth", "interconnect", "node_size", "nic_bandwidth"), gpus)
     sources |= {
         "int8_flops": sheet,
+        "units": "HIGHEST multiplies float32 outside the tensor cores: 156 of 19.5 and 495 of 67 TFLOP/s [R]",
         "f32_flops": f"{sheet} TF32 dense: JAX's default precision for float32 there",
         "efficiency": "370 of 450 GB/s reached over NVLink (scaling-book gpus.md; NCCL issue 1264: 380) [S]",
         "alpha": "NCCL ring step over NVLink, LL 0.6 us (autoparallel's port of NCCL tuning.cc) [S]",
@@ -146,6 +156,7 @@ def _gpu(name: str, sheet: str, **figures: Any) -> Chip:
     # The published points are an A100's.
     curves = switch_curves(figures["links"] * figures["link_bandwidth"] / 3e11)
     common: dict[str, Any] = dict(
+        units=ComputeUnits(highest_passes=8.0),
         curves=curves,
         async_kinds=("all_gather", "reduce_scatter", "all_reduce", "all_to_all"),
         combine_bytes=30.0 * 2**20 + 7,
@@ -177,6 +188,7 @@ _BUILT_IN = (
         interconnect="torus3d",
         max_slice=(16, 16, 16),
         all_reduced_kinds=("all_gather", "reduce_scatter"),
+        cores=2,
         clock=1.05e9,
         node_size=4,
         nic_bandwidth=25e9 / 4,
@@ -222,6 +234,8 @@ _BUILT_IN = (
         interconnect="torus3d",
         max_slice=(16, 20, 28),
         all_reduced_kinds=("all_gather", "reduce_scatter"),
+        cores=2,
+        product_efficiency=0.85,
         clock=1.75e9,
         node_size=4,
         nic_bandwidth=50e9 / 8,
@@ -245,6 +259,7 @@ _BUILT_IN = (
         link_bandwidth=1e11,
         interconnect="torus2d",
         max_slice=(16, 16),
+        tile=256,
         clock=1.75e9,
         node_size=8,
         nic_bandwidth=100e9 / 8,
@@ -262,6 +277,7 @@ _BUILT_IN = (
         link_bandwidth=1e11 / 2,
         interconnect="torus3d",
         max_slice=(16, 24, 24),
+        tile=256,
         clock=2.2e9,
         node_size=8,
         nic_bandwidth=100e9 / 8 / 2,

@@ -15,8 +15,10 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from jshard._core.collective_curves import CollectiveCurve
+from jshard._core.compute_units import NO_UNITS, ComputeUnits, VectorUnit
 from jshard._core.errors import MeshError
 from jshard._core.hardware import Chip, get, register
 
@@ -57,9 +59,18 @@ def chip_from_json(text: str, where: str) -> Chip:
             for c in fields.pop("curves", ())
         )
         lists = ("max_slice", "async_kinds", "all_reduced_kinds")
-        return Chip(**{**fields, **{k: tuple(fields.get(k, ())) for k in lists}}, curves=curves)
+        units = _units(fields.pop("units", None))
+        return Chip(**{**fields, **{k: tuple(fields.get(k, ())) for k in lists}}, curves=curves, units=units)
     except (TypeError, KeyError, ValueError) as error:
         raise MeshError(f"a chip without all its figures: {error}", where=where, fix=again) from None
+
+
+def _units(data: Mapping[str, Any] | None) -> ComputeUnits:
+    """The units in a JSON text; those of a file that was written before there were any."""
+    if data is None:
+        return NO_UNITS
+    vector = data["vector"]
+    return ComputeUnits(**{**data, "vector": None if vector is None else VectorUnit(**vector)})
 
 
 def load_chip(path: str | os.PathLike[str]) -> Chip:

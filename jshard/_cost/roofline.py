@@ -1,7 +1,6 @@
 """Roofline: seconds of compute on one device, bounded by arithmetic or by memory bandwidth.
 
-The peak is that of the matrix units, by dtype. Elementwise work runs on vector units, which the hardware table does not
-list: it does so few operations per byte that memory decides, and the matrix peak in the formula never binds.
+The peak is that of the matrix units, by dtype; plans count tiles and vector units too (`_network/kernel_seconds.py`).
 
 >>> from jshard._core import hardware
 >>> chip = hardware.get("v5e")

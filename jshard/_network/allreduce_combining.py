@@ -23,7 +23,7 @@ from jshard._core.arrays import Bools, Ints
 from jshard._core.row_codes import concat_ranges
 from jshard._core.topology import Topology
 from jshard._program.graph import Operator, Program
-from jshard._program.memory.hbm_traffic import ATTENTION, unfusible_operators
+from jshard._program.memory.unfusible import ATTENTION, unfusible_operators
 from jshard._rules.primitives.control_flow import is_small_sum
 
 

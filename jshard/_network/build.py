@@ -21,6 +21,7 @@ from jshard._core.topology import Topology
 from jshard._network.allreduce_combining import SUM_PRIMITIVES, combinable_sums, tensors_reaching_only
 from jshard._network.candidates import CandidateCache, CandidateSet, PinOfSide
 from jshard._network.cost_tables import CostTables
+from jshard._network.epilogue_charges import ChargedEpilogue, EpilogueCharge, epilogue_charges
 from jshard._network.op_classes import (
     cost_classes,
     distinct_candidate_sets,
@@ -33,7 +34,8 @@ from jshard._network.replication_price import REPLICATION_PRICE, priced_products
 from jshard._network.reshard_edges import EdgeTable, Relay, ReshardEdge, build_edge_table
 from jshard._network.shared_exchanges import SharedExchange, shared_exchanges
 from jshard._program.graph import Program
-from jshard._program.memory.hbm_traffic import HbmTraffic, hbm_traffic
+from jshard._program.memory.kernel_fusion import kernels
+from jshard._program.memory.kernel_parts import Kernels
 from jshard._program.memory.liveness import Liveness, liveness
 from jshard._search import CostNetwork
 
@@ -54,6 +56,7 @@ class PlanningNetwork:
 
     - `returned_sums`: sums that go to results of free layout.
     - `combined_with`: how many sums share one latency with a tensor's, where it is more than one.
+    - `epilogue_charges`: edge -> epilogues whose seconds are in its table.
     - `one_shared_copy`: whether the cost is one of plans with a single shared copy a tensor.
     - `donated`: flat indices of donated arguments.
     - `shared_exchanges`: operators that may use the edges that others have exchanged.
@@ -65,7 +68,8 @@ class PlanningNetwork:
     candidates: tuple[CandidateSet, ...]
     relays: Mapping[int, Relay]
     relay_variable: Mapping[int, int]
-    hbm_traffic: HbmTraffic
+    kernels: Kernels
+    epilogue_charges: Mapping[int, Sequence[ChargedEpilogue]]
     cost_network: CostNetwork
     tensor_edges: EdgeTable
     cost_tables: CostTables
@@ -132,9 +136,9 @@ def build_network(
 
     The network is without memory, which `memory_network.py` adds where a level or a budget needs it.
     """
-    cache, traffic, forced = (
+    cache, found, forced = (
         CandidateCache(program, topology.mesh),
-        hbm_traffic(program, donated),
+        kernels(program, donated, into_products=topology.chip.units.fuses),
         forced or {},
     )
     classes = operator_classes(program)
@@ -142,7 +146,7 @@ def build_network(
     candidates = tuple([distinct[k] for k in ids.tolist()])
     # Where memory is all that counts, no edges are kept.
     shared = shared_exchanges(program, candidates) if level != 1 else ()
-    tables = CostTables(topology, level, traffic, candidates, shared)
+    tables = CostTables(topology, level, found, candidates, shared)
     priced = priced_products(program, cache, classes) if replication_price and level != 1 else frozenset()
     unforced = {i: cache.candidates_of(program.operators[i], pins.get(i, ())) for i in forced if i in priced}
     operator_tables = _operator_tables(
@@ -166,7 +170,8 @@ def build_network(
         combined_with=combined,
     )  # fmt: skip
     relay_tables = [tables.zero_table(len(relay.of_state)) for relay in relays.values()]
-    edge_tables = _reshard_tables(program, edges, tables)
+    charges = epilogue_charges(program, found, edges, operator_tables)
+    edge_tables = _reshard_tables(program, edges, tables, charges)
     tie_tables = [
         tables.equality_table(candidates[out].operands[0], candidates[inp].results[0]) for out, inp in ties
     ]
@@ -189,7 +194,8 @@ def build_network(
         candidates=candidates,
         relays=relays,
         relay_variable=dict(zip(relays, itertools.count(len(program.operators)), strict=False)),
-        hbm_traffic=traffic,
+        kernels=found,
+        epilogue_charges=charges,
         cost_network=network,
         tensor_edges=edges,
         cost_tables=tables,
@@ -250,7 +256,7 @@ def _operator_tables(
     is_recomputed[list(program.recomputed)] = 1
     alike, representatives = first_occurrence_codes(
         row_codes(
-            cost_classes(program, candidate_ids, tables.hbm_traffic),
+            cost_classes(program, candidate_ids, tables.kernels),
             is_priced,
             is_recomputed,
             singleton_classes(n, alone),
@@ -265,13 +271,22 @@ def _operator_tables(
     return np.array(numbers, dtype=np.int64)[alike]
 
 
-def _reshard_tables(program: Program, edges: EdgeTable, tables: CostTables) -> Ints:
+def _reshard_tables(
+    program: Program,
+    edges: EdgeTable,
+    tables: CostTables,
+    charged: Mapping[int, Sequence[ChargedEpilogue]],
+) -> Ints:
     """(edges,) the number of each edge's table; one is built for all edges of equal costs."""
-    alike, representatives = edges.classes(program.use_def.aval_id)
+    of_edge = {e: tuple(one.charge for one in ones) for e, ones in charged.items()}
+    ids: dict[tuple[EpilogueCharge, ...], int] = {(): 0}
+    classes = np.zeros(len(edges), dtype=np.int64)
+    classes[list(of_edge)] = [ids.setdefault(c, len(ids)) for c in of_edge.values()]
+    alike, representatives = edges.classes(program.use_def.aval_id, classes)
     numbers = [
         tables.reshard_table(
             e.source, e.target, program.tensors[e.tensor], e.repeats, returned_sum=e.returned_sum,
-            combined_with=e.combined_with, sharing=e.sharing, duplicates=e.duplicates,
+            combined_with=e.combined_with, sharing=e.sharing, duplicates=e.duplicates, charges=of_edge.get(e.edge, ()),
         )
         for e in edges.rows(representatives)
     ]  # fmt: skip

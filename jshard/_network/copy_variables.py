@@ -34,6 +34,7 @@ import numpy as np
 from jshard._core.arrays import Floats
 from jshard._core.layout import Layout
 from jshard._network.build import PlanningNetwork, ReshardEdge
+from jshard._network.epilogue_charges import ChargeSeconds, EpilogueCharge
 from jshard._network.layout_pairs import equal_layouts, slices
 from jshard._program.memory.live_intervals import (
     LiveIntervals,
@@ -77,12 +78,13 @@ class CopyVariable:
 
     `fused`: the source is not materialized. `by_source`: its layouts are those of the source, else of the target; the
     source of such an edge is a product that is fused with its epilogue and so is materialized only to be resharded, in
-    its own layout, as a partial sum too.
+    its own layout, as a partial sum too. `charges`: of epilogues on the edge.
     """
 
     edge: ReshardEdge
     fused: bool
     by_source: bool
+    charges: tuple[EpilogueCharge, ...] = ()
 
     @property
     def states(self) -> CopyStates:
@@ -103,10 +105,19 @@ class CopyVariable:
         fixes_layout = np.where(side.of_state[:, None] == np.arange(len(side.layouts))[None, :], 0.0, np.inf)
         fixes_layout = np.hstack([fixes_layout] * len(by_kind))
         if self.by_source:  # a row of the copy: a kind and a layout of the source
-            return fixes_layout, np.ascontiguousarray(np.vstack(by_kind)[:, targets.of_state])
-        return np.ascontiguousarray(np.hstack(by_kind)[sources.of_state]), np.ascontiguousarray(
-            fixes_layout.T
-        )
+            first, second = fixes_layout, np.ascontiguousarray(np.vstack(by_kind)[:, targets.of_state])
+        else:
+            first, second = np.hstack(by_kind)[sources.of_state], np.ascontiguousarray(fixes_layout.T)
+        first = np.ascontiguousarray(first)
+        for costs in self._charge_seconds(network):
+            complete = np.array([not layout.partial for layout in side.layouts])
+            fused = np.where(complete, costs.fused_objective(network.level)[:, None], 0.0)
+            first[:, : len(side.layouts)] += fused  # the states of kind SAME
+        return first, second
+
+    def _charge_seconds(self, network: PlanningNetwork) -> list[ChargeSeconds]:
+        edge, tables = self.edge, network.cost_tables
+        return [tables.charge_seconds(c, edge.source, edge.target) for c in self.charges]
 
     def _seconds_by_kind(self, network: PlanningNetwork) -> list[Floats]:
         """For each kind the seconds by (layout of the source, layout of the target)."""
@@ -115,6 +126,8 @@ class CopyVariable:
             edge.source, edge.target, tensor, edge.returned_sum, edge.combined_with
         )
         resharded = edge.repeats * seconds
+        for costs in self._charge_seconds(network):
+            resharded = resharded + costs.alone_objective(network.level)
         sources, targets = edge.source.layouts, edge.target.layouts
         same = equal_layouts(sources, targets)
         slice_ = ~same & slices(sources, targets)

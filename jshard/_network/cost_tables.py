@@ -15,12 +15,13 @@ from jshard._core.layout import Layout
 from jshard._core.topology import Topology
 from jshard._cost import resharding
 from jshard._network.candidates import CandidateSet, TensorLayouts
+from jshard._network.epilogue_charges import ChargeSeconds, EpilogueCharge, charge_seconds
 from jshard._network.layout_pairs import equal_layouts, slices
 from jshard._network.operator_cost import OperatorCost, operator_cost
 from jshard._network.reshard_edges import NOT_SHARED, Relay, Sharing, SharingScopes
 from jshard._network.shared_exchanges import SharedExchange, exchange_seconds, shared_exchange_table
 from jshard._program.graph import Operator, Tensor
-from jshard._program.memory.hbm_traffic import HbmTraffic, memory_accesses
+from jshard._program.memory.kernel_parts import Kernels
 
 
 class CostTables:
@@ -34,12 +35,12 @@ class CostTables:
         self,
         topology: Topology,
         level: int,
-        hbm_traffic: HbmTraffic,
+        kernels: Kernels,
         candidates: Sequence[CandidateSet],
         shared_exchanges: Sequence[SharedExchange] = (),
     ):
         self.topology, self.level = topology, level
-        self.hbm_traffic, self.candidates = hbm_traffic, candidates  # `candidates`: by operator
+        self.kernels, self.candidates = kernels, candidates  # `candidates`: by operator
         self.shared_operands: dict[int, list[int]] = {}  # of operators whose exchanges are tables of pairs
         for pair in shared_exchanges:
             self.shared_operands.setdefault(pair.op, []).append(pair.operand)
@@ -48,6 +49,7 @@ class CostTables:
         self.operator_costs: dict[int, OperatorCost] = {}  # of one run, by number of the operator's table
         self._ids: dict[Hashable, int] = {}
         self._seconds: dict[Hashable, np.ndarray] = {}
+        self._charges: dict[Hashable, ChargeSeconds] = {}
         self._id_of_object: dict[int, int] = {}
         self._id_of_layouts: dict[tuple[Layout, ...], int] = {}
 
@@ -75,13 +77,15 @@ class CostTables:
         candidates = self.candidates[op.id]
         if candidates.op is None or op.kind != "eqn":
             return self.zero_table(len(candidates))
-        reads, writes = memory_accesses(op, self.hbm_traffic)
+        parts, fused = self.kernels.parts[op.id], self.kernels.fused_parts(op.id)
+        launched = self.kernels.launched[op.id]
         shared = tuple(self.shared_operands.get(op.id, ()))
         key = (
             "operator",
             id(candidates),
-            reads,
-            writes,
+            parts,
+            fused,
+            launched,
             op.repeat,
             price,
             id(unforced),
@@ -89,7 +93,7 @@ class CostTables:
             shared,
         )
         if key not in self._ids:
-            cost = operator_cost(candidates, reads, writes, self.topology, price, unforced)
+            cost = operator_cost(candidates, parts, fused, launched, self.topology, price, unforced)
             if is_recomputed:
                 cost = dataclasses.replace(cost, redundant=cost.compute)
             for k in shared:
@@ -110,6 +114,7 @@ class CostTables:
         combined_with: int = 1,
         sharing: Sharing = NOT_SHARED,
         duplicates: tuple[TensorLayouts, ...] = (),
+        charges: tuple[EpilogueCharge, ...] = (),
     ) -> int:
         """Seconds of resharding from each state of the producer or relay to each state of the relay or reader.
 
@@ -121,10 +126,11 @@ class CostTables:
         - `sharing`: which readers may share the second copy of a relay.
         - `duplicates`: layouts of earlier operands of the reader that read the same tensor: nothing is resharded in
             states in which one of them has the same layout.
+        - `charges`: of epilogues between a product and whose root the edge is; their seconds are added.
         """
         key = (
             "reshard", id(source), id(target), tensor.shape, tensor.dtype, count, returned_sum, combined_with,
-            sharing, *map(id, duplicates),
+            sharing, charges, *map(id, duplicates),
         )  # fmt: skip
         if key not in self._ids:
             seconds = self.seconds(source, target, tensor, returned_sum, combined_with)
@@ -134,7 +140,11 @@ class CostTables:
                 table = table + _second_copy_seconds(source, target, within, sharing.scopes)
             if isinstance(source, Relay) and sharing.num_readers:
                 table = _split_among_sharers(table, source, target, sharing)
-            self._add(self.pairwise, key, zero_duplicate_reads(table * count, target, duplicates))
+            table = zero_duplicate_reads(table * count, target, duplicates)
+            for charge in charges:
+                seconds = self.charge_seconds(charge, source, target)
+                table = table + seconds.table(self.level, source, target)
+            self._add(self.pairwise, key, table)
         return self._ids[key]
 
     def seconds(
@@ -161,6 +171,15 @@ class CostTables:
                 )
             self._seconds[key] = table
         return self._seconds[key]
+
+    def charge_seconds(
+        self, charge: EpilogueCharge, source: TensorLayouts, target: TensorLayouts
+    ) -> ChargeSeconds:
+        """What an epilogue costs on an edge, in all states of its ends."""
+        key = (id(source), id(target), charge)
+        if key not in self._charges:
+            self._charges[key] = charge_seconds(charge, source, target, self.topology, self.operator_costs)
+        return self._charges[key]
 
     def _layouts_id(self, layouts: TensorLayouts) -> int:
         """A number for the distinct layouts of a tensor: hashing them takes as long as building a table."""

@@ -42,7 +42,6 @@ from jshard._network.build import PlanningNetwork, ReshardEdge
 from jshard._network.candidates import TensorLayouts
 from jshard._network.copy_variables import CopyInterval, CopyStates, CopyVariable, copy_intervals
 from jshard._program.graph import Operator
-from jshard._program.memory.hbm_traffic import is_unfusible
 from jshard._program.memory.in_place import CARRY_KINDS
 from jshard._program.memory.live_intervals import (
     EstimatedIntervals,
@@ -52,6 +51,7 @@ from jshard._program.memory.live_intervals import (
     disjoint_intervals,
 )
 from jshard._program.memory.remat_flow import remat_flow
+from jshard._program.memory.unfusible import is_unfusible
 from jshard._rules.rule import workspace_bytes
 from jshard._search import CostNetwork, Memory
 
@@ -290,14 +290,15 @@ class _MemoryNetworkBuilder:
     def copy_variable_of(self, edge: ReshardEdge) -> CopyVariable:
         fused = not self.liveness.materialized[edge.tensor]
         def_op = self.program.operators[self.program.defs()[edge.tensor][0]]
-        return CopyVariable(edge, fused, fused and is_unfusible(def_op))
+        charges = tuple(one.charge for one in self.network.epilogue_charges.get(edge.edge, ()))
+        return CopyVariable(edge, fused, fused and is_unfusible(def_op), charges)
 
     def split_edge(self, copy: CopyVariable) -> int:
         """Put a new variable between the two ends of an edge; its number."""
         edge, tensor = copy.edge, self.program.tensors[copy.edge.tensor]
         key = (
             "copy", id(edge.source), id(edge.target), tensor.shape, tensor.itemsize, edge.repeats, edge.returned_sum,
-            edge.combined_with, copy.by_source, copy.fused,
+            edge.combined_with, copy.by_source, copy.fused, copy.charges,
         )  # fmt: skip
         if key not in self.table_ids:
             self.table_ids[key] = len(self.pairwise)

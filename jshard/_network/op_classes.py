@@ -17,12 +17,10 @@ from jshard._core.arrays import Bools, Ints
 from jshard._core.row_codes import first_occurrence_codes, row_codes
 from jshard._network.candidates import CandidateSet
 from jshard._program.graph import Program
-from jshard._program.memory.hbm_traffic import HbmTraffic
+from jshard._program.memory.kernel_parts import Kernels
 
 
 _MAX_OPERANDS = 4  # operators with more operands, or with several results, are compared one by one
-_MASK_BITS = 30  # operands or results in one integer column
-_MASKED = 2 * _MASK_BITS  # an operator with more operands or results has a class of its own
 
 
 def operator_classes(program: Program) -> Ints:
@@ -87,40 +85,14 @@ def _parameter_classes(program: Program) -> tuple[Ints, list[int]]:
     return np.array(out, dtype=np.int64), unhashable
 
 
-def cost_classes(program: Program, operator_class: Ints, traffic: HbmTraffic) -> Ints:
+def cost_classes(program: Program, operator_class: Ints, kernels: Kernels) -> Ints:
     """(operators,) a number that is equal only for operators with equal tables of their own.
 
-    `operator_class` numbers their candidate sets. Beside these a table depends on which operands and results are in HBM,
+    `operator_class` numbers their candidate sets. Beside these a table depends on the kernel whose root the operator is,
     and on how often the operator runs.
     """
-    a, n = program.use_def, len(operator_class)
-    stored = np.array(traffic.stored, dtype=bool)
-    fused = _mask(n, traffic.fused_transposes)
-    reads = stored[a.use_tensor] & ~fused[a.use_op]
-    writes = stored & ~fused[a.def_op]
-    masks = [*_bit_masks(n, a.use_op, a.use_operand, reads), *_bit_masks(n, a.def_op, a.def_result, writes)]
-    many = np.unique(np.concatenate([a.use_op[a.use_operand >= _MASKED], a.def_op[a.def_result >= _MASKED]]))
-    in_place = _mask(n, traffic.in_place).astype(np.int64)
-    repeat = np.unique(a.repeat, return_inverse=True)[1]
-    return row_codes(operator_class, repeat, singleton_classes(n, many.tolist()), in_place, *masks)
-
-
-def _mask(n: int, members: Collection[int]) -> Bools:
-    out = np.zeros(n, dtype=bool)
-    out[list(members)] = True
-    return out
-
-
-def _bit_masks(n: int, ops: Ints, places: Ints, which: Bools) -> list[Ints]:
-    """For each operator the operands or results at some `places` as bits: columns of small numbers, empty ones left out."""
-    columns = []
-    for begin in range(0, _MASKED, _MASK_BITS):
-        column = np.zeros(n, dtype=np.int64)
-        at = which & (places >= begin) & (places < begin + _MASK_BITS)
-        np.add.at(column, ops[at], 1 << (places[at] - begin))
-        if column.any():
-            columns.append(np.unique(column, return_inverse=True)[1])
-    return columns
+    repeat = np.unique(program.use_def.repeat, return_inverse=True)[1]
+    return row_codes(operator_class, repeat, kernels.class_id)
 
 
 def reshard_counts(program: Program) -> np.ndarray:

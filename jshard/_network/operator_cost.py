@@ -1,8 +1,9 @@
 """Seconds of one operator in each of its states: compute, its redundant part, its own communication, its price.
 
-Compute is the roofline (Williams et al. 2009) of a device's share of the work and of the bytes it reads and writes in
-HBM. What exceeds an even share (all work over all devices) is redundant. A product that is repeated, though its
-dimensions and pins would let it be partitioned further, pays a price beside its time (`replication_price.py`).
+Compute is the roofline (Williams et al. 2009) of a device's share of the kernel whose root the operator is
+(`kernel_seconds.py`); an operator inside another's kernel costs its arithmetic at most. What
+exceeds an even share (all work over all devices) is redundant. A product that is repeated, though its dimensions and
+pins would let it be partitioned further, pays a price beside its time (`replication_price.py`).
 
 Operators that finish a reduction themselves (a maximum over a partitioned dimension) communicate on their own account;
 sums do not, they stay partial until a reader needs them.
@@ -12,23 +13,30 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import cast
 
 import jax
 import numpy as np
 
 from jshard._core.jax_types import ClosedJaxpr
-from jshard._core.layout import ArrayType, MeshAxes
+from jshard._core.layout import MeshAxes
 from jshard._core.topology import Topology
 from jshard._cost import collectives, roofline
 from jshard._cost.collectives import Collective
 from jshard._network.candidates import CandidateSet
+from jshard._network.kernel_seconds import (
+    arithmetic_seconds,
+    kernel_parts_seconds,
+    parts_seconds_in_all,
+    product_rate,
+)
 from jshard._network.shard_map_cost import ShardMapCost, operation_count, shard_map_cost
-from jshard._program.graph import Tensor
+from jshard._program.memory.kernel_parts import Parts
 from jshard._program.user_shard_map import SHARD_MAP
 from jshard._rules.registry import OpView
 from jshard._rules.rule import (
+    NONE,
     Candidate,
     Rule,
     busiest_share,
@@ -45,6 +53,8 @@ class OperatorCost:
     - `compute`, and the `redundant` part of it.
     - `internal_collectives`: collectives of the operator itself.
     - `replication_price`: what the objective adds for repeated product work.
+    - `epilogues`: of a product, of each the seconds by which it makes the product's kernel longer, and its even share
+        (`epilogue_charges.py` adds them to edges).
     - `shard_map`: the body of a user's `shard_map`; None for other operators.
     """
 
@@ -52,6 +62,7 @@ class OperatorCost:
     redundant: np.ndarray
     internal_collectives: np.ndarray
     replication_price: np.ndarray
+    epilogues: tuple[tuple[np.ndarray, float], ...] = ()
     shard_map: ShardMapCost | None = None
 
     def objective(self, level: int) -> np.ndarray:
@@ -62,8 +73,9 @@ class OperatorCost:
 
 def operator_cost(
     candidates: CandidateSet,
-    reads: Sequence[int],
-    writes: Sequence[int],
+    parts: Parts,
+    fused: Parts,
+    launched: bool,
     topology: Topology,
     price: float = 0.0,
     unforced: CandidateSet | None = None,
@@ -72,7 +84,7 @@ def operator_cost(
 
     Arguments:
 
-    - `reads`, `writes`: operands and results that it reads and writes in HBM.
+    - `parts`, `launched`: of the kernel whose root it is, as in `Kernels`; `fused`: what each epilogue adds to it.
     - `price`: seconds charged for each second of work that is repeated beyond the least of the states that the user's
         pins allow.
     - `unforced`: the candidates that the user's pins allow, where `candidates` are fewer.
@@ -82,12 +94,6 @@ def operator_cost(
     if op.primitive == SHARD_MAP:
         return _shard_map_operator_cost(candidates, op, topology)
     mesh, chip, n = topology.mesh, topology.chip, len(candidates)
-    rate = roofline.peak_flops(op.outs[0].dtype if op.outs else np.dtype("float32"), chip)
-    tensors = [(_nbytes(op.ins[i]), candidates.operands[i]) for i in reads]
-    tensors += [(_nbytes(op.outs[i]), candidates.results[i]) for i in writes]
-    nbytes = np.zeros(n)
-    for size, layouts in tensors:
-        nbytes += size / layouts.num_shards(mesh)
     if rule.opaque:
         work = float(sum(math.prod(a.shape) for a in op.outs))
         local = np.full(n, work)
@@ -99,18 +105,31 @@ def operator_cost(
     local, work = local * traced, work * traced
     uneven = rule.triangular or any(cut.repeated for cut in rule.joint)
     busiest = local * busiest_share(rule, candidates.axis_codes, mesh) if uneven else local
-    seconds = np.maximum(busiest / rate, nbytes / chip.hbm_bandwidth)
-    seconds += _copied_bytes(candidates, mesh) / chip.hbm_bandwidth
-    even = max(work / mesh.total / rate, sum(size for size, _ in tensors) / mesh.total / chip.hbm_bandwidth)
+    arithmetic = arithmetic_seconds(op, rule, busiest, candidates.axis_codes, mesh, chip)
+    by_epilogues = [
+        np.maximum(arithmetic, kernel_parts_seconds(parts + fused[:k], candidates, mesh, chip, op.primitive))
+        for k in range(len(fused) + 1)
+    ]
+    seconds = by_epilogues[0] + _copied_bytes(candidates, mesh) / chip.hbm_bandwidth
+    whole = np.full((1, len(mesh.names)), NONE, dtype=np.int64)
+    even_work = np.array([work / mesh.total])
+    even_arithmetic = float(arithmetic_seconds(op, rule, even_work, whole, mesh, chip)[0])
+    even = [
+        max(even_arithmetic, parts_seconds_in_all(parts + fused[:k], chip, op.primitive, mesh.total))
+        for k in range(len(fused) + 1)
+    ]
     replication = np.zeros(n)
     if price:
         allowed = local if unforced is None else local_work(unforced.rule, unforced.axis_codes, mesh)
-        replication = price * (local - allowed.min(initial=work)) / rate
+        replication = price * (local - allowed.min(initial=work)) / product_rate(op, chip)
     return OperatorCost(
-        compute=seconds,
-        redundant=np.maximum(0.0, seconds - even),
+        compute=seconds + (chip.units.launch if launched else 0.0),
+        redundant=np.maximum(0.0, seconds - even[0]),
         internal_collectives=_internal_collective_seconds(candidates, op, topology),
         replication_price=replication,
+        epilogues=tuple(
+            zip(map(np.subtract, by_epilogues[1:], by_epilogues), np.diff(even).tolist(), strict=False)
+        ),
     )
 
 
@@ -200,7 +219,3 @@ def _shard_map_operator_cost(candidates: CandidateSet, op: OpView, topology: Top
         replication_price=np.zeros(n),
         shard_map=body,
     )
-
-
-def _nbytes(aval: ArrayType) -> float:
-    return float(aval.nbytes) if isinstance(aval, Tensor) else 4.0

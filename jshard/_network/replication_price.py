@@ -29,7 +29,7 @@ from jshard._core.arrays import Ints
 from jshard._core.row_codes import first_occurrence_codes, row_codes
 from jshard._network.candidates import CandidateCache
 from jshard._program.graph import Operator, Program
-from jshard._program.memory.hbm_traffic import ALL_PRODUCTS
+from jshard._program.memory.unfusible import ALL_PRODUCTS
 
 
 REPLICATION_PRICE = 1000.0

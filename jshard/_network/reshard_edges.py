@@ -171,8 +171,11 @@ class EdgeTable:
             duplicates in zip(*(c.tolist() for c in columns), strict=True)
         ]  # fmt: skip
 
-    def classes(self, aval_id: Ints) -> tuple[Ints, list[int]]:
-        """(edges,) equal numbers for edges of equal costs, and one edge of each; `aval_id` is that of each tensor."""
+    def classes(self, aval_id: Ints, charges: Ints) -> tuple[Ints, list[int]]:
+        """(edges,) equal numbers for edges of equal costs, and one edge of each.
+
+        `aval_id` is that of each tensor, `charges` are numbers of what epilogues cost on each edge.
+        """
         return first_occurrence_codes(
             row_codes(
                 self.source_layouts,
@@ -186,6 +189,7 @@ class EdgeTable:
                 self.readers_in_scope,
                 self.sharing,
                 self.duplicates,
+                charges,
             )  # fmt: skip
         )
 

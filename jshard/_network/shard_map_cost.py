@@ -15,14 +15,17 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import numpy as np
+
 from jshard._core.jax_types import ClosedJaxpr, Jaxpr
 from jshard._core.layout import MeshAxes
 from jshard._core.topology import Topology
-from jshard._cost import collectives, roofline
+from jshard._cost import collectives
 from jshard._cost.collectives import Collective, CollectiveKind
 from jshard._network.candidates import CandidateCache
-from jshard._program.graph import Literal, Operator, Program
-from jshard._program.memory.hbm_traffic import hbm_traffic, memory_accesses
+from jshard._network.kernel_seconds import arithmetic_seconds, parts_seconds_in_all
+from jshard._program.graph import Literal, Operator
+from jshard._program.memory.kernel_fusion import kernels
 from jshard._program.operators import Tensor
 from jshard._program.trace import build
 from jshard._rules.registry import OpView
@@ -78,11 +81,12 @@ def shard_map_cost(jaxpr: Jaxpr | ClosedJaxpr, topology: Topology) -> ShardMapCo
     >>> cost = shard_map_cost(body, t)
     >>> [(c.collective.kind, c.collective.axes, c.collective.bytes, c.count) for c in cost.collectives]
     [('all_reduce', ('x',), 25165824.0, 1.0)]
-    >>> f"{cost.compute:.3g}", f"{2 * 2048**3 / t.chip.f32_flops:.3g}"
-    ('8.72e-05', '8.72e-05')
+    >>> f"{cost.compute:.3g}", f"{2 * 2048**3 / (t.chip.units.efficiency * t.chip.f32_flops):.3g}"
+    ('9.18e-05', '9.18e-05')
     """
     program = build(jaxpr, name="the body of a shard_map", input_names=[])
-    hbm = hbm_traffic(program)
+    units = topology.chip.units
+    found = kernels(program, into_products=units.fuses)
     cache = CandidateCache(program, MeshAxes((), ()))
     seconds, user_collectives = 0.0, []
     for op in program.operators:
@@ -90,8 +94,15 @@ def shard_map_cost(jaxpr: Jaxpr | ClosedJaxpr, topology: Topology) -> ShardMapCo
             continue
         kind, axes = _collective(op, topology.mesh)
         if kind is None:
-            reads, writes = memory_accesses(op, hbm)
-            seconds += op.repeat * _roofline(op, program, cache, reads, writes, topology)
+            view, rule, _ = cache.rule_of(op)
+            work = np.array([_work(view, rule)])
+            codes = np.zeros((1, 0), dtype=np.int64)
+            arithmetic = arithmetic_seconds(view, rule, work, codes, MeshAxes((), ()), topology.chip)
+            parts = found.parts[op.id] + found.fused_parts(op.id)
+            moved = parts_seconds_in_all(parts, topology.chip, op.primitive)
+            seconds += op.repeat * (
+                max(float(arithmetic[0]), moved) + (units.launch if found.launched[op.id] else 0.0)
+            )
             continue
         for a in op.operands if axes else ():
             aval = a.aval if isinstance(a, Literal) else program.tensors[a]
@@ -147,14 +158,3 @@ def _distance(op: Operator, n: int) -> int | None:
     pairs = op.equation.params.get("perm", ())
     distances = {int(j) - int(i) for i, j in pairs}
     return abs(distances.pop()) if len(distances) == 1 and 0 < len(pairs) < n else None
-
-
-def _roofline(
-    op: Operator, program: Program, cache: CandidateCache, reads: tuple, writes: tuple, topology: Topology
-) -> float:
-    """Seconds of an operator on one device's shards."""
-    view, rule, _ = cache.rule_of(op)
-    nbytes = sum(program.tensors[a].nbytes for i in reads if isinstance(a := op.operands[i], int))
-    nbytes += sum(program.tensors[op.results[i]].nbytes for i in writes)
-    dtype = view.outs[0].dtype if view.outs else "float32"
-    return float(roofline.roofline(_work(view, rule), nbytes, dtype, topology.chip))

@@ -34,7 +34,7 @@ from jshard._plan.scheduled_solution import (
 )
 from jshard._plan.useful_cost import NoBetterPlan, check_useful, even_share, least_conceivable_cost
 from jshard._program.graph import Program, rule_boundaries
-from jshard._program.memory.hbm_traffic import ALL_PRODUCTS
+from jshard._program.memory.unfusible import ALL_PRODUCTS
 from jshard._search import LARGE_NETWORK, CostNetwork, Effort, Prices, Solution, solve
 from jshard._search.effort import ENTRIES_PER_SECOND
 from jshard._search.memory.key_times import least_conceivable_peak

@@ -26,9 +26,9 @@ from jshard._core.jax_types import ClosedJaxpr, JaxprAtom, JaxprEqn
 from jshard._cost import roofline
 from jshard._program.equation_bodies import bodies_of
 from jshard._program.memory.fusion_traits import NEVER_DUPLICATED, REDUCTION_PREFIXES
-from jshard._program.memory.hbm_traffic import ATTENTION, UNFUSIBLE
 from jshard._program.memory.list_scheduling import live_bytes_curve
 from jshard._program.memory.liveness import liveness
+from jshard._program.memory.unfusible import ATTENTION, UNFUSIBLE
 from jshard._program.operators import PRODUCTS
 from jshard._program.recompute import recomputing
 from jshard._program.residuals import (

@@ -89,7 +89,32 @@ def _operator_costs(
         if s.rule.opaque:
             unknown[op.primitive] = None
     seconds, redundant, price = np.array(costs).reshape(-1, 3)[classes].T
+    if network.epilogue_charges:
+        place = np.full(len(assignment.program.operators), -1)
+        place[equations] = np.arange(len(equations))
+        for op, more, beyond in _epilogue_seconds(assignment, network):
+            seconds[place[op]] += more
+            redundant[place[op]] += beyond
     return seconds.tolist(), redundant.tolist(), float(price.sum()), tuple(unknown)
+
+
+def _epilogue_seconds(assignment: Assignment, network: PlanningNetwork) -> list[tuple[int, float, float]]:
+    """(operator, seconds, redundant) for epilogues: those in a product's kernel are the product's."""
+    edges, out = network.tensor_edges, []
+    for e, charged in network.epilogue_charges.items():
+        source, target = (edges.layouts[int(x[e])] for x in (edges.source_layouts, edges.target_layouts))
+        tensor, reader = int(edges.tensor[e]), int(edges.reader[e])
+        # A relay's first states are its layouts, each by itself.
+        kept = source if reader >= 0 else target
+        stored = kept.layouts.index(assignment.relay[tensor]) if tensor in network.relays else -1
+        i = assignment.state[int(edges.source_variable[e])] if stored < 0 or reader < 0 else stored
+        j = assignment.state[reader] if reader >= 0 else stored
+        for product, root, charge in charged:
+            costs = network.cost_tables.charge_seconds(charge, source, target)
+            fused, seconds, redundant = costs.of_schedule(i, int(source.of_state[i]), int(target.of_state[j]))
+            if seconds:
+                out.append((product if fused else root, seconds, redundant))
+    return out
 
 
 def _scattered_sum_price(made: Schedule, network: PlanningNetwork) -> float:

@@ -47,7 +47,7 @@ class _TieBreaker:
                 self.edges.setdefault(v, []).append(e)
 
     def run(self, ties: Sequence[tuple[int, int]]) -> np.ndarray:
-        for v in sorted(self.problem.hbm_traffic.fused_transposes):
+        for v in sorted(self.problem.kernels.fused_transposes):
             self.defer_sum_past_transpose(v)
         for out, inp in ties:
             self.keep_state_sharded(out, inp)

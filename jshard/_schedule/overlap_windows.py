@@ -17,7 +17,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 from jshard._program.graph import Literal, Program
-from jshard._program.memory.hbm_traffic import ALL_PRODUCTS
+from jshard._program.memory.unfusible import ALL_PRODUCTS
 from jshard._schedule.assignment import Assignment
 from jshard._schedule.schedule import Schedule, communicating_reshards, reshard_object
 from jshard._schedule.vectorized import ScheduleArrays

@@ -96,6 +96,13 @@ def exact_cost(problem: PlanningNetwork, assignment: np.ndarray) -> float:
         strict=True,
     ):
         own += float(network.pairwise[t][state[a], state[b]])  # ties: nothing, or infinite
+    e = problem.tensor_edges
+    for edge, charged in problem.epilogue_charges.items():
+        i, j = int(state[e.source_variable[edge]]), int(state[e.target_variable[edge]])
+        source, target = e.layouts[e.source_layouts[edge]], e.layouts[e.target_layouts[edge]]
+        for one in charged:
+            seconds = problem.cost_tables.charge_seconds(one.charge, source, target)
+            own += float(seconds.table(problem.level, source, target)[i, j])
     r = readings(problem, state)
     paid = np.where(r.at_hand | ~r.needed, 0.0, r.full)
     once = np.zeros(1 + int(r.copy.max(initial=-1)))

@@ -13,7 +13,7 @@ import jshard
 from benchmarks import workloads
 from jshard._network.candidates import CandidateCache
 from jshard._network.replication_price import unpriced_work
-from jshard._program.memory.hbm_traffic import ALL_PRODUCTS
+from jshard._program.memory.unfusible import ALL_PRODUCTS
 
 
 MESH = {"x": 2, "y": 4}

@@ -113,7 +113,7 @@ def test_memory_may_be_preferred_for_a_share_of_the_time(slack):
             x = jnp.tanh(x @ w)
         return x
 
-    args = [f32(1024, 1024)] * 4, f32(4096, 1024)
+    args = [f32(1024, 1024)] * 4, f32(16384, 1024)
     options = dict(in_strategy=(None, (8, 1)), mesh=MESH, level=2, hardware="tpu-v5e")
     free = jshard.shard(forward, **options).plan(*args)
     plan = jshard.shard(forward, **options, config={"prefer": f"memory:{slack}%"}).plan(*args)

@@ -118,7 +118,8 @@ def test_least_memory_is_not_above_the_hand_plan_of_few_rows():
     w = workloads.get("mlp-512", devices=8)
     both = ("x", "y")
     cut = {"w1": jax.P(None, both), "w2": jax.P(both, None)}
-    hand = jshard.shard(w.step, (cut, jax.P(both, None)), mesh=mesh, donate_argnums=0).plan(*w.args)
+    # At level 0 its sum is completed in one all-reduce, which is faster and holds more.
+    hand = jshard.shard(w.step, (cut, jax.P(both, None)), mesh=mesh, level=1, donate_argnums=0).plan(*w.args)
     least = jshard.shard(w.step, w.in_strategy(8), mesh=mesh, level=1, donate_argnums=0).plan(*w.args)
     assert least.cost.peak_bytes <= hand.cost.peak_bytes
     times = [p.cost.compute + p.cost.communication for p in (least, hand)]

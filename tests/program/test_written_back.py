@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 
 import jshard
-from jshard._core import jaxcompat as compat
+from jshard._core import hardware, jaxcompat as compat
 from jshard._program.written_back import with_updates_in_place
 
 
@@ -105,7 +105,8 @@ def test_a_cache_as_a_carry_is_one_buffer(loop):
     plan, local = f.plan(cache, x), 4 * 2 * 512 * 128 * 4
     assert local <= plan.cost.peak_bytes <= 1.02 * local
     writes = [r for r in plan.operators if r.primitive == "dynamic_update_slice"]
-    assert sum(r.seconds for r in writes) < 0.05 * plan.cost.compute
+    launch = hardware.get("tpu-v5e").units.launch  # of each kernel, however little it writes
+    assert sum(r.seconds - launch * r.repeat for r in writes) < 0.05 * plan.cost.compute
     given = np.random.default_rng(1).standard_normal(cache.shape).astype("float32") / 8
     rows = np.random.default_rng(2).standard_normal(x.shape).astype("float32")
     run = jshard.shard(lambda c, x: layers(c, x, loop), (cut, P(("x", "y"))), mesh=MESH)

@@ -61,7 +61,7 @@ def test_what_the_page_of_a_small_plan_says():
         "x (pinned)                                 float32[32,128]            (4, 2)         (x, y)",
         "all_reduce[y]           8x10 -> 8x10                    1 x, 320 B, 40.2 us",
         "all_reduce       over y                 1 times                320 B     40.2 us",
-        "compute 272 ns (redundant 114 ns), communication 40.2 us, step 40.4 us",
+        "compute 263 ns (redundant 104 ns), communication 40.2 us, step 40.4 us",
         "peak memory 5.16 KiB a device, in program order",
         "argument w 2.5 KiB",
     ):

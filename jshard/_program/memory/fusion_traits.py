@@ -12,8 +12,8 @@ import numpy as np
 
 from jshard._core.arrays import Bools
 from jshard._program.graph import Operator, Program
-from jshard._program.memory.hbm_traffic import is_unfusible
 from jshard._program.memory.in_place import is_update
+from jshard._program.memory.unfusible import is_unfusible
 from jshard._program.operators import PRODUCTS
 
 

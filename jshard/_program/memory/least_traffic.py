@@ -33,8 +33,8 @@ import numpy as np
 
 from jshard._core.jax_types import JaxprEqn
 from jshard._program.graph import Literal, Operator, Program, calls_of
-from jshard._program.memory.hbm_traffic import ATTENTION
 from jshard._program.memory.in_place import is_update, update_operand
+from jshard._program.memory.unfusible import ATTENTION
 
 
 _FUSED = "jshard_fused"

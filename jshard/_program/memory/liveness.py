@@ -20,8 +20,7 @@ loops, arguments, and values that leave a loop or the program. Four refinements:
 These rules were read off the buffer assignments of the TPU compiler (v5e) for GPT training steps in float32 and
 bfloat16: of a GELU's eight intermediate values one is kept, of a softmax's the exponential alone.
 
-Why `hbm_traffic.py` has another fusion model.  That one is about time and fuses a value into a single consumer only;
-duplicating a value into several consumers saves space, which counts here, but hardly any traffic, which counts there.
+The model of time (`kernel_fusion.py`) groups operators by the same values.
 
 Worked case.  `h = x @ w + b; y = tanh(h) @ v` and its gradient: h is materialized, `x @ w` and `tanh(h)` are not.
 """
@@ -37,8 +36,8 @@ import numpy as np
 from jshard._core.arrays import Bools, Ints
 from jshard._program.graph import Block, Literal, Operator, Program, calls_of
 from jshard._program.memory.fusion_traits import REDUCTION_PREFIXES, FusionTraits, fusion_traits
-from jshard._program.memory.hbm_traffic import unfusible_operators
 from jshard._program.memory.in_place import in_place_updates
+from jshard._program.memory.unfusible import unfusible_operators
 from jshard._program.operators import PRODUCTS
 
 
