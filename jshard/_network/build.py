@@ -136,11 +136,8 @@ def build_network(
 
     The network is without memory, which `memory_network.py` adds where a level or a budget needs it.
     """
-    cache, found, forced = (
-        CandidateCache(program, topology.mesh),
-        kernels(program, donated, into_products=topology.chip.units.fuses),
-        forced or {},
-    )
+    cache, forced = CandidateCache(program, topology.mesh), forced or {}
+    found = kernels(program, donated, into_products=topology.chip.units.fuses)
     classes = operator_classes(program)
     ids, distinct = _candidate_ids(program, cache, classes, _with_ties(pins, forced, ties), {*pins, *forced})
     candidates = tuple([distinct[k] for k in ids.tolist()])
