@@ -171,7 +171,7 @@ def write_table(results: dict[str, dict[str, Any]]) -> str:
         "",
         f"Written by `make bench-compute`: seconds of compute on a device of {MACHINE}, planned, and the TPU compiler's",
         "`estimated_cycles` over the clock, with no device. Training steps are in [exposure.md](exposure.md).",
-        "Nothing was fitted to the last three.",
+        "Nothing was fitted to the last three. Of 24 November 2026; compiled from plans of that day's earlier figures.",
         "",
         "| program | plan | compiled | ratio |",
         "|---|---|---|---|",

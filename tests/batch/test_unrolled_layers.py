@@ -93,7 +93,8 @@ def test_parameters_of_a_layer_lie_on_all_stages_and_move_by_all_to_all() -> Non
     topology = jshard.topology("v5e:4x4", {"stage": 4, "data": 4})
     step = jax.value_and_grad(loss)
     config = {"pipeline": {"axis": "stage", "microbatches": 8}}
-    plan = jshard.shard(step, mesh=topology, level=2, config=config).plan(ws, x)
+    cut = (jax.P("stage", "data"), None)
+    plan = jshard.shard(step, cut, mesh=topology, level=2, config=config).plan(ws, x)
     weights = [i.layout for i in plan.inputs if i.shape == (2048, 2048)]
     assert len(weights) == 8 and all("stage" in (*layout.dims[0], *layout.dims[1]) for layout in weights)
     moved = [c for c in plan.collectives if c.kind == "all_to_all" and c.axes == ("stage",)]

@@ -82,7 +82,8 @@ def test_the_same_strategies_and_cost(pins, level, train):
     assert a == b
     assert seconds(loop, True) == pytest.approx(seconds(flat, True))
     assert loop.cost.communication == pytest.approx(flat.cost.communication, rel=0.01, abs=1e-9)
-    handed_over = seconds(loop, False) - seconds(flat, False) if train == "plain" and level == 2 else 0.0
+    # A loop writes what it passes to the next turn; unrolled, the kernel that makes it goes on.
+    handed_over = seconds(loop, False) - seconds(flat, False) if level == 2 else 0.0
     assert loop.cost.objective - handed_over == pytest.approx(flat.cost.objective, rel=0.01, abs=1e-9)
     assert handed_over <= 0.04 * flat.cost.objective
 
