@@ -15,7 +15,6 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from jshard._core.collective_curves import CollectiveCurve
 from jshard._core.compute_units import NO_UNITS, ComputeUnits, VectorUnit
@@ -65,7 +64,7 @@ def chip_from_json(text: str, where: str) -> Chip:
         raise MeshError(f"a chip without all its figures: {error}", where=where, fix=again) from None
 
 
-def _units(data: Mapping[str, Any] | None) -> ComputeUnits:
+def _units(data: Mapping | None) -> ComputeUnits:
     """The units in a JSON text; those of a file that was written before there were any."""
     if data is None:
         return NO_UNITS
