@@ -1,6 +1,6 @@
 """Predicted and measured steps of programs on the devices at hand, before and after `jshard.calibrate`.
 
-`python benchmarks/runtime/calibration.py` calibrates the machine, measures the programs below on it with
+`python benchmarks/runtime/calibration.py` calibrates the machine, measures the programs of `step_programs.py` on it with
 `plan.measure`, appends a line of JSON to `benchmarks/runtime/calibration.jsonl` and writes `calibration.md` anew with the
 last run on each kind of devices. Without a GPU it runs on eight virtual CPU devices; on a machine with GPUs (JAX with
 CUDA, `pip install '.[gpu]'`) it takes those, one or several: the same command, some minutes, nothing else to set. Sizes
@@ -16,8 +16,7 @@ import os
 import pathlib
 import statistics
 import sys
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
@@ -25,68 +24,13 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
-from jax import lax  # noqa: E402
+from step_programs import Program, further_programs, programs  # noqa: E402
 
 import jshard  # noqa: E402
 
 
 HERE = pathlib.Path(__file__).parent
 RESULTS, TABLE = HERE / "calibration.jsonl", HERE / "calibration.md"
-
-
-class Program(NamedTuple):
-    """A function with its arguments' shapes and how they are cut over the axes of a mesh, by number of pieces."""
-
-    name: str
-    run: Callable[..., Any]
-    shapes: tuple[tuple[int, ...], ...]
-    cut: tuple[tuple[int, ...] | None, ...]
-
-
-def mlp(w1: Any, w2: Any, x: Any) -> Any:
-    """Two products with a nonlinearity."""
-    return jnp.tanh(x @ w1) @ w2
-
-
-def training_step(w1: Any, w2: Any, x: Any) -> Any:
-    """One step of gradient descent of `mlp`."""
-    g = jax.grad(lambda w: (mlp(w[0], w[1], x) ** 2).mean())((w1, w2))
-    return w1 - 0.1 * g[0], w2 - 0.1 * g[1]
-
-
-def attention(q: Any, k: Any, v: Any) -> Any:
-    """Softmax attention over the last two dimensions."""
-    s = jnp.einsum("bqd,bkd->bqk", q, k) / q.shape[-1] ** 0.5
-    return jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(s), v)
-
-
-def layers(ws: Any, x: Any) -> Any:
-    """Scanned layers, each a product and a normalisation."""
-
-    def layer(h: Any, w: Any) -> Any:
-        h = jnp.tanh(h @ w)
-        return h / jnp.sqrt((h * h).mean(-1, keepdims=True) + 1e-6), None
-
-    return lax.scan(layer, x, ws)[0].sum()
-
-
-def programs(n: int, scale: int) -> list[Program]:
-    """Twelve programs for n devices; `scale` multiplies the rows of what is cut by the batch."""
-    r, d = 1024 * scale, 512
-    return [
-        Program("products of a cut batch", mlp, ((d, 2 * d), (2 * d, d), (r, d)), (None, None, (n, 1))),
-        Program("gathered weights", mlp, ((d, 2 * d), (2 * d, d), (r, d)), ((n, 1), (n, 1), (n, 1))),
-        Program("columns then rows", mlp, ((d, 2 * d), (2 * d, d), (r, d)), ((1, n), (n, 1), (1, 1))),
-        Program("training, copies of weights", training_step, ((d, 2 * d), (2 * d, d), (r, d)), ((1, 1), (1, 1), (n, 1))),
-        Program("training, gathered weights", training_step, ((d, 2 * d), (2 * d, d), (r, d)), ((n, 1), (n, 1), (n, 1))),
-        Program("a small product", lambda x, w: x @ w, ((256, 256), (256, 256)), ((n, 1), None)),
-        Program("attention, heads", attention, ((16, 256 * scale, 64),) * 3, ((8 if n % 8 == 0 else n, 1, 1),) * 3),
-        Program("scanned layers", layers, ((4, d, d), (r, d)), ((1, n, 1), (n, 1))),
-        Program("light operators", lambda x: jnp.tanh(x * 2 + 1) * x - x.mean(-1, keepdims=True), ((4 * r, d),), ((n, 1),)),
-        Program("transpose of a cut matrix", lambda x: x.T * 2, ((2 * r, 1024),), ((n, 1),)),
-        Program("sum to one copy", lambda x: x.sum(0) + 1, ((4 * r, d),), ((n, 1),)),
-        Program("contracted dimension cut", lambda x, w: x @ w, ((512, 4 * r), (4 * r, 512)), ((1, n), (n, 1))),
-    ]  # fmt: skip
 
 
 def measured(p: Program, n: int, hardware: str | None) -> Any:
@@ -122,10 +66,21 @@ def rank_correlation(a: list[float], b: list[float]) -> float:
 
 def section(run: dict[str, Any]) -> list[str]:
     """The lines about one run."""
-    rows = run["rows"]
     lines = [f"## {run['devices']}, {run['date']}", ""]
+    if run.get("other_work"):
+        lines += [f"Other work on the machine: {run['other_work']}.", ""]
+    lines += table_of_rows(run["rows"])
+    if run.get("further"):
+        lines += ["Ten programs that were written after what calibration measures had been chosen:", ""]
+        lines += table_of_rows(run["further"])
+    return [*lines, "```", run["calibration"], "```", ""]
+
+
+def table_of_rows(rows: list[dict[str, Any]]) -> list[str]:
+    """Errors in all, and of each program."""
     if len(rows) < 2:
-        return [*lines, f"{len(rows)} of the programs measured.", "", "```", run["calibration"], "```", ""]
+        return [f"{len(rows)} of the programs measured.", ""]
+    lines = []
     for what, key in (("the table's chip", "before"), ("the calibrated chip", "after")):
         errors = [abs(r[key] / r["measured"] - 1) for r in rows]
         order = rank_correlation([r[key] for r in rows], [r["measured"] for r in rows])
@@ -140,7 +95,7 @@ def section(run: dict[str, Any]) -> list[str]:
             f"| {1e3 * r[k]:.3g} ms | {r[k] / r['measured'] - 1:+.0%} " for k in ("before", "after")
         )
         lines.append(f"| {r['name']} | {1e3 * r['measured']:.3g} ms | {r['spread']:.0%} {figures}|")
-    return [*lines, "", "```", run["calibration"], "```", ""]
+    return [*lines, ""]
 
 
 def write_page() -> None:
@@ -150,8 +105,8 @@ def write_page() -> None:
         "# Predicted and measured steps",
         "",
         "Written by `make bench-calibration`. Each program is planned at level 2 from the cut of its arguments, with the",
-        "table's chip and with the calibrated one, and run as planned (`plan.measure`: the median of its calls). The two",
-        "cores of the CPU runs here were shared with other work, of which there was more or less at different times.",
+        "table's chip and with the calibrated one, and run as planned (`plan.measure`: the median of its calls). The eight",
+        "devices of the CPU runs are threads of two cores.",
         "",
     ]
     TABLE.write_text("\n".join([*lines, *(line for r in runs.values() for line in section(r))]))
@@ -164,6 +119,8 @@ def main() -> int:
         "--scale", type=int, default=0, help="rows of the programs; default: by the kind of device"
     )
     parser.add_argument("--programs", type=int, default=12, help="measure so many of them")
+    parser.add_argument("--further", action="store_true", help="measure ten more programs beside")
+    parser.add_argument("--other-work", default="", help="what else the machine did, for the page")
     parser.add_argument("--save", help="a file for the calibrated chip")
     a = parser.parse_args()
     devices = jax.devices()
@@ -172,13 +129,18 @@ def main() -> int:
     found = jshard.calibrate(devices, save=a.save, name=f"{base}-here")
     print(found, flush=True)
     chosen = programs(len(devices), scale)[: a.programs]
-    rows = [r for p in chosen if (r := row(p, len(devices), found.chip.name)) is not None]
+    rows, more = (
+        [r for p in some if (r := row(p, len(devices), found.chip.name)) is not None]
+        for some in (chosen, further_programs(len(devices), scale) if a.further else [])
+    )
     run = {
         "devices": found.devices,
         "date": found.date,
         "jax": jax.__version__,
         "calibration": str(found),
         "rows": rows,
+        "further": more,
+        "other_work": a.other_work,
     }
     with RESULTS.open("a") as f:
         f.write(json.dumps(run) + "\n")

@@ -23,6 +23,7 @@ from jshard._api.plan import check_writable, write_file
 from jshard._core import hardware
 from jshard._core.argument_checks import checked
 from jshard._core.collective_curves import CollectiveCurve
+from jshard._core.compute_units import REGISTER, VectorUnit
 from jshard._core.errors import MeshError
 from jshard._core.hardware import Chip
 from jshard._core.jax_types import Device
@@ -45,6 +46,7 @@ A choice, not derived: what is off by half may be off by a factor of two, as the
 collectives are where a published point is left out (docs/modelled.md), so that the fit says no more than the table does.
 """
 _PEAKS = {"float32": "f32_flops", "bfloat16": "bf16_flops"}
+_FIELDS = {"memory": "hbm_bandwidth", "call": "call_seconds", "simple": "units", "transcendental": "units"}
 LARGEST = {"shared": 4e6, "switch": 2.7e8}
 """Bytes that a device receives in the largest collective, by interconnect; 3.4e7 on a torus."""
 
@@ -155,12 +157,15 @@ def calibrate(
     base = hardware.for_device(given[0])
     now = datetime.datetime.now()
     begin = time.perf_counter()
-    todo = list(tasks(len(given), largest or LARGEST.get(base.interconnect, 3.4e7)))
+    todo = list(
+        tasks(len(given), largest or LARGEST.get(base.interconnect, 3.4e7), base.interconnect == "shared")
+    )
     found: list[Measured] = []
     with progress("calibrating", len(todo)) as show:
         for k, task in enumerate(todo):
             show(k, task.what)
-            found.append(measure(task, given, RUNS if task.group > 1 else 2 * RUNS))
+            start = found[0].seconds if found else 0.0  # the first task is an empty call
+            found.append(measure(task, given, RUNS if task.group > 1 else 2 * RUNS, start))
     chip, notes = fitted_chip(
         base, found, name or f"{base.name}-{now:%Y%m%d-%H%M%S}", f"{now:%Y-%m-%d %H:%M}", len(given)
     )
@@ -187,12 +192,13 @@ def fitted_chip(
     from jshard._cost.curve_fit import fit_curve  # here, so that `import jshard` stays light
 
     figures: dict[str, float] = {}
+    elementwise: dict[str, float] = {}
     notes: list[str] = []
     curves: list[CollectiveCurve] = []
     for (what, dtype, group, strided), rows in _by_quantity([Sample(m, m.seconds) for m in found]).items():
         sizes, seconds = [r.measured.task.size for r in rows], [r.measured.seconds for r in rows]
         label = f"{what} of {dtype}" if group == 1 else f"{what} over {group}{' strided' if strided else ''}"
-        field = "curves" if group > 1 else "hbm_bandwidth" if what == "memory" else _PEAKS[dtype]
+        field = "curves" if group > 1 else _PEAKS[dtype] if what == "product" else _FIELDS[what]
         knots, rate = (), 0.0
         if group > 1:
             knots, error = fit_curve(sizes, seconds)
@@ -209,20 +215,31 @@ def fitted_chip(
         if group > 1:
             kind = cast("CollectiveKind", what)
             curves.append(CollectiveCurve(kind, group, knots, _reach(base, group, strided, devices), strided))
+        elif field == "units":
+            elementwise[what] = rate
         else:
-            figures[field] = rate
-    source = f"measured {date} [M]"
-    sources = {**base.sources, **dict.fromkeys((*figures, "curves"), source)}
-    chip = dataclasses.replace(
-        base,
-        name=name,
-        curves=tuple(curves),
-        sources=sources,
-        f32_flops=figures.get("f32_flops", base.f32_flops),
-        bf16_flops=figures.get("bf16_flops", base.bf16_flops),
-        hbm_bandwidth=figures.get("hbm_bandwidth", base.hbm_bandwidth),
-    )
+            figures[field] = 1 / rate if what == "call" else rate
+    units = base.units
+    if len(elementwise) == 2:
+        units = dataclasses.replace(units, vector=_vector_unit(**elementwise))
+    fields = (*figures, "curves", *(("units",) if units != base.units else ()))
+    sources = {**base.sources, **dict.fromkeys(fields, f"measured {date} [M]")}
+    chip = dataclasses.replace(base, name=name, curves=tuple(curves), units=units, sources=sources, **figures)
     return chip, tuple(notes)
+
+
+def _vector_unit(simple: float, transcendental: float) -> VectorUnit:
+    """A unit with these rates in elements/s; its cycles are such that a register takes one in a simple operation."""
+    clock = simple / REGISTER
+    return VectorUnit(
+        simple=1.0,
+        transcendental=simple / transcendental,
+        array=0.0,
+        loop=0.0,
+        least=1.0,
+        reduced=0.0,
+        clock=clock,
+    )
 
 
 def _reach(base: Chip, group: int, strided: bool, devices: int) -> str:
@@ -241,6 +258,11 @@ def predicted_seconds(chip: Chip, task: Task, devices: int) -> float:
         return task.size / (chip.f32_flops if task.dtype == "float32" else chip.bf16_flops)
     if task.what == "memory":
         return task.size / chip.hbm_bandwidth
+    if task.what == "call":
+        return chip.call_seconds
+    if task.what in ("simple", "transcendental"):
+        simple, transcendental = (task.size, 0.0) if task.what == "simple" else (0.0, task.size)
+        return float(chip.units.vector.seconds(simple, transcendental)) if chip.units.vector else 0.0
     n = task.group
     sizes = (n, devices // n) if task.strided else (devices // n, n)
     kind = cast("CollectiveKind", task.what)

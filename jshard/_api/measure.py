@@ -1,6 +1,7 @@
 """`plan.measure(f, *args)`: the planned program on the devices at hand, predicted beside measured.
 
-The step is the median of several calls after warm-up, with arguments in their planned layouts. Where JAX's profiler
+The step is the median of several calls after warm-up, with arguments in their planned layouts, beside the planned step
+and the start of a call, where the chip is a calibrated one. Where JAX's profiler
 names instructions (CPU, GPU, TPU), so is each collective: of the devices that take part in one, the one that waits least,
 since the others' time contains their wait for the last to arrive.
 """
@@ -17,6 +18,7 @@ from typing import Protocol
 
 import jax
 
+from jshard._core import hardware
 from jshard._core.errors import PlanMismatchError, ShardError
 from jshard._core.jax_types import PyTree
 from jshard._core.messages import format_seconds, type_with_article
@@ -26,6 +28,9 @@ from jshard._verify.verify_plan import verify_plan
 
 
 RUNS = 9
+MOST_RUNS = 99
+SECONDS = 0.2
+"""At least so long the program is called before it is measured, and then measured, up to `MOST_RUNS` calls each."""
 PROFILED_RUNS = 3
 BUSY = 0.25  # quartiles of the calls that are further from the median say that the machine does something else too
 
@@ -62,7 +67,8 @@ class Measurement:
     """A planned step, predicted and measured: seconds of a call.
 
     - `predicted`, `measured`: the whole call; `spread`: half the distance of the quartiles over the median.
-    - `compute`, `communication`: predicted. `profiled`: whether the collectives' figures are from the profiler.
+    - `compute`, `communication`, `call`: predicted; `call` is the start of a program (`Chip.call_seconds`).
+    - `profiled`: whether the collectives' figures are from the profiler.
     """
 
     name: str
@@ -75,6 +81,7 @@ class Measurement:
     communication: float
     collectives: tuple[MeasuredCollective, ...]
     profiled: bool
+    call: float = 0.0
 
     @property
     def error(self) -> float:
@@ -86,7 +93,8 @@ class Measurement:
             f"{self.name} ({self.chip}): predicted {format_seconds(self.predicted)}, measured "
             f"{format_seconds(self.measured)} (median of {self.runs} calls, quartiles within {self.spread:.0%}): "
             f"{self.error:+.0%}",
-            f"  predicted compute {format_seconds(self.compute)}, communication {format_seconds(self.communication)}",
+            f"  predicted compute {format_seconds(self.compute)}, communication {format_seconds(self.communication)}"
+            + (f", start of a call {format_seconds(self.call)}" if self.call else ""),
         ]
         if self.spread > BUSY:
             lines.append("  the calls differ: the machine may be busy")
@@ -125,24 +133,33 @@ def measure_plan(
         )
     compiled = f.lower(*args, **kwargs).compile()
     call = _repeatable_call(compiled, f, args, kwargs)
-    for _ in range(2):
-        call()
-    seconds = sorted(call() for _ in range(runs))
+    _calls(call, 2)
+    seconds = sorted(_calls(call, runs))
     names = _instructions(plan, compiled)
     profile = _profile(call, set(names.values())) if names else {}
     middle, quarter = statistics.median(seconds), len(seconds) // 4
+    start = hardware.get(plan.chip).call_seconds
     return Measurement(
         name=plan.name,
         chip=plan.chip,
-        predicted=plan.step_seconds,
+        predicted=plan.step_seconds + start,
         measured=middle,
         spread=(seconds[-1 - quarter] - seconds[quarter]) / 2 / middle,
-        runs=runs,
+        runs=len(seconds),
+        call=start,
         compute=plan.cost.compute,
         communication=plan.cost.communication,
         collectives=_rows(plan, names, profile),
         profiled=bool(profile),
     )
+
+
+def _calls(call: Callable[[], float], least: int) -> list[float]:
+    """Seconds of at least so many calls, and of more while they take little time."""
+    found: list[float] = []
+    while len(found) < least or (sum(found) < SECONDS and len(found) < MOST_RUNS):
+        found.append(call())
+    return found
 
 
 def _repeatable_call(

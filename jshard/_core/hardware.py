@@ -58,6 +58,7 @@ class Chip:
     - `all_reduced_kinds`: kinds that its compiler makes an all-reduce of over a whole torus of three axes (of a gather only
         where they are rings).
     - `units`: tiles, passes and vector unit: how far kernels stay below the peak.
+    - `call_seconds`: of a call of an empty program, by `calibrate`; `plan.measure` adds it to a step. 0: unknown.
     - `curves`: measured times of collectives by size; those take the place of the latencies and bandwidths above.
     - `sources`: for each field, where the number comes from.
     """
@@ -82,6 +83,7 @@ class Chip:
     dies: int = 1
     die_bandwidth: float = 0.0
     clock: float = 0.0
+    call_seconds: float = 0.0
     units: ComputeUnits = NO_UNITS
     curves: tuple[CollectiveCurve, ...] = ()
     async_kinds: tuple[CollectiveKind, ...] = ()

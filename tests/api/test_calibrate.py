@@ -22,13 +22,16 @@ from jshard._cost.collectives import received_per_byte
 CPU = jshard.hardware.get("cpu")
 
 
+RATES = {"product": 3e9, "memory": 5e9, "simple": 8e9, "transcendental": 2e9, "call": 1e4}
+
+
 def made_up(noise: float, seed: int = 0) -> list[Measured]:
-    """Measurements of a machine with 3 GFLOP/s, 5 GB/s and collectives of 30 us and 1 GB/s, with noise."""
+    """Measurements of a machine with the `RATES` below and collectives of 30 us and 1 GB/s, with noise."""
     rng = np.random.default_rng(seed)
     found = []
     for t in tasks(4, 1e6):
         if t.group == 1:
-            seconds = t.size / (3e9 if t.what == "product" else 5e9)
+            seconds = t.size / RATES[t.what]
         else:
             seconds = 3e-5 + t.size * received_per_byte(t.what, t.group) / 1e9
         found.append(Measured(t, seconds * float(np.exp(noise * rng.standard_normal())), 0.0))
@@ -39,6 +42,7 @@ def test_a_quiet_machine_gives_its_own_figures() -> None:
     found = made_up(0.0)
     chip, notes = fitted_chip(CPU, found, "quiet", "2026-11-23", 4)
     assert not notes and chip.f32_flops == pytest.approx(3e9) and chip.hbm_bandwidth == pytest.approx(5e9)
+    assert chip.call_seconds == pytest.approx(1e-4)
     assert len(chip.curves) == 5 * 3  # groups of two, of two strided, of four
     for m in found:
         assert predicted_seconds(chip, m.task, 4) == pytest.approx(m.seconds, rel=0.02)
@@ -113,11 +117,34 @@ def test_a_planned_step_is_measured_by_collective(donate) -> None:
     plan = f.plan(*args)
     found = plan.measure(f, *args)
     assert isinstance(found, Measurement) and found.measured > 0 and found.predicted == plan.step_seconds
+    assert found.call == 0 and "start of a call" not in str(found)  # of a chip that is not calibrated
     assert sum(c.predicted for c in found.collectives) == pytest.approx(plan.cost.communication)
     assert {c.kind for c in found.collectives} == {c.kind for c in plan.collectives}
     if found.profiled:
         assert all(c.measured is not None and 0 < c.measured for c in found.collectives)
     assert "predicted" in str(found) and not args[0].is_deleted()
+
+
+def test_a_calibrated_chip_adds_the_start_of_a_call() -> None:
+    chip = jshard.hardware.register(dataclasses.replace(CPU, name="cpu-with-start", call_seconds=1e-3))
+    f = jshard.shard(
+        lambda x: x * 2, in_strategy=((8,),), mesh=jshard.topology("cpu:8", {"x": 8}), hardware=chip.name
+    )
+    plan = f.plan(jnp.ones(64))
+    found = plan.measure(f, jnp.ones(64))
+    assert found.call == 1e-3 and found.predicted == plan.step_seconds + 1e-3
+    assert "start of a call 1 ms" in str(found)
+
+
+@pytest.mark.parametrize("host", (False, True))
+def test_a_machine_whose_devices_share_memory_is_measured_by_calls(host) -> None:
+    """Loops reuse pages that a program gets anew; an accelerator's vectors are larger than its caches."""
+    found = list(tasks(4, 1e6, host))
+    assert found[0].what == "call" and not found[0].looped
+    memory = [t for t in found if t.what == "memory"]
+    assert all(t.looped != host for t in memory) and min(t.size for t in memory) >= (2e6 if host else 1e8)
+    large = [t.looped for t in found if t.group > 1 and t.size >= 131072]
+    assert large and set(large) == {not host}
 
 
 def test_another_function_or_other_arguments_are_refused() -> None:
