@@ -46,6 +46,7 @@ A choice, not derived: what is off by half may be off by a factor of two, as the
 collectives are where a published point is left out (docs/modelled.md), so that the fit says no more than the table does.
 """
 _PEAKS = {"float32": "f32_flops", "bfloat16": "bf16_flops"}
+_UNITS = {"product": "FLOP/s", "simple": "op/s", "transcendental": "op/s"}
 _FIELDS = {"memory": "hbm_bandwidth", "call": "call_seconds", "simple": "units", "transcendental": "units"}
 LARGEST = {"shared": 4e6, "switch": 2.7e8}
 """Bytes that a device receives in the largest collective, by interconnect; 3.4e7 on a torus."""
@@ -92,16 +93,16 @@ class Calibration:
         lines = [
             f"{c.name}: {self.devices}, measured {self.date} in {self.seconds:.0f} s; replaces figures of {self.base}",
             f"  products {c.f32_flops:.3g} float32 and {c.bf16_flops:.3g} bfloat16 FLOP/s, memory {c.hbm_bandwidth:.3g} B/s",
-            f"  {'':<16}{'group':<12}{'sizes':>6}{'smallest':>12}{'largest':>12}{'bandwidth':>13}{'residual':>10}",
+            f"  {'':<16}{'group':<12}{'sizes':>6}{'smallest':>12}{'largest':>12}{'rate':>16}{'residual':>10}",
         ]
         for (what, dtype, group, strided), found in _by_quantity(self.samples).items():
             first, last = found[0].measured, found[-1].measured
             devices = f"{group}{' strided' if strided else ''}" if group > 1 else dtype
-            rate = f"{last.task.size / last.seconds:.3g} {'FLOP/s' if what == 'product' else 'B/s'}"
+            rate = f"{last.task.size / last.seconds:.3g} {_UNITS.get(what, 'B/s')}" if what != "call" else ""
             off = max(abs(s.residual) for s in found)
             lines.append(
                 f"  {what:<16}{devices:<12}{len(found):>6}{format_seconds(first.seconds):>12}"
-                f"{format_seconds(last.seconds):>12}{rate:>13}{off:>10.0%}"
+                f"{format_seconds(last.seconds):>12}{rate:>16}{off:>10.0%}"
             )
         lines.append(f"  residuals: {self.residual:.0%} in the median, the largest of each row beside it")
         return "\n".join(lines + [f"  {note}" for note in self.notes])

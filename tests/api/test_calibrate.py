@@ -58,6 +58,8 @@ def test_a_busy_machine_keeps_the_table_and_says_so() -> None:
     samples = tuple(Sample(m, predicted_seconds(chip, m.task, 4)) for m in found)
     text = str(Calibration(chip, "gpu-h100", samples, notes, "2026-11-23", (), "4 x H100", 1.0))
     assert "the table's figure stays" in text and "busy" in text
+    lines = {line.split()[0]: line for line in text.splitlines() if "float32 " in line}
+    assert "/s" not in lines["call"] and " op/s" in lines["simple"] and " B/s" in lines["memory"]
 
 
 def test_a_measurement_is_better_than_a_stand_in() -> None:
