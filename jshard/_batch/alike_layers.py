@@ -135,7 +135,10 @@ def as_loop(eqns: Sequence[JaxprEqn], rows: Sequence[Row]) -> AlikeLayers:
         assert i is not None
         for n in range(len(eqns[i].invars)):
             slots = tuple(None if (e := row[at]) is None else eqns[e].invars[n] for row in rows)
-            later = set.intersection(*(_from(v, k, made) for k, v in enumerate(slots) if k and v is not None))
+            after_first = [_from(v, k, made) for k, v in enumerate(slots) if k and v is not None]
+            if not after_first:
+                raise NotALoopError(eqns[i], "only the first layer has it")
+            later = set.intersection(*after_first)
             first = later if slots[0] is None else _from(slots[0], 0, made)
             inner, carried = (sorted(p for back, p in later if back == b) for b in (0, 1))
             if OUTSIDE in later & first:

@@ -142,6 +142,24 @@ def test_layers_that_are_no_loop() -> None:
         assert "the same operators on the same shapes" in error.value.fix
 
 
+def test_a_value_of_the_first_layer_that_all_others_read() -> None:
+    """Its equations are in one layer alone: the first one, where it enters."""
+    ws, x = [(normal(k, 4, 4), normal(9 + k, 4, 4)) for k in range(4)], normal(30, BATCH, 4)
+
+    def loss(ws: Any, x: jax.Array) -> jax.Array:
+        first = None
+        for w, v in ws:
+            value = x @ v
+            first = value if first is None else first
+            x = x + jnp.tanh(x @ w) * (value + first) / 2
+        return jnp.mean(x**2)
+
+    f = pipelined(jax.value_and_grad(loss), mesh_of(2, 2), microbatches=4, uneven=True)
+    plan = f.plan(ws, x)
+    assert plan.pipeline is not None and plan.pipeline.unrolled
+    assert largest_error(f(ws, x), jax.jit(jax.value_and_grad(loss))(ws, x)) < 1e-12
+
+
 def test_the_alike_layers_that_the_error_names_run_in_a_pipeline() -> None:
     """Layers of other widths, padded to the same shapes."""
     ws, x, mesh = [normal(k, 4, 4 + k % 2) for k in range(4)], normal(9, BATCH, 4), mesh_of(2, 2)
