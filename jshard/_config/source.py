@@ -55,11 +55,11 @@ def read_config(value: object, source: str = "config") -> ConfigRecord:
 def is_path(text: str) -> bool:
     """Whether a text is the path of a file, and not YAML itself.
 
-    >>> is_path("llama.yaml"), is_path("level: 2"), is_path("a: [x]\\nb: [y]")
+    >>> is_path("llama.json"), is_path("level: 2"), is_path("a: [x]\\nb: [y]")
     (True, False, False)
     """
     one_line = "\n" not in text.strip() and ": " not in text
-    return one_line and (text.strip().endswith((".yaml", ".yml")) or Path(text).is_file())
+    return one_line and (text.strip().endswith((".yaml", ".yml", ".json")) or Path(text).is_file())
 
 
 def override(record: ConfigRecord, *texts: str) -> ConfigRecord:

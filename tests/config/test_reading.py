@@ -240,8 +240,9 @@ def test_a_wrong_override(text: str, what: str) -> None:
 def test_other_wrong_values() -> None:
     with pytest.raises(jshard.ShardError, match="config is an int"):
         jshard.shard(f, config=3)
-    with pytest.raises(jshard.ShardError, match="missing.yaml cannot be read"):
-        jshard.shard(f, config="missing.yaml")
+    for name in ("missing.yaml", "missing.json"):
+        with pytest.raises(jshard.ShardError, match=f"{name} cannot be read"):
+            jshard.shard(f, config=name)
     with pytest.raises(jshard.ShardError, match="the mesh {a: 64} has 64 devices, there are"):
         jshard.shard(f, config={"mesh": {"a": 64}})
     with pytest.raises(jshard.ShardError, match="are no multiple of 3"):
