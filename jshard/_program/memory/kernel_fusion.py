@@ -224,7 +224,7 @@ class _Fusion:
         for op in self.program.operators:
             if op.kind != "eqn" or op.id in transposed:
                 continue
-            if is_unfusible(op):
+            if is_unfusible(op) or op.id in self.live.in_place:
                 self.unfusible_root(op)
             elif any(self.stored[r] for r in op.results):
                 self.fusible_root(op)
@@ -295,7 +295,10 @@ class _Fusion:
         reads = _Reads(self, op)
         for k in range(len(op.operands)):
             reads.follow(k)
-        if op.primitive in _VIEWS and all(w == VectorWork() for _, w in reads.by_operand.values()):
+        # Padding that is masked in memory is masked in the reader, which reads as many bytes.
+        if op.primitive in _VIEWS | {MASK_TAIL} and all(
+            w == VectorWork() for _, w in reads.by_operand.values()
+        ):
             return
         reduces = op.primitive.startswith(REDUCTION_PREFIXES)
         host = reads.product if reads.product >= 0 else self.product_before(op, reads)
