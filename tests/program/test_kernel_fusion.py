@@ -131,15 +131,3 @@ def test_a_long_chain_that_every_step_reads_is_cut():
     program = traced(f, X, X)
     found = kernels(program)
     assert np.all([nbytes(found, op.id) < 10 * ARRAY for op in program.operators])
-
-
-def test_an_addition_in_place_moves_the_part_that_is_added():
-    """Two rows of an array that nothing reads any more: read, added to and written, whatever fuses or not."""
-
-    def f(x, rows):
-        return jax.lax.fori_loop(0, 8, lambda i, x: x.at[jnp.arange(2) + i].add(rows), x * 2.0)
-
-    program = traced(f, X, S((2, N), "float32"))
-    found = kernels(program)
-    (add,) = [op.id for op in program.operators if op.primitive.startswith("scatter")]
-    assert nbytes(found, add) <= 4 * 2 * N * 4
