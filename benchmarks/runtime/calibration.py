@@ -24,9 +24,13 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
-from step_programs import Program, further_programs, programs  # noqa: E402
 
 import jshard  # noqa: E402
+
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
+
+from benchmarks.runtime.step_programs import Program, further_programs, programs  # noqa: E402
 
 
 HERE = pathlib.Path(__file__).parent

@@ -25,7 +25,7 @@ from jshard._program.call_path import call_path
 from jshard._program.fingerprint import dtype_name, fingerprint
 from jshard._program.graph import Literal, Program, operator_name
 from jshard._program.memory.liveness import liveness
-from jshard._rules.rule import NONE, candidate_codes
+from jshard._rules.rule import candidate_codes
 from jshard._schedule.live_values import live_intervals
 from jshard._schedule.schedule import Assignment, Schedule
 
@@ -223,7 +223,7 @@ def _limit(assignment: Assignment, i: int) -> str:
     sizes = np.array(mesh.sizes, dtype=np.int64)
 
     def pieces(codes: np.ndarray) -> np.ndarray:
-        return np.where(codes != NONE, sizes, 1).prod(axis=1)
+        return np.where(codes >= 0, sizes, 1).prod(axis=1)  # partial sums are no cuts
 
     chosen = int(pieces(np.array([candidate.axis_codes], dtype=np.int64))[0])
     if chosen == mesh.total or pieces(states.axis_codes).max() > chosen:

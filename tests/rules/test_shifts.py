@@ -72,7 +72,7 @@ def _both_ends(x: Any) -> Any:
 def test_programs_cut_along_time(f: Any, devices: int, n: int) -> None:
     """Float64 values and gradients, inside and outside; planned bytes are emitted, and there are no others than edges."""
     with jax.enable_x64(True):
-        x = jnp.asarray(np.random.RandomState(0).randn(1, n, 64))
+        x = jnp.asarray(np.random.RandomState(0).randn(1, n, 256))
 
         def step(x: Any) -> Any:
             return jax.value_and_grad(lambda x: (f(x) ** 2).sum())(x)
