@@ -1,4 +1,4 @@
-"""Sequences of 256 to 131,072 tokens on the TPU compiler: speed of a layer on 4 and 8 devices, memory of long attention.
+"""Sequences of 256 to 131,072 tokens on the TPU compiler: speed of a layer on 2, 4 and 8 devices, memory of long attention.
 
     python benchmarks/compilers/sequences.py [--plans] [NAME ...]        # all rows, or those whose name contains a NAME
 
@@ -7,9 +7,10 @@ environment), kept in `sequences.jsonl`; the page is written anew after each. `-
 figure of the compiler's.
 
 - `layer-T`: one layer of Llama-7B's sizes (width 4096, 32 heads, gated MLP of 11,008) on 16,384 tokens in sequences of T,
-  the batch cut: the table of ShardFormer's README (N_CTX 256 to 4096 on 2 and 4 GPUs) as ratios to one device, on slices
-  that v5e has. The step is estimated as in `benchmarks/quality/quality.py`: the compiler's cycles, and the collectives on
-  the links that they can use. In brackets the ratio to one device.
+  the batch cut: the table of ShardFormer's README (N_CTX 256 to 4096 on 2 and 4 GPUs) as ratios to one device. Two devices
+  are half of a host's chips: no slice is as small, but libtpu compiles for them. The step is estimated as in
+  `benchmarks/quality/quality.py`: the compiler's cycles, and the collectives on the links that they can use. In brackets
+  the ratio to one device.
 - `attention-T`: projections and causal attention of 8 heads of 128, sequences cut, 8,192 to 131,072 tokens: bytes received
   as planned and as compiled, and the memory of a device.
 - `ring-T`: the same by the recipe `ring`. On 16 devices, which 8 heads do not divide, the search gathers keys and values for
@@ -34,9 +35,9 @@ from typing import Any
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 ROWS, PAGE = pathlib.Path(__file__).with_suffix(".jsonl"), pathlib.Path(__file__).with_suffix(".md")
-GRID = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4"}
+GRID = {1: "1x1", 2: "1x2", 4: "2x2", 8: "2x4", 16: "4x4"}
 TOKENS, WIDTH, HEADS, HIDDEN = 16_384, 4096, 32, 11_008
-SPEED = [(f"layer-{t}", n) for t in (256, 512, 1024, 2048, 4096) for n in (1, 4, 8) if TOKENS // t >= n]
+SPEED = [(f"layer-{t}", n) for t in (256, 512, 1024, 2048, 4096) for n in (1, 2, 4, 8) if TOKENS // t >= n]
 LENGTHS = (8_192, 16_384, 32_768, 65_536, 131_072)
 MEMORY = [(f"attention-{t}", n) for t in LENGTHS for n in (1, 4, 8, 16)]
 MEMORY += [(f"ring-{t}", n) for t in LENGTHS for n in (4, 8, 16)]
@@ -82,6 +83,20 @@ def attention(length: int) -> tuple[Any, tuple[Any, ...], Any]:
     return fn, args, (None, jax.P(None, "x"))
 
 
+def two_chips() -> Any:
+    """Two of a v5e host's four chips: no slice, so `jshard.topology` has none of that shape, but libtpu compiles for it."""
+    import jax
+    from jax.experimental import topologies
+
+    import jshard
+    from jshard._core.named_topology import TopologyMesh
+
+    whole = jshard.topology("v5e:1x1", {"x": 1}, compiles=False)
+    found = topologies.get_topology_desc("v5e:1x2", platform="tpu", chips_per_host_bounds=(1, 2, 1))
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=found.devices)
+    return TopologyMesh("v5e:1x2", whole.hardware, (1, 2), 1, mesh, True)
+
+
 def one(name: str, devices: int, compiles: bool) -> dict[str, Any]:
     """Plan and, if wanted, compile a row here."""
     import jshard
@@ -89,7 +104,11 @@ def one(name: str, devices: int, compiles: bool) -> dict[str, Any]:
 
     kind, _, length = name.partition("-")
     fn, args, strategy = {"layer": layer, "attention": attention, "ring": attention}[kind](int(length))
-    mesh = jshard.topology(f"v5e:{GRID[devices]}", {"x": devices}, compiles=compiles)
+    mesh = (
+        two_chips()
+        if devices == 2
+        else jshard.topology(f"v5e:{GRID[devices]}", {"x": devices}, compiles=compiles)
+    )
     pins: dict[str, Any] = {"config": "ring"} if kind == "ring" else {"in_strategy": strategy}
     f = jshard.shard(fn, **pins, mesh=mesh, level=2)
     begun = time.monotonic()
@@ -145,10 +164,10 @@ def page(rows: dict[tuple[str, int], dict[str, Any]]) -> str:
 
     title, intro = (__doc__ or "").split("\n\n", 1)
     out = [f"# {title.strip()}", "", intro.rstrip(), ""]
-    out += ["| sequences | 1 device | 4 devices | 8 devices |", "|---|---|---|---|"]
+    out += ["| sequences | 1 device | 2 devices | 4 devices | 8 devices |", "|---|---|---|---|---|"]
     for name in dict.fromkeys(name for name, _ in SPEED):
-        if any((name, n) in rows for n in (1, 4, 8)):
-            out.append(f"| {name} | " + " | ".join(cells(name, n) for n in (1, 4, 8)) + " |")
+        if any((name, n) in rows for n in (1, 2, 4, 8)):
+            out.append(f"| {name} | " + " | ".join(cells(name, n) for n in (1, 2, 4, 8)) + " |")
     heads = "tokens", "devices", "queries", "received, MB", "compiled", "memory, GB", "compiled, off chip"
     last = "times devices, over one device's | planned, ms | kernels"
     out += ["", f"| {' | '.join(heads)} | {last} |", "|---" * 10 + "|"]

@@ -1,9 +1,10 @@
 """The fewest rules that give every tensor its entry: globs over layers, braces, `**`.
 
 Tensors that differ in numbers only (of layers, of experts) are a class. A class needs one rule per distinct entry: the
-most frequent entry takes `*` for the numbers, the others list theirs in braces. Rules of classes with one entry are then
-joined: by `**.name` where every tensor of that last name has the entry, by braces where names differ in one part. What a
-joint rule gets wrong is corrected by rules of full paths, and the result is checked tensor by tensor, so it is exact.
+most frequent entry takes `*` for the numbers (of `Dense_0`, `Dense_*`), the others list theirs in braces. Rules of classes
+with one entry are then joined: by `**.name` where every tensor of that last name has the entry, by braces where names
+differ in one part. What a joint rule gets wrong is corrected by rules of full paths, and the result is checked tensor by
+tensor, so it is exact.
 
 >>> leaves = {f"p.layers.{i}.{n}.w": ((("x",), ()) if n in "qk" else ((), ("x",))) for i in range(3) for n in "qkv"}
 >>> leaves["p.layers.2.v.w"] = ((), ())
@@ -47,10 +48,10 @@ def fewest_rules(
     for names in (lambda t: t.own, lambda t: t.parts):
         wrong = _wrong(rules, tensors, entries)
         if not wrong:
-            return rules
+            return _without_shadowed(rules, tensors)
         rules = _merged(rules, _by_class({names(tensors[i]): entries[i] for i in wrong}))
     if not _wrong(rules, tensors, entries):
-        return rules
+        return _without_shadowed(rules, tensors)
     plain = _by_class(own)
     wrong = _wrong(plain, tensors, entries)
     return _merged(plain, tuple(Rule(tensors[i].path, entries[i]) for i in wrong))
@@ -68,6 +69,12 @@ def fewest_result_rules(tensors: Sequence[TensorName], entries: Sequence[Entry])
 
 def _merged(rules: Sequence[Rule], extra: Sequence[Rule]) -> tuple[Rule, ...]:
     return tuple({r.name: r for r in (*rules, *extra)}.values())
+
+
+def _without_shadowed(rules: tuple[Rule, ...], tensors: Sequence[TensorName]) -> tuple[Rule, ...]:
+    """The rules without those that are nowhere the most specific one, which a file is refused for."""
+    never = {id(rule) for _, rule, _ in match(ConfigRecord(parameters=rules), tensors).shadowed}
+    return tuple(r for r in rules if id(r) not in never)
 
 
 def _without_mirrors(
@@ -94,11 +101,18 @@ def _by_class(own: Mapping[Parts, Entry]) -> tuple[Rule, ...]:
             kinds[own[path]].append(path)
         usual = max(kinds, key=lambda e: len(kinds[e]))
         varying = [k for k in _number_places(paths[0]) if len({p[k] for p in paths}) > 1]
-        rules.append(Rule(".".join("*" if k in varying else p for k, p in enumerate(paths[0])), usual))
+        rules.append(
+            Rule(".".join(_any_number(p) if k in varying else p for k, p in enumerate(paths[0])), usual)
+        )
         for entry, some in kinds.items():
             if entry != usual:
                 rules += _exceptions(some, varying, entry)
     return tuple(rules)
+
+
+def _any_number(part: str) -> str:
+    """A part of a path with `*` for its number: of `3`, `*`; of `Dense_3`, `Dense_*`, which `Conv_3` does not match."""
+    return part.rstrip("0123456789") + "*"
 
 
 def _number_places(path: Parts) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen
 
 import jshard
 from benchmarks import workloads
@@ -89,6 +90,36 @@ def test_the_mesh_of_a_file_may_be_given_by_the_sizes_of_its_axes():
     assert config == jshard.Config.from_recipe(
         "fsdp+megatron", of_a_sharded_function, p, jnp.ones((16, 6)), mesh=sizes
     )
+
+
+def test_the_file_of_numbered_modules_of_several_kinds_is_read_again():
+    """As linen names them: rules of `Dense_*` say nothing of `Conv_0`, and none is shadowed by the others."""
+
+    class Net(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            x = linen.LayerNorm()(linen.Conv(16, (2, 2), (2, 2))(x))
+            x = linen.DenseGeneral(16, axis=(-2, -1))(linen.DenseGeneral((4, 4))(x))
+            return linen.Dense(8)(linen.relu(linen.Dense(32)(linen.LayerNorm()(x))))
+
+    x = jnp.ones((4, 8, 8, 3))
+    p = Net().init(jax.random.key(0), x)["params"]
+    state = {"params": p, "m": p, "v": p}
+
+    def step(state, x):
+        g = jax.grad(lambda p: (Net().apply({"params": p}, x) ** 2).mean())(state["params"])
+        m, v = (jax.tree.map(lambda s, d, n=n: s + d**n, state[k], g) for k, n in (("m", 1), ("v", 2)))
+        return {
+            "params": jax.tree.map(lambda a, b, c: a - b / (1 + c * c), state["params"], m, v),
+            "m": m,
+            "v": v,
+        }
+
+    for recipe in ("sequence", "fsdp", "zero1"):
+        config = jshard.Config.from_recipe(recipe, step, state, x, mesh={"x": 2, "y": 4})
+        report = config.check(step, state, x)
+        assert report.ok, report
+        assert any(r.key.startswith("Dense_*") for r in config.parameters)
 
 
 def test_each_use_of_a_weight_has_its_own_line_in_a_file(tmp_path):
