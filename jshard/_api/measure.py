@@ -1,9 +1,9 @@
 """`plan.measure(f, *args)`: the planned program on the devices at hand, predicted beside measured.
 
 The step is the median of several calls after warm-up, with arguments in their planned layouts, beside the planned step
-and the start of a call, where the chip is a calibrated one. Where JAX's profiler
-names instructions (CPU, GPU, TPU), so is each collective: of the devices that take part in one, the one that waits least,
-since the others' time contains their wait for the last to arrive.
+and the start of a call, where the chip is a calibrated one. Where JAX's profiler names instructions (CPU, GPU, TPU), so
+is each collective: of the devices that take part in one, the one that waits least, since the others' time contains
+their wait for the last to arrive.
 """
 
 from __future__ import annotations

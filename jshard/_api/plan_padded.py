@@ -17,16 +17,16 @@ from jshard._core.errors import SearchError
 from jshard._core.jax_types import ClosedJaxpr
 from jshard._plan.padded_program import Sizes, padded_program
 from jshard._plan.padding_classes import PaddingClasses
+from jshard._plan.padding_gain import padding_gain
 from jshard._plan.padding_search import (
     LEAST_BYTES,
     LEAST_GAIN,
-    LEAST_STAKE,
+    LEAST_POSSIBLE_GAIN,
     MOST_WASTE,
     cut_sizes,
     large_sizes,
     padded_sizes,
 )
-from jshard._plan.padding_stake import padding_stake
 from jshard._plan.padding_trials import PaddingTrials
 from jshard._plan.record import PlanRecord
 from jshard._report.format_units import format_bytes, format_seconds
@@ -86,11 +86,11 @@ def plan_padded(
     if classes is None:
         return None, bound, PaddingTrials(small_too=small_too)
     if original is not None and not required and not small_too:
-        stake = padding_stake(program, topology, {n for n, _ in sizes})
-        if stake.seconds < LEAST_STAKE * original.step_seconds and (
-            stake.nbytes < LEAST_STAKE * original.cost.peak_bytes
+        most = padding_gain(program, topology, {n for n, _ in sizes})
+        if most.seconds < LEAST_POSSIBLE_GAIN * original.step_seconds and (
+            most.nbytes < LEAST_POSSIBLE_GAIN * original.cost.peak_bytes
         ):
-            skipped = f"what touches it takes less than {LEAST_STAKE:.1%} of the step"
+            skipped = f"what touches it takes less than {LEAST_POSSIBLE_GAIN:.1%} of the step"
             return None, bound, PaddingTrials(skipped=skipped, unproved=True)
     trials: list[Padded[T]] = []
     skipped = ""

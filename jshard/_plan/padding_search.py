@@ -34,8 +34,8 @@ LEAST_BYTES = 1 << 20
 LEAST_GAIN = 0.01
 """Padding is tried where communication and repeated work take more than this share of a step."""
 
-LEAST_STAKE = 0.001
-"""... and where what touches the dimension takes more than this share of a step and its peak (`padding_stake.py`)."""
+LEAST_POSSIBLE_GAIN = 0.001
+"""... and where what touches the dimension takes more than this share of a step and its peak (`padding_gain.py`)."""
 
 
 def padded_size(size: int, mesh: MeshAxes, most_waste: float = MOST_WASTE) -> int | None:

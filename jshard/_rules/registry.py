@@ -84,6 +84,11 @@ class StackSlice:
         )
 
 
+def write_back(ctx: LocalContext, x: StackSlice, y: jax.Array | StackSlice) -> StackSlice:
+    """The slice of a stack with all of it replaced."""
+    return x.updated(materialized(y), (0,) * len(x.shape), ctx.keep_row_major)
+
+
 def materialized(x: T | StackSlice) -> T | jax.Array:
     """A value as an array, also if it is a slice of a stack."""
     return x.array() if isinstance(x, StackSlice) else x

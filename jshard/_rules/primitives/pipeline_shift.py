@@ -25,7 +25,7 @@ from jshard._program.stage_shift import (
     run_zero_unless,
 )
 from jshard._rules.factors import Factors, linear_sets
-from jshard._rules.registry import LocalContext, OpView, StackSlice, family, materialized
+from jshard._rules.registry import LocalContext, OpView, StackSlice, family, write_back
 from jshard._rules.rule import InternalCollective, JointCut, Rule, joint_code
 
 
@@ -85,9 +85,9 @@ def zero_unless(op: OpView) -> Rule:
 def _add_to_round_local(
     ctx: LocalContext, sums: jax.Array | StackSlice, addend: jax.Array, rounds: jax.Array
 ) -> Sequence[jax.Array | StackSlice]:
-    if isinstance(sums, StackSlice):  # the whole slice is written back
+    if isinstance(sums, StackSlice):
         (y,) = _add_to_round_local(ctx, sums.array(), addend, rounds)
-        return [sums.updated(materialized(y), (0,) * len(sums.shape), ctx.keep_row_major)]
+        return [write_back(ctx, sums, y)]
     (y,) = run_add_to_round(*to_common_vma([ctx.keep_row_major(sums), addend, rounds]))
     return [ctx.keep_row_major(y)]
 

@@ -24,7 +24,7 @@ from jax.lax import GatherScatterMode
 
 from jshard._rules.factors import Factors, linear_sets, summable
 from jshard._rules.primitives.slicing import clamped
-from jshard._rules.registry import LocalContext, OpView, StackSlice, block_index, family, materialized
+from jshard._rules.registry import LocalContext, OpView, StackSlice, block_index, family, write_back
 from jshard._rules.rule import Rule
 
 
@@ -38,9 +38,9 @@ _EXTREMA = {"scatter-max": "max", "scatter-min": "min"}
 def _scatter_local(
     ctx: LocalContext, x: jax.Array | StackSlice, indices: jax.Array, updates: jax.Array
 ) -> Sequence[jax.Array | StackSlice]:
-    if isinstance(x, StackSlice):  # the whole slice is written back
+    if isinstance(x, StackSlice):
         (y,) = _scatter_local(ctx, x.array(), indices, updates)
-        return [x.updated(materialized(y), (0,) * len(x.shape), ctx.keep_row_major)]
+        return [write_back(ctx, x, y)]
     n, mode, into = ctx.op.params["dimension_numbers"], ctx.op.params["mode"], ctx.keep_row_major(x)
     sums = [f for f in ctx.rule.reduction if ctx.axes(f)]
     across = tuple(a for f in sums for a in ctx.axes(f))

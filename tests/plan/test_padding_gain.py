@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh
 import jshard
 from jshard._core import hardware, topology
 from jshard._core.layout import MeshAxes
-from jshard._plan.padding_stake import padding_stake
+from jshard._plan.padding_gain import padding_gain
 from jshard._program.trace import build
 
 
@@ -51,10 +51,10 @@ def test_no_padded_plan_is_better_by_more(name: str, level: int) -> None:
     padded = jshard.shard(fn, config={"pad": True}, **options).plan(*shapes)
     assert padded.padding, "a test that compares nothing"
     program = build(jax.jit(fn).trace(*shapes).jaxpr, name="f", input_names=["a", "b"])
-    stake = padding_stake(
+    bound = padding_gain(
         program, topology.from_mesh(MeshAxes(("x", "y"), (2, 4)), hardware.get("v5e")), lengths
     )
-    most = stake.nbytes if level == 1 else stake.seconds
+    most = bound.nbytes if level == 1 else bound.seconds
     assert whole.bound <= padded.cost.objective + most
 
 

@@ -16,8 +16,8 @@ and of what one operator reads and writes.
 >>> shapes = jax.ShapeDtypeStruct((64, 4097), "int32"), jax.ShapeDtypeStruct((1024, 512), "float32")
 >>> program = build(jax.jit(f).trace(*shapes).jaxpr, name="f", input_names=["t", "w"])
 >>> v5e = topology.from_mesh(MeshAxes(("x", "y"), (4, 8)), hardware.get("v5e"))
->>> stake = padding_stake(program, v5e, frozenset([4097]))
->>> f"{stake.seconds * 1e6:.0f} us, {stake.nbytes / 2**20:.1f} MiB"  # ids read and written
+>>> most = padding_gain(program, v5e, frozenset([4097]))
+>>> f"{most.seconds * 1e6:.0f} us, {most.nbytes / 2**20:.1f} MiB"  # ids read and written
 '30 us, 3.0 MiB'
 """
 
@@ -35,14 +35,14 @@ from jshard._program.graph import Program
 from jshard._program.memory.least_traffic import product_flops
 
 
-class PaddingStake(NamedTuple):
+class PaddingGain(NamedTuple):
     """The most that padding can gain: seconds of a call, and bytes of its peak."""
 
     seconds: float
     nbytes: float
 
 
-def padding_stake(program: Program, topology: Topology, lengths: Collection[int]) -> PaddingStake:
+def padding_gain(program: Program, topology: Topology, lengths: Collection[int]) -> PaddingGain:
     """What the operators cost, on whole tensors, that touch a dimension of one of some lengths."""
     a = program.use_def
     has_length = np.zeros(len(a.aval_ids), dtype=bool)
@@ -69,4 +69,4 @@ def padding_stake(program: Program, topology: Topology, lengths: Collection[int]
         once = collective("all_gather", topology.mesh.names, own, topology).seconds
         seconds += count * float(a.result_repeat[t]) * once
     held = a.nbytes[tensor_has].sum() + (read + written)[touches].max(initial=0.0)
-    return PaddingStake(seconds, float(held))
+    return PaddingGain(seconds, float(held))
