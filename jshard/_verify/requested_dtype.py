@@ -42,19 +42,39 @@ def requested_dtype(
         return "", 1.0
     (wide,) = emitted
     origins = [_converted_from(frame, inst, k) for k in indices]
-    # The reducer's name after XLA's AllReducePromotion.
-    promoted = "promoted" in (inst.attr("to_apply") or "")
-    if len(set(origins)) == 1:
+    promoted = _promoted_by_name_only(frame, inst, wide)
+    whole = len(indices) == 1 or len(indices) != len(shapes)  # one part, or parts that are no operands of their own
+    if len(set(origins)) == 1 and (origins[0] or whole):
         narrow = _narrower_dtype(frame.module, wide, origins[0], _dtypes_read_as(frame, inst, inst), promoted)
         return narrow, (element_bits(wide) or 1) / (element_bits(narrow or wide) or 1)
     requested, names = 0.0, set()
     for k, shape, origin in zip(indices, shapes, origins, strict=True):
-        results = users_of_result(frame.computation, inst, k)
-        after = {d for r in results for d in _dtypes_read_as(frame, inst, r)}
-        narrow = _narrower_dtype(frame.module, wide, origin, after, promoted)
+        narrow = _narrower_dtype(frame.module, wide, origin, _part_read_as(frame, inst, k), promoted)
         names |= {narrow} - {""}
         requested += shape.elements * (element_bits(narrow or wide) or 8) / 8
     return (min(names), sum(s.bytes for s in shapes) / requested) if names and requested else ("", 1.0)
+
+
+def _promoted_by_name_only(frame: Frame, inst: Instruction, wide: str) -> bool:
+    """Whether the reducer alone, named by XLA's AllReducePromotion, says that type `wide` is not the requested one.
+
+    The parts of a combined collective have one reducer. If the conversions of one part explain its name, the name says
+    nothing of the others.
+    """
+    if "promoted" not in (inst.attr("to_apply") or ""):
+        return False
+    parts = range(len(inst.operands)) if len(inst.operands) > 1 else ()
+    return not any(
+        _narrower_dtype(
+            frame.module, wide, _converted_from(frame, inst, k), _part_read_as(frame, inst, k), promoted=False
+        )
+        for k in parts
+    )
+
+
+def _part_read_as(frame: Frame, inst: Instruction, k: int) -> set[str]:
+    """`_dtypes_read_as` of the users of result `k` of a collective."""
+    return {d for r in users_of_result(frame.computation, inst, k) for d in _dtypes_read_as(frame, inst, r)}
 
 
 def _narrower_dtype(module: Module, wide: str, origin: str, after: set[str], promoted: bool) -> str:
@@ -96,7 +116,7 @@ def op_names(frame: Frame, inst: Instruction, indices: tuple[int, ...] | None = 
 def _converted_from(frame: Frame, inst: Instruction, k: int) -> str:
     """The type that the compiler converted operand `k` of a collective from; empty if it did not."""
     converted = resolve(frame, inst.operands[k], _FORWARDING_OR_SLICING)
-    if converted is None or not _is_compiler_convert(frame.module, converted[1], inst):
+    if converted is None or not _is_compiler_convert(frame, converted[1], inst):
         return ""
     place, convert = converted
     source = place.computation.by_name.get(convert.operands[0])
@@ -107,13 +127,16 @@ def _converted_from(frame: Frame, inst: Instruction, k: int) -> str:
     return dtype if origin is not None and origin[1].opcode == "parameter" and not origin[0].callers else ""
 
 
-def _is_compiler_convert(module: Module, inst: Instruction, collective: Instruction) -> bool:
-    """Whether an instruction is a conversion that the compiler wrote for a collective."""
+def _is_compiler_convert(frame: Frame, inst: Instruction, collective: Instruction) -> bool:
+    """Whether an instruction is a conversion that the compiler wrote for a collective, or for a part of a combined one.
+
+    `frame`: of the collective.
+    """
     if inst.opcode != "convert":
         return False
-    if module.tiled:
+    if frame.module.tiled:
         return "convert_element_type" not in inst.op_name
-    return inst.op_name in ("", collective.op_name)
+    return inst.op_name in ("", collective.op_name, *op_names(frame, collective).split(";"))
 
 
 def _dtypes_read_as(frame: Frame, collective: Instruction, inst: Instruction) -> set[str]:
@@ -135,7 +158,7 @@ def _dtypes_read_as(frame: Frame, collective: Instruction, inst: Instruction) ->
         for user in users:
             inner = called_computation(module, user)
             if user.opcode == "convert":
-                out.add(user.shapes[0].dtype if _is_compiler_convert(module, user, collective) else "")
+                out.add(user.shapes[0].dtype if _is_compiler_convert(frame, user, collective) else "")
             elif user.opcode in FORWARDING or user.opcode in ("slice", "dynamic-slice", "concatenate"):
                 visit(computation, user.name)
             elif inner is not None:
