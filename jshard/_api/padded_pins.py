@@ -96,7 +96,7 @@ def required_sizes(closed: ClosedJaxpr, cuts: Sequence[UnevenCut], mesh: MeshAxe
     for cut in cuts:
         of = None if compat.is_literal(cut.variable) else classes.class_of(cut.variable, cut.dim)
         if of is None or not of.carried:
-            raise _cannot_pad(cut, _readers(compat.open_jaxpr(closed)[0], cut.variable))
+            raise _cannot_pad(cut, _readers(compat.open_jaxpr(closed)[0], cut.variable, cut.dim))
         key = of.size, of.number
         pieces[key] = math.lcm(cut.pieces, pieces.get(key, 1))
     return {(n, k): _size_for(n, wanted, mesh) for (n, k), wanted in pieces.items()}
@@ -115,15 +115,23 @@ def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
             yield from _equations(body.jaxpr)
 
 
-def _readers(jaxpr: Jaxpr, v: JaxprAtom) -> list[JaxprEqn]:
-    """The operators that read a variable, inside calls and loops too; where there are none, the one that defines it."""
+def _readers(jaxpr: Jaxpr, v: JaxprAtom, dim: int) -> list[JaxprEqn]:
+    """The operators that read a dimension of a variable, inside calls and loops too; else the one that defines it.
+
+    The dimension that a loop reads turn by turn is read by the loop itself.
+    """
     found: list[JaxprEqn] = []
     defined: list[JaxprEqn] = []
     for eqn in _equations(jaxpr):
         for out, side in ((found, eqn.invars), (defined, eqn.outvars)):
             if any(x is v for x in side):
-                inner = [(b.jaxpr, x) for b in inner_bodies(eqn) for outer, x, _ in b.bound if outer is v]
-                out += [e for body, x in inner for e in _readers(body, x)] if inner_bodies(eqn) else [eqn]
+                inner = [
+                    (b.jaxpr, x, dim - shift)
+                    for b in inner_bodies(eqn)
+                    for outer, x, shift in b.bound
+                    if outer is v and dim >= shift
+                ]
+                out += [e for bound in inner for e in _readers(*bound)] if inner else [eqn]
     return found or defined
 
 

@@ -43,7 +43,8 @@ def requested_dtype(
     (wide,) = emitted
     origins = [_converted_from(frame, inst, k) for k in indices]
     promoted = _promoted_by_name_only(frame, inst, wide)
-    whole = len(indices) == 1 or len(indices) != len(shapes)  # one part, or parts that are no operands of their own
+    # One part, or parts that are no operands of their own.
+    whole = len(indices) == 1 or len(indices) != len(shapes)
     if len(set(origins)) == 1 and (origins[0] or whole):
         narrow = _narrower_dtype(frame.module, wide, origins[0], _dtypes_read_as(frame, inst, inst), promoted)
         return narrow, (element_bits(wide) or 1) / (element_bits(narrow or wide) or 1)

@@ -138,6 +138,13 @@ def test_an_operator_without_a_padded_form_is_named() -> None:
     error = refusal(lambda x: x, np.ones(13), in_strategy=((8,),), config={"pad": True})
     assert error.what == "a cut of 8 would pad dimension 0, of size 13, with which nothing is computed"
 
+    def loop(stack: Any, x: Any) -> Any:
+        return jax.lax.scan(lambda x, w: (x @ jnp.tanh(w), None), x, stack)[0]
+
+    args = np.ones((5, 4, 4)), np.ones((8, 4))
+    error = refusal(loop, *args, in_strategy=((2, 1, 1), None), config={"pad": True})
+    assert error.what.startswith("a cut of 2 would pad dimension 0, of size 5, and scan (")
+
 
 def test_a_shard_map_sees_no_padding() -> None:
     def f(x: Any) -> Any:
