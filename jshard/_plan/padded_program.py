@@ -97,6 +97,7 @@ class _Writer:
         self.arguments: Sequence[JaxprAtom] = ()  # of the outermost body
         self.results: Sequence[JaxprAtom] = ()
         self.written: dict[Hashable, JaxprAtom] = {}  # masks and limits of the body that is being written
+        self.conversions: dict[JaxprAtom, JaxprEqn] = {}  # by result, those that were written of padded values
 
     def padded(self, v: JaxprAtom, dim: int) -> int | None:
         """The new size of a dimension of the old program's variable; None where it keeps its own."""
@@ -250,6 +251,8 @@ class _Writer:
         view = op_view(eqn)
         params = padded_params(view, [shape_of(v) for v in operands], [shape_of(v) for v in results])
         self.eqns.append(eqn.replace(invars=operands, outvars=results, params=params))
+        if eqn.primitive.name == "convert_element_type":
+            self.conversions[results[0]] = self.eqns[-1]
         for k, (v, atom) in enumerate(zip(eqn.outvars, results, strict=True)):
             dims = frozenset(out_dims[k])
             zero = [
@@ -354,11 +357,23 @@ class _Writer:
         return atom
 
     def masked(self, atom: JaxprAtom, dim: int, length: int, value: Scalar, like: JaxprEqn) -> JaxprAtom:
-        """A padded value with another one in the padding."""
+        """A padded value with another one in the padding.
+
+        That of a conversion to a wider type is put in before the conversion, where it is the same: XLA for TPUs then
+        computes the maximum of a product's rows in the product's kernel, in the narrow type.
+        """
         key = atom, dim, length, type(value), value
-        if key not in self.written:
-            self.written[key] = self.bound(mask_tail_p, atom, like, dim=dim, length=length, value=value)
-        return self.written[key]
+        if key in self.written:
+            return self.written[key]
+        conversion = self.conversions.get(atom)
+        if conversion is not None and widens(conversion, value):
+            narrow = self.masked(conversion.invars[0], dim, length, value, like)
+            result = compat.VARIABLE(atom.aval)
+            self.eqns.append(conversion.replace(invars=[narrow], outvars=[result]))
+        else:
+            result = self.bound(mask_tail_p, atom, like, dim=dim, length=length, value=value)
+        self.written[key] = result
+        return result
 
     def bound(self, primitive, atom: JaxprAtom, like: JaxprEqn, **params: Scalar) -> JaxprAtom:
         """The result of one of the primitives of padding."""
@@ -393,6 +408,20 @@ def is_crop(eqn: JaxprEqn, arguments: Sequence[JaxprAtom]) -> bool:
     if eqn.primitive.name != "slice" or not any(eqn.invars[0] is v for v in arguments):
         return False
     return not any(eqn.params["start_indices"]) and set(eqn.params["strides"] or (1,)) == {1}
+
+
+def widens(conversion: JaxprEqn, value: Scalar) -> bool:
+    """Whether a conversion is to a float of more bytes, and gives a value when it is given that value.
+
+    >>> eqn = jax.make_jaxpr(lambda x: x.astype("float32"))(jnp.ones(3, "bfloat16")).jaxpr.eqns[0]
+    >>> widens(eqn, -np.inf), widens(eqn, 0.1)
+    (True, False)
+    """
+    narrow, wide = (v.aval.dtype for v in (conversion.invars[0], conversion.outvars[0]))
+    floats = all(jnp.issubdtype(t, jnp.floating) for t in (narrow, wide))
+    if not floats or compat.itemsize(narrow) >= compat.itemsize(wide):
+        return False
+    return bool(np.asarray(value, narrow).astype(wide) == np.asarray(value, wide))
 
 
 def _longer(shape: Sequence[int], other: Sequence[int]) -> _Dims:

@@ -59,6 +59,32 @@ def test_values_and_gradients_of_a_padded_program(name: str, _float64: None) -> 
         np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize(
+    ("narrow", "wide", "masked"),
+    [
+        ("bfloat16", "float32", "bfloat16"),
+        ("float8_e4m3fn", "float32", "float32"),  # it has no infinity
+        ("float32", "bfloat16", "bfloat16"),
+        ("int8", "float32", "float32"),
+    ],
+)
+def test_a_maximum_is_masked_before_a_conversion_where_that_is_the_same(
+    narrow: str, wide: str, masked: str
+) -> None:
+    def f(x):
+        y = x.astype(wide)
+        return jnp.max(y, 1), jnp.sum(y, 1), jnp.prod(y / 8, 1)
+
+    x = -jnp.asarray(np.random.default_rng(SEED).integers(1, 9, (4, 7)), narrow)
+    closed = jax.make_jaxpr(f)(x)
+    padded = padded_program(closed, {(7, 0): 8})
+    values = [e.params["value"] for e in padded.jaxpr.eqns if e.primitive.name == "mask_tail"]
+    dtypes = [e.invars[0].aval.dtype for e in padded.jaxpr.eqns if e.primitive.name == "mask_tail"]
+    assert str(dtypes[values.index(-np.inf)]) == masked
+    for a, b in zip(compat.as_function(padded)(x), f(x), strict=True):
+        np.testing.assert_array_equal(np.asarray(a, "float32"), np.asarray(b, "float32"))
+
+
 def training_step(w, e, ids):
     def loss(w, e):
         return -jnp.mean(jax.nn.log_softmax(jnp.tanh(e[ids] @ w) @ e.T)[:, 0])
