@@ -98,7 +98,8 @@ def _narrower_dtype(module: Module, wide: str, origin: str, after: set[str], pro
 def op_names(frame: Frame, inst: Instruction, indices: tuple[int, ...] | None = None) -> str:
     """Metadata of a collective; if several were combined into one, those of its parts, joined by `;`.
 
-    `indices` limit them to some of the results, if those have names of their own. The GPU compiler combines all-reduces
+    `indices` limit them to some of the results, if those have names of their own; if not, and the whole is named after
+    one of the other results, these have no name. The GPU compiler combines all-reduces
     into one of a concatenation and keeps no name at all. The names of its operands and users would be those of other
     operators, so it stays without.
     """
@@ -109,8 +110,13 @@ def op_names(frame: Frame, inst: Instruction, indices: tuple[int, ...] | None = 
     users = frame.computation.users
     ends = [inst, *(u for u in users.get(inst.name, ()) if u.opcode.endswith("-done"))]
     elements = [u for e in ends for u in users.get(e.name, ()) if u.opcode == "get-tuple-element"]
-    own = [u.op_name for u in elements if indices is None or int(u.attr("index") or 0) in indices]
-    names = own if indices is not None and any(own) else names + own
+    named = [(u.op_name, indices is None or int(u.attr("index") or 0) in indices) for u in elements]
+    own = [name for name, is_own in named if is_own]
+    of_others = {name for name, is_own in named if name and not is_own}
+    if indices is not None and (any(own) or inst.op_name in of_others):
+        names = own
+    else:
+        names += own
     return ";".join(dict.fromkeys(n for n in names if n))
 
 

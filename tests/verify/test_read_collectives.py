@@ -11,6 +11,7 @@ import pytest
 
 from jshard._verify import EmittedProgram, read_program, wire_bytes
 from jshard._verify.hlo_parser import parse
+from jshard._verify.match import Predicted, match_collectives
 from jshard._verify.replica_groups import read_groups
 from tests.helpers import known_traffic
 
@@ -228,6 +229,19 @@ def test_parts_of_a_combined_collective_keep_their_own_numbers() -> None:
         "reduce_scatter": (4,),
         "all_reduce": (9,),
     }
+
+
+def test_a_part_of_a_combination_that_is_named_after_another_part_has_no_number() -> None:
+    """XLA for TPUs names a combination after its first part, and the slices of a reduce-scatter after nothing."""
+    text = next(p for p in SAMPLES if p.stem == "combined_and_sliced").read_text()
+    text = text.replace(', metadata={op_name="jit(f)/jshard.4/reduce_scatter"}', "")
+    named = text.replace("to_apply=%add\n", 'to_apply=%add, metadata={op_name="jit(f)/jshard.9/psum"}\n')
+    assert named.count("jshard.9") == 2
+    program = read_program(named)
+    assert {e.kind: e.tags for e in program.collectives} == {"reduce_scatter": (), "all_reduce": (9,)}
+    plan = [Predicted("reduce_scatter", ("x",), 96, id=4), Predicted("all_reduce", ("x",), 48, id=9)]
+    rows, extra = match_collectives(plan, program.collectives)
+    assert [r.bytes for r in rows] == [(96, 96), (48, 48)] and not extra
 
 
 def test_of_a_combination_only_the_widened_parts_count_as_narrow() -> None:
