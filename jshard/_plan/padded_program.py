@@ -97,7 +97,7 @@ class _Writer:
         self.arguments: Sequence[JaxprAtom] = ()  # of the outermost body
         self.results: Sequence[JaxprAtom] = ()
         self.written: dict[Hashable, JaxprAtom] = {}  # masks and limits of the body that is being written
-        self.conversions: dict[JaxprAtom, JaxprEqn] = {}  # by result, those that were written of padded values
+        self.conversions: dict[JaxprAtom, JaxprEqn] = {}  # of padded values, by result
 
     def padded(self, v: JaxprAtom, dim: int) -> int | None:
         """The new size of a dimension of the old program's variable; None where it keeps its own."""
