@@ -39,7 +39,7 @@ class VectorUnit:
     - `simple`, `transcendental`: an elementwise operation; an exponential, division or root.
     - `array`, `loop`, `least`: of a kernel without a product, for each array that it reads or writes, beside those, and
         at least.
-    - `reduced`: of elements that are summed in a product's kernel.
+    - `reduced`: of elements that are summed along the last dimension in a product's kernel.
     - `clock`: cycles/s, those of all cores of a device together.
     """
 

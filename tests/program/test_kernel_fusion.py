@@ -131,3 +131,12 @@ def test_a_long_chain_that_every_step_reads_is_cut():
     program = traced(f, X, X)
     found = kernels(program)
     assert np.all([nbytes(found, op.id) < 10 * ARRAY for op in program.operators])
+
+
+@pytest.mark.parametrize("axis, reduced", [(1, True), (0, False)])
+def test_sums_along_the_last_dimension_cost_more_than_others_in_a_product(axis, reduced):
+    """Along the last dimension the elements of one register are combined, along others whole registers."""
+    program = traced(lambda x, w: jnp.sum(x @ w, axis), X, X)
+    ((epilogue,),) = kernels(program).epilogues.values()
+    work = epilogue.fused.work
+    assert (work.reduced, work.simple) == ((N * N, 0) if reduced else (0, N * N))

@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping
 
 import numpy as np
 
@@ -46,6 +46,12 @@ from jshard._program.graph import Literal, Operator, Program
 from jshard._program.memory.fusion_traits import REDUCTION_PREFIXES
 from jshard._program.memory.in_place import touched_operands
 from jshard._program.memory.kernel_parts import Epilogue, KernelPart, Kernels, VectorWork
+from jshard._program.memory.kernel_values import (
+    VIEWS,
+    stacked_values,
+    stored_for_library,
+    stored_for_products,
+)
 from jshard._program.memory.liveness import Liveness, liveness
 from jshard._program.memory.unfusible import is_unfusible
 from jshard._program.operators import PRODUCTS
@@ -53,11 +59,8 @@ from jshard._program.tail_primitives import MASK_TAIL, PAD_TAIL
 
 
 _PARTIAL_READS = frozenset(("slice", "dynamic_slice", "gather", PAD_TAIL))  # of operand 0, what they return
-_VIEWS = frozenset(
-    ("reshape", "squeeze", "expand_dims", "copy", "stop_gradient", "name", "optimization_barrier")
-)
 # Computed by addresses alone.
-_UNCOUNTED = _VIEWS | frozenset(
+_UNCOUNTED = VIEWS | frozenset(
     ("broadcast_in_dim", "transpose", "slice", "iota", "concatenate", "rev", MASK_TAIL)
 )
 _TRANSCENDENTAL = frozenset(
@@ -80,27 +83,8 @@ def kernels(program: Program, donated: Collection[int] = (), *, into_products: b
     key = ("kernels", frozenset(donated), into_products)
     if key not in program.memo:
         live = liveness(program, donated)
-        stored = live.materialized if into_products else _stored_for_products(program, live)
-        program.memo[key] = _Fusion(program, live, stored, into_products).run()
+        program.memo[key] = _Fusion(program, live, into_products).run()
     return program.memo[key]
-
-
-def _stored_for_products(program: Program, live: Liveness) -> Sequence[bool]:
-    """(tensors,) whether each is in memory if products read and write nothing else: all but views and casts of others."""
-    stored, defs = list(live.materialized), program.defs()
-    for op in program.operators:
-        if op.primitive not in PRODUCTS or op.kind != "eqn":
-            continue
-        for t in op.operands:
-            while not isinstance(t, Literal) and not stored[t]:
-                maker = program.operators[defs[t][0]]
-                if maker.primitive not in _VIEWS | {"convert_element_type", "transpose", "broadcast_in_dim"}:
-                    stored[t] = True
-                    break
-                t = maker.operands[0]
-        for r in op.results:
-            stored[r] = True
-    return stored
 
 
 @dataclasses.dataclass
@@ -206,16 +190,23 @@ class _Reads:
 class _Fusion:
     """Groups the operators of a program; used once."""
 
-    def __init__(self, program: Program, live: Liveness, stored: Sequence[bool], into_products: bool):
-        self.program, self.live, self.stored, self.into_products = program, live, stored, into_products
+    def __init__(self, program: Program, live: Liveness, into_products: bool):
+        self.program, self.live, self.into_products = program, live, into_products
+        self.stored = list(live.materialized) if into_products else stored_for_library(program, live)
+        self.stacked = stacked_values(program, live)
+        for t in self.stacked:
+            self.stored[t] = False
+        for t in stored_for_products(program, self.stored) if into_products else ():
+            self.stored[t] = True
         self.def_op = program.use_def.def_op.tolist()
         self.parts: list[list[KernelPart]] = [[] for _ in program.operators]
-        self.written = list(stored)
+        self.written = [s or t in self.stacked for t, s in enumerate(self.stored)]
         self.launched = [False] * len(program.operators)
         self.epilogues: dict[int, list[Epilogue]] = {}
         self.product_of: dict[int, int] = {}  # tensor made in a product's kernel: the product
         self.path_to: dict[int, tuple[tuple[int, int], ...]] = {}  # such a tensor: the way from the product
         self.loops = _LoopKernels(self)
+        self.updates = _LoopKernels(self)  # of stacks
         self.alone = _LoopKernels(self)  # of epilogues as kernels of their own
         self.padded: dict[tuple[int, ...], float] = {}
 
@@ -226,7 +217,7 @@ class _Fusion:
                 continue
             if is_unfusible(op) or op.id in self.live.in_place:
                 self.unfusible_root(op)
-            elif any(self.stored[r] for r in op.results):
+            elif any(self.written[r] for r in op.results):
                 self.fusible_root(op)
         parts = [tuple(p) for p in self.parts]
         epilogues = {i: tuple(e) for i, e in self.epilogues.items()}
@@ -296,7 +287,7 @@ class _Fusion:
         for k in range(len(op.operands)):
             reads.follow(k)
         # Padding that is masked in memory is masked in the reader, which reads as many bytes.
-        if op.primitive in _VIEWS | {MASK_TAIL} and all(
+        if op.primitive in VIEWS | {MASK_TAIL} and all(
             w == VectorWork() for _, w in reads.by_operand.values()
         ):
             return
@@ -354,7 +345,7 @@ class _Fusion:
         """Make a root an epilogue of a product."""
         work, size = self.own_work(op, reads, reduces)
         others = self.nbytes({t: p for t, p in reads.leaves.items() if self.product_of.get(t) != host})
-        written = sum(self.program.tensors[r].nbytes for r in op.results if self.stored[r])
+        written = sum(self.program.tensors[r].nbytes for r in op.results if self.written[r])
         leaves = dict(reads.leaves)
         if reads.product >= 0:
             leaves[reads.produced] = 1.0
@@ -363,10 +354,10 @@ class _Fusion:
         if reads.product >= 0 and reads.produced in new and not self.stored[reads.produced]:
             moved += self.program.tensors[reads.produced].nbytes  # the product writes it
         arrays = sum(self.elements(t) * part for t, part in new.items())
-        arrays += sum(self.elements(r) for r in op.results if self.stored[r])
+        arrays += sum(self.elements(r) for r in op.results if self.written[r])
         loop = VectorWork(arrays=arrays, loop=size if launched else 0.0)
         fused = KernelPart(
-            True, 0, float(others + written), work + VectorWork(reduced=size) if reduces else work
+            True, 0, float(others + written), work + _reduction_work(op, size) if reduces else work
         )
         alone = KernelPart(True, 0, float(moved), work + loop)
         self.epilogues.setdefault(host, []).append(Epilogue(host, op.id, fused, alone, launched, path))
@@ -377,7 +368,8 @@ class _Fusion:
     def loop_kernel(self, op: Operator, reads: _Reads, reduces: bool) -> None:
         """Charge a root that is in no product's kernel: what it adds to a kernel that it joins, or all of its own."""
         _, size = self.own_work(op, reads, reduces)
-        _, new, launched = self.loops.enter(op, reads.leaves, int(size), reduces)
+        loops = self.loops if self.stacked.isdisjoint(op.results) else self.updates
+        _, new, launched = loops.enter(op, reads.leaves, int(size), reduces)
         tensors = self.program.tensors
         for k, (leaves, work) in reads.by_operand.items():
             of_operand = {t: part for t, part in leaves.items() if t in new}
@@ -390,7 +382,7 @@ class _Fusion:
         else:
             self.add(op.id, True, 0, 0.0, loop + self.work_of(op))
         for k, r in enumerate(op.results):
-            if self.stored[r]:
+            if self.written[r]:
                 self.add(op.id, True, k, tensors[r].nbytes, VectorWork(arrays=self.elements(r)))
         self.launched[op.id] = launched
 
@@ -401,6 +393,15 @@ class _Fusion:
         work = work or VectorWork()
         if nbytes or work != VectorWork():
             self.parts[op].append(KernelPart(is_result, index, float(nbytes), work))
+
+
+def _reduction_work(op: Operator, size: float) -> VectorWork:
+    """What a reduction of so many elements adds to a product's kernel.
+
+    Registers are combined elementwise, but for the last dimension, whose elements are in one register.
+    """
+    last = len(op.equation.invars[0].aval.shape) - 1
+    return VectorWork(reduced=size) if last in op.equation.params.get("axes", ()) else VectorWork(simple=size)
 
 
 def fused_transposes(program: Program) -> frozenset[int]:

@@ -18,8 +18,8 @@ class VectorWork:
     """Elements that pass through a kernel's vector units, by what is done with them.
 
     `simple` and `transcendental` operations, elements of `arrays` that a kernel without a product reads or writes, those
-    that it loops over, and those that a product's kernel sums up (`reduced`). A last dimension of 128 or more counts
-    as padded to a multiple of that.
+    that it loops over, and those that a product's kernel sums up along the last dimension (`reduced`). A last dimension of
+    128 or more counts as padded to a multiple of that.
     """
 
     simple: float = 0.0
