@@ -1,8 +1,8 @@
-"""Seconds of compute that plans predict, against the TPU compiler's estimates, for programs that do not train.
+"""Seconds of compute that plans predict, against the TPU compiler's estimates, for programs beside the workloads.
 
 `python benchmarks/compilers/compute.py [--only PROGRAM ...]` plans each program for a TPU v5e 2x4, compiles it there and
-appends one line of JSON to `benchmarks/compilers/compute.jsonl`; `compute.md` is written anew after each. Training
-steps are in `exposure.py`. The last programs have shapes that nothing was fitted to.
+appends one line of JSON to `benchmarks/compilers/compute.jsonl`; `compute.md` is written anew after each. The training
+steps of the workloads are in `exposure.py`. The last programs are ones that nothing was fitted to.
 """
 
 from __future__ import annotations
@@ -136,6 +136,72 @@ def blockwise(tokens: int = 131072, heads: int = 8, size: int = 128, block: int 
     return step, (q, k, k), ((None, 8, None, None), None, None), ()
 
 
+def scanned_gpt(layers: int, width: int, tokens: int, rows: int, heads: int) -> Program:
+    """Training of GPT blocks in a scan."""
+    import jax
+    import jax.numpy as jnp
+
+    from benchmarks.workloads import array, block, block_shapes, sgd
+
+    def loss(params: Any, x: Any) -> Any:
+        x, _ = jax.lax.scan(lambda x, p: (block(x, p, heads), None), x, params)
+        return jnp.mean(x.astype("float32") ** 2)
+
+    params = block_shapes(width, 4 * width, layers)
+    return sgd(loss), (params, array(rows, tokens, width)), (None, (8, None, None)), (0,)
+
+
+def scanned_llama(layers: int, width: int, hidden: int, tokens: int, rows: int, remat: bool) -> Program:
+    """Training of Llama blocks in a scan, all values kept or recomputed in the backward pass."""
+    import jax
+    import jax.numpy as jnp
+
+    from benchmarks.workloads import array, attention, heads, rms_norm, rotate, sgd, shapes
+
+    kv, size = 8, 128
+
+    def layer(x: Any, p: Any) -> Any:
+        y = rms_norm(x, p["n1"])
+        q, k, v = (heads(y @ p[w], n) for w, n in (("wq", width // size), ("wk", kv), ("wv", kv)))
+        o = attention(rotate(q).reshape(*y.shape[:2], kv, -1, size), rotate(k), v)
+        x = x + o.reshape(x.shape) @ p["wo"]
+        y = rms_norm(x, p["n2"])
+        return x + (jax.nn.silu(y @ p["gate"]) * (y @ p["up"])) @ p["down"], None
+
+    def loss(params: Any, x: Any) -> Any:
+        x, _ = jax.lax.scan(jax.checkpoint(layer) if remat else layer, x, params)
+        return jnp.mean(x.astype("float32") ** 2)
+
+    n, d, ff, m = layers, width, hidden, kv * size
+    params = shapes(
+        n1=(n, d), n2=(n, d), wq=(n, d, d), wk=(n, d, m), wv=(n, d, m), wo=(n, d, d), gate=(n, d, ff), up=(n, d, ff),
+        down=(n, ff, d),
+    )  # fmt: skip
+    return sgd(loss), (params, array(rows, tokens, width)), (None, (8, None, None)), (0,)
+
+
+def scanned_experts(layers: int, width: int, hidden: int, experts: int, tokens: int, rows: int) -> Program:
+    """Training of layers of experts in a scan; all experts see all tokens, weighted by the router."""
+    import jax
+    import jax.numpy as jnp
+
+    from benchmarks.workloads import array, rms_norm, sgd, shapes
+
+    def layer(x: Any, p: Any) -> Any:
+        y = rms_norm(x, p["norm"])
+        gates = jax.nn.softmax((y @ p["router"]).astype("float32"), -1)
+        chosen = jnp.where(gates >= gates.max(-1, keepdims=True), gates, 0.0).astype(x.dtype)
+        h = jax.nn.gelu(jnp.einsum("btd,edf->btef", y, p["up"]))
+        return x + jnp.einsum("btef,efd,bte->btd", h, p["down"], chosen), None
+
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.mean(jax.lax.scan(layer, x, params)[0].astype("float32") ** 2)
+
+    n, d, ff, e = layers, width, hidden, experts
+    params = shapes(norm=(n, d), router=(n, d, e), up=(n, e, d, ff), down=(n, e, ff, d))
+    return sgd(loss), (params, array(rows, tokens, width)), (None, (8, None, None)), (0,)
+
+
 PROGRAMS: dict[str, Callable[[], Program]] = {
     "decode, bfloat16": lambda: decode(64),
     "decode, int8": lambda: decode(64, int8=True),
@@ -145,7 +211,15 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "decode of one row": lambda: decode(1, width=5120, hidden=13824),
     "prefill, float32, odd sizes": lambda: prefill(1000, 1664, 4500, "float32"),
     "DiT, odd sizes": lambda: dit(40, 300, 800, 10),
+    "GPT, 8 scanned layers": lambda: scanned_gpt(8, 768, 512, 64, 12),
+    "GPT, 3 scanned layers, odd sizes": lambda: scanned_gpt(3, 640, 384, 48, 5),
+    "Llama, 6 scanned layers": lambda: scanned_llama(6, 2048, 5632, 1024, 16, False),
+    "Llama, 6 scanned layers, recomputed": lambda: scanned_llama(6, 2048, 5632, 1024, 16, True),
+    "experts, 3 scanned layers": lambda: scanned_experts(3, 1024, 2048, 8, 512, 16),
 }
+
+
+UNSEEN = 8
 
 
 def run_one(name: str) -> dict[str, Any]:
@@ -167,11 +241,11 @@ def run_one(name: str) -> dict[str, Any]:
 def write_table(results: dict[str, dict[str, Any]]) -> str:
     """The Markdown table of all results."""
     lines = [
-        "# Compute of programs that do not train",
+        "# Compute of programs beside the workloads",
         "",
         f"Written by `make bench-compute`: seconds of compute on a device of {MACHINE}, planned, and the TPU compiler's",
-        "`estimated_cycles` over the clock, with no device. Training steps are in [exposure.md](exposure.md).",
-        "Nothing was fitted to the last three. Of 24 November 2026; compiled from plans of that day's earlier figures.",
+        "`estimated_cycles` over the clock, with no device. The workloads are in [exposure.md](exposure.md).",
+        f"Nothing was fitted to the last {UNSEEN}. Plans and compiled programs of 25 November 2026.",
         "",
         "| program | plan | compiled | ratio |",
         "|---|---|---|---|",
@@ -195,12 +269,13 @@ def stored() -> dict[str, dict[str, Any]]:
 def main() -> int:
     """All programs, a process each."""
     parser = arguments(__doc__, (MACHINE,), nargs=1, metavar="PROGRAM")
+    parser.set_defaults(only=list(PROGRAMS))
     a = parser.parse_args()
     if a.one:
         print(json.dumps(run_one(*a.one)))
         return 0
     python = compilers_python()
-    for name in PROGRAMS:
+    for name in a.only:
         if name in stored() and not a.again:
             continue
         r = in_process(python, __file__, ["--one", name], a.seconds)

@@ -47,7 +47,10 @@ collectives are where a published point is left out (docs/modelled.md), so that 
 """
 _PEAKS = {"float32": "f32_flops", "bfloat16": "bf16_flops"}
 _UNITS = {"product": "FLOP/s", "simple": "op/s", "transcendental": "op/s"}
-_FIELDS = {"memory": "hbm_bandwidth", "call": "call_seconds", "simple": "units", "transcendental": "units"}
+_FIELDS = {
+    "read": "hbm_bandwidth", "memory": "hbm_bandwidth", "call": "call_seconds", "simple": "units",
+    "transcendental": "units",
+}  # fmt: skip
 LARGEST = {"shared": 4e6, "switch": 2.7e8}
 """Bytes that a device receives in the largest collective, by interconnect; 3.4e7 on a torus."""
 
@@ -194,6 +197,7 @@ def fitted_chip(
 
     figures: dict[str, float] = {}
     elementwise: dict[str, float] = {}
+    write_factor = base.units.write_factor
     notes: list[str] = []
     curves: list[CollectiveCurve] = []
     for (what, dtype, group, strided), rows in _by_quantity([Sample(m, m.seconds) for m in found]).items():
@@ -201,11 +205,18 @@ def fitted_chip(
         label = f"{what} of {dtype}" if group == 1 else f"{what} over {group}{' strided' if strided else ''}"
         field = "curves" if group > 1 else _PEAKS[dtype] if what == "product" else _FIELDS[what]
         knots, rate = (), 0.0
+        is_written = what == "memory" and "hbm_bandwidth" in figures  # what reads was measured apart
         if group > 1:
             knots, error = fit_curve(sizes, seconds)
+        elif is_written:
+            rate, error = _write_factor(sizes, seconds, figures["hbm_bandwidth"])
         else:
-            rates = [s / t for s, t in zip(sizes, seconds, strict=True)][1 if len(sizes) > 1 else 0 :]
-            rate = statistics.median(rates)  # without the smallest, which is mostly its start
+            first = 1 if len(sizes) > 1 else 0  # without the smallest, which is mostly its start
+            rates = [s / t for s, t in zip(sizes, seconds, strict=True)][first:]
+            # Products of all sizes together, so that the larger ones count more.
+            rate = (
+                sum(sizes[first:]) / sum(seconds[first:]) if what == "product" else statistics.median(rates)
+            )
             error = _root_mean_square([r / rate - 1 for r in rates])
         if error > MAX_RESIDUAL:
             keep = "[stand-in]" not in base.sources.get(field, "")
@@ -216,17 +227,26 @@ def fitted_chip(
         if group > 1:
             kind = cast("CollectiveKind", what)
             curves.append(CollectiveCurve(kind, group, knots, _reach(base, group, strided, devices), strided))
+        elif is_written:
+            write_factor = rate
         elif field == "units":
             elementwise[what] = rate
         else:
             figures[field] = 1 / rate if what == "call" else rate
-    units = base.units
+    units = dataclasses.replace(base.units, write_factor=write_factor)
     if len(elementwise) == 2:
         units = dataclasses.replace(units, vector=_vector_unit(**elementwise))
     fields = (*figures, "curves", *(("units",) if units != base.units else ()))
     sources = {**base.sources, **dict.fromkeys(fields, f"measured {date} [M]")}
     chip = dataclasses.replace(base, name=name, curves=tuple(curves), units=units, sources=sources, **figures)
     return chip, tuple(notes)
+
+
+def _write_factor(sizes: Sequence[float], seconds: Sequence[float], bandwidth: float) -> tuple[float, float]:
+    """How often a written byte counts, and the error of that, of traffic of which a third is written."""
+    factors = [max(1.0, 3 * t * bandwidth / s - 2) for s, t in zip(sizes, seconds, strict=True)]
+    factor = statistics.median(factors[1:] or factors)
+    return factor, _root_mean_square([(2 + factor) / (2 + f) - 1 for f in factors[1:] or factors])
 
 
 def _vector_unit(simple: float, transcendental: float) -> VectorUnit:
@@ -257,8 +277,9 @@ def predicted_seconds(chip: Chip, task: Task, devices: int) -> float:
     """What a chip says of a task, in a mesh of the groups that were measured."""
     if task.what == "product":
         return task.size / (chip.f32_flops if task.dtype == "float32" else chip.bf16_flops)
-    if task.what == "memory":
-        return task.size / chip.hbm_bandwidth
+    if task.what in ("read", "memory"):
+        written = task.size / (2 if task.looped else 3) if task.what == "memory" else 0.0
+        return (task.size + (chip.units.write_factor - 1) * written) / chip.hbm_bandwidth
     if task.what == "call":
         return chip.call_seconds
     if task.what in ("simple", "transcendental"):

@@ -36,6 +36,9 @@ PAGED = 131072
 IN_CACHE = 65536
 """Elements of the vector on which elementwise arithmetic is measured: 256 KiB, without traffic to memory."""
 
+ROW = 512
+"""Elements of a row: the sum of rows reads a vector and writes next to nothing."""
+
 
 class Sizes(NamedTuple):
     """Sides of square products, rows of a product and its gradient (of the largest side), and MiB of vectors."""
@@ -52,7 +55,7 @@ ACCELERATOR = Sizes((1024, 2048, 4096), 1024, (64, 128, 256, 512))
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """One thing to measure: `what` is "call", "product", "simple", "transcendental", "memory" or a collective.
+    """One thing to measure: `what` is "call", "product", "simple", "transcendental", "read", "memory" or a collective.
 
     - `dtype`: of the operands. `group`: devices of a group, and whether they are `strided`: not neighbours.
     - `size`: FLOPs, elementwise operations, bytes of memory traffic, or bytes of a device's operand; 1 for a call.
@@ -96,11 +99,11 @@ def tasks(devices: int, largest: float, host: bool = True) -> Iterator[Task]:
     if host:
         yield Task("simple", "float32", 2.0 * IN_CACHE, IN_CACHE)
         yield Task("transcendental", "float32", 1.0 * IN_CACHE, IN_CACHE)
+    for megabytes in sizes.megabytes if host else ():
+        yield Task("read", "float32", megabytes * 2.0**20, megabytes * 2**18, looped=False)
     for megabytes in sizes.megabytes:
         elements = megabytes * 2**18
-        if (
-            host
-        ):  # two arrays are read and one is written, as in most kernels: fresh pages cost more than reading
+        if host:  # two arrays are read and one is written: fresh pages cost more than reading
             yield Task("memory", "float32", 12.0 * elements, 2 * elements, looped=False)
         else:
             yield Task("memory", "float32", 8.0 * elements, elements)
@@ -200,6 +203,7 @@ def _body(task: Task, axis: str) -> Callable[[jax.Array], jax.Array]:
         "call": lambda x: x + 1.0,
         "simple": lambda x: x * 0.999 + 0.5,
         "transcendental": jnp.tanh,
+        "read": lambda x: x.reshape(-1, ROW).sum(0),
         "memory": lambda x: x * 0.999 + 0.5,
         "all_gather": lambda x: lax.dynamic_slice_in_dim(
             lax.all_gather(x, axis, tiled=True), task.elements, task.elements

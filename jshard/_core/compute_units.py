@@ -103,6 +103,8 @@ class ComputeUnits:
     - `streamed`: fraction of the memory bandwidth at which a product reads and writes.
     - `fuses`: whether elementwise operators run in the kernels of products.
     - `launch`: seconds that a kernel takes beside its work.
+    - `write_factor`: how often a byte that is written counts beside one that is read: more than once where the system
+        gives a program fresh pages.
     - `vector`: the vector unit; None counts no elementwise work beside its memory traffic.
     """
 
@@ -114,6 +116,7 @@ class ComputeUnits:
     fuses: bool = False
     launch: float = 0.0
     vector: VectorUnit | None = None
+    write_factor: float = 1.0
 
 
 def tpu_units(

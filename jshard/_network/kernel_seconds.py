@@ -115,7 +115,7 @@ def kernel_parts_seconds(
     nbytes, work = np.zeros(len(candidates)), [np.zeros(len(candidates)) for _ in range(5)]
     for p in parts:
         shards = (candidates.results if p.is_result else candidates.operands)[p.index].num_shards(mesh)
-        nbytes += p.nbytes / shards
+        nbytes += _moved(p, chip) / shards
         for total, one in zip(work, _elements(p.work), strict=True):
             if one:
                 total += one / shards
@@ -124,7 +124,7 @@ def kernel_parts_seconds(
 
 def parts_seconds_in_all(parts: Parts, chip: Chip, primitive: str = "", devices: int = 1) -> float:
     """Seconds of an even share of a kernel's parts."""
-    nbytes = sum(p.nbytes for p in parts) / devices
+    nbytes = sum(_moved(p, chip) for p in parts) / devices
     work = [np.array(sum(x) / devices) for x in zip(*(_elements(p.work) for p in parts), strict=True)]
     return float(_longer(np.array(nbytes), work, chip, primitive)) if parts else 0.0
 
@@ -132,7 +132,12 @@ def parts_seconds_in_all(parts: Parts, chip: Chip, primitive: str = "", devices:
 def alone_seconds(part: KernelPart, launched: bool, shards: Ints, chip: Chip) -> Floats:
     """Seconds of one device for an epilogue as a kernel of its own, in so many shards; of the shape of `shards`."""
     work = [x / shards for x in _elements(part.work)]
-    return _longer(part.nbytes / shards, work, chip, "") + (chip.units.launch if launched else 0.0)
+    return _longer(_moved(part, chip) / shards, work, chip, "") + (chip.units.launch if launched else 0.0)
+
+
+def _moved(p: KernelPart, chip: Chip) -> float:
+    """Bytes of a part, those that are written as often as they count on the chip."""
+    return p.nbytes + (chip.units.write_factor - 1) * p.written
 
 
 def _elements(w: VectorWork) -> tuple[float, ...]:

@@ -22,7 +22,7 @@ from jshard._cost.collectives import received_per_byte
 CPU = jshard.hardware.get("cpu")
 
 
-RATES = {"product": 3e9, "memory": 5e9, "simple": 8e9, "transcendental": 2e9, "call": 1e4}
+RATES = {"product": 3e9, "read": 5e9, "memory": 2.5e9, "simple": 8e9, "transcendental": 2e9, "call": 1e4}
 
 
 def made_up(noise: float, seed: int = 0) -> list[Measured]:
@@ -43,6 +43,7 @@ def test_a_quiet_machine_gives_its_own_figures() -> None:
     chip, notes = fitted_chip(CPU, found, "quiet", "2026-11-23", 4)
     assert not notes and chip.f32_flops == pytest.approx(3e9) and chip.hbm_bandwidth == pytest.approx(5e9)
     assert chip.call_seconds == pytest.approx(1e-4)
+    assert chip.units.write_factor == pytest.approx(4.0)  # two bytes at 5 GB/s and one make three at 2.5 GB/s
     assert len(chip.curves) == 5 * 3  # groups of two, of two strided, of four
     for m in found:
         assert predicted_seconds(chip, m.task, 4) == pytest.approx(m.seconds, rel=0.02)

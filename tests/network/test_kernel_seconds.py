@@ -105,3 +105,20 @@ def test_a_chip_without_units_costs_memory_alone():
     without = jshard.shard(f, (P("x"),), level=2, mesh=mesh, hardware=bare.name).plan(x).cost.compute
     moved = 2 * 2 * 1024 * 1024 / V5E.hbm_bandwidth
     assert without == pytest.approx(moved, rel=0.01) and with_units > without
+
+
+@pytest.mark.parametrize("factor", (1.0, 3.0))
+def test_written_bytes_count_as_often_as_the_chip_says(factor):
+    """One array is read and one is written; a sum writes next to nothing."""
+    cpu = hardware.get("cpu")
+    units = dataclasses.replace(cpu.units, write_factor=factor)
+    chip = hardware.register(dataclasses.replace(cpu, name=f"cpu-writes-{factor}", units=units))
+
+    def seconds(f) -> float:
+        mesh = jshard.topology("cpu:8", {"x": 8})
+        made = jshard.shard(f, in_strategy=((8, 1),), mesh=mesh, hardware=chip.name, level=2)
+        return made.plan(S((1024, 512), "float32")).cost.compute
+
+    array = 1024 * 512 * 4 / 8 / cpu.hbm_bandwidth
+    assert seconds(lambda x: x * 2) == pytest.approx((1 + factor) * array)
+    assert seconds(lambda x: x.sum(1)) == pytest.approx(array, rel=0.01)

@@ -279,7 +279,7 @@ class _Fusion:
             self.product_of.update(dict.fromkeys(op.results, op.id))
         for k, r in enumerate(op.results):
             if self.stored[r]:
-                self.add(op.id, True, k, tensors[r].nbytes)
+                self.add(op.id, True, k, tensors[r].nbytes, written=tensors[r].nbytes)
 
     def fusible_root(self, op: Operator) -> None:
         """The last operator of an elementwise chain, or a reduction."""
@@ -307,7 +307,8 @@ class _Fusion:
         produced = self.program.operators[reads.product].results[0]
         if not self.written[produced]:
             self.written[produced] = True
-            self.add(reads.product, True, 0, self.program.tensors[produced].nbytes)
+            nbytes = self.program.tensors[produced].nbytes
+            self.add(reads.product, True, 0, nbytes, written=nbytes)
         reads.by_operand[reads.entered][0][produced] = 1.0
         reads.leaves[produced] = 1.0
 
@@ -383,16 +384,23 @@ class _Fusion:
             self.add(op.id, True, 0, 0.0, loop + self.work_of(op))
         for k, r in enumerate(op.results):
             if self.written[r]:
-                self.add(op.id, True, k, tensors[r].nbytes, VectorWork(arrays=self.elements(r)))
+                nbytes = tensors[r].nbytes
+                self.add(op.id, True, k, nbytes, VectorWork(arrays=self.elements(r)), written=nbytes)
         self.launched[op.id] = launched
 
     def add(
-        self, op: int, is_result: bool, index: int, nbytes: float, work: VectorWork | None = None
+        self,
+        op: int,
+        is_result: bool,
+        index: int,
+        nbytes: float,
+        work: VectorWork | None = None,
+        written: float = 0.0,
     ) -> None:
         """Charge bytes and elements to an operator."""
         work = work or VectorWork()
         if nbytes or work != VectorWork():
-            self.parts[op].append(KernelPart(is_result, index, float(nbytes), work))
+            self.parts[op].append(KernelPart(is_result, index, float(nbytes), work, float(written)))
 
 
 def _reduction_work(op: Operator, size: float) -> VectorWork:

@@ -40,12 +40,16 @@ class VectorWork:
 
 @dataclasses.dataclass(frozen=True)
 class KernelPart:
-    """Bytes and elements of a kernel that are divided among devices as an operand or a result of its root is."""
+    """Bytes and elements of a kernel that are divided among devices as an operand or a result of its root is.
+
+    `written`: of the bytes those that are written.
+    """
 
     is_result: bool
     index: int
     nbytes: float
     work: VectorWork
+    written: float = 0.0
 
 
 Parts = tuple[KernelPart, ...]
