@@ -209,10 +209,14 @@ class Cost:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes a device holds: `curve` while each operator runs, `held` at the peak as (class, bytes), most first."""
+    """Bytes a device holds: `curve` while each operator runs, `held` at the peak as (class, bytes), most first.
+
+    `stage`: in a pipeline the peak once more, on a device of any stage, as `stage_memory.py` divides it.
+    """
 
     curve: tuple[float, ...] = ()
     held: tuple[tuple[str, float], ...] = ()
+    stage: tuple[tuple[str, float], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

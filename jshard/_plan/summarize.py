@@ -20,6 +20,7 @@ from jshard._plan.model_flops import model_flops
 from jshard._plan.record import PlanRecord
 from jshard._plan.rows import Cost, Decision, LiveRow, Memory, OperatorRow, TensorRow
 from jshard._plan.scheduled_solution import ScheduledSolution
+from jshard._plan.stage_memory import memory_of_a_stage
 from jshard._plan.step_lower_bound import step_lower_bound
 from jshard._program.call_path import call_path
 from jshard._program.fingerprint import dtype_name, fingerprint
@@ -75,7 +76,11 @@ def summarize(solution: ScheduledSolution, space: str = "") -> PlanRecord:
         decision=_decision(assignment),
         memory_budget=request.memory_limit,
         unknown=costs.unknown,
-        memory=Memory(tuple([float(profile.curve.get(i, 0.0)) for i in equations]), profile.by_class),
+        memory=Memory(
+            tuple([float(profile.curve.get(i, 0.0)) for i in equations]),
+            profile.by_class,
+            memory_of_a_stage(program, profile),
+        ),
         boundaries=LazyTuple(len(boundaries), lambda: operator_rows(bare, boundaries, collectives)),
         local=LazyTuple(None, lambda: local_rows(Schedule(bare))),
         live=LazyTuple(None, lambda: live_rows(bare, equations, request.donated)),

@@ -111,6 +111,19 @@ def layers_of(p: PipelineRow, stage: int) -> str:
     return "; ".join(texts)
 
 
+def unused_share(p: PipelineRow, stage: int) -> float:
+    """The part of what a stage has for its layers that no layer uses, where the stages do not divide the layers.
+
+    >>> [unused_share(PipelineRow("stage", 2, 4, 2, True, (7, 7)), s) for s in (0, 1)]
+    [0.0, 0.25]
+    """
+    n = max(p.layers, default=0)
+    each = -(-n // (p.stages * p.rounds))
+    firsts = [(r * p.stages + stage) * each for r in range(p.rounds)]
+    used = sum(max(0, min(first + each, n) - first) for first in firsts)
+    return 1 - used / (each * p.rounds) if n else 0.0
+
+
 def ticks_of(p: PipelineRow, stage: int) -> str:
     """The microbatch of a stage in each tick of a forward loop, "." where it is idle; the busy ticks where they are many.
 

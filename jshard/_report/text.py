@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from jshard._core.messages import count_of, short_source
 from jshard._core.text_width import WIDTH, clip, text_width
 from jshard._plan.rows import TensorRow
+from jshard._plan.stage_memory import IN_FLIGHT, SUMS
 from jshard._report.crossing import crossing_text
 from jshard._report.format_units import (
     format_bytes,
@@ -31,7 +32,7 @@ from jshard._report.grouping import (
 )
 from jshard._report.left_whole import left_whole_lines
 from jshard._report.optional_imports import require
-from jshard._report.pipeline_schedules import layers_of, schedules, ticks_of
+from jshard._report.pipeline_schedules import layers_of, schedules, ticks_of, unused_share
 from jshard._report.step_figures import mfu_text
 from jshard._report.totals import (
     USER_OWN,
@@ -210,12 +211,21 @@ def kernel_section(plan: PlanRecord) -> Section:
 
 
 def pipeline_sections(plan: PlanRecord, max_rows: int = MAX_ROWS) -> list[Section]:
-    """The stages of the plan's pipeline, if it has one: layers, ticks, peak; and other schedules of it by formula."""
+    """The stages of the plan's pipeline, if it has one: layers, memory, ticks; and other schedules of it by formula."""
     p = plan.pipeline
     if p is None:
         return []
-    peak = format_bytes(plan.cost.peak_bytes)
-    stages = [(str(s), layers_of(p, s), peak, ticks_of(p, s)) for s in range(min(p.stages, max_rows))]
+    held, peak = dict(plan.memory.stage), format_bytes(plan.cost.peak_bytes)
+    arguments = format_bytes(sum(b for what, b in held.items() if what.startswith("argument")))
+    of_layers = held.get(IN_FLIGHT, 0.0) + held.get(SUMS, 0.0)
+    stages = [
+        (str(s), layers_of(p, s), arguments, format_bytes(held.get(IN_FLIGHT, 0.0)),
+         format_bytes(of_layers * unused_share(p, s)), peak, ticks_of(p, s))
+        for s in range(min(p.stages, max_rows))
+    ]  # fmt: skip
+    shares = [
+        (what, format_bytes(b), format_percent(b / plan.cost.peak_bytes)) for what, b in held.items() if b
+    ]
     others = [
         (s.name, format_percent(s.idle), f"{s.in_flight:g} of {p.microbatches}", "this plan" if s.runs else "not run")
         for s in schedules(p)
@@ -223,8 +233,13 @@ def pipeline_sections(plan: PlanRecord, max_rows: int = MAX_ROWS) -> list[Sectio
     more = f"{p.stages - max_rows} more stages" if p.stages > max_rows else ""
     return [
         Section(
-            "stages (layers, peak of a device, microbatch in each tick of a forward loop; backward loops in reverse)",
-            ("stage", "layers", "peak", "ticks"), tuple(stages), (7, 22, 12, 0), more,
+            "stages (layers; arguments, in flight, unused, all at the peak; microbatch in each forward tick)",
+            ("stage", "layers", "arguments", "in flight", "unused", "peak", "ticks"),
+            tuple(stages), (7, 18, 11, 11, 9, 11, 0), more,
+        ),
+        Section(
+            "memory of a device of any stage at the peak (all stages run one program, so each holds as much)",
+            ("what", "bytes", "share"), tuple(shares), (34, -10, -6),
         ),
         Section(
             "schedules of as many stages and microbatches (all but the plan's by formula, equal stages)",

@@ -2,7 +2,9 @@
 
 A loop's carry is one buffer from before the loop until after it: that of the initial value, if that is dead, else a new
 one. In the body, the value for the next iteration is written there as soon as what the iteration started from is dead;
-else beside it, until the iteration ends. Stacked results are allocated before the first iteration.
+else beside it, until the iteration ends. Stacked results are allocated before the first iteration. The slice of a stack is
+read from the stack, unless a loop inside reads it: what goes into a loop is a buffer (seen on v5e with libtpu 0.0.42, where
+a tick's activations of all layers of a stage are copied out of those of all ticks).
 """
 
 from __future__ import annotations
@@ -22,11 +24,12 @@ from jshard._schedule.writer import Action, Reshard, RunCall, RunOperator
 @dataclasses.dataclass(frozen=True, eq=False)
 class BodyMemory:
     """What a body starts with: `lent` values in the caller's buffers, those of them that are live after the body
-    (`outliving`), and the buffers for values of the next iteration."""
+    (`outliving`), buffers for values of the next iteration, and slices of stacks that are copied, with their bytes."""
 
     lent: Mapping[Value, Buffer]
     outliving: Collection[Value] = ()
     next_iteration: Mapping[Value, Buffer] = dataclasses.field(default_factory=dict)
+    copied_slices: Sequence[tuple[Value, float]] = ()
 
 
 @dataclasses.dataclass(eq=False)
@@ -69,7 +72,7 @@ def loop_memory(
     for v in (assignment.values[t] for t in action.call.results):
         if v not in placed:
             _place_result(v, memory, scope, sizes)
-    memory.bodies = _loop_bodies(action, stacks, buffers)
+    memory.bodies = _loop_bodies(action, stacks, buffers, sizes)
     return memory
 
 
@@ -147,7 +150,7 @@ def _place_result(v: Value, memory: CallMemory, scope: ActionScope, sizes: Buffe
 
 
 def _loop_bodies(
-    action: RunCall, stacks: Sequence[CarriedStack], buffers: Sequence[Buffer]
+    action: RunCall, stacks: Sequence[CarriedStack], buffers: Sequence[Buffer], sizes: BufferSizes
 ) -> list[BodyMemory]:
     """What the body of a loop starts with, and the test of a `while` loop, which hands on no carries."""
     n = len(action.call.boundary["carry"])
@@ -160,8 +163,15 @@ def _loop_bodies(
         handed_on = zip(returns[:n], buffers, strict=False) if iterates else ()
         next_iteration = {v: b for v, b in handed_on if not isinstance(v, Literal) and v not in lent}
         lent |= {stack.slice: b for stack, b in zip(stacks, buffers[n:], strict=True)}
-        bodies.append(BodyMemory(lent, () if iterates else tuple(lent), next_iteration))
+        slices = (v for v in entry[first + n :] if v not in lent) if is_scan else ()
+        copied = [(v, sizes.nbytes(v)) for v in slices if _read_by_loops(v, action.bodies[k])]
+        bodies.append(BodyMemory(lent, () if iterates else tuple(lent), next_iteration, copied))
     return bodies
+
+
+def _read_by_loops(v: Value, actions: Sequence[Action]) -> bool:
+    """Whether a loop among the actions reads a value."""
+    return any(isinstance(a, RunCall) and a.call.kind in ("scan", "while") and v in a.reads for a in actions)
 
 
 def branch_memory(action: RunCall, scope: ActionScope, sizes: BufferSizes) -> CallMemory:

@@ -20,7 +20,7 @@ from jshard._program.memory.liveness import Liveness
 from jshard._program.memory.memory_layout import memory_layout
 from jshard._schedule.assignment import Value
 from jshard._schedule.buffers import ActionScope, Buffer, BufferSizes
-from jshard._schedule.call_memory import branch_memory, loop_memory
+from jshard._schedule.call_memory import BodyMemory, branch_memory, loop_memory
 from jshard._schedule.donated_results import results_over_arguments
 from jshard._schedule.last_uses import is_fused_slice, last_uses
 from jshard._schedule.peak_profile import COPIES, INTERMEDIATE, HeldValue, PeakProfile
@@ -179,7 +179,7 @@ class PeakWalk:
         peaks = [
             self.walk(
                 actions,
-                dict(body.lent),
+                {**body.lent, **self.copied(body)},
                 {*body.outliving, *(v for v in returns if not isinstance(v, Literal))},
                 base,
                 body.next_iteration,
@@ -194,6 +194,12 @@ class PeakWalk:
         self.allocate(memory.results, scope)
         self.record_live(-1, scope.base + scope.live)
         return memory.results, max(highest, scope.live)
+
+    def copied(self, body: BodyMemory) -> dict[Value, Buffer]:
+        """The slices of stacks that are copied when an iteration begins."""
+        for v, nbytes in body.copied_slices:
+            self.record_change(v, nbytes)
+        return {v: Buffer(nbytes) for v, nbytes in body.copied_slices}
 
     def run_inlined(self, a: RunCall, scope: ActionScope) -> tuple[_Placed, float]:
         """A call that compilers inline: its results are the values that its body makes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,8 @@ from jshard._batch.pipeline_shape import PipelineShape
 from jshard._batch.pipelines import Pipelined, in_pipeline, with_loops_over_layers
 from jshard._core import jaxcompat as compat
 from jshard._report.chrome_trace import chrome_trace
+from jshard._report.format_units import format_bytes
+from jshard._report.html import html_page
 from tests.batch.test_microbatches import BATCH, largest_error, normal
 from tests.helpers.pipeline_models import (
     experts,
@@ -295,6 +298,36 @@ def test_the_report_shows_stages_ticks_and_other_schedules() -> None:
         assert line.startswith(f"{stage} {layers[stage]} ")
     assert "GPipe 43% 4 of 4 this plan" in lines and "1F1B 43% 4 of 4 not run" in lines
     assert "zero bubble (ZB-H1) 20% 4 of 4 not run" in lines
+
+
+def test_the_report_shows_what_a_stage_holds() -> None:
+    """All stages run one program, and hold as much; the last one has one layer of two, so half of its stacks is unused."""
+    w, x = normal(1, 7, 64, 64), normal(2, 64 * BATCH, 64)
+    step = jax.value_and_grad(plain)
+    f = pipelined(step, mesh_of(4, 2), microbatches=4, uneven=True)
+    plan = f.plan(w, x)
+    held = dict(plan.memory.stage)
+    piece = x.nbytes / 4 / 2  # microbatches, devices of a stage
+    assert sum(held.values()) == pytest.approx(plan.cost.peak_bytes)
+    assert {k: b for k, b in held.items() if k.startswith("argument")} == {
+        k: b for k, b in plan.memory.held if k.startswith("argument")
+    }
+    values = held["activations in flight"] / (7 * 2 * piece)  # ticks, layers of a stage
+    assert values == round(values) >= 1
+    lines = [" ".join(line.split()) for line in str(plan).splitlines()]
+    (title,) = [line for line in lines if line.startswith("memory of a device of any stage")]
+    assert "all stages run one program" in title
+    (in_flight,) = [line for line in lines if line.startswith("activations in flight")]
+    assert format_bytes(held["activations in flight"]) in in_flight
+    half = format_bytes((held["activations in flight"] + held.get("sums over microbatches", 0)) / 2)
+    unused = ["0 B", "0 B", "0 B", half]
+    for stage, ticks in enumerate(("0123...", ".0123..", "..0123.", "...0123")):
+        (line,) = [line for line in lines if line.endswith(" " + ticks)]
+        assert line.endswith(f" {unused[stage]} {format_bytes(plan.cost.peak_bytes)} {ticks}")
+    assert title in html_page(plan) and "activations in flight" in plan.to_markdown()
+    assert json.loads(plan.to_json())["memory"]["stage"] == [[k, b] for k, b in held.items()]
+    assert jshard.Plan.from_json(plan.to_json()).memory == plan.memory
+    assert jshard.shard(step, mesh=mesh_of(4, 2), level=2).plan(w, x).memory.stage == ()
 
 
 def test_the_trace_has_the_ticks_of_each_stage() -> None:
