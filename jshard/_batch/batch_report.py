@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from jshard._batch.batch_class import BatchClass, described
 from jshard._batch.body_classes import class_in
-from jshard._batch.microbatches import staged
+from jshard._batch.microbatches import finished_early, staged
 from jshard._core.jax_types import ClosedJaxpr
 from jshard._core.text_width import wrapped
 
@@ -34,7 +34,8 @@ class BatchReport:
     - `arguments`, `values`, `results`: of the program, calls written out; bodies of loops count as one operator.
     - `coupled`: the operators with no result for a part of the batch alone, with source line and reason.
     - `microbatches`, `loops`: the number of pieces, and of loops over them: more than one where finished sums are read
-        by values per example.
+        by values per example (batch statistics).
+    - `finished`: those sums, with source lines: they are of the whole batch, as without microbatches.
     """
 
     name: str
@@ -46,6 +47,7 @@ class BatchReport:
     coupled: tuple[str, ...]
     microbatches: int
     loops: int
+    finished: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if not self.examples:
@@ -57,6 +59,10 @@ class BatchReport:
             lines.append(f"  in {self.microbatches} microbatches of {size} examples, in {loops}")
         lines.append(f"  arguments: {_counts(self.arguments, ('per example', 'shared'))}; "
                      f"values: {_counts(self.values, ('per example', 'shared', 'sum'))}")  # fmt: skip
+        for text in self.finished[:_MAX_LISTED]:
+            lines.append(f"  of the whole batch before values per example read it: {text}")
+        if len(self.finished) > _MAX_LISTED:
+            lines.append(f"  and {len(self.finished) - _MAX_LISTED} more such sums")
         if not self.coupled:
             lines.append("  coupled: none")
         lines += [f"  coupled: {text}" for text in self.coupled[:_MAX_LISTED]]
@@ -112,5 +118,6 @@ def batch_report(
     ]
     coupled = tuple(str(error) for error in plan.coupled.values())
     return BatchReport(
-        name, examples, places, tuple(rows), tuple(values), tuple(results), coupled, count, plan.loops
-    )
+        name, examples, places, tuple(rows), tuple(values), tuple(results), coupled, count, plan.loops,
+        tuple(finished_early(plan)),
+    )  # fmt: skip

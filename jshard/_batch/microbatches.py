@@ -31,11 +31,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jshard._batch.batch_class import SUM, BatchClass, checkpoint_advice, described
+from jshard._batch.batch_class import SUM, BatchClass, described
 from jshard._batch.body_classes import Analysis, Step, steps_for
 from jshard._batch.divided_loops import with_loops_divided
 from jshard._batch.piece_operator import run_whole, shape_of
 from jshard._batch.pieces import Pieces, assembled
+from jshard._batch.saved_sums import with_sums_saved
 from jshard._batch.stages import Stages, stages, work_of
 from jshard._core import jaxcompat as compat
 from jshard._core.errors import ShardError
@@ -52,7 +53,8 @@ def staged(
 ) -> tuple[Stages, Analysis, Sequence[jax.Array]]:
     """A program's values classified, and what runs in which loop; the values of its constants."""
     analysis = Analysis(examples, count)
-    opened, consts = compat.open_jaxpr(with_loops_divided(closed, inputs, analysis))
+    saved = with_sums_saved(closed, inputs, analysis)
+    opened, consts = compat.open_jaxpr(with_loops_divided(saved, inputs, analysis))
     jaxpr = compat.without_dead_code(with_calls_inlined(opened, lines=True))
     return stages(jaxpr, inputs, analysis), analysis, consts
 
@@ -137,9 +139,9 @@ def _check_work(plan: Stages, loops: Sequence[Sequence[Step]]) -> None:
         return
     names = [str(error) for error in plan.coupled.values()]
     if not names:
-        read = [v for targets in plan.targets[:-1] for v in targets]
-        makers = {v: e for e in plan.jaxpr.eqns for v in e.outvars}
-        names = [f"{described(makers[v])}: its sum over examples is read by values per example" for v in read]
+        names = [
+            f"{text}: its sum over examples is read by values per example" for text in finished_early(plan)
+        ]
     if not names:
         names = ["no argument with the batch reaches a product"]
     more = f", and {len(names) - 3} more" if len(names) > 3 else ""
@@ -152,8 +154,14 @@ def _check_work(plan: Stages, loops: Sequence[Sequence[Step]]) -> None:
         ),
         where="; ".join(names[:3]) + more,
         fix="no microbatches=, or compute what couples the examples outside the step (batch statistics kept fixed, "
-        "LayerNorm or GroupNorm for BatchNorm)" + checkpoint_advice(plan.jaxpr.eqns[k] for k in plan.coupled),
+        "LayerNorm or GroupNorm for BatchNorm)",
     )
+
+
+def finished_early(plan: Stages) -> list[str]:
+    """The operators, with lines, whose sums over examples must be whole before values per example read them."""
+    makers = {v: e for e in plan.jaxpr.eqns for v in e.outvars}
+    return [described(makers[v]) for targets in plan.targets[:-1] for v in targets]
 
 
 def _made_from(plan: Stages) -> set[int]:

@@ -36,12 +36,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jshard._batch.batch_class import SHARED, SUM, BatchClass, CoupledError, checkpoint_advice, described
+from jshard._batch.batch_class import SHARED, SUM, BatchClass, CoupledError, described
 from jshard._batch.body_classes import Analysis, class_in
 from jshard._batch.loop_parts import LoopParts, loop_parts
 from jshard._batch.outside_pipeline import results_of_loop, run_early, run_late
 from jshard._batch.piece_operator import run_whole, shape_of
 from jshard._batch.pipeline_shape import PipelineShape
+from jshard._batch.saved_sums import with_sums_saved
 from jshard._batch.stacked_layers import stack_layers
 from jshard._batch.tick_loop import CutStages, TickLoop, Ticks
 from jshard._core import jaxcompat as compat
@@ -78,17 +79,19 @@ def with_loops_over_layers(
 
     Raises `ShardError` if there are no layers that pass on values per example.
     """
+    analysis = Analysis(examples, pieces)
+    closed = with_sums_saved(closed, inputs, analysis)
     opened, consts = compat.open_jaxpr(closed)
     jaxpr = compat.without_dead_code(with_calls_inlined(opened, lines=True))
-    analysis = Analysis(examples, pieces)
     loops, classes = _layer_loops(jaxpr, inputs, analysis)
     if loops:
         return LoopsOverLayers(closed, unrolled=False)
     stacked = stack_layers(jaxpr, consts, lambda v: class_in(classes, v).is_example)
     if stacked.closed is not None:
-        again = compat.without_dead_code(compat.open_jaxpr(stacked.closed)[0])
+        in_loops = with_sums_saved(stacked.closed, inputs, analysis)
+        again = compat.without_dead_code(compat.open_jaxpr(in_loops)[0])
         if _layer_loops(again, inputs, analysis)[0]:
-            return LoopsOverLayers(stacked.closed, unrolled=True)
+            return LoopsOverLayers(in_loops, unrolled=True)
     raise ShardError(
         "no loop over layers passes values per example from layer to layer, and no layers outside loops are alike"
         if not stacked.why_not
@@ -200,8 +203,7 @@ def _parts_if_layers(eqn: JaxprEqn, operands: Sequence[BatchClass], analysis: An
             "a loop over layers couples the examples of the batch, so that no microbatch passes alone",
             where=str(error),
             fix="no pipeline, or compute what couples the examples outside the loop (batch statistics kept fixed, LayerNorm "
-            "or GroupNorm for BatchNorm, sums over the batch returned by the layers and combined after the loop)"
-            + checkpoint_advice([eqn]),
+            "or GroupNorm for BatchNorm, sums over the batch returned by the layers and combined after the loop)",
         ) from None
     return parts if parts.moving else None
 

@@ -20,16 +20,18 @@ from jshard._core.jax_types import Jaxpr, JaxprAtom, JaxprEqn, SourceInfo
 from jshard._program.loop_invariants import INLINED_CALLS, body_of
 
 
-def with_calls_inlined(jaxpr: Jaxpr, lines: bool = False) -> Jaxpr:
-    """An open jaxpr in which every call of `INLINED_CALLS` without shardings and constants is written out.
+def with_calls_inlined(
+    jaxpr: Jaxpr, lines: bool = False, calls: frozenset[str] = frozenset(INLINED_CALLS)
+) -> Jaxpr:
+    """An open jaxpr in which every call of the primitives `calls` without shardings and constants is written out.
 
     `lines`: equations that have no source line of the user's get that of the call; a cached `jit` has kept none.
     """
-    if not any(_is_inlined(eqn) for eqn in jaxpr.eqns):
+    if not any(_is_inlined(eqn, calls) for eqn in jaxpr.eqns):
         return jaxpr
     eqns: list[JaxprEqn] = []
     env: dict[JaxprAtom, JaxprAtom] = {}
-    _write(jaxpr, env, None, eqns, lines)
+    _write(jaxpr, env, None, eqns, lines, calls)
     return jaxpr.replace(eqns=eqns, outvars=substituted(jaxpr.outvars, env))
 
 
@@ -43,9 +45,9 @@ def fresh(variables: Sequence[JaxprAtom]) -> list[JaxprAtom]:
     return [compat.VARIABLE(v.aval) for v in variables]
 
 
-def _is_inlined(eqn: JaxprEqn) -> bool:
+def _is_inlined(eqn: JaxprEqn, calls: frozenset[str]) -> bool:
     body = body_of(eqn)
-    if eqn.primitive.name not in INLINED_CALLS or body is None or not hasattr(body, "eqns"):
+    if eqn.primitive.name not in calls or body is None or not hasattr(body, "eqns"):
         return False
     shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
     jaxpr, consts = compat.open_jaxpr(body)
@@ -58,6 +60,7 @@ def _write(
     caller: SourceInfo | None,
     eqns: list[JaxprEqn],
     lines: bool,
+    calls: frozenset[str],
 ) -> None:
     """Append the equations of a body; `env` replaces its variables, `caller` is where it is called, if it is."""
     for eqn in jaxpr.eqns:
@@ -65,10 +68,10 @@ def _write(
         if caller is not None:
             source = caller if lines and not compat.source_line(eqn) else info
             info = source.replace(name_stack=caller.name_stack + info.name_stack)
-        if _is_inlined(eqn) and (called := body_of(eqn)) is not None:
+        if _is_inlined(eqn, calls) and (called := body_of(eqn)) is not None:
             body, _ = compat.open_jaxpr(called)
             inner = dict(zip(body.invars, operands, strict=True))
-            _write(body, inner, info, eqns, lines)
+            _write(body, inner, info, eqns, lines, calls)
             env.update(zip(eqn.outvars, substituted(body.outvars, inner), strict=True))
             continue
         results = eqn.outvars

@@ -231,6 +231,26 @@ def test_what_couples_the_examples_is_named_with_its_line(loss: Callable, named:
     jshard.shard(jax.value_and_grad(loss)).plan(weights(), *data())  # the advice
 
 
+def test_batch_statistics_that_cost_little_are_those_of_the_whole_batch() -> None:
+    """Normalised inputs: the statistics in a loop of their own, before the loop of all else; `plan.batch` names them."""
+
+    def loss(ws: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        mean = x.mean(0)
+        x = (x - mean) / jnp.sqrt(((x - mean) ** 2).mean(0) + 1e-5)
+        for w in ws[:-1]:
+            x = jnp.tanh(x @ w)
+        return jnp.mean((x @ ws[-1]) ** 2)
+
+    f = jshard.shard(jax.value_and_grad(loss), microbatches=4)
+    args = (weights(), *data())
+    assert largest_error(f(*args), jax.jit(jax.value_and_grad(loss))(*args)) < 1e-12
+    batch = f.plan(*args).batch
+    assert batch.loops > 1 and all("test_microbatches.py:" in text for text in batch.finished)
+    line = "of the whole batch before values per example read it: reduce_sum f64["
+    assert str(batch).count(line) == len(batch.finished) == 2
+    assert jshard.shard(jax.value_and_grad(mean_loss), microbatches=4).plan(*args).batch.finished == ()
+
+
 def step(loss: Callable) -> Callable:
     def run(ws: Any, x: jax.Array, y: jax.Array) -> tuple[jax.Array, Any]:
         value, gradient = jax.value_and_grad(loss)(ws, x, y)
