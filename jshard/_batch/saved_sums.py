@@ -193,16 +193,16 @@ def _returning(first: JaxprEqn, one: _Saved, analysis: Analysis) -> tuple[list[J
     body, _ = analysis.open(first.params["jaxpr"])
     constants = fresh(one.consts)
     env: dict[JaxprAtom, JaxprAtom] = {**one.own, **dict(zip(one.consts, constants, strict=True))}
-    eqns, numbering = list(body.eqns), ValueNumbering()
+    eqns, known = list(body.eqns), _Known()
     for eqn in body.eqns:
-        numbering.record(eqn, numbering.lookup(eqn, _comparable(eqn.invars))[1], eqn.outvars)
+        known.add(eqn)
     for eqn in one.made_by:
-        operands = substituted(eqn.invars, env)
-        results, key = numbering.lookup(eqn, _comparable(operands))
+        same = eqn.replace(invars=substituted(eqn.invars, env), outvars=fresh(eqn.outvars))
+        results = known.results_of(same)
         if results is None:
-            results = fresh(eqn.outvars)
-            eqns.append(eqn.replace(invars=operands, outvars=results))
-            numbering.record(eqn, key, results)
+            results = same.outvars
+            known.add(same)
+            eqns.append(same)
         env.update(zip(eqn.outvars, results, strict=True))
     body = body.replace(
         invars=[*body.invars[:n_consts], *constants, *body.invars[n_consts:]],
@@ -214,9 +214,31 @@ def _returning(first: JaxprEqn, one: _Saved, analysis: Analysis) -> tuple[list[J
     return [e.replace(outvars=substituted(e.outvars, renamed)) for e in new], found[len(first.outvars) :]
 
 
-def _comparable(atoms: Sequence[JaxprAtom]) -> list[Hashable]:
-    """Atoms that are equal if and only if their values are."""
-    return [literal_value(v.val, v.aval) if compat.is_literal(v) else v for v in atoms]
+class _Known:
+    """The equations of a body, to find one that is equal to another."""
+
+    def __init__(self) -> None:
+        self.numbering = ValueNumbering()
+        self.number: dict[JaxprAtom, int] = {}
+        self.variables: list[JaxprAtom] = []
+
+    def add(self, eqn: JaxprEqn) -> None:
+        _, key = self.numbering.lookup(eqn, self._operands(eqn))
+        self.numbering.record(eqn, key, [self._number(v) for v in eqn.outvars])
+
+    def results_of(self, eqn: JaxprEqn) -> list[JaxprAtom] | None:
+        """The results of an equal equation, if there is one."""
+        found, _ = self.numbering.lookup(eqn, self._operands(eqn))
+        return None if found is None else [self.variables[k] for k in found if isinstance(k, int)]
+
+    def _operands(self, eqn: JaxprEqn) -> list[Hashable]:
+        return [literal_value(v.val, v.aval) if compat.is_literal(v) else self._number(v) for v in eqn.invars]
+
+    def _number(self, v: JaxprAtom) -> int:
+        if v not in self.number:
+            self.number[v] = len(self.variables)
+            self.variables.append(v)
+        return self.number[v]
 
 
 def _reading(second: JaxprEqn, one: _Saved, stacks: Sequence[JaxprAtom]) -> list[JaxprEqn]:
