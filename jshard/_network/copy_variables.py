@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -62,14 +62,10 @@ class CopyStates:
     def __len__(self) -> int:
         return len(self.kinds) * len(self.layouts)
 
-    def bytes_by_state(self, blocks: Floats, also_same: bool) -> Floats:
-        """(states,) bytes that a copy variable holds; `blocks`: (layouts,) bytes of the copy in each layout.
-
-        Held where the tensor is resharded, `also_same` where it is not.
-        """
+    def bytes_by_state(self, blocks: Floats, held_in: Collection[CopyState]) -> Floats:
+        """(states,) bytes that a copy variable holds in states of some kinds; `blocks`: (layouts,) those of the copy."""
         assert blocks.shape == (len(self.layouts),)
-        holding = {CopyState.RESHARDED, *([CopyState.SAME] if also_same else [])}
-        return np.concatenate([blocks * (kind in holding) for kind in self.kinds])
+        return np.concatenate([blocks * (kind in held_in) for kind in self.kinds])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,15 +141,15 @@ class CopyVariable:
 class CopyInterval:
     """Bytes of a copy from one time point to before another.
 
-    Each device holds its block of `nbytes` in the copy's layout, and `extra` bytes beside it, where the tensor is
-    resharded; `also_same` where it is not.
+    Each device holds its block of `nbytes` in the copy's layout, and `extra` bytes beside it, in states of the kinds
+    `held_in`.
     """
 
     start: int
     end: int
     nbytes: float
     extra: float = 0.0
-    also_same: bool = False
+    held_in: tuple[CopyState, ...] = (CopyState.RESHARDED,)
 
 
 def copy_intervals(
@@ -206,7 +202,7 @@ def _of_stored_value(
     source_dies = max(own.resharded_at, source_dies)
     return [
         CopyInterval(own.resharded_at, source_dies, nbytes),
-        CopyInterval(source_dies, own.live_until, nbytes, also_same=True),
+        CopyInterval(source_dies, own.live_until, nbytes, held_in=(CopyState.SAME, CopyState.RESHARDED)),
     ]
 
 

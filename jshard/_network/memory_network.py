@@ -32,6 +32,7 @@ while the product runs, and nothing if the product reads the weight as it is.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Hashable
 
 import numpy as np
@@ -40,7 +41,14 @@ from jshard._core.arrays import Floats, Ints
 from jshard._core.row_codes import first_occurrence_codes, row_codes
 from jshard._network.build import PlanningNetwork, ReshardEdge
 from jshard._network.candidates import TensorLayouts
-from jshard._network.copy_variables import CopyInterval, CopyStates, CopyVariable, copy_intervals
+from jshard._network.copy_variables import (
+    CopyInterval,
+    CopyState,
+    CopyStates,
+    CopyVariable,
+    copy_intervals,
+)
+from jshard._network.kept_operands import NO_PATHS, kept_operands
 from jshard._program.graph import Operator
 from jshard._program.memory.in_place import CARRY_KINDS
 from jshard._program.memory.live_intervals import (
@@ -99,6 +107,11 @@ class _MemoryNetworkBuilder:
         ]
         self.flows, self.flow_through = remat_flow(live, stored, self.mesh.total)
         self.largest = max((self.program.tensors[e.tensor].nbytes for e in network.reshard_edges), default=0)
+        self.paths = (
+            kept_operands(network, live, stored, self.flows, self.flow_through, self.least_with_copies)
+            if self.is_lower_bound
+            else NO_PATHS
+        )
         base = network.cost_network
         self.unary, self.pairwise = list(base.unary), list(base.pairwise)
         self.node_tables = base.node_table.tolist()
@@ -148,13 +161,18 @@ class _MemoryNetworkBuilder:
             variable, start, end, (id(layouts), nbytes), lambda: nbytes / layouts.num_shards(self.mesh)
         )
 
+    @property
+    def least_with_copies(self) -> float:
+        """Bytes of the smallest tensor whose copies get variables."""
+        return self.largest * _MIN_COPY_SHARE
+
     def has_copy_variables(self, tensor: int) -> bool:
         """Whether copies of a tensor get variables: where they are live beside their source.
 
         A materialized value dies when it was resharded; between its copies it is live, or something no larger. Its
         stored layout is not known at a reader, so only the estimate counts both.
         """
-        if self.program.tensors[tensor].nbytes < self.largest * _MIN_COPY_SHARE:
+        if self.program.tensors[tensor].nbytes < self.least_with_copies:
             return False
         if not self.is_lower_bound:
             return True
@@ -275,17 +293,30 @@ class _MemoryNetworkBuilder:
             return
         self.counted_copies.add((edge.tensor, edge.reader))
         states, flow = copy.states, float(self.flow_through[edge.tensor])
+        to_relay = edge.reader < 0
+        kept = self.paths.kept.get(edge.tensor)
         for interval in copy_intervals(copy, self.network, self.live, self.mesh.total):
-            key = (states, flow, interval.nbytes, interval.extra, interval.also_same)
-            self.add_interval(
-                variable, interval.start, interval.end, key,
-                lambda interval=interval: self.copy_bytes(states, interval, flow),
-            )  # fmt: skip
+            # The copy that is stored counts beside what is kept: a value is one or the other.
+            whole = [(interval.start, interval.end)]
+            outside = self.paths.outside(edge.tensor, interval.start, interval.end)
+            for start, end in whole if kept and to_relay else outside:
+                self.add_copy(variable, states, dataclasses.replace(interval, start=start, end=end), flow)
+        if kept and (to_relay or edge.tensor not in self.network.relays):
+            held_in = CopyState.SAME, CopyState.FUSED_SLICE
+            interval = CopyInterval(kept.start, kept.end, kept.nbytes, held_in=held_in)
+            self.add_copy(variable, states, interval, kept.counted)
+
+    def add_copy(self, variable: int, states: CopyStates, interval: CopyInterval, flow: float) -> None:
+        """What a copy variable holds; `flow` bytes of it count already."""
+        key = (states, flow, interval.nbytes, interval.extra, interval.held_in)
+        self.add_interval(
+            variable, interval.start, interval.end, key, lambda: self.copy_bytes(states, interval, flow)
+        )
 
     def copy_bytes(self, states: CopyStates, interval: CopyInterval, flow: float) -> Floats:
         """(states,) bytes of a copy less the `flow` that counts already."""
         blocks = np.array([interval.nbytes / layout.pieces(self.mesh) for layout in states.layouts])
-        return states.bytes_by_state(np.maximum(0.0, blocks - flow) + interval.extra, interval.also_same)
+        return states.bytes_by_state(np.maximum(0.0, blocks - flow) + interval.extra, interval.held_in)
 
     def copy_variable_of(self, edge: ReshardEdge) -> CopyVariable:
         fused = not self.liveness.materialized[edge.tensor]

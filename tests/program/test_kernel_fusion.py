@@ -140,3 +140,8 @@ def test_sums_along_the_last_dimension_cost_more_than_others_in_a_product(axis, 
     ((epilogue,),) = kernels(program).epilogues.values()
     work = epilogue.fused.work
     assert (work.reduced, work.simple) == ((N * N, 0) if reduced else (0, N * N))
+
+
+def test_a_literal_that_is_written_in_place_is_no_array():
+    found = moved(lambda x: (x @ x).at[3, 2].add(1.0), X)
+    assert sum(found.values()) == pytest.approx(2 * ARRAY, rel=1e-3)

@@ -265,7 +265,8 @@ class _Fusion:
         if op.id in self.live.in_place:
             stored = [k for k, a in enumerate(op.operands) if not isinstance(a, Literal)]
             for k in touched_operands(op, stored):
-                self.add(op.id, False, k, self.nbytes({op.operands[k]: 1.0}))  # type: ignore[dict-item]
+                if k in stored:  # a literal that is written is one number
+                    self.add(op.id, False, k, self.nbytes({op.operands[k]: 1.0}))  # type: ignore[dict-item]
             return
         partial = op.primitive in _PARTIAL_READS
         for k in range(len(op.operands)):
