@@ -215,12 +215,7 @@ def _excess(error: MemoryBudgetError) -> float:
 def _refusal(errors: Sequence[MemoryBudgetError], tried: str) -> MemoryBudgetError:
     """The refusal of least memory, with what was tried."""
     least = min(errors, key=lambda e: e.least_found)
-    out = MemoryBudgetError(
-        f"{least.what} ({tried})",
-        where=least.where,
-        fix=least.fix,
-        refusal=least.refusal,
-        remedies=least.remedies,
-    )
-    out.least_found, out.proved_least = least.least_found, least.proved_least
-    return out
+    return MemoryBudgetError(
+        f"{least.what} ({tried})", where=least.where, fix=least.fix, refusal=least.refusal,
+        remedies=least.remedies, least_found=least.least_found, proved_least=least.proved_least,
+    )  # fmt: skip

@@ -49,9 +49,9 @@ class SearchError(ShardError):
 class MemoryBudgetError(SearchError):
     """No plan fits the memory budget; the text names the least that any plan needs.
 
-    `least_found`: bytes of a device that the smallest plan found needs; `proved_least`: those that every plan needs, as far
-    as that is proved. `refusal`: what is known of the memory (`_plan/memory_refusal.py`), None where it was not looked into.
-    `remedies`: the rows of the table of what helps (`_report/refusal_text.py`).
+    `refusal`: what is known of the memory (`_plan/memory_refusal.py`), None where it was not looked into. `remedies`: the
+    rows of the table of what helps (`_report/refusal_text.py`). `least_found`: bytes of a device that the smallest plan
+    found needs, 0 where none was looked for; `proved_least`: those that every plan needs, as far as that is proved.
     """
 
     def __init__(
@@ -62,10 +62,12 @@ class MemoryBudgetError(SearchError):
         fix: str = "",
         refusal: object = None,
         remedies: tuple[object, ...] = (),
+        least_found: float = 0.0,
+        proved_least: float = 0.0,
     ):
         super().__init__(what, where=where, fix=fix)
         self.refusal, self.remedies = refusal, remedies
-        self.least_found = self.proved_least = 0.0
+        self.least_found, self.proved_least = least_found, proved_least
 
 
 class NestedShardError(ShardError):

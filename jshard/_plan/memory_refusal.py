@@ -81,6 +81,8 @@ def refuse(solution: ScheduledSolution, plan: PlanRecord, limit: float) -> Memor
         where=f"memory_budget; at the peak most is held by {', '.join(held)}",
         fix=", ".join(fixes[:-1]) + f", or {fixes[-1]}",
         refusal=refusal,
+        least_found=plan.cost.peak_bytes,
+        proved_least=solution.peak_bound,
     )
 
 

@@ -45,9 +45,7 @@ def make_plan(
     if limit is not None and record.cost.peak_bytes > limit:
         from jshard._plan.memory_refusal import refuse  # here, so that `import jshard` stays light
 
-        error = refuse(solution, record, limit)
-        error.least_found, error.proved_least = record.cost.peak_bytes, solution.peak_bound
-        raise error
+        raise refuse(solution, record, limit)
     return record, solution.schedule
 
 

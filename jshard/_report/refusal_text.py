@@ -50,7 +50,10 @@ def refusal_error(
     """
     where = "\n    ".join(held_lines(refusal, donated))
     fix = remedy_lines(remedies, refusal.limit) or "more devices, or smaller shapes"
-    return MemoryBudgetError(error.what, where=where, fix=fix, refusal=refusal, remedies=tuple(remedies))
+    return MemoryBudgetError(
+        error.what, where=where, fix=fix, refusal=refusal, remedies=tuple(remedies),
+        least_found=error.least_found, proved_least=error.proved_least,
+    )  # fmt: skip
 
 
 def held_lines(refusal: MemoryRefusal, donated: Sequence[str]) -> list[str]:

@@ -62,6 +62,7 @@ def refused(step, args, budget, mesh=None, **options) -> MemoryBudgetError:
     with pytest.raises(MemoryBudgetError) as error:
         jshard.shard(step, mesh=mesh or on(2, 4), memory_budget=budget, **options).plan(*args)
     assert max(map(len, str(error.value).splitlines())) <= 140
+    assert error.value.least_found == error.value.refusal.peak >= error.value.proved_least
     return error.value
 
 

@@ -64,7 +64,7 @@ def test_a_value_that_products_of_both_passes_read_keeps_a_block_as_it_is_stored
     found = kept_operands(problem, live, stored, *remat_flow(live, stored, mesh.total), 0.0)
     begin, full = live.clock.begin, 8 * 64 * 32 * 4
     for t in normed[1:]:  # the first is made of an argument, which counts as it is
-        forward, backward = read_by[t][1], read_by[t][2]
+        forward, backward = read_by[t][1], read_by[t][-1]
         kept = found.kept[t]
         assert kept.nbytes == full and kept.counted <= full / mesh.total
         assert begin[forward + 1] <= kept.start < kept.end
