@@ -79,10 +79,12 @@ def main() -> int:
     given = parser.parse_args()
     found: dict[int, dict[str, int]] = {0: {}, 2: {}}
     programs, seed, start = 0, given.seed, time.process_time()
+    too_large = unlimited = 0
     while programs < given.programs:
         rows = [row for level in found if (row := judged(seed, level, given.most)) is not None]
         seed += 1
         if not any(row["answers"] for row in rows):
+            too_large, unlimited = too_large + (not rows), unlimited + bool(rows)
             continue
         programs += 1
         for row in rows:
@@ -93,6 +95,9 @@ def main() -> int:
             for answer in row["answers"]:
                 found[row["level"]][answer] = found[row["level"]].get(answer, 0) + 1
     print(f"{programs} programs, seeds {given.seed} to {seed - 1}, {time.process_time() - start:.0f} CPU s")
+    print(
+        f"passed over: {too_large} with more than {given.most} assignments, {unlimited} where no budget binds"
+    )
     for level, counts in found.items():
         print(f"level {level}: {sum(counts.values())} budgets, {counts}")
     return int(any(set(counts) - {"proved", "equal"} for counts in found.values()))

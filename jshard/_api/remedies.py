@@ -31,7 +31,8 @@ from jshard._schedule.peak_profile import COPIES, INTERMEDIATE
 from jshard._spec.tree_paths import argument_names
 
 
-_OPERATORS = 45_000  # of all programs that are planned to try remedies; the first one is always tried
+_OPERATORS = 30_000  # of all programs that are planned to try remedies; the first one is always tried
+_PADDED_OPERATORS = 4_000  # of a program that is planned with padded sizes too, up to three times as often
 _LEAST_PEAK_EFFORT = 8  # times that of a plan of least time
 _RECOMPUTE_EFFORT = 10  # the same: a few choices of what is computed again, some of them within the budget
 _MORE_DEVICES = 64  # times as many at most
@@ -83,6 +84,8 @@ class Trials:
     ) -> Remedy | None:
         """The remedy of a changed call; None where it cannot be planned, or that would take too long.
 
+        Of a large program no sizes are padded, and the figures are estimates of those of the plan that one gets.
+
         Arguments:
 
         - `advice`: what one would write.
@@ -94,6 +97,9 @@ class Trials:
             return None
         self.spent += self._effort(retraced)
         options = dataclasses.replace(self.request.options, search_in_budget=False)
+        may_pad = self.refusal.operators <= _PADDED_OPERATORS or options.pad is not None
+        if not may_pad:
+            options = dataclasses.replace(options, pad=False)
         if mesh is not None and options.hardware is None and not isinstance(mesh, TopologyMesh):
             options = dataclasses.replace(options, hardware=self.refusal.chip)
         changed = dataclasses.replace(
@@ -103,7 +109,8 @@ class Trials:
             mesh=self.request.mesh if mesh is None else mesh,
             **changes,
         )
-        return self.planned(advice, changed, args, kwargs, searched=options.level == 1)
+        remedy = self.planned(advice, changed, args, kwargs, searched=options.level == 1)
+        return None if remedy is None else dataclasses.replace(remedy, estimated=not may_pad)
 
     def planned(
         self,

@@ -29,8 +29,9 @@ _KINDS = {"intermediate values": "activations", "redistributed copies": "gathere
 class Remedy:
     """Something that one can write instead: the peak in bytes a device and seconds a step of the plan that it gives.
 
-    `estimated`: no plan was made for it; `seconds` is 0 where that is not known. `searched`: whether the search looked for
-    less memory where the plan of least time exceeds the budget. `own_budget`: it is another budget, which the plan fits.
+    `estimated`: no plan was made for it, or one in which nothing is padded; `seconds` is 0 where that is not known.
+    `searched`: whether the search looked for less memory where the plan of least time exceeds the budget. `own_budget`:
+    it is another budget, which the plan fits.
     """
 
     advice: str
