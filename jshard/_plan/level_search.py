@@ -12,13 +12,12 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from jshard._core.arrays import Ints
 from jshard._core.errors import MemoryBudgetError, SearchError
 from jshard._core.topology import Topology
 from jshard._network.build import Pins, PlanningNetwork, build_network
 from jshard._network.memory_network import memory_network, with_copies
+from jshard._plan.early_plans import early_plans
 from jshard._plan.memory_preference import prefer_memory
 from jshard._plan.memory_ties import assignment_of_solution, lower_peak_at_equal_cost
 from jshard._plan.peak_descent import descend_peak
@@ -32,9 +31,9 @@ from jshard._plan.scheduled_solution import (
     fitting_or_lowest,
     schedule_solution,
 )
+from jshard._plan.unpriced_cost import with_unpriced_cost
 from jshard._plan.useful_cost import NoBetterPlan, check_useful, even_share, least_conceivable_cost
 from jshard._program.graph import Program, rule_boundaries
-from jshard._program.memory.unfusible import ALL_PRODUCTS
 from jshard._search import LARGE_NETWORK, CostNetwork, Effort, Prices, Solution, solve
 from jshard._search.effort import ENTRIES_PER_SECOND
 from jshard._search.memory.key_times import least_conceivable_peak
@@ -123,17 +122,28 @@ class LevelSearch:
         """Search by level. A plan of least time that keeps the budget is that of the budget too, with its proof."""
         limit = self.request.memory_limit
         if self.request.level == 1:
+            self._early_plan(network)
             return self.minimize_peak(network)
         self._check_useful(network, least_conceivable_cost(network.cost_network))
+        early = self._early_plan(network)
         fastest = self.minimize_time(network)
         self._check_useful(network, fastest.bound)
         fastest = lower_peak_at_equal_cost(fastest)
         if self.request.memory_slack and not fastest.interrupted:
             fastest = self._prefer_memory(fastest)
         if limit is None or fastest.peak <= limit or not self.request.search_in_budget:
-            return self._with_unpriced_cost(fastest)
+            return with_unpriced_cost(
+                fastest,
+                lambda: self.network(replication_price=0.0),
+                self.effort,
+                self._seconds(self.request.seconds),
+            )
         network = self.network(second_copies=False)
         solution = self.minimize_time_under_budget(network, fastest)
+        if early is not None and solution.peak > limit:
+            cost = schedule_cost(early.schedule, network)
+            early = dataclasses.replace(early, network=network, schedule_cost=cost, steps=solution.steps)
+            solution = dataclasses.replace(early, bound=solution.bound, peak_bound=solution.peak_bound)
         if solution.peak <= limit:
             return solution
         proved = solution.peak_bound > limit
@@ -153,6 +163,16 @@ class LevelSearch:
             smallest = dataclasses.replace(solution, peak_bound=smallest.peak_bound)
         cost = schedule_cost(smallest.schedule, network)
         return dataclasses.replace(smallest, network=network, schedule_cost=cost, bound=solution.bound)
+
+    def _early_plan(self, network: PlanningNetwork) -> ScheduledSolution | None:
+        """A plan within the budget before any search, of a program whose searches take long; None where none is found."""
+        limit = self.request.memory_limit
+        large = network.cost_network.size >= LARGE_NETWORK
+        if limit is None or not large or not self.request.search_in_budget or self.request.most < math.inf:
+            return None
+        fitting = (p for p in early_plans(network, self.request) if p.peak <= limit)
+        found = next(fitting, None)
+        return None if found is None else self._known_plan(found)
 
     def _check_useful(self, network: PlanningNetwork, bound: float) -> None:
         """Raise `NoBetterPlan` if a plan that is known costs no more than this bound on all plans."""
@@ -209,39 +229,6 @@ class LevelSearch:
             network.cost_network, gap=r.gap, seconds=self._seconds(r.seconds), on_progress=self.on_progress,
             effort=effort,
         )  # fmt: skip
-
-    def _with_unpriced_cost(self, solution: ScheduledSolution) -> ScheduledSolution:
-        """The solution with the cost of a plan without the price of repeated products, where that is lower.
-
-        Repeating all products can be faster only where they take less time than the plan's communication: elsewhere
-        nothing is searched.
-        """
-        request, cost, program = self.request, solution.schedule_cost, self.program
-        equations = np.flatnonzero(program.use_def.has_kind("eqn")).tolist()
-        products = sum(
-            float(s) for i, s in zip(equations, cost.seconds, strict=True)
-            if program.operators[i].primitive in ALL_PRODUCTS
-        )  # fmt: skip
-        repeated = products * (self.topology.mesh.total - 1)
-        if (
-            not request.replication_price
-            or solution.interrupted
-            or self.effort.exhausted
-            or cost.communication <= repeated
-        ):
-            return solution
-        network = self.network(replication_price=0.0)
-        s = solve(
-            network.cost_network,
-            gap=request.memory_gap,
-            seconds=self._seconds(request.seconds),
-            effort=self.effort,
-        )
-        unpriced = schedule_solution(network, request, s.assignment, s.bound, ())
-        fits = unpriced.peak <= (request.memory_limit or math.inf)
-        if not fits or unpriced.cost >= solution.cost - cost.price:
-            return solution
-        return dataclasses.replace(solution, unpriced=unpriced.cost)
 
     def minimize_peak(self, network: PlanningNetwork) -> ScheduledSolution:
         """The plan of least peak among the schedules of several searches; a faster one if its peak is as low.
