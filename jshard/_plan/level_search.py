@@ -29,6 +29,7 @@ from jshard._plan.scheduled_solution import (
     ScheduledSolution,
     best_within,
     fitting_or_lowest,
+    regathered_within,
     schedule_solution,
 )
 from jshard._plan.unpriced_cost import with_unpriced_cost
@@ -170,9 +171,11 @@ class LevelSearch:
         large = network.cost_network.size >= LARGE_NETWORK
         if limit is None or not large or not self.request.search_in_budget or self.request.most < math.inf:
             return None
-        fitting = (p for p in early_plans(network, self.request) if p.peak <= limit)
-        found = next(fitting, None)
-        return None if found is None else self._known_plan(found)
+        for plan in early_plans(network, self.request):
+            found = plan if plan.peak <= limit else regathered_within(plan, limit)
+            if found is not None:
+                return self._known_plan(found)
+        return None
 
     def _check_useful(self, network: PlanningNetwork, bound: float) -> None:
         """Raise `NoBetterPlan` if a plan that is known costs no more than this bound on all plans."""

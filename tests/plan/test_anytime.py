@@ -139,3 +139,32 @@ def test_wrong_search_seconds(seconds, what):
         '  write instead: seconds of search above 0: config={"search_seconds": 5}; without it, as long as the proof takes',
     ]
     assert planned("chain", config={"search_seconds": 5}).cost.optimal
+
+
+def test_of_a_large_program_a_plan_is_known_before_any_search(monkeypatch):
+    """Interrupted as soon as it begins to search, planning returns a plan within the budget, proved of nothing."""
+    size = 16
+
+    def step(weights, x):
+        def loss(weights):
+            y = x
+            for a, b in weights:
+                y = y + jax.numpy.tanh(y @ a) @ b
+            return (y * y).sum()
+
+        return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
+
+    weight = jax.ShapeDtypeStruct((size, size), "float32")
+    args = [(weight, weight)] * 150, jax.ShapeDtypeStruct((8192, size), "float32")
+    sharded = jshard.shard(step, mesh=machine(), donate_argnums=0)
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(level_search, "solve", interrupt)
+    plan = sharded.plan(*args)
+    assert plan.steps[-1] == "interrupted" and plan.cost.bound == 0
+    assert plan.cost.peak_bytes < 14e9
+    tight = jshard.shard(step, mesh=machine(), donate_argnums=0, memory_budget=int(plan.cost.peak_bytes / 2))
+    with pytest.raises(KeyboardInterrupt):
+        tight.plan(*args)
