@@ -8,6 +8,7 @@ nothing.
 
 - The networks of `benchmarks/quality/space.py`: images of 2 x 4096 x 4096, sequences of 65,536 tokens, GPT-2's own
   vocabulary at 2 x 8,192 tokens, 197 tokens of a vision transformer.
+- `at N GiB`: planned with that budget. "In tiles": what arrays of convolutions take at least in the tiles of a TPU's memory.
 - `convolutions by hand`: the first of them as `shard_map` with `ppermute` of one row of pixels.
 - `vocabulary-V`: the head of GPT-2 with V words, and `edges-E`: a layer of message passing over E edges between 2,449,029
   nodes of 100 features (ogbn-products), each beside the next size that 16 divides. `at rest`: the table is placed padded,
@@ -33,7 +34,7 @@ NODES, FEATURES = 2_449_029, 100
 NAMES = (
     "convolutions", "convolutions by hand", "vocabulary-50257", "vocabulary-50257 at rest",
     "vocabulary-50304", "edges-61859140", "edges-61859152",
-    "rg_lru", "mamba2", "rwkv", "next_token", "vit", "unet", "resnet50", "convnext",
+    "rg_lru", "mamba2", "rwkv", "next_token", "vit", "unet", "unet at 2.26 GiB", "resnet50", "convnext",
 )  # fmt: skip
 
 
@@ -94,12 +95,14 @@ def one(name: str, compiles: bool) -> dict[str, Any]:
 
     machine = jshard.topology("v5e:4x4", {"x": 4, "y": 4}, compiles=compiles)
     fn, args = program(name, machine)
-    config = {"pad": ["table"]} if name.endswith("at rest") else None
-    f = jshard.shard(fn, mesh=machine, level=2, config=config)
+    at = name.partition(" at ")[2]
+    config = {"pad": ["table"]} if at == "rest" else None
+    budget = float(at.removesuffix(" GiB")) * 2**30 if at.endswith(" GiB") else None
+    f = jshard.shard(fn, mesh=machine, level=2, config=config, memory_budget=budget)
     begun = time.process_time()
     plan = f.plan(*args)
     row = {
-        "step": plan.step_seconds, "gap": plan.cost.gap, "peak": plan.cost.peak_bytes,
+        "step": plan.step_seconds, "gap": plan.cost.gap, "peak": plan.cost.peak_bytes, "tiled": plan.memory.tiled,
         "planned": sum(c.bytes * c.count for c in plan.collectives),
         "plan_seconds": round(time.process_time() - begun, 1),
         "padded": [[true, padded] for true, _, padded in plan.padding],
@@ -133,7 +136,7 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
     title, intro = (__doc__ or "").split("\n\n", 1)
     heads = (
         "step", "padded", "planned, ms", "compiled, ms", "sent a device, MB", "compiled, MB", "as planned", "peak, GiB",
-        "compiled, GiB", "gap", "planning, CPU s", "date",
+        "in tiles, GiB", "compiled, GiB", "gap", "planning, CPU s", "date",
     )  # fmt: skip
     out = [f"# {title.strip()}", "", intro.rstrip(), ""]
     out += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
@@ -151,7 +154,8 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
             "" if row["planned"] is None else f"{row['planned'] / 1e6:.1f}",
             f"{row['emitted'] / 1e6:.1f}" if compiled else "",
             {True: "yes", False: "no", None: ""}[row["verified"]] if compiled else "not compiled",
-            f"{row['peak'] / 2**30:.2f}", f"{row['compiled_peak'] / 2**30:.2f}" if compiled else "",
+            f"{row['peak'] / 2**30:.2f}", f"{row['tiled'] / 2**30:.2f}" if row.get("tiled") else "",
+            f"{row['compiled_peak'] / 2**30:.2f}" if compiled else "",
             "proved" if row["gap"] == 0 else f"{row['gap']:.1%}", f"{row['plan_seconds']:.0f}", row["date"],
         ]  # fmt: skip
         out.append(f"| {' | '.join(cells)} |")

@@ -212,11 +212,13 @@ class Memory:
     """Bytes a device holds: `curve` while each operator runs, `held` at the peak as (class, bytes), most first.
 
     `stage`: in a pipeline the peak once more, on a device of any stage, as `stage_memory.py` divides it.
+    `tiled`: at the peak with the arrays of convolutions in a TPU's tiles; 0 where that is no more.
     """
 
     curve: tuple[float, ...] = ()
     held: tuple[tuple[str, float], ...] = ()
     stage: tuple[tuple[str, float], ...] = ()
+    tiled: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,6 +22,7 @@ from jshard._plan.rows import Cost, Decision, LiveRow, Memory, OperatorRow, Tens
 from jshard._plan.scheduled_solution import ScheduledSolution
 from jshard._plan.stage_memory import memory_of_a_stage
 from jshard._plan.step_lower_bound import step_lower_bound
+from jshard._plan.tiled_memory import tiled_peak
 from jshard._program.call_path import call_path
 from jshard._program.fingerprint import dtype_name, fingerprint
 from jshard._program.graph import Literal, Program, operator_name
@@ -80,6 +81,7 @@ def summarize(solution: ScheduledSolution, space: str = "") -> PlanRecord:
             tuple([float(profile.curve.get(i, 0.0)) for i in equations]),
             profile.by_class,
             memory_of_a_stage(program, profile),
+            tiled_peak(profile, assignment),
         ),
         boundaries=LazyTuple(len(boundaries), lambda: operator_rows(bare, boundaries, collectives)),
         local=LazyTuple(None, lambda: local_rows(Schedule(bare))),

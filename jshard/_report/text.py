@@ -42,6 +42,7 @@ from jshard._report.totals import (
     lower_bound_text,
     objective_text,
     optimality_text,
+    tiled_text,
     traffic,
 )
 
@@ -328,6 +329,8 @@ def footer_lines(plan: PlanRecord, width: int = WIDTH) -> list[str]:
     if len(held) > 1:
         more = f", {len(held) - 5} more" if len(held) > 6 else ""
         lines += _wrapped("    " + ", ".join(held[: 5 if more else 6]) + more, width)
+    if plan.memory.tiled:
+        lines += _wrapped(f"    {tiled_text(plan)}", width)
     if plan.unknown:
         lines += _wrapped(f"  replicated for want of a rule: {', '.join(plan.unknown)}", width)
     for step in plan.steps:

@@ -131,3 +131,10 @@ def formatted_totals(plan: PlanRecord) -> dict[str, str]:
         "peak": format_bytes(c.peak_bytes),
         "budget": budget,
     }
+
+
+def tiled_text(plan: PlanRecord) -> str:
+    """What the arrays of convolutions take in a TPU's tiles, where it is more than the plan's peak counts."""
+    found = f"{format_bytes(plan.memory.tiled)} or more in tiles of 8 x 128: convolutions of few channels"
+    beyond = plan.memory_budget is not None and plan.memory.tiled > plan.memory_budget
+    return found + (", more than is allowed: the compiler may refuse the program" if beyond else "")
