@@ -97,7 +97,7 @@ def one(name: str, compiles: bool) -> dict[str, Any]:
     fn, args = program(name, machine)
     at = name.partition(" at ")[2]
     config = {"pad": ["table"]} if at == "rest" else None
-    budget = float(at.removesuffix(" GiB")) * 2**30 if at.endswith(" GiB") else None
+    budget = int(float(at.removesuffix(" GiB")) * 2**30) if at.endswith(" GiB") else None
     f = jshard.shard(fn, mesh=machine, level=2, config=config, memory_budget=budget)
     begun = time.process_time()
     plan = f.plan(*args)

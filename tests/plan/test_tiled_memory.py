@@ -50,7 +50,7 @@ def test_few_channels_are_said_to_take_more_than_their_elements() -> None:
     assert 1.5 * plan.cost.peak_bytes < plan.memory.tiled < 4 * plan.cost.peak_bytes
     line = next(line for line in str(plan).splitlines() if "tiles" in line)
     assert line.endswith("MiB or more in tiles of 8 x 128: convolutions of few channels")
-    few = planned("v5e:2x2", {"x": 4}, 32, memory_budget=1.2 * plan.cost.peak_bytes)
+    few = planned("v5e:2x2", {"x": 4}, 32, memory_budget=int(1.2 * plan.cost.peak_bytes))
     assert few.memory.tiled > few.memory_budget
     assert "more than is allowed: the compiler may refuse the program" in " ".join(str(few).split())
 
