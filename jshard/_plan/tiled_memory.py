@@ -6,8 +6,8 @@ bytes, those of 3 channels far more. The memory of a plan counts elements, so th
 
 Idea.  Of the values that are held at the peak, those that a convolution reads or writes, and others of such a shape, count
 in tiles, in the order of the two dimensions that takes less. It is less than the compiler allocates, which stores some
-arrays twice, and splits space into a larger batch: 2.4 times this for a U-Net and for plain convolutions of 64 channels
-(`benchmarks/compilers/odd_sizes.md`).
+arrays twice, and splits space into a larger batch: 2.3 to 2.4 times this for a ResNet-50, a U-Net and plain
+convolutions of 64 channels (`benchmarks/compilers/odd_sizes.md`).
 
 >>> in_tiles((2, 256, 4096, 32), (0, 3)), in_tiles((64, 16, 16, 128), (0, 3))
 (4.0, 1.0)
