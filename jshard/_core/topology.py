@@ -33,7 +33,7 @@ from jshard._core import hardware as hardware
 from jshard._core.errors import MeshError
 from jshard._core.hardware import Chip
 from jshard._core.jax_types import JaxMesh
-from jshard._core.layout import MeshAxes
+from jshard._core.layout import CollectiveKind, MeshAxes
 
 
 WireKind = Literal["shared", "die", "ici", "nvlink", "network"]
@@ -123,12 +123,14 @@ class Topology:
     - `chip`: the hardware table's entry.
     - `links`: in the order of `mesh.names`.
     - `slices`: number of TPU slices, or of GPU islands, that the mesh spans.
+    - `hidden`: by kind of collective, the share of its seconds that a search leaves out, since products hide it.
     """
 
     mesh: MeshAxes
     chip: Chip
     links: tuple[AxisLink, ...]
     slices: int = 1
+    hidden: tuple[tuple[CollectiveKind, float], ...] = ()
 
     def link(self, axis: str) -> AxisLink:
         """The link of a mesh axis."""
@@ -143,7 +145,7 @@ class Topology:
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.mesh, self.chip, self.links, self.slices))
+        return hash((self.mesh, self.chip, self.links, self.slices, self.hidden))
 
     def __hash__(self) -> int:  # topologies are keys of every cost cache: the hash is cached
         return self._hash

@@ -91,6 +91,20 @@ class Coefficients:
             slope, alpha = self.least_slope, least
         return slope, alpha + self.more_alpha
 
+    def counted(self, share: float) -> Coefficients:
+        """The same with a share of the seconds.
+
+        >>> Coefficients(slope=4.0, volume=1.0, alpha=2.0).counted(0.25).at(3.0)
+        (1.0, 0.5)
+        """
+        curve = self.curve
+        if curve is not None:
+            curve = dataclasses.replace(curve, knots=tuple((size, t * share) for size, t in curve.knots))
+        return dataclasses.replace(
+            self, slope=self.slope * share, alpha=self.alpha * share, curve=curve,
+            least_slope=self.least_slope * share, more_alpha=self.more_alpha * share,
+        )  # fmt: skip
+
 
 def collective(
     kind: CollectiveKind, axes: Sequence[str], local_bytes: float, topology: Topology, combined: int = 1
@@ -117,6 +131,9 @@ def collective(
 @functools.lru_cache(maxsize=65536)
 def coefficients(kind: CollectiveKind, axes: tuple[str, ...], topology: Topology) -> Coefficients:
     """Slope, volume and latency of a collective over `axes`; all zero for a group of one device."""
+    if topology.hidden:
+        share = 1 - dict(topology.hidden).get(kind, 0.0)
+        return coefficients(kind, axes, dataclasses.replace(topology, hidden=())).counted(share)
     n = topology.mesh.size(*axes)
     if n == 1:
         return Coefficients(0.0, 0.0, 0.0)

@@ -14,12 +14,14 @@ from collections.abc import Callable, Sequence
 
 from jshard._core.arrays import Ints
 from jshard._core.errors import MemoryBudgetError, SearchError
+from jshard._core.layout import CollectiveKind
 from jshard._core.topology import Topology
 from jshard._network.build import Pins, PlanningNetwork, build_network
 from jshard._network.memory_network import memory_network, with_copies
 from jshard._plan.early_plans import early_plans
-from jshard._plan.memory_preference import prefer_memory
+from jshard._plan.memory_preference import EACH_BUDGET, prefer_memory
 from jshard._plan.memory_ties import assignment_of_solution, lower_peak_at_equal_cost
+from jshard._plan.overlap_choice import with_shorter_step
 from jshard._plan.peak_descent import descend_peak
 from jshard._plan.ranked_search import cheapest_by_rank
 from jshard._plan.request import PlanRequest, merged_pins, pins_by_operator
@@ -46,16 +48,13 @@ _OVERSHOOT = 1.05
 _NEARLY = 0.98  # of the bytes that the network counts of a plan: no limit between the two is tried
 _LEAST_PEAK_VARIABLES = 100  # up to which the least peak is looked for though it is proved not to fit
 _BOUNDED_AT_FIRST = (
-    1000  # variables below which the least peak is bounded as soon as a schedule exceeds the budget
+    1000  # variables below which the least peak is bounded as soon as a plan exceeds the budget
 )
 _LARGE_GAP = 0.01  # relative, at which the search of a large network under a budget ends
 # Of a given effort, for the plan of least time that the search under a budget begins with.
 _SHARE_WITHOUT_BUDGET = 0.4
 _SHARE_FOR_BOUND = 0.25  # of what is left, for a bound on the least peak
 _SHARE_FOR_PLANS = 0.6  # of what is left then, for plans within the budget; the bound has the rest
-# Of a preference for memory: times the effort of the fastest plan for each budget, and a second; rounds of each; its gap
-# as a share of what may be spent.
-_PREFERENCE_EFFORT, _PREFERENCE_ROUNDS, _PREFERENCE_GAP = 1.0, 3, 0.25
 _SLOWEST = 20.0  # times the seconds of a given effort, after which a search ends on any machine
 
 
@@ -86,11 +85,12 @@ class LevelSearch:
         second_copies: bool = True,
         replication_price: float | None = None,
         price_returned_sums: bool = True,
+        hidden: tuple[tuple[CollectiveKind, float], ...] = (),
     ) -> PlanningNetwork:
-        """The network of the request; the arguments are those of `build_network`."""
-        r = self.request
+        """The network of the request; arguments as in `build_network`, `hidden` as in `Topology`."""
+        r, topology = self.request, dataclasses.replace(self.topology, hidden=hidden)
         return build_network(
-            self.program, self.topology, self.pins, forced=self.forced, pinned_results=r.pinned_results,
+            self.program, topology, self.pins, forced=self.forced, pinned_results=r.pinned_results,
             level=r.level, ties=r.ties, donated=r.donated,
             replication_price=r.replication_price if replication_price is None else replication_price,
             second_copies=second_copies, price_returned_sums=price_returned_sums,
@@ -129,6 +129,8 @@ class LevelSearch:
         early = self._early_plan(network)
         fastest = self.minimize_time(network)
         self._check_useful(network, fastest.bound)
+        if not self.effort.exhausted:
+            fastest = with_shorter_step(fastest, lambda h: self.network(hidden=h), self._solve_time)
         fastest = lower_peak_at_equal_cost(fastest)
         if self.request.memory_slack and not fastest.interrupted:
             fastest = self._prefer_memory(fastest)
@@ -212,16 +214,16 @@ class LevelSearch:
         slack, network = self.request.memory_slack, self.network(second_copies=False)
         estimating, bounding = memory_network(network), memory_network(network, lower_bound=True)
         assert bounding.memory is not None
-        each = _PREFERENCE_EFFORT * self.effort.spent + ENTRIES_PER_SECOND
+        each = EACH_BUDGET.effort * self.effort.spent + ENTRIES_PER_SECOND
 
         def plans_within(budget: float, most: float) -> list[ScheduledSolution]:
             if self.effort.exhausted:
                 return []
-            gap = max(self.request.memory_gap, _PREFERENCE_GAP * slack)
+            gap = max(self.request.memory_gap, EACH_BUDGET.gap * slack)
             request = dataclasses.replace(self.request, memory_limit=budget, memory_gap=gap)
             search = LevelSearch(self.program, self.topology, request, self.on_progress)
             search.effort = Effort(min(each, self.effort.limit - self.effort.spent), whole=self.effort)
-            return search._search_schedules(network, estimating, fastest, most, rounds=_PREFERENCE_ROUNDS)[0]
+            return search._search_schedules(network, estimating, fastest, most, rounds=EACH_BUDGET.rounds)[0]
 
         return prefer_memory(fastest, least_conceivable_peak(bounding.memory), plans_within, slack)
 
@@ -452,11 +454,8 @@ class LevelSearch:
 
     def _memory_gap(self, network: CostNetwork) -> float:
         """The gap at which a search with memory ends: on a large network, one that is shown as a per cent."""
-        return (
-            max(self.request.memory_gap, _LARGE_GAP)
-            if network.size >= LARGE_NETWORK
-            else self.request.memory_gap
-        )
+        gap = self.request.memory_gap
+        return max(gap, _LARGE_GAP) if network.size >= LARGE_NETWORK else gap
 
     def _solve_limited(
         self,

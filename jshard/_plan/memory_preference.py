@@ -9,12 +9,28 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from jshard._plan.scheduled_solution import ROUNDING, ScheduledSolution
 
 
 _BUDGETS = 5  # that are tried
 _NARROW = 0.02  # of the peak: budgets nearer to each other are not told apart
+
+
+class BudgetSearch(NamedTuple):
+    """What the search for each budget may spend.
+
+    - `effort`: times that of the fastest plan, and a second. `rounds`: of the search.
+    - `gap`: as a share of the cost that the preference allows.
+    """
+
+    effort: float = 1.0
+    rounds: int = 3
+    gap: float = 0.25
+
+
+EACH_BUDGET = BudgetSearch()
 
 
 def prefer_memory(

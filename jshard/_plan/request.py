@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from jshard._core.layout import Layout
 from jshard._core.topology import Topology
@@ -45,7 +45,8 @@ class PlanRequest:
     - `forced`: what `Plan.why` requires beside the pins.
     - `pinned_results`: output operators that the user pinned, where `pins` has others: an output pinned by
         `Plan.what_if` changes no price.
-    - `overlap`: whether communication that products hide is left out of the step.
+    - `overlap`: whether communication that products hide is left out of the step; "search": it is searched for too
+        (`overlap_choice.py`).
     - `most`: at levels 0 and 2, the cost of a plan that is known: searches that cannot find a cheaper one end
         (`useful_cost.py`).
     """
@@ -68,7 +69,7 @@ class PlanRequest:
     memory_slack: float = 0.0
     names_least_peak: bool = True
     most: float = math.inf
-    overlap: bool = True
+    overlap: bool | Literal["search"] = True
 
     def with_pins(self, more: Sequence[tuple[int, str, int, Pin]]) -> PlanRequest:
         """The request with more pins."""

@@ -12,7 +12,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -81,7 +81,7 @@ class PlanOptions:
     process_seconds: float | None = None
     pad: bool | tuple[str, ...] | None = None
     pipeline: PipelineOption | str | None = None
-    overlap: bool = True
+    overlap: bool | Literal["search"] = True
 
 
 _CONFIG_ONLY = {
@@ -128,7 +128,7 @@ def with_rare_options(options: PlanOptions, rare: Mapping[str, object]) -> PlanO
         process_seconds=check_process_seconds(rare.get("process_seconds")),
         pad=check_pad(rare.get("pad")),
         pipeline=check_pipeline(rare.get("pipeline")),
-        overlap=check_flag(rare.get("overlap", True), "overlap"),
+        overlap=check_overlap(rare.get("overlap", True)),
     )
 
 
@@ -185,7 +185,7 @@ def check_options(
         process_seconds=check_process_seconds(process_seconds),
         pad=check_pad(pad),
         pipeline=check_pipeline(pipeline),
-        overlap=check_flag(overlap, "overlap"),
+        overlap=check_overlap(overlap),
     )
 
 
@@ -193,6 +193,19 @@ def check_flag(value: object, what: str) -> bool:
     """True or False."""
     if not isinstance(value, bool | np.bool_):
         raise ShardError(f"{what} is {describe_value(value)}", where=what, fix=f"{what}: true or false")
+    return bool(value)
+
+
+def check_overlap(value: object) -> bool | Literal["search"]:
+    """True, False, or "search"."""
+    if value == "search":
+        return "search"
+    if not isinstance(value, bool | np.bool_):
+        raise ShardError(
+            f"overlap is {describe_value(value)}",
+            where="overlap",
+            fix='overlap: true, false, or "search" for a second search that counts what products do not hide',
+        )
     return bool(value)
 
 
