@@ -99,7 +99,7 @@ def write_table(results: dict[tuple[str, str], dict[str, Any]]) -> str:
         f"{len(alone)} of {len(results)}, {sum(k in alone for k in tpu)} of {len(tpu)} on TPUs. The others:",
         f"{', '.join(missed)}.",
         "On v5e what hides are gathers of weights, the only kind that its compiler starts early in these programs: one of",
-        "mlp-64k's two, whose product comes second, and the layers' of gpt, from the second on. Reduce-scatters of",
+        "mlp-64k's two, whose product comes second, and the layers' of gpt and vit, from the second on. Reduce-scatters of",
         "gradients, all-reduces and all-to-alls stand in the schedule as synchronous, and so do gathers of scanned layers",
         "(gpt-scan). On v5p none is asynchronous. On h100 all kinds are, permutes were not seen: the all-reduce of a",
         "gradient hides under the products that follow (mlp-64k), unless XLA combines it with that of the last one (lora),",
