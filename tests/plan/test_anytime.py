@@ -155,7 +155,7 @@ def test_of_a_large_program_a_plan_is_known_before_any_search(monkeypatch):
         return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
 
     weight = jax.ShapeDtypeStruct((size, size), "float32")
-    args = [(weight, weight)] * 150, jax.ShapeDtypeStruct((8192, size), "float32")
+    args = [(weight, weight)] * 300, jax.ShapeDtypeStruct((8192, size), "float32")
     sharded = jshard.shard(step, mesh=machine(), donate_argnums=0)
 
     def interrupt(*_, **__):
