@@ -89,6 +89,8 @@ CASES: dict[str, tuple[Callable[[], tuple[Callable, Any, Any]], str, dict[str, i
         lambda: llama(126, 4096, 14336, 32, 8, 128), "v5p:4x4x4", {"slice": 2, "data": 16, "model": 4}, 2),
     "Llama-70B, two slices of v5p:4x4x8": (
         lambda: llama(80, 8192, 28672, 64, 8, 256), "v5p:4x4x8", {"slice": 2, "data": 8, "model": 16}, 2),
+    "Llama-70B of 64 sequences, two slices of v5p:4x4x8": (
+        lambda: llama(80, 8192, 28672, 64, 8, 64), "v5p:4x4x8", {"slice": 2, "data": 8, "model": 16}, 2),
     "Llama-70B, one slice of v5p:4x4x8": (
         lambda: llama(80, 8192, 28672, 64, 8, 128), "v5p:4x4x8", {"data": 8, "model": 16}, 1),
 }  # fmt: skip
