@@ -10,6 +10,7 @@ per example (dimension 0, 16 of each); shared; sum over examples
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Literal
 
 from jshard._core import jaxcompat as compat
@@ -73,3 +74,23 @@ def described(eqn: JaxprEqn) -> str:
     """An operator by its primitive, result type and source line."""
     kind = eqn.outvars[0].aval.str_short(short_dtypes=True) if eqn.outvars else ""
     return " ".join(p for p in (eqn.primitive.name, kind, compat.source_line(eqn).partition(" (")[0]) if p)
+
+
+def checkpoint_advice(eqns: Iterable[JaxprEqn]) -> str:
+    """What to write where layers are checkpointed: a sum over the batch that is computed again couples its examples.
+
+    `eqns`: those in which operators are coupled. Empty where no call or loop of theirs is checkpointed.
+    """
+    if not any(_checkpointed(e) for e in eqns):
+        return ""
+    return (
+        "; sums over the batch in a layer under jax.checkpoint are saved, not computed again: "
+        's = jax.ad_checkpoint.checkpoint_name(s, "sums") in the layer, after "import jax.ad_checkpoint", and '
+        'jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names("sums"))'
+    )
+
+
+def _checkpointed(eqn: JaxprEqn) -> bool:
+    bodies = (p for p in eqn.params.values() if hasattr(p, "eqns") or hasattr(p, "jaxpr"))
+    inner = (getattr(b, "jaxpr", b).eqns for b in bodies)
+    return eqn.primitive.name in ("remat2", "checkpoint") or any(_checkpointed(e) for es in inner for e in es)

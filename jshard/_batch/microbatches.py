@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jshard._batch.batch_class import SUM, BatchClass, described
+from jshard._batch.batch_class import SHARED, SUM, BatchClass, checkpoint_advice, described
 from jshard._batch.body_classes import Analysis, Step, steps_for
 from jshard._batch.divided_loops import with_loops_divided
 from jshard._batch.piece_operator import run_whole, shape_of
@@ -115,7 +115,8 @@ def _run_loop(
     zeros = tuple(jnp.zeros(v.aval.shape, _sum_dtype(v.aval.dtype)) for v in sums)
     totals, stacks = lax.scan(step, zeros, jnp.arange(count, dtype=jnp.int32))
     out = {v: x.astype(v.aval.dtype) for v, x in zip(sums, totals, strict=True)}
-    out.update((v, assembled(x, plan.classes[v])) for v, x in zip(others, stacks, strict=True))
+    for v, x in zip(others, stacks, strict=True):  # what is shared is the same in every piece
+        out[v] = x[-1] if plan.classes[v] == SHARED else assembled(x, plan.classes[v])
     return out
 
 
@@ -154,7 +155,7 @@ def _check_work(plan: Stages, loops: Sequence[Sequence[Step]]) -> None:
         ),
         where="; ".join(names[:3]) + more,
         fix="no microbatches=, or compute what couples the examples outside the step (batch statistics kept fixed, "
-        "LayerNorm or GroupNorm for BatchNorm)",
+        "LayerNorm or GroupNorm for BatchNorm)" + checkpoint_advice(plan.jaxpr.eqns[k] for k in plan.coupled),
     )
 
 

@@ -57,6 +57,9 @@ class _Levels:
         self.classes.update(zip(jaxpr.invars, inputs, strict=True))
         self.level: dict[JaxprAtom, int] = dict.fromkeys(self.classes, 0)
         self.given = frozenset(self.classes)  # whole from the start
+        self.shared_inside: set[JaxprAtom] = (
+            set()
+        )  # shared results of equations in loops, beside others per example
         self.cuts: dict[int, OperatorCut] = {}
         self.coupled: dict[int, CoupledError] = {}
         for k, eqn in enumerate(jaxpr.eqns):
@@ -67,14 +70,16 @@ class _Levels:
         """The number of loops before the whole value is known."""
         if compat.is_literal(v):
             return 0
-        return self.level[v] + (self.classes[v] != SHARED and v not in self.given)
+        return self.level[v] + (
+            (self.classes[v] != SHARED or v in self.shared_inside) and v not in self.given
+        )
 
     def _add(self, k: int, eqn: JaxprEqn) -> None:
         classes = [class_in(self.classes, v) for v in eqn.invars]
         if any(c.is_example for c in classes):
             read = [SHARED if c == SUM else c for c in classes]
             levels = [
-                self.level[v] if c.is_example else self._whole_level(v)
+                self.level[v] if c.is_example or v in self.shared_inside else self._whole_level(v)
                 for v, c in zip(eqn.invars, classes, strict=True)
                 if not compat.is_literal(v)
             ]
@@ -99,6 +104,8 @@ class _Levels:
         self.cuts[k] = cut
         for v, c in zip(eqn.outvars, cut.results, strict=True):
             self.classes[v], self.level[v] = c, max(levels)
+            if c == SHARED:
+                self.shared_inside.add(v)
 
     def _between(self, eqn: JaxprEqn) -> None:
         level = max(map(self._whole_level, eqn.invars), default=0)
@@ -136,7 +143,7 @@ def stages(jaxpr: Jaxpr, inputs: Sequence[BatchClass], analysis: Analysis) -> St
     targets: list[list[JaxprAtom]] = [[] for _ in range(last + 1)]
     known: dict[JaxprAtom, int] = dict.fromkeys(levels.given, 0)
     for v, before in whole.items():
-        if v not in levels.given and levels.classes[v] != SHARED:
+        if v not in levels.given and (levels.classes[v] != SHARED or v in levels.shared_inside):
             targets[before - 1].append(v)
             known[v] = before
     available: dict[int, int] = {}
@@ -178,7 +185,8 @@ def _latest_reads(levels: _Levels, last: int) -> dict[JaxprAtom, int]:
         for v, c in zip(eqn.invars, cut.operands, strict=True):
             if compat.is_literal(v):
                 continue
-            within = c != SHARED and levels.classes[v] == c and v not in levels.given
+            own = c != SHARED or v in levels.shared_inside
+            within = own and levels.classes[v] == c and v not in levels.given
             read(inside if within else whole, v, at)
     return whole
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.ad_checkpoint
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -231,6 +233,22 @@ def test_what_couples_the_examples_is_named_with_its_line(loss: Callable, named:
     jshard.shard(jax.value_and_grad(loss)).plan(weights(), *data())  # the advice
 
 
+def test_what_a_loop_carries_beside_examples_is_shared() -> None:
+    """A scan carries values per example and a penalty of the weights, which is a result by itself."""
+
+    def loss(ws: Any, x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def layer(carry: Any, w: jax.Array) -> tuple[Any, None]:
+            h, penalty = carry
+            return (jnp.tanh(h @ w), penalty + jnp.sum(w**2)), None
+
+        (h, penalty), _ = lax.scan(layer, (x @ ws[0], jnp.zeros(())), jnp.stack([ws[1]] * 3))
+        return jnp.mean((h @ ws[2]) ** 2) + penalty, penalty
+
+    args = (weights(), *data())
+    f = jshard.shard(loss, microbatches=4)
+    assert largest_error(f(*args), jax.jit(loss)(*args)) < 1e-12
+
+
 def test_batch_statistics_that_cost_little_are_those_of_the_whole_batch() -> None:
     """Normalised inputs: the statistics in a loop of their own, before the loop of all else; `plan.batch` names them."""
 
@@ -249,6 +267,29 @@ def test_batch_statistics_that_cost_little_are_those_of_the_whole_batch() -> Non
     line = "of the whole batch before values per example read it: reduce_sum f64["
     assert str(batch).count(line) == len(batch.finished) == 2
     assert jshard.shard(jax.value_and_grad(mean_loss), microbatches=4).plan(*args).batch.finished == ()
+
+
+def test_unrolled_layers_that_compute_sums_again_are_told_to_save_them() -> None:
+    """Without a loop over the layers nothing returns the sums of their forward pass to the backward pass."""
+
+    def loss_of(checkpoint: Callable) -> Callable:
+        def layer(h: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+            h = jnp.tanh(h @ w)
+            return h, jnp.sum(jax.ad_checkpoint.checkpoint_name(jnp.mean(h, 0), "sums") ** 2)
+
+        def loss(ws: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+            h, first = checkpoint(layer)(x, ws[0])
+            h, second = checkpoint(layer)(h, ws[1])
+            return jnp.mean((h @ ws[2]) ** 2) + first + second
+
+        return jax.value_and_grad(loss)
+
+    names = jax.checkpoint_policies.save_only_these_names("sums")
+    named, args = loss_of(functools.partial(jax.checkpoint, policy=names)), (weights(), *data())
+    with pytest.raises(jshard.ShardError, match="the step cannot run in microbatches") as error:
+        jshard.shard(loss_of(jax.checkpoint), microbatches=4).plan(*args)
+    assert str(error.value).endswith('policy=jax.checkpoint_policies.save_only_these_names("sums"))')
+    assert largest_error(jshard.shard(named, microbatches=4)(*args), jax.jit(named)(*args)) < 1e-12
 
 
 def step(loss: Callable) -> Callable:
