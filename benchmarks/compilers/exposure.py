@@ -116,6 +116,7 @@ def write_table(results: dict[tuple[str, str], dict[str, Any]]) -> str:
         f"{within(v5e)} of {len(v5e)}; the vector unit's cycles were fitted there, and the GPU rows compare two rooflines.",
         "Eight of lora's fifteen large products are tiled so that their sums take 8 to 13 steps, and take 1.3 to 1.5 times",
         "as long as those of the same sizes that are not.",
+        "Plans are those of 25 November 2026, but for conv on v5p:4x4x4, whose row is a day older.",
         "",
         "| workload | machine | compute: plan | compiled | communication: plan | emitted | exposed: plan | compiled "
         "| hidden: plan | compiled | async |",
