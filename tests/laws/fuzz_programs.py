@@ -103,6 +103,8 @@ def namespace(plain: bool, mesh: Any = None) -> dict[str, Any]:
     """What the source of a program may name."""
 
     def constrain(x: Any, spec: Any) -> Any:
+        if len(spec) > x.ndim:  # JAX refuses it; the plain program, which has no mesh, would not
+            raise ValueError(f"{spec} constrains a value of {x.ndim} dimensions")
         return x if plain else lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, spec))
 
     space: dict[str, Any] = dict(jax=jax, jnp=jnp, lax=lax, np=np, jshard=jshard, P=P, U=P.UNCONSTRAINED)
