@@ -29,7 +29,7 @@ from flax import linen, nnx
 from jax import lax
 
 
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get("XLA_FLAGS", "")
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_enable_x64", True)
 
@@ -295,23 +295,28 @@ def check(d: Drawn) -> dict[str, Any]:
         options: dict[str, Any] = {"mesh": mesh, "level": 2, "microbatches": d.pieces}
         plain = jax.value_and_grad(loss)
         f = jax.value_and_grad(jshard.shard(loss, **options)) if d.outside else jshard.shard(plain, **options)
-        return {"error": within(f(w, x), jax.jit(plain)(w, x))}
+        return compared(f, plain, w, x)
     step, state = momentum_step(loss), jax.tree.map(jnp.zeros_like, w)
     config = {"pipeline": {"axis": "stage", "microbatches": d.pieces, "rounds": d.rounds, "uneven": d.uneven}}
     f = jshard.shard(step, mesh=mesh, level=2, config=config)
-    error = within(f(w, state, x), jax.jit(step)(w, state, x))
+    found = compared(f, step, w, state, x)
     plan = f.plan(w, state, x, verify=True)
     assert plan.verification is not None and plan.verification.ok, plan.verification
     permutes = sum(c.count for c in plan.collectives if c.operator.startswith("stage_shift"))
-    assert permutes == 2 * (d.rounds * d.pieces + d.stages - 1), permutes
-    return {"error": error, "permutes": permutes}
+    expected = 2 * (d.rounds * d.pieces + d.stages - 1)
+    assert permutes == expected, f"{permutes:.0f} permutes where two loops over ticks have {expected}"
+    return {**found, "permutes": permutes}
 
 
-def within(found: Any, wanted: Any) -> float:
-    """The largest relative error, if it is within the limit."""
-    error = largest_error(found, wanted)
-    assert error < LIMIT, error
-    return error
+def compared(f: Callable, plain: Callable, *args: Any) -> dict[str, Any]:
+    """The largest relative error, if it is within the limit, or if plain JAX does not say which result is right."""
+    wanted = jax.jit(plain)(*args)
+    error = largest_error(f(*args), wanted)
+    if error < LIMIT:
+        return {"error": error}
+    own = largest_error(plain(*args), wanted)
+    assert own >= LIMIT, error
+    return {"skipped": f"not judged: plain JAX differs by {own:.1e} from itself under `jit`"}
 
 
 def page(rows: list[dict[str, Any]]) -> str:
@@ -322,7 +327,7 @@ def page(rows: list[dict[str, Any]]) -> str:
         "# Pipelines and microbatches of models drawn by a seed", "",
         f"`python -m benchmarks.correctness.unseen_pipelines`: {len(rows)} cases, {len(errors)} equal to plain JAX (largest "
         f"relative error {max(errors, default=0):.1e}, limit {LIMIT:.0e}), {len(refused)} refused with a reason, "
-        f"{len(failed)} failed. Float64, 8 CPU devices, JAX {jax.__version__}.", "",
+        f"{len(failed)} failed. Float64, 8 CPU devices, JAX {' and '.join(sorted({r['jax'] for r in rows}))}.", "",
         "| seed, case | model and where it runs | relative error, or why not | permutes |", "|---|---|---|---|",
     ]  # fmt: skip
     for r in rows:
@@ -358,7 +363,7 @@ def main() -> None:
             row = {"refused": str(error).splitlines()[0]}
         except Exception as error:  # a row says which case failed, and the others run
             row = {"failed": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
-        row = {"seed": args.seed, "number": number, "case": case.title, **row}
+        row = {"seed": args.seed, "number": number, "jax": jax.__version__, "case": case.title, **row}
         with ROWS.open("a") as f:
             f.write(json.dumps(row) + "\n")
         print(row, flush=True)

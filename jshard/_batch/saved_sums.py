@@ -170,8 +170,11 @@ def _in_earlier_body(
     first = jaxpr.eqns[earlier]
     n_consts, n_carry = compat.scan_split(first.params)
     body, _ = analysis.open(first.params["jaxpr"])
-    of_const = dict(zip(first.invars[:n_consts], body.invars[:n_consts], strict=True))
-    of_slice = dict(zip(first.invars[n_consts + n_carry :], body.invars[n_consts + n_carry :], strict=True))
+    inside = [(x, v) for x, v in zip(first.invars, body.invars, strict=True) if not compat.is_literal(x)]
+    carries = set(body.invars[n_consts : n_consts + n_carry])
+    constants = set(body.invars[:n_consts])
+    of_const = {x: v for x, v in inside if v in constants}
+    of_slice = {x: v for x, v in inside if v not in constants and v not in carries}
     of_slice.update(zip(first.outvars[n_carry:], body.outvars[n_carry:], strict=True))
     before = {*jaxpr.invars, *jaxpr.constvars, *(v for e in jaxpr.eqns[:earlier] for v in e.outvars)}
     own: dict[JaxprAtom, JaxprAtom] = {}
