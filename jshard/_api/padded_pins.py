@@ -118,7 +118,7 @@ def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
 def _readers(jaxpr: Jaxpr, v: JaxprAtom, dim: int) -> list[JaxprEqn]:
     """The operators that read a dimension of a variable, inside calls and loops too; else the one that defines it.
 
-    The dimension that a loop reads turn by turn is read by the loop itself.
+    The stacked dimension of a scan, of which each iteration reads a slice, is read by the scan itself.
     """
     found: list[JaxprEqn] = []
     defined: list[JaxprEqn] = []

@@ -57,9 +57,8 @@ class _Levels:
         self.classes.update(zip(jaxpr.invars, inputs, strict=True))
         self.level: dict[JaxprAtom, int] = dict.fromkeys(self.classes, 0)
         self.given = frozenset(self.classes)  # whole from the start
-        self.shared_inside: set[JaxprAtom] = (
-            set()
-        )  # shared results of equations in loops, beside others per example
+        # Shared results of equations that run in loops, beside results per example.
+        self.shared_inside: set[JaxprAtom] = set()
         self.cuts: dict[int, OperatorCut] = {}
         self.coupled: dict[int, CoupledError] = {}
         for k, eqn in enumerate(jaxpr.eqns):

@@ -128,7 +128,7 @@ class _Paths:
         self.program = network.program
         self.inside = {i for call in calls_of(self.program.body) for i in call.inner_operators}
         self.divided: dict[tuple[int, int, int], bool] = {}
-        # (tensors,) the tensor before it on its path, -1 for a root; absent where no path leads there.
+        # By tensor, the one before it on its path, -1 for a root; absent where no path leads there.
         self.before: dict[int, int] = {}
         self.smallest: dict[int, float] = {}
         for op in self.program.operators:
