@@ -108,6 +108,7 @@ class PipelinedCall(Generic[Call]):
             option.uneven,
             staged.layers,
             layers.unrolled,
+            staged.outside,
         )
         return self.with_plan(call, dataclasses.replace(self.plan_of(call), pipeline=row))
 

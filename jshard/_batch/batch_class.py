@@ -77,9 +77,10 @@ def described(eqn: JaxprEqn) -> str:
 
 
 def checkpoint_advice(eqns: Iterable[JaxprEqn]) -> str:
-    """What to write where layers are checkpointed: a sum over the batch that is computed again couples its examples.
+    """What to write where a loop in a checkpointed layer computes a sum over the batch again, which couples its examples.
 
-    `eqns`: those in which operators are coupled. Empty where no call or loop of theirs is checkpointed.
+    `eqns`: those in which operators are coupled. Empty where no call of theirs is checkpointed and has a loop: sums that are
+    computed again outside loops are saved anyway, and batch statistics couple the layers themselves.
     """
     if not any(_checkpointed(e) for e in eqns):
         return ""
@@ -90,7 +91,10 @@ def checkpoint_advice(eqns: Iterable[JaxprEqn]) -> str:
     )
 
 
-def _checkpointed(eqn: JaxprEqn) -> bool:
+def _checkpointed(eqn: JaxprEqn, inside: bool = False) -> bool:
+    """Whether an equation is or has a checkpointed call with a loop."""
+    if inside and eqn.primitive.name in ("scan", "while"):
+        return True
+    inside |= eqn.primitive.name in ("remat2", "checkpoint")
     bodies = (p for p in eqn.params.values() if hasattr(p, "eqns") or hasattr(p, "jaxpr"))
-    inner = (getattr(b, "jaxpr", b).eqns for b in bodies)
-    return eqn.primitive.name in ("remat2", "checkpoint") or any(_checkpointed(e) for es in inner for e in es)
+    return any(_checkpointed(e, inside) for b in bodies for e in getattr(b, "jaxpr", b).eqns)

@@ -14,13 +14,14 @@ examples, the layer couples the examples (batch statistics), and the pipeline is
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 
 from jshard._batch.batch_class import SHARED, SUM, BatchClass, CoupledError
 from jshard._batch.body_classes import Analysis, Step, class_in, joined, steps_for
+from jshard._batch.body_walk import DividedCallError, Walk, with_call_divided
 from jshard._batch.operator_cut import OperatorCut
 from jshard._batch.shared_results import with_shared_results_outside
 from jshard._core import jaxcompat as compat
@@ -108,7 +109,11 @@ def loop_parts(eqn: JaxprEqn, operands: Sequence[BatchClass], analysis: Analysis
     if any(c.is_example and c.dim == 0 for c in operands[first:]):
         raise CoupledError(eqn, "the loop goes over the examples")
     while True:
-        walk, late = _walked(eqn, jaxpr, operands, analysis)
+        try:
+            walk, late = _walked(eqn, jaxpr, operands, analysis)
+        except DividedCallError as error:
+            jaxpr = with_call_divided(jaxpr, error.position, error.call)
+            continue
         outside = with_shared_results_outside(jaxpr, walk.cuts)
         if outside is jaxpr:
             break
@@ -121,7 +126,7 @@ def loop_parts(eqn: JaxprEqn, operands: Sequence[BatchClass], analysis: Analysis
 
 def _walked(
     eqn: JaxprEqn, jaxpr: Jaxpr, operands: Sequence[BatchClass], analysis: Analysis
-) -> tuple[_Walk, set[int]]:
+) -> tuple[Walk, set[int]]:
     """The body's values classified, and the numbers of the carries that are computed from finished sums."""
     n_consts, n_carry = compat.scan_split(eqn.params)
     first = n_consts + n_carry
@@ -129,7 +134,7 @@ def _walked(
     carries, carried = jaxpr.invars[n_consts:first], jaxpr.outvars[:n_carry]
     late: set[int] = set()
     while True:
-        walk = _Walk(jaxpr, (*operands[:n_consts], *carry, *(c.moved(-1) for c in operands[first:])),
+        walk = Walk(jaxpr, (*operands[:n_consts], *carry, *(c.moved(-1) for c in operands[first:])),
                      [carries[j] for j in sorted(late)], analysis)  # fmt: skip
         after = list(carry)
         for j, v in enumerate(carried):
@@ -148,7 +153,7 @@ def _walked(
 
 
 def _parts(
-    eqn: JaxprEqn, jaxpr: Jaxpr, operands: Sequence[BatchClass], walk: _Walk, late: set[int]
+    eqn: JaxprEqn, jaxpr: Jaxpr, operands: Sequence[BatchClass], walk: Walk, late: set[int]
 ) -> LoopParts:
     """The parts, without the steps of the pipeline."""
     n_consts, n_carry = compat.scan_split(eqn.params)
@@ -165,49 +170,3 @@ def _parts(
         tuple(sorted(late)), walk.classes, walk.cuts, frozenset(walk.late_eqns), frozenset(walk.late),
         walk.crossing(), (), frozenset(),
     )  # fmt: skip
-
-
-class _Walk:
-    """The body's equations in order: their cuts, or after the pipeline."""
-
-    def __init__(
-        self, jaxpr: Jaxpr, inputs: Sequence[BatchClass], late: Iterable[JaxprAtom], analysis: Analysis
-    ):
-        self.jaxpr = jaxpr
-        self.classes: dict[JaxprAtom, BatchClass] = dict.fromkeys(jaxpr.constvars, SHARED)
-        self.classes.update(zip(jaxpr.invars, inputs, strict=True))
-        self.late = set(late)
-        self.late_eqns: set[int] = set()
-        self.cuts: dict[int, OperatorCut] = {}
-        for k, eqn in enumerate(jaxpr.eqns):
-            self._add(k, eqn, analysis)
-
-    def _add(self, k: int, eqn: JaxprEqn, analysis: Analysis) -> None:
-        classes = [class_in(self.classes, v) for v in eqn.invars]
-        reads_late = any(v in self.late for v in eqn.invars if not compat.is_literal(v))
-        if reads_late and any(c.is_example for c in classes):
-            raise CoupledError(eqn, "it combines a sum over all examples with values per example")
-        if not reads_late:
-            try:
-                cut = analysis.cut(eqn, classes)
-            except CoupledError:
-                if any(c.is_example for c in classes) or eqn.effects:
-                    raise
-            else:
-                self.cuts[k] = cut
-                self.classes.update(zip(eqn.outvars, cut.results, strict=True))
-                return
-        if eqn.effects:
-            raise CoupledError(eqn, "it has effects, and reads a sum over examples")
-        self.late_eqns.add(k)
-        self.late.update(eqn.outvars)
-        self.classes.update(dict.fromkeys(eqn.outvars, SHARED))
-
-    def maker(self, v: JaxprAtom, loop: JaxprEqn) -> JaxprEqn:
-        """The equation that makes a value; the loop itself for an input of its body."""
-        return next((e for e in self.jaxpr.eqns if v in e.outvars), loop)
-
-    def crossing(self) -> tuple[JaxprAtom, ...]:
-        """The sums that late equations read."""
-        read = [v for k in sorted(self.late_eqns) for v in self.jaxpr.eqns[k].invars]
-        return tuple(dict.fromkeys(v for v in read if class_in(self.classes, v) == SUM))

@@ -146,16 +146,14 @@ def _check_work(plan: Stages, loops: Sequence[Sequence[Step]]) -> None:
     if not names:
         names = ["no argument with the batch reaches a product"]
     more = f", and {len(names) - 3} more" if len(names) > 3 else ""
+    repeated = bool(last) and again > between
+    advice = checkpoint_advice(plan.jaxpr.eqns[k] for k in plan.coupled)
     raise ShardError(
         "the step cannot run in microbatches: "
-        + (
-            f"{again / last:.0%} of its work would run again"
-            if last and again > between
-            else "it is not per example"
-        ),
+        + (f"{again / last:.0%} of its work would run again" if repeated else "it is not per example"),
         where="; ".join(names[:3]) + more,
         fix="no microbatches=, or compute what couples the examples outside the step (batch statistics kept fixed, "
-        "LayerNorm or GroupNorm for BatchNorm)" + checkpoint_advice(plan.jaxpr.eqns[k] for k in plan.coupled),
+        "LayerNorm or GroupNorm for BatchNorm)" + advice,
     )
 
 

@@ -38,6 +38,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard._batch.batch_class import SHARED, SUM, BatchClass, CoupledError, described
 from jshard._batch.body_classes import Analysis, class_in
+from jshard._batch.layers_outside import layers_outside
 from jshard._batch.loop_parts import LoopParts, loop_parts
 from jshard._batch.outside_pipeline import results_of_loop, run_early, run_late
 from jshard._batch.piece_operator import run_whole, shape_of
@@ -50,6 +51,7 @@ from jshard._core.errors import ShardError
 from jshard._core.jax_types import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn
 from jshard._program.equation_bodies import bodies_of
 from jshard._program.inlining import with_calls_inlined
+from jshard._program.loop_invariants import CALLS_WITH_BODY, body_of
 from jshard._program.pin_primitives import PIN_OPERAND, PIN_RESULT
 
 
@@ -58,10 +60,15 @@ WholeValue = Callable[[JaxprAtom], jax.Array]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pipelined:
-    """A program with pipelines; `layers`: the number of layers of each of its loops."""
+    """A program with pipelines.
+
+    - `layers`: the number of layers of each of its loops over ticks.
+    - `outside`: the equation and the reason, where a backward pass through the layers runs outside them.
+    """
 
     closed: ClosedJaxpr
     layers: tuple[int, ...]
+    outside: str = ""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -116,7 +123,7 @@ def in_pipeline(
     opened, consts = compat.open_jaxpr(layers.closed)
     jaxpr = compat.without_dead_code(with_calls_inlined(opened, lines=True))
     analysis = Analysis(examples, shape.microbatches)
-    loops, _ = _layer_loops(jaxpr, inputs, analysis)
+    loops, classes = _layer_loops(jaxpr, inputs, analysis)
     for k, parts in loops.items():
         _check_layers(jaxpr.eqns[k], parts, shape)
         _check_axes(parts.jaxpr, shape)
@@ -149,8 +156,9 @@ def in_pipeline(
         return [jnp.asarray(whole(v)) for v in jaxpr.outvars]
 
     return Pipelined(
-        compat.make_jaxpr(run, *map(shape_of, jaxpr.invars)), tuple(p.layers for p in loops.values())
-    )
+        compat.make_jaxpr(run, *map(shape_of, jaxpr.invars)), tuple(p.layers for p in loops.values()),
+        layers_outside(jaxpr, loops, classes, analysis),
+    )  # fmt: skip
 
 
 def _layer_loops(
@@ -171,11 +179,23 @@ def _layer_loops(
 
 
 def _classes_after(eqn: JaxprEqn, operands: Sequence[BatchClass], analysis: Analysis) -> Sequence[BatchClass]:
-    """The classes of the results of an equation outside the loops; finished sums and coupled values are shared."""
+    """The classes of the results of an equation outside the loops; finished sums and coupled values are shared.
+
+    A checkpointed call that computes a sum again is walked through: what reads the sum may yet be per example.
+    """
     try:
         results = analysis.cut(eqn, operands).results
     except CoupledError:
-        return [SHARED] * len(eqn.outvars)
+        called = body_of(eqn) if eqn.primitive.name in CALLS_WITH_BODY else None
+        if called is None:
+            return [SHARED] * len(eqn.outvars)
+        body, _ = analysis.open(called)
+        classes: dict[JaxprAtom, BatchClass] = dict.fromkeys(body.constvars, SHARED)
+        classes.update(zip(body.invars, operands, strict=True))
+        for inner in body.eqns:
+            read = [class_in(classes, v) for v in inner.invars]
+            classes.update(zip(inner.outvars, _classes_after(inner, read, analysis), strict=True))
+        results = [class_in(classes, v) for v in body.outvars]
     return [SHARED if c == SUM else c for c in results]
 
 

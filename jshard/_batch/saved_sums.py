@@ -29,20 +29,17 @@ True
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from jshard._batch.batch_class import SHARED, SUM, BatchClass, CoupledError
 from jshard._batch.body_classes import Analysis, class_in
+from jshard._batch.free_sums import WRITTEN_OUT, KnownEquations, free_sums, needed, written_again
 from jshard._batch.loop_parts import loop_parts
+from jshard._batch.saved_call_sums import with_call_sums_saved
 from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn
-from jshard._program.common_subexpressions import ValueNumbering, literal_value
 from jshard._program.inlining import fresh, substituted, with_calls_inlined
-from jshard._program.loop_invariants import INLINED_CALLS
 from jshard._program.traced_scan import is_plain_scan, traced_scan
-
-
-_WRITTEN_OUT = frozenset((*INLINED_CALLS, "remat2", "checkpoint"))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -67,9 +64,10 @@ class _Saved:
 def with_sums_saved(closed: ClosedJaxpr, inputs: Sequence[BatchClass], analysis: Analysis) -> ClosedJaxpr:
     """The program with such sums saved, the same object if it has none; `inputs` are the classes of its arguments."""
     opened, _ = compat.open_jaxpr(closed)
-    jaxpr = with_calls_inlined(opened, lines=True)
+    inlined = with_calls_inlined(opened, lines=True)
+    jaxpr = with_call_sums_saved(inlined, inputs, analysis)
     saved = _saved_sums(jaxpr, inputs, analysis)
-    if not saved:
+    if not saved and jaxpr is inlined:
         return closed
     eqns: dict[int, list[JaxprEqn]] = {k: [e] for k, e in enumerate(jaxpr.eqns)}
     for one in saved:
@@ -104,68 +102,34 @@ def _sums_of(jaxpr: Jaxpr, k: int, operands: Sequence[BatchClass], analysis: Ana
     """The sums that the loop at position `k` computes from what an earlier loop has; None for none."""
     eqn = jaxpr.eqns[k]
     n_consts, n_carry = compat.scan_split(eqn.params)
-    body = with_calls_inlined(compat.open_jaxpr(eqn.params["jaxpr"])[0], lines=True, calls=_WRITTEN_OUT)
+    body = with_calls_inlined(compat.open_jaxpr(eqn.params["jaxpr"])[0], lines=True, calls=WRITTEN_OUT)
     first_slice = n_consts + n_carry
     if any(c.is_example and c.dim == 0 for c in operands[first_slice:]):
         return None  # the loop goes over the examples
     entering = [*operands[:first_slice], *(c.moved(-1) for c in operands[first_slice:])]
-    carries = set(body.invars[n_consts:first_slice])
-    classes = {v: c for v, c in zip(body.invars, entering, strict=True) if v not in carries}
-    sums = _carry_free_sums(body, classes, analysis)
-    if not sums:
-        return None
-    eqns, read = _needed(body, sums)
-    outer = dict(zip(body.invars, eqn.invars, strict=True))
+    classes = dict(zip(body.invars, entering, strict=True))
+    outer = {v: x for v, x in zip(body.invars, eqn.invars, strict=True)
+             if v not in body.invars[n_consts:first_slice]}  # fmt: skip
     for earlier in range(k - 1, -1, -1):
         first = jaxpr.eqns[earlier]
         if not is_plain_scan(first) or int(first.params["length"]) != int(eqn.params["length"]):
             continue
-        found = _in_earlier_body(
-            jaxpr, earlier, body.invars[:n_consts], [v for v in body.invars if v in read], outer, analysis
-        )
-        if found is not None:
-            return _Saved(earlier, k, body, tuple(sums), tuple(eqns), *found)
+        own, handed = _in_earlier_body(jaxpr, earlier, body.invars[:n_consts], outer, analysis)
+        sums = free_sums(body, {v: classes[v] for v in (*own, *handed)}, analysis)
+        if sums:
+            eqns, read = needed(body, sums)
+            handed = [v for v in handed if v in read]
+            operands_of = tuple(outer[v] for v in handed)
+            return _Saved(earlier, k, body, tuple(sums), tuple(eqns), own, tuple(handed), operands_of)
     return None
 
 
-def _carry_free_sums(
-    body: Jaxpr, classes: dict[JaxprAtom, BatchClass], analysis: Analysis
-) -> list[JaxprAtom]:
-    """Sums over examples that depend on no carry, and that others than such sums read; `classes`: of the other inputs."""
-    free: list[JaxprEqn] = []
-    for eqn in body.eqns:
-        if eqn.effects or not all(compat.is_literal(v) or v in classes for v in eqn.invars):
-            continue
-        try:
-            results = analysis.cut(eqn, [class_in(classes, v) for v in eqn.invars]).results
-        except CoupledError:
-            continue
-        classes.update(zip(eqn.outvars, results, strict=True))
-        if SUM in results:
-            free.append(eqn)
-    inside = {id(e) for e in free}
-    read = {v for e in body.eqns if id(e) not in inside for v in e.invars if not compat.is_literal(v)}
-    read.update(v for v in body.outvars if not compat.is_literal(v))
-    return [v for e in free for v in e.outvars if v in read and classes[v] == SUM]
-
-
-def _needed(body: Jaxpr, wanted: Sequence[JaxprAtom]) -> tuple[list[JaxprEqn], set[JaxprAtom]]:
-    """The equations that some values need, in order, and all that they read."""
-    read, kept = set(wanted), []
-    for eqn in reversed(body.eqns):
-        if any(v in read for v in eqn.outvars):
-            kept.append(eqn)
-            read.update(v for v in eqn.invars if not compat.is_literal(v))
-    return kept[::-1], read
-
-
 def _in_earlier_body(
-    jaxpr: Jaxpr, earlier: int, consts: Sequence[JaxprAtom], read: Sequence[JaxprAtom],
-    outer: Mapping[JaxprAtom, JaxprAtom], analysis: Analysis,
-) -> tuple[dict[JaxprAtom, JaxprAtom], tuple[JaxprAtom, ...], tuple[JaxprAtom, ...]] | None:  # fmt: skip
-    """The values of a later loop's body in the earlier one's, those handed to it, and their operands; None without one.
+    jaxpr: Jaxpr, earlier: int, consts: Sequence[JaxprAtom], outer: Mapping[JaxprAtom, JaxprAtom], analysis: Analysis
+) -> tuple[dict[JaxprAtom, JaxprAtom], list[JaxprAtom]]:  # fmt: skip
+    """Of the inputs of a later loop's body: those that the earlier one's has, with its values, and those handed to it.
 
-    `read` are inputs of the later body, `outer` the operands that they are or are slices of.
+    `outer`: the operands that the inputs are or are slices of; those that are computed after the earlier loop are neither.
     """
     first = jaxpr.eqns[earlier]
     n_consts, n_carry = compat.scan_split(first.params)
@@ -179,15 +143,13 @@ def _in_earlier_body(
     before = {*jaxpr.invars, *jaxpr.constvars, *(v for e in jaxpr.eqns[:earlier] for v in e.outvars)}
     own: dict[JaxprAtom, JaxprAtom] = {}
     handed = []
-    for v in read:
-        x, known = outer[v], of_const if v in consts else of_slice
+    for v, x in outer.items():
+        known = of_const if v in consts else of_slice
         if not compat.is_literal(x) and x in known:
             own[v] = known[x]
         elif v in consts and (compat.is_literal(x) or x in before):
             handed.append(v)
-        else:
-            return None
-    return own, tuple(handed), tuple(outer[v] for v in handed)
+    return own, handed
 
 
 def _returning(first: JaxprEqn, one: _Saved, analysis: Analysis) -> tuple[list[JaxprEqn], list[JaxprAtom]]:
@@ -196,17 +158,8 @@ def _returning(first: JaxprEqn, one: _Saved, analysis: Analysis) -> tuple[list[J
     body, _ = analysis.open(first.params["jaxpr"])
     constants = fresh(one.consts)
     env: dict[JaxprAtom, JaxprAtom] = {**one.own, **dict(zip(one.consts, constants, strict=True))}
-    eqns, known = list(body.eqns), _Known()
-    for eqn in body.eqns:
-        known.add(eqn)
-    for eqn in one.made_by:
-        same = eqn.replace(invars=substituted(eqn.invars, env), outvars=fresh(eqn.outvars))
-        results = known.results_of(same)
-        if results is None:
-            results = same.outvars
-            known.add(same)
-            eqns.append(same)
-        env.update(zip(eqn.outvars, results, strict=True))
+    eqns, known = list(body.eqns), KnownEquations(body.eqns)
+    written_again(one.made_by, env, known, eqns)
     body = body.replace(
         invars=[*body.invars[:n_consts], *constants, *body.invars[n_consts:]],
         outvars=[*body.outvars, *substituted(one.sums, env)], eqns=eqns,
@@ -215,33 +168,6 @@ def _returning(first: JaxprEqn, one: _Saved, analysis: Analysis) -> tuple[list[J
     new, found = traced_scan(first, body, n_consts + len(constants), n_carry, operands)
     renamed = dict(zip(found, first.outvars, strict=False))
     return [e.replace(outvars=substituted(e.outvars, renamed)) for e in new], found[len(first.outvars) :]
-
-
-class _Known:
-    """The equations of a body, to find one that is equal to another."""
-
-    def __init__(self) -> None:
-        self.numbering = ValueNumbering()
-        self.number: dict[JaxprAtom, int] = {}
-        self.variables: list[JaxprAtom] = []
-
-    def add(self, eqn: JaxprEqn) -> None:
-        _, key = self.numbering.lookup(eqn, self._operands(eqn))
-        self.numbering.record(eqn, key, [self._number(v) for v in eqn.outvars])
-
-    def results_of(self, eqn: JaxprEqn) -> list[JaxprAtom] | None:
-        """The results of an equal equation, if there is one."""
-        found, _ = self.numbering.lookup(eqn, self._operands(eqn))
-        return None if found is None else [self.variables[k] for k in found if isinstance(k, int)]
-
-    def _operands(self, eqn: JaxprEqn) -> list[Hashable]:
-        return [literal_value(v.val, v.aval) if compat.is_literal(v) else self._number(v) for v in eqn.invars]
-
-    def _number(self, v: JaxprAtom) -> int:
-        if v not in self.number:
-            self.number[v] = len(self.variables)
-            self.variables.append(v)
-        return self.number[v]
 
 
 def _reading(second: JaxprEqn, one: _Saved, stacks: Sequence[JaxprAtom]) -> list[JaxprEqn]:

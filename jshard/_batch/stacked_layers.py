@@ -45,6 +45,7 @@ from jshard._batch.alike_layers import (
     identity,
     results_of,
 )
+from jshard._batch.completed_calls import with_calls_completed
 from jshard._batch.lifted_literals import with_literals_lifted
 from jshard._batch.moved_slices import with_slices_moved
 from jshard._batch.piece_operator import run_whole, shape_of
@@ -111,7 +112,7 @@ def stack_layers(
     jaxpr: Jaxpr, consts: Sequence[jax.Array], passes_on: Callable[[JaxprAtom], bool]
 ) -> Stacked:
     """The same for an open jaxpr without calls and dead code, with the values of its constants."""
-    jaxpr = jaxpr.replace(eqns=with_literals_lifted(jaxpr.eqns))
+    jaxpr = jaxpr.replace(eqns=with_literals_lifted(with_calls_completed(jaxpr.eqns)))
     found, errors = find_layers(jaxpr.eqns, passes_on)
     if not _complete(jaxpr.eqns, found):
         moved = with_slices_moved(jaxpr)

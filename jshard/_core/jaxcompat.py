@@ -78,6 +78,12 @@ def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
     return cast("Jaxpr", live)
 
 
+def live_part(jaxpr: Jaxpr, used: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:
+    """What some results of an open jaxpr need of it, with these results only; and which of its inputs that reads."""
+    live, inputs, *_ = partial_eval.dce_jaxpr(cast("jex.Jaxpr", jaxpr), list(used))
+    return cast("Jaxpr", live), list(inputs)
+
+
 def has_effects(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
     """Whether a jaxpr has effects: prints, callbacks, writes."""
     return bool(jaxpr.effects)

@@ -31,7 +31,8 @@ class PipelineRow:
     """A plan's pipeline: the mesh axis of its stages, their number, microbatches, rounds; layers of each of its loops.
 
     `uneven`: whether the layers need not divide into stages and rounds. `unrolled`: whether the program has no loop over
-    the layers, so that what each has of its own is stacked for the pipeline.
+    the layers, so that what each has of its own is stacked for the pipeline. `outside`: where a backward pass through the
+    layers runs outside the pipeline, its first operator and the reason.
 
     >>> PipelineRow("stage", stages=4, microbatches=8, rounds=2, layers=(24, 24)).ticks
     19
@@ -44,6 +45,7 @@ class PipelineRow:
     uneven: bool = False
     layers: tuple[int, ...] = ()
     unrolled: bool = False
+    outside: str = ""
 
     @property
     def ticks(self) -> int:

@@ -110,8 +110,11 @@ def header_lines(plan: PlanRecord) -> list[str]:
         p = plan.pipeline
         lines.append(
             f"  in a pipeline of {p.stages} stages over {p.axis}: {p.microbatches} microbatches, "
-            f"{count_of(p.rounds, 'round')}, {p.ticks} ticks a loop, {p.bubble:.0%} of them idle"
+            f"{count_of(p.rounds, 'round')}; {count_of(len(p.layers), 'loop')} of {p.ticks} ticks, "
+            f"{p.bubble:.0%} of them idle"
         )
+        if p.outside:
+            lines.append(f"  a backward pass through the layers runs outside the pipeline: {p.outside}")
         if p.unrolled:
             lines.append(
                 "  unrolled layers are stacked for it: what a layer has of its own moves to its stage, once a call"

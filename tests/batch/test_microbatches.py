@@ -269,27 +269,69 @@ def test_batch_statistics_that_cost_little_are_those_of_the_whole_batch() -> Non
     assert jshard.shard(jax.value_and_grad(mean_loss), microbatches=4).plan(*args).batch.finished == ()
 
 
-def test_unrolled_layers_that_compute_sums_again_are_told_to_save_them() -> None:
-    """Without a loop over the layers nothing returns the sums of their forward pass to the backward pass."""
+def checkpointed_layers(checkpoint: Callable, inner_loop: bool) -> Callable:
+    """Two checkpointed layers outside of loops, each with a loss of a sum over the batch."""
 
-    def loss_of(checkpoint: Callable) -> Callable:
-        def layer(h: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
-            h = jnp.tanh(h @ w)
-            return h, jnp.sum(jax.ad_checkpoint.checkpoint_name(jnp.mean(h, 0), "sums") ** 2)
+    def layer(h: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def once(carry: Any, _: None) -> tuple[Any, None]:
+            h = jnp.tanh(carry[0] @ w)
+            mean = jax.ad_checkpoint.checkpoint_name(jnp.mean(h, 0), "sums")
+            return (h, carry[1] + jnp.sum(mean**2)), None
 
-        def loss(ws: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-            h, first = checkpoint(layer)(x, ws[0])
-            h, second = checkpoint(layer)(h, ws[1])
-            return jnp.mean((h @ ws[2]) ** 2) + first + second
+        start = h, jnp.zeros(())
+        return lax.scan(once, start, None, length=2)[0] if inner_loop else once(start, None)[0]
 
-        return jax.value_and_grad(loss)
+    def loss(ws: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        h, first = checkpoint(layer)(x, ws[0])
+        h, second = checkpoint(layer)(h, ws[1])
+        return jnp.mean((h @ ws[2]) ** 2) + first + second
 
-    names = jax.checkpoint_policies.save_only_these_names("sums")
-    named, args = loss_of(functools.partial(jax.checkpoint, policy=names)), (weights(), *data())
+    return loss
+
+
+NAMED = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("sums"))
+
+
+@pytest.mark.parametrize("checkpoint", [jax.checkpoint, NAMED])
+@pytest.mark.parametrize("inner_loop", [False, True])
+def test_unrolled_layers_whose_sums_the_backward_pass_computes_again(
+    checkpoint: Callable, inner_loop: bool
+) -> None:
+    """The call reads the sums of the forward pass; those of a loop inside it have to be saved by name."""
+    f = jax.value_and_grad(checkpointed_layers(checkpoint, inner_loop))
+    args = [normal(k, 6, 6) / 3 for k in range(3)], *data()
+    sharded = jshard.shard(f, microbatches=4)
+    if inner_loop and checkpoint is jax.checkpoint:
+        with pytest.raises(jshard.ShardError, match="the step cannot run in microbatches") as error:
+            sharded.plan(*args)
+        assert str(error.value).endswith('policy=jax.checkpoint_policies.save_only_these_names("sums"))')
+    else:
+        assert largest_error(sharded(*args), jax.jit(f)(*args)) < 1e-12
+
+
+@pytest.mark.parametrize("checkpoint", [jax.checkpoint, NAMED])
+def test_a_checkpointed_layer_that_returns_a_product_of_sums(checkpoint: Callable) -> None:
+    """Of a loss that is differentiated from outside: the call is divided, and what is per example stays checkpointed."""
+    loss = checkpointed_layers(checkpoint, inner_loop=False)
+    args = [normal(k, 6, 6) / 3 for k in range(3)], *data()
+    f = jax.value_and_grad(jshard.shard(loss, microbatches=4))
+    assert largest_error(f(*args), jax.jit(jax.value_and_grad(loss))(*args)) < 1e-12
+
+
+def test_batch_statistics_of_checkpointed_layers_are_not_told_to_be_saved() -> None:
+    """Saved, they would still be read by the next layer."""
+
+    @jax.checkpoint
+    def layer(h: jax.Array, w: jax.Array) -> jax.Array:
+        h = h @ w
+        return jnp.tanh((h - jnp.mean(h, 0)) * lax.rsqrt(jnp.var(h, 0) + 1e-5))
+
+    def loss(ws: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.mean(layer(layer(x, ws[0]), ws[1]) ** 2)
+
     with pytest.raises(jshard.ShardError, match="the step cannot run in microbatches") as error:
-        jshard.shard(loss_of(jax.checkpoint), microbatches=4).plan(*args)
-    assert str(error.value).endswith('policy=jax.checkpoint_policies.save_only_these_names("sums"))')
-    assert largest_error(jshard.shard(named, microbatches=4)(*args), jax.jit(named)(*args)) < 1e-12
+        jshard.shard(jax.value_and_grad(loss), microbatches=4).plan(weights(), *data())
+    assert "checkpoint" not in str(error.value).partition("write instead")[2]
 
 
 def step(loss: Callable) -> Callable:

@@ -387,6 +387,37 @@ def test_carries_without_examples_of_checkpointed_layers() -> None:
     assert staged.layers == (6, 6) and largest_error(found, jax.jit(f)(w, x)) < 1e-12
 
 
+@jax.custom_vjp
+def normalized_gradient(x: jax.Array) -> jax.Array:
+    """`x`, whose gradient is divided by its size over the whole batch."""
+    return x
+
+
+normalized_gradient.defvjp(lambda x: (x, None), lambda _, g: (g * lax.rsqrt(1 + jnp.sum(g**2)),))
+
+
+def test_a_backward_pass_outside_the_pipeline_is_reported() -> None:
+    """Its layers couple the examples, those of the forward pass do not; the gradient enters it as a constant."""
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        h, _ = lax.scan(lambda h, w: (normalized_gradient(jnp.tanh(h @ w)), None), x, w)
+        return jnp.sum(h)
+
+    args = normal(0, 4, 8, 8) / 3, normal(1, 32, 8)
+    f = jax.value_and_grad(loss)
+    sharded = pipelined(f, mesh_of(4, 2), microbatches=4)
+    plan = sharded.plan(*args)
+    assert plan.pipeline is not None and plan.pipeline.layers == (4,)
+    assert "test_pipelines.py:" in plan.pipeline.outside and "sum over examples" in plan.pipeline.outside
+    text = " ".join(str(plan).split())
+    assert "1 round; 1 loop of 7 ticks, 43% of them idle" in text
+    assert f"a backward pass through the layers runs outside the pipeline: {plan.pipeline.outside}" in text
+    assert largest_error(sharded(*args), jax.jit(f)(*args)) < 1e-12
+    whole = pipelined(jax.value_and_grad(plain), mesh_of(4, 2), microbatches=4).plan(*args)
+    assert whole.pipeline is not None and not whole.pipeline.outside
+    assert "2 loops of 7 ticks" in str(whole) and "outside the pipeline" not in str(whole)
+
+
 def test_sums_over_the_batch_of_a_checkpointed_layer() -> None:
     """Computed again in the backward pass they would couple the examples: the forward loop returns them."""
 

@@ -33,6 +33,10 @@ CASES: list[tuple[Callable[[int], models.Model], int, tuple[int, int]]] = [
     (lambda n: models.gpt(n, remat=True, keys="folded in"), 3, (3, 3)),
     (models.llama, 2, (2, 2)),
     (models.of_data, 4, (4, 4)),
+    (models.checkpointed_of_data, 4, (4, 4)),
+    (models.experts, 4, (4, 4)),
+    (lambda n: models.experts(n, jax.checkpoint_policies.dots_saveable), 3, (3, 3)),
+    (lambda n: models.experts(n, embedded=False), 4, (4, 4)),
     (models.gated, 4, (4, 4)),
     (models.alternating, 6, (3, 3)),
     (models.with_constants, 4, (4, 4)),
@@ -52,7 +56,7 @@ def test_values_and_gradients_are_those_of_the_program(
     classes = [*[SHARED] * len(jax.tree.leaves(args[0])), per_example(0)]
     found = with_loops_over_layers(jax.make_jaxpr(f)(*args), classes, BATCH, 4)
     staged = in_pipeline(found, classes, BATCH, PipelineShape(("stage",), 2, 4, 1, True))
-    assert found.unrolled and staged.layers == loops
+    assert found.unrolled and staged.layers == loops and not staged.outside
     run = jax.jit(compat.as_function(staged.closed))
     assert largest_error(run(*jax.tree.leaves(args)), jax.jit(f)(*args)) < 1e-12
 

@@ -140,6 +140,34 @@ def of_data(layers: int) -> Model:
     return _plain(lambda k, w, x: jnp.tanh(x @ w), layers)
 
 
+def checkpointed_of_data(layers: int) -> Model:
+    """The same under `jax.checkpoint`: the first layer's backward pass is another call, without that gradient."""
+    layer = jax.checkpoint(lambda x, w: x + jnp.tanh(jnp.tanh(x @ w) @ w.T))
+    return _plain(lambda k, w, x: layer(x, w), layers)
+
+
+def experts(layers: int, policy: Callable[..., Any] | None = None, embedded: bool = True) -> Model:
+    """Experts under `jax.checkpoint` with a loss of the loads, sums over the batch that the backward pass computes again."""
+
+    def layer(h: jax.Array, one: Any) -> tuple[jax.Array, jax.Array]:
+        gates = jax.nn.softmax(h @ one["router"])
+        top = jax.nn.one_hot(jnp.argmax(gates, -1), 3)
+        out = jnp.einsum("bk,bf,kfd->bd", gates * top, jnp.tanh(h), one["experts"])
+        return h + out, jnp.sum(jnp.mean(top, 0) * jnp.mean(gates, 0))
+
+    checkpointed = jax.checkpoint(layer, policy=policy)
+
+    def loss(w: Any, x: jax.Array) -> jax.Array:
+        h, balance = x @ w["in"] if embedded else x, jnp.zeros(())
+        for one in w["layers"]:
+            h, more = checkpointed(h, one)
+            balance += more
+        return jnp.mean(h**2) + 0.01 * balance
+
+    each = [{"router": normal(2 * k, 8, 3), "experts": normal(2 * k + 1, 3, 8, 8) / 3} for k in range(layers)]
+    return loss, (({"in": normal(100, 8, 8)} if embedded else {}) | {"layers": each}, normal(102, BATCH, 8))
+
+
 def gated(layers: int) -> Model:
     """Gated layers on the data: of the first one the backward pass has less than half."""
 
