@@ -103,7 +103,7 @@ def operator_cost(
     # The function of `jshard.op(rule=...)` may compute more than its rule says.
     traced = max(1.0, _traced_work(op) / work if work else 1.0)
     local, work = local * traced, work * traced
-    uneven = rule.triangular or any(cut.repeated for cut in rule.joint)
+    uneven = rule.triangular or any(cut.repeated or cut.network for cut in rule.joint)
     busiest = local * busiest_share(rule, candidates.axis_codes, mesh) if uneven else local
     arithmetic = arithmetic_seconds(op, rule, busiest, candidates.axis_codes, mesh, chip)
     by_epilogues = [
@@ -134,8 +134,13 @@ def operator_cost(
 
 
 def _copied_bytes(candidates: CandidateSet, mesh: MeshAxes) -> np.ndarray:
-    """Bytes read and written to put blocks and the edges that arrive together, once for each dimension."""
+    """Bytes read and written to put blocks and the edges that arrive together, once for each dimension.
+
+    In a sorting network, to sort the pairs and the block anew in each round.
+    """
     rule, codes = candidates.rule, candidates.axis_codes
+    if any(cut.network for cut in rule.joint):
+        return 2 * workspace_bytes(rule, codes, mesh) * (busiest_share(rule, codes, mesh) - 1)
     cuts = {one.over: one.added for one in rule.internal if one.reads is not None}
     if not cuts:
         return np.zeros(len(candidates))

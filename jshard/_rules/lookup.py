@@ -37,6 +37,7 @@ from jshard._rules.primitives import (
     shard_map,
     shifts,
     slicing,
+    sorting,
     tails,
 )
 from jshard._rules.registry import REGISTRY, OpView, RuleEntry, opaque_rule
@@ -67,6 +68,7 @@ FAMILIES = (
     scatter,
     shifts,
     slicing,
+    sorting,
     linear_solve,
     reduce_window,
     tails,

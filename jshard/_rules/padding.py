@@ -124,7 +124,7 @@ def _meaning_of(name: str) -> Callable[[OpView, Rule, int], PaddedFactor | None]
     if name in _SCATTERS:
         return _scattered
     own = {"dot_general": _contracted, "gather": _gathered, "dynamic_update_slice": _updated}
-    own["conv_general_dilated"] = _convolved
+    own |= {"conv_general_dilated": _convolved, "searchsorted": _searched}
     own |= dict.fromkeys(_ATTENTION, _attended)
     if name in own:
         return own[name]
@@ -181,6 +181,10 @@ def _gathered(op: OpView, rule: Rule, f: int) -> PaddedFactor | None:
     column = op.params["dimension_numbers"].start_index_map.index(d)
     fills = op.params["mode"] == GatherScatterMode.FILL_OR_DROP
     return PaddedFactor(index=IndexLimit(1, column, dropped=fills))
+
+
+def _searched(op: OpView, rule: Rule, f: int) -> PaddedFactor | None:
+    return None if f in rule.reduction else IGNORED
 
 
 def _scattered(op: OpView, rule: Rule, f: int) -> PaddedFactor | None:

@@ -31,6 +31,7 @@ import numpy as np
 
 from jshard._core.layout import CollectiveKind, Layout, MeshAxes
 from jshard._rules.block_reads import BlockReads
+from jshard._rules.sorting_network import rounds
 
 
 NONE = -1
@@ -74,6 +75,7 @@ class JointCut:
     - `pieces`: each of its shards divides into so many equal pieces.
     - `least`: each of its shards has at least so many points.
     - `repeated`: (factor, points) a device computes so many points of a factor beside its share, at the edges of blocks.
+    - `network`: each shard is worked on again in each round of a sorting network (`sorting_network.py`).
     """
 
     name: str
@@ -84,6 +86,7 @@ class JointCut:
     pieces: int = 1
     least: int = 1
     repeated: tuple[int, int] | None = None
+    network: bool = False
 
     @property
     def factors(self) -> tuple[int, ...]:
@@ -109,6 +112,7 @@ class InternalCollective:
     - `added`: where it is the only exchange of the operand, what its edges contribute to the result is computed apart and
         added; otherwise block and edges are copied together.
     - `rows`: of the shard's dimension `dim`, so many points are sent.
+    - `network`: the shard is sent in each round of a sorting network (`sorting_network.py`).
     """
 
     kind: CollectiveKind
@@ -123,6 +127,7 @@ class InternalCollective:
     dim: int = 0
     added: bool = False
     rows: int | None = None
+    network: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -404,7 +409,7 @@ def local_work(rule: Rule, axis_codes: np.ndarray, mesh: MeshAxes) -> np.ndarray
 def busiest_share(rule: Rule, axis_codes: np.ndarray, mesh: MeshAxes) -> np.ndarray:
     """(candidates,) the work of the busiest device over `local_work`.
 
-    More than 1 where a triangle is cut, and where devices repeat what is at the edges of blocks.
+    More than 1 where a triangle is cut, where devices repeat what is at the edges of blocks, and in each round of a network.
     """
     mesh_sizes = np.array(mesh.sizes, dtype=np.int64)
     triangular = np.isin(axis_codes, rule.triangular)
@@ -415,6 +420,9 @@ def busiest_share(rule: Rule, axis_codes: np.ndarray, mesh: MeshAxes) -> np.ndar
             factor, points = cut.repeated
             n = np.where(axis_codes == joint_code(rule, k), mesh_sizes, 1).prod(axis=1)
             share = share * np.where(n > 1, 1 + points * n / rule.sizes[factor], 1.0)
+        if cut.network:
+            n = np.where(axis_codes == joint_code(rule, k), mesh_sizes, 1).prod(axis=1)
+            share = share * np.array([1.0 + len(rounds(size)) for size in n.tolist()])
     return share
 
 

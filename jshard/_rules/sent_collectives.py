@@ -17,6 +17,7 @@ from jshard._rules.rule import (
     reduced_axes,
     result_layouts,
 )
+from jshard._rules.sorting_network import rounds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +25,8 @@ class SentCollective:
     """An internal collective under a candidate: over `axes`, of `local_bytes` per device, of a result or operand.
 
     `count`: how often it runs in one run of the operator; `ring`: to the next device, while the operator computes; `hop`:
-    a permute to the device at this distance, where there is one; `circular`: and from the last devices to the first.
+    a permute to the device at this distance (in a sorting network, between the two), where there is one; `circular`: and
+    from the last devices to the first.
     """
 
     kind: CollectiveKind
@@ -85,6 +87,9 @@ def internal_collectives(
             if one.rows is not None:
                 local_bytes *= one.rows / layout.local_shape(aval.shape, mesh)[one.dim]
             sent = SentCollective(one.kind, tuple(axes), local_bytes, one.result, k)
+            if one.network:
+                out += [dataclasses.replace(sent, hop=r.distance) for r in rounds(n)]
+                continue
             out.append(dataclasses.replace(sent, count=n - 1, ring=True) if one.ring else sent)
     return tuple(s for s in out if s.operand not in received or s.operand is None)
 

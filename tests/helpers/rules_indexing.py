@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.lax import GatherScatterMode as Mode
 
+from jshard._program.searchsorted_primitive import searchsorted_p
 from tests.helpers.rules_table import example, floats, ints
 
 
@@ -192,3 +193,12 @@ def stages() -> tuple[Any, ...]:
         return (*shifted, zero_unless(x, kept), zero_unless(i, kept[:, None] == (i > 3)), added)
 
     return fn, floats(8, 4), ints(8, 4), jnp.arange(8) % 3 == 0, floats(2, 4, 8), floats(4, 8)
+
+
+@example
+def searches() -> tuple[Any, ...]:
+    def fn(a: Any, q: Any) -> Any:
+        found = [searchsorted_p.bind(a, q, side=side, dtype="int32")[0] for side in ("left", "right")]
+        return found, lax.sort((q, -q, a[q % 8]), dimension=0, num_keys=1), jnp.argsort(q, 1, stable=False)
+
+    return fn, jnp.sort(ints(16, low=0, high=9)), ints(8, 4, low=-2, high=12)

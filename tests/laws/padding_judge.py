@@ -23,6 +23,14 @@ from jshard._plan.padding_classes import PaddingClasses
 from tests.laws.rules_validator import Case
 
 
+_ONE_PROGRAM = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_allow_excess_precision": False,
+}
+"""All paddings of an operator run in one program, once on a few numbers: compile quickly."""
+
+
 def hostile(x: jax.Array, one: jax.Array) -> jax.Array:
     """`x`, computed from itself and an array of ones so that zeros in their padding become something else."""
     if x.dtype == bool:
@@ -70,6 +78,44 @@ def judge(case: Case) -> Verdict:
     """Pad each class of an operator, and all together, and compare the results with those of the plain operator."""
     fn, args = function_of(case)
     closed = jax.make_jaxpr(fn)(*args)
+    classes, refused = _classes(closed)
+    tried, wrong = _compared(case, fn, args, closed, classes)
+    return Verdict(tried, wrong, refused)
+
+
+def judge_gradient(case: Case) -> Verdict:
+    """As `judge`, the operator's derivative by its operands and its cotangents as operands too."""
+    fn, args = function_of(case)
+    by = [i for i, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.floating)]
+    out = [k for k, y in enumerate(jax.eval_shape(fn, *args)) if jnp.issubdtype(y.dtype, jnp.floating)]
+    if not by or not out:
+        return Verdict()
+
+    def of(*some: Any) -> list[Any]:
+        given = list(args)
+        for i, x in zip(by, some, strict=True):
+            given[i] = x
+        return [fn(*given)[k] for k in out]
+
+    def gradient(*arrays: Any) -> list[Any]:
+        values, back = jax.vjp(of, *arrays[: len(by)])
+        cotangents = [c.astype(y.dtype) for y, c in zip(values, arrays[len(by) :], strict=True)]
+        return list(back(cotangents))
+
+    values = [args[i] for i in by]
+    cotangents = [jnp.cos(jnp.arange(y.size, dtype="float32")).reshape(y.shape) for y in of(*values)]
+    try:
+        closed = jax.make_jaxpr(gradient)(*values, *cotangents)
+    except (NotImplementedError, ValueError, TypeError):  # JAX has no derivative of it
+        return Verdict()
+    sizes = {n for x in (*values, *cotangents) for n in x.shape if n > 1}
+    classes = PaddingClasses(closed, frozenset(sizes))
+    tried, wrong = _compared(case, gradient, [*values, *cotangents], closed, classes)
+    return Verdict(tried, tuple(f"gradient of {w}" for w in wrong))
+
+
+def _classes(closed: Any) -> tuple[PaddingClasses, int]:
+    """The classes of the dimensions of the last operator, and how many of its dimensions are in none."""
     operator = closed.jaxpr.eqns[-1]
     sides = (("operand", operator.invars), ("result", operator.outvars))
     places = {
@@ -83,15 +129,27 @@ def judge(case: Case) -> Verdict:
     covered = {("operand", *p) for f in factors for p in f.operands} | {
         ("result", *p) for f in factors for p in f.results
     }
-    refused = sum(n > 1 and place not in covered for place, n in places.items())
+    return classes, sum(n > 1 and place not in covered for place, n in places.items())
+
+
+def _compared(
+    case: Case, fn: Callable[..., Any], args: Sequence[Any], closed: Any, classes: PaddingClasses
+) -> tuple[int, tuple[str, ...]]:
+    """How many ways to pad a function were tried, and what was wrong: all in one program, compiled once."""
     every = {(c.size, c.number): c.size + 3 for c in classes.all()}
     trials = [{key: size} for key, size in every.items()] + ([every] if len(every) > 1 else [])
-    want = fn(*args)
-    wrong = []
-    for sizes in trials:
-        got = compat.as_function(padded_program(closed, sizes, classes))(*args)
-        wrong += [f"{case}: padded {sizes}: {p}" for p in _differences(got, want)]
-    return Verdict(len(trials), tuple(wrong), refused)
+    padded = [compat.as_function(padded_program(closed, sizes, classes)) for sizes in trials]
+
+    def everything(*arrays: Any) -> Any:
+        return fn(*arrays), [f(*arrays) for f in padded]
+
+    want, found = jax.jit(everything, compiler_options=_ONE_PROGRAM)(*args)
+    wrong = [
+        f"{case}: padded {sizes}: {p}"
+        for sizes, got in zip(trials, found, strict=True)
+        for p in _differences(got, want)
+    ]
+    return len(trials), tuple(wrong)
 
 
 def _differences(got: Sequence[Any], want: Sequence[Any]) -> list[str]:

@@ -21,14 +21,14 @@ def planned(f: Any, *shapes: tuple[int, ...], level: int = 2) -> Any:
     )
 
 
-def test_a_sort_along_the_only_dimension_is_named_with_its_cost() -> None:
-    plan = planned(lambda x: jnp.sort(x * 2) + jnp.cumsum(x), (1 << 22,))
+def test_a_transform_along_the_only_dimension_is_named_with_its_cost() -> None:
+    plan = planned(lambda x: jnp.abs(jnp.fft.fft(x * 2)) + jnp.cumsum(x), (1 << 22,))
     (found,) = left_whole(plan)
-    (row,) = [r for r in plan.operators if r.primitive == "sort"]
+    (row,) = [r for r in plan.operators if r.primitive == "fft"]
     gathered = sum(c.seconds for c in plan.collectives if c.id in row.collectives)
     assert found.seconds == pytest.approx(row.redundant + gathered) and found.count == 1
     assert re.search(
-        r"kept whole: sort\.\d+ \(sorting compares elements along the whole dimension\), .* of copies "
+        r"kept whole: fft\.\d+ \(every frequency depends on every sample\), .* of copies "
         r"and repeated work, \d+% of the step",
         " ".join(str(plan).split()),
     )
@@ -37,6 +37,7 @@ def test_a_sort_along_the_only_dimension_is_named_with_its_cost() -> None:
 def test_what_is_cut_or_cheap_is_not_named() -> None:
     assert not left_whole(planned(lambda x: jnp.sort(x, 1), (512, 4096)))  # the other dimension is cut
     assert not left_whole(planned(lambda x: jnp.cumsum(x), (1 << 22,)))  # a prefix of blocks
+    assert not left_whole(planned(lambda x: jnp.sort(x), (1 << 22,)))  # whole, since a network takes longer
     mirrored = planned(lambda x: jnp.flip(jnp.cumsum(jnp.flip(x * 2))), (1 << 22,))
     assert mirrored.cost.redundant > 0 and not left_whole(mirrored)  # whole, since that is faster
     plan = planned(lambda x, w: (x @ w).sum() + jnp.sort(x[0])[0], (8192, 4096), (4096, 4096))
@@ -66,6 +67,7 @@ CUTS = [
     (lambda x: jnp.cumsum(x, 1), ((4, 4096),), "cumsum", ((1, 8),), "prefix"),
     (lambda x: lax.top_k(x, 5), ((3, 64),), "top_k", ((1, 8),), "merge"),
     (lambda x: jnp.flip(x, 1), ((4, 4096),), "rev", ((1, 8),), "reverse"),
+    (lambda x: jnp.sort(x, 1), ((4, 4096),), "sort", ((1, 8),), "network"),
 ]
 
 

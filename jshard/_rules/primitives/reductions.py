@@ -191,15 +191,3 @@ def reduce(op: OpView) -> Rule:
         (dims,) * n + ((),) * n, (out,) * n, f.sizes, blocked=reduced,
         note="the reduction's function is the user's: its dimensions stay whole",
     )  # fmt: skip
-
-
-@rule("sort")
-def sort(op: OpView) -> Rule:
-    """All operands are sorted together along one dimension, which is not sharded."""
-    f = Factors()
-    dims = f.dims(op.ins[0].shape)
-    n = len(op.ins)
-    return Rule(
-        (dims,) * n, (dims,) * n, f.sizes, blocked=dims[op.params["dimension"]],
-        note="sorting compares elements along the whole dimension",
-    )  # fmt: skip

@@ -1,0 +1,118 @@
+"""`jnp.searchsorted` as one operator: what it traces to, a loop of gathers, would gather the array to every device.
+
+The number of elements of a sorted array before a value is the sum of those in its blocks
+(`_rules/primitives/sorting.py`). `with_searches` finds the calls in a traced program: by the names of JAX's own functions,
+and, from JAX 0.12 on, of its primitive.
+
+>>> import jax, jax.numpy as jnp
+>>> closed = jax.make_jaxpr(lambda a, v: jnp.searchsorted(a, v, side="right"))(jnp.ones(8), jnp.ones(3))
+>>> [(e.primitive.name, e.params["side"]) for e in with_searches(compat.open_jaxpr(closed)[0]).eqns]
+[('searchsorted', 'right')]
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import core
+from jax.interpreters import ad, batching, mlir
+
+from jshard._core import jaxcompat as compat
+from jshard._core.jax_types import ClosedJaxpr, Jaxpr, JaxprEqn
+from jshard._program.equation_bodies import bodies_of, with_bodies
+
+
+SEARCHSORTED = "searchsorted"
+
+searchsorted_p = compat.multi_result_primitive(SEARCHSORTED)
+
+_OF_JAX = "_searchsorted_scan_impl"
+_SIDES = {
+    "lt_to": "right",
+    "le_to": "left",
+}  # a query goes before an element that it is less than, or equal to
+
+
+def run_searchsorted(array: jax.Array, queries: jax.Array, *, side: str, dtype: str) -> list[jax.Array]:
+    """The operator on one device."""
+    return [jnp.searchsorted(array, queries, side=side).astype(dtype)]
+
+
+def closed_with_searches(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """A closed jaxpr in which searches in sorted arrays are operators; the same one if there are none."""
+    opened, _ = compat.open_jaxpr(closed)
+    new = with_searches(opened)
+    if new is opened:
+        return closed
+    return new if opened is closed else closed.replace(jaxpr=new)  # pyright: ignore[reportReturnType]
+
+
+def with_searches(jaxpr: Jaxpr) -> Jaxpr:
+    """An open jaxpr in which searches in sorted arrays are operators, in inner bodies too."""
+    eqns = []
+    for eqn in jaxpr.eqns:
+        side = _side_of(eqn)
+        if side is None:
+            eqns.append(with_bodies(eqn, lambda _, body: with_searches(body)))
+        else:
+            params = {"side": side, "dtype": str(eqn.outvars[0].aval.dtype)}
+            eqns.append(eqn.replace(primitive=searchsorted_p, params=params))
+    if all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True)):
+        return jaxpr
+    return jaxpr.replace(eqns=eqns)
+
+
+def _side_of(eqn: JaxprEqn) -> str | None:
+    """The side of a search of each query in one sorted array; None for any other equation."""
+    name = eqn.params.get("name")
+    search = compat.search_of(eqn)
+    if search is None and name != _OF_JAX:
+        return None
+    if len(eqn.invars) != 2 or len(eqn.outvars) != 1:
+        return None
+    array, queries = (v.aval for v in eqn.invars)
+    if len(array.shape) != 1 or queries.shape != eqn.outvars[0].aval.shape or array.dtype != queries.dtype:
+        return None
+    if search is not None:
+        return search[0] if search[1:] == (0, 0) else None
+    names = _primitives(eqn)
+    found = [side for primitive, side in _SIDES.items() if primitive in names]
+    return found[0] if len(found) == 1 and "transpose" not in names else None
+
+
+def _primitives(eqn: JaxprEqn) -> set[str]:
+    found = {eqn.primitive.name}
+    for body in bodies_of(eqn):
+        for inner in body.eqns:
+            found |= _primitives(inner)
+    return found
+
+
+def _type(
+    array: core.ShapedArray, queries: core.ShapedArray, *, side: str, dtype: str
+) -> list[core.ShapedArray]:
+    return [queries.update(dtype=jnp.dtype(dtype), weak_type=False)]
+
+
+def _tangents(primals: list, tangents: list, **params: str) -> tuple[list, list]:
+    out = searchsorted_p.bind(*primals, **params)
+    return out, [ad.Zero(jax.typeof(y).to_tangent_aval()) for y in out]
+
+
+def _batched(args: list, dims: list, **params: str) -> tuple[list, list]:
+    (array, queries), (of_array, of_queries) = args, dims
+    if of_array is batching.not_mapped:
+        return searchsorted_p.bind(array, queries, **params), [of_queries]
+    axes = tuple(None if d is batching.not_mapped else d for d in dims)
+    return jax.vmap(lambda a, q: run_searchsorted(a, q, **params), axes)(array, queries), [0]
+
+
+def _define() -> None:
+    searchsorted_p.def_impl(jax.jit(run_searchsorted, static_argnames=("side", "dtype")))
+    searchsorted_p.def_abstract_eval(_type)
+    mlir.register_lowering(searchsorted_p, mlir.lower_fun(run_searchsorted, multiple_results=True))
+    ad.primitive_jvps[searchsorted_p] = _tangents
+    batching.primitive_batchers[searchsorted_p] = _batched
+
+
+_define()
