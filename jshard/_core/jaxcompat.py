@@ -385,7 +385,9 @@ def call_primitive(name: str, run: ArrayFunction) -> jex.Primitive:
 def search_of(eqn: JaxprEqn) -> tuple[str, int, int] | None:
     """Side, dimension and batch dimensions of a `jnp.searchsorted` that is one equation, as from JAX 0.12 on."""
     found = eqn.params.get("_prim")
-    return (found.side, found.dimension, found.batch_dims) if type(found).__name__ == "SearchSorted" else None
+    if found is None or type(found).__name__ != "SearchSorted":
+        return None
+    return found.side, found.dimension, found.batch_dims
 
 
 def multi_result_primitive(name: str) -> jex.Primitive:

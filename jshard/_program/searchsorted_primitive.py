@@ -101,10 +101,11 @@ def _tangents(primals: list, tangents: list, **params: str) -> tuple[list, list]
 
 def _batched(args: list, dims: list, **params: str) -> tuple[list, list]:
     (array, queries), (of_array, of_queries) = args, dims
-    if of_array is batching.not_mapped:
+    if of_array is None:
         return searchsorted_p.bind(array, queries, **params), [of_queries]
-    axes = tuple(None if d is batching.not_mapped else d for d in dims)
-    return jax.vmap(lambda a, q: run_searchsorted(a, q, **params), axes)(array, queries), [0]
+    return jax.vmap(lambda a, q: run_searchsorted(a, q, **params), (of_array, of_queries))(array, queries), [
+        0
+    ]
 
 
 def _define() -> None:
