@@ -106,7 +106,9 @@ def test_searches_in_a_cut_array(pins: Any) -> None:
     for got, want in zip(jax.tree.leaves(f(a, q)), jax.tree.leaves(_searched(a, q)), strict=True):
         assert got.dtype == want.dtype
         np.testing.assert_array_equal(got, want)
-    got, want = (jax.grad(lambda q, g=g: jnp.nansum(g(a, q)[-1]))(q.at[0, 0].set(1.0)) for g in (f, _searched))
+    got, want = (
+        jax.grad(lambda q, g=g: jnp.nansum(g(a, q)[-1]))(q.at[0, 0].set(1.0)) for g in (f, _searched)
+    )
     np.testing.assert_array_equal(got, want)
 
 
