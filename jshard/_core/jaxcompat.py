@@ -382,14 +382,6 @@ def call_primitive(name: str, run: ArrayFunction) -> jex.Primitive:
     return p
 
 
-def search_of(eqn: JaxprEqn) -> tuple[str, int, int] | None:
-    """Side, dimension and batch dimensions of a `jnp.searchsorted` that is one equation, as from JAX 0.12 on."""
-    found = eqn.params.get("_prim")
-    if found is None or type(found).__name__ != "SearchSorted":
-        return None
-    return found.side, found.dimension, found.batch_dims
-
-
 def multi_result_primitive(name: str) -> jex.Primitive:
     """A new primitive with several results."""
     p = jex.Primitive(name)

@@ -65,7 +65,7 @@ def with_searches(jaxpr: Jaxpr) -> Jaxpr:
 def _side_of(eqn: JaxprEqn) -> str | None:
     """The side of a search of each query in one sorted array; None for any other equation."""
     name = eqn.params.get("name")
-    search = compat.search_of(eqn)
+    search = _search_of(eqn)
     if search is None and name != _OF_JAX:
         return None
     if len(eqn.invars) != 2 or len(eqn.outvars) != 1:
@@ -78,6 +78,14 @@ def _side_of(eqn: JaxprEqn) -> str | None:
     names = _primitives(eqn)
     found = [side for primitive, side in _SIDES.items() if primitive in names]
     return found[0] if len(found) == 1 and "transpose" not in names else None
+
+
+def _search_of(eqn: JaxprEqn) -> tuple[str, int, int] | None:
+    """Side, dimension and batch dimensions of a `jnp.searchsorted` that is one equation, as from JAX 0.12 on."""
+    found = eqn.params.get("_prim")
+    if found is None or type(found).__name__ != "SearchSorted":
+        return None
+    return found.side, found.dimension, found.batch_dims
 
 
 def _primitives(eqn: JaxprEqn) -> set[str]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jshard._program.tail_primitives import MASK_TAIL, PAD_TAIL, run_mask, run_pad
@@ -26,11 +27,15 @@ rule = family("tail")
 
 def _pad_local(ctx: LocalContext, x: jax.Array) -> Sequence[jax.Array]:
     dim, size = ctx.op.params["dim"], ctx.op.params["size"]
-    (padded,) = run_pad(x, dim=dim, size=size)
-    block = ctx.result_shape()[dim]
+    block, n = ctx.result_shape()[dim], x.shape[dim]
     if block == size:
-        return [padded]
-    return [lax.dynamic_slice_in_dim(padded, ctx.result_offset(0, dim), block, dim)]
+        return run_pad(x, dim=dim, size=size)
+    # The last block is moved by what it lacks: a block of the padded operand would be read from a copy of all of it.
+    offset = jnp.asarray(ctx.result_offset(0, dim), jnp.int32)
+    start = jnp.minimum(offset, max(0, n - block))
+    own = lax.dynamic_slice_in_dim(x, start, min(n, block), dim)
+    (padded,) = run_pad(own, dim=dim, size=size - max(0, n - block))
+    return [lax.dynamic_slice_in_dim(padded, offset - start, block, dim)]
 
 
 @rule(PAD_TAIL, local=_pad_local)
@@ -39,7 +44,7 @@ def pad_tail(op: OpView) -> Rule:
     f, dim = Factors(), op.params["dim"]
     operand = tuple(() if d == dim else (f.new(s),) for d, s in enumerate(op.ins[0].shape))
     out = tuple((f.new(op.params["size"]),) if d == dim else k for d, k in enumerate(operand))
-    return Rule((operand,), (out,), f.sizes, linear=linear_sets(op, (0,)), work=0.0)
+    return Rule((operand,), (out,), f.sizes, linear=linear_sets(op, (0,)))
 
 
 def _mask_local(ctx: LocalContext, x: jax.Array) -> Sequence[jax.Array]:
