@@ -162,6 +162,7 @@ def main() -> None:
     )
     parser.add_argument("--only", default="")
     parser.add_argument("--width", type=int, default=1024, choices=SIZES)
+    parser.add_argument("--rounds", type=int, default=0, help="only rows of so many rounds")
     parser.add_argument("--one", help="a row as JSON; runs here")
     args = parser.parse_args()
     if args.one:
@@ -171,7 +172,11 @@ def main() -> None:
     python = where / "bin" / "python" if "COMPILERS_VENV" in os.environ else environment(where)
     kept = [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
     for one in [
-        (machine, *shape, args.width) for machine in MACHINES if args.only in machine for shape in SHAPES
+        (machine, *shape, args.width)
+        for machine in MACHINES
+        if args.only in machine
+        for shape in SHAPES
+        if args.rounds in (0, shape[1])
     ]:
         run = subprocess.run(
             [str(python), __file__, "--one", json.dumps(one)], cwd=ROOT, text=True, capture_output=True,

@@ -125,7 +125,7 @@ def in_pipeline(
     analysis = Analysis(examples, shape.microbatches)
     loops, classes = _layer_loops(jaxpr, inputs, analysis)
     for k, parts in loops.items():
-        _check_layers(jaxpr.eqns[k], parts, shape)
+        _check_layers(jaxpr.eqns[k], parts, shape, layers.unrolled)
         _check_axes(parts.jaxpr, shape)
 
     def run(*arguments: jax.Array) -> list[jax.Array]:
@@ -228,8 +228,11 @@ def _parts_if_layers(eqn: JaxprEqn, operands: Sequence[BatchClass], analysis: An
     return parts if parts.moving else None
 
 
-def _check_layers(eqn: JaxprEqn, parts: LoopParts, shape: PipelineShape) -> None:
-    """Raise `ShardError` if the layers do not divide into stages and rounds, or pass keys on."""
+def _check_layers(eqn: JaxprEqn, parts: LoopParts, shape: PipelineShape, unrolled: bool) -> None:
+    """Raise `ShardError` if the layers do not divide into stages and rounds, or pass keys on.
+
+    `unrolled`: whether the layers were in no loop.
+    """
     for j in parts.moving:
         if jnp.issubdtype(parts.carries[j].aval.dtype, jax.dtypes.extended):
             raise ShardError(
@@ -243,7 +246,8 @@ def _check_layers(eqn: JaxprEqn, parts: LoopParts, shape: PipelineShape) -> None
         raise ShardError(
             f"{n} layers are fewer than the {shape.stages} stages{rounds}",
             where=described(eqn),
-            fix="an axis of fewer devices, or fewer rounds",
+            fix="an axis of fewer devices, or fewer rounds"
+            + "; layers count that are alike, also in the parameters whose gradients are taken" * unrolled,
         )
     if n % each and not shape.uneven:
         added = shape.padded(n) - n

@@ -282,10 +282,11 @@ class TickLoop:
         return add_to_round(total, addend, at)
 
     def _finished(self, total: jax.Array, v: JaxprAtom) -> jax.Array:
-        """The sum of every layer."""
-        split = total[None] if self.shape.rounds == 1 else total
+        """The sum of every layer, in its own dtype before it moves between the stages."""
+        sums = total.astype(v.aval.dtype)
+        split = sums[None] if self.shape.rounds == 1 else sums
         by_layer = jnp.swapaxes(split, 1, 2)  # (rounds, stages, layers of a stage, ...)
-        return by_layer.reshape((-1, *by_layer.shape[3:]))[: self.parts.layers].astype(v.aval.dtype)
+        return by_layer.reshape((-1, *by_layer.shape[3:]))[: self.parts.layers]
 
 
 def _of_rounds(x: jax.Array, rounds: jax.Array) -> jax.Array:

@@ -127,6 +127,21 @@ def test_sums_of_rounds_stay_partial_until_the_loop_ends() -> None:
     assert sum(c.count for c in repeated) == 2 * plan.pipeline.ticks
 
 
+def test_gradients_move_between_stages_in_their_own_dtype() -> None:
+    """Summed in float32 over the ticks and over the data axis, then rounded, then moved to where their weights lie."""
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        return w - 0.1 * jax.grad(plain)(w, x)
+
+    mesh = jshard.topology("v5e:2x4", {"stage": 2, "data": 4})
+    config = {"pipeline": {"axis": "stage", "microbatches": 8, "rounds": 2}}
+    args = jax.ShapeDtypeStruct((8, 512, 512), jnp.bfloat16), jax.ShapeDtypeStruct((4096, 512), jnp.bfloat16)
+    plan = jshard.shard(step, mesh=mesh, level=2, config=config).plan(*args)
+    ((k, summed),) = [(k, c) for k, c in enumerate(plan.collectives) if c.kind == "reduce_scatter"]
+    assert summed.dtype == "float32" and summed.axes == ("data",) and summed.count == 1
+    assert {(c.dtype, c.axes) for c in plan.collectives[k + 1 :]} == {("bfloat16", ("stage",))}
+
+
 def test_a_sharded_step() -> None:
     loss, arguments, layers, sizes, microbatches, rounds = mlp, mlp_arguments, 8, (4, 2), 8, 1
     w, x = arguments(layers)

@@ -146,6 +146,29 @@ def test_layers_that_are_no_loop() -> None:
         assert "the same operators on the same shapes" in error.value.fix
 
 
+def test_layers_whose_backward_passes_are_not_alike() -> None:
+    """The parameters of the second layer are frozen; with those of all layers trained the same step runs."""
+
+    def loss_of(frozen: int) -> Callable:
+        def loss(ws: Any, x: jax.Array) -> jax.Array:
+            for k, w in enumerate(ws):
+                x = x + jnp.tanh(x @ (jax.lax.stop_gradient(w) if k == frozen else w))
+            return jnp.mean(x**2)
+
+        return jax.value_and_grad(loss)
+
+    args = [normal(k, 8, 8) / 3 for k in range(4)], normal(9, 32, 8)
+    with pytest.raises(jshard.ShardError) as error:
+        pipelined(loss_of(1), mesh_of(4, 2), microbatches=4).plan(*args)
+    assert "3 layers are fewer than the 4 stages" in str(error.value)
+    assert str(error.value).endswith("alike, also in the parameters whose gradients are taken")
+    trained = loss_of(-1)
+    assert (
+        largest_error(pipelined(trained, mesh_of(4, 2), microbatches=4)(*args), jax.jit(trained)(*args))
+        < 1e-12
+    )
+
+
 def test_a_value_of_the_first_layer_that_all_others_read() -> None:
     """Its equations are in one layer alone: the first one, where it enters."""
     ws, x = [(normal(k, 4, 4), normal(9 + k, 4, 4)) for k in range(4)], normal(30, BATCH, 4)
