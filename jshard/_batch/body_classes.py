@@ -83,6 +83,16 @@ class Analysis:
             self._cuts[key] = eqn, cut
         return self._cuts[key][1]
 
+    def slice(self, eqn: JaxprEqn, result: int, wanted: BatchClass) -> OperatorCut | None:
+        """How an operator of shared values makes only the slice of a result for a piece; None if it cannot."""
+        cut = slice_cut(eqn, result, wanted, self.examples)
+        try:
+            if cut is not None:
+                check_positions(eqn, cut, self.count)
+        except CoupledError:
+            return None
+        return cut
+
     @staticmethod
     def _has_body(eqn: JaxprEqn) -> bool:
         if eqn.primitive.name in ("while", "cond"):
@@ -229,7 +239,7 @@ def steps_for(
                 if c != classes[v] and classes[v] != SHARED:
                     continue  # a finished sum, from outside
                 if classes[v] == SHARED and c.is_example and eqn.primitive.name not in WITH_BODIES:
-                    cut = slice_cut(eqn, k, c, analysis.examples)
+                    cut = analysis.slice(eqn, k, c)
                 if cut is None:
                     whole = True
                 else:

@@ -32,6 +32,7 @@ import numpy as np
 from jax import lax
 
 from jshard._batch.batch_class import SHARED, SUM, BatchClass, checkpoint_advice, described
+from jshard._batch.batch_positions import with_positions_shared
 from jshard._batch.body_classes import Analysis, Step, steps_for
 from jshard._batch.divided_loops import with_loops_divided
 from jshard._batch.piece_operator import run_whole, shape_of
@@ -53,7 +54,7 @@ def staged(
 ) -> tuple[Stages, Analysis, Sequence[jax.Array]]:
     """A program's values classified, and what runs in which loop; the values of its constants."""
     analysis = Analysis(examples, count)
-    saved = with_sums_saved(closed, inputs, analysis)
+    saved = with_sums_saved(with_positions_shared(closed), inputs, analysis)
     opened, consts = compat.open_jaxpr(with_loops_divided(saved, inputs, analysis))
     jaxpr = compat.without_dead_code(with_calls_inlined(opened, lines=True))
     return stages(jaxpr, inputs, analysis), analysis, consts

@@ -37,6 +37,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard._batch.batch_class import SHARED, SUM, BatchClass, CoupledError, described
+from jshard._batch.batch_positions import with_positions_shared
 from jshard._batch.body_classes import Analysis, class_in
 from jshard._batch.layers_outside import layers_outside
 from jshard._batch.loop_parts import LoopParts, loop_parts
@@ -87,7 +88,7 @@ def with_loops_over_layers(
     Raises `ShardError` if there are no layers that pass on values per example.
     """
     analysis = Analysis(examples, pieces)
-    closed = with_sums_saved(closed, inputs, analysis)
+    closed = with_sums_saved(with_positions_shared(closed), inputs, analysis)
     opened, consts = compat.open_jaxpr(closed)
     jaxpr = compat.without_dead_code(with_calls_inlined(opened, lines=True))
     loops, classes = _layer_loops(jaxpr, inputs, analysis)

@@ -269,6 +269,31 @@ def test_batch_statistics_that_cost_little_are_those_of_the_whole_batch() -> Non
     assert jshard.shard(jax.value_and_grad(mean_loss), microbatches=4).plan(*args).batch.finished == ()
 
 
+def test_labels_picked_by_the_position_of_the_example() -> None:
+    """`logits[arange(n), labels]` is per example, with its gradient: one loop, as with `take_along_axis`."""
+
+    def of_examples(ws: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        logits = jax.nn.log_softmax(hidden(ws, x))
+        return -jnp.mean(logits[jnp.arange(BATCH), y])
+
+    def of_tokens(ws: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        logits = jax.nn.log_softmax(jnp.stack([hidden(ws, x), hidden(ws, 2 * x)], 1))
+        return -jnp.mean(logits[jnp.arange(BATCH)[:, None], jnp.arange(2), y[:, None]])
+
+    def updated(ws: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        logits = hidden(ws, x)
+        return jnp.mean(logits.at[jnp.arange(-BATCH, 0), y].add(1.0) ** 2) + jnp.mean(
+            logits.at[jnp.arange(BATCH), y].set(0.0) ** 2
+        )
+
+    args = (weights(), *data())
+    for loss in (of_examples, of_tokens, updated):
+        f = jax.value_and_grad(loss)
+        sharded = jshard.shard(f, microbatches=4)
+        assert largest_error(sharded(*args), jax.jit(f)(*args)) < 1e-12, loss
+        assert loss is updated or sharded.plan(*args).batch.loops == 1
+
+
 def checkpointed_layers(checkpoint: Callable, inner_loop: bool) -> Callable:
     """Two checkpointed layers outside of loops, each with a loss of a sum over the batch."""
 
