@@ -70,13 +70,9 @@ def _shared(eqn: JaxprEqn, made_by: MadeBy) -> list[JaxprEqn]:
     rest: list[tuple[JaxprAtom, int]] = []
     for column, dim in zip(columns, getattr(numbers, names.indexed), strict=True):
         along = _positions(column, made_by)
-        fits = (
-            along is not None
-            and dim in getattr(numbers, names.dropped)
-            and along not in [d for _, d in pairs]
-        )
-        if fits and eqn.invars[0].aval.shape[dim] == column.aval.shape[along]:
-            pairs.append((dim, along))  # type: ignore[arg-type]
+        free = dim in getattr(numbers, names.dropped) and along not in [d for _, d in pairs]
+        if along is not None and free and eqn.invars[0].aval.shape[dim] == column.aval.shape[along]:
+            pairs.append((dim, along))
         else:
             rest.append((column, dim))
     if not rest or len(rest) == len(columns):
