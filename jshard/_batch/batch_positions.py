@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import ClosedJaxpr, JaxprAtom, JaxprEqn
@@ -65,7 +64,7 @@ def _shared(eqn: JaxprEqn, made_by: MadeBy) -> list[JaxprEqn]:
     columns, last = list(joined.invars), len(eqn.invars[1].aval.shape) - 1
     if joined.params["dimension"] != last or any(v.aval.shape[last] != 1 for v in columns):
         return [eqn]
-    numbers: Any = eqn.params["dimension_numbers"]
+    numbers = eqn.params["dimension_numbers"]
     pairs = list(zip(numbers.operand_batching_dims, getattr(numbers, names.shared), strict=True))
     rest: list[tuple[JaxprAtom, int]] = []
     for column, dim in zip(columns, getattr(numbers, names.indexed), strict=True):
