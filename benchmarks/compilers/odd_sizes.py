@@ -36,7 +36,8 @@ NODES, FEATURES = 2_449_029, 100
 NAMES = (
     "convolutions", "convolutions by hand", "vocabulary-50257", "vocabulary-50257 at rest",
     "vocabulary-50304", "edges-61859140", "edges-61859152",
-    "rg_lru", "mamba2", "rwkv", "next_token", "vit", "unet", "unet at 2.26 GiB", "resnet50", "convnext",
+    "rg_lru", "mamba2", "rwkv", "next_token", "vit", "unet", "resnet50", "convnext",
+    "unet on 64", "resnet50 on 64", "convnext on 64",
 )  # fmt: skip
 
 
@@ -95,7 +96,8 @@ def one(name: str, compiles: bool) -> dict[str, Any]:
     import jshard
     from benchmarks.quality.quality import measures
 
-    machine = jshard.topology("v5e:4x4", {"x": 4, "y": 4}, compiles=compiles)
+    side = 8 if name.endswith(" on 64") else 4
+    machine = jshard.topology(f"v5e:{side}x{side}", {"x": side, "y": side}, compiles=compiles)
     fn, args = program(name, machine)
     at = name.partition(" at ")[2]
     config = {"pad": ["table"]} if at == "rest" else None

@@ -17,12 +17,13 @@ from jshard._core.errors import SearchError
 from jshard._core.jax_types import ClosedJaxpr
 from jshard._plan.padded_program import Sizes, padded_program
 from jshard._plan.padding_classes import PaddingClasses
-from jshard._plan.padding_gain import padding_gain
+from jshard._plan.padding_gain import PaddingGain, padding_gain
 from jshard._plan.padding_search import (
     LEAST_BYTES,
     LEAST_GAIN,
     LEAST_POSSIBLE_GAIN,
     MOST_WASTE,
+    SCARCE,
     cut_sizes,
     large_sizes,
     padded_sizes,
@@ -86,11 +87,8 @@ def plan_padded(
     if classes is None:
         return None, bound, PaddingTrials(small_too=small_too)
     if original is not None and not required and not small_too:
-        most = padding_gain(program, topology, {n for n, _ in sizes})
-        if most.seconds < LEAST_POSSIBLE_GAIN * original.step_seconds and (
-            most.nbytes < LEAST_POSSIBLE_GAIN * original.cost.peak_bytes
-        ):
-            skipped = f"what touches it takes less than {LEAST_POSSIBLE_GAIN:.1%} of the step"
+        if not can_gain(original, padding_gain(program, topology, {n for n, _ in sizes})):
+            skipped = f"it can gain less than {LEAST_POSSIBLE_GAIN:.0%} of the step"
             return None, bound, PaddingTrials(skipped=skipped, unproved=True)
     trials: list[Padded[T]] = []
     skipped = ""
@@ -155,6 +153,14 @@ def with_trials(plan: Plan, trials: PaddingTrials, bound: float) -> Plan:
     )
     cost = dataclasses.replace(plan.cost, bound=min(bound, plan.cost.objective), space=space)
     return dataclasses.replace(plan, cost=cost, search_again=again)
+
+
+def can_gain(plan: Plan, most: PaddingGain) -> bool:
+    """Whether the most that padding can gain is worth a search: of memory only where bytes are asked for, or scarce."""
+    if most.seconds >= LEAST_POSSIBLE_GAIN * plan.step_seconds:
+        return True
+    scarce = plan.memory_budget is not None and plan.cost.peak_bytes > SCARCE * plan.memory_budget
+    return (scarce or plan.cost.unit == "B") and most.nbytes >= LEAST_POSSIBLE_GAIN * plan.cost.peak_bytes
 
 
 def _may_gain(plan: Plan) -> bool:

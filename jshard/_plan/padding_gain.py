@@ -62,7 +62,10 @@ def padding_gain(program: Program, topology: Topology, lengths: Collection[int])
             op = program.operators[i]
             dtypes = [v.aval.dtype for v in op.equation.outvars]
             seconds += work / min(peak_flops(dtype, topology.chip) for dtype in dtypes)
-    gathered, counts = np.unique(a.use_tensor[touches[a.use_op]], return_counts=True)
+    # What another of these operators makes is whole already.
+    gathered, counts = np.unique(
+        a.use_tensor[runs[a.use_op] & ~runs[a.def_op[a.use_tensor]]], return_counts=True
+    )
     devices = topology.mesh.total
     for t, count in zip(gathered.tolist(), counts.tolist(), strict=True):
         own = float(a.nbytes[t]) / devices

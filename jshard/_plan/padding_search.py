@@ -34,8 +34,11 @@ LEAST_BYTES = 1 << 20
 LEAST_GAIN = 0.01
 """Padding is tried where communication and repeated work take more than this share of a step."""
 
-LEAST_POSSIBLE_GAIN = 0.001
-"""... and where what touches the dimension takes more than this share of a step and its peak (`padding_gain.py`)."""
+LEAST_POSSIBLE_GAIN = 0.01
+"""... and where padding can gain more than this share of a step, or of the peak if memory is scarce (`padding_gain.py`)."""
+
+SCARCE = 0.9
+"""Of the budget: peaks above it are worth a search for lower ones."""
 
 
 def padded_size(size: int, mesh: MeshAxes, most_waste: float = MOST_WASTE) -> int | None:

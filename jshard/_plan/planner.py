@@ -13,6 +13,7 @@ from jshard._plan.propagation import propagate
 from jshard._plan.record import PlanRecord
 from jshard._plan.request import PlanRequest
 from jshard._plan.scheduled_solution import ROUNDING, ScheduledSolution, schedule_solution
+from jshard._plan.short_rows import with_short_rows
 from jshard._plan.summarize import summarize
 from jshard._program.graph import Program
 from jshard._schedule.schedule import Schedule
@@ -27,17 +28,13 @@ def make_plan(
     program: Program, topology: Topology, request: PlanRequest, on_progress: Callable[..., None] | None = None
 ) -> tuple[PlanRecord, Schedule]:
     """Search a plan for a program on a topology; returns the plan and the schedule it stands for."""
-    search = LevelSearch(program, topology, request, on_progress)
-    network = search.network(second_copies=request.level != 1)
-    if request.search == "propagation":
-        configured = {op for op, *_ in (*request.pins, *request.forced)}
-        assignment, steps = propagate(network, configured)
-        solution = schedule_solution(network, request, assignment, 0.0, steps, may_break_ties=False)
-    else:
-        try:
-            solution = search.run(network)
-        except Contradiction as e:
-            raise explain_contradiction(e, network, search.every_pin) from None
+
+    def search(request: PlanRequest) -> ScheduledSolution:
+        return _searched(program, topology, request, on_progress)
+
+    solution = search(request)
+    if request.search == "optimal":
+        solution = with_short_rows(solution, search)
     solution = _with_valid_bound(solution)
     one_copy = request.level != 1 and solution.network.one_shared_copy
     record = summarize(solution, ONE_SHARED_COPY if one_copy else "")
@@ -47,6 +44,21 @@ def make_plan(
 
         raise refuse(solution, record, limit)
     return record, solution.schedule
+
+
+def _searched(
+    program: Program, topology: Topology, request: PlanRequest, on_progress: Callable[..., None] | None
+) -> ScheduledSolution:
+    search = LevelSearch(program, topology, request, on_progress)
+    network = search.network(second_copies=request.level != 1)
+    if request.search == "propagation":
+        configured = {op for op, *_ in (*request.pins, *request.forced)}
+        assignment, steps = propagate(network, configured)
+        return schedule_solution(network, request, assignment, 0.0, steps, may_break_ties=False)
+    try:
+        return search.run(network)
+    except Contradiction as e:
+        raise explain_contradiction(e, network, search.every_pin) from None
 
 
 def _with_valid_bound(solution: ScheduledSolution) -> ScheduledSolution:

@@ -29,7 +29,7 @@ LANES, SUBLANES = 128, 8
 def tiled_peak(profile: PeakProfile, assignment: Assignment) -> float:
     """Bytes of a device at the peak with the arrays of convolutions in tiles; 0 where that is no more, or no TPU."""
     program, topology = assignment.program, assignment.topology
-    minor = _minor_dimensions(program) if _has_tiles(topology) else {}
+    minor = minor_dimensions(program) if has_tiles(topology) else {}
     added = 0.0
     for tensor, nbytes, kind in profile.held if minor else ():
         shape = program.tensors[tensor].shape
@@ -48,11 +48,12 @@ def in_tiles(shape: tuple[int, ...], minor: tuple[int, int]) -> float:
     return min(_whole(x, LANES) / x * _whole(y, min(SUBLANES, _power(y))) / y for x, y in ((a, b), (b, a)))
 
 
-def _has_tiles(topology: Topology) -> bool:
+def has_tiles(topology: Topology) -> bool:
+    """Whether arrays are stored in tiles: on TPUs."""
     return topology.chip.interconnect.startswith("torus")
 
 
-def _minor_dimensions(program: Program) -> dict[tuple[int, ...], tuple[int, int]]:
+def minor_dimensions(program: Program) -> dict[tuple[int, ...], tuple[int, int]]:
     """For the shapes of what convolutions read and write, batch and features; their kernels are small."""
     found = {}
     for op in program.operators:

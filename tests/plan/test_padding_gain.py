@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh
 
 import jshard
+from jshard._api.plan_padded import can_gain
 from jshard._core import hardware, topology
 from jshard._core.layout import MeshAxes
-from jshard._plan.padding_gain import padding_gain
+from jshard._plan.padding_gain import PaddingGain, padding_gain
 from jshard._program.trace import build
 
 
@@ -76,3 +79,20 @@ def test_next_to_nothing_is_not_tried() -> None:
     tried = jshard.shard(step, config={"pad": True}, **options).plan(w, tokens)
     assert tried.cost.objective >= plan.cost.objective * (1 - 1e-3)
     assert tried.cost.space == ""
+
+
+def test_bytes_are_worth_a_search_where_they_are_asked_for_or_scarce() -> None:
+    options = dict(mesh=AbstractMesh((2, 4), ("x", "y")), hardware="tpu-v5e")
+    plans = [
+        jshard.shard(vocabulary, config={"pad": False}, level=level, **options).plan(
+            f32(512, 8191), f32(4096, 512)
+        )
+        for level in (1, 2)
+    ]
+    peak, step = plans[1].cost.peak_bytes, plans[1].step_seconds
+    bytes_alone, little = PaddingGain(0.0, 0.02 * peak), PaddingGain(0.009 * step, 0.009 * peak)
+    assert can_gain(plans[0], bytes_alone) and not can_gain(plans[1], bytes_alone)
+    budgets = [dataclasses.replace(plans[1], memory_budget=b * peak) for b in (1.05, 1.2)]
+    assert [can_gain(p, bytes_alone) for p in budgets] == [True, False]
+    assert [can_gain(p, little) for p in (plans[1], *budgets)] == [False] * 3
+    assert can_gain(plans[1], PaddingGain(0.011 * step, 0.0))

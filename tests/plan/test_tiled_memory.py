@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -65,3 +67,24 @@ def test_cut_channels_take_no_less() -> None:
 def test_a_gpu_has_no_tiles() -> None:
     plan = planned("h100:1x4", {"x": 4}, 32)
     assert plan.memory.tiled == 0 and "tiles" not in str(plan)
+
+
+def cut_dimensions(plan: jshard.Plan) -> set[int]:
+    """Of images, as convolutions read them."""
+    convolutions = [r for r in plan.operators if r.primitive == "conv_general_dilated"]
+    return {d for r in convolutions for d, axes in enumerate(r.operands[0].dims) if axes}
+
+
+def test_rows_are_cut_where_long_ones_would_not_fit() -> None:
+    plan = planned("v5e:2x2", {"x": 4}, 32)
+    assert cut_dimensions(plan) == {1} and not any("rows of at most" in step for step in plan.steps)
+    few = planned("v5e:2x2", {"x": 4}, 32, memory_budget=int(1.2 * plan.cost.peak_bytes))
+    assert cut_dimensions(few) == {2} and few.cost.optimal
+    assert few.cost.objective == pytest.approx(plan.cost.objective)
+    note = next(step for step in few.steps if "rows of at most 256 pixels a device" in step)
+    after, before = (float(x) for x in re.findall(r"about ([\d.]+) GiB in place of ([\d.]+),", note)[0])
+    assert after < before
+    pinned = planned(
+        "v5e:2x2", {"x": 4}, 32, memory_budget=few.memory_budget, in_strategy=(None, None, (1, 4, 1, 1))
+    )
+    assert cut_dimensions(pinned) == {1}
