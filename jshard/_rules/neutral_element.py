@@ -16,6 +16,8 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
+from jshard._rules.registry import OpView
+
 
 Scalar = bool | int | float
 
@@ -37,6 +39,22 @@ def neutral_element(reducer: str, dtype: np.dtype) -> Scalar | None:
         has_infinity = float(np.asarray(math.inf).astype(dtype)) == math.inf
         return sign * math.inf if has_infinity else sign * float(jnp.finfo(dtype).max)
     return _last(dtype) if sign > 0 else int(jnp.iinfo(dtype).min)
+
+
+def window_identity(op: OpView) -> Scalar | None:
+    """What outside the tensor changes no maximum or minimum of its windows; None for sums, which zeros do not change.
+
+    >>> values = jax.ShapeDtypeStruct((4,), "float32")
+    >>> window_identity(OpView("reduce_window_max", {}, (values,), (values,)))
+    -inf
+    """
+    takes_max = op.primitive == "reduce_window_max" or "ge" in str(op.params.get("select_prim", ""))
+    takes_min = op.primitive == "reduce_window_min" or "le" in str(op.params.get("select_prim", ""))
+    if not (takes_max or takes_min):
+        return None
+    value = neutral_element("max" if takes_max else "min", op.ins[-1].dtype)
+    assert value is not None, "complex numbers have no order in window reductions"
+    return value
 
 
 def _last(dtype: np.dtype) -> int:

@@ -1,9 +1,9 @@
 """What padding at the end of a dimension means for each operator.
 
 A size that a cut does not divide is padded to one that divides. Elementwise work ignores what stands in the padding; a
-reduction needs the neutral element there; an index must not reach it. `padded_factors` says so for each factor of a rule,
-and leaves out the factors that cannot be padded: the sizes in a reshape that joins or splits the dimension, sorts,
-random bits, windows, and all operators whose function is the user's.
+reduction needs the neutral element there; an index must not reach it; a window reads it as it reads what lies outside.
+`padded_factors` says so for each factor of a rule, and leaves out the factors that cannot be padded: the sizes in a
+reshape that joins or splits the dimension, sorts, random bits, and all operators whose function is the user's.
 
 >>> from jax import ShapeDtypeStruct as S
 >>> from jshard._rules.lookup import rules_for
@@ -27,7 +27,7 @@ from jshard._core.jax_types import Params
 from jshard._program.pin_primitives import PIN_OPERAND
 from jshard._program.tail_primitives import MASK_TAIL
 from jshard._rules.attention.padded import attention_masks, attention_params
-from jshard._rules.neutral_element import Scalar, neutral_element
+from jshard._rules.neutral_element import Scalar, neutral_element, window_identity
 from jshard._rules.registry import REGISTRY, OpView
 from jshard._rules.rule import Dims, Rule
 
@@ -78,6 +78,13 @@ _SCATTERS = {
     "scatter-add": "sum", "scatter-sub": "sum", "scatter-mul": "prod", "scatter-max": "max", "scatter-min": "min",
     "scatter": "",
 }  # fmt: skip
+_WINDOWS = {
+    "reduce_window_sum": (0,),
+    "reduce_window_max": (0,),
+    "reduce_window_min": (0,),
+    "select_and_scatter_add": (1,),
+    "select_and_gather_add": (1,),
+}  # the operands whose windows are reduced, or searched for their greatest
 _ATTENTION = ("jshard_attention", "jshard_attention_backward")
 _KEEPS_ZERO = frozenset(
     "neg copy copy_p convert_element_type transpose broadcast_in_dim reshape squeeze expand_dims real imag abs sign "
@@ -125,6 +132,7 @@ def _meaning_of(name: str) -> Callable[[OpView, Rule, int], PaddedFactor | None]
         return _scattered
     own = {"dot_general": _contracted, "gather": _gathered, "dynamic_update_slice": _updated}
     own |= {"conv_general_dilated": _convolved, "searchsorted": _searched}
+    own |= dict.fromkeys(_WINDOWS, _windowed)
     own |= dict.fromkeys(_ATTENTION, _attended)
     if name in own:
         return own[name]
@@ -159,13 +167,28 @@ def _contracted(op: OpView, rule: Rule, f: int) -> PaddedFactor | None:
 
 
 def _convolved(op: OpView, rule: Rule, f: int) -> PaddedFactor | None:
-    # Batch and features only: the other dimensions are windows.
     n, p = op.params["dimension_numbers"], op.params
+    if f in rule.blocked:  # positions, windows or places; the padding of the parameters makes up for it
+        read = ((0, n.lhs_spec[2:]), (1, n.rhs_spec[2:]))
+        masks = tuple((k, 0) for k, space in read if any((f,) == rule.operands[k][d] for d in space))
+        return PaddedFactor(masks=masks)
     if p["feature_group_count"] != 1 or p["batch_group_count"] != 1:
         return None
     if (f,) in (rule.operands[0][n.lhs_spec[0]], rule.operands[1][n.rhs_spec[0]]):
         return IGNORED
     return PaddedFactor(masks=((0, 0), (1, 0))) if (f,) == rule.operands[0][n.lhs_spec[1]] else None
+
+
+def _windowed(op: OpView, rule: Rule, f: int) -> PaddedFactor | None:
+    if f not in rule.blocked:
+        return IGNORED
+    outside = window_identity(op)
+    masks: dict[int, Scalar] = {
+        k: 0 if outside is None else outside for k in _WINDOWS[op.primitive] if (f,) in rule.operands[k]
+    }
+    if op.primitive.startswith("select_and") and (f,) in rule.operands[0]:
+        masks[0] = 0
+    return PaddedFactor(masks=tuple(masks.items()))
 
 
 def _attended(op: OpView, rule: Rule, f: int) -> PaddedFactor | None:
@@ -233,6 +256,30 @@ def padded_params(op: OpView, ins: Sequence[Sequence[int]], outs: Sequence[Seque
         p["slice_sizes"] = tuple(new if size == old != 1 else size for size, old, new in sizes)
     elif name == "pad_tail":
         p["size"] = outs[0][p["dim"]]
+    elif name == "conv_general_dilated":
+        n = p["dimension_numbers"]
+        space = zip(n.lhs_spec[2:], n.rhs_spec[2:], n.out_spec[2:], strict=True)
+        p["padding"] = tuple(
+            (low, _high(ins[0][i], ins[1][k], outs[0][o], stride, low, base, dilation))
+            for (i, k, o), stride, (low, _), base, dilation in zip(
+                space, p["window_strides"], p["padding"], p["lhs_dilation"], p["rhs_dilation"], strict=True
+            )
+        )
+    elif name in _WINDOWS:
+        many, one = (ins[1], ins[0]) if name == "select_and_scatter_add" else (ins[-1], outs[0])
+        ones = (1,) * len(many)
+        p["padding"] = tuple(
+            (low, _high(size, window, places, stride, low, base, dilation))
+            for size, places, window, stride, (low, _), base, dilation in zip(
+                many, one, p["window_dimensions"], p["window_strides"], p["padding"],
+                p.get("base_dilation", ones), p.get("window_dilation", ones), strict=True,
+            )
+        )  # fmt: skip
     elif name in _ATTENTION:
         p = dict(attention_params(op, ins[1][-3]))
     return p
+
+
+def _high(size: int, window: int, places: int, stride: int, low: int, base: int, dilation: int) -> int:
+    """The padding after a dimension with which a window of some size has some number of places in it."""
+    return (places - 1) * stride + (window - 1) * dilation + 1 - low - ((size - 1) * base + 1)

@@ -19,6 +19,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
@@ -27,7 +28,7 @@ from jshard._rules.block_reads import ReadsOfWindows, WindowReads
 from jshard._rules.factors import HALO, Factors, linear_sets
 from jshard._rules.halo import Halo, local_windows, with_halos
 from jshard._rules.neighbour_exchange import at_device, with_neighbours
-from jshard._rules.neutral_element import Scalar, neutral_element
+from jshard._rules.neutral_element import window_identity
 from jshard._rules.registry import LocalContext, OpView, block_index, family
 from jshard._rules.rule import WHOLE, Dims, JointCut, Rule
 
@@ -117,25 +118,14 @@ def _with_halos(op: OpView, r: Rule, w: _Windows, windowed: tuple[int, ...]) -> 
     return with_halos(r, op.ins, halos)
 
 
-def _identity(op: OpView) -> Scalar | None:
-    """What outside the tensor changes no maximum or minimum; None for sums, which zeros do not change."""
-    takes_max = op.primitive == "reduce_window_max" or "ge" in str(op.params.get("select_prim", ""))
-    takes_min = op.primitive == "reduce_window_min" or "le" in str(op.params.get("select_prim", ""))
-    if not (takes_max or takes_min):
-        return None
-    value = neutral_element("max" if takes_max else "min", op.ins[-1].dtype)
-    assert value is not None, "complex numbers have no order in window reductions"
-    return value
-
-
 def _reduce_local(ctx: LocalContext, *operands: jax.Array) -> Sequence[jax.Array]:
     """The windows of this device's block, applied to what they read; no padding is left along a cut."""
     if not ctx.rule.internal:
         return ctx.bind(*operands)
     op, n = ctx.op, len(ctx.op.outs)
-    fills: list[ArrayLike | None] = [_identity(op)] * n
+    fills: list[ArrayLike | None] = [window_identity(op)] * n
     if op.primitive == "select_and_gather_add":
-        n, fills = 2, [None, _identity(op)]
+        n, fills = 2, [None, window_identity(op)]
     blocks = with_neighbours(ctx, operands, fills)
     ndim = len(op.ins[0].shape)
     padding = [_window(op, d)[2] for d in range(ndim)]
@@ -168,8 +158,8 @@ def reduce_window(op: OpView) -> Rule:
 def _scatter_local(ctx: LocalContext, source: jax.Array, operand: jax.Array) -> Sequence[jax.Array]:
     """All windows that reach into this device's block, then the gradients of the block alone."""
     if not ctx.rule.internal:
-        return ctx.bind(source, operand)
-    source, operand = with_neighbours(ctx, [source, operand], [None, _identity(ctx.op)])
+        return [_scattered(ctx, source, operand, ctx.op.params["padding"])]
+    source, operand = with_neighbours(ctx, [source, operand], [None, window_identity(ctx.op)])
     padding = list(ctx.op.params["padding"])
     cuts = []
     for one in ctx.rule.internal:
@@ -178,7 +168,7 @@ def _scatter_local(ctx: LocalContext, source: jax.Array, operand: jax.Array) -> 
         if one.operand == 1 and ctx.mesh.size(*axes) > 1:
             padding[one.dim] = (0, 0)
             cuts.append((one.dim, one.reads, axes))
-    (found,) = ctx.bind(source, operand, padding=tuple(padding))
+    found = _scattered(ctx, source, operand, padding)
     for dim, reads, axes in cuts:
         n = ctx.mesh.size(*axes)
         block = ctx.op.ins[1].shape[dim] // n
@@ -186,6 +176,18 @@ def _scatter_local(ctx: LocalContext, source: jax.Array, operand: jax.Array) -> 
         start = at_device(starts, block_index(axes, ctx.mesh))
         found = lax.dynamic_slice_in_dim(found, start, block, dim)
     return [found]
+
+
+def _scattered(
+    ctx: LocalContext, source: jax.Array, operand: jax.Array, padding: Sequence[tuple[int, int]]
+) -> jax.Array:
+    """The gradient of the windows; JAX's operator does not accept the negative padding of a dimension that is padded."""
+    outside = [min(high, 0) for _, high in padding]
+    operand = lax.slice(
+        operand, [0] * operand.ndim, [n + o for n, o in zip(operand.shape, outside, strict=True)]
+    )
+    (found,) = ctx.bind(source, operand, padding=tuple((low, max(high, 0)) for low, high in padding))
+    return lax.pad(found, jnp.zeros((), found.dtype), [(0, -o, 0) for o in outside])
 
 
 @rule("select_and_scatter_add", local=_scatter_local)
