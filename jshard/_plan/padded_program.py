@@ -33,7 +33,7 @@ from jax import lax
 
 from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import Aval, ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn
-from jshard._plan.padded_shifts import Move, moved_dims, run_joined, run_moved
+from jshard._plan.padded_shifts import Move, moved_dims, run_cropped, run_joined, run_moved
 from jshard._plan.padding_classes import (
     EquationFactor,
     PaddingClasses,
@@ -250,7 +250,10 @@ class _Writer:
         ]
         view = op_view(eqn)
         params = padded_params(view, [shape_of(v) for v in operands], [shape_of(v) for v in results])
-        self.eqns.append(eqn.replace(invars=operands, outvars=results, params=params))
+        if (cropped := run_cropped(eqn, params, operands)) is not None:
+            results = self.traced(cropped, operands, eqn)
+        else:
+            self.eqns.append(eqn.replace(invars=operands, outvars=results, params=params))
         if eqn.primitive.name == "convert_element_type":
             self.conversions[results[0]] = self.eqns[-1]
         for k, (v, atom) in enumerate(zip(eqn.outvars, results, strict=True)):

@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 
 from jshard._core import jaxcompat as compat
-from jshard._core.jax_types import JaxprAtom, JaxprEqn
+from jshard._core.jax_types import JaxprAtom, JaxprEqn, Params
 from jshard._program.shift_patterns import spliced
 from jshard._program.shifted_pieces import Group, kept_most, padding_config
 from jshard._rules.neutral_element import Scalar
@@ -124,6 +124,28 @@ def run_moved(eqn: JaxprEqn, moves: Sequence[Move], shape: Sequence[int]) -> Cal
 
     def run(x: jax.Array) -> list[jax.Array]:
         return [lax.pad(lax.slice(x, starts, limits, p["strides"]), np.zeros((), x.dtype), config)]
+
+    return run
+
+
+def run_cropped(
+    eqn: JaxprEqn, params: Params, operands: Sequence[JaxprAtom]
+) -> Callable[..., list[jax.Array]] | None:
+    """A gradient of windows that read less than its padded operand, as a function of its operands; None for all others.
+
+    JAX refuses the negative padding that leaves out the rest.
+    """
+    if eqn.primitive.name != "select_and_scatter_add":
+        return None
+    rest = [max(-high, 0) for _, high in params["padding"]]
+    if not any(rest):
+        return None
+    shape = [n - r for n, r in zip(operands[1].aval.shape, rest, strict=True)]
+    inside = {**params, "padding": tuple((low, max(high, 0)) for low, high in params["padding"])}
+
+    def run(source: jax.Array, operand: jax.Array) -> list[jax.Array]:
+        (found,) = [eqn.primitive.bind(source, lax.slice(operand, [0] * len(shape), shape), **inside)]
+        return [lax.pad(found, np.zeros((), found.dtype), [(0, r, 0) for r in rest])]
 
     return run
 

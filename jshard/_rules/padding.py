@@ -256,30 +256,37 @@ def padded_params(op: OpView, ins: Sequence[Sequence[int]], outs: Sequence[Seque
         p["slice_sizes"] = tuple(new if size == old != 1 else size for size, old, new in sizes)
     elif name == "pad_tail":
         p["size"] = outs[0][p["dim"]]
-    elif name == "conv_general_dilated":
-        n = p["dimension_numbers"]
-        space = zip(n.lhs_spec[2:], n.rhs_spec[2:], n.out_spec[2:], strict=True)
-        p["padding"] = tuple(
-            (low, _high(ins[0][i], ins[1][k], outs[0][o], stride, low, base, dilation))
-            for (i, k, o), stride, (low, _), base, dilation in zip(
-                space, p["window_strides"], p["padding"], p["lhs_dilation"], p["rhs_dilation"], strict=True
-            )
-        )
-    elif name in _WINDOWS:
-        many, one = (ins[1], ins[0]) if name == "select_and_scatter_add" else (ins[-1], outs[0])
-        ones = (1,) * len(many)
-        p["padding"] = tuple(
-            (low, _high(size, window, places, stride, low, base, dilation))
-            for size, places, window, stride, (low, _), base, dilation in zip(
-                many, one, p["window_dimensions"], p["window_strides"], p["padding"],
-                p.get("base_dilation", ones), p.get("window_dilation", ones), strict=True,
-            )
-        )  # fmt: skip
+    elif name == "conv_general_dilated" or name in _WINDOWS:
+        p["padding"] = _window_padding(op, ins, outs)
     elif name in _ATTENTION:
         p = dict(attention_params(op, ins[1][-3]))
     return p
 
 
-def _high(size: int, window: int, places: int, stride: int, low: int, base: int, dilation: int) -> int:
-    """The padding after a dimension with which a window of some size has some number of places in it."""
-    return (places - 1) * stride + (window - 1) * dilation + 1 - low - ((size - 1) * base + 1)
+def _window_padding(
+    op: OpView, ins: Sequence[Sequence[int]], outs: Sequence[Sequence[int]]
+) -> tuple[tuple[int, int], ...]:
+    """The padding of windows: after the dimension what gives its padded size the padded number of places."""
+    p = op.params
+    is_convolution = op.primitive == "conv_general_dilated"
+    before = _extents(op, [x.shape for x in op.ins], [x.shape for x in op.outs])
+    after, ones = _extents(op, ins, outs), (1,) * len(before)
+    base = p["lhs_dilation"] if is_convolution else p.get("base_dilation", ones)
+    dilation = p["rhs_dilation"] if is_convolution else p.get("window_dilation", ones)
+    out = []
+    for d, ((low, high), stride) in enumerate(zip(p["padding"], p["window_strides"], strict=True)):
+        size, window, places = after[d]
+        length = (places - 1) * stride + (window - 1) * dilation[d] + 1
+        out.append((low, high if after[d] == before[d] else length - low - (size - 1) * base[d] - 1))
+    return tuple(out)
+
+
+def _extents(
+    op: OpView, ins: Sequence[Sequence[int]], outs: Sequence[Sequence[int]]
+) -> list[tuple[int, int, int]]:
+    """For each dimension with windows its size, the size of a window, and the number of places."""
+    if op.primitive == "conv_general_dilated":
+        space = zip(*(d[2:] for d in op.params["dimension_numbers"]), strict=True)
+        return [(ins[0][i], ins[1][k], outs[0][o]) for i, k, o in space]
+    many, one = (ins[1], ins[0]) if op.primitive == "select_and_scatter_add" else (ins[-1], outs[0])
+    return list(zip(many, op.params["window_dimensions"], one, strict=True))

@@ -298,9 +298,40 @@ def both_ends(n: int) -> tuple[Any, ...]:
     return f, _x(n, 6), _x(6, 6)
 
 
+def images(n: int) -> tuple[Any, ...]:
+    """Convolutions, pooling and their gradients over images of n x 10 points."""
+
+    def f(x: Any, v: Any, w: Any, u: Any) -> Any:
+        def conv(x: Any, w: Any, stride: int, padding: Any) -> Any:
+            return lax.conv_general_dilated(
+                x, w, (stride, 1), padding, dimension_numbers=("NHWC", "HWIO", "NHWC")
+            )
+
+        h = jnp.tanh(conv(x, v, 1, "SAME"))
+        h = h + jnp.max(h, (1, 2), keepdims=True)
+        top = lax.reduce_window(h, -jnp.inf, lax.max, (1, 3, 2, 1), (1, 2, 2, 1), "VALID")
+        mean = lax.reduce_window(h, 0.0, lax.add, (1, 2, 2, 1), (1, 1, 1, 1), "SAME")
+        up = lax.conv_transpose(conv(mean, w, 2, ((2, 1), (0, 0))), u, (2, 1), "SAME")
+        return jnp.sum(top**2) + jnp.sum(up**3) + jnp.sum(conv(h, w, 3, "VALID"))
+
+    return f, _x(2, n, 10, 3), _x(3, 3, 3, 4), _x(4, 1, 4, 2), _x(3, 2, 2, 3)
+
+
 PROGRAMS: Mapping[str, Callable[[int], tuple[Any, ...]]] = {
     f.__name__: f
-    for f in (head, embedding, attention, normalised, messages, nodes, recurrent, adam, statistics, both_ends)
+    for f in (
+        head,
+        embedding,
+        attention,
+        normalised,
+        messages,
+        nodes,
+        recurrent,
+        adam,
+        statistics,
+        both_ends,
+        images,
+    )
 }
 
 

@@ -31,7 +31,7 @@ def _float64():
         yield
 
 
-@pytest.mark.parametrize("name", ["reductions", "dots", "gathers", "scatters"])
+@pytest.mark.parametrize("name", ["reductions", "dots", "gathers", "scatters", "convolutions", "windows"])
 def test_operators_ignore_what_stands_in_the_padding(name: str) -> None:
     fn, *args = EXAMPLES[name]()
     found = cases(fn, *args)

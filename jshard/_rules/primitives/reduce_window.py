@@ -19,7 +19,6 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
@@ -158,7 +157,7 @@ def reduce_window(op: OpView) -> Rule:
 def _scatter_local(ctx: LocalContext, source: jax.Array, operand: jax.Array) -> Sequence[jax.Array]:
     """All windows that reach into this device's block, then the gradients of the block alone."""
     if not ctx.rule.internal:
-        return [_scattered(ctx, source, operand, ctx.op.params["padding"])]
+        return ctx.bind(source, operand)
     source, operand = with_neighbours(ctx, [source, operand], [None, window_identity(ctx.op)])
     padding = list(ctx.op.params["padding"])
     cuts = []
@@ -168,7 +167,7 @@ def _scatter_local(ctx: LocalContext, source: jax.Array, operand: jax.Array) -> 
         if one.operand == 1 and ctx.mesh.size(*axes) > 1:
             padding[one.dim] = (0, 0)
             cuts.append((one.dim, one.reads, axes))
-    found = _scattered(ctx, source, operand, padding)
+    (found,) = ctx.bind(source, operand, padding=tuple(padding))
     for dim, reads, axes in cuts:
         n = ctx.mesh.size(*axes)
         block = ctx.op.ins[1].shape[dim] // n
@@ -176,18 +175,6 @@ def _scatter_local(ctx: LocalContext, source: jax.Array, operand: jax.Array) -> 
         start = at_device(starts, block_index(axes, ctx.mesh))
         found = lax.dynamic_slice_in_dim(found, start, block, dim)
     return [found]
-
-
-def _scattered(
-    ctx: LocalContext, source: jax.Array, operand: jax.Array, padding: Sequence[tuple[int, int]]
-) -> jax.Array:
-    """The gradient of the windows; JAX's operator does not accept the negative padding of a dimension that is padded."""
-    outside = [min(high, 0) for _, high in padding]
-    operand = lax.slice(
-        operand, [0] * operand.ndim, [n + o for n, o in zip(operand.shape, outside, strict=True)]
-    )
-    (found,) = ctx.bind(source, operand, padding=tuple((low, max(high, 0)) for low, high in padding))
-    return lax.pad(found, jnp.zeros((), found.dtype), [(0, -o, 0) for o in outside])
 
 
 @rule("select_and_scatter_add", local=_scatter_local)
