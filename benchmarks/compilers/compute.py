@@ -246,8 +246,6 @@ def write_table(results: dict[str, dict[str, Any]]) -> str:
         f"Written by `make bench-compute`: seconds of compute on a device of {MACHINE}, planned, and the TPU compiler's",
         "`estimated_cycles` over the clock, with no device. The workloads are in [exposure.md](exposure.md).",
         f"Nothing was fitted to the last {UNSEEN}. Plans and compiled programs of 25 November 2026.",
-        "The DiTs take the compiler 3 s at `exec_time_optimization_effort=-1`: the rest goes to the search for tiles, and",
-        "without that search its estimates are nine times as long.",
         "",
         "| program | plan | compiled | ratio |",
         "|---|---|---|---|",
