@@ -18,13 +18,27 @@ import numpy as np
 from jshard._core.arrays import Floats
 from jshard._network.build import PlanningNetwork
 from jshard._plan.request import PlanRequest
-from jshard._plan.scheduled_solution import ScheduledSolution, schedule_solution
+from jshard._plan.scheduled_solution import ScheduledSolution, regathered_within, schedule_solution
 from jshard._search import CostNetwork, evaluate
 from jshard._search.cost_network import ArrayPool
 from jshard._search.primal.greedy import greedy_assignment
 
 
 _PASSES = (3.0, 10.0, 100.0)  # times that a byte passes through memory: its price in each plan
+
+
+def early_plan(network: PlanningNetwork, request: PlanRequest) -> ScheduledSolution | None:
+    """The first of these plans that is within the budget of the request; None where none is.
+
+    Arguments as for `early_plans`.
+    """
+    limit = request.memory_limit
+    assert limit is not None
+    for plan in early_plans(network, request):
+        found = plan if plan.peak <= limit else regathered_within(plan, limit)
+        if found is not None:
+            return found
+    return None
 
 
 def early_plans(network: PlanningNetwork, request: PlanRequest) -> Iterator[ScheduledSolution]:

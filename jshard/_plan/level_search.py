@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from jshard._core.arrays import Ints
 from jshard._core.errors import MemoryBudgetError, SearchError
@@ -18,7 +19,8 @@ from jshard._core.layout import CollectiveKind
 from jshard._core.topology import Topology
 from jshard._network.build import Pins, PlanningNetwork, build_network
 from jshard._network.memory_network import memory_network, with_copies
-from jshard._plan.early_plans import early_plans
+from jshard._plan.early_plans import early_plan
+from jshard._plan.lowered_limits import LimitSearch
 from jshard._plan.memory_preference import EACH_BUDGET, prefer_memory
 from jshard._plan.memory_ties import assignment_of_solution, lower_peak_at_equal_cost
 from jshard._plan.overlap_choice import with_shorter_step
@@ -31,7 +33,6 @@ from jshard._plan.scheduled_solution import (
     ScheduledSolution,
     best_within,
     fitting_or_lowest,
-    regathered_within,
     schedule_solution,
 )
 from jshard._plan.unpriced_cost import with_unpriced_cost
@@ -42,15 +43,13 @@ from jshard._search.effort import ENTRIES_PER_SECOND
 from jshard._search.memory.key_times import least_conceivable_peak
 
 
-# Searches under a budget, each with the limit lowered by _OVERSHOOT times what the schedule before exceeded it.
-_BUDGET_ROUNDS = 6
-_OVERSHOOT = 1.05
-_NEARLY = 0.98  # of the bytes that the network counts of a plan: no limit between the two is tried
 _LEAST_PEAK_VARIABLES = 100  # up to which the least peak is looked for though it is proved not to fit
-_BOUNDED_AT_FIRST = (
-    1000  # variables below which the least peak is bounded as soon as a plan exceeds the budget
-)
+_BOUNDED_AT_FIRST = 1000  # variables below which the least peak is bounded once a plan exceeds the budget
 _LARGE_GAP = 0.01  # relative, at which the search of a large network under a budget ends
+# Of the budget: above it a schedule by the lower-bound network is too far from what that counts.
+_NEAR_BUDGET = 1.01
+# Of the budget: a plan of nearly least time of a large network above it shows that the budget decides.
+_FAR_ABOVE = 1.25
 # Of a given effort, for the plan of least time that the search under a budget begins with.
 _SHARE_WITHOUT_BUDGET = 0.4
 _SHARE_FOR_BOUND = 0.25  # of what is left, for a bound on the least peak
@@ -101,13 +100,17 @@ class LevelSearch:
         try:
             return self._run(network)
         except KeyboardInterrupt:
-            limit = self.request.memory_limit or math.inf
-            fitting = [s for s in self._known if s.peak <= limit]
+            fitting = [s for s in self._known if s.peak <= self._limit]
             if not fitting:
                 raise
             best = min(fitting, key=lambda s: s.objective)
             bound = max(s.bound for s in self._known)
             return dataclasses.replace(best, bound=bound, steps=(*best.steps, "interrupted"))
+
+    @property
+    def _limit(self) -> float:
+        """The budget in bytes; infinite without one."""
+        return self.request.memory_limit or math.inf
 
     def _known_plan(self, solution: ScheduledSolution) -> ScheduledSolution:
         """Note a plan that an interruption may return, with a bound that holds for every plan."""
@@ -121,12 +124,14 @@ class LevelSearch:
 
     def _run(self, network: PlanningNetwork) -> ScheduledSolution:
         """Search by level. A plan of least time that keeps the budget is that of the budget too, with its proof."""
-        limit = self.request.memory_limit
         if self.request.level == 1:
             self._early_plan(network)
             return self.minimize_peak(network)
         self._check_useful(network, least_conceivable_cost(network.cost_network))
         early = self._early_plan(network)
+        far = self._nearly_fastest(network)
+        if far is not None:
+            return self._within_budget(far.network, far, early)
         fastest = self.minimize_time(network)
         self._check_useful(network, fastest.bound)
         if not self.effort.exhausted:
@@ -134,22 +139,32 @@ class LevelSearch:
         fastest = lower_peak_at_equal_cost(fastest)
         if self.request.memory_slack and not fastest.interrupted:
             fastest = self._prefer_memory(fastest)
-        if limit is None or fastest.peak <= limit or not self.request.search_in_budget:
-            return with_unpriced_cost(
-                fastest,
-                lambda: self.network(replication_price=0.0),
-                self.effort,
-                self._seconds(self.request.seconds),
-            )
-        network = self.network(second_copies=False)
+        if fastest.peak <= self._limit or not self.request.search_in_budget:
+            build, seconds = lambda: self.network(replication_price=0.0), self._seconds(self.request.seconds)
+            return with_unpriced_cost(fastest, build, self.effort, seconds)
+        return self._within_budget(self.network(second_copies=False), fastest, early)
+
+    def _nearly_fastest(self, network: PlanningNetwork) -> ScheduledSolution | None:
+        """A plan of nearly least time of a large program, if it is so far above the budget that this is what decides."""
+        if not self._is_large_and_limited(network) or self.request.memory_slack:
+            return None
+        single = self.network(second_copies=False)
+        s = self._solve_time(single, max(self.request.gap, _LARGE_GAP))
+        plan = schedule_solution(single, self.request, s.assignment, s.bound, s.steps)
+        return plan if plan.peak > _FAR_ABOVE * self._limit else None
+
+    def _within_budget(
+        self, network: PlanningNetwork, fastest: ScheduledSolution, early: ScheduledSolution | None
+    ) -> ScheduledSolution:
+        """The cheapest plan within the budget, which `fastest` exceeds; that of least peak found if none fits."""
         solution = self.minimize_time_under_budget(network, fastest)
-        if early is not None and solution.peak > limit:
+        if early is not None and solution.peak > self._limit:
             cost = schedule_cost(early.schedule, network)
             early = dataclasses.replace(early, network=network, schedule_cost=cost, steps=solution.steps)
             solution = dataclasses.replace(early, bound=solution.bound, peak_bound=solution.peak_bound)
-        if solution.peak <= limit:
+        if solution.peak <= self._limit:
             return solution
-        proved = solution.peak_bound > limit
+        proved = solution.peak_bound > self._limit
         if proved and (
             not self.request.names_least_peak
             or network.cost_network.size > _LEAST_PEAK_VARIABLES
@@ -159,25 +174,24 @@ class LevelSearch:
         # Plans that fit may have to repeat products: that is priced in their cost, but not in this search.
         unpriced = self.network(replication_price=0.0, price_returned_sums=False, second_copies=False)
         smallest = self.minimize_peak(unpriced).after(solution)
-        fitting = fitting_or_lowest((smallest, solution), limit)
-        if fitting.peak <= limit:
+        fitting = fitting_or_lowest((smallest, solution), self._limit)
+        if fitting.peak <= self._limit:
             smallest = fitting
         elif solution.peak < smallest.peak:
             smallest = dataclasses.replace(solution, peak_bound=smallest.peak_bound)
         cost = schedule_cost(smallest.schedule, network)
         return dataclasses.replace(smallest, network=network, schedule_cost=cost, bound=solution.bound)
 
+    def _is_large_and_limited(self, network: PlanningNetwork) -> bool:
+        """Whether plans are looked for within a budget of a program whose every search takes long."""
+        r = self.request
+        limited = r.memory_limit is not None and r.search_in_budget and r.most == math.inf
+        return limited and network.cost_network.size >= LARGE_NETWORK
+
     def _early_plan(self, network: PlanningNetwork) -> ScheduledSolution | None:
-        """A plan within the budget before any search, of a program whose searches take long; None where none is found."""
-        limit = self.request.memory_limit
-        large = network.cost_network.size >= LARGE_NETWORK
-        if limit is None or not large or not self.request.search_in_budget or self.request.most < math.inf:
-            return None
-        for plan in early_plans(network, self.request):
-            found = plan if plan.peak <= limit else regathered_within(plan, limit)
-            if found is not None:
-                return self._known_plan(found)
-        return None
+        """A plan within the budget before any search; None where none is found, and of a program that is not large."""
+        found = early_plan(network, self.request) if self._is_large_and_limited(network) else None
+        return found and self._known_plan(found)
 
     def _check_useful(self, network: PlanningNetwork, bound: float) -> None:
         """Raise `NoBetterPlan` if a plan that is known costs no more than this bound on all plans."""
@@ -227,12 +241,12 @@ class LevelSearch:
 
         return prefer_memory(fastest, least_conceivable_peak(bounding.memory), plans_within, slack)
 
-    def _solve_time(self, network: PlanningNetwork) -> Solution:
+    def _solve_time(self, network: PlanningNetwork, gap: float | None = None) -> Solution:
         r = self.request
         effort = self.effort if r.memory_limit is None else self.effort.part(_SHARE_WITHOUT_BUDGET)
         return solve(
-            network.cost_network, gap=r.gap, seconds=self._seconds(r.seconds), on_progress=self.on_progress,
-            effort=effort,
+            network.cost_network, gap=r.gap if gap is None else gap, seconds=self._seconds(r.seconds),
+            on_progress=self.on_progress, effort=effort,
         )  # fmt: skip
 
     def minimize_peak(self, network: PlanningNetwork) -> ScheduledSolution:
@@ -255,9 +269,7 @@ class LevelSearch:
         large = bounding.size >= LARGE_NETWORK  # where ties cost little, and each search of a network much
         found, bound, near, steps = [plan], 0.0, False, plan.steps
         if large:
-            from jshard._search.memory.minimax_peak import (
-                bound_at_prices,
-            )  # here: `import jshard` stays light
+            from jshard._search.memory.minimax_peak import bound_at_prices  # here: the import stays light
 
             estimated, prices = self._solve_peak(network, memory_network(network), unlimited, True)
             found.append(estimated)
@@ -320,31 +332,26 @@ class LevelSearch:
         - `network`: with a single shared copy a tensor.
         - `fastest`: the plan of least time, which exceeds the budget.
         """
-        limit, gap = self.request.memory_limit, self._memory_gap(network.cost_network)
-        assert limit is not None
-        estimating = memory_network(network)
-        assert estimating.memory is not None
-        bounding: CostNetwork | None = None
-        floor = 0.0  # bytes that every plan holds, as far as that is known
-        large = network.cost_network.size >= LARGE_NETWORK
-        # On a large network, whose second memory network takes time, only where it is likely that nothing fits.
-        if not large or least_conceivable_peak(estimating.memory) > limit:
-            bounding = memory_network(network, lower_bound=True)
-            assert bounding.memory is not None
-            floor = least_conceivable_peak(bounding.memory)
-            if floor > limit:
-                return dataclasses.replace(fastest, peak_bound=floor)
+        limit = self._limit
+        bounding = memory_network(network, lower_bound=True)
+        assert bounding.memory is not None
+        floor = least_conceivable_peak(bounding.memory)  # of bytes, as far as that is known
+        if floor > limit:
+            return dataclasses.replace(fastest, peak_bound=floor)
         ranked = cheapest_by_rank(network, self.request, self.effort)
         if ranked.finished and ranked.best is not None:
             return self._known_plan(ranked.best.after(fastest))
 
         def may_fit() -> bool:
             nonlocal floor
-            if bounding is not None and bounding.size < _BOUNDED_AT_FIRST:
+            if bounding.size < _BOUNDED_AT_FIRST:
                 floor = max(floor, self._least_peak_bound(bounding, (fastest.cost, fastest.peak)))
             return floor <= limit
 
         most = self.request.most - (even_share(network) if self.request.level == 0 else 0.0)
+        if network.cost_network.size >= LARGE_NETWORK:
+            return self._minimize_time_of_large(network, bounding, fastest, most)
+        estimating = memory_network(network)
         plans, found = self._search_schedules(network, estimating, fastest, most, may_fit=may_fit)
         if not plans and most < math.inf:
             raise NoBetterPlan(fastest.bound + self.request.most - most)
@@ -355,10 +362,8 @@ class LevelSearch:
         best = best_within(plans, limit)
         if floor > limit:
             return dataclasses.replace(min((fastest, *plans), key=lambda p: p.peak), peak_bound=floor)
-        near = best is not None and best.cost <= fastest.bound * (1 + gap)
-        if best is not None and (best.interrupted or (near and large)):
+        if best is not None and best.interrupted:
             return best
-        bounding = bounding or memory_network(network, lower_bound=True)
         known = [*(found.answers if found else ()), *([] if best is None else [assignment_of_solution(best)])]
         s = self._solve_limited(
             bounding,
@@ -378,27 +383,42 @@ class LevelSearch:
         best = best_within(plans, limit) or fitting_or_lowest((fastest, *plans), limit)
         return dataclasses.replace(best, bound=bound)
 
+    def _minimize_time_of_large(
+        self, network: PlanningNetwork, bounding: CostNetwork, fastest: ScheduledSolution, most: float
+    ) -> ScheduledSolution:
+        """As `minimize_time_under_budget`, of a network whose every search takes long; no cost above `most` is of use.
+
+        The lower-bound network gives the bound and, where its schedules are near the budget, the plan; else the estimating
+        one gives that, beginning with what was found.
+        """
+        limit, size = self._limit, network.cost_network.size
+        plans, found = self._search_schedules(network, bounding, fastest, most, furthest=_NEAR_BUDGET * limit)
+        bound = fastest.bound if found is None else max(fastest.bound, found.bound)
+        if found is not None and plans[-1].peak > limit and not plans[-1].interrupted:
+            estimating, prices = memory_network(network), found.prices and found.prices.of_another_network()
+            known = [with_copies(estimating, x[:size]) for x in found.answers]
+            plans += self._search_schedules(network, estimating, fastest, most, (prices, known))[0]
+        if not plans and most < math.inf:
+            raise NoBetterPlan(fastest.bound + self.request.most - most)
+        best = best_within(plans, limit) or fitting_or_lowest((fastest, *plans), limit)
+        return dataclasses.replace(best, bound=bound)
+
     def _search_schedules(
         self,
         network: PlanningNetwork,
-        estimating: CostNetwork,
+        memory: CostNetwork,
         fastest: ScheduledSolution,
         most: float = math.inf,
-        rounds: int = _BUDGET_ROUNDS,
-        may_fit: Callable[[], bool] = lambda: True,
+        start: tuple[Prices | None, Sequence[Ints]] = (None, ()),
+        **options: Any,
     ) -> tuple[list[ScheduledSolution], Solution | None]:
-        """Plans by the memory network that estimates bytes, and its last solution.
+        """Plans by a memory network, and its last solution with a bound that holds for the budget.
 
-        While the schedule exceeds the budget the search goes on with a limit lowered by the excess, `rounds` times at
-        most. A cost above `most` is of no use. `may_fit`: whether it is not proved that nothing fits, which the first
-        schedule above the budget is reason to look into.
+        A cost above `most` is of no use. `start`: prices and answers to begin with. `options`: those of `LimitSearch`.
         """
-        limit = self.request.memory_limit
-        assert limit is not None
-        aim, plans = limit, []
+        limit = self._limit
+        early: list[ScheduledSolution] = []
         effort = self.effort.part(_SHARE_FOR_PLANS)
-        s: Solution | None = None
-
         measured: dict[bytes, ScheduledSolution] = {}
 
         def note_first_plan(assignment: Ints) -> None:
@@ -406,30 +426,22 @@ class LevelSearch:
                 plan = schedule_solution(network, self.request, assignment, fastest.bound, ())
                 measured[assignment.tobytes()] = plan
                 if plan.peak <= limit:
-                    plans.append(self._known_plan(plan.after(fastest)))
+                    early.append(self._known_plan(plan.after(fastest)))
 
-        for _ in range(rounds):
-            following = self._solve_limited(
-                estimating, aim, (fastest.cost, fastest.peak), s and s.prices, s.answers if s else (), note_first_plan,
-                effort=effort, most=most,
+        def solved(aim: float, prices: Prices | None, answers: Sequence[Ints]) -> Solution | None:
+            return self._solve_limited(
+                memory, aim, (fastest.cost, fastest.peak), prices, answers, note_first_plan, effort=effort,
+                most=most,
             )  # fmt: skip
-            if following is None:
-                if s is None or s.peak is None or aim >= _NEARLY * s.peak:
-                    break
-                aim = (aim + s.peak) / 2  # too low: schedules exceed what is counted by different amounts
-                continue
-            s = following
+
+        def scheduled(s: Solution) -> ScheduledSolution:
             plan = measured.get(s.assignment.tobytes())
             if plan is None:
-                plan = self._scheduled(network, s, fastest.bound, fastest)
-            else:
-                plan = self._known_plan(dataclasses.replace(plan, steps=s.steps).after(fastest))
-            plans.append(plan)
-            if plan.peak <= limit or plan.interrupted or (len(plans) == 1 and not may_fit()):
-                break
-            # Below what the network counts of this plan, so that it is not found again.
-            aim = min(aim, s.peak or aim) - _OVERSHOOT * (plan.peak - limit)
-        return plans, s
+                return self._scheduled(network, s, fastest.bound, fastest)
+            return self._known_plan(dataclasses.replace(plan, steps=s.steps).after(fastest))
+
+        plans, found = LimitSearch(limit, solved, scheduled, **options).run(*start)
+        return [*early, *plans], found
 
     def _least_peak_bound(self, bounding: CostNetwork, unlimited: tuple[float, float]) -> float:
         """Bytes that every plan holds at its peak, as far as a search without ties broken proves it; 0 for none."""

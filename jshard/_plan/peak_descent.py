@@ -7,24 +7,33 @@ Idea.  Descent (first improvement) over the operators that produce or read what 
 another state, the variables around it follow by their costs, and the peak of the schedule is counted. A schedule is only
 made where the lower-bound memory network counts less for the assignment than the lowest peak so far.
 
+Of a large program, whose schedules take long, only the changes are tried that part the readers of a copy held at the peak:
+two readers of one layout share a copy, which is kept from the first to the last of them, and no memory network counts that.
+
 Worked case.  A product of two cut matrices leaves a partial sum beside its all-reduced result at the peak; with its
-operands gathered, which are smaller than the result, the peak is lower.
+operands gathered, which are smaller than the result, the peak is lower. The gathered weights of the last product of a
+model are kept for its derivative, while the loss is computed and all layers' activations are held; in a layout of its own
+the product has copies that die at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from jshard._core.arrays import Ints
+from jshard._network.build import PlanningNetwork
 from jshard._plan.memory_ties import assignment_of_solution
 from jshard._plan.ranked_search import COUNTED, ENTRIES, OPERATORS_SCHEDULED, least_peak
 from jshard._plan.scheduled_solution import ROUNDING, ScheduledSolution, schedule_solution
-from jshard._search import CostNetwork, Effort
+from jshard._search import CostNetwork, Effort, evaluate
 
 
 _OPERATORS = 400  # of a program at most: on larger ones the estimate is near, and schedules take long
+_SCHEDULES = 16  # of a larger program
+_COPIES = 4  # held at its peak, the largest, whose readers are parted
+_LEAST_COPY = 0.005  # of its peak
 _RADIUS = 2  # edges around an operator, whose variables follow it
 
 
@@ -38,14 +47,17 @@ def descend_peak(solution: ScheduledSolution, bounding: CostNetwork, effort: Eff
     """
     network = solution.network
     operators = len(network.program.operators)
-    if operators > _OPERATORS or solution.interrupted:
+    large = operators > _OPERATORS
+    if solution.interrupted:
         return solution
+    changes = _parted_readers if large else _changes
+    most = _SCHEDULES * operators if large else OPERATORS_SCHEDULED
     done, tried = 0.0, set[bytes]()
     improved = True
     while improved and solution.peak > solution.bound * (1 + ROUNDING):
         improved = False
-        for states in _changes(solution):
-            if effort.exhausted or done >= OPERATORS_SCHEDULED:
+        for states in changes(solution):
+            if effort.exhausted or done >= most:
                 return solution
             key = states.tobytes()
             if key in tried:
@@ -75,6 +87,55 @@ def _changes(solution: ScheduledSolution) -> Iterator[Ints]:
                 changed = base.following(states, v, s)
                 if changed is not None:
                     yield changed
+
+
+def _parted_readers(solution: ScheduledSolution) -> Iterator[Ints]:
+    """Assignments in which one reader of a copy held at the peak has a state of its own, so that fewer copies are shared.
+
+    Those of fewest shared bytes first, then of least cost.
+    """
+    network = solution.network
+    copies = sorted(
+        {(h.nbytes, h.tensor) for h in solution.profile.held if h.kind == "redistributed copies"},
+        reverse=True,
+    )
+    tensors = [t for nbytes, t in copies[:_COPIES] if nbytes >= _LEAST_COPY * solution.peak]
+    readers = network.program.uses()
+    base, states = _Costs(network.cost_network), assignment_of_solution(solution)
+    shared = _SharedCopies(network, tensors)
+    before = shared.nbytes(states)
+    found: list[tuple[float, float, int, Ints]] = []
+    for v in dict.fromkeys(op for t in tensors for op, _ in readers[t]):
+        if v >= network.cost_network.size:
+            continue
+        for s in np.flatnonzero(np.isfinite(base.unary(v))).tolist():
+            changed = base.following(states, v, s) if s != states[v] else None
+            if changed is not None and (left := shared.nbytes(changed)) < before:
+                found.append((left, evaluate(network.cost_network, changed), len(found), changed))
+    found.sort(key=lambda f: f[:3])
+    yield from (changed for *_, changed in found)
+
+
+class _SharedCopies:
+    """The bytes of copies of some tensors that several readers share."""
+
+    def __init__(self, network: PlanningNetwork, tensors: Sequence[int]):
+        self.network, self.tensors = network, tensors
+        self.readers, self.producers = network.program.uses(), network.program.defs()
+
+    def nbytes(self, states: Ints) -> float:
+        """Of an assignment."""
+        network, total = self.network, 0.0
+        for t in self.tensors:
+            producer, k = self.producers[t]
+            stored = network.candidates[producer].results[k].layout(int(states[producer]))
+            layouts = [
+                network.candidates[op].operands[i].layout(int(states[op])) for op, i in self.readers[t]
+            ]
+            several = {layout for layout in layouts if layouts.count(layout) > 1 and layout != stored}
+            size = network.program.tensors[t].nbytes
+            total += sum(size / layout.pieces(network.topology.mesh) for layout in several)
+        return total
 
 
 def _near_peak(solution: ScheduledSolution) -> list[int]:

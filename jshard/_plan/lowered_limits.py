@@ -1,0 +1,72 @@
+"""Plans within a budget by a memory network, whose limit is lowered by what their schedules exceed.
+
+Problem.  A memory network counts the bytes of a schedule only nearly (`_network/memory_network.py`): what it finds within a
+budget may exceed it.
+
+Idea.  While the schedule does, the network is solved again with a limit lowered by the excess and a little more. Where that
+has no answer, half of the way back to what it counted of the last plan is tried.
+
+Worked case.  A budget of 100 bytes; the network counts 98 of a plan whose schedule holds 104: the next limit is
+98 - 1.05 * 4 = 93.8.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+from jshard._core.arrays import Ints
+from jshard._plan.scheduled_solution import ScheduledSolution
+from jshard._search import Prices, Solution
+
+
+_ROUNDS = 6
+_OVERSHOOT = 1.05  # of the excess, by which a limit is lowered
+_NEARLY = 0.98  # of the bytes that the network counts of a plan: no limit between the two is tried
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LimitSearch:
+    """How a memory network is searched under limits.
+
+    - `limit`: the budget in bytes.
+    - `solve`: of a limit, prices and answers to begin with, the network's solution or None.
+    - `scheduled`: the plan of a solution.
+    - `rounds`: limits tried at most. `furthest`: bytes of a schedule above which no lower limit is tried.
+    - `may_fit`: whether it is not proved that nothing fits; asked once, after the first schedule above the budget.
+    """
+
+    limit: float
+    solve: Callable[[float, Prices | None, Sequence[Ints]], Solution | None]
+    scheduled: Callable[[Solution], ScheduledSolution]
+    rounds: int = _ROUNDS
+    furthest: float = math.inf
+    may_fit: Callable[[], bool] = lambda: True
+
+    def run(
+        self, prices: Prices | None = None, answers: Sequence[Ints] = ()
+    ) -> tuple[list[ScheduledSolution], Solution | None]:
+        """The plans, the last of which may be within the budget, and the last solution with the bound of the first.
+
+        `prices` and `answers` are those to begin with. The bound holds for the budget: it is that of no lower limit.
+        """
+        aim, plans, bound = self.limit, [], -math.inf
+        s: Solution | None = None
+        for _ in range(self.rounds):
+            following = self.solve(aim, s.prices if s else prices, s.answers if s else answers)
+            if following is None:
+                if s is None or s.peak is None or aim >= _NEARLY * s.peak:
+                    break
+                aim = (aim + s.peak) / 2  # too low: schedules exceed what is counted by different amounts
+                continue
+            s, bound = following, following.bound if s is None else bound
+            plan = self.scheduled(s)
+            plans.append(plan)
+            if plan.peak <= self.limit or plan.peak > self.furthest or plan.interrupted:
+                break
+            if len(plans) == 1 and not self.may_fit():
+                break
+            # Below what the network counts of this plan, so that it is not found again.
+            aim = min(aim, s.peak or aim) - _OVERSHOOT * (plan.peak - self.limit)
+        return plans, s and dataclasses.replace(s, bound=bound)
