@@ -1,0 +1,71 @@
+"""Limits that are lowered by what schedules exceed: which are tried, and whose bound is given."""
+
+import dataclasses
+import types
+
+import numpy as np
+import pytest
+
+from jshard._plan.lowered_limits import LimitSearch
+from jshard._search import Solution
+
+
+def network(least):
+    """A network whose plans cost what they are short of 1,000 bytes; none below `least`; and the limits it was given."""
+    tried = []
+
+    def solve(limit, prices, answers):
+        tried.append((limit, prices, len(answers)))
+        if limit < least:
+            return None
+        assignment = np.array([len(tried)])
+        return Solution(assignment, 1000 - limit, 1000 - limit, limit, 0.0, (), None, (assignment,))
+
+    return solve, tried
+
+
+def schedules(excess):
+    """The plans of solutions, whose schedules hold more than is counted."""
+
+    def scheduled(s):
+        return types.SimpleNamespace(peak=s.peak + excess(s.peak), interrupted=False)
+
+    return scheduled
+
+
+def test_the_limit_falls_by_the_excess_and_the_bound_is_that_of_the_budget():
+    solve, tried = network(0)
+    plans, last = LimitSearch(100.0, solve, schedules(lambda b: 4.0)).run()
+    assert [limit for limit, *_ in tried] == pytest.approx([100.0, 95.8])
+    assert [p.peak for p in plans] == pytest.approx([104.0, 99.8])
+    assert last.bound == 900.0 and last.cost == pytest.approx(904.2)  # of the budget; of the last limit
+
+
+def test_where_nothing_is_found_half_of_the_way_back_is_tried():
+    solve, tried = network(90.0)
+    plans, last = LimitSearch(100.0, solve, schedules(lambda b: 15.0 if b > 92 else 5.0)).run()
+    assert [limit for limit, *_ in tried] == pytest.approx(
+        [100.0, 84.25, 92.125, 84.64375, 88.384375, 90.2546875]
+    )
+    assert [p.peak for p in plans] == pytest.approx([115.0, 107.125, 95.2546875]) and last.bound == 900.0
+
+
+def test_it_ends_at_once_where_schedules_are_too_far():
+    solve, tried = network(0)
+    plans, _ = LimitSearch(100.0, solve, schedules(lambda b: 4.0), furthest=101.0).run()
+    assert len(plans) == len(tried) == 1
+
+
+def test_prices_and_answers_to_begin_with_are_used_and_prove_nothing():
+    solve, tried = network(0)
+    plans, last = LimitSearch(100.0, solve, schedules(lambda b: 0.0)).run("prices", [np.array([0])] * 3)
+    assert tried == [(100.0, "prices", 3)] and len(plans) == 1 and last.bound == 900.0
+
+
+def test_nothing_found_and_nothing_that_may_fit():
+    solve, tried = network(200.0)
+    assert LimitSearch(100.0, solve, schedules(lambda b: 0.0)).run() == ([], None)
+    solve, tried = network(0)
+    search = LimitSearch(100.0, solve, schedules(lambda b: 9.0))
+    assert len(dataclasses.replace(search, may_fit=lambda: False).run()[0]) == len(tried) == 1
+    assert len(search.run()[0]) == 2
