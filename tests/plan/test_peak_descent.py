@@ -58,7 +58,7 @@ def test_bounds_on_a_peak_are_whole_bytes():
 
 @pytest.mark.parametrize(("layers", "vocabulary"), [(4, 32_000), (2, 64_000)])
 def test_readers_of_a_copy_held_at_the_peak_of_a_large_program_are_parted(layers, vocabulary, monkeypatch):
-    """The gathered weights of the last product wait for their derivative while the loss is computed: no network counts it."""
+    """The gathered weights of the last product wait for their derivative while the loss is computed, uncounted."""
     step, args = transformer(Config(layers, 1024, 8, 4, 128, 2816, vocabulary, batch=64, length=1024))
     mesh = jax.sharding.AbstractMesh((4, 8), ("x", "y"))
     sharded = jshard.shard(step, mesh=mesh, hardware="tpu-v5e", level=1, donate_argnums=(0, 1))
