@@ -48,6 +48,7 @@ _BOUNDED_AT_FIRST = 1000  # variables below which the least peak is bounded once
 _LARGE_GAP = 0.01  # relative, at which the search of a large network under a budget ends
 # Of the budget: above it a schedule by the lower-bound network is too far from what that counts.
 _NEAR_BUDGET = 1.01
+_FAR_FROM_BUDGET = 1.05  # ... by the estimating one
 # Of the budget: a plan of nearly least time of a large network above it shows that the budget decides.
 _FAR_ABOVE = 1.25
 # Of a given effort, for the plan of least time that the search under a budget begins with.
@@ -301,7 +302,8 @@ class LevelSearch:
         if all(float(s.peak).is_integer() for s in found):  # then those of all plans are whole bytes
             bound = float(math.ceil(bound * (1 - ROUNDING)))
         best = dataclasses.replace(best, bound=bound, peak_bound=bound, steps=steps)
-        return descend_peak(best, bounding, self.effort) if r.level == 1 else best
+        enough = bound * (1 + ROUNDING) if r.level == 1 else self._limit
+        return descend_peak(best, bounding, self.effort, enough) if large or r.level == 1 else best
 
     def _solve_peak(
         self,
@@ -396,8 +398,9 @@ class LevelSearch:
         bound = fastest.bound if found is None else max(fastest.bound, found.bound)
         if found is not None and plans[-1].peak > limit and not plans[-1].interrupted:
             estimating, prices = memory_network(network), found.prices and found.prices.of_another_network()
-            known = [with_copies(estimating, x[:size]) for x in found.answers]
-            plans += self._search_schedules(network, estimating, fastest, most, (prices, known))[0]
+            start = prices, [with_copies(estimating, x[:size]) for x in found.answers]
+            far = _FAR_FROM_BUDGET * limit
+            plans += self._search_schedules(network, estimating, fastest, most, start, furthest=far)[0]
         if not plans and most < math.inf:
             raise NoBetterPlan(fastest.bound + self.request.most - most)
         best = best_within(plans, limit) or fitting_or_lowest((fastest, *plans), limit)
@@ -436,8 +439,9 @@ class LevelSearch:
 
         def scheduled(s: Solution) -> ScheduledSolution:
             plan = measured.get(s.assignment.tobytes())
-            if plan is None:
-                return self._scheduled(network, s, fastest.bound, fastest)
+            plan = plan or schedule_solution(network, self.request, s.assignment, fastest.bound, s.steps)
+            if network.cost_network.size >= LARGE_NETWORK:
+                plan = descend_peak(plan, memory, self.effort, limit)
             return self._known_plan(dataclasses.replace(plan, steps=s.steps).after(fastest))
 
         plans, found = LimitSearch(limit, solved, scheduled, **options).run(*start)

@@ -18,6 +18,7 @@ the product has copies that die at once.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -37,24 +38,27 @@ _LEAST_COPY = 0.005  # of its peak
 _RADIUS = 2  # edges around an operator, whose variables follow it
 
 
-def descend_peak(solution: ScheduledSolution, bounding: CostNetwork, effort: Effort) -> ScheduledSolution:
+def descend_peak(
+    solution: ScheduledSolution, bounding: CostNetwork, effort: Effort, enough: float
+) -> ScheduledSolution:
     """The solution, or one of lower peak that changes of single operators lead to.
 
     Arguments:
 
     - `bounding`: the lower-bound memory network of the same program.
     - `effort`: what schedules are charged to; nothing is tried once it is exhausted.
+    - `enough`: bytes below which the peak need not be.
     """
     network = solution.network
     operators = len(network.program.operators)
     large = operators > _OPERATORS
     if solution.interrupted:
         return solution
-    changes = _parted_readers if large else _changes
+    changes = functools.partial(_parted_readers, enough=enough) if large else _changes
     most = _SCHEDULES * operators if large else OPERATORS_SCHEDULED
     done, tried = 0.0, set[bytes]()
     improved = True
-    while improved and solution.peak > solution.bound * (1 + ROUNDING):
+    while improved and solution.peak > enough:
         improved = False
         for states in changes(solution):
             if effort.exhausted or done >= most:
@@ -89,10 +93,10 @@ def _changes(solution: ScheduledSolution) -> Iterator[Ints]:
                     yield changed
 
 
-def _parted_readers(solution: ScheduledSolution) -> Iterator[Ints]:
+def _parted_readers(solution: ScheduledSolution, enough: float) -> Iterator[Ints]:
     """Assignments in which one reader of a copy held at the peak has a state of its own, so that fewer copies are shared.
 
-    Those of fewest shared bytes first, then of least cost.
+    Those of fewest shared bytes first, then of least cost. None where a budget at level 0 or 2 cannot be kept so.
     """
     network = solution.network
     copies = sorted(
@@ -104,6 +108,8 @@ def _parted_readers(solution: ScheduledSolution) -> Iterator[Ints]:
     base, states = _Costs(network.cost_network), assignment_of_solution(solution)
     shared = _SharedCopies(network, tensors)
     before = shared.nbytes(states)
+    if solution.request.level != 1 and solution.peak - 2 * before > enough:
+        return
     found: list[tuple[float, float, int, Ints]] = []
     for v in dict.fromkeys(op for t in tensors for op, _ in readers[t]):
         if v >= network.cost_network.size:
@@ -112,6 +118,8 @@ def _parted_readers(solution: ScheduledSolution) -> Iterator[Ints]:
             changed = base.following(states, v, s) if s != states[v] else None
             if changed is not None and (left := shared.nbytes(changed)) < before:
                 found.append((left, evaluate(network.cost_network, changed), len(found), changed))
+    if solution.request.level != 1:  # the cheapest of those that may keep the budget
+        found = [(max(left, before + enough - solution.peak), *rest) for left, *rest in found]
     found.sort(key=lambda f: f[:3])
     yield from (changed for *_, changed in found)
 

@@ -69,3 +69,16 @@ def test_readers_of_a_copy_held_at_the_peak_of_a_large_program_are_parted(layers
     assert len(after.operators) > 1000
     assert after.cost.bound == before.cost.bound <= after.cost.objective < 0.97 * before.cost.objective
     assert after.cost.gap < 0.02
+
+
+def test_a_budget_near_the_least_peak_of_a_large_program_is_planned():
+    """Only plans with parted readers keep it, which no memory network tells from others."""
+    step, args = transformer(Config(6, 1024, 8, 4, 128, 2816, 32_000, batch=64, length=1024))
+    options = dict(
+        mesh=jax.sharding.AbstractMesh((4, 8), ("x", "y")), hardware="tpu-v5e", donate_argnums=(0, 1)
+    )
+    least = jshard.shard(step, level=1, **options).plan(*args)
+    budget = int(1.02 * least.cost.peak_bytes)
+    plan = jshard.shard(step, memory_budget=budget, **options).plan(*args)
+    assert len(plan.operators) > 2000
+    assert plan.cost.peak_bytes <= budget and plan.cost.bound <= plan.cost.objective
