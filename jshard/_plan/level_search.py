@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from jshard._core.arrays import Ints
 from jshard._core.errors import MemoryBudgetError, SearchError
@@ -20,7 +19,7 @@ from jshard._core.topology import Topology
 from jshard._network.build import Pins, PlanningNetwork, build_network
 from jshard._network.memory_network import memory_network, with_copies
 from jshard._plan.early_plans import early_plan
-from jshard._plan.lowered_limits import LimitSearch
+from jshard._plan.lowered_limits import ROUNDS, LimitSearch
 from jshard._plan.memory_preference import EACH_BUDGET, prefer_memory
 from jshard._plan.memory_ties import assignment_of_solution, lower_peak_at_equal_cost
 from jshard._plan.overlap_choice import with_shorter_step
@@ -46,9 +45,8 @@ from jshard._search.memory.key_times import least_conceivable_peak
 _LEAST_PEAK_VARIABLES = 100  # up to which the least peak is looked for though it is proved not to fit
 _BOUNDED_AT_FIRST = 1000  # variables below which the least peak is bounded once a plan exceeds the budget
 _LARGE_GAP = 0.01  # relative, at which the search of a large network under a budget ends
-# Of the budget: above it a schedule by the lower-bound network is too far from what that counts.
-_NEAR_BUDGET = 1.01
-_FAR_FROM_BUDGET = 1.05  # ... by the estimating one
+# Of the budget: above it a schedule by the lower-bound, or the estimating, network is too far from what that counts.
+_NEAR_BUDGET, _FAR_FROM_BUDGET = 1.01, 1.05
 # Of the budget: a plan of nearly least time of a large network above it shows that the budget decides.
 _FAR_ABOVE = 1.25
 # Of a given effort, for the plan of least time that the search under a budget begins with.
@@ -381,7 +379,8 @@ class LevelSearch:
         bound = max(fastest.bound, s.bound, ranked.bound)
         plans = [dataclasses.replace(p, bound=bound) for p in plans]
         if best is None or s.cost < best.cost:
-            plans.append(self._scheduled(network, s, bound, plans[-1] if plans else fastest))
+            plan = schedule_solution(network, self.request, s.assignment, bound, s.steps)
+            plans.append(self._known_plan(plan.after(plans[-1] if plans else fastest)))
         best = best_within(plans, limit) or fitting_or_lowest((fastest, *plans), limit)
         return dataclasses.replace(best, bound=bound)
 
@@ -413,11 +412,13 @@ class LevelSearch:
         fastest: ScheduledSolution,
         most: float = math.inf,
         start: tuple[Prices | None, Sequence[Ints]] = (None, ()),
-        **options: Any,
+        furthest: float = math.inf,
+        rounds: int = ROUNDS,
+        may_fit: Callable[[], bool] = lambda: True,
     ) -> tuple[list[ScheduledSolution], Solution | None]:
         """Plans by a memory network, and its last solution with a bound that holds for the budget.
 
-        A cost above `most` is of no use. `start`: prices and answers to begin with. `options`: those of `LimitSearch`.
+        A cost above `most` is of no use. `start`: prices and answers to begin with. The others: as in `LimitSearch`.
         """
         limit = self._limit
         early: list[ScheduledSolution] = []
@@ -444,7 +445,7 @@ class LevelSearch:
                 plan = descend_peak(plan, memory, self.effort, limit)
             return self._known_plan(dataclasses.replace(plan, steps=s.steps).after(fastest))
 
-        plans, found = LimitSearch(limit, solved, scheduled, **options).run(*start)
+        plans, found = LimitSearch(limit, solved, scheduled, rounds, furthest, may_fit).run(*start)
         return [*early, *plans], found
 
     def _least_peak_bound(self, bounding: CostNetwork, unlimited: tuple[float, float]) -> float:
@@ -460,18 +461,6 @@ class LevelSearch:
             ).bound  # fmt: skip
         except SearchError:  # not in time
             return 0.0
-
-    def _scheduled(
-        self, network: PlanningNetwork, s: Solution, bound: float, before: ScheduledSolution
-    ) -> ScheduledSolution:
-        """The schedule of a memory network's solution."""
-        solution = schedule_solution(network, self.request, s.assignment, bound, s.steps)
-        return self._known_plan(solution.after(before))
-
-    def _memory_gap(self, network: CostNetwork) -> float:
-        """The gap at which a search with memory ends: on a large network, one that is shown as a per cent."""
-        gap = self.request.memory_gap
-        return max(gap, _LARGE_GAP) if network.size >= LARGE_NETWORK else gap
 
     def _solve_limited(
         self,
@@ -493,9 +482,10 @@ class LevelSearch:
         assert memory.memory is not None
         limited = dataclasses.replace(memory, memory=dataclasses.replace(memory.memory, limit=limit))
         r = self.request
+        gap = max(r.memory_gap, _LARGE_GAP) if memory.size >= LARGE_NETWORK else r.memory_gap
         try:
             return solve(
-                limited, gap=self._memory_gap(memory), seconds=self._seconds(r.memory_seconds),
+                limited, gap=gap, seconds=self._seconds(r.memory_seconds),
                 on_progress=self.on_progress, layers_repeat=True, prices=prices, known=known,
                 unlimited=unlimited, effort=effort or self.effort, on_answer=on_answer,
                 bound_only=bound_only, most=most,

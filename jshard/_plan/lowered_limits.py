@@ -21,7 +21,7 @@ from jshard._plan.scheduled_solution import ScheduledSolution
 from jshard._search import Prices, Solution
 
 
-_ROUNDS = 6
+ROUNDS = 6
 _OVERSHOOT = 1.05  # of the excess, by which a limit is lowered
 _NEARLY = 0.98  # of the bytes that the network counts of a plan: no limit between the two is tried
 
@@ -40,7 +40,7 @@ class LimitSearch:
     limit: float
     solve: Callable[[float, Prices | None, Sequence[Ints]], Solution | None]
     scheduled: Callable[[Solution], ScheduledSolution]
-    rounds: int = _ROUNDS
+    rounds: int = ROUNDS
     furthest: float = math.inf
     may_fit: Callable[[], bool] = lambda: True
 

@@ -118,9 +118,9 @@ def _parted_readers(solution: ScheduledSolution, enough: float) -> Iterator[Ints
             changed = base.following(states, v, s) if s != states[v] else None
             if changed is not None and (left := shared.nbytes(changed)) < before:
                 found.append((left, evaluate(network.cost_network, changed), len(found), changed))
-    if solution.request.level != 1:  # the cheapest of those that may keep the budget
-        found = [(max(left, before + enough - solution.peak), *rest) for left, *rest in found]
-    found.sort(key=lambda f: f[:3])
+    # Under a budget, the cheapest of those that may keep it.
+    sufficient = before + enough - solution.peak if solution.request.level != 1 else 0.0
+    found.sort(key=lambda f: (max(f[0], sufficient), *f[1:3]))
     yield from (changed for *_, changed in found)
 
 
