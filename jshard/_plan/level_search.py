@@ -45,6 +45,8 @@ from jshard._search.memory.key_times import least_conceivable_peak
 _LEAST_PEAK_VARIABLES = 100  # up to which the least peak is looked for though it is proved not to fit
 _BOUNDED_AT_FIRST = 1000  # variables below which the least peak is bounded once a plan exceeds the budget
 _LARGE_GAP = 0.01  # relative, at which the search of a large network under a budget ends
+# Variables from which on a round of prices takes seconds; the estimating network, which needs fewer, comes first there.
+_LONG_ROUNDS = 50_000
 # Of the budget: above it a schedule by the lower-bound, or the estimating, network is too far from what that counts.
 _NEAR_BUDGET, _FAR_FROM_BUDGET = 1.01, 1.05
 # Of the budget: a plan of nearly least time of a large network above it shows that the budget decides.
@@ -349,7 +351,7 @@ class LevelSearch:
             return floor <= limit
 
         most = self.request.most - (even_share(network) if self.request.level == 0 else 0.0)
-        if network.cost_network.size >= LARGE_NETWORK:
+        if LARGE_NETWORK <= network.cost_network.size < _LONG_ROUNDS:
             return self._minimize_time_of_large(network, bounding, fastest, most)
         estimating = memory_network(network)
         plans, found = self._search_schedules(network, estimating, fastest, most, may_fit=may_fit)
