@@ -45,7 +45,9 @@ class Move:
 
 
 def shifted_dims(eqn: JaxprEqn) -> tuple[int, ...]:
-    """The dimensions along which a slice, padding, concatenation or reversal moves elements, or drops some."""
+    """The dimensions along which a slice, padding, concatenation or reversal moves elements, or drops some: not of keys."""
+    if any(jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in eqn.outvars):
+        return ()
     if eqn.primitive.name == "concatenate":
         return (eqn.params["dimension"],)
     if eqn.primitive.name == "rev":

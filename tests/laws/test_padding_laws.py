@@ -40,6 +40,15 @@ def test_operators_ignore_what_stands_in_the_padding(name: str) -> None:
     assert [w for v in verdicts for w in v.wrong] == []
 
 
+def test_shifts_of_random_keys_keep_their_length() -> None:
+    """`make_jaxpr` takes no keys by their type, so that moving them raised a TypeError."""
+    keys = jax.random.split(jax.random.key(SEED), 16)
+    found = cases(lambda k: (k[1:12], k[::-1], jnp.concatenate([k[8:], k])), keys)
+    verdicts = {case.op.primitive: judge(case) for case in found}
+    assert {"slice", "rev", "concatenate"} <= set(verdicts)
+    assert [w for v in verdicts.values() for w in v.wrong] == []
+
+
 def padded_everywhere(fn, args, multiple: int, size: int):
     closed = jax.make_jaxpr(fn)(*args)
     classes = PaddingClasses(closed, frozenset([size]))
