@@ -46,7 +46,7 @@ class Move:
 
 def shifted_dims(eqn: JaxprEqn) -> tuple[int, ...]:
     """The dimensions along which a slice, padding, concatenation or reversal moves elements, or drops some: not of keys."""
-    if any(jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in eqn.outvars):
+    if any(jnp.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in eqn.outvars):
         return ()
     if eqn.primitive.name == "concatenate":
         return (eqn.params["dimension"],)
