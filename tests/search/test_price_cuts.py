@@ -19,10 +19,11 @@ from tests.laws.random_networks import brute_force, random_network
 
 @pytest.fixture
 def every_network_is_large(monkeypatch):
-    for module in ("lagrangian", "minimax_peak"):
+    # Both are imported before one is changed: the second takes its constants from the first.
+    names = [f"jshard._search.memory.{module}" for module in ("lagrangian", "minimax_peak")]
+    for module in [importlib.import_module(name) for name in names]:
         for constant in ("LARGE_NETWORK", "PRICE_CUTS_FROM"):
-            name = f"jshard._search.memory.{module}"
-            monkeypatch.setattr(importlib.import_module(name), constant, 0)
+            monkeypatch.setattr(module, constant, 0)
 
 
 def deep(layers: int, seed: int, limit: float | None = None) -> CostNetwork:
