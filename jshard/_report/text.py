@@ -111,7 +111,7 @@ def header_lines(plan: PlanRecord) -> list[str]:
         lines.append(
             f"  in a pipeline of {p.stages} stages over {p.axis}: {p.microbatches} microbatches, "
             f"{count_of(p.rounds, 'round')}; {count_of(len(p.layers), 'loop')} of {p.ticks} ticks, "
-            f"{p.bubble:.0%} of them idle"
+            f"{p.bubble:.0%} idle"
         )
         if p.outside:
             lines.append(f"  a backward pass through the layers runs outside the pipeline: {p.outside}")

@@ -44,7 +44,8 @@ def neutral_element(reducer: str, dtype: np.dtype) -> Scalar | None:
 def window_identity(op: OpView) -> Scalar | None:
     """What outside the tensor changes no maximum or minimum of its windows; None for sums, which zeros do not change.
 
-    >>> values = jax.ShapeDtypeStruct((4,), "float32")
+    >>> from jax import ShapeDtypeStruct
+    >>> values = ShapeDtypeStruct((4,), "float32")
     >>> window_identity(OpView("reduce_window_max", {}, (values,), (values,)))
     -inf
     """

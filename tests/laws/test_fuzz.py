@@ -54,7 +54,7 @@ JUDGED = {
     "warning": fuzzed("    __import__('warnings').warn('told')\n    return (x0,)"),
     "error": fuzzed("    raise RuntimeError('by the program')"),
     "refused": fuzzed(
-        "    return (jshard.op(lambda t: lax.sort(t, dimension=0), in_strategy=((2, 1),))(x0) + w0,)"
+        "    return (jshard.op(lambda t: lax.fft(t, 'RFFT', (8,)), in_strategy=((1, 2),))(x0),)"
     ),
     "unstable": fuzzed(
         "    y = jnp.sin(1e7 * x0)\n    return (y if constrain(y, P()) is y else jnp.cos(1e7 * x0),)"
