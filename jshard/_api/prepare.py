@@ -34,9 +34,10 @@ from jshard._core.layout import MeshAxes
 from jshard._core.topology import Topology
 from jshard._plan.replay import schedule_of_plan
 from jshard._plan.request import PlanRequest
+from jshard._program.equation_bodies import rewritten
 from jshard._program.graph import Program
-from jshard._program.searchsorted_primitive import closed_with_searches
-from jshard._program.shift_patterns import closed_with_shifts
+from jshard._program.searchsorted_primitive import with_searches
+from jshard._program.shift_patterns import with_shifts
 from jshard._program.user_shard_map import check_meshes
 from jshard._schedule.schedule import Schedule
 from jshard._spec.entry import Pin
@@ -199,8 +200,7 @@ class TracedCall:
         """The traced function, the named scopes of the configuration's rules marked, searches and shifts as operators."""
         if self.in_pieces is not None:
             return self.in_pieces
-        traced = self.jax_traced if self.rules is None else self.rules
-        return closed_with_shifts(closed_with_searches(traced.jaxpr))
+        return rewritten(rewritten((self.rules or self.jax_traced).jaxpr, with_searches), with_shifts)
 
     def program_of(self, jaxpr: ClosedJaxpr | None, recomputed: bool) -> TracedProgram:
         """The program of the traced function, or of another jaxpr for it, which may compute values again."""

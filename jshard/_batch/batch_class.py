@@ -15,6 +15,7 @@ from typing import Literal
 
 from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import JaxprEqn
+from jshard._program.loop_invariants import CHECKPOINTED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +96,6 @@ def _checkpointed(eqn: JaxprEqn, inside: bool = False) -> bool:
     """Whether an equation is or has a checkpointed call with a loop."""
     if inside and eqn.primitive.name in ("scan", "while"):
         return True
-    inside |= eqn.primitive.name in ("remat2", "checkpoint")
+    inside |= eqn.primitive.name in CHECKPOINTED
     bodies = (p for p in eqn.params.values() if hasattr(p, "eqns") or hasattr(p, "jaxpr"))
     return any(_checkpointed(e, inside) for b in bodies for e in getattr(b, "jaxpr", b).eqns)

@@ -16,10 +16,7 @@ from jshard._batch.operator_cut import OperatorCut
 from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import Jaxpr, JaxprAtom, JaxprEqn
 from jshard._program.inlining import fresh, substituted
-
-
-CHECKPOINTED = ("remat2", "checkpoint")
-"""Primitives of `jax.checkpoint`."""
+from jshard._program.loop_invariants import CHECKPOINTED
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

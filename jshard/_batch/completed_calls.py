@@ -21,10 +21,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from jshard._batch.body_walk import CHECKPOINTED
 from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import Jaxpr, JaxprAtom, JaxprEqn
 from jshard._program.inlining import fresh
+from jshard._program.loop_invariants import CHECKPOINTED
 
 
 _MOST_MISSING = 2  # results that a call may lack

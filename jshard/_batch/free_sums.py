@@ -6,12 +6,11 @@ from collections.abc import Hashable, Iterable, Sequence
 
 from jshard._batch.batch_class import SUM, BatchClass, CoupledError
 from jshard._batch.body_classes import Analysis, class_in
-from jshard._batch.body_walk import CHECKPOINTED
 from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import Jaxpr, JaxprAtom, JaxprEqn
 from jshard._program.common_subexpressions import ValueNumbering, literal_value
 from jshard._program.inlining import fresh, substituted
-from jshard._program.loop_invariants import INLINED_CALLS
+from jshard._program.loop_invariants import CHECKPOINTED, INLINED_CALLS
 
 
 WRITTEN_OUT = frozenset((*INLINED_CALLS, *CHECKPOINTED))

@@ -25,9 +25,7 @@ from jshard._core.jax_types import Jaxpr, JaxprAtom, JaxprEqn
 from jshard._program.common_subexpressions import literal_value
 from jshard._program.equation_bodies import with_bodies
 from jshard._program.inlining import with_calls_inlined
-
-
-_CHECKPOINTS = ("remat2", "checkpoint")
+from jshard._program.loop_invariants import CHECKPOINTED
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -43,7 +41,7 @@ def with_literals_lifted(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
     """The equations, checkpointed calls that differ in literals only with these as operands."""
     groups: dict[Hashable, list[_Lifted]] = collections.defaultdict(list)
     for k, eqn in enumerate(eqns):
-        if eqn.primitive.name in _CHECKPOINTS and not eqn.effects:
+        if eqn.primitive.name in CHECKPOINTED and not eqn.effects:
             inner, _ = compat.open_jaxpr(eqn.params["jaxpr"])
             one = _lifted(k, with_calls_inlined(inner), None)
             groups[str(one.body)].append(one)

@@ -21,6 +21,7 @@ from jshard._batch.piece_operator import AXIS, PieceContext, binder, run_cut
 from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import JaxprAtom, JaxprEqn, Params
 from jshard._core.layout import MeshAxes
+from jshard._program.loop_invariants import CHECKPOINTED
 from jshard._rules.lookup import rules_for
 from jshard._rules.registry import OpView
 from jshard._rules.rule import Candidate
@@ -157,7 +158,7 @@ class Pieces:
         if name == "cond":
             index = operands[0].astype("int32") if operands[0].dtype == bool else operands[0]
             return lax.switch(index, [_as_branch(self, b) for b in cut.bodies], *operands[1:])
-        if name in ("remat2", "checkpoint"):
+        if name in CHECKPOINTED:
             return self._remat(eqn, cut.bodies[0], operands)
         if name in ("custom_jvp_call", "custom_vjp_call"):
 

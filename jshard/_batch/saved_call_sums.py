@@ -30,11 +30,12 @@ from collections.abc import Sequence
 
 from jshard._batch.batch_class import SHARED, SUM, BatchClass, CoupledError
 from jshard._batch.body_classes import Analysis, class_in
-from jshard._batch.body_walk import CHECKPOINTED, DividedCall, divided_call
+from jshard._batch.body_walk import DividedCall, divided_call
 from jshard._batch.free_sums import WRITTEN_OUT, KnownEquations, free_sums, needed, written_again
 from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import Jaxpr, JaxprAtom, JaxprEqn
 from jshard._program.inlining import fresh, substituted, with_calls_inlined
+from jshard._program.loop_invariants import CHECKPOINTED
 
 
 def with_call_sums_saved(jaxpr: Jaxpr, inputs: Sequence[BatchClass], analysis: Analysis) -> Jaxpr:

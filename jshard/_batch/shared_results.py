@@ -15,6 +15,7 @@ from jshard._batch.operator_cut import OperatorCut
 from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import Jaxpr, JaxprAtom, JaxprEqn
 from jshard._program.inlining import fresh, substituted
+from jshard._program.loop_invariants import CHECKPOINTED
 
 
 def with_shared_results_outside(jaxpr: Jaxpr, cuts: Mapping[int, OperatorCut]) -> Jaxpr:
@@ -28,7 +29,7 @@ def with_shared_results_outside(jaxpr: Jaxpr, cuts: Mapping[int, OperatorCut]) -
         cut = cuts.get(k)
         classes = () if cut is None else cut.results
         shared = [i for i, c in enumerate(classes) if c == SHARED and results[i] in used]
-        if isinstance(cut, BodyCut) and eqn.primitive.name in ("remat2", "checkpoint"):
+        if isinstance(cut, BodyCut) and eqn.primitive.name in CHECKPOINTED:
             (body,) = cut.bodies
             if shared and any(c != SHARED for c in classes) and not body.consts:
                 inner = dict(zip(body.jaxpr.invars, operands, strict=True))

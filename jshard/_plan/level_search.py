@@ -9,6 +9,7 @@ estimates the bytes of schedules gives the plans.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -96,6 +97,10 @@ class LevelSearch:
             second_copies=second_copies, price_returned_sums=price_returned_sums,
         )  # fmt: skip
 
+    @functools.cached_property
+    def _single_copies(self) -> PlanningNetwork:
+        return self.network(second_copies=False)
+
     def run(self, network: PlanningNetwork) -> ScheduledSolution:
         """Search by level. An interruption (Ctrl-C) gives the best plan known; it is raised again where none is."""
         try:
@@ -143,15 +148,14 @@ class LevelSearch:
         if fastest.peak <= self._limit or not self.request.search_in_budget:
             build, seconds = lambda: self.network(replication_price=0.0), self._seconds(self.request.seconds)
             return with_unpriced_cost(fastest, build, self.effort, seconds)
-        return self._within_budget(self.network(second_copies=False), fastest, early)
+        return self._within_budget(self._single_copies, fastest, early)
 
     def _nearly_fastest(self, network: PlanningNetwork) -> ScheduledSolution | None:
         """A plan of nearly least time of a large program, if it is so far above the budget that this is what decides."""
         if not self._is_large_and_limited(network) or self.request.memory_slack:
             return None
-        single = self.network(second_copies=False)
-        s = self._solve_time(single, max(self.request.gap, _LARGE_GAP))
-        plan = schedule_solution(single, self.request, s.assignment, s.bound, s.steps)
+        s = self._solve_time(self._single_copies, max(self.request.gap, _LARGE_GAP))
+        plan = schedule_solution(self._single_copies, self.request, s.assignment, s.bound, s.steps)
         return plan if plan.peak > _FAR_ABOVE * self._limit else None
 
     def _within_budget(
@@ -216,7 +220,7 @@ class LevelSearch:
             or solution.cost <= s.cost * (1 + ROUNDING)
         ):
             return solution
-        single = self.network(second_copies=False)
+        single = self._single_copies
         s = self._solve_time(single)
         other = schedule_solution(single, self.request, s.assignment, s.bound, (*solution.steps, *s.steps))
         if other.cost >= solution.cost:
@@ -226,7 +230,7 @@ class LevelSearch:
 
     def _prefer_memory(self, fastest: ScheduledSolution) -> ScheduledSolution:
         """The plan of lowest peak found that costs little more than the fastest; each budget is searched for as long."""
-        slack, network = self.request.memory_slack, self.network(second_copies=False)
+        slack, network = self.request.memory_slack, self._single_copies
         estimating, bounding = memory_network(network), memory_network(network, lower_bound=True)
         assert bounding.memory is not None
         each = EACH_BUDGET.effort * self.effort.spent + ENTRIES_PER_SECOND

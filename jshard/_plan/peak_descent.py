@@ -7,7 +7,7 @@ Idea.  Descent (first improvement) over the operators that produce or read what 
 another state, the variables around it follow by their costs, and the peak of the schedule is counted. A schedule is only
 made where the lower-bound memory network counts less for the assignment than the lowest peak so far.
 
-Of a large program, whose schedules take long, only the changes are tried that part the readers of a copy held at the peak:
+Of a large program, whose schedules take long, only changes are tried that split the live range of a copy held at the peak:
 two readers of one layout share a copy, which is kept from the first to the last of them, and no memory network counts that.
 
 Worked case.  A product of two cut matrices leaves a partial sum beside its all-reduced result at the peak; with its
@@ -28,12 +28,13 @@ from jshard._network.build import PlanningNetwork
 from jshard._plan.memory_ties import assignment_of_solution
 from jshard._plan.ranked_search import COUNTED, ENTRIES, OPERATORS_SCHEDULED, least_peak
 from jshard._plan.scheduled_solution import ROUNDING, ScheduledSolution, schedule_solution
+from jshard._schedule.peak_profile import COPIES
 from jshard._search import CostNetwork, Effort, evaluate
 
 
 _OPERATORS = 400  # of a program at most: on larger ones the estimate is near, and schedules take long
 _SCHEDULES = 16  # of a larger program
-_COPIES = 4  # held at its peak, the largest, whose readers are parted
+_COPIES = 4  # held at its peak, the largest, whose live ranges are split
 _LEAST_COPY = 0.005  # of its peak
 _RADIUS = 2  # edges around an operator, whose variables follow it
 
@@ -54,7 +55,7 @@ def descend_peak(
     large = operators > _OPERATORS
     if solution.interrupted:
         return solution
-    changes = functools.partial(_parted_readers, enough=enough) if large else _changes
+    changes = functools.partial(_split_live_ranges, enough=enough) if large else _changes
     most = _SCHEDULES * operators if large else OPERATORS_SCHEDULED
     done, tried = 0.0, set[bytes]()
     improved = True
@@ -93,14 +94,14 @@ def _changes(solution: ScheduledSolution) -> Iterator[Ints]:
                     yield changed
 
 
-def _parted_readers(solution: ScheduledSolution, enough: float) -> Iterator[Ints]:
+def _split_live_ranges(solution: ScheduledSolution, enough: float) -> Iterator[Ints]:
     """Assignments in which one reader of a copy held at the peak has a state of its own, so that fewer copies are shared.
 
     Those of fewest shared bytes first, then of least cost. None where a budget at level 0 or 2 cannot be kept so.
     """
     network = solution.network
     copies = sorted(
-        {(h.nbytes, h.tensor) for h in solution.profile.held if h.kind == "redistributed copies"},
+        {(h.nbytes, h.tensor) for h in solution.profile.held if h.kind == COPIES},
         reverse=True,
     )
     tensors = [t for nbytes, t in copies[:_COPIES] if nbytes >= _LEAST_COPY * solution.peak]

@@ -20,9 +20,8 @@ from jshard._core.layout import Layout, MeshAxes
 from jshard._core.topology import Topology
 from jshard._plan.request import Force, PlanRequest
 from jshard._plan.scheduled_solution import ScheduledSolution
-from jshard._plan.tiled_memory import has_tiles, in_tiles, minor_dimensions
+from jshard._plan.tiled_memory import has_tiles, held_in_tiles, in_tiles, minor_dimensions
 from jshard._program.graph import Literal, Program
-from jshard._schedule.peak_profile import COPIES
 
 
 ROW = 256
@@ -69,16 +68,10 @@ def with_short_rows(
 
 def stored_bytes(plan: ScheduledSolution) -> float:
     """Bytes of a device at the peak as the compiler stores them."""
-    assignment, total = plan.schedule.assignment, plan.peak
-    program, mesh = assignment.program, assignment.topology.mesh
-    minor = minor_dimensions(program)
-    for tensor, nbytes, kind in plan.profile.held if minor else ():
-        shape = program.tensors[tensor].shape
-        if shape in minor and kind != COPIES:
-            layout = assignment.result_layout(tensor)
-            tiles = in_tiles(layout.local_shape(shape, mesh), minor[shape])
-            short = _Short(shape, mesh, minor[shape])(layout)
-            total += nbytes * (tiles * (SHORT_ROWS if short else LONG_ROWS) - 1)
+    total = plan.peak
+    for nbytes, tiles, block, minor in held_in_tiles(plan.profile, plan.schedule.assignment):
+        ratio = SHORT_ROWS if block[_row(block, minor)] <= ROW else LONG_ROWS
+        total += nbytes * (tiles * ratio - 1)
     return total
 
 

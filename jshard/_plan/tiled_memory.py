@@ -16,6 +16,7 @@ convolutions of 64 channels (`benchmarks/compilers/odd_sizes.md`).
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from jshard._core.topology import Topology
 from jshard._program.graph import Program
@@ -28,15 +29,23 @@ LANES, SUBLANES = 128, 8
 
 def tiled_peak(profile: PeakProfile, assignment: Assignment) -> float:
     """Bytes of a device at the peak with the arrays of convolutions in tiles; 0 where that is no more, or no TPU."""
-    program, topology = assignment.program, assignment.topology
-    minor = minor_dimensions(program) if has_tiles(topology) else {}
-    added = 0.0
+    if not has_tiles(assignment.topology):
+        return 0.0
+    added = sum(nbytes * (tiles - 1.0) for nbytes, tiles, *_ in held_in_tiles(profile, assignment))
+    return profile.peak + added if added else 0.0
+
+
+def held_in_tiles(
+    profile: PeakProfile, assignment: Assignment
+) -> Iterator[tuple[float, float, tuple[int, ...], tuple[int, int]]]:
+    """Of arrays of convolutions at the peak: bytes, those in tiles over them, the block's shape, its minor dimensions."""
+    program, mesh = assignment.program, assignment.topology.mesh
+    minor = minor_dimensions(program)
     for tensor, nbytes, kind in profile.held if minor else ():
         shape = program.tensors[tensor].shape
         if shape in minor and kind != COPIES:
-            local = assignment.result_layout(tensor).local_shape(shape, topology.mesh)
-            added += nbytes * (in_tiles(local, minor[shape]) - 1.0)
-    return profile.peak + added if added else 0.0
+            local = assignment.result_layout(tensor).local_shape(shape, mesh)
+            yield nbytes, in_tiles(local, minor[shape]), local, minor[shape]
 
 
 def in_tiles(shape: tuple[int, ...], minor: tuple[int, int]) -> float:

@@ -51,6 +51,13 @@ def with_bodies(eqn: JaxprEqn, rewrite: Callable[[Place, Jaxpr], Jaxpr]) -> Jaxp
     return eqn.replace(params=params) if changed else eqn
 
 
+def rewritten(closed: ClosedJaxpr, rewrite: Callable[[Jaxpr], Jaxpr]) -> ClosedJaxpr:
+    """A jaxpr, open or closed, with its equations rewritten; the same one if `rewrite` changes none."""
+    opened, _ = compat.open_jaxpr(closed)
+    new = rewrite(opened)
+    return closed if new is opened else cast("ClosedJaxpr", _replaced(closed, new))
+
+
 def _replaced(old: object, new: Jaxpr) -> object:
     """A jaxpr, open or closed, with another body."""
     closed = cast("ClosedJaxpr", old)

@@ -33,7 +33,10 @@ INLINED_CALLS = frozenset(
 )
 """Calls equivalent to their body."""
 
-CALLS_WITH_BODY = frozenset({*INLINED_CALLS, "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"})
+CHECKPOINTED = frozenset({"remat2", "checkpoint"})
+"""Primitives of `jax.checkpoint`."""
+
+CALLS_WITH_BODY = frozenset({*INLINED_CALLS, *CHECKPOINTED, "custom_jvp_call", "custom_vjp_call"})
 """Calls whose body has the operands and results of the call: inlined ones, and those that are kept as calls."""
 
 BODY_PARAMS = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import jax
 from jax import core, lax
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 
 from jshard._core import jaxcompat as compat
+from jshard._program.array_primitive import define_primitive
 
 
 ROLL = "roll"
@@ -59,9 +60,7 @@ def _batched(args: list, dims: list, *, dim: int, by: int) -> tuple[list, list]:
 
 
 def _define() -> None:
-    roll_p.def_impl(jax.jit(run_roll, static_argnames=("dim", "by")))
-    roll_p.def_abstract_eval(_type)
-    mlir.register_lowering(roll_p, mlir.lower_fun(run_roll, multiple_results=True))
+    define_primitive(roll_p, run_roll, _type, "dim", "by")
     ad.primitive_jvps[roll_p] = _tangents
     ad.primitive_transposes[roll_p] = _back
     batching.primitive_batchers[roll_p] = _batched

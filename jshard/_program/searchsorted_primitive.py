@@ -15,10 +15,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import core
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 
 from jshard._core import jaxcompat as compat
-from jshard._core.jax_types import ClosedJaxpr, Jaxpr, JaxprEqn
+from jshard._core.jax_types import Jaxpr, JaxprEqn
+from jshard._program.array_primitive import define_primitive
 from jshard._program.equation_bodies import bodies_of, with_bodies
 
 
@@ -36,15 +37,6 @@ _SIDES = {
 def run_searchsorted(array: jax.Array, queries: jax.Array, *, side: str, dtype: str) -> list[jax.Array]:
     """The operator on one device."""
     return [jnp.searchsorted(array, queries, side=side).astype(dtype)]
-
-
-def closed_with_searches(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """A closed jaxpr in which searches in sorted arrays are operators; the same one if there are none."""
-    opened, _ = compat.open_jaxpr(closed)
-    new = with_searches(opened)
-    if new is opened:
-        return closed
-    return new if opened is closed else closed.replace(jaxpr=new)  # pyright: ignore[reportReturnType]
 
 
 def with_searches(jaxpr: Jaxpr) -> Jaxpr:
@@ -111,15 +103,12 @@ def _batched(args: list, dims: list, **params: str) -> tuple[list, list]:
     (array, queries), (of_array, of_queries) = args, dims
     if of_array is None:
         return searchsorted_p.bind(array, queries, **params), [of_queries]
-    return jax.vmap(lambda a, q: run_searchsorted(a, q, **params), (of_array, of_queries))(array, queries), [
-        0
-    ]
+    search = jax.vmap(lambda a, q: run_searchsorted(a, q, **params), (of_array, of_queries))
+    return search(array, queries), [0]
 
 
 def _define() -> None:
-    searchsorted_p.def_impl(jax.jit(run_searchsorted, static_argnames=("side", "dtype")))
-    searchsorted_p.def_abstract_eval(_type)
-    mlir.register_lowering(searchsorted_p, mlir.lower_fun(run_searchsorted, multiple_results=True))
+    define_primitive(searchsorted_p, run_searchsorted, _type, "side", "dtype")
     ad.primitive_jvps[searchsorted_p] = _tangents
     batching.primitive_batchers[searchsorted_p] = _batched
 

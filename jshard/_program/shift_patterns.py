@@ -30,7 +30,7 @@ import numpy as np
 from jax import lax
 
 from jshard._core import jaxcompat as compat
-from jshard._core.jax_types import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn
+from jshard._core.jax_types import Jaxpr, JaxprAtom, JaxprEqn
 from jshard._program.equation_bodies import with_bodies
 from jshard._program.inlining import fresh, substituted, with_calls_inlined
 from jshard._program.loop_invariants import INLINED_CALLS, body_of
@@ -55,15 +55,6 @@ _MOST_GROUPS = 4
 
 _MOST_STRIDE = 4
 """Values of which more than every so many-th element is left out, or zero, are not made in place of single elements."""
-
-
-def closed_with_shifts(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """A closed jaxpr in which shifts along one dimension are rolls and paddings; the same one if there are none."""
-    opened, _ = compat.open_jaxpr(closed)
-    new = with_shifts(opened)
-    if new is opened:
-        return closed
-    return new if opened is closed else closed.replace(jaxpr=new)  # pyright: ignore[reportReturnType]
 
 
 def with_shifts(jaxpr: Jaxpr) -> Jaxpr:

@@ -20,9 +20,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import core, lax
-from jax.interpreters import mlir
 
 from jshard._core import jaxcompat as compat
+from jshard._program.array_primitive import define_primitive
 
 
 STAGE_SHIFT, ZERO_UNLESS, ADD_TO_ROUND = "stage_shift", "zero_unless", "add_to_round"
@@ -88,16 +88,6 @@ def _type_of_first(x: core.ShapedArray, *_: core.ShapedArray) -> list[core.Shape
     return [x]
 
 
-def _define() -> None:
-    zero_unless_p.def_impl(jax.jit(run_zero_unless))
-    zero_unless_p.def_abstract_eval(_type_of_first)
-    mlir.register_lowering(zero_unless_p, mlir.lower_fun(run_zero_unless, multiple_results=True))
-    add_to_round_p.def_impl(jax.jit(run_add_to_round))
-    add_to_round_p.def_abstract_eval(_type_of_first)
-    mlir.register_lowering(add_to_round_p, mlir.lower_fun(run_add_to_round, multiple_results=True))
-    stage_shift_p.def_impl(jax.jit(run_stage_shift, static_argnames=("by", "wrap")))
-    stage_shift_p.def_abstract_eval(_same_type)
-    mlir.register_lowering(stage_shift_p, mlir.lower_fun(run_stage_shift, multiple_results=True))
-
-
-_define()
+define_primitive(zero_unless_p, run_zero_unless, _type_of_first)
+define_primitive(add_to_round_p, run_add_to_round, _type_of_first)
+define_primitive(stage_shift_p, run_stage_shift, _same_type, "by", "wrap")

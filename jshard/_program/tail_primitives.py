@@ -12,15 +12,13 @@ of their own, and not JAX's `pad` and `select_n`, so that each has a sharding ru
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from jax import core, lax
-from jax.interpreters import mlir
 
 from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import Index
+from jshard._program.array_primitive import define_primitive
 
 
 PAD_TAIL, MASK_TAIL = "pad_tail", "mask_tail"
@@ -63,15 +61,5 @@ def _masked_type(
     return [x]
 
 
-def _define() -> None:
-    kinds: tuple[tuple[Callable[..., list[jax.Array]], Callable[..., list[core.ShapedArray]], tuple], ...] = (
-        (run_pad, _padded_type, ("dim", "size")),
-        (run_mask, _masked_type, ("dim", "length", "value")),
-    )
-    for p, (run, types, names) in zip((pad_tail_p, mask_tail_p), kinds, strict=True):
-        p.def_impl(jax.jit(run, static_argnames=names))
-        p.def_abstract_eval(types)
-        mlir.register_lowering(p, mlir.lower_fun(run, multiple_results=True))
-
-
-_define()
+define_primitive(pad_tail_p, run_pad, _padded_type, "dim", "size")
+define_primitive(mask_tail_p, run_mask, _masked_type, "dim", "length", "value")

@@ -28,6 +28,7 @@ from jshard._program.pin_primitives import PIN_OPERAND
 from jshard._program.tail_primitives import MASK_TAIL
 from jshard._rules.attention.padded import attention_masks, attention_params
 from jshard._rules.neutral_element import Scalar, neutral_element, window_identity
+from jshard._rules.primitives.reduce_window import window_of
 from jshard._rules.registry import REGISTRY, OpView
 from jshard._rules.rule import Dims, Rule
 
@@ -79,12 +80,12 @@ _SCATTERS = {
     "scatter": "",
 }  # fmt: skip
 _WINDOWS = {
-    "reduce_window_sum": (0,),
-    "reduce_window_max": (0,),
-    "reduce_window_min": (0,),
-    "select_and_scatter_add": (1,),
-    "select_and_gather_add": (1,),
-}  # the operands whose windows are reduced, or searched for their greatest
+    "reduce_window_sum": 0,
+    "reduce_window_max": 0,
+    "reduce_window_min": 0,
+    "select_and_scatter_add": 1,
+    "select_and_gather_add": 1,
+}  # the operand whose windows are reduced, or searched for their greatest
 _ATTENTION = ("jshard_attention", "jshard_attention_backward")
 _KEEPS_ZERO = frozenset(
     "neg copy copy_p convert_element_type transpose broadcast_in_dim reshape squeeze expand_dims real imag abs sign "
@@ -182,13 +183,13 @@ def _convolved(op: OpView, rule: Rule, f: int) -> PaddedFactor | None:
 def _windowed(op: OpView, rule: Rule, f: int) -> PaddedFactor | None:
     if f not in rule.blocked:
         return IGNORED
+    read = _WINDOWS[op.primitive]
     outside = window_identity(op)
-    masks: dict[int, Scalar] = {
-        k: 0 if outside is None else outside for k in _WINDOWS[op.primitive] if (f,) in rule.operands[k]
-    }
-    if op.primitive.startswith("select_and") and (f,) in rule.operands[0]:
-        masks[0] = 0
-    return PaddedFactor(masks=tuple(masks.items()))
+    neutral: dict[int, Scalar] = {
+        0: 0,
+        read: 0 if outside is None else outside,
+    }  # operand 0 is added, or read
+    return PaddedFactor(masks=tuple((k, x) for k, x in neutral.items() if (f,) in rule.operands[k]))
 
 
 def _attended(op: OpView, rule: Rule, f: int) -> PaddedFactor | None:
@@ -270,14 +271,17 @@ def _window_padding(
     p = op.params
     is_convolution = op.primitive == "conv_general_dilated"
     before = _extents(op, [x.shape for x in op.ins], [x.shape for x in op.outs])
-    after, ones = _extents(op, ins, outs), (1,) * len(before)
-    base = p["lhs_dilation"] if is_convolution else p.get("base_dilation", ones)
-    dilation = p["rhs_dilation"] if is_convolution else p.get("window_dilation", ones)
+    after = _extents(op, ins, outs)
     out = []
-    for d, ((low, high), stride) in enumerate(zip(p["padding"], p["window_strides"], strict=True)):
-        size, window, places = after[d]
-        length = (places - 1) * stride + (window - 1) * dilation[d] + 1
-        out.append((low, high if after[d] == before[d] else length - low - (size - 1) * base[d] - 1))
+    for d, (size, window, places) in enumerate(after):
+        if is_convolution:
+            stride, (low, high), base, dilation = (
+                p[k][d] for k in ("window_strides", "padding", "lhs_dilation", "rhs_dilation")
+            )
+        else:
+            _, stride, (low, high), base, dilation = window_of(op, d)
+        length = (places - 1) * stride + (window - 1) * dilation + 1
+        out.append((low, high if after[d] == before[d] else length - low - (size - 1) * base - 1))
     return tuple(out)
 
 

@@ -57,7 +57,9 @@ def test_bounds_on_a_peak_are_whole_bytes():
 
 
 @pytest.mark.parametrize(("layers", "vocabulary"), [(4, 32_000), (2, 64_000)])
-def test_readers_of_a_copy_held_at_the_peak_of_a_large_program_are_parted(layers, vocabulary, monkeypatch):
+def test_the_live_range_of_a_copy_held_at_the_peak_of_a_large_program_is_split(
+    layers, vocabulary, monkeypatch
+):
     """The gathered weights of the last product wait for their derivative while the loss is computed, uncounted."""
     step, args = transformer(Config(layers, 1024, 8, 4, 128, 2816, vocabulary, batch=64, length=1024))
     mesh = jax.sharding.AbstractMesh((4, 8), ("x", "y"))
@@ -72,7 +74,7 @@ def test_readers_of_a_copy_held_at_the_peak_of_a_large_program_are_parted(layers
 
 
 def test_a_budget_near_the_least_peak_of_a_large_program_is_planned():
-    """Only plans with parted readers keep it, which no memory network tells from others."""
+    """Only plans with a split live range keep it, which no memory network tells from others."""
     step, args = transformer(Config(6, 1024, 8, 4, 128, 2816, 32_000, batch=64, length=1024))
     options = dict(
         mesh=jax.sharding.AbstractMesh((4, 8), ("x", "y")), hardware="tpu-v5e", donate_argnums=(0, 1)

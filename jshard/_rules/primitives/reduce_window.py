@@ -65,7 +65,7 @@ def _windows(op: OpView, big: tuple[int, ...], small: tuple[int, ...]) -> _Windo
     f = Factors()
     many, one, blocked, overlapping, work = [], [], [], [], 1.0
     for d, (m, n) in enumerate(zip(big, small, strict=True)):
-        size, stride, padding, base, dilation = _window(op, d)
+        size, stride, padding, base, dilation = window_of(op, d)
         plain = padding == (0, 0) and base == dilation == 1
         if plain and size == stride and m == n * size and n > 0:
             place = f.new(n)
@@ -87,7 +87,7 @@ def _windows(op: OpView, big: tuple[int, ...], small: tuple[int, ...]) -> _Windo
     return _Windows(f.sizes, tuple(many), tuple(one), tuple(blocked), tuple(overlapping), work)
 
 
-def _window(op: OpView, d: int) -> tuple[int, int, tuple[int, int], int, int]:
+def window_of(op: OpView, d: int) -> tuple[int, int, tuple[int, int], int, int]:
     """Size, stride, padding, base dilation and window dilation along a dimension."""
     p = op.params
     base, dilation = p.get("base_dilation"), p.get("window_dilation")
@@ -99,7 +99,7 @@ def _window(op: OpView, d: int) -> tuple[int, int, tuple[int, int], int, int]:
 
 def _reads(op: OpView, d: int, size: int, places: int) -> WindowReads:
     """What the windows of blocks of the result read."""
-    window, stride, (low, _), base, dilation = _window(op, d)
+    window, stride, (low, _), base, dilation = window_of(op, d)
     return WindowReads(size, places, stride, low, (window - 1) * dilation, base)
 
 
@@ -107,7 +107,7 @@ def _with_halos(op: OpView, r: Rule, w: _Windows, windowed: tuple[int, ...]) -> 
     """The rule with a halo for each dimension with overlapping windows, of the operands `windowed`."""
     halos = []
     for d, position, place in w.overlapping:
-        _, _, padding, base, _ = _window(op, d)
+        _, _, padding, base, _ = window_of(op, d)
         if op.primitive == "reduce_window" and (padding != (0, 0) or base != 1):
             continue  # what the user's function makes of elements outside the tensor is the compiler's choice
         reads = _reads(op, d, op.ins[windowed[0]].shape[d], op.outs[0].shape[d])
@@ -127,8 +127,8 @@ def _reduce_local(ctx: LocalContext, *operands: jax.Array) -> Sequence[jax.Array
         n, fills = 2, [None, window_identity(op)]
     blocks = with_neighbours(ctx, operands, fills)
     ndim = len(op.ins[0].shape)
-    padding = [_window(op, d)[2] for d in range(ndim)]
-    base = [_window(op, d)[3] for d in range(ndim)]
+    padding = [window_of(op, d)[2] for d in range(ndim)]
+    base = [window_of(op, d)[3] for d in range(ndim)]
     for one in ctx.rule.internal:
         assert one.over is not None and one.operand is not None and isinstance(one.reads, WindowReads)
         axes, k = ctx.axes(one.over), one.operand
@@ -184,7 +184,7 @@ def select_and_scatter_add(op: OpView) -> Rule:
     r = w.rule((w.one, w.many), (w.many,), linear_sets(op, (0,)))
     halos = []
     for d, position, place in w.overlapping:
-        size, stride, (low, _), _, _ = _window(op, d)
+        size, stride, (low, _), _, _ = window_of(op, d)
         windows = WindowReads(
             op.ins[0].shape[d], op.ins[1].shape[d], 1, size - 1 - low, size - 1, base=stride
         )

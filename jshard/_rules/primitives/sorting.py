@@ -51,8 +51,8 @@ def _sort_local(ctx: LocalContext, *operands: jax.Array) -> Sequence[jax.Array]:
     if positions:
         x = operands[0]
         own = lax.broadcasted_iota(_POSITION, x.shape, dim) + device.astype(_POSITION) * x.shape[dim]
-        arrays = [*to_common_vma([x, own]), *operands[1:]]
-        arrays = [arrays[0], *operands[1:keys], arrays[1], *operands[keys:]]
+        x, own = to_common_vma([x, own])
+        arrays = [x, *operands[1:keys], own, *operands[keys:]]
 
     def sort(some: Sequence[jax.Array], d: int) -> list[jax.Array]:
         return list(lax.sort(tuple(some), dimension=d, is_stable=True, num_keys=keys + positions))
