@@ -59,7 +59,7 @@ def moved(held: float, pairs: Sequence[tuple[int, int]], at: Coordinates, bandwi
 
 def of_collective(e: Emitted, at: Coordinates, bandwidth: float) -> float:
     """Seconds of one collective of a compiled program, all its executions together."""
-    if e.kind == "permute":
+    if e.kind == "permute" or e.kind == "all_to_all" and e.written_kind == "permute":  # a part of one
         return moved(e.total, read_pairs(e.groups), at, bandwidth)
     groups = read_groups(e.groups, len(at))
     if max(map(len, groups)) != e.group_size:

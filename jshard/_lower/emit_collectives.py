@@ -29,9 +29,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jshard._core import jaxcompat as compat
+from jshard._core.jaxcompat import itemsize
 from jshard._core.layout import Layout, MeshAxes
+from jshard._core.topology import Topology
 from jshard._cost.reshard_steps import ReshardStep, apply_step
 from jshard._cost.resharding import without_unit_axes
+from jshard._lower.all_to_all_permutes import all_to_all_by_permutes, all_to_all_in_permutes
 from jshard._rules.registry import block_index
 
 
@@ -44,6 +47,7 @@ def apply_reshard(
     *,
     vma: bool,
     consumer_axes: frozenset[str] = frozenset(),
+    topology: Topology | None = None,
 ) -> jax.Array:
     """Turn a local block in one layout into the local block in another; called inside `shard_map`.
 
@@ -55,6 +59,7 @@ def apply_reshard(
     - `mesh`: the mesh of the surrounding `shard_map`.
     - `vma`: whether that runs with `check_vma=True`.
     - `consumer_axes`: axes on which the consumer varies, so that the result may be typed as varying there.
+    - `topology`: the mesh's links, which decide whether an all-to-all is sent by permutes; without it none is.
     """
     if 0 in x.shape:  # XLA refuses collectives of arrays of size zero
         shape = [n * mesh.size(*axes) for n, axes in zip(x.shape, source.dims, strict=True)]
@@ -64,6 +69,12 @@ def apply_reshard(
     if vma:
         x = compat.cast_vma(x, source.axes)
     for step in steps:
+        if step.kind == "all_to_all" and topology is not None and not vma:
+            if all_to_all_in_permutes(step.axes, x.size * itemsize(x.dtype), topology):
+                assert step.dst_dim is not None and step.src_dim is not None
+                x = all_to_all_by_permutes(x, step.axes, step.dst_dim, step.src_dim, mesh)
+                layout = apply_step(step, layout)
+                continue
         x = _emit(x, layout, step, mesh, vma, consumer_axes)
         layout = apply_step(step, layout)
     if layout.dims != end.dims or set(layout.partial) != set(end.partial):

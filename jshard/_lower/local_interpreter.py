@@ -125,8 +125,9 @@ class LocalInterpreter:
             after = apply_step(step, layout)
             with plan_scope(number):
                 x = apply_reshard(
-                    x, layout, after, (step,), self.mesh, vma=self.vma, consumer_axes=reader_axes
-                )
+                    x, layout, after, (step,), self.mesh, vma=self.vma, consumer_axes=reader_axes,
+                    topology=self.assignment.topology,
+                )  # fmt: skip
             layout = after
         env[action.tensor, action.target] = self._written(x) if over_argument else x
 

@@ -9,7 +9,8 @@ The rewrites, each seen in the text of a real compiler:
   `collective-permute`: the program requested neither.
 - on TPU one collective may be spread over several fusions with the same `chain_id`: it starts once.
 - a `collective-permute` of a block in a loop: the block is passed on unchanged (all-gather) or is an accumulator
-  (reduce-scatter). JAX's own `ppermute` is left as it is.
+  (reduce-scatter). JAX's own `ppermute` is left as it is, but for the parts of an all-to-all that the lowering sends by
+  permutes and names so (`_lower/all_to_all_permutes.py`).
 
 >>> from jshard._verify.hlo_parser import parse
 >>> m = parse('''
@@ -94,6 +95,8 @@ def recognize(
     if kind in ("all_gather", "reduce_scatter") and _is_level_of_slice_all_reduce(frame.computation, inst):
         form = "level of an all-reduce over slices"
         return RecognizedCollective("all_reduce", operand_bytes, form, wire_kind=kind)
+    if inst.opcode.startswith("collective-permute") and inst.op_name.endswith("/all_to_all/ppermute"):
+        return RecognizedCollective("all_to_all", operand_bytes, "a part by a permute", wire_kind="permute")
     if inst.opcode.startswith("collective-permute") and "ppermute" not in inst.op_name:
         if _is_edge_of_padding(frame, inst):
             return RecognizedCollective(kind, operand_bytes, "edge of a padded reduce-scatter", 0.0)
