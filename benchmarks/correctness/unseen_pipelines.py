@@ -25,6 +25,7 @@ from typing import Any
 import jax
 import jax.ad_checkpoint
 import jax.numpy as jnp
+import numpy as np
 from flax import linen, nnx
 from jax import lax
 
@@ -309,14 +310,28 @@ def check(d: Drawn) -> dict[str, Any]:
 
 
 def compared(f: Callable, plain: Callable, *args: Any) -> dict[str, Any]:
-    """The largest relative error, if it is within the limit, or if plain JAX does not say which result is right."""
-    wanted = jax.jit(plain)(*args)
+    """The largest relative error, if it is within the limit, or if plain JAX does not say which result is right.
+
+    Deep layers without norms are chaotic: there an ulp in the weights moves the plain result by more than the limit. The
+    error must then be at most ten times what such ulps move.
+    """
+    run = jax.jit(plain)
+    wanted = run(*args)
     error = largest_error(f(*args), wanted)
     if error < LIMIT:
         return {"error": error}
     own = largest_error(plain(*args), wanted)
-    assert own >= LIMIT, error
-    return {"skipped": f"not judged: plain JAX differs by {own:.1e} from itself under `jit`"}
+    if own >= LIMIT:
+        return {"skipped": f"not judged: plain JAX differs by {own:.1e} from itself under `jit`"}
+    moved = max(largest_error(run(an_ulp_away(args[0], seed), *args[1:]), wanted) for seed in range(4))
+    assert moved >= LIMIT and error <= 10 * moved, error
+    return {"skipped": f"not judged: {error:.1e}, where an ulp in the weights moves plain JAX by {moved:.1e}"}
+
+
+def an_ulp_away(w: Any, seed: int) -> Any:
+    """The weights, each by one unit in the last place more, less or the same, as a seed draws it."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: x * (1 + rng.integers(-1, 2, x.shape) * 2.0**-52), w)
 
 
 def page(rows: list[dict[str, Any]]) -> str:

@@ -32,6 +32,7 @@ from jshard._core.jax_types import JaxprAtom, JaxprEqn
 _LAGS = 8  # distances to the next, the next but one, ... equation of the same code are candidates
 _CANDIDATES = 60  # most frequent distances that are compared
 _NEAR = 0.95  # of the longest sequence, from which on a smaller period is preferred
+_NESTING = ("ft_in", "ft_out")
 _WITH_RULES = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 """Primitives with functions of a derivative, which a program that is not differentiated any more does not run."""
 
@@ -57,10 +58,24 @@ def equation_codes(eqns: Sequence[JaxprEqn]) -> np.ndarray:
     for k, eqn in enumerate(eqns):
         key: Hashable = (
             k if eqn.effects else None, eqn.primitive.name, tuple(map(_type, eqn.invars)), tuple(map(_type, eqn.outvars)),
-            tuple((name, _key(value)) for name, value in sorted(eqn.params.items()) if not _is_rule(eqn, value)),
+            tuple((name, _key(value)) for name, value in own_params(eqn) if not _is_rule(eqn, value)),
         )  # fmt: skip
         codes.append(numbers.setdefault(key, len(numbers)))
     return np.array(codes, dtype=np.int64)
+
+
+def own_params(eqn: JaxprEqn) -> list[tuple[str, object]]:
+    """The parameters of an equation by name, without the nesting of operands and results that a loop remembers.
+
+    Which of a loop's operands are constants, carried or sliced follows from their types and those in its body.
+    """
+    return [(name, value) for name, value in sorted(eqn.params.items()) if name not in _NESTING]
+
+
+def text_of(value: object) -> str:
+    """A jaxpr, or several, as printed (variables are named in order), without such nesting inside."""
+    lines = str(value).split("\n")
+    return "\n".join(line for line in lines if not line.strip().startswith(tuple(f"{n}=" for n in _NESTING)))
 
 
 def longest_repetition(codes: np.ndarray) -> Repetition | None:
@@ -110,7 +125,7 @@ def _key(value: object) -> Hashable:
     """A parameter for comparison: jaxprs as printed (variables are named in order), other unhashable values by identity."""
     if compat.is_jaxpr(value):
         jaxpr, consts = compat.open_jaxpr(value)
-        text = str(jaxpr)
+        text = text_of(jaxpr)
         return ("jaxpr", id(value)) if jaxpr.effects or "..." in text else ("jaxpr", text, *map(id, consts))
     if isinstance(value, tuple | list):
         return (type(value).__name__, *map(_key, value))

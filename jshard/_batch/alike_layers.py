@@ -204,7 +204,7 @@ def find_layers(
 
     Sequences whose layers have no parameters are left as they are.
     """
-    codes = equation_codes(eqns)
+    codes, literals = equation_codes(eqns), _made_of_literals(eqns)
     regions, found, errors = [(0, len(eqns))], list[AlikeLayers](), list[NotALoopError]()
     while regions:
         low, high = regions.pop(0)
@@ -218,7 +218,7 @@ def find_layers(
         except NotALoopError as error:
             errors.append(error)
         else:
-            if _passes(eqns, layers, passes_on) and _has_parameters(layers, passes_on):
+            if _passes(eqns, layers, passes_on) and _has_parameters(layers, passes_on, literals):
                 found.append(layers)
                 begin, end = layers.begin, layers.end
         regions[:0] = [(low, begin), (end, high)]
@@ -230,14 +230,25 @@ def _passes(eqns: Sequence[JaxprEqn], layers: AlikeLayers, passes_on: Callable[[
     return any(passes_on(eqns[row[at]].outvars[o]) for (at, o), _ in layers.carries)  # type: ignore[index]
 
 
-def _has_parameters(layers: AlikeLayers, passes_on: Callable[[JaxprAtom], bool]) -> bool:
-    """Whether each layer has numbers of its own that no layer passes on."""
+def _has_parameters(
+    layers: AlikeLayers, passes_on: Callable[[JaxprAtom], bool], literals: set[JaxprAtom]
+) -> bool:
+    """Whether each layer has numbers of its own that no layer passes on; `literals`: values that are no parameters."""
     firsts = [next(v for v in slots if v is not None) for slots in layers.stacks]
     return any(
         jnp.issubdtype(v.aval.dtype, jnp.inexact) and not passes_on(v)
         for v in firsts
-        if not compat.is_literal(v)
+        if not compat.is_literal(v) and v not in literals
     )
+
+
+def _made_of_literals(eqns: Sequence[JaxprEqn]) -> set[JaxprAtom]:
+    """Values that no input of the program enters."""
+    made: set[JaxprAtom] = set()
+    for eqn in eqns:
+        if all(compat.is_literal(v) or v in made for v in eqn.invars):
+            made.update(eqn.outvars)
+    return made
 
 
 def _best(
@@ -296,10 +307,11 @@ def _cost(eqns: Sequence[JaxprEqn], layers: AlikeLayers, indexes: Mapping[JaxprA
     total = 0.0
     for slots in layers.stacks:
         there = [(k, v) for k, v in enumerate(slots) if v is not None and not compat.is_literal(v)]
-        if not any(v in indexes for _, v in there):
-            continue
-        total += (size := _nbytes(there[0][1]))
-        agreed = set.intersection(*({n + k for n in indexes.get(v, ())} for k, v in there))
+        known = [(k, v) for k, v in there if v in indexes]
+        if not known:
+            continue  # the other sequences may also lack a layer that these have
+        total += (size := _nbytes(known[0][1]))
+        agreed = set.intersection(*({n + k for n in indexes[v]} for k, v in known))
         shifts.update(dict.fromkeys(agreed, int(size)))
     return carried + total - max(shifts.values(), default=0)
 

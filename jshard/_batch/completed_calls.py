@@ -1,18 +1,18 @@
-"""Checkpointed calls that lack results which alike calls have, so that all layers of a backward pass are alike.
+"""Equations with bodies that lack results which alike ones have, so that the layers of a program are alike.
 
-The backward pass of a layer under `jax.checkpoint` is one call. That of the first layer, whose input is data, lacks the
-gradient of its input, so it is another function with fewer results, perhaps of fewer operands. It becomes the call of the
-layer before it in the program, of whose results those are used that it has. An operand that it does not read is that of the
-other call: what is computed from it is not used.
+The first layer, whose input is data, needs no gradient of it. Under `jax.checkpoint` its backward pass is one call that
+lacks this result; a branch or a loop in its forward pass lacks what the backward passes of the others read. Each is another
+function with fewer results, perhaps of fewer operands. It becomes the function of another layer, of whose results those are
+used that it has. An operand that it does not read is that of the other equation: what is computed from it is not used.
 
 >>> import jax, jax.numpy as jnp
 >>> def loss(ws, x):
 ...     for w in ws:
 ...         x = jax.checkpoint(lambda h, w: h + jnp.tanh(h @ w))(x, w)
 ...     return jnp.sum(x)
->>> traced = jax.make_jaxpr(jax.grad(loss))([jnp.ones((2, 2))] * 3, jnp.ones((4, 2)))
->>> both = traced.eqns, with_calls_completed(traced.eqns)
->>> [[len(e.outvars) for e in eqns if e.primitive.name == "remat2"] for eqns in both]
+>>> traced = jax.make_jaxpr(jax.grad(loss))([jnp.ones((2, 2))] * 3, jnp.ones((4, 2))).jaxpr
+>>> both = traced, with_calls_completed(traced)
+>>> [[len(e.outvars) for e in j.eqns if e.primitive.name == "remat2"] for j in both]
 [[2, 2, 1], [2, 2, 2]]
 """
 
@@ -21,42 +21,62 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
+from jshard._batch.alike_equations import own_params, text_of
 from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import Jaxpr, JaxprAtom, JaxprEqn
 from jshard._program.inlining import fresh
 from jshard._program.loop_invariants import CHECKPOINTED
 
 
-_MOST_MISSING = 2  # results that a call may lack
+_WITH_BODIES = frozenset((*CHECKPOINTED, "cond", "scan", "while"))
+_MOST_TRIED = 64  # choices of the results that an equation may have of another one's
 
 
-def with_calls_completed(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
-    """The equations with such calls as calls of the same function as one before them."""
-    out: list[JaxprEqn] = []
-    earlier: dict[str, JaxprEqn] = {}  # by function, the latest
-    for eqn in eqns:
-        if eqn.primitive.name in CHECKPOINTED and eqn.params["differentiated"] and not eqn.effects:
-            text = str(eqn.params["jaxpr"])
-            if text not in earlier:
-                found = (_completed(eqn, text, other) for other in reversed(earlier.values()))
-                eqn = next((e for e in found if e is not None), eqn)
-            earlier[str(eqn.params["jaxpr"])] = eqn
-        out.append(eqn)
-    return out
+def with_calls_completed(jaxpr: Jaxpr) -> Jaxpr:
+    """The open jaxpr with such equations as equations of the same function as another one."""
+    alone = {
+        k: _alone(jaxpr, eqn)
+        for k, eqn in enumerate(jaxpr.eqns)
+        if eqn.primitive.name in _WITH_BODIES and not eqn.effects
+    }
+    positions: dict[str, list[int]] = {}  # by function
+    for k, one in alone.items():
+        positions.setdefault(_text(one), []).append(k)
+    out = list(jaxpr.eqns)
+    for text, own in positions.items():
+        for k in own:
+            nearest = (min(each, key=lambda n, k=k: abs(n - k)) for t, each in positions.items() if t != text)
+            for n in sorted(nearest, key=lambda n, k=k: abs(n - k)):
+                completed = _completed(jaxpr.eqns, k, n, text, alone[n])
+                if completed is not None:
+                    out[k] = completed
+                    break
+    return jaxpr.replace(eqns=out)
 
 
-def _completed(eqn: JaxprEqn, text: str, other: JaxprEqn) -> JaxprEqn | None:
-    """A call as a call of the function of `other`; None if that is not the same with more results."""
-    body: Jaxpr = other.params["jaxpr"]
-    own, known = ({k: v for k, v in e.params.items() if k != "jaxpr"} for e in (eqn, other))
-    if own != known:
+def _alone(jaxpr: Jaxpr, eqn: JaxprEqn) -> Jaxpr:
+    """The equation as a jaxpr of its own."""
+    operands, results = fresh(eqn.invars), fresh(eqn.outvars)
+    one = eqn.replace(invars=operands, outvars=results)
+    return jaxpr.replace(constvars=[], invars=operands, outvars=results, eqns=[one])
+
+
+def _text(alone: Jaxpr) -> str:
+    """The function of an equation as text."""
+    each = [[e.primitive.name, *((n, text_of(v)) for n, v in own_params(e))] for e in alone.eqns]
+    return str(each)
+
+
+def _completed(eqns: Sequence[JaxprEqn], k: int, n: int, text: str, function: Jaxpr) -> JaxprEqn | None:
+    """The equation at `k`, whose function is `text`, as one of the function of that at `n`; None if it is no part of it."""
+    eqn, other = eqns[k], eqns[n]
+    if eqn.primitive is not other.primitive:
         return None
-    for used in _kept(list(map(_type, body.outvars)), list(map(_type, eqn.outvars))):
-        live, read = compat.live_part(body, used)
-        if str(live) == text and sum(read) == len(eqn.invars):
+    for used in _kept(list(map(_type, other.outvars)), list(map(_type, eqn.outvars))):
+        live, read = compat.live_part(function, used)
+        if _text(live) == text and sum(read) == len(eqn.invars) and (all(read) or n < k):
             operands, results = iter(eqn.invars), iter(eqn.outvars)
-            return eqn.replace(
-                params=other.params,
+            return other.replace(
                 invars=[next(operands) if r else v for r, v in zip(read, other.invars, strict=True)],
                 outvars=[
                     next(results) if u else fresh([v])[0] for u, v in zip(used, other.outvars, strict=True)
@@ -70,10 +90,11 @@ def _type(v: JaxprAtom) -> str:
 
 
 def _kept(types: Sequence[str], wanted: Sequence[str]) -> Iterator[list[bool]]:
-    """Which of the results of some types may be those of the types `wanted`, in order."""
+    """Which of the results of some types may be those of the types `wanted`, in order; the last ones lack first."""
     missing = len(types) - len(wanted)
-    if not 0 < missing <= _MOST_MISSING:
+    if missing <= 0:
         return
-    for dropped in itertools.combinations(range(len(types)), missing):
+    choices = itertools.combinations(reversed(range(len(types))), missing)
+    for dropped in itertools.islice(choices, _MOST_TRIED):
         if [t for k, t in enumerate(types) if k not in dropped] == list(wanted):
             yield [k not in dropped for k in range(len(types))]

@@ -20,6 +20,7 @@ import collections
 import dataclasses
 from collections.abc import Hashable, Sequence
 
+from jshard._batch.alike_equations import text_of
 from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import Jaxpr, JaxprAtom, JaxprEqn
 from jshard._program.common_subexpressions import literal_value
@@ -44,7 +45,7 @@ def with_literals_lifted(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
         if eqn.primitive.name in CHECKPOINTED and not eqn.effects:
             inner, _ = compat.open_jaxpr(eqn.params["jaxpr"])
             one = _lifted(k, with_calls_inlined(inner), None)
-            groups[str(one.body)].append(one)
+            groups[text_of(one.body)].append(one)
     out = list(eqns)
     for group in groups.values():
         values = [[literal_value(v.val, v.aval) for v in one.literals] for one in group]  # type: ignore[attr-defined, arg-type]

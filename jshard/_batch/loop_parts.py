@@ -81,9 +81,12 @@ class LoopParts:
 
     @property
     def sums(self) -> tuple[JaxprAtom, ...]:
-        """Sums over examples that are results, stacked over layers, or cross to the late part; each once."""
-        stacked = [v for v in self.stacked if self.kind(v) == "sum"]
-        return tuple(dict.fromkeys((*stacked, *self.crossing)))
+        """Sums over examples that are results, stacked over layers, or cross to the late part; each once.
+
+        A sum crosses too that the next layer alone reads, as a carry.
+        """
+        found = [v for v in (*self.stacked, *(self.carried[j] for j in self.late)) if self.kind(v) == "sum"]
+        return tuple(dict.fromkeys((*found, *self.crossing)))
 
     def kind(self, v: JaxprAtom) -> str:
         """`"late"`, or the kind of the value's class."""

@@ -39,13 +39,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jshard._batch.batch_class import SHARED, SUM, BatchClass, CoupledError, described
 from jshard._batch.batch_positions import with_positions_shared
 from jshard._batch.body_classes import Analysis, class_in
+from jshard._batch.completed_calls import with_calls_completed
 from jshard._batch.layers_outside import layers_outside
 from jshard._batch.loop_parts import LoopParts, loop_parts
 from jshard._batch.outside_pipeline import results_of_loop, run_early, run_late
 from jshard._batch.piece_operator import run_whole, shape_of
 from jshard._batch.pipeline_shape import PipelineShape
 from jshard._batch.saved_sums import with_sums_saved
-from jshard._batch.stacked_layers import stack_layers
+from jshard._batch.stacked_layers import Stacked, stack_layers
 from jshard._batch.tick_loop import CutStages, TickLoop, Ticks
 from jshard._core import jaxcompat as compat
 from jshard._core.errors import ShardError
@@ -88,17 +89,14 @@ def with_loops_over_layers(
     Raises `ShardError` if there are no layers that pass on values per example.
     """
     analysis = Analysis(examples, pieces)
-    closed = with_sums_saved(with_positions_shared(closed), inputs, analysis)
-    opened, consts = compat.open_jaxpr(closed)
-    jaxpr = compat.without_dead_code(with_calls_inlined(opened, lines=True))
-    loops, classes = _layer_loops(jaxpr, inputs, analysis)
-    if loops:
+    traced = with_positions_shared(closed)
+    closed = with_sums_saved(traced, inputs, analysis)
+    if _layer_loops(_inlined(closed), inputs, analysis)[0]:
         return LoopsOverLayers(closed, unrolled=False)
-    stacked = stack_layers(jaxpr, consts, lambda v: class_in(classes, v).is_example)
+    stacked = _with_unrolled_stacked(traced, inputs, analysis)
     if stacked.closed is not None:
         in_loops = with_sums_saved(stacked.closed, inputs, analysis)
-        again = compat.without_dead_code(compat.open_jaxpr(in_loops)[0])
-        if _layer_loops(again, inputs, analysis)[0]:
+        if _layer_loops(_inlined(in_loops), inputs, analysis)[0]:
             return LoopsOverLayers(in_loops, unrolled=True)
     raise ShardError(
         "no loop over layers passes values per example from layer to layer, and no layers outside loops are alike"
@@ -111,6 +109,23 @@ def with_loops_over_layers(
     )
 
 
+def _inlined(closed: ClosedJaxpr) -> Jaxpr:
+    """The open jaxpr with its calls inlined, without dead code."""
+    return compat.without_dead_code(with_calls_inlined(compat.open_jaxpr(closed)[0], lines=True))
+
+
+def _with_unrolled_stacked(closed: ClosedJaxpr, inputs: Sequence[BatchClass], analysis: Analysis) -> Stacked:
+    """The program with its unrolled layers as loops.
+
+    What the layer on the data lacks is added before sums over examples move out of checkpointed calls, so that they move
+    out of all alike.
+    """
+    completed = closed.replace(jaxpr=with_calls_completed(_inlined(closed)))
+    opened, consts = compat.open_jaxpr(with_sums_saved(completed, inputs, analysis))
+    classes = _layer_loops(opened, inputs, analysis)[1]
+    return stack_layers(opened, consts, lambda v: class_in(classes, v).is_example)
+
+
 def in_pipeline(
     layers: LoopsOverLayers, inputs: Sequence[BatchClass], examples: int, shape: PipelineShape,
     cut_stages: CutStages | None = None,
@@ -121,8 +136,8 @@ def in_pipeline(
 
     Raises `ShardError` if a loop couples the examples or does not divide into the stages.
     """
-    opened, consts = compat.open_jaxpr(layers.closed)
-    jaxpr = compat.without_dead_code(with_calls_inlined(opened, lines=True))
+    _, consts = compat.open_jaxpr(layers.closed)
+    jaxpr = _inlined(layers.closed)
     analysis = Analysis(examples, shape.microbatches)
     loops, classes = _layer_loops(jaxpr, inputs, analysis)
     for k, parts in loops.items():

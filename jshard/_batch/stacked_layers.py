@@ -112,7 +112,8 @@ def stack_layers(
     jaxpr: Jaxpr, consts: Sequence[jax.Array], passes_on: Callable[[JaxprAtom], bool]
 ) -> Stacked:
     """The same for an open jaxpr without calls and dead code, with the values of its constants."""
-    jaxpr = jaxpr.replace(eqns=with_literals_lifted(with_calls_completed(jaxpr.eqns)))
+    completed = with_calls_completed(jaxpr)
+    jaxpr = completed.replace(eqns=with_literals_lifted(completed.eqns))
     found, errors = find_layers(jaxpr.eqns, passes_on)
     if not _complete(jaxpr.eqns, found):
         moved = with_slices_moved(jaxpr)

@@ -44,6 +44,12 @@ CASES: list[tuple[Callable[[int], models.Model], int, tuple[int, int]]] = [
     (models.numbered, 4, (4, 4)),
     (models.indexed, 4, (4, 4)),
     (models.collected, 4, (4, 4)),
+    (models.masked_after, 4, (4, 4)),
+    *(
+        (lambda n, p=p, remat=remat: models.penalized(n, p, remat), 4, (4, 4))
+        for p in (models.in_branches, models.in_a_loop, models.of_means, lambda x: jnp.mean(x**2))
+        for remat in (False, True)
+    ),
 ]
 
 

@@ -237,3 +237,48 @@ def collected(layers: int) -> Model:
         return jnp.mean(jnp.concatenate(each, -1) ** 2) + jnp.mean(each[1])
 
     return loss, (([normal(k, 8, 8) / 3 for k in range(layers)], normal(77, 8, 8) / 3), normal(2, BATCH, 8))
+
+
+def penalized(layers: int, penalty: Callable[[jax.Array], jax.Array], remat: bool = False) -> Model:
+    """Layers on the data with a penalty of what enters each: of that of the first one no gradient is taken."""
+
+    def layer(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return x + jnp.tanh(x @ w), penalty(x)
+
+    def loss(ws: Any, x: jax.Array) -> jax.Array:
+        total = jnp.zeros(())
+        for w in ws:
+            x, more = (jax.checkpoint(layer) if remat else layer)(w, x)
+            total += more
+        return jnp.mean(x**2) + 0.1 * total
+
+    return loss, ([normal(k, 8, 8) / 3 for k in range(layers)], normal(500, BATCH, 8))
+
+
+def in_branches(x: jax.Array) -> jax.Array:
+    """The mean square, or another mean, by a value that no example enters."""
+    return lax.cond(jnp.array(True), lambda x: jnp.mean(x**2), lambda x: jnp.mean(jnp.abs(x)), x)
+
+
+def in_a_loop(x: jax.Array) -> jax.Array:
+    """A mean of what a loop over the features carries."""
+    return jnp.mean(lax.scan(lambda c, y: (jnp.tanh(c + y), c * y), jnp.zeros(len(x)), x.T)[1] ** 2)
+
+
+def of_means(x: jax.Array) -> jax.Array:
+    """Squares of means over the batch: no piece of it has a share."""
+    return jnp.sum(jnp.mean(x, 0) ** 2)
+
+
+def masked_after(layers: int) -> Model:
+    """Two masks behind the layers, alike and one after the other, but no layers: their numbers are no parameters."""
+    _, args = _plain(lambda k, w, x: x, layers)
+
+    def masked(ws: Any, x: jax.Array) -> jax.Array:
+        for w in ws:
+            x = x + jnp.tanh(x @ w)
+        for kept, number in [(ws[k][0, 0] > k, jnp.full(x.shape, 0.5 + k)) for k in range(2)]:
+            x = lax.select_n(kept, number, x)
+        return jnp.mean(x**2)
+
+    return masked, args
