@@ -49,7 +49,8 @@ class BatchOfCall:
             raise ShardError(
                 "no argument has a batch: no product keeps a dimension of an argument",
                 where=where,
-                fix="no microbatches=, or pass the data as arguments of the function",
+                fix="no microbatches=, or pass the data as arguments of the function, all examples at once: "
+                "vmap belongs inside, jshard.shard(jax.vmap(f), ...)",
             )
         if self.examples % count:
             allowed = ", ".join(map(str, self.counts))

@@ -36,6 +36,7 @@ import numpy as np
 from jshard._core import jaxcompat as compat
 from jshard._core.errors import ArgumentError, ShardError
 from jshard._core.jax_types import Function, PyTree
+from jshard._core.marker_primitives import mark_argument
 from jshard._core.messages import describe_value, type_with_article
 from jshard._spec.tree_paths import input_leaves
 
@@ -115,7 +116,19 @@ def _not_an_array_error(name: str, leaf: object, path: str, argument: str) -> Ar
     )
 
 
-def refuse_shapes(name: str, args: Sequence[PyTree], error: Exception) -> None:
+def refuse_arguments(
+    name: str, args: Sequence[PyTree], kwargs: Mapping[str, PyTree], error: Exception
+) -> None:
+    """Raise a `ShardError` where a call failed for its arguments: a shape in place of an array, one example under `vmap`.
+
+    `error`: of the call. Under `vmap` the function is traced for one example, and any error may follow from that.
+    """
+    for x in filter(compat.is_tracer, jax.tree.leaves((args, kwargs))):
+        mark_argument(x, name)
+    _refuse_shapes(name, args, error)
+
+
+def _refuse_shapes(name: str, args: Sequence[PyTree], error: Exception) -> None:
     """Raise `ArgumentError` where a call failed and an argument is a shape, as text or as a tuple of ints.
 
     `error`: of the call. A wrong strategy is wrong for want of arrays only if all arguments are shapes.

@@ -158,7 +158,8 @@ def _check_batch(batch: BatchOfCall, option: PipelineOption, name: str) -> None:
         raise ShardError(
             "no argument has a batch: no product keeps a dimension of an argument",
             where=where,
-            fix="no pipeline, or pass the data as arguments of the function",
+            fix="no pipeline, or pass the data as arguments of the function, all examples at once: vmap belongs inside, "
+            "jshard.shard(jax.vmap(f), ...)",
         )
     if batch.examples % option.microbatches:
         allowed = ", ".join(str(k) for k in batch.counts if k > 1)

@@ -22,7 +22,7 @@ import jax
 from jax.sharding import AbstractMesh
 
 from jshard._api.bound_method import BoundMethod
-from jshard._api.call_state import refuse_shapes
+from jshard._api.call_state import refuse_arguments
 from jshard._api.executable import Executable, inline
 from jshard._api.padded_at_rest import call_arguments, place
 from jshard._api.plan import Plan, check_plan
@@ -416,7 +416,7 @@ class Sharded:
         except Exception as error:
             if isinstance(error, TypeError | StrategyError):
                 self.check_arguments(args, kwargs)
-            refuse_shapes(self.__name__, args, error)
+            refuse_arguments(self.__name__, args, kwargs, error)
             library = state_library()
             if library is None:
                 raise

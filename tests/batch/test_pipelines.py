@@ -250,6 +250,22 @@ def test_without_a_mesh_and_under_vmap() -> None:
         jax.vmap(f, in_axes=(None, 0))(w, x[None])
 
 
+@pytest.mark.parametrize("options", [{"microbatches": 4}, {"config": {"pipeline": GOOD}}])
+def test_a_function_of_one_example_under_vmap(options: dict[str, Any]) -> None:
+    """The error names vmap, and its advice works; inside `jit` only the shapes of one example are known."""
+    w, x, mesh = normal(1, 6, 4, 4), normal(2, BATCH, 4), mesh_of(2, 4)
+    f = jshard.shard(plain, mesh=mesh, level=0, **options)
+    for run in (jax.vmap(f, (None, 0)), jax.jit(jax.vmap(f, (None, 0))), jax.vmap(jax.grad(f), (None, 0))):
+        with pytest.raises(jshard.ShardError, match="vmap of the sharded function plain") as error:
+            run(w, x)
+        assert "put vmap inside: jshard.shard(jax.vmap(f), ...)" in error.value.fix
+    with pytest.raises(jshard.ShardError, match="no argument has a batch") as error:
+        jax.vmap(jax.jit(f), (None, 0))(w, x)
+    assert "vmap belongs inside, jshard.shard(jax.vmap(f), ...)" in error.value.fix
+    inside = jax.vmap(plain, (None, 0))
+    assert largest_error(jshard.shard(inside, mesh=mesh, level=0, **options)(w, x), inside(w, x)) < 1e-12
+
+
 def test_the_cheapest_of_pipelines_and_none() -> None:
     """Two slices, many layers: a pipeline. The answer is that of planning each alone, most searches end at a bound."""
     w, x = (
