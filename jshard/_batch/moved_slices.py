@@ -1,7 +1,7 @@
-"""Slices of stacked parameters moved before a program's layers, and their gradients' sums behind them.
+"""Slices of stacked values moved before a program's layers, and their gradients' sums behind them.
 
-`w[i]` in a Python loop is a slice with parameters of its own in every layer, and its gradient a pad that is added to those
-of the other layers: between them the layers are alike. Neither depends on where between its operands and its readers it is.
+`w[i]` in a Python loop is a slice with parameters of its own in every layer (of keys, `jax.random.split(key, n)[i]`, too), and
+its gradient a pad that is added to those of the other layers: between them the layers are alike. Neither depends on where between its operands and its readers it is.
 
 >>> import jax, jax.numpy as jnp
 >>> traced = jax.make_jaxpr(lambda w, x: jnp.sin(x @ w[0]) @ w[1])(jnp.ones((2, 3, 3)), jnp.ones((4, 3)))
@@ -12,6 +12,7 @@ of the other layers: between them the layers are alike. Neither depends on where
 from __future__ import annotations
 
 import collections
+from collections.abc import Callable
 
 from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import Jaxpr, JaxprAtom, JaxprEqn
@@ -22,18 +23,22 @@ _SUMS = frozenset(("pad", "add_any"))
 _RESHAPES = frozenset(("reshape", "broadcast_in_dim", "expand_dims"))
 
 
-def with_slices_moved(jaxpr: Jaxpr) -> Jaxpr:
-    """The jaxpr with slices of its inputs first, and pads and sums of gradients right before what reads them."""
-    inputs = {*jaxpr.constvars, *jaxpr.invars}
-    first: list[JaxprEqn] = []
-    rest: list[JaxprEqn] = []
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in _SLICES and all(compat.is_literal(v) or v in inputs for v in eqn.invars):
-            inputs.update(eqn.outvars)
-            first.append(eqn)
-        else:
-            rest.append(eqn)
-    return jaxpr.replace(eqns=first + _sums_last(rest))
+def with_slices_moved(jaxpr: Jaxpr, passes_on: Callable[[JaxprAtom], bool] = lambda v: False) -> Jaxpr:
+    """The jaxpr with slices right behind what they slice, and pads and sums of gradients right before what reads them.
+
+    Those of inputs come first. `passes_on`: says of values that pass from layer to layer, whose slices stay.
+    """
+    made_at: dict[JaxprAtom, int] = {}
+    behind: dict[int, list[JaxprEqn]] = collections.defaultdict(list)
+    for k, eqn in enumerate(jaxpr.eqns):
+        read = [v for v in eqn.invars if not compat.is_literal(v)]
+        is_slice = eqn.primitive.name in _SLICES and bool(read) and not any(map(passes_on, read))
+        place = max(made_at.get(v, -1) for v in read) if is_slice else k
+        made_at.update(dict.fromkeys(eqn.outvars, place))
+        behind[place].append(eqn)
+    eqns = [e for place in sorted(behind) for e in behind[place]]
+    first = len(behind.get(-1, ()))
+    return jaxpr.replace(eqns=eqns[:first] + _sums_last(eqns[first:]))
 
 
 def _sums_last(eqns: list[JaxprEqn]) -> list[JaxprEqn]:

@@ -116,7 +116,7 @@ def stack_layers(
     jaxpr = completed.replace(eqns=with_literals_lifted(completed.eqns))
     found, errors = find_layers(jaxpr.eqns, passes_on)
     if not _complete(jaxpr.eqns, found):
-        moved = with_slices_moved(jaxpr)
+        moved = with_slices_moved(jaxpr, passes_on)
         again, more = find_layers(moved.eqns, passes_on)
         if _equations(again) > _equations(found):
             jaxpr, found, errors = moved, again, more

@@ -45,6 +45,8 @@ CASES: list[tuple[Callable[[int], models.Model], int, tuple[int, int]]] = [
     (models.indexed, 4, (4, 4)),
     (models.collected, 4, (4, 4)),
     (models.masked_after, 4, (4, 4)),
+    (models.with_keys_of_a_split, 4, (4, 4)),
+    (lambda n: models.with_keys_of_a_split(n, remat=True), 4, (4, 4)),
     *(
         (lambda n, p=p, remat=remat: models.penalized(n, p, remat), 4, (4, 4))
         for p in (models.in_branches, models.in_a_loop, models.of_means, lambda x: jnp.mean(x**2))

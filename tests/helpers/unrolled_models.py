@@ -225,6 +225,21 @@ def indexed(layers: int) -> Model:
     return loss, (normal(1, layers, 8, 8) / 3, normal(2, BATCH, 8))
 
 
+def with_keys_of_a_split(layers: int, remat: bool = False) -> Model:
+    """Layers that are skipped for some examples, by a key and a rate of their own, each one of an array of all."""
+
+    def layer(w: jax.Array, x: jax.Array, key: jax.Array, rate: jax.Array) -> jax.Array:
+        return x + jnp.where(jax.random.bernoulli(key, 1 - rate, (len(x), 1)), jnp.tanh(x @ w), 0)
+
+    def loss(ws: Any, x: jax.Array) -> jax.Array:
+        keys, rates = jax.random.split(jax.random.key(4), layers), jnp.linspace(0, 0.3, layers)
+        for w, key, rate in zip(ws, keys, rates, strict=True):
+            x = (jax.checkpoint(layer) if remat else layer)(w, x, key, rate)
+        return jnp.mean(x**2)
+
+    return loss, ([normal(k, 8, 8) / 3 for k in range(layers)], normal(500, BATCH, 8))
+
+
 def collected(layers: int) -> Model:
     """What single layers return is read after the loop; a matrix is shared by all layers."""
 
