@@ -1,7 +1,8 @@
 """Slices of stacked values moved before a program's layers, and their gradients' sums behind them.
 
-`w[i]` in a Python loop is a slice with parameters of its own in every layer (of keys, `jax.random.split(key, n)[i]`, too), and
-its gradient a pad that is added to those of the other layers: between them the layers are alike. Neither depends on where between its operands and its readers it is.
+`w[i]` in a Python loop is a slice with parameters of its own in every layer (of keys, `jax.random.split(key, n)[i]`, too),
+and its gradient a pad that is added to those of the other layers: between them the layers are alike. Neither depends on
+where between its operands and its readers it is.
 
 >>> import jax, jax.numpy as jnp
 >>> traced = jax.make_jaxpr(lambda w, x: jnp.sin(x @ w[0]) @ w[1])(jnp.ones((2, 3, 3)), jnp.ones((4, 3)))
