@@ -18,7 +18,7 @@ import numpy as np
 from jshard._core.arrays import Floats
 from jshard._network.build import PlanningNetwork
 from jshard._plan.request import PlanRequest
-from jshard._plan.scheduled_solution import ScheduledSolution, regathered_within, schedule_solution
+from jshard._plan.scheduled_solution import ScheduledSolution, schedule_solution
 from jshard._search import CostNetwork, evaluate
 from jshard._search.cost_network import ArrayPool
 from jshard._search.primal.greedy import greedy_assignment
@@ -35,9 +35,8 @@ def early_plan(network: PlanningNetwork, request: PlanRequest) -> ScheduledSolut
     limit = request.memory_limit
     assert limit is not None
     for plan in early_plans(network, request):
-        found = plan if plan.peak <= limit else regathered_within(plan, limit)
-        if found is not None:
-            return found
+        if plan.peak <= limit:
+            return plan
     return None
 
 

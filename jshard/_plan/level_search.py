@@ -307,7 +307,7 @@ class LevelSearch:
             bound = float(math.ceil(bound * (1 - ROUNDING)))
         best = dataclasses.replace(best, bound=bound, peak_bound=bound, steps=steps)
         enough = bound * (1 + ROUNDING) if r.level == 1 else self._limit
-        return descend_peak(best, bounding, self.effort, enough) if large or r.level == 1 else best
+        return descend_peak(best, bounding, self.effort, enough) if r.level == 1 else best
 
     def _solve_peak(
         self,
@@ -447,8 +447,6 @@ class LevelSearch:
         def scheduled(s: Solution) -> ScheduledSolution:
             plan = measured.get(s.assignment.tobytes())
             plan = plan or schedule_solution(network, self.request, s.assignment, fastest.bound, s.steps)
-            if network.cost_network.size >= LARGE_NETWORK:
-                plan = descend_peak(plan, memory, self.effort, limit)
             return self._known_plan(dataclasses.replace(plan, steps=s.steps).after(fastest))
 
         plans, found = LimitSearch(limit, solved, scheduled, rounds, furthest, may_fit).run(*start)

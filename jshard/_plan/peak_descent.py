@@ -7,35 +7,24 @@ Idea.  Descent (first improvement) over the operators that produce or read what 
 another state, the variables around it follow by their costs, and the peak of the schedule is counted. A schedule is only
 made where the lower-bound memory network counts less for the assignment than the lowest peak so far.
 
-Of a large program, whose schedules take long, only changes are tried that split the live range of a copy held at the peak:
-two readers of one layout share a copy, which is kept from the first to the last of them, and no memory network counts that.
-
 Worked case.  A product of two cut matrices leaves a partial sum beside its all-reduced result at the peak; with its
-operands gathered, which are smaller than the result, the peak is lower. The gathered weights of the last product of a
-model are kept for its derivative, while the loss is computed and all layers' activations are held; in a layout of its own
-the product has copies that die at once.
+operands gathered, which are smaller than the result, the peak is lower.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
 from jshard._core.arrays import Ints
-from jshard._network.build import PlanningNetwork
 from jshard._plan.memory_ties import assignment_of_solution
 from jshard._plan.ranked_search import COUNTED, ENTRIES, OPERATORS_SCHEDULED, least_peak
 from jshard._plan.scheduled_solution import ROUNDING, ScheduledSolution, schedule_solution
-from jshard._schedule.peak_profile import COPIES
-from jshard._search import CostNetwork, Effort, evaluate
+from jshard._search import CostNetwork, Effort
 
 
 _OPERATORS = 400  # of a program at most: on larger ones the estimate is near, and schedules take long
-_SCHEDULES = 16  # of a larger program
-_COPIES = 4  # held at its peak, the largest, whose live ranges are split
-_LEAST_COPY = 0.005  # of its peak
 _RADIUS = 2  # edges around an operator, whose variables follow it
 
 
@@ -52,17 +41,14 @@ def descend_peak(
     """
     network = solution.network
     operators = len(network.program.operators)
-    large = operators > _OPERATORS
-    if solution.interrupted:
+    if solution.interrupted or operators > _OPERATORS:
         return solution
-    changes = functools.partial(_split_live_ranges, enough=enough) if large else _changes
-    most = _SCHEDULES * operators if large else OPERATORS_SCHEDULED
     done, tried = 0.0, set[bytes]()
     improved = True
     while improved and solution.peak > enough:
         improved = False
-        for states in changes(solution):
-            if effort.exhausted or done >= most:
+        for states in _changes(solution):
+            if effort.exhausted or done >= OPERATORS_SCHEDULED:
                 return solution
             key = states.tobytes()
             if key in tried:
@@ -92,59 +78,6 @@ def _changes(solution: ScheduledSolution) -> Iterator[Ints]:
                 changed = base.following(states, v, s)
                 if changed is not None:
                     yield changed
-
-
-def _split_live_ranges(solution: ScheduledSolution, enough: float) -> Iterator[Ints]:
-    """Assignments in which one reader of a copy held at the peak has a state of its own, so that fewer copies are shared.
-
-    Those of fewest shared bytes first, then of least cost. None where a budget at level 0 or 2 cannot be kept so.
-    """
-    network = solution.network
-    copies = sorted(
-        {(h.nbytes, h.tensor) for h in solution.profile.held if h.kind == COPIES},
-        reverse=True,
-    )
-    tensors = [t for nbytes, t in copies[:_COPIES] if nbytes >= _LEAST_COPY * solution.peak]
-    readers = network.program.uses()
-    base, states = _Costs(network.cost_network), assignment_of_solution(solution)
-    shared = _SharedCopies(network, tensors)
-    before = shared.nbytes(states)
-    if solution.request.level != 1 and solution.peak - 2 * before > enough:
-        return
-    found: list[tuple[float, float, int, Ints]] = []
-    for v in dict.fromkeys(op for t in tensors for op, _ in readers[t]):
-        if v >= network.cost_network.size:
-            continue
-        for s in np.flatnonzero(np.isfinite(base.unary(v))).tolist():
-            changed = base.following(states, v, s) if s != states[v] else None
-            if changed is not None and (left := shared.nbytes(changed)) < before:
-                found.append((left, evaluate(network.cost_network, changed), len(found), changed))
-    # Under a budget, the cheapest of those that may keep it.
-    sufficient = before + enough - solution.peak if solution.request.level != 1 else 0.0
-    found.sort(key=lambda f: (max(f[0], sufficient), *f[1:3]))
-    yield from (changed for *_, changed in found)
-
-
-class _SharedCopies:
-    """The bytes of copies of some tensors that several readers share."""
-
-    def __init__(self, network: PlanningNetwork, tensors: Sequence[int]):
-        self.network, self.tensors = network, tensors
-        self.readers, self.producers = network.program.uses(), network.program.defs()
-
-    def nbytes(self, states: Ints) -> float:
-        """Of an assignment."""
-        network, total = self.network, 0.0
-        for t in self.tensors:
-            producer, k = self.producers[t]
-            stored = network.candidates[producer].results[k].layout(int(states[producer]))
-            layouts = [
-                network.candidates[op].operands[i].layout(int(states[op])) for op, i in self.readers[t]
-            ]
-            several = {layout for layout in layouts if layouts.count(layout) > 1 and layout != stored}
-            size = network.program.tensors[t].nbytes
-            total += sum(size / layout.pieces(network.topology.mesh) for layout in several)
-        return total
 
 
 def _near_peak(solution: ScheduledSolution) -> list[int]:

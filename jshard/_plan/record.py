@@ -33,7 +33,7 @@ from jshard._plan.rows import (
 )
 
 
-JSON_VERSION = 1
+JSON_VERSION = 2
 
 
 class VerificationSummary(Protocol):

@@ -56,6 +56,5 @@ def schedule_of_plan(program: Program, topology: Topology, plan: PlanRecord) -> 
         state.append(0 if codes is None else s.index_of(codes))
     relays = dict(plan.decision.relays)
     shared = shared_exchanges(program, candidates) if plan.level != 1 else ()
-    return schedule(
-        Assignment(program, topology, tuple(candidates), tuple(state), relays, plan.decision.regather, shared)
-    )
+    again = frozenset(plan.decision.regather)
+    return schedule(Assignment(program, topology, tuple(candidates), tuple(state), relays, again, shared))

@@ -289,13 +289,13 @@ class StepLowerBound:
 class Decision:
     """The states themselves: per operator the factor each mesh axis cuts, or a layout for inputs and outputs.
 
-    `regather`: the backward pass moves again what the forward pass moved, instead of holding it.
+    `regather`: (tensor, operator) pairs: there a tensor is moved again, instead of being held since an earlier reader.
     """
 
     candidates: tuple[tuple[int, ...] | None, ...]
     endpoints: tuple[tuple[int, Layout], ...]
     relays: tuple[tuple[int, Layout], ...]
-    regather: bool = False
+    regather: tuple[tuple[int, int], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 The network's cost is a relaxation of memory and, on large meshes, of shared copies; what a plan reports is measured on
 its schedule. Two changes are tried on the way: assignments of equal cost that compilers handle better
-(`tie_breaking.py`), and collectives repeated in the backward pass instead of keeping their results, where a plan
+(`tie_breaking.py`), and copies made again for later readers instead of being kept (`live_range_splits.py`), where a plan
 exceeds its budget.
 """
 
@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from jshard._network.build import PlanningNetwork
+from jshard._plan.live_range_splits import split_live_ranges
 from jshard._plan.overlap import with_hidden_seconds
 from jshard._plan.request import PlanRequest
 from jshard._plan.rows import CollectiveRow
@@ -28,8 +28,8 @@ from jshard._schedule.schedule import Schedule, assignment_of, schedule
 ROUNDING = 1e-9
 """Relative: the network and the schedule add up the same seconds in different orders."""
 
-# Collectives are repeated only if the peak falls below this share: compilers follow such a plan only in part.
-_REGATHER_PEAK_RATIO = 0.95
+# Where no budget is kept by it, copies are made again only if the peak falls below this share.
+_SPLIT_PEAK_RATIO = 0.99
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -105,7 +105,7 @@ def schedule_solution(
     solution = _measured(network, request, _schedule_of(network, assignment), bound, steps)
     if may_break_ties and request.level == 2:
         solution = _with_ties_broken(solution, assignment)
-    return _with_regathering(solution)
+    return _with_live_ranges_split(solution)
 
 
 def _schedule_of(network: PlanningNetwork, assignment: np.ndarray) -> Schedule:
@@ -132,55 +132,28 @@ def _with_ties_broken(solution: ScheduledSolution, assignment: np.ndarray) -> Sc
     return other if cheap and other.peak <= max(solution.peak, request.memory_limit or 0.0) else solution
 
 
-def _with_regathering(solution: ScheduledSolution) -> ScheduledSolution:
-    """The solution with collectives repeated in the backward pass, where that lowers a peak that is too high."""
-    target = 0.0 if solution.request.level == 1 else solution.request.memory_limit
-    if target is None or solution.peak <= target:
-        return solution
-    return _regathered(solution, _REGATHER_PEAK_RATIO * solution.peak) or solution
-
-
-def regathered_within(solution: ScheduledSolution, limit: float) -> ScheduledSolution | None:
-    """The solution with collectives repeated in the backward pass, where only that keeps a limit in bytes; else None."""
-    return _regathered(solution, math.nextafter(limit, math.inf))
-
-
-def _regathered(solution: ScheduledSolution, below: float) -> ScheduledSolution | None:
-    """The solution with collectives repeated in the backward pass if its peak is below so many bytes, else None.
+def _with_live_ranges_split(solution: ScheduledSolution) -> ScheduledSolution:
+    """The solution with copies made again for later readers, where that lowers a peak that is too high.
 
     Not on CPU, whose compiler merges two equal collectives, nor for programs with loops, whose bodies reshard for
     themselves.
     """
     network, request, made = solution.network, solution.request, solution.schedule
+    limit = 0.0 if request.level == 1 else request.memory_limit
+    if limit is None or solution.peak <= limit:
+        return solution
     if network.topology.chip.name == "cpu" or made.arrays is None or made.assignment.regather:
-        return None
-    regathering = schedule(dataclasses.replace(made.assignment, regather=True))
-    profile = _with_prefetched_gather(
-        regathering, peak_profile(regathering, network.liveness, request.donated)
-    )
-    if profile.peak >= below:
-        return None
-    cost = schedule_cost(regathering, network)
-    return dataclasses.replace(solution, schedule=regathering, schedule_cost=cost, profile=profile)
-
-
-def _with_prefetched_gather(made: Schedule, profile: PeakProfile) -> PeakProfile:
-    """The profile with the largest regathered copy once more: compilers begin a gather one product early."""
-    arrays = made.arrays
-    assert arrays is not None
-    nbytes = arrays.assignment.program.use_def.nbytes[arrays.tensor] / arrays.num_shards[arrays.target]
-    largest = float(nbytes[arrays.regathered & ~arrays.only_slices].max(initial=0.0))
-    return dataclasses.replace(
-        profile,
-        peak=profile.peak + largest,
-        by_class=(*profile.by_class, ("copies under way", largest)),
-    )
+        return solution
+    split = split_live_ranges(made, network.liveness, request.donated, limit)
+    if split is None or split.profile.peak > max(limit, _SPLIT_PEAK_RATIO * solution.peak):
+        return solution
+    cost = schedule_cost(split.schedule, network)
+    return dataclasses.replace(solution, schedule=split.schedule, schedule_cost=cost, profile=split.profile)
 
 
 def fitting_or_lowest(plans: Sequence[ScheduledSolution], limit: float) -> ScheduledSolution:
-    """Of plans that exceed a limit the cheapest that keeps it by repeating collectives, else that of lowest peak."""
-    regathered = [r for p in plans if (r := regathered_within(p, limit)) is not None]
-    return best_within(regathered, limit) or min(plans, key=lambda p: p.peak)
+    """The cheapest of some plans within a limit, else that of lowest peak."""
+    return best_within(plans, limit) or min(plans, key=lambda p: p.peak)
 
 
 def best_within(plans: Sequence[ScheduledSolution], limit: float) -> ScheduledSolution | None:

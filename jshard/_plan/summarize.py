@@ -266,5 +266,5 @@ def _decision(assignment: Assignment) -> Decision:
         candidates=tuple([codes[k] for k in alike.tolist()]),
         endpoints=tuple(endpoints),
         relays=tuple(sorted(assignment.relay.items())),
-        regather=assignment.regather,
+        regather=tuple(sorted(assignment.regather)),
     )

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jshard._core import jaxcompat as compat
 from jshard._core.arrays import Ints
 from jshard._core.layout import Layout
 from jshard._core.row_codes import first_occurrence_codes, row_codes
@@ -41,7 +40,8 @@ class Assignment:
 
     - `states`: (operators,) the candidates of each; `state`: (operators,) the chosen one.
     - `relay`: tensor -> the layout in which it is stored for several readers.
-    - `regather`: the backward pass reshards again what the forward pass resharded, instead of keeping it live.
+    - `regather`: (tensor, operator) pairs: the operator has the tensor resharded again, for itself and for later readers of
+        that layout, and the copy of earlier readers dies: its live range is split.
     - `shared_exchanges`: operators that may use edges that others have exchanged.
     """
 
@@ -50,23 +50,13 @@ class Assignment:
     states: tuple[CandidateSet, ...]
     state: tuple[int, ...]
     relay: Mapping[int, Layout]
-    regather: bool = False
+    regather: frozenset[tuple[int, int]] = frozenset()
     shared_exchanges: tuple[SharedExchange, ...] = ()
 
     @property
     def producers(self) -> Sequence[tuple[int, int]]:
         """For each tensor the (operator, result index) that makes it."""
         return self.program.defs()
-
-    @functools.cached_property
-    def reshards_again(self) -> np.ndarray:
-        """(operators,) whether the operator reads none of the copies that were resharded before the backward pass."""
-        ops = self.program.operators
-        if not self.regather:
-            return np.zeros(len(ops), dtype=bool)
-        return np.array(
-            [op.kind == "eqn" and compat.is_backward(op.prefix, op.eqn) for op in ops], dtype=bool
-        )
 
     def candidate(self, op: int) -> Candidate | None:
         """The candidate of an operator; None for inputs and outputs."""

@@ -14,6 +14,7 @@ import numpy as np
 from jshard._core.arrays import Bools, Floats, Ints
 from jshard._program.memory.liveness import DirectUses, Liveness, propagate_last_use
 from jshard._program.memory.memory_layout import memory_layout
+from jshard._program.memory.unfusible import unfusible_operators
 from jshard._schedule.donated_results import results_over_arguments
 from jshard._schedule.peak_profile import INTERMEDIATE, HeldValue, PeakProfile
 from jshard._schedule.vectorized import ScheduleArrays
@@ -26,6 +27,7 @@ class LiveRanges:
     - `size`: (values,) bytes on a device. `made_at`, `freed_at`: (values,) the first and the last action with the value.
     - `outputs`: the values that the program returns.
     - `over_time`: (actions + 1,) bytes of all, entry 0 before the first action.
+    - `early_at`: (reshards,) from when each copy counts: those made again from one product before.
     """
 
     size: Floats
@@ -33,6 +35,7 @@ class LiveRanges:
     freed_at: Ints
     outputs: Ints
     over_time: Floats
+    early_at: Ints
 
     @property
     def at_peak(self) -> Ints:
@@ -90,7 +93,10 @@ def live_ranges(arrays: ScheduleArrays, liveness: Liveness, donated: frozenset[i
     dying = _sum_by_action(last_use[dies], size[dies], arrays.num_actions)
     extra = _while_running(arrays, liveness, materialized, size, dying, allocated)
     extra += _gathered_beside_arguments(arrays, outputs, size, donated) + _kept_edges(arrays)
-    return LiveRanges(size, made_at, freed_at, outputs, np.concatenate([[at_start], live + extra]))
+    early_at = _early_at(arrays, made_at)
+    for m in np.flatnonzero(early_at < arrays.reshard_at).tolist():
+        extra[early_at[m] : arrays.reshard_at[m]] += size[len(arrays.result_layout) + m]
+    return LiveRanges(size, made_at, freed_at, outputs, np.concatenate([[at_start], live + extra]), early_at)
 
 
 def _gathered_beside_arguments(
@@ -106,6 +112,25 @@ def _gathered_beside_arguments(
         m = number[value] - made_by_operators
         if m >= 0 and arrays.first_collective[arrays.reshard_at[m]] >= 0:
             out[arrays.reshard_at[m]] += size[number[value]]
+    return out
+
+
+def _early_at(arrays: ScheduleArrays, made_at: Ints) -> Ints:
+    """(reshards,) from when each copy is in memory: those made again from one product before.
+
+    Compilers begin the collective so early, but not before the other operands of the reader are there, behind which a
+    barrier keeps it.
+    """
+    out = arrays.reshard_at.copy()
+    a, program = arrays.assignment.program.use_def, arrays.assignment.program
+    products = np.sort(arrays.run_at[unfusible_operators(program) & (arrays.run_at >= 0)])
+    for m in np.flatnonzero(arrays.regathered & ~arrays.only_slices).tolist():
+        end, reader = int(out[m]), int(arrays.reader[m])
+        uses = slice(int(a.use_begin[reader]), int(a.use_begin[reader + 1]))
+        others = arrays.read_value[uses][a.use_tensor[uses] != arrays.tensor[m]]
+        before = np.searchsorted(products, end)
+        there = made_at[others[made_at[others] < end]]
+        out[m] = max([int(products[before - 1]) if before else 0, *(there + 1).tolist()])
     return out
 
 

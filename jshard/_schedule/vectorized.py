@@ -56,7 +56,7 @@ class ScheduleArrays:
     target: Ints  # (reshards,) layouts
     source_value: Ints  # (reshards,) the value that is resharded
     reader: Ints  # (reshards,) the operator that it is for, -1 for several
-    regathered: Bools  # (reshards,) whether the backward pass reshards for itself
+    regathered: Bools  # (reshards,) whether an earlier copy in the same scope and layout died before
     path: Ints  # (reshards,) number of its path
     paths: tuple[tuple[ReshardStep, ...], ...]
     read_value: Ints  # (reads,) the value that is read
@@ -81,7 +81,7 @@ def schedule_arrays(assignment: Assignment) -> ScheduleArrays | None:
         return None
     a, by = program.use_def, _layouts(assignment)
     keys = _Keys.of(calls, len(a.use_op))
-    to_readers, in_backward = _to_readers(assignment, by, keys)
+    to_readers, copy = _to_readers(assignment, by, keys)
     unordered = _concatenate(_to_stored_layouts(program, by, calls, keys), to_readers)
     order, reshard_at, run_at, end_at = _order_actions(program, calls, unordered, keys)
     reshards = _Reshards(*(getattr(unordered, f.name)[order] for f in dataclasses.fields(unordered)))
@@ -105,10 +105,10 @@ def schedule_arrays(assignment: Assignment) -> ScheduleArrays | None:
         target=reshards.target,
         source_value=values.of(reshards.tensor, reshards.source, reshards.scope, zeros),
         reader=reshards.reader,
-        regathered=reshards.regathered > 0,
+        regathered=reshards.copy > 0,
         path=path,
         paths=paths,
-        read_value=values.of(a.use_tensor, by.read, program.scopes.use_scope, in_backward),
+        read_value=values.of(a.use_tensor, by.read, program.scopes.use_scope, copy),
         reshard_at=reshard_at,
         run_at=run_at,
         first_collective=np.where(collectives > 0, np.cumsum(collectives) - collectives, -1),
@@ -154,13 +154,16 @@ def _layouts(assignment: Assignment) -> _Layouts:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Reshards:
-    """Reshards, (reshards,) each. `key`: its place in the program, as `_Keys` has it."""
+    """Reshards, (reshards,) each.
+
+    `copy`: how many copies in the same scope and layout died before. `key`: its place in the program, as `_Keys` has it.
+    """
 
     tensor: Ints
     source: Ints
     target: Ints
     reader: Ints
-    regathered: Ints
+    copy: Ints
     scope: Ints
     key: Ints
 
@@ -246,25 +249,31 @@ def _to_stored_layouts(program: Program, by: _Layouts, calls: InlinedCalls, keys
 def _to_readers(assignment: Assignment, by: _Layouts, keys: _Keys) -> tuple[_Reshards, Ints]:
     """Step 3: one reshard from the stored layout for each scope and layout in which a tensor is read otherwise.
 
-    Also (reads,) 1 where the read takes a copy that the backward pass makes for itself: from its first reader on, in
-    each (tensor, layout), if the assignment reshards again.
+    Also (reads,) which copy of those in its scope and layout the read takes: 0, and one more from each reader on that has
+    the tensor resharded again.
     """
     a, scopes = assignment.program.use_def, assignment.program.scopes
     result, stored = by.result[a.use_tensor], by.stored[a.use_tensor]
     as_made = (by.read == result) & _sees_result(assignment.program, a.use_tensor, scopes.use_scope)
     reads = np.flatnonzero(~as_made & (by.read != stored))
     pair = _codes(by, a.use_tensor[reads], by.read[reads], scopes.use_scope[reads])
-    in_backward = np.zeros(len(a.use_tensor), dtype=np.int64)
+    copy = np.zeros(len(a.use_tensor), dtype=np.int64)
     if assignment.regather:
-        again = assignment.reshards_again[a.use_op[reads]] & (by.read[reads] != result[reads])
-        in_backward[reads] = _set_from_first(pair, again)
-    reads = reads[np.sort(np.unique(2 * pair + in_backward[reads], return_index=True)[1])]
+        pairs, operators = (
+            np.array(sorted(assignment.regather), dtype=np.int64),
+            len(assignment.program.operators),
+        )
+        reader = a.use_tensor[reads] * operators + a.use_op[reads]
+        again = np.isin(reader, pairs[:, 0] * operators + pairs[:, 1]) & (by.read[reads] != result[reads])
+        copy[reads] = _copy_in_group(pair, again, a.use_op[reads])
+    most = 1 + int(copy.max(initial=0))
+    reads = reads[np.sort(np.unique(most * pair + copy[reads], return_index=True)[1])]
     tensor = a.use_tensor[reads]
     made = _Reshards(
-        tensor, by.stored[tensor], by.read[reads], a.use_op[reads], in_backward[reads], scopes.use_scope[reads],
+        tensor, by.stored[tensor], by.read[reads], a.use_op[reads], copy[reads], scopes.use_scope[reads],
         keys.read(a.use_op[reads], reads, 1),
     )  # fmt: skip
-    return made, in_backward
+    return made, copy
 
 
 def _sees_result(program: Program, tensor: Ints, scope: Ints) -> Bools:
@@ -277,17 +286,19 @@ def _codes(by: _Layouts, tensor: Ints, layout: Ints, scope: Ints) -> Ints:
     return (scope * len(by.result) + tensor) * len(by.layouts) + layout
 
 
-def _set_from_first(group: Ints, flag: Bools) -> Ints:
-    """For each row 1 if its flag, or that of an earlier row of the same group, is set, else 0.
+def _copy_in_group(group: Ints, flag: Bools, reader: Ints) -> Ints:
+    """For each row how many copies were made before in its group: one more at each flag, once a reader, but the first.
 
-    >>> _set_from_first(np.array([7, 3, 7, 3, 7]), np.array([False, True, True, False, False])).tolist()
-    [0, 1, 1, 1, 1]
+    >>> flags = np.array([False, True, True, False, True])
+    >>> _copy_in_group(np.array([7, 3, 7, 3, 7]), flags, np.array([0, 0, 1, 2, 4])).tolist()
+    [0, 0, 1, 0, 2]
     """
     by_group = np.argsort(group, kind="stable")
-    rank = np.cumsum(np.diff(group[by_group], prepend=-1) != 0)
+    begins = np.diff(group[by_group], prepend=-1) != 0
+    again = flag[by_group] & ~begins & (np.diff(reader[by_group], prepend=-1) != 0)
+    made = np.cumsum(again)
     out = np.zeros(len(group), dtype=np.int64)
-    # A running maximum that starts anew in each group, because the ranks are two apart.
-    out[by_group] = np.maximum.accumulate(2 * rank + flag[by_group]) - 2 * rank
+    out[by_group] = made - made[begins][np.cumsum(begins) - 1]
     return out
 
 
@@ -322,18 +333,20 @@ class _Values:
 
     def __init__(self, program: Program, by: _Layouts, reshards: _Reshards) -> None:
         self.program, self.by = program, by
-        self.codes = 2 * _codes(by, reshards.tensor, reshards.target, reshards.scope) + reshards.regathered
+        self.copies = 1 + int(reshards.copy.max(initial=0))
+        codes = _codes(by, reshards.tensor, reshards.target, reshards.scope)
+        self.codes = self.copies * codes + reshards.copy
         self.by_code = np.argsort(self.codes)
 
-    def of(self, tensor: Ints, layout: Ints, scope: Ints, regathered: Ints) -> Ints:
-        """The values of tensors in layouts, as scopes see them."""
+    def of(self, tensor: Ints, layout: Ints, scope: Ints, copy: Ints) -> Ints:
+        """The values of tensors in layouts, as scopes see them; `copy`: which of equal ones."""
         by, def_scope = self.by, self.program.scopes.def_scope
         value = tensor.copy()
         stored = layout == by.stored[tensor]
         as_made = (layout == by.result[tensor]) & (stored | _sees_result(self.program, tensor, scope))
         copies = np.flatnonzero(~as_made)
         made_in = np.where(stored, def_scope[tensor], scope)[copies]
-        wanted = 2 * _codes(by, tensor[copies], layout[copies], made_in) + regathered[copies]
+        wanted = self.copies * _codes(by, tensor[copies], layout[copies], made_in) + copy[copies]
         at = np.minimum(np.searchsorted(self.codes[self.by_code], wanted), max(len(self.codes) - 1, 0))
         reshard = self.by_code[at] if len(copies) else copies
         assert np.array_equal(self.codes[reshard], wanted), "a value is read that no reshard makes"

@@ -24,7 +24,7 @@ class Reshard:
     - `repeat`: how often it runs in one call of the program.
     - `reader`: the operator that it is for, -1 for several.
     - `collective_ids`: for each step its number among the program's collectives, -1 for local slices.
-    - `regathered`: made again in the backward pass; compilers must not merge it with the earlier copy.
+    - `regathered`: made again for this reader; compilers must not merge it with the earlier copy.
     - `unknown_trip_count`: in a loop whose trip count is unknown, of which `repeat` counts one iteration.
     - `loop_invariant`: the same in every iteration, and yet in each, as memory may demand; compilers must not hoist it.
     """
@@ -111,7 +111,7 @@ class _Scope:
     - `values`: each value to itself, so that a value that is read many times is one object.
     - `loop_invariants`: in a loop, the tensors that are the same in every iteration.
     - `entry_layouts`: of an aliasing call, the layouts in which its operands enter.
-    - `regathered`: what the backward pass has resharded for itself.
+    - `made_for`: each copy that was made in this scope to the reader that it was made for.
     """
 
     values: dict[Value, Value]
@@ -121,7 +121,7 @@ class _Scope:
     loop_invariants: set[int] = dataclasses.field(default_factory=set)
     in_loop: bool = False
     entry_layouts: dict[int, Layout] = dataclasses.field(default_factory=dict)
-    regathered: set[Value] = dataclasses.field(default_factory=set)
+    made_for: dict[Value, int] = dataclasses.field(default_factory=dict)
 
     def is_loop_invariant(self, tensors: Sequence[int]) -> bool:
         """Whether what is computed from some tensors is the same in every iteration of the loop around."""
@@ -143,14 +143,17 @@ class _ScheduleWriter:
         value = self.assignment.values[tensor]
         scope.values[value] = value
 
-    def reshard(self, scope: _Scope, tensor: int, source: Layout, target: Layout, reader: int) -> Value:
-        """A tensor in a layout, resharded unless the scope has it."""
+    def reshard(
+        self,
+        scope: _Scope,
+        tensor: int,
+        source: Layout,
+        target: Layout,
+        reader: int,
+        regathered: bool = False,
+    ) -> Value:
+        """A tensor in a layout, resharded unless the scope has it; `regathered`: though it has."""
         value = (tensor, target)
-        in_backward = reader >= 0 and bool(self.assignment.reshards_again[reader])
-        own = source != target != self.assignment.result_layout(tensor)
-        regathered = in_backward and own and value not in scope.regathered
-        if regathered:
-            scope.regathered.add(value)
         if regathered or value not in scope.values:
             steps = self.assignment.reshard_steps(tensor, source, target)
             ids = tuple(-1 if s.kind == "slice" else self.next_collective_id() for s in steps)
@@ -163,7 +166,7 @@ class _ScheduleWriter:
             if communicating:
                 self.communicating.append(action)
             scope.actions.append(action)
-            scope.values[value] = value
+            scope.values[value], scope.made_for[value] = value, reader
         return scope.values[value]
 
     def next_collective_id(self) -> int:
@@ -182,14 +185,19 @@ class _ScheduleWriter:
         existing = scope.values.get((tensor, target))
         stored = self.assignment.stored_layout(tensor)
         original = target in (stored, self.assignment.result_layout(tensor))
-        reusable = original or not self.assignment.reshards_again[reader]
-        if existing is not None and (reusable or (tensor, target) in scope.regathered):
+        regathered = (
+            existing is not None
+            and not original
+            and (tensor, reader) in self.assignment.regather
+            and scope.made_for.get((tensor, target)) != reader
+        )
+        if existing is not None and not regathered:
             return existing
         if (tensor, stored) not in scope.values and tensor in scope.entry_layouts:
             stored = scope.entry_layouts[tensor]
         else:
             self.store(scope, tensor)
-        return self.reshard(scope, tensor, stored, target, reader)
+        return self.reshard(scope, tensor, stored, target, reader, regathered)
 
     def read(self, scope: _Scope, op: int, operand: int) -> Value | Literal:
         """An operand in the layout in which its operator reads it."""

@@ -32,7 +32,7 @@ def test_partial_layouts_and_loops_are_among_the_plans():
 
 def test_the_form_has_a_version_and_the_fields_that_are_documented():
     data = json.loads(plan("dense").to_json())
-    assert data["jshard"] == 1
+    assert data["jshard"] == 2
     compared = {f.name for f in dataclasses.fields(jshard.Plan) if f.compare}
     assert set(data) == compared | {"jshard"}
     assert data["inputs"][0]["layout"] == {"layout": [["x"], ["y"]], "partial": []}
@@ -45,8 +45,8 @@ def test_one_row_a_line():
 
 
 def test_another_version_is_refused():
-    text = plan("dense").to_json().replace('"jshard": 1', '"jshard": 99')
-    with pytest.raises(jshard.ShardError, match="version 99, this jshard reads version 1"):
+    text = plan("dense").to_json().replace('"jshard": 2', '"jshard": 99')
+    with pytest.raises(jshard.ShardError, match="version 99, this jshard reads version 2"):
         jshard.Plan.from_json(text)
 
 

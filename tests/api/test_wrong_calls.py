@@ -185,7 +185,7 @@ ROWS: tuple[Row, ...] = (
         ShardError),
     Row("read no plan", lambda: jshard.Plan.from_json("{"), "this is no plan", "Plan.load",
         "a file that plan.save(path) wrote, or plan.to_json()", PlanMismatchError),
-    Row("read a part of a plan", lambda: jshard.Plan.from_json('{"jshard": 1}'), "this plan lacks name, level, search",
+    Row("read a part of a plan", lambda: jshard.Plan.from_json('{"jshard": 2}'), "this plan lacks name, level, search",
         "Plan.load", "a file that plan.save(path) wrote, whole", PlanMismatchError),
     Row("plan_of a function", lambda: jshard.flax.plan_of(sharded(), X, X), "a Sharded is no Flax module",
         "jshard.flax.plan_of",

@@ -12,10 +12,13 @@ import pytest
 import jshard
 from jshard._network.build import PlanningNetwork
 from jshard._network.memory_network import memory_network
-from jshard._plan import level_search
+from jshard._plan import level_search, scheduled_solution
+from jshard._plan.live_range_splits import SplitSchedule
+from jshard._program.graph import Program
 from jshard._program.memory.live_intervals import LowerBoundIntervals
-from jshard._schedule.peak import peak_bytes
-from jshard._schedule.schedule import assignment_of, schedule
+from jshard._program.memory.liveness import Liveness
+from jshard._schedule.peak import peak_bytes, peak_profile
+from jshard._schedule.schedule import Schedule, assignment_of, schedule
 from jshard._search import CostNetwork, evaluate, peak, solve
 
 
@@ -95,13 +98,29 @@ def with_copies(base: CostNetwork, network: CostNetwork, x: np.ndarray) -> np.nd
     return np.array(out)
 
 
+def every_read(program: Program) -> frozenset[tuple[int, int]]:
+    """(tensor, operator) of every read: with all of them no copy is kept for a later reader."""
+    return frozenset((t, u) for t, uses in enumerate(program.uses()) for u, _ in uses)
+
+
 def relative_excess(problem: PlanningNetwork, xs: list[np.ndarray]) -> Iterator[float]:
     """By how much the sure network counts more than the schedules of some plans, in parts of their peaks."""
     network = memory_network(problem, lower_bound=True)
     for x in xs:
         counted = peak(network, with_copies(problem.cost_network, network, with_smallest_copies(problem, x)))
         choice = assignment_of(problem, tuple(x.tolist()))
-        for again in (False, True):
+        for again in (frozenset(), every_read(problem.program)):
             made = schedule(dataclasses.replace(choice, regather=again))
             if not again or made.arrays is not None:
                 yield counted / peak_bytes(made, problem.liveness, problem.donated) - 1
+
+
+def with_every_live_range_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No copy is kept for a later reader, whatever the memory."""
+
+    def split(made: Schedule, life: Liveness, donated: tuple[int, ...], _: float) -> SplitSchedule:
+        pairs = every_read(made.assignment.program)
+        again = schedule(dataclasses.replace(made.assignment, regather=pairs))
+        return SplitSchedule(again, dataclasses.replace(peak_profile(again, life, donated), peak=0.0))
+
+    monkeypatch.setattr(scheduled_solution, "split_live_ranges", split)

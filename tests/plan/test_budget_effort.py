@@ -8,18 +8,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import jshard
 from jshard._api import batch_of_call
 from jshard._core.errors import MemoryBudgetError, ShardError
-from jshard._plan import ranked_search, scheduled_solution
+from jshard._plan import ranked_search
 from jshard._plan.request import PlanRequest
-from jshard._plan.scheduled_solution import regathered_within, schedule_solution
+from jshard._plan.scheduled_solution import fitting_or_lowest
 from jshard._search import Effort, solve
-from tests.helpers.memory_networks import MESH, network_of, random_plans
-from tests.schedule.test_vectorized import descent
+from tests.helpers.memory_networks import MESH, network_of
 
 
 SMALL = jax.sharding.AbstractMesh((2, 2), ("x", "y"))
@@ -70,49 +68,18 @@ def test_a_budget_below_the_fastest_plan_of_a_forward_pass():
         assert plan.cost.objective > free.cost.objective
 
 
-def test_collectives_are_repeated_within_a_limit_or_not_at_all():
-    cut = [((8, 1), (8, 1))] * 2  # weights that both passes gather
-    args, mesh = (
-        ([(f32(1024, 4096), f32(4096, 1024))] * 2, f32(4096, 1024)),
-        jax.sharding.AbstractMesh((8,), ("x",)),
-    )
-    options: Any = dict(in_strategy=(cut, (8, 1)), out_strategy=cut, donate_argnums=(0,))
-    network = network_of(descent, args, mesh, **options)
-    request = PlanRequest((), level=0, donated=network.donated)
-    for states in random_plans(network.cost_network, 3):
-        kept = schedule_solution(network, request, states, 0.0, ())
-        again = regathered_within(kept, 2 * kept.peak)
-        assert again is not None and again.schedule.assignment.regather
-        exact = regathered_within(kept, again.peak)
-        assert exact is not None and exact.peak == again.peak <= 2 * kept.peak
-        assert regathered_within(kept, np.nextafter(again.peak, 0)) is None
-        assert regathered_within(again, kept.peak) is None  # once is enough
-
-
 @dataclasses.dataclass(frozen=True)
 class Solved:
-    """What the choice among plans that exceed a budget needs of one, `least`: its peak with collectives repeated."""
+    """What the choice among plans needs of one."""
 
     peak: float
     cost: float
-    least: float
 
 
-def test_of_plans_above_a_budget_those_that_can_keep_it(monkeypatch):
-    def regathered(plan: Solved, limit: float) -> Solved | None:
-        return dataclasses.replace(plan, peak=plan.least, cost=2 * plan.cost) if plan.least <= limit else None
-
-    monkeypatch.setattr(scheduled_solution, "regathered_within", regathered)
-    plans: Any = [
-        Solved(12.0, 1.0, 11.0),
-        Solved(13.0, 3.0, 9.0),
-        Solved(14.0, 2.0, 9.9),
-        Solved(11.0, 9.0, 10.5),
-    ]
-    chosen: Any = scheduled_solution.fitting_or_lowest(plans, 10.0)
-    assert (chosen.peak, chosen.cost) == (9.9, 4.0)
-    chosen = scheduled_solution.fitting_or_lowest(plans, 8.0)
-    assert chosen is plans[3]
+def test_of_plans_the_cheapest_within_a_budget_else_that_of_lowest_peak():
+    plans: Any = [Solved(12.0, 1.0), Solved(9.0, 3.0), Solved(9.9, 2.0), Solved(11.0, 9.0)]
+    assert fitting_or_lowest(plans, 10.0) is plans[2]
+    assert fitting_or_lowest(plans, 8.0) is plans[1]
 
 
 def microbatches(counts, needs, limit=10.0, fails_from=1 << 30):

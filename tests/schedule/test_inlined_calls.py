@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 import jshard
-from jshard._plan import scheduled_solution
 from jshard._program.memory.liveness import liveness
 from jshard._schedule import peak
 from jshard._schedule.overlap_windows import _inlined, overlap_windows
 from jshard._schedule.schedule import Reshard, RunCall, RunOperator, Schedule, schedule
+from tests.helpers.memory_networks import every_read, with_every_live_range_split
 from tests.schedule.test_vectorized import choices_of, scattered
 
 
@@ -130,7 +130,8 @@ def check(made: Schedule, donated: tuple[int, ...]) -> None:
 def test_arrays_say_what_objects_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = choices_of(monkeypatch, step(LOSSES[name]), ARGUMENTS)
     for seed, made in enumerate([chosen[0], *(scattered(chosen[0], seed) for seed in range(12))]):
-        some = dataclasses.replace(made.assignment, regather=seed % 3 == 2)
+        pairs = every_read(made.assignment.program) if seed % 3 == 2 else frozenset()
+        some = dataclasses.replace(made.assignment, regather=pairs)
         for donated in ((), tuple(range(len(made.assignment.program.inputs)))):
             check(schedule(some), donated)
 
@@ -148,7 +149,7 @@ def test_a_copy_serves_its_call_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_moved_again_in_calls_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values, with everything that the backward pass can move again moved again."""
-    monkeypatch.setattr(scheduled_solution, "_REGATHER_PEAK_RATIO", 10.0)
+    with_every_live_range_split(monkeypatch)
     rng = np.random.default_rng(0)
     ws = [tuple(jnp.array(rng.normal(size=(64, 64)) / 8, "float32") for _ in range(2)) for _ in range(2)]
     arguments = ws, jax.tree.map(jnp.ones_like, ws), jnp.array(rng.normal(size=(512, 64)), "float32")
