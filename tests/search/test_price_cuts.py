@@ -135,6 +135,18 @@ def test_best_prices_are_the_best_of_a_grid(seed):
         assert best >= max(value(np.array(p), times) for p in grid if 6.0 * sum(p) <= 3.0) - 1e-9
 
 
+def answer_states(fused, k):
+    """The states of a fused network that stand for an answer."""
+    place = {v: n for n, v in enumerate(fused.variables.tolist())}
+    members = {joined: v for joined, v in zip(fused.joined.tolist(), fused.variables.tolist(), strict=True)}
+    assert len(place) == len(fused.joined)
+    same = [
+        next(s for s, a in enumerate(answers) if fused.every[a, members[c]] == fused.every[k, members[c]])
+        for c, answers in enumerate(fused.answers)
+    ]
+    return np.array([*same, 0])
+
+
 @pytest.mark.parametrize("seed", range(15))
 def test_fused_answers_cost_and_hold_what_they_did(seed):
     rng = np.random.default_rng(seed)
@@ -143,17 +155,39 @@ def test_fused_answers_cost_and_hold_what_they_did(seed):
         np.array([int(rng.integers(network.num_states(v))) for v in range(network.size)]) for _ in range(3)
     ]
     fused = fused_network(network, answers)
-    for x in answers:
-        pairs = zip(fused.variables.tolist(), fused.states, strict=True)
-        small = np.array([*(int(np.flatnonzero(s == x[v])[0]) for v, s in pairs), 0])
+    for k, x in enumerate(answers):
+        small = answer_states(fused, k)
         assert np.array_equal(fused.lift(small), x)
         assert peak(fused.network, small) == pytest.approx(peak(network, x))
-        fixed = evaluate(network, answers[0]) - evaluate(
-            fused.network, [*(int(np.flatnonzero(s == answers[0][v])[0]) for v, s in
-                              zip(fused.variables.tolist(), fused.states, strict=True)), 0]
-        )  # fmt: skip
-        if np.isfinite(fixed):
-            assert evaluate(fused.network, small) + fixed == pytest.approx(evaluate(network, x))
+        assert evaluate(fused.network, small) == pytest.approx(evaluate(network, x))
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_every_assignment_of_fused_answers_costs_and_holds_what_the_whole_does(seed):
+    """Variables in pairs of which each decides the other are joined; no assignment of finite cost is lost by that."""
+    rng = np.random.default_rng(seed)
+    n, states = 8, 3
+    equal = np.where(np.eye(states), 0.0, np.inf)[rng.permutation(states)]
+    edges = [(i, i + 1, equal if i % 2 == 0 else rng.uniform(0, 1, (states, states))) for i in range(n - 1)]
+    edges += [(0, 5, rng.uniform(0, 1, (states, states))), (1, 4, rng.uniform(0, 1, (states, states)))]
+    usages = rng.uniform(1, 9, (n, states))
+    spans = np.sort(rng.integers(0, 6, (n, 2)), axis=1) + [0, 1]
+    network = build(rng.uniform(0, 5, (n, states)), edges, intervals=spans, usages=list(usages))
+    answers = [solve(build(rng.uniform(0, 5, (n, states)), edges)).assignment for _ in range(3)]
+    fused = fused_network(network, answers)
+    assert fused.network.size <= n // 2 + 1
+    kept = [sorted({int(x[v]) for x in answers}) for v in range(n)]
+    whole = sorted(
+        evaluate(network, x) for x in itertools.product(*kept) if np.isfinite(evaluate(network, x))
+    )
+    costs = []
+    for small in itertools.product(*[range(fused.network.num_states(v)) for v in range(fused.network.size)]):
+        lifted = fused.lift(np.array(small))
+        cost = evaluate(network, lifted)
+        assert evaluate(fused.network, small) == pytest.approx(cost)
+        assert peak(fused.network, small) == pytest.approx(peak(network, lifted))
+        costs.append(cost)
+    assert sorted(c for c in costs if np.isfinite(c)) == pytest.approx(whole)
 
 
 @pytest.mark.parametrize("seed", (11, 12))

@@ -206,7 +206,7 @@ def effort(variables: int) -> tuple[int, int]:
 
 PRICE_CUTS_FROM = 1000  # variables from which on prices on few times come first
 # Rounds of prices, and of forest moves, for the states of some answers.
-_FUSION_PRICES, _FUSION_MOVES = 20, 40
+_FUSION_PRICES, _FUSION_MOVES = 4, 40
 
 
 def fuse(
