@@ -19,11 +19,14 @@ from typing import cast
 import jax
 import numpy as np
 
+from jshard._core.hardware import Chip
 from jshard._core.jax_types import ClosedJaxpr
+from jshard._core.jaxcompat import itemsize
 from jshard._core.layout import MeshAxes
 from jshard._core.topology import Topology
 from jshard._cost import collectives, roofline
 from jshard._cost.collectives import Collective
+from jshard._cost.sorts_and_prefixes import PREFIXES, SortedArrays, prefix_seconds, sort_seconds
 from jshard._network.candidates import CandidateSet
 from jshard._network.kernel_seconds import (
     arithmetic_seconds,
@@ -40,6 +43,7 @@ from jshard._rules.rule import (
     Candidate,
     Rule,
     busiest_share,
+    joint_code,
     local_work,
     workspace_bytes,
 )
@@ -105,7 +109,7 @@ def operator_cost(
     local, work = local * traced, work * traced
     uneven = rule.triangular or any(cut.repeated or cut.network for cut in rule.joint)
     busiest = local * busiest_share(rule, candidates.axis_codes, mesh) if uneven else local
-    arithmetic = arithmetic_seconds(op, rule, busiest, candidates.axis_codes, mesh, chip)
+    arithmetic = _arithmetic(op, rule, busiest, candidates.axis_codes, mesh, chip)
     by_epilogues = [
         np.maximum(arithmetic, kernel_parts_seconds(parts + fused[:k], candidates, mesh, chip, op.primitive))
         for k in range(len(fused) + 1)
@@ -113,7 +117,7 @@ def operator_cost(
     seconds = by_epilogues[0] + _copied_bytes(candidates, mesh) / chip.hbm_bandwidth
     whole = np.full((1, len(mesh.names)), NONE, dtype=np.int64)
     even_work = np.array([work / mesh.total])
-    even_arithmetic = float(arithmetic_seconds(op, rule, even_work, whole, mesh, chip)[0])
+    even_arithmetic = float(_arithmetic(op, rule, even_work, whole, mesh, chip)[0])
     even = [
         max(even_arithmetic, parts_seconds_in_all(parts + fused[:k], chip, op.primitive, mesh.total))
         for k in range(len(fused) + 1)
@@ -131,6 +135,27 @@ def operator_cost(
             zip(map(np.subtract, by_epilogues[1:], by_epilogues), np.diff(even).tolist(), strict=False)
         ),
     )
+
+
+def _arithmetic(
+    op: OpView, rule: Rule, work: np.ndarray, axis_codes: np.ndarray, mesh: MeshAxes, chip: Chip
+) -> np.ndarray:
+    """(candidates,) seconds of `work` of one device: of a sort as much for each element as its block is long."""
+    if op.primitive in PREFIXES:
+        return prefix_seconds(work, chip)
+    if op.primitive != "sort":
+        return arithmetic_seconds(op, rule, work, axis_codes, mesh, chip)
+    length = np.full(len(axis_codes), float(op.ins[0].shape[op.params["dimension"]]))
+    for k, cut in enumerate(rule.joint):
+        if cut.network:
+            length /= np.where(axis_codes == joint_code(rule, k), mesh.sizes, 1).prod(axis=1)
+    sizes, keys = [itemsize(a.dtype) for a in op.ins], op.params["num_keys"]
+    # A stable sort takes the positions along.
+    positions = 4 * bool(op.params["is_stable"])
+    arrays = SortedArrays(
+        keys, sum(sizes[:keys]), sum(sizes) + positions, len(sizes) + bool(positions)
+    )  # fmt: skip
+    return sort_seconds(length, work, arrays, chip)
 
 
 def _copied_bytes(candidates: CandidateSet, mesh: MeshAxes) -> np.ndarray:
