@@ -4,8 +4,8 @@
 
 Each row is one operator on one device of v5e: what a plan counts of compute, and the `estimated_cycles` of the compiled
 program at 1.5 GHz. "Not estimated": instructions of the kernel itself of which the compiler states no cycles; then the
-estimate covers what stands around them, if anything, and says nothing of the operator. Sorts are priced by a formula
-(`jshard/_cost/sorts_and_prefixes.py`), whose seconds for a GPU and a CPU are in its docstring.
+estimate covers what stands around them, if anything, and all that is known is that the operator takes more. Sorts are
+priced by a formula (`jshard/_cost/sorts_and_prefixes.py`), whose seconds for a GPU and a CPU are in its docstring.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def page(rows: list[dict[str, Any]]) -> str:
         "|---" * 6 + "|",
     ]
     for r in rows:
-        ratio = f"{r['planned'] / r['compiled']:.2f}" if r["compiled"] > 1e-6 else ""
+        ratio = f"{r['planned'] / r['compiled']:.2f}" if not r["missing"] else ""
         out.append(
             f"| {r['name']} | {r['planned'] * 1e6:.1f} | {r['compiled'] * 1e6:.1f} | {ratio} "
             f"| {', '.join(r['missing'])} | {r['date']} |"

@@ -11,8 +11,9 @@ memory), XLA's others neither. So these are formulas:
 - A CPU takes `_COMPARISON` for each of n log2 n comparisons: measured on 2^14, 2^18 and 2^21 numbers of float32, 12.0, 11.4
   and 11.2 ns (XLA calls its comparator for each pair), whatever the memory's bandwidth.
 
-Cumulative operators: `_PREFIX` cycles for each register, which is the TPU compiler's estimate for 2^20 elements of sums,
-products and maxima of one dimension, and of two along either: 31 to 38 us on v5e (`benchmarks/compilers/primitives.md`).
+Cumulative operators: `_PREFIX` cycles for each register, which is the TPU compiler's estimate for 2^20 elements of float32
+in one dimension, and in two along either: 31 to 38 us on v5e, without the `reduce-window` over tiles, of which it states
+none (`benchmarks/compilers/primitives.md`).
 
 >>> from jshard._core import hardware
 >>> for name in ("v5e", "h100", "cpu"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
@@ -67,7 +68,8 @@ class LocalInterpreter:
         self.row_major_updates = memory_layout(self.program, self.assignment.topology.chip).row_major_updates
         self.constants: Env = {}  # captured arrays, which every body may read
         self.barriers = SegmentBarriers(self.assignment)
-        self.exchanged: set[Value] = set()  # values of which an operator before has exchanged edges
+        self.exchanged: Counter[Value] = Counter()  # how many operators have exchanged edges of a value
+        self.exchanged_before: dict[int, int] = {}  # by operand of the operator that runs, those before it
         # By (operator, operand) the edges that arrived, of operands whose edges others use.
         self.edges: dict[tuple[int, int], Edges] = {}
         self.keeps_edges = {(kept.op, kept.operand) for kept in self.assignment.kept_edges}
@@ -77,7 +79,7 @@ class LocalInterpreter:
 
     def run_program(self, env: Env) -> None:
         """Run the whole program; `env` has the blocks of its arguments and captured arrays."""
-        self.last_written, self.exchanged, self.edges = None, set(), {}
+        self.last_written, self.exchanged, self.edges = None, Counter(), {}
         self.constants = {value: x for value, x in env.items() if self._is_constant(value[0])}
         for action in self.schedule.actions:
             self._run_action(action, env)
@@ -189,6 +191,7 @@ class LocalInterpreter:
         Compilers would merge the permutes, which the plan counts for each operator.
         """
         rule = self.assignment.states[action.op].rule
+        self.exchanged_before = {}
         if self.vma or not action.collective_ids:
             return operands
         for k in sorted(
@@ -200,7 +203,8 @@ class LocalInterpreter:
             if value in self.exchanged:
                 x, *_ = lax.optimization_barrier(tuple(map(materialized, (operands[k], *operands))))
                 operands[k] = x
-            self.exchanged.add(value)
+            self.exchanged_before[k] = self.exchanged[value]
+            self.exchanged[value] += 1
         return operands
 
     def _bind_local(self, action: RunOperator, operands: Sequence[ArrayLike | Local]) -> Sequence[Local]:
@@ -229,6 +233,7 @@ class LocalInterpreter:
             collective_ids=action.collective_ids,
             row_major=op.id in self.row_major_updates,
             edges=edges,
+            exchanged_before=self.exchanged_before,
         )
         # The collectives inside a user's function cannot be named one by one: all carry the first number.
         number = action.collective_ids[0] if action.collective_ids and not rule.internal else -1

@@ -60,6 +60,7 @@ def with_neighbours(
             ctx.mesh,
             lambda i, first=first: ctx.collective_scope(first + i),
             edges,
+            ctx.exchanged_before.get(k, 0),
         )
         fill = fills[k] if k < len(fills) else None
         out[k] = x if fill is None else masked(x, one.dim, one.reads, axes, ctx.mesh, fill)
@@ -76,6 +77,7 @@ def read_interval(
     mesh: MeshAxes,
     scope: Scope,
     edges: Edges | None = None,
+    before: int = 0,
 ) -> jax.Array:
     """The interval of a dimension that this device reads, given its block of it; zeros outside the tensor.
 
@@ -83,10 +85,10 @@ def read_interval(
 
     - `axes`: mesh axes that cut the dimension, major first.
     - `scope`: the name scope of the k-th permute.
-    - `edges`: what has arrived before, or where to put what arrives.
+    - `edges`, `before`: as in `received_pieces`.
     """
     e, device = exchange(reads, mesh.size(*axes)), block_index(axes, mesh)
-    arrived = received_pieces(x, dim, reads, axes, mesh, scope, edges)
+    arrived = received_pieces(x, dim, reads, axes, mesh, scope, edges, before=before)
     if e.aligned:
         return arrived[0] if len(arrived) == 1 else jnp.concatenate(compat.to_common_vma(arrived), dim)
     return _placed(arrived, dim, e, device)
@@ -101,6 +103,7 @@ def received_pieces(
     scope: Scope,
     edges: Edges | None = None,
     reverse: int | None = None,
+    before: int = 0,
 ) -> list[jax.Array]:
     """The pieces of the exchange, as they arrive at this device; its own rows among them.
 
@@ -109,6 +112,8 @@ def received_pieces(
     - `edges`: what has arrived before, or where to put what arrives.
     - `reverse`: a dimension in whose reverse order rows travel, so that compilers find no equal permute to merge with:
         the plan counts each.
+    - `before`: how many operators have exchanged edges of the same value: of each the rows travel reversed along other
+        dimensions, since XLA for CPU removes barriers before it looks for equal instructions.
     """
     e, device = exchange(reads, mesh.size(*axes)), block_index(axes, mesh)
     arrived, number = [], 0
@@ -118,7 +123,7 @@ def received_pieces(
             continue
         part = _rows(x, dim, piece, device)
         if piece.pairs:
-            turned = () if reverse is None else (reverse,)
+            turned = _turned(part.shape, before) if reverse is None else (reverse,)
             with scope(number):
                 part = lax.rev(lax.ppermute(lax.rev(part, turned), tuple(axes), piece.pairs), turned)
             number += 1
@@ -126,6 +131,16 @@ def received_pieces(
                 edges[dim, k] = part
         arrived.append(part)
     return arrived
+
+
+def _turned(shape: tuple[int, ...], number: int) -> tuple[int, ...]:
+    """The dimensions longer than one that the bits of a number select.
+
+    >>> [_turned((2, 1, 3), k) for k in range(5)]
+    [(), (2,), (0,), (0, 2), ()]
+    """
+    long = [d for d in reversed(range(len(shape))) if shape[d] > 1]
+    return tuple(sorted(d for k, d in enumerate(long) if number >> k & 1))
 
 
 def _rows(x: jax.Array, dim: int, piece: Piece, device: Index) -> jax.Array:

@@ -112,6 +112,8 @@ class LocalContext:
     row_major: bool = False  # whether the first operand is updated in place in row-major order
     # By operand the edges that arrived, or where to put them, if another operator uses them too.
     edges: Mapping[int, Edges] = dataclasses.field(default_factory=dict)
+    # By operand how many operators before have exchanged edges of the same value.
+    exchanged_before: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     def axes(self, factor: int) -> tuple[str, ...]:
         """Mesh axes that shard a factor, major first."""

@@ -93,7 +93,8 @@ def _sum_over_pieces(
     others = [d for d in range(x.ndim) if d != one.dim and x.shape[d] > 1]
     edges = ctx.edges.get(0)
     reverse = others[-1] if contracted and others and edges is None else None
-    parts = received_pieces(x, one.dim, reads, axes, ctx.mesh, ctx.collective_scope, edges, reverse)
+    before = ctx.exchanged_before.get(0, 0)
+    parts = received_pieces(x, one.dim, reads, axes, ctx.mesh, ctx.collective_scope, edges, reverse, before)
     total: jax.Array | None = None
     for piece, part in sorted(zip(e.pieces, parts, strict=True), key=lambda p: p[0].hop != 0):
         points = reads.reading(shards, piece) if piece.hop else range(reads.points // shards)
