@@ -87,7 +87,7 @@ def measured() -> Iterator[dict[str, Any]]:
         placed = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole) for a in args]
         compiled = jax.jit(fn).lower(*placed).compile()
         missing = {
-            m[1] for line in compiled.as_text().splitlines()
+            m[1] for line in (compiled.as_text() or "").splitlines()
             if (m := UNPRICED.search(line)) and "estimated_cycles" not in line
         }  # fmt: skip
         cycles = read_program(compiled).estimated_cycles or 0

@@ -59,7 +59,7 @@ def sort_seconds(length: ArrayLike, elements: ArrayLike, arrays: SortedArrays, c
     levels = np.ceil(np.log2(np.maximum(2.0, length)))
     if chip.units.vector is not None:
         each = levels * (levels + 1) / 2 * (2 * arrays.number + _COMPARED * arrays.keys)
-        return chip.units.vector.seconds(each * elements)
+        return chip.units.vector.seconds(each * np.asarray(elements))
     if chip.interconnect == "shared":
         return levels * np.asarray(elements) * _COMPARISON
     passes = np.minimum(levels, math.ceil(arrays.key_bytes)) * 2 + 1

@@ -110,12 +110,6 @@ def test_a_saved_plan_sends_the_same() -> None:
     assert [(c.kind, c.bytes) for c in again.collectives] == [(c.kind, c.bytes) for c in plan.collectives]
 
 
-def pooled(w: Any, x: Any) -> Any:
-    x = lax.reduce_window(x, 0.0, lax.add, (1, 2, 1), (1, 2, 1), "SAME")
-    x = jnp.tanh(lax.conv_general_dilated(x, w, (1,), "VALID", dimension_numbers=("NWC", "WIO", "NWC")))
-    return (lax.reduce_window(x, 0.0, lax.add, (1, 3, 1), (1, 1, 1), "SAME") ** 2).sum()
-
-
 def strided(w: Any, x: Any) -> Any:
     x = lax.conv_general_dilated(x, w, (2,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
     x = x + lax.conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
@@ -123,17 +117,16 @@ def strided(w: Any, x: Any) -> Any:
     return (lax.conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")) ** 2).sum()
 
 
-@pytest.mark.parametrize("loss", [pooled, strided])
-def test_edges_that_are_exchanged_again_are_sent_again(loss: Callable[..., Any]) -> None:
+def test_edges_that_are_exchanged_again_are_sent_again() -> None:
     """XLA for CPU removes barriers before it merges equal permutes; the plan at level 1 counts each of them."""
     rng = np.random.default_rng(0)
     args = rng.normal(size=(3, 4, 4)), rng.normal(size=(2, 101, 4))
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    f = jshard.shard(step(loss), mesh=mesh, level=1, config={"pad": True})
+    f = jshard.shard(step(strided), mesh=mesh, level=1, config={"pad": True})
     plan = f.plan(*args)
     assert sum(c.kind == "permute" for c in plan.collectives) > 2
     assert plan.verify(f.lower(*args).compile()).ok
     for mine, plain in zip(
-        jax.tree.leaves(f(*args)), jax.tree.leaves(jax.jit(step(loss))(*args)), strict=True
+        jax.tree.leaves(f(*args)), jax.tree.leaves(jax.jit(step(strided))(*args)), strict=True
     ):
         np.testing.assert_allclose(mine, plain, rtol=1e-3, atol=1e-3)
