@@ -1,0 +1,76 @@
+"""Bytes that live at once in a program of libtpu, in the chip's memory and on the chip, by its own buffer assignment.
+
+`memory_analysis()` says what is in use in the memory only: what libtpu keeps in the 128 MiB on a v5e's chip is no part of
+it. With `xla_dump_to` it writes the range of instructions in which every value lives, and where each value lies. The sum
+over the values alive at an instruction, each piece of memory counted once, is what a plan estimates.
+
+>>> ranges = "  InstructionSequence:\\n    0:a\\n    1:b\\n  BufferLiveRange:\\n    a{}:0-1\\n    b{0}:1-2\\n"
+>>> places = '''allocation 0: size 512, parameter 0:
+...  value: <1 a @0> (size=512,offset=0): f32[128]{0}
+... allocation 1: size 1024, color 1, preallocated-temp:
+...  value: <2 b{0} @1> (size=1024,offset=0): f32[256]{0:S(1)}
+... '''
+>>> most_live(ranges, places)
+(512, 1024)
+"""
+
+from __future__ import annotations
+
+import collections
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+MEMORY, ON_CHIP = 0, 1  # colours of allocations
+_RANGE = re.compile(r"^\s+(\S+?\{[\d,]*\}):(\d+)-(\d+)$", re.MULTILINE)
+_ALLOCATION = re.compile(r"^allocation (\d+):")
+_VALUE = re.compile(r"^\s+value: <\d+ (\S+?)(\{[\d,]*\})?(?: \(phi\))? @(\d+)> \(size=(\d+),offset=(\d+)\)")
+
+Place = tuple[int, int, int]
+"""Colour, allocation and offset."""
+
+
+def compiled_with_live_bytes(lowered: Any) -> tuple[Any, tuple[int, int]]:
+    """The compiled program, and the most bytes that live at once: in the memory, and on the chip at that time."""
+    with tempfile.TemporaryDirectory() as folder:
+        compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+        (ranges,) = Path(folder).glob("*.after_optimizations-live-range.txt")
+        (places,) = Path(folder).glob("*.after_optimizations-buffer-assignment.txt")
+        return compiled, most_live(ranges.read_text(), places.read_text())
+
+
+def most_live(ranges: str, places: str) -> tuple[int, int]:
+    """The same, from the two texts of a dump."""
+    found = _placed_values(places)
+    changes: dict[int, list[tuple[str, int]]] = collections.defaultdict(list)
+    for name, begin, end in _RANGE.findall(ranges):
+        if name in found:
+            changes[int(begin)].append((name, 1))
+            changes[int(end) + 1].append((name, -1))
+    alive: dict[Place, collections.Counter[int]] = collections.defaultdict(collections.Counter)
+    most = (0, 0)
+    for at in sorted(changes):
+        for name, count in changes[at]:
+            place, size = found[name]
+            alive[place][size] += count
+        held = [0, 0]
+        for (colour, _, _), sizes in alive.items():
+            if colour in (MEMORY, ON_CHIP):
+                held[colour] += max((size for size, n in sizes.items() if n > 0), default=0)
+        most = max(most, (held[MEMORY], held[ON_CHIP]), key=sum)
+    return most
+
+
+def _placed_values(text: str) -> dict[str, tuple[Place, int]]:
+    """Where every value lies, and its bytes."""
+    out: dict[str, tuple[Place, int]] = {}
+    allocation = -1
+    for line in text.splitlines():
+        if found := _ALLOCATION.match(line):
+            allocation = int(found[1])
+        elif found := _VALUE.match(line):
+            name, index, colour, size, offset = found.groups()
+            out[name + (index or "{}")] = (int(colour), allocation, int(offset)), int(size)
+    return out
