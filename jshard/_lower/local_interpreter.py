@@ -23,10 +23,12 @@ from jshard._lower.emit_collectives import apply_reshard
 from jshard._lower.segment_barriers import SegmentBarriers
 from jshard._program.graph import Literal
 from jshard._program.memory.in_place import is_update
+from jshard._program.memory.liveness import liveness
 from jshard._program.memory.memory_layout import memory_layout
 from jshard._program.user_shard_map import SHARD_MAP
 from jshard._rules.registry import Edges, LocalContext, StackSlice, block_index, materialized, plan_scope
 from jshard._rules.rule import NONE
+from jshard._schedule.awaited_values import awaited_values
 from jshard._schedule.loop_stacks import CarriedStack, carried_stacks
 from jshard._schedule.schedule import Action, Reshard, RunCall, RunOperator, Schedule, Value
 
@@ -112,9 +114,10 @@ class LocalInterpreter:
         x, layout = materialized(env[action.tensor, action.source]), action.source
         if action.regathered:
             # Without the barrier compilers merge equal collectives, or start the second long before its result is used.
-            operands = [t for t in self.program.operators[action.reader].operands if type(t) is int]
-            values = [self.assignment.values[t] for t in operands]
-            others = [materialized(env[v]) for v in values if v in env and v[0] != action.tensor]
+            in_memory = liveness(self.program).materialized
+            awaited = awaited_values(self.program, in_memory, action.reader, action.tensor)
+            values = [self.assignment.values[t] for t in awaited]
+            others = [materialized(env[v]) for v in values if v in env]
             x, *_ = lax.optimization_barrier((x, *others))
         if action.loop_invariant:
             (x,) = self._tie_to_trip([x])

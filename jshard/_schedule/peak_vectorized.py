@@ -8,6 +8,7 @@ readers (`_program/memory/liveness.propagate_last_use`). `tests/schedule/test_ve
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from jshard._core.arrays import Bools, Floats, Ints
 from jshard._program.memory.liveness import DirectUses, Liveness, propagate_last_use
 from jshard._program.memory.memory_layout import memory_layout
 from jshard._program.memory.unfusible import unfusible_operators
+from jshard._schedule.awaited_values import awaited_values
 from jshard._schedule.donated_results import results_over_arguments
 from jshard._schedule.peak_profile import INTERMEDIATE, HeldValue, PeakProfile
 from jshard._schedule.vectorized import ScheduleArrays
@@ -93,7 +95,7 @@ def live_ranges(arrays: ScheduleArrays, liveness: Liveness, donated: frozenset[i
     dying = _sum_by_action(last_use[dies], size[dies], arrays.num_actions)
     extra = _while_running(arrays, liveness, materialized, size, dying, allocated)
     extra += _gathered_beside_arguments(arrays, outputs, size, donated) + _kept_edges(arrays)
-    early_at = _early_at(arrays, made_at)
+    early_at = _early_at(arrays, made_at, liveness.materialized)
     for m in np.flatnonzero(early_at < arrays.reshard_at).tolist():
         extra[early_at[m] : arrays.reshard_at[m]] += size[len(arrays.result_layout) + m]
     return LiveRanges(size, made_at, freed_at, outputs, np.concatenate([[at_start], live + extra]), early_at)
@@ -115,22 +117,20 @@ def _gathered_beside_arguments(
     return out
 
 
-def _early_at(arrays: ScheduleArrays, made_at: Ints) -> Ints:
+def _early_at(arrays: ScheduleArrays, made_at: Ints, materialized: Sequence[bool]) -> Ints:
     """(reshards,) from when each copy is in memory: those made again from one product before.
 
-    Compilers begin the collective so early, but not before the other operands of the reader are there, behind which a
-    barrier keeps it.
+    Compilers begin the collective so early, but not before what it awaits is there.
     """
-    out = arrays.reshard_at.copy()
-    a, program = arrays.assignment.program.use_def, arrays.assignment.program
+    out, program = arrays.reshard_at.copy(), arrays.assignment.program
+    again = np.flatnonzero(arrays.regathered & ~arrays.only_slices).tolist()
+    if not again:
+        return out
     products = np.sort(arrays.run_at[unfusible_operators(program) & (arrays.run_at >= 0)])
-    for m in np.flatnonzero(arrays.regathered & ~arrays.only_slices).tolist():
-        end, reader = int(out[m]), int(arrays.reader[m])
-        uses = slice(int(a.use_begin[reader]), int(a.use_begin[reader + 1]))
-        others = arrays.read_value[uses][a.use_tensor[uses] != arrays.tensor[m]]
-        before = np.searchsorted(products, end)
-        there = made_at[others[made_at[others] < end]]
-        out[m] = max([int(products[before - 1]) if before else 0, *(there + 1).tolist()])
+    for m in again:
+        awaited = awaited_values(program, materialized, int(arrays.reader[m]), int(arrays.tensor[m]))
+        before = np.searchsorted(products, out[m])
+        out[m] = max([int(products[before - 1]) if before else 0, *(made_at[awaited] + 1).tolist()])
     return out
 
 
