@@ -60,9 +60,14 @@ def split_live_ranges(
     gaps = _gaps(split.schedule, liveness, donated)
     free = gaps.kept_within(0.0)
     least = _with_splits(made, everywhere - free, liveness, donated) if free else split
-    if 0 < limit < least.profile.peak:
+    # What is kept within that peak may end others' copies, or what they are made from, earlier, and so hold even less.
+    kept = gaps.kept_within(least.profile.peak)
+    cheaper = least if kept == free else _with_splits(made, everywhere - kept, liveness, donated)
+    if cheaper.profile.peak <= least.profile.peak:
+        least = cheaper
+    if limit <= least.profile.peak:
         return least
-    limit = room = max(limit, least.profile.peak)
+    room = limit
     for _ in range(_ROUNDS):
         kept = gaps.kept_within(room)
         if kept == free:
