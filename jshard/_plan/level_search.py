@@ -163,6 +163,8 @@ class LevelSearch:
     ) -> ScheduledSolution:
         """The cheapest plan within the budget, which `fastest` exceeds; that of least peak found if none fits."""
         solution = self.minimize_time_under_budget(network, fastest)
+        if solution.cost < solution.bound * (1 - ROUNDING):  # its copies are in no network
+            solution = dataclasses.replace(solution, bound=fastest.bound)
         if early is not None and solution.peak > self._limit:
             cost = schedule_cost(early.schedule, network)
             early = dataclasses.replace(early, network=network, schedule_cost=cost, steps=solution.steps)
