@@ -6,8 +6,9 @@ GiB on 16 devices, takes 6.8 in tiles and 15.9 as it is stored: the compiler ref
 at the same cost, the same step takes 7.3.
 
 Idea.  Where the bytes as stored, by the measured ratio for long rows, exceed the budget, a second search has convolutions
-with rows of at most `ROW` pixels a device. Its plan is taken if its arrays as stored are fewer. The bound stays that of the
-first search, which is of all layouts.
+with rows of at most `ROW` pixels a device. Its plan is taken if its arrays as stored are fewer and then fit, or, where
+neither fits, if it is no slower: a slower plan that the compiler refuses as well is of no use. The bound stays that of
+the first search, which is of all layouts.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from jshard._core.errors import ShardError
 from jshard._core.layout import Layout, MeshAxes
 from jshard._core.topology import Topology
 from jshard._plan.request import Force, PlanRequest
-from jshard._plan.scheduled_solution import ScheduledSolution
+from jshard._plan.scheduled_solution import ROUNDING, ScheduledSolution
 from jshard._plan.tiled_memory import has_tiles, held_in_tiles, in_tiles, minor_dimensions
 from jshard._program.graph import Literal, Program
 
@@ -54,6 +55,8 @@ def with_short_rows(
         return first  # pins leave rows no cut
     after = stored_bytes(second)
     if after >= before or second.peak > limit:
+        return first
+    if after > limit and second.cost > first.cost * (1 + ROUNDING):
         return first
     note = (
         f"rows of at most {ROW} pixels a device: as the TPU compiler stores them, arrays of convolutions take about "
