@@ -3,7 +3,8 @@
 The first layer, whose input is data, needs no gradient of it. Under `jax.checkpoint` its backward pass is one call that
 lacks this result; a branch or a loop in its forward pass lacks what the backward passes of the others read. Each is another
 function with fewer results, perhaps of fewer operands. It becomes the function of another layer, of whose results those are
-used that it has. An operand that it does not read is that of the other equation: what is computed from it is not used.
+used that it has. An operand that it does not read is that of the other equation: what is computed from it is not used. One
+that would be zero (`zero_operands.py`) is zeros.
 
 >>> import jax, jax.numpy as jnp
 >>> def loss(ws, x):
@@ -22,6 +23,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from jshard._batch.alike_equations import own_params, text_of
+from jshard._batch.zero_operands import with_zero_operands
 from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import Jaxpr, JaxprAtom, JaxprEqn
 from jshard._program.inlining import fresh
@@ -42,16 +44,20 @@ def with_calls_completed(jaxpr: Jaxpr) -> Jaxpr:
     positions: dict[str, list[int]] = {}  # by function
     for k, one in alone.items():
         positions.setdefault(_text(one), []).append(k)
-    out = list(jaxpr.eqns)
+    out = [[eqn] for eqn in jaxpr.eqns]
     for text, own in positions.items():
         for k in own:
             nearest = (min(each, key=lambda n, k=k: abs(n - k)) for t, each in positions.items() if t != text)
             for n in sorted(nearest, key=lambda n, k=k: abs(n - k)):
                 completed = _completed(jaxpr.eqns, k, n, text, alone[n])
-                if completed is not None:
-                    out[k] = completed
+                if completed is None:
+                    written = with_zero_operands(jaxpr.eqns[k], jaxpr.eqns[n])
+                else:
+                    written = [completed]
+                if written is not None:
+                    out[k] = written
                     break
-    return jaxpr.replace(eqns=out)
+    return jaxpr.replace(eqns=[eqn for each in out for eqn in each])
 
 
 def _alone(jaxpr: Jaxpr, eqn: JaxprEqn) -> Jaxpr:

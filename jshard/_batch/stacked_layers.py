@@ -41,11 +41,11 @@ from jshard._batch.alike_layers import (
     Place,
     Same,
     Slots,
-    find_layers,
     identity,
     results_of,
 )
 from jshard._batch.completed_calls import with_calls_completed
+from jshard._batch.layer_search import find_layers
 from jshard._batch.lifted_literals import with_literals_lifted
 from jshard._batch.moved_slices import with_slices_moved
 from jshard._batch.piece_operator import run_whole, shape_of

@@ -45,6 +45,11 @@ CASES: list[tuple[Callable[[int], models.Model], int, tuple[int, int]]] = [
     (models.indexed, 4, (4, 4)),
     (models.collected, 4, (4, 4)),
     (models.masked_after, 4, (4, 4)),
+    *(
+        (lambda n, remat=remat, embedded=embedded: models.supervised(n, remat, embedded), 4, (4, 4))
+        for remat in ("", "layer", "loss", "both")
+        for embedded in (False, True)
+    ),
     (models.with_keys_of_a_split, 4, (4, 4)),
     (lambda n: models.with_keys_of_a_split(n, remat=True), 4, (4, 4)),
     *(
@@ -90,6 +95,18 @@ def test_a_sharded_step_keeps_the_parameters_of_each_layer() -> None:
     assert largest_error(f_pipelined(w, state, x), jax.jit(f)(w, state, x)) < 1e-12
     again = jshard.Plan.from_json(plan.to_json())
     assert again.pipeline == plan.pipeline
+
+
+@pytest.mark.parametrize("remat", ["", "both"])
+def test_a_loss_after_each_layer_is_in_the_pipeline(remat: str) -> None:
+    loss, args = models.supervised(8, remat)
+    step = jax.value_and_grad(loss)
+    f = pipelined(step, mesh_of(4, 2), microbatches=4, rounds=2)
+    assert largest_error(f(*args), jax.jit(step)(*args)) < 1e-12
+    plan = f.plan(*args)
+    shifts = sum(c.count for c in plan.collectives if c.operator.startswith("stage_shift"))
+    assert plan.pipeline is not None and plan.pipeline.layers == (8, 8) and not plan.pipeline.outside
+    assert shifts == 2 * plan.pipeline.ticks == 2 * (2 * 4 + 4 - 1)
 
 
 def test_parameters_of_a_layer_lie_on_all_stages_and_move_by_all_to_all() -> None:

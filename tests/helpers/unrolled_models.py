@@ -270,6 +270,37 @@ def penalized(layers: int, penalty: Callable[[jax.Array], jax.Array], remat: boo
     return loss, ([normal(k, 8, 8) / 3 for k in range(layers)], normal(500, BATCH, 8))
 
 
+def supervised(layers: int, remat: str = "", embedded: bool = False) -> Model:
+    """A loss after each layer, by a matrix of its own; `remat`: "layer", "loss" or "both" are checkpointed."""
+
+    def layer(w: Any, x: jax.Array) -> jax.Array:
+        centered = x - jnp.mean(x, -1, keepdims=True)
+        return x + jnp.tanh(centered @ w["kernel"])
+
+    def loss_of(w: Any, x: jax.Array) -> jax.Array:
+        return -jnp.mean(jax.nn.log_softmax(x @ w["head"])[:, 1])
+
+    def both(w: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x = layer(w, x)
+        return x, loss_of(w, x)
+
+    def loss(w: Any, x: jax.Array) -> jax.Array:
+        if embedded:
+            x = x @ w["in"]
+        total = jnp.zeros(())
+        for k, one in enumerate(w["layers"]):
+            if remat == "both":
+                x, own = jax.checkpoint(both)(one, x)
+            else:
+                x = (jax.checkpoint(layer) if remat == "layer" else layer)(one, x)
+                own = (jax.checkpoint(loss_of) if remat == "loss" else loss_of)(one, x)
+            total += own * 0.8 ** (layers - k)
+        return total
+
+    ws = [{"kernel": normal(k, 8, 8) / 3, "head": normal(40 + k, 8, 3)} for k in range(layers)]
+    return loss, ({"layers": ws} | ({"in": normal(99, 8, 8)} if embedded else {}), normal(500, BATCH, 8))
+
+
 def in_branches(x: jax.Array) -> jax.Array:
     """The mean square, or another mean, by a value that no example enters."""
     return lax.cond(jnp.array(True), lambda x: jnp.mean(x**2), lambda x: jnp.mean(jnp.abs(x)), x)
