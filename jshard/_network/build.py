@@ -167,7 +167,7 @@ def build_network(
         combined_with=combined,
     )  # fmt: skip
     relay_tables = [tables.zero_table(len(relay.of_state)) for relay in relays.values()]
-    charges = epilogue_charges(program, found, edges, operator_tables)
+    charges = epilogue_charges(program, found, liveness(program, donated), edges, operator_tables)
     edge_tables = _reshard_tables(program, edges, tables, charges)
     tie_tables = [
         tables.equality_table(candidates[out].operands[0], candidates[inp].results[0]) for out, inp in ties

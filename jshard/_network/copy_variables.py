@@ -83,10 +83,15 @@ class CopyVariable:
     charges: tuple[EpilogueCharge, ...] = ()
 
     @property
+    def is_sliced_in_readers(self) -> bool:
+        """Whether a reader of a slice computes that alone: the kernel of an unfusible source writes it whole."""
+        return self.fused and not self.by_source
+
+    @property
     def states(self) -> CopyStates:
         """Its states."""
         side = self.edge.source if self.by_source else self.edge.target
-        kinds = tuple(CopyState) if self.fused else (CopyState.SAME, CopyState.RESHARDED)
+        kinds = tuple(CopyState) if self.is_sliced_in_readers else (CopyState.SAME, CopyState.RESHARDED)
         return CopyStates(tuple(side.layouts), kinds)
 
     def tables(self, network: PlanningNetwork) -> tuple[Floats, Floats]:
@@ -128,7 +133,7 @@ class CopyVariable:
         same = equal_layouts(sources, targets)
         slice_ = ~same & slices(sources, targets)
         same_seconds = np.where(same, 0.0, np.inf)
-        if not self.fused:
+        if not self.is_sliced_in_readers:
             return [same_seconds, np.where(same, np.inf, resharded)]
         return [
             same_seconds,

@@ -9,6 +9,10 @@ the edge costs the seconds by which the product's kernel is longer, where they d
 shards of the layout that is read. Further edges of the way cost nothing where their layouts agree. A value that is
 stored for several readers is between two edges, each of which counts.
 
+A scatter that sets one element a row (the gradient of a cross entropy) is fused into its readers, but where these read it
+in another layout, a slice too, its kernel writes the whole of its own block. That is charged the same way, in shards of the
+layout that it has.
+
 Tables of edges and the cost of a schedule (`_plan/schedule_cost.py`) both use `charge_seconds`.
 """
 
@@ -28,7 +32,10 @@ from jshard._network.layout_pairs import equal_layouts
 from jshard._network.operator_cost import OperatorCost
 from jshard._network.reshard_edges import EdgeTable
 from jshard._program.graph import Program
-from jshard._program.memory.kernel_parts import Epilogue, KernelPart, Kernels
+from jshard._program.memory.kernel_parts import Epilogue, KernelPart, Kernels, VectorWork
+from jshard._program.memory.liveness import Liveness
+from jshard._program.memory.unfusible import unfusible_operators
+from jshard._program.operators import PRODUCTS
 
 
 class EpilogueCharge(NamedTuple):
@@ -37,6 +44,7 @@ class EpilogueCharge(NamedTuple):
     - `table`, `number`: of the first edge, the product's table of its own and which of its epilogues this is; else -1.
     - `alone`, `launched`: as a kernel of its own.
     - `is_recomputed`: whether all its seconds are redundant.
+    - `of_source`: whether the kernel of its own is divided as the source of the edge is, and not as the target.
     """
 
     table: int
@@ -45,6 +53,7 @@ class EpilogueCharge(NamedTuple):
     launched: bool
     repeat: float
     is_recomputed: bool
+    of_source: bool = False
 
 
 class ChargedEpilogue(NamedTuple):
@@ -60,7 +69,7 @@ class ChargeSeconds:
     """What an epilogue costs on an edge in all its runs, by what of its ends it depends on.
 
     - `fused`: (states of the source,) seconds in the product's kernel, where both layouts are one and no partial sum.
-    - `alone`: (layouts of the target,) seconds of a kernel of its own, where they are two.
+    - `alone`: (layouts of the source, of the target) seconds of a kernel of its own, where they are two.
     - `even`: the even share, which level 0 does not count.
     - `same`, `complete`: (layouts of the source, of the target), (layouts of the target,) which of these it is.
     """
@@ -76,14 +85,14 @@ class ChargeSeconds:
         return np.maximum(0.0, self.fused - self.even) if level == 0 else self.fused
 
     def alone_objective(self, level: int) -> Floats:
-        """(layouts of the target,) the same of `alone`."""
+        """(layouts of the source, of the target) the same of `alone`."""
         return np.maximum(0.0, self.alone - self.even) if level == 0 else self.alone
 
     def table(self, level: int, source: TensorLayouts, target: TensorLayouts) -> Floats:
         """(states of the source, of the target) what a level counts."""
         inside = np.where(self.complete, self.fused_objective(level)[:, None], 0.0)
-        out = np.where(self.same[source.of_state], inside, self.alone_objective(level))
-        return out[:, target.of_state]
+        alone = self.alone_objective(level)[source.of_state]
+        return np.where(self.same[source.of_state], inside, alone)[:, target.of_state]
 
     def of_schedule(self, state: int, source: int, target: int) -> tuple[bool, float, float]:
         """Whether it is in the product's kernel, its seconds and those beyond an even share.
@@ -94,7 +103,7 @@ class ChargeSeconds:
         if inside:
             seconds = float(self.fused[state]) if self.complete[target] else 0.0
         else:
-            seconds = float(self.alone[target])
+            seconds = float(self.alone[source, target])
         return inside, seconds, max(0.0, seconds - self.even)
 
 
@@ -106,14 +115,16 @@ def charge_seconds(
     costs: Mapping[int, OperatorCost],
 ) -> ChargeSeconds:
     """The seconds of an epilogue on an edge; `costs` are those of operators by number of their table."""
-    shards = np.array([layout.pieces(topology.mesh) for layout in target.layouts])
+    divided = source if charge.of_source else target
+    shards = np.array([layout.pieces(topology.mesh) for layout in divided.layouts])
     alone = alone_seconds(charge.alone, charge.launched, shards, topology.chip)
+    alone = alone[:, None] if charge.of_source else alone[None, :]
     fused, even = np.zeros(len(source.of_state)), 0.0
     if charge.table >= 0:
         fused, even = costs[charge.table].epilogues[charge.number]
     return ChargeSeconds(
         fused=fused * charge.repeat,
-        alone=alone * charge.repeat,
+        alone=np.broadcast_to(alone * charge.repeat, (len(source.layouts), len(target.layouts))),
         even=0.0 if charge.is_recomputed else even * charge.repeat,
         same=equal_layouts(source.layouts, target.layouts),
         # A sum that is still partial for its reader is completed on a later edge.
@@ -124,6 +135,7 @@ def charge_seconds(
 def epilogue_charges(
     program: Program,
     kernels: Kernels,
+    live: Liveness,
     edges: EdgeTable,
     operator_tables: Ints,
 ) -> dict[int, list[ChargedEpilogue]]:
@@ -134,10 +146,10 @@ def epilogue_charges(
     - `operator_tables`: (operators,) the number of each operator's own table.
     """
     found = [e for of_product in kernels.epilogues.values() for e in of_product]
+    out = _written_whole(program, live, edges)
     if not found:
-        return {}
+        return out
     row = _rows_of(edges, {t for e in found for t, _ in e.path})
-    out: dict[int, list[ChargedEpilogue]] = {}
     for product, of_product in kernels.epilogues.items():
         table = int(operator_tables[product])
         for number, e in enumerate(of_product):
@@ -147,6 +159,21 @@ def epilogue_charges(
             for k, edge in enumerate(_edges_of(e, row)):
                 charge = later if k else first
                 out.setdefault(edge, []).append(ChargedEpilogue(product, e.root, charge))
+    return out
+
+
+def _written_whole(program: Program, live: Liveness, edges: EdgeTable) -> dict[int, list[ChargedEpilogue]]:
+    """Edge -> what a fused operator that is not elementwise costs there, if it writes its block to be resharded."""
+    unfusible, ops = unfusible_operators(program), program.use_def.def_op[edges.tensor]
+    fused = unfusible[ops] & ~np.array(live.materialized)[edges.tensor]
+    out: dict[int, list[ChargedEpilogue]] = {}
+    for e in np.flatnonzero(fused).tolist():
+        op, tensor = program.operators[int(ops[e])], program.tensors[edges.tensor[e]]
+        if op.primitive not in PRODUCTS:
+            work = VectorWork(simple=float(tensor.size), arrays=float(tensor.size))
+            part = KernelPart(True, 0, float(tensor.nbytes), work, float(tensor.nbytes))
+            charge = EpilogueCharge(-1, -1, part, True, op.repeat, is_recomputed=True, of_source=True)
+            out[e] = [ChargedEpilogue(op.id, op.id, charge)]
     return out
 
 

@@ -43,7 +43,7 @@ def last_uses(actions: Sequence[Action], liveness: Liveness, assignment: Assignm
 
 def is_fused_slice(a: Reshard, liveness: Liveness) -> bool:
     """Whether a reshard is a local slice of a fused value: it is computed where it is read, as the value itself is."""
-    return not liveness.materialized[a.tensor] and all(s.kind == "slice" for s in a.steps)
+    return liveness.sliced_in_readers[a.tensor] and all(s.kind == "slice" for s in a.steps)
 
 
 def values_read(a: Action) -> list[Value]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -53,7 +54,7 @@ def test_the_layout_of_an_update_is_not_free():
     source = built.tensor_edges.layouts[int(built.tensor_edges.source_layouts[edge])]
     seconds = built.cost_tables.charge_seconds(charged[0].charge, source, target)
     by_shards = {
-        lay.pieces(built.topology.mesh): s for lay, s in zip(target.layouts, seconds.alone, strict=True)
+        lay.pieces(built.topology.mesh): s for lay, s in zip(target.layouts, seconds.alone[0], strict=True)
     }
     assert by_shards[1] > 6 * by_shards[8] > 0
 
@@ -80,3 +81,43 @@ def test_network_and_schedule_agree_on_epilogues_inside_a_scan(level):
     assert built.epilogue_charges and plan.cost.optimal
     for states in random_assignments(built, assignment, np.random.default_rng(level), 12):
         assert close(*both_costs(built, states))
+
+
+def cross_entropy(x, w, labels):
+    """The gradient of a loss over labels, which sets one element a row of an array as large as the logits."""
+
+    def loss(w):
+        log_p = jax.nn.log_softmax((x @ w).astype("float32"))
+        return -jnp.take_along_axis(log_p, labels[:, None], axis=-1).mean()
+
+    return jax.grad(loss)(w)
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("mesh", [{"x": 8}, {"x": 2, "y": 4}])
+def test_one_hot_rows_are_computed_in_the_layout_of_their_reader(level, mesh):
+    """Cut along the classes, not whole with a slice of them read: compilers would write the whole."""
+    args = S((2048, 1024), "bfloat16"), S((1024, 32_000), "bfloat16"), S((2048,), "int32")
+    columns = P(None, tuple(mesh))
+    machine = jshard.topology("v5e:2x4", mesh, compiles=False)
+    plan = jshard.shard(cross_entropy, (None, columns, None), level=level, mesh=machine).plan(*args)
+    (row,) = [r for r in plan.operators if r.primitive == "scatter-add"]
+    cut = [d for d, axes in enumerate(row.results[0].dims) if axes]
+    assert cut == [1] and plan.cost.gap < 0.001
+    assert plan.cost.peak_bytes < 2 * 2048 * 32_000 * 4 / 2
+
+
+@pytest.mark.parametrize("level", [0, 2])
+def test_one_hot_rows_that_are_sliced_are_written_whole(level):
+    """In the network as in the schedule, by the devices that compute them, beside what the slice holds."""
+    args = S((256, 128), "bfloat16"), S((128, 4096), "bfloat16"), S((256,), "int32")
+    machine = jshard.topology("v5e:2x4", {"x": 2, "y": 4}, compiles=False)
+    with searched() as found:
+        jshard.shard(cross_entropy, (None, P(None, "x"), None), level=level, mesh=machine).plan(*args)
+    built, chosen = found.problems[0]
+    one_hot = next(op for op in built.program.operators if op.primitive == "scatter-add")
+    edges = [e for e, c in built.epilogue_charges.items() if c[0].root == one_hot.id]
+    table = built.cost_network.pairwise[built.cost_network.edge_table[edges[0]]]
+    assert table[0].max() >= 256 * 4096 * 4 / V5E.hbm_bandwidth and table.min() == 0.0
+    for assignment in random_assignments(built, chosen, np.random.default_rng(level), 30):
+        assert close(*both_costs(built, assignment))

@@ -52,6 +52,8 @@ class Liveness:
     - `last_use`: the last operator that needs it, through readers that are fused into theirs.
     - `duplicated_cast`: whether it is materialized only for readers that cannot recompute it from its source.
     - `epilogue_bytes`: of a product that is not materialized, the bytes that its kernel writes in place of it.
+    - `sliced_in_readers`: whether a reader of a slice computes that alone: of a value that is fused, but by a kernel that
+        writes it whole (a product before its epilogue, a scatter that fuses).
     - `traits`: the fusion traits of the operators.
     - `in_place`: operators: updates that overwrite their first operand.
     """
@@ -60,6 +62,7 @@ class Liveness:
     last_use: Sequence[int]
     duplicated_cast: Sequence[bool]
     epilogue_bytes: Sequence[float]
+    sliced_in_readers: Sequence[bool]
     traits: FusionTraits
     in_place: frozenset[int] = frozenset()
 
@@ -95,7 +98,8 @@ def _liveness(program: Program, donated: Collection[int]) -> Liveness:
         if ops[def_op[t]].primitive in PRODUCTS:
             epilogue_bytes[t] = _epilogue_bytes(program, t, epilogues, is_materialized, last, def_op)
     in_place = in_place_updates(program, donated, is_materialized, traits.duplicable.tolist())
-    return Liveness(is_materialized, last, casts.tolist(), epilogue_bytes, traits, in_place)
+    sliced = ~(materialized | unfusible_operators(program)[a.def_op])
+    return Liveness(is_materialized, last, casts.tolist(), epilogue_bytes, sliced.tolist(), traits, in_place)
 
 
 def _recomputed_by_all_readers(program: Program, traits: FusionTraits, escaping: Bools) -> Bools:
