@@ -16,6 +16,7 @@ from jshard._program import loops
 from jshard._program.builder import KEPT_CALLS, Builder, LoopWriter, PinOfName
 from jshard._program.graph import Program
 from jshard._program.loop_invariants import INLINED_CALLS
+from jshard._program.unread_sorted import without_unread_operands
 from jshard._program.written_back import with_updates_in_place
 
 
@@ -39,6 +40,6 @@ def build(
     - `captured`: tracers that the function closes over: they are the first inputs of the jaxpr.
     """
     opened, consts = compat.open_jaxpr(jaxpr)
-    opened = with_updates_in_place(compat.without_dead_code(opened))
+    opened = with_updates_in_place(without_unread_operands(compat.without_dead_code(opened)))
     builder = Builder(name, _LOOPS, pin_of_name)
     return builder.program(jaxpr, opened, consts, list(input_names), list(output_names), list(captured))

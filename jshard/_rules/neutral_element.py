@@ -41,6 +41,19 @@ def neutral_element(reducer: str, dtype: np.dtype) -> Scalar | None:
     return _last(dtype) if sign > 0 else int(jnp.iinfo(dtype).min)
 
 
+def greatest_key(dtype: np.dtype) -> Scalar | None:
+    """What `lax.sort` puts last: NaN where there is one; None for complex numbers.
+
+    >>> greatest_key(np.dtype("float32")), greatest_key(np.dtype("int8")), greatest_key(np.dtype("bool"))
+    (nan, 127, True)
+    """
+    if jnp.issubdtype(dtype, jnp.floating) and np.isnan(
+        np.asarray(math.nan).astype(dtype).astype(np.float32)
+    ):
+        return math.nan
+    return neutral_element("min", dtype)
+
+
 def window_identity(op: OpView) -> Scalar | None:
     """What outside the tensor changes no maximum or minimum of its windows; None for sums, which zeros do not change.
 

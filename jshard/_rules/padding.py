@@ -3,7 +3,8 @@
 A size that a cut does not divide is padded to one that divides. Elementwise work ignores what stands in the padding; a
 reduction needs the neutral element there; an index must not reach it; a window reads it as it reads what lies outside.
 `padded_factors` says so for each factor of a rule, and leaves out the factors that cannot be padded: the sizes in a
-reshape that joins or splits the dimension, sorts, random bits, and all operators whose function is the user's.
+reshape that joins or splits the dimension, random bits, sorts that may exchange equal keys, and all operators whose
+function is the user's.
 
 >>> from jax import ShapeDtypeStruct as S
 >>> from jshard._rules.lookup import rules_for
@@ -27,7 +28,7 @@ from jshard._core.jax_types import Params
 from jshard._program.pin_primitives import PIN_OPERAND
 from jshard._program.tail_primitives import MASK_TAIL
 from jshard._rules.attention.padded import attention_masks, attention_params
-from jshard._rules.neutral_element import Scalar, neutral_element, window_identity
+from jshard._rules.neutral_element import Scalar, greatest_key, neutral_element, window_identity
 from jshard._rules.primitives.reduce_window import window_of
 from jshard._rules.registry import REGISTRY, OpView
 from jshard._rules.rule import Dims, Rule
@@ -62,7 +63,7 @@ IGNORED = PaddedFactor()
 # Dimensions with a factor of their own keep their place; blocked factors aside, the padding moves along.
 _MOVES = frozenset(
     "broadcast_in_dim transpose squeeze expand_dims reshape rev tile stack unstack concatenate split pad iota slice "
-    "dynamic_slice optimization_barrier sort top_k pad_tail".split()
+    "dynamic_slice optimization_barrier top_k pad_tail".split()
 )
 _REDUCTIONS = {
     "reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min", "reduce_prod": "prod", "reduce_and": "and",
@@ -132,7 +133,7 @@ def _meaning_of(name: str) -> Callable[[OpView, Rule, int], PaddedFactor | None]
     if name in _SCATTERS:
         return _scattered
     own = {"dot_general": _contracted, "gather": _gathered, "dynamic_update_slice": _updated}
-    own |= {"conv_general_dilated": _convolved, "searchsorted": _searched}
+    own |= {"conv_general_dilated": _convolved, "searchsorted": _searched, "sort": _sorted}
     own |= dict.fromkeys(_WINDOWS, _windowed)
     own |= dict.fromkeys(_ATTENTION, _attended)
     if name in own:
@@ -209,6 +210,18 @@ def _gathered(op: OpView, rule: Rule, f: int) -> PaddedFactor | None:
 
 def _searched(op: OpView, rule: Rule, f: int) -> PaddedFactor | None:
     return None if f in rule.reduction else IGNORED
+
+
+def _sorted(op: OpView, rule: Rule, f: int) -> PaddedFactor | None:
+    """Along the sorted dimension all keys are the greatest; equal ones before them stay there, or are the same."""
+    keys = op.params["num_keys"]
+    if f not in rule.blocked:
+        return IGNORED
+    if not op.params["is_stable"] and keys < len(op.ins):
+        return None
+    greatest = [greatest_key(a.dtype) for a in op.ins[:keys]]
+    masks = tuple((k, x) for k, x in enumerate(greatest) if x is not None)
+    return PaddedFactor(masks=masks) if len(masks) == keys else None
 
 
 def _scattered(op: OpView, rule: Rule, f: int) -> PaddedFactor | None:

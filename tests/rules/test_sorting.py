@@ -85,6 +85,25 @@ def test_a_cut_sort_sends_a_block_in_each_round() -> None:
     assert plan.cost.peak_bytes <= 4 * (1 << 18)  # of 16 blocks: its own, one that arrives, and their pairs
 
 
+def test_what_nobody_reads_is_not_sorted_along() -> None:
+    """The derivative of `jnp.argsort` takes positions along for a gradient that is not there."""
+
+    def loss(x: Any, w: Any) -> Any:
+        return (x[jnp.argsort(w)] * jnp.arange(x.size)).sum()
+
+    x = jnp.asarray(examples.floats(4096))
+    step = jax.value_and_grad(loss)
+    f = jshard.shard(step, mesh=on_devices(8), in_strategy=((8,), (8,)), level=1)
+    plan = f.plan(x, x[::-1], verify=True)
+    assert plan.verification is not None and plan.verification.ok, str(plan.verification)
+    sent = [c for c in plan.collectives if c.kind == "permute"]
+    assert len(sent) == 3 * len(
+        rounds(8)
+    )  # keys, the positions that are read, and those that tell equal keys apart
+    for got, want in zip(jax.tree.leaves(f(x, x[::-1])), jax.tree.leaves(step(x, x[::-1])), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
 def _searched(a: Any, q: Any) -> Any:
     sides = [jnp.searchsorted(a, q, side=side) for side in ("left", "right")]
     methods = [jnp.searchsorted(a, q, method=m) for m in ("scan_unrolled", "sort", "compare_all")]
