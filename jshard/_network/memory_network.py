@@ -64,8 +64,9 @@ from jshard._rules.rule import workspace_bytes
 from jshard._search import CostNetwork, Memory
 
 
-# Tensors below this share of the largest one get no copy variable: their copies hardly show in the peak.
-_MIN_COPY_SHARE = 1 / 512
+# Tensors get no copy variable that are smaller than the first share of the largest one and, whole, than the second share
+# of its even part: their copies hardly show in the peak.
+_MIN_COPY_SHARE, _MIN_COPY_PARTS = 1 / 512, 1 / 16
 
 
 def memory_network(network: PlanningNetwork, *, lower_bound: bool = False) -> CostNetwork:
@@ -164,7 +165,7 @@ class _MemoryNetworkBuilder:
     @property
     def least_with_copies(self) -> float:
         """Bytes of the smallest tensor whose copies get variables."""
-        return self.largest * _MIN_COPY_SHARE
+        return self.largest * min(_MIN_COPY_SHARE, _MIN_COPY_PARTS / self.mesh.total)
 
     def has_copy_variables(self, tensor: int) -> bool:
         """Whether copies of a tensor get variables: where they are live beside their source.

@@ -43,7 +43,9 @@ class LiveRanges:
     def at_peak(self) -> Ints:
         """The values in memory at the peak, in the order in which they are made."""
         peak_at = int(self.over_time.argmax()) - 1
-        held = np.flatnonzero((self.made_at <= peak_at) & (self.freed_at >= peak_at) & (self.size > 0))
+        from_when = self.made_at.copy()
+        from_when[len(self.size) - len(self.early_at) :] = self.early_at
+        held = np.flatnonzero((from_when <= peak_at) & (self.freed_at >= peak_at) & (self.size > 0))
         return held[np.argsort(self.made_at[held], kind="stable")]
 
 

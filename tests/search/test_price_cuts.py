@@ -276,3 +276,35 @@ def test_a_cost_that_is_of_no_use_ends_the_search(large, request):
     every = Effort()
     solve(limited, layers_repeat=large, effort=every)
     assert few.spent <= every.spent
+
+
+def test_bytes_at_any_time_have_a_price_where_they_are_held_briefly():
+    """An assignment costs what its brief intervals hold too, each in proportion to its length; the others pay nothing."""
+    network = deep(80, 3)
+    memory = network.memory
+    times, prices = np.array([100]), np.array([2.0])
+    rng = np.random.default_rng(0)
+    lengths = memory.intervals[:, 1] - memory.intervals[:, 0]
+    longest = 0.01 * (memory.intervals[:, 1].max() - memory.intervals[:, 0].min())
+    brief = lengths <= longest
+    assert 0 < brief.sum() < len(brief)
+    for _ in range(5):
+        x = np.array([rng.integers(len(network.unary[t])) for t in network.node_table.tolist()])
+        before = evaluate(priced_network(network, times, prices), x)
+        charged = 3.0 * (interval_bytes(memory, x) * lengths / longest)[brief].sum()
+        assert evaluate(priced_network(network, times, prices, 3.0), x) == pytest.approx(before + charged)
+
+
+def test_a_price_at_any_time_lowers_equal_layers_at_once(every_network_is_large, monkeypatch):
+    """With prices at few times alone, layers without one hold anything: the peak moves from one of them to the next."""
+    module = importlib.import_module("jshard._search.memory.minimax_peak")
+    networks = [deep(layers, seed) for layers, seed in ((60, 0), (60, 1), (120, 2), (300, 0), (300, 6))]
+
+    def found() -> list:
+        return [solve(n, objective="peak", layers_repeat=True, break_ties_by_cost=False) for n in networks]
+
+    with_price = found()
+    monkeypatch.setattr(module, "_lower_everywhere", lambda *_: False)
+    for s, without in zip(with_price, found(), strict=True):
+        assert s.cost == pytest.approx(s.bound, rel=1e-9)
+        assert s.cost < without.cost * (1 - 1e-3) and len(s.steps) < len(without.steps)

@@ -198,6 +198,7 @@ def game_on_few_times(network: CostNetwork, search: SearchState, cost_gap: float
     gap = max(search.gap, _PEAK_GAP)
     cost = search.unlimited[0] if search.unlimited else 0.0
     price = _SPEND_FOR_PEAK * cost / max(search.bound, 1.0)  # of a byte
+    frugal = True  # whether bytes that are held briefly are to have a price at any time
     widest, gained = np.inf, 0  # the gap, and the round in which it shrank last
     for rounds in range(1, _ROUNDS_ON_FEW_TIMES + 1):
         weights = master_lp(profiles, times) if profiles else np.ones(1)
@@ -214,6 +215,8 @@ def game_on_few_times(network: CostNetwork, search: SearchState, cost_gap: float
         if profile.max() < search.incumbent_cost:
             search.prices = Prices(at, price * weights, priced_bound)
         search.update_incumbent((), float(profile.max()), assignment)
+        if frugal and search.incumbent_cost > search.bound * (1 + gap):
+            frugal = _lower_everywhere(network, search, priced, (at, price * weights), gap, answers)
         search.report(f"least peak, round {rounds}: {len(times)} times in play")
         if search.incumbent_cost <= search.bound * (1 + gap) or search.out_of_time:
             break
@@ -237,6 +240,25 @@ def game_on_few_times(network: CostNetwork, search: SearchState, cost_gap: float
     return _cost_is_low(network, search, cost_gap) or _lower_cost_under_prices(
         network, search, priced, cost_gap
     )
+
+
+def _lower_everywhere(
+    network: CostNetwork, search: SearchState, priced: PricedNetworks, prices: tuple[Ints, Floats], gap: float,
+    answers: list[Ints],
+) -> bool:  # fmt: skip
+    """Add the answer in which bytes that are held briefly have the price at any time too; whether its peak is lower.
+
+    Else layers whose times have no price hold anything, and are the peak of the next answer one after the other.
+    """
+    at, per_byte = prices
+    assignment, _ = priced.solve(at, per_byte, search, _INNER_GAP * gap, float(per_byte.sum()))
+    if assignment is None:
+        return False
+    answers.append(assignment)
+    reached = peak(network, assignment)
+    lower = reached < search.incumbent_cost
+    search.update_incumbent((), reached, assignment)
+    return lower
 
 
 def bound_at_prices(network: CostNetwork, prices: Prices, effort: Effort | None = None) -> float:

@@ -52,6 +52,7 @@ LARGEST_SPEND = 1e5
 JOINING = 4  # times that join at once
 FUSED_ANSWERS = 4
 KNOWN_ANSWERS = 8  # that the search of a similar network begins with
+BRIEF = 0.01  # of the whole time: what is held no longer is held within a layer, or little more
 COARSER = 16.0  # the tables' grid over the one that costs alone need
 
 
@@ -67,13 +68,23 @@ class Cut:
 Fuse = Callable[[Sequence[Ints]], Ints | None]  # from answers to one within the limit
 
 
-def priced_network(network: CostNetwork, times: Ints, prices: Floats) -> CostNetwork:
-    """The network without memory in which a byte has a price at each of some ascending times of its memory."""
+def priced_network(
+    network: CostNetwork, times: Ints, prices: Floats, at_any_time: float = 0.0
+) -> CostNetwork:
+    """The network without memory in which a byte has a price at each of some ascending times of its memory.
+
+    `at_any_time`: the price of a byte in an interval of `BRIEF` of the whole time, wherever that is; shorter ones pay in
+    proportion. Equal layers are still equal: what is held for longer than that pays nothing.
+    """
     memory = network.memory
     assert memory is not None
     total = np.concatenate([[0.0], np.cumsum(prices)])
     start, end = np.searchsorted(times, memory.intervals.T)
     per_byte = total[np.maximum(start, end)] - total[start]
+    if at_any_time:
+        lengths = np.maximum(0, memory.intervals[:, 1] - memory.intervals[:, 0])
+        longest = BRIEF * float(memory.intervals[:, 1].max() - memory.intervals[:, 0].min())
+        per_byte += np.where(lengths <= longest, at_any_time / longest * lengths, 0.0)
     charged: dict[int, list[tuple[int, float]]] = {}
     lasting = np.flatnonzero(per_byte)
     columns = memory.interval_variable[lasting], memory.interval_table[lasting], per_byte[lasting]
@@ -143,10 +154,10 @@ class PricedNetworks:
         return starting_network(priced, self.tables)
 
     def solve(
-        self, times: Ints, prices: Floats, search: SearchState, gap: float
+        self, times: Ints, prices: Floats, search: SearchState, gap: float, at_any_time: float = 0.0
     ) -> tuple[Ints | None, float]:
-        """The best assignment found and the bound, both with bytes charged for."""
-        graph = self._graph(priced_network(self.network, times, prices))
+        """The best assignment found and the bound, both with bytes charged for; `at_any_time`: as in `priced_network`."""
+        graph = self._graph(priced_network(self.network, times, prices, at_any_time))
         inner = SearchState(
             search.deadline,
             gap,
@@ -221,6 +232,8 @@ class PriceCuts:
                 or (search.out_of_time and self.best is not None)
             ):
                 return
+            if self.best is None and prices.any():
+                self._keep_frugal(times, prices)
             search.report(f"prices on {len(times)} times, round {count}")
             at = self._next(*at, gap)
 
@@ -283,6 +296,17 @@ class PriceCuts:
         )
         self._prove(bound, times, prices)
         return None if assignment is None else self._keep(assignment)
+
+    def _keep_frugal(self, times: Ints, prices: Floats) -> None:
+        """Keep the answer in which bytes that are held briefly have a price at any time too.
+
+        Where equal layers exceed the limit, it lowers all at once, and not those whose times have a price, a few a round.
+        """
+        gap = INNER_GAP * max(self.search.gap, 1e-6)
+        at = times + self.first_time
+        assignment, _ = self.solver.solve(at, prices, self.search, gap, float(prices.sum()))
+        if assignment is not None:
+            self._keep(assignment)
 
     def _prove(self, bound: float, times: Ints, prices: Floats) -> None:
         """Note that no assignment costs less than a bound, with its bytes charged for at some prices."""
