@@ -14,8 +14,9 @@ each. `--plans` compiles nothing.
 - `convolutions by hand`: the first of them as `shard_map` with `ppermute` of one row of pixels.
 - `vocabulary-V`: the head of GPT-2 with V words, and `edges-E`: a layer of message passing over E edges between 2,449,029
   nodes of 100 features (ogbn-products), each beside the next size that 16 divides. `at rest`: the table is placed padded,
-  once. Not at rest, the new table is exchanged by permutes and put together by four `dynamic-update-slice` of 1.2 MB, of
-  which the compiler estimates no cycles; the copy that XLA's all-to-all needs in their place is 72 us.
+  once. Not at rest, the new table is exchanged by permutes, which run beside a product in the plan and in the compiled
+  schedule, and put together by four `dynamic-update-slice` of 1.2 MB, of which the compiler estimates no cycles; the copy
+  that XLA's all-to-all needs in their place is 72 us.
 """
 
 from __future__ import annotations

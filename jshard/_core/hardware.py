@@ -215,9 +215,10 @@ _BUILT_IN = (
         clock=1.5e9,
         node_size=8,
         nic_bandwidth=25e9 / 8,
-        async_kinds=("all_gather",),
+        async_kinds=("all_gather", "permute"),
         sources={
-            "async_kinds": "libtpu 0.0.42.1's schedules of ten training steps (benchmarks/compilers/exposure.md) [M]",
+            "async_kinds": "libtpu 0.0.42.1's schedules of ten training steps (benchmarks/compilers/exposure.md), and of "
+            "permutes beside a product, which it starts early on v5e, not on v4, v5p and v6e [M]",
             "link_bandwidth": "docs.cloud.google.com/tpu/docs/v5e: 400 GB/s per chip, both ways, 4 links [S]",
             "nic_bandwidth": "docs.cloud.google.com/tpu/docs/v5e: 2 x 100 Gb/s for a host of eight chips [S]",
         },

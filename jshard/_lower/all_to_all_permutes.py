@@ -6,7 +6,8 @@ take as long as the transfer: 72 us for 4.8 MB on v5e, beside 96 us on the links
 Idea.  A permute sends a part as it is sliced and receives it as it is read, in any memory layout. The permutes by 1 to n - 1
 positions around the group load the busiest link of a line or a ring with what the all-to-all does: min(d, n - d) parts on a
 line, n^2 / 4 in all. Each place of the result then selects among n parts, since what arrives from which distance depends on
-the device: so this is for small groups, and for arrays whose copies take longer than the permutes' start.
+the device: so this is for small groups, and for arrays whose copies take longer than the permutes' start
+(`_cost/all_to_all_kind.py` decides).
 
 >>> import numpy as np
 >>> from jax.sharding import AxisType, PartitionSpec as P
@@ -27,31 +28,7 @@ import numpy as np
 from jax import lax
 
 from jshard._core.layout import MeshAxes
-from jshard._core.topology import Topology
-from jshard._cost.collectives import reordering_seconds
 from jshard._rules.registry import block_index
-
-
-MOST_PARTS = 4
-"""The largest group: each place of the result reads as many parts."""
-
-
-def all_to_all_in_permutes(axes: tuple[str, ...], nbytes: float, topology: Topology) -> bool:
-    """Whether an all-to-all of blocks of so many bytes is written as permutes.
-
-    >>> from jshard._core import hardware
-    >>> from jshard._core.topology import from_mesh
-    >>> t = from_mesh(MeshAxes(("x", "y"), (4, 8)), hardware.get("v5e"))
-    >>> [all_to_all_in_permutes((a,), n, t) for a, n in (("x", 4e6), ("x", 4e4), ("y", 4e6))]
-    [True, False, False]
-    """
-    n = topology.mesh.size(*axes)
-    torus = all(w.kind == "ici" for a in axes for w in topology.link(a).wires if w.size > 1)
-    return (
-        torus
-        and 1 < n <= MOST_PARTS
-        and reordering_seconds(nbytes, topology.chip) > n * topology.chip.startup
-    )
 
 
 def all_to_all_by_permutes(

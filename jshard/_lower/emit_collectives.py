@@ -32,9 +32,10 @@ from jshard._core import jaxcompat as compat
 from jshard._core.jaxcompat import itemsize
 from jshard._core.layout import Layout, MeshAxes
 from jshard._core.topology import Topology
+from jshard._cost.all_to_all_kind import all_to_all_in_permutes
 from jshard._cost.reshard_steps import ReshardStep, apply_step
 from jshard._cost.resharding import without_unit_axes
-from jshard._lower.all_to_all_permutes import all_to_all_by_permutes, all_to_all_in_permutes
+from jshard._lower.all_to_all_permutes import all_to_all_by_permutes
 from jshard._rules.registry import block_index
 
 

@@ -1,11 +1,11 @@
 """Communication that hides under products: of each collective of a schedule the seconds for which nothing waits.
 
 The compute stream runs the operators one after the other and waits for every collective that its backend runs
-synchronously (`Chip.async_kinds` names the others). One that is asynchronous runs beside the products between the one
-that its operand waits for and the one that waits for its result (`_schedule/overlap_windows.py`), each second of a
-product used once (`_schedule/hidden_seconds.py`); what does not fit is waited for. So the step is between the longer of
-compute and communication, and their sum. A result that arrives early is in memory for longer: a collective starts no
-earlier than the budget has room for it.
+synchronously (`Chip.async_kinds` names the others; of an all-to-all that is sent as permutes, the transfer is one). One that
+is asynchronous runs beside the products between the one that its operand waits for and the one that waits for its result
+(`_schedule/overlap_windows.py`), each second of a product used once (`_schedule/hidden_seconds.py`); what does not fit is
+waited for. So the step is between the longer of compute and communication, and their sum. A result that arrives early is in
+memory for longer: a collective starts no earlier than the budget has room for it.
 
 Collectives that the compiler combines start when the last of their operands is ready, and end for the first reader.
 """
@@ -16,7 +16,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from jshard._core.hardware import Chip
+from jshard._cost.all_to_all_kind import asynchronous_seconds
 from jshard._plan.rows import CollectiveRow
 from jshard._schedule.hidden_seconds import Transfer, hide
 from jshard._schedule.overlap_windows import Move, overlap_windows
@@ -37,11 +37,14 @@ def with_hidden_seconds(
     - `seconds`: of each operator in all its runs.
     - `profile`, `limit`: the memory of the schedule, and the bytes that a device may hold; None for any.
     """
-    chip = made.assignment.topology.chip
-    if not any(row.kind in chip.async_kinds for row, _ in rows):
+    topology = made.assignment.topology
+    may_hide = {
+        row.id: asynchronous_seconds(row.kind, row.axes, row.bytes, row.seconds, topology) for row, _ in rows
+    }
+    if not any(may_hide.values()):
         return tuple(rows)
     windows = overlap_windows(made)
-    groups = _combined(windows.moves, {row.id: row for row, _ in rows}, chip, made)
+    groups = _combined(windows.moves, {row.id: row for row, _ in rows}, may_hide, made)
     room = None
     if limit is not None:
         held = [max([profile.curve.get(op, 0.0) for op in s], default=0.0) for s in windows.segments]
@@ -54,7 +57,7 @@ def with_hidden_seconds(
         for number in g.numbers
     }
     return tuple(
-        (dataclasses.replace(row, hidden=row.seconds * share.get(row.id, 0.0)), op) for row, op in rows
+        (dataclasses.replace(row, hidden=may_hide[row.id] * share.get(row.id, 0.0)), op) for row, op in rows
     )
 
 
@@ -67,20 +70,21 @@ class _Group:
 
 
 def _combined(
-    moves: Sequence[Move], rows: Mapping[int, CollectiveRow], chip: Chip, made: Schedule
+    moves: Sequence[Move], rows: Mapping[int, CollectiveRow], may_hide: Mapping[int, float], made: Schedule
 ) -> list[_Group]:
     """The asynchronous collectives, with those that the compiler combines as one: equal in kind and axes, up to a size."""
     out: list[_Group] = []
+    most = made.assignment.topology.chip.combine_bytes
     last: dict[tuple[str, tuple[str, ...]], int] = {}  # the group that is being filled
     for move in moves:
         nbytes = _result_bytes(move, made)
         for number in move.reshard.collective_ids:
             row = rows.get(number)
-            if row is None or row.kind not in chip.async_kinds or not row.seconds:
+            if row is None or not may_hide[number]:
                 continue
-            alone = _Group((number,), Transfer(row.seconds, move.begin, move.end, nbytes))
+            alone = _Group((number,), Transfer(may_hide[number], move.begin, move.end, nbytes))
             key = (row.kind, tuple(sorted(row.axes)))
-            both = _together(out[last[key]], alone, chip.combine_bytes) if key in last else None
+            both = _together(out[last[key]], alone, most) if key in last else None
             if both is not None:
                 out[last[key]] = both
             else:

@@ -12,8 +12,9 @@ from jax.sharding import AxisType, PartitionSpec as P
 from jshard._core import hardware
 from jshard._core.layout import Layout, MeshAxes
 from jshard._core.topology import from_mesh
+from jshard._cost.all_to_all_kind import all_to_all_in_permutes
 from jshard._cost.reshard_steps import ReshardStep
-from jshard._lower.all_to_all_permutes import all_to_all_by_permutes, all_to_all_in_permutes
+from jshard._lower.all_to_all_permutes import all_to_all_by_permutes
 from jshard._lower.emit_collectives import apply_reshard
 from jshard._verify import read_program
 

@@ -10,11 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from scipy.optimize import linprog
 
 import jshard
 from benchmarks import workloads
+from jshard._core import hardware
 from jshard._core.errors import ShardError
+from jshard._cost.collectives import reordering_seconds
 from jshard._schedule.hidden_seconds import Transfer, hide
 from jshard._schedule.overlap_windows import overlap_windows
 from jshard._schedule.schedule import Schedule
@@ -211,3 +214,44 @@ def test_windows_of_arrays_are_those_of_the_written_schedule(seed, monkeypatch):
             (m.reshard.tensor, m.reshard.target, m.reshard.collective_ids, m.begin, m.end)
             for m in other.moves
         ]
+
+
+def test_the_transfer_of_an_all_to_all_that_is_sent_as_permutes_hides():
+    """A product on which the result does not wait: on v5e it hides the transfer, not the kernels that slice and select."""
+
+    def step(x, a, b):
+        return jnp.sin(x) * 2, a @ b
+
+    def plan_on(machine: str, rows: int) -> jshard.Plan:
+        mesh = jshard.topology(machine, {"x": 4, "y": 4})
+        args = [jax.ShapeDtypeStruct(n, jnp.bfloat16) for n in ((rows, 4096), (16384, 16384), (16384, 16384))]
+        pins = (P("y", "x"), None, None)
+        f = jshard.shard(step, mesh=mesh, level=2, in_strategy=pins, out_strategy=(P(None, ("x", "y")), None))
+        return f.plan(*args)
+
+    def all_to_all(plan: jshard.Plan) -> Any:
+        (found,) = [c for c in plan.collectives if c.kind == "all_to_all"]
+        return found
+
+    large, v5p, small = (
+        all_to_all(plan_on(*of)) for of in (("v5e:4x4", 8192), ("v5p:2x2x4", 8192), ("v5e:4x4", 256))
+    )
+    operand = 8192 * 4096 * 2 / 16
+    local = reordering_seconds(operand, hardware.get("v5e"))
+    assert large.hidden == pytest.approx(large.seconds - local) and 0 < large.hidden < large.seconds
+    assert v5p.hidden == small.hidden == 0
+
+
+def test_a_permute_of_a_reshard_hides_on_v5e_alone():
+    def step(x, a, b):
+        return jnp.sin(x) * 2, a @ b
+
+    hidden = {}
+    for machine in ("v5e:4x4", "v5p:2x2x4", "v6e:4x4"):
+        mesh = jshard.topology(machine, {"x": 4, "y": 4})
+        args = [jax.ShapeDtypeStruct((n, n), jnp.bfloat16) for n in (4096, 16384, 16384)]
+        pins = (P("x", "y"), None, None)
+        f = jshard.shard(step, mesh=mesh, level=2, in_strategy=pins, out_strategy=(P("y", "x"), None))
+        (moved,) = [c for c in f.plan(*args).collectives if c.kind == "permute"]
+        hidden[machine] = moved.hidden / moved.seconds
+    assert hidden == {"v5e:4x4": 1.0, "v5p:2x2x4": 0.0, "v6e:4x4": 0.0}
