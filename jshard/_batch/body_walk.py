@@ -2,29 +2,21 @@
 
 A checkpointed layer is one call. If of its results only some wait for finished sums (the auxiliary loss of its experts, a
 product of two sums over the batch), the call is divided: what is per example stays in a checkpointed call, which returns
-the sums, and what is computed from them follows it.
+the sums, and what is computed from them follows it. So are branches (`divided_branches.py`).
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 
 from jshard._batch.batch_class import SHARED, SUM, BatchClass, CoupledError
 from jshard._batch.body_classes import Analysis, class_in
+from jshard._batch.divided_branches import DividedCall, WalkedBranch, divided_branches
 from jshard._batch.operator_cut import OperatorCut
 from jshard._core import jaxcompat as compat
-from jshard._core.jax_types import Jaxpr, JaxprAtom, JaxprEqn
+from jshard._core.jax_types import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn
 from jshard._program.inlining import fresh, substituted
 from jshard._program.loop_invariants import CHECKPOINTED
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class DividedCall:
-    """A call as the equations `eqns`; `results`: of the call, their values."""
-
-    eqns: tuple[JaxprEqn, ...]
-    results: tuple[JaxprAtom, ...]
 
 
 class DividedCallError(Exception):
@@ -87,23 +79,19 @@ class Walk:
 
 
 def divided_call(eqn: JaxprEqn, operands: Sequence[BatchClass], analysis: Analysis) -> DividedCall | None:
-    """A checkpointed call whose operands have some classes, divided; None for other equations and what stays coupled."""
+    """A checkpointed call or branches with operands of some classes, divided; None for others and what stays coupled."""
+    if eqn.primitive.name == "cond" and operands[0] == SHARED and not eqn.effects:
+        walks = [_walked(b, operands[1:], analysis) for b in eqn.params["branches"]]
+        branches = [WalkedBranch(w.jaxpr, w.classes, frozenset(w.late_eqns)) for w in walks if w is not None]
+        waits = len(branches) == len(walks) and any(b.late_eqns for b in branches)
+        return divided_branches(eqn, operands, branches) if waits else None
     if eqn.primitive.name not in CHECKPOINTED:
         return None
-    body, consts = analysis.open(eqn.params["jaxpr"])
-    if consts or body.constvars:
+    walk = _walked(eqn.params["jaxpr"], operands, analysis)
+    if walk is None or not walk.late_eqns:
         return None
-    walk: Walk | None = None
-    while walk is None:
-        try:
-            walk = Walk(body, operands, (), analysis)
-        except DividedCallError as error:
-            body = with_call_divided(body, error.position, error.call)
-        except CoupledError:
-            return None
+    body = walk.jaxpr
     late = [e for k, e in enumerate(body.eqns) if k in walk.late_eqns]
-    if not late:
-        return None
     given = {*body.invars, *(v for e in late for v in e.outvars)}
     read = [v for vs in (body.outvars, *(e.invars for e in late)) for v in vs if not compat.is_literal(v)]
     returned = [v for v in dict.fromkeys(read) if v not in given]
@@ -120,6 +108,20 @@ def divided_call(eqn: JaxprEqn, operands: Sequence[BatchClass], analysis: Analys
             inner.replace(invars=substituted(inner.invars, env), outvars=[env[v] for v in inner.outvars])
         )
     return DividedCall(tuple(eqns), tuple(substituted(body.outvars, env)))
+
+
+def _walked(body: Jaxpr | ClosedJaxpr, operands: Sequence[BatchClass], analysis: Analysis) -> Walk | None:
+    """A body walked through, calls in it divided where that is needed; None with constants or where it stays coupled."""
+    opened, consts = analysis.open(body)
+    if consts or opened.constvars:
+        return None
+    while True:
+        try:
+            return Walk(opened, operands, (), analysis)
+        except DividedCallError as error:
+            opened = with_call_divided(opened, error.position, error.call)
+        except CoupledError:
+            return None
 
 
 def with_call_divided(jaxpr: Jaxpr, position: int, call: DividedCall) -> Jaxpr:

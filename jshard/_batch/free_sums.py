@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
-from jshard._batch.batch_class import SUM, BatchClass, CoupledError
+from jshard._batch.batch_class import SHARED, SUM, BatchClass, CoupledError
 from jshard._batch.body_classes import Analysis, class_in
+from jshard._batch.body_walk import divided_call, with_call_divided
 from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import Jaxpr, JaxprAtom, JaxprEqn
 from jshard._program.common_subexpressions import ValueNumbering, literal_value
@@ -34,6 +35,33 @@ def free_sums(body: Jaxpr, classes: dict[JaxprAtom, BatchClass], analysis: Analy
     read = {v for e in body.eqns if id(e) not in inside for v in e.invars if not compat.is_literal(v)}
     read.update(v for v in body.outvars if not compat.is_literal(v))
     return [v for e in free for v in e.outvars if v in read and classes[v] == SUM]
+
+
+def with_branches_divided(
+    body: Jaxpr, classes: Mapping[JaxprAtom, BatchClass], analysis: Analysis, finished: bool = False
+) -> Jaxpr:
+    """The body with branches divided that compute with finished sums, as far as they need the inputs in `classes` alone.
+
+    `finished`: sums are whole where values per example read them.
+    """
+    known, k = dict(classes), 0
+    while k < len(body.eqns):
+        eqn, k = body.eqns[k], k + 1
+        if eqn.effects or not all(compat.is_literal(v) or v in known for v in eqn.invars):
+            continue
+        operands = [class_in(known, v) for v in eqn.invars]
+        if finished and any(c.is_example for c in operands):
+            operands = [SHARED if c == SUM else c for c in operands]
+        try:
+            known.update(zip(eqn.outvars, analysis.cut(eqn, operands).results, strict=True))
+        except CoupledError:
+            is_divided = eqn.primitive.name == "cond" and any(c.is_example for c in operands)
+            call = divided_call(eqn, operands, analysis) if is_divided else None
+            if call is not None:
+                body, k = with_call_divided(body, k - 1, call), k - 1
+            elif finished:
+                known.update(dict.fromkeys(eqn.outvars, SHARED))
+    return body
 
 
 def needed(body: Jaxpr, wanted: Sequence[JaxprAtom]) -> tuple[list[JaxprEqn], set[JaxprAtom]]:

@@ -4,10 +4,10 @@ Problem.  A repetition of equations does not say where a layer begins, and the f
 first one the gradient of data, the last one a key that no layer uses, or a sum of gradients that has one addend there.
 
 Method.  A layer may begin at any of the p equations of a period. Of the places where the equations are a loop
-(`alike_layers.py`), that with most whole layers is taken, then that with the fewest bytes that pass on or are read of
-another sequence's layers otherwise than layer by layer. A layer before and one after are added with equations missing, if
-at least half of them are there and nothing reads the missing ones. Sequences that do not fit the others, forward and
-backward, are looked at again once all are known.
+(`alike_layers.py`), that with most whole layers is taken, then with most equations in layers, then with the fewest bytes
+that pass on or are read of another sequence's layers otherwise than layer by layer. A layer before and one after are added
+with equations missing, if at least half of them are there and nothing reads the missing ones. Sequences that do not fit the
+others, forward and backward, are looked at again once all are known.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ def _aligned(eqns: Sequence[JaxprEqn], codes: np.ndarray, found: Sequence[_Found
     most = max((len(each.rows) for each in layers), default=0)
     for k, one in enumerate(found):
         others = [*layers[:k], *layers[k + 1 :]]
-        if len(one.layers.rows) == most and not _misaligned(one.layers, _indexes(eqns, others)):
+        rows = one.layers.rows
+        is_whole = len(rows) == most and not any(None in row for row in rows)
+        if is_whole and not _misaligned(one.layers, _indexes(eqns, others)):
             continue
         low = layers[k - 1].end if k else 0
         high = layers[k + 1].begin if k + 1 < len(layers) else len(eqns)
@@ -141,10 +143,9 @@ def _best(
         if len(layers.rows) == count - 1:
             layers = with_missing_layer(eqns, codes, layers, region)
         whole, cost = sum(None not in row for row in layers.rows), _cost(eqns, layers, indexes)
-        rank: tuple[float, ...] = (whole, -cost, len(layers.rows), -first)
-        if count:
-            there = sum(i is not None for row in layers.rows for i in row)
-            rank = (len(layers.rows) == count, there, -cost, whole, -first)
+        there = sum(i is not None for row in layers.rows for i in row)
+        fits = (len(layers.rows) == count, there, -cost, whole, -first)
+        rank = fits if count else (whole, there, -cost, len(layers.rows), -first)
         if best is None or rank > best[0]:
             best = rank, layers
     if best is None:

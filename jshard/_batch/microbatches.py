@@ -35,6 +35,7 @@ from jshard._batch.batch_class import SHARED, SUM, BatchClass, checkpoint_advice
 from jshard._batch.batch_positions import with_positions_shared
 from jshard._batch.body_classes import Analysis, Step, steps_for
 from jshard._batch.divided_loops import with_loops_divided
+from jshard._batch.free_sums import with_branches_divided
 from jshard._batch.piece_operator import run_whole, shape_of
 from jshard._batch.pieces import Pieces, assembled
 from jshard._batch.saved_sums import with_sums_saved
@@ -56,7 +57,9 @@ def staged(
     analysis = Analysis(examples, count)
     saved = with_sums_saved(with_positions_shared(closed), inputs, analysis)
     opened, consts = compat.open_jaxpr(with_loops_divided(saved, inputs, analysis))
-    jaxpr = compat.without_dead_code(with_calls_inlined(opened, lines=True))
+    jaxpr = with_calls_inlined(opened, lines=True)
+    classes = dict.fromkeys(jaxpr.constvars, SHARED) | dict(zip(jaxpr.invars, inputs, strict=True))
+    jaxpr = compat.without_dead_code(with_branches_divided(jaxpr, classes, analysis, finished=True))
     return stages(jaxpr, inputs, analysis), analysis, consts
 
 

@@ -59,6 +59,11 @@ from jshard._program.pin_primitives import PIN_OPERAND, PIN_RESULT
 
 WholeValue = Callable[[JaxprAtom], jax.Array]
 
+_BRANCH_ADVICE = (
+    "; where a sum over the batch decides a lax.cond whose branches return sums over the batch, "
+    "jnp.where(decision, one, other) of both sums"
+)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pipelined:
@@ -239,7 +244,9 @@ def _parts_if_layers(eqn: JaxprEqn, operands: Sequence[BatchClass], analysis: An
             "a loop over layers couples the examples of the batch, so that no microbatch passes alone",
             where=str(error),
             fix="no pipeline, or compute what couples the examples outside the loop (batch statistics kept fixed, LayerNorm "
-            "or GroupNorm for BatchNorm, sums over the batch returned by the layers and combined after the loop)",
+            "or GroupNorm for BatchNorm, sums over the batch returned by the layers and combined after the loop)"
+            + _BRANCH_ADVICE
+            * (error.eqn.primitive.name == "cond"),
         ) from None
     return parts if parts.moving else None
 

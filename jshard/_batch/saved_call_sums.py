@@ -31,7 +31,14 @@ from collections.abc import Sequence
 from jshard._batch.batch_class import SHARED, SUM, BatchClass, CoupledError
 from jshard._batch.body_classes import Analysis, class_in
 from jshard._batch.body_walk import DividedCall, divided_call
-from jshard._batch.free_sums import WRITTEN_OUT, KnownEquations, free_sums, needed, written_again
+from jshard._batch.free_sums import (
+    WRITTEN_OUT,
+    KnownEquations,
+    free_sums,
+    needed,
+    with_branches_divided,
+    written_again,
+)
 from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import Jaxpr, JaxprAtom, JaxprEqn
 from jshard._program.inlining import fresh, substituted, with_calls_inlined
@@ -104,6 +111,7 @@ def _reading_sums(
     before = {
         v: class_in(classes, x) for v, x in env.items() if compat.is_literal(x) or not known.is_gradient(x)
     }
+    body = with_branches_divided(body, before, analysis)
     sums = free_sums(body, before, analysis)
     made_by, _ = needed(body, sums)
     eqns: list[JaxprEqn] = []

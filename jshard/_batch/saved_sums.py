@@ -33,7 +33,14 @@ from collections.abc import Mapping, Sequence
 
 from jshard._batch.batch_class import SHARED, SUM, BatchClass, CoupledError
 from jshard._batch.body_classes import Analysis, class_in
-from jshard._batch.free_sums import WRITTEN_OUT, KnownEquations, free_sums, needed, written_again
+from jshard._batch.free_sums import (
+    WRITTEN_OUT,
+    KnownEquations,
+    free_sums,
+    needed,
+    with_branches_divided,
+    written_again,
+)
 from jshard._batch.loop_parts import loop_parts
 from jshard._batch.saved_call_sums import with_call_sums_saved
 from jshard._core import jaxcompat as compat
@@ -115,12 +122,14 @@ def _sums_of(jaxpr: Jaxpr, k: int, operands: Sequence[BatchClass], analysis: Ana
         if not is_plain_scan(first) or int(first.params["length"]) != int(eqn.params["length"]):
             continue
         own, handed = _in_earlier_body(jaxpr, earlier, body.invars[:n_consts], outer, analysis)
-        sums = free_sums(body, {v: classes[v] for v in (*own, *handed)}, analysis)
+        known = {v: classes[v] for v in (*own, *handed)}
+        divided = with_branches_divided(body, known, analysis)
+        sums = free_sums(divided, known, analysis)
         if sums:
-            eqns, read = needed(body, sums)
+            eqns, read = needed(divided, sums)
             handed = [v for v in handed if v in read]
             operands_of = tuple(outer[v] for v in handed)
-            return _Saved(earlier, k, body, tuple(sums), tuple(eqns), own, tuple(handed), operands_of)
+            return _Saved(earlier, k, divided, tuple(sums), tuple(eqns), own, tuple(handed), operands_of)
     return None
 
 

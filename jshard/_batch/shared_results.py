@@ -1,8 +1,9 @@
-"""Shared results of calls whose other results are per example, computed beside the call.
+"""Shared results of calls and branches whose other results are per example, computed beside them.
 
 A checkpointed layer is one call: its backward pass returns the cotangent of an auxiliary loss as it came in, its forward
 pass the next key of random numbers. Both are carries that no example enters, which a pipeline computes before it begins, so
-the equations that make them are written out before the call. The call stays as it was.
+the equations that make them are written out before the call. The call stays as it was. Of branches these results, which
+read no example either, get a `cond` of their own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from jshard._batch.body_classes import BodyCut
 from jshard._batch.operator_cut import OperatorCut
 from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import Jaxpr, JaxprAtom, JaxprEqn
+from jshard._program.equation_bodies import Place, with_bodies
 from jshard._program.inlining import fresh, substituted
 from jshard._program.loop_invariants import CHECKPOINTED
 
@@ -36,10 +38,28 @@ def with_shared_results_outside(jaxpr: Jaxpr, cuts: Mapping[int, OperatorCut]) -
                 _write_out(body.jaxpr, [body.jaxpr.outvars[i] for i in shared], inner, eqns)
                 found = substituted([body.jaxpr.outvars[i] for i in shared], inner)
                 env.update(zip([results[i] for i in shared], found, strict=True))
-                for i, unused in zip(shared, fresh([results[i] for i in shared]), strict=True):
-                    results[i] = unused
+        elif isinstance(cut, BodyCut) and eqn.primitive.name == "cond":
+            if shared and any(c != SHARED for c in classes):
+                alone = _alone(eqn, cut, operands, shared)
+                env.update(zip([results[i] for i in shared], alone.outvars, strict=True))
+                eqns.append(alone)
+        for i in shared:
+            if results[i] in env:
+                (results[i],) = fresh([results[i]])
         eqns.append(eqn.replace(invars=operands, outvars=results))
     return jaxpr.replace(eqns=eqns, outvars=substituted(jaxpr.outvars, env)) if env else jaxpr
+
+
+def _alone(eqn: JaxprEqn, cut: BodyCut, operands: list[JaxprAtom], wanted: list[int]) -> JaxprEqn:
+    """Branches with some shared results only, of the operands that are shared."""
+    read = [n for n, c in enumerate(cut.operands) if c == SHARED]
+
+    def rewrite(place: Place, body: Jaxpr) -> Jaxpr:
+        live = compat.without_dead_code(body.replace(outvars=[body.outvars[i] for i in wanted]))
+        return live.replace(invars=[live.invars[n - 1] for n in read if n])
+
+    new = with_bodies(eqn, rewrite)
+    return new.replace(invars=[operands[n] for n in read], outvars=fresh([eqn.outvars[i] for i in wanted]))
 
 
 def _write_out(

@@ -34,7 +34,7 @@ import jax.numpy as jnp
 from jshard._batch.alike_equations import own_params, text_of
 from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import Jaxpr, JaxprAtom, JaxprEqn
-from jshard._program.inlining import fresh, substituted, with_calls_inlined
+from jshard._program.inlining import substituted, with_calls_inlined
 from jshard._program.loop_invariants import CHECKPOINTED
 
 
@@ -64,9 +64,9 @@ def with_zero_operands(eqn: JaxprEqn, other: JaxprEqn) -> list[JaxprEqn] | None:
             operands, eqns = iter(eqn.invars), list[JaxprEqn]()
             read: list[JaxprAtom] = []
             for n, v in enumerate(other.invars):
-                if n in zero:
-                    eqns.append(_zeros(v))
-                read.append(eqns[-1].outvars[0] if n in zero else next(operands))
+                made_by, zeros = zeros_like(v) if n in zero else ([], next(operands))
+                eqns += made_by
+                read.append(zeros)
             return [*eqns, other.replace(invars=read, outvars=eqn.outvars, source_info=eqn.source_info)]
     return None
 
@@ -122,7 +122,7 @@ def _of_zeros(body: Jaxpr, numbers: frozenset[int]) -> Jaxpr | None:
     return compat.without_dead_code(body.replace(invars=inputs, outvars=results, eqns=eqns))
 
 
-def _zeros(v: JaxprAtom) -> JaxprEqn:
-    """The equation that makes zeros of the type of a variable."""
-    (eqn,) = compat.open_jaxpr(compat.make_jaxpr(lambda: [jnp.zeros(v.aval.shape, v.aval.dtype)]))[0].eqns
-    return eqn.replace(outvars=fresh([v]))
+def zeros_like(v: JaxprAtom) -> tuple[list[JaxprEqn], JaxprAtom]:
+    """Zeros of the type of a variable, and the equations that make them: none for a scalar, a literal."""
+    traced, _ = compat.open_jaxpr(compat.make_jaxpr(lambda: [jnp.zeros(v.aval.shape, v.aval.dtype)]))
+    return list(traced.eqns), traced.outvars[0]

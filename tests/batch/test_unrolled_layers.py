@@ -8,9 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 
 import jshard
 from jshard._batch.batch_class import SHARED, per_example
+from jshard._batch.microbatches import in_microbatches
 from jshard._batch.pipeline_shape import PipelineShape
 from jshard._batch.pipelines import in_pipeline, with_loops_over_layers
 from jshard._core import jaxcompat as compat
@@ -54,9 +56,16 @@ CASES: list[tuple[Callable[[int], models.Model], int, tuple[int, int]]] = [
     (lambda n: models.with_keys_of_a_split(n, remat=True), 4, (4, 4)),
     *(
         (lambda n, p=p, remat=remat: models.penalized(n, p, remat), 4, (4, 4))
-        for p in (models.in_branches, models.in_a_loop, models.of_means, lambda x: jnp.mean(x**2))
+        for p in (
+            models.in_branches,
+            models.in_a_loop,
+            models.of_means,
+            lambda x: jnp.mean(x**2),
+            models.of_means_in_branches,
+            models.of_other_means_in_branches,
+        )
         for remat in (False, True)
-    ),
+    ),  # fmt: skip
 ]
 
 
@@ -228,3 +237,34 @@ def test_the_alike_layers_that_the_error_names_run_in_a_pipeline() -> None:
     wanted = jax.jit(step(False))(ws, x)
     f = pipelined(step(True), mesh, microbatches=4, uneven=True)
     assert largest_error(f(ws, x), wanted) < 1e-12
+
+
+@pytest.mark.parametrize("penalty", [models.of_means_in_branches, models.of_other_means_in_branches])
+@pytest.mark.parametrize("remat", [False, True])
+def test_branches_that_square_means_run_in_microbatches(penalty: Any, remat: bool) -> None:
+    loss, args = models.penalized(3, penalty, remat)
+    f = jax.value_and_grad(loss)
+    classes = [*[SHARED] * len(jax.tree.leaves(args[0])), per_example(0)]
+    looped = in_microbatches(jax.make_jaxpr(f)(*args), classes, BATCH, 4)
+    assert largest_error(jax.jit(compat.as_function(looped))(*jax.tree.leaves(args)), f(*args)) < 1e-12
+
+
+def test_a_branch_that_a_sum_decides_is_refused_and_the_advice_works() -> None:
+    def loss_of(penalty: Callable[[jax.Array], jax.Array]) -> Callable:
+        def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+            last, each = lax.scan(lambda h, one: (h + jnp.tanh(h @ one), penalty(h)), x, w)
+            return jnp.mean(last**2) + jnp.sum(each)
+
+        return jax.value_and_grad(loss)
+
+    def square(x: jax.Array) -> jax.Array:
+        return jnp.mean(x**2)
+
+    args = jnp.stack([normal(k, 8, 8) / 3 for k in range(4)]), normal(9, BATCH, 8)
+    in_branches = loss_of(lambda x: lax.cond(jnp.mean(x) > 0, square, jnp.mean, x))
+    with pytest.raises(jshard.ShardError) as caught:
+        pipelined(in_branches, mesh_of(4, 2), microbatches=4).plan(*args)
+    assert "cond f64[]" in str(caught.value) and "jnp.where(decision, one, other)" in str(caught.value)
+    selected = loss_of(lambda x: jnp.where(jnp.mean(x) > 0, square(x), jnp.mean(x)))
+    f = pipelined(selected, mesh_of(4, 2), microbatches=4)
+    assert largest_error(f(*args), jax.jit(in_branches)(*args)) < 1e-12

@@ -306,6 +306,29 @@ def in_branches(x: jax.Array) -> jax.Array:
     return lax.cond(jnp.array(True), lambda x: jnp.mean(x**2), lambda x: jnp.mean(jnp.abs(x)), x)
 
 
+def of_means_in_branches(x: jax.Array) -> jax.Array:
+    """Squares of means in one branch, a mean in the other, none in the third; and a number of the branch alone."""
+    branches = [
+        lambda x: (jnp.sum(jnp.mean(x, 0) ** 2), 2.0),
+        lambda x: (jnp.mean(jnp.abs(x)), 3.0),
+        lambda x: (jnp.zeros(()), 4.0),
+    ]
+    chosen = [lax.switch(jnp.array(k), branches, x) for k in range(3)]
+    return sum(penalty * number for penalty, number in chosen)
+
+
+def of_other_means_in_branches(x: jax.Array) -> jax.Array:
+    """Branches within branches: the largest of the means, or squares of means of other values."""
+
+    def squares(x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.mean(jnp.sin(x), 0) ** 2)
+
+    def inner(x: jax.Array) -> jax.Array:
+        return lax.cond(jnp.array(True), lambda x: jnp.max(jnp.mean(x, 0)), squares, x)
+
+    return lax.cond(jnp.array(True), inner, squares, x)
+
+
 def in_a_loop(x: jax.Array) -> jax.Array:
     """A mean of what a loop over the features carries."""
     return jnp.mean(lax.scan(lambda c, y: (jnp.tanh(c + y), c * y), jnp.zeros(len(x)), x.T)[1] ** 2)
