@@ -128,3 +128,37 @@ def test_a_cast_that_was_moved_is_held_until_its_last_reader():
     arguments = 1024 * 256 * 2 / 8 + 256 * 1024 * 2 + 1024 * 16 * 4 / 8 + 1024 * 4 / 8
     results = 1024 * 4 / 8 + 1024 * 16 * 4
     assert plan.memory.curve[-1] == arguments + results + 1024 * 1024 * 4 / 8
+
+
+def materialized(fn, *args) -> list[tuple[str, tuple[int, ...]]]:
+    """(primitive, shape) of what operators store."""
+    program = build(jax.jit(fn).trace(*args).jaxpr, name="f", input_names=[f"a{k}" for k in range(len(args))])
+    stored = liveness(program).materialized
+    return [
+        (op.primitive, program.tensors[r].shape)
+        for op in program.operators
+        for r in op.results
+        if op.kind == "eqn" and stored[r]
+    ]
+
+
+def test_each_level_of_an_associative_scan_is_in_memory():
+    """Made again inside its two slices, a level would be computed twice as often as the one after it."""
+
+    def combine(left, right):
+        return left[0] * right[0], left[1] * right[0] + right[1]
+
+    a = jax.ShapeDtypeStruct((64, 8), "float32")
+    stored = materialized(lambda a, b: jax.lax.associative_scan(combine, (jnp.exp(a), b))[1], a, a)
+    lengths = {shape[0] for _, shape in stored}
+    assert {64, 32, 16, 8, 4} <= lengths
+
+
+def test_what_one_operator_slices_or_takes_no_work_is_not_in_memory():
+    x = jax.ShapeDtypeStruct((64, 8), "float32")
+    assert materialized(lambda x: jnp.sin(jnp.tanh(x)[::2]), x) == [("sin", (32, 8))]
+    turned = materialized(lambda x: jnp.concatenate([x[:, 4:] * 2.0, x[:, :4]], axis=-1), x)
+    assert turned == [("concatenate", (64, 8))]
+    widened = x.update(dtype="bfloat16")
+    halves = materialized(lambda x: (lambda y: y[:, 4:] * y[:, :4])(x.astype("float32")), widened)
+    assert halves == [("mul", (64, 4))]

@@ -5,7 +5,7 @@ elementwise value costs less to recompute inside each of its readers than to wri
 *fused*: never stored. What it was computed from stays live instead, until the last of those readers.
 
 Idea.  Everything else is *materialized*: results of matrix products, convolutions, gathers, sorts, reductions and
-loops, arguments, and values that leave a loop or the program. Four refinements:
+loops, arguments, and values that leave a loop or the program. Five refinements:
 
 - Epilogues. A bias or residual that is added to a product is written by the product's own kernel, so the sum is
   materialized and the product is not, if the addition comes next. The same holds for several elementwise operators
@@ -13,6 +13,8 @@ loops, arguments, and values that leave a loop or the program. Four refinements:
 - Exponentials under a reduction. The exponential of a softmax (summed, and read twice more) is materialized: compilers
   write it in the pass that sums it and do not recompute it, unless its source is smaller, such as scores in bfloat16
   under an exponential in float32.
+- Values read at several places. What several slices, pads or concatenations read would be computed once for each of them,
+  and level by level of an associative scan twice as often as the level after: it is materialized, if it takes any work.
 - Duplicated casts. A cast to a wider type is recomputed by each reader that can; readers that cannot, such as the
   gather of a cross entropy, get one materialized copy.
 - Updates in place (`in_place.py`).
@@ -41,6 +43,10 @@ from jshard._program.memory.unfusible import unfusible_operators
 from jshard._program.operators import PRODUCTS
 
 
+_MOVING = frozenset("slice dynamic_slice pad concatenate rev".split())
+_WITHOUT_WORK = frozenset(
+    "broadcast_in_dim iota convert_element_type reshape squeeze expand_dims neg slice".split()
+)
 _EXPENSIVE = frozenset("exp exp2 expm1 log log1p pow erf".split())
 
 
@@ -111,7 +117,20 @@ def _recomputed_by_all_readers(program: Program, traits: FusionTraits, escaping:
     refused = np.bincount(a.use_tensor, refusing, n) > 0
     fused = traits.duplicable[a.def_op] & has_uses & ~escaping & ~refused
     fused[_kept_under_reduction(program, fused, traits)] = False
+    fused &= ~_read_at_several_places(program)
     return fused
+
+
+def _read_at_several_places(program: Program) -> Bools:
+    """(tensors,) whether several operators read other elements of the tensor than they compute, as slices and pads do.
+
+    A kernel computes an operand once for each place at which it reads it, and level by level of an associative scan that
+    is twice as often. So compilers store such values, but those that take no work.
+    """
+    a = program.use_def
+    moving = a.has_primitive(_MOVING)[a.use_op]
+    readers = np.unique(np.stack([a.use_tensor[moving], a.use_op[moving]]), axis=1)[0]
+    return (np.bincount(readers, minlength=len(a.def_op)) > 1) & ~a.has_primitive(_WITHOUT_WORK)[a.def_op]
 
 
 def _last_uses(program: Program, traits: FusionTraits, fused: Bools, casts: Bools) -> Ints:
