@@ -12,6 +12,7 @@ import pytest
 from jshard._core.errors import MemoryBudgetError
 from jshard._search import Contradiction, CostNetwork, Effort, build, evaluate, peak, solve
 from jshard._search.cost_network import interval_bytes, live_bytes
+from jshard._search.memory import price_cuts
 from jshard._search.memory.answer_fusion import fused_network
 from jshard._search.memory.price_cuts import Cut, best_prices, priced_network
 from tests.laws.random_networks import brute_force, random_network
@@ -308,3 +309,22 @@ def test_a_price_at_any_time_lowers_equal_layers_at_once(every_network_is_large,
     for s, without in zip(with_price, found(), strict=True):
         assert s.cost == pytest.approx(s.bound, rel=1e-9)
         assert s.cost < without.cost * (1 - 1e-3) and len(s.steps) < len(without.steps)
+
+
+def test_answers_are_combined_once_more_when_the_effort_is_spent(every_network_is_large, monkeypatch):
+    """The first answer within the limit lowers every layer alike; combined with that of few prices it costs less."""
+    combine = price_cuts.PriceCuts._fuse
+
+    def found() -> list:
+        out = []
+        for layers, seed in ((60, 0), (60, 2), (120, 3), (120, 4)):
+            least = solve(deep(layers, seed), objective="peak", layers_repeat=True, break_ties_by_cost=False)
+            limited = deep(layers, seed, limit=1.05 * least.cost)
+            out.append(solve(limited, layers_repeat=True, effort=Effort(1e3)))
+            assert peak(limited, out[-1].assignment) <= limited.memory.limit
+        return out
+
+    combined = found()
+    monkeypatch.setattr(price_cuts.PriceCuts, "_fuse", lambda s, last=False: None if last else combine(s))
+    for s, without in zip(combined, found(), strict=True):
+        assert s.bound <= s.cost < without.cost

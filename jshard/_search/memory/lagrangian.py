@@ -28,6 +28,7 @@ from jshard._core.arrays import Floats, Ints
 from jshard._core.errors import MemoryBudgetError
 from jshard._search.branch_and_bound import branch_and_bound
 from jshard._search.cost_network import LARGE_NETWORK, CostNetwork, Memory
+from jshard._search.effort import ENTRIES_PER_SECOND, Effort
 from jshard._search.exact.reduce import reduce
 from jshard._search.exact.table_pool import TablePool
 from jshard._search.exact.working_network import Contradiction, WorkingNetwork, working_network
@@ -207,6 +208,9 @@ def effort(variables: int) -> tuple[int, int]:
 PRICE_CUTS_FROM = 1000  # variables from which on prices on few times come first
 # Rounds of prices, and of forest moves, for the states of some answers.
 _FUSION_PRICES, _FUSION_MOVES = 4, 40
+_LAST_FUSION = (
+    0.5 * ENTRIES_PER_SECOND
+)  # table entries, where the effort is spent: a poor answer is all there may be
 
 
 def fuse(
@@ -214,8 +218,12 @@ def fuse(
 ) -> Ints | None:
     """An assignment within the limit of the states that some answers have; None where none was found.
 
-    `search` gives the gap that suffices and the deadline; no assignment costs less than `bound`.
+    `search` gives the gap that suffices, the deadline and the effort, of which some is left in any case; no assignment
+    costs less than `bound`.
     """
+    effort = search.effort
+    if effort.exhausted:
+        effort = Effort(_LAST_FUSION, whole=effort)
     fused = fused_network(network, answers)
     memory = fused.network.memory
     assert memory is not None and memory.limit is not None
@@ -225,7 +233,7 @@ def fuse(
         lambda _: None,
         fused.network.size,
         bound=bound,
-        effort=search.effort,
+        effort=effort,
     )
     clock = key_times_above(memory, memory.limit)
     if not len(clock.times) or not len(fused.variables):

@@ -231,6 +231,7 @@ class PriceCuts:
                 or search.is_late
                 or (search.out_of_time and self.best is not None)
             ):
+                self._fuse(last=not search.useless)
                 return
             if self.best is None and prices.any():
                 self._keep_frugal(times, prices)
@@ -343,10 +344,11 @@ class PriceCuts:
             return times
         return np.union1d(times, fullest[:JOINING])
 
-    def _fuse(self) -> None:
-        """Combine the answers of least priced cost, unless that was done."""
+    def _fuse(self, last: bool = False) -> None:
+        """Combine the answers of least priced cost, unless that was done; `last`: though the effort is spent."""
         search = self.search
-        if len(self.cuts) < 2 or search.out_of_time or search.gap_closed(search.bound):
+        late = search.is_late if last else search.out_of_time
+        if len(self.cuts) < 2 or late or search.gap_closed(search.bound):
             return
         prices = self.prices or Prices(np.zeros(0, dtype=np.int64), np.zeros(0))
 
