@@ -165,7 +165,8 @@ def epilogue_charges(
 def _written_whole(program: Program, live: Liveness, edges: EdgeTable) -> dict[int, list[ChargedEpilogue]]:
     """Edge -> what a fused operator that is not elementwise costs there, if it writes its block to be resharded."""
     unfusible, ops = unfusible_operators(program), program.use_def.def_op[edges.tensor]
-    fused = unfusible[ops] & ~np.array(live.materialized)[edges.tensor]
+    stored = np.array(live.materialized, dtype=bool)[edges.tensor]
+    fused = unfusible[ops] & ~stored
     out: dict[int, list[ChargedEpilogue]] = {}
     for e in np.flatnonzero(fused).tolist():
         op, tensor = program.operators[int(ops[e])], program.tensors[edges.tensor[e]]

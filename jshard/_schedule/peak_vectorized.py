@@ -73,7 +73,7 @@ def live_ranges(arrays: ScheduleArrays, liveness: Liveness, donated: frozenset[i
     """When each value of a schedule is in memory; `donated` are flat indices of arguments."""
     program, a = arrays.assignment.program, arrays.assignment.program.use_def
     materialized = np.array(liveness.materialized, dtype=bool)
-    fused_slice = np.array(liveness.sliced_in_readers)[arrays.tensor] & arrays.only_slices
+    fused_slice = np.array(liveness.sliced_in_readers, dtype=bool)[arrays.tensor] & arrays.only_slices
     inputs = a.result[a.result_begin[np.array(program.inputs, dtype=np.int64)]]
     outputs = arrays.read_value[a.has_kind("output")[a.use_op]]
     size = _value_bytes(arrays, materialized, fused_slice, inputs)
@@ -227,7 +227,9 @@ def last_uses_of_values(arrays: ScheduleArrays, liveness: Liveness, among: Bools
     materialized = np.array(liveness.materialized, dtype=bool)
     stores = np.bincount(a.def_op, materialized, operators) > 0
     fused = traits.duplicable & has_results & ~stores & (arrays.run_at >= 0) & counts
-    fused_slice = np.array(liveness.sliced_in_readers)[arrays.tensor] & arrays.only_slices & for_counted
+    fused_slice = (
+        np.array(liveness.sliced_in_readers, dtype=bool)[arrays.tensor] & arrays.only_slices & for_counted
+    )
     slices = [
         (int(arrays.reshard_at[m]), int(arrays.source_value[m]), n + m)
         for m in np.flatnonzero(fused_slice).tolist()
