@@ -3,7 +3,8 @@
 Each stage makes the next one easier. Exact reductions leave a small core; components whose tables fit are eliminated
 exactly; message passing bounds what is left and suggests an answer; local search improves it; states that bound and
 answer exclude are removed, after which the reductions work again. When that stalls, the states of the most undecided
-variable are split in two (best-first search, Land and Doig 1960).
+variable are split in two (best-first search, Land and Doig 1960); a small core that this does not close soon becomes an
+integer program.
 
 Example: a path never gets beyond the reductions; neither does a cycle of three-state variables (degree 2).
 """
@@ -20,13 +21,20 @@ from jshard._search.bound_and_fix import BoundedCore, WarmStart, bound_and_fix, 
 from jshard._search.dual.layer_folding import FoldedNetwork, fold_layers, unfold_messages
 from jshard._search.dual.message_layout import LayerPositions
 from jshard._search.exact.working_network import Contradiction, WorkingNetwork
-from jshard._search.primal.local_search import core_energy
+from jshard._search.integer_program import (
+    ENTRIES_PER_COLUMN,
+    MAX_COLUMNS,
+    num_columns,
+    solve_integer_program,
+)
+from jshard._search.primal.local_search import core_energy, core_problem, energy
 from jshard._search.search_state import Reductions, SearchState, reduce_and_eliminate
 
 
 FOLD_FROM = 1000  # variables of a core from which on its layers are folded
 RECOMBINE_WORK = 20_000_000  # entries of all joint tables when layers' answers are recombined
 BRANCH_ROUNDS = 60  # of message passing per subproblem
+_BRANCHES_FIRST = 20  # before an integer program
 
 
 def branch_and_bound(
@@ -67,11 +75,11 @@ def branch_and_bound(
 
 def branch(search: SearchState, root: BoundedCore) -> float:
     """Split the most undecided variable's states, least bound first, until closed or out of time; the bound proved."""
-    count = 0
+    count, proved, tried = 0, -np.inf, False
     open_nodes: list[tuple[float, int, BoundedCore]] = [(root.bound, count, root)]
     while open_nodes:
         bound, _, node = open_nodes[0]
-        if search.gap_closed(bound) or search.out_of_time:
+        if search.gap_closed(max(bound, proved)) or search.out_of_time:
             break
         heapq.heappop(open_nodes)
         v, halves = _split(node)
@@ -84,7 +92,36 @@ def branch(search: SearchState, root: BoundedCore) -> float:
                 heapq.heappush(open_nodes, (max(child.bound, bound), count, child))
         if count % 20 == 0:
             search.report(f"branching: {count} halves, {len(open_nodes)} open")
-    return min((n[0] for n in open_nodes), default=search.incumbent_cost)
+        if count >= _BRANCHES_FIRST and not tried:
+            tried, (proved, solved) = True, _integer_program(search, root)
+            if solved:
+                return proved
+    return max(proved, min((n[0] for n in open_nodes), default=search.incumbent_cost))
+
+
+def _integer_program(search: SearchState, node: BoundedCore) -> tuple[float, bool]:
+    """The bound of a small core's integer program, whose answer is offered as the incumbent, and whether it was solved.
+
+    -inf of a larger core.
+    """
+    core = node.core
+    assert core is not None
+    problem = core_problem(core)
+    columns = num_columns(problem)
+    effort = ENTRIES_PER_COLUMN * columns
+    if columns > MAX_COLUMNS or search.out_of_time or effort > search.effort.limit - search.effort.spent:
+        return -np.inf, False
+    search.effort.spend(entries=effort)
+    solution = solve_integer_program(problem, search.gap, search.deadline)
+    if solution.states is not None:
+        assignment = np.zeros(len(core.unary), dtype=np.int64)
+        for v, s in zip(problem.variables, solution.states, strict=True):
+            assignment[v] = core.tables.subsets.arrays[core.states[v]][s]
+        cost = energy(problem, solution.states)
+        if cost < problem.offset + problem.infeasibility_penalty:
+            search.update_incumbent(node.reductions, cost, assignment)
+    search.report(f"integer program of {columns} columns")
+    return solution.bound, solution.solved
 
 
 def _split(node: BoundedCore) -> tuple[int, tuple[Ints, Ints]]:

@@ -26,12 +26,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jshard._core.arrays import Floats, Ints
+from jshard._search.integer_program import (
+    FEASIBILITY,
+    INFEASIBLE,
+    SOLVED,
+    MilpResult,
+    Polytope,
+    local_polytope,
+    mixed_integer_program,
+    num_columns,
+)
 from jshard._search.memory.budget_repair import BudgetedCore
 from jshard._search.search_state import SearchState
 
 
-_SOLVED, _INFEASIBLE = 0, 2  # scipy's status
-_FEASIBILITY = 1e-6  # HiGHS keeps its constraints to so much
 # Columns times branching nodes: counted, so that the answer depends on the clock only where a node takes long.
 _COLUMN_NODES = 200_000
 _SECONDS = 30.0
@@ -47,21 +55,9 @@ class IlpResult(NamedTuple):
     solved: bool  # to HiGHS' tolerances
 
 
-def num_columns(problem: BudgetedCore) -> int:
-    """States and allowed pairs of states of a core."""
-    core = problem.core
-    pairs = sum(
-        int((t < core.infeasibility_penalty).sum())
-        for v, edges in enumerate(core.neighbours)
-        for w, t in edges
-        if w > v
-    )
-    return pairs + sum(len(u) for u in core.unary)
-
-
 def solve_small_core(problem: BudgetedCore, search: SearchState) -> IlpResult | None:
     """`solve_ilp` with a counted effort; None, and nothing done, without a gap or on a large core."""
-    columns = num_columns(problem)
+    columns = num_columns(problem.core)
     if search.out_of_time or search.gap_closed(search.bound) or columns > MAX_COLUMNS:
         return None
     if not problem.core.unary:  # nothing is left to choose
@@ -99,19 +95,18 @@ def solve_ilp(problem: BudgetedCore, gap: float, seconds: float, nodes: int = 1 
     while True:
         result = program.solve(times, gap, max(0.1, until - time.monotonic()), nodes)
         if result.x is None:
-            infeasible = result.status == _INFEASIBLE
+            infeasible = result.status == INFEASIBLE
             return IlpResult(None, np.inf if infeasible else best, infeasible)
-        # What HiGHS proves is short by its tolerance.
-        bound = float(result.mip_dual_bound)
-        bound -= _FEASIBILITY * abs(bound)
-        scaled = program.unit * bound if for_peak else problem.core.offset + program.cost_unit * bound
+        scaled = program.unit * result.bound
+        if not for_peak:
+            scaled = problem.core.offset + program.cost_unit * result.bound
         best = max(best, scaled)
-        states = program.states(result.x)
+        states = program.polytope.states(result.x)
         limit = program.unit * float(result.x[-1]) if for_peak else problem.limit
-        over = memory.live_bytes(states) - limit * (1 + _FEASIBILITY)
+        over = memory.live_bytes(states) - limit * (1 + FEASIBILITY)
         over[times] = 0.0
         if not (over > 0).any() or time.monotonic() > until:
-            return IlpResult(states, best, result.status == _SOLVED and not (over > 0).any())
+            return IlpResult(states, best, result.status == SOLVED and not (over > 0).any())
         # The fullest time of every stretch that is over the limit.
         begins = np.flatnonzero(np.diff(over > 0, prepend=False) & (over > 0))
         fullest = [int(a + over[a:b].argmax()) for a, b in zip(begins, [*begins[1:], len(over)], strict=True)]
@@ -120,13 +115,21 @@ def solve_ilp(problem: BudgetedCore, gap: float, seconds: float, nodes: int = 1 
 
 @dataclass(frozen=True)
 class _Program:
-    """The columns (states, then allowed pairs, then the peak in units where there is no limit) and consistency rows."""
+    """The polytope of a core and the rows of its memory; the peak in units is the last column where there is no limit."""
 
     problem: BudgetedCore
-    first: Ints  # (n + 1,) column of each variable's first state
-    objective: Floats  # (columns,)
-    consistency: Any  # sparse (rows, columns)
-    right_side: Floats  # (rows,)
+    polytope: Polytope
+
+    @property
+    def first(self) -> Ints:
+        """(n + 1,) column of each variable's first state."""
+        return self.polytope.first
+
+    @functools.cached_property
+    def objective(self) -> Floats:
+        """(columns,) what is minimised."""
+        costs = self.polytope.objective
+        return np.append(np.zeros(len(costs)), 1.0) if self.for_peak else costs
 
     @property
     def for_peak(self) -> bool:
@@ -150,44 +153,7 @@ class _Program:
     @staticmethod
     def of(problem: BudgetedCore) -> _Program:
         """The program of a core."""
-        from scipy import sparse  # here, so that `import jshard` stays light
-
-        core = problem.core
-        sizes = [len(u) for u in core.unary]
-        first = np.concatenate([[0], np.cumsum(sizes)]).astype(int)
-        cost: list[Floats] = [np.concatenate(core.unary)]
-        rows, columns, values, right = [], [], [], []  # entries and right sides of equalities
-        num_rows, num_columns = 0, int(first[-1])
-
-        def add(row: Ints, column: Ints, value: float) -> None:
-            rows.append(row)
-            columns.append(column)
-            values.append(np.full(len(row), value))
-
-        for v, n in enumerate(sizes):  # one state each
-            add(np.full(n, num_rows), np.arange(first[v], first[v] + n), 1.0)
-            right.append(np.ones(1))
-            num_rows += 1
-        for v, edges in enumerate(core.neighbours):
-            for w, table in edges:
-                if w < v:
-                    continue
-                i, j = np.nonzero(table < core.infeasibility_penalty)
-                pairs = num_columns + np.arange(len(i))
-                num_columns += len(i)
-                cost.append(table[i, j])
-                for end, state in ((v, i), (w, j)):  # pairs sum up to the end's states
-                    add(num_rows + state, pairs, 1.0)
-                    own = np.arange(sizes[end])
-                    add(num_rows + own, first[end] + own, -1.0)
-                    right.append(np.zeros(sizes[end]))
-                    num_rows += sizes[end]
-        objective = np.concatenate(cost)
-        if np.isinf(problem.limit):
-            objective, num_columns = np.append(np.zeros(num_columns), 1.0), num_columns + 1
-        at = np.concatenate(rows), np.concatenate(columns)
-        consistency = sparse.coo_array((np.concatenate(values), at), shape=(num_rows, num_columns)).tocsr()
-        return _Program(problem, first, objective, consistency, np.concatenate(right))
+        return _Program(problem, local_polytope(problem.core))
 
     def memory_entries(self) -> int:
         """Entries of the memory rows of all key times."""
@@ -218,27 +184,16 @@ class _Program:
         shape = (len(times), len(self.objective))
         return sparse.coo_array((np.concatenate(values), at), shape=shape).tocsr()
 
-    def solve(self, times: Ints, gap: float, seconds: float, nodes: int) -> Any:
+    def solve(self, times: Ints, gap: float, seconds: float, nodes: int) -> MilpResult:
         """HiGHS' result with the memory rows of some times."""
-        from scipy import optimize
-
-        tools: Any = optimize  # whose stubs know bounds as single numbers only
-        highest = np.ones(len(self.objective))
+        upper = np.ones(len(self.objective))
         if self.for_peak:
-            highest[-1] = np.inf
+            upper[-1] = np.inf
         room = (0.0 if self.for_peak else 1.0) - self.problem.memory.constant[times] / self.unit
-        return tools.milp(
+        return mixed_integer_program(
             self.objective / self.cost_unit,
-            integrality=np.arange(len(self.objective)) < self.first[-1],
-            bounds=tools.Bounds(0.0, highest),
-            constraints=[
-                tools.LinearConstraint(self.consistency, self.right_side, self.right_side),
-                tools.LinearConstraint(self.memory_rows(times), -np.inf, room),
-            ],
-            options={"time_limit": seconds, "mip_rel_gap": gap, "node_limit": nodes},
+            self.polytope,
+            upper,
+            (self.memory_rows(times), room),
+            {"time_limit": seconds, "mip_rel_gap": gap, "node_limit": nodes},
         )
-
-    def states(self, x: Floats) -> list[int]:
-        """The states of a solution."""
-        first = self.first.tolist()
-        return [int(x[a:b].argmax()) for a, b in zip(first[:-1], first[1:], strict=True)]
