@@ -34,7 +34,7 @@ from jshard._search.search_state import Reductions, SearchState, reduce_and_elim
 FOLD_FROM = 1000  # variables of a core from which on its layers are folded
 RECOMBINE_WORK = 20_000_000  # entries of all joint tables when layers' answers are recombined
 BRANCH_ROUNDS = 60  # of message passing per subproblem
-_BRANCHES_FIRST = 20  # before an integer program
+_BRANCHES_FIRST = 200  # before an integer program, whose proof is short of an exact one by a tolerance
 
 
 def branch_and_bound(
