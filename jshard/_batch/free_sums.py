@@ -18,8 +18,14 @@ WRITTEN_OUT = frozenset((*INLINED_CALLS, *CHECKPOINTED))
 """Calls that are written out in a body whose sums are looked for."""
 
 
-def free_sums(body: Jaxpr, classes: dict[JaxprAtom, BatchClass], analysis: Analysis) -> list[JaxprAtom]:
-    """Sums over examples made from the inputs in `classes` alone, with their classes, that others than such sums read."""
+def free_sums(
+    body: Jaxpr, classes: Mapping[JaxprAtom, BatchClass], analysis: Analysis
+) -> tuple[Jaxpr, list[JaxprAtom]]:
+    """The body with branches divided, and its sums over examples made from the inputs in `classes` alone.
+
+    Only sums that others than such sums read.
+    """
+    body, classes = with_branches_divided(body, classes, analysis), dict(classes)
     free: list[JaxprEqn] = []
     for eqn in body.eqns:
         if eqn.effects or not all(compat.is_literal(v) or v in classes for v in eqn.invars):
@@ -34,7 +40,7 @@ def free_sums(body: Jaxpr, classes: dict[JaxprAtom, BatchClass], analysis: Analy
     inside = {id(e) for e in free}
     read = {v for e in body.eqns if id(e) not in inside for v in e.invars if not compat.is_literal(v)}
     read.update(v for v in body.outvars if not compat.is_literal(v))
-    return [v for e in free for v in e.outvars if v in read and classes[v] == SUM]
+    return body, [v for e in free for v in e.outvars if v in read and classes[v] == SUM]
 
 
 def with_branches_divided(

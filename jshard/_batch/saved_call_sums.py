@@ -36,7 +36,6 @@ from jshard._batch.free_sums import (
     KnownEquations,
     free_sums,
     needed,
-    with_branches_divided,
     written_again,
 )
 from jshard._core import jaxcompat as compat
@@ -111,8 +110,7 @@ def _reading_sums(
     before = {
         v: class_in(classes, x) for v, x in env.items() if compat.is_literal(x) or not known.is_gradient(x)
     }
-    body = with_branches_divided(body, before, analysis)
-    sums = free_sums(body, before, analysis)
+    body, sums = free_sums(body, before, analysis)
     made_by, _ = needed(body, sums)
     eqns: list[JaxprEqn] = []
     written_again(made_by, env, known, eqns)

@@ -38,7 +38,6 @@ from jshard._batch.free_sums import (
     KnownEquations,
     free_sums,
     needed,
-    with_branches_divided,
     written_again,
 )
 from jshard._batch.loop_parts import loop_parts
@@ -123,8 +122,7 @@ def _sums_of(jaxpr: Jaxpr, k: int, operands: Sequence[BatchClass], analysis: Ana
             continue
         own, handed = _in_earlier_body(jaxpr, earlier, body.invars[:n_consts], outer, analysis)
         known = {v: classes[v] for v in (*own, *handed)}
-        divided = with_branches_divided(body, known, analysis)
-        sums = free_sums(divided, known, analysis)
+        divided, sums = free_sums(body, known, analysis)
         if sums:
             eqns, read = needed(divided, sums)
             handed = [v for v in handed if v in read]

@@ -104,7 +104,7 @@ def _liveness(program: Program, donated: Collection[int]) -> Liveness:
         if ops[def_op[t]].primitive in PRODUCTS:
             epilogue_bytes[t] = _epilogue_bytes(program, t, epilogues, is_materialized, last, def_op)
     in_place = in_place_updates(program, donated, is_materialized, traits.duplicable.tolist())
-    sliced = np.logical_not(materialized | unfusible_operators(program)[a.def_op])
+    sliced = ~(materialized | unfusible_operators(program)[a.def_op])
     return Liveness(is_materialized, last, casts.tolist(), epilogue_bytes, sliced.tolist(), traits, in_place)
 
 
@@ -117,8 +117,7 @@ def _recomputed_by_all_readers(program: Program, traits: FusionTraits, escaping:
     refused = np.bincount(a.use_tensor, refusing, n) > 0
     fused = traits.duplicable[a.def_op] & has_uses & ~escaping & ~refused
     fused[_kept_under_reduction(program, fused, traits)] = False
-    fused = np.logical_and(fused, np.logical_not(_read_at_several_places(program)))
-    return fused
+    return fused & ~_read_at_several_places(program)
 
 
 def _read_at_several_places(program: Program) -> Bools:
@@ -131,7 +130,7 @@ def _read_at_several_places(program: Program) -> Bools:
     moving = a.has_primitive(_MOVING)[a.use_op]
     readers = np.unique(np.stack([a.use_tensor[moving], a.use_op[moving]]), axis=1)[0]
     without_work = a.has_primitive(_WITHOUT_WORK)[a.def_op]
-    return np.logical_and(np.bincount(readers, minlength=len(a.def_op)) > 1, np.logical_not(without_work))
+    return (np.bincount(readers, minlength=len(a.def_op)) > 1) & ~without_work
 
 
 def _last_uses(program: Program, traits: FusionTraits, fused: Bools, casts: Bools) -> Ints:

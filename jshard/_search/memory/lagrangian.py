@@ -208,9 +208,8 @@ def effort(variables: int) -> tuple[int, int]:
 PRICE_CUTS_FROM = 1000  # variables from which on prices on few times come first
 # Rounds of prices, and of forest moves, for the states of some answers.
 _FUSION_PRICES, _FUSION_MOVES = 4, 40
-_LAST_FUSION = (
-    0.5 * ENTRIES_PER_SECOND
-)  # table entries, where the effort is spent: a poor answer is all there may be
+# Table entries of a fusion where the effort is spent: a poor answer is all there may be.
+_LAST_FUSION = 0.5 * ENTRIES_PER_SECOND
 
 
 def fuse(

@@ -198,7 +198,7 @@ def game_on_few_times(network: CostNetwork, search: SearchState, cost_gap: float
     gap = max(search.gap, _PEAK_GAP)
     cost = search.unlimited[0] if search.unlimited else 0.0
     price = _SPEND_FOR_PEAK * cost / max(search.bound, 1.0)  # of a byte
-    frugal = True  # whether bytes that are held briefly are to have a price at any time
+    at_any_time = True  # whether short intervals are to have a price at any time
     widest, gained = np.inf, 0  # the gap, and the round in which it shrank last
     for rounds in range(1, _ROUNDS_ON_FEW_TIMES + 1):
         weights = master_lp(profiles, times) if profiles else np.ones(1)
@@ -215,8 +215,8 @@ def game_on_few_times(network: CostNetwork, search: SearchState, cost_gap: float
         if profile.max() < search.incumbent_cost:
             search.prices = Prices(at, price * weights, priced_bound)
         search.update_incumbent((), float(profile.max()), assignment)
-        if frugal and search.incumbent_cost > search.bound * (1 + gap):
-            frugal = _lower_everywhere(network, search, priced, (at, price * weights), gap, answers)
+        if at_any_time and search.incumbent_cost > search.bound * (1 + gap):
+            at_any_time = _lower_everywhere(network, search, priced, (at, price * weights), gap, answers)
         search.report(f"least peak, round {rounds}: {len(times)} times in play")
         if search.incumbent_cost <= search.bound * (1 + gap) or search.out_of_time:
             break

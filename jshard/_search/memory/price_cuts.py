@@ -52,7 +52,7 @@ LARGEST_SPEND = 1e5
 JOINING = 4  # times that join at once
 FUSED_ANSWERS = 4
 KNOWN_ANSWERS = 8  # that the search of a similar network begins with
-BRIEF = 0.01  # of the whole time: what is held no longer is held within a layer, or little more
+SHORT_INTERVAL = 0.01  # of the whole time: what is held no longer is held within a layer, or little more
 COARSER = 16.0  # the tables' grid over the one that costs alone need
 
 
@@ -73,8 +73,8 @@ def priced_network(
 ) -> CostNetwork:
     """The network without memory in which a byte has a price at each of some ascending times of its memory.
 
-    `at_any_time`: the price of a byte in an interval of `BRIEF` of the whole time, wherever that is; shorter ones pay in
-    proportion. Equal layers are still equal: what is held for longer than that pays nothing.
+    `at_any_time`: the price of a byte in an interval of `SHORT_INTERVAL` of the whole time, wherever that is; shorter ones
+    pay in proportion. Equal layers are still equal: what is held for longer than that pays nothing.
     """
     memory = network.memory
     assert memory is not None
@@ -83,7 +83,7 @@ def priced_network(
     per_byte = total[np.maximum(start, end)] - total[start]
     if at_any_time:
         lengths = np.maximum(0, memory.intervals[:, 1] - memory.intervals[:, 0])
-        longest = BRIEF * float(memory.intervals[:, 1].max() - memory.intervals[:, 0].min())
+        longest = SHORT_INTERVAL * float(memory.intervals[:, 1].max() - memory.intervals[:, 0].min())
         per_byte += np.where(lengths <= longest, at_any_time / longest * lengths, 0.0)
     charged: dict[int, list[tuple[int, float]]] = {}
     lasting = np.flatnonzero(per_byte)
@@ -234,7 +234,7 @@ class PriceCuts:
                 self._fuse(last=not search.useless)
                 return
             if self.best is None and prices.any():
-                self._keep_frugal(times, prices)
+                self._price_short_intervals(times, prices)
             search.report(f"prices on {len(times)} times, round {count}")
             at = self._next(*at, gap)
 
@@ -298,7 +298,7 @@ class PriceCuts:
         self._prove(bound, times, prices)
         return None if assignment is None else self._keep(assignment)
 
-    def _keep_frugal(self, times: Ints, prices: Floats) -> None:
+    def _price_short_intervals(self, times: Ints, prices: Floats) -> None:
         """Keep the answer in which bytes that are held briefly have a price at any time too.
 
         Where equal layers exceed the limit, it lowers all at once, and not those whose times have a price, a few a round.
