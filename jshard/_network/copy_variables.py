@@ -27,7 +27,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Collection, Sequence
+import functools
+from collections.abc import Collection
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,6 +38,7 @@ from jshard._core.layout import Layout
 from jshard._network.build import PlanningNetwork, ReshardEdge
 from jshard._network.epilogue_charges import ChargeSeconds, EpilogueCharge
 from jshard._network.layout_pairs import equal_layouts, slices
+from jshard._program.graph import Program
 from jshard._program.memory.live_intervals import (
     LiveIntervals,
     LowerBoundIntervals,
@@ -142,8 +145,7 @@ class CopyVariable:
         ]
 
 
-@dataclasses.dataclass(frozen=True)
-class CopyInterval:
+class CopyInterval(NamedTuple):
     """Bytes of a copy from one time point to before another.
 
     Each device holds its block of `nbytes` in the copy's layout, and `extra` bytes beside it, in states of the kinds
@@ -157,53 +159,84 @@ class CopyInterval:
     held_in: tuple[CopyState, ...] = (CopyState.RESHARDED,)
 
 
+class CopiedTensor:
+    """What the copies of a tensor have in common: when its readers need it, on a clock."""
+
+    def __init__(self, tensor: int, program: Program, live: LiveIntervals):
+        self.tensor, self.live, self.uses = tensor, live, live.uses[tensor]
+        self.nbytes = program.tensors[tensor].nbytes
+        self.stored_at = min(use.stored_at for use in self.uses)
+        self.by_reader = {use.reader: use for use in self.uses}
+        self.counted_elsewhere = live.counted_elsewhere(tensor)
+
+    @functools.cached_property
+    def disjoint(self) -> dict[int, list[tuple[int, int]]]:
+        """Reader -> when its block is surely in memory, by `disjoint_intervals`."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for reader, start, end in disjoint_intervals(self.uses, self.live.clock.begin):
+            found.setdefault(reader, []).append((start, end))
+        return found
+
+    @functools.cached_property
+    def longest(self) -> Use:
+        """The use for which the tensor itself is read that needs it longest."""
+        return max(self._reading, key=lambda use: (use.live_until, use.resharded_at))
+
+    @functools.cached_property
+    def last_reshard(self) -> int:
+        """When the last copy is made for a reader of the tensor itself."""
+        return max(use.resharded_at for use in self._reading)
+
+    @functools.cached_property
+    def _reading(self) -> list[Use]:
+        return [u for u in self.uses if not self.live.recomputes_cast(self.tensor, u.reader)] or self.uses
+
+
 def copy_intervals(
-    copy: CopyVariable, network: PlanningNetwork, live: LiveIntervals, devices: int
+    edge: ReshardEdge, fused: bool, by_source: bool, copied: CopiedTensor, has_relay: bool, devices: int
 ) -> list[CopyInterval]:
-    """What a copy variable holds and when: the table of this module, row by row."""
-    edge, uses = copy.edge, live.uses[copy.edge.tensor]
-    nbytes = network.program.tensors[edge.tensor].nbytes
-    to_relay = edge.reader < 0
-    stored_at = min(use.stored_at for use in uses)
-    at = stored_at if to_relay else next(use.resharded_at for use in uses if use.reader == edge.reader)
+    """What the copy variable of an edge holds and when: the table of this module, row by row.
+
+    Arguments:
+
+    - `fused`, `by_source`: those of its `CopyVariable`.
+    - `copied`: the tensor of the edge.
+    - `has_relay`: whether the tensor has one.
+    - `devices`: in the mesh.
+    """
+    nbytes, live, to_relay = copied.nbytes, copied.live, edge.reader < 0
+    own = None if to_relay else copied.by_reader[edge.reader]
+    at = copied.stored_at if own is None else own.resharded_at
     # A value that is not stored is materialized to be resharded: at least an even share of it, at that time point.
     # With a relay that is at the edge to the relay.
-    materialized_here = copy.fused and (to_relay or edge.tensor not in network.relays)
-    even_share = nbytes / devices if materialized_here else 0.0
-    if copy.by_source:
+    even_share = nbytes / devices if fused and (to_relay or not has_relay) else 0.0
+    if by_source:
         return [CopyInterval(at, at + 1, nbytes, even_share)]
     intervals = [CopyInterval(at, at + 1, 0.0, even_share)] if even_share else []
-    if not copy.fused and not live.counted_elsewhere(edge.tensor):
-        return intervals + _of_stored_value(edge, nbytes, uses, live)
-    own = next((use for use in uses if use.reader == edge.reader), None)
-    if own is not None and copy.fused and not isinstance(live, LowerBoundIntervals):
+    if not fused and not copied.counted_elsewhere:
+        return intervals + _of_stored_value(own, copied)
+    is_lower_bound = isinstance(live, LowerBoundIntervals)
+    if own is not None and fused and not is_lower_bound:
         return [*intervals, CopyInterval(own.resharded_at, own.live_until, nbytes)]
-    if not to_relay:
-        return intervals + [
-            CopyInterval(start, end, nbytes)
-            for reader, start, end in disjoint_intervals(uses, live.clock.begin)
-            if reader == edge.reader
-        ]
-    finished = copy.fused and any(layout.partial for layout in edge.source.layouts)
-    if finished and isinstance(live, LowerBoundIntervals):
-        return intervals + _of_finished_sum(nbytes, uses, live)
-    return [*intervals, CopyInterval(stored_at, max(use.live_until for use in uses), nbytes)]
+    if own is not None:
+        return intervals + [CopyInterval(*span, nbytes) for span in copied.disjoint.get(own.reader, ())]
+    if fused and is_lower_bound and any(layout.partial for layout in edge.source.layouts):
+        return intervals + _of_finished_sum(copied)
+    return [
+        *intervals,
+        CopyInterval(copied.stored_at, max(use.live_until for use in copied.uses), nbytes),
+    ]
 
 
-def _of_stored_value(
-    edge: ReshardEdge, nbytes: float, uses: Sequence[Use], live: LiveIntervals
-) -> list[CopyInterval]:
+def _of_stored_value(own: Use | None, copied: CopiedTensor) -> list[CopyInterval]:
     """The copy of a materialized value, which is itself live until the last copy of it is made.
 
-    The reader that needs the value longest holds it from then on, resharded or as it is.
+    The reader that needs the value longest holds it from then on, resharded or as it is. `own`: None for the relay.
     """
-    if edge.reader < 0:
-        stored_at = min(use.stored_at for use in uses)
-        return [CopyInterval(stored_at, stored_at + 1, nbytes)]
-    reading = [use for use in uses if not live.recomputes_cast(edge.tensor, use.reader)] or uses
-    own = next(use for use in uses if use.reader == edge.reader)
-    longest = max(reading, key=lambda use: (use.live_until, use.resharded_at))
-    source_dies = max(use.resharded_at for use in reading) + 1 if own is longest else own.live_until
+    nbytes = copied.nbytes
+    if own is None:
+        return [CopyInterval(copied.stored_at, copied.stored_at + 1, nbytes)]
+    source_dies = copied.last_reshard + 1 if own is copied.longest else own.live_until
     source_dies = max(own.resharded_at, source_dies)
     return [
         CopyInterval(own.resharded_at, source_dies, nbytes),
@@ -211,16 +244,17 @@ def _of_stored_value(
     ]
 
 
-def _of_finished_sum(nbytes: float, uses: Sequence[Use], live: LiveIntervals) -> list[CopyInterval]:
+def _of_finished_sum(copied: CopiedTensor) -> list[CopyInterval]:
     """The stored copy of a fused partial sum, between the uses of its readers, in the lower bound.
 
     A reader that needs the finished sum has it resharded from the stored copy or from the sum itself, and its block is
     counted there. In most plans readers take the stored copy as it is, which the estimate counts: none of them then
     holds a block of its own.
     """
-    at, last_reshard = min(use.stored_at for use in uses), max(use.resharded_at for use in uses)
+    uses, at = copied.uses, copied.stored_at
+    last_reshard = max(use.resharded_at for use in uses)
     intervals = []
-    for _, start, end in disjoint_intervals(uses, live.clock.begin):
-        intervals.append(CopyInterval(at, min(start, last_reshard), nbytes))
+    for _, start, end in disjoint_intervals(uses, copied.live.clock.begin):
+        intervals.append(CopyInterval(at, min(start, last_reshard), copied.nbytes))
         at = max(at, end)
     return intervals

@@ -32,8 +32,8 @@ while the product runs, and nothing if the product reads the weight as it is.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Hashable
+import itertools
+from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 
@@ -42,6 +42,7 @@ from jshard._core.row_codes import first_occurrence_codes, row_codes
 from jshard._network.build import PlanningNetwork, ReshardEdge
 from jshard._network.candidates import TensorLayouts
 from jshard._network.copy_variables import (
+    CopiedTensor,
     CopyInterval,
     CopyState,
     CopyStates,
@@ -107,7 +108,9 @@ class _MemoryNetworkBuilder:
             if self.is_lower_bound and materialized and not live.counted_elsewhere(t)
         ]
         self.flows, self.flow_through = remat_flow(live, stored, self.mesh.total)
-        self.largest = max((self.program.tensors[e.tensor].nbytes for e in network.reshard_edges), default=0)
+        largest = max((self.program.tensors[e.tensor].nbytes for e in network.reshard_edges), default=0)
+        # Bytes of the smallest tensor whose copies get variables.
+        self.least_with_copies = largest * min(_MIN_COPY_SHARE, _MIN_COPY_PARTS / self.mesh.total)
         self.paths = (
             kept_operands(network, live, stored, self.flows, self.flow_through, self.least_with_copies)
             if self.is_lower_bound
@@ -121,7 +124,9 @@ class _MemoryNetworkBuilder:
         self.intervals: list[tuple[int, int, int, int]] = []  # variable, start, end, table
         self.usage_tables: list[Floats] = []
         self.table_ids: dict[Hashable, int] = {}
-        self.counted_copies: set[tuple[int, int]] = set()
+        # By class of edges: the first of its two tables, its unary table, and its states, one object for equal ones.
+        self.copy_tables: dict[Hashable, tuple[int, int, CopyStates]] = {}
+        self.copy_states: dict[CopyStates, CopyStates] = {}
 
     def build(self) -> CostNetwork:
         for op in self.program.operators:
@@ -131,9 +136,9 @@ class _MemoryNetworkBuilder:
         for t in range(len(self.program.tensors)):
             if self.liveness.materialized[t] and not self.live.counted_elsewhere(t) and self.live.uses[t]:
                 self.add_uses(t)
-        for edge in self.network.reshard_edges:
-            if self.has_copy_variables(edge.tensor) and not edge.duplicates:
-                self.add_copy_variable(edge)
+        for tensor, edges in itertools.groupby(self.network.reshard_edges, key=lambda edge: edge.tensor):
+            if self.has_copy_variables(tensor):
+                self.add_copy_variables(tensor, [edge for edge in edges if not edge.duplicates])
         columns = np.array(self.intervals, dtype=np.int64).reshape(-1, 4)
         memory = Memory(columns[:, 1:3], tuple(self.usage_tables), columns[:, 0], columns[:, 3], None)
         return CostNetwork(
@@ -161,11 +166,6 @@ class _MemoryNetworkBuilder:
         self.add_interval(
             variable, start, end, (id(layouts), nbytes), lambda: nbytes / layouts.num_shards(self.mesh)
         )
-
-    @property
-    def least_with_copies(self) -> float:
-        """Bytes of the smallest tensor whose copies get variables."""
-        return self.largest * min(_MIN_COPY_SHARE, _MIN_COPY_PARTS / self.mesh.total)
 
     def has_copy_variables(self, tensor: int) -> bool:
         """Whether copies of a tensor get variables: where they are live beside their source.
@@ -286,63 +286,63 @@ class _MemoryNetworkBuilder:
 
         self.add_interval(reader, start, end, (tuple(map(id, distinct)), nbytes), table)
 
-    def add_copy_variable(self, edge: ReshardEdge) -> None:
-        """Split an edge by a copy variable; it holds memory once for each reader, however often that reads the tensor."""
-        copy = self.copy_variable_of(edge)
-        variable = self.split_edge(copy)
-        if (edge.tensor, edge.reader) in self.counted_copies:
-            return
-        self.counted_copies.add((edge.tensor, edge.reader))
-        states, flow = copy.states, float(self.flow_through[edge.tensor])
-        to_relay = edge.reader < 0
-        kept = self.paths.kept.get(edge.tensor)
-        for interval in copy_intervals(copy, self.network, self.live, self.mesh.total):
-            # The copy that is stored counts beside what is kept: a value is one or the other.
-            whole = [(interval.start, interval.end)]
-            outside = self.paths.outside(edge.tensor, interval.start, interval.end)
-            for start, end in whole if kept and to_relay else outside:
-                self.add_copy(variable, states, dataclasses.replace(interval, start=start, end=end), flow)
-        if kept and (to_relay or edge.tensor not in self.network.relays):
-            held_in = CopyState.SAME, CopyState.FUSED_SLICE
-            interval = CopyInterval(kept.start, kept.end, kept.nbytes, held_in=held_in)
-            self.add_copy(variable, states, interval, kept.counted)
+    def add_copy_variables(self, tensor: int, edges: Sequence[ReshardEdge]) -> None:
+        """Split the edges of a tensor by copy variables; each reader's holds memory once, however often it reads."""
+        copied = CopiedTensor(tensor, self.program, self.live)
+        fused = not self.liveness.materialized[tensor]
+        by_source = fused and is_unfusible(self.program.operators[self.program.defs()[tensor][0]])
+        flow, kept = float(self.flow_through[tensor]), self.paths.kept.get(tensor)
+        has_relay, counted = tensor in self.network.relays, set()
+        for edge in edges:
+            variable, states = self.split_edge(edge, fused, by_source)
+            if edge.reader in counted:
+                continue
+            counted.add(edge.reader)
+            to_relay = edge.reader < 0
+            for held in copy_intervals(edge, fused, by_source, copied, has_relay, self.mesh.total):
+                # The copy that is stored counts beside what is kept: a value is one or the other.
+                if (kept and to_relay) or tensor not in self.paths.windows:
+                    self.add_copy(variable, states, held, flow)
+                    continue
+                for start, end in self.paths.outside(tensor, held.start, held.end):
+                    self.add_copy(variable, states, held._replace(start=start, end=end), flow)
+            if kept and (to_relay or not has_relay):
+                held_in = CopyState.SAME, CopyState.FUSED_SLICE
+                held = CopyInterval(kept.start, kept.end, kept.nbytes, held_in=held_in)
+                self.add_copy(variable, states, held, kept.counted)
 
-    def add_copy(self, variable: int, states: CopyStates, interval: CopyInterval, flow: float) -> None:
+    def add_copy(self, variable: int, states: CopyStates, held: CopyInterval, flow: float) -> None:
         """What a copy variable holds; `flow` bytes of it count already."""
-        key = (states, flow, interval.nbytes, interval.extra, interval.held_in)
-        self.add_interval(
-            variable, interval.start, interval.end, key, lambda: self.copy_bytes(states, interval, flow)
-        )
+        key = (id(states), flow, held.nbytes, held.extra, held.held_in)
+        self.add_interval(variable, held.start, held.end, key, lambda: self.copy_bytes(states, held, flow))
 
     def copy_bytes(self, states: CopyStates, interval: CopyInterval, flow: float) -> Floats:
         """(states,) bytes of a copy less the `flow` that counts already."""
         blocks = np.array([interval.nbytes / layout.pieces(self.mesh) for layout in states.layouts])
         return states.bytes_by_state(np.maximum(0.0, blocks - flow) + interval.extra, interval.held_in)
 
-    def copy_variable_of(self, edge: ReshardEdge) -> CopyVariable:
-        fused = not self.liveness.materialized[edge.tensor]
-        def_op = self.program.operators[self.program.defs()[edge.tensor][0]]
-        charges = tuple(one.charge for one in self.network.epilogue_charges.get(edge.edge, ()))
-        return CopyVariable(edge, fused, fused and is_unfusible(def_op), charges)
-
-    def split_edge(self, copy: CopyVariable) -> int:
-        """Put a new variable between the two ends of an edge; its number."""
-        edge, tensor = copy.edge, self.program.tensors[copy.edge.tensor]
+    def split_edge(self, edge: ReshardEdge, fused: bool, by_source: bool) -> tuple[int, CopyStates]:
+        """Put a new variable between the two ends of an edge: its number, and its states."""
+        tensor = self.program.tensors[edge.tensor]
+        charges = tuple([one.charge for one in self.network.epilogue_charges.get(edge.edge, ())])
         key = (
-            "copy", id(edge.source), id(edge.target), tensor.shape, tensor.itemsize, edge.repeats, edge.returned_sum,
-            edge.combined_with, copy.by_source, copy.fused, copy.charges,
+            id(edge.source), id(edge.target), tensor.shape, tensor.itemsize, edge.repeats, edge.returned_sum,
+            edge.combined_with, by_source, fused, charges,
         )  # fmt: skip
-        if key not in self.table_ids:
-            self.table_ids[key] = len(self.pairwise)
+        found = self.copy_tables.get(key)
+        if found is None:
+            copy = CopyVariable(edge, fused, by_source, charges)
+            states = self.copy_states.setdefault(copy.states, copy.states)
+            if ("free", len(states)) not in self.table_ids:
+                self.table_ids["free", len(states)] = len(self.unary)
+                self.unary.append(np.zeros(len(states)))
+            found = self.copy_tables[key] = len(self.pairwise), self.table_ids["free", len(states)], states
             self.pairwise += copy.tables(self.network)
-        states = len(copy.states)
-        if ("free", states) not in self.table_ids:
-            self.table_ids["free", states] = len(self.unary)
-            self.unary.append(np.zeros(states))
+        table, unary, states = found
         source, target = self.edges[edge.edge]
         variable = len(self.node_tables)
-        self.node_tables.append(self.table_ids["free", states])
-        self.edges[edge.edge], self.edge_tables[edge.edge] = [source, variable], self.table_ids[key]
+        self.node_tables.append(unary)
+        self.edges[edge.edge], self.edge_tables[edge.edge] = [source, variable], table
         self.edges.append([variable, target])
-        self.edge_tables.append(self.table_ids[key] + 1)
-        return variable
+        self.edge_tables.append(table + 1)
+        return variable, states

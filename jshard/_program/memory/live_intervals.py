@@ -22,10 +22,10 @@ there are two answers:
 from __future__ import annotations
 
 import abc
-import dataclasses
 import enum
 import functools
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from jshard._program.graph import Literal, Operator, Program, calls_of
 from jshard._program.memory.fusion_traits import fuses_operands, is_duplicable, may_alias_operand
@@ -34,8 +34,7 @@ from jshard._program.memory.liveness import Liveness
 from jshard._program.memory.program_clock import ProgramClock
 
 
-@dataclasses.dataclass(frozen=True)
-class Use:
+class Use(NamedTuple):
     """Time points of one use: stored in its shared layout, resharded for this reader, dead from `live_until` on."""
 
     reader: int
@@ -65,6 +64,7 @@ class LiveIntervals(abc.ABC):
 
     def __init__(self, program: Program, liveness: Liveness, donated: Collection[int]):
         self.program, self.liveness, self.clock = program, liveness, ProgramClock(program)
+        self._in_place: dict[int, InPlace] = {}
         writable = {program.inputs[k] for k in donated}
         self.always_live = frozenset(
             r
@@ -103,14 +103,21 @@ class LiveIntervals(abc.ABC):
 
     def is_rematerialized(self, op: int) -> bool:
         """Whether an operator is recomputed where its results are read."""
-        operator = self.program.operators[op]
-        return is_duplicable(operator) and not any(self.liveness.materialized[r] for r in operator.results)
+        return self._rematerialized[op]
+
+    @functools.cached_property
+    def _rematerialized(self) -> list[bool]:
+        materialized = self.liveness.materialized
+        return [
+            is_duplicable(op) and not any([materialized[r] for r in op.results])
+            for op in self.program.operators
+        ]
 
     def is_last_use(self, tensor: int, reader: int) -> bool:
         """Whether a materialized tensor dies at a reader in every plan."""
         if not self.liveness.materialized[tensor] or self.counted_elsewhere(tensor):
             return False
-        return max(u for u, _ in self.program.uses()[tensor]) == reader
+        return max([u for u, _ in self.program.uses()[tensor]]) == reader
 
     def in_place(self, op: int) -> InPlace:
         """How memory counts while an operator runs.
@@ -118,6 +125,12 @@ class LiveIntervals(abc.ABC):
         A block that was resharded for the operator may always be overwritten; what others need of that tensor is
         counted beside it.
         """
+        known = self._in_place.get(op)
+        if known is None:
+            known = self._in_place[op] = self._found_in_place(op)
+        return known
+
+    def _found_in_place(self, op: int) -> InPlace:
         operator, tensors = self.program.operators[op], self.program.tensors
         result_bytes = sum(tensors[r].nbytes for r in operator.results if self.liveness.materialized[r])
         if operator.kind != "eqn" or not result_bytes or not may_alias_operand(operator):
@@ -140,7 +153,8 @@ class LiveIntervals(abc.ABC):
 
     def _use(self, tensor: int, reader: int, operand: int) -> Use:
         op, clock = self.program.operators[reader], self.clock
-        stored_at = clock.store_point(tensor, reader, operand)
+        leaving = clock.leaves_block_at(tensor, reader)
+        stored_at = clock.store_point(tensor, reader, operand) if leaving is None else leaving
         if op.kind in CARRY_KINDS and operand > 0:
             # At the end of an iteration it is where the next one reads it, in the carry's buffer.
             return Use(reader, stored_at, stored_at, stored_at)
@@ -149,7 +163,7 @@ class LiveIntervals(abc.ABC):
             return Use(reader, stored_at, resharded_at, resharded_at + 1)  # from then on it is the loop's
         in_loop = reader in clock.loop_spans
         end = clock.begin[(clock.loop_spans[reader][1] if in_loop else reader) + 1]
-        if clock.leaves_block_at(tensor, reader) is not None:
+        if leaving is not None:
             return Use(reader, stored_at, stored_at, max(stored_at, end) if in_loop else stored_at)
         return Use(reader, stored_at, resharded_at, self._live_until(tensor, op, resharded_at, end))
 
@@ -252,7 +266,7 @@ def disjoint_intervals(uses: Sequence[Use], begin: Sequence[int]) -> list[tuple[
         (use.reader, use.resharded_at, max(use.resharded_at, min(use.live_until, begin[use.reader + 1])))
         for use in uses
     ]
-    if all(use.live_until <= end for use, (_, _, end) in zip(uses, own, strict=True)):
+    if all([use.live_until <= end for use, (_, _, end) in zip(uses, own, strict=True)]):
         return own
     taken = [interval for interval in own if interval[1] < interval[2]]
     longest_first = sorted(

@@ -15,6 +15,7 @@ Worked case.  Operators 0 (an argument), 1 (`tanh`, one operand), 2 (a product, 
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 from jshard._program.graph import Program, calls_of, operators_of
@@ -65,8 +66,19 @@ class ProgramClock:
         if leaving is not None:
             return leaving
         def_op = self.program.defs()[tensor][0]
-        calls = [self.begin[first] for first, last in self.call_spans if def_op < first <= reader <= last]
-        return min([self.begin[reader] + 2 * operand, *calls])
+        for first in self._calls_around.get(reader, ()):
+            if def_op < first:
+                return self.begin[first]
+        return self.begin[reader] + 2 * operand
+
+    @functools.cached_property
+    def _calls_around(self) -> dict[int, list[int]]:
+        """Operator -> the first operators of the calls that it is in, ascending; absent where there is none."""
+        around: dict[int, list[int]] = {}
+        for first, last in sorted(self.call_spans):
+            for op in range(first, last + 1):
+                around.setdefault(op, []).append(first)
+        return around
 
     def reshard_point(self, reader: int, operand: int) -> int:
         """When the stored tensor is resharded for a reader."""
