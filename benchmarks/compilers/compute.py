@@ -18,7 +18,13 @@ ROOT = pathlib.Path(__file__).parents[2]
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.compilers.fidelity import arguments, compilers_python, in_process  # noqa: E402
+from benchmarks.compilers.kept_rows import (  # noqa: E402
+    arguments,
+    compilers_python,
+    in_process,
+    keep_rows,
+    kept_rows,
+)
 
 
 RESULTS, TABLE = HERE / "compute.jsonl", HERE / "compute.md"
@@ -262,14 +268,12 @@ def write_table(results: dict[str, dict[str, Any]]) -> str:
 
 def stored() -> dict[str, dict[str, Any]]:
     """The last result of each program."""
-    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
-    return {r["program"]: r for r in map(json.loads, lines)}
+    return kept_rows(RESULTS, "program")
 
 
 def main() -> int:
     """All programs, a process each."""
-    parser = arguments(__doc__, (MACHINE,), nargs=1, metavar="PROGRAM")
-    parser.set_defaults(only=list(PROGRAMS))
+    parser = arguments(__doc__, PROGRAMS, (MACHINE,), nargs=1, metavar="PROGRAM")
     a = parser.parse_args()
     if a.one:
         print(json.dumps(run_one(*a.one)))
@@ -279,9 +283,9 @@ def main() -> int:
         if name in stored() and not a.again:
             continue
         r = in_process(python, __file__, ["--one", name], a.seconds)
-        with RESULTS.open("a") as f:
-            f.write(json.dumps({"program": name, **r}) + "\n")
-        TABLE.write_text(write_table(stored()))
+        results = {**stored(), name: {"program": name, **r}}
+        keep_rows(RESULTS, results.values())
+        TABLE.write_text(write_table(results))
         print(name, r, flush=True)
     return 0
 

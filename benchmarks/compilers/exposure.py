@@ -19,12 +19,13 @@ ROOT = pathlib.Path(__file__).parents[2]
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.compilers.fidelity import (  # noqa: E402
-    MACHINES,
-    WORKLOADS,
+from benchmarks.compilers.fidelity import MACHINES, WORKLOADS  # noqa: E402
+from benchmarks.compilers.kept_rows import (  # noqa: E402
     arguments,
     compilers_python,
     in_process,
+    keep_rows,
+    kept_rows,
 )
 
 
@@ -147,15 +148,14 @@ def _error(r: dict[str, Any], planned: str) -> float:
 
 def stored() -> dict[tuple[str, str], dict[str, Any]]:
     """The last result of each run."""
-    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
-    rows = map(json.loads, lines)
     # Earlier plans counted all communication as exposed.
-    return {(r["workload"], r["machine"]): {"plan_exposed": r.get("plan_communication"), **r} for r in rows}
+    rows = kept_rows(RESULTS, "workload", "machine")
+    return {k: {"plan_exposed": r.get("plan_communication"), **r} for k, r in rows.items()}
 
 
 def main() -> int:
     """All runs, cheap ones first."""
-    parser = arguments(__doc__, COMPILED, nargs=2, metavar=("WORKLOAD", "MACHINE"))
+    parser = arguments(__doc__, WORKLOADS, COMPILED, nargs=2, metavar=("WORKLOAD", "MACHINE"))
     parser.add_argument("--plan", action="store_true", help="with --one: plan and compile nothing")
     a = parser.parse_args()
     if a.one:
@@ -187,7 +187,7 @@ def _same(planned: dict[str, Any], last: dict[str, Any]) -> bool:
 def _store(row: dict[str, Any]) -> None:
     """Store the result of a run in the place of an earlier one, and write the table."""
     results = {**stored(), (row["workload"], row["machine"]): row}
-    RESULTS.write_text("".join(json.dumps(r) + "\n" for r in results.values()))
+    keep_rows(RESULTS, results.values())
     TABLE.write_text(write_table(results))
 
 

@@ -12,14 +12,11 @@ compilers are found in the environment that `benchmarks/compilers/compilers.py` 
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import pathlib
-import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -27,7 +24,12 @@ ROOT = pathlib.Path(__file__).parents[2]
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.compilers.compilers import ENVIRONMENT, environment  # noqa: E402
+from benchmarks.compilers.kept_rows import (  # noqa: E402
+    arguments,
+    compilers_python,
+    in_process,
+    kept_rows,
+)
 
 
 RESULTS, TABLE = HERE / "fidelity.jsonl", HERE / "fidelity.md"
@@ -108,34 +110,9 @@ def same_plan(plan: Any, predicted: float, peak: float) -> bool:
     return all(abs(a - b) <= 1e-9 * max(a, b) for a, b in zip(today, (predicted, peak), strict=True))
 
 
-def in_process(python: str, script: str, given: list[str], seconds: float) -> dict[str, Any]:
-    """The line of JSON that a script prints in a process with a time limit; what it died of when it did."""
-    flags = ENVIRONMENT["XLA_FLAGS"] + " --xla_force_host_platform_device_count=8"
-    env = {**os.environ, **ENVIRONMENT, "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
-    command = [python, script, *given]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=env, cwd=ROOT)
-    except subprocess.TimeoutExpired:
-        return {"failed": f"not done in {seconds:.0f} s"}
-    for line in done.stdout.splitlines():
-        if line.startswith("{"):
-            return json.loads(line)
-    said = [s for s in done.stderr.splitlines() if "Error" in s and not s.startswith(" ")]
-    return {"failed": said[-1][:300] if said else f"exit status {done.returncode}"}
-
-
-def compilers_python() -> str:
-    """The Python of the environment with the compilers; made by `benchmarks/compilers/compilers.py` if it is missing."""
-    version = ".".join(map(str, sys.version_info[:2]))
-    where = pathlib.Path(os.environ.get("COMPILERS_VENV", ROOT / f".venv-compilers-{version}"))
-    ready = where / "bin" / "python"
-    return str(ready if ready.exists() else environment(where))
-
-
 def stored() -> dict[tuple[str, str], dict[str, Any]]:
     """The last result of each run."""
-    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
-    return {(r["workload"], r["machine"]): r for r in map(json.loads, lines)}
+    return kept_rows(RESULTS, "workload", "machine")
 
 
 def known_plan(result: dict[str, Any] | None, *keys: str) -> list[str]:
@@ -201,24 +178,9 @@ def write_table(results: dict[tuple[str, str], dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def arguments(about: str | None, machines: Iterable[str], **one: Any) -> argparse.ArgumentParser:
-    """What benches of runs in processes of their own are asked; `one` says what names a run."""
-    parser = argparse.ArgumentParser(description=(about or "").splitlines()[0])
-    parser.add_argument("--one", help="one run, in this process", **one)
-    parser.add_argument("--only", nargs="*", default=WORKLOADS)
-    parser.add_argument("--on", nargs="*", default=list(machines))
-    parser.add_argument("--seconds", type=float, default=600.0, help="limit of one run")
-    parser.add_argument("--again", action="store_true", help="repeat runs that are there already")
-    parser.add_argument(
-        "--changed", action="store_true", help="repeat those whose plan is not the stored one"
-    )
-    parser.add_argument("--known", nargs=2, type=float, default=(), metavar=("BYTES", "PEAK"))
-    return parser
-
-
 def main() -> int:
     """All runs, cheap ones first."""
-    parser = arguments(__doc__, MACHINES, nargs=2, metavar=("WORKLOAD", "MACHINE"))
+    parser = arguments(__doc__, WORKLOADS, MACHINES, nargs=2, metavar=("WORKLOAD", "MACHINE"))
     parser.add_argument("--quick", action="store_true", help="TPU programs compiled with little effort")
     a = parser.parse_args()
     if a.one:

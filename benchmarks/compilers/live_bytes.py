@@ -12,6 +12,8 @@ over the values alive at an instruction, each piece of memory counted once, is w
 ... '''
 >>> most_live(ranges, places)
 (512, 1024)
+>>> held_at_peak(ranges, places)
+[(1024, 'b{0}', True), (512, 'a{}', False)]
 """
 
 from __future__ import annotations
@@ -34,15 +36,37 @@ Place = tuple[int, int, int]
 
 def compiled_with_live_bytes(lowered: Any) -> tuple[Any, tuple[int, int]]:
     """The compiled program, and the most bytes that live at once: in the memory, and on the chip at that time."""
+    compiled, ranges, places = compiled_with_buffers(lowered)
+    return compiled, most_live(ranges, places)
+
+
+def compiled_with_buffers(lowered: Any) -> tuple[Any, str, str]:
+    """The compiled program, and the two texts of its dump: ranges of values, and their places."""
     with tempfile.TemporaryDirectory() as folder:
         compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
         (ranges,) = Path(folder).glob("*.after_optimizations-live-range.txt")
         (places,) = Path(folder).glob("*.after_optimizations-buffer-assignment.txt")
-        return compiled, most_live(ranges.read_text(), places.read_text())
+        return compiled, ranges.read_text(), places.read_text()
 
 
 def most_live(ranges: str, places: str) -> tuple[int, int]:
     """The same, from the two texts of a dump."""
+    return _most_live(ranges, places)[0]
+
+
+def held_at_peak(ranges: str, places: str) -> list[tuple[int, str, bool]]:
+    """What lives when most does, for each piece of memory: bytes, the largest value in it, and if it is on the chip."""
+    found, at = _placed_values(places), _most_live(ranges, places)[1]
+    pieces: dict[Place, tuple[int, str]] = {}
+    for name, begin, end in _RANGE.findall(ranges):
+        if name in found and int(begin) <= at <= int(end):
+            place, size = found[name]
+            pieces[place] = max(pieces.get(place, (0, "")), (size, name))
+    return sorted(((*held, colour == ON_CHIP) for (colour, _, _), held in pieces.items()), reverse=True)
+
+
+def _most_live(ranges: str, places: str) -> tuple[tuple[int, int], int]:
+    """The most bytes, and the instruction at which they live."""
     found = _placed_values(places)
     changes: dict[int, list[tuple[str, int]]] = collections.defaultdict(list)
     for name, begin, end in _RANGE.findall(ranges):
@@ -50,7 +74,7 @@ def most_live(ranges: str, places: str) -> tuple[int, int]:
             changes[int(begin)].append((name, 1))
             changes[int(end) + 1].append((name, -1))
     alive: dict[Place, collections.Counter[int]] = collections.defaultdict(collections.Counter)
-    most = (0, 0)
+    most, when = (0, 0), 0
     for at in sorted(changes):
         for name, count in changes[at]:
             place, size = found[name]
@@ -59,8 +83,9 @@ def most_live(ranges: str, places: str) -> tuple[int, int]:
         for (colour, _, _), sizes in alive.items():
             if colour in (MEMORY, ON_CHIP):
                 held[colour] += max((size for size, n in sizes.items() if n > 0), default=0)
-        most = max(most, (held[MEMORY], held[ON_CHIP]), key=sum)
-    return most
+        if sum(held) > sum(most):
+            most, when = (held[MEMORY], held[ON_CHIP]), at
+    return most, when
 
 
 def _placed_values(text: str) -> dict[str, tuple[Place, int]]:

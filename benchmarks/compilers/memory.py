@@ -14,14 +14,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import pathlib
-import subprocess
 import sys
 import time
 
 
 ROOT = pathlib.Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.compilers.kept_rows import compilers_python, in_process  # noqa: E402
+
+
 NAMES = ("gpt", "gpt-scan", "mlp-512", "mlp-64k", "lm-head", "conv", "moe", "llama", "vit", "lora")
 AXES = {"v5e:2x4": {"x": 2, "y": 4}, "v5e:4x8": {"x": 4, "y": 8}}
 BUDGETS = (0.9, 0.5, 0.25, 0.1)
@@ -63,16 +66,7 @@ def rows(names: list[str], machine: str, seconds: float) -> list[dict]:
 
 def _spawn(name: str, machine: str, level: int, budget: int | None, seconds: float) -> dict:
     ask = json.dumps([name, machine, level, budget])
-    env = dict(os.environ, PYTHONPATH=str(ROOT), JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1",
-               ALLOW_MULTIPLE_LIBTPU_LOAD="1")  # fmt: skip
-    try:
-        done = subprocess.run(
-            [sys.executable, __file__, "--one", ask], env=env, capture_output=True, text=True, timeout=seconds
-        )
-        found = [line for line in done.stdout.splitlines() if line.startswith("{")]
-        row = json.loads(found[-1]) if found else {"failed": (done.stderr.splitlines() or ["no output"])[-1]}
-    except subprocess.TimeoutExpired:
-        row = {"failed": f"more than {seconds:.0f} s"}
+    row = in_process(compilers_python(), __file__, ["--one", ask], seconds)
     row = {"workload": name, "level": level, "budget": budget} | row
     print(line(row), flush=True)
     return row

@@ -23,9 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import pathlib
-import subprocess
 import sys
 import time
 from typing import Any
@@ -33,7 +31,17 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
+
+from benchmarks.compilers.kept_rows import (  # noqa: E402
+    compilers_python,
+    in_process,
+    keep_rows,
+    kept_rows,
+)
+
+
 ROWS, PAGE = pathlib.Path(__file__).with_suffix(".jsonl"), pathlib.Path(__file__).with_suffix(".md")
+SECONDS = 3600.0  # limit of one row
 NODES, FEATURES = 2_449_029, 100
 NAMES = (
     "convolutions", "convolutions by hand", "vocabulary-50257", "vocabulary-50257 at rest",
@@ -126,12 +134,7 @@ def one(name: str, compiles: bool) -> dict[str, Any]:
 
 def spawn(name: str, compiles: bool) -> dict[str, Any]:
     """A row, made in a process of its own, since compilers abort."""
-    env = dict(os.environ, PYTHONPATH=str(ROOT), JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1",
-               ALLOW_MULTIPLE_LIBTPU_LOAD="1")  # fmt: skip
-    command = [sys.executable, __file__, "--one", json.dumps([name, compiles])]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    found = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    row = json.loads(found[-1]) if found else {"failed": (done.stderr.splitlines() or ["no output"])[-1]}
+    row = in_process(compilers_python(), __file__, ["--one", json.dumps([name, compiles])], SECONDS)
     return {"name": name, "date": time.strftime("%Y-%m-%d")} | row
 
 
@@ -178,14 +181,13 @@ def main() -> None:
     if given.one:
         print(json.dumps(one(*json.loads(given.one))))
         return
-    lines = ROWS.read_text().splitlines() if ROWS.exists() else []
-    rows = {row["name"]: row for row in map(json.loads, lines)}
+    rows = kept_rows(ROWS, "name")
     for name in NAMES:
         if given.names and not any(part in name for part in given.names):
             continue
         rows[name] = spawn(name, not given.plans)
         print(json.dumps(rows[name]), flush=True)
-        ROWS.write_text("".join(json.dumps(rows[n]) + "\n" for n in NAMES if n in rows))
+        keep_rows(ROWS, (rows[n] for n in NAMES if n in rows))
         PAGE.write_text(page(rows))
 
 

@@ -17,12 +17,13 @@ ROOT = pathlib.Path(__file__).parents[2]
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.compilers.fidelity import (  # noqa: E402
-    MACHINES,
-    WORKLOADS,
+from benchmarks.compilers.fidelity import MACHINES, WORKLOADS  # noqa: E402
+from benchmarks.compilers.kept_rows import (  # noqa: E402
     arguments,
     compilers_python,
     in_process,
+    keep_rows,
+    kept_rows,
 )
 
 
@@ -105,13 +106,12 @@ def write_table(results: dict[tuple[str, str], dict[str, Any]]) -> str:
 
 def stored() -> dict[tuple[str, str], dict[str, Any]]:
     """The last result of each run."""
-    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
-    return {(r["workload"], r["machine"]): r for r in map(json.loads, lines)}
+    return kept_rows(RESULTS, "workload", "machine")
 
 
 def main() -> int:
     """All runs."""
-    parser = arguments(__doc__, COMPILED, nargs=2, metavar=("WORKLOAD", "MACHINE"))
+    parser = arguments(__doc__, WORKLOADS, COMPILED, nargs=2, metavar=("WORKLOAD", "MACHINE"))
     a = parser.parse_args()
     if a.one:
         print(json.dumps(run_one(*a.one)))
@@ -124,7 +124,7 @@ def main() -> int:
             row = {"workload": name, "machine": machine}
             row |= in_process(python, __file__, ["--one", name, machine], a.seconds)
             results = {**stored(), (name, machine): row}
-            RESULTS.write_text("".join(json.dumps(r) + "\n" for r in results.values()))
+            keep_rows(RESULTS, results.values())
             TABLE.write_text(write_table(results))
             print(row, flush=True)
     return 0

@@ -47,7 +47,8 @@ class Case:
     donated: tuple[int, ...]
 
 
-def _training(step: Callable[..., Any], state: Tree, *batch: Any, donated: bool = True) -> Case:
+def training(step: Callable[..., Any], state: Tree, *batch: Any, donated: bool = True) -> Case:
+    """A step of training whose batch is cut over sixteen devices, and whose state is donated."""
     cut = tuple((16, *(None,) * (len(b.shape) - 1)) for b in batch)
     return Case(step, (state, *batch), (None, *cut), (0,) if donated else ())
 
@@ -76,7 +77,7 @@ def gpt(*, remat: bool, scanned: bool = False, donated: bool = True, layers: int
     blocks = block_shapes(d, ff, layers) if scanned else [block_shapes(d, ff) for _ in range(layers)]
     params = shapes(embed=(vocab, d), position=(t, d), norm=(d,), head=(d, vocab)) | {"blocks": blocks}
     tokens = array(b, t, dtype=I32)
-    return _training(adam(loss), adam_state(params), tokens, tokens, donated=donated)
+    return training(adam(loss), adam_state(params), tokens, tokens, donated=donated)
 
 
 def _llama_layer(x: jax.Array, p: Tree, kv: int, size: int) -> jax.Array:
@@ -111,7 +112,7 @@ def llama(*, scanned: bool, remat: bool, layers: int = 2) -> Case:
     lead = (layers,) if scanned else ()
     params = _llama_shapes(d, ff, kv * size, *lead)
     params = params if scanned else [params] * layers
-    return _training(adam(loss), adam_state(params), array(b, t, d))
+    return training(adam(loss), adam_state(params), array(b, t, d))
 
 
 def experts(*, layers: int = 4, remat: bool = True) -> Case:
@@ -131,7 +132,7 @@ def experts(*, layers: int = 4, remat: bool = True) -> Case:
 
     n = layers
     params = shapes(norm=(n, d), router=(n, d, e), gate=(n, e, d, ff), up=(n, e, d, ff), down=(n, e, ff, d))
-    return _training(sgd(loss), params, array(b, t, d))
+    return training(sgd(loss), params, array(b, t, d))
 
 
 def _decoder_shapes(layers: int, d: int, ff: int, m: int, listed: bool) -> Tree:

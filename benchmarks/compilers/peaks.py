@@ -16,12 +16,16 @@ import argparse
 import json
 import os
 import pathlib
-import subprocess
 import sys
 import time
 
 
 ROOT = pathlib.Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.compilers.kept_rows import compilers_python, in_process  # noqa: E402
+
+
 ROWS = pathlib.Path(__file__).with_suffix(".jsonl")
 SHARES = (0.9, 0.95, 0.98, 1.0)
 
@@ -63,16 +67,9 @@ def one(name: str, machine: str, free: bool, quick: bool) -> dict:
 
 def spawn(name: str, machine: str, free: bool, quick: bool, seconds: float) -> dict:
     """A row, made in a process of its own, since compilers abort."""
-    env = dict(os.environ, PYTHONPATH=str(ROOT), JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1",
-               ALLOW_MULTIPLE_LIBTPU_LOAD="1")  # fmt: skip
-    asked = json.dumps([name, machine, free, quick])
-    try:
-        done = subprocess.run([sys.executable, __file__, "--one", asked], env=env, capture_output=True, text=True,
-                              timeout=seconds)  # fmt: skip
-        found = [line for line in done.stdout.splitlines() if line.startswith("{")]
-        row = json.loads(found[-1]) if found else {"failed": (done.stderr.splitlines() or ["no output"])[-1]}
-    except subprocess.TimeoutExpired:
-        row = {"failed": f"more than {seconds:.0f} s"}
+    row = in_process(
+        compilers_python(), __file__, ["--one", json.dumps([name, machine, free, quick])], seconds
+    )
     return {"name": name, "machine": machine, "within": not free} | row
 
 

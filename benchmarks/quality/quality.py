@@ -43,7 +43,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.compilers import fidelity  # noqa: E402
+from benchmarks.compilers import fidelity, kept_rows  # noqa: E402
 
 
 RESULTS, TABLE = HERE / "quality.jsonl", HERE / "quality.md"
@@ -384,7 +384,9 @@ def compile_ratios(machine: str, results: dict[Key, dict[str, Any]]) -> list[str
 
 def main() -> int:
     """All contenders of all workloads, cheap compiles first."""
-    parser = fidelity.arguments(__doc__, MACHINES, nargs="+", metavar="WORKLOAD MACHINE CONTENDER [BYTES]")
+    parser = kept_rows.arguments(
+        __doc__, fidelity.WORKLOADS, MACHINES, nargs="+", metavar="WORKLOAD MACHINE CONTENDER [BYTES]"
+    )
     parser.add_argument("--contenders", nargs="*", default=None)
     parser.add_argument(
         "--budget", nargs="*", default=(), help="contenders whose compiled peak bounds jshard"
@@ -393,7 +395,7 @@ def main() -> int:
     if a.one:
         print(json.dumps(run_one(*a.one, known=a.known)))
         return 0
-    python = fidelity.compilers_python()
+    python = kept_rows.compilers_python()
     for machine in a.on:
         for name in a.only:
             runs = [(c, "") for c in (a.contenders or ("jshard", *HAND[name], "xla-batch", "xla-plan"))]
@@ -406,7 +408,7 @@ def main() -> int:
                 if fidelity.measured(last) and not a.again and not known:
                     continue
                 given = ["--one", name, machine, contender, *([budget] if budget else []), *known]
-                r = fidelity.in_process(python, __file__, given, a.seconds)
+                r = kept_rows.in_process(python, __file__, given, a.seconds)
                 if r.get("unchanged"):
                     print(machine, name, contender, "the stored plan", flush=True)
                     continue

@@ -77,10 +77,21 @@ def apply_reshard(
                 layout = apply_step(step, layout)
                 continue
         x = _emit(x, layout, step, mesh, vma, consumer_axes)
+        if step.kind == "reduce_scatter" and topology is not None and not vma:
+            x = _scattered_at_once(x, topology)
         layout = apply_step(step, layout)
     if layout.dims != end.dims or set(layout.partial) != set(end.partial):
         raise ValueError(f"steps lead from {source} to {layout}, not to {target}")
     return _fix_unit_axes(x, target, mesh, consumer_axes) if vma else x
+
+
+def _scattered_at_once(x: jax.Array, topology: Topology) -> jax.Array:
+    """The block of a reduce-scatter, which is in memory before any reader runs.
+
+    The TPU compiler makes an all-reduce and a slice of some (over both axes of a square slice of v5e). The slice would be
+    fused into each reader, and the whole sum stay in memory until the last of them, in the backward pass, say.
+    """
+    return lax.optimization_barrier(x) if topology.chip.name.startswith("tpu") else x
 
 
 def _emit(

@@ -21,13 +21,14 @@ from jshard._lower.as_traced import run_as_traced
 from jshard._lower.custom_derivatives import PlanRule, RunRule, rebuild_with_rule
 from jshard._lower.emit_collectives import apply_reshard
 from jshard._lower.segment_barriers import SegmentBarriers
+from jshard._lower.sunk_slices import SunkSlices
 from jshard._program.graph import Literal
 from jshard._program.memory.in_place import is_update
 from jshard._program.memory.liveness import liveness
 from jshard._program.memory.memory_layout import memory_layout
 from jshard._program.user_shard_map import SHARD_MAP
 from jshard._rules.registry import Edges, LocalContext, StackSlice, block_index, materialized, plan_scope
-from jshard._rules.rule import NONE
+from jshard._rules.rule import NONE, Candidate
 from jshard._schedule.awaited_values import awaited_values
 from jshard._schedule.loop_stacks import CarriedStack, carried_stacks
 from jshard._schedule.schedule import Action, Reshard, RunCall, RunOperator, Schedule, Value
@@ -70,6 +71,7 @@ class LocalInterpreter:
         self.row_major_updates = memory_layout(self.program, self.assignment.topology.chip).row_major_updates
         self.constants: Env = {}  # captured arrays, which every body may read
         self.barriers = SegmentBarriers(self.assignment)
+        self.slices = SunkSlices(self.assignment, liveness(self.program), self._bind_local)
         self.exchanged: Counter[Value] = Counter()  # how many operators have exchanged edges of a value
         self.exchanged_before: dict[int, int] = {}  # by operand of the operator that runs, those before it
         # By (operator, operand) the edges that arrived, of operands whose edges others use.
@@ -111,6 +113,11 @@ class LocalInterpreter:
             calls[action.call.kind](action, env)
 
     def _reshard(self, action: Reshard, env: Env) -> None:
+        block = None if self.vma else self.slices.block(action, env)
+        self.slices.record(action)
+        if block is not None:
+            env[action.tensor, action.target] = block
+            return
         x, layout = materialized(env[action.tensor, action.source]), action.source
         if action.regathered:
             # Without the barrier compilers merge equal collectives, or start the second long before its result is used.
@@ -174,7 +181,8 @@ class LocalInterpreter:
         operands = self._exchanged_anew(action, operands)
         if self.vma and op.primitive not in _CASTS_OWN_OPERANDS:
             operands = [*compat.to_common_vma([materialized(x) for x in operands])]
-        results = self._bind_local(action, operands)
+        self.slices.record(action)
+        results = self._bind_local(action, operands, self.assignment.candidate(action.op))
         for k, (tensor, x) in enumerate(zip(op.results, results, strict=True)):
             layout = states.results[k].layout(self.assignment.state[action.op])
             expected = layout.local_shape(self.program.tensors[tensor].shape, self.mesh)
@@ -210,10 +218,12 @@ class LocalInterpreter:
             self.exchanged[value] += 1
         return operands
 
-    def _bind_local(self, action: RunOperator, operands: Sequence[ArrayLike | Local]) -> Sequence[Local]:
+    def _bind_local(
+        self, action: RunOperator, operands: Sequence[ArrayLike | Local], candidate: Candidate | None
+    ) -> Sequence[Local]:
         """The results of an operator: by its local function, as traced if it has no rule, else by its primitive."""
         op = self.program.operators[action.op]
-        states, candidate = self.assignment.states[action.op], self.assignment.candidate(action.op)
+        states = self.assignment.states[action.op]
         assert states.op is not None and candidate is not None and op.eqn is not None
         eqn, rule = op.eqn, states.rule
 

@@ -176,10 +176,12 @@ class LocalContext:
 
 
 def in_row_major(x: jax.Array) -> jax.Array:
-    """An array constrained to the row-major memory layout, XLA's default."""
+    """An array constrained to the row-major memory layout, XLA's default; complex ones are not: libtpu refuses that."""
     from jax.experimental.layout import Layout, with_layout_constraint
 
-    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim)))) if x.ndim > 1 else x
+    if x.ndim < 2 or jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return x
+    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
 
 
 RuleFunction = Callable[[OpView], Rule]

@@ -162,3 +162,16 @@ def test_what_one_operator_slices_or_takes_no_work_is_not_in_memory():
     widened = x.update(dtype="bfloat16")
     halves = materialized(lambda x: (lambda y: y[:, 4:] * y[:, :4])(x.astype("float32")), widened)
     assert halves == [("mul", (64, 4))]
+
+
+def test_a_pad_between_elements_is_in_memory_with_its_operand_and_one_of_edges_is_not():
+    """The gradient of a slice with steps: the TPU compiler fuses such pads with nothing."""
+
+    def between(x, w):
+        return jax.lax.pad(jnp.sin(x), 0.0, [(0, 1, 1), (0, 0, 0)]) * 2.0
+
+    def edges(x, w):
+        return jax.lax.pad(jnp.sin(x), 0.0, [(0, 8, 0), (0, 0, 0)]) * 2.0
+
+    assert held(between) == {"sin.0": True, "pad.1": True, "mul.2": True}
+    assert held(edges) == {"sin.0": False, "pad.1": False, "mul.2": True}

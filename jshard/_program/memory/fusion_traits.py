@@ -68,18 +68,20 @@ class FusionTraits:
 
 
 def fusion_traits(program: Program) -> FusionTraits:
-    """The traits of a program's operators: evaluated once a primitive, for scatters once an operator; memoised."""
+    """The traits of a program's operators: evaluated once a primitive, for scatters and pads once an operator; memoised."""
     if "traits" in program.memo:
         return program.memo["traits"]
     a = program.use_def
     predicates = (is_duplicable, fuses_operands, may_alias_operand)
     first = np.unique(a.primitive_id, return_index=True)[1].tolist()
     representatives = [program.operators[i] for i in first]
-    scatters = np.flatnonzero(a.primitive_starts_with(("scatter",))).tolist()
+    singly = np.flatnonzero(
+        a.primitive_starts_with(("scatter",)) | a.has_primitive(frozenset(("pad",)))
+    ).tolist()
     columns = []
     for predicate in predicates:
         column = np.array([predicate(op) for op in representatives], dtype=bool)[a.primitive_id]
-        column[scatters] = [predicate(program.operators[i]) for i in scatters]
+        column[singly] = [predicate(program.operators[i]) for i in singly]
         columns.append(column)
     program.memo["traits"] = FusionTraits(*columns)
     return program.memo["traits"]

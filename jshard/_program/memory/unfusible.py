@@ -1,5 +1,8 @@
 """Operators that compilers do not fuse with their neighbours: their operands and results are in device memory.
 
+A pad that puts elements between others (the gradient of a slice with steps, the interleaving of even and odd places in an
+associative scan) is one too: the TPU compiler writes both its operand and its result, where pads of edges are fused.
+
 Used by the model of time (`kernel_fusion.py`), by that of space (`liveness.py`) and by the search.
 """
 
@@ -28,7 +31,16 @@ UNFUSIBLE = PRODUCTS | frozenset(
 
 def is_unfusible(op: Operator) -> bool:
     """Whether an operator writes its results to memory and reads its operands from memory."""
-    return op.kind != "eqn" or _is_unfusible_primitive(op.primitive)
+    return op.kind != "eqn" or _is_unfusible_primitive(op.primitive) or _dilates(op)
+
+
+def _dilates(op: Operator) -> bool:
+    """Whether an operator puts elements between those of its operand."""
+    if op.primitive != "pad":
+        return False
+    shape = op.equation.invars[0].aval.shape
+    config = op.equation.params["padding_config"]
+    return any(between and size > 1 for size, (_, _, between) in zip(shape, config, strict=True))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -40,4 +52,7 @@ def unfusible_operators(program: Program) -> Bools:
     """(operators,) whether each is unfusible."""
     a = program.use_def
     first = np.unique(a.primitive_id, return_index=True)[1].tolist()
-    return np.array([is_unfusible(program.operators[i]) for i in first], dtype=bool)[a.primitive_id]
+    found = np.array([is_unfusible(program.operators[i]) for i in first], dtype=bool)[a.primitive_id]
+    pads = np.flatnonzero(a.has_primitive(frozenset(("pad",)))).tolist()
+    found[pads] = [is_unfusible(program.operators[i]) for i in pads]
+    return found

@@ -1,0 +1,44 @@
+"""What is done so that compilers hold no more than a plan: blocks of reduce-scatters, memory layouts of complex arrays."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType
+
+from jshard._core import hardware
+from jshard._core.layout import Layout, MeshAxes
+from jshard._core.topology import from_mesh
+from jshard._cost.reshard_steps import ReshardStep
+from jshard._lower.emit_collectives import apply_reshard
+from jshard._rules.registry import in_row_major
+
+
+MESH = MeshAxes(("x", "y"), (2, 4))
+
+
+@pytest.mark.parametrize("chip, waits", [("v5e", True), ("h100", False)])
+def test_the_block_of_a_reduce_scatter_is_in_memory_before_its_readers_on_tpus(chip, waits):
+    """libtpu makes an all-reduce and a slice of some, and would fuse the slice into each reader."""
+    a, b = Layout(((), ()), ("x", "y")), Layout((("x", "y"), ()))
+    step = ReshardStep("reduce_scatter", ("x", "y"), None, 0)
+
+    def scattered(x):
+        return (
+            apply_reshard(x, a, b, (step,), MESH, vma=False, topology=from_mesh(MESH, hardware.get(chip))) * 2
+        )
+
+    mesh = jax.make_mesh(MESH.sizes, MESH.names, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:8])
+    f = jax.shard_map(scattered, mesh=mesh, in_specs=jax.P(), out_specs=b.spec, check_vma=False)
+    text = str(jax.make_jaxpr(f)(jnp.ones((16, 4))))
+    assert "reduce_scatter" in text
+    assert ("optimization_barrier" in text) == waits
+    assert (jax.jit(f)(jnp.ones((16, 4))) == 16).all()
+
+
+@pytest.mark.parametrize("dtype, constrained", [("float32", True), ("complex64", False)])
+def test_complex_arrays_have_no_constraint_on_their_memory_layout(dtype, constrained):
+    """The TPU compiler writes complex arrays as two and refuses the constraint."""
+    text = str(jax.make_jaxpr(in_row_major)(jnp.ones((4, 4), dtype)))
+    assert ("layout_constraint" in text) == constrained
