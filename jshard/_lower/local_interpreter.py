@@ -245,6 +245,7 @@ class LocalInterpreter:
             differentiable_loop=self.vma and op.repeat > 1,
             collective_ids=action.collective_ids,
             row_major=op.id in self.row_major_updates,
+            chip=self.assignment.topology.chip.name,
             edges=edges,
             exchanged_before=self.exchanged_before,
         )

@@ -110,6 +110,7 @@ class LocalContext:
     differentiable_loop: bool = False  # inside a loop of a program that is differentiated from outside
     collective_ids: tuple[int, ...] = ()  # of the rule's internal collectives, in the plan
     row_major: bool = False  # whether the first operand is updated in place in row-major order
+    chip: str = ""  # the name of the chip that the program is for
     # By operand the edges that arrived, or where to put them, if another operator uses them too.
     edges: Mapping[int, Edges] = dataclasses.field(default_factory=dict)
     # By operand how many operators before have exchanged edges of the same value.
@@ -164,7 +165,7 @@ class LocalContext:
 
         Without the constraint XLA may transpose it for the update and back: a copy each time.
         """
-        return in_row_major(x) if self.row_major else x
+        return in_row_major(x, self.chip) if self.row_major else x
 
     def collective_scope(self, k: int) -> contextlib.AbstractContextManager[object]:
         """The name scope for internal collective `k`, by which verification finds it."""
@@ -175,11 +176,11 @@ class LocalContext:
         return self.bind_plain(*operands, **{**self.op.params, **changed})
 
 
-def in_row_major(x: jax.Array) -> jax.Array:
-    """An array constrained to the row-major memory layout, XLA's default; complex ones are not: libtpu refuses that."""
+def in_row_major(x: jax.Array, chip: str = "") -> jax.Array:
+    """An array constrained to the row-major memory layout, XLA's default; complex ones on TPUs, which refuse it, as is."""
     from jax.experimental.layout import Layout, with_layout_constraint
 
-    if x.ndim < 2 or jnp.issubdtype(x.dtype, jnp.complexfloating):
+    if x.ndim < 2 or (chip.startswith("tpu") and jnp.issubdtype(x.dtype, jnp.complexfloating)):
         return x
     return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
 

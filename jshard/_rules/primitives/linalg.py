@@ -129,8 +129,8 @@ def tridiagonal_solve(op: OpView) -> Rule:
 def _fft_local(ctx: LocalContext, x: jax.Array) -> Sequence[jax.Array]:
     # Row-major, since XLA on CPU otherwise propagates the memory layout of a later reduce-scatter to the transform, which
     # then fails. The transform of a derivative taken from outside has operand and result exchanged.
-    x = in_row_major(x) if compat.check_vma_enabled() else x
-    return [in_row_major(y) for y in ctx.bind(x)]
+    x = in_row_major(x, ctx.chip) if compat.check_vma_enabled() else x
+    return [in_row_major(y, ctx.chip) for y in ctx.bind(x)]
 
 
 @rule("fft", local=_fft_local)
