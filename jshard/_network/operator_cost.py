@@ -26,7 +26,13 @@ from jshard._core.layout import MeshAxes
 from jshard._core.topology import Topology
 from jshard._cost import collectives, roofline
 from jshard._cost.collectives import Collective
-from jshard._cost.sorts_and_prefixes import PREFIXES, SortedArrays, prefix_seconds, sort_seconds
+from jshard._cost.sorts_and_prefixes import (
+    PREFIXES,
+    SortedArrays,
+    prefix_seconds,
+    sort_seconds,
+    transform_seconds,
+)
 from jshard._network.candidates import CandidateSet
 from jshard._network.kernel_seconds import (
     arithmetic_seconds,
@@ -143,6 +149,11 @@ def _arithmetic(
     """(candidates,) seconds of `work` of one device: of a sort as much for each element as its block is long."""
     if op.primitive in PREFIXES:
         return prefix_seconds(work, chip)
+    if op.primitive == "fft" and chip.units.vector is not None:
+        lengths, result = op.params["fft_lengths"], op.outs[0]
+        whole = math.prod(lengths) / max(1, math.prod(result.shape[len(result.shape) - len(lengths) :]))
+        nbytes = max(itemsize(a.dtype) for a in (op.ins[0], result))  # of the complex one
+        return transform_seconds(lengths, work / rule.work * whole, nbytes, chip)
     if op.primitive != "sort":
         return arithmetic_seconds(op, rule, work, axis_codes, mesh, chip)
     length = np.full(len(axis_codes), float(op.ins[0].shape[op.params["dimension"]]))

@@ -10,7 +10,12 @@ from jax import lax
 
 import jshard
 from jshard._core import hardware
-from jshard._cost.sorts_and_prefixes import SortedArrays, prefix_seconds, sort_seconds
+from jshard._cost.sorts_and_prefixes import (
+    SortedArrays,
+    prefix_seconds,
+    sort_seconds,
+    transform_seconds,
+)
 
 
 ONE = SortedArrays(1, 4, 4, 1)
@@ -58,3 +63,21 @@ def test_a_long_sort_is_done_over_devices_and_a_short_one_is_not():
         return sum(c.kind == "permute" for c in plan.collectives)
 
     assert permutes(1 << 22) > 0 == permutes(1 << 10)
+
+
+def test_a_transform_takes_what_its_products_read_and_write():
+    """Of 128 points it is one product, of 128 x 128 two; each real one is as long as the complex one of its length."""
+    c = hardware.get("v5e")
+    one, two = (float(transform_seconds((n,), 2**20, 8, c)) for n in (128, 128 * 128))
+    assert two == pytest.approx(2 * one) and one == pytest.approx(4 * 8 * 2**20 / c.hbm_bandwidth)
+    assert float(transform_seconds((128, 128), 2**20, 8, c)) == pytest.approx(two)
+
+    machine = jshard.topology("v5e:1x1", {"x": 1}, compiles=False)
+
+    def plan(fn, *shape):
+        return jshard.shard(fn, mesh=machine, level=2).plan(jax.ShapeDtypeStruct(shape, "float32"))
+
+    real = plan(lambda x: jnp.abs(jnp.fft.rfft(x)), 768, 16384)
+    assert real.cost.compute > float(transform_seconds((16384,), 768 * 2 * 8193, 8, c)) * 0.99
+    # The argument, half a complex array, and a whole one while the transform runs.
+    assert real.cost.peak_bytes == pytest.approx(768 * (16384 * 4 + 8193 * 8 + 16384 * 8), rel=0.01)

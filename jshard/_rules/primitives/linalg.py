@@ -21,7 +21,7 @@ from jshard._core import jaxcompat as compat
 from jshard._core.layout import ArrayType
 from jshard._rules.factors import Factors, linear_sets
 from jshard._rules.registry import LocalContext, OpView, block_index, family, in_row_major
-from jshard._rules.rule import Dims, Rule
+from jshard._rules.rule import Dims, Rule, Workspace
 
 
 rule = family("linalg")
@@ -135,14 +135,19 @@ def _fft_local(ctx: LocalContext, x: jax.Array) -> Sequence[jax.Array]:
 
 @rule("fft", local=_fft_local)
 def fft(op: OpView) -> Rule:
-    """Transformed dimensions are not sharded."""
+    """Transformed dimensions are not sharded; a complex array of full length is in memory meanwhile."""
     f = Factors()
-    n = len(op.params["fft_lengths"])
+    lengths = op.params["fft_lengths"]
+    n = len(lengths)
     shape = op.outs[0].shape
     batch = f.dims(shape[: len(shape) - n])
     core = f.dims(shape[len(shape) - n :])
+    more = [length - size for length, size in zip(lengths, shape[len(shape) - n :], strict=True)]
+    whole = [(k, 0) for d in batch for k in d] + [(k, m) for d, m in zip(core, more, strict=True) for k in d]
+    itemsize = max(a.dtype.itemsize for a in (op.ins[0], op.outs[0]))
     return Rule(
         ((*batch, *((),) * n),), ((*batch, *core),), f.sizes, blocked=tuple(k for d in core for k in d),
         linear=linear_sets(op, (0,)), work=5.0 * sum(max(1, s).bit_length() for s in shape[len(shape) - n :]),
         note="every frequency depends on every sample",
+        workspace=(Workspace(tuple(k for k, _ in whole), itemsize, more=tuple(m for _, m in whole)),),
     )  # fmt: skip
