@@ -69,6 +69,7 @@ class LocalInterpreter:
         self.assignment, self.program = schedule.assignment, schedule.assignment.program
         self.mesh = schedule.assignment.topology.mesh
         self.row_major_updates = memory_layout(self.program, self.assignment.topology.chip).row_major_updates
+        self.made_after = {(t, op): awaited for t, op, awaited in self.assignment.regather_after}
         self.constants: Env = {}  # captured arrays, which every body may read
         self.barriers = SegmentBarriers(self.assignment)
         self.slices = SunkSlices(self.assignment, liveness(self.program), self._bind_local)
@@ -125,6 +126,7 @@ class LocalInterpreter:
             awaited = awaited_values(self.program, in_memory, action.reader, action.tensor)
             values = [self.assignment.values[t] for t in awaited]
             others = [materialized(env[v]) for v in values if v in env]
+            others += self._awaited_product(action, env)
             x, *_ = lax.optimization_barrier((x, *others))
         if action.loop_invariant:
             (x,) = self._tie_to_trip([x])
@@ -142,6 +144,12 @@ class LocalInterpreter:
                 )  # fmt: skip
             layout = after
         env[action.tensor, action.target] = self._written(x) if over_argument else x
+
+    def _awaited_product(self, action: Reshard, env: Env) -> list[jax.Array]:
+        """The result of the product that a copy is made after, in the layout that it came to last."""
+        awaited = self.made_after.get((action.tensor, action.reader))
+        last = next((v for v in reversed(env) if v[0] == awaited), None)
+        return [] if last is None else [materialized(env[last])]
 
     def _after_last_written(self, x: jax.Array, target_bytes: float) -> jax.Array:
         """What a large result is gathered from, once the last such result is where it belongs."""

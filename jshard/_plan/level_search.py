@@ -20,7 +20,7 @@ from jshard._core.topology import Topology
 from jshard._network.build import Pins, PlanningNetwork, build_network
 from jshard._network.memory_network import memory_network, with_copies
 from jshard._plan.early_plans import early_plan
-from jshard._plan.lowered_limits import ROUNDS, LimitSearch
+from jshard._plan.lowered_limits import ROUNDS, LimitSearch, least_counted
 from jshard._plan.memory_preference import EACH_BUDGET, prefer_memory
 from jshard._plan.memory_ties import assignment_of_solution, lower_peak_at_equal_cost
 from jshard._plan.overlap_choice import with_shorter_step
@@ -39,7 +39,7 @@ from jshard._plan.unpriced_cost import with_unpriced_cost
 from jshard._plan.useful_cost import NoBetterPlan, check_useful, even_share, least_conceivable_cost
 from jshard._program.graph import Program, rule_boundaries
 from jshard._search import LARGE_NETWORK, CostNetwork, Effort, Prices, Solution, solve
-from jshard._search.effort import ENTRIES_PER_SECOND
+from jshard._search.effort import ENTRIES_PER_SECOND, longest_seconds
 from jshard._search.memory.key_times import least_conceivable_peak
 
 
@@ -56,7 +56,6 @@ _FAR_ABOVE = 1.25
 _SHARE_WITHOUT_BUDGET = 0.4
 _SHARE_FOR_BOUND = 0.25  # of what is left, for a bound on the least peak
 _SHARE_FOR_PLANS = 0.6  # of what is left then, for plans within the budget; the bound has the rest
-_SLOWEST = 20.0  # times the seconds of a given effort, after which a search ends on any machine
 
 
 class LevelSearch:
@@ -125,8 +124,7 @@ class LevelSearch:
 
     def _seconds(self, most: float) -> float:
         """A time limit that an effort does not meet first."""
-        wanted = self.request.search_seconds
-        return most if wanted is None else max(most, _SLOWEST * wanted)
+        return longest_seconds(self.request.search_seconds, most)
 
     def _run(self, network: PlanningNetwork) -> ScheduledSolution:
         """Search by level. A plan of least time that keeps the budget is that of the budget too, with its proof."""
@@ -451,7 +449,8 @@ class LevelSearch:
             plan = plan or schedule_solution(network, self.request, s.assignment, fastest.bound, s.steps)
             return self._known_plan(dataclasses.replace(plan, steps=s.steps).after(fastest))
 
-        plans, found = LimitSearch(limit, solved, scheduled, rounds, furthest, may_fit).run(*start)
+        least = functools.partial(least_counted, memory, effort)
+        plans, found = LimitSearch(limit, solved, scheduled, rounds, furthest, may_fit, least).run(*start)
         return [*early, *plans], found
 
     def _least_peak_bound(self, bounding: CostNetwork, unlimited: tuple[float, float]) -> float:

@@ -13,6 +13,10 @@ comes out costs no more than the network says, and holds at most the limit.
 Worked case.  The weights of a model's last product, a quarter of a GiB gathered, are read for its result and, after the
 loss, for its derivative; at the peak in between 0.1 GiB are free. They are gathered twice. Those of a layer that is computed
 again right before its derivative are kept from the one to the other: there is room.
+
+Compilers begin the collective of a copy that is made again beside the product before. Where that product leaves a large
+partial sum (the derivative of the same weights), both are in memory at the peak; the copy then waits for its result
+(`Assignment.regather_after`), and for nothing else that it did not wait for before.
 """
 
 from __future__ import annotations
@@ -26,12 +30,14 @@ from jshard._core.arrays import Floats, Ints
 from jshard._cost import collectives
 from jshard._cost.reshard_steps import apply_step
 from jshard._program.memory.liveness import Liveness
+from jshard._program.memory.unfusible import unfusible_operators
 from jshard._schedule.peak import PeakProfile, peak_profile
 from jshard._schedule.peak_vectorized import LiveRanges, live_ranges
 from jshard._schedule.schedule import Schedule, schedule
 from jshard._schedule.vectorized import ScheduleArrays
 
 
+_ROUNDS_AFTER_PRODUCTS = 6  # of looking for copies that are in memory early at the peak
 _ROUNDS = 3  # of keeping copies, each under a limit lowered by what the schedule of the round before exceeded
 
 
@@ -57,6 +63,9 @@ def split_live_ranges(
     if not everywhere:
         return None
     split = _with_splits(made, everywhere, liveness, donated)
+    split = _after_products(split, liveness, donated, limit)
+    after = split.schedule.assignment.regather_after
+    made = dataclasses.replace(made, assignment=dataclasses.replace(made.assignment, regather_after=after))
     gaps = _gaps(split.schedule, liveness, donated)
     free = gaps.kept_within(0.0)
     least = _with_splits(made, everywhere - free, liveness, donated) if free else split
@@ -84,6 +93,64 @@ def _with_splits(
 ) -> SplitSchedule:
     again = schedule(dataclasses.replace(made.assignment, regather=pairs))
     return SplitSchedule(again, peak_profile(again, liveness, donated))
+
+
+def _after_products(
+    split: SplitSchedule, liveness: Liveness, donated: Collection[int], limit: float
+) -> SplitSchedule:
+    """The schedule with copies that are in memory early at a peak above the limit made after the product before them."""
+    if split.profile.peak <= limit:
+        return split
+    after = frozenset[tuple[int, int, int]]()
+    arrays = split.schedule.arrays
+    assert arrays is not None
+    for _ in range(_ROUNDS_AFTER_PRODUCTS):
+        assignment = dataclasses.replace(arrays.assignment, regather_after=after)
+        arrays = dataclasses.replace(arrays, assignment=assignment)
+        ranges = live_ranges(arrays, liveness, frozenset(donated))
+        more = _early_at_peak(arrays, liveness, ranges) if ranges.over_time.max() > limit else frozenset()
+        if more <= after:
+            break
+        after |= more
+    if not after:
+        return split
+    made = schedule(arrays.assignment)
+    later = SplitSchedule(made, peak_profile(made, liveness, donated))
+    return later if later.profile.peak < split.profile.peak else split
+
+
+def _early_at_peak(
+    arrays: ScheduleArrays, liveness: Liveness, ranges: LiveRanges
+) -> frozenset[tuple[int, int, int]]:
+    """As `after_products`, for the copies that are in memory at the peak ahead of their readers."""
+    peak_at = int(ranges.over_time.argmax()) - 1
+    early = np.flatnonzero((ranges.early_at <= peak_at) & (peak_at < arrays.reshard_at))
+    return after_products(arrays, liveness, early)
+
+
+def after_products(
+    arrays: ScheduleArrays, liveness: Liveness, copies: Ints
+) -> frozenset[tuple[int, int, int]]:
+    """(tensor, reader, result of the product before) of reshards, for `Assignment.regather_after`.
+
+    Not where awaiting the result would have it written to memory, which it is not otherwise, or brought out of a call.
+    """
+    if not len(copies):
+        return frozenset()
+    program = arrays.assignment.program
+    a, runs = program.use_def, np.where(unfusible_operators(program), arrays.run_at, -1)
+    scopes, found = _scope_of_reader(arrays), set()
+    for m in copies.tolist():
+        before = np.where(runs < arrays.reshard_at[m], runs, -1)
+        product = int(before.argmax())
+        if before[product] < 0:
+            continue
+        result = int(a.result[a.result_begin[product]])
+        moved = ((arrays.tensor == result) & (arrays.reshard_at < arrays.reshard_at[m])).any()
+        same_scope = program.scopes.def_scope[result] == scopes[m]
+        if same_scope and (moved or liveness.materialized[result]):
+            found.add((int(arrays.tensor[m]), int(arrays.reader[m]), result))
+    return frozenset(found)
 
 
 def _splits(arrays: ScheduleArrays, ranges: LiveRanges) -> frozenset[tuple[int, int]]:

@@ -18,12 +18,24 @@ from collections.abc import Callable, Sequence
 
 from jshard._core.arrays import Ints
 from jshard._plan.scheduled_solution import ScheduledSolution
-from jshard._search import Prices, Solution
+from jshard._search import LARGE_NETWORK, CostNetwork, Effort, Prices, Solution
 
 
 ROUNDS = 6
 _OVERSHOOT = 1.05  # of the excess, by which a limit is lowered
 _NEARLY = 0.98  # of the bytes that the network counts of a plan: no limit between the two is tried
+
+
+def least_counted(memory: CostNetwork, effort: Effort) -> float:
+    """Bytes that a large memory network counts of every assignment, as far as one priced network proves; else 0.
+
+    On a small one a limit that nothing keeps is soon found out by the search itself.
+    """
+    if memory.size < LARGE_NETWORK or effort.exhausted:
+        return 0.0
+    from jshard._search.memory.minimax_peak import bound_at_fullest_time  # here: the import stays light
+
+    return bound_at_fullest_time(memory, effort)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,6 +47,7 @@ class LimitSearch:
     - `scheduled`: the plan of a solution.
     - `rounds`: limits tried at most. `furthest`: bytes of a schedule above which no lower limit is tried.
     - `may_fit`: whether it is not proved that nothing fits; asked once, after the first schedule above the budget.
+    - `least`: bytes that the network counts of every assignment; asked once, before the first lower limit.
     """
 
     limit: float
@@ -43,6 +56,7 @@ class LimitSearch:
     rounds: int = ROUNDS
     furthest: float = math.inf
     may_fit: Callable[[], bool] = lambda: True
+    least: Callable[[], float] = lambda: 0.0
 
     def run(
         self, prices: Prices | None = None, answers: Sequence[Ints] = ()
@@ -51,7 +65,7 @@ class LimitSearch:
 
         `prices` and `answers` are those to begin with. The bound holds for the budget: it is that of no lower limit.
         """
-        aim, plans, bound = self.limit, [], -math.inf
+        aim, plans, bound, least = self.limit, [], -math.inf, math.nan
         s: Solution | None = None
         for _ in range(self.rounds):
             following = self.solve(aim, s.prices if s else prices, s.answers if s else answers)
@@ -68,5 +82,11 @@ class LimitSearch:
             if len(plans) == 1 and not self.may_fit():
                 break
             # Below what the network counts of this plan, so that it is not found again.
-            aim = min(aim, s.peak or aim) - _OVERSHOOT * (plan.peak - self.limit)
+            counted = min(aim, s.peak or aim)
+            aim = counted - _OVERSHOOT * (plan.peak - self.limit)
+            least = self.least() if math.isnan(least) else least
+            if aim < least:  # nothing keeps it: half of the way down to what something may keep
+                aim = (counted + least) / 2
+                if least >= _NEARLY * counted:
+                    break
         return plans, s and dataclasses.replace(s, bound=bound)

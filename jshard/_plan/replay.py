@@ -56,5 +56,7 @@ def schedule_of_plan(program: Program, topology: Topology, plan: PlanRecord) -> 
         state.append(0 if codes is None else s.index_of(codes))
     relays = dict(plan.decision.relays)
     shared = shared_exchanges(program, candidates) if plan.level != 1 else ()
-    again = frozenset(plan.decision.regather)
-    return schedule(Assignment(program, topology, tuple(candidates), tuple(state), relays, again, shared))
+    again, after = frozenset(plan.decision.regather), frozenset(plan.decision.regather_after)
+    return schedule(
+        Assignment(program, topology, tuple(candidates), tuple(state), relays, again, after, shared)
+    )

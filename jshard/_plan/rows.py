@@ -290,12 +290,14 @@ class Decision:
     """The states themselves: per operator the factor each mesh axis cuts, or a layout for inputs and outputs.
 
     `regather`: (tensor, operator) pairs: there a tensor is moved again, instead of being held since an earlier reader.
+    `regather_after`: with a third number, the tensor that must be there before: the result of the product before.
     """
 
     candidates: tuple[tuple[int, ...] | None, ...]
     endpoints: tuple[tuple[int, Layout], ...]
     relays: tuple[tuple[int, Layout], ...]
     regather: tuple[tuple[int, int], ...] = ()
+    regather_after: tuple[tuple[int, int, int], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

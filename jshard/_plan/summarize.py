@@ -267,4 +267,5 @@ def _decision(assignment: Assignment) -> Decision:
         endpoints=tuple(endpoints),
         relays=tuple(sorted(assignment.relay.items())),
         regather=tuple(sorted(assignment.regather)),
+        regather_after=tuple(sorted(assignment.regather_after)),
     )

@@ -42,6 +42,8 @@ class Assignment:
     - `relay`: tensor -> the layout in which it is stored for several readers.
     - `regather`: (tensor, operator) pairs: the operator has the tensor resharded again, for itself and for later readers of
         that layout, and the copy of earlier readers dies: its live range is split.
+    - `regather_after`: (tensor, operator, tensor awaited): that copy is made only once a product's result is where it is
+        needed, so that compilers do not begin it beside the product.
     - `shared_exchanges`: operators that may use edges that others have exchanged.
     """
 
@@ -51,6 +53,7 @@ class Assignment:
     state: tuple[int, ...]
     relay: Mapping[int, Layout]
     regather: frozenset[tuple[int, int]] = frozenset()
+    regather_after: frozenset[tuple[int, int, int]] = frozenset()
     shared_exchanges: tuple[SharedExchange, ...] = ()
 
     @property

@@ -16,6 +16,8 @@ import dataclasses
 from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from jshard._program.graph import Literal, Program
 from jshard._program.memory.unfusible import ALL_PRODUCTS
 from jshard._schedule.assignment import Assignment
@@ -97,6 +99,7 @@ def _items_of_arrays(arrays: ScheduleArrays) -> Iterator[_Item]:
     for m, place in enumerate(arrays.reshard_at.tolist()):
         at[place] = -1 - m
     communicating, sources = set(communicating_reshards(arrays)), arrays.source_value.tolist()
+    awaited = _awaited_results(arrays)
     for k in at:
         if k is None:  # a call ends
             continue
@@ -105,7 +108,18 @@ def _items_of_arrays(arrays: ScheduleArrays) -> Iterator[_Item]:
         else:
             m = -1 - k
             reshard = reshard_object(arrays, m) if m in communicating else None
-            yield _Item(-1, (sources[m],), (tensors + m,), reshard)
+            yield _Item(-1, (sources[m], *awaited.get(m, ())), (tensors + m,), reshard)
+
+
+def _awaited_results(arrays: ScheduleArrays) -> dict[int, tuple[int]]:
+    """By reshard, the value of the product's result that it is made after (`Assignment.regather_after`)."""
+    found: dict[int, tuple[int]] = {}
+    for tensor, reader, awaited in arrays.assignment.regather_after:
+        for m in np.flatnonzero((arrays.tensor == tensor) & (arrays.reader == reader)).tolist():
+            moved = (arrays.tensor == awaited) & (arrays.reshard_at < arrays.reshard_at[m])
+            last = np.flatnonzero(moved)
+            found[m] = (len(arrays.result_layout) + int(last[-1]) if len(last) else awaited,)
+    return found
 
 
 def _windows(program: Program, items: Sequence[_Item]) -> Windows:

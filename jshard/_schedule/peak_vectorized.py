@@ -122,17 +122,24 @@ def _gathered_beside_arguments(
 def _early_at(arrays: ScheduleArrays, made_at: Ints, materialized: Sequence[bool]) -> Ints:
     """(reshards,) from when each copy is in memory: those made again from one product before.
 
-    Compilers begin the collective so early, but not before what it awaits is there.
+    Compilers begin the collective so early, but not before what it awaits is there: `awaited_values`, and the result of a
+    product where the assignment says so.
     """
     out, program = arrays.reshard_at.copy(), arrays.assignment.program
     again = np.flatnonzero(arrays.regathered & ~arrays.only_slices).tolist()
     if not again:
         return out
     products = np.sort(arrays.run_at[unfusible_operators(program) & (arrays.run_at >= 0)])
+    tensors = tensor_of(arrays)
+    after = {(t, op): awaited for t, op, awaited in arrays.assignment.regather_after}
     for m in again:
-        awaited = awaited_values(program, materialized, int(arrays.reader[m]), int(arrays.tensor[m]))
+        reader, tensor = int(arrays.reader[m]), int(arrays.tensor[m])
+        awaited = made_at[awaited_values(program, materialized, reader, tensor)]
+        if (tensor, reader) in after:
+            made = made_at[tensors == after[tensor, reader]]
+            awaited = np.append(awaited, made[made < out[m]])
         before = np.searchsorted(products, out[m])
-        out[m] = max([int(products[before - 1]) if before else 0, *(made_at[awaited] + 1).tolist()])
+        out[m] = max([int(products[before - 1]) if before else 0, *(awaited + 1).tolist()])
     return out
 
 

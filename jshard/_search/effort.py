@@ -18,6 +18,12 @@ from dataclasses import dataclass
 
 ENTRIES_PER_SECOND = 1e8
 PER_VARIABLE = 1000  # entries
+_SLOWEST = 20.0  # times the seconds of a given effort, after which a search ends on any machine
+
+
+def longest_seconds(wanted: float | None, most: float) -> float:
+    """A time limit that an effort of some seconds does not meet first; `most` where none is given."""
+    return most if wanted is None else max(most, _SLOWEST * wanted)
 
 
 @dataclass

@@ -13,7 +13,7 @@ import jshard
 from jshard._network.build import PlanningNetwork
 from jshard._network.memory_network import memory_network
 from jshard._plan import level_search, scheduled_solution
-from jshard._plan.live_range_splits import SplitSchedule
+from jshard._plan.live_range_splits import SplitSchedule, after_products
 from jshard._program.graph import Program
 from jshard._program.memory.live_intervals import LowerBoundIntervals
 from jshard._program.memory.liveness import Liveness
@@ -116,11 +116,15 @@ def relative_excess(problem: PlanningNetwork, xs: list[np.ndarray]) -> Iterator[
 
 
 def with_every_live_range_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No copy is kept for a later reader, whatever the memory."""
+    """No copy is kept for a later reader, and each is made after the product before it, whatever the memory."""
 
     def split(made: Schedule, life: Liveness, donated: tuple[int, ...], _: float) -> SplitSchedule:
         pairs = every_read(made.assignment.program)
-        again = schedule(dataclasses.replace(made.assignment, regather=pairs))
+        arrays = schedule(dataclasses.replace(made.assignment, regather=pairs)).arrays
+        assert arrays is not None
+        stored = dataclasses.replace(life, materialized=(True,) * len(life.materialized))
+        after = after_products(arrays, stored, np.flatnonzero(arrays.regathered))
+        again = schedule(dataclasses.replace(arrays.assignment, regather_after=after))
         return SplitSchedule(again, dataclasses.replace(peak_profile(again, life, donated), peak=0.0))
 
     monkeypatch.setattr(scheduled_solution, "split_live_ranges", split)

@@ -6,8 +6,8 @@ import types
 import numpy as np
 import pytest
 
-from jshard._plan.lowered_limits import LimitSearch
-from jshard._search import Solution
+from jshard._plan.lowered_limits import LimitSearch, least_counted
+from jshard._search import Effort, Solution, build
 
 
 def network(least):
@@ -69,3 +69,23 @@ def test_nothing_found_and_nothing_that_may_fit():
     search = LimitSearch(100.0, solve, schedules(lambda b: 9.0))
     assert len(dataclasses.replace(search, may_fit=lambda: False).run()[0]) == len(tried) == 1
     assert len(search.run()[0]) == 2
+
+
+def test_no_limit_is_tried_that_nothing_keeps():
+    solve, tried = network(90.0)
+    search = LimitSearch(100.0, solve, schedules(lambda b: 15.0 if b > 96 else 2.0), least=lambda: 90.0)
+    plans, last = search.run()
+    assert [limit for limit, *_ in tried] == pytest.approx([100.0, 95.0]) and last.bound == 900.0
+    assert [p.peak for p in plans] == pytest.approx([115.0, 97.0])
+    solve, tried = network(99.0)  # too near what the plan holds to be worth a search
+    assert len(dataclasses.replace(search, solve=solve, least=lambda: 99.0).run()[0]) == len(tried) == 1
+
+
+def test_what_a_large_network_counts_of_every_assignment():
+    sizes = [np.array([8.0, 4.0]), np.array([6.0, 3.0])]
+    small = build([[0.0, 1.0]] * 2, [], intervals=[[0, 2], [1, 3]], usages=sizes)
+    assert least_counted(small, Effort()) == 0.0
+    n = 2000
+    large = build([[0.0, 1.0]] * (2 * n), [], intervals=[[0, 2], [1, 3]] * n, usages=sizes * n)
+    assert least_counted(large, Effort()) == pytest.approx(7.0 * n)
+    assert least_counted(large, Effort(0.0)) == 0.0

@@ -157,7 +157,8 @@ def test_what_is_moved_again_in_calls_is_the_same(monkeypatch: pytest.MonkeyPatc
     f = jshard.shard(
         step(shared), in_strategy=(cut, cut, (8, 1)), mesh=jax.make_mesh((8,), ("x",)), hardware="tpu-v5e", level=1
     )  # fmt: skip
-    assert f.plan(*arguments).decision.regather
+    decision = f.plan(*arguments).decision
+    assert decision.regather and decision.regather_after
     for got, want in zip(
         jax.tree.leaves(f(*arguments)), jax.tree.leaves(step(shared)(*arguments)), strict=True
     ):

@@ -221,6 +221,6 @@ def test_what_is_moved_again_is_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
         descent, in_strategy=(cut, (8, 1)), out_strategy=cut, mesh=mesh, hardware="tpu-v5e", level=1
     )
     plan = f.plan(ws, x)
-    assert plan.decision.regather
+    assert plan.decision.regather and plan.decision.regather_after
     for got, want in zip(jax.tree.leaves(f(ws, x)), jax.tree.leaves(jax.jit(descent)(ws, x)), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)

@@ -328,3 +328,27 @@ def test_answers_are_combined_once_more_when_the_effort_is_spent(every_network_i
     monkeypatch.setattr(price_cuts.PriceCuts, "_fuse", lambda s, last=False: None if last else combine(s))
     for s, without in zip(combined, found(), strict=True):
         assert s.bound <= s.cost < without.cost
+
+
+def test_prices_prove_of_a_limit_that_nothing_keeps_it(every_network_is_large, monkeypatch):
+    """By bytes alone, and not by prices that rise until the costs hardly count."""
+    solved, solve_priced = [], price_cuts.PricedNetworks.solve
+
+    def counted(*arguments):
+        solved.append(1)
+        return solve_priced(*arguments)
+
+    monkeypatch.setattr(price_cuts.PricedNetworks, "solve", counted)
+    for seed in (5, 31, 7):
+        least = solve(deep(8, seed), objective="peak", layers_repeat=True).bound
+        rounds = []
+        for proves in (True, False):
+            solved.clear()
+            with monkeypatch.context() as patch, pytest.raises(MemoryBudgetError):
+                if not proves:
+                    patch.setattr(price_cuts.PriceCuts, "_nothing_fits", lambda *_: False)
+                solve(deep(8, seed, limit=0.9 * least), layers_repeat=True)
+            rounds.append(len(solved))
+        assert rounds[0] < 0.5 * rounds[1]
+        found = solve(deep(8, seed, limit=1.02 * least), layers_repeat=True)
+        assert peak(deep(8, seed), found.assignment) <= 1.02 * least

@@ -48,7 +48,7 @@ from jshard._search.memory.lagrangian import (
     solve_lagrangian,
     solve_limited,
 )
-from jshard._search.memory.price_cuts import PricedNetworks
+from jshard._search.memory.price_cuts import PricedNetworks, without_costs
 from jshard._search.primal.local_search import energy
 from jshard._search.search_state import SearchState
 
@@ -69,15 +69,6 @@ _NEAR_COST = 0.1  # of such a cost: how near its bound it is not lowered by sear
 _SPEND_FOR_PEAK = 30.0  # the bytes of the peak cost so many times the network's cost
 _NEAR_BOUND = 0.9  # of the gap: how near its bound a peak is looked for at first
 _REPAIR_SHARE = 0.5  # of the way from the peak down to its bound that a repair aims at
-
-
-def without_costs(network: CostNetwork) -> CostNetwork:
-    """The same states and prohibitions, everything else free."""
-    return replace(
-        network,
-        unary=tuple(np.where(np.isinf(t), np.inf, 0.0) for t in network.unary),
-        pairwise=tuple(np.where(np.isinf(t), np.inf, 0.0) for t in network.pairwise),
-    )
 
 
 def master_lp(profiles: list[Floats], times: list[int]) -> Floats:
@@ -280,6 +271,17 @@ def bound_at_prices(network: CostNetwork, prices: Prices, effort: Effort | None 
     search.effort = effort or search.effort
     solver = PricedNetworks(without_costs(network))
     return max(floor, solver.solve(prices.times, prices.per_byte / total, search, _INNER_GAP * _PEAK_GAP)[1])
+
+
+def bound_at_fullest_time(network: CostNetwork, effort: Effort | None = None) -> float:
+    """Bytes that every assignment holds at the time at which most are held in any case; arguments as `bound_at_prices`."""
+    memory = network.memory
+    assert memory is not None
+    lasting = memory.intervals[:, 0] < memory.intervals[:, 1]
+    fullest = int(memory.intervals[lasting, 0].min()) + int(
+        live_bytes(memory, usage_range(memory)[0]).argmax()
+    )
+    return bound_at_prices(network, Prices(np.array([fullest]), np.ones(1)), effort)
 
 
 def _fuse_near_bound(network: CostNetwork, search: SearchState, answers: Sequence[Ints], gap: float) -> bool:

@@ -53,6 +53,8 @@ JOINING = 4  # times that join at once
 FUSED_ANSWERS = 4
 KNOWN_ANSWERS = 8  # that the search of a similar network begins with
 SHORT_INTERVAL = 0.01  # of the whole time: what is held no longer is held within a layer, or little more
+DEARER = 2.0  # times the cost of the cheapest answer, that a bound above it makes a limit doubtful
+FEASIBLE_GAP = 0.005  # of the peak's bound, that proves of a limit that nothing keeps it
 COARSER = 16.0  # the tables' grid over the one that costs alone need
 
 
@@ -101,6 +103,15 @@ def priced_network(
     return replace(network, unary=tuple(unary), node_table=node_table, memory=None)
 
 
+def without_costs(network: CostNetwork) -> CostNetwork:
+    """The same states and prohibitions, everything else free."""
+    return replace(
+        network,
+        unary=tuple(np.where(np.isinf(t), np.inf, 0.0) for t in network.unary),
+        pairwise=tuple(np.where(np.isinf(t), np.inf, 0.0) for t in network.pairwise),
+    )
+
+
 def best_prices(cuts: Sequence[Cut], times: Ints, limit: float, spend: float) -> tuple[Floats, float]:
     """The prices at some times that maximise the least priced cost of the answers, and that cost.
 
@@ -143,7 +154,9 @@ class PricedNetworks:
 
     def __init__(self, network: CostNetwork) -> None:
         self.network = network
-        self.grid = COARSER * quantum(network)
+        # That of bytes alone, where nothing costs anything, is known with the first prices.
+        costs = any(np.any(t[np.isfinite(t)]) for t in (*network.unary, *network.pairwise))
+        self.grid = COARSER * quantum(network) if costs else 0.0
         self.tables = TablePool(self.grid)
         self.similar: CoreMessages | None = None
 
@@ -181,6 +194,7 @@ class PriceCuts:
         assert network.memory is not None
         self.network, self.memory, self.search, self.limit = network, network.memory, search, limit
         self.fuse, self.solver, self.rounds = fuse, PricedNetworks(network), rounds
+        self.bytes_alone = PricedNetworks(without_costs(network))
         lasting = self.memory.intervals[:, 0] < self.memory.intervals[:, 1]
         self.first_time = int(self.memory.intervals[lasting, 0].min())
         self.cuts: list[Cut] = []
@@ -235,6 +249,8 @@ class PriceCuts:
                 return
             if self.best is None and prices.any():
                 self._price_short_intervals(times, prices)
+                if self.best is None and self._nothing_fits(times, prices):
+                    return
             search.report(f"prices on {len(times)} times, round {count}")
             at = self._next(*at, gap)
 
@@ -308,6 +324,18 @@ class PriceCuts:
         assignment, _ = self.solver.solve(at, prices, self.search, gap, float(prices.sum()))
         if assignment is not None:
             self._keep(assignment)
+
+    def _nothing_fits(self, times: Ints, prices: Floats) -> bool:
+        """Whether the prices prove that every assignment exceeds the limit: by bytes alone (a Farkas certificate).
+
+        Looked at once the bound is far above the answers' costs: prices rise for a dozen rounds where nothing fits.
+        """
+        if self.proved <= DEARER * self._scale():
+            return False
+        total = float(prices.sum())
+        gap = INNER_GAP * FEASIBLE_GAP
+        bound = self.bytes_alone.solve(times + self.first_time, prices / total, self.search, gap)[1]
+        return bound > self.limit
 
     def _prove(self, bound: float, times: Ints, prices: Floats) -> None:
         """Note that no assignment costs less than a bound, with its bytes charged for at some prices."""
