@@ -19,7 +19,7 @@ from jshard._core.layout import CollectiveKind
 from jshard._core.topology import Topology
 from jshard._network.build import Pins, PlanningNetwork, build_network
 from jshard._network.memory_network import memory_network, with_copies
-from jshard._plan.early_plans import early_plan
+from jshard._plan.early_plans import early_plan, is_large_and_limited, low_memory_plans
 from jshard._plan.lowered_limits import ROUNDS, LimitSearch, least_counted
 from jshard._plan.memory_preference import EACH_BUDGET, prefer_memory
 from jshard._plan.memory_ties import assignment_of_solution, lower_peak_at_equal_cost
@@ -27,16 +27,17 @@ from jshard._plan.overlap_choice import with_shorter_step
 from jshard._plan.peak_descent import descend_peak
 from jshard._plan.ranked_search import cheapest_by_rank
 from jshard._plan.request import PlanRequest, merged_pins, pins_by_operator
-from jshard._plan.schedule_cost import schedule_cost
 from jshard._plan.scheduled_solution import (
     ROUNDING,
     ScheduledSolution,
     best_within,
     fitting_or_lowest,
+    least_peak_plan,
+    of_network,
     schedule_solution,
 )
 from jshard._plan.unpriced_cost import with_unpriced_cost
-from jshard._plan.useful_cost import NoBetterPlan, check_useful, even_share, least_conceivable_cost
+from jshard._plan.useful_cost import NoBetterPlan, check_useful_plans, even_share, least_conceivable_cost
 from jshard._program.graph import Program, rule_boundaries
 from jshard._search import LARGE_NETWORK, CostNetwork, Effort, Prices, Solution, solve
 from jshard._search.effort import ENTRIES_PER_SECOND, longest_seconds
@@ -54,6 +55,7 @@ _NEAR_BUDGET, _FAR_FROM_BUDGET = 1.01, 1.05
 _FAR_ABOVE = 1.25
 # Of a given effort, for the plan of least time that the search under a budget begins with.
 _SHARE_WITHOUT_BUDGET = 0.4
+_SHARE_FOR_START = 0.4  # of what is left, for a first plan within the budget
 _SHARE_FOR_BOUND = 0.25  # of what is left, for a bound on the least peak
 _SHARE_FOR_PLANS = 0.6  # of what is left then, for plans within the budget; the bound has the rest
 
@@ -131,13 +133,13 @@ class LevelSearch:
         if self.request.level == 1:
             self._early_plan(network)
             return self.minimize_peak(network)
-        self._check_useful(network, least_conceivable_cost(network.cost_network))
+        check_useful_plans(network, self.request, least_conceivable_cost(network.cost_network))
         early = self._early_plan(network)
         far = self._nearly_fastest(network)
         if far is not None:
             return self._within_budget(far.network, far, early)
         fastest = self.minimize_time(network)
-        self._check_useful(network, fastest.bound)
+        check_useful_plans(network, self.request, fastest.bound)
         if not self.effort.exhausted:
             fastest = with_shorter_step(fastest, lambda h: self.network(hidden=h), self._solve_time)
         fastest = lower_peak_at_equal_cost(fastest)
@@ -150,7 +152,7 @@ class LevelSearch:
 
     def _nearly_fastest(self, network: PlanningNetwork) -> ScheduledSolution | None:
         """A plan of nearly least time of a large program, if it is so far above the budget that this is what decides."""
-        if not self._is_large_and_limited(network) or self.request.memory_slack:
+        if not is_large_and_limited(network, self.request) or self.request.memory_slack:
             return None
         s = self._solve_time(self._single_copies, max(self.request.gap, _LARGE_GAP))
         plan = schedule_solution(self._single_copies, self.request, s.assignment, s.bound, s.steps)
@@ -164,8 +166,7 @@ class LevelSearch:
         if solution.cost < solution.bound * (1 - ROUNDING):  # its copies are in no network
             solution = dataclasses.replace(solution, bound=fastest.bound)
         if early is not None and solution.peak > self._limit:
-            cost = schedule_cost(early.schedule, network)
-            early = dataclasses.replace(early, network=network, schedule_cost=cost, steps=solution.steps)
+            early = dataclasses.replace(of_network(early, network), steps=solution.steps)
             solution = dataclasses.replace(early, bound=solution.bound, peak_bound=solution.peak_bound)
         if solution.peak <= self._limit:
             return solution
@@ -184,25 +185,12 @@ class LevelSearch:
             smallest = fitting
         elif solution.peak < smallest.peak:
             smallest = dataclasses.replace(solution, peak_bound=smallest.peak_bound)
-        cost = schedule_cost(smallest.schedule, network)
-        return dataclasses.replace(smallest, network=network, schedule_cost=cost, bound=solution.bound)
-
-    def _is_large_and_limited(self, network: PlanningNetwork) -> bool:
-        """Whether plans are looked for within a budget of a program whose every search takes long."""
-        r = self.request
-        limited = r.memory_limit is not None and r.search_in_budget and r.most == math.inf
-        return limited and network.cost_network.size >= LARGE_NETWORK
+        return dataclasses.replace(of_network(smallest, network), bound=solution.bound)
 
     def _early_plan(self, network: PlanningNetwork) -> ScheduledSolution | None:
         """A plan within the budget before any search; None where none is found, and of a program that is not large."""
-        found = early_plan(network, self.request) if self._is_large_and_limited(network) else None
+        found = early_plan(network, self.request) if is_large_and_limited(network, self.request) else None
         return found and self._known_plan(found)
-
-    def _check_useful(self, network: PlanningNetwork, bound: float) -> None:
-        """Raise `NoBetterPlan` if a plan that is known costs no more than this bound on all plans."""
-        most = self.request.most
-        if most < math.inf:
-            check_useful(bound, most, even_share(network) if self.request.level == 0 else 0.0)
 
     def minimize_time(self, network: PlanningNetwork) -> ScheduledSolution:
         """The plan of least time without a budget.
@@ -299,15 +287,10 @@ class LevelSearch:
                     # Its schedule is not that of the plan with ties broken.
                     if first.peak < min(s.peak for s in found):
                         found.append(first)
-        acceptable = min(s.peak for s in found) * (1 + self.request.memory_gap)
-        if self.request.level != 1:  # every plan within the budget will do
-            acceptable = max(acceptable, self.request.memory_limit or 0.0)
-        best = min((s for s in found if s.peak <= acceptable), key=lambda s: (s.cost, s.peak))
-        if all(float(s.peak).is_integer() for s in found):  # then those of all plans are whole bytes
-            bound = float(math.ceil(bound * (1 - ROUNDING)))
-        best = dataclasses.replace(best, bound=bound, peak_bound=bound, steps=steps)
-        enough = bound * (1 + ROUNDING) if r.level == 1 else self._limit
-        return descend_peak(best, bounding, self.effort, enough) if r.level == 1 else best
+        best = dataclasses.replace(least_peak_plan(found, bound), steps=steps)
+        return (
+            descend_peak(best, bounding, self.effort, best.bound * (1 + ROUNDING)) if r.level == 1 else best
+        )
 
     def _solve_peak(
         self,
@@ -357,8 +340,10 @@ class LevelSearch:
         most = self.request.most - (even_share(network) if self.request.level == 0 else 0.0)
         if LARGE_NETWORK <= network.cost_network.size < _LONG_ROUNDS:
             return self._minimize_time_of_large(network, bounding, fastest, most)
-        estimating = memory_network(network)
-        plans, found = self._search_schedules(network, estimating, fastest, most, may_fit=may_fit)
+        estimating, early, known = self._low_memory_plans(network, fastest)
+        memory = estimating or memory_network(network)
+        plans, found = self._search_schedules(network, memory, fastest, most, (None, known), may_fit=may_fit)
+        plans = [*early, *plans]
         if not plans and most < math.inf:
             raise NoBetterPlan(fastest.bound + self.request.most - most)
         if ranked.best is not None:
@@ -399,17 +384,33 @@ class LevelSearch:
         one gives that, beginning with what was found.
         """
         limit, size = self._limit, network.cost_network.size
-        plans, found = self._search_schedules(network, bounding, fastest, most, furthest=_NEAR_BUDGET * limit)
+        estimating, early, known = self._low_memory_plans(network, fastest)
+        start = None, [with_copies(bounding, x[:size]) for x in known]
+        near, rounds = _NEAR_BUDGET * limit, 1 if best_within(early, limit) else ROUNDS
+        plans, found = self._search_schedules(network, bounding, fastest, most, start, near, rounds)
         bound = fastest.bound if found is None else max(fastest.bound, found.bound)
-        if found is not None and plans[-1].peak > limit and not plans[-1].interrupted:
-            estimating, prices = memory_network(network), found.prices and found.prices.of_another_network()
-            start = prices, [with_copies(estimating, x[:size]) for x in found.answers]
+        best = best_within([*early, *plans], limit)
+        if best is None or best.cost > bound * (1 + _LARGE_GAP) and not best.interrupted:
+            estimating = estimating or memory_network(network)
+            prices = found and found.prices and found.prices.of_another_network()
+            known += [with_copies(estimating, x[:size]) for x in (found.answers if found else ())]
             far = _FAR_FROM_BUDGET * limit
-            plans += self._search_schedules(network, estimating, fastest, most, start, furthest=far)[0]
-        if not plans and most < math.inf:
+            plans += self._search_schedules(network, estimating, fastest, most, (prices, known), far)[0]
+        if not plans and not early and most < math.inf:
             raise NoBetterPlan(fastest.bound + self.request.most - most)
-        best = best_within(plans, limit) or fitting_or_lowest((fastest, *plans), limit)
+        best = best_within([*early, *plans], limit) or fitting_or_lowest((fastest, *plans), limit)
         return dataclasses.replace(best, bound=bound)
+
+    def _low_memory_plans(
+        self, network: PlanningNetwork, fastest: ScheduledSolution
+    ) -> tuple[CostNetwork | None, list[ScheduledSolution], list[Ints]]:
+        """The estimating network of a large program, with a first plan and answers to begin with, if they are wanted."""
+        late = self.request.search_seconds is not None or best_within(self._known, self._limit) is None
+        if not late or not is_large_and_limited(network, self.request):
+            return None, [], []
+        memory = memory_network(network)
+        plans, answers = low_memory_plans(network, memory, fastest, self.effort.part(_SHARE_FOR_START))
+        return memory, [self._known_plan(p.after(fastest)) for p in plans], answers
 
     def _search_schedules(
         self,

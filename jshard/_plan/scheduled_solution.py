@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -149,6 +150,24 @@ def _with_live_ranges_split(solution: ScheduledSolution) -> ScheduledSolution:
         return solution
     cost = schedule_cost(split.schedule, network)
     return dataclasses.replace(solution, schedule=split.schedule, schedule_cost=cost, profile=split.profile)
+
+
+def of_network(solution: ScheduledSolution, network: PlanningNetwork) -> ScheduledSolution:
+    """The solution as one of another network of its program, by which its schedule is priced."""
+    cost = schedule_cost(solution.schedule, network)
+    return dataclasses.replace(solution, network=network, schedule_cost=cost)
+
+
+def least_peak_plan(plans: Sequence[ScheduledSolution], bound: float) -> ScheduledSolution:
+    """The fastest of the plans whose peak is as low as any, or that keep the budget, with a bound on all peaks."""
+    request = plans[0].request
+    acceptable = min(s.peak for s in plans) * (1 + request.memory_gap)
+    if request.level != 1:  # every plan within the budget will do
+        acceptable = max(acceptable, request.memory_limit or 0.0)
+    best = min((s for s in plans if s.peak <= acceptable), key=lambda s: (s.cost, s.peak))
+    if all(float(s.peak).is_integer() for s in plans):  # then those of all plans are whole bytes
+        bound = float(math.ceil(bound * (1 - ROUNDING)))
+    return dataclasses.replace(best, bound=bound, peak_bound=bound)
 
 
 def fitting_or_lowest(plans: Sequence[ScheduledSolution], limit: float) -> ScheduledSolution:

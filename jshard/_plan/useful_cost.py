@@ -17,9 +17,12 @@ jshard._plan.useful_cost.NoBetterPlan: no plan costs less than 2
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from jshard._network.build import PlanningNetwork
+from jshard._plan.request import PlanRequest
 from jshard._search import CostNetwork
 
 
@@ -54,3 +57,9 @@ def even_share(network: PlanningNetwork) -> float:
         t = network.operator_costs[int(network.cost_network.node_table[i])]
         total += float(t.compute[0] - t.redundant[0]) * network.program.operators[i].repeat
     return total
+
+
+def check_useful_plans(network: PlanningNetwork, request: PlanRequest, bound: float) -> None:
+    """Raise `NoBetterPlan` if a plan that is known costs no more than this bound on all plans of a request."""
+    if request.most < math.inf:
+        check_useful(bound, request.most, even_share(network) if request.level == 0 else 0.0)
