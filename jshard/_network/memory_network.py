@@ -53,11 +53,11 @@ from jshard._network.kept_operands import NO_PATHS, kept_operands
 from jshard._program.graph import Operator
 from jshard._program.memory.in_place import CARRY_KINDS
 from jshard._program.memory.live_intervals import (
-    EstimatedIntervals,
     InPlace,
     LiveIntervals,
     LowerBoundIntervals,
     disjoint_intervals,
+    live_intervals,
 )
 from jshard._program.memory.remat_flow import remat_flow
 from jshard._program.memory.unfusible import is_unfusible
@@ -72,8 +72,7 @@ _MIN_COPY_SHARE, _MIN_COPY_PARTS = 1 / 512, 1 / 16
 
 def memory_network(network: PlanningNetwork, *, lower_bound: bool = False) -> CostNetwork:
     """The cost network of a program with copy variables and memory, and no limit yet: the lower bound or the estimate."""
-    intervals = LowerBoundIntervals if lower_bound else EstimatedIntervals
-    live = intervals(network.program, network.liveness, network.donated)
+    live = live_intervals(network.program, network.donated, lower_bound=lower_bound)
     return _MemoryNetworkBuilder(network, live).build()
 
 

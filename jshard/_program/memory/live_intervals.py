@@ -30,8 +30,8 @@ from typing import NamedTuple
 from jshard._program.graph import Literal, Operator, Program, calls_of
 from jshard._program.memory.fusion_traits import fuses_operands, is_duplicable, may_alias_operand
 from jshard._program.memory.in_place import CARRY_KINDS, carry_buffer_tensors, is_update, updated_stacks
-from jshard._program.memory.liveness import Liveness
-from jshard._program.memory.program_clock import ProgramClock
+from jshard._program.memory.liveness import Liveness, liveness
+from jshard._program.memory.program_clock import ProgramClock, program_clock
 
 
 class Use(NamedTuple):
@@ -63,7 +63,7 @@ class LiveIntervals(abc.ABC):
     """
 
     def __init__(self, program: Program, liveness: Liveness, donated: Collection[int]):
-        self.program, self.liveness, self.clock = program, liveness, ProgramClock(program)
+        self.program, self.liveness, self.clock = program, liveness, program_clock(program)
         self._in_place: dict[int, InPlace] = {}
         writable = {program.inputs[k] for k in donated}
         self.always_live = frozenset(
@@ -255,6 +255,17 @@ class EstimatedIntervals(LiveIntervals):
                     through = self.program.operators[u].results if self.is_rematerialized(u) else ()
                     last = max([last, u, *(last_use[r] for r in through)])
         return begin[last + 1]
+
+
+def live_intervals(
+    program: Program, donated: Collection[int] = (), *, lower_bound: bool = False
+) -> LiveIntervals:
+    """The live intervals of a program's tensors; `donated` are the flat indices of the donated arguments. Memoised."""
+    key = ("live intervals", lower_bound, frozenset(donated))
+    if key not in program.memo:
+        intervals = LowerBoundIntervals if lower_bound else EstimatedIntervals
+        program.memo[key] = intervals(program, liveness(program, donated), donated)
+    return program.memo[key]
 
 
 def disjoint_intervals(uses: Sequence[Use], begin: Sequence[int]) -> list[tuple[int, int, int]]:

@@ -22,6 +22,13 @@ from jshard._program.graph import Program, calls_of, operators_of
 from jshard._program.memory.in_place import CARRY_KINDS
 
 
+def program_clock(program: Program) -> ProgramClock:
+    """The time points of a program. Memoised."""
+    if "clock" not in program.memo:
+        program.memo["clock"] = ProgramClock(program)
+    return program.memo["clock"]
+
+
 class ProgramClock:
     """The time points of a program, and the operators between which calls, branches and loops run.
 

@@ -67,6 +67,7 @@ _SMALL_COST_GAP = 1e-3  # of a cost that only breaks ties
 _COST_GAP = 1e-2  # of a cost that only breaks ties, in a large network
 _NEAR_COST = 0.1  # of such a cost: how near its bound it is not lowered by searches of its own
 _SPEND_FOR_PEAK = 30.0  # the bytes of the peak cost so many times the network's cost
+_COST_EFFORT = 0.5  # of the game's effort: what a lower cost at its peak may take
 _NEAR_BOUND = 0.9  # of the gap: how near its bound a peak is looked for at first
 _REPAIR_SHARE = 0.5  # of the way from the peak down to its bound that a repair aims at
 
@@ -186,6 +187,7 @@ def game_on_few_times(network: CostNetwork, search: SearchState, cost_gap: float
     search.bound = float(floor.max())
     priced, bytes_alone = PricedNetworks(network), PricedNetworks(without_costs(network))
     times, profiles, answers = [int(floor.argmax())], [], []
+    spent = search.effort.spent  # before the game
     gap = max(search.gap, _PEAK_GAP)
     cost = search.unlimited[0] if search.unlimited else 0.0
     price = _SPEND_FOR_PEAK * cost / max(search.bound, 1.0)  # of a byte
@@ -228,8 +230,9 @@ def game_on_few_times(network: CostNetwork, search: SearchState, cost_gap: float
     if search.incumbent_cost > search.bound * (1 + gap) and len(answers) > 1 and not search.out_of_time:
         _fuse_for_peak(network, search, [search.assignment, *answers[-_FUSED_ANSWERS:]])
         return False
+    most = _COST_EFFORT * (search.effort.spent - spent)
     return _cost_is_low(network, search, cost_gap) or _lower_cost_under_prices(
-        network, search, priced, cost_gap
+        network, search, priced, cost_gap, most
     )
 
 
@@ -305,11 +308,12 @@ def _cost_is_low(network: CostNetwork, search: SearchState, cost_gap: float) -> 
 
 
 def _lower_cost_under_prices(
-    network: CostNetwork, search: SearchState, priced: PricedNetworks, cost_gap: float
+    network: CostNetwork, search: SearchState, priced: PricedNetworks, cost_gap: float, most: float
 ) -> bool:
     """Solve once more under the prices of the incumbent, as nearly as its cost wants it; whether that is low then.
 
-    Bytes cost many times what the cost is: a small gap in both together leaves a larger one in the cost.
+    Bytes cost many times what the cost is: a small gap in both together leaves a larger one in the cost. `most`: effort
+    that this may take, since the cost only breaks ties.
     """
     prices = search.prices
     if prices is None or search.out_of_time or search.assignment is None:
@@ -317,7 +321,8 @@ def _lower_cost_under_prices(
     bytes_at_peak = float(prices.per_byte.sum()) * search.incumbent_cost
     own = evaluate(network, search.assignment)
     gap = _INNER_GAP * cost_gap * own / max(own + bytes_at_peak, 1e-300)
-    assignment, bound = priced.solve(prices.times, prices.per_byte, search, gap)
+    limited = Effort(min(most, search.effort.limit - search.effort.spent), whole=search.effort)
+    assignment, bound = priced.solve(prices.times, prices.per_byte, replace(search, effort=limited), gap)
     if assignment is None:
         return False
     reached, cost = peak(network, assignment), evaluate(network, assignment)
