@@ -175,3 +175,9 @@ def test_a_pad_between_elements_is_in_memory_with_its_operand_and_one_of_edges_i
 
     assert held(between) == {"sin.0": True, "pad.1": True, "mul.2": True}
     assert held(edges) == {"sin.0": False, "pad.1": False, "mul.2": True}
+
+
+def test_a_top_k_computes_its_operand_in_its_own_kernel_and_a_sort_does_not():
+    """Of a retriever's scores in bfloat16 the best are found in float32, of which the TPU compiler holds no array."""
+    assert held(lambda x, w: jax.lax.top_k(jnp.sin(x), 2)) == {"sin.0": False, "top_k.1": True}
+    assert held(lambda x, w: jax.lax.sort(jnp.sin(x))) == {"sin.0": True, "sort.1": True}

@@ -19,7 +19,7 @@ from jshard._program.operators import PRODUCTS
 
 REDUCTION_PREFIXES = ("reduce_", "argm", "cum")
 # Unfusible operators whose kernels can compute their operands on the fly.
-_FUSES_OPERANDS = PRODUCTS | {"dynamic_update_slice"}
+_FUSES_OPERANDS = PRODUCTS | {"dynamic_update_slice", "top_k"}
 NEVER_DUPLICATED = (*REDUCTION_PREFIXES, "random_", "threefry", "rng_")
 
 
