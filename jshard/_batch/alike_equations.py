@@ -27,12 +27,14 @@ import numpy as np
 
 from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import JaxprAtom, JaxprEqn
+from jshard._program.equation_bodies import bodies_of
 
 
 _LAGS = 8  # distances to the next, the next but one, ... equation of the same code are candidates
 _CANDIDATES = 60  # most frequent distances that are compared
 _NEAR = 0.95  # of the longest sequence, from which on a smaller period is preferred
 _NESTING = ("ft_in", "ft_out")
+_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 _WITH_RULES = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 """Primitives with functions of a derivative, which a program that is not differentiated any more does not run."""
 
@@ -76,6 +78,11 @@ def text_of(value: object) -> str:
     """A jaxpr, or several, as printed (variables are named in order), without such nesting inside."""
     lines = str(value).split("\n")
     return "\n".join(line for line in lines if not line.strip().startswith(tuple(f"{n}=" for n in _NESTING)))
+
+
+def is_large(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a product or has a body: what tells layers from norms between them."""
+    return eqn.primitive.name in _PRODUCTS or next(bodies_of(eqn), None) is not None
 
 
 def longest_repetition(codes: np.ndarray) -> Repetition | None:

@@ -12,6 +12,7 @@ layer begins.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from jshard._batch.batch_class import described
@@ -76,12 +77,12 @@ class AlikeLayers:
     carries: tuple[tuple[Place, JaxprAtom | None], ...]
     stacks: tuple[Slots, ...]
 
-    @property
+    @functools.cached_property
     def begin(self) -> int:
         """The position of the first equation."""
         return min(i for row in self.rows for i in row if i is not None)
 
-    @property
+    @functools.cached_property
     def end(self) -> int:
         """The position after the last equation."""
         return 1 + max(i for row in self.rows for i in row if i is not None)

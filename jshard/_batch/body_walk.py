@@ -1,8 +1,8 @@
 """The equations of a body that run on pieces of the batch, and those that wait for its finished sums.
 
 A checkpointed layer is one call. If of its results only some wait for finished sums (the auxiliary loss of its experts, a
-product of two sums over the batch), the call is divided: what is per example stays in a checkpointed call, which returns
-the sums, and what is computed from them follows it. So are branches (`divided_branches.py`).
+product of two sums over the batch; an extreme over it), the call is divided: what is per example stays in a checkpointed
+call, which returns the sums, and what is computed from them follows it. So are branches (`divided_branches.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from jshard._batch.batch_class import SHARED, SUM, BatchClass, CoupledError
 from jshard._batch.body_classes import Analysis, class_in
 from jshard._batch.divided_branches import DividedCall, WalkedBranch, divided_branches
+from jshard._batch.extremes import extreme_of_each, is_extreme
 from jshard._batch.operator_cut import OperatorCut
 from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn
@@ -55,9 +56,11 @@ class Walk:
                 cut = analysis.cut(eqn, classes)
             except CoupledError:
                 if any(c.is_example for c in classes) or eqn.effects:
-                    if (call := divided_call(eqn, classes, analysis)) is not None:
+                    call = extreme_of_each(eqn, classes) or divided_call(eqn, classes, analysis)
+                    if call is not None:
                         raise DividedCallError(k, call) from None
-                    raise
+                    if not is_extreme(eqn, classes):
+                        raise
             else:
                 self.cuts[k] = cut
                 self.classes.update(zip(eqn.outvars, cut.results, strict=True))
@@ -77,11 +80,18 @@ class Walk:
         read = [v for k in sorted(self.late_eqns) for v in self.jaxpr.eqns[k].invars]
         return tuple(dict.fromkeys(v for v in read if class_in(self.classes, v) == SUM))
 
+    def crossing_examples(self) -> tuple[JaxprAtom, ...]:
+        """The values per example that late equations read, extremes over the batch."""
+        read = [v for k in sorted(self.late_eqns) for v in self.jaxpr.eqns[k].invars]
+        return tuple(dict.fromkeys(v for v in read if class_in(self.classes, v).is_example))
+
 
 def divided_call(eqn: JaxprEqn, operands: Sequence[BatchClass], analysis: Analysis) -> DividedCall | None:
     """A checkpointed call or branches with operands of some classes, divided; None for others and what stays coupled."""
     if eqn.primitive.name == "cond" and operands[0] == SHARED and not eqn.effects:
         walks = [_walked(b, operands[1:], analysis) for b in eqn.params["branches"]]
+        if any(w is not None and w.crossing_examples() for w in walks):
+            return None
         branches = [WalkedBranch(w.jaxpr, w.classes, frozenset(w.late_eqns)) for w in walks if w is not None]
         waits = len(branches) == len(walks) and any(b.late_eqns for b in branches)
         return divided_branches(eqn, operands, branches) if waits else None

@@ -99,7 +99,8 @@ def _run_divided(parts: LoopParts, operands: Sequence[jax.Array]) -> list[jax.Ar
     moved, examples, sums = _run_per_example(
         parts, shared, stacks, [initial[parts.carries[j]] for j in parts.moving]
     )
-    late = run_late(parts, shared, stacks, dict(zip(parts.sums, sums, strict=True)), initial)
+    finished = dict(zip((*parts.sums, *parts.examples), (*sums, *examples), strict=True))
+    late = run_late(parts, shared, stacks, finished, initial)
     return results_of_loop(parts, initial, (early, late), moved, examples, sums)
 
 

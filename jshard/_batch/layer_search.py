@@ -4,10 +4,11 @@ Problem.  A repetition of equations does not say where a layer begins, and the f
 first one the gradient of data, the last one a key that no layer uses, or a sum of gradients that has one addend there.
 
 Method.  A layer may begin at any of the p equations of a period. Of the places where the equations are a loop
-(`alike_layers.py`), that with most whole layers is taken, then with most equations in layers, then with the fewest bytes
-that pass on or are read of another sequence's layers otherwise than layer by layer. A layer before and one after are added
-with equations missing, if at least half of them are there and nothing reads the missing ones. Sequences that do not fit the
-others, forward and backward, are looked at again once all are known.
+(`alike_layers.py`), that with most products in layers is taken, then with the fewest bytes that pass on or are read of
+another sequence's layers otherwise than layer by layer, then with most whole layers: a norm after the last layer looks like
+the beginning of one more, but a layer that ended in it would pass on its statistics too. A layer before and one after are
+added with equations missing, if half of them or most products are there and nothing reads what is missing. Sequences that do
+not fit the others, forward and backward, are looked at again once all are known.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Callable, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from jshard._batch.alike_equations import Repetition, equation_codes, longest_repetition
+from jshard._batch.alike_equations import Repetition, equation_codes, is_large, longest_repetition
 from jshard._batch.alike_layers import AlikeLayers, NotALoopError, Row, as_loop, stacked_values
 from jshard._batch.partial_layers import in_part, with_ends, with_missing_layer
 from jshard._core import jaxcompat as compat
@@ -143,9 +144,10 @@ def _best(
         if len(layers.rows) == count - 1:
             layers = with_missing_layer(eqns, codes, layers, region)
         whole, cost = sum(None not in row for row in layers.rows), _cost(eqns, layers, indexes)
-        there = sum(i is not None for row in layers.rows for i in row)
-        fits = (len(layers.rows) == count, there, -cost, whole, -first)
-        rank = fits if count else (whole, there, -cost, len(layers.rows), -first)
+        there = [i for row in layers.rows for i in row if i is not None]
+        large = sum(is_large(eqns[i]) for i in there)
+        fits = (len(layers.rows) == count, large, -cost, len(there), whole, -first)
+        rank = fits if count else (large, -cost, whole, len(there), len(layers.rows), -first)
         if best is None or rank > best[0]:
             best = rank, layers
     if best is None:

@@ -38,7 +38,7 @@ class LoopParts:
         ones that the body changes. `late`: those computed after the pipeline. All by number.
     - `classes`: of the body's values; those of `late` equations are shared.
     - `cuts`: of the equations of the pipeline, by position; `late_eqns`: positions of those after it.
-    - `crossing`: sums that `late` equations read.
+    - `crossing`: sums that `late` equations read; `crossing_examples`: values per example (`extremes.py`).
     - `steps`: what runs on a piece of the batch in a layer.
     """
 
@@ -61,6 +61,7 @@ class LoopParts:
     late_eqns: frozenset[int]
     late_values: frozenset[JaxprAtom]
     crossing: tuple[JaxprAtom, ...]
+    crossing_examples: tuple[JaxprAtom, ...]
     steps: tuple[Step, ...]
     read: frozenset[JaxprAtom]
 
@@ -76,8 +77,9 @@ class LoopParts:
 
     @property
     def examples(self) -> tuple[JaxprAtom, ...]:
-        """Results per example, stacked over layers, each once."""
-        return tuple(dict.fromkeys(v for v in self.stacked if self.kind(v) == "per example"))
+        """Results per example, stacked over layers, and what crosses to the late part; each once."""
+        found = [v for v in self.stacked if self.kind(v) == "per example"]
+        return tuple(dict.fromkeys((*found, *self.crossing_examples)))
 
     @property
     def sums(self) -> tuple[JaxprAtom, ...]:
@@ -171,5 +173,5 @@ def _parts(
         tuple(j for j in others if walk.classes[carries[j]].is_example),
         tuple(j for j in others if not walk.classes[carries[j]].is_example),
         tuple(sorted(late)), walk.classes, walk.cuts, frozenset(walk.late_eqns), frozenset(walk.late),
-        walk.crossing(), (), frozenset(),
+        walk.crossing(), walk.crossing_examples(), (), frozenset(),
     )  # fmt: skip

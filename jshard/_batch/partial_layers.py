@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jshard._batch.alike_equations import is_large
 from jshard._batch.alike_layers import (
     AlikeLayers,
     Carried,
@@ -23,9 +24,6 @@ from jshard._batch.alike_layers import (
     identity,
 )
 from jshard._core.jax_types import JaxprAtom, JaxprEqn
-
-
-_LEAST_SHARE = 0.5  # of the equations of a layer that must be there
 
 
 def in_part(eqns: Sequence[JaxprEqn], rows: Sequence[Row]) -> AlikeLayers:
@@ -47,10 +45,10 @@ def with_ends(
     layers = in_part(eqns, rows)
     rows = list(layers.rows)
     row = _row_after(eqns, codes, layers, region[1])
-    if _share(row) >= _LEAST_SHARE:
+    if _is_layer(eqns, row, rows[layers.whole]):
         rows.append(row)
     row = _row_before(eqns, codes, layers, region[0])
-    return [row, *rows] if _share(row) >= _LEAST_SHARE else rows
+    return [row, *rows] if _is_layer(eqns, row, layers.rows[layers.whole]) else rows
 
 
 def _row_after(eqns: Sequence[JaxprEqn], codes: np.ndarray, layers: AlikeLayers, high: int) -> Row:
@@ -69,8 +67,11 @@ def _row_before(eqns: Sequence[JaxprEqn], codes: np.ndarray, layers: AlikeLayers
     return best
 
 
-def _share(row: Row) -> float:
-    return 1 - row.count(None) / len(row)
+def _is_layer(eqns: Sequence[JaxprEqn], row: Row, whole: Row) -> bool:
+    """Whether what there is of a layer is one: a product, and half of its equations or most of its products."""
+    large = [row[k] is not None for k, i in enumerate(whole) if i is not None and is_large(eqns[i])]
+    has_half = row.count(None) <= len(row) / 2
+    return has_half and (any(large) or not large) or sum(large) > len(large) / 2
 
 
 def with_missing_layer(

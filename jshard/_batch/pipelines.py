@@ -145,6 +145,7 @@ def in_pipeline(
     jaxpr = _inlined(layers.closed)
     analysis = Analysis(examples, shape.microbatches)
     loops, classes = _layer_loops(jaxpr, inputs, analysis)
+    _check_forward(jaxpr, loops, classes)
     for k, parts in loops.items():
         _check_layers(jaxpr.eqns[k], parts, shape, layers.unrolled)
         _check_axes(parts.jaxpr, shape)
@@ -251,6 +252,26 @@ def _parts_if_layers(eqn: JaxprEqn, operands: Sequence[BatchClass], analysis: An
     return parts if parts.moving else None
 
 
+def _check_forward(
+    jaxpr: Jaxpr, loops: Mapping[int, LoopParts], classes: Mapping[JaxprAtom, BatchClass]
+) -> None:
+    """Raise `ShardError` if the loops are a backward pass alone, and the forward pass has its parameters otherwise."""
+    if not all(compat.is_backward("", jaxpr.eqns[k]) for k in loops):
+        return
+    lengths = {p.layers for p in loops.values()}
+    for k, eqn in enumerate(jaxpr.eqns):
+        if k in loops or eqn.primitive.name != "scan" or int(eqn.params["length"]) not in lengths:
+            continue
+        n_consts, n_carry = compat.scan_split(eqn.params)
+        if any(class_in(classes, v).is_example for v in eqn.invars[n_consts : n_consts + n_carry]):
+            raise ShardError(
+                "the loop over layers reads all parameters in each layer, so that no stage holds only its own",
+                where=described(eqn),
+                fix="jax.lax.scan over the stacked parameters, lax.scan(layer, x, w), where the body indexes them by the "
+                "number of the layer (lax.fori_loop)",
+            )
+
+
 def _check_layers(eqn: JaxprEqn, parts: LoopParts, shape: PipelineShape, unrolled: bool) -> None:
     """Raise `ShardError` if the layers do not divide into stages and rounds, or pass keys on.
 
@@ -331,7 +352,9 @@ def _run_loop(
         {v: x for v, x in shared.items() if v in parts.read}, main,
         {v: x for v, x in ticks.items() if v in parts.read}, [initial[parts.carries[j]] for j in parts.moving],
     )  # fmt: skip
-    late = run_late(
-        parts, shared, {**stacks, **early.entering}, dict(zip(parts.sums, sums, strict=True)), initial
+    finished = dict(zip(parts.sums, sums, strict=True))
+    finished.update(
+        (v, x.whole()) for v, x in zip(parts.examples, examples, strict=True) if v in parts.crossing_examples
     )
+    late = run_late(parts, shared, {**stacks, **early.entering}, finished, initial)
     return results_of_loop(parts, initial, (early, late), moved, examples, sums)

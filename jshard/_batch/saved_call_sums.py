@@ -46,6 +46,8 @@ from jshard._program.loop_invariants import CHECKPOINTED
 
 def with_call_sums_saved(jaxpr: Jaxpr, inputs: Sequence[BatchClass], analysis: Analysis) -> Jaxpr:
     """The open jaxpr with such calls reading their sums, the same object if it has none; `inputs`: classes of its inputs."""
+    if not any(e.primitive.name in CHECKPOINTED for e in jaxpr.eqns):
+        return jaxpr
     classes: dict[JaxprAtom, BatchClass] = dict.fromkeys(jaxpr.constvars, SHARED)
     classes.update(zip(jaxpr.invars, inputs, strict=True))
     env: dict[JaxprAtom, JaxprAtom] = {}

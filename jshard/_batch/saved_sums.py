@@ -84,6 +84,8 @@ def with_sums_saved(closed: ClosedJaxpr, inputs: Sequence[BatchClass], analysis:
 
 def _saved_sums(jaxpr: Jaxpr, inputs: Sequence[BatchClass], analysis: Analysis) -> list[_Saved]:
     """What can be saved for the loops that couple the examples; a loop returns the sums of one other."""
+    if sum(map(is_plain_scan, jaxpr.eqns)) < 2:
+        return []
     classes: dict[JaxprAtom, BatchClass] = dict.fromkeys(jaxpr.constvars, SHARED)
     classes.update(zip(jaxpr.invars, inputs, strict=True))
     out: list[_Saved] = []

@@ -22,13 +22,16 @@ interleaved 1F1B, 2 groups 0.158 5.5 False
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
-from jshard._plan.rows import PipelineRow
+from jshard._core.messages import count_of
+from jshard._plan.rows import CollectiveRow, PipelineRow
 
 
 MOST_TICKS = 40
 """Ticks of a loop up to which every one is written."""
 
+_SHIFT = "stage_shift"  # the operator of such permutes
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
@@ -109,6 +112,23 @@ def layers_of(p: PipelineRow, stage: int) -> str:
                 runs.append(str(first) if first == last else f"{first}-{last}")
         texts.append(", ".join(runs) or "none")
     return "; ".join(texts)
+
+
+def moving_lines(p: PipelineRow, collectives: Iterable[CollectiveRow]) -> list[str]:
+    """What passes from stage to stage, where that is more than one value a loop: bytes of a permute, and how many run.
+
+    A loop passes on whatever its layers carry per example. The gradient of a value that all layers read, of an encoder's
+    output or of embeddings that are added again, is such a carry of the backward loop.
+    """
+    moved = [c for c in collectives if c.operator.startswith(_SHIFT)]
+    if len(moved) <= len(p.layers):
+        return []
+    each = ", ".join(f"{c.local} {c.dtype} ({c.operator}, {c.count:.0f} times)" for c in moved)
+    return [
+        f"{len(moved)} values pass from stage to stage in its {count_of(len(p.layers), 'loop')}, each by a permute a tick: "
+        f"{each}; more than one in a loop are all that its layers carry per example, as the gradient of what every layer "
+        "reads"
+    ]
 
 
 def unused_share(p: PipelineRow, stage: int) -> float:

@@ -32,7 +32,7 @@ from jshard._report.grouping import (
 )
 from jshard._report.left_whole import left_whole_lines
 from jshard._report.optional_imports import require
-from jshard._report.pipeline_schedules import layers_of, schedules, ticks_of, unused_share
+from jshard._report.pipeline_schedules import layers_of, moving_lines, schedules, ticks_of, unused_share
 from jshard._report.step_figures import mfu_text
 from jshard._report.totals import (
     USER_OWN,
@@ -113,6 +113,7 @@ def header_lines(plan: PlanRecord) -> list[str]:
             f"{count_of(p.rounds, 'round')}; {count_of(len(p.layers), 'loop')} of {p.ticks} ticks, "
             f"{p.bubble:.0%} idle"
         )
+        lines += [f"  {line}" for line in moving_lines(p, plan.collectives)]
         if p.outside:
             lines.append(f"  a backward pass through the layers runs outside the pipeline: {p.outside}")
         if p.unrolled:
