@@ -22,6 +22,7 @@ from jshard._network.allreduce_combining import SUM_PRIMITIVES, combinable_sums,
 from jshard._network.candidates import CandidateCache, CandidateSet, PinOfSide
 from jshard._network.cost_tables import CostTables
 from jshard._network.epilogue_charges import ChargedEpilogue, EpilogueCharge, epilogue_charges
+from jshard._network.made_of_constants import made_of_constants
 from jshard._network.op_classes import (
     cost_classes,
     distinct_candidate_sets,
@@ -164,7 +165,7 @@ def build_network(
     pairs = second_copies and sum(n > 1 for n in topology.mesh.sizes) <= MAX_SECOND_COPY_AXES
     edges, relays = build_edge_table(
         program, ids, distinct, reshard_counts(program), second_copies=pairs, returned_sums=returned,
-        combined_with=combined,
+        combined_with=combined, constants=[t for t in made_of_constants(program) if _may_be_whole(candidates, program, t)],
     )  # fmt: skip
     relay_tables = [tables.zero_table(len(relay.of_state)) for relay in relays.values()]
     charges = epilogue_charges(program, found, liveness(program, donated), edges, operator_tables)
@@ -284,10 +285,18 @@ def _reshard_tables(
         tables.reshard_table(
             e.source, e.target, program.tensors[e.tensor], e.repeats, returned_sum=e.returned_sum,
             combined_with=e.combined_with, sharing=e.sharing, duplicates=e.duplicates, charges=of_edge.get(e.edge, ()),
+            is_constant=e.is_constant,
         )
         for e in edges.rows(representatives)
     ]  # fmt: skip
     return np.array(numbers, dtype=np.int64)[alike]
+
+
+def _may_be_whole(candidates: Sequence[CandidateSet], program: Program, tensor: int) -> bool:
+    """Whether a tensor's operator has a candidate whose result no device lacks a part of."""
+    op = program.operators[program.use_def.def_op[tensor]]
+    layouts = candidates[op.id].results[op.results.index(tensor)].layouts
+    return any(not x.partial and not any(x.dims) for x in layouts)
 
 
 def _returned_sums(

@@ -38,6 +38,7 @@ from jshard._core.layout import Layout
 from jshard._network.build import PlanningNetwork, ReshardEdge
 from jshard._network.epilogue_charges import ChargeSeconds, EpilogueCharge
 from jshard._network.layout_pairs import equal_layouts, slices
+from jshard._network.made_of_constants import without_gathers
 from jshard._program.graph import Program
 from jshard._program.memory.live_intervals import (
     LiveIntervals,
@@ -130,6 +131,7 @@ class CopyVariable:
             edge.source, edge.target, tensor, edge.returned_sum, edge.combined_with
         )
         resharded = edge.repeats * seconds
+        resharded = without_gathers(resharded) if edge.is_constant else resharded
         for costs in self._charge_seconds(network):
             resharded = resharded + costs.alone_objective(network.level)
         sources, targets = edge.source.layouts, edge.target.layouts

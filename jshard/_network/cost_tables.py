@@ -17,6 +17,7 @@ from jshard._cost import resharding
 from jshard._network.candidates import CandidateSet, TensorLayouts
 from jshard._network.epilogue_charges import ChargeSeconds, EpilogueCharge, charge_seconds
 from jshard._network.layout_pairs import equal_layouts, slices
+from jshard._network.made_of_constants import without_gathers
 from jshard._network.operator_cost import OperatorCost, operator_cost
 from jshard._network.reshard_edges import NOT_SHARED, Relay, Sharing, SharingScopes
 from jshard._network.shared_exchanges import SharedExchange, exchange_seconds, shared_exchange_table
@@ -115,6 +116,7 @@ class CostTables:
         sharing: Sharing = NOT_SHARED,
         duplicates: tuple[TensorLayouts, ...] = (),
         charges: tuple[EpilogueCharge, ...] = (),
+        is_constant: bool = False,
     ) -> int:
         """Seconds of resharding from each state of the producer or relay to each state of the relay or reader.
 
@@ -127,10 +129,11 @@ class CostTables:
         - `duplicates`: layouts of earlier operands of the reader that read the same tensor: nothing is resharded in
             states in which one of them has the same layout.
         - `charges`: of epilogues between a product and whose root the edge is; their seconds are added.
+        - `is_constant`: of a value made of constants, which is not sent: pairs of states that would are impossible.
         """
         key = (
             "reshard", id(source), id(target), tensor.shape, tensor.dtype, count, returned_sum, combined_with,
-            sharing, charges, *map(id, duplicates),
+            sharing, charges, is_constant, *map(id, duplicates),
         )  # fmt: skip
         if key not in self._ids:
             seconds = self.seconds(source, target, tensor, returned_sum, combined_with)
@@ -141,6 +144,7 @@ class CostTables:
             if isinstance(source, Relay) and sharing.num_readers:
                 table = _split_among_sharers(table, source, target, sharing)
             table = zero_duplicate_reads(table * count, target, duplicates)
+            table = without_gathers(table) if is_constant else table
             for charge in charges:
                 seconds = self.charge_seconds(charge, source, target)
                 table = table + seconds.table(self.level, source, target)

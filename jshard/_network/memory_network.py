@@ -326,7 +326,7 @@ class _MemoryNetworkBuilder:
         charges = tuple([one.charge for one in self.network.epilogue_charges.get(edge.edge, ())])
         key = (
             id(edge.source), id(edge.target), tensor.shape, tensor.itemsize, edge.repeats, edge.returned_sum,
-            edge.combined_with, by_source, fused, charges,
+            edge.combined_with, by_source, fused, charges, edge.is_constant,
         )  # fmt: skip
         found = self.copy_tables.get(key)
         if found is None:

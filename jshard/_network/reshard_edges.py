@@ -93,6 +93,7 @@ class ReshardEdge(NamedTuple):
     - `returned_sum`: it is a sum that goes to results of free layout.
     - `combined_with`: how many sums share one latency with it.
     - `duplicates`: layouts of earlier operands of the reader that read the same tensor.
+    - `is_constant`: it is made of constants, and is not sent (`made_of_constants.py`).
     """
 
     edge: int
@@ -105,6 +106,7 @@ class ReshardEdge(NamedTuple):
     combined_with: int
     sharing: Sharing
     duplicates: tuple[TensorLayouts, ...]
+    is_constant: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -132,6 +134,7 @@ class EdgeTable:
     duplicates: Ints  # (edges,) a number of an entry of `duplicate_layouts`
     returned_sum: Bools  # (edges,)
     combined_with: Ints  # (edges,)
+    is_constant: Bools  # (edges,)
     layouts: tuple[TensorLayouts, ...]
     duplicate_layouts: tuple[tuple[TensorLayouts, ...], ...]
     sharing_scopes: tuple[SharingScopes, ...]
@@ -160,15 +163,15 @@ class EdgeTable:
         columns = (
             e, self.tensor[e], self.reader[e], self.source_layouts[e], self.target_layouts[e], self.repeats[e],
             self.returned_sum[e], self.combined_with[e], self.sharing[e], self.scope_bit[e], self.num_sharers[e],
-            self.readers_in_scope[e], self.duplicates[e],
+            self.readers_in_scope[e], self.duplicates[e], self.is_constant[e],
         )  # fmt: skip
         return [
             ReshardEdge(
                 edge, tensor, reader, self.layouts[source], self.layouts[target], count, returned, combined,
-                Sharing(self.sharing_scopes[scopes], bit, sharers, in_scope), self.duplicate_layouts[duplicates],
+                Sharing(self.sharing_scopes[scopes], bit, sharers, in_scope), self.duplicate_layouts[duplicates], constant,
             )
             for edge, tensor, reader, source, target, count, returned, combined, scopes, bit, sharers, in_scope,
-            duplicates in zip(*(c.tolist() for c in columns), strict=True)
+            duplicates, constant in zip(*(c.tolist() for c in columns), strict=True)
         ]  # fmt: skip
 
     def classes(self, aval_id: Ints, charges: Ints) -> tuple[Ints, list[int]]:
@@ -190,6 +193,7 @@ class EdgeTable:
                 self.sharing,
                 self.duplicates,
                 charges,
+                self.is_constant.astype(np.int64),
             )  # fmt: skip
         )
 
@@ -203,6 +207,7 @@ def build_edge_table(
     second_copies: bool,
     returned_sums: Collection[int] = (),
     combined_with: Mapping[int, int] | None = None,
+    constants: Collection[int] = (),
 ) -> tuple[EdgeTable, dict[int, Relay]]:
     """The edges of a program and the relays of its tensors.
 
@@ -211,7 +216,7 @@ def build_edge_table(
     - `candidate_ids`: (operators,) which of the `distinct` candidate sets each operator has.
     - `counts`: (uses,) how often each operand is resharded for its reader in one call.
     - `second_copies`: whether relays have states with a second copy.
-    - `returned_sums`, `combined_with`: tensors, see `ReshardEdge`.
+    - `returned_sums`, `combined_with`, `constants`: tensors, see `ReshardEdge`.
     """
     a, scopes = program.use_def, program.scopes
     num_tensors = len(a.def_op)
@@ -271,6 +276,7 @@ def build_edge_table(
         duplicates=column(np.zeros_like(shared), np.array(duplicates, dtype=np.int64)),
         returned_sum=_by_tensor(dict.fromkeys(returned_sums, 1), num_tensors, 0)[tensor] > 0,
         combined_with=_by_tensor(combined_with or {}, num_tensors, 1)[tensor],
+        is_constant=np.isin(tensor, list(constants)),
         layouts=tuple(numbering.layouts),
         duplicate_layouts=tuple(tuple(numbering.layouts[c] for c in d) for d in duplicate_ids),
         sharing_scopes=sharing_scopes,

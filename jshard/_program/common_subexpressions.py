@@ -6,6 +6,7 @@ earlier one is not added again: it gets the earlier one's results. Operators on 
 positions, are an exception: each is added, so that every user may have its own sharding without a reshard. They get
 equal value numbers all the same, so that expensive operators on them are merged, and then what is made of those: a copy
 would move what XLA moves once (a mask beside a cumulative sum of positions, in each layer).
+A chain of operators that only adds and drops dimensions of size 1 and gives an earlier value again is that value.
 
 Source: J. Cocke and J. T. Schwartz, "Programming languages and their compilers", 1970 (value numbering); XLA's `HloCSE`.
 
@@ -32,6 +33,7 @@ from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import JaxprEqn, Params
 from jshard._core.layout import ArrayType
 from jshard._program.operators import Atom
+from jshard._program.unit_views import Dims, dims_of, viewed
 
 
 # Never merged: operators with effects or foreign code, placement constraints, and barriers.
@@ -79,6 +81,9 @@ class ValueNumbering:
         self._operators: dict[Hashable, list[tuple[Params, Sequence[Atom]]]] = {}
         self._constant: set[Hashable] = set()
         self._shared: set[Hashable] = set()  # constants that are merged, by the first equal value
+        # Values of which others differ by dimensions of size 1 at most: the value, and where its dimensions are.
+        self._source: dict[Hashable, tuple[Hashable, Dims]] = {}
+        self._views: dict[Hashable, Atom] = {}
 
     def lookup(self, eqn: JaxprEqn, operands: Sequence[Hashable]) -> tuple[Sequence[Atom] | None, Key | None]:
         """The results of an equal operator, or None if this one must be added; and its key, for `record`.
@@ -94,12 +99,30 @@ class ValueNumbering:
                 if not results or results[0] in self._constant and results[0] not in self._shared:
                     return None, key
                 return results, key
-        return None, key
+        view = self._view(eqn, key)
+        same = None if view is None else self._views.get(view)
+        return (None if same is None else [same]), key
+
+    def _view(self, eqn: JaxprEqn, key: Key) -> tuple[Hashable, Dims, Hashable, bool] | None:
+        """What a result is a view of, and how; None unless it is one of a value that is no constant."""
+        if len(key) != 2 or type(key[1]) is not int or key[1] in self._constant:
+            return None
+        operand, aval = key[1], eqn.invars[0].aval
+        source, dims = self._source.setdefault(operand, (operand, dims_of(aval)))
+        found = viewed(eqn, dims)
+        if found is None:
+            return None
+        self._views.setdefault((source, dims, *_type(aval)), operand)
+        return (source, found, *_type(eqn.outvars[0].aval))
 
     def record(self, eqn: JaxprEqn, key: Key | None, results: Sequence[Atom]) -> None:
         """Record an operator that was added, under the key that `lookup` returned."""
         if key is None:
             return
+        view = self._view(eqn, key)
+        if view is not None:
+            self._views.setdefault(view, results[0])
+            self._source[results[0]] = view[:2]
         same_key = self._operators.setdefault(key, [])
         for params, first in same_key:
             if _same(params, eqn.params):
@@ -129,6 +152,10 @@ def runs_custom_vjp(eqn: JaxprEqn) -> bool:
         return name.startswith("custom_vjp")
     inner = [j for v in eqn.params.values() for j in (v if isinstance(v, tuple | list) else (v,))]
     return any(runs_custom_vjp(e) for j in inner if compat.is_jaxpr(j) for e in compat.open_jaxpr(j)[0].eqns)
+
+
+def _type(aval: ArrayType) -> tuple[Hashable, bool]:
+    return aval.dtype, bool(getattr(aval, "weak_type", False))
 
 
 def _same(a: Params, b: Params) -> bool:
