@@ -254,6 +254,9 @@ class _Writer:
             results = self.traced(cropped, operands, eqn)
         else:
             self.eqns.append(eqn.replace(invars=operands, outvars=results, params=params))
+        most = [f.padding.most for f, _ in active if f.padding.most is not None]
+        if most:
+            results = self.traced(lambda *counts: [jnp.minimum(x, most[0]) for x in counts], results, eqn)
         if eqn.primitive.name == "convert_element_type":
             self.conversions[results[0]] = self.eqns[-1]
         for k, (v, atom) in enumerate(zip(eqn.outvars, results, strict=True)):

@@ -11,8 +11,8 @@ function is the user's.
 >>> op = OpView("reduce_max", {"axes": (1,)}, (S((4, 7), "float32"),), (S((4,), "float32"),))
 >>> for factor, padding in padded_factors(op, rules_for(op)[0]).items():
 ...     print(op.ins[0].shape[factor], padding)
-4 PaddedFactor(masks=(), index=None)
-7 PaddedFactor(masks=((0, -inf),), index=None)
+4 PaddedFactor(masks=(), index=None, most=None)
+7 PaddedFactor(masks=((0, -inf),), index=None, most=None)
 """
 
 from __future__ import annotations
@@ -52,10 +52,12 @@ class PaddedFactor:
     """What padding of one factor needs.
 
     `masks`: (operand, value) pairs: the operand must have the value in the padding. `index`: the limit of an index.
+    `most`: what counts elements is at most this.
     """
 
     masks: tuple[tuple[int, Scalar], ...] = ()
     index: IndexLimit | None = None
+    most: int | None = None
 
 
 IGNORED = PaddedFactor()
@@ -209,7 +211,12 @@ def _gathered(op: OpView, rule: Rule, f: int) -> PaddedFactor | None:
 
 
 def _searched(op: OpView, rule: Rule, f: int) -> PaddedFactor | None:
-    return None if f in rule.reduction else IGNORED
+    """The array goes on with the greatest key. A query that is as great counts the padding too, if it counts equals."""
+    if f not in rule.reduction:
+        return IGNORED
+    greatest = greatest_key(op.ins[0].dtype)
+    most = op.ins[0].shape[0] if op.params["side"] == "right" else None
+    return None if greatest is None else PaddedFactor(masks=((0, greatest),), most=most)
 
 
 def _sorted(op: OpView, rule: Rule, f: int) -> PaddedFactor | None:

@@ -198,7 +198,8 @@ def stages() -> tuple[Any, ...]:
 @example
 def searches() -> tuple[Any, ...]:
     def fn(a: Any, q: Any) -> Any:
-        found = [searchsorted_p.bind(a, q, side=side, dtype="int32")[0] for side in ("left", "right")]
+        kinds = [("left", "scan"), ("right", "scan"), ("left", "sort"), ("right", "sort")]
+        found = [searchsorted_p.bind(a, q, side=s, method=m, dtype="int32")[0] for s, m in kinds]
         return found, lax.sort((q, -q, a[q % 8]), dimension=0, num_keys=1), jnp.argsort(q, 1, stable=False)
 
     return fn, jnp.sort(ints(16, low=0, high=9)), ints(8, 4, low=-2, high=12)

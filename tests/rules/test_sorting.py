@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -13,6 +14,7 @@ from jax import lax
 
 import jshard
 from jshard._core import jaxcompat as compat
+from jshard._program.equation_bodies import bodies_of
 from jshard._program.searchsorted_primitive import with_searches
 from jshard._rules.sorting_network import rounds
 from tests.helpers import rules_examples as examples
@@ -121,7 +123,7 @@ def test_searches_in_a_cut_array(pins: Any) -> None:
     f = jshard.shard(_searched, mesh=on_devices(8), in_strategy=pins)
     plan = f.plan(a, q, verify=True)
     assert plan.verification is not None and plan.verification.ok
-    assert [r.primitive for r in plan.operators].count("searchsorted") >= 3
+    assert [r.primitive for r in plan.operators].count("searchsorted") >= 4
     for got, want in zip(jax.tree.leaves(f(a, q)), jax.tree.leaves(_searched(a, q)), strict=True):
         assert got.dtype == want.dtype
         np.testing.assert_array_equal(got, want)
@@ -131,24 +133,65 @@ def test_searches_in_a_cut_array(pins: Any) -> None:
     np.testing.assert_array_equal(got, want)
 
 
-def test_a_search_in_a_cut_array_adds_counts() -> None:
+@pytest.mark.parametrize("method", ["scan", "sort"])
+def test_a_search_in_a_cut_array_adds_counts(method: str) -> None:
     mesh = jshard.topology("v5e:4x4", {"t": 16})
-    f = jshard.shard(lambda a, q: jnp.searchsorted(a, q), mesh=mesh, in_strategy=((16,), None))
+    f = jshard.shard(lambda a, q: jnp.searchsorted(a, q, method=method), mesh=mesh, in_strategy=((16,), None))
     plan = f.plan(jax.ShapeDtypeStruct((1 << 24,), "float32"), jax.ShapeDtypeStruct((1024,), "float32"))
     assert [(c.kind, c.bytes) for c in plan.collectives] == [("reduce_scatter", 15 * 1024 / 16 * 4)]
+
+
+@pytest.mark.parametrize("method", ["scan", "sort"])
+@pytest.mark.parametrize("kind", ["float32", "int8", "bool"])
+@pytest.mark.parametrize("size, devices", [(331, 8), (13, 4)])
+def test_searches_in_an_array_whose_size_no_cut_divides(
+    method: str, kind: str, size: int, devices: int
+) -> None:
+    """Queries as great as the padding, or NaN, count the elements of the array alone."""
+    if kind == "bool":
+        a, q = jnp.arange(size) > size // 2, jnp.array([[True, False], [True, True]])
+    else:
+        a = jnp.sort(jnp.asarray(examples.ints(size, low=-20, high=120), kind))
+        great = jnp.nan if kind == "float32" else 127
+        a = a.at[-2:].set(great)
+        q = jnp.asarray(examples.ints(4, 7, low=-21, high=122), kind).at[0, :2].set(great)
+
+    def fn(a: Any, q: Any) -> Any:
+        sides = [jnp.searchsorted(a, q, side=side, method=method) for side in ("left", "right")]
+        return sides, (q.astype("float32") * sides[0]).sum()
+
+    f = jshard.shard(fn, mesh=on_devices(devices), in_strategy=((devices,), None), config={"pad": True})
+    plan = f.plan(a, q, verify=True)
+    assert plan.padding and plan.verification is not None and plan.verification.ok, str(plan.verification)
+    assert not [c for c in plan.collectives if c.kind == "all_gather" and c.tensor == "a"]
+    for got, want in zip(jax.tree.leaves(f(a, q)), jax.tree.leaves(fn(a, q)), strict=True):
+        np.testing.assert_array_equal(got, want)
+    if kind == "float32":
+        q = jnp.nan_to_num(q)
+        got, want = (jax.grad(lambda q, g=g: g(a, q)[1])(q) for g in (f, fn))
+        np.testing.assert_array_equal(got, want)
 
 
 def test_only_searches_of_one_array_are_found() -> None:
     def searchsorted(a: Any, q: Any) -> Any:
         return q * a[0] < a[1]
 
+    def inside(jaxpr: Any) -> list[str]:
+        return [
+            n for e in jaxpr.eqns for n in (e.primitive.name, *(m for b in bodies_of(e) for m in inside(b)))
+        ]
+
     def names(f: Any, *args: Any) -> list[str]:
-        opened = compat.open_jaxpr(jax.make_jaxpr(f)(*args))[0]
-        return [e.primitive.name for e in with_searches(opened).eqns]
+        return inside(with_searches(compat.open_jaxpr(jax.make_jaxpr(f)(*args))[0]))
 
     a, q = jnp.arange(8.0), jnp.ones(3)
     assert "searchsorted" not in names(jax.jit(searchsorted), a, q)
     assert "searchsorted" not in names(jax.vmap(jnp.searchsorted), jnp.stack([a, a]), jnp.stack([q, q]))
+    by_sort = functools.partial(jnp.searchsorted, method="sort")
+    assert "searchsorted" in names(by_sort, a, q) and "searchsorted" in names(by_sort, a, q.reshape(1, 3))
+    arrays, queries = jnp.stack([a, a]), jnp.stack([q, q])
+    assert "searchsorted" not in names(jax.vmap(by_sort), arrays, queries)
+    assert "searchsorted" not in names(jax.vmap(by_sort, (0, None)), arrays, q)
     opened = compat.open_jaxpr(jax.make_jaxpr(lambda x: jnp.sort(x))(a))[0]
     assert with_searches(opened) is opened
 
