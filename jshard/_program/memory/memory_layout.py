@@ -10,6 +10,9 @@ product reads in its own order is kept row-major: compiled alone, an update of i
 sake of the few rows that it writes (`LocalContext.in_row_major`). For each of the others a copy is counted: at the
 product, or while the loop runs.
 
+An update of which the new elements come from other elements of the same array is not constrained: XLA for CPUs writes
+over them before they are read (`docs/jax_bugs.md`).
+
 Seen on v5e with libtpu 0.0.42: a cache (32, 2, 8192, 128) in a `fori_loop`: 428 MB instead of 294 with one array
 transposed, 294 and 14% fewer cycles an iteration where it is kept row-major; (32, 8192, 2, 128): 428 MB transposed before
 the loop, 562 MB transposed in every iteration.
@@ -23,6 +26,7 @@ import numpy as np
 
 from jshard._core.hardware import Chip
 from jshard._program.graph import Literal, Operator, Program
+from jshard._program.memory.fusion_traits import fusion_traits
 from jshard._program.memory.in_place import CARRY_KINDS, is_update, updated_stacks
 
 
@@ -79,7 +83,11 @@ def _memory_layout(program: Program, transposes_carries: bool) -> MemoryLayout:
     transposed_arguments = {view.argument for *_, view in wrong}
     all_updates = {u: v.argument for v in views.values() for u in v.updates}
     row_major = frozenset(
-        u for u, arg in all_updates.items() if u not in transposed_updates and arg not in transposed_arguments
+        u
+        for u, arg in all_updates.items()
+        if u not in transposed_updates
+        and arg not in transposed_arguments
+        and not _reads_elsewhere(program, program.operators[u])
     )
     transposed = frozenset(view.carries[0] for *_, view in wrong if view.carries and transposes_carries)
     return MemoryLayout(
@@ -87,6 +95,41 @@ def _memory_layout(program: Program, transposes_carries: bool) -> MemoryLayout:
         tuple((i, k) for i, k, view in wrong if not (view.carries and transposes_carries)),
         transposed,
     )
+
+
+def _reads_elsewhere(program: Program, update: Operator) -> bool:
+    """Whether what is written comes, through operators that may be one kernel with the update, from another part of it."""
+    array, traits = update.operands[0], fusion_traits(program)
+    pending, seen = [a for a in update.operands[1:] if isinstance(a, int)], set()
+    while pending:
+        t = pending.pop()
+        if t == array:
+            return True
+        maker = program.operators[program.use_def.def_op[t]]
+        if t in seen or not (traits.duplicable[maker.id] or maker.primitive in _VIEWS):
+            continue
+        seen.add(t)
+        if not _is_same_place(program, maker, update):
+            pending += [a for a in maker.operands if isinstance(a, int)]
+    return False
+
+
+def _is_same_place(program: Program, part: Operator, update: Operator) -> bool:
+    """Whether an operator takes of the updated array what the update writes."""
+    if part.operands[:1] != update.operands[:1] or part.primitive not in ("slice", "dynamic_slice"):
+        return False
+    written = update.operands[1]
+    shape = written.aval.shape if isinstance(written, Literal) else program.tensors[written].shape
+    if update.primitive != "dynamic_update_slice" or program.tensors[part.results[0]].shape != shape:
+        return False
+    if part.primitive == "slice":
+        starts = [a.value if isinstance(a, Literal) else None for a in update.operands[2:]]
+        return starts == list(part.equation.params["start_indices"])
+    return [_number(a) for a in part.operands[1:]] == [_number(a) for a in update.operands[2:]]
+
+
+def _number(a: Literal | int) -> tuple[bool, int]:
+    return (True, int(np.asarray(a.value))) if isinstance(a, Literal) else (False, a)
 
 
 def _views(program: Program) -> dict[int, _View]:
