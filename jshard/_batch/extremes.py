@@ -10,8 +10,8 @@ others first. What is left, one number an example, leaves the pipeline; of it th
 >>> from jshard._batch.batch_class import per_example
 >>> eqn = jax.make_jaxpr(lambda x: jnp.max(x, (0, 2)))(jnp.ones((8, 3, 4))).eqns[-1]
 >>> call = extreme_of_each(eqn, [per_example(0)])
->>> [e.params["axes"] for e in call.eqns], call.eqns[0].outvars[0].aval.shape
-(((2,), (0,)), (8, 3))
+>>> [tuple(e.params["axes"]) for e in call.eqns], call.eqns[0].outvars[0].aval.shape
+([(2,), (0,)], (8, 3))
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def test_a_copy_that_is_made_again_waits_for_the_product_before_where_both_are_t
     options: Any = dict(in_strategy=([(8, 1)] * 2, (8, 1)), out_strategy=[(8, 1)] * 2, donate_argnums=(0,))
     network = network_of(head_step, args, mesh, **options)
     lowered, wait = [], live_range_splits._after_products
-    for x in random_plans(network.cost_network, 40):
+    for x in random_plans(network.cost_network, 160):
         made = schedule(assignment_of(network, tuple(x.tolist())))
         monkeypatch.setattr(live_range_splits, "_after_products", lambda split, *_: split)
         before = split_live_ranges(made, network.liveness, network.donated, 0.0)
@@ -135,10 +135,9 @@ def test_a_copy_that_is_made_again_waits_for_the_product_before_where_both_are_t
         after = split_live_ranges(made, network.liveness, network.donated, 0.0)
         if after is None or before is None:
             continue
-        assert after.profile.peak <= before.profile.peak and cost(after.schedule, network) <= cost(
-            before.schedule, network
-        )
+        rank = [(s.profile.peak, cost(s.schedule, network)) for s in (after, before)]
+        assert rank[0] <= rank[1]
         assert after.profile.peak == peak_bytes(after.schedule, network.liveness, network.donated)
         if after.schedule.assignment.regather_after:
             lowered.append(after.profile.peak / before.profile.peak)
-    assert min(lowered, default=1.0) < 0.9
+    assert len(lowered) > 4 and min(lowered) < 0.9

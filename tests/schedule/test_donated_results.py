@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,6 +45,16 @@ def sharded(f, lead, **options):
     return jshard.shard(f, (whole, P("x", None)), whole, mesh=MESH, **options)
 
 
+def of_predicates(text):
+    """Barriers behind which the predicate of a selection stands."""
+    return re.findall(r"optimization_barrier .* : tensor<i1>", text)
+
+
+def of_pairs(text):
+    """Barriers of two values, so that the second is selected after the first; a reduce-scatter has one of its block."""
+    return re.findall(r"optimization_barrier %\w+, %\w+ :", text)
+
+
 @pytest.mark.parametrize("f, lead", [(step, (4,)), (straight, ())])
 def test_the_buffer_of_a_gather_is_counted_beside_the_argument(f, lead):
     args = [S((*lead, D, D), "float32")] * 2, S((64, D), "float32")
@@ -80,9 +92,8 @@ def test_such_results_are_selected_one_after_the_other():
     want = jax.jit(step)(p, x)
     f = sharded(step, (4,), hardware="tpu-v5e", donate_argnums=0)
     # A barrier for each predicate, and one between the two.
-    plain = sharded(step, (4,), hardware="h100", donate_argnums=0)
-    barriers = [g.lower(p, x).as_text().count("optimization_barrier") for g in (f, plain)]
-    assert barriers[0] == barriers[1] + 3
+    text = f.lower(p, x).as_text()
+    assert len(of_predicates(text)) == 2 and len(of_pairs(text)) == 1
     for a, b in zip(want, f(jax.tree.map(jnp.array, p), x), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
@@ -90,4 +101,4 @@ def test_such_results_are_selected_one_after_the_other():
 def test_results_that_are_not_donated_or_small_are_left_alone():
     args = [S((4, D, D), "float32")] * 2, S((64, D), "float32")
     text = sharded(step, (4,), hardware="tpu-v5e").lower(*args).as_text()
-    assert text.count("optimization_barrier") == 0
+    assert not of_predicates(text) and not of_pairs(text)
