@@ -309,6 +309,10 @@ class Builder:
             ]  # type: ignore[assignment]
         return [a if type(a) is int else self.literal(a) if isinstance(a, Literal) else a for a in operands]
 
+    def key(self, a: Atom) -> Hashable:
+        """An atom as a key for value numbering."""
+        return self.literal(a) if isinstance(a, Literal) else a
+
     def literal(self, a: Literal) -> LiteralValue:
         """The value of a literal as a key; many literals share one object."""
         key = id(a.value)

@@ -103,6 +103,10 @@ class ValueNumbering:
         same = None if view is None else self._views.get(view)
         return (None if same is None else [same]), key
 
+    def first_equal(self, value: Hashable) -> Hashable:
+        """The first value equal to this one, constants among them."""
+        return self._first_equal.get(value, value)
+
     def _view(self, eqn: JaxprEqn, key: Key) -> tuple[Hashable, Dims, Hashable, bool] | None:
         """What a result is a view of, and how; None unless it is one of a value that is no constant."""
         if len(key) != 2 or type(key[1]) is not int or key[1] in self._constant:

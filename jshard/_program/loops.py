@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Literal as OneOf
 
 from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn
 from jshard._program.builder import Builder, Env, Frame
+from jshard._program.common_subexpressions import ValueNumbering
 from jshard._program.loop_invariants import Path, hoist, still_read
 from jshard._program.operators import Atom, Block, Call, Literal, Operator
 from jshard._program.stage_shift import ADD_TO_ROUND
@@ -59,13 +60,14 @@ def scan(b: Builder, eqn: JaxprEqn, env: Env, repeat: float, prefix: str) -> lis
         carry_ops.append(i)
         inner.append(in_body)
         results.append(final)
-    xs_ops = []
+    xs_ops, slices = [], []
     for k, a in enumerate(stacks, num_carry):
         i, (in_body,) = b.boundary(
             "scan_xs", [a], [body_avals[k]], [f"scan xs {num_consts + k}"], repeat, [repeat], eqn, prefix, [inside]
         )  # fmt: skip
         xs_ops.append(i)
-        inner.append(in_body)
+        slices.append(in_body)
+    inner += _first_of_equal(slices, list(map(b.key, stacks)))
 
     first_inner = len(b.operators)
     block = _body(b, body, inner, inside, prefix, frame, ())
@@ -82,7 +84,8 @@ def scan(b: Builder, eqn: JaxprEqn, env: Env, repeat: float, prefix: str) -> lis
         )
         ys_ops.append(i)
         results.append(stacked)
-    env.update(zip(eqn.outvars, results, strict=True))
+    first_stacks = _first_of_equal(results[num_carry:], list(map(b.key, block.outputs[num_carry:])))
+    env.update(zip(eqn.outvars, [*results[:num_carry], *first_stacks], strict=True))
     boundary = {
         "const": tuple(const_ops), "carry": tuple(carry_ops), "xs": tuple(xs_ops), "ys": tuple(ys_ops),
     }  # fmt: skip
@@ -151,13 +154,17 @@ def cond(b: Builder, eqn: JaxprEqn, env: Env, repeat: float, prefix: str) -> lis
     pred, _ = b.boundary(
         "predicate", [operands[0]], [eqn.invars[0].aval], ["branch index"], repeat, [repeat], eqn, prefix
     )
-    blocks = []
+    blocks, values = [], []
+    outer = b.value_numbering
     for k, branch in enumerate(eqn.params["branches"]):
         b.path.append(
             f"branch {k}"
         )  # what is hoisted in one branch is known by its place, which another has too
-        blocks.append(b.enter(branch, operands[1:], repeat, prefix))
+        b.value_numbering = ValueNumbering()
+        blocks.append(b.enter(branch, operands[1:], repeat, prefix, separate=False))
+        values.append([b.value_numbering.first_equal(b.key(a)) for a in blocks[-1].outputs])
         b.path.pop()
+    b.value_numbering = outer
     joins, results = [], []
     for k, v in enumerate(eqn.outvars):
         ends = [block.outputs[k] for block in blocks]
@@ -166,9 +173,19 @@ def cond(b: Builder, eqn: JaxprEqn, env: Env, repeat: float, prefix: str) -> lis
         )
         joins.append(i)
         results.append(joined)
-    env.update(zip(eqn.outvars, results, strict=True))
+    env.update(zip(eqn.outvars, _first_of_equal(results, list(zip(*values, strict=True))), strict=True))
     boundary = {"pred": (pred,), "join": tuple(joins)}
     return [Call("cond", eqn, tuple(operands), tuple(results), tuple(blocks), boundary, prefix)]
+
+
+def _first_of_equal(atoms: Sequence[int], values: Sequence[Hashable]) -> list[int]:
+    """The atoms, each replaced by the first one of an equal value: XLA keeps, stacks and moves that one alone.
+
+    >>> _first_of_equal([7, 8, 9], ["x", "y", "x"])
+    [7, 8, 7]
+    """
+    first: dict[Hashable, int] = {}
+    return [first.setdefault(value, a) for a, value in zip(atoms, values, strict=True)]
 
 
 def _hoist_invariants(

@@ -101,6 +101,28 @@ def test_equal_loops_are_one():
     assert primitives(traced(f, X)) == {"sin": 1, "add": 1}
 
 
+@pytest.mark.parametrize(
+    "other", [lambda x: (x, 0 * x, 0 * x), lambda x: (x, jnp.zeros_like(x), jnp.zeros_like(x))]
+)
+def test_equal_values_that_branches_return_and_loops_stack_are_one(other):
+    """A layer under `lax.cond` hands two equal values to its backward pass; XLA keeps, stacks and moves one."""
+
+    def f(w, x):
+        def layer(h, w):
+            h, a, b = lax.cond(h[0, 0] > 0, lambda h: (h @ w, jnp.sin(h), jnp.sin(h)), other, h)
+            return h, (a, b)
+
+        return lax.scan(lambda h, ab: (h + ab[0] * ab[1], None), *lax.scan(layer, x, w))[0]
+
+    args = jnp.ones((3, 4, 4)) / 3, X
+    p = traced(f, *args)
+    read = {a for op in p.operators for a in op.operands if isinstance(a, int)}
+    for kind, used in (("cond_join", 2), ("scan_ys", 1), ("scan_xs", 2)):  # of h, a, b; of a, b; of w, a, b
+        found = [op for op in p.operators if op.kind == kind]
+        assert sum(op.results[0] in read for op in found) == used < len(found), kind
+    np.testing.assert_allclose(jshard.shard(f, mesh=LINE)(*args), f(*args), rtol=1e-6)
+
+
 def test_values_and_gradients_are_those_of_the_plain_program():
     def f(w, x):
         h = (x - x.mean(0)) / jnp.sqrt(x.var(0) + 1)
