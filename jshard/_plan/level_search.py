@@ -185,6 +185,9 @@ class LevelSearch:
             smallest = fitting
         elif solution.peak < smallest.peak:
             smallest = dataclasses.replace(solution, peak_bound=smallest.peak_bound)
+        if smallest.peak > self._limit:
+            bounding = memory_network(smallest.network, lower_bound=True)
+            smallest = descend_peak(smallest, bounding, Effort(), self._limit)
         return dataclasses.replace(of_network(smallest, network), bound=solution.bound)
 
     def _early_plan(self, network: PlanningNetwork) -> ScheduledSolution | None:

@@ -18,6 +18,7 @@ from jshard._plan.request import PlanRequest
 from jshard._plan.scheduled_solution import fitting_or_lowest
 from jshard._search import Effort, solve
 from tests.helpers.memory_networks import MESH, network_of
+from tests.laws.program_bytes import without_latency
 
 
 SMALL = jax.sharding.AbstractMesh((2, 2), ("x", "y"))
@@ -132,3 +133,36 @@ def test_the_last_piece_need_not_be_the_one_that_fits(monkeypatch):
     assert chosen == 4 and "since 1, 2 exceed the budget" in text
     with pytest.raises(ShardError, match="exceed the budget too: cannot be cut"):
         microbatches((1, 2, 4, 8), lambda count: (11.0, 1.0), fails_from=8)
+
+
+def weighted_averages(p: Any, x: Any) -> Any:
+    """RWKV's time mixing: exponentially weighted averages of values by a stable recurrence."""
+    before = jnp.concatenate([jnp.zeros_like(x[:, :1]), x[:, :-1]], 1)
+    mix = jax.nn.sigmoid(p["mix"])
+    mixed = x * mix + before * (1 - mix)
+    keys, values, gate = mixed @ p["k"], mixed @ p["v"], jax.nn.sigmoid(mixed @ p["r"])
+
+    def step(carry, kv):
+        (a, b, o), (k, v) = carry, kv
+        q = jnp.maximum(o, p["u"] + k)
+        e1, e2 = jnp.exp(o - q), jnp.exp(p["u"] + k - q)
+        out = (e1 * a + e2 * v) / (e1 * b + e2)
+        w = o - jnp.exp(p["w"])
+        q = jnp.maximum(w, k)
+        e1, e2 = jnp.exp(w - q), jnp.exp(k - q)
+        return (e1 * a + e2 * v, e1 * b + e2, q), out
+
+    zero = jnp.zeros((x.shape[0], x.shape[2]))
+    out = jax.lax.scan(step, (zero, zero, zero - 1e9), (keys.swapaxes(0, 1), values.swapaxes(0, 1)))[1]
+    return ((out.swapaxes(0, 1) * gate) ** 2).mean()
+
+
+def test_a_budget_is_not_refused_before_single_operators_are_changed():
+    """A search of little effort refused this budget and then the one that its own refusal advised."""
+    mesh = jax.sharding.AbstractMesh((2, 4), ("a", "b"))
+    p = {"w": f32(24), "u": f32(24), "mix": f32(24), "k": f32(24, 24), "v": f32(24, 24), "r": f32(24, 24)}
+    step = jshard.shard(
+        jax.value_and_grad(weighted_averages), in_strategy={"x": (1, 1, 8)}, mesh=mesh, hardware=without_latency(),
+        memory_budget=23_547, config={"search_seconds": 1.0},
+    )  # fmt: skip
+    assert step.plan(p, f32(4, 20, 24)).cost.peak_bytes <= 23_547
