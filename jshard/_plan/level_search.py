@@ -180,15 +180,12 @@ class LevelSearch:
         # Plans that fit may have to repeat products: that is priced in their cost, but not in this search.
         unpriced = self.network(replication_price=0.0, price_returned_sums=False, second_copies=False)
         smallest = self.minimize_peak(unpriced).after(solution)
-        fitting = fitting_or_lowest((smallest, solution), self._limit)
-        if fitting.peak <= self._limit:
-            smallest = fitting
-        elif solution.peak < smallest.peak:
-            smallest = dataclasses.replace(solution, peak_bound=smallest.peak_bound)
-        if smallest.peak > self._limit:
-            bounding = memory_network(smallest.network, lower_bound=True)
-            smallest = descend_peak(smallest, bounding, Effort(), self._limit)
-        return dataclasses.replace(of_network(smallest, network), bound=solution.bound)
+        best = fitting_or_lowest((smallest, solution), self._limit)
+        if best.peak > self._limit:
+            best = dataclasses.replace(best, peak_bound=smallest.peak_bound)
+            bounding = memory_network(best.network, lower_bound=True)
+            best = descend_peak(best, bounding, Effort(), self._limit)
+        return dataclasses.replace(of_network(best, network), bound=solution.bound)
 
     def _early_plan(self, network: PlanningNetwork) -> ScheduledSolution | None:
         """A plan within the budget before any search; None where none is found, and of a program that is not large."""
