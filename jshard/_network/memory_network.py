@@ -33,7 +33,7 @@ while the product runs, and nothing if the product reads the weight as it is.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import numpy as np
 
@@ -93,6 +93,19 @@ def with_copies(memory: CostNetwork, states: Ints) -> Ints:
     return np.concatenate([states, np.array(best, dtype=np.int64)[codes]])
 
 
+def _large_together(nbytes: Mapping[int, int], least: float) -> frozenset[int]:
+    """The tensors left when the smallest are taken out that have at most `least` bytes together.
+
+    A copy that several readers share may be kept as long as all others, as the small weights of low-rank adapters.
+
+    >>> sorted(_large_together({1: 2, 2: 5, 3: 4, 4: 1}, 5.0))
+    [2, 3]
+    """
+    smallest = sorted(nbytes, key=lambda t: nbytes[t])
+    total = itertools.accumulate(nbytes[t] for t in smallest)
+    return frozenset(t for t, upto in zip(smallest, total, strict=True) if upto > least)
+
+
 class _MemoryNetworkBuilder:
     """Collects the arrays of one network; used once."""
 
@@ -110,6 +123,9 @@ class _MemoryNetworkBuilder:
         largest = max((self.program.tensors[e.tensor].nbytes for e in network.reshard_edges), default=0)
         # Bytes of the smallest tensor whose copies get variables.
         self.least_with_copies = largest * min(_MIN_COPY_SHARE, _MIN_COPY_PARTS / self.mesh.total)
+        self.with_stored_copies = _large_together(
+            {t: self.program.tensors[t].nbytes for t in network.relays}, self.least_with_copies
+        )
         self.paths = (
             kept_operands(network, live, stored, self.flows, self.flow_through, self.least_with_copies)
             if self.is_lower_bound
@@ -172,7 +188,8 @@ class _MemoryNetworkBuilder:
         A materialized value dies when it was resharded; between its copies it is live, or something no larger. Its
         stored layout is not known at a reader, so only the estimate counts both.
         """
-        if self.program.tensors[tensor].nbytes < self.least_with_copies:
+        is_small = self.program.tensors[tensor].nbytes < self.least_with_copies
+        if is_small and tensor not in self.with_stored_copies:
             return False
         if not self.is_lower_bound:
             return True
