@@ -418,14 +418,18 @@ def _solve_integer_program(problem: ReducedProblem, search: SearchState) -> None
 
 
 def _break_ties(network: CostNetwork, search: SearchState) -> None:
-    """Lower the cost at the peak reached, then look for lower peaks by prices that know the costs."""
-    min_cost_at_peak(network, search)
+    """Look for lower peaks by prices that know the costs, and where there is none, lower the cost at the peak reached.
+
+    An answer within a limit has a low cost already.
+    """
     for share in (0.1, 0.5):  # of the peak's gap: other limits lead to other answers than the game's
         if search.out_of_time or search.incumbent_cost <= search.bound * (1 + max(search.gap, _PEAK_GAP)):
             break
         limit = search.bound + share * (search.incumbent_cost - search.bound)
         if min_cost_at_peak(network, search, limit):
             search.report(f"prices below {search.incumbent_cost:.6g}")
+            return
+    min_cost_at_peak(network, search)
     search.report("least cost at this peak")
 
 
