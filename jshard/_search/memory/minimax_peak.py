@@ -422,14 +422,16 @@ def _break_ties(network: CostNetwork, search: SearchState) -> None:
 
     An answer within a limit has a low cost already.
     """
+    found = False
     for share in (0.1, 0.5):  # of the peak's gap: other limits lead to other answers than the game's
         if search.out_of_time or search.incumbent_cost <= search.bound * (1 + max(search.gap, _PEAK_GAP)):
             break
         limit = search.bound + share * (search.incumbent_cost - search.bound)
         if min_cost_at_peak(network, search, limit):
             search.report(f"prices below {search.incumbent_cost:.6g}")
-            return
-    min_cost_at_peak(network, search)
+            found = True
+    if not found:
+        min_cost_at_peak(network, search)
     search.report("least cost at this peak")
 
 
