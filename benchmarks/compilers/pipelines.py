@@ -142,19 +142,19 @@ def page(rows: list[dict[str, Any]]) -> str:
         "libtpu's own buffer assignment (`live_bytes.py`): weights gathered for a loop, gradients of a tick. `with "
         "it`: the plan over that and what is in use at that time; blank in rows compiled before it was read.",
         "",
-        "At a width of 1024 seven of eight plans are 88 to 125 MB above what is in use: as much lies on the chip, "
-        "which no plan counts on. With it they are within 4%. The eighth, two slices with M = 16, R = 2, is below: "
-        "there the compiler copies the sums of gradients into another layout, as follows.",
+        "At a width of 1024 the plans are 88 to 125 MB above what is in use: as much lies on the chip, which no plan "
+        "counts on. With it they are within 4%.",
         "",
         "Two slices, M = 4, R = 2 at a width of 1024 reduces weight gradients in each of its 9 ticks. `python -m "
-        "benchmarks.compilers.reduced_once` compiles that plan and one that reduces them once (25 November 2026): "
-        "planned 62.8 against 63.9 ms, compiled 77.2 (51.6 of compute, 497 MB in use) against 78.6 ms (58.2 of "
+        "benchmarks.compilers.reduced_once` compiles that plan and one that reduces them once (27 November 2026): "
+        "planned 62.8 against 63.9 ms, compiled 77.2 (51.5 of compute, 497 MB in use) against 78.6 ms (58.1 of "
         "compute, 900 MB in use). So each tick is faster, by 1.8% in both counts: 27 reduce-scatters in bfloat16 "
         "within a slice take less than adding to the float32 sums of both rounds. Reduced once with the 1024 of "
-        "`gate` and `up` cut by 16 in place of the 4096, which costs the plan the same, the step compiles to 101.5 ms "
-        "(80.6 of compute, 1,034 MB in use): blocks of 64 are less than the 128 lanes of a tile, and the compiler "
-        "makes the reduce-scatter an all-reduce and copies the sums into another layout in each tick. In all other "
-        "rows reducing once is planned to be cheaper.",
+        "`gate` and `up` cut by 16 in place of the 4096, which costs the plan the same, the step compiles to 83.5 ms "
+        "(59.8 of compute, 900 MB in use): blocks of 64 are less than the 128 lanes of a register, and the compiler "
+        "makes the reduce-scatter an all-reduce. Without the barrier that a lowering for TPUs puts before such a "
+        "reduce-scatter it also copied the sums into another layout in each tick (101.5 ms, 1,034 MB in use; M = 16, "
+        "R = 2: 238 against 166 ms). In all other rows reducing once is planned to be cheaper.",
         "",
         "| machine | width | M | R | permutes | others | planned B | emitted B | equal | planned peak | allocated | / "
         "| in use | / | on the chip | with it / | weights |",

@@ -26,7 +26,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 
-REGISTER = 1024
+LANES = 128
+"""Lanes of a TPU's vector register."""
+
+REGISTER = 8 * LANES
 """Elements of a TPU's vector register: 8 sublanes of 128 lanes."""
 
 

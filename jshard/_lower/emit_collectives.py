@@ -29,6 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jshard._core import jaxcompat as compat
+from jshard._core.compute_units import LANES
 from jshard._core.jaxcompat import itemsize
 from jshard._core.layout import Layout, MeshAxes
 from jshard._core.topology import Topology
@@ -76,22 +77,35 @@ def apply_reshard(
                 x = all_to_all_by_permutes(x, step.axes, step.dst_dim, step.src_dim, mesh)
                 layout = apply_step(step, layout)
                 continue
-        x = _emit(x, layout, step, mesh, vma, consumer_axes)
-        if step.kind == "reduce_scatter" and topology is not None and not vma:
-            x = _scattered_at_once(x, topology)
+        on_tpu = topology is not None and not vma and topology.chip.name.startswith("tpu")
+        if on_tpu and step.kind == "reduce_scatter":
+            x = _scattered_at_once(_emit(_as_computed(x, step, mesh), layout, step, mesh, vma, consumer_axes))
+        else:
+            x = _emit(x, layout, step, mesh, vma, consumer_axes)
         layout = apply_step(step, layout)
     if layout.dims != end.dims or set(layout.partial) != set(end.partial):
         raise ValueError(f"steps lead from {source} to {layout}, not to {target}")
     return _fix_unit_axes(x, target, mesh, consumer_axes) if vma else x
 
 
-def _scattered_at_once(x: jax.Array, topology: Topology) -> jax.Array:
+def _as_computed(x: jax.Array, step: ReshardStep, mesh: MeshAxes) -> jax.Array:
+    """The operand of a reduce-scatter, in the memory layout that its producer gives it.
+
+    Where blocks are no multiple of the lanes of a register, the TPU compiler wants the scattered dimension as the major one.
+    A loop that adds to the sum would hold it so, and copy it to the layout of the products and back in every pass.
+    """
+    assert step.dst_dim is not None
+    block = x.shape[step.dst_dim] // mesh.size(*step.axes)
+    return lax.optimization_barrier(x) if block % LANES else x
+
+
+def _scattered_at_once(x: jax.Array) -> jax.Array:
     """The block of a reduce-scatter, which is in memory before any reader runs.
 
     The TPU compiler makes an all-reduce and a slice of some (over both axes of a square slice of v5e). The slice would be
     fused into each reader, and the whole sum stay in memory until the last of them, in the backward pass, say.
     """
-    return lax.optimization_barrier(x) if topology.chip.name.startswith("tpu") else x
+    return lax.optimization_barrier(x)
 
 
 def _emit(
