@@ -20,7 +20,8 @@ What a copy variable holds, by the kind of edge ("stored" and "reader's" layout,
     fused partial sum, lower bound to relay        [stored, last reshard) but those             RESHARDED
     other, or counted elsewhere    to relay        [stored, last live until)                    RESHARDED
 
-t is the time point of the reshard. FUSED_SLICE never holds anything.
+t is the time point of the reshard. FUSED_SLICE never holds anything. GATHERED is a kind of RESHARDED that some variables
+tell apart: what such a copy holds beyond its source is known (`CopyVariable.beyond_source`).
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jshard._core.arrays import Floats
-from jshard._core.layout import Layout
+from jshard._core.arrays import Bools, Floats
+from jshard._core.layout import Layout, MeshAxes
 from jshard._network.build import PlanningNetwork, ReshardEdge
 from jshard._network.epilogue_charges import ChargeSeconds, EpilogueCharge
 from jshard._network.layout_pairs import equal_layouts, slices
@@ -54,6 +55,7 @@ class CopyState(enum.IntEnum):
     SAME = 0  # the reader takes the source as it is: equal layouts, no copy
     RESHARDED = 1  # a copy is made
     FUSED_SLICE = 2  # of a fused value, each device computes the slice that it needs: no copy is materialized
+    GATHERED = 3  # a copy is made whose shards have twice the bytes of the source's or more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,9 +69,13 @@ class CopyStates:
         return len(self.kinds) * len(self.layouts)
 
     def bytes_by_state(self, blocks: Floats, held_in: Collection[CopyState]) -> Floats:
-        """(states,) bytes that a copy variable holds in states of some kinds; `blocks`: (layouts,) those of the copy."""
+        """(states,) bytes that a copy variable holds in states of some kinds; `blocks`: (layouts,) those of the copy.
+
+        What RESHARDED holds, GATHERED does.
+        """
         assert blocks.shape == (len(self.layouts),)
-        return np.concatenate([blocks * (kind in held_in) for kind in self.kinds])
+        held = {*held_in, *((CopyState.GATHERED,) if CopyState.RESHARDED in held_in else ())}
+        return np.concatenate([blocks * (kind in held) for kind in self.kinds])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,13 +84,15 @@ class CopyVariable:
 
     `fused`: the source is not materialized. `by_source`: its layouts are those of the source, else of the target; the
     source of such an edge is a product that is fused with its epilogue and so is materialized only to be resharded, in
-    its own layout, as a partial sum too. `charges`: of epilogues on the edge.
+    its own layout, as a partial sum too. `charges`: of epilogues on the edge. `tells_gathers`:
+    whether GATHERED is a kind of state.
     """
 
     edge: ReshardEdge
     fused: bool
     by_source: bool
     charges: tuple[EpilogueCharge, ...] = ()
+    tells_gathers: bool = False
 
     @property
     def is_sliced_in_readers(self) -> bool:
@@ -95,8 +103,33 @@ class CopyVariable:
     def states(self) -> CopyStates:
         """Its states."""
         side = self.edge.source if self.by_source else self.edge.target
-        kinds = tuple(CopyState) if self.is_sliced_in_readers else (CopyState.SAME, CopyState.RESHARDED)
-        return CopyStates(tuple(side.layouts), kinds)
+        kinds = [CopyState.SAME, CopyState.RESHARDED]
+        kinds += [CopyState.FUSED_SLICE] * self.is_sliced_in_readers + [
+            CopyState.GATHERED
+        ] * self.tells_gathers
+        return CopyStates(tuple(side.layouts), tuple(kinds))
+
+    def beyond_source(self, nbytes: float, of_source: float, counted: float, mesh: MeshAxes) -> Floats:
+        """(layouts,) bytes of a gathered copy of `nbytes` on all devices that its largest possible source has not.
+
+        Arguments:
+
+        - `of_source`: bytes of the source on all devices.
+        - `counted`: bytes a device that count for the source in any case.
+        """
+        assert self.tells_gathers and not self.by_source
+        pieces = np.array([layout.pieces(mesh) for layout in self.edge.target.layouts], dtype=np.float64)
+        fewest = np.where(self._gathers(mesh), self._source_pieces(mesh)[:, None], np.inf).min(axis=0)
+        beyond = nbytes / pieces - np.maximum(of_source / fewest, counted)
+        return np.where(np.isfinite(fewest), np.maximum(beyond, 0.0), 0.0)
+
+    def _source_pieces(self, mesh: MeshAxes) -> Floats:
+        return np.array([layout.pieces(mesh) for layout in self.edge.source.layouts], dtype=np.float64)
+
+    def _gathers(self, mesh: MeshAxes) -> Bools:
+        """(sources, targets): whether a shard of the target has at least twice the bytes of one of the source."""
+        targets = np.array([layout.pieces(mesh) for layout in self.edge.target.layouts])
+        return self._source_pieces(mesh)[:, None] >= 2 * targets[None, :]
 
     def tables(self, network: PlanningNetwork) -> tuple[Floats, Floats]:
         """Seconds by (source's state, copy's state) and by (copy's state, target's state); inf: impossible.
@@ -105,7 +138,7 @@ class CopyVariable:
         """
         edge = self.edge
         sources, targets = edge.source, edge.target
-        by_kind = self._seconds_by_kind(network)
+        by_kind = self.seconds_by_kind(network)
         side = sources if self.by_source else targets
         fixes_layout = np.where(side.of_state[:, None] == np.arange(len(side.layouts))[None, :], 0.0, np.inf)
         fixes_layout = np.hstack([fixes_layout] * len(by_kind))
@@ -114,17 +147,24 @@ class CopyVariable:
         else:
             first, second = np.hstack(by_kind)[sources.of_state], np.ascontiguousarray(fixes_layout.T)
         first = np.ascontiguousarray(first)
-        for costs in self._charge_seconds(network):
-            complete = np.array([not layout.partial for layout in side.layouts])
-            fused = np.where(complete, costs.fused_objective(network.level)[:, None], 0.0)
-            first[:, : len(side.layouts)] += fused  # the states of kind SAME
+        first[:, : len(side.layouts)] += self.fused_seconds(network)  # the states of kind SAME
         return first, second
+
+    def fused_seconds(self, network: PlanningNetwork) -> Floats:
+        """By (source's state, copy's layout) the seconds of the epilogues that are computed as the source is made."""
+        edge = self.edge
+        side = edge.source if self.by_source else edge.target
+        complete = np.array([not layout.partial for layout in side.layouts])
+        total = np.zeros((len(edge.source.of_state), len(complete)))
+        for costs in self._charge_seconds(network):
+            total += np.where(complete, costs.fused_objective(network.level)[:, None], 0.0)
+        return total
 
     def _charge_seconds(self, network: PlanningNetwork) -> list[ChargeSeconds]:
         edge, tables = self.edge, network.cost_tables
         return [tables.charge_seconds(c, edge.source, edge.target) for c in self.charges]
 
-    def _seconds_by_kind(self, network: PlanningNetwork) -> list[Floats]:
+    def seconds_by_kind(self, network: PlanningNetwork) -> list[Floats]:
         """For each kind the seconds by (layout of the source, layout of the target)."""
         edge, tensor = self.edge, network.program.tensors[self.edge.tensor]
         seconds = network.cost_tables.seconds(
@@ -137,14 +177,19 @@ class CopyVariable:
         sources, targets = edge.source.layouts, edge.target.layouts
         same = equal_layouts(sources, targets)
         slice_ = ~same & slices(sources, targets)
-        same_seconds = np.where(same, 0.0, np.inf)
-        if not self.is_sliced_in_readers:
-            return [same_seconds, np.where(same, np.inf, resharded)]
-        return [
-            same_seconds,
-            np.where(same | slice_, np.inf, resharded),
-            np.where(slice_, resharded, np.inf),
-        ]
+        sliced = slice_ if self.is_sliced_in_readers else np.zeros_like(same)
+        gathered = (
+            self._gathers(network.topology.mesh) & ~same & ~sliced
+            if self.tells_gathers
+            else np.zeros_like(same)
+        )
+        of_kind = {
+            CopyState.SAME: np.where(same, 0.0, np.inf),
+            CopyState.RESHARDED: np.where(same | sliced | gathered, np.inf, resharded),
+            CopyState.FUSED_SLICE: np.where(sliced, resharded, np.inf),
+            CopyState.GATHERED: np.where(gathered, resharded, np.inf),
+        }
+        return [of_kind[kind] for kind in self.states.kinds]
 
 
 class CopyInterval(NamedTuple):

@@ -22,7 +22,7 @@ product, an eighth is.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -70,6 +70,16 @@ class KeptPaths:
             return [(start, end)]
         begin, until = self.windows[tensor]
         parts = ((start, min(end, begin)), (max(start, until), end))
+        return [(a, b) for a, b in parts if a < b]
+
+    def inside(self, tensor: int, intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The parts of some intervals in which what is kept for a value counts instead of copies of it.
+
+        >>> KeptPaths({}, {7: (10, 20)}).inside(7, [(5, 12), (30, 40)])
+        [(10, 12)]
+        """
+        begin, until = self.windows.get(tensor, (0, 0))
+        parts = ((max(start, begin), min(end, until)) for start, end in intervals)
         return [(a, b) for a, b in parts if a < b]
 
 

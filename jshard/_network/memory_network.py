@@ -50,6 +50,7 @@ from jshard._network.copy_variables import (
     copy_intervals,
 )
 from jshard._network.kept_operands import NO_PATHS, kept_operands
+from jshard._network.recomputed_casts import RecomputedCast, cast_bytes, cast_tables, recomputed_cast
 from jshard._program.graph import Operator
 from jshard._program.memory.in_place import CARRY_KINDS
 from jshard._program.memory.live_intervals import (
@@ -81,16 +82,25 @@ def with_copies(memory: CostNetwork, states: Ints) -> Ints:
 
     A copy variable stands between two of them, which leave one of its states possible.
     """
-    n = len(states)
-    made, read = np.flatnonzero(memory.edges[:, 1] >= n), np.flatnonzero(memory.edges[:, 0] >= n)
-    made, read = made[np.argsort(memory.edges[made, 1])], read[np.argsort(memory.edges[read, 0])]
-    columns = (
-        memory.edge_table[made], states[memory.edges[made, 0]], memory.edge_table[read], states[memory.edges[read, 1]]
-    )  # fmt: skip
+    n, (first, second) = len(states), memory.edges.T
+    of_casts = np.flatnonzero((first >= n) & (second >= n))  # between copy variables: `recomputed_casts.py`
+    casts = np.unique(second[of_casts])
+    made = np.flatnonzero((first < n) & (second >= n))
+    read = np.flatnonzero((first >= n) & (second < n) & ~np.isin(first, casts))
+    made, read = made[np.argsort(second[made])], read[np.argsort(first[read])]
+    columns = memory.edge_table[made], states[first[made]], memory.edge_table[read], states[second[read]]
     codes, distinct = first_occurrence_codes(row_codes(*columns))
     rows = zip(*[c[distinct].tolist() for c in columns], strict=True)
     best = [int((memory.pairwise[a][i] + memory.pairwise[b][:, j]).argmin()) for a, i, b, j in rows]
-    return np.concatenate([states, np.array(best, dtype=np.int64)[codes]])
+    out = np.zeros(memory.size, dtype=np.int64)
+    out[:n], out[second[made]] = states, np.array(best, dtype=np.int64)[codes]
+    for cast in casts.tolist():
+        tables = [memory.pairwise[memory.edge_table[e]][out[first[e]]] for e in of_casts if second[e] == cast]
+        reads = [
+            memory.pairwise[memory.edge_table[e]][:, out[second[e]]] for e in np.flatnonzero(first == cast)
+        ]
+        out[cast] = int(np.sum([*tables, *reads], axis=0).argmin())
+    return out
 
 
 def _large_together(nbytes: Mapping[int, int], least: float) -> frozenset[int]:
@@ -154,6 +164,10 @@ class _MemoryNetworkBuilder:
         for tensor, edges in itertools.groupby(self.network.reshard_edges, key=lambda edge: edge.tensor):
             if self.has_copy_variables(tensor):
                 self.add_copy_variables(tensor, [edge for edge in edges if not edge.duplicates])
+            elif self.is_lower_bound and not self.is_small(tensor):
+                cast = recomputed_cast(self.network, self.live, list(edges))
+                if cast is not None:
+                    self.add_recomputed_cast(cast)
         columns = np.array(self.intervals, dtype=np.int64).reshape(-1, 4)
         memory = Memory(columns[:, 1:3], tuple(self.usage_tables), columns[:, 0], columns[:, 3], None)
         return CostNetwork(
@@ -182,14 +196,17 @@ class _MemoryNetworkBuilder:
             variable, start, end, (id(layouts), nbytes), lambda: nbytes / layouts.num_shards(self.mesh)
         )
 
+    def is_small(self, tensor: int) -> bool:
+        """Whether the copies of a tensor hardly show in the peak."""
+        return self.program.tensors[tensor].nbytes < self.least_with_copies
+
     def has_copy_variables(self, tensor: int) -> bool:
         """Whether copies of a tensor get variables: where they are live beside their source.
 
         A materialized value dies when it was resharded; between its copies it is live, or something no larger. Its
         stored layout is not known at a reader, so only the estimate counts both.
         """
-        is_small = self.program.tensors[tensor].nbytes < self.least_with_copies
-        if is_small and tensor not in self.with_stored_copies:
+        if self.is_small(tensor) and tensor not in self.with_stored_copies:
             return False
         if not self.is_lower_bound:
             return True
@@ -310,11 +327,18 @@ class _MemoryNetworkBuilder:
         flow, kept = float(self.flow_through[tensor]), self.paths.kept.get(tensor)
         has_relay, counted = tensor in self.network.relays, set()
         for edge in edges:
-            variable, states = self.split_edge(edge, fused, by_source)
+            to_relay = edge.reader < 0
+            inside = (
+                self.paths.inside(tensor, copied.disjoint.get(edge.reader, ()))
+                if kept and not by_source
+                else []
+            )
+            variable, states, copy = self.split_edge(edge, fused, by_source, bool(inside))
             if edge.reader in counted:
                 continue
             counted.add(edge.reader)
-            to_relay = edge.reader < 0
+            for start, end in inside:
+                self.add_gathered(variable, copy, states, start, end)
             for held in copy_intervals(edge, fused, by_source, copied, has_relay, self.mesh.total):
                 # The copy that is stored counts beside what is kept: a value is one or the other.
                 if (kept and to_relay) or tensor not in self.paths.windows:
@@ -327,6 +351,52 @@ class _MemoryNetworkBuilder:
                 held = CopyInterval(kept.start, kept.end, kept.nbytes, held_in=held_in)
                 self.add_copy(variable, states, held, kept.counted)
 
+    def add_recomputed_cast(self, cast: RecomputedCast) -> None:
+        """The copy variables of a cast's store, of the reader that needs it, and of those that recompute it."""
+        uses = {use.reader: use for use in self.live.uses[cast.tensor]}
+        nbytes = float(self.program.tensors[cast.tensor].nbytes)
+
+        def add(edge: ReshardEdge, start: int, end: int) -> int:
+            variable, states, _ = self.split_edge(edge, False, False, False)
+            self.add_copy(variable, states, CopyInterval(start, end, nbytes), 0.0)
+            return variable
+
+        at = min(use.stored_at for use in uses.values())
+        ends = [add(cast.stored_edge, at, at + 1)]
+        if cast.before_edge is not None:
+            at = uses[cast.before_edge.reader].resharded_at
+            ends.append(add(cast.before_edge, at, at + 1))
+        for edge in () if cast.is_read_later else cast.later_edges:
+            add(edge, uses[edge.reader].resharded_at, self.clock.begin[edge.reader + 1])
+        of_store, of_before, own = cast_tables(cast, self.network)
+        variable, row = len(self.node_tables), cast.reader_edge.edge
+        self.node_tables.append(len(self.unary))
+        self.unary.append(np.zeros(len(own)))
+        ends.append(self.edges[row][1])
+        tables = [of_store, own] if of_before is None else [of_store, of_before, own]
+        numbers = range(len(self.pairwise), len(self.pairwise) + len(tables))
+        self.pairwise += tables
+        self.edges[row], self.edge_tables[row] = [ends[0], variable], numbers[0]
+        self.edges += [*([end, variable] for end in ends[1:-1]), [variable, ends[-1]]]
+        self.edge_tables += numbers[1:]
+        flows = sum(flow.nbytes for flow in self.flows.get(cast.source, ()))
+        for start, end, table in cast_bytes(cast, self.live, self.mesh, flows):
+            self.add_interval(variable, start, end, ("cast", variable, start), lambda table=table: table)
+
+    def add_gathered(
+        self, variable: int, copy: CopyVariable, states: CopyStates, start: int, end: int
+    ) -> None:
+        """What a copy gathered from the stored value holds beyond what is kept for that, while its reader runs."""
+        tensor = copy.edge.tensor
+        kept, nbytes = self.paths.kept[tensor], self.program.tensors[tensor].nbytes
+        key = ("beyond source", id(states), id(copy.edge.source), nbytes, kept.nbytes, kept.counted)
+
+        def table() -> Floats:
+            beyond = copy.beyond_source(nbytes, kept.nbytes, kept.counted, self.mesh)
+            return states.bytes_by_state(beyond, (CopyState.GATHERED,))
+
+        self.add_interval(variable, start, end, key, table)
+
     def add_copy(self, variable: int, states: CopyStates, held: CopyInterval, flow: float) -> None:
         """What a copy variable holds; `flow` bytes of it count already."""
         key = (id(states), flow, held.nbytes, held.extra, held.held_in)
@@ -337,17 +407,18 @@ class _MemoryNetworkBuilder:
         blocks = np.array([interval.nbytes / layout.pieces(self.mesh) for layout in states.layouts])
         return states.bytes_by_state(np.maximum(0.0, blocks - flow) + interval.extra, interval.held_in)
 
-    def split_edge(self, edge: ReshardEdge, fused: bool, by_source: bool) -> tuple[int, CopyStates]:
-        """Put a new variable between the two ends of an edge: its number, and its states."""
+    def split_edge(
+        self, edge: ReshardEdge, fused: bool, by_source: bool, tells_gathers: bool
+    ) -> tuple[int, CopyStates, CopyVariable]:
+        """Put a new variable between the two ends of an edge: its number, its states, and what it stands for."""
         tensor = self.program.tensors[edge.tensor]
         charges = tuple([one.charge for one in self.network.epilogue_charges.get(edge.edge, ())])
         key = (
             id(edge.source), id(edge.target), tensor.shape, tensor.itemsize, edge.repeats, edge.returned_sum,
-            edge.combined_with, by_source, fused, charges, edge.is_constant,
+            edge.combined_with, by_source, fused, charges, edge.is_constant, tells_gathers,
         )  # fmt: skip
-        found = self.copy_tables.get(key)
+        found, copy = self.copy_tables.get(key), CopyVariable(edge, fused, by_source, charges, tells_gathers)
         if found is None:
-            copy = CopyVariable(edge, fused, by_source, charges)
             states = self.copy_states.setdefault(copy.states, copy.states)
             if ("free", len(states)) not in self.table_ids:
                 self.table_ids["free", len(states)] = len(self.unary)
@@ -361,4 +432,4 @@ class _MemoryNetworkBuilder:
         self.edges[edge.edge], self.edge_tables[edge.edge] = [source, variable], table
         self.edges.append([variable, target])
         self.edge_tables.append(table + 1)
-        return variable, states
+        return variable, states, copy

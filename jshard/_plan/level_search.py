@@ -19,7 +19,9 @@ from jshard._core.layout import CollectiveKind
 from jshard._core.topology import Topology
 from jshard._network.build import Pins, PlanningNetwork, build_network
 from jshard._network.memory_network import memory_network, with_copies
+from jshard._plan.cast_probing import without_costly_casts
 from jshard._plan.early_plans import early_plan, is_large_and_limited, low_memory_plans
+from jshard._plan.least_peak import least_peak_plans
 from jshard._plan.lowered_limits import ROUNDS, LimitSearch, least_counted
 from jshard._plan.memory_preference import EACH_BUDGET, prefer_memory
 from jshard._plan.memory_ties import assignment_of_solution, lower_peak_at_equal_cost
@@ -255,8 +257,8 @@ class LevelSearch:
             effort=self.effort.part(_SHARE_WITHOUT_BUDGET),
         )  # fmt: skip
         plan = schedule_solution(network, r, fastest.assignment, 0.0, fastest.steps)
-        if r.level == 1:
-            self._known_plan(plan)
+        note = self._known_plan if r.level == 1 else lambda _: None
+        note(plan)
         unlimited = fastest.cost, plan.peak
         bounding = memory_network(network, lower_bound=True)
         large = bounding.size >= LARGE_NETWORK  # where ties cost little, and each search of a network much
@@ -267,26 +269,21 @@ class LevelSearch:
             estimated, prices = self._solve_peak(network, memory_network(network), unlimited, True)
             found.append(estimated)
             bound = 0.0 if prices is None else bound_at_prices(bounding, prices, self.effort)
-            if r.level == 1:
-                self._known_plan(dataclasses.replace(estimated, bound=bound))
+            note(dataclasses.replace(estimated, bound=bound))
             near = estimated.interrupted or min(s.peak for s in found) <= bound * (1 + _LARGE_GAP)
             steps = estimated.steps
-        if not near:
-            first, _ = self._solve_peak(network, bounding, unlimited, break_ties_by_cost=False)
+        if not near and large:
+            first = self._solve_peak(network, bounding, unlimited, break_ties_by_cost=False)[0]
             bound = max(bound, first.bound)
             found.append(first)
-            if r.level == 1:
-                self._known_plan(first)
-            if not large and not first.interrupted:
-                found.append(self._solve_peak(network, memory_network(network), unlimited, True)[0])
-            steps = steps if large else found[-1].steps
-            if not large and not any(s.interrupted for s in found):
-                found.remove(first)
-                if first.peak < min(s.peak for s in found):
-                    found.append(self._solve_peak(network, bounding, unlimited, True)[0])
-                    # Its schedule is not that of the plan with ties broken.
-                    if first.peak < min(s.peak for s in found):
-                        found.append(first)
+            note(first)
+        elif not near:
+
+            def solve_peak(memory: CostNetwork, break_ties: bool) -> ScheduledSolution:
+                return self._solve_peak(network, memory, unlimited, break_ties)[0]
+
+            found, bound = least_peak_plans(plan, bounding, solve_peak, self.effort, note)
+            steps = found[1].steps
         best = dataclasses.replace(least_peak_plan(found, bound), steps=steps)
         return (
             descend_peak(best, bounding, self.effort, best.bound * (1 + ROUNDING)) if r.level == 1 else best
@@ -356,6 +353,7 @@ class LevelSearch:
         if best is not None and best.interrupted:
             return best
         known = [*(found.answers if found else ()), *([] if best is None else [assignment_of_solution(best)])]
+        bounding = without_costly_casts(bounding, network.cost_network.size, limit, self.effort)
         s = self._solve_limited(
             bounding,
             limit,

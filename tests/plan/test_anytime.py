@@ -8,7 +8,7 @@ import pytest
 
 import jshard
 from jshard._core.named_topology import TopologyMesh
-from jshard._plan import level_search, ranked_search
+from jshard._plan import least_peak, level_search, ranked_search
 from tests.helpers import training_steps
 
 
@@ -113,7 +113,8 @@ def test_an_interruption_between_two_searches_gives_the_plan_of_the_first(monkey
             raise KeyboardInterrupt
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(level_search, "memory_network", network)
+    for module in (level_search, least_peak):
+        monkeypatch.setattr(module, "memory_network", network)
     plan = planned("chain", level=1)
     assert len(made) == 2 and plan.steps[-1] == "interrupted"
     assert plan.cost.bound <= plan.cost.peak_bytes <= free.cost.peak_bytes

@@ -1,0 +1,48 @@
+"""The least peak of a program whose memory networks are searched in seconds: which are solved, and which plans are taken.
+
+The network that estimates bytes comes first: its plan says which states of the lower-bound network no better plan takes
+(`cast_probing.py`). That network gives the bound and, where its own schedule holds less, another plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from jshard._network.memory_network import memory_network
+from jshard._plan.cast_probing import without_costly_casts
+from jshard._plan.scheduled_solution import ScheduledSolution
+from jshard._search import CostNetwork, Effort
+
+
+def least_peak_plans(
+    plan: ScheduledSolution,
+    bounding: CostNetwork,
+    solve: Callable[[CostNetwork, bool], ScheduledSolution],
+    effort: Effort,
+    note: Callable[[ScheduledSolution], object],
+) -> tuple[list[ScheduledSolution], float]:
+    """Plans of low peak, that of the estimating network second, and bytes that every plan holds.
+
+    Arguments:
+
+    - `plan`: any plan.
+    - `bounding`: the lower-bound memory network.
+    - `solve`: gives the plan of least peak by a memory network, and with whether ties are broken by cost.
+    - `effort`: of the search.
+    - `note`: is told of each plan as it is found, with a bound that holds for all.
+    """
+    network = plan.network
+    estimated = solve(memory_network(network), True)
+    note(dataclasses.replace(estimated, bound=0.0))
+    found = [plan, estimated]
+    lowest = min(s.peak for s in found)
+    bounding = without_costly_casts(bounding, network.cost_network.size, lowest, effort)
+    first = solve(bounding, False)
+    if any(s.interrupted for s in (*found, first)):
+        found.append(first)
+    elif first.peak < lowest:
+        found.append(solve(bounding, True))
+        if first.peak < min(s.peak for s in found):  # its schedule is not that of the plan with ties broken
+            found.append(first)
+    return found, first.bound
