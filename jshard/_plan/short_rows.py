@@ -91,7 +91,7 @@ def short_rows(program: Program, topology: Topology, limit: float) -> tuple[Forc
                     continue
                 tensor = program.tensors[place]
                 shape = tensor.shape
-                if shape not in minor or shape[_row(shape, minor[shape])] > ROW * mesh.total:
+                if shape not in minor or not ROW < shape[_row(shape, minor[shape])] <= ROW * mesh.total:
                     continue
                 if tensor.nbytes * in_tiles(shape, minor[shape]) * LONG_ROWS / mesh.total < _LEAST * limit:
                     continue
