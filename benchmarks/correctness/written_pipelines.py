@@ -1,11 +1,11 @@
 """`python -m benchmarks.correctness.written_pipelines`: training steps as users write them in pipelines, beside plain JAX.
 
-`unseen_pipelines.py` draws the sizes and options of one family of models; here are fifty-odd steps that differ in what
+`unseen_pipelines.py` draws the sizes and options of one family of models; here are seventy-odd steps that differ in what
 the layers and the update do: optimizers, kinds of layers, several loops, skips, caches, experts, keys, checkpoints, frozen
-parts, Flax modules (`tests/helpers/pipeline_updates.py`, `pipeline_steps.py`, `pipeline_networks.py`). Each runs on `SHAPES`
-drawn by a seed. In float64 on eight CPU devices all results equal those of plain JAX to 1e-12, emitted bytes are the planned
-ones, and the stages' permutes are R M + S - 1 for every value that a loop carries per example. A refusal is a row with its
-text. Rows are kept in `written_pipelines.jsonl`, from which `written_pipelines.md` is written.
+parts, Flax modules, objectives (`tests/helpers/pipeline_*.py`). Each runs on `SHAPES` drawn by a seed. In float64 on eight
+CPU devices all results equal those of plain JAX to 1e-12, emitted bytes are the planned ones, and the stages' permutes are
+R M + S - 1 for every value that a loop carries per example. A refusal is a row with its text. Rows are kept in
+`written_pipelines.jsonl`, from which `written_pipelines.md` is written.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ jax.config.update("jax_enable_x64", True)
 import jshard  # noqa: E402
 from benchmarks.correctness.pipeline_laws import LIMIT, mesh_of  # noqa: E402
 from benchmarks.correctness.unseen_pipelines import compared  # noqa: E402
-from tests.helpers import pipeline_networks, pipeline_steps, pipeline_updates  # noqa: E402
+from tests.helpers import pipeline_networks, pipeline_objectives, pipeline_steps, pipeline_updates  # noqa: E402
 
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +46,7 @@ SHAPES = [  # stages, data, model, microbatches, rounds, layers more than stages
 ]
 STEPS: dict[str, Callable[[int], pipeline_steps.Step]] = {
     name: f
-    for module in (pipeline_updates, pipeline_steps, pipeline_networks)
+    for module in (pipeline_updates, pipeline_steps, pipeline_networks, pipeline_objectives)
     for name, f in vars(module).items()
     if getattr(f, "__annotations__", {}).get("return") == "Step" and f.__module__ == module.__name__
     and list(f.__annotations__) == ["layers", "return"]

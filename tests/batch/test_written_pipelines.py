@@ -14,7 +14,7 @@ from jax import lax
 import jshard
 from tests.batch.test_microbatches import largest_error
 from tests.batch.test_pipelines import mesh_of, pipelined
-from tests.helpers import pipeline_networks, pipeline_steps, pipeline_updates
+from tests.helpers import pipeline_networks, pipeline_objectives, pipeline_steps, pipeline_updates
 
 
 @pytest.fixture(autouse=True)
@@ -23,6 +23,7 @@ def float64() -> Any:
         yield
 
 
+PIPELINE = {"axis": "stage", "microbatches": 4}
 SAMPLE = random.Random(22).sample(
     [
         pipeline_updates.clipped_adamw,
@@ -50,6 +51,45 @@ def test_a_step_in_a_pipeline(make: Callable[[int], pipeline_steps.Step]) -> Non
         step, args = make(4)
         f = pipelined(step, mesh_of(2, 4), microbatches=4, rounds=2)
         assert largest_error(f(*args), jax.jit(step)(*args)) < 1e-12
+
+
+OBJECTIVES = random.Random(22).sample(
+    [
+        pipeline_objectives.weighted_tokens,
+        pipeline_objectives.several_tokens,
+        pipeline_objectives.preferences_at_once,
+        pipeline_objectives.policy,
+        pipeline_objectives.diffusion,
+        pipeline_objectives.masked_patches,
+        pipeline_objectives.recurrent,
+        pipeline_objectives.keys_in_the_carry,
+    ],
+    2,
+)
+
+
+@pytest.mark.parametrize("options", [{"microbatches": 4}, {"config": {"pipeline": PIPELINE}}], ids=str)
+@pytest.mark.parametrize("make", OBJECTIVES, ids=lambda f: f.__name__)
+def test_an_objective(make: Callable[[int], pipeline_steps.Step], options: dict[str, Any]) -> None:
+    step, args = make(2)
+    f = jshard.shard(step, mesh=mesh_of(2, 2), **options)
+    assert largest_error(f(*args), jax.jit(step)(*args)) < 1e-12
+
+
+def test_the_products_of_an_optimizer_have_no_batch() -> None:
+    """Newton-Schulz steps on stacked gradients keep the dimension of the layers in more products than the model has."""
+    step, args = pipeline_objectives.orthogonal_updates(2)
+    f = jshard.shard(step, mesh=mesh_of(2, 2), microbatches=4)
+    assert f.plan(*args).microbatches == 4
+    assert largest_error(f(*args), jax.jit(step)(*args)) < 1e-12
+
+
+def test_a_gradient_at_weights_that_another_gradient_moved_is_refused() -> None:
+    """Its pieces all wait for the whole first gradient."""
+    step, args = pipeline_objectives.flat_minimum(2)
+    with pytest.raises(jshard.ShardError, match="of its work would run again") as error:
+        jshard.shard(step, mesh=mesh_of(2, 2), microbatches=4).plan(*args)
+    assert "no microbatches=" in error.value.fix
 
 
 def shifts(plan: jshard.Plan) -> list[Any]:

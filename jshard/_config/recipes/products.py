@@ -66,6 +66,11 @@ def is_forward(op: Operator) -> bool:
     return not compat.is_backward(op.prefix, op.eqn)
 
 
+def is_differentiated(op: Operator) -> bool:
+    """Whether an operator is traced under a derivative, as a model in a training step is and its optimizer is not."""
+    return "jvp(" in compat.name_stack(op.prefix, op.eqn)
+
+
 def origins(program: Program, data: frozenset[int]) -> Origins:
     """The origins of all tensors; `data`: numbers of the arguments that hold the batch."""
     of: list[frozenset[int] | None] = [frozenset()] * len(program.tensors)

@@ -2,7 +2,8 @@
 
 All from the program: no name of a parameter or class is looked at.
 
-- batch: the dimension that most products of the forward pass carry without summing over it;
+- batch: the dimension that most products of the forward pass carry without summing over it, of those under a derivative
+  if any is: an optimizer's products keep dimensions of weights;
 - data: the arguments that have it; weights: those that are operands beside values that have it; state: others of the
   shape and dimensions of a weight (moments of optimizers);
 - sequence: the dimension of most products with weights that is neither the batch's nor a weight's;
@@ -29,6 +30,7 @@ from jshard._config.recipes.products import (
     LOOKUP,
     Origins,
     Product,
+    is_differentiated,
     is_forward,
     origins,
     products_of,
@@ -88,11 +90,12 @@ class Structure:
         if self.whole is not self:
             return self.whole.batch_place
         free: collections.Counter[int] = collections.Counter()
-        for op in self.program.operators:
-            if op.primitive in CONTRACTIONS and is_forward(op):
-                summed = {c for d in self._factors(op)[1] for c in d}
-                kept = {c for t in op.results for c in self.classes.of(t)}
-                free.update({c: 1 for c in kept - summed})
+        found = [op for op in self.program.operators if op.primitive in CONTRACTIONS and is_forward(op)]
+        # Of a step that differentiates, those of its model: an optimizer's products keep dimensions of weights.
+        for op in [op for op in found if is_differentiated(op)] or found:
+            summed = {c for d in self._factors(op)[1] for c in d}
+            kept = {c for t in op.results for c in self.classes.of(t)}
+            free.update({c: 1 for c in kept - summed})
         best: tuple[int, int, int] | None = None
         place = None
         for number in range(len(self.program.inputs)):
