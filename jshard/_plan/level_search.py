@@ -26,7 +26,7 @@ from jshard._plan.lowered_limits import ROUNDS, LimitSearch, least_counted
 from jshard._plan.memory_preference import EACH_BUDGET, prefer_memory
 from jshard._plan.memory_ties import assignment_of_solution, lower_peak_at_equal_cost
 from jshard._plan.overlap_choice import with_shorter_step
-from jshard._plan.peak_descent import descend_peak
+from jshard._plan.peak_descent import cheaper_by_descent, descend_peak
 from jshard._plan.ranked_search import cheapest_by_rank
 from jshard._plan.request import PlanRequest, merged_pins, pins_by_operator
 from jshard._plan.scheduled_solution import (
@@ -371,6 +371,7 @@ class LevelSearch:
             plan = schedule_solution(network, self.request, s.assignment, bound, s.steps)
             plans.append(self._known_plan(plan.after(plans[-1] if plans else fastest)))
         best = best_within(plans, limit) or fitting_or_lowest((fastest, *plans), limit)
+        best = cheaper_by_descent(best, plans, limit, bounding, self.effort)
         return dataclasses.replace(best, bound=bound)
 
     def _minimize_time_of_large(

@@ -13,7 +13,8 @@ operands gathered, which are smaller than the result, the peak is lower.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from jshard._search import CostNetwork, Effort
 
 
 _OPERATORS = 400  # of a program at most: on larger ones the estimate is near, and schedules take long
+_LEAST_GAIN = 0.01  # of the cost, for which a plan is made to fit
 _RADIUS = 2  # edges around an operator, whose variables follow it
 
 
@@ -65,6 +67,30 @@ def descend_peak(
                 solution, improved = other, True
                 break
     return solution
+
+
+def cheaper_by_descent(
+    best: ScheduledSolution,
+    plans: Sequence[ScheduledSolution],
+    limit: float,
+    bounding: CostNetwork,
+    effort: Effort,
+) -> ScheduledSolution:
+    """The best plan, or one that costs less to which changes lead of a plan that holds a little more than the limit.
+
+    Arguments:
+
+    - `best`: of least cost found within the limit in bytes, or of least peak.
+    - `plans`: those found, of which the two of least peak above the limit are tried that cost less than `best`.
+    - `bounding`, `effort`: as in `descend_peak`.
+    """
+    fits = best.peak <= limit
+    near = [p for p in plans if p.peak > limit and (not fits or p.cost < best.cost * (1 - _LEAST_GAIN))]
+    for plan in sorted(near, key=lambda p: p.peak)[:2]:
+        lower = descend_peak(plan, bounding, effort, limit)
+        if lower.peak <= limit and (best.peak > limit or lower.cost < best.cost):
+            best = dataclasses.replace(lower, steps=(*best.steps, "a cheaper plan by changes of operators"))
+    return best
 
 
 def _changes(solution: ScheduledSolution) -> Iterator[Ints]:
