@@ -192,7 +192,9 @@ _OVERWHELMING_PRICE = 1e12
 # machine finds what a fast one does; a limit in seconds, where there is one, ends it earlier.
 _PRICED_VARIABLES = 40_000
 _MOVED_VARIABLES = 60_000
-_PATIENCE = 4  # rounds of prices that gain nothing on what prices on few times gave before
+# Rounds of prices in which the gap does not shrink to that share of itself, after which they end; fewer where prices on few
+# times came before.
+_SHRINKS, _PATIENCE, _PATIENCE_AFTER = 0.98, 20, 4
 _STEP_SCALE_LIMIT = 1e-4  # steps shorter than this share of Polyak's end the ascent
 
 
@@ -309,7 +311,7 @@ def solve_limited(
     if tie_break_only:
         prices, moves = int(np.clip(prices // 2, 8, 40)), min(moves, 120)
     limited = _LimitedSearch(search, problem, memory.limit, has_integral_costs(network))
-    limited.ascend(prices, _PATIENCE if priced_before and search.has_answer else prices)
+    limited.ascend(prices, _PATIENCE_AFTER if priced_before and search.has_answer else _PATIENCE)
     if search.useless:
         raise _nothing_found(memory.limit, f"{len(clock.times)} key times")
     solved = not tie_break_only and limited.solve_integer_program()
@@ -341,19 +343,19 @@ class _LimitedSearch:
         self.ascent = DualAscent(problem.memory.num_times, max(limit, 1.0))
         self.states: list[int] | None = None  # the best answer's core states
 
-    def ascend(self, max_prices: int, patience: int | None = None) -> None:
+    def ascend(self, max_prices: int, patience: int = _PATIENCE) -> None:
         """Ascend the dual, and repair every priced answer, until the gap is closed or nothing helps any more.
 
-        `patience`: rounds without a better answer or bound after which that is so.
+        `patience`: rounds in which the gap hardly shrinks after which that is so.
         """
         search, ascent, memory = self.search, self.ascent, self.problem.memory
         # Rounds of message passing per price: fewer on a large core. Counts and not seconds, so that two runs agree.
         max_rounds = int(np.clip(100_000 // max(1, len(self.problem.core.variables)), 20, 60))
-        rounds, gained, reached = 0, 0, (search.incumbent_cost, search.bound)
+        rounds, gained, gap = 0, 0, search.incumbent_cost - search.bound
         while rounds < max_prices and not (search.is_late if self.states is None else search.out_of_time):
-            if (search.incumbent_cost, search.bound) != reached:
-                gained, reached = rounds, (search.incumbent_cost, search.bound)
-            if patience is not None and rounds - gained >= patience:
+            if not search.has_answer or search.incumbent_cost - search.bound < _SHRINKS * gap:
+                gained, gap = rounds, search.incumbent_cost - search.bound
+            if rounds - gained >= patience:
                 break
             answer = solve_lagrangian(self.problem, ascent.prices, search, max_rounds)
             rounds += 1
