@@ -75,7 +75,7 @@ def section(run: dict[str, Any]) -> list[str]:
         lines += [f"Other work on the machine: {run['other_work']}.", ""]
     lines += table_of_rows(run["rows"])
     if run.get("further"):
-        lines += ["Ten programs that were written after what calibration measures had been chosen:", ""]
+        lines += ["Programs that were written after what calibration measures had been chosen:", ""]
         lines += table_of_rows(run["further"])
     return [*lines, "```", run["calibration"], "```", ""]
 
@@ -110,7 +110,7 @@ def write_page() -> None:
         "",
         "Written by `make bench-calibration`. Each program is planned at level 2 from the cut of its arguments, with the",
         "table's chip and with the calibrated one, and run as planned (`plan.measure`: the median of its calls). The eight",
-        "devices of the CPU runs are threads of two cores.",
+        "devices of the CPU runs are threads of two cores. Larger steps are in [device_steps](device_steps.md).",
         "",
     ]
     TABLE.write_text("\n".join([*lines, *(line for r in runs.values() for line in section(r))]))

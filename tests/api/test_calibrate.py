@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 
 import jshard
-from jshard._api.calibrate import Calibration, Sample, fitted_chip, picture, predicted_seconds
+from jshard._api.calibrate import (
+    Calibration,
+    Sample,
+    fitted_chip,
+    fitted_samples,
+    picture,
+    predicted_seconds,
+)
 from jshard._api.measure import Measurement, _least_waits
 from jshard._api.microbenchmarks import KINDS, Measured, measure, operand_elements, tasks
 from jshard._core.errors import MeshError, PlanMismatchError, ShardError
@@ -48,6 +55,23 @@ def test_a_quiet_machine_gives_its_own_figures() -> None:
     for m in found:
         assert predicted_seconds(chip, m.task, 4) == pytest.approx(m.seconds, rel=0.02)
     assert chip.sources["curves"].endswith("[M]") and chip.hbm_bytes == CPU.hbm_bytes
+
+
+def test_turns_of_a_loop_are_no_work_of_the_device() -> None:
+    """On an accelerator products and traffic are measured in loops, whose turns the host starts."""
+    rates = {**RATES, "product": 7e14, "memory": 4e12}
+    found = [
+        Measured(t, t.size / rates[t.what] + (3e-5 if t.looped else 0.0), 0.0)
+        for t in tasks(1, 1e6, host=False)
+    ]
+    chip, notes = fitted_chip(jshard.hardware.get("h200"), found, "loops", "2026-11-27", 1)
+    assert not notes
+    assert (chip.f32_flops, chip.bf16_flops) == pytest.approx((7e14, 7e14), rel=1e-6)
+    assert chip.hbm_bandwidth == pytest.approx(4e12, rel=1e-6)
+    samples = fitted_samples(chip, found, 1)
+    assert all(abs(s.residual) < 1e-6 for s in samples)
+    text = str(Calibration(chip, "gpu-h200", samples, notes, "2026-11-27", (), "1 x H200", 1.0))
+    assert text.count("30 us a turn of the loop") == 3 and "turn" not in text.split("product")[0]
 
 
 def test_a_busy_machine_keeps_the_table_and_says_so() -> None:
