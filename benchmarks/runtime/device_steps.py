@@ -165,7 +165,7 @@ def main() -> int:
             f"{time.perf_counter() - begun:5.0f} s  {name}: planned {peak / 2**30:.1f} GiB, {1e3 * seconds:.3g} ms",
             flush=True,
         )
-        if peak > MOST * (a.memory or chip.hbm_bytes):
+        if peak > MOST * (a.memory or chip.hbm_bytes or float("inf")):
             out.append({**about, "name": name, "left_out": f"it is planned to hold {peak / 2**30:.0f} GiB"})
         elif not a.only_plan:
             start = jshard.hardware.get(calibrated.chip).call_seconds if calibrated else 0.0
