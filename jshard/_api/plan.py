@@ -307,6 +307,7 @@ class Plan(PlanRecord):
         other = plan_of_record(
             replanner.run(), replanner, jax_mesh=self.jax_mesh, in_tree=self.in_tree, out_tree=self.out_tree,
             kept=self.kept, microbatches=self.microbatches, pipeline=self.pipeline, batch_of=self.batch_of,
+            padding=self.padding,
         )  # fmt: skip
         from jshard._report.diff import WhatIf, compare_plans
 

@@ -50,6 +50,7 @@ def apply_reshard(
     vma: bool,
     consumer_axes: frozenset[str] = frozenset(),
     topology: Topology | None = None,
+    after_loop: bool = False,
 ) -> jax.Array:
     """Turn a local block in one layout into the local block in another; called inside `shard_map`.
 
@@ -62,6 +63,7 @@ def apply_reshard(
     - `vma`: whether that runs with `check_vma=True`.
     - `consumer_axes`: axes on which the consumer varies, so that the result may be typed as varying there.
     - `topology`: the mesh's links, which decide whether an all-to-all is sent by permutes; without it none is.
+    - `after_loop`: whether a loop makes the block.
     """
     if 0 in x.shape:  # XLA refuses collectives of arrays of size zero
         shape = [n * mesh.size(*axes) for n, axes in zip(x.shape, source.dims, strict=True)]
@@ -79,7 +81,8 @@ def apply_reshard(
                 continue
         on_tpu = topology is not None and not vma and topology.chip.name.startswith("tpu")
         if on_tpu and step.kind == "reduce_scatter":
-            x = _scattered_at_once(_emit(_as_computed(x, step, mesh), layout, step, mesh, vma, consumer_axes))
+            x = _as_computed(x, step, mesh) if after_loop else x
+            x = _scattered_at_once(_emit(x, layout, step, mesh, vma, consumer_axes))
         else:
             x = _emit(x, layout, step, mesh, vma, consumer_axes)
         layout = apply_step(step, layout)
@@ -89,10 +92,11 @@ def apply_reshard(
 
 
 def _as_computed(x: jax.Array, step: ReshardStep, mesh: MeshAxes) -> jax.Array:
-    """The operand of a reduce-scatter, in the memory layout that its producer gives it.
+    """The sum of a loop that is reduce-scattered, in the memory layout that the loop gives it.
 
     Where blocks are no multiple of the lanes of a register, the TPU compiler wants the scattered dimension as the major one.
-    A loop that adds to the sum would hold it so, and copy it to the layout of the products and back in every pass.
+    A loop that adds to the sum would hold it so, and copy it to the layout of the products and back in every pass. A product
+    outside of loops just writes it so, while in its own layout the reduce-scatter would be an all-reduce and a slice.
     """
     assert step.dst_dim is not None
     block = x.shape[step.dst_dim] // mesh.size(*step.axes)

@@ -20,6 +20,7 @@ from jshard._cost.reshard_steps import apply_step
 from jshard._lower.as_traced import run_as_traced
 from jshard._lower.custom_derivatives import PlanRule, RunRule, rebuild_with_rule
 from jshard._lower.emit_collectives import apply_reshard
+from jshard._lower.made_and_read import is_made_by_loop, pads_for_products
 from jshard._lower.segment_barriers import SegmentBarriers
 from jshard._lower.sunk_slices import SunkSlices
 from jshard._program.graph import Literal
@@ -78,9 +79,8 @@ class LocalInterpreter:
         # By (operator, operand) the edges that arrived, of operands whose edges others use.
         self.edges: dict[tuple[int, int], Edges] = {}
         self.keeps_edges = {(kept.op, kept.operand) for kept in self.assignment.kept_edges}
-        self.trip_counter: jax.Array | None = (
-            None  # trips so far, in a loop some of whose actions must not be hoisted
-        )
+        # Trips so far, in a loop some of whose actions must not be hoisted.
+        self.trip_counter: jax.Array | None = None
 
     def run_program(self, env: Env) -> None:
         """Run the whole program; `env` has the blocks of its arguments and captured arrays."""
@@ -134,13 +134,13 @@ class LocalInterpreter:
         if over_argument:
             pieces = action.target.pieces(self.mesh)
             x = self._after_last_written(x, self.program.tensors[action.tensor].nbytes / pieces)
-        reader_axes = self._reader_axes(action)
+        reader_axes, after_loop = self._reader_axes(action), is_made_by_loop(self.program, action.tensor)
         for step, number in zip(action.steps, action.collective_ids, strict=True):
             after = apply_step(step, layout)
             with plan_scope(number):
                 x = apply_reshard(
                     x, layout, after, (step,), self.mesh, vma=self.vma, consumer_axes=reader_axes,
-                    topology=self.assignment.topology,
+                    topology=self.assignment.topology, after_loop=after_loop,
                 )  # fmt: skip
             layout = after
         env[action.tensor, action.target] = self._written(x) if over_argument else x
@@ -254,6 +254,7 @@ class LocalInterpreter:
             collective_ids=action.collective_ids,
             row_major=op.id in self.row_major_updates,
             chip=self.assignment.topology.chip.name,
+            for_products=pads_for_products(self.assignment, op),
             edges=edges,
             exchanged_before=self.exchanged_before,
         )

@@ -19,8 +19,10 @@ from jax.typing import ArrayLike
 
 from jshard._core.layout import Layout
 from jshard._lower.emit_collectives import apply_reshard
+from jshard._lower.made_and_read import products_alone_read
 from jshard._program.graph import Literal
 from jshard._program.memory.liveness import Liveness
+from jshard._program.tail_primitives import PAD_TAIL
 from jshard._rules.registry import StackSlice, materialized
 from jshard._rules.rule import Candidate
 from jshard._schedule.assignment import Assignment, Value
@@ -42,6 +44,7 @@ class SunkSlices:
         self.assignment, self.live, self.bind = assignment, live, bind
         self.mesh = assignment.topology.mesh
         self.made: dict[Value, RunOperator | Reshard] = {}
+        self.for_products = False  # whether matrix products alone read the slice that is computed
 
     def record(self, action: RunOperator | Reshard) -> None:
         """Remember what made a fused value."""
@@ -61,6 +64,8 @@ class SunkSlices:
         if not is_fused_slice(action, self.live) or action.loop_invariant or source not in self.made:
             return None
         found: dict[tuple[Value, Layout], jax.Array | None] = {}
+        on_tpu = self.assignment.topology.chip.name.startswith("tpu")
+        self.for_products = on_tpu and products_alone_read(self.assignment, action.tensor, action.target)
         block = self._block(source, action.target, env, found)
         return block if len(found) <= _MOST_OPERATORS else None
 
@@ -92,6 +97,8 @@ class SunkSlices:
         found: dict[tuple[Value, Layout], jax.Array | None],
     ) -> jax.Array | None:
         """The result of an operator in another layout, from operands in those that it needs for that."""
+        if self.for_products and self.assignment.program.operators[action.op].primitive == PAD_TAIL:
+            return None  # the kernels of products read their blocks of the padded operand
         states = self.assignment.states[action.op]
         for k, candidate in enumerate(states.candidates):
             if candidate is None or states.results[0].layout(k) != target:

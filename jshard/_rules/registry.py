@@ -111,6 +111,7 @@ class LocalContext:
     collective_ids: tuple[int, ...] = ()  # of the rule's internal collectives, in the plan
     row_major: bool = False  # whether the first operand is updated in place in row-major order
     chip: str = ""  # the name of the chip that the program is for
+    for_products: bool = False  # whether matrix products alone read the first result
     # By operand the edges that arrived, or where to put them, if another operator uses them too.
     edges: Mapping[int, Edges] = dataclasses.field(default_factory=dict)
     # By operand how many operators before have exchanged edges of the same value.

@@ -101,6 +101,15 @@ def test_a_plan_with_padded_pins_is_saved_and_read(tmp_path: pathlib.Path) -> No
     np.testing.assert_allclose(again(*args)[0], head(*args)[0], rtol=1e-12)
 
 
+def test_a_changed_plan_with_padding_runs() -> None:
+    args = arguments()
+    step = jshard.shard(head, mesh=mesh_of(2, 4), config={"pad": True}, in_strategy=((1, 8), None))
+    changed, _ = step.plan(*args).what_if(x=(2, 1))
+    assert changed.padding == ((13, 0, 16),)
+    again = jshard.shard(head, plan=changed, mesh=mesh_of(2, 4))
+    np.testing.assert_allclose(again(*args)[0], head(*args)[0], rtol=1e-12)
+
+
 def refusal(fn: Any, *args: Any, **options: Any) -> StrategyError:
     with pytest.raises(StrategyError) as caught:
         jshard.shard(fn, mesh=mesh_of(8), **options).plan(*args)

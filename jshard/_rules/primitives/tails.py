@@ -30,7 +30,11 @@ def _pad_local(ctx: LocalContext, x: jax.Array) -> Sequence[jax.Array]:
     block, n = ctx.result_shape()[dim], x.shape[dim]
     if block == size:
         return run_pad(x, dim=dim, size=size)
-    # The last block is moved by what it lacks: a block of the padded operand would be read from a copy of all of it.
+    if ctx.for_products and ctx.chip.startswith("tpu"):
+        # The kernels of the products read their blocks of the padded operand; of two slices the first is a copy.
+        (padded,) = run_pad(x, dim=dim, size=size)
+        return [lax.dynamic_slice_in_dim(padded, ctx.result_offset(0, dim), block, dim)]
+    # The last block is moved by what it lacks: other kernels would read a block of the padded operand from a copy of it.
     offset = jnp.asarray(ctx.result_offset(0, dim), jnp.int32)
     start = jnp.minimum(offset, max(0, n - block))
     own = lax.dynamic_slice_in_dim(x, start, min(n, block), dim)
