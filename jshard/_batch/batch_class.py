@@ -48,6 +48,9 @@ class BatchClass:
 SHARED = BatchClass("shared")
 """The same for all examples: weights, constants, results of finished sums."""
 
+FIXED_SHAPES = frozenset(("shard_map", "pallas_call"))
+"""Primitives whose bodies have the shapes of what they were traced for."""
+
 SUM = BatchClass("sum")
 """A sum over examples: of a piece of the batch, one addend of it."""
 
@@ -72,9 +75,20 @@ class CoupledError(Exception):
 
 
 def described(eqn: JaxprEqn) -> str:
-    """An operator by its primitive, result type and source line."""
+    """An operator by its primitive, result type, source line and the module that it is in."""
     kind = eqn.outvars[0].aval.str_short(short_dtypes=True) if eqn.outvars else ""
-    return " ".join(p for p in (eqn.primitive.name, kind, compat.source_line(eqn).partition(" (")[0]) if p)
+    module = compat.module_path("", eqn)
+    line = compat.source_line(eqn).partition(" (")[0]
+    return " ".join(p for p in (eqn.primitive.name, kind, line, module and f"in {module}") if p)
+
+
+def fixed_shapes_advice(eqns: Iterable[JaxprEqn]) -> str:
+    """What to write for the first operator whose shapes are fixed, or an empty string."""
+    name = next((e.primitive.name for e in eqns if e.primitive.name in FIXED_SHAPES), "")
+    own = f'jshard.op(fn, rule="...") for the {name}, which says how it is cut'
+    if name == "shard_map":
+        return f"the same without shard_map, as on one device, since jshard cuts it itself, or {own}"
+    return name and own
 
 
 def checkpoint_advice(eqns: Iterable[JaxprEqn]) -> str:

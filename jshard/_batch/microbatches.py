@@ -31,7 +31,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jshard._batch.batch_class import SHARED, SUM, BatchClass, checkpoint_advice, described
+from jshard._batch.batch_class import (
+    SHARED,
+    SUM,
+    BatchClass,
+    checkpoint_advice,
+    described,
+    fixed_shapes_advice,
+)
 from jshard._batch.batch_positions import with_positions_shared
 from jshard._batch.body_classes import Analysis, Step, steps_for
 from jshard._batch.divided_loops import with_loops_divided
@@ -152,12 +159,13 @@ def _check_work(plan: Stages, loops: Sequence[Sequence[Step]]) -> None:
     more = f", and {len(names) - 3} more" if len(names) > 3 else ""
     repeated = bool(last) and again > between
     advice = checkpoint_advice(plan.jaxpr.eqns[k] for k in plan.coupled)
+    fixed = fixed_shapes_advice(error.eqn for error in plan.coupled.values())
     raise ShardError(
         "the step cannot run in microbatches: "
         + (f"{again / last:.0%} of its work would run again" if repeated else "it is not per example"),
         where="; ".join(names[:3]) + more,
         fix="no microbatches=, or compute what couples the examples outside the step (batch statistics kept fixed, "
-        "LayerNorm or GroupNorm for BatchNorm)" + advice,
+        "LayerNorm or GroupNorm for BatchNorm)" + advice + (f"; {fixed}" if fixed else ""),
     )
 
 

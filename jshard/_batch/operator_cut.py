@@ -25,7 +25,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jshard._batch.batch_class import SHARED, SUM, BatchClass, CoupledError, per_example
+from jshard._batch.batch_class import FIXED_SHAPES, SHARED, SUM, BatchClass, CoupledError, per_example
 from jshard._core.jax_types import JaxprEqn
 from jshard._rules.lookup import rules_for
 from jshard._rules.registry import OpView, RuleEntry, op_view
@@ -36,7 +36,6 @@ DRAWS = frozenset(("random_bits", "random_split"))
 """Primitives whose elements depend on their positions in the whole draw."""
 
 _SUMMING_SCATTERS = frozenset(("scatter-add", "scatter-sub"))
-_FIXED_SHAPES = frozenset(("shard_map", "pallas_call"))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -64,7 +63,7 @@ def operator_cut(eqn: JaxprEqn, classes: Sequence[BatchClass], examples: int) ->
     name = eqn.primitive.name
     if eqn.effects:
         raise CoupledError(eqn, "it has effects, and runs once for the whole batch")
-    if name in _FIXED_SHAPES:
+    if name in FIXED_SHAPES:
         raise CoupledError(eqn, "its shapes are fixed")
     view = op_view(eqn)
     rule, entry = rules_for(view)
@@ -150,7 +149,7 @@ def slice_cut(eqn: JaxprEqn, result: int, wanted: BatchClass, examples: int) -> 
     if (
         eqn.effects
         or len(eqn.outvars) != 1
-        or name in _FIXED_SHAPES
+        or name in FIXED_SHAPES
         or not hasattr(eqn.outvars[0].aval, "shape")
     ):
         return None

@@ -34,9 +34,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
-from jshard._batch.batch_class import SHARED, SUM, BatchClass, CoupledError, described
+from jshard._batch.batch_class import SHARED, SUM, BatchClass, CoupledError, fixed_shapes_advice
 from jshard._batch.batch_positions import with_positions_shared
 from jshard._batch.body_classes import Analysis, class_in
 from jshard._batch.completed_calls import with_calls_completed
@@ -44,6 +43,7 @@ from jshard._batch.layers_outside import layers_outside
 from jshard._batch.loop_parts import LoopParts, loop_parts
 from jshard._batch.outside_pipeline import results_of_loop, run_early, run_late
 from jshard._batch.piece_operator import run_whole, shape_of
+from jshard._batch.pipeline_checks import check_axes, check_forward, check_layers, coupled_layers
 from jshard._batch.pipeline_shape import PipelineShape
 from jshard._batch.saved_sums import with_sums_saved
 from jshard._batch.stacked_layers import Stacked, stack_layers
@@ -51,18 +51,11 @@ from jshard._batch.tick_loop import CutStages, TickLoop, Ticks
 from jshard._core import jaxcompat as compat
 from jshard._core.errors import ShardError
 from jshard._core.jax_types import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn
-from jshard._program.equation_bodies import bodies_of
 from jshard._program.inlining import with_calls_inlined
 from jshard._program.loop_invariants import CALLS_WITH_BODY, body_of
-from jshard._program.pin_primitives import PIN_OPERAND, PIN_RESULT
 
 
 WholeValue = Callable[[JaxprAtom], jax.Array]
-
-_BRANCH_ADVICE = (
-    "; where a sum over the batch decides a lax.cond whose branches return sums over the batch, "
-    "jnp.where(decision, one, other) of both sums"
-)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -103,6 +96,7 @@ def with_loops_over_layers(
         in_loops = with_sums_saved(stacked.closed, inputs, analysis)
         if _layer_loops(_inlined(in_loops), inputs, analysis)[0]:
             return LoopsOverLayers(in_loops, unrolled=True)
+    fixed = fixed_shapes_advice(_inlined(traced).eqns)
     raise ShardError(
         "no loop over layers passes values per example from layer to layer, and no layers outside loops are alike"
         if not stacked.why_not
@@ -110,7 +104,8 @@ def with_loops_over_layers(
         where=stacked.why_not or "pipeline",
         fix="layers one after the other in a Python loop or a scan, outside jax.checkpoint and other loops, that are alike: "
         "the same operators on the same shapes, of the activations that the layer before returns, of parameters of their "
-        "own and of values that are the same for all layers; or no pipeline",
+        "own and of values that are the same for all layers; or no pipeline"
+        + (f"; {fixed}" if fixed else ""),
     )
 
 
@@ -145,10 +140,10 @@ def in_pipeline(
     jaxpr = _inlined(layers.closed)
     analysis = Analysis(examples, shape.microbatches)
     loops, classes = _layer_loops(jaxpr, inputs, analysis)
-    _check_forward(jaxpr, loops, classes)
+    check_forward(jaxpr, loops, classes)
     for k, parts in loops.items():
-        _check_layers(jaxpr.eqns[k], parts, shape, layers.unrolled)
-        _check_axes(parts.jaxpr, shape)
+        check_layers(jaxpr.eqns[k], parts, shape, layers.unrolled)
+        check_axes(parts.jaxpr, shape)
 
     def run(*arguments: jax.Array) -> list[jax.Array]:
         values: dict[JaxprAtom, jax.Array | Ticks] = dict(zip(jaxpr.constvars, consts, strict=True))
@@ -241,91 +236,8 @@ def _parts_if_layers(eqn: JaxprEqn, operands: Sequence[BatchClass], analysis: An
     except CoupledError as error:
         if not any(c.is_example for c in operands[n_consts:first]):
             return None
-        raise ShardError(
-            "a loop over layers couples the examples of the batch, so that no microbatch passes alone",
-            where=str(error),
-            fix="no pipeline, or compute what couples the examples outside the loop (batch statistics kept fixed, LayerNorm "
-            "or GroupNorm for BatchNorm, sums over the batch returned by the layers and combined after the loop)"
-            + _BRANCH_ADVICE
-            * (error.eqn.primitive.name == "cond"),
-        ) from None
+        raise coupled_layers(error) from None
     return parts if parts.moving else None
-
-
-def _check_forward(
-    jaxpr: Jaxpr, loops: Mapping[int, LoopParts], classes: Mapping[JaxprAtom, BatchClass]
-) -> None:
-    """Raise `ShardError` if the loops are a backward pass alone, and the forward pass has its parameters otherwise."""
-    if not all(compat.is_backward("", jaxpr.eqns[k]) for k in loops):
-        return
-    lengths = {p.layers for p in loops.values()}
-    for k, eqn in enumerate(jaxpr.eqns):
-        if k in loops or eqn.primitive.name != "scan" or int(eqn.params["length"]) not in lengths:
-            continue
-        n_consts, n_carry = compat.scan_split(eqn.params)
-        if any(class_in(classes, v).is_example for v in eqn.invars[n_consts : n_consts + n_carry]):
-            raise ShardError(
-                "the loop over layers reads all parameters in each layer, so that no stage holds only its own",
-                where=described(eqn),
-                fix="jax.lax.scan over the stacked parameters, lax.scan(layer, x, w), where the body indexes them by the "
-                "number of the layer (lax.fori_loop)",
-            )
-
-
-def _check_layers(eqn: JaxprEqn, parts: LoopParts, shape: PipelineShape, unrolled: bool) -> None:
-    """Raise `ShardError` if the layers do not divide into stages and rounds, or pass keys on.
-
-    `unrolled`: whether the layers were in no loop.
-    """
-    for j in parts.moving:
-        if jnp.issubdtype(parts.carries[j].aval.dtype, jax.dtypes.extended):
-            raise ShardError(
-                "keys of random numbers per example pass from layer to layer",
-                where=described(eqn),
-                fix="one key for all examples, or a key for each layer, as an input of the loop",
-            )
-    each, n = shape.stages * shape.rounds, parts.layers
-    rounds = f" in {shape.rounds} rounds" if shape.rounds > 1 else ""
-    if n < each:
-        raise ShardError(
-            f"{n} layers are fewer than the {shape.stages} stages{rounds}",
-            where=described(eqn),
-            fix="an axis of fewer devices, or fewer rounds"
-            + "; layers count that are alike, also in the parameters whose gradients are taken" * unrolled,
-        )
-    if n % each and not shape.uneven:
-        added = shape.padded(n) - n
-        raise ShardError(
-            f"{shape.stages} stages{rounds} do not divide {n} layers",
-            where=described(eqn),
-            fix=f'"uneven": True in the pipeline, which adds {added} layers that do nothing, or a multiple of {each} layers',
-        )
-
-
-def _check_axes(body: Jaxpr, shape: PipelineShape) -> None:
-    """Raise `ShardError` if a constraint inside a layer names the axis of the stages."""
-    for eqn in body.eqns:
-        used = _pinned_axes(eqn).intersection(shape.axes)
-        if used:
-            axis = repr(used.pop())
-            raise ShardError(
-                f"axis {axis} is used twice: by the stages of the pipeline, and by a constraint inside a layer",
-                where=described(eqn),
-                fix=f"a constraint without {axis}, or another axis for the pipeline",
-            )
-        for inner in bodies_of(eqn):
-            _check_axes(inner, shape)
-
-
-def _pinned_axes(eqn: JaxprEqn) -> set[str]:
-    """The mesh axes that a constraint names."""
-    if eqn.primitive.name in (PIN_OPERAND, PIN_RESULT):
-        return {a for axes in getattr(eqn.params["pin"], "axes", None) or () for a in axes or ()}
-    sharding = compat.constraint_of(eqn) if eqn.primitive.name in ("sharding_constraint", "reshard") else None
-    if not isinstance(sharding, NamedSharding):
-        return set()
-    entries = [d for d in sharding.spec if d is not None and d is not PartitionSpec.UNCONSTRAINED]
-    return {a for d in entries for a in (d if isinstance(d, tuple) else (d,))}
 
 
 def _run_loop(
