@@ -16,8 +16,11 @@ is sliced to make a result. At the boundary the arrays have their true sizes, an
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Sequence
+
+from jax.sharding import PartitionSpec
 
 from jshard._api.call_pins import PlacedPin
 from jshard._core import jaxcompat as compat
@@ -29,6 +32,9 @@ from jshard._plan.padding_classes import PaddingClasses, inner_bodies, shape_of
 from jshard._plan.padding_search import MOST_WASTE
 from jshard._program.graph import Literal, Program
 from jshard._program.tail_primitives import PAD_TAIL
+from jshard._program.user_shard_map import SHARD_MAP, mesh_axes
+from jshard._rules.lookup import rules_for
+from jshard._rules.registry import op_view
 from jshard._spec.entry import Pin
 
 
@@ -136,7 +142,8 @@ def _readers(jaxpr: Jaxpr, v: JaxprAtom, dim: int) -> list[JaxprEqn]:
 
 
 def _cannot_pad(cut: UnevenCut, equations: Sequence[JaxprEqn]) -> StrategyError:
-    whole = f"1 piece there, or an array of {-(-cut.size // cut.pieces) * cut.pieces} that the function itself masks"
+    padded = -(-cut.size // cut.pieces) * cut.pieces
+    whole = f"1 piece there, or an array of {padded} that the function itself masks"
     if not equations:
         return StrategyError(
             f"a cut of {cut.pieces} would pad dimension {cut.dim}, of size {cut.size}, with which nothing is computed",
@@ -146,13 +153,40 @@ def _cannot_pad(cut: UnevenCut, equations: Sequence[JaxprEqn]) -> StrategyError:
     eqn = equations[0]
     source = compat.source_line(eqn)
     name = f"{eqn.primitive.name} ({source})" if source else eqn.primitive.name
-    if eqn.primitive.name == "shard_map":
-        whole = f"1 piece there, and in_specs or out_specs with None for dimension {cut.dim}"
+    reason = ""
+    if eqn.primitive.name == SHARD_MAP:
+        reason, whole = ": its body would see the padding", _shard_map_advice(cut, eqn, padded)
+    elif note := rules_for(op_view(eqn))[0].note:
+        reason = f": {note}"
     return StrategyError(
-        f"a cut of {cut.pieces} would pad dimension {cut.dim}, of size {cut.size}, and {name} has no padded form",
+        f"a cut of {cut.pieces} would pad dimension {cut.dim}, of size {cut.size}, and {name} has no padded form{reason}",
         where=cut.where,
         fix=whole,
     )
+
+
+def _shard_map_advice(cut: UnevenCut, eqn: JaxprEqn, padded: int) -> str:
+    """The specs of a user's `shard_map` that would do for a pin, of an array that is padded before it."""
+    mesh = mesh_axes(eqn.params["mesh"])
+    subsets = (axes for n in range(len(mesh.names)) for axes in itertools.combinations(mesh.names, n + 1))
+    wanted = next((axes for axes in subsets if mesh.size(*axes) == cut.pieces), None)
+    for side, variables in (("in_specs", eqn.invars), ("out_specs", eqn.outvars)):
+        for spec, v in zip(eqn.params[side], variables, strict=True):
+            if v is cut.variable and wanted is not None:
+                entries = [*spec, *[None] * (len(shape_of(v)) - len(spec))]
+                axes = [(e,) if isinstance(e, str) else tuple(e or ()) for e in entries]
+                axes = [tuple(a for a in of if a not in wanted) for of in axes]
+                axes[cut.dim] = wanted
+                would_do = PartitionSpec(*(a if len(a) > 1 else a[0] if a else None for a in axes))
+                return (
+                    f"1 piece there, as {side}={_text(PartitionSpec(*spec))} says, or an array of {padded} and "
+                    f"{side}={_text(would_do)}, whose padding the body masks"
+                )
+    return "1 piece there"
+
+
+def _text(spec: PartitionSpec) -> str:
+    return f"P({', '.join(map(repr, spec))})"
 
 
 def refuse_uneven(cuts: Sequence[UnevenCut]) -> None:
@@ -190,9 +224,15 @@ def pins_in_padded(program: Program, pinned: Sequence[PlacedPin], is_padded: boo
             if not any(not uneven_dims(pin, _shape(program, *p)) for p in places):
                 (dim, cut), *_ = uneven_dims(pin, shape).items()
                 operator = program.operators[op]
+                unread = side == "result" and not program.uses()[operator.results[k]]
+                name = operator.name or operator.primitive
+                why = (
+                    "with which nothing is computed"
+                    if unread
+                    else f"and the operator that defines {name} has no padded form"
+                )
                 raise StrategyError(
-                    f"a cut of {cut} would pad dimension {dim}, of size {shape[dim]}, and the operator that defines "
-                    f"{operator.name or operator.primitive} has no padded form",
+                    f"a cut of {cut} would pad dimension {dim}, of size {shape[dim]}, {why}",
                     where=pin.where,
                     fix="1 piece there",
                 )

@@ -30,6 +30,7 @@ from jshard._plan.request import Force, Place, PlanRequest
 from jshard._plan.rows import Alternative, Decision
 from jshard._program.graph import Literal, Operator, Program, operator_name
 from jshard._program.memory.least_traffic import product_flops
+from jshard._rules.rule import unmet_blocks
 from jshard._spec.entry import Pin, parse_entry
 from jshard._spec.mesh_checks import check_axes_divide
 
@@ -221,7 +222,8 @@ class Replanner:
                 if f in rule.blocked and not (exchanges and size % p):
                     reason = rule.note or "the operator needs this dimension whole"
                     if exchanges:
-                        reason += f"; {exchanges[0]}: not in {p} blocks of {size // p}"
+                        unmet = unmet_blocks(rule, f, p)
+                        reason += f"; {unmet or f'{exchanges[0]}: not in {p} blocks of {size // p}'}"
                 elif size % p:
                     operand, dim = next((i, d) for i, c in enumerate(cuts) for d, q in enumerate(c) if q == p)
                     reason = f"operand {operand}: " + self._does_not_divide(dim, size, p)

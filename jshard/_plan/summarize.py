@@ -27,7 +27,7 @@ from jshard._program.call_path import call_path
 from jshard._program.fingerprint import dtype_name, fingerprint
 from jshard._program.graph import Literal, Program, operator_name
 from jshard._program.memory.liveness import liveness
-from jshard._rules.rule import candidate_codes
+from jshard._rules.rule import candidate_codes, unmet_blocks
 from jshard._schedule.live_values import live_intervals
 from jshard._schedule.schedule import Assignment, Schedule
 
@@ -241,6 +241,10 @@ def _limit(assignment: Assignment, i: int) -> str:
     exchanged = {f for cut in rule.joint for f in cut.factors}
     if rule.note and any(rule.sizes[f] > 1 and f not in exchanged for f in rule.blocked):
         return rule.note
+    for f in sorted(exchanged):
+        dividing = [p for p in mesh.piece_counts if p > chosen and rule.sizes[f] % p == 0]
+        if dividing and (unmet := unmet_blocks(rule, f, min(dividing))):
+            return unmet
     return "no cut divides its sizes"
 
 

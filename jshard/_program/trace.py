@@ -14,6 +14,7 @@ from jshard._core.gc_pause import gc_paused
 from jshard._core.jax_types import ClosedJaxpr, Jaxpr
 from jshard._program import loops
 from jshard._program.builder import KEPT_CALLS, Builder, LoopWriter, PinOfName
+from jshard._program.empty_results import with_empty_constants
 from jshard._program.graph import Program
 from jshard._program.loop_invariants import INLINED_CALLS
 from jshard._program.unread_sorted import without_unread_operands
@@ -40,6 +41,7 @@ def build(
     - `captured`: tracers that the function closes over: they are the first inputs of the jaxpr.
     """
     opened, consts = compat.open_jaxpr(jaxpr)
-    opened = with_updates_in_place(without_unread_operands(compat.without_dead_code(opened)))
+    opened = with_empty_constants(compat.without_dead_code(opened))
+    opened = with_updates_in_place(without_unread_operands(opened))
     builder = Builder(name, _LOOPS, pin_of_name)
     return builder.program(jaxpr, opened, consts, list(input_names), list(output_names), list(captured))

@@ -217,6 +217,28 @@ def joint_code(rule: Rule, cut: int) -> int:
     return len(rule.sizes) + cut
 
 
+def unmet_blocks(rule: Rule, factor: int, pieces: int) -> str:
+    """Which joint cut of a factor allows no such number of pieces that divides it, and why; "" where one does or none is.
+
+    >>> merge = JointCut("merge", (0,), (WHOLE,), least=5)
+    >>> unmet_blocks(Rule((((0,),),), (((),),), (8,), joint=(merge,)), 0, 4)
+    'merge: blocks of 2 are less than the 5 elements that each needs'
+    """
+    reasons = []
+    for joint in rule.joint:
+        if factor in joint.factors:
+            size = rule.sizes[factor] // pieces
+            if size % joint.pieces:
+                reasons.append(f"{joint.name}: blocks of {size} have no {joint.pieces} equal parts")
+            elif size < joint.least:
+                reasons.append(
+                    f"{joint.name}: blocks of {size} are less than the {joint.least} elements that each needs"
+                )
+            else:
+                return ""
+    return reasons[0] if reasons else ""
+
+
 @dataclasses.dataclass(frozen=True)
 class Candidate:
     """An axis code per mesh axis, as in the module's docstring."""

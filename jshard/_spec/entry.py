@@ -258,24 +258,28 @@ def pad_advice(cut: int, size: int) -> str:
 
 
 def possible_cuts(
-    cuts: Sequence[int | None], shape: Sequence[int] | None, dim: int, devices: int, count: int = 6
+    cuts: Sequence[int | None], shape: Sequence[int] | None, dim: int, devices: int, count: int = 6, pads: bool = False
 ) -> list[int]:
     """The `count` cuts of a dimension closest to the wrong one that a mesh of `devices` allows.
 
-    They divide the dimension, and their product with the tensor's other cuts divides the devices; other cuts that are
-    wrong themselves are left out.
+    They divide the dimension, or with `pads` are no more than its elements, and their product with the tensor's other
+    cuts divides the devices; other cuts that are wrong themselves are left out.
 
     >>> possible_cuts((8, 2), (10, 4), 0, 8), possible_cuts((8, 2), (96, 4), 0, 24), possible_cuts((5,), None, 0, 8)
     ([1, 2], [1, 2, 3, 4, 6, 12], [1, 2, 4, 8])
+    >>> possible_cuts((5,), (45,), 0, 8), possible_cuts((5,), (45,), 0, 8, pads=True)
+    ([1], [1, 2, 4, 8])
     """
     others = 1
     for d, cut in enumerate(cuts):
-        if d == dim or not cut or (shape is not None and shape[d] % cut):
+        if d == dim or not cut or (shape is not None and shape[d] % cut and not (pads and cut <= shape[d])):
             continue
         if devices % (others * cut) == 0:
             others *= cut
     left = devices // others
-    every = divisors(left if shape is None or shape[dim] == 0 else math.gcd(left, shape[dim]))
+    every = divisors(left if shape is None or shape[dim] == 0 or pads else math.gcd(left, shape[dim]))
+    if pads and shape is not None and shape[dim]:
+        every = [n for n in every if n <= shape[dim]]
     wanted = cuts[dim] or 1
     return sorted(sorted(every, key=lambda d: (abs(d - wanted), d))[:count])
 

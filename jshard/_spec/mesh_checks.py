@@ -152,7 +152,7 @@ def _check_count_of(pin: Pin, shape: Sequence[int] | None, count: int, devices: 
             raise StrategyError(
                 f"a cut of {cut} in dimension {dim}: no grid of {devices} has it",
                 where=pin.where,
-                fix=f"{format_pieces(possible_cuts(pin.cuts, shape, dim, count))} there",
+                fix=f"{format_pieces(possible_cuts(pin.cuts, shape, dim, count, pads=pin.pads))} there",
             )
     if count % made:
         raise StrategyError(

@@ -142,8 +142,10 @@ def test_a_cut_larger_than_the_size() -> None:
 def test_an_operator_without_a_padded_form_is_named() -> None:
     error = refusal(lambda x: jnp.fft.rfft(x) * 2, np.ones(13), in_strategy=((8,),), config={"pad": True})
     assert error.what.startswith("a cut of 8 would pad dimension 0, of size 13, and fft")
-    assert error.what.endswith("has no padded form")
+    assert error.what.endswith("has no padded form: every frequency depends on every sample")
     assert error.fix == "1 piece there, or an array of 16 that the function itself masks"
+    error = refusal(lambda x: jnp.cumsum(x)[:0], np.ones(13), in_strategy=((8,),), config={"pad": True})
+    assert error.what == "a cut of 8 would pad dimension 0, of size 13, with which nothing is computed"
     error = refusal(lambda x: x, np.ones(13), in_strategy=((8,),), config={"pad": True})
     assert error.what == "a cut of 8 would pad dimension 0, of size 13, with which nothing is computed"
 
@@ -155,14 +157,56 @@ def test_an_operator_without_a_padded_form_is_named() -> None:
     assert error.what.startswith("a cut of 2 would pad dimension 0, of size 5, and scan (")
 
 
-def test_a_shard_map_sees_no_padding() -> None:
-    def f(x: Any) -> Any:
-        return jax.shard_map(jnp.tanh, mesh=mesh_of(8), in_specs=P(), out_specs=P())(x)
+def test_an_operator_that_needs_the_whole_says_why() -> None:
+    def best(x: Any) -> Any:
+        return jax.lax.top_k(x, 5)
 
-    error = refusal(f, np.ones(13), in_strategy=((8,),), config={"pad": True})
-    assert "shard_map" in error.what
-    assert error.fix == "1 piece there, and in_specs or out_specs with None for dimension 0"
-    jshard.shard(f, mesh=mesh_of(8), in_strategy=((1,),), config={"pad": True}).plan(np.ones(13))
+    x = np.random.default_rng(0).normal(size=7)
+    error = refusal(best, x, in_strategy=((4,),), config={"pad": True})
+    assert error.what.endswith("has no padded form: top_k compares elements along the whole dimension")
+    assert error.fix == "1 piece there, or an array of 8 that the function itself masks"
+    masked = np.pad(x, (0, 1), constant_values=-np.inf)
+    for array, pieces in ((x, 1), (masked, 4)):
+        step = jshard.shard(best, mesh=mesh_of(8), in_strategy=((pieces,),), config={"pad": True})
+        np.testing.assert_array_equal(step(array)[1], best(x)[1])
+
+
+def test_pieces_that_no_grid_has_are_those_that_padding_allows() -> None:
+    x = np.arange(45.0)
+    error = refusal(jnp.tanh, x, in_strategy=((5,),), config={"pad": True})
+    assert error.what == "a cut of 5 in dimension 0: no grid of 8 devices has it"
+    assert error.fix == "1, 2, 4 or 8 pieces there"
+    for pieces in (1, 2, 4, 8):
+        step = jshard.shard(jnp.tanh, mesh=mesh_of(8), in_strategy=((pieces,),), config={"pad": True})
+        np.testing.assert_allclose(step(x), np.tanh(x), rtol=1e-12)
+    assert refusal(jnp.tanh, x, in_strategy=((5,),)).fix == "1 piece there"
+
+
+SPECS = [((8, 1), P(None, "x"), "P('x', None)"), ((8, 1), P(), "P('x', None)"), ((1, 8), P("x"), "P(None, 'x')")]
+
+
+@pytest.mark.parametrize("cuts, own, would_do", SPECS, ids=str)
+def test_a_shard_map_sees_no_padding(cuts: tuple[int, int], own: P, would_do: str) -> None:
+    shape = tuple(13 if c > 1 else 16 for c in cuts)
+    x, dim = np.random.default_rng(0).normal(size=shape), cuts.index(8)
+
+    def mapped(spec: P) -> Any:
+        return lambda x: jax.shard_map(jnp.tanh, mesh=mesh_of(8), in_specs=spec, out_specs=spec)(x)
+
+    error = refusal(mapped(own), x, in_strategy=(cuts,), config={"pad": True})
+    assert "shard_map (" in error.what
+    assert error.what.endswith("has no padded form: its body would see the padding")
+    assert error.fix == (
+        f"1 piece there, as in_specs={str(own).replace('PartitionSpec', 'P').replace(',)', ')')} says, or an array of 16 "
+        f"and in_specs={would_do}, whose padding the body masks"
+    )
+    error = refusal(mapped(own), x, out_strategy=(cuts,), config={"pad": True})
+    assert f"out_specs={would_do}" in error.fix
+    whole = tuple(1 if d == dim else None for d in range(2))
+    padded = np.pad(x, [(0, 16 - n) for n in shape])
+    for array, strategy, spec in ((x, whole, own), (padded, cuts, eval(would_do))):
+        step = jshard.shard(mapped(spec), mesh=mesh_of(8), in_strategy=(strategy,), config={"pad": True})
+        np.testing.assert_allclose(step(array)[tuple(map(slice, shape))], np.tanh(x), rtol=1e-12)
 
 
 def test_a_search_that_does_not_pad_refuses_the_pin() -> None:
