@@ -47,5 +47,5 @@ def _reads_for_nothing(eqn: JaxprEqn) -> bool:
 def _constant(v: JaxprAtom) -> JaxprEqn:
     """The equation that makes an empty array."""
     aval = v.aval
-    closed = compat.make_jaxpr(lambda: lax.full(aval.shape, 0, aval.dtype))
+    closed = compat.make_jaxpr(lambda: [lax.full(aval.shape, 0, aval.dtype)])
     return compat.open_jaxpr(closed)[0].eqns[-1].replace(outvars=[v])
