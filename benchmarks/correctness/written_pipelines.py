@@ -94,8 +94,8 @@ def page(rows: list[dict[str, Any]]) -> str:
         f"(largest relative error {max(errors, default=0):.1e}, limit {LIMIT:.0e}), {len(refused)} refused with a reason, "
         f"{len(failed)} failed. Float64, 8 CPU devices, JAX {' and '.join(sorted({r['jax'] for r in rows}))}.", "",
         "Permutes: of the stages, planned and emitted, beside loops times (R M + S - 1). A loop whose layers carry several "
-        "values per example has one permute a tick for each: the gradient of an encoder's output, or of embeddings that "
-        "every layer adds again. Repeated: other collectives that run in each tick.", "",
+        "values per example that layers read has one permute a tick for each; to the gradient of an encoder's output layers "
+        "only add, and no permute passes it on. Repeated: other collectives that run in each tick.", "",
         "| step and where it runs | relative error, or why not | permutes | loops x ticks | repeated |",
         "|---|---|---|---|---|",
     ]  # fmt: skip

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
+from jshard._batch.added_carries import is_only_added_to
 from jshard._batch.batch_class import SHARED, SUM, BatchClass, CoupledError
 from jshard._batch.body_classes import Analysis, Step, class_in, joined, steps_for
 from jshard._batch.body_walk import DividedCallError, Walk, with_call_divided
@@ -74,6 +75,11 @@ class LoopParts:
             *((v, self.classes[v]) for v in self.examples),
             *((v, SUM) for v in self.sums),
         )
+
+    @property
+    def added(self) -> tuple[int, ...]:
+        """Carries that move, by number, but that no layer reads: each layer adds to them."""
+        return tuple(j for j in self.moving if is_only_added_to(self.jaxpr, self.carries[j], self.carried[j]))
 
     @property
     def examples(self) -> tuple[JaxprAtom, ...]:

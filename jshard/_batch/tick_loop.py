@@ -47,10 +47,7 @@ class Ticks:
     def whole(self) -> jax.Array:
         """The result of all layers on the whole batch."""
         s, r, m = self.shape.stages, self.shape.rounds, self.shape.microbatches
-        by_stage = jnp.moveaxis(self.array, 2, 0)  # (stages, ticks, layers, piece)
-        own = jax.vmap(lambda x, i: lax.dynamic_slice_in_dim(x, i, r * m, 0))(
-            by_stage, jnp.arange(s, dtype=jnp.int32)
-        )
+        own = _own_ticks(self.array, 2, self.shape)  # (stages, ticks, layers, piece)
         split = own.reshape((s, r, m, *own.shape[2:]))
         by_piece = jnp.transpose(
             split, (2, 1, 0, *range(3, split.ndim))
@@ -92,10 +89,14 @@ class TickLoop:
         kinds = [parts.classes[parts.carries[j]] for j in parts.moving]
         zero = jnp.zeros((), jnp.int32)
         first = [self._piece(x, c, zero) for x, c in zip(moving, kinds, strict=True)]
-        start = tuple(self.cut_stages(jnp.broadcast_to(x, (shape.stages, *x.shape))) for x in first)
-        waiting = (
-            tuple(self._waiting(x, c) for x, c in zip(moving, kinds, strict=True)) if shape.rounds > 1 else ()
+        none = [self.cut_stages(jnp.zeros((shape.stages, *x.shape), x.dtype)) for x in first]
+        unread = parts.added
+        added = [j in unread for j in parts.moving]
+        sent = [(x, c) for x, c, is_added in zip(moving, kinds, added, strict=True) if not is_added]
+        start = tuple(
+            self.cut_stages(jnp.broadcast_to(x, (shape.stages, *x.shape))) for x in _others(first, added)
         )
+        waiting = tuple(self._waiting(x, c) for x, c in sent) if shape.rounds > 1 else ()
         totals = tuple(self._total(v) for v in parts.sums)
 
         def tick(
@@ -103,19 +104,24 @@ class TickLoop:
         ) -> tuple[tuple[Arrays, Arrays, Arrays], tuple[Arrays, Arrays]]:
             state, waiting, totals = carry
             t, pieces = xs
-            entering, waiting = self._entering(t, state, waiting, moving, kinds)
+            entering, waiting = self._entering(t, state, waiting, sent)
+            each = iter(entering)
+            entering = tuple(z if is_added else next(each) for z, is_added in zip(none, added, strict=True))
             moved, examples, addends = self._stages(
                 t, entering, shared, staged, dict(zip(ticks, pieces, strict=True))
             )
             totals = tuple(self._added(total, x, t) for total, x in zip(totals, addends, strict=True))
-            return (moved, waiting, totals), (moved, examples)
+            return (_others(moved, added), waiting, totals), (moved, examples)
 
         every = jnp.arange(shape.ticks, dtype=jnp.int32)
         (_, _, totals), (states, examples) = lax.scan(
             tick, (start, waiting, totals), (every, tuple(ticks.values())), reverse=parts.reverse
         )
         return (
-            [self._left(x, c) for x, c in zip(states, kinds, strict=True)],
+            [
+                initial + self._collected(x, c) if is_added else self._left(x, c)
+                for initial, x, c, is_added in zip(moving, states, kinds, added, strict=True)
+            ],
             [Ticks(x, shape, parts.layers, parts.classes[v]) for v, x in zip(parts.examples, examples, strict=True)],
             [self._finished(x, v) for v, x in zip(parts.sums, totals, strict=True)],
         )  # fmt: skip
@@ -222,7 +228,7 @@ class TickLoop:
         return jnp.broadcast_to(pieces[:, None], (shape.microbatches, shape.stages, *pieces.shape[1:]))
 
     def _entering(
-        self, t: jax.Array, state: Arrays, waiting: Arrays, moving: Sequence[jax.Array], kinds: Sequence[BatchClass]
+        self, t: jax.Array, state: Arrays, waiting: Arrays, sent: Sequence[tuple[jax.Array, BatchClass]]
     ) -> tuple[Arrays, Arrays]:  # fmt: skip
         """What every stage works on: what the stage before has passed on, and new microbatches at the entry."""
         shape, back = self.shape, self.parts.reverse
@@ -230,7 +236,7 @@ class TickLoop:
         position, _ = self._position(t, self.entry)
         piece = lax.rem(position, jnp.int32(shape.microbatches))
         if shape.rounds == 1:
-            new = [self._piece(x, c, piece)[None] for x, c in zip(moving, kinds, strict=True)]
+            new = [self._piece(x, c, piece)[None] for x, c in sent]
         else:
             arrived = t + 1 if back else t - shape.stages  # its position, one round before
             slot = lax.rem(jnp.clip(arrived, 0, shape.positions - 1), jnp.int32(shape.microbatches))
@@ -263,6 +269,13 @@ class TickLoop:
             return assembled(jnp.any(last & mine, 1), c)
         return assembled(jnp.sum(jnp.where(mine, last, jnp.zeros_like(last)), 1, dtype=last.dtype), c)
 
+    def _collected(self, states: jax.Array, c: BatchClass) -> jax.Array:
+        """What the stages add in all rounds to a value per example that none of them reads; `states` has every tick's."""
+        shape = self.shape
+        own = _own_ticks(states, 1, shape)
+        by_round = own.reshape((shape.stages, shape.rounds, shape.microbatches, *own.shape[2:]))
+        return assembled(jnp.sum(by_round, (0, 1), dtype=states.dtype), c)
+
     # -- sums --------------------------------------------------------------------------------------------------------
 
     def _total(self, v: JaxprAtom) -> jax.Array:
@@ -287,6 +300,17 @@ class TickLoop:
         split = sums[None] if self.shape.rounds == 1 else sums
         by_layer = jnp.swapaxes(split, 1, 2)  # (rounds, stages, layers of a stage, ...)
         return by_layer.reshape((-1, *by_layer.shape[3:]))[: self.parts.layers]
+
+
+def _others(xs: Sequence[jax.Array], left_out: Sequence[bool]) -> Arrays:
+    return tuple(x for x, out in zip(xs, left_out, strict=True) if not out)
+
+
+def _own_ticks(x: jax.Array, dim: int, shape: PipelineShape) -> jax.Array:
+    """(stages, positions, ...): the ticks, dimension 0 of `x`, in which each stage works; `dim`: the stages."""
+    return jax.vmap(lambda x, i: lax.dynamic_slice_in_dim(x, i, shape.positions, 0))(
+        jnp.moveaxis(x, dim, 0), jnp.arange(shape.stages, dtype=jnp.int32)
+    )
 
 
 def _of_rounds(x: jax.Array, rounds: jax.Array) -> jax.Array:

@@ -112,11 +112,49 @@ def test_a_norm_after_the_last_layer_is_no_part_of_the_layers(
 
 
 def test_what_a_loop_passes_on_is_stated() -> None:
-    """The backward loop of a decoder also carries the gradient of the encoder's output."""
-    step, args = pipeline_networks.encoder_decoder(2)
-    plan = pipelined(step, mesh_of(2, 4), microbatches=4).plan(*args)
-    assert plan.pipeline is not None and len(plan.pipeline.layers) == 4 and len(shifts(plan)) == 5
-    assert "5 values pass from stage to stage in its 4 loops" in str(plan)
+    """A reversible network passes on two values, and its backward loop their two gradients."""
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        a, b = lax.scan(lambda c, one: ((c[1], c[0] + jnp.tanh(c[1] @ one)), None), (x, x), w)[0]
+        return jnp.mean((a * b) ** 2)
+
+    args = pipeline_steps.normal(1, 4, 6, 6) / 2, pipeline_steps.normal(2, pipeline_steps.BATCH, 6)
+    f = jax.value_and_grad(loss)
+    f_pipelined = jshard.shard(f, mesh=mesh_of(2, 1), level=0, config={"pipeline": PIPELINE})
+    plan = f_pipelined.plan(*args)
+    assert plan.pipeline is not None and len(plan.pipeline.layers) == 2 and len(shifts(plan)) == 4
+    assert "4 values pass from stage to stage in its 2 loops" in str(plan)
+    assert largest_error(f_pipelined(*args), jax.jit(f)(*args)) < 1e-12
+
+
+def with_memory(w: jax.Array, x: jax.Array) -> jax.Array:
+    """Layers that all read one value of each example, and add to a penalty of each example."""
+    memory = jnp.sin(x @ w[0])
+
+    def layer(carry: tuple[jax.Array, jax.Array], one: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
+        h, penalty = carry
+        h = jnp.tanh(h @ one + memory)
+        return (h, penalty + jnp.mean(h**2, -1)), None
+
+    h, penalty = lax.scan(layer, (x, x[:, 0]), w)[0]
+    return jnp.mean(h**2) + jnp.mean(jnp.sin(penalty))
+
+
+def side_by_side(w: jax.Array, x: jax.Array) -> jax.Array:
+    """Layers that all read the same, so that nothing passes from one to the next."""
+    return jnp.mean(lax.scan(lambda total, one: (total + jnp.tanh(x @ one), None), x, w)[0] ** 3)
+
+
+@pytest.mark.parametrize(("loss", "passed"), [(with_memory, 2), (side_by_side, 0)])
+def test_values_that_layers_only_add_to_stay_on_their_stages(loss: Callable, passed: int) -> None:
+    args = pipeline_steps.normal(1, 5, 6, 6) / 2, pipeline_steps.normal(2, pipeline_steps.BATCH, 6)
+    f = jax.value_and_grad(loss, (0, 1))
+    config = {"pipeline": {**PIPELINE, "rounds": 2, "uneven": True}}
+    f_pipelined = jshard.shard(f, mesh=mesh_of(2, 1), level=0, config=config)
+    plan = f_pipelined.plan(*args, verify=True)
+    assert plan.pipeline is not None and plan.pipeline.layers == (5, 5) and len(shifts(plan)) == passed
+    assert plan.verification is not None and plan.verification.ok
+    assert largest_error(f_pipelined(*args), jax.jit(f)(*args)) < 1e-12
 
 
 def metrics(kind: Callable[..., jax.Array]) -> Callable[..., Any]:
