@@ -147,8 +147,8 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
     """The table in Markdown."""
     title, intro = (__doc__ or "").split("\n\n", 1)
     heads = (
-        "step", "padded", "planned, ms", "compiled, ms", "schedule, ms", "sent a device, MB", "compiled, MB", "as planned", "peak, GiB",
-        "in tiles, GiB", "compiled, GiB", "gap", "planning, CPU s", "date",
+        "step", "padded", "planned, ms", "compiled, ms", "schedule, ms", "sent a device, MB", "compiled, MB",
+        "as planned", "peak, GiB", "in tiles, GiB", "compiled, GiB", "gap", "planning, CPU s", "date",
     )  # fmt: skip
     out = [f"# {title.strip()}", "", intro.rstrip(), ""]
     out += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]

@@ -258,7 +258,12 @@ def pad_advice(cut: int, size: int) -> str:
 
 
 def possible_cuts(
-    cuts: Sequence[int | None], shape: Sequence[int] | None, dim: int, devices: int, count: int = 6, pads: bool = False
+    cuts: Sequence[int | None],
+    shape: Sequence[int] | None,
+    dim: int,
+    devices: int,
+    count: int = 6,
+    pads: bool = False,
 ) -> list[int]:
     """The `count` cuts of a dimension closest to the wrong one that a mesh of `devices` allows.
 

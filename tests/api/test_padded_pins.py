@@ -182,7 +182,11 @@ def test_pieces_that_no_grid_has_are_those_that_padding_allows() -> None:
     assert refusal(jnp.tanh, x, in_strategy=((5,),)).fix == "1 piece there"
 
 
-SPECS = [((8, 1), P(None, "x"), "P('x', None)"), ((8, 1), P(), "P('x', None)"), ((1, 8), P("x"), "P(None, 'x')")]
+SPECS = [
+    ((8, 1), P(None, "x"), "P('x', None)"),
+    ((8, 1), P(), "P('x', None)"),
+    ((1, 8), P("x"), "P(None, 'x')"),
+]
 
 
 @pytest.mark.parametrize("cuts, own, would_do", SPECS, ids=str)
