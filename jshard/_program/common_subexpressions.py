@@ -36,13 +36,14 @@ from jshard._program.operators import Atom
 from jshard._program.unit_views import Dims, dims_of, viewed
 
 
-# Never merged: operators with effects or foreign code, placement constraints, and barriers.
+# Never merged: operators with effects or foreign code, placement, and barriers.
 _NEVER_MERGED = frozenset(
     "optimization_barrier shard_map pallas_call custom_linear_solve call_hi_primitive".split()
 )
 _NEVER_MERGED_PARTS = (
     "callback", "ffi", "custom_call", "jshard_", "sharding_constraint", "reshard", "layout_constraint", "infeed",
 )  # fmt: skip
+_CONSTRAINT = "sharding_constraint"  # merged with equal ones of the same value, but never hoisted
 # Merged even on constants alone: they take time, or their operands may need a reshard. Prefixes of names.
 _EXPENSIVE = (
     "reduce_", "arg", "cum", "dot_general", "conv_", "sort", "fft", "gather", "scatter", "top_k", "random_bits",
@@ -91,7 +92,7 @@ class ValueNumbering:
         `operands` are tensor ids, `LiteralValue`s, or anything hashable that is equal if and only if operands are.
         """
         name = eqn.primitive.name
-        if eqn.effects or never_merged(name) or runs_custom_vjp(eqn):
+        if eqn.effects or never_merged(name) and name != _CONSTRAINT or runs_custom_vjp(eqn):
             return None, None
         key: Key = (name, *[self._first_equal.get(o, o) for o in operands])
         for params, results in self._operators.get(key, ()):

@@ -342,3 +342,23 @@ def test_a_branch_in_a_loop_keeps_its_count_to_itself():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)  # sums of what cancels
     text = f.lower(x, w).as_text()
     assert "while" in text
+
+
+def test_equal_constraints_of_a_value_are_one_and_others_are_not():
+    """A function that is called for its value and for its gradient: XLA merges the two, and the gathers in both."""
+    rows, columns = (jax.NamedSharding(LINE, P(*s)) for s in (("x", None), (None, "x")))
+
+    def total(x, spec=rows):
+        return lax.with_sharding_constraint(jnp.cumsum(lax.with_sharding_constraint(x, spec), 0), spec)
+
+    def both(x):
+        return total(x), jax.grad(lambda x: jnp.sin(total(x)).sum())(x)
+
+    found = primitives(traced(both, X))
+    assert found["cumsum"] == 2  # of the value, and of the cotangent
+    assert found["sharding_constraint"] == 4
+    found = primitives(traced(lambda x: (total(x), total(x, columns)), X))
+    assert found["cumsum"] == 2
+    assert found["sharding_constraint"] == 4
+    plan = jshard.shard(both, ((4, 1),), mesh=LINE).plan(X, verify=True)
+    assert plan.verification.ok
