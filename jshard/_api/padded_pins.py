@@ -156,13 +156,27 @@ def _cannot_pad(cut: UnevenCut, equations: Sequence[JaxprEqn]) -> StrategyError:
     reason = ""
     if eqn.primitive.name == SHARD_MAP:
         reason, whole = ": its body would see the padding", _shard_map_advice(cut, eqn, padded)
-    elif note := rules_for(op_view(eqn))[0].note:
+    elif note := _note(cut, eqn):
         reason = f": {note}"
     return StrategyError(
         f"a cut of {cut.pieces} would pad dimension {cut.dim}, of size {cut.size}, and {name} has no padded form{reason}",
         where=cut.where,
         fix=whole,
     )
+
+
+def _note(cut: UnevenCut, eqn: JaxprEqn) -> str:
+    """Why an operator's rule keeps the dimension whole; "" where it does not."""
+    rule, _ = rules_for(op_view(eqn))
+    sides = ((eqn.invars, rule.operands), (eqn.outvars, rule.results))
+    own = {
+        f
+        for variables, dims in sides
+        for v, of in zip(variables, dims, strict=True)
+        if v is cut.variable
+        for f in of[cut.dim]
+    }
+    return rule.note if own <= set(rule.blocked) else ""
 
 
 def _shard_map_advice(cut: UnevenCut, eqn: JaxprEqn, padded: int) -> str:

@@ -65,7 +65,7 @@ IGNORED = PaddedFactor()
 # Dimensions with a factor of their own keep their place; blocked factors aside, the padding moves along.
 _MOVES = frozenset(
     "broadcast_in_dim transpose squeeze expand_dims reshape rev tile stack unstack concatenate split pad iota slice "
-    "dynamic_slice optimization_barrier top_k pad_tail".split()
+    "dynamic_slice optimization_barrier top_k pad_tail fft".split()
 )
 _REDUCTIONS = {
     "reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min", "reduce_prod": "prod", "reduce_and": "and",
@@ -112,7 +112,7 @@ def padded_factors(op: OpView, rule: Rule) -> Mapping[int, PaddedFactor]:
 def has_meaning(primitive: str) -> bool:
     """Whether it is stated for a primitive what padding means.
 
-    >>> has_meaning("reduce_max"), has_meaning("fft")
+    >>> has_meaning("reduce_max"), has_meaning("cholesky")
     (True, False)
     """
     return _meaning_of(primitive) is not None

@@ -157,6 +157,20 @@ def test_an_operator_without_a_padded_form_is_named() -> None:
     assert error.what.startswith("a cut of 2 would pad dimension 0, of size 5, and scan (")
 
 
+def test_transforms_of_several_arrays_pad_their_number() -> None:
+    def f(x: Any) -> Any:
+        return jnp.sort(jnp.fft.irfft(jnp.fft.rfft(x) * jnp.arange(1, 5), n=6), 0)
+
+    x = np.random.default_rng(3).normal(size=(13, 6))
+    step = jshard.shard(f, mesh=mesh_of(8), in_strategy=((8, 1),), config={"pad": True})
+    plan = step.plan(x, verify=True)
+    assert plan.padding == ((13, 0, 16),)
+    assert plan.verification is not None and plan.verification.ok
+    np.testing.assert_allclose(step(x), f(x), rtol=1e-12)
+    got, want = (jax.grad(lambda x, g=g: jnp.sum(jnp.sin(g(x))))(x) for g in (step, f))
+    np.testing.assert_allclose(got, want, rtol=1e-12)
+
+
 def test_an_operator_that_needs_the_whole_says_why() -> None:
     def best(x: Any) -> Any:
         return jax.lax.top_k(x, 5)
