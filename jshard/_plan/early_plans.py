@@ -1,34 +1,43 @@
-"""Plans before the search under a budget: in one pass over the operators, each as it is cheapest beside those before it.
+"""Plans before the search under a budget: of least time where every byte that an operator reads or writes has a price.
 
 Problem.  A search under a budget first finds the plan of least time, which exceeds it, and builds a network with memory.
 Until then no plan is known that an interruption could return.
 
-Idea.  At a price for every byte that an operator reads or writes on a device, as if it passed so many times through the
-device's memory, one greedy pass gives a plan of little memory; which price gives the least differs from program to program.
-The passes take little beside any search, and each plan is measured on its schedule. Near the least peak none of these fits:
-there the search for that peak begins, and its first answer is combined with the plan of least time.
+Idea.  At a price for every byte that an operator reads or writes on a device, as if it passed some times more through the
+device's memory, the network without memory has an answer of little memory, whose time is often within a hundredth or two
+of the least; it is measured on its schedule. Combined with the plan of least time it is mostly as good as what the search
+under the budget finds. Near the least peak it does not fit: there the search for that peak begins, and its first answer is
+combined with the plan of least time.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 
 import numpy as np
 
 from jshard._core.arrays import Floats, Ints
 from jshard._network.build import PlanningNetwork
-from jshard._network.memory_network import with_copies
+from jshard._network.memory_network import memory_network, with_copies
 from jshard._plan.memory_ties import assignment_of_solution
 from jshard._plan.request import PlanRequest
 from jshard._plan.scheduled_solution import ScheduledSolution, schedule_solution
+from jshard._program.memory.list_scheduling import live_bytes_curve
+from jshard._program.memory.liveness import liveness
 from jshard._search import LARGE_NETWORK, CostNetwork, Effort, evaluate
+from jshard._search.branch_and_bound import branch_and_bound
 from jshard._search.cost_network import ArrayPool
+from jshard._search.exact.reduce_batched import starting_network
 from jshard._search.primal.greedy import greedy_assignment
+from jshard._search.search_state import SearchState
 
 
-_PASSES = (3.0, 10.0, 100.0)  # times that a byte passes through memory: its price in each plan
+_PASSES = 3.0  # times that a byte passes through memory: its price
+_GAP = 0.05  # of the answer's cost at these prices, which are a guess
+_ROUNDS = 6  # of message passing
+# Of a budget: where each device's share of all arrays is less, the plan of least time is likely to fit.
+_LOOSE = 0.5
 
 
 def is_large_and_limited(network: PlanningNetwork, request: PlanRequest) -> bool:
@@ -37,64 +46,95 @@ def is_large_and_limited(network: PlanningNetwork, request: PlanRequest) -> bool
     return limited and network.cost_network.size >= LARGE_NETWORK
 
 
-def early_plan(network: PlanningNetwork, request: PlanRequest) -> ScheduledSolution | None:
-    """The first of these plans that is within the budget of the request; None where none is.
-
-    Arguments as for `early_plans`.
-    """
-    limit = request.memory_limit
-    assert limit is not None
-    for plan in early_plans(network, request):
-        if plan.peak <= limit:
-            return plan
-    return None
+def may_bind(network: PlanningNetwork, request: PlanRequest) -> bool:
+    """Whether the budget of a request is near what a device holds if every array is cut over all devices."""
+    program, mesh = network.program, network.topology.mesh
+    whole = live_bytes_curve(program, liveness(program, request.donated)).max(initial=0.0)
+    share = float(whole) / mesh.size(*mesh.names) / (request.memory_limit or math.inf)
+    return _LOOSE < share <= 1.0
 
 
-def early_plans(network: PlanningNetwork, request: PlanRequest) -> Iterator[ScheduledSolution]:
-    """Plans of little memory, each by one greedy pass; nothing is proved of them.
+def early_plan(network: PlanningNetwork, request: PlanRequest, effort: Effort) -> ScheduledSolution | None:
+    """A plan of little memory; nothing is proved of it. None where none was found.
+
+    Where the budget may bind, it is searched for a while; else one pass over the operators gives it, each as it is cheapest
+    beside those before it.
 
     Arguments:
 
     - `network`: of the request, without memory.
+    - `effort`: ends the search when it is spent.
     """
-    order = [
-        v
-        for op in network.program.operators
-        for v in (op.id, *(network.relay_variable[r] for r in op.results if r in network.relay_variable))
-    ]
-    nbytes = _bytes_by_state(network)
-    for passes in _PASSES:
-        price = passes / network.topology.chip.hbm_bandwidth
-        assignment = greedy_assignment(_priced(network.cost_network, nbytes, price), order)
-        if np.isfinite(evaluate(network.cost_network, assignment)):
-            yield schedule_solution(network, request, assignment, 0.0, (), may_break_ties=False)
+    priced = _priced(
+        network.cost_network, _bytes_by_state(network), _PASSES / network.topology.chip.hbm_bandwidth
+    )
+    if may_bind(network, request):
+        search = SearchState(math.inf, _GAP, lambda _: None, priced.size, effort=effort)
+        branch_and_bound(search, starting_network(priced), max_rounds=_ROUNDS, may_branch=False)
+        assignment = search.assignment
+    else:
+        order = [
+            v
+            for op in network.program.operators
+            for v in (
+                op.id, *(network.relay_variable[r] for r in op.results if r in network.relay_variable)
+            )
+        ]  # fmt: skip
+        assignment = greedy_assignment(priced, order)
+    if assignment is None or not np.isfinite(evaluate(network.cost_network, assignment)):
+        return None
+    return schedule_solution(network, request, assignment, 0.0, (), may_break_ties=False)
 
 
-def low_memory_plans(
-    network: PlanningNetwork, memory: CostNetwork, fastest: ScheduledSolution, effort: Effort
-) -> tuple[list[ScheduledSolution], list[Ints]]:
+@dataclasses.dataclass(frozen=True, eq=False)
+class BudgetStart:
+    """What a search under a budget begins with.
+
+    - `estimating`: the estimating memory network, if it was built.
+    - `plans`: known so far, within the budget. `answers`: of the estimating network, the last the best.
+    """
+
+    estimating: CostNetwork | None = None
+    plans: tuple[ScheduledSolution, ...] = ()
+    answers: tuple[Ints, ...] = ()
+
+
+def budget_start(
+    network: PlanningNetwork,
+    fastest: ScheduledSolution,
+    known: ScheduledSolution | None,
+    gap: float,
+    effort: Effort,
+) -> BudgetStart:
     """A plan of little memory, and answers of the estimating memory network that a search can begin with.
 
     The plan is the first that is within the budget of the request, of the last of those answers where none is.
 
     Arguments:
 
-    - `network`: with a single shared copy a tensor; `memory`: the memory network of it.
+    - `network`: with a single shared copy a tensor.
     - `fastest`: a plan of nearly least time, with which answers of little memory are combined.
+    - `known`: a plan within the budget, where there is one; of a cost within `gap` of the bound nothing more is looked for.
     """
+    if known is not None and known.cost <= fastest.bound * (1 + gap):
+        return BudgetStart(plans=(known,))
     from jshard._search.memory.feasible_start import answers_within  # here: the import stays light
 
     request, size = fastest.request, network.cost_network.size
+    memory = memory_network(network)
     assert request.memory_limit is not None and memory.memory is not None
     limited = dataclasses.replace(
         memory, memory=dataclasses.replace(memory.memory, limit=request.memory_limit)
     )
-    answers = answers_within(limited, with_copies(memory, assignment_of_solution(fastest)[:size]), effort)
+    given = [with_copies(memory, assignment_of_solution(p)[:size]) for p in (fastest, known) if p is not None]
+    answers = answers_within(limited, *given, effort=effort)
+    plans = [known] if known is not None else []
     for x in reversed(answers):
         plan = schedule_solution(network, request, x, fastest.bound, ())
         if plan.peak <= request.memory_limit:
-            return [plan], answers
-    return [], answers
+            plans.append(plan.after(fastest))
+            break
+    return BudgetStart(memory, tuple(plans), tuple(answers))
 
 
 def _bytes_by_state(network: PlanningNetwork) -> list[Floats]:

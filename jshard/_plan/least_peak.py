@@ -9,10 +9,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from jshard._core.errors import SearchError
 from jshard._network.memory_network import memory_network
 from jshard._plan.cast_probing import without_costly_casts
 from jshard._plan.scheduled_solution import ScheduledSolution
 from jshard._search import CostNetwork, Effort
+from jshard._search.effort import longest_seconds
+from jshard._search.solve import Progress, solve as solve_network
 
 
 def least_peak_plans(
@@ -46,3 +49,26 @@ def least_peak_plans(
         if first.peak < min(s.peak for s in found):  # its schedule is not that of the plan with ties broken
             found.append(first)
     return found, first.bound
+
+
+def least_peak_bound(
+    bounding: CostNetwork, fastest: ScheduledSolution, effort: Effort, on_progress: Progress | None = None
+) -> float:
+    """Bytes that every plan holds at its peak, as far as a search without ties broken proves it; 0 for none.
+
+    Arguments:
+
+    - `bounding`: the lower-bound memory network. `fastest`: the plan of least time.
+    - `effort`: ends the search when it is spent.
+    """
+    r = fastest.request
+    if effort.exhausted:
+        return 0.0
+    try:
+        return solve_network(
+            bounding, objective="peak", gap=r.gap, seconds=longest_seconds(r.search_seconds, r.memory_seconds),
+            on_progress=on_progress, break_ties_by_cost=False, layers_repeat=True,
+            unlimited=(fastest.cost, fastest.peak), effort=effort,
+        ).bound  # fmt: skip
+    except SearchError:  # not in time
+        return 0.0

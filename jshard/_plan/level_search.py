@@ -20,8 +20,8 @@ from jshard._core.topology import Topology
 from jshard._network.build import Pins, PlanningNetwork, build_network
 from jshard._network.memory_network import memory_network, with_copies
 from jshard._plan.cast_probing import without_costly_casts
-from jshard._plan.early_plans import early_plan, is_large_and_limited, low_memory_plans
-from jshard._plan.least_peak import least_peak_plans
+from jshard._plan.early_plans import BudgetStart, budget_start, early_plan, is_large_and_limited
+from jshard._plan.least_peak import least_peak_bound, least_peak_plans
 from jshard._plan.lowered_limits import ROUNDS, LimitSearch, least_counted
 from jshard._plan.memory_preference import EACH_BUDGET, prefer_memory
 from jshard._plan.memory_ties import assignment_of_solution, lower_peak_at_equal_cost
@@ -133,7 +133,6 @@ class LevelSearch:
     def _run(self, network: PlanningNetwork) -> ScheduledSolution:
         """Search by level. A plan of least time that keeps the budget is that of the budget too, with its proof."""
         if self.request.level == 1:
-            self._early_plan(network)
             return self.minimize_peak(network)
         check_useful_plans(network, self.request, least_conceivable_cost(network.cost_network))
         early = self._early_plan(network)
@@ -167,7 +166,7 @@ class LevelSearch:
         solution = self.minimize_time_under_budget(network, fastest)
         if solution.cost < solution.bound * (1 - ROUNDING):  # its copies are in no network
             solution = dataclasses.replace(solution, bound=fastest.bound)
-        if early is not None and solution.peak > self._limit:
+        if early is not None and early.peak <= self._limit < solution.peak:
             early = dataclasses.replace(of_network(early, network), steps=solution.steps)
             solution = dataclasses.replace(early, bound=solution.bound, peak_bound=solution.peak_bound)
         if solution.peak <= self._limit:
@@ -190,8 +189,10 @@ class LevelSearch:
         return dataclasses.replace(of_network(best, network), bound=solution.bound)
 
     def _early_plan(self, network: PlanningNetwork) -> ScheduledSolution | None:
-        """A plan within the budget before any search; None where none is found, and of a program that is not large."""
-        found = early_plan(network, self.request) if is_large_and_limited(network, self.request) else None
+        """A plan of little memory before the others; None where none is found, and of a program that is not large."""
+        if not is_large_and_limited(network, self.request):
+            return None
+        found = early_plan(self._single_copies, self.request, self.effort.part(_SHARE_FOR_START))
         return found and self._known_plan(found)
 
     def minimize_time(self, network: PlanningNetwork) -> ScheduledSolution:
@@ -319,6 +320,11 @@ class LevelSearch:
         - `fastest`: the plan of least time, which exceeds the budget.
         """
         limit = self._limit
+        large = LARGE_NETWORK <= network.cost_network.size < _LONG_ROUNDS
+        start = self._start(network, fastest) if best_within(self._known, limit) else None
+        near = best_within(start.plans, limit) if start else None
+        if near is not None and near.cost <= fastest.bound * (1 + _LARGE_GAP):
+            return dataclasses.replace(near, bound=fastest.bound)
         bounding = memory_network(network, lower_bound=True)
         assert bounding.memory is not None
         floor = least_conceivable_peak(bounding.memory)  # of bytes, as far as that is known
@@ -331,16 +337,18 @@ class LevelSearch:
         def may_fit() -> bool:
             nonlocal floor
             if bounding.size < _BOUNDED_AT_FIRST:
-                floor = max(floor, self._least_peak_bound(bounding, (fastest.cost, fastest.peak)))
+                effort = self.effort.part(_SHARE_FOR_BOUND)
+                floor = max(floor, least_peak_bound(bounding, fastest, effort, self.on_progress))
             return floor <= limit
 
         most = self.request.most - (even_share(network) if self.request.level == 0 else 0.0)
-        if LARGE_NETWORK <= network.cost_network.size < _LONG_ROUNDS:
-            return self._minimize_time_of_large(network, bounding, fastest, most)
-        estimating, early, known = self._low_memory_plans(network, fastest)
-        memory = estimating or memory_network(network)
-        plans, found = self._search_schedules(network, memory, fastest, most, (None, known), may_fit=may_fit)
-        plans = [*early, *plans]
+        start = start or self._start(network, fastest)
+        if large:
+            return self._minimize_time_of_large(network, bounding, fastest, most, start)
+        memory = start.estimating or memory_network(network)
+        begin = None, start.answers
+        plans, found = self._search_schedules(network, memory, fastest, most, begin, may_fit=may_fit)
+        plans = [*start.plans, *plans]
         if not plans and most < math.inf:
             raise NoBetterPlan(fastest.bound + self.request.most - most)
         if ranked.best is not None:
@@ -375,7 +383,12 @@ class LevelSearch:
         return dataclasses.replace(best, bound=bound)
 
     def _minimize_time_of_large(
-        self, network: PlanningNetwork, bounding: CostNetwork, fastest: ScheduledSolution, most: float
+        self,
+        network: PlanningNetwork,
+        bounding: CostNetwork,
+        fastest: ScheduledSolution,
+        most: float,
+        start: BudgetStart,
     ) -> ScheduledSolution:
         """As `minimize_time_under_budget`, of a network whose every search takes long; no cost above `most` is of use.
 
@@ -383,33 +396,31 @@ class LevelSearch:
         one gives that, beginning with what was found.
         """
         limit, size = self._limit, network.cost_network.size
-        estimating, early, known = self._low_memory_plans(network, fastest)
-        start = None, [with_copies(bounding, x[:size]) for x in known]
+        early, known = start.plans, start.answers
+        answers = [with_copies(bounding, x[:size]) for x in known]
         near, rounds = _NEAR_BUDGET * limit, 1 if best_within(early, limit) else ROUNDS
-        plans, found = self._search_schedules(network, bounding, fastest, most, start, near, rounds)
+        plans, found = self._search_schedules(network, bounding, fastest, most, (None, answers), near, rounds)
         bound = fastest.bound if found is None else max(fastest.bound, found.bound)
         best = best_within([*early, *plans], limit)
         if best is None or best.cost > bound * (1 + _LARGE_GAP) and not best.interrupted:
-            estimating = estimating or memory_network(network)
+            estimating = start.estimating or memory_network(network)
             prices = found and found.prices and found.prices.of_another_network()
-            known += [with_copies(estimating, x[:size]) for x in (found.answers if found else ())]
-            far = _FAR_FROM_BUDGET * limit
-            plans += self._search_schedules(network, estimating, fastest, most, (prices, known), far)[0]
+            more = [with_copies(estimating, x[:size]) for x in (found.answers if found else ())]
+            begin, far = (prices, (*known, *more)), _FAR_FROM_BUDGET * limit
+            plans += self._search_schedules(network, estimating, fastest, most, begin, far)[0]
         if not plans and not early and most < math.inf:
             raise NoBetterPlan(fastest.bound + self.request.most - most)
         best = best_within([*early, *plans], limit) or fitting_or_lowest((fastest, *plans), limit)
         return dataclasses.replace(best, bound=bound)
 
-    def _low_memory_plans(
-        self, network: PlanningNetwork, fastest: ScheduledSolution
-    ) -> tuple[CostNetwork | None, list[ScheduledSolution], list[Ints]]:
-        """The estimating network of a large program, with a first plan and answers to begin with, if they are wanted."""
-        late = self.request.search_seconds is not None or best_within(self._known, self._limit) is None
-        if not late or not is_large_and_limited(network, self.request):
-            return None, [], []
-        memory = memory_network(network)
-        plans, answers = low_memory_plans(network, memory, fastest, self.effort.part(_SHARE_FOR_START))
-        return memory, [self._known_plan(p.after(fastest)) for p in plans], answers
+    def _start(self, network: PlanningNetwork, fastest: ScheduledSolution) -> BudgetStart:
+        """Plans within the budget of a large program, and answers to begin with."""
+        if not is_large_and_limited(network, self.request):
+            return BudgetStart()
+        known, effort = best_within(self._known, self._limit), self.effort.part(_SHARE_FOR_START)
+        start = budget_start(network, fastest, known, _LARGE_GAP, effort)
+        self._known += start.plans
+        return start
 
     def _search_schedules(
         self,
@@ -452,20 +463,6 @@ class LevelSearch:
         least = functools.partial(least_counted, memory, effort)
         plans, found = LimitSearch(limit, solved, scheduled, rounds, furthest, may_fit, least).run(*start)
         return [*early, *plans], found
-
-    def _least_peak_bound(self, bounding: CostNetwork, unlimited: tuple[float, float]) -> float:
-        """Bytes that every plan holds at its peak, as far as a search without ties broken proves it; 0 for none."""
-        r = self.request
-        if self.effort.exhausted:
-            return 0.0
-        try:
-            return solve(
-                bounding, objective="peak", gap=r.gap, seconds=self._seconds(r.memory_seconds),
-                on_progress=self.on_progress, break_ties_by_cost=False, layers_repeat=True, unlimited=unlimited,
-                effort=self.effort.part(_SHARE_FOR_BOUND),
-            ).bound  # fmt: skip
-        except SearchError:  # not in time
-            return 0.0
 
     def _solve_limited(
         self,

@@ -13,7 +13,15 @@ from jshard._program.graph import Program
 
 
 def awaited_values(program: Program, materialized: Sequence[bool], reader: int, tensor: int) -> list[int]:
-    """The tensors in memory from which operands of a reader other than a tensor are computed, arguments left out."""
+    """The tensors in memory from which operands of a reader other than a tensor are computed, arguments left out. Memoised."""
+    # The sequence is kept, so that no other has its identity.
+    _, known = program.memo.setdefault(("awaited values", id(materialized)), (materialized, {}))
+    if (reader, tensor) not in known:
+        known[reader, tensor] = _awaited_values(program, materialized, reader, tensor)
+    return known[reader, tensor]
+
+
+def _awaited_values(program: Program, materialized: Sequence[bool], reader: int, tensor: int) -> list[int]:
     operators, producers = program.operators, program.defs()
     found: dict[int, None] = {}
     seen, left = {tensor}, [a for a in operators[reader].operands if isinstance(a, int)]

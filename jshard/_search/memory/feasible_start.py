@@ -9,7 +9,7 @@ the cheapest assignment of the states of both is found in little time, since mos
 
 >>> from jshard._search.cost_network import build
 >>> net = build([[1.0, 2.0], [1.0, 3.0]], [], intervals=[[0, 1]] * 2, usages=[[8.0, 2.0]] * 2, limit=11.0)
->>> [x.tolist() for x in answers_within(net, np.array([0, 0]), Effort())]
+>>> [x.tolist() for x in answers_within(net, np.array([0, 0]), effort=Effort())]
 [[1, 1], [1, 0]]
 """
 
@@ -31,10 +31,13 @@ _GAP = 0.01  # of the combined answer's cost
 _INNER_GAP = 0.002  # how near its optimum a priced network is solved
 
 
-def answers_within(network: CostNetwork, fastest: Ints, effort: Effort) -> list[Ints]:
+def answers_within(
+    network: CostNetwork, fastest: Ints, known: Ints | None = None, *, effort: Effort
+) -> list[Ints]:
     """Answers within the limit of a network with memory, the last one combined of those before and the fastest.
 
-    Answers above the limit are among them where none was found that keeps it.
+    Answers above the limit are among them where none was found that keeps it. `known`: an answer of little memory, where
+    there is one; no other is looked for where it is within the limit.
     """
     memory = network.memory
     assert memory is not None and memory.limit is not None
@@ -42,8 +45,9 @@ def answers_within(network: CostNetwork, fastest: Ints, effort: Effort) -> list[
     lasting = memory.intervals[:, 0] < memory.intervals[:, 1]
     floor = live_bytes(memory, usage_range(memory)[0])
     at = np.array([int(memory.intervals[lasting, 0].min()) + int(floor.argmax())])
-    solver, found = PricedNetworks(network), list[Ints]()
-    for count, spend in enumerate(_SPEND):
+    solver, found = PricedNetworks(network), [] if known is None else [known]
+    fits = known is not None and peak(network, known) <= memory.limit
+    for count, spend in enumerate(() if fits else _SPEND):
         prices = np.array([spend * evaluate(network, fastest) / memory.limit])
         # In the second try bytes that are held briefly have the price at any time, so that all equal layers hold little.
         answer, _ = solver.solve(at, prices, search, _INNER_GAP, float(prices[0]) if count else 0.0)

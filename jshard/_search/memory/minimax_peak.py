@@ -65,6 +65,7 @@ _INNER_GAP = 0.2  # of the gap that suffices: how near its optimum a weighted ne
 _FUSED_ANSWERS = 4
 _SMALL_COST_GAP = 1e-3  # of a cost that only breaks ties
 _COST_GAP = 1e-2  # of a cost that only breaks ties, in a large network
+_SHARE_FOR_TIES = 0.5  # of the effort of all that came before: for such a cost, in a large network
 _NEAR_COST = 0.1  # of such a cost: how near its bound it is not lowered by searches of its own
 _SPEND_FOR_PEAK = 30.0  # the bytes of the peak cost so many times the network's cost
 _COST_EFFORT = 0.5  # of the game's effort: what a lower cost at its peak may take
@@ -446,15 +447,18 @@ def min_cost_at_peak(
     at_peak = limit is None
     limit = search.incumbent_cost if limit is None else limit
     capped = replace(network, memory=replace(network.memory, limit=limit * (1 + 1e-9)))
+    large, effort = layers_repeat and network.size >= LARGE_NETWORK, search.effort
+    if large:
+        effort = Effort(min(_SHARE_FOR_TIES * effort.spent, effort.limit - effort.spent), whole=effort)
     inner = SearchState(
         search.deadline,
-        max(search.gap, _COST_GAP if layers_repeat and network.size >= LARGE_NETWORK else _SMALL_COST_GAP),
+        max(search.gap, _COST_GAP if large else _SMALL_COST_GAP),
         lambda text: search.report(f"{text} (time cost {inner.incumbent_cost:.6g}, bound {inner.bound:.6g})"),
         network.size,
         prices=search.prices,
         known=search.known,
         unlimited=search.unlimited,
-        effort=search.effort,
+        effort=effort,
     )
     try:
         solve_limited(capped, inner, tie_break_only=True, layers_repeat=layers_repeat)

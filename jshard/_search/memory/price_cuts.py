@@ -31,7 +31,7 @@ import numpy as np
 
 from jshard._core.arrays import Floats, Ints
 from jshard._search.branch_and_bound import branch_and_bound
-from jshard._search.cost_network import CostNetwork, Prices, evaluate, interval_bytes, live_bytes
+from jshard._search.cost_network import LARGE_NETWORK, CostNetwork, Prices, evaluate, interval_bytes, live_bytes
 from jshard._search.dual.warm_start import CoreMessages
 from jshard._search.exact.reduce_batched import starting_network
 from jshard._search.exact.table_pool import TablePool, quantum
@@ -180,6 +180,8 @@ class PricedNetworks:
             similar=self.similar,
             effort=search.effort,
         )
+        if self.network.size >= LARGE_NETWORK:
+            inner.forest_moves = 0
         branch_and_bound(inner, graph, max_rounds=MESSAGE_ROUNDS, may_branch=False)
         self.similar = inner.saved or self.similar
         return inner.assignment, inner.bound
