@@ -9,7 +9,7 @@ python benchmarks/planning/budgets.py --search-seconds 5                # every 
 Training steps (forward, backward, AdamW) of full-size models on TPUs v5e, known by shapes only. `-scan` is a scan
 over the layers, everything else is unrolled; layers are rematerialised by `jax.checkpoint` but in GPT. Budgets: `chip`
 is the default, 90% of the chip; a number is times the least peak that level 1 finds; `level1` is that search itself.
-`make bench-search` ends with these rows.
+`make bench-search` ends with these rows. The last of each is kept in `budgets.jsonl`, and `budgets.md` is written anew.
 Times are CPU seconds of a process, `first` is the share of the planning time after which a plan within the budget
 was known, `ratio` is planning over tracing.
 """
@@ -23,6 +23,7 @@ import functools
 import gc
 import json
 import math
+import os
 import pstats
 import sys
 import time
@@ -34,7 +35,11 @@ from unittest import mock
 
 sys.path[:0] = [str(Path(__file__).parents[2])]
 
+from benchmarks.compilers.kept_rows import keep_rows, kept_rows  # noqa: E402
 from benchmarks.planning.row_process import ask, line  # noqa: E402
+
+
+ROWS, PAGE = Path(__file__).with_suffix(".jsonl"), Path(__file__).with_suffix(".md")
 
 
 BUDGETS = ("chip", "level1", "1.02", "1.1", "1.5")
@@ -285,6 +290,59 @@ def shown(name: str, value: Any) -> str:
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
+def keep(values: dict[str, Any]) -> None:
+    """Keep a row beside the others, and write the page."""
+    keys = ("model", "mesh", "budget", "seconds")
+    rows = kept_rows(ROWS, *keys)
+    about = {"date": time.strftime("%Y-%m-%d"), "load": round(os.getloadavg()[1], 1)}
+    row = {k: v for k, v in values.items() if k != "steps"} | about
+    if "error" in row:
+        row["error"] = row["error"].splitlines()[0]
+    keep_rows(ROWS, {**rows, tuple(row[k] for k in keys): row}.values())
+    write_page()
+
+
+def page_line(row: dict[str, Any]) -> str:
+    """A row of the page's table."""
+    about = f"| {row['model']} | {row['mesh']} | {row['budget']} "
+    plan = f"| {row['plan']:.1f} | {row['ratio']:.1f} "
+    if "error" in row:
+        return (
+            f"{about}| {row['trace']:.2f} {plan}| | | | | | {row['date']} | {row['load']} | {row['error']} |"
+        )
+    cells = [shown(k, row[k]) for k in ("first", "gap", "cost", "peak")]
+    limit = shown("limit", row["limit"]) if row["limit"] else ""
+    return f"{about}| {row['trace']:.2f} {plan}| {' | '.join(cells)} | {limit} | {row['date']} | {row['load']} | |"
+
+
+def write_page() -> None:
+    """The page of the kept rows."""
+    rows = list(kept_rows(ROWS, "model", "mesh", "budget", "seconds").values())
+    order = {m: k for k, m in enumerate((*MODELS, *GPTS))}
+    rows.sort(
+        key=lambda r: (r["mesh"] != "4x8", order[r["model"]], r["mesh"])
+    )  # rows of a model as they came
+    head = (
+        "| model | mesh | budget | trace, s | plan, s | ratio | first | gap | cost | peak | limit | date | load | |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    )
+    lines = ["# Planning at the memory limit", "", "    python benchmarks/planning/budgets.py", ""]
+    lines += [
+        "CPU seconds on a machine of two cores, JAX 0.10.2; `load`: the machine's load average of five minutes, and where",
+        "that is above 2, others' work makes CPU seconds up to 1.5 times as many. Level 0 but in rows `level1`, TPU v5e,",
+        "layers rematerialised but in GPT. Budgets: `chip` is 90% of a v5e's memory, numbers are times the least peak that",
+        "the row `level1` found. `first`: share of the planning time after which a schedule within the budget was known.",
+        "`ratio`: planning over tracing; asked are 3, or 5 s where the trace is short, and 10 on three axes. A row stands",
+        "as it was on its date: those of 23 November are of older code.",
+        "",
+    ]
+    for seconds in sorted({r["seconds"] for r in rows}, key=lambda s: s is not None and s):
+        given = [page_line(r) for r in rows if r["seconds"] == seconds]
+        title = [] if seconds is None else [f"## With `search_seconds={seconds:g}`", ""]
+        lines += [*title, *head, *given, ""]
+    PAGE.write_text("\n".join(lines))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -298,11 +356,14 @@ def main() -> None:
     )
     parser.add_argument("--profile", action="store_true", help="where the time goes, by function")
     parser.add_argument("--steps", action="store_true", help="what the search did")
-    parser.add_argument("--json", type=Path, help="append rows to this file")
+    parser.add_argument("--page", action="store_true", help="write the page from the kept rows, run nothing")
     parser.add_argument("--row", help=argparse.SUPPRESS)
     given = parser.parse_args()
     more = ["--profile"] * given.profile
     effort = [f"--search-seconds={given.search_seconds}"] * (given.search_seconds is not None)
+    if given.page:
+        write_page()
+        return
     if given.row:
         model, grid, budget, limit = given.row.split(",")
         limit = float(limit) if limit else None
@@ -337,9 +398,8 @@ def rows(given: argparse.Namespace, more: list[str], effort: list[str]) -> None:
                     print(line(COLUMNS, shown, values), flush=True)
                 if given.steps:
                     print("\n".join(values.get("steps", ())))
-                if given.json:
-                    with given.json.open("a") as file:
-                        file.write(json.dumps(values) + "\n")
+                if not given.profile:
+                    keep({**values, "seconds": given.search_seconds if budget != "level1" else None})
 
 
 if __name__ == "__main__":

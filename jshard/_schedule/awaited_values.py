@@ -13,7 +13,7 @@ from jshard._program.graph import Program
 
 
 def awaited_values(program: Program, materialized: Sequence[bool], reader: int, tensor: int) -> list[int]:
-    """The tensors in memory from which operands of a reader other than a tensor are computed, arguments left out. Memoised."""
+    """The tensors in memory from which operands of a reader other than a tensor are computed, no arguments; memoised."""
     # The sequence is kept, so that no other has its identity.
     _, known = program.memo.setdefault(("awaited values", id(materialized)), (materialized, {}))
     if (reader, tensor) not in known:

@@ -186,7 +186,10 @@ def game_on_few_times(network: CostNetwork, search: SearchState, cost_gap: float
     first = int(memory.intervals[lasting, 0].min())
     floor = live_bytes(memory, least)
     search.bound = float(floor.max())
-    priced, bytes_alone = PricedNetworks(network), PricedNetworks(without_costs(network))
+    # Of a large network the moves of forests take most of the time, and lower no peak that answers combined do not.
+    forests = network.size < LARGE_NETWORK
+    priced = PricedNetworks(network, forests)
+    bytes_alone = PricedNetworks(without_costs(network), forests)
     times, profiles, answers = [int(floor.argmax())], [], []
     spent = search.effort.spent  # before the game
     gap = max(search.gap, _PEAK_GAP)

@@ -31,7 +31,7 @@ import numpy as np
 
 from jshard._core.arrays import Floats, Ints
 from jshard._search.branch_and_bound import branch_and_bound
-from jshard._search.cost_network import LARGE_NETWORK, CostNetwork, Prices, evaluate, interval_bytes, live_bytes
+from jshard._search.cost_network import CostNetwork, Prices, evaluate, interval_bytes, live_bytes
 from jshard._search.dual.warm_start import CoreMessages
 from jshard._search.exact.reduce_batched import starting_network
 from jshard._search.exact.table_pool import TablePool, quantum
@@ -150,10 +150,13 @@ def best_prices(cuts: Sequence[Cut], times: Ints, limit: float, spend: float) ->
 
 
 class PricedNetworks:
-    """Solves a network under prices; tables and messages are shared from one solution to the next."""
+    """Solves a network under prices; tables and messages are shared from one solution to the next.
 
-    def __init__(self, network: CostNetwork) -> None:
-        self.network = network
+    `moves_forests`: whether forests of an answer's variables are solved again where the bound stalls.
+    """
+
+    def __init__(self, network: CostNetwork, moves_forests: bool = True) -> None:
+        self.network, self.moves_forests = network, moves_forests
         # That of bytes alone, where nothing costs anything, is known with the first prices.
         costs = any(np.any(t[np.isfinite(t)]) for t in (*network.unary, *network.pairwise))
         self.grid = COARSER * quantum(network) if costs else 0.0
@@ -180,7 +183,7 @@ class PricedNetworks:
             similar=self.similar,
             effort=search.effort,
         )
-        if self.network.size >= LARGE_NETWORK:
+        if not self.moves_forests:
             inner.forest_moves = 0
         branch_and_bound(inner, graph, max_rounds=MESSAGE_ROUNDS, may_branch=False)
         self.similar = inner.saved or self.similar
