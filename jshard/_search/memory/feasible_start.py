@@ -18,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 
 from jshard._core.arrays import Ints
-from jshard._search.cost_network import LARGE_NETWORK, CostNetwork, evaluate, live_bytes, peak
+from jshard._search.cost_network import CostNetwork, evaluate, live_bytes, peak
 from jshard._search.effort import Effort
 from jshard._search.memory.key_times import usage_range
 from jshard._search.memory.lagrangian import fuse
@@ -45,9 +45,7 @@ def answers_within(
     lasting = memory.intervals[:, 0] < memory.intervals[:, 1]
     floor = live_bytes(memory, usage_range(memory)[0])
     at = np.array([int(memory.intervals[lasting, 0].min()) + int(floor.argmax())])
-    # Of a large network the moves of forests would take most of the time, for an answer that is combined with another.
-    solver = PricedNetworks(network, network.size < LARGE_NETWORK)
-    found = [] if known is None else [known]
+    solver, found = PricedNetworks(network), [] if known is None else [known]
     fits = known is not None and peak(network, known) <= memory.limit
     for count, spend in enumerate(() if fits else _SPEND):
         prices = np.array([spend * evaluate(network, fastest) / memory.limit])

@@ -31,7 +31,14 @@ import numpy as np
 
 from jshard._core.arrays import Floats, Ints
 from jshard._search.branch_and_bound import branch_and_bound
-from jshard._search.cost_network import CostNetwork, Prices, evaluate, interval_bytes, live_bytes
+from jshard._search.cost_network import (
+    LARGE_NETWORK,
+    CostNetwork,
+    Prices,
+    evaluate,
+    interval_bytes,
+    live_bytes,
+)
 from jshard._search.dual.warm_start import CoreMessages
 from jshard._search.exact.reduce_batched import starting_network
 from jshard._search.exact.table_pool import TablePool, quantum
@@ -51,6 +58,8 @@ FIRST_SPEND = 1.0  # bytes at the limit cost so many times the network's cost, a
 LARGEST_SPEND = 1e5
 JOINING = 4  # times that join at once
 FUSED_ANSWERS = 4
+# Rounds of a large network in which the gap does not shrink to that share of itself, after which they end.
+_SHRINKS, _PATIENCE = 0.95, 3
 KNOWN_ANSWERS = 8  # that the search of a similar network begins with
 SHORT_INTERVAL = 0.01  # of the whole time: what is held no longer is held within a layer, or little more
 DEARER = 2.0  # times the cost of the cheapest answer, that a bound above it makes a limit doubtful
@@ -233,7 +242,7 @@ class PriceCuts:
     def _ascend(self) -> None:
         search = self.search
         gap = max(search.gap, 1e-6)
-        at = self._begin()
+        at, widest, gained = self._begin(), np.inf, 0
         given = search.prices
         if given is not None and given.bound > -np.inf:
             times, prices, _ = at
@@ -257,6 +266,12 @@ class PriceCuts:
                 if self.best is None and self._nothing_fits(times, prices):
                     return
             search.report(f"prices on {len(times)} times, round {count}")
+            left = search.incumbent_cost - search.bound
+            if left < _SHRINKS * widest:
+                widest, gained = left, count
+            elif self.best is not None and count - gained >= _PATIENCE and self.network.size >= LARGE_NETWORK:
+                self._fuse(last=True)
+                return
             at = self._next(*at, gap)
 
     def _next(
