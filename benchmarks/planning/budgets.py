@@ -333,7 +333,7 @@ def write_page() -> None:
         "layers rematerialised but in GPT. Budgets: `chip` is 90% of a v5e's memory, numbers are times the least peak that",
         "the row `level1` found. `first`: share of the planning time after which a schedule within the budget was known.",
         "`ratio`: planning over tracing; asked are 3, or 5 s where the trace is short, and 10 on three axes. A row stands",
-        "as it was on its date: those of 23 November are of older code.",
+        "as it was on its date: those of other days are of older code.",
         "",
     ]
     for seconds in sorted({r["seconds"] for r in rows}, key=lambda s: s is not None and s):
