@@ -34,6 +34,12 @@ Place = tuple[int, int, int]
 """Colour, allocation and offset."""
 
 
+def allocated_bytes(compiled: Any) -> int:
+    """What a compiled program needs by its `memory_analysis()`: arguments, results that lie elsewhere, and its arena."""
+    m = compiled.memory_analysis()
+    return m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
+
+
 def compiled_with_live_bytes(lowered: Any) -> tuple[Any, tuple[int, int]]:
     """The compiled program, and the most bytes that live at once: in the memory, and on the chip at that time."""
     compiled, ranges, places = compiled_with_buffers(lowered)

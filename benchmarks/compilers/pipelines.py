@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.compilers.compilers import ENVIRONMENT, environment  # noqa: E402
-from benchmarks.compilers.live_bytes import compiled_with_live_bytes  # noqa: E402
+from benchmarks.compilers.live_bytes import allocated_bytes, compiled_with_live_bytes  # noqa: E402
 
 
 ROWS = Path(__file__).with_suffix(".jsonl")
@@ -110,11 +110,7 @@ def row(
     others = [c for c in plan.collectives if c.count > 1 and c not in shifts]
     repeated = ", ".join(f"{c.kind} of {c.local} {c.count:.0f} x" for c in others)
     emitted = sum(e.count for r in found.rows if any(p.id in ids for p in r.predicted) for e in r.emitted)
-    stats = compiled.memory_analysis()
-    peak = (
-        stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-        + stats.temp_size_in_bytes
-    )  # fmt: skip
+    stats, peak = compiled.memory_analysis(), allocated_bytes(compiled)
     stages = axes["stage"]
     held = sum(
         int(np.prod(i.layout.local_shape(i.shape, plan.mesh))) for i in plan.inputs if "params" in i.path

@@ -225,6 +225,7 @@ def annotated(name: str, mesh: Any, contender: str) -> tuple[Any, Sequence[Any]]
 
 def measures(compiled: Any, mesh: Any, workload_flops: float) -> dict[str, Any]:
     """Bytes, peak memory, FLOPs and estimated seconds of a compiled program, per device and step."""
+    from benchmarks.compilers.live_bytes import allocated_bytes
     from benchmarks.quality import wires
     from jshard._verify import read_program
 
@@ -232,17 +233,12 @@ def measures(compiled: Any, mesh: Any, workload_flops: float) -> dict[str, Any]:
     bandwidth = chip.link_bandwidth * len(mesh.physical)
     flops = program.flops or 0.0
     compute = max(flops / chip.bf16_flops, (program.estimated_cycles or 0) / CLOCK[chip.name])
-    m = compiled.memory_analysis()
-    assert m is not None
     return {
         "bytes": program.total,
         "by_kind": program.by_kind,
         "complete": program.complete,
         "peak": program.peak_bytes,
-        "off_chip": m.argument_size_in_bytes
-        + m.output_size_in_bytes
-        - m.alias_size_in_bytes
-        + m.temp_size_in_bytes,
+        "off_chip": allocated_bytes(compiled),
         "flops_ratio": flops / (workload_flops / mesh.devices),
         "cycles": program.estimated_cycles,
         "compute": compute,

@@ -35,6 +35,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 
 import jshard  # noqa: E402
+from benchmarks.compilers.live_bytes import allocated_bytes  # noqa: E402
 from benchmarks.compilers.unseen_steps import cases  # noqa: E402
 
 
@@ -62,12 +63,6 @@ def planned(name: str, hardware: str | None) -> tuple[Any, Any, tuple[Any, ...]]
     return f, f.plan(*case.args), case.args
 
 
-def allocated(compiled: Any) -> float:
-    """Bytes of the compiled program: arguments, results that lie elsewhere, and the arena of the rest."""
-    m = compiled.memory_analysis()
-    return m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
-
-
 def row(name: str, found: tuple[Any, Any, tuple[Any, ...]], calibrated: float | None) -> dict[str, Any]:
     """One step, measured."""
     f, plan, shapes = found
@@ -75,7 +70,7 @@ def row(name: str, found: tuple[Any, Any, tuple[Any, ...]], calibrated: float | 
     measured = plan.measure(f, *args)
     return {
         "name": name, "predicted": measured.predicted, "calibrated": calibrated, "measured": measured.measured,
-        "spread": measured.spread, "peak": plan.cost.peak_bytes, "allocated": allocated(f.lower(*args).compile()),
+        "spread": measured.spread, "peak": plan.cost.peak_bytes, "allocated": allocated_bytes(f.lower(*args).compile()),
     }  # fmt: skip
 
 

@@ -57,7 +57,7 @@ LARGEST = {"shared": 4e6, "switch": 2.7e8}
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One measurement beside what the calibrated chip says of it, `turn` seconds of the loop it was measured in with it."""
+    """One measurement beside what the calibrated chip says of it; `turn`: the seconds of both that the loop itself takes."""
 
     measured: Measured
     fitted: float

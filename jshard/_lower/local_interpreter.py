@@ -134,13 +134,13 @@ class LocalInterpreter:
         if over_argument:
             pieces = action.target.pieces(self.mesh)
             x = self._after_last_written(x, self.program.tensors[action.tensor].nbytes / pieces)
-        reader_axes, after_loop = self._reader_axes(action), is_made_by_loop(self.program, action.tensor)
+        reader_axes, is_sum = self._reader_axes(action), bool(layout.partial)
         for step, number in zip(action.steps, action.collective_ids, strict=True):
             after = apply_step(step, layout)
             with plan_scope(number):
                 x = apply_reshard(
                     x, layout, after, (step,), self.mesh, vma=self.vma, consumer_axes=reader_axes,
-                    topology=self.assignment.topology, after_loop=after_loop,
+                    topology=self.assignment.topology, after_loop=is_sum and is_made_by_loop(self.program, action.tensor),
                 )  # fmt: skip
             layout = after
         env[action.tensor, action.target] = self._written(x) if over_argument else x

@@ -140,3 +140,26 @@ def reconstruct(reductions: Reductions, assignment: Ints) -> Ints:
             reconstruct_component(reduction.graph, component, assignment)
         backtrack(reduction.graph, assignment)
     return assignment
+
+
+@dataclass
+class GapProgress:
+    """Whether a search's gap still shrinks: it has stalled after so many rounds in which it does not, to a share of itself.
+
+    >>> progress = GapProgress(share=0.9, patience=2)
+    >>> [progress.stalled(gap) for gap in (8.0, 7.0, 6.9, 6.8, 5.0)]
+    [False, False, False, True, False]
+    """
+
+    share: float
+    patience: int
+    gap: float = np.inf  # at the end of the last round in which it shrank
+    rounds: int = 0  # since then
+
+    def stalled(self, gap: float) -> bool:
+        """Note the gap at the end of a round; whether it has stalled."""
+        if gap < self.share * self.gap:
+            self.gap, self.rounds = gap, 0
+        else:
+            self.rounds += 1
+        return self.rounds >= self.patience

@@ -52,7 +52,7 @@ from jshard._search.memory.key_times import (
 )
 from jshard._search.memory.price_cuts import ROUNDS, TIE_BREAK_ROUNDS, TIE_BREAK_ROUNDS_IF_LARGE, PriceCuts
 from jshard._search.primal.local_search import CoreProblem, core_problem
-from jshard._search.search_state import Reduction, SearchState, reconstruct
+from jshard._search.search_state import GapProgress, Reduction, SearchState, reconstruct
 
 
 @dataclass(frozen=True)
@@ -351,11 +351,9 @@ class _LimitedSearch:
         search, ascent, memory = self.search, self.ascent, self.problem.memory
         # Rounds of message passing per price: fewer on a large core. Counts and not seconds, so that two runs agree.
         max_rounds = int(np.clip(100_000 // max(1, len(self.problem.core.variables)), 20, 60))
-        rounds, gained, gap = 0, 0, search.incumbent_cost - search.bound
+        rounds, progress = 0, GapProgress(_SHRINKS, patience)
         while rounds < max_prices and not (search.is_late if self.states is None else search.out_of_time):
-            if not search.has_answer or search.incumbent_cost - search.bound < _SHRINKS * gap:
-                gained, gap = rounds, search.incumbent_cost - search.bound
-            if rounds - gained >= patience:
+            if search.has_answer and progress.stalled(search.incumbent_cost - search.bound):
                 break
             answer = solve_lagrangian(self.problem, ascent.prices, search, max_rounds)
             rounds += 1

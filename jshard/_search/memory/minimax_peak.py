@@ -50,7 +50,7 @@ from jshard._search.memory.lagrangian import (
 )
 from jshard._search.memory.price_cuts import PricedNetworks, without_costs
 from jshard._search.primal.local_search import energy
-from jshard._search.search_state import SearchState
+from jshard._search.search_state import GapProgress, SearchState
 
 
 # A peak this near its bound is not lowered further: the plan would pay in time for bytes that make no difference.
@@ -186,17 +186,17 @@ def game_on_few_times(network: CostNetwork, search: SearchState, cost_gap: float
     first = int(memory.intervals[lasting, 0].min())
     floor = live_bytes(memory, least)
     search.bound = float(floor.max())
-    # Of a large network the moves of forests take most of the time, and lower no peak that answers combined do not.
-    forests = network.size < LARGE_NETWORK
-    priced = PricedNetworks(network, forests)
-    bytes_alone = PricedNetworks(without_costs(network), forests)
+    # In a large network they take most of the time, and combining the answers reaches peaks as low without them.
+    moves_forests = network.size < LARGE_NETWORK
+    priced = PricedNetworks(network, moves_forests)
+    bytes_alone = PricedNetworks(without_costs(network), moves_forests)
     times, profiles, answers = [int(floor.argmax())], [], []
     spent = search.effort.spent  # before the game
     gap = max(search.gap, _PEAK_GAP)
     cost = search.unlimited[0] if search.unlimited else 0.0
     price = _SPEND_FOR_PEAK * cost / max(search.bound, 1.0)  # of a byte
     at_any_time = True  # whether short intervals are to have a price at any time
-    widest, gained = np.inf, 0  # the gap, and the round in which it shrank last
+    progress = GapProgress(_SHRINKS, _PATIENCE_ON_FEW_TIMES)
     for rounds in range(1, _ROUNDS_ON_FEW_TIMES + 1):
         weights = master_lp(profiles, times) if profiles else np.ones(1)
         order = np.argsort(times)
@@ -217,9 +217,7 @@ def game_on_few_times(network: CostNetwork, search: SearchState, cost_gap: float
         search.report(f"least peak, round {rounds}: {len(times)} times in play")
         if search.incumbent_cost <= search.bound * (1 + gap) or search.out_of_time:
             break
-        if search.incumbent_cost - search.bound < _SHRINKS * widest:
-            widest, gained = search.incumbent_cost - search.bound, rounds
-        elif rounds - gained >= _PATIENCE_ON_FEW_TIMES:
+        if progress.stalled(search.incumbent_cost - search.bound):
             break
         search.known = tuple(answers)
         if len(answers) > 1 and _fuse_near_bound(network, search, answers[-_FUSED_ANSWERS:], gap):

@@ -44,7 +44,7 @@ from jshard._search.exact.reduce_batched import starting_network
 from jshard._search.exact.table_pool import TablePool, quantum
 from jshard._search.exact.working_network import WorkingNetwork
 from jshard._search.memory.key_times import usage_range
-from jshard._search.search_state import SearchState
+from jshard._search.search_state import GapProgress, SearchState
 
 
 ROUNDS = 16  # priced networks solved
@@ -58,9 +58,9 @@ FIRST_SPEND = 1.0  # bytes at the limit cost so many times the network's cost, a
 LARGEST_SPEND = 1e5
 JOINING = 4  # times that join at once
 FUSED_ANSWERS = 4
-# Rounds of a large network in which the gap does not shrink to that share of itself, after which they end.
-_SHRINKS, _PATIENCE = 0.95, 3
 KNOWN_ANSWERS = 8  # that the search of a similar network begins with
+_SHRINKS = 0.95  # of the gap before, to which it has to shrink
+_PATIENCE = 3  # rounds in which it does not, after which those of a large network end
 SHORT_INTERVAL = 0.01  # of the whole time: what is held no longer is held within a layer, or little more
 DEARER = 2.0  # times the cost of the cheapest answer, that a bound above it makes a limit doubtful
 FEASIBLE_GAP = 0.005  # of the peak's bound, that proves of a limit that nothing keeps it
@@ -242,7 +242,7 @@ class PriceCuts:
     def _ascend(self) -> None:
         search = self.search
         gap = max(search.gap, 1e-6)
-        at, widest, gained = self._begin(), np.inf, 0
+        at, progress = self._begin(), GapProgress(_SHRINKS, _PATIENCE)
         given = search.prices
         if given is not None and given.bound > -np.inf:
             times, prices, _ = at
@@ -266,10 +266,8 @@ class PriceCuts:
                 if self.best is None and self._nothing_fits(times, prices):
                     return
             search.report(f"prices on {len(times)} times, round {count}")
-            left = search.incumbent_cost - search.bound
-            if left < _SHRINKS * widest:
-                widest, gained = left, count
-            elif self.best is not None and count - gained >= _PATIENCE and self.network.size >= LARGE_NETWORK:
+            stalled = progress.stalled(search.incumbent_cost - search.bound)
+            if stalled and self.best is not None and self.network.size >= LARGE_NETWORK:
                 self._fuse(last=True)
                 return
             at = self._next(*at, gap)
