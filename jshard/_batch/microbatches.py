@@ -28,7 +28,6 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jshard._batch.batch_class import (
@@ -51,6 +50,7 @@ from jshard._core import jaxcompat as compat
 from jshard._core.errors import ShardError
 from jshard._core.jax_types import ClosedJaxpr, JaxprAtom
 from jshard._program.inlining import with_calls_inlined
+from jshard._program.stage_shift import rounded_sum, sum_dtype
 
 
 _MOST_REPEATED = 0.5
@@ -123,18 +123,12 @@ def _run_loop(
         added = tuple(s + read(v, SUM).astype(s.dtype) for s, v in zip(carry, sums, strict=True))
         return added, tuple(read(v, plan.classes[v]) for v in others)
 
-    zeros = tuple(jnp.zeros(v.aval.shape, _sum_dtype(v.aval.dtype)) for v in sums)
+    zeros = tuple(jnp.zeros(v.aval.shape, sum_dtype(v.aval.dtype)) for v in sums)
     totals, stacks = lax.scan(step, zeros, jnp.arange(count, dtype=jnp.int32))
-    out = {v: x.astype(v.aval.dtype) for v, x in zip(sums, totals, strict=True)}
+    out = {v: rounded_sum(x, v.aval.dtype) for v, x in zip(sums, totals, strict=True)}
     for v, x in zip(others, stacks, strict=True):  # what is shared is the same in every piece
         out[v] = x[-1] if plan.classes[v] == SHARED else assembled(x, plan.classes[v])
     return out
-
-
-def _sum_dtype(dtype: np.dtype) -> np.dtype:
-    """The dtype in which addends are summed: float32 for narrower floats, as products of a whole batch sum them."""
-    narrow = jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < 4
-    return np.dtype(np.float32) if narrow else dtype
 
 
 def _check_work(plan: Stages, loops: Sequence[Sequence[Step]]) -> None:

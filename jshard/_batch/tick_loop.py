@@ -24,7 +24,7 @@ from jshard._batch.loop_parts import LoopParts
 from jshard._batch.pieces import Pieces, Values, assembled
 from jshard._batch.pipeline_shape import PipelineShape
 from jshard._core.jax_types import JaxprAtom
-from jshard._program.stage_shift import add_to_round, stage_shift, zero_unless
+from jshard._program.stage_shift import add_to_round, rounded_sum, stage_shift, sum_dtype, zero_unless
 
 
 Arrays = tuple[jax.Array, ...]
@@ -295,8 +295,8 @@ class TickLoop:
         return add_to_round(total, addend, at)
 
     def _finished(self, total: jax.Array, v: JaxprAtom) -> jax.Array:
-        """The sum of every layer, in its own dtype before it moves between the stages."""
-        sums = total.astype(v.aval.dtype)
+        """The sum of every layer, in its own dtype before it moves: over the mesh, and between the stages."""
+        sums = rounded_sum(total, v.aval.dtype)
         split = sums[None] if self.shape.rounds == 1 else sums
         by_layer = jnp.swapaxes(split, 1, 2)  # (rounds, stages, layers of a stage, ...)
         return by_layer.reshape((-1, *by_layer.shape[3:]))[: self.parts.layers]
@@ -325,9 +325,3 @@ def _of_rounds(x: jax.Array, rounds: jax.Array) -> jax.Array:
         operand_batching_dims=(2,), start_indices_batching_dims=(0,),
     )  # fmt: skip
     return lax.gather(x, rounds[:, None], numbers, (1, layers, 1, *rest), mode="clip")
-
-
-def sum_dtype(dtype: jax.typing.DTypeLike) -> jax.typing.DTypeLike:
-    """The dtype in which addends are summed: float32 for narrower floats, as products of a whole batch sum them."""
-    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
-    return jnp.float32 if narrow else dtype

@@ -26,7 +26,7 @@ from jshard._program.trip_counts import as_int, trip_count_of
 _ADDITIVE = frozenset(("add", "add_any", "sub", "scan_sum"))
 # Linear operators of one sum, through which the walk from a total to its addends goes.
 _PASSING = frozenset(
-    "zero_unless convert_element_type transpose reshape squeeze broadcast_in_dim neg copy".split()
+    "zero_unless rounded_sum convert_element_type transpose reshape squeeze broadcast_in_dim neg copy".split()
 )
 
 SUMMED_STACK = "scan_summed_ys"

@@ -1,16 +1,20 @@
-"""What a pipeline needs beside JAX's operators: to pass values on, to drop those of idle stages, to add to a round's sums.
+"""What loops over pieces of the batch need beside JAX's operators: to pass values on, to add and to round sums.
 
 A pipeline's stages are dimension 0 of its values. Once that dimension is cut over the axis of the stages, the shift is one
 permute (`_rules/primitives/pipeline_shift.py`); a slice and a concatenation in its place would each need an exchange.
 `zero_unless` is linear in its operand, which a select beside zeros is not by its rule: sums over the batch stay partial
 sums over the mesh until the pipeline ends. `add_to_round` adds a tick's sums to those of the round that each stage is in:
-an update in place, of one round's sums, where an addition would go through those of all rounds.
+an update in place, of one round's sums, where an addition would go through those of all rounds. `rounded_sum` casts sums to
+the dtype of their addends. Partial sums pass it, as they do not pass a cast to a narrower dtype: each device rounds its own,
+as it rounds its part of a product of the whole batch, and the sum over the mesh moves half the bytes.
 
 >>> import jax.numpy as jnp
 >>> stage_shift(jnp.arange(1, 5), 1).tolist(), stage_shift(jnp.arange(1, 5), -1, wrap=True).tolist()
 ([0, 1, 2, 3], [2, 3, 4, 1])
 >>> add_to_round(jnp.zeros((2, 1, 3)), jnp.array([[5.0, 6.0, 7.0]]), jnp.array([1, 0, 2])).tolist()
 [[[0.0, 6.0, 0.0]], [[5.0, 0.0, 0.0]]]
+>>> rounded_sum(jnp.array([1.0, 1.001]), jnp.bfloat16).tolist()
+[1.0, 1.0]
 >>> zero_unless(jnp.array([[1.0, 2.0], [jnp.inf, jnp.nan]]), jnp.array([True, False])).tolist()
 [[1.0, 2.0], [0.0, 0.0]]
 """
@@ -26,10 +30,12 @@ from jshard._program.array_primitive import define_primitive
 
 
 STAGE_SHIFT, ZERO_UNLESS, ADD_TO_ROUND = "stage_shift", "zero_unless", "add_to_round"
+ROUNDED_SUM = "rounded_sum"
 
 stage_shift_p = compat.multi_result_primitive(STAGE_SHIFT)
 zero_unless_p = compat.multi_result_primitive(ZERO_UNLESS)
 add_to_round_p = compat.multi_result_primitive(ADD_TO_ROUND)
+rounded_sum_p = compat.multi_result_primitive(ROUNDED_SUM)
 
 
 def stage_shift(x: jax.Array, by: int, wrap: bool = False) -> jax.Array:
@@ -51,6 +57,19 @@ def add_to_round(sums: jax.Array, addend: jax.Array, rounds: jax.Array) -> jax.A
     A stage whose round is out of range adds nothing.
     """
     return add_to_round_p.bind(sums, addend, rounds)[0]
+
+
+def rounded_sum(total: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """A finished sum in the dtype of its addends."""
+    if total.dtype == dtype:
+        return total
+    return rounded_sum_p.bind(total, dtype=jnp.dtype(dtype))[0]
+
+
+def sum_dtype(dtype: jax.typing.DTypeLike) -> jax.typing.DTypeLike:
+    """The dtype in which addends are summed: float32 for narrower floats, as products of a whole batch sum them."""
+    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
+    return jnp.float32 if narrow else dtype
 
 
 def run_stage_shift(x: jax.Array, *, by: int, wrap: bool) -> list[jax.Array]:
@@ -88,6 +107,16 @@ def _type_of_first(x: core.ShapedArray, *_: core.ShapedArray) -> list[core.Shape
     return [x]
 
 
+def run_rounded_sum(x: jax.Array, *, dtype: jax.typing.DTypeLike) -> list[jax.Array]:
+    """`rounded_sum` on one device."""
+    return [lax.convert_element_type(x, dtype)]
+
+
+def _rounded_type(x: core.ShapedArray, *, dtype: jax.typing.DTypeLike) -> list[core.ShapedArray]:
+    return [x.update(dtype=jnp.dtype(dtype), weak_type=False)]
+
+
+define_primitive(rounded_sum_p, run_rounded_sum, _rounded_type, "dtype")
 define_primitive(zero_unless_p, run_zero_unless, _type_of_first)
 define_primitive(add_to_round_p, run_add_to_round, _type_of_first)
 define_primitive(stage_shift_p, run_stage_shift, _same_type, "by", "wrap")

@@ -128,7 +128,10 @@ def test_sums_of_rounds_stay_partial_until_the_loop_ends() -> None:
 
 
 def test_gradients_move_between_stages_in_their_own_dtype() -> None:
-    """Summed in float32 over the ticks and over the data axis, then rounded, then moved to where their weights lie."""
+    """Summed in float32 over the ticks and rounded, then summed over the data axis, then moved to where their weights lie.
+
+    A product of the whole batch, without a pipeline, is rounded on each device as well before its parts are added.
+    """
 
     def step(w: jax.Array, x: jax.Array) -> jax.Array:
         return w - 0.1 * jax.grad(plain)(w, x)
@@ -138,7 +141,7 @@ def test_gradients_move_between_stages_in_their_own_dtype() -> None:
     args = jax.ShapeDtypeStruct((8, 512, 512), jnp.bfloat16), jax.ShapeDtypeStruct((4096, 512), jnp.bfloat16)
     plan = jshard.shard(step, mesh=mesh, level=2, config=config).plan(*args)
     ((k, summed),) = [(k, c) for k, c in enumerate(plan.collectives) if c.kind == "reduce_scatter"]
-    assert summed.dtype == "float32" and summed.axes == ("data",) and summed.count == 1
+    assert summed.dtype == "bfloat16" and summed.axes == ("data",) and summed.count == 1
     assert {(c.dtype, c.axes) for c in plan.collectives[k + 1 :]} == {("bfloat16", ("stage",))}
 
 

@@ -184,13 +184,14 @@ def tails() -> tuple[Any, ...]:
 
 @example
 def stages() -> tuple[Any, ...]:
-    from jshard._program.stage_shift import add_to_round, stage_shift, zero_unless
+    from jshard._program.stage_shift import add_to_round, rounded_sum, stage_shift, zero_unless
 
     def fn(x: Any, i: Any, kept: Any, sums: Any, addend: Any) -> Any:
         shifted = stage_shift(x, 1), stage_shift(x, -1, wrap=True), stage_shift(i, 1, wrap=True)
         rounds = jnp.arange(8, dtype=jnp.int32) % 3  # the last is out of range
         added = add_to_round(sums, addend, rounds)
-        return (*shifted, zero_unless(x, kept), zero_unless(i, kept[:, None] == (i > 3)), added)
+        dropped = zero_unless(x, kept), zero_unless(i, kept[:, None] == (i > 3))
+        return (*shifted, *dropped, added, rounded_sum(sums, jnp.float32))
 
     return fn, floats(8, 4), ints(8, 4), jnp.arange(8) % 3 == 0, floats(2, 4, 8), floats(4, 8)
 

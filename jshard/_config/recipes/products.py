@@ -32,7 +32,7 @@ ATTENTION = "jshard_attention"
 CONTRACTIONS = PRODUCTS | {ATTENTION}
 """Primitives that sum products of their operands."""
 _COMPLETED_BY = frozenset(
-    ("add", "add_any", "sub", "neg", "convert_element_type", "copy", "name", "jshard_module_output",
+    ("add", "add_any", "sub", "neg", "convert_element_type", "rounded_sum", "copy", "name", "jshard_module_output",
      "jshard_pin_result", "sharding_constraint")
 )  # fmt: skip
 

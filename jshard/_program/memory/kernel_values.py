@@ -26,7 +26,7 @@ from jshard._program.operators import PRODUCTS
 VIEWS = frozenset(
     ("reshape", "squeeze", "expand_dims", "copy", "stop_gradient", "name", "optimization_barrier")
 )
-_SAME_ELEMENTS = VIEWS | {"convert_element_type", "transpose", "broadcast_in_dim"}
+_SAME_ELEMENTS = VIEWS | {"convert_element_type", "rounded_sum", "transpose", "broadcast_in_dim"}
 _MOST_VALUES = 256  # that are followed from an operand of a product
 
 

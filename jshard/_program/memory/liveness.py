@@ -45,7 +45,7 @@ from jshard._program.operators import PRODUCTS
 
 _MOVING = frozenset("slice dynamic_slice pad concatenate rev".split())
 _WITHOUT_WORK = frozenset(
-    "broadcast_in_dim iota convert_element_type reshape squeeze expand_dims neg slice".split()
+    "broadcast_in_dim iota convert_element_type rounded_sum reshape squeeze expand_dims neg slice".split()
 )
 _EXPENSIVE = frozenset("exp exp2 expm1 log log1p pow erf".split())
 

@@ -19,6 +19,7 @@ from jax import lax
 from jshard._core.jaxcompat import itemsize, to_common_vma
 from jshard._program.stage_shift import (
     ADD_TO_ROUND,
+    ROUNDED_SUM,
     STAGE_SHIFT,
     ZERO_UNLESS,
     run_add_to_round,
@@ -101,3 +102,11 @@ def add_to_round(op: OpView) -> Rule:
         (dims, dims[1:], dims[2:3]), (dims,), f.sizes, blocked=dims[0], linear=linear_sets(op, (0, 1)), work=0.0,
         note="each stage adds to the sums of its round",
     )  # fmt: skip
+
+
+@rule(ROUNDED_SUM)
+def rounded_sum(op: OpView) -> Rule:
+    """Elementwise; partial sums are rounded on each device, as those of a product are."""
+    f = Factors()
+    dims = f.dims(op.ins[0].shape)
+    return Rule((dims,), (dims,), f.sizes, linear=linear_sets(op, (0,)), work=0.0)
