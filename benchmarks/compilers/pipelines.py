@@ -142,16 +142,14 @@ def page(rows: list[dict[str, Any]]) -> str:
         "counts on. With it they are within 2%. At 4096 they are within 7%, of what is in use and with what lies on the "
         "chip.",
         "",
-        "Two slices, M = 4, R = 2 at a width of 1024 reduces weight gradients in each of its 9 ticks. `python -m "
-        "benchmarks.compilers.reduced_once` compiles that plan and one that reduces them once (27 November 2026): "
-        "planned 62.8 against 63.9 ms, compiled 77.2 (51.5 of compute, 497 MB in use) against 78.6 ms (58.1 of "
-        "compute, 900 MB in use). So each tick is faster, by 1.8% in both counts: 27 reduce-scatters in bfloat16 "
-        "within a slice take less than adding to the float32 sums of both rounds. Reduced once with the 1024 of "
-        "`gate` and `up` cut by 16 in place of the 4096, which costs the plan the same, the step compiles to 83.5 ms "
-        "(59.8 of compute, 900 MB in use): blocks of 64 are less than the 128 lanes of a register, and the compiler "
-        "makes the reduce-scatter an all-reduce. Without the barrier that a lowering for TPUs puts before such a "
-        "reduce-scatter it also copied the sums into another layout in each tick (101.5 ms, 1,034 MB in use; M = 16, "
-        "R = 2: 238 against 166 ms). In all other rows reducing once is planned to be cheaper.",
+        "No row reduces weight gradients in its ticks (the reduce-scatters at 4096 are of activations). Sums of ticks are "
+        "rounded from float32 to the gradients' bfloat16 on each device, and then added over the data axis, as parts of a "
+        "product are without a pipeline. Where they were added in float32, two slices with M = 4, R = 2 at a width of 1024 "
+        "reduced them in each of its 9 ticks. `python -m benchmarks.compilers.reduced_once` compiles both (27 November "
+        "2026): once, planned 61.7, compiled 79.2 ms (59.4 of compute, 900 MB in use); in each tick, planned 63.0, "
+        "compiled 77.3 ms (51.5 of compute, 497 MB in use: no unreduced sums, 403 MB in float32). The 79.2 are 77.6 ms "
+        "with `gate` and `up` cut by 16 along 4096 in place of 1024, which costs the plan the same: blocks of 64 are less "
+        "than the 128 lanes of a register, and the compiler makes the reduce-scatter an all-reduce.",
         "",
         "| machine | width | M | R | permutes | others | planned B | emitted B | equal | planned peak | allocated | / "
         "| in use | / | on the chip | with it / | weights |",

@@ -28,7 +28,15 @@ from jshard._spec.entry import Pin
 
 
 _PASSED_ON = frozenset(
-    ("convert_element_type", "rounded_sum", "copy", "name", "reduce_precision", "optimization_barrier", MODULE_OUTPUT)
+    (
+        "convert_element_type",
+        "rounded_sum",
+        "copy",
+        "name",
+        "reduce_precision",
+        "optimization_barrier",
+        MODULE_OUTPUT,
+    )
 )
 _ENTERED = frozenset(("scan_const", "scan_carry", "while_const", "while_carry"))
 

@@ -92,8 +92,8 @@ _WINDOWS = {
 _ATTENTION = ("jshard_attention", "jshard_attention_backward")
 _KEEPS_ZERO = frozenset(
     "neg copy copy_p convert_element_type transpose broadcast_in_dim reshape squeeze expand_dims real imag abs sign "
-    "rounded_sum stop_gradient name reduce_precision slice add add_any sub mul concatenate tanh sin sqrt square max min pad_tail "
-    "jshard_pin_result jshard_pin_operand jshard_own_result sharding_constraint jshard_module_output".split()
+    "stop_gradient name reduce_precision slice add add_any sub mul concatenate tanh sin sqrt square max min pad_tail "
+    "rounded_sum jshard_pin_result jshard_pin_operand jshard_own_result sharding_constraint jshard_module_output".split()
 )
 
 

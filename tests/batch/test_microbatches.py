@@ -385,6 +385,24 @@ def test_a_sharded_step_reduces_each_gradient_once(shape: tuple[int, int]) -> No
         assert largest_error(again(weights(), x, y), wanted) < 1e-12
 
 
+def test_sums_of_narrow_floats_are_rounded_before_they_move() -> None:
+    """Each device rounds its sum once, as its part of a product of the whole batch; half the bytes of float32 move."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    w, x = normal(1, 32, 64).astype(jnp.bfloat16), normal(2, 4096, 32).astype(jnp.bfloat16)
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.mean(jnp.tanh(x @ w).astype(jnp.float32) ** 2)
+
+    f = jshard.shard(jax.grad(loss), (P(), P("data")), mesh=mesh, microbatches=4, level=2)
+    plan = f.plan(w, x, verify=True)
+    assert plan.verification.ok
+    (reduced,) = [c for c in plan.collectives if "reduce" in c.kind]
+    assert (reduced.dtype, reduced.count) == ("bfloat16", 1)
+    wanted = jax.grad(loss)(w.astype(jnp.float64), x.astype(jnp.float64))
+    error = jnp.abs(f(w, x).astype(jnp.float64) - wanted).max() / jnp.abs(wanted).max()
+    assert error < 2**-5
+
+
 @pytest.mark.parametrize("loss", [masked_loss, custom_rule_loss])
 def test_differentiated_from_outside(loss: Callable) -> None:
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -30,7 +30,9 @@ from jshard._program.memory.fusion_traits import fusion_traits
 from jshard._program.memory.in_place import CARRY_KINDS, is_update, updated_stacks
 
 
-_VIEWS = frozenset("slice dynamic_slice squeeze reshape convert_element_type rounded_sum transpose copy".split())
+_VIEWS = frozenset(
+    "slice dynamic_slice squeeze reshape convert_element_type rounded_sum transpose copy".split()
+)
 _BOUNDARIES = ("scan_const", "while_const", "scan_xs")
 
 

@@ -104,7 +104,13 @@ def add_to_round(op: OpView) -> Rule:
     )  # fmt: skip
 
 
-@rule(ROUNDED_SUM)
+def _rounded_sum_local(ctx: LocalContext, x: jax.Array) -> Sequence[jax.Array]:
+    """On TPUs partial sums leave the loop as it holds them: a reduce-scatter's layout would be copied to in every tick."""
+    held = ctx.chip.startswith("tpu") and ctx.operand_layout(0).partial
+    return ctx.bind(lax.optimization_barrier(x) if held else x)
+
+
+@rule(ROUNDED_SUM, local=_rounded_sum_local)
 def rounded_sum(op: OpView) -> Rule:
     """Elementwise; partial sums are rounded on each device, as those of a product are."""
     f = Factors()
