@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from jshard._core.jax_types import Jaxpr, JaxprAtom
 
 
-_ADDITIONS = frozenset(("add", "add_any"))
+ADDITIONS = frozenset(("add", "add_any"))
+"""Primitives that add two values."""
 
 
 def is_only_added_to(jaxpr: Jaxpr, before: JaxprAtom, after: JaxprAtom) -> bool:
@@ -33,7 +34,7 @@ def is_only_added_to(jaxpr: Jaxpr, before: JaxprAtom, after: JaxprAtom) -> bool:
         results = sum(v is now for v in jaxpr.outvars)
         if now is after:
             return now is not before and not readers and results == 1
-        if len(readers) != 1 or results or readers[0].primitive.name not in _ADDITIONS:
+        if len(readers) != 1 or results or readers[0].primitive.name not in ADDITIONS:
             return False
         now = readers[0].outvars[0]
         if (now.aval.shape, now.aval.dtype) != (before.aval.shape, before.aval.dtype):

@@ -33,6 +33,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jshard._batch.added_carries import ADDITIONS
 from jshard._batch.alike_layers import (
     AlikeLayers,
     Carried,
@@ -92,6 +93,29 @@ class _Loop:
     def results(self, eqns: Sequence[JaxprEqn], place: Place) -> Slots:
         """A result of each layer, in the order of the forward pass."""
         return self.in_order(results_of(eqns, self.layers.rows, place))
+
+    def ended_sum(self, eqns: Sequence[JaxprEqn], carry: int) -> tuple[Place, int] | None:
+        """Of a carry that the first layers add to and the others do not: the place of the addend, and how many add.
+
+        None for other carries. The first layer of a model adds to the gradient of its input otherwise than the rest.
+        """
+        place, _ = self.layers.carries[carry]
+        results = results_of(eqns, self.layers.rows, place)
+        count = max(k for k, v in enumerate(results) if v is not None) + 1
+        i = self.layers.rows[self.layers.whole][place[0]]
+        if count == len(results) or i is None or eqns[i].primitive.name not in ADDITIONS:
+            return None
+        sources = [self.layers.operands[place[0], n] for n in (0, 1)]
+        read = [s for s in self.layers.operands.values() if s in (Carried(carry), Inner(place))]
+        if len(read) != 1 or Carried(carry) not in sources:
+            return None
+        return (place[0], 1 - sources.index(Carried(carry))), count
+
+    def last_value(self, eqns: Sequence[JaxprEqn], carry: int) -> JaxprAtom | None:
+        """What a carry is after the loop."""
+        ended = self.ended_sum(eqns, carry)
+        results = results_of(eqns, self.layers.rows, self.layers.carries[carry][0])
+        return results[-1 if ended is None else ended[1] - 1]
 
     def entered(self, eqns: Sequence[JaxprEqn], carry: int) -> Slots:
         """A carry as each layer gets it, in the order of the forward pass."""
@@ -204,9 +228,12 @@ def _run_loop(eqns: Sequence[JaxprEqn], loop: _Loop, values: _Values) -> None:
         if isinstance(s, Same)
     }
 
+    ended = {n: found for n in range(len(layers.carries)) if (found := loop.ended_sum(eqns, n))}
+
     def layer(
-        carry: tuple[jax.Array, ...], own: tuple[jax.Array, ...]
+        carry: tuple[jax.Array, ...], xs: tuple[tuple[jax.Array, ...], jax.Array | None]
     ) -> tuple[tuple[jax.Array, ...], list[jax.Array]]:
+        own, number = xs
         made: dict[Place, jax.Array] = {}
 
         def operand(at: int, n: int) -> jax.Array:
@@ -221,20 +248,24 @@ def _run_loop(eqns: Sequence[JaxprEqn], loop: _Loop, values: _Values) -> None:
             with compat.eqn_context(eqn):
                 results = run_whole(eqn, [operand(at, n) for n in range(len(eqn.invars))])
             made.update(((at, o), x) for o, x in enumerate(results))
-        after = tuple(
+        after = [
             jnp.asarray(made[place], t.dtype) for (place, _), t in zip(layers.carries, types, strict=True)
-        )
-        return after, [*(made[p] for p in loop.kept), *(carry[n] for n in loop.entering)]
+        ]
+        for n, (addend, count) in ended.items():
+            adds = jnp.broadcast_to(number < count, after[n].shape)  # type: ignore[operator]
+            after[n] = carry[n] + lax.select(adds, operand(*addend), jnp.zeros_like(after[n]))
+        return tuple(after), [*(made[p] for p in loop.kept), *(carry[n] for n in loop.entering)]
 
     initial = tuple(
         jnp.zeros(t.shape, t.dtype) if v is None else jnp.asarray(values.of(v), t.dtype)
         for (_, v), t in zip(layers.carries, types, strict=True)
     )
-    last, stacked = lax.scan(
-        layer, initial, tuple(map(values.stack, loop.stacks)), length=len(layers.rows), reverse=loop.reverse
-    )
-    for (place, _), x in zip(layers.carries, last, strict=True):
-        v = results_of(eqns, layers.rows, place)[-1]
+    stacks = tuple(map(values.stack, loop.stacks))
+    numbers = jnp.arange(len(layers.rows), dtype=jnp.int32)
+    xs = stacks, (numbers[::-1] if loop.reverse else numbers) if ended else None
+    last, stacked = lax.scan(layer, initial, xs, length=len(layers.rows), reverse=loop.reverse)
+    for n, x in enumerate(last):
+        v = loop.last_value(eqns, n)
         if v is not None:
             values.known[v] = x
     for slots, x in zip(_kept_slots(eqns, loop), stacked, strict=True):
@@ -310,8 +341,8 @@ def _with_kept(jaxpr: Jaxpr, loops: Sequence[_Loop]) -> list[_Loop]:
             produced.setdefault(_key(slots), (number, what))
             if not isinstance(what, int):
                 made.update((v, (number, what)) for v in slots if v is not None)
-        for place, _ in loop.layers.carries:  # the last value is the carry after the loop
-            made.pop(results_of(eqns, loop.layers.rows, place)[-1], None)  # type: ignore[arg-type]
+        for n in range(len(loop.layers.carries)):
+            made.pop(loop.last_value(eqns, n), None)  # type: ignore[arg-type]
     inside = {i for loop in loops for row in loop.layers.rows for i in row}
     read = [v for k, e in enumerate(eqns) if k not in inside for v in e.invars] + list(jaxpr.outvars)
     kept: set[tuple[int, Place | int]] = set()

@@ -157,6 +157,23 @@ def test_values_that_layers_only_add_to_stay_on_their_stages(loss: Callable, pas
     assert largest_error(f_pipelined(*args), jax.jit(f)(*args)) < 1e-12
 
 
+def test_layers_that_all_add_the_first_values_again_pass_one_value_on() -> None:
+    """Of unrolled layers: the first adds to the gradient otherwise than the rest, and its addend is left out of the loop."""
+
+    def loss(ws: list[jax.Array], x: jax.Array) -> jax.Array:
+        h = first = jnp.sin(x @ ws[0])
+        for w in ws:
+            h = jnp.tanh((h + 0.1 * first) @ w)
+        return jnp.mean(h**2)
+
+    args = list(pipeline_steps.normal(1, 4, 6, 6) / 2), pipeline_steps.normal(2, pipeline_steps.BATCH, 6)
+    f = jax.value_and_grad(loss, (0, 1))
+    f_pipelined = jshard.shard(f, mesh=mesh_of(2, 1), level=0, config={"pipeline": PIPELINE})
+    plan = f_pipelined.plan(*args)
+    assert plan.pipeline is not None and plan.pipeline.layers == (4, 4) and len(shifts(plan)) == 2
+    assert largest_error(f_pipelined(*args), jax.jit(f)(*args)) < 1e-12
+
+
 def metrics(kind: Callable[..., jax.Array]) -> Callable[..., Any]:
     """(loss, an extreme of each layer's activations, the greatest so far that the loop carries)."""
 

@@ -191,7 +191,7 @@ def stages() -> tuple[Any, ...]:
         rounds = jnp.arange(8, dtype=jnp.int32) % 3  # the last is out of range
         added = add_to_round(sums, addend, rounds)
         dropped = zero_unless(x, kept), zero_unless(i, kept[:, None] == (i > 3))
-        return (*shifted, *dropped, added, rounded_sum(sums, jnp.float32))
+        return (*shifted, *dropped, added, rounded_sum(sums.astype(jnp.bfloat16), jnp.float32))
 
     return fn, floats(8, 4), ints(8, 4), jnp.arange(8) % 3 == 0, floats(2, 4, 8), floats(4, 8)
 
