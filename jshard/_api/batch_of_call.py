@@ -10,11 +10,12 @@ from typing import TypeVar
 import jax
 
 from jshard._api.plan import Plan
-from jshard._batch.batch_class import SHARED, BatchClass, per_example
+from jshard._batch.batch_class import SHARED, BatchClass, no_batch, per_example
 from jshard._batch.batch_report import BatchReport, batch_report
 from jshard._batch.microbatches import in_microbatches
 from jshard._batch.pipelines import LoopsOverLayers, with_loops_over_layers
 from jshard._config.recipes.structure import Structure
+from jshard._core import jaxcompat as compat
 from jshard._core.errors import MemoryBudgetError, ShardError
 from jshard._core.jax_types import ClosedJaxpr
 from jshard._core.messages import count_of
@@ -46,12 +47,7 @@ class BatchOfCall:
         """The program in a loop over `count` pieces; raises `ShardError`."""
         where = f"microbatches={count} of {name}"
         if not self.examples:
-            raise ShardError(
-                "no argument has a batch: no product keeps a dimension of an argument",
-                where=where,
-                fix="no microbatches=, or pass the data as arguments of the function, all examples at once: "
-                "vmap belongs inside, jshard.shard(jax.vmap(f), ...)",
-            )
+            raise no_batch(compat.open_jaxpr(self.closed)[0], where, "no microbatches=")
         if self.examples % count:
             allowed = ", ".join(map(str, self.counts))
             raise ShardError(

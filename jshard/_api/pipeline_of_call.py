@@ -14,8 +14,10 @@ from jshard._api.machine import requested_mesh
 from jshard._api.pipeline_choice import cheapest_pipeline, choices
 from jshard._api.plan import Plan
 from jshard._api.shard_request import ShardRequest
+from jshard._batch.batch_class import no_batch
 from jshard._batch.pipeline_shape import PipelineShape
 from jshard._batch.pipelines import in_pipeline
+from jshard._core import jaxcompat as compat
 from jshard._core.errors import ShardError
 from jshard._core.jax_types import ClosedJaxpr, JaxMesh
 from jshard._core.layout import MeshAxes
@@ -155,12 +157,7 @@ def _shape(axes: MeshAxes, option: PipelineOption, name: str) -> PipelineShape:
 def _check_batch(batch: BatchOfCall, option: PipelineOption, name: str) -> None:
     where = f"pipeline of {name}"
     if not batch.examples:
-        raise ShardError(
-            "no argument has a batch: no product keeps a dimension of an argument",
-            where=where,
-            fix="no pipeline, or pass the data as arguments of the function, all examples at once: vmap belongs inside, "
-            "jshard.shard(jax.vmap(f), ...)",
-        )
+        raise no_batch(compat.open_jaxpr(batch.closed)[0], where, "no pipeline")
     if batch.examples % option.microbatches:
         allowed = ", ".join(str(k) for k in batch.counts if k > 1)
         raise ShardError(

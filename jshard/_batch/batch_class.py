@@ -10,11 +10,13 @@ per example (dimension 0, 16 of each); shared; sum over examples
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 from jshard._core import jaxcompat as compat
-from jshard._core.jax_types import JaxprEqn
+from jshard._core.errors import ShardError
+from jshard._core.jax_types import Jaxpr, JaxprEqn
+from jshard._program.equation_bodies import bodies_of
 from jshard._program.loop_invariants import CHECKPOINTED
 
 
@@ -89,6 +91,24 @@ def fixed_shapes_advice(eqns: Iterable[JaxprEqn]) -> str:
     if name == "shard_map":
         return f"the same without shard_map, as on one device, since jshard cuts it itself, or {own}"
     return name and own
+
+
+def no_batch(jaxpr: Jaxpr, where: str, without: str) -> ShardError:
+    """The error for a program without a batch; `without`: what to write to leave the option away."""
+    fixed = fixed_shapes_advice(e for e in _every_equation(jaxpr) if e.primitive.name in FIXED_SHAPES)
+    return ShardError(
+        "no argument has a batch: no product keeps a dimension of an argument",
+        where=where,
+        fix=(f"{fixed}; or " if fixed else "") + f"{without}, or pass the data as arguments of the function, all examples "
+        "at once: vmap belongs inside, jshard.shard(jax.vmap(f), ...)",
+    )  # fmt: skip
+
+
+def _every_equation(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for body in bodies_of(eqn):
+            yield from _every_equation(body)
 
 
 def checkpoint_advice(eqns: Iterable[JaxprEqn]) -> str:

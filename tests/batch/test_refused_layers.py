@@ -120,3 +120,20 @@ def test_a_shard_map_over_the_stages(options: dict[str, Any]) -> None:
         sharded(scanned(lambda h, one: tanh(h @ one)), options)(w, x)
     assert "shard_map" in error.value.where and "the same without shard_map" in error.value.fix
     assert largest_error(sharded(scanned(dense), options)(w, x), scanned(dense)(w, x)) < 1e-12
+
+
+@pytest.mark.parametrize("options", [PIPELINE, {"microbatches": 4}])
+def test_products_in_a_shard_map_alone_and_as_operators_with_rules(options: dict[str, Any]) -> None:
+    """A model without any other product: the refusal says what to write, and the rule then says which dimension is kept."""
+    mesh = mesh_of(1, 2)
+    mapped = jax.shard_map(jnp.dot, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
+    args = normal(1, LAYERS, WIDTH, WIDTH), normal(2, BATCH, WIDTH)
+    with pytest.raises(jshard.ShardError, match="no argument has a batch") as error:
+        sharded(scanned(lambda h, one: jnp.tanh(mapped(h, one))), options).plan(*args)
+    assert 'jshard.op(fn, rule="...") for the shard_map' in error.value.fix
+    stated = jshard.op(jnp.dot, rule="batch i, i o -> batch o", reduction=("i",))
+    f = jax.value_and_grad(scanned(lambda h, one: jnp.tanh(stated(h, one))))
+    f_sharded = sharded(f, options)
+    assert f_sharded.plan(*args).batch.places == "dimension 0 of x"
+    wanted = jax.jit(jax.value_and_grad(scanned(dense)))(*args)
+    assert largest_error(f_sharded(*args), wanted) < 1e-12

@@ -43,6 +43,7 @@ _REDUCERS = frozenset(
     ("reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin", "cumsum", "sort", "top_k")
 )
 _CARRIES = frozenset(("scan_carry", "while_carry"))
+_STATED = frozenset(("jshard_fused",))  # operators whose cuts the user states, `jshard.op(rule=...)`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,13 +87,11 @@ class Structure:
 
     @functools.cached_property
     def batch_place(self) -> tuple[int, int] | None:
-        """(argument, dimension) of the batch; None where no product has a dimension that it does not sum over."""
+        """(argument, dimension) of the batch; None where no product has a dimension that it keeps."""
         if self.whole is not self:
             return self.whole.batch_place
         free: collections.Counter[int] = collections.Counter()
-        found = [op for op in self.program.operators if op.primitive in CONTRACTIONS and is_forward(op)]
-        # Of a step that differentiates, those of its model: an optimizer's products keep dimensions of weights.
-        for op in [op for op in found if is_differentiated(op)] or found:
+        for op in self._model_products():
             summed = {c for d in self._factors(op)[1] for c in d}
             kept = {c for t in op.results for c in self.classes.of(t)}
             free.update({c: 1 for c in kept - summed})
@@ -104,6 +103,16 @@ class Structure:
                 if free[c] and (best is None or rank > best):
                     best, place = rank, (number, d)
         return place
+
+    def _model_products(self) -> list[Operator]:
+        """The products of the forward pass; where a model has none, the operators whose cuts the user states.
+
+        Of a step that differentiates those of its model: an optimizer's products keep dimensions of weights.
+        """
+        forward = [op for op in self.program.operators if is_forward(op)]
+        products, stated = ([op for op in forward if op.primitive in s] for s in (CONTRACTIONS, _STATED))
+        of_model = ([op for op in found if is_differentiated(op)] for found in (products, stated))
+        return next((found for found in (*of_model, products) if found), stated)
 
     @functools.cached_property
     def batch(self) -> int | None:
