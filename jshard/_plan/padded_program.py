@@ -44,8 +44,7 @@ from jshard._plan.padding_classes import (
 from jshard._program.equation_bodies import with_bodies
 from jshard._program.inlining import fresh, substituted
 from jshard._program.loop_invariants import body_of
-from jshard._program.tail_primitives import mask_tail_p, pad_tail_p
-from jshard._rules.neutral_element import Scalar
+from jshard._program.tail_primitives import DIAGONAL, Fill, mask_tail_p, pad_tail_p
 from jshard._rules.padding import IndexLimit, keeps_zero, padded_params
 from jshard._rules.registry import op_view
 
@@ -76,9 +75,9 @@ class _Value:
 
     forms: dict[_Dims, JaxprAtom]
     origin: _Dims
-    tail: dict[int, Scalar]
+    tail: dict[int, Fill]
 
-    def known(self, dim: int) -> Scalar | None:
+    def known(self, dim: int) -> Fill | None:
         """What stands in the padding of a dimension; None if that is not known."""
         return self.tail.get(dim) if dim in self.origin else 0
 
@@ -238,7 +237,7 @@ class _Writer:
             for old, atom in zip(eqn.outvars, outvars, strict=True):
                 env[old] = _Value({frozenset(): atom}, frozenset(), {})
             return
-        tails: dict[tuple[int, int], Scalar | None] = {
+        tails: dict[tuple[int, int], Fill | None] = {
             (i, d): env[eqn.invars[i]].known(d) if eqn.invars[i] in env else None
             for f, _ in active for i, d in f.operands
         }  # fmt: skip
@@ -317,7 +316,7 @@ class _Writer:
 
     def prepared(
         self, eqn: JaxprEqn, f: EquationFactor, size: int, operands: list[JaxprAtom],
-        tails: dict[tuple[int, int], Scalar | None],
+        tails: dict[tuple[int, int], Fill | None],
     ) -> list[JaxprAtom]:  # fmt: skip
         """The operands with what the padding of a factor must hold, and with indices that do not reach it."""
         operands = list(operands)
@@ -362,7 +361,7 @@ class _Writer:
         value.forms[dims] = atom
         return atom
 
-    def masked(self, atom: JaxprAtom, dim: int, length: int, value: Scalar, like: JaxprEqn) -> JaxprAtom:
+    def masked(self, atom: JaxprAtom, dim: int, length: int, value: Fill, like: JaxprEqn) -> JaxprAtom:
         """A padded value with another one in the padding.
 
         That of a conversion to a wider type is put in before the conversion, where it is the same: XLA for TPUs then
@@ -381,7 +380,7 @@ class _Writer:
         self.written[key] = result
         return result
 
-    def bound(self, primitive, atom: JaxprAtom, like: JaxprEqn, **params: Scalar) -> JaxprAtom:
+    def bound(self, primitive, atom: JaxprAtom, like: JaxprEqn, **params: Fill) -> JaxprAtom:
         """The result of one of the primitives of padding."""
         shape = list(shape_of(atom))
         if "size" in params:
@@ -416,7 +415,7 @@ def is_crop(eqn: JaxprEqn, arguments: Sequence[JaxprAtom]) -> bool:
     return not any(eqn.params["start_indices"]) and set(eqn.params["strides"] or (1,)) == {1}
 
 
-def widens(conversion: JaxprEqn, value: Scalar) -> bool:
+def widens(conversion: JaxprEqn, value: Fill) -> bool:
     """Whether a conversion is to a float of more bytes, and gives a value when it is given that value.
 
     >>> eqn = jax.make_jaxpr(lambda x: x.astype("float32"))(jnp.ones(3, "bfloat16")).jaxpr.eqns[0]
@@ -425,7 +424,7 @@ def widens(conversion: JaxprEqn, value: Scalar) -> bool:
     """
     narrow, wide = (v.aval.dtype for v in (conversion.invars[0], conversion.outvars[0]))
     floats = all(jnp.issubdtype(t, jnp.floating) for t in (narrow, wide))
-    if not floats or compat.itemsize(narrow) >= compat.itemsize(wide):
+    if not floats or value == DIAGONAL or compat.itemsize(narrow) >= compat.itemsize(wide):
         return False
     return bool(np.asarray(value, narrow).astype(wide) == np.asarray(value, wide))
 
@@ -443,7 +442,7 @@ def _with_shape(aval: Aval, shape: tuple[int, ...]) -> Aval:
     return aval if tuple(aval.shape) == shape else aval.update(shape=shape)
 
 
-def _zeros(eqn: JaxprEqn, f: EquationFactor, tails: Mapping[tuple[int, int], Scalar | None]) -> list[bool]:
+def _zeros(eqn: JaxprEqn, f: EquationFactor, tails: Mapping[tuple[int, int], Fill | None]) -> list[bool]:
     """For each operand whether its padding along a factor is zero; False for scalars."""
     of = dict(f.operands)
     return [i in of and tails.get((i, of[i])) == 0 for i in range(len(eqn.invars))]

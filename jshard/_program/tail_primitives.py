@@ -8,9 +8,17 @@ of their own, and not JAX's `pad` and `select_n`, so that each has a sharding ru
 [1, 2, 3, 0, 0]
 >>> mask_tail(jnp.arange(5), 0, 3, -1).tolist()
 [0, 1, 2, -1, -1]
+
+Matrices are written over with diagonal ones of different eigenvalues, of which solvers, factorizations and their
+derivatives make no NaN:
+
+>>> mask_tail(jnp.zeros((2, 2, 2)), 0, 1, DIAGONAL).tolist()
+[[[0.0, 0.0], [0.0, 0.0]], [[1.0, 0.0], [0.0, 2.0]]]
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +30,9 @@ from jshard._program.array_primitive import define_primitive
 
 
 PAD_TAIL, MASK_TAIL = "pad_tail", "mask_tail"
+DIAGONAL: Literal["diagonal"] = "diagonal"
+Fill = bool | int | float | Literal["diagonal"]
+"""What a tail is written over with: a value, or matrices in the last two dimensions with 1, 2, 3 ... on their diagonals."""
 
 pad_tail_p = compat.multi_result_primitive(PAD_TAIL)
 mask_tail_p = compat.multi_result_primitive(MASK_TAIL)
@@ -32,7 +43,7 @@ def pad_tail(x: jax.Array, dim: int, size: int) -> jax.Array:
     return pad_tail_p.bind(x, dim=dim, size=size)[0]
 
 
-def mask_tail(x: jax.Array, dim: int, length: int, value: bool | int | float) -> jax.Array:
+def mask_tail(x: jax.Array, dim: int, length: int, value: Fill) -> jax.Array:
     """`x` with every element from position `length` of `dim` on replaced by `value`."""
     return mask_tail_p.bind(x, dim=dim, length=length, value=value)[0]
 
@@ -44,20 +55,35 @@ def run_pad(x: jax.Array, *, dim: int, size: int) -> list[jax.Array]:
 
 
 def run_mask(
-    x: jax.Array, *, dim: int, length: int, value: bool | int | float, offset: Index = 0
+    x: jax.Array,
+    *,
+    dim: int,
+    length: int,
+    value: Fill,
+    offset: Index = 0,
+    corner: tuple[Index, Index] = (0, 0),
 ) -> list[jax.Array]:
-    """`mask_tail` on one device, on a block that begins at position `offset` of the dimension."""
-    position = lax.broadcasted_iota(jnp.int32, x.shape, dim)
-    return [jnp.where(position < jnp.int32(length) - offset, x, jnp.full((), value, x.dtype))]
+    """`mask_tail` on one device, on a block that begins at position `offset` of the dimension.
+
+    `corner`: where the block begins in the last two dimensions.
+    """
+
+    def position(d: int) -> jax.Array:
+        return lax.broadcasted_iota(jnp.int32, x.shape, d)
+
+    if value == DIAGONAL:
+        row, column = (position(x.ndim - 2 + i) + jnp.asarray(corner[i], jnp.int32) for i in (0, 1))
+        fill = jnp.where(row == column, row + 1, 0).astype(x.dtype)
+    else:
+        fill = jnp.full((), value, x.dtype)
+    return [jnp.where(position(dim) < jnp.int32(length) - offset, x, fill)]
 
 
 def _padded_type(x: core.ShapedArray, *, dim: int, size: int) -> list[core.ShapedArray]:
     return [x.update(shape=(*x.shape[:dim], size, *x.shape[dim + 1 :]))]
 
 
-def _masked_type(
-    x: core.ShapedArray, *, dim: int, length: int, value: bool | int | float
-) -> list[core.ShapedArray]:
+def _masked_type(x: core.ShapedArray, *, dim: int, length: int, value: Fill) -> list[core.ShapedArray]:
     return [x]
 
 

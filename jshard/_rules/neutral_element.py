@@ -20,6 +20,7 @@ from jshard._rules.registry import OpView
 
 
 Scalar = bool | int | float
+_SIGNED_NAN = -math.nan  # one object: masks are written once for equal values, and no NaN equals another
 
 
 def neutral_element(reducer: str, dtype: np.dtype) -> Scalar | None:
@@ -52,6 +53,19 @@ def greatest_key(dtype: np.dtype) -> Scalar | None:
     ):
         return math.nan
     return neutral_element("min", dtype)
+
+
+def least_element(dtype: np.dtype) -> Scalar | None:
+    """What `lax.top_k` takes last: the NaN with a sign where there is one, which is below minus infinity in its order.
+
+    >>> least_element(np.dtype("float32")), least_element(np.dtype("int8")), least_element(np.dtype("bool"))
+    (nan, -128, False)
+    """
+    if jnp.issubdtype(dtype, jnp.floating):
+        value = np.asarray(_SIGNED_NAN).astype(dtype)
+        if np.isnan(value.astype(np.float32)) and np.signbit(value):
+            return _SIGNED_NAN
+    return neutral_element("max", dtype)
 
 
 def window_identity(op: OpView) -> Scalar | None:

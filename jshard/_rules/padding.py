@@ -26,9 +26,14 @@ from jax.lax import GatherScatterMode
 
 from jshard._core.jax_types import Params
 from jshard._program.pin_primitives import PIN_OPERAND
-from jshard._program.tail_primitives import MASK_TAIL
+from jshard._program.tail_primitives import DIAGONAL, MASK_TAIL, Fill
 from jshard._rules.attention.padded import attention_masks, attention_params
-from jshard._rules.neutral_element import Scalar, greatest_key, neutral_element, window_identity
+from jshard._rules.neutral_element import (
+    greatest_key,
+    least_element,
+    neutral_element,
+    window_identity,
+)
 from jshard._rules.primitives.reduce_window import window_of
 from jshard._rules.registry import REGISTRY, OpView
 from jshard._rules.rule import Dims, Rule
@@ -55,7 +60,7 @@ class PaddedFactor:
     `most`: what counts elements is at most this.
     """
 
-    masks: tuple[tuple[int, Scalar], ...] = ()
+    masks: tuple[tuple[int, Fill], ...] = ()
     index: IndexLimit | None = None
     most: int | None = None
 
@@ -65,7 +70,7 @@ IGNORED = PaddedFactor()
 # Dimensions with a factor of their own keep their place; blocked factors aside, the padding moves along.
 _MOVES = frozenset(
     "broadcast_in_dim transpose squeeze expand_dims reshape rev tile stack unstack concatenate split pad iota slice "
-    "dynamic_slice optimization_barrier top_k pad_tail fft".split()
+    "dynamic_slice optimization_barrier pad_tail fft".split()
 )
 _REDUCTIONS = {
     "reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min", "reduce_prod": "prod", "reduce_and": "and",
@@ -89,6 +94,15 @@ _WINDOWS = {
     "select_and_scatter_add": 1,
     "select_and_gather_add": 1,
 }  # the operand whose windows are reduced, or searched for their greatest
+_MATRICES: Mapping[str, tuple[tuple[int, Fill], ...]] = {
+    **dict.fromkeys(
+        "cholesky eig eigh geqrf hessenberg lu qr schur svd triangular_solve tridiagonal".split(),
+        ((0, DIAGONAL),),
+    ),
+    **dict.fromkeys("cholesky_update geqp3 householder_product ormqr symmetric_product".split(), ()),
+    "lu_pivots_to_permutation": ((0, 0),),
+    "tridiagonal_solve": ((1, 1),),
+}  # of each operator of linear algebra, what the operands hold in the padding of a batch
 _ATTENTION = ("jshard_attention", "jshard_attention_backward")
 _KEEPS_ZERO = frozenset(
     "neg copy copy_p convert_element_type transpose broadcast_in_dim reshape squeeze expand_dims real imag abs sign "
@@ -112,7 +126,7 @@ def padded_factors(op: OpView, rule: Rule) -> Mapping[int, PaddedFactor]:
 def has_meaning(primitive: str) -> bool:
     """Whether it is stated for a primitive what padding means.
 
-    >>> has_meaning("reduce_max"), has_meaning("cholesky")
+    >>> has_meaning("reduce_max"), has_meaning("approx_top_k")
     (True, False)
     """
     return _meaning_of(primitive) is not None
@@ -135,8 +149,9 @@ def _meaning_of(name: str) -> Callable[[OpView, Rule, int], PaddedFactor | None]
     if name in _SCATTERS:
         return _scattered
     own = {"dot_general": _contracted, "gather": _gathered, "dynamic_update_slice": _updated}
-    own |= {"conv_general_dilated": _convolved, "searchsorted": _searched, "sort": _sorted}
+    own |= {"conv_general_dilated": _convolved, "searchsorted": _searched, "sort": _sorted, "top_k": _chosen}
     own |= dict.fromkeys(_WINDOWS, _windowed)
+    own |= dict.fromkeys(_MATRICES, _batched)
     own |= dict.fromkeys(_ATTENTION, _attended)
     if name in own:
         return own[name]
@@ -188,7 +203,7 @@ def _windowed(op: OpView, rule: Rule, f: int) -> PaddedFactor | None:
         return IGNORED
     read = _WINDOWS[op.primitive]
     outside = window_identity(op)
-    neutral: dict[int, Scalar] = {
+    neutral: dict[int, Fill] = {
         0: 0,
         read: 0 if outside is None else outside,
     }  # operand 0 is added, or read
@@ -229,6 +244,23 @@ def _sorted(op: OpView, rule: Rule, f: int) -> PaddedFactor | None:
     greatest = [greatest_key(a.dtype) for a in op.ins[:keys]]
     masks = tuple((k, x) for k, x in enumerate(greatest) if x is not None)
     return PaddedFactor(masks=masks) if len(masks) == keys else None
+
+
+def _chosen(op: OpView, rule: Rule, f: int) -> PaddedFactor | None:
+    """Along the searched dimension stands what `top_k` takes last; of equals it takes the first."""
+    if f not in rule.blocked:
+        return IGNORED
+    least = least_element(op.ins[0].dtype) if rule.joint else None
+    return None if least is None else PaddedFactor(masks=((0, least),))
+
+
+def _batched(op: OpView, rule: Rule, f: int) -> PaddedFactor | None:
+    """Further matrices of a batch, and right-hand sides; the columns of a product of a matrix with itself are zero."""
+    if f in rule.blocked:
+        return None
+    if f in rule.reduction:
+        return PaddedFactor(masks=((0, 0),))
+    return PaddedFactor(masks=tuple((k, x) for k, x in _MATRICES[op.primitive] if (f,) in rule.operands[k]))
 
 
 def _scattered(op: OpView, rule: Rule, f: int) -> PaddedFactor | None:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard._program.tail_primitives import MASK_TAIL, PAD_TAIL, run_mask, run_pad
+from jshard._program.tail_primitives import DIAGONAL, MASK_TAIL, PAD_TAIL, run_mask, run_pad
 from jshard._rules.factors import Factors, linear_sets
 from jshard._rules.registry import LocalContext, OpView, family
 from jshard._rules.rule import Rule
@@ -52,10 +52,12 @@ def pad_tail(op: OpView) -> Rule:
 
 
 def _mask_local(ctx: LocalContext, x: jax.Array) -> Sequence[jax.Array]:
-    p = ctx.op.params
-    return run_mask(
-        x, dim=p["dim"], length=p["length"], value=p["value"], offset=ctx.operand_offset(0, p["dim"])
-    )
+    p, last = ctx.op.params, x.ndim - 1
+    corner = (0, 0)
+    if p["value"] == DIAGONAL:
+        corner = ctx.operand_offset(0, last - 1), ctx.operand_offset(0, last)
+    offset = ctx.operand_offset(0, p["dim"])
+    return run_mask(x, dim=p["dim"], length=p["length"], value=p["value"], offset=offset, corner=corner)
 
 
 @rule(MASK_TAIL, local=_mask_local)
