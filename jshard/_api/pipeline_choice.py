@@ -66,7 +66,7 @@ def cheapest_pipeline(
 
     Raises the refusal of the plan without a pipeline if none fits the memory budget.
     """
-    from jshard._plan.useful_cost import NoBetterPlan  # here, so that `import jshard` stays light
+    from jshard._plan.request import NoBetterPlan  # here, so that `import jshard` stays light
 
     planned: list[Call] = []
     outbid: list[_Outbid] = []

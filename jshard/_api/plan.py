@@ -433,4 +433,4 @@ def planned_again(plan: Plan, program: Program, topology: Topology, request: Pla
     """A plan of this request for a program, as one that can search again."""
     # Without the captured arrays: a plan keeps none alive.
     bare = dataclasses.replace(program, constants=(), jaxpr=None)
-    return dataclasses.replace(plan, search_again=Replanner(bare, topology, request))
+    return dataclasses.replace(plan, search_again=Replanner(bare, topology, request.to_the_end))

@@ -8,6 +8,7 @@ all divide is planned once, as ever.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
@@ -30,6 +31,8 @@ from jshard._plan.padding_search import (
 )
 from jshard._plan.padding_trials import PaddingTrials
 from jshard._plan.record import PlanRecord
+from jshard._plan.request import NoBetterPlan
+from jshard._plan.scheduled_solution import ROUNDING
 from jshard._report.format_units import format_bytes, format_seconds
 from jshard._schedule.schedule import Assignment, Schedule
 
@@ -59,7 +62,7 @@ def plan_padded(
     closed: ClosedJaxpr,
     assignment: Assignment,
     original: Plan | None,
-    plan_jaxpr: Callable[[ClosedJaxpr], T],
+    plan_jaxpr: Callable[[ClosedJaxpr, float], T],
     small_too: bool = False,
     required: Sizes | None = None,
 ) -> tuple[Padded[T] | None, float, PaddingTrials]:
@@ -69,7 +72,8 @@ def plan_padded(
 
     - `assignment`: of a plan of `closed`.
     - `original`: the plan of the program as traced; None if none fits the budget.
-    - `plan_jaxpr`: plans another jaxpr of the function.
+    - `plan_jaxpr`: plans another jaxpr of the function; raises `NoBetterPlan` where no objective is below the second
+        argument.
     - `small_too`: dimensions of small tensors are padded as well, with whatever waste.
     - `required`: what pins pad: the program as traced is no answer then, and `SearchError` is raised if this has no plan.
     """
@@ -91,11 +95,15 @@ def plan_padded(
             skipped = f"it can gain less than {LEAST_POSSIBLE_GAIN:.0%} of the step"
             return None, bound, PaddingTrials(skipped=skipped, unproved=True)
     trials: list[Padded[T]] = []
-    skipped = ""
+    skipped, ended = "", {}
     while sizes:
         try:
             jaxpr = padded_program(closed, sizes, classes)
-            trials.append(Padded(plan_jaxpr(jaxpr), jaxpr, sizes))
+            most = _ends_above(original, trials, sizes)
+            trials.append(Padded(plan_jaxpr(jaxpr, most), jaxpr, sizes))
+        except NoBetterPlan as found:  # nor is there one if fewer of the dimensions are padded
+            ended = _costs(sizes, f"no plan costs less than {format_seconds(found.bound)}")
+            break
         except (
             RecipeError
         ):  # what it looks for is not in the padded program, where a padded batch has no argument
@@ -116,7 +124,7 @@ def plan_padded(
             break
         sizes = fewer
     unproved = any(not _has_bound(t.planned.plan) for t in trials)
-    notes = PaddingTrials(_costs_of(trials), skipped, small_too, unproved)
+    notes = PaddingTrials(ended | _costs_of(trials), skipped, small_too, unproved)
     if not trials:
         return None, bound, notes
     plans = [t.planned.plan for t in trials] + ([original] if original is not None else [])
@@ -137,9 +145,28 @@ def _costs_of(trials: Sequence[Padded[T]]) -> dict[int, str]:
     for t in sorted(trials, key=lambda t: t.planned.plan.cost.objective):
         cost = t.planned.plan.cost
         show = format_bytes if cost.unit == "B" else format_seconds
-        for (n, _), m in t.sizes.items():
-            out.setdefault(n, f"to {m:,}: the whole plan costs {show(cost.objective)}")
+        out = _costs(t.sizes, f"the whole plan costs {show(cost.objective)}") | out
     return out
+
+
+def _costs(sizes: Sizes, text: str) -> dict[int, str]:
+    """What is known of a program with these sizes, for each true size."""
+    return {n: f"to {padded:,}: {text}" for (n, _), padded in sizes.items()}
+
+
+def _ends_above(original: Plan | None, trials: Sequence[Padded[T]], sizes: Sizes) -> float:
+    """The objective above which a plan of a program with these sizes padded is of no use; infinite where none is known.
+
+    A plan in which fewer of them are padded is one of this program that costs less, by at most what padding adds to a
+    size: where that is no more than what a search is worth, it is left out of account.
+    """
+    plans = [t.planned.plan for t in trials] + ([original] if original is not None else [])
+    searched = [p.search_again.request for p in plans if p.search_again is not None]
+    if any(p.level == 1 for p in plans) or any(r.overlap == "search" for r in searched):
+        return math.inf  # these compare bytes, or steps of which there is no bound
+    waste = max((padded / n - 1 for (n, _), padded in sizes.items()), default=0.0)
+    least = min((p.cost.objective for p in plans), default=math.inf)
+    return least * (1 + (waste if waste > LEAST_GAIN else ROUNDING))
 
 
 def with_trials(plan: Plan, trials: PaddingTrials, bound: float) -> Plan:

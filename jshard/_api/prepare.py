@@ -12,9 +12,10 @@ import jax
 from jax import core
 from jax.sharding import AxisType
 
-from jshard._api.call_pins import PlacedPin, collect_pins, mesh_of_call, pins_of_arguments, pins_of_results
+from jshard._api.call_pins import collect_pins, mesh_of_call, pins_of_arguments, pins_of_results
 from jshard._api.machine import auto_meshes, memory_budget, physical_topology
-from jshard._api.plan import Plan, plan_program, planned_again
+from jshard._api.plan import Plan, planned_again
+from jshard._api.plan_on_mesh import PlannedOnMesh, cheapest_mesh, plan_with_committed
 from jshard._api.shard_request import ShardRequest, donated_leaves, static_values
 from jshard._api.state_matching import find_state_ties
 from jshard._api.trace_call import (
@@ -26,16 +27,14 @@ from jshard._api.trace_call import (
     trace_on_shapes,
 )
 from jshard._core import hardware, jaxcompat as compat, topology as device_topology
-from jshard._core.errors import MemoryBudgetError, SearchError
+from jshard._core.errors import MemoryBudgetError
 from jshard._core.gc_pause import gc_paused
 from jshard._core.hardware import Chip
 from jshard._core.jax_types import ClosedJaxpr, JaxMesh, PyTree, PyTreeDef
 from jshard._core.layout import MeshAxes
-from jshard._core.topology import Topology
 from jshard._plan.replay import schedule_of_plan
 from jshard._plan.request import PlanRequest
 from jshard._program.equation_bodies import rewritten
-from jshard._program.graph import Program
 from jshard._program.searchsorted_primitive import with_searches
 from jshard._program.shift_patterns import with_shifts
 from jshard._program.user_shard_map import check_meshes
@@ -83,29 +82,6 @@ class PlannedCall:
     def with_plan(self, **changes: object) -> PlannedCall:
         """The call with fields of its plan replaced."""
         return dataclasses.replace(self, plan=dataclasses.replace(self.plan, **changes))
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Planned:
-    """A plan with its schedule, and the arguments that stay in their committed shardings."""
-
-    plan: Plan
-    schedule: Schedule
-    committed: frozenset[int] = frozenset()
-
-    def with_steps(self, *steps: str) -> _Planned:
-        return dataclasses.replace(
-            self, plan=dataclasses.replace(self.plan, steps=(*self.plan.steps, *steps))
-        )
-
-    def with_budget(self, limit: float | None) -> _Planned:
-        """A plan that was searched without a budget, as one that is searched again with it."""
-        again = self.plan.search_again
-        if again is not None:
-            again = dataclasses.replace(again, request=dataclasses.replace(again.request, memory_limit=limit))
-        return dataclasses.replace(
-            self, plan=dataclasses.replace(self.plan, memory_budget=limit, search_again=again)
-        )
 
 
 def prepare(
@@ -161,7 +137,8 @@ class TracedCall:
 
     `explicit_mesh`: the mesh with Explicit axes of the trace, if any. `in_pins`: of the arguments. `found`: the plan to
     take instead of a search. `in_pieces`: the program in loops over pieces of the batch. `most`: the cost of a plan
-    that is known. `programs`: those built so far of jaxprs of this trace.
+    that is known; `ends_above`: the objective above which plans are of no use. `programs`: those built so far of jaxprs of
+    this trace.
     """
 
     request: ShardRequest
@@ -174,6 +151,7 @@ class TracedCall:
     found: FoundPlan | None = None
     in_pieces: ClosedJaxpr | None = None
     most: float = math.inf
+    ends_above: float = math.inf
     programs: BuiltPrograms = dataclasses.field(default_factory=dict, repr=False)
 
     @property
@@ -346,20 +324,19 @@ def _plan_with_padding(traced: TracedCall, limited: bool) -> tuple[PlannedCall, 
             raise
         refusal = error
         reference = _plan_jaxpr(traced, limited=False)
-    can_pad = options.pad is not False and traced.explicit_mesh is None and options.search == "optimal"
     from jshard._api.padded_pins import (  # here, so that `import jshard` stays light
         refuse_uneven,
         required_sizes,
     )
 
-    if not can_pad or compat.has_effects(traced.jaxpr):
+    if not _can_pad(traced):
         refuse_uneven(reference.uneven)
         return _or_raise(planned, refusal), None
     from jshard._api.padded_trace import sizes_at_rest
     from jshard._api.plan_padded import plan_padded, with_padding, with_trials
 
-    def plan_jaxpr(jaxpr: ClosedJaxpr) -> PlannedCall:
-        return _plan_jaxpr(traced, jaxpr, limited)
+    def plan_jaxpr(jaxpr: ClosedJaxpr, ends_above: float) -> PlannedCall:
+        return _plan_jaxpr(dataclasses.replace(traced, ends_above=ends_above), jaxpr, limited)
 
     at_rest = sizes_at_rest(traced.jaxpr, (traced.call.args, traced.call.kwargs))
     required = {**required_sizes(traced.jaxpr, reference.uneven, reference.chosen.axes), **at_rest}
@@ -382,6 +359,45 @@ def _or_raise(planned: PlannedCall | None, refusal: MemoryBudgetError | None) ->
     return planned
 
 
+def check_padding(of: TracedCall) -> None:
+    """Raise `StrategyError` where the pins of a call cannot pad what they do not divide; nothing is searched."""
+    from jshard._api.padded_pins import refuse_uneven, required_sizes, uneven_cuts  # as below
+
+    request = of.request
+    traced, in_pins, out_pins = _pinned_program(of, None, recomputed=False)
+    pins = collect_pins(request, of.call, traced, in_pins, out_pins)
+    meshes = auto_meshes(request, pins.pins, pins.shapes, pins.joint) if request.tries_meshes else ()
+    chosen = next((mesh for mesh, _ in meshes), None) or mesh_of_call(request, of.call, pins)
+    cuts = uneven_cuts(of.jaxpr, traced.program, pins.resolve(chosen, physical_topology(request, chosen))[0])
+    required_sizes(of.jaxpr, cuts, chosen.axes)
+    if not _can_pad(of):
+        refuse_uneven(cuts)
+
+
+def _can_pad(of: TracedCall) -> bool:
+    """Whether dimensions of a call's program may be padded."""
+    options = of.request.options
+    unsuited = of.explicit_mesh is not None or options.search != "optimal" or compat.has_effects(of.jaxpr)
+    return options.pad is not False and not unsuited
+
+
+def _pinned_program(
+    of: TracedCall, jaxpr: ClosedJaxpr | None, recomputed: bool
+) -> tuple[TracedProgram, Sequence[Pin | None], Sequence[Pin | None]]:
+    """The program of a traced function, or of another jaxpr for it; the pins of its arguments, and of its results."""
+    request, call, rules, in_pins = of.request, of.call, of.rules, of.in_pins
+    traced = of.program_of(jaxpr, recomputed)
+    out_pins: Sequence[Pin | None] = pins_of_results(request, call, traced)
+    if rules is not None:
+        found = rules.resolution(traced.program)
+        in_pins, out_pins = rules.complete(request, call, found, in_pins, out_pins)
+        inner = rules.inner_pins(traced.program, found)
+        if inner:
+            program = dataclasses.replace(traced.program, pins=(*traced.program.pins, *inner))
+            traced = dataclasses.replace(traced, program=program)
+    return traced, in_pins, out_pins
+
+
 def _plan_jaxpr(
     of: TracedCall, jaxpr: ClosedJaxpr | None = None, limited: bool = True, recomputed: bool = False
 ) -> PlannedCall:
@@ -391,29 +407,21 @@ def _plan_jaxpr(
     """
     from jshard._api.padded_pins import pins_in_padded, uneven_cuts  # here: `import jshard` stays light
 
-    request, call, donated, rules, in_pins = of.request, of.call, of.donated, of.rules, of.in_pins
-    traced = of.program_of(jaxpr, recomputed)
+    request, call, donated = of.request, of.call, of.donated
+    traced, in_pins, out_pins = _pinned_program(of, jaxpr, recomputed)
     program = traced.program
     in_tree, out_tree = jax.tree.structure(call.user_view), jax.tree.structure(traced.result)
     in_leaves = jax.tree.leaves(call.shapes)
-    out_pins = pins_of_results(request, call, traced)
-    if rules is not None:
-        found = rules.resolution(program)
-        in_pins, out_pins = rules.complete(request, call, found, in_pins, out_pins)
-        inner = rules.inner_pins(program, found)
-        if inner:
-            program = dataclasses.replace(program, pins=(*program.pins, *inner))
-            traced = dataclasses.replace(traced, program=program)
     ties = find_state_ties(program, in_leaves, in_tree, traced.avals, out_tree, donated, out_pins)
     pins = collect_pins(request, call, traced, in_pins, out_pins)
 
-    def plan_on(chosen: ChosenMesh, request: ShardRequest = request) -> _Planned:
+    def plan_on(chosen: ChosenMesh, request: ShardRequest = request) -> PlannedOnMesh:
         check_meshes(program, chosen.axes)
         topology = device_topology.without_unit_axes(physical_topology(request, chosen))
         pinned, committed = pins.resolve(chosen, topology)
         pinned = pins_in_padded(program, pinned, jaxpr is not None)
         if request.plan is not None:
-            return _Planned(request.plan, schedule_of_plan(program, topology, request.plan))
+            return PlannedOnMesh(request.plan, schedule_of_plan(program, topology, request.plan))
         found = of.found
         options, limit = request.options, memory_budget(request, topology)
         plan_request = PlanRequest(
@@ -421,19 +429,20 @@ def _plan_jaxpr(
             replication_price=options.replication_price, search_seconds=options.search_seconds,
             search_in_budget=options.search_in_budget, memory_slack=options.memory_slack,
             names_least_peak=not recomputed, most=of.most, overlap=options.overlap,
+            ends_above=of.ends_above,
         )  # fmt: skip
         if found is not None:
             kept = [c for c in committed if program.inputs.index(c[0]) in found.committed]
             plan = planned_again(found.plan, program, topology, plan_request.with_pins(kept))
-            return _Planned(plan, schedule_of_plan(program, topology, plan), found.committed)
-        planned = _plan_with_committed(program, topology, plan_request, committed, of.on_progress)
+            return PlannedOnMesh(plan, schedule_of_plan(program, topology, plan), found.committed)
+        planned = plan_with_committed(program, topology, plan_request, committed, of.on_progress)
         return planned if limited else planned.with_budget(limit)
 
     if request.tries_meshes:
         meshes = auto_meshes(request, pins.pins, pins.shapes, pins.joint)
         if of.found is not None:
             meshes = [m for m in meshes if m[0].axes == of.found.axes]
-        chosen, planned = _cheapest_mesh(meshes, plan_on)
+        chosen, planned = cheapest_mesh(meshes, plan_on)
     else:
         chosen = mesh_of_call(request, call, pins)
         planned = plan_on(chosen)
@@ -455,46 +464,3 @@ def _plan_jaxpr(
         planned.committed,
         uneven=uneven,
     )
-
-
-def _plan_with_committed(
-    program: Program,
-    topology: Topology,
-    request: PlanRequest,
-    committed: Sequence[PlacedPin],
-    on_progress: OnProgress,
-) -> _Planned:
-    """A plan that keeps arguments in their committed shardings; if there is none, a plan without these pins."""
-    if not committed:
-        return _Planned(*plan_program(program, topology, request, on_progress))
-    names = [program.operators[op].name for op, *_ in committed]
-    first = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    try:
-        plan, schedule = plan_program(program, topology, request.with_pins(committed), on_progress)
-    except SearchError as error:
-        planned = _Planned(*plan_program(program, topology, request, on_progress))
-        return planned.with_steps(f"not as they lie: {first}, since {error.what}")
-    number = {op: i for i, op in enumerate(program.inputs)}
-    planned = _Planned(plan, schedule, frozenset(number[op] for op, *_ in committed))
-    return planned.with_steps(f"as they lie: {first}")
-
-
-def _cheapest_mesh(
-    meshes: Sequence[tuple[ChosenMesh, ShardRequest]],
-    plan_on: Callable[[ChosenMesh, ShardRequest], _Planned],
-) -> tuple[ChosenMesh, _Planned]:
-    """The mesh of the cheapest plan; the plan's steps list the cost on every mesh."""
-    plans: list[tuple[ChosenMesh, _Planned]] = []
-    error: SearchError | None = None
-    for chosen, request in meshes:
-        try:
-            plans.append((chosen, plan_on(chosen, request)))
-        except SearchError as e:  # a budget or pin that cannot be kept on this mesh
-            error = e
-    if not plans:
-        assert error is not None
-        raise error
-    plans.sort(key=lambda p: p[1].plan.cost.objective)
-    costs = [(c.axes, p.plan.cost) for c, p in plans]
-    chosen, planned = plans[0]
-    return chosen, planned.with_steps(*(f"mesh {axes}: {c.objective:.4g} {c.unit}" for axes, c in costs))

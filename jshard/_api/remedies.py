@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from jshard._api.prepare import prepare, trace_call
+from jshard._api.prepare import check_padding, prepare, trace_call
 from jshard._api.shard_request import ShardRequest
 from jshard._api.trace_call import BuiltPrograms, abstract
 from jshard._core import hardware, topology as device_topology
-from jshard._core.errors import MemoryBudgetError, ShardError
+from jshard._core.errors import MemoryBudgetError, ShardError, StrategyError, UnevenCutError
 from jshard._core.jax_types import PyTree, PyTreeDef
 from jshard._core.layout import MeshAxes
 from jshard._core.named_topology import MeshRequest, TopologyMesh, topology as named_topology
@@ -39,19 +39,43 @@ _MORE_DEVICES = 64  # times as many at most
 
 
 def with_remedies(
-    error: MemoryBudgetError,
+    error: MemoryBudgetError | StrategyError,
     request: ShardRequest,
     args: Sequence[PyTree],
     kwargs: Mapping[str, PyTree],
     programs: BuiltPrograms | None = None,
-) -> MemoryBudgetError:
-    """The error of a refused call, with a table of what helps; `programs`: built for the call as it was refused."""
-    if not isinstance(error.refusal, MemoryRefusal):
+) -> ShardError:
+    """The error of a refused call, with a table of what helps; `programs`: built for the call as it was refused.
+
+    That of a cut that does not divide names padding only where the call can pad it.
+    """
+    if isinstance(error, UnevenCutError):
+        return _with_checked_padding(error, request, args, kwargs)
+    if not isinstance(error, MemoryBudgetError) or not isinstance(error.refusal, MemoryRefusal):
         return error
     trials = Trials(request, args, kwargs, error.refusal, {} if programs is None else programs)
     found = [remedy for find in REMEDIES for remedy in find(trials)]
     donated = trials.names_of(request.call.donate_argnums) + request.call.donate_argnames
     return refusal_error(error, error.refusal, found, donated)
+
+
+def _with_checked_padding(
+    error: UnevenCutError, request: ShardRequest, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
+) -> ShardError:
+    """The error, without its advice to pad where the call would be refused with it too, and then with the reason."""
+    if not error.padded:
+        return error
+    config = request.config
+    if config is not None:
+        config = dataclasses.replace(config, options=tuple({**dict(config.options), "pad": True}.items()))
+    options = dataclasses.replace(request.options, pad=True)
+    padded = dataclasses.replace(request, options=options, config=config)
+    try:
+        check_padding(trace_call(padded, args, kwargs))
+    except ShardError as refusal:
+        reason = refusal.what if refusal.where == error.where else f"{refusal.where}: {refusal.what}"
+        return StrategyError(error.what, where=error.where, fix=f"{error.unpadded}; no padding: {reason}")
+    return error
 
 
 @dataclasses.dataclass(eq=False)

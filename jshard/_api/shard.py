@@ -493,7 +493,7 @@ class Sharded:
                 return plan(self._request, args, kwargs, on_progress)
             with progress(f"planning {self.__name__}", after=2.0) as show:
                 return plan(self._request, args, kwargs, lambda *state: show(0, search_status(*state)))
-        except MemoryBudgetError as error:
+        except (MemoryBudgetError, StrategyError) as error:
             from jshard._api.remedies import with_remedies  # here, so that `import jshard` stays light
 
             refused = with_remedies(error, self._request, args, kwargs, programs)

@@ -34,6 +34,14 @@ class StrategyError(ShardError):
     """A strategy, spec or parameter plan that does not fit the arguments or the mesh."""
 
 
+class UnevenCutError(StrategyError):
+    """A cut that does not divide its dimension. `unpadded`, `padded`: the advice, and its end that names padding."""
+
+    def __init__(self, what: str, *, where: str, fix: str, padded: str):
+        super().__init__(what, where=where, fix=f"{fix}{padded}")
+        self.unpadded, self.padded = fix, padded
+
+
 class MeshError(ShardError):
     """A mesh, topology, device or chip that cannot be used."""
 

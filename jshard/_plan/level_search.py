@@ -28,7 +28,7 @@ from jshard._plan.memory_ties import assignment_of_solution, lower_peak_at_equal
 from jshard._plan.overlap_choice import with_shorter_step
 from jshard._plan.peak_descent import cheaper_by_descent, descend_peak
 from jshard._plan.ranked_search import cheapest_by_rank
-from jshard._plan.request import PlanRequest, merged_pins, pins_by_operator
+from jshard._plan.request import NoBetterPlan, PlanRequest, merged_pins, pins_by_operator
 from jshard._plan.scheduled_solution import (
     ROUNDING,
     ScheduledSolution,
@@ -39,7 +39,7 @@ from jshard._plan.scheduled_solution import (
     schedule_solution,
 )
 from jshard._plan.unpriced_cost import with_unpriced_cost
-from jshard._plan.useful_cost import NoBetterPlan, check_useful_plans, even_share, least_conceivable_cost
+from jshard._plan.useful_cost import check_useful_plans, even_share, least_conceivable_cost
 from jshard._program.graph import Program, rule_boundaries
 from jshard._search import LARGE_NETWORK, CostNetwork, Effort, Prices, Solution, solve
 from jshard._search.effort import ENTRIES_PER_SECOND, longest_seconds
@@ -156,6 +156,8 @@ class LevelSearch:
         if not is_large_and_limited(network, self.request) or self.request.memory_slack:
             return None
         s = self._solve_time(self._single_copies, max(self.request.gap, _LARGE_GAP))
+        if s.bound > self.request.ends_above:
+            return None
         plan = schedule_solution(self._single_copies, self.request, s.assignment, s.bound, s.steps)
         return plan if plan.peak > _FAR_ABOVE * self._limit else None
 
@@ -202,6 +204,8 @@ class LevelSearch:
         than the network, the network in which a tensor has a single shared copy is solved too, and the cheaper plan taken.
         """
         s = self._solve_time(network)
+        if s.bound > self.request.ends_above:
+            raise NoBetterPlan(s.bound)
         solution = schedule_solution(network, self.request, s.assignment, s.bound, s.steps)
         self._known_plan(solution)
         if (
@@ -242,7 +246,7 @@ class LevelSearch:
         effort = self.effort if r.memory_limit is None else self.effort.part(_SHARE_WITHOUT_BUDGET)
         return solve(
             network.cost_network, gap=r.gap if gap is None else gap, seconds=self._seconds(r.seconds),
-            on_progress=self.on_progress, effort=effort,
+            on_progress=self.on_progress, effort=effort, most=r.ends_above,
         )  # fmt: skip
 
     def minimize_peak(self, network: PlanningNetwork) -> ScheduledSolution:

@@ -26,7 +26,7 @@ from jshard._core.errors import MemoryBudgetError, SearchError
 from jshard._plan.recomputation import Choice, Recomputation
 from jshard._plan.recompute_peaks import WITHIN_REACH, PeakPrediction
 from jshard._plan.record import PlanRecord
-from jshard._plan.useful_cost import NoBetterPlan
+from jshard._plan.request import NoBetterPlan
 
 
 _TRIED_BETWEEN = 2  # choices planned between two neighbours of the hull

@@ -25,6 +25,17 @@ Force = tuple[int, str, int, str, LayoutTest]
 """(operator, side, index, description, test of layouts): what `Plan.why` requires beside the user's pins."""
 
 
+class NoBetterPlan(Exception):  # noqa: N818 (nothing failed)
+    """Ends a search: every plan costs at least `bound`, and what is known costs no more. Handled inside this package.
+
+    `bound` is in the unit of the objective, at level 0 with the even share of the compute added.
+    """
+
+    def __init__(self, bound: float):
+        super().__init__(f"no plan costs less than {bound:.6g}")
+        self.bound = bound
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class PlanRequest:
     """What to plan for.
@@ -49,6 +60,7 @@ class PlanRequest:
         (`overlap_choice.py`).
     - `most`: at levels 0 and 2, the cost of a plan that is known: searches that cannot find a cheaper one end
         (`useful_cost.py`).
+    - `ends_above`: at levels 0 and 2, an objective: a search for least time ends once its bound is above.
     """
 
     pins: tuple[tuple[int, str, int, Pin], ...]
@@ -69,7 +81,13 @@ class PlanRequest:
     memory_slack: float = 0.0
     names_least_peak: bool = True
     most: float = math.inf
+    ends_above: float = math.inf
     overlap: bool | Literal["search"] = True
+
+    @property
+    def to_the_end(self) -> PlanRequest:
+        """The request without costs at which its searches end."""
+        return dataclasses.replace(self, most=math.inf, ends_above=math.inf)
 
     def with_pins(self, more: Sequence[tuple[int, str, int, Pin]]) -> PlanRequest:
         """The request with more pins."""

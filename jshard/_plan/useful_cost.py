@@ -12,7 +12,7 @@ is not below that plan's cost: first by each operator alone, then without a memo
 >>> check_useful(2.0, most=2.0)
 Traceback (most recent call last):
 ...
-jshard._plan.useful_cost.NoBetterPlan: no plan costs less than 2
+jshard._plan.request.NoBetterPlan: no plan costs less than 2
 """
 
 from __future__ import annotations
@@ -22,19 +22,8 @@ import math
 import numpy as np
 
 from jshard._network.build import PlanningNetwork
-from jshard._plan.request import PlanRequest
+from jshard._plan.request import NoBetterPlan, PlanRequest
 from jshard._search import CostNetwork
-
-
-class NoBetterPlan(Exception):  # noqa: N818 (nothing failed)
-    """Ends a search: every plan costs at least `bound`, and what is known costs no more. Handled inside this package.
-
-    `bound` is in the unit of the objective, at level 0 with the even share of the compute added.
-    """
-
-    def __init__(self, bound: float):
-        super().__init__(f"no plan costs less than {bound:.6g}")
-        self.bound = bound
 
 
 def check_useful(bound: float, most: float, even_share: float = 0.0) -> None:

@@ -68,7 +68,7 @@ def branch_and_bound(
     search.bound = min(bounded.bound, search.incumbent_cost)
     if not solved:
         search.report("messages and blocks")
-    if may_branch and bounded.core is not None and not search.out_of_time:
+    if may_branch and bounded.core is not None and not search.out_of_time and not search.useless:
         search.bound = min(max(search.bound, branch(search, bounded)), search.incumbent_cost)
         search.report("branching")
 
@@ -79,7 +79,7 @@ def branch(search: SearchState, root: BoundedCore) -> float:
     open_nodes: list[tuple[float, int, BoundedCore]] = [(root.bound, count, root)]
     while open_nodes:
         bound, _, node = open_nodes[0]
-        if search.gap_closed(max(bound, proved)) or search.out_of_time:
+        if search.gap_closed(max(bound, proved)) or search.out_of_time or max(bound, proved) > search.most:
             break
         heapq.heappop(open_nodes)
         v, halves = _split(node)

@@ -56,7 +56,7 @@ class SearchState:
     )
     prices: Prices | None = None  # on memory: those to begin with, then those that prove the bound
     known: tuple[Ints, ...] = ()  # assignments known before, then those found under prices
-    most: float = np.inf  # under a limit: an answer of higher cost is of no use
+    most: float = np.inf  # an answer of higher cost is of no use
     on_answer: Callable[[Ints], None] | None = None  # called with better assignments within a limit
     effort: Effort = field(default_factory=Effort)
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(20250))

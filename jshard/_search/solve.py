@@ -61,7 +61,7 @@ def solve(
     - `unlimited`: cost and peak of a good answer without a limit, where one is known: first prices come from it.
     - `on_answer`: called with every better assignment that prices on few times find within the limit.
     - `bound_only`: under a limit, `known` has a good assignment: answers of prices on few times are not combined.
-    - `most`: under a limit, an assignment of higher cost is of no use: a higher bound ends the search.
+    - `most`: an assignment of higher cost is of no use: a higher bound ends the search.
     - `effort`: ends what improves an answer when it is spent; None for no limit but the seconds.
 
     Raises `Contradiction` when no assignment has finite cost, `MemoryBudgetError` when nothing fits, `SearchError`

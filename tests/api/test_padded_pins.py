@@ -171,9 +171,39 @@ def test_transforms_of_several_arrays_pad_their_number() -> None:
     np.testing.assert_allclose(got, want, rtol=1e-12)
 
 
+@pytest.mark.parametrize("pieces", [4, 8])  # blocks of 4 are merged; those of 2 are gathered
+def test_the_best_of_a_padded_dimension(pieces: int) -> None:
+    def best(x: Any) -> Any:
+        return jax.lax.top_k(x, 3)
+
+    x = np.asarray([1, -np.inf, np.nan, -np.inf, 5, -np.nan, 2, 5, -np.nan, -np.inf, 1, 5, -np.inf])
+    for array in (x, x[::-1], -x):
+        step = jshard.shard(best, mesh=mesh_of(pieces), in_strategy=((pieces,),), config={"pad": True})
+        plan = step.plan(array, verify=True)
+        assert plan.padding == ((13, 0, 16),)
+        assert plan.verification is not None and plan.verification.ok
+        for got, want in zip(step(array), best(array), strict=True):
+            np.testing.assert_array_equal(got, want)
+
+
+def test_padding_is_advised_only_where_it_is_possible() -> None:
+    x = np.ones(13)
+    error = refusal(lambda x: jax.lax.top_k(x, 3), x, in_strategy=((8,),))
+    assert error.fix.endswith(', or config={"pad": True} to pad it to 16')
+    for options in (
+        {"in_strategy": ((8,),)},
+        {"in_strategy": (P("x"),)},
+        {"config": {"parameters": {"x": ["x"]}}},
+    ):
+        error = refusal(lambda x: jnp.fft.rfft(x), x, **options)
+        assert "pad it" not in error.fix
+        assert "; no padding: " in error.fix
+        assert error.fix.endswith("has no padded form: every frequency depends on every sample")
+
+
 def test_an_operator_that_needs_the_whole_says_why() -> None:
     def best(x: Any) -> Any:
-        return jax.lax.top_k(x, 5)
+        return jax.lax.approx_max_k(x, 5)
 
     x = np.random.default_rng(0).normal(size=7)
     error = refusal(best, x, in_strategy=((4,),), config={"pad": True})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,9 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import jshard
+from jshard._api import plan_padded
 from jshard._plan import planner
+from jshard._plan.request import NoBetterPlan
 
 
 SHAPES = (
@@ -56,3 +59,30 @@ def test_a_plan_of_which_nothing_is_proved_says_so(monkeypatch: pytest.MonkeyPat
     for text in (str(found), repr(found)):
         assert "nothing proved" in text and "inf" not in text and "optimal" not in text
     assert jnp.isinf(found.cost.gap)
+
+
+def test_a_search_ends_where_its_bound_is_above_a_known_plan() -> None:
+    mesh = AbstractMesh((2, 4), ("x", "y"))
+    found = jshard.shard(step, mesh=mesh, hardware="tpu-v5p", donate_argnums=(0, 1)).plan(*SHAPES)
+    again = found.search_again
+    assert found.padding and again is not None and again.request.ends_above == math.inf
+
+    def searched(ends_above: float) -> float:
+        request = dataclasses.replace(again.request, ends_above=ends_above)
+        return planner.make_plan(again.program, again.topology, request)[0].cost.objective
+
+    least = found.cost.objective
+    assert searched(least * 1.001) == pytest.approx(least)
+    with pytest.raises(NoBetterPlan) as ended:
+        searched(least * 0.9)
+    assert least * 0.9 < ended.value.bound <= least * (1 + 1e-9)
+
+
+def test_padding_that_cannot_win_says_what_it_costs_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step as traced is made to cost nothing, so no padded program is searched to its end."""
+    real = plan_padded._ends_above
+    monkeypatch.setattr(plan_padded, "_ends_above", lambda *args: 1e-3 * real(*args))
+    mesh = AbstractMesh((2, 4), ("x", "y"))
+    found = jshard.shard(step, mesh=mesh, hardware="tpu-v5p", donate_argnums=(0, 1)).plan(*SHAPES)
+    assert not found.padding and found.cost.gap == 0
+    assert "to 50,264: no plan costs less than" in str(found.why("w"))
