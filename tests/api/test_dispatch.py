@@ -145,7 +145,7 @@ def test_planning_does_not_hold_up_other_signatures(monkeypatch):
 @pytest.mark.parametrize(
     "where",
     [
-        "jshard._api.prepare.plan_program",
+        "jshard._api.plan_on_mesh.plan_program",
         "jshard._api.trace_call.build",
         "jshard._plan.level_search.solve",
         "jshard._api.executable.spmd",
