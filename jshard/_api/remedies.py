@@ -19,7 +19,7 @@ from jshard._api.prepare import check_padding, prepare, trace_call
 from jshard._api.shard_request import ShardRequest
 from jshard._api.trace_call import BuiltPrograms, abstract
 from jshard._core import hardware, topology as device_topology
-from jshard._core.errors import MemoryBudgetError, ShardError, StrategyError, UnevenCutError
+from jshard._core.errors import MemoryBudgetError, ShardError, StrategyError
 from jshard._core.jax_types import PyTree, PyTreeDef
 from jshard._core.layout import MeshAxes
 from jshard._core.named_topology import MeshRequest, TopologyMesh, topology as named_topology
@@ -49,7 +49,7 @@ def with_remedies(
 
     That of a cut that does not divide names padding only where the call can pad it.
     """
-    if isinstance(error, UnevenCutError):
+    if isinstance(error, StrategyError):
         return _with_checked_padding(error, request, args, kwargs)
     if not isinstance(error, MemoryBudgetError) or not isinstance(error.refusal, MemoryRefusal):
         return error
@@ -60,7 +60,7 @@ def with_remedies(
 
 
 def _with_checked_padding(
-    error: UnevenCutError, request: ShardRequest, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
+    error: StrategyError, request: ShardRequest, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
 ) -> ShardError:
     """The error, without its advice to pad where the call would be refused with it too, and then with the reason."""
     if not error.padded:

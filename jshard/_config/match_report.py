@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from jshard._config.config_record import ConfigRecord, entry_text
 from jshard._config.fitting import Problem
 from jshard._config.resolution import Resolution, Row
-from jshard._core.errors import StrategyError, UnevenCutError
+from jshard._core.errors import StrategyError
 from jshard._core.messages import count_of
 from jshard._core.text_width import wrapped
 
@@ -152,7 +152,7 @@ def _error(problems: Sequence[Problem], record: ConfigRecord, name: str) -> Stra
         where = f"{first.where} (for {name})"
         if first.unpadded:
             padded = first.fix.removeprefix(first.unpadded)
-            return UnevenCutError(first.what, where=where, fix=first.unpadded, padded=padded)
+            return StrategyError(first.what, where=where, fix=first.unpadded, padded=padded)
         fix = first.fix if first.refuses else f"{first.fix}; strict: false for a warning"
         return StrategyError(first.what, where=where, fix=fix)
     lines = [f"{p.kind}: {p.what}; {p.where}; write instead: {p.fix}" for p in problems[:12]]

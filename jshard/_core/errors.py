@@ -31,13 +31,12 @@ class ArgumentError(ShardError, TypeError):
 
 
 class StrategyError(ShardError):
-    """A strategy, spec or parameter plan that does not fit the arguments or the mesh."""
+    """A strategy, spec or parameter plan that does not fit the arguments or the mesh.
 
+    `padded`: the end of its advice, the option that would pad a dimension; `unpadded`: the advice without it.
+    """
 
-class UnevenCutError(StrategyError):
-    """A cut that does not divide its dimension. `unpadded`, `padded`: the advice, and its end that names padding."""
-
-    def __init__(self, what: str, *, where: str, fix: str, padded: str):
+    def __init__(self, what: str, *, where: str = "", fix: str = "", padded: str = ""):
         super().__init__(what, where=where, fix=f"{fix}{padded}")
         self.unpadded, self.padded = fix, padded
 

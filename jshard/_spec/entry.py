@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jshard._core.errors import StrategyError, UnevenCutError
+from jshard._core.errors import StrategyError
 from jshard._core.layout import Layout, MeshAxes
 from jshard._core.messages import count_of, join_choices, type_with_article
 from jshard._spec.mesh_factorization import divisors
@@ -210,7 +210,7 @@ def check_divides(
     >>> check_divides((8, 2), (10, 4), "argument x", devices=8)
     Traceback (most recent call last):
     ...
-    jshard._core.errors.UnevenCutError: a cut of 8 does not divide dimension 0, of size 10
+    jshard._core.errors.StrategyError: a cut of 8 does not divide dimension 0, of size 10
       where: argument x
       write instead: 1 or 2 pieces there, or None to leave the dimension to the search
     """
@@ -221,7 +221,7 @@ def check_divides(
         if pads:
             check_not_all_padding(cut, size, dim, where, devices)
             continue
-        raise UnevenCutError(
+        raise StrategyError(
             f"a cut of {cut} does not divide dimension {dim}, of size {size}",
             where=where,
             fix=f"{format_pieces(possible_cuts(cuts, shape, dim, devices))} there, or None to leave the "

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from jshard._core.errors import MeshError, StrategyError, UnevenCutError
+from jshard._core.errors import MeshError, StrategyError
 from jshard._core.messages import join_choices, type_with_article
 from jshard._spec import mesh_factorization
 from jshard._spec.entry import (
@@ -74,7 +74,7 @@ def check_axes_divide(
         fits = [c for c in combinations if size % math.prod(sizes[a] for a in c) == 0]
         fits.sort(key=lambda c: abs(math.prod(sizes[a] for a in c) - cut))
         offered = [repr(c[0]) if len(c) == 1 else repr(c) for c in fits[:3]]
-        raise UnevenCutError(
+        raise StrategyError(
             f"a cut of {cut}, by mesh {'axis' if len(own) == 1 else 'axes'} {' and '.join(map(repr, own))}, does not "
             f"divide dimension {dim}, of size {size}",
             where=pin.where,
