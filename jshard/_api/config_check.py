@@ -25,6 +25,7 @@ _OF_A_ROW = {
     "level",
     "search",
     "search_in_budget",
+    "gap",
 }  # what compared plans have alike, whatever the function says
 
 

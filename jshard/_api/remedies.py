@@ -33,6 +33,7 @@ from jshard._spec.tree_paths import argument_names
 
 _OPERATORS = 30_000  # of all programs that are planned to try remedies; the first one is always tried
 _PADDED_OPERATORS = 4_000  # of a program that is planned with padded sizes too, up to three times as often
+_ESTIMATED_GAP = 0.01  # relative, of the plans of larger programs: their figures are estimates
 _LEAST_PEAK_EFFORT = 8  # times that of a plan of least time
 _RECOMPUTE_EFFORT = 10  # the same: a few choices of what is computed again, some of them within the budget
 _MORE_DEVICES = 64  # times as many at most
@@ -123,7 +124,7 @@ class Trials:
         options = dataclasses.replace(self.request.options, search_in_budget=False)
         may_pad = self.refusal.operators <= _PADDED_OPERATORS or options.pad is not None
         if not may_pad:
-            options = dataclasses.replace(options, pad=False)
+            options = dataclasses.replace(options, pad=False, gap=_ESTIMATED_GAP)
         if mesh is not None and options.hardware is None and not isinstance(mesh, TopologyMesh):
             options = dataclasses.replace(options, hardware=self.refusal.chip)
         changed = dataclasses.replace(

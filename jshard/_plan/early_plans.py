@@ -34,7 +34,7 @@ from jshard._search.search_state import SearchState
 
 
 _PASSES = 3.0  # times that a byte passes through memory: its price
-_GAP = 0.05  # of the answer's cost at these prices, which are a guess
+_GAP = 0.001  # of the answer's cost at these prices, which are a guess
 _ROUNDS = 6  # of message passing
 # Of a budget: where each device's share of all arrays is less, the plan of least time is likely to fit.
 _LOOSE = 0.5
@@ -69,7 +69,7 @@ def early_plan(network: PlanningNetwork, request: PlanRequest, effort: Effort) -
         network.cost_network, _bytes_by_state(network), _PASSES / network.topology.chip.hbm_bandwidth
     )
     if may_bind(network, request):
-        search = SearchState(math.inf, _GAP, lambda _: None, priced.size, effort=effort)
+        search = SearchState(math.inf, _GAP, lambda _: None, priced.size, effort=effort, forest_moves=0)
         branch_and_bound(search, starting_network(priced), max_rounds=_ROUNDS, may_branch=False)
         assignment = search.assignment
     else:

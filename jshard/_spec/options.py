@@ -60,8 +60,8 @@ UNITS = {
 class PlanOptions:
     """The checked arguments of `shard` that configure planning; `memory_budget` in bytes per device.
 
-    `search_in_budget`: False to plan for least time only, also where that plan exceeds the budget (for trials of
-    remedies; no argument of `shard`).
+    No arguments of `shard`, but for trials of remedies: `search_in_budget`, False to plan for least time only, also
+    where that plan exceeds the budget; `gap`, relative, at which that search ends.
     """
 
     level: int = 0
@@ -75,6 +75,7 @@ class PlanOptions:
     remat: str | None = None
     microbatches: int | str | None = None
     search_in_budget: bool = True
+    gap: float = 0.0
     memory_slack: float = 0.0
     local_batch: tuple[str, ...] = ()
     check_host_arrays: bool = True

@@ -82,6 +82,38 @@ def test_layers_that_differ_are_not_folded():
     assert fold_layers(working_network(build(unary, edges))) is None
 
 
+def two_kinds(layers: int) -> CostNetwork:
+    """Layers of which every sixth has a variable with a table of its own, as global attention among local."""
+    rng = np.random.default_rng(3)
+    states = range(3, 8)
+
+    def tables(*pairs: tuple[int, int]) -> dict[tuple[int, int], np.ndarray]:
+        return {(i, j): rng.uniform(0, 1, (states[i], states[j])) for i, j in pairs}
+
+    own, other = [rng.uniform(0, 1, n) for n in states], rng.uniform(0, 1, states[2])
+    inside = tables(*((i, j) for i in range(5) for j in range(i)))
+    across = tables(*((i, j) for i in range(5) for j in range(5) if (i + j) % 2))
+    unary = [other if i == 2 and k % 6 == 5 else own[i] for k in range(layers) for i in range(5)]
+    edges = [(5 * k + i, 5 * k + j, t) for k in range(layers) for (i, j), t in inside.items()]
+    edges += [(5 * k - 5 + i, 5 * k + j, t) for k in range(1, layers) for (i, j), t in across.items()]
+    return build(unary, edges)
+
+
+@pytest.mark.parametrize("layers", [62, 80])
+def test_layers_of_two_kinds_are_folded_and_solved_exactly(layers, monkeypatch):
+    _, rest = reduce_and_eliminate(working_network(two_kinds(layers)), table_limit=1, work_limit=1)
+    folded = fold_layers(rest)
+    assert folded is not None and 4 * len(folded.short.core) < len(rest.core)
+    monkeypatch.setattr(bucket_elimination, "TABLE_LIMIT", 1000)
+    monkeypatch.setattr(branch_and_bound, "FOLD_FROM", 100)
+    quick = solve(two_kinds(layers), gap=1e-3)
+    monkeypatch.setattr(branch_and_bound, "fold_layers", lambda graph: None)
+    plain = solve(two_kinds(layers), gap=1e-3)
+    assert any("folding" in step for step in quick.steps) and not any("folding" in s for s in plain.steps)
+    assert max(quick.bound, plain.bound) <= min(quick.cost, plain.cost) * (1 + 1e-12)
+    assert quick.cost == pytest.approx(plain.cost, rel=1e-3)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_folding_changes_no_answer_and_no_proof(seed, monkeypatch):
     # Or elimination finishes it before there is a core.

@@ -36,8 +36,11 @@ from jshard._search.exact.working_network import WorkingNetwork
 MIN_LAYERS = 12  # a core of fewer equal layers is not worth folding
 MAX_LAYER_DISTANCE = 4  # of the layers that an edge connects
 COUNT_TOLERANCE = 8  # occurrences by which a repeating colour may differ from the number of layers
-MAX_TWINS = 4  # equal variables within a layer that are told apart
+MAX_TWINS = 8  # equal variables within a layer that are told apart
 REFINEMENTS = (3, 4, 5, 6, 8)  # rounds of refinement tried, in this order
+SHORT_SHARE = 0.35  # of the variables: a short core of more is not short
+SIMILAR_REFINEMENTS = (2, 3, 4)  # the same, of colours that do not tell tables apart
+SIMILAR_SHARE = 0.5  # of the variables, that are like as many others as there are layers, with their tables
 
 
 @dataclass(frozen=True)
@@ -53,10 +56,33 @@ class FoldedNetwork:
 def fold_layers(graph: WorkingNetwork) -> FoldedNetwork | None:
     """The short core of a network whose layers repeat; None when they do not."""
     edges, first_edge = _directed_edges(graph)
+    equal = None
     for rounds in REFINEMENTS:
         layering = _find_layers(edges, _refine_colours(graph, edges, first_edge, rounds))
         if layering is not None:
-            return _remove_middle(graph, edges, layering)
+            equal = _remove_middle(graph, edges, layering)
+            break
+    if equal is not None and len(equal.short.core) <= SHORT_SHARE * len(graph.core):
+        return equal
+    similar = _fold_similar_layers(graph, edges, first_edge)
+    found = [f for f in (equal, similar) if f is not None]
+    return min(found, key=lambda f: len(f.short.core), default=None)
+
+
+def _fold_similar_layers(graph: WorkingNetwork, edges: Ints, first_edge: Ints) -> FoldedNetwork | None:
+    """The short core by colours that do not tell tables apart; None where most tables of a layer are its own.
+
+    Layers of two kinds (local and global attention) have variables of equal states, a few with tables of their own.
+    """
+    colour = _refine_colours(graph, edges, first_edge, 1)
+    if not len(colour) or np.mean(np.bincount(colour)[colour] >= MIN_LAYERS) < SIMILAR_SHARE:
+        return None
+    for rounds in SIMILAR_REFINEMENTS:
+        colour = _refine_colours(graph, edges, first_edge, rounds, by_tables=False)
+        layering = _find_layers(edges, colour)
+        folded = None if layering is None else _remove_middle(graph, edges, layering)
+        if folded is not None:
+            return folded
     return None
 
 
@@ -120,14 +146,18 @@ def _scatter(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def _refine_colours(graph: WorkingNetwork, edges: Ints, first_edge: Ints, rounds: int) -> Ints:
+def _refine_colours(
+    graph: WorkingNetwork, edges: Ints, first_edge: Ints, rounds: int, by_tables: bool = True
+) -> Ints:
     """The colour of each variable after some rounds of 1-WL.
 
     A colour starts as a hash of the unary table and the states, and is hashed with the multiset of (edge table,
-    neighbour's colour) in each round.
+    neighbour's colour) in each round. `by_tables`: False to leave the tables out.
     """
     core = graph.core
     own = np.array([(graph.unary[v], graph.states[v]) for v in core], dtype=np.int64).reshape(-1, 2)
+    if not by_tables:
+        own[:, 0], edges = 0, edges * np.array([1, 1, 0])
     colour = _scatter(_scatter(own[:, 0] + 1) + _scatter(own[:, 1] + 1_000_003))
     isolated = np.append(first_edge[1:], len(edges)) == first_edge
     for _ in range(rounds):
