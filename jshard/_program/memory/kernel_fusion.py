@@ -157,25 +157,28 @@ class _Reads:
             return
         leaves: dict[int, float] = {}
         self.reader.setdefault(start, (self.op.id, -1))
-        work, stack = VectorWork(), [(start, 1.0)]
+        simple, transcendental, stack = 0.0, 0.0, [(start, 1.0)]
+        operators, def_op, stored, seen, reader = f.program.operators, f.def_op, f.stored, self._seen, self.reader
         while stack:
             t, part = stack.pop()
-            if t in self._seen:
+            if t in seen:
                 continue
-            self._seen.add(t)
-            maker = f.program.operators[f.def_op[t]]
+            seen.add(t)
+            maker = operators[def_op[t]]
             recomputed = self.through and f.live.duplicated_cast[t]
-            if (f.stored[t] and not recomputed) or maker.kind != "eqn" or len(self._seen) > _MOST_MEMBERS:
+            if (stored[t] and not recomputed) or maker.kind != "eqn" or len(seen) > _MOST_MEMBERS:
                 leaves[t] = part
             elif maker.primitive in PRODUCTS:
                 self.product, self.entered, self.produced = maker.id, operand, t
             else:
-                work += f.work_of(maker, part)
-                for source in f.sources(maker, part):
-                    self.reader.setdefault(source[0], (maker.id, t))
-                    stack.append(source)
+                work, sources = f.whole(maker)
+                simple += part * work.simple
+                transcendental += part * work.transcendental
+                for source, share in sources:
+                    reader.setdefault(source, (maker.id, t))
+                    stack.append((source, part * share))
         self.leaves.update(leaves)
-        self.by_operand[operand] = (leaves, work)
+        self.by_operand[operand] = (leaves, VectorWork(simple, transcendental))
 
     def way(self, tensor: int) -> list[tuple[int, int]]:
         """(tensor, reader) pairs from a tensor that is read to the root."""
@@ -209,6 +212,7 @@ class _Fusion:
         self.updates = _LoopKernels(self)  # of stacks
         self.alone = _LoopKernels(self)  # of epilogues as kernels of their own
         self.padded: dict[tuple[int, ...], float] = {}
+        self.wholes: dict[int, tuple[VectorWork, list[tuple[int, float]]]] = {}
 
     def run(self) -> Kernels:
         transposed = fused_transposes(self.program)
@@ -237,21 +241,28 @@ class _Fusion:
             self.padded[shape] = float(math.prod(shape)) * whole / max(1, last)
         return self.padded[shape]
 
-    def work_of(self, op: Operator, part: float = 1.0) -> VectorWork:
-        """What an operator that is no reduction computes, of which a part is needed."""
+    def whole(self, op: Operator) -> tuple[VectorWork, list[tuple[int, float]]]:
+        """The work of an operator's whole result, and its operands with the share of each that is read. Memoised."""
+        known = self.wholes.get(op.id)
+        if known is None:
+            known = self.wholes[op.id] = self.work_of(op), self.sources(op)
+        return known
+
+    def work_of(self, op: Operator) -> VectorWork:
+        """What an operator that is no reduction computes."""
         if op.primitive in _UNCOUNTED:
             return VectorWork()
-        n = part * sum(self.elements(r) for r in op.results)
+        n = sum(self.elements(r) for r in op.results)
         return VectorWork(transcendental=n) if op.primitive in _TRANSCENDENTAL else VectorWork(simple=n)
 
-    def sources(self, op: Operator, part: float) -> list[tuple[int, float]]:
-        """The operands of an operator, and which part of each is read for a part of its result."""
-        first = part
+    def sources(self, op: Operator) -> list[tuple[int, float]]:
+        """The operands of an operator, and which share of each is read."""
+        first = 1.0
         if op.primitive in _PARTIAL_READS and isinstance(op.operands[0], int):
             whole = self.program.tensors[op.operands[0]].size
-            first = part * min(1.0, self.program.tensors[op.results[0]].size / whole) if whole else part
+            first = min(1.0, self.program.tensors[op.results[0]].size / whole) if whole else 1.0
         return [
-            (a, first if k == 0 else part) for k, a in enumerate(op.operands) if not isinstance(a, Literal)
+            (a, first if k == 0 else 1.0) for k, a in enumerate(op.operands) if not isinstance(a, Literal)
         ]
 
     def nbytes(self, leaves: Mapping[int, float]) -> float:
