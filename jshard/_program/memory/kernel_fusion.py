@@ -158,7 +158,13 @@ class _Reads:
         leaves: dict[int, float] = {}
         self.reader.setdefault(start, (self.op.id, -1))
         simple, transcendental, stack = 0.0, 0.0, [(start, 1.0)]
-        operators, def_op, stored, seen, reader = f.program.operators, f.def_op, f.stored, self._seen, self.reader
+        operators, def_op, stored, seen, reader = (
+            f.program.operators,
+            f.def_op,
+            f.stored,
+            self._seen,
+            self.reader,
+        )
         while stack:
             t, part = stack.pop()
             if t in seen:
