@@ -138,7 +138,7 @@ def page(rows: list[dict[str, Any]]) -> str:
         "libtpu's own buffer assignment (`live_bytes.py`): weights gathered for a loop, gradients of a tick. `with "
         "it`: the plan over that and what is in use at that time; blank in rows compiled before it was read.",
         "",
-        "At a width of 1024 the plans are 93 to 125 MB above what is in use: as much lies on the chip, which no plan "
+        "At a width of 1024 the plans are 88 to 125 MB above what is in use: as much lies on the chip, which no plan "
         "counts on. With it they are within 2%. At 4096 they are within 7%, of what is in use and with what lies on the "
         "chip.",
         "",
