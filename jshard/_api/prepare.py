@@ -349,7 +349,17 @@ def _plan_with_padding(traced: TracedCall, limited: bool) -> tuple[PlannedCall, 
         plan = with_trials(planned.plan, trials, bound)
         return dataclasses.replace(planned, plan=plan), None
     plan = with_trials(with_padding(best.planned.plan, best.sizes), trials, bound)
-    return dataclasses.replace(best.planned, plan=plan, unpadded=lambda _: reference), best.jaxpr
+    chosen, context = best.planned.chosen, compat.context_mesh()
+
+    def unpadded(_: FoundPlan | None) -> PlannedCall:
+        if reference.chosen.axes == chosen.axes:
+            return reference
+        # Of "auto" meshes the program as traced was cheapest on another: the two programs run in one.
+        request = dataclasses.replace(traced.request, mesh=chosen.mesh)
+        with compat.context_of_trace(context):
+            return _plan_jaxpr(dataclasses.replace(traced, request=request), limited=limited)
+
+    return dataclasses.replace(best.planned, plan=plan, unpadded=unpadded), best.jaxpr
 
 
 def _or_raise(planned: PlannedCall | None, refusal: MemoryBudgetError | None) -> PlannedCall:

@@ -262,3 +262,18 @@ def test_a_search_that_does_not_pad_refuses_the_pin() -> None:
         head, *arguments(), in_strategy=((1, 8), None), search="propagation", config={"pad": True}
     )
     assert "this call is not padded" in error.what
+
+
+def test_a_padded_plan_on_another_mesh_than_the_plan_as_traced_is_differentiated() -> None:
+    def f(x: Any, g: Any, w: Any) -> Any:
+        value, which = jax.lax.top_k(jax.nn.softmax(x @ g), 2)
+        each = jnp.take_along_axis(jnp.einsum("td,edf->tef", x, w), which[..., None], 1)
+        return jnp.mean(jnp.einsum("te,ted->td", value, each) ** 2)
+
+    rng = np.random.default_rng(5)
+    args = rng.normal(size=(19, 5)), rng.normal(size=(5, 11)), rng.normal(size=(11, 5, 5))
+    step = jshard.shard(f, mesh="auto:8", level=1, config={"pad": True})
+    traced = jshard.shard(f, mesh="auto:8", level=1, config={"pad": False})
+    assert step.plan(*args).padding and step.plan(*args).mesh != traced.plan(*args).mesh
+    for got, want in zip(jax.grad(step, (0, 1, 2))(*args), jax.grad(f, (0, 1, 2))(*args), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-14)
