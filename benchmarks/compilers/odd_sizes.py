@@ -18,7 +18,7 @@ each. `--plans` compiles nothing.
   compiled schedule, and put together by four `dynamic-update-slice` of 1.2 MB, of which the compiler estimates no cycles;
   the copy that XLA's all-to-all needs in their place is 72 us. What remains beside 50,304 words: 107 us of links, which the
   product hides, and 79 us for the slice of 48 of the 768 columns of the old table, no multiple of the 128 lanes of a tile.
-  That is the price of where the table lies, which no cut of its rows divides, and not of padding: 50,304 words `placed alike`
+  That is the price of where the table lies, whose rows no cut divides, and not of padding: 50,304 words `placed alike`
   (the old table whole, the new one by columns) compile to 2.52 ms too.
 - "Compiled, ms" adds the compiler's cycles and the seconds of all links, none of them hidden; "schedule, ms" is the time
   at which the compiled schedule ends, in which permutes run beside what is between their start and their end, with the
