@@ -101,8 +101,9 @@ def plan_padded(
             jaxpr = padded_program(closed, sizes, classes)
             most = _ends_above(original, trials, sizes)
             trials.append(Padded(plan_jaxpr(jaxpr, most), jaxpr, sizes))
-        except NoBetterPlan as found:  # nor is there one if fewer of the dimensions are padded
-            ended = _costs(sizes, f"no plan costs less than {format_seconds(found.bound)}")
+        except NoBetterPlan as found:  # nor is one of use in which fewer of the dimensions are padded
+            padded = "" if len(sizes) == 1 else f" that pads all {len(sizes)} sizes tried"
+            ended = _costs(sizes, f"no plan{padded} costs less than {format_seconds(found.bound)}")
             break
         except (
             RecipeError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -86,3 +87,41 @@ def test_padding_that_cannot_win_says_what_it_costs_at_least(monkeypatch: pytest
     found = jshard.shard(step, mesh=mesh, hardware="tpu-v5p", donate_argnums=(0, 1)).plan(*SHAPES)
     assert not found.padding and found.cost.gap == 0
     assert "to 50,264: no plan costs less than" in str(found.why("w"))
+
+
+@pytest.mark.parametrize(
+    "words, width, rows, whose",
+    [
+        (1025, 512, 64, ""),
+        (2051, 256, 24, ""),
+        (4099, 128, 48, ""),
+        (4099, 130, 48, " that pads all 2 sizes tried"),
+    ],
+)
+def test_the_least_cost_told_of_padding_is_not_above_that_of_its_plan(
+    words: int, width: int, rows: int, whose: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same padded program searched to its end costs no less than what a search that ended early proved of it."""
+    shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((width, words), (rows, width))]
+    real, trials = plan_padded.Padded, []
+
+    def recorded(planned, jaxpr, sizes):
+        trials.append((len(sizes), planned.plan.cost.objective))
+        return real(planned, jaxpr, sizes)
+
+    def planned() -> tuple[jshard.Plan, str]:
+        function = jshard.shard(
+            lambda w, x: jax.nn.logsumexp(x @ w), mesh=AbstractMesh((8,), ("x",)), level=2
+        )
+        found = function.plan(*shapes)
+        return found, str(found.why("w"))
+
+    found, text = planned()
+    to = f"{-(-words // 8) * 8:,}"
+    least = re.search(f"padding to {to}: no plan{whose} costs less than ([\\d.]+) us", text)
+    assert not found.padding and least is not None and float(least[1]) > 1e6 * found.cost.objective
+    monkeypatch.setattr(plan_padded, "Padded", recorded)
+    monkeypatch.setattr(plan_padded, "_ends_above", lambda *args: math.inf)
+    planned()
+    assert max(trials)[0] == (2 if whose else 1)
+    assert float(least[1]) <= 1.01e6 * max(trials)[1]  # printed with three digits
