@@ -30,6 +30,7 @@ from jshard._core.layout import MeshAxes
 from jshard._plan.padded_program import Sizes
 from jshard._plan.padding_classes import PaddingClasses, inner_bodies, shape_of
 from jshard._plan.padding_search import MOST_WASTE
+from jshard._program.equation_bodies import every_equation
 from jshard._program.graph import Literal, Program
 from jshard._program.tail_primitives import PAD_TAIL
 from jshard._program.user_shard_map import SHARD_MAP, mesh_axes
@@ -114,13 +115,6 @@ def _size_for(size: int, pieces: int, mesh: MeshAxes) -> int:
     return padded if padded - size <= MOST_WASTE * size else -(-size // pieces) * pieces
 
 
-def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for body in inner_bodies(eqn):
-            yield from _equations(body.jaxpr)
-
-
 def _readers(jaxpr: Jaxpr, v: JaxprAtom, dim: int) -> list[JaxprEqn]:
     """The operators that read a dimension of a variable, inside calls and loops too; else the one that defines it.
 
@@ -128,7 +122,7 @@ def _readers(jaxpr: Jaxpr, v: JaxprAtom, dim: int) -> list[JaxprEqn]:
     """
     found: list[JaxprEqn] = []
     defined: list[JaxprEqn] = []
-    for eqn in _equations(jaxpr):
+    for eqn in every_equation(jaxpr):
         for out, side in ((found, eqn.invars), (defined, eqn.outvars)):
             if any(x is v for x in side):
                 inner = [

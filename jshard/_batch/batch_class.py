@@ -10,13 +10,13 @@ per example (dimension 0, 16 of each); shared; sum over examples
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Literal
 
 from jshard._core import jaxcompat as compat
 from jshard._core.errors import ShardError
 from jshard._core.jax_types import Jaxpr, JaxprEqn
-from jshard._program.equation_bodies import bodies_of
+from jshard._program.equation_bodies import every_equation
 from jshard._program.loop_invariants import CHECKPOINTED
 
 
@@ -95,20 +95,13 @@ def fixed_shapes_advice(eqns: Iterable[JaxprEqn]) -> str:
 
 def no_batch(jaxpr: Jaxpr, where: str, without: str) -> ShardError:
     """The error for a program without a batch; `without`: what to write to leave the option away."""
-    fixed = fixed_shapes_advice(e for e in _every_equation(jaxpr) if e.primitive.name in FIXED_SHAPES)
+    fixed = fixed_shapes_advice(e for e in every_equation(jaxpr) if e.primitive.name in FIXED_SHAPES)
     return ShardError(
         "no argument has a batch: no product keeps a dimension of an argument",
         where=where,
         fix=(f"{fixed}; or " if fixed else "") + f"{without}, or pass the data as arguments of the function, all examples "
         "at once: vmap belongs inside, jshard.shard(jax.vmap(f), ...)",
     )  # fmt: skip
-
-
-def _every_equation(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for body in bodies_of(eqn):
-            yield from _every_equation(body)
 
 
 def checkpoint_advice(eqns: Iterable[JaxprEqn]) -> str:

@@ -32,7 +32,7 @@ class Problem:
         "without rule", "orientation", "cut otherwise", "element", "note".
     - `name`: of the rule, the tensor or the axis. `error`: whether it refuses the call where `strict` holds.
     - `refuses`: whether no call can be planned with it, strict or not.
-    - `unpadded`: the fix without the option that would pad a dimension; "" where it names none.
+    - `padded`: the end of the advice, the option that would pad a dimension; "" where there is none.
     """
 
     kind: str
@@ -42,7 +42,12 @@ class Problem:
     fix: str = ""
     error: bool = True
     refuses: bool = False
-    unpadded: str = ""
+    padded: str = ""
+
+    @property
+    def advice(self) -> str:
+        """What to write instead, padding included."""
+        return f"{self.fix}{self.padded}"
 
 
 def fit(claim: Claim, tensor: TensorName) -> Entry | Problem:
@@ -144,7 +149,6 @@ def problems_of(
             pieces *= (sizes or {}).get(axis, 1)
         if tensor.shape[d] % pieces and not pads:
             axes = " and ".join(dim) if isinstance(dim, tuple) else "the number of pieces"
-            other = 'null, "?" or other axes there'
             out.append(
                 Problem(
                     "divides",
@@ -152,9 +156,9 @@ def problems_of(
                     f"{tensor.key}, of size {tensor.shape[d]} in dimension {d}, is not divided by {pieces}, the size of "
                     f"{axes}",
                     where,
-                    other + (", or pad: true to pad it" if pieces <= tensor.shape[d] else ""),
+                    'null, "?" or other axes there',
                     refuses=True,
-                    unpadded=other,
+                    padded=", or pad: true to pad it" if pieces <= tensor.shape[d] else "",
                 )
             )
     return out

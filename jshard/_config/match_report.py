@@ -95,7 +95,7 @@ class MatchReport:
             lines += [title] if problems else []
             for p in problems:
                 lines.append(f"  {p.kind}: {p.what}")
-                lines.append(f"    where: {p.where}; write instead: {p.fix}")
+                lines.append(f"    where: {p.where}; write instead: {p.advice}")
         lines.append("tensors (entry, bytes a device, rule)")
         for t in self.tensors:
             name = t.path or "(the model)"
@@ -143,19 +143,15 @@ def enforce(record: ConfigRecord, problems: Sequence[Problem], name: str) -> Non
         raise _error(refused, record, name)
     for p in problems:
         if p.error:
-            warnings.warn(f"{p.what} ({p.where}); write instead: {p.fix}", UserWarning, stacklevel=2)
+            warnings.warn(f"{p.what} ({p.where}); write instead: {p.advice}", UserWarning, stacklevel=2)
 
 
 def _error(problems: Sequence[Problem], record: ConfigRecord, name: str) -> StrategyError:
     first = problems[0]
     if len(problems) == 1:
-        where = f"{first.where} (for {name})"
-        if first.unpadded:
-            padded = first.fix.removeprefix(first.unpadded)
-            return StrategyError(first.what, where=where, fix=first.unpadded, padded=padded)
         fix = first.fix if first.refuses else f"{first.fix}; strict: false for a warning"
-        return StrategyError(first.what, where=where, fix=fix)
-    lines = [f"{p.kind}: {p.what}; {p.where}; write instead: {p.fix}" for p in problems[:12]]
+        return StrategyError(first.what, where=f"{first.where} (for {name})", fix=fix, padded=first.padded)
+    lines = [f"{p.kind}: {p.what}; {p.where}; write instead: {p.advice}" for p in problems[:12]]
     if len(problems) > 12:
         lines.append(f"and {len(problems) - 12} more")
     return StrategyError(

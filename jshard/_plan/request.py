@@ -28,7 +28,7 @@ Force = tuple[int, str, int, str, LayoutTest]
 class NoBetterPlan(Exception):  # noqa: N818 (nothing failed)
     """Ends a search: every plan costs at least `bound`, and what is known costs no more. Handled inside this package.
 
-    `bound` is in the unit of the objective, at level 0 with the even share of the compute added.
+    `bound` is in the unit of the objective; of a search with `most`, at level 0, the even share of the compute is added.
     """
 
     def __init__(self, bound: float):

@@ -34,6 +34,20 @@ def bodies_of(eqn: JaxprEqn) -> Iterator[Jaxpr]:
     return (body for _, body in numbered_bodies(eqn))
 
 
+def every_equation(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """The equations of an open jaxpr, each before those of its bodies.
+
+    >>> import jax
+    >>> closed = jax.make_jaxpr(jax.jit(lambda x: x + 1))(1.0)
+    >>> [e.primitive.name == "add" for e in every_equation(closed.jaxpr)]
+    [False, True]
+    """
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for body in bodies_of(eqn):
+            yield from every_equation(body)
+
+
 def with_bodies(eqn: JaxprEqn, rewrite: Callable[[Place, Jaxpr], Jaxpr]) -> JaxprEqn:
     """An equation with rewritten open jaxprs, closed ones with their constants; the same if `rewrite` changes none."""
     params: dict[str, object] = dict(eqn.params)

@@ -158,21 +158,14 @@ class _Reads:
         leaves: dict[int, float] = {}
         self.reader.setdefault(start, (self.op.id, -1))
         simple, transcendental, stack = 0.0, 0.0, [(start, 1.0)]
-        operators, def_op, stored, seen, reader = (
-            f.program.operators,
-            f.def_op,
-            f.stored,
-            self._seen,
-            self.reader,
-        )
         while stack:
             t, part = stack.pop()
-            if t in seen:
+            if t in self._seen:
                 continue
-            seen.add(t)
-            maker = operators[def_op[t]]
+            self._seen.add(t)
+            maker = f.program.operators[f.def_op[t]]
             recomputed = self.through and f.live.duplicated_cast[t]
-            if (stored[t] and not recomputed) or maker.kind != "eqn" or len(seen) > _MOST_MEMBERS:
+            if (f.stored[t] and not recomputed) or maker.kind != "eqn" or len(self._seen) > _MOST_MEMBERS:
                 leaves[t] = part
             elif maker.primitive in PRODUCTS:
                 self.product, self.entered, self.produced = maker.id, operand, t
@@ -181,7 +174,7 @@ class _Reads:
                 simple += part * work.simple
                 transcendental += part * work.transcendental
                 for source, share in sources:
-                    reader.setdefault(source, (maker.id, t))
+                    self.reader.setdefault(source, (maker.id, t))
                     stack.append((source, part * share))
         self.leaves.update(leaves)
         self.by_operand[operand] = (leaves, VectorWork(simple, transcendental))

@@ -38,9 +38,11 @@ MAX_LAYER_DISTANCE = 4  # of the layers that an edge connects
 COUNT_TOLERANCE = 8  # occurrences by which a repeating colour may differ from the number of layers
 MAX_TWINS = 8  # equal variables within a layer that are told apart
 REFINEMENTS = (3, 4, 5, 6, 8)  # rounds of refinement tried, in this order
-SHORT_SHARE = 0.35  # of the variables: a short core of more is not short
-SIMILAR_REFINEMENTS = (2, 3, 4)  # the same, of colours that do not tell tables apart
-SIMILAR_SHARE = 0.5  # of the variables, that are like as many others as there are layers, with their tables
+SIMILAR_REFINEMENTS = (2, 3, 4)  # the same, of colours without the tables
+SIMILAR_SHARE = 0.5  # of the variables, that need a colour with the tables that repeats, for colours without
+SHORT_SHARE = (
+    0.35  # of the variables, above which a short core is not accepted before colours without tables are tried
+)
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def fold_layers(graph: WorkingNetwork) -> FoldedNetwork | None:
 
 
 def _fold_similar_layers(graph: WorkingNetwork, edges: Ints, first_edge: Ints) -> FoldedNetwork | None:
-    """The short core by colours that do not tell tables apart; None where most tables of a layer are its own.
+    """The short core by colours without the tables; None where most tables of a layer are its own.
 
     Layers of two kinds (local and global attention) have variables of equal states, a few with tables of their own.
     """
