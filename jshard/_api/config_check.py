@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from jshard._api.config_pins import match_report
+from jshard._api.padding_advice import with_checked_advice, with_conditional_advice
 from jshard._api.shard import Sharded, shard
 from jshard._api.shard_request import ShardRequest
 from jshard._config.config_record import ConfigRecord
@@ -37,6 +38,7 @@ def check(
 ) -> MatchReport:
     """The report of a configuration on a function, a module or a pytree, with the arguments of a call."""
     function, args, kwargs = callable_of(model, tuple(args), dict(kwargs or {}))
+    parameters_alone = function is None
     if function is None:
         record = dataclasses.replace(record, activations=(), outputs=(), inputs=())
         function, args = (lambda model: 0), (model,)
@@ -44,7 +46,10 @@ def check(
     sharded = shard(function, config=record, **own)
     with sharded.as_array_function(args, kwargs) as (of_arrays, arrays, arrays_kw):
         request: ShardRequest = dataclasses.replace(of_arrays.request, config=record)
-        return match_report(request, arrays, arrays_kw)
+        report = match_report(request, arrays, arrays_kw)
+        if parameters_alone:
+            return with_conditional_advice(report)
+        return with_checked_advice(report, request, arrays, arrays_kw)
 
 
 def settings_of(

@@ -27,7 +27,7 @@ from jshard._api.trace_call import (
     trace_on_shapes,
 )
 from jshard._core import hardware, jaxcompat as compat, topology as device_topology
-from jshard._core.errors import MemoryBudgetError
+from jshard._core.errors import MemoryBudgetError, StrategyError
 from jshard._core.gc_pause import gc_paused
 from jshard._core.hardware import Chip
 from jshard._core.jax_types import ClosedJaxpr, JaxMesh, PyTree, PyTreeDef
@@ -371,6 +371,12 @@ def _or_raise(planned: PlannedCall | None, refusal: MemoryBudgetError | None) ->
 
 def check_padding(of: TracedCall) -> None:
     """Raise `StrategyError` where the pins of a call cannot pad what they do not divide; nothing is searched."""
+    for refusal in padding_refusals(of).values():
+        raise refusal
+
+
+def padding_refusals(of: TracedCall) -> dict[tuple[str, int], StrategyError]:
+    """Why cuts of a call's pins that do not divide cannot be padded, by where the pin is written and the dimension."""
     from jshard._api.padded_pins import refuse_uneven, required_sizes, uneven_cuts  # as below
 
     request = of.request
@@ -379,9 +385,15 @@ def check_padding(of: TracedCall) -> None:
     meshes = auto_meshes(request, pins.pins, pins.shapes, pins.joint) if request.tries_meshes else ()
     chosen = next((mesh for mesh, _ in meshes), None) or mesh_of_call(request, of.call, pins)
     cuts = uneven_cuts(of.jaxpr, traced.program, pins.resolve(chosen, physical_topology(request, chosen))[0])
-    required_sizes(of.jaxpr, cuts, chosen.axes)
-    if not _can_pad(of):
-        refuse_uneven(cuts)
+    can_pad, found = _can_pad(of), dict[tuple[str, int], StrategyError]()
+    for cut in cuts:
+        try:
+            required_sizes(of.jaxpr, [cut], chosen.axes)
+            if not can_pad:
+                refuse_uneven([cut])
+        except StrategyError as refusal:
+            found.setdefault((cut.where, cut.dim), refusal)
+    return found
 
 
 def _can_pad(of: TracedCall) -> bool:

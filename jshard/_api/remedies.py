@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from jshard._api.prepare import check_padding, prepare, trace_call
+from jshard._api.padding_advice import with_checked_padding
+from jshard._api.prepare import prepare, trace_call
 from jshard._api.shard_request import ShardRequest
 from jshard._api.trace_call import BuiltPrograms, abstract
 from jshard._core import hardware, topology as device_topology
@@ -51,32 +52,13 @@ def with_remedies(
     That of a cut that does not divide names padding only where the call can pad it.
     """
     if isinstance(error, StrategyError):
-        return _with_checked_padding(error, request, args, kwargs)
+        return with_checked_padding(error, request, args, kwargs)
     if not isinstance(error, MemoryBudgetError) or not isinstance(error.refusal, MemoryRefusal):
         return error
     trials = Trials(request, args, kwargs, error.refusal, {} if programs is None else programs)
     found = [remedy for find in REMEDIES for remedy in find(trials)]
     donated = trials.names_of(request.call.donate_argnums) + request.call.donate_argnames
     return refusal_error(error, error.refusal, found, donated)
-
-
-def _with_checked_padding(
-    error: StrategyError, request: ShardRequest, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
-) -> ShardError:
-    """The error, without its advice to pad where the call would be refused with it too, and then with the reason."""
-    if not error.padded:
-        return error
-    config = request.config
-    if config is not None:
-        config = dataclasses.replace(config, options=tuple({**dict(config.options), "pad": True}.items()))
-    options = dataclasses.replace(request.options, pad=True)
-    padded = dataclasses.replace(request, options=options, config=config)
-    try:
-        check_padding(trace_call(padded, args, kwargs))
-    except ShardError as refusal:
-        reason = refusal.what if refusal.where == error.where else f"{refusal.where}: {refusal.what}"
-        return StrategyError(error.what, where=error.where, fix=f"{error.unpadded}; no padding: {reason}")
-    return error
 
 
 @dataclasses.dataclass(eq=False)

@@ -33,6 +33,7 @@ class Problem:
     - `name`: of the rule, the tensor or the axis. `error`: whether it refuses the call where `strict` holds.
     - `refuses`: whether no call can be planned with it, strict or not.
     - `padded`: the end of the advice, the option that would pad a dimension; "" where there is none.
+    - `cut`: of a cut that does not divide, where its pin says it is written, and the dimension.
     """
 
     kind: str
@@ -43,6 +44,7 @@ class Problem:
     error: bool = True
     refuses: bool = False
     padded: str = ""
+    cut: tuple[str, int] = ("", 0)
 
     @property
     def advice(self) -> str:
@@ -124,10 +126,11 @@ def problems_of(
     where: str,
     name: str = "",
     pads: object = False,
+    pinned: str = "",
 ) -> list[Problem]:
     """Axes that the mesh lacks, and cuts that do not divide; `sizes` of the mesh axes, None where none is known.
 
-    `pads`: the option `pad`, under which such a cut is no problem.
+    `pads`: the option `pad`, under which such a cut is no problem. `pinned`: where the entry's pin says it is written.
     """
     out: list[Problem] = []
     if isinstance(entry, str):
@@ -159,6 +162,7 @@ def problems_of(
                     'null, "?" or other axes there',
                     refuses=True,
                     padded=", or pad: true to pad it" if pieces <= tensor.shape[d] else "",
+                    cut=(pinned, d),
                 )
             )
     return out

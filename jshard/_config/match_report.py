@@ -146,12 +146,17 @@ def enforce(record: ConfigRecord, problems: Sequence[Problem], name: str) -> Non
             warnings.warn(f"{p.what} ({p.where}); write instead: {p.advice}", UserWarning, stacklevel=2)
 
 
+def _may_pad(problem: Problem) -> str:
+    """The advice to pad among that of several problems, which is not checked."""
+    return ", or pad: true, if it can be padded" if problem.padded else ""
+
+
 def _error(problems: Sequence[Problem], record: ConfigRecord, name: str) -> StrategyError:
     first = problems[0]
     if len(problems) == 1:
         fix = first.fix if first.refuses else f"{first.fix}; strict: false for a warning"
         return StrategyError(first.what, where=f"{first.where} (for {name})", fix=fix, padded=first.padded)
-    lines = [f"{p.kind}: {p.what}; {p.where}; write instead: {p.advice}" for p in problems[:12]]
+    lines = [f"{p.kind}: {p.what}; {p.where}; write instead: {p.fix}{_may_pad(p)}" for p in problems[:12]]
     if len(problems) > 12:
         lines.append(f"and {len(problems) - 12} more")
     return StrategyError(

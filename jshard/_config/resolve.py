@@ -118,12 +118,13 @@ def _row(
             return Row(tensor, None, "derived")
         problems.append(entry)
         return Row(tensor, None, "rule", claim.section, claim.rule)
+    status = "mirrors" if claim.of else "derived" if entry == DERIVED else "rule"
+    row = Row(tensor, entry, status, claim.section, claim.rule, claim.of)
     if not claim.of:
         problems += problems_of(
-            entry, tensor, sizes, claim.rule.where, claim.rule.key, pads=record.option("pad") is True
+            entry, tensor, sizes, claim.rule.where, claim.rule.key, record.option("pad") is True, row.where
         )
-    status = "mirrors" if claim.of else "derived" if entry == DERIVED else "rule"
-    return Row(tensor, entry, status, claim.section, claim.rule, claim.of)
+    return row
 
 
 def _inner_rows(
@@ -162,8 +163,8 @@ def _inner_rows(
         if isinstance(entry, Problem):
             problems.append(entry)
             continue
-        problems += problems_of(entry, value, sizes, rule.where, rule.key, pads=pads)
         rows.append(Row(value, entry, "rule", section, rule))
+        problems += problems_of(entry, value, sizes, rule.where, rule.key, pads, rows[-1].where)
     return rows
 
 

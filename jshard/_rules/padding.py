@@ -70,7 +70,7 @@ IGNORED = PaddedFactor()
 # Dimensions with a factor of their own keep their place; blocked factors aside, the padding moves along.
 _MOVES = frozenset(
     "broadcast_in_dim transpose squeeze expand_dims reshape rev tile stack unstack concatenate split pad iota slice "
-    "dynamic_slice optimization_barrier pad_tail fft".split()
+    "dynamic_slice optimization_barrier pad_tail fft rounded_sum zero_unless add_to_round".split()
 )
 _REDUCTIONS = {
     "reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min", "reduce_prod": "prod", "reduce_and": "and",

@@ -201,6 +201,39 @@ def test_padding_is_advised_only_where_it_is_possible() -> None:
         assert error.fix.endswith("has no padded form: every frequency depends on every sample")
 
 
+def of_padding(w: Any, v: Any, u: Any) -> Any:
+    return jnp.tanh(w) + 1, jnp.sin(v), jax.lax.reduce(u, 0.0, lambda a, b: a * b + 1, (0,))
+
+
+def test_a_check_advises_padding_only_where_it_is_possible() -> None:
+    args = np.ones((13, 4)), np.ones(7), np.ones(21)
+    rules = {"w": ["x", None], "u": ["x"]}
+    config = jshard.Config.of({"parameters": rules})
+    fixes = {p.name: p.advice for p in config.check(jshard.shard(of_padding, mesh=mesh_of(8)), *args).errors}
+    either = 'null, "?" or other axes there'
+    assert fixes["w"] == f"{either}, or pad: true to pad it"
+    assert fixes["u"].startswith(
+        f"{either}; no padding: a cut of 8 would pad dimension 0, of size 21, and reduce ("
+    )
+    assert fixes["u"].endswith(
+        ") has no padded form: the reduction's function is the user's: its dimensions stay whole"
+    )
+    followed = {"pad": True, "parameters": {"w": ["x", None]}}
+    assert jshard.shard(of_padding, mesh=mesh_of(8), config=followed).plan(*args).padding == ((13, 0, 16),)
+
+
+def test_advice_to_pad_that_is_not_checked_says_so() -> None:
+    args = np.ones((13, 4)), np.ones(8), np.ones(21)
+    rules = {"parameters": {"w": ["x", None], "u": ["x"]}}
+    unchecked = 'null, "?" or other axes there, or pad: true, if it can be padded'
+    assert refusal(of_padding, *args, config=rules).what.count(f"write instead: {unchecked}") == 2
+    alone = jshard.Config.of({"mesh": {"x": 8}, "parameters": {"w": ["x", None]}})
+    assert [p.advice for p in alone.check({"w": args[0]}).errors] == [unchecked]
+    refused = jshard.Config.of({"parameters": {"w": ["x", None], "v": [None, "x"]}})
+    found = refused.check(jshard.shard(of_padding, mesh=mesh_of(8)), *args)
+    assert [p.advice for p in found.errors if p.kind == "divides"] == [unchecked]
+
+
 def test_an_operator_that_needs_the_whole_says_why() -> None:
     def best(x: Any) -> Any:
         return jax.lax.approx_max_k(x, 5)

@@ -40,6 +40,14 @@ def test_operators_ignore_what_stands_in_the_padding(name: str) -> None:
     assert [w for v in verdicts for w in v.wrong] == []
 
 
+@pytest.mark.parametrize("primitive", ["rounded_sum", "zero_unless", "add_to_round"])
+def test_sums_of_pipelines_ignore_what_stands_in_the_padding(primitive: str) -> None:
+    fn, *args = EXAMPLES["stages"]()
+    verdicts = [judge(case) for case in cases(fn, *args) if case.op.primitive == primitive]
+    assert sum(v.tried for v in verdicts) > 1
+    assert [w for v in verdicts for w in v.wrong] == []
+
+
 def test_shifts_of_random_keys_keep_their_length() -> None:
     """`make_jaxpr` takes no keys by their type, so that moving them raised a TypeError."""
     keys = jax.random.split(jax.random.key(SEED), 16)
