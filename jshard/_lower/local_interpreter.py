@@ -44,8 +44,8 @@ Env = dict[Value, Local]
 _LARGE_RESULT = 8 * 2**20  # bytes; smaller collectives may be combined
 _PARTS = ("slice", "dynamic_slice")  # primitives that return a part of their first operand
 
-# A user's `shard_map` takes values typed by its own specs, a solver by what its functions were traced with.
-_CASTS_OWN_OPERANDS = (SHARD_MAP, "custom_linear_solve")
+# A user's `shard_map` types values by its specs, a solver by its functions; of the others, each result has its own type.
+_CASTS_OWN_OPERANDS = (SHARD_MAP, "custom_linear_solve", "device_put", "optimization_barrier")
 
 
 class LocalInterpreter:

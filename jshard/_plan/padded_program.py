@@ -45,8 +45,9 @@ from jshard._program.equation_bodies import with_bodies
 from jshard._program.inlining import fresh, substituted
 from jshard._program.loop_invariants import body_of
 from jshard._program.tail_primitives import DIAGONAL, Fill, mask_tail_p, pad_tail_p
-from jshard._rules.padding import IndexLimit, keeps_zero, padded_params
+from jshard._rules.padding import LINEAR_SOLVE, IndexLimit, keeps_zero, padded_params
 from jshard._rules.registry import op_view
+from jshard._rules.separate_systems import SeparateSystems
 
 
 Sizes = Mapping[tuple[int, int], int]
@@ -249,7 +250,9 @@ class _Writer:
         ]
         view = op_view(eqn)
         params = padded_params(view, [shape_of(v) for v in operands], [shape_of(v) for v in results])
-        if (cropped := run_cropped(eqn, params, operands)) is not None:
+        if eqn.primitive.name == LINEAR_SOLVE:
+            results = self.traced(SeparateSystems(view).solve, operands, eqn)
+        elif (cropped := run_cropped(eqn, params, operands)) is not None:
             results = self.traced(cropped, operands, eqn)
         else:
             self.eqns.append(eqn.replace(invars=operands, outvars=results, params=params))

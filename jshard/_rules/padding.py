@@ -70,7 +70,8 @@ IGNORED = PaddedFactor()
 # Dimensions with a factor of their own keep their place; blocked factors aside, the padding moves along.
 _MOVES = frozenset(
     "broadcast_in_dim transpose squeeze expand_dims reshape rev tile stack unstack concatenate split pad iota slice "
-    "dynamic_slice optimization_barrier pad_tail fft rounded_sum zero_unless add_to_round".split()
+    "dynamic_slice optimization_barrier pad_tail fft rounded_sum zero_unless add_to_round "
+    "device_put bitcast_convert_type".split()
 )
 _REDUCTIONS = {
     "reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min", "reduce_prod": "prod", "reduce_and": "and",
@@ -103,6 +104,7 @@ _MATRICES: Mapping[str, tuple[tuple[int, Fill], ...]] = {
     "lu_pivots_to_permutation": ((0, 0),),
     "tridiagonal_solve": ((1, 1),),
 }  # of each operator of linear algebra, what the operands hold in the padding of a batch
+LINEAR_SOLVE = "custom_linear_solve"
 _ATTENTION = ("jshard_attention", "jshard_attention_backward")
 _KEEPS_ZERO = frozenset(
     "neg copy copy_p convert_element_type transpose broadcast_in_dim reshape squeeze expand_dims real imag abs sign "
@@ -152,7 +154,7 @@ def _meaning_of(name: str) -> Callable[[OpView, Rule, int], PaddedFactor | None]
     own |= {"conv_general_dilated": _convolved, "searchsorted": _searched, "sort": _sorted, "top_k": _chosen}
     own |= dict.fromkeys(_WINDOWS, _windowed)
     own |= dict.fromkeys(_MATRICES, _batched)
-    own |= dict.fromkeys(_ATTENTION, _attended)
+    own |= dict.fromkeys(_ATTENTION, _attended) | {LINEAR_SOLVE: _solved}
     if name in own:
         return own[name]
     return _moved if entry is not None and entry.family in ("elementwise", "marks") else None
@@ -261,6 +263,11 @@ def _batched(op: OpView, rule: Rule, f: int) -> PaddedFactor | None:
     if f in rule.reduction:
         return PaddedFactor(masks=((0, 0),))
     return PaddedFactor(masks=tuple((k, x) for k, x in _MATRICES[op.primitive] if (f,) in rule.operands[k]))
+
+
+def _solved(op: OpView, rule: Rule, f: int) -> PaddedFactor | None:
+    """Further systems; a dimension of a matrix that only derivatives read is not one of systems."""
+    return IGNORED if all((f,) in dims for dims in rule.results) else None
 
 
 def _scattered(op: OpView, rule: Rule, f: int) -> PaddedFactor | None:

@@ -129,3 +129,15 @@ def test_rules_that_ask_which_operands_move():
             jshard.shard(jax.value_and_grad(total(f)), strategy and strategy[:1])(x),
         ):
             jax.tree.map(lambda p, q: np.testing.assert_allclose(p, q, rtol=2e-5, atol=1e-5), got, want)
+
+
+@pytest.mark.parametrize("f", [lambda *xs: jax.device_put(xs), lambda *xs: lax.optimization_barrier(xs)])
+def test_a_result_beside_a_cut_one_is_not_typed_as_that(f):
+    """A scalar beside a cut array was typed as varying over the array's axes, and refused as a result that does not."""
+    x, scale = jnp.arange(16.0).reshape(8, 2), jnp.float32(3.0)
+    sharded = jshard.shard(
+        f, ((8, 1), None), (jax.P(("x",)), jax.P()), mesh=jax.make_mesh((8,), ("x",), (AxisType.Auto,))
+    )
+    got = jax.grad(lambda *xs: sum(jnp.sum(y**2) for y in sharded(*xs)), (0, 1))(x, scale)
+    np.testing.assert_allclose(got[0], 2 * x)
+    assert float(got[1]) == 6

@@ -67,7 +67,7 @@ def pallas(x):
 
 def solve(x):
     a = jnp.eye(8) * 2
-    return lax.custom_linear_solve(lambda v: a @ v, x, lambda _, b: b / 2, symmetric=True)
+    return lax.custom_linear_solve(lambda v: a @ v @ a, x, lambda _, b: b / 4, symmetric=True)
 
 
 @pytest.mark.parametrize("name, f", [("pallas_call", pallas), ("custom_linear_solve", solve)])

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jshard._core import jaxcompat as compat
 from jshard._rules.factors import Factors, linear_sets
 from jshard._rules.registry import LocalContext, OpView, family
 from jshard._rules.rule import Rule
@@ -57,7 +58,19 @@ def identity(op: OpView) -> Rule:
     return _each_to_its_result(op)
 
 
-@other("optimization_barrier")
+def _barrier_local(ctx: LocalContext, *operands: jax.Array) -> Sequence[jax.Array]:
+    """One barrier; where values are typed by the axes they vary over, one for the values of each type, as JAX 0.10 wants."""
+    groups: dict[frozenset[str], list[int]] = {}
+    for i, x in enumerate(operands):
+        groups.setdefault(compat.vma(x), []).append(i)
+    out = list(operands)
+    for group in groups.values():
+        for i, y in zip(group, ctx.bind(*(operands[i] for i in group)), strict=True):
+            out[i] = y
+    return out
+
+
+@other("optimization_barrier", local=_barrier_local)
 def barrier(op: OpView) -> Rule:
     """The values themselves, not fused with their operands."""
     return _each_to_its_result(op)
