@@ -3,8 +3,10 @@
 Residual MLP, GPT with dropout, grouped-query Llama, experts with an auxiliary loss and dropout, with and without
 `jax.checkpoint` (`tests/helpers/pipeline_models.py`), in float64 on eight CPU devices. A case fails unless loss, state and
 new weights of a step with momentum agree to 1e-12, the stages' permutes are 2 (R M + S - 1), and emitted bytes are planned
-bytes; other collectives that run more than once are counted. Microbatches: loss and gradients with the derivative inside
-and outside the sharded function. `masks`: dropout masks of every layer are returned, and are the same bits.
+bytes; other collectives that run more than once are counted. `grad outside`: loss and gradients of a sharded loss that JAX
+differentiates, with as many permutes compiled. Microbatches: loss and gradients with the derivative inside and outside the
+sharded function, tokens with weights, and three calls of a step whose `optax.MultiSteps` updates at every second. `masks`:
+dropout masks of every layer are returned, and are the same bits.
 
 Cases run in an order shuffled by a fixed seed, and finished ones are kept in `pipeline_laws.jsonl`, from which `--page`
 writes `pipeline_laws.md`. `--only NAME` runs those with this in their names, `--anew` those that are kept as well.
@@ -25,6 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 
 
@@ -33,6 +36,7 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_enable_x64", True)
 
 import jshard  # noqa: E402
+from jshard._verify.read_collectives import read_program  # noqa: E402
 from tests.batch.test_microbatches import largest_error  # noqa: E402
 from tests.helpers import pipeline_models as models  # noqa: E402
 
@@ -55,14 +59,33 @@ def masked(w: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.mean((h @ w["out"]) ** 2), masks
 
 
+def weighted(w: Any, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """A residual network over tokens whose weights differ between microbatches; their sum divides the loss."""
+    tokens, weights = batch
+    h, _ = lax.scan(lambda h, kernel: (h + jnp.tanh(h @ kernel), None), w["embedding"][tokens], w["layers"])
+    logits = jax.nn.log_softmax(h @ w["embedding"].T)
+    each = jnp.take_along_axis(logits, jnp.roll(tokens, -1, 1)[..., None], -1)[..., 0]
+    return -jnp.sum(each * weights) / jnp.sum(weights)
+
+
+def weighted_arguments(layers: int) -> tuple[Any, Any]:
+    """Most weights of the first examples are 0."""
+    w, tokens = models.gpt_arguments(layers)
+    n = tokens.shape[0]
+    return w, (tokens, jnp.arange(tokens.size).reshape(tokens.shape) % (3 + jnp.arange(n)[:, None] // 8) * 1.0)
+
+
 MODELS: dict[str, tuple[Callable[..., Any], Callable[[int], tuple]]] = {
-    "mlp": (models.mlp, models.mlp_arguments),
+    "mlp": (models.mlp(False), models.mlp_arguments),
+    "mlp, remat": (models.mlp(True), models.mlp_arguments),
     "gpt": (models.gpt(False), models.gpt_arguments),
     "gpt, remat": (models.gpt(True), models.gpt_arguments),
     "llama": (models.llama(False), models.llama_arguments),
     "llama, remat": (models.llama(True), models.llama_arguments),
     "experts": (models.experts(0.7), models.experts_arguments),
+    "experts, remat": (models.experts(0.7, True), models.experts_arguments),
     "experts without dropout": (models.experts(0.0), models.experts_arguments),
+    "weighted tokens": (weighted, weighted_arguments),
 }
 SHAPES = [  # stages, data, model, microbatches, rounds, layers, uneven
     (2, 4, 1, 2, 1, 4, False),
@@ -79,6 +102,7 @@ SHAPES = [  # stages, data, model, microbatches, rounds, layers, uneven
     (4, 2, 1, 16, 3, 12, False),
     (8, 1, 1, 16, 3, 24, False),
 ]
+OUTSIDE = [SHAPES[k] for k in (0, 1, 2, 3, 8, 9, 10)]
 MICROBATCHES = list(itertools.product((2, 4, 8), ("inside", "outside"), ((8, 1), (2, 4))))
 Case = tuple[str, Callable[[], dict[str, Any]]]
 
@@ -88,6 +112,10 @@ def cases() -> list[Case]:
     found: list[Case] = []
     for name, one in itertools.product(MODELS, SHAPES):
         found.append((title(name, one), lambda name=name, one=one: check_pipeline(name, one)))
+    for name, one in itertools.product(MODELS, OUTSIDE):
+        found.append((title(name, one) + ", grad outside", lambda name=name, one=one: check_outside(name, one)))
+    for name, k in itertools.product(MODELS, (2, 4, 8)):
+        found.append((f"{name}: microbatches {k}, MultiSteps outside", lambda name=name, k=k: check_multi_steps(name, k)))
     for one in SHAPES:
         found.append((title("masks", one), lambda one=one: check_masks(one)))
     for name, (k, grad, sizes) in itertools.product(MODELS, MICROBATCHES):
@@ -146,6 +174,42 @@ def check_pipeline(name: str, one: tuple) -> dict[str, Any]:
     }
 
 
+def check_outside(name: str, one: tuple) -> dict[str, Any]:
+    """The laws of a loss in a pipeline that JAX differentiates from outside."""
+    loss, arguments = MODELS[name]
+    stages, *_, m, r, layers, _ = one
+    w, x = arguments(layers)
+    x, f = doubled(x), jax.jit(jax.value_and_grad(in_pipeline(loss, one)))
+    error = largest_error(f(w, x), jax.jit(jax.value_and_grad(loss))(w, x))
+    assert error < LIMIT, error
+    ticks = r * m + stages - 1
+    repeated = [c for c in read_program(f.lower(w, x).compile()).collectives if c.count > 1]
+    shifts = [c for c in repeated if c.kind == "permute" and c.count == ticks]
+    assert sum(c.count for c in shifts) == 2 * ticks, repeated
+    return {"error": error, "permutes": 2 * ticks, "repeated": len(repeated) - len(shifts)}
+
+
+def check_multi_steps(name: str, k: int) -> dict[str, Any]:
+    """Calls of a step that accumulates over two calls, each in microbatches; the update is of momentum."""
+    loss, arguments = MODELS[name]
+    w, x = arguments(3)
+    optimizer = optax.MultiSteps(optax.sgd(0.1, momentum=0.9), every_k_schedule=2)
+
+    def step(w: Any, state: Any, x: Any) -> tuple[Any, Any, jax.Array]:
+        value, gradient = jax.value_and_grad(loss)(w, x)
+        updates, state = optimizer.update(gradient, state, w)
+        return optax.apply_updates(w, updates), state, value
+
+    f = jshard.shard(step, mesh=mesh_of(data=2, model=4), level=2, microbatches=k)
+    found = wanted = (w, optimizer.init(w), jnp.zeros(()))
+    for turn in range(3):
+        x = jax.tree.map(lambda a, turn=turn: jnp.roll(a, turn, 0), doubled(x))
+        found, wanted = f(*found[:2], x), jax.jit(step)(*wanted[:2], x)
+    error = largest_error(found, wanted)
+    assert error < LIMIT, error
+    return {"error": error}
+
+
 def check_masks(one: tuple) -> dict[str, Any]:
     """Dropout masks of a forward pass are the same bits, and its loss the same."""
     w, x = models.mlp_arguments(one[5])
@@ -171,9 +235,9 @@ def check_microbatches(name: str, k: int, grad: str, sizes: tuple[int, int]) -> 
     return {"error": error}
 
 
-def doubled(x: jax.Array) -> jax.Array:
+def doubled(x: Any) -> Any:
     """A batch of 32 of one of 24: 16 microbatches divide it."""
-    return jnp.concatenate([x] * 2)[:32]
+    return jax.tree.map(lambda a: jnp.concatenate([a] * 2)[:32], x)
 
 
 def page(rows: list[dict[str, Any]]) -> str:

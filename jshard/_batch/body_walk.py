@@ -7,6 +7,7 @@ call, which returns the sums, and what is computed from them follows it. So are 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 from jshard._batch.batch_class import SHARED, SUM, BatchClass, CoupledError
@@ -50,6 +51,10 @@ class Walk:
         classes = [class_in(self.classes, v) for v in eqn.invars]
         reads_late = any(v in self.late for v in eqn.invars if not compat.is_literal(v))
         if reads_late and any(c.is_example for c in classes):
+            late = [not compat.is_literal(v) and v in self.late for v in eqn.invars]
+            call = divided_call(eqn, classes, analysis, late)
+            if call is not None:
+                raise DividedCallError(k, call)
             raise CoupledError(eqn, "it combines a sum over all examples with values per example")
         if not reads_late:
             try:
@@ -86,8 +91,15 @@ class Walk:
         return tuple(dict.fromkeys(v for v in read if class_in(self.classes, v).is_example))
 
 
-def divided_call(eqn: JaxprEqn, operands: Sequence[BatchClass], analysis: Analysis) -> DividedCall | None:
-    """A checkpointed call or branches with operands of some classes, divided; None for others and what stays coupled."""
+def divided_call(
+    eqn: JaxprEqn, operands: Sequence[BatchClass], analysis: Analysis, late: Sequence[bool] = ()
+) -> DividedCall | None:
+    """A checkpointed call or branches with operands of some classes, divided; None for others and what stays coupled.
+
+    `late`: which operands of a checkpointed call are computed from finished sums; empty for none.
+    """
+    if any(late) and eqn.primitive.name not in CHECKPOINTED:
+        return None
     if eqn.primitive.name == "cond" and operands[0] == SHARED and not eqn.effects:
         walks = [_walked(b, operands[1:], analysis) for b in eqn.params["branches"]]
         if any(w is not None and w.crossing_examples() for w in walks):
@@ -97,22 +109,27 @@ def divided_call(eqn: JaxprEqn, operands: Sequence[BatchClass], analysis: Analys
         return divided_branches(eqn, operands, branches) if waits else None
     if eqn.primitive.name not in CHECKPOINTED:
         return None
-    walk = _walked(eqn.params["jaxpr"], operands, analysis)
+    walk = _walked(eqn.params["jaxpr"], operands, analysis, late)
     if walk is None or not walk.late_eqns:
         return None
     body = walk.jaxpr
-    late = [e for k, e in enumerate(body.eqns) if k in walk.late_eqns]
-    given = {*body.invars, *(v for e in late for v in e.outvars)}
-    read = [v for vs in (body.outvars, *(e.invars for e in late)) for v in vs if not compat.is_literal(v)]
+    waiting = [e for k, e in enumerate(body.eqns) if k in walk.late_eqns]
+    given = {*body.invars, *(v for e in waiting for v in e.outvars)}
+    read = [v for vs in (body.outvars, *(e.invars for e in waiting)) for v in vs if not compat.is_literal(v)]
     returned = [v for v in dict.fromkeys(read) if v not in given]
     per_example = body.replace(
         eqns=[e for k, e in enumerate(body.eqns) if k not in walk.late_eqns], outvars=returned
     )
+    per_example, read_of = compat.live_part(per_example, [True] * len(returned))
     env: dict[JaxprAtom, JaxprAtom] = dict(zip(body.invars, eqn.invars, strict=True))
     env.update(zip(returned, fresh(returned), strict=True))
-    params = {**eqn.params, "jaxpr": compat.without_dead_code(per_example)}
-    eqns = [eqn.replace(params=params, outvars=[env[v] for v in returned])]
-    for inner in late:
+    eqns = [
+        eqn.replace(
+            params={**eqn.params, "jaxpr": per_example}, invars=list(itertools.compress(eqn.invars, read_of)),
+            outvars=[env[v] for v in returned],
+        )
+    ]  # fmt: skip
+    for inner in waiting:
         env.update(zip(inner.outvars, fresh(inner.outvars), strict=True))
         eqns.append(
             inner.replace(invars=substituted(inner.invars, env), outvars=[env[v] for v in inner.outvars])
@@ -120,14 +137,16 @@ def divided_call(eqn: JaxprEqn, operands: Sequence[BatchClass], analysis: Analys
     return DividedCall(tuple(eqns), tuple(substituted(body.outvars, env)))
 
 
-def _walked(body: Jaxpr | ClosedJaxpr, operands: Sequence[BatchClass], analysis: Analysis) -> Walk | None:
+def _walked(
+    body: Jaxpr | ClosedJaxpr, operands: Sequence[BatchClass], analysis: Analysis, late: Sequence[bool] = ()
+) -> Walk | None:
     """A body walked through, calls in it divided where that is needed; None with constants or where it stays coupled."""
     opened, consts = analysis.open(body)
     if consts or opened.constvars:
         return None
     while True:
         try:
-            return Walk(opened, operands, (), analysis)
+            return Walk(opened, operands, itertools.compress(opened.invars, late), analysis)
         except DividedCallError as error:
             opened = with_call_divided(opened, error.position, error.call)
         except CoupledError:

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import jax
 from jax import core, lax
-from jax.interpreters import ad, batching
+from jax.interpreters import batching
 
 from jshard._core import jaxcompat as compat
-from jshard._program.array_primitive import define_primitive
+from jshard._program.array_primitive import define_linear_rules, define_primitive
 
 
 ROLL = "roll"
@@ -41,17 +41,8 @@ def _type(x: core.ShapedArray, *, dim: int, by: int) -> list[core.ShapedArray]:
     return [x]
 
 
-def _back(cotangents: list, x: object, *, dim: int, by: int) -> list:
-    (ct,) = cotangents
-    if isinstance(ct, ad.Zero):
-        return [ad.Zero(x.aval)]  # pyright: ignore[reportAttributeAccessIssue]
+def _back(ct: jax.Array, avals: list, *, dim: int, by: int) -> list[jax.Array]:
     return [roll(ct, dim, ct.shape[dim] - by)]
-
-
-def _tangents(primals: list, tangents: list, *, dim: int, by: int) -> tuple[list, list]:
-    (x,), (t,) = primals, tangents
-    out = roll_p.bind(x, dim=dim, by=by)
-    return out, [ad.Zero(x.aval.to_tangent_aval()) if isinstance(t, ad.Zero) else roll(t, dim, by)]
 
 
 def _batched(args: list, dims: list, *, dim: int, by: int) -> tuple[list, list]:
@@ -61,8 +52,7 @@ def _batched(args: list, dims: list, *, dim: int, by: int) -> tuple[list, list]:
 
 def _define() -> None:
     define_primitive(roll_p, run_roll, _type, "dim", "by")
-    ad.primitive_jvps[roll_p] = _tangents
-    ad.primitive_transposes[roll_p] = _back
+    define_linear_rules(roll_p, _back)
     batching.primitive_batchers[roll_p] = _batched
 
 

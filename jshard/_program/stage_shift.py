@@ -15,18 +15,23 @@ as it rounds its part of a product of the whole batch, and the sum over the mesh
 [[[0.0, 6.0, 0.0]], [[5.0, 0.0, 0.0]]]
 >>> rounded_sum(jnp.array([1.0, 1.001]), jnp.bfloat16).tolist()
 [1.0, 1.0]
+>>> import jax
+>>> jax.grad(lambda x: jnp.vdot(stage_shift(x, 1), jnp.array([1.0, 2.0, 3.0])))(jnp.ones(3)).tolist()
+[2.0, 3.0, 0.0]
 >>> zero_unless(jnp.array([[1.0, 2.0], [jnp.inf, jnp.nan]]), jnp.array([True, False])).tolist()
 [[1.0, 2.0], [0.0, 0.0]]
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jax import core, lax
 
 from jshard._core import jaxcompat as compat
-from jshard._program.array_primitive import define_primitive
+from jshard._program.array_primitive import define_linear_rules, define_primitive
 
 
 STAGE_SHIFT, ZERO_UNLESS, ADD_TO_ROUND = "stage_shift", "zero_unless", "add_to_round"
@@ -116,6 +121,32 @@ def _rounded_type(x: core.ShapedArray, *, dtype: jax.typing.DTypeLike) -> list[c
     return [x.update(dtype=jnp.dtype(dtype), weak_type=False)]
 
 
+def _shifted_back(ct: jax.Array, avals: Sequence[core.ShapedArray], *, by: int, wrap: bool) -> list[jax.Array]:
+    return [stage_shift(ct, -by, wrap)]
+
+
+def _zero_unless_back(ct: jax.Array, avals: Sequence[core.ShapedArray], kept: jax.Array) -> list[jax.Array]:
+    return [zero_unless(ct, kept)]
+
+
+def _taken_from_round(
+    ct: jax.Array, avals: Sequence[core.ShapedArray], rounds: jax.Array
+) -> list[jax.Array]:
+    """The cotangents of the sums and of the addend: of each stage that of the round it adds to."""
+    own = jnp.arange(ct.shape[0], dtype=rounds.dtype)[:, None, None] == rounds
+    return [ct, jnp.sum(zero_unless(ct, jnp.broadcast_to(own, ct.shape[:3])), 0)]
+
+
+def _widened(
+    ct: jax.Array, avals: Sequence[core.ShapedArray], *, dtype: jax.typing.DTypeLike
+) -> list[jax.Array]:
+    return [lax.convert_element_type(ct, avals[0].dtype)]
+
+
+define_linear_rules(rounded_sum_p, _widened)
+define_linear_rules(zero_unless_p, _zero_unless_back)
+define_linear_rules(add_to_round_p, _taken_from_round, linear=2)
+define_linear_rules(stage_shift_p, _shifted_back)
 define_primitive(rounded_sum_p, run_rounded_sum, _rounded_type, "dtype")
 define_primitive(zero_unless_p, run_zero_unless, _type_of_first)
 define_primitive(add_to_round_p, run_add_to_round, _type_of_first)

@@ -53,7 +53,7 @@ def staged_of(f: Callable, args: tuple, classes: list[BatchClass], pipeline: Pip
 
 
 CASES: list[Case] = [  # more in benchmarks/correctness/pipeline_laws.py
-    (mlp, mlp_arguments, 7, shape(2, 4, 2, uneven=True)),
+    (mlp(False), mlp_arguments, 7, shape(2, 4, 2, uneven=True)),
     (gpt(True), gpt_arguments, 6, shape(2, 4, 3)),
     (experts(0.7), experts_arguments, 4, shape(4, 2)),
 ]
@@ -146,7 +146,7 @@ def test_gradients_move_between_stages_in_their_own_dtype() -> None:
 
 
 def test_a_sharded_step() -> None:
-    loss, arguments, layers, sizes, microbatches, rounds = mlp, mlp_arguments, 8, (4, 2), 8, 1
+    loss, arguments, layers, sizes, microbatches, rounds = mlp(False), mlp_arguments, 8, (4, 2), 8, 1
     w, x = arguments(layers)
     state = jax.tree.map(jnp.zeros_like, w)
     x = jnp.concatenate([x] * 2)[:32]

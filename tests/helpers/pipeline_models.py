@@ -12,7 +12,7 @@ from jax import lax
 from tests.batch.test_microbatches import BATCH, decoder, normal
 
 
-def mlp(w: Any, x: jax.Array) -> jax.Array:
+def mlp(remat: bool) -> Callable[..., jax.Array]:
     """Residual layers with a bias, scaled by what only the layer's number and a loop-carried count decide."""
 
     def layer(carry: Any, one: Any) -> tuple[Any, jax.Array]:
@@ -21,9 +21,12 @@ def mlp(w: Any, x: jax.Array) -> jax.Array:
         h = h + jnp.tanh(h @ kernel + bias) / (1 + count)
         return (h, count + i % 2), jnp.mean(h**2)
 
-    layers = w["kernel"].shape[0]
-    (h, _), each = lax.scan(layer, (x @ w["in"], 0), (w["kernel"], w["bias"], jnp.arange(layers)))
-    return jnp.mean((h @ w["out"]) ** 2) + 0.1 * jnp.sum(each)
+    def loss(w: Any, x: jax.Array) -> jax.Array:
+        xs = (w["kernel"], w["bias"], jnp.arange(w["kernel"].shape[0]))
+        (h, _), each = lax.scan(jax.checkpoint(layer) if remat else layer, (x @ w["in"], 0), xs)
+        return jnp.mean((h @ w["out"]) ** 2) + 0.1 * jnp.sum(each)
+
+    return loss
 
 
 def mlp_arguments(layers: int) -> tuple[Any, jax.Array]:
@@ -85,7 +88,7 @@ def llama_arguments(layers: int) -> tuple[Any, jax.Array]:
     return {"layers": stacked, "embedding": normal(9, 11, d)}, tokens
 
 
-def experts(rate: float) -> Callable[..., jax.Array]:
+def experts(rate: float, remat: bool = False) -> Callable[..., jax.Array]:
     """Two experts a layer with an auxiliary loss of their loads, summed up by the carry; dropout with carried keys."""
 
     def loss(w: Any, x: jax.Array) -> jax.Array:
@@ -100,7 +103,7 @@ def experts(rate: float) -> Callable[..., jax.Array]:
             return (h, balance + 2 * jnp.sum(jnp.mean(top, 0) * jnp.mean(gates, 0)), key), None
 
         start = (x @ w["in"], jnp.zeros(()), jax.random.key(5))
-        (h, balance, _), _ = lax.scan(layer, start, w["layers"])
+        (h, balance, _), _ = lax.scan(jax.checkpoint(layer) if remat else layer, start, w["layers"])
         return jnp.mean(h**2) + 0.01 * balance
 
     return loss

@@ -1,0 +1,105 @@
+"""The mesh axes over which all readers of a loop's inputs differ, so that cotangents are summed once after the loop.
+
+Problem.  Under `check_vma` JAX casts a replicated weight where an operator combines it with values that vary over an axis,
+and the transpose of the cast is a sum over that axis. In a loop over microbatches or ticks the sum would run in every turn,
+where one sum of what the turns have added up is enough.
+
+Idea.  What all readers in the body would cast is cast before the loop. Readers are followed through views of the input,
+local slices, inner loops and checkpointed calls; what is communicated, carried or returned keeps the axes of its layout, so that the types
+of all other values stay as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from jshard._program.graph import Literal
+from jshard._schedule.assignment import Assignment, Value
+from jshard._schedule.schedule import Action, Reshard, RunCall, RunOperator
+
+
+Axes = frozenset[str]
+
+_VIEWS = frozenset(
+    "convert_element_type reshape transpose squeeze expand_dims broadcast_in_dim copy neg slice dynamic_slice "
+    "jshard_pin_operand jshard_pin_result jshard_own_result jshard_module_output name rounded_sum".split()
+)
+"""Operators of one array that do the same on whatever axes it varies over."""
+
+
+def read_axes(
+    action: RunCall, results: Sequence[Axes], assignment: Assignment, own_types: Iterable[str]
+) -> list[Axes]:
+    """For each value that enters the first body of a call, the axes over which its readers vary, or it does.
+
+    - `results`: the axes over which the results of the body are read.
+    - `own_types`: primitives that cast their operands themselves.
+    """
+    readers = _Readers(assignment, frozenset(own_types))
+    for v, axes in zip(action.returns[0], results, strict=True):
+        readers.add(v, axes)
+    for inner in reversed(action.bodies[0]):
+        readers.of_action(inner)
+    return [readers.of(v) for v in action.entry[0]]
+
+
+class _Readers:
+    """The axes common to the readers of each value, of actions taken from the last to the first."""
+
+    def __init__(self, assignment: Assignment, own_types: frozenset[str]):
+        self.assignment, self.own_types = assignment, own_types
+        self.common: dict[Value, Axes] = {}
+
+    def of(self, v: Value) -> Axes:
+        """The axes of all readers of a value; its own where there are none."""
+        return self.common.get(v, frozenset()) | frozenset(v[1].axes)
+
+    def add(self, v: Value | Literal, axes: Axes) -> None:
+        """A reader of a value that varies over some axes."""
+        if not isinstance(v, Literal):
+            self.common[v] = self.common.get(v, axes) & axes
+
+    def of_action(self, action: Action) -> None:
+        """What an action reads."""
+        if isinstance(action, Reshard):
+            sliced = () if any(n >= 0 for n in action.collective_ids) else action.target.axes
+            self.add((action.tensor, action.source), frozenset((*action.source.axes, *sliced)))
+        elif isinstance(action, RunOperator):
+            self._of_operator(action)
+        elif action.call.kind == "remat":
+            results = [_own(v) if isinstance(v, Literal) else self.of(v) for v in action.returns[0]]
+            entering = read_axes(action, results, self.assignment, self.own_types)
+            for v, axes in zip(action.entry[0], entering, strict=True):
+                self.add(v, axes)
+        elif action.call.kind == "scan":
+            entering = read_axes(action, list(map(_own, action.returns[0])), self.assignment, self.own_types)
+            carries = carry_positions(action)
+            for k, (v, axes) in enumerate(zip(action.reads, entering, strict=True)):
+                self.add(v, _own(v) if k in carries else axes)
+        else:
+            for v in (*action.reads, *(v for values in action.entry for v in values)):
+                self.add(v, _own(v))
+
+    def _of_operator(self, action: RunOperator) -> None:
+        op = self.assignment.program.operators[action.op]
+        rule = self.assignment.states[action.op].rule
+        if op.primitive in self.own_types or action.collective_ids or rule.opaque:
+            for v in action.reads:
+                self.add(v, _own(v))
+            return
+        axes = frozenset().union(*map(_own, action.reads))
+        if op.primitive in _VIEWS:
+            values = [(t, self.assignment.result_layout(t)) for t in op.results]
+            axes = axes.union(*(self.common.get(v, frozenset()) for v in values))
+        for v in action.reads:
+            self.add(v, axes)
+
+
+def carry_positions(action: RunCall) -> range:
+    """Which operands of a scan are carried."""
+    first = len(action.call.boundary["const"])
+    return range(first, first + len(action.call.boundary["carry"]))
+
+
+def _own(v: Value | Literal) -> Axes:
+    return frozenset() if isinstance(v, Literal) else frozenset(v[1].axes)
