@@ -148,7 +148,7 @@ def fewest_microbatches(
         raise _refusal(
             [refused[k] for k in sorted(refused)], f"microbatches={tried} exceed the budget too{why_not}"
         )
-    k = min(calls)
+    k = least = min(calls)
     while k + 1 < last:
         plan = plan_of(calls[k])
         if plan.memory_budget is None or plan.cost.peak_bytes < _BINDING * plan.memory_budget:
@@ -160,8 +160,12 @@ def fewest_microbatches(
             why_not = f": {error.what} ({error.where})"
             break
         k += 1
-    step = f"microbatches: {count_of(counts[k], 'piece')} of {max(1, batch.examples // counts[k])} examples"
-    step += (f", since {tried} exceed the budget" if tried else "") + why_not
+    step = f"microbatches: {count_of(counts[k], 'piece')} of {count_of(max(1, batch.examples // counts[k]), 'example')}"
+    step += (
+        f", at less cost than {counts[least]}, the least number that was found to fit" if k != least else ""
+    )
+    exceed = "exceeds" if len(refused) == 1 else "exceed"
+    step += (f", since {tried} {exceed} the budget" if tried else "") + why_not
     others = {counts[n]: plan_of(calls[n]) for n in calls if n != k}
     return calls[k], (step, *_tried({counts[n]: refused[n] for n in refused}, others, plan_of(calls[k])))
 

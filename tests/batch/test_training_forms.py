@@ -12,9 +12,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax import lax
 
 import jshard
 from jshard._core import jaxcompat as compat
+from jshard._verify.emitted import Emitted
+from jshard._verify.read_collectives import read_program
 from tests.batch.test_microbatches import BATCH, decoder_arguments, largest_error, looped, normal
 from tests.batch.test_pipelines import mesh_of, plain
 from tests.helpers.pipeline_models import experts, experts_arguments
@@ -117,10 +120,58 @@ def test_outer_gradient_and_token_weights() -> None:
     assert largest_error(found, jax.jit(jax.value_and_grad(weighted_loss))(w, tokens, weights)) < 1e-12
 
 
+def compiled(f: Callable, *args: Any) -> list[Emitted]:
+    """The collectives of a function as compiled."""
+    return list(read_program(jax.jit(f).lower(*args).compile()).collectives)
+
+
 def test_outer_gradient_of_a_pipeline() -> None:
+    """Both passes are planned together; weight gradients are summed once, after the ticks."""
     w, x = normal(6, LAYERS, WIDTH, WIDTH) / 3, normal(1, BATCH, WIDTH)
-    f = jshard.shard(plain, mesh=mesh_of(2, 1), level=0, config={"pipeline": PIPELINE})
+    f = jshard.shard(plain, mesh=mesh_of(2, 2), level=0, config={"pipeline": PIPELINE})
+    found = compiled(jax.value_and_grad(f), w, x)
     assert largest_error(jax.value_and_grad(f)(w, x), jax.jit(jax.value_and_grad(plain))(w, x)) < 1e-12
+    plan = f.plan(w, x)
+    assert plan.pipeline is not None and not any("differentiated from outside" in s for s in plan.steps)
+    in_ticks = [c for c in found if c.count > 1]
+    assert [(c.kind, c.count) for c in in_ticks] == [("permute", plan.pipeline.ticks)] * 2, in_ticks
+    assert any(c.kind == "all_reduce" and "f64[" in c.shape for c in found)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_outer_gradients_of_microbatches_are_summed_once(remat: bool) -> None:
+    def loss(w: Any, x: jax.Array) -> jax.Array:
+        def layer(h: jax.Array, one: jax.Array) -> tuple[jax.Array, None]:
+            return jnp.tanh(h @ one.T @ w["shared"]), None
+
+        h, _ = lax.scan(jax.checkpoint(layer) if remat else layer, x, w["layers"])
+        return jnp.mean(h**2)
+
+    w, x = {"layers": normal(6, LAYERS, WIDTH, WIDTH) / 3, "shared": normal(7, WIDTH, WIDTH)}, normal(1, BATCH, WIDTH)
+    cuts = {"w": jax.P(), "x": jax.P("data")}
+    f = jax.value_and_grad(
+        jshard.shard(loss, mesh=mesh_of(1, 2), level=0, microbatches=4, in_strategy=cuts)
+    )
+    found = compiled(f, w, x)
+    assert {c.kind for c in found} == {"all_reduce"} and {c.count for c in found} == {1}, found
+    assert largest_error(f(w, x), jax.jit(jax.value_and_grad(loss))(w, x)) < 1e-12
+
+
+@pytest.mark.parametrize("options", FORMS)
+def test_outer_gradient_of_checkpointed_experts(options: dict[str, Any]) -> None:
+    """The forward pass alone: a checkpointed layer adds a product of sums over the batch to a carry."""
+    loss, (w, x) = experts(0.7, True), experts_arguments(LAYERS)
+    f = jax.value_and_grad(jshard.shard(loss, mesh=mesh_of(2, 1), level=0, **options))
+    assert largest_error(f(w, x), jax.jit(jax.value_and_grad(loss))(w, x)) < 1e-12
+
+
+@pytest.mark.parametrize("options", FORMS)
+def test_outer_gradient_in_bfloat16(options: dict[str, Any]) -> None:
+    """Sums over pieces are rounded to the loss's own dtype, which is differentiated too."""
+    w, x = (a.astype(jnp.bfloat16) for a in (normal(6, LAYERS, WIDTH, WIDTH) / 3, normal(1, BATCH, WIDTH)))
+    found = jax.grad(jshard.shard(plain, mesh=mesh_of(2, 1), level=0, **options))(w, x)
+    wanted = jax.grad(plain)(*(a.astype(jnp.float64) for a in (w, x)))
+    assert found.dtype == jnp.bfloat16 and largest_error(found.astype(jnp.float64), wanted) < 0.02
 
 
 def test_optax_multi_steps_outside() -> None:

@@ -122,6 +122,18 @@ def test_fewest_microbatches_are_looked_for_where_they_should_fit(monkeypatch):
     assert microbatches(counts, needs)[1][:6] == [1, 2, 4, 8, 16, 32]
 
 
+def test_more_pieces_that_cost_less_than_the_fewest_that_fit(monkeypatch):
+    """A plan that fills its budget may cost more than one in more pieces; the steps name both numbers."""
+    needs = {1: (40.0, 1.0), 2: (20.0, 1.0), 4: (9.0, 3.0), 8: (8.5, 2.0), 16: (5.0, 2.5)}
+    monkeypatch.setattr(batch_of_call, "_excess", lambda error: 0.0)
+    chosen, tried, text = microbatches((1, 2, 4, 8, 16), needs.__getitem__)
+    assert chosen == 8 and tried == [1, 2, 4, 8, 16]
+    assert "at less cost than 4, the least number that was found to fit, since 1, 2 exceed the budget" in text
+    needs[8] = 8.5, 4.0
+    chosen, _, text = microbatches((1, 2, 4, 8, 16), needs.__getitem__)
+    assert chosen == 4 and "at less cost" not in text
+
+
 def test_the_last_piece_need_not_be_the_one_that_fits(monkeypatch):
     """Fewer examples than devices are cut less: the most pieces may hold more."""
 
