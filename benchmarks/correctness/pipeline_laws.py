@@ -72,7 +72,10 @@ def weighted_arguments(layers: int) -> tuple[Any, Any]:
     """Most weights of the first examples are 0."""
     w, tokens = models.gpt_arguments(layers)
     n = tokens.shape[0]
-    return w, (tokens, jnp.arange(tokens.size).reshape(tokens.shape) % (3 + jnp.arange(n)[:, None] // 8) * 1.0)
+    return w, (
+        tokens,
+        jnp.arange(tokens.size).reshape(tokens.shape) % (3 + jnp.arange(n)[:, None] // 8) * 1.0,
+    )
 
 
 MODELS: dict[str, tuple[Callable[..., Any], Callable[[int], tuple]]] = {
@@ -113,9 +116,16 @@ def cases() -> list[Case]:
     for name, one in itertools.product(MODELS, SHAPES):
         found.append((title(name, one), lambda name=name, one=one: check_pipeline(name, one)))
     for name, one in itertools.product(MODELS, OUTSIDE):
-        found.append((title(name, one) + ", grad outside", lambda name=name, one=one: check_outside(name, one)))
+        found.append(
+            (title(name, one) + ", grad outside", lambda name=name, one=one: check_outside(name, one))
+        )
     for name, k in itertools.product(MODELS, (2, 4, 8)):
-        found.append((f"{name}: microbatches {k}, MultiSteps outside", lambda name=name, k=k: check_multi_steps(name, k)))
+        found.append(
+            (
+                f"{name}: microbatches {k}, MultiSteps outside",
+                lambda name=name, k=k: check_multi_steps(name, k),
+            )
+        )
     for one in SHAPES:
         found.append((title("masks", one), lambda one=one: check_masks(one)))
     for name, (k, grad, sizes) in itertools.product(MODELS, MICROBATCHES):

@@ -21,7 +21,7 @@ from jshard._lower.as_traced import run_as_traced
 from jshard._lower.custom_derivatives import PlanRule, RunRule, rebuild_with_rule
 from jshard._lower.emit_collectives import apply_reshard
 from jshard._lower.made_and_read import is_made_by_loop, pads_for_products
-from jshard._lower.read_axes import carry_positions, read_axes
+from jshard._lower.read_axes import varying_as_read
 from jshard._lower.segment_barriers import SegmentBarriers
 from jshard._lower.sunk_slices import SunkSlices
 from jshard._program.graph import Literal
@@ -334,7 +334,9 @@ class LocalInterpreter:
     def _scan(self, action: RunCall, env: Env) -> None:
         params, boundary = action.call.eqn.params, action.call.boundary
         num_consts, num_carry = len(boundary["const"]), len(boundary["carry"])
-        operands = self._as_all_readers(action, self._operand_arrays(action, env))
+        operands = self._operand_arrays(action, env)
+        if self.vma:
+            operands = varying_as_read(action, operands, self.assignment, _CASTS_OWN_OPERANDS)
         consts, init = operands[:num_consts], operands[num_consts : num_consts + num_carry]
         xs = operands[num_consts + num_carry :]
         init = [self._initial_carry(x, i) for x, i in zip(init, boundary["carry"], strict=True)]
@@ -411,18 +413,6 @@ class LocalInterpreter:
         """The operands of a loop or branch."""
         operands = [self.as_array(v, env) for v in action.reads]
         return self._tie_to_trip(operands) if action.loop_invariant else operands
-
-    def _as_all_readers(self, action: RunCall, operands: list[jax.Array]) -> list[jax.Array]:
-        """The operands of a loop, varying over the axes over which all their readers in the loop do."""
-        if not self.vma:
-            return operands
-        results = [frozenset(() if isinstance(v, Literal) else v[1].axes) for v in action.returns[0]]
-        axes = read_axes(action, results, self.assignment, _CASTS_OWN_OPERANDS)
-        carries = carry_positions(action)
-        return [
-            x if k in carries or not jnp.issubdtype(x.dtype, jnp.inexact) else compat.cast_vma(x, axes[k])
-            for k, x in enumerate(operands)
-        ]
 
     def _body_values(self, action: RunCall, k: int, arrays: Sequence[Local]) -> list[Local]:
         """The results of body `k`: arrays, or slices of the stacks that a loop carries."""

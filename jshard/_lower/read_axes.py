@@ -5,14 +5,18 @@ and the transpose of the cast is a sum over that axis. In a loop over microbatch
 where one sum of what the turns have added up is enough.
 
 Idea.  What all readers in the body would cast is cast before the loop. Readers are followed through views of the input,
-local slices, inner loops and checkpointed calls; what is communicated, carried or returned keeps the axes of its layout, so that the types
-of all other values stay as they were.
+local slices, inner loops and checkpointed calls. What is communicated, carried or returned keeps the axes of its layout, so
+that the types of all other values stay as they were.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import jax
+import jax.numpy as jnp
+
+from jshard._core import jaxcompat as compat
 from jshard._program.graph import Literal
 from jshard._schedule.assignment import Assignment, Value
 from jshard._schedule.schedule import Action, Reshard, RunCall, RunOperator
@@ -21,19 +25,33 @@ from jshard._schedule.schedule import Action, Reshard, RunCall, RunOperator
 Axes = frozenset[str]
 
 _VIEWS = frozenset(
-    "convert_element_type reshape transpose squeeze expand_dims broadcast_in_dim copy neg slice dynamic_slice "
+    "convert_element_type reshape transpose squeeze expand_dims broadcast_in_dim copy neg slice dynamic_slice gather "
     "jshard_pin_operand jshard_pin_result jshard_own_result jshard_module_output name rounded_sum".split()
 )
-"""Operators of one array that do the same on whatever axes it varies over."""
+"""Operators of one array (and positions in it) that do the same on whatever axes it varies over."""
 
 
-def read_axes(
+def varying_as_read(
+    action: RunCall, operands: Sequence[jax.Array], assignment: Assignment, own_types: Iterable[str]
+) -> list[jax.Array]:
+    """The operands of a scan, those that it does not carry varying over the axes over which all their readers do.
+
+    `own_types`: primitives that cast their operands themselves.
+    """
+    axes = _read_axes(action, list(map(_own, action.returns[0])), assignment, own_types)
+    carries = _carry_positions(action)
+    return [
+        x if k in carries or not jnp.issubdtype(x.dtype, jnp.inexact) else compat.cast_vma(x, axes[k])
+        for k, x in enumerate(operands)
+    ]
+
+
+def _read_axes(
     action: RunCall, results: Sequence[Axes], assignment: Assignment, own_types: Iterable[str]
 ) -> list[Axes]:
     """For each value that enters the first body of a call, the axes over which its readers vary, or it does.
 
-    - `results`: the axes over which the results of the body are read.
-    - `own_types`: primitives that cast their operands themselves.
+    `results`: the axes over which the results of the body are read.
     """
     readers = _Readers(assignment, frozenset(own_types))
     for v, axes in zip(action.returns[0], results, strict=True):
@@ -62,18 +80,20 @@ class _Readers:
     def of_action(self, action: Action) -> None:
         """What an action reads."""
         if isinstance(action, Reshard):
-            sliced = () if any(n >= 0 for n in action.collective_ids) else action.target.axes
-            self.add((action.tensor, action.source), frozenset((*action.source.axes, *sliced)))
+            own = frozenset(action.source.axes)
+            local = all(n < 0 for n in action.collective_ids)
+            of_result = self.of((action.tensor, action.target)) if local else frozenset()
+            self.add((action.tensor, action.source), own | of_result)
         elif isinstance(action, RunOperator):
             self._of_operator(action)
         elif action.call.kind == "remat":
             results = [_own(v) if isinstance(v, Literal) else self.of(v) for v in action.returns[0]]
-            entering = read_axes(action, results, self.assignment, self.own_types)
+            entering = _read_axes(action, results, self.assignment, self.own_types)
             for v, axes in zip(action.entry[0], entering, strict=True):
                 self.add(v, axes)
         elif action.call.kind == "scan":
-            entering = read_axes(action, list(map(_own, action.returns[0])), self.assignment, self.own_types)
-            carries = carry_positions(action)
+            entering = _read_axes(action, list(map(_own, action.returns[0])), self.assignment, self.own_types)
+            carries = _carry_positions(action)
             for k, (v, axes) in enumerate(zip(action.reads, entering, strict=True)):
                 self.add(v, _own(v) if k in carries else axes)
         else:
@@ -95,7 +115,7 @@ class _Readers:
             self.add(v, axes)
 
 
-def carry_positions(action: RunCall) -> range:
+def _carry_positions(action: RunCall) -> range:
     """Which operands of a scan are carried."""
     first = len(action.call.boundary["const"])
     return range(first, first + len(action.call.boundary["carry"]))

@@ -121,7 +121,9 @@ def _rounded_type(x: core.ShapedArray, *, dtype: jax.typing.DTypeLike) -> list[c
     return [x.update(dtype=jnp.dtype(dtype), weak_type=False)]
 
 
-def _shifted_back(ct: jax.Array, avals: Sequence[core.ShapedArray], *, by: int, wrap: bool) -> list[jax.Array]:
+def _shifted_back(
+    ct: jax.Array, avals: Sequence[core.ShapedArray], *, by: int, wrap: bool
+) -> list[jax.Array]:
     return [stage_shift(ct, -by, wrap)]
 
 
@@ -129,9 +131,7 @@ def _zero_unless_back(ct: jax.Array, avals: Sequence[core.ShapedArray], kept: ja
     return [zero_unless(ct, kept)]
 
 
-def _taken_from_round(
-    ct: jax.Array, avals: Sequence[core.ShapedArray], rounds: jax.Array
-) -> list[jax.Array]:
+def _taken_from_round(ct: jax.Array, avals: Sequence[core.ShapedArray], rounds: jax.Array) -> list[jax.Array]:
     """The cotangents of the sums and of the addend: of each stage that of the round it adds to."""
     own = jnp.arange(ct.shape[0], dtype=rounds.dtype)[:, None, None] == rounds
     return [ct, jnp.sum(zero_unless(ct, jnp.broadcast_to(own, ct.shape[:3])), 0)]

@@ -125,10 +125,11 @@ def compiled(f: Callable, *args: Any) -> list[Emitted]:
     return list(read_program(jax.jit(f).lower(*args).compile()).collectives)
 
 
-def test_outer_gradient_of_a_pipeline() -> None:
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_outer_gradient_of_a_pipeline(rounds: int) -> None:
     """Both passes are planned together; weight gradients are summed once, after the ticks."""
     w, x = normal(6, LAYERS, WIDTH, WIDTH) / 3, normal(1, BATCH, WIDTH)
-    f = jshard.shard(plain, mesh=mesh_of(2, 2), level=0, config={"pipeline": PIPELINE})
+    f = jshard.shard(plain, mesh=mesh_of(2, 2), level=0, config={"pipeline": {**PIPELINE, "rounds": rounds}})
     found = compiled(jax.value_and_grad(f), w, x)
     assert largest_error(jax.value_and_grad(f)(w, x), jax.jit(jax.value_and_grad(plain))(w, x)) < 1e-12
     plan = f.plan(w, x)
@@ -147,11 +148,12 @@ def test_outer_gradients_of_microbatches_are_summed_once(remat: bool) -> None:
         h, _ = lax.scan(jax.checkpoint(layer) if remat else layer, x, w["layers"])
         return jnp.mean(h**2)
 
-    w, x = {"layers": normal(6, LAYERS, WIDTH, WIDTH) / 3, "shared": normal(7, WIDTH, WIDTH)}, normal(1, BATCH, WIDTH)
-    cuts = {"w": jax.P(), "x": jax.P("data")}
-    f = jax.value_and_grad(
-        jshard.shard(loss, mesh=mesh_of(1, 2), level=0, microbatches=4, in_strategy=cuts)
+    w, x = (
+        {"layers": normal(6, LAYERS, WIDTH, WIDTH) / 3, "shared": normal(7, WIDTH, WIDTH)},
+        normal(1, BATCH, WIDTH),
     )
+    cuts = {"w": jax.P(), "x": jax.P("data")}
+    f = jax.value_and_grad(jshard.shard(loss, mesh=mesh_of(1, 2), level=0, microbatches=4, in_strategy=cuts))
     found = compiled(f, w, x)
     assert {c.kind for c in found} == {"all_reduce"} and {c.count for c in found} == {1}, found
     assert largest_error(f(w, x), jax.jit(jax.value_and_grad(loss))(w, x)) < 1e-12
