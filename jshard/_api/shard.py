@@ -130,9 +130,8 @@ def shard(
     - `static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames`: as in `jax.jit`.
     - `remat`: "auto" computes values again where the budget needs it, "policy" also prints the `jax.checkpoint` policy.
         `config={"replication_price": 0}` counts the products that several devices compute no more than their time.
-    - `microbatches`: into how many pieces the batch is cut, over which the step runs in a loop that adds up the sums over
-        examples (gradients) and changes no result; "auto": the least number that fits the memory budget, or more where that
-        plan fills it and more cost less (docs/howto/fit_a_budget.md).
+    - `microbatches`: into how many pieces the batch is cut, which run in a loop that adds up sums over examples (gradients)
+        and changes no result; "auto": the least number that fits the memory budget, or more if they cost less.
 
     Returns a `Sharded` callable, or a decorator without `fn`; a Flax module gives a sharded module. Raises `ShardError`
     for a wrong argument.

@@ -332,14 +332,16 @@ class LocalInterpreter:
     # Loops and branches: values pass boundary operators on their way in and out.
 
     def _scan(self, action: RunCall, env: Env) -> None:
-        params, boundary = action.call.eqn.params, action.call.boundary
+        params, boundary, operands = (
+            action.call.eqn.params,
+            action.call.boundary,
+            self._operand_arrays(action, env),
+        )
         num_consts, num_carry = len(boundary["const"]), len(boundary["carry"])
-        operands = self._operand_arrays(action, env)
         if self.vma:
             operands = varying_as_read(action, operands, self.assignment, _CASTS_OWN_OPERANDS)
-        consts, init = operands[:num_consts], operands[num_consts : num_consts + num_carry]
-        xs = operands[num_consts + num_carry :]
-        init = [self._initial_carry(x, i) for x, i in zip(init, boundary["carry"], strict=True)]
+        consts, xs = operands[:num_consts], operands[num_consts + num_carry :]
+        init = [self._initial_carry(operands[num_consts + k], i) for k, i in enumerate(boundary["carry"])]
         # In compiled calls, stacks that are only updated slice by slice are carried whole and updated in place.
         stacks = [] if self.vma else carried_stacks(action, self.program, self.assignment.values)
         sliced = {k: x for k, x in enumerate(xs) if k not in {s.xs for s in stacks}}
@@ -355,12 +357,11 @@ class LocalInterpreter:
             arrays, stacked = _split_stacks(results[num_carry:], stacks)
             return (tuple(values), arrays, counter), tuple(map(materialized, stacked))
 
-        length = int(params["length"])
         (final, arrays, counter), stacked = lax.scan(
             step,
             (tuple(init), tuple(xs[s.xs] for s in stacks), initial_counter),
-            (jnp.arange(length) if stacks else None, tuple(sliced.values())),
-            length=length,
+            (jnp.arange(params["length"]) if stacks else None, tuple(sliced.values())),
+            length=int(params["length"]),
             reverse=params["reverse"],
             # Equal collectives of trips unrolled side by side would be merged.
             unroll=params["unroll"] if initial_counter is None else 1,
