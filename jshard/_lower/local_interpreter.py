@@ -21,14 +21,13 @@ from jshard._lower.as_traced import run_as_traced
 from jshard._lower.custom_derivatives import PlanRule, RunRule, rebuild_with_rule
 from jshard._lower.emit_collectives import apply_reshard
 from jshard._lower.made_and_read import is_made_by_loop, pads_for_products
-from jshard._lower.read_axes import varying_as_read
+from jshard._lower.read_axes import CASTS_OWN_OPERANDS, varying_as_read
 from jshard._lower.segment_barriers import SegmentBarriers
 from jshard._lower.sunk_slices import SunkSlices
 from jshard._program.graph import Literal
 from jshard._program.memory.in_place import is_update
 from jshard._program.memory.liveness import liveness
 from jshard._program.memory.memory_layout import memory_layout
-from jshard._program.user_shard_map import SHARD_MAP
 from jshard._rules.registry import Edges, LocalContext, StackSlice, block_index, materialized, plan_scope
 from jshard._rules.rule import NONE, Candidate
 from jshard._schedule.awaited_values import awaited_values
@@ -44,9 +43,6 @@ Env = dict[Value, Local]
 
 _LARGE_RESULT = 8 * 2**20  # bytes; smaller collectives may be combined
 _PARTS = ("slice", "dynamic_slice")  # primitives that return a part of their first operand
-
-# A user's `shard_map` types values by its specs, a solver by its functions; of the others, each result has its own type.
-_CASTS_OWN_OPERANDS = (SHARD_MAP, "custom_linear_solve", "device_put", "optimization_barrier")
 
 
 class LocalInterpreter:
@@ -171,7 +167,7 @@ class LocalInterpreter:
         if not self.vma or action.reader < 0:
             return frozenset()
         candidate = self.assignment.candidate(action.reader)
-        if candidate is None or self.program.operators[action.reader].primitive in _CASTS_OWN_OPERANDS:
+        if candidate is None or self.program.operators[action.reader].primitive in CASTS_OWN_OPERANDS:
             return frozenset()
         codes = zip(self.mesh.names, candidate.axis_codes, strict=True)
         return frozenset(name for name, code in codes if code != NONE)
@@ -188,7 +184,7 @@ class LocalInterpreter:
             # A slice of a stack is updated, or read in parts, inside the stack.
             operands[0] = env[action.reads[0]]
         operands = self._exchanged_anew(action, operands)
-        if self.vma and op.primitive not in _CASTS_OWN_OPERANDS:
+        if self.vma and op.primitive not in CASTS_OWN_OPERANDS:
             operands = [*compat.to_common_vma([materialized(x) for x in operands])]
         self.slices.record(action)
         results = self._bind_local(action, operands, self.assignment.candidate(action.op))
@@ -332,14 +328,10 @@ class LocalInterpreter:
     # Loops and branches: values pass boundary operators on their way in and out.
 
     def _scan(self, action: RunCall, env: Env) -> None:
-        params, boundary, operands = (
-            action.call.eqn.params,
-            action.call.boundary,
-            self._operand_arrays(action, env),
-        )
+        params, boundary = action.call.eqn.params, action.call.boundary
         num_consts, num_carry = len(boundary["const"]), len(boundary["carry"])
-        if self.vma:
-            operands = varying_as_read(action, operands, self.assignment, _CASTS_OWN_OPERANDS)
+        operands = self._operand_arrays(action, env)
+        operands = varying_as_read(action, operands, self.assignment) if self.vma else operands
         consts, xs = operands[:num_consts], operands[num_consts + num_carry :]
         init = [self._initial_carry(operands[num_consts + k], i) for k, i in enumerate(boundary["carry"])]
         # In compiled calls, stacks that are only updated slice by slice are carried whole and updated in place.
@@ -360,7 +352,7 @@ class LocalInterpreter:
         (final, arrays, counter), stacked = lax.scan(
             step,
             (tuple(init), tuple(xs[s.xs] for s in stacks), initial_counter),
-            (jnp.arange(params["length"]) if stacks else None, tuple(sliced.values())),
+            (jnp.arange(int(params["length"])) if stacks else None, tuple(sliced.values())),
             length=int(params["length"]),
             reverse=params["reverse"],
             # Equal collectives of trips unrolled side by side would be merged.

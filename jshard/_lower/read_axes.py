@@ -11,18 +11,22 @@ that the types of all other values stay as they were.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
 from jshard._core import jaxcompat as compat
 from jshard._program.graph import Literal
+from jshard._program.user_shard_map import SHARD_MAP
 from jshard._schedule.assignment import Assignment, Value
 from jshard._schedule.schedule import Action, Reshard, RunCall, RunOperator
 
 
 Axes = frozenset[str]
+
+CASTS_OWN_OPERANDS = (SHARD_MAP, "custom_linear_solve", "device_put", "optimization_barrier")
+"""A user's `shard_map` types values by its specs, a solver by its functions; of the others, each result has its own type."""
 
 _VIEWS = frozenset(
     "convert_element_type reshape transpose squeeze expand_dims broadcast_in_dim copy neg slice dynamic_slice gather "
@@ -32,13 +36,10 @@ _VIEWS = frozenset(
 
 
 def varying_as_read(
-    action: RunCall, operands: Sequence[jax.Array], assignment: Assignment, own_types: Iterable[str]
+    action: RunCall, operands: Sequence[jax.Array], assignment: Assignment
 ) -> list[jax.Array]:
-    """The operands of a scan, those that it does not carry varying over the axes over which all their readers do.
-
-    `own_types`: primitives that cast their operands themselves.
-    """
-    axes = _read_axes(action, list(map(_own, action.returns[0])), assignment, own_types)
+    """The operands of a scan, those that it does not carry varying over the axes over which all their readers do."""
+    axes = _read_axes(action, list(map(_own, action.returns[0])), assignment)
     carries = _carry_positions(action)
     return [
         x if k in carries or not jnp.issubdtype(x.dtype, jnp.inexact) else compat.cast_vma(x, axes[k])
@@ -46,14 +47,12 @@ def varying_as_read(
     ]
 
 
-def _read_axes(
-    action: RunCall, results: Sequence[Axes], assignment: Assignment, own_types: Iterable[str]
-) -> list[Axes]:
+def _read_axes(action: RunCall, results: Sequence[Axes], assignment: Assignment) -> list[Axes]:
     """For each value that enters the first body of a call, the axes over which its readers vary, or it does.
 
     `results`: the axes over which the results of the body are read.
     """
-    readers = _Readers(assignment, frozenset(own_types))
+    readers = _Readers(assignment)
     for v, axes in zip(action.returns[0], results, strict=True):
         readers.add(v, axes)
     for inner in reversed(action.bodies[0]):
@@ -64,8 +63,8 @@ def _read_axes(
 class _Readers:
     """The axes common to the readers of each value, of actions taken from the last to the first."""
 
-    def __init__(self, assignment: Assignment, own_types: frozenset[str]):
-        self.assignment, self.own_types = assignment, own_types
+    def __init__(self, assignment: Assignment):
+        self.assignment = assignment
         self.common: dict[Value, Axes] = {}
 
     def of(self, v: Value) -> Axes:
@@ -88,11 +87,11 @@ class _Readers:
             self._of_operator(action)
         elif action.call.kind == "remat":
             results = [_own(v) if isinstance(v, Literal) else self.of(v) for v in action.returns[0]]
-            entering = _read_axes(action, results, self.assignment, self.own_types)
+            entering = _read_axes(action, results, self.assignment)
             for v, axes in zip(action.entry[0], entering, strict=True):
                 self.add(v, axes)
         elif action.call.kind == "scan":
-            entering = _read_axes(action, list(map(_own, action.returns[0])), self.assignment, self.own_types)
+            entering = _read_axes(action, list(map(_own, action.returns[0])), self.assignment)
             carries = _carry_positions(action)
             for k, (v, axes) in enumerate(zip(action.reads, entering, strict=True)):
                 self.add(v, _own(v) if k in carries else axes)
@@ -103,7 +102,7 @@ class _Readers:
     def _of_operator(self, action: RunOperator) -> None:
         op = self.assignment.program.operators[action.op]
         rule = self.assignment.states[action.op].rule
-        if op.primitive in self.own_types or action.collective_ids or rule.opaque:
+        if op.primitive in CASTS_OWN_OPERANDS or action.collective_ids or rule.opaque:
             for v in action.reads:
                 self.add(v, _own(v))
             return
