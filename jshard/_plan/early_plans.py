@@ -25,7 +25,7 @@ from jshard._plan.request import PlanRequest
 from jshard._plan.scheduled_solution import ScheduledSolution, schedule_solution
 from jshard._program.memory.list_scheduling import live_bytes_curve
 from jshard._program.memory.liveness import liveness
-from jshard._search import LARGE_NETWORK, CostNetwork, Effort, evaluate
+from jshard._search import LARGE_NETWORK, CostNetwork, Effort, Prices, evaluate
 from jshard._search.branch_and_bound import branch_and_bound
 from jshard._search.cost_network import ArrayPool
 from jshard._search.exact.reduce_batched import starting_network
@@ -92,11 +92,13 @@ class BudgetStart:
 
     - `estimating`: the estimating memory network, if it was built.
     - `plans`: known so far, within the budget. `answers`: of the estimating network, the last the best.
+    - `prices`: with what they prove of the estimating network; None where none were tried.
     """
 
     estimating: CostNetwork | None = None
     plans: tuple[ScheduledSolution, ...] = ()
     answers: tuple[Ints, ...] = ()
+    prices: Prices | None = None
 
 
 def budget_start(
@@ -127,14 +129,14 @@ def budget_start(
         memory, memory=dataclasses.replace(memory.memory, limit=request.memory_limit)
     )
     given = [with_copies(memory, assignment_of_solution(p)[:size]) for p in (fastest, known) if p is not None]
-    answers = answers_within(limited, *given, effort=effort)
+    answers, prices = answers_within(limited, *given, effort=effort)
     plans = [known] if known is not None else []
     for x in reversed(answers):
         plan = schedule_solution(network, request, x, fastest.bound, ())
         if plan.peak <= request.memory_limit:
             plans.append(plan.after(fastest))
             break
-    return BudgetStart(memory, tuple(plans), tuple(answers))
+    return BudgetStart(memory, tuple(plans), tuple(answers), prices)
 
 
 def _bytes_by_state(network: PlanningNetwork) -> list[Floats]:

@@ -48,7 +48,8 @@ from jshard._search.memory.key_times import least_conceivable_peak
 
 _LEAST_PEAK_VARIABLES = 100  # up to which the least peak is looked for though it is proved not to fit
 _BOUNDED_AT_FIRST = 1000  # variables below which the least peak is bounded once a plan exceeds the budget
-_LARGE_GAP = 0.01  # relative, at which the search of a large network under a budget ends
+_LARGE_GAP = 0.01  # relative, at which the search of a large network without memory ends
+_BUDGET_GAP = 0.015  # ... and that of one with memory, where a tighter proof takes several solutions more
 # Variables from which on a round of prices takes seconds; the estimating network, which needs fewer, comes first there.
 _LONG_ROUNDS = 50_000
 # Of the budget: above it a schedule by the lower-bound, or the estimating, network is too far from what that counts.
@@ -327,7 +328,7 @@ class LevelSearch:
         large = LARGE_NETWORK <= network.cost_network.size < _LONG_ROUNDS
         start = self._start(network, fastest) if best_within(self._known, limit) else None
         near = best_within(start.plans, limit) if start else None
-        if near is not None and near.cost <= fastest.bound * (1 + _LARGE_GAP):
+        if near is not None and near.cost <= fastest.bound * (1 + _BUDGET_GAP):
             return dataclasses.replace(near, bound=fastest.bound)
         bounding = memory_network(network, lower_bound=True)
         assert bounding.memory is not None
@@ -350,7 +351,7 @@ class LevelSearch:
         if large:
             return self._minimize_time_of_large(network, bounding, fastest, most, start)
         memory = start.estimating or memory_network(network)
-        begin = None, start.answers
+        begin = start.prices, start.answers
         plans, found = self._search_schedules(network, memory, fastest, most, begin, may_fit=may_fit)
         plans = [*start.plans, *plans]
         if not plans and most < math.inf:
@@ -374,6 +375,7 @@ class LevelSearch:
             prices=None if found is None or found.prices is None else found.prices.of_another_network(),
             known=[with_copies(bounding, x[: network.cost_network.size]) for x in known],
             bound_only=best is not None,
+            bound=fastest.bound,
         )
         if s is None:
             return best or fitting_or_lowest((fastest, *plans), limit)
@@ -403,15 +405,19 @@ class LevelSearch:
         early, known = start.plans, start.answers
         answers = [with_copies(bounding, x[:size]) for x in known]
         near, rounds = _NEAR_BUDGET * limit, 1 if best_within(early, limit) else ROUNDS
-        plans, found = self._search_schedules(network, bounding, fastest, most, (None, answers), near, rounds)
+        first = start.prices and start.prices.of_another_network()
+        plans, found = self._search_schedules(
+            network, bounding, fastest, most, (first, answers), near, rounds
+        )
         bound = fastest.bound if found is None else max(fastest.bound, found.bound)
         best = best_within([*early, *plans], limit)
-        if best is None or best.cost > bound * (1 + _LARGE_GAP) and not best.interrupted:
+        if best is None or best.cost > bound * (1 + _BUDGET_GAP) and not best.interrupted:
             estimating = start.estimating or memory_network(network)
-            prices = found and found.prices and found.prices.of_another_network()
+            prices = start.prices or (found and found.prices and found.prices.of_another_network())
             more = [with_copies(estimating, x[:size]) for x in (found.answers if found else ())]
             begin, far = (prices, (*known, *more)), _FAR_FROM_BUDGET * limit
-            plans += self._search_schedules(network, estimating, fastest, most, begin, far)[0]
+            bounded = dataclasses.replace(fastest, bound=bound)
+            plans += self._search_schedules(network, estimating, bounded, most, begin, far)[0]
         if not plans and not early and most < math.inf:
             raise NoBetterPlan(fastest.bound + self.request.most - most)
         best = best_within([*early, *plans], limit) or fitting_or_lowest((fastest, *plans), limit)
@@ -422,7 +428,7 @@ class LevelSearch:
         if not is_large_and_limited(network, self.request):
             return BudgetStart()
         known, effort = best_within(self._known, self._limit), self.effort.part(_SHARE_FOR_START)
-        start = budget_start(network, fastest, known, _LARGE_GAP, effort)
+        start = budget_start(network, fastest, known, _BUDGET_GAP, effort)
         self._known += start.plans
         return start
 
@@ -456,7 +462,7 @@ class LevelSearch:
         def solved(aim: float, prices: Prices | None, answers: Sequence[Ints]) -> Solution | None:
             return self._solve_limited(
                 memory, aim, (fastest.cost, fastest.peak), prices, answers, note_first_plan, effort=effort,
-                most=most,
+                bound=fastest.bound, most=most,
             )  # fmt: skip
 
         def scheduled(s: Solution) -> ScheduledSolution:
@@ -478,23 +484,25 @@ class LevelSearch:
         on_answer: Callable[[Ints], None] | None = None,
         bound_only: bool = False,
         effort: Effort | None = None,
+        bound: float = -math.inf,
         most: float = math.inf,
     ) -> Solution | None:
         """The solution of a memory network under a limit in bytes; None where none was found.
 
         `unlimited` are seconds and peak of the fastest plan, `prices` those to begin with, and `known` assignments;
-        `on_answer` is called with every better one; `bound_only`: a known one is good; `most`: no cost above is of use.
+        `on_answer` is called with every better one; `bound_only`: a known one is good; `bound`: of the cost, so far;
+        `most`: no cost above is of use.
         """
         assert memory.memory is not None
         limited = dataclasses.replace(memory, memory=dataclasses.replace(memory.memory, limit=limit))
         r = self.request
-        gap = max(r.memory_gap, _LARGE_GAP) if memory.size >= LARGE_NETWORK else r.memory_gap
+        gap = max(r.memory_gap, _BUDGET_GAP) if memory.size >= LARGE_NETWORK else r.memory_gap
         try:
             return solve(
                 limited, gap=gap, seconds=self._seconds(r.memory_seconds),
                 on_progress=self.on_progress, layers_repeat=True, prices=prices, known=known,
                 unlimited=unlimited, effort=effort or self.effort, on_answer=on_answer,
-                bound_only=bound_only, most=most,
+                bound_only=bound_only, bound=bound, most=most,
             )  # fmt: skip
         except (MemoryBudgetError, SearchError):
             return None

@@ -41,6 +41,7 @@ def solve(
     effort: Effort | None = None,
     on_answer: Callable[[Ints], None] | None = None,
     bound_only: bool = False,
+    bound: float = -math.inf,
     most: float = math.inf,
 ) -> Solution:
     """The best assignment found, its cost and a proved lower bound.
@@ -61,6 +62,7 @@ def solve(
     - `unlimited`: cost and peak of a good answer without a limit, where one is known: first prices come from it.
     - `on_answer`: called with every better assignment that prices on few times find within the limit.
     - `bound_only`: under a limit, `known` has a good assignment: answers of prices on few times are not combined.
+    - `bound`: one on the cost that is known, under a limit.
     - `most`: an assignment of higher cost is of no use: a higher bound ends the search.
     - `effort`: ends what improves an answer when it is spent; None for no limit but the seconds.
 
@@ -82,7 +84,7 @@ def solve(
             on_progress(text, incumbent, bound)
 
     search = SearchState(
-        begun + seconds, gap, report, network.size, prices=prices, unlimited=unlimited, known=tuple(known),
+        begun + seconds, gap, report, network.size, bound=bound, prices=prices, unlimited=unlimited, known=tuple(known),
         most=most,
     )  # fmt: skip
     search.effort, search.on_answer = effort or search.effort, on_answer

@@ -54,7 +54,7 @@ def test_a_plan_near_the_bound_without_a_budget_ends_the_search(large, monkeypat
     """Its gap is to the bound of every plan; no network with memory is built."""
     free = planned(4)
     budget = int(0.9 * free.cost.peak_bytes)
-    monkeypatch.setattr(level_search, "_LARGE_GAP", 10.0)  # every plan is near
+    monkeypatch.setattr(level_search, "_BUDGET_GAP", 10.0)  # every plan is near
     monkeypatch.setattr(level_search, "memory_network", None)
     plan = planned(4, memory_budget=budget)
     assert plan.cost.peak_bytes <= budget

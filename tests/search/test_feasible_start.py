@@ -20,8 +20,8 @@ def test_the_last_answer_keeps_the_limit_and_costs_no_more_than_those_before(see
     least = solve(network, objective="peak").cost
     limit = least + 0.3 * (peak(network, free) - least)
     limited = dataclasses.replace(network, memory=dataclasses.replace(network.memory, limit=limit))
-    answers = answers_within(limited, free, effort=Effort())
-    assert 1 <= len(answers) <= 3 and peak(network, answers[-1]) <= limit
+    answers = answers_within(limited, free, effort=Effort()).assignments
+    assert 1 <= len(answers) <= 4 and peak(network, answers[-1]) <= limit
     fitting = [evaluate(network, x) for x in answers if peak(network, x) <= limit]
     assert fitting[-1] == min(fitting)
     best = solve(limited)
@@ -41,7 +41,7 @@ def test_a_known_answer_within_the_limit_is_combined_with_the_fastest_and_no_oth
         raise AssertionError("a priced network is solved")
 
     monkeypatch.setattr(PricedNetworks, "solve", no_search)
-    first, last = answers_within(limited, free, low, effort=Effort())
+    first, last = answers_within(limited, free, low, effort=Effort()).assignments
     assert (first == low).all() and peak(network, last) <= limit
     assert evaluate(network, last) <= evaluate(network, low)
     assert all(s in pair for s, *pair in zip(last.tolist(), free.tolist(), low.tolist(), strict=True))
@@ -49,5 +49,6 @@ def test_a_known_answer_within_the_limit_is_combined_with_the_fastest_and_no_oth
 
 def test_nothing_is_combined_once_the_effort_is_spent():
     network = deep(40, 1, limit=0.0)
-    assert len(answers_within(dataclasses.replace(network, memory=dataclasses.replace(network.memory, limit=1e9)),
-                              np.zeros(network.size, dtype=np.int64), effort=Effort(1.0))) <= 1  # fmt: skip
+    limited = dataclasses.replace(network, memory=dataclasses.replace(network.memory, limit=1e9))
+    fastest = np.zeros(network.size, dtype=np.int64)
+    assert len(answers_within(limited, fastest, effort=Effort(1.0)).assignments) <= 1

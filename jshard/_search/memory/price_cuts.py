@@ -54,7 +54,8 @@ MESSAGE_ROUNDS = 200  # of message passing for each
 INNER_GAP = 0.2  # of the gap that suffices: how near its optimum a priced network is solved
 # Of the gap that suffices: what better prices can add to the bound when they are not looked for.
 CONVERGED = 0.25
-FIRST_SPEND = 1.0  # bytes at the limit cost so many times the network's cost, at first
+FIRST_SPEND = 0.65  # bytes at the limit cost so many times the network's cost, at first
+MOST_SPENT = 4.0  # times what the bytes at the limit cost before: the most that they cost in the next round
 LARGEST_SPEND = 1e5
 JOINING = 4  # times that join at once
 FUSED_ANSWERS = 4
@@ -231,11 +232,15 @@ class PriceCuts:
     def run(self) -> None:
         """Ascend until the gap is closed or better prices would add nothing.
 
-        Known answers come first, then `search.prices`: those of this network bring a bound with them.
+        Known answers come first, combined where a bound is known, then `search.prices`: those of this network bring a
+        bound with them.
         """
         for assignment in self.search.known:
             self._keep(assignment)
-        self._ascend()
+        if self.search.bound > -np.inf:
+            self._fuse()
+        if not self.search.gap_closed(self.search.bound):
+            self._ascend()
         distinct = {c.assignment.tobytes(): c.assignment for c in self.cuts}
         self.search.known = tuple(distinct.values())[-KNOWN_ANSWERS:]
 
@@ -289,14 +294,17 @@ class PriceCuts:
             times = self._joined(times, cut.profile)
         last, self.seen = self.cuts[-1], len(self.cuts)
         if self.best is None and (last.profile[times] > self.limit).any():
-            spend = max(spend, 4.0 * self.limit * float(prices.sum()), FIRST_SPEND * self._scale())
+            spend = max(spend, MOST_SPENT * self.limit * float(prices.sum()), FIRST_SPEND * self._scale())
             if spend > LARGEST_SPEND * self._scale():
                 return None
-        prices, model = best_prices([*self.guessed, *self.cuts], times, self.limit, spend)
+        answers = [*self.guessed, *self.cuts]
+        prices, model = best_prices(answers, times, self.limit, spend)
         if model - self.proved <= CONVERGED * gap * abs(self.proved):
-            if self.best is not None:
-                return None
-            spend *= 4.0
+            spend *= MOST_SPENT
+            if self.best is not None:  # better prices than these may be higher ones alone
+                prices, model = best_prices(answers, times, self.limit, spend)
+                if model - self.proved <= CONVERGED * gap * abs(self.proved):
+                    return None
         return times, prices, spend
 
     def _scale(self) -> float:
@@ -316,11 +324,11 @@ class PriceCuts:
             return (
                 first.times[known] - self.first_time,
                 prices,
-                max(spend, 4.0 * self.limit * float(prices.sum())),
+                max(spend, MOST_SPENT * self.limit * float(prices.sum())),
             )
         if spend:
             floor = live_bytes(self.memory, usage_range(self.memory)[0])
-            return np.array([int(floor.argmax())]), np.array([spend / self.limit]), spend
+            return np.array([int(floor.argmax())]), np.array([spend / self.limit]), MOST_SPENT * spend
         return np.zeros(0, dtype=np.int64), np.zeros(0), 0.0
 
     def _solve(self, times: Ints, prices: Floats) -> Cut | None:
