@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from jshard._plan.request import PlanRequest
 from jshard._plan.scheduled_solution import ScheduledSolution, schedule_solution
 from jshard._program.memory.list_scheduling import live_bytes_curve
 from jshard._program.memory.liveness import liveness
-from jshard._search import LARGE_NETWORK, CostNetwork, Effort, Prices, evaluate
+from jshard._search import LARGE_NETWORK, CostNetwork, Effort, Prices, evaluate, peak
 from jshard._search.branch_and_bound import branch_and_bound
 from jshard._search.cost_network import ArrayPool
 from jshard._search.exact.reduce_batched import starting_network
@@ -92,13 +93,15 @@ class BudgetStart:
 
     - `estimating`: the estimating memory network, if it was built.
     - `plans`: known so far, within the budget. `answers`: of the estimating network, the last the best.
-    - `prices`: with what they prove of the estimating network; None where none were tried.
+    - `prices`: with what they prove of the lower-bound network; None where none were tried.
+    - `bound`: that no plan within the budget costs less than.
     """
 
     estimating: CostNetwork | None = None
     plans: tuple[ScheduledSolution, ...] = ()
     answers: tuple[Ints, ...] = ()
     prices: Prices | None = None
+    bound: float = -math.inf
 
 
 def budget_start(
@@ -107,36 +110,55 @@ def budget_start(
     known: ScheduledSolution | None,
     gap: float,
     effort: Effort,
+    bounding: Callable[[], CostNetwork],
 ) -> BudgetStart:
     """A plan of little memory, and answers of the estimating memory network that a search can begin with.
 
-    The plan is the first that is within the budget of the request, of the last of those answers where none is.
+    The plan is the first that is within the budget of the request, of the last of those answers where none is. Prices are
+    tried on the lower-bound memory network, whose bound holds for every plan, and on the estimating one only where none of
+    those answers, combined, keeps the budget by that.
 
     Arguments:
 
     - `network`: with a single shared copy a tensor.
+    - `bounding`: gives its lower-bound memory network, which need not be built where a plan is known.
     - `fastest`: a plan of nearly least time, with which answers of little memory are combined.
     - `known`: a plan within the budget, where there is one; of a cost within `gap` of the bound nothing more is looked for.
     """
     if known is not None and known.cost <= fastest.bound * (1 + gap):
-        return BudgetStart(plans=(known,))
-    from jshard._search.memory.feasible_start import answers_within  # here: the import stays light
+        return BudgetStart(plans=(known,), bound=fastest.bound)
+    from jshard._search.memory.feasible_start import (  # here: the import stays light
+        FirstAnswers,
+        answers_within,
+        first_answers,
+    )
 
     request, size = fastest.request, network.cost_network.size
-    memory = memory_network(network)
-    assert request.memory_limit is not None and memory.memory is not None
-    limited = dataclasses.replace(
-        memory, memory=dataclasses.replace(memory.memory, limit=request.memory_limit)
-    )
-    given = [with_copies(memory, assignment_of_solution(p)[:size]) for p in (fastest, known) if p is not None]
-    answers, prices = answers_within(limited, *given, effort=effort)
+    assert request.memory_limit is not None
+    limit, memory, first = request.memory_limit, memory_network(network), FirstAnswers([], None)
+    limited = _limited(memory, limit)
+    if known is None:
+        first = first_answers(_limited(bounding(), limit), fastest.cost, effort=effort)
+    bound = max(fastest.bound, first.proved(limit))
+    given = first.assignments if known is None else [assignment_of_solution(known)]
+    given = [with_copies(memory, x[:size]) for x in given]
+    free = with_copies(memory, assignment_of_solution(fastest)[:size])
+    answers = answers_within(limited, free, given, effort=effort, bound=bound)
+    if all(peak(limited, x) > limit for x in answers):
+        given += first_answers(limited, fastest.cost, effort=effort).assignments
+        answers = answers_within(limited, free, given, effort=effort, bound=bound)
     plans = [known] if known is not None else []
     for x in reversed(answers):
-        plan = schedule_solution(network, request, x, fastest.bound, ())
-        if plan.peak <= request.memory_limit:
+        plan = schedule_solution(network, request, x, bound, ())
+        if plan.peak <= limit:
             plans.append(plan.after(fastest))
             break
-    return BudgetStart(memory, tuple(plans), tuple(answers), prices)
+    return BudgetStart(memory, tuple(plans), tuple(answers), first.prices, bound)
+
+
+def _limited(network: CostNetwork, limit: float) -> CostNetwork:
+    assert network.memory is not None
+    return dataclasses.replace(network, memory=dataclasses.replace(network.memory, limit=limit))
 
 
 def _bytes_by_state(network: PlanningNetwork) -> list[Floats]:

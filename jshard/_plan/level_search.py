@@ -105,6 +105,11 @@ class LevelSearch:
     def _single_copies(self) -> PlanningNetwork:
         return self.network(second_copies=False)
 
+    @functools.cached_property
+    def _bounding_network(self) -> CostNetwork:
+        """The lower-bound memory network, with a single shared copy a tensor."""
+        return memory_network(self._single_copies, lower_bound=True)
+
     def run(self, network: PlanningNetwork) -> ScheduledSolution:
         """Search by level. An interruption (Ctrl-C) gives the best plan known; it is raised again where none is."""
         try:
@@ -327,10 +332,9 @@ class LevelSearch:
         limit = self._limit
         large = LARGE_NETWORK <= network.cost_network.size < _LONG_ROUNDS
         start = self._start(network, fastest) if best_within(self._known, limit) else None
-        near = best_within(start.plans, limit) if start else None
-        if near is not None and near.cost <= fastest.bound * (1 + _BUDGET_GAP):
-            return dataclasses.replace(near, bound=fastest.bound)
-        bounding = memory_network(network, lower_bound=True)
+        if start and (near := self._near_bound(start)):
+            return near
+        bounding = self._bounding_network
         assert bounding.memory is not None
         floor = least_conceivable_peak(bounding.memory)  # of bytes, as far as that is known
         if floor > limit:
@@ -348,10 +352,13 @@ class LevelSearch:
 
         most = self.request.most - (even_share(network) if self.request.level == 0 else 0.0)
         start = start or self._start(network, fastest)
+        if near := self._near_bound(start):
+            return near
+        fastest = dataclasses.replace(fastest, bound=max(fastest.bound, start.bound))
         if large:
             return self._minimize_time_of_large(network, bounding, fastest, most, start)
         memory = start.estimating or memory_network(network)
-        begin = start.prices, start.answers
+        begin = start.prices and start.prices.of_another_network(), start.answers
         plans, found = self._search_schedules(network, memory, fastest, most, begin, may_fit=may_fit)
         plans = [*start.plans, *plans]
         if not plans and most < math.inf:
@@ -371,8 +378,8 @@ class LevelSearch:
             bounding,
             limit,
             (fastest.cost, fastest.peak),
-            # What it proves holds for the network that estimates bytes.
-            prices=None if found is None or found.prices is None else found.prices.of_another_network(),
+            # What the others prove holds for the network that estimates bytes.
+            prices=found.prices.of_another_network() if found and found.prices else start.prices,
             known=[with_copies(bounding, x[: network.cost_network.size]) for x in known],
             bound_only=best is not None,
             bound=fastest.bound,
@@ -405,15 +412,14 @@ class LevelSearch:
         early, known = start.plans, start.answers
         answers = [with_copies(bounding, x[:size]) for x in known]
         near, rounds = _NEAR_BUDGET * limit, 1 if best_within(early, limit) else ROUNDS
-        first = start.prices and start.prices.of_another_network()
         plans, found = self._search_schedules(
-            network, bounding, fastest, most, (first, answers), near, rounds
+            network, bounding, fastest, most, (start.prices, answers), near, rounds
         )
         bound = fastest.bound if found is None else max(fastest.bound, found.bound)
         best = best_within([*early, *plans], limit)
         if best is None or best.cost > bound * (1 + _BUDGET_GAP) and not best.interrupted:
             estimating = start.estimating or memory_network(network)
-            prices = start.prices or (found and found.prices and found.prices.of_another_network())
+            prices = found and found.prices and found.prices.of_another_network()
             more = [with_copies(estimating, x[:size]) for x in (found.answers if found else ())]
             begin, far = (prices, (*known, *more)), _FAR_FROM_BUDGET * limit
             bounded = dataclasses.replace(fastest, bound=bound)
@@ -423,12 +429,18 @@ class LevelSearch:
         best = best_within([*early, *plans], limit) or fitting_or_lowest((fastest, *plans), limit)
         return dataclasses.replace(best, bound=bound)
 
+    def _near_bound(self, start: BudgetStart) -> ScheduledSolution | None:
+        """The cheapest plan of a start if it is near the bound."""
+        best = best_within(start.plans, self._limit)
+        near = best is not None and best.cost <= start.bound * (1 + _BUDGET_GAP)
+        return dataclasses.replace(best, bound=start.bound) if best is not None and near else None
+
     def _start(self, network: PlanningNetwork, fastest: ScheduledSolution) -> BudgetStart:
         """Plans within the budget of a large program, and answers to begin with."""
         if not is_large_and_limited(network, self.request):
             return BudgetStart()
         known, effort = best_within(self._known, self._limit), self.effort.part(_SHARE_FOR_START)
-        start = budget_start(network, fastest, known, _BUDGET_GAP, effort)
+        start = budget_start(network, fastest, known, _BUDGET_GAP, effort, lambda: self._bounding_network)
         self._known += start.plans
         return start
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from jshard._search import Effort, evaluate, peak, solve
-from jshard._search.memory.feasible_start import answers_within
-from jshard._search.memory.price_cuts import PricedNetworks
+from jshard._search.memory.feasible_start import answers_within, first_answers
 from tests.search.test_price_cuts import deep
 
 
@@ -20,35 +19,31 @@ def test_the_last_answer_keeps_the_limit_and_costs_no_more_than_those_before(see
     least = solve(network, objective="peak").cost
     limit = least + 0.3 * (peak(network, free) - least)
     limited = dataclasses.replace(network, memory=dataclasses.replace(network.memory, limit=limit))
-    answers = answers_within(limited, free, effort=Effort()).assignments
+    first = first_answers(limited, evaluate(network, free), effort=Effort())
+    answers = answers_within(limited, free, first.assignments, effort=Effort(), bound=first.proved(limit))
     assert 1 <= len(answers) <= 4 and peak(network, answers[-1]) <= limit
     fitting = [evaluate(network, x) for x in answers if peak(network, x) <= limit]
     assert fitting[-1] == min(fitting)
     best = solve(limited)
+    assert first.proved(limit) <= best.cost * (1 + 1e-9)
     assert best.bound * (1 - 1e-9) <= fitting[-1] <= 1.15 * best.cost
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_known_answer_within_the_limit_is_combined_with_the_fastest_and_no_other_is_looked_for(
-    seed, monkeypatch
-):
+def test_a_given_answer_is_combined_with_the_fastest_of_their_states_alone(seed):
     network = deep(40, seed)
     free, low = solve(network).assignment, solve(network, objective="peak").assignment
     limit = peak(network, low) + 0.3 * (peak(network, free) - peak(network, low))
     limited = dataclasses.replace(network, memory=dataclasses.replace(network.memory, limit=limit))
-
-    def no_search(*_):
-        raise AssertionError("a priced network is solved")
-
-    monkeypatch.setattr(PricedNetworks, "solve", no_search)
-    first, last = answers_within(limited, free, low, effort=Effort()).assignments
+    first, last = answers_within(limited, free, [low], effort=Effort())
     assert (first == low).all() and peak(network, last) <= limit
     assert evaluate(network, last) <= evaluate(network, low)
     assert all(s in pair for s, *pair in zip(last.tolist(), free.tolist(), low.tolist(), strict=True))
 
 
 def test_nothing_is_combined_once_the_effort_is_spent():
-    network = deep(40, 1, limit=0.0)
-    limited = dataclasses.replace(network, memory=dataclasses.replace(network.memory, limit=1e9))
-    fastest = np.zeros(network.size, dtype=np.int64)
-    assert len(answers_within(limited, fastest, effort=Effort(1.0)).assignments) <= 1
+    network = deep(40, 1, limit=1e9)
+    fastest, spent = np.zeros(network.size, dtype=np.int64), Effort(1.0)
+    given = first_answers(network, 1.0, effort=spent).assignments
+    assert spent.exhausted and len(given) <= 1
+    assert answers_within(network, fastest, given, effort=spent) == given

@@ -233,11 +233,12 @@ class PriceCuts:
         """Ascend until the gap is closed or better prices would add nothing.
 
         Known answers come first, combined where a bound is known, then `search.prices`: those of this network bring a
-        bound with them.
+        bound with them, and are what the answers are combined by.
         """
         for assignment in self.search.known:
             self._keep(assignment)
-        if self.search.bound > -np.inf:
+        given = self.search.prices
+        if self.search.bound > -np.inf and (given is None or given.bound == -np.inf):
             self._fuse()
         if not self.search.gap_closed(self.search.bound):
             self._ascend()
