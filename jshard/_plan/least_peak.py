@@ -13,15 +13,18 @@ from jshard._core.errors import SearchError
 from jshard._network.memory_network import memory_network
 from jshard._plan.cast_probing import without_costly_casts
 from jshard._plan.scheduled_solution import ScheduledSolution
-from jshard._search import CostNetwork, Effort
+from jshard._search import CostNetwork, Effort, Prices
 from jshard._search.effort import longest_seconds
 from jshard._search.solve import Progress, solve as solve_network
+
+
+SolvePeak = Callable[[CostNetwork, bool], tuple[ScheduledSolution, Prices | None]]
 
 
 def least_peak_plans(
     plan: ScheduledSolution,
     bounding: CostNetwork,
-    solve: Callable[[CostNetwork, bool], ScheduledSolution],
+    solve: SolvePeak,
     effort: Effort,
     note: Callable[[ScheduledSolution], object],
 ) -> tuple[list[ScheduledSolution], float]:
@@ -31,24 +34,49 @@ def least_peak_plans(
 
     - `plan`: any plan.
     - `bounding`: the lower-bound memory network.
-    - `solve`: gives the plan of least peak by a memory network, and with whether ties are broken by cost.
+    - `solve`: gives the plan of least peak by a memory network, and with whether ties are broken by cost, and its prices.
     - `effort`: of the search.
     - `note`: is told of each plan as it is found, with a bound that holds for all.
     """
     network = plan.network
-    estimated = solve(memory_network(network), True)
+    estimated = solve(memory_network(network), True)[0]
     note(dataclasses.replace(estimated, bound=0.0))
     found = [plan, estimated]
     lowest = min(s.peak for s in found)
     bounding = without_costly_casts(bounding, network.cost_network.size, lowest, effort)
-    first = solve(bounding, False)
+    first = solve(bounding, False)[0]
     if any(s.interrupted for s in (*found, first)):
         found.append(first)
     elif first.peak < lowest:
-        found.append(solve(bounding, True))
+        found.append(solve(bounding, True)[0])
         if first.peak < min(s.peak for s in found):  # its schedule is not that of the plan with ties broken
             found.append(first)
     return found, first.bound
+
+
+def least_peak_plans_of_large(
+    plan: ScheduledSolution,
+    bounding: CostNetwork,
+    solve: SolvePeak,
+    effort: Effort,
+    note: Callable[[ScheduledSolution], object],
+    gap: float,
+) -> tuple[list[ScheduledSolution], float]:
+    """As `least_peak_plans`, of a program whose every search takes long: the estimating network's prices may prove enough.
+
+    `gap`: relative, of the lowest peak, at which no other search is made.
+    """
+    from jshard._search.memory.minimax_peak import bound_at_prices  # here: the import stays light
+
+    estimated, prices = solve(memory_network(plan.network), True)
+    found = [plan, estimated]
+    bound = 0.0 if prices is None else bound_at_prices(bounding, prices, effort)
+    note(dataclasses.replace(estimated, bound=bound))
+    if not estimated.interrupted and min(s.peak for s in found) > bound * (1 + gap):
+        first = solve(bounding, False)[0]
+        found, bound = [*found, first], max(bound, first.bound)
+        note(first)
+    return found, bound
 
 
 def least_peak_bound(

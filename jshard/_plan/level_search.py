@@ -21,7 +21,7 @@ from jshard._network.build import Pins, PlanningNetwork, build_network
 from jshard._network.memory_network import memory_network, with_copies
 from jshard._plan.cast_probing import without_costly_casts
 from jshard._plan.early_plans import BudgetStart, budget_start, early_plan, is_large_and_limited
-from jshard._plan.least_peak import least_peak_bound, least_peak_plans
+from jshard._plan.least_peak import least_peak_bound, least_peak_plans, least_peak_plans_of_large
 from jshard._plan.lowered_limits import ROUNDS, LimitSearch, least_counted
 from jshard._plan.memory_preference import EACH_BUDGET, prefer_memory
 from jshard._plan.memory_ties import assignment_of_solution, lower_peak_at_equal_cost
@@ -256,11 +256,7 @@ class LevelSearch:
         )  # fmt: skip
 
     def minimize_peak(self, network: PlanningNetwork) -> ScheduledSolution:
-        """The plan of least peak among the schedules of several searches; a faster one if its peak is as low.
-
-        The bound is that of the lower-bound memory network; the estimating one finds better schedules, and of a large
-        program, whose searches take long, prices that may prove enough.
-        """
+        """The plan of least peak among the schedules of several searches; a faster one if its peak is as low."""
         r = self.request
         # The memory networks do not count every copy; the plan of least time sometimes makes fewer.
         fastest = solve(
@@ -270,32 +266,13 @@ class LevelSearch:
         plan = schedule_solution(network, r, fastest.assignment, 0.0, fastest.steps)
         note = self._known_plan if r.level == 1 else lambda _: None
         note(plan)
-        unlimited = fastest.cost, plan.peak
         bounding = memory_network(network, lower_bound=True)
-        large = bounding.size >= LARGE_NETWORK  # where ties cost little, and each search of a network much
-        found, bound, near, steps = [plan], 0.0, False, plan.steps
-        if large:
-            from jshard._search.memory.minimax_peak import bound_at_prices  # here: the import stays light
-
-            estimated, prices = self._solve_peak(network, memory_network(network), unlimited, True)
-            found.append(estimated)
-            bound = 0.0 if prices is None else bound_at_prices(bounding, prices, self.effort)
-            note(dataclasses.replace(estimated, bound=bound))
-            near = estimated.interrupted or min(s.peak for s in found) <= bound * (1 + _LARGE_GAP)
-            steps = estimated.steps
-        if not near and large:
-            first = self._solve_peak(network, bounding, unlimited, break_ties_by_cost=False)[0]
-            bound = max(bound, first.bound)
-            found.append(first)
-            note(first)
-        elif not near:
-
-            def solve_peak(memory: CostNetwork, break_ties: bool) -> ScheduledSolution:
-                return self._solve_peak(network, memory, unlimited, break_ties)[0]
-
-            found, bound = least_peak_plans(plan, bounding, solve_peak, self.effort, note)
-            steps = found[1].steps
-        best = dataclasses.replace(least_peak_plan(found, bound), steps=steps)
+        search = functools.partial(self._solve_peak, network, (fastest.cost, plan.peak))
+        if bounding.size >= LARGE_NETWORK:
+            found, bound = least_peak_plans_of_large(plan, bounding, search, self.effort, note, _LARGE_GAP)
+        else:
+            found, bound = least_peak_plans(plan, bounding, search, self.effort, note)
+        best = dataclasses.replace(least_peak_plan(found, bound), steps=found[1].steps)
         return (
             descend_peak(best, bounding, self.effort, best.bound * (1 + ROUNDING)) if r.level == 1 else best
         )
@@ -303,8 +280,8 @@ class LevelSearch:
     def _solve_peak(
         self,
         network: PlanningNetwork,
-        memory: CostNetwork,
         unlimited: tuple[float, float],
+        memory: CostNetwork,
         break_ties_by_cost: bool,
     ) -> tuple[ScheduledSolution, Prices | None]:
         """A plan of low peak by a memory network, with the prices that prove it."""
@@ -441,7 +418,8 @@ class LevelSearch:
             return BudgetStart()
         known, effort = best_within(self._known, self._limit), self.effort.part(_SHARE_FOR_START)
         start = budget_start(network, fastest, known, _BUDGET_GAP, effort, lambda: self._bounding_network)
-        self._known += start.plans
+        for plan in start.plans:
+            self._known_plan(plan)
         return start
 
     def _search_schedules(
