@@ -59,7 +59,7 @@ def programs(done: set[str]) -> Iterator[Row]:
     """A row for each program, size and number of devices: three plans, each with its largest difference."""
     import jax
 
-    from tests.laws.padding_judge import PROGRAMS, step_of
+    from tests.laws.padding_programs import PROGRAMS, step_of
 
     with jax.enable_x64(True):
         for name, make in PROGRAMS.items():
@@ -171,7 +171,9 @@ def page(rows: dict[str, list[Row]]) -> str:
     of_operators, of_programs = rows["operators"], rows["programs"]
     values, gradients = (sum(r[key] for r in of_operators) for key in ("values", "gradients"))
     wrong = [w for part in rows.values() for r in part for w in wrong_in(r)]
-    total = 10 * len(SIZES) * len(DEVICES)
+    from tests.laws.padding_programs import PROGRAMS
+
+    total = len(PROGRAMS) * len(SIZES) * len(DEVICES)
     out = [f"# {title.strip()}", "", intro.rstrip(), ""]
     out += [
         f"{values} padded operators and {gradients} padded derivatives of {len(of_operators)} primitives; "

@@ -18,7 +18,8 @@ from jshard._core import jaxcompat as compat
 from jshard._plan.padded_program import padded_program
 from jshard._plan.padding_classes import PaddingClasses
 from tests.helpers.rules_examples import EXAMPLES
-from tests.laws.padding_judge import PROGRAMS, judge, step_of
+from tests.laws.padding_judge import ONE_PROGRAM, judge
+from tests.laws.padding_programs import PROGRAMS, step_of
 from tests.laws.rules_validator import cases
 
 
@@ -70,8 +71,8 @@ def test_values_and_gradients_of_a_padded_program(name: str, _float64: None) -> 
     n = random.Random(f"{SEED} {name}").choice([7, 13])
     fn, *args = PROGRAMS[name](n)
     step = step_of(fn, args)
-    want = jax.tree.leaves(step(*args))
-    got = padded_everywhere(step, args, 8, n)(*args)
+    both = step, padded_everywhere(step, args, 8, n)
+    want, got = (jax.tree.leaves(jax.jit(f, compiler_options=ONE_PROGRAM)(*args)) for f in both)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
 
