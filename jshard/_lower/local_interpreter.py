@@ -24,13 +24,13 @@ from jshard._lower.made_and_read import is_made_by_loop, pads_for_products
 from jshard._lower.read_axes import CASTS_OWN_OPERANDS, varying_as_read
 from jshard._lower.segment_barriers import SegmentBarriers
 from jshard._lower.sunk_slices import SunkSlices
+from jshard._lower.unmerged_copies import UnmergedCopies
 from jshard._program.graph import Literal
 from jshard._program.memory.in_place import is_update
 from jshard._program.memory.liveness import liveness
 from jshard._program.memory.memory_layout import memory_layout
 from jshard._rules.registry import Edges, LocalContext, StackSlice, block_index, materialized, plan_scope
 from jshard._rules.rule import NONE, Candidate
-from jshard._schedule.awaited_values import awaited_values
 from jshard._schedule.loop_stacks import CarriedStack, carried_stacks
 from jshard._schedule.schedule import Action, Reshard, RunCall, RunOperator, Schedule, Value
 
@@ -67,7 +67,7 @@ class LocalInterpreter:
         self.assignment, self.program = schedule.assignment, schedule.assignment.program
         self.mesh = schedule.assignment.topology.mesh
         self.row_major_updates = memory_layout(self.program, self.assignment.topology.chip).row_major_updates
-        self.made_after = {(t, op): awaited for t, op, awaited in self.assignment.regather_after}
+        self.copies = UnmergedCopies(self.assignment)
         self.constants: Env = {}  # captured arrays, which every body may read
         self.barriers = SegmentBarriers(self.assignment)
         self.slices = SunkSlices(self.assignment, liveness(self.program), self._bind_local)
@@ -82,6 +82,7 @@ class LocalInterpreter:
     def run_program(self, env: Env) -> None:
         """Run the whole program; `env` has the blocks of its arguments and captured arrays."""
         self.last_written, self.exchanged, self.edges = None, Counter(), {}
+        self.copies = UnmergedCopies(self.assignment)
         self.constants = {value: x for value, x in env.items() if self._is_constant(value[0])}
         for action in self.schedule.actions:
             self._run_action(action, env)
@@ -117,14 +118,7 @@ class LocalInterpreter:
             env[action.tensor, action.target] = block
             return
         x, layout = materialized(env[action.tensor, action.source]), action.source
-        if action.regathered:
-            # Without the barrier compilers merge equal collectives, or start the second long before its result is used.
-            in_memory = liveness(self.program).materialized
-            awaited = awaited_values(self.program, in_memory, action.reader, action.tensor)
-            values = [self.assignment.values[t] for t in awaited]
-            others = [materialized(env[v]) for v in values if v in env]
-            others += self._awaited_product(action, env)
-            x, *_ = lax.optimization_barrier((x, *others))
+        x = self.copies.behind_barrier(action, x, env)
         if action.loop_invariant:
             (x,) = self._tie_to_trip([x])
         over_argument = (action.tensor, action.target) in self.gathered
@@ -141,12 +135,6 @@ class LocalInterpreter:
                 )  # fmt: skip
             layout = after
         env[action.tensor, action.target] = self._written(x) if over_argument else x
-
-    def _awaited_product(self, action: Reshard, env: Env) -> list[jax.Array]:
-        """The result of the product that a copy is made after, in the layout that it came to last."""
-        awaited = self.made_after.get((action.tensor, action.reader))
-        last = next((v for v in reversed(env) if v[0] == awaited), None)
-        return [] if last is None else [materialized(env[last])]
 
     def _after_last_written(self, x: jax.Array, target_bytes: float) -> jax.Array:
         """What a large result is gathered from, once the last such result is where it belongs."""
