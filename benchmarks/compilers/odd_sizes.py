@@ -20,8 +20,8 @@ each. `--plans` compiles nothing.
   product hides, and 79 us for the slice of 48 of the 768 columns of the old table, no multiple of the 128 lanes of a tile.
   That is the price of where the table lies, whose rows no cut divides, and not of padding: 50,304 words `placed alike`
   (the old table whole, the new one by columns) compile to 2.52 ms too.
-  Beside 50,304 words, 50,257 are within 5% as planned (2.55 against 2.48 ms, 2.8% more, where the planner once said 10.3 against
-  2.6) and by the compiled schedule (2.60 against 2.52, 3.2%); only with no link hidden they are 7% more (2.52 against 2.36).
+  Beside 50,304 words, 50,257 are within 5% as planned (2.55 against 2.48 ms: 2.8% more, where 10.3 against 2.6 were planned
+  once) and by the compiled schedule (2.60 against 2.52: 3.2%); with no link hidden they are 7% more (2.52 against 2.36).
 - "Compiled, ms" adds the compiler's cycles and the seconds of all links, none of them hidden; "schedule, ms" is the time
   at which the compiled schedule ends, in which permutes run beside what is between their start and their end, with the
   plan's own seconds for each collective.

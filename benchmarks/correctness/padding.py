@@ -132,7 +132,7 @@ def impossible(done: set[str]) -> Iterator[Row]:
             yield {"name": f"{p}: {why}", "primitive": p, "dimensions": n, "of": total[p], "why": why}
 
 
-SHIFTED = ("slice", "pad", "rev", "concatenate")
+SHIFTED = ("slice", "pad", "rev", "concatenate", "roll")
 """Primitives along whose dimensions elements move: padded as shifts (`jshard/_plan/padded_shifts.py`)."""
 
 

@@ -33,7 +33,7 @@ from jax import lax
 
 from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import Aval, ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn
-from jshard._plan.padded_shifts import Move, moved_dims, run_cropped, run_joined, run_moved
+from jshard._plan.padded_shifts import Move, moved_dims, run_cropped, run_joined, run_moved, shifted_dims
 from jshard._plan.padding_classes import (
     EquationFactor,
     PaddingClasses,
@@ -213,7 +213,7 @@ class _Writer:
                 out_dims[i][d] = n
         moves, joined = moved_dims(eqn, self.padded), run_joined(eqn, self.padded)
         if joined is not None:
-            d = eqn.params["dimension"]
+            (d,) = shifted_dims(eqn)
             for dims, v in zip((*in_dims, *out_dims), (*eqn.invars, *eqn.outvars), strict=True):
                 if (n := self.padded(v, d)) is not None:
                     dims[d] = n

@@ -23,6 +23,7 @@ from jax import lax
 
 from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import JaxprAtom, JaxprEqn, Params
+from jshard._program.roll_primitive import ROLL, roll
 from jshard._program.shift_patterns import spliced
 from jshard._program.shifted_pieces import Group, kept_most, padding_config
 from jshard._rules.neutral_element import Scalar
@@ -45,11 +46,13 @@ class Move:
 
 
 def shifted_dims(eqn: JaxprEqn) -> tuple[int, ...]:
-    """The dimensions along which a slice, padding, concatenation or reversal moves elements, or drops some: not of keys."""
+    """The dimensions along which a slice, padding, join, reversal or roll moves elements, or drops some: not of keys."""
     if any(jnp.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in eqn.outvars):
         return ()
     if eqn.primitive.name == "concatenate":
         return (eqn.params["dimension"],)
+    if eqn.primitive.name == ROLL:
+        return (eqn.params["dim"],)
     if eqn.primitive.name == "rev":
         return tuple(eqn.params["dimensions"])
     if eqn.primitive.name not in ("slice", "pad"):
@@ -65,7 +68,7 @@ def moved_dims(eqn: JaxprEqn, padded: Callable[[JaxprAtom, int], int | None]) ->
 
     - `padded`: the padded length of a variable's dimension; None where it keeps its own.
     """
-    if eqn.primitive.name == "concatenate":
+    if eqn.primitive.name in ("concatenate", ROLL):
         return ()
     found = []
     for d in shifted_dims(eqn):
@@ -155,10 +158,12 @@ def run_cropped(
 def run_joined(
     eqn: JaxprEqn, padded: Callable[[JaxprAtom, int], int | None]
 ) -> Callable[..., list[jax.Array]] | None:
-    """A concatenation of which an operand or the result is padded, as a function of its operands; None for all others.
+    """A concatenation or roll of which an operand or the result is padded, as a function of its operands; None for others.
 
     Each operand is moved to its place, and the positions say which is read where.
     """
+    if eqn.primitive.name == ROLL:
+        return _run_rolled(eqn, padded)
     if eqn.primitive.name != "concatenate" or any(map(compat.is_literal, eqn.invars)):
         return None
     d, out, at, groups = eqn.params["dimension"], eqn.outvars[0], 0, []
@@ -173,5 +178,22 @@ def run_joined(
         shape = list(arrays[0].shape)
         shape[d] = long[-1] or out.aval.shape[d]
         return [spliced(arrays, groups, d, tuple(shape))]
+
+    return run
+
+
+def _run_rolled(
+    eqn: JaxprEqn, padded: Callable[[JaxprAtom, int], int | None]
+) -> Callable[..., list[jax.Array]] | None:
+    """A roll along a padded dimension: two of the padded length, one of them for what goes over the end of the true one."""
+    (v,), d, by = eqn.invars, eqn.params["dim"], eqn.params["by"]
+    size = padded(v, d)
+    if size is None:
+        return None
+    more = size - v.aval.shape[d]
+
+    def run(x: jax.Array) -> list[jax.Array]:
+        wrapped = lax.broadcasted_iota(jnp.int32, x.shape, d) < by
+        return [lax.select(wrapped, roll(x, d, by + more), roll(x, d, by))]
 
     return run

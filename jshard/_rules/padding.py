@@ -71,7 +71,7 @@ IGNORED = PaddedFactor()
 _MOVES = frozenset(
     "broadcast_in_dim transpose squeeze expand_dims reshape rev tile stack unstack concatenate split pad iota slice "
     "dynamic_slice optimization_barrier pad_tail fft rounded_sum zero_unless add_to_round "
-    "device_put bitcast_convert_type".split()
+    "device_put bitcast_convert_type roll".split()
 )
 _REDUCTIONS = {
     "reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min", "reduce_prod": "prod", "reduce_and": "and",

@@ -234,6 +234,22 @@ def test_advice_to_pad_that_is_not_checked_says_so() -> None:
     assert [p.advice for p in found.errors if p.kind == "divides"] == [unchecked]
 
 
+@pytest.mark.parametrize("by", [1, -3, 6])
+def test_a_padded_roll_sends_the_rows_that_go_over_the_end(by: int) -> None:
+    def f(x: Any) -> Any:
+        return jnp.sum(jnp.roll(x, by, 0) * jnp.sin(x), 0)
+
+    x = np.random.default_rng(3).normal(size=(13, 4))
+    step = jshard.shard(f, mesh=mesh_of(2), in_strategy=((2, 1),), config={"pad": True}, level=2)
+    plan = step.plan(x, verify=True)
+    assert plan.padding == ((13, 0, 14),)
+    assert plan.verification is not None and plan.verification.ok
+    np.testing.assert_allclose(step(x), f(x), rtol=1e-12, atol=1e-12)
+    large = jax.ShapeDtypeStruct((1021, 2048), "float32")
+    edges = sum(c.bytes * c.count for c in step.plan(large).collectives)
+    assert edges < large.size * 4 / 20
+
+
 def test_an_operator_that_needs_the_whole_says_why() -> None:
     def best(x: Any) -> Any:
         return jax.lax.approx_max_k(x, 5)
