@@ -96,7 +96,7 @@ class PipelinedCall(Generic[Call]):
 
         def cut_stages(x: jax.Array) -> jax.Array:
             rest = (None,) * (x.ndim - 1)
-            pin = Pin((None, *rest), ((option.axis,), *rest), "pipeline")
+            pin = Pin((None, *rest), ((option.axis,), *rest), "pipeline", of_cotangent=True)
             return pin_operand(pin_result(x, pin), pin)
 
         layers = batch.in_loops

@@ -2,15 +2,17 @@
 
 An operand pin constrains the layout in which operators read a value directly, a result pin the layout in which it is
 defined. They are primitives, so they survive `jit`, `grad`, `vmap` and JAX's caches, and they compile to nothing.
-Tangents and cotangents are not pinned: a constraint on the forward operator does not apply to the backward one.
+Tangents and cotangents are not pinned: a constraint on the forward operator does not apply to the backward one. Those of the
+stages of a pipeline do: where a value is read as pinned, its cotangent is defined so, and the other way round.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
+from jax.interpreters import ad
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
 from jshard._core import jaxcompat as compat
@@ -26,6 +28,26 @@ MODULE_OUTPUT = "jshard_module_output"
 
 pin_operand_p = compat.identity_primitive(PIN_OPERAND)
 pin_result_p = compat.identity_primitive(PIN_RESULT)
+
+
+def _with_cotangents(primitive: compat.jex.Primitive, dual: compat.jex.Primitive) -> None:
+    """Derivative rules that pin tangents and cotangents too where the pin says so; `dual` pins the other end of a value."""
+
+    def tangents_of(primals: Sequence, tangents: Sequence, *, pin: object) -> tuple:
+        (t,) = tangents
+        keeps = getattr(pin, "of_cotangent", False) and not isinstance(t, ad.Zero)
+        return primitive.bind(*primals, pin=pin), primitive.bind(t, pin=pin) if keeps else t
+
+    def cotangent_of(ct: object, x: object, *, pin: object) -> list:
+        return [ct if isinstance(ct, ad.Zero) else dual.bind(ct, pin=pin)]
+
+    ad.primitive_jvps[primitive] = tangents_of
+    ad.primitive_transposes[primitive] = cotangent_of
+
+
+_with_cotangents(pin_operand_p, pin_result_p)
+_with_cotangents(pin_result_p, pin_operand_p)
+
 own_result_p = compat.identity_primitive(OWN_RESULT)
 out_sharding_p = compat.identity_primitive(OUT_SHARDING)
 NAMED_VALUES = frozenset((MODULE_OUTPUT, "name"))

@@ -44,6 +44,7 @@ class Pin:
     - `all_devices_dim`: the dimension that is sharded over all devices ("data_parallel"), until it is resolved; its
         entry in `cuts` is None.
     - `pads`: whether a dimension that a cut does not divide is padded; else such a cut is an error.
+    - `of_cotangent`: whether it holds for tangents and cotangents of the tensor as well.
     """
 
     cuts: tuple[int | None, ...]
@@ -52,6 +53,7 @@ class Pin:
     mesh: Mesh | AbstractMesh | None = None
     all_devices_dim: int | None = None
     pads: bool = dataclasses.field(default=False, repr=False)
+    of_cotangent: bool = dataclasses.field(default=False, repr=False)
 
     def same_constraint(self, other: Pin) -> bool:
         """Whether both pins constrain a tensor in the same way, wherever they were written."""
