@@ -10,6 +10,8 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jshard
+from jshard._program.pin_primitives import PIN_OPERAND, PIN_RESULT, pin_operand, pin_result
+from jshard._spec.entry import Pin
 
 
 MESH = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:8])
@@ -134,3 +136,18 @@ def test_a_reshard_is_a_pin(spec, cut, how):
         inside = jshard.shard(jax.grad(f), mesh=mesh)
         np.testing.assert_allclose(inside(X), 2 * jnp.cos(X * 2), rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(jax.grad(sharded)(X), 2 * jnp.cos(X * 2), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_cotangents_are_pinned_where_the_pin_says_so(kept: bool) -> None:
+    """A cotangent is defined as its value is read, and read as its value is defined."""
+    pin = Pin((None,), (("x",),), "here", of_cotangent=kept)
+
+    def f(x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(pin_operand(pin_result(x, pin), pin)))
+
+    eqns = jax.make_jaxpr(jax.grad(f))(jnp.ones(4)).jaxpr.eqns
+    pins = [e.primitive.name for e in eqns if "pin" in e.primitive.name]
+    assert pins == [PIN_RESULT, PIN_OPERAND] * (2 if kept else 1)
+    assert jnp.allclose(jax.grad(f)(jnp.ones(4)), jnp.cos(1.0))
+    assert jnp.allclose(jax.jvp(f, (jnp.ones(4),), (jnp.ones(4),))[1], 4 * jnp.cos(1.0))
