@@ -37,8 +37,9 @@ from jshard._search.search_state import SearchState
 _PASSES = 3.0  # times that a byte passes through memory: its price
 _GAP = 0.001  # of the answer's cost at these prices, which are a guess
 _ROUNDS = 6  # of message passing
-# Of a budget: where each device's share of all arrays is less, the plan of least time is likely to fit.
-_LOOSE = 0.5
+# Of a budget: where a device's share of all arrays is less, the plan of least time is likely to fit, and where it is more,
+# few plans do: this one held 4 to 7% more than that share in four language models of 8 to 70 billion weights, GPT 83% more.
+_LOOSE, _TIGHT = 0.5, 0.96
 
 
 def is_large_and_limited(network: PlanningNetwork, request: PlanRequest) -> bool:
@@ -47,16 +48,15 @@ def is_large_and_limited(network: PlanningNetwork, request: PlanRequest) -> bool
     return limited and network.cost_network.size >= LARGE_NETWORK
 
 
-def may_bind(network: PlanningNetwork, request: PlanRequest) -> bool:
-    """Whether the budget of a request is near what a device holds if every array is cut over all devices."""
+def least_share(network: PlanningNetwork, request: PlanRequest) -> float:
+    """Of a request's budget: what a device holds at the peak if every array is cut over all devices."""
     program, mesh = network.program, network.topology.mesh
     whole = live_bytes_curve(program, liveness(program, request.donated)).max(initial=0.0)
-    share = float(whole) / mesh.size(*mesh.names) / (request.memory_limit or math.inf)
-    return _LOOSE < share <= 1.0
+    return float(whole) / mesh.size(*mesh.names) / (request.memory_limit or math.inf)
 
 
 def early_plan(network: PlanningNetwork, request: PlanRequest, effort: Effort) -> ScheduledSolution | None:
-    """A plan of little memory; nothing is proved of it. None where none was found.
+    """A plan of little memory; nothing is proved of it. None where none was found, or is likely to be within the budget.
 
     Where the budget may bind, it is searched for a while; else one pass over the operators gives it, each as it is cheapest
     beside those before it.
@@ -66,10 +66,13 @@ def early_plan(network: PlanningNetwork, request: PlanRequest, effort: Effort) -
     - `network`: of the request, without memory.
     - `effort`: ends the search when it is spent.
     """
+    share = least_share(network, request)
+    if _TIGHT < share <= 1.0:
+        return None
     priced = _priced(
         network.cost_network, _bytes_by_state(network), _PASSES / network.topology.chip.hbm_bandwidth
     )
-    if may_bind(network, request):
+    if _LOOSE < share <= 1.0:
         search = SearchState(math.inf, _GAP, lambda _: None, priced.size, effort=effort, forest_moves=0)
         branch_and_bound(search, starting_network(priced), max_rounds=_ROUNDS, may_branch=False)
         assignment = search.assignment

@@ -59,3 +59,18 @@ def test_a_plan_near_the_bound_without_a_budget_ends_the_search(large, monkeypat
     plan = planned(4, memory_budget=budget)
     assert plan.cost.peak_bytes <= budget
     assert 0.9 * free.cost.bound <= plan.cost.bound <= free.cost.objective <= plan.cost.objective
+
+
+def test_none_is_looked_for_where_even_each_devices_share_of_all_arrays_is_near_the_budget(
+    large, monkeypatch
+):
+    least = planned(4, level=1).cost.peak_bytes
+    monkeypatch.setattr(early_plans, "_TIGHT", 0.5)
+
+    def early(*_, **__):
+        raise AssertionError("a plan is looked for")
+
+    monkeypatch.setattr(early_plans, "branch_and_bound", early)
+    monkeypatch.setattr(early_plans, "greedy_assignment", early)
+    plan = planned(4, memory_budget=int(1.1 * least))
+    assert plan.cost.peak_bytes <= 1.1 * least
