@@ -176,6 +176,36 @@ def test_outer_gradient_in_bfloat16(options: dict[str, Any]) -> None:
     assert found.dtype == jnp.bfloat16 and largest_error(found.astype(jnp.float64), wanted) < 0.02
 
 
+@pytest.mark.parametrize("options", FORMS)
+def test_a_training_loop_around_a_sharded_loss(options: dict[str, Any]) -> None:
+    """Steps in a scan: gradients from outside with auxiliary results, Optax accumulating over steps, dropout by step."""
+    w, x = {"layers": normal(6, LAYERS, WIDTH, WIDTH) / 3, "scale": normal(7, WIDTH)}, normal(1, BATCH, WIDTH)
+    optimizer = optax.MultiSteps(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, 0.9)), 2)
+
+    def loss(w: Any, x: jax.Array, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        def layer(carry: Any, kernel: jax.Array) -> tuple[Any, jax.Array]:
+            h, key = carry
+            key, own = jax.random.split(key)
+            kept = jax.random.bernoulli(own, 0.8, h.shape)
+            return (h + jnp.where(kept, jnp.tanh(h @ kernel), 0), key), jnp.max(h)
+
+        (h, _), largest = lax.scan(jax.checkpoint(layer), (x * w["scale"], key), w["layers"])
+        return jnp.mean(h**2), {"largest": largest, "first": h[:, 0]}
+
+    def trained(loss: Callable) -> Any:
+        def step(carry: Any, i: jax.Array) -> tuple[Any, Any]:
+            w, state = carry
+            value, g = jax.value_and_grad(loss, has_aux=True)(w, x, jax.random.fold_in(jax.random.key(3), i))
+            updates, state = optimizer.update(g, state, w)
+            return (optax.apply_updates(w, updates), state), value
+
+        (new, _), values = jax.jit(lambda w: lax.scan(step, (w, optimizer.init(w)), jnp.arange(4)))(w)
+        return new, values
+
+    found = trained(jshard.shard(loss, mesh=mesh_of(2, 1), level=0, **options))
+    assert largest_error(found, trained(loss)) < 1e-12
+
+
 def test_optax_multi_steps_outside() -> None:
     """Optax accumulates over calls, jshard over pieces of each call's batch."""
     loss, w = linen_loss(False)
