@@ -261,7 +261,8 @@ def page(rows: list[dict[str, Any]]) -> str:
         f"largest relative error is {max(errors):.1e} (limit {LIMIT:.0e}). Float64, 8 CPU devices, JAX {jax.__version__}. "
         "Cases run in an order shuffled by a fixed seed.", "",
         "Permutes: those of the stages, as compiled, 2 (R M + S - 1) in every row. Repeated: other collectives of the plan "
-        "(of the compiled program with `grad outside`) that run more than once a step. Proved: the search closed its gap. `masks`: dropout masks are the same bits.", "",
+        "(of the compiled program with `grad outside`) that run more than once a step. Proved: the search closed its gap. "
+        "`masks`: dropout masks are the same bits.", "",
         "| case | relative error | permutes | repeated | received, B | proved |", "|---|---|---|---|---|---|",
     ]  # fmt: skip
     lines = [
