@@ -147,7 +147,7 @@ def budget_start(
     given = [with_copies(memory, x[:size]) for x in given]
     free = with_copies(memory, assignment_of_solution(fastest)[:size])
     answers = answers_within(limited, free, given, effort=effort, bound=bound)
-    if all(peak(limited, x) > limit for x in answers):
+    if not effort.exhausted and all(peak(limited, x) > limit for x in answers):
         given += first_answers(limited, fastest.cost, effort=effort).assignments
         answers = answers_within(limited, free, given, effort=effort, bound=bound)
     plans = [known] if known is not None else []
