@@ -203,7 +203,9 @@ def check_multi_steps(name: str, k: int) -> dict[str, Any]:
     """Calls of a step that accumulates over two calls, each in microbatches; the update is of momentum."""
     loss, arguments = MODELS[name]
     w, x = arguments(3)
-    optimizer = optax.MultiSteps(optax.sgd(0.1, momentum=0.9), every_k_schedule=2)
+    optimizer = optax.MultiSteps(
+        optax.sgd(0.1, momentum=0.9), every_k_schedule=2, accumulator_dtype=jnp.float64
+    )
 
     def step(w: Any, state: Any, x: Any) -> tuple[Any, Any, jax.Array]:
         value, gradient = jax.value_and_grad(loss)(w, x)

@@ -93,6 +93,26 @@ class Analysis:
             return None
         return cut
 
+    def loop_of_slice(
+        self, eqn: JaxprEqn, cut: OperatorCut, result: int, wanted: BatchClass
+    ) -> OperatorCut | None:
+        """The cut of a `scan` that stacks only the slice `wanted` of a shared result; None for other equations and results.
+
+        So a loop over layers draws the dropout masks that its backward pass reads for the examples of the piece alone.
+        """
+        if eqn.primitive.name != "scan" or wanted.dim == 0:
+            return None
+        _, n_carry = compat.scan_split(eqn.params)
+        if result < n_carry:
+            return None
+        stacked = [wanted if k == result else c for k, c in enumerate(cut.results)][n_carry:]
+        try:
+            new = self._scan(eqn, cut.operands, [*[SHARED] * n_carry, *(c.moved(-1) for c in stacked)])
+            check_positions(eqn, new, self.count)
+        except CoupledError:
+            return None
+        return new
+
     @staticmethod
     def _has_body(eqn: JaxprEqn) -> bool:
         if eqn.primitive.name in ("while", "cond"):
@@ -156,7 +176,9 @@ class Analysis:
         body = self.body(eqn, called, classes)
         return BodyCut(body.inputs, body.results, bodies=(body,))
 
-    def _scan(self, eqn: JaxprEqn, classes: Sequence[BatchClass]) -> BodyCut:
+    def _scan(
+        self, eqn: JaxprEqn, classes: Sequence[BatchClass], results: Sequence[BatchClass] | None = None
+    ) -> BodyCut:
         n_consts, n_carry = compat.scan_split(eqn.params)
         first = n_consts + n_carry
         for c in classes[first:]:
@@ -166,15 +188,15 @@ class Analysis:
         consts = list(classes[:n_consts])
         while True:
             entering = [*consts, *carry, *inputs]
-            body = self.body(eqn, eqn.params["jaxpr"], entering, fixed=range(n_consts, first))
+            body = self.body(eqn, eqn.params["jaxpr"], entering, results, range(n_consts, first))
             after = [joined(eqn, a, b) for a, b in zip(carry, body.results[:n_carry], strict=True)]
             if after == carry:
                 break
             carry = after
         body = dataclasses.replace(body, results=(*carry, *body.results[n_carry:]))
         operands = (*body.inputs[:first], *(c.moved(1) for c in body.inputs[first:]))
-        results = (*carry, *(c.moved(1) for c in body.results[n_carry:]))
-        return BodyCut(operands, results, bodies=(body,))
+        stacked = (c.moved(1) for c in body.results[n_carry:])
+        return BodyCut(operands, (*carry, *stacked), bodies=(body,))
 
     def _while(self, eqn: JaxprEqn, classes: Sequence[BatchClass]) -> BodyCut:
         p = eqn.params

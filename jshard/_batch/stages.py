@@ -8,7 +8,9 @@ Method.  Levels from the arguments on: a value per example is one level above th
 from the results back, every sum is put into the last loop that is early enough, so that all that no one waits for runs in
 one loop. An operator that has no result for a piece ("coupled") runs between loops, on the whole batch.
 
-A linear operator on sums runs inside the loop only where that leaves fewer or smaller sums to keep.
+A linear operator on sums runs inside the loop only where that leaves fewer or smaller sums to keep. A loop over layers that
+returns shared values beside those per example, as a forward pass its dropout masks, computes them in each loop that reads
+them, and only the slice for the piece.
 """
 
 from __future__ import annotations
@@ -64,6 +66,7 @@ class _Levels:
         for k, eqn in enumerate(jaxpr.eqns):
             self._add(k, eqn)
         self._sums_inside()
+        self._slices_inside()
 
     def _whole_level(self, v: JaxprAtom) -> int:
         """The number of loops before the whole value is known."""
@@ -129,6 +132,25 @@ class _Levels:
             for v in eqn.outvars:
                 self.classes[v], self.level[v] = SHARED, level
 
+    def _slices_inside(self) -> None:
+        """Compute only the piece of a shared result of a loop over layers, if all that reads it in loops reads one slice."""
+        reads: dict[JaxprAtom, set[BatchClass]] = {}
+        for k in range(len(self.jaxpr.eqns) - 1, -1, -1):
+            if k not in self.cuts:
+                continue
+            eqn = self.jaxpr.eqns[k]
+            for j, v in enumerate(eqn.outvars):
+                if v not in self.shared_inside or len(reads.get(v, ())) != 1:
+                    continue
+                (only,) = reads[v]
+                cut = self.analysis.loop_of_slice(eqn, self.cuts[k], j, only) if only.is_example else None
+                if cut is not None:
+                    self.cuts[k], self.classes[v] = cut, only
+                    self.shared_inside.discard(v)
+            for v, c in zip(eqn.invars, self.cuts[k].operands, strict=True):
+                if not compat.is_literal(v):
+                    reads.setdefault(v, set()).add(c)
+
 
 def _size(v: JaxprAtom) -> int:
     return math.prod(v.aval.shape) * compat.itemsize(v.aval.dtype)
@@ -184,8 +206,8 @@ def _latest_reads(levels: _Levels, last: int) -> dict[JaxprAtom, int]:
         for v, c in zip(eqn.invars, cut.operands, strict=True):
             if compat.is_literal(v):
                 continue
-            own = c != SHARED or v in levels.shared_inside
-            within = own and levels.classes[v] == c and v not in levels.given
+            within = v in levels.shared_inside or (c != SHARED and levels.classes[v] == c)
+            within = within and v not in levels.given
             read(inside if within else whole, v, at)
     return whole
 
