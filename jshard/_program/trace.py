@@ -14,6 +14,7 @@ from jshard._core.gc_pause import gc_paused
 from jshard._core.jax_types import ClosedJaxpr, Jaxpr
 from jshard._program import loops
 from jshard._program.builder import KEPT_CALLS, Builder, LoopWriter, PinOfName
+from jshard._program.dead_operators import without_dead_operators
 from jshard._program.empty_results import with_empty_constants
 from jshard._program.graph import Program
 from jshard._program.loop_invariants import INLINED_CALLS
@@ -44,4 +45,5 @@ def build(
     opened = with_empty_constants(compat.without_dead_code(opened))
     opened = with_updates_in_place(without_unread_operands(opened))
     builder = Builder(name, _LOOPS, pin_of_name)
-    return builder.program(jaxpr, opened, consts, list(input_names), list(output_names), list(captured))
+    program = builder.program(jaxpr, opened, consts, list(input_names), list(output_names), list(captured))
+    return without_dead_operators(program)
