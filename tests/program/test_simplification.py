@@ -54,7 +54,7 @@ def test_constants_are_written_where_they_are_read_and_what_is_made_of_them_once
         return jnp.where(mask(), x[:4], 0), jnp.where(mask(), x[4:], 1), x @ weights(), (2 * x) @ weights()
 
     found = primitives(traced(f, X))
-    assert found["iota"] == 6 and found["reshape"] == 1
+    assert found["iota"] == 5 and found["reshape"] == 1
 
 
 def test_what_is_made_of_merged_constants_is_merged():
@@ -67,7 +67,7 @@ def test_what_is_made_of_merged_constants_is_merged():
 
     found = primitives(traced(f, X))
     assert (found["cumsum"], found["gt"], found["select_n"], found["mul"]) == (1, 1, 1, 1)
-    assert found["iota"] == 2
+    assert found["iota"] == 1
 
 
 def test_what_is_kept_apart_on_purpose_stays_apart():
@@ -339,7 +339,7 @@ def test_a_branch_in_a_loop_keeps_its_count_to_itself():
     x, w = jnp.ones((8, 8)) / 8, jnp.linspace(-1, 1, 64).reshape(8, 8)
     f = jshard.shard(program, (None, (4, 1)), mesh=LINE)
     for a, b in zip(jax.jit(program)(x, w), f(x, w), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)  # sums of what cancels
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)  # sums of 64 that cancel
     text = f.lower(x, w).as_text()
     assert "while" in text
 
