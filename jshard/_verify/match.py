@@ -29,7 +29,8 @@ class Predicted:
     """One collective of a plan: bytes received per device and execution, and the number of executions.
 
     `id` is the number in its `jshard.<id>` scope; by default its index in the list given to `compare`. `in_open_loop`: it
-    is in a loop of unknown trip count, and `count` is for one trip. `dtype` is that of the tensor, if known.
+    is in a loop of unknown trip count, and `count` is for one trip. `dtype` is that of the tensor, if known. `moved`: the
+    tensor and how its block changes, if known: two collectives of a kind that move the same may be one to a compiler.
     """
 
     kind: str
@@ -40,11 +41,22 @@ class Predicted:
     id: int | None = None
     in_open_loop: bool = False
     dtype: str = ""
+    moved: str = ""
 
     @property
     def total(self) -> float:
         """Bytes of all executions."""
         return self.bytes * self.count
+
+    def equals(self, other: Predicted) -> bool:
+        """Whether another collective moves the same value in the same way."""
+        same = (self.kind, self.axes, self.bytes, self.moved) == (
+            other.kind,
+            other.axes,
+            other.bytes,
+            other.moved,
+        )
+        return same and self.moved != ""
 
     def __str__(self) -> str:
         times = f" x {self.count:g}" if self.count != 1 else ""

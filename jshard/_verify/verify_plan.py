@@ -19,7 +19,17 @@ from jshard._verify.match import Predicted
 def predicted_collectives(plan: PlanRecord) -> list[Predicted]:
     """The collectives of a plan with their numbers, without those in the user's own `shard_map`."""
     return [
-        Predicted(c.kind, tuple(c.axes), float(c.bytes), f"{c.operator}", c.count, c.id, c.turn, c.dtype)
+        Predicted(
+            c.kind,
+            tuple(c.axes),
+            float(c.bytes),
+            f"{c.operator}",
+            c.count,
+            c.id,
+            c.turn,
+            c.dtype,
+            f"{c.tensor} {c.local}",
+        )  # fmt: skip
         for c in plan.collectives
         if not c.own
     ]

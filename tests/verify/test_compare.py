@@ -91,6 +91,22 @@ def test_combined_collectives_are_compared_as_a_group() -> None:
     assert "a and 1 more" in str(v)
 
 
+def test_of_equal_collectives_that_a_compiler_merged_the_emitted_one_is_named() -> None:
+    """As XLA of jaxlib 0.10 does on CPU, which drops the barriers that set them apart."""
+    first = Predicted("all_gather", ("x",), 100, "sin", moved="h 4x8 -> 16x8")
+    v = compare(
+        [first, dataclasses.replace(first, operator="cos")], program(emitted("all_gather", 100, "jshard.0"))
+    )
+    assert not v.ok
+    assert "not emitted: all_gather over x of cos: 100 B; that of sin moves the same and is emitted" in str(v)
+    for other in ({"moved": "h 8x4 -> 8x16"}, {"axes": ("y",)}, {"kind": "permute"}, {"bytes": 80}):
+        plan = [first, dataclasses.replace(first, operator="cos", **other)]
+        text = str(compare(plan, program(emitted("all_gather", 100, "jshard.0"))))
+        assert "not emitted" in text and "moves the same" not in text
+    unknown = [dataclasses.replace(first, moved="", operator=name) for name in ("sin", "cos")]
+    assert "moves the same" not in str(compare(unknown, program(emitted("all_gather", 100, "jshard.0"))))
+
+
 def test_combined_collectives_that_kept_one_name_agree_by_kind() -> None:
     plan = [Predicted("all_reduce", ("x",), 100, "a"), Predicted("all_reduce", ("x",), 50, "b")]
     v = compare(plan, program(emitted("all_reduce", 150, "jshard.0/psum")))
