@@ -31,7 +31,7 @@ import numpy as np
 from jshard._api.call_pins import program_pins
 from jshard._api.prepare import PlannedCall
 from jshard._core import jaxcompat as compat
-from jshard._core.errors import SearchError
+from jshard._core.errors import MemoryBudgetError, SearchError
 from jshard._core.layout import Layout
 from jshard._plan.record import PlanRecord
 from jshard._plan.replan import Replanner
@@ -49,6 +49,12 @@ WITHOUT_PADDING = (
     f"{NOTE_PREFIX}: both passes run without the padding of this plan, whose program has no derivative rules"
 )
 """The note for a call whose own program pads dimensions."""
+
+INSIDE_THE_BUDGET = (
+    "with the derivative inside, jshard.shard(jax.value_and_grad(f)), both passes are planned in the budget "
+    "or refused"
+)
+"""What to write where only the forward pass fits the budget: JAX applies the derivative after its plan was accepted."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -134,6 +140,8 @@ def plan_traced_gradient(traced: TracedGradient) -> ForwardSchedule:
         ends, inside = _match_forward(prepared.schedule.assignment.program, joint.program, assignment)
     except SearchError as e:
         why = f"no plan of both together: {_first_line(e)}"
+        if isinstance(e, MemoryBudgetError):
+            why += "; " + INSIDE_THE_BUDGET
         return ForwardSchedule(prepared.schedule, planned_alone_note(traced.of, why))
     return _schedule_forward(prepared, replanner, traced.of, ends, inside)
 

@@ -396,12 +396,13 @@ def _fit_columns(s: Section, width: int) -> Section:
 
 
 def _wrapped(line: str, width: int) -> list[str]:
-    """A long list, broken at commas."""
+    """A long line, broken at commas, or between words where no comma is left in the width."""
     out, indent = [], " " * (len(line) - len(line.lstrip()) + 2)
     while width and len(line) > width:
-        at = line.rfind(", ", 0, width)
+        comma = line.rfind(", ", 0, width)
+        at = comma + 1 if comma >= len(indent) else line.rfind(" ", 0, width + 1)
         if at < len(indent):
             break
-        out.append(line[: at + 1])
-        line = indent + line[at + 2 :]
+        out.append(line[:at])
+        line = indent + line[at + 1 :]
     return [*out, line]

@@ -10,6 +10,7 @@ import pytest
 import jshard
 from jshard._api.differentiation import plan_for_gradient
 from jshard._api.prepare import prepare
+from jshard._core.errors import MemoryBudgetError
 from jshard._verify import read_program
 
 
@@ -115,3 +116,21 @@ def test_user_function_is_traced_once_under_every_transformation():
         jax.jit(jax.grad(f, (0, 1)))(w, x)
         jax.jvp(f, (w, x), (w, x))
     assert len(traces) == 1
+
+
+def test_a_budget_that_only_the_forward_pass_fits_is_said_in_the_report():
+    """The derivative comes after the plan: no error, but a note with the bytes. With it inside, the budget is refused."""
+    params, x = inputs()
+    least = jshard.shard(loss, mesh=MESH, level=1, microbatches=2).plan(params, x).cost.peak_bytes
+    budget = int(1.05 * least)
+    f = jshard.shard(loss, mesh=MESH, memory_budget=budget, microbatches=2)
+    jax.eval_shape(jax.grad(f), params, x)
+    text = " ".join(str(f.plan(params, x)).split())
+    assert f"no plan of both together: no plan fits {budget:,} bytes a device" in text
+    assert (
+        "with the derivative inside, jshard.shard(jax.value_and_grad(f)), both passes are planned in the budget"
+        in text
+    )
+    inside = jshard.shard(jax.value_and_grad(loss), mesh=MESH, memory_budget=budget, microbatches=2)
+    with pytest.raises(MemoryBudgetError):
+        inside.plan(params, x)
