@@ -131,19 +131,19 @@ def budget_start(
     if known is not None and known.cost <= fastest.bound * (1 + gap):
         return BudgetStart(plans=(known,), bound=fastest.bound)
     from jshard._search.memory.feasible_start import (  # here: the import stays light
-        FirstAnswers,
         answers_within,
         first_answers,
     )
 
     request, size = fastest.request, network.cost_network.size
     assert request.memory_limit is not None
-    limit, memory, first = request.memory_limit, memory_network(network), FirstAnswers([], None)
-    limited = _limited(memory, limit)
+    limit, memory = request.memory_limit, memory_network(network)
+    limited, bound, prices = memory.within(limit), fastest.bound, None
     if known is None:
-        first = first_answers(_limited(bounding(), limit), fastest.cost, effort=effort)
-    bound = max(fastest.bound, first.proved(limit))
-    given = first.assignments if known is None else [assignment_of_solution(known)]
+        given, prices = first_answers(bounding().within(limit), fastest.cost, effort=effort)
+        bound = max(bound, prices.proved_cost(limit))
+    else:
+        given = [assignment_of_solution(known)]
     given = [with_copies(memory, x[:size]) for x in given]
     free = with_copies(memory, assignment_of_solution(fastest)[:size])
     answers = answers_within(limited, free, given, effort=effort, bound=bound)
@@ -156,12 +156,7 @@ def budget_start(
         if plan.peak <= limit:
             plans.append(plan.after(fastest))
             break
-    return BudgetStart(memory, tuple(plans), tuple(answers), first.prices, bound)
-
-
-def _limited(network: CostNetwork, limit: float) -> CostNetwork:
-    assert network.memory is not None
-    return dataclasses.replace(network, memory=dataclasses.replace(network.memory, limit=limit))
+    return BudgetStart(memory, tuple(plans), tuple(answers), prices, bound)
 
 
 def _bytes_by_state(network: PlanningNetwork) -> list[Floats]:

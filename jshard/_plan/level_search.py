@@ -483,13 +483,11 @@ class LevelSearch:
         `on_answer` is called with every better one; `bound_only`: a known one is good; `bound`: of the cost, so far;
         `most`: no cost above is of use.
         """
-        assert memory.memory is not None
-        limited = dataclasses.replace(memory, memory=dataclasses.replace(memory.memory, limit=limit))
         r = self.request
         gap = max(r.memory_gap, _BUDGET_GAP) if memory.size >= LARGE_NETWORK else r.memory_gap
         try:
             return solve(
-                limited, gap=gap, seconds=self._seconds(r.memory_seconds),
+                memory.within(limit), gap=gap, seconds=self._seconds(r.memory_seconds),
                 on_progress=self.on_progress, layers_repeat=True, prices=prices, known=known,
                 unlimited=unlimited, effort=effort or self.effort, on_answer=on_answer,
                 bound_only=bound_only, bound=bound, most=most,

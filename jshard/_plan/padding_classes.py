@@ -23,6 +23,7 @@ from collections.abc import Hashable, Iterable, Sequence
 
 from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn
+from jshard._core.union_find import UnionFind
 from jshard._plan.padded_shifts import shifted_dims
 from jshard._program.loop_invariants import CALLS_WITH_BODY, body_of
 from jshard._program.pin_primitives import PIN_OPERAND, PIN_RESULT
@@ -69,7 +70,7 @@ class PaddingClasses:
 
     def __init__(self, closed: ClosedJaxpr, sizes: frozenset[int]):
         self.sizes = sizes
-        self._parent: dict[Place, Place] = {}
+        self._united = UnionFind[Place]()
         self._factors: dict[Hashable, tuple[EquationFactor, ...]] = {}
         self._carried: list[Place] = []
         self._walked: set[int] = set()
@@ -83,9 +84,9 @@ class PaddingClasses:
 
     def class_of(self, v: JaxprAtom, dim: int) -> PaddingClass | None:
         """The class of a variable's dimension; None where it has none."""
-        if (v, dim) not in self._parent:
+        if (v, dim) not in self._united:
             return None
-        return self._classes[self._root((v, dim))]
+        return self._classes[self._united.root((v, dim))]
 
     def factors(self, eqn: JaxprEqn) -> tuple[EquationFactor, ...]:
         """The factors of an equation of these sizes that may be padded."""
@@ -117,18 +118,6 @@ class PaddingClasses:
 
     # -- union-find ----------------------------------------------------------------------------------------------
 
-    def _root(self, place: Place) -> Place:
-        self._parent.setdefault(place, place)
-        root = place
-        while self._parent[root] != root:
-            root = self._parent[root]
-        while self._parent[place] != root:
-            self._parent[place], place = root, self._parent[place]
-        return root
-
-    def _unite(self, a: Place, b: Place) -> None:
-        self._parent[self._root(b)] = self._root(a)
-
     def _walk(self, jaxpr: Jaxpr) -> None:
         if id(jaxpr) in self._walked:
             return
@@ -149,28 +138,28 @@ class PaddingClasses:
             places = [p for p in places if not compat.is_literal(p[0])]
             places += [(eqn.outvars[i], d) for i, d in factor.results]
             for place in places:
-                self._unite(places[0], place)
+                self._united.unite(places[0], place)
             self._carried += places[:1]
         for d in shifted_dims(eqn):
             ends = [(v, d) for v in (*eqn.invars, *eqn.outvars) if d < len(shape_of(v))]
             ends = [place for place in ends if not compat.is_literal(place[0])]
             ends = [place for place in ends if shape_of(place[0])[d] in self.sizes]
-            self._carried += [self._root(place) for place in ends]
+            self._carried += [self._united.root(place) for place in ends]
             if len(ends) == 2 and shape_of(ends[0][0])[d] == shape_of(ends[1][0])[d]:
-                self._unite(*ends)
+                self._united.unite(*ends)
 
     def _bind(self, outer: JaxprAtom, inner: JaxprAtom, shift: int) -> None:
         if compat.is_literal(outer) or compat.is_literal(inner):
             return
         for d, size in enumerate(shape_of(inner)):
             if size in self.sizes:
-                self._unite((outer, d + shift), (inner, d))
+                self._united.unite((outer, d + shift), (inner, d))
 
     def _numbered(self) -> dict[Place, PaddingClass]:
         classes: dict[Place, PaddingClass] = {}
         count: Counter[int] = Counter()
-        for v, d in list(self._parent):
-            root = self._root((v, d))
+        for v, d in self._united:
+            root = self._united.root((v, d))
             if root not in classes:
                 size = v.aval.shape[d]
                 classes[root] = PaddingClass(size, count[size])
@@ -178,7 +167,7 @@ class PaddingClasses:
             of = classes[root]
             of.largest_bytes = max(of.largest_bytes, math.prod(v.aval.shape) * compat.itemsize(v.aval.dtype))
         for place in self._carried:
-            classes[self._root(place)].carried = True
+            classes[self._united.root(place)].carried = True
         return classes
 
 

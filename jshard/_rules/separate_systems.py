@@ -4,9 +4,9 @@ Problem.  The four functions of `custom_linear_solve` are the user's: nothing sa
 `jnp.linalg.solve` of 1,000 matrices is 1,000 solves, as are the columns of a right-hand side, and each device can have some.
 
 Idea.  In the functions' own equations: union-find over (variable, dimension) pairs, united where a rule carries them as one
-loop index that stands in every result, and spoilt where an operator reduces them, orders them, or is no single operator
-(a loop, so that an iterative solver keeps its systems together). What is united with a dimension of the result, and spoilt
-nowhere, is such a dimension. The same equations run at other lengths of it, as `padded_params` states them.
+loop index that stands in every result, and excluded where an operator reduces them, orders them, or is no single operator
+(a loop, so that an iterative solver keeps its systems together). What is united with a dimension of the result, and nowhere
+excluded, is such a dimension. The same equations run at other lengths of it, as `padded_params` states them.
 
 >>> from jshard._program.equation_bodies import every_equation
 >>> closed = jax.make_jaxpr(jnp.linalg.solve)(jnp.ones((5, 3, 3)), jnp.ones((5, 3, 2)))
@@ -28,6 +28,7 @@ from jax.typing import ArrayLike
 
 from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn
+from jshard._core.union_find import UnionFind
 from jshard._program.equation_bodies import bodies_of
 from jshard._program.loop_invariants import CALLS_WITH_BODY, body_of
 from jshard._rules.padding import padded_factors, padded_params
@@ -68,8 +69,8 @@ class SeparateSystems:
     def __init__(self, op: OpView):
         self.op, self.functions = op, functions_of(op)
         self.right_sides = range(sum(op.params["const_lengths"]), len(op.ins))
-        self._parent: dict[Place, Place] = {}
-        self._spoilt: list[Place] = []
+        self._united = UnionFind[Place]()
+        self._excluded: list[Place] = []
         self._walked: list[Jaxpr] = []  # kept, so that no id is reused
         for function in self.functions.values():
             self._walk_function(function)
@@ -108,17 +109,7 @@ class SeparateSystems:
     # -- classes -------------------------------------------------------------------------------------------------
 
     def _of(self, tensor: object, shape: Sequence[int]) -> Numbers:
-        return tuple(self._numbers.get(self._root((tensor, d))) for d in range(len(shape)))
-
-    def _root(self, place: Place) -> Place:
-        self._parent.setdefault(place, place)
-        while self._parent[place] != place:
-            self._parent[place] = self._parent[self._parent[place]]
-            place = self._parent[place]
-        return place
-
-    def _unite(self, a: Place, b: Place) -> None:
-        self._parent[self._root(b)] = self._root(a)
+        return tuple(self._numbers.get(self._united.root((tensor, d))) for d in range(len(shape)))
 
     def _walk_function(self, function: SolverFunction) -> None:
         jaxpr, consts = compat.open_jaxpr(function.body)
@@ -127,7 +118,7 @@ class SeparateSystems:
         constants = [("operand", i) for i in function.constants]
         into, out = (x, b) if function.from_x else (b, x)
         if consts or len(into) != len(out):  # auxiliary results are the user's
-            self._spoilt += [(t, d) for i, t in enumerate(x) for d in range(len(self.op.outs[i].shape))]
+            self._excluded += [(t, d) for i, t in enumerate(x) for d in range(len(self.op.outs[i].shape))]
             return
         self._bind([*constants, *into], jaxpr.invars)
         self._bind(out, jaxpr.outvars)
@@ -137,15 +128,15 @@ class SeparateSystems:
         for a, b in zip(outer, inner, strict=True):
             for d in range(len(b.aval.shape)):
                 if compat.is_literal(a) or compat.is_literal(b):
-                    self._spoilt.append((b if compat.is_literal(a) else a, d))
+                    self._excluded.append((b if compat.is_literal(a) else a, d))
                 else:
-                    self._unite((a, d), (b, d))
+                    self._united.unite((a, d), (b, d))
 
     def _walk(self, jaxpr: Jaxpr) -> None:
         if any(jaxpr is j for j in self._walked):
             return
         self._walked.append(jaxpr)
-        self._spoilt += [(v, d) for v in jaxpr.constvars for d in range(len(v.aval.shape))]
+        self._excluded += [(v, d) for v in jaxpr.constvars for d in range(len(v.aval.shape))]
         for eqn in jaxpr.eqns:
             called = body_of(eqn) if eqn.primitive.name in CALLS_WITH_BODY else None
             if called is not None:
@@ -157,26 +148,29 @@ class SeparateSystems:
             united = [] if any(True for _ in bodies_of(eqn)) or eqn.effects else list(_loop_indices(eqn))
             for places in united:
                 for place in places[1:]:
-                    self._unite(places[0], place)
+                    self._united.unite(places[0], place)
             known = {place for places in united for place in places}
             variables = [v for v in (*eqn.invars, *eqn.outvars) if not compat.is_literal(v)]
             every = ((v, d) for v in variables for d in range(len(v.aval.shape)))
-            self._spoilt += [place for place in every if place not in known]
+            self._excluded += [place for place in every if place not in known]
 
     def _numbered(self) -> dict[Place, int]:
-        spoilt = {self._root(place) for place in self._spoilt}
+        excluded = {self._united.root(place) for place in self._excluded}
         roots = [
-            [self._root((("result", i), d)) for d in range(len(a.shape))] for i, a in enumerate(self.op.outs)
+            [self._united.root((("result", i), d)) for d in range(len(a.shape))]
+            for i, a in enumerate(self.op.outs)
         ]
         everywhere = set(roots[0]).intersection(*roots[1:]) if roots else set()
         tensors = [(("operand", i), a) for i, a in enumerate(self.op.ins)]
         tensors += [(("result", i), a) for i, a in enumerate(self.op.outs)]
         for tensor, aval in tensors:  # no tensor has one of them twice
-            own = [self._root((tensor, d)) for d in range(len(aval.shape))]
-            spoilt |= {r for r in own if own.count(r) > 1}
+            own = [self._united.root((tensor, d)) for d in range(len(aval.shape))]
+            excluded |= {r for r in own if own.count(r) > 1}
         sizes = {r: n for r, n in zip(roots[0], self.op.outs[0].shape, strict=True)} if roots else {}
         separate = (
-            [r for r in dict.fromkeys(roots[0]) if r in everywhere - spoilt and sizes[r] > 1] if roots else []
+            [r for r in dict.fromkeys(roots[0]) if r in everywhere - excluded and sizes[r] > 1]
+            if roots
+            else []
         )
         return {r: k for k, r in enumerate(separate)}
 
@@ -189,7 +183,7 @@ class SeparateSystems:
         jaxpr, _ = compat.open_jaxpr(self.functions[name].body)
         lengths: dict[Place, int] = {}
         for v, x in zip(jaxpr.invars, (*constants, *arguments), strict=True):
-            lengths |= {self._root((v, d)): n for d, n in enumerate(jnp.shape(x))}
+            lengths |= {self._united.root((v, d)): n for d, n in enumerate(jnp.shape(x))}
         return self._evaluated(jaxpr, [*constants, *arguments], lengths)
 
     def _evaluated(
@@ -214,7 +208,7 @@ class SeparateSystems:
         self, eqn: JaxprEqn, operands: Sequence[ArrayLike], lengths: Mapping[Place, int]
     ) -> list[jax.Array]:
         shapes = [
-            [lengths.get(self._root((v, d)), n) if self._root((v, d)) in self._numbers else n
+            [lengths.get(self._united.root((v, d)), n) if self._united.root((v, d)) in self._numbers else n
              for d, n in enumerate(v.aval.shape)]
             for v in eqn.outvars
         ]  # fmt: skip

@@ -14,7 +14,7 @@ Example: two variables of two states with one unary table, and an edge that cost
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -62,6 +62,11 @@ class CostNetwork:
         """The number of states of a variable."""
         return len(self.unary[self.node_table[variable]])
 
+    def within(self, limit: float) -> CostNetwork:
+        """The same network with a limit on its memory, in bytes."""
+        assert self.memory is not None
+        return replace(self, memory=replace(self.memory, limit=limit))
+
     def __repr__(self) -> str:
         return (
             f"CostNetwork({len(self.node_table)} variables, {len(self.edge_table)} edges; "
@@ -81,6 +86,10 @@ class Prices:
     def of_another_network(self) -> Prices:
         """The same prices, nothing known of what they prove."""
         return Prices(self.times, self.per_byte)
+
+    def proved_cost(self, limit: float) -> float:
+        """What they prove of the cost of every assignment within a limit, in bytes, of the network that they are for."""
+        return self.bound - limit * float(self.per_byte.sum())
 
 
 @dataclass(frozen=True, eq=False)

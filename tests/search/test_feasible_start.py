@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 
 from jshard._search import Effort, evaluate, peak, solve
 from jshard._search.memory.feasible_start import answers_within, first_answers
+from tests.laws.random_networks import brute_force, random_network
 from tests.search.test_price_cuts import deep
 
 
@@ -18,14 +17,15 @@ def test_the_last_answer_keeps_the_limit_and_costs_no_more_than_those_before(see
     free = solve(network).assignment
     least = solve(network, objective="peak").cost
     limit = least + 0.3 * (peak(network, free) - least)
-    limited = dataclasses.replace(network, memory=dataclasses.replace(network.memory, limit=limit))
+    limited = network.within(limit)
     first = first_answers(limited, evaluate(network, free), effort=Effort())
-    answers = answers_within(limited, free, first.assignments, effort=Effort(), bound=first.proved(limit))
+    bound = first.prices.proved_cost(limit)
+    answers = answers_within(limited, free, first.assignments, effort=Effort(), bound=bound)
     assert 1 <= len(answers) <= 4 and peak(network, answers[-1]) <= limit
     fitting = [evaluate(network, x) for x in answers if peak(network, x) <= limit]
     assert fitting[-1] == min(fitting)
     best = solve(limited)
-    assert first.proved(limit) <= best.cost * (1 + 1e-9)
+    assert bound <= best.cost * (1 + 1e-9)
     assert best.bound * (1 - 1e-9) <= fitting[-1] <= 1.15 * best.cost
 
 
@@ -34,7 +34,7 @@ def test_a_given_answer_is_combined_with_the_fastest_of_their_states_alone(seed)
     network = deep(40, seed)
     free, low = solve(network).assignment, solve(network, objective="peak").assignment
     limit = peak(network, low) + 0.3 * (peak(network, free) - peak(network, low))
-    limited = dataclasses.replace(network, memory=dataclasses.replace(network.memory, limit=limit))
+    limited = network.within(limit)
     first, last = answers_within(limited, free, [low], effort=Effort())
     assert (first == low).all() and peak(network, last) <= limit
     assert evaluate(network, last) <= evaluate(network, low)
@@ -47,3 +47,15 @@ def test_nothing_is_combined_once_the_effort_is_spent():
     given = first_answers(network, 1.0, effort=spent).assignments
     assert spent.exhausted and len(given) <= 1
     assert answers_within(network, fastest, given, effort=spent) == given
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_assignment_within_the_limit_costs_less_than_the_first_prices_prove(seed):
+    network = random_network(seed, memory=True)
+    limit = network.memory.limit
+    free = brute_force(network)
+    if not np.isfinite(free) or (network.memory.intervals[:, 0] >= network.memory.intervals[:, 1]).all():
+        pytest.skip("nothing is possible, or nothing is held")
+    least = brute_force(network, lambda x: peak(network, x) <= limit)
+    first = first_answers(network, free, effort=Effort())
+    assert first.prices.proved_cost(limit) <= least + 1e-9 * abs(least)

@@ -241,7 +241,7 @@ def test_answers_and_prices_of_one_limit_start_the_search_of_another(every_netwo
         except (Contradiction, MemoryBudgetError):
             continue
         limit = 0.5 * (found.peak + network.memory.limit) if seed % 2 else 0.93 * found.peak
-        other = dataclasses.replace(network, memory=dataclasses.replace(network.memory, limit=limit))
+        other = network.within(limit)
         truth = brute_force(other, lambda x, n=other, m=limit: peak(n, x) <= m)
         try:
             again = solve(other, layers_repeat=True, prices=found.prices, known=found.answers)

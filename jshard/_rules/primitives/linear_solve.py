@@ -20,7 +20,7 @@ from jshard._rules.factors import Factors
 from jshard._rules.primitives.opaque_operators import OPAQUE
 from jshard._rules.registry import LocalContext, OpView, family
 from jshard._rules.rule import Dims, Rule
-from jshard._rules.separate_systems import Numbers, SeparateSystems
+from jshard._rules.separate_systems import Numbers, SeparateSystems, functions_of
 
 
 rule = family("other")
@@ -28,10 +28,8 @@ rule = family("other")
 
 def _solver_of(op: OpView) -> tuple[Jaxpr | ClosedJaxpr, list[int]]:
     """The solver's jaxpr, and the indices of the operands that are its arguments."""
-    lengths = op.params["const_lengths"]
-    first = lengths.matvec + lengths.vecmat
-    last = first + lengths.solve + lengths.transpose_solve
-    return op.params["jaxprs"].solve, [*range(first, first + lengths.solve), *range(last, len(op.ins))]
+    solve = functions_of(op)["solve"]
+    return solve.body, [*solve.constants, *range(sum(op.params["const_lengths"]), len(op.ins))]
 
 
 def _solve_local(ctx: LocalContext, *operands: jax.Array) -> Sequence[jax.Array]:

@@ -20,7 +20,7 @@ import numpy as np
 from jshard._core.arrays import Ints
 from jshard._search.cost_network import CostNetwork, Prices, interval_bytes, live_bytes
 from jshard._search.effort import Effort
-from jshard._search.memory.key_times import usage_range
+from jshard._search.memory.key_times import first_time, fullest_time
 from jshard._search.memory.lagrangian import fuse
 from jshard._search.memory.price_cuts import FIRST_SPEND, PricedNetworks
 from jshard._search.search_state import SearchState
@@ -36,11 +36,7 @@ class FirstAnswers(NamedTuple):
     """Assignments, the last within the limit if one was found, and the prices that bound the cost best."""
 
     assignments: list[Ints]
-    prices: Prices | None  # None where the effort allowed none
-
-    def proved(self, limit: float) -> float:
-        """What the prices prove of the cost within the limit."""
-        return -np.inf if self.prices is None else _proved(self.prices, limit)
+    prices: Prices
 
 
 def first_answers(network: CostNetwork, cost: float, *, effort: Effort) -> FirstAnswers:
@@ -51,39 +47,33 @@ def first_answers(network: CostNetwork, cost: float, *, effort: Effort) -> First
     >>> from jshard._search.cost_network import build
     >>> net = build([[1.0, 2.0], [1.0, 3.0]], [], intervals=[[0, 1]] * 2, usages=[[8.0, 2.0]] * 2, limit=11.0)
     >>> answers = first_answers(net, 2.0, effort=Effort())
-    >>> [x.tolist() for x in answers.assignments], round(answers.proved(11.0), 3)
+    >>> [x.tolist() for x in answers.assignments], round(answers.prices.proved_cost(11.0), 3)
     ([[0, 0], [1, 1]], 2.591)
     """
     memory = network.memory
     assert memory is not None and memory.limit is not None
+    limit = memory.limit
     search = SearchState(np.inf, _GAP, lambda _: None, network.size, effort=effort)
-    lasting = memory.intervals[:, 0] < memory.intervals[:, 1]
-    first = int(memory.intervals[lasting, 0].min())
-    fullest = int(live_bytes(memory, usage_range(memory)[0]).argmax())
-    solver, found, price, at_any_time = PricedNetworks(network), [], FIRST_SPEND * cost / memory.limit, False
-    best: Prices | None = None
+    at = np.array([fullest_time(memory)])
+    solver, found, price, at_any_time = PricedNetworks(network), [], FIRST_SPEND * cost / limit, False
+    best = Prices(at, np.array([price]))
     for _ in range(_TRIES):
-        at, per_byte = np.array([first + fullest]), np.array([price])
+        per_byte = np.array([price])
         answer, bound = solver.solve(at, per_byte, search, _INNER_GAP, price if at_any_time else 0.0)
         if not at_any_time:  # else the bound is one on the cost with those bytes charged for too
             prices = Prices(at, per_byte, bound)
-            if best is None or _proved(prices, memory.limit) > _proved(best, memory.limit):
-                best = prices
+            best = max(best, prices, key=lambda p: p.proved_cost(limit))
         if answer is None:
             break
         found.append(answer)
         profile = live_bytes(memory, interval_bytes(memory, answer))
-        if profile.max() <= memory.limit:
+        if profile.max() <= limit:
             break
-        if at_any_time or profile[fullest] > memory.limit:
+        if at_any_time or profile[at[0] - first_time(memory)] > limit:
             price *= _RAISED
         else:
             at_any_time = True
     return FirstAnswers(found, best)
-
-
-def _proved(prices: Prices, limit: float) -> float:
-    return prices.bound - limit * float(prices.per_byte.sum())
 
 
 def answers_within(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jshard._core.arrays import Floats, Ints
-from jshard._search.cost_network import Memory
+from jshard._search.cost_network import Memory, live_bytes
 from jshard._search.exact.table_pool import NONE
 from jshard._search.exact.working_network import WorkingNetwork
 
@@ -44,6 +44,22 @@ def least_conceivable_peak(memory: Memory) -> float:
     clock = key_times_above(memory, -np.inf)
     least, _ = usage_range(memory)
     return float(sum_over_intervals(clock.start, clock.end, least, len(clock.times)).max(initial=0.0))
+
+
+def first_time(memory: Memory) -> int:
+    """The time from which on something is held, from which `live_bytes` counts."""
+    lasting = memory.intervals[:, 0] < memory.intervals[:, 1]
+    return int(memory.intervals[lasting, 0].min())
+
+
+def fullest_time(memory: Memory) -> int:
+    """The first of the times at which most is held in any case: with the least that each interval may have.
+
+    >>> two = Memory(np.array([[1, 3], [2, 4]]), (np.array([4.0, 8.0]),), np.array([0, 1]), np.array([0, 0]), None)
+    >>> first_time(two), fullest_time(two)
+    (1, 2)
+    """
+    return first_time(memory) + int(live_bytes(memory, usage_range(memory)[0]).argmax())
 
 
 def key_times(memory: Memory) -> Ints:

@@ -38,7 +38,7 @@ from jshard._search.exact.working_network import working_network
 from jshard._search.memory.answer_fusion import fused_network
 from jshard._search.memory.budget_repair import BudgetedCore, budgeted_core, repair_then_descend
 from jshard._search.memory.ilp import solve_small_core
-from jshard._search.memory.key_times import key_times_above, sum_over_intervals, usage_range
+from jshard._search.memory.key_times import fullest_time, key_times_above, sum_over_intervals, usage_range
 from jshard._search.memory.lagrangian import (
     PRICE_CUTS_FROM,
     ReducedProblem,
@@ -282,18 +282,14 @@ def bound_at_fullest_time(network: CostNetwork, effort: Effort | None = None) ->
     """Bytes that every assignment holds at the time at which most are held in any case; arguments as `bound_at_prices`."""
     memory = network.memory
     assert memory is not None
-    lasting = memory.intervals[:, 0] < memory.intervals[:, 1]
-    fullest = int(memory.intervals[lasting, 0].min()) + int(
-        live_bytes(memory, usage_range(memory)[0]).argmax()
-    )
-    return bound_at_prices(network, Prices(np.array([fullest]), np.ones(1)), effort)
+    return bound_at_prices(network, Prices(np.array([fullest_time(memory)]), np.ones(1)), effort)
 
 
 def _fuse_near_bound(network: CostNetwork, search: SearchState, answers: Sequence[Ints], gap: float) -> bool:
     """The cheapest assignment of the states of some answers whose peak is within the gap of the bound, if there is one."""
     assert network.memory is not None
     limit = search.bound * (1 + _NEAR_BOUND * gap)
-    fused = fuse(replace(network, memory=replace(network.memory, limit=limit)), answers, search)
+    fused = fuse(network.within(limit), answers, search)
     if fused is None:
         return False
     search.assignment, search.incumbent_cost = fused, peak(network, fused)
@@ -447,7 +443,7 @@ def min_cost_at_peak(
     assert network.memory is not None and search.assignment is not None
     at_peak = limit is None
     limit = search.incumbent_cost if limit is None else limit
-    capped = replace(network, memory=replace(network.memory, limit=limit * (1 + 1e-9)))
+    capped = network.within(limit * (1 + 1e-9))
     large, effort = layers_repeat and network.size >= LARGE_NETWORK, search.effort
     if large:
         effort = Effort(min(_SHARE_FOR_TIES * effort.spent, effort.limit - effort.spent), whole=effort)

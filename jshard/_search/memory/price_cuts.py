@@ -43,7 +43,7 @@ from jshard._search.dual.warm_start import CoreMessages
 from jshard._search.exact.reduce_batched import starting_network
 from jshard._search.exact.table_pool import TablePool, quantum
 from jshard._search.exact.working_network import WorkingNetwork
-from jshard._search.memory.key_times import usage_range
+from jshard._search.memory.key_times import first_time, fullest_time
 from jshard._search.search_state import GapProgress, SearchState
 
 
@@ -210,8 +210,7 @@ class PriceCuts:
         self.network, self.memory, self.search, self.limit = network, network.memory, search, limit
         self.fuse, self.solver, self.rounds = fuse, PricedNetworks(network), rounds
         self.bytes_alone = PricedNetworks(without_costs(network))
-        lasting = self.memory.intervals[:, 0] < self.memory.intervals[:, 1]
-        self.first_time = int(self.memory.intervals[lasting, 0].min())
+        self.first_time = first_time(self.memory)
         self.cuts: list[Cut] = []
         # An answer that is known by its cost and peak alone; the peak is taken for the bytes at every time.
         self.guessed = [
@@ -328,8 +327,8 @@ class PriceCuts:
                 max(spend, MOST_SPENT * self.limit * float(prices.sum())),
             )
         if spend:
-            floor = live_bytes(self.memory, usage_range(self.memory)[0])
-            return np.array([int(floor.argmax())]), np.array([spend / self.limit]), MOST_SPENT * spend
+            fullest = fullest_time(self.memory) - self.first_time
+            return np.array([fullest]), np.array([spend / self.limit]), MOST_SPENT * spend
         return np.zeros(0, dtype=np.int64), np.zeros(0), 0.0
 
     def _solve(self, times: Ints, prices: Floats) -> Cut | None:
@@ -367,10 +366,11 @@ class PriceCuts:
     def _prove(self, bound: float, times: Ints, prices: Floats) -> None:
         """Note that no assignment costs less than a bound, with its bytes charged for at some prices."""
         search = self.search
-        proved = bound - self.limit * float(prices.sum())
+        charged = Prices(times + self.first_time, prices, bound)
+        proved = charged.proved_cost(self.limit)
         if proved > self.proved:
             self.proved, self.prices = proved, Prices(times, prices)
-            search.prices = Prices(times + self.first_time, prices, bound)
+            search.prices = charged
             search.bound = min(max(search.bound, proved), search.incumbent_cost)
 
     def _keep(self, assignment: Ints) -> Cut:
