@@ -67,9 +67,12 @@ def make_jaxpr(fn: ArrayFunction, *avals: ArrayType) -> ClosedJaxpr:
     return cast("ClosedJaxpr", jax.make_jaxpr(fn)(*avals))
 
 
+_JAXPR_TYPES = (jex.Jaxpr, getattr(jex, "ClosedJaxpr", jex.Jaxpr))
+
+
 def is_jaxpr(value: object) -> TypeGuard[Jaxpr | ClosedJaxpr]:
     """Whether a parameter of an equation is a jaxpr, open or closed."""
-    return isinstance(value, jex.Jaxpr | getattr(jex, "ClosedJaxpr", jex.Jaxpr))
+    return isinstance(value, _JAXPR_TYPES)
 
 
 def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:

@@ -24,6 +24,7 @@ from jshard._network.memory_network import memory_network, with_copies
 from jshard._plan.memory_ties import assignment_of_solution
 from jshard._plan.request import PlanRequest
 from jshard._plan.scheduled_solution import ScheduledSolution, schedule_solution
+from jshard._program.graph import Program
 from jshard._program.memory.list_scheduling import live_bytes_curve
 from jshard._program.memory.liveness import liveness
 from jshard._search import LARGE_NETWORK, CostNetwork, Effort, Prices, evaluate, peak
@@ -42,10 +43,10 @@ _ROUNDS = 6  # of message passing
 _LOOSE, _TIGHT = 0.5, 0.96
 
 
-def is_large_and_limited(network: PlanningNetwork, request: PlanRequest) -> bool:
+def is_large_and_limited(program: Program, request: PlanRequest) -> bool:
     """Whether plans are looked for within a budget of a program whose every search takes long."""
     limited = request.memory_limit is not None and request.search_in_budget and request.most == math.inf
-    return limited and network.cost_network.size >= LARGE_NETWORK
+    return limited and len(program.operators) >= LARGE_NETWORK
 
 
 def least_share(network: PlanningNetwork, request: PlanRequest) -> float:

@@ -106,14 +106,20 @@ class LevelSearch:
         return self.network(second_copies=False)
 
     @functools.cached_property
+    def first_network(self) -> PlanningNetwork:
+        """The network that the search begins with, without second copies where that search is for little memory."""
+        single = self.request.level == 1 or is_large_and_limited(self.program, self.request)
+        return self._single_copies if single else self.network()
+
+    @functools.cached_property
     def _bounding_network(self) -> CostNetwork:
         """The lower-bound memory network, with a single shared copy a tensor."""
         return memory_network(self._single_copies, lower_bound=True)
 
-    def run(self, network: PlanningNetwork) -> ScheduledSolution:
+    def run(self) -> ScheduledSolution:
         """Search by level. An interruption (Ctrl-C) gives the best plan known; it is raised again where none is."""
         try:
-            return self._run(network)
+            return self._run()
         except KeyboardInterrupt:
             fitting = [s for s in self._known if s.peak <= self._limit]
             if not fitting:
@@ -136,16 +142,16 @@ class LevelSearch:
         """A time limit that an effort does not meet first."""
         return longest_seconds(self.request.search_seconds, most)
 
-    def _run(self, network: PlanningNetwork) -> ScheduledSolution:
-        """Search by level. A plan of least time that keeps the budget is that of the budget too, with its proof."""
+    def _run(self) -> ScheduledSolution:
+        """Search by level. A plan of least time within the budget is that of the budget too, with its proof."""
+        network = self.first_network
         if self.request.level == 1:
             return self.minimize_peak(network)
         check_useful_plans(network, self.request, least_conceivable_cost(network.cost_network))
-        early = self._early_plan(network)
-        far = self._nearly_fastest(network)
+        early, far = self._early_plan(), self._nearly_fastest()
         if far is not None:
             return self._within_budget(far.network, far, early)
-        fastest = self.minimize_time(network)
+        fastest = self.minimize_time(self.network() if network is self._single_copies else network)
         check_useful_plans(network, self.request, fastest.bound)
         if not self.effort.exhausted:
             fastest = with_shorter_step(fastest, lambda h: self.network(hidden=h), self._solve_time)
@@ -157,9 +163,9 @@ class LevelSearch:
             return with_unpriced_cost(fastest, build, self.effort, seconds)
         return self._within_budget(self._single_copies, fastest, early)
 
-    def _nearly_fastest(self, network: PlanningNetwork) -> ScheduledSolution | None:
+    def _nearly_fastest(self) -> ScheduledSolution | None:
         """A plan of nearly least time of a large program, if it is so far above the budget that this is what decides."""
-        if not is_large_and_limited(network, self.request) or self.request.memory_slack:
+        if not is_large_and_limited(self.program, self.request) or self.request.memory_slack:
             return None
         s = self._solve_time(self._single_copies, max(self.request.gap, _LARGE_GAP))
         if s.bound > self.request.ends_above:
@@ -196,9 +202,9 @@ class LevelSearch:
             best = descend_peak(best, bounding, Effort(), self._limit)
         return dataclasses.replace(of_network(best, network), bound=solution.bound)
 
-    def _early_plan(self, network: PlanningNetwork) -> ScheduledSolution | None:
+    def _early_plan(self) -> ScheduledSolution | None:
         """A plan of little memory before the others; None where none is found, and of a program that is not large."""
-        if not is_large_and_limited(network, self.request):
+        if not is_large_and_limited(self.program, self.request):
             return None
         found = early_plan(self._single_copies, self.request, self.effort.part(_SHARE_FOR_START))
         return found and self._known_plan(found)
@@ -232,7 +238,7 @@ class LevelSearch:
     def _prefer_memory(self, fastest: ScheduledSolution) -> ScheduledSolution:
         """The plan of lowest peak found that costs little more than the fastest; each budget is searched for as long."""
         slack, network = self.request.memory_slack, self._single_copies
-        estimating, bounding = memory_network(network), memory_network(network, lower_bound=True)
+        estimating, bounding = memory_network(network), self._bounding_network
         assert bounding.memory is not None
         each = EACH_BUDGET.effort * self.effort.spent + ENTRIES_PER_SECOND
 
@@ -414,12 +420,11 @@ class LevelSearch:
 
     def _start(self, network: PlanningNetwork, fastest: ScheduledSolution) -> BudgetStart:
         """Plans within the budget of a large program, and answers to begin with."""
-        if not is_large_and_limited(network, self.request):
+        if not is_large_and_limited(self.program, self.request):
             return BudgetStart()
         known, effort = best_within(self._known, self._limit), self.effort.part(_SHARE_FOR_START)
         start = budget_start(network, fastest, known, _BUDGET_GAP, effort, lambda: self._bounding_network)
-        for plan in start.plans:
-            self._known_plan(plan)
+        self._known += start.plans
         return start
 
     def _search_schedules(
@@ -439,8 +444,7 @@ class LevelSearch:
         """
         limit = self._limit
         early: list[ScheduledSolution] = []
-        effort = self.effort.part(_SHARE_FOR_PLANS)
-        measured: dict[bytes, ScheduledSolution] = {}
+        effort, measured = self.effort.part(_SHARE_FOR_PLANS), dict[bytes, ScheduledSolution]()
 
         def note_first_plan(assignment: Ints) -> None:
             if not any(p.peak <= limit for p in measured.values()):
@@ -479,9 +483,8 @@ class LevelSearch:
     ) -> Solution | None:
         """The solution of a memory network under a limit in bytes; None where none was found.
 
-        `unlimited` are seconds and peak of the fastest plan, `prices` those to begin with, and `known` assignments;
-        `on_answer` is called with every better one; `bound_only`: a known one is good; `bound`: of the cost, so far;
-        `most`: no cost above is of use.
+        `unlimited`: seconds and peak of the fastest plan. `prices`, `known`: to begin with. `on_answer`: called with every
+        better one. `bound_only`: a known one is good. `bound`: of the cost, so far. `most`: no cost above is of use.
         """
         r = self.request
         gap = max(r.memory_gap, _BUDGET_GAP) if memory.size >= LARGE_NETWORK else r.memory_gap

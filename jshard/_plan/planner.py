@@ -50,15 +50,15 @@ def _searched(
     program: Program, topology: Topology, request: PlanRequest, on_progress: Callable[..., None] | None
 ) -> ScheduledSolution:
     search = LevelSearch(program, topology, request, on_progress)
-    network = search.network(second_copies=request.level != 1)
     if request.search == "propagation":
+        network = search.network(second_copies=request.level != 1)
         configured = {op for op, *_ in (*request.pins, *request.forced)}
         assignment, steps = propagate(network, configured)
         return schedule_solution(network, request, assignment, 0.0, steps, may_break_ties=False)
     try:
-        return search.run(network)
+        return search.run()
     except Contradiction as e:
-        raise explain_contradiction(e, network, search.every_pin) from None
+        raise explain_contradiction(e, search.first_network, search.every_pin) from None
 
 
 def _with_valid_bound(solution: ScheduledSolution) -> ScheduledSolution:

@@ -109,16 +109,19 @@ class _Writer:
         self.fills: dict[JaxprAtom, JaxprAtom] = {}  # arrays of one scalar -> the scalar
         self.scalars: dict[JaxprAtom, np.ndarray] = {}  # variables with a known value
         self.changed = False
+        self.described_by = {
+            "slice": self.slice, "pad": self.pad, "concatenate": self.concatenate, "split": self.split,
+            "add_any": self.add, "add": self.add, "broadcast_in_dim": self.broadcast,
+            "convert_element_type": self.convert,
+        }  # fmt: skip
 
     def write(self, eqn: JaxprEqn) -> None:
         """One equation of the old body."""
-        eqn = eqn.replace(invars=substituted(eqn.invars, self.env))
-        name = eqn.primitive.name
-        special = {"slice": self.slice, "pad": self.pad, "concatenate": self.concatenate, "split": self.split}
-        special |= {"add_any": self.add, "add": self.add, "broadcast_in_dim": self.broadcast}
-        special["convert_element_type"] = self.convert
-        if name in special and not _is_extended(eqn):
-            special[name](eqn)
+        if self.env:
+            eqn = eqn.replace(invars=substituted(eqn.invars, self.env))
+        describe = self.described_by.get(eqn.primitive.name)
+        if describe is not None and not _is_extended(eqn):
+            describe(eqn)
         else:
             self.eqns.append(eqn)
 
