@@ -33,7 +33,7 @@ def planned(layers, **options):
 def large(monkeypatch):
     """Programs of a few layers are searched as large ones are; their bytes cost little time, so that they are dearer."""
     monkeypatch.setattr(early_plans, "_PASSES", 300.0)
-    monkeypatch.setattr(early_plans, "LARGE_NETWORK", 100)
+    monkeypatch.setattr(early_plans, "LARGE_NETWORK", 50)
     monkeypatch.setattr(level_search, "LARGE_NETWORK", 100)
 
 
