@@ -149,7 +149,7 @@ def budget_start(
     free = with_copies(memory, assignment_of_solution(fastest)[:size])
     answers = answers_within(limited, free, given, effort=effort, bound=bound)
     if not effort.exhausted and all(peak(limited, x) > limit for x in answers):
-        given += first_answers(limited, fastest.cost, effort=effort).assignments
+        given += first_answers(limited, fastest.cost, effort=effort, prices=prices).assignments
         answers = answers_within(limited, free, given, effort=effort, bound=bound)
     plans = [known] if known is not None else []
     for x in reversed(answers):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jshard._search import Effort, evaluate, peak, solve
+from jshard._search import Effort, Prices, build, evaluate, peak, solve
 from jshard._search.memory.feasible_start import answers_within, first_answers
 from tests.laws.random_networks import brute_force, random_network
 from tests.search.test_price_cuts import deep
@@ -59,3 +59,15 @@ def test_no_assignment_within_the_limit_costs_less_than_the_first_prices_prove(s
     least = brute_force(network, lambda x: peak(network, x) <= limit)
     first = first_answers(network, free, effort=Effort())
     assert first.prices.proved_cost(limit) <= least + 1e-9 * abs(least)
+
+
+def test_the_price_is_raised_at_the_time_at_which_an_answer_holds_most():
+    """The least bytes make time 0 the fullest; the cheapest states hold more at time 1."""
+    network = build(
+        [[0.0, 3.0], [0.0, 10.0]], [], intervals=[[0, 1], [1, 2]], usages=[[9.0, 8.0], [20.0, 7.0]], limit=8.5
+    )
+    first = first_answers(network, 1.0, effort=Effort(), prices=Prices(np.array([0]), np.array([0.1])))
+    # 0.2 at time 1 is not enough (20 bytes cost 4, 7 and the other state 11.4); 1.6 is.
+    assert [x.tolist() for x in first.assignments] == [[0, 0], [0, 0], [0, 1]]
+    assert first.prices.times.tolist() == [1] and first.prices.per_byte.tolist() == pytest.approx([1.6])
+    assert first.prices.proved_cost(8.5) == pytest.approx(10 + 1.6 * (7 - 8.5))

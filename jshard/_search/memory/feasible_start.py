@@ -5,9 +5,10 @@ a poor one.
 
 Idea.  One price on the time at which most is held in any case, at which the limit's bytes cost nearly as much as the network
 does, gives an answer of little memory and a bound that is mostly within a hundredth or two of the least cost within the
-limit. Where the answer holds more than the limit, the price is raised; where it does so at other times alone, bytes that
-are held briefly have a price at any time too. Between it and the fastest answer the limit decides: the cheapest assignment
-of the states of both is found in little time, since most variables have one or two states then.
+limit. Where the answer holds more than the limit, the price is raised, at the time at which that answer holds most; where it
+does so at other times alone, bytes that are held briefly have a price at any time too. Between it and the fastest answer the
+limit decides: the cheapest assignment of the states of both is found in little time, since most variables have one or two
+states then.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from jshard._search.memory.price_cuts import FIRST_SPEND, PricedNetworks
 from jshard._search.search_state import SearchState
 
 
-_RAISED = 8.0  # times the price before, where an answer exceeds the limit at the time that has a price
-_TRIES = 3
+# Times the price before, where an answer exceeds the limit at the time that has a price: the first is mostly near.
+_RAISED = (2.0, 8.0)
 _GAP = 0.01  # of the combined answer's cost
 _INNER_GAP = 0.002  # how near its optimum a priced network is solved
 
@@ -39,10 +40,19 @@ class FirstAnswers(NamedTuple):
     prices: Prices
 
 
-def first_answers(network: CostNetwork, cost: float, *, effort: Effort) -> FirstAnswers:
+def first_answers(
+    network: CostNetwork, cost: float, *, effort: Effort, prices: Prices | None = None
+) -> FirstAnswers:
     """Answers of a network with memory under a price on the time at which most is held in any case.
 
-    The price is raised until an answer is within the limit, a few times. `cost`: of the fastest answer.
+    The price is raised until an answer is within the limit, a few times.
+
+    Arguments:
+
+    - `network`: with memory and a limit.
+    - `cost`: of the fastest answer.
+    - `effort`: ends the search when it is spent.
+    - `prices`: at one time, to begin with: those of a similar network. Else so much that the limit costs a share of `cost`.
 
     >>> from jshard._search.cost_network import build
     >>> net = build([[1.0, 2.0], [1.0, 3.0]], [], intervals=[[0, 1]] * 2, usages=[[8.0, 2.0]] * 2, limit=11.0)
@@ -54,23 +64,22 @@ def first_answers(network: CostNetwork, cost: float, *, effort: Effort) -> First
     assert memory is not None and memory.limit is not None
     limit = memory.limit
     search = SearchState(np.inf, _GAP, lambda _: None, network.size, effort=effort)
-    at = np.array([fullest_time(memory)])
-    solver, found, price, at_any_time = PricedNetworks(network), [], FIRST_SPEND * cost / limit, False
-    best = Prices(at, np.array([price]))
-    for _ in range(_TRIES):
+    prices = prices or Prices(np.array([fullest_time(memory)]), np.array([FIRST_SPEND * cost / limit]))
+    at, price, best = prices.times, float(prices.per_byte[0]), prices.of_another_network()
+    solver, found, start, at_any_time = PricedNetworks(network), [], first_time(memory), False
+    for raised in (*_RAISED, None):
         per_byte = np.array([price])
         answer, bound = solver.solve(at, per_byte, search, _INNER_GAP, price if at_any_time else 0.0)
         if not at_any_time:  # else the bound is one on the cost with those bytes charged for too
-            prices = Prices(at, per_byte, bound)
-            best = max(best, prices, key=lambda p: p.proved_cost(limit))
+            best = max(best, Prices(at, per_byte, bound), key=lambda p: p.proved_cost(limit))
         if answer is None:
             break
         found.append(answer)
         profile = live_bytes(memory, interval_bytes(memory, answer))
-        if profile.max() <= limit:
+        if profile.max() <= limit or raised is None:
             break
-        if at_any_time or profile[at[0] - first_time(memory)] > limit:
-            price *= _RAISED
+        if at_any_time or profile[at[0] - start] > limit:
+            at, price = np.array([start + int(profile.argmax())]), price * raised
         else:
             at_any_time = True
     return FirstAnswers(found, best)
