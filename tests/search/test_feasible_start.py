@@ -13,7 +13,7 @@ from tests.search.test_price_cuts import deep
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_last_answer_keeps_the_limit_and_costs_no_more_than_those_before(seed):
-    network = deep(40, seed)
+    network = deep(16, seed)
     free = solve(network).assignment
     least = solve(network, objective="peak").cost
     limit = least + 0.3 * (peak(network, free) - least)

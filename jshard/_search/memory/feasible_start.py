@@ -58,7 +58,7 @@ def first_answers(
     >>> net = build([[1.0, 2.0], [1.0, 3.0]], [], intervals=[[0, 1]] * 2, usages=[[8.0, 2.0]] * 2, limit=11.0)
     >>> answers = first_answers(net, 2.0, effort=Effort())
     >>> [x.tolist() for x in answers.assignments], round(answers.prices.proved_cost(11.0), 3)
-    ([[0, 0], [1, 1]], 2.591)
+    ([[0, 0], [1, 0]], 2.764)
     """
     memory = network.memory
     assert memory is not None and memory.limit is not None
