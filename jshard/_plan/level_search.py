@@ -148,10 +148,13 @@ class LevelSearch:
         if self.request.level == 1:
             return self.minimize_peak(network)
         check_useful_plans(network, self.request, least_conceivable_cost(network.cost_network))
-        early, far = self._early_plan(), self._nearly_fastest()
-        if far is not None:
-            return self._within_budget(far.network, far, early)
-        fastest = self.minimize_time(self.network() if network is self._single_copies else network)
+        early = None
+        if is_large_and_limited(self.program, self.request):
+            early, far = self._early_plan(), self._nearly_fastest()
+            if far is not None:
+                return self._within_budget(far.network, far, early)
+            network = self.network()
+        fastest = self.minimize_time(network)
         check_useful_plans(network, self.request, fastest.bound)
         if not self.effort.exhausted:
             fastest = with_shorter_step(fastest, lambda h: self.network(hidden=h), self._solve_time)
@@ -165,7 +168,7 @@ class LevelSearch:
 
     def _nearly_fastest(self) -> ScheduledSolution | None:
         """A plan of nearly least time of a large program, if it is so far above the budget that this is what decides."""
-        if not is_large_and_limited(self.program, self.request) or self.request.memory_slack:
+        if self.request.memory_slack:
             return None
         s = self._solve_time(self._single_copies, max(self.request.gap, _LARGE_GAP))
         if s.bound > self.request.ends_above:
@@ -203,9 +206,7 @@ class LevelSearch:
         return dataclasses.replace(of_network(best, network), bound=solution.bound)
 
     def _early_plan(self) -> ScheduledSolution | None:
-        """A plan of little memory before the others; None where none is found, and of a program that is not large."""
-        if not is_large_and_limited(self.program, self.request):
-            return None
+        """A plan of little memory before the others; None where none is found."""
         found = early_plan(self._single_copies, self.request, self.effort.part(_SHARE_FOR_START))
         return found and self._known_plan(found)
 
@@ -443,8 +444,7 @@ class LevelSearch:
 
         A cost above `most` is of no use. `start`: prices and answers to begin with. The others: as in `LimitSearch`.
         """
-        limit = self._limit
-        early: list[ScheduledSolution] = []
+        limit, early = self._limit, list[ScheduledSolution]()
         effort, measured = self.effort.part(_SHARE_FOR_PLANS), dict[bytes, ScheduledSolution]()
 
         def note_first_plan(assignment: Ints) -> None:

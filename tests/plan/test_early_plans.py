@@ -74,3 +74,17 @@ def test_none_is_looked_for_where_even_each_devices_share_of_all_arrays_is_near_
     monkeypatch.setattr(early_plans, "greedy_assignment", early)
     plan = planned(4, memory_budget=int(1.1 * least))
     assert plan.cost.peak_bytes <= 1.1 * least
+
+
+@pytest.mark.parametrize("options", [{}, {"level": 2}, {"memory_budget": "1 GiB"}])
+def test_an_ordinary_plan_is_searched_in_networks_with_second_copies_alone(options, monkeypatch):
+    """The network of single copies is for least memory, and for costs that no schedule has."""
+    built, build = [], level_search.build_network
+
+    def noted(*args, **kwargs):
+        built.append(kwargs["second_copies"])
+        return build(*args, **kwargs)
+
+    monkeypatch.setattr(level_search, "build_network", noted)
+    planned(2, **options)
+    assert built and all(built)
