@@ -17,7 +17,6 @@ operator that has a pin stays, and so does what a call or a loop passes on. Othe
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Iterator, Set
 
 import numpy as np
@@ -36,14 +35,10 @@ def without_dead_operators(program: Program) -> Program:
 def _dead(program: Program) -> set[int]:
     """The dead operators: those whose results have no uses, then those that only these use."""
     ops, u = program.operators, program.use_def
-    counts = np.bincount(u.use_tensor, minlength=len(program.tensors))
-    used = np.add.reduceat(np.append(counts[u.result], 0), u.result_begin[:-1]) > 0
-    pending = np.flatnonzero(u.has_kind("eqn") & (np.diff(u.result_begin) > 0) & ~used).tolist()
-    if not pending:
-        return set()
+    uses = np.bincount(u.use_tensor, minlength=len(program.tensors)).tolist()
+    pending = [op.id for op in ops if op.results and not any([uses[t] for t in op.results])]
     passed = set(_passed_on(program.body))
     pinned = {op for op, *_ in program.pins}
-    uses = Counter(dict(enumerate(counts.tolist())))
     dead: set[int] = set()
     while pending:
         op = ops[pending.pop()]
@@ -52,9 +47,10 @@ def _dead(program: Program) -> set[int]:
         if any(uses[t] or t in passed for t in op.results):
             continue
         dead.add(op.id)
-        read = [a for a in op.operands if not isinstance(a, Literal)]
-        uses.subtract(read)
-        pending += [int(u.def_op[t]) for t in read]
+        for t in op.operands:
+            if not isinstance(t, Literal):
+                uses[t] -= 1
+                pending.append(int(u.def_op[t]))
     return dead
 
 
@@ -100,9 +96,8 @@ def _without(program: Program, dead: Set[int]) -> Program:
 
     def moved(op: Operator, k: int) -> Operator:
         operands, results = atoms(op.operands), tuple([of_tensor[t] for t in op.results])
-        if (
-            op.id == k and operands == op.operands
-        ):  # nothing before it is removed, and no value that a loop carries
+        # Nothing before it is removed, and no value that a loop carries.
+        if op.id == k and operands == op.operands:
             return op
         return dataclasses.replace(op, id=k, operands=operands, results=results, name=operator_name(op))
 

@@ -24,7 +24,7 @@ Place = tuple[str, int]
 def numbered_bodies(eqn: JaxprEqn) -> Iterator[tuple[Place, Jaxpr]]:
     """The open jaxprs in an equation's parameters, with their places."""
     for name, value in eqn.params.items():
-        if isinstance(value, (tuple, list)):  # noqa: UP038 - read of every equation, and faster than `tuple | list`
+        if isinstance(value, (tuple, list)):  # of every equation: faster than `tuple | list`
             for i, inner in enumerate(value):
                 if compat.is_jaxpr(inner):
                     yield (name, i), compat.open_jaxpr(inner)[0]

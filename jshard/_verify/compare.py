@@ -118,17 +118,19 @@ class Verification:
         lines += [_row_text(row) for row in self.rows]
         lines += [f"  not planned: {e}" for e in self.extra]
         lines += [f"  the user's own: {e}" for e in self.own]
-        lines += [f"  not emitted: {p}{self._emitted_twin(p)}" for p in self.missing]
+        lines += [f"  not emitted: {p}{self._emitted_instead(p)}" for p in self.missing]
         lines += [f"  counted once: {loop}" for loop in self.program.open_loops]
         lines += [f"  not read: {u}" for u in self.program.unread]
         lines += [f"  {note}" for note in self._compiler_changes()]
         lines += timeline_lines(self.timeline) if self.timeline is not None else []
         return wrapped(lines)
 
-    def _emitted_twin(self, missing: Predicted) -> str:
+    def _emitted_instead(self, missing: Predicted) -> str:
         """Of a collective that is not emitted, the emitted one that moves the same value: compilers make one of both."""
-        twins = [p.operator for row in self.rows if row.emitted for p in row.predicted if p.equals(missing)]
-        return f"; that of {twins[0] or '?'} moves the same and is emitted" if twins else ""
+        same = [
+            p.operator for row in self.rows if row.emitted for p in row.predicted if p.moves_the_same(missing)
+        ]
+        return f"; that of {same[0] or '?'} moves the same and is emitted" if same else ""
 
     def _compiler_changes(self) -> list[str]:
         """The compiler's changes to the bytes of the plan: other types, padding."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from jshard._core.union_find import UnionFind
 from jshard._verify.emitted import KINDS, Emitted
 
 
@@ -48,15 +49,10 @@ class Predicted:
         """Bytes of all executions."""
         return self.bytes * self.count
 
-    def equals(self, other: Predicted) -> bool:
+    def moves_the_same(self, other: Predicted) -> bool:
         """Whether another collective moves the same value in the same way."""
-        same = (self.kind, self.axes, self.bytes, self.moved) == (
-            other.kind,
-            other.axes,
-            other.bytes,
-            other.moved,
-        )
-        return same and self.moved != ""
+        own, others = ((p.kind, p.axes, p.bytes, p.moved) for p in (self, other))
+        return own == others and self.moved != ""
 
     def __str__(self) -> str:
         times = f" x {self.count:g}" if self.count != 1 else ""
@@ -143,22 +139,16 @@ def _rows_by_number(plan: Sequence[Predicted], tagged: Sequence[Emitted]) -> lis
     by_id: dict[int | None, list[Predicted]] = {}
     for p in plan:
         by_id.setdefault(p.id, []).append(p)
-    home = {i: i for i in by_id}
-
-    def find(i: int | None) -> int | None:
-        while home[i] != i:
-            i = home[i]
-        return i
-
+    shared = UnionFind[int | None]()
     for e in tagged:
         ids = [i for i in e.tags if i in by_id]
         for i in ids[1:]:
-            home[find(i)] = find(ids[0])
+            shared.unite(ids[0], i)
     groups: dict[int | None, tuple[list[Predicted], list[Emitted]]] = {}
     for i, ps in by_id.items():
-        groups.setdefault(find(i), ([], []))[0].extend(ps)
+        groups.setdefault(shared.root(i), ([], []))[0].extend(ps)
     for e in tagged:
-        groups[find(next(i for i in e.tags if i in by_id))][1].append(e)
+        groups[shared.root(next(i for i in e.tags if i in by_id))][1].append(e)
     return [MatchedRow(tuple(ps), tuple(es)) for ps, es in groups.values()]
 
 

@@ -15,8 +15,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 
 import numpy as np
+
+from jshard._core.union_find import UnionFind
 
 
 Groups = tuple[tuple[int, ...], ...]
@@ -113,16 +116,7 @@ def largest_component(pairs: tuple[tuple[int, int], ...]) -> int:
     >>> largest_component(((0, 1), (1, 0), (2, 3), (3, 2)))
     2
     """
-    parent: dict[int, int] = {}
-
-    def find(v: int) -> int:
-        while parent.setdefault(v, v) != v:
-            v = parent[v]
-        return v
-
+    united = UnionFind[int]()
     for a, b in pairs:
-        parent[find(a)] = find(b)
-    sizes: dict[int, int] = {}
-    for v in list(parent):
-        sizes[find(v)] = sizes.get(find(v), 0) + 1
-    return max(sizes.values(), default=1)
+        united.unite(a, b)
+    return max(Counter(map(united.root, united)).values(), default=1)
