@@ -134,14 +134,19 @@ def budget_start(
     from jshard._search.memory.feasible_start import (  # here: the import stays light
         answers_within,
         first_answers,
+        with_better_prices,
     )
+    from jshard._search.memory.price_cuts import PricedNetworks
 
     request, size = fastest.request, network.cost_network.size
     assert request.memory_limit is not None
     limit, memory = request.memory_limit, memory_network(network)
     limited, bound, prices = memory.within(limit), fastest.bound, None
     if known is None:
-        given, prices = first_answers(bounding().within(limit), fastest.cost, effort=effort)
+        solver = PricedNetworks(bounding().within(limit))
+        first = first_answers(solver, fastest.cost, effort=effort)
+        cheapest = with_copies(solver.network, assignment_of_solution(fastest)[:size])
+        given, prices = with_better_prices(solver, cheapest, first, gap, effort=effort)
         bound = max(bound, prices.proved_cost(limit))
     else:
         given = [assignment_of_solution(known)]
@@ -149,7 +154,9 @@ def budget_start(
     free = with_copies(memory, assignment_of_solution(fastest)[:size])
     answers = answers_within(limited, free, given, effort=effort, bound=bound)
     if not effort.exhausted and all(peak(limited, x) > limit for x in answers):
-        given += first_answers(limited, fastest.cost, effort=effort, prices=prices).assignments
+        given += first_answers(
+            PricedNetworks(limited), fastest.cost, effort=effort, prices=prices
+        ).assignments
         answers = answers_within(limited, free, given, effort=effort, bound=bound)
     plans = [known] if known is not None else []
     for x in reversed(answers):

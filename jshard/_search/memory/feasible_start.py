@@ -6,9 +6,9 @@ a poor one.
 Idea.  One price on the time at which most is held in any case, at which the limit's bytes cost nearly as much as the network
 does, gives an answer of little memory and a bound that is mostly within a hundredth or two of the least cost within the
 limit. Where the answer holds more than the limit, the price is raised, at the time at which that answer holds most; where it
-does so at other times alone, bytes that are held briefly have a price at any time too. Between it and the fastest answer the
-limit decides: the cheapest assignment of the states of both is found in little time, since most variables have one or two
-states then.
+does so at other times alone, bytes that are held briefly have a price at any time too. Between a price that is too low and
+one that is too high, the bound is best where the answers of both cost the same. Among all of them and the fastest answer the
+limit decides: the cheapest assignment of their states is found in little time, since most variables have one or two of them.
 """
 
 from __future__ import annotations
@@ -19,16 +19,23 @@ from typing import NamedTuple
 import numpy as np
 
 from jshard._core.arrays import Ints
-from jshard._search.cost_network import CostNetwork, Prices, interval_bytes, live_bytes
+from jshard._search.cost_network import CostNetwork, Prices, evaluate, interval_bytes, live_bytes
 from jshard._search.effort import Effort
 from jshard._search.memory.key_times import first_time, fullest_time
 from jshard._search.memory.lagrangian import fuse
-from jshard._search.memory.price_cuts import FIRST_SPEND, PricedNetworks
+from jshard._search.memory.price_cuts import (
+    FIRST_SPEND,
+    MOST_SPENT,
+    Cut,
+    PricedNetworks,
+    best_prices,
+)
 from jshard._search.search_state import SearchState
 
 
 # Times the price before, where an answer exceeds the limit at the time that has a price: the first is mostly near.
 _RAISED = (2.0, 8.0)
+_BETTER_PRICES = 3  # solutions, at most, between the first price and those it was raised to
 _GAP = 0.01  # of the combined answer's cost
 _INNER_GAP = 0.002  # how near its optimum a priced network is solved
 
@@ -41,7 +48,7 @@ class FirstAnswers(NamedTuple):
 
 
 def first_answers(
-    network: CostNetwork, cost: float, *, effort: Effort, prices: Prices | None = None
+    solver: PricedNetworks, cost: float, *, effort: Effort, prices: Prices | None = None
 ) -> FirstAnswers:
     """Answers of a network with memory under a price on the time at which most is held in any case.
 
@@ -49,24 +56,24 @@ def first_answers(
 
     Arguments:
 
-    - `network`: with memory and a limit.
+    - `solver`: of a network with memory and a limit.
     - `cost`: of the fastest answer.
     - `effort`: ends the search when it is spent.
     - `prices`: at one time, to begin with: those of a similar network. Else so much that the limit costs a share of `cost`.
 
     >>> from jshard._search.cost_network import build
     >>> net = build([[1.0, 2.0], [1.0, 3.0]], [], intervals=[[0, 1]] * 2, usages=[[8.0, 2.0]] * 2, limit=11.0)
-    >>> answers = first_answers(net, 2.0, effort=Effort())
+    >>> answers = first_answers(PricedNetworks(net), 2.0, effort=Effort())
     >>> [x.tolist() for x in answers.assignments], round(answers.prices.proved_cost(11.0), 3)
     ([[0, 0], [1, 0]], 2.764)
     """
-    memory = network.memory
+    memory = solver.network.memory
     assert memory is not None and memory.limit is not None
     limit = memory.limit
-    search = SearchState(np.inf, _GAP, lambda _: None, network.size, effort=effort)
+    search = _search(solver.network, effort)
     prices = prices or Prices(np.array([fullest_time(memory)]), np.array([FIRST_SPEND * cost / limit]))
     at, price, best = prices.times, float(prices.per_byte[0]), prices.of_another_network()
-    solver, found, start, at_any_time = PricedNetworks(network), [], first_time(memory), False
+    found, start, at_any_time = list[Ints](), first_time(memory), False
     for raised in (*_RAISED, None):
         per_byte = np.array([price])
         answer, bound = solver.solve(at, per_byte, search, _INNER_GAP, price if at_any_time else 0.0)
@@ -83,6 +90,60 @@ def first_answers(
         else:
             at_any_time = True
     return FirstAnswers(found, best)
+
+
+def with_better_prices(
+    solver: PricedNetworks, fastest: Ints, first: FirstAnswers, gap: float, *, effort: Effort
+) -> FirstAnswers:
+    """A few answers more, each at the prices that would bound the cost best if no other cost less at them (Kelley 1960).
+
+    They end where one within the limit is near the bound, or where those prices would prove hardly more.
+
+    Arguments:
+
+    - `solver`: of a network with memory and a limit.
+    - `fastest`: its assignment of least cost, or nearly.
+    - `first`: its answers of little memory, and prices.
+    - `gap`: relative, of a cost that is near the bound.
+    - `effort`: ends the search when it is spent.
+
+    >>> from jshard._search.cost_network import build
+    >>> net = build([[1.0, 2.0], [1.0, 3.0]], [], intervals=[[0, 1]] * 2, usages=[[8.0, 2.0]] * 2, limit=11.0)
+    >>> solver = PricedNetworks(net)
+    >>> first = first_answers(solver, 2.0, effort=Effort())
+    >>> better = with_better_prices(solver, np.array([0, 0]), first, 0.01, effort=Effort())
+    >>> [x.tolist() for x in better.assignments], round(better.prices.proved_cost(11.0), 3)
+    ([[0, 0], [1, 0], [0, 0]], 2.833)
+    """
+    network, memory = solver.network, solver.network.memory
+    assert memory is not None and memory.limit is not None
+    limit, start = memory.limit, first_time(memory)
+
+    def cut(x: Ints) -> Cut:
+        return Cut(evaluate(network, x), live_bytes(memory, interval_bytes(memory, x)), x)
+
+    cuts = [cut(x) for x in (fastest, *first.assignments)]
+    best, times = first.prices, first.prices.times - start
+    for _ in range(_BETTER_PRICES):
+        proved = best.proved_cost(limit)
+        fitting = min((c.cost for c in cuts if c.profile.max() <= limit), default=np.inf)
+        if effort.exhausted or fitting <= proved * (1 + gap):
+            break
+        over = [int(c.profile.argmax()) for c in cuts[1:] if c.profile.max() > limit]
+        times = np.union1d(times, np.array(over, dtype=np.int64))
+        prices, model = best_prices(cuts, times, limit, MOST_SPENT * limit * float(best.per_byte.sum()))
+        if model <= proved * (1 + _GAP):
+            break
+        answer, bound = solver.solve(times + start, prices, _search(network, effort), _INNER_GAP)
+        best = max(best, Prices(times + start, prices, bound), key=lambda p: p.proved_cost(limit))
+        if answer is None:
+            break
+        cuts.append(cut(answer))
+    return FirstAnswers([c.assignment for c in cuts[1:]], best)
+
+
+def _search(network: CostNetwork, effort: Effort) -> SearchState:
+    return SearchState(np.inf, _GAP, lambda _: None, network.size, effort=effort)
 
 
 def answers_within(
