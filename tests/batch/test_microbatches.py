@@ -32,12 +32,6 @@ def normal(i: int, *shape: int) -> jax.Array:
     return jax.random.normal(jax.random.fold_in(KEY, i), shape, jnp.float64)
 
 
-@pytest.fixture(autouse=True)
-def float64() -> Any:
-    with jax.enable_x64(True):
-        yield
-
-
 def weights() -> list[jax.Array]:
     return [normal(0, 6, 16), normal(1, 16, 16), normal(2, 16, 5)]
 

@@ -34,12 +34,6 @@ from tests.helpers.pipeline_models import (
 )
 
 
-@pytest.fixture(autouse=True)
-def float64() -> Any:
-    with jax.enable_x64(True):
-        yield
-
-
 Case = tuple[Callable, Callable, int, PipelineShape]
 
 

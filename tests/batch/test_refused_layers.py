@@ -23,12 +23,6 @@ WIDTH, LAYERS = 4, 4
 PIPELINE = {"config": {"pipeline": GOOD}}
 
 
-@pytest.fixture(autouse=True)
-def float64() -> Any:
-    with jax.enable_x64(True):
-        yield
-
-
 def sharded(f: Callable, options: dict[str, Any] = PIPELINE, sizes: tuple[int, int] = (2, 1)) -> Any:
     return jshard.shard(f, mesh=mesh_of(*sizes), level=0, **options)
 

@@ -27,12 +27,6 @@ from tests.batch.test_microbatches import (
 )
 
 
-@pytest.fixture(autouse=True)
-def float64() -> Any:
-    with jax.enable_x64(True):
-        yield
-
-
 def masks_in(loop: Any) -> set[tuple[int, ...]]:
     """Shapes of the masks in a loop's body, and in what it calls."""
     eqns = every_equation(compat.open_jaxpr(loop.params["jaxpr"])[0])

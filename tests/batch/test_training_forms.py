@@ -31,12 +31,6 @@ FORMS: list[Any] = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def float64() -> Any:
-    with jax.enable_x64(True):
-        yield
-
-
 class LinenBlock(nn.Module):
     """A residual layer."""
 

@@ -22,12 +22,6 @@ from tests.helpers import unrolled_models as models
 from tests.helpers.pipeline_models import momentum_step
 
 
-@pytest.fixture(autouse=True)
-def float64() -> Any:
-    with jax.enable_x64(True):
-        yield
-
-
 CASES: list[tuple[Callable[[int], models.Model], int, tuple[int, int]]] = [
     # model, layers, layers of the loops; more in benchmarks/correctness/pipeline_laws.py
     (models.mlp, 5, (5, 5)),

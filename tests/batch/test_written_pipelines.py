@@ -17,12 +17,6 @@ from tests.batch.test_pipelines import mesh_of, pipelined
 from tests.helpers import pipeline_networks, pipeline_objectives, pipeline_steps, pipeline_updates
 
 
-@pytest.fixture(autouse=True)
-def float64() -> Any:
-    with jax.enable_x64(True):
-        yield
-
-
 PIPELINE = {"axis": "stage", "microbatches": 4}
 SAMPLE = random.Random(22).sample(
     [

@@ -100,3 +100,18 @@ def test_the_price_is_raised_at_the_time_at_which_an_answer_holds_most():
     assert [x.tolist() for x in first.assignments] == [[0, 0], [0, 0], [0, 1]]
     assert first.prices.times.tolist() == [1] and first.prices.per_byte.tolist() == pytest.approx([1.6])
     assert first.prices.proved_cost(8.5) == pytest.approx(10 + 1.6 * (7 - 8.5))
+
+
+def test_prices_at_several_times_are_begun_with_and_raised_at_one():
+    """A price of zero, and one at a time when this network holds nothing, count nothing."""
+    network = build(
+        [[0.0, 3.0], [0.0, 10.0]], [], intervals=[[0, 1], [1, 2]], usages=[[9.0, 8.0], [20.0, 7.0]], limit=9.0
+    )
+    given = Prices(np.array([0, 1, 5]), np.array([0.0, 0.5, 0.2]))
+    first = first_answers(PricedNetworks(network), 1.0, effort=Effort(), prices=given)
+    # 0.5 at time 1 is too little (20 bytes cost 10, 7 and the other state 13.5); twice of it is enough.
+    assert [x.tolist() for x in first.assignments] == [[0, 0], [0, 1]]
+    assert first.prices.times.tolist() == [1] and first.prices.per_byte.tolist() == pytest.approx([1.0])
+    both = Prices(np.array([0, 1]), np.array([4.0, 2.0]))
+    first = first_answers(PricedNetworks(network), 1.0, effort=Effort(), prices=both)
+    assert [x.tolist() for x in first.assignments] == [[1, 1]] and first.prices.times.tolist() == [0, 1]

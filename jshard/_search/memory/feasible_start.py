@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jshard._core.arrays import Ints
+from jshard._core.arrays import Floats, Ints
 from jshard._search.cost_network import CostNetwork, Prices, evaluate, interval_bytes, live_bytes
 from jshard._search.effort import Effort
 from jshard._search.memory.key_times import first_time, fullest_time
@@ -59,7 +59,7 @@ def first_answers(
     - `solver`: of a network with memory and a limit.
     - `cost`: of the fastest answer.
     - `effort`: ends the search when it is spent.
-    - `prices`: at one time, to begin with: those of a similar network. Else so much that the limit costs a share of `cost`.
+    - `prices`: to begin with: those of a similar network. Else so much at one time that the limit costs a share of `cost`.
 
     >>> from jshard._search.cost_network import build
     >>> net = build([[1.0, 2.0], [1.0, 3.0]], [], intervals=[[0, 1]] * 2, usages=[[8.0, 2.0]] * 2, limit=11.0)
@@ -71,12 +71,14 @@ def first_answers(
     assert memory is not None and memory.limit is not None
     limit = memory.limit
     search = _search(solver.network, effort)
-    prices = prices or Prices(np.array([fullest_time(memory)]), np.array([FIRST_SPEND * cost / limit]))
-    at, price, best = prices.times, float(prices.per_byte[0]), prices.of_another_network()
     found, start, at_any_time = list[Ints](), first_time(memory), False
+    at, per_byte = _within_span(solver.network, prices)
+    if not len(at):
+        at, per_byte = np.array([fullest_time(memory)]), np.array([FIRST_SPEND * cost / limit])
+    best = Prices(at, per_byte)
     for raised in (*_RAISED, None):
-        per_byte = np.array([price])
-        answer, bound = solver.solve(at, per_byte, search, _INNER_GAP, price if at_any_time else 0.0)
+        total = float(per_byte.sum())
+        answer, bound = solver.solve(at, per_byte, search, _INNER_GAP, total if at_any_time else 0.0)
         if not at_any_time:  # else the bound is one on the cost with those bytes charged for too
             best = max(best, Prices(at, per_byte, bound), key=lambda p: p.proved_cost(limit))
         if answer is None:
@@ -85,8 +87,8 @@ def first_answers(
         profile = live_bytes(memory, interval_bytes(memory, answer))
         if profile.max() <= limit or raised is None:
             break
-        if at_any_time or profile[at[0] - start] > limit:
-            at, price = np.array([start + int(profile.argmax())]), price * raised
+        if at_any_time or (profile[at - start] > limit).any():
+            at, per_byte = np.array([start + int(profile.argmax())]), np.array([total * raised])
         else:
             at_any_time = True
     return FirstAnswers(found, best)
@@ -140,6 +142,17 @@ def with_better_prices(
             break
         cuts.append(cut(answer))
     return FirstAnswers([c.assignment for c in cuts[1:]], best)
+
+
+def _within_span(network: CostNetwork, prices: Prices | None) -> tuple[Ints, Floats]:
+    """The times at which something has a price and is held, and those prices."""
+    memory = network.memory
+    assert memory is not None
+    if prices is None:
+        return np.zeros(0, dtype=np.int64), np.zeros(0)
+    last = int(memory.intervals[:, 1].max())
+    kept = (prices.per_byte > 0) & (first_time(memory) <= prices.times) & (prices.times < last)
+    return prices.times[kept], prices.per_byte[kept]
 
 
 def _search(network: CostNetwork, effort: Effort) -> SearchState:
