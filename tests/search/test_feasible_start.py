@@ -86,6 +86,9 @@ def test_prices_between_one_that_is_too_low_and_one_that_is_too_high_prove_more(
     # An answer that is near enough ends them at once.
     ended = with_better_prices(solver, free, better, 10.0, effort=Effort())
     assert better.prices.bound > 0 and len(ended.assignments) == len(better.assignments)
+    # Nor are there any where no answer is within the limit.
+    above = first._replace(assignments=[free])
+    assert with_better_prices(solver, free, above, 0.0, effort=Effort()).assignments == [free]
 
 
 def test_the_price_is_raised_at_the_time_at_which_an_answer_holds_most():

@@ -99,7 +99,8 @@ def with_better_prices(
 ) -> FirstAnswers:
     """A few answers more, each at the prices that would bound the cost best if no other cost less at them (Kelley 1960).
 
-    They end where one within the limit is near the bound, or where those prices would prove hardly more.
+    They end where one within the limit is near the bound, or where those prices would prove hardly more. None are looked for
+    where no answer is within the limit: the prices have no upper end then.
 
     Arguments:
 
@@ -129,7 +130,7 @@ def with_better_prices(
     for _ in range(_BETTER_PRICES):
         proved = best.proved_cost(limit)
         fitting = min((c.cost for c in cuts if c.profile.max() <= limit), default=np.inf)
-        if effort.exhausted or fitting <= proved * (1 + gap):
+        if effort.exhausted or fitting == np.inf or fitting <= proved * (1 + gap):
             break
         over = [int(c.profile.argmax()) for c in cuts[1:] if c.profile.max() > limit]
         times = np.union1d(times, np.array(over, dtype=np.int64))
