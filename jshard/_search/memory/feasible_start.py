@@ -18,17 +18,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jshard._core.arrays import Floats, Ints
-from jshard._search.cost_network import CostNetwork, Prices, evaluate, interval_bytes, live_bytes
+from jshard._core.arrays import Ints
+from jshard._search.cost_network import CostNetwork, Prices, interval_bytes, live_bytes
 from jshard._search.effort import Effort
 from jshard._search.memory.key_times import first_time, fullest_time
 from jshard._search.memory.lagrangian import fuse
 from jshard._search.memory.price_cuts import (
     FIRST_SPEND,
     MOST_SPENT,
-    Cut,
     PricedNetworks,
     best_prices,
+    cut_of,
+    prices_while_held,
 )
 from jshard._search.search_state import SearchState
 
@@ -72,9 +73,11 @@ def first_answers(
     limit = memory.limit
     search = _search(solver.network, effort)
     found, start, at_any_time = list[Ints](), first_time(memory), False
-    at, per_byte = _within_span(solver.network, prices)
-    if not len(at):
-        at, per_byte = np.array([fullest_time(memory)]), np.array([FIRST_SPEND * cost / limit])
+    at, per_byte = np.array([fullest_time(memory)]), np.array([FIRST_SPEND * cost / limit])
+    if prices is not None:
+        times, given = prices_while_held(solver.network, prices)
+        if given.any():
+            at, per_byte = times[given > 0], given[given > 0]
     best = Prices(at, per_byte)
     for raised in (*_RAISED, None):
         total = float(per_byte.sum())
@@ -121,11 +124,7 @@ def with_better_prices(
     network, memory = solver.network, solver.network.memory
     assert memory is not None and memory.limit is not None
     limit, start = memory.limit, first_time(memory)
-
-    def cut(x: Ints) -> Cut:
-        return Cut(evaluate(network, x), live_bytes(memory, interval_bytes(memory, x)), x)
-
-    cuts = [cut(x) for x in (fastest, *first.assignments)]
+    cuts = [cut_of(network, x) for x in (fastest, *first.assignments)]
     best, times = first.prices, first.prices.times - start
     for _ in range(_BETTER_PRICES):
         proved = best.proved_cost(limit)
@@ -141,19 +140,8 @@ def with_better_prices(
         best = max(best, Prices(times + start, prices, bound), key=lambda p: p.proved_cost(limit))
         if answer is None:
             break
-        cuts.append(cut(answer))
+        cuts.append(cut_of(network, answer))
     return FirstAnswers([c.assignment for c in cuts[1:]], best)
-
-
-def _within_span(network: CostNetwork, prices: Prices | None) -> tuple[Ints, Floats]:
-    """The times at which something has a price and is held, and those prices."""
-    memory = network.memory
-    assert memory is not None
-    if prices is None:
-        return np.zeros(0, dtype=np.int64), np.zeros(0)
-    last = int(memory.intervals[:, 1].max())
-    kept = (prices.per_byte > 0) & (first_time(memory) <= prices.times) & (prices.times < last)
-    return prices.times[kept], prices.per_byte[kept]
 
 
 def _search(network: CostNetwork, effort: Effort) -> SearchState:

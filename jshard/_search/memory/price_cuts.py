@@ -77,6 +77,23 @@ class Cut:
     assignment: Ints
 
 
+def cut_of(network: CostNetwork, assignment: Ints) -> Cut:
+    """The cut of an assignment of a network with memory."""
+    memory = network.memory
+    assert memory is not None
+    return Cut(
+        evaluate(network, assignment), live_bytes(memory, interval_bytes(memory, assignment)), assignment
+    )
+
+
+def prices_while_held(network: CostNetwork, prices: Prices) -> tuple[Ints, Floats]:
+    """The times of some prices at which the network holds something, and the prices there."""
+    memory = network.memory
+    assert memory is not None
+    kept = (first_time(memory) <= prices.times) & (prices.times < int(memory.intervals[:, 1].max()))
+    return prices.times[kept], prices.per_byte[kept]
+
+
 Fuse = Callable[[Sequence[Ints]], Ints | None]  # from answers to one within the limit
 
 
@@ -318,11 +335,9 @@ class PriceCuts:
         """
         first, spend = self.search.prices, sum(FIRST_SPEND * c.cost for c in self.guessed)
         if first is not None:
-            last = int(self.memory.intervals[:, 1].max())
-            known = (self.first_time <= first.times) & (first.times < last)
-            prices = first.per_byte[known]
+            times, prices = prices_while_held(self.network, first)
             return (
-                first.times[known] - self.first_time,
+                times - self.first_time,
                 prices,
                 max(spend, MOST_SPENT * self.limit * float(prices.sum())),
             )
@@ -376,10 +391,9 @@ class PriceCuts:
     def _keep(self, assignment: Ints) -> Cut:
         """An answer as a cut; the incumbent where it fits and costs less."""
         search = self.search
-        profile = live_bytes(self.memory, interval_bytes(self.memory, assignment))
-        cut = Cut(evaluate(self.network, assignment), profile, assignment)
+        cut = cut_of(self.network, assignment)
         self.cuts.append(cut)
-        if profile.max() <= self.limit and cut.cost < search.incumbent_cost:
+        if cut.profile.max() <= self.limit and cut.cost < search.incumbent_cost:
             self.best, search.incumbent_cost, search.assignment = cut, cut.cost, assignment
             search.bound = min(search.bound, cut.cost)
             if search.on_answer is not None:
