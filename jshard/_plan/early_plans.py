@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from jshard._network.build import PlanningNetwork
 from jshard._network.memory_network import memory_network, with_copies
 from jshard._plan.memory_ties import assignment_of_solution
 from jshard._plan.request import PlanRequest
-from jshard._plan.scheduled_solution import ScheduledSolution, schedule_solution
+from jshard._plan.scheduled_solution import ScheduledSolution, best_within, schedule_solution
 from jshard._program.graph import Program
 from jshard._program.memory.list_scheduling import live_bytes_curve
 from jshard._program.memory.liveness import liveness
@@ -73,9 +73,10 @@ def early_plan(network: PlanningNetwork, request: PlanRequest, effort: Effort) -
     priced = _priced(
         network.cost_network, _bytes_by_state(network), _PASSES / network.topology.chip.hbm_bandwidth
     )
-    if _LOOSE < share <= 1.0:
+    if share > _LOOSE:
         search = SearchState(math.inf, _GAP, lambda _: None, priced.size, effort=effort, forest_moves=0)
-        branch_and_bound(search, starting_network(priced), max_rounds=_ROUNDS, may_branch=False)
+        graph = starting_network(priced)
+        branch_and_bound(search, graph, max_rounds=_ROUNDS, may_branch=False, answer_only=True)
         assignment = search.assignment
     else:
         order = [
@@ -106,6 +107,12 @@ class BudgetStart:
     answers: tuple[Ints, ...] = ()
     prices: Prices | None = None
     bound: float = -math.inf
+
+    def near_bound(self, limit: float, gap: float) -> ScheduledSolution | None:
+        """The cheapest plan within a limit if its cost is within a relative gap of the bound."""
+        best = best_within(self.plans, limit)
+        near = best is not None and best.cost <= self.bound * (1 + gap)
+        return dataclasses.replace(best, bound=self.bound) if best is not None and near else None
 
 
 def budget_start(
@@ -142,22 +149,31 @@ def budget_start(
     assert request.memory_limit is not None
     limit, memory = request.memory_limit, memory_network(network)
     limited, bound, prices = memory.within(limit), fastest.bound, None
+    free = with_copies(memory, assignment_of_solution(fastest)[:size])
+
+    def combined(given: Sequence[Ints], prices_only: bool = False) -> list[Ints]:
+        given = [with_copies(memory, x[:size]) for x in given]
+        return answers_within(limited, free, given, effort=effort, bound=bound, prices_only=prices_only)
+
     if known is None:
         solver = PricedNetworks(bounding().within(limit))
         first = first_answers(solver, fastest.cost, effort=effort)
-        cheapest = with_copies(solver.network, assignment_of_solution(fastest)[:size])
-        given, prices = with_better_prices(solver, cheapest, first, gap, effort=effort)
+        given, prices = first
         bound = max(bound, prices.proved_cost(limit))
+        answers = combined(given, prices_only=True)
+        if not _is_near(limited, answers, bound, gap):
+            cheapest = with_copies(solver.network, assignment_of_solution(fastest)[:size])
+            given, prices = with_better_prices(solver, cheapest, first, gap, effort=effort)
+            bound = max(bound, prices.proved_cost(limit))
+            answers = combined(given)
     else:
         given = [assignment_of_solution(known)]
-    given = [with_copies(memory, x[:size]) for x in given]
-    free = with_copies(memory, assignment_of_solution(fastest)[:size])
-    answers = answers_within(limited, free, given, effort=effort, bound=bound)
+        answers = combined(given)
     if not effort.exhausted and all(peak(limited, x) > limit for x in answers):
         given += first_answers(
             PricedNetworks(limited), fastest.cost, effort=effort, prices=prices
         ).assignments
-        answers = answers_within(limited, free, given, effort=effort, bound=bound)
+        answers = combined(given)
     plans = [known] if known is not None else []
     for x in reversed(answers):
         plan = schedule_solution(network, request, x, bound, ())
@@ -165,6 +181,14 @@ def budget_start(
             plans.append(plan.after(fastest))
             break
     return BudgetStart(memory, tuple(plans), tuple(answers), prices, bound)
+
+
+def _is_near(network: CostNetwork, answers: Sequence[Ints], bound: float, gap: float) -> bool:
+    """Whether one of some answers keeps the limit at a cost near a bound."""
+    memory = network.memory
+    assert memory is not None and memory.limit is not None
+    fitting = [evaluate(network, x) for x in answers if peak(network, x) <= memory.limit]
+    return min(fitting, default=math.inf) <= bound * (1 + gap)
 
 
 def _bytes_by_state(network: PlanningNetwork) -> list[Floats]:

@@ -116,6 +116,12 @@ class LevelSearch:
         """The lower-bound memory network, with a single shared copy a tensor."""
         return memory_network(self._single_copies, lower_bound=True)
 
+    @functools.cached_property
+    def _peak_floor(self) -> float:
+        """Bytes that every plan holds at some time, as far as that is known without a search."""
+        assert self._bounding_network.memory is not None
+        return least_conceivable_peak(self._bounding_network.memory)
+
     def run(self) -> ScheduledSolution:
         """Search by level. An interruption (Ctrl-C) gives the best plan known; it is raised again where none is."""
         try:
@@ -150,8 +156,10 @@ class LevelSearch:
         check_useful_plans(network, self.request, least_conceivable_cost(network.cost_network))
         early = None
         if is_large_and_limited(self.program, self.request):
-            early, far = self._early_plan(), self._nearly_fastest()
-            if far is not None:
+            early = self._early_plan()
+            if early is not None and early.peak > _FAR_ABOVE * self._limit < (floor := self._peak_floor):
+                return dataclasses.replace(early, peak_bound=floor)
+            if (far := self._nearly_fastest()) is not None:
                 return self._within_budget(far.network, far, early)
             network = self.network()
         fastest = self.minimize_time(network)
@@ -316,11 +324,9 @@ class LevelSearch:
         limit = self._limit
         large = LARGE_NETWORK <= network.cost_network.size < _LONG_ROUNDS
         start = self._start(network, fastest) if best_within(self._known, limit) else None
-        if start and (near := self._near_bound(start)):
+        if start and (near := start.near_bound(limit, _BUDGET_GAP)):
             return near
-        bounding = self._bounding_network
-        assert bounding.memory is not None
-        floor = least_conceivable_peak(bounding.memory)  # of bytes, as far as that is known
+        bounding, floor = self._bounding_network, self._peak_floor
         if floor > limit:
             return dataclasses.replace(fastest, peak_bound=floor)
         ranked = cheapest_by_rank(network, self.request, self.effort)
@@ -336,7 +342,7 @@ class LevelSearch:
 
         most = self.request.most - (even_share(network) if self.request.level == 0 else 0.0)
         start = start or self._start(network, fastest)
-        if near := self._near_bound(start):
+        if near := start.near_bound(limit, _BUDGET_GAP):
             return near
         fastest = dataclasses.replace(fastest, bound=max(fastest.bound, start.bound))
         if large:
@@ -412,12 +418,6 @@ class LevelSearch:
             raise NoBetterPlan(fastest.bound + self.request.most - most)
         best = best_within([*early, *plans], limit) or fitting_or_lowest((fastest, *plans), limit)
         return dataclasses.replace(best, bound=bound)
-
-    def _near_bound(self, start: BudgetStart) -> ScheduledSolution | None:
-        """The cheapest plan of a start if it is near the bound."""
-        best = best_within(start.plans, self._limit)
-        near = best is not None and best.cost <= start.bound * (1 + _BUDGET_GAP)
-        return dataclasses.replace(best, bound=start.bound) if best is not None and near else None
 
     def _start(self, network: PlanningNetwork, fastest: ScheduledSolution) -> BudgetStart:
         """Plans within the budget of a large program, and answers to begin with."""

@@ -51,7 +51,7 @@ def results_over_arguments(
 
 def _buffer(assignment: Assignment, tensor: int, layout: Layout) -> Hashable:
     aval = assignment.program.tensors[tensor]
-    return tuple(aval.shape), str(aval.dtype), layout
+    return tuple(aval.shape), aval.dtype, layout
 
 
 def gathered_over_arguments(schedule: Schedule, donated: Collection[int]) -> frozenset[Value]:

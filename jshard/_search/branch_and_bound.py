@@ -38,7 +38,12 @@ _BRANCHES_FIRST = 200  # before an integer program, whose proof is short of an e
 
 
 def branch_and_bound(
-    search: SearchState, graph: WorkingNetwork, *, max_rounds: int = 400, may_branch: bool = True
+    search: SearchState,
+    graph: WorkingNetwork,
+    *,
+    max_rounds: int = 400,
+    may_branch: bool = True,
+    answer_only: bool = False,
 ) -> None:
     """Solve a working network (which is reduced in place); the result is in `search`.
 
@@ -48,6 +53,7 @@ def branch_and_bound(
     - `graph`: the network.
     - `max_rounds`: rounds of message passing at most.
     - `may_branch`: whether to branch where the bound stalls.
+    - `answer_only`: whether an answer of layers that repeat suffices: its bound is that of the reductions.
     """
     variables, states = graph.original_size
     if not variables:
@@ -62,6 +68,8 @@ def branch_and_bound(
     search.bound = core.offset
     solved = not core.core
     start, layers = solve_folded(search, (reduction,), core, max_rounds)
+    if answer_only and search.has_answer:
+        return
     if start is None and search.similar is not None:
         start = search.similar.restore
     bounded = bound_and_fix(search, (reduction,), core, max_rounds, start, layers)

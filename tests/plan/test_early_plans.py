@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 import jshard
+from jshard._core.errors import MemoryBudgetError
 from jshard._plan import early_plans, level_search
+from jshard._search.memory import feasible_start
 
 
 def step(weights, x):
@@ -88,3 +90,39 @@ def test_an_ordinary_plan_is_searched_in_networks_with_second_copies_alone(optio
     monkeypatch.setattr(level_search, "build_network", noted)
     planned(2, **options)
     assert built and all(built)
+
+
+def test_where_all_plans_hold_more_than_the_budget_none_of_least_time_is_looked_for(large, monkeypatch):
+    def searched(*_, **__):
+        raise AssertionError("a plan of least time is looked for")
+
+    monkeypatch.setattr(level_search, "solve", searched)
+    with pytest.raises(MemoryBudgetError, match="no plan fits 3,145,728 bytes a device") as refused:
+        planned(4, memory_budget="3 MiB")
+    weights, kept = 8 * 2**20, 4 * 2 * 8 * 2**20  # of each layer its input and the tanh
+    assert 3 * 2**20 < refused.value.proved_least <= refused.value.least_found
+    assert (weights + kept) / 8 <= refused.value.least_found <= 2 * (weights + kept) / 8
+
+
+@pytest.mark.parametrize("near", [False, True])
+def test_better_prices_are_looked_for_only_where_the_first_answers_combined_are_far_from_the_bound(
+    near, large, monkeypatch
+):
+    class LookedFor(Exception):
+        pass
+
+    def looked(*_, **__):
+        raise LookedFor
+
+    budget = int(0.8 * planned(4).cost.peak_bytes)
+    monkeypatch.setattr(feasible_start, "with_better_prices", looked)
+    monkeypatch.setattr(level_search, "early_plan", lambda *_: None)
+    monkeypatch.setattr(
+        level_search, "_FAR_ABOVE", 0.0
+    )  # the plan of least time exceeds the budget by a quarter
+    monkeypatch.setattr(level_search, "_BUDGET_GAP", 10.0 if near else 0.0)
+    if near:
+        assert planned(4, memory_budget=budget).cost.peak_bytes <= budget
+    else:
+        with pytest.raises(LookedFor):
+            planned(4, memory_budget=budget)

@@ -18,13 +18,13 @@ CostNetwork(3 variables, 1 edges; 3 unary and 1 pairwise tables)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from jshard._core.arrays import Floats, Ints
-from jshard._core.row_codes import row_codes
+from jshard._core.row_codes import first_occurrence_codes, row_codes
 from jshard._search.cost_network import ArrayPool, CostNetwork, Memory, concat_tables
 
 
@@ -156,17 +156,20 @@ def _fused_memory(network: CostNetwork, every: Ints, variable: Ints, states: Seq
     memory = network.memory
     if memory is None:
         return None
+    of_interval, variable = every[:, memory.interval_variable], variable[memory.interval_variable]
+    ids: dict[Hashable, int] = {}
+    kinds = np.array([ids.setdefault(tuple(s.tolist()), len(ids)) for s in (*states, np.zeros(1, np.int64))])
+    # Intervals that have the same amounts in the answers, of variables with the same states left, share a table.
+    columns = memory.interval_table, *of_interval, kinds[variable]
+    codes, distinct = first_occurrence_codes(row_codes(*columns))
     values, starts = concat_tables(memory.usage_tables)
-    amounts = values[
-        starts[memory.interval_table] + every[:, memory.interval_variable]
-    ].T  # (intervals, answers)
-    variable = variable[memory.interval_variable]
+    amounts = values[starts[memory.interval_table[distinct]] + of_interval[:, distinct]].T
     usage = ArrayPool()
     last, only = len(states), np.zeros(1, dtype=np.int64)
     tables = [
         usage(np.ascontiguousarray(row[only if v == last else states[v]]))
-        for row, v in zip(amounts, variable.tolist(), strict=True)
+        for row, v in zip(amounts, variable[distinct].tolist(), strict=True)
     ]
     return Memory(
-        memory.intervals, tuple(usage.arrays), variable, np.array(tables, dtype=np.int64), memory.limit
+        memory.intervals, tuple(usage.arrays), variable, np.array(tables, dtype=np.int64)[codes], memory.limit
     )

@@ -155,6 +155,7 @@ def answers_within(
     *,
     effort: Effort,
     bound: float = -np.inf,
+    prices_only: bool = False,
 ) -> list[Ints]:
     """Given answers, and the cheapest of the states of those and of the fastest that is within the limit, if one is.
 
@@ -164,6 +165,7 @@ def answers_within(
     - `fastest`, `given`: its assignments, of little cost and of little memory.
     - `effort`: ends the search when it is spent.
     - `bound`: no assignment within the limit costs less.
+    - `prices_only`: whether the states are combined by prices alone, which is quick.
 
     >>> from jshard._search.cost_network import build
     >>> net = build([[1.0, 2.0], [1.0, 3.0]], [], intervals=[[0, 1]] * 2, usages=[[8.0, 2.0]] * 2, limit=11.0)
@@ -173,5 +175,5 @@ def answers_within(
     if not given or effort.exhausted:
         return list(given)
     search = SearchState(np.inf, _GAP, lambda _: None, network.size, effort=effort)
-    fused = fuse(network, [*given, fastest], search, bound)
+    fused = fuse(network, [*given, fastest], search, bound, prices_only)
     return list(given) if fused is None else [*given, fused]

@@ -182,16 +182,17 @@ def core_memory(graph: WorkingNetwork, memory: Memory, clock: KeyTimes) -> CoreM
     state_offsets = np.zeros(len(core) + 1, dtype=np.int64)
     np.cumsum(sizes, out=state_offsets[1:])
     owner, states = representatives(graph), merged_states(graph)
-    fixed = np.zeros(len(memory.interval_table))
+    lasting = clock.end > clock.start
+    least, most = usage_range(memory)
+    fixed = np.where(lasting, least, 0.0)
     varying: dict[tuple[int, int, int], Floats] = {}  # one per core variable and interval
-    for h in np.flatnonzero(clock.end > clock.start).tolist():
+    for h in np.flatnonzero(lasting & (most > least)).tolist():
         v, a, b = int(memory.interval_variable[h]), int(clock.start[h]), int(clock.end[h])
         amount = memory.usage_tables[memory.interval_table[h]][states[v]]
-        least = amount.min()
-        fixed[h] = least
-        if (amount > least).any():
+        fixed[h] = amount.min()
+        if (amount > fixed[h]).any():
             key = (rank[owner[v]], a, b)
-            amount = amount - least
+            amount = amount - fixed[h]
             varying[key] = varying[key] + amount if key in varying else amount
     constant = sum_over_intervals(clock.start, clock.end, fixed, len(clock.times))
     keys = np.array(list(varying), dtype=np.int64).reshape(-1, 3)

@@ -101,13 +101,17 @@ def reduced_problem(
 
 def forbid_infeasible_states(graph: WorkingNetwork, memory: Memory, clock: KeyTimes, limit: float) -> None:
     """Forbid states that exceed the limit even when everything else holds its least (in place)."""
-    least, _ = usage_range(memory)
+    least, most = usage_range(memory)
     profile = sum_over_intervals(clock.start, clock.end, least, len(clock.times))
-    if len(profile) and profile.max() > limit:
+    fullest = float(profile.max(initial=0.0))
+    if fullest > limit:
         at = int(profile.argmax())
         raise limit_too_small(memory, limit, float(profile[at]), int(clock.times[at]))
     tables, core = graph.tables, set(graph.core)
-    for h in np.flatnonzero(clock.start < clock.end).tolist():
+    may_exceed = (clock.start < clock.end) & (
+        most - least + fullest > limit
+    )  # else no state does, at any time
+    for h in np.flatnonzero(may_exceed).tolist():
         v, a, b = int(memory.interval_variable[h]), int(clock.start[h]), int(clock.end[h])
         if v in core:
             usage = memory.usage_tables[memory.interval_table[h]]
@@ -216,12 +220,16 @@ _LAST_FUSION = 0.5 * ENTRIES_PER_SECOND
 
 
 def fuse(
-    network: CostNetwork, answers: Sequence[Ints], search: SearchState, bound: float = -np.inf
+    network: CostNetwork,
+    answers: Sequence[Ints],
+    search: SearchState,
+    bound: float = -np.inf,
+    prices_only: bool = False,
 ) -> Ints | None:
     """An assignment within the limit of the states that some answers have; None where none was found.
 
     `search` gives the gap that suffices, the deadline and the effort, of which some is left in any case; no assignment
-    costs less than `bound`.
+    costs less than `bound`. With `prices_only` neither an integer program nor forest moves follow the prices.
     """
     effort = search.effort
     if effort.exhausted:
@@ -247,7 +255,8 @@ def fuse(
     limited = _LimitedSearch(inner, problem, memory.limit, integral_costs=False)
     limited.ascend(_FUSION_PRICES)
     if (
-        not inner.gap_closed(inner.bound)
+        not prices_only
+        and not inner.gap_closed(inner.bound)
         and not limited.solve_integer_program()
         and limited.states is not None
     ):
