@@ -4,10 +4,11 @@ Problem.  A memory network counts the bytes of a schedule only nearly (`_network
 budget may exceed it.
 
 Idea.  While the schedule does, the network is solved again with a limit lowered by the excess and a little more. Where that
-has no answer, half of the way back to what it counted of the last plan is tried.
+has no answer, half of the way back to what it counted of the last plan is tried. Where a schedule leaves room and costs far
+more than one that exceeded the budget, the limit is raised again, by linear interpolation of the peaks (regula falsi).
 
 Worked case.  A budget of 100 bytes; the network counts 98 of a plan whose schedule holds 104: the next limit is
-98 - 1.05 * 4 = 93.8.
+98 - 1.05 * 4 = 93.8. Its plan holds 88 and costs twice as much: the next limit is 93.8 + (98 - 93.8) * 12 / 16 = 96.95.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from jshard._search import LARGE_NETWORK, CostNetwork, Effort, Prices, Solution
 ROUNDS = 6
 _OVERSHOOT = 1.05  # of the excess, by which a limit is lowered
 _NEARLY = 0.98  # of the bytes that the network counts of a plan: no limit between the two is tried
+_RAISED = 2  # times that a limit is raised again
+_WORTH = 0.02  # relative, that a plan within the budget costs more than one above it, where that is done
 
 
 def least_counted(memory: CostNetwork, effort: Effort) -> float:
@@ -61,28 +64,42 @@ class LimitSearch:
     def run(
         self, prices: Prices | None = None, answers: Sequence[Ints] = ()
     ) -> tuple[list[ScheduledSolution], Solution | None]:
-        """The plans, the last of which may be within the budget, and the last solution with the bound of the first.
+        """The plans, some of which may be within the budget, and the last solution with the bound of the first.
 
         `prices` and `answers` are those to begin with. The bound holds for the budget: it is that of no lower limit.
         """
         aim, plans, bound, least = self.limit, [], -math.inf, math.nan
         s: Solution | None = None
+        above = within = (
+            None  # (bytes counted, plan) of the last limits whose plans exceed the budget and keep it
+        )
+        raised = 0
         for _ in range(self.rounds):
             following = self.solve(aim, s.prices if s else prices, s.answers if s else answers)
             if following is None:
-                if s is None or s.peak is None or aim >= _NEARLY * s.peak:
+                if within or s is None or s.peak is None or aim >= _NEARLY * s.peak:
                     break
                 aim = (aim + s.peak) / 2  # too low: schedules exceed what is counted by different amounts
                 continue
             s, bound = following, following.bound if s is None else bound
             plan = self.scheduled(s)
             plans.append(plan)
-            if plan.peak <= self.limit or plan.peak > self.furthest or plan.interrupted:
+            if plan.peak > self.furthest or plan.interrupted:
                 break
+            counted = min(aim, s.peak or aim)
+            if plan.peak <= self.limit:
+                within = counted, plan
+            else:
+                above = counted, plan
+            if within:
+                higher = None if above is None or raised == _RAISED else self._raised(within, above)
+                if higher is None:
+                    break
+                aim, raised = higher, raised + 1
+                continue
             if len(plans) == 1 and not self.may_fit():
                 break
             # Below what the network counts of this plan, so that it is not found again.
-            counted = min(aim, s.peak or aim)
             aim = counted - _OVERSHOOT * (plan.peak - self.limit)
             least = self.least() if math.isnan(least) else least
             if aim < least:  # nothing keeps it: half of the way down to what something may keep
@@ -90,3 +107,20 @@ class LimitSearch:
                 if least >= _NEARLY * counted:
                     break
         return plans, s and dataclasses.replace(s, bound=bound)
+
+    def _raised(
+        self, within: tuple[float, ScheduledSolution], above: tuple[float, ScheduledSolution]
+    ) -> float | None:
+        """A limit between those of two plans, within the budget and above it; None where that is not worth it.
+
+        Arguments: of each the bytes that the network counts, and the plan.
+        """
+        (low, fits), (high, exceeds) = within, above
+        room, excess = self.limit - fits.peak, exceeds.peak - self.limit
+        if (
+            low >= _NEARLY * high
+            or fits.peak >= _NEARLY * self.limit
+            or fits.cost <= exceeds.cost * (1 + _WORTH)
+        ):
+            return None
+        return low + (high - low) * room / (room + excess)

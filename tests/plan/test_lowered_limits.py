@@ -28,7 +28,7 @@ def schedules(excess):
     """The plans of solutions, whose schedules hold more than is counted."""
 
     def scheduled(s):
-        return types.SimpleNamespace(peak=s.peak + excess(s.peak), interrupted=False)
+        return types.SimpleNamespace(peak=s.peak + excess(s.peak), cost=s.cost, interrupted=False)
 
     return scheduled
 
@@ -48,6 +48,53 @@ def test_where_nothing_is_found_half_of_the_way_back_is_tried():
         [100.0, 84.25, 92.125, 84.64375, 88.384375, 90.2546875]
     )
     assert [p.peak for p in plans] == pytest.approx([115.0, 107.125, 95.2546875]) and last.bound == 900.0
+
+
+def costly(plan_of):
+    """Solutions of limits, and their plans: `plan_of(limit)` gives (bytes counted, bytes of the schedule, cost)."""
+    tried = []
+
+    def solve(limit, prices, answers):
+        tried.append(limit)
+        counted, _, cost = plan_of(limit)
+        return Solution(np.array([len(tried)]), cost, 1.0, counted, 0.0, (), None, ())
+
+    def scheduled(s):
+        return types.SimpleNamespace(peak=plan_of(tried[-1])[1], cost=s.cost, interrupted=False)
+
+    return solve, scheduled, tried
+
+
+def test_where_a_plan_leaves_room_and_costs_far_more_the_limit_is_raised_again():
+    """The case of the module: 98 bytes counted of 104, then 88 held within a limit of 93.8, then 99 within 96.95."""
+
+    def plan_of(limit):
+        return (98.0, 104.0, 1.0) if limit > 98 else (limit, 99.0, 1.1) if limit > 95 else (limit, 88.0, 2.0)
+
+    solve, scheduled, tried = costly(plan_of)
+    plans, last = LimitSearch(100.0, solve, scheduled).run()
+    assert tried == pytest.approx([100.0, 93.8, 96.95])
+    assert [p.cost for p in plans] == [1.0, 2.0, 1.1] and last.bound == 1.0
+
+
+@pytest.mark.parametrize(("room", "cost"), [(1.0, 2.0), (12.0, 1.01)])
+def test_little_room_and_little_cost_are_not_worth_another_limit(room, cost):
+    solve, scheduled, tried = costly(
+        lambda limit: (98.0, 104.0, 1.0) if limit > 98 else (limit, 100.0 - room, cost)
+    )
+    LimitSearch(100.0, solve, scheduled).run()
+    assert tried == pytest.approx([100.0, 93.8])
+
+
+def test_a_limit_is_raised_twice_at_most_and_below_one_whose_plan_exceeds_the_budget():
+    solve, scheduled, tried = costly(
+        lambda limit: (limit, 130.0 if limit > 80 else 70.0, 1.0 if limit > 80 else 2.0)
+    )
+    plans, _ = LimitSearch(100.0, solve, scheduled).run()
+    low = 100 - 1.05 * 30
+    higher = (100 + low) / 2  # exceeds the budget too
+    assert tried == pytest.approx([100.0, low, higher, (low + higher) / 2])
+    assert [p.peak for p in plans] == [130.0, 70.0, 130.0, 70.0]
 
 
 def test_it_ends_at_once_where_schedules_are_too_far():
