@@ -37,6 +37,7 @@ from jshard._plan.scheduled_solution import (
     least_peak_plan,
     of_network,
     schedule_solution,
+    with_bound,
 )
 from jshard._plan.unpriced_cost import with_unpriced_cost
 from jshard._plan.useful_cost import check_useful_plans, even_share, least_conceivable_cost
@@ -52,7 +53,7 @@ _LARGE_GAP = 0.01  # relative, at which the search of a large network without me
 _BUDGET_GAP = 0.015  # ... and that of one with memory, where a tighter proof takes several solutions more
 # Variables from which on a round of prices takes seconds; the estimating network, which needs fewer, comes first there.
 _LONG_ROUNDS = 50_000
-# Of the budget: above it a schedule by the lower-bound, or the estimating, network is too far from what that counts.
+# Of the budget: above it a schedule by the lower-bound, or (if a plan is known) the estimating, network is too far off.
 _NEAR_BUDGET, _FAR_FROM_BUDGET = 1.01, 1.05
 # Of the budget: a plan of nearly least time of a large network above it shows that the budget decides.
 _FAR_ABOVE = 1.25
@@ -189,20 +190,19 @@ class LevelSearch:
     ) -> ScheduledSolution:
         """The cheapest plan within the budget, which `fastest` exceeds; that of least peak found if none fits."""
         solution = self.minimize_time_under_budget(network, fastest)
-        if solution.cost < solution.bound * (1 - ROUNDING):  # its copies are in no network
-            solution = dataclasses.replace(solution, bound=fastest.bound)
+        bounds = solution.bound, fastest.bound  # of plans within the budget, and of all
         if early is not None and early.peak <= self._limit < solution.peak:
             early = dataclasses.replace(of_network(early, network), steps=solution.steps)
-            solution = dataclasses.replace(early, bound=solution.bound, peak_bound=solution.peak_bound)
+            solution = dataclasses.replace(early, peak_bound=solution.peak_bound)
         if solution.peak <= self._limit:
-            return solution
+            return with_bound(solution, *bounds)
         proved = solution.peak_bound > self._limit
         if proved and (
             not self.request.names_least_peak
             or network.cost_network.size > _LEAST_PEAK_VARIABLES
             or solution.peak <= solution.peak_bound
         ):
-            return solution  # nothing fits; the least peak is found, or of a program where that takes long
+            return with_bound(solution, *bounds)  # nothing fits; the least peak is found, or that takes long
         # Plans that fit may have to repeat products: that is priced in their cost, but not in this search.
         unpriced = self.network(replication_price=0.0, price_returned_sums=False, second_copies=False)
         smallest = self.minimize_peak(unpriced).after(solution)
@@ -211,7 +211,7 @@ class LevelSearch:
             best = dataclasses.replace(best, peak_bound=smallest.peak_bound)
             bounding = memory_network(best.network, lower_bound=True)
             best = descend_peak(best, bounding, Effort(), self._limit)
-        return dataclasses.replace(of_network(best, network), bound=solution.bound)
+        return with_bound(of_network(best, network), *bounds)
 
     def _early_plan(self) -> ScheduledSolution | None:
         """A plan of little memory before the others; None where none is found."""
@@ -411,7 +411,7 @@ class LevelSearch:
             estimating = start.estimating or memory_network(network)
             prices = found and found.prices and found.prices.of_another_network()
             more = [with_copies(estimating, x[:size]) for x in (found.answers if found else ())]
-            begin, far = (prices, (*known, *more)), _FAR_FROM_BUDGET * limit
+            begin, far = (prices, (*known, *more)), math.inf if best is None else _FAR_FROM_BUDGET * limit
             bounded = dataclasses.replace(fastest, bound=bound)
             plans += self._search_schedules(network, estimating, bounded, most, begin, far)[0]
         if not plans and not early and most < math.inf:

@@ -93,6 +93,14 @@ class ScheduledSolution:
         return dataclasses.replace(self, steps=(*self.steps, "an earlier part of the search was interrupted"))
 
 
+def with_bound(solution: ScheduledSolution, bound: float, of_all: float) -> ScheduledSolution:
+    """A solution with a bound on the cost of plans within the budget, or with that of all plans where it costs less.
+
+    It does where it exceeds the budget, or where its copies are in no network.
+    """
+    return dataclasses.replace(solution, bound=of_all if solution.cost < bound * (1 - ROUNDING) else bound)
+
+
 def schedule_solution(
     network: PlanningNetwork,
     request: PlanRequest,

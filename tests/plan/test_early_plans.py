@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -126,3 +128,48 @@ def test_better_prices_are_looked_for_only_where_the_first_answers_combined_are_
     else:
         with pytest.raises(LookedFor):
             planned(4, memory_budget=budget)
+
+
+def test_without_a_plan_lower_limits_are_tried_however_far_a_schedule_exceeds_the_budget(large, monkeypatch):
+    class Seen(Exception):
+        pass
+
+    furthest, budget = [], int(0.8 * planned(4).cost.peak_bytes)
+
+    class NoAnswer:
+        def __init__(self, limit, *given):
+            furthest.append(given[3] / limit)
+            if len(furthest) == 2:  # the lower-bound network comes first
+                raise Seen
+
+        def run(self, *_):
+            return [], None
+
+    monkeypatch.setattr(level_search, "LimitSearch", NoAnswer)
+    monkeypatch.setattr(level_search, "early_plan", lambda *_: None)
+    monkeypatch.setattr(level_search, "budget_start", lambda *_: early_plans.BudgetStart())
+    monkeypatch.setattr(level_search, "_FAR_ABOVE", 0.0)
+    with pytest.raises(Seen):
+        planned(4, memory_budget=budget)
+    assert furthest == pytest.approx([1.01, float("inf")])
+
+
+@pytest.mark.parametrize("share", [0.5, 2.0])
+def test_a_bound_within_the_budget_is_kept_where_only_the_search_for_the_least_peak_finds_a_plan(
+    share, large, monkeypatch
+):
+    """But where that plan costs less: then the bound of all plans is left."""
+    budget, bounds, fits = int(0.9 * planned(4).cost.peak_bytes), [], []
+    early_plan, search = level_search.early_plan, level_search.LevelSearch
+
+    def none_within(_, __, fastest):
+        bounds.extend((fastest.bound + share * (fits[0].cost - fastest.bound), fastest.bound))
+        return dataclasses.replace(fastest, bound=bounds[0])
+
+    monkeypatch.setattr(level_search, "early_plan", lambda *given: fits.append(early_plan(*given)))
+    monkeypatch.setattr(search, "minimize_time_under_budget", none_within)
+    monkeypatch.setattr(search, "minimize_peak", lambda *_: fits[0])
+    monkeypatch.setattr(level_search, "_FAR_ABOVE", 0.0)
+    plan = planned(4, memory_budget=budget)
+    assert plan.cost.peak_bytes <= budget and plan.cost.objective > bounds[1]
+    assert plan.cost.bound == pytest.approx(bounds[0] if share < 1 else bounds[1])
