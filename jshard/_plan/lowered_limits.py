@@ -70,9 +70,8 @@ class LimitSearch:
         """
         aim, plans, bound, least = self.limit, [], -math.inf, math.nan
         s: Solution | None = None
-        above = within = (
-            None  # (bytes counted, plan) of the last limits whose plans exceed the budget and keep it
-        )
+        # (bytes counted, plan) of the last limit whose plan exceeds the budget, and of the last whose plan keeps it.
+        above = within = None
         raised = 0
         for _ in range(self.rounds):
             following = self.solve(aim, s.prices if s else prices, s.answers if s else answers)

@@ -108,9 +108,8 @@ def forbid_infeasible_states(graph: WorkingNetwork, memory: Memory, clock: KeyTi
         at = int(profile.argmax())
         raise limit_too_small(memory, limit, float(profile[at]), int(clock.times[at]))
     tables, core = graph.tables, set(graph.core)
-    may_exceed = (clock.start < clock.end) & (
-        most - least + fullest > limit
-    )  # else no state does, at any time
+    # Else no state exceeds the limit, at any time.
+    may_exceed = (clock.start < clock.end) & (most - least + fullest > limit)
     for h in np.flatnonzero(may_exceed).tolist():
         v, a, b = int(memory.interval_variable[h]), int(clock.start[h]), int(clock.end[h])
         if v in core:
