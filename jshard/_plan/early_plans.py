@@ -59,8 +59,8 @@ def least_share(network: PlanningNetwork, request: PlanRequest) -> float:
 def early_plan(network: PlanningNetwork, request: PlanRequest, effort: Effort) -> ScheduledSolution | None:
     """A plan of little memory; nothing is proved of it. None where none was found, or is likely to be within the budget.
 
-    Where the budget may bind, it is searched for a while; else one pass over the operators gives it, each as it is cheapest
-    beside those before it.
+    Where the budget may bind, or is below each device's share of all arrays (the plan is then for the refusal), it is
+    searched for a while; else one pass over the operators gives it, each as it is cheapest beside those before it.
 
     Arguments:
 
@@ -149,7 +149,8 @@ def budget_start(
     assert request.memory_limit is not None
     limit, memory = request.memory_limit, memory_network(network)
     limited, bound, prices = memory.within(limit), fastest.bound, None
-    free = with_copies(memory, assignment_of_solution(fastest)[:size])
+    cheapest = assignment_of_solution(fastest)[:size]
+    free = with_copies(memory, cheapest)
 
     def combined(given: Sequence[Ints], prices_only: bool = False) -> list[Ints]:
         given = [with_copies(memory, x[:size]) for x in given]
@@ -162,18 +163,16 @@ def budget_start(
         bound = max(bound, prices.proved_cost(limit))
         answers = combined(given, prices_only=True)
         if not _is_near(limited, answers, bound, gap):
-            cheapest = with_copies(solver.network, assignment_of_solution(fastest)[:size])
-            given, prices = with_better_prices(solver, cheapest, first, gap, effort=effort)
+            unlimited = with_copies(solver.network, cheapest)
+            given, prices = with_better_prices(solver, unlimited, first, gap, effort=effort)
             bound = max(bound, prices.proved_cost(limit))
             answers = combined(given)
     else:
         given = [assignment_of_solution(known)]
         answers = combined(given)
     if not effort.exhausted and all(peak(limited, x) > limit for x in answers):
-        given += first_answers(
-            PricedNetworks(limited), fastest.cost, effort=effort, prices=prices
-        ).assignments
-        answers = combined(given)
+        more = first_answers(PricedNetworks(limited), fastest.cost, effort=effort, prices=prices)
+        answers = combined([*given, *more.assignments])
     plans = [known] if known is not None else []
     for x in reversed(answers):
         plan = schedule_solution(network, request, x, bound, ())

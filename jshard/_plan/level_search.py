@@ -247,8 +247,7 @@ class LevelSearch:
     def _prefer_memory(self, fastest: ScheduledSolution) -> ScheduledSolution:
         """The plan of lowest peak found that costs little more than the fastest; each budget is searched for as long."""
         slack, network = self.request.memory_slack, self._single_copies
-        estimating, bounding = memory_network(network), self._bounding_network
-        assert bounding.memory is not None
+        estimating = memory_network(network)
         each = EACH_BUDGET.effort * self.effort.spent + ENTRIES_PER_SECOND
 
         def plans_within(budget: float, most: float) -> list[ScheduledSolution]:
@@ -260,7 +259,7 @@ class LevelSearch:
             search.effort = Effort(min(each, self.effort.limit - self.effort.spent), whole=self.effort)
             return search._search_schedules(network, estimating, fastest, most, rounds=EACH_BUDGET.rounds)[0]
 
-        return prefer_memory(fastest, least_conceivable_peak(bounding.memory), plans_within, slack)
+        return prefer_memory(fastest, self._peak_floor, plans_within, slack)
 
     def _solve_time(self, network: PlanningNetwork, gap: float | None = None) -> Solution:
         r = self.request

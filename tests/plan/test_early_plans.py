@@ -119,9 +119,8 @@ def test_better_prices_are_looked_for_only_where_the_first_answers_combined_are_
     budget = int(0.8 * planned(4).cost.peak_bytes)
     monkeypatch.setattr(feasible_start, "with_better_prices", looked)
     monkeypatch.setattr(level_search, "early_plan", lambda *_: None)
-    monkeypatch.setattr(
-        level_search, "_FAR_ABOVE", 0.0
-    )  # the plan of least time exceeds the budget by a quarter
+    # The plan of least time exceeds the budget by a quarter.
+    monkeypatch.setattr(level_search, "_FAR_ABOVE", 0.0)
     monkeypatch.setattr(level_search, "_BUDGET_GAP", 10.0 if near else 0.0)
     if near:
         assert planned(4, memory_budget=budget).cost.peak_bytes <= budget
