@@ -37,7 +37,8 @@ from jshard._schedule.schedule import Schedule, schedule
 from jshard._schedule.vectorized import ScheduleArrays
 
 
-_ROUNDS_AFTER_PRODUCTS = 6  # of looking for copies that are in memory early at the peak
+_ROUNDS_AFTER_PRODUCTS = 6  # of looking for copies that are in memory early above the limit
+_NEAR_PEAK = 0.98  # of the peak: without a limit, where copies are looked for that are in memory early
 _ROUNDS = 3  # of keeping copies, each under a limit lowered by what the schedule of the round before exceeded
 
 
@@ -108,7 +109,7 @@ def _after_products(
         assignment = dataclasses.replace(arrays.assignment, regather_after=after)
         arrays = dataclasses.replace(arrays, assignment=assignment)
         ranges = live_ranges(arrays, liveness, frozenset(donated))
-        more = _early_at_peak(arrays, liveness, ranges) if ranges.over_time.max() > limit else frozenset()
+        more = _early_above(arrays, liveness, ranges, limit or _NEAR_PEAK * ranges.over_time.max())
         if more <= after:
             break
         after |= more
@@ -116,15 +117,15 @@ def _after_products(
         return split
     made = schedule(arrays.assignment)
     later = SplitSchedule(made, peak_profile(made, liveness, donated))
-    return later if later.profile.peak < split.profile.peak else split
+    return later if later.profile.peak <= split.profile.peak else split
 
 
-def _early_at_peak(
-    arrays: ScheduleArrays, liveness: Liveness, ranges: LiveRanges
+def _early_above(
+    arrays: ScheduleArrays, liveness: Liveness, ranges: LiveRanges, limit: float
 ) -> frozenset[tuple[int, int, int]]:
-    """As `after_products`, for the copies that are in memory at the peak ahead of their readers."""
-    peak_at = int(ranges.over_time.argmax()) - 1
-    early = np.flatnonzero((ranges.early_at <= peak_at) & (peak_at < arrays.reshard_at))
+    """As `after_products`, for the copies that are in memory ahead of their readers while more bytes are than a limit."""
+    above = np.concatenate([[0], np.cumsum(ranges.over_time[1:] > limit)])  # actions above it before each
+    early = np.flatnonzero(above[np.maximum(arrays.reshard_at, ranges.early_at)] > above[ranges.early_at])
     return after_products(arrays, liveness, early)
 
 

@@ -161,6 +161,8 @@ class LiveIntervals(abc.ABC):
         resharded_at = clock.reshard_point(reader, operand)
         if op.kind in CARRY_KINDS:
             return Use(reader, stored_at, resharded_at, resharded_at + 1)  # from then on it is the loop's
+        if op.kind == "output":
+            return Use(reader, stored_at, resharded_at, clock.begin[-1])
         in_loop = reader in clock.loop_spans
         end = clock.begin[(clock.loop_spans[reader][1] if in_loop else reader) + 1]
         if leaving is not None:
