@@ -106,6 +106,19 @@ def test_the_other_network_counts_what_the_schedule_of_its_answer_holds():
     assert found.cost == pytest.approx(peak_bytes(made, problem.liveness, problem.donated), rel=0.05)
 
 
+def test_what_a_program_returns_is_held_to_its_end():
+    """Results that are gathered one after the other are all there at the end."""
+    weights = [shape(256, 512)] * 6
+    problem = network_of(
+        lambda ws: [2 * w for w in ws], (weights,), in_strategy=([(2, 4)] * 6,), out_strategy=[(1, 1)] * 6
+    )
+    states = random_plans(problem.cost_network, 1)[0]
+    held = peak_bytes(schedule(assignment_of(problem, tuple(states.tolist()))), problem.liveness, ())
+    least, estimate = [memory_network(problem, lower_bound=lower_bound) for lower_bound in (True, False)]
+    assert 6 * 256 * 512 * 4 <= peak(least, with_copies(least, states)) <= held
+    assert peak(estimate, with_copies(estimate, states)) == pytest.approx(held, rel=0.05)
+
+
 def normed(layers, x):
     def norm(x, scale):
         y = x - x.mean(-1, keepdims=True)

@@ -17,6 +17,7 @@ from jshard._plan.request import PlanRequest
 from jshard._plan.schedule_cost import schedule_cost
 from jshard._plan.scheduled_solution import schedule_solution
 from jshard._schedule.peak import peak_bytes
+from jshard._schedule.peak_vectorized import live_ranges
 from jshard._schedule.schedule import assignment_of, schedule
 from jshard._search import evaluate
 from tests.helpers.memory_networks import network_of, random_plans
@@ -141,3 +142,23 @@ def test_a_copy_that_is_made_again_waits_for_the_product_before_where_both_are_t
         if after.schedule.assignment.regather_after:
             lowered.append(after.profile.peak / before.profile.peak)
     assert len(lowered) > 4 and min(lowered) < 0.9
+
+
+def test_every_copy_that_is_early_above_the_limit_waits_for_the_product_before():
+    """Not those at the peak alone: what else is above the limit would be the next peak."""
+    network, schedules = plans(6)
+    waiting = 0
+    for made in schedules:
+        everywhere = live_range_splits._splits(made.arrays, ranges(made, network))
+        split = live_range_splits._with_splits(made, everywhere, network.liveness, network.donated)
+        for limit in np.linspace(0.5, 0.99, 4) * split.profile.peak:
+            later = live_range_splits._after_products(split, network.liveness, network.donated, float(limit))
+            after = later.schedule.assignment.regather_after
+            arrays, found = later.schedule.arrays, ranges(later.schedule, network)
+            assert live_range_splits._early_above(arrays, network.liveness, found, float(limit)) <= after
+            waiting += len(after)
+    assert waiting
+
+
+def ranges(made: Any, network: Any) -> Any:
+    return live_ranges(made.arrays, network.liveness, frozenset(network.donated))

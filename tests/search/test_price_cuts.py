@@ -15,6 +15,7 @@ from jshard._search.cost_network import interval_bytes, live_bytes
 from jshard._search.memory import price_cuts
 from jshard._search.memory.answer_fusion import fused_network
 from jshard._search.memory.price_cuts import Cut, best_prices, priced_network
+from jshard._search.primal.local_search import energy
 from tests.laws.random_networks import brute_force, random_network
 
 
@@ -83,6 +84,38 @@ def test_with_what_comes_after_them_small_networks_are_solved_to_the_end(monkeyp
             found = solve(network, layers_repeat=True)
             assert found.cost == pytest.approx(truth, rel=1e-9), seed
             assert peak(network, found.assignment) <= limit
+
+
+def test_what_comes_after_them_begins_with_their_prices_and_answer(monkeypatch):
+    """The first round of the ascent proves as much as they did, and moves begin with their answer."""
+    lagrangian = importlib.import_module("jshard._search.memory.lagrangian")
+    monkeypatch.setattr(lagrangian, "PRICE_CUTS_FROM", 0)
+    monkeypatch.setattr(lagrangian, "solve_small_core", lambda *_: None)
+    monkeypatch.setattr(lagrangian, "effort", lambda _: (5, 5))
+    rounds, moves = [], []
+    ascend, move = lagrangian._LimitedSearch.ascend, lagrangian._LimitedSearch.move_forests
+
+    def ascended(self, *args):
+        before = self.search.bound, self.search.incumbent_cost, float(self.ascent.prices.sum())
+        ascend(self, *args)
+        rounds.append((*before, self.ascent.bound))
+
+    def moved(self, states, count):
+        moves.append(energy(self.problem.core, states))
+        move(self, states, count)
+
+    monkeypatch.setattr(lagrangian._LimitedSearch, "ascend", ascended)
+    monkeypatch.setattr(lagrangian._LimitedSearch, "move_forests", moved)
+    for seed in range(6):
+        network = deep(5, seed)
+        free = solve(network)
+        limit = 0.6 * peak(network, free.assignment)
+        found = solve(network.within(limit), layers_repeat=True)
+        assert found.peak <= limit and found.bound <= found.cost
+    assert rounds and moves
+    for bound, cost, prices, proved in rounds:
+        if cost < np.inf:
+            assert prices > 0 and proved >= bound - 1e-6 * abs(bound)
 
 
 def test_least_peaks(every_network_is_large):

@@ -183,6 +183,16 @@ def lift_core(problem: ReducedProblem, states: list[int], num_variables: int) ->
     return reconstruct((Reduction(problem.graph, ()),), assignment)
 
 
+def core_states(problem: ReducedProblem, assignment: Ints) -> list[int]:
+    """The core's states of an assignment; of a variable whose state was removed, that of least cost alone."""
+    network = problem.core_network
+    out = []
+    for v, costs in zip(network.core, problem.core.unary, strict=True):
+        position = network.tables.subset_positions(network.states[v]).get(int(assignment[v]))
+        out.append(int(costs.argmin()) if position is None else position)
+    return out
+
+
 def has_integral_costs(network: CostNetwork) -> bool:
     """Whether all finite costs are whole numbers (bounds may then be rounded up)."""
     finite = [table[np.isfinite(table)] for table in (*network.unary, *network.pairwise)]
@@ -211,7 +221,7 @@ def effort(variables: int) -> tuple[int, int]:
     return int(np.clip(_PRICED_VARIABLES // n, 20, 400)), int(np.clip(_MOVED_VARIABLES // n, 30, 6000))
 
 
-PRICE_CUTS_FROM = 1000  # variables from which on prices on few times come first
+PRICE_CUTS_FROM = 200  # variables from which on prices on few times come first
 # Rounds of prices, and of forest moves, for the states of some answers.
 _FUSION_PRICES, _FUSION_MOVES = 4, 40
 # Table entries of a fusion where the effort is spent: a poor answer is all there may be.
@@ -319,6 +329,8 @@ def solve_limited(
     if tie_break_only:
         prices, moves = int(np.clip(prices // 2, 8, 40)), min(moves, 120)
     limited = _LimitedSearch(search, problem, memory.limit, has_integral_costs(network))
+    if priced_before:
+        limited.begin_with_prices_on_few_times(clock)
     limited.ascend(prices, _PATIENCE_AFTER if priced_before and search.has_answer else _PATIENCE)
     if search.useless:
         raise _nothing_found(memory.limit, f"{len(clock.times)} key times")
@@ -350,6 +362,20 @@ class _LimitedSearch:
         self.integral_costs = integral_costs
         self.ascent = DualAscent(problem.memory.num_times, max(limit, 1.0))
         self.states: list[int] | None = None  # the best answer's core states
+
+    def begin_with_prices_on_few_times(self, clock: KeyTimes) -> None:
+        """Begin with the prices and the answer that the search has: at the first key time from each of theirs on."""
+        search, problem = self.search, self.problem
+        if search.prices is not None:
+            at = np.minimum(np.searchsorted(clock.times, search.prices.times), len(clock.times) - 1)
+            per_byte = np.bincount(at, search.prices.per_byte, len(clock.times)).astype(np.float64)
+            self.ascent.best = self.ascent.prices = per_byte
+        if search.assignment is not None:
+            states = core_states(problem, search.assignment)
+            cost = repair_then_descend(self.budgeted, states, search.deadline)
+            if np.isfinite(cost):
+                self.states = states
+                self._keep(states, cost)
 
     def ascend(self, max_prices: int, patience: int = _PATIENCE) -> None:
         """Ascend the dual, and repair every priced answer, until the gap is closed or nothing helps any more.
