@@ -12,8 +12,8 @@ use of a tensor has three time points:
     reader's layout                                       |------------------------------|
 
 A reader that is fused needs its operands as long as its own readers do; what is handed to a loop is live until the loop
-ends. How long exactly depends on the plan: a fused result that is resharded is materialized, and its operands die. So
-there are two answers:
+ends, and what the program returns to its end. How long exactly depends on the plan: a fused result that is resharded is
+materialized, and its operands die. So there are two answers:
 
 - `LowerBoundIntervals`: until when a value is live in every plan.
 - `EstimatedIntervals`: until when it is live in a plan that does not reshard fused results.
