@@ -123,7 +123,7 @@ def _after_products(
 def _early_above(
     arrays: ScheduleArrays, liveness: Liveness, ranges: LiveRanges, limit: float
 ) -> frozenset[tuple[int, int, int]]:
-    """As `after_products`, for the copies that are in memory ahead of their readers while more bytes are than a limit."""
+    """As `after_products`, for the copies that are in memory ahead of their readers while it is above a limit."""
     above = np.concatenate([[0], np.cumsum(ranges.over_time[1:] > limit)])  # actions above it before each
     early = np.flatnonzero(above[np.maximum(arrays.reshard_at, ranges.early_at)] > above[ranges.early_at])
     return after_products(arrays, liveness, early)
