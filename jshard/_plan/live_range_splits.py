@@ -99,7 +99,7 @@ def _with_splits(
 def _after_products(
     split: SplitSchedule, liveness: Liveness, donated: Collection[int], limit: float
 ) -> SplitSchedule:
-    """The schedule with copies that are in memory early at a peak above the limit made after the product before them."""
+    """The schedule with copies that are in memory early while it is above the limit made after the product before them."""
     if split.profile.peak <= limit:
         return split
     after = frozenset[tuple[int, int, int]]()

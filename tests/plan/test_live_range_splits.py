@@ -46,6 +46,10 @@ def cost(made: Any, network: Any) -> float:
     return schedule_cost(made, network).objective(network.level)
 
 
+def ranges(made: Any, network: Any) -> Any:
+    return live_ranges(made.arrays, network.liveness, frozenset(network.donated))
+
+
 def test_a_limit_is_kept_at_the_cost_of_as_few_copies_as_it_needs():
     """From the peak of all copies kept to the least: never above the limit, and never cheaper under a lower one."""
     network, schedules = plans(4)
@@ -158,7 +162,3 @@ def test_every_copy_that_is_early_above_the_limit_waits_for_the_product_before()
             assert live_range_splits._early_above(arrays, network.liveness, found, float(limit)) <= after
             waiting += len(after)
     assert waiting
-
-
-def ranges(made: Any, network: Any) -> Any:
-    return live_ranges(made.arrays, network.liveness, frozenset(network.donated))

@@ -87,35 +87,31 @@ def test_with_what_comes_after_them_small_networks_are_solved_to_the_end(monkeyp
 
 
 def test_what_comes_after_them_begins_with_their_prices_and_answer(monkeypatch):
-    """The first round of the ascent proves as much as they did, and moves begin with their answer."""
+    """The first round of the ascent proves as much as they did, and it begins with their answer."""
     lagrangian = importlib.import_module("jshard._search.memory.lagrangian")
     monkeypatch.setattr(lagrangian, "PRICE_CUTS_FROM", 0)
     monkeypatch.setattr(lagrangian, "solve_small_core", lambda *_: None)
     monkeypatch.setattr(lagrangian, "effort", lambda _: (5, 5))
-    rounds, moves = [], []
-    ascend, move = lagrangian._LimitedSearch.ascend, lagrangian._LimitedSearch.move_forests
+    rounds, ascend = [], lagrangian._LimitedSearch.ascend
 
     def ascended(self, *args):
         before = self.search.bound, self.search.incumbent_cost, float(self.ascent.prices.sum())
+        own = np.inf if self.states is None else energy(self.problem.core, self.states)
         ascend(self, *args)
-        rounds.append((*before, self.ascent.bound))
-
-    def moved(self, states, count):
-        moves.append(energy(self.problem.core, states))
-        move(self, states, count)
+        rounds.append((*before, own, self.ascent.bound))
 
     monkeypatch.setattr(lagrangian._LimitedSearch, "ascend", ascended)
-    monkeypatch.setattr(lagrangian._LimitedSearch, "move_forests", moved)
     for seed in range(6):
         network = deep(5, seed)
         free = solve(network)
         limit = 0.6 * peak(network, free.assignment)
         found = solve(network.within(limit), layers_repeat=True)
         assert found.peak <= limit and found.bound <= found.cost
-    assert rounds and moves
-    for bound, cost, prices, proved in rounds:
+    assert any(cost < np.inf for _, cost, *_ in rounds)
+    for bound, cost, prices, own, proved in rounds:
         if cost < np.inf:
-            assert prices > 0 and proved >= bound - 1e-6 * abs(bound)
+            assert prices > 0 and own <= cost * (1 + 1e-9)
+            assert proved >= bound - 1e-6 * abs(bound)
 
 
 def test_least_peaks(every_network_is_large):

@@ -168,9 +168,7 @@ def solve_lagrangian(
     assignment = inner.assignment
     if assignment is None:
         return LagrangianAnswer(None, inner.bound)
-    positions = core_network.tables.subset_positions
-    states = [positions(core_network.states[v])[int(assignment[v])] for v in core_network.core]
-    return LagrangianAnswer(states, inner.bound)
+    return LagrangianAnswer(core_states(problem, assignment), inner.bound)
 
 
 def lift_core(problem: ReducedProblem, states: list[int], num_variables: int) -> Ints:
@@ -364,7 +362,7 @@ class _LimitedSearch:
         self.states: list[int] | None = None  # the best answer's core states
 
     def begin_with_prices_on_few_times(self, clock: KeyTimes) -> None:
-        """Begin with the prices and the answer that the search has: at the first key time from each of theirs on."""
+        """Begin with the prices and the answer of the search; a price between two key times counts at the later one."""
         search, problem = self.search, self.problem
         if search.prices is not None:
             at = np.minimum(np.searchsorted(clock.times, search.prices.times), len(clock.times) - 1)
