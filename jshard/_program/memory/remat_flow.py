@@ -14,6 +14,10 @@ operator's result is in no memory before the operator runs. So until an operator
 chain before u is cut already: what is left of its capacity flows until then. That is done at the largest step of a
 chain in the program, from the forward to the backward pass.
 
+A value that several others are recomputed from has as many chains: queries, keys and values are slices of one product, each
+a third of it, and all of it flows. The chain that is needed longest comes first; the others share what is left of the
+capacity, each until its own last reader starts.
+
 Worked case.  `h` of 8 bytes, `tanh(h)` of 8 bytes, read by two products later; 4 devices: 2 bytes flow from h
 through tanh(h). If that is gathered and kept, it holds 8 bytes: 2 that flow, and 6 more.
 """
@@ -32,7 +36,7 @@ from jshard._program.memory.live_intervals import LiveIntervals
 
 @dataclasses.dataclass(frozen=True)
 class Flow:
-    """Bytes that flow from a stored tensor, until an operator starts; None: until the tensor's last use."""
+    """Bytes that flow from a stored tensor, until an operator starts; None: until the tensor's last use ends."""
 
     nbytes: float
     until: int | None = None
@@ -66,8 +70,21 @@ def remat_flow(
         steps = np.diff(at)
         k = int(steps.argmax())
         if k and left[t] > 0 and not inside.intersection(at[: k + 2]):
-            send(t, chain[:k], left[t], at[k + 1])
+            left[t] -= send(t, chain[:k], left[t], at[k + 1])
+    for t in chains:
+        for chain in _other_chains(intervals, following, t):
+            if left[t] > 0:
+                left[t] -= send(t, chain, left[t], intervals.liveness.last_use[chain[0]])
     return out, through
+
+
+def _other_chains(intervals: LiveIntervals, following: Sequence[int], tensor: int) -> list[list[int]]:
+    """The chains through the other values that are recomputed from a tensor, those needed longest first."""
+    program, last_use = intervals.program, intervals.liveness.last_use
+    readers = {u for u, _ in program.uses()[tensor] if intervals.is_rematerialized(u)}
+    results = [r for u in sorted(readers) for r in program.operators[u].results if r != following[tensor]]
+    lasting = sorted((r for r in results if last_use[r] >= 0), key=lambda r: -last_use[r])
+    return [[r, *_remat_chain(following, r)] for r in lasting]
 
 
 def _following(intervals: LiveIntervals) -> list[int]:
