@@ -47,7 +47,7 @@ from jshard._search.effort import ENTRIES_PER_SECOND, longest_seconds
 from jshard._search.memory.key_times import least_conceivable_peak
 
 
-_LEAST_PEAK_VARIABLES = 100  # up to which the least peak is looked for though it is proved not to fit
+_REFUSAL_SECONDS = 0.2  # of effort, for which the least peak is looked for though it is proved not to fit
 _BOUNDED_AT_FIRST = 1000  # variables below which the least peak is bounded once a plan exceeds the budget
 _LARGE_GAP = 0.01  # relative, at which the search of a large network without memory ends
 _BUDGET_GAP = 0.015  # ... and that of one with memory, where a tighter proof takes several solutions more
@@ -157,7 +157,8 @@ class LevelSearch:
         check_useful_plans(network, self.request, least_conceivable_cost(network.cost_network))
         early = None
         if is_large_and_limited(self.program, self.request):
-            early = self._early_plan()
+            found = early_plan(self._single_copies, self.request, self.effort.part(_SHARE_FOR_START))
+            early = found and self._known_plan(found)
             if early is not None and early.peak > _FAR_ABOVE * self._limit < (floor := self._peak_floor):
                 return dataclasses.replace(early, peak_bound=floor)
             if (far := self._nearly_fastest()) is not None:
@@ -197,26 +198,26 @@ class LevelSearch:
         if solution.peak <= self._limit:
             return with_bound(solution, *bounds)
         proved = solution.peak_bound > self._limit
-        if proved and (
-            not self.request.names_least_peak
-            or network.cost_network.size > _LEAST_PEAK_VARIABLES
-            or solution.peak <= solution.peak_bound
-        ):
-            return with_bound(solution, *bounds)  # nothing fits; the least peak is found, or that takes long
+        # Of a large program it takes long.
+        unnamed = network.cost_network.size >= LARGE_NETWORK or not self.request.names_least_peak
+        if proved and (unnamed or solution.peak <= solution.peak_bound):
+            return with_bound(solution, *bounds)
         # Plans that fit may have to repeat products: that is priced in their cost, but not in this search.
         unpriced = self.network(replication_price=0.0, price_returned_sums=False, second_copies=False)
-        smallest = self.minimize_peak(unpriced).after(solution)
+        search = self._with_effort(_REFUSAL_SECONDS * ENTRIES_PER_SECOND) if proved else self
+        smallest = search.minimize_peak(unpriced).after(solution)
         best = fitting_or_lowest((smallest, solution), self._limit)
         if best.peak > self._limit:
-            best = dataclasses.replace(best, peak_bound=smallest.peak_bound)
+            best = dataclasses.replace(best, peak_bound=max(smallest.peak_bound, solution.peak_bound))
             bounding = memory_network(best.network, lower_bound=True)
-            best = descend_peak(best, bounding, Effort(), self._limit)
+            best = best if proved else descend_peak(best, bounding, Effort(), self._limit)
         return with_bound(of_network(best, network), *bounds)
 
-    def _early_plan(self) -> ScheduledSolution | None:
-        """A plan of little memory before the others; None where none is found."""
-        found = early_plan(self._single_copies, self.request, self.effort.part(_SHARE_FOR_START))
-        return found and self._known_plan(found)
+    def _with_effort(self, most: float, request: PlanRequest | None = None) -> LevelSearch:
+        """A search of the same program with an effort of its own, in table entries."""
+        search = LevelSearch(self.program, self.topology, request or self.request, self.on_progress)
+        search.effort = Effort(min(most, self.effort.limit - self.effort.spent), whole=self.effort)
+        return search
 
     def minimize_time(self, network: PlanningNetwork) -> ScheduledSolution:
         """The plan of least time without a budget.
@@ -255,8 +256,7 @@ class LevelSearch:
                 return []
             gap = max(self.request.memory_gap, EACH_BUDGET.gap * slack)
             request = dataclasses.replace(self.request, memory_limit=budget, memory_gap=gap)
-            search = LevelSearch(self.program, self.topology, request, self.on_progress)
-            search.effort = Effort(min(each, self.effort.limit - self.effort.spent), whole=self.effort)
+            search = self._with_effort(each, request)
             return search._search_schedules(network, estimating, fastest, most, rounds=EACH_BUDGET.rounds)[0]
 
         return prefer_memory(fastest, self._peak_floor, plans_within, slack)

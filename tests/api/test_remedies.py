@@ -228,3 +228,24 @@ def test_the_program_of_a_refused_call_is_built_once_for_all_meshes(monkeypatch)
     devices = row(error, r"^\d+ devices: mesh x=")
     smaller = [r for r in error.remedies if r.advice.startswith("batch of")]
     assert not devices.estimated and len(built) <= 1 + 2 * len(smaller)
+
+
+def test_a_refusal_names_a_low_peak_though_it_is_proved_that_nothing_fits():
+    """It named the peak of the fastest plan where the program had more than a hundred variables."""
+
+    def loss(weights, x):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x**2)
+
+    def step(weights, x):
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights, x))
+
+    args = [f32(64, 64)] * 8, f32(128, 64)
+    fastest = jshard.shard(step, mesh=on(2, 4), hardware="tpu-v5e").plan(*args).cost.peak_bytes
+    error = refused(step, args, 20_000, on(2, 4))
+    least, bound = (
+        int(re.search(rf"{words} ([\d,]+)", str(error))[1].replace(",", ""))
+        for words in ("the least found needs", "none needs less than")
+    )
+    assert bound <= least < 0.6 * fastest
