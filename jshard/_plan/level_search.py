@@ -198,9 +198,9 @@ class LevelSearch:
         if solution.peak <= self._limit:
             return with_bound(solution, *bounds)
         proved = solution.peak_bound > self._limit
-        # Of a large program it takes long.
-        unnamed = network.cost_network.size >= LARGE_NETWORK or not self.request.names_least_peak
-        if proved and (unnamed or solution.peak <= solution.peak_bound):
+        # To look for the least peak of a large program takes long.
+        names_least = self.request.names_least_peak and network.cost_network.size < LARGE_NETWORK
+        if proved and (not names_least or solution.peak <= solution.peak_bound):
             return with_bound(solution, *bounds)
         # Plans that fit may have to repeat products: that is priced in their cost, but not in this search.
         unpriced = self.network(replication_price=0.0, price_returned_sums=False, second_copies=False)
@@ -209,8 +209,9 @@ class LevelSearch:
         best = fitting_or_lowest((smallest, solution), self._limit)
         if best.peak > self._limit:
             best = dataclasses.replace(best, peak_bound=max(smallest.peak_bound, solution.peak_bound))
-            bounding = memory_network(best.network, lower_bound=True)
-            best = best if proved else descend_peak(best, bounding, Effort(), self._limit)
+            if not proved:
+                bounding = memory_network(best.network, lower_bound=True)
+                best = descend_peak(best, bounding, Effort(), self._limit)
         return with_bound(of_network(best, network), *bounds)
 
     def _with_effort(self, most: float, request: PlanRequest | None = None) -> LevelSearch:

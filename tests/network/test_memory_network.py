@@ -44,6 +44,15 @@ def repeated(x, w):
     return jax.lax.fori_loop(0, 3, lambda i, x: jnp.tanh(x @ w) @ w.T, x)
 
 
+def flows_of(problem: PlanningNetwork):
+    """What flows from each stored tensor of a problem, and through each other one."""
+    live = LowerBoundIntervals(problem.program, problem.liveness, problem.donated)
+    stored = [
+        t for t, kept in enumerate(problem.liveness.materialized) if kept and not live.counted_elsewhere(t)
+    ]
+    return remat_flow(live, stored, problem.topology.mesh.total)
+
+
 def shape(*dims: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(dims, "float32")
 
@@ -170,11 +179,7 @@ def test_every_layer_of_a_residual_stream_flows():
     """The gradient of the stream joins the chains of all layers; each is cut in its own forward pass already."""
     layers = 6
     problem = network_of(residual, ([shape(256, 256)] * layers, shape(512, 256)))
-    live = LowerBoundIntervals(problem.program, problem.liveness, problem.donated)
-    stored = [
-        t for t, kept in enumerate(problem.liveness.materialized) if kept and not live.counted_elsewhere(t)
-    ]
-    flows, through = remat_flow(live, stored, problem.topology.mesh.total)
+    flows, through = flows_of(problem)
     tensors = problem.program.tensors
     share = 512 * 256 * 4 // problem.topology.mesh.total
     streams = [
@@ -199,11 +204,7 @@ def test_all_parts_of_a_value_flow_that_are_read_later():
         return jax.grad(loss)(params)
 
     problem = network_of(attention, ([shape(64, 192)] * 2, shape(128, 64)))
-    live = LowerBoundIntervals(problem.program, problem.liveness, problem.donated)
-    stored = [
-        t for t, kept in enumerate(problem.liveness.materialized) if kept and not live.counted_elsewhere(t)
-    ]
-    flows, through = remat_flow(live, stored, problem.topology.mesh.total)
+    flows, through = flows_of(problem)
     tensors = problem.program.tensors
     share = 128 * 192 * 4 // problem.topology.mesh.total
     whole = [

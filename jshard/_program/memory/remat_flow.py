@@ -72,19 +72,19 @@ def remat_flow(
         if k and left[t] > 0 and not inside.intersection(at[: k + 2]):
             left[t] -= send(t, chain[:k], left[t], at[k + 1])
     for t in chains:
-        for chain in _other_chains(intervals, following, t):
-            if left[t] > 0:
-                left[t] -= send(t, chain, left[t], intervals.liveness.last_use[chain[0]])
+        for r in _recomputed_from(intervals, t):
+            if r != following[t] and left[t] > 0:
+                chain = [r, *_remat_chain(following, r)]
+                left[t] -= send(t, chain, left[t], intervals.liveness.last_use[r])
     return out, through
 
 
-def _other_chains(intervals: LiveIntervals, following: Sequence[int], tensor: int) -> list[list[int]]:
-    """The chains through the other values that are recomputed from a tensor, those needed longest first."""
+def _recomputed_from(intervals: LiveIntervals, tensor: int) -> list[int]:
+    """The values that are recomputed from a tensor and needed, those needed longest first."""
     program, last_use = intervals.program, intervals.liveness.last_use
-    readers = {u for u, _ in program.uses()[tensor] if intervals.is_rematerialized(u)}
-    results = [r for u in sorted(readers) for r in program.operators[u].results if r != following[tensor]]
-    lasting = sorted((r for r in results if last_use[r] >= 0), key=lambda r: -last_use[r])
-    return [[r, *_remat_chain(following, r)] for r in lasting]
+    readers = sorted({u for u, _ in program.uses()[tensor] if intervals.is_rematerialized(u)})
+    results = [r for u in readers for r in program.operators[u].results if last_use[r] >= 0]
+    return sorted(results, key=lambda r: -last_use[r])
 
 
 def _following(intervals: LiveIntervals) -> list[int]:
