@@ -449,7 +449,7 @@ def _plan_jaxpr(
         plan_request = PlanRequest(
             tuple(pinned), ties, donated, options.level, options.search, limit if limited else None,
             gap=options.gap, replication_price=options.replication_price, search_seconds=options.search_seconds,
-            search_in_budget=options.search_in_budget, memory_slack=options.memory_slack,
+            search_in_budget=options.search_in_budget, estimate=options.estimate, memory_slack=options.memory_slack,
             names_least_peak=not recomputed, most=of.most, overlap=options.overlap,
             ends_above=of.ends_above,
         )  # fmt: skip

@@ -21,6 +21,7 @@ from jshard._api.shard_request import ShardRequest
 from jshard._api.trace_call import BuiltPrograms, abstract
 from jshard._core import hardware, topology as device_topology
 from jshard._core.errors import MemoryBudgetError, ShardError, StrategyError
+from jshard._core.gc_pause import gc_paused
 from jshard._core.jax_types import PyTree, PyTreeDef
 from jshard._core.layout import MeshAxes
 from jshard._core.named_topology import MeshRequest, TopologyMesh, topology as named_topology
@@ -40,6 +41,7 @@ _RECOMPUTE_EFFORT = 10  # the same: a few choices of what is computed again, som
 _MORE_DEVICES = 64  # times as many at most
 
 
+@gc_paused()
 def with_remedies(
     error: MemoryBudgetError | StrategyError,
     request: ShardRequest,
@@ -106,7 +108,7 @@ class Trials:
         options = dataclasses.replace(self.request.options, search_in_budget=False)
         may_pad = self.refusal.operators <= _PADDED_OPERATORS or options.pad is not None
         if not may_pad:
-            options = dataclasses.replace(options, pad=False, gap=_ESTIMATED_GAP)
+            options = dataclasses.replace(options, pad=False, gap=_ESTIMATED_GAP, estimate=True)
         if mesh is not None and options.hardware is None and not isinstance(mesh, TopologyMesh):
             options = dataclasses.replace(options, hardware=self.refusal.chip)
         changed = dataclasses.replace(

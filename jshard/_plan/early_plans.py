@@ -49,6 +49,11 @@ def is_large_and_limited(program: Program, request: PlanRequest) -> bool:
     return limited and len(program.operators) >= LARGE_NETWORK
 
 
+def is_estimated(program: Program, request: PlanRequest) -> bool:
+    """Whether the early plan will do: an estimate was asked for, of a program whose every search takes long."""
+    return request.estimate and request.level != 1 and len(program.operators) >= LARGE_NETWORK
+
+
 def least_share(network: PlanningNetwork, request: PlanRequest) -> float:
     """Of a request's budget: what a device holds at the peak if every array is cut over all devices."""
     program, mesh = network.program, network.topology.mesh
@@ -60,7 +65,8 @@ def early_plan(network: PlanningNetwork, request: PlanRequest, effort: Effort) -
     """A plan of little memory; nothing is proved of it. None where none was found, or is likely to be within the budget.
 
     Where the budget may bind, or is below each device's share of all arrays (the plan is then for the refusal), it is
-    searched for a while; else one pass over the operators gives it, each as it is cheapest beside those before it.
+    searched for a while, and so is an estimate; else one pass over the operators gives it, each as it is cheapest beside
+    those before it.
 
     Arguments:
 
@@ -68,12 +74,12 @@ def early_plan(network: PlanningNetwork, request: PlanRequest, effort: Effort) -
     - `effort`: ends the search when it is spent.
     """
     share = least_share(network, request)
-    if _TIGHT < share <= 1.0:
+    if _TIGHT < share <= 1.0 and not request.estimate:
         return None
     priced = _priced(
         network.cost_network, _bytes_by_state(network), _PASSES / network.topology.chip.hbm_bandwidth
     )
-    if share > _LOOSE:
+    if share > _LOOSE or request.estimate:
         search = SearchState(math.inf, _GAP, lambda _: None, priced.size, effort=effort, forest_moves=0)
         graph = starting_network(priced)
         branch_and_bound(search, graph, max_rounds=_ROUNDS, may_branch=False, answer_only=True)

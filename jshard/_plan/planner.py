@@ -8,6 +8,7 @@ from collections.abc import Callable
 from jshard._core.gc_pause import gc_paused
 from jshard._core.topology import Topology
 from jshard._network.pin_conflicts import explain_contradiction
+from jshard._plan.early_plans import early_plan, is_estimated
 from jshard._plan.level_search import LevelSearch
 from jshard._plan.propagation import propagate
 from jshard._plan.record import PlanRecord
@@ -17,7 +18,7 @@ from jshard._plan.short_rows import with_short_rows
 from jshard._plan.summarize import summarize
 from jshard._program.graph import Program
 from jshard._schedule.schedule import Schedule
-from jshard._search import Contradiction
+from jshard._search import Contradiction, Effort
 
 
 ONE_SHARED_COPY = "plans with a single shared copy a tensor"
@@ -56,6 +57,11 @@ def _searched(
         assignment, steps = propagate(network, configured)
         return schedule_solution(network, request, assignment, 0.0, steps, may_break_ties=False)
     try:
+        if is_estimated(program, request):
+            effort = Effort.of_seconds(request.search_seconds)
+            early = early_plan(search.network(second_copies=False), request, effort)
+            if early is not None:
+                return early
         return search.run()
     except Contradiction as e:
         raise explain_contradiction(e, search.first_network, search.every_pin) from None

@@ -101,6 +101,9 @@ class Recomputation:
 
     def program(self, choice: Choice) -> ClosedJaxpr:
         """The closed jaxpr of a choice."""
+        keeps_all = all(set(s.needed) <= kept for s, kept in zip(self.sites, choice.kept, strict=True))
+        if keeps_all and not self.rewrites_loops:
+            return self.closed
         return recomputing(self.closed, self.region, dict(enumerate(choice.kept)), recompute_weight)
 
     def choice(self, kept: Sequence[frozenset[JaxprAtom]]) -> Choice:

@@ -51,6 +51,8 @@ class PlanRequest:
     - `search_seconds`: effort for all searches together, in the seconds that it takes on one core of 2026
         (`_search/effort.py`); None for as much as the proof takes.
     - `search_in_budget`: False to return the plan of least time though it exceeds the limit.
+    - `estimate`: whether the first plan of little memory will do, of a program whose every search takes long: its figures
+        are estimates of those of another plan.
     - `names_least_peak`: False where a refusal that is proved need not name the least peak: other programs are planned.
     - `memory_slack`: at levels 0 and 2, the share of the least cost that may be spent on a lower peak.
     - `forced`: what `Plan.why` requires beside the pins.
@@ -78,6 +80,7 @@ class PlanRequest:
     forced: tuple[Force, ...] = ()
     pinned_results: tuple[int, ...] | None = None
     search_in_budget: bool = True
+    estimate: bool = False
     memory_slack: float = 0.0
     names_least_peak: bool = True
     most: float = math.inf

@@ -61,7 +61,7 @@ class PlanOptions:
     """The checked arguments of `shard` that configure planning; `memory_budget` in bytes per device.
 
     No arguments of `shard`, but for trials of remedies: `search_in_budget`, False to plan for least time only, also
-    where that plan exceeds the budget; `gap`, relative, at which that search ends.
+    where that plan exceeds the budget; `gap`, relative, at which that search ends; `estimate`, as in `PlanRequest`.
     """
 
     level: int = 0
@@ -76,6 +76,7 @@ class PlanOptions:
     microbatches: int | str | None = None
     search_in_budget: bool = True
     gap: float = 0.0
+    estimate: bool = False
     memory_slack: float = 0.0
     local_batch: tuple[str, ...] = ()
     check_host_arrays: bool = True

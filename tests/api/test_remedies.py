@@ -13,6 +13,7 @@ import jshard
 from jshard._api import prepare as prepare_module, remedies
 from jshard._api.prepare import prepare
 from jshard._core.errors import MemoryBudgetError
+from jshard._plan import early_plans, level_search
 from jshard._program.memory.liveness import liveness
 from jshard._report.format_units import format_bytes
 from jshard._schedule.checkpoint_estimate import checkpoint_estimate
@@ -217,6 +218,25 @@ def test_recomputation_of_a_large_program_is_estimated_by_its_first_choice(monke
     ).plan(*args)
     assert plan.cost.peak_bytes <= budget and advised.peak == pytest.approx(plan.cost.peak_bytes, rel=0.3)
     assert advised.seconds == pytest.approx(plan.step_seconds, rel=0.3)
+
+
+def test_the_devices_of_a_large_program_are_estimated_by_a_first_plan_of_little_memory(monkeypatch):
+    step, args = DEEP
+    free = jshard.shard(step, mesh=on(2, 4), hardware="tpu-v5e", donate_argnums=(0, 1)).plan(*args)
+    monkeypatch.setattr(remedies, "_PADDED_OPERATORS", 0)
+    monkeypatch.setattr(early_plans, "LARGE_NETWORK", 50)
+    searched, run = [], level_search.LevelSearch.run
+    monkeypatch.setattr(
+        level_search.LevelSearch, "run", lambda s: searched.append(s.topology.mesh.sizes) or run(s)
+    )
+    error = refused(step, args, int(free.cost.peak_bytes * 0.3), donate_argnums=(0, 1))
+    devices = row(error, r"^\d+ devices: mesh x=")
+    sizes = tuple(map(int, re.findall(r"=(\d+)", devices.advice)))
+    assert devices.estimated and sizes not in searched
+    monkeypatch.undo()
+    plan = jshard.shard(step, mesh=on(*sizes), hardware="tpu-v5e", donate_argnums=(0, 1)).plan(*args)
+    assert devices.peak == pytest.approx(plan.cost.peak_bytes, rel=0.1)
+    assert devices.seconds == pytest.approx(plan.step_seconds, rel=0.1)
 
 
 def test_the_program_of_a_refused_call_is_built_once_for_all_meshes(monkeypatch):
