@@ -425,8 +425,7 @@ class LevelSearch:
             return BudgetStart()
         known, effort = best_within(self._known, self._limit), self.effort.part(_SHARE_FOR_START)
         start = budget_start(network, fastest, known, _BUDGET_GAP, effort, lambda: self._bounding_network)
-        for plan in start.plans:
-            self._known_plan(plan)
+        self._known += start.plans
         return start
 
     def _search_schedules(
@@ -490,11 +489,12 @@ class LevelSearch:
         r = self.request
         gap = max(r.memory_gap, _BUDGET_GAP) if memory.size >= LARGE_NETWORK else r.memory_gap
         try:
-            return solve(
+            s = solve(
                 memory.within(limit), gap=gap, seconds=self._seconds(r.memory_seconds),
                 on_progress=self.on_progress, layers_repeat=True, prices=prices, known=known,
                 unlimited=unlimited, effort=effort or self.effort, on_answer=on_answer,
                 bound_only=bound_only, bound=bound, most=most,
             )  # fmt: skip
+            return s if s.bound <= most else None
         except (MemoryBudgetError, SearchError):
             return None

@@ -241,5 +241,11 @@ class RecomputeSearch(Generic[Planned]):
             self._correct(prediction, trial)
 
     def _within_budget(self, choices: Sequence[Choice | None]) -> None:
-        for choice in choices[:_WITHIN_BUDGET]:
+        """Plan the first choices within the budget, that of least cost without it first: a cheap plan ends the others."""
+
+        def free_cost(choice: Choice | None) -> float:
+            trial = self.planned.get((choice, False))
+            return math.inf if trial is None else trial.cost
+
+        for choice in sorted(choices[:_WITHIN_BUDGET], key=free_cost):
             self.plan(choice, limited=True)

@@ -91,3 +91,30 @@ def test_a_plan_corrects_the_prediction() -> None:
     before = predicted.of(None)
     predicted.correct(None, 2 * before)
     assert predicted.of(None) == pytest.approx(2 * before)
+
+
+def test_within_the_budget_the_choice_of_least_cost_without_it_comes_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it finds ends the searches of the others, which have to beat it."""
+    planned = []
+    search = recompute_search.RecomputeSearch
+    monkeypatch.setattr(search, "_first_that_fits", lambda *_: 0)
+
+    def recorded(self: Any, choice: Any, limited: bool) -> Any:
+        if limited:
+            planned.append(self.planned[choice, False].cost)
+        return record(self, choice, limited)
+
+    record = search._planned
+    monkeypatch.setattr(search, "_planned", recorded)
+
+    def in_turn(self: Any, hull: Any) -> Any:
+        trials = [self.plan(choice, limited=False) for choice in hull[1:]]
+        lowest = sorted(trials, key=lambda t: t.peak)[:2]
+        return [t.choice for t in sorted(lowest, key=lambda t: -t.cost)]
+
+    monkeypatch.setattr(search, "_lowest_peaks", in_turn)
+    limit = prediction(0.7).limit
+    plan = jshard.shard(STEP, memory_budget=int(limit), remat="auto", **OPTIONS).plan(*ARGS)
+    assert len(planned) == 2 and planned[0] < planned[1] and plan.cost.peak_bytes <= limit

@@ -12,7 +12,8 @@ import pytest
 from jshard._core.errors import MemoryBudgetError
 from jshard._search import Contradiction, CostNetwork, Effort, build, evaluate, peak, solve
 from jshard._search.cost_network import interval_bytes, live_bytes
-from jshard._search.memory import price_cuts
+from jshard._search.integer_program import num_columns
+from jshard._search.memory import ilp, price_cuts
 from jshard._search.memory.answer_fusion import fused_network
 from jshard._search.memory.price_cuts import Cut, best_prices, priced_network
 from jshard._search.primal.local_search import energy
@@ -112,6 +113,24 @@ def test_what_comes_after_them_begins_with_their_prices_and_answer(monkeypatch):
         if cost < np.inf:
             assert prices > 0 and own <= cost * (1 + 1e-9)
             assert proved >= bound - 1e-6 * abs(bound)
+
+
+def test_an_integer_program_is_left_out_where_the_effort_does_not_suffice(monkeypatch):
+    lagrangian = importlib.import_module("jshard._search.memory.lagrangian")
+    monkeypatch.setattr(lagrangian, "PRICE_CUTS_FROM", 0)
+    network = deep(5, 0)
+    limited = network.within(0.6 * peak(network, solve(network).assignment))
+    columns, solved, solve_ilp = [], [], ilp.solve_ilp
+    monkeypatch.setattr(ilp, "num_columns", lambda core: columns.append(num_columns(core)) or columns[-1])
+    monkeypatch.setattr(ilp, "solve_ilp", lambda *given: solved.append(1) or solve_ilp(*given))
+    effort = Effort()
+    found = solve(limited, layers_repeat=True, effort=effort)
+    assert solved and effort.spent >= ilp._ENTRIES_PER_COLUMN * columns[0]
+    begun = len(solved)
+    monkeypatch.setattr(ilp, "_ENTRIES_PER_COLUMN", 1e12)
+    rough = solve(limited, layers_repeat=True, effort=Effort(1e9))
+    assert len(solved) == begun and rough.peak <= limited.memory.limit
+    assert rough.bound <= found.cost * (1 + 1e-9) and rough.cost >= found.bound * (1 - 1e-9)
 
 
 def test_least_peaks(every_network_is_large):
