@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
+from jshard._api.batch_arguments import batches, resized
 from jshard._api.padding_advice import with_checked_padding
 from jshard._api.prepare import prepare, trace_call
 from jshard._api.shard_request import ShardRequest
@@ -229,7 +230,7 @@ def _recompute_estimate(trials: Trials, advice: str) -> Remedy | None:
 
 
 def smaller_batch(trials: Trials) -> Iterator[Remedy]:
-    """A batch of which a plan fits, for the arguments that are not state and have one leading size in common.
+    """A batch of which a plan fits, for the arguments that are not state and have its size in common.
 
     Activations shrink with the batch, gathered copies and state do not. Where there is no time to plan it, the figure
     is that estimate.
@@ -239,47 +240,25 @@ def smaller_batch(trials: Trials) -> Iterator[Remedy]:
     if refusal.peak - growing >= refusal.limit:  # with other layouts copies may be smaller too
         growing += sum(h.nbytes for h in refusal.holders if h.kind == COPIES)
     rest = refusal.peak - growing
-    for names, size in _batches(trials):
+    state = {*trials.request.call.donate_argnums, *_replaceable(trials)}
+    for names, size, dim in batches(trials.request, trials.args, trials.kwargs, state):
+        whose = f"dimension {dim} of " * (dim > 0) + ", ".join(names)
         share = (refusal.limit - rest) / max(growing, 1.0)
         sizes = [n for n in range(1, size) if size % n == 0]
         fitting = [n for n in sizes if n <= size * share]
         for smaller in fitting[-2:][::-1]:
-            advice = f"batch of {smaller} in place of {size} ({', '.join(names)})"
+            advice = f"batch of {smaller} in place of {size} ({whose})"
             if not trials.may_plan(retraced=True):
                 yield Remedy(advice, rest + growing * smaller / size, 0.0, estimated=True, searched=False)
                 return
-            remedy = trials.plan(advice, *_resized(trials, names, smaller))
+            remedy = trials.plan(
+                advice, *resized(trials.request, trials.args, trials.kwargs, (names, dim), smaller)
+            )
             if remedy is None:
                 break
             if remedy.peak <= refusal.limit or smaller == fitting[-2:][0]:
                 yield remedy
                 return
-
-
-def _batches(trials: Trials) -> list[tuple[tuple[str, ...], int]]:
-    """Names of arguments that may be a batch, with its size: all of one leading size together."""
-    numbers = trials.request.statics[0]
-    kept = {*trials.request.call.donate_argnums, *_replaceable(trials), *numbers}
-    names = argument_names(trials.request.fn, len(trials.args))
-    values = {n: a for i, (n, a) in enumerate(zip(names, trials.args, strict=False)) if i not in kept}
-    values |= {k: v for k, v in trials.kwargs.items() if k not in trials.request.call.donate_argnames}
-    by_size: dict[int, list[str]] = {}
-    for name, value in values.items():
-        sizes = {x.shape[0] if getattr(x, "ndim", 0) else 0 for x in jax.tree.leaves(abstract(value))}
-        if len(sizes) == 1 and (size := sizes.pop()) > 1:
-            by_size.setdefault(size, []).append(name)
-    return [(tuple(names), size) for size, names in by_size.items()]
-
-
-def _resized(trials: Trials, names: Sequence[str], size: int) -> tuple[list[PyTree], dict[str, PyTree]]:
-    """The arguments, the leading size of some changed."""
-
-    def resize(value: PyTree) -> PyTree:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), abstract(value))
-
-    positional = argument_names(trials.request.fn, len(trials.args))
-    args = [resize(a) if n in names else a for n, a in zip(positional, trials.args, strict=False)]
-    return args, {k: resize(v) if k in names else v for k, v in trials.kwargs.items()}
 
 
 def more_devices(trials: Trials) -> Iterator[Remedy]:

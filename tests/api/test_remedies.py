@@ -194,6 +194,34 @@ def test_a_batch_that_the_function_refuses_is_no_remedy():
     assert not any("batch" in r.advice for r in error.remedies)
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_the_batch_of_a_time_major_network_is_its_second_dimension(wrapped):
+    """It advised a batch of 15 in place of 30, which were steps of time."""
+
+    def loss(w, x, y):
+        def cell(state, x):
+            state = jnp.tanh(jnp.concatenate([state, x], -1) @ w)
+            return state, state
+
+        run = jax.checkpoint(cell) if wrapped else cell
+        start = jnp.zeros((x.shape[1], w.shape[1]))
+        return ((jax.lax.scan(run, start, jax.nn.relu(x))[1] - y) ** 2).mean()
+
+    def step(w, x, y):
+        gradient = jax.jit(jax.grad(loss))(w, x, y) if wrapped else jax.grad(loss)(w, x, y)
+        return w - 0.1 * gradient
+
+    args = f32(256 + 64, 256), f32(30, 96, 64), f32(30, 96, 256)
+    free = jshard.shard(step, mesh=on(2), hardware="tpu-v5e", level=1).plan(*args).cost.peak_bytes
+    error = refused(step, args, int(0.7 * free), on(2), donate_argnums=0)
+    smaller = row(error, "^batch of ")
+    size = int(re.findall(r"batch of (\d+) in place of 96 \(dimension 1 of x, y\)", smaller.advice)[0])
+    followed = args[0], f32(30, size, 64), f32(30, size, 256)
+    options = dict(mesh=on(2), hardware="tpu-v5e", donate_argnums=0, memory_budget=int(0.7 * free))
+    plan = jshard.shard(step, **options).plan(*followed)
+    assert plan.cost.peak_bytes == smaller.peak <= 0.7 * free
+
+
 def test_what_takes_too_long_is_not_tried(monkeypatch):
     monkeypatch.setattr(remedies, "_OPERATORS", 0)
     step, args = DEEP
