@@ -125,9 +125,9 @@ def test_an_integer_program_is_left_out_where_the_effort_does_not_suffice(monkey
     monkeypatch.setattr(ilp, "solve_ilp", lambda *given: solved.append(1) or solve_ilp(*given))
     effort = Effort()
     found = solve(limited, layers_repeat=True, effort=effort)
-    assert solved and effort.spent >= ilp._ENTRIES_PER_COLUMN * columns[0]
+    assert solved and effort.spent >= ilp._ENTRIES_PER_PAIR * columns[0] ** 2
     begun = len(solved)
-    monkeypatch.setattr(ilp, "_ENTRIES_PER_COLUMN", 1e12)
+    monkeypatch.setattr(ilp, "_ENTRIES_PER_PAIR", 1e12)
     rough = solve(limited, layers_repeat=True, effort=Effort(1e9))
     assert len(solved) == begun and rough.peak <= limited.memory.limit
     assert rough.bound <= found.cost * (1 + 1e-9) and rough.cost >= found.bound * (1 - 1e-9)

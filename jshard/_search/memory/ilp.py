@@ -43,8 +43,8 @@ from jshard._search.search_state import SearchState
 # Columns times branching nodes: counted, so that the answer depends on the clock only where a node takes long.
 _COLUMN_NODES = 200_000
 _SECONDS = 30.0
-# Of effort: programs of 5,000 to 10,000 columns took 40,000 to 300,000 each, easy ones far fewer.
-_ENTRIES_PER_COLUMN = 50_000
+# Of effort, for each pair of columns: programs of 5,000 to 10,000 columns took 4 to 20, most smaller ones fewer.
+_ENTRIES_PER_PAIR = 5
 MAX_ENTRIES = 2_000_000  # entries of all memory rows (some 100 MB) above which rows are added as violated
 MAX_COLUMNS = 20_000  # beyond, the linear relaxation alone takes longer than the moves that it would replace
 
@@ -62,7 +62,7 @@ def solve_small_core(problem: BudgetedCore, search: SearchState) -> IlpResult | 
     columns = num_columns(problem.core)
     if search.out_of_time or search.gap_closed(search.bound) or columns > MAX_COLUMNS:
         return None
-    entries = float(_ENTRIES_PER_COLUMN * columns)
+    entries = float(_ENTRIES_PER_PAIR) * columns**2
     if entries > search.effort.limit - search.effort.spent:
         return None
     search.effort.spend(entries)
