@@ -73,11 +73,6 @@ def _common_size(value: PyTree, dim: int) -> int:
 def _time_major(request: ShardRequest, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> set[str]:
     """Names of the time-major arguments."""
     traced = trace_call(request, args, kwargs)
-    scanned, out, first = time_major_inputs(compat.open_jaxpr(traced.jaxpr)[0]), set[str](), 0
-    call = traced.call
-    for name, value in [*zip(call.names, call.args, strict=False), *sorted(call.kwargs.items())]:
-        following = first + len(jax.tree.leaves(value))
-        if not scanned.isdisjoint(range(first, following)):
-            out.add(name)
-        first = following
-    return out
+    captured = len(compat.captured_tracers(traced.jax_traced))  # the first inputs of the jaxpr
+    positions = time_major_inputs(compat.open_jaxpr(traced.jaxpr)[0])
+    return {traced.call.leaves[i - captured].argument for i in positions if i >= captured}

@@ -242,7 +242,7 @@ def smaller_batch(trials: Trials) -> Iterator[Remedy]:
     rest = refusal.peak - growing
     state = {*trials.request.call.donate_argnums, *_replaceable(trials)}
     for names, size, dim in batches(trials.request, trials.args, trials.kwargs, state):
-        whose = f"dimension {dim} of " * (dim > 0) + ", ".join(names)
+        whose = f"dimension {dim} of {', '.join(names)}" if dim else ", ".join(names)
         share = (refusal.limit - rest) / max(growing, 1.0)
         sizes = [n for n in range(1, size) if size % n == 0]
         fitting = [n for n in sizes if n <= size * share]

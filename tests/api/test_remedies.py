@@ -222,6 +222,23 @@ def test_the_batch_of_a_time_major_network_is_its_second_dimension(wrapped):
     assert plan.cost.peak_bytes == smaller.peak <= 0.7 * free
 
 
+def test_a_captured_array_does_not_shift_which_arguments_are_time_major():
+    def outer(start, x):
+        def total(x):
+            cell, zero = lambda s, x: (jnp.tanh(s + x + start),) * 2, jnp.zeros(x.shape[1:])
+            states = jax.lax.scan(cell, zero, x)[1]
+            return (states * jnp.exp(states)).sum()
+
+        def gradient(x):
+            return jax.grad(total)(x).astype("bfloat16")
+
+        return jshard.shard(gradient, mesh=on(2), hardware="tpu-v5e", memory_budget="900KB")(x)
+
+    with pytest.raises(MemoryBudgetError) as raised:
+        jax.jit(outer).lower(f32(), f32(30, 64, 128))
+    assert "in place of 64 (dimension 1 of x)" in row(raised.value, "^batch of ").advice
+
+
 def test_what_takes_too_long_is_not_tried(monkeypatch):
     monkeypatch.setattr(remedies, "_OPERATORS", 0)
     step, args = DEEP
