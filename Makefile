@@ -1,6 +1,6 @@
 # Every target sets up `.venv` by itself: from the lock file of the Python it finds, again when the lock changes.
 #   make PYTHON=/path/to/python3 ...   another Python;   make JOBS=8 test   more test processes
-#   make CASES=even test   of the cases of parametrised tests below the public functions every second one
+#   make CASES=even test   the half of the cases, and of the tests below the public functions, that conftest.py says
 
 PYTHON ?= $(shell sh .ci/find-python)
 VENV ?= .venv
@@ -74,7 +74,7 @@ bench-%: setup  ## run the program % of benchmarks/*/ (benchmarks/README.md list
 
 notebooks: setup  ## run every notebook from a clean start, and compare what it keeps with what it says
 	@echo "== notebooks: $(words $(wildcard notebooks/*.ipynb)) found"
-	@for n in $(wildcard notebooks/*.ipynb); do $(PY) notebooks/run.py $$n || exit 1; done
+	@printf '%s\n' $(wildcard notebooks/*.ipynb) | xargs -n 1 -P $(JOBS) $(PY) notebooks/run.py
 
 render: setup  ## run every notebook and keep what its cells show in it
 	@echo "== render: $(words $(wildcard notebooks/*.ipynb)) found"
