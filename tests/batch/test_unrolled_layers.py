@@ -25,8 +25,8 @@ from tests.helpers.pipeline_models import momentum_step
 CASES: list[tuple[Callable[[int], models.Model], int, tuple[int, int]]] = [
     # model, layers, layers of the loops; more in benchmarks/correctness/pipeline_laws.py
     (models.mlp, 5, (5, 5)),
-    (lambda n: models.gpt(n, keys="split"), 3, (3, 3)),
-    (lambda n: models.gpt(n, remat=True, keys="folded in"), 3, (3, 3)),
+    (lambda n: models.gpt(n, keys="split"), 2, (2, 2)),
+    (lambda n: models.gpt(n, remat=True, keys="folded in"), 2, (2, 2)),
     (models.llama, 2, (2, 2)),
     (models.of_data, 4, (4, 4)),
     (models.checkpointed_of_data, 4, (4, 4)),
@@ -43,22 +43,20 @@ CASES: list[tuple[Callable[[int], models.Model], int, tuple[int, int]]] = [
     (models.masked_after, 4, (4, 4)),
     *(
         (lambda n, remat=remat, embedded=embedded: models.supervised(n, remat, embedded), 4, (4, 4))
-        for remat in ("", "layer", "loss", "both")
-        for embedded in (False, True)
+        for remat, embedded in (("", False), ("layer", True), ("loss", False), ("both", True))
     ),
     (models.with_keys_of_a_split, 4, (4, 4)),
     (lambda n: models.with_keys_of_a_split(n, remat=True), 4, (4, 4)),
     *(
         (lambda n, p=p, remat=remat: models.penalized(n, p, remat), 4, (4, 4))
-        for p in (
-            models.in_branches,
-            models.in_a_loop,
-            models.of_means,
-            lambda x: jnp.mean(x**2),
-            models.of_means_in_branches,
-            models.of_other_means_in_branches,
+        for p, remat in (
+            (models.in_branches, True),
+            (models.in_a_loop, True),
+            (models.of_means, True),
+            (lambda x: jnp.mean(x**2), False),
+            (models.of_means_in_branches, False),
+            (models.of_other_means_in_branches, True),
         )
-        for remat in (False, True)
     ),  # fmt: skip
 ]
 

@@ -10,8 +10,6 @@ import subprocess
 import sys
 import textwrap
 
-import pytest
-
 
 ROOT = pathlib.Path(__file__).parents[2]
 OPTIONAL = ("flax", "matplotlib", "IPython", "rich", "pandas", "optax", "treescope", "yaml", "pydot")
@@ -64,22 +62,27 @@ def test_everything_else_works_without_them(tmp_path):
     assert said.endswith("done\n")
 
 
-@pytest.mark.parametrize(
-    "call, who, library, extra",
-    [
-        ("jshard.sweep(f, *args).plot()", "Sweep.plot", "matplotlib", "report"),
-        ("jshard.sweep(f, *args).to_pandas()", "Sweep.to_pandas", "pandas", "report"),
-        ("jshard.pareto(f, *args, points=2).plot()", "Frontier.plot", "matplotlib", "report"),
-        ("f.plan(*args).__rich__()", "coloured output", "rich", "report"),
-        ("__import__('jshard.flax')", "jshard.flax", "flax", "flax"),
-    ],
-)
-def test_what_is_missing_is_named_with_its_extra(call, who, library, extra):
+MISSING = [
+    ("jshard.sweep(f, *args).plot()", "Sweep.plot", "matplotlib", "report"),
+    ("jshard.sweep(f, *args).to_pandas()", "Sweep.to_pandas", "pandas", "report"),
+    ("jshard.pareto(f, *args, points=2).plot()", "Frontier.plot", "matplotlib", "report"),
+    ("f.plan(*args).__rich__()", "coloured output", "rich", "report"),
+    ("__import__('jshard.flax')", "jshard.flax", "flax", "flax"),
+]
+
+
+def test_what_is_missing_is_named_with_its_extra():
+    """Each call in turn, all in one interpreter: none is given what another one imported."""
     said = without(f"""
-        try:
-            {call}
-        except (jshard.ShardError, ImportError) as error:
-            print(error)
+        for call in {[call for call, *_ in MISSING]!r}:
+            try:
+                eval(call)
+            except (jshard.ShardError, ImportError) as error:
+                print(error)
+            print("=" * 30)
     """)
-    assert said.startswith(f"{who} needs {library}, which is not installed"), said
-    assert f"pip install 'jshard[{extra}]'" in said
+    texts = [text.strip() for text in said.split("=" * 30)]
+    assert len(texts) == len(MISSING) + 1 and not texts[-1]
+    for (_, who, library, extra), text in zip(MISSING, texts, strict=False):
+        assert text.startswith(f"{who} needs {library}, which is not installed"), text
+        assert f"pip install 'jshard[{extra}]'" in text

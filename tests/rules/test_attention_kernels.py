@@ -69,16 +69,21 @@ def operands(queries: int, keys: int, size: int = 128, segments: bool = False) -
 )
 def test_splash_attention_is_the_online_softmax(spec: Attention, queries: int, keys: int, size: int) -> None:
     x = operands(queries, keys, size, spec.has_segments)
-    ours, theirs = forward(spec, x), splash_forward(spec, x, interpret=True)
+
+    @jax.jit
+    def both(x: Operands) -> Any:
+        ours, theirs = forward(spec, x), splash_forward(spec, x, interpret=True)
+        cotangent = jnp.cos(jnp.arange(ours.out.size, dtype=np.float32)).reshape(ours.out.shape)
+        want = backward(spec, x, ours.largest, ours.total, cotangent, summed_delta(cotangent, ours.out))
+        softmax = Softmax(ours.largest, ours.total, ours.out, cotangent)
+        return ours, theirs, want[:3], kernels._kernel_backward(INTERPRETED, spec, x, softmax)[:3]
+
+    ours, theirs, want, got = both(x)
     np.testing.assert_allclose(theirs.out, ours.out, atol=1e-5)
     reaches = np.asarray(ours.total > 0)
     lse = [np.asarray(y.largest + jnp.log(y.total))[reaches] for y in (theirs, ours)]
     np.testing.assert_allclose(lse[0], lse[1], atol=1e-5)
-    cotangent = jnp.cos(jnp.arange(ours.out.size, dtype=np.float32)).reshape(ours.out.shape)
-    want = backward(spec, x, ours.largest, ours.total, cotangent, summed_delta(cotangent, ours.out))
-    softmax = Softmax(ours.largest, ours.total, ours.out, cotangent)
-    got = kernels._kernel_backward(INTERPRETED, spec, x, softmax)
-    for g, w in zip(got[:3], want[:3], strict=True):
+    for g, w in zip(got, want, strict=True):
         np.testing.assert_allclose(g, w, atol=1e-5 * float(jnp.abs(w).max()))
 
 
@@ -86,14 +91,19 @@ def test_splash_attention_is_the_online_softmax(spec: Attention, queries: int, k
 def test_queries_after_the_first_go_over_blocks_of_keys() -> None:
     """Queries 256 to 383 of 512 keys: two whole blocks, one on the diagonal, one that none attends to."""
     spec, x, row = Attention(0.1, True), operands(128, 512), jnp.int32(256)
-    ours = forward(spec, x, row)
-    jaxpr = jax.make_jaxpr(lambda x: local_forward(spec, x, row))(x)
-    assert "pallas_call" in str(jaxpr)
-    np.testing.assert_allclose(local_forward(spec, x, row).out, ours.out, atol=1e-5)
-    cotangent = jnp.sin(jnp.arange(ours.out.size, dtype=np.float32)).reshape(ours.out.shape)
-    want = backward(spec, x, ours.largest, ours.total, cotangent, summed_delta(cotangent, ours.out), row)
-    got = local_backward(spec, x, Softmax(ours.largest, ours.total, ours.out, cotangent), row)
-    for g, w in zip(got[:3], want[:3], strict=True):
+    assert "pallas_call" in str(jax.make_jaxpr(lambda x: local_forward(spec, x, row))(x))
+
+    @jax.jit
+    def both(x: Operands, row: Any) -> Any:
+        ours, theirs = forward(spec, x, row), local_forward(spec, x, row)
+        cotangent = jnp.sin(jnp.arange(ours.out.size, dtype=np.float32)).reshape(ours.out.shape)
+        want = backward(spec, x, ours.largest, ours.total, cotangent, summed_delta(cotangent, ours.out), row)
+        softmax = Softmax(ours.largest, ours.total, ours.out, cotangent)
+        return ours.out, theirs.out, want[:3], local_backward(spec, x, softmax, row)[:3]
+
+    ours, theirs, want, got = both(x, row)
+    np.testing.assert_allclose(theirs, ours, atol=1e-5)
+    for g, w in zip(got, want, strict=True):
         np.testing.assert_allclose(g, w, atol=1e-5 * float(jnp.abs(w).max()))
 
 
@@ -107,18 +117,20 @@ def test_splash_attention_in_the_ring(devices: int, causal: bool) -> None:
     rng = np.random.default_rng(1)
     q, k, v, c = (jnp.asarray(rng.normal(size=(1, 256 * devices, n, 64)), np.float32) for n in (2, 1, 1, 2))
 
-    def run(q: Any, k: Any, v: Any, c: Any) -> Any:
-        out, pull = jax.vjp(lambda q, k, v: jshard.ops.attention(q, k, v, causal=causal), q, k, v)
-        return out, *pull(c)
+    def step_of(attend: Any) -> Any:
+        def step(q: Any, k: Any, v: Any, c: Any) -> Any:
+            out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, causal=causal), q, k, v)
+            return out, *pull(c)
 
-    sharded = jshard.shard(jshard.op(run, in_strategy=(jax.P(None, "x"),) * 4), mesh=mesh)
-    plan = sharded.plan(q, k, v, c)
+        return step
+
+    run = jshard.op(step_of(jshard.ops.attention), in_strategy=(jax.P(None, "x"),) * 4)
+    sharded = jshard.shard(run, mesh=mesh)
+    plan = sharded.plan(q, k, v, c, verify=True)
+    assert plan.verification is not None and plan.verification.ok
     assert any(row.kind == "permute" for row in plan.collectives)
-    lowered = sharded.lower(q, k, v, c)
-    assert "splash" in lowered.as_text(debug_info=True)
-    assert plan.verify(lowered.compile()).ok
-    out, pull = jax.vjp(lambda q, k, v: plain_attention(q, k, v, causal=causal), q, k, v)
-    for g, w in zip(sharded(q, k, v, c), (out, *pull(c)), strict=True):
+    assert "splash" in sharded.lower(q, k, v, c).as_text(debug_info=True)
+    for g, w in zip(sharded(q, k, v, c), jax.jit(step_of(plain_attention))(q, k, v, c), strict=True):
         np.testing.assert_allclose(g, w, atol=2e-5 * float(jnp.abs(w).max()))
 
 

@@ -32,15 +32,18 @@ def operands(dtype: str, options: dict[str, Any], rng: np.random.Generator) -> t
     return (q, k, v, jnp.asarray(bias, wide)), jnp.asarray(rng.normal(size=shapes[0]), wide)
 
 
-def gradients(attend: Any, args: tuple[Any, ...], cotangent: Any) -> list[Any]:
-    """The result and the gradients of all operands."""
+def gradients(attend: Any, cotangent: Any) -> Any:
+    """Gives the result and the gradients of all operands."""
 
     def loss(*args: Any) -> Any:
         out = attend(*args)
         return (out * cotangent).sum(), out
 
-    grads, out = jax.grad(loss, (0, 1, 2, 3), has_aux=True)(*args)
-    return [out, *grads]
+    def run(*args: Any) -> list[Any]:
+        grads, out = jax.grad(loss, (0, 1, 2, 3), has_aux=True)(*args)
+        return [out, *grads]
+
+    return run
 
 
 def assert_equal(got: list[Any], want: list[Any], tolerance: float) -> None:
@@ -69,8 +72,8 @@ def test_on_one_device(dtype: str, tolerance: float, options: dict[str, Any]) ->
         def plain(q: Any, k: Any, v: Any, bias: Any) -> Any:
             return plain_attention(q, k, v, bias=bias, **options)
 
-        got = gradients(attend, args, cotangent)
-        assert_equal(got, gradients(plain, args, cotangent), tolerance)
+        got = jax.jit(gradients(attend, cotangent))(*args)
+        assert_equal(got, jax.jit(gradients(plain, cotangent))(*args), tolerance)
 
 
 @pytest.mark.parametrize(
@@ -88,13 +91,10 @@ def test_cut_over_devices(dtype: str, cut: tuple[Any, ...], options: dict[str, A
     with jax.enable_x64(dtype == "float64"):
         args, cotangent = operands(dtype, options, np.random.default_rng(29))
 
-        def run(*args: Any) -> Any:
-            return gradients(
-                lambda q, k, v, b: jshard.ops.attention(q, k, v, bias=b, **options), args, cotangent
-            )
-
+        run = gradients(lambda q, k, v, b: jshard.ops.attention(q, k, v, bias=b, **options), cotangent)
+        plain = gradients(lambda q, k, v, b: plain_attention(q, k, v, bias=b, **options), cotangent)
         got = jshard.shard(jshard.op(run, in_strategy=cut), mesh=mesh)(*args)
-        want = gradients(lambda q, k, v, b: plain_attention(q, k, v, bias=b, **options), args, cotangent)
+        want = jax.jit(plain)(*args)
     assert_equal(got, want, 1e-12 if dtype == "float64" else 3e-6)
 
 

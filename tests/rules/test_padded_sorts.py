@@ -60,15 +60,16 @@ def test_nothing_is_greater_than_what_stands_in_the_padding(dtype: str) -> None:
 
 
 def _sorts(x: Any, i: Any, h: Any) -> Any:
+    """Along either dimension; by one key, two or three, of which some are narrow and some have ties."""
     keys = [jnp.sort(x, 1), jnp.sort(h, 0), lax.sort((i, x), dimension=1, num_keys=2, is_stable=False)]
-    stable = [jnp.argsort(x, 1), jnp.argsort(-x, 1, descending=True), lax.sort((i, x), dimension=1)]
-    return keys, stable, [lax.sort((i > 0, i, x, h), dimension=1, num_keys=k) for k in (1, 2, 3)]
+    stable = [jnp.argsort(x, 1), lax.sort((i, x), dimension=1)]
+    return keys, stable, [lax.sort((i > 0, i, x, h), dimension=1, num_keys=k) for k in (1, 3)]
 
 
-@pytest.mark.parametrize("n", [7, 13, 50])
+@pytest.mark.parametrize("n", [7, 50])
 def test_an_operator_that_reads_hostile_padding(n: int) -> None:
-    x = jnp.round(3 * examples.floats(3, n, 2)).at[0, 3].set(jnp.nan).at[1, 5, 1].set(-0.0)
-    i, h = examples.ints(3, n, 2, low=0, high=3, dtype=np.int8), x.astype("bfloat16")
+    x = jnp.round(3 * examples.floats(3, n)).at[0, 3].set(jnp.nan).at[1, 5].set(-0.0)
+    i, h = examples.ints(3, n, low=0, high=3, dtype=np.int8), x.astype("bfloat16")
     tried = 0
     for case in cases(_sorts, x, i, h):
         if case.op.primitive == "sort":
@@ -93,7 +94,7 @@ def _sorted_ways(x: Any, v: Any) -> Any:
 @pytest.mark.parametrize(
     "n, devices, dtype, level",
     [(7, 2, "float32", 0), (7, 4, "bool", 2), (13, 8, "int32", 1), (13, 4, "bfloat16", 0), (50, 8, "uint8", 1),
-     (50, 4, "float16", 2), (1001, 8, "float32", 1), (1001, 2, "int32", 0), (1001, 4, "bool", 1)],
+     (50, 4, "float16", 2)],
 )  # fmt: skip
 def test_a_pinned_cut_that_does_not_divide(n: int, devices: int, dtype: str, level: int) -> None:
     x, v = _hostile(n, dtype), jnp.round(3 * examples.floats(n, seed=n))
@@ -103,7 +104,7 @@ def test_a_pinned_cut_that_does_not_divide(n: int, devices: int, dtype: str, lev
     )
     plan = f.plan(x, v, verify=True)
     assert plan.verification is not None and plan.verification.ok, str(plan.verification)
-    _same(f(x, v), _sorted_ways(x, v))
+    _same(f(x, v), jax.jit(_sorted_ways)(x, v))
 
 
 def _loss(x: Any, w: Any) -> Any:
@@ -117,11 +118,8 @@ def _loss(x: Any, w: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("n", [7, 13, 50, 1001])
-@pytest.mark.parametrize("devices", [2, 4, 8])
+@pytest.mark.parametrize("n, devices", [(7, 2), (13, 8), (50, 4), (1001, 8)])
 def test_gradients(n: int, devices: int) -> None:
-    if devices > n:
-        pytest.skip("a cut larger than the size is refused")
     with jax.enable_x64(True):
         args = [jnp.asarray(examples.floats(n, seed=seed), jnp.float64) for seed in (n, devices)]
         step: Callable[..., Any] = jax.value_and_grad(_loss, (0, 1))
@@ -129,7 +127,7 @@ def test_gradients(n: int, devices: int) -> None:
         f = jshard.shard(step, mesh=on_devices(devices), in_strategy=pins, level=n % 3, config={"pad": True})
         plan = f.plan(*args, verify=True)
         assert plan.verification is not None and plan.verification.ok, str(plan.verification)
-        _same(f(*args), step(*args), rtol=1e-10, atol=1e-12)
+        _same(f(*args), jax.jit(step)(*args), rtol=1e-10, atol=1e-12)
 
 
 def test_it_is_sorted_by_blocks_of_the_padded_size() -> None:

@@ -68,7 +68,7 @@ def _both_ends(x: Any) -> Any:
 
 
 @pytest.mark.parametrize("f", [_shifts, _next, _both_ends])
-@pytest.mark.parametrize("devices, n", [(2, 514), (8, 512), (4, 1001)])
+@pytest.mark.parametrize("devices, n", [(8, 512), (4, 1001)])
 def test_programs_cut_along_time(f: Any, devices: int, n: int) -> None:
     """Float64 values and gradients, inside and outside; planned bytes are emitted, and there are no others than edges."""
     with jax.enable_x64(True):
@@ -81,15 +81,16 @@ def test_programs_cut_along_time(f: Any, devices: int, n: int) -> None:
         sharded = jshard.shard(
             step, mesh=_mesh(devices), in_strategy=cut, out_strategy=(None, cut[0]), config={"pad": True}
         )
-        for got, want in zip(sharded(x), jax.jit(step)(x), strict=True):
+        plan = sharded.plan(x, verify=True)
+        assert plan.verification is not None and plan.verification.ok
+        value, gradient = jax.jit(step)(x)
+        for got, want in zip(sharded(x), (value, gradient), strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-11, atol=1e-11)
-        plan = sharded.plan(x)
-        assert plan.verify(sharded.lower(x).compile()).ok
         if f is _next and n % devices == 0:
             assert {c.kind for c in plan.collectives} <= {"permute", "all_reduce"}
         plain = jshard.shard(f, mesh=_mesh(devices), in_strategy=cut, config={"pad": True})
         outer = jax.grad(lambda x: (plain(x) ** 2).sum())(x)
-        np.testing.assert_allclose(outer, step(x)[1], rtol=1e-11, atol=1e-11)
+        np.testing.assert_allclose(outer, gradient, rtol=1e-11, atol=1e-11)
 
 
 def test_a_shift_sends_one_row() -> None:
@@ -147,16 +148,19 @@ def test_an_associative_scan_cut_along_time_runs(reverse: bool) -> None:
         ).mean()
 
     with jax.enable_x64(True):
-        w, x = jnp.ones(6), jax.random.normal(jax.random.key(0), (1, 512, 6))
+        w, x = jnp.ones(6), jnp.asarray(np.random.RandomState(0).randn(1, 256, 6))
         step = jax.value_and_grad(loss, argnums=(0, 1))
         sharded = jshard.shard(
             step, in_strategy=(None, (1, 8, 1)), level=2, mesh=mesh, hardware=cheap, config={"pad": True}
         )
-        plan = sharded.plan(w, x)
-        whole = 512 * 6 * 8
+        plan = sharded.plan(w, x, verify=True)
+        whole = x.size * 8
         gathered = sum(c.bytes for c in plan.collectives if c.kind != "permute")
         assert any(c.kind == "permute" for c in plan.collectives) and gathered < whole / 4
         jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14), sharded(w, x), step(w, x)
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14),
+            sharded(w, x),
+            jax.jit(step)(w, x),
         )
-        assert plan.verify(sharded.lower(w, x).compile()).emitted == sum(c.bytes for c in plan.collectives)
+        assert plan.verification is not None
+        assert plan.verification.emitted == sum(c.bytes for c in plan.collectives)
