@@ -25,7 +25,7 @@ from tests.helpers.pipeline_models import momentum_step
 CASES: list[tuple[Callable[[int], models.Model], int, tuple[int, int]]] = [
     # model, layers, layers of the loops; more in benchmarks/correctness/pipeline_laws.py
     (models.mlp, 5, (5, 5)),
-    (lambda n: models.gpt(n, keys="split"), 2, (2, 2)),
+    (lambda n: models.gpt(n, keys="split"), 3, (3, 3)),
     (lambda n: models.gpt(n, remat=True, keys="folded in"), 2, (2, 2)),
     (models.llama, 2, (2, 2)),
     (models.of_data, 4, (4, 4)),

@@ -141,8 +141,9 @@ def test_a_budget_comes_first():
         return (x.T @ x) @ w
 
     shapes = [jax.ShapeDtypeStruct((32, 32), "float32")] * 2
-    free = jshard.shard(gram, mesh=machine(), level=1).plan(*shapes)
-    plan = jshard.shard(gram, mesh=machine(), memory_budget=math.ceil(free.cost.peak_bytes)).plan(*shapes)
+    mesh = machine("cpu:4", {"x": 2, "y": 2})
+    free = jshard.shard(gram, mesh=mesh, level=1).plan(*shapes)
+    plan = jshard.shard(gram, mesh=mesh, memory_budget=math.ceil(free.cost.peak_bytes)).plan(*shapes)
     assert plan.cost.peak_bytes <= free.cost.peak_bytes
     assert plan.cost.bound <= plan.cost.objective
     assert plan.cost.unpriced == 0
