@@ -66,10 +66,13 @@ def test_each_edge_is_sent_once() -> None:
 
 
 def test_where_memory_is_minimised_no_edge_is_kept() -> None:
-    machine = jshard.topology("v5e:4x4", {"x": 4, "y": 4})
-    with searched() as found:
-        jshard.shard(step(deep), mesh=machine, level=1).plan(*arguments(64))
-    assert all(not built.shared_exchanges for built, _ in found.problems)
+    machine = jshard.topology("v5e:2x4", {"x": 8})
+    ws, x = arguments(64)
+    for level in (1, 2):
+        with searched() as found:
+            jshard.shard(step(deep), mesh=machine, level=level).plan(ws[:2], x)
+        assert found.problems
+        assert all(bool(built.shared_exchanges) == (level == 2) for built, _ in found.problems)
 
 
 @pytest.mark.parametrize("loss", [deep, branches])
