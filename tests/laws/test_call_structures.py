@@ -1,4 +1,4 @@
-"""Two hundred random argument structures; `benchmarks/correctness/calls.py` runs ten thousand."""
+"""A hundred random argument structures; `benchmarks/correctness/calls.py` runs ten thousand."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from tests.laws.call_structures import check
 
 @pytest.mark.parametrize("block", range(10))
 def test_structures(block):
-    outcomes = [check(seed) for seed in range(20 * block, 20 * block + 20)]
+    outcomes = [check(seed) for seed in range(10 * block, 10 * block + 10)]
     assert all(o in ("equal", "refused alike") or o.startswith("refused: ") for o in outcomes), outcomes
-    assert outcomes.count("equal") > 10
+    assert outcomes.count("equal") > 5
