@@ -54,7 +54,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "bias_heads": {"bias": (1, 4, 16, 16)},
     "bias_keys": {"bias": (1, 1, 1, 16)},
     "bias_rows": {"bias": (2, 1, 16, 1), "window": (4, 4)},
-    "segments": {"segment_ids": True, "causal": True},
+    "segments": {"segment_ids": True, "causal": True, "mask": (2, 1, 1, 16), "bias": (1, 4, 1, 16)},
     "all": {"segment_ids": True, "causal": True, "window": 7, "mask": (1, 4, 16, 16), "bias": (2, 4, 1, 16), "scale": 0.3},
 }  # fmt: skip
 """Keyword arguments; a tuple of a mask or bias is its shape."""

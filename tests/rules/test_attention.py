@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -37,6 +38,7 @@ def mesh_of(*shape: int) -> jax.sharding.Mesh:
     return jax.make_mesh(shape, names, axis_types=types, devices=jax.devices()[: math.prod(shape)])
 
 
+@functools.cache
 def both_passes(kind: str, **how: Any) -> list[validator.Case]:
     """The forward and the backward operator of one attention, with values."""
     arrays, static, extra = operands(kind, **how)
@@ -53,14 +55,14 @@ def both_passes(kind: str, **how: Any) -> list[validator.Case]:
 # Every candidate of every kind: `python benchmarks/correctness/attention.py`.
 @pytest.mark.parametrize(
     ("kind", "devices", "kv_heads", "vma"),
-    [("causal_padding", 4, 2, True), ("all", 8, 1, False), ("segments", 4, 4, False)],
+    [("causal_padding", 4, 4, True), ("all", 8, 1, False)],
 )
 def test_candidates_equal_the_unsharded_operator(kind: str, devices: int, kv_heads: int, vma: bool) -> None:
     with jax.enable_x64(True):
         tried, wrong = validator.check(
-            both_passes(kind, kv_heads=kv_heads), devices, limit=6, vma=vma, seed=devices
+            both_passes(kind, kv_heads=kv_heads), devices, limit=3, vma=vma, seed=devices
         )
-    assert tried == 12 and not wrong, "\n".join(wrong)
+    assert tried == 6 and not wrong, "\n".join(wrong)
 
 
 def pinned(static: Any, extra: Any, *specs: Any) -> Any:
@@ -71,6 +73,16 @@ def pinned(static: Any, extra: Any, *specs: Any) -> Any:
         return out, *pull(cotangent)
 
     return jshard.op(run, in_strategy=(*specs, specs[0]))
+
+
+def plain(static: Any, extra: Any, q: Any, k: Any, v: Any, cotangent: Any) -> Any:
+    """The definition and its gradients, as one program."""
+
+    def run(q: Any, k: Any, v: Any, cotangent: Any) -> Any:
+        out, pull = jax.vjp(lambda q, k, v: plain_attention(q, k, v, **static, **extra), q, k, v)
+        return out, *pull(cotangent)
+
+    return jax.jit(run)(q, k, v, cotangent)
 
 
 SEQUENCE, HEADS = P(None, "y"), P(None, None, "y")
@@ -89,13 +101,12 @@ def test_values_gradients_and_bytes(kind: str, shape: Any, specs: Any, kinds: se
     """Grouped, causal, windowed, with masks, segments and bias, on 8 and 16 devices, in float64."""
     with jax.enable_x64(True):
         arrays, static, extra = operands(kind, (2, 16, 4, 8) if kind != "causal" else (2, 48, 4, 8))
-        cotangent = jnp.cos(jnp.arange(arrays[0].size, dtype=np.float64)).reshape(arrays[0].shape)
+        cotangent = np.cos(np.arange(arrays[0].size, dtype=np.float64)).reshape(arrays[0].shape)
         sharded = jshard.shard(pinned(static, extra, *specs), mesh=mesh_of(*shape))
         plan = sharded.plan(*arrays, cotangent)
-        got = sharded(*arrays, cotangent)
-        verified = plan.verify(sharded.lower(*arrays, cotangent).compile())
-        out, pull = jax.vjp(lambda q, k, v: plain_attention(q, k, v, **static, **extra), *arrays)
-        want = [out, *pull(cotangent)]
+        compiled = sharded.lower(*arrays, cotangent).compile()
+        got, verified = compiled(*arrays, cotangent), plan.verify(compiled)
+        want = plain(static, extra, *arrays, cotangent)
     assert verified.ok, str(verified)
     used = {c.kind for c in plan.collectives if c.bytes}
     assert used <= kinds | {"all_gather", "reduce_scatter", "all_reduce"} and (kinds <= used or used & kinds)
@@ -107,16 +118,21 @@ def test_values_gradients_and_bytes(kind: str, shape: Any, specs: Any, kinds: se
 def test_narrow_types_go_round_the_ring(dtype: str) -> None:
     arrays, static, extra = operands("causal", dtype=jnp.dtype(dtype))
     sharded = jshard.shard(pinned(static, extra, *(SEQUENCE,) * 3), mesh=mesh_of(1, 4))
-    got = sharded(*arrays, arrays[0])
-    plan = sharded.plan(*arrays, arrays[0])
-    assert plan.verify(sharded.lower(*arrays, arrays[0]).compile()).ok
-    out, pull = jax.vjp(lambda q, k, v: plain_attention(q, k, v, **static, **extra), *arrays)
-    for g, w in zip(got, (out, *pull(arrays[0])), strict=True):
+    compiled = sharded.lower(*arrays, arrays[0]).compile()
+    assert sharded.plan(*arrays, arrays[0]).verify(compiled).ok
+    got, want = compiled(*arrays, arrays[0]), plain(static, extra, *arrays, arrays[0])
+    for g, w in zip(got, want, strict=True):
         scale, eps = float(jnp.abs(w).max()), float(jnp.finfo(dtype).eps)
         assert g.dtype == w.dtype == jnp.dtype(dtype)
         np.testing.assert_allclose(
             np.asarray(g, np.float32), np.asarray(w, np.float32), atol=16 * eps * max(1.0, scale)
         )
+
+
+@functools.cache
+def whole(case: validator.Case) -> list[np.ndarray]:
+    """The results of the operator on one device."""
+    return [np.asarray(x) for x in case.bind(*case.values, **case.op.params)]
 
 
 def run_cut(case: validator.Case, shape: tuple[int, ...], cuts: tuple[str, ...]) -> list[Any]:
@@ -158,7 +174,7 @@ def run_cut(case: validator.Case, shape: tuple[int, ...], cuts: tuple[str, ...])
     planned = [Predicted(r.kind, r.axes, r.bytes, r.operator, r.count, r.id) for r in rows]
     text = rules_bytes.differs(compare(planned, read_program(compiled)))
     assert not text, text
-    for got, want in zip(compiled(*given), case.bind(*case.values, **case.op.params), strict=True):
+    for got, want in zip(compiled(*given), whole(case), strict=True):
         scale = np.abs(want, where=np.isfinite(want), out=np.ones(want.shape)).max()
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-12 * scale)
     return rows
@@ -171,13 +187,11 @@ def names_of(rule: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("kind", "shape", "cuts"),
     [
-        ("all", (8,), ("ring",)),
-        ("causal_padding", (4,), ("zigzag",)),
+        ("all", (4, 2), ("ring", "n")),
         ("segments", (2, 2), ("zigzag", "zigzag")),
         ("window_both", (16,), ("ring",)),
         ("bias_keys", (2, 4), ("keys", "ring")),
         ("causal", (2, 4), ("heads", "zigzag")),
-        ("mask", (2, 4), ("ring", "n")),
         ("all", (4, 2), ("t", "keys")),
     ],
 )
