@@ -34,7 +34,7 @@ def written_out(seed: int, level: int) -> tuple[jshard.Plan, PlanningNetwork] | 
     return jshard.shard(fn, mesh=mesh, level=level).plan(*shapes), built
 
 
-SEEDS = range(400)  # of which 200 are small enough to write out
+SEEDS = range(200)  # of which 100 are small enough to write out
 
 
 @pytest.mark.parametrize("level", [0, 2])
@@ -48,19 +48,22 @@ def test_no_assignment_costs_less(level):
         least = every_cost(built.cost_network).min()
         assert plan.cost.objective == pytest.approx(least, rel=1e-9, abs=1e-18), seed
         assert plan.cost.bound <= least * (1 + 1e-9), seed
+        if level == 0:
+            parts = plan.cost.communication + plan.cost.redundant + plan.cost.price
+            assert parts == pytest.approx(plan.cost.objective, rel=1e-9, abs=1e-18), seed
         seen += 1
-    assert seen >= 200
+    assert seen >= 100
 
 
 def test_no_plan_has_a_peak_below_the_bound_and_few_have_one_below_the_answer():
     seen = exact = cheap = 0
-    for seed in SEEDS[:90]:
+    for seed in SEEDS[:60]:
         found = written_out(seed, 1)
         if found is None:
             continue
         plan, built = found
         costs = every_cost(built.cost_network)
-        if np.isfinite(costs).sum() > 1000:
+        if np.isfinite(costs).sum() > 500:
             continue
         peaks = every_peak(built, costs)
         least = peaks.min()
@@ -72,15 +75,5 @@ def test_no_plan_has_a_peak_below_the_bound_and_few_have_one_below_the_answer():
         seen += 1
         exact += plan.cost.peak_bytes <= least
         cheap += plan.cost.communication + plan.cost.compute <= cheapest * (1 + 1e-9) + 1e-18
-    assert seen >= 18, seen
+    assert seen >= 12, seen
     assert exact >= 0.9 * seen and cheap >= 0.9 * seen, (seen, exact, cheap)
-
-
-def test_the_plan_adds_up_to_what_the_network_says():
-    for seed in SEEDS:
-        found = written_out(seed, 0)
-        if found is not None:
-            cost = found[0].cost
-            assert cost.communication + cost.redundant + cost.price == pytest.approx(
-                cost.objective, rel=1e-9, abs=1e-18
-            ), seed

@@ -144,11 +144,11 @@ def normed(layers, x):
 
 def test_copies_of_what_is_computed_again_count_until_then():
     """A fused reader that the backward pass computes again keeps the copy that it reads; each reader its own."""
-    layers = [(shape(64), shape(64, 64), shape(64, 64))] * 3
+    layers = [(shape(64), shape(64, 64), shape(64, 64))] * 2
     problem = network_of(normed, (layers, shape(8192, 64)), mesh=jax.sharding.AbstractMesh((4,), ("x",)))
     estimate = memory_network(problem)
     ratios = []
-    for states in random_plans(problem.cost_network, 200):
+    for states in random_plans(problem.cost_network, 100):
         made = schedule(assignment_of(problem, tuple(states.tolist())))
         held = peak_bytes(made, problem.liveness, problem.donated)
         ratios.append(peak(estimate, with_copies(estimate, np.asarray(states))) / held)
