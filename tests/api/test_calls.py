@@ -124,6 +124,13 @@ CALLS: dict[str, tuple] = {  # function, arguments, keywords, options
 }
 
 
+# Calls that a compiled function takes too: of every way that leaves and trees go in and come out.
+COMPILED = (
+    "star arguments", "keywords in another order", "Python scalars", "numpy", "None leaves", "no arguments", "no result",
+    "argument handed through", "unused argument", "typed key", "zero size", "dataclass", "bound method",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_calls(name):
     fn, args, kwargs, *rest = CALLS[name]
@@ -135,7 +142,7 @@ def test_calls(name):
     shardings = jax.tree.leaves(f.plan(*args, **kwargs).out_shardings)
     leaves = jax.tree.leaves(f(*args, **kwargs))
     assert all(y.sharding.is_equivalent_to(s, y.ndim) for y, s in zip(leaves, shardings, strict=True))
-    if not options:
+    if name in COMPILED:
         same(f.lower(*args, **kwargs).compile()(*args, **kwargs), want)
 
 

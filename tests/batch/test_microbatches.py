@@ -435,10 +435,9 @@ def test_the_fewest_that_fit() -> None:
 def test_a_budget_that_no_number_fits() -> None:
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     f = jshard.shard(step(mean_loss), mesh=mesh, microbatches="auto", memory_budget=1000)
-    with pytest.raises(
-        jshard.ShardError, match="microbatches=1, 2, 3, 4, 6, 8, 12, 24 exceed the budget too"
-    ):
-        f.plan(weights(), *data())
+    x, y = data()
+    with pytest.raises(jshard.ShardError, match="microbatches=1, 2, 4 exceed the budget too"):
+        f.plan(weights(), x[:4], y[:4])
 
 
 @dataclasses.dataclass(frozen=True)

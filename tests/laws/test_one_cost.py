@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 
 import jax
@@ -48,7 +47,8 @@ def machine(name: str):
 def test_random_training_programs_cost_what_their_schedules_cost(seed):
     p = program(random.Random(90_000 + seed), high=30)
     rng = np.random.default_rng(seed)
-    for level, chip in itertools.product((0, 2), (None, "v5p")):
+    # Both levels and both chips in every program, all four pairs in every four programs.
+    for level, chip in zip((0, 2), (None, "v5p") if seed // 2 % 2 else ("v5p", None), strict=True):
         with jax.enable_x64(p.x64), searched() as found:
             try:
                 step, args = training(p, level=level, hardware=chip)
