@@ -74,7 +74,7 @@ bench-%: setup  ## run the program % of benchmarks/*/ (benchmarks/README.md list
 
 notebooks: setup  ## run every notebook from a clean start, and compare what it keeps with what it says
 	@echo "== notebooks: $(words $(wildcard notebooks/*.ipynb)) found"
-	@printf '%s\n' $(wildcard notebooks/*.ipynb) | xargs -n 1 -P $(JOBS) $(PY) notebooks/run.py
+	@ls -S notebooks/*.ipynb | xargs -n 1 -P $(JOBS) $(PY) notebooks/run.py
 
 render: setup  ## run every notebook and keep what its cells show in it
 	@echo "== render: $(words $(wildcard notebooks/*.ipynb)) found"
