@@ -62,7 +62,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     other: set[pytest.Item] = set()
     for name, group in groups.items():
         if len(group) > 1:
-            random.Random(name).shuffle(group)  # neighbours are alike, in lists of two and of four
+            # Products of parameters repeat a value at each second or fourth case.
+            random.Random(name).shuffle(group)
             other.update(group[half == "odd" :: 2])
     config.hook.pytest_deselected(items=[i for i in items if i in other])
     items[:] = [i for i in items if i not in other]

@@ -36,7 +36,7 @@ def values_and_gradients(arrays: Any, static: Any, extra: Any) -> list[list[np.n
 
 
 # The others are in the next test, which has them in sizes that blocks do not divide.
-MASKED = [k for k, how in KINDS.items() if {"mask", "bias", "segment_ids"} & set(how) and k != "padding"]
+MASKED = [k for k, how in KINDS.items() if {"mask", "bias", "segment_ids"} & set(how)]
 
 
 @pytest.mark.parametrize("kind", MASKED)

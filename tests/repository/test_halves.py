@@ -1,0 +1,51 @@
+"""The halves of the suite that continuous integration runs: together they are all of it."""
+
+from __future__ import annotations
+
+import pathlib
+from types import SimpleNamespace
+from typing import Any
+
+import conftest
+
+
+def selected(half: str, names: list[str]) -> list[str]:
+    """Of some tests, by node id, those of a half."""
+    items: list[Any] = []
+    for name in names:
+        item: Any = type("Item", (), {})()  # hashed by identity, as pytest's own
+        item.nodeid, item.path = name, pathlib.Path(name.partition("::")[0])
+        if "[" in name:
+            item.callspec = None
+        items.append(item)
+    dropped: list[Any] = []
+    config: Any = SimpleNamespace(
+        getoption=lambda _: half,
+        hook=SimpleNamespace(pytest_deselected=lambda items: dropped.extend(items)),
+    )
+    conftest.pytest_collection_modifyitems(config, items)
+    assert sorted(i.nodeid for i in (*items, *dropped)) == sorted(names)
+    return [i.nodeid for i in items]
+
+
+ON_ONE = [
+    *(f"tests/search/test_a.py::test_{k}" for k in range(6)),
+    *(f"tests/flax/test_b.py::test_cases[{k}]" for k in range(8)),
+    *(f"tests/laws/test_c.py::test_cases[{k}]" for k in range(4)),
+]
+ON_BOTH = [
+    "tests/api/test_d.py::test_one",
+    "tests/lower/test_e.py::test_one",
+    "tests/rules/test_alone.py::test_one",
+    "tests/api/test_d.py::test_one_case[0]",
+    "jshard/_search/effort.py::jshard._search.effort",
+    "jshard/_search/solve.py::jshard._search.solve",
+]
+
+
+def test_every_test_is_in_a_half_and_those_of_the_public_functions_in_both() -> None:
+    names = [*ON_ONE, *ON_BOTH]
+    even, odd = selected("even", names), selected("odd", names)
+    assert set(even) | set(odd) == set(names) and set(even) & set(odd) == set(ON_BOTH)
+    assert len(even) == len(odd) and selected("all", names) == names
+    assert selected("even", names) == even
