@@ -1,6 +1,6 @@
 # Every target sets up `.venv` by itself: from the lock file of the Python it finds, again when the lock changes.
 #   make PYTHON=/path/to/python3 ...   another Python;   make JOBS=8 test   more test processes
-#   make CASES=even test   the half of the cases, and of the tests below the public functions, that conftest.py says
+#   make CASES=even test   one of the two halves in conftest.py: of the cases, and of tests below the public functions
 
 PYTHON ?= $(shell sh .ci/find-python)
 VENV ?= .venv
