@@ -144,7 +144,11 @@ class LagrangianAnswer:
 
 
 def solve_lagrangian(
-    problem: ReducedProblem, multipliers: Floats, search: SearchState, max_rounds: int
+    problem: ReducedProblem,
+    multipliers: Floats,
+    search: SearchState,
+    max_rounds: int,
+    tables: TablePool | None = None,
 ) -> LagrangianAnswer:
     """Solve the core with every state charged for its bytes.
 
@@ -154,9 +158,10 @@ def solve_lagrangian(
     - `multipliers`: price of a byte at each key time.
     - `search`: for its deadline.
     - `max_rounds`: rounds of message passing at most.
+    - `tables`: a copy of the core's, which keeps what is computed here; None for one that does not.
     """
     core_network, memory = problem.core_network, problem.memory
-    graph = core_network.fork(core_network.tables.copy())
+    graph = core_network.fork(tables or core_network.tables.copy())
     prices = memory.state_prices(multipliers)
     offsets = memory.state_offsets.tolist()
     for v, a, b in zip(graph.core, offsets[:-1], offsets[1:], strict=True):
@@ -335,7 +340,7 @@ def solve_limited(
     if priced_before:
         limited.begin_with_prices_on_few_times(clock)
     if not (priced_before and search.has_answer):
-        limited.ascend(prices)
+        limited.ascend(prices, until_found=not tie_break_only)
     elif size < _ASCENT_AFTER_BELOW:
         limited.ascend(prices, _PATIENCE_AFTER)
     if search.useless:
@@ -383,16 +388,19 @@ class _LimitedSearch:
                 self.states = states
                 self._keep(states, cost)
 
-    def ascend(self, max_prices: int, patience: int = _PATIENCE) -> None:
+    def ascend(self, max_prices: int, patience: int = _PATIENCE, until_found: bool = True) -> None:
         """Ascend the dual, and repair every priced answer, until the gap is closed or nothing helps any more.
 
-        `patience`: rounds in which the gap hardly shrinks after which that is so.
+        `patience`: rounds in which the gap hardly shrinks after which that is so. `until_found`: whatever it takes,
+        while no answer is known.
         """
         search, ascent, memory = self.search, self.ascent, self.problem.memory
         # Rounds of message passing per price: fewer on a large core. Counts and not seconds, so that two runs agree.
         max_rounds = int(np.clip(100_000 // max(1, len(self.problem.core.variables)), 20, 60))
         rounds, progress = 0, GapProgress(_SHRINKS, patience)
-        while rounds < max_prices and not (search.is_late if self.states is None else search.out_of_time):
+        while rounds < max_prices and not (
+            search.is_late if until_found and self.states is None else search.out_of_time
+        ):
             if search.has_answer and progress.stalled(search.incumbent_cost - search.bound):
                 break
             answer = solve_lagrangian(self.problem, ascent.prices, search, max_rounds)

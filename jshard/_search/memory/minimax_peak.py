@@ -58,6 +58,7 @@ _PEAK_GAP = 0.005
 _ROUNDS = 100  # of the game
 _PATIENCE = 25  # of them without a lower peak or a better bound, after which it ends
 _MESSAGE_ROUNDS = 60  # of message passing per round
+_KEPT_ENTRIES = 3e7  # of tables that rounds computed: 240 MB
 _ROUNDS_ON_FEW_TIMES = 30  # of the game, for a large network
 _PATIENCE_ON_FEW_TIMES = 2  # of them in which the gap does not shrink by a tenth, after which it ends
 _SHRINKS = 0.9  # of the gap before, to which it has to shrink
@@ -66,6 +67,7 @@ _FUSED_ANSWERS = 4
 _SMALL_COST_GAP = 1e-3  # of a cost that only breaks ties
 _COST_GAP = 1e-2  # of a cost that only breaks ties, in a large network
 _SHARE_FOR_TIES = 0.5  # of the effort of all that came before: for such a cost, in a large network
+_LEAST_FOR_TIES = 3e8  # entries that it may take in any case
 _NEAR_COST = 0.1  # of such a cost: how near its bound it is not lowered by searches of its own
 _SPEND_FOR_PEAK = 30.0  # the bytes of the peak cost so many times the network's cost
 _COST_EFFORT = 0.5  # of the game's effort: what a lower cost at its peak may take
@@ -111,13 +113,17 @@ def cutting_plane_game(problem: ReducedProblem, search: SearchState, start: int)
     """
     memory = problem.memory
     budgeted = budgeted_core(problem.core, memory, np.inf)
+    tables = problem.core_network.tables.copy()  # few variables have weights: rounds share most of their products
+    given = len(tables.arrays)
     times: list[int] = [start]
     profiles: list[Floats] = []
     reached, gained = (np.inf, -np.inf), 0  # the peak and its bound, and the round of the last gain
     for rounds in range(1, _ROUNDS + 1):
         weights = np.zeros(memory.num_times)
         weights[times] = master_lp(profiles, times) if profiles else 1.0
-        answer = solve_lagrangian(problem, weights, search, _MESSAGE_ROUNDS)
+        if sum(table.size for table in tables.arrays[given:]) > _KEPT_ENTRIES:
+            tables = problem.core_network.tables.copy()
+        answer = solve_lagrangian(problem, weights, search, _MESSAGE_ROUNDS, tables)
         search.bound = max(search.bound, answer.bound + float(weights @ memory.constant))
         if answer.states is None:
             break
@@ -418,35 +424,40 @@ def _solve_integer_program(problem: ReducedProblem, search: SearchState) -> None
 def _break_ties(network: CostNetwork, search: SearchState) -> None:
     """Look for lower peaks by prices that know the costs, and where there is none, lower the cost at the peak reached.
 
-    An answer within a limit has a low cost already.
+    An answer within a limit has a low cost already. Each search may take a third of the effort for all.
     """
     found = False
+    most = max(_LEAST_FOR_TIES, _SHARE_FOR_TIES * search.effort.spent) / 3
     for share in (0.1, 0.5):  # of the peak's gap: other limits lead to other answers than the game's
         if search.out_of_time or search.incumbent_cost <= search.bound * (1 + max(search.gap, _PEAK_GAP)):
             break
         limit = search.bound + share * (search.incumbent_cost - search.bound)
-        if min_cost_at_peak(network, search, limit):
+        if min_cost_at_peak(network, search, limit, most=most):
             search.report(f"prices below {search.incumbent_cost:.6g}")
             found = True
     if not found:
-        min_cost_at_peak(network, search)
+        min_cost_at_peak(network, search, most=most)
     search.report("least cost at this peak")
 
 
 def min_cost_at_peak(
-    network: CostNetwork, search: SearchState, limit: float | None = None, layers_repeat: bool = False
+    network: CostNetwork,
+    search: SearchState,
+    limit: float | None = None,
+    layers_repeat: bool = False,
+    most: float = np.inf,
 ) -> bool:
     """The least cost found within a limit, by default the peak reached; whether there was an answer (in `search`).
 
-    The peak is the objective; the cost only breaks ties and needs no proof, so the effort is bounded by counts.
+    The peak is the objective; the cost only breaks ties and needs no proof, so the effort is bounded by counts, and
+    by `most`.
     """
     assert network.memory is not None and search.assignment is not None
     at_peak = limit is None
     limit = search.incumbent_cost if limit is None else limit
     capped = network.within(limit * (1 + 1e-9))
-    large, effort = layers_repeat and network.size >= LARGE_NETWORK, search.effort
-    if large:
-        effort = Effort(min(_SHARE_FOR_TIES * effort.spent, effort.limit - effort.spent), whole=effort)
+    large, whole = layers_repeat and network.size >= LARGE_NETWORK, search.effort
+    most = min(most, _SHARE_FOR_TIES * whole.spent if large else np.inf, whole.limit - whole.spent)
     inner = SearchState(
         search.deadline,
         max(search.gap, _COST_GAP if large else _SMALL_COST_GAP),
@@ -455,7 +466,7 @@ def min_cost_at_peak(
         prices=search.prices,
         known=search.known,
         unlimited=search.unlimited,
-        effort=effort,
+        effort=Effort(most, whole=whole),
     )
     try:
         solve_limited(capped, inner, tie_break_only=True, layers_repeat=layers_repeat)
