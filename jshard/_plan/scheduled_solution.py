@@ -144,14 +144,13 @@ def _with_ties_broken(solution: ScheduledSolution, assignment: np.ndarray) -> Sc
 def _with_live_ranges_split(solution: ScheduledSolution) -> ScheduledSolution:
     """The solution with copies made again for later readers, where that lowers a peak that is too high.
 
-    Not on CPU, whose compiler merges two equal collectives, nor for programs with loops, whose bodies reshard for
-    themselves.
+    Not on CPU, whose compiler merges two equal collectives.
     """
     network, request, made = solution.network, solution.request, solution.schedule
     limit = 0.0 if request.level == 1 else request.memory_limit
     if limit is None or solution.peak <= limit:
         return solution
-    if network.topology.chip.name == "cpu" or made.arrays is None or made.assignment.regather:
+    if network.topology.chip.name == "cpu" or made.assignment.regather:
         return solution
     split = split_live_ranges(made, network.liveness, request.donated, limit)
     if split is None or split.profile.peak > max(limit, _SPLIT_PEAK_RATIO * solution.peak):

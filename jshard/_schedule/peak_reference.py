@@ -1,8 +1,9 @@
 """Peak memory of a schedule, action by action: the reference for `peak_vectorized.py`, and the only one for programs
 with loops and branches.
 
-Every value (a tensor in a layout) is live from the action that makes it to the last one that needs it. Fused values are
-never in memory. Arguments are live throughout unless donated.
+Every value (a tensor in a layout) is live from the action that makes it to the last one that needs it; a copy that is made
+again, each time for itself (`remade_copies.py`). Fused values are never in memory. Arguments are live throughout unless
+donated.
 
 When an action makes values, their buffers are allocated beside its operands; an operator that may alias an operand
 overwrites those that die. A fused value is materialized to be resharded, and a product writes the result of its
@@ -12,23 +13,42 @@ epilogue beside its operands: bytes that are live only while the action runs.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
 
 from jshard._program.graph import Literal
 from jshard._program.memory.fusion_traits import may_alias_operand
 from jshard._program.memory.in_place import is_update
 from jshard._program.memory.liveness import Liveness
 from jshard._program.memory.memory_layout import memory_layout
+from jshard._program.memory.unfusible import unfusible_operators
 from jshard._schedule.assignment import Value
 from jshard._schedule.buffers import ActionScope, Buffer, BufferSizes
 from jshard._schedule.call_memory import BodyMemory, branch_memory, loop_memory
 from jshard._schedule.donated_results import results_over_arguments
-from jshard._schedule.last_uses import is_fused_slice, last_uses
+from jshard._schedule.last_uses import ends_of_values, is_fused_slice
 from jshard._schedule.peak_profile import COPIES, INTERMEDIATE, HeldValue, PeakProfile
+from jshard._schedule.remade_copies import RemadeCopy, remade_copies
 from jshard._schedule.schedule import Schedule
 from jshard._schedule.writer import Action, Reshard, RunCall, RunOperator
 
 
 _Placed = list[tuple[Value, Buffer]]
+
+
+class CopyGap(NamedTuple):
+    """Between a copy and the one made again of its tensor and layout: from when the one is gone until the other is there.
+
+    By positions in `PeakWalk.over_time`, as `made_at`, where the other is made. `product`: as `RemadeCopy`.
+    """
+
+    reshard: Reshard
+    nbytes: float
+    freed_at: int
+    early_at: int
+    made_at: int
+    product: int
 
 
 def peak_reference(
@@ -64,6 +84,11 @@ class PeakWalk:
             for at, op in zip(self.edges, (kept.op, kept.until), strict=True):
                 at[op] = at.get(op, 0.0) + kept.nbytes
         self.outputs = {v for v in schedule.outputs if not isinstance(v, Literal)}
+        self.over_time: list[float] = []  # bytes while each action runs, those of bodies before their call
+        self.gaps: list[CopyGap] = []
+        self.unfusible: frozenset[int] = frozenset()
+        if self.assignment.regather:
+            self.unfusible = frozenset(np.flatnonzero(unfusible_operators(self.program)).tolist())
         layout = memory_layout(self.program, self.assignment.topology.chip)
         self.transposed_carries = layout.transposed_carries
         self.transposed_operands: dict[int, list[int]] = {}
@@ -93,22 +118,33 @@ class PeakWalk:
         next_iteration: Mapping[Value, Buffer],
     ) -> float:  # fmt: skip
         """Peak of a list of actions above `base`, the bytes that callers hold; `buffers` are left as they end."""
-        last = last_uses(actions, self.liveness, self.assignment)
+        ends = ends_of_values(actions, self.liveness, self.assignment)
+        last = {end.value: end.until for end in ends}
+        remade = remade_copies(actions, ends, self.liveness, self.assignment, self.unfusible)
+        # What is needed longer than until it is made again gives way there, and counts on beside the other.
+        beside = {copy.before for copy in remade if copy.before.until >= copy.made_at}
         released: dict[int, list[Value]] = {}
-        for v, i in last.items():
-            released.setdefault(i, []).append(v)
+        for end in ends:
+            if end not in beside:
+                released.setdefault(end.until, []).append(end.value)
         live = sum(b.nbytes for b in buffers.values() if not b.owned_by_caller)
         scope = ActionScope(buffers, outliving, last, base, next_iteration, live)
         peak, copies = scope.live, self.transposed_copies(actions)
+        at_actions = self.counted_beside(remade)
+        times: list[int] = []  # of the actions in `over_time`
         edges_after, edges_until = self.edges
         self.record_live(-1, base + scope.live)
         for scope.action, a in enumerate(actions):
+            for v, nbytes in at_actions.get(scope.action, ()):
+                self.changes.append((v, nbytes, True))
+                scope.live += nbytes
             if isinstance(a, RunOperator):
                 scope.live -= edges_until.get(a.op, 0.0)
             scope.dying = [v for v in released.get(scope.action, ()) if v in buffers and v not in outliving]
             if isinstance(a, RunCall):
                 made, highest = self.run_call(a, scope)
                 peak = max(peak, highest)
+                self.over_time.append(base + scope.live)
             else:
                 made, extra = (
                     self.reshard(a, scope) if isinstance(a, Reshard) else self.run_operator(a, scope)
@@ -116,30 +152,57 @@ class PeakWalk:
                 extra += copies.get(scope.action, 0.0)
                 peak = max(peak, scope.live + extra)
                 self.record_live(a.op if isinstance(a, RunOperator) else -1, base + scope.live + extra)
+                self.over_time.append(base + scope.live + extra)
                 scope.live += edges_after.get(a.op, 0.0) if isinstance(a, RunOperator) else 0.0
+            times.append(len(self.over_time) - 1)
             for v in [*released.get(scope.action, ()), *(v for v, _ in made if v not in last)]:
                 if v in buffers and v not in outliving:
                     self.free(v, scope)
+        for copy in remade:
+            freed, early, made_at = times[copy.before.until] + 1, times[copy.early_at], times[copy.made_at]
+            nbytes = self.copy_nbytes(copy.reshard)
+            self.gaps.append(CopyGap(copy.reshard, nbytes, freed, early, made_at, copy.product))
+        self.changes.extend((v, nbytes, True) for v, nbytes in at_actions.get(len(actions), ()))
         remaining = [(v, b) for v, b in buffers.items() if b.nbytes and not b.owned_by_caller]
         self.changes.extend((v, -b.nbytes, False) for v, b in remaining)
         return peak
+
+    def counted_beside(self, remade: Sequence[RemadeCopy]) -> dict[int, list[tuple[Value, float]]]:
+        """Action -> copies that begin to count there, or end, beside the values in buffers, with the bytes more.
+
+        Those made again before they are made, those before them after that.
+        """
+        out: dict[int, list[tuple[Value, float]]] = {}
+        for copy in remade:
+            nbytes = self.copy_nbytes(copy.reshard)
+            for start, end in ((copy.early_at, copy.made_at), (copy.made_at, copy.before.until + 1)):
+                if start < end:
+                    out.setdefault(start, []).append((copy.value, nbytes))
+                    out.setdefault(end, []).append((copy.value, -nbytes))
+        return out
 
     # One method a kind of action. Each allocates what the action makes, and gives that and the bytes that are live
     # beside it while the action runs; of a call, the most that was live.
 
     def reshard(self, a: Reshard, scope: ActionScope) -> tuple[_Placed, float]:
         source, target = (a.tensor, a.source), (a.tensor, a.target)
-        nbytes = 0.0 if is_fused_slice(a, self.liveness) else self.sizes.nbytes(target)
+        nbytes = self.copy_nbytes(a)
         extra = 0.0
         if nbytes and not self.liveness.materialized[a.tensor] and source not in self.made_by_reshard:
             extra = self.sizes.nbytes(source)  # a fused value is materialized to be resharded
         if target in self.over_arguments and any(n >= 0 for n in a.collective_ids):
             extra += nbytes  # the collective's own buffer, which is copied into the argument's
+        if a.regathered and target in scope.buffers:
+            self.free(target, scope)
         if target not in scope.buffers:
             self.made_by_reshard.add(target)
         made = [(target, scope.next_iteration_buffer(target, over_dying=False) or Buffer(nbytes))]
         self.allocate(made, scope)
         return made, extra
+
+    def copy_nbytes(self, a: Reshard) -> float:
+        """Bytes of what a reshard makes."""
+        return 0.0 if is_fused_slice(a, self.liveness) else self.sizes.nbytes((a.tensor, a.target))
 
     def run_operator(self, a: RunOperator, scope: ActionScope) -> tuple[_Placed, float]:
         op = self.program.operators[a.op]

@@ -111,17 +111,19 @@ def relative_excess(problem: PlanningNetwork, xs: list[np.ndarray]) -> Iterator[
         choice = assignment_of(problem, tuple(x.tolist()))
         for again in (frozenset(), every_read(problem.program)):
             made = schedule(dataclasses.replace(choice, regather=again))
-            if not again or made.arrays is not None:
-                yield counted / peak_bytes(made, problem.liveness, problem.donated) - 1
+            yield counted / peak_bytes(made, problem.liveness, problem.donated) - 1
 
 
 def with_every_live_range_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No copy is kept for a later reader, and each is made after the product before it, whatever the memory."""
+    """No copy is kept for a later reader; without loops each is made after the product before, whatever the memory."""
 
     def split(made: Schedule, life: Liveness, donated: tuple[int, ...], _: float) -> SplitSchedule:
         pairs = every_read(made.assignment.program)
-        arrays = schedule(dataclasses.replace(made.assignment, regather=pairs)).arrays
-        assert arrays is not None
+        all_again = schedule(dataclasses.replace(made.assignment, regather=pairs))
+        arrays = all_again.arrays
+        if arrays is None:
+            profile = peak_profile(all_again, life, donated)
+            return SplitSchedule(all_again, dataclasses.replace(profile, peak=0.0))
         stored = dataclasses.replace(life, materialized=(True,) * len(life.materialized))
         after = after_products(arrays, stored, np.flatnonzero(arrays.regathered))
         again = schedule(dataclasses.replace(arrays.assignment, regather_after=after))

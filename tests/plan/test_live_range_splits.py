@@ -12,6 +12,7 @@ import pytest
 import jshard
 from benchmarks.planning.budgets import Config, transformer
 from jshard._plan import live_range_splits, scheduled_solution
+from jshard._plan.live_range_gaps import splits_of_arrays
 from jshard._plan.live_range_splits import split_live_ranges
 from jshard._plan.request import PlanRequest
 from jshard._plan.schedule_cost import schedule_cost
@@ -153,7 +154,7 @@ def test_every_copy_that_is_early_above_the_limit_waits_for_the_product_before()
     network, schedules = plans(6)
     waiting = 0
     for made in schedules:
-        everywhere = live_range_splits._splits(made.arrays, ranges(made, network))
+        everywhere = splits_of_arrays(made.arrays, ranges(made, network))
         split = live_range_splits._with_splits(made, everywhere, network.liveness, network.donated)
         for limit in np.linspace(0.5, 0.99, 4) * split.profile.peak:
             later = live_range_splits._after_products(split, network.liveness, network.donated, float(limit))
