@@ -26,9 +26,7 @@ from jshard._search.cost_network import ArrayPool, CostNetwork
 
 ALL_PAIRS_STATES = 32  # states up to which dominance compares all pairs of states at once
 PRODUCT_ENTRIES = 20_000  # joint entries up to which a min-plus product is one broadcast operation
-FORBIDDING_ENTRIES = (
-    500_000  # joint entries from which on a product of zeros and inf is a product of matrices
-)
+FORBIDDING_ENTRIES = 500_000  # joint entries above which a product of zeros and inf is one of matrices
 SPARSE_ENTRIES = 20_000  # of a table below which its share of finite entries does not matter
 SPARSE_SHARE = 0.25  # finite entries of every column at most, where a product looks at those alone
 DIFFERENCE_ENTRIES = 1_000_000  # differences of table rows computed at once

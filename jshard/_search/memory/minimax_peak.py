@@ -113,9 +113,8 @@ def cutting_plane_game(problem: ReducedProblem, search: SearchState, start: int)
     """
     memory = problem.memory
     budgeted = budgeted_core(problem.core, memory, np.inf)
-    tables = (
-        problem.core_network.tables.copy()
-    )  # few variables have weights: rounds share most of their products
+    # Few variables have weights, so rounds share most of their products.
+    tables = problem.core_network.tables.copy()
     given = len(tables.arrays)
     times: list[int] = [start]
     profiles: list[Floats] = []
