@@ -158,7 +158,7 @@ def after_products(
     for m in copies.tolist():
         before = np.where(runs < arrays.reshard_at[m], runs, -1)
         product = int(before.argmax())
-        if before[product] < 0:
+        if before[product] < 0 or a.result_begin[product] == a.result_begin[product + 1]:
             continue
         result = int(a.result[a.result_begin[product]])
         moved = ((arrays.tensor == result) & (arrays.reshard_at < arrays.reshard_at[m])).any()

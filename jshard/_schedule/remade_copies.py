@@ -59,8 +59,12 @@ def remade_copies(
         in_turn.setdefault(end.value, []).append(end)
     out = []
     for i, a in remade:
-        early_at, product = starts[i]
-        out.append(RemadeCopy(a, i, early_at, in_turn[a.tensor, a.target].pop(0), product))
+        value, (early_at, product) = (a.tensor, a.target), starts[i]
+        before = [end for end in in_turn.get(value, ()) if end.made_again_at < i]
+        # What a call was handed may not have been read before.
+        out.append(
+            RemadeCopy(a, i, early_at, before[-1] if before else EndOfValue(value, max(i - 1, 0)), product)
+        )
     return out
 
 
@@ -75,9 +79,9 @@ def _starts(
     resharded: set[int] = set()
     for i, a in enumerate(actions):
         if isinstance(a, RunOperator):
-            if a.op in unfusible:
-                start, product = i, assignment.program.operators[a.op].results[0]
             made = assignment.program.operators[a.op].results
+            if a.op in unfusible:
+                start, product = i, made[0] if made else -1
         elif isinstance(a, RunCall):
             start, product = i + 1, -1
             made = [
