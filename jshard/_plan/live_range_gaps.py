@@ -20,7 +20,7 @@ from jshard._program.graph import Literal
 from jshard._program.memory.liveness import Liveness
 from jshard._schedule.assignment import Value
 from jshard._schedule.buffers import BufferSizes
-from jshard._schedule.peak_reference import PeakWalk
+from jshard._schedule.peak_reference import finished_walk
 from jshard._schedule.peak_vectorized import LiveRanges, live_ranges
 from jshard._schedule.schedule import Action, Reshard, RunCall, Schedule
 from jshard._schedule.vectorized import ScheduleArrays
@@ -68,7 +68,7 @@ def splits(made: Schedule, liveness: Liveness, donated: Collection[int]) -> froz
     kept = [i for k, i in enumerate(program.inputs) if k not in donated]
     held = {values[program.operators[i].results[0]] for i in kept}
     held |= {v for v in made.outputs if not isinstance(v, Literal)}
-    return frozenset(_splits_of_actions(made, made.actions, BufferSizes(made.assignment, liveness, {}), held))
+    return frozenset(_splits_of_actions(made.actions, BufferSizes(made.assignment, liveness, {}), held))
 
 
 def gaps_of(split: Schedule, liveness: Liveness, donated: Collection[int]) -> Gaps:
@@ -144,9 +144,9 @@ def _seconds_of_steps(
 
 
 def _splits_of_actions(
-    made: Schedule, actions: Sequence[Action], sizes: BufferSizes, held: Collection[Value]
+    actions: Sequence[Action], sizes: BufferSizes, held: Collection[Value]
 ) -> Iterator[tuple[int, int]]:
-    """As `_splits_of_arrays`, of a list of actions and of those inside.
+    """As `splits`, of a list of actions and of those inside.
 
     `held`: values that are in memory all the while, as what a loop's body is handed.
     """
@@ -154,7 +154,7 @@ def _splits_of_actions(
     for a in actions:
         if isinstance(a, RunCall):
             for entry, body in zip(a.entry, a.bodies, strict=True):
-                yield from _splits_of_actions(made, body, sizes, entry)
+                yield from _splits_of_actions(body, sizes, entry)
         elif isinstance(a, Reshard):
             value, source = (a.tensor, a.target), (a.tensor, a.source)
             larger = sizes.nbytes(value) > (0.0 if source in held else sizes.result_nbytes(source))
@@ -166,8 +166,7 @@ def _splits_of_actions(
 
 
 def _gaps_of_actions(split: Schedule, liveness: Liveness, donated: Collection[int]) -> Gaps:
-    walk = PeakWalk(split, liveness)
-    walk.profile(frozenset(donated))  # fills its gaps
+    walk = finished_walk(split, liveness, donated)
     program, topology = split.assignment.program, split.assignment.topology
     saved = []
     for gap in walk.gaps:

@@ -31,7 +31,7 @@ from jshard._plan.live_range_gaps import gaps_of, scope_of_reader, splits
 from jshard._program.memory.liveness import Liveness
 from jshard._program.memory.unfusible import unfusible_operators
 from jshard._schedule.peak import PeakProfile, peak_profile
-from jshard._schedule.peak_reference import PeakWalk
+from jshard._schedule.peak_reference import finished_walk
 from jshard._schedule.peak_vectorized import LiveRanges, live_ranges
 from jshard._schedule.schedule import Schedule, schedule
 from jshard._schedule.vectorized import ScheduleArrays
@@ -124,9 +124,8 @@ def _early_above_in_actions(
     made: Schedule, liveness: Liveness, donated: Collection[int], limit: float
 ) -> frozenset[tuple[int, int, int]]:
     """As `_early_above`, of a schedule of objects."""
-    walk = PeakWalk(made, liveness)
-    peak = walk.profile(frozenset(donated)).peak  # fills its gaps
-    limit = limit or _NEAR_PEAK * peak
+    walk = finished_walk(made, liveness, donated)
+    limit = limit or _NEAR_PEAK * walk.peak
     return frozenset(
         (gap.reshard.tensor, gap.reshard.reader, gap.product)
         for gap in walk.gaps

@@ -22,7 +22,7 @@ class EndOfValue(NamedTuple):
 
     value: Value
     until: int
-    made_again_at: int = -1
+    regathered_at: int = -1
 
 
 def ends_of_values(actions: Sequence[Action], liveness: Liveness, assignment: Assignment) -> list[EndOfValue]:

@@ -2,7 +2,7 @@
 with loops and branches.
 
 Every value (a tensor in a layout) is live from the action that makes it to the last one that needs it; a copy that is made
-again, each time for itself (`remade_copies.py`). Fused values are never in memory. Arguments are live throughout unless
+again, each time for itself (`regathered_copies.py`). Fused values are never in memory. Arguments are live throughout unless
 donated.
 
 When an action makes values, their buffers are allocated beside its operands; an operator that may alias an operand
@@ -29,7 +29,7 @@ from jshard._schedule.call_memory import BodyMemory, branch_memory, loop_memory
 from jshard._schedule.donated_results import results_over_arguments
 from jshard._schedule.last_uses import ends_of_values, is_fused_slice
 from jshard._schedule.peak_profile import COPIES, INTERMEDIATE, HeldValue, PeakProfile
-from jshard._schedule.remade_copies import RemadeCopy, remade_copies
+from jshard._schedule.regathered_copies import RegatheredCopy, regathered_copies
 from jshard._schedule.schedule import Schedule
 from jshard._schedule.writer import Action, Reshard, RunCall, RunOperator
 
@@ -40,7 +40,7 @@ _Placed = list[tuple[Value, Buffer]]
 class CopyGap(NamedTuple):
     """Between a copy and the one made again of its tensor and layout: from when the one is gone until the other is there.
 
-    By positions in `PeakWalk.over_time`, as `made_at`, where the other is made. `product`: as `RemadeCopy`.
+    By positions in `PeakWalk.over_time`, as `made_at`, where the other is made. `product`: as `RegatheredCopy`.
     """
 
     reshard: Reshard
@@ -62,6 +62,13 @@ def peak_reference(
     `donated` are the flat indices of the donated arguments; `share`: tensor -> the part of it that is kept, if not all.
     """
     return PeakWalk(schedule, liveness, share).profile(frozenset(donated))
+
+
+def finished_walk(schedule: Schedule, liveness: Liveness, donated: Collection[int]) -> PeakWalk:
+    """The walk through a schedule at its end, with `over_time`, `gaps` and `peak`; arguments as `peak_reference`."""
+    walk = PeakWalk(schedule, liveness)
+    walk.profile(frozenset(donated))
+    return walk
 
 
 class PeakWalk:
@@ -86,6 +93,7 @@ class PeakWalk:
         self.outputs = {v for v in schedule.outputs if not isinstance(v, Literal)}
         self.over_time: list[float] = []  # bytes while each action runs, those of bodies before their call
         self.gaps: list[CopyGap] = []
+        self.peak = 0.0
         self.unfusible: frozenset[int] = frozenset()
         if self.assignment.regather:
             self.unfusible = frozenset(np.flatnonzero(unfusible_operators(self.program)).tolist())
@@ -106,12 +114,12 @@ class PeakWalk:
             self.changes.append((v, buffers[v].nbytes, False))
             if k not in donated:
                 outliving.add(v)
-        peak = self.walk(self.schedule.actions, buffers, outliving, 0.0, {})
+        self.peak = self.walk(self.schedule.actions, buffers, outliving, 0.0, {})
         held = self.held()
         by_class: dict[str, float] = {}
         for value in held:
             by_class[value.kind] = by_class.get(value.kind, 0.0) + value.nbytes
-        return PeakProfile.of(peak, self.curve, by_class, held)
+        return PeakProfile.of(self.peak, self.curve, by_class, held)
 
     def walk(
         self, actions: Sequence[Action], buffers: dict[Value, Buffer], outliving: Collection[Value], base: float,
@@ -120,9 +128,9 @@ class PeakWalk:
         """Peak of a list of actions above `base`, the bytes that callers hold; `buffers` are left as they end."""
         ends = ends_of_values(actions, self.liveness, self.assignment)
         last = {end.value: end.until for end in ends}
-        remade = remade_copies(actions, ends, self.liveness, self.assignment, self.unfusible)
-        # What is needed longer than until it is made again gives way there, and counts on beside the other.
-        beside = {copy.before for copy in remade if copy.before.until >= copy.made_at}
+        regathered = regathered_copies(actions, ends, self.liveness, self.assignment, self.unfusible)
+        # Copies whose last use comes after they are made again: in memory beside the later ones (`counted_beside`).
+        beside = {copy.before for copy in regathered if copy.before.until >= copy.made_at}
         released: dict[int, list[Value]] = {}
         for end in ends:
             if end not in beside:
@@ -130,7 +138,7 @@ class PeakWalk:
         live = sum(b.nbytes for b in buffers.values() if not b.owned_by_caller)
         scope = ActionScope(buffers, outliving, last, base, next_iteration, live)
         peak, copies = scope.live, self.transposed_copies(actions)
-        at_actions = self.counted_beside(remade)
+        at_actions = self.counted_beside(regathered)
         times: list[int] = []  # of the actions in `over_time`
         edges_after, edges_until = self.edges
         self.record_live(-1, base + scope.live)
@@ -158,7 +166,7 @@ class PeakWalk:
             for v in [*released.get(scope.action, ()), *(v for v, _ in made if v not in last)]:
                 if v in buffers and v not in outliving:
                     self.free(v, scope)
-        for copy in remade:
+        for copy in regathered:
             freed, early, made_at = times[copy.before.until] + 1, times[copy.early_at], times[copy.made_at]
             nbytes = self.copy_nbytes(copy.reshard)
             self.gaps.append(CopyGap(copy.reshard, nbytes, freed, early, made_at, copy.product))
@@ -167,13 +175,13 @@ class PeakWalk:
         self.changes.extend((v, -b.nbytes, False) for v, b in remaining)
         return peak
 
-    def counted_beside(self, remade: Sequence[RemadeCopy]) -> dict[int, list[tuple[Value, float]]]:
+    def counted_beside(self, regathered: Sequence[RegatheredCopy]) -> dict[int, list[tuple[Value, float]]]:
         """Action -> copies that begin to count there, or end, beside the values in buffers, with the bytes more.
 
         Those made again before they are made, those before them after that.
         """
         out: dict[int, list[tuple[Value, float]]] = {}
-        for copy in remade:
+        for copy in regathered:
             nbytes = self.copy_nbytes(copy.reshard)
             for start, end in ((copy.early_at, copy.made_at), (copy.made_at, copy.before.until + 1)):
                 if start < end:

@@ -5,7 +5,12 @@ import pytest
 
 from jshard._search.cost_network import build
 from jshard._search.exact.reduce import reduce
-from jshard._search.exact.table_pool import FORBIDDING_ENTRIES, PRODUCT_ENTRIES, SPARSE_ENTRIES, TablePool
+from jshard._search.exact.table_pool import (
+    BOOLEAN_PRODUCT_ENTRIES,
+    PRODUCT_ENTRIES,
+    SPARSE_ENTRIES,
+    TablePool,
+)
 from jshard._search.exact.working_network import working_network
 from jshard._search.solve import solve
 
@@ -39,12 +44,12 @@ def test_a_product_is_the_least_sum(sparse: str) -> None:
 
 
 @pytest.mark.parametrize("costs", [[0.0], [7.0], [3.0, 1.0, np.inf, 2.0]])
-def test_a_product_of_tables_that_only_forbid_is_the_least_sum(costs: list[float]) -> None:
+def test_a_product_of_hard_constraints_is_the_least_sum(costs: list[float]) -> None:
     """Of zeros and inf, whatever the variable between the two costs; some of its states have no partner at all."""
     rng = np.random.default_rng(4)
     a, b = [np.where(rng.random(shape) < 0.9, np.inf, 0.0) for shape in ((90, 70), (70, 110))]
     u = rng.choice(costs, 70)
-    assert a.size * b.shape[1] > FORBIDDING_ENTRIES
+    assert a.size * b.shape[1] > BOOLEAN_PRODUCT_ENTRIES
     pool = TablePool(1.0)
     product = pool.min_plus_product(pool.table_id(a), pool.table_id(u), pool.table_id(b))
     assert np.array_equal(pool.arrays[product], (a[:, :, None] + u[None, :, None] + b[None]).min(axis=1))

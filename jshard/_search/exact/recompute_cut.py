@@ -118,7 +118,7 @@ def _minimum_cut(graph: RecomputeGraph, price: float) -> tuple[np.ndarray, np.nd
     # Of a value that costs more than running everything the excess does not matter.
     total = float(run[finite].sum()) + 1e-200
     keep = np.minimum(keep, 2 * total)
-    unit = (_MAX_CAPACITY - 1) / max(total, float(keep.sum()) if len(keep) else 0.0, 1e-200) / 4
+    unit = (_MAX_CAPACITY - 1) / max(total, float(keep.sum())) / 4
     infinite = _MAX_CAPACITY - 1
     source, sink = n + m, n + m + 1
     made = graph.maker >= 0

@@ -26,7 +26,9 @@ from jshard._search.cost_network import ArrayPool, CostNetwork
 
 ALL_PAIRS_STATES = 32  # states up to which dominance compares all pairs of states at once
 PRODUCT_ENTRIES = 20_000  # joint entries up to which a min-plus product is one broadcast operation
-FORBIDDING_ENTRIES = 500_000  # joint entries above which a product of zeros and inf is one of matrices
+BOOLEAN_PRODUCT_ENTRIES = (
+    500_000  # joint entries above which hard constraints are multiplied as boolean matrices
+)
 SPARSE_ENTRIES = 20_000  # of a table below which its share of finite entries does not matter
 SPARSE_SHARE = 0.25  # finite entries of every column at most, where a product looks at those alone
 DIFFERENCE_ENTRIES = 1_000_000  # differences of table rows computed at once
@@ -78,7 +80,7 @@ class TablePool:
         self._restricted_unary: dict[tuple[int, int], tuple[int, float]] = {}
         self._rows: dict[tuple[int, int], int] = {}
         self._composition: dict[tuple[int, int], int] = {}
-        self._forbidding: dict[int, bool] = {}
+        self._hard_constraint: dict[int, bool] = {}
         self._positions: dict[int, dict[int, int]] = {}
         self._functional: dict[int, int] = {}
         self._decides: dict[int, bool] = {}
@@ -243,20 +245,20 @@ class TablePool:
         if known is None:
             self.num_products += 1
             a, costs, b = self.arrays[left], self.arrays[u], self.arrays[right]
-            large = a.size * b.shape[1] > FORBIDDING_ENTRIES
-            if large and self._only_forbids(left) and self._only_forbids(right):
-                product = _min_plus_of_zeros(a, costs, b)
+            large = a.size * b.shape[1] > BOOLEAN_PRODUCT_ENTRIES
+            if large and self._is_hard_constraint(left) and self._is_hard_constraint(right):
+                product = _min_plus_of_constraints(a, costs, b)
             else:
                 product = _min_plus(a + costs, b)
             known = self._product[key] = self.table_id(product)
         return known
 
-    def _only_forbids(self, t: int) -> bool:
-        """Whether the entries of a table are 0 or inf."""
-        known = self._forbidding.get(t)
+    def _is_hard_constraint(self, t: int) -> bool:
+        """Whether a table is a hard constraint: its entries are 0 or inf."""
+        known = self._hard_constraint.get(t)
         if known is None:
             table = self.arrays[t]
-            known = self._forbidding[t] = bool(((table == 0) | (table == np.inf)).all())
+            known = self._hard_constraint[t] = bool(((table == 0) | (table == np.inf)).all())
         return known
 
     def decides(self, e: int) -> bool:
@@ -420,13 +422,13 @@ def _min_plus(a: Floats, b: Floats) -> Floats:
     return out
 
 
-def _min_plus_of_zeros(a: Floats, costs: Floats, b: Floats) -> Floats:
+def _min_plus_of_constraints(a: Floats, costs: Floats, b: Floats) -> Floats:
     """min over x of a[i, x] + costs[x] + b[x, j], where the entries of `a` and `b` are 0 or inf.
 
-    For each cost, whether there is an x of that cost is a product of matrices.
+    For each cost, whether there is an x of that cost is a boolean matrix product.
 
     >>> inf = np.inf
-    >>> _min_plus_of_zeros(np.array([[0, inf], [0, 0]]), np.array([5.0, 3.0]), np.array([[0, inf], [0, 0]])).tolist()
+    >>> _min_plus_of_constraints(np.array([[0, inf], [0, 0]]), np.array([5.0, 3.0]), np.array([[0, inf], [0, 0]])).tolist()
     [[5.0, inf], [3.0, 3.0]]
     """
     allowed_a, allowed_b = np.isfinite(a).astype(np.float32), np.isfinite(b).astype(np.float32)

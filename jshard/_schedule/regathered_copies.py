@@ -17,11 +17,11 @@ from jshard._schedule.last_uses import EndOfValue
 from jshard._schedule.writer import Action, Reshard, RunCall, RunOperator
 
 
-class RemadeCopy(NamedTuple):
+class RegatheredCopy(NamedTuple):
     """A copy made again, by indices of actions: made at, in memory from; and the end of the copy before.
 
-    `product`: the result of the last kernel before that is in memory or was moved, which it may await; -1 for none since
-    the last loop or branch.
+    `product`: the result of the last unfusible operator before, which it may await; -1 where that is neither in memory nor
+    resharded, or where there is none since the last loop or branch.
     """
 
     reshard: Reshard
@@ -36,13 +36,13 @@ class RemadeCopy(NamedTuple):
         return self.reshard.tensor, self.reshard.target
 
 
-def remade_copies(
+def regathered_copies(
     actions: Sequence[Action],
     ends: Sequence[EndOfValue],
     liveness: Liveness,
     assignment: Assignment,
     unfusible: Collection[int],
-) -> list[RemadeCopy]:
+) -> list[RegatheredCopy]:
     """The copies of a list of actions that are made again, in order.
 
     Arguments:
@@ -50,21 +50,20 @@ def remade_copies(
     - `ends`: of the list's values.
     - `unfusible`: the program's operators that are kernels of their own.
     """
-    remade = [(i, a) for i, a in enumerate(actions) if isinstance(a, Reshard) and a.regathered]
-    if not remade:
+    regathered = [(i, a) for i, a in enumerate(actions) if isinstance(a, Reshard) and a.regathered]
+    if not regathered:
         return []
     starts = _starts(actions, liveness, assignment, unfusible)
-    in_turn: dict[Value, list[EndOfValue]] = {}
-    for end in sorted(ends, key=lambda end: end.made_again_at):
-        in_turn.setdefault(end.value, []).append(end)
+    ends_of: dict[Value, list[EndOfValue]] = {}
+    for end in sorted(ends, key=lambda end: end.regathered_at):
+        ends_of.setdefault(end.value, []).append(end)
     out = []
-    for i, a in remade:
+    for i, a in regathered:
         value, (early_at, product) = (a.tensor, a.target), starts[i]
-        before = [end for end in in_turn.get(value, ()) if end.made_again_at < i]
+        before = [end for end in ends_of[value] if end.regathered_at < i]
         # What a call was handed may not have been read before.
-        out.append(
-            RemadeCopy(a, i, early_at, before[-1] if before else EndOfValue(value, max(i - 1, 0)), product)
-        )
+        end = before[-1] if before else EndOfValue(value, max(i - 1, 0))
+        out.append(RegatheredCopy(a, i, early_at, end, product))
     return out
 
 
@@ -74,9 +73,8 @@ def _starts(
     """Index of the reshard of a copy that is made again -> index from when it is in memory, and the product before."""
     after = {(t, op): awaited for t, op, awaited in assignment.regather_after}
     made_at: dict[int, int] = {}  # tensor -> index of what makes it
-    moved_at: dict[int, int] = {}  # or of its last reshard
+    moved_at: dict[int, int] = {}  # tensor -> index of its last reshard
     start, product, out = 0, -1, {}
-    resharded: set[int] = set()
     for i, a in enumerate(actions):
         if isinstance(a, RunOperator):
             made = assignment.program.operators[a.op].results
@@ -92,13 +90,12 @@ def _starts(
             if a.regathered:
                 awaited = awaited_values(assignment.program, liveness.materialized, a.reader, a.tensor)
                 there = [made_at.get(t, -1) for t in awaited]
-                there.append(moved_at.get(after.get((a.tensor, a.reader), -1), -1))
+                named = after.get((a.tensor, a.reader), -1)
+                there += [made_at.get(named, -1), moved_at.get(named, -1)]
                 is_slice = all(s.kind == "slice" for s in a.steps)
-                in_memory = product >= 0 and (liveness.materialized[product] or product in resharded)
+                in_memory = product >= 0 and (liveness.materialized[product] or product in moved_at)
                 out[i] = (i if is_slice else max(start, 1 + max(there))), product if in_memory else -1
             moved_at[a.tensor] = i
-            resharded.add(a.tensor)
             continue
         made_at |= dict.fromkeys(made, i)
-        moved_at |= dict.fromkeys(made, i)
     return out
