@@ -37,7 +37,9 @@ hypothesis.settings.load_profile("jshard")
 
 # Folders whose tests lie below the public functions, but for those of jaxprs and of lowering, which JAX changes; and
 # those of texts, which it hardly does.
-_BELOW = frozenset("batch config cost laws network plan report repository rules schedule search spec verify".split())
+_BELOW = frozenset(
+    "batch config cost laws network plan report repository rules schedule search spec verify".split()
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

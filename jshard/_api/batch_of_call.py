@@ -111,6 +111,8 @@ def fewest_microbatches(
     the least that fits, until one is refused: with more pieces a device holds less. The steps say of each number that was
     tried by how many bytes it exceeds the budget, or what it costs more.
 
+    An interruption (Ctrl-C) ends it once a plan that fits is known.
+
     Raises the refusal of least memory if none fits.
     """
     counts = batch.counts or (1,)
@@ -124,6 +126,9 @@ def fewest_microbatches(
                 calls[k] = plan_in(counts[k])
             except MemoryBudgetError as error:
                 refused[k] = error
+            else:
+                if plan_of(calls[k]).interrupted:
+                    raise KeyboardInterrupt
         return k in calls
 
     last = len(counts)  # the position from which on no number can be planned
@@ -138,6 +143,11 @@ def fewest_microbatches(
                 k = _next_position(
                     counts, k, _excess(refused[k]), [n for n in range(last) if n not in refused]
                 )
+        except KeyboardInterrupt:
+            if not calls:
+                raise
+            last, why_not = 0, ": interrupted, other numbers were not planned"
+            break
         except ShardError as error:
             if counts[k] == 1:
                 raise
@@ -156,6 +166,9 @@ def fewest_microbatches(
         try:
             if not fits(k + 1) or plan_of(calls[k + 1]).cost.objective >= plan.cost.objective:
                 break
+        except KeyboardInterrupt:
+            why_not = ": interrupted, other numbers were not planned"
+            break
         except ShardError as error:
             why_not = f": {error.what} ({error.where})"
             break

@@ -91,7 +91,7 @@ class Executable:
     def warn_if_interrupted(self) -> None:
         """Log that the plan is what an interrupted search had."""
         plan, name = self.prepared.plan, self.prepared.request.name
-        if any("interrupted" in s for s in plan.steps):
+        if plan.interrupted:
             _log.warning(
                 "%s: the search was interrupted; the best plan it had (gap %.2g%%) is used from now on, "
                 "until %s.clear_cache()",

@@ -59,7 +59,8 @@ def cheapest_pipeline(
 ) -> Call:  # fmt: skip
     """The cheapest of the plans with these pipelines and of that without one (`None`); its steps list them all.
 
-    Pipelines with fewer idle ticks are planned first, so that the others' searches end at their first bounds.
+    Pipelines with fewer idle ticks are planned first, so that the others' searches end at their first bounds. An
+    interruption (Ctrl-C) ends it once a plan is known.
 
     Arguments: pipelines, each with its idle share of the ticks; how a call is planned where a plan of some cost is known;
     how its plan is read and replaced.
@@ -72,12 +73,21 @@ def cheapest_pipeline(
     outbid: list[_Outbid] = []
     refused: list[str] = []
     over_budget: MemoryBudgetError | None = None
-    for option in (None, *(o for o, _ in sorted(options, key=lambda o: o[1]))):
+    every = (None, *(o for o, _ in sorted(options, key=lambda o: o[1])))
+    for k, option in enumerate(every):
         most = min((_cost(plan_of(call)) for call in planned), default=math.inf)
         try:
             planned.append(planned_with(option, most))
+            if plan_of(planned[-1]).interrupted:
+                refused += [f"{_name(o)}: not planned, interrupted" for o in every[k + 1 :]]
+                break
         except NoBetterPlan as found:
             outbid.append(_Outbid(option, found.bound))
+        except KeyboardInterrupt:
+            if not planned:
+                raise
+            refused += [f"{_name(o)}: not planned, interrupted" for o in every[k:]]
+            break
         except MemoryBudgetError as error:
             over_budget = over_budget or error
             refused.append(f"{_name(option)}: exceeds the budget")
@@ -91,7 +101,8 @@ def cheapest_pipeline(
     best = min(planned, key=lambda call: _cost(plan_of(call)))
     plan, plans = plan_of(best), sorted(map(plan_of, planned), key=_cost)
     bound = min((*(p.cost.bound + _beside(p) for p in plans), *(o.bound for o in outbid))) - _beside(plan)
-    tried = count_of(len(plans) + len(outbid) + len(refused) - 1, "pipeline")
+    not_tried = sum("interrupted" in r for r in refused)
+    tried = count_of(len(plans) + len(outbid) + len(refused) - not_tried - 1, "pipeline")
     space = plan.cost.space or f"plans with no pipeline or one of the {tried} tried"
     cost = dataclasses.replace(plan.cost, bound=min(plan.cost.bound, bound), space=space)
     ended = [

@@ -9,6 +9,7 @@ from jshard._api.call_pins import PlacedPin
 from jshard._api.plan import Plan, plan_program
 from jshard._api.shard_request import ShardRequest
 from jshard._core.errors import SearchError
+from jshard._core.messages import count_of
 from jshard._core.topology import Topology
 from jshard._plan.request import NoBetterPlan, PlanRequest
 from jshard._program.graph import Program
@@ -61,22 +62,36 @@ def plan_with_committed(
     return planned.with_steps(f"as they lie: {first}")
 
 
+def _not_compared(meshes: Sequence[tuple[ChosenMesh, ShardRequest]]) -> str:
+    return f"interrupted: {count_of(len(meshes), 'mesh', 'meshes')} not compared"
+
+
 def cheapest_mesh(
     meshes: Sequence[tuple[ChosenMesh, ShardRequest]],
     plan_on: Callable[[ChosenMesh, ShardRequest], PlannedOnMesh],
 ) -> tuple[ChosenMesh, PlannedOnMesh]:
-    """The mesh of the cheapest plan; the plan's steps list the cost on every mesh."""
+    """The mesh of the cheapest plan; the plan's steps list the cost on every mesh. Ctrl-C ends it once a plan is known."""
     plans: list[tuple[ChosenMesh, PlannedOnMesh]] = []
     errors: list[SearchError | NoBetterPlan] = []
-    for chosen, request in meshes:
+    interrupted: tuple[str, ...] = ()
+    for k, (chosen, request) in enumerate(meshes):
         try:
             plans.append((chosen, plan_on(chosen, request)))
         except (SearchError, NoBetterPlan) as error:  # a budget or pin that cannot be kept on this mesh
             errors.append(error)
+        except KeyboardInterrupt:
+            if not plans:
+                raise
+            interrupted = (_not_compared(meshes[k:]),)
+            break
+        if plans and plans[-1][1].plan.interrupted:
+            interrupted = (_not_compared(meshes[k + 1 :]),)
+            break
     if not plans:
         ended = [e for e in errors if isinstance(e, NoBetterPlan)]
         raise min(ended, key=lambda e: e.bound, default=errors[-1])
     plans.sort(key=lambda p: p[1].plan.cost.objective)
     costs = [(c.axes, p.plan.cost) for c, p in plans]
     chosen, planned = plans[0]
-    return chosen, planned.with_steps(*(f"mesh {axes}: {c.objective:.4g} {c.unit}" for axes, c in costs))
+    rows = [f"mesh {axes}: {c.objective:.4g} {c.unit}" for axes, c in costs]
+    return chosen, planned.with_steps(*rows, *interrupted)

@@ -48,6 +48,8 @@ class Planned(Protocol):
 
 T = TypeVar("T", bound=Planned)
 
+_INTERRUPTED = "the search was interrupted"
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Padded(Generic[T]):
@@ -80,6 +82,8 @@ def plan_padded(
     required, program, topology = required or {}, assignment.program, assignment.topology
     mesh = topology.mesh
     bound = original.cost.bound if original is not None else 0.0
+    if original is not None and original.interrupted:
+        return None, bound, PaddingTrials(skipped=_INTERRUPTED, unproved=True, interrupted=True)
     if not required and (mesh.total < 2 or (original is not None and not _may_gain(original))):
         return None, bound, PaddingTrials(skipped="next to nothing is sent or computed twice")
     least_bytes, most_waste = (0, 1.0) if small_too else (LEAST_BYTES, MOST_WASTE)
@@ -95,7 +99,7 @@ def plan_padded(
             skipped = f"it can gain less than {LEAST_POSSIBLE_GAIN:.0%} of the step"
             return None, bound, PaddingTrials(skipped=skipped, unproved=True)
     trials: list[Padded[T]] = []
-    skipped, ended = "", {}
+    skipped, ended, interrupted = "", {}, False
     while sizes:
         try:
             jaxpr = padded_program(closed, sizes, classes)
@@ -112,6 +116,11 @@ def plan_padded(
                 raise
             skipped = "" if trials else "the recipe does not apply to the padded program"
             break
+        except KeyboardInterrupt:
+            if original is None and not trials:
+                raise
+            skipped, interrupted = "" if trials else _INTERRUPTED, True
+            break
         except SearchError:
             if not required or trials:
                 break
@@ -121,11 +130,12 @@ def plan_padded(
             continue
         cut = cut_sizes(trials[-1].planned.schedule)
         fewer = {key: size for key, size in sizes.items() if size in cut or key in required}
-        if len(fewer) == len(sizes):
+        interrupted = trials[-1].planned.plan.interrupted
+        if interrupted or len(fewer) == len(sizes):
             break
         sizes = fewer
-    unproved = any(not _has_bound(t.planned.plan) for t in trials)
-    notes = PaddingTrials(ended | _costs_of(trials), skipped, small_too, unproved)
+    unproved = interrupted or any(not _has_bound(t.planned.plan) for t in trials)
+    notes = PaddingTrials(ended | _costs_of(trials), skipped, small_too, unproved, interrupted)
     if not trials:
         return None, bound, notes
     plans = [t.planned.plan for t in trials] + ([original] if original is not None else [])
@@ -180,7 +190,13 @@ def with_trials(plan: Plan, trials: PaddingTrials, bound: float) -> Plan:
         f"{plan.cost.space or 'plans'} without padding" if trials.unproved and bound > 0 else plan.cost.space
     )
     cost = dataclasses.replace(plan.cost, bound=min(bound, plan.cost.objective), space=space)
-    return dataclasses.replace(plan, cost=cost, search_again=again)
+    ended = trials.interrupted and not plan.interrupted
+    steps = (
+        (*plan.steps, "interrupted: padded sizes were not planned, or not to the end")
+        if ended
+        else plan.steps
+    )
+    return dataclasses.replace(plan, cost=cost, search_again=again, steps=steps)
 
 
 def can_gain(plan: Plan, most: PaddingGain) -> bool:

@@ -20,7 +20,7 @@ from jshard._core.hardware import Chip
 from jshard._core.jax_types import ClosedJaxpr
 from jshard._core.messages import count_of
 from jshard._plan.recomputation import Choice, Recomputation
-from jshard._plan.recompute_search import RecomputeSearch, Trial
+from jshard._plan.recompute_search import Effort, RecomputeSearch, Trial
 from jshard._plan.remat_policy import policy_text
 
 
@@ -36,36 +36,38 @@ def least_argument_bytes(avals: Sequence[core.ShapedArray], devices: int) -> flo
 
 def plan_recomputed(
     closed: ClosedJaxpr,
-    plan_jaxpr: Callable[[ClosedJaxpr | None, bool, float], Call],
+    plan_jaxpr: Callable[[ClosedJaxpr | None, bool, float, Effort], Call],
     plan_in: Callable[[Call], Plan],
     chip: Chip,
     limit: float,
     donated: tuple[int, ...],
     original: Call,
+    seconds: float | None,
 ) -> tuple[Call, tuple[tuple[int, ...], ...] | None, tuple[str, ...], tuple[float, str]]:
     """The best call found, its kept values, the steps of the search, and (bound, which plans that is about).
 
     Arguments:
 
     - `closed`: the traced jaxpr.
-    - `plan_jaxpr`: `plan_jaxpr(jaxpr, limited, most)` plans a jaxpr within the budget, or without; `most`: of no use is a
-        plan that costs as much.
+    - `plan_jaxpr`: `plan_jaxpr(jaxpr, limited, most, effort)` plans a jaxpr within the budget, or without; `most`: of no
+        use is a plan that costs as much.
     - `plan_in`: the plan of what it returns.
     - `donated`: flat indices of the donated arguments.
     - `limit`: the budget, in bytes a device, that `original`, planned without, exceeds.
+    - `seconds`: effort for all choices together; None for as much as the proofs take.
     """
     recomputation = Recomputation(closed, chip, donated)
     programs: dict[Choice, ClosedJaxpr] = {}
 
-    def plan_of(choice: Choice | None, limited: bool, most: float) -> Call:
+    def plan_of(choice: Choice | None, limited: bool, most: float, effort: Effort) -> Call:
         if choice is None:
-            return plan_jaxpr(None, limited, most)
+            return plan_jaxpr(None, limited, most, effort)
         if choice not in programs:
             programs[choice] = recomputation.program(choice)
-        return plan_jaxpr(programs[choice], limited, most)
+        return plan_jaxpr(programs[choice], limited, most, effort)
 
     if not recomputation.can_recompute:
-        call = plan_jaxpr(None, True, math.inf)
+        call = plan_jaxpr(None, True, math.inf, Effort.of_seconds(seconds))
         cost = plan_in(call).cost
         return (
             call,
@@ -73,7 +75,7 @@ def plan_recomputed(
             ("remat: no value is read late that could be computed again",),
             (cost.bound, cost.space),
         )
-    search = RecomputeSearch(recomputation, plan_of, plan_in, limit)
+    search = RecomputeSearch(recomputation, plan_of, plan_in, limit, seconds)
     best = search.run(original)
     if best is None:
         call = _original_within_budget(search, plan_jaxpr)
@@ -85,11 +87,11 @@ def plan_recomputed(
 
 
 def _original_within_budget(
-    search: RecomputeSearch[Call], plan_jaxpr: Callable[[ClosedJaxpr | None, bool, float], Call]
+    search: RecomputeSearch[Call], plan_jaxpr: Callable[[ClosedJaxpr | None, bool, float, Effort], Call]
 ) -> Call:
     """The program as traced within the budget, or the refusal of the choice that keeps least."""
     try:
-        return plan_jaxpr(None, True, math.inf)
+        return plan_jaxpr(None, True, math.inf, search.next_effort())
     except MemoryBudgetError as error:
         least = [e for e in (search.refusal, error) if e is not None]
         raise min(least, key=lambda e: e.least_found) from None
@@ -115,6 +117,8 @@ def _steps(search: RecomputeSearch[Call], best: Trial[Call]) -> tuple[str, ...]:
     steps = [
         f"remat: {count_of(planned, 'choice')} of what is kept {'were' if planned > 1 else 'was'} planned"
     ]
+    if search.interrupted:
+        steps.append("remat: interrupted, other choices were not planned")
     if best.choice is None:
         steps.append("remat: nothing is computed again")
     else:

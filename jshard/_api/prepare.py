@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from jshard._api.config_pins import CallRules
     from jshard._api.padded_pins import UnevenCut
     from jshard._batch.batch_report import BatchReport
+    from jshard._plan.recompute_search import Effort
 
 
 OnProgress = Callable[..., None] | None
@@ -269,17 +270,19 @@ def _plan_with_remat(traced: TracedCall) -> PlannedCall:
 
     closed, limit = traced.jaxpr if jaxpr is None else jaxpr, planned.plan.memory_budget
 
-    def plan_jaxpr(recomputed: ClosedJaxpr | None, limited: bool, most: float) -> PlannedCall:
+    def plan_jaxpr(recomputed: ClosedJaxpr | None, limited: bool, most: float, effort: Effort) -> PlannedCall:
         of = traced if most >= traced.most else dataclasses.replace(traced, most=most)
-        return _plan_jaxpr(of, jaxpr if recomputed is None else recomputed, limited, recomputed is not None)
+        program = jaxpr if recomputed is None else recomputed
+        return _plan_jaxpr(of, program, limited, recomputed is not None, effort)
 
     if limit is not None and planned.plan.cost.peak_bytes > limit:
         if again.least_argument_bytes(planned.in_avals, planned.chosen.axes.total) > limit:
             return _plan_jaxpr(traced)  # which refuses: no choice of what is kept makes the arguments smaller
         padding, unpadded = planned.plan.padding, planned.unpadded
         planned, kept, steps, bound = again.plan_recomputed(
-            closed, plan_jaxpr, lambda p: p.plan, chip_of(planned), limit, planned.donated, planned
-        )
+            closed, plan_jaxpr, lambda p: p.plan, chip_of(planned), limit, planned.donated, planned,
+            request.options.search_seconds,
+        )  # fmt: skip
         plan = again.with_recomputation(planned.plan, kept, steps, bound)
         plan = dataclasses.replace(plan, padding=padding)
         planned = dataclasses.replace(planned, plan=plan, unpadded=unpadded)
@@ -421,11 +424,16 @@ def _pinned_program(
 
 
 def _plan_jaxpr(
-    of: TracedCall, jaxpr: ClosedJaxpr | None = None, limited: bool = True, recomputed: bool = False
+    of: TracedCall,
+    jaxpr: ClosedJaxpr | None = None,
+    limited: bool = True,
+    recomputed: bool = False,
+    effort: Effort | None = None,
 ) -> PlannedCall:
     """The planned call of a traced function, or of another jaxpr for it.
 
-    `limited`: within the memory budget. `recomputed`: whether the other jaxpr computes values again.
+    `limited`: within the memory budget. `recomputed`: whether the other jaxpr computes values again. `effort`: as in
+    `PlanRequest`.
     """
     from jshard._api.padded_pins import pins_in_padded, uneven_cuts  # here: `import jshard` stays light
 
@@ -451,7 +459,7 @@ def _plan_jaxpr(
             gap=options.gap, replication_price=options.replication_price, search_seconds=options.search_seconds,
             search_in_budget=options.search_in_budget, estimate=options.estimate, memory_slack=options.memory_slack,
             names_least_peak=not recomputed, most=of.most, overlap=options.overlap,
-            ends_above=of.ends_above,
+            ends_above=of.ends_above, effort=effort,
         )  # fmt: skip
         if found is not None:
             kept = [c for c in committed if program.inputs.index(c[0]) in found.committed]

@@ -77,7 +77,7 @@ class LevelSearch:
         self.program, self.topology, self.request = program, topology, request
         self.on_progress = on_progress
         self.pins, self.forced = pins_by_operator(request, topology, rule_boundaries(program))
-        self.effort = Effort.of_seconds(request.search_seconds)
+        self.effort = request.effort or Effort.of_seconds(request.search_seconds)
         self._known: list[ScheduledSolution] = []  # each with a bound that holds for every plan
 
     @property
@@ -216,9 +216,9 @@ class LevelSearch:
 
     def _with_effort(self, most: float, request: PlanRequest | None = None) -> LevelSearch:
         """A search of the same program with an effort of its own, in table entries."""
-        search = LevelSearch(self.program, self.topology, request or self.request, self.on_progress)
-        search.effort = Effort(min(most, self.effort.limit - self.effort.spent), whole=self.effort)
-        return search
+        effort = Effort(min(most, self.effort.limit - self.effort.spent), whole=self.effort)
+        request = dataclasses.replace(request or self.request, effort=effort)
+        return LevelSearch(self.program, self.topology, request, self.on_progress)
 
     def minimize_time(self, network: PlanningNetwork) -> ScheduledSolution:
         """The plan of least time without a budget.

@@ -14,7 +14,7 @@ class PaddingTrials:
 
     `tried`: by true size, the padded size and the cost of the whole plan, as text. `skipped`: why none was tried, "" if any
     was. `small_too`: whether small tensors were tried, with whatever waste. `unproved`: of some padded program no bound is
-    known.
+    known. `interrupted`: a padded program was not planned, or not to the end.
 
     >>> trials, mesh = PaddingTrials({197: "to 200: the whole plan costs 1.2 ms"}), MeshAxes(("x",), (8,))
     >>> trials.note(197, 1 << 21, mesh), trials.note(9, 1 << 21, mesh)
@@ -25,6 +25,7 @@ class PaddingTrials:
     skipped: str = ""
     small_too: bool = False
     unproved: bool = False
+    interrupted: bool = False
 
     def note(self, size: int, nbytes: int, mesh: MeshAxes) -> str:
         """What padding a size would cost, or why it was not tried; `nbytes` of the largest tensor that has it."""

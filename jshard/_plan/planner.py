@@ -18,7 +18,7 @@ from jshard._plan.short_rows import with_short_rows
 from jshard._plan.summarize import summarize
 from jshard._program.graph import Program
 from jshard._schedule.schedule import Schedule
-from jshard._search import Contradiction, Effort
+from jshard._search import Contradiction
 
 
 ONE_SHARED_COPY = "plans with a single shared copy a tensor"
@@ -29,9 +29,10 @@ def make_plan(
     program: Program, topology: Topology, request: PlanRequest, on_progress: Callable[..., None] | None = None
 ) -> tuple[PlanRecord, Schedule]:
     """Search a plan for a program on a topology; returns the plan and the schedule it stands for."""
+    effort = request.effort
 
     def search(request: PlanRequest) -> ScheduledSolution:
-        return _searched(program, topology, request, on_progress)
+        return _searched(program, topology, dataclasses.replace(request, effort=effort), on_progress)
 
     solution = search(request)
     if request.search == "optimal":
@@ -41,6 +42,8 @@ def make_plan(
     record = summarize(solution, ONE_SHARED_COPY if one_copy else "")
     limit = request.memory_limit if request.search_in_budget else None
     if limit is not None and record.cost.peak_bytes > limit:
+        if solution.interrupted:
+            raise KeyboardInterrupt  # no plan within the budget was known
         from jshard._plan.memory_refusal import refuse  # here, so that `import jshard` stays light
 
         raise refuse(solution, record, limit)
@@ -58,8 +61,7 @@ def _searched(
         return schedule_solution(network, request, assignment, 0.0, steps, may_break_ties=False)
     try:
         if is_estimated(program, request):
-            effort = Effort.of_seconds(request.search_seconds)
-            early = early_plan(search.network(second_copies=False), request, effort)
+            early = early_plan(search.network(second_copies=False), request, search.effort)
             if early is not None:
                 return early
         return search.run()

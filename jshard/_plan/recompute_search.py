@@ -9,6 +9,9 @@ which is quick; then the one that keeps most between it and the next, and betwee
 the next ones within the budget, whose layouts may make up for it. A search ends where its bound is not below the cost of a
 plan that fits.
 
+Effort.  What the user allows is for all choices together: each has a half of what those before it left, and at least a
+tenth of the whole.
+
 Bound.  A plan of a choice costs no less than that choice's bound, with or without a budget. So the least of the bounds is
 one on all plans of all choices that were planned, and the plan says how many these are; over all choices where all were.
 
@@ -27,10 +30,12 @@ from jshard._plan.recomputation import Choice, Recomputation
 from jshard._plan.recompute_peaks import WITHIN_REACH, PeakPrediction
 from jshard._plan.record import PlanRecord
 from jshard._plan.request import NoBetterPlan
+from jshard._search.effort import Effort
 
 
 _TRIED_BETWEEN = 2  # choices planned between two neighbours of the hull
 _WITHIN_BUDGET = 2  # choices planned within the budget, that exceed it when planned without
+_PART, _LEAST_PART = 0.5, 0.1  # of the effort that is left, and of the whole, for the next plan
 _TRIED_FREE = 8  # choices of the hull planned without a budget to find one that fits
 
 Planned = TypeVar("Planned")
@@ -56,18 +61,20 @@ class RecomputeSearch(Generic[Planned]):
 
     Arguments:
 
-    - `plan_of`: `plan_of(choice, limited, most)` plans the program of a choice, within the budget or without; it may
-        raise `NoBetterPlan` where no plan costs less than `most`, at level 0 with the even share of the compute.
+    - `plan_of`: `plan_of(choice, limited, most, effort)` plans the program of a choice, within the budget or without; it
+        may raise `NoBetterPlan` where no plan costs less than `most`, at level 0 with the even share of the compute.
     - `record_of`: the record of what `plan_of` returns.
     - `limit`: the budget in bytes.
+    - `seconds`: effort for all choices together; None for as much as the proofs take.
     """
 
     def __init__(
         self,
         recomputation: Recomputation,
-        plan_of: Callable[[Choice | None, bool, float], Planned],
+        plan_of: Callable[[Choice | None, bool, float, Effort], Planned],
         record_of: Callable[[Planned], PlanRecord],
         limit: float,
+        seconds: float | None = None,
     ):
         self.recomputation, self.plan_of, self.record_of, self.limit = (
             recomputation,
@@ -79,11 +86,28 @@ class RecomputeSearch(Generic[Planned]):
         # By choice, within the budget or not.
         self.planned: dict[tuple[Choice | None, bool], Trial[Planned]] = {}
         self.complete = False  # whether every choice was planned
+        self.interrupted = False
+        self._effort = Effort.of_seconds(seconds)
         self.refusal: MemoryBudgetError | None = None
 
     def run(self, original: Planned) -> Trial[Planned] | None:
-        """The cheapest trial within the budget; None if there is none. `original` is planned without a budget."""
+        """The cheapest trial within the budget; None if there is none. `original` is planned without a budget.
+
+        An interruption (Ctrl-C) ends the search; it is raised again where no trial within the budget is known.
+        """
         self.trials.append(self._trial(None, original))
+        try:
+            if self.record_of(original).interrupted:
+                raise KeyboardInterrupt
+            self._run()
+        except KeyboardInterrupt:
+            if not any(t.fits(self.limit) for t in self.trials):
+                raise
+            self.interrupted, self.complete = True, False
+        fitting = [t for t in self.trials if t.fits(self.limit)]
+        return min(fitting, key=lambda t: (t.cost, t.peak), default=None)
+
+    def _run(self) -> None:
         choices = self.recomputation.every_choice()
         if choices is not None:
             self.complete = True
@@ -95,8 +119,6 @@ class RecomputeSearch(Generic[Planned]):
         else:
             first = self.planned[None, False] = self.trials[0]
             self._search(PeakPrediction(self.recomputation, self.limit, None, first.peak))
-        fitting = [t for t in self.trials if t.fits(self.limit)]
-        return min(fitting, key=lambda t: (t.cost, t.peak), default=None)
 
     @property
     def bound(self) -> float:
@@ -121,7 +143,7 @@ class RecomputeSearch(Generic[Planned]):
         beside, least = self._cheapest()
         most = least + beside if limited and not self.complete else math.inf
         try:
-            trial = self._trial(choice, self.plan_of(choice, limited, most))
+            trial = self._trial(choice, self.plan_of(choice, limited, most, self.next_effort()))
         except NoBetterPlan as found:
             trial = Trial(choice, None, math.inf, found.bound - beside, math.inf)
             impossible = True
@@ -137,7 +159,13 @@ class RecomputeSearch(Generic[Planned]):
             impossible = False
         if trial.planned is not None or impossible:  # else nothing is known of the plans of this choice
             self.trials.append(trial)
+        if trial.planned is not None and self.record_of(trial.planned).interrupted:
+            raise KeyboardInterrupt  # that was of one choice: the others are not planned either
         return trial
+
+    def next_effort(self) -> Effort:
+        """The effort of the next plan."""
+        return self._effort.next_part(_PART, least=_LEAST_PART)
 
     def _cheapest(self) -> tuple[float, float]:
         """(what plans of all choices cost beside the objective, the least cost of one within the budget)."""

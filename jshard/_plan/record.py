@@ -104,6 +104,11 @@ class PlanRecord:
         return self.cost.compute + self.cost.exposed
 
     @property
+    def interrupted(self) -> bool:
+        """Whether a search for it was interrupted (Ctrl-C): it is the best plan that was known then."""
+        return any("interrupted" in s for s in self.steps)
+
+    @property
     def serial_seconds(self) -> float:
         """The same with compute and all communication one after the other."""
         return self.cost.compute + self.cost.communication

@@ -16,6 +16,7 @@ from jshard._spec.entry import Pin, satisfies
 
 if TYPE_CHECKING:
     from jshard._network.build import Pins
+    from jshard._search.effort import Effort
 
 
 Place = tuple[int, str, int]
@@ -49,7 +50,8 @@ class PlanRequest:
     - `memory_seconds`, `memory_gap`: the same under a budget and for the least peak. There the work is counted, so
         that every machine finds the same plan; the seconds only end a search that takes far longer than it should.
     - `search_seconds`: effort for all searches together, in the seconds that it takes on one core of 2026
-        (`_search/effort.py`); None for as much as the proof takes.
+        (`_search/effort.py`); None for as much as the proof takes. `effort`: a part of what several plans may spend
+        together, in place of that.
     - `search_in_budget`: False to return the plan of least time though it exceeds the limit.
     - `estimate`: whether the first plan of little memory will do, of a program whose every search takes long: its figures
         are estimates of those of another plan.
@@ -77,6 +79,7 @@ class PlanRequest:
     memory_seconds: float = 240.0
     memory_gap: float = 0.005
     search_seconds: float | None = None
+    effort: Effort | None = dataclasses.field(default=None, compare=False)
     forced: tuple[Force, ...] = ()
     pinned_results: tuple[int, ...] | None = None
     search_in_budget: bool = True
@@ -89,8 +92,8 @@ class PlanRequest:
 
     @property
     def to_the_end(self) -> PlanRequest:
-        """The request without costs at which its searches end."""
-        return dataclasses.replace(self, most=math.inf, ends_above=math.inf)
+        """The request without costs at which its searches end, and with an effort of its own."""
+        return dataclasses.replace(self, most=math.inf, ends_above=math.inf, effort=None)
 
     def with_pins(self, more: Sequence[tuple[int, str, int, Pin]]) -> PlanRequest:
         """The request with more pins."""

@@ -43,7 +43,7 @@ def with_short_rows(
     request, assignment = first.request, first.schedule.assignment
     program, topology = assignment.program, assignment.topology
     limit = request.memory_limit
-    if limit is None or request.forced or not has_tiles(topology):
+    if limit is None or request.forced or first.interrupted or not has_tiles(topology):
         return first
     before = stored_bytes(first)
     forced = short_rows(program, topology, limit) if before > limit else ()
@@ -53,6 +53,10 @@ def with_short_rows(
         second = search_again(dataclasses.replace(request, forced=forced))
     except ShardError:
         return first  # pins leave rows no cut
+    except KeyboardInterrupt:
+        return dataclasses.replace(
+            first, steps=(*first.steps, "interrupted: rows as the first search cuts them")
+        )
     after = stored_bytes(second)
     if after >= before or second.peak > limit:
         return first

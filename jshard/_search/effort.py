@@ -43,6 +43,15 @@ class Effort:
         """A part of what is left."""
         return Effort(share * max(0.0, self.limit - self.spent), 0.0, self)
 
+    def next_part(self, share: float, least: float) -> Effort:
+        """A part of what is left for the next of several searches; `least`: a share of the whole that it has in any case.
+
+        >>> whole = Effort(10.0, spent=9.0)
+        >>> whole.next_part(0.5, least=0.1).limit, whole.next_part(1.0, least=0.02).limit
+        (1.0, 1.0)
+        """
+        return Effort(max(self.part(share).limit, least * self.limit), 0.0, self)
+
     def spend(self, entries: float = 0.0, variables: int = 0) -> None:
         """Count entries gone through and variables visited."""
         self.spent += entries + PER_VARIABLE * variables
