@@ -114,8 +114,7 @@ class RecomputeSearch(Generic[Planned]):
             self.plan(None, limited=True)
             # Of the program as it was traced the bound without a budget is known; mostly it is the first choice.
             for choice in choices if self.recomputation.rewrites_loops else choices[1:]:
-                if self.plan(choice, limited=True).bound == 0.0:
-                    self.plan(choice, limited=False)
+                self._plan_with_bound(choice)
         else:
             first = self.planned[None, False] = self.trials[0]
             self._search(PeakPrediction(self.recomputation, self.limit, None, first.peak))
@@ -139,13 +138,18 @@ class RecomputeSearch(Generic[Planned]):
             self.planned[choice, limited] = self._planned(choice, limited)
         return self.planned[choice, limited]
 
+    def _plan_with_bound(self, choice: Choice | None) -> None:
+        """Plan a choice within the budget; where that proves nothing, without it too: its bound holds within it."""
+        if self.plan(choice, limited=True).bound <= 0.0:
+            self.plan(choice, limited=False)
+
     def _planned(self, choice: Choice | None, limited: bool) -> Trial[Planned]:
         beside, least = self._cheapest()
         most = least + beside if limited and not self.complete else math.inf
         try:
             trial = self._trial(choice, self.plan_of(choice, limited, most, self.next_effort()))
         except NoBetterPlan as found:
-            trial = Trial(choice, None, math.inf, found.bound - beside, math.inf)
+            trial = Trial(choice, None, math.inf, max(0.0, found.bound - beside), math.inf)
             impossible = True
         except SearchError as error:
             # Without a proof that nothing fits, the choice's bound is that of its plan without a budget.
@@ -276,4 +280,4 @@ class RecomputeSearch(Generic[Planned]):
             return math.inf if trial is None else trial.cost
 
         for choice in sorted(choices[:_WITHIN_BUDGET], key=free_cost):
-            self.plan(choice, limited=True)
+            self._plan_with_bound(choice)
