@@ -96,7 +96,10 @@ def microbatches(counts, needs, limit=10.0, fails_from=1 << 30):
         if peak > limit:
             raise MemoryBudgetError("too much", refusal=None)
         return SimpleNamespace(
-            count=count, memory_budget=limit, cost=SimpleNamespace(peak_bytes=peak, objective=cost)
+            count=count,
+            memory_budget=limit,
+            interrupted=False,
+            cost=SimpleNamespace(peak_bytes=peak, objective=cost),
         )
 
     batch: Any = SimpleNamespace(counts=counts, examples=counts[-1])

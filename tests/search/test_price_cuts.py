@@ -301,6 +301,18 @@ def test_answers_and_prices_of_one_limit_start_the_search_of_another(every_netwo
     assert seen > 20
 
 
+def test_prices_with_a_bound_and_no_answer_begin_the_search_too(every_network_is_large):
+    network = deep(12, 4)
+    least, fastest = solve(network, objective="peak"), solve(network)
+    limit = least.peak + 0.4 * (peak(network, fastest.assignment) - least.peak)
+    alone = solve(network.within(limit), layers_repeat=True)
+    assert alone.prices is not None and alone.prices.bound > -np.inf
+    for prices in (alone.prices, alone.prices.of_another_network()):
+        again = solve(network.within(limit), layers_repeat=True, prices=prices, bound_only=True)
+        assert peak(network, again.assignment) <= limit
+        assert alone.bound * (1 - 1e-9) <= again.bound <= again.cost * (1 + 1e-9)
+
+
 def test_better_answers_within_the_limit_are_told_of(every_network_is_large):
     network, told = deep(8, 5, limit=60.0), []
     found = solve(network, layers_repeat=True, on_answer=told.append)

@@ -269,7 +269,8 @@ class PriceCuts:
         if given is not None and given.bound > -np.inf:
             times, prices, _ = at
             self._prove(given.bound, times, prices)
-            at = self._next(*at, gap)
+            if self.cuts:  # else these prices' own answer comes first
+                at = self._next(*at, gap)
         for count in range(1, self.rounds + 1):
             if at is None:
                 return
