@@ -19,7 +19,7 @@ from typing import TypeVar
 from jshard._api.plan import Plan
 from jshard._core.errors import MemoryBudgetError, ShardError
 from jshard._core.layout import MeshAxes
-from jshard._core.messages import count_of, format_seconds
+from jshard._core.messages import count_of, format_seconds, say_interrupted
 from jshard._report.format_units import format_bytes
 from jshard._spec.pipeline_option import PipelineOption
 
@@ -101,7 +101,7 @@ def cheapest_pipeline(
     best = min(planned, key=lambda call: _cost(plan_of(call)))
     plan, plans = plan_of(best), sorted(map(plan_of, planned), key=_cost)
     bound = min((*(p.cost.bound + _beside(p) for p in plans), *(o.bound for o in outbid))) - _beside(plan)
-    not_tried = sum("interrupted" in r for r in refused)
+    not_tried = sum(say_interrupted([r]) for r in refused)
     tried = count_of(len(plans) + len(outbid) + len(refused) - not_tried - 1, "pipeline")
     space = plan.cost.space or f"plans with no pipeline or one of the {tried} tried"
     cost = dataclasses.replace(plan.cost, bound=min(plan.cost.bound, bound), space=space)

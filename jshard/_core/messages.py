@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import re
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def type_with_article(value: object) -> str:
@@ -37,6 +38,15 @@ def count_of(n: int, one: str, many: str = "") -> str:
     ('1 cut', 'no cuts', '2 entries')
     """
     return f"{n or 'no'} {one if n == 1 else many or one + 's'}"
+
+
+def say_interrupted(steps: Iterable[str]) -> bool:
+    """Whether one of a plan's steps says that a search was interrupted; names and paths in steps do not count.
+
+    >>> say_interrupted(["an earlier part was interrupted"]), say_interrupted(["computed again exp /interrupted/a.py:3"])
+    (True, False)
+    """
+    return any(re.search(r"(^|\s)interrupted($|[:,])", step) for step in steps)
 
 
 def join_choices(choices: Sequence[object]) -> str:

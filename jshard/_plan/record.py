@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from jshard._core.errors import PlanMismatchError
 from jshard._core.layout import Layout, MeshAxes
+from jshard._core.messages import say_interrupted
 from jshard._plan.compiled_timeline import CompiledTimeline
 from jshard._plan.lazy_rows import LazyTuple
 from jshard._plan.rows import (
@@ -106,7 +107,7 @@ class PlanRecord:
     @property
     def interrupted(self) -> bool:
         """Whether a search for it was interrupted (Ctrl-C): it is the best plan that was known then."""
-        return any("interrupted" in s for s in self.steps)
+        return say_interrupted(self.steps)
 
     @property
     def serial_seconds(self) -> float:

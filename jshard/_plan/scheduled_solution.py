@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jshard._core.messages import say_interrupted
 from jshard._network.build import PlanningNetwork
 from jshard._plan.live_range_splits import split_live_ranges
 from jshard._plan.overlap import with_hidden_seconds
@@ -84,7 +85,7 @@ class ScheduledSolution:
     @property
     def interrupted(self) -> bool:
         """Whether a search for it was interrupted."""
-        return any("interrupted" in s for s in self.steps)
+        return say_interrupted(self.steps)
 
     def after(self, other: ScheduledSolution) -> ScheduledSolution:
         """The solution of a search that followed another: it carries over the note that that was interrupted."""
