@@ -33,12 +33,13 @@ MIN_PEAK_RATIO = 1.02  # between peaks closer than this factor, no search is mad
 class Frontier:
     """Plans from the fastest to the smallest, none of them dominated in both time and memory.
 
-    `tried`: how many plans were made to find them.
+    `tried`: how many plans were made to find them. `interrupted`: whether Ctrl-C ended that.
     """
 
     name: str
     plans: tuple[Plan, ...]
     tried: int = 0
+    interrupted: bool = False
 
     @property
     def points(self) -> tuple[tuple[float, float], ...]:
@@ -73,7 +74,8 @@ class Frontier:
 
     @property
     def _title(self) -> str:
-        return f"time and memory of {self.name} on {_machine(self.plans[0])}"
+        ended = ", interrupted" if self.interrupted else ""
+        return f"time and memory of {self.name} on {_machine(self.plans[0])}{ended}"
 
     @property
     def _rows(self) -> list[PlanPoint]:
@@ -116,12 +118,31 @@ def _frontier(
     request: ShardRequest, args: tuple, kwargs: dict[str, PyTree], points: int, show_progress: bool | None
 ) -> Frontier:
     plans: list[Plan] = []
+    interrupted = False
+    try:
+        for plan in _plans(request, args, kwargs, points, show_progress):
+            plans.append(plan)
+            if plan.interrupted:
+                raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        if not plans:
+            raise
+        interrupted = True
+    return Frontier(request.name, _pareto_front(plans), len(plans), interrupted)
+
+
+def _plans(
+    request: ShardRequest, args: tuple, kwargs: dict[str, PyTree], points: int, show_progress: bool | None
+) -> Iterator[Plan]:
+    """The plans of a frontier as they are found: of each level, then within budgets where its gaps are widest."""
+    plans: list[Plan] = []
     with progress(f"frontier of {request.name}", points, shown=show_progress) as show:
         last_error: SearchError | None = None
         for level in (2, 1, 0)[:points]:
             show(len(plans), f"level {level}")
             try:
                 plans.append(plan_with_options(request, args, kwargs, level=level))
+                yield plans[-1]
             except SearchError as error:  # the chip's memory does not suffice
                 last_error = error
         if not plans:
@@ -144,7 +165,7 @@ def _frontier(
             if not gap[0] * 1.001 < peak < gap[1] / 1.001:
                 searched.add(gap)
             plans.append(plan)
-    return Frontier(request.name, _pareto_front(plans), len(plans))
+            yield plan
 
 
 def _pareto_front(plans: Iterable[Plan]) -> tuple[Plan, ...]:

@@ -47,12 +47,15 @@ SWEPT_OPTIONS = {
 """Options of `shard` that a sweep varies, beside mesh and batch, with the function that checks a value."""
 
 
+_NOT_PLANNED = "not planned: interrupted"
+
+
 @dataclasses.dataclass(frozen=True)
 class Sweep:
     """Plans of one function under several settings: printable, and a table in Jupyter.
 
     `points` has one `Point` for each combination, in the order of the settings: its `settings`, its `plan`, or
-    the `error` that stands in its place.
+    the `error` that stands in its place. After an interruption (Ctrl-C) the combinations that were left have none.
     """
 
     name: str
@@ -179,6 +182,7 @@ def _points(
     for values in options.values():
         total *= len(values)
     points: list[PlanPoint] = []
+    interrupted = False
     with progress(f"sweep of {request.name}", total, shown=show_progress) as show:
         for mesh, values, size in itertools.product(
             meshes or [None], itertools.product(*options.values()), sizes or [None]
@@ -193,7 +197,16 @@ def _points(
                 request, options=dataclasses.replace(request.options, **chosen), plan=None,
                 mesh=mesh.mesh if mesh else request.mesh,
             )  # fmt: skip
-            points.append(_point(changed, at, *_resize_batch(request, batched, size, args, kwargs)))
+            planned, error = None, _NOT_PLANNED
+            if not interrupted:
+                try:
+                    planned, error = _planned(changed, *_resize_batch(request, batched, size, args, kwargs))
+                    interrupted = planned is not None and planned.interrupted
+                except KeyboardInterrupt:
+                    if not any(p.plan for p in points):
+                        raise
+                    interrupted = True
+            points.append(_point(changed, at, planned, error))
     return points
 
 
@@ -215,14 +228,18 @@ def _device_count(mesh: object) -> int | None:
     return devices if isinstance(devices, int) else None
 
 
-def _point(request: ShardRequest, at: _Combination, args: tuple, kwargs: dict) -> PlanPoint:
-    plan, error = None, ""
+def _planned(request: ShardRequest, args: tuple, kwargs: dict) -> tuple[Plan | None, str]:
+    """The plan of a combination, or why there is none."""
     try:
-        plan = prepare(request, args, kwargs).plan
+        return prepare(request, args, kwargs).plan, ""
     except ShardError as e:
-        error = e.what
+        return None, e.what
     except Exception as e:  # the user's function may fail for a batch size: a row like any other
-        error = f"{type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else ''}".rstrip(": ")
+        text = str(e).strip()
+        return None, f"{type(e).__name__}: {text.splitlines()[0] if text else ''}".rstrip(": ")
+
+
+def _point(request: ShardRequest, at: _Combination, plan: Plan | None, error: str) -> PlanPoint:
     columns: dict[str, object] = {"mesh": at.mesh.name if at.mesh else plan and str(plan.mesh)}
     mesh = at.mesh.mesh if at.mesh else request.mesh
     devices = plan.mesh.total if plan else _device_count(mesh)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import jshard
+from jshard._api import prepare
 from jshard._api.pipeline_choice import cheapest_pipeline
 from jshard._plan import planner
 from jshard._spec.pipeline_option import PipelineOption
@@ -124,3 +125,33 @@ def test_an_interruption_among_pipelines_names_those_not_planned(kept: bool) -> 
 
     with pytest.raises(KeyboardInterrupt):
         cheapest_pipeline(options, nothing_known, lambda p: p, lambda _, p: p)
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["raised", "returned"])
+@pytest.mark.parametrize("of", ["sweep", "pareto"])
+def test_an_interruption_of_many_plans_gives_those_known(of: str, kept: bool, monkeypatch: Any) -> None:
+    real, calls, at = prepare.plan_traced, 0, 3
+
+    def plan_traced(traced: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == at and not kept:
+            raise KeyboardInterrupt
+        planned = real(traced)
+        return planned.with_plan(steps=(*planned.plan.steps, "interrupted")) if calls == at else planned
+
+    monkeypatch.setattr(prepare, "plan_traced", plan_traced)
+    f = jshard.shard(chain, mesh=OPTIONS["mesh"], hardware="v5e")
+    if of == "sweep":
+        found: Any = jshard.sweep(f, *EVEN, level=[0, 1, 2], memory_budget=["1TB", "2TB"])
+        assert len(found) == 6 and len(found.plans) == (3 if kept else 2)
+        assert {p.error for p in found.points[3:]} == {"not planned: interrupted"}
+        assert "not planned: interrupted" in str(found)
+    else:
+        found = jshard.pareto(f, *EVEN)
+        assert found.interrupted and found.tried == (3 if kept else 2)
+        assert "interrupted" in str(found).splitlines()[0]
+    assert calls == at
+    calls, at, kept = 0, 1, False
+    with pytest.raises(KeyboardInterrupt):
+        jshard.sweep(f, *EVEN, level=[0, 1]) if of == "sweep" else jshard.pareto(f, *EVEN)
