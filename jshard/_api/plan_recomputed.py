@@ -90,6 +90,8 @@ def _original_within_budget(
     search: RecomputeSearch[Call], plan_jaxpr: Callable[[ClosedJaxpr | None, bool, float, Effort], Call]
 ) -> Call:
     """The program as traced within the budget, or the refusal of the choice that keeps least."""
+    if (None, True) in search.planned and search.refusal is not None:
+        raise search.refusal
     try:
         return plan_jaxpr(None, True, math.inf, search.next_effort())
     except MemoryBudgetError as error:

@@ -6,8 +6,8 @@ Idea.  Where the plan of least time keeps the budget nothing is computed again. 
 Programs with few values have all their choices planned within the budget. Of others peaks are predicted
 (`recompute_peaks.py`): the choice of the hull with the fewest seconds that is predicted to fit is planned without a budget,
 which is quick; then the one that keeps most between it and the next, and between it and the program as it was traced; then
-the next ones within the budget, whose layouts may make up for it. A search ends where its bound is not below the cost of a
-plan that fits.
+the next ones and the program as it was traced within the budget, whose layouts may make up for it. A search ends where its
+bound is not below the cost of a plan that fits.
 
 Effort.  What the user allows is for all choices together: each has a half of what those before it left, and at least a
 tenth of the whole.
@@ -30,6 +30,7 @@ from jshard._plan.recomputation import Choice, Recomputation
 from jshard._plan.recompute_peaks import WITHIN_REACH, PeakPrediction
 from jshard._plan.record import PlanRecord
 from jshard._plan.request import NoBetterPlan
+from jshard._search.cost_network import LARGE_NETWORK
 from jshard._search.effort import Effort
 
 
@@ -273,11 +274,22 @@ class RecomputeSearch(Generic[Planned]):
             self._correct(prediction, trial)
 
     def _within_budget(self, choices: Sequence[Choice | None]) -> None:
-        """Plan the first choices within the budget, that of least cost without it first: a cheap plan ends the others."""
+        """Plan the first choices, and the program as it was traced, within the budget.
+
+        That of least cost without it comes first: a cheap plan ends the others.
+        """
 
         def free_cost(choice: Choice | None) -> float:
             trial = self.planned.get((choice, False))
             return math.inf if trial is None else trial.cost
 
-        for choice in sorted(choices[:_WITHIN_BUDGET], key=free_cost):
+        original = [None] if self._traced_may_fit() else []
+        for choice in sorted((*original, *choices[:_WITHIN_BUDGET]), key=free_cost):
             self._plan_with_bound(choice)
+
+    def _traced_may_fit(self) -> bool:
+        """Whether the program as it was traced is planned within the budget: not a large one that far exceeds it."""
+        free = self.planned[None, False]
+        assert free.planned is not None
+        few = len(self.record_of(free.planned).operators) < LARGE_NETWORK
+        return few or free.peak < WITHIN_REACH * self.limit

@@ -117,4 +117,5 @@ def test_within_the_budget_the_choice_of_least_cost_without_it_comes_first(
     monkeypatch.setattr(search, "_lowest_peaks", in_turn)
     limit = prediction(0.7).limit
     plan = jshard.shard(STEP, memory_budget=int(limit), remat="auto", **OPTIONS).plan(*ARGS)
-    assert len(planned) == 2 and planned[0] < planned[1] and plan.cost.peak_bytes <= limit
+    # The program as it was traced is one of the three, and costs least without a budget.
+    assert len(planned) == 3 and planned == sorted(planned) and plan.cost.peak_bytes <= limit
