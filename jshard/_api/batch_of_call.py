@@ -26,6 +26,7 @@ from jshard._schedule.peak_profile import INTERMEDIATE
 
 
 _BINDING = 0.8  # share of the budget from which on a plan may have been made slower by it
+_INTERRUPTED = ": interrupted, other numbers were not planned"
 
 Call = TypeVar("Call")
 
@@ -124,11 +125,10 @@ def fewest_microbatches(
         if k not in calls and k not in refused:
             try:
                 calls[k] = plan_in(counts[k])
-            except MemoryBudgetError as error:
-                refused[k] = error
-            else:
                 if plan_of(calls[k]).interrupted:
                     raise KeyboardInterrupt
+            except MemoryBudgetError as error:
+                refused[k] = error
         return k in calls
 
     last = len(counts)  # the position from which on no number can be planned
@@ -146,7 +146,7 @@ def fewest_microbatches(
         except KeyboardInterrupt:
             if not calls:
                 raise
-            last, why_not = 0, ": interrupted, other numbers were not planned"
+            last, why_not = 0, _INTERRUPTED  # nor are more pieces tried below
             break
         except ShardError as error:
             if counts[k] == 1:
@@ -167,7 +167,7 @@ def fewest_microbatches(
             if not fits(k + 1) or plan_of(calls[k + 1]).cost.objective >= plan.cost.objective:
                 break
         except KeyboardInterrupt:
-            why_not = ": interrupted, other numbers were not planned"
+            why_not = _INTERRUPTED
             break
         except ShardError as error:
             why_not = f": {error.what} ({error.where})"

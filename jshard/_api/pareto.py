@@ -142,9 +142,10 @@ def _plans(
             show(len(plans), f"level {level}")
             try:
                 plans.append(plan_with_options(request, args, kwargs, level=level))
-                yield plans[-1]
             except SearchError as error:  # the chip's memory does not suffice
                 last_error = error
+            else:
+                yield plans[-1]
         if not plans:
             assert last_error is not None
             raise last_error

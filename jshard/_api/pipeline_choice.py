@@ -19,7 +19,7 @@ from typing import TypeVar
 from jshard._api.plan import Plan
 from jshard._core.errors import MemoryBudgetError, ShardError
 from jshard._core.layout import MeshAxes
-from jshard._core.messages import count_of, format_seconds, say_interrupted
+from jshard._core.messages import count_of, format_seconds
 from jshard._report.format_units import format_bytes
 from jshard._spec.pipeline_option import PipelineOption
 
@@ -74,19 +74,19 @@ def cheapest_pipeline(
     refused: list[str] = []
     over_budget: MemoryBudgetError | None = None
     every = (None, *(o for o, _ in sorted(options, key=lambda o: o[1])))
-    for k, option in enumerate(every):
+    left: list[str] = []
+    for option in every:
         most = min((_cost(plan_of(call)) for call in planned), default=math.inf)
         try:
             planned.append(planned_with(option, most))
             if plan_of(planned[-1]).interrupted:
-                refused += [f"{_name(o)}: not planned, interrupted" for o in every[k + 1 :]]
-                break
+                raise KeyboardInterrupt
         except NoBetterPlan as found:
             outbid.append(_Outbid(option, found.bound))
         except KeyboardInterrupt:
             if not planned:
                 raise
-            refused += [f"{_name(o)}: not planned, interrupted" for o in every[k:]]
+            left = [_name(o) for o in every[len(planned) + len(outbid) + len(refused) :]]
             break
         except MemoryBudgetError as error:
             over_budget = over_budget or error
@@ -101,15 +101,20 @@ def cheapest_pipeline(
     best = min(planned, key=lambda call: _cost(plan_of(call)))
     plan, plans = plan_of(best), sorted(map(plan_of, planned), key=_cost)
     bound = min((*(p.cost.bound + _beside(p) for p in plans), *(o.bound for o in outbid))) - _beside(plan)
-    not_tried = sum(say_interrupted([r]) for r in refused)
-    tried = count_of(len(plans) + len(outbid) + len(refused) - not_tried - 1, "pipeline")
+    tried = count_of(len(plans) + len(outbid) + len(refused) - 1, "pipeline")
     space = plan.cost.space or f"plans with no pipeline or one of the {tried} tried"
     cost = dataclasses.replace(plan.cost, bound=min(plan.cost.bound, bound), space=space)
     ended = [
         f"{_name(o.option)}: at least {format_seconds(o.bound)}, so its search ended"
         for o in sorted(outbid, key=lambda o: o.bound)
     ]
-    steps = (*plan.steps, *map(_row, plans), *ended, *dict.fromkeys(refused))
+    steps = (
+        *plan.steps,
+        *map(_row, plans),
+        *ended,
+        *dict.fromkeys(refused),
+        *(f"{name}: not planned, interrupted" for name in left),
+    )
     return with_plan(best, dataclasses.replace(plan, cost=cost, steps=steps))
 
 

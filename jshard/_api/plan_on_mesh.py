@@ -62,10 +62,6 @@ def plan_with_committed(
     return planned.with_steps(f"as they lie: {first}")
 
 
-def _not_compared(meshes: Sequence[tuple[ChosenMesh, ShardRequest]]) -> str:
-    return f"interrupted: {count_of(len(meshes), 'mesh', 'meshes')} not compared"
-
-
 def cheapest_mesh(
     meshes: Sequence[tuple[ChosenMesh, ShardRequest]],
     plan_on: Callable[[ChosenMesh, ShardRequest], PlannedOnMesh],
@@ -74,18 +70,18 @@ def cheapest_mesh(
     plans: list[tuple[ChosenMesh, PlannedOnMesh]] = []
     errors: list[SearchError | NoBetterPlan] = []
     interrupted: tuple[str, ...] = ()
-    for k, (chosen, request) in enumerate(meshes):
+    for chosen, request in meshes:
         try:
             plans.append((chosen, plan_on(chosen, request)))
+            if plans[-1][1].plan.interrupted:
+                raise KeyboardInterrupt
         except (SearchError, NoBetterPlan) as error:  # a budget or pin that cannot be kept on this mesh
             errors.append(error)
         except KeyboardInterrupt:
             if not plans:
                 raise
-            interrupted = (_not_compared(meshes[k:]),)
-            break
-        if plans and plans[-1][1].plan.interrupted:
-            interrupted = (_not_compared(meshes[k + 1 :]),)
+            compared = len(plans) + len(errors)
+            interrupted = (f"interrupted: {compared} of {count_of(len(meshes), 'mesh', 'meshes')} compared",)
             break
     if not plans:
         ended = [e for e in errors if isinstance(e, NoBetterPlan)]

@@ -105,6 +105,8 @@ def plan_padded(
             jaxpr = padded_program(closed, sizes, classes)
             most = _ends_above(original, trials, sizes)
             trials.append(Padded(plan_jaxpr(jaxpr, most), jaxpr, sizes))
+            if trials[-1].planned.plan.interrupted:
+                raise KeyboardInterrupt
         except NoBetterPlan as found:  # nor is one of use in which fewer of the dimensions are padded
             padded = "" if len(sizes) == 1 else f" that pads all {len(sizes)} sizes tried"
             ended = _costs(sizes, f"no plan{padded} costs less than {format_seconds(found.bound)}")
@@ -130,8 +132,7 @@ def plan_padded(
             continue
         cut = cut_sizes(trials[-1].planned.schedule)
         fewer = {key: size for key, size in sizes.items() if size in cut or key in required}
-        interrupted = trials[-1].planned.plan.interrupted
-        if interrupted or len(fewer) == len(sizes):
+        if len(fewer) == len(sizes):
             break
         sizes = fewer
     unproved = interrupted or any(not _has_bound(t.planned.plan) for t in trials)

@@ -29,7 +29,7 @@ def make_plan(
     program: Program, topology: Topology, request: PlanRequest, on_progress: Callable[..., None] | None = None
 ) -> tuple[PlanRecord, Schedule]:
     """Search a plan for a program on a topology; returns the plan and the schedule it stands for."""
-    effort = request.effort
+    effort = request.effort  # a search puts parts of it into the requests of those it begins
 
     def search(request: PlanRequest) -> ScheduledSolution:
         return _searched(program, topology, dataclasses.replace(request, effort=effort), on_progress)
