@@ -42,7 +42,7 @@ from jshard._plan.scheduled_solution import (
 from jshard._plan.unpriced_cost import with_unpriced_cost
 from jshard._plan.useful_cost import check_useful_plans, even_share, least_conceivable_cost
 from jshard._program.graph import Program, rule_boundaries
-from jshard._search import LARGE_NETWORK, CostNetwork, Effort, Prices, Solution, solve
+from jshard._search import LARGE_NETWORK, CostNetwork, Effort, Prices, Solution, evaluate, solve
 from jshard._search.effort import ENTRIES_PER_SECOND, longest_seconds
 from jshard._search.memory.key_times import least_conceivable_peak
 
@@ -62,6 +62,7 @@ _SHARE_WITHOUT_BUDGET = 0.4
 _SHARE_FOR_START = 0.4  # of what is left, for a first plan within the budget
 _SHARE_FOR_BOUND = 0.25  # of what is left, for a bound on the least peak
 _SHARE_FOR_PLANS = 0.6  # of what is left then, for plans within the budget; the bound has the rest
+_LEAST_FOR_BOUND = 0.2  # of the whole, where plans took more
 
 
 class LevelSearch:
@@ -364,16 +365,13 @@ class LevelSearch:
             return best
         known = [*(found.answers if found else ()), *([] if best is None else [assignment_of_solution(best)])]
         bounding = without_costly_casts(bounding, network.cost_network.size, limit, self.effort)
+        # What the others prove holds for the network that estimates bytes.
+        prices = found.prices.of_another_network() if found and found.prices else start.prices
         s = self._solve_limited(
-            bounding,
-            limit,
-            (fastest.cost, fastest.peak),
-            # What the others prove holds for the network that estimates bytes.
-            prices=found.prices.of_another_network() if found and found.prices else start.prices,
+            bounding, limit, (fastest.cost, fastest.peak), prices=prices, bound=fastest.bound,
             known=[with_copies(bounding, x[: network.cost_network.size]) for x in known],
-            bound_only=best is not None,
-            bound=fastest.bound,
-        )
+            bound_only=best is not None, effort=self.effort.next_part(1.0, _LEAST_FOR_BOUND),
+        )  # fmt: skip
         if s is None:
             return best or fitting_or_lowest((fastest, *plans), limit)
         bound = max(fastest.bound, s.bound, ranked.bound)
@@ -443,11 +441,11 @@ class LevelSearch:
 
         A cost above `most` is of no use. `start`: prices and answers to begin with. The others: as in `LimitSearch`.
         """
-        limit, early = self._limit, list[ScheduledSolution]()
-        effort, measured = self.effort.part(_SHARE_FOR_PLANS), dict[bytes, ScheduledSolution]()
+        limit, large, effort = self._limit, memory.size >= LARGE_NETWORK, self.effort.part(_SHARE_FOR_PLANS)
+        early, measured = list[ScheduledSolution](), dict[bytes, ScheduledSolution]()
 
-        def note_first_plan(assignment: Ints) -> None:
-            if not any(p.peak <= limit for p in measured.values()):
+        def note_plan(assignment: Ints) -> None:
+            if not early or not large and evaluate(memory, assignment) < min(p.cost for p in early):
                 plan = schedule_solution(network, self.request, assignment, fastest.bound, ())
                 measured[assignment.tobytes()] = plan
                 if plan.peak <= limit:
@@ -455,7 +453,7 @@ class LevelSearch:
 
         def solved(aim: float, prices: Prices | None, answers: Sequence[Ints]) -> Solution | None:
             return self._solve_limited(
-                memory, aim, (fastest.cost, fastest.peak), prices, answers, note_first_plan, effort=effort,
+                memory, aim, (fastest.cost, fastest.peak), prices, answers, note_plan, effort=effort,
                 bound=fastest.bound, most=most,
             )  # fmt: skip
 

@@ -79,6 +79,8 @@ def solve_restricted(
         )
     except Contradiction:
         return None
+    finally:
+        search.spend_on(core)
     if not rest.core:
         search.update_incumbent(
             (*reductions, reduction), rest.offset, np.zeros(search.num_variables, dtype=np.int64)
@@ -215,6 +217,7 @@ def bound_and_fix(
     fix_share = 0.05 if search.for_warm_start else MAX_FIX_SHARE if layers else 0.1
     always_round = start is None or search.similar is not None
     while True:
+        search.spend_on(core)
         if not core.core:
             search.update_incumbent(reductions, core.offset, np.zeros(search.num_variables, dtype=np.int64))
             return BoundedCore(reductions, None, core.offset, {})

@@ -60,6 +60,7 @@ def branch_and_bound(
         variables, states = len(graph.core), sum(len(graph.tables.arrays[graph.unary[v]]) for v in graph.core)
     search.effort.spend(variables=search.num_variables)
     reduction, core = reduce_and_eliminate(graph)
+    search.spend_on(graph)
     search.report(
         f"reductions: {variables} variables, {states} states -> core of "
         f"{len(graph.core)} variables, {len(reduction.eliminated)} components finished exactly, "

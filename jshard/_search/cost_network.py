@@ -23,7 +23,8 @@ from jshard._core.arrays import Floats, Ints
 from jshard._core.errors import ShardError
 
 
-SMALL_ARRAY_BYTES = 2048  # up to here an array is looked up by its bytes, beyond by digests of them
+SMALL_ARRAY_BYTES = 2048  # up to here an array is looked up by its bytes, beyond by a digest
+_HASHED = 256  # entries of a long array, or some more
 # Variables from which on reductions are batched, and memory is searched by prices on few times alone.
 LARGE_NETWORK = 4000
 
@@ -124,13 +125,12 @@ class ArrayPool:
         self._index: dict[tuple, tuple[int, ...]] = {}
 
     def __call__(self, array: NDArray) -> int:
-        # A long array is looked up by digests, then compared: its bytes would be a copy each time.
+        # A long array is looked up by a digest, then compared: its bytes would be kept twice.
         short = array.nbytes <= SMALL_ARRAY_BYTES
-        bits = array.reshape(-1).view(np.int64)
-        key = (array.shape, array.tobytes() if short else _digest(bits))
+        key = (array.shape, array.tobytes() if short else _digest(array))
         candidates = self._index.get(key, ())
         for number in candidates:
-            if short or np.array_equal(bits, self.arrays[number].reshape(-1).view(np.int64)):
+            if short or array.tobytes() == self.arrays[number].tobytes():
                 return number
         number = len(self.arrays)
         self._index[key] = (*candidates, number)
@@ -145,9 +145,10 @@ class ArrayPool:
         return other
 
 
-def _digest(bits: Ints) -> tuple[int, ...]:
-    """Sums modulo 2**64: of all, of the first half, of every seventh (tables are often rearranged tables)."""
-    return int(bits.sum()), int(bits[: len(bits) // 2].sum()), int(bits[::7].sum())
+def _digest(array: NDArray) -> tuple[int, int]:
+    """The sum of an array's bits modulo 2**64, and a hash of a few (tables are often rearranged tables)."""
+    bits = array.reshape(-1).view(np.int64)
+    return int(np.add.reduce(bits)), hash(bits[:: max(1, len(bits) // _HASHED)].tobytes())
 
 
 def _checked_table(values: ArrayLike, ndim: int, what: str) -> Floats:

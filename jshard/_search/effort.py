@@ -1,8 +1,8 @@
 """Effort of a search, counted in table entries and not in seconds, so that every machine finds the same plan.
 
-A pass of messages costs its tables' entries, and each variable that is visited `PER_VARIABLE` more. One core of a
-server of 2026 goes through some `ENTRIES_PER_SECOND` (`benchmarks/planning/search.md`); the time to build networks
-and schedules is not counted.
+A pass of messages costs its tables' entries, and each variable that is visited `PER_VARIABLE` more; a reduction costs
+what it computes (`exact/table_pool.py`), an integer program its columns. One core of a server of 2026 goes through some
+`ENTRIES_PER_SECOND` (`benchmarks/planning/search.md`); the time to build networks and schedules is not counted.
 
 >>> effort = Effort.of_seconds(0.5)
 >>> effort.spend(entries=60e6)

@@ -91,6 +91,10 @@ class SearchState:
         allowed = max(self.gap * abs(bound), TOLERANCE * abs(self.incumbent_cost))
         return self.incumbent_cost - bound <= allowed
 
+    def spend_on(self, graph: WorkingNetwork) -> None:
+        """Count what the operations on a network's tables went through."""
+        self.effort.spend(graph.tables.take_work())
+
     @property
     def useless(self) -> bool:
         """Whether no assignment is cheap enough to be of use."""

@@ -115,6 +115,32 @@ def test_what_comes_after_them_begins_with_their_prices_and_answer(monkeypatch):
             assert proved >= bound - 1e-6 * abs(bound)
 
 
+def test_answers_under_prices_are_repaired_until_one_fits(monkeypatch):
+    """Near the least peak no answer under prices fits for some rounds; one near it that does is known after fewer."""
+    lagrangian = importlib.import_module("jshard._search.memory.lagrangian")
+    networks = [deep(5, seed) for seed in range(8)]
+    limits = [1.02 * solve(n, objective="peak").cost for n in networks]
+    firsts = []  # answers until the first that fits, of every search
+
+    class Counted(price_cuts.PriceCuts):
+        def run(self):
+            super().run()
+            fits = [cut.profile.max() <= self.limit for cut in self.cuts]
+            firsts.append(fits.index(True) if any(fits) else len(fits))
+
+    monkeypatch.setattr(lagrangian, "PRICE_CUTS_FROM", 0)
+    monkeypatch.setattr(lagrangian, "PriceCuts", Counted)
+    for network, limit in zip(networks, limits, strict=True):
+        found = solve(network.within(limit), layers_repeat=True)
+        assert found.peak <= limit and found.bound <= found.cost
+    repaired = sum(firsts)
+    firsts.clear()
+    monkeypatch.setattr(lagrangian._LimitedSearch, "repaired", lambda *_: None)
+    for network, limit in zip(networks, limits, strict=True):
+        solve(network.within(limit), layers_repeat=True)
+    assert repaired < 0.7 * sum(firsts), (repaired, firsts)
+
+
 def test_an_integer_program_is_left_out_where_the_effort_does_not_suffice(monkeypatch):
     lagrangian = importlib.import_module("jshard._search.memory.lagrangian")
     monkeypatch.setattr(lagrangian, "PRICE_CUTS_FROM", 0)

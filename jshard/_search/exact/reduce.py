@@ -28,6 +28,9 @@ from jshard._search.exact.table_pool import NONE
 from jshard._search.exact.working_network import WorkingNetwork
 
 
+PER_VISIT = 150.0  # entries of `effort.py` that a visit of a variable counts
+
+
 def reduce(graph: WorkingNetwork, start: Iterable[int] | None = None) -> WorkingNetwork:
     """Apply all reductions until none applies (in place; returned for convenience).
 
@@ -82,9 +85,11 @@ class _Reducer:
         graph, tables, changed, is_changed = self.graph, self.graph.tables, self.changed, self.is_changed
         unary, adj, guards = graph.unary, graph.adj, graph.memory_guards
         feasible, not_functional = tables.known_feasible, tables.not_functional
+        visits = 0
         while changed:
             v = changed.popleft()
             is_changed[v] = 0
+            visits += 1
             if unary[v] == NONE:
                 continue
             keep = feasible.get(unary[v])
@@ -120,6 +125,7 @@ class _Reducer:
             elif not self.in_dominance[v]:
                 self.in_dominance[v] = 1
                 self.dominance.append(v)
+        tables.work += PER_VISIT * visits
 
     def _contract(self, v: int) -> bool:
         """Contract v and a neighbour of which one's state decides the other's, if there is one."""

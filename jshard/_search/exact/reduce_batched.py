@@ -92,7 +92,7 @@ class _BatchedReduction:
         self.states, self.unary = all_states[network.node_table], zero[network.node_table]
         self.add_unaries(np.arange(self.n), own[network.node_table])
         i, j = network.edges.T
-        table = np.array([tables.quantized_table_id(t) for t in network.pairwise], dtype=np.int64)
+        table = np.array(tables.quantized_table_ids(network.pairwise), dtype=np.int64)
         table = table[network.edge_table]
         loop = i == j
         self.add_unaries(

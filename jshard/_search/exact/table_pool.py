@@ -15,6 +15,7 @@ All tables are nonnegative after normalisation; `inf` is forbidden and never mee
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -31,21 +32,32 @@ BOOLEAN_PRODUCT_ENTRIES = (
 )
 SPARSE_ENTRIES = 20_000  # of a table below which its share of finite entries does not matter
 SPARSE_SHARE = 0.25  # finite entries of every column at most, where a product looks at those alone
-DIFFERENCE_ENTRIES = 1_000_000  # differences of table rows computed at once
+# What the pool's work counts, in entries of `effort.py`: fitted to the seconds of reductions of small networks.
+PER_TABLE = 2000.0
+PER_TABLE_ENTRY, PER_JOINT_ENTRY, PER_DIFFERENCE = 0.2, 1 / 64, 0.1
+DIFFERENCE_ENTRIES = 130_000  # differences of table rows computed at once: they stay in a core's cache
+_FORBIDDEN = 1e300  # in place of inf where tables are subtracted, so that forbidden less forbidden is 0
 NONE = -1  # "no table": zero, or nothing to do
 
 
-def quantum(network: CostNetwork) -> float:
-    """The grid on which costs are exact: about 2**-60 of the sum of every table's largest finite entry."""
+def _largest_entries(tables: Sequence[Floats], uses: Ints) -> float:
+    """The sum, over the uses of some tables, of their largest finite entries."""
+    largest = np.array([float(np.abs(t[np.isfinite(t)]).max(initial=0.0)) for t in tables] or [0.0])
+    return float(largest[uses].sum()) if len(uses) else 0.0
 
-    def largest(table: Floats) -> float:
-        finite = np.abs(table[np.isfinite(table)])
-        return float(finite.max(initial=0.0))
 
-    unary = np.array([largest(t) for t in network.unary] or [0.0])
-    pairwise = np.array([largest(t) for t in network.pairwise] or [0.0])
-    total = float(unary[network.node_table].sum()) if network.size else 0.0
-    total += float(pairwise[network.edge_table].sum()) if len(network.edge_table) else 0.0
+def largest_of_edges(network: CostNetwork) -> float:
+    """The sum of every edge's largest finite entry."""
+    return _largest_entries(network.pairwise, network.edge_table)
+
+
+def quantum(network: CostNetwork, of_edges: float | None = None) -> float:
+    """The grid on which costs are exact: about 2**-60 of the sum of every table's largest finite entry.
+
+    `of_edges`: what `largest_of_edges` says, where that is known.
+    """
+    total = _largest_entries(network.unary, network.node_table)
+    total += largest_of_edges(network) if of_edges is None else of_edges
     return 2.0 ** (np.ceil(np.log2(total)) - 60) if 0 < total < np.inf else 1.0
 
 
@@ -67,12 +79,17 @@ class TablePool:
         self.arrays = self.pool.arrays
         self.subsets = ArrayPool()  # index arrays: which states are left, or a map of states
         self.num_products = 0  # distinct min-plus products computed, for tests and reports
+        self.work = 0.0  # entries that operations went through since `take_work`
         # Memos that the inner loops of `reduce` look up themselves.
         self.known_unary_sums: dict[tuple[int, int], tuple[int, float]] = {}
         self.known_feasible: dict[int, int] = {}
         self.known_eliminations: dict[tuple[int, int, int, int], EdgeParts] = {}
         self.known_restricted_edges: dict[tuple[int, int], EdgeParts] = {}
         self.not_functional: set[int] = set()  # edges that are known not to be a function either way
+        self._quantized: tuple[tuple[Floats, ...], list[int]] = (
+            (),
+            [],
+        )  # tables seen last, and their numbers
         self._transpose: dict[int, int] = {}
         self._pairwise_sum: dict[tuple[int, int], int] = {}
         self._normal: dict[int, tuple[int, int, int]] = {}
@@ -92,11 +109,23 @@ class TablePool:
 
     def table_id(self, table: Floats) -> int:
         """Intern a table that is not changed any more, without negative zeros (sums and minima of such have none)."""
+        self.work += PER_TABLE + PER_TABLE_ENTRY * table.size
         return self.pool(np.ascontiguousarray(table))
 
     def quantized_table_id(self, table: Floats) -> int:
         """Intern a table after rounding it to the grid."""
         return self.table_id(np.round(table / self.grid) * self.grid + 0.0)
+
+    def quantized_table_ids(self, tables: tuple[Floats, ...]) -> list[int]:
+        """Intern a network's tables after rounding; networks under different prices have their edges' tables in common."""
+        if self._quantized[0] is not tables:
+            self._quantized = tables, [self.quantized_table_id(t) for t in tables]
+        return self._quantized[1]
+
+    def take_work(self) -> float:
+        """The entries that operations went through since the last call."""
+        work, self.work = self.work, 0.0
+        return work
 
     def transpose(self, e: int) -> int:
         """A pairwise table with rows and columns exchanged."""
@@ -245,8 +274,13 @@ class TablePool:
         if known is None:
             self.num_products += 1
             a, costs, b = self.arrays[left], self.arrays[u], self.arrays[right]
-            large = a.size * b.shape[1] > BOOLEAN_PRODUCT_ENTRIES
-            if large and self._is_hard_constraint(left) and self._is_hard_constraint(right):
+            joint = a.size * b.shape[1]
+            self.work += PER_JOINT_ENTRY * joint
+            if (
+                joint > BOOLEAN_PRODUCT_ENTRIES
+                and self._is_hard_constraint(left)
+                and self._is_hard_constraint(right)
+            ):
                 product = _min_plus_of_constraints(a, costs, b)
             else:
                 product = _min_plus(a + costs, b)
@@ -300,7 +334,7 @@ class TablePool:
         for name, value in vars(self).items():
             if isinstance(value, dict | set | ArrayPool):
                 setattr(other, name, value.copy())
-        other.arrays = other.pool.arrays
+        other.arrays, other.work = other.pool.arrays, 0.0
         return other
 
     def undominated_states(self, u: int, edges: tuple[int, ...]) -> int:
@@ -333,13 +367,10 @@ class TablePool:
             for e in edges:
                 excess = self._largest_excess.get(e)
                 if excess is None:
-                    table = self.arrays[e]
-                    with np.errstate(invalid="ignore"):  # inf - inf, forbidden for both, does not count
-                        excess = np.fmax.reduce(table[:, None] - table[None], axis=2)
-                    self._largest_excess[e] = excess
+                    table = _with_finite_entries(self.arrays[e])
+                    excess = self._largest_excess[e] = (table[:, None] - table[None]).max(axis=2)
                 terms.append(excess)
-            with np.errstate(invalid="ignore"):
-                known = self._margin[edges] = sum(terms, np.zeros(()))
+            known = self._margin[edges] = sum(terms, np.zeros(()))
         return known
 
     def _compare_all(self, u: int, edges: tuple[int, ...]) -> NDArray[np.bool_]:
@@ -353,6 +384,7 @@ class TablePool:
         """The same for many states: the full criterion only for pairs that pass a cheap necessary test; None for no
         pair."""
         unary = self.arrays[u]
+        self.work += PER_DIFFERENCE * len(unary) ** 2 * (1 + len(edges))
         slack = unary[None, :] - unary[:, None]  # [a, b]
         np.fill_diagonal(slack, -1.0)
         if not (slack >= 0).any():
@@ -369,6 +401,7 @@ class TablePool:
         a, b = np.nonzero(slack >= 0)
         left = unary[b] - unary[a]
         for e, times in multiplicity.items():
+            self.work += PER_DIFFERENCE * len(a) * self.arrays[e].shape[1]
             left = left - times * self._excess_of_pairs(self.arrays[e], a, b)
             passes = left >= 0
             a, b, left = a[passes], b[passes], left[passes]
@@ -381,12 +414,11 @@ class TablePool:
     @staticmethod
     def _excess_of_pairs(table: Floats, a: Ints, b: Ints) -> Floats:
         """max_j(table[a, j] - table[b, j]) of each pair of rows."""
-        excess = np.empty(len(a))
+        excess, table = np.empty(len(a)), _with_finite_entries(table)
         step = max(1, DIFFERENCE_ENTRIES // table.shape[1])
-        with np.errstate(invalid="ignore"):  # inf - inf, forbidden for both, does not count
-            for at in range(0, len(a), step):
-                part = slice(at, at + step)
-                np.fmax.reduce(table[a[part]] - table[b[part]], axis=1, out=excess[part])
+        for at in range(0, len(a), step):
+            part = slice(at, at + step)
+            np.maximum.reduce(table[a[part]] - table[b[part]], axis=1, out=excess[part])
         return excess
 
     def _without_dominated(self, dominates: NDArray[np.bool_]) -> int:
@@ -395,6 +427,11 @@ class TablePool:
             return NONE
         earlier = np.tri(len(dominates), k=-1, dtype=bool).T
         return self.subsets(np.flatnonzero(~(dominates & (~dominates.T | earlier)).any(axis=0)))
+
+
+def _with_finite_entries(table: Floats) -> Floats:
+    """A normalised table for differences of its rows, whose maxima are 0 or more: what is forbidden in both adds nothing."""
+    return np.where(np.isinf(table), _FORBIDDEN, table)
 
 
 def _min_plus(a: Floats, b: Floats) -> Floats:

@@ -181,7 +181,7 @@ def working_network(network: CostNetwork, tables: TablePool | None = None) -> Wo
     """The working network of a cost network: costs quantised, parallel edges merged, edges normalised."""
     tables = tables or TablePool(quantum(network))
     unary = [tables.quantized_table_id(t) for t in network.unary]
-    pairwise = [tables.quantized_table_id(t) for t in network.pairwise]
+    pairwise = tables.quantized_table_ids(network.pairwise)
     all_states = [tables.subsets(np.arange(len(t))) for t in network.unary]
     zero = [tables.table_id(np.zeros(len(t))) for t in network.unary]
     # (table with minimum 0, that minimum) of each distinct unary table.

@@ -268,6 +268,7 @@ def fuse(
         problem = reduced_problem(fused.network, clock, memory.limit)
     except (MemoryBudgetError, Contradiction):
         return None
+    inner.spend_on(problem.graph)
     limited = _LimitedSearch(inner, problem, memory.limit, integral_costs=False)
     limited.ascend(_FUSION_PRICES)
     if (
@@ -312,35 +313,32 @@ def solve_limited(
         branch_and_bound(search, working_network(network))
         return
     priced_before = layers_repeat and network.size >= PRICE_CUTS_FROM
+    large = network.size >= LARGE_NETWORK
+    limited = None if large and priced_before else _limited_search(network, search, clock)
     if priced_before:
-        large = network.size >= LARGE_NETWORK
         rounds = (TIE_BREAK_ROUNDS_IF_LARGE if large else TIE_BREAK_ROUNDS) if tie_break_only else ROUNDS
 
         def combined(answers: Sequence[Ints]) -> Ints | None:
             combines = not bound_only and not (tie_break_only and large)
             return fuse(network, answers, search, search.bound) if combines else None
 
-        PriceCuts(network, search, memory.limit, combined, rounds).run()
+        repaired = limited.repaired if limited is not None and not bound_only else lambda _: None
+        PriceCuts(network, search, memory.limit, combined, rounds, repaired).run()
         if search.useless:
             raise _nothing_found(memory.limit, "prices on the times that exceed it")
         if search.gap_closed(search.bound) or (large and search.has_answer):
             return
-        if large:
-            raise _nothing_found(memory.limit, "prices on the times that exceed it")
-    problem = reduced_problem(network, clock, memory.limit)
-    size = len(problem.core.variables)
-    search.report(
-        f"reductions that keep memory: {network.size} variables -> {size}; "
-        f"{len(clock.times)} key times can exceed the limit"
-    )
+    if limited is None:
+        raise _nothing_found(memory.limit, "prices on the times that exceed it")
+    size = len(limited.problem.core.variables)
     prices, moves = effort(size)
     if tie_break_only:
         prices, moves = int(np.clip(prices // 2, 8, 40)), min(moves, 120)
-    limited = _LimitedSearch(search, problem, memory.limit, has_integral_costs(network))
     if priced_before:
         limited.begin_with_prices_on_few_times(clock)
     if not (priced_before and search.has_answer):
-        limited.ascend(prices, until_found=not tie_break_only)
+        patience = _PATIENCE_AFTER if priced_before else _PATIENCE
+        limited.ascend(prices, patience, until_found=not tie_break_only)
     elif size < _ASCENT_AFTER_BELOW:
         limited.ascend(prices, _PATIENCE_AFTER)
     if search.useless:
@@ -352,6 +350,19 @@ def solve_limited(
     if limited.states is not None and not solved and not search.gap_closed(search.bound):
         limited.move_forests(limited.states, moves)
         search.report("priced blocks")
+
+
+def _limited_search(network: CostNetwork, search: SearchState, clock: KeyTimes) -> _LimitedSearch:
+    """The stages that follow the reductions that preserve memory."""
+    memory = network.memory
+    assert memory is not None and memory.limit is not None
+    problem = reduced_problem(network, clock, memory.limit)
+    search.spend_on(problem.graph)
+    search.report(
+        f"reductions that keep memory: {network.size} variables -> {len(problem.core.variables)}; "
+        f"{len(clock.times)} key times can exceed the limit"
+    )
+    return _LimitedSearch(search, problem, memory.limit, has_integral_costs(network))
 
 
 def _nothing_found(limit: float, where: str) -> MemoryBudgetError:
@@ -387,6 +398,13 @@ class _LimitedSearch:
             if np.isfinite(cost):
                 self.states = states
                 self._keep(states, cost)
+
+    def repaired(self, assignment: Ints) -> Ints | None:
+        """An assignment within the limit near one that exceeds it; None where none is found."""
+        states = core_states(self.problem, assignment)
+        if not np.isfinite(repair_then_descend(self.budgeted, states, self.search.deadline)):
+            return None
+        return lift_core(self.problem, states, self.search.num_variables)
 
     def ascend(self, max_prices: int, patience: int = _PATIENCE, until_found: bool = True) -> None:
         """Ascend the dual, and repair every priced answer, until the gap is closed or nothing helps any more.
@@ -473,6 +491,8 @@ class _LimitedSearch:
             self.states = list(states)
             search.incumbent_cost = cost
             search.assignment = lift_core(self.problem, self.states, search.num_variables)
+            if search.on_answer is not None and search.assignment is not None:
+                search.on_answer(search.assignment)
 
     def _only_bytes_count(self) -> bool:
         highest = float(self.ascent.prices.max(initial=0.0)) * self.ascent.unit

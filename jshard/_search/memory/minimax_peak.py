@@ -394,6 +394,7 @@ def solve_peak(
         return
     grid = 2.0 ** (np.ceil(np.log2(max(float(most.sum()), 1e-300))) - 55)
     problem = reduced_problem(without_costs(network), clock, None, TablePool(grid))
+    search.spend_on(problem.graph)
     search.report(
         f"reductions that keep memory: {network.size} variables -> {len(problem.core.variables)}; "
         f"{len(clock.times)} key times can be the peak"

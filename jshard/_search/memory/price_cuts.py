@@ -41,7 +41,7 @@ from jshard._search.cost_network import (
 )
 from jshard._search.dual.warm_start import CoreMessages
 from jshard._search.exact.reduce_batched import starting_network
-from jshard._search.exact.table_pool import TablePool, quantum
+from jshard._search.exact.table_pool import TablePool, largest_of_edges, quantum
 from jshard._search.exact.working_network import WorkingNetwork
 from jshard._search.memory.key_times import first_time, fullest_time
 from jshard._search.search_state import GapProgress, SearchState
@@ -95,6 +95,7 @@ def prices_while_held(network: CostNetwork, prices: Prices) -> tuple[Ints, Float
 
 
 Fuse = Callable[[Sequence[Ints]], Ints | None]  # from answers to one within the limit
+Repair = Callable[[Ints], Ints | None]  # from an answer to one near it that is within the limit
 
 
 def priced_network(
@@ -186,13 +187,14 @@ class PricedNetworks:
         self.network, self.moves_forests = network, moves_forests
         # That of bytes alone, where nothing costs anything, is known with the first prices.
         costs = any(np.any(t[np.isfinite(t)]) for t in (*network.unary, *network.pairwise))
-        self.grid = COARSER * quantum(network) if costs else 0.0
+        self.of_edges = largest_of_edges(network)
+        self.grid = COARSER * quantum(network, self.of_edges) if costs else 0.0
         self.tables = TablePool(self.grid)
         self.similar: CoreMessages | None = None
 
     def _graph(self, priced: CostNetwork) -> WorkingNetwork:
-        if quantum(priced) > self.grid:
-            self.grid = COARSER * quantum(priced)
+        if (finest := quantum(priced, self.of_edges)) > self.grid:
+            self.grid = COARSER * finest
             self.tables, self.similar = TablePool(self.grid), None
         return starting_network(priced, self.tables)
 
@@ -221,11 +223,17 @@ class PriceCuts:
     """Cutting planes for one network and limit; answers and bounds go to `search`."""
 
     def __init__(
-        self, network: CostNetwork, search: SearchState, limit: float, fuse: Fuse, rounds: int = ROUNDS
+        self,
+        network: CostNetwork,
+        search: SearchState,
+        limit: float,
+        fuse: Fuse,
+        rounds: int = ROUNDS,
+        repair: Repair = lambda _: None,
     ) -> None:
         assert network.memory is not None
         self.network, self.memory, self.search, self.limit = network, network.memory, search, limit
-        self.fuse, self.solver, self.rounds = fuse, PricedNetworks(network), rounds
+        self.fuse, self.repair, self.solver, self.rounds = fuse, repair, PricedNetworks(network), rounds
         self.bytes_alone = PricedNetworks(without_costs(network))
         self.first_time = first_time(self.memory)
         self.cuts: list[Cut] = []
@@ -284,6 +292,8 @@ class PriceCuts:
             ):
                 self._fuse(last=not search.useless)
                 return
+            if cut.profile.max() > self.limit and (repaired := self.repair(cut.assignment)) is not None:
+                self._keep(repaired)
             if self.best is None and prices.any():
                 self._price_short_intervals(times, prices)
                 if self.best is None and self._nothing_fits(times, prices):
@@ -311,7 +321,7 @@ class PriceCuts:
         for cut in self.cuts[self.seen :]:
             times = self._joined(times, cut.profile)
         last, self.seen = self.cuts[-1], len(self.cuts)
-        if self.best is None and (last.profile[times] > self.limit).any():
+        if not spend or self.best is None and (last.profile[times] > self.limit).any():
             spend = max(spend, MOST_SPENT * self.limit * float(prices.sum()), FIRST_SPEND * self._scale())
             if spend > LARGEST_SPEND * self._scale():
                 return None
