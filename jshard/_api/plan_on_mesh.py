@@ -64,15 +64,18 @@ def plan_with_committed(
 
 def cheapest_mesh(
     meshes: Sequence[tuple[ChosenMesh, ShardRequest]],
-    plan_on: Callable[[ChosenMesh, ShardRequest], PlannedOnMesh],
+    plan_on: Callable[[ChosenMesh, ShardRequest, float], PlannedOnMesh],
 ) -> tuple[ChosenMesh, PlannedOnMesh]:
-    """The mesh of the cheapest plan; the plan's steps list the cost on every mesh. Ctrl-C ends it once a plan is known."""
+    """The mesh of the cheapest plan; the plan's steps list the cost on every mesh. Ctrl-C ends it once a plan is known.
+
+    `plan_on`: plans on a mesh of a request, with a share of the effort that is left.
+    """
     plans: list[tuple[ChosenMesh, PlannedOnMesh]] = []
     errors: list[SearchError | NoBetterPlan] = []
     interrupted: tuple[str, ...] = ()
-    for chosen, request in meshes:
+    for number, (chosen, request) in enumerate(meshes):
         try:
-            plans.append((chosen, plan_on(chosen, request)))
+            plans.append((chosen, plan_on(chosen, request, 1.0 / (len(meshes) - number))))
             if plans[-1][1].plan.interrupted:
                 raise KeyboardInterrupt
         except (SearchError, NoBetterPlan) as error:  # a budget or pin that cannot be kept on this mesh

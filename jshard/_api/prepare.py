@@ -33,7 +33,7 @@ from jshard._core.hardware import Chip
 from jshard._core.jax_types import ClosedJaxpr, JaxMesh, PyTree, PyTreeDef
 from jshard._core.layout import MeshAxes
 from jshard._plan.replay import schedule_of_plan
-from jshard._plan.request import PlanRequest
+from jshard._plan.request import LEAST_EFFORT, PlanRequest, effort_of_call
 from jshard._program.equation_bodies import rewritten
 from jshard._program.searchsorted_primitive import with_searches
 from jshard._program.shift_patterns import with_shifts
@@ -115,7 +115,8 @@ def trace_call(
     elif (context := compat.context_mesh()) is not None and AxisType.Explicit in context.axis_types:
         explicit_mesh = context
     statics = static_values(request, args, kwargs)
-    return TracedCall(request, call, traced, explicit_mesh, in_pins, statics, on_progress)
+    effort = effort_of_call(request.options.search_seconds)
+    return TracedCall(request, call, traced, explicit_mesh, in_pins, statics, on_progress, effort)
 
 
 def check_pins(request: ShardRequest, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> None:
@@ -136,10 +137,10 @@ class FoundPlan:
 class TracedCall:
     """What all plans of one call share: its arguments, its trace, and what the user says of them.
 
-    `explicit_mesh`: the mesh with Explicit axes of the trace, if any. `in_pins`: of the arguments. `found`: the plan to
-    take instead of a search. `in_pieces`: the program in loops over pieces of the batch. `most`: the cost of a plan
-    that is known; `ends_above`: the objective above which plans are of no use. `programs`: those built so far of jaxprs of
-    this trace.
+    `explicit_mesh`: the mesh with Explicit axes of the trace, if any. `in_pins`: of the arguments. `effort`: of all
+    searches. `found`: the plan to take instead of a search. `in_pieces`: the program in loops over pieces of the batch.
+    `most`: the cost of a plan that is known; `ends_above`: the objective above which plans are of no use. `programs`: those
+    built so far of jaxprs of this trace.
     """
 
     request: ShardRequest
@@ -149,6 +150,7 @@ class TracedCall:
     in_pins: Sequence[Pin | None]
     statics: tuple[object, ...]
     on_progress: OnProgress
+    effort: Effort
     found: FoundPlan | None = None
     in_pieces: ClosedJaxpr | None = None
     most: float = math.inf
@@ -445,7 +447,7 @@ def _plan_jaxpr(
     ties = find_state_ties(program, in_leaves, in_tree, traced.avals, out_tree, donated, out_pins)
     pins = collect_pins(request, call, traced, in_pins, out_pins)
 
-    def plan_on(chosen: ChosenMesh, request: ShardRequest = request) -> PlannedOnMesh:
+    def plan_on(chosen: ChosenMesh, request: ShardRequest = request, share: float = 1.0) -> PlannedOnMesh:
         check_meshes(program, chosen.axes)
         topology = device_topology.without_unit_axes(physical_topology(request, chosen))
         pinned, committed = pins.resolve(chosen, topology)
@@ -459,7 +461,7 @@ def _plan_jaxpr(
             gap=options.gap, replication_price=options.replication_price, search_seconds=options.search_seconds,
             search_in_budget=options.search_in_budget, estimate=options.estimate, memory_slack=options.memory_slack,
             names_least_peak=not recomputed, most=of.most, overlap=options.overlap,
-            ends_above=of.ends_above, effort=effort,
+            ends_above=of.ends_above, effort=(effort or of.effort).next_part(share * options.effort_share, LEAST_EFFORT),
         )  # fmt: skip
         if found is not None:
             kept = [c for c in committed if program.inputs.index(c[0]) in found.committed]

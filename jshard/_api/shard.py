@@ -111,16 +111,17 @@ def shard(
         the plans found at the least peak), 2 step time.
     - `config`: a configuration, for what other arguments leave open: the path of a YAML file, YAML text, a dict or a
         `Config`. These options are there only. `search_seconds`: how long the search may improve a plan, counted as the
-        effort of one core of 2026 in that time, so that every machine finds the same plan; the plan says its gap; by
-        default until it is proved; all choices of `remat` have as much again. `prefer`: `"memory:1%"` takes the plan of
-        least peak found at up to 1% more than the least cost. `pad`: sizes of large tensors that no cut divides are padded
-        where that makes the plan better; `False` never pads, `True` pads small tensors and what pinned cuts do not divide
-        too, paths pad arguments at rest (`PaddedArray`). `pipeline`: loops over stacked layers run in stages over a mesh
-        axis, `{"axis": "stage", "microbatches": 16}`; "auto" compares them with none (docs/howto/pipelines.md). `overlap`:
-        `False` counts communication that products hide. Of processes: `local_batch`, `check_host_arrays`, ....
+        effort of one core of 2026 in that time, so that every machine finds the same plan, which says its gap; by default
+        until it is proved. Plans that are compared share it, each has a tenth or more; choices of `remat` have as much
+        again. `prefer`: `"memory:1%"` takes the plan of least peak found at up to 1% more than the least cost. `pad`: sizes
+        of large tensors that no cut divides are padded where that makes the plan better; `False` never pads, `True` pads
+        small tensors and what pinned cuts do not divide too, paths pad arguments at rest (`PaddedArray`). `pipeline`: loops
+        over stacked layers run in stages over a mesh axis, `{"axis": "stage", "microbatches": 16}`; "auto" compares with
+        none (docs/howto/pipelines.md). `overlap`: `False` counts communication that products hide. Of processes:
+        `local_batch`, `check_host_arrays`, ....
     - `mesh`: a `Mesh`, `AbstractMesh` or `topology(...)`; `"auto"` compares the meshes that the strategies allow on
-        the local devices, `"auto:4"` on four of them, `"auto:v5e:4x4"` on a named machine; default: the mesh in
-        context, else one inferred from the strategies.
+        the local devices, `"auto:4"` on four of them, `"auto:v5e:4x4"` on a named machine; default: the mesh in context,
+        else one inferred from the strategies.
     - `hardware`: a chip's name, or the file of a measured one, `"my-cluster.json"`; default: the chip of the mesh.
     - `memory_budget`: bytes per device, or text such as `"14GiB"`; default: 90% of the chip's memory, none on CPU.
     - `search`: `"optimal"` or `"propagation"` (MindSpore's algorithm).
@@ -133,8 +134,7 @@ def shard(
     - `microbatches`: into how many pieces the batch is cut, which run in a loop that adds up sums over examples (gradients)
         and changes no result; "auto": the least number that fits the memory budget, or more if they cost less.
 
-    Returns a `Sharded` callable, or a decorator without `fn`; a Flax module gives a sharded module. Raises `ShardError`
-    for a wrong argument.
+    Returns a `Sharded` callable, a decorator without `fn`, of a Flax module a sharded one; wrong arguments: `ShardError`.
     """
     options = dict(
         in_strategy=in_strategy, out_strategy=out_strategy, parameter_plan=parameter_plan, device=device, level=level,

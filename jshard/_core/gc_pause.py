@@ -21,6 +21,9 @@ import gc
 from collections.abc import Iterator
 
 
+_MANY_OBJECTS = 10_000  # new ones, whose traversal takes a millisecond or more
+
+
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
     """A context, or decorator, in which the garbage collector is disabled."""
@@ -31,8 +34,8 @@ def gc_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             # Moves new objects to the oldest generation, so that the next collection does not traverse them.
-            # Not if the user has frozen objects: `unfreeze` would thaw those too.
-            if not gc.get_freeze_count():
+            # Not if the user has frozen objects, which are counted one by one: `unfreeze` would thaw those too.
+            if gc.get_count()[0] >= _MANY_OBJECTS and not gc.get_freeze_count():
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()

@@ -12,7 +12,7 @@ from jshard._plan.early_plans import early_plan, is_estimated
 from jshard._plan.level_search import LevelSearch
 from jshard._plan.propagation import propagate
 from jshard._plan.record import PlanRecord
-from jshard._plan.request import PlanRequest
+from jshard._plan.request import LEAST_EFFORT, PlanRequest
 from jshard._plan.scheduled_solution import ROUNDING, ScheduledSolution, schedule_solution
 from jshard._plan.short_rows import with_short_rows
 from jshard._plan.summarize import summarize
@@ -29,9 +29,10 @@ def make_plan(
     program: Program, topology: Topology, request: PlanRequest, on_progress: Callable[..., None] | None = None
 ) -> tuple[PlanRecord, Schedule]:
     """Search a plan for a program on a topology; returns the plan and the schedule it stands for."""
-    effort = request.effort  # a search puts parts of it into the requests of those it begins
+    whole = request.effort  # a search puts parts of it into the requests of those it begins
 
     def search(request: PlanRequest) -> ScheduledSolution:
+        effort = None if whole is None else whole.next_part(1.0, least=LEAST_EFFORT)
         return _searched(program, topology, dataclasses.replace(request, effort=effort), on_progress)
 
     solution = search(request)

@@ -26,6 +26,17 @@ Force = tuple[int, str, int, str, LayoutTest]
 """(operator, side, index, description, test of layouts): what `Plan.why` requires beside the user's pins."""
 
 
+LEAST_EFFORT = 0.1
+"""Of a call's effort: what each of several searches for it has in any case."""
+
+
+def effort_of_call(seconds: float | None) -> Effort:
+    """What the searches for one call may spend together."""
+    from jshard._search.effort import Effort  # here, so that `import jshard` stays light
+
+    return Effort.of_seconds(seconds)
+
+
 class NoBetterPlan(Exception):  # noqa: N818 (nothing failed)
     """Ends a search: every plan costs at least `bound`, and what is known costs no more. Handled inside this package.
 

@@ -85,6 +85,11 @@ class PlanOptions:
     pipeline: PipelineOption | str | None = None
     overlap: bool | Literal["search"] = True
 
+    @property
+    def effort_share(self) -> float:
+        """Of the effort that is left, for the next plan: half where numbers of pieces, or pipelines, are compared."""
+        return 0.5 if self.microbatches == "auto" or self.pipeline is not None else 1.0
+
 
 _CONFIG_ONLY = {
     "replication_price": "0",
