@@ -100,7 +100,8 @@ def test_values_computed_again_keep_their_pins_in_the_forward_pass() -> None:
     params, x = arguments(layers=2)
     config = CONFIG | {"level": 2, "pad": False, "search_seconds": 0.5}  # any plan that fits will do
     peak = jshard.shard(step, config=config).plan(params, x, False, False).cost.peak_bytes
-    limited = config | {"remat": "auto", "memory_budget": int(0.7 * peak)}
+    # Down to 0.63 of it other layouts are enough.
+    limited = config | {"remat": "auto", "memory_budget": int(0.57 * peak)}
     plan = jshard.shard(step, config=limited).plan(params, x, False, False)
     assert plan.kept is not None and plan.cost.peak_bytes < peak
     named = [o for o in plan.operators if o.module.endswith("core") and o.primitive == "jshard_module_output"]
