@@ -29,14 +29,14 @@ from jshard._core.errors import MemoryBudgetError, SearchError
 from jshard._plan.recomputation import Choice, Recomputation
 from jshard._plan.recompute_peaks import WITHIN_REACH, PeakPrediction
 from jshard._plan.record import PlanRecord
-from jshard._plan.request import NoBetterPlan
+from jshard._plan.request import LEAST_EFFORT, NoBetterPlan
 from jshard._search.cost_network import LARGE_NETWORK
 from jshard._search.effort import Effort
 
 
 _TRIED_BETWEEN = 2  # choices planned between two neighbours of the hull
 _WITHIN_BUDGET = 2  # choices planned within the budget, that exceed it when planned without
-_PART, _LEAST_PART = 0.5, 0.1  # of the effort that is left, and of the whole, for the next plan
+_PART = 0.5  # of the effort that is left, for the next plan
 _TRIED_FREE = 8  # choices of the hull planned without a budget to find one that fits
 
 Planned = TypeVar("Planned")
@@ -170,7 +170,7 @@ class RecomputeSearch(Generic[Planned]):
 
     def next_effort(self) -> Effort:
         """The effort of the next plan."""
-        return self._effort.next_part(_PART, least=_LEAST_PART)
+        return self._effort.next_part(_PART, least=LEAST_EFFORT)
 
     def _cheapest(self) -> tuple[float, float]:
         """(what plans of all choices cost beside the objective, the least cost of one within the budget)."""

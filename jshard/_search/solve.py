@@ -60,7 +60,7 @@ def solve(
     - `prices`: those to begin with, of a similar network; with their bound only where they are of this network.
     - `known`: assignments, for prices on few times to begin with.
     - `unlimited`: cost and peak of a good answer without a limit, where one is known: first prices come from it.
-    - `on_answer`: called with every better assignment that prices on few times find within the limit.
+    - `on_answer`: called with every better assignment that prices find within the limit.
     - `bound_only`: under a limit, `known` has a good assignment: answers of prices on few times are not combined.
     - `bound`: one on the cost that is known, under a limit.
     - `most`: an assignment of higher cost is of no use: a higher bound ends the search.

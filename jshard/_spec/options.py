@@ -87,8 +87,12 @@ class PlanOptions:
 
     @property
     def effort_share(self) -> float:
-        """Of the effort that is left, for the next plan: half where numbers of pieces, or pipelines, are compared."""
-        return 0.5 if self.microbatches == "auto" or self.pipeline is not None else 1.0
+        """Of the effort that is left, for the next plan: half where numbers of pieces, or pipelines, are compared.
+
+        >>> PlanOptions(pipeline="auto").effort_share, PlanOptions(pipeline=PipelineOption("stage", 4)).effort_share
+        (0.5, 1.0)
+        """
+        return 0.5 if "auto" in (self.microbatches, self.pipeline) else 1.0
 
 
 _CONFIG_ONLY = {

@@ -314,7 +314,7 @@ def solve_limited(
         return
     priced_before = layers_repeat and network.size >= PRICE_CUTS_FROM
     large = network.size >= LARGE_NETWORK
-    limited = None if large and priced_before else _limited_search(network, search, clock)
+    limited = None if large and priced_before else _LimitedSearch.of(network, search, clock)
     if priced_before:
         rounds = (TIE_BREAK_ROUNDS_IF_LARGE if large else TIE_BREAK_ROUNDS) if tie_break_only else ROUNDS
 
@@ -352,19 +352,6 @@ def solve_limited(
         search.report("priced blocks")
 
 
-def _limited_search(network: CostNetwork, search: SearchState, clock: KeyTimes) -> _LimitedSearch:
-    """The stages that follow the reductions that preserve memory."""
-    memory = network.memory
-    assert memory is not None and memory.limit is not None
-    problem = reduced_problem(network, clock, memory.limit)
-    search.spend_on(problem.graph)
-    search.report(
-        f"reductions that keep memory: {network.size} variables -> {len(problem.core.variables)}; "
-        f"{len(clock.times)} key times can exceed the limit"
-    )
-    return _LimitedSearch(search, problem, memory.limit, has_integral_costs(network))
-
-
 def _nothing_found(limit: float, where: str) -> MemoryBudgetError:
     return MemoryBudgetError(
         f"no assignment within {limit:.6g} bytes was found, and none is known to exist",
@@ -384,6 +371,19 @@ class _LimitedSearch:
         self.integral_costs = integral_costs
         self.ascent = DualAscent(problem.memory.num_times, max(limit, 1.0))
         self.states: list[int] | None = None  # the best answer's core states
+
+    @classmethod
+    def of(cls, network: CostNetwork, search: SearchState, clock: KeyTimes) -> _LimitedSearch:
+        """The stages of a network with a limit, after the reductions that preserve memory."""
+        memory = network.memory
+        assert memory is not None and memory.limit is not None
+        problem = reduced_problem(network, clock, memory.limit)
+        search.spend_on(problem.graph)
+        search.report(
+            f"reductions that keep memory: {network.size} variables -> {len(problem.core.variables)}; "
+            f"{len(clock.times)} key times can exceed the limit"
+        )
+        return cls(search, problem, memory.limit, has_integral_costs(network))
 
     def begin_with_prices_on_few_times(self, clock: KeyTimes) -> None:
         """Begin with the prices and the answer of the search; a price between two key times counts at the later one."""
@@ -490,9 +490,9 @@ class _LimitedSearch:
         if cost < search.incumbent_cost:
             self.states = list(states)
             search.incumbent_cost = cost
-            search.assignment = lift_core(self.problem, self.states, search.num_variables)
-            if search.on_answer is not None and search.assignment is not None:
-                search.on_answer(search.assignment)
+            search.assignment = assignment = lift_core(self.problem, self.states, search.num_variables)
+            if search.on_answer is not None:
+                search.on_answer(assignment)
 
     def _only_bytes_count(self) -> bool:
         highest = float(self.ascent.prices.max(initial=0.0)) * self.ascent.unit

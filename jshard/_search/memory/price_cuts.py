@@ -193,8 +193,8 @@ class PricedNetworks:
         self.similar: CoreMessages | None = None
 
     def _graph(self, priced: CostNetwork) -> WorkingNetwork:
-        if (finest := quantum(priced, self.of_edges)) > self.grid:
-            self.grid = COARSER * finest
+        if (exact := quantum(priced, self.of_edges)) > self.grid:
+            self.grid = COARSER * exact
             self.tables, self.similar = TablePool(self.grid), None
         return starting_network(priced, self.tables)
 
@@ -220,7 +220,10 @@ class PricedNetworks:
 
 
 class PriceCuts:
-    """Cutting planes for one network and limit; answers and bounds go to `search`."""
+    """Cutting planes for one network and limit; answers and bounds go to `search`.
+
+    `fuse` combines answers, `repair` changes one that exceeds the limit; both give an answer within it, or None.
+    """
 
     def __init__(
         self,
