@@ -39,16 +39,14 @@ from jshard._search.memory.answer_fusion import fused_network
 from jshard._search.memory.budget_repair import BudgetedCore, budgeted_core, repair_then_descend
 from jshard._search.memory.ilp import solve_small_core
 from jshard._search.memory.key_times import fullest_time, key_times_above, sum_over_intervals, usage_range
-from jshard._search.memory.lagrangian import (
-    PRICE_CUTS_FROM,
+from jshard._search.memory.lagrangian import PRICE_CUTS_FROM, fuse, solve_limited
+from jshard._search.memory.price_cuts import PricedNetworks, without_costs
+from jshard._search.memory.reduced_problem import (
     ReducedProblem,
-    fuse,
     lift_core,
     reduced_problem,
     solve_lagrangian,
-    solve_limited,
 )
-from jshard._search.memory.price_cuts import PricedNetworks, without_costs
 from jshard._search.primal.local_search import energy
 from jshard._search.search_state import GapProgress, SearchState
 
