@@ -42,7 +42,7 @@ from jshard._plan.scheduled_solution import (
 from jshard._plan.unpriced_cost import with_unpriced_cost
 from jshard._plan.useful_cost import check_useful_plans, even_share, least_conceivable_cost
 from jshard._program.graph import Program, rule_boundaries
-from jshard._search import LARGE_NETWORK, CostNetwork, Effort, Prices, Solution, evaluate, solve
+from jshard._search import LARGE_NETWORK, CostNetwork, Effort, Prices, Solution, Wanted, evaluate, solve
 from jshard._search.effort import ENTRIES_PER_SECOND, longest_seconds
 from jshard._search.memory.key_times import least_conceivable_peak
 
@@ -55,8 +55,7 @@ _BUDGET_GAP = 0.015  # ... and that of one with memory, where a tighter proof ta
 _LONG_ROUNDS = 50_000
 # Of the budget: above it a schedule by the lower-bound, or (if a plan is known) the estimating, network is too far off.
 _NEAR_BUDGET, _FAR_FROM_BUDGET = 1.01, 1.05
-# Of the budget: a plan of nearly least time of a large network above it shows that the budget decides.
-_FAR_ABOVE = 1.25
+_FAR_ABOVE = 1.25  # of the budget: a plan of nearly least time of a large network above it shows what decides
 # Of a given effort, for the plan of least time that the search under a budget begins with.
 _SHARE_WITHOUT_BUDGET = 0.4
 _SHARE_FOR_START = 0.4  # of what is left, for a first plan within the budget
@@ -370,7 +369,7 @@ class LevelSearch:
         s = self._solve_limited(
             bounding, limit, (fastest.cost, fastest.peak), prices=prices, bound=fastest.bound,
             known=[with_copies(bounding, x[: network.cost_network.size]) for x in known],
-            bound_only=best is not None, effort=self.effort.next_part(1.0, _LEAST_FOR_BOUND),
+            only=best and "bound", effort=self.effort.next_part(1.0, _LEAST_FOR_BOUND),
         )  # fmt: skip
         if s is None:
             return best or fitting_or_lowest((fastest, *plans), limit)
@@ -400,8 +399,9 @@ class LevelSearch:
         early, known = start.plans, start.answers
         answers = [with_copies(bounding, x[:size]) for x in known]
         near, rounds = _NEAR_BUDGET * limit, 1 if best_within(early, limit) else ROUNDS
+        begin = start.prices, answers
         plans, found = self._search_schedules(
-            network, bounding, fastest, most, (start.prices, answers), near, rounds
+            network, bounding, fastest, most, begin, near, rounds, only=None
         )
         bound = fastest.bound if found is None else max(fastest.bound, found.bound)
         best = best_within([*early, *plans], limit)
@@ -436,10 +436,11 @@ class LevelSearch:
         furthest: float = math.inf,
         rounds: int = ROUNDS,
         may_fit: Callable[[], bool] = lambda: True,
+        only: Wanted = "answer",
     ) -> tuple[list[ScheduledSolution], Solution | None]:
         """Plans by a memory network, and its last solution with a bound that holds for the budget.
 
-        A cost above `most` is of no use. `start`: prices and answers to begin with. The others: as in `LimitSearch`.
+        A cost above `most` is of no use. `start`: prices, answers to begin with. `only`: of `solve`; else as `LimitSearch`.
         """
         limit, large, effort = self._limit, memory.size >= LARGE_NETWORK, self.effort.part(_SHARE_FOR_PLANS)
         early, measured = list[ScheduledSolution](), dict[bytes, ScheduledSolution]()
@@ -454,7 +455,7 @@ class LevelSearch:
         def solved(aim: float, prices: Prices | None, answers: Sequence[Ints]) -> Solution | None:
             return self._solve_limited(
                 memory, aim, (fastest.cost, fastest.peak), prices, answers, note_plan, effort=effort,
-                bound=fastest.bound, most=most,
+                only=only, bound=fastest.bound, most=most,
             )  # fmt: skip
 
         def scheduled(s: Solution) -> ScheduledSolution:
@@ -474,7 +475,7 @@ class LevelSearch:
         prices: Prices | None = None,
         known: Sequence[Ints] = (),
         on_answer: Callable[[Ints], None] | None = None,
-        bound_only: bool = False,
+        only: Wanted = None,
         effort: Effort | None = None,
         bound: float = -math.inf,
         most: float = math.inf,
@@ -482,16 +483,17 @@ class LevelSearch:
         """The solution of a memory network under a limit in bytes; None where none was found.
 
         `unlimited`: seconds and peak of the fastest plan. `prices`, `known`: to begin with. `on_answer`: called with every
-        better one. `bound_only`: a known one is good. `bound`: of the cost, so far. `most`: no cost above is of use.
+        better one. `only`: as in `solve`. `bound`: of the cost, so far. `most`: no cost above is of use.
         """
         r = self.request
         gap = max(r.memory_gap, _BUDGET_GAP) if memory.size >= LARGE_NETWORK else r.memory_gap
+        cheapest = min((p.cost for p in self._known if p.peak <= self._limit), default=math.inf)
         try:
             s = solve(
                 memory.within(limit), gap=gap, seconds=self._seconds(r.memory_seconds),
                 on_progress=self.on_progress, layers_repeat=True, prices=prices, known=known,
                 unlimited=unlimited, effort=effort or self.effort, on_answer=on_answer,
-                bound_only=bound_only, bound=bound, most=most,
+                only=only, known_cost=cheapest, bound=bound, most=most,
             )  # fmt: skip
             return s if s.bound <= most else None
         except (MemoryBudgetError, SearchError):

@@ -38,7 +38,8 @@ Memory (`memory/`)
 
         min_x max_t bytes_t(x)  >=  max_w min_x sum_t w_t bytes_t(x),      w >= 0, sum_t w_t = 1,
 
-    solved by cutting planes (Kelley 1960). Small cores become integer programs (HiGHS, Huangfu and Hall 2018).
+    solved by cutting planes (Kelley 1960). Small cores become integer programs (HiGHS, Huangfu and Hall 2018), of
+    larger ones the states of least reduced cost (kernel search, Angelelli et al. 2010).
 """
 
 from jshard._search.cost_network import (
@@ -54,6 +55,7 @@ from jshard._search.cost_network import (
 from jshard._search.cost_network_io import load, save
 from jshard._search.effort import Effort
 from jshard._search.exact.working_network import Contradiction
+from jshard._search.search_state import Wanted
 from jshard._search.solve import solve
 
 
@@ -65,6 +67,7 @@ __all__ = [
     "Memory",
     "Prices",
     "Solution",
+    "Wanted",
     "build",
     "evaluate",
     "load",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
@@ -33,6 +34,7 @@ class Reduction:
     eliminated: tuple[EliminatedComponent, ...]
 
 
+Wanted = Literal["answer", "bound"] | None  # what alone is of use of a search; None: both
 Reductions = tuple[Reduction, ...]  # of a network, of the core that this left, and so on
 
 
@@ -57,6 +59,7 @@ class SearchState:
     prices: Prices | None = None  # on memory: those to begin with, then those that prove the bound
     known: tuple[Ints, ...] = ()  # assignments known before, then those found under prices
     most: float = np.inf  # an answer of higher cost is of no use
+    known_cost: float = np.inf  # of the plan that the bound is for, where one is known
     on_answer: Callable[[Ints], None] | None = None  # called with better assignments within a limit
     effort: Effort = field(default_factory=Effort)
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(20250))

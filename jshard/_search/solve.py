@@ -20,7 +20,7 @@ from jshard._search.branch_and_bound import branch_and_bound
 from jshard._search.cost_network import CostNetwork, Prices, Solution, evaluate, peak
 from jshard._search.effort import Effort
 from jshard._search.exact.reduce_batched import starting_network
-from jshard._search.search_state import TOLERANCE, SearchState
+from jshard._search.search_state import TOLERANCE, SearchState, Wanted
 
 
 Progress = Callable[[str, float, float], None]  # stage, best cost, bound
@@ -40,7 +40,8 @@ def solve(
     unlimited: tuple[float, float] | None = None,
     effort: Effort | None = None,
     on_answer: Callable[[Ints], None] | None = None,
-    bound_only: bool = False,
+    only: Wanted = None,
+    known_cost: float = math.inf,
     bound: float = -math.inf,
     most: float = math.inf,
 ) -> Solution:
@@ -61,7 +62,9 @@ def solve(
     - `known`: assignments, for prices on few times to begin with.
     - `unlimited`: cost and peak of a good answer without a limit, where one is known: first prices come from it.
     - `on_answer`: called with every better assignment that prices find within the limit.
-    - `bound_only`: under a limit, `known` has a good assignment: answers of prices on few times are not combined.
+    - `only`: what is of use under a limit, if not both: the answer (no effort is made for the bound alone), or the bound
+        (`known` has a good assignment).
+    - `known_cost`: under a limit, that of the plan which the bound is for, where one is known.
     - `bound`: one on the cost that is known, under a limit.
     - `most`: an assignment of higher cost is of no use: a higher bound ends the search.
     - `effort`: ends what improves an answer when it is spent; None for no limit but the seconds.
@@ -85,7 +88,7 @@ def solve(
 
     search = SearchState(
         begun + seconds, gap, report, network.size, bound=bound, prices=prices, unlimited=unlimited, known=tuple(known),
-        most=most,
+        most=most, known_cost=known_cost,
     )  # fmt: skip
     search.effort, search.on_answer = effort or search.effort, on_answer
     memory = network.memory
@@ -98,7 +101,7 @@ def solve(
         elif memory is not None and memory.limit is not None:
             from jshard._search.memory.lagrangian import solve_limited
 
-            solve_limited(network, search, layers_repeat=layers_repeat, bound_only=bound_only)
+            solve_limited(network, search, layers_repeat=layers_repeat, only=only)
         else:
             branch_and_bound(search, starting_network(network))
     except KeyboardInterrupt:

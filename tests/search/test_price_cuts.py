@@ -95,10 +95,10 @@ def test_what_comes_after_them_begins_with_their_prices_and_answer(monkeypatch):
     monkeypatch.setattr(lagrangian, "effort", lambda _: (5, 5))
     rounds, ascend = [], lagrangian._LimitedSearch.ascend
 
-    def ascended(self, *args):
+    def ascended(self, *args, **kwargs):
         before = self.search.bound, self.search.incumbent_cost, float(self.ascent.prices.sum())
         own = np.inf if self.states is None else energy(self.problem.core, self.states)
-        ascend(self, *args)
+        ascend(self, *args, **kwargs)
         rounds.append((*before, own, self.ascent.bound))
 
     monkeypatch.setattr(lagrangian._LimitedSearch, "ascend", ascended)
@@ -334,7 +334,7 @@ def test_prices_with_a_bound_and_no_answer_begin_the_search_too(every_network_is
     alone = solve(network.within(limit), layers_repeat=True)
     assert alone.prices is not None and alone.prices.bound > -np.inf
     for prices in (alone.prices, alone.prices.of_another_network()):
-        again = solve(network.within(limit), layers_repeat=True, prices=prices, bound_only=True)
+        again = solve(network.within(limit), layers_repeat=True, prices=prices, only="bound")
         assert peak(network, again.assignment) <= limit
         assert alone.bound * (1 - 1e-9) <= again.bound <= again.cost * (1 + 1e-9)
 

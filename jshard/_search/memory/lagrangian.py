@@ -10,9 +10,6 @@ prices rise where the priced answer exceeds the limit and fall where it does not
 towards the best known cost, with momentum. Every priced answer is repaired into one within the limit
 (`budget_repair`). The gap that is left is reported.
 
-The reductions that preserve memory (contraction, dominance in cost *and* bytes, elimination of what holds nothing)
-are made once, before any price.
-
 Example: states (cost 0, 8 bytes) and (cost 6, 2 bytes), limit 5: the price 1 per byte makes both cost 8 - 5 = 3, so
 the bound is 3 and the answer 6; the gap is what mixing states would save.
 """
@@ -29,6 +26,7 @@ from jshard._search.branch_and_bound import branch_and_bound
 from jshard._search.cost_network import LARGE_NETWORK, CostNetwork
 from jshard._search.effort import ENTRIES_PER_SECOND, Effort
 from jshard._search.exact.working_network import Contradiction, working_network
+from jshard._search.integer_program import num_columns
 from jshard._search.memory.answer_fusion import fused_network
 from jshard._search.memory.budget_repair import (
     BudgetedCore,
@@ -47,7 +45,13 @@ from jshard._search.memory.reduced_problem import (
     reduced_problem,
     solve_lagrangian,
 )
-from jshard._search.search_state import GapProgress, SearchState
+from jshard._search.memory.restricted_program import (
+    RESTRICTED_COLUMNS,
+    largest_restriction,
+    restricted_core,
+    state_bounds,
+)
+from jshard._search.search_state import GapProgress, SearchState, Wanted
 
 
 def has_integral_costs(network: CostNetwork) -> bool:
@@ -69,6 +73,12 @@ _SHRINKS, _PATIENCE, _PATIENCE_AFTER = 0.98, 20, 4
 # took up to three fifths of the seconds and raised bounds by 0.07% at most: without them, training steps of two layers took
 # 9 s in place of 35, 18 in place of 42, with the same plans.
 _ASCENT_AFTER_BELOW = 1000
+# The same where only the bound is of use; and the share to which the cost has to shrink where only the answer is.
+_PATIENCE_FOR_BOUND, _CHEAPER = 10, 0.995
+# Columns above which an integer program took 20 to 30 s; one of 10,000 took 3 to 12.
+_MANY_COLUMNS = 12_000
+# Of the gap of the best plan known: what an integer program of many columns has to be able to close.
+_WORTH_PROVING = 0.5
 _STEP_SCALE_LIMIT = 1e-4  # steps shorter than this share of Polyak's end the ascent
 
 
@@ -141,14 +151,14 @@ def solve_limited(
     *,
     tie_break_only: bool = False,
     layers_repeat: bool = False,
-    bound_only: bool = False,
+    only: Wanted = None,
 ) -> None:
     """The least cost within the memory limit; the result is in `search`.
 
     First prices, then forest moves, as many of both as `effort` says. Between them, a small core that is left with a
-    gap is given to an integer program. Where layers repeat, prices on few times come before. Nothing
-    follows them in a large network, and no prices at all times in a core of `_ASCENT_AFTER_BELOW` variables and more, if
-    they found an answer.
+    gap is given to an integer program, of a larger one some states. Where layers repeat, prices on few times come before.
+    Nothing follows them in a large network, and no prices at all times in a core of `_ASCENT_AFTER_BELOW` variables and
+    more, if they found an answer.
 
     Arguments:
 
@@ -156,7 +166,7 @@ def solve_limited(
     - `search`: receives the answer and the bound.
     - `tie_break_only`: the costs only break ties: fewer rounds, and no integer program.
     - `layers_repeat`: whether layers are expected to.
-    - `bound_only`: `search.known` has a good answer: answers under prices are not combined.
+    - `only`: what is of use, if not both: the answer, or the bound (`search.known` has a good answer).
 
     Raises `MemoryBudgetError` where nothing fits or nothing that fits was found.
     """
@@ -173,11 +183,11 @@ def solve_limited(
         rounds = (TIE_BREAK_ROUNDS_IF_LARGE if large else TIE_BREAK_ROUNDS) if tie_break_only else ROUNDS
 
         def combined(answers: Sequence[Ints]) -> Ints | None:
-            combines = not bound_only and not (tie_break_only and large)
+            combines = only != "bound" and not (tie_break_only and large)
             return fuse(network, answers, search, search.bound) if combines else None
 
-        repaired = limited.repaired if limited is not None and not bound_only else lambda _: None
-        PriceCuts(network, search, memory.limit, combined, rounds, repaired).run()
+        repaired = limited.repaired if limited is not None and only != "bound" else lambda _: None
+        PriceCuts(network, search, memory.limit, combined, rounds, repaired, only == "bound").run()
         if search.useless:
             raise _nothing_found(memory.limit, "prices on the times that exceed it")
         if search.gap_closed(search.bound) or (large and search.has_answer):
@@ -191,15 +201,17 @@ def solve_limited(
     if priced_before:
         limited.begin_with_prices_on_few_times(clock)
     if not (priced_before and search.has_answer):
-        patience = _PATIENCE_AFTER if priced_before else _PATIENCE
-        limited.ascend(prices, patience, until_found=not tie_break_only)
+        patience = _PATIENCE_AFTER if priced_before else _PATIENCE_FOR_BOUND if only == "bound" else _PATIENCE
+        limited.ascend(prices, patience, until_found=not tie_break_only, answer_only=only == "answer")
     elif size < _ASCENT_AFTER_BELOW:
-        limited.ascend(prices, _PATIENCE_AFTER)
+        limited.ascend(prices, _PATIENCE_AFTER, answer_only=only == "answer")
     if search.useless:
         raise _nothing_found(memory.limit, f"{len(clock.times)} key times")
-    solved = not tie_break_only and limited.solve_integer_program()
+    solved = not tie_break_only and limited.solve_integer_programs(only, some_states=layers_repeat)
     if not search.has_answer and not search.is_late:
         raise _nothing_found(memory.limit, f"{len(clock.times)} key times")
+    if only == "bound":
+        return
     # A program solved to HiGHS' tolerances leaves nothing to move for, though the bound is short by them.
     if limited.states is not None and not solved and not search.gap_closed(search.bound):
         limited.move_forests(limited.states, moves)
@@ -260,20 +272,27 @@ class _LimitedSearch:
             return None
         return lift_core(self.problem, states, self.search.num_variables)
 
-    def ascend(self, max_prices: int, patience: int = _PATIENCE, until_found: bool = True) -> None:
+    def ascend(
+        self,
+        max_prices: int,
+        patience: int = _PATIENCE,
+        until_found: bool = True,
+        answer_only: bool = False,
+    ) -> None:
         """Ascend the dual, and repair every priced answer, until the gap is closed or nothing helps any more.
 
         `patience`: rounds in which the gap hardly shrinks after which that is so. `until_found`: whatever it takes,
-        while no answer is known.
+        while no answer is known. `answer_only`: it is the cost that has to shrink; better bounds are of no use.
         """
         search, ascent, memory = self.search, self.ascent, self.problem.memory
         # Rounds of message passing per price: fewer on a large core. Counts and not seconds, so that two runs agree.
         max_rounds = int(np.clip(100_000 // max(1, len(self.problem.core.variables)), 20, 60))
-        rounds, progress = 0, GapProgress(_SHRINKS, patience)
+        rounds, progress = 0, GapProgress(_CHEAPER if answer_only else _SHRINKS, patience)
         while rounds < max_prices and not (
             search.is_late if until_found and self.states is None else search.out_of_time
         ):
-            if search.has_answer and progress.stalled(search.incumbent_cost - search.bound):
+            proved = 0.0 if answer_only else search.bound
+            if search.has_answer and progress.stalled(search.incumbent_cost - proved):
                 break
             answer = solve_lagrangian(self.problem, ascent.prices, search, max_rounds)
             rounds += 1
@@ -298,6 +317,40 @@ class _LimitedSearch:
             if ascent.step_scale < _STEP_SCALE_LIMIT:
                 break
         search.report(f"prices, round {rounds}")
+
+    def solve_integer_programs(self, only: Wanted, some_states: bool) -> bool:
+        """Solve a core with a gap as integer programs; whether the whole one was solved to the end.
+
+        Of a larger core the states of least reduced cost come first where `some_states` says so. The whole follows where a
+        bound is of use that can close much of the gap of what is known.
+        """
+        search = self.search
+        if not some_states or self.states is None or num_columns(self.budgeted.core) <= _MANY_COLUMNS:
+            return self.solve_integer_program()
+        self._solve_restricted_program(self.states)
+        known = search.incumbent_cost if search.known_cost == np.inf else search.known_cost
+        least_rise = _WORTH_PROVING * (known - search.bound)
+        if only == "answer" or search.incumbent_cost - search.bound < least_rise:
+            return False
+        return self.solve_integer_program()
+
+    def _solve_restricted_program(self, answer: list[int]) -> None:
+        """Solve the integer program of the states of least reduced cost under the best prices, and of an answer."""
+        search, problem = self.search, self.budgeted
+        if search.out_of_time or search.gap_closed(search.bound):
+            return
+        bounds, proved = state_bounds(self.problem, self.ascent.best, self.limit, search)
+        self._raise_bound(proved)
+        most = search.incumbent_cost - bounds.base
+        kept = largest_restriction(problem, bounds, answer, most, RESTRICTED_COLUMNS)
+        result = solve_small_core(restricted_core(problem, kept), search)
+        if result is None:
+            return
+        if result.states is not None:
+            states = [int(of[s]) for of, s in zip(kept, result.states, strict=True)]
+            self._keep(states, repair_then_descend(problem, states, search.deadline))
+        self._raise_bound(min(result.bound, bounds.least_of_others(kept)))
+        search.report("integer program of some states")
 
     def solve_integer_program(self) -> bool:
         """Solve a small core with a gap as an integer program; whether that was done to the end."""

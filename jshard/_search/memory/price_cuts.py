@@ -61,7 +61,8 @@ JOINING = 4  # times that join at once
 FUSED_ANSWERS = 4
 KNOWN_ANSWERS = 8  # that the search of a similar network begins with
 _SHRINKS = 0.95  # of the gap before, to which it has to shrink
-_PATIENCE = 3  # rounds in which it does not, after which those of a large network end
+# Rounds in which it does not, after which those of a large network end, and those of a smaller one for the bound alone.
+_PATIENCE, _PATIENCE_FOR_BOUND = 3, 5
 SHORT_INTERVAL = 0.01  # of the whole time: what is held no longer is held within a layer, or little more
 DEARER = 2.0  # times the cost of the cheapest answer, that a bound above it makes a limit doubtful
 FEASIBLE_GAP = 0.005  # of the peak's bound, that proves of a limit that nothing keeps it
@@ -223,6 +224,7 @@ class PriceCuts:
     """Cutting planes for one network and limit; answers and bounds go to `search`.
 
     `fuse` combines answers, `repair` changes one that exceeds the limit; both give an answer within it, or None.
+    `bound_only`: an answer is known, and rounds end once the gap hardly shrinks, as those of a large network do.
     """
 
     def __init__(
@@ -233,10 +235,12 @@ class PriceCuts:
         fuse: Fuse,
         rounds: int = ROUNDS,
         repair: Repair = lambda _: None,
+        bound_only: bool = False,
     ) -> None:
         assert network.memory is not None
         self.network, self.memory, self.search, self.limit = network, network.memory, search, limit
         self.fuse, self.repair, self.solver, self.rounds = fuse, repair, PricedNetworks(network), rounds
+        self.bound_only = bound_only
         self.bytes_alone = PricedNetworks(without_costs(network))
         self.first_time = first_time(self.memory)
         self.cuts: list[Cut] = []
@@ -275,7 +279,8 @@ class PriceCuts:
     def _ascend(self) -> None:
         search = self.search
         gap = max(search.gap, 1e-6)
-        at, progress = self._begin(), GapProgress(_SHRINKS, _PATIENCE)
+        large = self.network.size >= LARGE_NETWORK
+        at, progress = self._begin(), GapProgress(_SHRINKS, _PATIENCE if large else _PATIENCE_FOR_BOUND)
         given = search.prices
         if given is not None and given.bound > -np.inf:
             times, prices, _ = at
@@ -303,7 +308,7 @@ class PriceCuts:
                     return
             search.report(f"prices on {len(times)} times, round {count}")
             stalled = progress.stalled(search.incumbent_cost - search.bound)
-            if stalled and self.best is not None and self.network.size >= LARGE_NETWORK:
+            if stalled and self.best is not None and (large or self.bound_only):
                 self._fuse(last=True)
                 return
             at = self._next(*at, gap)

@@ -112,6 +112,21 @@ def limit_too_small(memory: Memory, limit: float, least: float, when: int) -> Me
     )
 
 
+def priced_core(
+    problem: ReducedProblem, multipliers: Floats, tables: TablePool | None = None
+) -> WorkingNetwork:
+    """The core with every state charged for its bytes; arguments as of `solve_lagrangian`."""
+    core_network = problem.core_network
+    graph = core_network.fork(tables or core_network.tables.copy())
+    prices = problem.memory.state_prices(multipliers)
+    offsets = problem.memory.state_offsets.tolist()
+    for v, a, b in zip(graph.core, offsets[:-1], offsets[1:], strict=True):
+        price = prices[a:b]
+        if price.any():
+            graph.add_unary(v, graph.tables.quantized_table_id(price))
+    return graph
+
+
 @dataclass(frozen=True)
 class LagrangianAnswer:
     """The answer to a priced problem: core states, None where none was found, and a bound on the priced cost."""
@@ -137,14 +152,7 @@ def solve_lagrangian(
     - `max_rounds`: rounds of message passing at most.
     - `tables`: a copy of the core's, which keeps what is computed here; None for one that does not.
     """
-    core_network, memory = problem.core_network, problem.memory
-    graph = core_network.fork(tables or core_network.tables.copy())
-    prices = memory.state_prices(multipliers)
-    offsets = memory.state_offsets.tolist()
-    for v, a, b in zip(graph.core, offsets[:-1], offsets[1:], strict=True):
-        price = prices[a:b]
-        if price.any():
-            graph.add_unary(v, graph.tables.quantized_table_id(price))
+    graph = priced_core(problem, multipliers, tables)
     inner = SearchState(search.deadline, 1e-6, lambda _: None, search.num_variables, effort=search.effort)
     branch_and_bound(inner, graph, max_rounds=max_rounds, may_branch=False)
     assignment = inner.assignment
