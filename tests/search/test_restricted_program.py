@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jshard._core.errors import MemoryBudgetError
-from jshard._search import Contradiction, CostNetwork, build, evaluate, peak, solve
+from jshard._search import Contradiction, CostNetwork, Effort, build, evaluate, peak, solve
 from jshard._search.integer_program import num_columns
 from jshard._search.memory import restricted_program
 from jshard._search.memory.budget_repair import BudgetedCore, budgeted_core
@@ -158,28 +158,45 @@ def test_a_search_with_them_is_within_the_truth(monkeypatch, only):
     assert total > 15 and solved and exact >= (total if only is None else 0.8 * total)
 
 
-def test_the_whole_program_follows_where_it_can_close_much_of_the_gap(monkeypatch):
-    """Of a plan that costs far more than the network's own answer no proof is looked for."""
+@pytest.fixture
+def whole_programs(monkeypatch) -> list[int]:
+    """One entry for each whole core that becomes an integer program, where every core is a large one."""
     lagrangian = importlib.import_module("jshard._search.memory.lagrangian")
     monkeypatch.setattr(lagrangian, "RESTRICTED_COLUMNS", 40)
     monkeypatch.setattr(lagrangian, "_MANY_COLUMNS", 40)
     monkeypatch.setattr(lagrangian, "effort", lambda _: (3, 3))
-    whole = []
-    solve_integer_program = lagrangian._LimitedSearch.solve_integer_program
+    whole, solve_whole = [], lagrangian._LimitedSearch.solve_integer_program
     monkeypatch.setattr(
-        lagrangian._LimitedSearch,
-        "solve_integer_program",
-        lambda self: whole.append(1) or solve_integer_program(self),
+        lagrangian._LimitedSearch, "solve_integer_program", lambda self: whole.append(1) or solve_whole(self)
     )
-    counts = {}
-    for times in (1.0, 100.0):
-        whole.clear()
-        for seed in range(9500, 9540):
-            network = network_with_limit(seed)
-            try:
-                cost = solve(network).cost
-                solve(network, layers_repeat=True, only="bound", known_cost=times * abs(cost))
-            except (MemoryBudgetError, Contradiction):
-                continue
-        counts[times] = len(whole)
-    assert counts[1.0] > counts[100.0]
+    return whole
+
+
+def count(whole: list[int], **options) -> int:
+    """How many whole programs some networks' searches solve."""
+    whole.clear()
+    for seed in range(9500, 9540):
+        network = network_with_limit(seed)
+        given = {k: v(network) for k, v in options.items()}
+        try:
+            solve(network, layers_repeat=True, **given)
+        except (MemoryBudgetError, Contradiction):
+            continue
+    return len(whole)
+
+
+def test_the_whole_program_follows_where_it_can_close_much_of_the_gap(whole_programs):
+    """Of a plan that costs far more than the network's own answer no proof is looked for."""
+    near, far = [
+        count(whole_programs, only=lambda _: "bound", known_cost=lambda n, t=t: t * abs(solve(n).cost))
+        for t in (1.0, 100.0)
+    ]
+    assert near > far
+
+
+def test_the_whole_program_follows_where_a_given_effort_suffices(whole_programs):
+    """Without one the answer among some states suffices where no bound is of use."""
+    only = dict(only=lambda _: "answer")
+    without = count(whole_programs, **only)
+    assert count(whole_programs, effort=lambda _: Effort(1e12), **only) > without
+    assert count(whole_programs, effort=lambda _: Effort(1e5), **only) <= without
