@@ -57,17 +57,12 @@ class IlpResult(NamedTuple):
     solved: bool  # to HiGHS' tolerances
 
 
-def entries_of(columns: int) -> float:
-    """The effort of an integer program, in table entries."""
-    return float(_ENTRIES_PER_PAIR) * columns**2
-
-
 def solve_small_core(problem: BudgetedCore, search: SearchState) -> IlpResult | None:
     """`solve_ilp` with a counted effort; None, and nothing done, without a gap, on a large core, or where that is spent."""
     columns = num_columns(problem.core)
     if search.out_of_time or search.gap_closed(search.bound) or columns > MAX_COLUMNS:
         return None
-    entries = entries_of(columns)
+    entries = float(_ENTRIES_PER_PAIR) * columns**2
     if entries > search.effort.limit - search.effort.spent:
         return None
     search.effort.spend(entries)

@@ -35,7 +35,7 @@ from jshard._search.memory.budget_repair import (
     repair_then_descend,
 )
 from jshard._search.memory.dual_ascent import DualAscent
-from jshard._search.memory.ilp import entries_of, solve_small_core
+from jshard._search.memory.ilp import solve_small_core
 from jshard._search.memory.key_times import KeyTimes, key_times_above
 from jshard._search.memory.price_cuts import ROUNDS, TIE_BREAK_ROUNDS, TIE_BREAK_ROUNDS_IF_LARGE, PriceCuts
 from jshard._search.memory.reduced_problem import (
@@ -78,9 +78,6 @@ _PATIENCE_FOR_BOUND, _CHEAPER = 10, 0.995
 # Columns above which an integer program took 20 to 30 s; one of 10,000 took 3 to 12. And above which 6,000 are too few
 # of them: of two Llama layers and of LoRA, with 100,000, they took 1 to 4 s and gained nothing.
 _MANY_COLUMNS, _TOO_MANY_COLUMNS = 12_000, 40_000
-_SHARE_FOR_WHOLE = (
-    0.5  # of what is left of a given effort, for an integer program that nothing else speaks for
-)
 # Of the gap of the best plan known: what an integer program of many columns has to be able to close.
 _WORTH_PROVING = 0.5
 _STEP_SCALE_LIMIT = 1e-4  # steps shorter than this share of Polyak's end the ascent
@@ -335,8 +332,7 @@ class _LimitedSearch:
         known = search.incumbent_cost if search.known_cost == np.inf else search.known_cost
         least_rise = _WORTH_PROVING * (known - search.bound)
         closes = only != "answer" and search.incumbent_cost - search.bound >= least_rise
-        left = search.effort.limit - search.effort.spent
-        if not closes and (left == np.inf or entries_of(columns) > _SHARE_FOR_WHOLE * left):
+        if not closes and search.effort.limit == np.inf:
             return False
         return self.solve_integer_program()
 
