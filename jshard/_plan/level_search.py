@@ -55,7 +55,7 @@ _BUDGET_GAP = 0.015  # ... and that of one with memory, where a tighter proof ta
 _LONG_ROUNDS = 50_000
 # Of the budget: above it a schedule by the lower-bound, or (if a plan is known) the estimating, network is too far off.
 _NEAR_BUDGET, _FAR_FROM_BUDGET = 1.01, 1.05
-_FAR_ABOVE = 1.25  # of the budget: a plan of nearly least time of a large network above it shows what decides
+_FAR_ABOVE = 1.25  # of the budget: a large network's plan of nearly least time above it: the budget decides
 # Of a given effort, for the plan of least time that the search under a budget begins with.
 _SHARE_WITHOUT_BUDGET = 0.4
 _SHARE_FOR_START = 0.4  # of what is left, for a first plan within the budget
@@ -369,7 +369,7 @@ class LevelSearch:
         s = self._solve_limited(
             bounding, limit, (fastest.cost, fastest.peak), prices=prices, bound=fastest.bound,
             known=[with_copies(bounding, x[: network.cost_network.size]) for x in known],
-            only=best and "bound", effort=self.effort.next_part(1.0, _LEAST_FOR_BOUND),
+            only="bound" if best else None, effort=self.effort.next_part(1.0, _LEAST_FOR_BOUND),
         )  # fmt: skip
         if s is None:
             return best or fitting_or_lowest((fastest, *plans), limit)
@@ -440,7 +440,7 @@ class LevelSearch:
     ) -> tuple[list[ScheduledSolution], Solution | None]:
         """Plans by a memory network, and its last solution with a bound that holds for the budget.
 
-        A cost above `most` is of no use. `start`: prices, answers to begin with. `only`: of `solve`; else as `LimitSearch`.
+        No cost above `most` is of use. `start`: prices, answers to begin with. `only`: as in `solve`. Others: `LimitSearch`.
         """
         limit, large, effort = self._limit, memory.size >= LARGE_NETWORK, self.effort.part(_SHARE_FOR_PLANS)
         early, measured = list[ScheduledSolution](), dict[bytes, ScheduledSolution]()

@@ -11,6 +11,7 @@ Example: of the intervals [0, 3), [1, 2), [2, 4) the live sets are {a}, {a, b}, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -129,6 +130,25 @@ class CoreMemory:
     state_offsets: Ints  # core position -> first of its states end to end
     constant: Floats  # (T,) bytes that do not depend on the core
 
+    @classmethod
+    def of(
+        cls,
+        owner: Ints,
+        start: Ints,
+        end: Ints,
+        amounts: Sequence[Floats],
+        sizes: Sequence[int],
+        constant: Floats,
+    ) -> CoreMemory:
+        """The memory of intervals with their bytes per state (`amounts`), of core variables of so many states (`sizes`)."""
+        lengths = np.array([len(amount) for amount in amounts], dtype=np.int64)
+        offset = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        state_offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        within = np.arange(offset[-1]) - np.repeat(offset[:-1], lengths)
+        state_index = np.repeat(state_offsets[owner], lengths) + within
+        flat = np.concatenate(amounts) if amounts else np.zeros(0)
+        return cls(owner, start, end, offset, flat, state_index, state_offsets, constant)
+
     @property
     def num_times(self) -> int:
         """The number of key times."""
@@ -179,8 +199,6 @@ def core_memory(graph: WorkingNetwork, memory: Memory, clock: KeyTimes) -> CoreM
     core = graph.core
     rank = {v: r for r, v in enumerate(core)}
     sizes = [len(graph.tables.arrays[graph.unary[v]]) for v in core]
-    state_offsets = np.zeros(len(core) + 1, dtype=np.int64)
-    np.cumsum(sizes, out=state_offsets[1:])
     owner, states = representatives(graph), merged_states(graph)
     lasting = clock.end > clock.start
     least, most = usage_range(memory)
@@ -196,12 +214,5 @@ def core_memory(graph: WorkingNetwork, memory: Memory, clock: KeyTimes) -> CoreM
             varying[key] = varying[key] + amount if key in varying else amount
     constant = sum_over_intervals(clock.start, clock.end, fixed, len(clock.times))
     keys = np.array(list(varying), dtype=np.int64).reshape(-1, 3)
-    lengths = [len(amount) for amount in varying.values()]
-    offset = np.zeros(len(lengths) + 1, dtype=np.int64)
-    np.cumsum(lengths, out=offset[1:])
-    amounts = np.concatenate(list(varying.values())) if varying else np.zeros(0)
-    within = np.arange(len(amounts)) - np.repeat(offset[:-1], lengths)
-    state_index = np.repeat(state_offsets[keys[:, 0]], lengths) + within
-    return CoreMemory(
-        keys[:, 0], keys[:, 1], keys[:, 2], offset, amounts, state_index, state_offsets, constant
-    )
+    owners, starts, ends = keys.T
+    return CoreMemory.of(owners, starts, ends, list(varying.values()), sizes, constant)

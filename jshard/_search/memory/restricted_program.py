@@ -1,6 +1,6 @@
 """Integer programs of the states of least reduced cost of a core with memory (kernel search, Angelelli et al. 2010).
 
-Problem.  The integer program of a whole core (`ilp.py`) of 10,000 columns and more takes HiGHS half a minute, nearly all of
+Problem.  The integer program of a whole core (`ilp.py`) of 12,000 columns and more takes HiGHS up to half a minute, much of
 it on states that no good answer has.
 
 Idea.  Under prices on memory, messages bound every state: an assignment within the limit that uses it costs at least the
@@ -23,6 +23,7 @@ import numpy as np
 from jshard._core.arrays import Bools, Floats, Ints
 from jshard._search.dual.message_layout import build_message_layout
 from jshard._search.dual.trws import trws
+from jshard._search.integer_program import num_columns
 from jshard._search.memory.budget_repair import BudgetedCore, budgeted_core
 from jshard._search.memory.key_times import CoreMemory
 from jshard._search.memory.reduced_problem import ReducedProblem, priced_core
@@ -31,7 +32,8 @@ from jshard._search.search_state import SearchState
 
 
 # Of the programs' states and pairs. A training step of a GAN on 2x4 near its least peak: with 4,000 a program took 0.2 s and
-# gained nothing, with 6,000 some 1 s and 4%, with 8,000 some 8 s and as much; the whole core of 20,000 took 30 s, 7% less.
+# gained nothing, with 6,000 some 1 s and 4%, with 8,000 some 8 s and as much. With 9,000 the plan took 60 s in
+# place of 10, at 6% less cost.
 RESTRICTED_COLUMNS = 6000
 _MESSAGE_ROUNDS = 40
 
@@ -85,39 +87,27 @@ def state_bounds(
 
 def restricted_core(problem: BudgetedCore, kept: Sequence[Ints]) -> BudgetedCore:
     """The core of some states of each variable, with its memory and limit."""
-    core = problem.core
     return budgeted_core(
-        CoreProblem(
-            core.variables,
-            [costs[states] for costs, states in zip(core.unary, kept, strict=True)],
-            [
-                [(w, table[np.ix_(kept[v], kept[w])]) for w, table in edges]
-                for v, edges in enumerate(core.neighbours)
-            ],
-            core.offset,
-            core.infeasibility_penalty,
-        ),
-        _restricted_memory(problem.memory, kept),
-        problem.limit,
+        _restricted_problem(problem.core, kept), _restricted_memory(problem.memory, kept), problem.limit
+    )
+
+
+def _restricted_problem(core: CoreProblem, kept: Sequence[Ints]) -> CoreProblem:
+    return replace(
+        core,
+        unary=[costs[states] for costs, states in zip(core.unary, kept, strict=True)],
+        neighbours=[
+            [(w, table[np.ix_(kept[v], kept[w])]) for w, table in edges]
+            for v, edges in enumerate(core.neighbours)
+        ],
     )
 
 
 def _restricted_memory(memory: CoreMemory, kept: Sequence[Ints]) -> CoreMemory:
-    offsets = np.concatenate([[0], np.cumsum([len(states) for states in kept])]).astype(np.int64)
-    amounts = [
-        memory.amounts[a:b][kept[v]]
-        for v, a, b in zip(memory.owner.tolist(), memory.offset[:-1], memory.offset[1:], strict=True)
-    ]
-    lengths = np.array([len(a) for a in amounts], dtype=np.int64)
-    offset = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    within = np.arange(int(offset[-1])) - np.repeat(offset[:-1], lengths)
-    return replace(
-        memory,
-        offset=offset,
-        amounts=np.concatenate(amounts) if amounts else np.zeros(0),
-        state_index=np.repeat(offsets[memory.owner], lengths) + within,
-        state_offsets=offsets,
-    )
+    ranges = zip(memory.owner.tolist(), memory.offset[:-1], memory.offset[1:], strict=True)
+    amounts = [memory.amounts[a:b][kept[v]] for v, a, b in ranges]
+    sizes = [len(states) for states in kept]
+    return CoreMemory.of(memory.owner, memory.start, memory.end, amounts, sizes, memory.constant)
 
 
 def largest_restriction(
@@ -132,19 +122,9 @@ def largest_restriction(
     low, high = -1, len(ascending) - 1  # bisection: few enough; perhaps too many
     while low < high:
         middle = (low + high + 1) // 2
-        if _columns(problem.core, bounds.kept(float(ascending[middle]), answer)) <= columns:
+        kept = bounds.kept(float(ascending[middle]), answer)
+        if num_columns(_restricted_problem(problem.core, kept)) <= columns:
             low = middle
         else:
             high = middle - 1
     return bounds.kept(float(ascending[low]) if low >= 0 else -np.inf, answer)
-
-
-def _columns(core: CoreProblem, kept: Sequence[Ints]) -> int:
-    """States and allowed pairs of states that are kept."""
-    pairs = sum(
-        int((table[np.ix_(kept[v], kept[w])] < core.infeasibility_penalty).sum())
-        for v, edges in enumerate(core.neighbours)
-        for w, table in edges
-        if w > v
-    )
-    return pairs + sum(len(states) for states in kept)
