@@ -460,7 +460,8 @@ def _plan_jaxpr(
             tuple(pinned), ties, donated, options.level, options.search, limit if limited else None,
             gap=options.gap, replication_price=options.replication_price, search_seconds=options.search_seconds,
             search_in_budget=options.search_in_budget, estimate=options.estimate, memory_slack=options.memory_slack,
-            names_least_peak=not recomputed, most=of.most, overlap=options.overlap,
+            names_least_peak=not recomputed, renews_effort=not (recomputed or options.remat) and options.effort_share == 1.0,
+            most=of.most, overlap=options.overlap,
             ends_above=of.ends_above, effort=(effort or of.effort).next_part(share * options.effort_share, LEAST_EFFORT),
         )  # fmt: skip
         if found is not None:

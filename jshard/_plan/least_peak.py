@@ -10,15 +10,44 @@ import dataclasses
 from collections.abc import Callable
 
 from jshard._core.errors import SearchError
+from jshard._network.build import PlanningNetwork
 from jshard._network.memory_network import memory_network
 from jshard._plan.cast_probing import without_costly_casts
-from jshard._plan.scheduled_solution import ScheduledSolution
+from jshard._plan.request import PlanRequest
+from jshard._plan.scheduled_solution import ScheduledSolution, schedule_solution
 from jshard._search import CostNetwork, Effort, Prices
 from jshard._search.effort import longest_seconds
 from jshard._search.solve import Progress, solve as solve_network
 
 
 SolvePeak = Callable[[CostNetwork, bool], tuple[ScheduledSolution, Prices | None]]
+
+
+def peak_search(
+    network: PlanningNetwork,
+    request: PlanRequest,
+    unlimited: tuple[float, float],
+    effort: Effort,
+    on_progress: Progress | None,
+) -> SolvePeak:
+    """The search of a memory network for a plan of low peak, with the prices that prove it.
+
+    Arguments:
+
+    - `network`: that the plans are of. `request`: gives the gap that suffices.
+    - `unlimited`: seconds and peak of the fastest plan.
+    - `effort`: ends a search when it is spent.
+    """
+
+    def search(memory: CostNetwork, break_ties_by_cost: bool) -> tuple[ScheduledSolution, Prices | None]:
+        s = solve_network(
+            memory, objective="peak", gap=request.gap, on_progress=on_progress,
+            seconds=longest_seconds(request.search_seconds, request.memory_seconds),
+            break_ties_by_cost=break_ties_by_cost, layers_repeat=True, unlimited=unlimited, effort=effort,
+        )  # fmt: skip
+        return schedule_solution(network, request, s.assignment, s.bound, s.steps), s.prices
+
+    return search
 
 
 def least_peak_plans(

@@ -8,6 +8,7 @@ estimates the bytes of schedules gives the plans.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import math
@@ -21,14 +22,14 @@ from jshard._network.build import Pins, PlanningNetwork, build_network
 from jshard._network.memory_network import memory_network, with_copies
 from jshard._plan.cast_probing import without_costly_casts
 from jshard._plan.early_plans import BudgetStart, budget_start, early_plan, is_large_and_limited
-from jshard._plan.least_peak import least_peak_bound, least_peak_plans, least_peak_plans_of_large
+from jshard._plan.least_peak import least_peak_bound, least_peak_plans, least_peak_plans_of_large, peak_search
 from jshard._plan.lowered_limits import ROUNDS, LimitSearch, least_counted
 from jshard._plan.memory_preference import EACH_BUDGET, prefer_memory
 from jshard._plan.memory_ties import assignment_of_solution, lower_peak_at_equal_cost
 from jshard._plan.overlap_choice import with_shorter_step
 from jshard._plan.peak_descent import cheaper_by_descent, descend_peak
 from jshard._plan.ranked_search import cheapest_by_rank
-from jshard._plan.request import NoBetterPlan, PlanRequest, merged_pins, pins_by_operator
+from jshard._plan.request import SEARCHED_AGAIN, NoBetterPlan, PlanRequest, merged_pins, pins_by_operator
 from jshard._plan.scheduled_solution import (
     ROUNDING,
     ScheduledSolution,
@@ -207,6 +208,14 @@ class LevelSearch:
         search = self._with_effort(_REFUSAL_SECONDS * ENTRIES_PER_SECOND) if proved else self
         smallest = search.minimize_peak(unpriced).after(solution)
         best = fitting_or_lowest((smallest, solution), self._limit)
+        if best.peak > self._limit and not proved and (request := self.request.with_more(self.effort)):
+            again = copy.copy(self)  # with its networks, and its plans for an interruption
+            again.request, again.effort = request, request.effort or self.effort
+            found = again._within_budget(network, fastest, None)
+            best = fitting_or_lowest((found, of_network(best, network).after(found)), self._limit)
+            floor = max(found.peak_bound, smallest.peak_bound, solution.peak_bound)
+            best = dataclasses.replace(best, peak_bound=floor, steps=(SEARCHED_AGAIN, *best.steps))
+            return with_bound(best, max(bounds[0], found.bound), bounds[1])
         if best.peak > self._limit:
             best = dataclasses.replace(best, peak_bound=max(smallest.peak_bound, solution.peak_bound))
             if not proved:
@@ -282,7 +291,7 @@ class LevelSearch:
         note = self._known_plan if r.level == 1 else lambda _: None
         note(plan)
         bounding = memory_network(network, lower_bound=True)
-        search = functools.partial(self._solve_peak, network, (fastest.cost, plan.peak))
+        search = peak_search(network, r, (fastest.cost, plan.peak), self.effort, self.on_progress)
         if bounding.size >= LARGE_NETWORK:
             found, bound = least_peak_plans_of_large(plan, bounding, search, self.effort, note, _LARGE_GAP)
         else:
@@ -291,22 +300,6 @@ class LevelSearch:
         return (
             descend_peak(best, bounding, self.effort, best.bound * (1 + ROUNDING)) if r.level == 1 else best
         )
-
-    def _solve_peak(
-        self,
-        network: PlanningNetwork,
-        unlimited: tuple[float, float],
-        memory: CostNetwork,
-        break_ties_by_cost: bool,
-    ) -> tuple[ScheduledSolution, Prices | None]:
-        """A plan of low peak by a memory network, with the prices that prove it."""
-        r = self.request
-        s = solve(
-            memory, objective="peak", gap=r.gap, seconds=self._seconds(r.memory_seconds), on_progress=self.on_progress,
-            break_ties_by_cost=break_ties_by_cost, layers_repeat=True, unlimited=unlimited,
-            effort=self.effort,
-        )  # fmt: skip
-        return schedule_solution(network, r, s.assignment, s.bound, s.steps), s.prices
 
     def minimize_time_under_budget(
         self, network: PlanningNetwork, fastest: ScheduledSolution
@@ -464,7 +457,10 @@ class LevelSearch:
             return self._known_plan(dataclasses.replace(plan, steps=s.steps).after(fastest))
 
         least = functools.partial(least_counted, memory, effort)
-        plans, found = LimitSearch(limit, solved, scheduled, rounds, furthest, may_fit, least).run(*start)
+        tried = LimitSearch(
+            limit, solved, scheduled, rounds, furthest, may_fit, least, lambda: effort.exhausted and not large
+        )
+        plans, found = tried.run(*start)
         return [*early, *plans], found
 
     def _solve_limited(

@@ -51,6 +51,7 @@ class LimitSearch:
     - `rounds`: limits tried at most. `furthest`: bytes of a schedule above which no lower limit is tried.
     - `may_fit`: whether it is not proved that nothing fits; asked once, after the first schedule above the budget.
     - `least`: bytes that the network counts of every assignment; asked once, before the first lower limit.
+    - `ends`: whether the effort is spent; asked before each lower limit.
     """
 
     limit: float
@@ -60,6 +61,7 @@ class LimitSearch:
     furthest: float = math.inf
     may_fit: Callable[[], bool] = lambda: True
     least: Callable[[], float] = lambda: 0.0
+    ends: Callable[[], bool] = lambda: False
 
     def run(
         self, prices: Prices | None = None, answers: Sequence[Ints] = ()
@@ -76,7 +78,7 @@ class LimitSearch:
         for _ in range(self.rounds):
             following = self.solve(aim, s.prices if s else prices, s.answers if s else answers)
             if following is None:
-                if within or s is None or s.peak is None or aim >= _NEARLY * s.peak:
+                if within or s is None or s.peak is None or aim >= _NEARLY * s.peak or self.ends():
                     break
                 aim = (aim + s.peak) / 2  # too low: schedules exceed what is counted by different amounts
                 continue
@@ -96,7 +98,7 @@ class LimitSearch:
                     break
                 aim, raised = higher, raised + 1
                 continue
-            if len(plans) == 1 and not self.may_fit():
+            if self.ends() or len(plans) == 1 and not self.may_fit():
                 break
             # Below what the network counts of this plan, so that it is not found again.
             aim = counted - _OVERSHOOT * (plan.peak - self.limit)

@@ -29,6 +29,14 @@ Force = tuple[int, str, int, str, LayoutTest]
 LEAST_EFFORT = 0.1
 """Of a call's effort: what each of several searches for it has in any case."""
 
+_MORE = (
+    4  # times a given effort in which no plan within the budget was found, for the search that is made again
+)
+SEARCHED_AGAIN = (
+    f"the given effort found no plan within the budget: searched again with {_MORE} times as much"
+)
+"""A step of the plan of such a search."""
+
 
 def effort_of_call(seconds: float | None) -> Effort:
     """What the searches for one call may spend together."""
@@ -67,6 +75,8 @@ class PlanRequest:
     - `estimate`: whether the first plan of little memory will do, of a program whose every search takes long: its figures
         are estimates of those of another plan.
     - `names_least_peak`: False where a refusal that is proved need not name the least peak: other programs are planned.
+    - `renews_effort`: whether a given effort that finds no plan within the budget is given again, several times larger: not
+        where other programs are planned.
     - `memory_slack`: at levels 0 and 2, the share of the least cost that may be spent on a lower peak.
     - `forced`: what `Plan.why` requires beside the pins.
     - `pinned_results`: output operators that the user pinned, where `pins` has others: an output pinned by
@@ -97,6 +107,7 @@ class PlanRequest:
     estimate: bool = False
     memory_slack: float = 0.0
     names_least_peak: bool = True
+    renews_effort: bool = True
     most: float = math.inf
     ends_above: float = math.inf
     overlap: bool | Literal["search"] = True
@@ -105,6 +116,13 @@ class PlanRequest:
     def to_the_end(self) -> PlanRequest:
         """The request without costs at which its searches end, and with an effort of its own."""
         return dataclasses.replace(self, most=math.inf, ends_above=math.inf, effort=None)
+
+    def with_more(self, effort: Effort) -> PlanRequest | None:
+        """The request of a search to be made again, as it found no plan in a given effort; None where it is not to be."""
+        if not self.renews_effort or effort.limit == math.inf:
+            return None
+        again = type(effort)(_MORE * effort.limit, whole=effort)
+        return dataclasses.replace(self, effort=again, renews_effort=False)
 
     def with_pins(self, more: Sequence[tuple[int, str, int, Pin]]) -> PlanRequest:
         """The request with more pins."""

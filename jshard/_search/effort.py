@@ -52,6 +52,15 @@ class Effort:
         """
         return Effort(max(self.part(share).limit, least * self.limit), 0.0, self)
 
+    def at_least(self, entries: float) -> Effort:
+        """What is left, or so many entries where that is less; what they spend counts here.
+
+        >>> whole = Effort(10.0, spent=9.0)
+        >>> whole.at_least(1.0) is whole, whole.at_least(2.0).limit
+        (True, 2.0)
+        """
+        return self if self.limit - self.spent >= entries else Effort(entries, 0.0, self)
+
     def spend(self, entries: float = 0.0, variables: int = 0) -> None:
         """Count entries gone through and variables visited."""
         self.spent += entries + PER_VARIABLE * variables

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import collections
+import functools
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -89,6 +90,7 @@ def import_graph(sources: Mapping[str, str], packages: Iterable[str] = ()) -> Gr
     return graph
 
 
+@functools.cache
 def read_import_graph() -> Graph:
     """The import graph of the package's own files."""
     files = {module_name(p): p for p in package_files()}

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 import jshard
-from jshard._plan import level_search
+from jshard._plan import least_peak, level_search
 from jshard._search import CostNetwork, Effort, Solution
 
 
@@ -137,6 +137,7 @@ def counted() -> Iterator[dict[str, int]]:
     with (
         mock.patch.object(Effort, "spend", counting_spend),
         mock.patch.object(level_search, "solve", counting_solve),
+        mock.patch.object(least_peak, "solve_network", counting_solve),
     ):
         yield found
 

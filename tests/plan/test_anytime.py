@@ -10,6 +10,7 @@ import jshard
 from jshard._core.errors import MemoryBudgetError
 from jshard._core.named_topology import TopologyMesh
 from jshard._plan import least_peak, level_search, ranked_search
+from jshard._search import Effort
 from tests.helpers import training_steps
 
 
@@ -61,6 +62,41 @@ def test_a_budget_is_kept_however_little_is_searched(share):
         assert plan.cost.objective >= free.cost.bound
 
 
+def test_where_a_given_effort_finds_no_plan_the_search_is_made_again_with_more(monkeypatch):
+    monkeypatch.setattr(ranked_search, "_VARIABLES", 0)
+    budget = int(0.7 * planned("chain").cost.peak_bytes)
+    efforts, search = [], level_search.LevelSearch.minimize_time_under_budget
+
+    def first_finds_nothing(self, network, fastest):
+        efforts.append(self.effort.limit)
+        return search(self, network, fastest) if len(efforts) > 1 else fastest
+
+    monkeypatch.setattr(level_search.LevelSearch, "minimize_time_under_budget", first_finds_nothing)
+    monkeypatch.setattr(level_search.LevelSearch, "minimize_peak", lambda s, n: s._known[0])
+    monkeypatch.setattr(level_search, "descend_peak", lambda best, *_: best)
+    plan = planned("chain", memory_budget=budget, config={"search_seconds": 0.01})
+    assert plan.cost.peak_bytes <= budget and 0 < plan.cost.bound <= plan.cost.objective
+    assert efforts == pytest.approx([1e6, 4e6])
+    assert plan.steps[0].startswith(
+        "the given effort found no plan within the budget: searched again with 4 times"
+    )
+
+
+def test_a_search_is_made_again_once_and_not_where_other_programs_are_planned(monkeypatch):
+    requests, begin = [], level_search.LevelSearch.__init__
+    monkeypatch.setattr(
+        level_search.LevelSearch, "__init__", lambda s, *a, **k: requests.append(a[2]) or begin(s, *a, **k)
+    )
+    planned("chain", remat="auto", memory_budget=int(0.7 * planned("chain").cost.peak_bytes))
+    of_plain, *of_remat = requests
+    assert of_plain.renews_effort and of_remat and not any(r.renews_effort for r in of_remat)
+    again = of_plain.with_more(Effort(10.0, spent=11.0))
+    assert (
+        again.effort == Effort(40.0, whole=Effort(10.0, spent=11.0)) and again.with_more(again.effort) is None
+    )
+    assert of_plain.with_more(Effort()) is None
+
+
 def test_a_least_peak_of_little_search_has_a_bound_that_holds():
     best = planned("chain", level=1)
     plan = planned("chain", level=1, config={"search_seconds": 1e-9})
@@ -88,6 +124,7 @@ def test_an_interruption_at_any_time_gives_the_best_plan_within_the_budget(level
         return real(network, **{**kwargs, "on_progress": stop})
 
     monkeypatch.setattr(level_search, "solve", interrupted)
+    monkeypatch.setattr(least_peak, "solve_network", interrupted)
     planned("chain", **options)
     stages, given = calls, 0
     assert stages >= 3

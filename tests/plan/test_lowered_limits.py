@@ -128,6 +128,21 @@ def test_no_limit_is_tried_that_nothing_keeps():
     assert len(dataclasses.replace(search, solve=solve, least=lambda: 99.0).run()[0]) == len(tried) == 1
 
 
+def test_no_lower_limit_is_tried_once_the_effort_is_spent():
+    """Neither after a plan that exceeds the budget nor after a limit within which nothing was found."""
+    solve, tried = network(90.0)
+    search = LimitSearch(100.0, solve, schedules(lambda b: 15.0), ends=lambda: True)
+    plans, last = search.run()
+    assert (
+        [limit for limit, *_ in tried] == [100.0]
+        and [p.peak for p in plans] == [115.0]
+        and last.bound == 900.0
+    )
+    tried.clear()
+    plans, _ = dataclasses.replace(search, ends=lambda: len(tried) > 1).run()
+    assert [limit for limit, *_ in tried] == pytest.approx([100.0, 84.25]) and len(plans) == 1
+
+
 def test_what_a_large_network_counts_of_every_assignment():
     sizes = [np.array([8.0, 4.0]), np.array([6.0, 3.0])]
     small = build([[0.0, 1.0]] * 2, [], intervals=[[0, 2], [1, 3]], usages=sizes)

@@ -17,6 +17,7 @@ from jshard._search.memory import ilp, price_cuts
 from jshard._search.memory.answer_fusion import fused_network
 from jshard._search.memory.price_cuts import Cut, best_prices, priced_network
 from jshard._search.primal.local_search import energy
+from jshard._search.search_state import SearchState
 from tests.laws.random_networks import brute_force, random_network
 
 
@@ -414,6 +415,42 @@ def test_answers_are_combined_once_more_when_the_effort_is_spent(every_network_i
     monkeypatch.setattr(price_cuts.PriceCuts, "_fuse", lambda s, last=False: None if last else combine(s))
     for s, without in zip(combined, found(), strict=True):
         assert s.bound <= s.cost < without.cost
+
+
+def test_while_no_answer_is_known_a_round_has_an_effort_of_its_own(every_network_is_large, monkeypatch):
+    """Networks that are hardly solved give no answer under any prices. Once one is known, what was given is all."""
+    least = solve(deep(20, 0), objective="peak", layers_repeat=True, break_ties_by_cost=False)
+    limited, left = deep(20, 0, limit=1.02 * least.cost), []
+    solved = price_cuts.branch_and_bound
+
+    def recorded(search, *arguments, **options):
+        left.append(search.effort.limit - search.effort.spent)
+        solved(search, *arguments, **options)
+
+    monkeypatch.setattr(price_cuts, "branch_and_bound", recorded)
+    effort = Effort(0.0)
+    found = solve(limited, layers_repeat=True, effort=effort, only="answer")
+    assert left[0] == price_cuts._LEAST_EFFORT and effort.spent > 0
+    left.clear()
+    solve(limited, layers_repeat=True, effort=Effort(0.0), known=[found.assignment])
+    assert left and max(left) <= 0
+
+
+@pytest.mark.parametrize(("large", "rounds"), [(False, 6), (True, 10)])
+def test_rounds_end_where_the_bound_stays_and_no_answer_is_found(monkeypatch, large, rounds):
+    """Those of a small network, which other searches follow: else they end where prices count for more than all costs."""
+    network, said = deep(3, 0), []
+    limit = 0.99 * solve(network, objective="peak").cost
+    exceeds = solve(network).assignment
+    monkeypatch.setattr(price_cuts, "LARGE_NETWORK", 0 if large else np.inf)
+    monkeypatch.setattr(price_cuts.PriceCuts, "_nothing_fits", lambda *_: False)
+    monkeypatch.setattr(
+        price_cuts.PricedNetworks, "solve", lambda s, times, prices, *_: (exceeds, 1 + limit * prices.sum())
+    )
+    search = SearchState(np.inf, 1e-6, said.append, network.size)
+    price_cuts.PriceCuts(network.within(limit), search, limit, lambda _: None).run()
+    assert search.bound == pytest.approx(1) and not search.has_answer
+    assert [s.split("round ")[1] for s in said if "prices on" in s][-1] == str(rounds)
 
 
 def test_prices_prove_of_a_limit_that_nothing_keeps_it(every_network_is_large, monkeypatch):

@@ -40,6 +40,7 @@ from jshard._search.cost_network import (
     live_bytes,
 )
 from jshard._search.dual.warm_start import CoreMessages
+from jshard._search.effort import ENTRIES_PER_SECOND
 from jshard._search.exact.reduce_batched import starting_network
 from jshard._search.exact.table_pool import TablePool, largest_of_edges, quantum
 from jshard._search.exact.working_network import WorkingNetwork
@@ -63,6 +64,11 @@ KNOWN_ANSWERS = 8  # that the search of a similar network begins with
 _SHRINKS = 0.95  # of the gap before, to which it has to shrink
 # Rounds in which it does not, after which those of a large network end, and those of a smaller one for the bound alone.
 _PATIENCE, _PATIENCE_FOR_BOUND = 3, 5
+# Rounds in which the bound does not rise by that share, after which those of a small network end though no answer is known.
+_PATIENCE_WITHOUT_ANSWER, _RISES = int(__import__("os").environ.get("PWA", "5")), 0.02
+# Table entries of a round while no answer is known, though the effort is spent: prices under which networks are hardly
+# solved found none in 32 rounds, where such rounds found one in 4 (a vision transformer's training step on 2 x 2 x 2).
+_LEAST_EFFORT = 1.0 * ENTRIES_PER_SECOND
 SHORT_INTERVAL = 0.01  # of the whole time: what is held no longer is held within a layer, or little more
 DEARER = 2.0  # times the cost of the cheapest answer, that a bound above it makes a limit doubtful
 FEASIBLE_GAP = 0.005  # of the peak's bound, that proves of a limit that nothing keeps it
@@ -211,7 +217,7 @@ class PricedNetworks:
             self.network.size,
             keeps_messages=True,
             similar=self.similar,
-            effort=search.effort,
+            effort=search.effort if search.has_answer else search.effort.at_least(_LEAST_EFFORT),
         )
         if not self.moves_forests:
             inner.forest_moves = 0
@@ -281,6 +287,7 @@ class PriceCuts:
         gap = max(search.gap, 1e-6)
         large = self.network.size >= LARGE_NETWORK
         at, progress = self._begin(), GapProgress(_SHRINKS, _PATIENCE if large else _PATIENCE_FOR_BOUND)
+        last_rise, proved = 0, -np.inf  # the round in which the bound rose, and to what
         given = search.prices
         if given is not None and given.bound > -np.inf:
             times, prices, _ = at
@@ -307,6 +314,10 @@ class PriceCuts:
                 if self.best is None and self._nothing_fits(times, prices):
                     return
             search.report(f"prices on {len(times)} times, round {count}")
+            if self.proved > proved + _RISES * abs(self.proved):
+                last_rise, proved = count, self.proved
+            if self.best is None and not large and count - last_rise >= _PATIENCE_WITHOUT_ANSWER:
+                return
             stalled = progress.stalled(search.incumbent_cost - search.bound)
             if stalled and self.best is not None and (large or self.bound_only):
                 self._fuse(last=True)
@@ -433,9 +444,12 @@ class PriceCuts:
         return np.union1d(times, fullest[:JOINING])
 
     def _fuse(self, last: bool = False) -> None:
-        """Combine the answers of least priced cost, unless that was done; `last`: though the effort is spent."""
+        """Combine the answers of least priced cost, unless that was done.
+
+        `last`: though the effort is spent; so while none is known.
+        """
         search = self.search
-        late = search.is_late if last else search.out_of_time
+        late = search.is_late if last or self.best is None else search.out_of_time
         if len(self.cuts) < 2 or late or search.gap_closed(search.bound):
             return
         prices = self.prices or Prices(np.zeros(0, dtype=np.int64), np.zeros(0))
