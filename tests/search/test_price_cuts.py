@@ -430,7 +430,7 @@ def test_while_no_answer_is_known_a_round_has_an_effort_of_its_own(every_network
     monkeypatch.setattr(price_cuts, "branch_and_bound", recorded)
     effort = Effort(0.0)
     found = solve(limited, layers_repeat=True, effort=effort, only="answer")
-    assert left[0] == price_cuts._LEAST_EFFORT and effort.spent > 0
+    assert left[0] == price_cuts._EFFORT_WITHOUT_ANSWER and effort.spent > 0
     left.clear()
     solve(limited, layers_repeat=True, effort=Effort(0.0), known=[found.assignment])
     assert left and max(left) <= 0

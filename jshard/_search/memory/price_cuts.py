@@ -65,10 +65,10 @@ _SHRINKS = 0.95  # of the gap before, to which it has to shrink
 # Rounds in which it does not, after which those of a large network end, and those of a smaller one for the bound alone.
 _PATIENCE, _PATIENCE_FOR_BOUND = 3, 5
 # Rounds in which the bound does not rise by that share, after which those of a small network end though no answer is known.
-_PATIENCE_WITHOUT_ANSWER, _RISES = int(__import__("os").environ.get("PWA", "5")), 0.02
+_PATIENCE_WITHOUT_ANSWER, _RISES = 5, 0.02
 # Table entries of a round while no answer is known, though the effort is spent: prices under which networks are hardly
 # solved found none in 32 rounds, where such rounds found one in 4 (a vision transformer's training step on 2 x 2 x 2).
-_LEAST_EFFORT = 1.0 * ENTRIES_PER_SECOND
+_EFFORT_WITHOUT_ANSWER = 1.0 * ENTRIES_PER_SECOND
 SHORT_INTERVAL = 0.01  # of the whole time: what is held no longer is held within a layer, or little more
 DEARER = 2.0  # times the cost of the cheapest answer, that a bound above it makes a limit doubtful
 FEASIBLE_GAP = 0.005  # of the peak's bound, that proves of a limit that nothing keeps it
@@ -217,7 +217,7 @@ class PricedNetworks:
             self.network.size,
             keeps_messages=True,
             similar=self.similar,
-            effort=search.effort if search.has_answer else search.effort.at_least(_LEAST_EFFORT),
+            effort=search.effort if search.has_answer else search.effort.at_least(_EFFORT_WITHOUT_ANSWER),
         )
         if not self.moves_forests:
             inner.forest_moves = 0
