@@ -166,9 +166,11 @@ def test_mixed_types_and_random_bits_on_two_axes() -> None:
     options: Any = dict(mesh=grid, level=2, hardware="v5e")
     step = step_of(mixed_loss)
     free = jshard.shard(step, memory_budget="1TB", **options).plan(w, x).cost.peak_bytes
-    f = jshard.shard(step, memory_budget=int(0.97 * free), remat="auto", **options)
+    f = jshard.shard(
+        step, memory_budget=int(0.97 * free), remat="auto", config={"search_seconds": 1}, **options
+    )
     plan = f.plan(w, x)
-    assert plan.cost.peak_bytes <= 0.97 * free
+    assert plan.kept is not None and plan.cost.peak_bytes <= 0.97 * free
     for got, want in zip(f(w, x), jax.jit(step)(w, x), strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-2, atol=2e-2)
 
