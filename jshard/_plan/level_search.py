@@ -206,7 +206,10 @@ class LevelSearch:
         # Plans that fit may have to repeat products: that is priced in their cost, but not in this search.
         unpriced = self.network(replication_price=0.0, price_returned_sums=False, second_copies=False)
         search = self._with_effort(_REFUSAL_SECONDS * ENTRIES_PER_SECOND) if proved else self
-        smallest = search.minimize_peak(unpriced).after(solution)
+        try:
+            smallest = search.minimize_peak(unpriced).after(solution)
+        except SearchError:  # a large network has no answer where no effort is left
+            smallest = solution
         best = fitting_or_lowest((smallest, solution), self._limit)
         if best.peak > self._limit and not proved and (request := self.request.with_more(self.effort)):
             again = copy.copy(self)  # with its networks, and its plans for an interruption

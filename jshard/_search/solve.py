@@ -111,10 +111,11 @@ def solve(
         report("interrupted")
     assignment = search.assignment
     if assignment is None:
+        spent = search.effort.exhausted
         raise SearchError(
-            f"no feasible assignment found in {seconds} s",
+            f"no feasible assignment found in {'the given effort' if spent else f'{seconds:g} s'}",
             where=f"{network.size} variables",
-            fix="more time (seconds=...), or a larger memory limit",
+            fix=f"more {'effort (search_seconds=...)' if spent else 'time (seconds=...)'}, or a larger memory limit",
         )
     reached = None if memory is None else peak(network, assignment)
     if objective == "peak":

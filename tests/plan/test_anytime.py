@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jshard
-from jshard._core.errors import MemoryBudgetError
+from jshard._core.errors import MemoryBudgetError, SearchError
 from jshard._core.named_topology import TopologyMesh
 from jshard._plan import least_peak, level_search, ranked_search
 from jshard._search import Effort
@@ -62,7 +62,15 @@ def test_a_budget_is_kept_however_little_is_searched(share):
         assert plan.cost.objective >= free.cost.bound
 
 
-def test_where_a_given_effort_finds_no_plan_the_search_is_made_again_with_more(monkeypatch):
+@pytest.mark.parametrize("fails", [False, True])
+def test_where_a_given_effort_finds_no_plan_the_search_is_made_again_with_more(monkeypatch, fails):
+    """`fails`: the search for the least peak finds nothing at all, as that of a large network without effort."""
+
+    def least_peak_plan(self, network):
+        if fails:
+            raise SearchError("nothing found", where="there")
+        return self._known[0]
+
     monkeypatch.setattr(ranked_search, "_VARIABLES", 0)
     budget = int(0.7 * planned("chain").cost.peak_bytes)
     efforts, search = [], level_search.LevelSearch.minimize_time_under_budget
@@ -72,7 +80,7 @@ def test_where_a_given_effort_finds_no_plan_the_search_is_made_again_with_more(m
         return search(self, network, fastest) if len(efforts) > 1 else fastest
 
     monkeypatch.setattr(level_search.LevelSearch, "minimize_time_under_budget", first_finds_nothing)
-    monkeypatch.setattr(level_search.LevelSearch, "minimize_peak", lambda s, n: s._known[0])
+    monkeypatch.setattr(level_search.LevelSearch, "minimize_peak", least_peak_plan)
     monkeypatch.setattr(level_search, "descend_peak", lambda best, *_: best)
     plan = planned("chain", memory_budget=budget, config={"search_seconds": 0.01})
     assert plan.cost.peak_bytes <= budget and 0 < plan.cost.bound <= plan.cost.objective

@@ -9,7 +9,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jshard._core.errors import MemoryBudgetError
+from jshard._core.errors import MemoryBudgetError, SearchError
 from jshard._search import Contradiction, CostNetwork, Effort, build, evaluate, peak, solve
 from jshard._search.cost_network import interval_bytes, live_bytes
 from jshard._search.integer_program import num_columns
@@ -434,6 +434,21 @@ def test_while_no_answer_is_known_a_round_has_an_effort_of_its_own(every_network
     left.clear()
     solve(limited, layers_repeat=True, effort=Effort(0.0), known=[found.assignment])
     assert left and max(left) <= 0
+
+
+@pytest.mark.parametrize(
+    ("effort", "what", "fix"),
+    [
+        (Effort(), "in 5 s", "time (seconds=...)"),
+        (Effort(0.0), "in the given effort", "effort (search_seconds=...)"),
+    ],
+)
+def test_the_error_where_nothing_is_found_says_what_ended_the_search(monkeypatch, effort, what, fix):
+    monkeypatch.setattr(importlib.import_module("jshard._search.solve"), "branch_and_bound", lambda *_: None)
+    with pytest.raises(SearchError) as caught:
+        solve(build([[0.0, 1.0]], []), seconds=5, effort=effort)
+    assert f"no feasible assignment found {what}" in str(caught.value)
+    assert f"write instead: more {fix}, or a larger memory limit" in str(caught.value)
 
 
 @pytest.mark.parametrize(("large", "rounds"), [(False, 6), (True, 10)])
