@@ -417,8 +417,15 @@ def test_answers_are_combined_once_more_when_the_effort_is_spent(every_network_i
         assert s.bound <= s.cost < without.cost
 
 
-def test_while_no_answer_is_known_a_round_has_an_effort_of_its_own(every_network_is_large, monkeypatch):
-    """Networks that are hardly solved give no answer under any prices. Once one is known, what was given is all."""
+@pytest.mark.parametrize("large", [False, True])
+def test_while_no_answer_is_known_a_round_has_an_effort_of_its_own(
+    every_network_is_large, monkeypatch, large
+):
+    """Networks that are hardly solved give no answer under any prices. Once one is known, what was given is all.
+
+    `large`: whether the rounds take it for a large network, which is solved to the end.
+    """
+    monkeypatch.setattr(price_cuts, "LARGE_NETWORK", 0 if large else np.inf)
     least = solve(deep(20, 0), objective="peak", layers_repeat=True, break_ties_by_cost=False)
     limited, left = deep(20, 0, limit=1.02 * least.cost), []
     solved = price_cuts.branch_and_bound
@@ -430,7 +437,7 @@ def test_while_no_answer_is_known_a_round_has_an_effort_of_its_own(every_network
     monkeypatch.setattr(price_cuts, "branch_and_bound", recorded)
     effort = Effort(0.0)
     found = solve(limited, layers_repeat=True, effort=effort, only="answer")
-    assert left[0] == price_cuts._EFFORT_WITHOUT_ANSWER and effort.spent > 0
+    assert left[0] == (np.inf if large else price_cuts._EFFORT_WITHOUT_ANSWER) and effort.spent > 0
     left.clear()
     solve(limited, layers_repeat=True, effort=Effort(0.0), known=[found.assignment])
     assert left and max(left) <= 0
