@@ -3,14 +3,15 @@
 Problem.  A budget may be met by other layouts, by computing values again, or by both, and what is best depends on both.
 
 Idea.  Where the plan of least time keeps the budget nothing is computed again. Else every choice is a program of its own.
-Programs with few values have all their choices planned within the budget. Of others peaks are predicted
+Programs with few values have all their choices planned within the budget, if none takes long. Of others peaks are predicted
 (`recompute_peaks.py`): the choice of the hull with the fewest seconds that is predicted to fit is planned without a budget,
 which is quick; then the one that keeps most between it and the next, and between it and the program as it was traced; then
-the next ones and the program as it was traced within the budget, whose layouts may make up for it. A search ends where its
-bound is not below the cost of a plan that fits.
+the next ones and the program as it was traced within the budget, whose layouts may make up for it; then, where they are few,
+all others. A search ends where its bound is not below the cost of a plan that fits.
 
 Effort.  What the user allows is for all choices together: each has a half of what those before it left, and at least a
-tenth of the whole.
+tenth of the whole. No other is planned once it is spent, or four times as much where nothing fits; and where nothing fits,
+what holds least at its peak comes first.
 
 Bound.  A plan of a choice costs no less than that choice's bound, with or without a budget. So the least of the bounds is
 one on all plans of all choices that were planned, and the plan says how many these are; over all choices where all were.
@@ -29,14 +30,17 @@ from jshard._core.errors import MemoryBudgetError, SearchError
 from jshard._plan.recomputation import Choice, Recomputation
 from jshard._plan.recompute_peaks import WITHIN_REACH, PeakPrediction
 from jshard._plan.record import PlanRecord
-from jshard._plan.request import LEAST_EFFORT, NoBetterPlan
+from jshard._plan.request import ENOUGH, LEAST_EFFORT, NoBetterPlan
 from jshard._search.cost_network import LARGE_NETWORK
-from jshard._search.effort import Effort
+from jshard._search.effort import ENTRIES_PER_SECOND, Effort
 
 
 _TRIED_BETWEEN = 2  # choices planned between two neighbours of the hull
 _WITHIN_BUDGET = 2  # choices planned within the budget, that exceed it when planned without
 _PART = 0.5  # of the effort that is left, for the next plan
+# Of effort, if each of a few choices takes as much as the program as it was traced: beyond, those are planned only as far as
+# they may be cheaper than what fits, which proves less. Four reversible blocks on 2x4 took 697 s for all 32 of them.
+_ALL_PROVED = 30 * ENTRIES_PER_SECOND
 _TRIED_FREE = 8  # choices of the hull planned without a budget to find one that fits
 
 Planned = TypeVar("Planned")
@@ -102,23 +106,56 @@ class RecomputeSearch(Generic[Planned]):
                 raise KeyboardInterrupt
             self._run()
         except KeyboardInterrupt:
-            if not any(t.fits(self.limit) for t in self.trials):
+            if not self._fits:
                 raise
             self.interrupted, self.complete = True, False
         fitting = [t for t in self.trials if t.fits(self.limit)]
         return min(fitting, key=lambda t: (t.cost, t.peak), default=None)
 
     def _run(self) -> None:
+        """Plan all choices where they are few and none takes long; else first those that are predicted to fit."""
         choices = self.recomputation.every_choice()
         if choices is not None:
-            self.complete = True
-            self.plan(None, limited=True)
-            # Of the program as it was traced the bound without a budget is known; mostly it is the first choice.
-            for choice in choices if self.recomputation.rewrites_loops else choices[1:]:
+            # Without loops to rewrite the choice that keeps all is the program as it was traced.
+            choices = [None, *(choices if self.recomputation.rewrites_loops else choices[1:])]
+            if self._effort.limit == math.inf:
+                self.plan(None, limited=True)  # of which the bound without a budget is known
+                if self._effort.spent * len(choices) <= _ALL_PROVED:
+                    self.complete = True
+                    for choice in choices[1:]:
+                        self._plan_with_bound(choice)
+                    return
+        self.planned[None, False] = self.trials[0]
+        self._search()
+        if choices is not None:
+            self._plan_all(choices)
+
+    def _plan_all(self, choices: Sequence[Choice | None]) -> None:
+        """Plan every choice as far as it may be cheaper than what fits, until the effort is spent.
+
+        What keeps most costs least, and is first where something fits; else what keeps least is, which is likely to.
+        """
+        for choice in choices if self._fits else reversed(choices):
+            if self._is_spent:
+                return
+            if not self._is_settled(choice):
                 self._plan_with_bound(choice)
-        else:
-            first = self.planned[None, False] = self.trials[0]
-            self._search(PeakPrediction(self.recomputation, self.limit, None, first.peak))
+        self.complete = True
+
+    @property
+    def _is_spent(self) -> bool:
+        """Whether a given effort ends the search: it is spent, some times where nothing fits."""
+        return self._effort.spent >= (1 if self._fits else ENOUGH) * self._effort.limit
+
+    @property
+    def _fits(self) -> bool:
+        """Whether a plan within the budget is known."""
+        return any(t.fits(self.limit) for t in self.trials)
+
+    def _is_settled(self, choice: Choice | None) -> bool:
+        """Whether the plan of a choice without a budget is that within it, or its bound says that none is cheaper."""
+        free = self.planned.get((choice, False))
+        return free is not None and (free.fits(self.limit) or free.bound >= self._cheapest()[1])
 
     @property
     def bound(self) -> float:
@@ -192,8 +229,9 @@ class RecomputeSearch(Generic[Planned]):
         cost = record.step_seconds if record.level == 1 else c.objective
         return Trial(choice, planned, cost, 0.0 if record.level == 1 else c.bound, c.peak_bytes)
 
-    def _search(self, prediction: PeakPrediction) -> None:
+    def _search(self) -> None:
         """Plan some of the hull; its first is the program as it was traced, which does not fit."""
+        prediction = PeakPrediction(self.recomputation, self.limit, None, self.trials[0].peak)
         everything = [self.recomputation.everything()] if self.recomputation.rewrites_loops else []
         hull = [None, *everything, *prediction.hull()]
         if len(hull) < 2:
@@ -276,15 +314,19 @@ class RecomputeSearch(Generic[Planned]):
     def _within_budget(self, choices: Sequence[Choice | None]) -> None:
         """Plan the first choices, and the program as it was traced, within the budget.
 
-        That of least cost without it comes first: a cheap plan ends the others.
+        That of least cost without it comes first: a cheap plan ends the others. With a given effort and nothing that fits
+        it is that of lowest peak, which is likely to.
         """
+        by_peak = self._effort.limit < math.inf and not self._fits
 
-        def free_cost(choice: Choice | None) -> float:
+        def key(choice: Choice | None) -> float:
             trial = self.planned.get((choice, False))
-            return math.inf if trial is None else trial.cost
+            return math.inf if trial is None else trial.peak if by_peak else trial.cost
 
         original = [None] if self._traced_may_fit() else []
-        for choice in sorted((*original, *choices[:_WITHIN_BUDGET]), key=free_cost):
+        for choice in sorted((*original, *choices[:_WITHIN_BUDGET]), key=key):
+            if self._is_spent:
+                return
             self._plan_with_bound(choice)
 
     def _traced_may_fit(self) -> bool:

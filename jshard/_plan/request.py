@@ -29,11 +29,11 @@ Force = tuple[int, str, int, str, LayoutTest]
 LEAST_EFFORT = 0.1
 """Of a call's effort: what each of several searches for it has in any case."""
 
-_MORE = (
-    4  # times a given effort in which no plan within the budget was found, for the search that is made again
-)
+ENOUGH = 4
+"""Times a given effort in which no plan within the budget was found, for the search that is made again."""
+
 SEARCHED_AGAIN = (
-    f"the given effort found no plan within the budget: searched again with {_MORE} times as much"
+    f"the given effort found no plan within the budget: searched again with {ENOUGH} times as much"
 )
 """A step of the plan of such a search."""
 
@@ -121,7 +121,7 @@ class PlanRequest:
         """The request of a search to be made again, as it found no plan in a given effort; None where it is not to be."""
         if not self.renews_effort or effort.limit == math.inf:
             return None
-        again = type(effort)(_MORE * effort.limit, whole=effort)
+        again = type(effort)(ENOUGH * effort.limit, whole=effort)
         return dataclasses.replace(self, effort=again, renews_effort=False)
 
     def with_pins(self, more: Sequence[tuple[int, str, int, Pin]]) -> PlanRequest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,14 @@ def record(objective: float, bound: float, peak: float, interrupted: bool = Fals
 def search(plan_of: Any, choices: Any = ("traced", "one", "two"), **options: Any) -> Any:
     """A search over a few choices, each a word, with a budget of 10 bytes."""
     recomputation: Any = SimpleNamespace(every_choice=lambda: choices, rewrites_loops=False)
-    return RecomputeSearch(recomputation, plan_of, lambda planned: planned, 10.0, **options)
+    return Enumeration(recomputation, plan_of, lambda planned: planned, 10.0, **options)
+
+
+class Enumeration(RecomputeSearch[Any]):
+    """A search that predicts no peaks: words have none."""
+
+    def _search(self) -> None:
+        pass
 
 
 def test_a_choice_of_which_the_budget_proves_nothing_has_the_bound_of_its_plan_without_it() -> None:
@@ -35,19 +43,75 @@ def test_a_choice_of_which_the_budget_proves_nothing_has_the_bound_of_its_plan_w
     assert best.choice == "one" and found.bound == 3.0
 
 
-def test_all_choices_share_the_effort_and_each_has_some() -> None:
-    given: list[float] = []
+SIX = [None, *map(str, range(6))]
+
+
+def spending(peak: float, given: list[tuple[Any, float]]) -> Any:
+    """Plans of one peak, each of which takes all the effort that it is given."""
 
     def plan_of(choice: Any, limited: bool, most: float, effort: Any) -> Any:
-        given.append(effort.limit)
+        given.append((choice, effort.limit))
         effort.spend(effort.limit)
-        return record(5.0, 4.0, 8.0)
+        return record(5.0, 4.0, peak)
 
-    search(plan_of, [None, *map(str, range(6))], seconds=4.0).run(record(2.0, 2.0, 20.0))
-    assert given[:2] == [2e8, 1e8] and min(given) == 0.1 * 4e8 and len(given) == 7
-    given.clear()
-    search(plan_of).run(record(2.0, 2.0, 20.0))
-    assert set(given) == {float("inf")}
+    return plan_of
+
+
+def test_all_choices_share_the_effort_and_others_are_planned_while_it_lasts() -> None:
+    """From what keeps least on, as nothing fits at first; the bound is then of the choices that were planned."""
+    given: list[tuple[Any, float]] = []
+    found = search(spending(8.0, given), SIX, seconds=4.0)
+    found.run(record(2.0, 2.0, 20.0))
+    assert given == list(zip("54321", [2e8, 1e8, 0.5e8, 0.4e8, 0.4e8], strict=True))
+    assert not found.complete and found.choices_planned == 6
+
+
+def test_where_nothing_fits_the_choices_that_keep_least_come_first_and_have_four_times_the_effort() -> None:
+    given: list[tuple[Any, float]] = []
+    found = search(spending(12.0, given), [None, *map(str, range(40))], seconds=4.0)
+    assert found.run(record(2.0, 2.0, 20.0)) is None
+    assert given[0][0] == "39" and 16e8 <= sum(g for _, g in given) < 17e8 and not found.complete
+
+
+def test_without_an_effort_all_are_planned_with_a_proof_unless_that_takes_long() -> None:
+    """Where the program as it was traced took long, what need not be cheaper than what fits is not planned to the end."""
+    for entries, useful in (1e6, {math.inf}), (1e11, {math.inf, 5.0}):
+        most_useful: list[float] = []
+
+        def plan_of(
+            choice: Any,
+            limited: bool,
+            most: float,
+            effort: Any,
+            entries: float = entries,
+            given: Any = most_useful,
+        ) -> Any:
+            given.append(most)
+            effort.spend(entries)
+            return record(5.0, 4.0, 8.0)
+
+        found = search(plan_of, SIX)
+        found.run(record(2.0, 2.0, 20.0))
+        assert found.complete and len(most_useful) == 7 and set(most_useful) == useful
+
+
+def test_a_choice_is_settled_by_its_plan_without_a_budget() -> None:
+    """One that fits is that within the budget too; one whose bound is above what fits is of no use."""
+    planned: list[tuple[Any, bool]] = []
+
+    def plan_of(choice: Any, limited: bool, most: float, effort: Any) -> Any:
+        planned.append((choice, limited))
+        return {"1": record(5.0, 4.0, 8.0), "2": record(7.0, 6.0, 20.0)}.get(choice, record(6.0, 3.0, 9.0))
+
+    class Predicted(Enumeration):
+        def _search(self) -> None:
+            for choice in "12":
+                self.plan(choice, limited=False)
+
+    recomputation: Any = SimpleNamespace(every_choice=lambda: [None, "0", *"123"], rewrites_loops=False)
+    found = Predicted(recomputation, plan_of, lambda planned: planned, 10.0, seconds=4.0)
+    assert found.run(record(2.0, 2.0, 20.0)).choice == "1" and found.complete
+    assert planned == [("1", False), ("2", False), (None, True), ("0", True), ("3", True)]
 
 
 @pytest.mark.parametrize("raised", [False, True])

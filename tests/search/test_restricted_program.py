@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import itertools
 
@@ -11,7 +12,7 @@ import pytest
 from jshard._core.errors import MemoryBudgetError
 from jshard._search import Contradiction, CostNetwork, Effort, build, evaluate, peak, solve
 from jshard._search.integer_program import num_columns
-from jshard._search.memory import restricted_program
+from jshard._search.memory import ilp, restricted_program
 from jshard._search.memory.budget_repair import BudgetedCore, budgeted_core
 from jshard._search.memory.key_times import key_times_above
 from jshard._search.memory.reduced_problem import ReducedProblem, reduced_problem
@@ -204,3 +205,25 @@ def test_the_whole_program_follows_where_a_given_effort_suffices(whole_programs)
     without = count(whole_programs, **only)
     assert count(whole_programs, effort=lambda _: Effort(1e12), **only) > without
     assert count(whole_programs, effort=lambda _: Effort(5e5), **only) <= without
+
+
+def test_a_known_peak_is_found_again_or_a_lower_one_and_below_the_least_there_is_none(monkeypatch):
+    """The program of least peak with no peak above a known one; the bound is then that one, where nothing is below it."""
+    seen, solve_program = [], ilp.mixed_integer_program
+    monkeypatch.setattr(
+        ilp, "mixed_integer_program", lambda *given: seen.append(given[2][-1]) or solve_program(*given)
+    )
+    checked = 0
+    for _, core in problems(range(9450, 9470)):
+        free = dataclasses.replace(core, limit=np.inf)
+        peaks = [float(free.memory.live_bytes(list(states)).max()) for states, _ in assignments(free)]
+        least, most = min(peaks), max(peaks)
+        for known in (np.inf, most, least):
+            found = ilp.solve_ilp(free, 0.0, 10.0, most=known)
+            assert found.solved and found.states is not None
+            assert float(free.memory.live_bytes(found.states).max()) == pytest.approx(least, rel=1e-5)
+            assert found.bound <= least * (1 + 1e-9)
+        none = ilp.solve_ilp(free, 0.0, 10.0, most=0.9 * least)
+        assert none.states is None and none.solved and none.bound == 0.9 * least
+        checked += 1
+    assert checked > 5 and min(seen) < max(u for u in seen if np.isfinite(u)) and np.inf in seen

@@ -410,7 +410,9 @@ def solve_peak(
 
 def _solve_integer_program(problem: ReducedProblem, search: SearchState) -> None:
     """Solve a small core with a gap as an integer program."""
-    result = solve_small_core(budgeted_core(problem.core, problem.memory, np.inf), search)
+    result = solve_small_core(
+        budgeted_core(problem.core, problem.memory, np.inf), search, search.incumbent_cost
+    )
     if result is None:
         return
     states = result.states
