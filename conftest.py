@@ -45,11 +45,18 @@ _BELOW = frozenset(
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--cases even` and `--cases odd`: a half of the suite each, for continuous integration on two pairs of Python and JAX.
 
-    Of the cases of a parametrised test every second one, and of the other tests below the public functions every second
-    one of a file, in an order by seed. The tests of the public functions that have no cases, those of jaxprs and of
-    lowering, and doctests are in both halves; nothing is in neither.
+    Of the cases of a parametrised test every second one, and of the other tests below the public functions, and of those
+    marked `one_pair`, every second one of a file, in an order by seed. The other tests of the public functions that have
+    no cases, those of jaxprs and of lowering, and doctests are in both halves; nothing is in neither.
     """
     parser.addoption("--cases", choices=("all", "even", "odd"), default="all")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare the mark of tests of public functions that mostly plan, or take long: a half has every second one."""
+    config.addinivalue_line(
+        "markers", "one_pair: run on one pair of Python and JAX, as tests below the public functions are"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -77,7 +84,8 @@ def _group(item: pytest.Item) -> str | None:
     if hasattr(item, "callspec"):
         return item.nodeid.partition("[")[0]
     file = item.nodeid.partition("::")[0]
-    return file if file.startswith("tests/") and item.path.parent.name in _BELOW else None
+    below = item.path.parent.name in _BELOW or item.get_closest_marker("one_pair") is not None
+    return file if file.startswith("tests/") and below else None
 
 
 def pytest_collection_finish() -> None:

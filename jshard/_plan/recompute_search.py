@@ -10,8 +10,7 @@ the next ones and the program as it was traced within the budget, whose layouts 
 all others. A search ends where its bound is not below the cost of a plan that fits.
 
 Effort.  What the user allows is for all choices together: each has a half of what those before it left, and at least a
-tenth of the whole. No other is planned once it is spent, or four times as much where nothing fits; and where nothing fits,
-what holds least at its peak comes first.
+tenth of the whole. No other is planned once it is spent, or four times as much where nothing fits.
 
 Bound.  A plan of a choice costs no less than that choice's bound, with or without a budget. So the least of the bounds is
 one on all plans of all choices that were planned, and the plan says how many these are; over all choices where all were.
@@ -314,14 +313,16 @@ class RecomputeSearch(Generic[Planned]):
     def _within_budget(self, choices: Sequence[Choice | None]) -> None:
         """Plan the first choices, and the program as it was traced, within the budget.
 
-        That of least cost without it comes first: a cheap plan ends the others. With a given effort and nothing that fits
-        it is that of lowest peak, which is likely to.
+        That of least cost without it comes first: a cheap plan ends the others. With a given effort and nothing that fits,
+        those that far exceed the budget come last, by their peaks: what holds less is more likely to fit.
         """
         by_peak = self._effort.limit < math.inf and not self._fits
 
-        def key(choice: Choice | None) -> float:
+        def key(choice: Choice | None) -> tuple[float, float]:
             trial = self.planned.get((choice, False))
-            return math.inf if trial is None else trial.peak if by_peak else trial.cost
+            if trial is None:
+                return math.inf, math.inf
+            return trial.peak if by_peak and trial.peak > WITHIN_REACH * self.limit else 0.0, trial.cost
 
         original = [None] if self._traced_may_fit() else []
         for choice in sorted((*original, *choices[:_WITHIN_BUDGET]), key=key):

@@ -26,6 +26,9 @@ from jshard._core.topology import from_mesh
 from jshard._cost.collectives import received_per_byte
 
 
+pytestmark = pytest.mark.one_pair
+
+
 CPU = jshard.hardware.get("cpu")
 
 

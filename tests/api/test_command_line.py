@@ -17,6 +17,9 @@ from jshard._api.command_line import example_arguments, main, parse_mesh, parse_
 from jshard._api.doctor import jax_requirement
 
 
+pytestmark = pytest.mark.one_pair
+
+
 MODULE = """
 import jax
 import jax.numpy as jnp

@@ -14,6 +14,9 @@ import jshard
 from jshard import PaddedArray, ShardError
 
 
+pytestmark = pytest.mark.one_pair
+
+
 @pytest.fixture(autouse=True)
 def _float64():
     with jax.enable_x64(True):

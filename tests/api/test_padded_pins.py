@@ -16,6 +16,9 @@ import jshard
 from jshard._core.errors import StrategyError
 
 
+pytestmark = pytest.mark.one_pair
+
+
 @pytest.fixture(autouse=True)
 def _float64():
     with jax.enable_x64(True):

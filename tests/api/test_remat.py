@@ -16,6 +16,9 @@ from jshard._api import remedies
 from tests.program.test_recompute import LOSSES, step_of
 
 
+pytestmark = pytest.mark.one_pair
+
+
 OPTIONS: Any = dict(level=2, hardware="v5e", in_strategy=(None, (4, 1)))
 W, X = np.zeros((3, 32, 96), "float32"), np.zeros((2048, 32), "float32")
 

@@ -23,6 +23,9 @@ from tests.helpers.models import ffn
 from tests.helpers.report_plans import FFN, f32, mesh
 
 
+pytestmark = pytest.mark.one_pair
+
+
 def machines():
     return [
         jshard.topology("v5e:2x4", {"x": 2, "y": 4}, compiles=False),

@@ -15,6 +15,9 @@ from jshard.flax._fused import dot_product_attention
 from tests.flax.test_optimize import MESH, TOKENS, Tiny
 
 
+pytestmark = pytest.mark.one_pair
+
+
 class Layer(nnx.Module):
     """Of Flax's own modules; the gated MLP is the author's."""
 

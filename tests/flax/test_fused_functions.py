@@ -17,6 +17,9 @@ from jshard._core.errors import ShardError
 from tests.flax.test_optimize import MESH
 
 
+pytestmark = pytest.mark.one_pair
+
+
 def arrays(dtype="float64"):
     """Queries, keys, values, bias, mask; a query may attend to no key."""
     rng = np.random.default_rng(11)

@@ -20,6 +20,9 @@ from jshard._core.errors import ShardError
 from tests.helpers.import_graph import ROOT
 
 
+pytestmark = pytest.mark.one_pair
+
+
 TYPES = (jax.sharding.AxisType.Auto,) * 2
 MESH = jax.make_mesh((2, 4), ("data", "model"), axis_types=TYPES)
 WORDS, HEADS, SIZE, DEPTH = 50, 4, 8, 1

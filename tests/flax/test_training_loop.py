@@ -18,6 +18,9 @@ from sklearn.datasets import load_digits
 import jshard.flax
 
 
+pytestmark = pytest.mark.one_pair
+
+
 MESH = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "model"))
 CUT = dict(
     in_strategy={"x": (2, 1), "y": (2,)},

@@ -12,6 +12,9 @@ from tests.hosts import training
 from tests.hosts.launch import Processes
 
 
+pytestmark = pytest.mark.one_pair
+
+
 @pytest.mark.parametrize("cut", [(8, 1), (2, 4), (1, 8)])
 def test_local_batches_give_the_results_of_the_whole_batch(two: Processes, cut: tuple[int, int]) -> None:
     one, other = two.values("local_batches", cut=cut)

@@ -12,6 +12,9 @@ from jshard._core.saved_chip import chip_to_json
 from tests.hosts.launch import Processes
 
 
+pytestmark = pytest.mark.one_pair
+
+
 @pytest.mark.parametrize("level", [0, 1, 2])
 def test_plans_and_results_are_the_same_and_later_calls_exchange_nothing(two: Processes, level: int) -> None:
     one, other = two.values("same_plan_and_results", level=level)

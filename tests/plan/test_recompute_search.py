@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -112,6 +113,29 @@ def test_a_choice_is_settled_by_its_plan_without_a_budget() -> None:
     found = Predicted(recomputation, plan_of, lambda planned: planned, 10.0, seconds=4.0)
     assert found.run(record(2.0, 2.0, 20.0)).choice == "1" and found.complete
     assert planned == [("1", False), ("2", False), (None, True), ("0", True), ("3", True)]
+
+
+def test_with_an_effort_what_far_exceeds_the_budget_comes_last_by_its_peak() -> None:
+    """What is near the budget comes first by its cost: other layouts mostly keep it. Without an effort cost decides."""
+    peaks = {"far": 30.0, "farther": 40.0, "near": 12.0, "nearer": 11.0}
+    cost = {"far": 2.0, "farther": 1.0, "near": 4.0, "nearer": 5.0}
+    for seconds, wanted in (4.0, "near nearer far farther"), (None, "farther far near nearer"):
+        planned: list[str] = []
+
+        def plan_of(choice: Any, limited: bool, most: float, effort: Any, planned: Any = planned) -> Any:
+            if not limited:
+                return record(cost[choice], 0.5, peaks[choice])
+            planned.append(choice)
+            raise NoBetterPlan(0.5)
+
+        for pair in itertools.combinations(peaks, 2):  # so many are planned within the budget
+            found = search(plan_of, None, seconds=seconds)
+            found._traced_may_fit = lambda: False
+            for choice in pair:
+                found.plan(choice, limited=False)
+            planned.clear()
+            found._within_budget(pair)
+            assert planned == [c for c in wanted.split() if c in pair]
 
 
 @pytest.mark.parametrize("raised", [False, True])

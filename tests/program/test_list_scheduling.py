@@ -21,6 +21,9 @@ from jshard._program.memory.liveness import liveness
 from jshard._program.trace import build
 
 
+pytestmark = pytest.mark.one_pair
+
+
 NAMES = ("mlp-512", "moe", "lm-head", "conv", "gpt", "gpt-scan", "llama", "lora", "vit")
 
 

@@ -16,6 +16,9 @@ from jshard._core import hardware, jaxcompat as compat
 from jshard._program.written_back import with_updates_in_place
 
 
+pytestmark = pytest.mark.one_pair
+
+
 S = jax.ShapeDtypeStruct
 MESH = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:8])
 

@@ -15,6 +15,7 @@ def selected(half: str, names: list[str]) -> list[str]:
     for name in names:
         item: Any = type("Item", (), {})()  # hashed by identity, as pytest's own
         item.nodeid, item.path = name, pathlib.Path(name.partition("::")[0])
+        item.get_closest_marker = lambda mark, name=name: mark if "marked" in name else None
         if "[" in name:
             item.callspec = None
         items.append(item)
@@ -32,6 +33,7 @@ ON_ONE = [
     *(f"tests/search/test_a.py::test_{k}" for k in range(6)),
     *(f"tests/flax/test_b.py::test_cases[{k}]" for k in range(8)),
     *(f"tests/laws/test_c.py::test_cases[{k}]" for k in range(4)),
+    *(f"tests/api/test_marked.py::test_{k}" for k in range(4)),
 ]
 ON_BOTH = [
     "tests/api/test_d.py::test_one",
