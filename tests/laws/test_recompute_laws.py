@@ -95,7 +95,7 @@ def least_costs(
     return out
 
 
-@pytest.mark.parametrize("level, seed", [(0, 94), (2, 72), (0, 2012)])
+@pytest.mark.parametrize("level, seed", [(0, 94), (2, 72)])
 def test_the_plan_is_the_least_of_every_choice_with_every_layout(level: int, seed: int) -> None:
     fn, shapes = there_and_back(seed)
     every = least_costs(jax.jit(fn).trace(*shapes).jaxpr, from_mesh(mesh(), CHIP), level)
