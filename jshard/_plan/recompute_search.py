@@ -105,11 +105,10 @@ class RecomputeSearch(Generic[Planned]):
                 raise KeyboardInterrupt
             self._run()
         except KeyboardInterrupt:
-            if not self._fits:
+            if not self._fitting:
                 raise
             self.interrupted, self.complete = True, False
-        fitting = [t for t in self.trials if t.fits(self.limit)]
-        return min(fitting, key=lambda t: (t.cost, t.peak), default=None)
+        return min(self._fitting, key=lambda t: (t.cost, t.peak), default=None)
 
     def _run(self) -> None:
         """Plan all choices where they are few and none takes long; else first those that are predicted to fit."""
@@ -134,7 +133,7 @@ class RecomputeSearch(Generic[Planned]):
 
         What keeps most costs least, and is first where something fits; else what keeps least is, which is likely to.
         """
-        for choice in choices if self._fits else reversed(choices):
+        for choice in choices if self._fitting else reversed(choices):
             if self._is_spent:
                 return
             if not self._is_settled(choice):
@@ -144,12 +143,12 @@ class RecomputeSearch(Generic[Planned]):
     @property
     def _is_spent(self) -> bool:
         """Whether a given effort ends the search: it is spent, some times where nothing fits."""
-        return self._effort.spent >= (1 if self._fits else ENOUGH) * self._effort.limit
+        return self._effort.spent >= (1 if self._fitting else ENOUGH) * self._effort.limit
 
     @property
-    def _fits(self) -> bool:
-        """Whether a plan within the budget is known."""
-        return any(t.fits(self.limit) for t in self.trials)
+    def _fitting(self) -> list[Trial[Planned]]:
+        """The plans within the budget that are known."""
+        return [t for t in self.trials if t.fits(self.limit)]
 
     def _is_settled(self, choice: Choice | None) -> bool:
         """Whether the plan of a choice without a budget is that within it, or its bound says that none is cheaper."""
@@ -210,10 +209,9 @@ class RecomputeSearch(Generic[Planned]):
 
     def _cheapest(self) -> tuple[float, float]:
         """(what plans of all choices cost beside the objective, the least cost of one within the budget)."""
-        fitting = [t for t in self.trials if t.fits(self.limit) and t.planned is not None]
-        if not fitting:
+        best = min(self._fitting, key=lambda t: t.cost, default=None)
+        if best is None:
             return 0.0, math.inf
-        best = min(fitting, key=lambda t: t.cost)
         assert best.planned is not None
         record = self.record_of(best.planned)
         if record.level == 1:
@@ -240,7 +238,7 @@ class RecomputeSearch(Generic[Planned]):
             self._within_budget(self._lowest_peaks(hull))
             return
         self._between(hull[high - 1], hull[high], prediction)
-        best = min((t for t in self.trials if t.fits(self.limit)), key=lambda t: t.cost)
+        best = min(self._fitting, key=lambda t: t.cost)
         if best.choice is not None:
             self._between(None, best.choice, prediction)  # what is left of the budget
         self._within_budget(self._promising(hull, high - 1, prediction))
@@ -250,7 +248,7 @@ class RecomputeSearch(Generic[Planned]):
     ) -> list[Choice | None]:
         """The choices up to the last that exceeds the budget, that one first, which layouts within it may make up for."""
         out: list[Choice | None] = []
-        least = min(t.cost for t in self.trials if t.fits(self.limit))
+        least = min(t.cost for t in self._fitting)
         for k in range(last, 0, -1):
             trial = self.planned.get((hull[k], False))
             peak = prediction.of(hull[k]) if trial is None else trial.peak
@@ -316,7 +314,7 @@ class RecomputeSearch(Generic[Planned]):
         That of least cost without it comes first: a cheap plan ends the others. With a given effort and nothing that fits,
         those that far exceed the budget come last, by their peaks: what holds less is more likely to fit.
         """
-        by_peak = self._effort.limit < math.inf and not self._fits
+        by_peak = self._effort.limit < math.inf and not self._fitting
 
         def key(choice: Choice | None) -> tuple[float, float]:
             trial = self.planned.get((choice, False))

@@ -96,7 +96,7 @@ def solve_ilp(
     - `nodes`: branching nodes at most.
     - `most`: a peak that is known, above which none is looked for; not used within a limit.
 
-    The bound is inf where no states are within the limit.
+    The bound is inf where no states are within the limit, and `most` where none has a peak so low.
     """
     program = _Program.of(problem)
     memory, for_peak = problem.memory, program.for_peak
@@ -108,9 +108,8 @@ def solve_ilp(
         result = program.solve(times, gap, max(0.1, until - time.monotonic()), nodes, most)
         if result.x is None:
             infeasible = result.status == INFEASIBLE
-            return IlpResult(
-                None, most if infeasible and for_peak else np.inf if infeasible else best, infeasible
-            )
+            nothing_below = most if for_peak else np.inf
+            return IlpResult(None, nothing_below if infeasible else best, infeasible)
         scaled = program.unit * result.bound
         if not for_peak:
             scaled = problem.core.offset + program.cost_unit * result.bound
