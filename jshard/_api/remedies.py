@@ -8,6 +8,7 @@ a count of operators, so that a refusal comes soon, and on every machine with th
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from jshard._api.batch_arguments import batches, resized
 from jshard._api.padding_advice import with_checked_padding
-from jshard._api.prepare import prepare, trace_call
+from jshard._api.prepare import PlannedCall, prepare, trace_call
 from jshard._api.shard_request import ShardRequest
 from jshard._api.trace_call import BuiltPrograms, abstract
 from jshard._core import hardware, topology as device_topology
@@ -28,7 +29,7 @@ from jshard._core.layout import MeshAxes
 from jshard._core.named_topology import MeshRequest, TopologyMesh, topology as named_topology
 from jshard._plan.memory_refusal import MemoryRefusal, budget_advice
 from jshard._plan.recomputation import Recomputation
-from jshard._plan.recompute_peaks import PeakPrediction
+from jshard._plan.recompute_peaks import estimated_first_choice
 from jshard._report.refusal_text import Remedy, refusal_error
 from jshard._schedule.peak_profile import COPIES, INTERMEDIATE
 from jshard._spec.tree_paths import argument_names
@@ -38,6 +39,7 @@ _OPERATORS = 30_000  # of all programs that are planned to try remedies; the fir
 _PADDED_OPERATORS = 4_000  # of a program that is planned with padded sizes too, up to three times as often
 _ESTIMATED_GAP = 0.01  # relative, of the plans of larger programs: their figures are estimates
 _LEAST_PEAK_EFFORT = 8  # times that of a plan of least time
+_RECOMPUTE_SECONDS = 1  # of search for what is computed again: without a limit some programs take minutes
 _RECOMPUTE_EFFORT = 10  # the same: a few choices of what is computed again, some of them within the budget
 _MORE_DEVICES = 64  # times as many at most
 
@@ -94,7 +96,8 @@ class Trials:
     ) -> Remedy | None:
         """The remedy of a changed call; None where it cannot be planned, or that would take too long.
 
-        Of a large program no sizes are padded, and the figures are estimates of those of the plan that one gets.
+        Of a large program no sizes are padded, and the figures are estimates of those of the plan that one gets. So are
+        those of a call with `remat=` whose plan of least time exceeds the budget: what would be computed again is predicted.
 
         Arguments:
 
@@ -106,7 +109,7 @@ class Trials:
         if not self.may_plan(retraced):
             return None
         self.spent += self._effort(retraced)
-        options = dataclasses.replace(self.request.options, search_in_budget=False)
+        options = dataclasses.replace(self.request.options, search_in_budget=False, remat=None)
         may_pad = self.refusal.operators <= _PADDED_OPERATORS or options.pad is not None
         if not may_pad:
             options = dataclasses.replace(options, pad=False, gap=_ESTIMATED_GAP, estimate=True)
@@ -119,26 +122,66 @@ class Trials:
             mesh=self.request.mesh if mesh is None else mesh,
             **changes,
         )
-        remedy = self.planned(advice, changed, args, kwargs, searched=options.level == 1)
-        return None if remedy is None else dataclasses.replace(remedy, estimated=not may_pad)
+        call = self.planned(changed, args, kwargs)
+        if call is None:
+            return None
+        with_remat = self.request.options.remat is not None
+        peak, seconds = call.plan.cost.peak_bytes, call.plan.step_seconds
+        searched = options.level == 1 and not with_remat
+        remedy = Remedy(advice, peak, seconds, estimated=not may_pad, searched=searched)
+        if not with_remat or remedy.peak <= self.refusal.limit:
+            return remedy
+        return self.recomputed(remedy, changed, call.chosen.axes.total, args, kwargs) or remedy
 
     def planned(
         self,
-        advice: str,
         request: ShardRequest,
         args: Sequence[PyTree] | None = None,
         kwargs: Mapping[str, PyTree] | None = None,
-        searched: bool = True,
-    ) -> Remedy | None:
-        """The remedy of another request; None where it cannot be planned. `searched`: as in `Remedy`."""
+    ) -> PlannedCall | None:
+        """The planned call of another request; None where it cannot be planned."""
         retraced = args is not None or kwargs is not None
         shapes = [abstract(a) for a in (self.args if args is None else args)]
         named = {k: abstract(v) for k, v in (self.kwargs if kwargs is None else kwargs).items()}
         try:
-            plan = prepare(request, shapes, named, programs=None if retraced else self.programs).plan
+            return prepare(request, shapes, named, programs=None if retraced else self.programs)
         except Exception:  # the user's function or its pins may not take the change: then it is no remedy
             return None
-        return Remedy(advice, plan.cost.peak_bytes, plan.step_seconds, searched=searched)
+
+    def recomputed(
+        self,
+        free: Remedy,
+        request: ShardRequest,
+        devices: int,
+        args: Sequence[PyTree] | None = None,
+        kwargs: Mapping[str, PyTree] | None = None,
+    ) -> Remedy | None:
+        """The choice of what is computed again that the search would plan first, with its predicted peak and seconds.
+
+        None where none is predicted to fit. `free`: the same call without recomputation, planned on `devices`.
+        """
+        same = args is None and kwargs is None and request.call == self.request.call  # on whatever mesh
+        recomputation = self._own_recomputation if same else self._recomputation(request, args, kwargs)
+        estimate = estimated_first_choice(recomputation, self.refusal.limit, free.peak)
+        if estimate is None:
+            return None
+        peak, more = estimate
+        return Remedy(free.advice, peak, free.seconds + more / devices, estimated=True)
+
+    @functools.cached_property
+    def _own_recomputation(self) -> Recomputation:
+        return self._recomputation(self.request)
+
+    def _recomputation(
+        self,
+        request: ShardRequest,
+        args: Sequence[PyTree] | None = None,
+        kwargs: Mapping[str, PyTree] | None = None,
+    ) -> Recomputation:
+        traced = trace_call(
+            request, self.args if args is None else args, self.kwargs if kwargs is None else kwargs
+        )
+        return Recomputation(traced.jaxpr, hardware.get(self.refusal.chip), traced.donated)
 
     def may_plan(self, retraced: bool = False) -> bool:
         """Whether the effort that is left suffices for one more plan; one of other shapes is traced again."""
@@ -203,30 +246,19 @@ def recompute(trials: Trials) -> Iterator[Remedy]:
     if request.options.remat is not None or refusal.argument_bytes > refusal.limit:
         return
     advice, effort = 'remat="auto"', _RECOMPUTE_EFFORT * refusal.operators
-    if trials.spent + effort <= _OPERATORS:
+    if trials.spent + effort > _OPERATORS:
+        free = Remedy(advice, refusal.peak, refusal.step_seconds)
+        remedy = trials.recomputed(free, request, refusal.mesh.total)
+    else:
         trials.spent += effort
         options = dataclasses.replace(request.options, remat="auto")
-        remedy = trials.planned(advice, dataclasses.replace(request, options=options))
-    else:
-        remedy = _recompute_estimate(trials, advice)
+        if options.search_seconds is None:
+            options = dataclasses.replace(options, search_seconds=_RECOMPUTE_SECONDS)
+            advice += f', config={{"search_seconds": {_RECOMPUTE_SECONDS}}}'
+        call = trials.planned(dataclasses.replace(request, options=options))
+        remedy = None if call is None else Remedy(advice, call.plan.cost.peak_bytes, call.plan.step_seconds)
     if remedy is not None:
         yield remedy
-
-
-def _recompute_estimate(trials: Trials, advice: str) -> Remedy | None:
-    """The choice that the search would plan first, with its predicted peak and the seconds that it runs again."""
-    refusal = trials.refusal
-    traced = trace_call(trials.request, trials.args, trials.kwargs)
-    recomputation = Recomputation(traced.jaxpr, hardware.get(refusal.chip), traced.donated)
-    if not recomputation.can_recompute:
-        return None
-    prediction = PeakPrediction(recomputation, refusal.limit, None, refusal.peak)
-    hull = prediction.hull()
-    choice = next((hull[k - 1] for k in prediction.fitting([None, *hull])), None)
-    if choice is None:
-        return None
-    more = max(0.0, choice.seconds - recomputation.everything().seconds) / refusal.mesh.total
-    return Remedy(advice, prediction.of(choice), refusal.step_seconds + more, estimated=True)
 
 
 def smaller_batch(trials: Trials) -> Iterator[Remedy]:

@@ -90,3 +90,21 @@ class PeakPrediction:
                 low = middle
         differs = abs(at(low).seconds - least.seconds) > _LEAST_DIFFERENCE * least.seconds
         return at(low) if differs else None
+
+
+def estimated_first_choice(
+    recomputation: Recomputation, limit: float, peak: float
+) -> tuple[float, float] | None:
+    """(peak, seconds) of the choice that is predicted to fit and runs least again; None where none is.
+
+    Arguments: the choices; the budget in bytes a device; the peak of a plan of the program as it was traced. The seconds
+    are what one device would take to run everything again that is not kept.
+    """
+    if not recomputation.can_recompute:
+        return None
+    prediction = PeakPrediction(recomputation, limit, None, peak)
+    hull = prediction.hull()
+    for k in prediction.fitting([None, *hull]):
+        choice = hull[k - 1]
+        return prediction.of(choice), max(0.0, choice.seconds - recomputation.everything().seconds)
+    return None

@@ -333,3 +333,41 @@ def test_a_refusal_names_a_low_peak_though_it_is_proved_that_nothing_fits():
         for words in ("the least found needs", "none needs less than")
     )
     assert bound <= least < 0.6 * fastest
+
+
+def test_the_row_of_recomputation_names_the_effort_with_which_one_gets_its_plan(monkeypatch):
+    """It was planned without one, which took minutes of some programs of a hundred operators."""
+    monkeypatch.setattr(remedies, "_RECOMPUTE_SECONDS", 0.1)
+    step, args = training(2, 4000, 48)
+    free = jshard.shard(step, mesh=on(2, 4), hardware="tpu-v5e", donate_argnums=(0, 1)).plan(*args)
+    budget = int(free.cost.peak_bytes * 0.75)
+    error = refused(step, args, budget, donate_argnums=(0, 1))
+    advised = row(error, '^remat="auto", config=')
+    assert not advised.estimated and advised.peak <= budget
+    options = dict(mesh=on(2, 4), hardware="tpu-v5e", memory_budget=budget, donate_argnums=(0, 1))
+    followed = jshard.shard(step, **options, **eval(f"dict({advised.advice})")).plan(*args)
+    assert followed.cost.peak_bytes == advised.peak and followed.step_seconds == advised.seconds
+    own = refused(step, args, budget, donate_argnums=(0, 1), config={"search_seconds": 0.1})
+    assert row(own, '^remat="auto"$').peak <= budget
+
+
+def test_remedies_of_a_call_with_recomputation_predict_what_it_does(monkeypatch):
+    """Each was searched with all choices of what is computed again, so a refusal of Hyena's step took 89 s."""
+    step, args = training(4, 32_000, 64)
+    options = dict(hardware="tpu-v5e", donate_argnums=(0, 1), remat="auto", config={"search_seconds": 1})
+    free = jshard.shard(step, mesh=on(2, 4), **options).plan(*args).cost.peak_bytes
+    requests = []
+    planned = remedies.Trials.planned
+    monkeypatch.setattr(
+        remedies.Trials, "planned", lambda s, r, *a: requests.append(r.options.remat) or planned(s, r, *a)
+    )
+    budget = int(free * 0.4)
+    error = refused(step, args, budget, **options)
+    assert requests and not any(requests)
+    devices = row(error, r"^\d+ devices: mesh x=")
+    assert devices.estimated and devices.peak <= budget
+    sizes = tuple(map(int, re.findall(r"=(\d+)", devices.advice)))
+    followed = jshard.shard(step, mesh=on(*sizes), memory_budget=budget, **options).plan(*args)
+    assert followed.kept is not None and followed.cost.peak_bytes <= budget
+    assert devices.peak == pytest.approx(followed.cost.peak_bytes, rel=0.3)
+    assert devices.seconds == pytest.approx(followed.step_seconds, rel=0.3)
