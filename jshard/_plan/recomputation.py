@@ -181,11 +181,12 @@ class Recomputation:
         """What is kept by choices from `less` to `more`, each one more value of those in which they differ.
 
         Of a body the values made last come first, since they wait least long; of a pair of scans those that save most
-        seconds a byte, given what is kept before.
+        seconds a byte, given what is kept before. What is in memory in any case is no difference.
         """
         kept, out = list(less.kept), []
         for k, graph in enumerate(self.graphs):
-            left = sorted(more.kept[k] - less.kept[k], key=lambda v: -graph.index[v])
+            different = more.kept[k] - less.kept[k] - self.sites[k].free
+            left = sorted(different, key=lambda v: -graph.index[v])
             while left:
                 v = left[0]
                 if self.sites[k].kind == "scan" and len(left) <= _MAX_COMPARED:
