@@ -64,7 +64,7 @@ def descend_peak(
                 continue
             other = schedule_solution(network, solution.request, states, solution.bound, solution.steps)
             if other.peak < solution.peak * (1 - ROUNDING):
-                solution, improved = other, True
+                solution, improved = dataclasses.replace(other, peak_bound=solution.peak_bound), True
                 break
     return solution
 

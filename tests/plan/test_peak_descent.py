@@ -1,5 +1,6 @@
 """Level 1: changes of single operators that lower the peak of the schedule."""
 
+import dataclasses
 import random
 
 import jax
@@ -78,3 +79,19 @@ def test_under_a_budget_plans_a_little_above_it_are_made_to_fit(monkeypatch):
         assert after.objective <= before.objective * (1 + 1e-9)
         found.append(after.objective < before.objective * (1 - 1e-3))
     assert any(found)
+
+
+def test_what_is_proved_of_the_peak_stays_proved_of_the_lower_one(monkeypatch):
+    """A refusal lost its bound where changes of single operators found a lower peak."""
+    found = []
+    descend = level_search.descend_peak
+
+    def noted(solution, *rest):
+        given = dataclasses.replace(solution, peak_bound=7.0)
+        found.append((given, descend(given, *rest)))
+        return descend(solution, *rest)
+
+    monkeypatch.setattr(level_search, "descend_peak", noted)
+    plan_of(quantized_gram)
+    assert any(after.peak < before.peak for before, after in found)
+    assert all(after.peak_bound == 7.0 for _, after in found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 
@@ -338,17 +339,19 @@ def test_a_refusal_names_a_low_peak_though_it_is_proved_that_nothing_fits():
 def test_the_row_of_recomputation_names_the_effort_with_which_one_gets_its_plan(monkeypatch):
     """It was planned without one, which took minutes of some programs of a hundred operators."""
     monkeypatch.setattr(remedies, "_RECOMPUTE_SECONDS", 0.1)
-    step, args = training(2, 4000, 48)
-    free = jshard.shard(step, mesh=on(2, 4), hardware="tpu-v5e", donate_argnums=(0, 1)).plan(*args)
-    budget = int(free.cost.peak_bytes * 0.75)
-    error = refused(step, args, budget, donate_argnums=(0, 1))
+    monkeypatch.setattr(remedies, "REMEDIES", (remedies.recompute,))
+    step, args = training(4, 4000, 48)
+    free = jshard.shard(step, mesh=on(4), hardware="tpu-v5e", donate_argnums=(0, 1)).plan(*args)
+    budget = int(free.cost.peak_bytes * 0.7)
+    error = refused(step, args, budget, on(4), donate_argnums=(0, 1))
     advised = row(error, '^remat="auto", config=')
     assert not advised.estimated and advised.peak <= budget
-    options = dict(mesh=on(2, 4), hardware="tpu-v5e", memory_budget=budget, donate_argnums=(0, 1))
+    options = dict(mesh=on(4), hardware="tpu-v5e", memory_budget=budget, donate_argnums=(0, 1))
     followed = jshard.shard(step, **options, **eval(f"dict({advised.advice})")).plan(*args)
     assert followed.cost.peak_bytes == advised.peak and followed.step_seconds == advised.seconds
-    own = refused(step, args, budget, donate_argnums=(0, 1), config={"search_seconds": 0.1})
-    assert row(own, '^remat="auto"$').peak <= budget
+    own = jshard.shard(step, **options, config={"search_seconds": 0.1})
+    found = list(remedies.recompute(remedies.Trials(own._request, args, {}, error.refusal, {})))
+    assert found == [dataclasses.replace(advised, advice='remat="auto"')]
 
 
 def test_remedies_of_a_call_with_recomputation_predict_what_it_does(monkeypatch):
@@ -371,3 +374,30 @@ def test_remedies_of_a_call_with_recomputation_predict_what_it_does(monkeypatch)
     assert followed.kept is not None and followed.cost.peak_bytes <= budget
     assert devices.peak == pytest.approx(followed.cost.peak_bytes, rel=0.3)
     assert devices.seconds == pytest.approx(followed.step_seconds, rel=0.3)
+
+
+def test_the_peak_that_a_refusal_names_is_near_the_least_though_it_is_proved_that_nothing_fits(monkeypatch):
+    """Of a mapped Kalman filter it named 3.3 times the peak that level 1 finds."""
+
+    def loss(p, y):
+        q, s = jnp.diag(jnp.exp(p["q"])), jnp.diag(jnp.exp(p["s"]))
+
+        def update(carry, y):
+            x, cov = p["f"] @ carry[0], p["f"] @ carry[1] @ p["f"].T + q
+            e, lower = y - p["h"] @ x, jnp.linalg.cholesky(p["h"] @ cov @ p["h"].T + s)
+            z = jax.scipy.linalg.solve_triangular(lower, e, lower=True)
+            gain = cov @ p["h"].T
+            return (x + gain @ e, cov - gain @ gain.T), 0.5 * z @ z + jnp.log(jnp.diag(lower)).sum()
+
+        start = jnp.zeros(6), jnp.eye(6)
+        return jax.lax.scan(update, start, y)[1].sum()
+
+    def step(p, ys):
+        grads = jax.grad(lambda p: jax.vmap(loss, (None, 0))(p, ys).mean())(p)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, grads)
+
+    monkeypatch.setattr(remedies, "REMEDIES", ())
+    args = {"f": f32(6, 6), "h": f32(3, 6), "q": f32(6), "s": f32(3)}, f32(40, 15, 3)
+    least = jshard.shard(step, mesh=on(2, 4), hardware="tpu-v5e", level=1).plan(*args).cost.peak_bytes
+    error = refused(step, args, int(0.85 * least))
+    assert error.proved_least > 0.85 * least and error.least_found < 1.1 * least
