@@ -46,8 +46,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """`--cases even` and `--cases odd`: a half of the suite each, for continuous integration on two pairs of Python and JAX.
 
     Of the cases of a parametrised test every second one, and of the other tests below the public functions, and of those
-    marked `one_pair`, every second one of a file, in an order by seed. The other tests of the public functions that have
-    no cases, those of jaxprs and of lowering, and doctests are in both halves; nothing is in neither.
+    marked `one_pair`, every second one of a file, and every second doctest, in an order by seed. The other tests of the
+    public functions that have no cases, and those of jaxprs and of lowering, are in both halves; nothing is in neither.
     """
     parser.addoption("--cases", choices=("all", "even", "odd"), default="all")
 
@@ -81,6 +81,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _group(item: pytest.Item) -> str | None:
     """What of which each half has every second one: the test of a case, the file of another test; None for both halves."""
+    if isinstance(item, pytest.DoctestItem):
+        return "doctests"
     if hasattr(item, "callspec"):
         return item.nodeid.partition("[")[0]
     file = item.nodeid.partition("::")[0]

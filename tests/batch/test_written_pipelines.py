@@ -62,8 +62,11 @@ OBJECTIVES = random.Random(22).sample(
 )
 
 
-@pytest.mark.parametrize("options", [{"microbatches": 4}, {"config": {"pipeline": PIPELINE}}], ids=str)
-@pytest.mark.parametrize("make", OBJECTIVES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    ("make", "options"),
+    list(zip(OBJECTIVES, [{"microbatches": 4}, {"config": {"pipeline": PIPELINE}}], strict=True)),
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_an_objective(make: Callable[[int], pipeline_steps.Step], options: dict[str, Any]) -> None:
     step, args = make(2)
     f = jshard.shard(step, mesh=mesh_of(2, 2), **options)

@@ -15,7 +15,7 @@ from tests.laws.fuzz_judge import Verdict, judge
 from tests.laws.fuzz_programs import Fuzzed, Value, program
 
 
-COUNT = 48  # what fits in twenty seconds on one quiet core; the compilers take most of it
+COUNT = 36  # what fits in fifteen seconds on one quiet core; the compilers take most of it
 FIRST = 0 if jax.__version_info__ < (0, 11) else 72  # each supported JAX judges programs of its own
 
 

@@ -17,7 +17,8 @@ def pairing(each: int, step: int) -> list[tuple[str, str]]:
     return [(f, names[(i * step + j * 5) % len(names)]) for i, f in enumerate(FUNCTIONS) for j in range(each)]
 
 
-PAIRS = [(f, t, "float64") for f, t in pairing(2, 3)] + [(f, t, "float32") for f, t in pairing(1, 7)[::3]]
+PAIRS = [(f, t, "float64") for k, (f, t) in enumerate(pairing(2, 3)) if k % 4 != 3]
+PAIRS += [(f, t, "float32") for f, t in pairing(1, 7)[::3]]
 
 
 def test_thirty_functions_and_every_transformation():
