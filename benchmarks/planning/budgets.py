@@ -221,6 +221,17 @@ class FirstPlan:
 
         return watched
 
+    def noting_start(self, begin: Callable) -> Callable:
+        """`LevelSearch._start`, watched: its plans are within the budget."""
+
+        def watched(search: Any, *args: Any) -> Any:
+            start = begin(search, *args)
+            if start.plans and math.isinf(self.at):
+                self.at = time.process_time()
+            return start
+
+        return watched
+
 
 def row(
     model: str, grid: str, budget: str, limit: float | None, profile: bool, effort: float | None = None
@@ -256,7 +267,8 @@ def row(
     profiler = cProfile.Profile()
     gc.collect()
     noting = mock.patch.object(LevelSearch, "_known_plan", first.noting(LevelSearch._known_plan))
-    with mock.patch.object(prepare, "trace_on_shapes", timed), noting:
+    starting = mock.patch.object(LevelSearch, "_start", first.noting_start(LevelSearch._start))
+    with mock.patch.object(prepare, "trace_on_shapes", timed), noting, starting:
         start = time.process_time()
         if profile:
             profiler.enable()
