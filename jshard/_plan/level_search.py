@@ -48,9 +48,7 @@ from jshard._search.effort import ENTRIES_PER_SECOND, longest_seconds
 from jshard._search.memory.key_times import least_conceivable_peak
 
 
-_REFUSAL_SECONDS = (
-    4  # of effort, for the least peak though it is proved not to fit: 0.2 named up to three times as much
-)
+_REFUSAL_SECONDS = 4  # of effort, for the least peak though it is proved not to fit (0.2: up to 3.3 times it)
 _BOUNDED_AT_FIRST = 1000  # variables below which the least peak is bounded once a plan exceeds the budget
 _LARGE_GAP = 0.01  # relative, at which the search of a large network without memory ends
 _BUDGET_GAP = 0.015  # ... and that of one with memory, where a tighter proof takes several solutions more
