@@ -46,8 +46,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """`--cases even` and `--cases odd`: a half of the suite each, for continuous integration on two pairs of Python and JAX.
 
     Of the cases of a parametrised test every second one, and of the other tests below the public functions, and of those
-    marked `one_pair`, every second one of a file, and every second doctest, in an order by seed. The other tests of the
-    public functions that have no cases, and those of jaxprs and of lowering, are in both halves; nothing is in neither.
+    marked `one_pair`, every second one of a file, and every second doctest, in an order by seed; of a single one the half
+    is drawn. The other tests of the public functions that have no cases, or one, and those of jaxprs and of lowering, are
+    in both halves; nothing is in neither.
     """
     parser.addoption("--cases", choices=("all", "even", "odd"), default="all")
 
@@ -71,10 +72,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             groups.setdefault(group, []).append(item)
     other: set[pytest.Item] = set()
     for name, group in groups.items():
+        # Products of parameters repeat a value at each second or fourth case.
+        random.Random(name).shuffle(group)
         if len(group) > 1:
-            # Products of parameters repeat a value at each second or fourth case.
-            random.Random(name).shuffle(group)
             other.update(group[half == "odd" :: 2])
+        elif _is_below(group[0]) and (half == "odd") == (random.Random(name).random() < 0.5):
+            other.update(group)
     config.hook.pytest_deselected(items=[i for i in items if i in other])
     items[:] = [i for i in items if i not in other]
 
@@ -86,8 +89,12 @@ def _group(item: pytest.Item) -> str | None:
     if hasattr(item, "callspec"):
         return item.nodeid.partition("[")[0]
     file = item.nodeid.partition("::")[0]
-    below = item.path.parent.name in _BELOW or item.get_closest_marker("one_pair") is not None
-    return file if file.startswith("tests/") and below else None
+    return file if file.startswith("tests/") and _is_below(item) else None
+
+
+def _is_below(item: pytest.Item) -> bool:
+    """Whether a test is below the public functions, or marked as if it were."""
+    return item.path.parent.name in _BELOW or item.get_closest_marker("one_pair") is not None
 
 
 def pytest_collection_finish() -> None:
