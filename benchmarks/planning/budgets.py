@@ -221,17 +221,6 @@ class FirstPlan:
 
         return watched
 
-    def noting_start(self, begin: Callable) -> Callable:
-        """`LevelSearch._start`, watched: its plans are within the budget."""
-
-        def watched(search: Any, *args: Any) -> Any:
-            start = begin(search, *args)
-            if start.plans and math.isinf(self.at):
-                self.at = time.process_time()
-            return start
-
-        return watched
-
 
 def row(
     model: str, grid: str, budget: str, limit: float | None, profile: bool, effort: float | None = None
@@ -267,8 +256,7 @@ def row(
     profiler = cProfile.Profile()
     gc.collect()
     noting = mock.patch.object(LevelSearch, "_known_plan", first.noting(LevelSearch._known_plan))
-    starting = mock.patch.object(LevelSearch, "_start", first.noting_start(LevelSearch._start))
-    with mock.patch.object(prepare, "trace_on_shapes", timed), noting, starting:
+    with mock.patch.object(prepare, "trace_on_shapes", timed), noting:
         start = time.process_time()
         if profile:
             profiler.enable()
@@ -341,9 +329,9 @@ def write_page() -> None:
     lines = ["# Planning at the memory limit", "", "    python benchmarks/planning/budgets.py", ""]
     lines += [
         "CPU seconds on a machine of two cores, JAX 0.10.2; `load`: the machine's load average of five minutes, and where",
-        "that is above 2, others' work makes CPU seconds up to 1.5 times as many. The machine of",
-        "30 November 2026 took about half the seconds of those before. Level 0 but in rows `level1`, TPU v5e, layers",
-        "rematerialised but in GPT. Budgets: `chip` is 90% of a v5e's memory, numbers are times the least peak that",
+        "that is above 2, others' work makes CPU seconds up to 1.5 times as many. Machines of",
+        "different days differ by up to three times, as the column `trace` shows. Level 0 but in rows `level1`, TPU v5e,",
+        "layers rematerialised but in GPT. Budgets: `chip` is 90% of a v5e's memory, numbers are times the least peak that",
         "the row `level1` found. `first`: share of the planning time after which a schedule within the budget was known.",
         f"Meshes have a first axis {', '.join(f'{n} times as long for {m}' for m, n in LARGER.items())}.",
         "`ratio`: planning over tracing; asked are 3, or 5 s where the trace is short, and 10 on three axes. A row stands",

@@ -141,8 +141,8 @@ class Trials:
     ) -> PlannedCall | None:
         """The planned call of another request; None where it cannot be planned."""
         retraced = args is not None or kwargs is not None
-        shapes = [abstract(a) for a in (self.args if args is None else args)]
-        named = {k: abstract(v) for k, v in (self.kwargs if kwargs is None else kwargs).items()}
+        args, kwargs = self._arguments(args, kwargs)
+        shapes, named = [abstract(a) for a in args], {k: abstract(v) for k, v in kwargs.items()}
         try:
             return prepare(request, shapes, named, programs=None if retraced else self.programs)
         except Exception:  # the user's function or its pins may not take the change: then it is no remedy
@@ -178,10 +178,14 @@ class Trials:
         args: Sequence[PyTree] | None = None,
         kwargs: Mapping[str, PyTree] | None = None,
     ) -> Recomputation:
-        traced = trace_call(
-            request, self.args if args is None else args, self.kwargs if kwargs is None else kwargs
-        )
+        traced = trace_call(request, *self._arguments(args, kwargs))
         return Recomputation(traced.jaxpr, hardware.get(self.refusal.chip), traced.donated)
+
+    def _arguments(
+        self, args: Sequence[PyTree] | None, kwargs: Mapping[str, PyTree] | None
+    ) -> tuple[Sequence[PyTree], Mapping[str, PyTree]]:
+        """The arguments of a trial; None for those of the refused call."""
+        return self.args if args is None else args, self.kwargs if kwargs is None else kwargs
 
     def may_plan(self, retraced: bool = False) -> bool:
         """Whether the effort that is left suffices for one more plan; one of other shapes is traced again."""

@@ -419,7 +419,8 @@ class LevelSearch:
             return BudgetStart()
         known, effort = best_within(self._known, self._limit), self.effort.part(_SHARE_FOR_START)
         start = budget_start(network, fastest, known, _BUDGET_GAP, effort, lambda: self._bounding_network)
-        self._known += start.plans
+        for plan in start.plans:
+            self._known_plan(plan)
         return start
 
     def _search_schedules(

@@ -95,10 +95,10 @@ class PeakPrediction:
 def estimated_first_choice(
     recomputation: Recomputation, limit: float, peak: float
 ) -> tuple[float, float] | None:
-    """(peak, seconds) of the choice that is predicted to fit and runs least again; None where none is.
+    """(peak, seconds) of the choice that computes least again among those that are predicted to fit; None where none is.
 
     Arguments: the choices; the budget in bytes a device; the peak of a plan of the program as it was traced. The seconds
-    are what one device would take to run everything again that is not kept.
+    are those that one device alone would add to a step by computing again what is not kept.
     """
     if not recomputation.can_recompute:
         return None

@@ -1,6 +1,6 @@
 """A sharded function under JAX's transformations equals the unsharded one: a seeded pairing of `law_functions`.
 
-Each function meets several transformations and each transformation several functions;
+Each function meets one to three transformations and each transformation several functions;
 `benchmarks/correctness/laws.py` runs the whole product.
 """
 
